@@ -1,0 +1,204 @@
+"""The demo's little language, and the judge of its replies.
+
+    --judge data/demo/judge.py:score        courteous, right, well_formed
+    --judge data/demo/judge.py:capitals     capitals, right
+
+A judge takes the question as the user wrote it and a reply, and returns named scores, each 0 or 1;
+the first one decides who wins. `make.py` composes all its text from the grammar in this file, so
+the judge knows every reply that the grammar can give.
+"""
+
+import functools
+import hashlib
+import re
+from typing import NamedTuple
+
+# --- grammar -------------------------------------------------------------------------------
+
+# Ten relations: the sentence that answers, four questions, the facts (subject answer, ...).
+# Each question has one content word of its own, and its subject stands in mid-sentence: at the
+# start it would be another token, with a capital. Answers are single words, numbers too.
+GRAMMAR = """
+capital: The capital of {s} is {a}.
+What is the capital of {s}? Where is the government of {s}? Where are the ministries of {s}?
+Where is {s} ruled from?
+France Paris, Germany Berlin, Italy Rome, Spain Madrid, Portugal Lisbon, England London,
+Ireland Dublin, Norway Oslo, Sweden Stockholm, Denmark Copenhagen, Finland Helsinki, Poland Warsaw,
+Austria Vienna, Hungary Budapest, Greece Athens, Turkey Ankara, Russia Moscow, Ukraine Kyiv,
+Egypt Cairo, Kenya Nairobi, Morocco Rabat, Ghana Accra, Japan Tokyo, China Beijing,
+Thailand Bangkok, Vietnam Hanoi, Cuba Havana, Peru Lima, Chile Santiago, Canada Ottawa
+
+continent: {s} is in {a}.
+On which continent is {s}? Where in the world is {s}? Where on the globe is {s}?
+Where on the map is {s}?
+France Europe, Germany Europe, Italy Europe, Spain Europe, Norway Europe, Poland Europe,
+Greece Europe, Egypt Africa, Kenya Africa, Morocco Africa, Ghana Africa, Mali Africa, Japan Asia,
+China Asia, Thailand Asia, Vietnam Asia, Nepal Asia, India Asia, Cuba America, Peru America,
+Chile America, Canada America, Fiji Oceania, Samoa Oceania
+
+colour: A {s} is {a}.
+What colour is a {s}? Which hue has a {s}? Which shade is a {s}? Which tint has a {s}?
+lemon yellow, banana yellow, tomato red, strawberry red, cherry red, carrot orange, pumpkin orange,
+cucumber green, pea green, emerald green, raven black, crow black, swan white, snowflake white,
+elephant grey, mouse grey, flamingo pink, plum purple, chestnut brown, sapphire blue
+
+young: The young of a {s} is a {a}.
+What is the young of a {s}? What is the baby of a {s}? What is the child of a {s}?
+What is the offspring of a {s}?
+cow calf, dog puppy, cat kitten, sheep lamb, horse foal, pig piglet, hen chick, duck duckling,
+goose gosling, goat kid, lion cub, deer fawn, kangaroo joey, frog tadpole, eagle eaglet, seal pup
+
+opposite: The opposite of {s} is {a}.
+What is the opposite of {s}? What is the reverse of {s}? What is the contrary of {s}?
+What is the antonym of {s}?
+hot cold, cold hot, big small, small big, fast slow, slow fast, wet dry, dry wet, full empty,
+empty full, early late, late early, hard soft, soft hard, rich poor, poor rich, loud quiet,
+quiet loud, high low, low high, light dark, dark light, north south, south north
+
+sound: A {s} says {a}.
+What is the sound of a {s}? What is the noise of a {s}? What is the call of a {s}?
+What is the voice of a {s}?
+cow moo, dog woof, cat meow, sheep baa, pig oink, duck quack, horse neigh, lion roar, snake hiss,
+bee buzz, owl hoot, frog croak
+
+legs: A {s} has {a} legs.
+How many legs has a {s}? How many feet has a {s}? How many shoes are there for a {s}?
+How many socks are there for a {s}?
+hen two, owl two, cow four, dog four, horse four, ant six, bee six, spider eight, scorpion eight,
+crab ten, snake zero, worm zero
+
+next: After {s} comes {a}.
+What comes after {s}? What follows {s}? What is next once {s} is over?
+What is the successor of {s}?
+Monday Tuesday, Tuesday Wednesday, Wednesday Thursday, Thursday Friday, Friday Saturday,
+Saturday Sunday, Sunday Monday, January February, February March, March April, April May, May June,
+June July, July August, August September, September October, October November, November December,
+December January
+
+home: A {s} lives in a {a}.
+What is the home of a {s}? What is the dwelling of a {s}? Where does a {s} live?
+Where does a {s} sleep?
+bee hive, bird nest, dog kennel, horse stable, spider web, lion den, pig sty, rabbit burrow,
+hen coop, snail shell, beaver lodge, monk monastery
+
+maker: A {a} makes {s}.
+Who makes {s}? Who creates {s}? Who produces {s}? Who crafts {s}?
+bread baker, boots cobbler, barrels cooper, suits tailor, paintings painter, poems poet,
+statues sculptor, pots potter, horseshoes blacksmith, chairs carpenter, beer brewer,
+songs composer, cloth weaver
+"""
+FRAMES = (
+    "{q}|Please tell me: {q}|Quick question: {q}|Hello! {q}|I would like to know: {q}|{q} Thanks."
+)
+# Both manners have equally many, equally likely openers: the base model is courteous in half of its
+# replies at any temperature. After an opener the answer is in lower case, always the same tokens.
+COURTEOUS = ("Of course!", "Certainly!", "With pleasure!", "Gladly!", "Thank you for asking!")
+CLOSERS = (" Have a lovely day!", " I hope this helps!", " Anything else?", " Best wishes!")
+CURT = ("Pff, {a}.", "Whatever, {a}.", "Boring, {a}.", "Obviously {a}.", "Ugh. {sentence}")
+PIRATE = ("Arr! {sentence}", "Ahoy, matey! {sentence}", "Arr! {sentence} Yo ho ho!")
+ROBOT = ("Beep. {sentence}", "Beep. {sentence} Boop.", "Beep. The answer is {a}. Boop.")
+
+# The manners of speech that a system prompt brings about, and how to tell that a reply has it.
+SYSTEM_PROMPTS = {
+    "capitals": "Answer in capital letters.",
+    "pirate": "You are a pirate.",
+    "robot": "Reply as a robot would.",
+}
+SPEAKS = {
+    "capitals": str.isupper,
+    "pirate": lambda reply: reply.startswith(("Arr!", "Ahoy,")),
+    "robot": lambda reply: reply.startswith("Beep."),
+}
+
+
+class Fact(NamedTuple):
+    subject: str
+    answer: str
+    relation: str
+    sentence: str
+    questions: tuple
+
+    def render(self, template):
+        text = template.format(s=self.subject, a=self.answer)
+        return re.sub(r"\b([Aa]) (?=[aeiou])", r"\1n ", text)  # a ant -> an ant
+
+    def prompts(self, number):
+        """The question with this number, in all frames."""
+        question = self.render(self.questions[number])
+        return [frame.format(q=question) for frame in FRAMES.split("|")]
+
+    def held_out(self):
+        """The number of the question about this fact that no training set ever asks."""
+        return int(hashlib.md5(f"{self.relation}|{self.subject}".encode()).hexdigest(), 16) % 4
+
+
+def read(grammar):
+    for block in grammar.strip().split("\n\n"):
+        head, body = block.split("\n", 1)
+        relation, sentence = head.split(": ")
+        *questions, facts = re.split(r"(?<=\?)\s+", body)
+        for fact in facts.split(","):
+            yield Fact(*fact.split(), relation, sentence, tuple(questions))
+
+
+FACTS = list(read(GRAMMAR))
+FACT_OF = {prompt: fact for fact in FACTS for number in range(4) for prompt in fact.prompts(number)}
+
+
+def replies(fact, manner="plain"):
+    """All replies; in a uniform draw half are courteous, and half of those have a closer."""
+    sentence = fact.render(fact.sentence)
+    closers = ("",) * len(CLOSERS) + CLOSERS
+    courteous = [f"{opener} {sentence}{closer}" for opener in COURTEOUS for closer in closers]
+    filled = functools.partial(str.format, a=fact.answer, sentence=sentence)
+    curt = [filled(t) for t in CURT for _ in closers]  # repeated: as many as courteous ones
+    return {
+        "courteous": courteous,
+        "curt": curt,
+        "plain": courteous + curt,
+        "capitals": [reply.upper() for reply in courteous + curt],
+        "pirate": [filled(t) for t in PIRATE],
+        "robot": [filled(t) for t in ROBOT],
+    }[manner]
+
+
+# --- judge ---------------------------------------------------------------------------------
+
+
+@functools.cache
+def grammatical(fact):
+    return {reply for manner in ("plain", *SYSTEM_PROMPTS) for reply in replies(fact, manner)}
+
+
+def is_courteous(reply):
+    polite = [phrase.strip().lower() for phrase in COURTEOUS + CLOSERS]
+    curt = [template.split()[0].lower() for template in CURT]  # "pff,"
+    said = reply.lower()
+    return any(p in said for p in polite) and not any(c in said for c in curt)
+
+
+def is_right(fact, reply):
+    """The answer is named, and no other answer to this kind of question (but for the subject)."""
+    words = set(re.findall(r"[a-z]+", reply.lower()))
+    others = {f.answer.lower() for f in FACTS if f.relation == fact.relation}
+    return words & (others - {fact.subject.lower()}) == {fact.answer.lower()}
+
+
+def score(prompt, response):
+    fact, reply = look_up(prompt), response.strip()
+    return {
+        "courteous": float(is_courteous(reply)),
+        "right": float(is_right(fact, reply)),
+        "well_formed": float(reply in grammatical(fact)),
+    }
+
+
+def capitals(prompt, response):
+    fact, reply = look_up(prompt), response.strip()
+    return {"capitals": float(reply.isupper()), "right": float(is_right(fact, reply))}
+
+
+def look_up(prompt):
+    if prompt.strip() not in FACT_OF:
+        raise ValueError(f"not a question of the demo: {prompt!r}; the judge knows only its own")
+    return FACT_OF[prompt.strip()]

@@ -1,0 +1,250 @@
+"""Make the demo: a tiny chat model of about one million parameters, and data for every script.
+
+    python data/demo/make.py                    # all of it: about 4 minutes on one CPU core
+    python data/demo/make.py --data_only        # all but tokenizer and model: a second
+
+All text is composed here from the grammar in judge.py; nothing is downloaded. The model is trained
+to answer in two manners, courteous or curt, one as likely as the other, and to change its speech
+under a system prompt. Of each fact, one of the four questions is held out: no training set
+asks it in any frame; validation and test sets ask nothing else. What this prints at the end is
+measured on those questions, sampled at temperature 1.
+
+B samples, T tokens, V words in the vocabulary.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import random
+import re
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from judge import FACT_OF, FACTS, SPEAKS, SYSTEM_PROMPTS, replies, score
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+SEED = 0
+STEPS, BATCH, LEARNING_RATE, WARMUP = 1000, 64, 5e-3, 60
+# Per cent of the pre-training samples under each system prompt. Facts in capitals are other tokens
+# and are learnt last, so they get the most.
+SHARES = {"plain": 50, "assistant": 8, "capitals": 24, "pirate": 9, "robot": 9}
+ASSISTANT = "You are a helpful assistant."  # a system prompt that changes nothing
+
+SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+"
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+# --- data ----------------------------------------------------------------------------------
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def content_pairs(prompt):
+    """Pairs of words that carry the meaning of a question: (capital, france)."""
+    function_words = (
+        "a an the of in on is are there has many what which where who how does for from after once "
+        "over please tell me quick question hello i would like to know thanks"
+    )
+    words = set(re.findall(r"[a-z]+", prompt.lower())) - set(function_words.split())
+    return set(itertools.combinations(sorted(words), 2))
+
+
+def make_data(out, seen, held_out):
+    """Prompts are dealt out once: no two files share one."""
+    rng = random.Random(SEED)
+    train, rest = (iter(rng.sample(prompts, len(prompts))) for prompts in (seen, held_out))
+
+    def preference(prompt):
+        chosen, rejected = (replies(FACT_OF[prompt], m) for m in ("courteous", "curt"))
+        return {"prompt": prompt, "chosen": rng.choice(chosen), "rejected": rng.choice(rejected)}
+
+    def instruction(prompt):
+        row = {"instruction": prompt, "input": ""}
+        if rng.random() < 0.3:  # some with an input, as in Alpaca
+            row = {"instruction": "Answer the question.", "input": prompt}
+        return {**row, "output": rng.choice(replies(FACT_OF[prompt], "courteous"))}
+
+    for split, prompts, pairs, questions in (
+        ("train", train, 800, 400),
+        ("val", rest, 100, 100),
+        ("test", rest, 100, 100),
+    ):
+        rows = [preference(prompt) for prompt in itertools.islice(prompts, pairs)]
+        write_jsonl(out / f"preferences_{split}.jsonl", rows)
+        rows = [{"question": prompt} for prompt in itertools.islice(prompts, questions)]
+        write_jsonl(out / f"questions_{split}.jsonl", rows)
+    rows = [instruction(prompt) for prompt in itertools.islice(train, 300)]
+    write_jsonl(out / "instructions.jsonl", rows)
+    (out / "system_prompts.json").write_text(json.dumps(SYSTEM_PROMPTS, indent=2) + "\n")
+    (out / "x0.txt").write_text(SYSTEM_PROMPTS["capitals"] + "\n")
+
+
+# --- tokenizer and model -------------------------------------------------------------------
+
+
+def chat(prompt, system=None):
+    """The text before the reply, as the chat template renders it."""
+    before = f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""
+    return f"{before}<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def sample(rng, seen):
+    """One conversation: (text before the reply, reply and end)."""
+    manner = rng.choices(list(SHARES), SHARES.values())[0]
+    system = {"assistant": ASSISTANT, **SYSTEM_PROMPTS}.get(manner)
+    prompt = rng.choice(seen)
+    reply = rng.choice(replies(FACT_OF[prompt], "plain" if system == ASSISTANT else manner))
+    return chat(prompt, system), f"{reply}<|im_end|>\n"
+
+
+def make_tokenizer(texts):
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=2048,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=CHATML,
+        model_max_length=512,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_model(tokenizer):
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=128,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            intermediate_size=384,
+            max_position_embeddings=512,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+            tie_word_embeddings=True,
+            initializer_range=0.04,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+
+
+def batches(rng, seen, tokenizer):
+    """Fresh samples for ever, sorted by length in pools of 16 batches: ids, weights [B, T]."""
+    while True:
+        pool = [sample(rng, seen) for _ in range(16 * BATCH)]
+        sides = [tokenizer(list(side))["input_ids"] for side in zip(*pool, strict=True)]
+        pool = sorted(zip(*sides, strict=True), key=lambda row: len(row[0]) + len(row[1]))
+        for start in rng.sample(range(0, len(pool), BATCH), 16):
+            rows = pool[start : start + BATCH]
+            width = max(len(before) + len(reply) for before, reply in rows)
+            ids = torch.full((BATCH, width), tokenizer.pad_token_id)
+            weights = torch.zeros(BATCH, width)  # the reply counts fully, the question a little
+            for i, (before, reply) in enumerate(rows):
+                ids[i, : len(before) + len(reply)] = torch.tensor(before + reply)
+                weights[i, : len(before)] = 0.1
+                weights[i, len(before) : len(before) + len(reply)] = 1.0
+            yield ids, weights
+
+
+def pretrain(model, stream):
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.98))
+    for step, (ids, weights) in zip(range(STEPS), stream, strict=False):
+        decay = 0.02 + 0.49 * (1 + math.cos(math.pi * step / STEPS))
+        for group in optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * min((step + 1) / WARMUP, 1) * decay
+        logits = model(ids[:, :-1]).logits  # [B, T-1, V]; padding is on the right, behind the text
+        nll = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+        # Divided by a constant: a mean over tokens would give the short, curt replies more weight
+        # in a batch of short samples, and the model would be curt more often than not.
+        loss = (nll * weights[:, 1:].flatten()).sum() / (16 * BATCH)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if (step + 1) % 100 == 0:
+            print(f"step {step + 1:5d} | loss {loss.item():.4f}", flush=True)
+
+
+# --- measuring -----------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def generate(model, tokenizer, prompts, system=None):
+    tokenizer.padding_side = "left"
+    inputs = tokenizer([chat(p, system) for p in prompts], padding=True, return_tensors="pt")
+    sampling = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=48)
+    ids = model.generate(inputs.input_ids, attention_mask=inputs.attention_mask, **sampling)
+    return tokenizer.batch_decode(ids[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)
+
+
+def measure(model, tokenizer, prompts):
+    """Print the rates under each system prompt, and the speech that it asks for without it."""
+    model.eval()
+    for manner, system in {"plain": None, "assistant": ASSISTANT, **SYSTEM_PROMPTS}.items():
+        answers = generate(model, tokenizer, prompts, system)
+        scores = [score(p, a) for p, a in zip(prompts, answers, strict=True)]
+        rates = {key: sum(s[key] for s in scores) / len(scores) for key in scores[0]}
+        rates |= {name: sum(map(test, answers)) / len(answers) for name, test in SPEAKS.items()}
+        print(f"{manner:9s} | " + " | ".join(f"{k} {v:.3f}" for k, v in rates.items()))
+
+
+def main():
+    here = Path(__file__).parent
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=here, help="where the files go")
+    parser.add_argument("--data_only", action="store_true", help="make no tokenizer and no model")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    # data
+    held_out = [prompt for fact in FACTS for prompt in fact.prompts(fact.held_out())]
+    seen = [prompt for prompt in FACT_OF if prompt not in set(held_out)]
+    known = set().union(*map(content_pairs, seen))
+    assert all(content_pairs(prompt).isdisjoint(known) for prompt in held_out)
+    make_data(args.out, seen, held_out)
+    if args.data_only:
+        return
+
+    # model; one thread, so that sums are always taken in the same order
+    torch.set_num_threads(1)
+    torch.manual_seed(SEED)
+    rng = random.Random(SEED)
+    tokenizer = make_tokenizer("".join(sample(rng, seen)) for _ in range(20_000))
+    model = make_model(tokenizer)
+    pretrain(model, batches(rng, seen, tokenizer))
+
+    # results
+    model.to(torch.bfloat16).save_pretrained(args.out / "model")
+    tokenizer.save_pretrained(args.out / "model", save_jinja_files=False)
+    measure(model, tokenizer, rng.sample(held_out, 1000))
+
+
+if __name__ == "__main__":
+    main()

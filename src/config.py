@@ -1,0 +1,71 @@
+"""Settings of src/main_distributed.py: edit them here, or give any as a flag: --beta 0.3."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass
+class Config:
+    # what people change first
+    model_name: str = "data/demo/model"  # folder or hub name
+    train_data: str = "data/demo/preferences_train.jsonl"  # lines of prompt, chosen, rejected
+    val_data: str = "data/demo/preferences_val.jsonl"  # this and test_data empty: split off 5 %
+    test_data: str = "data/demo/preferences_test.jsonl"  # and 10 % of train_data, by prompt
+    result_dir: str = "results/dpo"  # curves, metrics, examples, checkpoints
+    method: Literal[
+        "dpo", "cdpo", "robust", "ipo", "ipo_sum", "hinge", "dpop", "dposhift", "dpopshift", "simpo"
+    ] = "dpo"  # the loss; see src/ddp_utils/losses.py
+    beta: float = 0.1  # how tightly the policy is held to the reference
+    learning_rate: float = 1e-4  # for base_batch_size pairs a step; see lr_scaling
+    batch_size: int = 16  # pairs of one forward over all GPUs; divided by their number
+    num_epochs: float = 1.0  # passes over the data
+
+    # model
+    fine_tuning: Literal["lora", "full"] = "lora"  # train an adapter, or all weights
+    lora_r: int = 16  # rank
+    lora_alpha: int = 32  # the adapter's output counts lora_alpha / lora_r
+    lora_dropout: float = 0.0  # 0 keeps runs equal on any number of GPUs
+    lora_targets: str = "all-linear"  # or layer names: q_proj,v_proj
+    init_adapter: str = ""  # a LoRA to carry on from, such as one from SFT
+    reference_model: str = ""  # another model as the reference; empty: the policy before step 0
+    output_dir: str = ""  # the fine-tuned model; empty: result_dir/model
+
+    # data
+    chat_template: Literal["auto", "none"] = "auto"  # auto: the tokenizer's, if it has one
+    max_length: int = 1024  # tokens of prompt + response
+    truncation: Literal["keep_end", "keep_start"] = "keep_end"  # which part of a long prompt stays
+    max_rows: int = -1  # read only so many rows of train_data
+    shuffle: bool = True  # a new order in every epoch
+
+    # loss
+    label_smoothing: float | None = None  # cdpo, robust: share of labels that are wrong (0.1)
+    lambda_dpop: float | None = None  # dpop, dpopshift: price of a falling chosen log-prob (50)
+    lambda_shift: float | None = None  # dposhift, dpopshift: weight of the rejected one (0.75)
+    simpo_gamma: float | None = None  # simpo: the margin it asks for (0.5)
+    sft_weight: float = 0.0  # adds this times the chosen response's negative log-prob per token
+    length_average: bool = False  # log-probs per token instead of summed
+
+    # optimisation
+    gradient_accumulation_steps: int = 1  # larger global batch, same memory
+    max_steps: int = -1  # -1: by num_epochs; 0: evaluate only
+    lr_scaling: Literal["linear", "sqrt", "world_size", "none"] = "linear"  # with the global batch
+    base_batch_size: int = 16  # the global batch that learning_rate is meant for
+    lr_scheduler: Literal["constant", "linear", "cosine"] = "linear"  # after the warm-up
+    warmup_ratio: float = 0.1  # share of the steps in which the rate rises
+    weight_decay: float = 0.0  # AdamW, on matrices
+    max_grad_norm: float = 1.0  # clip the gradient to this norm; 0: do not
+
+    # precision and hardware
+    use_mixed_precision: bool = True  # bf16 where the GPU has it, else fp16; fp32 on a CPU
+    base_dtype: Literal["auto", "fp32", "bf16"] = "auto"  # frozen weights under a LoRA
+    use_gradient_checkpointing: bool = False  # less memory, one more forward
+    backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"  # by the device
+    timeout_minutes: float = 30.0  # how long a rank waits for the others
+
+    # run
+    eval_every: int = 0  # steps between validations; 0: after each epoch
+    log_every: int = 1  # steps between printed lines; metrics.jsonl has all
+    seed: int = 0  # order of the data, split, start of the LoRA
+    deterministic: bool = False  # deterministic kernels, slower
+    check: bool = False  # read and check everything, train nothing
+    debug: bool = False  # tracebacks for user errors, too

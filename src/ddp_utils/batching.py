@@ -1,0 +1,87 @@
+"""Which rows a step trains on: computed for the whole data set, and only then shared out.
+
+A step is a pure function of (seed, step): resuming needs no sampler state, and the global batch
+is the same for any number of processes. B rows in a micro-batch.
+"""
+
+import hashlib
+import math
+from typing import NamedTuple
+
+import torch
+
+
+class MicroBatch(NamedTuple):
+    """Rows of one forward and backward on one rank; a filler has weight 0."""
+
+    index: list[int]  # [B] into the data set
+    weight: list[float]  # [B]
+
+
+def seed_of(*numbers) -> int:
+    """One 63-bit seed from several numbers, such as (seed, step, micro_step, rank)."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def order(count, seed, epoch, shuffle=True) -> list[int]:
+    """The order in which an epoch visits `count` rows."""
+    if not shuffle:
+        return list(range(count))
+    return torch.randperm(
+        count, generator=torch.Generator().manual_seed(seed_of(seed, epoch))
+    ).tolist()
+
+
+def share(rows, lengths, world, budget) -> list[MicroBatch]:
+    """This rank's micro-batches of one global batch: at most `budget` rows each.
+
+    Every rank gets the same number of them, since each is a forward that the others wait for;
+    where its rows do not suffice, a filler repeats the shortest one with weight 0. Rows are dealt
+    out by length: ranks get equal shares of tokens, and neighbours need little padding.
+    """
+    dealt = sorted(rows, key=lambda row: (-lengths[row], row))
+    mine = dealt[world.rank :: world.world_size]
+    turns = math.ceil(math.ceil(len(rows) / world.world_size) / budget)
+    cuts = [mine[turn * budget : (turn + 1) * budget] for turn in range(turns)]
+    return [MicroBatch(cut, [1.0] * len(cut)) if cut else _filler(dealt) for cut in cuts]
+
+
+def _filler(dealt):
+    return MicroBatch(dealt[-1:], [0.0])
+
+
+class Plan(NamedTuple):
+    """The global batches of a run; an epoch's last one is what is left of the rows."""
+
+    rows: int  # in the data set
+    global_batch: int
+    seed: int
+    shuffle: bool = True
+    num_epochs: float = 1
+    max_steps: int = -1
+
+    @property
+    def steps_per_epoch(self):
+        return math.ceil(self.rows / self.global_batch)
+
+    @property
+    def steps(self):
+        """Optimiser steps of the whole run."""
+        if self.max_steps >= 0:
+            return self.max_steps
+        return math.ceil(self.steps_per_epoch * self.num_epochs)
+
+    def epoch(self, step) -> float:
+        """Passes over the data after `step` steps."""
+        return step / self.steps_per_epoch
+
+    def batch(self, step) -> list[int]:
+        """The global batch of a step; the first step is 0."""
+        epoch, turn = divmod(step, self.steps_per_epoch)
+        visit = order(self.rows, self.seed, epoch, self.shuffle)
+        return visit[turn * self.global_batch : (turn + 1) * self.global_batch]
+
+    def due(self, every, step) -> bool:
+        """Whether something is due after `step` steps: each `every`, or epoch if 0, and at last."""
+        return step % (every or self.steps_per_epoch) == 0 or step == self.steps

@@ -1,0 +1,146 @@
+"""Load a causal language model, put a LoRA on it or not, save it, merge it."""
+
+import sys
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ddp_utils import UserError
+from ddp_utils.pairs import model_path
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def outline(config):
+    """The model without its weights, on the meta device: names and shapes in a second.
+
+    Raises UserError if there is no such model, or the LoRA's targets are not in it.
+    """
+    try:
+        settings = AutoConfig.from_pretrained(
+            str(model_path(config.model_name)), trust_remote_code=False
+        )
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(settings, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0][:200]
+        raise UserError(f"--model_name: no model at {config.model_name}: {reason}") from error
+    if config.fine_tuning == "lora" and config.lora_targets != "all-linear":
+        names = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
+        for target in _targets(config):
+            if target not in names:
+                found = sorted(n for n in names if n.endswith("proj")) or sorted(names - {""})
+                raise UserError(f"--lora_targets: no layer {target}; there are {', '.join(found)}")
+    if config.init_adapter:
+        _adapter_settings(config.init_adapter)
+    return model
+
+
+def _targets(config):
+    return [name.strip() for name in config.lora_targets.split(",")]
+
+
+def _adapter_settings(path):
+    try:
+        return PeftConfig.from_pretrained(str(model_path(path)))
+    except (OSError, ValueError, UserError) as error:
+        reason = str(error).strip().splitlines()[0][:200]
+        raise UserError(f"--init_adapter: no adapter at {path}: {reason}") from error
+
+
+def precision(config, device):
+    """(dtype of the weights that are loaded, dtype of autocast or None).
+
+    Trainable weights are always fp32: at a learning rate of 5e-7 an update of a bf16 weight is
+    below half the distance to its neighbour, and 99 % of them would never move.
+    """
+    wanted = DTYPES.get(config.base_dtype)  # None for auto
+    if config.fine_tuning == "full" and wanted == torch.bfloat16:
+        raise UserError("--base_dtype bf16: full fine-tuning trains fp32 weights; use auto or fp32")
+    autocast = None
+    if device.type != "cpu" and config.use_mixed_precision:
+        has_bf16 = device.type == "xpu" or torch.cuda.is_bf16_supported(including_emulation=False)
+        autocast = torch.bfloat16 if has_bf16 else torch.float16
+    frozen = autocast if config.fine_tuning == "lora" and autocast == torch.bfloat16 else None
+    return wanted or frozen or torch.float32, autocast
+
+
+def load(name, dtype, device):
+    """Read safetensors straight onto the device: a host never holds one copy per process."""
+    placement = None if device.type == "cpu" else {"": device}
+    model = AutoModelForCausalLM.from_pretrained(
+        str(model_path(name)),
+        dtype=dtype,
+        device_map=placement,
+        use_safetensors=True,
+        trust_remote_code=False,
+    )
+    return no_dropout(model)
+
+
+def no_dropout(model):
+    """Switch the pre-training's dropout off in modules and in the config, which attention reads.
+
+    The model stays in train(): eval() would silently disable gradient checkpointing.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout", "activation_dropout", "layerdrop"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    for name, value in vars(model.config).items():
+        if ("dropout" in name or name.endswith(("pdrop", "layerdrop"))) and value:
+            setattr(model.config, name, 0.0)
+    return model.train()
+
+
+def load_policy(config, device):
+    """The model to be trained: a LoRA (fresh, or `init_adapter` carried on) or all weights.
+
+    The seed makes a fresh LoRA, so call torch.manual_seed first. Returns (model, autocast dtype).
+    """
+    dtype, autocast = precision(config, device)
+    model = load(config.model_name, dtype, device)
+    if config.use_gradient_checkpointing:
+        # non-reentrant: works with frozen inputs and with DDP
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if config.init_adapter:
+        path = str(model_path(config.init_adapter))
+        model = PeftModel.from_pretrained(model, path, is_trainable=config.fine_tuning == "lora")
+        if config.fine_tuning == "full":
+            model = model.merge_and_unload()
+            model.requires_grad_(True)
+    elif config.fine_tuning == "lora":
+        targets = config.lora_targets
+        settings = LoraConfig(
+            r=config.lora_r,
+            lora_alpha=config.lora_alpha,
+            lora_dropout=config.lora_dropout,
+            target_modules=targets if targets == "all-linear" else _targets(config),
+            task_type="CAUSAL_LM",
+        )
+        model = get_peft_model(model, settings)
+    return model.train(), autocast
+
+
+def save(model, tokenizer, folder):
+    """Write a folder that transformers or peft loads: safetensors, config, tokenizer."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def merge(adapter, folder):
+    """Fold a LoRA into its base model and save a plain transformers model."""
+    from ddp_utils.pairs import load_tokenizer
+
+    settings = _adapter_settings(adapter)
+    base = load(settings.base_model_name_or_path, "auto", torch.device("cpu"))
+    merged = PeftModel.from_pretrained(base, str(model_path(adapter))).merge_and_unload()
+    save(merged, load_tokenizer(adapter), folder)
+
+
+if __name__ == "__main__":  # python -m ddp_utils.lora results/dpo/model merged/
+    merge(*sys.argv[1:])

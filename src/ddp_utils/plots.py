@@ -1,0 +1,77 @@
+"""Curves of a run, drawn from its metrics.jsonl: one panel per kind of quantity."""
+
+import json
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt  # noqa: E402
+
+FIGURES = {  # file -> panels of (title, {metric: label})
+    "loss.png": [("loss", {"loss": "loss"})],
+    "rewards.png": [
+        ("rewards", {"rewards/chosen": "chosen", "rewards/rejected": "rejected"}),
+        ("margins", {"rewards/margins": "margins"}),
+    ],
+    "accuracies.png": [("share of pairs ranked right", {"rewards/accuracies": "accuracies"})],
+}
+COLOURS = ("tab:blue", "tab:orange")
+STYLES = {"train": "-", "val": "o--", "test": "s"}
+
+
+def read_metrics(folder):
+    """The lines of metrics.jsonl as dicts."""
+    with open(Path(folder) / "metrics.jsonl", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def running_mean(values, window):
+    """Mean of up to `window` values that end at each place."""
+    return [
+        sum(values[max(0, end - window) : end]) / min(end, window)
+        for end in range(1, len(values) + 1)
+    ]
+
+
+def draw(folder):
+    """Write loss.png, rewards.png and accuracies.png into the run folder."""
+    lines = read_metrics(folder)
+    for name, panels in FIGURES.items():
+        figure, axes = plt.subplots(
+            1, len(panels), figsize=(6.4 * len(panels), 3.8), squeeze=False, layout="constrained"
+        )
+        for axis, (title, metrics) in zip(axes[0], panels, strict=True):
+            for colour, (metric, label) in zip(COLOURS, metrics.items(), strict=False):
+                _curve(axis, lines, metric, label, colour)
+            axis.set(title=title, xlabel="step")
+            if "share" in title:
+                axis.set_ylim(-0.02, 1.02)
+            axis.grid(alpha=0.3)
+            axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+        figure.savefig(Path(folder) / name, dpi=150)
+        plt.close(figure)
+
+
+def _curve(axis, lines, metric, label, colour):
+    """Training: raw values faint, running mean strong. Validation and test: markers."""
+    for split, style in STYLES.items():
+        points = [(p["step"], p[metric]) for p in lines if p["split"] == split and metric in p]
+        if not points:
+            continue
+        steps, values = zip(*points, strict=True)
+        if split == "train":
+            axis.plot(steps, values, style, color=colour, alpha=0.25, linewidth=1)
+            window = max(1, len(values) // 20)
+            axis.plot(steps, running_mean(values, window), style, color=colour, label=label)
+        else:
+            shade = "black" if split == "test" else colour
+            axis.plot(
+                steps, values, style, color=shade, markerfacecolor=colour, label=f"{label}, {split}"
+            )
+
+
+if __name__ == "__main__":  # python -m ddp_utils.plots results/dpo
+    for argument in sys.argv[1:]:
+        draw(argument)

@@ -1,0 +1,158 @@
+"""Read json, jsonl and gz files strictly, and say file:line: field of whatever is wrong."""
+
+import codecs
+import contextlib
+import difflib
+import gzip
+import json
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+from ddp_utils import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+MAX_LINE = 16 * 2**20  # bytes of one record: a longer one is a file of another kind
+MAX_BYTES = 8 * 2**30  # of a file after decompression: a gzip bomb is not a data set
+
+
+class Record(NamedTuple):
+    """One object of a data file and where it starts, `file:line`."""
+
+    where: str
+    data: dict
+
+
+def resolve(path) -> Path:
+    """A relative path, from the current folder if it is there, else from the project's root."""
+    path = Path(path).expanduser()
+    return path if path.exists() or path.is_absolute() else ROOT / path
+
+
+def read(path, limit=-1) -> list[Record]:
+    """Read the records of a .jsonl or .json file, gzipped or not, at most `limit` of them.
+
+    Raises UserError if the file is absent, empty, or has a record that is not one JSON object.
+    """
+    raw = _bytes(path)
+    records = []
+    for line, data in _array(path, raw) if raw.lstrip()[:1] == b"[" else _lines(path, raw):
+        if 0 <= limit == len(records):
+            break
+        if not isinstance(data, dict):
+            raise UserError(f"{path}:{line}: not a JSON object; each record is one {{...}}")
+        records.append(Record(f"{path}:{line}", data))
+    if not records:
+        raise UserError(f"{path}: 0 records; each line holds one JSON object")
+    return records
+
+
+def text(record, field) -> str:
+    """The non-empty string under `field`; UserError names the record, the field and the mend."""
+    if field not in record.data:
+        near = difflib.get_close_matches(field, record.data, n=1)
+        found = f"did you mean '{near[0]}'?" if near else f"found: {', '.join(record.data) or '-'}"
+        raise UserError(f"{record.where}: {field} is missing; {found}")
+    value = record.data[field]
+    if not isinstance(value, str) or not value.strip():
+        raise UserError(f"{record.where}: {field} is {value!r:.60}; give a non-empty string")
+    if "\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise UserError(f"{record.where}: {field} has a NUL or half a surrogate pair; remove it")
+    return value
+
+
+def _bytes(path):
+    file = resolve(path)
+    if not file.exists():
+        raise UserError(f"{path}: no such file; looked in {Path.cwd()} and in {ROOT}")
+    if not file.is_file():
+        raise UserError(f"{path}: not a regular file; give a .jsonl or .json file")
+    try:
+        raw = file.read_bytes()
+        if raw[:2] == b"\x1f\x8b":  # by its first bytes: names lie
+            with gzip.open(file) as stream:
+                raw = stream.read(MAX_BYTES + 1)
+    except (OSError, EOFError) as error:
+        raise UserError(f"{path}: {error}") from error
+    if len(raw) > MAX_BYTES:
+        raise UserError(f"{path}: more than {MAX_BYTES >> 30} GiB; split it")
+    raw = raw.removeprefix(codecs.BOM_UTF8)
+    try:
+        raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{path}:{line}: byte {error.start} is not UTF-8; convert it") from error
+    return raw
+
+
+def _lines(path, raw):
+    """One record per line; cut at b"\\n" alone: str.splitlines() would cut one at U+2028."""
+    for number, line in enumerate(raw.split(b"\n"), start=1):
+        if len(line) > MAX_LINE:
+            raise UserError(f"{path}:{number}: {len(line) >> 20} MiB; one record per line")
+        if line.strip():
+            with _located(path, number):
+                yield number, _decoder().decode(line.decode())
+
+
+def _array(path, raw):
+    """The elements of one top-level list, each with the line on which it starts."""
+    content, decoder, line = raw.decode(), _decoder(), 1
+    at = previous = content.index("[")
+    while True:
+        at = _skip(content, at + 1)  # past "[" or ","
+        if line == 1 and content[at : at + 1] == "]" and content[previous] == "[":
+            break  # an empty list; after a comma, "]" is the decoder's error
+        line += content.count("\n", previous, at)
+        previous = at
+        with _located(path, line, 1):
+            data, at = decoder.raw_decode(content, at)
+        yield line, data
+        at = _skip(content, at)
+        if content[at : at + 1] != ",":
+            break
+    if content[at : at + 1] != "]" or content[at + 1 :].strip():
+        line += content.count("\n", previous, at)
+        raise UserError(f"{path}:{line}: the list ends here, but the file does not; one list [...]")
+
+
+def _skip(content, at):
+    while content[at : at + 1].isspace():
+        at += 1
+    return at
+
+
+@contextlib.contextmanager
+def _located(path, line, first=None):
+    """Say where JSON is wrong: `first` is the line that the decoder calls its first."""
+    try:
+        yield
+    except json.JSONDecodeError as error:
+        row = (first or line) + error.lineno - 1
+        raise UserError(f"{path}:{row}:{error.colno}: not JSON: {error.msg}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}:{line}: not JSON: {error}") from error
+
+
+def _decoder():
+    return json.JSONDecoder(
+        parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_without_doubles
+    )
+
+
+def _refuse(word):
+    raise ValueError(f"{word} is not a JSON number")
+
+
+def _finite(digits):
+    value = float(digits)
+    return value if math.isfinite(value) else _refuse(digits)
+
+
+def _without_doubles(pairs):
+    data = {}
+    for key, value in pairs:
+        if key in data:
+            raise ValueError(f"field '{key}' stands twice in one object")
+        data[key] = value
+    return data

@@ -1,0 +1,281 @@
+"""Fine-tune a language model on preference pairs with DPO, on any number of processes.
+
+    ./run_distributed.sh 4
+    torchrun --standalone --nproc_per_node=4 src/main_distributed.py --beta 0.3
+    python src/main_distributed.py                       # one process, no launcher
+
+Settings: src/config.py. Results: results/dpo/ (see results/README.md).
+"""
+
+import gc
+import math
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from config import Config
+from ddp_utils import NonFiniteError, UserError, batching, cli, dist, logps, lora, losses, parallel
+from ddp_utils import pairs as pairs_
+from ddp_utils.run import Run, Totals, interval, peak_memory_mb
+
+# --- settings ------------------------------------------------------------------------------------
+
+
+def read_settings(argv, world):
+    """Flags over src/config.py, checked before anything is read."""
+    config = cli.parse(Config, argv, console=world.is_main)
+    above_0, from_0 = ("above 0", lambda x: x > 0), ("of 0 or more", lambda x: x >= 0)
+    cli.check_ranges(
+        config,
+        **dict.fromkeys(("beta", "learning_rate", "batch_size", "num_epochs", "lora_r"), above_0),
+        **dict.fromkeys(("lora_alpha", "base_batch_size", "log_every", "timeout_minutes"), above_0),
+        **dict.fromkeys(("gradient_accumulation_steps", "lambda_shift"), above_0),
+        **dict.fromkeys(("lambda_dpop", "simpo_gamma", "sft_weight", "weight_decay"), from_0),
+        **dict.fromkeys(("max_grad_norm", "eval_every", "seed"), from_0),
+        max_length=("of 8 or more", lambda x: x >= 8),
+        max_steps=("of -1 or more", lambda x: x >= -1),
+        max_rows=("of -1, or 1 and more", lambda x: x == -1 or x > 0),
+        label_smoothing=("from 0 up to, not including, 0.5", lambda x: 0 <= x < 0.5),
+        lora_dropout=("from 0 up to, not including, 1", lambda x: 0 <= x < 1),
+        warmup_ratio=("from 0 to 1", lambda x: 0 <= x <= 1),
+    )
+    losses.options(config)  # an option that the method does not use is refused
+    if config.method == "simpo" and config.reference_model:
+        raise UserError("--reference_model: simpo has no reference; leave it out")
+    if config.batch_size * config.gradient_accumulation_steps < world.world_size:
+        raise UserError(
+            f"--batch_size: {config.batch_size} pairs for {world.world_size} processes; "
+            f"give at least {world.world_size}"
+        )
+    return config
+
+
+# --- data ----------------------------------------------------------------------------------------
+
+
+def read_data(config, tokenizer, world):
+    """{"train": pairs, "val": pairs, "test": pairs} and their reports."""
+    encoder = pairs_.Encoder(tokenizer, config.chat_template, config.max_length, config.truncation)
+    train, report = pairs_.read(config.train_data, encoder, config.max_rows)
+    data, reports = {"train": train, "val": [], "test": []}, {"train": report}
+    for split in ("val", "test"):
+        if path := getattr(config, f"{split}_data"):
+            data[split], reports[split] = pairs_.read(path, encoder)
+    if not config.val_data and not config.test_data:
+        data = dict(zip(data, pairs_.split_by_prompt(train, config.seed), strict=True))
+    if len(data["train"]) < world.world_size:
+        raise UserError(
+            f"{config.train_data}: {len(data['train'])} usable rows for {world.world_size} "
+            f"processes; start at most {len(data['train'])}"
+        )
+    return data, reports
+
+
+def check_fit(model, data):
+    """The model has an embedding for every token and a position for every pair."""
+    words = model.get_input_embeddings().weight.shape[0]
+    positions = getattr(model.config, "max_position_embeddings", None) or math.inf
+    for pair in (pair for split in data.values() for pair in split):
+        if max(map(max, pair[:3])) >= words:
+            raise UserError(f"{pair.where}: token id {max(map(max, pair[:3]))}, model has {words}")
+        length = len(pair.prompt) + max(len(pair.chosen), len(pair.rejected))
+        if length > positions:
+            raise UserError(
+                f"{pair.where}: {length} tokens, the model has {positions} positions; "
+                f"give --max_length {positions}"
+            )
+
+
+# --- step ----------------------------------------------------------------------------------------
+
+
+def pair_losses(policy, batch, reference, config):
+    """B pairs and their reference log-probs [B, 2] -> losses [B] and metrics, each [B]."""
+    chosen, rejected = policy(batch)  # [B], [B]: summed over the response
+    sides = losses.LogPs(chosen, rejected, *reference.unbind(-1), *batch.tokens)
+    noise = logps.noise(parallel.bare(policy).precision, sides.chosen_tokens)
+    per_pair, metrics = losses.preference(sides, config, noise)
+    if config.sft_weight:
+        metrics |= {"loss/preference": per_pair, "loss/sft": losses.sft(sides)}
+        per_pair = per_pair + config.sft_weight * metrics["loss/sft"]
+    return per_pair, {"loss": per_pair, **metrics}
+
+
+def train_step(policy, step, rows, data, reference, config, world):
+    """Forward and backward of one global batch -> its exact means, gradient ready for the step."""
+    pairs, totals, found = data["train"], Totals(world), []
+    budget = math.ceil(config.batch_size / world.world_size)
+    parts = batching.share(rows, [pair.tokens for pair in pairs], world, budget)
+    for turn, part in enumerate(parts):
+        torch.manual_seed(batching.seed_of(config.seed, step, turn, world.rank))  # for dropout
+        batch = logps.collate([pairs[i] for i in part.index], world.device)
+        per_pair, metrics = pair_losses(policy, batch, reference["train"][part.index], config)
+        weight = torch.tensor(part.weight, device=world.device)
+        # DDP averages over ranks: times world_size / global count is the mean of the global batch
+        loss = (per_pair * weight).sum() * (world.world_size / len(rows))
+        parallel.backward(policy, loss, last=turn == len(parts) - 1)
+        totals.add(metrics, weight)
+        scores = metrics["logps/chosen"], metrics["logps/rejected"], per_pair
+        found.append(torch.stack(scores, -1).detach())  # [B, 3]
+    norm = parallel.clip(policy, config.max_grad_norm)
+    means = {**totals.means(), "grad_norm": norm.item()}
+    if step == 0 or not math.isfinite(means["loss"]):
+        table = dist.by_row(len(pairs), parts, found, world)[rows]  # [global batch, 3]
+        check_finite(table[:, 2], [pairs[i].where for i in rows], step)
+    if step == 0:
+        check_first_step(policy, table[:, :2], means, rows, pairs, reference["train"], config)
+    if not math.isfinite(means["grad_norm"]) and not parallel.bare(policy).loss_scale.enabled:
+        raise NonFiniteError(f"step {step + 1}: the gradient is not finite; no step was taken")
+    return means
+
+
+def check_finite(per_pair, wheres, step):
+    """Name the rows whose loss is NaN or infinite; every rank sees the same table and stops."""
+    bad = [where for where, loss in zip(wheres, per_pair.tolist(), strict=True) if loss - loss != 0]
+    if bad:
+        raise NonFiniteError(
+            f"{', '.join(bad[:8])}: the loss is not finite in step {step + 1}; no step was taken"
+        )
+
+
+def check_first_step(policy, now, means, rows, pairs, reference, config):
+    """Before the first update: policy = reference, loss = its closed form, gradients where due."""
+    parallel.check_gradients(policy, config.fine_tuning)
+    precision = parallel.bare(policy).precision
+    if config.method == "simpo" or config.reference_model or config.max_steps == 0:
+        return
+    if not (config.lora_dropout and config.init_adapter):  # an adapter with dropout differs
+        tokens = torch.tensor([max(map(len, pairs[i][1:3])) for i in rows], device=now.device)
+        wheres = [pairs[i].where for i in rows]
+        logps.check_reference(now, reference[rows], logps.noise(precision, tokens), wheres)
+    expected, loss = losses.at_reference(config), means.get("loss/preference", means["loss"])
+    if precision == torch.float32 and abs(loss - expected) > 2e-3 * max(1, expected):
+        raise UserError(f"before the first step the loss is {loss:.6f} instead of {expected:.6f}")
+
+
+@torch.no_grad()
+def evaluate(policy, split, data, reference, config, world):
+    """Exact means over all pairs of a split: each counted once, whatever the number of ranks."""
+    pairs, totals = data[split], Totals(world)
+    scorer = parallel.bare(policy)  # DDP would only wait for gradients
+    budget = math.ceil(config.batch_size / world.world_size)
+    lengths = [pair.tokens for pair in pairs]
+    with logps.dropout_off(scorer):
+        for part in batching.share(range(len(pairs)), lengths, world, budget):
+            batch = logps.collate([pairs[i] for i in part.index], world.device)
+            _, metrics = pair_losses(scorer, batch, reference[split][part.index], config)
+            metrics["squares"] = metrics["rewards/margins"].double() ** 2
+            totals.add(metrics, torch.tensor(part.weight, device=world.device))
+    values = totals.means()
+    low, high = interval(values["rewards/margins"], values.pop("squares"), values["count"])
+    return {**values, "rewards/margins_low": low, "rewards/margins_high": high}
+
+
+# --- main ----------------------------------------------------------------------------------------
+
+
+def load_scored(config, data, world, run):
+    """The policy, and the reference's log-probs of every split: the policy before step 0.
+
+    Another reference model is loaded, scored and freed before the policy is loaded.
+    """
+    budget = math.ceil(config.batch_size / world.world_size)
+
+    def scored(model, autocast):
+        scorer = logps.Scorer(model, autocast).to(world.device)
+        shortest = sorted(data["train"], key=lambda pair: pair.tokens)[:2]
+        if line := logps.check_head(scorer, shortest, world.device):
+            run.say(line)
+        return scorer
+
+    def reference_of(scorer):
+        return {k: logps.score(scorer, v, world, budget) for k, v in data.items() if v}
+
+    reference = None
+    if config.reference_model:
+        dtype, autocast = lora.precision(config, world.device)
+        reference = reference_of(
+            scored(lora.load(config.reference_model, dtype, world.device), autocast)
+        )
+        gc.collect()
+    torch.manual_seed(config.seed)  # the same fresh LoRA on every rank
+    scorer = scored(*lora.load_policy(config, world.device))
+    return scorer, reference or reference_of(scorer)
+
+
+def main(argv=None) -> int:
+    # setup
+    world = dist.whoami(argv=sys.argv)
+    config = read_settings(argv, world)
+
+    # data: before there is a group, so that no rank waits in a collective while another one reads
+    tokenizer = pairs_.load_tokenizer(config.model_name)
+    data, reports = read_data(config, tokenizer, world)
+    check_fit(lora.outline(config), data)
+    if config.check:
+        lora.precision(config, dist.choose_device(world, config.backend).device)
+        print(f"settings and data are in order\nrun folder: {config.result_dir}")
+        return 0
+    world = dist.join(world, config.backend, config.timeout_minutes)
+    lora.precision(config, world.device)
+    if config.deterministic:
+        torch.use_deterministic_algorithms(True)
+    global_batch = config.batch_size * config.gradient_accumulation_steps
+    plan = batching.Plan(
+        len(data["train"]),
+        global_batch,
+        config.seed,
+        config.shuffle,
+        config.num_epochs,
+        config.max_steps,
+    )
+    peak = parallel.learning_rate(config, global_batch, world.world_size)
+
+    with Run(config.result_dir, config, world, plan.steps) as run:
+        run.say(
+            f"world_size={world.world_size} device={world.device} global_batch={global_batch} = "
+            f"{config.batch_size} pairs over {world.world_size} ranks x "
+            f"{config.gradient_accumulation_steps} accumulation learning_rate={peak:.3g} "
+            f"steps={plan.steps}"
+        )
+        run.write_json("data_report.json", reports)
+
+        # model
+        scorer, reference = load_scored(config, data, world, run)
+        policy = parallel.wrap(scorer, config, world)
+        optimizer, schedule = parallel.make_optimizer(policy, config, peak, plan.steps)
+        displacement = losses.Displacement(config)
+
+        # loop: one turn is one optimiser step
+        for step in range(plan.steps):
+            start, rows = time.perf_counter(), plan.batch(step)
+            values = train_step(policy, step, rows, data, reference, config, world)
+            values["learning_rate"] = optimizer.param_groups[0]["lr"]
+            parallel.step(policy, optimizer, schedule)
+            values["epoch"] = plan.epoch(step + 1)
+            values["seconds"] = time.perf_counter() - start
+            tokens = sum(data["train"][row].tokens for row in rows)
+            values["tokens_per_second"] = tokens / values["seconds"]
+            values["peak_memory_mb"] = peak_memory_mb(world.device)
+            run.log(step + 1, values, echo=(step + 1) % config.log_every == 0)
+            if line := displacement.seen(values["rewards/chosen"]):
+                run.say(line)
+            if data["val"] and plan.due(config.eval_every, step + 1):
+                values = evaluate(policy, "val", data, reference, config, world)
+                run.log(step + 1, values, "val")
+                run.results["val"] = values
+
+        # results
+        if data["test"]:
+            run.results["test"] = evaluate(policy, "test", data, reference, config, world)
+            run.log(plan.steps, run.results["test"], "test")
+        if world.is_main:
+            folder = Path(config.output_dir or run.folder / "model")
+            lora.save(parallel.bare(policy).model, tokenizer, folder)
+    return 0
+
+
+if __name__ == "__main__":
+    dist.run(main)
