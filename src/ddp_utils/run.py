@@ -64,6 +64,8 @@ class Run:
         self.step = 0
         self.bar = None
         self.board = None
+        if not world.is_main or not sys.stderr.isatty():
+            transformers.utils.logging.disable_progress_bar()  # of downloads and weights
         if not world.is_main:
             return
         self.run_id = os.environ.get("RUN_ID") or uuid.uuid4().hex
