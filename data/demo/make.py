@@ -1,7 +1,7 @@
 """Make the demo: a tiny chat model of about one million parameters, and data for every script.
 
-    python data/demo/make.py                    # all of it: about 4 minutes on one CPU core
-    python data/demo/make.py --data_only        # all but tokenizer and model: a second
+    python data/demo/make.py                    # all of it: 4.3 minutes on one CPU core
+    python data/demo/make.py --data_only        # all but tokenizer and model: seconds
 
 All text is composed here from the grammar in judge.py; nothing is downloaded. The model is trained
 to answer in two manners, courteous or curt, one as likely as the other, and to change its speech
@@ -71,11 +71,8 @@ def make_data(out, seen, held_out):
             row = {"instruction": "Answer the question.", "input": prompt}
         return {**row, "output": rng.choice(replies(FACT_OF[prompt], "courteous"))}
 
-    for split, prompts, pairs, questions in (
-        ("train", train, 800, 400),
-        ("val", rest, 100, 100),
-        ("test", rest, 100, 100),
-    ):
+    sizes = {"train": (train, 800, 400), "val": (rest, 100, 100), "test": (rest, 100, 100)}
+    for split, (prompts, pairs, questions) in sizes.items():
         rows = [preference(prompt) for prompt in itertools.islice(prompts, pairs)]
         write_jsonl(out / f"preferences_{split}.jsonl", rows)
         rows = [{"question": prompt} for prompt in itertools.islice(prompts, questions)]
@@ -105,51 +102,42 @@ def sample(rng, seen):
 
 
 def make_tokenizer(texts):
+    """Byte-level BPE in the style of Qwen; the corpus runs out of merges a little below 2048."""
+    split = pre_tokenizers.Split(Regex(SPLIT), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=2048,
         special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        initial_alphabet=sorted(byte_level.alphabet()),
         show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
+    special = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    special["additional_special_tokens"] = ["<|im_start|>"]
     return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        additional_special_tokens=["<|im_start|>"],
-        chat_template=CHATML,
-        model_max_length=512,
-        clean_up_tokenization_spaces=False,
+        tokenizer_object=bpe, chat_template=CHATML, model_max_length=512, **special
     )
 
 
 def make_model(tokenizer):
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(tokenizer),
-            hidden_size=128,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            intermediate_size=384,
-            max_position_embeddings=512,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-            tie_word_embeddings=True,
-            initializer_range=0.04,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
+    layer = {"hidden_size": 128, "intermediate_size": 384, "head_dim": 32}
+    layer |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        num_hidden_layers=4,
+        max_position_embeddings=512,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        tie_word_embeddings=True,
+        initializer_range=0.04,
+        bos_token_id=None,
+        **layer,
+        **ids,
     )
+    return Qwen3ForCausalLM(config)
 
 
 def batches(rng, seen, tokenizer):

@@ -18,10 +18,13 @@ CHUNK = 2**25  # logits of one chunk: 128 MB in fp32
 
 
 class Batch(NamedTuple):
-    """B pairs as 2B rows. The last token of a response is only a target, so it is not fed."""
+    """B pairs as 2B rows. The last token of a response is only a target, so it is not fed.
+
+    Rows are padded on the right, where a causal model's tokens never look: no mask is needed,
+    and attention keeps its fast path. Padding is by length, never by token id.
+    """
 
     ids: torch.Tensor  # [R, T]
-    mask: torch.Tensor  # [R, T] by length, never by token id: padding may be the end-of-text token
     targets: torch.Tensor  # [R, T] the next token where it belongs to the response, else IGNORE
 
     @property
@@ -31,20 +34,19 @@ class Batch(NamedTuple):
 
 
 def collate(pairs, device="cpu") -> Batch:
-    """Pad B pairs to one length, on the right."""
+    """Pad B pairs to one length."""
     rows = [(pair.prompt, pair.chosen) for pair in pairs]
     rows += [(pair.prompt, pair.rejected) for pair in pairs]
     width = max(len(prompt) + len(response) for prompt, response in rows) - 1
     ids = torch.zeros(len(rows), width, dtype=torch.long)
-    mask, targets = torch.zeros_like(ids), torch.full_like(ids, IGNORE)
+    targets = torch.full_like(ids, IGNORE)
     for row, (prompt, response) in enumerate(rows):
         text = torch.tensor(prompt + response)
         ids[row, : len(text) - 1] = text[:-1]
-        mask[row, : len(text) - 1] = 1
         targets[row, len(prompt) - 1 : len(text) - 1] = text[len(prompt) :]
     if torch.device(device).type == "cuda":
-        ids, mask, targets = (part.pin_memory() for part in (ids, mask, targets))
-    return Batch(*(part.to(device, non_blocking=True) for part in (ids, mask, targets)))
+        ids, targets = ids.pin_memory(), targets.pin_memory()
+    return Batch(ids.to(device, non_blocking=True), targets.to(device, non_blocking=True))
 
 
 class Scorer(nn.Module):
@@ -67,11 +69,10 @@ class Scorer(nn.Module):
 
     def _token_logps(self, batch, scored, targets):
         if self.own_head:
-            logits = self.model(input_ids=batch.ids, attention_mask=batch.mask).logits  # [R, T, V]
-            return picked_logps(logits[scored], targets)
+            return picked_logps(self.model(input_ids=batch.ids).logits[scored], targets)
         backbone, head = self.parts()
-        output = backbone(input_ids=batch.ids, attention_mask=batch.mask, use_cache=False)
-        return chunked_logps(head, output.last_hidden_state[scored], targets)
+        hidden = backbone(input_ids=batch.ids, use_cache=False).last_hidden_state  # [R, T, D]
+        return chunked_logps(head, hidden[scored], targets)
 
     def parts(self):
         """The transformer and its output layer, with whatever adapters stand in them."""
@@ -85,7 +86,7 @@ class Scorer(nn.Module):
     def example(self, device):
         """The smallest batch there is: one pair of one-token responses."""
         ids = torch.zeros(2, 1, dtype=torch.long, device=device)
-        return Batch(ids, torch.ones_like(ids), torch.zeros_like(ids))
+        return Batch(ids, torch.zeros_like(ids))
 
 
 def picked_logps(logits, targets):
@@ -121,8 +122,9 @@ def amplified(head, factor):
 def check_head(scorer, pairs, device):
     """Compare our log-probs with the model's own logits; fall back to these if they differ.
 
-    Twice: as the model is, and with logits blown up to 100, where a soft-cap or a scaling that
-    a small model does not feel yet comes to light. Returns one line if it fell back, else None.
+    Ours come from the padded batch, its own from one row at a time. Twice: as the model is, and
+    with logits blown up to 100, where a soft-cap or a scaling that a small model does not feel
+    yet comes to light. Returns one line if it fell back, else None.
     """
     batch = collate(pairs, device)
     backbone, head = scorer.parts()
@@ -131,8 +133,7 @@ def check_head(scorer, pairs, device):
     if head is None or backbone is head:
         reason = "it has no separate output layer"
     else:
-        logits = scorer.model(input_ids=batch.ids, attention_mask=batch.mask).logits
-        surer = 100 / logits.abs().max().item()
+        surer = 100 / scorer.model(input_ids=batch.ids).logits.abs().max().item()
         for factor, bound in ((1.0, 1e-3 if exact else 0.1), (surer, 1e-2 if exact else 3.0)):
             with amplified(head, factor):
                 ours, own = _both_ways(scorer, batch)
@@ -144,13 +145,19 @@ def check_head(scorer, pairs, device):
 
 
 def _both_ways(scorer, batch):
-    """Log-probs of the scored tokens: by our head, by the model's logits; [N] each."""
-    scored = batch.targets != IGNORE
-    results = []
-    for scorer.own_head in (False, True):
-        with torch.autocast(batch.ids.device.type, scorer.autocast, bool(scorer.autocast)):
-            results.append(scorer._token_logps(batch, scored, batch.targets[scored]))
-    return results
+    """Log-probs of the scored tokens, [N] each: by our head, by the model's logits row by row."""
+
+    def token_logps(part, own_head):
+        scored = part.targets != IGNORE
+        scorer.own_head = own_head
+        with torch.autocast(part.ids.device.type, scorer.autocast, bool(scorer.autocast)):
+            return scorer._token_logps(part, scored, part.targets[scored])
+
+    own = []
+    for ids, targets in zip(*batch, strict=True):
+        length = int(torch.nonzero(targets != IGNORE).max()) + 1
+        own.append(token_logps(Batch(ids[None, :length], targets[None, :length]), True))
+    return token_logps(batch, False), torch.cat(own)
 
 
 @contextlib.contextmanager
