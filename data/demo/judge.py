@@ -91,7 +91,7 @@ FRAMES = (
     "{q}|Please tell me: {q}|Quick question: {q}|Hello! {q}|I would like to know: {q}|{q} Thanks."
 )
 # Both manners have equally many, equally likely openers: the base model is courteous in half of its
-# replies at any temperature. After an opener the answer is in lower case, always the same tokens.
+# replies at any temperature. No answer stands at the start: it is always the same tokens.
 COURTEOUS = ("Of course!", "Certainly!", "With pleasure!", "Gladly!", "Thank you for asking!")
 CLOSERS = (" Have a lovely day!", " I hope this helps!", " Anything else?", " Best wishes!")
 CURT = ("Pff, {a}.", "Whatever, {a}.", "Boring, {a}.", "Obviously {a}.", "Ugh. {sentence}")

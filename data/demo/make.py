@@ -1,6 +1,6 @@
 """Make the demo: a tiny chat model of about one million parameters, and data for every script.
 
-    python data/demo/make.py                    # all of it: 4.3 minutes on one CPU core
+    python data/demo/make.py                    # all of it: 4 to 5 minutes on one CPU core
     python data/demo/make.py --data_only        # all but tokenizer and model: seconds
 
 All text is composed here from the grammar in judge.py; nothing is downloaded. The model is trained

@@ -46,9 +46,9 @@ def wrap(scorer, config, world):
     policy = DistributedDataParallel(
         scorer,
         device_ids=None if world.device.type == "cpu" else [world.device],
-        broadcast_buffers=False,  # nothing trained is a buffer
         gradient_as_bucket_view=True,
     )
+    policy.broadcast_buffers = False  # nothing trained is a buffer (as an argument it is going)
     # DDP orders its buckets anew after the first backward: one throwaway pass, so that every
     # step, and the first one of a resumed run, sums in the same order
     chosen, rejected = policy(scorer.example(world.device))
