@@ -135,8 +135,10 @@ def check_finite(per_pair, wheres, step):
     """Name the rows whose loss is NaN or infinite; every rank sees the same table and stops."""
     bad = [where for where, loss in zip(wheres, per_pair.tolist(), strict=True) if loss - loss != 0]
     if bad:
+        others = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
         raise NonFiniteError(
-            f"{', '.join(bad[:8])}: the loss is not finite in step {step + 1}; no step was taken"
+            f"{', '.join(bad[:3])}{others}: the loss is not finite in step {step + 1}; "
+            "no step was taken; a smaller --learning_rate, or remove the rows"
         )
 
 

@@ -7,6 +7,7 @@ instead of the seconds that importing them takes. Each rank ends through dist.ru
 import contextlib
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -85,7 +86,7 @@ def free_port():
 def _receive(pipe, deadline):
     with contextlib.suppress(EOFError):  # the rank ended without a result
         if pipe.poll(max(0.0, deadline - time.perf_counter())):
-            return pipe.recv()
+            return pickle.loads(pipe.recv_bytes())
     return None
 
 
@@ -105,7 +106,8 @@ def _rank(log, env, sender, fn, args):
     torch.set_num_threads(1)
 
     def main():
-        sender.send(fn(*args))
+        # plain bytes: a tensor would otherwise be shared with a process that is about to end
+        sender.send_bytes(pickle.dumps(fn(*args)))
         return 0
 
     dist.run(main)

@@ -22,9 +22,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from judge import FACT_OF, FACTS, SPEAKS, SYSTEM_PROMPTS, replies, score
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from judge import FACT_OF, FACTS, SPEAKS, SYSTEM_PROMPTS, replies, score
 
 SEED = 0
 STEPS, BATCH, LEARNING_RATE, WARMUP = 1000, 64, 5e-3, 60

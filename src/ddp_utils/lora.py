@@ -1,6 +1,7 @@
 """Load a causal language model, put a LoRA on it or not, save it, merge it."""
 
 import sys
+import warnings
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
@@ -122,7 +123,9 @@ def load_policy(config, device):
             target_modules=targets if targets == "all-linear" else _targets(config),
             task_type="CAUSAL_LM",
         )
-        model = get_peft_model(model, settings)
+        with warnings.catch_warnings():  # peft asks transformers 5 for a name that is going
+            warnings.simplefilter("ignore", FutureWarning)
+            model = get_peft_model(model, settings)
     return model.train(), autocast
 
 

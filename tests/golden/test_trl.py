@@ -5,12 +5,13 @@ import json
 import pytest
 
 import main_distributed
+import runs
 from ranks import ranks
 
-LETTER = (
+LETTER = runs.words(
     "--no_shuffle --lr_scheduler constant --lr_scaling none --warmup_ratio 0 --weight_decay 0 "
     "--no_use_mixed_precision --batch_size 4 --max_steps 20 --beta 0.1 --max_grad_norm 1"
-).split()
+)
 CASES = {
     "trl_full": ["--fine_tuning", "full"],
     "trl_full_ipo": ["--fine_tuning", "full", "--method", "ipo"],
@@ -37,9 +38,8 @@ def test_twenty_steps_equal_trl(name, shared, tmp_path):
     flags += ["--learning_rate", str(golden["learning_rate"])]
     if name == "trl_lora":
         flags += ["--init_adapter", str(shared / "golden/dpo/adapter_init")]
-    ranks(1, main_distributed.main, flags)
-    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-    ours = [line for line in map(json.loads, lines) if line["split"] == "train"]
+    ranks(2, main_distributed.main, flags)  # TRL ran on one process
+    ours = runs.lines(tmp_path / "run", "train")
     assert len(ours) == len(golden["log"]) == 20
     scale = abs(golden["log"][0]["loss"])
     for mine, theirs in zip(ours, golden["log"], strict=True):

@@ -1,0 +1,39 @@
+# Sourced by the run_*.sh: the project's root, an environment with torch, threads per process.
+# shellcheck shell=bash
+
+# In a job the script may run from a spool folder: then the project is where it was submitted.
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+# The active environment if it has torch (module, conda, venv), else .venv, made once.
+use_environment() {
+  if ! python -c 'import torch' 2>/dev/null; then
+    if [ ! -f "$root/.venv/ready" ]; then
+      echo "setting up $root/.venv (once)"
+      python3 -m venv "$root/.venv"
+      "$root/.venv/bin/pip" install -q -r "$root/requirements.txt"
+      touch "$root/.venv/ready"
+    fi
+    export PATH="$root/.venv/bin:$PATH"
+  fi
+}
+
+# Processes of one node share its cores; what the user exported stays.
+share_cores() {
+  local cores
+  cores=$(python -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
+  export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > $1 ? cores / $1 : 1))}"
+}
+
+# torchrun ends with 1 whatever a rank ended with: the run's own summary knows better.
+exit_status() { # run folder, status of torchrun
+  python - "$1/summary.json" "$2" <<'PYTHON'
+import json, os, sys
+try:
+    with open(sys.argv[1]) as file:
+        summary = json.load(file)
+except (OSError, ValueError):
+    summary = {}
+final = summary.get("run_id") == os.environ["RUN_ID"] and summary.get("status") != "running"
+sys.exit(summary["exit_code"] if final else int(sys.argv[2]))
+PYTHON
+}

@@ -1,0 +1,114 @@
+"""Exact evaluation: every row once, whatever the number of ranks and the batch size."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import main_distributed
+import runs
+from config import Config
+from ddp_utils import dist, logps, pairs
+from ranks import ranks
+
+ROWS = 7
+NAMES = ("loss", "rewards/margins", "logps/chosen", "logps/rejected", "rewards/accuracies")
+
+
+def seven_rows(folder):
+    """Seven pairs of very different length, so that a wrong weight would be seen."""
+    source = Path(runs.__file__).parents[1] / "data/demo/preferences_test.jsonl"
+    rows = [json.loads(line) for line in source.read_text().splitlines()[:ROWS]]
+    for number, row in enumerate(rows):
+        row["chosen"] = " ".join([row["chosen"]] * (1 + number % 4))
+    path = Path(folder) / "seven.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return path
+
+
+def evaluations(path, reference):
+    """main_distributed.evaluate of a policy against a table that is not its own log-probs."""
+    world = dist.join(dist.whoami())
+    tokenizer = pairs.load_tokenizer("data/demo/model")
+    data, _ = pairs.read(path, pairs.Encoder(tokenizer))
+    scorer = logps.Scorer(AutoModelForCausalLM.from_pretrained(pairs.model_path("data/demo/model")))
+    scorer.float()
+    results = []
+    for batch_size in (1, 2, 3):
+        config = Config(batch_size=batch_size * world.world_size, beta=0.3)
+        with torch.no_grad():
+            results.append(
+                main_distributed.evaluate(
+                    scorer, "test", {"test": data}, {"test": reference}, config, world
+                )
+            )
+    return results
+
+
+def float64_means(path, reference):
+    """Each pair alone, full logits, float64 throughout; the closed form of the DPO loss."""
+    tokenizer = pairs.load_tokenizer("data/demo/model")
+    data, _ = pairs.read(path, pairs.Encoder(tokenizer))
+    model = AutoModelForCausalLM.from_pretrained(pairs.model_path("data/demo/model")).double()
+    sums = dict.fromkeys(NAMES, 0.0)
+    for row, pair in enumerate(data):
+        summed = []
+        for response in (pair.chosen, pair.rejected):
+            ids = torch.tensor([pair.prompt + response])
+            with torch.no_grad():
+                logs = model(ids).logits[0, len(pair.prompt) - 1 : -1].log_softmax(-1)
+            summed.append(logs[range(len(response)), response].sum().item())
+        margin = 0.3 * ((summed[0] - reference[row, 0]) - (summed[1] - reference[row, 1])).item()
+        loss = torch.nn.functional.softplus(torch.tensor(-margin, dtype=torch.float64)).item()
+        for name, value in zip(NAMES, (loss, margin, *summed, margin > 0), strict=True):
+            sums[name] += value / ROWS
+    return sums
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_complaint_03_seven_rows_are_seven_rows_on_any_number_of_ranks(world_size, tmp_path):
+    path = seven_rows(tmp_path)
+    # made up, so that some pairs are right and some are wrong
+    reference = torch.tensor([[-300.0, -5.0], [-1.0, -9.5]]).repeat(4, 1)[:ROWS]
+    expected = float64_means(path, reference.double())
+    assert 0 < expected["rewards/accuracies"] < 1
+    for results in ranks(world_size, evaluations, str(path), reference):
+        for found in results:  # batches of 1, 2 and 3 per rank
+            assert found["count"] == ROWS
+            for name in NAMES:
+                assert found[name] == pytest.approx(expected[name], rel=1e-6), name
+            assert found["rewards/margins_low"] < found["rewards/margins"]
+
+
+def score_all(path, budget):
+    world = dist.join(dist.whoami())
+    data, _ = pairs.read(path, pairs.Encoder(pairs.load_tokenizer("data/demo/model")))
+    model = AutoModelForCausalLM.from_pretrained(pairs.model_path("data/demo/model")).float()
+    return logps.score(logps.Scorer(model), data, world, budget)
+
+
+def test_complaint_03_reference_log_probs_are_filled_in_by_row_once(tmp_path):
+    path = seven_rows(tmp_path)
+    alone = ranks(1, score_all, str(path), 1)[0]
+    for table in ranks(3, score_all, str(path), 2):
+        torch.testing.assert_close(table, alone, rtol=1e-6, atol=0)
+
+
+def uneven_run(folder):
+    """Evaluation every step with 7 rows, the last batch smaller than the number of ranks."""
+    path = str(seven_rows(folder)) if os.environ["RANK"] == "0" else f"{folder}/seven.jsonl"
+    flags = ["--train_data", path, "--val_data", path, "--test_data", path, "--eval_every", "1"]
+    flags += ["--batch_size", "5", "--max_steps", "4", "--timeout_minutes", "0.3"]
+    return len(runs.train(folder, [*runs.FULL, *flags])[0] or [])
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_complaint_22_uneven_evaluation_and_end_of_run_do_not_hang(world_size, tmp_path):
+    seven_rows(tmp_path)
+    found = ranks(world_size, uneven_run, str(tmp_path), timeout=40)
+    assert found[0] == 4 + 4 + 1  # train, val, test lines
+    model = tmp_path / f"{world_size}-0/model/model.safetensors"
+    assert model.stat().st_size > 1e6

@@ -1,0 +1,91 @@
+"""The same numbers on 1, 2 or 4 processes, however the global batch is split (invariant 3)."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+import runs
+from ranks import ranks
+
+STEPS = 30
+COMMON = ["--max_steps", str(STEPS), "--max_rows", "60", "--max_length", "64", "--beta", "0.5"]
+# global batches of 8 by 1, 2, 4 accumulations, and of 7, which no number of ranks divides
+SPLITS = [
+    ["--batch_size", "8", "--gradient_accumulation_steps", "1"],
+    ["--batch_size", "4", "--gradient_accumulation_steps", "2"],
+    ["--batch_size", "2", "--gradient_accumulation_steps", "4"],
+    ["--batch_size", "7", "--gradient_accumulation_steps", "1"],
+]
+SPLITS_OF = {1: SPLITS, 2: SPLITS, 4: SPLITS}
+
+
+def allowed(reference):
+    """|difference of loss per step| <= 1e-5 x max(|loss|, |loss at step 0|)."""
+    return [1e-5 * max(abs(loss), abs(reference[0])) for loss in reference]
+
+
+@pytest.mark.parametrize("mode", [runs.FULL, runs.LORA], ids=["full", "lora"])
+def test_complaint_01_02_losses_do_not_depend_on_ranks_or_accumulation(mode, tmp_path):
+    found = {}
+    for world_size, splits in SPLITS_OF.items():
+        flags = [[*COMMON, *mode, *split] for split in splits]
+        results = ranks(world_size, runs.train, str(tmp_path), *flags, timeout=120)
+        for split, run in zip(splits, results[0], strict=True):
+            found[world_size, split[1], split[3]] = runs.losses(run)
+    worst = 0.0
+    for (world_size, batch, accumulation), losses in found.items():
+        reference = found[1, "7" if batch == "7" else "8", "1"]
+        assert len(losses) == STEPS
+        assert losses[0] == pytest.approx(math.log(2), abs=1e-5)  # not world_size times it
+        for step, (mine, first, bound) in enumerate(
+            zip(losses, reference, allowed(reference), strict=True)
+        ):
+            where = f"{world_size} ranks, {batch} x {accumulation}, step {step}"
+            assert abs(mine - first) <= bound, where
+            worst = max(worst, abs(mine - first) / bound)
+    assert losses[-1] < 0.9 * losses[0]  # it did learn: the comparison is not of constants
+    print(f"largest difference: {worst:.3f} of what is allowed")
+
+
+@pytest.mark.parametrize("mode", [runs.FULL, runs.LORA], ids=["full", "lora"])
+def test_complaint_01_the_first_gradient_is_the_same_to_1e_6(mode, tmp_path):
+    splits = [SPLITS[0], SPLITS[2], SPLITS[3]]
+    found = {}
+    for world_size in (1, 2, 4):
+        flags = [[*COMMON[2:], *mode, *split] for split in splits]
+        for gradients in ranks(world_size, runs.first_gradients, str(tmp_path), *flags):
+            found.setdefault(world_size, []).append(gradients)
+    ones, sevens = found[1][0][0], found[1][0][2]
+    for gradients in itertools.chain(*found.values()):
+        for mine, reference in zip(gradients, (ones, ones, sevens), strict=True):
+            assert (mine - reference).norm() <= 1e-6 * reference.norm()
+    assert not torch.allclose(ones, sevens)
+
+
+def test_the_mean_of_per_rank_means_would_be_seen(tmp_path):
+    flags = [*COMMON, *runs.FULL, "--batch_size", "7"]
+    right = runs.losses(ranks(1, runs.train, str(tmp_path), flags)[0][0])
+    wrong = ranks(2, runs.train_with_mean_of_means, str(tmp_path), flags)[0][0]
+    over = [
+        abs(mine - first) / bound
+        for mine, first, bound in zip(runs.losses(wrong), right, allowed(right), strict=True)
+    ]
+    assert max(over) > 100, f"largest difference is only {max(over):.1f} of what is allowed"
+
+
+@pytest.mark.parametrize("scaling", ["linear", "world_size"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_complaint_04_the_learning_rate_is_its_closed_form(scaling, world_size, tmp_path):
+    # 12 steps, warm-up 0.25 x 12 = 3 steps: (s + 1) / 4, then 1 - (s - 3) / 9
+    flags = runs.words(
+        "--max_rows 48 --max_steps 12 --batch_size 4 --gradient_accumulation_steps 2 "
+        "--lr_scheduler linear --warmup_ratio 0.25 --base_batch_size 16 --learning_rate 2e-4"
+    )
+    flags += ["--lr_scaling", scaling]
+    run = ranks(world_size, runs.train, str(tmp_path), flags)[0][0]
+    peak = 2e-4 * (8 / 16 if scaling == "linear" else world_size)
+    expected = [peak * ((s + 1) / 4 if s < 3 else 1 - (s - 3) / 9) for s in range(12)]
+    found = [line["learning_rate"] for line in run if line["split"] == "train"]
+    assert found == pytest.approx(expected, rel=1e-12)

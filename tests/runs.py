@@ -1,0 +1,69 @@
+"""Short real runs of src/main_distributed.py for the tests: flags in, metrics out."""
+
+import json
+import os
+from pathlib import Path
+from shlex import split as words
+
+import torch
+
+import main_distributed
+from ddp_utils import parallel, plots
+
+# what a comparison to the letter needs; the demo model is the default
+QUIET = words("--log_every 1000 --lr_scaling none --warmup_ratio 0 --val_data ''")
+FULL = words("--fine_tuning full --learning_rate 3e-4")
+LORA = words("--fine_tuning lora --learning_rate 1e-3")
+
+
+def train(folder, *flags_of_runs):
+    """Run main() once per list of flags in this rank's group -> list of lines per run."""
+    plots.draw = lambda folder: None  # a second per run that these tests do not look at
+    torch.set_num_threads(1)
+    results = []
+    for number, flags in enumerate(flags_of_runs):
+        run = Path(folder) / f"{os.environ.get('WORLD_SIZE', 1)}-{number}"
+        assert main_distributed.main([*QUIET, *flags, "--result_dir", str(run)]) == 0
+        results.append(lines(run) if os.environ.get("RANK", "0") == "0" else None)
+    return results
+
+
+def lines(folder, split=None):
+    """metrics.jsonl of a run, of one split or all."""
+    found = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in found if split in (None, line["split"])]
+
+
+def losses(run):
+    return [line["loss"] for line in run if line["split"] == "train"]
+
+
+def first_gradients(folder, *flags_of_runs):
+    """The gradient of step 0 of each run, all parameters in one float64 vector."""
+    found, step = [], parallel.step
+
+    def spy(policy, optimizer, schedule):
+        parameters = parallel.trainable(policy).values()
+        found.append(torch.cat([p.grad.flatten().double() for p in parameters]))
+        step(policy, optimizer, schedule)
+
+    parallel.step = spy
+    once = words("--max_steps 1 --max_grad_norm 0")
+    train(folder, *([*flags, *once] for flags in flags_of_runs))
+    return found
+
+
+def train_with_mean_of_means(folder, flags):
+    """The classic mistake, for tests that must see it: each rank averages over its own rows."""
+    backward = parallel.backward
+    share = main_distributed.batching.share
+    mine = []
+
+    def watch(rows, lengths, world, budget):
+        parts = share(rows, lengths, world, budget)
+        mine[:] = [len(rows) / (world.world_size * sum(sum(part.weight) for part in parts))]
+        return parts
+
+    main_distributed.batching.share = watch
+    parallel.backward = lambda policy, loss, last: backward(policy, loss * mine[0], last)
+    return train(folder, flags)
