@@ -11,7 +11,8 @@ import main_distributed
 from ddp_utils import parallel, plots
 
 # what a comparison to the letter needs; the demo model is the default
-QUIET = words("--log_every 1000 --lr_scaling none --warmup_ratio 0 --val_data ''")
+QUIET = words("--log_every 1000 --lr_scaling none --warmup_ratio 0 --val_data '' --test_data")
+QUIET.append(str(Path(__file__).parent / "data/pairs.jsonl"))
 FULL = words("--fine_tuning full --learning_rate 3e-4")
 LORA = words("--fine_tuning lora --learning_rate 1e-3")
 

@@ -10,6 +10,7 @@ import resource
 import shlex
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -75,6 +76,7 @@ class Run:
         self.write_summary("running", 0)
         self.metrics = open(self.folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
         self.board = SummaryWriter(self.folder / "tensorboard")
+        tqdm.set_lock(threading.RLock())  # its default is a semaphore, which os._exit would leak
         self.bar = tqdm(total=steps, disable=not sys.stderr.isatty(), unit="step")
 
     def _make_folder(self):

@@ -1,0 +1,146 @@
+"""How a group ends: cleanly fifty times in a row, or with the one traceback that explains it."""
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from conftest import ROOT
+from ddp_utils import dist
+from ranks import free_port, run_ranks
+
+STEP = """
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+    from ddp_utils import dist
+
+    def main():
+        world = dist.join(dist.whoami())
+        model = DistributedDataParallel(torch.nn.Linear(64, 64))
+        for step in range(3):
+            model(torch.ones(2, 64)).sum().backward()
+            if step == 1 and world.rank == FAILING:
+                raise ValueError("the weights fell off")
+        print(f"done {world.rank}\\n", end="", flush=True)
+
+    dist.run(main)
+"""
+
+
+def ddp_steps(failing=-1):
+    """The shape that aborts at exit without dist.run: DDP, all-reduces, the end."""
+    world = dist.join(dist.whoami())
+    model = DistributedDataParallel(torch.nn.Linear(64, 64))
+    for step in range(3):
+        model(torch.ones(2, 64)).sum().backward()
+        if step == 1 and world.rank == failing:
+            raise ValueError("the weights fell off")
+    print("done", world.rank)
+    return world.rank
+
+
+def torchrun(tmp_path, failing):
+    script = tmp_path / "steps.py"
+    script.write_text(textwrap.dedent(STEP).replace("FAILING", str(failing)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    return subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=60)
+
+
+def test_complaint_23_fifty_groups_in_a_row_end_with_status_0_and_complete_logs():
+    for _ in range(50):
+        outcome = run_ranks(2, ddp_steps)
+        assert outcome.codes == [0, 0], outcome.logs
+        assert outcome.logs == ["done 0\n", "done 1\n"]
+
+
+def test_complaint_23_five_torchrun_launches_end_with_status_0(tmp_path):
+    for _ in range(5):
+        done = torchrun(tmp_path, failing=-1)
+        assert done.returncode == 0, done.stderr
+        assert sorted(done.stdout.split("\n")) == ["", "done 0", "done 1"]
+
+
+def test_complaint_23_ten_exceptions_on_rank_1_end_with_that_traceback_alone():
+    for _ in range(9):
+        outcome = run_ranks(2, ddp_steps, 1)
+        assert outcome.seconds < 30
+        assert all(code not in (0, None) for code in outcome.codes)
+        assert "Traceback" not in outcome.logs[0]  # it only lost its peer
+        assert outcome.logs[1].rstrip().endswith("ValueError: the weights fell off")
+
+
+def test_complaint_23_torchrun_reports_the_exception_of_rank_1_last(tmp_path):
+    start = time.perf_counter()
+    done = torchrun(tmp_path, failing=1)
+    assert time.perf_counter() - start < 30
+    assert done.returncode == 1
+    last = done.stderr[done.stderr.rindex("Traceback (most recent call last)") :]
+    assert "ValueError: the weights fell off" in last
+    assert "onnection" not in done.stderr  # nor any gloo message of rank 0
+
+
+def kill_self():
+    world = dist.join(dist.whoami())
+    model = DistributedDataParallel(torch.nn.Linear(64, 64))
+    model(torch.ones(2, 64)).sum().backward()
+    if world.rank == 1:
+        os.kill(os.getpid(), 9)
+    for _ in range(3):
+        model(torch.ones(2, 64)).sum().backward()
+
+
+def test_complaint_23_a_killed_rank_ends_the_others_within_30_seconds():
+    outcome = run_ranks(3, kill_self)
+    assert outcome.seconds < 30
+    assert outcome.codes[1] == -9
+    assert 0 not in outcome.codes
+
+
+SECONDS = {"DDP_JOIN_SECONDS": "4"}
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"MASTER_ADDR": "no-such-host.invalid"}, "could not meet the 2 processes at no-such-host"),
+        ({"MASTER_ADDR": "127.0.0.1", "RANK": "1", "LOCAL_RANK": "0"}, "check MASTER_ADDR"),
+    ],
+    ids=["unknown host", "nobody there"],
+)
+def test_a_wrong_address_costs_one_line(env, message):
+    outcome = wrong_world(env)
+    assert outcome.returncode == 2
+    assert outcome.stderr.count("\nerror") + outcome.stderr.startswith("error") == 1
+    assert message in outcome.stderr
+    assert "Traceback" not in outcome.stderr
+
+
+def wrong_world(env):
+    """One process that is told it is one of two."""
+    code = "from ddp_utils import dist\ndist.run(lambda: dist.join(dist.whoami()) and 0)"
+    told = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": str(free_port())}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **told, **SECONDS, **env},
+        cwd=ROOT / "src",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_a_port_in_use_costs_one_line():
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = wrong_world({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: MASTER_PORT: {port} is in use on ")
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,145 @@
+"""One script under every launcher: started for real, the same test loss, the right world size."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import runs
+from conftest import ROOT
+from ranks import free_port
+
+SCRIPT = str(ROOT / "src/main_distributed.py")
+STEPS = runs.words("--max_steps 20 --max_rows 80 --batch_size 8 --log_every 10 --lr_scaling none")
+PYTHON = sys.executable
+BIN = os.path.dirname(PYTHON)
+
+
+def launchers():
+    """Name in environment.json -> (command, additions to the environment)."""
+    port = str(free_port())
+    return {
+        "python": ([PYTHON], {}),
+        "torchrun": ([f"{BIN}/torchrun", "--standalone", "--nproc_per_node=2"], {}),
+        "torch.distributed.launch": (
+            [PYTHON, "-m", "torch.distributed.launch", "--nproc_per_node=2"],
+            {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
+        ),
+        "accelerate": (
+            [f"{BIN}/accelerate", "launch", "--multi_gpu", "--num_processes", "2"]
+            + ["--num_machines", "1", "--main_process_port", "0"]
+            + ["--mixed_precision", "no", "--dynamo_backend", "no"],
+            {"ACCELERATE_USE_CPU": "1"},
+        ),
+        "mpiexec": (["mpiexec.mpich", "-n", "2", PYTHON], {}),
+        "mpirun": (
+            ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2", PYTHON],
+            {"MASTER_PORT": port},
+        ),
+    }
+
+
+def clean_environment():
+    """Without what a launcher around the tests may have set."""
+    mine = ("RANK", "WORLD", "LOCAL", "MASTER", "PMI", "OMPI", "SLURM", "TORCHELASTIC", "RUN_ID")
+    return {k: v for k, v in os.environ.items() if not k.startswith(mine)}
+
+
+@pytest.fixture(scope="module")
+def test_loss_of_one_process(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one") / "run"
+    return launch("python", folder)
+
+
+def launch(name, folder):
+    command, extra = launchers()[name]
+    if not shutil.which(command[0]):
+        pytest.skip(f"{command[0]} is not installed")
+    done = subprocess.run(
+        [*command, SCRIPT, *STEPS, "--result_dir", str(folder)],
+        env={**clean_environment(), "OMP_NUM_THREADS": "1", **extra},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout.count("world_size=") == 1  # the other ranks are silent
+    environment = json.loads((folder / "environment.json").read_text())
+    assert environment["launcher"] == name
+    assert environment["world_size"] == (1 if name == "python" else 2)
+    assert [line["step"] for line in runs.lines(folder, "train")] == list(range(1, 21))
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["exit_code"], summary["step"]) == ("finished", 0, 20)
+    return summary["test"]["loss"]
+
+
+@pytest.mark.parametrize("name", [name for name in launchers() if name != "python"])
+def test_each_launcher_ends_in_the_same_test_loss(name, tmp_path, test_loss_of_one_process):
+    assert launch(name, tmp_path / "run") == pytest.approx(test_loss_of_one_process, abs=1e-5)
+
+
+def shell(*arguments, cwd=ROOT, **extra):
+    env = {**clean_environment(), "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}"}
+    return subprocess.run(
+        [ROOT / "run_distributed.sh", *arguments],
+        env={**env, **extra},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        cwd=cwd,
+    )
+
+
+def test_the_shell_script_trains_and_two_nodes_meet_by_environment(
+    tmp_path, test_loss_of_one_process
+):
+    nodes = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common = ["1", "dpo", *STEPS, "--result_dir"]
+    env = {**clean_environment(), "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}"}
+    second = subprocess.Popen(
+        [ROOT / "run_distributed.sh", *common, tmp_path / "run"],
+        env={**env, **nodes, "NODE_RANK": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        cwd=ROOT,
+    )
+    first = shell(*common, tmp_path / "run", **nodes, NODE_RANK="0")
+    output = second.communicate(timeout=60)[0].decode()
+    assert first.returncode == 0, first.stderr
+    assert second.returncode == 0, output
+    assert "step" not in output  # the second node is silent
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["world_size"] == 2
+    assert summary["test"]["loss"] == pytest.approx(test_loss_of_one_process, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["2", "--beta", "-1"], "error: --beta: -1.0 is out of range"),
+        (["0"], "error: num_gpus: 0"),
+        (["2", "bake"], "error: bake: not known"),
+        (["2", "--train_data", "no such file.jsonl"], "error: no such file.jsonl: no such file"),
+        (["90"], "error: --batch_size: 16 pairs for 90 processes"),
+        (["2", "--backend", "nccl"], "error: --backend nccl needs a cuda device"),
+    ],
+)
+def test_a_mistake_costs_one_line_before_anything_is_launched(arguments, message, tmp_path):
+    done = shell(*arguments, cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2
+    assert done.stderr.startswith(message)
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_shell_script_passes_on_the_true_exit_status(tmp_path):
+    done = shell("2", "--learning_rate", "1e30", "--max_rows", "40", cwd=tmp_path)
+    assert done.returncode == 3  # torchrun itself ends with 1
+    assert "the loss is not finite in step" in done.stderr
+    summary = json.loads((tmp_path / "results/dpo/summary.json").read_text())
+    assert (summary["status"], summary["exit_code"]) == ("failed", 3)

@@ -1,0 +1,226 @@
+"""Checkpoints: what is written comes back, damage is seen, the newest whole one is found."""
+
+import hashlib
+import json
+import os
+import time
+
+import pytest
+import torch
+
+from ddp_utils import checkpoint
+
+STATE = "state.safetensors"
+
+
+def tensors(value=1.0):
+    return {
+        "weight": torch.arange(12.0).reshape(3, 4) * value,
+        "half": torch.tensor([1.5, -2.0, 3e38], dtype=torch.bfloat16),
+        "fp16": torch.tensor([0.1], dtype=torch.float16),
+        "double": torch.tensor([1 / 3], dtype=torch.float64),
+        "step": torch.tensor(7),
+        "mask": torch.tensor([True, False]),
+        "bytes": torch.tensor([0, 255], dtype=torch.uint8),
+        "empty": torch.empty(0, 3),
+        "turned": torch.arange(6.0).reshape(2, 3).t(),
+        "trained": torch.nn.Parameter(torch.ones(2)),
+    }
+
+
+def write(folder, step, value=1.0):
+    return checkpoint.write(folder, step, {"w": torch.full((50,), float(value))}, {"loss": value})
+
+
+def value_of(path):
+    return checkpoint.read(path)[0]["w"][0].item()
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+# --- round trip ----------------------------------------------------------------------------------
+
+
+def test_what_is_written_comes_back(tmp_path):
+    path = checkpoint.write(tmp_path / "new" / "folder", 12, tensors(), {"seed": 3, "names": ["é"]})
+    assert path == tmp_path / "new/folder/step-00000012"
+    assert checkpoint.verify(path) is None
+    found, manifest = checkpoint.read(path)
+    assert found.keys() == tensors().keys()
+    for name, tensor in tensors().items():
+        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
+        assert torch.equal(found[name], tensor)
+    assert (manifest["step"], manifest["seed"], manifest["names"]) == (12, 3, ["é"])
+
+
+def test_the_manifest_holds_the_sha256_of_the_data(tmp_path):
+    path = write(tmp_path, 1)
+    digest = hashlib.sha256((path / STATE).read_bytes()).hexdigest()
+    assert json.loads((path / "manifest.json").read_text())["files"] == {STATE: digest}
+    assert names(path) == ["manifest.json", STATE]
+
+
+def test_the_same_step_can_be_written_again(tmp_path):
+    write(tmp_path, 5, 1.0)
+    path = write(tmp_path, 5, 2.0)
+    assert names(tmp_path) == ["step-00000005"]
+    assert checkpoint.find(tmp_path) == (path, []) and value_of(path) == 2.0
+
+
+# --- find ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("older, newer", [(9, 10), (99_999_999, 100_000_000), (0, 1)])
+def test_the_newest_is_the_one_of_the_highest_step(tmp_path, older, newer):
+    path = write(tmp_path, newer)
+    later = time.time() + 1000
+    os.utime(write(tmp_path, older), (later, later))
+    assert checkpoint.find(tmp_path) == (path, [])
+
+
+def test_steps_are_numbers_whatever_the_padding(tmp_path):
+    write(tmp_path, 9).rename(tmp_path / "step-9")
+    path = write(tmp_path, 10).rename(tmp_path / "step-10")
+    assert checkpoint.find(tmp_path) == (path, [])
+
+
+@pytest.mark.parametrize("name", [".tmp-step-00000009", "step-best", "step-", "step-9.old", "9"])
+def test_other_folders_are_ignored(tmp_path, name):
+    path = write(tmp_path, 3)
+    write(tmp_path, 9).rename(tmp_path / name)
+    assert checkpoint.find(tmp_path) == (path, [])
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_there_may_be_none(tmp_path, exists):
+    assert checkpoint.find(tmp_path if exists else tmp_path / "none") == (None, [])
+
+
+# --- damage --------------------------------------------------------------------------------------
+
+
+def flip(path, place=-1):
+    data = bytearray((path / STATE).read_bytes())
+    data[place] ^= 1
+    (path / STATE).write_bytes(data)
+
+
+def cut(path):
+    os.truncate(path / STATE, (path / STATE).stat().st_size - 1)
+
+
+def lose(name):
+    return lambda path: (path / name).unlink()
+
+
+def scribble(text):
+    return lambda path: (path / "manifest.json").write_bytes(text)
+
+
+DAMAGE = {
+    "last_bit": (flip, f"{STATE} does not match"),
+    "header_bit": (lambda path: flip(path, 9), f"{STATE} does not match"),
+    "cut": (cut, f"{STATE} does not match"),
+    "no_data": (lose(STATE), f"{STATE} is missing"),
+    "no_manifest": (lose("manifest.json"), "manifest.json is missing"),
+    "empty_manifest": (scribble(b""), "manifest.json cannot be read"),
+    "half_manifest": (scribble(b'{"step": 1, "fi'), "manifest.json cannot be read"),
+    "binary_manifest": (scribble(b"\xff\x00"), "manifest.json cannot be read"),
+    "list_manifest": (scribble(b"[]"), "manifest.json cannot be read"),
+    "no_files": (scribble(b"{}"), "manifest.json cannot be read"),
+    "files_list": (scribble(b'{"files": ["a"]}'), "manifest.json cannot be read"),
+    "other_file": (scribble(b'{"files": {"gone": "0"}}'), "gone is missing"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_named_and_the_older_checkpoint_is_found(tmp_path, kind):
+    damage, says = DAMAGE[kind]
+    good, bad = write(tmp_path, 1), write(tmp_path, 2)
+    damage(bad)
+    assert checkpoint.verify(bad).startswith(says)
+    assert checkpoint.find(tmp_path) == (good, [(bad, checkpoint.verify(bad))])
+
+
+@pytest.mark.xfail(strict=True, reason="a manifest that lists no file verifies")
+def test_a_manifest_that_lists_no_file_does_not_verify(tmp_path):
+    path = write(tmp_path, 1)
+    scribble(b'{"files": {}}')(path)
+    assert checkpoint.verify(path)
+
+
+def test_when_all_are_damaged_all_are_named_newest_first(tmp_path):
+    paths = [write(tmp_path, step) for step in (1, 2, 10)]
+    for path in paths:
+        cut(path)
+    found, skipped = checkpoint.find(tmp_path)
+    assert found is None and [path for path, _ in skipped] == paths[::-1]
+
+
+def test_a_folder_that_is_not_there_does_not_verify(tmp_path):
+    assert checkpoint.verify(tmp_path / "step-00000001") == "manifest.json is missing"
+
+
+# --- writing that fails --------------------------------------------------------------------------
+
+
+def full_disk(*_args, **_kwargs):
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("call", ["save_file", "_sha256", "_fsync"])
+def test_a_failed_write_leaves_no_litter_and_keeps_the_old_one(tmp_path, monkeypatch, call, step):
+    old = write(tmp_path, 1, 1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, call, full_disk)
+        with pytest.raises(OSError, match="No space"):
+            write(tmp_path, step, 2.0)
+    assert names(tmp_path) == ["step-00000001"]
+    assert checkpoint.find(tmp_path) == (old, []) and value_of(old) == 1.0
+
+
+def test_a_half_written_file_leaves_no_litter(tmp_path, monkeypatch):
+    def half(_tensors, path):
+        path.write_bytes(b"x" * 10)
+        full_disk()
+
+    monkeypatch.setattr(checkpoint, "save_file", half)
+    with pytest.raises(OSError, match="No space"):
+        write(tmp_path, 1)
+    assert names(tmp_path) == []
+
+
+def test_metadata_that_is_not_json_leaves_no_litter(tmp_path):
+    with pytest.raises(TypeError):
+        checkpoint.write(tmp_path, 1, {"w": torch.ones(1)}, {"config": object()})
+    assert names(tmp_path) == []
+
+
+def test_the_litter_of_a_killed_write_is_cleared_by_the_next(tmp_path):
+    litter = tmp_path / ".tmp-step-00000004"
+    litter.mkdir()
+    (litter / "half").write_text("x")
+    write(tmp_path, 4)
+    assert names(tmp_path) == ["step-00000004"]
+
+
+def test_data_that_changed_on_the_way_to_the_disk_is_an_error(tmp_path, monkeypatch):
+    rename = os.rename
+
+    def rename_and_flip(source, target):
+        rename(source, target)
+        flip(target)
+
+    monkeypatch.setattr(os, "rename", rename_and_flip)
+    with pytest.raises(OSError, match=f"written, but {STATE} does not match"):
+        write(tmp_path, 1)
+
+
+def test_tensors_that_share_memory_are_refused_without_litter(tmp_path):
+    tied = torch.ones(3)
+    with pytest.raises((OSError, RuntimeError)):
+        checkpoint.write(tmp_path, 1, {"embed": tied, "head": tied}, {})
+    assert names(tmp_path) == []

@@ -1,0 +1,365 @@
+"""The ten losses against closed forms in plain math: values, gradients, limits, options, metrics.
+
+Nothing here uses the code's own formulas: `by_hand` gives each loss and its two derivatives.
+"""
+
+import math
+import random
+
+import pytest
+import torch
+
+from config import Config
+from ddp_utils import UserError
+from ddp_utils.losses import METHODS, Displacement, LogPs, at_reference, options, preference, sft
+
+ALL = ["dpo", "cdpo", "robust", "ipo", "ipo_sum", "hinge", "dpop", "dposhift", "dpopshift", "simpo"]
+AVERAGEABLE = ["dpo", "cdpo", "robust", "hinge", "dpop", "dposhift", "dpopshift"]
+OPTIONS = {  # option -> the value given here and the methods whose paper has it
+    "label_smoothing": (0.2, {"cdpo", "robust"}),
+    "lambda_dpop": (5.0, {"dpop", "dpopshift"}),
+    "lambda_shift": (0.6, {"dposhift", "dpopshift"}),
+    "simpo_gamma": (0.7, {"simpo"}),
+}
+NOISE = 1e-3
+
+
+def sigma(z):
+    return 1 / (1 + math.exp(-z)) if z >= 0 else math.exp(z) / (1 + math.exp(z))
+
+
+def log_sigma(z):
+    return -math.log1p(math.exp(-z)) if z >= 0 else z - math.log1p(math.exp(z))
+
+
+def settings(method, **given):
+    used = {name: value for name, (value, users) in OPTIONS.items() if method in users}
+    return Config(method=method, **{**used, **given})
+
+
+def by_hand(config, chosen, rejected, ref_chosen, ref_rejected, chosen_tokens, rejected_tokens):
+    """Loss of one pair, d loss / d chosen, d loss / d rejected."""
+    average = config.length_average or config.method in ("ipo", "simpo")
+    a, b = (1 / chosen_tokens, 1 / rejected_tokens) if average else (1.0, 1.0)
+    beta, e = config.beta, config.label_smoothing
+    if config.method == "simpo":
+        z = beta * (a * chosen - b * rejected) - config.simpo_gamma
+        return -log_sigma(z), (sigma(z) - 1) * beta * a, -(sigma(z) - 1) * beta * b
+    u, v = a * (chosen - ref_chosen), b * (rejected - ref_rejected)
+    if config.method.startswith("ipo"):
+        h = u - v - 1 / (2 * beta)
+        return h * h, 2 * h * a, -2 * h * b
+    shift = config.lambda_shift if config.method in ("dposhift", "dpopshift") else 1.0
+    z, dz_du, dz_dv = beta * (u - shift * v), beta, -beta * shift
+    if config.method in ("dpop", "dpopshift") and ref_chosen - chosen > NOISE:
+        z, dz_du = z + beta * config.lambda_dpop * u, beta + beta * config.lambda_dpop
+    if config.method == "cdpo":
+        loss, slope = -(1 - e) * log_sigma(z) - e * log_sigma(-z), sigma(z) - (1 - e)
+    elif config.method == "robust":
+        loss = (-(1 - e) * log_sigma(z) + e * log_sigma(-z)) / (1 - 2 * e)
+        slope = ((1 - e) * (sigma(z) - 1) - e * sigma(z)) / (1 - 2 * e)
+    elif config.method == "hinge":
+        loss, slope = max(0.0, 1 - z), -1.0 if z < 1 else 0.0
+    else:
+        loss, slope = -log_sigma(z), sigma(z) - 1
+    return loss, slope * dz_du * a, slope * dz_dv * b
+
+
+def some_pairs(spread, count=64, seed=0):
+    """Rows of LogPs; log-ratios up to +-spread nats."""
+    draw = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        tokens = draw.randint(1, 40), draw.randint(1, 40)
+        refs = [draw.uniform(-5, -0.1) * n for n in tokens]
+        ratios = [draw.uniform(-spread, spread) for _ in tokens]
+        rows.append((refs[0] + ratios[0], refs[1] + ratios[1], *refs, *tokens))
+    return rows
+
+
+def logps_of(rows, dtype=torch.float64):
+    columns = [torch.tensor(column, dtype=dtype) for column in zip(*rows, strict=True)]
+    return LogPs(*columns)
+
+
+def loss_and_gradients(config, rows, dtype=torch.float64):
+    logps = logps_of(rows, dtype)
+    sides = logps.chosen.requires_grad_(), logps.rejected.requires_grad_()
+    losses, _ = preference(logps, config, NOISE)
+    return losses.detach(), *torch.autograd.grad(losses.sum(), sides)
+
+
+def one_loss(config, *row):
+    return preference(logps_of([row]), config, NOISE)[0].item()
+
+
+def shifted(z, beta):
+    """A pair whose beta * (difference of the log-ratios) is z, chosen above its reference."""
+    rise = abs(z) / beta
+    return (-50 + rise, -60 + rise - z / beta, -50.0, -60.0, 10, 10)
+
+
+def check_against_hand(config, rows):
+    found = loss_and_gradients(config, rows)
+    wanted = zip(*(by_hand(config, *row) for row in rows), strict=True)
+    for ours, hand in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, torch.tensor(hand, dtype=ours.dtype), rtol=1e-9, atol=1e-9)
+
+
+# --- values and gradients ------------------------------------------------------------------------
+
+
+def test_the_methods_are_these_ten():
+    assert list(METHODS) == ALL
+
+
+@pytest.mark.parametrize("spread", [1, 30, 6000])
+@pytest.mark.parametrize("method", ALL)
+def test_value_and_gradient_equal_the_closed_form(method, spread):
+    check_against_hand(settings(method, beta=0.1), some_pairs(spread))
+
+
+@pytest.mark.parametrize("method", AVERAGEABLE)
+def test_length_average_divides_each_log_ratio_by_its_own_tokens(method):
+    check_against_hand(settings(method, beta=0.5, length_average=True), some_pairs(30))
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_margins_of_500_stay_finite_in_single_precision(method):
+    config = settings(method, beta=1.0)
+    sides = [(450.0, -60.0), (-550.0, -60.0), (-50.0, 440.0)]
+    rows = [(*side, -50.0, -60.0, 1, 1) for side in sides]
+    for ours in loss_and_gradients(config, rows, torch.float32):
+        assert torch.isfinite(ours).all()
+        assert ours.dtype == torch.float32
+
+
+def test_a_pair_far_on_the_wrong_side_still_pulls():
+    # -log sigma(-500) = 500 to 200 digits, and its slope is -1
+    loss, by_chosen, by_rejected = loss_and_gradients(Config(beta=1.0), [shifted(-500.0, 1.0)])
+    assert (loss.item(), by_chosen.item(), by_rejected.item()) == (500.0, -1.0, 1.0)
+
+
+def test_numbers_a_reader_can_follow():
+    # chosen rose by 2, rejected fell by 1: z = 0.1 * 3, log(1 + e^-0.3) = 0.554355
+    pair = (-8.0, -11.0, -10.0, -10.0, 4, 5)
+    assert one_loss(settings("dpo", beta=0.1), *pair) == pytest.approx(0.554355, abs=1e-6)
+    assert one_loss(settings("hinge", beta=0.1), *pair) == pytest.approx(0.7)
+    assert one_loss(settings("ipo_sum", beta=0.1), *pair) == pytest.approx(4.0)  # (3 - 5)^2
+    # per token: 2 / 4 + 1 / 5 = 0.7; (0.7 - 5)^2
+    assert one_loss(settings("ipo", beta=0.1), *pair) == pytest.approx(18.49)
+
+
+def test_simpo_ignores_the_reference():
+    config = settings("simpo", beta=2.0)
+    assert one_loss(config, -8, -11, -10, -10, 4, 5) == one_loss(config, -8, -11, -3, -77, 4, 5)
+
+
+# --- limits --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [name for name in AVERAGEABLE if name != "hinge"])
+def test_without_beta_the_sigmoid_losses_are_ln_2(method):
+    for row in some_pairs(10, count=5):
+        assert one_loss(settings(method, beta=1e-12), *row) == pytest.approx(math.log(2), abs=1e-8)
+
+
+@pytest.mark.parametrize(
+    "method, limit",
+    [
+        ("cdpo", {"label_smoothing": 0.0}),
+        ("robust", {"label_smoothing": 0.0}),
+        ("dpop", {"lambda_dpop": 0.0}),
+        ("dposhift", {"lambda_shift": 1.0}),
+        ("dpopshift", {"lambda_dpop": 0.0, "lambda_shift": 1.0}),
+    ],
+)
+def test_a_variant_whose_option_is_off_is_dpo(method, limit):
+    rows = some_pairs(30)
+    plain = loss_and_gradients(settings("dpo", beta=0.3), rows)
+    for ours, theirs in zip(
+        loss_and_gradients(settings(method, beta=0.3, **limit), rows), plain, strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_dpopshift_is_dpop_and_dposhift_at_once():
+    rows = some_pairs(30)
+    for name, limit in [("dpop", {"lambda_shift": 1.0}), ("dposhift", {"lambda_dpop": 0.0})]:
+        both = loss_and_gradients(settings("dpopshift", **limit), rows)
+        for ours, theirs in zip(both, loss_and_gradients(settings(name), rows), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("e", [0.05, 0.2, 0.45])
+@pytest.mark.parametrize("z", [-20.0, -1.0, 0.0, 0.3, 7.0])
+def test_robust_averaged_over_flipped_labels_is_the_clean_loss(z, e):
+    # (1-e) R(z) + e R(-z) = L(z): the cross terms cancel and (1-e)^2 - e^2 = 1 - 2e
+    config = settings("robust", beta=0.5, label_smoothing=e)
+    noisy = (1 - e) * one_loss(config, *shifted(z, 0.5)) + e * one_loss(config, *shifted(-z, 0.5))
+    assert noisy == pytest.approx(-log_sigma(z), rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("fall", [-1.0, 0.0, 0.9 * NOISE])
+@pytest.mark.parametrize("method", ["dpop", "dpopshift"])
+def test_the_dpop_penalty_is_exactly_0_until_the_chosen_fell_by_more_than_noise(method, fall):
+    row = (-10 - fall, -12.0, -10.0, -11.0, 4, 4)
+    assert one_loss(settings(method, lambda_dpop=1e6), *row) == one_loss(
+        settings(method, lambda_dpop=0.0), *row
+    )
+
+
+def test_the_dpop_penalty_is_beta_lambda_times_the_fall():
+    # fell by 0.25: z = 0.1 * (-0.25 + 1) - 0.1 * 50 * 0.25 = -1.175
+    row = (-10.25, -12.0, -10.0, -11.0, 4, 4)
+    found = one_loss(settings("dpop", beta=0.1, lambda_dpop=50.0), *row)
+    assert found == pytest.approx(math.log(1 + math.exp(1.175)), rel=1e-12)
+
+
+@pytest.mark.parametrize("noise, penalised", [(0.5, False), (0.1, True)])
+def test_the_caller_says_how_large_the_noise_is(noise, penalised):
+    pair = logps_of([(-10.25, -12.0, -10.0, -11.0, 4, 4)])
+    found = preference(pair, settings("dpop", beta=0.1), noise)[0].item()
+    plain = math.log(1 + math.exp(-0.075))
+    assert (found > plain + 0.01) == penalised
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_the_loss_at_the_reference_has_its_closed_form(method):
+    row = (-7.0, -9.0, -7.0, -9.0, 3, 5)
+    for beta in (0.05, 0.1, 2.0):
+        config = settings(method, beta=beta)
+        wanted = {"hinge": 1.0, "simpo": None}.get(method, math.log(2))
+        if method in ("ipo", "ipo_sum"):
+            wanted = 1 / (4 * beta * beta)
+        assert at_reference(config) == (None if wanted is None else pytest.approx(wanted))
+        if wanted is not None:
+            assert one_loss(config, *row) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_complaint_15_ipo_per_token_does_not_see_length_and_ipo_sum_does():
+    pair, doubled = (-8.0, -11.0, -10.0, -10.0, 4, 5), (-16.0, -22.0, -20.0, -20.0, 8, 10)
+    ipo, ipo_sum = settings("ipo", beta=0.1), settings("ipo_sum", beta=0.1)
+    assert one_loss(ipo, *pair) == pytest.approx((2 / 4 + 1 / 5 - 5) ** 2)
+    assert one_loss(ipo, *doubled) == pytest.approx((2 / 4 + 1 / 5 - 5) ** 2)
+    assert one_loss(ipo_sum, *pair) == pytest.approx((2 + 1 - 5) ** 2)
+    assert one_loss(ipo_sum, *doubled) == pytest.approx((4 + 2 - 5) ** 2)
+
+
+# --- options -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("method", ALL)
+def test_an_option_is_taken_by_its_methods_and_refused_by_the_others(method, option):
+    value, users = OPTIONS[option]
+    config = Config(method=method, **{option: value})
+    if method in users:
+        assert options(config)[option] == value
+        return
+    with pytest.raises(UserError) as caught:
+        options(config)
+    method_list = str(caught.value).partition("belongs to")[2]
+    assert str(caught.value).startswith(f"--{option}: {method} ")
+    assert {name.strip() for name in method_list.split(",")} == users
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_of_0_counts_as_given(option):
+    with pytest.raises(UserError, match=option):
+        options(Config(method="dpo", **{option: 0.0}))
+    user = min(OPTIONS[option][1])
+    assert options(Config(method=user, **{option: 0.0}))[option] == 0.0
+
+
+@pytest.mark.parametrize(
+    "method, defaults",
+    [
+        ("dpo", {}),
+        ("cdpo", {"label_smoothing": 0.1}),
+        ("robust", {"label_smoothing": 0.1}),
+        ("dpopshift", {"lambda_dpop": 50.0, "lambda_shift": 0.75}),
+        ("simpo", {"simpo_gamma": 0.5}),
+    ],
+)
+def test_options_left_out_have_the_documented_defaults(method, defaults):
+    assert options(Config(method=method)) == defaults
+
+
+@pytest.mark.parametrize("method", ["ipo", "ipo_sum", "simpo"])
+def test_length_average_is_refused_where_the_method_fixes_it(method):
+    with pytest.raises(UserError, match=f"--length_average: {method}"):
+        options(Config(method=method, length_average=True))
+
+
+# --- SFT term, metrics, the displacement warning ------------------------------------------------
+
+
+def test_the_sft_term_is_the_mean_negative_log_prob_of_the_chosen_tokens():
+    found = sft(logps_of([(-8.0, -1.0, 0, 0, 4, 9), (-3.0, -2.0, 0, 0, 1, 1)]))
+    assert found.tolist() == [2.0, 3.0]
+
+
+def test_the_metrics_are_beta_times_the_summed_log_ratios():
+    rows = [(-8.0, -11.0, -10.0, -10.0, 4, 5), (-9.0, -4.0, -7.0, -5.0, 4, 5)]
+    _, metrics = preference(logps_of(rows), settings("dpo", beta=0.5))
+    assert {name: values.tolist() for name, values in metrics.items()} == {
+        "rewards/chosen": [1.0, -1.0],
+        "rewards/rejected": [-0.5, 0.5],
+        "rewards/margins": [1.5, -1.5],
+        "rewards/accuracies": [1.0, 0.0],
+        "logps/chosen": [-8.0, -9.0],
+        "logps/rejected": [-11.0, -4.0],
+    }
+
+
+@pytest.mark.parametrize("method", ["ipo", "dposhift", "dpop"])
+def test_rewards_do_not_depend_on_the_loss(method):
+    rows = some_pairs(10, count=8)
+    _, ours = preference(logps_of(rows), settings(method, beta=0.5))
+    wanted = [0.5 * (row[0] - row[2]) for row in rows]
+    assert ours["rewards/chosen"].tolist() == pytest.approx(wanted)
+
+
+def test_rewards_of_simpo_are_beta_times_log_probs_per_token():
+    _, metrics = preference(logps_of([(-8.0, -11.0, -1.0, -1.0, 4, 5)]), settings("simpo", beta=2))
+    assert metrics["rewards/chosen"].item() == pytest.approx(2 * -8 / 4)
+    assert metrics["rewards/rejected"].item() == pytest.approx(2 * -11 / 5)
+
+
+def test_a_tie_is_not_ranked_right():
+    _, metrics = preference(logps_of([(-7.0, -9.0, -7.0, -9.0, 3, 5)]), Config())
+    assert metrics["rewards/accuracies"].item() == 0
+
+
+def warnings_of(rewards, method="dpo"):
+    watch = Displacement(Config(method=method))
+    return [(step, line) for step, reward in enumerate(rewards, 1) if (line := watch.seen(reward))]
+
+
+def test_a_falling_chosen_response_is_told_once_with_the_two_ways_out():
+    [(_, line)] = warnings_of([-0.1] * 40)
+    assert "--method dpop" in line and "--sft_weight" in line and "\n" not in line
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        [-9.0] * 4,  # too few steps to tell
+        [0.0] * 40,
+        [0.1] * 40,
+        [0.5] * 9 + [-0.3] + [0.5] * 9,  # one bad batch
+        [0.2, -0.1] * 20,
+    ],
+)
+def test_no_warning_while_the_mean_of_recent_steps_is_not_below_0(rewards):
+    assert warnings_of(rewards) == []
+
+
+def test_only_recent_steps_count():
+    # ten steps: 7 * 1 + 3 * -3 is the first sum below 0
+    assert [step for step, _ in warnings_of([1.0] * 100 + [-3.0] * 10)] == [103]
+
+
+def test_simpo_has_no_reference_to_fall_below():
+    assert warnings_of([-5.0] * 40, "simpo") == []
