@@ -3,18 +3,20 @@
 from dataclasses import dataclass
 from typing import Literal
 
+Method = Literal[
+    "dpo", "cdpo", "robust", "ipo", "ipo_sum", "hinge", "dpop", "dposhift", "dpopshift", "simpo"
+]
+
 
 @dataclass
 class Config:
     # what people change first
     model_name: str = "data/demo/model"  # folder or hub name
     train_data: str = "data/demo/preferences_train.jsonl"  # lines of prompt, chosen, rejected
-    val_data: str = "data/demo/preferences_val.jsonl"  # this and test_data empty: split off 5 %
-    test_data: str = "data/demo/preferences_test.jsonl"  # and 10 % of train_data, by prompt
+    val_data: str = "data/demo/preferences_val.jsonl"  # if both are empty: 5 % of prompts
+    test_data: str = "data/demo/preferences_test.jsonl"  # if both are empty: 10 % of prompts
     result_dir: str = "results/dpo"  # curves, metrics, examples, checkpoints
-    method: Literal[
-        "dpo", "cdpo", "robust", "ipo", "ipo_sum", "hinge", "dpop", "dposhift", "dpopshift", "simpo"
-    ] = "dpo"  # the loss; see src/ddp_utils/losses.py
+    method: Method = "dpo"  # the loss; see src/ddp_utils/losses.py
     beta: float = 0.1  # how tightly the policy is held to the reference
     learning_rate: float = 1e-4  # for base_batch_size pairs a step; see lr_scaling
     batch_size: int = 16  # pairs of one forward over all GPUs; divided by their number

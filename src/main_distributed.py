@@ -42,6 +42,8 @@ def read_settings(argv, world):
         warmup_ratio=("from 0 to 1", lambda x: 0 <= x <= 1),
     )
     losses.options(config)  # an option that the method does not use is refused
+    if config.fine_tuning == "full" and config.base_dtype == "bf16":
+        raise UserError("--base_dtype bf16: full fine-tuning trains fp32 weights; use auto or fp32")
     if config.method == "simpo" and config.reference_model:
         raise UserError("--reference_model: simpo has no reference; leave it out")
     if config.batch_size * config.gradient_accumulation_steps < world.world_size:
@@ -211,17 +213,20 @@ def main(argv=None) -> int:
     # setup
     world = dist.whoami(argv=sys.argv)
     config = read_settings(argv, world)
+    if not config.check:
+        world = dist.meet(world, config.backend)
 
     # data: before there is a group, so that no rank waits in a collective while another one reads
     tokenizer = pairs_.load_tokenizer(config.model_name)
     data, reports = read_data(config, tokenizer, world)
     check_fit(lora.outline(config), data)
     if config.check:
-        lora.precision(config, dist.choose_device(world, config.backend).device)
+        dist.choose_device(world, config.backend)
         print(f"settings and data are in order\nrun folder: {config.result_dir}")
         return 0
-    world = dist.join(world, config.backend, config.timeout_minutes)
-    lora.precision(config, world.device)
+
+    # world
+    world = dist.join(world, config.timeout_minutes)
     if config.deterministic:
         torch.use_deterministic_algorithms(True)
     global_batch = config.batch_size * config.gradient_accumulation_steps

@@ -11,8 +11,9 @@ import main_distributed
 from ddp_utils import parallel, plots
 
 # what a comparison to the letter needs; the demo model is the default
-QUIET = words("--log_every 1000 --lr_scaling none --warmup_ratio 0 --val_data '' --test_data")
-QUIET.append(str(Path(__file__).parent / "data/pairs.jsonl"))
+PAIRS = str(Path(__file__).parent / "data/pairs.jsonl")  # eight of the demo's test pairs
+QUIET = words("--log_every 1000 --lr_scaling none --warmup_ratio 0 --val_data ''")
+QUIET += ["--test_data", PAIRS]
 FULL = words("--fine_tuning full --learning_rate 3e-4")
 LORA = words("--fine_tuning lora --learning_rate 1e-3")
 

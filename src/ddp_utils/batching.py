@@ -70,7 +70,8 @@ class Plan(NamedTuple):
         """Optimiser steps of the whole run."""
         if self.max_steps >= 0:
             return self.max_steps
-        return math.ceil(self.steps_per_epoch * self.num_epochs)
+        # rounded first: 100 steps x 1.1 epochs is 110.00000000000001
+        return math.ceil(round(self.steps_per_epoch * self.num_epochs, 6))
 
     def epoch(self, step) -> float:
         """Passes over the data after `step` steps."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-MANIFEST = "manifest.json"
+MANIFEST, STATE = "manifest.json", "state.safetensors"
 
 
 def write(folder, step, tensors, meta) -> Path:
@@ -26,9 +26,9 @@ def write(folder, step, tensors, meta) -> Path:
     try:
         temporary.mkdir(parents=True)
         plain = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
-        save_file(plain, temporary / "state.safetensors")
-        files = {"state.safetensors": _sha256(temporary / "state.safetensors")}
-        manifest = {"step": step, "files": files, **meta}
+        save_file(plain, temporary / STATE)
+        files = {STATE: _sha256(temporary / STATE)}
+        manifest = {**meta, "step": step, "files": files}
         (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
         for name in (*files, MANIFEST, "."):
             _fsync(temporary / name)
@@ -52,6 +52,8 @@ def verify(path):
         for name, digest in files.items():
             if _sha256(path / name) != digest:
                 return f"{name} does not match its sha256"
+        if STATE not in files:
+            return f"{MANIFEST} does not name {STATE}"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
@@ -74,12 +76,15 @@ def find(folder):
 def read(path):
     """(tensors, manifest) of a checkpoint."""
     manifest = json.loads((Path(path) / MANIFEST).read_text())
-    return load_file(Path(path) / "state.safetensors"), manifest
+    return load_file(Path(path) / STATE), manifest
 
 
 def _sha256(path):
+    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(2**22):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _fsync(path):

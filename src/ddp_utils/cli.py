@@ -6,11 +6,12 @@ import math
 import sys
 import types
 import typing
+import warnings
 
 import tyro
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.events import AliasEvent
+from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent
 
 from ddp_utils import UserError
 
@@ -22,14 +23,17 @@ def parse(config_class, argv=None, console=True, aliases=None):
 
     `--local-rank`, which torch.distributed.launch and deepspeed append, is swallowed.
     """
+    names = {key.replace("-", "_"): name for key, name in {**ALIASES, **(aliases or {})}.items()}
     words, argv = [], list(sys.argv[1:] if argv is None else argv)
     while argv:
         word = argv.pop(0)
         if word.replace("_", "-") == "--local-rank":
             del argv[:1]
         elif not word.replace("_", "-").startswith("--local-rank="):
-            words.append({**ALIASES, **(aliases or {})}.get(word, word))
-    config = tyro.cli(config_class, args=words, use_underscores=True, console_outputs=console)
+            words.append(names.get(word.replace("-", "_"), word))
+    with warnings.catch_warnings():  # of defaults of a wrong type: check_types says it in one line
+        warnings.simplefilter("ignore")
+        config = tyro.cli(config_class, args=words, use_underscores=True, console_outputs=console)
     return check_types(config)
 
 
@@ -48,8 +52,13 @@ def _check_type(name, hint, value):
         allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
         fits = type(value) in allowed or (type(value) is int and float in allowed)
     if not fits or (isinstance(value, float) and not math.isfinite(value)):
-        wanted = getattr(hint, "__name__", str(hint).replace("typing.", ""))
-        raise UserError(f"{name}: {value!r} is not a valid {wanted}")
+        choices = " or ".join(map(repr, typing.get_args(hint)))
+        wanted = choices if typing.get_origin(hint) is typing.Literal else f"a valid {_name(hint)}"
+        raise UserError(f"{name}: {value!r} is not {wanted}")
+
+
+def _name(hint):
+    return getattr(hint, "__name__", str(hint))
 
 
 def check_ranges(config, **rules):
@@ -75,18 +84,23 @@ def from_yaml(config_class, path):
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read()
+        depth = 0
         for event in YAML(pure=True).parse(text):
-            if isinstance(event, AliasEvent):  # a few bytes of aliases can unfold to gigabytes
-                line = event.start_mark.line + 1
-                raise UserError(f"{path}:{line}: aliases (*name) are not read; repeat the value")
+            line = event.start_mark.line + 1
+            depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
+            if isinstance(event, AliasEvent) or getattr(event, "value", None) == "<<":
+                # a few bytes of aliases can unfold to gigabytes
+                raise UserError(f"{path}:{line}: no aliases (*name, <<); repeat the value")
+            if depth > 20:
+                raise UserError(f"{path}:{line}: nested deeper than any setting")
         marked = YAML(typ="rt", pure=True).load(text)  # knows the lines
         plain = YAML(typ="safe", pure=True).load(text)  # knows nothing but plain data
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         reason = (error.problem or error.context).splitlines()[0]
         raise UserError(f"{path}:{mark.line + 1}: {reason}") from error
-    except (OSError, UnicodeDecodeError, RecursionError, YAMLError) as error:
-        raise UserError(f"{path}: {str(error).splitlines()[0]}") from error
+    except (OSError, ValueError, KeyError, RecursionError, YAMLError) as error:
+        raise UserError(f"{path}: {type(error).__name__} {str(error)[:160]!r}") from error
     return _fill(config_class, plain, marked, path, "")
 
 

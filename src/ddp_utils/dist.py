@@ -1,4 +1,4 @@
-"""Who am I, join, reduce, leave: one process group under any launcher, none for one process."""
+"""Who am I, meet, join, reduce, leave: a group under any launcher, none for one process."""
 
 import contextlib
 import os
@@ -45,6 +45,7 @@ class World(NamedTuple):
     launcher: str = "python"
     device: torch.device = torch.device("cpu")
     backend: str = "none"
+    store: object = None  # through which the others were met
 
     @property
     def is_main(self):
@@ -129,11 +130,11 @@ def _xpu_backend():
     return "xccl"
 
 
-def join(world, backend="auto", timeout_minutes=30) -> World:
-    """Enter the process group (none for one process) and return the world with its device.
+def meet(world, backend="auto") -> World:
+    """Choose the device and find the other processes: the first thing that a script does.
 
-    Raises UserError within a minute if the others cannot be met: wrong address, port in use,
-    more processes than devices.
+    Whatever takes long comes between meet() and join(), so that no collective waits for it.
+    Raises UserError within a minute: wrong address, port in use, more processes than devices.
     """
     world = choose_device(world, backend)
     if world.device.type != "cpu":
@@ -141,32 +142,38 @@ def join(world, backend="auto", timeout_minutes=30) -> World:
     if world.world_size == 1 or dist.is_initialized():
         return world
     address, port = meeting_point(world)
+    # under torchrun the agent keeps the store
+    mine = world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    seconds = timedelta(seconds=float(os.environ.get("DDP_JOIN_SECONDS", 50)))
+    try:
+        store = dist.TCPStore(address, port, world.world_size, is_master=mine, timeout=seconds)
+    except (dist.DistError, RuntimeError) as error:
+        raise UserError(_why_not_met(error, world, address, port)) from error
+    # a restarted group must not read the addresses of the one that died
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+    return world._replace(store=dist.PrefixStore(f"try{attempt}", store))
+
+
+def join(world, timeout_minutes=30) -> World:
+    """Enter the process group of those who met; nothing to do for one process."""
+    if world.world_size == 1 or dist.is_initialized():
+        return world
     if world.local_size == world.world_size and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one node: no need to resolve its name
     timeout = timedelta(minutes=timeout_minutes)
+    world.store.set_timeout(timeout)
     try:
-        store = dist.TCPStore(
-            address,
-            port,
-            world.world_size,
-            # under torchrun the agent keeps the store
-            is_master=world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
-            timeout=timedelta(seconds=float(os.environ.get("DDP_JOIN_SECONDS", 50))),
-        )
-        store.set_timeout(timeout)
-        # a restarted group must not read the addresses of the one that died
-        store = dist.PrefixStore(f"try{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         with _debug_level_for(world.backend):
             dist.init_process_group(
                 world.backend,
-                store=store,
+                store=world.store,
                 rank=world.rank,
                 world_size=world.world_size,
                 timeout=timeout,
                 device_id=None if world.device.type == "cpu" else world.device,
             )
     except (dist.DistError, RuntimeError) as error:
-        raise UserError(_why_not_joined(error, world, address, port)) from error
+        raise UserError(_why_not_met(error, world, *meeting_point(world))) from error
     return world
 
 
@@ -202,7 +209,7 @@ def meeting_point(world, env=os.environ):
     return address or "127.0.0.1", int(port)
 
 
-def _why_not_joined(error, world, address, port):
+def _why_not_met(error, world, address, port):
     reason = str(error).splitlines()[0]
     if "EADDRINUSE" in str(error):
         return (

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ddp_utils import UserError
-from ddp_utils.pairs import model_path
+from ddp_utils.pairs import load_tokenizer, model_path
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -57,15 +57,14 @@ def precision(config, device):
     Trainable weights are always fp32: at a learning rate of 5e-7 an update of a bf16 weight is
     below half the distance to its neighbour, and 99 % of them would never move.
     """
-    wanted = DTYPES.get(config.base_dtype)  # None for auto
-    if config.fine_tuning == "full" and wanted == torch.bfloat16:
-        raise UserError("--base_dtype bf16: full fine-tuning trains fp32 weights; use auto or fp32")
+    # None for auto
+    wanted = torch.float32 if config.fine_tuning == "full" else DTYPES.get(config.base_dtype)
     autocast = None
     if device.type != "cpu" and config.use_mixed_precision:
         has_bf16 = device.type == "xpu" or torch.cuda.is_bf16_supported(including_emulation=False)
         autocast = torch.bfloat16 if has_bf16 else torch.float16
-    frozen = autocast if config.fine_tuning == "lora" and autocast == torch.bfloat16 else None
-    return wanted or frozen or torch.float32, autocast
+    frozen = torch.bfloat16 if autocast == torch.bfloat16 else torch.float32
+    return wanted or frozen, autocast
 
 
 def load(name, dtype, device):
@@ -98,6 +97,12 @@ def no_dropout(model):
     return model.train()
 
 
+def checkpoint_activations(model):
+    """Gradient checkpointing, non-reentrant: it works with frozen inputs and with DDP."""
+    old = getattr(model, "gradient_checkpointing_enable", None)  # transformers 5's two names
+    getattr(model, "activation_checkpointing_enable", old)({"use_reentrant": False})
+
+
 def load_policy(config, device):
     """The model to be trained: a LoRA (fresh, or `init_adapter` carried on) or all weights.
 
@@ -106,8 +111,7 @@ def load_policy(config, device):
     dtype, autocast = precision(config, device)
     model = load(config.model_name, dtype, device)
     if config.use_gradient_checkpointing:
-        # non-reentrant: works with frozen inputs and with DDP
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(model)
     if config.init_adapter:
         path = str(model_path(config.init_adapter))
         model = PeftModel.from_pretrained(model, path, is_trainable=config.fine_tuning == "lora")
@@ -135,15 +139,13 @@ def save(model, tokenizer, folder):
     tokenizer.save_pretrained(folder)
 
 
-def merge(adapter, folder):
-    """Fold a LoRA into its base model and save a plain transformers model."""
-    from ddp_utils.pairs import load_tokenizer
-
-    settings = _adapter_settings(adapter)
-    base = load(settings.base_model_name_or_path, "auto", torch.device("cpu"))
-    merged = PeftModel.from_pretrained(base, str(model_path(adapter))).merge_and_unload()
-    save(merged, load_tokenizer(adapter), folder)
+def merge(adapter, folder, base=None):
+    """Fold a LoRA into its base model (the one it names, if not given) and save the sum."""
+    base = base or _adapter_settings(adapter).base_model_name_or_path
+    model = load(base, "auto", torch.device("cpu"))
+    merged = PeftModel.from_pretrained(model, str(model_path(adapter))).merge_and_unload()
+    save(merged, load_tokenizer(base), folder)
 
 
-if __name__ == "__main__":  # python -m ddp_utils.lora results/dpo/model merged/
+if __name__ == "__main__":  # python -m ddp_utils.lora results/dpo/model merged/ [base model]
     merge(*sys.argv[1:])

@@ -105,7 +105,7 @@ def preference(logps: LogPs, config, noise=1e-3):
 
 
 def _metrics(logps, chosen_rewards, rejected_rewards):
-    """The names that the DPO paper's code and TRL print; rewards are summed log-ratios x beta."""
+    """The names that the DPO paper's code and TRL print."""
     margins = chosen_rewards - rejected_rewards
     return {
         "rewards/chosen": chosen_rewards,
@@ -139,7 +139,7 @@ class Displacement:
         self.recent = collections.deque(maxlen=10)
 
     def seen(self, reward):
-        """A warning if the mean of the last ten steps' `rewards/chosen` is below 0, else None."""
+        """A warning once `rewards/chosen`, mean of five to ten steps, is below -0.01, else None."""
         self.recent.append(reward)
         if not self.watch or len(self.recent) < 5 or sum(self.recent) > -0.01 * len(self.recent):
             return None

@@ -23,8 +23,8 @@ STYLES = {"train": "-", "val": "o--", "test": "s"}
 
 def read_metrics(folder):
     """The lines of metrics.jsonl as dicts."""
-    with open(Path(folder) / "metrics.jsonl", encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+    text = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.split("\n")[:-1]]  # a kill may cut the last line
 
 
 def running_mean(values, window):
@@ -57,7 +57,8 @@ def draw(folder):
 def _curve(axis, lines, metric, label, colour):
     """Training: raw values faint, running mean strong. Validation and test: markers."""
     for split, style in STYLES.items():
-        points = [(p["step"], p[metric]) for p in lines if p["split"] == split and metric in p]
+        found = [line for line in lines if line["split"] == split]
+        points = [(p["step"], p[metric]) for p in found if p.get(metric) is not None]
         if not points:
             continue
         steps, values = zip(*points, strict=True)

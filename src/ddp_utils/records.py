@@ -6,6 +6,7 @@ import difflib
 import gzip
 import json
 import math
+import zlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,8 +26,11 @@ class Record(NamedTuple):
 
 def resolve(path) -> Path:
     """A relative path, from the current folder if it is there, else from the project's root."""
-    path = Path(path).expanduser()
-    return path if path.exists() or path.is_absolute() else ROOT / path
+    try:
+        found = Path(path).expanduser()
+        return found if found.exists() or found.is_absolute() else ROOT / found
+    except (OSError, RuntimeError, ValueError) as error:  # too long, ~nobody, a NUL
+        raise UserError(f"{str(path)[:80]!r}: not a path that can be read: {error}") from error
 
 
 def read(path, limit=-1) -> list[Record]:
@@ -51,7 +55,11 @@ def text(record, field) -> str:
     """The non-empty string under `field`; UserError names the record, the field and the mend."""
     if field not in record.data:
         near = difflib.get_close_matches(field, record.data, n=1)
-        found = f"did you mean '{near[0]}'?" if near else f"found: {', '.join(record.data) or '-'}"
+        found = (
+            f"did you mean {near[0]!r}?"
+            if near
+            else f"found: {', '.join(map(_shown, record.data)) or '-'}"
+        )
         raise UserError(f"{record.where}: {field} is missing; {found}")
     value = record.data[field]
     if not isinstance(value, str) or not value.strip():
@@ -59,6 +67,10 @@ def text(record, field) -> str:
     if "\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value):
         raise UserError(f"{record.where}: {field} has a NUL or half a surrogate pair; remove it")
     return value
+
+
+def _shown(key):
+    return key if key.isprintable() and len(key) < 40 else repr(key)[:40]
 
 
 def _bytes(path):
@@ -72,7 +84,7 @@ def _bytes(path):
         if raw[:2] == b"\x1f\x8b":  # by its first bytes: names lie
             with gzip.open(file) as stream:
                 raw = stream.read(MAX_BYTES + 1)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path}: {error}") from error
     if len(raw) > MAX_BYTES:
         raise UserError(f"{path}: more than {MAX_BYTES >> 30} GiB; split it")
@@ -97,11 +109,11 @@ def _lines(path, raw):
 
 def _array(path, raw):
     """The elements of one top-level list, each with the line on which it starts."""
-    content, decoder, line = raw.decode(), _decoder(), 1
-    at = previous = content.index("[")
+    content, decoder = raw.decode(), _decoder()
+    at, previous, line = content.index("["), 0, 1
     while True:
-        at = _skip(content, at + 1)  # past "[" or ","
-        if line == 1 and content[at : at + 1] == "]" and content[previous] == "[":
+        first, at = previous == 0, _skip(content, at + 1)  # past "[" or ","
+        if first and content[at : at + 1] == "]":
             break  # an empty list; after a comma, "]" is the decoder's error
         line += content.count("\n", previous, at)
         previous = at
@@ -113,7 +125,7 @@ def _array(path, raw):
             break
     if content[at : at + 1] != "]" or content[at + 1 :].strip():
         line += content.count("\n", previous, at)
-        raise UserError(f"{path}:{line}: the list ends here, but the file does not; one list [...]")
+        raise UserError(f"{path}:{line}: expected ',' or the end; the file is one list [...]")
 
 
 def _skip(content, at):
@@ -153,6 +165,6 @@ def _without_doubles(pairs):
     data = {}
     for key, value in pairs:
         if key in data:
-            raise ValueError(f"field '{key}' stands twice in one object")
+            raise ValueError(f"field {key!r} stands twice in one object")
         data[key] = value
     return data

@@ -21,7 +21,7 @@ STEP = """
     from ddp_utils import dist
 
     def main():
-        world = dist.join(dist.whoami())
+        world = dist.join(dist.meet(dist.whoami()))
         model = DistributedDataParallel(torch.nn.Linear(64, 64))
         for step in range(3):
             model(torch.ones(2, 64)).sum().backward()
@@ -35,7 +35,7 @@ STEP = """
 
 def ddp_steps(failing=-1):
     """The shape that aborts at exit without dist.run: DDP, all-reduces, the end."""
-    world = dist.join(dist.whoami())
+    world = dist.join(dist.meet(dist.whoami()))
     model = DistributedDataParallel(torch.nn.Linear(64, 64))
     for step in range(3):
         model(torch.ones(2, 64)).sum().backward()
@@ -86,7 +86,7 @@ def test_complaint_23_torchrun_reports_the_exception_of_rank_1_last(tmp_path):
 
 
 def kill_self():
-    world = dist.join(dist.whoami())
+    world = dist.join(dist.meet(dist.whoami()))
     model = DistributedDataParallel(torch.nn.Linear(64, 64))
     model(torch.ones(2, 64)).sum().backward()
     if world.rank == 1:
@@ -123,7 +123,7 @@ def test_a_wrong_address_costs_one_line(env, message):
 
 def wrong_world(env):
     """One process that is told it is one of two."""
-    code = "from ddp_utils import dist\ndist.run(lambda: dist.join(dist.whoami()) and 0)"
+    code = "from ddp_utils import dist\ndist.run(lambda: dist.join(dist.meet(dist.whoami())) and 0)"
     told = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": str(free_port())}
     return subprocess.run(
         [sys.executable, "-c", code],

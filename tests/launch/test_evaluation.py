@@ -31,7 +31,7 @@ def seven_rows(folder):
 
 def evaluations(path, reference):
     """main_distributed.evaluate of a policy against a table that is not its own log-probs."""
-    world = dist.join(dist.whoami())
+    world = dist.join(dist.meet(dist.whoami()))
     tokenizer = pairs.load_tokenizer("data/demo/model")
     data, _ = pairs.read(path, pairs.Encoder(tokenizer))
     scorer = logps.Scorer(AutoModelForCausalLM.from_pretrained(pairs.model_path("data/demo/model")))
@@ -84,7 +84,7 @@ def test_complaint_03_seven_rows_are_seven_rows_on_any_number_of_ranks(world_siz
 
 
 def score_all(path, budget):
-    world = dist.join(dist.whoami())
+    world = dist.join(dist.meet(dist.whoami()))
     data, _ = pairs.read(path, pairs.Encoder(pairs.load_tokenizer("data/demo/model")))
     model = AutoModelForCausalLM.from_pretrained(pairs.model_path("data/demo/model")).float()
     return logps.score(logps.Scorer(model), data, world, budget)

@@ -169,10 +169,7 @@ def test_the_global_batch_does_not_depend_on_the_number_of_processes(world_size)
         (10, 3, 1, 0, 0),
         (10, 3, 1, 2, 2),
         (10, 3, 1, 50, 50),
-        pytest.param(
-            *(100, 1, 1.1, -1, 110),
-            marks=pytest.mark.xfail(strict=True, reason="100 * 1.1 > 110 in floats: one too many"),
-        ),
+        (100, 1, 1.1, -1, 110),  # 110.00000000000001 in floats
     ],
 )
 def test_steps_of_a_run(rows, batch, epochs, max_steps, steps):

@@ -122,10 +122,7 @@ def test_a_short_run_is_drawn_too(tmp_path, lines):
     "split",
     [
         "val",
-        pytest.param(
-            "train",
-            marks=pytest.mark.xfail(strict=True, reason="running_mean cannot add null"),
-        ),
+        "train",
     ],
 )
 def test_a_null_stands_for_nan_and_is_left_out(tmp_path, split):
@@ -133,7 +130,6 @@ def test_a_null_stands_for_nan_and_is_left_out(tmp_path, split):
     assert (tmp_path / "loss.png").exists()
 
 
-@pytest.mark.xfail(strict=True, reason="a last line cut short by a kill raises JSONDecodeError")
 def test_the_half_line_of_a_killed_run_is_left_out(tmp_path):
     with open(folder_with(tmp_path, RUN) / "metrics.jsonl", "a") as file:
         file.write('{"split": "tr')

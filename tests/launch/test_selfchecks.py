@@ -1,0 +1,234 @@
+"""Step 0 checks itself: each way of being wrong is made on purpose, and the run must refuse."""
+
+import math
+import os
+import time
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+import main_distributed
+import runs
+from ddp_utils import dist, logps, lora, pairs, parallel
+from ranks import ranks, run_ranks
+
+SHORT = runs.words("--max_rows 40 --batch_size 8 --max_steps 2")
+
+
+def broken(kind, folder):
+    """Train with one mistake made on purpose."""
+    flags = [*runs.LORA, *SHORT]
+    if kind == "reference in bf16":
+        score = logps.score
+
+        def rounded(scorer, *rest):
+            scorer.autocast, before = torch.bfloat16, scorer.autocast
+            table = score(scorer, *rest)
+            scorer.autocast = before
+            return table
+
+        logps.score = rounded
+    elif kind == "dropout left on":
+        no_dropout = lora.no_dropout
+
+        def leaky(model):
+            for layer in no_dropout(model).model.layers:
+                layer.mlp = torch.nn.Sequential(layer.mlp, Always(0.1))
+            return model
+
+        lora.no_dropout = leaky
+        flags += ["--lora_targets", "q_proj,v_proj"]
+    elif kind == "frozen parameter made trainable":
+        load_policy = lora.load_policy
+
+        def unfrozen(*arguments):
+            model, autocast = load_policy(*arguments)
+            next(p for n, p in model.named_parameters() if "lora" not in n).requires_grad_(True)
+            return model, autocast
+
+        lora.load_policy = unfrozen
+    elif kind == "adapter that cannot learn":
+        backward = parallel.backward
+
+        def cut(policy, loss, last):
+            backward(policy, loss, last)
+            for name, parameter in parallel.trainable(policy).items():
+                if "lora_B" in name:
+                    parameter.grad.zero_()
+
+        parallel.backward = cut
+    elif kind == "loss of another reference":
+        logps.check_reference = lambda *arguments: None
+        score = logps.score
+        logps.score = lambda *arguments: score(*arguments) + torch.tensor([0.5, 0.0])
+    return runs.train(folder, flags)
+
+
+class Always(torch.nn.Dropout):
+    """Dropout that no switch reaches, as in a hand-written layer."""
+
+    def forward(self, x):
+        return torch.nn.functional.dropout(x, 0.1, training=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("reference in bf16", "the policy's log-prob differs from the reference's"),
+        ("dropout left on", "the policy's log-prob differs from the reference's"),
+        ("frozen parameter made trainable", "belongs to the base model and is not frozen"),
+        ("adapter that cannot learn", "has a gradient of zero: the adapter would not learn"),
+        ("loss of another reference", "the loss is 0.71"),
+    ],
+)
+def test_complaint_13_a_run_that_is_wrong_at_step_0_refuses_to_train(kind, message, tmp_path):
+    outcome = run_ranks(2, broken, kind, str(tmp_path))
+    assert outcome.codes == [2, 2], outcome.logs
+    errors = [line for line in outcome.logs[0].splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and message in errors[0], outcome.logs[0]
+    assert "Traceback" not in outcome.logs[0] + outcome.logs[1]
+    assert outcome.logs[1] == ""
+    assert runs.lines(tmp_path / "2-0") == []  # not one step was taken
+
+
+@pytest.mark.parametrize("method", ["dpo", "cdpo", "robust", "ipo", "ipo_sum", "hinge", "dpop"])
+def test_complaint_13_the_first_loss_is_its_closed_form(method, tmp_path):
+    expected = {"ipo": 1 / (4 * 0.2**2), "ipo_sum": 1 / (4 * 0.2**2), "hinge": 1.0}
+    flags = [*runs.FULL, *SHORT, "--method", method, "--beta", "0.2"]
+    first = ranks(2, runs.train, str(tmp_path), flags)[0][0][0]
+    assert first["loss"] == pytest.approx(expected.get(method, math.log(2)), rel=2e-4)
+    assert abs(first["rewards/margins"]) < 1e-4
+
+
+def sft_adapter(folder):
+    """A LoRA that has learned something, as one from supervised fine-tuning."""
+    torch.manual_seed(7)
+    model = lora.load("data/demo/model", torch.float32, torch.device("cpu"))
+    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.5)
+    model.save_pretrained(folder)
+
+
+def scores_of(adapter):
+    """Log-probs of the test pairs under base model and adapter."""
+    world = dist.World()
+    data, _ = pairs.read(runs.PAIRS, pairs.Encoder(pairs.load_tokenizer("data/demo/model")))
+    base = lora.load("data/demo/model", torch.float32, world.device)
+    plain = logps.score(logps.Scorer(base), data, world, 4)
+    adapted = logps.score(
+        logps.Scorer(lora.PeftModel.from_pretrained(base, adapter)), data, world, 4
+    )
+    return plain.mean(0), adapted.mean(0)
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_complaint_14_the_reference_of_an_sft_adapter_is_that_adapter(mode, tmp_path):
+    sft_adapter(tmp_path / "sft")
+    plain, adapted = scores_of(str(tmp_path / "sft"))
+    assert (plain - adapted).abs().min() > 1  # the adapter does matter
+    flags = ["--init_adapter", str(tmp_path / "sft"), "--fine_tuning", mode, *SHORT]
+    flags += ["--train_data", runs.PAIRS, "--learning_rate", "1e-4"]
+    first = ranks(2, runs.train, str(tmp_path), flags)[0][0][0]
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-5)
+    found = torch.tensor([first["logps/chosen"], first["logps/rejected"]])
+    torch.testing.assert_close(found, adapted, rtol=1e-5, atol=1e-3)
+
+
+def test_another_reference_model_is_scored_in_its_place(tmp_path):
+    flags = [*runs.FULL, *SHORT, "--train_data", runs.PAIRS]
+    sft_adapter(tmp_path / "sft")
+    lora.merge(str(tmp_path / "sft"), str(tmp_path / "merged"), "data/demo/model")
+    plain, adapted = scores_of(str(tmp_path / "sft"))
+    flags += ["--reference_model", str(tmp_path / "merged"), "--beta", "0.25"]
+    first = ranks(2, runs.train, str(tmp_path), flags)[0][0][0]
+    expected = 0.25 * ((plain - adapted)[0] - (plain - adapted)[1]).item()
+    assert first["rewards/margins"] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_complaint_05_lora_under_ddp_trains_with_and_without_checkpointing(checkpointing, tmp_path):
+    flags = [*runs.LORA, *SHORT, "--gradient_accumulation_steps", "2"]
+    flags += ["--use_gradient_checkpointing"] * checkpointing
+    gradients = ranks(2, runs.first_gradients, str(tmp_path), flags)
+    plain = ranks(
+        1,
+        runs.first_gradients,
+        str(tmp_path / "one"),
+        [*runs.LORA, *SHORT[:2]] + ["--batch_size", "16"],
+    )
+    assert torch.equal(gradients[0][0], gradients[1][0])  # both ranks have the same
+    assert (gradients[0][0] - plain[0][0]).norm() <= 1e-6 * plain[0][0].norm()
+
+
+def poisoned(folder, rank_of_fault):
+    """One rank's loss becomes NaN in its third backward."""
+    seen, original = [], main_distributed.pair_losses
+
+    def pair_losses(policy, batch, reference, config):
+        per_pair, metrics = original(policy, batch, reference, config)
+        seen.append(1)
+        if len(seen) == 3 and os.environ["RANK"] == rank_of_fault:
+            per_pair = per_pair * float("nan")
+            metrics = {**metrics, "loss": per_pair}
+        return per_pair, metrics
+
+    main_distributed.pair_losses = pair_losses
+    return runs.train(folder, [*runs.FULL, *SHORT, "--max_steps", "9"])
+
+
+def test_complaint_12_a_loss_that_is_not_finite_stops_all_ranks_and_names_the_rows(tmp_path):
+    outcome = run_ranks(3, poisoned, str(tmp_path), "2", timeout=40)
+    assert outcome.codes == [3, 3, 3], outcome.logs
+    error = next(line for line in outcome.logs[0].splitlines() if line.startswith("error: "))
+    assert "the loss is not finite in step 3; no step was taken" in error
+    assert error.count("preferences_train.jsonl:") == 2  # its share of 8 rows on 3 ranks
+    assert [line["step"] for line in runs.lines(tmp_path / "3-0", "train")] == [1, 2]
+
+
+def test_complaint_17_what_is_trained_is_fp32_and_moves_at_5e_7():
+    torch.manual_seed(0)
+    start = 0.02 * torch.randn(10_000)
+    moved = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = torch.nn.Parameter(start.to(dtype))
+        before = weight.detach().clone()
+        optimizer = torch.optim.AdamW([weight], lr=5e-7, weight_decay=0)
+        for _ in range(50):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        moved[dtype] = (weight != before).float().mean().item()
+    assert moved[torch.bfloat16] < 0.05  # why trained weights are never bf16
+    assert moved[torch.float32] > 0.99
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_complaint_17_trainable_parameters_are_fp32_on_a_bf16_base(mode):
+    config = main_distributed.Config(fine_tuning=mode, base_dtype="bf16")
+    model, _ = lora.load_policy(config, torch.device("cpu"))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert trained and {p.dtype for p in trained} == {torch.float32}
+    if mode == "lora":
+        frozen = {p.dtype for p in model.parameters() if not p.requires_grad}
+        assert frozen == {torch.bfloat16}
+
+
+def slow_reader(folder):
+    """Reading the data takes longer than the group lets a collective wait."""
+    read = main_distributed.read_data
+
+    def slow(*arguments):
+        time.sleep(4)
+        return read(*arguments)
+
+    main_distributed.read_data = slow
+    flags = [*runs.FULL, *SHORT, "--timeout_minutes", "0.05", "--train_data", runs.PAIRS]
+    return runs.train(folder, flags)
+
+
+def test_complaint_21_no_collective_waits_while_the_data_is_read(tmp_path):
+    outcome = run_ranks(2, slow_reader, str(tmp_path))
+    assert outcome.codes == [0, 0], outcome.logs

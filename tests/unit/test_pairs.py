@@ -1,0 +1,180 @@
+"""From text to token ids: seam, BOS and EOS, truncation, splits; real tokenizers where present."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from ddp_utils import UserError, logps, pairs
+from ddp_utils.pairs import Encoder
+
+MERGING = [("Ġ", "y"), ("a", "b"), ("Ċ", "Ċ"), ("1", "2")]  # " y", "ab", two newlines, digits
+
+
+def tokenizer(bos=True, pad_is_eos=True, merges=MERGING):
+    """Bytes plus the given merges: every seam can be made to merge."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = ["<s>", "</s>", *alphabet, *("".join(pair) for pair in merges)]
+    vocab = {word: index for index, word in enumerate(words)}
+    inner = Tokenizer(models.BPE(vocab=vocab, merges=list(merges)))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+    if bos:
+        inner.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 0)]
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        bos_token="<s>" if bos else None,
+        eos_token="</s>",
+        pad_token="</s>" if pad_is_eos else None,
+    )
+
+
+SEAMS = [
+    ("Say", " yes", " no"),
+    ("Say ", "yes", "no"),  # trailing space: " y" merges across the seam
+    ("xa", "b", "c"),
+    ("line\n", "\nnext", "end"),
+    ("count 1", "2 3", "4"),
+    ("Is it?", "yes", "yes!"),  # one response is the beginning of the other
+]
+
+
+@pytest.mark.parametrize("bos", [True, False])
+@pytest.mark.parametrize(("prompt", "chosen", "rejected"), SEAMS)
+def test_complaint_08_no_token_is_lost_or_doubled_at_the_seam(bos, prompt, chosen, rejected):
+    tok = tokenizer(bos)
+    pair, lost = Encoder(tok).encode("f:1", prompt, chosen, rejected)
+    assert lost == 0
+    for response, text in ((pair.chosen, chosen), (pair.rejected, rejected)):
+        assert response[-1] == tok.eos_token_id
+        assert pair.prompt + response[:-1] == tok(prompt + text).input_ids
+    # the prompt is as long as it can be: all leading tokens that the three share
+    full = [tok(text).input_ids for text in (prompt, prompt + chosen, prompt + rejected)]
+    same = [len(set(ids)) == 1 for ids in zip(*full, strict=False)]
+    assert len(pair.prompt) == len(list(itertools.takewhile(bool, same)))
+
+
+def test_complaint_08_a_merged_token_belongs_to_the_response():
+    tok = tokenizer()
+    pair, _ = Encoder(tok).encode("f:1", "xa", "b", "c")
+    words = tok.convert_ids_to_tokens
+    assert words(pair.prompt) == ["<s>", "x"]
+    assert words(pair.chosen) == ["ab", "</s>"]
+    assert words(pair.rejected) == ["a", "c", "</s>"]
+
+
+def test_a_prompt_that_merges_away_whole_is_one_line():
+    with pytest.raises(UserError, match="f:1: prompt 'a' has no token of its own"):
+        Encoder(tokenizer(bos=False)).encode("f:1", "a", "b", "c")
+
+
+@pytest.mark.parametrize("bos", [True, False])
+@pytest.mark.parametrize("prompt", ["hello", "<s>hello", "<s><s>hello"])
+def test_complaint_09_at_most_one_bos_and_it_is_first(bos, prompt):
+    tok = tokenizer(bos)
+    pair, _ = Encoder(tok).encode("f:1", prompt, " x", " y")
+    begin = tok.convert_tokens_to_ids("<s>")
+    if bos:
+        assert (pair.prompt + pair.chosen).count(begin) == 1
+        assert pair.prompt[0] == begin
+    assert None not in pair.prompt + pair.chosen + pair.rejected
+
+
+def test_complaint_09_a_template_that_renders_bos_does_not_get_a_second_one():
+    tok = tokenizer()
+    tok.chat_template = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}>"
+    pair, _ = Encoder(tok).encode("f:1", "hi", "yes", "no")
+    assert tok.decode(pair.prompt) == "<s>[hi]>"
+    assert pair.prompt.count(tok.bos_token_id) == 1
+
+
+@pytest.mark.parametrize("pad_is_eos", [True, False])
+@pytest.mark.parametrize("chosen", [" x", " x</s>", " x</s></s>"])
+def test_complaint_10_exactly_one_eos_is_trained_also_where_padding_is_eos(pad_is_eos, chosen):
+    tok = tokenizer(pad_is_eos=pad_is_eos)
+    short, _ = Encoder(tok).encode("f:1", "p", chosen, " a much longer answer")
+    batch = logps.collate([short])
+    for row, response in enumerate((short.chosen, short.rejected)):
+        trained = batch.targets[row][batch.targets[row] != logps.IGNORE].tolist()
+        assert trained == response
+        assert trained.count(tok.eos_token_id) == 1 and trained[-1] == tok.eos_token_id
+
+
+TEXT = st.text(st.sampled_from("ab12 \n\té?y<>/s"), min_size=1, max_size=30)
+SIDES = st.sampled_from(["keep_end", "keep_start"])
+TOKENIZER = tokenizer()
+
+
+@settings(max_examples=150, deadline=None)
+@given(TEXT, TEXT, TEXT, st.integers(8, 40), SIDES)
+def test_complaint_11_every_kept_row_has_a_response_token_and_one_prompt(
+    prompt, chosen, rejected, max_length, truncation
+):
+    texts = ("f:1", prompt, chosen, rejected)
+    pair, lost = Encoder(TOKENIZER, max_length=max_length, truncation=truncation).encode(*texts)
+    whole, nothing = Encoder(TOKENIZER, max_length=10_000).encode(*texts)
+    assert pair.prompt and pair.chosen and pair.rejected
+    assert len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)) <= max_length
+    assert nothing == 0 and (lost == 0) == (whole == pair)
+    assert whole.chosen[: len(pair.chosen)] == pair.chosen  # cut at its end, if at all
+
+
+@pytest.mark.parametrize(("side", "kept"), [("keep_end", "3456789"), ("keep_start", "0123456")])
+def test_the_prompt_is_cut_first_and_keeps_its_bos(side, kept):
+    tok = tokenizer(merges=[])
+    encoder = Encoder(tok, max_length=12, truncation=side)
+    pair, lost = encoder.encode("f:1", "0123456789", "abc", "de")
+    assert tok.convert_ids_to_tokens(pair.prompt) == ["<s>", *kept]
+    assert tok.decode(pair.chosen) == "abc</s>"
+    assert lost == 3
+
+
+def rows(tmp_path, *found):
+    path = tmp_path / "pairs.jsonl"
+    names = ("prompt", "chosen", "rejected")
+    path.write_text("\n".join(json.dumps(dict(zip(names, row, strict=True))) for row in found))
+    return path
+
+
+def test_identical_pairs_are_dropped_and_counted_by_row(tmp_path):
+    long = "x" * 50
+    path = rows(tmp_path, ("p", "a", "b"), ("p", "same", "same"), ("q", long + "1", long + "2"))
+    found, report = pairs.read(path, Encoder(tokenizer(), max_length=20))
+    assert [pair.where.rsplit(":", 1)[1] for pair in found] == ["1"]
+    assert report["rows"] == 3 and report["used"] == 1
+    assert report["dropped"] == {"identical": ["2"], "identical once cut": ["3"]}
+
+
+def test_splits_share_no_prompt_and_do_not_depend_on_the_order_of_rows():
+    data = [pairs.Pair([1], [2], [3], f"f:{k}", f"prompt {k // 3}") for k in range(300)]
+
+    def prompts(rows, seed):
+        return [{pair.text for pair in split} for split in pairs.split_by_prompt(rows, seed)]
+
+    train, val, test = prompts(data, 0)
+    assert [len(train), len(val), len(test)] == [85, 5, 10]
+    assert len(train | val | test) == 100
+    assert prompts(data[::-1], 0) == [train, val, test]
+    assert prompts(data, 1)[2] != test
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizers/gpt2", "tokenizers/tinyllama_chat", "models/stories260k"]
+)
+def test_real_tokenizers_on_real_pairs(name, shared):
+    tok = AutoTokenizer.from_pretrained(shared / "data" / name)
+    path = shared / "data/preferences/stories_pairs_test.jsonl"
+    found, _ = pairs.read(path, Encoder(tok, chat_template="none"))
+    assert len(found) == 20
+    for pair, line in zip(found, map(json.loads, path.read_text().splitlines()), strict=True):
+        assert pair.prompt + pair.chosen[:-1] == tok(line["prompt"] + line["chosen"]).input_ids
+        assert pair.prompt + pair.rejected[:-1] == tok(line["prompt"] + line["rejected"]).input_ids
+        assert pair.chosen.count(tok.eos_token_id) == 1
+        assert pair.prompt.count(tok.bos_token_id) == (0 if "gpt2" in name else 1)
