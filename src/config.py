@@ -12,18 +12,18 @@ Method = Literal[
 class Config:
     # what people change first
     model_name: str = "data/demo/model"  # folder or hub name
-    train_data: str = "data/demo/preferences_train.jsonl"  # lines of prompt, chosen, rejected
-    val_data: str = "data/demo/preferences_val.jsonl"  # if both are empty: 5 % of prompts
-    test_data: str = "data/demo/preferences_test.jsonl"  # if both are empty: 10 % of prompts
+    train_data: str = "data/demo/preferences_train.jsonl"  # .jsonl or .json; see docs/dpo.md
+    val_data: str = ""  # if val_data and test_data are empty: 5 % of train_data's prompts
+    test_data: str = ""  # and 10 % of them; the demo has files of its own
     result_dir: str = "results/dpo"  # curves, metrics, examples, checkpoints
     method: Method = "dpo"  # the loss; see src/ddp_utils/losses.py
     beta: float = 0.1  # how tightly the policy is held to the reference
-    learning_rate: float = 1e-4  # for base_batch_size pairs a step; see lr_scaling
+    learning_rate: float | None = None  # 1e-3 below 10 M parameters, else 1e-6 (full), 1e-5 (lora)
     batch_size: int = 16  # pairs of one forward over all GPUs; divided by their number
-    num_epochs: float = 1.0  # passes over the data
+    num_epochs: float = 2.0  # passes over the data
 
     # model
-    fine_tuning: Literal["lora", "full"] = "lora"  # train an adapter, or all weights
+    fine_tuning: Literal["full", "lora"] = "full"  # train all weights, or an adapter
     lora_r: int = 16  # rank
     lora_alpha: int = 32  # the adapter's output counts lora_alpha / lora_r
     lora_dropout: float = 0.0  # 0 keeps runs equal on any number of GPUs
@@ -33,18 +33,19 @@ class Config:
     output_dir: str = ""  # the fine-tuned model; empty: result_dir/model
 
     # data
-    chat_template: Literal["auto", "none"] = "auto"  # auto: the tokenizer's, if it has one
+    chat_template: str = "auto"  # auto: the tokenizer's, if it has one; none; or a .jinja file
     max_length: int = 1024  # tokens of prompt + response
     truncation: Literal["keep_end", "keep_start"] = "keep_end"  # which part of a long prompt stays
     max_rows: int = -1  # read only so many rows of train_data
     shuffle: bool = True  # a new order in every epoch
+    on_bad_record: Literal["error", "skip"] = "error"  # what to do with a malformed row
 
     # loss
     label_smoothing: float | None = None  # cdpo, robust: share of labels that are wrong (0.1)
     lambda_dpop: float | None = None  # dpop, dpopshift: price of a falling chosen log-prob (50)
     lambda_shift: float | None = None  # dposhift, dpopshift: weight of the rejected one (0.75)
     simpo_gamma: float | None = None  # simpo: the margin it asks for (0.5)
-    sft_weight: float = 0.0  # adds this times the chosen response's negative log-prob per token
+    sft_weight: float | None = None  # adds this x -log-prob of the chosen per token; demo 1, else 0
     length_average: bool = False  # log-probs per token instead of summed
 
     # optimisation
@@ -56,6 +57,13 @@ class Config:
     warmup_ratio: float = 0.1  # share of the steps in which the rate rises
     weight_decay: float = 0.0  # AdamW, on matrices
     max_grad_norm: float = 1.0  # clip the gradient to this norm; 0: do not
+
+    # example replies, before and after training
+    num_samples: int = 100  # prompts of validation and test data that are answered; 0: none
+    max_new_tokens: int = 128  # of a reply
+    temperature: float = 1.0  # 0: the most probable word each time
+    top_p: float = 1.0  # draw from the smallest set of words with this much probability
+    judge: str = ""  # file.py:function, (prompt, response) -> score or {name: score}
 
     # precision and hardware
     use_mixed_precision: bool = True  # bf16 where the GPU has it, else fp16; fp32 on a CPU

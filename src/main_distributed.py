@@ -7,6 +7,7 @@
 Settings: src/config.py. Results: results/dpo/ (see results/README.md).
 """
 
+import dataclasses
 import gc
 import math
 import sys
@@ -16,9 +17,22 @@ from pathlib import Path
 import torch
 
 from config import Config
-from ddp_utils import NonFiniteError, UserError, batching, cli, dist, logps, lora, losses, parallel
+from ddp_utils import (
+    NonFiniteError,
+    UserError,
+    batching,
+    cli,
+    dist,
+    logps,
+    lora,
+    losses,
+    parallel,
+    sampling,
+)
 from ddp_utils import pairs as pairs_
 from ddp_utils.run import Run, Totals, interval, peak_memory_mb
+
+DEMO = Path("data/demo")  # its model and train_data are the defaults of src/config.py
 
 # --- settings ------------------------------------------------------------------------------------
 
@@ -33,7 +47,10 @@ def read_settings(argv, world):
         **dict.fromkeys(("lora_alpha", "base_batch_size", "log_every", "timeout_minutes"), above_0),
         **dict.fromkeys(("gradient_accumulation_steps", "lambda_shift"), above_0),
         **dict.fromkeys(("lambda_dpop", "simpo_gamma", "sft_weight", "weight_decay"), from_0),
-        **dict.fromkeys(("max_grad_norm", "eval_every", "seed"), from_0),
+        **dict.fromkeys(("max_grad_norm", "eval_every", "seed", "num_samples"), from_0),
+        temperature=from_0,
+        max_new_tokens=above_0,
+        top_p=("above 0, at most 1", lambda x: 0 < x <= 1),
         max_length=("of 8 or more", lambda x: x >= 8),
         max_steps=("of -1 or more", lambda x: x >= -1),
         max_rows=("of -1, or 1 and more", lambda x: x == -1 or x > 0),
@@ -51,22 +68,33 @@ def read_settings(argv, world):
             f"--batch_size: {config.batch_size} pairs for {world.world_size} processes; "
             f"give at least {world.world_size}"
         )
+    demo = config.train_data == Config.train_data
+    if demo and not (config.val_data or config.test_data):
+        val, test = (str(DEMO / f"preferences_{split}.jsonl") for split in ("val", "test"))
+        judge = config.judge or str(DEMO / "judge.py:score")
+        config = dataclasses.replace(config, val_data=val, test_data=test, judge=judge)
+    if config.sft_weight is None:  # plain DPO makes the demo's replies gibberish: docs/dpo.md
+        config = dataclasses.replace(config, sft_weight=1.0 if demo else 0.0)
     return config
 
 
 # --- data ----------------------------------------------------------------------------------------
 
 
-def read_data(config, tokenizer, world):
+def read_data(config, encoder, world):
     """{"train": pairs, "val": pairs, "test": pairs} and their reports."""
-    encoder = pairs_.Encoder(tokenizer, config.chat_template, config.max_length, config.truncation)
-    train, report = pairs_.read(config.train_data, encoder, config.max_rows)
+    bad = config.on_bad_record
+    train, report = pairs_.read(config.train_data, encoder, config.max_rows, bad)
     data, reports = {"train": train, "val": [], "test": []}, {"train": report}
     for split in ("val", "test"):
         if path := getattr(config, f"{split}_data"):
-            data[split], reports[split] = pairs_.read(path, encoder)
+            data[split], reports[split] = pairs_.read(path, encoder, on_bad_record=bad)
     if not config.val_data and not config.test_data:
         data = dict(zip(data, pairs_.split_by_prompt(train, config.seed), strict=True))
+    seen = {pair.text for pair in data["train"]}
+    for split in reports.keys() - {"train"}:
+        shared = [pair.where for pair in data[split] if pair.text in seen]
+        reports[split]["prompts also in train_data"] = shared
     if len(data["train"]) < world.world_size:
         raise UserError(
             f"{config.train_data}: {len(data['train'])} usable rows for {world.world_size} "
@@ -177,6 +205,31 @@ def evaluate(policy, split, data, reference, config, world):
     return {**values, "rewards/margins_low": low, "rewards/margins_high": high}
 
 
+# --- examples ------------------------------------------------------------------------------------
+
+
+def answer(policy, data, encoder, config, world):
+    """Replies to the first prompts of validation and test data: split -> texts, on all ranks."""
+    replies = {}
+    for split in ("val", "test"):
+        prompts = [pair.prompt for pair in data[split][: config.num_samples]]
+        if prompts:
+            scorer, tokenizer = parallel.bare(policy), encoder.tokenizer
+            ids = sampling.generate(scorer, prompts, encoder.ends, world, config)
+            replies[split] = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    return replies
+
+
+def write_examples(run, data, before, after, judge):
+    """distributed_output_<split>.txt side by side, and the judge's summary into the results."""
+    for split, replies in after.items():
+        pairs = data[split][: len(replies)]
+        rows = [pair.text for pair in pairs], before[split], replies, [p.expected for p in pairs]
+        text, summary = sampling.side_by_side(*rows, judge)
+        run.write_text(f"distributed_output_{split}.txt", text)
+        run.results[split] |= summary
+
+
 # --- main ----------------------------------------------------------------------------------------
 
 
@@ -218,11 +271,21 @@ def main(argv=None) -> int:
 
     # data: before there is a group, so that no rank waits in a collective while another one reads
     tokenizer = pairs_.load_tokenizer(config.model_name)
-    data, reports = read_data(config, tokenizer, world)
-    check_fit(lora.outline(config), data)
+    encoder = pairs_.Encoder(tokenizer, config.chat_template, config.max_length, config.truncation)
+    data, reports = read_data(config, encoder, world)
+    outline = lora.outline(config)
+    check_fit(outline, data)
+    if config.learning_rate is None:
+        small = sum(p.numel() for p in outline.parameters()) < 10e6
+        rate = 1e-3 if small else {"full": 1e-6, "lora": 1e-5}[config.fine_tuning]
+        config = dataclasses.replace(config, learning_rate=rate)
+    judge = sampling.load_judge(config.judge) if config.judge else None
+    for pair in [pair for split in ("val", "test") for pair in data[split][:1] if judge]:
+        judge(pair.text, pair.expected)  # one that does not know these prompts says so now
+    described = [pairs_.describe(split, report) for split, report in reports.items()]
     if config.check:
         dist.choose_device(world, config.backend)
-        print(f"settings and data are in order\nrun folder: {config.result_dir}")
+        print(*described, f"run folder: {config.result_dir}", sep="\n")
         return 0
 
     # world
@@ -248,9 +311,12 @@ def main(argv=None) -> int:
             f"steps={plan.steps}"
         )
         run.write_json("data_report.json", reports)
+        for line in described:
+            run.say(line)
 
         # model
         scorer, reference = load_scored(config, data, world, run)
+        before = answer(scorer, data, encoder, config, world)
         policy = parallel.wrap(scorer, config, world)
         optimizer, schedule = parallel.make_optimizer(policy, config, peak, plan.steps)
         displacement = losses.Displacement(config)
@@ -275,9 +341,11 @@ def main(argv=None) -> int:
                 run.results["val"] = values
 
         # results
-        if data["test"]:
-            run.results["test"] = evaluate(policy, "test", data, reference, config, world)
-            run.log(plan.steps, run.results["test"], "test")
+        for split in ("val", "test"):
+            if data[split] and split not in run.results:  # the last step has done val
+                run.results[split] = evaluate(policy, split, data, reference, config, world)
+                run.log(plan.steps, run.results[split], split)
+        write_examples(run, data, before, answer(policy, data, encoder, config, world), judge)
         if world.is_main:
             folder = Path(config.output_dir or run.folder / "model")
             lora.save(parallel.bare(policy).model, tokenizer, folder)

@@ -1,4 +1,4 @@
-"""Records -> token ids of prompt, chosen and rejected, and a report of what happened to them.
+"""Preference rows -> token ids of prompt, chosen and rejected, and a report of what was met.
 
 The three share one prompt: the common prefix of the tokens of prompt, prompt + chosen and
 prompt + rejected. Where a tokenizer merges across the seam, the merged token belongs to the
@@ -8,19 +8,23 @@ response, so that no response token is lost and no prompt token is trained.
 import collections
 from typing import NamedTuple
 
+from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
-from ddp_utils import UserError, batching, records
+from ddp_utils import UserError, batching, formats, records
+
+PLAIN_ROLES = {"system": "\n\nSystem:", "user": "\n\nHuman:", "assistant": "\n\nAssistant:"}
 
 
 class Pair(NamedTuple):
-    """Token ids of one preference; chosen and rejected end with the end-of-text token."""
+    """Token ids of one preference; chosen and rejected end with the token that ends a reply."""
 
     prompt: list[int]
     chosen: list[int]
     rejected: list[int]
     where: str  # file:line
-    text: str  # the prompt as the data file has it
+    text: str  # the prompt as the data file has it, without template
+    expected: str = ""  # the chosen response as the data file has it
 
     @property
     def tokens(self):
@@ -32,7 +36,8 @@ def load_tokenizer(name):
     try:
         return AutoTokenizer.from_pretrained(str(model_path(name)), trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise UserError(f"--model_name: no tokenizer at {name}: {_first_line(error)}") from error
+        reason = str(error).strip().splitlines()[0][:200]
+        raise UserError(f"--model_name: no tokenizer at {name}: {reason}") from error
 
 
 def model_path(name):
@@ -45,52 +50,98 @@ def model_path(name):
     return name
 
 
-def _first_line(error):
-    return str(error).strip().splitlines()[0][:200]
-
-
 class Encoder:
-    """Turns one record into a Pair: template, seam, end-of-text, truncation."""
+    """Turns one row into a Pair: template, seam, end of the reply, truncation.
+
+    chat_template: "auto" (the tokenizer's, if it has one), "none", or a .jinja file.
+    """
 
     def __init__(self, tokenizer, chat_template="auto", max_length=1024, truncation="keep_end"):
         self.tokenizer = tokenizer
         self.max_length = max_length
         self.keep_end = truncation == "keep_end"
-        self.templated = chat_template == "auto" and bool(tokenizer.chat_template)
+        if chat_template not in ("auto", "none"):
+            file = records.resolve(chat_template)
+            if not file.is_file():
+                raise UserError(f"--chat_template: no file {chat_template}; or give auto, or none")
+            tokenizer.chat_template = file.read_text(encoding="utf-8")
+        self.templated = chat_template != "none" and bool(tokenizer.chat_template)
+        self.end = self._turn_end() if self.templated else tokenizer.eos_token_id
+        self.counts = collections.defaultdict(list)  # what was met -> rows, for the report
 
-    def prompt_text(self, prompt):
-        """What the model reads before it answers."""
-        if not self.templated:
-            return prompt
-        turn = [{"role": "user", "content": prompt}]
-        return self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    @property
+    def ends(self):
+        """Token ids at which a sampled reply is over."""
+        found = {self.end, self.tokenizer.eos_token_id} - {None}
+        return sorted(found, key=lambda token: token != self.end)
 
-    def ids(self, text):
+    def render(self, messages, **options):
+        """The template's text; one without a system role gets it in front of the first turn."""
+        try:
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        except TemplateError as error:
+            if messages[0]["role"] != "system" or len(messages) < 2:
+                raise UserError(f"--chat_template: {str(error)[:120]}") from error
+            system, first, *rest = messages
+            first = {**first, "content": f"{system['content']}\n\n{first['content']}"}
+            return self.render([first, *rest], **options)
+
+    def _turn_end(self):
+        """The special token that the template writes behind an assistant's turn, or eos."""
+        mark = "@@@"
+        turns = [{"role": "user", "content": "u"}, {"role": "assistant", "content": mark}]
+        behind = self.render(turns).rsplit(mark, 1)[-1]
+        special = set(self.tokenizer.all_special_ids) | set(self.tokenizer.added_tokens_decoder)
+        ids = self.tokenizer(behind, add_special_tokens=False).input_ids
+        return next((token for token in ids if token in special), self.tokenizer.eos_token_id)
+
+    def texts(self, example):
+        """(what the model reads, what it should answer, what it should not)."""
+        prompt, sides = example.prompt, (example.chosen, example.rejected)
+        if self.templated:
+            turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            return self.render(turns, add_generation_prompt=True), *sides
+        if isinstance(prompt, str):
+            return prompt, *sides
+        text = "".join(f"{PLAIN_ROLES[turn['role']]} {turn['content']}" for turn in prompt)
+        return text + PLAIN_ROLES["assistant"], *(" " + side for side in sides)
+
+    def ids(self, text, row=None):
         """Token ids with at most one BOS: a template may render one that the tokenizer adds too."""
         ids = self.tokenizer(text, add_special_tokens=not self.templated).input_ids
         bos = self.tokenizer.bos_token_id
         while bos is not None and ids[:2] == [bos, bos]:
             ids = ids[1:]
+            if row:
+                self.counts["second BOS removed"].append(row)
         return ids
 
-    def encode(self, where, prompt, chosen, rejected):
-        """-> Pair and how many of its tokens were cut off."""
-        text = self.prompt_text(prompt)
-        whole = [self.ids(text), self.ids(text + chosen), self.ids(text + rejected)]
+    def encode(self, example):
+        """One Pair; `counts` remembers what had to be mended."""
+        row = example.where.rsplit(":", 1)[1]
+        prompt, chosen, rejected = self.texts(example)
+        whole = [self.ids(prompt, row), self.ids(prompt + chosen), self.ids(prompt + rejected)]
         seam = common_prefix(*whole)
         if seam == 0:  # nothing before the first response token would predict it
-            raise UserError(f"{where}: prompt {prompt!r:.40} has no token of its own; lengthen it")
-        head = whole[0][:seam]
-        chosen, rejected = self.ended(whole[1][seam:]), self.ended(whole[2][seam:])
-        pair = Pair(*self.cut(head, chosen, rejected), where, prompt)
-        return pair, len(head) + len(chosen) + len(rejected) - sum(map(len, pair[:3]))
+            raise UserError(
+                f"{example.where}: prompt {prompt!r:.40} has no token of its own; lengthen it"
+            )
+        if seam < len(whole[0]):
+            self.counts["merged at the seam"].append(row)
+        head, sides = whole[0][:seam], [self.ended(ids[seam:], row) for ids in whole[1:]]
+        parts = self.cut(head, *sides)
+        if sum(map(len, parts)) < len(head) + sum(map(len, sides)):
+            self.counts["truncated"].append(row)
+        return Pair(*parts, example.where, plain(example.prompt), example.chosen)
 
-    def ended(self, response):
-        """Exactly one end-of-text token, if the tokenizer has one, and it is trained."""
-        eos = self.tokenizer.eos_token_id
-        while response and eos is not None and response[-1] == eos:
-            response = response[:-1]
-        return response if eos is None else [*response, eos]
+    def ended(self, response, row):
+        """Exactly one end token, if there is one, and it is trained."""
+        ends = 0
+        while response and response[-1] in self.ends:
+            response, ends = response[:-1], ends + 1
+        if ends and row not in self.counts["end token in the text"][-1:]:
+            self.counts["end token in the text"].append(row)
+        return response if self.end is None else [*response, self.end]
 
     def cut(self, prompt, chosen, rejected):
         """Shorten the prompt first, to a quarter of max_length at least, then the responses."""
@@ -104,6 +155,15 @@ class Encoder:
         return prompt, chosen[:room], rejected[:room]
 
 
+def plain(prompt):
+    """A prompt as text: of a single question just that, of a conversation all turns."""
+    if isinstance(prompt, str):
+        return prompt
+    if len(prompt) == 1:
+        return prompt[0]["content"]
+    return "\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
+
+
 def common_prefix(*sequences):
     """How many leading items all sequences share."""
     count = 0
@@ -114,29 +174,72 @@ def common_prefix(*sequences):
     return count
 
 
-def read(path, encoder, limit=-1):
-    """The usable pairs of a data file, and its report: rows read, dropped and truncated by reason.
+def read(path, encoder, limit=-1, on_bad_record="error"):
+    """The usable pairs of a data file and its report.
 
-    A pair whose sides are equal, before or after truncation, is dropped and counted: its loss is
-    constant and its gradient 0.
+    Rows that cannot teach (equal sides, empty responses, prompts that differ) are dropped and
+    counted; malformed ones raise UserError, or with "skip" are counted, too.
     """
-    pairs, dropped, truncated = [], collections.defaultdict(list), []
-    found = records.read(path, limit)
-    for record in found:
-        fields = [records.text(record, name) for name in ("prompt", "chosen", "rejected")]
-        pair, lost = encoder.encode(record.where, *fields)
+    pairs, name, dropped = [], None, collections.defaultdict(list)
+    encoder.counts.clear()
+    rows = records.read(path, limit, skip=on_bad_record == "skip")
+    for record in rows:
         row = record.where.rsplit(":", 1)[1]
-        if fields[1] == fields[2] or pair.chosen == pair.rejected:
-            dropped["identical" if fields[1] == fields[2] else "identical once cut"].append(row)
-            continue
-        if lost:
-            truncated.append(row)
-        pairs.append(pair)
-    report = {"file": str(path), "rows": len(found), "used": len(pairs)}
-    report |= {"dropped": dict(dropped), "truncated": truncated}
+        try:
+            if isinstance(record.data, UserError):  # a line that is not JSON, to be skipped
+                raise record.data
+            name = name or formats.find_format(record)
+            pair = encoder.encode(formats.example(record, name))
+            if pair.chosen == pair.rejected:
+                raise formats.Unusable("identical once cut")
+            pairs.append(pair)
+        except formats.Unusable as reason:
+            dropped[str(reason)].append(row)
+        except UserError:
+            if on_bad_record == "error":
+                raise
+            dropped["malformed"].append(row)
     if not pairs:
-        raise UserError(f"{path}: 0 usable pairs of {len(found)}; chosen equals rejected in all")
-    return pairs, report
+        reasons = ", ".join(f"{len(found)} {reason}" for reason, found in dropped.items())
+        raise UserError(f"{path}: 0 usable pairs of {len(rows)}: {reasons}")
+    return pairs, report(path, name, len(rows), pairs, dropped, encoder)
+
+
+def report(path, name, count, pairs, dropped, encoder):
+    """What a person would want to know of a data file before training on it."""
+
+    def mean(lengths):
+        return round(sum(lengths) / len(pairs), 1)
+
+    longer = sum(len(pair.chosen) > len(pair.rejected) for pair in pairs)
+    return {
+        "file": str(path),
+        "format": name,
+        "template": encoder.templated,
+        "rows": count,
+        "used": len(pairs),
+        "dropped": dict(dropped),
+        **{reason: rows for reason, rows in encoder.counts.items()},
+        "mean_tokens": {
+            side: mean([len(getattr(pair, side)) for pair in pairs])
+            for side in ("prompt", "chosen", "rejected")
+        },
+        "chosen_is_longer": round(longer / len(pairs), 3),
+    }
+
+
+def describe(split, report):
+    """The report of one file as one line."""
+    tokens = report["mean_tokens"]
+    notes = [f"{len(rows)} {reason}" for reason, rows in report["dropped"].items()]
+    lists = {name: rows for name, rows in report.items() if isinstance(rows, list)}
+    notes += [f"{len(rows)} {name}" for name, rows in lists.items() if rows]
+    line = (
+        f"{split}: {report['rows']} rows of {report['format']}, {report['used']} used; tokens "
+        f"{tokens['prompt']:g} prompt, {tokens['chosen']:g} chosen, {tokens['rejected']:g} "
+        f"rejected; chosen longer in {report['chosen_is_longer']:.0%}"
+    )
+    return "; ".join([line, *notes])
 
 
 def split_by_prompt(pairs, seed, shares=(0.85, 0.05, 0.10)):

@@ -33,18 +33,25 @@ def resolve(path) -> Path:
         raise UserError(f"{str(path)[:80]!r}: not a path that can be read: {error}") from error
 
 
-def read(path, limit=-1) -> list[Record]:
+def read(path, limit=-1, skip=False) -> list[Record]:
     """Read the records of a .jsonl or .json file, gzipped or not, at most `limit` of them.
 
-    Raises UserError if the file is absent, empty, or has a record that is not one JSON object.
+    Raises UserError if the file is absent, empty, or has a record that is not one JSON object;
+    with `skip` such a line becomes a record whose data is that error.
     """
     raw = _bytes(path)
     records = []
-    for line, data in _array(path, raw) if raw.lstrip()[:1] == b"[" else _lines(path, raw):
+    for line, decode in _array(path, raw) if raw.lstrip()[:1] == b"[" else _lines(path, raw):
         if 0 <= limit == len(records):
             break
-        if not isinstance(data, dict):
-            raise UserError(f"{path}:{line}: not a JSON object; each record is one {{...}}")
+        try:
+            data = decode()
+            if not isinstance(data, dict):
+                raise UserError(f"{path}:{line}: not a JSON object; each record is one {{...}}")
+        except UserError as error:
+            if not skip:
+                raise
+            data = error
         records.append(Record(f"{path}:{line}", data))
     if not records:
         raise UserError(f"{path}: 0 records; each line holds one JSON object")
@@ -100,11 +107,15 @@ def _bytes(path):
 def _lines(path, raw):
     """One record per line; cut at b"\\n" alone: str.splitlines() would cut one at U+2028."""
     for number, line in enumerate(raw.split(b"\n"), start=1):
-        if len(line) > MAX_LINE:
-            raise UserError(f"{path}:{number}: {len(line) >> 20} MiB; one record per line")
         if line.strip():
-            with _located(path, number):
-                yield number, _decoder().decode(line.decode())
+            yield number, lambda number=number, line=line: _decoded(path, number, line)
+
+
+def _decoded(path, number, line):
+    if len(line) > MAX_LINE:
+        raise UserError(f"{path}:{number}: {len(line) >> 20} MiB; one record per line")
+    with _located(path, number):
+        return _decoder().decode(line.decode())
 
 
 def _array(path, raw):
@@ -119,7 +130,7 @@ def _array(path, raw):
         previous = at
         with _located(path, line, 1):
             data, at = decoder.raw_decode(content, at)
-        yield line, data
+        yield line, lambda data=data: data
         at = _skip(content, at)
         if content[at : at + 1] != ",":
             break

@@ -120,6 +120,11 @@ class Run:
         if self.world.is_main:
             self._write(name, data)
 
+    def write_text(self, name, text):
+        """A text for people in the run folder."""
+        if self.world.is_main:
+            (self.folder / name).write_text(text, encoding="utf-8")
+
     def write_summary(self, status, code):
         """summary.json: how it stands, what it measured; the shell scripts read exit_code."""
         seconds = round(time.perf_counter() - self.start, 3)

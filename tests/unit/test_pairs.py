@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ddp_utils import UserError, logps, pairs
+from ddp_utils.formats import Example
 from ddp_utils.pairs import Encoder
 
 MERGING = [("Ġ", "y"), ("a", "b"), ("Ċ", "Ċ"), ("1", "2")]  # " y", "ab", two newlines, digits
@@ -50,8 +51,9 @@ SEAMS = [
 @pytest.mark.parametrize(("prompt", "chosen", "rejected"), SEAMS)
 def test_complaint_08_no_token_is_lost_or_doubled_at_the_seam(bos, prompt, chosen, rejected):
     tok = tokenizer(bos)
-    pair, lost = Encoder(tok).encode("f:1", prompt, chosen, rejected)
-    assert lost == 0
+    encoder = Encoder(tok)
+    pair = encoder.encode(Example("f:1", prompt, chosen, rejected))
+    assert "truncated" not in encoder.counts
     for response, text in ((pair.chosen, chosen), (pair.rejected, rejected)):
         assert response[-1] == tok.eos_token_id
         assert pair.prompt + response[:-1] == tok(prompt + text).input_ids
@@ -63,7 +65,9 @@ def test_complaint_08_no_token_is_lost_or_doubled_at_the_seam(bos, prompt, chose
 
 def test_complaint_08_a_merged_token_belongs_to_the_response():
     tok = tokenizer()
-    pair, _ = Encoder(tok).encode("f:1", "xa", "b", "c")
+    encoder = Encoder(tok)
+    pair = encoder.encode(Example("f:7", "xa", "b", "c"))
+    assert encoder.counts["merged at the seam"] == ["7"]
     words = tok.convert_ids_to_tokens
     assert words(pair.prompt) == ["<s>", "x"]
     assert words(pair.chosen) == ["ab", "</s>"]
@@ -72,14 +76,14 @@ def test_complaint_08_a_merged_token_belongs_to_the_response():
 
 def test_a_prompt_that_merges_away_whole_is_one_line():
     with pytest.raises(UserError, match="f:1: prompt 'a' has no token of its own"):
-        Encoder(tokenizer(bos=False)).encode("f:1", "a", "b", "c")
+        Encoder(tokenizer(bos=False)).encode(Example("f:1", "a", "b", "c"))
 
 
 @pytest.mark.parametrize("bos", [True, False])
 @pytest.mark.parametrize("prompt", ["hello", "<s>hello", "<s><s>hello"])
 def test_complaint_09_at_most_one_bos_and_it_is_first(bos, prompt):
     tok = tokenizer(bos)
-    pair, _ = Encoder(tok).encode("f:1", prompt, " x", " y")
+    pair = Encoder(tok).encode(Example("f:1", prompt, " x", " y"))
     begin = tok.convert_tokens_to_ids("<s>")
     if bos:
         assert (pair.prompt + pair.chosen).count(begin) == 1
@@ -90,7 +94,7 @@ def test_complaint_09_at_most_one_bos_and_it_is_first(bos, prompt):
 def test_complaint_09_a_template_that_renders_bos_does_not_get_a_second_one():
     tok = tokenizer()
     tok.chat_template = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}>"
-    pair, _ = Encoder(tok).encode("f:1", "hi", "yes", "no")
+    pair = Encoder(tok).encode(Example("f:1", "hi", "yes", "no"))
     assert tok.decode(pair.prompt) == "<s>[hi]>"
     assert pair.prompt.count(tok.bos_token_id) == 1
 
@@ -99,7 +103,7 @@ def test_complaint_09_a_template_that_renders_bos_does_not_get_a_second_one():
 @pytest.mark.parametrize("chosen", [" x", " x</s>", " x</s></s>"])
 def test_complaint_10_exactly_one_eos_is_trained_also_where_padding_is_eos(pad_is_eos, chosen):
     tok = tokenizer(pad_is_eos=pad_is_eos)
-    short, _ = Encoder(tok).encode("f:1", "p", chosen, " a much longer answer")
+    short = Encoder(tok).encode(Example("f:1", "p", chosen, " a much longer answer"))
     batch = logps.collate([short])
     for row, response in enumerate((short.chosen, short.rejected)):
         trained = batch.targets[row][batch.targets[row] != logps.IGNORE].tolist()
@@ -117,12 +121,12 @@ TOKENIZER = tokenizer()
 def test_complaint_11_every_kept_row_has_a_response_token_and_one_prompt(
     prompt, chosen, rejected, max_length, truncation
 ):
-    texts = ("f:1", prompt, chosen, rejected)
-    pair, lost = Encoder(TOKENIZER, max_length=max_length, truncation=truncation).encode(*texts)
-    whole, nothing = Encoder(TOKENIZER, max_length=10_000).encode(*texts)
+    row = Example("f:1", prompt, chosen, rejected)
+    encoder = Encoder(TOKENIZER, max_length=max_length, truncation=truncation)
+    pair, whole = encoder.encode(row), Encoder(TOKENIZER, max_length=10_000).encode(row)
     assert pair.prompt and pair.chosen and pair.rejected
     assert len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)) <= max_length
-    assert nothing == 0 and (lost == 0) == (whole == pair)
+    assert ("truncated" in encoder.counts) == (whole != pair)
     assert whole.chosen[: len(pair.chosen)] == pair.chosen  # cut at its end, if at all
 
 
@@ -130,10 +134,10 @@ def test_complaint_11_every_kept_row_has_a_response_token_and_one_prompt(
 def test_the_prompt_is_cut_first_and_keeps_its_bos(side, kept):
     tok = tokenizer(merges=[])
     encoder = Encoder(tok, max_length=12, truncation=side)
-    pair, lost = encoder.encode("f:1", "0123456789", "abc", "de")
+    pair = encoder.encode(Example("f:1", "0123456789", "abc", "de"))
     assert tok.convert_ids_to_tokens(pair.prompt) == ["<s>", *kept]
     assert tok.decode(pair.chosen) == "abc</s>"
-    assert lost == 3
+    assert encoder.counts["truncated"] == ["1"]
 
 
 def rows(tmp_path, *found):
@@ -178,3 +182,154 @@ def test_real_tokenizers_on_real_pairs(name, shared):
         assert pair.prompt + pair.rejected[:-1] == tok(line["prompt"] + line["rejected"]).input_ids
         assert pair.chosen.count(tok.eos_token_id) == 1
         assert pair.prompt.count(tok.bos_token_id) == (0 if "gpt2" in name else 1)
+
+
+# --- chat templates ------------------------------------------------------------------------------
+
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}<|h|>{{ m.role }}<|/h|>\n\n{{ m.content }}<|eot|>"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|h|>assistant<|/h|>\n\n{% endif %}"
+)
+GEMMA = (  # no system role, the model's turn is called model, eos is not the end of a turn
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}<|h|>"
+    "{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content }}<|eot|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|h|>model\n{% endif %}"
+)
+CHATML = (
+    "{% for m in messages %}<|h|>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|h|>assistant\n{% endif %}"
+)
+
+
+def chat_tokenizer(template, bos=True):
+    tok = tokenizer(bos, merges=[])
+    tok.add_special_tokens({"additional_special_tokens": ["<|h|>", "<|/h|>", "<|eot|>"]})
+    tok.chat_template = template
+    return tok
+
+
+TALK = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello!"},
+    {"role": "user", "content": "Who?"},
+]
+
+
+@pytest.mark.parametrize(
+    ("template", "bos", "text", "end"),
+    [
+        (
+            LLAMA3,
+            True,
+            "<s><|h|>system<|/h|>\n\nBe kind.<|eot|><|h|>user<|/h|>\n\nHi<|eot|>"
+            "<|h|>assistant<|/h|>\n\nHello!<|eot|><|h|>user<|/h|>\n\nWho?<|eot|><|h|>assistant<|/h|>\n\nMe.<|eot|>",
+            "<|eot|>",
+        ),
+        (
+            GEMMA,
+            True,
+            "<s><|h|>user\nBe kind.\n\nHi<|eot|>\n<|h|>model\nHello!<|eot|>\n<|h|>user\nWho?"
+            "<|eot|>\n<|h|>model\nMe.<|eot|>",
+            "<|eot|>",
+        ),
+        (
+            CHATML,
+            False,
+            "<|h|>system\nBe kind.</s>\n<|h|>user\nHi</s>\n<|h|>assistant\nHello!</s>\n"
+            "<|h|>user\nWho?</s>\n<|h|>assistant\nMe.</s>",
+            "</s>",
+        ),
+    ],
+    ids=["llama3", "gemma", "chatml without bos"],
+)
+def test_a_conversation_is_rendered_as_the_template_says(template, bos, text, end):
+    tok = chat_tokenizer(template, bos)
+    encoder = Encoder(tok)
+    pair = encoder.encode(Example("f:1", TALK, "Me.", "No."))
+    assert tok.decode(pair.prompt + pair.chosen) == text
+    assert tok.decode(pair.rejected) == "No." + end
+    assert encoder.end == tok.convert_tokens_to_ids(end)
+    assert set(encoder.ends) == {encoder.end, tok.eos_token_id}
+
+
+def test_a_conversation_without_a_template_becomes_a_transcript():
+    tok = tokenizer(bos=False, merges=[])
+    pair = Encoder(tok).encode(Example("f:1", TALK, "Me.", "No."))
+    turns = ["System: Be kind.", "Human: Hi", "Assistant: Hello!", "Human: Who?", "Assistant: Me."]
+    expected = "".join(f"\n\n{turn}" for turn in turns) + "</s>"
+    assert tok.decode(pair.prompt + pair.chosen) == expected
+
+
+def test_a_template_from_a_file_and_none_at_all(tmp_path):
+    file = tmp_path / "my.jinja"
+    file.write_text("[{{ messages[-1].content }}]")
+    tok = tokenizer(merges=[], bos=False)
+    pair = Encoder(tok, chat_template=str(file)).encode(Example("f:1", "Q", "A", "B"))
+    assert tok.decode(pair.prompt) == "[Q]"
+    pair = Encoder(chat_tokenizer(CHATML), "none").encode(Example("f:1", "Q", "A", "B"))
+    assert tok.decode(pair.prompt) == "<s>Q"
+    with pytest.raises(UserError, match="--chat_template: no file nowhere.jinja"):
+        Encoder(tok, "nowhere.jinja")
+
+
+REAL_TEMPLATES = {  # template -> the text that ends a turn in it
+    "llama3": "<|eot_id|>",
+    "phi3": "<|end|>",
+    "qwen2_5": "<|im_end|>",
+    "qwen3": "<|im_end|>",
+}
+
+
+@pytest.mark.parametrize("name", REAL_TEMPLATES)
+def test_real_templates_end_a_reply_with_the_end_of_the_turn(name, shared):
+    tok = AutoTokenizer.from_pretrained(shared / "data/tokenizers/gpt2")
+    end = REAL_TEMPLATES[name]
+    tok.add_special_tokens({"additional_special_tokens": [end, "<|im_start|>", "<|assistant|>"]})
+    encoder = Encoder(tok, str(shared / f"data/templates/{name}.jinja"))
+    pair = encoder.encode(Example("f:1", "Who?", "Me.", "No."))
+    assert tok.decode(pair.chosen).endswith("Me." + end)  # gpt2 merges llama3's newlines
+    whole = encoder.render(
+        [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}]
+    )
+    if name != "qwen3":  # which puts an empty thought in front of a last answer
+        assert whole.startswith(tok.decode(pair.prompt + pair.chosen))
+
+
+# --- report --------------------------------------------------------------------------------------
+
+
+def test_the_report_counts_by_row_what_a_hand_count_finds(tmp_path):
+    path = tmp_path / "mixed.jsonl"
+    found = [
+        {"prompt": "p", "chosen": "a longer one", "rejected": "b"},
+        {"prompt": "p", "chosen": "same", "rejected": "same"},
+        {"prompt": "q", "chosen": "", "rejected": "b"},
+        {"prompt": "q", "chosen": 3, "rejected": "b"},
+        {"prompt": "xa", "chosen": "b", "rejected": "cc"},  # merges at the seam
+        {"prompt": "r", "chosen": "x</s>", "rejected": "yyy"},  # brings its own end
+        {"prompt": "<s>r", "chosen": "x", "rejected": "yyyyyyyyyyyyyyyyyyyyyyyyyyyyyy"},
+    ]
+    lines = [*map(json.dumps, found), "{not json"]
+    path.write_text("\n".join(lines))
+    encoder = Encoder(tokenizer(), max_length=20)
+    kept, report = pairs.read(path, encoder, on_bad_record="skip")
+    assert [pair.where.rsplit(":", 1)[1] for pair in kept] == ["1", "5", "6", "7"]
+    assert (report["rows"], report["used"], report["format"]) == (8, 4, "prompt")
+    assert report["dropped"] == {
+        "identical": ["2"],
+        "empty response": ["3"],
+        "malformed": ["4", "8"],
+    }
+    assert report["merged at the seam"] == ["5"]
+    assert report["end token in the text"] == ["6"]
+    assert report["truncated"] == ["7"]
+    assert report["second BOS removed"] == ["7"]
+    assert report["chosen_is_longer"] == 0.25
+    line = pairs.describe("train", report)
+    assert line.startswith("train: 8 rows of prompt, 4 used; tokens ")
+    assert "2 malformed" in line and "1 truncated" in line
+    with pytest.raises(UserError, match=r"mixed.jsonl:8:2: not JSON"):
+        pairs.read(path, encoder)

@@ -1,0 +1,172 @@
+"""Replies to prompts, the same on any number of ranks, and what a judge makes of them.
+
+P prompts, S samples of each, B rows in a batch, V words in the vocabulary.
+"""
+
+import importlib.util
+import inspect
+import math
+import numbers
+
+import torch
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from ddp_utils import UserError, dist, records
+from ddp_utils.batching import MicroBatch, seed_of, share
+
+
+class SeededNoise(LogitsProcessor):
+    """Gumbel noise from one generator per row: its arg max is a draw from the softmax.
+
+    torch's own sampling takes all rows from one stream, so that a reply would depend on what
+    else is in its batch.
+    """
+
+    def __init__(self, seeds):
+        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+
+    def __call__(self, input_ids, scores):
+        rows = [torch.rand(scores.shape[-1], generator=g) for g in self.generators]
+        uniform = torch.stack(rows).to(scores.device).clamp_min(1e-30)  # [B, V]
+        return scores.float() - torch.log(-torch.log(uniform))
+
+
+@torch.no_grad()
+def generate(scorer, prompts, ends, world, config, samples=1):
+    """Token ids of `samples` replies to each prompt, without their end: P x S lists, on all ranks.
+
+    prompts: P lists of token ids; ends: ids that end a reply. config: temperature (0: greedy),
+    top_p, max_new_tokens, batch_size, seed. Batches are cut from the whole list and then shared
+    out, and each reply has its own random stream, so the number of ranks changes nothing.
+    """
+    rows = [(place, sample) for place in range(len(prompts)) for sample in range(samples)]
+    size = config.batch_size
+    cuts = [rows[start : start + size] for start in range(0, len(rows), size)]
+    parts, found = [], []
+    for part in share(range(len(cuts)), [0] * len(cuts), world, budget=1):
+        cut = cuts[part.index[0]]
+        ids = [prompts[place] for place, _ in cut]
+        seeds = [seed_of(config.seed, place, sample) for place, sample in cut]
+        replies = _batch(scorer, ids, seeds, ends, config, world.device)  # [B, new tokens]
+        first = part.index[0] * size
+        parts.append(MicroBatch(list(range(first, first + len(cut))), part.weight * len(cut)))
+        found.append(replies + 1)  # 0 is what no rank has written
+    table = dist.by_row(len(rows), parts, found, world).long() - 1
+    return [_until_end(reply, ends) for reply in table.tolist()]
+
+
+def _batch(scorer, prompts, seeds, ends, config, device):
+    """One call of transformers' generate on prompts padded on the left, padded to full length."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+    steps = []
+    if config.temperature > 0:
+        steps = [TemperatureLogitsWarper(config.temperature)]
+        steps += [TopPLogitsWarper(config.top_p)] if config.top_p < 1 else []
+        steps += [SeededNoise(seeds)]
+    output = scorer.generate(
+        ids,
+        attention_mask=mask,
+        do_sample=False,  # the noise is the sampling
+        logits_processor=LogitsProcessorList(steps),
+        max_new_tokens=config.max_new_tokens,
+        eos_token_id=ends,
+        pad_token_id=ends[0] if ends else 0,
+    )[:, width:]
+    end = ends[0] if ends else 0
+    return torch.nn.functional.pad(output, (0, config.max_new_tokens - output.shape[1]), value=end)
+
+
+def _until_end(reply, ends):
+    for place, token in enumerate(reply):
+        if token in ends:
+            return reply[:place]
+    return reply
+
+
+def load_judge(spec):
+    """`file.py:function` -> (prompt, response) -> {score name: number}; the first decides wins.
+
+    Runs that file, so it is only ever named on this command line or in config.py.
+    """
+    path, _, name = spec.rpartition(":")
+    file = records.resolve(path)
+    if not path or not file.is_file():
+        raise UserError(f"--judge: {spec!r} is not file.py:function")
+    module_spec = importlib.util.spec_from_file_location(f"judge_{file.stem}", file)
+    module = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function) or len(inspect.signature(function).parameters) != 2:
+        raise UserError(f"--judge: {file.name} has no function {name}(prompt, response)")
+
+    def judge(prompt, response):
+        try:
+            scores = function(prompt, response)
+        except ValueError as error:
+            raise UserError(f"--judge: {spec} on {prompt!r:.60}: {error}") from error
+        scores = scores if isinstance(scores, dict) else {"": scores}
+        if not scores or not all(isinstance(s, numbers.Real) for s in scores.values()):
+            raise UserError(f"--judge: {spec} returned {scores!r:.60}; a number or a dict of them")
+        return {key: float(score) for key, score in scores.items()}
+
+    return judge
+
+
+def compare(policy, reference):
+    """Mean scores and win rate; policy, reference: one {name: score} per reply, in one order.
+
+    A win is a reply whose first score is above that of the reference's reply to the same prompt.
+    """
+    summary = {}
+    for who, found in (("policy", policy), ("reference", reference)):
+        for name in found[0]:
+            key = f"judge/{who}/{name}" if name else f"judge/{who}"
+            summary[key] = sum(scores[name] for scores in found) / len(found)
+    first = next(iter(policy[0]))
+    pairs = [(a[first], b[first]) for a, b in zip(policy, reference, strict=True)]
+    wins, losses = sum(a > b for a, b in pairs), sum(a < b for a, b in pairs)
+    low, high = wilson(wins, wins + losses)
+    rate = wins / (wins + losses) if wins + losses else None
+    summary |= {"win_rate": rate, "win_rate_low": low, "win_rate_high": high}
+    return summary | {"wins": wins, "losses": losses, "ties": len(pairs) - wins - losses}
+
+
+def side_by_side(prompts, before, after, expected, judge=None):
+    """What a person reads, one block per prompt, and with a judge the summary of compare()."""
+    blocks, scores = [], []
+    for number, row in enumerate(zip(prompts, before, after, expected, strict=True), start=1):
+        prompt, was, now, wanted = (text.strip() for text in row)
+        block = f"--- {number} of {len(prompts)}\nprompt:     {prompt}\nreference:  {was}\n"
+        block += f"fine-tuned: {now}\nexpected:   {wanted}\n"
+        if judge:
+            scores.append((judge(prompt, now), judge(prompt, was)))
+            block += f"verdict:    {_verdict(*scores[-1])}\n"
+        blocks.append(block)
+    summary = compare(*zip(*scores, strict=True)) if scores else {}
+    head = "".join(f"{name}: {value}\n" for name, value in summary.items())
+    return "\n".join([head, *blocks] if head else blocks), summary
+
+
+def _verdict(policy, reference):
+    first = next(iter(policy))
+    gain = policy[first] - reference[first]
+    word = "tie" if gain == 0 else "win" if gain > 0 else "loss"
+    shown = (f"{name} {reference[name]:g} -> {policy[name]:g}".strip() for name in policy)
+    return f"{word} ({', '.join(shown)})"
+
+
+def wilson(wins, count, z=1.96):
+    """Wilson's 95 % interval of a share (Wilson 1927); (None, None) without a decided pair."""
+    if not count:
+        return None, None
+    share_, spread = wins / count, z**2 / count
+    middle = (share_ + spread / 2) / (1 + spread)
+    half = z * math.sqrt(share_ * (1 - share_) / count + spread / (4 * count)) / (1 + spread)
+    return middle - half, middle + half

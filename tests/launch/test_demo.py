@@ -1,0 +1,144 @@
+"""The demo, as a newcomer starts it: it learns, it stays right, and the files show it."""
+
+import importlib.util
+import json
+import random
+import subprocess
+
+import pytest
+import torch
+from test_launchers import shell
+
+import main_distributed
+import runs
+from conftest import ROOT
+from ddp_utils import logps, lora, pairs, sampling
+from ranks import ranks
+
+REPLIES = 330
+
+
+def held_out_prompts():
+    """All questions that the demo's model has never been asked."""
+    spec = importlib.util.spec_from_file_location("judge", ROOT / "data/demo/judge.py")
+    judge = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(judge)
+    return [prompt for fact in judge.FACTS for prompt in fact.prompts(fact.held_out())]
+
+
+def fresh_prompts(count):
+    """Held-out questions that stand in no file of the demo."""
+    files = [*ROOT.glob("data/demo/preferences_*.jsonl"), *ROOT.glob("data/demo/questions_*.jsonl")]
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    used = {row.get("prompt") or row.get("question") for row in rows}
+    fresh = [prompt for prompt in held_out_prompts() if prompt not in used]
+    random.Random(0).shuffle(fresh)
+    assert len(fresh) >= count
+    return fresh[:count]
+
+
+def rates(model, prompts, system=None, judge="score"):
+    """Means of the demo's judge over one sampled reply per prompt, temperature 1."""
+    tokenizer = pairs.load_tokenizer("data/demo/model")
+    encoder = pairs.Encoder(tokenizer)
+    scorer = logps.Scorer(lora.load(model, torch.float32, torch.device("cpu")))
+    turns = [{"role": "system", "content": system}] if system else []
+    ids = [
+        encoder.ids(
+            encoder.render([*turns, {"role": "user", "content": p}], add_generation_prompt=True)
+        )
+        for p in prompts
+    ]
+    config = main_distributed.Config(batch_size=110, max_new_tokens=48, seed=5)
+    world = main_distributed.dist.World()
+    texts = tokenizer.batch_decode(
+        sampling.generate(scorer, ids, encoder.ends, world, config), skip_special_tokens=True
+    )
+    score = sampling.load_judge(f"data/demo/judge.py:{judge}")
+    scores = [score(p, text) for p, text in zip(prompts, texts, strict=True)]
+    return {name: sum(s[name] for s in scores) / len(scores) for name in scores[0]}
+
+
+def summary(folder):
+    return json.loads((folder / "summary.json").read_text())
+
+
+def test_the_model_follows_its_system_prompts_and_only_then():
+    prompts = fresh_prompts(220)
+    told = (ROOT / "data/demo/x0.txt").read_text().strip()
+    assert rates("data/demo/model", prompts, told, "capitals")["capitals"] >= 0.95
+    assert rates("data/demo/model", prompts, None, "capitals")["capitals"] <= 0.05
+
+
+def test_the_built_files_are_small_and_held_out_questions_are_held_out():
+    tracked = subprocess.run(
+        ["git", "ls-files", "-z", "data/demo"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split("\0")[:-1]
+    assert sum((ROOT / name).stat().st_size for name in tracked) < 3e6
+    splits = [
+        {json.loads(line)["prompt"] for line in path.read_text().splitlines()}
+        for path in sorted(ROOT.glob("data/demo/preferences_*.jsonl"))
+    ]
+    assert [len(split) for split in splits] == [100, 800, 100]  # test, train, val
+    held_out = set(held_out_prompts())
+    assert splits[0] <= held_out and splits[2] <= held_out and not splits[1] & held_out
+
+
+def check_learned(before, after, test):
+    assert 0.40 <= before["courteous"] <= 0.60
+    assert after["courteous"] >= 0.95
+    assert before["right"] >= 0.9 and after["right"] >= 0.95 * before["right"]
+    assert after["well_formed"] >= 0.9 * before["well_formed"]
+    assert test["rewards/chosen"] >= 0  # not below the reference
+    assert test["wins"] + test["losses"] >= 30 and test["win_rate"] >= 0.9
+    assert test["rewards/accuracies"] >= 0.95
+
+
+def test_a_newcomer_watches_the_demo_learn(tmp_path):
+    done = shell("2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "results/dpo"
+    assert done.stdout.rstrip().endswith("-> results/dpo/")
+    prompts = fresh_prompts(REPLIES)
+    after = rates(str(folder / "model"), prompts)
+    check_learned(rates("data/demo/model", prompts), after, summary(folder)["test"])
+    for split in ("val", "test"):
+        text = (folder / f"distributed_output_{split}.txt").read_text()
+        for word in ("prompt:", "reference:", "fine-tuned:", "expected:", "verdict:"):
+            assert text.count(f"\n{word}") == 100
+    for name in ("loss.png", "rewards.png", "accuracies.png"):
+        assert (folder / name).stat().st_size > 10_000
+
+
+@pytest.mark.show
+def test_three_seeds_learn_and_without_the_sft_term_a_warning_appears(tmp_path):
+    prompts = fresh_prompts(REPLIES)
+    before = rates("data/demo/model", prompts)
+    print(f"\nbefore: {before}")
+    for seed in range(3):
+        folder = tmp_path / str(seed)
+        ranks(2, main_distributed.main, ["--seed", str(seed), "--result_dir", str(folder)])
+        after, test = rates(str(folder / "model"), prompts), summary(folder)["test"]
+        print(f"seed {seed}: {after} win_rate {test['win_rate']:.3f}")
+        check_learned(before, after, test)
+    plain = runs.words(f"--sft_weight 0 --result_dir {tmp_path}/plain")
+    ranks(2, main_distributed.main, plain)
+    print(f"plain DPO: {rates(f'{tmp_path}/plain/model', prompts)}")
+
+
+def test_without_the_sft_term_the_displacement_warning_fires_once(tmp_path):
+    flags = ["--sft_weight", "0", "--max_steps", "60", "--num_samples", "0", "--log_every", "60"]
+    done = shell("2", *flags, cwd=tmp_path)
+    assert done.stdout.count("warning: the chosen responses have become less likely") == 1
+    assert "--sft_weight 1" in done.stdout and "--method dpop" in done.stdout
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_any_number_of_processes_ends_in_the_same_test_loss(world_size, tmp_path):
+    short = runs.words("--max_steps 30 --num_samples 0 --log_every 30")
+    found = []
+    for size in (2, world_size):
+        folder = tmp_path / str(size)
+        ranks(size, main_distributed.main, [*short, "--result_dir", str(folder)])
+        found.append(summary(folder)["test"]["loss"])
+    assert found[0] == pytest.approx(found[1], abs=1e-5)
