@@ -68,6 +68,8 @@ def read_settings(argv, world):
             f"--batch_size: {config.batch_size} pairs for {world.world_size} processes; "
             f"give at least {world.world_size}"
         )
+    if config.output_dir and any(Path(config.output_dir).glob("*")):
+        raise UserError(f"--output_dir: {config.output_dir} is not empty; give another folder")
     demo = config.train_data == Config.train_data
     if demo and not (config.val_data or config.test_data):
         val, test = (str(DEMO / f"preferences_{split}.jsonl") for split in ("val", "test"))
@@ -290,6 +292,7 @@ def main(argv=None) -> int:
 
     # world
     world = dist.join(world, config.timeout_minutes)
+    lora.check_same_precision(config, world)
     if config.deterministic:
         torch.use_deterministic_algorithms(True)
     global_batch = config.batch_size * config.gradient_accumulation_steps

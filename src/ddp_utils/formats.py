@@ -18,14 +18,14 @@ from typing import NamedTuple
 from ddp_utils import UserError, records
 
 SIDES = ("chosen", "rejected")
+OUTPUTS = ("preferred_output", "non_preferred_output")
 TEXTS = ("prompt", "instruction", "question")
-FIELDS = {name: (name, *SIDES) for name in TEXTS} | {  # what a row must have
-    "sharegpt": ("conversations", *SIDES),
-    "openai": ("input", "preferred_output", "non_preferred_output"),
-}
+FIELDS = {name: (name, *SIDES) for name in TEXTS}  # format -> what a row must have
+FIELDS |= {"sharegpt": ("conversations", *SIDES), "openai": ("input", *OUTPUTS)}
 ROLES = {"human": "user", "gpt": "assistant"} | {r: r for r in ("system", "user", "assistant")}
 NOT_TEXT = ("tools", "tool_calls", "function_call", "images")
 HUMAN = "\n\nHuman:"
+TURN = re.compile(r"(?s)\n\n(Human|Assistant):(.*?)(?=\n\n(?:Human|Assistant):|\Z)")
 
 
 class Example(NamedTuple):
@@ -52,12 +52,9 @@ def find_format(record) -> str:
             return name
     if any(isinstance(value, str) and value.startswith(HUMAN) for value in sides):
         return "transcript"
-    found = [repr(key)[1:-1][:40] for key in data][:30]
-
-    def likeness(fields):
-        return sum(bool(difflib.get_close_matches(field, found, n=1)) for field in fields)
-
-    nearest = max(FIELDS.values(), key=likeness)
+    found, known = [repr(key)[1:-1][:40] for key in data][:30], sum(FIELDS.values(), ())
+    meant = {name for key in found for name in difflib.get_close_matches(key, known, n=1)}
+    nearest = max(FIELDS.values(), key=lambda fields: len(meant & set(fields)))
     missing = next(field for field in nearest if field not in data)
     nearest = f"nearest is {', '.join(nearest)}: {missing} is missing"
     raise UserError(f"{record.where}: fields found: {', '.join(found) or '-'}; {nearest}")
@@ -76,18 +73,16 @@ def example(record, name) -> Example:
 # --- one function per kind: record -> prompt, chosen, rejected -----------------------------------
 
 
-def _texts(field, record):
-    prompt, system = records.text(record, field), _system(record)
-    if field == "instruction" and _optional(record, "input"):
-        prompt += "\n" + record.data["input"]
-    if system:
-        prompt = [*system, {"role": "user", "content": prompt}]
+def _texts(record, field):
+    extra = _optional(record, "input") if field == "instruction" else []
+    prompt, system = "\n".join([records.text(record, field), *extra]), _system(record)
+    prompt = [*system, {"role": "user", "content": prompt}] if system else prompt
     return prompt, *(_response(record, side) for side in SIDES)
 
 
-def _chat(field, sides, record):
+def _chat(record, field="prompt", sides=SIDES):
     """A side that begins with the assistant continues the prompt; any other has it in itself."""
-    _only_text(record, "", record.data)
+    _object(record, "", record.data)
     prompt, system = record.data.get(field), _system(record)
     given = system
     if isinstance(prompt, list) or field != "prompt":
@@ -106,15 +101,6 @@ def _chat(field, sides, record):
     return lead, chosen["content"], rejected["content"]
 
 
-def _openai(record):
-    given = record.data.get("input")
-    if not isinstance(given, dict):
-        raise _error(record, "input", given, 'give {"messages": [...]}')
-    _only_text(record, "input.", given)
-    data = record.data | {"input.messages": given.get("messages")}
-    return _chat("input.messages", FIELDS["openai"][1:], records.Record(record.where, data))
-
-
 def _transcript(record):
     data = {}
     for side in SIDES:
@@ -123,20 +109,22 @@ def _transcript(record):
             raise Unusable("empty response")
         if not text.startswith(HUMAN):
             raise _error(record, side, text, f"begin it with {HUMAN!r}")
-        _, *parts = re.split(r"\n\n(Human|Assistant):", text)
-        if parts[-2] == "Human":  # they differ in a human's turn, or were cut before the answer
+        turns = TURN.findall(text)
+        if turns[-1][0] == "Human":  # they differ in a human's turn, or were cut before the answer
             raise Unusable("prompts differ")
-        turns = zip(parts[::2], parts[1::2], strict=True)
-        data[side] = [{"role": who.lower(), "content": said.strip()} for who, said in turns]
-    return _chat("prompt", SIDES, records.Record(record.where, data))
+        data[side] = [{"role": ROLES[who.lower()], "content": said.strip()} for who, said in turns]
+    return _chat(records.Record(record.where, data))
 
 
-FORMATS = {name: functools.partial(_texts, name) for name in TEXTS} | {
-    "messages": functools.partial(_chat, "prompt", SIDES),
-    "sharegpt": functools.partial(_chat, "conversations", SIDES),
-    "transcript": _transcript,
-    "openai": _openai,
-}
+def _openai(record):
+    given = _object(record, "input", record.data.get("input"))
+    data = record.data | {"input.messages": given.get("messages")}
+    return _chat(records.Record(record.where, data), "input.messages", OUTPUTS)
+
+
+FORMATS = {name: functools.partial(_texts, field=name) for name in TEXTS}
+FORMATS |= {"messages": _chat, "sharegpt": functools.partial(_chat, field="conversations")}
+FORMATS |= {"transcript": _transcript, "openai": _openai}
 
 
 # --- what they are made of -----------------------------------------------------------------------
@@ -146,21 +134,24 @@ def _error(record, path, value, hint):
     return UserError(f"{record.where}: {path} is {value!r:.60}; {hint}")
 
 
-def _only_text(record, path, data):
+def _object(record, path, value):
+    """The value, if it is an object and holds nothing that training on text would ignore."""
+    if not isinstance(value, dict):
+        raise _error(record, path, value, "give an object, {...}")
     for key in NOT_TEXT:
-        if data.get(key):
-            raise _error(record, path + key, data[key], "only text is read: remove it")
+        if value.get(key):
+            raise _error(record, f"{path}.{key}".lstrip("."), value[key], "only text is read")
+    return value
 
 
 def _optional(record, field):
-    """A text that may be absent: tables write null or "" where it is."""
+    """[text], or [] where it is absent: tables write null or "" there."""
     value = record.data.get(field)
-    return "" if value is None or not str(value).strip() else records.text(record, field)
+    return [] if value is None or not str(value).strip() else [records.text(record, field)]
 
 
 def _system(record):
-    content = _optional(record, "system")
-    return [{"role": "system", "content": content}] if content else []
+    return [{"role": "system", "content": text} for text in _optional(record, "system")]
 
 
 def _response(record, field):
@@ -179,20 +170,17 @@ def _turns(record, field):
         raise _error(record, field, value, "give a list of messages")
     turns = []
     for number, turn in enumerate(value):
-        path = f"{field}[{number}]"
-        if not isinstance(turn, dict):
-            raise _error(record, path, turn, 'give {"role": ..., "content": ...}')
-        _only_text(record, f"{path}.", turn)
+        path = f"{field}[{number}]" if value is record.data[field] else field
+        _object(record, path, turn)
         who, what = ("from", "value") if "from" in turn else ("role", "content")
-        role, content = turn.get(who), turn.get(what)
-        if not isinstance(role, str) or role not in ROLES:
-            raise _error(record, f"{path}.{who}", role, "give system, user or assistant")
+        role, content = ROLES.get(str(turn.get(who))), turn.get(what)
+        if not role:
+            raise _error(record, f"{path}.{who}", turn.get(who), "give system, user or assistant")
         if not isinstance(content, str):
             raise _error(record, f"{path}.{what}", content, "only text is read: give a string")
-        may_be_empty = turn is value[-1] and ROLES[role] == "assistant"
+        text = _response if role == "assistant" and number + 1 == len(value) else records.text
         part = records.Record(record.where, {f"{path}.{what}": content})
-        content = (_response if may_be_empty else records.text)(part, f"{path}.{what}")
-        turns.append({"role": ROLES[role], "content": content})
+        turns.append({"role": role, "content": text(part, f"{path}.{what}")})
     return turns
 
 

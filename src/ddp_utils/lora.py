@@ -8,7 +8,7 @@ from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ddp_utils import UserError
+from ddp_utils import UserError, dist
 from ddp_utils.pairs import load_tokenizer, model_path
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -65,6 +65,17 @@ def precision(config, device):
         autocast = torch.bfloat16 if has_bf16 else torch.float16
     frozen = torch.bfloat16 if autocast == torch.bfloat16 else torch.float32
     return wanted or frozen, autocast
+
+
+def check_same_precision(config, world):
+    """All ranks must train in one precision: gradients with and without a loss scale do not mix."""
+    has_bf16 = precision(config, world.device)[1] == torch.bfloat16
+    votes = dist.all_sum(torch.tensor([float(has_bf16)], device=world.device), world).item()
+    if 0 < votes < world.world_size:
+        raise UserError(
+            f"{votes:.0f} of {world.world_size} GPUs have bf16; "
+            "give --no_use_mixed_precision, or leave the others out"
+        )
 
 
 def load(name, dtype, device):

@@ -12,7 +12,7 @@ from ranks import ranks
 
 SETTINGS = runs.words(
     "--fine_tuning full --learning_rate 3e-4 --batch_size 8 --lr_scaling none "
-    "--lr_scheduler constant --warmup_ratio 0 --log_every 20 --val_data ''"
+    "--lr_scheduler constant --warmup_ratio 0 --log_every 20 --val_data '' --num_samples 0"
 )
 
 

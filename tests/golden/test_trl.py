@@ -10,7 +10,8 @@ from ranks import ranks
 
 LETTER = runs.words(
     "--no_shuffle --lr_scheduler constant --lr_scaling none --warmup_ratio 0 --weight_decay 0 "
-    "--no_use_mixed_precision --batch_size 4 --max_steps 20 --beta 0.1 --max_grad_norm 1"
+    "--no_use_mixed_precision --batch_size 4 --max_steps 20 --beta 0.1 --max_grad_norm 1 "
+    "--num_samples 0"
 )
 CASES = {
     "trl_full": ["--fine_tuning", "full"],

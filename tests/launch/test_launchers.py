@@ -13,7 +13,7 @@ from conftest import ROOT
 from ranks import free_port
 
 SCRIPT = str(ROOT / "src/main_distributed.py")
-STEPS = runs.words("--max_steps 20 --max_rows 80 --batch_size 8 --log_every 10 --lr_scaling none")
+STEPS = runs.words("--max_steps 20 --max_rows 80 --batch_size 8 --log_every 10 --num_samples 8")
 PYTHON = sys.executable
 BIN = os.path.dirname(PYTHON)
 
@@ -124,8 +124,6 @@ def test_the_shell_script_trains_and_two_nodes_meet_by_environment(
         (["2", "--beta", "-1"], "error: --beta: -1.0 is out of range"),
         (["0"], "error: num_gpus: 0"),
         (["2", "bake"], "error: bake: not known"),
-        (["2", "--train_data", "no such file.jsonl"], "error: no such file.jsonl: no such file"),
-        (["90"], "error: --batch_size: 16 pairs for 90 processes"),
         (["2", "--backend", "nccl"], "error: --backend nccl needs a cuda device"),
     ],
 )
@@ -140,6 +138,6 @@ def test_a_mistake_costs_one_line_before_anything_is_launched(arguments, message
 def test_the_shell_script_passes_on_the_true_exit_status(tmp_path):
     done = shell("2", "--learning_rate", "1e30", "--max_rows", "40", cwd=tmp_path)
     assert done.returncode == 3  # torchrun itself ends with 1
-    assert "the loss is not finite in step" in done.stderr
+    assert "is not finite" in done.stderr
     summary = json.loads((tmp_path / "results/dpo/summary.json").read_text())
     assert (summary["status"], summary["exit_code"]) == ("failed", 3)

@@ -1,0 +1,643 @@
+"""Preference files of seven kinds -> examples: hand-written rows, real files, malformed rows."""
+
+import copy
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conftest import ROOT
+from ddp_utils import UserError, formats, records
+from ddp_utils.formats import Unusable
+
+REASONS = {"identical", "empty response", "prompts differ"}
+WHERE = "f.jsonl:7"
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def assistant(content):
+    return {"role": "assistant", "content": content}
+
+
+def system(content):
+    return {"role": "system", "content": content}
+
+
+def human(value):
+    return {"from": "human", "value": value}
+
+
+def gpt(value):
+    return {"from": "gpt", "value": value}
+
+
+def read(row, name=None):
+    """(prompt, chosen, rejected) of a row, or the reason why it is unusable."""
+    record = records.Record(WHERE, row)
+    try:
+        example = formats.example(record, name or formats.find_format(record))
+    except Unusable as reason:
+        return str(reason)
+    assert example.where == WHERE
+    return example[1:]
+
+
+def read_file(path):
+    """The name of the file's format, and what each row gives."""
+    found = records.read(path)
+    name = formats.find_format(found[0])
+    return name, [read(record.data, name) for record in found]
+
+
+def complaint(row, name=None):
+    with pytest.raises(UserError) as caught:
+        read(row, name)
+    message = str(caught.value)
+    assert message.startswith(f"{WHERE}: ") and "\n" not in message and len(message) < 300
+    return message.removeprefix(f"{WHERE}: ")
+
+
+# --- files of each format ------------------------------------------------------------------------
+
+FILES = {
+    "prompt.jsonl": [
+        ("Name a colour.", " Blue.", " Colour."),
+        ([system("Answer in French."), user("Name a colour.")], "Bleu.", "Blue."),
+        "identical",
+        "empty response",
+    ],
+    "instruction.json": [
+        (
+            "Put into the past tense.\nShe walks home.",
+            "She walked home.",
+            "Obviously, she walked home.",
+        ),
+        ("Name a metal.", "Iron.", "Wood."),
+        ("Name a river.", "Rhine.", "Alps."),
+        "identical",
+    ],
+    "question.jsonl": [
+        ("Is ice cold?", "Yes.", "No."),
+        ([system("You are a pirate."), user("Where is the ship?")], "Arr, at sea!", "At sea."),
+        "empty response",
+    ],
+    "messages.jsonl": [
+        ([system("Rhyme."), user("Cat?")], "Hat.", "Dog."),
+        ([user("Is it late?")], "Yes, nine.", "Late?"),
+        ([user("Hi"), assistant("Hello."), user("Bye")], "Farewell.", "What?"),
+        "prompts differ",
+        ([user("Up?")], "Down.", "Sideways."),
+    ],
+    "sharegpt.json": [
+        ([user("What is the time?")], "Noon.", "Time is money."),
+        (
+            [system("Be kind."), user("I lost."), assistant("Oh no."), user("Twice.")],
+            "Next time!",
+            "Ha.",
+        ),
+        ([system("Be kind."), user("I won.")], "Well done!", "So what."),
+        "identical",
+    ],
+    "transcript.jsonl": [
+        ([user("Can I eat soap?")], "No.", "Try it."),
+        ([user("Hi"), assistant("Hello."), user("Two lines:\n\nlike this.")], "I see.", "Where?"),
+        "prompts differ",
+        "empty response",
+    ],
+    "openai.jsonl": [
+        ([user("Is it raining?")], "I cannot see outside.", "Yes."),
+        (
+            [system("Be brief."), user("Why?"), assistant("Why not?"), user("Tell me.")],
+            "Because.",
+            "There are many reasons.",
+        ),
+        "identical",
+    ],
+}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_each_format_is_found_and_read_as_written_by_hand(file):
+    name, rows = read_file(ROOT / "tests/data/formats" / file)
+    assert name == file.partition(".")[0]
+    assert rows == FILES[file]
+
+
+def test_there_is_a_file_for_each_format():
+    assert {file.partition(".")[0] for file in FILES} == set(formats.FORMATS)
+
+
+def test_an_example_says_where_it_stands():
+    [first, *_] = records.read(ROOT / "tests/data/formats/question.jsonl")
+    example = formats.example(first, "question")
+    assert example.where.endswith("question.jsonl:1")
+    assert example == (first.where, "Is ice cold?", "Yes.", "No.")
+
+
+# --- real files ----------------------------------------------------------------------------------
+
+
+def test_real_instructions_are_read_and_six_pairs_are_identical(shared):
+    file = shared / "data/preferences/instruction_preference_900.json"
+    source = json.loads(file.read_text())
+    name, rows = read_file(file)
+    assert name == "instruction" and len(rows) == len(source) == 900
+    same = [number for number, row in enumerate(source) if row["chosen"] == row["rejected"]]
+    assert [number for number, row in enumerate(rows) if row == "identical"] == same
+    assert len(same) == 6
+    for row, found in zip(source, rows, strict=True):
+        if found != "identical":
+            joined = row["instruction"] + ("\n" + row["input"] if row["input"] else "")
+            assert found == (joined, row["chosen"], row["rejected"])
+    assert sum("\n" in found[0] for found in rows if found != "identical") >= 250
+
+
+def test_all_real_sharegpt_conversations_are_read(shared):
+    file = shared / "data/preferences/dpo_en_demo.json"
+    source = json.loads(file.read_text())
+    name, rows = read_file(file)
+    assert name == "sharegpt" and len(rows) == len(source) == 300
+    speaks = {"human": "user", "gpt": "assistant", "system": "system"}
+    for row, (prompt, chosen, rejected) in zip(source, rows, strict=True):
+        turns = row["conversations"]
+        assert [turn["content"] for turn in prompt] == [turn["value"] for turn in turns]
+        assert [turn["role"] for turn in prompt] == [speaks[turn["from"]] for turn in turns]
+        assert (chosen, rejected) == (row["chosen"]["value"], row["rejected"]["value"])
+    assert sum(row[0][0]["role"] == "system" for row in rows) == 80
+    assert sum(len(row[0]) > 2 for row in rows) == 106
+
+
+@pytest.mark.parametrize(("part", "count"), [("train", 93), ("test", 20)])
+def test_real_stories_keep_every_letter(shared, part, count):
+    file = shared / f"data/preferences/stories_pairs_{part}.jsonl"
+    source = [json.loads(line) for line in file.read_text().split("\n") if line]
+    name, rows = read_file(file)
+    assert name == "prompt" and len(rows) == count
+    assert rows == [(row["prompt"], row["chosen"], row["rejected"]) for row in source]
+    assert all(chosen.startswith(" ") for _, chosen, _ in rows), "a leading space is a token's"
+
+
+def test_a_real_file_with_a_prompt_of_another_name_is_refused_and_told_the_nearest(shared):
+    [first] = records.read(shared / "data/preferences/storybyte_preference_pairs.jsonl", limit=1)
+    with pytest.raises(UserError) as caught:
+        formats.find_format(first)
+    assert str(caught.value).endswith(
+        "storybyte_preference_pairs.jsonl:1: fields found: request, chosen, rejected; "
+        "nearest is question, chosen, rejected: question is missing"
+    )
+
+
+# --- the format is told by the fields ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "prompt"),
+        ({"prompt": 3, "chosen": None, "rejected": {}}, "prompt"),
+        ({"prompt": "a", "instruction": "i", "chosen": "b", "rejected": "c"}, "prompt"),
+        ({"instruction": "a", "chosen": "b", "rejected": "c"}, "instruction"),
+        ({"question": "a", "chosen": "b", "rejected": "c"}, "question"),
+        ({"prompt": "a", "chosen": [], "rejected": []}, "messages"),
+        ({"prompt": "a", "question": "a", "chosen": [], "rejected": []}, "messages"),
+        ({"prompt": [], "chosen": "b", "rejected": "c"}, "messages"),
+        ({"chosen": [], "rejected": []}, "messages"),
+        ({"conversations": [], "chosen": {}, "rejected": {}}, "sharegpt"),
+        ({"chosen": "\n\nHuman: a", "rejected": "\n\nHuman: a"}, "transcript"),
+        ({"chosen": "\n\nHuman: a", "rejected": 3}, "transcript"),
+        ({"input": {}, "preferred_output": [], "non_preferred_output": []}, "openai"),
+    ],
+)
+def test_the_fields_tell_the_format(row, name):
+    assert formats.find_format(records.Record(WHERE, row)) == name
+    assert formats.find_format(records.Record(WHERE, dict(reversed(row.items())))) == name
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        (["a", "b"], "fields found: a, b; nearest is prompt, chosen, rejected: prompt is missing"),
+        ([], "fields found: -; nearest is prompt, chosen, rejected: prompt is missing"),
+        (["chosen", "rejected"], "nearest is prompt, chosen, rejected: prompt is missing"),
+        (["prompt", "chosen"], "nearest is prompt, chosen, rejected: rejected is missing"),
+        (["prompt", "choosen", "rejected"], "prompt, chosen, rejected: chosen is missing"),
+        (["question", "choosen", "rejectd"], "nearest is question, chosen, rejected: chosen"),
+        (["instructions", "chosen", "rejected"], "instruction, chosen, rejected: instruction is"),
+        (["conversation", "chosen", "rejected"], "conversations, chosen, rejected: conversations"),
+        (["input", "preferred_output"], "non_preferred_output: non_preferred_output is missing"),
+        (["a\nb", "\ud800", "x" * 99], f"fields found: a\\nb, \\ud800, {'x' * 40}; nearest"),
+    ],
+)
+def test_other_fields_are_told_the_nearest_format(fields, says):
+    assert says in complaint(dict.fromkeys(fields, "text"))
+
+
+def test_messages_without_a_response_are_told_what_is_missing():
+    said = complaint({"prompt": [user("q")], "chosen": "x"})
+    assert said.endswith("nearest is prompt, chosen, rejected: rejected is missing")
+
+
+def test_a_thousand_fields_make_one_short_line():
+    with pytest.raises(UserError) as caught:
+        formats.find_format(records.Record(WHERE, {f"field {n}": n for n in range(1000)}))
+    assert len(str(caught.value)) < 1500
+
+
+# --- texts ---------------------------------------------------------------------------------------
+
+
+def test_the_text_of_a_response_is_kept_as_it_stands():
+    row = {"prompt": " a\n", "chosen": "  b \n", "rejected": "\tc"}
+    assert read(row) == (" a\n", "  b \n", "\tc")
+
+
+@pytest.mark.parametrize("name", ["prompt", "instruction", "question"])
+def test_a_system_text_makes_messages_of_the_prompt(name):
+    row = {name: " a", "system": "s ", "chosen": "b", "rejected": "c"}
+    assert read(row) == ([system("s "), user(" a")], "b", "c")
+
+
+@pytest.mark.parametrize("nothing", [None, "", " \n"])
+def test_an_empty_system_or_input_is_none(nothing):
+    row = {"instruction": "a", "system": nothing, "input": nothing, "chosen": "b", "rejected": "c"}
+    assert read(row) == ("a", "b", "c")
+
+
+def test_input_belongs_to_instructions_alone():
+    row = {"prompt": "a", "input": "more", "chosen": "b", "rejected": "c"}
+    assert read(row) == ("a", "b", "c")
+
+
+# --- messages ------------------------------------------------------------------------------------
+
+LONG = [system("s"), user("1"), assistant("2"), user("3")]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": LONG, "chosen": [assistant("x")], "rejected": [assistant("y")]},
+        {"prompt": LONG, "chosen": "x", "rejected": "y"},
+        {"prompt": LONG, "chosen": [assistant("x")], "rejected": "y"},
+        {"prompt": LONG, "chosen": assistant("x"), "rejected": assistant("y")},
+        {"chosen": [*LONG, assistant("x")], "rejected": [*LONG, assistant("y")]},
+        {"prompt": "3", "chosen": [*LONG, assistant("x")], "rejected": [*LONG, assistant("y")]},
+        {"prompt": None, "chosen": [*LONG, assistant("x")], "rejected": [*LONG, assistant("y")]},
+        {"prompt": LONG, "chosen": [*LONG, assistant("x")], "rejected": [assistant("y")]},
+        {
+            "prompt": LONG[:2],
+            "chosen": [*LONG, assistant("x")],
+            "rejected": [*LONG, assistant("y")],
+        },
+        {
+            "prompt": LONG[1:2],
+            "system": "s",
+            "chosen": [*LONG[2:], assistant("x")],
+            "rejected": [*LONG[1:], assistant("y")],
+        },
+    ],
+    ids=lambda row: "-".join(f"{key}:{type(value).__name__}" for key, value in row.items()),
+)
+def test_many_ways_to_write_one_conversation_give_one_example(row):
+    assert read(row) == (LONG, "x", "y")
+
+
+def test_a_system_text_stands_before_a_prompt_that_is_one_text():
+    row = {"system": "s", "prompt": "q", "chosen": [assistant("x")], "rejected": "y"}
+    assert read(row) == ([system("s"), user("q")], "x", "y")
+
+
+def test_what_a_message_has_besides_role_and_content_is_left_out():
+    marked = {**user("1"), "name": "Ann", "weight": 0, "tool_calls": None}
+    row = {"prompt": [marked], "chosen": [assistant("x")], "rejected": [assistant("y")]}
+    assert read(row) == ([user("1")], "x", "y")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected"),
+    [
+        ([user("1"), assistant("x")], [user("2"), assistant("y")]),
+        ([user("1"), assistant("x")], [system("s"), user("1"), assistant("y")]),
+        ([user("1"), assistant("x")], [user("1"), assistant("x"), user("2"), assistant("y")]),
+        (
+            [user("1"), assistant("a"), user("2"), assistant("x")],
+            [user("1"), assistant("b"), user("2"), assistant("y")],
+        ),
+    ],
+    ids=["user", "system", "length", "assistant"],
+)
+def test_conversations_that_part_before_the_last_message_are_unusable(chosen, rejected):
+    assert read({"chosen": chosen, "rejected": rejected}) == "prompts differ"
+    assert read({"chosen": rejected, "rejected": chosen}) == "prompts differ"
+
+
+def test_a_conversation_that_does_not_begin_with_the_prompts_messages_is_unusable():
+    whole = {"chosen": [user("1"), assistant("x")], "rejected": [user("1"), assistant("y")]}
+    assert read({"prompt": [user("2")], **whole}) == "prompts differ"
+    assert read({"prompt": [system("s"), user("1")], **whole}) == "prompts differ"
+
+
+# --- transcripts ---------------------------------------------------------------------------------
+
+HI = "\n\nHuman: Hi\n\nAssistant: Hello."
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "expected"),
+    [
+        ("\n\nHuman: q\n\nAssistant: a ", "\n\nHuman:q\n\nAssistant:b", ([user("q")], "a", "b")),
+        (
+            f"{HI}\n\nHuman: q: Human: ?\n\nAssistant: x\n\ny",
+            f"{HI}\n\nHuman: q: Human: ?\n\nAssistant: Assistant: z\nHuman: w",
+            (
+                [user("Hi"), assistant("Hello."), user("q: Human: ?")],
+                "x\n\ny",
+                "Assistant: z\nHuman: w",
+            ),
+        ),
+        (HI, HI, "identical"),
+        (HI, HI + " ", "identical"),
+        (HI, "\n\nHuman: Hi\n\nAssistant: ", "empty response"),
+        (HI, "", "empty response"),
+        (HI, "\n\nHuman: Ho\n\nAssistant: Hello.", "prompts differ"),
+        (HI + "\n\nHuman: q\n\nAssistant: a", HI, "prompts differ"),
+        (f"{HI}\n\nHuman: a", f"{HI}\n\nHuman: b", "prompts differ"),
+        (
+            f"{HI}\n\nHuman: a\n\nAssistant: x",
+            f"{HI}\n\nHuman: b\n\nAssistant: y",
+            "prompts differ",
+        ),
+        (f"{HI}\n\nHuman: a", "\n\nHuman: Hi\n\nAssistant: Ho.", "prompts differ"),
+        (f"{HI}\n\nHuman:", "\n\nHuman: Hi\n\nAssistant: Ho.", "prompts differ"),
+    ],
+)
+def test_transcripts_part_at_the_last_turn_of_the_assistant(chosen, rejected, expected):
+    assert read({"chosen": chosen, "rejected": rejected}) == expected
+    if isinstance(expected, str):
+        assert read({"chosen": rejected, "rejected": chosen}, "transcript") == expected
+
+
+# --- unusable rows, in every format --------------------------------------------------------------
+
+
+def in_every_format(chosen, rejected):
+    return {
+        "prompt": {"prompt": "q", "chosen": chosen, "rejected": rejected},
+        "instruction": {"instruction": "q", "chosen": chosen, "rejected": rejected},
+        "question": {"question": "q", "chosen": chosen, "rejected": rejected},
+        "messages": {
+            "prompt": [user("q")],
+            "chosen": [assistant(chosen)],
+            "rejected": [assistant(rejected)],
+        },
+        "sharegpt": {
+            "conversations": [human("q")],
+            "chosen": gpt(chosen),
+            "rejected": gpt(rejected),
+        },
+        "transcript": {
+            "chosen": f"\n\nHuman: q\n\nAssistant: {chosen}",
+            "rejected": f"\n\nHuman: q\n\nAssistant: {rejected}",
+        },
+        "openai": {
+            "input": {"messages": [user("q")]},
+            "preferred_output": [assistant(chosen)],
+            "non_preferred_output": [assistant(rejected)],
+        },
+    }
+
+
+@pytest.mark.parametrize("name", formats.FORMATS)
+def test_equal_and_empty_responses_are_unusable_and_others_are_not(name):
+    assert read(in_every_format("x", "x")[name]) == "identical"
+    for empty in ("", " ", "\n\t", "\u3000"):
+        assert read(in_every_format("x", empty)[name]) == "empty response"
+        assert read(in_every_format(empty, "x")[name]) == "empty response"
+        assert read(in_every_format(empty, empty)[name]) == "empty response"
+    assert read(in_every_format("x", "y")[name])[1:] == ("x", "y")
+
+
+@pytest.mark.parametrize("name", formats.FORMATS)
+@pytest.mark.parametrize("bad", ["a\0", "\ud800b", "b\udfff"])
+def test_nul_and_half_a_surrogate_pair_are_refused_in_every_format(name, bad):
+    for chosen, rejected in ((bad, "x"), ("x", bad)):
+        assert "NUL or half a surrogate pair" in complaint(in_every_format(chosen, rejected)[name])
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "a\0", "chosen": "x", "rejected": "y"},
+        {"question": "a", "system": "\0", "chosen": "x", "rejected": "y"},
+        {"instruction": "a", "input": "\udc00", "chosen": "x", "rejected": "y"},
+        {"prompt": [user("1"), assistant("\0"), user("2")], "chosen": "x", "rejected": "y"},
+        {"conversations": [human("a\ud800")], "chosen": gpt("x"), "rejected": gpt("y")},
+        {"chosen": "\n\nHuman: a\0\n\nAssistant: b", "rejected": "\n\nHuman: a"},
+    ],
+)
+def test_nul_and_half_a_surrogate_pair_are_refused_in_prompts(row):
+    assert "NUL or half a surrogate pair" in complaint(row)
+
+
+def test_a_response_that_is_one_text_is_called_by_its_field():
+    row = {"prompt": [user("q")], "chosen": "\0", "rejected": "y"}
+    assert complaint(row).startswith("chosen has a NUL")
+
+
+@pytest.mark.parametrize("name", formats.FORMATS)
+def test_each_missing_or_null_field_is_refused_in_every_format(name):
+    row = in_every_format("x", "y")[name]
+    for field in row:
+        if (name, field) == ("messages", "prompt"):
+            continue  # may be absent: then the responses hold the whole conversation
+        assert field in complaint({**row, field: None}, name)
+        without = {key: value for key, value in row.items() if key != field}
+        assert field in complaint(without, name)
+
+
+# --- malformed rows ------------------------------------------------------------------------------
+
+ANSWERS = {"chosen": [assistant("x")], "rejected": [assistant("y")]}
+SHARE = {"chosen": gpt("x"), "rejected": gpt("y")}
+OUTPUT = {"preferred_output": [assistant("x")], "non_preferred_output": [assistant("y")]}
+TEXT = {"chosen": "x", "rejected": "y"}
+ORDER = "give user and assistant by turns, "
+
+MALFORMED = [
+    ({"prompt": "", **TEXT}, "prompt is ''; give a non-empty string"),
+    ({"prompt": 3, **TEXT}, "prompt is 3; give a non-empty string"),
+    ({"prompt": "q", "chosen": 3, "rejected": ""}, "chosen is 3; give a non-empty string"),
+    ({"prompt": "q", "chosen": "", "rejected": 3}, "rejected is 3; give a non-empty string"),
+    ({"prompt": "q", "chosen": "x", "rejected": assistant("y")}, "rejected is {'role': "),
+    ({"prompt": "q", "system": ["s"], **TEXT}, "system is ['s']; give a non-empty string"),
+    ({"instruction": "q", "input": 3, **TEXT}, "input is 3; give a non-empty string"),
+    ({"question": [], **TEXT}, "question is []; give a non-empty string"),
+    # messages
+    ({"prompt": [], **ANSWERS}, "prompt is []; give a list of messages"),
+    ({"prompt": 3, **ANSWERS}, "prompt is 3; give a non-empty string"),
+    ({"prompt": " ", **ANSWERS}, "prompt is ' '; give a non-empty string"),
+    ({"prompt": ["q"], **ANSWERS}, "prompt[0] is 'q'; give an object"),
+    ({"prompt": [{}], **ANSWERS}, "prompt[0].role is None; give system, user or assistant"),
+    ({"prompt": [{"role": "user"}], **ANSWERS}, "prompt[0].content is None; only text is read"),
+    ({"prompt": [user("")], **ANSWERS}, "prompt[0].content is ''; give a non-empty string"),
+    ({"prompt": [user("1"), assistant(" "), user("2")], **ANSWERS}, "prompt[1].content is ' '"),
+    ({"prompt": [{"role": "tool", "content": "q"}], **ANSWERS}, "prompt[0].role is 'tool'"),
+    ({"prompt": [{"role": ["user"], "content": "q"}], **ANSWERS}, "prompt[0].role is ['user']"),
+    ({"prompt": [user([{"type": "text", "text": "q"}])], **ANSWERS}, "only text is read"),
+    (
+        {"prompt": [user("q")], "tools": [{"name": "f"}], **ANSWERS},
+        "tools is [{'name': 'f'}]; only",
+    ),
+    ({"prompt": [user("q")], "images": ["a.png"], **ANSWERS}, "images is ['a.png']; only text"),
+    (
+        {"prompt": [user("q")], **TEXT, "chosen": [{**assistant("x"), "tool_calls": [1]}]},
+        "chosen[0].tool_calls is [1]; only text is read",
+    ),
+    (
+        {"prompt": [user("1"), user("2")], **ANSWERS},
+        f"prompt has the roles user, user; {ORDER}user",
+    ),
+    ({"prompt": [assistant("1"), user("2")], **ANSWERS}, "prompt has the roles assistant, user;"),
+    ({"prompt": [user("1"), assistant("2")], **ANSWERS}, f"user, assistant; {ORDER}user last"),
+    ({"prompt": [system("1")], **ANSWERS}, f"prompt has the roles system; {ORDER}user last"),
+    ({"prompt": [user("1"), system("2"), user("3")], **ANSWERS}, "the roles user, system, user;"),
+    ({"prompt": [system("1"), user("2")], "system": "s", **ANSWERS}, "system, system, user"),
+    ({**ANSWERS}, f"chosen has the roles assistant; {ORDER}assistant last"),
+    ({**ANSWERS, "rejected": [user("1")]}, "chosen has the roles assistant;"),
+    ({"prompt": "q", **ANSWERS, "rejected": [user("q")]}, "rejected has the roles user; give"),
+    ({"prompt": "q", **ANSWERS, "rejected": []}, "rejected is []; give a list of messages"),
+    ({"prompt": "q", **ANSWERS, "rejected": [assistant(3)]}, "rejected[0].content is 3; only"),
+    ({"prompt": "q", **ANSWERS, "rejected": [assistant("1"), assistant("2")]}, "rejected has the "),
+    # ShareGPT
+    ({"conversations": "q", **SHARE}, "conversations has the roles assistant;"),
+    ({"conversations": [], **SHARE}, "conversations is []; give a list of messages"),
+    ({"conversations": [human("1"), gpt("2")], **SHARE}, "conversations has the roles user, assis"),
+    (
+        {"conversations": [{"from": "function_call", "value": "q"}], **SHARE},
+        "conversations[0].from",
+    ),
+    ({"conversations": [{"from": "human"}], **SHARE}, "conversations[0].value is None; only text"),
+    (
+        {"conversations": [human("q")], **SHARE, "chosen": human("x")},
+        "chosen has the roles user; give",
+    ),
+    ({"conversations": [human("q")], **SHARE, "chosen": gpt(3)}, "chosen.value is 3; only text"),
+    ({"conversations": [human("q")], **SHARE, "chosen": {}}, "chosen.role is None; give system"),
+    ({"conversations": [human("q")], **SHARE, "tools": "[f]"}, "tools is '[f]'; only text is read"),
+    # transcripts
+    ({"chosen": HI, "rejected": "Hello"}, "rejected is 'Hello'; begin it with '\\n\\nHuman:'"),
+    ({"chosen": HI[2:], "rejected": HI}, "chosen is 'Human: Hi"),
+    ({"chosen": HI, "rejected": f"Once. {HI}"}, "rejected is 'Once. \\n\\nHuman: Hi"),
+    (
+        {"chosen": HI, "rejected": f"{HI}\n\nAssistant: x"},
+        "rejected has the roles user, assistant, ",
+    ),
+    ({"chosen": "\n\nHuman: \n\nAssistant: x", "rejected": HI}, "chosen[0].content is ''; give a "),
+    # OpenAI
+    ({"input": "q", **OUTPUT}, "input is 'q'; give an object"),
+    ({"input": {}, **OUTPUT}, "input.messages is None; give a list of messages"),
+    ({"input": {"messages": []}, **OUTPUT}, "input.messages is []; give a list of messages"),
+    ({"input": {"messages": ["q"]}, **OUTPUT}, "input.messages[0] is 'q'; give an object"),
+    ({"input": {"messages": [user("q")], "tools": [1]}, **OUTPUT}, "input.tools is [1]; only text"),
+    (
+        {"input": {"messages": [user("q")]}, **OUTPUT, "preferred_output": [assistant("x")] * 2},
+        "preferred_output has the roles user, assistant, assistant;",
+    ),
+]
+
+
+@pytest.mark.parametrize(("row", "says"), MALFORMED, ids=[says[:40] for _, says in MALFORMED])
+def test_a_malformed_row_is_one_line_that_names_the_field(row, says):
+    assert says in complaint(row)
+
+
+def test_a_row_of_another_format_than_the_file_is_refused():
+    row = {"question": "q", "chosen": "x", "rejected": "y"}
+    assert "prompt is missing" in complaint(row, "prompt")
+    assert "prompt is ['q']" in complaint({**row, "prompt": ["q"]}, "prompt")
+    assert "conversations is missing" in complaint(row, "sharegpt")
+
+
+# --- whatever the row holds ----------------------------------------------------------------------
+
+leaves = (
+    st.none()
+    | st.booleans()
+    | st.integers(-9, 9)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=4)
+    | st.sampled_from(["user", "human", "gpt", "", " ", "x", HI, "\n\nHuman:", "\n\nAssistant:"])
+    | st.lists(st.sampled_from(["\n\nHuman:", "\n\nAssistant:", " a", " b"])).map("".join)
+)
+roles = st.sampled_from(["system", "user", "assistant", "human", "gpt"]) | leaves
+contents = st.sampled_from(["a", "b"]) | leaves
+messages = st.fixed_dictionaries(
+    {},
+    optional={
+        "role": roles,
+        "content": contents,
+        "from": roles,
+        "value": contents,
+        "tools": leaves,
+    },
+)
+values = st.recursive(
+    leaves | messages | st.lists(messages, max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=5,
+)
+sound = st.lists(
+    st.sampled_from([user("a"), user("b"), assistant("a"), assistant("b")]), max_size=4
+)
+values = values | sound | sound.map(lambda turns: {"messages": turns})
+names = sorted({field for fields in formats.FIELDS.values() for field in fields} | {"system"})
+rows = st.dictionaries(st.sampled_from(names) | st.text(max_size=3), values, max_size=6)
+rows = rows | st.fixed_dictionaries({"chosen": leaves, "rejected": leaves})
+
+
+@st.composite
+def damaged(draw):
+    """A sound row of one of the formats in which up to two parts are something else."""
+    sides = draw(st.tuples(*[st.sampled_from(["x", "y", "", f"x{HI}"])] * 2))
+    row = copy.deepcopy(in_every_format(*sides)[draw(st.sampled_from(list(formats.FORMATS)))])
+    for _ in range(draw(st.integers(0, 2))):
+        row = damage(draw, row, depth=0)
+    return row
+
+
+def damage(draw, part, depth):
+    if not isinstance(part, (dict, list)) or not part or depth and draw(st.booleans()):
+        return draw(values)
+    keys = list(part) if isinstance(part, dict) else list(range(len(part)))
+    key = draw(st.sampled_from(keys))
+    part[key] = damage(draw, part[key], depth + 1)
+    return part
+
+
+@settings(max_examples=150, deadline=None)
+@given(rows | damaged())
+def test_any_row_gives_an_example_or_a_reason_or_one_line(row):
+    record = records.Record(WHERE, row)
+    before = repr(row)
+    try:
+        formats.find_format(record)
+    except UserError as error:
+        assert "\n" not in str(error) and str(error).startswith(f"{WHERE}: fields found: ")
+    for name in formats.FORMATS:
+        try:
+            example = formats.example(record, name)
+        except Unusable as reason:
+            assert str(reason) in REASONS
+        except UserError as error:
+            assert "\n" not in str(error) and str(error).startswith(f"{WHERE}: ")
+        else:
+            assert example.chosen.strip() and example.rejected.strip()
+            assert example.chosen != example.rejected
+            if not isinstance(example.prompt, str):
+                assert example.prompt[-1]["role"] == "user"
+                assert all(turn["content"].strip() for turn in example.prompt)
+    assert repr(row) == before, "reading a row must not change it"
