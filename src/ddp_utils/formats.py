@@ -140,7 +140,9 @@ def _object(record, path, value):
         raise _error(record, path, value, "give an object, {...}")
     for key in NOT_TEXT:
         if value.get(key):
-            raise _error(record, f"{path}.{key}".lstrip("."), value[key], "only text is read")
+            raise _error(
+                record, f"{path}.{key}".strip("."), value[key], "only text is read: cut it"
+            )
     return value
 
 

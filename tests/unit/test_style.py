@@ -11,9 +11,11 @@ import pytest
 from conftest import ROOT
 
 SOURCES = sorted(p for p in ROOT.glob("src/**/*.py") if "egg-info" not in str(p))
+ALL = [*SOURCES, ROOT / "check_gpu.py"]
 SCRIPTS = {p.stem for p in ROOT.glob("src/*.py")}
 PACKAGES = {p.name for p in ROOT.glob("src/*/") if (p / "__init__.py").exists()}
 CEILINGS = {  # lines of code, +20 % with a reason
+    **{"check_gpu": 250, "formats": 130},
     **{"config": 80, "main_distributed": 240, "cli": 80, "dist": 200, "records": 150},
     **{"pairs": 180, "batching": 120, "logps": 250, "losses": 150, "lora": 120},
     **{"parallel": 200, "checkpoint": 150, "run": 200, "sampling": 120, "plots": 120},
@@ -41,7 +43,8 @@ def test_imports_flow_one_way(path):
 
 
 FORBIDDEN = re.compile(
-    r"torch\.load\(|import pickle|dcp\.load|(gather|scatter|broadcast|send|recv)_object|trust_remote_code=True|shell=True|"
+    r"torch\.load\(|import pickle|dcp\.load|(gather|scatter|broadcast|send|recv)_object|"
+    r"trust_remote_code=True|shell=True|"
     r"(?<![\w.])(eval|exec)\([^)]|os\.system|except Exception|except:"
 )
 
@@ -70,7 +73,7 @@ def lines_of_code(path):
 
 
 def test_files_stay_under_their_ceilings():
-    sizes = {path.stem: lines_of_code(path) for path in SOURCES if path.stem in CEILINGS}
+    sizes = {path.stem: lines_of_code(path) for path in ALL if path.stem in CEILINGS}
     over = {name: size for name, size in sizes.items() if size > CEILINGS[name] * 1.2}
     assert over == {}
     package = sum(map(lines_of_code, ROOT.glob("src/ddp_utils/*.py")))
