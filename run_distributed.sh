@@ -39,11 +39,15 @@ folder=$(sed -n 's/^run folder: //p' <<<"$checked")
 
 where=(--standalone)
 if [ "$nodes" -gt 1 ]; then
-  where=(--nnodes "$nodes" --node-rank "${NODE_RANK:?export NODE_RANK, 0 to $((nodes - 1))}"
-    --master-addr "${MASTER_ADDR:?export MASTER_ADDR, the host of node 0}"
-    --master-port "${MASTER_PORT:?export MASTER_PORT, a free port of node 0}")
+  : "${NODE_RANK:?export NODE_RANK, 0 to $((nodes - 1))}"
+  : "${MASTER_ADDR:?export MASTER_ADDR, the host of node 0}"
+  : "${MASTER_PORT:?export MASTER_PORT, a free port of node 0}"
+  where=(--nnodes "$nodes" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR"
+    --master-port "$MASTER_PORT" --rdzv-conf "timeout=${DDP_JOIN_SECONDS:-50}")
+  meet_nodes "$MASTER_ADDR" "$MASTER_PORT" "$NODE_RANK"
 elif [ -n "${MASTER_PORT:-}" ]; then
   where=(--master-addr 127.0.0.1 --master-port "$MASTER_PORT")
+  meet_nodes 127.0.0.1 "$MASTER_PORT" 0
 fi
 export RUN_ID="${RUN_ID:-$(date +%s)-$$}"
 status=0

@@ -37,3 +37,30 @@ final = summary.get("run_id") == os.environ["RUN_ID"] and summary.get("status") 
 sys.exit(summary["exit_code"] if final else int(sys.argv[2]))
 PYTHON
 }
+
+# Several nodes, or a port that the user chose: a wrong address or a taken port costs one line.
+meet_nodes() { # address, port, rank of this node
+  python - "$@" <<'PYTHON'
+import os, socket, sys, time
+address, port, node = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+deadline = time.monotonic() + float(os.environ.get("DDP_JOIN_SECONDS", 50))
+while True:
+    try:
+        if node == 0:
+            socket.create_server(("", port)).close()
+        else:
+            socket.create_connection((address, port), timeout=5).close()
+        sys.exit(0)
+    except OSError as error:
+        if node == 0:
+            problem = f"MASTER_PORT: {port} is in use on {socket.gethostname()}; export another one"
+        elif time.monotonic() < deadline:
+            time.sleep(0.5)
+            continue
+        else:
+            problem = (f"node {node} cannot reach {address}:{port} ({error}); check MASTER_ADDR, "
+                       "MASTER_PORT and firewall, for nodes that start slowly DDP_JOIN_SECONDS")
+    print(f"error: {problem}", file=sys.stderr)
+    sys.exit(2)
+PYTHON
+}

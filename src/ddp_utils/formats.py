@@ -13,6 +13,7 @@ openai       {"input": {"messages"}, "preferred_output", "non_preferred_output"}
 import difflib
 import functools
 import re
+import reprlib
 from typing import NamedTuple
 
 from ddp_utils import UserError, records
@@ -131,18 +132,15 @@ FORMATS |= {"transcript": _transcript, "openai": _openai}
 
 
 def _error(record, path, value, hint):
-    return UserError(f"{record.where}: {path} is {value!r:.60}; {hint}")
+    return UserError(f"{record.where}: {path} is {reprlib.repr(value)}; {hint}")
 
 
 def _object(record, path, value):
     """The value, if it is an object and holds nothing that training on text would ignore."""
     if not isinstance(value, dict):
         raise _error(record, path, value, "give an object, {...}")
-    for key in NOT_TEXT:
-        if value.get(key):
-            raise _error(
-                record, f"{path}.{key}".strip("."), value[key], "only text is read: cut it"
-            )
+    for key in filter(value.get, NOT_TEXT):
+        raise _error(record, f"{path}.{key}".strip("."), value[key], "only text is read: cut it")
     return value
 
 

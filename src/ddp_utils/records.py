@@ -6,6 +6,7 @@ import difflib
 import gzip
 import json
 import math
+import reprlib
 import zlib
 from pathlib import Path
 from typing import NamedTuple
@@ -70,7 +71,9 @@ def text(record, field) -> str:
         raise UserError(f"{record.where}: {field} is missing; {found}")
     value = record.data[field]
     if not isinstance(value, str) or not value.strip():
-        raise UserError(f"{record.where}: {field} is {value!r:.60}; give a non-empty string")
+        raise UserError(
+            f"{record.where}: {field} is {reprlib.repr(value)}; give a non-empty string"
+        )
     if "\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value):
         raise UserError(f"{record.where}: {field} has a NUL or half a surrogate pair; remove it")
     return value

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 
@@ -133,6 +134,19 @@ def test_a_mistake_costs_one_line_before_anything_is_launched(arguments, message
     assert done.stderr.startswith(message)
     assert done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wrong_address_or_a_taken_port_costs_one_line_in_the_shell_script(tmp_path):
+    with socket.create_server(("", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = shell("2", cwd=tmp_path, MASTER_PORT=port)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: MASTER_PORT: {port} is in use on ")
+    nodes = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    done = shell("2", cwd=tmp_path, DDP_JOIN_SECONDS="2", **nodes)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: node 1 cannot reach 127.0.0.1:{port}")
+    assert done.stderr.count("\n") == 1
 
 
 def test_the_shell_script_passes_on_the_true_exit_status(tmp_path):
