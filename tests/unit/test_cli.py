@@ -81,7 +81,7 @@ def test_without_flags_the_file_counts(monkeypatch):
         (["--beta=0.5"], {"beta": 0.5}),
         (["--learning_rate", "1e-5"], {"learning_rate": 1e-5}),
         (["--max_rows", "-1", "--max_steps", "-1"], {}),
-        (["--val_data", ""], {"val_data": ""}),
+        (["--train_data", ""], {"train_data": ""}),
         (["--output_dir=--x"], {"output_dir": "--x"}),
         (["--label_smoothing", "0"], {"label_smoothing": 0.0}),
     ],
@@ -217,7 +217,7 @@ def test_nan_and_infinity_are_refused(name, value):
     "name, value",
     [
         ("learning_rate", "1e-4"),
-        ("learning_rate", None),
+        ("beta", None),
         ("batch_size", 16.0),
         ("batch_size", True),
         ("seed", None),

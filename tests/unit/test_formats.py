@@ -471,7 +471,10 @@ MALFORMED = [
     ({"prompt": 3, **TEXT}, "prompt is 3; give a non-empty string"),
     ({"prompt": "q", "chosen": 3, "rejected": ""}, "chosen is 3; give a non-empty string"),
     ({"prompt": "q", "chosen": "", "rejected": 3}, "rejected is 3; give a non-empty string"),
-    ({"prompt": "q", "chosen": "x", "rejected": assistant("y")}, "rejected is {'role': "),
+    (
+        {"prompt": "q", "chosen": "x", "rejected": assistant("y")},
+        "rejected is {'content': 'y', 'role': 'assistant'}",
+    ),
     ({"prompt": "q", "system": ["s"], **TEXT}, "system is ['s']; give a non-empty string"),
     ({"instruction": "q", "input": 3, **TEXT}, "input is 3; give a non-empty string"),
     ({"question": [], **TEXT}, "question is []; give a non-empty string"),
@@ -530,7 +533,7 @@ MALFORMED = [
     # transcripts
     ({"chosen": HI, "rejected": "Hello"}, "rejected is 'Hello'; begin it with '\\n\\nHuman:'"),
     ({"chosen": HI[2:], "rejected": HI}, "chosen is 'Human: Hi"),
-    ({"chosen": HI, "rejected": f"Once. {HI}"}, "rejected is 'Once. \\n\\nHuman: Hi"),
+    ({"chosen": HI, "rejected": f"Once. {HI}"}, "rejected is 'Once. \\n\\nHu...stant: Hello.'"),
     (
         {"chosen": HI, "rejected": f"{HI}\n\nAssistant: x"},
         "rejected has the roles user, assistant, ",
