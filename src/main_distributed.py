@@ -174,11 +174,16 @@ def check_finite(per_pair, wheres, step):
         )
 
 
+def no_closed_form(config):
+    """Runs whose first loss is not known beforehand: only their gradients are checked."""
+    return config.method == "simpo" or bool(config.reference_model)
+
+
 def check_first_step(policy, now, means, rows, pairs, reference, config):
     """Before the first update: policy = reference, loss = its closed form, gradients where due."""
     parallel.check_gradients(policy, config.fine_tuning)
     precision = parallel.bare(policy).precision
-    if config.method == "simpo" or config.reference_model or config.max_steps == 0:
+    if no_closed_form(config):
         return
     if not (config.lora_dropout and config.init_adapter):  # an adapter with dropout differs
         tokens = torch.tensor([max(map(len, pairs[i][1:3])) for i in rows], device=now.device)
@@ -290,25 +295,17 @@ def main(argv=None) -> int:
         print(*described, f"run folder: {config.result_dir}", sep="\n")
         return 0
 
-    # world
     world = dist.join(world, config.timeout_minutes)
     lora.check_same_precision(config, world)
     if config.deterministic:
         torch.use_deterministic_algorithms(True)
-    global_batch = config.batch_size * config.gradient_accumulation_steps
-    plan = batching.Plan(
-        len(data["train"]),
-        global_batch,
-        config.seed,
-        config.shuffle,
-        config.num_epochs,
-        config.max_steps,
-    )
-    peak = parallel.learning_rate(config, global_batch, world.world_size)
+    plan = batching.Plan.of(config, len(data["train"]))
+    peak = parallel.learning_rate(config, plan.global_batch, world.world_size)
 
     with Run(config.result_dir, config, world, plan.steps) as run:
         run.say(
-            f"world_size={world.world_size} device={world.device} global_batch={global_batch} = "
+            f"world_size={world.world_size} device={world.device} "
+            f"global_batch={plan.global_batch} = "
             f"{config.batch_size} pairs over {world.world_size} ranks x "
             f"{config.gradient_accumulation_steps} accumulation learning_rate={peak:.3g} "
             f"steps={plan.steps}"
@@ -316,6 +313,8 @@ def main(argv=None) -> int:
         run.write_json("data_report.json", reports)
         for line in described:
             run.say(line)
+        if no_closed_form(config):
+            run.say("step 0: no closed form (simpo or reference_model), only gradients are checked")
 
         # model
         scorer, reference = load_scored(config, data, world, run)

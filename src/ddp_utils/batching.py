@@ -61,6 +61,13 @@ class Plan(NamedTuple):
     num_epochs: float = 1
     max_steps: int = -1
 
+    @classmethod
+    def of(cls, config, rows):
+        """The plan that the usual settings ask for."""
+        global_batch = config.batch_size * config.gradient_accumulation_steps
+        settings = config.seed, config.shuffle, config.num_epochs, config.max_steps
+        return cls(rows, global_batch, *settings)
+
     @property
     def steps_per_epoch(self):
         return math.ceil(self.rows / self.global_batch)

@@ -80,8 +80,15 @@ class Scorer(nn.Module):
         return bare.base_model, bare.get_output_embeddings()
 
     def generate(self, ids, **options):
-        """Sample continuations with transformers' own generate."""
-        return self.model.generate(ids, **options)
+        """Sample continuations with transformers' own generate.
+
+        In eval(): nothing is trained here, and checkpointing would do without the cache.
+        """
+        self.model.eval()
+        with torch.autocast(ids.device.type, self.autocast, enabled=bool(self.autocast)):
+            found = self.model.generate(ids, **options)
+        self.model.train()
+        return found
 
     def example(self, device):
         """The smallest batch there is: one pair of one-token responses."""

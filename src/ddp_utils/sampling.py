@@ -9,18 +9,13 @@ import math
 import numbers
 
 import torch
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    TemperatureLogitsWarper,
-    TopPLogitsWarper,
-)
+import transformers
 
 from ddp_utils import UserError, dist, records
 from ddp_utils.batching import MicroBatch, seed_of, share
 
 
-class SeededNoise(LogitsProcessor):
+class SeededNoise(transformers.LogitsProcessor):
     """Gumbel noise from one generator per row: its arg max is a draw from the softmax.
 
     torch's own sampling takes all rows from one stream, so that a reply would depend on what
@@ -67,14 +62,14 @@ def _batch(scorer, prompts, seeds, ends, config, device):
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
     steps = []
     if config.temperature > 0:
-        steps = [TemperatureLogitsWarper(config.temperature)]
-        steps += [TopPLogitsWarper(config.top_p)] if config.top_p < 1 else []
+        steps = [transformers.TemperatureLogitsWarper(config.temperature)]
+        steps += [transformers.TopPLogitsWarper(config.top_p)] if config.top_p < 1 else []
         steps += [SeededNoise(seeds)]
     output = scorer.generate(
         ids,
         attention_mask=mask,
         do_sample=False,  # the noise is the sampling
-        logits_processor=LogitsProcessorList(steps),
+        logits_processor=transformers.LogitsProcessorList(steps),
         max_new_tokens=config.max_new_tokens,
         eos_token_id=ends,
         pad_token_id=ends[0] if ends else 0,
