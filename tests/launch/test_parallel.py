@@ -1,0 +1,158 @@
+"""Wrap, backward, clip, step, state: on one rank and several, and what travels between them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import runs
+from ddp_utils import UserError, checkpoint, dist, logps, lora, pairs, parallel
+from ranks import ranks
+
+SETTINGS = SimpleNamespace(
+    **dict(weight_decay=0.0, warmup_ratio=0.0, lr_scheduler="constant", max_grad_norm=1.0),
+    **dict(model_name="data/demo/model", fine_tuning="lora", init_adapter="", lora_dropout=0.0),
+    **dict(lora_r=4, lora_alpha=8, lora_targets="q_proj,v_proj", base_dtype="auto"),
+    **dict(use_mixed_precision=True, use_gradient_checkpointing=False),
+)
+
+
+def policy_and_pairs(fine_tuning="lora"):
+    world = dist.join(dist.meet(dist.whoami()))
+    torch.manual_seed(0)
+    config = SimpleNamespace(**{**vars(SETTINGS), "fine_tuning": fine_tuning})
+    model, autocast = lora.load_policy(config, world.device)
+    policy = parallel.wrap(logps.Scorer(model, autocast), config, world)
+    data, _ = pairs.read(runs.PAIRS, pairs.Encoder(pairs.load_tokenizer("data/demo/model")))
+    optimizer, schedule = parallel.make_optimizer(policy, config, 1e-3, 10)
+    return world, policy, optimizer, schedule, data
+
+
+def one_step(world, policy, optimizer, schedule, data):
+    """A step on all pairs, shared out; returns the loss of the global batch."""
+    mine = data[world.rank :: world.world_size]
+    chosen, rejected = policy(logps.collate(mine))
+    loss = (rejected - chosen).sum() / len(data)
+    parallel.backward(policy, loss * world.world_size, last=True)
+    parallel.clip(policy, 1.0)
+    parallel.step(policy, optimizer, schedule)
+    return dist.all_sum(loss.detach(), world).item()
+
+
+def save_after_two(folder, fine_tuning):
+    parts = policy_and_pairs(fine_tuning)
+    for _ in range(2):
+        one_step(*parts)
+    tensors = parallel.state(parts[1], parts[2])
+    if parts[0].is_main:
+        checkpoint.write(folder, 2, tensors, {})
+    return [one_step(*parts) for _ in range(2)]
+
+
+def load_and_go_on(folder, fine_tuning):
+    parts = policy_and_pairs(fine_tuning)
+    path, skipped = checkpoint.find(folder)
+    assert skipped == []
+    tensors, manifest = checkpoint.read(path)
+    assert manifest["step"] == 2
+    parallel.load_state(parts[1], parts[2], tensors)
+    return [one_step(*parts) for _ in range(2)]
+
+
+@pytest.mark.parametrize("fine_tuning", ["lora", "full"])
+def test_complaint_24_a_state_saved_on_4_ranks_goes_on_on_1_and_2(fine_tuning, tmp_path):
+    expected = ranks(4, save_after_two, str(tmp_path), fine_tuning)[0]
+    names = checkpoint.read(checkpoint.find(tmp_path)[0])[0]
+    assert not [name for name in names if "module." in name or "_orig_mod" in name]
+    kinds = {name.split("/")[0] for name in names}
+    assert kinds == {"parameter", "exp_avg", "exp_avg_sq", "step", "loss_scale"}
+    for world_size in (1, 2, 4):
+        found = ranks(world_size, load_and_go_on, str(tmp_path), fine_tuning)[0]
+        assert found == pytest.approx(expected, rel=1e-5)
+    fresh = ranks(1, load_nothing, fine_tuning)[0]  # the control: without the state
+    assert abs(fresh - expected[0]) > 1e-3 * abs(expected[0])
+
+
+def load_nothing(fine_tuning):
+    return one_step(*policy_and_pairs(fine_tuning))
+
+
+def test_a_state_of_another_kind_of_training_is_refused(tmp_path):
+    ranks(1, save_after_two, str(tmp_path), "full")
+    _, policy, optimizer, _, _ = policy_and_pairs("lora")
+    with pytest.raises(UserError, match="the checkpoint trains .*, this run does not"):
+        parallel.load_state(policy, optimizer, checkpoint.read(checkpoint.find(tmp_path)[0])[0])
+
+
+def reductions():
+    """How many gradient buckets travel with each of three micro-batches."""
+    _, policy, _, _, data = policy_and_pairs()
+    assert isinstance(policy, DistributedDataParallel)
+    sent, counts = [], []
+
+    def hook(state, bucket):
+        sent.append(bucket.index())
+        return default_hooks.allreduce_hook(state, bucket)
+
+    policy.register_comm_hook(None, hook)
+    for last in (False, False, True):
+        chosen, rejected = policy(logps.collate(data[:2]))
+        parallel.backward(policy, (rejected - chosen).sum(), last)
+        counts.append(len(sent))
+    return counts
+
+
+def test_gradients_travel_with_the_last_micro_batch_only():
+    for counts in ranks(2, reductions):
+        assert counts[:2] == [0, 0] and counts[2] > 0
+
+
+def test_the_loss_scale_halves_after_an_overflow_and_doubles_after_2000_good_steps():
+    scale = parallel.LossScale(enabled=True)
+    assert scale.scale == 65536
+    scale.norm = torch.tensor(float("inf"))
+    assert not scale.allows_step() and scale.scale == 32768
+    scale.norm = torch.tensor(1.0)
+    assert all(scale.allows_step() for _ in range(2000)) and scale.scale == 65536
+    off = parallel.LossScale(enabled=False)
+    off.norm = torch.tensor(float("nan"))
+    assert off.allows_step() and off.scale == 1.0
+
+
+def test_under_a_loss_scale_gradients_and_steps_are_those_without(monkeypatch):
+    found = []
+    for scaled in (False, True):
+        parts = policy_and_pairs()
+        if scaled:
+            parallel.bare(parts[1]).loss_scale = parallel.LossScale(enabled=True)
+        losses = [one_step(*parts) for _ in range(3)]
+        found.append((losses, list(parallel.trainable(parts[1]).values())))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "done", "expected"),
+    [  # 10 steps, 2 of warm-up
+        ("linear", 0, 1 / 3),
+        ("linear", 1, 2 / 3),
+        ("linear", 2, 1.0),
+        ("linear", 6, 0.5),
+        ("linear", 9, 0.125),
+        ("cosine", 6, 0.5),
+        ("cosine", 4, 0.8535533905932737),
+        ("constant", 9, 1.0),
+    ],
+)
+def test_the_schedule_by_hand(kind, done, expected):
+    assert parallel.decay(kind, done, steps=10, warmup=2) == pytest.approx(expected)
+
+
+def test_the_peak_rate_by_hand():
+    def peak(scaling):
+        config = SimpleNamespace(learning_rate=1e-5, base_batch_size=16, lr_scaling=scaling)
+        return parallel.learning_rate(config, global_batch=64, world_size=8)
+
+    expected = {"linear": 4e-5, "sqrt": 2e-5, "world_size": 8e-5, "none": 1e-5}
+    assert {scaling: peak(scaling) for scaling in expected} == pytest.approx(expected)
