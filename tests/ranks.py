@@ -25,6 +25,7 @@ CONTEXT.set_forkserver_preload(
         "transformers.models.qwen3.modeling_qwen3",
         "peft",
         "main_distributed",
+        "pytest",  # which the test modules import, in each rank again
     ]
 )
 

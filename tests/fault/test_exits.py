@@ -102,7 +102,7 @@ def test_complaint_23_a_killed_rank_ends_the_others_within_30_seconds():
     assert 0 not in outcome.codes
 
 
-SECONDS = {"DDP_JOIN_SECONDS": "4"}
+SECONDS = {"DDP_JOIN_SECONDS": "2"}
 
 
 @pytest.mark.parametrize(

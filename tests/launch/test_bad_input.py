@@ -39,6 +39,7 @@ CASES = {  # flags -> what the line says; DATA stands for a file of good rows
     "--fine_tuning lora --lora_targets q_prj": "--lora_targets: no layer q_prj; there are",
     "--fine_tuning lora --init_adapter .": "--init_adapter: no adapter at .",
     "--output_dir DIR": "--output_dir: DIR is not empty",
+    "--backend nccl --check": "--backend nccl needs a cuda device and there is none",
 }
 
 
@@ -50,6 +51,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "full/model.safetensors").write_text("precious")
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
+    monkeypatch.setattr(main_distributed.dist, "_count", lambda kind: 0)  # on any machine
     return tmp_path
 
 
