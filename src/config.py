@@ -1,7 +1,10 @@
 """Settings of src/main_distributed.py: edit them here, or give any as a flag: --beta 0.3."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
+
+from ddp_utils import UserError, cli, losses
 
 Method = Literal[
     "dpo", "cdpo", "robust", "ipo", "ipo_sum", "hinge", "dpop", "dposhift", "dpopshift", "simpo"
@@ -79,3 +82,32 @@ class Config:
     deterministic: bool = False  # deterministic kernels, slower
     check: bool = False  # read and check everything, train nothing
     debug: bool = False  # tracebacks for user errors, too
+
+
+def check(config):
+    """Raise UserError for a value out of its range, or two that do not go together."""
+    above_0, from_0 = ("above 0", lambda x: x > 0), ("of 0 or more", lambda x: x >= 0)
+    cli.check_ranges(
+        config,
+        **dict.fromkeys(("beta", "learning_rate", "batch_size", "num_epochs", "lora_r"), above_0),
+        **dict.fromkeys(("lora_alpha", "base_batch_size", "log_every", "timeout_minutes"), above_0),
+        **dict.fromkeys(("gradient_accumulation_steps", "lambda_shift"), above_0),
+        **dict.fromkeys(("lambda_dpop", "simpo_gamma", "sft_weight", "weight_decay"), from_0),
+        **dict.fromkeys(("max_grad_norm", "eval_every", "seed", "num_samples"), from_0),
+        temperature=from_0,
+        max_new_tokens=above_0,
+        top_p=("above 0, at most 1", lambda x: 0 < x <= 1),
+        max_length=("of 8 or more", lambda x: x >= 8),
+        max_steps=("of -1 or more", lambda x: x >= -1),
+        max_rows=("of -1, or 1 and more", lambda x: x == -1 or x > 0),
+        label_smoothing=("from 0 up to, not including, 0.5", lambda x: 0 <= x < 0.5),
+        lora_dropout=("from 0 up to, not including, 1", lambda x: 0 <= x < 1),
+        warmup_ratio=("from 0 to 1", lambda x: 0 <= x <= 1),
+    )
+    losses.options(config)  # an option that the method does not use is refused
+    if config.fine_tuning == "full" and config.base_dtype == "bf16":
+        raise UserError("--base_dtype bf16: full fine-tuning trains fp32 weights; use auto or fp32")
+    if config.method == "simpo" and config.reference_model:
+        raise UserError("--reference_model: simpo has no reference; leave it out")
+    if config.output_dir and any(Path(config.output_dir).glob("*")):
+        raise UserError(f"--output_dir: {config.output_dir} is not empty; give another folder")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from config import Config
+from config import Config, check
 from ddp_utils import (
     NonFiniteError,
     UserError,
@@ -40,36 +40,12 @@ DEMO = Path("data/demo")  # its model and train_data are the defaults of src/con
 def read_settings(argv, world):
     """Flags over src/config.py, checked before anything is read."""
     config = cli.parse(Config, argv, console=world.is_main)
-    above_0, from_0 = ("above 0", lambda x: x > 0), ("of 0 or more", lambda x: x >= 0)
-    cli.check_ranges(
-        config,
-        **dict.fromkeys(("beta", "learning_rate", "batch_size", "num_epochs", "lora_r"), above_0),
-        **dict.fromkeys(("lora_alpha", "base_batch_size", "log_every", "timeout_minutes"), above_0),
-        **dict.fromkeys(("gradient_accumulation_steps", "lambda_shift"), above_0),
-        **dict.fromkeys(("lambda_dpop", "simpo_gamma", "sft_weight", "weight_decay"), from_0),
-        **dict.fromkeys(("max_grad_norm", "eval_every", "seed", "num_samples"), from_0),
-        temperature=from_0,
-        max_new_tokens=above_0,
-        top_p=("above 0, at most 1", lambda x: 0 < x <= 1),
-        max_length=("of 8 or more", lambda x: x >= 8),
-        max_steps=("of -1 or more", lambda x: x >= -1),
-        max_rows=("of -1, or 1 and more", lambda x: x == -1 or x > 0),
-        label_smoothing=("from 0 up to, not including, 0.5", lambda x: 0 <= x < 0.5),
-        lora_dropout=("from 0 up to, not including, 1", lambda x: 0 <= x < 1),
-        warmup_ratio=("from 0 to 1", lambda x: 0 <= x <= 1),
-    )
-    losses.options(config)  # an option that the method does not use is refused
-    if config.fine_tuning == "full" and config.base_dtype == "bf16":
-        raise UserError("--base_dtype bf16: full fine-tuning trains fp32 weights; use auto or fp32")
-    if config.method == "simpo" and config.reference_model:
-        raise UserError("--reference_model: simpo has no reference; leave it out")
+    check(config)
     if config.batch_size * config.gradient_accumulation_steps < world.world_size:
         raise UserError(
             f"--batch_size: {config.batch_size} pairs for {world.world_size} processes; "
             f"give at least {world.world_size}"
         )
-    if config.output_dir and any(Path(config.output_dir).glob("*")):
-        raise UserError(f"--output_dir: {config.output_dir} is not empty; give another folder")
     demo = config.train_data == Config.train_data
     if demo and not (config.val_data or config.test_data):
         val, test = (str(DEMO / f"preferences_{split}.jsonl") for split in ("val", "test"))

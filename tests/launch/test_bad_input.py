@@ -39,7 +39,7 @@ CASES = {  # flags -> what the line says; DATA stands for a file of good rows
     "--fine_tuning lora --lora_targets q_prj": "--lora_targets: no layer q_prj; there are",
     "--fine_tuning lora --init_adapter .": "--init_adapter: no adapter at .",
     "--output_dir DIR": "--output_dir: DIR is not empty",
-    "--backend nccl --check": "--backend nccl needs a cuda device and there is none",
+    "--backend nccl --check": "--backend nccl needs a cuda device, this machine has none",
 }
 
 
