@@ -252,8 +252,8 @@ def leave():
 def run(main):
     """Run main() as this process: one line for a user's mistake, a traceback for ours, one exit.
 
-    os._exit, because gloo's threads may still hold Python objects when the interpreter dies and
-    abort the process after all its work is done (7 of 15 runs, torch 2.13, Python 3.11).
+    os._exit, because gloo's threads may still hold Python objects when the interpreter dies, and
+    then abort the process after all its work is done (torch 2.13, Python 3.11).
     """
     code = 1
     try:
@@ -265,9 +265,8 @@ def run(main):
         code = error.exit_code
         if "--debug" in sys.argv:
             traceback.print_exc()
-        elif whoami().local_rank == 0 and _first_to_fail():
-            host = f" ({socket.gethostname()})" if whoami().rank else ""
-            print(f"error{host}: {error}", file=sys.stderr)
+        elif _speaks() and _first_to_fail():
+            print(f"error: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         code = 130
     except BaseException as error:
@@ -277,6 +276,14 @@ def run(main):
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _speaks():
+    """One process per node tells the user of his mistake: another node may have one of its own."""
+    try:
+        return whoami().local_rank == 0
+    except UserError:  # the launcher's variables are the mistake
+        return True
 
 
 def _first_to_fail():

@@ -135,6 +135,12 @@ def wrong_world(env):
     )
 
 
+def test_a_rank_that_is_no_number_costs_one_line():
+    done = wrong_world({"RANK": "one"})
+    assert done.returncode == 2
+    assert done.stderr == "error: RANK: 'one' is not a number; let the launcher set it\n"
+
+
 def test_a_port_in_use_costs_one_line():
     with socket.socket() as taken:
         taken.bind(("", 0))
