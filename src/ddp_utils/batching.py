@@ -44,11 +44,8 @@ def share(rows, lengths, world, budget) -> list[MicroBatch]:
     mine = dealt[world.rank :: world.world_size]
     turns = math.ceil(math.ceil(len(rows) / world.world_size) / budget)
     cuts = [mine[turn * budget : (turn + 1) * budget] for turn in range(turns)]
-    return [MicroBatch(cut, [1.0] * len(cut)) if cut else _filler(dealt) for cut in cuts]
-
-
-def _filler(dealt):
-    return MicroBatch(dealt[-1:], [0.0])
+    filler = MicroBatch(dealt[-1:], [0.0])
+    return [MicroBatch(cut, [1.0] * len(cut)) if cut else filler for cut in cuts]
 
 
 class Plan(NamedTuple):

@@ -52,13 +52,10 @@ def _check_type(name, hint, value):
         allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
         fits = type(value) in allowed or (type(value) is int and float in allowed)
     if not fits or (isinstance(value, float) and not math.isfinite(value)):
+        name_of = getattr(hint, "__name__", str(hint))
         choices = " or ".join(map(repr, typing.get_args(hint)))
-        wanted = choices if typing.get_origin(hint) is typing.Literal else f"a valid {_name(hint)}"
+        wanted = choices if typing.get_origin(hint) is typing.Literal else f"a valid {name_of}"
         raise UserError(f"{name}: {value!r} is not {wanted}")
-
-
-def _name(hint):
-    return getattr(hint, "__name__", str(hint))
 
 
 def check_ranges(config, **rules):
