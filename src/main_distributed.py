@@ -10,6 +10,7 @@ Settings: src/config.py. Results: results/dpo/ (see results/README.md).
 import dataclasses
 import gc
 import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -274,6 +275,7 @@ def main(argv=None) -> int:
     world = dist.join(world, config.timeout_minutes)
     lora.check_same_precision(config, world)
     if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else CUDA refuses to start
         torch.use_deterministic_algorithms(True)
     plan = batching.Plan.of(config, len(data["train"]))
     peak = parallel.learning_rate(config, plan.global_batch, world.world_size)

@@ -198,7 +198,8 @@ def noise(dtype, tokens):
     """How far, in nats, two exact scorings of `tokens` tokens [B] may differ by rounding alone.
 
     fp32: 1e-3 a response. bf16 and fp16 round logits of about 10 to 2^-6; errors of many tokens
-    add up like their square root (measured on real pairs: below a third of this).
+    add up like their square root. Measured in bf16 on 20 real and 100 demo pairs on a CPU, alone
+    against in a batch: at most 0.2 of this.
     """
     if dtype == torch.float32:
         return torch.full_like(tokens, 1e-3, dtype=torch.float32)
