@@ -71,6 +71,8 @@ class Config:
     # precision and hardware
     use_mixed_precision: bool = True  # bf16 where the GPU has it, else fp16; fp32 on a CPU
     base_dtype: Literal["auto", "fp32", "bf16"] = "auto"  # frozen weights under a LoRA
+    layout: Literal["auto", "shared", "separate"] = "auto"  # prompt once, or once per response
+    lean: bool = True  # LoRA: keep less for the backward, in the same layers and numbers
     use_gradient_checkpointing: bool = False  # less memory, one more forward
     backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"  # by the device
     timeout_minutes: float = 30.0  # how long a rank waits for the others

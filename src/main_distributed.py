@@ -24,14 +24,18 @@ from ddp_utils import (
     batching,
     cli,
     dist,
+    lean,
     logps,
     lora,
     losses,
     parallel,
     sampling,
+    selftest,
+    speed,
 )
 from ddp_utils import pairs as pairs_
-from ddp_utils.run import Run, Totals, interval, peak_memory_mb
+from ddp_utils import reference as reference_
+from ddp_utils.run import Run, Totals, interval
 
 DEMO = Path("data/demo")  # its model and train_data are the defaults of src/config.py
 
@@ -82,21 +86,6 @@ def read_data(config, encoder, world):
     return data, reports
 
 
-def check_fit(model, data):
-    """The model has an embedding for every token and a position for every pair."""
-    words = model.get_input_embeddings().weight.shape[0]
-    positions = getattr(model.config, "max_position_embeddings", None) or math.inf
-    for pair in (pair for split in data.values() for pair in split):
-        if max(map(max, pair[:3])) >= words:
-            raise UserError(f"{pair.where}: token id {max(map(max, pair[:3]))}, model has {words}")
-        length = len(pair.prompt) + max(len(pair.chosen), len(pair.rejected))
-        if length > positions:
-            raise UserError(
-                f"{pair.where}: {length} tokens, the model has {positions} positions; "
-                f"give --max_length {positions}"
-            )
-
-
 # --- step ----------------------------------------------------------------------------------------
 
 
@@ -104,7 +93,7 @@ def pair_losses(policy, batch, reference, config):
     """B pairs and their reference log-probs [B, 2] -> losses [B] and metrics, each [B]."""
     chosen, rejected = policy(batch)  # [B], [B]: summed over the response
     sides = losses.LogPs(chosen, rejected, *reference.unbind(-1), *batch.tokens)
-    noise = logps.noise(parallel.bare(policy).precision, sides.chosen_tokens)
+    noise = reference_.noise(parallel.bare(policy).precision, sides.chosen_tokens)
     per_pair, metrics = losses.preference(sides, config, noise)
     if config.sft_weight:
         metrics |= {"loss/preference": per_pair, "loss/sft": losses.sft(sides)}
@@ -116,10 +105,10 @@ def train_step(policy, step, rows, data, reference, config, world):
     """Forward and backward of one global batch -> its exact means, gradient ready for the step."""
     pairs, totals, found = data["train"], Totals(world), []
     budget = math.ceil(config.batch_size / world.world_size)
-    parts = batching.share(rows, [pair.tokens for pair in pairs], world, budget)
+    parts = parallel.bare(policy).share(rows, pairs, world, budget)
     for turn, part in enumerate(parts):
         torch.manual_seed(batching.seed_of(config.seed, step, turn, world.rank))  # for dropout
-        batch = logps.collate([pairs[i] for i in part.index], world.device)
+        batch = parallel.bare(policy).collate([pairs[i] for i in part.index], world.device)
         per_pair, metrics = pair_losses(policy, batch, reference["train"][part.index], config)
         weight = torch.tensor(part.weight, device=world.device)
         # DDP averages over ranks: times world_size / global count is the mean of the global batch
@@ -165,7 +154,8 @@ def check_first_step(policy, now, means, rows, pairs, reference, config):
     if not (config.lora_dropout and config.init_adapter):  # an adapter with dropout differs
         tokens = torch.tensor([max(map(len, pairs[i][1:3])) for i in rows], device=now.device)
         wheres = [pairs[i].where for i in rows]
-        logps.check_reference(now, reference[rows], logps.noise(precision, tokens), wheres)
+        bound = reference_.noise(precision, tokens)
+        reference_.check_reference(now, reference[rows], bound, wheres)
     expected, loss = losses.at_reference(config), means.get("loss/preference", means["loss"])
     if precision == torch.float32 and abs(loss - expected) > 2e-3 * max(1, expected):
         raise UserError(f"before the first step the loss is {loss:.6f} instead of {expected:.6f}")
@@ -177,10 +167,9 @@ def evaluate(policy, split, data, reference, config, world):
     pairs, totals = data[split], Totals(world)
     scorer = parallel.bare(policy)  # DDP would only wait for gradients
     budget = math.ceil(config.batch_size / world.world_size)
-    lengths = [pair.tokens for pair in pairs]
     with logps.dropout_off(scorer):
-        for part in batching.share(range(len(pairs)), lengths, world, budget):
-            batch = logps.collate([pairs[i] for i in part.index], world.device)
+        for part in scorer.share(range(len(pairs)), pairs, world, budget):
+            batch = scorer.collate([pairs[i] for i in part.index], world.device)
             _, metrics = pair_losses(scorer, batch, reference[split][part.index], config)
             metrics["squares"] = metrics["rewards/margins"].double() ** 2
             totals.add(metrics, torch.tensor(part.weight, device=world.device))
@@ -226,24 +215,26 @@ def load_scored(config, data, world, run):
 
     def scored(model, autocast):
         scorer = logps.Scorer(model, autocast).to(world.device)
-        shortest = sorted(data["train"], key=lambda pair: pair.tokens)[:2]
-        if line := logps.check_head(scorer, shortest, world.device):
+        if config.lean:
+            lean.apply(model)
+        for line in selftest.self_test(scorer, data["train"], config.layout, world.device):
             run.say(line)
         return scorer
 
-    def reference_of(scorer):
-        return {k: logps.score(scorer, v, world, budget) for k, v in data.items() if v}
+    def reference_of(scorer, *names):
+        return reference_.log_probs(scorer, data, names, budget, world, run)
 
     reference = None
     if config.reference_model:
         dtype, autocast = lora.precision(config, world.device)
         reference = reference_of(
-            scored(lora.load(config.reference_model, dtype, world.device), autocast)
+            scored(lora.load(config.reference_model, dtype, world.device), autocast),
+            config.reference_model,
         )
         gc.collect()
     torch.manual_seed(config.seed)  # the same fresh LoRA on every rank
     scorer = scored(*lora.load_policy(config, world.device))
-    return scorer, reference or reference_of(scorer)
+    return scorer, reference or reference_of(scorer, config.model_name, config.init_adapter)
 
 
 def main(argv=None) -> int:
@@ -258,7 +249,7 @@ def main(argv=None) -> int:
     encoder = pairs_.Encoder(tokenizer, config.chat_template, config.max_length, config.truncation)
     data, reports = read_data(config, encoder, world)
     outline = lora.outline(config)
-    check_fit(outline, data)
+    lora.check_fit(outline, data)
     if config.learning_rate is None:
         small = sum(p.numel() for p in outline.parameters()) < 10e6
         rate = 1e-3 if small else {"full": 1e-6, "lora": 1e-5}[config.fine_tuning]
@@ -300,6 +291,7 @@ def main(argv=None) -> int:
         policy = parallel.wrap(scorer, config, world)
         optimizer, schedule = parallel.make_optimizer(policy, config, peak, plan.steps)
         displacement = losses.Displacement(config)
+        meter = speed.Meter(scorer, world)
 
         # loop: one turn is one optimiser step
         for step in range(plan.steps):
@@ -308,10 +300,8 @@ def main(argv=None) -> int:
             values["learning_rate"] = optimizer.param_groups[0]["lr"]
             parallel.step(policy, optimizer, schedule)
             values["epoch"] = plan.epoch(step + 1)
-            values["seconds"] = time.perf_counter() - start
-            tokens = sum(data["train"][row].tokens for row in rows)
-            values["tokens_per_second"] = tokens / values["seconds"]
-            values["peak_memory_mb"] = peak_memory_mb(world.device)
+            seconds = time.perf_counter() - start
+            values |= meter.read([data["train"][row] for row in rows], seconds)
             run.log(step + 1, values, echo=(step + 1) % config.log_every == 0)
             if line := displacement.seen(values["rewards/chosen"]):
                 run.say(line)

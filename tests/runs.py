@@ -8,7 +8,7 @@ from shlex import split as words
 import torch
 
 import main_distributed
-from ddp_utils import parallel, plots
+from ddp_utils import batching, parallel, plots
 
 # what a comparison to the letter needs; the demo model is the default
 PAIRS = str(Path(__file__).parent / "data/pairs.jsonl")  # eight of the demo's test pairs
@@ -24,7 +24,8 @@ def train(folder, *flags_of_runs):
     torch.set_num_threads(1)
     results = []
     for number, flags in enumerate(flags_of_runs):
-        run = Path(folder) / f"{os.environ.get('WORLD_SIZE', 1)}-{number}"
+        # a parent of its own: runs beside each other share the reference's log-probs
+        run = Path(folder) / f"{os.environ.get('WORLD_SIZE', 1)}-{number}" / "run"
         assert main_distributed.main([*QUIET, *flags, "--result_dir", str(run)]) == 0
         results.append(lines(run) if os.environ.get("RANK", "0") == "0" else None)
     return results
@@ -58,14 +59,14 @@ def first_gradients(folder, *flags_of_runs):
 def train_with_mean_of_means(folder, flags):
     """The classic mistake, for tests that must see it: each rank averages over its own rows."""
     backward = parallel.backward
-    share = main_distributed.batching.share
+    share = batching.share
     mine = []
 
-    def watch(rows, lengths, world, budget):
-        parts = share(rows, lengths, world, budget)
+    def watch(rows, lengths, world, budget, padded=False):
+        parts = share(rows, lengths, world, budget, padded)
         mine[:] = [len(rows) / (world.world_size * sum(sum(part.weight) for part in parts))]
         return parts
 
-    main_distributed.batching.share = watch
+    batching.share = watch
     parallel.backward = lambda policy, loss, last: backward(policy, loss * mine[0], last)
     return train(folder, flags)

@@ -5,6 +5,7 @@ is the same for any number of processes. B rows in a micro-batch.
 """
 
 import hashlib
+import heapq
 import math
 from typing import NamedTuple
 
@@ -33,19 +34,39 @@ def order(count, seed, epoch, shuffle=True) -> list[int]:
     ).tolist()
 
 
-def share(rows, lengths, world, budget) -> list[MicroBatch]:
+def share(rows, lengths, world, budget, padded=False) -> list[MicroBatch]:
     """This rank's micro-batches of one global batch: at most `budget` rows each.
 
     Every rank gets the same number of them, since each is a forward that the others wait for;
-    where its rows do not suffice, a filler repeats the shortest one with weight 0. Rows are dealt
-    out by length: ranks get equal shares of tokens, and neighbours need little padding.
+    where its rows do not suffice, a filler repeats the shortest one with weight 0.
+    lengths: row -> tokens. Micro-batches get equal shares of tokens; or, if their rows will be
+    `padded` to one length, rows of like length. Ranks get equal shares of both.
     """
     dealt = sorted(rows, key=lambda row: (-lengths[row], row))
-    mine = dealt[world.rank :: world.world_size]
-    turns = math.ceil(math.ceil(len(rows) / world.world_size) / budget)
-    cuts = [mine[turn * budget : (turn + 1) * budget] for turn in range(turns)]
+    ranks = world.world_size
+    turns = math.ceil(math.ceil(len(dealt) / ranks) / budget)
+    if padded:
+        mine = dealt[world.rank :: ranks]
+        cuts = [mine[turn * budget : (turn + 1) * budget] for turn in range(turns)]
+    else:
+        cuts = _balanced(dealt, lengths, turns * ranks, budget)
+        cuts = [cuts[turn * ranks : (turn + 1) * ranks] for turn in range(turns)]
+        # to and fro, so that no rank always gets the largest
+        cuts = [cut[:: -1 if turn % 2 else 1][world.rank] for turn, cut in enumerate(cuts)]
     filler = MicroBatch(dealt[-1:], [0.0])
     return [MicroBatch(cut, [1.0] * len(cut)) if cut else filler for cut in cuts]
+
+
+def _balanced(dealt, lengths, count, budget):
+    """Each row, the longest first, into the emptiest of `count` bins; fullest bin first."""
+    bins = [[] for _ in range(count)]
+    heap = [(0, place) for place in range(count)]
+    for row in dealt:
+        tokens, place = heapq.heappop(heap)
+        bins[place].append(row)
+        if len(bins[place]) < budget:
+            heapq.heappush(heap, (tokens + lengths[row], place))
+    return sorted(bins, key=lambda rows: -sum(lengths[row] for row in rows))
 
 
 class Plan(NamedTuple):

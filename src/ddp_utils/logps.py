@@ -1,6 +1,8 @@
-"""Pairs -> summed log-probs, exactly, without ever holding the logits of a whole row.
+"""Pairs -> summed log-probs, exactly, and every token paid for once.
 
-B pairs, R = 2B rows (all chosen, then all rejected), T tokens, N scored tokens, D width, V words.
+B pairs, R rows, T tokens, N scored tokens, D width, V words. A pair is one stretch of a packed
+row (layout "shared", see packing.py), or two rows that repeat the prompt ("separate", for models
+whose attention cannot be steered). A response's last token is only a target: it is not fed.
 """
 
 import contextlib
@@ -10,43 +12,75 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ddp_utils import UserError, dist
-from ddp_utils.batching import share
+from ddp_utils import batching, packing
+from ddp_utils.pairs import Pair
 
-IGNORE = -100
-CHUNK = 2**25  # logits of one chunk: 128 MB in fp32
+CHUNK = {"cpu": 256}  # tokens whose logits are held at once: with fewer, products get slow;
+WIDE_CHUNK = 1024  # a GPU wants more, and has the memory
 
 
 class Batch(NamedTuple):
-    """B pairs as 2B rows. The last token of a response is only a target, so it is not fed.
-
-    Rows are padded on the right, where a causal model's tokens never look: no mask is needed,
-    and attention keeps its fast path. Padding is by length, never by token id.
-    """
+    """B pairs as token ids, and whose log-probs are asked for."""
 
     ids: torch.Tensor  # [R, T]
-    targets: torch.Tensor  # [R, T] the next token where it belongs to the response, else IGNORE
+    where: torch.Tensor  # [N] places among the R * T hidden states: each predicts ...
+    targets: torch.Tensor  # [N] ... this token
+    cells: torch.Tensor  # [2, N] its response (all chosen, then all rejected) and place in it
+    tokens: torch.Tensor  # [2, B] tokens of the chosen and the rejected responses
+    longest: int  # of these
+    layout: dict  # what the model must be told of a packed row
 
-    @property
-    def tokens(self):
-        """Scored tokens of chosen and rejected, [B] each."""
-        return (self.targets != IGNORE).sum(-1).chunk(2)
+
+def collate(pairs, device="cpu", shared=False) -> Batch:
+    """B pairs as one packed row; or as 2B rows padded on the right, where no token looks.
+
+    So no mask is needed, and attention keeps its fast path. Padding is by length, not by token id.
+    """
+    device = torch.device(device)
+
+    def put(values):
+        tensor = torch.tensor(values)
+        tensor = tensor.pin_memory() if device.type == "cuda" else tensor
+        return tensor.to(device, non_blocking=True)
+
+    if shared:
+        ids, where, positions, spans = _packed(pairs)
+        packed = packing.Packing(spans, device)
+        layout = {"position_ids": put([positions]), "packing": packed}
+    else:
+        ids, where, layout = *_padded(pairs), {}
+    responses = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
+    lengths = [len(response) for response in responses]
+    rows = [row for row, length in enumerate(lengths) for _ in range(length)]
+    places = [place for length in lengths for place in range(length)]
+    targets = put([token for response in responses for token in response])
+    tokens = put([lengths[: len(pairs)], lengths[len(pairs) :]])
+    return Batch(put(ids), put(where), targets, put([rows, places]), tokens, max(lengths), layout)
 
 
-def collate(pairs, device="cpu") -> Batch:
-    """Pad B pairs to one length."""
-    rows = [(pair.prompt, pair.chosen) for pair in pairs]
-    rows += [(pair.prompt, pair.rejected) for pair in pairs]
-    width = max(len(prompt) + len(response) for prompt, response in rows) - 1
-    ids = torch.zeros(len(rows), width, dtype=torch.long)
-    targets = torch.full_like(ids, IGNORE)
-    for row, (prompt, response) in enumerate(rows):
-        text = torch.tensor(prompt + response)
-        ids[row, : len(text) - 1] = text[:-1]
-        targets[row, len(prompt) - 1 : len(text) - 1] = text[len(prompt) :]
-    if torch.device(device).type == "cuda":
-        ids, targets = ids.pin_memory(), targets.pin_memory()
-    return Batch(ids.to(device, non_blocking=True), targets.to(device, non_blocking=True))
+def _packed(pairs):
+    """Token ids [1, T], scored places, positions, and (P, C, R) of each stretch."""
+    ids, positions, spans, of_chosen, of_rejected = [], [], [], [], []
+    for pair in pairs:
+        p, c, r = len(pair.prompt), len(pair.chosen) - 1, len(pair.rejected) - 1
+        last = len(ids) + p - 1  # the prompt's last token predicts the first of both responses
+        of_chosen += range(last, last + 1 + c)
+        of_rejected += [last, *range(last + 1 + c, last + 1 + c + r)]
+        ids += pair.prompt + pair.chosen[:-1] + pair.rejected[:-1]
+        positions += [*range(p + c), *range(p, p + r)]
+        spans.append((p, c, r))
+    return [ids], of_chosen + of_rejected, positions, spans
+
+
+def _padded(pairs):
+    """Token ids [2B, T], padded with 0, and scored places."""
+    rows = [pair.prompt + pair.chosen[:-1] for pair in pairs]
+    rows += [pair.prompt + pair.rejected[:-1] for pair in pairs]
+    width, places = max(map(len, rows)), []
+    for turn, row in enumerate(rows):
+        first = len(pairs[turn % len(pairs)].prompt) - 1
+        places += range(turn * width + first, turn * width + len(row))
+    return [row + [0] * (width - len(row)) for row in rows], places
 
 
 class Scorer(nn.Module):
@@ -56,115 +90,131 @@ class Scorer(nn.Module):
         super().__init__()
         self.model = model
         self.autocast = autocast  # torch.bfloat16, torch.float16 or None
-        self.own_head = False  # True: take the model's logits as they are (see check_head)
+        self.own_head = False  # True: take the model's logits as they are (see selftest.py)
+        self.shared = False  # True: pairs as stretches of packed rows (see selftest.py)
+        self.attention = model.config._attn_implementation  # of separate rows and of generation
         self.precision = autocast or next(model.parameters()).dtype
 
     def forward(self, batch):
         """Summed log-probs of chosen and rejected, [B] each, in fp32."""
-        with torch.autocast(batch.ids.device.type, self.autocast, enabled=bool(self.autocast)):
-            scored = batch.targets != IGNORE  # [R, T]
-            token_logps = self._token_logps(batch, scored, batch.targets[scored])  # [N]
-        table = torch.zeros(scored.shape, dtype=torch.float32, device=scored.device)
-        return table.masked_scatter(scored, token_logps).sum(-1).chunk(2)
+        token_logps = self.token_logps(batch)  # [N]
+        table = token_logps.new_zeros(batch.tokens.numel(), batch.longest)
+        return table.index_put(tuple(batch.cells), token_logps).sum(-1).chunk(2)
 
-    def _token_logps(self, batch, scored, targets):
-        if self.own_head:
-            return picked_logps(self.model(input_ids=batch.ids).logits[scored], targets)
-        backbone, head = self.parts()
-        hidden = backbone(input_ids=batch.ids, use_cache=False).last_hidden_state  # [R, T, D]
-        return chunked_logps(head, hidden[scored], targets)
+    def token_logps(self, batch):
+        """Log-probs of the scored tokens, [N] in fp32."""
+        with torch.autocast(batch.ids.device.type, self.autocast, enabled=bool(self.autocast)):
+            if self.own_head:
+                logits = self.model(input_ids=batch.ids, **batch.layout).logits  # [R, T, V]
+                return picked_logps(logits.flatten(0, 1)[batch.where], batch.targets)
+            backbone, head = self.parts()
+            output = backbone(input_ids=batch.ids, use_cache=False, **batch.layout)
+            hidden = output.last_hidden_state.flatten(0, 1)[batch.where]  # [N, D]
+            return head_logps(head, hidden, batch.targets)
+
+    def bare(self):
+        """The language model without peft around it."""
+        return self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
 
     def parts(self):
         """The transformer and its output layer, with whatever adapters stand in them."""
-        bare = self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
-        return bare.base_model, bare.get_output_embeddings()
+        return self.bare().base_model, self.bare().get_output_embeddings()
+
+    def lay_out(self, shared):
+        """From now on, pairs are stretches of packed rows, or separate rows."""
+        self.shared = shared
+        self.bare().set_attn_implementation(packing.NAME if shared else self.attention)
+
+    def collate(self, pairs, device):
+        """The batch of these pairs in this scorer's layout."""
+        return collate(pairs, device, self.shared)
+
+    def share(self, rows, pairs, world, budget):
+        """This rank's micro-batches of these rows of `pairs`, by the tokens that will be fed."""
+        lengths = {row: pairs[row].fed(self.shared) for row in rows}
+        return batching.share(rows, lengths, world, budget, padded=not self.shared)
 
     def generate(self, ids, **options):
         """Sample continuations with transformers' own generate.
 
         In eval(): nothing is trained here, and checkpointing would do without the cache.
         """
+        shared = self.shared
+        self.lay_out(shared=False)
         self.model.eval()
-        with torch.autocast(ids.device.type, self.autocast, enabled=bool(self.autocast)):
-            found = self.model.generate(ids, **options)
-        self.model.train()
-        return found
+        try:
+            with torch.autocast(ids.device.type, self.autocast, enabled=bool(self.autocast)):
+                return self.model.generate(ids, **options)
+        finally:
+            self.model.train()
+            self.lay_out(shared)
 
     def example(self, device):
         """The smallest batch there is: one pair of one-token responses."""
-        ids = torch.zeros(2, 1, dtype=torch.long, device=device)
-        return Batch(ids, torch.zeros_like(ids))
+        return self.collate([Pair([0], [0], [0], "", "")], device)
 
 
 def picked_logps(logits, targets):
     """log softmax of [N, V] logits at [N] targets, in fp32 -> [N]."""
-    logits = logits.float()
-    return logits.gather(-1, targets[:, None]).squeeze(-1) - logits.logsumexp(-1)
+    return logits.float().log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
 
 
-def chunked_logps(head, hidden, targets):
-    """The same from hidden states [N, D], a chunk at a time: the backward makes logits again."""
-    words = head.weight.shape[0] if hasattr(head, "weight") else head.out_features
+def head_logps(head, hidden, targets):
+    """The same from hidden states [N, D], a chunk of logits at a time.
+
+    A frozen head's gradient is known in the forward; else the backward makes the logits again.
+    """
+    size = CHUNK.get(hidden.device.type, WIDE_CHUNK)
+    trained = any(parameter.requires_grad for parameter in head.parameters())
+    hooked = head._forward_hooks or head._forward_pre_hooks
+    if type(head) is nn.Linear and not (trained or hooked) and hidden.requires_grad:
+        return FrozenHead.apply(hidden, targets, head.weight, head.bias, size)
 
     def part(states, labels):
         return picked_logps(head(states), labels)
 
-    chunks = zip(*(t.split(max(1, CHUNK // words)) for t in (hidden, targets)), strict=True)
+    chunks = list(zip(hidden.split(size), targets.split(size), strict=True))
     if not torch.is_grad_enabled():
         return torch.cat([part(*chunk) for chunk in chunks])
     return torch.cat([checkpoint(part, *chunk, use_reentrant=False) for chunk in chunks])
 
 
-@contextlib.contextmanager
-def amplified(head, factor):
-    """Multiply the head's output, as if the model were surer of itself."""
-    handle = head.register_forward_hook(lambda _module, _inputs, output: output * factor)
-    try:
-        yield
-    finally:
-        handle.remove()
+class FrozenHead(torch.autograd.Function):
+    """Log-probs of a head that is not trained: two matrix products a token, no logits kept.
 
-
-@torch.no_grad()
-def check_head(scorer, pairs, device):
-    """Compare our log-probs with the model's own logits; fall back to these if they differ.
-
-    Ours come from the padded batch, its own from one row at a time. Twice: as the model is, and
-    with logits blown up to 100, where a soft-cap or a scaling that a small model does not feel
-    yet comes to light. Returns one line if it fell back, else None.
+    The derivative of a token's log-prob by its hidden state, W[target] - softmax(W h) W, depends
+    on what follows by one factor a token only: it is made here, while the logits are at hand.
     """
-    batch = collate(pairs, device)
-    backbone, head = scorer.parts()
-    exact = scorer.precision == torch.float32
-    reason = None
-    if head is None or backbone is head:
-        reason = "it has no separate output layer"
-    else:
-        surer = 100 / scorer.model(input_ids=batch.ids).logits.abs().max().item()
-        for factor, bound in ((1.0, 1e-3 if exact else 0.1), (surer, 1e-2 if exact else 3.0)):
-            with amplified(head, factor):
-                ours, own = _both_ways(scorer, batch)
-            gap = (ours - own).abs().max().item()
-            if not gap <= bound:
-                reason = f"log-probs of a token differ by {gap:.3g} nats, logits x {factor:.3g}"
-    scorer.own_head = reason is not None
-    return reason and f"the head is not a plain layer ({reason}): using the model's full logits"
 
+    @staticmethod
+    def forward(ctx, hidden, targets, weight, bias, size):
+        device = hidden.device.type
+        half = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        weight = weight.to(half or weight.dtype)
+        token_logps = hidden.new_empty(len(targets), 1, dtype=torch.float32)
+        falls = torch.empty_like(hidden)  # [N, D] the derivative with the opposite sign
+        # one pair of buffers for all chunks: to ask for fresh memory costs more than a softmax
+        room = min(size, len(targets)), len(weight)
+        logits, probs = weight.new_empty(room), hidden.new_empty(room, dtype=torch.float32)
+        parts = (t.split(size) for t in (hidden, targets[:, None], token_logps, falls))
+        for states, labels, found, fall in zip(*parts, strict=True):
+            logits, probs = logits[: len(states)], probs[: len(states)]  # [n, V]
+            torch.mm(states.to(weight.dtype), weight.T, out=logits)
+            if bias is not None:
+                logits += bias
+            torch.softmax(logits, -1, torch.float32, out=probs)
+            # the largest p is 1 / sum exp(logit - largest logit): one pass less than log_softmax
+            found.copy_(logits.gather(-1, labels)).sub_(logits.amax(-1, keepdim=True))
+            found.add_(probs.amax(-1, keepdim=True).log())
+            probs.scatter_add_(-1, labels, -torch.ones_like(found))
+            fall.copy_(probs.to(weight.dtype) @ weight)
+        ctx.save_for_backward(falls)
+        return token_logps.squeeze(-1)
 
-def _both_ways(scorer, batch):
-    """Log-probs of the scored tokens, [N] each: by our head, by the model's logits row by row."""
-
-    def token_logps(part, own_head):
-        scored = part.targets != IGNORE
-        scorer.own_head = own_head
-        with torch.autocast(part.ids.device.type, scorer.autocast, bool(scorer.autocast)):
-            return scorer._token_logps(part, scored, part.targets[scored])
-
-    own = []
-    for ids, targets in zip(*batch, strict=True):
-        length = int(torch.nonzero(targets != IGNORE).max()) + 1
-        own.append(token_logps(Batch(ids[None, :length], targets[None, :length]), True))
-    return token_logps(batch, False), torch.cat(own)
+    @staticmethod
+    def backward(ctx, gradient):
+        (falls,) = ctx.saved_tensors
+        return (falls * -gradient[:, None]).to(falls.dtype), None, None, None, None
 
 
 @contextlib.contextmanager
@@ -179,42 +229,3 @@ def dropout_off(module):
     finally:
         for layer, p in zip(layers, before, strict=True):
             layer.p = p
-
-
-@torch.no_grad()
-def score(scorer, pairs, world, budget):
-    """Log-probs of all pairs as they are now, shared out over the ranks: [number of pairs, 2]."""
-    lengths = [pair.tokens for pair in pairs]
-    parts = share(range(len(pairs)), lengths, world, budget)
-    with dropout_off(scorer):
-        found = [
-            torch.stack(scorer(collate([pairs[i] for i in part.index], world.device)), -1)
-            for part in parts
-        ]
-    return dist.by_row(len(pairs), parts, found, world)
-
-
-def noise(dtype, tokens):
-    """How far, in nats, two exact scorings of `tokens` tokens [B] may differ by rounding alone.
-
-    fp32: 1e-3 a response. bf16 and fp16 round logits of about 10 to 2^-6; errors of many tokens
-    add up like their square root. Measured in bf16 on 20 real and 100 demo pairs on a CPU, alone
-    against in a batch: at most 0.2 of this.
-    """
-    if dtype == torch.float32:
-        return torch.full_like(tokens, 1e-3, dtype=torch.float32)
-    return 0.05 * tokens.float().sqrt()
-
-
-def check_reference(now, reference, bound, wheres):
-    """Step 0: the policy must be its own reference. now, reference [B, 2], bound [B] in nats.
-
-    Raises UserError naming the first pair whose log-probs differ by more.
-    """
-    gap = (now - reference).abs().amax(-1)  # [B]
-    for index in torch.nonzero(~(gap <= bound)).flatten().tolist():
-        raise UserError(
-            f"{wheres[index]}: before the first step the policy's log-prob differs from the "
-            f"reference's by {gap[index].item():.3g} nats (at most {bound[index].item():.3g}); "
-            "is dropout on, or was the reference scored in another precision?"
-        )

@@ -1,5 +1,6 @@
 """Load a causal language model, put a LoRA on it or not, save it, merge it."""
 
+import math
 import sys
 import warnings
 
@@ -51,6 +52,24 @@ def _adapter_settings(path):
         raise UserError(f"--init_adapter: no adapter at {path}: {reason}") from error
 
 
+def check_fit(model, data):
+    """The model has an embedding for every token and a position for every pair."""
+    words = model.get_input_embeddings().weight.shape[0]
+    positions = getattr(model.config, "max_position_embeddings", None) or math.inf
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("longrope", "dynamic"):
+        # beyond these a row's angles, and its log-probs, would hang on the others in its batch
+        positions = min(positions, rope.get("original_max_position_embeddings") or positions)
+    for pair in (pair for split in data.values() for pair in split):
+        if max(map(max, pair[:3])) >= words:
+            raise UserError(f"{pair.where}: token id {max(map(max, pair[:3]))}, model has {words}")
+        if pair.row > positions:
+            raise UserError(
+                f"{pair.where}: {pair.row} tokens, the model has {positions} positions; "
+                f"give --max_length {positions}"
+            )
+
+
 def precision(config, device):
     """(dtype of the weights that are loaded, dtype of autocast or None).
 
@@ -63,6 +82,8 @@ def precision(config, device):
     if device.type != "cpu" and config.use_mixed_precision:
         has_bf16 = device.type == "xpu" or torch.cuda.is_bf16_supported(including_emulation=False)
         autocast = torch.bfloat16 if has_bf16 else torch.float16
+    if wanted == torch.bfloat16 and config.use_mixed_precision:
+        autocast = wanted  # on a CPU that was asked for it
     frozen = torch.bfloat16 if autocast == torch.bfloat16 else torch.float32
     return wanted or frozen, autocast
 

@@ -30,6 +30,15 @@ class Pair(NamedTuple):
     def tokens(self):
         return 2 * len(self.prompt) + len(self.chosen) + len(self.rejected)
 
+    @property
+    def row(self):
+        """Tokens of the longer text."""
+        return len(self.prompt) + max(len(self.chosen), len(self.rejected))
+
+    def fed(self, shared):
+        """Tokens that go through the model: the prompt once or twice, no response's last one."""
+        return self.tokens - 2 - (len(self.prompt) if shared else 0)
+
 
 def load_tokenizer(name):
     """The model's tokenizer; UserError if there is none at that path or hub name."""

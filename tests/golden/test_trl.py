@@ -32,11 +32,14 @@ def stories(shared, folder):
     ]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_twenty_steps_equal_trl(name, shared, tmp_path):
+RUNS = [*((name, "shared") for name in CASES), ("trl_full", "separate"), ("trl_lora", "separate")]
+
+
+@pytest.mark.parametrize(("name", "layout"), RUNS)
+def test_twenty_steps_equal_trl(name, layout, shared, tmp_path):
     golden = json.loads((shared / f"golden/dpo/{name}.json").read_text())
     flags = [*stories(shared, tmp_path / "run"), *LETTER, *CASES[name]]
-    flags += ["--learning_rate", str(golden["learning_rate"])]
+    flags += ["--learning_rate", str(golden["learning_rate"]), "--layout", layout]
     if name == "trl_lora":
         flags += ["--init_adapter", str(shared / "golden/dpo/adapter_init")]
     ranks(2, main_distributed.main, flags)  # TRL ran on one process

@@ -22,11 +22,13 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("layout", ["shared", "separate"])
 @pytest.mark.parametrize("name", CASES)
-def test_twenty_steps_on_the_demo_equal_trl(name, tmp_path):
+def test_twenty_steps_on_the_demo_equal_trl(name, layout, tmp_path):
     golden = json.loads((HERE / f"{name}.json").read_text())
     flags = [*LETTER, *CASES[name], "--learning_rate", str(golden["learning_rate"])]
     flags += ["--test_data", runs.PAIRS, "--result_dir", str(tmp_path / "run")]
+    flags += ["--layout", layout]
     ranks(2, main_distributed.main, flags)  # TRL ran on one process
     ours = runs.lines(tmp_path / "run", "train")
     assert len(ours) == len(golden["log"]) == 20

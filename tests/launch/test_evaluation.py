@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 import main_distributed
 import runs
 from config import Config
-from ddp_utils import dist, logps, pairs
+from ddp_utils import dist, logps, pairs, reference
 from ranks import ranks
 
 ROWS = 7
@@ -87,7 +87,7 @@ def score_all(path, budget):
     world = dist.join(dist.meet(dist.whoami()))
     data, _ = pairs.read(path, pairs.Encoder(pairs.load_tokenizer("data/demo/model")))
     model = AutoModelForCausalLM.from_pretrained(pairs.model_path("data/demo/model")).float()
-    return logps.score(logps.Scorer(model), data, world, budget)
+    return reference.score(logps.Scorer(model), data, world, budget)
 
 
 def test_complaint_03_reference_log_probs_are_filled_in_by_row_once(tmp_path):
@@ -110,5 +110,5 @@ def test_complaint_22_uneven_evaluation_and_end_of_run_do_not_hang(world_size, t
     seven_rows(tmp_path)
     found = ranks(world_size, uneven_run, str(tmp_path), timeout=40)
     assert found[0] == 4 + 4 + 1  # train, val, test lines
-    model = tmp_path / f"{world_size}-0/model/model.safetensors"
+    model = tmp_path / f"{world_size}-0/run/model/model.safetensors"
     assert model.stat().st_size > 1e6

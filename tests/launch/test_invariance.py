@@ -11,14 +11,16 @@ from ranks import ranks
 
 STEPS = 30
 COMMON = ["--max_steps", str(STEPS), "--max_rows", "60", "--max_length", "64", "--beta", "0.5"]
-# global batches of 8 by 1, 2, 4 accumulations, and of 7, which no number of ranks divides
+# global batches of 8 by 1, 2, 4 accumulations, and of 7, which no number of ranks divides;
+# and both with separate rows instead of shared prompts
 SPLITS = [
     ["--batch_size", "8", "--gradient_accumulation_steps", "1"],
     ["--batch_size", "4", "--gradient_accumulation_steps", "2"],
     ["--batch_size", "2", "--gradient_accumulation_steps", "4"],
     ["--batch_size", "7", "--gradient_accumulation_steps", "1"],
 ]
-SPLITS_OF = {1: SPLITS, 2: SPLITS, 4: SPLITS}
+SEPARATE = [[*SPLITS[turn], "--layout", "separate"] for turn in (1, 3)]
+SPLITS_OF = {1: SPLITS, 2: SPLITS + SEPARATE, 4: SPLITS}
 
 
 def allowed(reference):
@@ -33,16 +35,16 @@ def test_complaint_01_02_losses_do_not_depend_on_ranks_or_accumulation(mode, tmp
         flags = [[*COMMON, *mode, *split] for split in splits]
         results = ranks(world_size, runs.train, str(tmp_path), *flags, timeout=120)
         for split, run in zip(splits, results[0], strict=True):
-            found[world_size, split[1], split[3]] = runs.losses(run)
+            found[world_size, split[1], split[3], split[-1] == "separate"] = runs.losses(run)
     worst = 0.0
-    for (world_size, batch, accumulation), losses in found.items():
-        reference = found[1, "7" if batch == "7" else "8", "1"]
+    for (world_size, batch, accumulation, separate), losses in found.items():
+        reference = found[1, "7" if batch == "7" else "8", "1", False]
         assert len(losses) == STEPS
         assert losses[0] == pytest.approx(math.log(2), abs=1e-5)  # not world_size times it
         for step, (mine, first, bound) in enumerate(
             zip(losses, reference, allowed(reference), strict=True)
         ):
-            where = f"{world_size} ranks, {batch} x {accumulation}, step {step}"
+            where = f"{world_size} ranks, {batch} x {accumulation}, {separate=}, step {step}"
             assert abs(mine - first) <= bound, where
             worst = max(worst, abs(mine - first) / bound)
     assert losses[-1] < 0.9 * losses[0]  # it did learn: the comparison is not of constants
@@ -51,7 +53,7 @@ def test_complaint_01_02_losses_do_not_depend_on_ranks_or_accumulation(mode, tmp
 
 @pytest.mark.parametrize("mode", [runs.FULL, runs.LORA], ids=["full", "lora"])
 def test_complaint_01_the_first_gradient_is_the_same_to_1e_6(mode, tmp_path):
-    splits = [SPLITS[0], SPLITS[2], SPLITS[3]]
+    splits = [SPLITS[0], SPLITS[2], SPLITS[3], SEPARATE[1]]
     found = {}
     for world_size in (1, 2, 4):
         flags = [[*COMMON[2:], *mode, *split] for split in splits]
@@ -59,7 +61,7 @@ def test_complaint_01_the_first_gradient_is_the_same_to_1e_6(mode, tmp_path):
             found.setdefault(world_size, []).append(gradients)
     ones, sevens = found[1][0][0], found[1][0][2]
     for gradients in itertools.chain(*found.values()):
-        for mine, reference in zip(gradients, (ones, ones, sevens), strict=True):
+        for mine, reference in zip(gradients, (ones, ones, sevens, sevens), strict=True):
             assert (mine - reference).norm() <= 1e-6 * reference.norm()
     assert not torch.allclose(ones, sevens)
 

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 
 import main_distributed
 import runs
-from ddp_utils import dist, logps, lora, pairs, parallel
+from ddp_utils import dist, logps, lora, pairs, parallel, reference
 from ranks import ranks, run_ranks
 
 SHORT = runs.words("--max_rows 40 --batch_size 8 --max_steps 2")
@@ -20,7 +20,7 @@ def broken(kind, folder):
     """Train with one mistake made on purpose."""
     flags = [*runs.LORA, *SHORT]
     if kind == "reference in bf16":
-        score = logps.score
+        score = reference.score
 
         def rounded(scorer, *rest):
             scorer.autocast, before = torch.bfloat16, scorer.autocast
@@ -28,7 +28,7 @@ def broken(kind, folder):
             scorer.autocast = before
             return table
 
-        logps.score = rounded
+        reference.score = rounded
     elif kind == "dropout left on":
         no_dropout = lora.no_dropout
 
@@ -59,9 +59,9 @@ def broken(kind, folder):
 
         parallel.backward = cut
     elif kind == "loss of another reference":
-        logps.check_reference = lambda *arguments: None
-        score = logps.score
-        logps.score = lambda *arguments: score(*arguments) + torch.tensor([0.5, 0.0])
+        reference.check_reference = lambda *arguments: None
+        score = reference.score
+        reference.score = lambda *arguments: score(*arguments) + torch.tensor([0.5, 0.0])
     return runs.train(folder, flags)
 
 
@@ -89,7 +89,7 @@ def test_complaint_13_a_run_that_is_wrong_at_step_0_refuses_to_train(kind, messa
     assert len(errors) == 1 and message in errors[0], outcome.logs[0]
     assert "Traceback" not in outcome.logs[0] + outcome.logs[1]
     assert outcome.logs[1] == ""
-    assert runs.lines(tmp_path / "2-0") == []  # not one step was taken
+    assert runs.lines(tmp_path / "2-0/run") == []  # not one step was taken
 
 
 @pytest.mark.parametrize("method", ["dpo", "cdpo", "robust", "ipo", "ipo_sum", "hinge", "dpop"])
@@ -118,8 +118,8 @@ def scores_of(adapter):
     world = dist.World()
     data, _ = pairs.read(runs.PAIRS, pairs.Encoder(pairs.load_tokenizer("data/demo/model")))
     base = lora.load("data/demo/model", torch.float32, world.device)
-    plain = logps.score(logps.Scorer(base), data, world, 4)
-    adapted = logps.score(
+    plain = reference.score(logps.Scorer(base), data, world, 4)
+    adapted = reference.score(
         logps.Scorer(lora.PeftModel.from_pretrained(base, adapter)), data, world, 4
     )
     return plain.mean(0), adapted.mean(0)
@@ -187,7 +187,7 @@ def test_complaint_12_a_loss_that_is_not_finite_stops_all_ranks_and_names_the_ro
     error = next(line for line in outcome.logs[0].splitlines() if line.startswith("error: "))
     assert "the loss is not finite in step 3; no step was taken" in error
     assert error.count("preferences_train.jsonl:") == 2  # its share of 8 rows on 3 ranks
-    assert [line["step"] for line in runs.lines(tmp_path / "3-0", "train")] == [1, 2]
+    assert [line["step"] for line in runs.lines(tmp_path / "3-0/run", "train")] == [1, 2]
 
 
 def test_complaint_17_what_is_trained_is_fp32_and_moves_at_5e_7():

@@ -10,10 +10,10 @@ from ddp_utils.batching import Plan, order, seed_of, share
 from ddp_utils.dist import World
 
 
-def shares(rows, lengths, world_size, budget):
+def shares(rows, lengths, world_size, budget, padded=False):
     """The micro-batches of every rank."""
     worlds = [World(rank=rank, world_size=world_size) for rank in range(world_size)]
-    return [share(rows, lengths, world, budget) for world in worlds]
+    return [share(rows, lengths, world, budget, padded) for world in worlds]
 
 
 def trained(parts):
@@ -22,12 +22,13 @@ def trained(parts):
     return sorted(row for index, weight in flat for row, w in zip(index, weight, strict=True) if w)
 
 
+@pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("budget", [1, 2, 3, 4])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
-def test_every_row_once_in_as_many_turns_on_every_rank(world_size, budget):
+def test_every_row_once_in_as_many_turns_on_every_rank(world_size, budget, padded):
     for count in range(14):
         rows = list(range(100, 100 + count))
-        parts = shares(rows, {row: row % 7 for row in rows}, world_size, budget)
+        parts = shares(rows, {row: row % 7 for row in rows}, world_size, budget, padded)
         assert trained(parts) == rows
         turns = math.ceil(math.ceil(count / world_size) / budget)
         assert [len(rank) for rank in parts] == [turns] * world_size
@@ -38,7 +39,7 @@ def test_every_row_once_in_as_many_turns_on_every_rank(world_size, budget):
 
 def test_a_small_batch_by_hand():
     # by length: 3 (9 tokens), 0 (7), 2 (5), 4 (2), 1 (1); dealt to two ranks in turn
-    parts = shares([0, 1, 2, 3, 4], [7, 1, 5, 9, 2], 2, 2)
+    parts = shares([0, 1, 2, 3, 4], [7, 1, 5, 9, 2], 2, 2, padded=True)
     assert parts == [
         [([3, 2], [1.0, 1.0]), ([1], [1.0])],
         [([0, 4], [1.0, 1.0]), ([1], [0.0])],  # the filler repeats the shortest
@@ -62,9 +63,29 @@ def test_shares_are_balanced_and_do_not_depend_on_the_order(lengths, world_size,
     assert shares(rows, lengths, world_size, budget) == parts
 
 
-def test_neighbours_in_a_rank_are_of_like_length():
+def test_a_packed_batch_by_hand():
+    # the longest first, each into the emptiest of four bins: [9], [7], [5], [2, 1]; then to and fro
+    parts = shares([0, 1, 2, 3, 4], [7, 1, 5, 9, 2], 2, 2)
+    assert parts == [[([3], [1.0]), ([4, 1], [1.0, 1.0])], [([0], [1.0]), ([2], [1.0])]]
+    # a full bin takes no more: [9, 1] of at most two, then [5, 5]
+    parts = shares([0, 1, 2, 3], [1, 9, 5, 5], 2, 2)
+    assert parts == [[([1, 0], [1.0, 1.0])], [([2, 3], [1.0, 1.0])]]
+
+
+def test_packed_micro_batches_are_balanced_over_ranks_and_turns():
+    lengths = [8 + (37 * row) % 501 for row in range(64)]
+    tokens = [
+        sum(lengths[row] for row in index)
+        for rank in shares(list(range(64)), lengths, 4, 4)
+        for index, _ in rank
+    ]
+    assert len(tokens) == 16
+    assert max(tokens) - min(tokens) <= 0.1 * max(tokens)
+
+
+def test_padded_neighbours_in_a_rank_are_of_like_length():
     lengths = [(7 * row) % 31 for row in range(31)]
-    for rank in shares(list(range(31)), lengths, 3, 4):
+    for rank in shares(list(range(31)), lengths, 3, 4, padded=True):
         seen = [lengths[row] for index, _ in rank for row in index]
         assert seen == sorted(seen, reverse=True)
 

@@ -9,7 +9,8 @@ from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from ddp_utils import UserError, logps, lora
+from config import Config
+from ddp_utils import UserError, logps, lora, reference, selftest
 from ddp_utils.pairs import Pair
 
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=97)
@@ -72,7 +73,7 @@ def by_hand(model, pair, dtype=torch.float64):
 def test_log_probs_equal_full_logits_of_each_row_alone(name):
     model, data = tiny(name), some_pairs()
     scorer = logps.Scorer(model)
-    line = logps.check_head(scorer, data[:2], "cpu")
+    line = selftest.check_head(scorer, data[:2], "cpu")
     assert (line is not None) == (name in FALLS_BACK), line
     found = torch.stack(scorer(logps.collate(data)), -1)  # [B, 2]
     expected = torch.stack([by_hand(model, pair) for pair in data])
@@ -91,7 +92,7 @@ def test_a_head_that_is_scored_plainly_would_be_wrong(name):
 @pytest.mark.parametrize("name", sorted(FALLS_BACK))
 def test_the_self_test_sees_a_soft_cap_that_a_small_model_does_not_feel(name):
     model = tiny(name, factor=0.02)
-    assert "using the model's full logits" in logps.check_head(
+    assert "using the model's full logits" in selftest.check_head(
         logps.Scorer(model), some_pairs(2), "cpu"
     )
 
@@ -113,10 +114,26 @@ def _gradient(model, loss):
 
 def test_prompt_and_padding_do_not_count():
     batch = logps.collate(some_pairs())
-    assert [tokens.tolist() for tokens in batch.tokens] == [[5, 7, 9], [9, 7, 5]]
-    first = batch.targets[0]
-    assert first.tolist()[:2] == [logps.IGNORE] * 2  # a prompt of 3 predicts from its last token
-    assert (first != logps.IGNORE).nonzero().flatten().tolist() == [2, 3, 4, 5, 6]
+    assert batch.tokens.tolist() == [[5, 7, 9], [9, 7, 5]]
+    # six rows of 11 + 9 - 1 tokens; a prompt of 3 predicts from its last token, place 2
+    width = batch.ids.shape[1]
+    assert batch.ids.shape == (6, 19)
+    assert batch.where[:5].tolist() == [2, 3, 4, 5, 6]
+    assert batch.where[5:12].tolist() == list(range(width + 6, width + 13))
+
+
+def test_a_packed_row_by_hand():
+    pairs = [Pair([7, 8], [1, 2, 3], [4, 5], "", ""), Pair([9], [6], [3, 2, 1], "", "")]
+    batch = logps.collate(pairs, shared=True)
+    #                             prompt chosen rejected | prompt rejected
+    assert batch.ids.tolist() == [[7, 8, 1, 2, 4, 9, 3, 2]]
+    assert batch.layout["position_ids"].tolist() == [[0, 1, 2, 3, 2, 0, 1, 2]]
+    assert batch.layout["packing"].spans == [(2, 2, 1), (1, 0, 2)]
+    #                              7 8 -> 1 2 3, 9 -> 6, 7 8 -> 4 5, 9 -> 3 2 1
+    assert batch.where.tolist() == [1, 2, 3, 5, 1, 4, 5, 6, 7]
+    assert batch.targets.tolist() == [1, 2, 3, 6, 4, 5, 3, 2, 1]
+    assert batch.cells.tolist() == [[0, 0, 0, 1, 2, 2, 3, 3, 3], [0, 1, 2, 0, 0, 1, 0, 1, 2]]
+    assert batch.tokens.tolist() == [[3, 1], [2, 3]] and batch.longest == 3
 
 
 class Largest(TorchDispatchMode):
@@ -146,8 +163,8 @@ def test_complaint_20_the_full_logits_are_never_held(monkeypatch):
             found.sum().backward()
         return largest.elements, found, states.grad, head.weight.grad
 
-    monkeypatch.setattr(logps, "CHUNK", 10 * words)
-    chunked = value_and_gradient(lambda states: logps.chunked_logps(head, states, targets))
+    monkeypatch.setitem(logps.CHUNK, "cpu", 10)
+    chunked = value_and_gradient(lambda states: logps.head_logps(head, states, targets))
     full = value_and_gradient(lambda states: head(states).log_softmax(-1)[range(tokens), targets])
     assert full[0] == tokens * words
     assert chunked[0] <= max(10 * words, 16 * words)  # a chunk's logits, or the head itself
@@ -200,12 +217,25 @@ def test_complaint_13_a_reference_in_another_precision_is_refused():
     model, data = tiny("llama"), some_pairs()
     now = torch.stack(logps.Scorer(model)(logps.collate(data)), -1).detach()
     rounded = torch.stack(logps.Scorer(model.bfloat16())(logps.collate(data)), -1).detach()
-    bound = logps.noise(torch.float32, torch.tensor([9, 9, 9]))
+    bound = reference.noise(torch.float32, torch.tensor([9, 9, 9]))
     wheres = [pair.where for pair in data]
-    logps.check_reference(now, now + 5e-4, bound, wheres)
+    reference.check_reference(now, now + 5e-4, bound, wheres)
     with pytest.raises(UserError, match="row [012]: before the first step the policy's log-prob"):
-        logps.check_reference(now, rounded, bound, wheres)
+        reference.check_reference(now, rounded, bound, wheres)
     with pytest.raises(UserError, match="row 1"):  # NaN is no agreement either
         broken = now.clone()
         broken[1, 0] = float("nan")
-        logps.check_reference(broken, now, bound, wheres)
+        reference.check_reference(broken, now, bound, wheres)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, (torch.float32, None)),
+        ({"base_dtype": "bf16"}, (torch.bfloat16, torch.bfloat16)),
+        ({"base_dtype": "bf16", "use_mixed_precision": False}, (torch.bfloat16, None)),
+    ],
+)
+def test_a_cpu_computes_in_bf16_only_where_it_is_asked_for(settings, expected):
+    config = Config(fine_tuning="lora", **settings)
+    assert lora.precision(config, torch.device("cpu")) == expected

@@ -99,14 +99,17 @@ def test_complaint_09_a_template_that_renders_bos_does_not_get_a_second_one():
     assert pair.prompt.count(tok.bos_token_id) == 1
 
 
+@pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("pad_is_eos", [True, False])
 @pytest.mark.parametrize("chosen", [" x", " x</s>", " x</s></s>"])
-def test_complaint_10_exactly_one_eos_is_trained_also_where_padding_is_eos(pad_is_eos, chosen):
+def test_complaint_10_exactly_one_eos_is_trained_also_where_padding_is_eos(
+    pad_is_eos, chosen, shared
+):
     tok = tokenizer(pad_is_eos=pad_is_eos)
     short = Encoder(tok).encode(Example("f:1", "p", chosen, " a much longer answer"))
-    batch = logps.collate([short])
+    batch = logps.collate([short], shared=shared)
     for row, response in enumerate((short.chosen, short.rejected)):
-        trained = batch.targets[row][batch.targets[row] != logps.IGNORE].tolist()
+        trained = batch.targets[batch.cells[0] == row].tolist()
         assert trained == response
         assert trained.count(tok.eos_token_id) == 1 and trained[-1] == tok.eos_token_id
 

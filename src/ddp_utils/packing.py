@@ -1,0 +1,120 @@
+"""The shared prompt: a pair is one stretch [prompt | chosen | rejected] of a row of many.
+
+Rejected tokens see the prompt and themselves, never chosen, and their positions go on from the
+prompt. What the layers compute is what they compute for two rows; the prompt is computed once.
+P, C, R: fed tokens of prompt, chosen, rejected; T tokens of the row; H heads, K key heads, D wide.
+Idea: Wang & Hegde 2024, arXiv 2410.20305.
+"""
+
+import itertools
+from functools import cached_property
+
+import torch
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+NAME = "shared_prompt"  # among transformers' attention implementations
+
+
+class Packing:
+    """Where the stretches of a packed row lie, and what attention needs to know of them."""
+
+    def __init__(self, spans, device):
+        self.spans = spans  # (P, C, R) of each pair
+        self.device = device
+        self.cuts = [size for p, c, r in spans for size in (p + c, r)]  # sum T
+        self.masks = {}
+        self.calls = 0  # of attend
+
+    def mask(self, queries, keys, window):
+        """The last `queries` of `keys` positions look back at most `window`: [queries, keys]."""
+        if (queries, keys, window) not in self.masks:
+            place = torch.arange(keys, device=self.device)
+            back = place[-queries:, None] - place
+            self.masks[queries, keys, window] = (back >= 0) & (back < (window or keys))
+        return self.masks[queries, keys, window]
+
+    @cached_property
+    def varlen(self):
+        """Sequences for varlen_attn: keys' places in the row, the prompt's twice; borders; sizes.
+
+        Two sequences a pair: P + C queries see themselves; R queries see P + R keys.
+        """
+        places, start = [], 0
+        for p, c, r in self.spans:
+            middle = start + p + c
+            places += [*range(start, middle)]
+            if r:
+                places += [*range(start, start + p), *range(middle, middle + r)]
+            start = middle + r
+        queries = [size for p, c, r in self.spans for size in (p + c, r) if size]
+        keys = [size for p, c, r in self.spans for size in (p + c, r and p + r) if size]
+
+        def borders(sizes):
+            return self._tensor([0, *itertools.accumulate(sizes)], torch.int32)
+
+        sizes = max(queries), max(keys)
+        return self._tensor(places, torch.long), (borders(queries), borders(keys), *sizes)
+
+    def _tensor(self, values, dtype):
+        tensor = torch.tensor(values, dtype=dtype)
+        tensor = tensor.pin_memory() if self.device.type == "cuda" else tensor
+        return tensor.to(self.device, non_blocking=True)
+
+
+def attend(
+    module, query, key, value, _mask, dropout=0.0, scaling=None, packing=None, softcap=None,
+    s_aux=None, sliding_window=None, **_unused,
+):  # fmt: skip
+    """Attention of a packed row, called by transformers' layers: [1, H, T, D] -> [1, T, H, D].
+
+    Raises NotImplementedError for what neither kernel can do.
+    """
+    if packing is None:
+        raise NotImplementedError("its layers do not say which tokens belong together")
+    if dropout or softcap is not None or s_aux is not None:
+        raise NotImplementedError("its attention has a soft-cap, sinks or dropout")
+    packing.calls += 1
+    device, dtype = query.device.type, query.dtype
+    half = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
+    # a CPU is faster, and more exact, in fp32: measured 5.1 instead of 6.7 ms at P + C = 319
+    wide = torch.promote_types(half, torch.float32) if device == "cpu" else half
+    query, key, value = (tensor.to(wide) for tensor in (query, key, value))
+    kernel = _by_sequence if device == "cuda" and wide.itemsize == 2 else _by_pair
+    with torch.autocast(device, enabled=False):
+        return kernel(query, key, value, packing, scaling, sliding_window).to(half), None
+
+
+def _by_sequence(query, key, value, packing, scale, window):
+    """One kernel for all sequences of the row, on CUDA in half precision."""
+    places, borders = packing.varlen
+    query, key, value = (t[0].transpose(0, 1) for t in (query, key, value))  # [T, H, D], [T, K, D]
+    key, value = key[places], value[places]
+    look_back = (-1 if window is None else window - 1, 0)  # to the right: nothing, so causal
+    return varlen_attn(
+        query, key, value, *borders, scale=scale, window_size=look_back, enable_gqa=True
+    )[None]
+
+
+def _by_pair(query, key, value, packing, scale, window):
+    """Two calls of scaled dot-product attention a pair, on any device."""
+    options = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
+    found = []
+    # split, not slices: their backward would fill a tensor as long as the row for each of them
+    parts = [tensor.split(packing.cuts, dim=2) for tensor in (query, key, value)]
+    for turn, (p, c, r) in enumerate(packing.spans):
+        q, k, v = (part[2 * turn] for part in parts)  # of prompt and chosen
+        how = {"is_causal": True}
+        if window is not None and window < p + c:
+            how = {"attn_mask": packing.mask(p + c, p + c, window)}
+        found.append(scaled_dot_product_attention(q, k, v, **how, **options).transpose(1, 2))
+        if r:
+            q, *own = (part[2 * turn + 1] for part in parts)
+            k, v = (torch.cat([t[:, :, :p], o], 2) for t, o in zip((k, v), own, strict=True))
+            how = {"attn_mask": packing.mask(r, p + r, window)}
+            found.append(scaled_dot_product_attention(q, k, v, **how, **options).transpose(1, 2))
+    return torch.cat(found, 1)
+
+
+AttentionInterface.register(NAME, attend)

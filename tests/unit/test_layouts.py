@@ -1,0 +1,492 @@
+"""Pairs as stretches of packed rows against each row alone; the self-tests; the frozen head.
+
+P, C, R: fed tokens of prompt, chosen, rejected; T of a packed row; H heads, K key heads, D wide;
+N scored tokens, V words.
+"""
+
+import contextlib
+import copy
+import itertools
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from test_logps import by_hand
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoModelForCausalLM
+
+import main_distributed
+from config import Config
+from ddp_utils import UserError, dist, logps, lora, packing, reference
+from ddp_utils.pairs import Pair
+
+PAD = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=97)
+PLAIN = SIZES | PAD | dict(max_position_embeddings=64)
+WIDE = PLAIN | dict(intermediate_size=64, num_key_value_heads=2)
+SHORT = PLAIN | dict(intermediate_size=64)
+OLD = PAD | dict(n_layer=2, n_head=4, vocab_size=97)
+EIGHT = WIDE | dict(head_dim=8)
+WINDOW = dict(sliding_window=6)  # the longest row of PAIRS has 25 tokens
+LAST = WINDOW | dict(use_sliding_window=True, max_window_layers=1)  # in the last layer only
+MIXED = WINDOW | dict(layer_types=["sliding_attention", "full_attention"])
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+DELTA = dict(linear_num_value_heads=4, linear_num_key_heads=2)
+DELTA |= dict(linear_key_head_dim=8, linear_value_head_dim=8, shared_expert_intermediate_size=32)
+LATENT = dict(q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8)
+STATES = dict(num_heads=4, head_dim=16, n_groups=2, state_size=8, chunk_size=8)
+SCALED = dict(attention_multiplier=0.3, residual_multiplier=0.5, embedding_multiplier=2.0)
+
+SHARES = ""
+SEEN = r"log-probs of a token differ by \S+ nats"  # by comparing, as nothing was raised
+ELSEWHERE = r"of \d layers let their attention be steered"
+RAISED = r"(?:soft-cap, sinks or dropout|do not say which tokens)"  # by packing.attend
+MODELS = {  # what the line must contain that says why the prompt is not shared
+    "llama": (transformers.LlamaConfig(**WIDE), SHARES),
+    "qwen2": (transformers.Qwen2Config(**WIDE), SHARES),
+    "qwen2, window": (transformers.Qwen2Config(**WIDE, **LAST), SHARES),
+    "qwen3": (transformers.Qwen3Config(**EIGHT), SHARES),
+    "qwen3-moe": (transformers.Qwen3MoeConfig(**EIGHT, **EXPERTS), SHARES),
+    "phi-3": (transformers.Phi3Config(**WIDE), SHARES),
+    "phi-3, window": (transformers.Phi3Config(**WIDE, **WINDOW), SHARES),
+    "olmo-2": (transformers.Olmo2Config(**WIDE), SHARES),
+    "gpt2": (transformers.GPT2Config(**OLD, n_embd=32, n_positions=64), SHARES),
+    "gpt-neox": (transformers.GPTNeoXConfig(**SHORT), SHARES),
+    "opt": (transformers.OPTConfig(**PLAIN, ffn_dim=64, word_embed_proj_dim=32), SHARES),
+    "granite": (transformers.GraniteConfig(**WIDE, **SCALED, logits_scaling=8.0), SHARES),
+    "mistral": (transformers.MistralConfig(**WIDE, sliding_window=None), SHARES),
+    "mistral, window": (transformers.MistralConfig(**WIDE, **WINDOW), SHARES),
+    "gemma-3": (transformers.Gemma3TextConfig(**EIGHT, **MIXED), SHARES),
+    "gemma-2, no cap": (
+        transformers.Gemma2Config(**EIGHT, **MIXED, attn_logit_softcapping=None),
+        SHARES,
+    ),
+    "phi": (transformers.PhiConfig(**SHORT), SHARES),
+    "cohere": (transformers.CohereConfig(**WIDE, logit_scale=0.25), SHARES),
+    "smollm3": (transformers.SmolLM3Config(**WIDE), SHARES),
+    "glm-4": (transformers.Glm4Config(**EIGHT), SHARES),
+    "starcoder-2, window": (transformers.Starcoder2Config(**WIDE, **WINDOW), SHARES),
+    "deepseek-3": (
+        transformers.DeepseekV3Config(
+            **(WIDE | LATENT | EXPERTS | dict(num_key_value_heads=4, n_routed_experts=4)),
+            **dict(n_group=1, topk_group=1, first_k_dense_replace=1),
+        ),
+        SHARES,
+    ),
+    "falcon": (transformers.FalconConfig(**PLAIN, alibi=False), ELSEWHERE),
+    "falcon, alibi": (transformers.FalconConfig(**PLAIN, alibi=True), ELSEWHERE),
+    "gpt-j": (transformers.GPTJConfig(**OLD, n_embd=32, n_positions=64, rotary_dim=4), ELSEWHERE),
+    "mpt": (
+        transformers.MptConfig(d_model=32, n_heads=4, n_layers=2, max_seq_len=64, vocab_size=97),
+        ELSEWHERE,
+    ),
+    "bloom": (transformers.BloomConfig(**OLD, hidden_size=32), ELSEWHERE),
+    "mamba-2": (
+        transformers.Mamba2Config(
+            **PAD, **STATES, hidden_size=32, num_hidden_layers=2, vocab_size=97
+        ),
+        ELSEWHERE,
+    ),
+    "lfm-2, convolution": (
+        transformers.Lfm2Config(**WIDE, layer_types=["conv", "full_attention"]),
+        ELSEWHERE,
+    ),
+    "qwen3-next, recurrence": (
+        transformers.Qwen3NextConfig(
+            **EIGHT, **EXPERTS, **DELTA, layer_types=["linear_attention", "full_attention"]
+        ),
+        ELSEWHERE,
+    ),
+    # a window that is in transformers' mask only
+    "qwen2-moe, window": (
+        transformers.Qwen2MoeConfig(**WIDE, **LAST, **EXPERTS, shared_expert_intermediate_size=32),
+        SEEN,
+    ),
+    # asked for what the kernels cannot do; stablelm's layers drop the packing
+    "gemma-2": (transformers.Gemma2Config(**EIGHT, **MIXED), RAISED),
+    "gpt-oss": (
+        transformers.GptOssConfig(
+            **EIGHT, **WINDOW, num_local_experts=4, num_experts_per_tok=2, rope_parameters=None
+        ),
+        RAISED,
+    ),
+    "stablelm": (transformers.StableLmConfig(**WIDE), RAISED),
+}
+OWN_HEAD = {"granite", "gemma-2", "gemma-2, no cap", "cohere"}  # scaled or soft-capped logits
+
+
+def build(config, factor):
+    """A random model, its weights scaled so that mistakes show, its biases and sinks not 0."""
+    torch.manual_seed(0)
+    # a copy: models write their attention into it; eager experts are the only ones in float64
+    config = copy.deepcopy(config)
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(factor)
+            elif factor > 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return lora.no_dropout(model)
+
+
+def some_pairs(*sizes):
+    """Pairs of so many tokens in prompt, chosen and rejected, different everywhere."""
+    generator = torch.Generator().manual_seed(1)
+
+    def ids(length):
+        return torch.randint(3, 97, (length,), generator=generator).tolist()
+
+    return [Pair(*map(ids, lengths), f"row {row}", "") for row, lengths in enumerate(sizes)]
+
+
+# with responses that are not fed at all, since their only token is a target
+PAIRS = some_pairs((7, 5, 9), (1, 1, 4), (11, 8, 6), (4, 6, 1), (9, 12, 17), (1, 1, 1))
+
+
+def checked(model, pairs=PAIRS):
+    """A scorer as main_distributed makes it, and what the self-tests of head and layout say."""
+    said, world = [], dist.World(0, 1, 0, torch.device("cpu"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lora, "load_policy", lambda *_: (model, None))
+        patch.setattr(reference, "log_probs", lambda *_: None)
+        run = SimpleNamespace(say=said.append)
+        scorer, _ = main_distributed.load_scored(Config(), {"train": pairs}, world, run)
+    head, layout = (
+        [line for line in said if line.startswith(f"the {of}")] for of in ("head", "prompt")
+    )
+    assert len(said) == len(head) + len(layout) and scorer.shared == (not layout)
+    return scorer, *(lines[0] if lines else "" for lines in (head, layout))
+
+
+@torch.no_grad()
+def assert_as_alone(scorer, config, factor, pairs=PAIRS):
+    """All pairs' log-probs in this scorer's layout are those of full logits of each row alone."""
+    found = torch.stack(scorer(scorer.collate(pairs, "cpu")), -1)  # [B, 2]
+    model = build(config, factor).double()
+    expected = torch.stack([by_hand(model, pair) for pair in pairs])
+    torch.testing.assert_close(found.double(), expected.double(), rtol=1e-5, atol=2e-4)
+
+
+# --- which models share, and that none is silently wrong -----------------------------------------
+
+
+@pytest.mark.parametrize("factor", [3.0, 20.0])
+@pytest.mark.parametrize("name", MODELS)
+def test_log_probs_equal_those_of_each_row_alone(name, factor):
+    """In whatever layout the self-tests chose; which one it is, and why, stands in the table."""
+    config, why_not = MODELS[name]
+    scorer, head, layout = checked(build(config, factor))
+    assert bool(head) == (name in OWN_HEAD), head
+    line = why_not and rf"the prompt cannot be shared \(.*{why_not}.*\): separate rows"
+    assert re.fullmatch(line, layout)
+    assert_as_alone(scorer, config, factor)
+
+
+def test_a_window_in_the_mask_only_is_seen_where_the_longest_row_is_not_the_longest_pair():
+    """Rows of 29 and 42 tokens, pairs of 57 and 46: a window of 30 shows in the latter only."""
+    config = copy.deepcopy(MODELS["qwen2-moe, window"][0])
+    config.sliding_window = 30
+    pairs = some_pairs((2, 2, 2), (20, 8, 9), (2, 40, 2))
+    scorer, *_ = checked(build(config, 20.0), pairs)
+    assert_as_alone(scorer, config, 20.0, pairs)
+
+
+LONG = dict(rope_type="longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4, rope_theta=1e4)
+STRETCHED = {  # beyond 12 tokens, the angles depend on the longest row of the batch
+    "longrope": transformers.Phi3Config(
+        **WIDE,
+        original_max_position_embeddings=12,
+        rope_parameters=LONG | dict(original_max_position_embeddings=12),
+    ),
+    "dynamic": transformers.LlamaConfig(
+        **(WIDE | dict(max_position_embeddings=12)),
+        rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=4.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STRETCHED)
+def test_rows_whose_angles_would_hang_on_the_others_in_the_batch_are_refused(name):
+    model = build(STRETCHED[name], 10.0)
+    lora.check_fit(model, {"train": some_pairs((8, 4, 3))})  # 12 tokens
+    with pytest.raises(UserError, match="13 tokens, the model has 12 positions"):
+        lora.check_fit(model, {"train": some_pairs((9, 3, 4))})
+
+
+def test_a_model_that_does_not_name_its_backbone_is_scored_by_its_own_logits():
+    """Llama-4's base_model is the whole model: it returns logits, no hidden states."""
+    sizes = dict(intermediate_size_mlp=64, num_local_experts=2, attention_chunk_size=8)
+    config = transformers.Llama4TextConfig(**EIGHT, **sizes, no_rope_layers=[1, 0])
+    scorer, head, _ = checked(build(config, 3.0))
+    assert "using the model's full logits" in head
+    assert_as_alone(scorer, config, 3.0)
+
+
+# --- negative controls of the self-test ----------------------------------------------------------
+
+
+def visible(spans, window, chosen=False, others=False):
+    """[T, T]: may this token of a packed row look at that one? Written token by token.
+
+    chosen, others: let rejected see chosen, let a pair see those before it.
+    """
+    tokens = [
+        (turn, part, position)
+        for turn, (p, c, r) in enumerate(spans)
+        for part, start, length in (("p", 0, p), ("c", p, c), ("r", p, r))
+        for position in range(start, start + length)
+    ]
+    table = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
+    for here, there in itertools.product(range(len(tokens)), repeat=2):
+        (turn, part, position), (other, of, back) = tokens[here], tokens[there]
+        table[here, there] = (
+            there <= here
+            and (turn == other or others)
+            and (chosen or (part, of) != ("r", "c"))
+            and (window is None or position - back < window)
+        )
+    return table
+
+
+def dense(**mistakes):
+    """Attention of a packed row in one piece, in place of packing._by_pair."""
+
+    def kernel(query, key, value, packed, scale, window):
+        mask = visible(packed.spans, window, **mistakes)
+        options = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
+        found = scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
+        return found.transpose(1, 2)
+
+    return kernel
+
+
+def windowless(*inputs):
+    """The same without the window."""
+    return dense()(*inputs[:-1], None)
+
+
+def positions_go_on(monkeypatch):
+    """Give rejected the positions behind chosen, not behind the prompt."""
+    right = logps._packed
+
+    def wrong(pairs):
+        ids, places, _, spans = right(pairs)
+        return ids, places, [at for span in spans for at in range(sum(span))], spans
+
+    monkeypatch.setattr(logps, "_packed", wrong)
+
+
+CONTROLS = ["llama", "gpt2", "mistral, window"]
+MISTAKES = {
+    "rejected sees chosen": dense(chosen=True),
+    "pairs see each other": dense(others=True),
+    "the window is ignored": windowless,
+}
+
+
+@pytest.mark.parametrize("factor", [0.02, 3.0])
+@pytest.mark.parametrize("name", CONTROLS)
+def test_attention_in_one_piece_passes_the_self_test(name, factor, monkeypatch):
+    """The positive control: what the mistakes below are made in is right without them."""
+    monkeypatch.setattr(packing, "_by_pair", dense())
+    _, _, line = checked(build(MODELS[name][0], factor))
+    assert line == ""
+
+
+CASES = [
+    case
+    for case in itertools.product(CONTROLS, MISTAKES, [0.02, 3.0])
+    if "window" in case[0] or "window" not in case[1]
+]
+
+
+@pytest.mark.parametrize(("name", "mistake", "factor"), CASES)
+def test_the_self_test_sees_a_mistake_in_attention(name, mistake, factor, monkeypatch):
+    """Also where the weights are so small that log-probs hardly feel it yet."""
+    monkeypatch.setattr(packing, "_by_pair", MISTAKES[mistake])
+    _, _, line = checked(build(MODELS[name][0], factor))
+    assert re.search(SEEN, line)
+
+
+@pytest.mark.parametrize(
+    ("name", "factor"),
+    [(name, factor) for name in CONTROLS for factor in (0.02 if name == "gpt2" else 1.0, 3.0)],
+)
+def test_the_self_test_sees_positions_that_do_not_restart(name, factor, monkeypatch):
+    """Angles do nothing while queries and keys are nearly 0: there, a fresh model's weights."""
+    positions_go_on(monkeypatch)
+    _, _, line = checked(build(MODELS[name][0], factor))
+    assert re.search(SEEN, line)
+
+
+@pytest.mark.parametrize("factor", [0.02, 1.0])
+@pytest.mark.parametrize("name", [name for name in MODELS if MODELS[name][1]])
+def test_small_weights_do_not_hide_an_attention_of_another_kind(name, factor):
+    """A fresh model that shares by mistake is wrong as soon as it has learnt something."""
+    _, _, line = checked(build(MODELS[name][0], factor))
+    assert line
+
+
+# --- gradients -----------------------------------------------------------------------------------
+
+
+def gradients(scorer, shared):
+    """Of a sum in which every response has its own weight: {name: gradient}."""
+    scorer.lay_out(shared)
+    scorer.zero_grad()
+    found = torch.stack(scorer(scorer.collate(PAIRS, "cpu")))  # [2, B]
+    (found * torch.linspace(-1, 2, found.numel()).view_as(found)).sum().backward()
+    return {name: p.grad.clone() for name, p in scorer.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("use_lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "mistral, window"])
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+def test_gradients_equal_those_of_separate_rows(name, use_lora, checkpointing, monkeypatch):
+    """Of each parameter; a checkpointed layer attends once more in the backward."""
+    model = build(MODELS[name][0], 3.0)
+    if checkpointing:
+        lora.checkpoint_activations(model)
+    if use_lora:
+        torch.manual_seed(0)
+        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+        for key, parameter in model.named_parameters():
+            if "lora_B" in key:  # B = 0 would hide what reaches A
+                parameter.data.normal_()
+    calls, kernel = [], packing._by_pair
+    monkeypatch.setattr(packing, "_by_pair", lambda *inputs: (calls.append(1), kernel(*inputs))[1])
+    scorer = logps.Scorer(model.train())
+    expected, found = gradients(scorer, shared=False), gradients(scorer, shared=True)
+    assert len(calls) == 2 * (1 + checkpointing)
+    total = torch.cat([gradient.flatten() for gradient in expected.values()]).norm()
+    for key, gradient in expected.items():
+        assert gradient.any(), key
+        # plus: the gradient of a key's bias is 0 but for rounding
+        assert (found[key] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-7 * total, key
+
+
+# --- the route of a GPU, on a CPU ----------------------------------------------------------------
+
+
+def varlen_by_hand(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa
+):
+    """torch.nn.attention.varlen as documented: [T, H, D] and [T, K, D], a loop over sequences.
+
+    The last query looks at the last key, and at window_size[0] before it.
+    """
+    assert window_size[1] == 0 and enable_gqa
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert max_q == cu_seq_q.diff().max() and max_k == cu_seq_k.diff().max()
+    assert cu_seq_q[-1] == len(query) and cu_seq_k[-1] == len(key) == len(value)
+    found, group = [], query.shape[1] // key.shape[1]
+    for q, k, v in zip(
+        query.split(cu_seq_q.diff().tolist()),
+        *(tensor.split(cu_seq_k.diff().tolist()) for tensor in (key, value)),
+        strict=True,
+    ):
+        k, v = (tensor.repeat_interleave(group, 1) for tensor in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * (scale or q.shape[-1] ** -0.5)
+        back = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
+        seen = (back >= 0) & ((window_size[0] < 0) | (back <= window_size[0]))
+        found.append(torch.einsum("hqk,khd->qhd", scores.where(seen, -torch.inf).softmax(-1), v))
+    return torch.cat(found)
+
+
+SPANS = {
+    "one": [(5, 3, 4)],
+    "several": [(5, 3, 4), (1, 2, 6), (7, 8, 5)],
+    "rejected of one token": [(4, 3, 0), (2, 1, 0), (3, 2, 5)],
+    "chosen of one token": [(4, 0, 3), (2, 1, 2), (1, 0, 2)],
+    "both of one token": [(1, 0, 0), (3, 0, 0)],
+}
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 50])
+@pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
+@pytest.mark.parametrize(("heads", "scale"), [(2, None), (4, 0.7)])
+def test_one_call_for_all_sequences_equals_two_calls_a_pair(
+    spans, window, heads, scale, monkeypatch
+):
+    """Both equal attention in one piece, and so do their gradients; some heads share keys."""
+    monkeypatch.setattr(packing, "varlen_attn", varlen_by_hand)
+    generator = torch.Generator().manual_seed(3)
+    shape = [sum(map(sum, spans)), 8]
+    inputs = [
+        torch.randn(1, number, *shape, generator=generator).requires_grad_()
+        for number in (heads, 2, 2)
+    ]
+    slope = torch.randn(1, shape[0], heads, 8, generator=generator)
+    outcomes = []
+    for kernel in (packing._by_sequence, packing._by_pair, dense()):
+        found = kernel(*inputs, packing.Packing(spans, torch.device("cpu")), scale, window)
+        outcomes.append([found, *torch.autograd.grad(found, inputs, slope)])
+    for route in outcomes[:2]:
+        for found, expected in zip(route, outcomes[2], strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+# --- padding -------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def counted(scorer):
+    """Tokens that go through the transformer, in a list of one number a forward."""
+    seen = []
+    handle = scorer.parts()[0].register_forward_pre_hook(
+        lambda _module, _inputs, named: seen.append(named["input_ids"].numel()), with_kwargs=True
+    )
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_shared_layout_feeds_no_token_twice_and_no_padding(ranks):
+    """P + C + R a pair, summed over all ranks and micro-batches; separate rows feed more."""
+    real = sum(len(p.prompt) + len(p.chosen) - 1 + len(p.rejected) - 1 for p in PAIRS)
+    assert sum(pair.fed(shared=True) for pair in PAIRS) == real
+    scorer = logps.Scorer(build(MODELS["llama"][0], 1.0))
+    totals = {}
+    for shared in (True, False):
+        scorer.lay_out(shared)
+        with counted(scorer) as seen, torch.no_grad():
+            for rank in range(ranks):
+                world = SimpleNamespace(rank=rank, world_size=ranks)
+                for part in scorer.share(range(len(PAIRS)), PAIRS, world, 2):
+                    scorer(scorer.collate([PAIRS[row] for row in part.index], "cpu"))
+        totals[shared] = sum(seen)
+    assert totals[True] == real < totals[False]
+
+
+# --- generation ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("shared", [False, True], ids=["separate", "shared"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral, window"])
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+def test_generation_does_not_depend_on_the_layout_and_leaves_it(name, shared, use_lora):
+    """The most likely tokens are those of the model before any layout was chosen."""
+    prompt = torch.tensor([PAIRS[2].prompt])
+    options = dict(max_new_tokens=12, do_sample=False, temperature=None)
+    expected = build(MODELS[name][0], 3.0).eval().generate(prompt, **options)
+    model = build(MODELS[name][0], 3.0)
+    if use_lora:  # B = 0: the same model
+        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+    scorer = logps.Scorer(model)
+    scorer.lay_out(shared)
+    attention = scorer.bare().config._attn_implementation
+    assert (attention == packing.NAME) == shared
+    before = scorer(scorer.collate(PAIRS, "cpu"))[0]
+    assert scorer.generate(input_ids := prompt, **options).tolist() == expected.tolist()
+    assert expected.shape[1] > input_ids.shape[1]
+    assert scorer.shared == shared and scorer.training
+    assert scorer.bare().config._attn_implementation == attention
+    assert torch.equal(scorer(scorer.collate(PAIRS, "cpu"))[0], before)

@@ -1,0 +1,251 @@
+"""The lean forwards against peft and transformers themselves: values, gradients, what they keep."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from ddp_utils import lean, lora
+
+SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=97)
+WIDE = dict(intermediate_size=64, num_key_value_heads=2, max_position_embeddings=128)
+PAD = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+COMMON = SIZES | WIDE | PAD
+MODELS = {  # with how many modules become lean: linears, SwiGLU blocks, norms
+    "llama": (transformers.LlamaConfig(**COMMON, attention_bias=True), 14 + 2 + 5),
+    "qwen3": (transformers.Qwen3Config(**COMMON, head_dim=8), 14 + 2 + 9),
+    "mistral": (transformers.MistralConfig(**COMMON), 14 + 2 + 5),
+    "phi-3": (transformers.Phi3Config(**COMMON), 8 + 0 + 5),
+    "granite": (transformers.GraniteConfig(**COMMON), 14 + 2 + 5),
+    "olmo-2": (transformers.Olmo2Config(**COMMON), 14 + 2 + 9),
+    "gemma-2": (transformers.Gemma2Config(**COMMON, head_dim=8), 14 + 0 + 0),
+}
+IDS = torch.randint(3, 97, (2, 11), generator=torch.Generator().manual_seed(2))
+
+
+def tiny(name, dtype=torch.float32, **options):
+    """A random model under a LoRA that says something; norms' weights are not 1."""
+    torch.manual_seed(0)
+    model = lora.no_dropout(AutoModelForCausalLM.from_config(MODELS[name][0], dtype=dtype))
+    settings = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", **options)
+    model = get_peft_model(model, settings)
+    for key, parameter in model.named_parameters():
+        if "lora_B" in key or parameter.ndim == 1:
+            parameter.data.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def outcome(model):
+    """Log-probs [2, 11, 97] and the gradients of their (weighted) sum."""
+    logps = model(input_ids=IDS, use_cache=False).logits.float().log_softmax(-1)
+    model.zero_grad()
+    (logps * torch.linspace(-1, 1, 97)).sum().backward()
+    named = model.named_parameters()
+    return logps.detach(), {key: p.grad.clone() for key, p in named if p.requires_grad}
+
+
+def distance(ours, theirs):
+    """The largest relative error, in the 2-norm, of log-probs and gradients."""
+    pairs = [(ours[0], theirs[0]), *((ours[1][key], theirs[1][key]) for key in theirs[1])]
+    return max(((a - b).norm() / b.norm()).item() for a, b in pairs)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_answer_and_learn_as_before(name):
+    model = tiny(name)
+    before = outcome(model)
+    assert lean.apply(model) == MODELS[name][1]
+    assert distance(outcome(model), before) < 1e-5
+    with model.disable_adapter():
+        off = model(input_ids=IDS).logits
+        lean.undo(model)
+        torch.testing.assert_close(off, model(input_ids=IDS).logits)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("base", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_rounding_is_no_worse_than_pefts(base, autocast):
+    """Distance from the float64 model, which has the same rounded weights."""
+    model = tiny("qwen3", base)
+    exact = outcome(copy.deepcopy(model).double())
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        theirs = outcome(model)
+        assert lean.apply(model) == MODELS["qwen3"][1]
+        ours = outcome(model)
+    assert distance(ours, exact) < 1.1 * distance(theirs, exact) + 1e-6
+    assert all(grad.dtype == torch.float32 for grad in ours[1].values())
+
+
+def random(*shape, grad=True):
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_(grad)
+
+
+@pytest.mark.parametrize("with_up", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_linear_in_float64(with_up, with_bias):
+    x, up = random(2, 3, 5), random(2, 3, 5) + 1 if with_up else None
+    W, b = random(7, 5, grad=False), random(7, grad=False) if with_bias else None
+    A, B = random(2, 5), random(7, 2)
+    inputs = x if up is None else F.silu(x) * up
+    expected = F.linear(inputs, W, b) + 0.5 * inputs @ A.T @ B.T
+    torch.testing.assert_close(lean._Linear.apply(x, up, W, b, A, B, 0.5), expected)
+    assert torch.autograd.gradcheck(
+        lambda x, up, A, B: lean._Linear.apply(x, up, W, b, A, B, 0.5), (x, up, A, B)
+    )
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function.overloadpacket.__name__ in ("mm", "addmm", "addmm_")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("x_too,adapter_too,products", [(0, 1, 3), (1, 0, 3), (1, 1, 5)])
+def test_linear_computes_only_the_gradients_asked_for(x_too, adapter_too, products):
+    x, W, A, B = (random(*shape, grad=False) for shape in ((3, 5), (7, 5), (2, 5), (7, 2)))
+    x.requires_grad_(bool(x_too))
+    A.requires_grad_(bool(adapter_too))
+    B.requires_grad_(bool(adapter_too))
+    y = lean._Linear.apply(x, None, W, None, A, B, 2.0)
+    with Products() as mode:
+        y.sum().backward()
+    assert mode.count == products
+
+
+def test_norm_is_the_same_to_the_bit_and_its_gradient_that_of_float64():
+    own = LlamaRMSNorm(16).requires_grad_(False)
+    own.weight.copy_(random(16))
+    x = random(4, 3, 16).float().detach().requires_grad_()
+    slope = random(4, 3, 16).float().detach()
+    for dtype in (torch.float32, torch.bfloat16):
+        norm, value = copy.deepcopy(own).to(dtype), x.to(dtype)
+        y = lean._Norm.apply(value, norm.weight, 1e-6)
+        assert torch.equal(y, norm(value))
+        wide = value.detach().double().requires_grad_()
+        exact = F.rms_norm(wide, (16,), norm.weight.double(), 1e-6)
+        (expected,) = torch.autograd.grad(exact, wide, slope.double())
+        (found,) = torch.autograd.grad(y, value, slope.to(dtype))
+        error = (found - expected).norm() / expected.norm()
+        assert error < (1e-6 if dtype == torch.float32 else 1e-2)
+
+
+class OddRMSNorm(LlamaRMSNorm):
+    """Nearly the real one."""
+
+    def forward(self, x):
+        return super().forward(x) + 1e-3 * x
+
+
+class CenteredRMSNorm(LlamaRMSNorm):
+    def forward(self, x, gate):
+        return super().forward(x) * gate
+
+
+def test_an_unknown_norm_or_a_zero_weight_or_full_fine_tuning_is_left_alone():
+    norms = nn.ModuleList([OddRMSNorm(8), CenteredRMSNorm(8), LlamaRMSNorm(8), LlamaRMSNorm(8)])
+    assert lean.apply(norms) == 0  # trainable
+    norms.requires_grad_(False)
+    norms[3].weight[0] = 0  # cannot be divided by
+    assert lean.apply(norms) == 1
+    assert ["forward" in vars(norm) for norm in norms] == [False, False, True, False]
+    assert lean.apply(norms) == 0  # already done
+    norms.requires_grad_(True)
+    norms[2](torch.randn(3, 8)).sum().backward()
+    assert norms[2].weight.grad is not None  # seen at the call
+
+
+@pytest.mark.parametrize(
+    "options", [dict(lora_dropout=0.1), dict(use_dora=True), dict(lora_bias=True)], ids=str
+)
+def test_a_lora_that_is_not_plain_is_left_alone(options):
+    model = tiny("llama", **options).eval()
+    before = model(input_ids=IDS).logits
+    lean.apply(model)
+    assert not any("forward" in vars(m) for m in model.modules() if hasattr(m, "lora_A"))
+    torch.testing.assert_close(model(input_ids=IDS).logits, before)
+
+
+def test_a_second_adapter_takes_the_ordinary_way():
+    model = tiny("llama")
+    lean.apply(model)
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    model.base_model.set_adapter(["default", "other"])
+    outcome(model)
+    assert all(p.grad.any() for key, p in model.named_parameters() if "lora_B.other" in key)
+
+
+def test_checkpointing_gives_the_same_gradients():
+    model = tiny("qwen3")
+    lean.apply(model)
+    plain = outcome(model)
+    lora.checkpoint_activations(model)
+    again = outcome(model)
+    assert distance(again, plain) == 0
+    x = torch.randn(2, 32, requires_grad=True)
+    layer = next(module for module in model.modules() if hasattr(module, "gate_proj"))
+    both = [layer(x), checkpoint(layer, x, use_reentrant=False)]
+    (one,), (two,) = (torch.autograd.grad(y.sum(), x) for y in both)
+    assert torch.equal(one, two)
+
+
+def test_hooks_of_parameters_fire_once():
+    """DDP hangs its reducer there."""
+    model = tiny("qwen3")
+    lean.apply(model)
+    fired = []
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for p in trained:
+        p.register_post_accumulate_grad_hook(lambda p: fired.append(id(p)))
+    outcome(model)
+    assert sorted(fired) == sorted(map(id, trained))
+
+
+def test_generating_saving_and_merging_go_on_as_before(tmp_path):
+    model = tiny("qwen3").eval()
+    options = dict(max_new_tokens=8, do_sample=False)
+    keys, text = set(model.state_dict()), model.generate(input_ids=IDS, **options)
+    expected = model(input_ids=IDS).logits
+    lean.apply(model)
+    assert set(model.state_dict()) == keys
+    assert torch.equal(model.generate(input_ids=IDS, **options), text)
+    model.save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} >= {"adapter_model.safetensors"}
+    merged = model.merge_and_unload()
+    torch.testing.assert_close(merged(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def kept(model):
+    """Bytes that autograd holds between forward and backward, without the parameters."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    storages = {}
+
+    def note(tensor):
+        storages[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output = model.base_model.model.model(input_ids=IDS, use_cache=False)
+    assert output.last_hidden_state.requires_grad
+    return sum(t.untyped_storage().nbytes() for at, t in storages.items() if at not in own)
+
+
+@pytest.mark.parametrize("dtype,share", [(torch.float32, 0.75), (torch.bfloat16, 0.5)])
+def test_less_is_kept(dtype, share):
+    model = tiny("qwen3", dtype)
+    before = kept(model)
+    lean.apply(model)
+    assert kept(model) < share * before

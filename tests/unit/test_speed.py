@@ -1,0 +1,77 @@
+"""Arithmetic by hand; peaks by the data sheet."""
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from ddp_utils import dist, logps, speed
+from ddp_utils.pairs import Pair
+
+PAIR = Pair([1] * 10, [2] * 4, [3] * 6, "", "")
+# q, o: 16 x 16, k, v: 16 x 8, gate, up, down: 16 x 32; two layers
+LAYERS = 2 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 32)
+HEAD = 16 * 50
+
+
+def scorer(tied=False, rank=0):
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=50, tie_word_embeddings=tied,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    if rank:
+        model = get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear"))
+    return logps.Scorer(model)
+
+
+def mfu(scorer, monkeypatch):
+    monkeypatch.setattr(speed, "peak_flops", lambda *_: 1e9)
+    world = dist.World(device=torch.device("cpu"))
+    return speed.Meter(scorer, world).read([PAIR, PAIR], seconds=0.5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_full_fine_tuning_by_hand(tied, monkeypatch):
+    # a pair feeds 10 + 4 + 6 - 2 tokens and scores 4 + 6
+    needed = 2 * 6 * (LAYERS * 18 + HEAD * 10)
+    values = mfu(scorer(tied), monkeypatch)
+    assert values["mfu"] == pytest.approx(needed / (0.5 * 1e9), rel=1e-12)
+    assert values["tokens_per_second"] == 2 * (2 * 10 + 4 + 6) / 0.5
+    assert values["seconds"] == 0.5 and values["peak_memory_mb"] > 10
+
+
+def test_lora_by_hand(monkeypatch):
+    # A [2, in] and B [out, 2] on q, k, v, o, gate, up, down
+    sizes = [(16, 16), (16, 8), (16, 8), (16, 16), (16, 32), (16, 32), (32, 16)]
+    adapter = 2 * sum(2 * (i + o) for i, o in sizes)
+    needed = 2 * ((4 * LAYERS + 6 * adapter) * 18 + 4 * HEAD * 10)
+    assert mfu(scorer(rank=2), monkeypatch)["mfu"] == pytest.approx(needed / 0.5e9, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "half", "single"),
+    [
+        ("NVIDIA H200", 989e12, 67e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12, 19.5e12),
+        ("Intel(R) Data Center GPU Max 1550", 416e12, 26e12),
+    ],
+)
+def test_peaks_of_the_data_sheets(name, half, single, monkeypatch):
+    monkeypatch.setattr(speed, "device_name", lambda device: name)
+    device = torch.device("cuda")
+    assert speed.peak_flops(device, torch.bfloat16) == half
+    assert speed.peak_flops(device, torch.float32) == single
+
+
+def test_an_unknown_device_has_no_mfu(monkeypatch):
+    monkeypatch.setattr(speed, "device_name", lambda device: "Tesla T4")
+    assert speed.peak_flops(torch.device("cuda"), torch.float16) is None
+    monkeypatch.setattr(speed, "peak_flops", lambda *_: None)
+    world = dist.World(device=torch.device("cpu"))
+    assert "mfu" not in speed.Meter(scorer(), world).read([PAIR], 1.0)
+
+
+def test_a_cpu_is_measured():
+    assert 1e9 < speed.peak_flops(torch.device("cpu"), torch.float32) < 1e14
