@@ -1,0 +1,390 @@
+"""Compare src/main_distributed.py with TRL's DPOTrainer: CPU time, memory and loss of LoRA DPO.
+
+    python3 -m venv trlenv
+    trlenv/bin/pip install torch==2.13.0 trl==1.16.0 transformers peft datasets
+    python tests/bench/dpo_vs_trl.py --trl_python trlenv/bin/python --out ratios.json
+    python tests/bench/dpo_vs_trl.py --layouts --processes 2 4       # ours against ours
+    python tests/bench/dpo_vs_trl.py --read ratios.json --picture ratios.png
+
+Rules of measurement:
+- Both sides train the same rows in the same order from the same weights, and their losses must
+  agree in every step (exit status 1 if not): a speed is believed only then.
+- One thread per process. What counts is CPU time of the process, since wall time depends on who
+  else uses the machine. The first step is dropped.
+- The sides alternate, A B A B; a ratio is that of neighbours: median [smallest, largest].
+- A ratio above 1 means that A needs more than B. It is CPU time per token of both responses with
+  their prompts, which is the time per step wherever both sides see the same batches.
+- Memory: the highest point of the loop above what was resident when it began (weights, LoRA,
+  reference), in a run of its own, in which malloc gives back at once what is freed.
+- TRL runs in its best setting: no gradient checkpointing, reference computed beforehand.
+- On a GPU (--cases 8b 8b_hh --dtypes bf16) it is seconds by the clock, after synchronising, and
+  the most that torch had allocated, weights included; both sides hold the base in bf16.
+"""
+
+import argparse
+import importlib.metadata
+import itertools
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from cases import CASES, GPU_CASES, make_case, tokens_of
+
+SRC = Path(__file__).resolve().parents[2] / "src"
+# How far the losses of a step may differ. In bf16 TRL is up to 2.3e-3, and we are up to 2.7e-3,
+# from the fp32 losses of the same rows (measured on ragged), each in its own direction.
+TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3}
+QUIET = {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+}
+PACKAGES = "torch", "transformers", "peft", "trl", "datasets"
+TIDY_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
+# --- the two sides, each in a process of its own -------------------------------------------------
+
+
+def memory(field):
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{field}:")[1].split()[0]) / 1024
+
+
+class Record:
+    """What one process measures: the time at the end of each step, its peak memory in the loop."""
+
+    def __init__(self):
+        import torch
+
+        self.gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        self.clock, self.losses, self.tokens, self.resident_mb = [], [], [], None
+        found = {one.metadata["Name"]: one.version for one in importlib.metadata.distributions()}
+        self.versions = {name: found[name] for name in PACKAGES if name in found}
+
+    def loop_begins(self):
+        if self.gpu:
+            self.resident_mb = 0
+        elif self.resident_mb is None:
+            Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+            self.resident_mb = memory("VmRSS")
+
+    def step_ends(self):
+        if self.gpu:
+            import torch
+
+            torch.cuda.synchronize()
+            self.clock.append(time.perf_counter())
+            self.peak_mb = torch.cuda.max_memory_allocated() / 2**20
+        else:
+            self.clock.append(time.process_time())
+            self.peak_mb = memory("VmHWM")
+
+
+def train_trl(spec, rows, record):
+    import datasets
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
+    from trl import DPOConfig, DPOTrainer
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *_, **__):
+            record.loop_begins()
+
+        def on_step_end(self, *_, **__):
+            record.step_ends()
+
+    class Trainer(DPOTrainer):
+        def training_step(self, model, inputs, *rest, **named):
+            record.tokens.append(int(inputs["attention_mask"].sum()))
+            loss = super().training_step(model, inputs, *rest, **named)
+            record.losses.append(loss.item())
+            return loss
+
+    defaults, grouped = spec["kind"] == "trl defaults", spec["kind"] == "trl grouped"
+    settings = DPOConfig(
+        output_dir="out",
+        per_device_train_batch_size=spec["pairs"],
+        max_steps=spec["steps"],
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        beta=0.1,
+        max_length=1024,
+        precompute_ref_log_probs=not defaults,
+        gradient_checkpointing=defaults,
+        bf16=spec["dtype"] == "bf16",
+        train_sampling_strategy="group_by_length" if grouped else "sequential",
+        remove_unused_columns=not grouped,
+        use_cpu=not record.gpu,
+        disable_tqdm=True,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        seed=0,
+    )
+    adapter = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    dtype = "bfloat16" if record.gpu and settings.bf16 else "float32"
+    rows = [row | {"length": tokens_of(row)} for row in rows] if grouped else rows
+    set_seed(0)
+    Trainer(
+        model=AutoModelForCausalLM.from_pretrained(f"{spec['case']}/model", dtype=dtype),
+        args=settings,
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(f"{spec['case']}/model"),
+        peft_config=adapter,
+        callbacks=[Clock()],
+    ).train()
+
+
+def train_ours(spec, rows, record):
+    import main_distributed
+    from ddp_utils import parallel
+
+    make_optimizer, step = parallel.make_optimizer, parallel.step
+
+    def last_before_the_loop(*arguments):
+        made = make_optimizer(*arguments)
+        record.loop_begins()
+        return made
+
+    def last_of_a_step(*arguments):
+        step(*arguments)
+        record.step_ends()
+
+    parallel.make_optimizer, parallel.step = last_before_the_loop, last_of_a_step
+    case, pairs = spec["case"], spec["pairs"]
+    flags = f"""
+        --model_name {case}/model --train_data {case}/train.jsonl --max_rows {len(rows)}
+        --val_data {case}/val.jsonl --test_data {case}/val.jsonl --chat_template none --no_shuffle
+        --fine_tuning lora --lora_r 16 --lora_alpha 32 --beta 0.1 --sft_weight 0 --seed 0
+        --learning_rate 1e-3 --lr_scaling none --lr_scheduler constant --warmup_ratio 0
+        --weight_decay 0 --max_grad_norm 1.0 --batch_size {pairs} --max_steps {spec["steps"]}
+        --num_samples 0 --eval_every 1000000 --base_dtype {spec["dtype"]} --result_dir run
+    """
+    main_distributed.main([*flags.split(), *spec["flags"]])
+    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    record.losses = [line["loss"] for line in lines if line["split"] == "train"]
+    record.mfu = [line.get("mfu") for line in lines if line["split"] == "train"]
+    turns = [rows[start : start + pairs] for start in range(0, len(rows), pairs)]
+    record.tokens = [sum(map(tokens_of, turn)) for turn in turns]
+
+
+def work(spec):
+    """One process of one side: train, and leave record<rank>.json behind."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.set_float32_matmul_precision(spec["matmul"])
+    lines = Path(spec["case"], "train.jsonl").read_text().splitlines()[: spec["rows"]]
+    rows, record = [json.loads(line) for line in lines], Record()
+
+    def train(side):
+        side(spec, rows, record)
+        Path(f"record{os.environ.get('RANK', 0)}.json").write_text(json.dumps(vars(record)))
+
+    if spec["kind"] != "ours":
+        return train(train_trl)
+    sys.path.insert(0, str(SRC))
+    from ddp_utils import dist
+
+    dist.run(lambda: train(train_ours))
+
+
+# --- measuring -----------------------------------------------------------------------------------
+
+
+class Arm(NamedTuple):
+    name: str
+    kind: str = "ours"  # or trl, trl defaults, trl grouped
+    flags: list = []  # of main_distributed.py
+    processes: int = 1
+    pairs: int = 4  # of a step, over all processes
+
+
+def measure(arm, case, dtype, args, malloc=None):
+    """Run one side once -> what it recorded, with CPU time summed over its processes."""
+    # group_by_length sorts a quarter of its rows at a time: that quarter is the run
+    rows = arm.pairs * args.steps * (4 if arm.kind == "trl grouped" else 1)
+    spec = arm._asdict() | {"case": str(case), "dtype": dtype, "rows": rows}
+    spec |= {"steps": args.steps, "matmul": args.matmul}
+    python = sys.executable if arm.kind == "ours" else os.path.abspath(args.trl_python)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={arm.processes}"]
+    command = [python, *(torchrun if arm.processes > 1 else []), str(Path(__file__).resolve())]
+    with tempfile.TemporaryDirectory(prefix="dpo_vs_trl_") as folder:
+        env = os.environ | QUIET | (malloc or {}) | {"HF_DATASETS_CACHE": f"{folder}/datasets"}
+        command += ["--arm", json.dumps(spec)]
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"{done.stdout}{done.stderr}"[-6000:] + f"{case.name} {dtype}: {arm.name}")
+        files = [Path(folder, f"record{rank}.json") for rank in range(arm.processes)]
+        ranks = [json.loads(file.read_text()) for file in files]
+    seconds = sum(rank["clock"][-1] - rank["clock"][0] for rank in ranks)
+    found = ranks[0] | {"arm": arm.name, "s_per_step": seconds / (args.steps - 1)}
+    found["s_per_token"] = seconds / sum(found["tokens"][1:])
+    found["growth_mb"] = max(rank["peak_mb"] - rank["resident_mb"] for rank in ranks)
+    shown = f"{seconds / (args.steps - 1):.3f} s per step, memory +{found['growth_mb']:.0f} MB"
+    print(f"# {case.name} {dtype} {arm.name}: {shown}", file=sys.stderr)
+    return found
+
+
+def compare(arms, case, dtype, args):
+    """One row of the table: two arms, alternating."""
+    pairs = [[measure(arm, case, dtype, args) for arm in arms] for _ in range(args.repeats)]
+    memory_runs = [measure(arm, case, dtype, args, TIDY_MALLOC) for arm in arms]
+    gap = None
+    if "trl grouped" not in [arm.kind for arm in arms]:  # which sees other batches
+        if any(a["tokens"] != b["tokens"] for a, b in pairs):
+            sys.exit(f"{case.name}: {arms[0].name} and {arms[1].name} had different tokens")
+        losses = [zip(a["losses"], b["losses"], strict=True) for a, b in pairs]
+        gap = max(abs(a - b) for a, b in itertools.chain(*losses))
+    seconds = [[run["s_per_step"] for run in runs] for runs in zip(*pairs, strict=True)]
+    growth = [run["growth_mb"] for run in memory_runs]
+    return {
+        "case": case.name.rpartition("-")[0],
+        "dtype": dtype,
+        "arms": [arm.name for arm in arms],
+        "s_per_step": [statistics.median(runs) for runs in seconds],
+        "ratios": [a["s_per_token"] / b["s_per_token"] for a, b in pairs],
+        "memory_mb": growth,
+        "memory_ratio": growth[0] / growth[1],
+        "loss_difference": gap,
+        "runs": pairs,
+        "memory_runs": memory_runs,
+    }
+
+
+def comparisons(args):
+    """The pairs of arms that the flags ask for."""
+    ours, found = Arm("ours", flags=args.ours), []
+    if args.trl_python:
+        found.append((Arm("TRL", "trl"), ours))
+    if args.trl_defaults:
+        found.append((Arm("TRL's defaults", "trl defaults"), ours))
+    if args.trl_group_by_length:
+        found.append((Arm("TRL by length", "trl grouped"), ours))
+    if args.layouts:
+        names = "separate", "shared"
+        found.append([Arm(name, flags=[*args.ours, "--layout", name]) for name in names])
+    one, *more = (
+        Arm(f"{n} process{'es' * (n > 1)}", "ours", args.ours, n, pairs=8)
+        for n in sorted({1, *args.processes})
+    )
+    found += [(one, many) for many in more]
+    return found
+
+
+# --- showing -------------------------------------------------------------------------------------
+
+
+def spread(row):
+    return statistics.median(row["ratios"]), min(row["ratios"]), max(row["ratios"])
+
+
+def table(rows):
+    """The rows in Markdown."""
+    head = "case", "dtype", "A", "B", "seconds per step A", "B", "A / B", "memory A", "B", "A / B"
+    lines = [[*head, "worst loss difference"], ["---"] * (len(head) + 1)]
+    for row in rows:
+        gap, (ratio, low, high) = row["loss_difference"], spread(row)
+        line = [row["case"], row["dtype"], *row["arms"]]
+        line += [f"{seconds:.3f}" for seconds in row["s_per_step"]]
+        line += [f"**{ratio:.2f}** [{low:.2f}, {high:.2f}]"]
+        line += [f"{size:.0f} MB" for size in row["memory_mb"]]
+        lines.append([*line, f"{row['memory_ratio']:.2f}", "-" if gap is None else f"{gap:.1e}"])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def draw_bars(rows, path):
+    """One bar a row, its length the ratio, its whiskers the smallest and the largest one."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(8, 1.2 + 0.45 * len(rows)), layout="constrained")
+    for place, row in enumerate(rows):
+        ratio, low, high = spread(row)
+        colour = {"fp32": "tab:blue", "bf16": "tab:orange"}[row["dtype"]]
+        whiskers = [[ratio - low], [high - ratio]]
+        axis.barh(place, ratio, 0.75, xerr=whiskers, capsize=4, color=colour)
+        axis.annotate(f"{ratio:.2f}x", (high, place), (8, -4), textcoords="offset points")
+    axis.axvline(1, color="black", linewidth=1)
+    names = [f"{row['case']} {row['dtype']}, {' / '.join(row['arms'])}" for row in rows]
+    axis.set_yticks(range(len(rows)), names)
+    axis.invert_yaxis()
+    axis.set(xlabel="ratio of time", xlim=(0, 1.15 * max(max(1, *spread(row)) for row in rows)))
+    figure.savefig(path, dpi=100)
+
+
+# --- main ----------------------------------------------------------------------------------------
+
+
+def read_flags():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--arm", type=json.loads, help=argparse.SUPPRESS)  # this process is one side
+    add("--trl_python", default="", help="python of an environment with trl")
+    add("--trl_defaults", action="store_true", help="more rows: checkpointing, online reference")
+    add("--trl_group_by_length", action="store_true", help="more rows, for the ragged cases")
+    add("--layouts", action="store_true", help="ours, --layout separate against shared")
+    add("--processes", type=int, nargs="+", default=[], help="ours, 1 against so many processes")
+    add("--cases", nargs="+", choices=CASES | GPU_CASES, default=list(CASES))
+    add("--dtypes", nargs="+", choices=TOLERANCE, default=list(TOLERANCE))
+    add("--repeats", type=int, default=5, help="pairs of runs")
+    add("--steps", type=int, default=6, help="of a run; the first one is dropped")
+    add("--matmul", choices=("highest", "high", "medium"), default="highest")
+    add("--cache", default=f"{tempfile.gettempdir()}/dpo_vs_trl_cases", help="of the cases")
+    add("--out", help="JSON of everything measured")
+    add("--read", help="such a JSON: show it, measure nothing")
+    add("--picture", help="PNG of the ratios")
+    add("--ours", nargs=argparse.REMAINDER, default=[], help="all that follows: flags for ours")
+    args = parser.parse_args()
+    if (args.trl_defaults or args.trl_group_by_length) and not args.trl_python:
+        parser.error("TRL's rows need --trl_python")
+    if not (args.arm or args.read or comparisons(args)):
+        parser.error("give --trl_python, --layouts, --processes or --read")
+    return args
+
+
+def measure_all(args):
+    """Every row asked for; --out is written after each, so that a run cut short leaves some."""
+    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    report = {"date": time.strftime("%Y-%m-%d"), "cpu": cpu and cpu[1], "cores": os.cpu_count()}
+    report |= {name: getattr(args, name) for name in ("repeats", "steps", "matmul", "ours")}
+    report["rows"] = []
+    for name, dtype in itertools.product(args.cases, args.dtypes):
+        case = make_case(name, os.path.abspath(args.cache))
+        for arms in comparisons(args):
+            if arms[0].kind == "trl grouped" and "ragged" not in name:
+                continue
+            report["rows"].append(compare(arms, case, dtype, args))
+            if args.out:
+                Path(args.out).write_text(json.dumps(report, indent=1) + "\n")
+    return report
+
+
+def main():
+    args = read_flags()
+    if args.arm:
+        return work(args.arm)
+    report = json.loads(Path(args.read).read_text()) if args.read else measure_all(args)
+    print(table(report["rows"]))
+    if args.picture:
+        draw_bars(report["rows"], args.picture)
+    gaps = [(row["loss_difference"] or 0) / TOLERANCE[row["dtype"]] for row in report["rows"]]
+    if max(gaps) > 1:
+        print("the losses differ: believe no speed above", file=sys.stderr)
+    return int(max(gaps) > 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
