@@ -217,7 +217,7 @@ def load_scored(config, data, world, run):
         scorer = logps.Scorer(model, autocast).to(world.device)
         if config.lean:
             lean.apply(model)
-        for line in selftest.self_test(scorer, data["train"], config.layout, world.device):
+        for line in selftest.self_test(scorer, data["train"], config.layout, world):
             run.say(line)
         return scorer
 

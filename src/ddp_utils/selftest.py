@@ -4,14 +4,14 @@ import contextlib
 
 import torch
 
-from ddp_utils import UserError, logps
+from ddp_utils import UserError, dist, logps
 from ddp_utils.pairs import Pair
 
 # what a model may raise that does not know packed rows, or does attention in its own way
 REFUSALS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
-def self_test(scorer, pairs, layout, device) -> list[str]:
+def self_test(scorer, pairs, layout, world) -> list[str]:
     """Choose head and layout of this model by trying them on real pairs; returns what to tell.
 
     The head on the two shortest rows, since full logits are large; the layout ("auto", "shared" or
@@ -19,11 +19,16 @@ def self_test(scorer, pairs, layout, device) -> list[str]:
     Raises UserError if the layout was insisted upon and cannot be had.
     """
     pairs = sorted(pairs, key=lambda pair: pair.row)
-    lines = [check_head(scorer, pairs[:2], device)]
+    lines = [check_head(scorer, pairs[:2], world.device)]
     if layout != "separate":
-        lines.append(check_layout(scorer, [pairs[0], *pairs[-2:]], device))
-        if lines[1] and layout == "shared":
-            raise UserError(f"--layout shared: {lines[1]}; give auto")
+        lines.append(check_layout(scorer, [pairs[0], *pairs[-2:]], world.device))
+    # one rank's doubt is everyone's: ranks in two layouts would wait for each other for ever
+    doubts = torch.tensor([scorer.own_head, not scorer.shared], device=world.device)
+    own_head, separate = dist.all_sum(doubts.float(), world).tolist()
+    scorer.own_head = own_head > 0
+    scorer.lay_out(shared=separate == 0)
+    if layout == "shared" and separate:
+        raise UserError(f"--layout shared: {lines[1] or 'not on every rank'}; give auto")
     return [line for line in lines if line]
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import main_distributed
 import runs
-from ddp_utils import plots, records, reference, selftest
+from ddp_utils import logps, plots, records, reference, selftest
 from ranks import ranks
 
 FLAGS = [*runs.QUIET, *runs.words("--max_rows 12 --batch_size 4 --max_steps 2")]
@@ -114,3 +114,29 @@ def test_a_layout_that_cannot_be_had_is_one_line(tmp_path, monkeypatch, capsys):
     train(tmp_path / "b")
     assert capsys.readouterr().out.count("the prompt cannot be shared (windy)") == 1
     assert Path(tmp_path / "b/summary.json").exists()
+
+
+def one_rank_refuses(folder):
+    check = selftest.check_layout
+
+    def windy(scorer, pairs, device):
+        line = check(scorer, pairs, device)
+        if os.environ["RANK"] == "1":
+            scorer.lay_out(shared=False)
+            return "windy"
+        return line
+
+    selftest.check_layout = windy
+    seen, lay_out = [], logps.Scorer.lay_out
+
+    def watch(scorer, shared):
+        lay_out(scorer, shared)
+        seen.append(shared)
+
+    logps.Scorer.lay_out = watch
+    train(folder)
+    return seen[-1]
+
+
+def test_one_rank_that_cannot_share_is_everyones_layout(tmp_path):
+    assert ranks(2, one_rank_refuses, str(tmp_path / "a"), timeout=60) == [False, False]
