@@ -65,6 +65,7 @@ CHANGES = {
     "layout": ["--layout", "separate"],
     "weights": ["--fine_tuning", "lora", "--base_dtype", "bf16"],
     "tokens": ["--max_length", "24"],
+    "adapter": ["--init_adapter", str(Path(__file__).parents[1] / "golden/demo_adapter")],
 }
 
 
