@@ -1,19 +1,20 @@
 """One dataclass is a script's settings, its flags and its --help; a YAML file can fill it too."""
 
+import contextlib
 import dataclasses
 import difflib
-import math
+import io
+import itertools
+import reprlib
 import sys
 import types
 import typing
 import warnings
 
 import tyro
-from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent
+from ruamel import yaml
 
-from ddp_utils import UserError
+from ddp_utils import UserError, records
 
 ALIASES = {"--validate_only": "--check", "--dry_run": "--check"}
 
@@ -31,31 +32,38 @@ def parse(config_class, argv=None, console=True, aliases=None):
             del argv[:1]
         elif not word.replace("_", "-").startswith("--local-rank="):
             words.append(names.get(word.replace("-", "_"), word))
-    with warnings.catch_warnings():  # of defaults of a wrong type: check_types says it in one line
-        warnings.simplefilter("ignore")
+    hints = typing.get_type_hints(config_class)
+    # --name text and --name=text alike
+    for flag, text in itertools.pairwise("\0".join([*words, ""]).replace("=", "\0").split("\0")):
+        number = hints.get(flag[2:].replace("-", "_")) in (int, float, float | None)
+        if number and ("_" in text or not text.isascii()):  # which Python reads: 1_000
+            raise UserError(f"{flag}: {reprlib.repr(text)} is not a plain number; use digits 0-9")
+    # tyro 1.0 prints its "Value error" even if it must not
+    stderr = contextlib.redirect_stderr(sys.stderr if console else io.StringIO())
+    with warnings.catch_warnings(), stderr:
+        warnings.simplefilter("ignore")  # defaults of a wrong type: check_types says it in one line
         config = tyro.cli(config_class, args=words, use_underscores=True, console_outputs=console)
     return check_types(config)
 
 
 def check_types(config):
     """Refuse values of another type, which an edited config file can hold, and NaN or infinity."""
-    hints = typing.get_type_hints(type(config))
-    for field in dataclasses.fields(config):
-        _check_type(f"--{field.name}", hints[field.name], getattr(config, field.name))
+    for name, hint in typing.get_type_hints(type(config)).items():
+        _check_type(f"--{name}", hint, getattr(config, name))
     return config
 
 
 def _check_type(name, hint, value):
-    if typing.get_origin(hint) is typing.Literal:
-        fits = value in typing.get_args(hint)
-    else:
-        allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-        fits = type(value) in allowed or (type(value) is int and float in allowed)
-    if not fits or (isinstance(value, float) and not math.isfinite(value)):
-        name_of = getattr(hint, "__name__", str(hint))
-        choices = " or ".join(map(repr, typing.get_args(hint)))
-        wanted = choices if typing.get_origin(hint) is typing.Literal else f"a valid {name_of}"
-        raise UserError(f"{name}: {value!r} is not {wanted}")
+    is_choice = typing.get_origin(hint) is typing.Literal
+    wanted = typing.get_args(hint) if is_choice or isinstance(hint, types.UnionType) else (hint,)
+    kinds = {type(value), float} if type(value) is int else {type(value)}
+    fits = value in wanted if is_choice else kinds & {*wanted}
+    # NaN is not below what torch can hold, either
+    fits = fits and not (isinstance(value, int | float) and not abs(value) < 2**63)
+    if not fits or records.CONTROL.search(str(value)):
+        choices, name_of = " or ".join(map(repr, wanted)), getattr(hint, "__name__", str(hint))
+        choices = choices if is_choice else f"a valid {name_of}"
+        raise UserError(f"{name}: {reprlib.repr(value):.100} is not {choices}")
 
 
 def check_ranges(config, **rules):
@@ -68,50 +76,55 @@ def check_ranges(config, **rules):
 
 def unknown(name, known):
     """'x is not a setting; did you mean y?'"""
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
-    return f"{name} is not a setting; {hint}"
+    near = difflib.get_close_matches(name.lower(), known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known):.200}"
+    return f"{records.shown(name)} is not a setting; {hint}"
 
 
 def from_yaml(config_class, path):
     """Fill a dataclass (nested once or not) from a YAML 1.2 file.
 
-    Raises UserError with file and line for an unknown or double key, a wrong type or an alias.
+    Raises UserError with file and line for an unknown or double key, a wrong type, an alias or tag.
     """
+    text = records.content(path, most=2**17).decode()
+    reader, depth = yaml.YAML(typ="safe", pure=True), 0
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-        depth = 0
-        for event in YAML(pure=True).parse(text):
-            line = event.start_mark.line + 1
-            depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
-            if isinstance(event, AliasEvent) or getattr(event, "value", None) == "<<":
+        for event in reader.parse(text):
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            alias = isinstance(event, yaml.AliasEvent) or getattr(event, "value", None) == "<<"
+            if alias or getattr(event, "tag", None) or depth > 20:
                 # a few bytes of aliases can unfold to gigabytes
-                raise UserError(f"{path}:{line}: no aliases (*name, <<); repeat the value")
-            if depth > 20:
-                raise UserError(f"{path}:{line}: nested deeper than any setting")
-        marked = YAML(typ="rt", pure=True).load(text)  # knows the lines
-        plain = YAML(typ="safe", pure=True).load(text)  # knows nothing but plain data
-    except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        reason = (error.problem or error.context).splitlines()[0]
-        raise UserError(f"{path}:{mark.line + 1}: {reason}") from error
-    except (OSError, ValueError, KeyError, RecursionError, YAMLError) as error:
-        raise UserError(f"{path}: {type(error).__name__} {str(error)[:160]!r}") from error
-    return _fill(config_class, plain, marked, path, "")
+                says = "no aliases (*name, <<), no tags (!name), no more than 20 levels"
+                raise UserError(f"{path}:{event.start_mark.line + 1}: {says}; write plain values")
+        return _fill(config_class, reader.compose(text), reader.constructor, path, "")
+    except yaml.YAMLError as error:
+        mark, says = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        line = mark.line if mark else text.count("\n", 0, getattr(error, "position", 0))
+        says = (says or str(error)).splitlines()[0]
+        raise UserError(f"{path}:{line + 1}: {says:.200}") from error
 
 
-def _fill(config_class, plain, marked, path, prefix):
-    if not isinstance(plain, dict):
-        raise UserError(f"{path}: {prefix.rstrip('.') or 'the file'} must hold `name: value` lines")
-    hints, values = typing.get_type_hints(config_class), {}
-    for key, value in plain.items():
-        where = f"{path}:{marked.lc.key(key)[0] + 1}"
+def _fill(config_class, node, constructor, path, prefix):
+    if not isinstance(node, yaml.MappingNode):
+        line, what = node.start_mark.line + 1 if node else 1, prefix.rstrip(".") or "the file"
+        raise UserError(f"{path}:{line}: {what} must hold `name: value` lines")
+    hints, values, seen = typing.get_type_hints(config_class), {}, {}
+    for name, value in node.value:
+        key, where = str(name.value), f"{path}:{name.start_mark.line + 1}: {prefix}"
         if key not in hints:
-            raise UserError(f"{where}: {prefix}{unknown(str(key), list(hints))}")
+            raise UserError(where + unknown(key, list(hints)))
+        if seen.setdefault(key, name) is not name:
+            first = seen[key].start_mark.line + 1
+            raise UserError(f"{where}{key} is a duplicate key, see line {first}")
         if dataclasses.is_dataclass(hints[key]):
-            values[key] = _fill(hints[key], value, marked[key], path, f"{prefix}{key}.")
-        else:
-            _check_type(f"{where}: {prefix}{key}", hints[key], value)
-            values[key] = value
+            values[key] = _fill(hints[key], value, constructor, path, f"{prefix}{key}.")
+            continue
+        try:
+            values[key] = constructor.construct_object(value, deep=True)
+        except ValueError as error:  # no such day, too many digits
+            raise UserError(f"{where}{key}: {str(error).partition(';')[0]}") from error
+        if type(values[key]) in (int, float) and "_" in value.value:
+            values[key] = value.value  # a number in YAML 1.1 only
+        _check_type(f"{where}{key}", hints[key], values[key])
     return config_class(**values)

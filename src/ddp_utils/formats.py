@@ -12,6 +12,7 @@ openai       {"input": {"messages"}, "preferred_output", "non_preferred_output"}
 
 import difflib
 import functools
+import itertools
 import re
 import reprlib
 from typing import NamedTuple
@@ -53,12 +54,20 @@ def find_format(record) -> str:
             return name
     if any(isinstance(value, str) and value.startswith(HUMAN) for value in sides):
         return "transcript"
-    found, known = [repr(key)[1:-1][:40] for key in data][:30], sum(FIELDS.values(), ())
+    first = itertools.islice(data, 1000)  # of a million fields, these will do
+    found, known = [repr(key)[1:-1][:40] for key in first], sum(FIELDS.values(), ())
     meant = {name for key in found for name in difflib.get_close_matches(key, known, n=1)}
     nearest = max(FIELDS.values(), key=lambda fields: len(meant & set(fields)))
     missing = next(field for field in nearest if field not in data)
     nearest = f"nearest is {', '.join(nearest)}: {missing} is missing"
-    raise UserError(f"{record.where}: fields found: {', '.join(found) or '-'}; {nearest}")
+    raise UserError(f"{record.where}: fields found: {', '.join(found) or '-':.200}; {nearest}")
+
+
+def unread(record, name) -> set:
+    """The fields of a record that nothing reads: extra ones, and misspelt `system`s."""
+    read = {"messages": FIELDS["prompt"], "transcript": SIDES, **FIELDS}[name]
+    also = ("system", "input") if name == "instruction" else ("system",)
+    return record.data.keys() - {*read, *also}
 
 
 def example(record, name) -> Example:
@@ -132,7 +141,7 @@ FORMATS |= {"transcript": _transcript, "openai": _openai}
 
 
 def _error(record, path, value, hint):
-    return UserError(f"{record.where}: {path} is {reprlib.repr(value)}; {hint}")
+    return UserError(f"{record.where}: {path} is {reprlib.repr(value):.100}; {hint}")
 
 
 def _object(record, path, value):

@@ -13,6 +13,9 @@ from transformers import AutoTokenizer
 
 from ddp_utils import UserError, batching, formats, records
 
+# what a template can do wrong: it is a program
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+TEMPLATE_ERRORS += (ArithmeticError, RecursionError)
 PLAIN_ROLES = {"system": "\n\nSystem:", "user": "\n\nHuman:", "assistant": "\n\nAssistant:"}
 
 
@@ -44,9 +47,14 @@ def load_tokenizer(name):
     """The model's tokenizer; UserError if there is none at that path or hub name."""
     try:
         return AutoTokenizer.from_pretrained(str(model_path(name)), trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0][:200]
-        raise UserError(f"--model_name: no tokenizer at {name}: {reason}") from error
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        # the last three come from JSON that is not a tokenizer's
+        raise UserError(f"--model_name: no tokenizer at {name}: {_reason(error)}") from error
+
+
+def _reason(error):
+    """The first line of someone else's error."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 def model_path(name):
@@ -73,7 +81,7 @@ class Encoder:
             file = records.resolve(chat_template)
             if not file.is_file():
                 raise UserError(f"--chat_template: no file {chat_template}; or give auto, or none")
-            tokenizer.chat_template = file.read_text(encoding="utf-8")
+            tokenizer.chat_template = records.content(chat_template).decode()
         self.templated = chat_template != "none" and bool(tokenizer.chat_template)
         self.end = self._turn_end() if self.templated else tokenizer.eos_token_id
         self.counts = collections.defaultdict(list)  # what was met -> rows, for the report
@@ -88,9 +96,9 @@ class Encoder:
         """The template's text; one without a system role gets it in front of the first turn."""
         try:
             return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        except TemplateError as error:
+        except TEMPLATE_ERRORS as error:
             if messages[0]["role"] != "system" or len(messages) < 2:
-                raise UserError(f"--chat_template: {str(error)[:120]}") from error
+                raise UserError(f"--chat_template: {_reason(error)}") from error
             system, first, *rest = messages
             first = {**first, "content": f"{system['content']}\n\n{first['content']}"}
             return self.render([first, *rest], **options)
@@ -117,7 +125,9 @@ class Encoder:
 
     def ids(self, text, row=None):
         """Token ids with at most one BOS: a template may render one that the tokenizer adds too."""
-        ids = self.tokenizer(text, add_special_tokens=not self.templated).input_ids
+        ids = self.tokenizer(  # not verbose: what is too long for the model is cut, or refused
+            text, add_special_tokens=not self.templated, verbose=False
+        ).input_ids
         bos = self.tokenizer.bos_token_id
         while bos is not None and ids[:2] == [bos, bos]:
             ids = ids[1:]
@@ -190,6 +200,7 @@ def read(path, encoder, limit=-1, on_bad_record="error"):
     counted; malformed ones raise UserError, or with "skip" are counted, too.
     """
     pairs, name, dropped = [], None, collections.defaultdict(list)
+    seen, unread = set(), set()
     encoder.counts.clear()
     rows = records.read(path, limit, skip=on_bad_record == "skip")
     for record in rows:
@@ -198,10 +209,19 @@ def read(path, encoder, limit=-1, on_bad_record="error"):
             if isinstance(record.data, UserError):  # a line that is not JSON, to be skipped
                 raise record.data
             name = name or formats.find_format(record)
-            pair = encoder.encode(formats.example(record, name))
+            example = formats.example(record, name)
+            pair = encoder.encode(example)
+            if not (pair.chosen and pair.rejected):  # a tokenizer may drop letters and have no end
+                raise formats.Unusable("empty response")
             if pair.chosen == pair.rejected:
                 raise formats.Unusable("identical once cut")
             pairs.append(pair)
+            if (pair.text, example.chosen, example.rejected) in seen:
+                encoder.counts["same as an earlier row"].append(row)
+            if (pair.text, example.rejected, example.chosen) in seen:
+                encoder.counts["opposite of an earlier row"].append(row)
+            seen.add((pair.text, example.chosen, example.rejected))
+            unread |= formats.unread(record, name)
         except formats.Unusable as reason:
             dropped[str(reason)].append(row)
         except UserError:
@@ -211,10 +231,11 @@ def read(path, encoder, limit=-1, on_bad_record="error"):
     if not pairs:
         reasons = ", ".join(f"{len(found)} {reason}" for reason, found in dropped.items())
         raise UserError(f"{path}: 0 usable pairs of {len(rows)}: {reasons}")
-    return pairs, report(path, name, len(rows), pairs, dropped, encoder)
+    unread = ", ".join(sorted(map(records.shown, unread)))
+    return pairs, report(path, name, len(rows), pairs, dropped, encoder, unread)
 
 
-def report(path, name, count, pairs, dropped, encoder):
+def report(path, name, count, pairs, dropped, encoder, unread):
     """What a person would want to know of a data file before training on it."""
 
     def mean(lengths):
@@ -224,6 +245,7 @@ def report(path, name, count, pairs, dropped, encoder):
     return {
         "file": str(path),
         "format": name,
+        "fields_not_read": unread,
         "template": encoder.templated,
         "rows": count,
         "used": len(pairs),
@@ -243,6 +265,7 @@ def describe(split, report):
     notes = [f"{len(rows)} {reason}" for reason, rows in report["dropped"].items()]
     lists = {name: rows for name, rows in report.items() if isinstance(rows, list)}
     notes += [f"{len(rows)} {name}" for name, rows in lists.items() if rows]
+    notes += [f"not read: {report['fields_not_read']:.100}"] if report["fields_not_read"] else []
     line = (
         f"{split}: {report['rows']} rows of {report['format']}, {report['used']} used; tokens "
         f"{tokens['prompt']:g} prompt, {tokens['chosen']:g} chosen, {tokens['rejected']:g} "

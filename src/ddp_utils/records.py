@@ -4,8 +4,11 @@ import codecs
 import contextlib
 import difflib
 import gzip
+import itertools
 import json
 import math
+import os
+import re
 import reprlib
 import zlib
 from pathlib import Path
@@ -15,7 +18,10 @@ from ddp_utils import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_LINE = 16 * 2**20  # bytes of one record: a longer one is a file of another kind
-MAX_BYTES = 8 * 2**30  # of a file after decompression: a gzip bomb is not a data set
+MAX_BYTES = 8 * 2**30  # of a file after decompression
+MAX_RATIO = 100  # to which gzip may have shrunk a file above 64 MiB: a bomb is not a data set
+# what would break a line of output in two, or cannot be printed at all
+CONTROL = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 class Record(NamedTuple):
@@ -28,10 +34,14 @@ class Record(NamedTuple):
 def resolve(path) -> Path:
     """A relative path, from the current folder if it is there, else from the project's root."""
     try:
-        found = Path(path).expanduser()
-        return found if found.exists() or found.is_absolute() else ROOT / found
-    except (OSError, RuntimeError, ValueError) as error:  # too long, ~nobody, a NUL
-        raise UserError(f"{str(path)[:80]!r}: not a path that can be read: {error}") from error
+        if not str(path) or CONTROL.search(str(path)):
+            raise ValueError("it is empty or has control characters")
+        found = Path(os.path.expanduser(path))  # Path.expanduser() takes ./~ for ~
+        places = [found, ROOT / found]  # the same place twice if it is absolute
+        return next((place for place in places if place.exists()), places[-1])
+    except (OSError, ValueError) as error:  # too long, no permission
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{str(path)[:80]!r}: not a path that can be read: {reason}") from error
 
 
 def read(path, limit=-1, skip=False) -> list[Record]:
@@ -40,7 +50,7 @@ def read(path, limit=-1, skip=False) -> list[Record]:
     Raises UserError if the file is absent, empty, or has a record that is not one JSON object;
     with `skip` such a line becomes a record whose data is that error.
     """
-    raw = _bytes(path)
+    raw = content(path)
     records = []
     for line, decode in _array(path, raw) if raw.lstrip()[:1] == b"[" else _lines(path, raw):
         if 0 <= limit == len(records):
@@ -62,42 +72,46 @@ def read(path, limit=-1, skip=False) -> list[Record]:
 def text(record, field) -> str:
     """The non-empty string under `field`; UserError names the record, the field and the mend."""
     if field not in record.data:
-        near = difflib.get_close_matches(field, record.data, n=1)
-        found = (
-            f"did you mean {near[0]!r}?"
-            if near
-            else f"found: {', '.join(map(_shown, record.data)) or '-'}"
-        )
+        keys = list(itertools.islice(record.data, 1000))  # of a million, these will do
+        near = difflib.get_close_matches(field, keys, n=1)
+        found = f"found: {', '.join(map(shown, keys)) or '-':.200}"
+        found = f"did you mean {near[0]!r}?" if near else found
         raise UserError(f"{record.where}: {field} is missing; {found}")
     value = record.data[field]
     if not isinstance(value, str) or not value.strip():
         raise UserError(
-            f"{record.where}: {field} is {reprlib.repr(value)}; give a non-empty string"
+            f"{record.where}: {field} is {reprlib.repr(value):.100}; give a non-empty string"
         )
     if "\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value):
         raise UserError(f"{record.where}: {field} has a NUL or half a surrogate pair; remove it")
     return value
 
 
-def _shown(key):
+def shown(key) -> str:
+    """A name that someone else has chosen, fit for a line of output."""
     return key if key.isprintable() and len(key) < 40 else repr(key)[:40]
 
 
-def _bytes(path):
+def content(path, most=None) -> bytes:
+    """What a file holds, unpacked and without BOM; UserError if that is not UTF-8, or too much."""
     file = resolve(path)
     if not file.exists():
         raise UserError(f"{path}: no such file; looked in {Path.cwd()} and in {ROOT}")
     if not file.is_file():
-        raise UserError(f"{path}: not a regular file; give a .jsonl or .json file")
+        raise UserError(f"{path}: not a regular file but a directory, pipe or device")
+    most = most or MAX_BYTES
     try:
-        raw = file.read_bytes()
+        size = file.stat().st_size
+        raw = file.read_bytes() if size <= most else b""
         if raw[:2] == b"\x1f\x8b":  # by its first bytes: names lie
+            most = min(most, max(2**26, MAX_RATIO * size))
             with gzip.open(file) as stream:
-                raw = stream.read(MAX_BYTES + 1)
+                raw = stream.read(most + 1)
+            size = len(raw)
     except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"{path}: {error}") from error
-    if len(raw) > MAX_BYTES:
-        raise UserError(f"{path}: more than {MAX_BYTES >> 30} GiB; split it")
+        raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+    if size > most:
+        raise UserError(f"{path}: more than {most:,} bytes; unpack or split it")
     raw = raw.removeprefix(codecs.BOM_UTF8)
     try:
         raw.decode("utf-8")
@@ -115,10 +129,15 @@ def _lines(path, raw):
 
 
 def _decoded(path, number, line):
-    if len(line) > MAX_LINE:
-        raise UserError(f"{path}:{number}: {len(line) >> 20} MiB; one record per line")
+    _check_size(path, number, len(line))
     with _located(path, number):
         return _decoder().decode(line.decode())
+
+
+def _check_size(path, number, size):
+    if size > MAX_LINE:
+        most = f"one record per line, of at most {MAX_LINE >> 20} MiB"
+        raise UserError(f"{path}:{number}: {size >> 20} MiB; {most}")
 
 
 def _array(path, raw):
@@ -133,6 +152,7 @@ def _array(path, raw):
         previous = at
         with _located(path, line, 1):
             data, at = decoder.raw_decode(content, at)
+        _check_size(path, line, at - previous)
         yield line, lambda data=data: data
         at = _skip(content, at)
         if content[at : at + 1] != ",":
@@ -157,7 +177,8 @@ def _located(path, line, first=None):
         row = (first or line) + error.lineno - 1
         raise UserError(f"{path}:{row}:{error.colno}: not JSON: {error.msg}") from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}:{line}: not JSON: {error}") from error
+        reason = str(error).partition(";")[0]  # what follows is advice to programmers
+        raise UserError(f"{path}:{line}: not JSON: {reason}") from error
 
 
 def _decoder():
@@ -167,7 +188,7 @@ def _decoder():
 
 
 def _refuse(word):
-    raise ValueError(f"{word} is not a JSON number")
+    raise ValueError(f"{word:.40} is not a JSON number")
 
 
 def _finite(digits):
@@ -179,6 +200,6 @@ def _without_doubles(pairs):
     data = {}
     for key, value in pairs:
         if key in data:
-            raise ValueError(f"field {key!r} stands twice in one object")
+            raise ValueError(f"field {key!r:.60} stands twice in one object")
         data[key] = value
     return data

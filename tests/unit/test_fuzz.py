@@ -1,0 +1,257 @@
+"""Whatever a file, a flag or a path holds: it is taken, or refused in one short line."""
+
+import contextlib
+import dataclasses
+import io
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import config as config_module
+from config import Config
+from conftest import ROOT
+from ddp_utils import UserError, cli, pairs, records
+
+FIELDS = [field.name for field in dataclasses.fields(Config)]
+FILES = sorted((ROOT / "tests/data/formats").iterdir())
+ROWS = [record.data for file in FILES for record in records.read(file)]
+
+# every letter, those that end a line and half surrogate pairs among them
+letters = st.text(st.characters(), max_size=20) | st.sampled_from(["\n", "\u2028", "\ud800", "\0"])
+numbers = st.integers(-(10**30), 10**30) | st.floats() | st.sampled_from([0, -1, 0.5, 2**63])
+values = st.recursive(
+    st.none() | st.booleans() | numbers | letters,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(letters, inner, max_size=4),
+    max_leaves=8,
+)
+
+
+def fuzz(count):
+    """The same examples in every run: a test that fails today has failed yesterday."""
+    return settings(max_examples=count, deadline=None, derandomize=True, database=None)
+
+
+def taken(fn, *args):
+    """Whether fn takes its arguments; what it says if not is one short line."""
+    try:
+        fn(*args)
+    except UserError as error:
+        said = str(error)
+        assert said and said.splitlines() == [said]
+        assert len(said.replace(str(args[0]), "FILE")) <= 400
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    return pairs.Encoder(pairs.load_tokenizer("data/demo/model"), max_length=64)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    return tmp_path_factory.mktemp("fuzz") / "file"
+
+
+def read_all(file, content, encoder):
+    """Each reader on one content, and what must hold between them."""
+    file.write_bytes(content)
+    read = taken(records.read, file)
+    used = taken(pairs.read, file, encoder)
+    tolerant = taken(pairs.read, file, encoder, -1, "skip")
+    assert read or not used, "pairs are made of records"
+    assert tolerant or not used, "who skips bad rows reads no less"
+
+
+# --- data files ----------------------------------------------------------------------------------
+
+PARTS = [b"{", b"}", b"[", b"]", b",", b":", b'"', b"\n", b"\r\n", b" ", b"\\", b"\\ud800", b"\xff"]
+PARTS += [b'"prompt"', b'"chosen"', b'"rejected"', b"NaN", b"1e999", b"-1", b"null", b"\x1f\x8b"]
+PARTS += [b"\xef\xbb\xbf", b"\0", b'{"prompt": "p", "chosen": "a", "rejected": "b"}']
+
+
+@fuzz(500)
+@given(st.binary(max_size=60) | st.lists(st.sampled_from(PARTS), max_size=20).map(b"".join))
+def test_any_bytes(file, encoder, content):
+    read_all(file, content, encoder)
+
+
+@fuzz(300)
+@given(st.lists(values, min_size=1, max_size=3), st.booleans(), st.booleans())
+def test_any_json(file, encoder, rows, escaped, as_list):
+    if as_list:
+        rows = [rows]
+    text = "\n".join(json.dumps(row, ensure_ascii=escaped) for row in rows)
+    read_all(file, text.encode("utf-8", "surrogatepass"), encoder)
+
+
+@st.composite
+def damaged_bytes(draw):
+    """A good file of any format, with up to three pieces cut out, put in or doubled."""
+    content = b"\n".join(json.dumps(row).encode() for row in ROWS[: draw(st.integers(1, 3))])
+    content = draw(st.sampled_from([content, draw(st.sampled_from(FILES)).read_bytes()]))
+    for _ in range(draw(st.integers(1, 3))):
+        start, length = draw(st.integers(0, len(content))), draw(st.integers(0, 30))
+        piece = content[start : start + length]
+        put = draw(st.sampled_from([b"", piece * 2, *PARTS]) | st.binary(max_size=4))
+        content = content[:start] + put + content[start + length :]
+    return content
+
+
+@fuzz(400)
+@given(damaged_bytes())
+def test_any_damage_to_a_good_file(file, encoder, content):
+    read_all(file, content, encoder)
+
+
+def places(value, path=()):
+    """The path to each part of a row."""
+    inner = {dict: dict.items, list: enumerate}.get(type(value), lambda value: ())
+    for key, part in inner(value):
+        yield (*path, key)
+        yield from places(part, (*path, key))
+
+
+@st.composite
+def changed_row(draw):
+    """A good row in which one part, however deep, is another one or gone."""
+    row = json.loads(json.dumps(draw(st.sampled_from(ROWS))))
+    *way, last = draw(st.sampled_from(list(places(row))))
+    part = row
+    for key in way:
+        part = part[key]
+    if draw(st.booleans()) and isinstance(part, dict):
+        part[draw(letters)] = part.pop(last)
+    else:
+        part[last] = draw(values)
+    return row
+
+
+@fuzz(400)
+@given(changed_row(), st.booleans())
+def test_any_other_value_in_a_good_row(file, encoder, row, escaped):
+    text = json.dumps(row, ensure_ascii=escaped)
+    read_all(file, text.encode("utf-8", "surrogatepass"), encoder)
+
+
+# --- settings ------------------------------------------------------------------------------------
+
+
+def check(config):
+    cli.check_types(config)
+    config_module.check(config)
+
+
+@fuzz(400)
+@given(st.dictionaries(st.sampled_from(FIELDS), values, min_size=1, max_size=3))
+def test_any_value_in_an_edited_file(changes):
+    taken(check, dataclasses.replace(Config(), **changes))
+
+
+words = st.sampled_from([f"--{name}" for name in FIELDS]) | letters
+numerals = numbers.map(str) | st.sampled_from(["1_000", "\u0663", "1e400", "nan", "", "None", "-"])
+
+
+def parse(flags):
+    """cli.parse; tyro's own refusal is a box and status 2, help is status 0."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            check(cli.parse(Config, flags))
+    except SystemExit as stop:
+        assert stop.code == 2 and said.getvalue() or {"-h", "--help"} & {*flags}
+        assert "Traceback" not in said.getvalue()
+
+
+@fuzz(200)
+@given(st.lists(words | numerals, max_size=4))
+def test_any_flags(flags):
+    taken(parse, flags)
+
+
+@fuzz(200)
+@given(st.sampled_from(FIELDS), numerals | letters)
+def test_any_value_of_a_flag(name, text):
+    taken(parse, [f"--{name}={text}"])
+
+
+# --- paths ---------------------------------------------------------------------------------------
+
+steps = (
+    st.sampled_from(["..", ".", "~", "~root", "", "data", "file", "*", "x" * 300, "/"]) | letters
+)
+
+
+@fuzz(400)
+@given(st.lists(steps, max_size=5).map("/".join), st.booleans())
+def test_any_path(file, path, absolute):
+    path = f"{file.parent}/{path}" if absolute else path
+    taken(records.resolve, path)
+    taken(records.read, path)
+
+
+# --- YAML ----------------------------------------------------------------------------------------
+
+MARKS = [
+    "\n",
+    "  ",
+    ": ",
+    "- ",
+    "? ",
+    "[",
+    "]",
+    "{",
+    "}",
+    ", ",
+    "'",
+    '"',
+    "|",
+    ">",
+    "#",
+    "&a ",
+    "*a",
+]
+MARKS += [
+    "!!int ",
+    "!x",
+    "%YAML 1.1",
+    "---",
+    "...",
+    "\t",
+    "<<",
+    "~",
+    "1e-4",
+    "1_0",
+    "2020-99-99",
+    "no",
+]
+MARKS += [
+    "\\",
+    "@",
+    "`",
+    "\0",
+    "\ufeff",
+    "\x85",
+    "beta",
+    "seed",
+    "method",
+    "shuffle",
+    "BETA",
+    "12:30:00",
+]
+
+
+@fuzz(400)
+@given(st.lists(st.sampled_from(MARKS) | letters, max_size=15).map("".join))
+def test_any_yaml(file, text):
+    file.write_bytes(text.encode("utf-8", "surrogatepass"))
+    taken(cli.from_yaml, Config, file)
+
+
+@fuzz(200)
+@given(st.dictionaries(st.sampled_from(FIELDS) | letters, values, min_size=1, max_size=3))
+def test_any_mapping(file, content):
+    file.write_text(json.dumps(content))  # JSON is YAML
+    taken(cli.from_yaml, Config, file)
