@@ -1,133 +1,28 @@
-"""Who am I, meet, join, reduce, leave: a group under any launcher, none for one process."""
+"""Meet, join, reduce: a process group under any launcher, none for one process."""
 
 import contextlib
+import errno
+import json
 import os
 import re
 import socket
 import sys
-import traceback
+import time
+import uuid
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from ddp_utils import UserError
+from ddp_utils import Stop, UserError
+from ddp_utils.ending import exit_code, leave, lost_a_peer, run, write_error
+from ddp_utils.world import World, choose_device, device_index, whoami
 
-# How each launcher tells a process its rank, the world size, its rank on the node and how many
-# processes the node has. It counts only when the first three are set: people export WORLD_SIZE by
-# hand, and the batch step of Slurm has a SLURM_PROCID but no SLURM_STEP_NUM_TASKS.
-LAUNCHERS = {
-    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    "pals": ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
-    "mpirun": (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    "mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
-}
-BINDERS = {"pals", "mpirun", "mpiexec", "srun"}  # may show each process one GPU of its own
-BACKENDS = {"nccl": "cuda", "xccl": "xpu", "ccl": "xpu", "gloo": "cpu"}
+# who we are and how we end have files of their own; scripts need to know this one only
+__all__ = ["World", "choose_device", "device_index", "whoami", "exit_code", "leave", "lost_a_peer"]
+__all__ += ["run", "write_error", "meet", "join", "all_sum", "by_row", "on_main", "meeting_point"]
+
 JOBS = ("SLURM_JOB_ID", "PBS_JOBID")
-
-
-class World(NamedTuple):
-    """One process's place among all of them; the same fields whether there is one or a thousand."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_size: int = 1
-    launcher: str = "python"
-    device: torch.device = torch.device("cpu")
-    backend: str = "none"
-    store: object = None  # through which the others were met
-
-    @property
-    def is_main(self):
-        return self.rank == 0
-
-
-def whoami(env=os.environ, argv=()) -> World:
-    """Read the launcher's environment; nothing is started and no device is touched."""
-    for launcher, names in LAUNCHERS.items():
-        if all(env.get(name) for name in names[:3]):
-            rank, world_size, local_rank = (_number(env, name) for name in names[:3])
-            # Slurm writes "2(x3)": two tasks on each of three nodes
-            local = re.match(r"\d+", env.get(names[3], ""))
-            local_size = int(local.group()) if local else local_rank + 1
-            if launcher == "torchrun":  # accelerate, deepspeed and others set the same names
-                launcher = _who_set_rank(env, argv)
-            return World(rank, world_size, local_rank, local_size, launcher)
-    return World()
-
-
-def _number(env, name):
-    if not env[name].isdecimal():
-        raise UserError(f"{name}: '{env[name]}' is not a number; let the launcher set it")
-    return int(env[name])
-
-
-def _who_set_rank(env, argv):
-    if "ACCELERATE_MIXED_PRECISION" in env:
-        return "accelerate"
-    if "CROSS_SIZE" in env:
-        return "deepspeed"
-    if any(word.startswith("--local-rank") for word in argv):
-        return "torch.distributed.launch"
-    return "torchrun" if "TORCHELASTIC_RUN_ID" in env else "environment"
-
-
-def choose_device(world, backend) -> World:
-    """Add device and backend: `auto` by what the machine has, anything else to the letter.
-
-    Raises UserError if the backend's device is absent or has fewer units than processes.
-    """
-    if backend in ("auto", "xpu"):
-        kinds = ("cuda", "xpu", "cpu") if backend == "auto" else ("xpu",)
-        kind = next((kind for kind in kinds if kind == "cpu" or _count(kind)), "xpu")
-        backend = {"cuda": "nccl", "xpu": _xpu_backend(), "cpu": "gloo"}[kind]
-    kind = BACKENDS[backend]
-    if kind == "cpu":
-        return world._replace(device=torch.device("cpu"), backend=backend)
-    index = device_index(world, kind, _count(kind), backend)
-    return world._replace(device=torch.device(kind, index), backend=backend)
-
-
-def device_index(world, kind, count, backend) -> int:
-    """Which of this node's `count` devices belongs to this process."""
-    if count == 0:
-        raise UserError(
-            f"--backend {backend} needs a {kind} device, this machine has none; use auto"
-        )
-    if count == 1 and world.launcher in BINDERS:  # the launcher shows each process its own
-        return 0
-    if world.local_size > count:
-        raise UserError(
-            f"{world.local_size} processes on a node with {count} {kind} devices; "
-            f"start at most {count} per node"
-        )
-    return world.local_rank
-
-
-def _count(kind):
-    unit = getattr(torch, kind)
-    return unit.device_count() if unit.is_available() else 0
-
-
-def _xpu_backend():
-    """Since torch 2.8 Intel GPUs use xccl; before, ccl registers itself when it is imported."""
-    if dist.is_xccl_available():
-        return "xccl"
-    with contextlib.suppress(ImportError):
-        import oneccl_bindings_for_pytorch  # noqa: F401
-
-        return "ccl"
-    return "xccl"
 
 
 def meet(world, backend="auto") -> World:
@@ -142,16 +37,49 @@ def meet(world, backend="auto") -> World:
     if world.world_size == 1 or dist.is_initialized():
         return world
     address, port = meeting_point(world)
-    # under torchrun the agent keeps the store
-    mine = world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    seconds = timedelta(seconds=float(os.environ.get("DDP_JOIN_SECONDS", 50)))
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's
+    seconds = float(os.environ.get("DDP_JOIN_SECONDS", 50))
+    options = {"timeout": timedelta(seconds=seconds), "is_master": world.is_main and not agents}
     try:
-        store = dist.TCPStore(address, port, world.world_size, is_master=mine, timeout=seconds)
-    except (dist.DistError, RuntimeError) as error:
+        if options["is_master"] and world.local_size == world.world_size:
+            # bound to this node alone: torch would listen on all of its addresses
+            family = socket.getaddrinfo(address, port)[0][0]
+            door = socket.create_server((address, port), family=family)
+            options["master_listen_fd"] = door.detach()
+        store = dist.TCPStore(address, port, world.world_size, **options)
+        if agents:
+            store = dist.PrefixStore(_name_of_meeting(store, world, seconds), store)
+    except (dist.DistError, RuntimeError, OSError) as error:
         raise UserError(_why_not_met(error, world, address, port)) from error
-    # a restarted group must not read the addresses of the one that died
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-    return world._replace(store=dist.PrefixStore(f"try{attempt}", store))
+    return world._replace(store=store)
+
+
+def _name_of_meeting(store, world, seconds) -> str:
+    """A name that no earlier meeting in this store had, the same on all ranks.
+
+    torchrun keeps its store through restarts, and a new group must not read the addresses of the
+    one that died (gloo would connect to them). Restarts are counted by each node for itself, so
+    rank 0 chooses the name and answers every other rank's own random word with it.
+    """
+    word, deadline = uuid.uuid4().hex, time.monotonic() + seconds
+    store.set(f"hello/{world.rank}", word)
+    missing = set(range(1, world.world_size)) if world.is_main else {world.rank}
+    name = word
+    while missing:
+        for rank in sorted(missing):
+            if world.is_main and store.check([f"{word}/{rank}"]):
+                missing.remove(rank)
+            elif world.is_main and store.check([f"hello/{rank}"]):  # perhaps of a dead one
+                store.set(f"answer/{rank}", store.get(f"hello/{rank}").decode() + " " + word)
+            elif not world.is_main and store.check([f"answer/{rank}"]):
+                said, name = store.get(f"answer/{rank}").decode().split()
+                if said == word:
+                    store.set(f"{name}/{rank}", "")
+                    missing.remove(rank)
+        if missing and time.monotonic() > deadline:
+            raise RuntimeError(f"rank {min(missing) if world.is_main else 0} did not answer")
+        time.sleep(0.01)
+    return name
 
 
 def join(world, timeout_minutes=30) -> World:
@@ -211,7 +139,7 @@ def meeting_point(world, env=os.environ):
 
 def _why_not_met(error, world, address, port):
     reason = str(error).splitlines()[0]
-    if "EADDRINUSE" in str(error):
+    if "EADDRINUSE" in str(error) or getattr(error, "errno", None) == errno.EADDRINUSE:
         return (
             f"MASTER_PORT: {port} is in use on {socket.gethostname()}; export another MASTER_PORT"
         )
@@ -242,57 +170,32 @@ def by_row(count, parts, values, world):
     return all_sum(table, world)
 
 
-def leave():
-    """Wait for the others, then close the group."""
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+def on_main(world, fn):
+    """fn() on rank 0; what it returns, plain data, on every rank.
 
-
-def run(main):
-    """Run main() as this process: one line for a user's mistake, a traceback for ours, one exit.
-
-    os._exit, because gloo's threads may still hold Python objects when the interpreter dies, and
-    then abort the process after all its work is done (torch 2.13, Python 3.11).
+    If it raises a UserError all ranks end with its exit status; rank 0 alone says why.
     """
-    code = 1
-    try:
-        code = main() or 0
-        leave()
-    except SystemExit as stop:  # tyro: --help and wrong flags
-        code = stop.code if isinstance(stop.code, int) else 2
-    except UserError as error:
-        code = error.exit_code
-        if "--debug" in sys.argv:
-            traceback.print_exc()
-        elif _speaks() and _first_to_fail():
-            print(f"error: {error}", file=sys.stderr)
-    except KeyboardInterrupt:
-        code = 130
-    except BaseException as error:
-        if _first_to_fail():
-            traceback.print_exc()
-            get_error_handler().record_exception(error)  # for torchrun's own report
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    answer, problem = {}, None
+    if world.is_main:
+        try:
+            answer = {"value": fn()}
+        except (UserError, OSError) as error:
+            problem = write_error(error) or error
+            answer = {"code": exit_code(problem)}
+    if world.world_size > 1:
+        answer = json.loads(_from_main(json.dumps(answer).encode(), world))
+    if problem:
+        raise problem
+    if "code" in answer:
+        raise Stop("", answer["code"])
+    return answer["value"]
 
 
-def _speaks():
-    """One process per node tells the user of his mistake: another node may have one of its own."""
-    try:
-        return whoami().local_rank == 0
-    except UserError:  # the launcher's variables are the mistake
-        return True
-
-
-def _first_to_fail():
-    """Whether this rank's exception is the cause, or only the loss of a peer that failed first."""
-    if not dist.is_initialized():
-        return True
-    try:
-        store = dist.distributed_c10d._get_default_store()
-        return store.add("failures", 1) == 1
-    except RuntimeError:  # rank 0 kept the store and is gone
-        print(f"rank {dist.get_rank()} stopped: rank 0 is gone", file=sys.stderr)
-        return False
+def _from_main(data, world):
+    """Rank 0's bytes, on every rank."""
+    size = torch.tensor([len(data)], device=world.device)
+    dist.broadcast(size, src=0)
+    block = bytearray(data if world.is_main else size.item())
+    found = torch.frombuffer(block, dtype=torch.uint8).to(world.device)  # [size]
+    dist.broadcast(found, src=0)
+    return bytes(found.cpu().numpy())

@@ -12,8 +12,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from conftest import ROOT
-from ddp_utils import dist
-from ranks import free_port, run_ranks
+from ddp_utils import NonFiniteError, dist
+from ranks import free_port, ranks, run_ranks
 
 STEP = """
     import torch
@@ -150,3 +150,67 @@ def test_a_port_in_use_costs_one_line():
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: MASTER_PORT: {port} is in use on ")
     assert "Traceback" not in done.stderr
+
+
+def meet_thrice(dead):
+    """Three meetings in one store, which holds what a group that died has left there."""
+    world = dist.whoami()
+    address, port = dist.meeting_point(world)
+    store = torch.distributed.TCPStore(address, port, 3, is_master=world.is_main)
+    if world.rank == dead:
+        for rank in range(3):
+            store.set(f"hello/{rank}", "a dead rank's word")
+            store.set(f"answer/{rank}", "word name")
+        store.set("stale", "")
+    store.wait(["stale"])
+    names = [dist._name_of_meeting(store, world, 20) for _ in range(3)]
+    store.add("done", 1)
+    while world.is_main and store.add("done", 0) < 3:  # rank 0 keeps the store
+        time.sleep(0.01)
+    return names
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_each_meeting_in_a_store_that_outlives_it_has_a_name_of_its_own(dead):
+    names = ranks(3, meet_thrice, dead)
+    assert names[0] == names[1] == names[2]
+    assert len(set(names[0])) == 3 and "name" not in names[0]
+
+
+def on_main(how):
+    world = dist.join(dist.meet(dist.whoami()))
+
+    def only_here():
+        assert world.is_main
+        if how == "mistake":
+            raise NonFiniteError("a mistake")
+        if how == "full":
+            raise OSError(28, "No space left on device", "somewhere/file")
+        if how == "bug":
+            raise ZeroDivisionError("the weights fell off")
+        return {"text": "é", "numbers": [1, 2.5, None]}
+
+    return dist.on_main(world, only_here)
+
+
+def test_what_rank_0_finds_is_known_to_all():
+    assert ranks(3, on_main, "fine") == [{"text": "é", "numbers": [1, 2.5, None]}] * 3
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "line"),
+    [
+        ("mistake", 3, "error: a mistake\n"),
+        ("full", 4, "error: somewhere/file: No space left on device; make room, the same comm"),
+    ],
+)
+def test_where_rank_0_fails_all_end_with_its_status_and_it_alone_speaks(how, code, line):
+    outcome = run_ranks(3, on_main, how)
+    assert outcome.codes == [code] * 3
+    assert outcome.logs[0].startswith(line) and outcome.logs[1:] == ["", ""]
+
+
+def test_a_bug_on_rank_0_keeps_its_traceback():
+    outcome = run_ranks(2, on_main, "bug")
+    assert outcome.codes == [1, 1] and "Traceback" not in outcome.logs[1]
+    assert outcome.logs[0].rstrip().endswith("ZeroDivisionError: the weights fell off")

@@ -107,7 +107,7 @@ def test_no_two_processes_share_a_gpu_unasked(launcher, local_rank, local_size, 
     ],
 )
 def test_auto_is_a_look_up_and_anything_else_to_the_letter(has, backend, expected, monkeypatch):
-    monkeypatch.setattr(dist, "_count", lambda kind: has.get(kind, 0))
+    monkeypatch.setattr("ddp_utils.world._count", lambda kind: has.get(kind, 0))
     if expected is None:
         with pytest.raises(UserError, match="needs a"):
             dist.choose_device(World(), backend)

@@ -1,0 +1,152 @@
+"""How a process ends: one line or one traceback, of the rank that failed first, and one status."""
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from ddp_utils import SECRET, Stop, UserError, WriteError, signals
+from ddp_utils.world import whoami
+
+# what gloo, NCCL and the store say when another rank is gone or silent
+LOST = re.compile(r"gloo|nccl|xccl|connection (closed|reset|refused)|broken pipe|timed out", re.I)
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
+
+
+def leave():
+    """Wait for the others, then close the group."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def run(main):
+    """Run main() as this process: one line for a user's mistake, a traceback for ours, one exit.
+
+    os._exit, because gloo's threads may still hold Python objects when the interpreter dies, and
+    then abort the process after all its work is done (torch 2.13, Python 3.11).
+    """
+    launcher = _me("launcher", "python")
+    # what a shell starts may outlive it (nohup); what a launcher starts must not
+    signals.listen(with_parent=launcher not in ("python", "environment"))
+    code, error = 1, None
+    try:
+        code = main() or 0
+        leave()
+    except SystemExit as stop:  # tyro: --help and wrong flags
+        code = stop.code if isinstance(stop.code, int) else 2
+    except BaseException as caught:
+        error, told = caught, write_error(caught) or caught
+        code = exit_code(told)
+        if isinstance(told, Stop) or (isinstance(told, UserError) and "--debug" not in sys.argv):
+            _tell_user(told)
+        elif not isinstance(told, KeyboardInterrupt):
+            _tell_developer(told)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # who started torchrun reads the summary: it need not report a failure, nor restart
+        summed_up = getattr(error, "in_summary", False) and os.environ.get("STATUS_IN_SUMMARY")
+        os._exit(0 if summed_up else code)
+
+
+def exit_code(error) -> int:
+    """The exit status that an exception, or None, ends a run with."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    return getattr(error, "exit_code", 1) if error else 0
+
+
+def write_error(error):
+    """A WriteError for an OSError of a full disk, a quota or a read-only place, else None."""
+    if not isinstance(error, OSError) or error.errno not in FULL:
+        return None
+    place, free = f"{error.filename}: " if error.filename else "", ""
+    with contextlib.suppress(OSError, TypeError):
+        free = f" ({shutil.disk_usage(Path(error.filename).parent).free >> 20} MiB free)"
+    told = WriteError(f"{place}{error.strerror}{free}; make room, the same command goes on")
+    told.__cause__ = error
+    return told
+
+
+def lost_a_peer(error) -> bool:
+    """Whether it says no more than that another rank is gone or silent: a restart may mend it."""
+    lost = isinstance(error, RuntimeError) and LOST.search(f"{type(error)} {error}")
+    return bool(lost) and not _store_has("bug")
+
+
+def _tell_user(error):
+    if not str(error) or _me("local_rank", 0) != 0:  # one process per node tells him
+        return
+    if isinstance(error, Stop):
+        print(error)
+    elif _first_to_fail():
+        print(f"error: {SECRET.sub('<redacted>', str(error))}", file=sys.stderr)
+
+
+def _tell_developer(error):
+    """The traceback of the rank that failed first, or which rank the others have lost."""
+    lost = lost_a_peer(error)
+    if not lost and dist.is_initialized() and not isinstance(error, UserError):
+        _store_has("bug", now=True)  # restarting would only repeat it
+    if not _first_to_fail():
+        _wait_for(["told"], 4 * (dist.get_rank() == 0))  # who may keep the store that is read below
+        return
+    names = [f"failed/{rank}" for rank in range(dist.get_world_size())] if lost else []
+    if silent := [key.split("/")[1] for key in _wait_for(names, 3)]:
+        print(
+            f"error: rank {', '.join(silent)} is gone or does not answer; rank "
+            f"{dist.get_rank()} waited for it ({str(error).splitlines()[0][:160]})",
+            file=sys.stderr,
+        )
+    else:
+        traceback.print_exception(error)
+        if isinstance(error, Exception):
+            get_error_handler().record_exception(error)  # for torchrun's own report
+    _store_has("told", now=True)
+
+
+def _me(what, otherwise):
+    try:
+        return getattr(whoami(argv=sys.argv), what)
+    except UserError:  # the launcher's variables are the mistake
+        return otherwise
+
+
+def _store_has(key, now=False):
+    """Whether the group's store has this key; `now` puts it there."""
+    if not dist.is_initialized():
+        return False
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        return store.set(key, "") is None if now else store.check([key])
+    except RuntimeError:  # rank 0 kept it and is gone
+        return False
+
+
+def _first_to_fail():
+    """Whether this rank's exception is the cause, or only the loss of a peer that failed first."""
+    if not dist.is_initialized():
+        return True
+    _store_has(f"failed/{dist.get_rank()}", now=True)
+    try:
+        return dist.distributed_c10d._get_default_store().add("failures", 1) == 1
+    except RuntimeError:
+        print(f"rank {dist.get_rank()} stopped: rank 0 is gone", file=sys.stderr)
+        return False
+
+
+def _wait_for(keys, seconds):
+    """The keys that the group's store still does not have after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while (keys := [key for key in keys if not _store_has(key)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return keys

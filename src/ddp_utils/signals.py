@@ -1,0 +1,68 @@
+"""Asked to stop: SIGTERM, SIGUSR1, a time limit, Ctrl-C, or the death of the launcher.
+
+Python runs a signal's handler between two of its own instructions, so never while it waits in a
+collective for a rank that is gone. Here a thread hears the signals, and can end the process.
+"""
+
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+
+GRACE = 20.0  # seconds from the signal to a hard exit, unless a checkpoint is being written
+AGAIN = 1.0  # a launcher and a batch system may both send it: later than this is a second time
+
+_start = time.monotonic()
+_asked = threading.Event()
+_saving = threading.Event()
+
+
+def asked(minutes=0.0) -> bool:
+    """Whether this process was asked to stop, or has run for so many minutes (0: no limit)."""
+    return _asked.is_set() or 0 < minutes * 60 <= time.monotonic() - _start
+
+
+def saving():
+    """All ranks have agreed to stop: from here on only a second signal ends them early."""
+    _saving.set()
+
+
+def listen(with_parent):
+    """Hear the signals from now on; `with_parent`: end when the process that started this one does.
+
+    Without it a run would outlive a launcher that was killed, and go on writing.
+    """
+    global _start
+    _start = time.monotonic()
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: _asked.set())
+    signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    parent = os.getppid() if with_parent else None
+    threading.Thread(target=_watch, args=(ours, theirs, parent), daemon=True).start()
+
+
+def _watch(ours, _theirs, parent):
+    first, number = None, 0
+    while True:
+        heard = select.select([ours], [], [], 0.5)[0] and ours.recv(64)
+        now = time.monotonic()
+        for number in set(heard or ()) & {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}:
+            if first is not None and now - first > AGAIN:
+                _end(128 + number, "asked to stop twice")
+            first = first or now
+            if number != signal.SIGINT:  # that one is a KeyboardInterrupt, if Python gets to it
+                _asked.set()
+        if first is not None and not _saving.is_set() and now - first > GRACE:
+            _end(128 + number, f"asked to stop, and still busy after {GRACE:.0f} s")
+        if parent not in (None, os.getppid()):
+            _end(1, "the launcher is gone")
+
+
+def _end(code, why):
+    print(f"process {os.getpid()} ends: {why}", file=sys.stderr, flush=True)
+    os._exit(code)
