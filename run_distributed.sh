@@ -4,7 +4,10 @@
 #     ./run_distributed.sh [num_gpus=2] [dpo] [flags of src/main_distributed.py]
 #
 # Several nodes: export NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, and start it on each.
-# Exit status: 0 done, 2 wrong input, 3 loss not finite, 1 anything else.
+# The same command goes on with a run that was stopped or killed. A process that dies is started
+# again, with all others, up to MAX_RESTARTS times (3), from the last checkpoint.
+# Exit status: 0 done, 2 wrong input, 3 loss not finite, 4 could not write, 85 stopped and saved
+# (start it again), 1 anything else.
 set -euo pipefail
 
 here=$(dirname "${BASH_SOURCE[0]}")
@@ -36,6 +39,10 @@ nodes=${NNODES:-1}
 checked=$(RANK=0 LOCAL_RANK=0 WORLD_SIZE=$((processes * nodes)) LOCAL_WORLD_SIZE=$processes \
   python "$script" "$@" --check) || exit $?
 folder=$(sed -n 's/^run folder: //p' <<<"$checked")
+if [ -z "$folder" ]; then # nothing left to do
+  tail -n 1 <<<"$checked"
+  exit 0
+fi
 
 where=(--standalone)
 if [ "$nodes" -gt 1 ]; then
@@ -49,7 +56,4 @@ elif [ -n "${MASTER_PORT:-}" ]; then
   where=(--master-addr 127.0.0.1 --master-port "$MASTER_PORT")
   meet_nodes 127.0.0.1 "$MASTER_PORT" 0
 fi
-export RUN_ID="${RUN_ID:-$(date +%s)-$$}"
-status=0
-torchrun "${where[@]}" --nproc_per_node "$processes" "$script" "$@" || status=$?
-exit_status "$folder" "$status"
+launch "$folder" "${where[@]}" --nproc_per_node "$processes" "$script" "$@"

@@ -24,7 +24,26 @@ share_cores() {
   export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > $1 ? cores / $1 : 1))}"
 }
 
-# torchrun ends with 1 whatever a rank ended with: the run's own summary knows better.
+# torchrun with restarts. What batch systems send to this script or to torchrun, SIGTERM or SIGUSR1,
+# reaches every rank. Ends with the run's own status: torchrun's is 1 whatever a rank ended with.
+launch() { # run folder, arguments of torchrun
+  local folder=$1 child status=0
+  shift
+  export RUN_ID="${RUN_ID:-$(date +%s)-$$}"
+  # torchrun's --signals-to-handle and --shutdown-timeout, as variables: torch 2.10 has no such flags
+  export PET_SIGNALS_TO_HANDLE="${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1}"
+  export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}"
+  STATUS_IN_SUMMARY=1 torchrun --max-restarts "${MAX_RESTARTS:-3}" "$@" &
+  child=$!
+  trap 'kill -TERM "$child"' TERM USR1
+  trap 'kill -INT "$child"' INT
+  while kill -0 "$child" 2>/dev/null; do # a signal ends `wait`, not the child
+    status=0
+    wait "$child" || status=$?
+  done
+  exit_status "$folder" "$status"
+}
+
 exit_status() { # run folder, status of torchrun
   python - "$1/summary.json" "$2" <<'PYTHON'
 import json, os, sys
@@ -33,8 +52,10 @@ try:
         summary = json.load(file)
 except (OSError, ValueError):
     summary = {}
-final = summary.get("run_id") == os.environ["RUN_ID"] and summary.get("status") != "running"
-sys.exit(summary["exit_code"] if final else int(sys.argv[2]))
+mine = summary.get("run_id") == os.environ["RUN_ID"]
+ended = mine and summary.get("status") != "running"
+# torchrun's 0 is no proof: ranks that leave their status to the summary end with 0
+sys.exit(summary["exit_code"] if ended else int(sys.argv[2]) or int(mine))
 PYTHON
 }
 

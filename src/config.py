@@ -1,7 +1,6 @@
 """Settings of src/main_distributed.py: edit them here, or give any as a flag: --beta 0.3."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from ddp_utils import UserError, cli, losses
@@ -79,6 +78,10 @@ class Config:
 
     # run
     eval_every: int = 0  # steps between validations; 0: after each epoch
+    save_every: int = 0  # steps between checkpoints; 0: after each epoch, and every 15 minutes
+    keep_checkpoints: int = 2  # the newest ones; older ones are removed
+    stop_after_minutes: float = 0.0  # save and end with status 85; 0: no limit
+    restart: bool = False  # move an unfinished run aside instead of going on with it
     log_every: int = 1  # steps between printed lines; metrics.jsonl has all
     seed: int = 0  # order of the data, split, start of the LoRA
     deterministic: bool = False  # deterministic kernels, slower
@@ -96,6 +99,8 @@ def check(config):
         **dict.fromkeys(("gradient_accumulation_steps", "lambda_shift"), above_0),
         **dict.fromkeys(("lambda_dpop", "simpo_gamma", "sft_weight", "weight_decay"), from_0),
         **dict.fromkeys(("max_grad_norm", "eval_every", "seed", "num_samples"), from_0),
+        **dict.fromkeys(("save_every", "stop_after_minutes"), from_0),
+        keep_checkpoints=above_0,
         temperature=from_0,
         max_new_tokens=above_0,
         top_p=("above 0, at most 1", lambda x: 0 < x <= 1),
@@ -111,5 +116,3 @@ def check(config):
         raise UserError("--base_dtype bf16: full fine-tuning trains fp32 weights; use auto or fp32")
     if config.method == "simpo" and config.reference_model:
         raise UserError("--reference_model: simpo has no reference; leave it out")
-    if config.output_dir and any(Path(config.output_dir).glob("*")):
-        raise UserError(f"--output_dir: {config.output_dir} is not empty; give another folder")

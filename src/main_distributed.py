@@ -24,20 +24,25 @@ from ddp_utils import (
     batching,
     cli,
     dist,
+    environment,
     lean,
     logps,
     lora,
     losses,
     parallel,
+    records,
+    resume,
     sampling,
     selftest,
     speed,
 )
 from ddp_utils import pairs as pairs_
 from ddp_utils import reference as reference_
-from ddp_utils.run import Run, Totals, interval
+from ddp_utils.run import Run
+from ddp_utils.totals import Totals, interval
 
 DEMO = Path("data/demo")  # its model and train_data are the defaults of src/config.py
+DEMO_JUDGE = str(DEMO / "judge.py:score")
 
 # --- settings ------------------------------------------------------------------------------------
 
@@ -54,7 +59,7 @@ def read_settings(argv, world):
     demo = config.train_data == Config.train_data
     if demo and not (config.val_data or config.test_data):
         val, test = (str(DEMO / f"preferences_{split}.jsonl") for split in ("val", "test"))
-        judge = config.judge or str(DEMO / "judge.py:score")
+        judge = config.judge or DEMO_JUDGE
         config = dataclasses.replace(config, val_data=val, test_data=test, judge=judge)
     if config.sft_weight is None:  # plain DPO makes the demo's replies gibberish: docs/dpo.md
         config = dataclasses.replace(config, sft_weight=1.0 if demo else 0.0)
@@ -121,54 +126,24 @@ def train_step(policy, step, rows, data, reference, config, world):
     means = {**totals.means(), "grad_norm": norm.item()}
     if step == 0 or not math.isfinite(means["loss"]):
         table = dist.by_row(len(pairs), parts, found, world)[rows]  # [global batch, 3]
-        check_finite(table[:, 2], [pairs[i].where for i in rows], step)
+        selftest.check_finite(table[:, 2], [pairs[i].where for i in rows], step)
     if step == 0:
-        check_first_step(policy, table[:, :2], means, rows, pairs, reference["train"], config)
+        mine = [pairs[i] for i in rows], reference["train"][rows]
+        selftest.check_first_step(policy, table[:, :2], *mine, means, config)
     if not math.isfinite(means["grad_norm"]) and not parallel.bare(policy).loss_scale.enabled:
         raise NonFiniteError(f"step {step + 1}: the gradient is not finite; no step was taken")
     return means
 
 
-def check_finite(per_pair, wheres, step):
-    """Name the rows whose loss is NaN or infinite; every rank sees the same table and stops."""
-    bad = [where for where, loss in zip(wheres, per_pair.tolist(), strict=True) if loss - loss != 0]
-    if bad:
-        others = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
-        raise NonFiniteError(
-            f"{', '.join(bad[:3])}{others}: the loss is not finite in step {step + 1}; "
-            "no step was taken; a smaller --learning_rate, or remove the rows"
-        )
-
-
-def no_closed_form(config):
-    """Runs whose first loss is not known beforehand: only their gradients are checked."""
-    return config.method == "simpo" or bool(config.reference_model)
-
-
-def check_first_step(policy, now, means, rows, pairs, reference, config):
-    """Before the first update: policy = reference, loss = its closed form, gradients where due."""
-    parallel.check_gradients(policy, config.fine_tuning)
-    precision = parallel.bare(policy).precision
-    if no_closed_form(config):
-        return
-    if not (config.lora_dropout and config.init_adapter):  # an adapter with dropout differs
-        tokens = torch.tensor([max(map(len, pairs[i][1:3])) for i in rows], device=now.device)
-        wheres = [pairs[i].where for i in rows]
-        bound = reference_.noise(precision, tokens)
-        reference_.check_reference(now, reference[rows], bound, wheres)
-    expected, loss = losses.at_reference(config), means.get("loss/preference", means["loss"])
-    if precision == torch.float32 and abs(loss - expected) > 2e-3 * max(1, expected):
-        raise UserError(f"before the first step the loss is {loss:.6f} instead of {expected:.6f}")
-
-
 @torch.no_grad()
-def evaluate(policy, split, data, reference, config, world):
+def evaluate(policy, split, data, reference, config, world, poll=lambda: None):
     """Exact means over all pairs of a split: each counted once, whatever the number of ranks."""
     pairs, totals = data[split], Totals(world)
     scorer = parallel.bare(policy)  # DDP would only wait for gradients
     budget = math.ceil(config.batch_size / world.world_size)
     with logps.dropout_off(scorer):
         for part in scorer.share(range(len(pairs)), pairs, world, budget):
+            poll()
             batch = scorer.collate([pairs[i] for i in part.index], world.device)
             _, metrics = pair_losses(scorer, batch, reference[split][part.index], config)
             metrics["squares"] = metrics["rewards/margins"].double() ** 2
@@ -178,17 +153,25 @@ def evaluate(policy, split, data, reference, config, world):
     return {**values, "rewards/margins_low": low, "rewards/margins_high": high}
 
 
+def validate(step, plan, policy, data, reference, config, run):
+    """The validation that is due after `step` steps, unless the run has done it already."""
+    if data["val"] and plan.due(config.eval_every, step) and run.validated < step:
+        values = evaluate(policy, "val", data, reference, config, run.world, run.poll)
+        run.results["val"] = values
+        run.log(step, values, "val")
+
+
 # --- examples ------------------------------------------------------------------------------------
 
 
-def answer(policy, data, encoder, config, world):
+def answer(policy, data, encoder, config, run):
     """Replies to the first prompts of validation and test data: split -> texts, on all ranks."""
     replies = {}
     for split in ("val", "test"):
         prompts = [pair.prompt for pair in data[split][: config.num_samples]]
         if prompts:
             scorer, tokenizer = parallel.bare(policy), encoder.tokenizer
-            ids = sampling.generate(scorer, prompts, encoder.ends, world, config)
+            ids = sampling.generate(scorer, prompts, encoder.ends, run.world, config, poll=run.poll)
             replies[split] = tokenizer.batch_decode(ids, skip_special_tokens=True)
     return replies
 
@@ -241,6 +224,7 @@ def main(argv=None) -> int:
     # setup
     world = dist.whoami(argv=sys.argv)
     config = read_settings(argv, world)
+    resume.repeat_end(config.result_dir)
     if not config.check:
         world = dist.meet(world, config.backend)
 
@@ -254,13 +238,19 @@ def main(argv=None) -> int:
         small = sum(p.numel() for p in outline.parameters()) < 10e6
         rate = 1e-3 if small else {"full": 1e-6, "lora": 1e-5}[config.fine_tuning]
         config = dataclasses.replace(config, learning_rate=rate)
-    judge = sampling.load_judge(config.judge) if config.judge else None
+    plan = batching.Plan.of(config, len(data["train"]))
+    inputs = reference_.inputs(config, data, outline)
+    needed = parallel.bytes_to_write(outline, config)
+    # a judge is executed: the demo's is the project's own, whatever the current folder holds
+    root = records.ROOT if config.judge == DEMO_JUDGE else None
+    judge = sampling.load_judge(config.judge, root) if config.judge else None
     for pair in [pair for split in ("val", "test") for pair in data[split][:1] if judge]:
         judge(pair.text, pair.expected)  # one that does not know these prompts says so now
     described = [pairs_.describe(split, report) for split, report in reports.items()]
     if config.check:
         dist.choose_device(world, config.backend)
-        print(*described, f"run folder: {config.result_dir}", sep="\n")
+        would = Run.would(config.result_dir, config, plan.steps, inputs, needed)
+        print(*described, *would, sep="\n")
         return 0
 
     world = dist.join(world, config.timeout_minutes)
@@ -268,10 +258,9 @@ def main(argv=None) -> int:
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else CUDA refuses to start
         torch.use_deterministic_algorithms(True)
-    plan = batching.Plan.of(config, len(data["train"]))
     peak = parallel.learning_rate(config, plan.global_batch, world.world_size)
 
-    with Run(config.result_dir, config, world, plan.steps) as run:
+    with Run(config.result_dir, config, world, plan.steps, inputs, needed) as run:
         run.say(
             f"world_size={world.world_size} device={world.device} "
             f"global_batch={plan.global_batch} = "
@@ -279,22 +268,26 @@ def main(argv=None) -> int:
             f"{config.gradient_accumulation_steps} accumulation learning_rate={peak:.3g} "
             f"steps={plan.steps}"
         )
-        run.write_json("data_report.json", reports)
+        if world.device.type == "cpu" and world.local_size > os.cpu_count():
+            run.say(f"warning: {world.local_size} processes share {os.cpu_count()} cores")
+        run.write_json("data_report.json", environment.redacted(reports))
         for line in described:
             run.say(line)
-        if no_closed_form(config):
+        if selftest.no_closed_form(config):
             run.say("step 0: no closed form (simpo or reference_model), only gradients are checked")
 
         # model
         scorer, reference = load_scored(config, data, world, run)
-        before = answer(scorer, data, encoder, config, world)
+        before = run.once("reference_replies", lambda: answer(scorer, data, encoder, config, run))
         policy = parallel.wrap(scorer, config, world)
         optimizer, schedule = parallel.make_optimizer(policy, config, peak, plan.steps)
         displacement = losses.Displacement(config)
         meter = speed.Meter(scorer, world)
+        done = run.restore(policy, optimizer, schedule)
+        validate(done, plan, policy, data, reference, config, run)
 
         # loop: one turn is one optimiser step
-        for step in range(plan.steps):
+        for step in range(done, plan.steps):
             start, rows = time.perf_counter(), plan.batch(step)
             values = train_step(policy, step, rows, data, reference, config, world)
             values["learning_rate"] = optimizer.param_groups[0]["lr"]
@@ -305,20 +298,19 @@ def main(argv=None) -> int:
             run.log(step + 1, values, echo=(step + 1) % config.log_every == 0)
             if line := displacement.seen(values["rewards/chosen"]):
                 run.say(line)
-            if data["val"] and plan.due(config.eval_every, step + 1):
-                values = evaluate(policy, "val", data, reference, config, world)
-                run.log(step + 1, values, "val")
-                run.results["val"] = values
+            validate(step + 1, plan, policy, data, reference, config, run)
+            run.end_step(due=plan.due(config.save_every, step + 1))
 
         # results
         for split in ("val", "test"):
             if data[split] and split not in run.results:  # the last step has done val
-                run.results[split] = evaluate(policy, split, data, reference, config, world)
-                run.log(plan.steps, run.results[split], split)
-        write_examples(run, data, before, answer(policy, data, encoder, config, world), judge)
-        if world.is_main:
-            folder = Path(config.output_dir or run.folder / "model")
-            lora.save(parallel.bare(policy).model, tokenizer, folder)
+                found = evaluate(policy, split, data, reference, config, world, run.poll)
+                run.results[split] = found
+                run.log(plan.steps, found, split)
+        write_examples(run, data, before, answer(policy, data, encoder, config, run), judge)
+        folder = Path(config.output_dir or run.folder / "model")
+        model = parallel.bare(policy).model
+        dist.on_main(world, lambda: lora.save(model, tokenizer, folder))
     return 0
 
 

@@ -4,12 +4,15 @@ A folder counts once it has its final name and a manifest whose hashes match: a 
 silently, from safetensors as from pickle, so sha256 is the only check.
 """
 
+import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 MANIFEST, STATE = "manifest.json", "state.safetensors"
@@ -20,28 +23,50 @@ def write(folder, step, tensors, meta) -> Path:
 
     tensors: name -> tensor; meta: plain data. Raises OSError and leaves no litter if it cannot.
     """
-    target = Path(folder) / f"step-{step:08d}"
+    target = path(folder, step)
     temporary = target.with_name(f".tmp-{target.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
+    with writing(target, temporary):
         temporary.mkdir(parents=True)
         plain = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
         save_file(plain, temporary / STATE)
         files = {STATE: _sha256(temporary / STATE)}
         manifest = {**meta, "step": step, "files": files}
         (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        # safetensors lets the owner alone read its files
+        shutil.copymode(temporary / MANIFEST, temporary / STATE)
         for name in (*files, MANIFEST, "."):
             _fsync(temporary / name)
         if target.exists():
             shutil.rmtree(target)
         os.rename(temporary, target)
         _fsync(target.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
     if problem := verify(target):
         raise OSError(f"{target}: written, but {problem}")
     return target
+
+
+@contextlib.contextmanager
+def writing(target, temporary):
+    """What is written to `temporary` first leaves no litter; errors of the disk name the target."""
+    shutil.rmtree(temporary, ignore_errors=True)
+    if temporary.is_symlink():  # rmtree leaves it, and what is written would go where it leads
+        temporary.unlink()
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        number = getattr(error, "errno", None) or re.search(r"os error (\d+)|$", str(error))[1]
+        if not number:
+            raise
+        raise OSError(int(number), os.strerror(int(number)), str(target)) from error
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def path(folder, step) -> Path:
+    """Where the checkpoint of this step is, or would be."""
+    return Path(folder) / f"step-{step:08d}"
 
 
 def verify(path):
@@ -50,10 +75,16 @@ def verify(path):
     try:
         files = json.loads((path / MANIFEST).read_text())["files"]
         for name, digest in files.items():
+            if Path(name).name != name:
+                return f"{MANIFEST} names {name}, which is not in its folder"
             if _sha256(path / name) != digest:
                 return f"{name} does not match its sha256"
         if STATE not in files:
             return f"{MANIFEST} does not name {STATE}"
+        with safe_open(path / STATE, framework="pt"):  # reads the header
+            pass
+    except SafetensorError:
+        return f"{STATE} is not a safetensors file"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
@@ -64,8 +95,7 @@ def verify(path):
 def find(folder):
     """(newest checkpoint that verifies or None, [(path, why it was skipped), ...])."""
     skipped = []
-    found = (path for path in Path(folder).glob("step-*") if path.name[5:].isdecimal())
-    for path in sorted(found, key=lambda path: int(path.name[5:]), reverse=True):
+    for path in sorted(_numbered(folder), key=number, reverse=True):
         problem = verify(path)
         if problem is None:
             return path, skipped
@@ -74,9 +104,30 @@ def find(folder):
 
 
 def read(path):
-    """(tensors, manifest) of a checkpoint."""
+    """(tensors, manifest) of a checkpoint; the tensors are mapped, not yet in memory."""
     manifest = json.loads((Path(path) / MANIFEST).read_text())
     return load_file(Path(path) / STATE), manifest
+
+
+def mark(path) -> str:
+    """What names this checkpoint's content: the sha256 of its manifest, which holds the others."""
+    return _sha256(Path(path) / MANIFEST)
+
+
+def rotate(folder, keep):
+    """Remove all but the newest `keep` checkpoints, and what killed writes have left."""
+    old = sorted(_numbered(folder), key=number)[:-keep]
+    for path in (*old, *Path(folder).glob(".tmp-step-*")):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _numbered(folder):
+    return [path for path in Path(folder).glob("step-*") if path.name[5:].isdecimal()]
+
+
+def number(path) -> int:
+    """The steps done at a checkpoint."""
+    return int(path.name[5:])
 
 
 def _sha256(path):

@@ -1,15 +1,17 @@
 """Load a causal language model, put a LoRA on it or not, save it, merge it."""
 
 import math
+import shutil
 import sys
 import warnings
+from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ddp_utils import UserError, dist
+from ddp_utils import UserError, checkpoint, dist, safely
 from ddp_utils.pairs import load_tokenizer, model_path
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -26,7 +28,7 @@ def outline(config):
         )
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(settings, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0][:200]
         raise UserError(f"--model_name: no model at {config.model_name}: {reason}") from error
     if config.fine_tuning == "lora" and config.lora_targets != "all-linear":
@@ -46,10 +48,13 @@ def _targets(config):
 
 def _adapter_settings(path):
     try:
-        return PeftConfig.from_pretrained(str(model_path(path)))
-    except (OSError, ValueError, UserError) as error:
+        settings = PeftConfig.from_pretrained(str(model_path(path)))
+    except (OSError, ValueError, LookupError, TypeError, UserError) as error:
         reason = str(error).strip().splitlines()[0][:200]
         raise UserError(f"--init_adapter: no adapter at {path}: {reason}") from error
+    if settings.peft_type != "LORA" or settings.megatron_config:
+        raise UserError(f"--init_adapter: {path} is not a plain LoRA but {settings.peft_type}")
+    return settings
 
 
 def check_fit(model, data):
@@ -102,14 +107,20 @@ def check_same_precision(config, world):
 def load(name, dtype, device):
     """Read safetensors straight onto the device: a host never holds one copy per process."""
     placement = None if device.type == "cpu" else {"": device}
-    model = AutoModelForCausalLM.from_pretrained(
-        str(model_path(name)),
-        dtype=dtype,
-        device_map=placement,
-        use_safetensors=True,
-        trust_remote_code=False,
-    )
+    with safely.reading(name):
+        model = AutoModelForCausalLM.from_pretrained(
+            str(model_path(name)),
+            dtype=dtype,
+            device_map=placement,
+            use_safetensors=True,
+            trust_remote_code=False,
+        )
     return no_dropout(model)
+
+
+def _with_adapter(model, path, is_trainable=False):
+    with safely.reading(path):
+        return PeftModel.from_pretrained(model, str(model_path(path)), is_trainable=is_trainable)
 
 
 def no_dropout(model):
@@ -145,8 +156,7 @@ def load_policy(config, device):
     if config.use_gradient_checkpointing:
         checkpoint_activations(model)
     if config.init_adapter:
-        path = str(model_path(config.init_adapter))
-        model = PeftModel.from_pretrained(model, path, is_trainable=config.fine_tuning == "lora")
+        model = _with_adapter(model, config.init_adapter, config.fine_tuning == "lora")
         if config.fine_tuning == "full":
             model = model.merge_and_unload()
             model.requires_grad_(True)
@@ -166,16 +176,27 @@ def load_policy(config, device):
 
 
 def save(model, tokenizer, folder):
-    """Write a folder that transformers or peft loads: safetensors, config, tokenizer."""
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    """Write a folder that transformers or peft loads: safetensors, config, tokenizer.
+
+    It appears whole or not at all.
+    """
+    folder = Path(folder)
+    temporary = folder.with_name(f".tmp-{folder.name}")
+    with checkpoint.writing(folder, temporary):
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        for file in temporary.glob("*.safetensors"):  # by themselves readable to their owner alone
+            shutil.copymode(temporary / "tokenizer_config.json", file)
+        if folder.exists():
+            shutil.rmtree(folder)
+        temporary.rename(folder)
 
 
 def merge(adapter, folder, base=None):
     """Fold a LoRA into its base model (the one it names, if not given) and save the sum."""
     base = base or _adapter_settings(adapter).base_model_name_or_path
     model = load(base, "auto", torch.device("cpu"))
-    merged = PeftModel.from_pretrained(model, str(model_path(adapter))).merge_and_unload()
+    merged = _with_adapter(model, adapter).merge_and_unload()
     save(merged, load_tokenizer(base), folder)
 
 

@@ -4,6 +4,7 @@ import collections
 import math
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_utils import UserError
@@ -132,6 +133,16 @@ def make_optimizer(policy, config, peak, steps):
     return optimizer, schedule
 
 
+def bytes_to_write(outline, config):
+    """Of the model and its checkpoints, at the least: fp32 weights and AdamW's two moments."""
+    if config.fine_tuning == "full":
+        trained = sum(p.numel() for p in outline.parameters())
+    else:
+        linear = [m for m in outline.modules() if isinstance(m, nn.Linear)]
+        trained = sum(config.lora_r * (m.in_features + m.out_features) for m in linear)
+    return 4 * trained * (1 + 3 * (config.keep_checkpoints + 1))
+
+
 def state(policy, optimizer) -> dict:
     """All tensors that make the next step what it is, under plain names (no "module.").
 
@@ -148,8 +159,8 @@ def state(policy, optimizer) -> dict:
 
 
 @torch.no_grad()
-def load_state(policy, optimizer, tensors):
-    """Put back what state() returned, on any number of ranks."""
+def load_state(policy, optimizer, schedule, tensors, step):
+    """Put back what state() returned after `step` steps, on any number of ranks."""
     named, states = trainable(policy), collections.defaultdict(dict)
     ordered = [p for group in optimizer.param_groups for p in group["params"]]
     index = {id(parameter): place for place, parameter in enumerate(ordered)}
@@ -163,8 +174,14 @@ def load_state(policy, optimizer, tensors):
         elif kind == "parameter":
             named[name].copy_(value)
         else:
-            states[index[id(named[name])]][kind] = value.clone()
+            device = "cpu" if kind == "step" else named[name].device
+            states[index[id(named[name])]][kind] = value.to(device, copy=True)
     optimizer.load_state_dict({**optimizer.state_dict(), "state": dict(states)})
+    schedule.last_epoch = step
+    for group, rate, factor in zip(
+        optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True
+    ):
+        group["lr"] = rate * factor(step)
 
 
 def check_gradients(policy, fine_tuning):

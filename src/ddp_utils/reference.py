@@ -2,6 +2,7 @@
 
 import array
 import hashlib
+import shutil
 from pathlib import Path
 
 import torch
@@ -15,30 +16,52 @@ from ddp_utils.pairs import model_path
 FILE = "reference_logps.safetensors"
 
 
+def inputs(config, data, model) -> dict:
+    """What a run reads, by content: a continued run must read the same."""
+    found = {f"content of {split}": digest_of_rows(pairs) for split, pairs in data.items()}
+    for name in ("model_name", "init_adapter", "reference_model"):
+        if value := getattr(config, name):
+            found[f"content of {name}"] = digest_of_model(value, model.config)
+    return found
+
+
+def digest_of_rows(pairs) -> str:
+    """By the tokens of all pairs."""
+    digest = hashlib.sha256()
+    for pair in pairs:
+        ids = *pair.prompt, -1, *pair.chosen, -1, *pair.rejected, -2
+        digest.update(array.array("q", ids))
+    return digest.hexdigest()[:16]
+
+
+def digest_of_model(name, settings) -> str:
+    """By the files of a folder, or by the commit of the hub that `settings` came from."""
+    digest = hashlib.sha256()
+    files = sorted(file for file in Path(model_path(name)).glob("*") if file.is_file())
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with open(file, "rb") as content:  # of a large file 64 places: to read all takes minutes
+            for place in range(0, size, max(2**20, size // 64)):
+                content.seek(place)
+                digest.update(content.read(2**20))
+    if not files:
+        digest.update(f"{name} {getattr(settings, '_commit_hash', None)}".encode())
+    return digest.hexdigest()[:16]
+
+
 def fingerprint(scorer, data, names, device) -> str:
     """What the log-probs of these pairs hang on: their tokens, the model's files, the numerics.
 
-    names: folders or hub names of the model and its adapter. Files count by name, size and time
-    of change; should that ever deceive, step 0 finds the policy unlike its reference and stops.
+    names: folders or hub names of the model and its adapter.
     """
     weights = next(scorer.model.parameters()).dtype
     facts = [weights, scorer.autocast, scorer.shared, scorer.own_head, device.type]
     facts += [torch.get_float32_matmul_precision(), torch.__version__, transformers.__version__]
     facts += [sum("forward" in vars(module) for module in scorer.model.modules())]  # see lean.py
-    for name in filter(None, names):
-        folder = Path(model_path(name))
-        files = sorted(file for file in folder.glob("*") if file.is_file())
-        stats = [(file, file.stat()) for file in files]
-        facts += [(file.name, stat.st_size, stat.st_mtime_ns) for file, stat in stats]
-        if not files:  # of the hub
-            facts += [name, scorer.bare().config._commit_hash]
-    digest = hashlib.sha256(repr(facts).encode())
-    for split, pairs in data.items():
-        digest.update(split.encode())
-        for pair in pairs:
-            ids = *pair.prompt, -1, *pair.chosen, -1, *pair.rejected, -2
-            digest.update(array.array("q", ids))
-    return digest.hexdigest()
+    facts += [digest_of_model(name, scorer.bare().config) for name in names if name]
+    facts += [(split, digest_of_rows(pairs)) for split, pairs in data.items()]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 def log_probs(scorer, data, names, budget, world, run) -> dict:
@@ -59,10 +82,11 @@ def log_probs(scorer, data, names, budget, world, run) -> dict:
             for split, pairs in data.items()
         }
     else:
-        tables = {split: score(scorer, pairs, world, budget) for split, pairs in data.items()}
+        tables = {split: score(scorer, data[split], world, budget, run.poll) for split in data}
     if world.is_main:
         plain = {split: table.cpu().contiguous() for split, table in tables.items()}
         save_file(plain, run.folder / FILE, metadata={"fingerprint": mark})
+        shutil.copymode(run.folder / "config.json", run.folder / FILE)
     return tables
 
 
@@ -80,14 +104,14 @@ def _kept(run, mark):
 
 
 @torch.no_grad()
-def score(scorer, pairs, world, budget):
+def score(scorer, pairs, world, budget, poll=lambda: None):
     """Log-probs of all pairs as they are now, shared out over the ranks: [number of pairs, 2]."""
-    parts = scorer.share(range(len(pairs)), pairs, world, budget)
+    parts, found = scorer.share(range(len(pairs)), pairs, world, budget), []
     with logps.dropout_off(scorer):
-        found = [
-            torch.stack(scorer(scorer.collate([pairs[i] for i in part.index], world.device)), -1)
-            for part in parts
-        ]
+        for part in parts:
+            poll()  # stop between two batches, if asked to
+            batch = scorer.collate([pairs[i] for i in part.index], world.device)
+            found.append(torch.stack(scorer(batch), -1))  # [B, 2]
     return dist.by_row(len(pairs), parts, found, world)
 
 

@@ -4,93 +4,195 @@ import dataclasses
 import json
 import math
 import os
-import platform
-import re
-import resource
-import shlex
-import subprocess
 import sys
 import threading
 import time
 import uuid
 from pathlib import Path
 
-import peft
 import torch
 import transformers
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from ddp_utils import UserError, dist, plots, records
-
-SECRET = re.compile(
-    r"hf_\w{20,}|sk-[\w-]{20,}|AKIA\w{12,}|(?<=://)[^/@\s]+:[^/@\s]+(?=@)"
-    r"|(?i:(?<=token=)|(?<=key=)|(?<=secret=)|(?<=password=))[^\s'\x22]+"
+from ddp_utils import (
+    NonFiniteError,
+    Stop,
+    UserError,
+    checkpoint,
+    dist,
+    environment,
+    parallel,
+    plots,
+    resume,
+    signals,
 )
+
+CHECKPOINTS = "checkpoints"
+STATUS = {0: "finished", 85: "preempted"}  # by exit status; any other: failed
+# what may differ between two lives of a run, and what that means for its numbers
+CHANGED = dict.fromkeys(("world_size", "device", "threads", "versions"), "equal but for rounding")
+CHANGED["git_commit"] = "the code is another"
+FINISHED = "{} holds this run, finished: the same settings, the same data"
+SAVE_MINUTES = 15  # between two checkpoints, where save_every leaves it open
 COLUMNS = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 
 
-class Totals:
-    """Weighted sums of per-pair values, kept on the device and reduced once."""
-
-    def __init__(self, world):
-        self.world = world
-        self.sums = None
-        self.names = ()
-
-    def add(self, values, weight):
-        """values: name -> [B]; weight [B], 0 for fillers."""
-        self.names = ("count", *values)
-        rows = torch.stack([torch.ones_like(weight), *values.values()]).double()  # [names, B]
-        # where, not a product: a filler's NaN must not count
-        part = torch.where(weight > 0, rows, 0.0).sum(-1).detach()
-        self.sums = part if self.sums is None else self.sums + part
-
-    def means(self) -> dict:
-        """Means over the rows of all ranks, and their `count`."""
-        count, *sums = dist.all_sum(self.sums, self.world).tolist()
-        return {"count": int(count)} | {
-            name: value / count for name, value in zip(self.names[1:], sums, strict=True)
-        }
-
-
 class Run:
-    """One run folder. A context manager: leaving it says in summary.json how the run ended."""
+    """One run folder. A context manager: leaving it says in summary.json how the run ended.
 
-    def __init__(self, folder, config, world, steps):
+    A folder that holds an unfinished run with the same settings and inputs is continued: see
+    resume.py. config: seed, save_every, keep_checkpoints, stop_after_minutes, restart; inputs:
+    name -> digest of data and models; needed: bytes that it will write at the least.
+    """
+
+    def __init__(self, folder, config, world, steps, inputs=None, needed=0):
         self.folder = Path(folder)
-        self.world = world
+        self.config, self.world, self.steps = config, world, steps
         self.start = time.perf_counter()
-        self.results = {}
+        self.results = {}  # split -> the numbers of its last evaluation
+        self.validated = 0  # steps before that of val
         self.step = 0
-        self.bar = None
-        self.board = None
+        self.training = None
+        self.save_seconds = 0.0
+        self.metrics = self.board = self.bar = self.lock = None
         if not world.is_main or not sys.stderr.isatty():
             transformers.utils.logging.disable_progress_bar()  # of downloads and weights
-        if not world.is_main:
-            return
-        self.run_id = os.environ.get("RUN_ID") or uuid.uuid4().hex
-        self._make_folder()
-        self._write("config.json", _redacted(dataclasses.asdict(config)))
-        self._write("environment.json", environment(config, world))
-        self.write_summary("running", 0)
-        self.metrics = open(self.folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
-        self.board = SummaryWriter(self.folder / "tensorboard")
-        tqdm.set_lock(threading.RLock())  # its default is a semaphore, which os._exit would leak
-        self.bar = tqdm(total=steps, disable=not sys.stderr.isatty(), unit="step")
+        settings = environment.redacted(dataclasses.asdict(config))
+        opened = dist.on_main(world, lambda: self._open(settings, inputs or {}, needed))
+        self.done, self.mark = opened  # steps before this start, and the checkpoint that has them
+        self.saved = self.step = self.done
+        self.saved_at = time.perf_counter()
 
-    def _make_folder(self):
-        """A folder with an earlier run in it is moved aside, never written over."""
-        if (self.folder / "config.json").exists():
-            number = 1
-            while (aside := self.folder.with_name(f"{self.folder.name}.{number}")).exists():
-                number += 1
-            self.folder.rename(aside)
-            self.say(f"{self.folder} held an earlier run: moved to {aside}")
+    @classmethod
+    def would(cls, folder, config, steps, inputs, needed):
+        """Lines on what a run with these settings would do to the folder; nothing is written."""
+        settings = environment.redacted(dataclasses.asdict(config))
+        found = resume.inspect(folder, settings, steps, inputs, needed, config.restart)
+        if found.verdict == "finished":
+            return [FINISHED.format(folder)]
+        return [*found.lines, f"run folder: {folder}"]
+
+    def _open(self, settings, inputs, needed):
+        """Lock, move aside or continue; returns the steps already done and the checkpoint's mark.
+
+        Raises Stop if there is nothing left to do.
+        """
+        self.run_id = resume.run_id() or uuid.uuid4().hex
+        again = resume.restarted() and resume.summary(self.folder).get("run_id") == self.run_id
+        restart = self.config.restart and not again
+        found = resume.inspect(self.folder, settings, self.steps, inputs, needed, restart)
+        if found.verdict == "finished":
+            raise Stop(FINISHED.format(self.folder), 0)
+        if found.verdict == "aside":
+            held = resume.lock(self.folder)
+            self.say(f"{self.folder} held an earlier run: moved to {resume.aside(self.folder)}")
+            held.release()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.lock = resume.lock(self.folder)
+        if found.verdict != "continue" and (self.folder / "config.json").exists():
+            raise UserError(resume.going_on(self.folder))  # another one was quicker
+        path, meta = found.checkpoint, {"step": 0, "metrics_bytes": 0}
+        if path:
+            meta = checkpoint.read(path)[1]
+        described = environment.describe(self.config, self.world)
+        if found.verdict == "continue":
+            self.say(f"{self.folder} is not finished: goes on after step {meta['step']}")
+            before = resume.read_json(self.folder / "environment.json")
+            for name, means in CHANGED.items():
+                if before.get(name) != described[name]:
+                    self.say(f"{name}: {before.get(name)} -> {described[name]}; {means}")
+        for line in found.lines:
+            self.say(line)
+        self.step = meta["step"]
+        self._write("environment.json", described | {"inputs": inputs})
+        self.write_summary("running", 0)
+        self._write("config.json", settings)  # last: from here on there is a run
+        self.metrics = open(self.folder / "metrics.jsonl", "ab")  # noqa: SIM115
+        size = self.metrics.seek(0, os.SEEK_END)  # what came after the checkpoint comes again
+        self.metrics.seek(self.metrics.truncate(min(meta["metrics_bytes"], size)))
+        self.board = SummaryWriter(self.folder / "tensorboard", purge_step=meta["step"] + 1)
+        tqdm.set_lock(threading.RLock())  # its default is a semaphore, which os._exit would leak
+        self.bar = tqdm(total=self.steps, disable=not sys.stderr.isatty(), unit="step")
+        self.bar.update(meta["step"])
+        return meta["step"], checkpoint.mark(path) if path else ""
+
+    # --- checkpoints -----------------------------------------------------------------------------
+
+    def restore(self, policy, optimizer, schedule) -> int:
+        """From here on there is a state to save; put back the checkpoint, if this run has one.
+
+        Returns the number of steps already done.
+        """
+        self.training = policy, optimizer, schedule
+        if not self.done:
+            return 0
+        path = checkpoint.path(self.folder / CHECKPOINTS, self.done)
+        if not path.exists() or checkpoint.mark(path) != self.mark:
+            raise UserError(
+                f"{path}: rank {self.world.rank} does not see the checkpoint that rank 0 sees; "
+                "the run folder must be on a disk that all nodes share"
+            )
+        tensors, meta = checkpoint.read(path)
+        parallel.load_state(policy, optimizer, schedule, tensors, self.done)
+        self.validated, self.results = meta["validated"], meta["results"]
+        self.start -= meta["seconds"]
+        self.save_seconds = meta["save_seconds"]
+        return self.done
+
+    def save(self):
+        """Write a checkpoint of the steps done, check it, remove the oldest; on all ranks."""
+        if self.saved == self.step:
+            return
+        start, folder = time.perf_counter(), self.folder / CHECKPOINTS
+        tensors = parallel.state(*self.training[:2])
+        bad = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
+        if bad:
+            raise NonFiniteError(f"after step {self.step} {bad[0]} is not finite; not saved")
+
+        def write():
+            self._flush()  # to the disk, before a checkpoint says how long they are
+            os.fsync(self.metrics.fileno())
+            meta = {
+                "world_size": self.world.world_size,
+                "metrics_bytes": self.metrics.tell(),
+                "validated": self.validated,
+                "results": self.results,
+                "seconds": time.perf_counter() - self.start,
+                "save_seconds": self.save_seconds,
+            }
+            checkpoint.write(folder, self.step, tensors, meta)
+            checkpoint.rotate(folder, self.config.keep_checkpoints)
+
+        dist.on_main(self.world, write)
+        self.saved, self.saved_at = self.step, time.perf_counter()
+        self.save_seconds += self.saved_at - start
+
+    def _flush(self):
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.metrics.flush()
         except OSError as error:
-            raise UserError(f"--result_dir: {self.folder}: {error.strerror}") from error
+            raise OSError(error.errno, error.strerror, self.metrics.name) from error
+
+    def end_step(self, due):
+        """After each step, on all ranks: save if it is `due` or late, stop if one was asked to."""
+        waited = time.perf_counter() - self.saved_at
+        late = self.config.save_every == 0 and waited > SAVE_MINUTES * 60
+        self.poll(due, late and self.world.is_main)
+
+    def poll(self, due=False, late=False):
+        """Between two forwards, on all ranks: if one was asked to stop, save and stop together."""
+        asked = signals.asked(self.config.stop_after_minutes)
+        flags = torch.tensor([float(asked), float(late)], device=self.world.device)
+        stop, late = dist.all_sum(flags, self.world).tolist()
+        if stop:
+            signals.saving()
+        if self.training and (stop or late or due):
+            self.save()
+        if stop:
+            raise Stop(f"stopped after step {self.step}; the same command goes on from there", 85)
+
+    # --- what happens ----------------------------------------------------------------------------
 
     def say(self, line):
         """One line to the user, above the progress bar if there is one; silence elsewhere."""
@@ -101,10 +203,13 @@ class Run:
     def log(self, step, values, split="train", echo=True):
         """Append one line of metrics: file in full precision, TensorBoard, fixed columns."""
         self.step = step
+        if split == "val":
+            self.validated = step
         if not self.world.is_main:
             return
-        self.metrics.write(json.dumps({"split": split, "step": step, **_finite(values)}) + "\n")
-        self.metrics.flush()
+        line = json.dumps({"split": split, "step": step, **_finite(values)}) + "\n"
+        self.metrics.write(line.encode())
+        self._flush()
         for name, value in values.items():
             if name != "count":
                 self.board.add_scalar(f"{split}/{name}", value, step)
@@ -125,18 +230,32 @@ class Run:
         if self.world.is_main:
             (self.folder / name).write_text(text, encoding="utf-8")
 
-    def write_summary(self, status, code):
-        """summary.json: how it stands, what it measured; the shell scripts read exit_code."""
+    def once(self, name, fn):
+        """fn(), on all ranks, kept as plain data: a continued run reads what it found before."""
+        path = self.folder / f"{name}.json"
+        found = dist.on_main(self.world, lambda: resume.read_json(path) if path.exists() else None)
+        if found is None:
+            found = fn()
+            self.write_json(path.name, found)
+        return found
+
+    def write_summary(self, status, code, final=False):
+        """summary.json: how it stands, what it measured; the shell scripts read exit_code.
+
+        final: a restart would change nothing, and repeats exit_code.
+        """
         seconds = round(time.perf_counter() - self.start, 3)
         self._write(
             "summary.json",
             {
                 "status": status,
                 "exit_code": code,
+                "final": final,
                 "run_id": self.run_id,
                 "step": self.step,
                 "world_size": self.world.world_size,
                 "seconds": seconds,
+                "save_seconds": round(self.save_seconds, 3),
                 **self.results,
             },
         )
@@ -150,69 +269,29 @@ class Run:
         return self
 
     def __exit__(self, kind, error, _trace):
-        if not self.world.is_main:
-            return
-        code = 0 if error is None else getattr(error, "exit_code", 1)
-        self.write_summary("finished" if error is None else "failed", code)
+        told = dist.write_error(error) or error
+        try:
+            if self.world.is_main:
+                self._close(error, dist.exit_code(told))
+            if isinstance(told, UserError):
+                error.in_summary = True
+        except OSError:  # on a full disk; the first error counts
+            if error is None:
+                raise
+
+    def _close(self, error, code):
+        if error is None:
+            plots.draw(self.folder)
+        final = error is None or not dist.lost_a_peer(error)
+        self.write_summary(STATUS.get(code, "failed"), code, final)
         self.bar.close()
         self.board.close()
         self.metrics.close()
+        self.lock.release()
         if error is None:
-            plots.draw(self.folder)
             self.say(f"{time.perf_counter() - self.start:.0f} s -> {self.folder}/")
-
-
-def peak_memory_mb(device):
-    """Peak memory of this process: allocated on the GPU, resident on a CPU."""
-    if device.type == "cpu":
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak / (2**20 if sys.platform == "darwin" else 2**10)
-    return getattr(torch, device.type).max_memory_allocated(device) / 2**20
-
-
-def interval(mean, mean_of_squares, count):
-    """95 % confidence interval of a mean of `count` values (normal approximation)."""
-    if count < 2:
-        return mean, mean
-    deviation = math.sqrt(max(0.0, mean_of_squares - mean**2) * count / (count - 1))
-    half = 1.96 * deviation / math.sqrt(count)
-    return mean - half, mean + half
-
-
-def environment(config, world) -> dict:
-    """What one needs to run it again."""
-    commit = subprocess.run(
-        ["git", "-C", str(records.ROOT), "rev-parse", "HEAD"], capture_output=True, text=True
-    )
-    return {
-        "command": SECRET.sub("<redacted>", shlex.join(sys.orig_argv)),
-        "launcher": world.launcher,
-        "world_size": world.world_size,
-        "backend": world.backend,
-        "device": device_name(world.device),
-        "git_commit": commit.stdout.strip() or None,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "peft": peft.__version__,
-        },
-        "seed": config.seed,
-        "threads": torch.get_num_threads(),
-        "host": platform.node(),
-        "start": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }
-
-
-def device_name(device):
-    if device.type == "cpu":
-        return f"cpu ({platform.machine()}, {os.cpu_count()} cores)"
-    return getattr(torch, device.type).get_device_name(device)
-
-
-def _redacted(settings):
-    """The settings without anything that looks like a token or a password."""
-    return json.loads(SECRET.sub("<redacted>", json.dumps(settings)))
+        elif self.saved and code != 85:
+            self.say(f"the same command goes on after step {self.saved}")
 
 
 def _finite(values):

@@ -32,7 +32,7 @@ class SeededNoise(transformers.LogitsProcessor):
 
 
 @torch.no_grad()
-def generate(scorer, prompts, ends, world, config, samples=1):
+def generate(scorer, prompts, ends, world, config, samples=1, poll=lambda: None):
     """Token ids of `samples` replies to each prompt, without their end: P x S lists, on all ranks.
 
     prompts: P lists of token ids; ends: ids that end a reply. config: temperature (0: greedy),
@@ -44,6 +44,7 @@ def generate(scorer, prompts, ends, world, config, samples=1):
     cuts = [rows[start : start + size] for start in range(0, len(rows), size)]
     parts, found = [], []
     for part in share(range(len(cuts)), [0] * len(cuts), world, budget=1):
+        poll()  # stop between two batches, if asked to
         cut = cuts[part.index[0]]
         ids = [prompts[place] for place, _ in cut]
         seeds = [seed_of(config.seed, place, sample) for place, sample in cut]
@@ -85,13 +86,14 @@ def _until_end(reply, ends):
     return reply
 
 
-def load_judge(spec):
+def load_judge(spec, root=None):
     """`file.py:function` -> (prompt, response) -> {score name: number}; the first decides wins.
 
-    Runs that file, so it is only ever named on this command line or in config.py.
+    Runs that file, so it is only ever named on this command line or in config.py. root: the folder
+    that `spec` starts from; the current one if not given.
     """
     path, _, name = spec.rpartition(":")
-    file = records.resolve(path)
+    file = root / path if root else records.resolve(path)
     if not path or not file.is_file():
         raise UserError(f"--judge: {spec!r} is not file.py:function")
     module_spec = importlib.util.spec_from_file_location(f"judge_{file.stem}", file)

@@ -1,10 +1,11 @@
-"""Try a model's head and attention on real pairs, and choose what is exact for it."""
+"""A run checks itself: head and attention on real pairs, then all that its first step finds."""
 
 import contextlib
 
 import torch
 
-from ddp_utils import UserError, dist, logps
+from ddp_utils import NonFiniteError, UserError, dist, logps, losses, parallel
+from ddp_utils import reference as reference_
 from ddp_utils.pairs import Pair
 
 # what a model may raise that does not know packed rows, or does attention in its own way
@@ -119,3 +120,37 @@ def amplified(head, factor):
         yield
     finally:
         handle.remove()
+
+
+def check_finite(per_pair, wheres, step):
+    """Name the rows whose loss is NaN or infinite; every rank sees the same table and stops."""
+    bad = [where for where, loss in zip(wheres, per_pair.tolist(), strict=True) if loss - loss != 0]
+    if bad:
+        others = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+        raise NonFiniteError(
+            f"{', '.join(bad[:3])}{others}: the loss is not finite in step {step + 1}; "
+            "no step was taken; a smaller --learning_rate, or remove the rows"
+        )
+
+
+def no_closed_form(config):
+    """Runs whose first loss is not known beforehand: only their gradients are checked."""
+    return config.method == "simpo" or bool(config.reference_model)
+
+
+def check_first_step(policy, now, pairs, reference, means, config):
+    """Before the first update: policy = reference, loss = its closed form, gradients where due.
+
+    now, reference: [B, 2] of the global batch's pairs. Raises UserError saying what differs.
+    """
+    parallel.check_gradients(policy, config.fine_tuning)
+    precision = parallel.bare(policy).precision
+    if no_closed_form(config):
+        return
+    if not (config.lora_dropout and config.init_adapter):  # an adapter with dropout differs
+        tokens = torch.tensor([max(map(len, pair[1:3])) for pair in pairs], device=now.device)
+        bound = reference_.noise(precision, tokens)
+        reference_.check_reference(now, reference, bound, [pair.where for pair in pairs])
+    expected, loss = losses.at_reference(config), means.get("loss/preference", means["loss"])
+    if precision == torch.float32 and abs(loss - expected) > 2e-3 * max(1, expected):
+        raise UserError(f"before the first step the loss is {loss:.6f} instead of {expected:.6f}")

@@ -5,7 +5,7 @@ import time
 import torch
 from torch import nn
 
-from ddp_utils.run import device_name, peak_memory_mb
+from ddp_utils.environment import device_name, peak_memory_mb
 
 # FLOP/s with half-precision and with fp32 operands, dense, from the makers' data sheets; of a
 # Max 1550 ("PVC") one of its two tiles, which is what Aurora counts as a device

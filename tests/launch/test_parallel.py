@@ -57,7 +57,7 @@ def load_and_go_on(folder, fine_tuning):
     assert skipped == []
     tensors, manifest = checkpoint.read(path)
     assert manifest["step"] == 2
-    parallel.load_state(parts[1], parts[2], tensors)
+    parallel.load_state(*parts[1:4], tensors, 2)
     return [one_step(*parts) for _ in range(2)]
 
 
@@ -81,9 +81,9 @@ def load_nothing(fine_tuning):
 
 def test_a_state_of_another_kind_of_training_is_refused(tmp_path):
     ranks(1, save_after_two, str(tmp_path), "full")
-    _, policy, optimizer, _, _ = policy_and_pairs("lora")
+    _, *parts, _ = policy_and_pairs("lora")
     with pytest.raises(UserError, match="the checkpoint trains .*, this run does not"):
-        parallel.load_state(policy, optimizer, checkpoint.read(checkpoint.find(tmp_path)[0])[0])
+        parallel.load_state(*parts, checkpoint.read(checkpoint.find(tmp_path)[0])[0], 2)
 
 
 def reductions():

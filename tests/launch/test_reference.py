@@ -54,7 +54,7 @@ def test_a_second_run_scores_nothing(world_size, tmp_path):
 
 def test_numbers_are_the_same_to_the_bit(tmp_path):
     _, first = train(tmp_path / "run")
-    count, again = train(tmp_path / "run")  # the first is moved to run.1
+    count, again = train(tmp_path / "run", "--restart")  # the first is moved to run.1
     assert count == 0
     assert numbers(again) == numbers(first)
 

@@ -1,0 +1,63 @@
+"""Where a run runs: command, versions, devices, memory; nothing that looks like a secret."""
+
+import json
+import os
+import platform
+import resource
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+
+import peft
+import torch
+import transformers
+
+from ddp_utils import SECRET, records
+
+
+def describe(config, world) -> dict:
+    """What one needs to run it again."""
+    git, commit = shutil.which("git"), ""
+    if git:
+        command = [git, "-C", str(records.ROOT), "rev-parse", "HEAD"]
+        commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return {
+        "command": SECRET.sub("<redacted>", shlex.join(sys.orig_argv)),
+        "launcher": world.launcher,
+        "world_size": world.world_size,
+        "backend": world.backend,
+        "device": device_name(world.device),
+        "git_commit": commit or None,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "peft": peft.__version__,
+        },
+        "seed": config.seed,
+        "threads": torch.get_num_threads(),
+        "host": platform.node(),
+        "pid": os.getpid(),
+        "start": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def device_name(device):
+    if device.type == "cpu":
+        return f"cpu ({platform.machine()}, {os.cpu_count()} cores)"
+    return getattr(torch, device.type).get_device_name(device)
+
+
+def redacted(settings):
+    """The settings without anything that looks like a token or a password."""
+    return json.loads(SECRET.sub("<redacted>", json.dumps(settings)))
+
+
+def peak_memory_mb(device):
+    """Peak memory of this process: allocated on the GPU, resident on a CPU."""
+    if device.type == "cpu":
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak / (2**20 if sys.platform == "darwin" else 2**10)
+    return getattr(torch, device.type).max_memory_allocated(device) / 2**20

@@ -1,0 +1,170 @@
+"""A run folder that exists: finished, to be continued, to be moved aside, or not to be touched."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+from filelock import FileLock, Timeout
+
+from ddp_utils import Stop, UserError, checkpoint
+
+# settings that change no number, so that they may change between two lives of a run
+FREE = {"check", "debug", "restart", "log_every", "save_every", "keep_checkpoints"}
+FREE |= {"result_dir", "output_dir", "stop_after_minutes", "timeout_minutes", "profile_steps"}
+LENGTH = {"max_steps", "num_epochs"}  # of the run: may change too, and is said
+
+
+class Found(NamedTuple):
+    """What a run folder means for a run that is about to start in it."""
+
+    verdict: str  # new, continue, aside (move it), or finished
+    lines: list = []  # to say
+    checkpoint: Path | None = None  # to continue from
+
+
+def inspect(folder, settings, steps, inputs, needed=0, restart=False) -> Found:
+    """Look at a folder, for a run with these settings; nothing is written.
+
+    settings: config.json as it would be written; inputs: name -> digest of what was read;
+    needed: bytes that the run will write at the least. Raises UserError for a place that cannot
+    be written, a run that is going on, an unfinished one with other settings, and one whose
+    checkpoints are all damaged.
+    """
+    folder = Path(folder)
+    _check_place(folder, needed)
+    found = _verdict(folder, settings, inputs, restart)
+    output = settings.get("output_dir")
+    if found.verdict in ("new", "aside") and output and any(Path(output).glob("*")):
+        raise UserError(f"--output_dir: {output} is not empty; give another folder")
+    if found.checkpoint and checkpoint.number(found.checkpoint) > steps:
+        done = checkpoint.number(found.checkpoint)
+        raise UserError(f"--max_steps: {folder} has done {done} steps already, more than {steps}")
+    return found
+
+
+def _verdict(folder, settings, inputs, restart):
+    checkpoints = folder / "checkpoints"
+    if not (folder / "config.json").exists():
+        if checkpoints.exists():
+            raise UserError(f"{folder}: has checkpoints and no config.json; give another folder")
+        return Found("new")
+    if (folder / ".lock").exists():
+        lock(folder).release()
+    differences = _differences(read_json(folder / "config.json"), settings, FREE)
+    before = read_json(folder / "environment.json")
+    differences += _differences(before.get("inputs", {}), inputs)
+    finished = summary(folder).get("status") == "finished"
+    if restart or (finished and differences):
+        return Found("aside")
+    if finished:
+        return Found("finished")
+    path, skipped = checkpoint.find(checkpoints)
+    lines = [f"warning: {bad} is left out: {why}" for bad, why in skipped]
+    if not path and skipped:
+        raise UserError(
+            f"{skipped[0][0]}: {skipped[0][1]}, and no other checkpoint is whole; "
+            "--restart moves this run aside and begins a new one"
+        )
+    if not path:  # nothing would be lost
+        return Found("aside" if differences else "continue", lines)
+    if changes := [line for line in differences if line.split(":")[0] not in LENGTH]:
+        raise UserError(
+            f"{folder} holds an unfinished run with other settings: {', '.join(changes)}; "
+            "give the old ones to go on, --restart to begin anew, or another folder"
+        )
+    return Found("continue", lines + [f"{line}, from here on" for line in differences], path)
+
+
+def summary(folder) -> dict:
+    """summary.json, or nothing."""
+    try:
+        found = json.loads((Path(folder) / "summary.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def repeat_end(folder):
+    """In a process that torchrun has started anew: end as the run has ended, if it has."""
+    found = summary(folder)
+    if restarted() and found.get("final") and found.get("run_id") == run_id():
+        stop = Stop("", found["exit_code"])
+        stop.in_summary = True
+        raise stop
+
+
+def run_id():
+    """What the shell scripts and torchrun call this start of the run; the same after a restart."""
+    return os.environ.get("RUN_ID") or os.environ.get("TORCHELASTIC_RUN_ID")
+
+
+def restarted():
+    """Whether torchrun has started this process in place of one that died."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0
+
+
+def lock(folder):
+    """Hold the folder for this process; freed by its death, however that comes."""
+    held = FileLock(Path(folder) / ".lock", timeout=0)
+    try:
+        held.acquire()
+    except Timeout:
+        raise UserError(going_on(folder)) from None
+    return held
+
+
+def aside(folder) -> Path:
+    """Rename the folder to the first free of NAME.1, NAME.2, ..."""
+    number = 1
+    while (target := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    return folder.rename(target)
+
+
+def _check_place(folder, needed):
+    # where others may write, a link could lead what we write to the user's own files
+    for path in (folder, *folder.glob("*")):
+        if path.is_symlink():
+            raise UserError(f"--result_dir: {path} is a symbolic link; give a folder without any")
+    place = folder
+    while not (place.exists() or place.is_symlink()):
+        place = place.parent
+    if not place.is_dir():
+        raise UserError(f"--result_dir: {place} is not a folder")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise UserError(f"--result_dir: {place} cannot be written; give another folder")
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise UserError(
+            f"--result_dir: {free >> 20} MiB are free at {place}, checkpoints and model need "
+            f"{needed >> 20}; a smaller --keep_checkpoints, or another folder"
+        )
+
+
+def going_on(folder) -> str:
+    """Whose run holds the folder."""
+    who = {"host": "?", "pid": "?", "start": "?"}
+    if (Path(folder) / "environment.json").exists():
+        who |= read_json(Path(folder) / "environment.json")
+    return (
+        f"--result_dir: {folder} is in use by a run on {who['host']} (process {who['pid']}, "
+        f"since {who['start']}); wait for it, or give another folder"
+    )
+
+
+def read_json(path):
+    try:
+        found = json.loads(path.read_text())
+        if isinstance(found, dict):
+            return found
+    except (OSError, ValueError):
+        pass
+    raise UserError(f"{path}: cannot be read; move {path.parent} away, or give another folder")
+
+
+def _differences(saved, now, free=frozenset()):
+    """`name: saved -> now` of all that differ; a setting that is new is no difference."""
+    names = [name for name in saved if name in now and name not in free]
+    return [f"{name}: {saved[name]} -> {now[name]}" for name in names if saved[name] != now[name]]

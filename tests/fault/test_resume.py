@@ -1,0 +1,348 @@
+"""A run that is killed goes on bit for bit; without all of its state it would not."""
+
+import json
+import random
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import faults
+import runs
+from conftest import ROOT
+from ddp_utils import batching, checkpoint, parallel
+from ranks import CONTEXT
+
+CASES = [(mode, size) for mode in faults.MODES for size in (1, 2, 3, 4)]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """(kind, mode, world size) -> folder of a run, made once: undisturbed, or killed in step 12.
+
+    The killed one has checkpoints of steps 5 and 10: rank 0 died in a backward.
+    """
+    folders = {}
+
+    def folder(kind, mode, size):
+        if (kind, mode, size) not in folders:
+            folders[kind, mode, size] = path = tmp_path_factory.mktemp("made") / "run"
+            fault = (faults.kill_in_backward, 0, 11) if kind == "killed" else None
+            outcome = faults.start(size, path, *faults.MODES[mode], fault=fault)
+            assert outcome.codes[0] == (-9 if fault else 0), outcome.logs
+        return folders[kind, mode, size]
+
+    return folder
+
+
+@pytest.fixture
+def killed(made, tmp_path):
+    """A copy of a killed run, to be continued."""
+
+    def copy(mode, size):
+        return Path(shutil.copytree(made("killed", mode, size), tmp_path / "copy/run"))
+
+    return copy
+
+
+def is_equal(folder, expected):
+    """Weights to the bit, and every line of the metrics."""
+    assert faults.digest(folder) == faults.digest(expected)
+    assert faults.numbers(folder) == faults.numbers(expected)
+    return True
+
+
+# --- killed, and started again -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mode", "size"), CASES)
+def test_f1_complaint_24_a_killed_run_goes_on_bit_for_bit(mode, size, made, tmp_path):
+    """SIGKILL inside a backward, twice: of the last rank in step 8, of rank 0 in step 12."""
+    flags, folder = faults.MODES[mode], tmp_path / "run"
+    for rank, turn, done in ((size - 1, 7, 5), (0, 6, 10)):
+        outcome = faults.start(size, folder, *flags, fault=(faults.kill_in_backward, rank, turn))
+        assert outcome.codes[rank] == -9 and 0 not in outcome.codes
+        assert faults.steps(folder)[-1] == done
+    outcome = faults.finished(faults.start(size, folder, *flags))
+    assert "is not finished: goes on after step 10" in outcome.logs[0]
+    assert is_equal(folder, made("undisturbed", mode, size))
+    assert [line["step"] for line in runs.lines(folder, "train")] == list(range(1, 13))
+    assert faults.steps(folder) == [10, 12]
+    assert list(Path(folder, "checkpoints").glob(".*")) == []
+
+
+MOMENTS = {  # call of the writer in its second save, of step 10 -> newest checkpoint afterwards
+    "before the data": ("save_file", 2, 5),
+    "after the data, before the manifest": ("_sha256", 3, 5),  # the first save hashes twice
+    "before the rename": ("os.rename", 2, 5),
+    "after the rename": ("verify", 2, 10),
+    "while the oldest is removed": ("shutil.rmtree", 4, 15),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_f2_f19_killed_while_saving(moment, made, tmp_path):
+    call, number, newest = MOMENTS[moment]
+    folder, flags = tmp_path / "run", faults.MODES["lora"]
+    if newest == 15:  # only the third checkpoint pushes one out
+        flags, newest = [*flags, "--save_every", "3"], 9
+    outcome = faults.start(1, folder, *flags, fault=(faults.kill_while_saving, call, number))
+    assert outcome.codes == [-9]
+    assert checkpoint.find(folder / "checkpoints") == (
+        folder / f"checkpoints/step-{newest:08d}",
+        [],
+    )
+    faults.finished(faults.start(1, folder, *flags))
+    assert is_equal(folder, made("undisturbed", "lora", 1))
+    assert not list((folder / "checkpoints").glob(".*")) and len(faults.steps(folder)) == 2
+
+
+def write_back_to_back(folder):
+    """Checkpoints of one number in all places, its own step, as fast as they can be written."""
+    for step in range(1, 10_000):
+        tensors = {str(place): torch.full((50_000,), float(step)) for place in range(4)}
+        checkpoint.write(folder, step, tensors, {})
+        checkpoint.rotate(folder, 2)
+
+
+def test_24_kills_of_the_writer_leave_24_loadable_states(tmp_path):
+    """Killed once a temporary folder is seen, plus a random wait of up to one save."""
+    left_half = 0
+    for seed in range(24):
+        folder = tmp_path / str(seed)
+        process = CONTEXT.Process(target=write_back_to_back, args=(folder,))
+        process.start()
+        while not (list(folder.glob(".tmp-*")) and list(folder.glob("step-*"))):
+            time.sleep(0.001)
+        wait = random.Random(seed).uniform(0, 0.03)
+        print(f"seed {seed}: killed {wait:.4f} s later")
+        time.sleep(wait)
+        process.kill()
+        process.join()
+        left_half += bool(list(folder.glob(".tmp-*")))
+        path, skipped = checkpoint.find(folder)
+        assert skipped == []
+        tensors, manifest = checkpoint.read(path)
+        assert {t.unique().item() for t in tensors.values()} == {float(manifest["step"])}
+        checkpoint.rotate(folder, 1)
+        assert [entry.name for entry in folder.iterdir()] == [path.name]
+    assert left_half > 5  # or the kills did not hit
+
+
+def test_6_kills_of_a_run_that_saves_every_step(made, tmp_path):
+    folder, flags = tmp_path / "run", [*faults.MODES["full"], "--save_every", "1"]
+    for seed in range(6):
+        done = max(faults.steps(folder), default=0)
+        fault = (faults.kill_near_a_save, seed % 2, done + 1, seed)
+        outcome = faults.start(2, folder, *flags, fault=fault)
+        assert -9 in outcome.codes, outcome.logs
+        assert checkpoint.find(folder / "checkpoints")[1] == []
+        assert max(faults.steps(folder)) > done
+    faults.finished(faults.start(2, folder, *flags))
+    assert is_equal(folder, made("undisturbed", "full", 2))
+
+
+# --- negative controls: what a checkpoint must hold ----------------------------------------------
+
+
+def forget(what):
+    """Break the restoring of one part of the state."""
+    load = parallel.load_state
+
+    def faulty(policy, optimizer, schedule, tensors, step):
+        if what == "optimizer":
+            tensors = {k: v for k, v in tensors.items() if k.startswith("parameter")}
+        load(policy, optimizer, schedule, tensors, step)
+        if what == "schedule":
+            load(policy, optimizer, schedule, {}, 0)
+
+    if what in ("optimizer", "schedule"):
+        parallel.load_state = faulty
+    if what == "order":
+        batch = batching.Plan.batch
+        batching.Plan.batch = lambda plan, step: batch(plan, step - 10)
+    if what == "dropout":
+        batching.seed_of = lambda *numbers: 5
+
+
+@pytest.mark.parametrize("what", ["optimizer", "schedule", "order", "dropout", "nothing"])
+def test_without_one_part_of_the_state_the_weights_differ(what, made, killed):
+    folder = killed("lora", 1)
+    faults.finished(faults.start(1, folder, *faults.MODES["lora"], fault=(forget, what)))
+    same = faults.digest(folder) == faults.digest(made("undisturbed", "lora", 1))
+    assert same == (what == "nothing")
+
+
+# --- damaged checkpoints -------------------------------------------------------------------------
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES = {
+    "flipped": ("state.safetensors", flip, "state.safetensors does not match its sha256"),
+    "cut": ("state.safetensors", lambda p: p.write_bytes(p.read_bytes()[:-9]), "does not match"),
+    "no manifest": ("manifest.json", Path.unlink, "manifest.json is missing"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_f5_a_damaged_checkpoint_is_skipped_and_named(damage, made, killed):
+    name, spoil, why = DAMAGES[damage]
+    folder = killed("lora", 1)
+    spoil(folder / "checkpoints/step-00000010" / name)
+    outcome = faults.finished(faults.start(1, folder, *faults.MODES["lora"]))
+    (line,) = [line for line in outcome.logs[0].splitlines() if line.startswith("warning:")]
+    assert f"{folder}/checkpoints/step-00000010 is left out: " in line and why in line
+    assert "goes on after step 5" in outcome.logs[0]
+    assert is_equal(folder, made("undisturbed", "lora", 1))
+
+
+def test_f5_without_any_whole_checkpoint_nothing_begins_anew_in_silence(killed):
+    folder = killed("lora", 1)
+    for path in folder.glob("checkpoints/*/state.safetensors"):
+        flip(path)
+    before = sorted(folder.rglob("*"))
+    outcome = faults.start(1, folder, *faults.MODES["lora"])
+    assert outcome.codes == [2]
+    assert "no other checkpoint is whole; --restart moves" in outcome.logs[0]
+    assert outcome.logs[0].count("\n") == 1 and sorted(folder.rglob("*")) == before
+    assert faults.finished(faults.start(1, folder, *faults.MODES["lora"], "--restart"))
+    assert folder.with_name("run.1").exists()
+
+
+# --- another number of processes -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("saved_on", "goes_on_with"), [(2, 1), (2, 4), (4, 2)])
+def test_f6_complaint_24_on_another_world_size_the_losses_are_the_same(
+    saved_on, goes_on_with, made, killed
+):
+    folder = killed("full", saved_on)
+    outcome = faults.finished(faults.start(goes_on_with, folder, *faults.MODES["full"]))
+    assert f"world_size: {saved_on} -> {goes_on_with}; equal but for rounding" in outcome.logs[0]
+    found, expected = runs.lines(folder), runs.lines(made("undisturbed", "full", saved_on))
+    assert [(a["split"], a["step"]) for a in found] == [(b["split"], b["step"]) for b in expected]
+    first = expected[0]["loss"]
+    for a, b in zip(found, expected, strict=True):
+        assert abs(a["loss"] - b["loss"]) <= 1e-5 * max(abs(b["loss"]), first), (a, b)
+
+
+# --- other settings, other data ------------------------------------------------------------------
+
+OTHERS = {
+    ("--learning_rate", "1e-4"): "learning_rate: 0.001 -> 0.0001",
+    ("--seed", "1"): "seed: 0 -> 1",
+    ("--beta", "0.2"): "beta: 0.1 -> 0.2",
+    ("--max_rows", "39"): "max_rows: 40 -> 39, content of train: ",
+}
+
+
+@pytest.mark.parametrize("flags", OTHERS)
+def test_f7_an_unfinished_run_does_not_go_on_with_other_settings(flags, killed):
+    folder = killed("lora", 1)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != ".lock"}
+    outcome = faults.start(2, folder, *faults.MODES["lora"], *flags)
+    assert outcome.codes == [2, 2]
+    assert outcome.logs[1] == "" and outcome.logs[0].count("\n") == 1
+    assert outcome.logs[0].startswith(f"error: {folder} holds an unfinished run with other settin")
+    assert OTHERS[flags] in outcome.logs[0]
+    after = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != ".lock"}
+    assert after == before
+
+
+def test_f7_nor_with_other_data_or_another_model_under_the_same_name(tmp_path):
+    """One letter of one row, one number of the weights."""
+    data, model = tmp_path / "rows.jsonl", tmp_path / "model"
+    rows = Path(runs.PAIRS).read_text()
+    data.write_text(rows)
+    shutil.copytree(ROOT / "data/demo/model", model)
+    flags = [*faults.MODES["lora"], "--train_data", str(data), "--model_name", str(model)]
+    folder = tmp_path / "runs/run"
+    fault = (faults.kill_in_backward, 0, 7)
+    assert faults.start(1, folder, *flags, fault=fault).codes == [-9]
+
+    def refused():
+        outcome = faults.start(1, folder, *flags)
+        assert outcome.codes == [2]
+        return outcome.logs[0]
+
+    data.write_text(rows.replace("a", "e", 1))
+    assert "content of train: " in refused() and "content of model_name" not in refused()
+    data.write_text(rows)
+    weights = bytearray((model / "model.safetensors").read_bytes())
+    weights[-2] ^= 4
+    (model / "model.safetensors").write_bytes(weights)
+    assert "content of model_name: " in refused() and "content of train" not in refused()
+
+
+def test_f7_what_changes_no_number_may_change_and_a_longer_run_is_said(made, killed):
+    folder = killed("lora", 1)
+    flags = [*faults.MODES["lora"], *runs.words("--save_every 4 --keep_checkpoints 1")]
+    faults.finished(faults.start(1, folder, *flags))
+    assert is_equal(folder, made("undisturbed", "lora", 1))
+
+
+def test_f7_a_longer_run_goes_on(killed):
+    folder = killed("lora", 1)
+    outcome = faults.finished(
+        faults.start(1, folder, *faults.MODES["lora"], *runs.words("--max_steps 14"))
+    )
+    assert "max_steps: 12 -> 14, from here on" in outcome.logs[0]
+    assert json.loads((folder / "summary.json").read_text())["step"] == 14
+
+
+def test_f7_other_code_and_other_versions_are_said(killed):
+    folder = killed("lora", 1)
+    path = folder / "environment.json"
+    before = json.loads(path.read_text())
+    versions = before["versions"] | {"torch": "2.10.0"}
+    path.write_text(json.dumps(before | {"git_commit": "0000", "versions": versions}))
+    log = faults.finished(faults.start(1, folder, *faults.MODES["lora"])).logs[0]
+    assert "git_commit: 0000 -> " in log and "; the code is another\n" in log
+    assert "versions: " in log and "'torch': '2.10.0'" in log and "threads: " not in log
+
+
+def test_a_shorter_run_than_what_is_done_is_refused(killed):
+    outcome = faults.start(1, killed("lora", 1), *faults.MODES["lora"], "--max_steps", "9")
+    assert outcome.codes == [2] and "has done 10 steps already" in outcome.logs[0]
+
+
+# --- finished runs, --restart --------------------------------------------------------------------
+
+
+def test_a_finished_run_says_so_and_ends_with_0(made):
+    folder = made("undisturbed", "lora", 2)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != ".lock"}
+    outcome = faults.start(2, folder, *faults.MODES["lora"])
+    assert outcome.codes == [0, 0] and outcome.logs[1] == ""
+    assert (
+        outcome.logs[0] == f"{folder} holds this run, finished: the same settings, the same data\n"
+    )
+    after = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != ".lock"}
+    assert after == before
+
+
+def test_restart_moves_an_unfinished_run_aside(killed, made):
+    folder = killed("lora", 1)
+    outcome = faults.finished(faults.start(1, folder, *faults.MODES["lora"], "--restart"))
+    assert f"held an earlier run: moved to {folder}.1" in outcome.logs[0]
+    assert "goes on" not in outcome.logs[0]
+    assert is_equal(folder, made("undisturbed", "lora", 1))
+    assert faults.steps(f"{folder}.1") == [5, 10]
+
+
+def test_an_unfinished_run_without_a_checkpoint_begins_again_or_makes_way(tmp_path, made):
+    """Nothing would be lost, whatever the settings."""
+    folder, flags = tmp_path / "run", faults.MODES["lora"]
+    assert faults.start(1, folder, *flags, fault=(faults.kill_in_backward, 0, 2)).codes == [-9]
+    other = faults.start(1, folder, *flags, "--beta", "0.3", fault=(faults.kill_in_backward, 0, 2))
+    assert f"moved to {folder}.1" in other.logs[0]
+    again = faults.start(1, folder, *flags, "--beta", "0.3")
+    assert "goes on after step 0" in faults.finished(again).logs[0]
+    assert [line["step"] for line in runs.lines(folder, "train")] == list(range(1, 13))

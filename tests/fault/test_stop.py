@@ -1,0 +1,318 @@
+"""Asked to stop, starved, spoilt or hung: all ranks end together, and nothing written is lost."""
+
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+import faults
+import runs
+from ddp_utils import checkpoint, resume
+
+LORA = faults.MODES["lora"]
+TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Folder of a run of two ranks that nothing has disturbed."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    faults.finished(faults.start(2, folder, *LORA))
+    return folder
+
+
+def summary(folder):
+    return json.loads((Path(folder) / "summary.json").read_text())
+
+
+def is_equal(folder, expected):
+    assert faults.digest(folder) == faults.digest(expected)
+    assert faults.numbers(folder) == faults.numbers(expected)
+    return True
+
+
+def goes_on(folder, expected, step, *flags):
+    """The same command finishes the run, with the numbers of one that was never disturbed."""
+    outcome = faults.finished(faults.start(2, folder, *LORA, *flags))
+    assert f"is not finished: goes on after step {step}" in outcome.logs[0]
+    return is_equal(folder, expected)
+
+
+# --- F3: asked to stop ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rank", "which"), [(0, TERM), (1, TERM), (None, TERM), (1, USR1)])
+def test_f3_a_signal_to_one_rank_stops_all_after_the_same_step(rank, which, undisturbed, tmp_path):
+    folder = tmp_path / "run"
+    outcome = faults.start(2, folder, *LORA, fault=(faults.signal_in_backward, rank, 6, which))
+    assert outcome.codes == [85, 85], outcome.logs
+    assert outcome.logs[0].endswith("stopped after step 7; the same command goes on from there\n")
+    assert outcome.logs[1] == ""
+    found = summary(folder)
+    assert (found["status"], found["exit_code"], found["step"]) == ("preempted", 85, 7)
+    assert faults.steps(folder) == [5, 7]
+    assert goes_on(folder, undisturbed, 7)
+
+
+PLACES = {  # call before which rank 1 gets the signal -> steps that are kept
+    "the reference pass": ("reference.score", 1, 0),
+    "an evaluation": ("main_distributed.evaluate", 2, 8),
+    "the test": ("main_distributed.evaluate", 4, 12),
+    "saving": ("checkpoint.write", 1, 5),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_f3_a_signal_is_heard_in(place, undisturbed, tmp_path):
+    name, number, step = PLACES[place]
+    folder, rank = tmp_path / "run", 0 if place == "saving" else 1
+    outcome = faults.start(2, folder, *LORA, fault=(faults.signal_before, name, number, TERM, rank))
+    if place == "saving":  # heard at the next step
+        step = 6
+    assert outcome.codes == [85, 85], outcome.logs
+    assert summary(folder)["step"] == step
+    assert goes_on(folder, undisturbed, step)
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_f3_a_signal_is_heard_in_generation(number, tmp_path):
+    """Before the first step and after the last; the replies are those of an undisturbed run."""
+    flags = [*LORA, *runs.words("--num_samples 4 --batch_size 2 --max_new_tokens 8 --max_steps 2")]
+    fault = (faults.signal_before, "sampling._batch", number, TERM, 1)
+    outcome = faults.start(2, tmp_path / "a/run", *flags, fault=fault)
+    assert outcome.codes == [85, 85], outcome.logs
+    assert (
+        "goes on after step" in faults.finished(faults.start(2, tmp_path / "a/run", *flags)).logs[0]
+    )
+    faults.finished(faults.start(2, tmp_path / "b/run", *flags))
+    name = "distributed_output_test.txt"
+    assert (tmp_path / "a/run" / name).read_text() == (tmp_path / "b/run" / name).read_text()
+
+
+def test_complaint_24_stopped_after_every_single_step_it_ends_the_same(undisturbed, tmp_path):
+    folder = tmp_path / "run"
+    for step in range(1, 13):
+        outcome = faults.start(2, folder, *LORA, fault=(faults.signal_in_backward, 1, 0, TERM))
+        assert outcome.codes == [85, 85] and summary(folder)["step"] == step
+    assert goes_on(folder, undisturbed, 12)
+
+
+def test_f3_a_time_limit_stops_and_saves(undisturbed, tmp_path):
+    folder, limit = tmp_path / "run", runs.words("--stop_after_minutes 30")
+    outcome = faults.start(2, folder, *LORA, *limit, fault=(faults.run_out_of_time, 1, 2))
+    assert outcome.codes == [85, 85] and faults.steps(folder) == [3]
+    assert goes_on(folder, undisturbed, 3, *limit)
+
+
+def stuck(rank, step, seconds, grace, twice):
+    """Asked to stop in a step that does not end."""
+    faults.signals.GRACE = grace
+
+    def hang(loss):
+        for _ in range(twice):
+            os.kill(os.getpid(), TERM)
+            time.sleep(1.3)
+        time.sleep(seconds)
+
+    faults.at_backward(rank, step, hang)
+
+
+@pytest.mark.parametrize("twice", [1, 2])
+def test_f3_a_rank_that_is_stuck_ends_hard_and_the_old_checkpoint_stays(
+    twice, undisturbed, tmp_path
+):
+    """After 20 s, here 2, or at once when it is asked a second time."""
+    folder = tmp_path / "run"
+    grace = 2.0 if twice == 1 else 60.0
+    outcome = faults.start(2, folder, *LORA, fault=(stuck, 1, 7, 60, grace, twice))
+    assert outcome.codes[1] == 128 + TERM and outcome.seconds < 30
+    assert ("still busy after 2 s" if twice == 1 else "asked to stop twice") in outcome.logs[1]
+    assert "error: rank 1 is gone or does not answer" in outcome.logs[0]
+    assert faults.steps(folder) == [5]
+    assert goes_on(folder, undisturbed, 5)
+
+
+# --- F4, F14: full and read-only disks -----------------------------------------------------------
+
+
+def test_f4_a_file_that_cannot_grow_ends_with_4_and_no_litter(undisturbed, tmp_path):
+    folder = tmp_path / "run"
+    outcome = faults.start(2, folder, *LORA, fault=(faults.limit_files, 2, 100_000))
+    assert outcome.codes == [4, 4], outcome.logs
+    (line,) = [line for line in outcome.logs[0].splitlines() if line.startswith("error:")]
+    assert f"{folder}/checkpoints/step-00000010: File too large" in line and "MiB free" in line
+    assert "Traceback" not in outcome.logs[0] and outcome.logs[1] == ""
+    assert (summary(folder)["status"], summary(folder)["exit_code"]) == ("failed", 4)
+    assert faults.steps(folder) == [5] and not list((folder / "checkpoints").glob(".*"))
+    assert goes_on(folder, undisturbed, 5)
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """mount(options) -> a file system of its own."""
+    mounted = []
+
+    def mount(options):
+        place = tmp_path / "disk"
+        place.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
+        if not shutil.which("mount") or subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("needs the right to mount")
+        mounted.append(place)
+        return place
+
+    yield mount
+    for place in mounted:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def test_f4_a_disk_that_is_full_while_saving_ends_with_4(disk, undisturbed):
+    place = disk("size=12m")
+    folder = place / "runs/run"
+    outcome = faults.start(2, folder, *LORA, fault=(faults.fill, place, 2))
+    assert outcome.codes == [4, 4], outcome.logs
+    assert "No space left on device (0 MiB free)" in outcome.logs[0]
+    assert "Traceback" not in "".join(outcome.logs)
+    assert faults.steps(folder) == [5] and not list((folder / "checkpoints").glob(".*"))
+    (place / "filler").unlink()
+    assert goes_on(folder, undisturbed, 5)
+
+
+def test_f4_a_disk_that_is_too_small_is_found_before_the_model_is_loaded(disk):
+    place = disk("size=12m")
+    outcome = faults.start(1, place / "run", *faults.MODES["full"])
+    assert outcome.codes == [2] and outcome.logs[0].count("\n") == 1
+    assert (
+        f"error: --result_dir: 12 MiB are free at {place}, checkpoints and model "
+        in outcome.logs[0]
+    )
+    assert list(place.iterdir()) == []
+
+
+def test_f14_a_folder_that_cannot_be_written_is_found_before_the_model_is_loaded(disk, tmp_path):
+    (tmp_path / "file").write_text("")
+    for place, why in ((disk("ro"), "cannot be written"), (tmp_path / "file", "is not a folder")):
+        outcome = faults.start(2, place / "deep/run", *LORA)
+        assert outcome.codes == [2, 2] and outcome.logs[1] == ""
+        assert outcome.logs[0].startswith(f"error: --result_dir: {place} {why}")
+        assert outcome.logs[0].count("\n") == 1
+
+
+# --- F8: not finite ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_f8_a_number_that_is_not_finite_stops_all_ranks_before_the_step(where, value, tmp_path):
+    folder = tmp_path / "run"
+    spoil = faults.spoil_loss if where == "loss" else faults.spoil_in_backward
+    outcome = faults.start(2, folder, *LORA, fault=(spoil, 1, 6, value))
+    assert outcome.codes == [3, 3], outcome.logs
+    (line,) = [line for line in outcome.logs[0].splitlines() if line.startswith("error:")]
+    assert "step 7" in line and "no step was taken" in line
+    if where == "loss":
+        assert "preferences_train.jsonl:" in line  # the row
+    assert "the same command goes on after step 5" in outcome.logs[0] and outcome.logs[1] == ""
+    found = summary(folder)
+    assert (found["status"], found["exit_code"], found["final"]) == ("failed", 3, True)
+    path, skipped = checkpoint.find(folder / "checkpoints")
+    tensors, manifest = checkpoint.read(path)
+    assert manifest["step"] == 5 and skipped == []
+    assert all(bool(tensor.isfinite().all()) for tensor in tensors.values())
+
+
+def spoil_weights(step):
+    """An update that makes weights infinite: the loss of the next step would tell, too late."""
+    take, turn = faults.parallel.step, [0]
+
+    def faulty(policy, optimizer, schedule):
+        take(policy, optimizer, schedule)
+        turn[0] += 1
+        if turn[0] == step:
+            next(iter(faults.parallel.trainable(policy).values())).data[0, 0] = float("inf")
+
+    faults.parallel.step = faulty
+
+
+def test_f8_no_checkpoint_ever_holds_a_weight_that_is_not_finite(tmp_path):
+    folder = tmp_path / "run"
+    outcome = faults.start(2, folder, *LORA, fault=(spoil_weights, 10))
+    assert outcome.codes == [3, 3] and "after step 10 parameter/" in outcome.logs[0]
+    assert faults.steps(folder) == [5]
+
+
+# --- F9, F10: a rank fails, hangs, leaves --------------------------------------------------------
+
+
+def test_f9_an_exception_ends_the_others_and_stands_alone(undisturbed, tmp_path):
+    folder = tmp_path / "run"
+    outcome = faults.start(2, folder, *LORA, fault=(faults.fail_in_backward, 1, 6))
+    assert outcome.codes == [1, 1] and outcome.seconds < 20
+    assert outcome.logs[1].count("Traceback") == 1 and "ZeroDivisionError" in outcome.logs[1]
+    assert "Traceback" not in outcome.logs[0] and "error" not in outcome.logs[0]
+    found = summary(folder)  # final: a restart would only repeat it
+    assert (found["status"], found["exit_code"], found["final"]) == ("failed", 1, True)
+    assert goes_on(folder, undisturbed, 5)
+
+
+@pytest.mark.parametrize("how", ["hangs", "leaves", "is killed"])
+def test_f10_a_rank_that_is_silent_is_named(how, undisturbed, tmp_path):
+    folder, flags = tmp_path / "run", runs.words("--timeout_minutes 0.04")
+    fault = {
+        "hangs": (faults.hang_in_backward, 1, 7, 8),
+        "leaves": (faults.leave_in_backward, 1, 7),
+        "is killed": (faults.kill_in_backward, 1, 7),
+    }[how]
+    outcome = faults.start(3, folder, *LORA, *flags, fault=fault)
+    assert outcome.codes[0] == outcome.codes[2] == 1 and outcome.seconds < 30
+    lines = [line for log in (outcome.logs[0], outcome.logs[2]) for line in log.splitlines()]
+    assert len([line for line in lines if "error: rank 1 is gone or does not answer" in line]) == 1
+    assert "Traceback" not in outcome.logs[0] + outcome.logs[2]
+    assert summary(folder)["final"] is False  # a restart may mend it
+    assert faults.steps(folder) == [5]
+
+
+# --- F15: two runs, one folder -------------------------------------------------------------------
+
+
+def test_f15_a_second_run_in_the_folder_is_refused_and_told_whose_it_is(undisturbed, tmp_path):
+    folder = Path(shutil.copytree(undisturbed, tmp_path / "run"))
+    before = json.loads((folder / "environment.json").read_text())
+    held = resume.lock(folder)
+    try:
+        outcome = faults.start(2, folder, *LORA)
+    finally:
+        held.release()
+    assert outcome.codes == [2, 2] and outcome.logs[1] == ""
+    assert outcome.logs[0] == (
+        f"error: --result_dir: {folder} is in use by a run on {platform.node()} (process "
+        f"{before['pid']}, since {before['start']}); wait for it, or give another folder\n"
+    )
+    faults.finished(faults.start(2, folder, *LORA))  # and is free again
+
+
+def test_f15_of_two_that_start_together_one_runs(undisturbed, tmp_path):
+    from concurrent.futures import ThreadPoolExecutor
+
+    folder = tmp_path / "run"
+    with ThreadPoolExecutor() as pool:
+        lives = [pool.submit(faults.start, 1, folder, *LORA) for _ in range(3)]
+        codes = sorted(life.result().codes[0] for life in lives)
+    assert codes == [0, 2, 2]
+
+
+# --- F16: another place, another clock -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("years", [10, -10])
+def test_f16_neither_time_nor_place_nor_language_changes_a_weight(years, undisturbed, tmp_path):
+    env = {"TZ": "Asia/Kolkata", "LANG": "C", "LC_ALL": "C", "HOSTNAME": "elsewhere"}
+    folder, clock = tmp_path / "run", (faults.other_clock, years * 365 * 86400)
+    faults.finished(faults.start(2, folder, *LORA, env=env, fault=clock))
+    assert is_equal(folder, undisturbed)

@@ -1,0 +1,234 @@
+"""Runs of src/main_distributed.py that are killed, stopped or starved, and what must be left."""
+
+import contextlib
+import hashlib
+import importlib
+import os
+import random
+import resource
+import signal
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+import main_distributed
+import runs
+from ddp_utils import checkpoint, dist, parallel, plots, signals
+from ranks import run_ranks
+
+# twelve steps with a checkpoint after 5 and 10, a validation after 4, 8 and 12
+STEPS = runs.words("--max_steps 12 --max_rows 40 --batch_size 8 --save_every 5 --eval_every 4")
+STEPS += [*runs.QUIET, "--val_data", runs.PAIRS]
+MODES = {"full": runs.FULL, "lora": [*runs.LORA, "--lora_dropout", "0.1"]}
+
+
+def start(world_size, folder, *flags, fault=None, env=None, timeout=120):
+    """One life of a run in its own processes -> Outcome. fault: (function, *arguments) of below."""
+    return run_ranks(world_size, _life, str(folder), flags, fault, timeout=timeout, env=env)
+
+
+def _life(folder, flags, fault):
+    plots.draw = lambda folder: None  # a second that these tests do not look at
+    torch.set_num_threads(1)
+    if fault:
+        fault[0](*fault[1:])
+    code = main_distributed.main([*STEPS, *flags, "--result_dir", folder])
+    assert code == 0
+
+
+def finished(outcome):
+    """The outcome, after checking that all its ranks ended with 0."""
+    assert set(outcome.codes) == {0}, outcome.logs
+    return outcome
+
+
+def digest(folder):
+    """sha256 of the weights that a run has ended with."""
+    (weights,) = Path(folder).glob("model/*.safetensors")
+    return hashlib.sha256(weights.read_bytes()).hexdigest()
+
+
+def numbers(folder):
+    """The lines of metrics.jsonl without what hangs on the clock."""
+    clock = {"seconds", "tokens_per_second", "peak_memory_mb", "mfu"}
+    return [{k: v for k, v in line.items() if k not in clock} for line in runs.lines(folder)]
+
+
+def steps(folder):
+    """The steps of the checkpoints, oldest first."""
+    return sorted(int(path.name[5:]) for path in Path(folder, "checkpoints").glob("step-*"))
+
+
+# --- faults --------------------------------------------------------------------------------------
+
+
+def _mine(rank):
+    return rank in (None, int(os.environ["RANK"]))
+
+
+def at_backward(rank, step, action):
+    """action(loss) -> loss in the backward of a step, counted from 0 in this life."""
+    backward, turn = parallel.backward, [0]
+
+    def faulty(policy, loss, last):
+        if turn[0] == step and _mine(rank):
+            loss = action(loss)
+        turn[0] += last
+        backward(policy, loss, last)
+
+    parallel.backward = faulty
+
+
+def kill_in_backward(rank, step):
+    at_backward(rank, step, lambda loss: die())
+
+
+def signal_in_backward(rank, step, number):
+    at_backward(rank, step, lambda loss: (os.kill(os.getpid(), number), loss)[1])
+
+
+def spoil_in_backward(rank, step, value):
+    at_backward(rank, step, lambda loss: loss * value)
+
+
+def spoil_loss(rank, step, value):
+    """The loss of this rank's first pair is NaN or infinite in a step."""
+    pair_losses, train_step, now = main_distributed.pair_losses, main_distributed.train_step, []
+
+    def watch(policy, number, *rest):
+        now[:] = [number]
+        return train_step(policy, number, *rest)
+
+    def faulty(*arguments):
+        per_pair, metrics = pair_losses(*arguments)
+        if now == [step] and _mine(rank):
+            per_pair = torch.cat([per_pair[:1] * 0 + value, per_pair[1:]])
+            metrics = metrics | {"loss": per_pair}
+        return per_pair, metrics
+
+    main_distributed.train_step, main_distributed.pair_losses = watch, faulty
+
+
+def kill_while_saving(call, number):
+    """SIGKILL of the writer at the number-th call of a function, such as `os.rename`."""
+    before_call("checkpoint." + call, number, die)
+
+
+def signal_before(name, number, which, rank=None):
+    """A signal to this process right before the number-th call of a function."""
+    if _mine(rank):
+        before_call(name, number, lambda: os.kill(os.getpid(), which))
+
+
+def before_call(name, number, action):
+    path, call = name.rsplit(".", 1)
+    owner = main_distributed
+    for part in path.split(".") if path != "main_distributed" else ():
+        owner = getattr(owner, part, None) or importlib.import_module(f"ddp_utils.{part}")
+    original, left = getattr(owner, call), [number]
+
+    def faulty(*arguments, **options):
+        left[0] -= 1
+        if left[0] == 0:
+            action()
+        return original(*arguments, **options)
+
+    setattr(owner, call, faulty)
+
+
+def kill_near_a_save(rank, after, seed):
+    """SIGKILL at a random moment around the first writing of a checkpoint past step `after`."""
+    if not _mine(rank):
+        return
+    wait = random.Random(seed).uniform(0, 0.05)
+    print(f"seed {seed}: {wait:.4f} s after a temporary folder is seen")
+    write = checkpoint.write
+
+    def watched(folder, step, *rest):
+        if step > after:
+            threading.Timer(wait, die).start()
+        return write(folder, step, *rest)
+
+    checkpoint.write = watched
+    if rank:  # the other ranks only wait meanwhile
+        save = parallel.state
+
+        def state(*arguments):
+            found = save(*arguments)
+            if arguments[1].state_dict()["state"]:
+                threading.Timer(wait, die).start()
+            return found
+
+        parallel.state = state
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang_in_backward(rank, step, seconds):
+    at_backward(rank, step, lambda loss: (time.sleep(seconds), loss)[1])
+
+
+def leave_in_backward(rank, step):
+    at_backward(rank, step, lambda loss: os._exit(0))
+
+
+def fail_in_backward(rank, step):
+    def fail(loss):
+        raise ZeroDivisionError("the weights fell off")
+
+    at_backward(rank, step, fail)
+
+
+def run_out_of_time(rank, step):
+    """As if an hour had passed."""
+
+    def later(loss):
+        signals._start -= 3600
+        return loss
+
+    at_backward(rank, step, later)
+
+
+def limit_files(number, size):
+    """From the number-th checkpoint on no file may be larger: a full disk that needs no root."""
+
+    def limit():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+    before_call("checkpoint.save_file", number, limit)
+
+
+def fill(folder, number):
+    """The disk is full at the number-th checkpoint, to the last byte."""
+
+    def write():
+        with contextlib.suppress(OSError), open(Path(folder) / "filler", "wb", 0) as file:
+            while True:
+                file.write(bytes(4096))
+
+    before_call("checkpoint.save_file", number, write)
+
+
+def other_clock(offset):
+    """The wall clock is years off, and goes backwards."""
+    now, calls = time.time, [0]
+
+    def clock():
+        calls[0] += 1
+        return now() + offset - 60 * calls[0]
+
+    time.time = clock
+
+
+if __name__ == "__main__":  # under a launcher: FAULT="kill_in_backward 1 6", in the first life only
+    fault = os.environ.get("FAULT")
+    if fault and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        name, *numbers = fault.split()
+        globals()[name](*(int(word) if word.isdecimal() else float(word) for word in numbers))
+    torch.set_num_threads(1)
+    dist.run(main_distributed.main)
