@@ -1,0 +1,762 @@
+"""Nothing that is read executes, nothing secret is written, nobody outside the node is listened to.
+
+The rules of the code are checked on its syntax tree. The rest are runs of one step among canaries:
+files that make a folder when they are executed, in every place that a run reads from.
+"""
+
+import ast
+import contextlib
+import gzip
+import hashlib
+import io
+import ipaddress
+import json
+import os
+import pickle
+import re
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from safetensors import SafetensorError
+
+import main_distributed
+from conftest import ROOT
+from ddp_utils import UserError, checkpoint, dist, plots
+from ranks import ranks, run_ranks
+from runs import PAIRS, QUIET, words
+
+# --- the code ------------------------------------------------------------------------------------
+
+FOLDERS = ("src", "scripts", "data", "docs")
+CODE = {str(p.relative_to(ROOT)): p.read_text() for f in FOLDERS for p in ROOT.glob(f"{f}/**/*.py")}
+CODE |= {path.name: path.read_text() for path in ROOT.glob("*.py")}
+CODE |= {  # what shell scripts hand to Python
+    f"{path.name}:{number}": code
+    for path in (*ROOT.glob("*.sh"), *ROOT.glob("scripts/*.sh"))
+    for number, code in enumerate(re.findall(r"(?s)<<'PYTHON'\n(.*?\n)PYTHON\n", path.read_text()))
+}
+EXECUTES = re.compile(  # what can run a file's content, a message's or a text's
+    r"(_?pickle|dill|cloudpickle|marshal|shelve|joblib)(\..*)?|torch\.load|torch\.(hub|jit)\..*load.*|"
+    r"torch\.distributed\.checkpoint\.(.*\.)?(load.*|.*load|FileSystemReader)|"
+    r".*\.\w*(gather|scatter|broadcast|send|recv)_object(_list)?|"  # these pickle
+    r"(\?|builtins\.)(eval|exec)|os\.(system|popen)|tempfile\.mktemp|"
+    r"yaml\.(unsafe_|full_)?load(_all)?"
+)
+AUTO = re.compile(r"(transformers|peft)\.(.*\.)?Auto\w+\.from_(pretrained|config)")
+AUTO_WEIGHTS = re.compile(r".*\.Auto(?!Config|Tokenizer)\w+\.from_pretrained")
+KEYWORDS = dict.fromkeys(("trust_remote_code", "shell", "allow_pickle"), ["False"])  # or not given
+KEYWORDS |= {"use_safetensors": ["True"], "weights_only": ["True"], "typ": ["'rt'", "'safe'"]}
+
+
+def named(tree):
+    """Every import, name and attribute with its full name: `import torch as t` makes t.load
+    torch.load."""
+    stands_for = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            for alias in node.names:
+                yield node, f"{module}{alias.name}"
+                top = alias.name.split(".")[0]  # what `import torch.distributed` defines
+                full = f"{module}{alias.name}" if module or alias.asname else top
+                stands_for[alias.asname or (alias.name if module else top)] = full
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute):
+            yield node, full_name(node, stands_for)
+
+
+def full_name(node, stands_for):
+    if isinstance(node, ast.Attribute):
+        return f"{full_name(node.value, stands_for)}.{node.attr}"
+    return stands_for.get(node.id, f"?{node.id}") if isinstance(node, ast.Name) else "?"
+
+
+def dangers(code):
+    """What in this source could execute what it reads, or swallow every error: line: what."""
+    tree = ast.parse(code)
+    names = list(named(tree))
+    found = [(node, name) for node, name in names if EXECUTES.fullmatch(name)]
+    names = dict(names)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and node.value == "trust_remote_code":
+            found.append((node, "a keyword in disguise"))
+        elif isinstance(node, ast.ExceptHandler) and catches_all(node.type):
+            found.append((node, "catches everything"))
+        elif isinstance(node, ast.Call):
+            name = names.get(node.func, "")
+            if name == "contextlib.suppress" and any(map(catches_all, node.args)):
+                found.append((node, "catches everything"))
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            needed = {"trust_remote_code"} if AUTO.fullmatch(name) else set()
+            needed |= {"use_safetensors"} if AUTO_WEIGHTS.fullmatch(name) else set()
+            wrong = {word for word in KEYWORDS if given.get(word) not in (None, *KEYWORDS[word])}
+            found += [(node, f"{name}: {word}") for word in wrong | (needed - given.keys())]
+    return [f"{node.lineno}: {what}" for node, what in found]
+
+
+def catches_all(kind):
+    return kind is None or any(getattr(n, "id", None) == "Exception" for n in ast.walk(kind))
+
+
+def dumps_of_the_environment(code):
+    """Uses of os.environ other than asking for one name: it holds the user's tokens."""
+    tree = ast.parse(code)
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    for node, name in named(tree):
+        parent = parents[node]
+        one = isinstance(parent, ast.Subscript | ast.Compare | ast.arguments)  # env=os.environ
+        one |= isinstance(parent, ast.Attribute) and parent.attr in ("get", "setdefault", "pop")
+        if name in ("os.environ", "os.environb") and not one:
+            yield f"{node.lineno}: {ast.unparse(parent)}"
+
+
+@pytest.mark.parametrize("name", CODE)
+def test_no_code_can_execute_what_it_reads(name):
+    assert dangers(CODE[name]) == []
+
+
+@pytest.mark.parametrize("name", CODE)
+def test_no_code_dumps_the_environment(name):
+    assert list(dumps_of_the_environment(CODE[name])) == []
+
+
+BAD = r"""
+import pickle, os
+from pickle import loads
+import cloudpickle as cp
+from joblib import load
+import torch; torch.load("f")
+import torch as t; t.load("f", weights_only=True)
+import torch; read = torch.load
+from torch import load as read; read("f")
+import torch; torch.hub.load("a/b", "c")
+import torch; torch.jit.load("f")
+import torch.distributed.checkpoint as dcp; dcp.load({})
+from torch.distributed.checkpoint import load
+from torch.distributed import checkpoint; checkpoint.FileSystemReader("f")
+import torch.distributed as dist; dist.all_gather_object([], 1)
+from torch.distributed import broadcast_object_list
+group.send_object_list([])
+eval("1")
+exec(text)
+import os; os.system("ls")
+from os import popen
+import tempfile; tempfile.mktemp()
+import yaml; yaml.load(text, Loader)
+import yaml; yaml.unsafe_load(text)
+from ruamel.yaml import YAML; YAML(typ="unsafe")
+import subprocess; subprocess.run("ls", shell=True)
+import subprocess; subprocess.run("ls", shell=many)
+import numpy as np; np.load("f", allow_pickle=True)
+from transformers import AutoConfig; AutoConfig.from_pretrained("m")
+from transformers import AutoConfig; AutoConfig.from_pretrained("m", **options)
+from transformers import AutoModel; AutoModel.from_config(c)
+import transformers; transformers.AutoTokenizer.from_pretrained("m", trust_remote_code=None)
+from transformers import AutoTokenizer as T; T.from_pretrained("m", trust_remote_code=e)
+from transformers import AutoModel; AutoModel.from_pretrained("m", trust_remote_code=False)
+from transformers import pipeline; pipeline("x", trust_remote_code=True)
+from peft import AutoPeftModel; AutoPeftModel.from_pretrained("m")
+options = {"trust_remote_code": True}
+try: x()\nexcept: pass
+try: x()\nexcept Exception: pass
+try: x()\nexcept (ValueError, Exception) as error: pass
+import contextlib\nwith contextlib.suppress(Exception): x()
+"""
+GOOD = r"""
+model.eval()
+module_spec.loader.exec_module(module)
+import ast; ast.literal_eval("1")
+json.loads("{}"); yaml = YAML(typ="safe"); yaml.load(text)
+import numpy as np; np.load("f")
+from safetensors.torch import load_file; load_file("f")
+from ddp_utils import lora; lora.load("m")
+policy.load_state_dict({}); parallel.load_state(policy)
+import torch.distributed as dist; dist.all_reduce(t); dist.broadcast(t)
+def _object(record): return _object(record)
+constructor.construct_object(node)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from transformers import AutoConfig; AutoConfig.from_pretrained("m", trust_remote_code=False)
+from transformers import AutoModel as M; M.from_config(c, trust_remote_code=False)
+M.from_pretrained("m", trust_remote_code=False, use_safetensors=True)
+import subprocess; subprocess.run(["ls"])
+class Mine(Exception): pass
+try: x()\nexcept ValueError: pass
+import contextlib\nwith contextlib.suppress(OSError): x()
+isinstance(error, Exception)
+"""
+
+
+@pytest.mark.parametrize("snippet", BAD.strip().split("\n"))
+def test_each_of_these_is_seen(snippet):
+    assert dangers(snippet.replace("\\n", "\n"))
+
+
+@pytest.mark.parametrize("snippet", GOOD.strip().split("\n"))
+def test_none_of_these_is_taken_for_a_danger(snippet):
+    assert dangers(snippet.replace("\\n", "\n")) == []
+
+
+def test_every_collective_that_pickles_is_seen():
+    import torch.distributed as group
+
+    names = [name for name in dir(group) if re.search("_object(_list)?$", name)]
+    assert len(names) >= 6  # all_gather, broadcast, gather, recv, scatter, send
+    for name in names:
+        assert dangers(f"import torch.distributed as dist\ndist.{name}([])")
+
+
+def test_a_dump_of_the_environment_is_seen_and_a_question_to_it_is_not():
+    bad = """dict(os.environ)|json.dumps(os.environ.copy())|{**os.environ}|print(os.environ)
+        |f"{os.environ}"|env = os.environ|for name in os.environ: pass|os.environ.items()"""
+    for line in bad.split("|"):
+        assert len(list(dumps_of_the_environment(f"import os\n{line.strip()}"))) == 1, line
+    assert list(dumps_of_the_environment("from os import environ as e; print(e)"))
+    good = """os.environ["A"]|os.environ.get("A")|os.environ.setdefault("A", "b")|"A" in os.environ
+        |def whoami(env=os.environ): pass"""
+    for line in good.split("|"):
+        assert not list(dumps_of_the_environment(f"import os\n{line.strip()}")), line
+
+
+def test_bandit_is_content():
+    where = ["src", "check_gpu.py", "scripts", "data/demo"]
+    command = [sys.executable, "-m", "bandit", "-q", "-c", "pyproject.toml", "-r", *where]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+FLOORS = {  # the last version with a hole that data can reach
+    "torch": "2.9.1",  # CVE-2026-24747: weights_only corrupts memory; CVE-2025-32434 runs code
+    "transformers": "5.4.0",  # CVE-2026-5241, -4372 and -1839: code runs though it is not trusted
+    "peft": "0.19.1",  # an adapter's config names any module, and it is imported (peft#3085)
+    "filelock": "3.20.2",  # CVE-2026-22701 and CVE-2025-68146: it followed planted links
+}
+
+
+@pytest.mark.parametrize("name", FLOORS)
+def test_no_version_with_a_known_hole_is_allowed(name):
+    lines = [line.split("#")[0].strip() for line in (ROOT / "requirements.txt").open()]
+    found = [Requirement(line) for line in lines if line[:1].isalpha()]
+    asked = {requirement.name: requirement for requirement in found}
+    if name == "filelock" and name not in asked:
+        pytest.skip("not used")
+    assert FLOORS[name] not in asked[name].specifier
+
+
+# --- canaries ------------------------------------------------------------------------------------
+
+FLAGS = [*QUIET, "--train_data", PAIRS, *words("--max_rows 4 --batch_size 2 --max_steps 1")]
+MODEL, ADAPTER = ROOT / "data/demo/model", ROOT / "tests/golden/demo_adapter"
+PICKLES = words("pytorch_model.bin adapter_model.bin training_args.bin optimizer.pt scheduler.pt")
+PICKLES += words("model.pt rng_state_0.pth consolidated.00.pth .metadata __0_0.distcp")
+SCRIPTS = words("custom.py modeling_qwen3.py tokenization.py judge.py data.py config.py")
+SCRIPTS += words("__init__.py sitecustomize.py custom_generate/generate.py")
+
+
+class Canary(NamedTuple):
+    """The three ways to hide code in a file, and the folder that it makes if it is executed."""
+
+    sings: Path
+    pickle: bytes
+    archive: bytes  # as torch.save writes it
+    script: bytes
+
+
+class Evil:
+    def __init__(self, folder):
+        self.folder = str(folder)
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
+
+
+@pytest.fixture
+def canary(tmp_path):
+    sings, archive = tmp_path / "canary", io.BytesIO()
+    torch.save({"weight": Evil(sings)}, archive)
+    script = f"import os\nos.mkdir({str(sings)!r})\n".encode()
+    return Canary(sings, pickle.dumps({"weight": Evil(sings)}), archive.getvalue(), script)
+
+
+@pytest.fixture(autouse=True)
+def no_curves(monkeypatch):
+    monkeypatch.setattr(plots, "draw", lambda folder: None)  # a second per run
+
+
+def put(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+
+
+def edit(path, **values):
+    put(path, (json.loads(path.read_text()) if path.exists() else {}) | values)
+
+
+def surround(folder, canary):
+    """A canary under every name that some program would open beside what we read."""
+    for number, name in enumerate(PICKLES):
+        put(folder / name, canary.archive if number % 2 else canary.pickle)
+    for name in SCRIPTS:
+        put(folder / name, canary.script)
+
+
+def attempt(folder, *flags):
+    """None if a run with these flags ends well, else the one line that refuses it."""
+    try:
+        assert main_distributed.main([*FLAGS, *flags, "--result_dir", f"{folder}/runs/run"]) == 0
+    except UserError as error:
+        assert "\n" not in str(error) and str(error)
+        return str(error)
+
+
+def test_the_canaries_would_sing(canary):
+    for wake in (
+        lambda: pickle.loads(canary.pickle),
+        lambda: torch.load(io.BytesIO(canary.archive), weights_only=False),
+        lambda: exec(canary.script),
+    ):
+        wake()
+        canary.sings.rmdir()
+
+
+def test_what_lies_beside_the_files_that_are_read_is_left_alone(tmp_path, canary, monkeypatch):
+    model, adapter, data = tmp_path / "model", tmp_path / "adapter", tmp_path / "data"
+    shutil.copytree(MODEL, model)
+    shutil.copytree(ADAPTER, adapter)
+    data.mkdir()
+    shutil.copy(PAIRS, data)
+    for folder in (model, adapter, data, tmp_path / "runs/run", tmp_path / "runs/other"):
+        surround(folder, canary)
+    auto = {"AutoConfig": "custom.Evil", "AutoModelForCausalLM": "custom.Evil"}
+    edit(model / "config.json", auto_map=auto)
+    edit(model / "tokenizer_config.json", auto_map={"AutoTokenizer": ["custom.Evil"] * 2})
+    edit(model / "generation_config.json", custom_generate="custom_generate")
+    auto = {"base_model_class": "Evil", "parent_library": "custom"}
+    edit(adapter / "adapter_config.json", auto_mapping=auto, base_model_name_or_path=str(model))
+    put(tmp_path / "runs/other/reference_logps.safetensors", canary.pickle)
+    monkeypatch.chdir(model)
+    flags = ["--model_name", str(model), "--init_adapter", str(adapter), "--fine_tuning", "lora"]
+    flags += ["--reference_model", str(model), "--train_data", str(data / "pairs.jsonl")]
+    flags += words("--num_samples 1 --max_new_tokens 2")
+    assert attempt(tmp_path, *flags) is None
+    assert not canary.sings.exists()
+
+
+def pickles_alone(folder, canary):
+    (folder / "model.safetensors").unlink()
+    surround(folder, canary)
+
+
+def pickle_in_disguise(folder, canary):
+    put(folder / "model.safetensors", canary.pickle)
+
+
+def archive_in_disguise(folder, canary):
+    put(folder / "model.safetensors", canary.archive)
+
+
+def index_of_pickles(folder, canary):
+    """transformers 5 opens what an index names, whatever use_safetensors says."""
+    (folder / "model.safetensors").unlink()
+    put(folder / "shard.bin", canary.archive)
+    put(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": {"w": "shard.bin"}})
+
+
+def weights_elsewhere(folder, canary):
+    put(folder / "shard.bin", canary.archive)
+    edit(folder / "config.json", transformers_weights="shard.bin")
+
+
+def adapter_of_pickles(folder, canary):
+    surround(folder, canary)
+    shutil.copy(ADAPTER / "adapter_config.json", folder)
+
+
+def class_of_its_own(folder, canary):
+    surround(folder, canary)
+    auto = {"AutoConfig": "custom.Evil", "AutoModelForCausalLM": "custom.Evil"}
+    edit(folder / "config.json", model_type="evil", auto_map=auto)
+
+
+def trust_from_within(folder, canary):
+    """CVE-2026-5241: a nested config that trusted itself."""
+    class_of_its_own(folder / "inner", canary)
+    inner = {"model_type": "evil", "_name_or_path": str(folder / "inner")}
+    settings = {"model_type": "lightglue", "keypoint_detector_config": inner}
+    put(folder / "config.json", {**settings, "trust_remote_code": True})
+
+
+def kernel(folder, canary):
+    edit(folder / "config.json", _attn_implementation="evil/kernel")
+
+
+def settings_as_pickle(folder, canary):
+    put(folder / "config.json", canary.pickle)
+
+
+MODELS = [pickles_alone, pickle_in_disguise, archive_in_disguise, index_of_pickles]
+MODELS += [weights_elsewhere, adapter_of_pickles, class_of_its_own, trust_from_within]
+MODELS += [kernel, settings_as_pickle]
+
+
+@pytest.mark.parametrize("flag", ["--model_name", "--reference_model"])
+@pytest.mark.parametrize("attack", MODELS, ids=lambda attack: attack.__name__)
+def test_a_model_that_would_execute_is_refused(attack, flag, tmp_path, canary):
+    shutil.copytree(MODEL, tmp_path / "model")
+    attack(tmp_path / "model", canary)
+    refused = attempt(tmp_path, flag, str(tmp_path / "model"))
+    assert not canary.sings.exists()
+    assert refused and str(tmp_path / "model") in refused
+
+
+def kernel_within(folder, canary):
+    """CVE-2026-4372: an inner name of the same setting was not looked at."""
+    edit(folder / "config.json", _attn_implementation_internal="evil/kernel")
+
+
+def tokenizer_of_its_own(folder, canary):
+    surround(folder, canary)
+    auto = {"AutoTokenizer": ["custom.Evil", None]}
+    edit(folder / "tokenizer_config.json", tokenizer_class="Evil", auto_map=auto)
+
+
+def tokenizer_as_pickle(folder, canary):
+    put(folder / "tokenizer.json", canary.pickle)
+
+
+def generation_as_pickle(folder, canary):
+    put(folder / "generation_config.json", canary.pickle)
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [kernel_within, tokenizer_of_its_own, tokenizer_as_pickle, generation_as_pickle],
+    ids=lambda attack: attack.__name__,
+)
+def test_a_tokenizer_or_a_setting_executes_nothing(attack, tmp_path, canary):
+    """Refused or ignored, whichever transformers does."""
+    shutil.copytree(MODEL, tmp_path / "model")
+    attack(tmp_path / "model", canary)
+    refused = attempt(tmp_path, "--model_name", str(tmp_path / "model"))
+    assert not canary.sings.exists()
+    assert refused is None or str(tmp_path / "model") in refused
+
+
+def adapter_pickles_alone(folder, canary):
+    (folder / "adapter_model.safetensors").unlink()
+    surround(folder, canary)
+
+
+def harmless_pickle(folder, canary):
+    """Not even one that holds nothing but tensors: there is one format, and no exceptions."""
+    weights = {"base_model.model.model.embed_tokens.weight": torch.zeros(1)}
+    (folder / "adapter_model.safetensors").unlink()
+    torch.save(weights, folder / "adapter_model.bin")
+
+
+def adapter_in_disguise(folder, canary):
+    put(folder / "adapter_model.safetensors", canary.pickle)
+
+
+def module_by_name(folder, canary):
+    """peft#3085: imported before it was looked at."""
+    put(folder / "evil_core.py", canary.script)
+    edit(folder / "adapter_config.json", megatron_core="evil_core", megatron_config={"a": 1})
+
+
+def cache_by_name(folder, canary):
+    put(folder / "cache.pt", canary.archive)
+    cache = {"cache_file": str(folder / "cache.pt")}
+    edit(folder / "adapter_config.json", init_lora_weights="corda", corda_config=cache)
+
+
+def prompt_tuning(folder, canary):
+    """peft#2888: the arguments of a tokenizer came from the adapter."""
+    tokenizer_of_its_own(folder, canary)
+    settings = {"peft_type": "PROMPT_TUNING", "task_type": "CAUSAL_LM", "num_virtual_tokens": 2}
+    settings |= {"prompt_tuning_init": "TEXT", "prompt_tuning_init_text": "hello"}
+    settings |= {"tokenizer_name_or_path": str(folder), "base_model_name_or_path": "x"}
+    settings |= {"tokenizer_kwargs": {"trust_remote_code": True}}
+    put(folder / "adapter_config.json", settings)
+
+
+def adapter_settings_as_pickle(folder, canary):
+    put(folder / "adapter_config.json", canary.pickle)
+
+
+ADAPTERS = [adapter_pickles_alone, harmless_pickle, adapter_in_disguise, module_by_name]
+ADAPTERS += [cache_by_name, prompt_tuning, adapter_settings_as_pickle]
+
+
+@pytest.mark.parametrize("fine_tuning", ["lora", "full"])
+@pytest.mark.parametrize("attack", ADAPTERS, ids=lambda attack: attack.__name__)
+def test_an_adapter_that_would_execute_is_refused(
+    attack, fine_tuning, tmp_path, canary, monkeypatch
+):
+    shutil.copytree(ADAPTER, tmp_path / "adapter")
+    attack(tmp_path / "adapter", canary)
+    monkeypatch.syspath_prepend(tmp_path / "adapter")  # python -m looks in the current folder
+    flags = ["--fine_tuning", fine_tuning, "--init_adapter", str(tmp_path / "adapter")]
+    refused = attempt(tmp_path, *flags)
+    assert not canary.sings.exists()
+    assert refused and str(tmp_path / "adapter") in refused
+
+
+@pytest.mark.parametrize("name", words("rows.pt rows.bin rows.jsonl rows.json rows.jsonl.gz"))
+def test_a_data_file_that_is_a_pickle_is_refused(name, tmp_path, canary):
+    for content in (canary.pickle, canary.archive):
+        put(tmp_path / name, gzip.compress(content) if name.endswith("gz") else content)
+        for flag in ("--train_data", "--val_data"):
+            refused = attempt(tmp_path, flag, str(tmp_path / name))
+            assert refused.startswith(f"{tmp_path / name}:1: ")
+    assert not canary.sings.exists()
+
+
+TEMPLATES = {
+    "classes": "{{ ''.__class__.__mro__ }}",
+    "classes by another way": "{{ (''|attr('__cla' ~ 'ss__')).mro() }}",
+    "format": "{{ '{0.__class__.__mro__}'.format('') }}",
+    "globals": "{{ cycler.__init__.__globals__.os.mkdir('CANARY') }}",
+    "globals of a function": "{{ lipsum.__globals__['os'].mkdir('CANARY') }}",
+    "globals of transformers": "{{ strftime_now.__globals__['os'].mkdir('CANARY') }}",
+    "the environment": "{{ self._TemplateReference__context.environment }}",
+    "data that changes": "{{ messages.append(1) }}",
+    "include": "{% include 'FILE' %}",
+    "extends": "{% extends 'FILE' %}",
+    "import": "{% import 'os' as os %}{{ os.mkdir('CANARY') }}",
+    "more than memory": "{% for i in range(10 ** 9) %}x{% endfor %}",
+    "without end": "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+}
+
+
+@pytest.mark.parametrize("where", ["file", "tokenizer_config.json", "chat_template.jinja"])
+@pytest.mark.parametrize("attack", TEMPLATES)
+def test_a_chat_template_reaches_nothing_but_the_messages(attack, where, tmp_path, canary):
+    put(tmp_path / "secret", b"{{ messages[0]['content'] }}")
+    text = TEMPLATES[attack].replace("CANARY", str(canary.sings))
+    text = text.replace("FILE", str(tmp_path / "secret"))
+    shutil.copytree(MODEL, tmp_path / "model")
+    if where == "tokenizer_config.json":
+        edit(tmp_path / "model" / where, chat_template=text)
+    else:
+        put(tmp_path / "model" / where, text.encode())
+    flags = ["--chat_template", str(tmp_path / "model/file")] if where == "file" else []
+    refused = attempt(tmp_path, "--model_name", str(tmp_path / "model"), "--check", *flags)
+    assert not canary.sings.exists()
+    assert refused.startswith("--chat_template: ")
+
+
+@pytest.mark.parametrize("where", ["file", "chat_template.jinja"])
+def test_a_chat_template_that_is_a_pickle_is_refused(where, tmp_path, canary):
+    shutil.copytree(MODEL, tmp_path / "model")
+    put(tmp_path / "model" / where, canary.pickle)
+    flags = ["--chat_template", str(tmp_path / "model/file")] if where == "file" else []
+    refused = attempt(tmp_path, "--model_name", str(tmp_path / "model"), "--check", *flags)
+    assert not canary.sings.exists()
+    assert str(tmp_path / "model") in refused
+
+
+def test_a_judge_that_nobody_named_is_not_run(tmp_path, canary, monkeypatch):
+    """The demo's settings have a judge, and relative names are first looked for where one is."""
+    put(tmp_path / "data/demo/judge.py", canary.script)
+    monkeypatch.chdir(tmp_path)
+    assert main_distributed.main(["--check", "--result_dir", str(tmp_path / "run")]) == 0
+    assert not canary.sings.exists()
+
+
+# --- checkpoints ---------------------------------------------------------------------------------
+
+
+def evil_checkpoint(folder, canary, step=1):
+    """A pickle with a manifest that vouches for it, among pickles."""
+    path = checkpoint.write(folder, step, {"w": torch.ones(1)}, {})
+    surround(path, canary)
+    put(path / checkpoint.STATE, canary.pickle)
+    digest = hashlib.sha256(canary.pickle).hexdigest()
+    edit(path / checkpoint.MANIFEST, files={checkpoint.STATE: digest})
+    return path
+
+
+def test_a_checkpoint_that_is_a_pickle_is_not_read(tmp_path, canary):
+    path = evil_checkpoint(tmp_path, canary)
+    checkpoint.find(tmp_path)
+    with pytest.raises((SafetensorError, UserError)):
+        checkpoint.read(path)
+    put(path / checkpoint.MANIFEST, canary.pickle)
+    assert checkpoint.verify(path) and checkpoint.find(tmp_path)[0] is None
+    assert not canary.sings.exists()
+
+
+def test_a_run_does_not_go_on_from_a_pickle(tmp_path, canary):
+    assert attempt(tmp_path) is None
+    run = tmp_path / "runs/run"
+    shutil.rmtree(run / "checkpoints", ignore_errors=True)
+    evil_checkpoint(run / "checkpoints", canary)
+    surround(run, canary)
+    edit(run / "summary.json", status="failed", final=False)  # so that it is gone on with
+    refused = attempt(tmp_path, "--max_steps", "2")
+    assert not canary.sings.exists()
+    assert "step-00000001" in refused
+
+
+@pytest.mark.parametrize("name", ["../outside", "/outside", "sub/../../outside"])
+def test_a_manifest_names_only_files_of_its_own_folder(name, tmp_path):
+    """Else it could have any file of the machine read, or /dev/zero for ever."""
+    path = checkpoint.write(tmp_path, 1, {"w": torch.ones(1)}, {})
+    put(tmp_path / "outside", b"x")
+    (path / "sub").mkdir()
+    files = json.loads((path / checkpoint.MANIFEST).read_text())["files"]
+    name = str(tmp_path / "outside") if name.startswith("/") else name
+    files[name] = hashlib.sha256(b"x").hexdigest()
+    edit(path / checkpoint.MANIFEST, files=files)
+    assert checkpoint.verify(path)
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fine_tuning", ["full", "lora"])
+def test_all_files_of_a_run_have_the_mode_that_the_umask_says(fine_tuning, tmp_path):
+    before = os.umask(0o027)
+    try:
+        assert attempt(tmp_path, "--fine_tuning", fine_tuning) is None
+    finally:
+        os.umask(before)
+    found = {path: path.stat().st_mode & 0o777 for path in (tmp_path / "runs").rglob("*")}
+    assert len(found) > 8
+    wrong = {p.name: oct(mode) for p, mode in found.items() if mode != 0o640 + 0o110 * p.is_dir()}
+    assert wrong == {}
+
+
+PLANTED = {".": "away", "model": "away", "tensorboard": "away", "checkpoints": "away"}
+PLANTED |= {".tmp-model": "away", ".config.json.tmp": "away/file", "metrics.jsonl": "away/file"}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_nothing_is_written_through_a_link_that_was_planted(name, tmp_path):
+    put(tmp_path / "away/file", b"precious")
+    link = tmp_path / "runs/run" / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(tmp_path / PLANTED[name])
+    refused = attempt(tmp_path)
+    assert (tmp_path / "away/file").read_bytes() == b"precious"
+    assert [path.name for path in (tmp_path / "away").iterdir()] == ["file"]
+    assert refused is None or "link" in refused
+
+
+@pytest.mark.parametrize("name", [".tmp-step-00000001", "step-00000001"])
+def test_no_checkpoint_is_written_through_a_link_that_was_planted(name, tmp_path):
+    put(tmp_path / "away/file", b"precious")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(tmp_path / "away")
+    with contextlib.suppress(OSError):  # refused, or written in the link's place
+        checkpoint.write(tmp_path / "run", 1, {"w": torch.ones(1)}, {})
+    assert [path.name for path in (tmp_path / "away").iterdir()] == ["file"]
+
+
+def test_no_model_is_written_through_a_link_that_was_planted(tmp_path):
+    put(tmp_path / "away/file", b"precious")
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models/.tmp-mine").symlink_to(tmp_path / "away")
+    with contextlib.suppress(OSError):
+        attempt(tmp_path, "--output_dir", str(tmp_path / "models/mine"))
+    assert [path.name for path in (tmp_path / "away").iterdir()] == ["file"]
+
+
+# --- secrets -------------------------------------------------------------------------------------
+
+SECRETS = {  # each of a form that its maker gives out
+    "HF_TOKEN": "hf_CanaryCanaryCanaryCanaryCanaryCana",
+    "WANDB_API_KEY": "0123456789canary0123456789canary01234567",
+    "AWS_SECRET_ACCESS_KEY": "CanaryCanary/Canary+CanaryCanaryCanary01",
+    "AWS_ACCESS_KEY_ID": "AKIACANARYCANARYCANA",
+    "SLURM_JWT": "eyJhbGciOiJIUzI1NiJ9.canary.canary",
+}
+TOKEN, PASSWORD = "hf_GivenGivenGivenGivenGivenGivenGiven", "s3cr3tpassw0rd"
+ALL = [*SECRETS.values(), TOKEN, PASSWORD]
+
+
+def test_no_file_and_no_line_of_a_run_holds_a_secret(tmp_path, monkeypatch, capfd):
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    # a token and a password among the flags; both are names of folders, so that they work
+    for folder in (TOKEN, f"https:/someone:{PASSWORD}@host"):
+        put(tmp_path / folder / "pairs.jsonl", Path(PAIRS).read_bytes())
+    flags = ["--train_data", f"https://someone:{PASSWORD}@host/pairs.jsonl"]
+    flags += ["--val_data", f"{tmp_path / TOKEN}/pairs.jsonl", "--fine_tuning", "lora"]
+    monkeypatch.setattr(sys, "orig_argv", ["python", "main_distributed.py", *flags])
+    assert attempt(tmp_path, *flags) is None
+    written = {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()}
+    written |= dict(zip(("stdout", "stderr"), map(str.encode, capfd.readouterr()), strict=True))
+    assert len(written) > 8
+    found = {str(name) for name, text in written.items() if any(s.encode() in text for s in ALL)}
+    assert found == set()
+
+
+def test_the_line_that_refuses_a_run_holds_no_secret(tmp_path):
+    """It stands in the log of the job, which others may read."""
+    flags = ["--train_data", f"https://someone:{PASSWORD}@host/no.jsonl"]
+    flags += ["--result_dir", f"{tmp_path}/run"]
+    outcome = run_ranks(1, main_distributed.main, flags, env=SECRETS)
+    assert outcome.codes == [2] and "no.jsonl: no such file" in outcome.logs[0]
+    assert not [secret for secret in ALL if secret in outcome.logs[0]]
+
+
+# --- network -------------------------------------------------------------------------------------
+
+linux = pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="reads /proc")
+
+
+def addresses():
+    """Local IP address of every TCP socket of this process."""
+    mine = set()
+    for link in Path("/proc/self/fd").iterdir():
+        if link.is_symlink():  # the one that listed this folder is gone
+            mine.add(os.readlink(link))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            number, inode = fields[1].split(":")[0], fields[9]
+            if f"socket:[{inode}]" in mine:
+                numbers = (int(number[at : at + 8], 16) for at in range(0, len(number), 8))
+                address = ipaddress.ip_address(b"".join(struct.pack("=I", n) for n in numbers))
+                found.add(str(getattr(address, "ipv4_mapped", None) or address))
+    return found
+
+
+def sockets_of_a_group():
+    """Addresses once the store is there, and in the group; the interface that gloo was told."""
+    met = dist.meet(dist.whoami())
+    store = addresses()
+    world = dist.join(met)
+    dist.all_sum(torch.ones(2), world)
+    return store, addresses(), os.environ.get("GLOO_SOCKET_IFNAME")
+
+
+@linux
+def test_a_group_of_one_node_can_be_reached_from_this_node_alone():
+    for store, group, interface in ranks(2, sockets_of_a_group):
+        assert store == group == {"127.0.0.1"}
+        assert interface == "lo"
+
+
+@linux
+def test_an_interface_that_the_user_chose_stays():
+    outcome = run_ranks(2, sockets_of_a_group, env={"GLOO_SOCKET_IFNAME": "lo,lo"})
+    assert [result[2] for result in outcome.results] == ["lo,lo", "lo,lo"], outcome.logs
+
+
+@linux
+def test_an_open_door_is_seen():
+    before = addresses()
+    with socket.create_server(("", 0)), socket.create_server(("::1", 0), family=socket.AF_INET6):
+        assert addresses() - before == {"0.0.0.0", "::1"}
