@@ -92,10 +92,10 @@ def from_yaml(config_class, path):
         for event in reader.parse(text):
             depth += isinstance(event, yaml.CollectionStartEvent)
             depth -= isinstance(event, yaml.CollectionEndEvent)
-            alias = isinstance(event, yaml.AliasEvent) or getattr(event, "value", None) == "<<"
+            alias = getattr(event, "anchor", None) or getattr(event, "value", None) == "<<"
             if alias or getattr(event, "tag", None) or depth > 20:
                 # a few bytes of aliases can unfold to gigabytes
-                says = "no aliases (*name, <<), no tags (!name), no more than 20 levels"
+                says = "no aliases (&name, *name, <<), no tags (!name), no more than 20 levels"
                 raise UserError(f"{path}:{event.start_mark.line + 1}: {says}; write plain values")
         return _fill(config_class, reader.compose(text), reader.constructor, path, "")
     except yaml.YAMLError as error:

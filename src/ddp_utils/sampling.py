@@ -93,8 +93,8 @@ def load_judge(spec, root=None):
     that `spec` starts from; the current one if not given.
     """
     path, _, name = spec.rpartition(":")
-    file = root / path if root else records.resolve(path)
-    if not path or not file.is_file():
+    file = (root / path if root else records.resolve(path)) if path else None
+    if not file or not file.is_file():
         raise UserError(f"--judge: {spec!r} is not file.py:function")
     module_spec = importlib.util.spec_from_file_location(f"judge_{file.stem}", file)
     module = importlib.util.module_from_spec(module_spec)

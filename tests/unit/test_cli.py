@@ -337,7 +337,7 @@ def test_yaml_fills_the_dataclass(tmp_path, text, wanted):
         ),
         ("count: 1\nrate: 1\ncount: 2", 3, "duplicate key"),
         ("inner:\n  rank: 1\n  rank: 2", 3, "duplicate key"),
-        ("title: &a z\ninner:\n  name: *a", 3, "aliases"),
+        ("count: 1\ntitle: &a z\ninner:\n  name: *a", 2, "aliases"),
         ("on: no", 1, "on: 'no' is not a valid bool"),
         ("on: 1", 1, "on: 1 is not a valid bool"),
         ("count: yes", 1, "count: 'yes' is not a valid int"),

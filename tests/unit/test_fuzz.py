@@ -14,6 +14,8 @@ from config import Config
 from conftest import ROOT
 from ddp_utils import UserError, cli, pairs, records
 
+# what a library warns of would be a second line
+pytestmark = pytest.mark.filterwarnings("error::UserWarning")
 FIELDS = [field.name for field in dataclasses.fields(Config)]
 FILES = sorted((ROOT / "tests/data/formats").iterdir())
 ROWS = [record.data for file in FILES for record in records.read(file)]
@@ -45,9 +47,9 @@ def taken(fn, *args):
     return True
 
 
-@pytest.fixture(scope="module")
-def encoder():
-    return pairs.Encoder(pairs.load_tokenizer("data/demo/model"), max_length=64)
+@pytest.fixture(scope="module", params=["auto", "none"])
+def encoder(request):
+    return pairs.Encoder(pairs.load_tokenizer("data/demo/model"), request.param, max_length=64)
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +72,7 @@ def read_all(file, content, encoder):
 PARTS = [b"{", b"}", b"[", b"]", b",", b":", b'"', b"\n", b"\r\n", b" ", b"\\", b"\\ud800", b"\xff"]
 PARTS += [b'"prompt"', b'"chosen"', b'"rejected"', b"NaN", b"1e999", b"-1", b"null", b"\x1f\x8b"]
 PARTS += [b"\xef\xbb\xbf", b"\0", b'{"prompt": "p", "chosen": "a", "rejected": "b"}']
+PARTS += [b'{"a\\nb": 1, "a\\nb": 1}']
 
 
 @fuzz(500)
@@ -125,7 +128,7 @@ def changed_row(draw):
     if draw(st.booleans()) and isinstance(part, dict):
         part[draw(letters)] = part.pop(last)
     else:
-        part[last] = draw(values)
+        part[last] = draw(letters | values)
     return row
 
 
@@ -221,32 +224,37 @@ MARKS += [
     "...",
     "\t",
     "<<",
-    "~",
-    "1e-4",
-    "1_0",
-    "2020-99-99",
-    "no",
-]
-MARKS += [
     "\\",
     "@",
     "`",
     "\0",
     "\ufeff",
     "\x85",
-    "beta",
-    "seed",
-    "method",
-    "shuffle",
-    "BETA",
-    "12:30:00",
 ]
+PLAIN = ["~", "1", "1e-4", "1_0", "2020-99-99", "12:30:00", "no", ".nan", "9" * 5000, "[1", "- 1"]
+PLAIN += [
+    "!!bool maybe",
+    "!!timestamp x",
+    "!!binary x",
+    "!!python/object:os.system x",
+    "x: y",
+    "<<",
+]
+fields = st.sampled_from(["beta", "seed", "method", "shuffle", "train_data", "BETA"])
+lines = st.tuples(fields, st.sampled_from([": ", ":", ": &a ", ":\n  "]), st.sampled_from(PLAIN))
 
 
-@fuzz(400)
-@given(st.lists(st.sampled_from(MARKS) | letters, max_size=15).map("".join))
+@fuzz(300)
+@given(st.lists(st.sampled_from(MARKS) | fields | letters, max_size=15).map("".join))
 def test_any_yaml(file, text):
     file.write_bytes(text.encode("utf-8", "surrogatepass"))
+    taken(cli.from_yaml, Config, file)
+
+
+@fuzz(300)
+@given(st.lists(lines.map("".join), max_size=3).map("\n".join))
+def test_any_lines_of_yaml(file, text):
+    file.write_text(text)
     taken(cli.from_yaml, Config, file)
 
 
