@@ -23,3 +23,13 @@ def shared():
     if not (SHARED / "data").is_dir():
         pytest.skip("needs ../shared/data and ../shared/golden, which are not part of the project")
     return SHARED
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory):
+    """Folder of a LoRA run of two ranks (tests/faults.py) that nothing has disturbed."""
+    import faults
+
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    faults.finished(faults.start(2, folder, *faults.MODES["lora"]))
+    return folder

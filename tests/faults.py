@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import importlib
+import json
 import os
 import random
 import resource
@@ -54,6 +55,17 @@ def numbers(folder):
     """The lines of metrics.jsonl without what hangs on the clock."""
     clock = {"seconds", "tokens_per_second", "peak_memory_mb", "mfu"}
     return [{k: v for k, v in line.items() if k not in clock} for line in runs.lines(folder)]
+
+
+def is_equal(folder, expected):
+    """Weights to the bit, and every line of the metrics."""
+    assert digest(folder) == digest(expected)
+    assert numbers(folder) == numbers(expected)
+    return True
+
+
+def summary(folder):
+    return json.loads((Path(folder) / "summary.json").read_text())
 
 
 def steps(folder):

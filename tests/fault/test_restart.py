@@ -23,14 +23,6 @@ TORCHRUN = [f"{BIN}/torchrun", "--standalone", "--nproc_per_node=2", "--max-rest
 FAULTY, SCRIPT = str(ROOT / "tests/faults.py"), str(ROOT / "run_distributed.sh")
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """Folder of a run of two ranks that nothing has disturbed."""
-    folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    faults.finished(faults.start(2, folder, *LORA))
-    return folder
-
-
 @contextlib.contextmanager
 def launched(command, folder, *flags, **env):
     """A launcher in a session of its own, its output in a file; nothing of it is left after."""
@@ -105,16 +97,6 @@ def state(pid):
     return "Z"
 
 
-def is_equal(folder, expected):
-    assert faults.digest(folder) == faults.digest(expected)
-    assert faults.numbers(folder) == faults.numbers(expected)
-    return True
-
-
-def summary(folder):
-    return json.loads((folder / "summary.json").read_text())
-
-
 # --- restarts ------------------------------------------------------------------------------------
 
 
@@ -125,7 +107,7 @@ def test_f1_torchrun_restarts_a_killed_rank_and_the_weights_are_the_same(undistu
         assert process.wait(90) == 0, process.log.read_text()
     log = process.log.read_text()
     assert "is not finished: goes on after step 5" in log and "Traceback" not in log
-    assert is_equal(folder, undisturbed)
+    assert faults.is_equal(folder, undisturbed)
 
 
 def test_f1_the_shell_script_restarts_a_killed_rank(undisturbed, tmp_path):
@@ -135,7 +117,7 @@ def test_f1_the_shell_script_restarts_a_killed_rank(undisturbed, tmp_path):
         os.kill(ranks_of(process)[1], signal.SIGKILL)
         assert process.wait(90) == 0, process.log.read_text()
     assert "is not finished: goes on after step 5" in process.log.read_text()
-    assert is_equal(folder, undisturbed)
+    assert faults.is_equal(folder, undisturbed)
 
 
 def test_an_end_that_a_restart_cannot_mend_is_repeated(tmp_path):
@@ -145,7 +127,7 @@ def test_an_end_that_a_restart_cannot_mend_is_repeated(tmp_path):
         assert process.wait(90) == 1
     log = process.log.read_text()
     assert log.count("world_size=2") == log.count("the loss is not finite in step 7") == 1
-    assert summary(folder)["exit_code"] == 3 and summary(folder)["step"] == 6
+    assert faults.summary(folder)["exit_code"] == 3 and faults.summary(folder)["step"] == 6
 
 
 def test_the_shell_script_does_not_restart_what_a_restart_cannot_mend(tmp_path):
@@ -156,7 +138,7 @@ def test_the_shell_script_does_not_restart_what_a_restart_cannot_mend(tmp_path):
     log = process.log.read_text()
     assert log.count("world_size=2") == log.count("error: ") == 1 and "is not finite" in log
     assert "ChildFailedError" not in log
-    assert (summary(folder)["status"], summary(folder)["exit_code"]) == ("failed", 3)
+    assert (faults.summary(folder)["status"], faults.summary(folder)["exit_code"]) == ("failed", 3)
 
 
 # --- signals -------------------------------------------------------------------------------------
@@ -168,11 +150,11 @@ def test_f3_sigterm_to_the_shell_script_saves_and_ends_with_85(undisturbed, tmp_
         wait_until(has_logged(folder, 4))
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 85, process.log.read_text()
-    stopped = summary(folder)
+    stopped = faults.summary(folder)
     assert stopped["status"] == "preempted" and 3 <= stopped["step"] < 12
     outcome = faults.finished(faults.start(2, folder, *LORA))
     assert f"goes on after step {stopped['step']}" in outcome.logs[0]
-    assert is_equal(folder, undisturbed)
+    assert faults.is_equal(folder, undisturbed)
     with launched([SCRIPT, "2"], folder) as process:  # finished: nothing is launched
         assert process.wait(30) == 0
     assert process.log.read_text().endswith("finished: the same settings, the same data\n")
@@ -185,7 +167,10 @@ def test_f3_sigusr1_is_passed_on_by_torchrun(tmp_path):
         wait_until(has_logged(folder, 4))
         process.send_signal(signal.SIGUSR1)
         assert process.wait(30) == 1  # whatever its ranks ended with
-    assert (summary(folder)["status"], summary(folder)["exit_code"]) == ("preempted", 85)
+    assert (faults.summary(folder)["status"], faults.summary(folder)["exit_code"]) == (
+        "preempted",
+        85,
+    )
 
 
 # --- nothing is left behind ----------------------------------------------------------------------
@@ -200,7 +185,7 @@ def test_f18_ranks_do_not_outlive_a_launcher_that_is_killed(undisturbed, tmp_pat
         process.kill()
         wait_until(are_gone(ranks), seconds=10)
     faults.finished(faults.start(2, folder, *LORA))
-    assert is_equal(folder, undisturbed)
+    assert faults.is_equal(folder, undisturbed)
 
 
 MOMENTS = {
@@ -221,7 +206,7 @@ def test_f18_ctrl_c_leaves_no_process_and_no_half_checkpoint(moment, undisturbed
         assert len(ranks) == 2 and are_gone(ranks)()
     assert checkpoint.find(folder / "checkpoints")[1] == []
     faults.finished(faults.start(2, folder, *LORA))
-    assert is_equal(folder, undisturbed)
+    assert faults.is_equal(folder, undisturbed)
 
 
 # --- elastic -------------------------------------------------------------------------------------
@@ -276,4 +261,4 @@ def test_an_elastic_run_goes_on_when_a_node_dies(two_nodes, undisturbed, tmp_pat
     assert "goes on after step 5" in log and "world_size: 2 -> 1; equal but for rounding" in log
     found, expected = runs.lines(folder), runs.lines(undisturbed)
     assert [(a["split"], a["step"]) for a in found] == [(b["split"], b["step"]) for b in expected]
-    assert summary(folder)["world_size"] == 1
+    assert faults.summary(folder)["world_size"] == 1

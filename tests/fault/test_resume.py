@@ -47,13 +47,6 @@ def killed(made, tmp_path):
     return copy
 
 
-def is_equal(folder, expected):
-    """Weights to the bit, and every line of the metrics."""
-    assert faults.digest(folder) == faults.digest(expected)
-    assert faults.numbers(folder) == faults.numbers(expected)
-    return True
-
-
 # --- killed, and started again -------------------------------------------------------------------
 
 
@@ -67,7 +60,7 @@ def test_f1_complaint_24_a_killed_run_goes_on_bit_for_bit(mode, size, made, tmp_
         assert faults.steps(folder)[-1] == done
     outcome = faults.finished(faults.start(size, folder, *flags))
     assert "is not finished: goes on after step 10" in outcome.logs[0]
-    assert is_equal(folder, made("undisturbed", mode, size))
+    assert faults.is_equal(folder, made("undisturbed", mode, size))
     assert [line["step"] for line in runs.lines(folder, "train")] == list(range(1, 13))
     assert faults.steps(folder) == [10, 12]
     assert list(Path(folder, "checkpoints").glob(".*")) == []
@@ -95,7 +88,7 @@ def test_f2_f19_killed_while_saving(moment, made, tmp_path):
         [],
     )
     faults.finished(faults.start(1, folder, *flags))
-    assert is_equal(folder, made("undisturbed", "lora", 1))
+    assert faults.is_equal(folder, made("undisturbed", "lora", 1))
     assert not list((folder / "checkpoints").glob(".*")) and len(faults.steps(folder)) == 2
 
 
@@ -141,7 +134,7 @@ def test_6_kills_of_a_run_that_saves_every_step(made, tmp_path):
         assert checkpoint.find(folder / "checkpoints")[1] == []
         assert max(faults.steps(folder)) > done
     faults.finished(faults.start(2, folder, *flags))
-    assert is_equal(folder, made("undisturbed", "full", 2))
+    assert faults.is_equal(folder, made("undisturbed", "full", 2))
 
 
 # --- negative controls: what a checkpoint must hold ----------------------------------------------
@@ -200,7 +193,7 @@ def test_f5_a_damaged_checkpoint_is_skipped_and_named(damage, made, killed):
     (line,) = [line for line in outcome.logs[0].splitlines() if line.startswith("warning:")]
     assert f"{folder}/checkpoints/step-00000010 is left out: " in line and why in line
     assert "goes on after step 5" in outcome.logs[0]
-    assert is_equal(folder, made("undisturbed", "lora", 1))
+    assert faults.is_equal(folder, made("undisturbed", "lora", 1))
 
 
 def test_f5_without_any_whole_checkpoint_nothing_begins_anew_in_silence(killed):
@@ -285,7 +278,7 @@ def test_f7_what_changes_no_number_may_change_and_a_longer_run_is_said(made, kil
     folder = killed("lora", 1)
     flags = [*faults.MODES["lora"], *runs.words("--save_every 4 --keep_checkpoints 1")]
     faults.finished(faults.start(1, folder, *flags))
-    assert is_equal(folder, made("undisturbed", "lora", 1))
+    assert faults.is_equal(folder, made("undisturbed", "lora", 1))
 
 
 def test_f7_a_longer_run_goes_on(killed):
@@ -333,7 +326,7 @@ def test_restart_moves_an_unfinished_run_aside(killed, made):
     outcome = faults.finished(faults.start(1, folder, *faults.MODES["lora"], "--restart"))
     assert f"held an earlier run: moved to {folder}.1" in outcome.logs[0]
     assert "goes on" not in outcome.logs[0]
-    assert is_equal(folder, made("undisturbed", "lora", 1))
+    assert faults.is_equal(folder, made("undisturbed", "lora", 1))
     assert faults.steps(f"{folder}.1") == [5, 10]
 
 

@@ -19,29 +19,11 @@ LORA = faults.MODES["lora"]
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """Folder of a run of two ranks that nothing has disturbed."""
-    folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    faults.finished(faults.start(2, folder, *LORA))
-    return folder
-
-
-def summary(folder):
-    return json.loads((Path(folder) / "summary.json").read_text())
-
-
-def is_equal(folder, expected):
-    assert faults.digest(folder) == faults.digest(expected)
-    assert faults.numbers(folder) == faults.numbers(expected)
-    return True
-
-
 def goes_on(folder, expected, step, *flags):
     """The same command finishes the run, with the numbers of one that was never disturbed."""
     outcome = faults.finished(faults.start(2, folder, *LORA, *flags))
     assert f"is not finished: goes on after step {step}" in outcome.logs[0]
-    return is_equal(folder, expected)
+    return faults.is_equal(folder, expected)
 
 
 # --- F3: asked to stop ---------------------------------------------------------------------------
@@ -54,7 +36,7 @@ def test_f3_a_signal_to_one_rank_stops_all_after_the_same_step(rank, which, undi
     assert outcome.codes == [85, 85], outcome.logs
     assert outcome.logs[0].endswith("stopped after step 7; the same command goes on from there\n")
     assert outcome.logs[1] == ""
-    found = summary(folder)
+    found = faults.summary(folder)
     assert (found["status"], found["exit_code"], found["step"]) == ("preempted", 85, 7)
     assert faults.steps(folder) == [5, 7]
     assert goes_on(folder, undisturbed, 7)
@@ -76,7 +58,7 @@ def test_f3_a_signal_is_heard_in(place, undisturbed, tmp_path):
     if place == "saving":  # heard at the next step
         step = 6
     assert outcome.codes == [85, 85], outcome.logs
-    assert summary(folder)["step"] == step
+    assert faults.summary(folder)["step"] == step
     assert goes_on(folder, undisturbed, step)
 
 
@@ -99,7 +81,7 @@ def test_complaint_24_stopped_after_every_single_step_it_ends_the_same(undisturb
     folder = tmp_path / "run"
     for step in range(1, 13):
         outcome = faults.start(2, folder, *LORA, fault=(faults.signal_in_backward, 1, 0, TERM))
-        assert outcome.codes == [85, 85] and summary(folder)["step"] == step
+        assert outcome.codes == [85, 85] and faults.summary(folder)["step"] == step
     assert goes_on(folder, undisturbed, 12)
 
 
@@ -148,7 +130,7 @@ def test_f4_a_file_that_cannot_grow_ends_with_4_and_no_litter(undisturbed, tmp_p
     (line,) = [line for line in outcome.logs[0].splitlines() if line.startswith("error:")]
     assert f"{folder}/checkpoints/step-00000010: File too large" in line and "MiB free" in line
     assert "Traceback" not in outcome.logs[0] and outcome.logs[1] == ""
-    assert (summary(folder)["status"], summary(folder)["exit_code"]) == ("failed", 4)
+    assert (faults.summary(folder)["status"], faults.summary(folder)["exit_code"]) == ("failed", 4)
     assert faults.steps(folder) == [5] and not list((folder / "checkpoints").glob(".*"))
     assert goes_on(folder, undisturbed, 5)
 
@@ -219,7 +201,7 @@ def test_f8_a_number_that_is_not_finite_stops_all_ranks_before_the_step(where, v
     if where == "loss":
         assert "preferences_train.jsonl:" in line  # the row
     assert "the same command goes on after step 5" in outcome.logs[0] and outcome.logs[1] == ""
-    found = summary(folder)
+    found = faults.summary(folder)
     assert (found["status"], found["exit_code"], found["final"]) == ("failed", 3, True)
     path, skipped = checkpoint.find(folder / "checkpoints")
     tensors, manifest = checkpoint.read(path)
@@ -256,7 +238,7 @@ def test_f9_an_exception_ends_the_others_and_stands_alone(undisturbed, tmp_path)
     assert outcome.codes == [1, 1] and outcome.seconds < 20
     assert outcome.logs[1].count("Traceback") == 1 and "ZeroDivisionError" in outcome.logs[1]
     assert "Traceback" not in outcome.logs[0] and "error" not in outcome.logs[0]
-    found = summary(folder)  # final: a restart would only repeat it
+    found = faults.summary(folder)  # final: a restart would only repeat it
     assert (found["status"], found["exit_code"], found["final"]) == ("failed", 1, True)
     assert goes_on(folder, undisturbed, 5)
 
@@ -274,7 +256,7 @@ def test_f10_a_rank_that_is_silent_is_named(how, undisturbed, tmp_path):
     lines = [line for log in (outcome.logs[0], outcome.logs[2]) for line in log.splitlines()]
     assert len([line for line in lines if "error: rank 1 is gone or does not answer" in line]) == 1
     assert "Traceback" not in outcome.logs[0] + outcome.logs[2]
-    assert summary(folder)["final"] is False  # a restart may mend it
+    assert faults.summary(folder)["final"] is False  # a restart may mend it
     assert faults.steps(folder) == [5]
 
 
@@ -315,4 +297,4 @@ def test_f16_neither_time_nor_place_nor_language_changes_a_weight(years, undistu
     env = {"TZ": "Asia/Kolkata", "LANG": "C", "LC_ALL": "C", "HOSTNAME": "elsewhere"}
     folder, clock = tmp_path / "run", (faults.other_clock, years * 365 * 86400)
     faults.finished(faults.start(2, folder, *LORA, env=env, fault=clock))
-    assert is_equal(folder, undisturbed)
+    assert faults.is_equal(folder, undisturbed)
