@@ -30,30 +30,4 @@ if [ "$processes" -lt 1 ]; then
   exit 2
 fi
 
-use_environment
-share_cores "$processes"
-script=$root/src/main_distributed.py
-nodes=${NNODES:-1}
-
-# One process checks settings, data and devices for all: a mistake costs one line.
-checked=$(RANK=0 LOCAL_RANK=0 WORLD_SIZE=$((processes * nodes)) LOCAL_WORLD_SIZE=$processes \
-  python "$script" "$@" --check) || exit $?
-folder=$(sed -n 's/^run folder: //p' <<<"$checked")
-if [ -z "$folder" ]; then # nothing left to do
-  tail -n 1 <<<"$checked"
-  exit 0
-fi
-
-where=(--standalone)
-if [ "$nodes" -gt 1 ]; then
-  : "${NODE_RANK:?export NODE_RANK, 0 to $((nodes - 1))}"
-  : "${MASTER_ADDR:?export MASTER_ADDR, the host of node 0}"
-  : "${MASTER_PORT:?export MASTER_PORT, a free port of node 0}"
-  where=(--nnodes "$nodes" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR"
-    --master-port "$MASTER_PORT" --rdzv-conf "timeout=${DDP_JOIN_SECONDS:-50}")
-  meet_nodes "$MASTER_ADDR" "$MASTER_PORT" "$NODE_RANK"
-elif [ -n "${MASTER_PORT:-}" ]; then
-  where=(--master-addr 127.0.0.1 --master-port "$MASTER_PORT")
-  meet_nodes 127.0.0.1 "$MASTER_PORT" 0
-fi
-launch "$folder" "${where[@]}" --nproc_per_node "$processes" "$script" "$@"
+train "$processes" "$root/src/main_distributed.py" "$@"

@@ -24,6 +24,38 @@ share_cores() {
   export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > $1 ? cores / $1 : 1))}"
 }
 
+# One process checks settings, data and devices for all, then torchrun starts them: a mistake costs
+# one line. Several nodes: NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT say so.
+train() { # processes per node, what python runs (a file, or -m and a module), its flags
+  local processes=$1 nodes=${NNODES:-1} program=("$2") where=(--standalone) checked folder
+  shift 2
+  if [ "${program[0]}" = -m ]; then
+    program+=("$1")
+    shift
+  fi
+  use_environment
+  share_cores "$processes"
+  checked=$(RANK=0 LOCAL_RANK=0 WORLD_SIZE=$((processes * nodes)) LOCAL_WORLD_SIZE=$processes \
+    python "${program[@]}" "$@" --check) || exit $?
+  folder=$(sed -n 's/^run folder: //p' <<<"$checked")
+  if [ -z "$folder" ]; then # nothing left to do
+    tail -n 1 <<<"$checked"
+    exit 0
+  fi
+  if [ "$nodes" -gt 1 ]; then
+    : "${NODE_RANK:?export NODE_RANK, 0 to $((nodes - 1))}"
+    : "${MASTER_ADDR:?export MASTER_ADDR, the host of node 0}"
+    : "${MASTER_PORT:?export MASTER_PORT, a free port of node 0}"
+    where=(--nnodes "$nodes" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR"
+      --master-port "$MASTER_PORT" --rdzv-conf "timeout=${DDP_JOIN_SECONDS:-50}")
+    meet_nodes "$MASTER_ADDR" "$MASTER_PORT" "$NODE_RANK"
+  elif [ -n "${MASTER_PORT:-}" ]; then
+    where=(--master-addr 127.0.0.1 --master-port "$MASTER_PORT")
+    meet_nodes 127.0.0.1 "$MASTER_PORT" 0
+  fi
+  launch "$folder" "${where[@]}" --nproc_per_node "$processes" "${program[@]}" "$@"
+}
+
 # torchrun with restarts. What batch systems send to this script or to torchrun, SIGTERM or SIGUSR1,
 # reaches every rank. Ends with the run's own status: torchrun's is 1 whatever a rank ended with.
 launch() { # run folder, arguments of torchrun

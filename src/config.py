@@ -5,10 +5,6 @@ from typing import Literal
 
 from ddp_utils import UserError, cli, losses
 
-Method = Literal[
-    "dpo", "cdpo", "robust", "ipo", "ipo_sum", "hinge", "dpop", "dposhift", "dpopshift", "simpo"
-]
-
 
 @dataclass
 class Config:
@@ -18,7 +14,7 @@ class Config:
     val_data: str = ""  # if val_data and test_data are empty: 5 % of train_data's prompts
     test_data: str = ""  # and 10 % of them; the demo has files of its own
     result_dir: str = "results/dpo"  # curves, metrics, examples, checkpoints
-    method: Method = "dpo"  # the loss; see src/ddp_utils/losses.py
+    method: losses.Method = "dpo"  # the loss; see src/ddp_utils/losses.py
     beta: float = 0.1  # how tightly the policy is held to the reference
     learning_rate: float | None = None  # 1e-3 below 10 M parameters, else 1e-6 (full), 1e-5 (lora)
     batch_size: int = 16  # pairs of one forward over all GPUs; divided by their number
@@ -95,12 +91,13 @@ def check(config):
     cli.check_ranges(
         config,
         **dict.fromkeys(("beta", "learning_rate", "batch_size", "num_epochs", "lora_r"), above_0),
-        **dict.fromkeys(("lora_alpha", "base_batch_size", "log_every", "timeout_minutes"), above_0),
+        **dict.fromkeys(("lora_alpha", "base_batch_size", "log_every"), above_0),
         **dict.fromkeys(("gradient_accumulation_steps", "lambda_shift"), above_0),
         **dict.fromkeys(("lambda_dpop", "simpo_gamma", "sft_weight", "weight_decay"), from_0),
         **dict.fromkeys(("max_grad_norm", "eval_every", "seed", "num_samples"), from_0),
         **dict.fromkeys(("save_every", "stop_after_minutes"), from_0),
         keep_checkpoints=above_0,
+        timeout_minutes=("above 0, up to 100,000", lambda x: 0 < x <= 1e5),
         temperature=from_0,
         max_new_tokens=above_0,
         top_p=("above 0, at most 1", lambda x: 0 < x <= 1),
@@ -112,6 +109,8 @@ def check(config):
         warmup_ratio=("from 0 to 1", lambda x: 0 <= x <= 1),
     )
     losses.options(config)  # an option that the method does not use is refused
+    if not config.result_dir:
+        raise UserError("--result_dir: it is empty; give a folder for the run")
     if config.fine_tuning == "full" and config.base_dtype == "bf16":
         raise UserError("--base_dtype bf16: full fine-tuning trains fp32 weights; use auto or fp32")
     if config.method == "simpo" and config.reference_model:

@@ -128,11 +128,21 @@ def train_step(policy, step, rows, data, reference, config, world):
         table = dist.by_row(len(pairs), parts, found, world)[rows]  # [global batch, 3]
         selftest.check_finite(table[:, 2], [pairs[i].where for i in rows], step)
     if step == 0:
-        mine = [pairs[i] for i in rows], reference["train"][rows]
-        selftest.check_first_step(policy, table[:, :2], *mine, means, config)
+        parallel.check_gradients(policy, config.fine_tuning)
+    if step == 0 and not no_closed_form(config):
+        mine = [pairs[i] for i in rows]
+        tokens = torch.tensor([max(map(len, pair[1:3])) for pair in mine], device=world.device)
+        sides = table[:, :2], reference["train"][rows], tokens, [pair.where for pair in mine]
+        selftest.check_first_step(policy, *sides, means, config)
     if not math.isfinite(means["grad_norm"]) and not parallel.bare(policy).loss_scale.enabled:
         raise NonFiniteError(f"step {step + 1}: the gradient is not finite; no step was taken")
     return means
+
+
+def no_closed_form(config):
+    """Runs whose first loss is not known beforehand: only their gradients are checked."""
+    adapter_with_dropout = config.lora_dropout and config.init_adapter
+    return config.method == "simpo" or bool(config.reference_model or adapter_with_dropout)
 
 
 @torch.no_grad()
@@ -273,8 +283,8 @@ def main(argv=None) -> int:
         run.write_json("data_report.json", environment.redacted(reports))
         for line in described:
             run.say(line)
-        if selftest.no_closed_form(config):
-            run.say("step 0: no closed form (simpo or reference_model), only gradients are checked")
+        if no_closed_form(config):
+            run.say("step 0: no closed form is known beforehand, only gradients are checked")
 
         # model
         scorer, reference = load_scored(config, data, world, run)

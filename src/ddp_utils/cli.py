@@ -31,7 +31,8 @@ def parse(config_class, argv=None, console=True, aliases=None):
         if word.replace("_", "-") == "--local-rank":
             del argv[:1]
         elif not word.replace("_", "-").startswith("--local-rank="):
-            words.append(names.get(word.replace("-", "_"), word))
+            name, equals, text = word.partition("=")
+            words.append(names.get(name.replace("-", "_"), name) + equals + text)
     hints = typing.get_type_hints(config_class)
     # --name text and --name=text alike
     for flag, text in itertools.pairwise("\0".join([*words, ""]).replace("=", "\0").split("\0")):
@@ -54,6 +55,10 @@ def check_types(config):
 
 
 def _check_type(name, hint, value):
+    if typing.get_origin(hint) is tuple and isinstance(value, tuple):
+        for part in value:
+            _check_type(name, typing.get_args(hint)[0], part)
+        return
     is_choice = typing.get_origin(hint) is typing.Literal
     wanted = typing.get_args(hint) if is_choice or isinstance(hint, types.UnionType) else (hint,)
     kinds = {type(value), float} if type(value) is int else {type(value)}

@@ -28,11 +28,11 @@ def outline(config):
         )
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(settings, trust_remote_code=False)
-    except (ImportError, OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0][:200]
+    except (ImportError, OSError, ValueError, TypeError, LookupError, ArithmeticError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         raise UserError(f"--model_name: no model at {config.model_name}: {reason}") from error
     if config.fine_tuning == "lora" and config.lora_targets != "all-linear":
-        names = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
+        names = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()} - {""}
         for target in _targets(config):
             if target not in names:
                 found = sorted(n for n in names if n.endswith("proj")) or sorted(names - {""})

@@ -19,13 +19,16 @@ simpo       -log sigma(beta * (chosen - rejected) - simpo_gamma), log-probs per 
 
 import collections
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch.nn.functional import logsigmoid
 
 from ddp_utils import UserError
 
+Method = Literal[
+    "dpo", "cdpo", "robust", "ipo", "ipo_sum", "hinge", "dpop", "dposhift", "dpopshift", "simpo"
+]
 METHODS = {  # method -> its options and their defaults
     "dpo": {},
     "cdpo": {"label_smoothing": 0.1},

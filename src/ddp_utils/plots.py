@@ -27,6 +27,13 @@ def read_metrics(folder):
     return [json.loads(line) for line in text.split("\n")[:-1]]  # a kill may cut the last line
 
 
+def mean_of(folder, name, after, until):
+    """Mean over the pairs of some training steps: those above `after`, up to `until`."""
+    lines = [line for line in read_metrics(folder) if line["split"] == "train"]
+    lines = [line for line in lines if after < line["step"] <= until]
+    return sum(x[name] * x["count"] for x in lines) / sum(x["count"] for x in lines)
+
+
 def running_mean(values, window):
     """Mean of up to `window` values that end at each place."""
     return [

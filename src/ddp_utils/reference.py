@@ -36,17 +36,20 @@ def digest_of_rows(pairs) -> str:
 
 def digest_of_model(name, settings) -> str:
     """By the files of a folder, or by the commit of the hub that `settings` came from."""
-    digest = hashlib.sha256()
     files = sorted(file for file in Path(model_path(name)).glob("*") if file.is_file())
+    return digest_of_files(files, *([] if files else [name, settings._commit_hash]))
+
+
+def digest_of_files(files, *more) -> str:
+    """By name, size and content; of a large file 64 places, since to read all takes minutes."""
+    digest = hashlib.sha256(repr(more).encode())
     for file in files:
         size = file.stat().st_size
         digest.update(f"{file.name} {size}".encode())
-        with open(file, "rb") as content:  # of a large file 64 places: to read all takes minutes
+        with open(file, "rb") as content:
             for place in range(0, size, max(2**20, size // 64)):
                 content.seek(place)
                 digest.update(content.read(2**20))
-    if not files:
-        digest.update(f"{name} {getattr(settings, '_commit_hash', None)}".encode())
     return digest.hexdigest()[:16]
 
 
@@ -69,10 +72,15 @@ def log_probs(scorer, data, names, budget, world, run) -> dict:
     has the same fingerprint, or scored now. They are kept in the run folder.
     """
     data = {split: pairs for split, pairs in data.items() if pairs}
-    mark, found = None, None
-    if world.is_main:
-        mark = fingerprint(scorer, data, names, world.device)
-        found = _kept(run, mark)
+    mark = fingerprint(scorer, data, names, world.device) if world.is_main else ""
+    return kept(mark, data, lambda pairs: score(scorer, pairs, world, budget, run.poll), world, run)
+
+
+def kept(mark, data, scored, world, run) -> dict:
+    """Log-probs of each split, [pairs, 2]: those of an earlier run beside this one that has the
+    same mark, or scored(pairs) now. They are kept in the run folder.
+    """
+    found = _kept(run, mark) if world.is_main else None
     known = torch.tensor([float(found is not None)], device=world.device)
     if dist.all_sum(known, world).item():
         tables = {
@@ -82,7 +90,7 @@ def log_probs(scorer, data, names, budget, world, run) -> dict:
             for split, pairs in data.items()
         }
     else:
-        tables = {split: score(scorer, data[split], world, budget, run.poll) for split in data}
+        tables = {split: scored(pairs) for split, pairs in data.items()}
     if world.is_main:
         plain = {split: table.cpu().contiguous() for split, table in tables.items()}
         save_file(plain, run.folder / FILE, metadata={"fingerprint": mark})

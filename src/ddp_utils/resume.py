@@ -33,10 +33,13 @@ def inspect(folder, settings, steps, inputs, needed=0, restart=False) -> Found:
     checkpoints are all damaged.
     """
     folder = Path(folder)
-    _check_place(folder, needed)
+    _check_place("--result_dir", folder, needed)
     found = _verdict(folder, settings, inputs, restart)
-    output = settings.get("output_dir")
-    if found.verdict in ("new", "aside") and output and any(Path(output).glob("*")):
+    # of guide 1, a place for the model; in the others output_dir is the run folder itself
+    output = settings.get("output_dir") if "result_dir" in settings else ""
+    if output:
+        _check_place("--output_dir", Path(output), 0)
+    if output and found.verdict in ("new", "aside") and any(Path(output).glob("*")):
         raise UserError(f"--output_dir: {output} is not empty; give another folder")
     if found.checkpoint and checkpoint.number(found.checkpoint) > steps:
         done = checkpoint.number(found.checkpoint)
@@ -123,22 +126,22 @@ def aside(folder) -> Path:
     return folder.rename(target)
 
 
-def _check_place(folder, needed):
+def _check_place(flag, folder, needed):
     # where others may write, a link could lead what we write to the user's own files
     for path in (folder, *folder.glob("*")):
         if path.is_symlink():
-            raise UserError(f"--result_dir: {path} is a symbolic link; give a folder without any")
+            raise UserError(f"{flag}: {path} is a symbolic link; give a folder without any")
     place = folder
     while not (place.exists() or place.is_symlink()):
         place = place.parent
     if not place.is_dir():
-        raise UserError(f"--result_dir: {place} is not a folder")
+        raise UserError(f"{flag}: {place} is not a folder")
     if not os.access(place, os.W_OK | os.X_OK):
-        raise UserError(f"--result_dir: {place} cannot be written; give another folder")
+        raise UserError(f"{flag}: {place} cannot be written; give another folder")
     free = shutil.disk_usage(place).free
     if free < needed:
         raise UserError(
-            f"--result_dir: {free >> 20} MiB are free at {place}, checkpoints and model need "
+            f"{flag}: {free >> 20} MiB are free at {place}, checkpoints and model need "
             f"{needed >> 20}; a smaller --keep_checkpoints, or another folder"
         )
 

@@ -133,24 +133,14 @@ def check_finite(per_pair, wheres, step):
         )
 
 
-def no_closed_form(config):
-    """Runs whose first loss is not known beforehand: only their gradients are checked."""
-    return config.method == "simpo" or bool(config.reference_model)
+def check_first_step(policy, now, reference, tokens, wheres, means, config):
+    """Before the first update: the policy is its reference, and the loss has its closed form.
 
-
-def check_first_step(policy, now, pairs, reference, means, config):
-    """Before the first update: policy = reference, loss = its closed form, gradients where due.
-
-    now, reference: [B, 2] of the global batch's pairs. Raises UserError saying what differs.
+    now, reference: [B, 2] of the global batch's pairs; tokens [B] of the longer side; means: of
+    the step. Raises UserError saying what differs.
     """
-    parallel.check_gradients(policy, config.fine_tuning)
     precision = parallel.bare(policy).precision
-    if no_closed_form(config):
-        return
-    if not (config.lora_dropout and config.init_adapter):  # an adapter with dropout differs
-        tokens = torch.tensor([max(map(len, pair[1:3])) for pair in pairs], device=now.device)
-        bound = reference_.noise(precision, tokens)
-        reference_.check_reference(now, reference, bound, [pair.where for pair in pairs])
+    reference_.check_reference(now, reference, reference_.noise(precision, tokens), wheres)
     expected, loss = losses.at_reference(config), means.get("loss/preference", means["loss"])
     if precision == torch.float32 and abs(loss - expected) > 2e-3 * max(1, expected):
         raise UserError(f"before the first step the loss is {loss:.6f} instead of {expected:.6f}")

@@ -16,10 +16,12 @@ SCRIPTS = {p.stem for p in ROOT.glob("src/*.py")}
 PACKAGES = {p.name for p in ROOT.glob("src/*/") if (p / "__init__.py").exists()}
 CEILINGS = {  # lines of code, +20 % with a reason
     **{"check_gpu": 250, "formats": 130},
-    **{"config": 80, "main_distributed": 240, "cli": 80, "dist": 200, "records": 150},
+    **{"config": 80, "main_distributed": 240, "cli": 90, "dist": 200, "records": 150},
     **{"pairs": 180, "batching": 120, "logps": 250, "losses": 150, "lora": 120},
     **{"parallel": 200, "checkpoint": 150, "run": 200, "sampling": 120, "plots": 120},
     **{"packing": 100, "lean": 120, "reference": 80, "selftest": 100, "speed": 60},
+    **{"dpo_inv/structure": 180, "dpo_inv/mpnn": 300, "dpo_inv/pairs": 150, "dpo_inv/config": 80},
+    **{"dpo_inv/run_dpo_ddp": 220, "dpo_inv/inference": 150, "dpo_inv/weights": 80},
     **{"ending": 110, "environment": 60, "resume": 120, "signals": 50, "totals": 30, "world": 90},
 }
 
@@ -62,7 +64,10 @@ def lines_of_code(path):
 
 
 def test_files_stay_under_their_ceilings():
-    sizes = {path.stem: lines_of_code(path) for path in ALL if path.stem in CEILINGS}
+    named = {
+        path: path.stem if "dpo_inv" not in path.parts else f"dpo_inv/{path.stem}" for path in ALL
+    }
+    sizes = {name: lines_of_code(path) for path, name in named.items() if name in CEILINGS}
     over = {name: size for name, size in sizes.items() if size > CEILINGS[name] * 1.2}
     assert over == {}
     package = sum(map(lines_of_code, ROOT.glob("src/ddp_utils/*.py")))
