@@ -118,9 +118,17 @@ def dumps_of_the_environment(code):
             yield f"{node.lineno}: {ast.unparse(parent)}"
 
 
+# the official ProteinMPNN weights are pickles: read with torch's restricted reader, literally so
+RESTRICTED = 'torch.load(file, map_location="cpu", weights_only=True)'
+
+
 @pytest.mark.parametrize("name", CODE)
 def test_no_code_can_execute_what_it_reads(name):
-    assert dangers(CODE[name]) == []
+    code = CODE[name]
+    if name == "src/dpo_inv/mpnn.py":
+        assert code.count(RESTRICTED) == code.count("torch.load(") == 1
+        code = code.replace(RESTRICTED, "{}")
+    assert dangers(code) == []
 
 
 @pytest.mark.parametrize("name", CODE)

@@ -1,0 +1,1 @@
+"""Preference fine-tuning of ProteinMPNN: inverse folding from pairs of sequences."""

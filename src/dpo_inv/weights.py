@@ -1,0 +1,110 @@
+"""The official ProteinMPNN weights: where they come from, fetched once, checked, kept in a folder.
+
+    python -m dpo_inv.weights                            # v_48_020, into data/weights
+    python -m dpo_inv.weights v_48_010_soluble --folder data/weights
+
+From github.com/dauparas/ProteinMPNN: vanilla_model_weights and, trained on soluble proteins alone,
+soluble_model_weights. v_48_002, 010, 020, 030: 48 neighbours, backbone noise of 0.02 to 0.30
+Angstrom in training.
+"""
+
+import argparse
+import hashlib
+import http.client
+import os
+import urllib.request
+import uuid
+from pathlib import Path
+
+from ddp_utils import UserError, WriteError, dist, records
+from dpo_inv import mpnn
+
+# no branch, which may move: the last commit
+SOURCE = "https://raw.githubusercontent.com/dauparas/ProteinMPNN"
+SOURCE += "/8907e6671bfbfc92303b5f79c4b5e6ce47cdef57"
+SIZE = 6_681_301  # bytes of each of them
+SHA256 = {  # as several projects that use the same commit have published them
+    "v_48_002": "925f2ca1007bf9b02e0e7f420ff00eb91f50fcc2722f64b42e644ae95adaa131",
+    "v_48_010": "db866fae956a28661f926053d630610c55e9fc4bc03922f2aeeb98a37435ccce",
+    "v_48_020": "c9cb4a671d79604111231f8dbfc7c590e06f1197453b7a6854ac6661a642f5bd",
+    "v_48_030": "c34b7bfb38418ea30989fda3314f4781ac4e3920f9825731cf555f1fed44ac66",
+    "v_48_002_soluble": "0877f840978fe770be6fcec025784d8f50c438571db3260c05e41aa207a7c448",
+    "v_48_010_soluble": "79562f7444f72c84595a1c96010713864865a616f4f3967633493041e169fa6e",
+    "v_48_020_soluble": "7af52d090172c230c7f0e9d21e02203f6b3a38b16db58d3c7a3960e0a9a6e31a",
+    "v_48_030_soluble": "1dd63f1e9fc68a133cc9ef859edf43b489e5ac581cb5624e0b9ec848ff062421",
+}
+
+
+def path_of(name, folder="data/weights") -> Path:
+    """The file of a name such as v_48_020 or v_48_020_soluble, or one that is given as a path.
+
+    Raises UserError with the command that fetches it.
+    """
+    if str(name).endswith((".pt", ".safetensors")):
+        if not (file := records.resolve(name)).is_file():
+            raise UserError(f"{name}: no such file; give a path, or one of {', '.join(SHA256)}")
+        return file
+    _known(name)
+    for file in (records.resolve(folder) / f"{name}{end}" for end in (".pt", ".safetensors")):
+        if file.is_file():
+            return file
+    command = f"python -m dpo_inv.weights {name} --folder {folder}"
+    raise UserError(f"{folder}: no weights {name} there; fetch them with: {command}")
+
+
+def _known(name):
+    if name not in SHA256:
+        raise UserError(f"{str(name)!r:.80}: no such weights; known: {', '.join(SHA256)}")
+
+
+def url_of(name) -> str:
+    """Where the official file of that name is."""
+    _known(name)
+    model = name.removesuffix("_soluble")
+    return f"{SOURCE}/{'vanilla' if model == name else 'soluble'}_model_weights/{model}.pt"
+
+
+def fetch(name, folder="data/weights") -> Path:
+    """Download one, check it and only then give it its name; one that is there stays."""
+    file, address = records.resolve(folder) / f"{name}.pt", url_of(name)
+    if file.exists():
+        return file
+    by_hand = f"get {address} on a machine that can, and put it at {file}"
+    try:
+        with urllib.request.urlopen(address, timeout=60) as answer:  # noqa: S310 - https
+            content = answer.read(SIZE + 1)
+    except (OSError, http.client.HTTPException) as error:
+        raise UserError(f"{name}: cannot be fetched: {error!s:.120}; {by_hand}") from error
+    digest = hashlib.sha256(content).hexdigest()
+    if len(content) != SIZE or digest != SHA256[name]:
+        found = f"{len(content):,} bytes, sha256 {digest}, not {SIZE:,}, {SHA256[name]}"
+        raise UserError(f"{name}: {address} is another file: {found}; try again, or {by_hand}")
+    temporary = file.with_name(f".tmp-{uuid.uuid4().hex}.pt")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            temporary.write_bytes(content)
+            mpnn.ProteinMPNN.load(temporary)
+            os.replace(temporary, file)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise WriteError(f"{file}: cannot be written: {error.strerror or error}") from error
+    return file
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(
+        "python -m dpo_inv.weights",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("name", nargs="?", default="v_48_020", help=", ".join(SHA256))
+    parser.add_argument("--folder", default="data/weights")
+    args = parser.parse_args(argv)
+    print(f"from {url_of(args.name)}")
+    print(fetch(args.name, args.folder))
+
+
+if __name__ == "__main__":
+    dist.run(main)

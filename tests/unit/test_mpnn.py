@@ -1,0 +1,281 @@
+"""ProteinMPNN on made-up backbones: who sees whom, what padding may change, what is refused."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ddp_utils import UserError
+from dpo_inv.mpnn import ALPHABET, ProteinMPNN, encode
+
+
+def model(**sizes):
+    torch.manual_seed(0)
+    made = ProteinMPNN(**{"hidden": 32, "encoder_layers": 2, "decoder_layers": 2, **sizes})
+    for parameter in made.parameters():  # gains and biases are 1 and 0 at first
+        if parameter.dim() == 1:
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    return made
+
+
+def backbone(length, seed=0, chains=1):
+    """A wound-up walk: coords, mask, residue_idx, chain_encoding, each [1, L, ...]."""
+    dice = torch.Generator().manual_seed(seed)
+    steps = torch.randn(length, 3, generator=dice)
+    alphas = 3.8 * torch.nn.functional.normalize(steps, dim=-1).cumsum(0) * 0.7
+    coords = alphas[:, None] + torch.randn(length, 4, 3, generator=dice)
+    chain = torch.arange(length) * chains // length
+    idx = torch.arange(length) + 100 * chain
+    return coords[None], torch.ones(1, length), idx[None], chain[None] + 1
+
+
+def letters(*shape, seed=0):
+    return torch.randint(0, 20, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def order_of(length, seed=0):
+    return torch.randperm(length, generator=torch.Generator().manual_seed(seed))[None]
+
+
+def padded(structures, width):
+    """Structures of any lengths as one batch; what stands in the padding must not matter."""
+    batch = []
+    for parts in structures:
+        more = width - parts[1].shape[1]
+        coords, mask, idx, chain = (torch.cat([t, t[:, :1].repeat_interleave(more, 1)], 1)
+                                    for t in parts)  # fmt: skip
+        mask[:, width - more :] = 0
+        coords[:, width - more :] = torch.nan
+        batch.append((coords, mask, idx, chain))
+    return [torch.cat(parts) for parts in zip(*batch, strict=True)]
+
+
+@torch.no_grad()
+def test_a_structure_has_the_same_log_probs_alone_padded_and_beside_another():
+    mpnn, lengths = model(neighbours=48), (20, 106, 61)
+    structures = [backbone(n, n) for n in lengths]
+    batch = mpnn.encode(*padded(structures, 106))
+    sequences = letters(3, 2, 106)
+    orders = [torch.cat([order_of(n), torch.arange(n, 106)[None]], 1) for n in lengths]
+    together = mpnn.decode(batch, sequences, torch.cat(orders))
+    nobody = mpnn.unconditional(batch)
+    for row, (n, structure) in enumerate(zip(lengths, structures, strict=True)):
+        for parts in (structure, padded([structure], 106)):
+            encoded, length = mpnn.encode(*parts), parts[1].shape[1]
+            alone = mpnn.decode(encoded, sequences[row, None, :, :length], orders[row][:, :length])
+            torch.testing.assert_close(together[row, :, :n], alone[0, :, :n], atol=1e-5, rtol=0)
+            found = mpnn.unconditional(encoded)[0, :n]
+            torch.testing.assert_close(nobody[row, :n], found, atol=1e-5, rtol=0)
+
+
+def test_a_batch_has_the_gradient_of_its_structures():
+    mpnn, lengths, sequences = model(neighbours=24), (15, 40), letters(2, 2, 40)
+    structures = [backbone(n, n) for n in lengths]
+
+    def total(parts, rows, length, n=None):
+        found = mpnn.decode(mpnn.encode(*parts), sequences[rows, :, :length], order[rows, :length])
+        found = found.gather(-1, sequences[rows, :, :length, None]).squeeze(-1) * parts[1][:, None]
+        return found.sum()
+
+    order = torch.cat([torch.cat([order_of(n), torch.arange(n, 40)[None]], 1) for n in lengths])
+    whole = torch.autograd.grad(total(padded(structures, 40), slice(0, 2), 40), mpnn.parameters())
+    parts = [total(s, slice(r, r + 1), lengths[r]) for r, s in enumerate(structures)]
+    apart = torch.autograd.grad(sum(parts), mpnn.parameters())
+    for (name, _), one, other in zip(mpnn.named_parameters(), whole, apart, strict=True):
+        assert (one - other).norm() <= 1e-4 * other.norm() + 1e-6, name
+
+
+def test_the_gradient_is_that_of_finite_differences():
+    """The backward is written by hand; float64 shows every term of it."""
+    mpnn = model(hidden=8, neighbours=5).double()
+    coords, *rest = backbone(12)
+    parts = [coords.double(), *rest]
+    sequences, order = letters(1, 2, 12), torch.stack([order_of(12, 1), order_of(12, 2)], 1)
+
+    def loss():
+        found = mpnn.decode(mpnn.encode(*parts), sequences, order)
+        return found.double().gather(-1, sequences[..., None]).sum()
+
+    gradients = torch.autograd.grad(loss(), mpnn.parameters())
+    dice = torch.Generator().manual_seed(1)
+    for (name, parameter), gradient in zip(mpnn.named_parameters(), gradients, strict=True):
+        way = torch.randn(parameter.shape, generator=dice, dtype=torch.float64)
+        way *= 1e-3 / way.norm()
+        with torch.no_grad():
+            parameter += way
+            above = loss()
+            parameter -= 2 * way
+            below = loss()
+            parameter += way
+        slope = (gradient * way).sum().item()
+        # the softmax is in fp32: a few 1e-6 of noise
+        assert (above - below).item() / 2 == pytest.approx(slope, rel=2e-2, abs=5e-5), name
+
+
+@torch.no_grad()
+def test_the_order_of_chains_does_not_matter():
+    mpnn, parts, sequence = model(neighbours=16), backbone(50, chains=2), letters(1, 50)
+    turn = torch.cat([torch.arange(25, 50), torch.arange(25)])  # the second chain first
+    order = order_of(50)
+    here = mpnn.log_probs(*parts, sequence, order)
+    back = torch.empty_like(turn).scatter_(0, turn, torch.arange(50))
+    there = mpnn.log_probs(*(t[:, turn] for t in parts), sequence[:, turn], back[order])
+    torch.testing.assert_close(here[:, turn], there, atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("place", [0, 13, 29])
+def test_a_letter_changes_only_what_is_decoded_later(place):
+    mpnn, order, sequence = model(neighbours=30), order_of(30), letters(1, 30)
+    encoded = mpnn.encode(*backbone(30))
+    other = sequence.clone()
+    other[0, order[0, place]] = (other[0, order[0, place]] + 1) % 20
+    here, there = mpnn.decode(encoded, torch.stack([sequence, other], 1), order)[0]
+    changed = (here != there).any(-1)[order[0]]  # by time
+    assert not changed[: place + 1].any()
+    assert changed[place + 1 :].all()  # each residue is everyone's neighbour here
+
+
+@torch.no_grad()
+def test_a_fixed_letter_decoded_first_is_context_for_all():
+    mpnn, sequence = model(neighbours=30), letters(1, 1, 30)
+    encoded, order = mpnn.encode(*backbone(30)), torch.arange(30)[None]
+    other = sequence.clone()
+    other[..., 0] = (other[..., 0] + 5) % 20
+    here, there = mpnn.decode(encoded, sequence, order), mpnn.decode(encoded, other, order)
+    assert torch.equal(here[0, 0, 0], there[0, 0, 0])
+    assert ((here - there).abs().amax(-1)[0, 0, 1:] > 1e-5).all()
+
+
+@torch.no_grad()
+def test_without_letters_the_first_of_any_order_is_unconditional():
+    mpnn, sequence = model(neighbours=12), letters(1, 1, 30)
+    encoded, order = mpnn.encode(*backbone(30)), order_of(30)
+    found, first = mpnn.decode(encoded, sequence, order)[0, 0], order[0, 0]
+    torch.testing.assert_close(mpnn.unconditional(encoded)[0, first], found[first])
+
+
+@torch.no_grad()
+def test_sampling_letter_by_letter_gives_what_scoring_gives():
+    mpnn, wanted = model(neighbours=12), letters(2, 3, 30)
+    encoded = mpnn.encode(*padded([backbone(30), backbone(9, 1)], 30))
+    order = torch.stack([torch.cat([order_of(30, seed) for seed in range(3)])] * 2)  # [2, 3, 30]
+    sequences, found = mpnn.sample(encoded, order, lambda at, _: wanted.gather(-1, at[..., None])[
+        ..., 0])  # fmt: skip
+    assert torch.equal(sequences, wanted)
+    scored = mpnn.decode(encoded, wanted, order)
+    torch.testing.assert_close(found, scored, atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_noise_is_added_only_on_request():
+    mpnn, parts = model(neighbours=12, noise_level=0.2), backbone(20)
+    still = mpnn.encode(*parts)
+    assert torch.equal(still.edges, mpnn.train().encode(*parts).edges)
+    assert not torch.equal(still.edges, mpnn.eval().encode(*parts, noise=0.1).edges)
+
+
+def test_half_precision_is_close_and_ends_in_fp32():
+    mpnn, parts, sequence = model(neighbours=12), backbone(30), letters(1, 1, 30)
+    encoded = mpnn.encode(*parts)
+    exact = mpnn.decode(encoded, sequence, order_of(30))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = mpnn.decode(mpnn.encode(*parts), sequence, order_of(30))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, exact, atol=0.2, rtol=0)
+    found.sum().backward()
+    assert all(p.grad.dtype == p.dtype and p.grad.isfinite().all() for p in mpnn.parameters())
+
+
+def test_letters_are_numbers_of_the_official_order():
+    assert encode("ACDEFGHIKLMNPQRSTVWYX") == list(range(21)) == encode(ALPHABET.lower())
+    with pytest.raises(UserError, match="residue 1 is 'B'"):
+        encode("ABC")
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def changed(**changes):
+    """A checkpoint with some tensors replaced; None removes one."""
+    tensors = model(hidden=8, neighbours=4).state_dict()
+    tensors |= {name.replace("__", "."): value for name, value in changes.items()}
+    tensors = {name: value for name, value in tensors.items() if value is not None}
+    return {"num_edges": 4, "noise_level": 0.1, "model_state_dict": tensors}
+
+
+NAN = torch.full((8, 8), torch.nan)
+BAD = {
+    "CA-only": (changed(W_v__weight=torch.zeros(8, 8)), "W_v.weight: a CA-only model"),
+    "missing": (changed(W_s__weight=None), "tensor W_s.weight is missing"),
+    "no width": (changed(W_e__weight=None), "tensor W_e.weight is missing"),
+    "width 0": (changed(W_e__weight=torch.zeros(0, 8)), "tensor .* is .*, expected "),
+    "shape": (changed(W_out__bias=torch.zeros(20)), r"W_out.bias is \[20\], expected \[21\]"),
+    "NaN": (changed(W_e__weight=NAN), "W_e.weight does not hold finite numbers"),
+    "integers": (changed(W_e__weight=NAN.isnan().long()), "W_e.weight does not hold finite"),
+    "unknown": (changed(other=torch.zeros(1)), "tensor other is unknown"),
+    "number": (changed(W_e__weight=1.0), "something else than tensors"),
+    "no weights": ({"num_edges": 4, "noise_level": 0.1}, "'model_state_dict' is missing"),
+    "no num_edges": ({"model_state_dict": changed()["model_state_dict"]}, "'num_edges' is missing"),
+    "num_edges": (changed() | {"num_edges": 0}, "num_edges 0"),
+    "noise_level": (changed() | {"noise_level": "much"}, "not a ProteinMPNN checkpoint"),
+    "a list": ([1, 2], "not a ProteinMPNN checkpoint"),
+    "code": ({"model_state_dict": print}, "not a ProteinMPNN checkpoint"),
+}  # fmt: skip
+
+
+def refused(path):
+    with pytest.raises(UserError) as caught:
+        ProteinMPNN.load(path)
+    message = str(caught.value)
+    assert message.startswith(str(path)) and "\n" not in message and "v_48_020.pt" in message
+    return message
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_checkpoint_is_refused_in_one_line(case, tmp_path):
+    content, told = BAD[case]
+    torch.save(content, tmp_path / "weights.pt")
+    with pytest.raises(UserError, match=told):
+        ProteinMPNN.load(tmp_path / "weights.pt")
+    refused(tmp_path / "weights.pt")
+
+
+@pytest.mark.parametrize("ending", [".pt", ".safetensors"])
+def test_what_is_no_checkpoint_at_all_is_refused(ending, tmp_path):
+    path = tmp_path / f"weights{ending}"
+    assert "no such file" in refused(path)
+    for content in (b"", b"<html>not found</html>", bytes(range(256)) * 9):
+        path.write_bytes(content)
+        refused(path)
+    model(hidden=8, neighbours=4).save(path)
+    path.write_bytes(path.read_bytes()[:-100])
+    refused(path)
+
+
+def test_safetensors_without_its_metadata_are_refused(tmp_path):
+    save_file(model(hidden=8).state_dict(), tmp_path / "weights.safetensors")
+    assert "'num_edges' is missing" in refused(tmp_path / "weights.safetensors")
+
+
+@pytest.mark.parametrize("ending", [".pt", ".safetensors"])
+def test_a_model_is_read_as_it_was_written(ending, tmp_path):
+    given = model(hidden=8, encoder_layers=1, neighbours=7, noise_level=0.3)
+    given.save(tmp_path / f"weights{ending}")
+    again = ProteinMPNN.load(tmp_path / f"weights{ending}")
+    assert (again.neighbours, again.noise_level) == (7, 0.3)
+    assert all(torch.equal(t, given.state_dict()[name]) for name, t in again.state_dict().items())
+    assert all(parameter.requires_grad for parameter in again.parameters())
+    assert [path.name for path in tmp_path.iterdir()] == [f"weights{ending}"]
+
+
+def test_half_a_file_is_never_left(tmp_path, monkeypatch):
+    path = tmp_path / "weights.pt"
+    model(hidden=8).save(path)
+    before = path.read_bytes()
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left")))
+    with pytest.raises(OSError, match="No space left") as caught:
+        model(hidden=16).save(path)
+    assert caught.value.filename == str(path) and path.read_bytes() == before
+    assert [found.name for found in tmp_path.iterdir()] == ["weights.pt"]
+    with pytest.raises(UserError, match="must end in .pt or .safetensors"):
+        model(hidden=8).save(tmp_path / "weights.bin")
