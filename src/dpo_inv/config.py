@@ -1,0 +1,96 @@
+"""Settings of dpo_inv.run_dpo_ddp: edit them here, or give any as a flag: --beta 0.3."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ddp_utils import cli, losses
+
+DEMO_VAL, DEMO_MODEL = "data/input/test_data_val.json", "data/demo/protein_model.pt"
+
+
+@dataclass
+class Config:
+    # what people change first
+    train_data: str = "data/input/test_data_real.json"  # items: docs/protein_dpo.md
+    val_data: str = ""  # empty: a tenth of the pairs, whole backbones
+    output_dir: str = "outputs/dpo_ddp"  # models, curves, metrics, checkpoints
+    base_model_name: str = ""  # a name or a .pt file; empty: v_48_020, the demo's for its data
+    base_model_dir: str = "data/weights"  # python -m dpo_inv.weights fetches into it
+    learning_rate: float | None = None  # 3e-7, on the demo's data 2e-4; --lr is the same
+    beta: float = 0.1  # how tightly the policy is held to the reference
+    batch_size: int = 1  # pairs of one forward and process, of one backbone
+    num_epochs: float = 10.0  # passes over the data
+    backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"  # by the device
+
+    # objective
+    method: losses.Method = "dpo"  # the loss; see src/ddp_utils/losses.py
+    label_smoothing: float | None = None  # cdpo, robust: share of labels that are wrong (0.1)
+    lambda_dpop: float | None = None  # dpop, dpopshift: price of a falling log-prob (50)
+    lambda_shift: float | None = None  # dposhift, dpopshift: weight of the unpreferred (0.75)
+    simpo_gamma: float | None = None  # simpo: the margin it asks for (0.5)
+    length_average: bool = False  # log-probs per residue instead of summed
+    decoding_order: Literal["random", "sequential", "mutated_last"] = "random"  # of residues
+    num_orders: int = 1  # random orders of each pair, over which its log-probs are averaged
+    temperature: float = 1.0  # of the log-probs in the objective
+
+    # data
+    mutable_positions: tuple[int, ...] = ()  # from 0 in the designed sequence, for all items
+    mutable_ranges: tuple[str, ...] = ()  # 6-17 29-39, both ends included
+    max_length: int = 500  # residues with context; longer items are dropped and counted
+    max_rows: int = -1  # read only so many items of train_data
+    on_bad_record: Literal["error", "skip"] = "error"  # what to do with a malformed item
+    cache: str = ""  # keep parsed structures in this folder
+    shuffle: bool = True  # a new order in every epoch
+
+    # optimisation
+    gradient_accumulation_steps: int = 1  # larger global batch, same memory
+    max_steps: int = -1  # -1: by num_epochs; 0: evaluate only
+    lr_scaling: Literal["linear", "sqrt", "world_size", "none"] = "none"  # with the global batch
+    base_batch_size: int = 1  # the global batch that learning_rate is meant for
+    lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
+    warmup_ratio: float = 0.0  # share of the steps in which the rate rises
+    weight_decay: float = 0.0  # AdamW, on matrices
+    max_grad_norm: float = 1.0  # clip the gradient to this norm; 0: do not
+
+    # run
+    save_every: int = 0  # steps between checkpoints; 0: after each epoch, and every 15 minutes
+    keep_checkpoints: int = 2  # the newest ones; older ones are removed
+    stop_after_minutes: float = 0.0  # save and end with status 85; 0: no limit
+    restart: bool = False  # move an unfinished run aside instead of going on with it
+    timeout_minutes: float = 30.0  # how long a rank waits for the others
+    log_every: int = 1  # steps between printed lines; metrics.jsonl has all
+    seed: int = 0  # split, order of the data, decoding orders
+    deterministic: bool = False  # deterministic kernels, slower
+    check: bool = False  # read and check everything, train nothing
+    debug: bool = False  # tracebacks for user errors, too
+
+
+def read_settings(argv, console=True) -> Config:
+    """Flags over the defaults, checked before anything is read."""
+    aliases = {"--lr": "--learning_rate", "--no_cuda": "--backend=gloo"}
+    config = cli.parse(Config, argv, console=console, aliases=aliases)
+    above_0, from_0 = ("above 0", lambda x: x > 0), ("of 0 or more", lambda x: x >= 0)
+    cli.check_ranges(
+        config,
+        **dict.fromkeys(
+            ("learning_rate", "beta", "batch_size", "num_epochs", "num_orders"), above_0
+        ),
+        **dict.fromkeys(("temperature", "max_length", "base_batch_size", "log_every"), above_0),
+        **dict.fromkeys(("gradient_accumulation_steps", "keep_checkpoints"), above_0),
+        **dict.fromkeys(("timeout_minutes", "lambda_shift"), above_0),
+        **dict.fromkeys(("weight_decay", "max_grad_norm", "save_every", "seed"), from_0),
+        **dict.fromkeys(("stop_after_minutes", "lambda_dpop", "simpo_gamma"), from_0),
+        max_steps=("of -1 or more", lambda x: x >= -1),
+        max_rows=("of -1, or 1 and more", lambda x: x == -1 or x > 0),
+        label_smoothing=("from 0 up to, not including, 0.5", lambda x: 0 <= x < 0.5),
+        warmup_ratio=("from 0 to 1", lambda x: 0 <= x <= 1),
+    )
+    losses.options(config)  # an option that the method does not use is refused
+    demo = config.train_data == Config.train_data
+    if demo and not config.val_data:
+        config = replace(config, val_data=DEMO_VAL)
+    if not config.base_model_name:
+        config = replace(config, base_model_name=DEMO_MODEL if demo else "v_48_020")
+    if config.learning_rate is None:
+        config = replace(config, learning_rate=2e-4 if demo else 3e-7)
+    return config

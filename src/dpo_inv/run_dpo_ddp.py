@@ -1,0 +1,330 @@
+"""Fine-tune ProteinMPNN on preferred and unpreferred sequences of backbones with DPO.
+
+    ./run_dpo_ddp_local.sh 4
+    torchrun --nproc_per_node=4 -m dpo_inv.run_dpo_ddp \\
+        --train_data data/input/test_data_real.json --output_dir outputs/dpo_ddp --num_epochs 10
+    mpiexec -n 12 -ppn 6 python -m dpo_inv.run_dpo_ddp --train_data data.json \\
+        --output_dir outputs/ --backend ccl
+    python -m dpo_inv.run_dpo_ddp --train_data ... --output_dir ...      # one process
+
+Guide: docs/protein_dpo.md. Results: output_dir (see results/README.md).
+"""
+
+import hashlib
+import math
+import os
+import sys
+import time
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from ddp_utils import (
+    NonFiniteError,
+    UserError,
+    batching,
+    dist,
+    environment,
+    losses,
+    parallel,
+    plots,
+    reference,
+    resume,
+    selftest,
+)
+from ddp_utils.run import Run
+from ddp_utils.totals import Totals, interval
+from dpo_inv import batches, mpnn, weights
+from dpo_inv import pairs as pairs_
+from dpo_inv.config import read_settings
+
+# --- data ----------------------------------------------------------------------------------------
+
+
+class Batch(NamedTuple):
+    """B pairs of one backbone of L residues, M decoding orders each: S = 2 B M sequences."""
+
+    structure: tuple  # coords [1, L, 4, 3], mask, residue_idx, chain_encoding [1, L]
+    sequences: torch.Tensor  # [1, S, L]: all preferred ones, then all unpreferred
+    orders: torch.Tensor  # [1, S, L]
+    targets: torch.Tensor  # [B, L] the positions that are summed
+    tokens: torch.Tensor  # [2, B] how many these are
+
+
+def read_data(config, world):
+    """{"train": pairs, "val": pairs}, their structures and reports."""
+    met = {}
+    train, report = pairs_.read(config.train_data, met, config, config.max_rows)
+    data, reports = {"train": train, "val": []}, {"train": report}
+    if config.val_data:
+        data["val"], reports["val"] = pairs_.read(config.val_data, met, config)
+    elif len(train) >= 10:
+        data["train"], data["val"] = batches.split(train, config.seed)
+    if len(data["train"]) < world.world_size:
+        raise UserError(
+            f"{config.train_data}: {len(data['train'])} usable pairs for {world.world_size} "
+            f"processes; start at most {len(data['train'])}"
+        )
+    return data, [structure for _, structure in met.values()], reports
+
+
+def collate(pairs, structures, config, device) -> Batch:
+    """Pairs of one backbone as one batch."""
+    found = structures[pairs[0].backbone]
+    arrays = found.coords, found.mask, found.residue_idx, found.chain_encoding
+    orders = np.stack(
+        [batches.orders(p, config.decoding_order, config.num_orders, config.seed) for p in pairs]
+    )  # [B, M, L]
+    sides = np.stack([[p.preferred for p in pairs], [p.unpreferred for p in pairs]])  # [2, B, L]
+    sides = np.repeat(sides[:, :, None], orders.shape[1], axis=2)  # [2, B, M, L]
+    both = np.broadcast_to(orders, sides.shape)
+    targets = torch.from_numpy(np.stack([pair.targets for pair in pairs]))  # [B, L]
+    length = sides.shape[-1]
+    return Batch(
+        tuple(torch.from_numpy(array)[None].to(device) for array in arrays),
+        torch.from_numpy(sides.reshape(1, -1, length)).to(device),
+        torch.from_numpy(both.reshape(1, -1, length).copy()).to(device),
+        targets.to(device),
+        targets.sum(-1).expand(2, -1).to(device),
+    )
+
+
+def share(rows, pairs, structures, size, world) -> list[batching.MicroBatch]:
+    """This rank's micro-batches of one global batch, each with pairs of one backbone."""
+    groups = batches.groups(rows, pairs, size)
+    costs = [len(structures[pairs[g[0]].backbone].sequence) * (1 + len(g)) for g in groups]
+    parts = batching.share(range(len(groups)), costs, world, budget=1)
+    return [
+        batching.MicroBatch(groups[part.index[0]], part.weight * len(groups[part.index[0]]))
+        for part in parts
+    ]
+
+
+# --- step ----------------------------------------------------------------------------------------
+
+
+class Scorer(nn.Module):
+    """Pairs -> summed log-probs of both sequences; what DDP wraps."""
+
+    autocast, precision = None, torch.float32
+
+    def __init__(self, model, temperature=1.0):
+        super().__init__()
+        self.model = model
+        self.temperature = temperature
+
+    def forward(self, batch):
+        """(preferred [B], unpreferred [B]), in nats, averaged over the decoding orders."""
+        encoded = self.model.encode(*batch.structure)  # once for all sequences
+        scores = self.model.decode(encoded, batch.sequences, batch.orders)[0]  # [S, L, 21]
+        if self.temperature != 1:
+            scores = (scores / self.temperature).log_softmax(-1)
+        picked = scores.gather(-1, batch.sequences[0, ..., None]).squeeze(-1)  # [S, L]
+        count = len(batch.targets)
+        picked = picked.view(2, count, -1, picked.shape[-1])  # [2, B, M, L]
+        sums = (picked * batch.targets[:, None]).sum(-1).mean(-1)  # [2, B]
+        return sums[0], sums[1]
+
+    def example(self, device):
+        """A backbone of four residues: for the throwaway pass of parallel.wrap."""
+        coords = torch.arange(48.0, device=device).view(1, 4, 4, 3)
+        ones = torch.ones(1, 4, device=device)
+        places = torch.arange(4, device=device)[None]
+        letters = places[None].expand(1, 2, 4)
+        structure = coords, ones, places, ones.long()
+        return Batch(structure, letters, letters, ones.bool(), ones.sum(-1).expand(2, 1))
+
+
+def pair_losses(policy, batch, table, config):
+    """B pairs and their reference log-probs [B, 2] -> losses [B] and metrics, each [B]."""
+    preferred, unpreferred = policy(batch)  # [B], [B]
+    sides = losses.LogPs(preferred, unpreferred, *table.unbind(-1), *batch.tokens)
+    per_pair, metrics = losses.preference(sides, config)
+    return per_pair, {"loss": per_pair, **metrics, "nll": -preferred / batch.tokens[0]}
+
+
+def train_step(policy, step, rows, data, structures, table, config, world):
+    """Forward and backward of one global batch -> its exact means, gradient ready for the step."""
+    pairs, totals, found = data["train"], Totals(world), []
+    parts = share(rows, pairs, structures, config.batch_size, world)
+    for turn, part in enumerate(parts):
+        batch = collate([pairs[i] for i in part.index], structures, config, world.device)
+        per_pair, metrics = pair_losses(policy, batch, table[part.index], config)
+        weight = torch.tensor(part.weight, device=world.device)
+        # DDP averages over ranks: times world_size / global count is the mean of the global batch
+        loss = (per_pair * weight).sum() * (world.world_size / len(rows))
+        parallel.backward(policy, loss, last=turn == len(parts) - 1)
+        totals.add(metrics, weight)
+        scores = metrics["logps/chosen"], metrics["logps/rejected"], per_pair
+        found.append(torch.stack(scores, -1).detach())  # [B, 3]
+    norm = parallel.clip(policy, config.max_grad_norm)
+    means = {**totals.means(), "grad_norm": norm.item()}
+    if step == 0 or not math.isfinite(means["loss"]):
+        scores = dist.by_row(len(pairs), parts, found, world)[rows]  # [global batch, 3]
+        wheres = [pairs[i].where for i in rows]
+        selftest.check_finite(scores[:, 2], wheres, step)
+        if step == 0:
+            tokens = torch.tensor([pairs[i].targets.sum() for i in rows], device=world.device)
+            mine = scores[:, :2], table[rows], tokens, wheres
+            selftest.check_first_step(policy, *mine, means, config)
+    if not math.isfinite(means["grad_norm"]):
+        raise NonFiniteError(f"step {step + 1}: the gradient is not finite; no step was taken")
+    return means
+
+
+@torch.no_grad()
+def score(policy, pairs, structures, config, world, poll=lambda: None):
+    """Log-probs of all pairs as they are now, shared out over the ranks: [number of pairs, 2]."""
+    parts, found = share(range(len(pairs)), pairs, structures, 16, world), []
+    for part in parts:
+        poll()  # stop between two batches, if asked to
+        batch = collate([pairs[i] for i in part.index], structures, config, world.device)
+        found.append(torch.stack(parallel.bare(policy)(batch), -1))
+    return dist.by_row(len(pairs), parts, found, world)
+
+
+@torch.no_grad()
+def evaluate(policy, data, structures, table, config, world, poll=lambda: None):
+    """Exact means over all validation pairs: each counted once, whatever the number of ranks."""
+    pairs, totals = data["val"], Totals(world)
+    scorer = parallel.bare(policy)  # DDP would only wait for gradients
+    for part in share(range(len(pairs)), pairs, structures, 16, world):
+        poll()
+        batch = collate([pairs[i] for i in part.index], structures, config, world.device)
+        _, metrics = pair_losses(scorer, batch, table[part.index], config)
+        right = metrics["rewards/accuracies"].double()
+        totals.add({**metrics, "squares": right**2}, torch.tensor(part.weight, device=world.device))
+    values = totals.means()
+    right = values["rewards/accuracies"], values.pop("squares"), values["count"]
+    low, high = interval(*right)
+    values |= {"rewards/accuracies_low": low, "rewards/accuracies_high": high}
+    return {**values, "perplexity": math.exp(values["nll"])}
+
+
+# --- epochs --------------------------------------------------------------------------------------
+
+
+def end_epoch(step, plan, policy, data, structures, table, config, run):
+    """Validation, the epoch's lines and models; nothing if a stopped run has done it already."""
+    if step == 0 or not plan.due(0, step) or run.validated >= step:
+        return
+    values = {}
+    if data["val"]:
+        values = evaluate(policy, data, structures, table["val"], config, run.world, run.poll)
+        run.results["val"] = values
+    before = run.results.get("best", {"loss": math.inf})["loss"]
+    best = bool(values) and values["loss"] < before
+    if best:
+        run.results["best"] = {"loss": values["loss"], "step": step}
+    model = parallel.bare(policy).model
+    epoch = math.ceil(plan.epoch(step))
+
+    def write():
+        names = [f"checkpoint_epoch_{epoch}.pt", "latest_model.pt", *["best_model.pt"] * best]
+        for name in names:
+            model.save(run.folder / name)
+
+    dist.on_main(run.world, write)
+    if run.world.is_main:
+        train = plots.mean_of(run.folder, "loss", step - plan.steps_per_epoch, step)
+        run.say(f"\nEpoch {epoch} Summary:\n  Train Loss: {train:.4f}")
+    if values:
+        run.say(f"  Val Loss:   {values['loss']:.4f}")
+    run.log(step, values, "val", echo=False)
+
+
+# --- main ----------------------------------------------------------------------------------------
+
+
+def digest(pairs, structures) -> str:
+    """Of all that the log-probs of these pairs hang on, but for the model."""
+    found = hashlib.sha256()
+    for pair in pairs:
+        backbone = structures[pair.backbone]
+        for array in (*pair[3:], backbone.coords, backbone.residue_idx, backbone.chain_encoding):
+            found.update(np.ascontiguousarray(array).tobytes())
+    return found.hexdigest()[:16]
+
+
+def main(argv=None) -> int:
+    # setup
+    world = dist.whoami(argv=sys.argv)
+    config = read_settings(argv, world.is_main)
+    resume.repeat_end(config.output_dir)
+    if not config.check:
+        world = dist.meet(world, config.backend)
+
+    # data: before there is a group, so that no rank waits in a collective while another one reads
+    base = weights.path_of(config.base_model_name, config.base_model_dir)
+    data, structures, reports = read_data(config, world)
+    global_batch = config.batch_size * world.world_size * config.gradient_accumulation_steps
+    settings = config.seed, config.shuffle, config.num_epochs, config.max_steps
+    plan = batching.Plan(len(data["train"]), global_batch, *settings)
+    model = mpnn.ProteinMPNN.load(base)
+    inputs = {f"content of {split}": digest(pairs, structures) for split, pairs in data.items()}
+    inputs["content of base_model_name"] = reference.digest_of_files([base])
+    needed = (
+        4 * sum(p.numel() for p in model.parameters()) * (3 * (config.keep_checkpoints + 1) + 1)
+    )
+    if config.check:
+        dist.choose_device(world, config.backend)
+        would = Run.would(config.output_dir, config, plan.steps, inputs, needed)
+        print(*(pairs_.describe(*report) for report in reports.items()), *would, sep="\n")
+        return 0
+
+    world = dist.join(world, config.timeout_minutes)
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else CUDA refuses to start
+        torch.use_deterministic_algorithms(True)
+    peak = parallel.learning_rate(config, plan.global_batch, world.world_size)
+
+    with Run(config.output_dir, config, world, plan.steps, inputs, needed) as run:
+        run.say(
+            f"Initialized DDP: rank={world.rank}, world_size={world.world_size}, "
+            f"local_rank={world.local_rank}\nUsing device: {world.device}\n"
+            f"Loaded {len(data['train'])} training and {len(data['val'])} validation pairs\n"
+            f"Batch size per GPU: {config.batch_size}, Total batch size: {plan.global_batch}\n"
+            f"Learning rate: {peak:.3g}, linear rule: {config.learning_rate * global_batch:.3g}"
+        )
+        run.write_json("data_report.json", environment.redacted(reports))
+        for report in reports.items():
+            run.say(pairs_.describe(*report))
+
+        # model
+        scorer = Scorer(model, config.temperature).to(world.device)
+        policy = parallel.wrap(scorer, config, world)
+        mark = f"{inputs} {config.decoding_order} {config.num_orders} {config.seed}"
+        table = reference.kept(
+            mark + f" {config.temperature} {world.device.type} {torch.__version__}",
+            {split: pairs for split, pairs in data.items() if pairs},
+            lambda pairs: score(scorer, pairs, structures, config, world, run.poll),
+            world,
+            run,
+        )
+        optimizer, schedule = parallel.make_optimizer(policy, config, peak, plan.steps)
+        done = run.restore(policy, optimizer, schedule)
+        rest = plan, policy, data, structures, table, config, run
+        end_epoch(done, *rest)
+
+        # loop: one turn is one optimiser step
+        for step in range(done, plan.steps):
+            start = time.perf_counter()
+            rows = batches.batch(plan, data["train"], step)
+            if step % plan.steps_per_epoch == 0:
+                run.say(
+                    f"\nEpoch {step // plan.steps_per_epoch + 1}/{math.ceil(config.num_epochs)}"
+                )
+            values = train_step(policy, step, rows, data, structures, table["train"], config, world)
+            values["learning_rate"] = optimizer.param_groups[0]["lr"]
+            parallel.step(policy, optimizer, schedule)
+            values |= {"epoch": plan.epoch(step + 1), "seconds": time.perf_counter() - start}
+            run.log(step + 1, values, echo=(step + 1) % config.log_every == 0)
+            end_epoch(step + 1, *rest)
+            run.end_step(due=plan.due(config.save_every, step + 1))
+    return 0
+
+
+if __name__ == "__main__":
+    dist.run(main)

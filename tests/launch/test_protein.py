@@ -1,0 +1,139 @@
+"""Protein DPO on the demo's bundles: the same numbers on 1, 2, 4 processes, killed or not."""
+
+import hashlib
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import faults
+import runs
+from conftest import ROOT
+from ddp_utils import UserError, plots
+from dpo_inv import batches, mpnn, pairs, run_dpo_ddp
+from dpo_inv.config import Config
+from ranks import ranks, run_ranks
+
+DATA = str(ROOT / "data/input/test_data_real.json")
+VAL = str(ROOT / "data/input/test_data_val.json")
+MODEL = str(ROOT / "data/demo/protein_model.pt")
+FLAGS = ["--train_data", DATA, "--val_data", VAL, "--base_model_name", MODEL, "--log_every", "1000"]
+FLAGS += runs.words("--learning_rate 1e-3 --max_rows 42 --max_steps 8")
+
+
+def train(folder, *flags, fault=None):
+    """One life of a run in this rank."""
+    plots.draw = lambda folder: None
+    torch.set_num_threads(1)
+    if fault:
+        fault[0](*fault[1:])
+    return run_dpo_ddp.main([*FLAGS, *flags, "--output_dir", str(folder)])
+
+
+def batch(per_process, accumulation=1):
+    return runs.words(f"--batch_size {per_process} --gradient_accumulation_steps {accumulation}")
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """The run on one process, 8 pairs a step; the last step of an epoch has 2."""
+    folder = tmp_path_factory.mktemp("one") / "run"
+    ranks(1, train, str(folder), *batch(8), timeout=120)
+    return folder
+
+
+@pytest.mark.parametrize(("size", "per_process", "accumulation"), [(2, 4, 1), (4, 2, 1), (2, 1, 4)])
+def test_the_losses_are_those_of_one_process(size, per_process, accumulation, one, tmp_path):
+    folder = tmp_path / "run"
+    ranks(size, train, str(folder), *batch(per_process, accumulation), timeout=120)
+    found, expected = runs.lines(folder), runs.lines(one)
+    assert [(a["split"], a["step"]) for a in found] == [(b["split"], b["step"]) for b in expected]
+    for a, b in zip(found, expected, strict=True):
+        assert abs(a["loss"] - b["loss"]) <= 1e-5 * max(abs(b["loss"]), math.log(2)), (a, b)
+        assert a["count"] == b["count"]
+    assert expected[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)  # policy = reference
+    assert found[0]["grad_norm"] == pytest.approx(expected[0]["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_killed_run_goes_on_bit_for_bit(size, tmp_path):
+    flags, weights = [*batch(2), "--save_every", "3"], []
+    fault = (faults.kill_in_backward, size - 1, 4)
+    for name, faulty in (("undisturbed", None), ("killed", fault), ("killed", None)):
+        outcome = run_ranks(size, life, str(tmp_path / name), flags, faulty, timeout=120)
+        assert (-9 in outcome.codes) == bool(faulty), outcome.logs
+    assert "goes on after step 3" in outcome.logs[0]
+    for name in ("undisturbed", "killed"):
+        tensors = mpnn.ProteinMPNN.load(tmp_path / name / "latest_model.pt").state_dict().values()
+        weights.append(hashlib.sha256(b"".join(t.numpy().tobytes() for t in tensors)).hexdigest())
+        assert [line["step"] for line in runs.lines(tmp_path / name, "train")] == list(range(1, 9))
+    assert weights[0] == weights[1]
+
+
+def life(folder, flags, fault):
+    assert train(folder, *flags, fault=fault) == 0
+
+
+def test_the_validation_is_exact(one):
+    """Against the saved models, pair by pair, each alone and summed in float64."""
+    config = Config(beta=0.1)
+    met = {}
+    found, _ = pairs.read(VAL, met, config)
+    structures = [structure for _, structure in met.values()]
+    base, policy = mpnn.ProteinMPNN.load(MODEL), mpnn.ProteinMPNN.load(one / "latest_model.pt")
+    losses = []
+    for pair in found:
+        backbone = structures[pair.backbone]
+        order = torch.from_numpy(batches.orders(pair, "random", 1, 0))
+        inputs = [torch.from_numpy(array)[None] for array in backbone[:4]]
+        sums = []
+        for model in (policy, base):
+            for side in (pair.preferred, pair.unpreferred):
+                letters = torch.from_numpy(side)
+                with torch.no_grad():
+                    scores = model.log_probs(*inputs, letters[None], order)[0]
+                picked = scores[torch.arange(len(letters)), letters].double().numpy()
+                sums.append(picked[pair.targets].sum())
+        z = 0.1 * ((sums[0] - sums[2]) - (sums[1] - sums[3]))
+        losses.append(np.log1p(np.exp(-z)))
+    last = runs.lines(one, "val")[-1]
+    assert last["count"] == len(losses)
+    assert last["loss"] == pytest.approx(np.mean(losses), rel=1e-6)
+
+
+LINES = """Initialized DDP: rank=0, world_size={size}, local_rank=0
+Using device: cpu
+Loaded 42 training and {val} validation pairs
+Batch size per GPU: 1, Total batch size: {size}
+"""
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_the_lines_of_the_guide(size, tmp_path):
+    """Through torchrun, as the guide starts it."""
+    command = [f"{Path(sys.executable).parent}/torchrun", "--standalone"]
+    command += [f"--nproc_per_node={size}", "-m", "dpo_inv.run_dpo_ddp", *FLAGS]
+    command += ["--max_steps", "3", "--output_dir", str(tmp_path / "run")]
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    val = json.loads((tmp_path / "run/data_report.json").read_text())["val"]["used"]
+    assert LINES.format(size=size, val=val) in done.stdout
+    assert "\nEpoch 1/10\n" in done.stdout
+    assert done.stdout.count("Initialized DDP") == 1
+
+
+def test_a_wrong_length_is_one_line(tmp_path):
+    items = json.loads(Path(DATA).read_text())
+    items[2]["preferred_seq"] = items[2]["preferred_seq"][:-1]
+    items[2]["pdb_file"] = str(Path(DATA).parent / items[2]["pdb_file"])
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps(items[2:3]))
+    with pytest.raises(UserError, match=r"bad.json:1: preferred_seq: \d+ letters, the designed ch"):
+        run_dpo_ddp.main(["--train_data", str(path), "--base_model_name", MODEL, "--check"])

@@ -1,0 +1,158 @@
+"""Preference items: every check of theirs, decoding orders, groups of one backbone; inference."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import ROOT
+from ddp_utils import UserError
+from dpo_inv import batches, inference, mpnn, pairs
+from dpo_inv.config import Config
+
+INPUT = ROOT / "data/input"
+MODEL = str(ROOT / "data/demo/protein_model.pt")
+ITEMS = json.loads((INPUT / "test_data_real.json").read_text())
+SINGLE = next(item for item in ITEMS if "fixed_chains" not in item)
+COMPLEX = next(item for item in ITEMS if item.get("fixed_chains"))
+
+
+def read(folder, *items, **settings):
+    """The pairs of these items, written to a file of their own."""
+    items = [{**item, "pdb_file": str(INPUT / item["pdb_file"])} for item in items]
+    path = Path(folder) / "items.json"
+    path.write_text(json.dumps(items))
+    return pairs.read(str(path), {}, Config(**settings))
+
+
+def plain(**changes):
+    """An item without positions: preferred and unpreferred may differ anywhere."""
+    item = {k: v for k, v in SINGLE.items() if k not in ("mutable_positions", "mutable_ranges")}
+    return {**item, **changes}
+
+
+def test_sums_go_over_the_designed_chain_alone(tmp_path):
+    (pair,), _ = read(tmp_path, COMPLEX)
+    count = len(COMPLEX["preferred_seq"].replace("/", ""))
+    assert pair.targets[:count].any() and not pair.targets[count:].any()
+    assert not pair.designed[count:].any() and len(pair.preferred) > count
+    assert (pair.preferred[count:] == pair.unpreferred[count:]).all()
+
+
+TEXT = SINGLE["preferred_seq"]
+OTHER = ("A" if TEXT[0] != "A" else "L") + TEXT[1:]
+REFUSED = {  # changes -> what the line says
+    "file": ({"pdb_file": "nothing.pdb"}, "pdb_file: no file"),
+    "chain": ({"chain_id": "Q"}, "chain"),
+    "short": (
+        {"preferred_seq": TEXT[:-1]},
+        f"preferred_seq: {len(TEXT) - 1} letters, the designed",
+    ),
+    "letters": ({"preferred_seq": "U" + TEXT[1:-1] + "Z"}, "preferred_seq: U, Z not in ACDEF"),
+    "both": ({"chain_id": "A", "design_chains": ["A"]}, "chain_id and design_chains; give one"),
+    "position": (
+        {"preferred_seq": TEXT, "unpreferred_seq": OTHER, "mutable_positions": [1]},
+        "the sequences differ at position 0 (from 0), which is not mutable",
+    ),
+    "range": ({"mutable_ranges": [[0, 9999]]}, "mutable position"),
+    "kind": ({"mutable_positions": "all"}, "mutable_positions are numbers"),
+    "list": ({"design_chains": "A", "chain_id": None}, "design_chains is 'A'; give a list"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_an_item_that_does_not_fit_is_one_line(what, tmp_path):
+    changes, says = REFUSED[what]
+    item = {k: v for k, v in plain(**changes).items() if v is not None}
+    with pytest.raises(UserError) as caught:
+        read(tmp_path, item)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"{tmp_path}/items.json:1: ")
+
+
+def test_what_teaches_nothing_is_dropped_and_counted(tmp_path):
+    same = plain(unpreferred_seq=SINGLE["preferred_seq"])
+    found, report = read(tmp_path, SINGLE, same)
+    assert len(found) == 1 and list(report["dropped"]) == ["the same sequence twice"]
+    with pytest.raises(UserError, match="0 usable pairs"):
+        read(tmp_path, SINGLE, max_length=10)
+
+
+def test_an_unknown_key_is_noted_with_the_nearest_one(tmp_path):
+    _, report = read(tmp_path, plain(mutable_postions=[1]))
+    assert list(report["notes"]) == ["mutable_postions: did you mean mutable_positions?"]
+
+
+def test_lower_case_slashes_and_ranges_are_read(tmp_path):
+    item = plain(preferred_seq=SINGLE["preferred_seq"].lower(), mutable_ranges=[[0, len(TEXT) - 1]])
+    (a,), (b,) = read(tmp_path, item)[0], read(tmp_path, SINGLE)[0]
+    assert (a.preferred == b.preferred).all()
+
+
+def test_orders_end_with_what_is_designed_and_are_shared_by_a_backbone(tmp_path):
+    first, second = [item for item in ITEMS if item["pdb_file"] == SINGLE["pdb_file"]][:2]
+    a, b = read(tmp_path, first, second)[0]
+    context = (~a.designed).sum()
+    found = batches.orders(a, "random", 3, seed=1)
+    assert (
+        found.shape == (3, len(a.designed)) and (np.sort(found) == np.arange(len(a.designed))).all()
+    )
+    assert not a.designed[found[:, :context]].any()
+    assert (found == batches.orders(a, "random", 3, seed=1)).all()
+    assert (found != batches.orders(a, "random", 3, seed=2)).any()
+    if (a.designed == b.designed).all():
+        assert (found == batches.orders(b, "random", 3, seed=1)).all()
+    last = batches.orders(a, "mutated_last", 1, seed=1)[0, -a.mutated.sum() :]
+    assert a.mutated[last].all()
+    assert (np.diff(batches.orders(a, "sequential", 5, 0)[0][context:]) > 0).all()
+
+
+def test_a_split_keeps_backbones_whole_and_an_epoch_visits_each_pair_once():
+    found, _ = pairs.read(str(INPUT / "test_data_real.json"), {}, Config())
+    train, val = batches.split(found, seed=3)
+    assert len(train) + len(val) == len(found) and 0.02 < len(val) / len(found) < 0.2
+    assert not {p.backbone for p in train} & {p.backbone for p in val}
+    order = batches.order_of_epoch(train, seed=0, epoch=0)
+    assert sorted(order) == list(range(len(train)))
+    assert order != batches.order_of_epoch(train, seed=0, epoch=1)
+    for group in batches.groups(order[:32], train, 4):
+        assert len({train[row].backbone for row in group}) == 1 and len(group) <= 4
+
+
+def test_a_fixed_chain_is_copied_and_x_is_never_drawn(tmp_path):
+    flags = ["--model_path", MODEL, "--pdb_file", str(INPUT / COMPLEX["pdb_file"])]
+    flags += ["--design_chains", *COMPLEX["design_chains"]]
+    flags += ["--fixed_chains", *COMPLEX["fixed_chains"], "--mutable_positions", "0", "2"]
+    flags += ["--num_samples", "4", "--temperature", "2", "--output_dir", str(tmp_path)]
+    assert inference.main(flags) == 0
+    (result,) = json.loads((tmp_path / "all_results.json").read_text())
+    native = inference.read_task(
+        INPUT / COMPLEX["pdb_file"],
+        inference.Config(
+            design_chains=tuple(COMPLEX["design_chains"]),
+            fixed_chains=tuple(COMPLEX["fixed_chains"]),
+        ),
+    )
+    wanted = inference.text_of(native, pairs.encode(native.structure.sequence))
+    for sequence in result["sequences"]:
+        assert "X" not in sequence and len(sequence) == len(wanted)
+        assert sequence[1] == wanted[1] and sequence[3:] == wanted[3:]
+    assert len(set(result["sequences"])) > 1
+    again = tmp_path / "again"
+    inference.main([*flags[:-1], str(again)])
+    text = (again / "all_results.json").read_text()
+    assert text == (tmp_path / "all_results.json").read_text()  # the seed decides
+
+
+def test_scores_of_sampled_sequences_are_read_back(tmp_path):
+    flags = ["--model_path", MODEL, "--pdb_file", str(INPUT / SINGLE["pdb_file"])]
+    inference.main([*flags, "--num_samples", "2", "--output_dir", str(tmp_path / "a")])
+    (fasta,) = (tmp_path / "a").glob("*.fasta")
+    inference.main([*flags, "--fasta", str(fasta), "--output_dir", str(tmp_path / "b")])
+    found = [json.loads((tmp_path / x / "all_results.json").read_text())[0] for x in "ab"]
+    assert found[0]["sequences"] == found[1]["sequences"]
+    assert [d["recovery"] for d in found[0]["details"]] == [
+        d["recovery"] for d in found[1]["details"]
+    ]
+    assert mpnn.ALPHABET.index("X") == inference.UNKNOWN
