@@ -228,7 +228,7 @@ def end_epoch(step, plan, policy, data, structures, table, config, run):
 
     dist.on_main(run.world, write)
     if run.world.is_main:
-        train = plots.mean_of(run.folder, "loss", step - plan.steps_per_epoch, step)
+        train = plots.mean_of(run.folder, "loss", (epoch - 1) * plan.steps_per_epoch, step)
         run.say(f"\nEpoch {epoch} Summary:\n  Train Loss: {train:.4f}")
     if values:
         run.say(f"  Val Loss:   {values['loss']:.4f}")
