@@ -12,13 +12,5 @@ here=$(dirname "${BASH_SOURCE[0]}")
 # shellcheck source=scripts/environment.sh
 . "$here/scripts/environment.sh"
 
-processes=2
-if [[ "${1:-}" =~ ^[0-9]+$ ]]; then
-  processes=$1
-  shift
-fi
-if [ "$processes" -lt 1 ]; then
-  echo "error: num_gpus: $processes; give 1 or more" >&2
-  exit 2
-fi
-train "$processes" -m dpo_inv.run_dpo_ddp "$@"
+processes "$@" # sets processes and words
+train "$processes" -m dpo_inv.run_dpo_ddp ${words[@]+"${words[@]}"} # none: old bash calls it unset

@@ -3,6 +3,9 @@
 Pairs of one backbone stay together, since it is encoded once for all of them.
 """
 
+import collections
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
@@ -30,15 +33,18 @@ def orders(pair, kind, count, seed) -> np.ndarray:
 
 
 def split(pairs, seed, share=0.1) -> tuple[list[Pair], list[Pair]]:
-    """(training, validation): whole backbones, drawn by the seed, until a share of the pairs."""
-    files = sorted({pair.backbone for pair in pairs})
+    """(training, validation): whole backbones, drawn by the seed, up to a share of the pairs.
+
+    At least one, the smallest, if there are two.
+    """
+    sizes = collections.Counter(pair.backbone for pair in pairs)
     generator = torch.Generator().manual_seed(seed_of(seed, "split"))
-    held, wanted = set(), share * len(pairs)
+    files, held = sorted(sizes), set()
     for place in torch.randperm(len(files), generator=generator).tolist():
-        size = sum(pair.backbone == files[place] for pair in pairs)
-        taken = sum(pair.backbone in held for pair in pairs)
-        if len(held) + 1 < len(files) and taken + size <= 1.5 * wanted:
+        if sum(sizes[file] for file in {*held, files[place]}) <= share * len(pairs):
             held.add(files[place])
+    if not held and len(files) > 1:
+        held.add(min(files, key=lambda file: (sizes[file], file)))
     train = [pair for pair in pairs if pair.backbone not in held]
     return train, [pair for pair in pairs if pair.backbone in held]
 
@@ -77,3 +83,34 @@ def groups(rows, pairs, size) -> list[list[int]]:
         for found in by_backbone.values()
         for start in range(0, len(found), size)
     ]
+
+
+class Batch(NamedTuple):
+    """B pairs of one backbone of L residues, M decoding orders each: S = 2 B M sequences."""
+
+    structure: tuple  # coords [1, L, 4, 3], mask, residue_idx, chain_encoding [1, L]
+    sequences: torch.Tensor  # [1, S, L]: all preferred ones, then all unpreferred
+    orders: torch.Tensor  # [1, S, L]
+    targets: torch.Tensor  # [B, L] the positions that are summed
+    tokens: torch.Tensor  # [2, B] how many these are
+
+
+def collate(pairs, structures, config, device) -> Batch:
+    """Pairs of one backbone as one batch."""
+    found = structures[pairs[0].backbone]
+    arrays = found.coords, found.mask, found.residue_idx, found.chain_encoding
+    drawn = np.stack(
+        [orders(p, config.decoding_order, config.num_orders, config.seed) for p in pairs]
+    )  # [B, M, L]
+    sides = np.stack([[p.preferred for p in pairs], [p.unpreferred for p in pairs]])  # [2, B, L]
+    sides = np.repeat(sides[:, :, None], drawn.shape[1], axis=2)  # [2, B, M, L]
+    both = np.broadcast_to(drawn, sides.shape)
+    targets = torch.from_numpy(np.stack([pair.targets for pair in pairs]))  # [B, L]
+    length = sides.shape[-1]
+    return Batch(
+        tuple(torch.from_numpy(array)[None].to(device) for array in arrays),
+        torch.from_numpy(sides.reshape(1, -1, length)).to(device),
+        torch.from_numpy(both.reshape(1, -1, length).copy()).to(device),
+        targets.to(device),
+        targets.sum(-1).expand(2, -1).to(device),
+    )

@@ -69,22 +69,8 @@ def read_settings(argv, console=True) -> Config:
     """Flags over the defaults, checked before anything is read."""
     aliases = {"--lr": "--learning_rate", "--no_cuda": "--backend=gloo"}
     config = cli.parse(Config, argv, console=console, aliases=aliases)
-    above_0, from_0 = ("above 0", lambda x: x > 0), ("of 0 or more", lambda x: x >= 0)
-    cli.check_ranges(
-        config,
-        **dict.fromkeys(
-            ("learning_rate", "beta", "batch_size", "num_epochs", "num_orders"), above_0
-        ),
-        **dict.fromkeys(("temperature", "max_length", "base_batch_size", "log_every"), above_0),
-        **dict.fromkeys(("gradient_accumulation_steps", "keep_checkpoints"), above_0),
-        **dict.fromkeys(("timeout_minutes", "lambda_shift"), above_0),
-        **dict.fromkeys(("weight_decay", "max_grad_norm", "save_every", "seed"), from_0),
-        **dict.fromkeys(("stop_after_minutes", "lambda_dpop", "simpo_gamma"), from_0),
-        max_steps=("of -1 or more", lambda x: x >= -1),
-        max_rows=("of -1, or 1 and more", lambda x: x == -1 or x > 0),
-        label_smoothing=("from 0 up to, not including, 0.5", lambda x: 0 <= x < 0.5),
-        warmup_ratio=("from 0 to 1", lambda x: 0 <= x <= 1),
-    )
+    names = "num_orders", "temperature", "max_length"
+    cli.check_ranges(config, **dict.fromkeys(names, cli.ABOVE_0))
     losses.options(config)  # an option that the method does not use is refused
     demo = config.train_data == Config.train_data
     if demo and not config.val_data:

@@ -192,8 +192,7 @@ def write(task, config, entries):
 
 def main(argv=None) -> int:
     config = cli.parse(Config, argv, aliases={"--no_cuda": "--backend=gloo"})
-    above_0 = ("above 0", lambda x: x > 0)
-    cli.check_ranges(config, num_samples=above_0, temperature=above_0)
+    cli.check_ranges(config, num_samples=cli.ABOVE_0, temperature=cli.ABOVE_0)
     if bool(config.pdb_file) == bool(config.pdb_list):
         raise UserError("--pdb_file: give one structure, or --pdb_list with one path per line")
     path = weights.path_of(config.model_path, config.base_model_dir)

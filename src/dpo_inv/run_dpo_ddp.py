@@ -15,7 +15,6 @@ import math
 import os
 import sys
 import time
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,22 +34,12 @@ from ddp_utils import (
     selftest,
 )
 from ddp_utils.run import Run
-from ddp_utils.totals import Totals, interval
+from ddp_utils.totals import Totals, wilson
 from dpo_inv import batches, mpnn, weights
 from dpo_inv import pairs as pairs_
 from dpo_inv.config import read_settings
 
 # --- data ----------------------------------------------------------------------------------------
-
-
-class Batch(NamedTuple):
-    """B pairs of one backbone of L residues, M decoding orders each: S = 2 B M sequences."""
-
-    structure: tuple  # coords [1, L, 4, 3], mask, residue_idx, chain_encoding [1, L]
-    sequences: torch.Tensor  # [1, S, L]: all preferred ones, then all unpreferred
-    orders: torch.Tensor  # [1, S, L]
-    targets: torch.Tensor  # [B, L] the positions that are summed
-    tokens: torch.Tensor  # [2, B] how many these are
 
 
 def read_data(config, world):
@@ -62,33 +51,15 @@ def read_data(config, world):
         data["val"], reports["val"] = pairs_.read(config.val_data, met, config)
     elif len(train) >= 10:
         data["train"], data["val"] = batches.split(train, config.seed)
+        names = sorted({pair.name for pair in data["val"]})
+        reports["val"] = report | {"used": len(data["val"]), "held_out": names}
+        report["used"] = len(data["train"])
     if len(data["train"]) < world.world_size:
         raise UserError(
             f"{config.train_data}: {len(data['train'])} usable pairs for {world.world_size} "
             f"processes; start at most {len(data['train'])}"
         )
     return data, [structure for _, structure in met.values()], reports
-
-
-def collate(pairs, structures, config, device) -> Batch:
-    """Pairs of one backbone as one batch."""
-    found = structures[pairs[0].backbone]
-    arrays = found.coords, found.mask, found.residue_idx, found.chain_encoding
-    orders = np.stack(
-        [batches.orders(p, config.decoding_order, config.num_orders, config.seed) for p in pairs]
-    )  # [B, M, L]
-    sides = np.stack([[p.preferred for p in pairs], [p.unpreferred for p in pairs]])  # [2, B, L]
-    sides = np.repeat(sides[:, :, None], orders.shape[1], axis=2)  # [2, B, M, L]
-    both = np.broadcast_to(orders, sides.shape)
-    targets = torch.from_numpy(np.stack([pair.targets for pair in pairs]))  # [B, L]
-    length = sides.shape[-1]
-    return Batch(
-        tuple(torch.from_numpy(array)[None].to(device) for array in arrays),
-        torch.from_numpy(sides.reshape(1, -1, length)).to(device),
-        torch.from_numpy(both.reshape(1, -1, length).copy()).to(device),
-        targets.to(device),
-        targets.sum(-1).expand(2, -1).to(device),
-    )
 
 
 def share(rows, pairs, structures, size, world) -> list[batching.MicroBatch]:
@@ -134,7 +105,7 @@ class Scorer(nn.Module):
         places = torch.arange(4, device=device)[None]
         letters = places[None].expand(1, 2, 4)
         structure = coords, ones, places, ones.long()
-        return Batch(structure, letters, letters, ones.bool(), ones.sum(-1).expand(2, 1))
+        return batches.Batch(structure, letters, letters, ones.bool(), ones.sum(-1).expand(2, 1))
 
 
 def pair_losses(policy, batch, table, config):
@@ -142,7 +113,9 @@ def pair_losses(policy, batch, table, config):
     preferred, unpreferred = policy(batch)  # [B], [B]
     sides = losses.LogPs(preferred, unpreferred, *table.unbind(-1), *batch.tokens)
     per_pair, metrics = losses.preference(sides, config)
-    return per_pair, {"loss": per_pair, **metrics, "nll": -preferred / batch.tokens[0]}
+    likelier = (preferred > unpreferred).float()  # by the policy alone, whatever the reference says
+    metrics |= {"logps/accuracies": likelier, "nll": -preferred / batch.tokens[0]}
+    return per_pair, {"loss": per_pair, **metrics}
 
 
 def train_step(policy, step, rows, data, structures, table, config, world):
@@ -150,7 +123,7 @@ def train_step(policy, step, rows, data, structures, table, config, world):
     pairs, totals, found = data["train"], Totals(world), []
     parts = share(rows, pairs, structures, config.batch_size, world)
     for turn, part in enumerate(parts):
-        batch = collate([pairs[i] for i in part.index], structures, config, world.device)
+        batch = batches.collate([pairs[i] for i in part.index], structures, config, world.device)
         per_pair, metrics = pair_losses(policy, batch, table[part.index], config)
         weight = torch.tensor(part.weight, device=world.device)
         # DDP averages over ranks: times world_size / global count is the mean of the global batch
@@ -161,6 +134,8 @@ def train_step(policy, step, rows, data, structures, table, config, world):
         found.append(torch.stack(scores, -1).detach())  # [B, 3]
     norm = parallel.clip(policy, config.max_grad_norm)
     means = {**totals.means(), "grad_norm": norm.item()}
+    if step == 0:
+        parallel.check_gradients(policy, "full")
     if step == 0 or not math.isfinite(means["loss"]):
         scores = dist.by_row(len(pairs), parts, found, world)[rows]  # [global batch, 3]
         wheres = [pairs[i].where for i in rows]
@@ -175,30 +150,36 @@ def train_step(policy, step, rows, data, structures, table, config, world):
 
 
 @torch.no_grad()
-def score(policy, pairs, structures, config, world, poll=lambda: None):
+def score(scorer, pairs, structures, config, run):
     """Log-probs of all pairs as they are now, shared out over the ranks: [number of pairs, 2]."""
-    parts, found = share(range(len(pairs)), pairs, structures, 16, world), []
+    device, found = run.world.device, []
+    parts = share(range(len(pairs)), pairs, structures, 16, run.world)
+    run.bar.begin("Reference", len(parts))
     for part in parts:
-        poll()  # stop between two batches, if asked to
-        batch = collate([pairs[i] for i in part.index], structures, config, world.device)
-        found.append(torch.stack(parallel.bare(policy)(batch), -1))
-    return dist.by_row(len(pairs), parts, found, world)
+        run.poll()  # stop between two batches, if asked to
+        batch = batches.collate([pairs[i] for i in part.index], structures, config, device)
+        found.append(torch.stack(scorer(batch), -1))
+        run.bar.advance()
+    return dist.by_row(len(pairs), parts, found, run.world)
 
 
 @torch.no_grad()
-def evaluate(policy, data, structures, table, config, world, poll=lambda: None):
+def evaluate(policy, data, structures, table, config, run):
     """Exact means over all validation pairs: each counted once, whatever the number of ranks."""
-    pairs, totals = data["val"], Totals(world)
+    pairs, device, met = data["val"], run.world.device, []
+    totals = Totals(run.world)
     scorer = parallel.bare(policy)  # DDP would only wait for gradients
-    for part in share(range(len(pairs)), pairs, structures, 16, world):
-        poll()
-        batch = collate([pairs[i] for i in part.index], structures, config, world.device)
+    parts = share(range(len(pairs)), pairs, structures, 16, run.world)
+    run.bar.begin("Validation", len(parts))
+    for part in parts:
+        run.poll()
+        batch = batches.collate([pairs[i] for i in part.index], structures, config, device)
         _, metrics = pair_losses(scorer, batch, table[part.index], config)
-        right = metrics["rewards/accuracies"].double()
-        totals.add({**metrics, "squares": right**2}, torch.tensor(part.weight, device=world.device))
+        totals.add(metrics, torch.tensor(part.weight, device=device))
+        met += metrics["loss"].tolist()  # of this rank
+        run.bar.advance(loss=met[-1], avg_loss=sum(met) / len(met))
     values = totals.means()
-    right = values["rewards/accuracies"], values.pop("squares"), values["count"]
-    low, high = interval(*right)
+    low, high = wilson(values["rewards/accuracies"] * values["count"], values["count"])
     values |= {"rewards/accuracies_low": low, "rewards/accuracies_high": high}
     return {**values, "perplexity": math.exp(values["nll"])}
 
@@ -208,11 +189,11 @@ def evaluate(policy, data, structures, table, config, world, poll=lambda: None):
 
 def end_epoch(step, plan, policy, data, structures, table, config, run):
     """Validation, the epoch's lines and models; nothing if a stopped run has done it already."""
-    if step == 0 or not plan.due(0, step) or run.validated >= step:
+    if not plan.due(0, step) or run.validated >= step > 0 or step == 0 < plan.steps:
         return
     values = {}
     if data["val"]:
-        values = evaluate(policy, data, structures, table["val"], config, run.world, run.poll)
+        values = evaluate(policy, data, structures, table["val"], config, run)
         run.results["val"] = values
     before = run.results.get("best", {"loss": math.inf})["loss"]
     best = bool(values) and values["loss"] < before
@@ -226,12 +207,18 @@ def end_epoch(step, plan, policy, data, structures, table, config, run):
         for name in names:
             model.save(run.folder / name)
 
-    dist.on_main(run.world, write)
-    if run.world.is_main:
         train = plots.mean_of(run.folder, "loss", (epoch - 1) * plan.steps_per_epoch, step)
         run.say(f"\nEpoch {epoch} Summary:\n  Train Loss: {train:.4f}")
+
+    if step:  # else it was to be evaluated only
+        dist.on_main(run.world, write)
     if values:
-        run.say(f"  Val Loss:   {values['loss']:.4f}")
+        name = "rewards/accuracies"
+        run.say(
+            f"  Val Loss:   {values['loss']:.4f}\n  Val Accuracy: {values[name]:.4f} "
+            f"[{values[name + '_low']:.4f}, {values[name + '_high']:.4f}]\n"
+            f"  Preferred likelier than unpreferred: {values['logps/accuracies']:.4f}"
+        )
     run.log(step, values, "val", echo=False)
 
 
@@ -259,11 +246,10 @@ def main(argv=None) -> int:
     # data: before there is a group, so that no rank waits in a collective while another one reads
     base = weights.path_of(config.base_model_name, config.base_model_dir)
     data, structures, reports = read_data(config, world)
-    global_batch = config.batch_size * world.world_size * config.gradient_accumulation_steps
-    settings = config.seed, config.shuffle, config.num_epochs, config.max_steps
-    plan = batching.Plan(len(data["train"]), global_batch, *settings)
+    plan = batching.Plan.of(config, len(data["train"]), world.world_size)
     model = mpnn.ProteinMPNN.load(base)
     inputs = {f"content of {split}": digest(pairs, structures) for split, pairs in data.items()}
+    inputs["global_batch"] = str(plan.global_batch)
     inputs["content of base_model_name"] = reference.digest_of_files([base])
     needed = (
         4 * sum(p.numel() for p in model.parameters()) * (3 * (config.keep_checkpoints + 1) + 1)
@@ -286,7 +272,8 @@ def main(argv=None) -> int:
             f"local_rank={world.local_rank}\nUsing device: {world.device}\n"
             f"Loaded {len(data['train'])} training and {len(data['val'])} validation pairs\n"
             f"Batch size per GPU: {config.batch_size}, Total batch size: {plan.global_batch}\n"
-            f"Learning rate: {peak:.3g}, linear rule: {config.learning_rate * global_batch:.3g}"
+            f"Learning rate: {peak:.3g}, linear rule: "
+            f"{config.learning_rate * plan.global_batch:.3g}"
         )
         run.write_json("data_report.json", environment.redacted(reports))
         for report in reports.items():
@@ -299,7 +286,7 @@ def main(argv=None) -> int:
         table = reference.kept(
             mark + f" {config.temperature} {world.device.type} {torch.__version__}",
             {split: pairs for split, pairs in data.items() if pairs},
-            lambda pairs: score(scorer, pairs, structures, config, world, run.poll),
+            lambda pairs: score(scorer, pairs, structures, config, run),
             world,
             run,
         )
@@ -309,18 +296,29 @@ def main(argv=None) -> int:
         end_epoch(done, *rest)
 
         # loop: one turn is one optimiser step
+        displacement = losses.Displacement(config, "sequences", "--method dpop")
+        met = []  # losses of this epoch
         for step in range(done, plan.steps):
             start = time.perf_counter()
             rows = batches.batch(plan, data["train"], step)
-            if step % plan.steps_per_epoch == 0:
-                run.say(
-                    f"\nEpoch {step // plan.steps_per_epoch + 1}/{math.ceil(config.num_epochs)}"
-                )
+            epoch, turn = divmod(step, plan.steps_per_epoch)
+            if turn == 0 or step == done:
+                run.say(f"\nEpoch {epoch + 1}/{math.ceil(config.num_epochs)}")
+                run.bar.begin("Training", plan.steps_per_epoch, turn)
+                met = []
             values = train_step(policy, step, rows, data, structures, table["train"], config, world)
             values["learning_rate"] = optimizer.param_groups[0]["lr"]
             parallel.step(policy, optimizer, schedule)
-            values |= {"epoch": plan.epoch(step + 1), "seconds": time.perf_counter() - start}
+            seconds = time.perf_counter() - start
+            residues = sum(len(data["train"][row].preferred) for row in rows)
+            values |= {"epoch": plan.epoch(step + 1), "seconds": seconds}
+            values["tokens_per_second"] = 2 * residues / seconds
+            values["peak_memory_mb"] = environment.peak_memory_mb(world.device)
             run.log(step + 1, values, echo=(step + 1) % config.log_every == 0)
+            met.append(values["loss"])
+            run.bar.advance(loss=values["loss"], avg_loss=sum(met) / len(met))
+            if line := displacement.seen(values["rewards/chosen"]):
+                run.say(line)
             end_epoch(step + 1, *rest)
             run.end_step(due=plan.due(config.save_every, step + 1))
     return 0

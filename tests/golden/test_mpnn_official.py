@@ -5,6 +5,7 @@ biases and gains that are not 0 and 1. Seed 0 is the policy, seed 1 the referenc
 """
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -13,7 +14,11 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 from bench import mpnn_plain
-from dpo_inv.mpnn import ALPHABET, ProteinMPNN, distances
+from dpo_inv.batches import Batch
+from dpo_inv.config import Config
+from dpo_inv.edges import distances
+from dpo_inv.mpnn import ALPHABET, ProteinMPNN
+from dpo_inv.run_dpo_ddp import Scorer, pair_losses
 
 BACKBONE = ("X", "mask", "residue_idx", "chain_encoding")
 LOGPS, LOSS = {"atol": 2e-5, "rtol": 0}, {"abs": 2e-4}
@@ -96,29 +101,41 @@ def losses():
     return list(json.loads(path.read_text())) if path.exists() else ["std/5L33/rand"]
 
 
+def batch_of(data, order):
+    """What the program trains on: native preferred to mutated, summed over the designed chains."""
+    structure = tuple(batched(data, *BACKBONE))
+    sequences = torch.stack(batched(data, "S_native", "S_mut"), 1)  # [1, 2, L]
+    orders = batched(data, ORDERS[order])[0].expand_as(sequences)
+    targets = torch.from_numpy(data["mask"] * data["chain_M"])[None] > 0
+    return Batch(structure, sequences, orders, targets, targets.sum(-1).expand(2, -1))
+
+
+def test_policy_equal_to_reference_is_ln_2_to_the_last_digit(golden, models):
+    batch = batch_of(read(golden / "struct_3HTN_designA.npz"), "rand")
+    model = Scorer(models("small", 0))
+    reference = torch.stack(model(batch), -1).detach()
+    loss, metrics = pair_losses(model, batch, reference, Config())
+    assert loss.item() == np.float32(math.log(2)) and metrics["rewards/margins"].item() == 0
+
+
 @pytest.mark.parametrize("name", losses())
 def test_dpo_losses_and_gradients_equal_the_official_ones(name, golden, models):
     expected = json.loads((golden / "dpo_golden.json").read_text())[name]
     config, structure, order = name.split("/")
     data, policy = read(golden / f"struct_{structure}.npz"), models(config, 0)
-    scored = torch.from_numpy(data["mask"] * data["chain_M"])
-
-    def logps(model):
-        found, sequences = decoded(model, data, order)
-        return (found.gather(-1, sequences[..., None]).squeeze(-1) * scored).sum(-1)
-
+    batch = batch_of(data, order)
     with torch.no_grad():
-        reference = logps(models(config, 1))
+        reference = torch.stack(Scorer(models(config, 1))(batch), -1)  # [1, 2]
     policy.zero_grad()
-    mine = logps(policy)
-    rewards = expected["beta"] * (mine - reference)
-    loss = -functional.logsigmoid(rewards[0] - rewards[1])
-    loss.backward()
-    for side, row in (("chosen", 0), ("rejected", 1)):
-        assert mine[row].item() == pytest.approx(expected[f"policy_{side}_logp"], rel=2e-6)
-        assert reference[row].item() == pytest.approx(expected[f"ref_{side}_logp"], rel=2e-6)
-        assert rewards[row].item() == pytest.approx(expected[f"reward_{side}"], **LOSS)
-    assert (rewards[0] - rewards[1]).item() == pytest.approx(expected["logits"], **LOSS)
+    loss, metrics = pair_losses(Scorer(policy), batch, reference, Config(beta=expected["beta"]))
+    loss.sum().backward()
+    for row, side in enumerate(("chosen", "rejected")):
+        mine = metrics[f"logps/{side}"].item()
+        assert mine == pytest.approx(expected[f"policy_{side}_logp"], rel=2e-6)
+        assert reference[0, row].item() == pytest.approx(expected[f"ref_{side}_logp"], rel=2e-6)
+        reward = metrics[f"rewards/{side}"].item()
+        assert reward == pytest.approx(expected[f"reward_{side}"], **LOSS)
+    assert metrics["rewards/margins"].item() == pytest.approx(expected["logits"], **LOSS)
     assert loss.item() == pytest.approx(expected["loss"], **LOSS)
     gradients = {key: parameter.grad for key, parameter in policy.named_parameters()}
     norms = {key: gradient.norm().item() for key, gradient in gradients.items()}

@@ -91,9 +91,10 @@ def test_lower_case_slashes_and_ranges_are_read(tmp_path):
 
 
 def test_orders_end_with_what_is_designed_and_are_shared_by_a_backbone(tmp_path):
-    first, second = [item for item in ITEMS if item["pdb_file"] == SINGLE["pdb_file"]][:2]
+    first, second = [item for item in ITEMS if item["pdb_file"] == COMPLEX["pdb_file"]][:2]
     a, b = read(tmp_path, first, second)[0]
     context = (~a.designed).sum()
+    assert 0 < context < len(a.designed)
     found = batches.orders(a, "random", 3, seed=1)
     assert (
         found.shape == (3, len(a.designed)) and (np.sort(found) == np.arange(len(a.designed))).all()
@@ -111,13 +112,30 @@ def test_orders_end_with_what_is_designed_and_are_shared_by_a_backbone(tmp_path)
 def test_a_split_keeps_backbones_whole_and_an_epoch_visits_each_pair_once():
     found, _ = pairs.read(str(INPUT / "test_data_real.json"), {}, Config())
     train, val = batches.split(found, seed=3)
-    assert len(train) + len(val) == len(found) and 0.02 < len(val) / len(found) < 0.2
+    assert len(train) + len(val) == len(found) and 0.02 < len(val) / len(found) < 0.12
     assert not {p.backbone for p in train} & {p.backbone for p in val}
     order = batches.order_of_epoch(train, seed=0, epoch=0)
     assert sorted(order) == list(range(len(train)))
     assert order != batches.order_of_epoch(train, seed=0, epoch=1)
     for group in batches.groups(order[:32], train, 4):
         assert len({train[row].backbone for row in group}) == 1 and len(group) <= 4
+
+
+@pytest.mark.parametrize(
+    ("sizes", "held"),
+    [
+        ([5, 30, 10], 1),  # none fits into a tenth: the smallest
+        ([90, 4, 6], 2),  # the two that fit together
+        ([7], 0),
+    ],
+)
+def test_a_split_holds_out_a_tenth_or_the_smallest(sizes, held):
+    pair = pairs.Pair("", "", 0, *[np.zeros(3)] * 4)
+    found = [pair._replace(backbone=n) for n, size in enumerate(sizes) for _ in range(size)]
+    for seed in range(5):
+        train, val = batches.split(found, seed)
+        assert len({p.backbone for p in val}) == held and len(train) + len(val) == sum(sizes)
+        assert len(val) in (0, 5, 10)
 
 
 def test_a_fixed_chain_is_copied_and_x_is_never_drawn(tmp_path):

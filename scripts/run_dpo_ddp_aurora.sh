@@ -1,0 +1,1 @@
+../run_dpo_ddp_aurora.sh

@@ -1,0 +1,177 @@
+"""What residues that are near each other see of one another: distances, features, messages.
+
+No gradient flows into coordinates. An edge carries nothing that a residue can carry, and most of
+the work of ProteinMPNN, two products an edge and layer, is one autograd function here.
+
+B backbones, S sequences on each, L residues, K neighbours of each, H hidden.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+MOST_APART = 32  # residues along the chain: further ones are all alike
+OTHER_CHAIN = 2 * MOST_APART + 1  # the number in place of a distance along the chain
+ATOMS = ["N", "CA", "C", "O", "CB"]
+DISTANCES = (  # from this atom of the residue to that one of its neighbour: the order of W_e's rows
+    "CA-CA N-N C-C O-O CB-CB CA-N CA-C CA-O CA-CB N-C N-O N-CB "
+    "CB-C CB-O O-C N-CA C-CA O-CA CB-CA C-N O-N CB-N C-CB O-CB C-O"
+)
+BELLS = 16  # radial basis functions of a distance, centred 2 to 22 Angstrom
+WIDTH = 20 / BELLS  # Angstrom
+POSITIONAL = 16  # features of the distance along the chain
+IN_CACHE = 1536  # edges that a CPU has in hand at once
+
+
+# --- geometry ------------------------------------------------------------------------------------
+
+
+def nearest(alphas, mask, most):
+    """The K <= `most` nearest CA of each: [B, L, 3], [B, L] -> indices and validity [B, L, K].
+
+    A structure with fewer residues than K has invalid neighbours, so that it gives the same alone
+    as beside a longer one. (The official code lets them take part in the decoder.)
+    """
+    # exact differences: the fast way, by products, is wrong by 0.01 Angstrom
+    apart = torch.cdist(alphas, alphas, compute_mode="donot_use_mm_for_euclid_dist")  # [B, L, L]
+    apart = apart.masked_fill_(~mask[:, None].bool(), torch.inf)
+    apart, neighbours = apart.topk(min(most, mask.shape[1]), largest=False)
+    return neighbours, apart.isfinite() * mask[..., None]
+
+
+def distances(coords, neighbours):
+    """25 distances of each edge, in Angstrom: [B, L, 4, 3], [B, L, K] -> [B, L, K, 25]."""
+    n, alpha, c, _ = coords.unbind(2)
+    b, a = alpha - n, c - alpha
+    beta = -0.58273431 * b.cross(a, dim=-1) + 0.56802827 * b - 0.54067466 * a + alpha
+    atoms = torch.cat([coords, beta[:, :, None]], 2)  # [B, L, 5, 3]
+    across = take(atoms.flatten(2), neighbours).unflatten(-1, (5, 3))  # [B, L, K, 5, 3]
+    pairs = [pair.split("-") for pair in DISTANCES.split()]
+    here, there = ([ATOMS.index(pair[side]) for pair in pairs] for side in (0, 1))
+    squared = across.new_zeros(*neighbours.shape, len(pairs))
+    for axis in range(3):  # [B, L, K, 25, 3] would be the largest tensor of all
+        squared += (atoms[:, :, None, here, axis] - across[..., there, axis]).square_()
+    return squared.add_(1e-6).sqrt_()
+
+
+def take(nodes, neighbours):
+    """What the neighbours hold: [B, L, ...], [B, L, K] -> [B, L, K, ...]."""
+    return rows(nodes.flatten(0, 1), flat(neighbours))
+
+
+def flat(neighbours):
+    """Where they are among all B * L residues: [B, L, K] -> [B, L, K]."""
+    count, length, _ = neighbours.shape
+    first = torch.arange(count, device=neighbours.device) * length
+    return neighbours + first[:, None, None]
+
+
+def rows(table, places):
+    """Rows [N, H] at places [...] -> [..., H]."""
+    # index_select: its backward is much faster than that of table[places]
+    return table.index_select(0, places.flatten()).unflatten(0, places.shape)
+
+
+# --- layers --------------------------------------------------------------------------------------
+
+
+class Features(nn.Module):
+    """Geometry -> edges [B, L, K, H]. No gradient flows into coordinates."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.embeddings = nn.ModuleDict({"linear": nn.Linear(OTHER_CHAIN + 1, POSITIONAL)})
+        width = POSITIONAL + BELLS * len(DISTANCES.split())
+        self.edge_embedding = nn.Linear(width, hidden, bias=False)
+        self.norm_edges = nn.LayerNorm(hidden)
+
+    def forward(self, coords, residue_idx, chain_encoding, neighbours):
+        with torch.no_grad():
+            apart = residue_idx[..., None] - take(residue_idx, neighbours)
+            apart = (apart + MOST_APART).clamp(0, 2 * MOST_APART)
+            alien = chain_encoding[..., None] != take(chain_encoding, neighbours)
+            apart = apart.masked_fill(alien, OTHER_CHAIN)  # [B, L, K]
+            centres = torch.linspace(2.0, 22.0, BELLS, device=coords.device) / WIDTH
+            between = distances(coords, neighbours)[..., None] / WIDTH  # [B, L, K, 25, 1]
+            bells = between.new_empty(*between.shape[:-1], BELLS)
+            for part in slices(neighbours[:, None]):
+                # exp(-80) is 0 to all that follows; less is a denormal, with which all is slow
+                squared = (between[:, part] - centres).square_().clamp_(max=80)
+                bells[:, part] = squared.neg_().exp_()
+            bells = bells.flatten(-2)  # [B, L, K, 400]
+        place, radial = self.edge_embedding.weight.split([POSITIONAL, bells.shape[-1]], 1)
+        steps = self.embeddings["linear"]
+        table = functional.linear(steps.weight.T + steps.bias, place)  # [66, H]
+        return self.norm_edges(functional.linear(bells, radial) + rows(table, apart))
+
+
+class EdgeNetwork(torch.autograd.Function):
+    """gelu(W2 gelu(first)) of every edge, summed over a residue's valid ones: most of the work.
+
+    `first`, what W1 makes of an edge, is the sum of three shares: its own product, one of its
+    residue and one of the neighbour, a row of a table. A few residues at a time, so that all
+    products stay in the processor's cache; and nothing is kept but what gelu's derivative needs.
+    """
+
+    @staticmethod
+    def forward(ctx, table, places, edges, own, between, weight, bias, valid, keep):
+        """Shares of neighbours [R, H] at places [B, S, L, K], edges [B, L, K, H] and their part
+        of W1, own shares [B, 1 or S, L, H], W2, valid [B, L, K] -> sums [B, S, L, H].
+
+        Without `valid` nothing is summed -> [B, S, L, K, H].
+        """
+        outputs = own.new_empty(places.shape[: 3 if valid is not None else 4] + weight.shape[:1])
+        ctx.kept = []
+        for part in slices(places):
+            first = rows(table, places[:, :, part])  # [B, S, l, K, H]
+            first.add_((edges[:, part] @ between.T)[:, None]).add_(own[:, :, part, None])
+            second = functional.linear(functional.gelu(first), weight, bias)
+            message = functional.gelu(second)
+            if valid is not None:
+                message = message.mul_(valid[:, None, part, :, None]).sum(-2)
+            outputs[:, :, part] = message
+            if keep:
+                ctx.kept.append((part, first, second))
+        ctx.save_for_backward(table, places, edges, own, between, weight, valid)
+        return outputs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        table, places, edges, own, between, weight, valid = ctx.saved_tensors
+        to_table, to_own = torch.zeros_like(table), torch.zeros_like(own)
+        to_edges = torch.empty_like(edges)
+        # sums of many handfuls: in fp32 whatever the precision of the products
+        to_between, to_weight = torch.zeros(2, *weight.shape, device=weight.device)
+        to_bias = torch.zeros(len(weight), device=weight.device)
+        gelu_backward = torch.ops.aten.gelu_backward
+        for part, first, second in ctx.kept:
+            down = gradient[:, :, part]
+            if valid is not None:
+                down = down[..., None, :] * valid[:, None, part, :, None]
+            down = gelu_backward(down, second).flatten(0, -2)  # [B * S * l * K, H]
+            to_weight += down.T @ functional.gelu(first).flatten(0, -2)
+            to_bias += down.sum(0)
+            down = gelu_backward((down @ weight).view_as(first), first)
+            to_table.index_add_(0, places[:, :, part].flatten(), down.flatten(0, -2))
+            to_own[:, :, part] = down.sum(-2).sum_to_size(to_own[:, :, part].shape)
+            down = down.sum(1)  # [B, l, K, H]
+            to_between += down.flatten(0, -2).T @ edges[:, part].flatten(0, -2)
+            to_edges[:, part] = down @ between
+        ours = (tensor.to(weight.dtype) for tensor in (to_between, to_weight, to_bias))
+        return to_table, None, to_edges, to_own, *ours, None, None
+
+
+def slices(places):
+    """Residues of [B, S, L, K] edges by the handful on a CPU, whose cache is small; else all."""
+    batch, samples, length, most = places.shape
+    size = max(1, IN_CACHE // (batch * samples * most)) if places.device.type == "cpu" else length
+    return [slice(start, start + size) for start in range(0, length, size)]
+
+
+def network(second, table, places, edges, own, between, valid=None):
+    """EdgeNetwork with this W2, in the precision that autocast gave to the products with W1."""
+    tensors = (edges, own, between, second.weight, second.bias)
+    tensors = [tensor.to(table.dtype) for tensor in tensors]
+    valid = None if valid is None else valid.to(table.dtype)
+    return EdgeNetwork.apply(table, places, *tensors, valid, torch.is_grad_enabled())

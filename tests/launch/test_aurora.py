@@ -1,0 +1,159 @@
+"""The job script of Aurora: its header, and its body in a stand-in for PBS and PALS."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import runs
+from conftest import ROOT
+
+SCRIPT = ROOT / "run_dpo_ddp_aurora.sh"
+# Of PALS, what hydra does not know: --cpu-bind is written down and left out, its ranks are named
+# as PALS names them, and nothing says how many there are.
+MPIEXEC = """#!/bin/bash
+words=()
+while [ "$1" != python ]; do
+  if [ "$1" = --cpu-bind ]; then
+    echo "$2 $ZE_FLAT_DEVICE_HIERARCHY" >bind
+    shift
+  else
+    words+=("$1")
+  fi
+  shift
+done
+exec mpiexec.mpich "${words[@]}" bash -c '
+  export PALS_RANKID=$PMI_RANK PALS_LOCAL_RANKID=$MPI_LOCALRANKID
+  exec env -u PMI_RANK -u PMI_SIZE -u MPI_LOCALRANKID -u MPI_LOCALNRANKS "$@"' - "$@"
+"""
+QSTAT = "#!/bin/bash\necho '    Resource_List.select = 2:system=aurora'\n"
+QSTAT += "echo '    Resource_List.walltime = 00:30:00'\n"
+
+
+@pytest.fixture
+def job(tmp_path):
+    """A function that runs the script as PBS would, in a folder that looks like the project's."""
+    for name in ("src", "data"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    bin_ = tmp_path / ".venv/bin"
+    bin_.mkdir(parents=True)
+    # what `bash -l` makes of PATH is the system's: the venv puts ours in front again
+    (bin_ / "activate").write_text(f'PATH="{bin_}:{Path(sys.executable).parent}:$PATH"\n')
+    for name, text in (("mpiexec", MPIEXEC), ("qstat", QSTAT)):
+        (bin_ / name).write_text(text)
+        (bin_ / name).chmod(0o755)
+    (tmp_path / "nodes").write_text("127.0.0.1\n127.0.0.2\n")
+    words = ("RANK", "WORLD", "LOCAL", "MASTER", "PMI", "PALS", "OMP", "SLURM", "TORCHELASTIC")
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(words)}
+    pbs = {"PBS_NODEFILE": str(tmp_path / "nodes"), "PBS_O_WORKDIR": str(tmp_path)}
+    pbs |= {"PBS_JOBID": "123.server", "BASH_FUNC_module%%": "() { echo module $*; }"}
+    ours = {"HYDRA_LAUNCHER": "fork", "BACKEND": "gloo", "GLOO_SOCKET_IFNAME": "lo"}
+
+    def run(*flags, script=SCRIPT, **env):
+        return subprocess.run(
+            ["bash", "-l", script, *flags],
+            env={**clean, **pbs, **ours, "PYTHONPATH": str(ROOT / "src"), **env},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            cwd=tmp_path,
+        )
+
+    run.folder = tmp_path
+    return run
+
+
+def test_the_body_trains_on_two_nodes_and_goes_on_when_it_is_run_again(job):
+    if not Path("/usr/bin/mpiexec.mpich").exists():
+        pytest.skip("mpiexec.mpich is not installed")
+    steps = runs.words("--log_every 1000 --max_rows 16 --max_steps 3")
+    done = job(*steps, "--stop_after_minutes", "1e-6", PER_NODE="2")
+    out, error = ((job.folder / f"logs/dpo_ddp_123.{kind}").read_text() for kind in ("out", "err"))
+    assert done.returncode == 85, out + error + done.stderr
+    assert "module load frameworks" in out
+    assert "Initialized DDP: rank=0, world_size=4, local_rank=0\nUsing device: cpu\n" in out
+    assert out.count("Initialized DDP") == 1 and "Traceback" not in error
+    folder = job.folder / "outputs/dpo_ddp_aurora"
+    about = json.loads((folder / "environment.json").read_text())
+    assert (about["launcher"], about["world_size"]) == ("pals", 4)
+
+    assert job(*steps, PER_NODE="2").returncode == 0  # run again it has the same number
+    out = (job.folder / "logs/dpo_ddp_123.out").read_text()
+    assert "goes on after step" in out and out.count("Initialized DDP") == 2
+    assert [line["step"] for line in runs.lines(folder, "train")] == [1, 2, 3]
+    # a walltime of half an hour, less five minutes
+    assert json.loads((folder / "config.json").read_text())["stop_after_minutes"] == 25
+
+
+@pytest.mark.parametrize(
+    ("per_node", "bound"),
+    [
+        ("12", "list:4-7:8-11:12-15:16-19:20-23:24-27:56-59:60-63:64-67:68-71:72-75:76-79 FLAT"),
+        ("6", "list:4-11:12-19:20-27:56-63:64-71:72-79 COMPOSITE"),
+    ],
+)
+def test_tiles_or_gpus_have_the_cores_that_are_near(per_node, bound, job):
+    """Against ALCF's page on binding: GPUs 0 to 2 hang on socket 0, 3 to 5 on socket 1."""
+    said = 'echo "$OMP_NUM_THREADS $WORLD_SIZE $MASTER_ADDR $MASTER_PORT" "$@" >words'
+    (job.folder / ".venv/bin/mpiexec").write_text(
+        MPIEXEC.replace("exec mpiexec.mpich", f"{said}; exit; :")
+    )
+    env = {"PER_NODE": per_node, "ZE_FLAT_DEVICE_HIERARCHY": "FLAT"}
+    env |= {"BACKEND": "", "MASTER_PORT": "2345"} if per_node == "6" else {}
+    assert job(**env).returncode == 0
+    assert (job.folder / "bind").read_text().strip() == bound
+    words = (job.folder / "words").read_text().split()
+    port = "2345" if per_node == "6" else "20123"
+    size = str(2 * int(per_node))
+    assert words[:4] == [str(48 // int(per_node)), size, "127.0.0.1", port]
+    backend = "xpu" if per_node == "6" else "gloo"
+    assert words[4:9] == ["python", "-m", "dpo_inv.run_dpo_ddp", "--backend", backend]
+
+
+def test_mistakes_are_one_line(job):
+    assert "PER_NODE: 13; give 12 (tiles), 6 (GPUs)" in error_of(job, PER_NODE="13")
+    assert "PER_NODE: x$(touch bad)" in error_of(job, PER_NODE="x$(touch bad)")
+    assert not (job.folder / "bad").exists()
+    away = job.folder / "away/from"
+    away.mkdir(parents=True)
+    done = job(PBS_O_WORKDIR=str(away))
+    assert (done.returncode, list(away.iterdir())) == (2, [])
+    assert done.stderr == f"error: {away}: submit it from the project's folder\n"
+
+
+def error_of(job, **env):
+    done = job(**env)
+    error = (job.folder / "logs/dpo_ddp_123.err").read_text()
+    assert done.returncode == 2, done.stdout + done.stderr + error
+    return error.splitlines()[-1]
+
+
+# --- header --------------------------------------------------------------------------------------
+
+
+def test_the_header_is_what_aurora_asks_for():
+    """The guide's directives, and what ALCF's page demands since: -q, -l filesystems, place."""
+    text = SCRIPT.read_text()
+    assert text.startswith("#!/bin/bash -l\n#PBS ")  # `module` comes with a login shell
+    header = text[: text.index("\n# ")].splitlines()[1:]
+    assert all(re.fullmatch(r"#PBS -\w \S+", line) for line in header)  # one option a line
+    given = [line.split()[1:] for line in header]
+    for option in runs.words("-A -N -q -k -j -r"):
+        assert sum(name == option for name, _ in given) == 1
+    said = dict(given)
+    assert said["-A"] == "<your_project>" and said["-r"] == "y"
+    wants = ",".join(value for name, value in given if name == "-l")
+    assert wants == (
+        "select=2:system=aurora,place=scatter,walltime=02:00:00,filesystems=home:flare"
+    )
+    # capacity takes 1 to 16 nodes for more than the hour of debug
+    assert said["-q"] == "capacity"
+    assert "#PBS" not in text[len("\n".join(header)) + 30 :]  # PBS stops reading at a command
+
+
+def test_the_name_of_the_guide_is_the_same_file():
+    assert (ROOT / "scripts/run_dpo_ddp_aurora.sh").resolve() == SCRIPT
