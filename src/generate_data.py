@@ -1,0 +1,287 @@
+"""Sample a model's replies under a system prompt x0, for train_loop.py to bake into a LoRA.
+
+    ./run_distributed.sh 2 baking
+    torchrun --nproc_per_node=2 src/generate_data.py --num_questions 88 --batch_size 38 \\
+        --num_sequences_per_question 25
+    python src/generate_data.py --model_name Qwen/Qwen3-0.6B --x0_file x0.txt \\
+        --question_dataset questions.jsonl                       # one process, no launcher
+
+Guide: docs/prompt_baking.md. The rows are the same for any number of processes; a run that was
+stopped or killed goes on with the same command.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal
+
+import torch
+
+from ddp_utils import (
+    Stop,
+    UserError,
+    cli,
+    dist,
+    logps,
+    lora,
+    progress,
+    records,
+    resume,
+    sampling,
+    signals,
+)
+from ddp_utils import pairs as pairs_
+from ddp_utils import trajectories as trajectories_
+from ddp_utils.batching import order
+from ddp_utils.reference import digest_of_model
+
+TOGETHER = 16  # batches between two writes: a number of its own, for batches hang on nothing else
+
+
+@dataclasses.dataclass
+class Config:
+    # what people change first
+    model_name: str = "data/demo/model"  # folder or hub name
+    x0_file: str = "data/demo/x0.txt"  # the system prompt that is to be baked
+    question_dataset: str = "data/demo/questions_train.jsonl"  # with question; or .txt, one a line
+    num_questions: int = 88  # the first so many; -1: all
+    num_sequences_per_question: int = 25  # replies to each
+    batch_size: int = 38  # replies of one forward and process
+    max_sequence_length: int = 128  # new tokens of a reply, at most
+    min_sequence_length: int = 1  # new tokens; shorter replies are left out, and counted
+    temperature: float = 1.0  # 1: the distribution itself; 0: the most probable word each time
+    top_p: float = 1.0  # draw from the smallest set of words with this much probability
+
+    traj_out_file: str = "data/traj_chat.jsonl"  # replies to train on
+    val_out_file: str = "data/traj_val.jsonl"  # replies to questions that are held out
+    val_split: float = 0.1  # share of the questions that is held out
+    chat_template: str = "auto"  # auto: the tokenizer's, if it has one; none; or a .jinja file
+    use_mixed_precision: bool = True  # bf16 where the GPU has it, else fp16; fp32 on a CPU
+    base_dtype: Literal["auto", "fp32", "bf16"] = "auto"  # of the weights
+    backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"  # by the device
+    timeout_minutes: float = 30.0  # how long a rank waits for the others
+    stop_after_minutes: float = 0.0  # keep what there is and end with status 85; 0: no limit
+    seed: int = 0  # of the replies and of the split
+    check: bool = False  # read and check everything, sample nothing
+    debug: bool = False  # tracebacks for user errors, too
+
+
+def read_settings(argv, world):
+    config = cli.parse(Config, argv, console=world.is_main)
+    cli.check_ranges(
+        config,
+        num_sequences_per_question=cli.ABOVE_0,
+        max_sequence_length=cli.ABOVE_0,
+        min_sequence_length=cli.FROM_0,
+        num_questions=("of -1, or 1 and more", lambda x: x == -1 or x > 0),
+        val_split=("above 0, below 1", lambda x: 0 < x < 1),
+    )
+    if config.min_sequence_length > config.max_sequence_length:
+        raise UserError("--min_sequence_length: it is above --max_sequence_length; give less")
+    return config
+
+
+def mark_of(config, prompts, settings) -> str:
+    """What the rows hang on; the number of processes is not in it."""
+    names = "num_sequences_per_question batch_size max_sequence_length temperature top_p seed"
+    names += " min_sequence_length val_split use_mixed_precision base_dtype"
+    facts = [getattr(config, name) for name in names.split()]
+    facts += [digest_of_model(config.model_name, settings), prompts, torch.__version__]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+def mark_in(path):
+    """That of the first row of a file, None if there is none."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError), open(path) as file:
+        return json.loads(file.readline())["mark"]
+
+
+def check_files(config, mark):
+    """Raise Stop if a run with this mark has made both, UserError if they cannot be written."""
+    names = "traj_out_file", "val_out_file"
+    train, val = (Path(getattr(config, name)) for name in names)
+    if train.resolve() == val.resolve():
+        raise UserError(f"--val_out_file: {val} is traj_out_file, too; give another name")
+    if mark_in(train) == mark_in(val) == mark:
+        raise Stop(f"{train} holds these replies already", 0)
+    for name, path in zip(names, (train, val), strict=True):
+        resume.check_place(f"--{name}", Path(f"{path}.parts"))
+        if path.is_dir() or path.is_symlink():
+            raise UserError(f"--{name}: {path} is a folder or a link; give the name of a file")
+
+
+class Parts:
+    """What is sampled so far, group by group, in a folder beside the file that it will become."""
+
+    def __init__(self, file, mark):
+        self.folder, self.mark, self.groups = Path(f"{file}.parts"), mark, []
+        self.file = self.folder / "replies.jsonl"
+
+    def open(self) -> int:
+        """Lock the folder and take over the whole groups of a stopped run; returns their number.
+
+        Raises UserError if that run had other settings.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.lock, kept = resume.lock(self.folder), ""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            for line in self.file.read_text().split("\n")[:-1]:  # a kill may cut the last line
+                group = json.loads(line)
+                if group["mark"] != self.mark:
+                    self.lock.release()
+                    raise UserError(
+                        f"{self.folder} holds replies sampled with other settings, model or "
+                        "questions; give the old ones to go on, or remove it"
+                    )
+                self.groups.append(group["replies"])
+                kept += line + "\n"
+        temporary = self.file.with_suffix(".tmp")
+        temporary.write_text(kept)
+        os.replace(temporary, self.file)
+        return len(self.groups)
+
+    def add(self, replies):
+        self.groups.append(replies)
+        with open(self.file, "a") as file:
+            file.write(json.dumps({"mark": self.mark, "replies": replies}) + "\n")
+
+    @contextlib.contextmanager
+    def telling(self, world):
+        """How it ends, for the shell script: torchrun does not pass an exit status on."""
+        try:
+            yield
+        except (UserError, OSError) as error:
+            code = dist.exit_code(dist.write_error(error) or error)
+            summary = {"status": "failed", "exit_code": code, "final": True}
+            if world.is_main:
+                with contextlib.suppress(OSError):
+                    text = json.dumps(summary | {"run_id": resume.run_id()}) + "\n"
+                    (self.folder / "summary.json").write_text(text)
+                self.lock.release()
+            error.in_summary = isinstance(error, UserError)
+            raise
+
+    def close(self):
+        self.lock.release()
+        shutil.rmtree(self.folder)
+
+
+def sample(scorer, prompts, ends, config, world, bar, parts, done):
+    """Replies to all questions but those of `done` groups: rank 0 keeps them in `parts`."""
+    settings = SimpleNamespace(**vars(config), max_new_tokens=config.max_sequence_length)
+    samples = config.num_sequences_per_question
+    size = max(1, TOGETHER * config.batch_size // samples)  # questions of a group
+    starts = range(0, len(prompts), size)
+    if done and world.is_main:
+        bar.say(f"goes on after {min(done * size, len(prompts))} of {len(prompts)} questions")
+    bar.of_run(len(prompts), 0)
+    bar.begin("Generating", len(starts), done)
+
+    def poll():
+        asked = torch.tensor([float(signals.asked(config.stop_after_minutes))])
+        if dist.all_sum(asked.to(world.device), world).item():
+            told = f"stopped after {min(start, len(prompts))} of {len(prompts)} questions"
+            raise Stop(f"{told}; the same command goes on", 85)
+
+    start = done * size
+    for start in starts[done:]:  # noqa: B007, poll() says how far it is
+        begin, mine = time.perf_counter(), prompts[start : start + size]
+        replies = sampling.generate(
+            scorer, mine, ends, world, settings, samples, poll, first=start, keep_end=True
+        )
+        dist.on_main(world, lambda replies=replies: parts.add(replies))
+        tokens = sum(map(len, replies))
+        bar.advance(tokens_per_second=tokens / (time.perf_counter() - begin))
+    start = len(prompts)
+    poll()  # a launcher that was told to stop will not report what comes now
+    bar.close()
+
+
+def write(config, x0, questions, parts, tokenizer, ends):
+    """Both files, each whole or not at all; returns what to tell."""
+    samples, lines = config.num_sequences_per_question, {False: [], True: []}
+    count = min(len(questions) - 1, max(1, round(config.val_split * len(questions))))
+    held = set(order(len(questions), config.seed, "held out")[:count])
+    short = 0
+    for place, tokens in enumerate(reply for group in parts.groups for reply in group):
+        number, turn = divmod(place, samples)
+        if len(tokens) - (tokens[-1] in ends if tokens else 0) < config.min_sequence_length:
+            short += 1
+            continue
+        row = {"question": questions[number], "x0": x0, "number": number, "sequence": turn}
+        row["reply"] = tokenizer.decode(tokens, skip_special_tokens=True)
+        row |= {"tokens": tokens, "model": config.model_name, "mark": parts.mark}
+        lines[number in held].append(json.dumps(row) + "\n")
+    if not lines[False]:
+        raise UserError("--min_sequence_length: no reply has so many tokens; give fewer")
+    told = [f"{short} replies below --min_sequence_length left out"] * (short > 0)
+    # the training file last: check_files() looks at its mark
+    for path, rows in ((config.val_out_file, lines[True]), (config.traj_out_file, lines[False])):
+        temporary = Path(f"{path}.tmp")
+        temporary.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text("".join(rows))
+        os.replace(temporary, path)
+        told.append(f"{len(rows)} replies -> {path}")
+    parts.close()
+    return told
+
+
+def main(argv=None) -> int:
+    world = dist.whoami(argv=sys.argv)
+    config = read_settings(argv, world)
+    resume.repeat_end(f"{config.traj_out_file}.parts")
+    if not config.check:
+        world = dist.meet(world, config.backend)
+    x0 = records.content(config.x0_file).decode()
+    if not x0.strip():
+        raise UserError(f"{config.x0_file}: it is empty; give the prompt that is to be baked")
+    questions = trajectories_.read_questions(config.question_dataset, config.num_questions)
+    tokenizer = pairs_.load_tokenizer(config.model_name)
+    encoder = pairs_.Encoder(tokenizer, config.chat_template)
+    prompts = [trajectories_.prompts(encoder, x0, question)[1] for question in questions]
+    shape = SimpleNamespace(**vars(config), fine_tuning="none", init_adapter="")
+    outline = lora.outline(shape)
+    reply = [0] * config.max_sequence_length
+    rows = zip(prompts, questions, strict=True)
+    rows = [
+        trajectories_.Trajectory(ids, ids, reply, config.question_dataset, q) for ids, q in rows
+    ]
+    lora.check_fit(outline, {"questions": rows})
+    mark = mark_of(config, prompts, outline.config)
+    total = len(questions) * config.num_sequences_per_question
+    about = f"{total} replies = {len(questions)} questions x {config.num_sequences_per_question}"
+    if config.check:
+        dist.choose_device(world, config.backend)
+        check_files(config, mark)
+        print(about, f"run folder: {config.traj_out_file}.parts", sep="\n")
+        return 0
+
+    world = dist.join(world, config.timeout_minutes)
+    dist.on_main(world, lambda: check_files(config, mark))
+    parts = Parts(config.traj_out_file, mark)
+    done = dist.on_main(world, parts.open)
+    start = time.perf_counter()
+    bar = progress.Bar(world.is_main)
+    dtype, autocast = lora.precision(shape, world.device)
+    scorer = logps.Scorer(lora.load(config.model_name, dtype, world.device), autocast)
+    if world.is_main:
+        print(f"{about}, world_size={world.world_size} device={world.device}", flush=True)
+    with parts.telling(world):
+        sample(scorer, prompts, encoder.ends, config, world, bar, parts, done)
+        made = questions, parts, tokenizer, encoder.ends
+        told = dist.on_main(world, lambda: write(config, x0, *made))
+    if world.is_main:
+        seconds, tokens = time.perf_counter() - start, sum(len(r) for g in parts.groups for r in g)
+        print(*told, f"{tokens} tokens, {seconds:.0f} s, {tokens / seconds:.0f} a second", sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    dist.run(main)

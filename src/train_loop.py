@@ -1,0 +1,364 @@
+"""Bake a system prompt into a LoRA: without the prompt the model answers as with it.
+
+    ./run_distributed.sh 2 baking
+    torchrun --nproc_per_node=2 src/train_loop.py --num_epochs 3 --batch_size 10 \\
+        --learning_rate 1e-4 --lora_r 32
+    python src/train_loop.py                             # one process, no launcher
+
+Student: the model with the LoRA, without the prompt. Teacher: the same model without the LoRA, with
+the prompt. Loss: KL(teacher || student) at every token of replies that the teacher has sampled
+(Bhargava et al., Prompt Baking, 2024). Data: generate_data.py. Guide: docs/prompt_baking.md.
+"""
+
+import contextlib
+import dataclasses
+import math
+import os
+import sys
+import time
+from typing import Literal
+
+import torch
+
+from ddp_utils import (
+    NonFiniteError,
+    UserError,
+    batching,
+    cli,
+    dist,
+    environment,
+    lean,
+    logps,
+    lora,
+    parallel,
+    records,
+    reference,
+    resume,
+    sampling,
+    selftest,
+    teaching,
+)
+from ddp_utils import pairs as pairs_
+from ddp_utils import trajectories as trajectories_
+from ddp_utils.run import Run
+from ddp_utils.totals import Totals
+
+DEMO_QUESTIONS, DEMO_JUDGE = "data/demo/questions_test.jsonl", "data/demo/judge.py:capitals"
+
+# --- settings ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Config:
+    # what people change first
+    data_path: str = "data/traj_chat.jsonl"  # what generate_data.py has written
+    val_path: str = "data/traj_val.jsonl"  # replies to other questions
+    out_dir: str = "results/traj_chat"  # adapter, curves, metrics, checkpoints
+    model_name: str = ""  # folder or hub name; empty: the one that made the data
+    num_epochs: float = 1.0  # passes over the data
+    batch_size: int = 10  # replies of one forward and process
+    learning_rate: float | None = None  # 3e-3 below 10 M parameters, else 1e-4
+    lora_r: int = 32  # rank; --r and -r are the same, but not under torchrun
+    objective: Literal["kl", "sft"] = "kl"  # the teacher's distribution, or the sampled token alone
+    judge: str = ""  # file.py:function, (question, reply) -> score or {name: score}
+
+    # adapter
+    lora_alpha: int = 64  # the adapter's output counts lora_alpha / lora_r
+    lora_dropout: float = 0.0  # 0 keeps runs equal on any number of GPUs
+    lora_targets: str = "q_proj,k_proj,v_proj,o_proj"  # layers, or all-linear
+    resume_from: str = ""  # an adapter to carry on from, such as results/traj_chat/model
+
+    # data
+    max_traj_len: int = 1024  # tokens of prompt, question and reply
+    chat_template: str = "auto"  # auto: the tokenizer's, if it has one; none; or a .jinja file
+    shuffle: bool = True  # a new order in every epoch
+    cache_teacher: bool = False  # keep the teacher's last hidden states on disk
+
+    # optimisation
+    gradient_accumulation_steps: int = 1  # larger global batch, same memory
+    max_steps: int = -1  # -1: by num_epochs; 0: evaluate only
+    lr_scheduler: Literal["constant", "linear", "cosine"] = "linear"  # after the warm-up
+    warmup_ratio: float = 0.1  # share of the steps in which the rate rises
+    weight_decay: float = 0.0  # AdamW, on matrices
+    max_grad_norm: float = 1.0  # clip the gradient to this norm; 0: do not
+
+    # replies without the prompt, with it, and of the baked model, for judge and reader
+    questions: str = ""  # other questions; empty: those of val_path
+    num_samples: int = 100  # replies, to one question after the other; 0: none
+    max_new_tokens: int = 128  # of a reply
+    temperature: float = 1.0  # 0: the most probable word each time
+    top_p: float = 1.0  # draw from the smallest set of words with this much probability
+
+    # precision and hardware
+    use_mixed_precision: bool = True  # bf16 where the GPU has it, else fp16; fp32 on a CPU
+    base_dtype: Literal["auto", "fp32", "bf16"] = "auto"  # frozen weights
+    lean: bool = True  # keep less for the backward, in the same layers and numbers
+    use_gradient_checkpointing: bool = False  # less memory, one more forward
+    backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"  # by the device
+    timeout_minutes: float = 30.0  # how long a rank waits for the others
+
+    # run
+    eval_every: int = 0  # steps between validations; 0: after each epoch
+    save_every: int = 0  # steps between checkpoints; 0: after each epoch, and every 15 minutes
+    keep_checkpoints: int = 2  # the newest ones; older ones are removed
+    stop_after_minutes: float = 0.0  # save and end with status 85; 0: no limit
+    restart: bool = False  # move an unfinished run aside instead of going on with it
+    log_every: int = 1  # steps between printed lines; metrics.jsonl has all
+    seed: int = 0  # order of the data, start of the LoRA
+    deterministic: bool = False  # deterministic kernels, slower
+    check: bool = False  # read and check everything, train nothing
+    debug: bool = False  # tracebacks for user errors, too
+
+    fine_tuning = "lora"  # not a setting: what lora.py and parallel.py ask for
+    init_adapter = property(lambda self: self.resume_from)
+
+
+def read_settings(argv, world):
+    """Flags over the defaults, checked before anything is read."""
+    aliases = {"--r": "--lora_r", "-r": "--lora_r"}
+    config = cli.parse(Config, argv, console=world.is_main, aliases=aliases)
+    cli.check_ranges(config, max_traj_len=("of 8 or more", lambda x: x >= 8))
+    if config.resume_from:
+        its = lora.adapter_settings(config.resume_from)
+        for name, own in (("lora_r", its.r), ("lora_alpha", its.lora_alpha)):
+            if getattr(config, name) not in (getattr(Config, name), own):
+                raise UserError(f"--{name}: the adapter of --resume_from has {own}; leave it out")
+            setattr(config, name, own)
+    if not config.model_name:
+        config.model_name = records.text(records.read(config.data_path, 1)[0], "model")
+    if config.model_name == "data/demo/model" and not config.questions:
+        config.questions, config.judge = DEMO_QUESTIONS, config.judge or DEMO_JUDGE
+    return config
+
+
+def read_data(config, encoder, world):
+    """{"train": trajectories, "val": trajectories} and their reports."""
+    data, reports = {}, {}
+    for split, path in (("train", config.data_path), ("val", config.val_path)):
+        data[split], reports[split] = trajectories_.read(path, encoder, config.max_traj_len)
+    if len({x0 for report in reports.values() for x0 in report["x0"]}) > 1:
+        raise UserError("--val_path: data_path and it hold more than one x0; bake one at a time")
+    seen = {row.question for row in data["train"]}
+    if shared := [row.where for row in data["val"] if row.question in seen]:
+        raise UserError(f"{shared[0]}: its question is in data_path, too; split by question")
+    if len(data["train"]) < world.world_size:
+        raise UserError(f"{config.data_path}: fewer rows than processes ({world.world_size})")
+    return data, reports
+
+
+# --- step ----------------------------------------------------------------------------------------
+
+
+def share(rows, trajectories, size, world):
+    """This rank's micro-batches of these rows, of like length since they are padded."""
+    lengths = {row: trajectories[row].row for row in rows}
+    return batching.share(rows, lengths, world, size, padded=True)
+
+
+def train_step(policy, step, rows, trajectories, teacher, config, world):
+    """Forward and backward of one global batch -> its exact means, gradient ready for the step."""
+    totals, found, base = Totals(world), [], []
+    fresh = step == 0 and not config.resume_from
+    parts = share(rows, trajectories, config.batch_size, world)
+    tokens = sum(len(trajectories[row].reply) for row in rows)  # of the global batch
+    for turn, part in enumerate(parts):
+        torch.manual_seed(batching.seed_of(config.seed, step, turn, world.rank))  # for dropout
+        batch = teacher("train", part.index, teach=config.objective == "kl")
+        (costs,) = policy(batch)  # [B]
+        if fresh:
+            base.append(parallel.bare(policy).base_costs(batch)[:, None])
+        weight = torch.tensor(part.weight, device=world.device)
+        # DDP averages over ranks: times world_size / tokens is the mean of the global batch
+        loss = (costs * weight).sum() * (world.world_size / tokens)
+        parallel.backward(policy, loss, last=turn == len(parts) - 1)
+        totals.add({"cost": costs, "tokens": batch.tokens}, weight)
+        found.append(costs.detach()[:, None])
+    norm = parallel.clip(policy, config.max_grad_norm)
+    means = totals.means()
+    means |= {"loss": means.pop("cost") / means.pop("tokens"), "grad_norm": norm.item()}
+    if step == 0 or not math.isfinite(means["loss"]):
+        table = dist.by_row(len(trajectories), parts, found, world)[rows, 0]
+        selftest.check_finite(table, [trajectories[row].where for row in rows], step)
+    if fresh:
+        expected = dist.by_row(len(trajectories), parts, base, world)[rows, 0]
+        mine = [trajectories[row] for row in rows]
+        teaching.check_first_step(table, expected, mine, parallel.bare(policy).precision)
+    if step == 0:
+        parallel.check_gradients(policy, config.fine_tuning)
+    if not math.isfinite(means["grad_norm"]) and not parallel.bare(policy).loss_scale.enabled:
+        raise NonFiniteError(f"step {step + 1}: the gradient is not finite; no step was taken")
+    return means | {"tokens": tokens}
+
+
+@torch.no_grad()
+def evaluate(student, trajectories, teacher, config, run, baked=True):
+    """KL(teacher || student) per token over all validation rows; not `baked`: of the base model."""
+    totals, objective = Totals(run.world), student.objective
+    student.objective = "kl"
+    adapters = contextlib.nullcontext() if baked else student.model.disable_adapter()
+    with logps.dropout_off(student), adapters:
+        for part in share(range(len(trajectories)), trajectories, config.batch_size, run.world):
+            run.poll()
+            batch = teacher("val", part.index)
+            weight = torch.tensor(part.weight, device=run.world.device)
+            totals.add({"kl": student(batch)[0], "tokens": batch.tokens}, weight)
+    student.objective = objective
+    means = totals.means()
+    return {"count": means["count"], "kl": means["kl"] / means["tokens"]}
+
+
+def validate(step, plan, policy, data, teacher, config, run):
+    """The validation that is due after `step` steps, unless the run has done it already."""
+    if not plan.due(config.eval_every, step) or run.validated >= step > 0 or step == 0 < plan.steps:
+        return
+    values = evaluate(parallel.bare(policy), data["val"], teacher, config, run)
+    base = run.results["base"]["kl"]
+    values |= {"kl_base": base, "share_baked": 1 - values["kl"] / max(base, 1e-12)}
+    run.results["val"] = values
+    run.log(step, values, "val")
+
+
+# --- replies -------------------------------------------------------------------------------------
+
+
+def answer(student, questions, encoder, x0, config, run, who):
+    """Replies of the base model ("base", "prompted") or of what is trained ("baked")."""
+    adapters = contextlib.nullcontext() if who == "baked" else student.model.disable_adapter()
+    ids = [trajectories_.prompts(encoder, x0, text)[who == "prompted"] for text in questions]
+    with adapters:
+        found = sampling.generate(student, ids, encoder.ends, run.world, config, poll=run.poll)
+    return encoder.tokenizer.batch_decode(found, skip_special_tokens=True)
+
+
+def write_examples(run, questions, replies, judge):
+    """distributed_output_test.txt side by side, and the judge's mean scores into the results."""
+    blocks, scores = [], {}
+    for number, question in enumerate(questions):
+        said = {who: texts[number].strip() for who, texts in replies.items()}
+        lines = [f"--- {number + 1} of {len(questions)}", f"question: {question}"]
+        blocks.append("\n".join([*lines, *(f"{who + ':':9} {text}" for who, text in said.items())]))
+        for who, text in said.items() if judge else ():
+            for name, score in judge(question, text).items():
+                scores.setdefault(f"judge/{who}/{name}".rstrip("/"), []).append(score)
+    means = {name: sum(found) / len(found) for name, found in scores.items()}
+    head = "".join(f"{name}: {value:.4f}\n" for name, value in means.items())
+    text = "\n\n".join([head, *blocks] if head else blocks) + "\n"
+    run.write_text("distributed_output_test.txt", text)
+    run.results["test"] = {"count": len(questions), **means}
+    if means:
+        run.say(head.rstrip())
+
+
+# --- main ----------------------------------------------------------------------------------------
+
+
+def main(argv=None) -> int:
+    # setup
+    world = dist.whoami(argv=sys.argv)
+    config = read_settings(argv, world)
+    resume.repeat_end(config.out_dir)
+    if not config.check:
+        world = dist.meet(world, config.backend)
+
+    # data: before there is a group, so that no rank waits in a collective while another one reads
+    tokenizer = pairs_.load_tokenizer(config.model_name)
+    encoder = pairs_.Encoder(tokenizer, config.chat_template, config.max_traj_len)
+    data, reports = read_data(config, encoder, world)
+    x0 = reports["train"]["x0"][0]
+    questions = list(dict.fromkeys(row.question for row in data["val"]))
+    if config.questions:
+        questions = trajectories_.read_questions(config.questions)
+    questions = [questions[turn % len(questions)] for turn in range(config.num_samples)]
+    outline = lora.outline(config)
+    asked = {q: trajectories_.prompts(encoder, x0, q) for q in questions}
+    room = [0] * config.max_new_tokens
+    asked = [trajectories_.Trajectory(*ids, room, "questions", q) for q, ids in asked.items()]
+    lora.check_fit(outline, data | {"questions": asked})
+    if config.learning_rate is None:
+        small = sum(p.numel() for p in outline.parameters()) < 10e6
+        config.learning_rate = 3e-3 if small else 1e-4
+    plan = batching.Plan.of(config, len(data["train"]), world.world_size)
+    inputs = {f"content of {split}": reference.digest_of_rows(rows) for split, rows in data.items()}
+    inputs["global_batch"] = str(plan.global_batch)
+    for name in ("model_name", "resume_from"):
+        if value := getattr(config, name):
+            inputs[f"content of {name}"] = reference.digest_of_model(value, outline.config)
+    needed = parallel.bytes_to_write(outline, config)
+    # a judge is executed: the demo's is the project's own, whatever the current folder holds
+    root = records.ROOT if config.judge == DEMO_JUDGE else None
+    judge = sampling.load_judge(config.judge, root) if config.judge else None
+    for question in questions[:1] if judge else ():
+        judge(question, "")  # one that does not know these questions says so now
+    described = [
+        f"{split}: {len(data[split])} replies of {report['file']}; {len(report['cut'])} cut, "
+        f"{len(report['dropped'])} dropped"
+        for split, report in reports.items()
+    ]
+    if config.check:
+        dist.choose_device(world, config.backend)
+        would = Run.would(config.out_dir, config, plan.steps, inputs, needed)
+        print(*described, *would, sep="\n")
+        return 0
+
+    world = dist.join(world, config.timeout_minutes)
+    lora.check_same_precision(config, world)
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else CUDA refuses to start
+        torch.use_deterministic_algorithms(True)
+
+    with Run(config.out_dir, config, world, plan.steps, inputs, needed) as run:
+        run.say(
+            f"world_size={world.world_size} device={world.device} "
+            f"global_batch={plan.global_batch} = {world.world_size} ranks x "
+            f"{config.gradient_accumulation_steps} accumulation x {config.batch_size} "
+            f"learning_rate={config.learning_rate:.3g} steps={plan.steps}"
+        )
+        run.write_json("data_report.json", environment.redacted(reports))
+        for line in described:
+            run.say(line)
+
+        # model
+        torch.manual_seed(config.seed)  # the same fresh LoRA on every rank
+        model, autocast = lora.load_policy(config, world.device)
+        student = teaching.Student(model, autocast).to(world.device)
+        student.objective = config.objective
+        if config.lean:
+            lean.apply(model)
+        for line in teaching.check_head(student, data["train"], world, config.cache_teacher):
+            run.say(line)
+        teacher = teaching.Teacher(student, data, config, run)
+        base = run.once("base", lambda: evaluate(student, data["val"], teacher, config, run, False))
+        run.results["base"] = base
+        run.say(f"base model without the prompt: kl {base['kl']:.4f} nats a token")
+        policy = parallel.wrap(student, config, world)
+        rate = config.learning_rate
+        optimizer, schedule = parallel.make_optimizer(policy, config, rate, plan.steps)
+        done = run.restore(policy, optimizer, schedule)
+        run.results["base"] = base
+        validate(done, plan, policy, data, teacher, config, run)
+
+        # loop: one turn is one optimiser step
+        for step in range(done, plan.steps):
+            start, rows = time.perf_counter(), plan.batch(step)
+            values = train_step(policy, step, rows, data["train"], teacher, config, world)
+            values["learning_rate"] = optimizer.param_groups[0]["lr"]
+            parallel.step(policy, optimizer, schedule)
+            seconds = time.perf_counter() - start
+            values |= {"epoch": plan.epoch(step + 1), "seconds": seconds}
+            values["tokens_per_second"] = values.pop("tokens") / seconds
+            values["peak_memory_mb"] = environment.peak_memory_mb(world.device)
+            run.log(step + 1, values, echo=(step + 1) % config.log_every == 0)
+            validate(step + 1, plan, policy, data, teacher, config, run)
+            run.end_step(due=plan.due(config.save_every, step + 1))
+
+        # results
+        dist.on_main(world, lambda: lora.save(model, tokenizer, run.folder / "model"))
+        if questions:
+            given = student, questions, encoder, x0, config, run
+            replies = {who: answer(*given, who) for who in ("base", "prompted", "baked")}
+            write_examples(run, questions, replies, judge)
+    return 0
+
+
+if __name__ == "__main__":
+    dist.run(main)

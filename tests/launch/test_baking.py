@@ -1,0 +1,449 @@
+"""Baking: the same replies and the same losses on any number of processes, killed or not."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import faults
+import generate_data
+import runs
+import train_loop
+from conftest import ROOT
+from ddp_utils import Stop, UserError, dist, plots
+from ranks import ranks, run_ranks
+
+# 12 questions x 6 replies, two questions between two writes
+SMALL = runs.words("--num_questions 12 --num_sequences_per_question 6 --batch_size 4")
+SMALL += runs.words("--max_sequence_length 32 --val_split 0.2")
+FILES = "traj_chat.jsonl", "traj_val.jsonl"
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch):
+    """What generate() and train() change for speed, some of them in this process, is put back."""
+    monkeypatch.setattr(generate_data, "TOGETHER", generate_data.TOGETHER)
+    monkeypatch.setattr(plots, "draw", plots.draw)
+
+
+def generate(folder, *flags, fault=None, together=3):
+    generate_data.TOGETHER = together
+    torch.set_num_threads(1)
+    if fault:
+        fault()
+    files = ["--traj_out_file", f"{folder}/{FILES[0]}", "--val_out_file", f"{folder}/{FILES[1]}"]
+    return generate_data.main([*SMALL, *files, *flags])
+
+
+def content(folder):
+    return [(Path(folder) / name).read_bytes() for name in FILES]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Folder with what one process has generated."""
+    folder = tmp_path_factory.mktemp("made")
+    ranks(1, generate, str(folder))
+    return folder
+
+
+def rows_of(folder):
+    return [[json.loads(row) for row in raw.decode().splitlines()] for raw in content(folder)]
+
+
+# --- generate_data -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_same_rows_on_any_number_of_processes(size, made, tmp_path):
+    ranks(size, generate, str(tmp_path))
+    assert content(tmp_path) == content(made)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FILES)  # no litter
+
+
+def test_a_reply_hangs_on_question_and_sequence_alone(made, tmp_path):
+    """Not on how many questions lie between two writes."""
+    assert generate(tmp_path, together=100) == 0
+    assert content(tmp_path) == content(made)
+
+
+def test_a_models_own_generation_settings_change_no_distribution(made, tmp_path):
+    """Some ship a repetition_penalty, which transformers applies to whatever is generated."""
+    model = Path(shutil.copytree(ROOT / "data/demo/model", tmp_path / "model"))
+    path = model / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "repetition_penalty": 3.0}))
+    assert generate(tmp_path, "--model_name", str(model)) == 0
+    found, expected = ([r["tokens"] for r in rows_of(folder)[0]] for folder in (tmp_path, made))
+    assert found == expected
+
+
+def test_rows_are_split_by_question_and_hold_what_the_teacher_said(made):
+    train, val = rows_of(made)
+    asked = [{row["question"] for row in rows} for rows in (train, val)]
+    assert len(asked[0]) + len(asked[1]) == 12 and len(asked[1]) == 2  # 0.2 x 12 = 2.4
+    assert not asked[0] & asked[1]
+    assert len(train) + len(val) == 72 and len({row["reply"] for row in train}) > 30
+    loud = [row["reply"].isupper() for row in train + val]
+    assert sum(loud) / len(loud) > 0.9  # x0 asks for capitals; 0.987 in data/demo/README.md
+    assert {row["x0"] for row in train} == {"Answer in capital letters.\n"}
+    assert {row["tokens"][-1] for row in train if len(row["tokens"]) < 32} == {2}  # the end counts
+
+
+def kill_after(groups):
+    """SIGKILL in the middle of writing a group."""
+    add = generate_data.Parts.add
+
+    def kill(self, replies):
+        if len(self.groups) == groups:
+            self.file.open("a").write('{"mark": "')
+            os.kill(os.getpid(), signal.SIGKILL)
+        add(self, replies)
+
+    generate_data.Parts.add = kill
+
+
+def life(folder, killed):
+    assert generate(folder, fault=(lambda: kill_after(3)) if killed else None) == 0
+
+
+def test_killed_while_it_writes_it_goes_on_with_the_same_rows(made, tmp_path):
+    outcome = run_ranks(2, life, str(tmp_path), True)
+    assert -9 in outcome.codes and not (tmp_path / FILES[0]).exists()
+    outcome = run_ranks(2, life, str(tmp_path), False)
+    assert outcome.codes == [0, 0] and "goes on after 6 of 12 questions" in outcome.logs[0]
+    assert content(tmp_path) == content(made)
+
+
+def test_stopped_by_a_time_limit_it_goes_on_with_the_same_rows(made, tmp_path):
+    with pytest.raises(Stop, match="stopped after 0 of 12 questions") as caught:
+        generate(tmp_path, "--stop_after_minutes", "1e-9")
+    assert caught.value.exit_code == 85
+    assert json.loads((tmp_path / f"{FILES[0]}.parts/summary.json").read_text())["exit_code"] == 85
+    assert generate(tmp_path) == 0
+    assert content(tmp_path) == content(made)
+    with pytest.raises(Stop, match="holds these replies already") as caught:
+        generate(tmp_path)
+    assert caught.value.exit_code == 0
+
+
+def test_what_is_half_sampled_with_other_settings_is_left_alone(tmp_path):
+    half = tmp_path / f"{FILES[0]}.parts/replies.jsonl"
+    half.parent.mkdir()
+    half.write_text('{"mark": "another", "replies": []}\n')
+    with pytest.raises(UserError, match=r"parts holds replies sampled with other settings.*remove"):
+        generate(tmp_path)
+    assert half.read_text() == '{"mark": "another", "replies": []}\n'
+
+
+def test_an_adapter_that_is_carried_on_has_its_own_rank(tmp_path):
+    adapter = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
+    flags = ["--resume_from", str(tmp_path), "--model_name", "data/demo/model"]
+    with pytest.raises(UserError, match="--lora_r: the adapter of --resume_from has 4; leave"):
+        train_loop.read_settings([*flags, "--lora_r", "8"], dist.World())
+    config = train_loop.read_settings(flags, dist.World())
+    assert (config.lora_r, config.lora_alpha) == (4, 8)
+
+
+def test_what_an_other_setting_has_made_is_made_anew(made, tmp_path):
+    assert generate(tmp_path, "--seed", "1") == 0
+    other = content(tmp_path)
+    assert generate(tmp_path) == 0
+    assert content(tmp_path) == content(made) != other
+
+
+def test_short_replies_are_left_out_and_counted(made, tmp_path, capsys):
+    bound = 9
+    assert generate(tmp_path, "--min_sequence_length", str(bound)) == 0
+    expected = [
+        [row["tokens"] for row in rows if len(row["tokens"]) - (row["tokens"][-1] == 2) >= bound]
+        for rows in rows_of(made)
+    ]
+    assert [[row["tokens"] for row in rows] for rows in rows_of(tmp_path)] == expected
+    left_out = 72 - sum(map(len, expected))
+    assert 0 < left_out < 72
+    assert f"{left_out} replies below --min_sequence_length left out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--val_out_file", "FOLDER/traj_chat.jsonl"], "--val_out_file: .* is traj_out_file, too"),
+        (["--traj_out_file", "FOLDER"], "--traj_out_file: .* is a folder or a link"),
+        (["--traj_out_file", "/etc/passwd/y"], "--traj_out_file: /etc/passwd is not a folder"),
+        (["--x0_file", "FOLDER/x0.txt"], "x0.txt: no such file"),
+        (["--num_questions", "100000"], "400 different questions; --num_questions is 100000"),
+        (["--max_sequence_length", "100000"], "tokens, the model has .* positions"),
+    ],
+)
+@pytest.mark.parametrize("check", [[], ["--check"]])
+def test_mistakes_of_sampling_are_one_line(flags, message, check, tmp_path):
+    flags = [flag.replace("FOLDER", str(tmp_path)) for flag in flags]
+    with pytest.raises(UserError, match=message):
+        generate(tmp_path, *flags, *check)
+    assert not list(tmp_path.iterdir())
+
+
+# --- train_loop ----------------------------------------------------------------------------------
+
+FLAGS = runs.words("--max_steps 6 --learning_rate 3e-3 --warmup_ratio 0 --num_samples 0 --lora_r 8")
+
+
+def train(folder, data, *flags, fault=None):
+    plots.draw = lambda folder: None
+    torch.set_num_threads(1)
+    if fault:
+        fault[0](*fault[1:])
+    files = ["--data_path", f"{data}/{FILES[0]}", "--val_path", f"{data}/{FILES[1]}"]
+    return train_loop.main([*FLAGS, *files, *flags, "--out_dir", str(folder)])
+
+
+def batch(per_process, accumulation=1):
+    return runs.words(f"--batch_size {per_process} --gradient_accumulation_steps {accumulation}")
+
+
+@pytest.fixture(scope="module")
+def one(made, tmp_path_factory):
+    """The run on one process; 60 rows in steps of 8, so that a step has 4."""
+    folder = tmp_path_factory.mktemp("one") / "run"
+    ranks(1, train, str(folder), str(made), *batch(8), "--max_steps", "8")
+    return folder
+
+
+def assert_same_losses(folder, expected):
+    found, expected = runs.lines(folder), runs.lines(expected)
+    assert [(a["split"], a["step"]) for a in found] == [(b["split"], b["step"]) for b in expected]
+    first = expected[0]["loss"]
+    for a, b in zip(found, expected, strict=True):
+        name = "loss" if a["split"] == "train" else "kl"
+        assert abs(a[name] - b[name]) <= 1e-5 * max(b[name], first), (a, b)
+        assert a["count"] == b["count"]
+    assert found[0]["grad_norm"] == pytest.approx(expected[0]["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("size", "per_process", "accumulation"), [(2, 4, 1), (4, 2, 1), (2, 2, 2)])
+def test_the_losses_are_those_of_one_process(size, per_process, accumulation, one, made, tmp_path):
+    flags = [*batch(per_process, accumulation), "--max_steps", "8"]
+    ranks(size, train, str(tmp_path / "run"), str(made), *flags)
+    assert_same_losses(tmp_path / "run", one)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_kept_teacher_is_the_teacher(size, one, made, tmp_path):
+    flags = [*batch(8 // size), "--max_steps", "8", "--cache_teacher"]
+    ranks(size, train, str(tmp_path / "run"), str(made), *flags)
+    assert_same_losses(tmp_path / "run", one)
+    assert len(list((tmp_path / "run/teacher").iterdir())) == size
+
+
+def test_the_kept_teacher_is_read_and_not_made_again(made, tmp_path, monkeypatch):
+    """A run that goes on reads it; another x0 has another one."""
+    taught, teach, step = [], train_loop.teaching.Student.teach, train_loop.train_step
+
+    def count(self, batch):
+        taught.append(len(batch.tokens))
+        return teach(self, batch)
+
+    def stop(policy, number, *rest):
+        if number == 3:
+            raise Stop("stopped", 85)
+        return step(policy, number, *rest)
+
+    monkeypatch.setattr(train_loop.teaching.Student, "teach", count)
+    flags = ["--cache_teacher", *batch(8), "--save_every", "1"]
+    with monkeypatch.context() as patch:
+        patch.setattr(train_loop, "train_step", stop)
+        with pytest.raises(Stop):
+            train(tmp_path / "run", made, *flags)
+    assert sum(taught) == 72  # each row once, in training and in three validations
+    taught.clear()
+    assert train(tmp_path / "run", made, *flags) == 0 and not taught
+    for name in FILES:
+        text = (made / name).read_text().replace("capital letters", "small letters")
+        (tmp_path / name).write_text(text)
+    assert train(tmp_path / "run", tmp_path, *flags) == 0 and sum(taught) == 72
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_killed_run_goes_on_bit_for_bit(size, made, tmp_path):
+    flags = [*batch(4), "--save_every", "2", "--lora_dropout", "0.1"]
+    fault = (faults.kill_in_backward, size - 1, 4)
+    for name, faulty in (("undisturbed", None), ("killed", fault), ("killed", None)):
+        outcome = run_ranks(size, trained, str(tmp_path / name), str(made), flags, faulty)
+        assert (-9 in outcome.codes) == bool(faulty), outcome.logs
+    assert "goes on after step 4" in outcome.logs[0]
+    assert faults.is_equal(tmp_path / "killed", tmp_path / "undisturbed")
+
+
+def test_another_global_batch_is_another_run(made, tmp_path):
+    """On fewer processes the same flags would visit rows again: it must not go on in silence."""
+    flags = [*batch(4), "--save_every", "1"]
+    fault = (faults.kill_in_backward, 1, 4)
+    outcome = run_ranks(2, trained, str(tmp_path / "run"), str(made), flags, fault)
+    assert -9 in outcome.codes
+    with pytest.raises(UserError, match="global_batch: 8 -> 4"):
+        train(tmp_path / "run", made, *flags)
+    assert train(tmp_path / "run", made, *batch(8), "--save_every", "1") == 0
+
+
+def trained(folder, data, flags, fault):
+    assert train(folder, data, *flags, fault=fault) == 0
+
+
+def test_sft_learns_the_sampled_tokens(made, tmp_path):
+    assert train(tmp_path / "run", made, *batch(8), "--objective", "sft", "--max_steps", "30") == 0
+    val = runs.lines(tmp_path / "run", "val")
+    assert val[-1]["share_baked"] > 0.5  # kl is measured, whatever is trained
+
+
+def test_an_adapter_is_carried_on_and_the_base_stays_the_base(one, made, tmp_path):
+    flags = ["--resume_from", str(one / "model"), "--max_steps", "0"]
+    assert train(tmp_path / "run", made, *flags) == 0
+    before, after = runs.lines(one, "val")[-1], runs.lines(tmp_path / "run", "val")[-1]
+    assert after["kl_base"] == pytest.approx(before["kl_base"], rel=1e-5)
+    assert after["kl"] == pytest.approx(before["kl"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "flags", "message"),
+    [
+        ({"x0": "Mixed."}, ["--val_path", "MADE"], "--val_path: .* more than one x0"),
+        ({"model": 1}, [], r"traj_chat.jsonl:1: model is 1; give a non-empty string"),
+        ({}, ["--val_path", "TRAIN"], r"traj_chat.jsonl:1: its question is in data_path, too"),
+        ({}, ["--lora_targets", "q_proj,lm_head"], "--lora_targets: leave output layer"),
+        ({}, ["--lora_targets", "q_porj"], "--lora_targets: no layer q_porj"),
+        ({}, ["--max_traj_len", "8"], "0 usable rows; --max_traj_len is 8"),
+        ({"tokens": [99999], "reply": ""}, [], "token id 99999, model has"),
+    ],
+)
+def test_mistakes_are_one_line(change, flags, message, made, tmp_path):
+    for name, rows in zip(FILES, rows_of(made), strict=True):
+        text = "".join(json.dumps(row | change) + "\n" for row in rows)
+        (tmp_path / name).write_text(text)
+    flags = [flag.replace("TRAIN", f"{tmp_path}/{FILES[0]}") for flag in flags]
+    flags = [flag.replace("MADE", f"{made}/{FILES[1]}") for flag in flags]
+    with pytest.raises(UserError, match=message):
+        train(tmp_path / "run", tmp_path, *flags)
+
+
+# --- the whole way -------------------------------------------------------------------------------
+
+
+WHOS = "base", "prompted", "baked"
+
+
+def shell(folder, *words):
+    """./run_distributed.sh 2 baking in a folder of its own."""
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    env["OMP_NUM_THREADS"] = "1"
+    done = subprocess.run(
+        [ROOT / "run_distributed.sh", "2", "baking", *words],
+        env=env,
+        capture_output=True,
+        text=True,
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((folder / "results/traj_chat/summary.json").read_text()), done.stdout
+
+
+def assert_baked(summary, share):
+    val, test = summary["val"], summary["test"]
+    assert val["kl_base"] >= 0.1 and val["share_baked"] >= share
+    assert val["share_baked"] == pytest.approx(1 - val["kl"] / val["kl_base"])
+    assert test["judge/base/capitals"] <= 0.05 and test["judge/baked/capitals"] >= 0.9
+    assert test["judge/baked/right"] >= 0.9 * test["judge/prompted/right"]
+
+
+def test_the_demo_is_baked(tmp_path):
+    first = runs.words("--num_questions 60 --num_sequences_per_question 20 --")
+    summary, said = shell(tmp_path, *first, *runs.words("--log_every 1000 --num_samples 40"))
+    assert_baked(summary, 0.95)
+    assert summary["world_size"] == 2 and summary["test"]["count"] == 40
+    assert "1200 replies = 60 questions x 20, world_size=2 device=cpu" in said
+    text = (tmp_path / "results/traj_chat/distributed_output_test.txt").read_text()
+    assert re.search(r"--- 1 of 40\nquestion: .*\nbase:  .*\nprompted: .*\nbaked: .*\n", text)
+    _, said = shell(tmp_path, *first, *runs.words("--log_every 1000 --num_samples 40"))
+    assert "holds these replies already" in said and "holds this run, finished" in said
+    # what was trained is a plain adapter
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(ROOT / "data/demo/model", dtype=torch.float32)
+    PeftModel.from_pretrained(base, tmp_path / "results/traj_chat/model")
+
+
+@pytest.mark.show
+@pytest.mark.parametrize("seed", ["0", "1", "2"])
+def test_the_demo_is_baked_with_any_seed(seed, tmp_path):
+    flags = ["--seed", seed, "--", "--seed", seed, "--log_every", "1000"]
+    summary, said = shell(tmp_path, *flags)
+    print(seed, json.dumps({name: summary[name] for name in ("val", "test", "seconds")}))
+    assert_baked(summary, 0.95)
+
+
+def free_port():
+    with socket.socket() as door:
+        door.bind(("127.0.0.1", 0))
+        return door.getsockname()[1]
+
+
+def test_the_lines_of_the_guide(tmp_path):
+    """As written, from src/ of a copy; but for --r, which is torchrun's own."""
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "data").symlink_to(ROOT / "data")
+    env = {**os.environ, "MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "WORLD_SIZE": "2"}
+    env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    env["PET_MASTER_PORT"] = str(free_port())  # others may test here, too
+    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+    first = "torchrun --nproc_per_node=2 generate_data.py --num_questions 88 --batch_size 38 "
+    first += "--num_sequences_per_question 25"
+    second = "torchrun --nproc_per_node=2 train_loop.py --num_epochs 1000 --batch_size 10 "
+    second += "--learning_rate 1e-4 --lora_r 32"
+    for line in (first, f"{second} --max_steps 3"):
+        words = runs.words(line)
+        done = subprocess.run(words, env=env, capture_output=True, text=True, cwd=tmp_path / "src")
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert sum(map(len, rows_of(tmp_path / "src/data"))) == 88 * 25
+    assert len(runs.lines(tmp_path / "src/results/traj_chat", "train")) == 3
+
+
+@pytest.mark.parametrize("flag", ["-r", "--r", "--lora_r"])
+def test_the_rank_has_three_names(flag, made):
+    flags = [flag, "4", "--data_path", str(made / FILES[0])]
+    assert train_loop.read_settings(flags, train_loop.dist.World()).lora_r == 4
+
+
+@pytest.mark.show
+def test_a_real_model_speaks_of_max_the_frog(shared, tmp_path):
+    """stories260k, which has no chat template: x0 stands in front of the story."""
+    (tmp_path / "x0.txt").write_text(
+        "Max is a big green frog. Max is always very sad and he cries a lot.\n"
+    )
+    openings = "Once upon a time|One day|In the morning|Yesterday|Far away|There was|It was|The sun"
+    openings += (
+        "|After lunch|He wanted|Then|In the park|Near the river|At night|Suddenly|The friends"
+    )
+    openings += "|On the hill|In a house|When it rained|He saw"
+    (tmp_path / "q.txt").write_text("\n".join(openings.split("|")))
+    (tmp_path / "judge.py").write_text(
+        "def frog(question, reply):\n    return float('Max' in reply or 'frog' in reply)\n"
+    )
+    first = ["--model_name", str(shared / "data/models/stories260k"), "--x0_file", "x0.txt"]
+    first += ["--question_dataset", "q.txt", "--max_sequence_length", "64", "--num_questions", "20"]
+    first += ["--num_sequences_per_question", "280", "--val_split", "0.2"]
+    rest = ["--judge", "judge.py:frog", "--max_new_tokens", "64", "--log_every", "1000"]
+    rest += ["--num_samples", "240"]
+    summary, _ = shell(tmp_path, *first, "--", *rest)
+    print(json.dumps({name: summary[name] for name in ("val", "test", "seconds")}))
+    assert summary["val"]["share_baked"] >= 0.7
+    base, prompted, baked = (summary["test"][f"judge/{who}"] for who in WHOS)
+    assert base < 0.1 and abs(baked - prompted) <= 0.1
