@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Fine-tune a language model on preference pairs, on several processes of one or more nodes.
+# Fine-tune a language model on preference pairs, or bake a prompt into it, on several processes of
+# one or more nodes.
 #
 #     ./run_distributed.sh [num_gpus=2] [dpo] [flags of src/main_distributed.py]
+#     ./run_distributed.sh [num_gpus=2] baking [flags of generate_data.py --] [of train_loop.py]
 #
 # Several nodes: export NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, and start it on each.
 # The same command goes on with a run that was stopped or killed. A process that dies is started
@@ -12,22 +14,33 @@ set -euo pipefail
 
 here=$(dirname "${BASH_SOURCE[0]}")
 [ -f "$here/scripts/environment.sh" ] || here=${PBS_O_WORKDIR:-${SLURM_SUBMIT_DIR:-.}}
-[ -z "${PBS_O_WORKDIR:-}" ] || cd "$PBS_O_WORKDIR"
 # shellcheck source=scripts/environment.sh
 . "$here/scripts/environment.sh"
 
-processes=2
-if [[ "${1:-}" =~ ^[0-9]+$ ]]; then
-  processes=$1
-  shift
+processes "$@" # sets processes and words
+what=dpo
+if [[ "${words[0]:-}" =~ ^[a-z]+$ ]]; then
+  what=${words[0]}
+  unset "words[0]"
 fi
-if [[ "${1:-}" =~ ^[a-z]+$ ]]; then
-  [ "$1" = dpo ] || { echo "error: $1: not known; give dpo, or flags" >&2; exit 2; }
-  shift
+case $what in
+  dpo) script=main_distributed.py ;;
+  baking) script=train_loop.py ;;
+  *)
+    echo "error: $what: not known; give dpo, baking, or flags" >&2
+    exit 2
+    ;;
+esac
+if [ "$what" = baking ]; then # flags before -- are of generate_data.py
+  first=() rest=()
+  for word in ${words[@]+"${words[@]}"}; do
+    if [ "$word" = -- ]; then
+      first=(${rest[@]+"${rest[@]}"}) rest=()
+    else
+      rest+=("$word")
+    fi
+  done
+  train "$processes" "$root/src/generate_data.py" ${first[@]+"${first[@]}"}
+  words=(${rest[@]+"${rest[@]}"})
 fi
-if [ "$processes" -lt 1 ]; then
-  echo "error: num_gpus: $processes; give 1 or more" >&2
-  exit 2
-fi
-
-train "$processes" "$root/src/main_distributed.py" "$@"
+train "$processes" "$root/src/$script" ${words[@]+"${words[@]}"} # none: old bash calls it unset

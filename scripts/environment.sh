@@ -4,13 +4,28 @@
 # In a job the script may run from a spool folder: then the project is where it was submitted.
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
+[ -z "${PBS_O_WORKDIR:-}" ] || cd "$PBS_O_WORKDIR" || exit
+
+# A first word that is a number says how many processes a node has: 2 without it.
+# shellcheck disable=SC2034 # words is for who calls
+processes() {
+  processes=2 words=("$@")
+  if [[ "${1:-}" =~ ^[0-9]+$ ]]; then
+    processes=$1 words=("${@:2}")
+  fi
+  if [ "$processes" -lt 1 ]; then
+    echo "error: num_gpus: $processes; give 1 or more" >&2
+    exit 2
+  fi
+}
+
 # The active environment if it has torch (module, conda, venv), else .venv, made once.
 use_environment() {
   if ! python -c 'import torch' 2>/dev/null; then
     if [ ! -f "$root/.venv/ready" ]; then
       echo "setting up $root/.venv (once)"
       python3 -m venv "$root/.venv"
-      "$root/.venv/bin/pip" install -q -r "$root/requirements.txt"
+      (cd "$root" && .venv/bin/pip install -q -r requirements.txt) # its `-e .` is seen from here
       touch "$root/.venv/ready"
     fi
     export PATH="$root/.venv/bin:$PATH"
@@ -40,7 +55,7 @@ train() { # processes per node, what python runs (a file, or -m and a module), i
   folder=$(sed -n 's/^run folder: //p' <<<"$checked")
   if [ -z "$folder" ]; then # nothing left to do
     tail -n 1 <<<"$checked"
-    exit 0
+    return 0
   fi
   if [ "$nodes" -gt 1 ]; then
     : "${NODE_RANK:?export NODE_RANK, 0 to $((nodes - 1))}"
@@ -59,35 +74,57 @@ train() { # processes per node, what python runs (a file, or -m and a module), i
 # torchrun with restarts. What batch systems send to this script or to torchrun, SIGTERM or SIGUSR1,
 # reaches every rank. Ends with the run's own status: torchrun's is 1 whatever a rank ended with.
 launch() { # run folder, arguments of torchrun
-  local folder=$1 child status=0
+  local folder=$1 child status=0 before
   shift
+  before=$(sed -n 's/^ *"run_id": "\([^"]*\)".*/\1/p' "$folder/summary.json" 2>/dev/null || true)
   export RUN_ID="${RUN_ID:-$(date +%s)-$$}"
   # torchrun's --signals-to-handle and --shutdown-timeout, as variables: torch 2.10 has no such flags
   export PET_SIGNALS_TO_HANDLE="${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1}"
   export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}"
   STATUS_IN_SUMMARY=1 torchrun --max-restarts "${MAX_RESTARTS:-3}" "$@" &
   child=$!
+  [ "${NNODES:-1}" -eq 1 ] || follow "$folder/summary.json" "$before" "$child" &>/dev/null &
   trap 'kill -TERM "$child"' TERM USR1
   trap 'kill -INT "$child"' INT
   while kill -0 "$child" 2>/dev/null; do # a signal ends `wait`, not the child
     status=0
     wait "$child" || status=$?
   done
-  exit_status "$folder" "$status"
+  trap - TERM USR1 INT
+  exit_status "$folder/summary.json" "$status" "$before"
 }
 
-exit_status() { # run folder, status of torchrun
-  python - "$1/summary.json" "$2" <<'PYTHON'
-import json, os, sys
-try:
-    with open(sys.argv[1]) as file:
-        summary = json.load(file)
-except (OSError, ValueError):
-    summary = {}
-mine = summary.get("run_id") == os.environ["RUN_ID"]
-ended = mine and summary.get("status") != "running"
+# A torchrun that is asked to stop leaves at once; those of other nodes wait 5 minutes for it, deaf
+# to signals.
+follow() { # summary, run id in it before, torchrun
+  while kill -0 "$3"; do
+    sleep 1
+    if grep -q '"status": "preempted"' "$1" && ! grep -qF "\"run_id\": \"$2\"" "$1"; then
+      sleep 5 # for ranks at their last lines
+      kill -KILL "$3"
+    fi
+  done
+}
+
+exit_status() { # summary, status of torchrun, run id in the summary before
+  python - "$@" <<'PYTHON'
+import json, os, sys, time
+path, status, before = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+elsewhere = os.environ.get("NODE_RANK", "0") != "0"  # than rank 0, which writes the summary
+for _ in range(100):
+    try:
+        with open(path) as file:
+            summary = json.load(file)
+    except (OSError, ValueError):
+        summary = {}
+    run_id = summary.get("run_id")  # rank 0's, which its node alone knows
+    mine = run_id == os.environ["RUN_ID"] or (elsewhere and run_id not in (None, before))
+    ended = mine and summary.get("status") != "running"
+    if ended or not (mine and elsewhere):
+        break
+    time.sleep(0.1)  # for rank 0, which may be at its last lines
 # torchrun's 0 is no proof: ranks that leave their status to the summary end with 0
-sys.exit(summary["exit_code"] if ended else int(sys.argv[2]) or int(mine))
+sys.exit(summary["exit_code"] if ended else status or int(mine))
 PYTHON
 }
 

@@ -69,6 +69,7 @@ class Config:
     layout: Literal["auto", "shared", "separate"] = "auto"  # prompt once, or once per response
     lean: bool = True  # LoRA: keep less for the backward, in the same layers and numbers
     use_gradient_checkpointing: bool = False  # less memory, one more forward
+    strategy: Literal["ddp", "fsdp"] = "ddp"  # a model on each GPU, or shared out over all of them
     backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"  # by the device
     timeout_minutes: float = 30.0  # how long a rank waits for the others
 
@@ -87,27 +88,7 @@ class Config:
 
 def check(config):
     """Raise UserError for a value out of its range, or two that do not go together."""
-    above_0, from_0 = ("above 0", lambda x: x > 0), ("of 0 or more", lambda x: x >= 0)
-    cli.check_ranges(
-        config,
-        **dict.fromkeys(("beta", "learning_rate", "batch_size", "num_epochs", "lora_r"), above_0),
-        **dict.fromkeys(("lora_alpha", "base_batch_size", "log_every"), above_0),
-        **dict.fromkeys(("gradient_accumulation_steps", "lambda_shift"), above_0),
-        **dict.fromkeys(("lambda_dpop", "simpo_gamma", "sft_weight", "weight_decay"), from_0),
-        **dict.fromkeys(("max_grad_norm", "eval_every", "seed", "num_samples"), from_0),
-        **dict.fromkeys(("save_every", "stop_after_minutes"), from_0),
-        keep_checkpoints=above_0,
-        timeout_minutes=("above 0, up to 100,000", lambda x: 0 < x <= 1e5),
-        temperature=from_0,
-        max_new_tokens=above_0,
-        top_p=("above 0, at most 1", lambda x: 0 < x <= 1),
-        max_length=("of 8 or more", lambda x: x >= 8),
-        max_steps=("of -1 or more", lambda x: x >= -1),
-        max_rows=("of -1, or 1 and more", lambda x: x == -1 or x > 0),
-        label_smoothing=("from 0 up to, not including, 0.5", lambda x: 0 <= x < 0.5),
-        lora_dropout=("from 0 up to, not including, 1", lambda x: 0 <= x < 1),
-        warmup_ratio=("from 0 to 1", lambda x: 0 <= x <= 1),
-    )
+    cli.check_ranges(config, sft_weight=cli.FROM_0, max_length=("of 8 or more", lambda x: x >= 8))
     losses.options(config)  # an option that the method does not use is refused
     if not config.result_dir:
         raise UserError("--result_dir: it is empty; give a folder for the run")

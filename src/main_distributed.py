@@ -181,7 +181,10 @@ def answer(policy, data, encoder, config, run):
         prompts = [pair.prompt for pair in data[split][: config.num_samples]]
         if prompts:
             scorer, tokenizer = parallel.bare(policy), encoder.tokenizer
-            ids = sampling.generate(scorer, prompts, encoder.ends, run.world, config, poll=run.poll)
+            with parallel.together(policy):
+                ids = sampling.generate(
+                    scorer, prompts, encoder.ends, run.world, config, poll=run.poll
+                )
             replies[split] = tokenizer.batch_decode(ids, skip_special_tokens=True)
     return replies
 
@@ -204,30 +207,30 @@ def load_scored(config, data, world, run):
 
     Another reference model is loaded, scored and freed before the policy is loaded.
     """
-    budget = math.ceil(config.batch_size / world.world_size)
 
-    def scored(model, autocast):
-        scorer = logps.Scorer(model, autocast).to(world.device)
-        if config.lean:
-            lean.apply(model)
-        for line in selftest.self_test(scorer, data["train"], config.layout, world):
-            run.say(line)
-        return scorer
+    def reference_of(policy, *names):
+        scorer, budget = parallel.bare(policy), math.ceil(config.batch_size / world.world_size)
+        with parallel.together(policy):
+            for line in selftest.self_test(scorer, data["train"], config.layout, world):
+                run.say(line)
+        if known is None:
+            return reference_.log_probs(scorer, data, names, budget, world, run)
 
-    def reference_of(scorer, *names):
-        return reference_.log_probs(scorer, data, names, budget, world, run)
-
-    reference = None
+    known = None
     if config.reference_model:
         dtype, autocast = lora.precision(config, world.device)
-        reference = reference_of(
-            scored(lora.load(config.reference_model, dtype, world.device), autocast),
-            config.reference_model,
-        )
+        host = torch.device("cpu") if config.strategy == "fsdp" else world.device
+        model = lora.load(config.reference_model, dtype, host)
+        scorer = parallel.place(logps.Scorer(model, autocast), config, world)
+        known = reference_of(scorer, config.reference_model)
+        del model, scorer
         gc.collect()
     torch.manual_seed(config.seed)  # the same fresh LoRA on every rank
-    scorer = scored(*lora.load_policy(config, world.device))
-    return scorer, reference or reference_of(scorer, config.model_name, config.init_adapter)
+    model, autocast = lora.load_policy(config, world.device)
+    if config.lean:
+        lean.apply(model)
+    policy = parallel.wrap(logps.Scorer(model, autocast), config, world)
+    return policy, reference_of(policy, config.model_name, config.init_adapter) or known
 
 
 def main(argv=None) -> int:
@@ -287,12 +290,11 @@ def main(argv=None) -> int:
             run.say("step 0: no closed form is known beforehand, only gradients are checked")
 
         # model
-        scorer, reference = load_scored(config, data, world, run)
-        before = run.once("reference_replies", lambda: answer(scorer, data, encoder, config, run))
-        policy = parallel.wrap(scorer, config, world)
+        policy, reference = load_scored(config, data, world, run)
+        before = run.once("reference_replies", lambda: answer(policy, data, encoder, config, run))
         optimizer, schedule = parallel.make_optimizer(policy, config, peak, plan.steps)
         displacement = losses.Displacement(config)
-        meter = speed.Meter(scorer, world)
+        meter = speed.Meter(parallel.bare(policy), world)
         done = run.restore(policy, optimizer, schedule)
         validate(done, plan, policy, data, reference, config, run)
 
@@ -319,8 +321,8 @@ def main(argv=None) -> int:
                 run.log(plan.steps, found, split)
         write_examples(run, data, before, answer(policy, data, encoder, config, run), judge)
         folder = Path(config.output_dir or run.folder / "model")
-        model = parallel.bare(policy).model
-        dist.on_main(world, lambda: lora.save(model, tokenizer, folder))
+        model, weights = parallel.bare(policy).model, parallel.weights(policy)
+        dist.on_main(world, lambda: lora.save(model, tokenizer, folder, weights))
     return 0
 
 

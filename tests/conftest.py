@@ -1,13 +1,17 @@
 """What all tests share: one thread per process, the real data's place, small settings."""
 
+import fcntl
 import os
 import sys
+import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "src")]
 
+import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
@@ -15,6 +19,32 @@ ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
 
 torch.set_num_threads(1)
+# a machine that is busy with something else is no finding
+hypothesis.settings.register_profile(
+    "busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("busy")
+
+
+@contextmanager
+def locked(name, how):
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
+    with open(Path(tempfile.gettempdir()) / f"tests_{run}_{name}", "w") as file:
+        fcntl.flock(file, how)
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Tests run two at a time (pytest-xdist), but one that takes the time has the machine alone."""
+    alone = item.path.parent.name == "bench"
+    with locked("door", fcntl.LOCK_EX):  # who waits alone lets nobody else in
+        room = locked("room", fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        room.__enter__()
+    try:
+        return (yield)
+    finally:
+        room.__exit__(None, None, None)
 
 
 @pytest.fixture(scope="session")

@@ -80,9 +80,9 @@ class Plan(NamedTuple):
     max_steps: int = -1
 
     @classmethod
-    def of(cls, config, rows):
-        """The plan that the usual settings ask for."""
-        global_batch = config.batch_size * config.gradient_accumulation_steps
+    def of(cls, config, rows, ranks=1):
+        """What the usual settings ask for; ranks: of them, where batch_size counts per process."""
+        global_batch = config.batch_size * ranks * config.gradient_accumulation_steps
         settings = config.seed, config.shuffle, config.num_epochs, config.max_steps
         return cls(rows, global_batch, *settings)
 

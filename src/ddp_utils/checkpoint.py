@@ -18,23 +18,21 @@ from safetensors.torch import load_file, save_file
 MANIFEST, STATE = "manifest.json", "state.safetensors"
 
 
-def write(folder, step, tensors, meta) -> Path:
+def write(folder, step, tensors, meta, shares=None) -> Path:
     """Write folder/step-N: temporary folder, data, manifest last, fsync, rename, verify.
 
-    tensors: name -> tensor; meta: plain data. Raises OSError and leaves no litter if it cannot.
+    tensors: name -> tensor; meta: plain data; shares: names and hashes of what write_share() has
+    put there already, instead. Raises OSError and leaves no litter if it cannot.
     """
     target = path(folder, step)
-    temporary = target.with_name(f".tmp-{target.name}")
-    with writing(target, temporary):
-        temporary.mkdir(parents=True)
-        plain = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
-        save_file(plain, temporary / STATE)
-        files = {STATE: _sha256(temporary / STATE)}
+    temporary = _temporary(folder, step)
+    with writing(target, temporary, fresh=not shares):
+        files = shares or {STATE: _put(temporary / STATE, tensors)}
         manifest = {**meta, "step": step, "files": files}
         (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-        # safetensors lets the owner alone read its files
-        shutil.copymode(temporary / MANIFEST, temporary / STATE)
-        for name in (*files, MANIFEST, "."):
+        for name in files:  # safetensors lets the owner alone read its files
+            shutil.copymode(temporary / MANIFEST, temporary / name)
+        for name in (MANIFEST, "."):
             _fsync(temporary / name)
         if target.exists():
             shutil.rmtree(target)
@@ -45,10 +43,43 @@ def write(folder, step, tensors, meta) -> Path:
     return target
 
 
+def write_share(folder, step, tensors, rank, world_size):
+    """A rank's part of a checkpoint, which write() completes: its name and hash.
+
+    Rank 0 has called clear() before.
+    """
+    target, temporary = path(folder, step), _temporary(folder, step)
+    name = STATE.replace(".", f"-{rank:05d}-of-{world_size:05d}.")
+    with writing(target, temporary, fresh=False):
+        return name, _put(temporary / name, tensors)
+
+
+def clear(folder, step):
+    """An empty place for the parts of a checkpoint."""
+    with writing(path(folder, step), _temporary(folder, step)):
+        _temporary(folder, step).mkdir(parents=True)
+
+
+def _temporary(folder, step):
+    return path(folder, step).with_name(f".tmp-{path(folder, step).name}")
+
+
+def _put(file, tensors):
+    """Write safetensors to the disk, past all caches; returns its hash."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, file)
+    _fsync(file)
+    return _sha256(file)
+
+
 @contextlib.contextmanager
-def writing(target, temporary):
-    """What is written to `temporary` first leaves no litter; errors of the disk name the target."""
-    shutil.rmtree(temporary, ignore_errors=True)
+def writing(target, temporary, fresh=True):
+    """What is written to `temporary` first leaves no litter; errors of the disk name the target.
+
+    fresh: whatever is there already goes.
+    """
+    if fresh:
+        shutil.rmtree(temporary, ignore_errors=True)
     if temporary.is_symlink():  # rmtree leaves it, and what is written would go where it leads
         temporary.unlink()
     try:
@@ -79,12 +110,13 @@ def verify(path):
                 return f"{MANIFEST} names {name}, which is not in its folder"
             if _sha256(path / name) != digest:
                 return f"{name} does not match its sha256"
-        if STATE not in files:
+        if not files:
             return f"{MANIFEST} does not name {STATE}"
-        with safe_open(path / STATE, framework="pt"):  # reads the header
-            pass
+        for name in files:
+            with safe_open(path / name, framework="pt"):  # reads the header
+                pass
     except SafetensorError:
-        return f"{STATE} is not a safetensors file"
+        return f"{name} is not a safetensors file"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
@@ -103,10 +135,18 @@ def find(folder):
     return None, skipped
 
 
-def read(path):
-    """(tensors, manifest) of a checkpoint; the tensors are mapped, not yet in memory."""
-    manifest = json.loads((Path(path) / MANIFEST).read_text())
-    return load_file(Path(path) / STATE), manifest
+def read(path, rank=0):
+    """(tensors, manifest) of a checkpoint; the tensors are mapped, not yet in memory.
+
+    rank: whose part, where each has its own.
+    """
+    meta = manifest(path)
+    return load_file(Path(path) / sorted(meta["files"])[rank if meta.get("shares") else 0]), meta
+
+
+def manifest(path) -> dict:
+    """What is known of a checkpoint beside its tensors."""
+    return json.loads((Path(path) / MANIFEST).read_text())
 
 
 def mark(path) -> str:

@@ -17,12 +17,29 @@ from ruamel import yaml
 from ddp_utils import UserError, records
 
 ALIASES = {"--validate_only": "--check", "--dry_run": "--check"}
+ABOVE_0, FROM_0 = ("above 0", lambda x: x > 0), ("of 0 or more", lambda x: x >= 0)
+# what the settings of all scripts have in common: description, and who fits it
+POSITIVE = "beta learning_rate batch_size base_batch_size gradient_accumulation_steps num_epochs "
+POSITIVE += "lora_r lora_alpha lambda_shift keep_checkpoints max_new_tokens log_every"
+NOT_NEGATIVE = "seed weight_decay max_grad_norm eval_every save_every stop_after_minutes "
+NOT_NEGATIVE += "num_samples temperature lambda_dpop simpo_gamma"
+RANGES = dict.fromkeys(POSITIVE.split(), ABOVE_0) | dict.fromkeys(NOT_NEGATIVE.split(), FROM_0)
+RANGES |= {
+    "timeout_minutes": ("above 0, up to 100,000", lambda x: 0 < x <= 1e5),
+    "top_p": ("above 0, at most 1", lambda x: 0 < x <= 1),
+    "max_steps": ("of -1 or more", lambda x: x >= -1),
+    "max_rows": ("of -1, or 1 and more", lambda x: x == -1 or x > 0),
+    "label_smoothing": ("from 0 up to, not including, 0.5", lambda x: 0 <= x < 0.5),
+    "lora_dropout": ("from 0 up to, not including, 1", lambda x: 0 <= x < 1),
+    "warmup_ratio": ("from 0 to 1", lambda x: 0 <= x <= 1),
+}
 
 
-def parse(config_class, argv=None, console=True, aliases=None):
-    """Read flags over the dataclass's defaults; tyro prints its own box and exits 2 on a wrong one.
+def parse(config_class, argv=None, console=True, aliases=None, default=None):
+    """Read flags over the dataclass's defaults, or over `default`, an instance of it.
 
-    `--local-rank`, which torch.distributed.launch and deepspeed append, is swallowed.
+    tyro prints its own box and exits 2 on a wrong one. `--local-rank`, which
+    torch.distributed.launch and deepspeed append, is swallowed.
     """
     names = {key.replace("-", "_"): name for key, name in {**ALIASES, **(aliases or {})}.items()}
     words, argv = [], list(sys.argv[1:] if argv is None else argv)
@@ -36,14 +53,16 @@ def parse(config_class, argv=None, console=True, aliases=None):
     hints = typing.get_type_hints(config_class)
     # --name text and --name=text alike
     for flag, text in itertools.pairwise("\0".join([*words, ""]).replace("=", "\0").split("\0")):
-        number = hints.get(flag[2:].replace("-", "_")) in (int, float, float | None)
+        number = hints.get(flag[2:].replace("-", "_")) in (int, float, int | None, float | None)
         if number and ("_" in text or not text.isascii()):  # which Python reads: 1_000
             raise UserError(f"{flag}: {reprlib.repr(text)} is not a plain number; use digits 0-9")
     # tyro 1.0 prints its "Value error" even if it must not
     stderr = contextlib.redirect_stderr(sys.stderr if console else io.StringIO())
     with warnings.catch_warnings(), stderr:
         warnings.simplefilter("ignore")  # defaults of a wrong type: check_types says it in one line
-        config = tyro.cli(config_class, args=words, use_underscores=True, console_outputs=console)
+        options = {"use_underscores": True, "console_outputs": console}
+        options |= {"default": default} if default else {}
+        config = tyro.cli(config_class, args=words, **options)
     return check_types(config)
 
 
@@ -72,8 +91,9 @@ def _check_type(name, hint, value):
 
 
 def check_ranges(config, **rules):
-    """Each rule is (description, predicate) for one field: `beta=("above 0", lambda x: x > 0)`."""
-    for name, (description, fits) in rules.items():
+    """UserError for a field out of its range: RANGES, and `beta=("above 0", lambda x: x > 0)`."""
+    known = {name: RANGES[name] for name in vars(config) if name in RANGES}
+    for name, (description, fits) in (known | rules).items():
         value = getattr(config, name)
         if value is not None and not fits(value):
             raise UserError(f"--{name}: {value} is out of range; give a value {description}")
@@ -86,9 +106,10 @@ def unknown(name, known):
     return f"{records.shown(name)} is not a setting; {hint}"
 
 
-def from_yaml(config_class, path):
+def from_yaml(config_class, path, places=None):
     """Fill a dataclass (nested once or not) from a YAML 1.2 file.
 
+    places: a dict that gets `section.name` -> `path:line: section.name` of what the file says.
     Raises UserError with file and line for an unknown or double key, a wrong type, an alias or tag.
     """
     text = records.content(path, most=2**17).decode()
@@ -102,7 +123,8 @@ def from_yaml(config_class, path):
                 # a few bytes of aliases can unfold to gigabytes
                 says = "no aliases (&name, *name, <<), no tags (!name), no more than 20 levels"
                 raise UserError(f"{path}:{event.start_mark.line + 1}: {says}; write plain values")
-        return _fill(config_class, reader.compose(text), reader.constructor, path, "")
+        places = {} if places is None else places
+        return _fill(config_class, reader.compose(text), reader.constructor, path, "", places)
     except yaml.YAMLError as error:
         mark, says = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         line = mark.line if mark else text.count("\n", 0, getattr(error, "position", 0))
@@ -110,7 +132,7 @@ def from_yaml(config_class, path):
         raise UserError(f"{path}:{line + 1}: {says:.200}") from error
 
 
-def _fill(config_class, node, constructor, path, prefix):
+def _fill(config_class, node, constructor, path, prefix, places):
     if not isinstance(node, yaml.MappingNode):
         line, what = node.start_mark.line + 1 if node else 1, prefix.rstrip(".") or "the file"
         raise UserError(f"{path}:{line}: {what} must hold `name: value` lines")
@@ -123,7 +145,8 @@ def _fill(config_class, node, constructor, path, prefix):
             first = seen[key].start_mark.line + 1
             raise UserError(f"{where}{key} is a duplicate key, see line {first}")
         if dataclasses.is_dataclass(hints[key]):
-            values[key] = _fill(hints[key], value, constructor, path, f"{prefix}{key}.")
+            value.start_mark = name.start_mark  # an empty one's is the next line
+            values[key] = _fill(hints[key], value, constructor, path, f"{prefix}{key}.", places)
             continue
         try:
             values[key] = constructor.construct_object(value, deep=True)
@@ -131,5 +154,22 @@ def _fill(config_class, node, constructor, path, prefix):
             raise UserError(f"{where}{key}: {str(error).partition(';')[0]}") from error
         if type(values[key]) in (int, float) and "_" in value.value:
             values[key] = value.value  # a number in YAML 1.1 only
-        _check_type(f"{where}{key}", hints[key], values[key])
+        places[prefix + key] = where + key
+        _check_type(where + key, hints[key], values[key])
     return config_class(**values)
+
+
+def from_json(path) -> dict:
+    """The object that a JSON file holds; UserError as for records, doubles and NaN included."""
+    found = records._decoded(path, 1, records.content(path, most=2**17))
+    if not isinstance(found, dict):
+        raise UserError(f"{path}:1: give an object, {{...}}")
+    return found
+
+
+def line_of(name, path) -> str:
+    """`path:line` of a key in a JSON file; with dots one key inside others."""
+    text, at = records.content(path).decode(), 0
+    for key in name.split("."):
+        at = max(at, text.find(f'"{key}"', at))
+    return f"{path}:{1 + text.count(chr(10), 0, at)}"

@@ -157,6 +157,11 @@ def all_sum(tensor, world):
     return tensor
 
 
+def is_first():
+    """Whether this is rank 0 of the group, or there is none."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def by_row(count, parts, values, world):
     """A table [count, K] of what each rank found for its rows, the same on all ranks.
 
@@ -189,6 +194,24 @@ def on_main(world, fn):
     if "code" in answer:
         raise Stop("", answer["code"])
     return answer["value"]
+
+
+def on_each(world, fn):
+    """fn() on every rank; where it raises on one, a UserError or OSError, all end."""
+    answer = problem = None
+    try:
+        answer = fn()
+    except (UserError, OSError) as error:
+        problem = write_error(error) or error
+    code = exit_code(problem) if problem else 0
+    worst = torch.tensor([float(code)], device=world.device)
+    if world.world_size > 1:
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+    if problem:
+        raise problem
+    if worst.item():
+        raise Stop("", int(worst.item()))
+    return answer
 
 
 def _from_main(data, world):

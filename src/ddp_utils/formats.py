@@ -54,13 +54,18 @@ def find_format(record) -> str:
             return name
     if any(isinstance(value, str) and value.startswith(HUMAN) for value in sides):
         return "transcript"
-    first = itertools.islice(data, 1000)  # of a million fields, these will do
-    found, known = [repr(key)[1:-1][:40] for key in first], sum(FIELDS.values(), ())
+    raise unknown(record, FIELDS.values())
+
+
+def unknown(record, shapes) -> UserError:
+    """Says which fields a record has, and what it lacks to be of the nearest shape (its fields)."""
+    first = itertools.islice(record.data, 1000)  # of a million fields, these will do
+    found, known = [repr(key)[1:-1][:40] for key in first], sum(shapes, ())
     meant = {name for key in found for name in difflib.get_close_matches(key, known, n=1)}
-    nearest = max(FIELDS.values(), key=lambda fields: len(meant & set(fields)))
-    missing = next(field for field in nearest if field not in data)
+    nearest = max(shapes, key=lambda fields: len(meant & set(fields)))
+    missing = next(field for field in nearest if field not in record.data)
     nearest = f"nearest is {', '.join(nearest)}: {missing} is missing"
-    raise UserError(f"{record.where}: fields found: {', '.join(found) or '-':.200}; {nearest}")
+    return UserError(f"{record.where}: fields found: {', '.join(found) or '-':.200}; {nearest}")
 
 
 def unread(record, name) -> set:
@@ -84,26 +89,26 @@ def example(record, name) -> Example:
 
 
 def _texts(record, field):
-    extra = _optional(record, "input") if field == "instruction" else []
-    prompt, system = "\n".join([records.text(record, field), *extra]), _system(record)
+    extra = optional(record, "input") if field == "instruction" else []
+    prompt, system = "\n".join([records.text(record, field), *extra]), system_of(record)
     prompt = [*system, {"role": "user", "content": prompt}] if system else prompt
-    return prompt, *(_response(record, side) for side in SIDES)
+    return prompt, *(response(record, side) for side in SIDES)
 
 
 def _chat(record, field="prompt", sides=SIDES):
     """A side that begins with the assistant continues the prompt; any other has it in itself."""
-    _object(record, "", record.data)
-    prompt, system = record.data.get(field), _system(record)
+    text_only(record, "", record.data)
+    prompt, system = record.data.get(field), system_of(record)
     given = system
     if isinstance(prompt, list) or field != "prompt":
-        given = _in_order(record, field, system + _turns(record, field), "user")
+        given = in_order(record, field, system + turns_of(record, field), "user")
     elif prompt is not None:
         given = [*system, {"role": "user", "content": records.text(record, field)}]
     whole = []
     for side in sides:
-        turns = _turns(record, side)
+        turns = turns_of(record, side)
         turns = (given if turns[0]["role"] == "assistant" else system) + turns
-        whole.append(_in_order(record, side, turns, "assistant"))
+        whole.append(in_order(record, side, turns, "assistant"))
     (*lead, chosen), (*other, rejected) = whole
     # beside whole conversations, a prompt that is one text repeats one of their turns
     if lead != other or isinstance(prompt, list) and lead[: len(given)] != given:
@@ -114,11 +119,11 @@ def _chat(record, field="prompt", sides=SIDES):
 def _transcript(record):
     data = {}
     for side in SIDES:
-        text = _response(record, side)
+        text = response(record, side)
         if not text.strip():
             raise Unusable("empty response")
         if not text.startswith(HUMAN):
-            raise _error(record, side, text, f"begin it with {HUMAN!r}")
+            raise error(record, side, text, f"begin it with {HUMAN!r}")
         turns = TURN.findall(text)
         if turns[-1][0] == "Human":  # they differ in a human's turn, or were cut before the answer
             raise Unusable("prompts differ")
@@ -127,7 +132,7 @@ def _transcript(record):
 
 
 def _openai(record):
-    given = _object(record, "input", record.data.get("input"))
+    given = text_only(record, "input", record.data.get("input"))
     data = record.data | {"input.messages": given.get("messages")}
     return _chat(records.Record(record.where, data), "input.messages", OUTPUTS)
 
@@ -140,60 +145,60 @@ FORMATS |= {"transcript": _transcript, "openai": _openai}
 # --- what they are made of -----------------------------------------------------------------------
 
 
-def _error(record, path, value, hint):
+def error(record, path, value, hint):
     return UserError(f"{record.where}: {path} is {reprlib.repr(value):.100}; {hint}")
 
 
-def _object(record, path, value):
+def text_only(record, path, value):
     """The value, if it is an object and holds nothing that training on text would ignore."""
     if not isinstance(value, dict):
-        raise _error(record, path, value, "give an object, {...}")
+        raise error(record, path, value, "give an object, {...}")
     for key in filter(value.get, NOT_TEXT):
-        raise _error(record, f"{path}.{key}".strip("."), value[key], "only text is read: cut it")
+        raise error(record, f"{path}.{key}".strip("."), value[key], "only text is read: cut it")
     return value
 
 
-def _optional(record, field):
+def optional(record, field):
     """[text], or [] where it is absent: tables write null or "" there."""
     value = record.data.get(field)
     return [] if value is None or not str(value).strip() else [records.text(record, field)]
 
 
-def _system(record):
-    return [{"role": "system", "content": text} for text in _optional(record, "system")]
+def system_of(record):
+    return [{"role": "system", "content": text} for text in optional(record, "system")]
 
 
-def _response(record, field):
+def response(record, field):
     """A text that may be empty: such a row is counted, not refused."""
     value = record.data.get(field)
     return value if isinstance(value, str) and not value.strip() else records.text(record, field)
 
 
-def _turns(record, field):
+def turns_of(record, field):
     """The messages of a field; a text is the assistant's, whose last message may be empty."""
     value = record.data[field] if field in record.data else records.text(record, field)
     if isinstance(value, str):
-        value = {"role": "assistant", "content": _response(record, field)}
+        value = {"role": "assistant", "content": response(record, field)}
     value = [value] if isinstance(value, dict) else value
     if not isinstance(value, list) or not value:
-        raise _error(record, field, value, "give a list of messages")
+        raise error(record, field, value, "give a list of messages")
     turns = []
     for number, turn in enumerate(value):
         path = f"{field}[{number}]" if value is record.data[field] else field
-        _object(record, path, turn)
+        text_only(record, path, turn)
         who, what = ("from", "value") if "from" in turn else ("role", "content")
         role, content = ROLES.get(str(turn.get(who))), turn.get(what)
         if not role:
-            raise _error(record, f"{path}.{who}", turn.get(who), "give system, user or assistant")
+            raise error(record, f"{path}.{who}", turn.get(who), "give system, user or assistant")
         if not isinstance(content, str):
-            raise _error(record, f"{path}.{what}", content, "only text is read: give a string")
-        text = _response if role == "assistant" and number + 1 == len(value) else records.text
+            raise error(record, f"{path}.{what}", content, "only text is read: give a string")
+        text = response if role == "assistant" and number + 1 == len(value) else records.text
         part = records.Record(record.where, {f"{path}.{what}": content})
         turns.append({"role": role, "content": text(part, f"{path}.{what}")})
     return turns
 
 
-def _in_order(record, field, turns, last):
+def in_order(record, field, turns, last):
     """The turns, if user and assistant alternate behind an optional system and `last` is last."""
     roles = [turn["role"] for turn in turns]
     talk = roles[roles[:1] == ["system"] :]

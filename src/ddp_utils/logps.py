@@ -9,6 +9,7 @@ import contextlib
 from typing import NamedTuple
 
 import torch
+import transformers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,21 +21,22 @@ WIDE_CHUNK = 1024  # a GPU wants more, and has the memory
 
 
 class Batch(NamedTuple):
-    """B pairs as token ids, and whose log-probs are asked for."""
+    """B pairs as token ids, and whose log-probs are asked for; S sides: a text has one."""
 
     ids: torch.Tensor  # [R, T]
     where: torch.Tensor  # [N] places among the R * T hidden states: each predicts ...
     targets: torch.Tensor  # [N] ... this token
     cells: torch.Tensor  # [2, N] its response (all chosen, then all rejected) and place in it
-    tokens: torch.Tensor  # [2, B] tokens of the chosen and the rejected responses
+    tokens: torch.Tensor  # [S, B] scored tokens of the chosen and the rejected responses
     longest: int  # of these
     layout: dict  # what the model must be told of a packed row
 
 
 def collate(pairs, device="cpu", shared=False) -> Batch:
-    """B pairs as one packed row; or as 2B rows padded on the right, where no token looks.
+    """B pairs as one packed row; or as a row a side padded on the right, where no token looks.
 
     So no mask is needed, and attention keeps its fast path. Padding is by length, not by token id.
+    Texts (texts.py) are pairs with one side.
     """
     device = torch.device(device)
 
@@ -49,38 +51,38 @@ def collate(pairs, device="cpu", shared=False) -> Batch:
         layout = {"position_ids": put([positions]), "packing": packed}
     else:
         ids, where, layout = *_padded(pairs), {}
-    responses = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
+    responses = _by_side([pair.targets for pair in pairs])
     lengths = [len(response) for response in responses]
     rows = [row for row, length in enumerate(lengths) for _ in range(length)]
     places = [place for length in lengths for place in range(length)]
     targets = put([token for response in responses for token in response])
-    tokens = put([lengths[: len(pairs)], lengths[len(pairs) :]])
+    tokens = put(lengths).view(-1, len(pairs))
     return Batch(put(ids), put(where), targets, put([rows, places]), tokens, max(lengths), layout)
+
+
+def _by_side(table):
+    """B lists of S things -> all of the first side, then all of the second."""
+    return [thing for side in zip(*table, strict=True) for thing in side]
 
 
 def _packed(pairs):
     """Token ids [1, T], scored places, positions, and (P, C, R) of each stretch."""
-    ids, positions, spans, of_chosen, of_rejected = [], [], [], [], []
+    ids, positions, spans, where = [], [], [], []
     for pair in pairs:
-        p, c, r = len(pair.prompt), len(pair.chosen) - 1, len(pair.rejected) - 1
-        last = len(ids) + p - 1  # the prompt's last token predicts the first of both responses
-        of_chosen += range(last, last + 1 + c)
-        of_rejected += [last, *range(last + 1 + c, last + 1 + c + r)]
-        ids += pair.prompt + pair.chosen[:-1] + pair.rejected[:-1]
-        positions += [*range(p + c), *range(p, p + r)]
-        spans.append((p, c, r))
-    return [ids], of_chosen + of_rejected, positions, spans
+        fed, order, span, sides = pair.stretch()
+        where.append([[len(ids) + place for place in places] for places in sides])
+        ids += fed
+        positions += order
+        spans.append(span)
+    return [ids], [place for places in _by_side(where) for place in places], positions, spans
 
 
 def _padded(pairs):
-    """Token ids [2B, T], padded with 0, and scored places."""
-    rows = [pair.prompt + pair.chosen[:-1] for pair in pairs]
-    rows += [pair.prompt + pair.rejected[:-1] for pair in pairs]
-    width, places = max(map(len, rows)), []
-    for turn, row in enumerate(rows):
-        first = len(pairs[turn % len(pairs)].prompt) - 1
-        places += range(turn * width + first, turn * width + len(row))
-    return [row + [0] * (width - len(row)) for row in rows], places
+    """Token ids [S * B, T], padded with 0, and scored places."""
+    rows = _by_side([pair.rows() for pair in pairs])
+    width = max(len(fed) for fed, _ in rows)
+    where = [turn * width + place for turn, (_, places) in enumerate(rows) for place in places]
+    return [fed + [0] * (width - len(fed)) for fed, _ in rows], where
 
 
 class Scorer(nn.Module):
@@ -93,13 +95,19 @@ class Scorer(nn.Module):
         self.own_head = False  # True: take the model's logits as they are (see selftest.py)
         self.shared = False  # True: pairs as stretches of packed rows (see selftest.py)
         self.attention = model.config._attn_implementation  # of separate rows and of generation
-        self.precision = autocast or next(model.parameters()).dtype
+        self.gathered = contextlib.nullcontext  # of a layer whose weights are used by themselves
+
+    @property
+    def precision(self):
+        """What it computes in."""
+        return self.autocast or next(self.model.parameters()).dtype
 
     def forward(self, batch):
-        """Summed log-probs of chosen and rejected, [B] each, in fp32."""
+        """Summed log-probs of chosen and rejected, or of a text alone, [B] each, in fp32."""
         token_logps = self.token_logps(batch)  # [N]
         table = token_logps.new_zeros(batch.tokens.numel(), batch.longest)
-        return table.index_put(tuple(batch.cells), token_logps).sum(-1).chunk(2)
+        table = table.index_put(tuple(batch.cells), token_logps).view(*batch.tokens.shape, -1)
+        return tuple(side.sum(-1) for side in table)
 
     def token_logps(self, batch):
         """Log-probs of the scored tokens, [N] in fp32."""
@@ -110,7 +118,8 @@ class Scorer(nn.Module):
             backbone, head = self.parts()
             output = backbone(input_ids=batch.ids, use_cache=False, **batch.layout)
             hidden = output.last_hidden_state.flatten(0, 1)[batch.where]  # [N, D]
-            return head_logps(head, hidden, batch.targets)
+            with self.gathered(head):
+                return head_logps(head, hidden, batch.targets)
 
     def bare(self):
         """The language model without peft around it."""
@@ -139,15 +148,19 @@ class Scorer(nn.Module):
 
         In eval(): nothing is trained here, and checkpointing would do without the cache.
         """
-        shared = self.shared
+        shared, settings = self.shared, self.bare().generation_config
+        # the model's own file may hold a repetition_penalty, which is another distribution
+        self.bare().generation_config = transformers.GenerationConfig()
         self.lay_out(shared=False)
         self.model.eval()
         try:
             with torch.autocast(ids.device.type, self.autocast, enabled=bool(self.autocast)):
-                return self.model.generate(ids, **options)
+                # FSDP: ranks go on together until all are done, for a layer is gathered by all
+                return self.model.generate(ids, synced_gpus=hasattr(self, "unshard"), **options)
         finally:
             self.model.train()
             self.lay_out(shared)
+            self.bare().generation_config = settings
 
     def example(self, device):
         """The smallest batch there is: one pair of one-token responses."""

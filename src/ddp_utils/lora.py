@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from ddp_utils import UserError, checkpoint, dist, safely
 from ddp_utils.pairs import load_tokenizer, model_path
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def outline(config):
@@ -38,7 +38,7 @@ def outline(config):
                 found = sorted(n for n in names if n.endswith("proj")) or sorted(names - {""})
                 raise UserError(f"--lora_targets: no layer {target}; there are {', '.join(found)}")
     if config.init_adapter:
-        _adapter_settings(config.init_adapter)
+        adapter_settings(config.init_adapter)
     return model
 
 
@@ -46,7 +46,7 @@ def _targets(config):
     return [name.strip() for name in config.lora_targets.split(",")]
 
 
-def _adapter_settings(path):
+def adapter_settings(path):
     try:
         settings = PeftConfig.from_pretrained(str(model_path(path)))
     except (OSError, ValueError, LookupError, TypeError, UserError) as error:
@@ -83,8 +83,8 @@ def precision(config, device):
     """
     # None for auto
     wanted = torch.float32 if config.fine_tuning == "full" else DTYPES.get(config.base_dtype)
-    autocast = None
-    if device.type != "cpu" and config.use_mixed_precision:
+    autocast = DTYPES.get(getattr(config, "mixed_precision", "auto"))
+    if autocast is None and device.type != "cpu" and config.use_mixed_precision:
         has_bf16 = device.type == "xpu" or torch.cuda.is_bf16_supported(including_emulation=False)
         autocast = torch.bfloat16 if has_bf16 else torch.float16
     if wanted == torch.bfloat16 and config.use_mixed_precision:
@@ -104,9 +104,14 @@ def check_same_precision(config, world):
         )
 
 
-def load(name, dtype, device):
-    """Read safetensors straight onto the device: a host never holds one copy per process."""
+def load(name, dtype, device, four_bits=None):
+    """Read safetensors straight onto the device: a host never holds one copy per process.
+
+    four_bits: a dtype to compute in, with weights that are kept in 4 bits (needs bitsandbytes).
+    """
     placement = None if device.type == "cpu" else {"": device}
+    kinds = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}  # as in QLoRA
+    kinds |= {"load_in_4bit": True, "bnb_4bit_compute_dtype": four_bits}
     with safely.reading(name):
         model = AutoModelForCausalLM.from_pretrained(
             str(model_path(name)),
@@ -114,6 +119,7 @@ def load(name, dtype, device):
             device_map=placement,
             use_safetensors=True,
             trust_remote_code=False,
+            quantization_config=BitsAndBytesConfig(**kinds) if four_bits else None,
         )
     return no_dropout(model)
 
@@ -152,7 +158,13 @@ def load_policy(config, device):
     The seed makes a fresh LoRA, so call torch.manual_seed first. Returns (model, autocast dtype).
     """
     dtype, autocast = precision(config, device)
-    model = load(config.model_name, dtype, device)
+    if getattr(config, "strategy", "ddp") != "ddp":
+        # mapped from its files, which all processes of a node share, until it is shared out
+        device = torch.device("cpu")
+        as_it_is = config.fine_tuning == "full" and not config.init_adapter
+        dtype = "auto" if as_it_is else dtype
+    four_bits = (autocast or dtype) if getattr(config, "type", "") == "qlora" else None
+    model = load(config.model_name, dtype, device, four_bits)
     if config.use_gradient_checkpointing:
         checkpoint_activations(model)
     if config.init_adapter:
@@ -175,15 +187,15 @@ def load_policy(config, device):
     return model.train(), autocast
 
 
-def save(model, tokenizer, folder):
+def save(model, tokenizer, folder, weights=None):
     """Write a folder that transformers or peft loads: safetensors, config, tokenizer.
 
-    It appears whole or not at all.
+    It appears whole or not at all. weights: name -> tensor, where the model has shares only.
     """
     folder = Path(folder)
     temporary = folder.with_name(f".tmp-{folder.name}")
     with checkpoint.writing(folder, temporary):
-        model.save_pretrained(temporary)
+        model.save_pretrained(temporary, **({"state_dict": weights} if weights else {}))
         tokenizer.save_pretrained(temporary)
         for file in temporary.glob("*.safetensors"):  # by themselves readable to their owner alone
             shutil.copymode(temporary / "tokenizer_config.json", file)
@@ -194,7 +206,7 @@ def save(model, tokenizer, folder):
 
 def merge(adapter, folder, base=None):
     """Fold a LoRA into its base model (the one it names, if not given) and save the sum."""
-    base = base or _adapter_settings(adapter).base_model_name_or_path
+    base = base or adapter_settings(adapter).base_model_name_or_path
     model = load(base, "auto", torch.device("cpu"))
     merged = _with_adapter(model, adapter).merge_and_unload()
     save(merged, load_tokenizer(base), folder)

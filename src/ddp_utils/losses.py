@@ -137,7 +137,8 @@ def at_reference(config):
 class Displacement:
     """Notices, once, that the chosen responses have become less likely than at the start."""
 
-    def __init__(self, config):
+    def __init__(self, config, rows="responses", mend="--sft_weight 1 or --method dpop"):
+        self.rows, self.mend = rows, mend
         self.watch = config.method != "simpo"
         self.recent = collections.deque(maxlen=10)
 
@@ -148,7 +149,6 @@ class Displacement:
             return None
         self.watch = False
         return (
-            "warning: the chosen responses have become less likely than under the reference "
-            "(likelihood displacement: DPO may push both sides down); --sft_weight 1 or "
-            "--method dpop hold them up"
+            f"warning: the chosen {self.rows} have become less likely than under the reference "
+            f"(likelihood displacement: DPO may push both sides down); {self.mend} holds them up"
         )

@@ -42,6 +42,26 @@ class Pair(NamedTuple):
         """Tokens that go through the model: the prompt once or twice, no response's last one."""
         return self.tokens - 2 - (len(self.prompt) if shared else 0)
 
+    @property
+    def targets(self):
+        """The tokens whose log-probs are asked for: one list a side."""
+        return [self.chosen, self.rejected]
+
+    def rows(self):
+        """As rows of a padded batch, one a side: what is fed, and the place before each target."""
+        first = len(self.prompt) - 1  # the prompt's last token predicts the response's first
+        return [
+            (self.prompt + side[:-1], range(first, first + len(side)))
+            for side in (self.chosen, self.rejected)
+        ]
+
+    def stretch(self):
+        """As one stretch of a packed row: fed ids, positions, span (P, C, R), places a side."""
+        p, c, r = len(self.prompt), len(self.chosen) - 1, len(self.rejected) - 1
+        ids = self.prompt + self.chosen[:-1] + self.rejected[:-1]
+        places = [range(p - 1, p + c), [p - 1, *range(p + c, p + c + r)]]
+        return ids, [*range(p + c), *range(p, p + r)], (p, c, r), places
+
 
 def load_tokenizer(name):
     """The model's tokenizer; UserError if there is none at that path or hub name."""
@@ -139,7 +159,9 @@ class Encoder:
         """One Pair; `counts` remembers what had to be mended."""
         row = example.where.rsplit(":", 1)[1]
         prompt, chosen, rejected = self.texts(example)
-        whole = [self.ids(prompt, row), self.ids(prompt + chosen), self.ids(prompt + rejected)]
+        whole = [self.ids(prompt, row), self.ids(prompt + chosen)]
+        # a text to imitate (texts.py) has two equal sides
+        whole.append(whole[1] if rejected == chosen else self.ids(prompt + rejected))
         seam = common_prefix(*whole)
         if seam == 0:  # nothing before the first response token would predict it
             raise UserError(
@@ -199,8 +221,39 @@ def read(path, encoder, limit=-1, on_bad_record="error"):
     Rows that cannot teach (equal sides, empty responses, prompts that differ) are dropped and
     counted; malformed ones raise UserError, or with "skip" are counted, too.
     """
-    pairs, name, dropped = [], None, collections.defaultdict(list)
-    seen, unread = set(), set()
+    name, seen, unread = None, set(), set()
+
+    def make(record, row):
+        nonlocal name
+        name = name or formats.find_format(record)
+        example = formats.example(record, name)
+        pair = encoder.encode(example)
+        if not (pair.chosen and pair.rejected):  # a tokenizer may drop letters and have no end
+            raise formats.Unusable("empty response")
+        if pair.chosen == pair.rejected:
+            raise formats.Unusable("identical once cut")
+        if (pair.text, example.chosen, example.rejected) in seen:
+            encoder.counts["same as an earlier row"].append(row)
+        if (pair.text, example.rejected, example.chosen) in seen:
+            encoder.counts["opposite of an earlier row"].append(row)
+        seen.add((pair.text, example.chosen, example.rejected))
+        unread.update(formats.unread(record, name))
+        return pair
+
+    pairs, counted = collect(path, encoder, make, limit, on_bad_record)
+    sides = ("prompt", "chosen", "rejected")
+    lengths = {side: [len(getattr(pair, side)) for pair in pairs] for side in sides}
+    longer = sum(len(pair.chosen) > len(pair.rejected) for pair in pairs)
+    found = report(path, name, encoder, counted, unread, lengths)
+    return pairs, {**found, "chosen_is_longer": round(longer / len(pairs), 3)}
+
+
+def collect(path, encoder, make, limit, on_bad_record):
+    """What make(record, row number) gives for each usable row, and {"rows", "used", "dropped"}.
+
+    UserError if a row is malformed (with "skip" it is dropped), or if no row is usable.
+    """
+    found, dropped = [], collections.defaultdict(list)
     encoder.counts.clear()
     rows = records.read(path, limit, skip=on_bad_record == "skip")
     for record in rows:
@@ -208,70 +261,47 @@ def read(path, encoder, limit=-1, on_bad_record="error"):
         try:
             if isinstance(record.data, UserError):  # a line that is not JSON, to be skipped
                 raise record.data
-            name = name or formats.find_format(record)
-            example = formats.example(record, name)
-            pair = encoder.encode(example)
-            if not (pair.chosen and pair.rejected):  # a tokenizer may drop letters and have no end
-                raise formats.Unusable("empty response")
-            if pair.chosen == pair.rejected:
-                raise formats.Unusable("identical once cut")
-            pairs.append(pair)
-            if (pair.text, example.chosen, example.rejected) in seen:
-                encoder.counts["same as an earlier row"].append(row)
-            if (pair.text, example.rejected, example.chosen) in seen:
-                encoder.counts["opposite of an earlier row"].append(row)
-            seen.add((pair.text, example.chosen, example.rejected))
-            unread |= formats.unread(record, name)
+            found.append(make(record, row))
         except formats.Unusable as reason:
             dropped[str(reason)].append(row)
         except UserError:
             if on_bad_record == "error":
                 raise
             dropped["malformed"].append(row)
-    if not pairs:
+    if not found:
         reasons = ", ".join(f"{len(found)} {reason}" for reason, found in dropped.items())
-        raise UserError(f"{path}: 0 usable pairs of {len(rows)}: {reasons}")
-    unread = ", ".join(sorted(map(records.shown, unread)))
-    return pairs, report(path, name, len(rows), pairs, dropped, encoder, unread)
+        raise UserError(f"{path}: 0 usable rows of {len(rows)}: {reasons}")
+    return found, {"rows": len(rows), "used": len(found), "dropped": dict(dropped)}
 
 
-def report(path, name, count, pairs, dropped, encoder, unread):
-    """What a person would want to know of a data file before training on it."""
+def report(path, name, encoder, counted, unread, lengths):
+    """What a person would want to know of a data file before training on it.
 
-    def mean(lengths):
-        return round(sum(lengths) / len(pairs), 1)
-
-    longer = sum(len(pair.chosen) > len(pair.rejected) for pair in pairs)
+    lengths: of each part of a row, the tokens in every row.
+    """
     return {
         "file": str(path),
         "format": name,
-        "fields_not_read": unread,
+        "fields_not_read": ", ".join(sorted(map(records.shown, unread))),
         "template": encoder.templated,
-        "rows": count,
-        "used": len(pairs),
-        "dropped": dict(dropped),
-        **{reason: rows for reason, rows in encoder.counts.items()},
-        "mean_tokens": {
-            side: mean([len(getattr(pair, side)) for pair in pairs])
-            for side in ("prompt", "chosen", "rejected")
-        },
-        "chosen_is_longer": round(longer / len(pairs), 3),
+        **counted,
+        **encoder.counts,
+        "mean_tokens": {part: round(sum(n) / len(n), 1) for part, n in lengths.items()},
     }
 
 
 def describe(split, report):
     """The report of one file as one line."""
-    tokens = report["mean_tokens"]
-    notes = [f"{len(rows)} {reason}" for reason, rows in report["dropped"].items()]
+    tokens = ", ".join(f"{mean:g} {part}" for part, mean in report["mean_tokens"].items())
+    line = f"{split}: {report['rows']} rows of {report['format']}, {report['used']} used"
+    notes = [line, f"tokens {tokens}"]
+    if "chosen_is_longer" in report:
+        notes += [f"chosen longer in {report['chosen_is_longer']:.0%}"]
+    notes += [f"{len(rows)} {reason}" for reason, rows in report["dropped"].items()]
     lists = {name: rows for name, rows in report.items() if isinstance(rows, list)}
     notes += [f"{len(rows)} {name}" for name, rows in lists.items() if rows]
     notes += [f"not read: {report['fields_not_read']:.100}"] if report["fields_not_read"] else []
-    line = (
-        f"{split}: {report['rows']} rows of {report['format']}, {report['used']} used; tokens "
-        f"{tokens['prompt']:g} prompt, {tokens['chosen']:g} chosen, {tokens['rejected']:g} "
-        f"rejected; chosen longer in {report['chosen_is_longer']:.0%}"
-    )
-    return "; ".join([line, *notes])
+    return "; ".join(notes)
 
 
 def split_by_prompt(pairs, seed, shares=(0.85, 0.05, 0.10)):

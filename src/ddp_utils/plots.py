@@ -16,6 +16,10 @@ FIGURES = {  # file -> panels of (title, {metric: label})
         ("margins", {"rewards/margins": "margins"}),
     ],
     "accuracies.png": [("share of pairs ranked right", {"rewards/accuracies": "accuracies"})],
+    "baking.png": [
+        ("KL to the prompted model, nats a token", {"kl": "kl"}),
+        ("share baked", {"share_baked": "baked"}),
+    ],
 }
 COLOURS = ("tab:blue", "tab:orange")
 STYLES = {"train": "-", "val": "o--", "test": "s"}
@@ -43,20 +47,23 @@ def running_mean(values, window):
 
 
 def draw(folder):
-    """Write loss.png, rewards.png and accuracies.png into the run folder."""
+    """Write those of FIGURES for which there are numbers into the run folder."""
     lines = read_metrics(folder)
+    there = set().union(*lines)
     for name, panels in FIGURES.items():
+        if not any(there & metrics.keys() for _, metrics in panels):
+            continue
         figure, axes = plt.subplots(
             1, len(panels), figsize=(6.4 * len(panels), 3.8), squeeze=False, layout="constrained"
         )
         for axis, (title, metrics) in zip(axes[0], panels, strict=True):
             for colour, (metric, label) in zip(COLOURS, metrics.items(), strict=False):
                 _curve(axis, lines, metric, label, colour)
-            axis.set(title=title, xlabel="step")
-            if "share" in title:
-                axis.set_ylim(-0.02, 1.02)
+            limits = (-0.02, 1.02) if "share" in title else None
+            axis.set(title=title, xlabel="step", ylim=limits)
             axis.grid(alpha=0.3)
-            axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+            if there & metrics.keys():
+                axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
         figure.savefig(Path(folder) / name, dpi=150)
         plt.close(figure)
 

@@ -29,7 +29,7 @@ def digest_of_rows(pairs) -> str:
     """By the tokens of all pairs."""
     digest = hashlib.sha256()
     for pair in pairs:
-        ids = *pair.prompt, -1, *pair.chosen, -1, *pair.rejected, -2
+        ids = *pair[0], -1, *pair[1], -1, *pair[2], -2
         digest.update(array.array("q", ids))
     return digest.hexdigest()[:16]
 

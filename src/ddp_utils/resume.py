@@ -12,8 +12,10 @@ from ddp_utils import Stop, UserError, checkpoint
 
 # settings that change no number, so that they may change between two lives of a run
 FREE = {"check", "debug", "restart", "log_every", "save_every", "keep_checkpoints"}
-FREE |= {"result_dir", "output_dir", "stop_after_minutes", "timeout_minutes", "profile_steps"}
-LENGTH = {"max_steps", "num_epochs"}  # of the run: may change too, and is said
+FREE |= {"result_dir", "out_dir", "output_dir", "stop_after_minutes", "timeout_minutes"}
+FREE |= {"config", "deepspeed", "report_to", "bucket_mb", "num_workers"}
+SAID = {"max_steps", "num_epochs"}  # length and strategy may change too, and it is said
+SAID |= {"strategy", "use_fsdp", "fsdp_config", "use_deepspeed", "deepspeed_config"}
 
 
 class Found(NamedTuple):
@@ -33,12 +35,13 @@ def inspect(folder, settings, steps, inputs, needed=0, restart=False) -> Found:
     checkpoints are all damaged.
     """
     folder = Path(folder)
-    _check_place("--result_dir", folder, needed)
+    name = next((n for n in ("result_dir", "out_dir") if n in settings), "output_dir")
+    check_place(f"--{name}", folder, needed)
     found = _verdict(folder, settings, inputs, restart)
     # of guide 1, a place for the model; in the others output_dir is the run folder itself
     output = settings.get("output_dir") if "result_dir" in settings else ""
     if output:
-        _check_place("--output_dir", Path(output), 0)
+        check_place("--output_dir", Path(output))
     if output and found.verdict in ("new", "aside") and any(Path(output).glob("*")):
         raise UserError(f"--output_dir: {output} is not empty; give another folder")
     if found.checkpoint and checkpoint.number(found.checkpoint) > steps:
@@ -55,7 +58,10 @@ def _verdict(folder, settings, inputs, restart):
         return Found("new")
     if (folder / ".lock").exists():
         lock(folder).release()
-    differences = _differences(read_json(folder / "config.json"), settings, FREE)
+    # where these count per process, their product with the world size is among the inputs
+    split = {"batch_size", "micro_batch_size", "gradient_accumulation_steps"}
+    split = split if "global_batch" in inputs else set()
+    differences = _differences(read_json(folder / "config.json"), settings, FREE | split)
     before = read_json(folder / "environment.json")
     differences += _differences(before.get("inputs", {}), inputs)
     finished = summary(folder).get("status") == "finished"
@@ -72,7 +78,7 @@ def _verdict(folder, settings, inputs, restart):
         )
     if not path:  # nothing would be lost
         return Found("aside" if differences else "continue", lines)
-    if changes := [line for line in differences if line.split(":")[0] not in LENGTH]:
+    if changes := [line for line in differences if line.split(":")[0] not in SAID]:
         raise UserError(
             f"{folder} holds an unfinished run with other settings: {', '.join(changes)}; "
             "give the old ones to go on, --restart to begin anew, or another folder"
@@ -126,7 +132,8 @@ def aside(folder) -> Path:
     return folder.rename(target)
 
 
-def _check_place(flag, folder, needed):
+def check_place(flag, folder, needed=0):
+    """Raise UserError if `needed` bytes cannot be written into a folder that may yet be made."""
     # where others may write, a link could lead what we write to the user's own files
     for path in (folder, *folder.glob("*")):
         if path.is_symlink():
@@ -148,13 +155,12 @@ def _check_place(flag, folder, needed):
 
 def going_on(folder) -> str:
     """Whose run holds the folder."""
-    who = {"host": "?", "pid": "?", "start": "?"}
+    who = "another run"
     if (Path(folder) / "environment.json").exists():
-        who |= read_json(Path(folder) / "environment.json")
-    return (
-        f"--result_dir: {folder} is in use by a run on {who['host']} (process {who['pid']}, "
-        f"since {who['start']}); wait for it, or give another folder"
-    )
+        found = read_json(Path(folder) / "environment.json")
+        host, pid, start = (found.get(name, "?") for name in ("host", "pid", "start"))
+        who = f"a run on {host} (process {pid}, since {start})"
+    return f"{folder} is in use by {who}; wait for it, or give another folder"
 
 
 def read_json(path):

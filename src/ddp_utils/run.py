@@ -4,16 +4,12 @@ import dataclasses
 import json
 import math
 import os
-import sys
-import threading
 import time
 import uuid
 from pathlib import Path
 
 import torch
-import transformers
 from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
 
 from ddp_utils import (
     NonFiniteError,
@@ -24,6 +20,7 @@ from ddp_utils import (
     environment,
     parallel,
     plots,
+    progress,
     resume,
     signals,
 )
@@ -36,6 +33,7 @@ CHANGED["git_commit"] = "the code is another"
 FINISHED = "{} holds this run, finished: the same settings, the same data"
 SAVE_MINUTES = 15  # between two checkpoints, where save_every leaves it open
 COLUMNS = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
+COLUMNS += ("kl", "kl_base", "share_baked")
 
 
 class Run:
@@ -55,9 +53,8 @@ class Run:
         self.step = 0
         self.training = None
         self.save_seconds = 0.0
-        self.metrics = self.board = self.bar = self.lock = None
-        if not world.is_main or not sys.stderr.isatty():
-            transformers.utils.logging.disable_progress_bar()  # of downloads and weights
+        self.metrics = self.board = self.lock = None
+        self.bar = progress.Bar(world.is_main)
         settings = environment.redacted(dataclasses.asdict(config))
         opened = dist.on_main(world, lambda: self._open(settings, inputs or {}, needed))
         self.done, self.mark = opened  # steps before this start, and the checkpoint that has them
@@ -94,7 +91,13 @@ class Run:
             raise UserError(resume.going_on(self.folder))  # another one was quicker
         path, meta = found.checkpoint, {"step": 0, "metrics_bytes": 0}
         if path:
-            meta = checkpoint.read(path)[1]
+            meta = checkpoint.manifest(path)
+            shares, mine = meta.get("shares"), parallel.shares(self.config, self.world.world_size)
+            if shares and shares != mine:
+                raise UserError(
+                    f"{path}: each process has saved its share: {shares}; this is "
+                    f"{mine or 'another strategy, or one process'}; start as many, in the same way"
+                )
         described = environment.describe(self.config, self.world)
         if found.verdict == "continue":
             self.say(f"{self.folder} is not finished: goes on after step {meta['step']}")
@@ -111,10 +114,9 @@ class Run:
         self.metrics = open(self.folder / "metrics.jsonl", "ab")  # noqa: SIM115
         size = self.metrics.seek(0, os.SEEK_END)  # what came after the checkpoint comes again
         self.metrics.seek(self.metrics.truncate(min(meta["metrics_bytes"], size)))
-        self.board = SummaryWriter(self.folder / "tensorboard", purge_step=meta["step"] + 1)
-        tqdm.set_lock(threading.RLock())  # its default is a semaphore, which os._exit would leak
-        self.bar = tqdm(total=self.steps, disable=not sys.stderr.isatty(), unit="step")
-        self.bar.update(meta["step"])
+        if getattr(self.config, "report_to", "tensorboard") == "tensorboard":
+            self.board = SummaryWriter(self.folder / "tensorboard", purge_step=meta["step"] + 1)
+        self.bar.of_run(self.steps, meta["step"])
         return meta["step"], checkpoint.mark(path) if path else ""
 
     # --- checkpoints -----------------------------------------------------------------------------
@@ -133,8 +135,9 @@ class Run:
                 f"{path}: rank {self.world.rank} does not see the checkpoint that rank 0 sees; "
                 "the run folder must be on a disk that all nodes share"
             )
-        tensors, meta = checkpoint.read(path)
-        parallel.load_state(policy, optimizer, schedule, tensors, self.done)
+        tensors, meta = checkpoint.read(path, self.world.rank)
+        shares = meta.get("shares", "")
+        parallel.load_state(policy, optimizer, schedule, tensors, self.done, shares)
         self.validated, self.results = meta["validated"], meta["results"]
         self.start -= meta["seconds"]
         self.save_seconds = meta["save_seconds"]
@@ -145,10 +148,16 @@ class Run:
         if self.saved == self.step:
             return
         start, folder = time.perf_counter(), self.folder / CHECKPOINTS
-        tensors = parallel.state(*self.training[:2])
-        bad = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
-        if bad:
-            raise NonFiniteError(f"after step {self.step} {bad[0]} is not finite; not saved")
+        shares = parallel.shares(self.config, self.world.world_size)
+        tensors = parallel.state(*self.training[:2], shares)
+
+        def check():
+            for name, tensor in tensors.items():
+                if not bool(torch.isfinite(tensor).all()):
+                    raise NonFiniteError(f"after step {self.step} {name} is not finite; not saved")
+
+        dist.on_each(self.world, check)
+        parts = self._write_shares(folder, tensors) if shares else None
 
         def write():
             self._flush()  # to the disk, before a checkpoint says how long they are
@@ -160,13 +169,29 @@ class Run:
                 "results": self.results,
                 "seconds": time.perf_counter() - self.start,
                 "save_seconds": self.save_seconds,
+                "shares": shares,
             }
-            checkpoint.write(folder, self.step, tensors, meta)
+            checkpoint.write(folder, self.step, tensors, meta, parts)
             checkpoint.rotate(folder, self.config.keep_checkpoints)
 
         dist.on_main(self.world, write)
         self.saved, self.saved_at = self.step, time.perf_counter()
         self.save_seconds += self.saved_at - start
+
+    def _write_shares(self, folder, tensors):
+        """Each rank's part of a checkpoint: name -> hash, on all ranks."""
+        world = self.world
+        dist.on_main(world, lambda: checkpoint.clear(folder, self.step))
+        place = folder, self.step, tensors, world.rank, world.world_size
+        name, digest = dist.on_each(world, lambda: checkpoint.write_share(*place))
+        table = torch.zeros(world.world_size, 32, device=world.device)
+        table[world.rank] = torch.tensor([*bytes.fromhex(digest)], dtype=torch.float32)
+        digests = dist.all_sum(table, world).byte().tolist()
+        mine = f"-{world.rank:05d}-"
+        return {
+            name.replace(mine, f"-{rank:05d}-"): bytes(found).hex()
+            for rank, found in enumerate(digests)
+        }
 
     def _flush(self):
         try:
@@ -197,8 +222,7 @@ class Run:
     def say(self, line):
         """One line to the user, above the progress bar if there is one; silence elsewhere."""
         if self.world.is_main:
-            tqdm.write(line, file=sys.stdout)
-            sys.stdout.flush()
+            self.bar.say(line)
 
     def log(self, step, values, split="train", echo=True):
         """Append one line of metrics: file in full precision, TensorBoard, fixed columns."""
@@ -211,11 +235,11 @@ class Run:
         self.metrics.write(line.encode())
         self._flush()
         for name, value in values.items():
-            if name != "count":
+            if self.board and name != "count":
                 self.board.add_scalar(f"{split}/{name}", value, step)
         if split == "train":
-            self.bar.update(step - self.bar.n)
-        if echo:
+            self.bar.reach(step)
+        if echo and not self.bar.speaks:
             shown = [(name.rsplit("/")[-1], values[name]) for name in COLUMNS if name in values]
             title = f"step {step:5d}" if split == "train" else f"{split:>10}"
             self.say(" | ".join([title, *(f"{name} {value:8.4f}" for name, value in shown)]))
@@ -285,7 +309,8 @@ class Run:
         final = error is None or not dist.lost_a_peer(error)
         self.write_summary(STATUS.get(code, "failed"), code, final)
         self.bar.close()
-        self.board.close()
+        if self.board:
+            self.board.close()
         self.metrics.close()
         self.lock.release()
         if error is None:

@@ -5,7 +5,6 @@ P prompts, S samples of each, B rows in a batch, V words in the vocabulary.
 
 import importlib.util
 import inspect
-import math
 import numbers
 
 import torch
@@ -13,6 +12,7 @@ import transformers
 
 from ddp_utils import UserError, dist, records
 from ddp_utils.batching import MicroBatch, seed_of, share
+from ddp_utils.totals import wilson
 
 
 class SeededNoise(transformers.LogitsProcessor):
@@ -32,12 +32,15 @@ class SeededNoise(transformers.LogitsProcessor):
 
 
 @torch.no_grad()
-def generate(scorer, prompts, ends, world, config, samples=1, poll=lambda: None):
+def generate(
+    scorer, prompts, ends, world, config, samples=1, poll=lambda: None, first=0, keep_end=False
+):
     """Token ids of `samples` replies to each prompt, without their end: P x S lists, on all ranks.
 
     prompts: P lists of token ids; ends: ids that end a reply. config: temperature (0: greedy),
-    top_p, max_new_tokens, batch_size, seed. Batches are cut from the whole list and then shared
-    out, and each reply has its own random stream, so the number of ranks changes nothing.
+    top_p, max_new_tokens, batch_size, seed; first: the number of the first prompt. Batches are cut
+    from the whole list and then shared out, and each reply has its own random stream, so the number
+    of ranks changes nothing.
     """
     rows = [(place, sample) for place in range(len(prompts)) for sample in range(samples)]
     size = config.batch_size
@@ -47,13 +50,13 @@ def generate(scorer, prompts, ends, world, config, samples=1, poll=lambda: None)
         poll()  # stop between two batches, if asked to
         cut = cuts[part.index[0]]
         ids = [prompts[place] for place, _ in cut]
-        seeds = [seed_of(config.seed, place, sample) for place, sample in cut]
+        seeds = [seed_of(config.seed, first + place, sample) for place, sample in cut]
         replies = _batch(scorer, ids, seeds, ends, config, world.device)  # [B, new tokens]
-        first = part.index[0] * size
-        parts.append(MicroBatch(list(range(first, first + len(cut))), part.weight * len(cut)))
+        places = list(range(part.index[0] * size, part.index[0] * size + len(cut)))
+        parts.append(MicroBatch(places, part.weight * len(cut)))
         found.append(replies + 1)  # 0 is what no rank has written
     table = dist.by_row(len(rows), parts, found, world).long() - 1
-    return [_until_end(reply, ends) for reply in table.tolist()]
+    return [_until_end(reply, ends, keep_end) for reply in table.tolist()]
 
 
 def _batch(scorer, prompts, seeds, ends, config, device):
@@ -79,10 +82,10 @@ def _batch(scorer, prompts, seeds, ends, config, device):
     return torch.nn.functional.pad(output, (0, config.max_new_tokens - output.shape[1]), value=end)
 
 
-def _until_end(reply, ends):
+def _until_end(reply, ends, keep):
     for place, token in enumerate(reply):
         if token in ends:
-            return reply[:place]
+            return reply[: place + keep]
     return reply
 
 
@@ -157,13 +160,3 @@ def _verdict(policy, reference):
     word = "tie" if gain == 0 else "win" if gain > 0 else "loss"
     shown = (f"{name} {reference[name]:g} -> {policy[name]:g}".strip() for name in policy)
     return f"{word} ({', '.join(shown)})"
-
-
-def wilson(wins, count, z=1.96):
-    """Wilson's 95 % interval of a share (Wilson 1927); (None, None) without a decided pair."""
-    if not count:
-        return None, None
-    share_, spread = wins / count, z**2 / count
-    middle = (share_ + spread / 2) / (1 + spread)
-    half = z * math.sqrt(share_ * (1 - share_) / count + spread / (4 * count)) / (1 + spread)
-    return middle - half, middle + half

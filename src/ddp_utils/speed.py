@@ -31,11 +31,12 @@ class Meter:
     def __init__(self, scorer, world):
         backbone, head = scorer.parts()
         embeddings = {m.weight for m in backbone.modules() if isinstance(m, nn.Embedding)}
-        weights = [p for p in backbone.parameters() if p not in embeddings and p.ndim > 1]
-        known = head is not None and not any(p.ndim > 2 for p in weights)  # no fused experts
+        # under ZeRO-3 a parameter is empty until it is asked for
+        weights = [p for p in backbone.parameters() if p not in embeddings and _axes(p) > 1]
+        known = head is not None and not any(_axes(p) > 2 for p in weights)  # no fused experts
         self.peak = known and peak_flops(world.device, scorer.precision)
         self.per_token, self.per_target = (
-            sum(p.numel() * (6 if p.requires_grad else 4) for p in part)
+            sum(getattr(p, "ds_numel", p.numel()) * (6 if p.requires_grad else 4) for p in part)
             for part in (weights, head.parameters() if known else ())
         )
         self.world = world
@@ -50,11 +51,15 @@ class Meter:
         if self.peak:
             needed = sum(
                 pair.fed(shared=True) * self.per_token
-                + (len(pair.chosen) + len(pair.rejected)) * self.per_target
+                + sum(map(len, pair.targets)) * self.per_target
                 for pair in pairs
             )
             values["mfu"] = needed / (seconds * self.peak * self.world.world_size)
         return values
+
+
+def _axes(parameter):
+    return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def peak_flops(device, dtype):

@@ -38,3 +38,13 @@ def interval(mean, mean_of_squares, count):
     deviation = math.sqrt(max(0.0, mean_of_squares - mean**2) * count / (count - 1))
     half = 1.96 * deviation / math.sqrt(count)
     return mean - half, mean + half
+
+
+def wilson(wins, count, z=1.96):
+    """Wilson's 95 % interval of a share (Wilson 1927); (None, None) without a decided pair."""
+    if not count:
+        return None, None
+    share_, spread = wins / count, z**2 / count
+    middle = (share_ + spread / 2) / (1 + spread)
+    half = z * math.sqrt(share_ * (1 - share_) / count + spread / (4 * count)) / (1 + spread)
+    return max(0.0, middle - half), min(1.0, middle + half)

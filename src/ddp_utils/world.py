@@ -12,18 +12,16 @@ from ddp_utils import UserError
 
 # How each launcher tells a process its rank, the world size, its rank on the node and how many
 # processes the node has. It counts only when the first three are set: people export WORLD_SIZE by
-# hand, and the batch step of Slurm has a SLURM_PROCID but no SLURM_STEP_NUM_TASKS.
+# hand, and the batch step of Slurm has a SLURM_PROCID but no SLURM_STEP_NUM_TASKS. PALS documents
+# its ranks but not the size: any of three names will do.
 LAUNCHERS = {
-    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    "pals": ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
-    "mpirun": (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    "mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    "torchrun": "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE",
+    "pals": "PALS_RANKID PMI_SIZE|PALS_SIZE|WORLD_SIZE PALS_LOCAL_RANKID "
+    "PALS_LOCAL_SIZE|LOCAL_WORLD_SIZE",
+    "mpirun": "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK "
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "mpiexec": "PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS",
+    "srun": "SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_LOCALID SLURM_STEP_TASKS_PER_NODE",
 }
 BINDERS = {"pals", "mpirun", "mpiexec", "srun"}  # may show each process one GPU of its own
 BACKENDS = {"nccl": "cuda", "xccl": "xpu", "ccl": "xpu", "gloo": "cpu"}
@@ -49,7 +47,8 @@ class World(NamedTuple):
 def whoami(env=os.environ, argv=()) -> World:
     """Read the launcher's environment; nothing is started and no device is touched."""
     for launcher, names in LAUNCHERS.items():
-        if all(env.get(name) for name in names[:3]):
+        names = [next(filter(env.get, either.split("|")), "") for either in names.split()]
+        if all(names[:3]):
             rank, world_size, local_rank = (_number(env, name) for name in names[:3])
             # Slurm writes "2(x3)": two tasks on each of three nodes
             local = re.match(r"\d+", env.get(names[3], ""))
@@ -81,10 +80,10 @@ def choose_device(world, backend) -> World:
 
     Raises UserError if the backend's device is absent or has fewer units than processes.
     """
-    if backend in ("auto", "xpu"):
+    if backend in ("auto", "xpu", "ccl"):
         kinds = ("cuda", "xpu", "cpu") if backend == "auto" else ("xpu",)
         kind = next((kind for kind in kinds if kind == "cpu" or _count(kind)), "xpu")
-        backend = {"cuda": "nccl", "xpu": _xpu_backend(), "cpu": "gloo"}[kind]
+        backend = {"cuda": "nccl", "xpu": _xpu_backend(backend), "cpu": "gloo"}[kind]
     kind = BACKENDS[backend]
     if kind == "cpu":
         return world._replace(device=torch.device("cpu"), backend=backend)
@@ -113,12 +112,14 @@ def _count(kind):
     return unit.device_count() if unit.is_available() else 0
 
 
-def _xpu_backend():
-    """Since torch 2.8 Intel GPUs use xccl; before, ccl registers itself when it is imported."""
-    if dist.is_xccl_available():
-        return "xccl"
-    with contextlib.suppress(ImportError):
-        import oneccl_bindings_for_pytorch  # noqa: F401
+def _xpu_backend(asked):
+    """Since torch 2.8 Intel GPUs use xccl; before, ccl, which registers itself when imported.
 
-        return "ccl"
+    Who asks for ccl, as older guides do, gets xccl where torch has no other.
+    """
+    if asked == "ccl" or not dist.is_xccl_available():
+        with contextlib.suppress(ImportError):
+            import oneccl_bindings_for_pytorch  # noqa: F401
+
+            return "ccl"
     return "xccl"

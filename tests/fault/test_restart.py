@@ -101,6 +101,7 @@ def state(pid):
 # --- restarts ------------------------------------------------------------------------------------
 
 
+@pytest.mark.show  # the shell script's, below, is the same path
 def test_f1_torchrun_restarts_a_killed_rank_and_the_weights_are_the_same(undisturbed, tmp_path):
     """Rank 0; without a new name for each meeting three in five restarts meet the dead rank."""
     folder = tmp_path / "run"
@@ -132,6 +133,7 @@ def test_f1_the_shell_script_restarts_a_killed_rank(long_run, tmp_path):
     assert faults.is_equal(folder, long_run)
 
 
+@pytest.mark.show  # the shell script's, below, is the same path
 def test_an_end_that_a_restart_cannot_mend_is_repeated(tmp_path):
     """torchrun starts both ranks anew, twice: they end at once as the run has ended."""
     folder = tmp_path / "run"
@@ -207,7 +209,10 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "moment",
+    ["saving", *(pytest.param(m, marks=pytest.mark.show) for m in MOMENTS if m != "saving")],
+)
 def test_f18_ctrl_c_leaves_no_process_and_no_half_checkpoint(moment, long_run, tmp_path):
     folder = tmp_path / "run"
     often = ["--save_every", "1"]  # or none may be seen
@@ -251,6 +256,7 @@ def two_nodes():
             subprocess.run(["ip", "netns", "del", f"{mine}{name}"], capture_output=True)
 
 
+@pytest.mark.show
 def test_an_elastic_run_goes_on_when_a_node_dies(two_nodes, undisturbed, tmp_path):
     """Two nodes of one rank each; the second is killed; one rank does the same global batches."""
     folder, nodes = tmp_path / "run", []

@@ -273,7 +273,7 @@ def test_f15_a_second_run_in_the_folder_is_refused_and_told_whose_it_is(undistur
         held.release()
     assert outcome.codes == [2, 2] and outcome.logs[1] == ""
     assert outcome.logs[0] == (
-        f"error: --result_dir: {folder} is in use by a run on {platform.node()} (process "
+        f"error: {folder} is in use by a run on {platform.node()} (process "
         f"{before['pid']}, since {before['start']}); wait for it, or give another folder\n"
     )
     faults.finished(faults.start(2, folder, *LORA))  # and is free again

@@ -1,20 +1,40 @@
-"""check_gpu.py: once for real on this machine; on fakes of torch for machines that are not here."""
+"""check_gpu.py and machine.py: for real on this machine; on fakes of torch, of nvidia-smi and of
+/proc and /sys for machines that are not here."""
 
 import contextlib
 import json
 import os
+import resource
+import socket
 import subprocess
 import sys
+from fnmatch import fnmatchcase as fnmatch
 from types import SimpleNamespace as Fake
 
 import pytest
+import torch
 
 import check_gpu
 from conftest import ROOT
+from ddp_utils import UserError, dist
+from ddp_utils import machine as host
+from ddp_utils.world import World
 
 GIB = 2**30
-NVIDIA_DRIVERS = check_gpu.nvidia_drivers  # the real one; most tests put another in its place
-ROOMY = {"cores": 64, "shm_free_gib": 32.0}  # a host that gives no cause for warnings
+NVIDIA = host.nvidia  # the real one; most tests put another in its place
+ROOMY = {  # a host that gives no cause for warnings
+    "cores": 64,
+    "cpu_limit": None,
+    "memory_gib": 512.0,
+    "memory_limit_gib": None,
+    "shm_free_gib": 32.0,
+    "results_free_gib": 900.0,
+    "open_files": [2**20, 2**20],
+    "forks": None,
+    "locked_memory": None,
+    "interfaces": ["eth0", "eth1", "lo"],
+    "infiniband": [],
+}
 H100 = Fake(name="H100", total=80, free=79, capability=(9, 0), units=132)
 A100 = Fake(name="A100", total=40, free=39.5, capability=(8, 0), units=108)
 T4 = Fake(name="T4", total=15, free=14.5, capability=(7, 5), units=40)
@@ -39,7 +59,8 @@ class Unit:
         if has.capability is None:
             return Fake(name=has.name, max_compute_units=has.units, driver_version="1.6.3")
         major, minor = has.capability
-        return Fake(name=has.name, major=major, minor=minor, multi_processor_count=has.units)
+        own = {"name": has.name, "uuid": f"uuid-{index}", "multi_processor_count": has.units}
+        return Fake(**own, major=major, minor=minor)
 
     def mem_get_info(self, index):
         return self.devices[index].free * GIB, self.devices[index].total * GIB
@@ -79,27 +100,16 @@ def machine(cuda=(), xpu=(), env=None, strangers=(), build="cuda", backends=("gl
 
 
 @pytest.fixture(autouse=True)
-def driver(monkeypatch):
-    """nvidia-smi as on a machine without one; a test may put versions in, one per GPU."""
-    versions = []
-    monkeypatch.setattr(check_gpu, "nvidia_drivers", lambda: versions)
-    return versions
+def nvidia(monkeypatch):
+    """What nvidia-smi tells on a machine without one; a test may put other facts in."""
+    found = {"driver": None, "nvidia_gpus": 0, "nvidia_smi": "", "links": {}, "mig": {}}
+    found["users"] = {}
+    monkeypatch.setattr(host, "nvidia", lambda: dict(found))
+    return found
 
 
-@pytest.mark.parametrize(
-    "script, versions",
-    [
-        ("echo 580.95; echo 580.95", ["580.95", "580.95"]),
-        ("echo NVIDIA-SMI has failed; exit 9", []),  # no driver is loaded
-        (None, []),
-    ],
-)
-def test_the_driver_is_what_nvidia_smi_says_if_it_works(tmp_path, monkeypatch, script, versions):
-    if script:
-        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert NVIDIA_DRIVERS() == versions
+def four(nvidia, driver="580.95"):
+    nvidia.update(driver=driver, nvidia_gpus=4)
 
 
 def last_line(found, advised):
@@ -129,6 +139,7 @@ def test_without_a_gpu_it_advises_two_cpu_processes_or_one_on_one_core():
     assert (found["kind"], found["build"], found["devices"]) == ("cpu", "CPU", [])
     assert advised == {
         "processes": 2,
+        "cores_each": 32,
         "precision": "fp32",
         "warnings": [],
         "command": "./run_distributed.sh 2",
@@ -137,14 +148,15 @@ def test_without_a_gpu_it_advises_two_cpu_processes_or_one_on_one_core():
     assert check_gpu.advice(found | {"cores": 1})["command"] == "./run_distributed.sh 1"
 
 
-def test_four_equal_gpus_take_four_processes_in_bf16(driver):
-    driver += ["580.95"] * 4
+def test_four_equal_gpus_take_four_processes_in_bf16(nvidia):
+    four(nvidia)
     found, advised = machine([H100] * 4)
     assert (found["driver"], found["nccl"], found["build"]) == ("580.95", "2.27.5", "CUDA 13.0")
     assert found["peer_access"] == [[True] * 4] * 4
     assert found["devices"][3] == {
         "index": 3,
         "name": "H100",
+        "uuid": "uuid-3",
         "memory_gib": 80.0,
         "memory_free_gib": 79.0,
         "compute_capability": "9.0",
@@ -193,7 +205,7 @@ def test_gpus_that_differ_in_memory_only_are_remarked_too():
     ]
 
 
-def test_a_gpu_that_another_process_uses_is_named_with_a_way_around_it():
+def test_a_gpu_that_another_process_uses_is_named_with_a_way_around_it(nvidia):
     busy = Fake(**vars(H100) | {"free": 71.5})  # nine tenths of 80 are 72
     almost = Fake(**vars(H100) | {"free": 72.5})
     assert machine([H100, almost])[1]["warnings"] == []
@@ -202,13 +214,16 @@ def test_a_gpu_that_another_process_uses_is_named_with_a_way_around_it():
     assert warning.endswith("export CUDA_VISIBLE_DEVICES=0,2")
     (warning,) = machine([busy])[1]["warnings"]  # none is left to go to
     assert "CUDA_VISIBLE_DEVICES" not in warning
+    nvidia["users"] = {"uuid-0": ["pid 7 1.0 GiB"], "uuid-1": ["pid 8 6.0 GiB", "pid 9"]}
+    (warning,) = machine([H100, busy, H100])[1]["warnings"]
+    assert "71.5 of 80.0 GiB; used by pid 8 6.0 GiB, pid 9: stop it" in warning
 
 
 def test_a_gpu_without_peer_access_is_named_by_its_pairs():
     found, advised = machine([H100] * 3, strangers=[1])
     assert found["peer_access"] == [[True, False, True], [False, True, False], [True, False, True]]
     (warning,) = advised["warnings"]
-    assert "no peer access between 2 of 3 pairs of GPUs (0-1, 1-2)" in warning
+    assert "no peer access between 2 of 3 pairs (0-1, 1-2) of GPUs" in warning
     assert "NCCL_P2P_DISABLE=1" in warning
     assert advised["command"] == "./run_distributed.sh 3"
 
@@ -223,10 +238,22 @@ def test_twelve_tiles_of_an_xpu_machine_take_twelve_processes():
     )
     assert (advised["precision"], advised["warnings"]) == ("bf16", [])
     assert last_line(found, advised) == "./run_distributed.sh 12"
+    assert found["tiles"] == 12
+    assert "devices   12, each a tile, half of a GPU" in check_gpu.show(found, advised)
 
 
-def test_an_empty_cuda_visible_devices_means_the_cpu_and_it_says_so(driver):
-    driver += ["580.95"] * 4  # the machine has four, torch sees none
+def test_six_whole_gpus_of_two_tiles_are_told_how_to_become_twelve():
+    whole = Fake(**vars(TILE) | {"total": 128, "free": 126})
+    env = {"ZE_FLAT_DEVICE_HIERARCHY": "COMPOSITE"}
+    found, advised = machine(xpu=[whole] * 6, build="xpu", backends=["gloo", "xccl"], env=env)
+    assert (found["tiles"], advised["processes"]) == (0, 6)
+    (warning,) = advised["warnings"]
+    assert warning == "ZE_FLAT_DEVICE_HIERARCHY=COMPOSITE: one process drives two tiles; set FLAT"
+    assert "each a tile" not in check_gpu.show(found, advised)
+
+
+def test_an_empty_cuda_visible_devices_means_the_cpu_and_it_says_so(nvidia):
+    four(nvidia)  # the machine has four, torch sees none
     found, advised = machine([], env={"CUDA_VISIBLE_DEVICES": ""})
     assert (found["kind"], found["cuda_visible_devices"], found["nvidia_gpus"]) == ("cpu", "", 4)
     assert advised["warnings"] == [
@@ -235,18 +262,38 @@ def test_an_empty_cuda_visible_devices_means_the_cpu_and_it_says_so(driver):
     assert (advised["precision"], advised["command"]) == ("fp32", "./run_distributed.sh 2")
 
 
+CANNOT = "torch for CUDA 13.0 cannot use the 4 GPUs with driver"
+
+
 @pytest.mark.parametrize(
-    "build, env, words",
+    "build, env, driver, words",
     [
-        ("cpu", {}, "2 GPUs are here but torch is built for the CPU; install"),
-        ("cuda", {}, "torch for CUDA 13.0 cannot use the 2 GPUs with driver 470.57; update"),
-        ("cuda", {"CUDA_VISIBLE_DEVICES": "0"}, "torch for CUDA 13.0 cannot use the 2 GPUs"),
+        ("cpu", {}, "470.57", "4 GPUs are here but torch is built for the CPU; install"),
+        ("cuda", {}, "470.57", f"{CANNOT} 470.57, it needs 580 or newer; update"),
+        ("cuda", {}, "580.65", f"{CANNOT} 580.65; mend CUDA_VISIBLE_DEVICES"),
+        ("cuda", {"CUDA_VISIBLE_DEVICES": "0"}, "580.65", f"{CANNOT} 580.65; mend"),
+        ("cuda", {}, None, f"{CANNOT} None; mend"),
     ],
 )
-def test_gpus_that_torch_cannot_use_are_not_passed_over(driver, build, env, words):
-    driver += ["470.57"] * 2
+def test_gpus_that_torch_cannot_use_are_not_passed_over(nvidia, build, env, driver, words):
+    four(nvidia, driver)
     (warning,) = machine([], build=build, env=env)[1]["warnings"]
     assert warning.startswith(words)
+
+
+def test_a_driver_that_an_update_has_left_behind_wants_a_reboot(nvidia):
+    four(nvidia, "535.183.01")
+    nvidia["nvidia_smi"] = " ".join(MISMATCH.split())
+    (warning,) = machine([])[1]["warnings"]
+    assert warning.startswith("Failed to initialize NVML: Driver/library version mismatch")
+    assert "the kernel runs another driver (535.183.01)" in warning and "; reboot" in warning
+
+
+def test_an_nvidia_smi_that_fails_is_told_of_where_torch_sees_no_gpu(nvidia):
+    nvidia["nvidia_smi"] = "No devices were found"
+    (warning,) = machine([])[1]["warnings"]
+    assert warning.startswith("nvidia-smi fails: No devices were found; ")
+    assert machine([H100])[1]["warnings"] == []
 
 
 def test_without_nccl_it_advises_one_process():
@@ -287,8 +334,443 @@ def test_a_wrong_flag_ends_with_2_and_flags_are_not_abbreviated(capsys):
     assert f"unrecognized arguments: {flag}" in capsys.readouterr().err
 
 
-def test_it_loads_neither_transformers_nor_anything_of_ours():
+def test_it_loads_neither_transformers_nor_a_script():
     code = "import sys, check_gpu; check_gpu.main([]); print(*sys.modules, file=sys.stderr)"
     loaded = set(run("-c", code).stderr.split())
     assert "torch" in loaded
-    assert not loaded & {"transformers", "peft", "ddp_utils", "config"}
+    assert not loaded & {"transformers", "peft", "config", "ddp_utils.speed"}
+
+
+# --- nvidia-smi ----------------------------------------------------------------------------------
+
+HGX = """
+	\x1b[4mGPU0	GPU1	GPU2	GPU3	GPU4	GPU5	GPU6	GPU7	NIC0	NIC1	CPU Affinity	NUMA Affinity	GPU NUMA ID\x1b[0m
+GPU0	 X 	NV18	NV18	NV18	NV18	NV18	NV18	NV18	PIX	SYS	0-55,112-167	0		N/A
+GPU1	NV18	 X 	NV18	NV18	NV18	NV18	NV18	NV18	NODE	SYS	0-55,112-167	0		N/A
+GPU2	NV18	NV18	 X 	NV18	NV18	NV18	NV18	NV18	NODE	SYS	0-55,112-167	0		N/A
+GPU3	NV18	NV18	NV18	 X 	NV18	NV18	NV18	NV18	NODE	SYS	0-55,112-167	0		N/A
+GPU4	NV18	NV18	NV18	NV18	 X 	NV18	NV18	NV18	SYS	PIX	56-111,168-223	1		N/A
+GPU5	NV18	NV18	NV18	NV18	NV18	 X 	NV18	NV18	SYS	NODE	56-111,168-223	1		N/A
+GPU6	NV18	NV18	NV18	NV18	NV18	NV18	 X 	NV18	SYS	NODE	56-111,168-223	1		N/A
+GPU7	NV18	NV18	NV18	NV18	NV18	NV18	NV18	 X 	SYS	NODE	56-111,168-223	1		N/A
+NIC0	PIX	NODE	NODE	NODE	SYS	SYS	SYS	SYS	 X 	SYS
+NIC1	SYS	SYS	SYS	SYS	PIX	NODE	NODE	NODE	SYS	 X
+
+Legend:
+
+  X    = Self
+  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes (e.g., QPI/UPI)
+  NV#  = Connection traversing a bonded set of # NVLinks
+
+NIC Legend:
+
+  NIC0: mlx5_0
+  NIC1: mlx5_1
+"""  # noqa: E501
+PCIE = """	GPU0	GPU1	CPU Affinity	NUMA Affinity	GPU NUMA ID
+GPU0	 X 	PHB	0-63	0		N/A
+GPU1	PHB	 X 	0-63	0		N/A
+"""
+PAIRS = """        GPU0    GPU1    GPU2    GPU3    CPU Affinity    NUMA Affinity
+GPU0     X      NV4     SYS     SYS     0-15    0
+GPU1    NV4      X      SYS     SYS     0-15    0
+GPU2    SYS     SYS      X      NV4     16-31   1
+GPU3    SYS     SYS     NV4      X      16-31   1
+"""
+MIG = """GPU 0: NVIDIA A100-SXM4-80GB (UUID: GPU-513536b6-7d19-9063-b049-1e69664bb298)
+  MIG 3g.40gb     Device  0: (UUID: MIG-ce861fb0-a248-58ce-a9a8-f9adbc22a66a)
+  MIG 1g.20gb     Device  1: (UUID: MIG-a45882f0-9215-5733-a0c1-49286ab31cb5)
+GPU 1: NVIDIA A100-SXM4-80GB (UUID: GPU-d8594bd4-0fc3-8595-e355-7c98138f3b95)
+"""
+MISMATCH = """Failed to initialize NVML: Driver/library version mismatch
+NVML library version: 550.144
+"""
+KERNEL = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024"
+OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  (dvs)"
+
+
+@pytest.fixture
+def smi(monkeypatch):
+    """nvidia-smi as on another machine: answers by a part of the question, (status, stdout)."""
+    answers, asked = {}, []
+
+    def answer(words, **options):
+        assert words[0] == "nvidia-smi" and "shell" not in options
+        asked.append(" ".join(words))
+        if not answers:
+            raise FileNotFoundError(words[0])
+        status, text = next(told for part, told in answers.items() if part in asked[-1])
+        return Fake(returncode=status, stdout=text, stderr="")
+
+    monkeypatch.setattr(host.subprocess, "run", answer)
+    return Fake(answers=answers, asked=asked)
+
+
+def test_the_links_of_eight_h100_are_28_pairs_of_18_nvlinks():
+    links = host.links_of(HGX)
+    assert len(links) == 8 * 7 // 2 and set(links.values()) == {"NV18"}
+    assert ("0-7" in links, "6-7" in links, "7-6" in links) == (True, True, False)
+
+
+def test_the_links_of_a_box_without_nvlink_and_of_nothing():
+    assert host.links_of(PCIE) == {"0-1": "PHB"}
+    assert host.links_of("") == host.links_of("GPU0\n") == {}
+    nv, far = {"0-1": "NV4", "2-3": "NV4"}, ("0-2", "0-3", "1-2", "1-3")
+    assert host.links_of(PAIRS) == nv | dict.fromkeys(far, "SYS")
+
+
+@pytest.mark.parametrize(
+    "text, visible, start, end",
+    [
+        (HGX, None, None, None),
+        (PCIE, None, None, None),
+        (PAIRS, None, "4 of 6 pairs of GPUs (0-2, 1-2, 0-3, 1-3)", " CUDA_VISIBLE_DEVICES=0,1"),
+        (PAIRS, "0,1", None, None),  # the others are not used
+        (PAIRS, "1,2", "1 of 1 pairs of GPUs (1-2)", "less often"),  # no two are near
+        (PAIRS, "1,2,3", "2 of 3 pairs of GPUs (1-2, 1-3)", " CUDA_VISIBLE_DEVICES=2,3"),
+    ],
+)
+def test_gpus_on_two_sockets_are_told_which_of_them_are_near(nvidia, text, visible, start, end):
+    nvidia["links"] = host.links_of(text)
+    env = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
+    warnings = machine([H100] * 2, env=env)[1]["warnings"]
+    assert len(warnings) == (start is not None)
+    assert all(w.startswith(start) and w.endswith(end) for w in warnings)
+
+
+def test_links_are_counted_by_kind_in_a_line(nvidia):
+    nvidia["links"] = host.links_of(PAIRS)
+    assert "\nlinks     2 pairs NV4, 4 pairs SYS\n" in check_gpu.show(*machine([H100] * 4))
+
+
+def test_mig_slices_belong_to_their_gpu():
+    assert host.slices_of(MIG) == {"0": ["3g.40gb", "1g.20gb"], "1": []}
+    assert host.slices_of("") == {}
+
+
+def test_two_slices_of_one_gpu_take_one_process(nvidia):
+    nvidia["mig"] = {"0": ["3g.40gb", "1g.20gb"]}
+    part = Fake(**vars(A100) | {"name": "NVIDIA A100-SXM4-80GB MIG 3g.40gb"})
+    _, advised = machine([part, part])
+    assert advised["command"] == "./run_distributed.sh 1"
+    (warning,) = advised["warnings"]
+    assert warning.startswith("MIG cuts GPU 0 into 2 slices (3g.40gb, 1g.20gb); ")
+    assert warning.endswith("sudo nvidia-smi -i 0 -mig 0")
+    nvidia["mig"]["1"] = ["3g.40gb"]  # one slice of each of two GPUs may meet
+    assert machine([part, part])[1]["command"] == "./run_distributed.sh 2"
+
+
+def test_the_users_of_a_gpu_are_those_that_are_not_this_process():
+    rows = f"GPU-5d5b, 4242, 30720\nGPU-5d5b, 4243, [N/A]\nGPU-0a1b, {os.getpid()}, 500\n"
+    assert host.users_of(rows) == {"5d5b": ["pid 4242 30.0 GiB", "pid 4243"]}
+
+
+def test_nvidia_smi_is_asked_for_no_more_than_there_is(smi, tmp_path):
+    smi.answers |= {"driver_version": (0, "0, 580.95.05, Disabled\n"), "apps": (0, "")}
+    assert NVIDIA(tmp_path) == {
+        "driver": "580.95.05",
+        "nvidia_gpus": 1,
+        "nvidia_smi": "",
+        "links": {},
+        "mig": {},
+        "users": {},
+    }
+    assert len(smi.asked) == 2  # neither topology nor slices
+
+
+def test_two_gpus_one_of_them_cut_are_asked_for_links_and_slices(smi, tmp_path):
+    rows = "0, 550.54.15, Enabled\n1, 550.54.15, Disabled\n"
+    smi.answers |= {"driver_version": (0, rows), "apps": (0, "GPU-5d5b, 4242, 1024\n")}
+    smi.answers |= {"-L": (0, MIG), "topo": (0, PCIE)}
+    found = NVIDIA(tmp_path)
+    assert (found["driver"], found["nvidia_gpus"]) == ("550.54.15", 2)
+    assert (found["links"], found["mig"]) == ({"0-1": "PHB"}, {"0": ["3g.40gb", "1g.20gb"]})
+    assert found["users"] == {"5d5b": ["pid 4242 1.0 GiB"]}
+
+
+@pytest.mark.parametrize(
+    "answer, kernel, problem, driver",
+    [
+        ((18, MISMATCH), KERNEL, " ".join(MISMATCH.split()), "535.183.01"),
+        ((9, "NVIDIA-SMI has failed"), "", "NVIDIA-SMI has failed", None),
+        ((3, ""), OPEN, "no output", "580.95.05"),
+        (None, OPEN, "", "580.95.05"),  # no such tool: a container without --gpus
+    ],
+)
+def test_without_a_working_nvidia_smi_the_kernel_is_asked(
+    smi, tmp_path, answer, kernel, problem, driver
+):
+    if answer:
+        smi.answers[""] = answer
+    folder = tmp_path / "proc/driver/nvidia/gpus"
+    (folder / "0000:17:00.0").mkdir(parents=True)
+    (folder.parent / "version").write_text(f"{kernel}\nGCC version:  gcc version 12.2.0\n")
+    found = NVIDIA(tmp_path)
+    assert (found["nvidia_smi"], found["driver"]) == (problem, driver)
+    assert found["nvidia_gpus"] == 1
+    assert len(smi.asked) == 1  # what has failed once is not asked again
+
+
+def test_an_nvidia_smi_that_hangs_is_given_up(monkeypatch):
+    def hang(words, timeout, **_):
+        raise subprocess.TimeoutExpired(words, timeout)
+
+    monkeypatch.setattr(host.subprocess, "run", hang)
+    text, problem = host.ask("nvidia-smi")
+    assert text == "" and problem.endswith("timed out after 20 seconds")
+
+
+# --- limits and settings -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def root(tmp_path):
+    """A folder for /; root(path=text, ...) writes files into it."""
+
+    def write(files):
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        return tmp_path
+
+    return write
+
+
+TOP = "sys/fs/cgroup"
+V2 = {
+    "proc/self/cgroup": "0::/slurm/job_7/step_0\n",
+    f"{TOP}/slurm/job_7/step_0/memory.max": "max\n",
+    f"{TOP}/slurm/job_7/memory.max": f"{8 * GIB}\n",
+    f"{TOP}/slurm/memory.max": f"{64 * GIB}\n",
+    f"{TOP}/slurm/job_7/cpu.max": "150000 100000\n",
+    f"{TOP}/slurm/cpu.max": "max 100000\n",
+    f"{TOP}/slurm/job_7/step_0/pids.max": "512\n",
+    f"{TOP}/elsewhere/memory.max": "1\n",
+}
+V1 = {  # of a container: its own path is not there, the mount's top is its group
+    "proc/self/cgroup": "9:memory:/docker/ab\n4:cpu,cpuacct:/docker/ab\n3:pids:/docker/ab\n",
+    f"{TOP}/memory/memory.limit_in_bytes": f"{4 * GIB}\n",
+    f"{TOP}/cpu/cpu.cfs_quota_us": "200000\n",
+    f"{TOP}/cpu/cpu.cfs_period_us": "100000\n",
+    f"{TOP}/pids/pids.max": "max\n",
+}
+FREE = V1 | {  # as version 1 says that there is no limit
+    f"{TOP}/memory/memory.limit_in_bytes": "9223372036854771712\n",
+    f"{TOP}/cpu/cpu.cfs_quota_us": "-1\n",
+}
+
+
+@pytest.mark.parametrize(
+    "files, memory, cores, forks",
+    [(V2, 8.0, 1.5, 512), (V1, 4.0, 2.0, 9000), (FREE, None, None, 9000), ({}, None, None, 9000)],
+)
+def test_the_least_limit_of_the_control_groups_counts(
+    root, monkeypatch, files, memory, cores, forks
+):
+    unlimited = resource.RLIM_INFINITY
+    limits = {resource.RLIMIT_NOFILE: (1024, unlimited), resource.RLIMIT_NPROC: (9000, 9000)}
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits.get(which, (65536, 65536)))
+    assert host.host(root(files)) == {
+        "memory_limit_gib": memory,
+        "cpu_limit": cores,
+        "forks": forks,
+        "open_files": [1024, None],
+        "locked_memory": 65536,
+        "interfaces": [],
+        "infiniband": [],
+    }
+
+
+def test_network_cards_are_those_of_sys(root):
+    found = host.host(root({f"sys/class/{name}/x": "" for name in ("net/ib0", "net/lo")}))
+    assert (found["interfaces"], found["infiniband"]) == (["ib0", "lo"], [])
+    assert host.host(root({"sys/class/infiniband/mlx5_0/x": ""}))["infiniband"] == ["mlx5_0"]
+
+
+@pytest.mark.parametrize(
+    "limits, words",
+    [
+        ({"open_files": [1024, None]}, "1024 open files a process, * ulimit -n 65536"),
+        ({"open_files": [1024, 4096]}, "1024 open files a process, * ulimit -n 4096"),
+        ({"open_files": [1024, 2**20]}, "1024 open files a process, * ulimit -n 65536"),
+        ({"open_files": [1024, 1024]}, "1024 open files a process, * limits.conf, docker --ulimit"),
+        ({"open_files": [65536, 65536]}, None),
+        ({"open_files": [None, None]}, None),
+        ({"forks": 512}, "512 processes and threads at most, then fork fails; ulimit -u 4096*"),
+        ({"forks": 4096}, None),
+        ({"locked_memory": 65536}, None),  # no InfiniBand is here
+        ({"locked_memory": 65536, "infiniband": ["mlx5_0"]}, "64 KiB of locked memory, *"),
+        ({"infiniband": ["mlx5_0"]}, None),
+        ({"cpu_limit": 9.5}, "* allows 9.5 of 64 cores, *; export OMP_NUM_THREADS=2"),  # 4 GPUs
+        ({"cpu_limit": 64.0}, None),
+        ({"memory_limit_gib": 16.0}, "* allows 16.0 of 512.0 GiB and kills beyond; *"),
+        ({"memory_limit_gib": 512.0}, None),
+        ({"results_free_gib": 3.5}, "results/ has 3.5 GiB free, *"),
+    ],
+)
+def test_a_limit_that_hurts_is_remarked(limits, words):
+    found, _ = machine([H100] * 4)
+    warnings = check_gpu.advice(found | limits)["warnings"]
+    assert len(warnings) == (words is not None)
+    for warning in warnings:
+        assert fnmatch(warning, words), warning
+
+
+def test_half_a_core_is_still_one_process():
+    found, _ = machine(build="cpu", backends=["gloo"])
+    advised = check_gpu.advice(found | {"cpu_limit": 0.5})
+    assert (advised["command"], advised["cores_each"]) == ("./run_distributed.sh 1", 1)
+
+
+@pytest.mark.parametrize(
+    "setting, why",
+    [
+        ("NCCL_P2P_DISABLE=1", "GPUs talk through host memory; unset it unless NCCL hangs"),
+        ("NCCL_P2P_DISABLE=0", None),
+        ("NCCL_SHM_DISABLE=1", "GPUs without peer access talk through the network; unset it"),
+        ("NCCL_DEBUG=trace", "every call is written to the log; *"),
+        ("NCCL_DEBUG=INFO", None),  # what the guide recommends
+        ("NCCL_ALGO=Ring", "one algorithm for messages of all sizes; *"),
+        ("NCCL_PROTO=LL128", "one protocol for messages of all sizes; *"),
+        ("NCCL_ASYNC_ERROR_HANDLING=1", "an old name; set TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+        ("CUDA_LAUNCH_BLOCKING=1", "the CPU waits for every kernel; *"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS=1", "FSDP's gathers queue behind its kernels; unset it"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS=8", None),
+        ("TORCH_DISTRIBUTED_DEBUG=DETAIL", "each collective is checked by another; *"),
+        ("TORCH_DISTRIBUTED_DEBUG=INFO", None),
+        ("NCCL_SOCKET_IFNAME=eth", None),
+        ("NCCL_SOCKET_IFNAME=^lo,docker", None),
+        ("NCCL_SOCKET_IFNAME=ib0", "no such network interface, nobody is met; *eth0, eth1, lo"),
+        ("NCCL_SOCKET_IFNAME==eth", "no such network interface, nobody is met; *"),
+        ("NCCL_SOCKET_IFNAME==ib0,eth1", None),
+        ("NCCL_SOCKET_IFNAME=^eth,lo", "no such network interface, nobody is met; *"),
+        ("NCCL_SOCKET_IFNAME=^=eth0,lo", None),  # eth1 is left
+        ("GLOO_SOCKET_IFNAME=eth0,lo", None),
+        ("GLOO_SOCKET_IFNAME=eth", "no such network interface, nobody is met; *"),
+        ("GLOO_SOCKET_IFNAME=eth0,ib0", "no such network interface, nobody is met; *"),
+        ("NCCL_IB_DISABLE=1", None),  # there is no InfiniBand to disable
+    ],
+)
+def test_a_setting_that_hurts_is_remarked(setting, why):
+    name, _, value = setting.partition("=")
+    _, advised = machine([H100] * 4, env={name: value, "SECRET": "1"})
+    assert len(advised["warnings"]) == (why is not None)
+    for warning in advised["warnings"]:
+        assert warning.startswith(f"{setting}: ") and fnmatch(warning, f"*: {why}"), warning
+
+
+def test_infiniband_that_is_switched_off_is_remarked():
+    found, _ = machine([H100], env={"NCCL_IB_DISABLE": "1", "HF_TOKEN": "x"})
+    assert found["settings"] == {"NCCL_IB_DISABLE": "1"}  # and nothing else of the environment
+    (warning,) = check_gpu.advice(found | {"infiniband": ["mlx5_0"]})["warnings"]
+    assert warning.startswith("NCCL_IB_DISABLE=1: nodes talk over TCP, not InfiniBand; unset it")
+
+
+def test_a_port_that_is_taken_is_remarked_unless_a_launcher_has_taken_it():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        (warning,) = host.about_port({"MASTER_PORT": port})
+        assert warning.startswith(f"MASTER_PORT={port}: Address already in use; export another")
+        (warning,) = machine([H100], env={"MASTER_PORT": port})[1]["warnings"]
+        for more in ({"RANK": "0"}, {"MASTER_ADDR": "10.99.0.1"}):  # another machine's port
+            assert list(host.about_port({"MASTER_PORT": port} | more)) == []
+    assert list(host.about_port({"MASTER_PORT": port})) == []
+    for wrong in ("0", "65536", "abc", "-1"):
+        (warning,) = host.about_port({"MASTER_PORT": wrong})
+        assert warning.startswith(f"MASTER_PORT={wrong}: not a port; ")
+
+
+# --- --bench -------------------------------------------------------------------------------------
+
+
+def test_the_bandwidths_of_an_all_reduce():
+    # 1 GB in half a second is 2 GB/s; of 4 ranks each sends and receives 2 x 3/4 of it
+    assert check_gpu.bandwidths(10**9, 0.5, 4) == (2.0, 3.0)
+    assert check_gpu.bandwidths(10**9, 0.5, 2) == (2.0, 2.0)
+
+
+def test_the_time_is_the_median_without_the_first_two(monkeypatch):
+    clock, done = iter([0, 90, 0, 80, 0, 1, 0, 50, 0, 2, 0, 4, 0, 3]), []
+    monkeypatch.setattr(check_gpu.time, "perf_counter", lambda: next(clock))
+    cpu = torch.device("cpu")
+    assert check_gpu.timed(torch, [cpu], lambda: done.append(1)) == 3
+    assert len(done) == 7
+
+
+def test_rates_are_work_over_time(monkeypatch):
+    monkeypatch.setattr(check_gpu, "timed", lambda torch, devices, work: work() is None or 0.5)
+    cpu = torch.device("cpu")
+    flops = 2 * 1024**3 / 0.5
+    assert check_gpu.rates(torch, cpu) == [flops, flops, 2**24 / 0.5]
+    assert check_gpu.copies(torch, [cpu, cpu, cpu], size=1000) == [[2000.0] * 3] * 3
+
+
+@pytest.mark.parametrize("factor, right", [(2, True), (3, False)])
+def test_wrong_sums_are_noticed(monkeypatch, factor, right):
+    world = World(world_size=2)
+    fake = Fake(all_sum=lambda block, world: block.mul_(factor))
+    found = check_gpu.all_reduces(torch, fake, world)
+    assert [size for size, _, _ in found] == [2**20, 2**22, 2**24]
+    assert {good for _, _, good in found} == {right}
+
+
+def test_a_device_without_memory_costs_one_line(monkeypatch):
+    def full(torch, device):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(check_gpu, "rates", full)
+    with pytest.raises(UserError, match="no 2 GiB free on a device; stop what runs there"):
+        check_gpu.bench(torch, dist, World())
+
+
+def test_the_tables_show_rates_shares_and_bandwidths():
+    ranks = {
+        "ranks": 8,
+        "local": 4,
+        "peaks": [989e12, 67e12],
+        "rates": [[494.5e12, 33.5e12, 25e9]] * 8,
+        "copies": None,
+        "all_reduces": [[2**28, 0.01, True], [2**20, 0.001, False]],
+    }
+    head, *rows = check_gpu.tables(ranks, 8)
+    assert rows[7].split() == ["7", "494.500", "50%", "33.500", "50%", "25.00"]
+    assert rows[8].endswith("(8 ranks, 4 a node)")
+    # 2^28 bytes in 10 ms are 26.84 GB/s, times 2 x 7/8 46.98
+    assert rows[9].split() == ["256", "10.00", "26.84", "46.98"]
+    assert rows[10].split() == ["1", "1.00", "1.05", "1.84"]
+    assert rows[11].startswith("warning: its sums are wrong; export NCCL_P2P_DISABLE=1")
+    assert len({len(line) for line in (head, *rows[:8])}) == 1  # the columns end together
+    assert len(rows[8].split("  (")[0]) == len(rows[9])
+
+
+def test_the_tables_of_one_process_show_copies_and_how_to_start_several():
+    alone = {"ranks": 1, "local": 1, "peaks": [None, None], "all_reduces": []}
+    alone |= {"rates": [[1e12, 5e11, 2e10]] * 2, "copies": [[1.5e12, 3e11], [3.25e11, 1.5e12]]}
+    _, first, _, *between, hint = check_gpu.tables(alone, 4)
+    assert first.split() == ["0", "1.000", "-", "0.500", "-", "20.00"]
+    assert [line.split()[-2:] for line in between[1:]] == [
+        ["1500.00", "300.00"],
+        ["325.00", "1500.00"],
+    ]
+    assert len({len(line) for line in between}) == 1
+    assert hint.endswith("torchrun --standalone --nproc_per_node=4 check_gpu.py --bench")
+
+
+def test_two_processes_measure_and_one_of_them_prints():
+    words = "-m torch.distributed.run --standalone --nproc_per_node=2 check_gpu.py --bench --json"
+    done = run(*words.split(), OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["bench"]  # one object: rank 1 is silent
+    assert (found["ranks"], found["local"], found["copies"]) == (2, 2, None)
+    assert len(found["rates"]) == 2 and all(rate > 0 for row in found["rates"] for rate in row)
+    sizes, seconds, right = zip(*found["all_reduces"], strict=True)
+    assert (sizes, right) == ((2**20, 2**22, 2**24), (True,) * 3)
+    assert all(0 < s < 10 for s in seconds)
+
+
+def test_after_the_tables_the_last_line_is_still_the_command(capsys, monkeypatch):
+    monkeypatch.setattr(check_gpu, "timed", lambda torch, devices, work: 0.5)
+    assert check_gpu.main(["--bench", "--local-rank=0"]) == 0  # what a launcher appends
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith("./run_distributed.sh ")
+    assert lines[-2].startswith("all-reduce takes several processes: torchrun ")

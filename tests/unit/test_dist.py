@@ -1,5 +1,8 @@
 """Who am I under each launcher, which device, where to meet: environments in, answers out."""
 
+import sys
+from types import ModuleType
+
 import pytest
 
 from ddp_utils import UserError, dist
@@ -36,6 +39,13 @@ LAUNCHED = {
         {
             **{"PALS_RANKID": "13", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "12"},
             **{"PMI_RANK": "13", "PMI_SIZE": "24"},
+        },
+        (13, 24, 1, 12, "pals"),
+    ),
+    "pals whose size the job script says": (
+        {
+            **{"PALS_RANKID": "13", "PALS_LOCAL_RANKID": "1"},
+            **{"WORLD_SIZE": "24", "LOCAL_WORLD_SIZE": "12"},
         },
         (13, 24, 1, 12, "pals"),
     ),
@@ -101,13 +111,17 @@ def test_no_two_processes_share_a_gpu_unasked(launcher, local_rank, local_size, 
         ({}, "auto", ("cpu", "gloo")),
         ({"cuda": 2}, "gloo", ("cpu", "gloo")),
         ({"xpu": 1}, "xpu", ("xpu", "xccl")),
-        ({"xpu": 1}, "ccl", ("xpu", "ccl")),
+        ({"xpu": 1}, "ccl", ("xpu", "xccl")),  # the older guides' name: torch has its own now
+        ({"xpu": 1, "bindings": 1}, "ccl", ("xpu", "ccl")),
+        ({"xpu": 1, "bindings": 1}, "auto", ("xpu", "ccl")),  # a torch without xccl, as this one
         ({"cuda": 2}, "xpu", None),  # a GPU backend is never silently replaced
         ({}, "nccl", None),
     ],
 )
 def test_auto_is_a_look_up_and_anything_else_to_the_letter(has, backend, expected, monkeypatch):
     monkeypatch.setattr("ddp_utils.world._count", lambda kind: has.get(kind, 0))
+    bindings = ModuleType("oneccl_bindings_for_pytorch") if "bindings" in has else None
+    monkeypatch.setitem(sys.modules, "oneccl_bindings_for_pytorch", bindings)
     if expected is None:
         with pytest.raises(UserError, match="needs a"):
             dist.choose_device(World(), backend)

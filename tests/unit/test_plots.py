@@ -112,10 +112,18 @@ def test_shares_are_shown_from_0_to_1(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("lines", [RUN[:1], RUN[40:], RUN[-1:], []])
-@pytest.mark.filterwarnings("ignore:No artists")
+@pytest.mark.filterwarnings("error:No artists")
 def test_a_short_run_is_drawn_too(tmp_path, lines):
     plots.draw(folder_with(tmp_path, lines))
-    assert {path.name for path in tmp_path.glob("*.png")} == set(PANELS)
+    drawn = {path.name for path in tmp_path.glob("*.png")}
+    assert drawn == (set(PANELS) if lines else set())  # no picture without numbers
+
+
+def test_baking_has_a_picture_of_its_own(tmp_path):
+    lines = [{"split": "train", "step": 1, "loss": 2.0}]
+    lines += [{"split": "val", "step": 1, "kl": 0.5, "kl_base": 2.0, "share_baked": 0.75}]
+    plots.draw(folder_with(tmp_path, lines))
+    assert {path.name for path in tmp_path.glob("*.png")} == {"loss.png", "baking.png"}
 
 
 @pytest.mark.parametrize(

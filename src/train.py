@@ -1,0 +1,288 @@
+"""Fine-tune a language model as a YAML file says: SFT or DPO, on DDP, FSDP or DeepSpeed ZeRO.
+
+    python src/train.py --config config.yaml             # one process, no launcher
+    torchrun --standalone --nproc_per_node=4 src/train.py --config config.yaml
+    deepspeed --num_gpus 4 src/train.py --config config.yaml --deepspeed config/ds_config.json
+
+Each setting of the file is a flag, too: --learning_rate 1e-4. Guide: docs/strategies.md.
+"""
+
+import math
+import os
+import sys
+import time
+
+import torch
+
+import train_config
+from ddp_utils import (
+    NonFiniteError,
+    UserError,
+    batching,
+    dist,
+    environment,
+    fsdp,
+    lean,
+    logps,
+    lora,
+    losses,
+    parallel,
+    resume,
+    selftest,
+    speed,
+    texts,
+    zero,
+)
+from ddp_utils import pairs as pairs_
+from ddp_utils import reference as reference_
+from ddp_utils.run import Run
+from ddp_utils.totals import Totals
+
+RATES = {  # objective and kind of fine-tuning -> learning rate from 10 M parameters on
+    ("sft", "lora"): 2e-4,
+    ("sft", "full"): 2e-5,
+    ("dpo", "lora"): 1e-5,
+    ("dpo", "full"): 1e-6,
+}
+
+# --- data ----------------------------------------------------------------------------------------
+
+
+def read_data(config, encoder, world):
+    """{"train": rows, "val": rows}, each a Text or a Pair, and their reports."""
+    fields = (config.prompt_field, config.response_field) if config.prompt_field else ()
+
+    def read(path, limit=-1):
+        if config.objective == "dpo":
+            return pairs_.read(path, encoder, limit, config.on_bad_record)
+        return texts.read(path, encoder, config.format, fields, limit, config.on_bad_record)
+
+    train, report = read(config.train_data, config.max_rows)
+    data, reports = {"train": train, "val": []}, {"train": report}
+    if config.val_data:
+        data["val"], reports["val"] = read(config.val_data)
+    elif config.val_share:
+        shares = (1 - config.val_share, config.val_share)
+        data = dict(zip(data, pairs_.split_by_prompt(train, config.seed, shares), strict=True))
+    if len(data["train"]) < world.world_size:
+        raise UserError(
+            f"{config.train_data}: {len(data['train'])} usable rows for {world.world_size} "
+            f"processes; start at most {len(data['train'])}"
+        )
+    return data, reports
+
+
+def as_pairs(rows):
+    """Rows that the self-test can try a model on."""
+    if isinstance(rows[0], pairs_.Pair):
+        return rows
+    return [pairs_.Pair(row.prompt, row.reply, row.reply, row.where, row.text) for row in rows]
+
+
+# --- step ----------------------------------------------------------------------------------------
+
+
+def size(rows, config):
+    """What a loss over these rows is divided by: pairs, or tokens that are trained."""
+    return len(rows) if config.objective == "dpo" else sum(row.trained for row in rows)
+
+
+def row_losses(policy, batch, reference, config):
+    """B rows -> losses [B] and metrics, each [B]; reference: log-probs [B, 2] of pairs."""
+    if config.objective == "sft":
+        (found,) = policy(batch)  # [B]: summed over the trained tokens
+        return -found, {"loss": -found, "size": batch.tokens[0]}
+    chosen, rejected = policy(batch)  # [B], [B]: summed over the response
+    sides = losses.LogPs(chosen, rejected, *reference.unbind(-1), *batch.tokens)
+    noise = reference_.noise(parallel.bare(policy).precision, sides.chosen_tokens)
+    per_row, metrics = losses.preference(sides, config, noise)
+    if config.sft_weight:
+        metrics |= {"loss/preference": per_row, "loss/sft": losses.sft(sides)}
+        per_row = per_row + config.sft_weight * metrics["loss/sft"]
+    return per_row, {"loss": per_row, "size": torch.ones_like(per_row), **metrics}
+
+
+def means_of(totals):
+    """Means over rows, the loss as it is divided: over pairs or tokens."""
+    means = totals.means()
+    return means | {"loss": means["loss"] / means.pop("size")}
+
+
+def train_step(policy, step, rows, data, reference, config, world):
+    """Forward and backward of one global batch -> its exact means, gradient ready for the step."""
+    train, totals, found = data["train"], Totals(world), []
+    scorer, count = parallel.bare(policy), size([data["train"][row] for row in rows], config)
+    parts = scorer.share(rows, train, world, config.micro_batch_size)
+    for turn, part in enumerate(parts):
+        torch.manual_seed(batching.seed_of(config.seed, step, turn, world.rank))  # for dropout
+        batch = scorer.collate([train[row] for row in part.index], world.device)
+        known = reference["train"][part.index] if reference else None
+        per_row, metrics = row_losses(policy, batch, known, config)
+        weight = torch.tensor(part.weight, device=world.device)
+        # gradients are averaged over ranks: times world_size / global count is the global mean
+        loss = (per_row * weight).sum() * (world.world_size / count)
+        parallel.backward(policy, loss, last=turn == len(parts) - 1)
+        totals.add(metrics, weight)
+        sides = [metrics["logps/chosen"], metrics["logps/rejected"]] if reference else []
+        found.append(torch.stack([per_row, *sides], -1).detach())  # [B, 1 or 3]
+    norm = parallel.clip(policy, config.max_grad_norm)
+    means = {**means_of(totals), "grad_norm": norm.item()}
+    if step == 0 or not math.isfinite(means["loss"]):
+        table = dist.by_row(len(train), parts, found, world)[rows]  # [global batch, 1 or 3]
+        selftest.check_finite(table[:, 0], [train[row].where for row in rows], step)
+    if step == 0:
+        parallel.check_gradients(policy, config.fine_tuning)
+    if step == 0 and reference and not no_closed_form(config):
+        mine = [train[row] for row in rows]
+        tokens = torch.tensor([max(map(len, row[1:3])) for row in mine], device=world.device)
+        sides = table[:, 1:], reference["train"][rows], tokens, [row.where for row in mine]
+        selftest.check_first_step(policy, *sides, means, config)
+    overflow = scorer.loss_scale.enabled or parallel.is_zero(policy)  # which skips such a step
+    if not math.isfinite(means["grad_norm"]) and not overflow:
+        raise NonFiniteError(f"step {step + 1}: the gradient is not finite; no step was taken")
+    return means
+
+
+def no_closed_form(config):
+    """Runs whose first loss is not known beforehand: only their gradients are checked."""
+    adapter_with_dropout = config.lora_dropout and config.init_adapter
+    return config.objective == "sft" or config.method == "simpo" or bool(adapter_with_dropout)
+
+
+@torch.no_grad()
+def evaluate(policy, rows, reference, config, run):
+    """Exact means over all rows: each counted once, whatever the number of ranks."""
+    totals, scorer, world = Totals(run.world), parallel.bare(policy), run.world
+    with logps.dropout_off(scorer):
+        for part in scorer.share(range(len(rows)), rows, world, config.micro_batch_size):
+            run.poll()
+            batch = scorer.collate([rows[row] for row in part.index], world.device)
+            known = reference["val"][part.index] if reference else None
+            _, metrics = row_losses(scorer, batch, known, config)
+            totals.add(metrics, torch.tensor(part.weight, device=world.device))
+    return means_of(totals)
+
+
+def validate(step, plan, policy, data, reference, config, run):
+    """The validation that is due after `step` steps, unless the run has done it already."""
+    if data["val"] and plan.due(config.eval_every, step) and run.validated < step:
+        run.results["val"] = evaluate(policy, data["val"], reference, config, run)
+        run.log(step, run.results["val"], "val")
+
+
+# --- main ----------------------------------------------------------------------------------------
+
+
+def choose_numbers(config, outline, world):
+    """What hangs on model and device: learning rate, precision, DeepSpeed's "auto"."""
+    if config.learning_rate is None:
+        small = sum(p.numel() for p in outline.parameters()) < 10e6
+        config.learning_rate = 1e-3 if small else RATES[config.objective, config.fine_tuning]
+    if config.mixed_precision == "auto":
+        chosen = lora.precision(config, world.device)[1]
+        names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+        config.mixed_precision = names.get(chosen, "no")
+    if config.mixed_precision == "fp16" and world.device.type == "cpu":
+        raise UserError("--mixed_precision fp16: a CPU is slow at it; give bf16, or no")
+    if config.use_deepspeed:
+        width = outline.config.get_text_config().hidden_size
+        config.sharding = zero.filled(config.sharding, config, world, width)
+    if config.use_fsdp:
+        fsdp.layers_of(outline, config.sharding)
+
+
+def load(config, data, world, run):
+    """The policy, tried out, and for DPO its log-probs of all pairs before step 0."""
+    torch.manual_seed(config.seed)  # the same fresh LoRA on every rank
+    model, autocast = lora.load_policy(config, world.device)
+    if config.lean:
+        lean.apply(model)
+    policy = parallel.wrap(logps.Scorer(model, autocast), config, world)
+    scorer = parallel.bare(policy)
+    with parallel.together(policy):
+        for line in selftest.self_test(scorer, as_pairs(data["train"]), config.layout, world):
+            run.say(line)
+    if config.objective == "sft":
+        return policy, None
+    names = config.model_name, config.init_adapter
+    budget = config.micro_batch_size
+    return policy, reference_.log_probs(scorer, data, names, budget, world, run)
+
+
+def main(argv=None) -> int:
+    # setup
+    world = dist.whoami(argv=sys.argv)
+    config = train_config.read(argv, world)
+    resume.repeat_end(config.output_dir)
+    world = dist.choose_device(world, config.backend)
+    if not config.check:
+        world = dist.meet(world, config.backend)
+
+    # data: before there is a group, so that no rank waits in a collective while another one reads
+    tokenizer = pairs_.load_tokenizer(config.model_name)
+    encoder = pairs_.Encoder(tokenizer, config.chat_template, config.max_length, config.truncation)
+    data, reports = read_data(config, encoder, world)
+    outline = lora.outline(config)
+    lora.check_fit(outline, data)
+    choose_numbers(config, outline, world)
+    plan = batching.Plan.of(config, len(data["train"]), world.world_size)
+    inputs = reference_.inputs(config, data, outline) | {"global_batch": str(plan.global_batch)}
+    needed = parallel.bytes_to_write(outline, config)
+    described = [pairs_.describe(split, report) for split, report in reports.items()]
+    if config.check:
+        would = Run.would(config.output_dir, config, plan.steps, inputs, needed)
+        print(*described, *would, sep="\n")
+        return 0
+
+    world = dist.join(world, config.timeout_minutes)
+    lora.check_same_precision(config, world)
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else CUDA refuses to start
+        torch.use_deterministic_algorithms(True)
+
+    with Run(config.output_dir, config, world, plan.steps, inputs, needed) as run:
+        run.say(
+            f"world_size={world.world_size} device={world.device} {parallel.named(config)} "
+            f"precision={config.mixed_precision} global_batch={plan.global_batch} = "
+            f"{world.world_size} ranks x {config.gradient_accumulation_steps} accumulation x "
+            f"{config.micro_batch_size} learning_rate={config.learning_rate:.3g} steps={plan.steps}"
+        )
+        run.write_json("data_report.json", environment.redacted(reports))
+        for line in described:
+            run.say(line)
+        if config.use_fsdp and (line := fsdp.layers_of(outline, config.sharding)[1]):
+            run.say(line)
+
+        # model
+        policy, reference = load(config, data, world, run)
+        optimizer, schedule = parallel.make_optimizer(
+            policy, config, config.learning_rate, plan.steps
+        )
+        displacement = losses.Displacement(config)
+        meter = speed.Meter(parallel.bare(policy), world)
+        done = run.restore(policy, optimizer, schedule)
+        validate(done, plan, policy, data, reference, config, run)
+
+        # loop: one turn is one optimiser step
+        for step in range(done, plan.steps):
+            start, rows = time.perf_counter(), plan.batch(step)
+            values = train_step(policy, step, rows, data, reference, config, world)
+            values["learning_rate"] = optimizer.param_groups[0]["lr"]
+            parallel.step(policy, optimizer, schedule)
+            values["epoch"] = plan.epoch(step + 1)
+            seconds = time.perf_counter() - start
+            values |= meter.read([data["train"][row] for row in rows], seconds)
+            run.log(step + 1, values, echo=(step + 1) % config.log_every == 0)
+            if reference and (line := displacement.seen(values["rewards/chosen"])):
+                run.say(line)
+            validate(step + 1, plan, policy, data, reference, config, run)
+            run.end_step(due=plan.due(config.save_every, step + 1))
+
+        # results
+        model, weights = parallel.bare(policy).model, parallel.weights(policy)
+        dist.on_main(world, lambda: lora.save(model, tokenizer, run.folder / "model", weights))
+    return 0
+
+
+if __name__ == "__main__":
+    dist.run(main)

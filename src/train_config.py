@@ -1,0 +1,252 @@
+"""Settings of src/train.py: the sections of its YAML file; each setting is a flag, too."""
+
+import itertools
+import re
+import sys
+from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+
+from ddp_utils import UserError, cli, fsdp, losses, zero
+
+
+@dataclass
+class Model:
+    model_name: str = "data/demo/model"  # folder or hub name
+    init_adapter: str = ""  # a LoRA to carry on from
+    base_dtype: Literal["auto", "fp32", "bf16"] = "auto"  # frozen weights under a LoRA
+
+
+@dataclass
+class FineTuning:
+    type: Literal["lora", "full", "qlora"] = "lora"  # an adapter, all weights, or on 4-bit weights
+    lora_r: int = 16  # rank
+    lora_alpha: int = 32  # the adapter's output counts lora_alpha / lora_r
+    lora_dropout: float = 0.0  # 0 keeps runs equal on any number of GPUs
+    lora_targets: str = "all-linear"  # or layer names: q_proj,v_proj
+
+
+@dataclass
+class Training:
+    objective: Literal["sft", "dpo"] = "sft"  # imitate replies, or prefer one of two
+    micro_batch_size: int | None = None  # rows of one forward and process (4)
+    gradient_accumulation_steps: int | None = None  # larger global batch, same memory (1)
+    num_epochs: float = 3.0  # passes over the data
+    max_steps: int = -1  # -1: by num_epochs; 0: evaluate only
+    learning_rate: float | None = None  # 1e-3 below 10 M parameters, else by objective and type
+    lr_scheduler: Literal["constant", "linear", "cosine"] = "cosine"  # after the warm-up
+    warmup_ratio: float = 0.1  # share of the steps in which the rate rises
+    weight_decay: float = 0.0  # AdamW, on matrices
+    max_grad_norm: float | None = None  # clip the gradient to this norm (1); 0: do not
+    mixed_precision: Literal["auto", "no", "fp16", "bf16"] = "auto"  # auto: by the GPU; CPU: no
+    gradient_checkpointing: bool = False  # less memory, one more forward
+    lean: bool = True  # LoRA: keep less for the backward, in the same layers and numbers
+    layout: Literal["auto", "shared", "separate"] = "auto"  # rows without padding, or with
+    seed: int = 0  # order of the data, split, start of the LoRA
+    shuffle: bool = True  # a new order in every epoch
+    deterministic: bool = False  # deterministic kernels, slower
+    # objective dpo
+    method: losses.Method = "dpo"  # the loss; see src/ddp_utils/losses.py
+    beta: float = 0.1  # how tightly the policy is held to the reference
+    label_smoothing: float | None = None  # cdpo, robust: share of labels that are wrong (0.1)
+    lambda_dpop: float | None = None  # dpop, dpopshift: price of a falling chosen log-prob (50)
+    lambda_shift: float | None = None  # dposhift, dpopshift: weight of the rejected one (0.75)
+    simpo_gamma: float | None = None  # simpo: the margin it asks for (0.5)
+    sft_weight: float = 0.0  # adds this x -log-prob of the chosen per token
+    length_average: bool = False  # log-probs per token instead of summed
+
+
+@dataclass
+class Dataset:
+    train_data: str = "data/demo/instructions.jsonl"  # .json or .jsonl
+    val_data: str = ""  # empty: val_share of train_data
+    val_share: float = 0.05  # of the prompts, if val_data is empty; 0: none
+    # sft: what a row looks like; auto: by its fields
+    format: Literal["auto", "alpaca", "sharegpt", "messages", "custom", "preference"] = "auto"
+    prompt_field: str = ""  # custom: where the prompt is
+    response_field: str = ""  # custom: where the reply is
+    chat_template: str = "auto"  # auto: the tokenizer's, if it has one; none; or a .jinja file
+    max_length: int = 1024  # tokens of prompt + response
+    truncation: Literal["keep_end", "keep_start"] = "keep_end"  # which part of a long prompt stays
+    max_rows: int = -1  # read only so many rows of train_data
+    on_bad_record: Literal["error", "skip"] = "error"  # what to do with a malformed row
+    num_workers: int = 0  # not needed: rows are tokenised once, there is no loader
+
+
+@dataclass
+class Distributed:
+    use_deepspeed: bool = False  # ZeRO, as deepspeed_config says
+    deepspeed_config: str = ""  # JSON of scripts/distributed_setup.py deepspeed
+    use_fsdp: bool = False  # FSDP2, as fsdp_config says
+    fsdp_config: str = ""  # JSON of scripts/distributed_setup.py fsdp; empty: FULL_SHARD
+    gradient_accumulation_steps: int | None = None  # the same as in training
+    bucket_mb: float = 25.0  # DDP: gradients that travel together
+    grad_reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"  # DDP, FSDP: in which they travel
+    backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"  # by the device
+    timeout_minutes: float = 30.0  # how long a rank waits for the others
+
+
+@dataclass
+class Output:
+    output_dir: str = "results/train"  # model, curves, metrics, checkpoints
+    report_to: Literal["tensorboard", "none"] = "tensorboard"  # live curves, or files alone
+    eval_every: int = 0  # steps between validations; 0: after each epoch
+    save_every: int = 0  # steps between checkpoints; 0: after each epoch, and every 15 minutes
+    keep_checkpoints: int = 2  # the newest ones; older ones are removed
+    log_every: int = 1  # steps between printed lines; metrics.jsonl has all
+    stop_after_minutes: float = 0.0  # save and end with status 85; 0: no limit
+
+
+@dataclass
+class Sections:
+    """The YAML file."""
+
+    model: Model = field(default_factory=Model)
+    fine_tuning: FineTuning = field(default_factory=FineTuning)
+    training: Training = field(default_factory=Training)
+    dataset: Dataset = field(default_factory=Dataset)
+    distributed: Distributed = field(default_factory=Distributed)
+    output: Output = field(default_factory=Output)
+
+
+@dataclass
+class Config(Output, Distributed, Dataset, Training, FineTuning, Model):
+    """All of them, and what belongs to a start rather than a run."""
+
+    config: str = "config.yaml"  # the YAML file; flags go before it
+    deepspeed: str = ""  # as use_deepspeed with this deepspeed_config
+    restart: bool = False  # move an unfinished run aside instead of going on with it
+    check: bool = False  # read and check everything, train nothing
+    debug: bool = False  # tracebacks for user errors, too
+
+    sharding = None  # not a setting: what FSDP or DeepSpeed is told
+    reference_model = ""  # the policy before step 0
+    # what parallel.py, lora.py and others ask for
+    batch_size = property(lambda self: self.micro_batch_size)
+    fine_tuning = property(lambda self: "full" if self.type == "full" else "lora")
+    use_gradient_checkpointing = property(lambda self: self.gradient_checkpointing)
+    use_mixed_precision = property(lambda self: self.mixed_precision != "no")
+
+    @property
+    def strategy(self):
+        return "deepspeed" if self.use_deepspeed else "fsdp" if self.use_fsdp else "ddp"
+
+
+def read(argv, world) -> Config:
+    """Flags over the YAML file over what DeepSpeed's or FSDP's JSON says.
+
+    Raises UserError for what is out of range, said twice and differently, or without effect.
+    """
+    flags = given(argv)
+    path, in_file, where = flags.get("config") or Config.config, {}, {}
+    sections, values = cli.from_yaml(Sections, path, in_file), {}
+    for section in fields(Sections):
+        for name, value in vars(getattr(sections, section.name)).items():
+            place, before = in_file.get(f"{section.name}.{name}"), values.get(name)
+            if None not in (before, value) and before != value:
+                raise UserError(f"{place} is {value!r}, {where[name]} is {before!r}; say it once")
+            if place and value is not None:
+                where[name] = place
+            values[name] = before if value is None else value
+    config = cli.parse(Config, argv, console=world.is_main, default=Config(**values, config=path))
+    where |= {name: f"--{name}" for name in flags}
+    choose_sharding(config, where)
+    for name, usual in (
+        ("micro_batch_size", 4),
+        ("gradient_accumulation_steps", 1),
+        ("max_grad_norm", 1.0),
+    ):
+        setattr(config, name, usual if getattr(config, name) is None else getattr(config, name))
+    try:
+        check(cli.check_types(config))
+    except UserError as error:  # of a flag that was not given: name the line that says so
+        place = re.sub(r"^--(\w+)", lambda name: where.get(name[1], name[0]), str(error))
+        raise UserError(place) from error
+    return config
+
+
+def given(argv=None) -> dict:
+    """The flags of a command line, before they are parsed: name -> its value or the next word."""
+    words, found = [*(sys.argv[1:] if argv is None else argv), ""], {}
+    for word, following in itertools.pairwise(words):
+        flag, equals, text = word.partition("=")
+        if flag.startswith("--"):
+            name = flag[2:].replace("-", "_").removeprefix("no_")
+            found[name] = text if equals else following
+    return found
+
+
+def choose_sharding(config, where):
+    """Read the JSON of the strategy and take from it what is open. where: setting -> its place."""
+    if config.deepspeed:
+        config.use_deepspeed, config.deepspeed_config = True, config.deepspeed
+        where["use_deepspeed"] = where["deepspeed"]
+    for kind in ("deepspeed", "fsdp"):
+        file, used = getattr(config, f"{kind}_config"), getattr(config, f"use_{kind}")
+        place = where.get(f"{kind}_config", "")
+        # a file that waits beside `use_fsdp: false` is no mistake, a flag is
+        if file and not used and (f"use_{kind}" not in where or place[:2] == "--"):
+            raise UserError(f"{place} has no effect alone; give use_{kind}, too")
+    if config.use_deepspeed and config.use_fsdp:
+        both = f"{where['use_deepspeed']} and {where['use_fsdp']}"
+        raise UserError(f"{both} exclude each other; leave one of them out")
+    if config.use_fsdp:
+        file, key = config.fsdp_config, "fsdp_mixed_precision"
+        config.sharding = fsdp.read(file)
+        if precision := config.sharding.precision:
+            _take(config, where, "mixed_precision", precision, file, key)
+        config.gradient_checkpointing |= config.sharding.checkpointing
+    if config.use_deepspeed:
+        file = config.deepspeed_config
+        if not file:
+            raise UserError(f"{where['use_deepspeed']}: give deepspeed_config, too")
+        config.sharding = zero.read(file)
+        for name, key in (
+            ("micro_batch_size", "train_micro_batch_size_per_gpu"),
+            ("gradient_accumulation_steps", "gradient_accumulation_steps"),
+            ("max_grad_norm", "gradient_clipping"),
+        ):
+            if (value := config.sharding.get(key, "auto")) != "auto":
+                _take(config, where, name, value, file, key)
+        if precision := zero.precision(config.sharding):
+            key = "fp16.enabled" if precision == "fp16" else "bf16.enabled"
+            _take(config, where, "mixed_precision", precision, file, key)
+
+
+def _take(config, where, name, value, file, key):
+    """A setting from the JSON: what YAML or flags say of it must be the same."""
+    ours, place = getattr(config, name), f"{cli.line_of(key, file)}: {key}"
+    if ours not in (None, "auto", value):
+        both = f"{where[name]} is {ours}, {place} says {value}"
+        raise UserError(f"{both}; make them equal, or leave one of them open")
+    setattr(config, name, value)
+    where[name] = place
+
+
+def check(config):
+    """Raise UserError for a value out of its range, or two that do not go together."""
+    rules = {"max_length": ("of 8 or more", lambda x: x >= 8), "bucket_mb": cli.ABOVE_0}
+    rules |= {"val_share": ("from 0 to 0.5", lambda x: 0 <= x <= 0.5), "sft_weight": cli.FROM_0}
+    cli.check_ranges(config, micro_batch_size=cli.ABOVE_0, num_workers=cli.FROM_0, **rules)
+    losses.options(config)  # an option that the method does not use is refused
+    for name in ("model_name", "train_data", "output_dir"):
+        if not getattr(config, name):
+            raise UserError(f"--{name}: it is empty; give a path")
+    if config.type == "full" and config.base_dtype == "bf16":
+        raise UserError("--base_dtype bf16: full fine-tuning trains fp32 weights; use auto or fp32")
+    if config.type == "qlora" and config.strategy != "ddp":
+        raise UserError(f"--type: {config.strategy} cannot shard 4-bit weights; give lora")
+    if config.type == "qlora" and not (torch.cuda.is_available() and find_spec("bitsandbytes")):
+        raise UserError("--type: qlora needs bitsandbytes and a CUDA device; give lora")
+    for name, usual in (("method", "dpo"), ("sft_weight", 0), ("length_average", False)):
+        if config.objective == "sft" and getattr(config, name) != usual:
+            raise UserError(f"--{name}: it belongs to objective dpo; leave it out")
+    if bool(config.prompt_field) != bool(config.response_field):
+        name = "prompt_field" if config.prompt_field else "response_field"
+        raise UserError(f"--{name}: give prompt_field and response_field, or neither")
+    if config.prompt_field and config.format not in ("auto", "custom"):
+        raise UserError(f"--prompt_field: format {config.format} has its own; leave it out")
+    if config.objective == "dpo" and (config.prompt_field or config.format != "auto"):
+        raise UserError("--format: of preference data the fields tell it; leave it out")

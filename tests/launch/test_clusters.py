@@ -1,0 +1,421 @@
+"""src/train.py as clusters start it: the generated scripts on two machines, and every launcher.
+
+The machines are tests/cluster.py's: n1 and n2, with a real Slurm and its qsub. Two processes are
+always one run: the same losses to the last digit, however they were started or stopped.
+"""
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import cluster
+from conftest import ROOT
+from ranks import free_port
+
+sys.path.append(str(ROOT / "scripts"))
+setup = importlib.import_module("distributed_setup")
+
+PYTHON = sys.executable
+BIN = Path(PYTHON).parent
+TRAIN = str(ROOT / "src/train.py")
+STEPS = 20
+CLOCK = {"seconds", "tokens_per_second", "peak_memory_mb", "mfu"}
+# without what a launcher around the tests may have set
+STRANGERS = ("RANK", "WORLD", "LOCAL", "MASTER", "PMI", "OMPI", "SLURM", "PBS", "TORCHELASTIC")
+STRANGERS += ("RUN_ID", "NODE", "NNODES")
+ENV = {k: v for k, v in os.environ.items() if not k.startswith(STRANGERS)}
+ENV |= {"OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}"}
+YAML = """
+training:
+  max_steps: {steps}
+  micro_batch_size: {micro}
+  lr_scheduler: constant
+  warmup_ratio: 0
+dataset:
+  max_rows: 80
+output:
+  output_dir: run
+  report_to: none
+  eval_every: 8
+  log_every: 10
+"""
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory):
+    with cluster.machines(tmp_path_factory.mktemp("two")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def slurm(machines):
+    return cluster.Slurm(machines)
+
+
+@pytest.fixture
+def here(tmp_path):
+    """A folder with settings, to start in."""
+    yield settle(tmp_path)
+    cluster.end(tmp_path)
+
+
+def settle(folder, steps=STEPS, micro=4):
+    (folder / "config.yaml").write_text(YAML.format(steps=steps, micro=micro))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The lines of a run of two processes of torchrun on one machine."""
+    folder = settle(tmp_path_factory.mktemp("undisturbed"))
+    launch(folder, "torchrun")
+    assert about(folder) == ("torchrun", 2, "finished")
+    return numbers(folder)
+
+
+def numbers(folder):
+    """The lines of metrics.jsonl without what hangs on the clock."""
+    found = map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines())
+    return [{k: v for k, v in line.items() if k not in CLOCK} for line in found]
+
+
+def about(folder):
+    """(launcher, processes, how it ended) of a run."""
+    found = [json.loads((folder / f"run/{n}.json").read_text()) for n in ("environment", "summary")]
+    return found[0]["launcher"], found[0]["world_size"], found[1]["status"]
+
+
+def generate(folder, line):
+    """distributed_setup.py on a line of flags, in a folder; the script that it wrote."""
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+        patch.chdir(folder)
+        assert setup.main(shlex.split(line)) == 0
+    return said.getvalue().split()[1].rstrip(";")
+
+
+def finished(process, timeout=100):
+    said = process.communicate(timeout=timeout)[0]
+    assert process.returncode == 0, said
+    assert "Traceback" not in said
+    return said
+
+
+# --- Slurm ---------------------------------------------------------------------------------------
+
+SLURM = "slurm --num_nodes 2 --num_gpus_per_node 1 --modules --conda_env '' --time_limit "
+
+
+def state(slurm, job):
+    return slurm.job(job)["JobState"]
+
+
+def is_queued_again(slurm, job):
+    """For two minutes, here for three seconds: the last life's permit has to run out."""
+    queued = {"JobState": "PENDING", "Restarts": "1", "Reason": "BeginTime"}
+    cluster.wait(lambda: queued.items() <= slurm.job(job).items(), 150)
+    slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now+3seconds")
+
+
+def ends(slurm, job, folder, wanted=("COMPLETED", "0:0")):
+    """The job's end, its state and exit status as wanted; what it has said until then."""
+    cluster.wait(lambda: state(slurm, job) not in ("PENDING", "RUNNING", "COMPLETING"), 100)
+    said = "".join(file.read_text() for file in sorted(folder.glob(f"*[-oe]{job}*")))
+    assert (state(slurm, job), slurm.job(job)["ExitCode"]) == wanted, said
+    return said
+
+
+def submit(slurm, program, folder, line):
+    """Generate a script and give it to sbatch or qsub; the job's number."""
+    said = slurm.run(program, generate(folder, line), env=ENV, cwd=folder)
+    return said.split()[-1]  # "Submitted batch job 1", or "1"
+
+
+def lines(folder):
+    file = folder / "run/metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+def test_a_slurm_job_that_is_signalled_saves_is_queued_again_and_goes_on(slurm, undisturbed, here):
+    job = submit(slurm, "sbatch", here, SLURM + "10")
+    cluster.wait(lambda: lines(here) >= 3, 100)
+    slurm.run("scancel", "--signal=USR1", job)
+    is_queued_again(slurm, job)
+    assert about(here) == ("srun", 2, "preempted")
+    saved = json.loads((here / "run/summary.json").read_text())
+    assert saved["exit_code"] == 85 and 3 <= saved["step"] < STEPS
+    said = ends(slurm, job, here)  # in both lives
+    assert f"goes on after step {saved['step']}\n" in said
+    assert "Traceback" not in said
+    assert about(here) == ("srun", 2, "finished")
+    assert numbers(here) == undisturbed
+
+
+@pytest.mark.show
+def test_slurm_signals_a_job_before_its_time_is_up(slurm, here):
+    """After a minute of two, as the script asks for, or as early as Slurm's clock is coarse."""
+    settle(here, steps=100_000)
+    job = submit(slurm, "sbatch", here, SLURM + "2")
+    is_queued_again(slurm, job)
+    assert about(here) == ("srun", 2, "preempted")
+    slurm.run("scancel", job)
+
+
+@pytest.mark.show
+def test_a_slurm_job_whose_node_fails_is_queued_again_and_goes_on(slurm, undisturbed, here):
+    job = submit(slurm, "sbatch", here, SLURM + "10")
+    cluster.wait(lambda: lines(here) >= 4, 100)
+    slurm.run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=power")
+    is_queued_again(slurm, job)  # n2 soon says that it is there
+    ends(slurm, job, here)
+    assert numbers(here) == undisturbed
+
+
+# --- two machines --------------------------------------------------------------------------------
+
+
+def start_both(machines, folder):
+    """Start the scripts of two nodes, each on its own."""
+    flags = "launcher --num_nodes 2 --num_gpus_per_node 1 --master_addr n1 --node_rank "
+    scripts = [generate(folder, flags + rank) for rank in "01"]
+    assert scripts == [f"scripts/run_training_node{rank}.sh" for rank in "01"]
+    nodes = zip(("n1", "n2"), scripts, strict=True)
+    return [machines.start(node, "bash", script, env=ENV, cwd=folder) for node, script in nodes]
+
+
+def test_the_scripts_of_two_nodes_meet_by_name(machines, undisturbed, here):
+    first, second = map(finished, start_both(machines, here))
+    assert "step    10 | loss" in first
+    assert "loss" not in second  # one of them speaks
+    assert about(here) == ("torchrun", 2, "finished")
+    assert numbers(here) == undisturbed
+
+
+def process(folder, words, **env):
+    """The process that works in a folder, has words in its command line and these variables."""
+
+    def fits(path):
+        with contextlib.suppress(OSError):  # it has just ended
+            has = (path / "environ").read_text(errors="replace").split("\0")
+            told = (path / "cmdline").read_text(errors="replace").replace("\0", " ")
+            in_it = os.readlink(path / "cwd") == str(folder)
+            return in_it and told.startswith(words) and {f"{k}={env[k]}" for k in env} <= {*has}
+
+    return min(int(path.name) for path in Path("/proc").glob("[0-9]*") if fits(path))
+
+
+@pytest.mark.show
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_stop_of_one_node_ends_both_with_85_and_both_go_on(node, machines, undisturbed, here):
+    started = start_both(machines, here)
+    cluster.wait(lambda: lines(here) >= 3, 100)
+    os.kill(process(here, f"bash scripts/run_training_node{node}.sh"), signal.SIGTERM)
+    # torchrun alone would keep the other one for five minutes, and end it with 0
+    said = [one.communicate(timeout=60)[0] for one in started]
+    assert [one.returncode for one in started] == [85, 85], said
+    for one in start_both(machines, here):
+        finished(one)
+    assert numbers(here) == undisturbed
+
+
+@pytest.mark.show
+def test_a_process_that_dies_on_the_second_node_is_started_again(machines, undisturbed, here):
+    started = start_both(machines, here)
+    cluster.wait(lambda: lines(here) >= 3, 100)
+    os.kill(process(here, "/", RANK="1"), signal.SIGKILL)
+    assert [(one.communicate(timeout=100), one.returncode)[1] for one in started] == [0, 0]
+    assert numbers(here) == undisturbed
+
+
+# --- PBS -----------------------------------------------------------------------------------------
+
+
+def test_a_pbs_job_runs_on_two_machines(slurm, undisturbed, here):
+    """With MPICH in place of PALS; `module` is what /etc/profile of the machines makes it."""
+    cluster.need(**{"mpiexec.mpich": "mpich"})
+    flags = "pbs --num_nodes 2 --num_gpus_per_node 1 --partition gpu --time_limit 10"
+    job = submit(slurm, "qsub", here, flags)
+    ends(slurm, job, here)
+    assert about(here) == ("mpiexec", 2, "finished")
+    assert numbers(here) == undisturbed
+
+
+@pytest.mark.show
+def test_the_next_pbs_job_goes_on_when_the_time_of_one_is_up(slurm, here):
+    """As the script's own comment says: qsub -W depend=afternotok."""
+    settle(here, steps=100_000)
+    flags = "pbs --num_nodes 2 --num_gpus_per_node 1 --partition gpu --time_limit 2"
+    job = submit(slurm, "qsub", here, flags)
+    after = ["qsub", "-W", f"depend=afternotok:{job}", "scripts/pbs_job.sh"]
+    following = slurm.run(*after, env=ENV, cwd=here).split()[-1]
+    ends(slurm, job, here, ("FAILED", "85:0"))
+    said = here / f"pbs_job.sh.o{following}"
+    goes_on = "run is not finished: goes on after step "
+    cluster.wait(lambda: said.exists() and goes_on in said.read_text(), 60)
+    slurm.run("scancel", following)
+
+
+# --- launchers -----------------------------------------------------------------------------------
+
+LAUNCHERS = {  # its command; program and package
+    "python": (PYTHON, {}),
+    "torchrun": (f"{BIN}/torchrun --standalone --nproc_per_node=2", {}),
+    "torch.distributed.launch": (f"{PYTHON} -m torch.distributed.launch --nproc_per_node=2", {}),
+    "accelerate": (
+        f"{BIN}/accelerate launch --multi_gpu --num_processes 2 --num_machines 1"
+        " --main_process_port 0 --mixed_precision no --dynamo_backend no",
+        {},
+    ),
+    "deepspeed": (
+        f"{BIN}/deepspeed --num_gpus 2 --master_port {{port}}",
+        {f"{BIN}/deepspeed": "requirements-deepspeed.txt"},
+    ),
+    "mpiexec": (f"mpiexec.mpich -f nodes -n 2 -ppn 1 {PYTHON}", {"mpiexec.mpich": "mpich"}),
+    "mpirun": (
+        f"mpiexec.openmpi --allow-run-as-root --oversubscribe -n 2 {PYTHON}",
+        {"mpiexec.openmpi": "openmpi-bin"},
+    ),
+}
+
+
+def launch(folder, name, *flags):
+    """Run src/train.py on config.yaml of a folder, on this host."""
+    line, packages = LAUNCHERS[name]
+    cluster.need(**packages)
+    port = str(free_port())
+    (folder / "nodes").write_text("n1\nn2\n")  # of mpiexec, which starts both here
+    env = {**ENV, "ACCELERATE_USE_CPU": "1", "HYDRA_LAUNCHER": "fork"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} if name.startswith("mpi") else {}
+    command = [*shlex.split(line.format(port=port)), TRAIN, "--config", "config.yaml", *flags]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    try:
+        finished(subprocess.Popen(command, env=env, cwd=folder, **pipes))
+    finally:
+        cluster.end(folder)
+
+
+def losses(found):
+    return [line["loss"] for line in found if line["split"] == "train"]
+
+
+SHOWN = ("torch.distributed.launch", "accelerate", "mpiexec", "mpirun")  # as test_launchers.py
+OTHERS = [pytest.param(n, marks=[pytest.mark.show] * (n in SHOWN)) for n in (*SHOWN, "deepspeed")]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_each_launcher_has_the_same_losses(name, undisturbed, here):
+    launch(here, name, "--max_steps", "3")
+    assert about(here) == (name, 2, "finished")
+    assert losses(numbers(here)) == losses(undisturbed)[:3]
+
+
+def test_one_process_has_the_same_losses_at_the_same_global_batch(undisturbed, tmp_path):
+    folder = settle(tmp_path, micro=8)
+    launch(folder, "python", "--max_steps", "8")  # a mean of two means is off from the fourth on
+    assert about(folder) == ("python", 1, "finished")
+    mine, theirs = losses(numbers(folder)), losses(undisturbed)[:8]
+    assert mine == pytest.approx(theirs, rel=0, abs=1e-5 * max(theirs))
+
+
+# --- scripts/environment.sh ----------------------------------------------------------------------
+
+SUMMARY = """{{
+  "status": "{}",
+  "exit_code": {},
+  "run_id": "{}"
+}}
+"""
+
+
+def as_a_node(folder, node, torchrun):
+    """The exit status of launch() on one of two nodes, with a stand-in for torchrun."""
+    (folder / "torchrun").write_text(f"#!/bin/bash\n{torchrun}\n")
+    (folder / "torchrun").chmod(0o755)
+    command = f". {shlex.quote(str(ROOT))}/scripts/environment.sh; launch . train.py"
+    env = ENV | {"NNODES": "2", "NODE_RANK": node, "PATH": f"{folder}:{ENV['PATH']}"}
+    return subprocess.run(["bash", "-c", command], env=env, cwd=folder, timeout=60).returncode
+
+
+@pytest.mark.parametrize(
+    ("torchrun", "status"),
+    [
+        ("cp after summary.json", 85),
+        ("cp during summary.json; (sleep 1; cp after summary.json) &", 85),  # rank 0 is slow
+        ("exit 1", 1),  # it never met the others: the summary is an earlier run's
+        ("", 0),  # nor does it see this one's
+    ],
+)
+def test_the_second_node_ends_with_the_status_of_the_run(torchrun, status, tmp_path):
+    for name, said in ("summary.json", ("finished", 3)), ("after", ("preempted", 85)):
+        (tmp_path / name).write_text(SUMMARY.format(*said, f"1-{name}"))
+    (tmp_path / "during").write_text(SUMMARY.format("running", 0, "1-after"))
+    assert as_a_node(tmp_path, "1", torchrun) == status
+
+
+def test_a_torchrun_that_waits_for_another_one_is_ended_when_the_run_is(tmp_path):
+    (tmp_path / "after").write_text(SUMMARY.format("preempted", 85, "mine"))
+    start = time.monotonic()
+    torchrun = "sed s/mine/$RUN_ID/ after >summary.json; trap '' TERM; exec sleep 100"
+    assert as_a_node(tmp_path, "0", torchrun) == 85
+    assert time.monotonic() - start < 30
+
+
+def test_the_environment_is_made_from_any_folder(tmp_path):
+    """requirements.txt ends with `-e .`, which pip sees from where it is started."""
+    script = tmp_path / "project/scripts/environment.sh"
+    script.parent.mkdir(parents=True)
+    script.symlink_to(ROOT / "scripts/environment.sh")
+    pip = "#!/bin/bash\n[ -f scripts/environment.sh ] && echo made"
+    for name, text in {
+        "python": "exit 1",  # no torch
+        "python3": f'mkdir -p "$3/bin"; echo "{pip}" >"$3/bin/pip"; chmod +x "$3/bin/pip"',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    command = ["bash", "-euc", f". '{script}'; use_environment"]
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.splitlines()[1:]) == (0, ["made"]), done.stderr
+
+
+# --- nothing is left -----------------------------------------------------------------------------
+
+OWNER = """import os, sys, cluster
+machines = cluster.Machines(sys.argv[1])
+cluster.Slurm(machines)
+machines.start("n2", "sh", "-c", "setsid sleep 1000 & echo started; wait", cwd=sys.argv[1])
+print("up", flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def those_of(folder):
+    """Processes that have a folder in their command line, or work in it."""
+    return [p for p in Path("/proc").glob("[0-9]*") if str(folder) in told(p)]
+
+
+def told(process):
+    try:
+        return (process / "cmdline").read_text() + os.readlink(process / "cwd")
+    except OSError:
+        return ""
+
+
+def test_the_machines_end_with_the_tests_even_if_these_are_killed(slurm, tmp_path):
+    folder = tmp_path / "two"
+    path = {"PYTHONPATH": str(ROOT / "tests")}
+    command = [PYTHON, "-c", OWNER, folder]
+    owner = subprocess.Popen(command, env=ENV | path, stdout=subprocess.PIPE, text=True)
+    assert owner.stdout.readline() == "up\n"
+    assert owner.wait() == -9
+    cluster.wait(lambda: not those_of(folder), 10)

@@ -1,0 +1,974 @@
+"""scripts/distributed_setup.py: what it writes and refuses, and what bash makes of its scripts.
+
+Expected files are written by hand from guide 2. Scripts run with stand-ins for srun, torchrun and
+the like, which write down their words and their environment.
+"""
+
+import dataclasses
+import importlib
+import json
+import os
+import re
+import shlex
+import string
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from conftest import ROOT
+from ddp_utils import UserError
+
+sys.path.append(str(ROOT / "scripts"))
+setup = importlib.import_module("distributed_setup")
+
+YAML = """
+training:
+  micro_batch_size: 4
+  max_grad_norm: 0.3
+  mixed_precision: bf16
+distributed:
+  gradient_accumulation_steps: 16
+"""
+DEEPSPEED = {  # the guide's example, its 5e8 as integers
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": 16,
+    "gradient_clipping": 0.3,
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+    "bf16": {"enabled": True},
+    "zero_optimization": {
+        "stage": 2,
+        "contiguous_gradients": True,
+        "overlap_comm": True,
+        "reduce_scatter": True,
+        "reduce_bucket_size": 500000000,
+        "allgather_bucket_size": 500000000,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+    },
+}
+FSDP = {
+    "fsdp_transformer_layer_cls_to_wrap": [
+        "LlamaDecoderLayer",
+        "MistralDecoderLayer",
+        "GemmaDecoderLayer",
+    ],
+    "fsdp_sharding_strategy": "FULL_SHARD",
+    "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+    "fsdp_cuda_graphs": False,
+    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "fsdp_sync_module_states": True,
+    "fsdp_use_orig_params": False,
+    "fsdp_backward_prefetch_policy": "BACKWARD_PRE",
+    "fsdp_forward_prefetch": False,
+    "fsdp_cpu_ram_efficient_loading": True,
+    "fsdp_mixed_precision": "BFLOAT16",
+}
+GUIDE = """
+python scripts/distributed_setup.py deepspeed --zero_stage 2 --offload_optimizer --bf16 --output config/ds_config.json
+python scripts/distributed_setup.py launcher --config config.yaml --num_gpus_per_node 4 --use_deepspeed
+python scripts/distributed_setup.py fsdp --sharding_strategy FULL_SHARD --mixed_precision BFLOAT16 --output config/fsdp_config.json
+python scripts/distributed_setup.py launcher --config config.yaml --num_gpus_per_node 4
+python scripts/distributed_setup.py slurm --config config.yaml --num_nodes 4 --num_gpus_per_node 8 --use_deepspeed --time_limit 48:00:00
+python scripts/distributed_setup.py launcher --config config.yaml --num_nodes 4 --num_gpus_per_node 8 --master_addr 192.168.1.100 --master_port 29500 --node_rank 0 --use_deepspeed
+python scripts/distributed_setup.py launcher --config config.yaml --num_nodes 4 --num_gpus_per_node 8 --master_addr 192.168.1.100 --master_port 29500 --node_rank 1 --use_deepspeed
+"""  # noqa: E501
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """A folder with the guide's settings is the current one."""
+    folder = tmp_path / "it's my folder"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(YAML)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def make(line, *more):
+    """Run the program on a line of flags, as a shell would split it."""
+    return setup.main([*shlex.split(line), *more])
+
+
+def made(line, *more, name=None):
+    """What it has written: a settings file as data, a script as text."""
+    before = files()
+    assert make(line, *more) == 0
+    [path] = [Path(name)] if name else [Path(p) for p in files() if p not in before]
+    return json.loads(path.read_text()) if path.suffix == ".json" else path.read_text()
+
+
+def files():
+    """Every file below the current folder and what it holds."""
+    return {str(p): p.read_bytes() for p in Path(".").rglob("*") if p.is_file()}
+
+
+def refused(line, *more):
+    """The one line that refuses these flags; nothing was written."""
+    before = files(), sorted(Path(".").rglob("*"))
+    with pytest.raises(UserError) as caught:
+        make(line, *more)
+    assert caught.value.exit_code == 2
+    assert (files(), sorted(Path(".").rglob("*"))) == before
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 400
+    return message
+
+
+# --- settings ------------------------------------------------------------------------------------
+
+
+def test_the_deepspeed_settings_are_the_guides():
+    flags = "deepspeed --zero_stage 2 --offload_optimizer --bf16 --output config/ds_config.json"
+    assert made(flags) == DEEPSPEED
+    text = Path("config/ds_config.json").read_text()
+    assert '"reduce_bucket_size": 500000000,' in text  # an integer, not 500000000.0 or 5e8
+    assert list(json.loads(text)) == list(DEEPSPEED)
+
+
+def test_the_fsdp_settings_are_the_guides():
+    flags = "fsdp --sharding_strategy FULL_SHARD --mixed_precision BFLOAT16"
+    assert made(flags, "--output", "config/fsdp_config.json") == FSDP
+    assert made("fsdp --output a.json --sharding_strategy HYBRID_SHARD --mixed_precision NO") == {
+        **FSDP,
+        "fsdp_sharding_strategy": "HYBRID_SHARD",
+        "fsdp_mixed_precision": "NO",
+    }
+
+
+STAGE3 = {
+    **{k: v for k, v in DEEPSPEED["zero_optimization"].items() if k != "offload_optimizer"},
+    "stage": 3,
+    "stage3_prefetch_bucket_size": "auto",
+    "stage3_param_persistence_threshold": "auto",
+    "stage3_gather_16bit_weights_on_model_save": True,
+}
+
+
+def test_stage_3_says_when_to_fetch_and_gathers_the_weights_that_are_saved():
+    assert made("deepspeed --zero_stage 3 --bf16")["zero_optimization"] == STAGE3
+    both = made("deepspeed --zero_stage 3 --offload_optimizer --offload_param --output b.json")
+    host = {"device": "cpu", "pin_memory": True}
+    wanted = {**STAGE3, "offload_optimizer": host, "offload_param": host}
+    assert both["zero_optimization"] == wanted
+    for stage in "012":
+        found = made(f"deepspeed --zero_stage {stage} --output {stage}.json")["zero_optimization"]
+        assert found["stage"] == int(stage) and not any("stage3" in key for key in found)
+
+
+def test_precision_is_a_flag_or_left_to_the_yaml_file():
+    found = made("deepspeed --fp16 --output a.json")
+    assert found["fp16"] == {"enabled": True, "loss_scale": 0} and "bf16" not in found
+    found = made("deepspeed --output b.json")
+    assert found["bf16"] == {"enabled": "auto"} and found["fp16"]["enabled"] == "auto"
+
+
+def test_buckets_are_whole_numbers_in_any_spelling():
+    flags = "deepspeed --reduce_bucket_size 2e8 --allgather_bucket_size=1000"
+    found = made(flags)["zero_optimization"]
+    assert (found["reduce_bucket_size"], found["allgather_bucket_size"]) == (200000000, 1000)
+    assert ": 200000000," in Path("config/ds_config.json").read_text()
+
+
+def test_concrete_settings_hold_no_auto():
+    Path("c.yaml").write_text(YAML.replace("steps: 16", "steps: 8").replace("0.3", "1"))
+    found = made("deepspeed --zero_stage 3 --concrete --config c.yaml")
+    assert found == {
+        **DEEPSPEED,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 8,
+        "gradient_clipping": 1,
+        "zero_optimization": {
+            **STAGE3,
+            "stage3_prefetch_bucket_size": 50000000,
+            "stage3_param_persistence_threshold": 100000,
+        },
+    }
+    assert "auto" not in Path("config/ds_config.json").read_text()
+    Path("c.yaml").write_text(YAML.replace("bf16", "no"))
+    assert (
+        not {"bf16", "fp16"} & made("deepspeed --concrete --config c.yaml --output d.json").keys()
+    )
+    # without --concrete the numbers are the file's, what depends on the machine stays auto
+    found = made("deepspeed --config config.yaml --output e.json")
+    assert found["train_micro_batch_size_per_gpu"] == "auto"
+
+
+# --- scripts: text -------------------------------------------------------------------------------
+
+
+def header(text, prefix):
+    return [line for line in text.splitlines() if line.startswith(f"#{prefix}")]
+
+
+def test_the_slurm_header_is_the_guides_with_signal_and_requeue():
+    flags = "slurm --config config.yaml --num_nodes 4 --num_gpus_per_node 8 --use_deepspeed"
+    text = made(f"{flags} --time_limit 48:00:00", name="scripts/slurm_job.sh")
+    guide = """
+#SBATCH --job-name=llm_finetune
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=8
+#SBATCH --gres=gpu:8
+#SBATCH --cpus-per-task=8
+#SBATCH --mem-per-gpu=32G
+#SBATCH --time=48:00:00
+#SBATCH --partition=gpu
+#SBATCH --output=slurm-%j.out
+#SBATCH --error=slurm-%j.out
+"""
+    ours = ["#SBATCH --open-mode=append", "#SBATCH --requeue", "#SBATCH --signal=USR1@300"]
+    assert header(text, "SBATCH") == [*guide.split("\n")[1:-1], *ours]
+    code = [line for line in text.splitlines() if line and not line.startswith("#")]
+    assert text.startswith("#!/bin/bash -l\n") and code[0] == "set -euo pipefail"
+    assert text.index("#SBATCH --signal") < text.index(code[0])  # later ones are not read
+    assert "--account" not in text and "deepspeed --num_gpus" not in text
+    assert made("slurm", name="scripts/slurm_job.sh").count("#SBATCH") == 13  # the guide's defaults
+    assert header(Path("scripts/slurm_job.sh").read_text(), "SBATCH") == header(text, "SBATCH")
+
+
+def test_every_flag_of_a_job_is_in_its_header():
+    flags = "--time_limit 1-12 --partition long --account me --job_name a.b --cpus_per_task 3"
+    flags += " --mem_per_gpu 500M --num_nodes 2 --num_gpus_per_node 6 --modules --conda_env="
+    found = header(made(f"slurm {flags}"), "SBATCH")
+    wanted = "job-name=a.b nodes=2 ntasks-per-node=6 gres=gpu:6 cpus-per-task=3 mem-per-gpu=500M"
+    wanted += " time=1-12 partition=long account=me output=slurm-%j.out error=slurm-%j.out"
+    assert found[:11] == [f"#SBATCH --{word}" for word in wanted.split()]
+    assert Path("scripts/slurm_job.sh").read_text().startswith("#!/bin/bash\n")  # no modules
+    found = header(made(f"pbs {flags} --system= --filesystems=eagle"), "PBS")
+    assert found == [
+        "#PBS -A me",
+        "#PBS -N a.b",
+        "#PBS -q long",
+        "#PBS -l select=2:ncpus=18:ngpus=6:mpiprocs=6:mem=3000mb,place=scatter",
+        "#PBS -l walltime=36:00:00",
+        "#PBS -l filesystems=eagle",
+        "#PBS -k doe",
+        "#PBS -j oe",
+        "#PBS -r y",
+    ]
+
+
+def test_the_pbs_header_is_that_of_auroras_script():
+    text = made("pbs --account <your_project>".replace("<your_project>", "mine"))
+    aurora = header((ROOT / "run_dpo_ddp_aurora.sh").read_text(), "PBS")
+    changed = {"<your_project>": "mine", "dpo_ddp": "llm_finetune", "select=2": "select=4"}
+    changed |= {"02:00:00": "48:00:00"}
+    for old, new in changed.items():
+        aurora = [line.replace(old, new) for line in aurora]
+    assert header(text, "PBS") == aurora
+    assert text.startswith("#!/bin/bash -l\n") and "85" in text and "afternotok" in text
+
+
+@pytest.mark.parametrize(
+    ("limit", "signal", "clock"),
+    [
+        ("90", 300, "01:30:00"),
+        ("1:30", 45, "00:01:30"),
+        ("00:01:00", 30, "00:01:00"),
+        ("00:12:00", 300, "00:12:00"),
+        ("2-0", 300, "48:00:00"),
+        ("1-2:3", 300, "26:03:00"),
+        ("1-02:03:04", 300, "26:03:04"),
+    ],
+)
+def test_a_time_limit_in_any_of_slurms_formats(limit, signal, clock):
+    """The signal comes five minutes before the end, or in the middle of a short job."""
+    text = made(f"slurm --time_limit {limit}")
+    assert f"#SBATCH --time={limit}\n" in text and f"#SBATCH --signal=USR1@{signal}\n" in text
+    assert f"#PBS -l walltime={clock}\n" in made(f"pbs --time_limit {limit}")
+
+
+def test_what_is_mended_in_the_guides_example_is_said():
+    text = made("slurm")
+    for word in ("launcher", "29500", "22.05", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
+        assert word in " ".join(line for line in text.splitlines() if line.startswith("# -"))
+
+
+ALL = {  # scripts in every mode, and the guide's commands
+    **{f"guide{i}": line.split(None, 2)[2] for i, line in enumerate(GUIDE.strip().split("\n"))},
+    "one": "launcher --master_port 1234",
+    "port": "launcher --num_nodes 2 --master_addr ::1",
+    "slurm_fsdp": "slurm --config fsdp.yaml --use_fsdp --account a",
+    "slurm_bare": "slurm --modules --conda_env= --partition=",
+    "slurm_env": "slurm --env A=b 'C=d e' NCCL_DEBUG=WARN --conda_env x --modules",
+    "pbs": "pbs",
+    "pbs_other": "pbs --system= --use_deepspeed --modules a b --conda_env c --env D=e",
+}
+FSDP_YAML = YAML + "  use_fsdp: true\n"
+
+
+def test_bash_and_shellcheck_are_content_with_every_mode(here):
+    Path("fsdp.yaml").write_text(FSDP_YAML)
+    scripts = []
+    for name, line in ALL.items():
+        if shlex.split(line)[0] not in ("deepspeed", "fsdp"):
+            make(line, f"--output={name}.sh")
+            scripts.append(f"{name}.sh")
+    check_shell(scripts)
+    assert len(scripts) == 12
+    written = "\n#     slurm --env A=b 'C=d e' NCCL_DEBUG=WARN --conda_env x --modules --output="
+    assert written in Path("slurm_env.sh").read_text()  # the command, to be pasted
+
+
+def check_shell(scripts):
+    checker = Path(sys.executable).with_name("shellcheck")
+    done = subprocess.run([checker, *scripts], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    for script in scripts:
+        subprocess.run(["bash", "-n", script], check=True)
+
+
+# --- scripts: what they do -----------------------------------------------------------------------
+
+# A stand-in writes down its words and, in NAME.env, its environment; words of several calls follow
+# each other. Python is one too: it says what the check of a training script says.
+RECORDS = """#!/bin/bash
+name=$(basename "$0")
+printf '%s\\0' "$@" >>"$RECORD/$name"
+env -0 >"$RECORD/$name.env"
+"""
+STANDINS = {
+    "srun": RECORDS + "exit ${STATUS:-0}",
+    "mpiexec": RECORDS + "exit ${STATUS:-0}",
+    "torchrun": RECORDS + "exit ${STATUS:-0}",
+    "sbatch": RECORDS,
+    "qsub": RECORDS,
+    "scontrol": RECORDS + "[ $1 = requeue ] && exit ${REFUSES:-0}; printf 'n1\\nn2\\n'",
+    "python": "#!/bin/bash\n"
+    "case $1 in\n"
+    '  -c) echo 4; echo "$2" >>"$RECORD/asked" ;;\n'  # torch is there; cores
+    "  -) [[ $2 != *summary.json ]] || exit $3 ;;\n"  # the status of a run; a port that answers
+    '  *) [ "${*: -1}" != --check ] || { printf "%s\\0" "$@" >"$RECORD/check"; '
+    'env -0 >"$RECORD/check.env"; echo run folder: x; exit ${CHECK:-0}; } ;;\n'
+    "esac\n",
+    "activate": 'printf "%s\\0" "$@" >"$RECORD/activate"',
+    "getent": "#!/bin/bash\nexit 2",
+}
+
+
+@pytest.fixture(scope="module")
+def bin_(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bin")
+    for name, text in STANDINS.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    return folder
+
+
+@pytest.fixture
+def start(bin_, tmp_path):
+    """A function that runs a script; it returns what the stand-ins wrote down, by their name."""
+    record = tmp_path / "record"
+    (tmp_path / "nodes").write_text("n1\nn2\n")
+    clean = {"PATH": f"{bin_}:/usr/bin:/bin", "HOME": str(tmp_path), "RECORD": str(record)}
+    clean["BASH_FUNC_module%%"] = '() { printf "%s\\0" "$@" >>"$RECORD/module"; }'
+    clean |= {"SLURM_JOB_ID": "123456", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2"}
+    clean |= {"PBS_JOBID": "8123456.server", "PBS_NODEFILE": str(tmp_path / "nodes")}
+    clean["PBS_O_WORKDIR"] = str(tmp_path)
+
+    def run(script, *words, wanted=0, **env):
+        record.mkdir(exist_ok=True)
+        for path in record.iterdir():
+            path.unlink()
+        command = ["bash", os.path.abspath(script), *words]  # from anywhere
+        done = subprocess.run(
+            command, env={**clean, **env}, cwd=tmp_path, capture_output=True, timeout=30
+        )
+        assert done.returncode == wanted, done.stdout + done.stderr
+        found = {p.name: os.fsdecode(p.read_bytes()).split("\0")[:-1] for p in record.iterdir()}
+        for name in [name for name in found if name.endswith(".env")]:
+            found[name] = dict(pair.partition("=")[::2] for pair in found[name])
+        return {**found, "stderr": done.stderr.decode()}
+
+    return run
+
+
+TRAIN = str(ROOT / "src/train.py")
+COMMAND = ["python", TRAIN, "--config=config.yaml", "--deepspeed=config/ds_config.json"]
+
+
+def test_the_slurm_job_starts_one_task_per_gpu_and_nothing_in_it(start, here, tmp_path):
+    make("slurm --config config.yaml --num_nodes 2 --num_gpus_per_node 8 --use_deepspeed")
+    done = start("scripts/slurm_job.sh", "--max_steps", "3")
+    assert done["srun"] == ["--cpus-per-task=8", "--wait=120", *COMMAND, "--max_steps", "3"]
+    env = done["srun.env"]
+    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("n1", "23456")
+    assert env["PWD"] == str(here) and env["OMP_NUM_THREADS"] == "8"
+    assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & env.keys()  # each task finds its own
+    guide = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    guide |= {"NCCL_DEBUG": "INFO", "NCCL_IB_DISABLE": "0", "NCCL_SOCKET_IFNAME": "^lo,docker"}
+    assert guide.items() <= env.items() and "NCCL_ASYNC_ERROR_HANDLING" not in env
+    assert done["scontrol"] == ["show", "hostnames", "n[1-2]"]
+    assert done["module"] == ["load", "cuda/12.2", "load", "anaconda3"]
+    assert done["activate"] == ["llm_finetuning"]
+    assert done["check"] == [*COMMAND[1:], "--max_steps", "3", "--check"]
+    sizes = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
+    assert sizes.items() <= done["check.env"].items()
+    asked = tmp_path / "record/asked"
+    assert asked.read_text() == "import torch\n"  # else .venv would be made and used
+    other = start("scripts/slurm_job.sh", SLURM_JOB_ID="123457")["srun.env"]["MASTER_PORT"]
+    assert other == "23457"
+
+
+@pytest.mark.parametrize("status", [0, 1, 2, 3, 4, 84, 86, 137])
+def test_a_job_that_ends_otherwise_is_not_queued_again(start, status):
+    make("slurm")
+    done = start("scripts/slurm_job.sh", STATUS=str(status), wanted=status)
+    assert "requeue" not in done["scontrol"]
+
+
+def test_a_job_that_has_stopped_and_saved_is_queued_again(start):
+    make("slurm")
+    done = start("scripts/slurm_job.sh", STATUS="85", wanted=85)
+    assert done["scontrol"][-2:] == ["requeue", "123456"]
+    assert done["stderr"] == ""
+
+
+def test_a_queue_that_does_not_take_it_back_is_one_line(start):
+    make("slurm")
+    done = start("scripts/slurm_job.sh", STATUS="85", REFUSES="1", wanted=85)
+    assert done["stderr"] == "error: not queued again; submit the same script\n"
+
+
+@pytest.mark.parametrize("command", ["slurm", "pbs", "launcher"])
+def test_a_mistake_that_the_check_finds_ends_the_job_before_it_starts(start, command):
+    make(f"{command} --output job.sh")
+    done = start("job.sh", CHECK="2", wanted=2)
+    assert not {"srun", "mpiexec", "torchrun"} & done.keys()
+
+
+def test_what_the_user_has_exported_stays(start):
+    make("slurm --env NCCL_IB_DISABLE=1")
+    mine = {"MASTER_ADDR": "here", "MASTER_PORT": "7", "NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "2"}
+    env = start("scripts/slurm_job.sh", **mine)["srun.env"]
+    assert mine.items() <= env.items() and env["NCCL_IB_DISABLE"] == "1"
+
+
+def test_fsdp_may_use_more_connections(start):
+    Path("fsdp.yaml").write_text(FSDP_YAML)
+    for flags in ("--use_fsdp", ""):  # the file says it all
+        make(f"slurm --config fsdp.yaml {flags}")
+        done = start("scripts/slurm_job.sh")
+        assert done["srun"][2:] == ["python", TRAIN, "--config=fsdp.yaml"]
+        assert "CUDA_DEVICE_MAX_CONNECTIONS" not in done["srun.env"]
+
+
+def test_the_pbs_job_starts_one_process_per_gpu(start, here, tmp_path):
+    make("pbs --use_deepspeed --num_nodes 2 --time_limit 01:00:00 --conda_env mine")
+    done = start("scripts/pbs_job.sh")
+    command = [*COMMAND, "--stop_after_minutes=55"]
+    nodes = ["-n", "24", "-ppn", "12", "--hostfile", str(tmp_path / "nodes")]
+    assert done["mpiexec"] == [*nodes, *command]
+    assert done["check"] == [*command[1:], "--check"]
+    wanted = {"MASTER_ADDR": "n1", "MASTER_PORT": "23456", "WORLD_SIZE": "24"}
+    wanted |= {"LOCAL_WORLD_SIZE": "12", "CCL_PROCESS_LAUNCHER": "pmix", "OMP_NUM_THREADS": "4"}
+    wanted |= {"CCL_ATL_TRANSPORT": "mpi", "CCL_KVS_MODE": "mpi", "PWD": str(here)}
+    assert wanted.items() <= done["mpiexec.env"].items()
+    assert done["module"] == ["load", "frameworks"] and done["activate"] == ["mine"]
+    assert not {"RANK", "LOCAL_RANK"} & done["mpiexec.env"].keys()
+    start("scripts/pbs_job.sh", STATUS="85", wanted=85)
+    make("pbs --system=")
+    assert start("scripts/pbs_job.sh")["mpiexec.env"]["NCCL_DEBUG"] == "INFO"
+
+
+@pytest.mark.parametrize("name", ["SLURM_JOB_ID", "PBS_JOBID"])
+def test_a_job_that_is_not_submitted_says_so(start, name):
+    make("slurm --output job.sh" if "SLURM" in name else "pbs --output job.sh")
+    done = start("job.sh", wanted=1, **{name: ""})
+    assert "submit it with" in done["stderr"] and "srun" not in done
+
+
+def test_the_launcher_of_one_node_takes_a_free_port(start, here):
+    make("launcher --config config.yaml --num_gpus_per_node 4 --use_deepspeed")
+    done = start("scripts/run_training.sh", "--max_steps", "3", NNODES="7")
+    free = ["--max-restarts", "3", "--standalone", "--nproc_per_node", "4"]
+    assert done["torchrun"] == [*free, *COMMAND[1:], "--max_steps", "3"]
+    assert done["torchrun.env"]["PWD"] == str(here)
+    start("scripts/run_training.sh", STATUS="85", wanted=85)
+    make("launcher --master_port 1234")
+    assert "--master-port 1234 " in " ".join(start("scripts/run_training.sh")["torchrun"])
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_the_launcher_of_a_node_joins_the_others(start, rank):
+    flags = "launcher --config config.yaml --num_nodes 4 --num_gpus_per_node 8 --use_deepspeed"
+    make(f"{flags} --master_addr 192.168.1.100 --node_rank {rank}")
+    done = start(f"scripts/run_training_node{rank}.sh", MASTER_ADDR="elsewhere")
+    wanted = f"--max-restarts 3 --nnodes 4 --node-rank {rank} --master-addr 192.168.1.100"
+    wanted += " --master-port 29500 --rdzv-conf timeout=50 --nproc_per_node 8"
+    assert done["torchrun"] == [*wanted.split(), *COMMAND[1:]]
+    assert done["check.env"]["WORLD_SIZE"] == "32"
+    env = {"MASTER_PORT": "77"}  # exported on every node
+    assert "77" in start(f"scripts/run_training_node{rank}.sh", **env)["torchrun"]
+    make(f"{flags} --master_addr 192.168.1.100 --master_port 88 --node_rank {rank}")
+    assert "88" in start(f"scripts/run_training_node{rank}.sh", **env)["torchrun"]
+
+
+# --- hostile values ------------------------------------------------------------------------------
+
+HOSTILE = [
+    "two words",
+    "it's",
+    'say "x"',
+    "x; touch PWN1",
+    "$(touch PWN2)",
+    "`touch PWN3`",
+    "x\ntouch PWN4\n#SBATCH --x",
+    "-rf",
+    "~",
+    "*",
+    "Grüße 蛋白",
+    "x" * 4096,
+    "../x && touch PWN5 # $HOME ${HOME} \\ @path@ {cwd} %j",
+]
+COMMANDS = {"deepspeed": 2, "fsdp": 1, "launcher": 3, "slurm": 10, "pbs": 12}
+STRINGS = [
+    (command, name)
+    for command in COMMANDS
+    for name, hint in get_type_hints(setup.COMMANDS[command][0]).items()
+    if hint in (str, tuple[str, ...])
+]
+
+
+def test_every_string_flag_is_attacked():
+    for command, count in COMMANDS.items():
+        assert sum(of == command for of, _ in STRINGS) == count
+
+
+def attack(command, name, value, start):
+    """Generate with this value: None if it is refused, else what the script does with it."""
+    if name == "config":
+        try:
+            Path(value).parent.mkdir(parents=True, exist_ok=True)
+            Path(value).write_text(YAML)
+        except (OSError, ValueError):
+            pass  # no file has this name
+    words = [command, f"--{name}={value}"]
+    words += [] if name == "output" else ["--output=made"]
+    words += ["--num_nodes=2"] if name == "master_addr" else []
+    before = set(os.listdir())
+    try:
+        assert setup.main(words) == 0
+    except UserError as error:
+        assert "\n" not in str(error)
+        assert set(os.listdir()) == before
+        return None
+    path = value if name == "output" else "made"
+    if command in ("deepspeed", "fsdp"):
+        assert json.loads(Path(path).read_bytes())
+        return {}
+    return start(os.path.join(".", path))
+
+
+def carried(name, value, done):
+    """Where the script has to show the value, exactly as it was."""
+    text = Path("made").read_text()
+    words = done.get("srun") or done.get("mpiexec") or done.get("torchrun")
+    env = done.get("srun.env") or done.get("mpiexec.env") or done.get("torchrun.env")
+    return {
+        "config": lambda: f"--config={value}" in words,
+        "master_addr": lambda: value in words,
+        "modules": lambda: done["module"][-1] == value,
+        "conda_env": lambda: done["activate"] == [value],
+        "env": lambda: env.get(value.partition("=")[0]) == value.partition("=")[2],
+        "output": lambda: True,
+    }.get(name, lambda: re.search(rf"(?m)^#.*[= ]{re.escape(value)}([,:].*)?$", text))()
+
+
+@pytest.mark.parametrize(("command", "name"), STRINGS, ids=str)
+def test_no_hostile_value_executes_and_each_is_carried_or_refused(command, name, start, here):
+    took = []
+    for value in HOSTILE:
+        if (done := attack(command, name, value, start)) is not None:
+            took.append(value)
+            if name != "output" and command not in ("deepspeed", "fsdp"):
+                assert carried(name, value, done), value
+    assert not list(here.parent.rglob("PWN?"))
+    # a file may have any name without a line break, all else is plain
+    plenty = [value for value in HOSTILE if len(value) < 200 and value not in ("~", HOSTILE[6])]
+    wanted = {"config": plenty, "output": plenty}.get(name, [])
+    assert took == wanted
+    scripts = [v for v in took if name == "output" and command not in ("deepspeed", "fsdp")]
+    for script in scripts:
+        subprocess.run(["bash", "-n", os.path.join(".", script)], check=True)
+
+
+@pytest.mark.parametrize("letter", sorted({*string.punctuation, " "} - {*"_.,:/=%@+-"}))
+def test_no_letter_that_means_something_to_a_shell_is_in_a_directive(letter):
+    for flag in ("partition", "account", "job_name", "modules", "conda_env"):
+        assert f"--{flag}: 'a" in refused("slurm", f"--{flag}=a{letter}b").replace('"', "'")
+    assert refused("slurm", "--account=" + "x" * 201)
+    assert made("slurm", "--account=" + "x" * 200, name="scripts/slurm_job.sh")
+
+
+@pytest.mark.parametrize("command", ["slurm", "pbs"])
+def test_the_value_of_a_variable_may_be_anything(command, start, here):
+    for value in HOSTILE:
+        if attack(command, "env", f"MINE={value}", start) is None:
+            assert "\n" in value
+            continue
+        done = start("./made")
+        env = done.get("srun.env") or done["mpiexec.env"]
+        assert env["MINE"] == value
+        named = attack(command, "env", f"{value}=1", start)
+        assert (named is None) == (not value.isidentifier())
+    assert not list(here.parent.rglob("PWN?"))
+
+
+def test_what_is_swallowed_is_not_written_into_the_script(start, here):
+    """--local-rank is read and forgotten, but the command stands in a comment."""
+    make("slurm --modules --conda_env=", "--local-rank", "x\ntouch PWN6 #")
+    start("scripts/slurm_job.sh")
+    assert not list(here.parent.rglob("PWN?"))
+
+
+def test_a_folder_and_a_project_of_any_name_are_quoted(start, monkeypatch, tmp_path):
+    for value in (*HOSTILE[:6], HOSTILE[9], HOSTILE[10]):
+        folder = tmp_path / value.replace("/", "_")
+        (folder / "scripts").mkdir(parents=True)
+        (folder / "scripts/environment.sh").write_bytes(
+            (ROOT / "scripts/environment.sh").read_bytes()
+        )
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(setup.records, "ROOT", folder)
+        Path("config.yaml").write_text(YAML)
+        make("slurm")
+        done = start("scripts/slurm_job.sh")
+        assert done["srun.env"]["PWD"] == str(folder)
+        assert done["srun"][3] == str(folder / "src/train.py")
+    assert not list(tmp_path.rglob("PWN?"))
+
+
+QUICK = settings(
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+TEXT = st.text(max_size=30) | st.text("a-=/.$`'\"\\;&|<>(){}[]#!*?~ \t\n%@+,:", max_size=12)
+
+
+@QUICK
+@given(TEXT, st.sampled_from([pair for pair in STRINGS if pair[1] not in ("output", "config")]))
+def test_random_text_is_carried_or_refused(start, here, value, where):
+    done = attack(*where, value, start)
+    if done is not None and value:
+        assert carried(where[1], value, done)
+
+
+@QUICK
+@given(TEXT)
+def test_random_variables_are_carried_or_refused(start, here, value):
+    done = attack("slurm", "env", f"MINE={value}", start)
+    refused_ = setup.records.CONTROL.search(value)
+    assert (done is None) == bool(refused_)
+    assert done is None or done["srun.env"]["MINE"] == value
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("deepspeed --bf16 --fp16", "--fp16: --bf16 is given too; give one of them"),
+        ("deepspeed --zero_stage 4", "--zero_stage: 4 is out of range; give a value from 0 to 3"),
+        ("deepspeed --zero_stage=-1", "--zero_stage: -1 is out of range"),
+        ("deepspeed --offload_param", "--offload_param: only with --zero_stage 3"),
+        ("deepspeed --zero_stage 0 --offload_optimizer", "--offload_optimizer: only with"),
+        ("deepspeed --reduce_bucket_size 0", "--reduce_bucket_size: 0.0 is out of range"),
+        ("deepspeed --allgather_bucket_size 1.5", "--allgather_bucket_size: 1.5 is out of range"),
+        ("deepspeed --concrete", "--concrete: no settings to take numbers from; give --config"),
+        (
+            "deepspeed --fp16 --config config.yaml",
+            "--fp16: config.yaml says mixed_precision 'bf16'",
+        ),
+        ("launcher --use_deepspeed --use_fsdp", "--use_fsdp: --use_deepspeed is given too"),
+        ("launcher --use_fsdp", "--use_fsdp: config.yaml does not say so; write use_fsdp: true"),
+        ("launcher --config no.yaml", "no.yaml: no such file"),
+        ("slurm --config .", ".: not a regular file"),
+        ("pbs --config ''", "'': not a path"),
+        ("launcher --num_nodes 0", "--num_nodes: 0 is out of range; give a value above 0"),
+        ("slurm --num_gpus_per_node 0", "--num_gpus_per_node: 0 is out of range"),
+        ("slurm --cpus_per_task 0", "--cpus_per_task: 0 is out of range"),
+        ("launcher --node_rank 1", "--node_rank: 1 of 1 nodes; give 0 to 0"),
+        ("launcher --num_nodes 4 --node_rank=-1", "--node_rank: -1 of 4 nodes; give 0 to 3"),
+        ("launcher --num_nodes 4 --node_rank 4 --master_addr a", "--node_rank: 4 of 4 nodes"),
+        ("launcher --num_nodes 2", "--master_addr: several nodes need a place to meet; give"),
+        ("launcher --master_port 65536", "--master_port: 65536 is out of range; give a value from"),
+        ("launcher --master_port=-1", "--master_port: -1 is out of range; give a value from 1 to"),
+        ("slurm --mem_per_gpu 32GB", "--mem_per_gpu: '32GB' is no size of memory; give 32G"),
+        ("slurm --mem_per_gpu 0", "--mem_per_gpu: '0' is no size"),
+        ("pbs --mem_per_gpu ''", "--mem_per_gpu: '' is no size"),
+        ("slurm --env A", "--env: 'A' is not NAME=VALUE; give e.g. NCCL_DEBUG=WARN"),
+        ("slurm --env 1A=2", "--env: '1A=2' is not NAME=VALUE"),
+        ("slurm --env A=1 --env B=2", "--env: given twice; write all values behind one"),
+        ("slurm --modules=a --modules b", "--modules: given twice"),
+        ("slurm --env WANDB_API_KEY=abc", "--env: WANDB_API_KEY looks like a secret"),
+        ("slurm --env A=hf_abcdefghijklmnopqrstuvwxyz", "--env: A looks like a secret"),
+        ("slurm --partition 'a b'", "--partition: 'a b' cannot stand in a job script; use letters"),
+        ("fsdp --output .", "--output: . is not a regular file; give another name"),
+        ("fsdp --output /dev/null", "--output: /dev/null is not a regular file"),
+        ("fsdp --output config.yaml/x.json", "--output: config.yaml/x.json: File exists; give"),
+        ("fsdp --output config.yaml", "--output: config.yaml holds what this program did not"),
+        ("slurm --output config.yaml", "--output: config.yaml holds what this program did not"),
+        ("ds_config", "COMMAND: 'ds_config' is not known; give one of deepspeed, fsdp, launcher"),
+        ("", "COMMAND: '' is not known"),
+        ("--bf16 deepspeed", "COMMAND: '--bf16' is not known"),
+    ],
+)
+def test_refused_with_one_line_and_nothing_written(line, says):
+    assert refused(line).startswith(says)
+
+
+@pytest.mark.parametrize(
+    "limit",
+    [
+        "",
+        "x",
+        "1:2:3:4",
+        "1-",
+        "-1",
+        "48h",
+        "1:",
+        "１",
+        "00:00:59",
+        "0",
+        "1-2-3",
+        "1 2",
+        "100000:0",
+    ],
+)  # noqa: E501
+@pytest.mark.parametrize("command", ["slurm", "pbs"])
+def test_a_malformed_time_limit_is_refused(command, limit):
+    message = refused(command, f"--time_limit={limit}")
+    assert message.startswith(f"--time_limit: {limit!r} is not") and "h:m:s" in message
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        ("fsdp --sharding_strategy SHARDED", "SHARD_GRAD_OP"),
+        ("fsdp --mixed_precision BF16", "BFLOAT16"),
+        ("slurm --num_nodes many", "--num_nodes"),
+        ("deepspeed --zero 3", "--zero"),
+        ("launcher --num_gpu 3", "--num_gpus_per_node"),
+        ("fsdp extra", "extra"),
+    ],
+)
+def test_wrong_types_and_flags_get_the_box(line, word, capsys):
+    with pytest.raises(SystemExit) as caught:
+        make(line)
+    assert caught.value.code == 2 and word in capsys.readouterr().err
+    assert list(files()) == ["config.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("training: {use_fsdp: 1", "c.yaml:1: "),
+        ("- 1", "c.yaml:1: the file must hold names and values"),
+        ("a: 1\na: 2", "c.yaml:2: "),
+        ("a: !!python/object/apply:os.mkdir [PWN]", "c.yaml:1: "),
+        ("[" * 1000, "c.yaml:1: "),
+        ("distributed: {use_fsdp: true}", "--use_deepspeed: c.yaml says use_fsdp: true"),
+        (
+            "training: {gradient_accumulation_steps: 1}\n"
+            "distributed: {gradient_accumulation_steps: 2}",
+            "c.yaml: training.gradient_accumulation_steps is 1 and "
+            "distributed.gradient_accumulation_steps is 2; say it once",
+        ),
+        ("training: {micro_batch_size: 0}", "c.yaml: micro_batch_size is 0; give a whole number"),
+        ("training: {micro_batch_size: x}", "c.yaml: micro_batch_size is 'x'; give"),
+        ("training: {micro_batch_size: true}", "c.yaml: micro_batch_size is True; give"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_a_yaml_file_that_cannot_be_is_refused(text, says):
+    make("deepspeed")
+    Path("c.yaml").write_text(text)
+    assert refused("launcher --use_deepspeed --config c.yaml").startswith(says)
+    assert not Path("PWN").exists()
+
+
+@pytest.mark.parametrize("clip", [".inf", ".nan", "-1", "true", "x"])
+def test_a_json_file_has_no_infinity(clip):
+    Path("c.yaml").write_text(YAML.replace("0.3", clip))
+    assert refused("deepspeed --config c.yaml").startswith("c.yaml: max_grad_norm is")
+
+
+def test_fsdp_and_deepspeed_exclude_each_other_in_the_file_too():
+    Path("c.yaml").write_text("distributed: {use_fsdp: true, use_deepspeed: true}")
+    assert refused("launcher --use_fsdp --config c.yaml").startswith(
+        "--use_fsdp: c.yaml says use_d"
+    )
+
+
+def test_concrete_settings_need_a_precision_that_there_is():
+    Path("c.yaml").write_text(YAML.replace("bf16", "bf8"))
+    says = "c.yaml: mixed_precision is 'bf8'; give bf16, fp16 or no"
+    assert refused("deepspeed --concrete --config c.yaml") == says
+
+
+@pytest.mark.parametrize("name", ["micro_batch_size", "gradient_accumulation_steps", "mixed_prec"])
+def test_concrete_settings_need_each_number(name):
+    lines = [line for line in YAML.splitlines(True) if name not in line]
+    Path("c.yaml").write_text("".join(lines))
+    assert refused("deepspeed --concrete --config c.yaml").startswith(
+        f"--concrete: c.yaml has no {name}"
+    )
+
+
+NUMBERS = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 16}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({}, None),
+        ({"train_micro_batch_size_per_gpu": "auto"}, None),
+        ({"train_batch_size": 1024}, None),  # 2 nodes x 8 GPUs x 4 x 16
+        ({"train_batch_size": "auto"}, None),
+        ({"train_batch_size": 1024, "train_micro_batch_size_per_gpu": "auto"}, None),
+        (
+            {"train_batch_size": 512},
+            "train_batch_size 512, but 2 nodes x 8 GPUs x micro_batch_size",
+        ),
+        ({"train_micro_batch_size_per_gpu": 2}, "micro_batch_size 4, ds.json train_micro"),
+        ({"gradient_accumulation_steps": 8}, "gradient_accumulation_steps 16, ds.json gradient_a"),
+        ({"train_batch_size": 0}, "ds.json: train_batch_size is 0; give a whole number above 0"),
+    ],
+)
+@pytest.mark.parametrize("command", ["launcher --master_addr n1", "slurm", "pbs"])
+def test_batch_numbers_must_multiply(change, says, command):
+    Path("config.yaml").write_text(YAML + "  deepspeed_config: ds.json\n")
+    Path("ds.json").write_text(json.dumps({**NUMBERS, **change}))
+    line = f"{command} --num_nodes 2 --num_gpus_per_node 8 --use_deepspeed --output made"
+    if says:
+        assert says in refused(line)
+    else:
+        assert "--deepspeed=ds.json" in made(line)
+
+
+def test_batch_numbers_that_only_one_file_has_are_multiplied_too():
+    Path("config/").mkdir()
+    Path("config/ds_config.json").write_text(json.dumps({**NUMBERS, "train_batch_size": 512}))
+    Path("config.yaml").write_text("")
+    assert "16 = 256" in refused("launcher --num_gpus_per_node 4 --use_deepspeed")
+    make("launcher --num_gpus_per_node 8 --use_deepspeed")
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"train_batch_size": [1]}', "[" * 3000])
+def test_deepspeed_settings_that_cannot_be_are_refused(text):
+    make("deepspeed")
+    Path("config/ds_config.json").write_text(text)
+    assert refused("launcher --use_deepspeed").startswith("config/ds_config.json:")
+    Path("config/ds_config.json").write_text('{\n"stage": 1,\n}')
+    assert refused("launcher --use_deepspeed").startswith("config/ds_config.json:3: ")
+
+
+def test_deepspeed_settings_that_are_not_there_yet_are_a_note(capsys):
+    assert "--deepspeed=config/ds_config.json" in made("launcher --use_deepspeed")
+    assert "note: config/ds_config.json is not there yet" in capsys.readouterr().out
+
+
+# --- the file ------------------------------------------------------------------------------------
+
+
+def test_folders_are_made_and_a_bare_name_needs_none(capsys):
+    make("deepspeed --output ds.json")
+    make("fsdp --output a/b/c.json")
+    make("slurm --output a/d/job.sh")
+    assert {"ds.json", "a/b/c.json", "a/d/job.sh"} <= files().keys()
+    assert capsys.readouterr().out.splitlines()[-1] == "wrote a/d/job.sh; next: sbatch a/d/job.sh"
+    assert os.access("a/d/job.sh", os.X_OK) and not os.access("ds.json", os.X_OK)
+
+
+def test_own_files_are_written_anew_and_those_of_others_only_by_force():
+    for line in ("slurm --output job", "pbs --output job", "launcher --output job"):
+        make(line)  # each is ours
+    for line in ("deepspeed --output j.json", "fsdp --output j.json"):
+        make(line)
+    Path("job").write_text("#!/bin/bash\necho mine\n")
+    assert "--force" in refused("slurm --output job")
+    assert "--force" in refused("fsdp --output job")
+    make("slurm --output job --force")
+    assert "srun" in Path("job").read_text()
+    Path("empty").touch()
+    make("slurm --output empty")
+
+
+def test_a_link_to_nowhere_and_a_pipe_are_not_written():
+    os.symlink("loop", "loop")
+    os.mkfifo("pipe")
+    for name in ("loop", "pipe"):
+        assert "not a regular file" in refused(f"slurm --force --output {name}")
+        assert os.path.lexists(name)
+
+
+@pytest.mark.parametrize("fails", ["write_bytes", "chmod", "replace"])
+def test_a_file_is_whole_or_as_it_was(monkeypatch, fails):
+    make("slurm")
+    before = files()
+
+    def broken(*_args, **_more):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(UserError) as caught:
+        patch.setattr(os if fails == "replace" else Path, fails, broken)
+        make("slurm --account other")
+    assert caught.value.exit_code == 4  # could not write
+    assert files() == before
+
+
+def test_the_program_itself_ends_with_2_and_one_line(here):
+    """The process: import, exit status, stderr. All else is tested inside this one."""
+    (here / "scripts").mkdir()
+    (here / "scripts/distributed_setup.py").symlink_to(setup.__file__)
+    line = GUIDE.strip().split("\n")[0]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # the guide's "python" is this one
+    both = ["bash", "-c", f"{line}\n{line} --fp16"]
+    done = subprocess.run(both, capture_output=True, text=True, env={**os.environ, "PATH": path})
+    wanted = (2, "error: --fp16: --bf16 is given too; give one of them\n")
+    assert (done.returncode, done.stderr) == wanted
+    assert json.loads(Path("config/ds_config.json").read_text()) == DEEPSPEED
+
+
+def test_every_command_of_the_guide_does_as_it_says():
+    for line in GUIDE.strip().split("\n"):
+        python, script, *words = shlex.split(line)
+        assert (python, script) == ("python", "scripts/distributed_setup.py")
+        assert setup.main(words) == 0
+    names = "config/ds_config.json config/fsdp_config.json scripts/run_training.sh"
+    names += " scripts/run_training_node0.sh scripts/run_training_node1.sh scripts/slurm_job.sh"
+    assert sorted(files()) == sorted(["config.yaml", *names.split()])
+    assert json.loads(Path("config/ds_config.json").read_text()) == DEEPSPEED
+    assert json.loads(Path("config/fsdp_config.json").read_text()) == FSDP
+
+
+def test_help_names_every_flag(capsys):
+    assert setup.main(["--help"]) == 0
+    assert "slurm --help" in capsys.readouterr().out
+    for command, (flags, *_) in setup.COMMANDS.items():
+        with pytest.raises(SystemExit) as caught:
+            setup.main([command, "--help"])
+        printed = capsys.readouterr().out
+        assert caught.value.code == 0
+        assert all(f"--{field.name}" in printed for field in dataclasses.fields(flags))
+
+
+def test_the_flags_of_the_guide_are_there():
+    def names(command):
+        return {field.name for field in dataclasses.fields(setup.COMMANDS[command][0])}
+
+    zero = "zero_stage offload_optimizer offload_param bf16 fp16 reduce_bucket_size"
+    assert {*zero.split(), "allgather_bucket_size", "output", "concrete"} <= names("deepspeed")
+    assert {"sharding_strategy", "mixed_precision", "output"} <= names("fsdp")
+    run = "config num_nodes num_gpus_per_node use_deepspeed use_fsdp output debug"
+    assert {*run.split(), "master_addr", "master_port", "node_rank"} <= names("launcher")
+    job = "time_limit partition account job_name cpus_per_task mem_per_gpu modules conda_env env"
+    assert {*run.split(), *job.split()} <= names("slurm") & names("pbs")

@@ -1,0 +1,506 @@
+"""dryrun.py, forecast.py, plan.py: bytes counted by hand, shares by hand, what the plan prints."""
+
+import functools
+import json
+import os
+import shutil
+from types import SimpleNamespace as Settings
+
+import pytest
+import torch
+import transformers
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import check_gpu
+import main_distributed
+from conftest import ROOT
+from ddp_utils import UserError, batching, dryrun, forecast, fsdp, plan
+from ddp_utils.pairs import Pair
+from ddp_utils.world import World
+
+D, E, H, V, LAYERS, R = 64, 128, 32, 512, 5, 4  # width, MLP, head, vocabulary, layers, LoRA rank
+LAYER = (
+    4 * D * D + 3 * D * E + 2 * D
+)  # of a Llama with two heads: q, k, v, o; gate, up, down; norms
+LORA = R * (4 * 2 * D + 3 * (D + E))
+GIB = 2**30
+
+
+def settings(**changes):
+    usual = {"fine_tuning": "full", "lora_r": R, "lora_targets": "all-linear", "lora_dropout": 0.0}
+    usual |= {"model_name": "tiny", "init_adapter": "", "base_dtype": "auto", "layout": "auto"}
+    usual |= {"use_mixed_precision": True, "use_gradient_checkpointing": False, "lean": True}
+    return Settings(**usual | changes)
+
+
+def outline(kind=transformers.LlamaConfig, **shape):
+    shape = {"hidden_size": D, "intermediate_size": E, "num_hidden_layers": LAYERS} | shape
+    shape = {"vocab_size": V, "num_attention_heads": 2, "num_key_value_heads": 2} | shape
+    shape = {"head_dim": H, "eos_token_id": 1, "bos_token_id": None, "pad_token_id": 0} | shape
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(kind(**shape))
+
+
+def rows_of(count, prompt=20, chosen=11, rejected=16):
+    return [Pair([3] * prompt, [4] * chosen, [5] * rejected, "", "")] * count
+
+
+def losses(scorer, batch, _reference):
+    return (torch.sub(*scorer(batch)),)
+
+
+@functools.cache
+def need_of(rows=1, device="cpu", kind=transformers.LlamaConfig, shape=(), lengths=(), **changes):
+    model = outline(kind, **dict(shape))
+    return dryrun.need(settings(**changes), model, rows_of(rows, *lengths), losses, device)
+
+
+# --- counting ------------------------------------------------------------------------------------
+
+
+def test_views_and_changes_in_place_count_once_and_what_is_freed_no_more():
+    with FakeTensorMode(), dryrun.Live() as live:
+        a = torch.empty(256)  # 1024 bytes
+        b = a.view(16, 16)[1:].t()
+        a.add_(1)
+        assert live.now == live.peak == 1024
+        c = a * 2
+        assert live.now == 2048
+        del a, b
+        assert live.now == 1024
+        (c * 2 + 1).sum()  # 1024 twice, then a number
+        assert (live.now, live.since()) == (1024, 3072)
+        assert live.since() == 1024
+
+
+def test_weights_gradients_and_moments_of_a_full_fine_tuning():
+    need = need_of()
+    count = LAYERS * LAYER + 2 * V * D + D
+    assert need.gradients == 4 * count
+    assert need.weights == pytest.approx(4 * count, abs=2 * 4 * H)  # and angles for positions
+    assert need.moments == pytest.approx(8 * count, rel=1e-3)  # and AdamW's counter of each
+    assert (need.layer, need.layers, need.root) == (
+        4 * LAYER,
+        4 * LAYERS * LAYER,
+        4 * (2 * V + 1) * D,
+    )
+    assert need.layer_gradients == 4 * LAYER and need.root_gradients == need.root
+    assert need.step == pytest.approx(
+        2 * 4 * V * D, rel=1e-2
+    )  # of the largest one: root and quotient
+    assert need.copies == need.table == 0
+
+
+def test_a_lora_on_bf16_weights_has_gradients_of_the_adapter_alone():
+    need = need_of(fine_tuning="lora", base_dtype="bf16")
+    frozen, trained = LAYERS * LAYER + 2 * V * D + D, LAYERS * LORA
+    assert (need.gradients, need.layer_gradients, need.root_gradients) == (4 * trained, 4 * LORA, 0)
+    assert need.weights == pytest.approx(2 * frozen + 4 * trained, abs=2 * 4 * H)
+    assert (need.width, need.root) == (2, 2 * (2 * V + 1) * D)
+
+
+@pytest.mark.parametrize("fine_tuning", ["full", "lora"])
+def test_two_and_three_layers_tell_of_all(fine_tuning):
+    changed = settings(fine_tuning=fine_tuning)
+    whole = dryrun._need(changed, outline(), rows_of(1), losses, "cpu", shared=True)
+    need = need_of(fine_tuning=fine_tuning)
+    assert need == pytest.approx(whole, rel=1e-6)
+
+
+def test_checkpointing_keeps_the_input_of_each_layer():
+    fed = 3 * (20 + 10 + 15)  # of each response the last token is a target only
+    one, two = (
+        need_of(3, use_gradient_checkpointing=True, shape=(("num_hidden_layers", n),))
+        for n in (1, 2)
+    )
+    assert two.kept - one.kept == 4 * fed * D
+
+
+@pytest.mark.parametrize(
+    ("device", "each", "tokens", "width"),
+    # 256 tokens at once on a CPU, in fp32; 1024 on a GPU: logits and a copy in bf16
+    [("cpu", 32, 64, 4 + 4), ("cpu", 160, 256, 4 + 4), ("cuda", 160, 320, 2 + 4 + 2)],
+)
+def test_a_frozen_head_holds_logits_and_probabilities(device, each, tokens, width):
+    shape = (("num_hidden_layers", 1),)
+    need = need_of(device=device, fine_tuning="lora", lengths=(20, each, each), shape=shape)
+    there = need.head - need.kept - width * tokens * V
+    assert 0 <= there < 0.1 * need.head
+
+
+def test_another_tracker_finds_the_same_peak():
+    tracker = pytest.importorskip("torch.distributed._tools.mem_tracker").MemTracker()
+    with FakeTensorMode():
+        net = torch.nn.Sequential(
+            torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 64)
+        )
+        optimizer, x = torch.optim.AdamW(net.parameters()), torch.randn(300, 64)
+        tracker.track_external(net, optimizer, x)
+        with tracker:
+            net(x).square().mean().backward()
+            optimizer.step()
+        theirs = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    with FakeTensorMode(), dryrun.Live() as live:
+        net = torch.nn.Sequential(
+            torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 64)
+        )
+        optimizer, x = torch.optim.AdamW(net.parameters()), torch.randn(300, 64)
+        live.since()
+        net(x).square().mean().backward()
+        optimizer.step()
+    assert live.peak == pytest.approx(theirs, rel=0.01)
+
+
+def test_on_a_gpu_autocast_copies_trained_matrices_and_adamw_is_one_kernel():
+    need = need_of(device="cuda")
+    assert need.copies == 2 * LAYERS * (LAYER - 2 * D)
+    assert need.step == 0
+    assert need.kept < need_of().kept
+
+
+def test_a_model_that_cannot_share_the_prompt_repeats_it():
+    for kind, cannot in ((transformers.Gemma2Config, True), (transformers.LlamaConfig, False)):
+        shape = (("num_hidden_layers", 1),)
+        need, apart = (need_of(kind=kind, shape=shape, layout=how) for how in ("auto", "separate"))
+        assert (need.kept == apart.kept) is cannot
+    with pytest.raises(UserError, match="no step without contents: its attention has a soft-cap"):
+        need_of(kind=transformers.Gemma2Config, shape=shape, layout="shared")
+
+
+def test_lean_layers_are_those_that_agree_with_their_own_forward():
+    lean, plain = (need_of(fine_tuning="lora", lean=lean) for lean in (True, False))
+    assert lean.kept < 0.75 * plain.kept
+    # Gemma's norm multiplies by 1 + weight: lean.py leaves it alone, but not the linear layers
+    model = outline(transformers.Gemma3TextConfig, sliding_window=8)
+    changed = dryrun._policy(settings(fine_tuning="lora"), model)
+    found = {type(m).__name__ for m in changed.modules() if "forward" in vars(m)}
+    assert found == {"Linear"}
+
+
+# --- sharing, by hand ----------------------------------------------------------------------------
+
+# full: 6 layers of 100 and a root of 200; lora: the same, frozen, and 10 of adapter a layer
+FULL = dryrun.Need(800, 800, 0, 1600, 4, 600, 100, 200, 100, 200, 0, 300, 310, 330, 320, 90, 70)
+LORA_ = dryrun.Need(860, 60, 150, 120, 4, 660, 110, 200, 10, 0, 0, 300, 310, 330, 320, 0, 1)
+HALF = FULL._replace(width=2, layers=300, layer=50, root=100, copies=300, forward=610, head=730)
+
+
+def held(need, strategy, ranks, **options):
+    return forecast.share(need, strategy, ranks, **options)
+
+
+def test_ddp():
+    share = held(FULL, "DDP", 4)
+    assert share[:4] == (800, 800, 1600, 330)
+    assert (share.device, share.host) == (3530, 0)
+    assert share.sent == 2 * 3 / 4 * 800  # a ring all-reduce
+    # the peak is before the first step: the weights twice, and no moments yet
+    assert held(LORA_, "DDP", 2).device == 2 * 860
+    assert held(LORA_._replace(weights=3e9), "DDP", 2).device == 3e9 + 500 * 2**20
+
+
+def test_a_process_alone_has_no_gradients_in_the_forward():
+    assert held(FULL, "DDP", 1)[:4] == (800, 800, 1600, 70)  # the step: 870 against 330, 200 + 320
+    assert held(FULL._replace(backward=900), "DDP", 1)[:4] == (800, 200, 1600, 900)
+    assert held(LORA_, "DDP", 1)[:4] == (710, 0, 120, 330)  # the embedding stays in its file
+    assert held(FULL, "DDP", 1).sent == 0
+
+
+def test_full_shard():
+    share = held(FULL, "FSDP FULL_SHARD", 4, turns=3)
+    # backward: root and two layers gathered, a layer's and the root's gradients: 400 + 300 + 320
+    assert share[:4] == (200 + 400, 300, 400, 320)
+    # each micro-batch: layers gathered twice, the root once, gradients once
+    assert share.sent == 3 * 3 / 4 * (2 * 600 + 200 + 800)
+    assert held(LORA_, "FSDP FULL_SHARD", 2)[:4] == (430 + 420, 110, 60, 320)
+
+
+def test_shard_grad_op_leaves_all_gathered():
+    share = held(FULL, "FSDP SHARD_GRAD_OP", 4)
+    assert share[:4] == (200 + 900, 300, 400, 320)
+    assert share.sent == 3 / 4 * (600 + 200 + 800)
+
+
+def test_hybrid_shard_shares_within_a_node_and_sums_across():
+    share = held(FULL, "FSDP HYBRID_SHARD", 8, nodes=2)
+    assert share[:5] == held(FULL, "FSDP FULL_SHARD", 4)[:5]
+    assert share.sent == 3 / 4 * 2200 + 2 * 1 / 2 * 200
+
+
+def test_half_precision_is_gathered_and_has_no_copies():
+    share = held(HALF, "FSDP FULL_SHARD", 4)
+    assert share[:4] == (200 + 100 + 2 * 50, 0, 400, 730 - 300)
+    # backward: gradients as they are computed, and a layer's in fp32 on their way
+    share = held(HALF._replace(backward=900), "FSDP FULL_SHARD", 4)
+    assert share[:4] == (200 + 200, 100 + 100, 400, 600)
+    assert held(HALF, "DDP", 2)[:4] == (800, 800, 1600, 730)
+
+
+def test_zero():
+    one, two, three = (held(FULL, f"ZeRO-{stage}", 4, turns=3, bucket=10) for stage in (1, 2, 3))
+    # beside AdamW's moments its own fp32 weights, both in quarters
+    assert one[:4] == (800, 800 + 2 * 10 * 4, 200 + 400, 90)  # all gradients and two buckets
+    assert two[:4] == (800, 200, 200 + 400, 3 * 200)  # the step: gradients in fp32, two like them
+    assert held(FULL._replace(head=900), "ZeRO-2", 4, bucket=10)[:4] == (800, 280, 600, 900)
+    # so small a model stays gathered, and what comes next is on its way: three quarters of 800
+    assert three[:4] == (200 + 800 + 600, 200 + 10 * 4, 600, 310)
+    assert (one.sent, two.sent) == (3 / 4 * (800 + 800), 3 / 4 * (3 * 800 + 800))
+    assert three.sent == 3 / 4 * 3 * (2 * 800 + 800)
+
+
+def test_offload():
+    share = held(FULL, "FSDP FULL_SHARD offload", 4)
+    assert share[:4] == (400, 300, 0, 320) and share.host == (800 + 1600 + 800) / 4
+    two = held(FULL, "ZeRO-2 offload", 4, bucket=10)
+    assert two[:4] == (800, 80 + 200, 0, 330) and two.host == (800 + 1600 + 800) / 4
+    three = held(FULL, "ZeRO-3 offload", 4, bucket=10)
+    assert three[:4] == (800 + 600, 40, 0, 310) and three.host == (800 + 800 + 1600 + 800) / 4
+
+
+def test_the_fullest_micro_batch_of_a_run():
+    sizes = [10, 50, 20, 40, 30, 60]  # in order, 3 a step: 10 50 20, 40 30 60
+    rows = [Pair([1], [2] * (size // 2), [3] * (size // 2 + 1), "", "") for size in sizes]
+    steps = batching.Plan(rows=6, global_batch=3, seed=0, shuffle=False)
+    assert forecast.fullest(rows, steps, 1, 3) == [rows[5], rows[3], rows[4]]
+    assert forecast.fullest(rows, steps, 3, 1) == [rows[5]]
+    # two ranks: 60 in one, 40 and 30 in the other, which is fuller
+    assert forecast.fullest(rows, steps, 2, 2) == [rows[3], rows[4]]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sharding", "name"),
+    [
+        ("ddp", None, "DDP"),
+        ("fsdp", None, "FSDP FULL_SHARD"),
+        ("fsdp", fsdp.Settings("SHARD_GRAD_OP"), "FSDP SHARD_GRAD_OP"),
+        ("fsdp", fsdp.Settings(offload=True), "FSDP FULL_SHARD offload"),
+        ("deepspeed", {"zero_optimization": {"stage": 2}}, "ZeRO-2"),
+        (
+            "deepspeed",
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}},
+            "ZeRO-3 offload",
+        ),
+    ],
+)
+def test_a_run_s_strategy(strategy, sharding, name):
+    assert forecast.name_of(Settings(strategy=strategy, sharding=sharding)) == name
+    assert name in forecast.STRATEGIES
+
+
+def test_a_run_can_ask_what_its_peak_will_be(monkeypatch):
+    monkeypatch.setattr(forecast.environment, "peak_memory_mb", lambda _device: 300.0)
+    tiny = transformers.LlamaConfig, {"vocab_size": 2**14}
+    ask = settings(strategy="ddp"), outline(tiny[0], **tiny[1]), rows_of(1), losses
+    count = LAYERS * LAYER + 2 * 2**14 * D + D
+    found = forecast.predicted_memory_mb(*ask, World())
+    assert found == pytest.approx(300 + (16 * count + 2 * 4 * 2**14 * D) / 2**20, rel=1e-3)
+
+
+# --- the plan ------------------------------------------------------------------------------------
+
+HERE = {
+    "devices": [],
+    "processes": 2,
+    "memory_available_gib": 8.0,
+    "memory_gib": 9.0,
+    "kind": "cpu",
+}
+H100 = {"name": "NVIDIA H100 80GB HBM3", "memory_gib": 79.2}
+NODE = HERE | {"devices": [H100] * 4, "kind": "cuda"}
+
+
+@pytest.fixture
+def yaml(tmp_path, monkeypatch):
+    """Writes a YAML file; its model is the demo's without weights."""
+    monkeypatch.chdir(ROOT)
+    model = tmp_path / "model"
+    shutil.copytree("data/demo/model", model, ignore=shutil.ignore_patterns("*.safetensors"))
+
+    def write(**sections):
+        sections.setdefault("output", {"output_dir": str(tmp_path / "results/train")})
+        sections.setdefault("model", {"model_name": str(model)})
+        path = tmp_path / "config.yaml"
+        path.write_text(json.dumps(sections))
+        return str(path)
+
+    return write
+
+
+def test_the_plan_of_the_demo(yaml, capsys):
+    path = yaml(training={"micro_batch_size": 5, "num_epochs": 2})
+    words = ["--plan", path, "--gpus", "16", "--gpu_memory", "80", "--tokens_per_second", "10"]
+    assert check_gpu.main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    table = [line for line in lines if line.startswith(forecast.STRATEGIES)]
+    assert [line[:25].replace(" <", "").strip() for line in table] == [*forecast.STRATEGIES]
+    assert all(len(line) <= 100 for line in lines if path not in line)
+    assert table[0].startswith("DDP <") and " yes " in table[0]
+    # 300 questions less a share for validation: 285 rows, 80 a step
+    steps = next(line for line in lines if line.startswith("steps")).split()
+    assert " ".join(steps[1:12]) == "8 of 80 rows = 16 ranks x 1 x 5;"
+    minutes = -(-int(steps[-3]) // 10 // 60)
+    assert f"time      {minutes // 60} h {minutes % 60:02d} min at 10 tokens/s" in "\n".join(lines)
+    assert lines[-2].endswith(f"slurm --config {path} --num_nodes 2 --num_gpus_per_node 8")
+    assert lines[-1] == "sbatch scripts/slurm_job.sh"
+
+
+def test_nothing_is_downloaded(yaml):
+    path = yaml(model={"model_name": "nobody/nothing"})
+    with pytest.raises(UserError, match="no tokenizer at nobody/nothing"):
+        check_gpu.main(["--plan", path])
+    with pytest.raises(UserError, match="nor a YAML file"):
+        check_gpu.main(["--plan", "README.md"])
+
+
+def test_the_plan_of_src_config_is_about_main_distributed(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    where = plan.machine(HERE, gpus=4, gpu_memory=24)
+    lines = list(plan.lines(plan.read(main_distributed, "src/config.py", where), where))
+    assert any("100 of 16 rows = 4 ranks x 1 x 4" in line for line in lines)  # 800 rows, 2 epochs
+    assert lines[-1] == "./run_distributed.sh 4"
+
+
+def test_a_machine_is_the_one_here_or_the_one_that_was_named():
+    cpu = plan.machine(HERE)
+    assert (cpu.ranks, cpu.nodes, cpu.device, cpu.memory) == (2, 1, "cpu", 4 * GIB)
+    here = plan.machine(NODE)
+    assert here[:3] == (4, 1, "cuda") and here.memory == pytest.approx(0.95 * 79.2 * GIB)
+    assert plan.machine(NODE, gpus=12)[:3] == (12, 3, "cuda")  # nodes like this one
+    assert plan.machine(HERE, 16, 40)[:3] == (16, 2, "cuda")
+    for gpus, memory in ((None, 0.0), (8, float("nan")), (0, 80.0), (9, 80.0)):
+        with pytest.raises(UserError, match="--gpus"):
+            plan.machine(HERE, gpus, memory)
+    with pytest.raises(UserError, match="--gpu_memory 80"):
+        plan.machine(HERE, gpus=8)
+
+
+class Line:
+    """Stands for Need: so many bytes a token, and a thousand more."""
+
+    def __init__(self, tokens):
+        self.tokens = tokens
+
+    def towards(self, other, share):
+        return Line(self.tokens + (other.tokens - self.tokens) * share)
+
+
+def work_of(**changes):
+    """A plan whose memory is 1000 + 10 a token; rows have 50, 40, 30, 20 and 10 tokens."""
+    rows = [Pair([1] * 2, [1] * (n // 2), [1] * (n // 2), "", "") for n in (50, 40, 30, 20, 10)]
+    tried = []
+
+    def need(rows, **_changes):
+        tried.append(len(rows))
+        return Line(sum(row.fed(True) for row in rows))
+
+    config = Settings(strategy="ddp", sharding=None, model_name="m", fine_tuning="full")
+    config.output_dir, config.lora_r, config.use_gradient_checkpointing = "nowhere/run", 4, False
+    usual = {"path": "config.yaml", "is_yaml": True, "config": config, "rows": rows, "micro": 4}
+    usual |= {"turns": 1, "plan": batching.Plan(5, 4, 0), "weights": 100, "need": need}
+    return plan.Work(**usual | changes), tried
+
+
+@pytest.fixture
+def by_tokens(monkeypatch):
+    def share(need, name, *_rest):
+        times = 1 if name == "FSDP FULL_SHARD" else 2
+        return forecast.Share(1000, 0, 0, 10 * times * need.tokens, 0, 0)
+
+    monkeypatch.setattr(forecast, "share", share)
+
+
+def where_of(memory, ranks=2, nodes=1):
+    return plan.Machine(ranks, nodes, "cuda", memory, 100, "GPU")
+
+
+def test_the_largest_micro_batch_that_fits(by_tokens):
+    work, tried = work_of()
+    fed = [row.fed(True) for row in work.rows]
+    assert fed == [50, 40, 30, 20, 10]
+    room = 1100 + 20 * (50 + 40) + 1  # two rows in DDP; 180 tokens in FSDP: 50 40 30 20 10, not 50
+    fits = plan.Fits(work, where_of(room))
+    assert (fits.most("DDP"), fits.most("FSDP FULL_SHARD")) == (2, 5)
+    assert 5 in tried  # not only on the line
+    assert plan.Fits(work, where_of(1100 + 999)).most("DDP") == 0
+    # 3 of 4 fit with more room, but 4 = 2 x 2: the step stays as it is
+    where = where_of(1100 + 20 * (50 + 40 + 30) + 1)
+    lines = list(plan.command(work, where, plan.Fits(work, where), "DDP"))
+    assert lines[0].endswith("micro_batch_size to 2, gradient_accumulation_steps to 2")
+    assert lines[1].startswith("torchrun --standalone --nproc_per_node=2 src/train.py")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("FSDP SHARD_GRAD_OP", ["fsdp --sharding_strategy SHARD_GRAD_OP", "--use_fsdp"]),
+        ("FSDP FULL_SHARD offload", ["fsdp_offload_params to true", "--use_fsdp"]),
+        ("ZeRO-2", ["deepspeed --zero_stage 2 --config", "--deepspeed config/ds_config.json"]),
+        ("ZeRO-3 offload", ["--zero_stage 3 --offload_optimizer --offload_param", "--deepspeed"]),
+    ],
+)
+def test_the_command_of_a_strategy(name, said, by_tokens):
+    work, _ = work_of()
+    where = where_of(GIB)
+    lines = list(plan.command(work, where, plan.Fits(work, where), name))
+    assert said[0] in "\n".join(lines[:-1]) and said[1] in lines[-1]
+    work, _ = work_of(is_yaml=False)
+    lines = list(plan.command(work, where, plan.Fits(work, where), "FSDP FULL_SHARD"))
+    assert lines == ["./run_distributed.sh 2 --strategy fsdp"]
+
+
+def test_where_nothing_fits_it_says_what_would(by_tokens, monkeypatch):
+    def share(need, name, ranks, *_rest):
+        return forecast.Share(800 if ranks >= 8 and name == "FSDP FULL_SHARD" else need.tokens)
+
+    def need(_rows, **changes):
+        return Line(900 if changes == {"fine_tuning": "lora"} else 5000)
+
+    monkeypatch.setattr(forecast.Share, "__new__", lambda cls, size: Settings(device=size))
+    monkeypatch.setattr(forecast, "share", share)
+    work, _ = work_of(need=need)
+    lines = list(plan.remedies(work, where_of(1000 + 100)))
+    assert [line.strip() for line in lines[1:-1]] == ["a LoRA: DDP", "8 GPUs: FSDP FULL_SHARD"]
+    assert "pipeline parallelism" in lines[-1]
+
+
+def test_speed_is_that_of_the_newest_finished_run_of_the_model(tmp_path, by_tokens):
+    work, _ = work_of()
+    work.config.output_dir = str(tmp_path / "train")
+    assert plan.measured(work, where_of(GIB)) is None
+
+    def run(name, age, rates, status="finished", model="m", device="NVIDIA H100", ranks=1):
+        folder = tmp_path / name
+        folder.mkdir()
+        lines = [json.dumps({"split": "train", "tokens_per_second": rate}) for rate in rates]
+        lines.append(json.dumps({"split": "val", "loss": 1}))
+        (folder / "metrics.jsonl").write_text("\n".join(lines))
+        (folder / "config.json").write_text(json.dumps({"model_name": model}))
+        (folder / "environment.json").write_text(json.dumps({"device": device}))
+        (folder / "summary.json").write_text(json.dumps({"status": status, "world_size": ranks}))
+        os.utime(folder / "summary.json", (1e9 - age, 1e9 - age))
+
+    run("old", 9, [1])
+    run("good", 8, [10, 30, 90], ranks=4)
+    run("other", 7, [2], model="another")
+    run("cpu", 6, [3], device="cpu (x86_64, 2 cores)")
+    run("stopped", 5, [4], status="preempted")
+    run("empty", 4, [])
+    (tmp_path / "empty/summary.json").write_text("{")
+    rate, source = plan.measured(work, where_of(GIB, ranks=8))
+    assert (rate, "good" in source) == (30 / 4 * 8, True)  # the median, for twice the ranks
+
+
+def test_a_known_gpu_is_good_for_a_guess(by_tokens):
+    work, _ = work_of()
+    where = where_of(GIB, ranks=2)._replace(name="NVIDIA H200 with 140 GiB")
+    rate, source = plan.guessed(work, where)
+    assert rate == pytest.approx(0.3 * 989e12 * 2 / (6 * 100)) and source == "guessed: 30% mfu"
+    assert plan.guessed(work, where_of(GIB)) is None
+
+
+def test_what_cannot_be_planned_is_said_in_a_line(by_tokens):
+    read = Settings(read=lambda _argv, _world: Settings(type="qlora"))
+    with pytest.raises(UserError, match="config.yaml: fine_tuning.type: 4-bit weights cannot be"):
+        plan.read(Settings(train_config=read, row_losses=None), "config.yaml", where_of(GIB))
+    with pytest.raises(UserError, match="--tokens_per_second: give a number above 0"):
+        next(plan.lines(work_of()[0], where_of(GIB), 0.0))

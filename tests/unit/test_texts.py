@@ -1,0 +1,676 @@
+"""Texts to imitate: which tokens are trained, for each kind of row, template and length."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_pairs import CHATML, GEMMA, LLAMA3, SEAMS, chat_tokenizer, tokenizer
+from transformers import AutoTokenizer
+
+from conftest import ROOT
+from ddp_utils import UserError, formats, logps, pairs, records, texts
+from ddp_utils.formats import Example
+from ddp_utils.pairs import Encoder
+from ddp_utils.texts import Text
+
+PLAIN = tokenizer(bos=False, merges=[])  # bytes: decoding gives back each letter
+
+
+def talk(*said, system=None):
+    """Messages from what user and assistant say by turns."""
+    roles = itertools.cycle(("user", "assistant"))
+    turns = [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]
+    return [{"role": "system", "content": system}, *turns] if system else turns
+
+
+def shown(encoder, text):
+    """The text with what is trained in {braces}."""
+    assert text.prompt and text.scored[0] == 1 and set(text.scored) <= {0, 1}
+    assert len(text.scored) == len(text.reply)
+    runs = itertools.groupby(
+        zip(text.prompt + text.reply, [0] * len(text.prompt) + text.scored, strict=True),
+        key=lambda token: token[1],
+    )
+    said = [(on, encoder.tokenizer.decode([token for token, _ in run])) for on, run in runs]
+    return "".join(f"{{{part}}}" if on else part for on, part in said)
+
+
+def written(tmp_path, *rows):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return path
+
+
+def read(tmp_path, *rows, template=None, **options):
+    """(each text as shown, the report) of these rows, in bytes."""
+    encoder = Encoder(chat_tokenizer(template, bos=False) if template else PLAIN)
+    found, report = texts.read(written(tmp_path, *rows), encoder, **options)
+    return [shown(encoder, text) for text in found], report
+
+
+# --- kinds of rows -------------------------------------------------------------------------------
+
+ROWS = {  # kind -> row -> what is read and {trained}, without a template and with one (ChatML)
+    "a question": (
+        {"instruction": "Name a metal.", "output": "Iron."},
+        "Name a metal.{Iron.</s>}",
+        "<|h|>user\nName a metal.</s>\n<|h|>assistant\n{Iron.</s>}",
+    ),
+    "alpaca": (
+        {
+            "instruction": "Translate.",
+            "input": "ja",
+            "output": "yes",
+            "system": "Be brief.",
+            "history": [["Hi", "Hello!"], ["Who?", "Me."]],
+        },
+        "\n\nSystem: Be brief.\n\nHuman: Hi\n\nAssistant:{ Hello!</s>}\n\nHuman: Who?\n\nAssistant:"
+        "{ Me.</s>}\n\nHuman: Translate.\nja\n\nAssistant:{ yes</s>}",
+        "<|h|>system\nBe brief.</s>\n<|h|>user\nHi</s>\n<|h|>assistant\n{Hello!</s>}\n<|h|>user\n"
+        "Who?</s>\n<|h|>assistant\n{Me.</s>}\n<|h|>user\nTranslate.\nja</s>\n<|h|>assistant\n{yes</s>}",
+    ),
+    "sharegpt": (
+        {
+            "system": "Rhyme.",
+            "conversations": [
+                {"from": "human", "value": "Cat?"},
+                {"from": "gpt", "value": "Hat."},
+                {"from": "human", "value": "Dog?"},
+                {"from": "gpt", "value": " Fog. "},
+            ],
+        },
+        "\n\nSystem: Rhyme.\n\nHuman: Cat?\n\nAssistant:{ Hat.</s>}\n\nHuman: Dog?\n\nAssistant:"
+        "{  Fog. </s>}",
+        "<|h|>system\nRhyme.</s>\n<|h|>user\nCat?</s>\n<|h|>assistant\n{Hat.</s>}\n<|h|>user\nDog?"
+        "</s>\n<|h|>assistant\n{ Fog. </s>}",
+    ),
+    "messages": (
+        {"messages": talk("Hi", "Ho", system="Sing.")},
+        "\n\nSystem: Sing.\n\nHuman: Hi\n\nAssistant:{ Ho</s>}",
+        "<|h|>system\nSing.</s>\n<|h|>user\nHi</s>\n<|h|>assistant\n{Ho</s>}",
+    ),
+    "custom": (
+        {"question": "2 + 2 =", "answer": " 4"},
+        "2 + 2 ={ 4</s>}",
+        "<|h|>user\n2 + 2 =</s>\n<|h|>assistant\n{ 4</s>}",
+    ),
+    "preference": (  # as DPO reads it: of a conversation the chosen reply alone
+        {"prompt": talk("Hi", "Ho", "Up?"), "chosen": "Down.", "rejected": ""},
+        "\n\nHuman: Hi\n\nAssistant: Ho\n\nHuman: Up?\n\nAssistant:{ Down.</s>}",
+        "<|h|>user\nHi</s>\n<|h|>assistant\nHo</s>\n<|h|>user\nUp?</s>\n<|h|>assistant\n{Down.</s>}",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize("given_by_name", [False, True])
+def test_each_kind_is_found_and_read_as_written_by_hand(tmp_path, kind, given_by_name):
+    row, plain, chat = ROWS[kind]
+    kind = "alpaca" if kind == "a question" else kind
+    fields = ("question", "answer") if kind == "custom" else ()
+    options = {"kind": kind, "fields": fields} if given_by_name else {}
+    for template, expected in ((None, plain), (CHATML, chat)):
+        found, report = read(tmp_path, row, template=template, **options)
+        assert found == [expected]
+        assert (report["format"], report["fields_not_read"]) == (kind, "")
+        assert report["template"] == bool(template)
+
+
+@pytest.mark.parametrize("names", [("prompt", "completion"), ("prompt", "response")])
+def test_two_texts_of_well_known_names_need_no_kind(tmp_path, names):
+    found, report = read(tmp_path, {**dict(zip(names, "ab", strict=True)), "id": 7})
+    assert found == ["a{b</s>}"]
+    assert (report["format"], report["fields_not_read"]) == ("custom", "id")
+
+
+def test_fields_alone_name_the_prompt_and_the_reply(tmp_path):
+    row = {
+        "answer": "3",
+        "question": "2",
+        "request": "Tell me.",
+        "story": "Once.",
+        "system": "Lie.",
+    }
+    found, report = read(tmp_path, row, fields=("request", "story"))
+    assert found == ["\n\nSystem: Lie.\n\nHuman: Tell me.\n\nAssistant:{ Once.</s>}"]
+    assert report["fields_not_read"] == "answer, question"
+
+
+@pytest.mark.parametrize(
+    ("row", "kind"),
+    [
+        ({"instruction": 1, "output": 2, "prompt": 3, "completion": 4}, "alpaca"),
+        ({"instruction": 1, "output": 2, "chosen": 3, "rejected": 4}, "preference"),
+        ({"conversations": 1, "id": 2}, "sharegpt"),
+        ({"conversations": 1, "chosen": 2, "rejected": 3}, "preference"),
+        ({"messages": 1, "prompt": 2, "response": 3}, "messages"),
+        ({"prompt": 1, "completion": 2}, "custom"),
+        ({"input": {}, "preferred_output": [], "non_preferred_output": []}, "preference"),
+    ],
+)
+def test_the_fields_tell_the_kind(row, kind):
+    assert texts.find_shape(records.Record("f:1", row))[0] == kind
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "tests/data/formats").iterdir()), ids=str)
+def test_every_preference_row_gives_the_prompt_and_the_chosen_reply_of_its_pair(file):
+    encoder = Encoder(PLAIN)
+    found, report = texts.read(file, encoder)
+    assert report["format"] == "preference"
+    expected, _ = pairs.read(file, encoder)
+    same = {text.where: (text.prompt, text.reply, text.text) for text in found}
+    for pair in expected:
+        assert same[pair.where] == (pair.prompt, pair.chosen, pair.text)
+    assert all(text.trained == len(text.reply) for text in found)
+
+
+# --- one question, one reply: as a pair ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("bos", [True, False])
+@pytest.mark.parametrize(
+    ("prompt", "reply"),
+    [
+        *(seam[:2] for seam in SEAMS),
+        ("<s>two", " begins"),
+        ("an end", " of its own</s></s>"),
+        (talk("Hi", system="Be kind."), "Hello."),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("template", [None, LLAMA3, GEMMA, CHATML])
+def test_a_single_turn_has_the_ids_of_a_pair(bos, prompt, reply, template):
+    tok = chat_tokenizer(template, bos) if template else tokenizer(bos)
+    text = texts.encode(Encoder(tok), "f:1", prompt, reply)
+    pair = Encoder(tok).encode(Example("f:1", prompt, reply, "!"))
+    ids = text.prompt + text.reply
+    assert ids == pair.prompt + pair.chosen
+    assert text.scored == [1] * len(text.reply)
+    assert ids[:2] != tok.convert_tokens_to_ids(["<s>", "<s>"])
+    assert text.reply[-1] == Encoder(tok).end and text.reply.count(Encoder(tok).end) == 1
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_only_trained_tokens_are_targets_each_behind_the_token_before_it(shared):
+    first = Text([5, 6], [7, 8, 9], [1, 0, 1], "f:1", "five")
+    batch = logps.collate([first, Text([4], [3], [1], "f:2", "four")], shared=shared)
+    assert batch.targets.tolist() == [7, 9, 3]
+    assert batch.ids.tolist() == ([[5, 6, 7, 8, 4]] if shared else [[5, 6, 7, 8], [4, 0, 0, 0]])
+    assert batch.ids.flatten()[batch.where].tolist() == [6, 8, 4]
+    assert batch.tokens.tolist() == [[2, 1]]
+
+
+def test_a_merged_token_is_trained():
+    tok = tokenizer()
+    encoder = Encoder(tok)
+    text = texts.encode(encoder, "f:7", "xa", "b")
+    assert tok.convert_ids_to_tokens(text.prompt) == ["<s>", "x"]
+    assert tok.convert_ids_to_tokens(text.reply) == ["ab", "</s>"]
+    assert encoder.counts == {"merged at the seam": ["7"]}
+
+
+def test_what_a_text_says_of_itself():
+    text = Text([5, 6, 7], [8, 9, 4, 3], [1, 1, 0, 1], "f:1", "five")
+    assert (text.row, text.tokens, text.trained) == (7, 7, 3)
+    assert text.fed(shared=True) == text.fed(shared=False) == 6
+    assert text.targets == [[8, 9, 3]]
+    assert text.rows() == [([5, 6, 7, 8, 9, 4], [2, 3, 5])]  # the places of 7, 8 and 4
+    assert text.stretch() == ([5, 6, 7, 8, 9, 4], [0, 1, 2, 3, 4, 5], (6, 0, 0), [[2, 3, 5]])
+
+
+# --- conversations -------------------------------------------------------------------------------
+
+LLAMA2 = (  # white space on both sides of a reply; the system text inside the first turn
+    "{% for m in messages %}{% if m.role == 'user' %}<s>[INST] {{ m.content.strip() }} [/INST]"
+    "{% elif m.role == 'assistant' %} {{ m.content.strip() }} </s>{% else %}"
+    "{{ raise_exception('no system') }}{% endif %}{% endfor %}"
+)
+PHI3 = (  # eos behind the whole: a conversation that goes on does not begin with one that ended
+    "{% for m in messages %}<|h|>{{ m.role }}\n{{ m.content }}<|eot|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|h|>assistant\n{% else %}</s>{% endif %}"
+)
+THINKING = (  # thoughts of earlier turns are left out, and the last turn has some (Qwen3)
+    "{% for m in messages %}<|h|>{{ m.role }}\n{% if loop.last and m.role == 'assistant' %}<think>"
+    "\n\n</think>\n\n{% endif %}{{ m.content.split('</think>')[-1] }}<|eot|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|h|>assistant\n{% endif %}"
+)
+NUMBERED = (  # turns are counted from the last one
+    "{% for m in messages %}{{ loop.revindex }}{{ m.content }}<|eot|>{% endfor %}"
+)
+COUNTED = "{{ messages | length }}{% for m in messages %}{{ m.content }}<|eot|>{% endfor %}"
+UNENDED = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+TALK = talk("Hi", "Hello! ", "Who?", system="Be kind.")
+
+
+@pytest.mark.parametrize(
+    ("template", "bos", "expected"),
+    [
+        (
+            LLAMA3,
+            True,
+            "<s><|h|>system<|/h|>\n\nBe kind.<|eot|><|h|>user<|/h|>\n\nHi<|eot|>"
+            "<|h|>assistant<|/h|>\n\n{Hello! <|eot|>}<|h|>user<|/h|>\n\nWho?<|eot|>"
+            "<|h|>assistant<|/h|>\n\n{Me.<|eot|>}",
+        ),
+        (
+            GEMMA,
+            True,
+            "<s><|h|>user\nBe kind.\n\nHi<|eot|>\n<|h|>model\n{Hello! <|eot|>}\n<|h|>user\nWho?"
+            "<|eot|>\n<|h|>model\n{Me.<|eot|>}",
+        ),
+        (
+            LLAMA2,
+            True,
+            "<s>[INST] Be kind.\n\nHi [/INST]{ Hello! </s>}<s>[INST] Who? [/INST]{Me.</s>}",
+        ),
+        (
+            PHI3,
+            False,
+            "<|h|>system\nBe kind.<|eot|>\n<|h|>user\nHi<|eot|>\n<|h|>assistant\n{Hello! <|eot|>}\n"
+            "<|h|>user\nWho?<|eot|>\n<|h|>assistant\n{Me.<|eot|>}",
+        ),
+        (
+            THINKING,
+            False,
+            "<|h|>system\nBe kind.<|eot|>\n<|h|>user\nHi<|eot|>\n<|h|>assistant\n{Hello! <|eot|>}\n"
+            "<|h|>user\nWho?<|eot|>\n<|h|>assistant\n{Me.<|eot|>}",
+        ),
+    ],
+    ids=["llama3", "gemma", "llama2", "phi3", "thinking"],
+)
+def test_every_reply_is_trained_with_its_end_and_nothing_else(template, bos, expected):
+    encoder = Encoder(chat_tokenizer(template, bos))
+    text = texts.encode(encoder, "f:1", TALK, "Me.")
+    assert shown(encoder, text) == expected
+    assert text.text == "system: Be kind.\nuser: Hi"
+    assert not any(encoder.counts.values())
+
+
+def test_a_reply_that_the_template_trims_is_trained_as_trimmed():
+    template = CHATML.replace("m.content", "m.content | trim")
+    encoder = Encoder(chat_tokenizer(template, bos=False))
+    text = texts.encode(encoder, "f:1", talk("Hi", "\n Hello! ", "Who?"), "Me.")
+    assert shown(encoder, text) == (
+        "<|h|>user\nHi</s>\n<|h|>assistant\n{Hello!</s>}\n<|h|>user\nWho?</s>\n<|h|>assistant\n"
+        "{Me.</s>}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "before", "expected"),
+    [
+        (
+            THINKING,
+            talk("2+2?", "<think>hm</think>4", "+1?"),
+            "<|h|>user\n2+2?<|eot|>\n<|h|>assistant\n4<|eot|>\n<|h|>user\n+1?<|eot|>\n"
+            "<|h|>assistant\n{5<|eot|>}",
+        ),
+        (NUMBERED, talk("a", "b", "c"), "3a<|eot|>2b<|eot|>1c<|eot|>{5<|eot|>}"),
+        (COUNTED, talk("a", "b", "c"), "3a<|eot|>b<|eot|>c<|eot|>{5<|eot|>}"),
+        (UNENDED, talk("a", "b", "c"), "[a][b][c]{5</s>}"),  # nothing says where a reply ends
+    ],
+    ids=["thinking", "numbered", "counted", "unended"],
+)
+def test_where_the_template_rewrites_a_reply_only_the_last_is_trained(template, before, expected):
+    encoder = Encoder(chat_tokenizer(template, bos=False))
+    text = texts.encode(encoder, "f:9", before, "5")
+    assert shown(encoder, text) == expected
+    assert encoder.counts == {"only the last reply is trained": ["9"]}
+    assert text.text == before[0]["content"]
+
+
+def test_a_reply_that_says_what_the_user_says_is_found_in_its_place():
+    encoder = Encoder(chat_tokenizer(CHATML, bos=False))
+    before = talk("assistant\n", "user\n", "user\n", "assistant\n", "user\n")
+    assert shown(encoder, texts.encode(encoder, "f:1", before, "user\n")) == (
+        "<|h|>user\nassistant\n</s>\n<|h|>assistant\n{user\n</s>}\n<|h|>user\nuser\n</s>\n"
+        "<|h|>assistant\n{assistant\n</s>}\n<|h|>user\nuser\n</s>\n<|h|>assistant\n{user\n</s>}"
+    )
+
+
+@pytest.mark.parametrize("template", [None, CHATML])
+def test_a_reply_that_brings_its_end_has_one(template):
+    encoder = Encoder(chat_tokenizer(template, bos=False) if template else PLAIN)
+    text = texts.encode(encoder, "f:3", talk("Hi", "Ho</s>", "Up?"), "Down.</s>")
+    assert [part.partition("}")[0] for part in shown(encoder, text).split("{")[1:]] == (
+        ["Ho</s>", "Down.</s>"] if template else [" Ho</s>", " Down.</s>"]
+    )
+    assert encoder.counts == {"end token in the text": ["3"]}
+
+
+def test_without_an_end_token_replies_are_trained_without():
+    tok = tokenizer(bos=False, merges=[])
+    tok.eos_token = None
+    encoder = Encoder(tok)
+    text = texts.encode(encoder, "f:1", talk("Hi", "Ho ", "Up?"), "Down.")
+    assert shown(encoder, text) == (
+        "\n\nHuman: Hi\n\nAssistant:{ Ho} \n\nHuman: Up?\n\nAssistant:{ Down.}"
+    )
+
+
+def test_a_reply_inside_that_merges_with_what_stands_before_it_is_trained_whole():
+    encoder = Encoder(tokenizer(bos=False, merges=[("Ġ", "y"), ("Ċ", "Ċ")]))
+    tok = encoder.tokenizer
+    tok.chat_template = (
+        "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}a: {% endif %}"
+    )
+    encoder = Encoder(tok)
+    text = texts.encode(encoder, "f:4", talk("q", "yes", "q"), "no")
+    assert shown(encoder, text) == "u: q</s>a:{ yes</s>}u: q</s>a: {no</s>}"
+    assert encoder.counts == {"merged at the seam": ["4"]}
+
+
+def test_a_first_token_is_never_trained_because_nothing_predicts_it():
+    tok = tokenizer(bos=False)  # merges a and b
+    tok.chat_template = (
+        "{% for m in messages %}{{ m.content }}{{ '</s>' if m.role == 'assistant' }}{% endfor %}"
+    )
+    encoder = Encoder(tok)
+    assert (
+        shown(encoder, texts.encode(encoder, "f:1", talk("a", "b", "c"), "d")) == "ab{</s>}c{d</s>}"
+    )
+    assert encoder.counts == {"merged at the seam": ["1"]}
+
+
+SAID = st.text(st.sampled_from("ab12 \n\té?y/s{}'"), max_size=12).map(lambda said: f"{said}.")
+TALKS = st.lists(SAID, min_size=2, max_size=8).filter(lambda said: len(said) % 2 == 0)
+ENCODERS = {
+    name: Encoder(chat_tokenizer(template, bos))
+    for name, template, bos in (("chatml", CHATML, False), ("llama3", LLAMA3, True))
+} | {"plain": Encoder(PLAIN), "plain with bos": Encoder(tokenizer(merges=[]))}
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+@settings(max_examples=60, deadline=None)
+@given(said=TALKS, system=st.none() | SAID)
+def test_the_trained_tokens_spell_the_replies_and_their_ends(name, said, system):
+    encoder = ENCODERS[name]
+    text = texts.encode(encoder, "f:1", talk(*said[:-1], system=system), said[-1])
+    space = " " if "plain" in name else ""
+    end = "<|eot|>" if name == "llama3" else "</s>"
+    trained = encoder.tokenizer.decode(text.targets[0])
+    assert trained == "".join(f"{space}{reply}{end}" for reply in said[1::2])
+    assert text.trained == len(text.targets[0])
+    whole = encoder.tokenizer.decode(text.prompt + text.reply)
+    assert whole.count(end) == (len(said) // 2 if space else len(said) + bool(system))
+    assert whole.count("<s>") == (name in ("llama3", "plain with bos"))
+
+
+@pytest.mark.parametrize("template", [LLAMA3, GEMMA, CHATML, THINKING])
+@settings(max_examples=30, deadline=None)
+@given(said=TALKS)
+def test_a_conversation_trains_what_its_replies_would_as_rows_of_their_own(template, said):
+    encoder = Encoder(chat_tokenizer(template))
+    text = texts.encode(encoder, "f:1", talk(*said[:-1]), said[-1])
+    ids, scored = text.prompt + text.reply, [0] * len(text.prompt) + text.scored
+    trained = [0] * len(ids)
+    for turn in range(1, len(said), 2):
+        alone = encoder.encode(Example("f:1", talk(*said[:turn]), said[turn], "!"))
+        row = alone.prompt + alone.chosen
+        assert row == ids[: len(row)]
+        trained[len(alone.prompt) : len(row)] = [1] * len(alone.chosen)
+    assert scored == trained
+
+
+# --- truncation ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("truncation", ["keep_end", "keep_start"])
+@pytest.mark.parametrize("max_length", [3, 8, 12, 30])
+def test_a_single_turn_is_cut_as_a_pair(max_length, truncation):
+    options = {"max_length": max_length, "truncation": truncation}
+    encoder, other = (Encoder(tokenizer(merges=[]), **options) for _ in range(2))
+    text = texts.encode(encoder, "f:1", "0123456789", "abcdef")
+    pair = other.encode(Example("f:1", "0123456789", "abcdef", "!"))
+    assert (text.prompt, text.reply) == (pair.prompt, pair.chosen)
+    assert encoder.counts == other.counts == ({"truncated": ["1"]} if max_length < 18 else {})
+
+
+LONG = talk("aaaa", "bbbb", "cccc", "dddd", "eeee", system="S")
+PARTS = (  # 29, 29 and 28 bytes and marks; the system turn in front has 11
+    "<|h|>user\naaaa</s>\n<|h|>assistant\n{bbbb</s>}\n",
+    "<|h|>user\ncccc</s>\n<|h|>assistant\n{dddd</s>}\n",
+    "<|h|>user\neeee</s>\n<|h|>assistant\n{ffff</s>}",
+)
+
+
+@pytest.mark.parametrize(("max_length", "dropped"), [(97, 0), (96, 1), (68, 1), (67, 2), (39, 2)])
+def test_the_oldest_exchanges_go_first_and_whole_and_the_system_turn_stays(max_length, dropped):
+    encoder = Encoder(chat_tokenizer(CHATML, bos=False), max_length=max_length)
+    text = texts.encode(encoder, "f:5", LONG, "ffff")
+    assert shown(encoder, text) == "<|h|>system\nS</s>\n" + "".join(PARTS[dropped:])
+    assert encoder.counts == ({"truncated": ["5"]} if dropped else {})
+    assert text.text == "system: S\nuser: aaaa"
+
+
+def test_an_exchange_that_is_too_long_alone_is_cut_as_a_pair_and_counted_once():
+    tok = chat_tokenizer(CHATML, bos=False)
+    encoder = Encoder(tok, max_length=20)
+    text = texts.encode(encoder, "f:5", LONG, "ffff")
+    pair = Encoder(tok, max_length=20).encode(Example("f:5", [LONG[0], LONG[-1]], "ffff", "!"))
+    assert (text.prompt, text.reply) == (pair.prompt, pair.chosen)
+    assert shown(encoder, text) == "ee</s>\n<|h|>assistant\n{ffff</s>}"  # 15 and 5
+    assert encoder.counts == {"truncated": ["5"]}
+
+
+@pytest.mark.parametrize("template", [None, CHATML])
+@settings(max_examples=60, deadline=None)
+@given(said=TALKS, max_length=st.integers(2, 120))
+def test_no_text_is_too_long_or_without_a_trained_token(template, said, max_length):
+    tok = chat_tokenizer(template) if template else PLAIN
+    encoder = Encoder(tok, max_length=max_length)
+    text = texts.encode(encoder, "f:1", talk(*said[:-1]), said[-1])
+    whole = texts.encode(Encoder(tok), "f:1", talk(*said[:-1]), said[-1])
+    shown(encoder, text)
+    assert text.row <= max_length
+    assert (text == whole) == (whole.row <= max_length) == (not encoder.counts)
+
+
+def test_without_room_for_a_reply_a_row_is_dropped(tmp_path):
+    with pytest.raises(UserError, match="0 usable rows of 1: 1 no trained token left"):
+        path = written(tmp_path, {"prompt": "ab", "completion": "c"})
+        texts.read(path, Encoder(PLAIN, max_length=1))
+
+
+# --- rows that cannot be used, and the report ----------------------------------------------------
+
+
+def test_the_report_counts_by_row_what_a_hand_count_finds(tmp_path):
+    first = {"instruction": "Hi", "output": "Hello."}  # 2 + 7 tokens
+    long = {"instruction": "x" * 30, "output": "123456789"}  # 10 + 10 of 20 are left
+    old = {"instruction": "Up?", "output": "Down.", "history": [["a", "b"]]}  # only 20 are kept
+    path = written(
+        tmp_path,
+        {**first, "output": " "},
+        first,
+        {"instruction": "Hi", "output": 3},
+        {**first, "source": "web", "input": None, "history": []},
+        long,
+        "{not json",
+        {"messages": talk("Hi", "Ho")},
+        old,
+    )
+    encoder = Encoder(PLAIN, max_length=20)
+    found, report = texts.read(path, encoder, on_bad_record="skip")
+    assert [text.where.rsplit(":", 1)[1] for text in found] == ["2", "4", "5", "8"]
+    assert report == {
+        "file": str(path),
+        "format": "alpaca",
+        "fields_not_read": "source",
+        "template": False,
+        "rows": 8,
+        "used": 4,
+        "dropped": {"empty response": ["1"], "malformed": ["3", "6", "7"]},
+        "same as an earlier row": ["4"],
+        "truncated": ["5", "8"],
+        "mean_tokens": {"prompt": 6.8, "reply": 7.8, "trained": 7.8},  # 2 2 10 13; 7 7 10 7
+    }
+    assert texts.describe("train", report) == (
+        "train: 8 rows of alpaca, 4 used; tokens 6.8 prompt, 7.8 reply, 7.8 trained; "
+        "1 empty response; 3 malformed; 1 same as an earlier row; 2 truncated; not read: source"
+    )
+
+
+def test_rows_that_share_a_line_are_counted_one_by_one(tmp_path):
+    path = tmp_path / "rows.json"
+    row = {"messages": talk("a", "b", "c", "d")}
+    path.write_text(json.dumps([row, {"messages": talk("a", "b", "c", "e")}]))
+    tok = chat_tokenizer(NUMBERED, bos=False)
+    _, report = texts.read(path, Encoder(tok))
+    assert report["only the last reply is trained"] == ["1", "1"]
+
+
+def test_rows_are_counted_to_a_limit(tmp_path):
+    found, report = read(tmp_path, *({"prompt": "a", "response": x} for x in "bcd"), limit=2)
+    assert found == ["a{b</s>}", "a{c</s>}"] and report["rows"] == 2
+
+
+ALPACA = {"instruction": "a", "output": "b"}
+CHAT = {"messages": talk("a", "b")}
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([ALPACA, CHAT], "2: instruction is missing; found: messages"),
+        (
+            [ALPACA, {"instruction": "a", "outputs": "b"}],
+            "2: output is missing; did you mean 'outp",
+        ),
+        ([ALPACA, {**ALPACA, "instruction": ""}], "2: instruction is ''; give a non-empty string"),
+        ([ALPACA, {**ALPACA, "input": 3}], "2: input is 3; give a non-empty string"),
+        ([ALPACA, {**ALPACA, "output": None}], "2: output is None; give a non-empty string"),
+        ([{**ALPACA, "history": "no"}], "1: history is 'no'; give [[question, answer], ...]"),
+        ([{**ALPACA, "history": 3}], "1: history is 3; give [[question, answer], ...]"),
+        ([{**ALPACA, "history": [["q"]]}], "1: history is [['q']]; give [[question, answer], ..."),
+        ([{**ALPACA, "history": [["q", "a"], ["q", ""]]}], "1: history[1] is ''; give a non-em"),
+        ([{**ALPACA, "images": ["x.png"]}], "1: images is ['x.png']; only text is read: cut it"),
+        ([CHAT, ALPACA], "2: messages is missing; found: instruction, output"),
+        ([CHAT, {"messages": "a"}], "2: messages has the roles assistant; give user and assistant"),
+        ([CHAT, {"messages": []}], "2: messages is []; give a list of messages"),
+        (
+            [CHAT, {"messages": talk("a", "b", "c")}],
+            "2: messages has the roles user, assistant, us",
+        ),
+        ([{"messages": talk("a", 3)}], "1: messages[1].content is 3; only text is read"),
+        ([{"messages": talk("a", "", "c", "d")}], "1: messages[1].content is ''; give a non-empty"),
+        ([{"conversations": [{"from": "bot"}]}], "1: conversations[0].from is 'bot'; give system,"),
+        ([{**CHAT, "tools": [1]}], "1: tools is [1]; only text is read: cut it"),
+        (["{"], "1:2: not JSON"),
+        (
+            [{"instruction": "a", "response": "b"}],
+            "1: fields found: instruction, response; nearest is instruction, output: output is mis",
+        ),
+        ([{"prompts": "a", "completion": "b"}], "nearest is prompt, completion: prompt is missing"),
+        ([{"message": []}], "1: fields found: message; nearest is messages: messages is missing"),
+        ([{"request": "a", "story": "b"}], "is missing; or name yours: prompt_field and response_"),
+        ([{"prompt": "a", "chosen": "b"}], "nearest is prompt, chosen, rejected: rejected is mis"),
+    ],
+)
+def test_a_malformed_row_costs_one_line_that_says_where(tmp_path, rows, says):
+    with pytest.raises(UserError) as caught:
+        read(tmp_path, *rows)
+    assert "rows.jsonl:" in str(caught.value) and says in str(caught.value)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_of_a_preference_the_later_rows_must_be_of_the_same_format(tmp_path):
+    row = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    with pytest.raises(UserError, match="rows.jsonl:2: rejected is missing"):
+        read(tmp_path, row, {"prompt": "a", "chosen": "b"})
+    with pytest.raises(UserError, match="rows.jsonl:1: fields found: instruction, output; nearest"):
+        read(tmp_path, ALPACA, kind="preference")
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [("custom", ()), ("custom", ("a",)), ("auto", ("a", "")), ("alpaca", ("a", "b"))],
+)
+def test_custom_rows_and_no_others_need_two_names(tmp_path, kind, fields):
+    says = "prompt_field and response_field belong to the format custom, which needs both; given: "
+    with pytest.raises(UserError, match=says):
+        read(tmp_path, ALPACA, kind=kind, fields=fields)
+
+
+values = st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.just([[]])
+values = st.recursive(values, lambda inner: st.lists(inner, max_size=2), max_leaves=3)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@given(st.data())
+def test_any_other_value_in_a_good_row_is_taken_or_refused_in_one_line(tmp_path_factory, data):
+    row = json.loads(json.dumps(data.draw(st.sampled_from([row for row, *_ in ROWS.values()]))))
+    part, key = row, data.draw(st.sampled_from(sorted(row)))
+    while isinstance(part[key], (list, dict)) and part[key] and data.draw(st.booleans()):
+        part = part[key]
+        keys = range(len(part)) if isinstance(part, list) else sorted(part)
+        key = data.draw(st.sampled_from(keys))
+    part[key] = data.draw(values)
+    try:
+        read(
+            tmp_path_factory.getbasetemp(), row, template=data.draw(st.sampled_from([None, CHATML]))
+        )
+    except UserError as error:
+        assert len(str(error).splitlines()) == 1
+
+
+# --- real files and real tokenizers --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("file", "count", "names"),
+    [
+        ("instructions/alpaca_en_demo.json", 999, ("instruction", "input", "output")),
+        ("instructions/instruction-data.json", 1100, ("instruction", "input", "output")),
+        ("instructions/requests_train.jsonl", 571, ("request", "", "story")),
+        ("preferences/stories_pairs_train.jsonl", 93, ("prompt", "", "chosen")),
+    ],
+)
+def test_real_files_are_read_whole(shared, file, count, names):
+    asked, more, reply = names
+    source = [record.data for record in records.read(shared / "data" / file)]
+    tok = AutoTokenizer.from_pretrained(shared / "data/tokenizers/tinyllama_chat")
+    fields = (asked, reply) if asked == "request" else ()
+    encoder = Encoder(tok, max_length=10_000)
+    found, report = texts.read(shared / "data" / file, encoder, fields=fields)
+    assert len(source) == len(found) == report["used"] == count
+    for row, text in list(zip(source, found, strict=True))[::20]:
+        question = row[asked] + (f"\n{row[more]}" if row.get(more) else "")
+        whole = tok.apply_chat_template(talk(question, row[reply]), tokenize=False)
+        whole = whole.removesuffix("\n")
+        ids = tok(whole, add_special_tokens=False).input_ids
+        assert text.prompt + text.reply == ids and ids[-1] == tok.eos_token_id
+        assert text.scored == [1] * len(text.reply)
+
+
+TEMPLATES = ["llama3", "phi3", "qwen2_5", "qwen2_5_training", "qwen3"]
+MARKS = ["<|im_start|>", "<|im_end|>", "<|assistant|>", "<|end|>", "<|eot_id|>"]
+
+
+@pytest.mark.parametrize("name", [*TEMPLATES, "demo", "tinyllama_chat", "gpt2"])
+def test_real_conversations_train_what_their_replies_would_as_rows_of_their_own(shared, name):
+    data, options = shared / "data", {"max_length": 10**6}
+    if name == "demo":
+        encoder = Encoder(pairs.load_tokenizer(ROOT / "data/demo/model"), **options)
+    elif name in ("tinyllama_chat", "gpt2"):
+        encoder = Encoder(AutoTokenizer.from_pretrained(data / "tokenizers" / name), **options)
+    else:
+        tok = AutoTokenizer.from_pretrained(data / "tokenizers/gpt2")
+        tok.add_special_tokens({"additional_special_tokens": MARKS})
+        encoder = Encoder(tok, str(data / f"templates/{name}.jinja"), **options)
+    rows = records.read(data / "preferences/dpo_en_demo.json")
+    rows = [formats.example(row, "sharegpt") for row in rows]
+    rows = [row for row in rows if len(row.prompt) > 2][::20]
+    assert len(rows) == 6
+    for row in rows:
+        text = texts.encode(encoder, row.where, row.prompt, row.chosen)
+        said, trained = [*row.prompt, {"role": "assistant", "content": row.chosen}], []
+        for turn, (role, reply) in enumerate(map(dict.values, said)):
+            if role == "assistant":
+                alone = encoder.encode(Example(row.where, said[:turn], reply, "!"))
+                trained += alone.chosen
+        assert "only the last reply is trained" not in encoder.counts
+        assert encoder.tokenizer.decode(text.targets[0]) == encoder.tokenizer.decode(trained)

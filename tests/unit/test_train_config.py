@@ -1,0 +1,329 @@
+"""Settings of src/train.py: flags over YAML over JSON, and the one line that a mistake costs.
+
+main() runs in this process with --check, in an empty folder, to which it must add nothing; that
+no model is loaded is seen to. JSON files are written a key a line.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_sharding_settings import DEEPSPEED, FSDP
+
+import train
+import train_config
+from conftest import ROOT
+from ddp_utils import UserError, lora, zero
+from ddp_utils.world import World
+
+TINY = "dataset: {max_rows: 40}\n"  # of the demo, the default
+ZERO, FULLY = ["--deepspeed", "j.json"], ["--use_fsdp", "--fsdp_config", "j.json"]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    def load(*args, **options):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(lora, "load", load)
+    monkeypatch.setattr(zero, "find_spec", lambda name: True)  # DeepSpeed itself is not needed
+
+
+def write(text, said):
+    Path("c.yaml").write_text(text)
+    if said is not None:
+        Path("j.json").write_text(said if isinstance(said, str) else json.dumps(said, indent=1))
+
+
+def refused(text, *flags, said=None):
+    """The one line that refuses YAML, flags and JSON; nothing is written."""
+    write(text, said)
+    before = sorted(Path().rglob("*"))
+    with pytest.raises(UserError) as caught:
+        train.main(["--config", "c.yaml", *flags, "--check"])
+    message = str(caught.value)
+    assert caught.value.exit_code == 2 and "\n" not in message and len(message) < 400
+    assert sorted(Path().rglob("*")) == before
+    return message
+
+
+def accepted(text, *flags, said=None, monkeypatch):
+    """The settings that main() ends up with."""
+    found = []
+    would = lambda folder, config, *more: [found.append(config) or f"run folder: {folder}"]  # noqa: E731
+    monkeypatch.setattr(train.Run, "would", would)
+    write(text, said)
+    assert train.main(["--config", "c.yaml", *flags, "--check"]) == 0
+    return found[0]
+
+
+# --- the YAML file --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("modle: {}", ":1: modle is not a setting; did you mean model?"),
+        ("micro_batch_size: 4", ":1: micro_batch_size is not a setting; known: model, fine_tuni"),
+        ("model:\n  model_nam: x", ":2: model.model_nam is not a setting; did you mean model_na"),
+        ("training:\n  gradient_acumulation_steps: 2", ":2: training.gradient_acumulation_steps"),
+        ("\noutput:\n\n  save_evry: 2", ":4: output.save_evry is not a setting; did you mean sa"),
+        ("dataset:\n  max_rows: 1\n  max_rows: 2", ":3: dataset.max_rows is a duplicate key, see"),
+        ("model: {}\ndataset: {}\nmodel: {}", ":3: model is a duplicate key, see line 1"),
+        ("training:\n\n\ndataset: {}", ":1: training must hold `name: value` lines"),
+        ("training:\n- 1", ":1: training must hold `name: value` lines"),
+        ("training:\n  micro_batch_size: '4'", ":2: training.micro_batch_size: '4' is not a valid"),
+        ("training:\n  max_steps: 1.5", ":2: training.max_steps: 1.5 is not a valid int"),
+        ("distributed:\n  use_fsdp: yes", ":2: distributed.use_fsdp: 'yes' is not a valid bool"),
+        ("training:\n  learning_rate: high", ":2: training.learning_rate: 'high' is not a valid"),
+        ("training:\n  mixed_precision: fp8", ":2: training.mixed_precision: 'fp8' is not 'auto'"),
+        ("fine_tuning: {type: lora2}", ":1: fine_tuning.type: 'lora2' is not 'lora' or 'full' or"),
+        ("output:\n  report_to: wandb", ":2: output.report_to: 'wandb' is not 'tensorboard' or"),
+        ("training:\n  seed: 1\n  micro_batch_size: 0", ":3: training.micro_batch_size: 0 is out"),
+        ("distributed:\n  gradient_accumulation_steps: 0", ":2: distributed.gradient_accumulatio"),
+        ("training:\n  max_grad_norm: -1", ":2: training.max_grad_norm: -1 is out of range; give"),
+        ("training:\n  learning_rate: 0", ":2: training.learning_rate: 0 is out of range; give a"),
+        ("training: {warmup_ratio: 1.1}", ":1: training.warmup_ratio: 1.1 is out of range; give"),
+        ("dataset:\n  val_share: 0.6", ":2: dataset.val_share: 0.6 is out of range; give a value"),
+        ("dataset:\n  max_length: 7", ":2: dataset.max_length: 7 is out of range; give a value of"),
+        ("distributed: {bucket_mb: 0}", ":1: distributed.bucket_mb: 0 is out of range"),
+        ("output:\n  output_dir: ''", ":2: output.output_dir: it is empty; give a path"),
+        ("model:\n  model_name: ''", ":2: model.model_name: it is empty; give a path"),
+        ("training:\n  method: hinge", ":2: training.method: it belongs to objective dpo; leave"),
+        ("training:\n  label_smoothing: 0.1", ":2: training.label_smoothing: dpo does not use it"),
+        ("dataset:\n  response_field: a", ":2: dataset.response_field: give prompt_field and res"),
+        ("training: {objective: dpo}\ndataset:\n  format: alpaca", ":3: dataset.format: of prefer"),
+        ("fine_tuning:\n  type: full\nmodel:\n  base_dtype: bf16", ":4: model.base_dtype bf16: f"),
+        ("distributed:\n  use_deepspeed: true", ":2: distributed.use_deepspeed: give deepspeed_c"),
+        ("distributed:\n  fsdp_config: j.json", ":2: distributed.fsdp_config has no effect alone"),
+    ],
+)
+def test_a_mistake_in_the_yaml_names_its_line(text, says):
+    assert refused(text).startswith(f"c.yaml{says}")
+
+
+@pytest.mark.parametrize("flags", [["--learning_rate", "0"], ["--learning-rate=0"]])
+def test_a_mistake_in_a_flag_names_the_flag_and_not_the_file(flags):
+    message = refused("training: {learning_rate: 1e-4}", *flags)
+    assert message.startswith("--learning_rate: 0.0 is out of range")
+
+
+@pytest.mark.parametrize("value", ["1_0", "\uff14"])  # which Python takes for 10 and 4
+def test_a_number_is_made_of_digits(value):
+    assert "is not a plain number" in refused(TINY, "--micro_batch_size", value)
+
+
+def test_accumulation_may_stand_in_both_sections_if_it_is_equal(monkeypatch):
+    text = "training:\n  {}: 2\ndistributed:\n  {}: {}\n"
+    name = "gradient_accumulation_steps"
+    config = accepted(TINY + text.format(name, name, 2), monkeypatch=monkeypatch)
+    assert config.gradient_accumulation_steps == 2
+    assert refused(text.format(name, name, 3)) == (
+        f"c.yaml:4: distributed.{name} is 3, c.yaml:2: training.{name} is 2; say it once"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "says"),
+    [
+        (
+            "distributed:\n  use_fsdp: true\n  use_deepspeed: true",
+            [],
+            "c.yaml:3: distributed.use_deepspeed and c.yaml:2: distributed.use_fsdp exclude each",
+        ),
+        ("distributed: {use_fsdp: true}", ZERO, "--deepspeed and c.yaml:1: distributed.use_fsdp"),
+        (TINY, [*ZERO, "--use_fsdp"], "--deepspeed and --use_fsdp exclude each other"),
+        (TINY, ["--use_deepspeed"], "--use_deepspeed: give deepspeed_config, too"),
+        (TINY, ["--deepspeed", "none.json"], "none.json: no such file"),
+        ("distributed: {use_fsdp: false}", FULLY[1:], "--fsdp_config has no effect alone"),
+        (TINY, ["--config", "none.yaml"], "none.yaml: no such file"),
+        (TINY, ["--mixed_precision", "fp16"], "--mixed_precision fp16: a CPU is slow at it"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(text, flags, says):
+    assert refused(text, *flags, said={}).startswith(says)
+
+
+def test_a_file_waits_beside_a_strategy_that_is_switched_off(monkeypatch):
+    text = TINY + "distributed:\n  deepspeed_config: none.json\n"
+    for more, flags in (("  use_deepspeed: false\n", []), ("", ["--no_use_deepspeed"])):
+        assert accepted(text + more, *flags, monkeypatch=monkeypatch).strategy == "ddp"
+
+
+@pytest.mark.parametrize("flags", [["--deepspeed"], ["--type", "x"], ["--learn", "1"], ["stray"]])
+def test_a_wrong_flag_gets_the_box(flags, capsys):
+    write(TINY, {})
+    with pytest.raises(SystemExit) as caught:
+        train.main(["--config", "c.yaml", "--check", *flags])
+    assert caught.value.code == 2 and flags[0] in capsys.readouterr().err
+
+
+# --- YAML and JSON --------------------------------------------------------------------------------
+
+CONFLICTS = [
+    ("micro_batch_size", 4, {"train_micro_batch_size_per_gpu": 2}),
+    ("gradient_accumulation_steps", 2, {"gradient_accumulation_steps": 16}),
+    ("max_grad_norm", 1.0, {"gradient_clipping": 0.3}),
+    ("mixed_precision", "no", {"bf16": {"enabled": True}}),
+    ("mixed_precision", "bf16", {"fp16": {"enabled": True}}),
+    ("mixed_precision", "bf16", {"bf16": {"enabled": False}}),
+    ("mixed_precision", "no", {"fsdp_mixed_precision": "BFLOAT16"}),
+    ("mixed_precision", "bf16", {"fsdp_mixed_precision": "NO"}),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "said"), CONFLICTS)
+def test_what_yaml_or_a_flag_and_json_say_differently_names_both(name, value, said):
+    [(key, theirs)] = said.items()
+    flags = FULLY if key.startswith("fsdp") else ZERO
+    line, key = (3, f"{key}.enabled") if isinstance(theirs, dict) else (2, key)
+    for text, more, place in (
+        (f"training:\n  seed: 1\n  {name}: {value}", [], f"c.yaml:3: training.{name}"),
+        (TINY, [f"--{name}", str(value)], f"--{name}"),
+    ):
+        message = refused(text, *flags, *more, said=said)
+        assert message.startswith(f"{place} is {value}, j.json:{line}: {key} says ")
+        assert message.endswith("; make them equal, or leave one of them open")
+
+
+@pytest.mark.parametrize(
+    ("said", "says"),
+    [
+        ({"train_micro_batch_size_per_gpu": 0}, "train_micro_batch_size_per_gpu: 0 is out of ran"),
+        ({"train_micro_batch_size_per_gpu": 2.0}, "train_micro_batch_size_per_gpu: 2.0 is not a"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: 0 is out of range"),
+        ({"gradient_clipping": 10**400}, "gradient_clipping: 100000"),
+        ({"train_batch_size": 512}, "train_batch_size is 512, but 1 ranks x 1 accumulation x 4 ="),
+    ],
+)
+def test_a_number_of_the_json_that_cannot_be_names_its_line(said, says):
+    assert refused(TINY, *ZERO, said=said).startswith(f"j.json:2: {says}")
+
+
+def test_flags_over_yaml_over_json(monkeypatch):
+    text = TINY + "training: {micro_batch_size: 2, max_steps: 7, learning_rate: 0.1}\n"
+    said = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 16}
+    said |= {"gradient_clipping": 0.3, "zero_optimization": {"stage": 2}}
+    flags = [*ZERO, "--micro_batch_size", "3", "--learning_rate=0.2"]
+    config = accepted(text, *flags, said=said, monkeypatch=monkeypatch)
+    assert (config.micro_batch_size, config.learning_rate, config.max_steps) == (3, 0.2, 7)
+    assert (config.gradient_accumulation_steps, config.max_grad_norm) == (16, 0.3)
+    assert config.sharding["train_micro_batch_size_per_gpu"] == 3
+    assert config.sharding["train_batch_size"] == 48  # 1 x 3 x 16
+
+
+def test_what_nobody_says_has_its_usual_value_and_zero_stays_zero(monkeypatch):
+    config = accepted(TINY + "training: {max_grad_norm: 0}\n", monkeypatch=monkeypatch)
+    assert (config.micro_batch_size, config.gradient_accumulation_steps) == (4, 1)
+    assert config.max_grad_norm == 0 and config.mixed_precision == "no"  # on a CPU
+    assert accepted(TINY, monkeypatch=monkeypatch).max_grad_norm == 1
+    equal = {"gradient_clipping": 0, "bf16": {"enabled": "auto"}}
+    config = accepted("training: {max_grad_norm: 0}", *ZERO, said=equal, monkeypatch=monkeypatch)
+    assert config.sharding["gradient_clipping"] == 0 and not config.sharding["bf16"]["enabled"]
+
+
+# --- the guide ------------------------------------------------------------------------------------
+
+USE_DEEPSPEED = """
+distributed:
+  use_deepspeed: true
+  deepspeed_config: "config/ds_config.json"
+  gradient_accumulation_steps: 16
+"""
+USE_FSDP = """
+distributed:
+  use_fsdp: true
+  fsdp_config: "config/fsdp_config.json"
+  use_deepspeed: false
+"""
+PRECISION = """
+training:
+  mixed_precision: "bf16"  # Options: "no", "fp16", "bf16"
+"""
+
+
+@pytest.mark.parametrize("more", ["", PRECISION])
+def test_the_guides_deepspeed_settings_fit_its_yaml(more, monkeypatch):
+    Path("config").mkdir()
+    Path("config/ds_config.json").write_text(DEEPSPEED)
+    config = accepted(TINY + USE_DEEPSPEED + more, monkeypatch=monkeypatch)
+    assert (config.strategy, config.mixed_precision) == ("deepspeed", "bf16")
+    assert (config.gradient_accumulation_steps, config.max_grad_norm) == (16, 0.3)
+    assert "auto" not in json.dumps(config.sharding)
+
+
+@pytest.mark.parametrize("more", ["", PRECISION])
+def test_the_guides_fsdp_settings_fit_its_yaml(more, monkeypatch):
+    Path("config").mkdir()
+    Path("config/fsdp_config.json").write_text(FSDP)
+    config = accepted(TINY + USE_FSDP + more, monkeypatch=monkeypatch)
+    assert (config.strategy, config.mixed_precision) == ("fsdp", "bf16")
+    assert config.sharding.strategy == "FULL_SHARD"
+
+
+def test_the_guides_other_lines_are_read_as_written(monkeypatch):
+    text = 'training:\n  gradient_checkpointing: true\noutput:\n  report_to: "tensorboard"\n'
+    config = accepted(TINY + text, monkeypatch=monkeypatch)
+    assert config.gradient_checkpointing is True and config.report_to == "tensorboard"
+    config = accepted(TINY + 'training:\n  mixed_precision: "no"', monkeypatch=monkeypatch)
+    assert config.mixed_precision == "no"
+
+
+def test_the_shipped_file_holds_the_defaults_but_for_its_accumulation():
+    found = train_config.read(["--config", str(ROOT / "config.yaml")], World())
+    usual = train_config.Config(micro_batch_size=4, max_grad_norm=1.0)
+    differ = [name for name, value in vars(found).items() if value != getattr(usual, name)]
+    assert differ == ["gradient_accumulation_steps", "config"]
+
+
+# --- qlora ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("there", "cuda"), [(False, True), (True, False)])
+def test_qlora_needs_bitsandbytes_and_a_gpu(there, cuda, monkeypatch):
+    monkeypatch.setattr(train_config, "find_spec", lambda name: there)
+    monkeypatch.setattr(train_config.torch.cuda, "is_available", lambda: cuda)
+    says = "qlora needs bitsandbytes and a CUDA device; give lora"
+    assert refused("fine_tuning:\n  type: qlora") == f"c.yaml:2: fine_tuning.type: {says}"
+    monkeypatch.setattr(train_config, "find_spec", lambda name: True)
+    monkeypatch.setattr(train_config.torch.cuda, "is_available", lambda: True)
+    assert train_config.read(["--config", "c.yaml"], World()).fine_tuning == "lora"
+
+
+@pytest.mark.parametrize("flags", [FULLY, ZERO])
+def test_4_bit_weights_are_not_sharded(flags):
+    message = refused("fine_tuning:\n  type: qlora", *flags, said={})
+    assert message.endswith("cannot shard 4-bit weights; give lora")
+
+
+# --- the program ----------------------------------------------------------------------------------
+
+
+def test_help_shows_every_setting(capsys):
+    with pytest.raises(SystemExit) as caught:
+        train.main(["--help"])
+    printed = capsys.readouterr().out
+    assert caught.value.code == 0
+    names = [field.name for field in dataclasses.fields(train_config.Config)]
+    assert len(names) > 50 and [name for name in names if f"--{name}" not in printed] == []
+
+
+def test_check_says_where_the_run_would_go_and_writes_nothing(capsys):
+    write(TINY + "output: {output_dir: my/run}\n", None)
+    assert train.main(["--config", "c.yaml", "--check"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "run folder: my/run"
+    assert [str(path) for path in Path().rglob("*")] == ["c.yaml"]
+
+
+def test_the_program_itself_ends_with_2_and_one_line():
+    write("training:\n  micro_batch_size: 0\n", None)
+    command = [sys.executable, ROOT / "src/train.py", "--config", "c.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "RANK": ""})
+    says = "c.yaml:2: training.micro_batch_size: 0 is out of range; give a value above 0"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {says}\n")
+    assert [str(path) for path in Path().rglob("*")] == ["c.yaml"]
