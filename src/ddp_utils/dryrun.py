@@ -241,7 +241,8 @@ def _on_paper(model, frozen):
             for name, old in table.items():
                 if old not in made:
                     is_weight = isinstance(old, nn.Parameter)
-                    dtype = frozen if is_weight and not old.requires_grad else old.dtype
+                    own = torch.float32 if old.requires_grad else frozen
+                    dtype = own if is_weight else old.dtype  # whatever the files have
                     new = torch.empty(old.shape, dtype=dtype)
                     made[old] = nn.Parameter(new, old.requires_grad) if is_weight else new
                 table[name] = made[old]
