@@ -36,6 +36,7 @@ from ddp_utils import (
 from ddp_utils import pairs as pairs_
 from ddp_utils import reference as reference_
 from ddp_utils.run import Run
+from ddp_utils.ahead import Ahead
 from ddp_utils.totals import Totals
 
 RATES = {  # objective and kind of fine-tuning -> learning rate from 10 M parameters on
@@ -266,6 +267,8 @@ def main(argv=None) -> int:
         # loop: one turn is one optimiser step
         for step in range(done, plan.steps):
             start, rows = time.perf_counter(), plan.batch(step)
+        budget = config.micro_batch_size
+        ahead = Ahead(run, config, outline, data["train"], plan, budget, row_losses)
             values = train_step(policy, step, rows, data, reference, config, world)
             values["learning_rate"] = optimizer.param_groups[0]["lr"]
             parallel.step(policy, optimizer, schedule)
@@ -285,4 +288,5 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
+            ahead.seen(step + 1, values)
     dist.run(main)

@@ -138,7 +138,7 @@ class Run:
         tensors, meta = checkpoint.read(path, self.world.rank)
         shares = meta.get("shares", "")
         parallel.load_state(policy, optimizer, schedule, tensors, self.done, shares)
-        self.validated, self.results = meta["validated"], meta["results"]
+        self.validated, self.results = meta["validated"], meta["results"] | self.results
         self.start -= meta["seconds"]
         self.save_seconds = meta["save_seconds"]
         return self.done

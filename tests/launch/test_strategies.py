@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import train
 from conftest import ROOT
-from ddp_utils import checkpoint, dist, fsdp, lora, parallel, plots
+from ddp_utils import ahead, checkpoint, dist, fsdp, lora, parallel, plots
 from ddp_utils.pairs import load_tokenizer
 from ranks import ranks, run_ranks
 
@@ -30,6 +30,8 @@ OPTIONS = {  # of FSDP's JSON
 }
 ZERO = ["zero1", "zero2", "zero3", "zero2 offload", "zero3 offload", "zero3 checkpointing"]
 QUIET = "--log_every 1000 --report_to none --val_share 0.1 --max_length 64 "
+# what is freed goes back to the system at once, or it is the allocator that is measured
+TIDY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 QUIET += "--gradient_accumulation_steps 2 "
 QUIET += "--learning_rate 1e-4 --lr_scheduler constant --warmup_ratio 0 "
 
@@ -275,9 +277,7 @@ def test_a_full_fine_tuning_of_100_m_parameters_needs_less_memory(strategy, data
     assert 90e6 < size < 110e6
     flags = [*data["sft"], "--type", "full", "--max_steps", "2", *batch(4), "--save_every", "9"]
     flags += ["--model_name", str(tmp_path / "model"), "--max_rows", "20"]
-    # what is freed goes back to the system at once, or it is the allocator that is measured
-    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    env |= {"PYTHONPATH": f"{ROOT}/tests:{ROOT}/src"}
+    env = os.environ | TIDY | {"PYTHONPATH": f"{ROOT}/tests:{ROOT}/src"}
     peaks = {}
     for name in ("ddp", strategy):
         (tmp_path / name).mkdir()
@@ -324,3 +324,24 @@ def main():
 
 if __name__ == "__main__":  # under torchrun, which the allocator's settings reach
     dist.run(main)
+@pytest.mark.show
+def test_a_run_says_beforehand_what_it_will_hold(data, tmp_path):
+    """As its first line, and within 15 % of what it then holds."""
+    shape = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 10}
+    shape |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    size = make_model(tmp_path / "model", **shape, layer_types=["full_attention"] * 10)
+    assert size > ahead.WORTH
+    flags = [*words(QUIET), *data["sft"], "--type", "full", "--max_steps", "6", *batch(4)]
+    flags += ["--model_name", str(tmp_path / "model"), "--output_dir", str(tmp_path / "run")]
+    command = [sys.executable, str(ROOT / "src/train.py"), *flags]
+    done = subprocess.run(command, env=os.environ | TIDY, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "run/summary.json").read_text())
+    print(size, found)
+    predicted, measured = found["predicted_memory_mb"], found["peak_memory_mb"]
+    assert f"\npredicted peak memory {predicted:.0f} MiB a rank\n" in done.stdout
+    assert f"\npeak memory {measured:.0f} MiB, predicted {predicted:.0f}\n" in done.stdout
+    assert predicted == pytest.approx(measured, rel=0.15)
+    assert f"about {found['predicted_seconds'] / 60:.1f} min for 6 steps" in done.stdout
+
+

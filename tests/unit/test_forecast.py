@@ -15,6 +15,7 @@ import check_gpu
 import main_distributed
 from conftest import ROOT
 from ddp_utils import UserError, batching, dryrun, forecast, fsdp, plan
+from ddp_utils import ahead as ahead_
 from ddp_utils.pairs import Pair
 from ddp_utils.world import World
 
@@ -309,6 +310,60 @@ HERE = {
     "devices": [],
     "processes": 2,
     "memory_available_gib": 8.0,
+@pytest.fixture
+def ahead(monkeypatch):
+    """ahead(main) -> what a run of 12 steps that has done 3 of them says, and keeps."""
+    monkeypatch.setattr(ahead_, "WORTH", 1e5)
+    monkeypatch.setattr(ahead_.time, "perf_counter", lambda: 100.0)
+    rows = rows_of(4)
+
+    def asked(main, rows=rows, **changes):
+        said, world = [], World(rank=0 if main else 1, world_size=2)
+        run = Settings(world=world, results={}, steps=12, say=said.append, start=40.0)
+        config = settings(strategy="ddp", **changes)
+        steps = batching.Plan(rows=4, global_batch=2, seed=0)
+        found = ahead_.Ahead(run, config, outline(), rows, steps, 1, lambda *a: losses(*a[:3]))
+        for step in range(4, 13):
+            found.seen(step, {"seconds": 30.0 if step == 4 else 2.0, "peak_memory_mb": 10.0 * step})
+        return said, run.results
+
+    return asked
+
+
+def test_a_run_says_what_it_will_need_and_then_what_it_did(ahead):
+    said, kept = ahead(main=True)
+    predicted = kept["predicted_memory_mb"]
+    # 60 s until the fifth step, which is number 8; then four of two seconds
+    assert kept == {
+        "predicted_memory_mb": predicted,
+        "predicted_seconds": 68.0,
+        "peak_memory_mb": 120.0,
+    }
+    assert said == [
+        f"predicted peak memory {predicted:.0f} MiB a rank",
+        "about 1.1 min for 12 steps",
+        f"peak memory 120 MiB, predicted {predicted:.0f}",
+    ]
+
+
+def test_the_other_ranks_and_runs_of_small_models_say_nothing(ahead, monkeypatch):
+    assert ahead(main=False) == ([], {})
+    monkeypatch.setattr(ahead_, "WORTH", 1e9)
+    assert ahead(main=True) == ([], {})
+
+
+def test_what_cannot_be_predicted_stops_no_run(ahead, monkeypatch):
+    def refuse(*_):
+        raise UserError("no step without contents: why")
+
+    monkeypatch.setattr(forecast, "predicted_memory_mb", refuse)
+    said, kept = ahead(main=True)
+    assert said[0] == "peak memory is not predicted: no step without contents: why"
+    assert said[2] == "peak memory 120 MiB" and "predicted_memory_mb" not in kept
+    said, kept = ahead(main=True, type="qlora")
+    assert len(said) == 2 and kept["predicted_seconds"] == 68
+
+
     "memory_gib": 9.0,
     "kind": "cpu",
 }
