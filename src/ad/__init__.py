@@ -1,0 +1,1 @@
+"""Algorithm Distillation: a transformer that learns, in its context alone, on tasks never seen."""

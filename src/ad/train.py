@@ -1,0 +1,247 @@
+"""Distil how an algorithm learns into a transformer that then learns in its context alone.
+
+    accelerate launch src/ad/train.py                                     # the demo
+    accelerate launch --multi_gpu --num_processes 2 src/ad/train.py --config config/model/ad_dr.yaml
+    torchrun --nproc_per_node=2 src/ad/train.py train_batch_size=256 lr=1e-3
+    python src/ad/train.py                                                # one process
+
+Loss: cross-entropy of the source's action at every step of a window of its learning history
+(Laskin et al., In-context Reinforcement Learning with Algorithm Distillation, 2022). Histories are
+collected first if there are none. Guide: docs/algorithm_distillation.md. Results: output_dir.
+"""
+
+import json
+import math
+import os
+import sys
+import time
+
+import torch
+from safetensors.torch import save_file
+
+from ad import evaluate, windows
+from ad.collect import collect, meta_of
+from ad.config import read
+from ad.darkroom import ACTIONS
+from ad.model import Distiller, Model, Shape
+from ddp_utils import (
+    NonFiniteError,
+    UserError,
+    batching,
+    dist,
+    environment,
+    lora,
+    parallel,
+    records,
+    reference,
+    resume,
+)
+from ddp_utils.run import Run
+from ddp_utils.totals import Totals
+
+POLLED = 10  # steps between looks whether one was asked to stop, each of which waits for the GPU
+
+# --- data ----------------------------------------------------------------------------------------
+
+
+def read_histories(config, path):
+    """The arrays of a file; UserError if they were collected with other settings."""
+    arrays, meta = windows.read(path)
+    for name, ours in meta_of(config).items():
+        if meta.get(name) != ours:
+            says = f"{path} has {name} {meta.get(name)}, these settings {ours}"
+            raise UserError(f"--traj_file: {says}; give its own, or another name to collect anew")
+    return arrays
+
+
+def banner(config, world, autocast):
+    """The guide's, to the letter."""
+    kind = f"MULTI_{'CPU' if world.device.type == 'cpu' else 'XPU'}"
+    kind = "MULTI_GPU" if world.device.type == "cuda" else kind
+    precision = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(autocast, "no")
+    return (
+        f"{'=' * 60}\nMulti-GPU Training Configuration\n{'=' * 60}\n"
+        f"Number of processes: {world.world_size}\n"
+        f"Distributed type: DistributedType.{kind if world.world_size > 1 else 'NO'}\n"
+        f"Mixed precision: {precision}\n"
+        f"Gradient accumulation steps: {config.gradient_accumulation_steps}\n"
+        f"Main process device: {world.device}\n{'=' * 60}"
+    )
+
+
+# --- step ----------------------------------------------------------------------------------------
+
+
+def train_step(policy, step, data, config, world, measured):
+    """Forward and backward of one global batch; its exact means if they are asked for."""
+    size, turns = config.train_batch_size, config.gradient_accumulation_steps
+    count = size * turns * world.world_size
+    history, start = data.draw(config.seed, step, count)
+    totals = Totals(world)
+    for turn in range(turns):
+        if config.tf_dropout or config.tf_attn_dropout:
+            torch.manual_seed(batching.seed_of(config.seed, step, turn, world.rank))
+        first = (turn * world.world_size + world.rank) * size
+        mine = slice(first, first + size)
+        losses, right = policy(data.batch(history[mine], start[mine]))  # [B], [B]
+        # DDP averages over ranks: times world_size / count is the mean of the global batch
+        parallel.backward(policy, losses.sum() * (world.world_size / count), last=turn == turns - 1)
+        if measured:
+            totals.add({"loss": losses, "accuracy": right}, torch.ones_like(losses))
+    norm = parallel.clip(policy, config.max_grad_norm)
+    if not measured:
+        return {}
+    values = totals.means() | {"grad_norm": norm.item()}
+    if step == 0:
+        check_first_step(policy, values["loss"])
+    if not math.isfinite(values["loss"]):
+        raise NonFiniteError(f"step {step + 1}: the loss is not finite; lower --lr")
+    return values
+
+
+def check_first_step(policy, loss):
+    """A head of zeros gives every action the same odds: the first loss is ln 5, or a bug's."""
+    bound = 1e-6 if parallel.bare(policy).autocast is None else 1e-2
+    if abs(loss - math.log(ACTIONS)) > bound:
+        raise UserError(f"before the first step the loss is {loss:.6f}, not ln {ACTIONS}")
+    parallel.check_gradients(policy, "full")
+
+
+# --- evaluation, on the main process -------------------------------------------------------------
+
+
+@torch.no_grad()
+def test(distiller, data, config):
+    """Mean loss and accuracy on windows of held-out goals that overlap nowhere."""
+    history, start = data.all()
+    sums, smoothing = torch.zeros(2, dtype=torch.float64), distiller.label_smoothing
+    distiller.eval().label_smoothing = 0.0
+    for first in range(0, len(history), config.test_batch_size):
+        mine = slice(first, first + config.test_batch_size)
+        found = distiller(data.batch(history[mine], start[mine]))
+        sums += torch.stack([part.double().sum() for part in found]).cpu()
+    distiller.train().label_smoothing = smoothing
+    loss, accuracy = (sums / len(history)).tolist()
+    return {"loss": loss, "accuracy": accuracy, "count": len(history)}
+
+
+def validate(step, policy, data, config, run):
+    """What is due after `step` steps, unless the run has done it already; all of it at the end."""
+    last = step == config.train_timesteps
+    if not run.world.is_main or run.validated >= step > 0 or not (step or last):
+        return
+    distiller, values = parallel.bare(policy), {}
+    if last or (config.eval_interval and step % config.eval_interval == 0):
+        values = test(distiller, data, config)
+        run.results["val"] = values
+    if last or (config.gen_interval and step % config.gen_interval == 0):
+        room = config.room
+        _, goals = room.split(config.env_split_seed, config.train_env_ratio)
+        tried = distiller.model, room, goals, config, data.cut, last
+        summary, returns, others = evaluate.assess(*tried)
+        run.say(evaluate.describe(summary))
+        run.results["test"] = summary
+        values = values | summary
+        if last:
+            evaluate.write(run.folder, room, goals, returns, others, config)
+    if values:
+        run.log(step, values, "val")
+
+
+def save(model, folder):
+    """The result: weights under their own names, and the shape to build the model from."""
+    folder.mkdir(exist_ok=True)
+    tensors = {name: tensor.contiguous().cpu() for name, tensor in model.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(model.shape._asdict(), indent=2) + "\n")
+
+
+# --- main ----------------------------------------------------------------------------------------
+
+
+def main(argv=None) -> int:
+    # setup
+    world = dist.whoami(argv=sys.argv)
+    config, lines = read(sys.argv[1:] if argv is None else argv, world.is_main)
+    resume.repeat_end(config.output_dir)
+    choose = dist.choose_device if config.check else dist.meet
+    world = choose(world, config.backend)
+    _, autocast = lora.precision(config, world.device)
+    if autocast == torch.float16 and world.device.type == "cpu":
+        raise UserError("--mixed_precision: fp16 does not train on a CPU; give no, or bf16")
+    path = records.resolve(config.traj_file)
+    if path.exists():
+        read_histories(config, path)  # else they are collected when all have met
+    torch.manual_seed(config.seed)  # the same start on every rank
+    model = Model(Shape.of(config))
+    needed = parallel.bytes_to_write(model, config)
+    counts = config.train_batch_size, config.gradient_accumulation_steps, world.world_size
+    global_batch = math.prod(counts)
+    inputs = {"global_batch": str(global_batch)}
+    if config.check:
+        would = Run.would(config.output_dir, config, config.train_timesteps, inputs, needed)
+        print(*lines, f"histories: {path}{'' if path.exists() else ', to be collected'}", *would)
+        return 0
+
+    world = dist.join(world, config.timeout_minutes)
+    lora.check_same_precision(config, world)
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else CUDA refuses to start
+        torch.use_deterministic_algorithms(True)
+    returns = dist.on_main(world, lambda: [] if path.exists() else [*collect(config, path)])
+    arrays = dist.on_each(world, lambda: read_histories(config, path))
+    goals = config.room.split(config.env_split_seed, config.train_env_ratio)
+    size = config.train_n_stream, config.train_source_timesteps
+    data, held_out = (
+        windows.Histories(arrays, part, config.horizon, windows.Cut.of(config), *size, world.device)
+        for part in goals
+    )
+    inputs["content of traj_file"] = reference.digest_of_files([path])
+    steps = config.train_timesteps
+
+    with Run(config.output_dir, config, world, steps, inputs, needed) as run:
+        run.say("\n".join([*lines, banner(config, world, autocast)]))
+        if returns:
+            run.say(f"collected {path}: return {returns[0]:.2f}, at the end {returns[-1]:.2f}")
+        run.say(
+            f"global_batch={global_batch} = {world.world_size} ranks x {counts[1]} accumulation x "
+            f"{counts[0]} windows of {data.cut.window} steps; learning_rate={config.lr:.3g} "
+            f"steps={steps}\n{data.count} histories of {len(goals[0])} goals, {len(goals[1])} goals "
+            f"held out; {sum(p.numel() for p in model.parameters()):,} parameters"
+        )
+
+        # model
+        policy = parallel.wrap(Distiller(model, autocast, config.label_smoothing), config, world)
+        optimizer, schedule = parallel.make_optimizer(policy, config, config.lr, steps)
+        done = run.restore(policy, optimizer, schedule)
+        validate(done, policy, held_out, config, run)
+
+        # loop: one turn is one optimiser step
+        then, before = time.perf_counter(), done
+        for step in range(done, steps):
+            now = step + 1
+            measured = step == 0 or now % config.summary_interval == 0 or now == steps
+            values = train_step(policy, step, data, config, world, measured)
+            rate = optimizer.param_groups[0]["lr"]
+            parallel.step(policy, optimizer, schedule)
+            run.bar.reach(now)
+            if measured:
+                seconds = (time.perf_counter() - then) / (now - before)
+                values |= {"learning_rate": rate, "seconds": seconds}
+                values["tokens_per_second"] = global_batch * data.cut.window / seconds
+                values["peak_memory_mb"] = environment.peak_memory_mb(world.device)
+                run.log(now, values)
+                then, before = time.perf_counter(), now
+            validate(now, policy, held_out, config, run)
+            due = now == steps or (config.ckpt_interval and now % config.ckpt_interval == 0)
+            if due or now % POLLED == 0:
+                run.step = now
+                run.end_step(due=bool(due))
+
+        # result
+        dist.on_main(world, lambda: save(model, run.folder / "model"))
+    return 0
+
+
+if __name__ == "__main__":
+    dist.run(main)
