@@ -239,6 +239,8 @@ def main(argv=None) -> int:
     lora.check_same_precision(config, world)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else CUDA refuses to start
+    if config.num_workers:
+        described.append("num_workers: not needed: rows are tokenised once, there is no loader")
         torch.use_deterministic_algorithms(True)
 
     with Run(config.output_dir, config, world, plan.steps, inputs, needed) as run:

@@ -327,3 +327,20 @@ def test_the_program_itself_ends_with_2_and_one_line():
     says = "c.yaml:2: training.micro_batch_size: 0 is out of range; give a value above 0"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {says}\n")
     assert [str(path) for path in Path().rglob("*")] == ["c.yaml"]
+def test_every_setting_has_an_effect():
+    """Each is read somewhere: as config.name or self.name, or by its name."""
+    code = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    names = {field.name for field in dataclasses.fields(train_config.Config)}
+    unused = {name for name in names if not re.search(rf"(config|self)\.{name}\b", code)}
+    by_name = {"lambda_dpop", "lambda_shift", "simpo_gamma"}  # in losses.options
+    # in parallel.py, in run.py, and by dist.run from the command line
+    assert unused == by_name | {"bucket_mb", "grad_reduce_dtype", "report_to", "debug"}
+
+
+def test_workers_are_not_needed_and_that_is_said(capsys):
+    for number, wanted in (0, 0), (4, 1):
+        write(f"dataset: {{max_rows: 40, num_workers: {number}}}\n", None)
+        assert train.main(["--config", "c.yaml", "--check"]) == 0
+        assert capsys.readouterr().out.count("\nnum_workers: not needed: rows are ") == wanted
+
+
