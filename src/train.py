@@ -19,6 +19,7 @@ from ddp_utils import (
     NonFiniteError,
     UserError,
     batching,
+    cli,
     dist,
     environment,
     fsdp,
@@ -213,6 +214,12 @@ def load(config, data, world, run):
 def main(argv=None) -> int:
     # setup
     world = dist.whoami(argv=sys.argv)
+    with cli.naming(config.places):
+        return fine_tune(config, world)
+
+
+def fine_tune(config, world) -> int:
+    # setup
     config = train_config.read(argv, world)
     resume.repeat_end(config.output_dir)
     world = dist.choose_device(world, config.backend)

@@ -1,7 +1,6 @@
 """Settings of src/train.py: the sections of its YAML file; each setting is a flag, too."""
 
 import itertools
-import re
 import sys
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
@@ -121,7 +120,9 @@ class Config(Output, Distributed, Dataset, Training, FineTuning, Model):
     check: bool = False  # read and check everything, train nothing
     debug: bool = False  # tracebacks for user errors, too
 
-    sharding = None  # not a setting: what FSDP or DeepSpeed is told
+    # not settings:
+    sharding = None  # what FSDP or DeepSpeed is told
+    places = {}  # setting -> file and line, or flag, that gave it
     reference_model = ""  # the policy before step 0
     # what parallel.py, lora.py and others ask for
     batch_size = property(lambda self: self.micro_batch_size)
@@ -159,11 +160,9 @@ def read(argv, world) -> Config:
         ("max_grad_norm", 1.0),
     ):
         setattr(config, name, usual if getattr(config, name) is None else getattr(config, name))
-    try:
+    config.places = where
+    with cli.naming(where):
         check(cli.check_types(config))
-    except UserError as error:  # of a flag that was not given: name the line that says so
-        place = re.sub(r"^--(\w+)", lambda name: where.get(name[1], name[0]), str(error))
-        raise UserError(place) from error
     return config
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import io
 import itertools
+import re
 import reprlib
 import sys
 import types
@@ -171,5 +172,16 @@ def line_of(name, path) -> str:
     """`path:line` of a key in a JSON file; with dots one key inside others."""
     text, at = records.content(path).decode(), 0
     for key in name.split("."):
+@contextlib.contextmanager
+def naming(places):
+    """Within it an error that begins with a flag names the place that gave the setting instead."""
+    try:
+        yield
+    except UserError as error:
+        place = re.sub(r"^--(\w+)", lambda flag: places.get(flag[1], flag[0]), str(error))
+        error.args = place, *error.args[1:]
+        raise
+
+
         at = max(at, text.find(f'"{key}"', at))
     return f"{path}:{1 + text.count(chr(10), 0, at)}"

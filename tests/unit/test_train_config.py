@@ -108,6 +108,22 @@ def test_a_mistake_in_the_yaml_names_its_line(text, says):
 
 
 @pytest.mark.parametrize("flags", [["--learning_rate", "0"], ["--learning-rate=0"]])
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("model:\n  model_name: nowhere", ":2: model.model_name: no "),
+        ("model:\n\n  init_adapter: nowhere", ":3: model.init_adapter: no adapter at nowhere"),
+        ("fine_tuning: {lora_targets: q}", ":1: fine_tuning.lora_targets: no layer q; there are"),
+        ("training:\n  mixed_precision: fp16", ":2: training.mixed_precision fp16: a CPU is slow"),
+        ("output:\n  output_dir: c.yaml", ":2: output.output_dir: c.yaml is not a folder"),
+        ("distributed: {backend: nccl}", ":1: distributed.backend nccl needs a cuda device, this"),
+    ],
+)
+def test_so_does_one_that_is_found_later(text, says):
+    """When data and model are looked at, and the place for the run."""
+    assert refused(text).startswith(f"c.yaml{says}")
+
+
 def test_a_mistake_in_a_flag_names_the_flag_and_not_the_file(flags):
     message = refused("training: {learning_rate: 1e-4}", *flags)
     assert message.startswith("--learning_rate: 0.0 is out of range")
@@ -277,8 +293,9 @@ def test_the_guides_other_lines_are_read_as_written(monkeypatch):
 def test_the_shipped_file_holds_the_defaults_but_for_its_accumulation():
     found = train_config.read(["--config", str(ROOT / "config.yaml")], World())
     usual = train_config.Config(micro_batch_size=4, max_grad_norm=1.0)
-    differ = [name for name, value in vars(found).items() if value != getattr(usual, name)]
-    assert differ == ["gradient_accumulation_steps", "config"]
+    names = [field.name for field in dataclasses.fields(usual)]
+    differ = [name for name in names if getattr(found, name) != getattr(usual, name)]
+    assert sorted(differ) == ["config", "gradient_accumulation_steps"]
 
 
 # --- qlora ----------------------------------------------------------------------------------------
