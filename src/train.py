@@ -36,8 +36,8 @@ from ddp_utils import (
 )
 from ddp_utils import pairs as pairs_
 from ddp_utils import reference as reference_
-from ddp_utils.run import Run
 from ddp_utils.ahead import Ahead
+from ddp_utils.run import Run
 from ddp_utils.totals import Totals
 
 RATES = {  # objective and kind of fine-tuning -> learning rate from 10 M parameters on
@@ -212,15 +212,14 @@ def load(config, data, world, run):
 
 
 def main(argv=None) -> int:
-    # setup
     world = dist.whoami(argv=sys.argv)
+    config = train_config.read(argv, world)
     with cli.naming(config.places):
         return fine_tune(config, world)
 
 
 def fine_tune(config, world) -> int:
     # setup
-    config = train_config.read(argv, world)
     resume.repeat_end(config.output_dir)
     world = dist.choose_device(world, config.backend)
     if not config.check:
@@ -232,11 +231,16 @@ def fine_tune(config, world) -> int:
     data, reports = read_data(config, encoder, world)
     outline = lora.outline(config)
     lora.check_fit(outline, data)
-    choose_numbers(config, outline, world)
     plan = batching.Plan.of(config, len(data["train"]), world.world_size)
     inputs = reference_.inputs(config, data, outline) | {"global_batch": str(plan.global_batch)}
+    if config.sharding:  # as the JSON has it, before its "auto" is filled in
+        digest = reference_.digest_of_files([], config.sharding)
+        inputs[f"content of {config.strategy}_config"] = digest
+    choose_numbers(config, outline, world)
     needed = parallel.bytes_to_write(outline, config)
     described = [pairs_.describe(split, report) for split, report in reports.items()]
+    if config.num_workers:
+        described.append("num_workers: not needed: rows are tokenised once, there is no loader")
     if config.check:
         would = Run.would(config.output_dir, config, plan.steps, inputs, needed)
         print(*described, *would, sep="\n")
@@ -244,10 +248,9 @@ def fine_tune(config, world) -> int:
 
     world = dist.join(world, config.timeout_minutes)
     lora.check_same_precision(config, world)
+    parallel.check_nodes(config, world)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else CUDA refuses to start
-    if config.num_workers:
-        described.append("num_workers: not needed: rows are tokenised once, there is no loader")
         torch.use_deterministic_algorithms(True)
 
     with Run(config.output_dir, config, world, plan.steps, inputs, needed) as run:
@@ -264,6 +267,8 @@ def fine_tune(config, world) -> int:
             run.say(line)
 
         # model
+        budget = config.micro_batch_size
+        ahead = Ahead(run, config, outline, data["train"], plan, budget, row_losses)
         policy, reference = load(config, data, world, run)
         optimizer, schedule = parallel.make_optimizer(
             policy, config, config.learning_rate, plan.steps
@@ -276,8 +281,6 @@ def fine_tune(config, world) -> int:
         # loop: one turn is one optimiser step
         for step in range(done, plan.steps):
             start, rows = time.perf_counter(), plan.batch(step)
-        budget = config.micro_batch_size
-        ahead = Ahead(run, config, outline, data["train"], plan, budget, row_losses)
             values = train_step(policy, step, rows, data, reference, config, world)
             values["learning_rate"] = optimizer.param_groups[0]["lr"]
             parallel.step(policy, optimizer, schedule)
@@ -285,6 +288,7 @@ def fine_tune(config, world) -> int:
             seconds = time.perf_counter() - start
             values |= meter.read([data["train"][row] for row in rows], seconds)
             run.log(step + 1, values, echo=(step + 1) % config.log_every == 0)
+            ahead.seen(step + 1, values)
             if reference and (line := displacement.seen(values["rewards/chosen"])):
                 run.say(line)
             validate(step + 1, plan, policy, data, reference, config, run)
@@ -297,5 +301,4 @@ def fine_tune(config, world) -> int:
 
 
 if __name__ == "__main__":
-            ahead.seen(step + 1, values)
     dist.run(main)

@@ -168,10 +168,6 @@ def from_json(path) -> dict:
     return found
 
 
-def line_of(name, path) -> str:
-    """`path:line` of a key in a JSON file; with dots one key inside others."""
-    text, at = records.content(path).decode(), 0
-    for key in name.split("."):
 @contextlib.contextmanager
 def naming(places):
     """Within it an error that begins with a flag names the place that gave the setting instead."""
@@ -183,5 +179,9 @@ def naming(places):
         raise
 
 
+def line_of(name, path) -> str:
+    """`path:line` of a key in a JSON file; with dots one key inside others."""
+    text, at = records.content(path).decode(), 0
+    for key in name.split("."):
         at = max(at, text.find(f'"{key}"', at))
     return f"{path}:{1 + text.count(chr(10), 0, at)}"

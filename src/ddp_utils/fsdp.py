@@ -115,11 +115,6 @@ def mesh_of(settings, world):
     kind, size = world.device.type, world.world_size
     if settings.strategy != "HYBRID_SHARD":
         return init_device_mesh(kind, (size,))
-    if size % world.local_size:
-        raise UserError(
-            f"HYBRID_SHARD: {size} processes, {world.local_size} on this node; "
-            "start as many on each node"
-        )
     shape = (size // world.local_size, world.local_size)
     return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
 

@@ -80,6 +80,17 @@ def wrap(scorer, config, world):
     return policy
 
 
+def check_nodes(config, world):
+    """HYBRID_SHARD shares out within a node and copies across: all must have as many processes."""
+    if getattr(_strategy(config)[1], "strategy", "") != "HYBRID_SHARD":
+        return
+    size, here = world.world_size, world.local_size
+    total, squares = dist.all_sum(torch.tensor([here, here**2], device=world.device), world)
+    if total**2 != size * squares:  # all ranks see the same: a rank's own numbers may fit
+        says = f"HYBRID_SHARD: {size} processes, {here} of them on this node"
+        raise UserError(f"{says}; start as many on each node")
+
+
 def place(scorer, config, world):
     """The scorer on this rank's device, with FSDP its share of it; also of what is not trained."""
     strategy, options = _strategy(config)

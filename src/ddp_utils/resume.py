@@ -16,6 +16,7 @@ FREE |= {"result_dir", "out_dir", "output_dir", "stop_after_minutes", "timeout_m
 FREE |= {"config", "deepspeed", "report_to", "bucket_mb", "num_workers"}
 SAID = {"max_steps", "num_epochs"}  # length and strategy may change too, and it is said
 SAID |= {"strategy", "use_fsdp", "fsdp_config", "use_deepspeed", "deepspeed_config"}
+SAID |= {"content of fsdp_config", "content of deepspeed_config"}
 
 
 class Found(NamedTuple):

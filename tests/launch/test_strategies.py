@@ -4,8 +4,11 @@ The tiny Qwen3 of the demo on the data of ../shared, 20 steps, lr 1e-4. What is 
 losses of all steps and of the validation with those of one process without any strategy.
 """
 
+import contextlib
+import io
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -18,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import train
 from conftest import ROOT
-from ddp_utils import ahead, checkpoint, dist, fsdp, lora, parallel, plots
+from ddp_utils import Stop, ahead, checkpoint, dist, fsdp, lora, parallel, plots
 from ddp_utils.pairs import load_tokenizer
 from ranks import ranks, run_ranks
 
@@ -29,9 +32,9 @@ OPTIONS = {  # of FSDP's JSON
     "one piece": {"fsdp_auto_wrap_policy": "NO_WRAP", "fsdp_state_dict_type": "FULL_STATE_DICT"},
 }
 ZERO = ["zero1", "zero2", "zero3", "zero2 offload", "zero3 offload", "zero3 checkpointing"]
-QUIET = "--log_every 1000 --report_to none --val_share 0.1 --max_length 64 "
 # what is freed goes back to the system at once, or it is the allocator that is measured
 TIDY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+QUIET = "--log_every 1000 --report_to none --val_share 0.1 --max_length 64 "
 QUIET += "--gradient_accumulation_steps 2 "
 QUIET += "--learning_rate 1e-4 --lr_scheduler constant --warmup_ratio 0 "
 
@@ -150,6 +153,11 @@ def check(strategy, kind, objective, world_size, steps, data, alone, folder):
 
 @pytest.mark.parametrize(("strategy", "kind", "objective", "world_size"), SUITE)
 def test_one_loss_curve(strategy, kind, objective, world_size, data, alone, tmp_path):
+    """Complaint 7: FSDP takes frozen and trained parameters side by side, and the adapter alone
+    has gradients, or step 0 refuses to train (parallel.check_gradients). Complaint 19: of DPO,
+    under each strategy the reference's log-probs come from the policy itself, never from a second
+    model, and are those of one process, or no loss would be.
+    """
     check(strategy, kind, objective, world_size, 6, data, alone, tmp_path)
 
 
@@ -235,6 +243,49 @@ def test_shares_of_another_strategy_are_refused(then, data, tmp_path):
     assert checkpoint.find(path.parent)[0] is None  # half a state is none
 
 
+def changed(folder, flags):
+    """What a run says in four lives, the second and the last with another JSON."""
+    plots.draw, said = lambda folder: None, []
+    for number, steps in (0, 1), (1, 2), (1, 2), (0, 2):
+        strategy = FSDP[number]
+        (folder / "f.json").write_text(json.dumps({"fsdp_sharding_strategy": strategy}))
+        with contextlib.redirect_stdout(io.StringIO()) as lines, contextlib.suppress(Stop):
+            train.main([*words(QUIET), *flags, "--max_steps", str(steps)])
+        said.append(lines.getvalue())
+        if len(said) == 1:
+            summary = folder / "run/summary.json"
+            summary.write_text(summary.read_text().replace('"finished"', '"preempted"'))
+    return said
+
+
+def test_a_json_that_has_changed_is_noticed(data, tmp_path):
+    """An unfinished run of a LoRA says so and goes on; a finished one is another run."""
+    flags = [*data["sft"], *batch(1), "--output_dir", str(tmp_path / "run")]
+    flags += ["--use_fsdp", "--fsdp_config", str(tmp_path / "f.json")]
+    _, second, third, last = ranks(1, changed, tmp_path, flags)[0]
+    assert re.search(r"\ncontent of fsdp_config: \w+ -> \w+, from here on\n", second), second
+    assert "goes on after step 1\n" in second
+    assert third == ""  # finished: the same settings
+    assert "held an earlier run: moved to" in last
+
+
+def on_nodes(sizes, folder, flags):
+    """main() on a rank whose node has so many."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(sizes[int(os.environ["RANK"])])
+    return train.main([*words(QUIET), *flags, "--output_dir", str(folder / "run")])
+
+
+def test_hybrid_shard_on_nodes_of_unequal_size_is_refused(data, tmp_path):
+    """In one line, before there is a run folder; 2 + 1 + 1 would fit each rank's own numbers."""
+    flags = [*data["sft"], *batch(4), "--max_steps", "1", *settings(tmp_path, "HYBRID_SHARD")]
+    outcome = run_ranks(4, on_nodes, [2, 2, 1, 1], tmp_path, flags, timeout=60)
+    assert outcome.codes == [2] * 4, outcome.logs
+    mistakes = [line for log in outcome.logs for line in log.splitlines() if "error: " in line]
+    says = "error: HYBRID_SHARD: 4 processes, 2 of them on this node; start as many on each node"
+    assert mistakes == [says]
+    assert not (tmp_path / "run").exists()
+
+
 # --- what sharding is for -------------------------------------------------------------------------
 
 
@@ -289,6 +340,27 @@ def test_a_full_fine_tuning_of_100_m_parameters_needs_less_memory(strategy, data
     assert peaks[strategy] <= 0.6 * peaks["ddp"], peaks
 
 
+@pytest.mark.show
+def test_a_run_says_beforehand_what_it_will_hold(data, tmp_path):
+    """As its first line, and within 15 % of what it then holds."""
+    shape = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 10}
+    shape |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    size = make_model(tmp_path / "model", **shape, layer_types=["full_attention"] * 10)
+    assert size > ahead.WORTH
+    flags = [*words(QUIET), *data["sft"], "--type", "full", "--max_steps", "6", *batch(4)]
+    flags += ["--model_name", str(tmp_path / "model"), "--output_dir", str(tmp_path / "run")]
+    command = [sys.executable, str(ROOT / "src/train.py"), *flags]
+    done = subprocess.run(command, env=os.environ | TIDY, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "run/summary.json").read_text())
+    print(size, found)
+    predicted, measured = found["predicted_memory_mb"], found["peak_memory_mb"]
+    assert f"\npredicted peak memory {predicted:.0f} MiB a rank\n" in done.stdout
+    assert f"\npeak memory {measured:.0f} MiB, predicted {predicted:.0f}\n" in done.stdout
+    assert predicted == pytest.approx(measured, rel=0.15)
+    assert f"about {found['predicted_seconds'] / 60:.1f} min for 6 steps" in done.stdout
+
+
 # --- half precision -------------------------------------------------------------------------------
 
 
@@ -324,24 +396,3 @@ def main():
 
 if __name__ == "__main__":  # under torchrun, which the allocator's settings reach
     dist.run(main)
-@pytest.mark.show
-def test_a_run_says_beforehand_what_it_will_hold(data, tmp_path):
-    """As its first line, and within 15 % of what it then holds."""
-    shape = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 10}
-    shape |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
-    size = make_model(tmp_path / "model", **shape, layer_types=["full_attention"] * 10)
-    assert size > ahead.WORTH
-    flags = [*words(QUIET), *data["sft"], "--type", "full", "--max_steps", "6", *batch(4)]
-    flags += ["--model_name", str(tmp_path / "model"), "--output_dir", str(tmp_path / "run")]
-    command = [sys.executable, str(ROOT / "src/train.py"), *flags]
-    done = subprocess.run(command, env=os.environ | TIDY, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "run/summary.json").read_text())
-    print(size, found)
-    predicted, measured = found["predicted_memory_mb"], found["peak_memory_mb"]
-    assert f"\npredicted peak memory {predicted:.0f} MiB a rank\n" in done.stdout
-    assert f"\npeak memory {measured:.0f} MiB, predicted {predicted:.0f}\n" in done.stdout
-    assert predicted == pytest.approx(measured, rel=0.15)
-    assert f"about {found['predicted_seconds'] / 60:.1f} min for 6 steps" in done.stdout
-
-
