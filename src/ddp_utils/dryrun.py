@@ -8,12 +8,10 @@ Nothing is read but the model's config, and nothing is computed.
 import copy
 import logging
 import types
-import warnings
 import weakref
 from typing import NamedTuple
 
 import torch
-from peft import LoraConfig, PeftConfig, get_peft_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
 
 from ddp_utils import UserError, fsdp, lean, logps, lora, packing, selftest
-from ddp_utils.pairs import model_path
 
 GPU = torch.device("xpu")  # stands for one with bf16: of this kind no hardware is asked
 ON_GPU = "shared_prompt_on_gpu"  # among transformers' attention implementations
@@ -201,16 +198,10 @@ def _policy(config, outline):
     if config.use_gradient_checkpointing:
         lora.checkpoint_activations(model)
     if config.fine_tuning == "lora":
-        targets = config.lora_targets
-        targets = targets if targets == "all-linear" else targets.replace(" ", "").split(",")
-        settings = {"target_modules": targets, "lora_dropout": config.lora_dropout}
-        settings = LoraConfig(r=config.lora_r, task_type="CAUSAL_LM", **settings)
-        if config.init_adapter:
-            settings = PeftConfig.from_pretrained(str(model_path(config.init_adapter)))
+        settings = lora.adapter_settings(config.init_adapter) if config.init_adapter else None
+        if settings:
             settings.inference_mode = False
-        with warnings.catch_warnings():  # as in lora.py
-            warnings.simplefilter("ignore", FutureWarning)
-            model = get_peft_model(model, settings)
+        model = lora.adapt(model, config, settings)
     if config.lean:  # which tries modules on numbers: here on those of a smaller model
         small = _small(model)
         lean.apply(small)

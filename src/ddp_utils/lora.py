@@ -173,18 +173,23 @@ def load_policy(config, device):
             model = model.merge_and_unload()
             model.requires_grad_(True)
     elif config.fine_tuning == "lora":
-        targets = config.lora_targets
-        settings = LoraConfig(
-            r=config.lora_r,
-            lora_alpha=config.lora_alpha,
-            lora_dropout=config.lora_dropout,
-            target_modules=targets if targets == "all-linear" else _targets(config),
-            task_type="CAUSAL_LM",
-        )
-        with warnings.catch_warnings():  # peft asks transformers 5 for a name that is going
-            warnings.simplefilter("ignore", FutureWarning)
-            model = get_peft_model(model, settings)
+        model = adapt(model, config)
     return model.train(), autocast
+
+
+def adapt(model, config, settings=None):
+    """Put a fresh LoRA on a model; settings: another's than the config's."""
+    targets = config.lora_targets
+    settings = settings or LoraConfig(
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        target_modules=targets if targets == "all-linear" else _targets(config),
+        task_type="CAUSAL_LM",
+    )
+    with warnings.catch_warnings():  # peft asks transformers 5 for a name that is going
+        warnings.simplefilter("ignore", FutureWarning)
+        return get_peft_model(model, settings)
 
 
 def save(model, tokenizer, folder, weights=None):

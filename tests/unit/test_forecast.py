@@ -28,7 +28,13 @@ GIB = 2**30
 
 
 def settings(**changes):
-    usual = {"fine_tuning": "full", "lora_r": R, "lora_targets": "all-linear", "lora_dropout": 0.0}
+    usual = {
+        "fine_tuning": "full",
+        "lora_r": R,
+        "lora_alpha": R,
+        "lora_targets": "all-linear",
+        "lora_dropout": 0.0,
+    }
     usual |= {"model_name": "tiny", "init_adapter": "", "base_dtype": "auto", "layout": "auto"}
     usual |= {"use_mixed_precision": True, "use_gradient_checkpointing": False, "lean": True}
     return Settings(**usual | changes)
@@ -92,19 +98,19 @@ def test_weights_gradients_and_moments_of_a_full_fine_tuning():
     assert need.copies == need.table == 0
 
 
-def test_a_lora_on_bf16_weights_has_gradients_of_the_adapter_alone():
-    need = need_of(fine_tuning="lora", base_dtype="bf16")
-    frozen, trained = LAYERS * LAYER + 2 * V * D + D, LAYERS * LORA
-    assert (need.gradients, need.layer_gradients, need.root_gradients) == (4 * trained, 4 * LORA, 0)
-    assert need.weights == pytest.approx(2 * frozen + 4 * trained, abs=2 * 4 * H)
-    assert (need.width, need.root) == (2, 2 * (2 * V + 1) * D)
-
 @pytest.mark.parametrize("fine_tuning", ["full", "lora"])
 def test_the_dtype_of_the_files_does_not_count(fine_tuning):
     """Most are bf16, and so is the outline of such a model; what is trained is fp32 anyway."""
     half = need_of(fine_tuning=fine_tuning, shape=(("dtype", torch.bfloat16),))
     assert half._replace(table=0) == need_of(fine_tuning=fine_tuning)._replace(table=0)
 
+
+def test_a_lora_on_bf16_weights_has_gradients_of_the_adapter_alone():
+    need = need_of(fine_tuning="lora", base_dtype="bf16")
+    frozen, trained = LAYERS * LAYER + 2 * V * D + D, LAYERS * LORA
+    assert (need.gradients, need.layer_gradients, need.root_gradients) == (4 * trained, 4 * LORA, 0)
+    assert need.weights == pytest.approx(2 * frozen + 4 * trained, abs=2 * 4 * H)
+    assert (need.width, need.root) == (2, 2 * (2 * V + 1) * D)
 
 
 @pytest.mark.parametrize("fine_tuning", ["full", "lora"])
@@ -304,12 +310,6 @@ def test_a_run_can_ask_what_its_peak_will_be(monkeypatch):
     assert found == pytest.approx(300 + (16 * count + 2 * 4 * 2**14 * D) / 2**20, rel=1e-3)
 
 
-# --- the plan ------------------------------------------------------------------------------------
-
-HERE = {
-    "devices": [],
-    "processes": 2,
-    "memory_available_gib": 8.0,
 @pytest.fixture
 def ahead(monkeypatch):
     """ahead(main) -> what a run of 12 steps that has done 3 of them says, and keeps."""
@@ -364,6 +364,12 @@ def test_what_cannot_be_predicted_stops_no_run(ahead, monkeypatch):
     assert len(said) == 2 and kept["predicted_seconds"] == 68
 
 
+# --- the plan ------------------------------------------------------------------------------------
+
+HERE = {
+    "devices": [],
+    "processes": 2,
+    "memory_available_gib": 8.0,
     "memory_gib": 9.0,
     "kind": "cpu",
 }
