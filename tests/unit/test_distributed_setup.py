@@ -150,6 +150,7 @@ STAGE3 = {
 
 
 def test_stage_3_says_when_to_fetch_and_gathers_the_weights_that_are_saved():
+    """Complaint 25: else the saved adapter is empty."""
     assert made("deepspeed --zero_stage 3 --bf16")["zero_optimization"] == STAGE3
     both = made("deepspeed --zero_stage 3 --offload_optimizer --offload_param --output b.json")
     host = {"device": "cpu", "pin_memory": True}
@@ -392,6 +393,7 @@ COMMAND = ["python", TRAIN, "--config=config.yaml", "--deepspeed=config/ds_confi
 
 
 def test_the_slurm_job_starts_one_task_per_gpu_and_nothing_in_it(start, here, tmp_path):
+    """Complaint 25: a port from the job's number, and ranks that each task finds on its node."""
     make("slurm --config config.yaml --num_nodes 2 --num_gpus_per_node 8 --use_deepspeed")
     done = start("scripts/slurm_job.sh", "--max_steps", "3")
     assert done["srun"] == ["--cpus-per-task=8", "--wait=120", *COMMAND, "--max_steps", "3"]
@@ -483,6 +485,7 @@ def test_a_job_that_is_not_submitted_says_so(start, name):
 
 
 def test_the_launcher_of_one_node_takes_a_free_port(start, here):
+    """Complaint 25: two jobs on a machine do not meet."""
     make("launcher --config config.yaml --num_gpus_per_node 4 --use_deepspeed")
     done = start("scripts/run_training.sh", "--max_steps", "3", NNODES="7")
     free = ["--max-restarts", "3", "--standalone", "--nproc_per_node", "4"]
@@ -495,6 +498,7 @@ def test_the_launcher_of_one_node_takes_a_free_port(start, here):
 
 @pytest.mark.parametrize("rank", [0, 1, 3])
 def test_the_launcher_of_a_node_joins_the_others(start, rank):
+    """Complaint 25: each node has its own rank."""
     flags = "launcher --config config.yaml --num_nodes 4 --num_gpus_per_node 8 --use_deepspeed"
     make(f"{flags} --master_addr 192.168.1.100 --node_rank {rank}")
     done = start(f"scripts/run_training_node{rank}.sh", MASTER_ADDR="elsewhere")
@@ -845,6 +849,7 @@ NUMBERS = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1
 )
 @pytest.mark.parametrize("command", ["launcher --master_addr n1", "slurm", "pbs"])
 def test_batch_numbers_must_multiply(change, says, command):
+    """Complaint 25: before anything is written."""
     Path("config.yaml").write_text(YAML + "  deepspeed_config: ds.json\n")
     Path("ds.json").write_text(json.dumps({**NUMBERS, **change}))
     line = f"{command} --num_nodes 2 --num_gpus_per_node 8 --use_deepspeed --output made"
