@@ -21,10 +21,9 @@ CUDA = GIB / 2  # what CUDA, its libraries and NCCL hold on a GPU beside the ten
 USABLE = 0.95  # of a GPU's memory: the rest is lost between blocks of unequal size
 MOST = 64  # rows of a micro-batch; more are not tried
 GUESS = 0.3  # of a known GPU's arithmetic is used, where no run says more
+# settings that it hangs on
 MEMORY = "model_name fine_tuning lora_r lora_alpha lora_targets lora_dropout init_adapter layout "
-MEMORY += (
-    "base_dtype lean use_mixed_precision use_gradient_checkpointing"  # settings that it hangs on
-)
+MEMORY += "base_dtype lean use_mixed_precision use_gradient_checkpointing"
 LINE = "{:<25}{:>8}{:>9}{:>8}{:>8}{:>8}{:>8}{:>6}{:>7}{:>9}"
 HEAD = "strategy", "GiB", "weights", "grads", "AdamW", "activ.", "host", "fits", "micro", "sent"
 LEGEND = "GiB of a rank with the longest rows; activ.: and all that comes and goes; micro: the"

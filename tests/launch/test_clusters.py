@@ -237,6 +237,41 @@ def test_a_process_that_dies_on_the_second_node_is_started_again(machines, undis
     assert numbers(here) == undisturbed
 
 
+# --- one machine ---------------------------------------------------------------------------------
+
+SHARDED = {  # the guide's commands and settings, letter for letter
+    "fsdp": (
+        "fsdp --sharding_strategy FULL_SHARD --mixed_precision BFLOAT16 "
+        "--output config/fsdp_config.json",
+        "launcher --config config.yaml --num_gpus_per_node 4",
+        'use_fsdp: true\n  fsdp_config: "config/fsdp_config.json"\n  use_deepspeed: false\n',
+    ),
+    "deepspeed": (
+        "deepspeed --zero_stage 2 --offload_optimizer --bf16 --output config/ds_config.json",
+        "launcher --config config.yaml --num_gpus_per_node 4 --use_deepspeed",
+        'use_deepspeed: true\n  deepspeed_config: "config/ds_config.json"\n'
+        "  gradient_accumulation_steps: 16\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("tool", ["fsdp", pytest.param("deepspeed", marks=pytest.mark.show)])
+def test_the_guide_s_commands_train_on_one_machine(tool, here):
+    """As they stand there, for four GPUs; here it is four processes on a CPU."""
+    if tool == "deepspeed":
+        pytest.importorskip("deepspeed", reason="pip install -r requirements-deepspeed.txt")
+    *commands, yaml = SHARDED[tool]
+    settle(here, steps=2, micro=1)
+    with (here / "config.yaml").open("a") as file:
+        file.write(f"distributed:\n  {yaml}")
+    assert generate(here, commands[0]) and generate(here, commands[1]) == "scripts/run_training.sh"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    command = ["bash", "scripts/run_training.sh"]
+    said = finished(subprocess.Popen(command, env=ENV, cwd=here, **pipes), 200)
+    assert {"fsdp": "FSDP FULL_SHARD precision=bf16", "deepspeed": "ZeRO-2"}[tool] in said
+    assert about(here) == ("torchrun", 4, "finished")
+
+
 # --- PBS -----------------------------------------------------------------------------------------
 
 
