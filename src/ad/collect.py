@@ -18,7 +18,7 @@ import numpy as np
 
 from ad import sources
 from ad.config import Source, read
-from ddp_utils import UserError, dist, records, resume
+from ddp_utils import UserError, checkpoint, dist, records, resume
 
 
 @dataclass
@@ -44,10 +44,12 @@ def collect(config, path):
     state, action, reward = sources.histories(config.alg, room, goals, *size, seed, rate)
     arrays = {"state": state, "action": action, "reward": reward, "goal": goals}
     arrays["history_goal"] = np.repeat(goals, config.n_stream)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp.npz")
-    np.savez(temporary, **arrays, meta=np.array(json.dumps(meta_of(config))))
-    os.replace(temporary, path)
+    temporary = path.with_name(f".tmp-{path.name}")  # a folder
+    with checkpoint.writing(path, temporary):
+        temporary.mkdir(parents=True)
+        np.savez(temporary / "all.npz", **arrays, meta=np.array(json.dumps(meta_of(config))))
+        os.replace(temporary / "all.npz", path)
+    temporary.rmdir()
     episodes = reward.reshape(len(reward), -1, room.horizon).sum(-1)
     return episodes.mean(0)
 

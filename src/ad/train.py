@@ -180,7 +180,8 @@ def main(argv=None) -> int:
     inputs = {"global_batch": str(global_batch)}
     if config.check:
         would = Run.would(config.output_dir, config, config.train_timesteps, inputs, needed)
-        print(*lines, f"histories: {path}{'' if path.exists() else ', to be collected'}", *would)
+        where = f"histories: {path}{'' if path.exists() else ', to be collected'}"
+        print(*lines, where, *would, sep="\n")
         return 0
 
     world = dist.join(world, config.timeout_minutes)
@@ -206,8 +207,8 @@ def main(argv=None) -> int:
         run.say(
             f"global_batch={global_batch} = {world.world_size} ranks x {counts[1]} accumulation x "
             f"{counts[0]} windows of {data.cut.window} steps; learning_rate={config.lr:.3g} "
-            f"steps={steps}\n{data.count} histories of {len(goals[0])} goals, {len(goals[1])} goals "
-            f"held out; {sum(p.numel() for p in model.parameters()):,} parameters"
+            f"steps={steps}\n{data.count} histories of {len(goals[0])} goals, {len(goals[1])} "
+            f"goals held out; {sum(p.numel() for p in model.parameters()):,} parameters"
         )
 
         # model
