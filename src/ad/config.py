@@ -136,14 +136,13 @@ def read(argv, console, config_class=Config, env=os.environ):
     data is read, naming file and line of what is wrong.
     """
     words = [word for word in argv if not is_setting(word)]
-    ours = "\n".join(word.replace("=", ": ", 1) for word in argv if is_setting(word))
     path = [word.removeprefix("--config=") for word in words if word.startswith("--config=")]
     path += [value for word, value in itertools.pairwise(words) if word == "--config"]
     places = {}
     values = _of_file(path[-1], places) if path else {}
-    if ours:
-        values |= _given(cli.from_text(File, ours, "command line", mine := {}), mine)
-        places |= mine
+    for word in filter(is_setting, argv):  # the last one counts, as with flags
+        values |= _of_word(word)
+        places[word.partition("=")[0]] = word.partition("=")[0]
     lines = [line for name in OTHERS if name in values for line in _other(name, values, places)]
     known = {field.name for field in dataclasses.fields(config_class)}
     default = config_class(**{name: value for name, value in values.items() if name in known})
@@ -165,6 +164,15 @@ def is_setting(word):
     """key=value, as in `lr=1e-3`."""
     name, equals, _ = word.partition("=")
     return bool(equals) and name.isidentifier()
+
+
+def _of_word(word):
+    """{name: value} of key=value, read as a line of a YAML file."""
+    name, _, text = word.partition("=")
+    try:
+        return _given(cli.from_text(File, f"{name}: {text}", "", mine := {}), mine)
+    except UserError as error:
+        raise UserError(str(error).removeprefix(":1: ")) from error
 
 
 def _given(found, places):

@@ -29,7 +29,7 @@ class Bar:
 
     def reach(self, step):
         """So many steps of the run are done."""
-        if not self.in_parts:
+        if self.now is not None and not self.in_parts:
             self.now.update(step - self.now.n)
 
     def begin(self, title, total, done=0):

@@ -1,0 +1,430 @@
+"""Algorithm Distillation, trained: on any number of processes, killed, by every launcher."""
+
+import hashlib
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import faults
+import runs
+from ad import collect, evaluate, train, windows
+from ad.config import Config, Source, read
+from conftest import ROOT
+from ddp_utils import UserError, plots
+from ranks import ranks, run_ranks
+
+BIN = Path(sys.executable).parent
+SCRIPT = str(ROOT / "src/ad/train.py")
+# 25 goals, 3 of them held out; 12 episodes of 6 steps, of which the model sees 4
+SMALL = runs.words(
+    """grid_size=5 horizon=6 n_stream=4 total_source_timesteps=288 train_n_stream=4
+train_source_timesteps=72 n_transit=24 tf_n_embd=16 tf_n_layer=2 train_batch_size=16
+train_timesteps=12 num_warmup_steps=3 summary_interval=1 eval_interval=4 gen_interval=4
+eval_episodes=6 eval_copies=2 ckpt_interval=5"""
+)
+SOURCE = Source(5, 6, n_stream=4, total_source_timesteps=288)
+
+
+@pytest.fixture(scope="module")
+def histories(tmp_path_factory):
+    path = tmp_path_factory.mktemp("histories") / "histories.npz"
+    collect.collect(SOURCE, path)
+    return path
+
+
+def life(folder, histories, *words, fault=None):
+    """One life of a run in this rank."""
+    plots.draw = lambda folder: None
+    evaluate.write = lambda folder, *_: None  # its picture, too
+    torch.set_num_threads(1)
+    if fault:
+        fault[0](*fault[1:])
+    assert train.main([*SMALL, f"traj_file={histories}", f"output_dir={folder}", *words]) == 0
+
+
+# --- the same numbers ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def one(histories, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one") / "run"
+    ranks(1, life, str(folder), histories)
+    return folder
+
+
+@pytest.mark.parametrize(("size", "batch", "turns"), [(2, 8, 1), (4, 4, 1), (1, 4, 4), (2, 2, 4)])
+def test_the_losses_are_those_of_one_process(size, batch, turns, one, histories, tmp_path):
+    """A big batch, its parts after one another, its parts beside each other."""
+    split = f"train_batch_size={batch}", f"gradient_accumulation_steps={turns}"
+    ranks(size, life, str(tmp_path / "run"), histories, *split)
+    found, expected = runs.lines(tmp_path / "run"), runs.lines(one)
+    assert [(a["split"], a["step"]) for a in found] == [(b["split"], b["step"]) for b in expected]
+    for a, b in zip(found, expected, strict=True):
+        assert abs(a["loss"] - b["loss"]) <= 1e-5 * math.log(5), (a, b)
+        assert a["count"] == b["count"]
+        assert a.get("learning_rate") == b.get("learning_rate")
+    assert found[0]["loss"] == pytest.approx(math.log(5), abs=1e-6)  # all actions alike
+    assert found[0]["grad_norm"] == pytest.approx(expected[0]["grad_norm"], rel=1e-6)
+
+
+def test_the_learning_rate_is_that_of_the_step(one):
+    """The original let the schedule run once per process: with four it ended at a quarter."""
+    rates = [line["learning_rate"] for line in runs.lines(one, "train")]
+    warm = [(done + 1) / 4 for done in range(3)]
+    cosine = [(1 + math.cos(math.pi * (done - 3) / 9)) / 2 for done in range(3, 12)]
+    assert rates == pytest.approx([8e-3 * factor for factor in warm + cosine])
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_killed_run_goes_on_bit_for_bit(size, histories, tmp_path):
+    words = ["tf_dropout=0.1", "use_compressed_context=true", "compress_interval=12"]
+    fault = (faults.kill_in_backward, size - 1, 7)
+    for name, faulty in (("undisturbed", None), ("killed", fault), ("killed", None)):
+        outcome = run_ranks(size, again, str(tmp_path / name), histories, words, faulty)
+        assert (-9 in outcome.codes) == bool(faulty), outcome.logs
+    assert "goes on after step 5" in outcome.logs[0]
+    found = [tmp_path / name for name in ("undisturbed", "killed")]
+    assert faults.numbers(found[0]) == faults.numbers(found[1])
+    weights = [(folder / "model/model.safetensors").read_bytes() for folder in found]
+    assert hashlib.sha256(weights[0]).digest() == hashlib.sha256(weights[1]).digest()
+
+
+def again(folder, histories, words, fault):
+    life(folder, histories, *words, fault=fault)
+
+
+def test_the_test_is_exact(one, histories):
+    """Against the saved model, window by window, in float64."""
+    model, config = evaluate.load(one)
+    model.double().eval()
+    arrays, _ = windows.read(histories)
+    _, goals = config.room.split(0, 0.9)
+    losses = []
+    for history in np.flatnonzero(np.isin(arrays["history_goal"], goals)):
+        for start in (0, 24, 48):
+            part = slice(start, start + 24)
+            cell, action, reward = (arrays[n][history, part] for n in ("state", "action", "reward"))
+            before = np.array([[5, *action[:-1]], [0, *reward[:-1]]])
+            place = [int(step % 6 == 0) for step in range(24)]
+            tokens = [torch.tensor(np.array([row])).long() for row in (cell, *before, place)]
+            with torch.no_grad():
+                logits = model(train.windows.Tokens(*tokens))[0].numpy()
+            scores = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+            losses.append(-scores[np.arange(24), action].mean())
+    last = runs.lines(one, "val")[-1]
+    assert last["count"] == 2 * len(goals)  # tries
+    assert last["loss"] == pytest.approx(np.mean(losses), rel=1e-6)
+
+
+# --- in context ----------------------------------------------------------------------------------
+
+
+WRONG_FLAGS = ("--goal_idx=3", "give -1, or 0 to 2"), ("--ckpt_dir=tests", "cannot be read")
+
+
+def test_evaluate_finds_what_the_run_has_found(one, capsys):
+    """The same tries of the same goals; one goal alone, too."""
+    flags = ["--ckpt_dir", str(one), "--eval_episodes", "6", "--eval_copies", "2"]
+    assert evaluate.main(flags) == 0
+    found = json.loads((one / "evaluation/summary.json").read_text())
+    assert found == json.loads((one / "summary.json").read_text())["test"]
+    said, returns = capsys.readouterr().out, np.load(one / "evaluation/eval_result.npy")
+    assert returns.shape == (3, 6)  # of 25 goals a tenth is held out
+    assert f"overall mean {returns.mean():.2f}" in said
+    assert found["return_last10"] == pytest.approx(returns.mean())
+    assert {"control_wiped", "control_zero_reward", "fraction_of_optimum"} < set(found)
+    assert (one / "evaluation/returns.png").stat().st_size > 10000
+    assert evaluate.main([*flags, "--goal_idx", "1"]) == 0
+    assert np.load(one / "evaluation/eval_result.npy").shape == (1, 6)
+    assert capsys.readouterr().out.startswith("goal (")
+    for flag, says in (
+        ("--goal_idx=3", "give -1, or 0 to 2"),
+        ("--ckpt_dir=tests", "cannot be read"),
+    ):
+        with pytest.raises(UserError, match=says):
+            evaluate.main([*flags, flag])
+
+
+def test_a_newest_checkpoint_is_the_one_with_the_highest_number(one, tmp_path):
+    """ckpt-9000 came after ckpt-10000 in the original, which sorted names."""
+    from ddp_utils import checkpoint
+
+    model, config = evaluate.load(one)
+    for step in (9000, 10000):
+        tensors = {
+            f"parameter/{k}": torch.full_like(v, step) for k, v in model.state_dict().items()
+        }
+        checkpoint.write(tmp_path / "checkpoints", step, tensors, {})
+    (tmp_path / "config.json").write_text((one / "config.json").read_text())
+    assert evaluate.load(tmp_path)[0].head.bias[0] == 10000
+
+
+LEARNS = runs.words(
+    """grid_size=5 horizon=10 n_stream=20 total_source_timesteps=4000 train_n_stream=20
+train_source_timesteps=200 n_transit=100 train_batch_size=32 train_timesteps=260 num_warmup_steps=20
+gen_interval=0 eval_interval=0 eval_episodes=20 summary_interval=20"""
+)
+
+
+def test_it_learns_in_context_on_goals_that_it_has_never_seen(tmp_path):
+    """On a small room, in seconds; the real bar is below, under `show`."""
+    folder = tmp_path / "run"
+    assert train.main([*LEARNS, f"traj_file={tmp_path / 'x.npz'}", f"output_dir={folder}"]) == 0
+    found = json.loads((folder / "summary.json").read_text())["test"]
+    returns = np.load(folder / "eval_result.npy")
+    print(found)
+    assert runs.lines(folder, "train")[-1]["loss"] < 1.0
+    assert returns[:, -5:].mean() > 2 * returns[:, 0].mean()
+    for control in ("control_wiped", "control_zero_reward"):
+        assert found[control] < 0.6 * found["fraction_of_optimum"]
+
+
+@pytest.mark.show
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_demo_learns_in_context(seed, tmp_path):
+    """From nothing, two processes: the bar of the project, goals held out by three seeds."""
+    folder = tmp_path / "run"
+    command = [f"{BIN}/torchrun", "--standalone", "--nproc_per_node=2", SCRIPT]
+    command += [f"output_dir={folder}", f"env_split_seed={seed}", "train_batch_size=12"]
+    done = start([*command, f"traj_file={tmp_path / 'x.npz'}"], timeout=400)
+    summary = json.loads((folder / "summary.json").read_text())
+    print(seed, summary["seconds"], summary["test"], done.stdout[-300:])
+    assert summary["test"]["fraction_of_optimum"] >= 0.75
+    assert summary["test"]["return_first"] <= 2.5
+    assert summary["test"]["control_wiped"] <= 0.25
+    assert summary["test"]["control_zero_reward"] <= 0.25
+    assert summary["seconds"] < 240
+
+
+# --- launchers -----------------------------------------------------------------------------------
+
+BANNER = """============================================================
+Multi-GPU Training Configuration
+============================================================
+Number of processes: {size}
+Distributed type: DistributedType.{kind}
+Mixed precision: {precision}
+Gradient accumulation steps: {turns}
+Main process device: cpu
+============================================================
+"""
+ACCELERATE = [f"{BIN}/accelerate", "launch"]
+TORCHRUN = [f"{BIN}/torchrun", "--standalone", "--nproc_per_node=2"]
+CONFIGURED = [*ACCELERATE, "--config_file", str(ROOT / "config/accelerate/cpu.yaml")]
+
+
+def start(command, code=0, cwd=ROOT, timeout=120, **env):
+    mine = ("RANK", "WORLD", "LOCAL", "MASTER", "PMI", "OMPI", "SLURM", "TORCHELASTIC", "ACCEL")
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(mine)}
+    done = subprocess.run(
+        list(map(str, command)),
+        env={**clean, "OMP_NUM_THREADS": "1", **env},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+@pytest.mark.parametrize(
+    ("launcher", "size", "name", "words"),
+    [
+        ([*ACCELERATE, "--num_processes", "1", "--num_machines", "1"], 1, "python", []),
+        ([*CONFIGURED, "--main_process_port", "0"], 2, "accelerate", ["train_batch_size=8"]),
+        (TORCHRUN, 2, "torchrun", ["train_batch_size=4", "gradient_accumulation_steps=2"]),
+    ],
+    ids=["accelerate, one", "accelerate, two", "torchrun, two"],
+)
+def test_launchers_start_as_many_as_they_say(launcher, size, name, words, one, histories, tmp_path):
+    """From the folder of the script, as the guide does it; the losses are those of one process."""
+    place = f"traj_file={histories}", f"output_dir={tmp_path / 'run'}"
+    words += ["train_timesteps=3", "gen_interval=0"]
+    done = start([*launcher, "train.py", *SMALL, *place, *words], cwd=ROOT / "src/ad")
+    kind, turns = "MULTI_CPU" if size > 1 else "NO", 2 if "torchrun" in name else 1
+    banner = BANNER.format(size=size, kind=kind, precision="no", turns=turns)
+    assert done.stdout.count(banner) == 1  # of the main process alone
+    about = json.loads((tmp_path / "run/environment.json").read_text())
+    assert (about["launcher"], about["world_size"]) == (name, size)
+    found = [line["loss"] for line in runs.lines(tmp_path / "run", "train")]
+    expected = [line["loss"] for line in runs.lines(one, "train")][:1]
+    assert found[:1] == pytest.approx(expected, abs=1e-5)
+    assert {p.name for p in (tmp_path / "run/checkpoints").iterdir()} == {"step-00000003"}
+
+
+def test_the_launcher_s_precision_stands_above_the_file_s(histories, tmp_path):
+    """On a CPU fp16 is refused in one line, wherever it comes from; bf16 trains."""
+    words = [
+        *SMALL,
+        f"traj_file={histories}",
+        f"output_dir={tmp_path / 'run'}",
+        "train_timesteps=2",
+    ]
+    command = [*ACCELERATE, "--num_processes", "1", "--num_machines", "1", "--mixed_precision"]
+    done = start([*command, "fp16", SCRIPT, *words, "mixed_precision=no"], code=1)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert line == "error: --mixed_precision: fp16 does not train on a CPU; give no, or bf16"
+    done = start([sys.executable, SCRIPT, *words, "mixed_precision=fp16"], code=2)
+    assert done.stderr == line + "\n"
+    assert not (tmp_path / "run").exists()
+    done = start([*command, "bf16", SCRIPT, *words])
+    assert "Mixed precision: bf16" in done.stdout
+
+
+# --- settings ------------------------------------------------------------------------------------
+
+KEYS = {  # of the original's files, with its values
+    "env": "darkroom",
+    "grid_size": 9,
+    "dim_states": 2,
+    "dim_actions": 1,
+    "num_actions": 5,
+    "horizon": 20,
+    "env_split_seed": 0,
+    "train_env_ratio": 0.9,
+    "max_reward": 20,
+    "alg": "PPO",
+    "policy": "MlpPolicy",
+    "n_steps": 80,
+    "batch_size": 40,
+    "n_epochs": 20,
+    "alg_seed": 42,
+    "total_source_timesteps": 100000,
+    "n_stream": 100,
+    "source_lr": 3e-4,
+    "n_process": 8,
+    "dynamics": False,
+    "dynamics_strength": 1.0,
+    "label_smoothing": 0.0,
+    "flash_attn": True,
+    "beta1": 0.9,
+    "beta2": 0.99,
+    "weight_decay": 0.01,
+    "summary_interval": 100,
+    "eval_interval": 1000,
+    "gen_interval": 10000,
+    "ckpt_interval": 1000,
+    "train_n_stream": 100,
+    "model": "AD",
+    "tf_n_embd": 64,
+    "tf_n_layer": 4,
+    "tf_n_head": 4,
+    "tf_dropout": 0.1,
+    "tf_attn_dropout": 0.1,
+    "tf_n_inner": 128,
+    "n_transit": 80,
+    "lr": 3e-4,
+    "train_batch_size": 512,
+    "test_batch_size": 2048,
+    "train_source_timesteps": 1000,
+    "train_timesteps": 50000,
+    "num_warmup_steps": 1000,
+    "num_workers": 4,
+    "use_compressed_context": True,
+    "compress_interval": 80,
+    "mixed_precision": "fp16",
+    "gradient_accumulation_steps": 1,
+}
+REFUSED = {"max_reward", "alg", "policy", "n_steps", "batch_size", "n_epochs", "dynamics_strength"}
+ALONE = {"n_stream": ["total_source_timesteps=100000"], "total_source_timesteps": ["n_stream=100"]}
+ALONE |= {"train_n_stream": ["n_stream=100", "total_source_timesteps=100000"]}
+ALONE |= {"train_source_timesteps": ["total_source_timesteps=40000"]}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_each_key_of_the_original_works_or_is_refused_with_a_reason(name, tmp_path):
+    file = tmp_path / "model.yaml"
+    file.write_text(f"# a model\n{name}: {json.dumps(KEYS[name])}\n")
+    argv = ["--config", str(file), *ALONE.get(name, [])]
+    if name in REFUSED:
+        with pytest.raises(UserError, match=rf"model\.yaml:2: {name}: .+"):
+            read(argv, True)
+        return
+    config, lines = read(argv, True)
+    known = name in vars(config)
+    assert known or name in train_only() or any(line.startswith(f"{name}: not") for line in lines)
+    assert not known or getattr(config, name) == KEYS[name]
+    if not known and name in train_only():  # another value is refused
+        file.write_text(f"{name}: 77\n")
+        with pytest.raises(UserError, match=rf"model\.yaml:1: {name}: 77 is not"):
+            read(argv, True)
+
+
+def train_only():
+    from ad.config import FIXED
+
+    return FIXED
+
+
+def test_the_files_of_the_project_say_what_the_guide_says():
+    plain, _ = read(["--config", "config/model/ad_dr.yaml"], True)
+    assert (plain.tf_n_embd, plain.tf_n_layer, plain.n_transit, plain.lr) == (64, 4, 240, 3e-4)
+    assert (plain.train_batch_size, plain.test_batch_size) == (512, 2048)
+    both = ["--config", "config/model/ad_dr_compressed.yaml"]
+    compressed, _ = read([*both, "tf_n_layer=2", "--lr", "1e-3"], True)
+    assert (compressed.use_compressed_context, compressed.compress_interval) == (True, 80)
+    assert (compressed.tf_n_embd, compressed.horizon, compressed.n_stream) == (128, 20, 100)
+    assert (compressed.tf_n_layer, compressed.lr) == (2, 1e-3)  # what is said last
+    assert Config().train_timesteps == 1500
+
+
+WRONG = {
+    "lr=": "lr: None is not a valid float",
+    "lr=1 lr=0": "lr: 0 is out of range; give a value above 0",
+    "lr=fast": "lr: 'fast' is not a valid float",
+    "n_trasit=80": "n_trasit is not a setting; did you mean n_transit?",
+    "lr=0": "lr: 0 is out of range; give a value above 0",
+    "grid_size=17": "grid_size: 17 is out of range; give a value from 2 to 16",
+    "alg=PPO": "alg: 'PPO' is no source; PPO took hours for each goal; give q_l",
+    "horizon=7": "--total_source_timesteps: give a multiple of 40 streams of episodes of 7 steps",
+    "tf_n_head=5": "--tf_n_embd: give an even multiple of tf_n_head",
+    "n_transit=10": "n_transit: give an episode (20) or more",
+    "train_env_ratio=0.999": "train_env_ratio: no goal is left on one of the two",
+    "alg=noise source_lr=1": "source_lr: noise does not learn; leave it out",
+    "use_compressed_context=true n_transit=100": "n_transit: two regions do not",
+    "use_compressed_context=true compress_interval=30": "compress_interval: give w",
+    "train_source_timesteps=500": "train_source_timesteps: a history has total_so",
+    "train_source_timesteps=200": "train_source_timesteps: give a window (240) or",
+    "predict_compress=true": "predict_compress: True is not False: regions end by",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_a_mistake_is_one_line(words):
+    with pytest.raises(UserError, match="^" + re.escape(WRONG[words])):
+        read(words.split(), True)
+
+
+def test_a_file_that_includes_itself_is_one_line(tmp_path):
+    (tmp_path / "a.yaml").write_text("include: b.yaml\n")
+    (tmp_path / "b.yaml").write_text("lr: 1e-3\ninclude: a.yaml\n")
+    with pytest.raises(UserError, match=r"[ab]\.yaml:\d: include: it includes itself"):
+        read(["--config", str(tmp_path / "a.yaml")], True)
+
+
+def test_histories_of_other_settings_are_refused(histories, tmp_path):
+    place = [f"traj_file={histories}", f"output_dir={tmp_path / 'run'}"]
+    with pytest.raises(UserError, match=r"has alg_seed 42, these settings 7; give its own, or"):
+        train.main([*SMALL, *place, "alg_seed=7"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_check_trains_nothing(tmp_path, capsys):
+    place = [f"traj_file={tmp_path / 'x.npz'}", f"output_dir={tmp_path / 'run'}", "num_workers=4"]
+    assert train.main([*SMALL, *place, "--check"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said == [
+        "num_workers: not needed: windows are cut on the device, there is no loader",
+        f"histories: {tmp_path / 'x.npz'}, to be collected",
+        f"run folder: {tmp_path / 'run'}",
+    ]
+    assert list(tmp_path.iterdir()) == []
