@@ -16,7 +16,7 @@ import torch
 
 import main_distributed
 import runs
-from ddp_utils import checkpoint, dist, parallel, plots, signals
+from ddp_utils import checkpoint, dist, parallel, signals
 from ranks import run_ranks
 
 # twelve steps with a checkpoint after 5 and 10, a validation after 4, 8 and 12
@@ -31,8 +31,7 @@ def start(world_size, folder, *flags, fault=None, env=None, timeout=120):
 
 
 def _life(folder, flags, fault):
-    plots.draw = lambda folder: None  # a second that these tests do not look at
-    torch.set_num_threads(1)
+    runs.hurry()
     if fault:
         fault[0](*fault[1:])
     code = main_distributed.main([*STEPS, *flags, "--result_dir", folder])

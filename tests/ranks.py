@@ -26,6 +26,7 @@ CONTEXT.set_forkserver_preload(
         "peft",
         "main_distributed",
         "pytest",  # which the test modules import, in each rank again
+        "hypothesis",
     ]
 )
 

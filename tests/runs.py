@@ -8,7 +8,7 @@ from shlex import split as words
 import torch
 
 import main_distributed
-from ddp_utils import batching, parallel, plots
+from ddp_utils import batching, parallel, plots, speed
 
 # what a comparison to the letter needs; the demo model is the default
 PAIRS = str(Path(__file__).parent / "data/pairs.jsonl")  # eight of the demo's test pairs
@@ -18,10 +18,16 @@ FULL = words("--fine_tuning full --learning_rate 3e-4")
 LORA = words("--fine_tuning lora --learning_rate 1e-3")
 
 
+def hurry():
+    """Leave out of the runs of this process what their tests do not look at."""
+    plots.draw = lambda folder: None  # a second
+    speed.peak_flops = lambda device, dtype: None  # 0.2 s: what a matrix product reaches, for mfu
+    torch.set_num_threads(1)
+
+
 def train(folder, *flags_of_runs):
     """Run main() once per list of flags in this rank's group -> list of lines per run."""
-    plots.draw = lambda folder: None  # a second per run that these tests do not look at
-    torch.set_num_threads(1)
+    hurry()
     results = []
     for number, flags in enumerate(flags_of_runs):
         # a parent of its own: runs beside each other share the reference's log-probs
