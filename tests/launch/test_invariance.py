@@ -1,6 +1,5 @@
 """The same numbers on 1, 2 or 4 processes, however the global batch is split (invariant 3)."""
 
-import itertools
 import math
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 import runs
 from ranks import ranks
 
-STEPS = 30
+STEPS = 20
 COMMON = ["--max_steps", str(STEPS), "--max_rows", "60", "--max_length", "64", "--beta", "0.5"]
 # global batches of 8 by 1, 2, 4 accumulations, and of 7, which no number of ranks divides;
 # and both with separate rows instead of shared prompts
@@ -20,7 +19,21 @@ SPLITS = [
     ["--batch_size", "7", "--gradient_accumulation_steps", "1"],
 ]
 SEPARATE = [[*SPLITS[turn], "--layout", "separate"] for turn in (1, 3)]
-SPLITS_OF = {1: SPLITS, 2: SPLITS + SEPARATE, 4: SPLITS}
+EVERY = {1: SPLITS, 2: SPLITS + SEPARATE, 4: SPLITS}
+# each number of ranks, of accumulations and each layout at least once, 7 by every number of ranks
+FULL = {
+    1: [SPLITS[0], SPLITS[2], SPLITS[3]],
+    2: [SPLITS[1], SEPARATE[1]],
+    4: [SPLITS[2], SPLITS[3]],
+}
+LORA = {1: [SPLITS[0], SPLITS[3]], 2: [SPLITS[3]], 4: [SPLITS[1]]}
+CASES = {
+    "full": (STEPS, runs.FULL, FULL),
+    "lora": (STEPS, runs.LORA, LORA),
+    "full, every": (30, runs.FULL, EVERY),
+    "lora, every": (30, runs.LORA, EVERY),
+}
+SHOWN = [pytest.param(n, marks=[pytest.mark.show] * n.endswith("every")) for n in CASES]
 
 
 def allowed(reference):
@@ -28,18 +41,18 @@ def allowed(reference):
     return [1e-5 * max(abs(loss), abs(reference[0])) for loss in reference]
 
 
-@pytest.mark.parametrize("mode", [runs.FULL, runs.LORA], ids=["full", "lora"])
-def test_complaint_01_02_losses_do_not_depend_on_ranks_or_accumulation(mode, tmp_path):
-    found = {}
-    for world_size, splits in SPLITS_OF.items():
-        flags = [[*COMMON, *mode, *split] for split in splits]
+@pytest.mark.parametrize("case", SHOWN)
+def test_complaint_01_02_losses_do_not_depend_on_ranks_or_accumulation(case, tmp_path):
+    (steps, mode, splits_of), found = CASES[case], {}
+    for world_size, splits in splits_of.items():
+        flags = [[*COMMON, *mode, *split, "--max_steps", str(steps)] for split in splits]
         results = ranks(world_size, runs.train, str(tmp_path), *flags, timeout=120)
         for split, run in zip(splits, results[0], strict=True):
             found[world_size, split[1], split[3], split[-1] == "separate"] = runs.losses(run)
     worst = 0.0
     for (world_size, batch, accumulation, separate), losses in found.items():
         reference = found[1, "7" if batch == "7" else "8", "1", False]
-        assert len(losses) == STEPS
+        assert len(losses) == steps
         assert losses[0] == pytest.approx(math.log(2), abs=1e-5)  # not world_size times it
         for step, (mine, first, bound) in enumerate(
             zip(losses, reference, allowed(reference), strict=True)
@@ -51,18 +64,19 @@ def test_complaint_01_02_losses_do_not_depend_on_ranks_or_accumulation(mode, tmp
     print(f"largest difference: {worst:.3f} of what is allowed")
 
 
-@pytest.mark.parametrize("mode", [runs.FULL, runs.LORA], ids=["full", "lora"])
-def test_complaint_01_the_first_gradient_is_the_same_to_1e_6(mode, tmp_path):
-    splits = [SPLITS[0], SPLITS[2], SPLITS[3], SEPARATE[1]]
-    found = {}
-    for world_size in (1, 2, 4):
+@pytest.mark.parametrize("case", SHOWN)
+def test_complaint_01_the_first_gradient_is_the_same_to_1e_6(case, tmp_path):
+    (_, mode, splits_of), found = CASES[case], []
+    for world_size, splits in splits_of.items():
         flags = [[*COMMON[2:], *mode, *split] for split in splits]
         for gradients in ranks(world_size, runs.first_gradients, str(tmp_path), *flags):
-            found.setdefault(world_size, []).append(gradients)
-    ones, sevens = found[1][0][0], found[1][0][2]
-    for gradients in itertools.chain(*found.values()):
-        for mine, reference in zip(gradients, (ones, ones, sevens, sevens), strict=True):
-            assert (mine - reference).norm() <= 1e-6 * reference.norm()
+            found += [
+                (split[1] == "7", mine) for split, mine in zip(splits, gradients, strict=True)
+            ]
+    ones, sevens = (next(mine for of_7, mine in found if of_7 == seven) for seven in (False, True))
+    for of_7, mine in found:
+        reference = sevens if of_7 else ones
+        assert (mine - reference).norm() <= 1e-6 * reference.norm()
     assert not torch.allclose(ones, sevens)
 
 
@@ -77,8 +91,14 @@ def test_the_mean_of_per_rank_means_would_be_seen(tmp_path):
     assert max(over) > 100, f"largest difference is only {max(over):.1f} of what is allowed"
 
 
-@pytest.mark.parametrize("scaling", ["linear", "world_size"])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+SCALINGS = [("linear", 2), ("world_size", 1), ("world_size", 4)]
+OTHERS = [("linear", 1), ("linear", 4), ("world_size", 2)]
+
+
+@pytest.mark.parametrize(
+    ("scaling", "world_size"),
+    [*SCALINGS, *(pytest.param(*case, marks=pytest.mark.show) for case in OTHERS)],
+)
 def test_complaint_04_the_learning_rate_is_its_closed_form(scaling, world_size, tmp_path):
     # 12 steps, warm-up 0.25 x 12 = 3 steps: (s + 1) / 4, then 1 - (s - 3) / 9
     flags = runs.words(
