@@ -39,7 +39,7 @@ def collect(config, path):
     The file appears whole or not at all.
     """
     path, room, goals = Path(path), config.room, np.arange(config.room.cells)
-    resume.check_place("--traj_file", path.parent)
+    resume.check_place("--traj_file", path)
     size, seed, rate = (config.n_stream, config.source_steps), config.alg_seed, config.source_lr
     state, action, reward = sources.histories(config.alg, room, goals, *size, seed, rate)
     arrays = {"state": state, "action": action, "reward": reward, "goal": goals}

@@ -113,7 +113,11 @@ def from_yaml(config_class, path, places=None):
     places: a dict that gets `section.name` -> `path:line: section.name` of what the file says.
     Raises UserError with file and line for an unknown or double key, a wrong type, an alias or tag.
     """
-    text = records.content(path, most=2**17).decode()
+    return from_text(config_class, records.content(path, most=2**17).decode(), path, places)
+
+
+def from_text(config_class, text, path, places=None):
+    """The same of a text; path: what errors call it."""
     reader, depth = yaml.YAML(typ="safe", pure=True), 0
     try:
         for event in reader.parse(text):

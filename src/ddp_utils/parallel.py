@@ -213,8 +213,10 @@ def make_optimizer(policy, config, peak, steps):
     else:
         parameters = trainable(policy).values()
         fused = next(iter(parameters)).device.type == "cuda"
-        optimizer = torch.optim.AdamW(_groups(parameters, config), lr=peak, fused=fused)
-    warmup = math.ceil(config.warmup_ratio * steps)
+        betas = getattr(config, "betas", (0.9, 0.999))
+        groups = _groups(parameters, config)
+        optimizer = torch.optim.AdamW(groups, lr=peak, betas=betas, fused=fused)
+    warmup = math.ceil(round(config.warmup_ratio * steps, 6))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda done: decay(config.lr_scheduler, done, steps, warmup)
     )

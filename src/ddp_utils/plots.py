@@ -16,6 +16,9 @@ FIGURES = {  # file -> panels of (title, {metric: label})
         ("margins", {"rewards/margins": "margins"}),
     ],
     "accuracies.png": [("share of pairs ranked right", {"rewards/accuracies": "accuracies"})],
+    "in_context.png": [
+        ("share of the optimum in the last 10 episodes", {"fraction_of_optimum": "in context"})
+    ],
     "baking.png": [
         ("KL to the prompted model, nats a token", {"kl": "kl"}),
         ("share baked", {"share_baked": "baked"}),

@@ -14,7 +14,12 @@ from ddp_utils import Stop, UserError, checkpoint
 FREE = {"check", "debug", "restart", "log_every", "save_every", "keep_checkpoints"}
 FREE |= {"result_dir", "out_dir", "output_dir", "stop_after_minutes", "timeout_minutes"}
 FREE |= {"config", "deepspeed", "report_to", "bucket_mb", "num_workers"}
-SAID = {"max_steps", "num_epochs"}  # length and strategy may change too, and it is said
+FREE |= {"ckpt_interval", "eval_interval", "gen_interval", "summary_interval"}
+SAID = {
+    "max_steps",
+    "num_epochs",
+    "train_timesteps",
+}  # length and strategy may change too, and it is said
 SAID |= {"strategy", "use_fsdp", "fsdp_config", "use_deepspeed", "deepspeed_config"}
 SAID |= {"content of fsdp_config", "content of deepspeed_config"}
 
@@ -60,7 +65,7 @@ def _verdict(folder, settings, inputs, restart):
     if (folder / ".lock").exists():
         lock(folder).release()
     # where these count per process, their product with the world size is among the inputs
-    split = {"batch_size", "micro_batch_size", "gradient_accumulation_steps"}
+    split = {"batch_size", "micro_batch_size", "train_batch_size", "gradient_accumulation_steps"}
     split = split if "global_batch" in inputs else set()
     differences = _differences(read_json(folder / "config.json"), settings, FREE | split)
     before = read_json(folder / "environment.json")

@@ -33,7 +33,7 @@ CHANGED["git_commit"] = "the code is another"
 FINISHED = "{} holds this run, finished: the same settings, the same data"
 SAVE_MINUTES = 15  # between two checkpoints, where save_every leaves it open
 COLUMNS = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
-COLUMNS += ("kl", "kl_base", "share_baked")
+COLUMNS += ("kl", "kl_base", "share_baked", "accuracy", "fraction_of_optimum")
 
 
 class Run:

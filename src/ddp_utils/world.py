@@ -82,6 +82,8 @@ def choose_device(world, backend) -> World:
     """
     if backend in ("auto", "xpu", "ccl"):
         kinds = ("cuda", "xpu", "cpu") if backend == "auto" else ("xpu",)
+        if backend == "auto" and os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true"):
+            kinds = ("cpu",)  # accelerate launch --cpu
         kind = next((kind for kind in kinds if kind == "cpu" or _count(kind)), "xpu")
         backend = {"cuda": "nccl", "xpu": _xpu_backend(backend), "cpu": "gloo"}[kind]
     kind = BACKENDS[backend]

@@ -111,6 +111,22 @@ def finished(process, timeout=100):
     return said
 
 
+AD = "grid_size=5 n_stream=2 total_source_timesteps=800 train_n_stream=2 n_transit=40 tf_n_embd=16 "
+AD += "train_source_timesteps=400 tf_n_layer=1 train_timesteps=4 num_warmup_steps=1 eval_episodes=4"
+
+
+def test_distillation_trains_in_a_slurm_job(slurm, here):
+    """scripts/multi_gpu_train.slurm as it is, on two machines of one GPU."""
+    (here / "src").symlink_to(ROOT / "src")  # the project is where it is submitted
+    sizes = ["--nodes=2", "--ntasks-per-node=1", "--gres=gpu:1", "--cpus-per-task=1"]
+    script = ROOT / "scripts/multi_gpu_train.slurm"
+    words = [*shlex.split(AD), f"traj_file={here / 'x.npz'}", "output_dir=run"]
+    said = slurm.run("sbatch", *sizes, script, *words, env=ENV, cwd=here)
+    said = ends(slurm, said.split()[-1], here)
+    assert said.count("Number of processes: 2\nDistributed type: DistributedType.MULTI_CPU") == 1
+    assert about(here) == ("srun", 2, "finished")
+
+
 # --- Slurm ---------------------------------------------------------------------------------------
 
 SLURM = "slurm --num_nodes 2 --num_gpus_per_node 1 --modules --conda_env '' --time_limit "
