@@ -25,6 +25,11 @@ def hurry():
     torch.set_num_threads(1)
 
 
+def main(flags):
+    hurry()
+    return main_distributed.main(flags)
+
+
 def train(folder, *flags_of_runs):
     """Run main() once per list of flags in this rank's group -> list of lines per run."""
     hurry()
