@@ -191,13 +191,16 @@ def answer(policy, data, encoder, config, run):
 
 
 def write_examples(run, data, before, after, judge):
-    """distributed_output_<split>.txt side by side, and the judge's summary into the results."""
+    """Replies side by side, for people and as data; the judge's summary into the results."""
+    examples = {}
     for split, replies in after.items():
         pairs = data[split][: len(replies)]
         rows = [pair.text for pair in pairs], before[split], replies, [p.expected for p in pairs]
-        text, summary = sampling.side_by_side(*rows, judge)
+        examples[split], summary = sampling.side_by_side(*rows, judge)
+        text = sampling.as_text(examples[split], summary)
         run.write_text(f"distributed_output_{split}.txt", text)
         run.results[split] |= summary
+    run.write_json("examples.json", examples)
 
 
 # --- main ----------------------------------------------------------------------------------------

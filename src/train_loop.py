@@ -231,22 +231,24 @@ def answer(student, questions, encoder, x0, config, run, who):
 
 
 def write_examples(run, questions, replies, judge):
-    """distributed_output_test.txt side by side, and the judge's mean scores into the results."""
-    blocks, scores = [], {}
-    for number, question in enumerate(questions):
-        said = {who: texts[number].strip() for who, texts in replies.items()}
-        lines = [f"--- {number + 1} of {len(questions)}", f"question: {question}"]
-        blocks.append("\n".join([*lines, *(f"{who + ':':9} {text}" for who, text in said.items())]))
+    """Replies side by side, for people and as data; the judge's mean scores into the results."""
+    rows, scores = [], {}
+    for question, *texts in zip(questions, *replies.values(), strict=True):
+        said, verdicts = {who: text.strip() for who, text in zip(replies, texts, strict=True)}, []
         for who, text in said.items() if judge else ():
-            for name, score in judge(question, text).items():
+            found = judge(question, text)
+            for name, score in found.items():
                 scores.setdefault(f"judge/{who}/{name}".rstrip("/"), []).append(score)
+            marks = (f"{name} {score:g}".strip() for name, score in found.items())
+            verdicts.append(f"{who} ({', '.join(marks)})")
+        said |= {"verdict": ", ".join(verdicts)} if verdicts else {}
+        rows.append({"question": question, **said})
     means = {name: sum(found) / len(found) for name, found in scores.items()}
-    head = "".join(f"{name}: {value:.4f}\n" for name, value in means.items())
-    text = "\n\n".join([head, *blocks] if head else blocks) + "\n"
-    run.write_text("distributed_output_test.txt", text)
+    run.write_json("examples.json", {"test": rows})
+    run.write_text("distributed_output_test.txt", sampling.as_text(rows, means))
     run.results["test"] = {"count": len(questions), **means}
     if means:
-        run.say(head.rstrip())
+        run.say("\n".join(f"{name}: {value:.4f}" for name, value in means.items()))
 
 
 # --- main ----------------------------------------------------------------------------------------

@@ -139,19 +139,25 @@ def compare(policy, reference):
 
 
 def side_by_side(prompts, before, after, expected, judge=None):
-    """What a person reads, one block per prompt, and with a judge the summary of compare()."""
-    blocks, scores = [], []
-    for number, row in enumerate(zip(prompts, before, after, expected, strict=True), start=1):
-        prompt, was, now, wanted = (text.strip() for text in row)
-        block = f"--- {number} of {len(prompts)}\nprompt:     {prompt}\nreference:  {was}\n"
-        block += f"fine-tuned: {now}\nexpected:   {wanted}\n"
+    """A row of texts for each prompt, and with a judge the summary of compare()."""
+    rows, scores = [], []
+    for texts in zip(prompts, before, after, expected, strict=True):
+        prompt, was, now, wanted = (text.strip() for text in texts)
+        rows.append({"prompt": prompt, "reference": was, "fine-tuned": now, "expected": wanted})
         if judge:
             scores.append((judge(prompt, now), judge(prompt, was)))
-            block += f"verdict:    {_verdict(*scores[-1])}\n"
-        blocks.append(block)
-    summary = compare(*zip(*scores, strict=True)) if scores else {}
-    head = "".join(f"{name}: {value}\n" for name, value in summary.items())
-    return "\n".join([head, *blocks] if head else blocks), summary
+            rows[-1]["verdict"] = _verdict(*scores[-1])
+    return rows, compare(*zip(*scores, strict=True)) if scores else {}
+
+
+def as_text(rows, summary):
+    """What a person reads: the judge's summary, then one block per row."""
+    blocks = ["".join(f"{name}: {value}\n" for name, value in summary.items())] * bool(summary)
+    for number, row in enumerate(rows, start=1):
+        width = 1 + max(map(len, row))
+        lines = (f"{name + ':':{width}} {text}\n" for name, text in row.items())
+        blocks.append(f"--- {number} of {len(rows)}\n{''.join(lines)}")
+    return "\n".join(blocks)
 
 
 def _verdict(policy, reference):

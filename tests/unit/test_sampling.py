@@ -150,13 +150,16 @@ def test_a_judge_that_is_not_there_costs_one_line(spec):
 
 def test_the_text_for_people_by_hand(tmp_path):
     judge = sampling.load_judge(judge_file(tmp_path, "def score(p, r): return len(r)"))
-    text, summary = sampling.side_by_side(["Q"], ["old "], ["newer"], ["best"], judge)
-    assert text.endswith(
-        "--- 1 of 1\nprompt:     Q\nreference:  old\nfine-tuned: newer\nexpected:   best\n"
-        "verdict:    win (3 -> 5)\n"
+    rows, summary = sampling.side_by_side(["Q"], ["old "], ["newer"], ["best"], judge)
+    assert sampling.as_text(rows, summary).endswith(
+        "ties: 0\n\n--- 1 of 1\nprompt:     Q\nreference:  old\nfine-tuned: newer\n"
+        "expected:   best\nverdict:    win (3 -> 5)\n"
     )
     assert summary["win_rate"] == 1.0
-    assert sampling.side_by_side(["Q"], ["a"], ["b"], ["c"])[1] == {}
+    rows, summary = sampling.side_by_side(["Q"] * 2, ["a"] * 2, ["b"] * 2, ["c"] * 2)
+    assert summary == {} and "verdict" not in rows[0]
+    block = "prompt:     Q\nreference:  a\nfine-tuned: b\nexpected:   c\n"
+    assert sampling.as_text(rows, summary) == f"--- 1 of 2\n{block}\n--- 2 of 2\n{block}"
 
 
 def test_the_demo_judge_knows_the_demo():
