@@ -272,9 +272,7 @@ def main(argv=None) -> int:
 
     world = dist.join(world, config.timeout_minutes)
     lora.check_same_precision(config, world)
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else CUDA refuses to start
-        torch.use_deterministic_algorithms(True)
+    environment.prepare(config)
     peak = parallel.learning_rate(config, plan.global_batch, world.world_size)
 
     with Run(config.result_dir, config, world, plan.steps, inputs, needed) as run:

@@ -8,7 +8,6 @@ Each setting of the file is a flag, too: --learning_rate 1e-4. Guide: docs/strat
 """
 
 import math
-import os
 import sys
 import time
 
@@ -249,9 +248,7 @@ def fine_tune(config, world) -> int:
     world = dist.join(world, config.timeout_minutes)
     lora.check_same_precision(config, world)
     parallel.check_nodes(config, world)
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else CUDA refuses to start
-        torch.use_deterministic_algorithms(True)
+    environment.prepare(config)
 
     with Run(config.output_dir, config, world, plan.steps, inputs, needed) as run:
         run.say(

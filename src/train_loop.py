@@ -13,7 +13,6 @@ the prompt. Loss: KL(teacher || student) at every token of replies that the teac
 import contextlib
 import dataclasses
 import math
-import os
 import sys
 import time
 from typing import Literal
@@ -304,9 +303,7 @@ def main(argv=None) -> int:
 
     world = dist.join(world, config.timeout_minutes)
     lora.check_same_precision(config, world)
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else CUDA refuses to start
-        torch.use_deterministic_algorithms(True)
+    environment.prepare(config)
 
     with Run(config.out_dir, config, world, plan.steps, inputs, needed) as run:
         run.say(

@@ -9,7 +9,7 @@ from typing import Literal
 
 from ad.darkroom import ACTIONS, Darkroom
 from ad.sources import SOURCES
-from ddp_utils import UserError, cli, records
+from ddp_utils import UserError, cli, conf, records
 
 # keys of the original's files: those that have one value here, none, or no effect any more
 FIXED = {
@@ -150,13 +150,9 @@ def read(argv, console, config_class=Config, env=os.environ):
     # accelerate says "no" where its user has said nothing
     if (asked := env.get("ACCELERATE_MIXED_PRECISION", "no")) != "no" and "lr" in known:
         config.mixed_precision = asked
-    try:
+    flags = {word.partition("=")[0].removeprefix("--") for word in words}
+    with cli.naming({name: place for name, place in places.items() if name not in flags}):
         check(cli.check_types(config))
-    except UserError as error:
-        flag, _, says = str(error).partition(":")
-        if any(word.partition("=")[0] == flag for word in words):
-            raise
-        raise UserError(f"{places.get(flag[2:], flag)}:{says}") from error  # its line in the file
     return config, lines
 
 
@@ -170,7 +166,7 @@ def _of_word(word):
     """{name: value} of key=value, read as a line of a YAML file."""
     name, _, text = word.partition("=")
     try:
-        return _given(cli.from_text(File, f"{name}: {text}", "", mine := {}), mine)
+        return _given(conf.from_text(File, f"{name}: {text}", "", mine := {}), mine)
     except UserError as error:
         raise UserError(str(error).removeprefix(":1: ")) from error
 
@@ -182,7 +178,7 @@ def _given(found, places):
 def _of_file(path, places, depth=0):
     """Name -> value of a YAML file, over those of the file that it includes, beside it."""
     path = records.resolve(path)
-    found = cli.from_yaml(File, path, mine := {})
+    found = conf.from_yaml(File, path, mine := {})
     values = {}
     if found.include:
         if depth > 8:

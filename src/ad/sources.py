@@ -12,16 +12,26 @@ GAMMA = 0.9  # discount; the best path is the shortest one for any below 1
 ANNEALED = 0.6  # share of a history in which epsilon falls from 1 to 0
 
 
-class QLearning:
+class Source:
+    """What a source starts from: for each goal a table of cells and actions, all zeros."""
+
+    rate = None
+
+    def __init__(self, room, groups, goal, steps, rate, rng):
+        self.room, self.rng, self.rate = room, rng, rate or self.rate
+        self.goal, self.annealed = goal, ANNEALED * steps
+        self.offset = groups * room.cells  # [H]: where a history's goal has its part of the table
+        self.table = np.zeros(((groups.max() + 1) * room.cells, ACTIONS))
+        self.values = np.zeros(len(self.table))
+
+    def learn(self, cell, action, reward, after):
+        """What a step [H] teaches; nothing by default."""
+
+
+class QLearning(Source):
     """Tabular Q-learning (Watkins, 1989), epsilon-greedy, ties broken by chance."""
 
     rate = 0.5
-
-    def __init__(self, room, groups, goals, steps, rate, rng):
-        self.room, self.rng, self.rate = room, rng, rate or self.rate
-        self.offset = groups * room.cells  # [H]: where a history's goal has its part of the table
-        self.table = np.zeros(((groups.max() + 1) * room.cells, ACTIONS))
-        self.annealed = ANNEALED * steps
 
     def act(self, time, cell):
         ties = self.rng.random((len(cell), ACTIONS)) * 1e-6
@@ -35,19 +45,13 @@ class QLearning:
         self.table.ravel()[:] += self.rate * mean_by(place, error, self.table.size)
 
 
-class ActorCritic:
+class ActorCritic(Source):
     """Tabular one-step actor-critic with a softmax policy (Sutton & Barto, 2018, 13.5)."""
 
     rate = 0.2
 
-    def __init__(self, room, groups, goals, steps, rate, rng):
-        self.room, self.rng, self.rate = room, rng, rate or self.rate
-        self.offset = groups * room.cells
-        self.logits = np.zeros(((groups.max() + 1) * room.cells, ACTIONS))
-        self.values = np.zeros(len(self.logits))
-
     def act(self, time, cell):
-        logits = self.logits[self.offset + cell]
+        logits = self.table[self.offset + cell]
         odds = np.exp(logits - logits.max(-1, keepdims=True))
         self.odds = odds / odds.sum(-1, keepdims=True)  # [H, ACTIONS]
         drawn = self.rng.random((len(cell), 1))
@@ -59,29 +63,19 @@ class ActorCritic:
         self.values += 0.5 * mean_by(place, error, size)
         for number in range(ACTIONS):
             slope = error * ((action == number) - self.odds[:, number])
-            self.logits[:, number] += self.rate * mean_by(place, slope, size)
+            self.table[:, number] += self.rate * mean_by(place, slope, size)
 
 
-class Noise:
+class Noise(Source):
     """No learning: the shortest way, with less and less noise (Zisman et al., 2024, AD-eps)."""
 
-    rate = None
-
-    def __init__(self, room, groups, goals, steps, rate, rng):
-        self.room, self.rng, self.annealed = room, rng, ANNEALED * steps
-        self.goal = divmod(goals[groups], room.size)
-
     def act(self, time, cell):
-        (x, y), (to_x, to_y) = divmod(cell, self.room.size), self.goal
-        along_x = np.where(to_x > x, 0, 1)
-        along_y = np.where(to_y > y, 2, 3)
+        (x, y), (to_x, to_y) = divmod(cell, self.room.size), divmod(self.goal, self.room.size)
+        along_x, along_y = np.where(to_x > x, 0, 1), np.where(to_y > y, 2, 3)
         either = self.rng.random(len(cell)) < 0.5
         action = np.where((to_x != x) & (either | (to_y == y)), along_x, along_y)
         action[(to_x == x) & (to_y == y)] = 4
         return explore(action, 1 - time / self.annealed, self.rng)
-
-    def learn(self, *_):
-        pass
 
 
 SOURCES = {"q_learning": QLearning, "actor_critic": ActorCritic, "noise": Noise}
@@ -108,8 +102,8 @@ def histories(name, room, goals, streams, steps, seed, rate=None):
     """
     goals = np.asarray(goals)
     groups = np.repeat(np.arange(len(goals)), streams)  # [H]
-    learner = SOURCES[name](room, groups, goals, steps, rate, np.random.default_rng(seed))
     goal = goals[groups]
+    learner = SOURCES[name](room, groups, goal, steps, rate, np.random.default_rng(seed))
     found = np.empty((3, steps, len(goal)), dtype=np.uint8)
     for time in range(steps):
         if time % room.horizon == 0:

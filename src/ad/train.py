@@ -12,7 +12,6 @@ collected first if there are none. Guide: docs/algorithm_distillation.md. Result
 
 import json
 import math
-import os
 import sys
 import time
 
@@ -186,9 +185,7 @@ def main(argv=None) -> int:
 
     world = dist.join(world, config.timeout_minutes)
     lora.check_same_precision(config, world)
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else CUDA refuses to start
-        torch.use_deterministic_algorithms(True)
+    environment.prepare(config)
     returns = dist.on_main(world, lambda: [] if path.exists() else [*collect(config, path)])
     arrays = dist.on_each(world, lambda: read_histories(config, path))
     goals = config.room.split(config.env_split_seed, config.train_env_ratio)

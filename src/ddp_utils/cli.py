@@ -1,7 +1,6 @@
-"""One dataclass is a script's settings, its flags and its --help; a YAML file can fill it too."""
+"""One dataclass is a script's settings, its flags and its --help."""
 
 import contextlib
-import dataclasses
 import difflib
 import io
 import itertools
@@ -13,7 +12,6 @@ import typing
 import warnings
 
 import tyro
-from ruamel import yaml
 
 from ddp_utils import UserError, records
 
@@ -70,14 +68,14 @@ def parse(config_class, argv=None, console=True, aliases=None, default=None):
 def check_types(config):
     """Refuse values of another type, which an edited config file can hold, and NaN or infinity."""
     for name, hint in typing.get_type_hints(type(config)).items():
-        _check_type(f"--{name}", hint, getattr(config, name))
+        check_type(f"--{name}", hint, getattr(config, name))
     return config
 
 
-def _check_type(name, hint, value):
+def check_type(name, hint, value):
     if typing.get_origin(hint) is tuple and isinstance(value, tuple):
         for part in value:
-            _check_type(name, typing.get_args(hint)[0], part)
+            check_type(name, typing.get_args(hint)[0], part)
         return
     is_choice = typing.get_origin(hint) is typing.Literal
     wanted = typing.get_args(hint) if is_choice or isinstance(hint, types.UnionType) else (hint,)
@@ -107,71 +105,6 @@ def unknown(name, known):
     return f"{records.shown(name)} is not a setting; {hint}"
 
 
-def from_yaml(config_class, path, places=None):
-    """Fill a dataclass (nested once or not) from a YAML 1.2 file.
-
-    places: a dict that gets `section.name` -> `path:line: section.name` of what the file says.
-    Raises UserError with file and line for an unknown or double key, a wrong type, an alias or tag.
-    """
-    return from_text(config_class, records.content(path, most=2**17).decode(), path, places)
-
-
-def from_text(config_class, text, path, places=None):
-    """The same of a text; path: what errors call it."""
-    reader, depth = yaml.YAML(typ="safe", pure=True), 0
-    try:
-        for event in reader.parse(text):
-            depth += isinstance(event, yaml.CollectionStartEvent)
-            depth -= isinstance(event, yaml.CollectionEndEvent)
-            alias = getattr(event, "anchor", None) or getattr(event, "value", None) == "<<"
-            if alias or getattr(event, "tag", None) or depth > 20:
-                # a few bytes of aliases can unfold to gigabytes
-                says = "no aliases (&name, *name, <<), no tags (!name), no more than 20 levels"
-                raise UserError(f"{path}:{event.start_mark.line + 1}: {says}; write plain values")
-        places = {} if places is None else places
-        return _fill(config_class, reader.compose(text), reader.constructor, path, "", places)
-    except yaml.YAMLError as error:
-        mark, says = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-        line = mark.line if mark else text.count("\n", 0, getattr(error, "position", 0))
-        says = (says or str(error)).splitlines()[0]
-        raise UserError(f"{path}:{line + 1}: {says:.200}") from error
-
-
-def _fill(config_class, node, constructor, path, prefix, places):
-    if not isinstance(node, yaml.MappingNode):
-        line, what = node.start_mark.line + 1 if node else 1, prefix.rstrip(".") or "the file"
-        raise UserError(f"{path}:{line}: {what} must hold `name: value` lines")
-    hints, values, seen = typing.get_type_hints(config_class), {}, {}
-    for name, value in node.value:
-        key, where = str(name.value), f"{path}:{name.start_mark.line + 1}: {prefix}"
-        if key not in hints:
-            raise UserError(where + unknown(key, list(hints)))
-        if seen.setdefault(key, name) is not name:
-            first = seen[key].start_mark.line + 1
-            raise UserError(f"{where}{key} is a duplicate key, see line {first}")
-        if dataclasses.is_dataclass(hints[key]):
-            value.start_mark = name.start_mark  # an empty one's is the next line
-            values[key] = _fill(hints[key], value, constructor, path, f"{prefix}{key}.", places)
-            continue
-        try:
-            values[key] = constructor.construct_object(value, deep=True)
-        except ValueError as error:  # no such day, too many digits
-            raise UserError(f"{where}{key}: {str(error).partition(';')[0]}") from error
-        if type(values[key]) in (int, float) and "_" in value.value:
-            values[key] = value.value  # a number in YAML 1.1 only
-        places[prefix + key] = where + key
-        _check_type(where + key, hints[key], values[key])
-    return config_class(**values)
-
-
-def from_json(path) -> dict:
-    """The object that a JSON file holds; UserError as for records, doubles and NaN included."""
-    found = records._decoded(path, 1, records.content(path, most=2**17))
-    if not isinstance(found, dict):
-        raise UserError(f"{path}:1: give an object, {{...}}")
-    return found
-
-
 @contextlib.contextmanager
 def naming(places):
     """Within it an error that begins with a flag names the place that gave the setting instead."""
@@ -181,11 +114,3 @@ def naming(places):
         place = re.sub(r"^--(\w+)", lambda flag: places.get(flag[1], flag[0]), str(error))
         error.args = place, *error.args[1:]
         raise
-
-
-def line_of(name, path) -> str:
-    """`path:line` of a key in a JSON file; with dots one key inside others."""
-    text, at = records.content(path).decode(), 0
-    for key in name.split("."):
-        at = max(at, text.find(f'"{key}"', at))
-    return f"{path}:{1 + text.count(chr(10), 0, at)}"

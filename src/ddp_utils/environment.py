@@ -1,5 +1,6 @@
 """Where a run runs: command, versions, devices, memory; nothing that looks like a secret."""
 
+import dataclasses
 import json
 import os
 import platform
@@ -23,6 +24,8 @@ def describe(config, world) -> dict:
     if git:
         command = [git, "-C", str(records.ROOT), "rev-parse", "HEAD"]
         commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    fields = {field.name: field.default for field in dataclasses.fields(config)}
+    changed = {name: value for name, value in fields.items() if getattr(config, name) != value}
     return {
         "command": SECRET.sub("<redacted>", shlex.join(sys.orig_argv)),
         "launcher": world.launcher,
@@ -41,7 +44,15 @@ def describe(config, world) -> dict:
         "host": platform.node(),
         "pid": os.getpid(),
         "start": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "defaults": changed,  # of the settings that are others here
     }
+
+
+def prepare(config):
+    """What must be set before the first number is computed: --deterministic."""
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else CUDA refuses to start
+        torch.use_deterministic_algorithms(True)
 
 
 def device_name(device):

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ddp_utils import UserError, cli
+from ddp_utils import UserError, cli, conf
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
@@ -58,9 +58,9 @@ def read(path) -> Settings:
     """
     if not path:
         return Settings()
-    found = cli.from_json(path)
+    found = conf.from_json(path)
     for key, value in found.items():
-        where = cli.line_of(key, path)
+        where = conf.line_of(key, path)
         if key not in KEYS:
             raise UserError(f"{where}: {cli.unknown(key, list(KEYS))}")
         # the type as well: to Python 1 is True
@@ -73,7 +73,7 @@ def read(path) -> Settings:
         layers = [name.strip() for name in (layers or "").split(",") if name.strip()]
     names = layers if isinstance(layers, list) else [layers]
     if not all(isinstance(name, str) and name.isidentifier() for name in names):
-        raise UserError(f"{cli.line_of(LAYERS, path)}: {LAYERS}: give a list of class names")
+        raise UserError(f"{conf.line_of(LAYERS, path)}: {LAYERS}: give a list of class names")
     return Settings(
         said["fsdp_sharding_strategy"],
         PRECISIONS.get(said["fsdp_mixed_precision"]),

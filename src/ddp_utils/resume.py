@@ -92,10 +92,10 @@ def _verdict(folder, settings, inputs, restart):
     return Found("continue", lines + [f"{line}, from here on" for line in differences], path)
 
 
-def summary(folder) -> dict:
-    """summary.json, or nothing."""
+def summary(folder, name="summary.json") -> dict:
+    """The object in summary.json, or in another file of the folder; or nothing."""
     try:
-        found = json.loads((Path(folder) / "summary.json").read_text())
+        found = json.loads((Path(folder) / name).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

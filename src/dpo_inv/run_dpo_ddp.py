@@ -12,7 +12,6 @@ Guide: docs/protein_dpo.md. Results: output_dir (see results/README.md).
 
 import hashlib
 import math
-import os
 import sys
 import time
 
@@ -261,9 +260,7 @@ def main(argv=None) -> int:
         return 0
 
     world = dist.join(world, config.timeout_minutes)
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else CUDA refuses to start
-        torch.use_deterministic_algorithms(True)
+    environment.prepare(config)
     peak = parallel.learning_rate(config, plan.global_batch, world.world_size)
 
     with Run(config.output_dir, config, world, plan.steps, inputs, needed) as run:

@@ -109,7 +109,7 @@ def test_the_actor_critic_moves_towards_what_paid():
     critic.learn(np.array([7]), action, np.array([1]), np.array([8]))
     expected = np.full(5, -0.2)  # error 1 times (one-hot - 1/5)
     expected[action] += 1
-    assert critic.logits[7] == pytest.approx(expected)
+    assert critic.table[7] == pytest.approx(expected)
     assert critic.values[7] == pytest.approx(0.5)
 
 

@@ -17,7 +17,7 @@ from torch.distributed.run import get_args_parser
 
 import config as config_module
 from config import Config
-from ddp_utils import UserError, cli
+from ddp_utils import UserError, cli, conf
 
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 SWITCHES = [name for name, field in FIELDS.items() if type(field.default) is bool]
@@ -297,7 +297,7 @@ class Outer:
 def load(folder, text):
     file = folder / "c.yaml"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return cli.from_yaml(Outer, file)
+    return conf.from_yaml(Outer, file)
 
 
 @pytest.mark.parametrize(
@@ -413,7 +413,7 @@ def test_yaml_that_its_own_constructors_refuse_is_a_users_mistake(tmp_path, text
 @pytest.mark.parametrize("name", ["nofile.yaml", "."])
 def test_a_yaml_file_that_cannot_be_opened_is_a_users_mistake(tmp_path, name):
     with pytest.raises(UserError, match="nofile|directory"):
-        cli.from_yaml(Outer, tmp_path / name)
+        conf.from_yaml(Outer, tmp_path / name)
 
 
 def test_no_python_runs_while_yaml_is_read(tmp_path):

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import os
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 import config as config_module
 from config import Config
 from conftest import ROOT
-from ddp_utils import UserError, cli, pairs, records
+from ddp_utils import UserError, cli, conf, pairs, records
 
 # what a library warns of would be a second line
 pytestmark = pytest.mark.filterwarnings("error::UserWarning")
@@ -31,7 +32,11 @@ values = st.recursive(
 
 
 def fuzz(count):
-    """The same examples in every run: a test that fails today has failed yesterday."""
+    """The same examples in every run: a test that fails today has failed yesterday.
+
+    FUZZ=10 python -m pytest tests/unit/test_fuzz.py makes ten times as many.
+    """
+    count *= int(os.environ.get("FUZZ", 1))
     return settings(max_examples=count, deadline=None, derandomize=True, database=None)
 
 
@@ -168,13 +173,13 @@ def parse(flags):
         assert "Traceback" not in said.getvalue()
 
 
-@fuzz(200)
+@fuzz(80)
 @given(st.lists(words | numerals, max_size=4))
 def test_any_flags(flags):
     taken(parse, flags)
 
 
-@fuzz(200)
+@fuzz(120)
 @given(st.sampled_from(FIELDS), numerals | letters)
 def test_any_value_of_a_flag(name, text):
     taken(parse, [f"--{name}={text}"])
@@ -248,18 +253,18 @@ lines = st.tuples(fields, st.sampled_from([": ", ":", ": &a ", ":\n  "]), st.sam
 @given(st.lists(st.sampled_from(MARKS) | fields | letters, max_size=15).map("".join))
 def test_any_yaml(file, text):
     file.write_bytes(text.encode("utf-8", "surrogatepass"))
-    taken(cli.from_yaml, Config, file)
+    taken(conf.from_yaml, Config, file)
 
 
 @fuzz(300)
 @given(st.lists(lines.map("".join), max_size=3).map("\n".join))
 def test_any_lines_of_yaml(file, text):
     file.write_text(text)
-    taken(cli.from_yaml, Config, file)
+    taken(conf.from_yaml, Config, file)
 
 
 @fuzz(200)
 @given(st.dictionaries(st.sampled_from(FIELDS) | letters, values, min_size=1, max_size=3))
 def test_any_mapping(file, content):
     file.write_text(json.dumps(content))  # JSON is YAML
-    taken(cli.from_yaml, Config, file)
+    taken(conf.from_yaml, Config, file)

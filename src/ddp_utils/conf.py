@@ -1,0 +1,81 @@
+"""Settings files: YAML into a dataclass, JSON into a dictionary, strictly and into plain data."""
+
+import dataclasses
+import typing
+
+from ruamel import yaml
+
+from ddp_utils import UserError, cli, records
+
+
+def from_yaml(config_class, path, places=None):
+    """Fill a dataclass (nested once or not) from a YAML 1.2 file.
+
+    places: a dict that gets `section.name` -> `path:line: section.name` of what the file says.
+    Raises UserError with file and line for an unknown or double key, a wrong type, an alias or tag.
+    """
+    return from_text(config_class, records.content(path, most=2**17).decode(), path, places)
+
+
+def from_text(config_class, text, path, places=None):
+    """The same of a text; path: what errors call it."""
+    reader, depth = yaml.YAML(typ="safe", pure=True), 0
+    try:
+        for event in reader.parse(text):
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            alias = getattr(event, "anchor", None) or getattr(event, "value", None) == "<<"
+            if alias or getattr(event, "tag", None) or depth > 20:
+                # a few bytes of aliases can unfold to gigabytes
+                says = "no aliases (&name, *name, <<), no tags (!name), no more than 20 levels"
+                raise UserError(f"{path}:{event.start_mark.line + 1}: {says}; write plain values")
+        places = {} if places is None else places
+        return _fill(config_class, reader.compose(text), reader.constructor, path, "", places)
+    except yaml.YAMLError as error:
+        mark, says = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        line = mark.line if mark else text.count("\n", 0, getattr(error, "position", 0))
+        says = (says or str(error)).splitlines()[0]
+        raise UserError(f"{path}:{line + 1}: {says:.200}") from error
+
+
+def _fill(config_class, node, constructor, path, prefix, places):
+    if not isinstance(node, yaml.MappingNode):
+        line, what = node.start_mark.line + 1 if node else 1, prefix.rstrip(".") or "the file"
+        raise UserError(f"{path}:{line}: {what} must hold `name: value` lines")
+    hints, values, seen = typing.get_type_hints(config_class), {}, {}
+    for name, value in node.value:
+        key, where = str(name.value), f"{path}:{name.start_mark.line + 1}: {prefix}"
+        if key not in hints:
+            raise UserError(where + cli.unknown(key, list(hints)))
+        if seen.setdefault(key, name) is not name:
+            first = seen[key].start_mark.line + 1
+            raise UserError(f"{where}{key} is a duplicate key, see line {first}")
+        if dataclasses.is_dataclass(hints[key]):
+            value.start_mark = name.start_mark  # an empty one's is the next line
+            values[key] = _fill(hints[key], value, constructor, path, f"{prefix}{key}.", places)
+            continue
+        try:
+            values[key] = constructor.construct_object(value, deep=True)
+        except ValueError as error:  # no such day, too many digits
+            raise UserError(f"{where}{key}: {str(error).partition(';')[0]}") from error
+        if type(values[key]) in (int, float) and "_" in value.value:
+            values[key] = value.value  # a number in YAML 1.1 only
+        places[prefix + key] = where + key
+        cli.check_type(where + key, hints[key], values[key])
+    return config_class(**values)
+
+
+def from_json(path) -> dict:
+    """The object that a JSON file holds; UserError as for records, doubles and NaN included."""
+    found = records._decoded(path, 1, records.content(path, most=2**17))
+    if not isinstance(found, dict):
+        raise UserError(f"{path}:1: give an object, {{...}}")
+    return found
+
+
+def line_of(name, path) -> str:
+    """`path:line` of a key in a JSON file; with dots one key inside others."""
+    text, at = records.content(path).decode(), 0
+    for key in name.split("."):
+        at = max(at, text.find(f'"{key}"', at))
+    return f"{path}:{1 + text.count(chr(10), 0, at)}"
