@@ -19,6 +19,10 @@ LORA = faults.MODES["lora"]
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
 
 
+def shown(*case):
+    return pytest.param(*case, marks=pytest.mark.show)
+
+
 def goes_on(folder, expected, step, *flags):
     """The same command finishes the run, with the numbers of one that was never disturbed."""
     outcome = faults.finished(faults.start(2, folder, *LORA, *flags))
@@ -29,7 +33,9 @@ def goes_on(folder, expected, step, *flags):
 # --- F3: asked to stop ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rank", "which"), [(0, TERM), (1, TERM), (None, TERM), (1, USR1)])
+@pytest.mark.parametrize(
+    ("rank", "which"), [(0, TERM), (1, USR1), shown(1, TERM), shown(None, TERM)]
+)
 def test_f3_a_signal_to_one_rank_stops_all_after_the_same_step(rank, which, undisturbed, tmp_path):
     folder = tmp_path / "run"
     outcome = faults.start(2, folder, *LORA, fault=(faults.signal_in_backward, rank, 6, which))
@@ -62,7 +68,7 @@ def test_f3_a_signal_is_heard_in(place, undisturbed, tmp_path):
     assert goes_on(folder, undisturbed, step)
 
 
-@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("number", [shown(1), 3])
 def test_f3_a_signal_is_heard_in_generation(number, tmp_path):
     """Before the first step and after the last; the replies are those of an undisturbed run."""
     flags = [*LORA, *runs.words("--num_samples 4 --batch_size 2 --max_new_tokens 8 --max_steps 2")]
@@ -77,10 +83,13 @@ def test_f3_a_signal_is_heard_in_generation(number, tmp_path):
     assert (tmp_path / "a/run" / name).read_text() == (tmp_path / "b/run" / name).read_text()
 
 
-def test_complaint_24_stopped_after_every_single_step_it_ends_the_same(undisturbed, tmp_path):
-    folder = tmp_path / "run"
-    for step in range(1, 13):
-        outcome = faults.start(2, folder, *LORA, fault=(faults.signal_in_backward, 1, 0, TERM))
+@pytest.mark.parametrize("every", [shown(1), 3])
+def test_complaint_24_stopped_after_so_many_steps_each_time_it_ends_the_same(
+    every, undisturbed, tmp_path
+):
+    folder, fault = tmp_path / "run", (faults.signal_in_backward, 1, every - 1, TERM)
+    for step in range(every, 13, every):
+        outcome = faults.start(2, folder, *LORA, fault=fault)
         assert outcome.codes == [85, 85] and faults.summary(folder)["step"] == step
     assert goes_on(folder, undisturbed, 12)
 
@@ -189,8 +198,12 @@ def test_f14_a_folder_that_cannot_be_written_is_found_before_the_model_is_loaded
 # --- F8: not finite ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("where", ["loss", "gradient"])
+NAN, INF = float("nan"), float("inf")
+SPOILT = [("loss", NAN), ("gradient", INF), shown("loss", INF), shown("loss", -INF)]
+SPOILT += [shown("gradient", NAN), shown("gradient", -INF)]
+
+
+@pytest.mark.parametrize(("where", "value"), SPOILT)
 def test_f8_a_number_that_is_not_finite_stops_all_ranks_before_the_step(where, value, tmp_path):
     folder = tmp_path / "run"
     spoil = faults.spoil_loss if where == "loss" else faults.spoil_in_backward
@@ -243,7 +256,7 @@ def test_f9_an_exception_ends_the_others_and_stands_alone(undisturbed, tmp_path)
     assert goes_on(folder, undisturbed, 5)
 
 
-@pytest.mark.parametrize("how", ["hangs", "leaves", "is killed"])
+@pytest.mark.parametrize("how", ["hangs", "leaves", shown("is killed")])
 def test_f10_a_rank_that_is_silent_is_named(how, undisturbed, tmp_path):
     folder, flags = tmp_path / "run", runs.words("--timeout_minutes 0.04")
     fault = {
@@ -296,7 +309,7 @@ def test_f15_of_two_that_start_together_one_runs(undisturbed, tmp_path):
 # --- F16: another place, another clock -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("years", [10, -10])
+@pytest.mark.parametrize("years", [shown(10), -10])
 def test_f16_neither_time_nor_place_nor_language_changes_a_weight(years, undisturbed, tmp_path):
     env = {"TZ": "Asia/Kolkata", "LANG": "C", "LC_ALL": "C", "HOSTNAME": "elsewhere"}
     folder, clock = tmp_path / "run", (faults.other_clock, years * 365 * 86400)
