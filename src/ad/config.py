@@ -39,12 +39,12 @@ NOT_NEEDED = {
 
 @dataclass
 class Source:
-    # task, and whose learning on it is distilled
+    # task and source
     grid_size: int = 9  # cells to a side
     horizon: int = 20  # steps of an episode
-    alg: str = "q_learning"  # or actor_critic, noise
-    alg_seed: int = 42  # of what it tries
-    source_lr: float | None = None  # its learning rate; empty: its own
+    alg: str = "q_learning"  # whose learning is distilled; or actor_critic, noise
+    alg_seed: int = 42  # what the source tries
+    source_lr: float | None = None  # the source's learning rate; empty: its own
     n_stream: int = 40  # histories of each goal; they share what they learn
     total_source_timesteps: int = 19200  # of each goal, all its streams together
 
@@ -76,18 +76,18 @@ class Config(Source, First):
 
     # model
     tf_n_embd: int = 32  # width
-    tf_n_layer: int = 3
-    tf_n_head: int = 1
+    tf_n_layer: int = 3  # layers
+    tf_n_head: int = 1  # attention heads of each
     tf_n_inner: int | None = None  # of the feed-forward networks; empty: 4 x tf_n_embd
-    tf_dropout: float = 0.0  # 0 keeps runs equal on any number of GPUs
+    tf_dropout: float = 0.0  # of hidden states; 0 keeps runs equal on any number of GPUs
     tf_attn_dropout: float = 0.0  # of attention weights
     label_smoothing: float = 0.0  # share of each target spread over all actions
 
     # optimisation
     gradient_accumulation_steps: int = 1  # larger global batch, same memory
     num_warmup_steps: int = 75  # in which the learning rate rises; then it falls as a cosine
-    beta1: float = 0.9  # of AdamW
-    beta2: float = 0.99
+    beta1: float = 0.9  # of AdamW: how long gradients are remembered
+    beta2: float = 0.99  # and their squares
     weight_decay: float = 0.01  # on matrices
     max_grad_norm: float = 1.0  # clip the gradient to this norm; 0: do not
     mixed_precision: Literal["auto", "no", "fp16", "bf16"] = "auto"  # by the GPU; CPU: no

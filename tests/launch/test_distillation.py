@@ -19,7 +19,7 @@ from ad import collect, evaluate, train, windows
 from ad.config import Config, Source, read
 from conftest import ROOT
 from ddp_utils import UserError, plots
-from ranks import ranks, run_ranks
+from ranks import free_port, ranks, run_ranks
 
 BIN = Path(sys.executable).parent
 SCRIPT = str(ROOT / "src/ad/train.py")
@@ -375,6 +375,35 @@ def test_the_files_of_the_project_say_what_the_guide_says():
     assert (compressed.tf_n_embd, compressed.horizon, compressed.n_stream) == (128, 20, 100)
     assert (compressed.tf_n_layer, compressed.lr) == (2, 1e-3)  # what is said last
     assert Config().train_timesteps == 1500
+
+
+@pytest.mark.parametrize("name", ["cpu", "one_node", "two_nodes"])
+def test_accelerate_reads_the_answers(name):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    found = load_config_from_file(str(ROOT / f"config/accelerate/{name}.yaml"))
+    assert found.distributed_type == "MULTI_GPU" and not found.use_cpu  # else it starts one process
+    assert (found.num_machines, found.num_processes) == {
+        "cpu": (1, 2),
+        "one_node": (1, 4),
+        "two_nodes": (2, 8),
+    }[name]
+
+
+@pytest.mark.show
+def test_two_nodes_meet_by_the_answers(one, histories, tmp_path):
+    """config/accelerate/two_nodes.yaml on this machine, a process for each node."""
+    file = ROOT / "config/accelerate/two_nodes.yaml"
+    command = [*ACCELERATE, "--config_file", file, "--num_processes", "2", "--mixed_precision"]
+    command += ["no", "--main_process_port", free_port(), "--machine_rank"]
+    words = [*SMALL, f"traj_file={histories}", f"output_dir={tmp_path / 'run'}"]
+    words += ["train_batch_size=8", "train_timesteps=3", "gen_interval=0"]
+    second = subprocess.Popen([*map(str, command), "1", SCRIPT, *words])
+    done = start([*command, "0", SCRIPT, *words])
+    assert second.wait(60) == 0
+    assert "Number of processes: 2" in done.stdout
+    found, expected = (runs.lines(folder, "train") for folder in (tmp_path / "run", one))
+    assert found[0]["loss"] == pytest.approx(expected[0]["loss"], abs=1e-5)
 
 
 WRONG = {
