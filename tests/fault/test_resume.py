@@ -15,9 +15,13 @@ from conftest import ROOT
 from ddp_utils import batching, checkpoint, parallel
 from ranks import CONTEXT
 
-CASES = [("full", 1), ("full", 2), ("full", 3), ("lora", 1), ("lora", 2), ("lora", 4)]
-CASES += [pytest.param("full", 4, marks=pytest.mark.show)]
-CASES += [pytest.param("lora", 3, marks=pytest.mark.show)]
+
+def shown(*case):
+    return pytest.param(*case, marks=pytest.mark.show)
+
+
+CASES = [("lora", 1), ("full", 2), ("full", 3)]  # LoRA on two: tests/fault/test_stop.py
+CASES += [shown("full", 1), shown("full", 4), shown("lora", 2), shown("lora", 3), shown("lora", 4)]
 
 
 @pytest.fixture(scope="module")
@@ -126,9 +130,10 @@ def test_24_kills_of_the_writer_leave_24_loadable_states(tmp_path):
     assert left_half > 5  # or the kills did not hit
 
 
-def test_6_kills_of_a_run_that_saves_every_step(made, tmp_path):
+@pytest.mark.parametrize("kills", [3, shown(6)])
+def test_kills_of_a_run_that_saves_every_step(kills, made, tmp_path):
     folder, flags = tmp_path / "run", [*faults.MODES["full"], "--save_every", "1"]
-    for seed in range(6):
+    for seed in range(kills):
         done = max(faults.steps(folder), default=0)
         fault = (faults.kill_near_a_save, seed % 2, done + 1, seed)
         outcome = faults.start(2, folder, *flags, fault=fault)
@@ -214,7 +219,7 @@ def test_f5_without_any_whole_checkpoint_nothing_begins_anew_in_silence(killed):
 # --- another number of processes -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("saved_on", "goes_on_with"), [(2, 1), (2, 4), (4, 2)])
+@pytest.mark.parametrize(("saved_on", "goes_on_with"), [(2, 1), (2, 4), shown(4, 2)])
 def test_f6_complaint_24_on_another_world_size_the_losses_are_the_same(
     saved_on, goes_on_with, made, killed
 ):
