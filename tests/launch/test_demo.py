@@ -13,7 +13,7 @@ import main_distributed
 import runs
 from conftest import ROOT
 from ddp_utils import logps, lora, pairs, sampling
-from ranks import ranks
+from ranks import ranks, run_ranks
 
 REPLIES = 330
 
@@ -128,12 +128,18 @@ def test_three_seeds_learn_and_without_the_sft_term_a_warning_appears(tmp_path):
 
 def test_complaint_16_without_the_sft_term_the_displacement_warning_fires_once(tmp_path):
     flags = ["--sft_weight", "0", "--max_steps", "60", "--num_samples", "0", "--log_every", "60"]
-    done = shell("2", *flags, cwd=tmp_path)
-    assert done.stdout.count("warning: the chosen responses have become less likely") == 1
-    assert "--sft_weight 1" in done.stdout and "--method dpop" in done.stdout
+    outcome = run_ranks(2, started, [*flags, "--result_dir", str(tmp_path / "run")], timeout=180)
+    said = "".join(outcome.logs)
+    assert outcome.codes == [0, 0], said
+    assert said.count("warning: the chosen responses have become less likely") == 1
+    assert "--sft_weight 1" in said and "--method dpop" in said
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
+def started(flags):
+    assert runs.main(flags) == 0
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.show), 4])
 def test_any_number_of_processes_ends_in_the_same_test_loss(world_size, tmp_path):
     short = runs.words("--max_steps 30 --num_samples 0 --log_every 30")
     found = []
