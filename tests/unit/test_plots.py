@@ -1,12 +1,15 @@
-"""Curves: three pictures from a metrics.jsonl, with the lines where the numbers are."""
+"""Curves: three pictures from a metrics.jsonl, with the lines where the numbers are; compared."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 from matplotlib import image, pyplot
 
-from ddp_utils import plots
+import runs
+from ddp_utils import UserError, plots
 
 PANELS = {"loss.png": 1, "rewards.png": 2, "accuracies.png": 1}
 
@@ -36,7 +39,7 @@ def folder_with(folder, lines):
     return folder
 
 
-def drawn(folder, monkeypatch):
+def drawn(monkeypatch, draw, *given):
     """Draw, and keep each figure's axes as they were saved."""
     kept, save = {}, pyplot.Figure.savefig
     monkeypatch.setattr(pyplot, "close", lambda figure: None)
@@ -46,7 +49,7 @@ def drawn(folder, monkeypatch):
         save(figure, path, **options)
 
     monkeypatch.setattr(pyplot.Figure, "savefig", keep)
-    plots.draw(folder)
+    draw(*given)
     return kept
 
 
@@ -82,7 +85,7 @@ def test_a_run_becomes_three_pictures_that_are_not_blank(tmp_path):
 
 
 def test_the_curves_are_the_numbers_of_the_file(tmp_path, monkeypatch):
-    axes = drawn(folder_with(tmp_path, RUN), monkeypatch)
+    axes = drawn(monkeypatch, plots.draw, folder_with(tmp_path, RUN))
     assert {name: len(found) for name, found in axes.items()} == PANELS
     raw, mean, val, test = axes["loss.png"][0].lines
     steps, losses = range(1, 41), [0.7 - 0.01 * step for step in range(1, 41)]
@@ -95,7 +98,7 @@ def test_the_curves_are_the_numbers_of_the_file(tmp_path, monkeypatch):
 
 
 def test_the_legend_names_metric_and_split(tmp_path, monkeypatch):
-    axes = drawn(folder_with(tmp_path, RUN), monkeypatch)
+    axes = drawn(monkeypatch, plots.draw, folder_with(tmp_path, RUN))
     rewards, margins = axes["rewards.png"]
     legend = [text.get_text() for text in rewards.get_legend().get_texts()]
     assert legend == [
@@ -106,7 +109,7 @@ def test_the_legend_names_metric_and_split(tmp_path, monkeypatch):
 
 
 def test_shares_are_shown_from_0_to_1(tmp_path, monkeypatch):
-    [axis] = drawn(folder_with(tmp_path, RUN), monkeypatch)["accuracies.png"]
+    [axis] = drawn(monkeypatch, plots.draw, folder_with(tmp_path, RUN))["accuracies.png"]
     low, high = axis.get_ylim()
     assert -0.1 < low < 0 and 1 < high < 1.1
 
@@ -142,3 +145,82 @@ def test_the_half_line_of_a_killed_run_is_left_out(tmp_path):
     with open(folder_with(tmp_path, RUN) / "metrics.jsonl", "a") as file:
         file.write('{"split": "tr')
     plots.draw(tmp_path)
+
+
+# --- several runs --------------------------------------------------------------------------------
+
+
+def run_folder(folder, loss, settings, **numbers):
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(settings))
+    (folder / "summary.json").write_text(json.dumps({"status": "finished", **numbers}))
+    lines = [line("train", 1, loss), line("train", 2, loss / 2), line("val", 2, loss / 2)]
+    return folder_with(folder, lines)
+
+
+def two(tmp_path):
+    usual = {"beta": 0.1, "judge": "", "result_dir": "a", "log_every": 1}
+    first = run_folder(tmp_path / "low", 1.0, usual, val={"loss": 0.5, "win_rate": 0.25, "nll": 9})
+    others = {"beta": 0.3, "judge": "j.py:f", "result_dir": "b", "log_every": 9, "lora_r": 8}
+    return first, run_folder(tmp_path / "high", 3.0, others, val={"loss": 1.5, "win_rate": None})
+
+
+def test_runs_lie_over_one_another_in_a_colour_each(tmp_path, monkeypatch):
+    axes = drawn(monkeypatch, plots.compare, two(tmp_path), tmp_path)
+    assert [*axes] == [f"compare_{name}" for name in PANELS]
+    [loss] = axes["compare_loss.png"]
+    assert [text.get_text() for text in loss.get_legend().get_texts()] == ["low", "high"]
+    low, high = loss.lines[:3], loss.lines[3:]  # each raw, mean, val
+    assert [[*curve.get_ydata()] for curve in low] == [[1, 0.5], [1, 0.5], [0.5]]
+    assert [[*curve.get_ydata()] for curve in high] == [[3, 1.5], [3, 1.5], [1.5]]
+    assert {curve.get_color() for curve in low} == {"C0"}
+    assert {curve.get_color() for curve in high} == {"C1"}
+    rewards = axes["compare_rewards.png"][0].get_legend().get_texts()
+    assert [text.get_text() for text in rewards] == [
+        *("low, chosen", "low, rejected", "high, chosen", "high, rejected")
+    ]
+    assert {path.name for path in tmp_path.glob("*.png")} == {*axes}
+
+
+def test_the_table_has_what_differs_and_counts(tmp_path):
+    assert plots.compare(two(tmp_path), tmp_path).splitlines() == [
+        "              low   high",
+        "beta          0.1   0.3",
+        "judge         -     j.py:f",
+        "val loss      0.5   1.5",
+        "val win_rate  0.25",
+    ]
+    low = tmp_path / "low"
+    assert plots.compare([low, low], tmp_path) == "the same settings and numbers"
+
+
+def test_two_runs_of_one_name_are_called_by_their_paths(tmp_path, monkeypatch):
+    folders = [run_folder(tmp_path / name / "dpo", 1.0, {"beta": name}) for name in ("$a", "b$_")]
+    axes = drawn(monkeypatch, plots.compare, folders, tmp_path)
+    shown = axes["compare_loss.png"][0].get_legend().get_texts()
+    names = [text.get_text().replace("\\$", "$") for text in shown]
+    assert names == [str(folder)[-40:] for folder in folders]
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        ("", "give one run folder to draw, or several to compare"),
+        ("nowhere", "nowhere: no metrics.jsonl here; give a run folder"),
+        ("a b --out nowhere", "--out: nowhere is not a folder"),
+    ],
+)
+def test_a_mistake_costs_one_line(words, says):
+    with pytest.raises(UserError, match=f"^{says}$"):
+        plots.main(runs.words(words))
+
+
+def test_the_command_draws_one_run_again_and_compares_two(tmp_path):
+    two(tmp_path)
+    for words in ("low", "low high", "low none"):
+        command = [sys.executable, "-m", "ddp_utils.plots", *runs.words(words)]
+        last = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (last.returncode, last.stdout) == (2, "")
+    assert last.stderr == "error: none: no metrics.jsonl here; give a run folder\n"
+    assert {path.name for path in tmp_path.glob("low/*.png")} == {*PANELS}
+    assert {path.name for path in tmp_path.glob("*.png")} == {f"compare_{name}" for name in PANELS}
