@@ -21,6 +21,7 @@ from ddp_utils import (
     parallel,
     plots,
     progress,
+    report,
     resume,
     signals,
 )
@@ -308,6 +309,11 @@ class Run:
             plots.draw(self.folder)
         final = error is None or not dist.lost_a_peer(error)
         self.write_summary(STATUS.get(code, "failed"), code, final)
+        try:
+            report.write(self.folder)
+        except OSError as problem:  # all that is on the page is on the disk already
+            if error is None:
+                self.say(f"warning: no report.html: {problem}")
         self.bar.close()
         if self.board:
             self.board.close()

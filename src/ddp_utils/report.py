@@ -1,0 +1,151 @@
+"""report.html: what a run did, on one page that loads nothing, from the files of its folder."""
+
+import base64
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import jinja2
+
+from ddp_utils import UserError, dist, plots, records, resume
+
+# the numbers that say most, on top; the others as they come
+FIRST = ("win_rate", "share_baked", "fraction_of_optimum", "rewards/accuracies", "accuracy")
+FIRST += ("loss", "judge/policy", "judge/baked", "judge/prompted", "judge/reference", "judge/base")
+SHOWN = 100  # examples of a split; the file for people has all
+
+
+def write(folder):
+    """Write report.html into a run folder; what is not there is left out."""
+    folder, template = Path(folder), Path(__file__).with_suffix(".html.j2")
+    jinja = jinja2.Environment(autoescape=True, finalize=_printable, trim_blocks=True)
+    page = jinja.from_string(template.read_text(encoding="utf-8")).render(_content(folder))
+    temporary = folder / ".report.html.tmp"
+    temporary.write_text(page, encoding="utf-8")
+    os.replace(temporary, folder / "report.html")  # a reader never sees half a page
+
+
+def _content(folder):
+    """All that the template shows."""
+    names = "summary", "config", "environment", "data_report", "examples"
+    summary, config, environment, data, examples = (
+        resume.summary(folder, f"{name}.json") for name in names
+    )
+    defaults = environment.pop("defaults", {})
+    numbers = {split: _rounded(found) for split, found in summary.items() if _is_dict(found)}
+    facts = environment | {name: fact for name, fact in summary.items() if name not in numbers}
+    return {
+        "folder": folder,
+        "facts": facts,
+        "numbers": _table(numbers, FIRST),
+        "changed": _table({"here": {k: config.get(k) for k in defaults}, "default": defaults}),
+        "settings": _table({"": {k: v for k, v in config.items() if k not in defaults}}),
+        "pictures": [
+            (_alt(path.name), _encoded(path)) for path in sorted(folder.glob("*.png"), key=_place)
+        ],
+        "examples": {split: rows for split, rows in examples.items() if isinstance(rows, list)},
+        "shown": SHOWN,
+        "data": _table(data),
+        "environment": _table({"": facts}),
+        "command": _command(facts),
+        "model": _model(folder, config),
+        "parts": re.compile(r"(?<=[/_])").split,  # where a long name may go on in the next line
+        "python": lambda path: repr(str(path)),
+        "shell": lambda path: shlex.quote(str(path)),
+    }
+
+
+def _is_dict(value):
+    return isinstance(value, dict)
+
+
+def _table(columns, first=()):
+    """{column: {row: value}} -> (columns, [(row, its texts)]); objects in objects become rows."""
+    flat = {column: dict(_flat(values)) for column, values in columns.items()}
+    rows = dict.fromkeys(row for values in flat.values() for row in values)
+    rows = sorted(rows, key=lambda row: _rank(row, first))
+    return [*flat], [(row, [values.get(row, "") for values in flat.values()]) for row in rows]
+
+
+def _flat(values, before=""):
+    for name, value in values.items() if _is_dict(values) else [("", values)]:
+        if _is_dict(value) and value:
+            yield from _flat(value, f"{before}{name} ")
+        else:
+            yield before + name, _shown(value)
+
+
+def _shown(value):
+    if isinstance(value, list):
+        more = f" and {len(value) - 12} more" if len(value) > 12 else ""
+        return ", ".join(map(str, value[:12])) + more or "none"
+    return f"{value:g}" if isinstance(value, float) else str(value) if value or value == 0 else "-"
+
+
+def _rounded(values):
+    """Four digits; name_low and name_high become part of name's text."""
+    texts = {k: f"{v:.4g}" if isinstance(v, float) else _shown(v) for k, v in values.items()}
+    for name in [name for name in texts if f"{name}_low" in texts and f"{name}_high" in texts]:
+        texts[name] += f" [{texts.pop(f'{name}_low')}, {texts.pop(f'{name}_high')}]"
+    return texts
+
+
+def _rank(name, order):
+    """The place of a name, or of what stands before a slash in it, in an order; else the last."""
+    fits = (place for place, first in enumerate(order) if f"{name}/".startswith(f"{first}/"))
+    return next(fits, len(order))
+
+
+def _place(path):
+    """The wider pictures last."""
+    return len(plots.FIGURES.get(path.name, "")), _rank(path.name, plots.FIGURES), path.name
+
+
+def _printable(value):
+    """Texts of others: no NUL and the like, which browsers treat each in its own way."""
+    if isinstance(value, str) and not hasattr(value, "__html__"):
+        return records.CONTROL.sub(lambda at: at[0] if at[0] in "\n\t" else "\ufffd", value)
+    return value
+
+
+def _alt(name):
+    titles = [title for title, _ in plots.FIGURES.get(name, [(Path(name).stem, {})])]
+    return f"curves: {', '.join(titles)}; their numbers are in metrics.jsonl"
+
+
+def _encoded(path):
+    return base64.b64encode(path.read_bytes()).decode()
+
+
+def _command(facts):
+    """What started the run, to be pasted."""
+    own, count = str(facts.get("command", "")).replace(" --restart", ""), facts.get("world_size", 1)
+    script, launcher = re.sub(r"^\S*python[\d.]*( -u)? ", "", own), facts.get("launcher", "python")
+    if launcher in ("python", "environment") or not own:
+        return own
+    if launcher == "torchrun":
+        return f"torchrun --standalone --nproc_per_node={count} {script}"
+    return f"{'mpiexec' if launcher == 'pals' else launcher} -n {count} {own}"
+
+
+def _model(folder, config):
+    """(a file that says what kind of model it is, its folder), or None."""
+    place = Path(("result_dir" in config and config.get("output_dir")) or folder / "model")
+    kinds = [(name, place) for name in ("adapter_config.json", "tokenizer_config.json")]
+    kinds += [("model.safetensors", place), ("best_model.pt", folder), ("latest_model.pt", folder)]
+    return next(((name, at) for name, at in kinds if (at / name).exists()), None)
+
+
+def main():  # python -m ddp_utils.report results/dpo
+    if not sys.argv[1:]:
+        raise UserError("give a run folder, such as results/dpo")
+    for folder in sys.argv[1:]:
+        plots.draw(folder)
+        write(folder)
+        print(Path(folder) / "report.html")
+
+
+if __name__ == "__main__":
+    dist.run(main)
