@@ -47,6 +47,9 @@ def settings(folder, strategy):
         return ["--use_fsdp", "--fsdp_config", str(path)]
     if strategy in ZERO:
         zero = {"stage": int(strategy[4]), "stage3_param_persistence_threshold": 0}
+        if zero["stage"] == 3:  # by itself it keeps 1e9 numbers gathered, and sums 5e8 at a time
+            zero |= {"stage3_max_live_parameters": 1e7, "stage3_max_reuse_distance": 1e7}
+            zero |= {"stage3_prefetch_bucket_size": "auto", "reduce_bucket_size": "auto"}
         if "offload" in strategy:
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
         if strategy == "zero3 offload":
