@@ -21,7 +21,8 @@ processes() {
 
 # The active environment if it has torch (module, conda, venv), else .venv, made once.
 use_environment() {
-  if ! python -c 'import torch' 2>/dev/null; then
+  # looking for torch, not importing it, which takes seconds
+  if ! python -c 'import importlib.util as i, sys; sys.exit(not i.find_spec("torch"))' 2>/dev/null; then
     if [ ! -f "$root/.venv/ready" ]; then
       echo "setting up $root/.venv (once)"
       python3 -m venv "$root/.venv"

@@ -148,8 +148,8 @@ def draw(curves, path):
         axis.plot(*zip((0, room.chance(held_out).mean()), *found, strict=True), "o-", label=label)
     axis.axhline(room.optimum(held_out).mean(), color="tab:green", label="optimum")
     axis.axhline(room.chance(held_out).mean(), color="tab:red", label="random")
-    title = "return on held-out goals, episodes 21 to 30, context of 4 episodes"
-    axis.set(title=title, xlabel="CPU seconds of training (1 thread, 64 windows a step)")
+    axis.set(title="mean return on held-out goals, episodes 21 to 30", ylim=(0, None))
+    axis.set_xlabel("CPU seconds of training (1 thread, 64 windows a step)")
     axis.grid(alpha=0.3)
     axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     figure.savefig(path, dpi=120)

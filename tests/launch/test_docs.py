@@ -1,0 +1,166 @@
+"""Every command of README and docs: launchers and scripts take it as it is written.
+
+Scripts are called with --check, which parses, reads and checks everything and trains nothing. What
+trains for real with these commands is in the other files of this folder, one for each guide.
+"""
+
+import importlib
+import re
+import shlex
+import subprocess
+
+import pytest
+from accelerate.commands.launch import launch_command_parser
+from torch.distributed.run import parse_args
+
+import runs
+from conftest import ROOT
+from ranks import ranks
+
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), ROOT / "results/README.md"]
+LANGUAGES = {"", "bash", "python", "yaml", "json", "jsonl"}
+# what a reader has and this machine has not
+MINE = {
+    "mine.jsonl": runs.PAIRS,
+    "mine.json": str(ROOT / "data/input/test_data_real.json"),
+    "Qwen/Qwen3-0.6B": "data/demo/model",
+    "x0.txt": str(ROOT / "data/demo/x0.txt"),
+    "questions.jsonl": str(ROOT / "data/demo/questions_train.jsonl"),
+}
+MODULES = {
+    "src/main_distributed.py": "main_distributed",
+    "src/train.py": "train",
+    "src/generate_data.py": "generate_data",
+    "src/ad/train.py": "ad.train",
+    "dpo_inv.run_dpo_ddp": "dpo_inv.run_dpo_ddp",
+}
+# by their first words: what other tests run, and what needs another machine or the network
+ELSEWHERE = {
+    "python3 -m venv": "tests/unit/test_style.py",
+    "python check_gpu.py": "tests/unit/test_check_gpu.py",
+    "python scripts/distributed_setup.py": "tests/unit/test_distributed_setup.py",
+    "python src/train_loop.py": "tests/launch/test_baking.py",
+    "python src/ad/evaluate.py": "tests/launch/test_distillation.py",
+    "python -m dpo_inv.inference": "tests/launch/test_protein.py",
+    "python -m dpo_inv.weights": "tests/unit/test_weights.py",
+    "python -m ddp_utils.plots": "tests/unit/test_plots.py",
+    "python -m ddp_utils.report": "tests/unit/test_report.py",
+    "python tests/bench/": "tests/bench",
+    "bash scripts/run_training.sh": "tests/launch/test_clusters.py",
+    "sbatch": "tests/launch/test_clusters.py",
+    "qsub": "tests/launch/test_aurora.py",
+    "pip install": "README.md",
+    "python -c 'import datasets": None,
+    "module load": None,
+    "python -m venv --system": None,
+    "grep -v": None,
+    "tail -f": None,
+}
+
+
+def commands():
+    """(page, command) of all fenced lines of bash."""
+    for page in PAGES:
+        for block in re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.M | re.S):
+            for line in re.sub(r"\\\n\s*", " ", block).splitlines():
+                if line.strip() and not line.startswith("#"):
+                    yield pytest.param(page.name, line, id=f"{page.stem}: {line[:70]}")
+
+
+def programs(line):
+    """(file or module, its words) of what a command starts in the end; launchers' words parsed."""
+    words = shlex.split(line.partition("||")[0], comments=True)
+    while re.fullmatch(r"\w+=\S*", words[0]):
+        words.pop(0)
+    if words[:2] == ["accelerate", "launch"]:
+        found = launch_command_parser().parse_args(words[2:])
+        return [(found.training_script, found.training_script_args)]
+    if words[0] == "torchrun":
+        found = parse_args(words[1:])
+        return [(found.training_script, found.training_script_args)]
+    if words[0] in ("./run_distributed.sh", "./run_dpo_ddp_local.sh"):
+        words = words[2:] if words[1:2] and words[1].isdigit() else words[1:]
+        if words[:1] == ["baking"]:
+            ours = words[1 : words.index("--")] if "--" in words else words[1:]
+            return [("src/generate_data.py", ours)]
+        name = "src/main_distributed.py" if "distributed" in line.split()[0] else "protein"
+        return [] if name == "protein" else [(name, words)]
+    script = next(place for place, word in enumerate(words) if word in MODULES)
+    return [(words[script], words[script + 1 :])]
+
+
+def check(name, words, folder):
+    """In a process of its own, in an empty folder."""
+    import os
+
+    os.chdir(folder)
+    main = importlib.import_module(MODULES[name]).main
+    if "mine.json" in words:  # the official weights lie on a server
+        words = [*words, "--base_model_name", str(ROOT / "data/demo/protein_model.pt")]
+    assert main([*(MINE.get(word, word) for word in words), "--check"]) == 0
+
+
+@pytest.mark.parametrize(("page", "line"), commands())
+def test_a_command_is_taken_as_it_stands(page, line, tmp_path):
+    for beginning, where in ELSEWHERE.items():
+        if line.startswith(beginning) or (
+            "train_loop" in beginning and "src/train_loop.py" in line
+        ):
+            assert where is None or (ROOT / where).exists()
+            return
+    for name, words in programs(line):
+        ranks(1, check, name, words, str(tmp_path))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings(page):
+    text = page.read_text()
+    assert set(re.findall(r"^```(\w*)$", text, re.M)) <= LANGUAGES
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith("http"):
+            continue
+        name, _, heading = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        assert file.exists(), target
+        if heading:
+            titles = re.findall(r"^#+ (.+)$", file.read_text(), re.M)
+            slugs = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+            assert heading in slugs, target
+
+
+def test_the_tree_of_the_readme_is_the_tree_on_the_disk():
+    """Each line names what is there, and everything is named but the usual dot files."""
+    (tree,) = re.findall(
+        r"^## Files\n\n```\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S
+    )
+    named = {line.split()[0].rstrip("/") for line in tree.splitlines()}
+    git = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if git.returncode:
+        pytest.skip("needs a git checkout")
+    files = [path for path in git.stdout.splitlines() if not path.startswith(".")]
+    there = {path.split("/")[0] for path in files if not path.startswith("src/")}
+    there |= {"/".join(path.split("/")[:2]) for path in files if path.startswith("src/")}
+    assert named == there
+
+
+def test_the_snippet_of_the_readme_loads_a_result(tmp_path):
+    """As it stands, after a run of three steps."""
+    (snippet,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    said = ranks(1, train_and_load, snippet, str(tmp_path), timeout=120)
+    assert "Where is the cat?" in said[0]
+
+
+def train_and_load(snippet, folder):
+    import contextlib
+    import io
+    import os
+
+    import main_distributed
+
+    os.chdir(folder)
+    flags = runs.words("--max_steps 3 --max_rows 24 --num_samples 0 --log_every 1000")
+    assert main_distributed.main(flags) == 0
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        exec(snippet, {})  # noqa: S102 - our own README
+    return said.getvalue()
