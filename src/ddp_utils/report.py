@@ -138,10 +138,11 @@ def _model(folder, config):
     return next(((name, at) for name, at in kinds if (at / name).exists()), None)
 
 
-def main():  # python -m ddp_utils.report results/dpo
-    if not sys.argv[1:]:
+def main(argv=None):  # python -m ddp_utils.report results/dpo
+    folders = sys.argv[1:] if argv is None else argv
+    if not folders:
         raise UserError("give a run folder, such as results/dpo")
-    for folder in sys.argv[1:]:
+    for folder in folders:
         plots.draw(folder)
         write(folder)
         print(Path(folder) / "report.html")

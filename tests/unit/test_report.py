@@ -1,0 +1,367 @@
+"""report.html: what it shows, that texts of others are harmless in it, how it looks in a browser.
+
+The browser is Chromium, from the system; without one that test is skipped.
+"""
+
+import errno
+import html
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+
+import pytest
+from PIL import Image
+
+import main_distributed
+import runs
+from ddp_utils import Stop, UserError, report
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+FLAGS = runs.words(
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
+    "--disable-background-networking --disable-component-update"
+)
+HOSTILE = {
+    "a script": "<script>parent.hit = 1</script>",
+    "an image": '"><img src=x onerror="parent.hit = 1">',
+    "an end": "</dd></dl></pre></style></title></table><h1>mine</h1>",
+    "a template": "{{ 7 * 191 }}{% for x in y %}",
+    "one word": "w" * 10_000,
+    "to the left": "\u202e" + "\u0634\u0643\u0631\u0627 " * 400,
+    "NUL": "nul\0 \x1b[31m \ud800 end",
+    "lines": "one\n\ttwo",
+}
+
+
+def put(folder, **files):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+def a_run(folder, texts=("why?",), **summary):
+    """A folder as a run leaves it, with these texts wherever a run has some from elsewhere."""
+    for name, size in {"loss": (960, 570), "rewards": (1920, 570), "returns": (1950, 630)}.items():
+        put(folder)
+        Image.new("RGB", size, "white").save(folder / f"{name}.png")
+    first = texts[0]
+    return put(
+        folder,
+        summary={
+            **{"status": "finished", "exit_code": 0, "step": 30, "world_size": 2, "seconds": 61.4},
+            "val": {"count": 10, "loss": 0.123456, "win_rate": 0.75, "win_rate_low": 0.51239},
+            "test": {"loss": 2.0, "wins": 3, first: None},
+            **summary,
+        },
+        config={"beta": 0.3, "seed": 0, "judge": first, "train_data": first, "shuffle": True},
+        environment={
+            **{"command": f"python -u src/main_distributed.py --judge {first}", "device": first},
+            **{"launcher": "torchrun", "world_size": 2, "versions": {"torch": "2.13.0"}},
+            "defaults": {"beta": 0.1, "judge": ""},
+        },
+        data_report={"train": {"file": first, "rows": 9, "dropped": {first: [*range(30)]}}},
+        examples={"test": [dict.fromkeys(("prompt", "verdict", text), text) for text in texts]},
+    )
+
+
+def page_of(folder):
+    report.write(folder)
+    return (folder / "report.html").read_text(encoding="utf-8")
+
+
+class Reader(HTMLParser):
+    """Tags with their attributes, the words that are shown, and the rows of tables and cards."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.tags, self.words, self.rows, self.cell = [], [], [[]], []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag in ("tr", "div"):
+            self.rows.append([])
+        elif tag in ("th", "td", "dt", "dd"):
+            self.cell = []
+
+    def handle_data(self, data):
+        self.words.append(data)
+        self.cell.append(data)
+
+    def handle_endtag(self, tag):
+        if tag in ("th", "td", "dt", "dd"):
+            self.rows[-1].append("".join(self.cell))
+
+
+def test_numbers_settings_data_and_examples_are_shown(tmp_path):
+    found = Reader(page_of(a_run(tmp_path / "mine")))
+    rows, text = found.rows, " ".join("".join(found.words).split())
+    assert "mine finished after 30 steps, 61 s on 2 processes, why? Numbers" in text
+    assert ["", "val", "test"] in rows and ["win_rate", "0.75", ""] in rows  # a bound is missing
+    assert ["loss", "0.1235", "2"] in rows and ["wins", "", "3"] in rows
+    assert ["not at their defaults", "here", "default"] in rows
+    assert ["beta", "0.3", "0.1"] in rows and ["judge", "why?", "-"] in rows
+    assert ["train_data", "why?"] in rows and ["shuffle", "True"] in rows
+    assert ["rows", "9"] in rows and "0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 18 more" in text
+    assert ["versions torch", "2.13.0"] in rows
+    assert ["prompt", "why?"] in rows and "the other 3 settings" in text
+    pictures = [attributes["alt"] for tag, attributes in found.tags if tag == "img"]
+    assert [alt.partition(";")[0] for alt in pictures] == [
+        *("curves: returns", "curves: loss", "curves: rewards, margins")  # wide ones last
+    ]
+
+
+@pytest.mark.parametrize(
+    "values, shown",
+    [
+        ({"m": 0.5, "m_low": 0.25, "m_high": 0.75}, {"m": "0.5 [0.25, 0.75]"}),
+        ({"m": None, "m_low": None, "m_high": None}, {"m": "- [-, -]"}),
+        ({"m_low": 0.123456, "n": 12345}, {"m_low": "0.1235", "n": "12345"}),
+        ({"m": float("nan"), "n": True, "o": 0, "p": 0.0}, dict(m="nan", n="True", o="0", p="0")),
+    ],
+)
+def test_numbers_have_four_digits_and_their_interval(values, shown):
+    assert report._rounded(values) == shown
+
+
+def test_what_says_most_stands_on_top():
+    columns = {"val": {"count": 1, "losses": 2, "loss/sft": 3}, "test": {"win_rate": 4, "loss": 5}}
+    assert report._table(columns, report.FIRST) == (
+        ["val", "test"],
+        [
+            *(("win_rate", ["", "4"]), ("loss/sft", ["3", ""]), ("loss", ["", "5"])),
+            *(("count", ["1", ""]), ("losses", ["2", ""])),
+        ],
+    )
+
+
+def test_examples_beyond_the_first_are_folded_and_beyond_100_left_to_the_text(tmp_path):
+    page = page_of(a_run(tmp_path, [f"text {n};" for n in range(130)]))
+    assert page.count("text 3;") and page.count("text 99;") and not page.count("text 100;")
+    assert "96 more, all in distributed_output_test.txt" in page
+    folded = page[page.index("<details>") : page.index("</details>")]
+    assert "text 4;" in folded and "text 3;" not in folded
+
+
+# --- texts of others -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_text_is_shown_and_does_nothing(name, tmp_path):
+    text = HOSTILE[name]
+    found = Reader(page_of(a_run(tmp_path / "run", [text])))
+    tame = Reader(page_of(a_run(tmp_path / "tame", ["why?"])))
+    assert [tag for tag, _ in found.tags if tag != "wbr"] == [
+        tag for tag, _ in tame.tags if tag != "wbr"
+    ]
+    shown = re.sub("[\0\x1b\ud800]", "\ufffd", text)
+    assert "".join(found.words).count(shown) >= 5
+
+
+def test_nothing_is_loaded_and_nothing_executed(tmp_path):
+    page = page_of(a_run(tmp_path, [*HOSTILE.values()]))
+    found = Reader(page)
+    for tag, attributes in found.tags:
+        assert tag not in ("script", "link", "iframe", "object", "base", "form", "a")
+        for name, value in attributes.items():
+            assert not name.startswith("on") and name not in ("href", "srcset", "action", "style")
+            assert name != "src" or value.startswith("data:image/png;base64,")
+    style = page[page.index("<style>") : page.index("</style>")]
+    assert "url(" not in style and "@import" not in style and "http" not in style
+    policy = [tag.get("content") for _, tag in found.tags if "http-equiv" in tag]
+    assert policy == ["default-src 'none'; img-src data:; style-src 'unsafe-inline'"]
+
+
+# --- what is not there ---------------------------------------------------------------------------
+
+FILES = ("summary", "config", "environment", "data_report", "examples")
+
+
+@pytest.mark.parametrize("name", [*FILES, "*"])
+def test_what_is_missing_is_left_out(name, tmp_path):
+    for path in a_run(tmp_path / "run").glob("*" if name == "*" else f"{name}.json"):
+        path.unlink()
+    page = page_of(tmp_path / "run")
+    heads = {"summary": "Numbers", "data_report": "Data", "examples": "Examples", "*": "Curves"}
+    for file, head in heads.items():
+        assert (f"<h2>{head}</h2>" in page) == (name not in (file, "*")), head
+    assert "Settings" in page and "None" not in page and "Undefined" not in page
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "3", "null", "\xff", '{"a": 1', "NaN"])
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_no_object_is_left_out(name, content, tmp_path):
+    (a_run(tmp_path) / f"{name}.json").write_bytes(content.encode("latin-1"))
+    assert "<h2>Commands</h2>" in page_of(tmp_path)
+
+
+def test_values_of_odd_kinds_are_shown_all_the_same(tmp_path):
+    odd = {"a": {"b": {"c": []}, "d": {}}, "e": [{"f": 1}], "g": None, "h": 1e300, "j": [[], 0]}
+    put(tmp_path, **dict.fromkeys(FILES, odd))
+    assert "{&#39;f&#39;: 1}" in page_of(tmp_path)
+
+
+# --- commands ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "launcher, command, shown",
+    [
+        ("python", "python a.py --restart --x 1", "python a.py --x 1"),
+        ("environment", "python a.py", "python a.py"),
+        ("torchrun", "/b/python3.11 -u a.py", "torchrun --standalone --nproc_per_node=3 a.py"),
+        ("torchrun", "python -u -m d.r", "torchrun --standalone --nproc_per_node=3 -m d.r"),
+        ("srun", "python a.py", "srun -n 3 python a.py"),
+        ("pals", "python a.py", "mpiexec -n 3 python a.py"),
+        ("srun", "", ""),
+    ],
+)
+def test_the_command_is_the_one_that_started_it(launcher, command, shown):
+    facts = {"launcher": launcher, "command": command, "world_size": 3}
+    assert report._command(facts) == shown
+
+
+@pytest.mark.parametrize(
+    "files, shown",
+    [
+        ([], "No model is saved here yet."),
+        (
+            ["model/adapter_config.json", "model/tokenizer_config.json"],
+            "AutoPeftModelForCausalLM.from_pretrained('RUN/model')",
+        ),
+        (["model/adapter_config.json"], "python -m ddp_utils.lora RUN/model merged"),
+        (
+            ["model/tokenizer_config.json", "model/model.safetensors"],
+            "AutoModelForCausalLM.from_pretrained('RUN/model')",
+        ),
+        (["model/model.safetensors"], "python src/ad/evaluate.py --ckpt_dir RUN\n"),
+        (["latest_model.pt", "best_model.pt"], "--model_path RUN/best_model.pt"),
+        (["latest_model.pt"], "--model_path RUN/latest_model.pt"),
+    ],
+)
+def test_how_to_load_the_model_is_said_by_what_it_is(files, shown, tmp_path):
+    for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).touch()
+    page = html.unescape(page_of(a_run(tmp_path))).replace("</pre>", "\n")
+    assert shown.replace("RUN", str(tmp_path)) in page
+
+
+def test_a_model_elsewhere_and_a_name_with_a_quote(tmp_path):
+    folder, elsewhere = tmp_path / "it's", tmp_path / "my model"
+    put(elsewhere, tokenizer_config={})
+    put(folder, config={"result_dir": "x", "output_dir": str(elsewhere)})
+    assert f"from_pretrained({str(elsewhere)!r})" in html.unescape(page_of(folder))
+    put(folder / "model", adapter_config={})
+    put(folder, config={"output_dir": str(elsewhere)})  # of another script: the run folder
+    page = html.unescape(page_of(folder))
+    assert f'from_pretrained("{folder}/model")' in page
+    assert f"ddp_utils.lora {shlex.quote(str(folder / 'model'))} merged" in page
+
+
+# --- as a part of a run --------------------------------------------------------------------------
+
+TINY = [*runs.QUIET, *runs.words("--max_rows 4 --batch_size 2 --max_steps 1 --num_samples 0")]
+
+
+@pytest.fixture
+def no_curves(monkeypatch):
+    monkeypatch.setattr(report.plots, "draw", lambda folder: None)
+
+
+def test_a_run_writes_it_and_a_stopped_one_says_how_to_go_on(tmp_path, no_curves):
+    folder = tmp_path / "run"
+    with pytest.raises(Stop):
+        main_distributed.main([*TINY, "--result_dir", f"{folder}", "--stop_after_minutes=1e-9"])
+    page = (folder / "report.html").read_text()
+    assert "preempted after" in page and "exit status 85" in page and "Go on from" in page
+    assert main_distributed.main([*TINY, "--result_dir", f"{folder}"]) == 0
+    page = (folder / "report.html").read_text()
+    assert "finished after 1 steps" in page and ">The same run once more" in page
+    assert ["max_steps", "1", "-1"] in Reader(page).rows  # against the script's default
+    assert not list(folder.glob(".*.tmp"))
+
+
+def test_a_full_disk_does_not_make_the_run_fail(tmp_path, no_curves, monkeypatch, capsys):
+    def full(folder):
+        raise OSError(errno.ENOSPC, "No space left on device", "report.html")
+
+    monkeypatch.setattr(report, "write", full)
+    assert main_distributed.main([*TINY, "--result_dir", f"{tmp_path}/run"]) == 0
+    assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "finished"
+    assert "warning: no report.html: [Errno 28] No space left" in capsys.readouterr().out
+
+
+def test_the_command_makes_it_again(tmp_path):
+    (a_run(tmp_path / "run") / "metrics.jsonl").write_text('{"split":"val","step":1,"loss":1.0}\n')
+    command = [sys.executable, "-m", "ddp_utils.report", "run"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "run/report.html\n", "")
+    assert (tmp_path / "run/loss.png").stat().st_size > 10_000  # the curves, too
+    with pytest.raises(UserError, match=r"nowhere: no metrics\.jsonl here"):
+        report.main(["nowhere"])
+    with pytest.raises(UserError, match="give a run folder"):
+        report.main([])
+
+
+def test_it_costs_less_than_a_third_of_a_second(tmp_path):
+    a_run(tmp_path, ["some words " * 40] * 200)
+    (tmp_path / "loss.png").write_bytes(bytes(300_000))
+    took = []
+    for _ in range(3):
+        start = time.process_time()
+        report.write(tmp_path)
+        took.append(time.process_time() - start)
+    assert min(took) < 0.3
+
+
+# --- in a browser --------------------------------------------------------------------------------
+
+LOOK = """
+addEventListener("load", () => {
+  const found = [...document.querySelectorAll("iframe")].map(frame => {
+    const page = frame.contentDocument, root = page.documentElement
+    page.querySelectorAll("details").forEach(part => part.open = true)
+    const style = part => frame.contentWindow.getComputedStyle(page.querySelector(part))
+    return {
+      inner: frame.contentWindow.innerWidth, scroll: root.scrollWidth, hit: !!window.hit,
+      pictures: [...page.images].filter(picture => picture.naturalWidth).length,
+      back: style("body").backgroundColor, ink: style("body").color, height: root.scrollHeight,
+      scripts: page.scripts.length, alone: page.querySelectorAll("h1").length,
+    }
+  })
+  document.body.innerHTML = "<pre id=found>" + JSON.stringify(found) + "</pre>"
+})
+"""
+
+
+def light_of(colour):
+    return sum(map(int, re.findall(r"\d+", colour)[:3])) / 3
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="no chromium; apt-get install chromium")
+@pytest.mark.parametrize("texts", [["why?"], [*HOSTILE.values()]], ids=["tame", "hostile"])
+def test_it_fits_400_and_1600_pixels_light_and_dark(texts, tmp_path):
+    """In frames of that size; a frame is as dark as its frame's color-scheme."""
+    page = html.escape(page_of(a_run(tmp_path / "run", texts, device=texts[-1])))
+    frame = '<iframe srcdoc="{}" style="width:{}px;height:900px;border:0;color-scheme:{}"></iframe>'
+    looks = [(width, scheme) for width in (400, 1600) for scheme in ("light", "dark")]
+    frames = "".join(frame.format(page, *look) for look in looks)
+    wrapper = f"<!doctype html><meta charset=utf-8><body>{frames}<script>{LOOK}</script>"
+    (tmp_path / "wrapper.html").write_text(wrapper)
+    place = f"--user-data-dir={tmp_path}/profile", "--window-size=1700,1000"
+    command = [CHROMIUM, *FLAGS, *place, "--dump-dom", f"file://{tmp_path}/wrapper.html"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    told = re.search("<pre id=.found.>(.*)</pre>", done.stdout)
+    assert told, done.stderr
+    for (width, scheme), seen in zip(looks, json.loads(told[1]), strict=True):
+        assert seen["inner"] == width and seen["scroll"] <= width, (scheme, seen)
+        assert (seen["pictures"], seen["scripts"], seen["alone"], seen["hit"]) == (3, 0, 1, False)
+        back, ink = light_of(seen["back"]), light_of(seen["ink"])
+        assert (back < 60 and ink > 200) if scheme == "dark" else (back > 200 and ink < 60)
