@@ -283,7 +283,7 @@ def test_a_run_writes_it_and_a_stopped_one_says_how_to_go_on(tmp_path, no_curves
     assert "preempted after" in page and "exit status 85" in page and "Go on from" in page
     assert main_distributed.main([*TINY, "--result_dir", f"{folder}"]) == 0
     page = (folder / "report.html").read_text()
-    assert "finished after 1 steps" in page and ">The same run once more" in page
+    assert "finished after 1 step," in page and ">The same run once more" in page
     assert ["max_steps", "1", "-1"] in Reader(page).rows  # against the script's default
     assert not list(folder.glob(".*.tmp"))
 
