@@ -34,7 +34,7 @@ def _content(folder):
         resume.summary(folder, f"{name}.json") for name in names
     )
     defaults = environment.pop("defaults", {})
-    numbers = {split: _rounded(found) for split, found in summary.items() if _is_dict(found)}
+    numbers = {name: _rounded(part) for name, part in summary.items() if isinstance(part, dict)}
     facts = environment | {name: fact for name, fact in summary.items() if name not in numbers}
     return {
         "folder": folder,
@@ -42,9 +42,7 @@ def _content(folder):
         "numbers": _table(numbers, FIRST),
         "changed": _table({"here": {k: config.get(k) for k in defaults}, "default": defaults}),
         "settings": _table({"": {k: v for k, v in config.items() if k not in defaults}}),
-        "pictures": [
-            (_alt(path.name), _encoded(path)) for path in sorted(folder.glob("*.png"), key=_place)
-        ],
+        "pictures": [_picture(path) for path in sorted(folder.glob("*.png"), key=_place)],
         "examples": {split: rows for split, rows in examples.items() if isinstance(rows, list)},
         "shown": SHOWN,
         "data": _table(data),
@@ -57,10 +55,6 @@ def _content(folder):
     }
 
 
-def _is_dict(value):
-    return isinstance(value, dict)
-
-
 def _table(columns, first=()):
     """{column: {row: value}} -> (columns, [(row, its texts)]); objects in objects become rows."""
     flat = {column: dict(_flat(values)) for column, values in columns.items()}
@@ -70,8 +64,8 @@ def _table(columns, first=()):
 
 
 def _flat(values, before=""):
-    for name, value in values.items() if _is_dict(values) else [("", values)]:
-        if _is_dict(value) and value:
+    for name, value in values.items() if isinstance(values, dict) else [("", values)]:
+        if value and isinstance(value, dict):
             yield from _flat(value, f"{before}{name} ")
         else:
             yield before + name, _shown(value)
@@ -110,13 +104,11 @@ def _printable(value):
     return value
 
 
-def _alt(name):
-    titles = [title for title, _ in plots.FIGURES.get(name, [(Path(name).stem, {})])]
-    return f"curves: {', '.join(titles)}; their numbers are in metrics.jsonl"
-
-
-def _encoded(path):
-    return base64.b64encode(path.read_bytes()).decode()
+def _picture(path):
+    """(what it shows, its bytes), both as text."""
+    titles = [title for title, _ in plots.FIGURES.get(path.name, [(path.stem, {})])]
+    says = f"curves: {', '.join(titles)}; their numbers are in metrics.jsonl"
+    return says, base64.b64encode(path.read_bytes()).decode()
 
 
 def _command(facts):
