@@ -100,7 +100,7 @@ def check(name, words, folder):
     assert main([*(MINE.get(word, word) for word in words), "--check"]) == 0
 
 
-@pytest.mark.parametrize(("page", "line"), commands())
+@pytest.mark.parametrize(("page", "line"), [*commands()])
 def test_a_command_is_taken_as_it_stands(page, line, tmp_path):
     for beginning, where in ELSEWHERE.items():
         if line.startswith(beginning) or (
