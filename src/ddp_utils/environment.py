@@ -1,7 +1,6 @@
 """Where a run runs: command, versions, devices, memory; nothing that looks like a secret."""
 
 import dataclasses
-import json
 import os
 import platform
 import resource
@@ -61,9 +60,13 @@ def device_name(device):
     return getattr(torch, device.type).get_device_name(device)
 
 
-def redacted(settings):
-    """The settings without anything that looks like a token or a password."""
-    return json.loads(SECRET.sub("<redacted>", json.dumps(settings)))
+def redacted(value):
+    """Plain data without anything in its texts that looks like a token or a password."""
+    if isinstance(value, dict):
+        return {redacted(str(key)): redacted(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [redacted(part) for part in value]
+    return SECRET.sub("<redacted>", value) if isinstance(value, str) else value
 
 
 def peak_memory_mb(device):

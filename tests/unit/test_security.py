@@ -768,3 +768,11 @@ def test_an_open_door_is_seen():
     before = addresses()
     with socket.create_server(("", 0)), socket.create_server(("::1", 0), family=socket.AF_INET6):
         assert addresses() - before == {"0.0.0.0", "::1"}
+
+
+def test_what_is_redacted_may_hold_quotes():
+    """They are escaped in JSON, and the pattern would eat the escape."""
+    from ddp_utils import environment
+
+    found = environment.redacted({"url": 'token=abc"d', 3: ["key=x'y", None, 1.5], "name": 'a"b'})
+    assert found == {"url": '<redacted>"d', "3": ["<redacted>'y", None, 1.5], "name": 'a"b'}
