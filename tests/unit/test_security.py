@@ -775,4 +775,8 @@ def test_what_is_redacted_may_hold_quotes():
     from ddp_utils import environment
 
     found = environment.redacted({"url": 'token=abc"d', 3: ["key=x'y", None, 1.5], "name": 'a"b'})
-    assert found == {"url": '<redacted>"d', "3": ["<redacted>'y", None, 1.5], "name": 'a"b'}
+    assert found == {
+        "url": 'token=<redacted>"d',
+        "3": ["key=<redacted>'y", None, 1.5],
+        "name": 'a"b',
+    }
