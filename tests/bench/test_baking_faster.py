@@ -9,6 +9,7 @@ from bench import baking_plain
 BAR = 1.8 * 0.8  # where others compute beside this
 
 
+@pytest.mark.show
 def test_with_a_long_prompt_a_step_takes_less_cpu():
     ratios, memory = baking_plain.compare("long x0", turns=1)
     print(ratios, memory)

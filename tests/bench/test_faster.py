@@ -81,7 +81,7 @@ def step(score, pairs, model):
     return seconds, loss.item(), gradient
 
 
-@pytest.mark.parametrize("case", BARS)
+@pytest.mark.parametrize("case", ["long", "ragged", pytest.param("bigv", marks=pytest.mark.show)])
 def test_a_step_is_that_much_faster_than_the_plain_layout(case):
     pairs, ours, theirs = some_pairs(case), tiny(case), tiny(case)
     scorer = logps.Scorer(ours)

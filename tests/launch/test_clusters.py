@@ -271,7 +271,8 @@ SHARDED = {  # the guide's commands and settings, letter for letter
 }
 
 
-@pytest.mark.parametrize("tool", ["fsdp", pytest.param("deepspeed", marks=pytest.mark.show)])
+@pytest.mark.show
+@pytest.mark.parametrize("tool", ["fsdp", "deepspeed"])
 def test_the_guide_s_commands_train_on_one_machine(tool, here):
     """As they stand there, for four GPUs; here it is four processes on a CPU."""
     if tool == "deepspeed":

@@ -411,7 +411,7 @@ def test_the_slurm_job_starts_one_task_per_gpu_and_nothing_in_it(start, here, tm
     sizes = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
     assert sizes.items() <= done["check.env"].items()
     asked = tmp_path / "record/asked"
-    assert asked.read_text() == "import torch\n"  # else .venv would be made and used
+    assert 'find_spec("torch")' in asked.read_text()  # else .venv would be made and used
     other = start("scripts/slurm_job.sh", SLURM_JOB_ID="123457")["srun.env"]["MASTER_PORT"]
     assert other == "23457"
 
