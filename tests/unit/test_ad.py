@@ -362,6 +362,18 @@ def test_rollouts_see_what_training_showed():
         assert (getattr(tokens, name) == getattr(last, name)).all(), name
 
 
+def test_hidden_rewards_are_hidden():
+    """They are paid, and the model sees none of them."""
+    model, met = model_of(SHAPE), []
+    real = model.forward
+    model.forward = lambda tokens, cache=None: met.append(tokens) or real(tokens, cache)
+    goals = np.full(50, ROOM.start)  # which pays those who stay
+    for hidden in (False, True):
+        met.clear()
+        assert evaluate.rollout(model, ROOM, goals, 3, PLAIN, 0, zero_reward=hidden).sum() > 0
+        assert any(tokens.reward.any() for tokens in met) != hidden
+
+
 def test_an_agent_that_knows_the_way_gets_the_optimum():
     class Knows(torch.nn.Module):
         """Walks to cell (4, 2), whatever it sees."""
