@@ -244,6 +244,7 @@ def state(engine, named, one_file) -> dict:
 
     adam, flat = basic(engine).state, _flat(engine)
     tensors = {}
+    _link(engine)
     if not one_file:
         for number, share in enumerate(flat):
             tensors[f"parameter/{number}"] = share.detach()
@@ -260,6 +261,16 @@ def state(engine, named, one_file) -> dict:
     return tensors
 
 
+def _link(engine):
+    """Stages 1 and 2: let parameters find their part of AdamW's state.
+
+    DeepSpeed does that once, after the step of the first group, when the others have none yet.
+    """
+    if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+
 @torch.no_grad()
 def load_state(engine, named, tensors, one_file):
     """Put back what state() returned."""
@@ -268,8 +279,7 @@ def load_state(engine, named, tensors, one_file):
     for share in _flat(engine):
         adam[share] = {"step": steps[0].clone()}
         adam[share] |= {key: torch.zeros_like(share) for key in ("exp_avg", "exp_avg_sq")}
-    if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):  # stages 1 and 2
-        zero._lazy_init_hp_params_optimizer_state()
+    _link(engine)
     by_name = collections.defaultdict(dict)
     for key, value in tensors.items():
         kind, _, name = key.partition("/")

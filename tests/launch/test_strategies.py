@@ -135,7 +135,7 @@ SUITE = [
     ("zero2", "lora", "sft", 4),
     ("zero3", "full", "sft", 2),
     ("zero3", "lora", "dpo", 2),
-    ("zero2 offload", "lora", "dpo", 1),
+    ("zero2 offload", "full", "dpo", 1),
     ("zero3 offload", "full", "sft", 2),
     ("offload", "lora", "sft", 2),
     ("checkpointing", "full", "dpo", 2),
