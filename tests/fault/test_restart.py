@@ -101,7 +101,6 @@ def state(pid):
 # --- restarts ------------------------------------------------------------------------------------
 
 
-@pytest.mark.show  # the shell script's, below, is the same path
 def test_f1_torchrun_restarts_a_killed_rank_and_the_weights_are_the_same(undisturbed, tmp_path):
     """Rank 0; without a new name for each meeting three in five restarts meet the dead rank."""
     folder = tmp_path / "run"
@@ -123,6 +122,7 @@ def long_run(tmp_path_factory):
     return folder
 
 
+@pytest.mark.show  # torchrun's, above, is the same path; 60 steps
 def test_f1_the_shell_script_restarts_a_killed_rank(long_run, tmp_path):
     folder = tmp_path / "run"
     with launched([SCRIPT, "2"], folder, *LONG) as process:
@@ -209,10 +209,8 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "moment",
-    ["saving", *(pytest.param(m, marks=pytest.mark.show) for m in MOMENTS if m != "saving")],
-)
+@pytest.mark.show
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_f18_ctrl_c_leaves_no_process_and_no_half_checkpoint(moment, long_run, tmp_path):
     folder = tmp_path / "run"
     often = ["--save_every", "1"]  # or none may be seen

@@ -209,6 +209,7 @@ def start_both(machines, folder):
     return [machines.start(node, "bash", script, env=ENV, cwd=folder) for node, script in nodes]
 
 
+@pytest.mark.show
 def test_the_scripts_of_two_nodes_meet_by_name(machines, undisturbed, here):
     first, second = map(finished, start_both(machines, here))
     assert "step    10 | loss" in first

@@ -190,7 +190,10 @@ def learn_by_heart(launch, items, epochs, folder):
 # --- tests -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("passes", "launch"), [(0, torchrun), (4, forked)])
+LEARNT = pytest.param(4, forked, marks=pytest.mark.show)
+
+
+@pytest.mark.parametrize(("passes", "launch"), [(0, torchrun), LEARNT])
 def test_two_processes_hold_out_whole_backbones(passes, launch, few_file, tmp_path):
     flags = "--learning_rate 1e-4 --batch_size 2 --max_steps 2"
     check_run(launch, few_file, 0, passes, tmp_path, *runs.words(flags))
