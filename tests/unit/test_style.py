@@ -17,7 +17,7 @@ SCRIPTS = {p.stem for p in ROOT.glob("src/*.py")}
 PACKAGES = {p.name for p in ROOT.glob("src/*/") if (p / "__init__.py").exists()}
 CEILINGS = {  # lines of code, +20 % with a reason
     **{"check_gpu": 270, "formats": 130},
-    **{"train": 240, "train_config": 180, "fsdp": 160, "zero": 200, "texts": 150},
+    **{"train": 240, "train_config": 180, "fsdp": 160, "zero": 210, "texts": 150},
     **{"machine": 200, "forecast": 100, "dryrun": 200, "plan": 200},
     **{"config": 80, "main_distributed": 240, "train_loop": 240, "generate_data": 195},
     **{"cli": 110, "conf": 80, "dist": 200, "records": 150},
