@@ -33,6 +33,20 @@ use_environment() {
   fi
 }
 
+# With --help among the words it prints the head of the script that was called, and succeeds.
+asked_for_help() {
+  local word
+  for word in "$@"; do
+    if [ "$word" = -h ] || [ "$word" = --help ]; then
+      sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+      echo
+      use_environment
+      return 0
+    fi
+  done
+  return 1
+}
+
 # Processes of one node share its cores; what the user exported stays.
 share_cores() {
   local cores
@@ -53,6 +67,10 @@ train() { # processes per node, what python runs (a file, or -m and a module), i
   share_cores "$processes"
   checked=$(RANK=0 LOCAL_RANK=0 WORLD_SIZE=$((processes * nodes)) LOCAL_WORLD_SIZE=$processes \
     python "${program[@]}" "$@" --check) || exit $?
+  if [[ " $* " =~ \ --(check|validate_only|dry_run)\  ]]; then
+    echo "$checked"
+    return 0
+  fi
   folder=$(sed -n 's/^run folder: //p' <<<"$checked")
   if [ -z "$folder" ]; then # nothing left to do
     tail -n 1 <<<"$checked"

@@ -194,6 +194,22 @@ def lives(folder, *flags_of_lives):
     return [json.loads(line)["loss"] for line in lines if '"train"' in line]
 
 
+def as_pals(folder, flags):
+    """Ranks that PALS names: nobody sets LOCAL_RANK there, which DeepSpeed asks for."""
+    rank, size = os.environ.pop("RANK"), os.environ.pop("WORLD_SIZE")
+    del os.environ["LOCAL_RANK"]
+    names = {"PALS_RANKID": rank, "PMI_SIZE": size, "PALS_LOCAL_RANKID": rank}
+    os.environ.update(names | {"PALS_LOCAL_SIZE": size})
+    return run(folder, flags)
+
+
+def test_zero_where_the_launcher_sets_no_local_rank(data, alone, tmp_path):
+    pytest.importorskip("deepspeed", reason="pip install -r requirements-deepspeed.txt")
+    flags = [*data["sft"], *batch(2), "--type", "lora", "--max_steps", "3"]
+    found = ranks(2, as_pals, tmp_path, [*flags, *settings(tmp_path, "zero2")], timeout=200)
+    same(found[0][0], alone("sft", "lora", 3))
+
+
 @pytest.mark.parametrize(
     ("first", "then", "kind", "exact"),
     [
