@@ -1,4 +1,4 @@
-"""Settings of src/main_distributed.py: edit them here, or give any as a flag: --beta 0.3."""
+"""Settings of src/main_distributed.py: edit src/config.py or give any as a flag: --beta 0.3."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,10 +11,10 @@ class Config:
     # what people change first
     model_name: str = "data/demo/model"  # folder or hub name
     train_data: str = "data/demo/preferences_train.jsonl"  # .jsonl or .json; see docs/dpo.md
-    val_data: str = ""  # if val_data and test_data are empty: 5 % of train_data's prompts
+    val_data: str = ""  # empty, as is test_data: 5 % of train_data's prompts
     test_data: str = ""  # and 10 % of them; the demo has files of its own
     result_dir: str = "results/dpo"  # curves, metrics, examples, checkpoints
-    method: losses.Method = "dpo"  # the loss; see src/ddp_utils/losses.py
+    method: losses.Method = "dpo"  # the loss: docs/dpo.md
     beta: float = 0.1  # how tightly the policy is held to the reference
     learning_rate: float | None = None  # 1e-3 below 10 M parameters, else 1e-6 (full), 1e-5 (lora)
     batch_size: int = 16  # pairs of one forward over all GPUs; divided by their number
@@ -27,7 +27,7 @@ class Config:
     lora_dropout: float = 0.0  # 0 keeps runs equal on any number of GPUs
     lora_targets: str = "all-linear"  # or layer names: q_proj,v_proj
     init_adapter: str = ""  # a LoRA to carry on from, such as one from SFT
-    reference_model: str = ""  # another model as the reference; empty: the policy before step 0
+    reference_model: str = ""  # another reference; empty: the policy before step 0
     output_dir: str = ""  # the fine-tuned model; empty: result_dir/model
 
     # data
@@ -67,7 +67,7 @@ class Config:
     use_mixed_precision: bool = True  # bf16 where the GPU has it, else fp16; fp32 on a CPU
     base_dtype: Literal["auto", "fp32", "bf16"] = "auto"  # frozen weights under a LoRA
     layout: Literal["auto", "shared", "separate"] = "auto"  # prompt once, or once per response
-    lean: bool = True  # LoRA: keep less for the backward, in the same layers and numbers
+    lean: bool = True  # LoRA: keep less for the backward, in the same numbers
     use_gradient_checkpointing: bool = False  # less memory, one more forward
     strategy: Literal["ddp", "fsdp"] = "ddp"  # a model on each GPU, or shared out over all of them
     backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"  # by the device
@@ -75,8 +75,9 @@ class Config:
 
     # run
     eval_every: int = 0  # steps between validations; 0: after each epoch
-    save_every: int = 0  # steps between checkpoints; 0: after each epoch, and every 15 minutes
+    save_every: int = 0  # steps between checkpoints; 0: each epoch and every 15 minutes
     keep_checkpoints: int = 2  # the newest ones; older ones are removed
+    save_best: bool = False  # end with the weights of the lowest validation loss
     stop_after_minutes: float = 0.0  # save and end with status 85; 0: no limit
     restart: bool = False  # move an unfinished run aside instead of going on with it
     log_every: int = 1  # steps between printed lines; metrics.jsonl has all
@@ -94,5 +95,8 @@ def check(config):
         raise UserError("--result_dir: it is empty; give a folder for the run")
     if config.fine_tuning == "full" and config.base_dtype == "bf16":
         raise UserError("--base_dtype bf16: full fine-tuning trains fp32 weights; use auto or fp32")
+    for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_targets"):
+        if config.fine_tuning == "full" and getattr(config, name) != getattr(Config, name):
+            raise UserError(f"--{name}: there is no adapter; give --fine_tuning lora, or leave it")
     if config.method == "simpo" and config.reference_model:
         raise UserError("--reference_model: simpo has no reference; leave it out")

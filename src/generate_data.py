@@ -56,17 +56,22 @@ class Config:
     batch_size: int = 38  # replies of one forward and process
     max_sequence_length: int = 128  # new tokens of a reply, at most
     min_sequence_length: int = 1  # new tokens; shorter replies are left out, and counted
-    temperature: float = 1.0  # 1: the distribution itself; 0: the most probable word each time
+    temperature: float = 1.0  # 1: as the model has it; 0: the most probable word each time
     top_p: float = 1.0  # draw from the smallest set of words with this much probability
 
+    # what comes out
     traj_out_file: str = "data/traj_chat.jsonl"  # replies to train on
     val_out_file: str = "data/traj_val.jsonl"  # replies to questions that are held out
     val_split: float = 0.1  # share of the questions that is held out
+
+    # model and hardware
     chat_template: str = "auto"  # auto: the tokenizer's, if it has one; none; or a .jinja file
     use_mixed_precision: bool = True  # bf16 where the GPU has it, else fp16; fp32 on a CPU
     base_dtype: Literal["auto", "fp32", "bf16"] = "auto"  # of the weights
     backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"  # by the device
     timeout_minutes: float = 30.0  # how long a rank waits for the others
+
+    # run
     stop_after_minutes: float = 0.0  # keep what there is and end with status 85; 0: no limit
     seed: int = 0  # of the replies and of the split
     check: bool = False  # read and check everything, sample nothing
@@ -227,6 +232,8 @@ def write(config, x0, questions, parts, tokenizer, ends):
         temporary = Path(f"{path}.tmp")
         temporary.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text("".join(rows))
+        if Path(path).exists():  # of other settings, or someone else's
+            told.append(f"{path} was there: moved to {resume.aside(Path(path))}")
         os.replace(temporary, path)
         told.append(f"{len(rows)} replies -> {path}")
     parts.close()
@@ -260,7 +267,8 @@ def main(argv=None) -> int:
     if config.check:
         dist.choose_device(world, config.backend)
         check_files(config, mark)
-        print(about, f"run folder: {config.traj_out_file}.parts", sep="\n")
+        if world.is_main:
+            print(about, f"run folder: {config.traj_out_file}.parts", sep="\n")
         return 0
 
     world = dist.join(world, config.timeout_minutes)

@@ -80,6 +80,9 @@ def read_data(config, encoder, world):
             data[split], reports[split] = pairs_.read(path, encoder, on_bad_record=bad)
     if not config.val_data and not config.test_data:
         data = dict(zip(data, pairs_.split_by_prompt(train, config.seed), strict=True))
+        report["split"] = {name: len(rows) for name, rows in data.items()}
+    if config.save_best and not data["val"]:
+        raise UserError("--save_best: there is no validation data; give --val_data")
     seen = {pair.text for pair in data["train"]}
     for split in reports.keys() - {"train"}:
         shared = [pair.where for pair in data[split] if pair.text in seen]
@@ -267,7 +270,8 @@ def main(argv=None) -> int:
     if config.check:
         dist.choose_device(world, config.backend)
         would = Run.would(config.result_dir, config, plan.steps, inputs, needed)
-        print(*described, *would, sep="\n")
+        if world.is_main:
+            print(*described, *would, sep="\n")
         return 0
 
     world = dist.join(world, config.timeout_minutes)
@@ -319,11 +323,12 @@ def main(argv=None) -> int:
             run.end_step(due=plan.due(config.save_every, step + 1))
 
         # results
+        at = run.back_to_best()
         for split in ("val", "test"):
             if data[split] and split not in run.results:  # the last step has done val
                 found = evaluate(policy, split, data, reference, config, world, run.poll)
                 run.results[split] = found
-                run.log(plan.steps, found, split)
+                run.log(at, found, split)
         write_examples(run, data, before, answer(policy, data, encoder, config, run), judge)
         folder = Path(config.output_dir or run.folder / "model")
         model, weights = parallel.bare(policy).model, parallel.weights(policy)

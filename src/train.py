@@ -65,6 +65,9 @@ def read_data(config, encoder, world):
     elif config.val_share:
         shares = (1 - config.val_share, config.val_share)
         data = dict(zip(data, pairs_.split_by_prompt(train, config.seed, shares), strict=True))
+        report["split"] = {name: len(rows) for name, rows in data.items()}
+    if config.save_best and not data["val"]:
+        raise UserError("--save_best: there is no validation data; give val_data or val_share")
     if len(data["train"]) < world.world_size:
         raise UserError(
             f"{config.train_data}: {len(data['train'])} usable rows for {world.world_size} "
@@ -242,7 +245,8 @@ def fine_tune(config, world) -> int:
         described.append("num_workers: not needed: rows are tokenised once, there is no loader")
     if config.check:
         would = Run.would(config.output_dir, config, plan.steps, inputs, needed)
-        print(*described, *would, sep="\n")
+        if world.is_main:
+            print(*described, *would, sep="\n")
         return 0
 
     world = dist.join(world, config.timeout_minutes)
@@ -292,6 +296,7 @@ def fine_tune(config, world) -> int:
             run.end_step(due=plan.due(config.save_every, step + 1))
 
         # results
+        run.back_to_best()
         model, weights = parallel.bare(policy).model, parallel.weights(policy)
         dist.on_main(world, lambda: lora.save(model, tokenizer, run.folder / "model", weights))
     return 0

@@ -13,6 +13,7 @@ from ddp_utils import UserError, cli, conf, fsdp, losses, zero
 
 @dataclass
 class Model:
+    # section model
     model_name: str = "data/demo/model"  # folder or hub name
     init_adapter: str = ""  # a LoRA to carry on from
     base_dtype: Literal["auto", "fp32", "bf16"] = "auto"  # frozen weights under a LoRA
@@ -20,6 +21,7 @@ class Model:
 
 @dataclass
 class FineTuning:
+    # section fine_tuning
     type: Literal["lora", "full", "qlora"] = "lora"  # an adapter, all weights, or on 4-bit weights
     lora_r: int = 16  # rank
     lora_alpha: int = 32  # the adapter's output counts lora_alpha / lora_r
@@ -29,6 +31,7 @@ class FineTuning:
 
 @dataclass
 class Training:
+    # section training
     objective: Literal["sft", "dpo"] = "sft"  # imitate replies, or prefer one of two
     micro_batch_size: int | None = None  # rows of one forward and process (4)
     gradient_accumulation_steps: int | None = None  # larger global batch, same memory (1)
@@ -41,13 +44,13 @@ class Training:
     max_grad_norm: float | None = None  # clip the gradient to this norm (1); 0: do not
     mixed_precision: Literal["auto", "no", "fp16", "bf16"] = "auto"  # auto: by the GPU; CPU: no
     gradient_checkpointing: bool = False  # less memory, one more forward
-    lean: bool = True  # LoRA: keep less for the backward, in the same layers and numbers
+    lean: bool = True  # LoRA: keep less for the backward, in the same numbers
     layout: Literal["auto", "shared", "separate"] = "auto"  # rows without padding, or with
     seed: int = 0  # order of the data, split, start of the LoRA
     shuffle: bool = True  # a new order in every epoch
     deterministic: bool = False  # deterministic kernels, slower
-    # objective dpo
-    method: losses.Method = "dpo"  # the loss; see src/ddp_utils/losses.py
+    # section training, objective dpo
+    method: losses.Method = "dpo"  # the loss: docs/dpo.md
     beta: float = 0.1  # how tightly the policy is held to the reference
     label_smoothing: float | None = None  # cdpo, robust: share of labels that are wrong (0.1)
     lambda_dpop: float | None = None  # dpop, dpopshift: price of a falling chosen log-prob (50)
@@ -59,10 +62,11 @@ class Training:
 
 @dataclass
 class Dataset:
+    # section dataset
     train_data: str = "data/demo/instructions.jsonl"  # .json or .jsonl
     val_data: str = ""  # empty: val_share of train_data
     val_share: float = 0.05  # of the prompts, if val_data is empty; 0: none
-    # sft: what a row looks like; auto: by its fields
+    # sft: what a row is; auto: by its fields
     format: Literal["auto", "alpaca", "sharegpt", "messages", "custom", "preference"] = "auto"
     prompt_field: str = ""  # custom: where the prompt is
     response_field: str = ""  # custom: where the reply is
@@ -76,6 +80,7 @@ class Dataset:
 
 @dataclass
 class Distributed:
+    # section distributed
     use_deepspeed: bool = False  # ZeRO, as deepspeed_config says
     deepspeed_config: str = ""  # JSON of scripts/distributed_setup.py deepspeed
     use_fsdp: bool = False  # FSDP2, as fsdp_config says
@@ -89,11 +94,13 @@ class Distributed:
 
 @dataclass
 class Output:
+    # section output
     output_dir: str = "results/train"  # model, curves, metrics, checkpoints
     report_to: Literal["tensorboard", "none"] = "tensorboard"  # live curves, or files alone
     eval_every: int = 0  # steps between validations; 0: after each epoch
-    save_every: int = 0  # steps between checkpoints; 0: after each epoch, and every 15 minutes
+    save_every: int = 0  # steps between checkpoints; 0: each epoch and every 15 minutes
     keep_checkpoints: int = 2  # the newest ones; older ones are removed
+    save_best: bool = False  # end with the weights of the lowest validation loss
     log_every: int = 1  # steps between printed lines; metrics.jsonl has all
     stop_after_minutes: float = 0.0  # save and end with status 85; 0: no limit
 
@@ -112,8 +119,7 @@ class Sections:
 
 @dataclass
 class Config(Output, Distributed, Dataset, Training, FineTuning, Model):
-    """All of them, and what belongs to a start rather than a run."""
-
+    # flags alone: they belong to a start, not to a run
     config: str = "config.yaml"  # the YAML file; flags go before it
     deepspeed: str = ""  # as use_deepspeed with this deepspeed_config
     restart: bool = False  # move an unfinished run aside instead of going on with it
@@ -239,6 +245,11 @@ def check(config):
         raise UserError(f"--type: {config.strategy} cannot shard 4-bit weights; give lora")
     if config.type == "qlora" and not (torch.cuda.is_available() and find_spec("bitsandbytes")):
         raise UserError("--type: qlora needs bitsandbytes and a CUDA device; give lora")
+    if config.strategy != "ddp" and config.bucket_mb != Config.bucket_mb:
+        raise UserError(f"--bucket_mb: it belongs to DDP, not to {config.strategy}; leave it out")
+    if config.strategy == "deepspeed" and config.grad_reduce_dtype != "fp32":
+        says = "DeepSpeed's is communication_data_type in its JSON; leave it out"
+        raise UserError(f"--grad_reduce_dtype: {says}")
     for name, usual in (("method", "dpo"), ("sft_weight", 0), ("length_average", False)):
         if config.objective == "sft" and getattr(config, name) != usual:
             raise UserError(f"--{name}: it belongs to objective dpo; leave it out")

@@ -13,6 +13,7 @@ the prompt. Loss: KL(teacher || student) at every token of replies that the teac
 import contextlib
 import dataclasses
 import math
+import os
 import sys
 import time
 from typing import Literal
@@ -21,6 +22,7 @@ import torch
 
 from ddp_utils import (
     NonFiniteError,
+    Stop,
     UserError,
     batching,
     cli,
@@ -98,8 +100,9 @@ class Config:
 
     # run
     eval_every: int = 0  # steps between validations; 0: after each epoch
-    save_every: int = 0  # steps between checkpoints; 0: after each epoch, and every 15 minutes
+    save_every: int = 0  # steps between checkpoints; 0: each epoch and every 15 minutes
     keep_checkpoints: int = 2  # the newest ones; older ones are removed
+    save_best: bool = False  # end with the weights of the lowest validation loss
     stop_after_minutes: float = 0.0  # save and end with status 85; 0: no limit
     restart: bool = False  # move an unfinished run aside instead of going on with it
     log_every: int = 1  # steps between printed lines; metrics.jsonl has all
@@ -117,8 +120,11 @@ def read_settings(argv, world):
     aliases = {"--r": "--lora_r", "-r": "--lora_r"}
     config = cli.parse(Config, argv, console=world.is_main, aliases=aliases)
     cli.check_ranges(config, max_traj_len=("of 8 or more", lambda x: x >= 8))
+    if os.environ.get("FLAGS_ONLY"):  # run_distributed.sh asks before there is any data
+        raise Stop("", 0)
     if config.resume_from:
-        its = lora.adapter_settings(config.resume_from)
+        with cli.naming({"init_adapter": "--resume_from"}):
+            its = lora.adapter_settings(config.resume_from)
         for name, own in (("lora_r", its.r), ("lora_alpha", its.lora_alpha)):
             if getattr(config, name) not in (getattr(Config, name), own):
                 raise UserError(f"--{name}: the adapter of --resume_from has {own}; leave it out")
@@ -298,7 +304,8 @@ def main(argv=None) -> int:
     if config.check:
         dist.choose_device(world, config.backend)
         would = Run.would(config.out_dir, config, plan.steps, inputs, needed)
-        print(*described, *would, sep="\n")
+        if world.is_main:
+            print(*described, *would, sep="\n")
         return 0
 
     world = dist.join(world, config.timeout_minutes)
@@ -351,6 +358,7 @@ def main(argv=None) -> int:
             run.end_step(due=plan.due(config.save_every, step + 1))
 
         # results
+        run.back_to_best()
         dist.on_main(world, lambda: lora.save(model, tokenizer, run.folder / "model"))
         if questions:
             given = student, questions, encoder, x0, config, run

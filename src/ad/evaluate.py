@@ -36,7 +36,7 @@ class Settings:
     eval_episodes: int = 60  # of one try, in one context
     eval_copies: int = 8  # tries of each goal
     seed: int = 0  # of what it tries
-    train_goals: bool = False  # goals that it was trained on instead, as many: does it memorise?
+    train_goals: bool = False  # goals of its training instead, as many: does it memorise?
     debug: bool = False  # tracebacks for user errors, too
 
 
@@ -153,6 +153,8 @@ def load(folder):
     Raises UserError if it is no run of train.py, or has saved nothing yet.
     """
     folder = records.resolve(folder)
+    if not folder.is_dir():
+        raise UserError(f"--ckpt_dir: no folder {folder}; give that of a run of src/ad/train.py")
     try:
         config = Config(**resume.read_json(folder / "config.json"))
     except TypeError:
@@ -184,7 +186,8 @@ def main(argv=None) -> int:
         raise UserError(f"--goal_idx: {settings.goal_idx}; give -1, or 0 to {len(goals) - 1}")
     if settings.goal_idx >= 0:
         goals = goals[[settings.goal_idx]]
-    folder = records.resolve(settings.ckpt_dir) / "evaluation"
+    name = "evaluation_train_goals" if settings.train_goals else "evaluation"
+    folder = records.resolve(settings.ckpt_dir) / name
     resume.check_place("--ckpt_dir", folder)
     device = dist.choose_device(dist.whoami(), "auto").device
     summary, returns, others = assess(

@@ -180,7 +180,8 @@ def main(argv=None) -> int:
     if config.check:
         would = Run.would(config.output_dir, config, config.train_timesteps, inputs, needed)
         where = f"histories: {path}{'' if path.exists() else ', to be collected'}"
-        print(*lines, where, *would, sep="\n")
+        if world.is_main:
+            print(*lines, where, *would, sep="\n")
         return 0
 
     world = dist.join(world, config.timeout_minutes)

@@ -154,9 +154,12 @@ def mark(path) -> str:
     return _sha256(Path(path) / MANIFEST)
 
 
-def rotate(folder, keep):
-    """Remove all but the newest `keep` checkpoints, and what killed writes have left."""
-    old = sorted(_numbered(folder), key=number)[:-keep]
+def rotate(folder, keep, spared=None):
+    """Remove all but the newest `keep` checkpoints, and what killed writes have left.
+
+    spared: a step whose checkpoint stays.
+    """
+    old = [p for p in sorted(_numbered(folder), key=number)[:-keep] if number(p) != spared]
     for path in (*old, *Path(folder).glob(".tmp-step-*")):
         shutil.rmtree(path, ignore_errors=True)
 

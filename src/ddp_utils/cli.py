@@ -13,7 +13,7 @@ import warnings
 
 import tyro
 
-from ddp_utils import UserError, records
+from ddp_utils import UserError, helping, records
 
 ALIASES = {"--validate_only": "--check", "--dry_run": "--check"}
 ABOVE_0, FROM_0 = ("above 0", lambda x: x > 0), ("of 0 or more", lambda x: x >= 0)
@@ -34,13 +34,15 @@ RANGES |= {
 }
 
 
-def parse(config_class, argv=None, console=True, aliases=None, default=None):
+def parse(config_class, argv=None, console=True, aliases=None, default=None, command=""):
     """Read flags over the dataclass's defaults, or over `default`, an instance of it.
 
-    tyro prints its own box and exits 2 on a wrong one. `--local-rank`, which
-    torch.distributed.launch and deepspeed append, is swallowed.
+    command: the word between the program and its flags, if it has several. tyro prints its own
+    box and exits 2 on a wrong flag. `--local-rank`, which torch.distributed.launch and deepspeed
+    append, is swallowed.
     """
     names = {key.replace("-", "_"): name for key, name in {**ALIASES, **(aliases or {})}.items()}
+    command = f"{helping.typed()} {command}".rstrip()
     words, argv = [], list(sys.argv[1:] if argv is None else argv)
     while argv:
         word = argv.pop(0)
@@ -49,6 +51,11 @@ def parse(config_class, argv=None, console=True, aliases=None, default=None):
         elif not word.replace("_", "-").startswith("--local-rank="):
             name, equals, text = word.partition("=")
             words.append(names.get(name.replace("-", "_"), name) + equals + text)
+    if {"-h", "--help"} & {*words}:
+        if console:
+            with contextlib.suppress(BrokenPipeError):  # | head
+                print(helping.text(config_class, default, command))
+        raise SystemExit(0)
     hints = typing.get_type_hints(config_class)
     # --name text and --name=text alike
     for flag, text in itertools.pairwise("\0".join([*words, ""]).replace("=", "\0").split("\0")):
@@ -59,7 +66,7 @@ def parse(config_class, argv=None, console=True, aliases=None, default=None):
     stderr = contextlib.redirect_stderr(sys.stderr if console else io.StringIO())
     with warnings.catch_warnings(), stderr:
         warnings.simplefilter("ignore")  # defaults of a wrong type: check_types says it in one line
-        options = {"use_underscores": True, "console_outputs": console}
+        options = {"use_underscores": True, "console_outputs": console, "prog": command}
         options |= {"default": default} if default else {}
         config = tyro.cli(config_class, args=words, **options)
     return check_types(config)

@@ -72,7 +72,7 @@ def _name_of_meeting(store, world, seconds) -> str:
             elif world.is_main and store.check([f"hello/{rank}"]):  # perhaps of a dead one
                 store.set(f"answer/{rank}", store.get(f"hello/{rank}").decode() + " " + word)
             elif not world.is_main and store.check([f"answer/{rank}"]):
-                said, name = store.get(f"answer/{rank}").decode().split()
+                said, _, name = store.get(f"answer/{rank}").decode().rpartition(" ")
                 if said == word:
                     store.set(f"{name}/{rank}", "")
                     missing.remove(rank)

@@ -51,7 +51,8 @@ def run(main):
         elif not isinstance(told, KeyboardInterrupt):
             _tell_developer(told)
     finally:
-        sys.stdout.flush()
+        with contextlib.suppress(BrokenPipeError):  # --help | head
+            sys.stdout.flush()
         sys.stderr.flush()
         # who started torchrun reads the summary: it need not report a failure, nor restart
         summed_up = getattr(error, "in_summary", False) and os.environ.get("STATUS_IN_SUMMARY")

@@ -1,8 +1,7 @@
-"""Load a causal language model, put a LoRA on it or not, save it, merge it."""
+"""Load a causal language model, put a LoRA on it or not, save it."""
 
 import math
 import shutil
-import sys
 import warnings
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from ddp_utils import UserError, checkpoint, dist, safely
-from ddp_utils.pairs import load_tokenizer, model_path
+from ddp_utils.pairs import model_path
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -124,7 +123,7 @@ def load(name, dtype, device, four_bits=None):
     return no_dropout(model)
 
 
-def _with_adapter(model, path, is_trainable=False):
+def with_adapter(model, path, is_trainable=False):
     with safely.reading(path):
         return PeftModel.from_pretrained(model, str(model_path(path)), is_trainable=is_trainable)
 
@@ -168,7 +167,7 @@ def load_policy(config, device):
     if config.use_gradient_checkpointing:
         checkpoint_activations(model)
     if config.init_adapter:
-        model = _with_adapter(model, config.init_adapter, config.fine_tuning == "lora")
+        model = with_adapter(model, config.init_adapter, config.fine_tuning == "lora")
         if config.fine_tuning == "full":
             model = model.merge_and_unload()
             model.requires_grad_(True)
@@ -207,15 +206,3 @@ def save(model, tokenizer, folder, weights=None):
         if folder.exists():
             shutil.rmtree(folder)
         temporary.rename(folder)
-
-
-def merge(adapter, folder, base=None):
-    """Fold a LoRA into its base model (the one it names, if not given) and save the sum."""
-    base = base or adapter_settings(adapter).base_model_name_or_path
-    model = load(base, "auto", torch.device("cpu"))
-    merged = _with_adapter(model, adapter).merge_and_unload()
-    save(merged, load_tokenizer(base), folder)
-
-
-if __name__ == "__main__":  # python -m ddp_utils.lora results/dpo/model merged/ [base model]
-    merge(*sys.argv[1:])

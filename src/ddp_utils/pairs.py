@@ -294,6 +294,8 @@ def describe(split, report):
     """The report of one file as one line."""
     tokens = ", ".join(f"{mean:g} {part}" for part, mean in report["mean_tokens"].items())
     line = f"{split}: {report['rows']} rows of {report['format']}, {report['used']} used"
+    if parts := report.get("split"):
+        line += f", split into {', '.join(f'{rows} {name}' for name, rows in parts.items())}"
     notes = [line, f"tokens {tokens}"]
     if "chosen_is_longer" in report:
         notes += [f"chosen longer in {report['chosen_is_longer']:.0%}"]

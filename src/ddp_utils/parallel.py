@@ -238,7 +238,8 @@ def bytes_to_write(outline, config):
     else:
         linear = [m for m in outline.modules() if isinstance(m, nn.Linear)]
         trained = sum(config.lora_r * (m.in_features + m.out_features) for m in linear)
-    return 4 * trained * (1 + 3 * (config.keep_checkpoints + 1))
+    checkpoints = config.keep_checkpoints + 1 + getattr(config, "save_best", False)
+    return 4 * trained * (1 + 3 * checkpoints)
 
 
 def shares(config, world_size) -> str:

@@ -152,9 +152,10 @@ def main(argv=None) -> int:
     if len(settings.folders) == 1:
         draw(settings.folders[0])
         return 0
-    if not Path(settings.out).is_dir():
-        raise UserError(f"--out: {settings.out} is not a folder")
+    resume.check_place("--out", Path(settings.out))
+    Path(settings.out).mkdir(parents=True, exist_ok=True)
     print(compare(settings.folders, settings.out))
+    print(f"-> {Path(settings.out, 'compare_*.png')}")
     return 0
 
 

@@ -1,5 +1,6 @@
 """Progress bars of rank 0, on a terminal only: one of the run, or one part after another."""
 
+import os
 import sys
 import threading
 
@@ -56,8 +57,11 @@ class Bar:
 
     def say(self, line):
         """One line above the bar."""
-        tqdm.write(line, file=sys.stdout)
-        sys.stdout.flush()
+        try:
+            tqdm.write(line, file=sys.stdout)
+            sys.stdout.flush()
+        except BrokenPipeError:  # | head: who reads no more has not asked it to stop
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
     def close(self):
         self.now.close()

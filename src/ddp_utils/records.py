@@ -96,7 +96,8 @@ def content(path, most=None) -> bytes:
     """What a file holds, unpacked and without BOM; UserError if that is not UTF-8, or too much."""
     file = resolve(path)
     if not file.exists():
-        raise UserError(f"{path}: no such file; looked in {Path.cwd()} and in {ROOT}")
+        places = " and in ".join(dict.fromkeys(map(str, (Path.cwd(), ROOT))))
+        raise UserError(f"{path}: no such file; looked in {places}")
     if not file.is_file():
         raise UserError(f"{path}: not a regular file but a directory, pipe or device")
     most = most or MAX_BYTES
@@ -141,9 +142,12 @@ def _check_size(path, number, size):
 
 
 def _array(path, raw):
-    """The elements of one top-level list, each with the line on which it starts."""
+    """The elements of one top-level list, each with the line on which it starts.
+
+    Of several on one line, as json.dump writes them, the second and later ones with their number.
+    """
     content, decoder = raw.decode(), _decoder()
-    at, previous, line = content.index("["), 0, 1
+    at, previous, line, before, number = content.index("["), 0, 1, 0, 0
     while True:
         first, at = previous == 0, _skip(content, at + 1)  # past "[" or ","
         if first and content[at : at + 1] == "]":
@@ -153,7 +157,9 @@ def _array(path, raw):
         with _located(path, line, 1):
             data, at = decoder.raw_decode(content, at)
         _check_size(path, line, at - previous)
-        yield line, lambda data=data: data
+        number += 1
+        yield f"{line} (item {number})" if line == before else line, lambda data=data: data
+        before = line
         at = _skip(content, at)
         if content[at : at + 1] != ",":
             break

@@ -40,6 +40,7 @@ def _content(folder):
         "folder": folder,
         "facts": facts,
         "numbers": _table(numbers, FIRST),
+        "intervals": any(v.endswith("]") for part in numbers.values() for v in part.values()),
         "changed": _table({"here": {k: config.get(k) for k in defaults}, "default": defaults}),
         "settings": _table({"": {k: v for k, v in config.items() if k not in defaults}}),
         "pictures": [_picture(path) for path in sorted(folder.glob("*.png"), key=_place)],

@@ -8,11 +8,9 @@ import time
 import uuid
 from pathlib import Path
 
-import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from ddp_utils import (
-    NonFiniteError,
     Stop,
     UserError,
     checkpoint,
@@ -23,21 +21,19 @@ from ddp_utils import (
     progress,
     report,
     resume,
-    signals,
 )
+from ddp_utils.saving import Saving
 
-CHECKPOINTS = "checkpoints"
 STATUS = {0: "finished", 85: "preempted"}  # by exit status; any other: failed
 # what may differ between two lives of a run, and what that means for its numbers
 CHANGED = dict.fromkeys(("world_size", "device", "threads", "versions"), "equal but for rounding")
 CHANGED["git_commit"] = "the code is another"
 FINISHED = "{} holds this run, finished: the same settings, the same data"
-SAVE_MINUTES = 15  # between two checkpoints, where save_every leaves it open
 COLUMNS = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 COLUMNS += ("kl", "kl_base", "share_baked", "accuracy", "fraction_of_optimum")
 
 
-class Run:
+class Run(Saving):
     """One run folder. A context manager: leaving it says in summary.json how the run ended.
 
     A folder that holds an unfinished run with the same settings and inputs is continued: see
@@ -120,104 +116,6 @@ class Run:
         self.bar.of_run(self.steps, meta["step"])
         return meta["step"], checkpoint.mark(path) if path else ""
 
-    # --- checkpoints -----------------------------------------------------------------------------
-
-    def restore(self, policy, optimizer, schedule) -> int:
-        """From here on there is a state to save; put back the checkpoint, if this run has one.
-
-        Returns the number of steps already done.
-        """
-        self.training = policy, optimizer, schedule
-        if not self.done:
-            return 0
-        path = checkpoint.path(self.folder / CHECKPOINTS, self.done)
-        if not path.exists() or checkpoint.mark(path) != self.mark:
-            raise UserError(
-                f"{path}: rank {self.world.rank} does not see the checkpoint that rank 0 sees; "
-                "the run folder must be on a disk that all nodes share"
-            )
-        tensors, meta = checkpoint.read(path, self.world.rank)
-        shares = meta.get("shares", "")
-        parallel.load_state(policy, optimizer, schedule, tensors, self.done, shares)
-        self.validated, self.results = meta["validated"], meta["results"] | self.results
-        self.start -= meta["seconds"]
-        self.save_seconds = meta["save_seconds"]
-        return self.done
-
-    def save(self):
-        """Write a checkpoint of the steps done, check it, remove the oldest; on all ranks."""
-        if self.saved == self.step:
-            return
-        start, folder = time.perf_counter(), self.folder / CHECKPOINTS
-        shares = parallel.shares(self.config, self.world.world_size)
-        tensors = parallel.state(*self.training[:2], shares)
-
-        def check():
-            for name, tensor in tensors.items():
-                if not bool(torch.isfinite(tensor).all()):
-                    raise NonFiniteError(f"after step {self.step} {name} is not finite; not saved")
-
-        dist.on_each(self.world, check)
-        parts = self._write_shares(folder, tensors) if shares else None
-
-        def write():
-            self._flush()  # to the disk, before a checkpoint says how long they are
-            os.fsync(self.metrics.fileno())
-            meta = {
-                "world_size": self.world.world_size,
-                "metrics_bytes": self.metrics.tell(),
-                "validated": self.validated,
-                "results": self.results,
-                "seconds": time.perf_counter() - self.start,
-                "save_seconds": self.save_seconds,
-                "shares": shares,
-            }
-            checkpoint.write(folder, self.step, tensors, meta, parts)
-            checkpoint.rotate(folder, self.config.keep_checkpoints)
-
-        dist.on_main(self.world, write)
-        self.saved, self.saved_at = self.step, time.perf_counter()
-        self.save_seconds += self.saved_at - start
-
-    def _write_shares(self, folder, tensors):
-        """Each rank's part of a checkpoint: name -> hash, on all ranks."""
-        world = self.world
-        dist.on_main(world, lambda: checkpoint.clear(folder, self.step))
-        place = folder, self.step, tensors, world.rank, world.world_size
-        name, digest = dist.on_each(world, lambda: checkpoint.write_share(*place))
-        table = torch.zeros(world.world_size, 32, device=world.device)
-        table[world.rank] = torch.tensor([*bytes.fromhex(digest)], dtype=torch.float32)
-        digests = dist.all_sum(table, world).byte().tolist()
-        mine = f"-{world.rank:05d}-"
-        return {
-            name.replace(mine, f"-{rank:05d}-"): bytes(found).hex()
-            for rank, found in enumerate(digests)
-        }
-
-    def _flush(self):
-        try:
-            self.metrics.flush()
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, self.metrics.name) from error
-
-    def end_step(self, due):
-        """After each step, on all ranks: save if it is `due` or late, stop if one was asked to."""
-        waited = time.perf_counter() - self.saved_at
-        late = self.config.save_every == 0 and waited > SAVE_MINUTES * 60
-        self.poll(due, late and self.world.is_main)
-
-    def poll(self, due=False, late=False):
-        """Between two forwards, on all ranks: if one was asked to stop, save and stop together."""
-        asked = signals.asked(self.config.stop_after_minutes)
-        flags = torch.tensor([float(asked), float(late)], device=self.world.device)
-        stop, late = dist.all_sum(flags, self.world).tolist()
-        if stop:
-            signals.saving()
-        if self.training and (stop or late or due):
-            self.save()
-        if stop:
-            raise Stop(f"stopped after step {self.step}; the same command goes on from there", 85)
-
     # --- what happens ----------------------------------------------------------------------------
 
     def say(self, line):
@@ -227,9 +125,14 @@ class Run:
 
     def log(self, step, values, split="train", echo=True):
         """Append one line of metrics: file in full precision, TensorBoard, fixed columns."""
-        self.step = step
+        if split != "test":
+            self.step = step
         if split == "val":
             self.validated = step
+            loss = values.get("loss", values.get("kl"))
+            lowest = self.results.get("best", {"loss": math.inf})["loss"]
+            if getattr(self.config, "save_best", False) and loss < lowest:
+                self.results["best"] = {"loss": loss, "step": step}
         if not self.world.is_main:
             return
         line = json.dumps({"split": split, "step": step, **_finite(values)}) + "\n"
@@ -244,6 +147,12 @@ class Run:
             shown = [(name.rsplit("/")[-1], values[name]) for name in COLUMNS if name in values]
             title = f"step {step:5d}" if split == "train" else f"{split:>10}"
             self.say(" | ".join([title, *(f"{name} {value:8.4f}" for name, value in shown)]))
+
+    def _flush(self):
+        try:
+            self.metrics.flush()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self.metrics.name) from error
 
     def write_json(self, name, data):
         """A file of plain data in the run folder."""
@@ -307,7 +216,8 @@ class Run:
     def _close(self, error, code):
         if error is None:
             plots.draw(self.folder)
-        final = error is None or not dist.lost_a_peer(error)
+        asked = isinstance(error, KeyboardInterrupt)
+        final = not asked and (error is None or not dist.lost_a_peer(error))
         self.write_summary(STATUS.get(code, "failed"), code, final)
         try:
             report.write(self.folder)

@@ -152,7 +152,8 @@ def side_by_side(prompts, before, after, expected, judge=None):
 
 def as_text(rows, summary):
     """What a person reads: the judge's summary, then one block per row."""
-    blocks = ["".join(f"{name}: {value}\n" for name, value in summary.items())] * bool(summary)
+    shown = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in summary.items()}
+    blocks = ["".join(f"{name}: {value}\n" for name, value in shown.items())] * bool(summary)
     for number, row in enumerate(rows, start=1):
         width = 1 + max(map(len, row))
         lines = (f"{name + ':':{width}} {text}\n" for name, text in row.items())

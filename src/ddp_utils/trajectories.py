@@ -50,7 +50,7 @@ def read_questions(path, limit=-1) -> list[str]:
         found = [_question(record) for record in records.read(path)]
     found = list(dict.fromkeys(text for text in found if text))
     if not found or len(found) < limit:
-        wanted = f"; --num_questions is {limit}" if limit > 0 else ""
+        wanted = f"; --num_questions is {limit}; give -1 for all" if limit > 0 else ""
         raise UserError(f"{path}: {len(found)} different questions{wanted}")
     return found[:limit] if limit > 0 else found
 

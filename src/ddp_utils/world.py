@@ -80,6 +80,7 @@ def choose_device(world, backend) -> World:
 
     Raises UserError if the backend's device is absent or has fewer units than processes.
     """
+    asked = backend
     if backend in ("auto", "xpu", "ccl"):
         kinds = ("cuda", "xpu", "cpu") if backend == "auto" else ("xpu",)
         if backend == "auto" and os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true"):
@@ -89,7 +90,7 @@ def choose_device(world, backend) -> World:
     kind = BACKENDS[backend]
     if kind == "cpu":
         return world._replace(device=torch.device("cpu"), backend=backend)
-    index = device_index(world, kind, _count(kind), backend)
+    index = device_index(world, kind, _count(kind), asked)
     return world._replace(device=torch.device(kind, index), backend=backend)
 
 

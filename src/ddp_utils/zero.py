@@ -20,6 +20,7 @@ from ddp_utils import UserError, cli, conf
 FITS = {  # what a key may hold
     (WHOLE := "a whole number"): lambda x: type(x) in (int, float) and 0 <= x == x // 1,
     (SWITCH := "true or false"): lambda x: type(x) is bool,
+    (OFF := "false, AdamW is torch's"): lambda x: x is False,
     (OBJECT := "an object, {...}"): lambda x: isinstance(x, dict),
     "a number of 0 or more": lambda x: type(x) in (int, float) and x >= 0,
     "0, 1, 2 or 3": lambda x: type(x) is int and 0 <= x <= 3,
@@ -30,7 +31,8 @@ FITS = {  # what a key may hold
 KNOWN = {
     "": {
         WHOLE: "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps",
-        SWITCH: "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer wall_clock_breakdown",
+        SWITCH: "zero_allow_untested_optimizer wall_clock_breakdown",
+        OFF: "zero_force_ds_cpu_optimizer",
         OBJECT: "zero_optimization bf16 fp16 data_types comms_logger flops_profiler",
         "a number of 0 or more": "gradient_clipping steps_per_print",
         '"fp32", "bf16" or "fp16"': "communication_data_type",
@@ -188,6 +190,7 @@ def wrap(scorer, settings, groups, world):
         scorer.gathered = lambda module: deepspeed.zero.GatheredParameters(
             list(module.parameters()), enabled=True
         )
+    os.environ.setdefault("LOCAL_RANK", str(world.local_rank))  # it asks; srun and PALS set none
     optimizer = torch.optim.AdamW(groups, lr=1.0)
     engine, *_ = deepspeed.initialize(model=scorer, optimizer=optimizer, config=settings)
     return engine

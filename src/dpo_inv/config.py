@@ -23,14 +23,14 @@ class Config:
     backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"  # by the device
 
     # objective
-    method: losses.Method = "dpo"  # the loss; see src/ddp_utils/losses.py
+    method: losses.Method = "dpo"  # the loss: docs/dpo.md
     label_smoothing: float | None = None  # cdpo, robust: share of labels that are wrong (0.1)
     lambda_dpop: float | None = None  # dpop, dpopshift: price of a falling log-prob (50)
     lambda_shift: float | None = None  # dposhift, dpopshift: weight of the unpreferred (0.75)
     simpo_gamma: float | None = None  # simpo: the margin it asks for (0.5)
     length_average: bool = False  # log-probs per residue instead of summed
     decoding_order: Literal["random", "sequential", "mutated_last"] = "random"  # of residues
-    num_orders: int = 1  # random orders of each pair, over which its log-probs are averaged
+    num_orders: int = 1  # random orders of a pair; its log-probs are averaged over them
     temperature: float = 1.0  # of the log-probs in the objective
 
     # data
@@ -53,7 +53,7 @@ class Config:
     max_grad_norm: float = 1.0  # clip the gradient to this norm; 0: do not
 
     # run
-    save_every: int = 0  # steps between checkpoints; 0: after each epoch, and every 15 minutes
+    save_every: int = 0  # steps between checkpoints; 0: each epoch and every 15 minutes
     keep_checkpoints: int = 2  # the newest ones; older ones are removed
     stop_after_minutes: float = 0.0  # save and end with status 85; 0: no limit
     restart: bool = False  # move an unfinished run aside instead of going on with it

@@ -11,6 +11,7 @@ Writes STEM_sequences.json, STEM_sequences.fasta and all_results.json into outpu
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ UNKNOWN = mpnn.ALPHABET.index("X")
 
 @dataclasses.dataclass
 class Config:
+    # model and structures
     model_path: str = "v_48_020"  # a .pt file, or the name of an official model
     base_model_dir: str = "data/weights"  # where named models are
     pdb_file: str = ""  # one structure
@@ -35,10 +37,14 @@ class Config:
     fixed_chains: tuple[str, ...] = ()  # context with its native sequence
     mutable_positions: tuple[int, ...] = ()  # from 0 in the designed sequence; empty: all
     mutable_ranges: tuple[str, ...] = ()  # 6-17 29-39, both ends included
+
+    # what to do with them
     num_samples: int = 10  # sequences for each structure
     temperature: float = 0.1  # of the letters; the lower, the surer
     fasta: str = ""  # score these sequences instead of sampling
     output_dir: str = "outputs/inference"  # FASTA and JSON
+
+    # run
     backend: str = "auto"  # by the device; --no_cuda is --backend gloo
     seed: int = 0  # decoding orders and letters
     check: bool = False  # read and check everything, write nothing
@@ -142,7 +148,7 @@ def text_of(task, letters) -> str:
 
 
 def read_fasta(path, task):
-    """Sequences of the designed chains [S, L], the context's native letters behind them."""
+    """Names, and sequences of the designed chains [S, L], the context's letters behind them."""
     names, texts = [], []
     for line in records.content(path).decode().splitlines():
         if line.startswith(">"):
@@ -158,15 +164,28 @@ def read_fasta(path, task):
     for name, text in zip(names, texts, strict=True):
         record = records.Record(f"{path}: {records.shown(name)}", {"sequence": text})
         letters = pairs.letters_of(record, "sequence", task.structure, chains)
+        if (letters == UNKNOWN).all():
+            raise UserError(f"{record.where}: no letter is known; give at least one")
         found.append(np.concatenate([letters, native[task.count :]]))
     if not found:
         raise UserError(f"{path}: no sequences; a FASTA file has > lines and letters below them")
-    return torch.from_numpy(np.stack(found))
+    return names, torch.from_numpy(np.stack(found))
+
+
+def mean_of(entries, name) -> str:
+    """Of those that are known, for the eye."""
+    known = [entry[name] for entry in entries if entry[name] is not None]
+    return f"{np.mean(known):.3f}" if known else "-"
+
+
+def stem_of(file) -> str:
+    """1abc of 1abc.pdb and 1abc.cif.gz, 1abc.A of 1abc.A.pdb."""
+    return re.sub(r"\.(pdb|ent|cif|mmcif)(\.gz)?$", "", file.name, flags=re.I)
 
 
 def write(task, config, entries):
     """STEM_sequences.json and .fasta."""
-    folder, stem = Path(config.output_dir), task.file.name.split(".")[0]
+    folder, stem = Path(config.output_dir), stem_of(task.file)
     folder.mkdir(parents=True, exist_ok=True)
     design = len(text_of(task, pairs.encode(task.structure.sequence)).split("/"))
     chains = list(task.structure.chains)
@@ -185,8 +204,10 @@ def write(task, config, entries):
     with open(folder / f"{stem}_sequences.fasta", "w") as file:
         for number, entry in enumerate(entries):
             right = "" if entry["recovery"] is None else f" recovery={entry['recovery']:.4f}"
-            about = f"score={entry['score']:.4f} T={config.temperature:g} seed={config.seed}{right}"
-            file.write(f">{stem}_sample_{number} {about}\n{entry['sequence']}\n")
+            drawn = "" if config.fasta else f"T={config.temperature:g} "
+            about = f"score={entry['score']:.4f} {drawn}seed={config.seed}{right}"
+            name = entry.get("name", f"{stem}_sample_{number}")
+            file.write(f">{name} {about}\n{entry['sequence']}\n")
     return data
 
 
@@ -201,25 +222,30 @@ def main(argv=None) -> int:
         lines = records.content(config.pdb_list).decode().splitlines()
         files = [line.strip() for line in lines if line.strip()]
     tasks = [read_task(records.resolve(file), config) for file in files]
-    given = [read_fasta(config.fasta, task) if config.fasta else None for task in tasks]
+    stems = [stem_of(task.file) for task in tasks]
+    if twice := [stem for stem in stems if stems.count(stem) > 1]:
+        raise UserError(f"{config.pdb_list}: {twice[0]} is there twice; rename one of its files")
+    given = [read_fasta(config.fasta, task) if config.fasta else (None, None) for task in tasks]
     if config.check:
         return 0
 
     device = dist.choose_device(dist.World(), config.backend).device
     model = mpnn.ProteinMPNN.load(path).to(device)
     results = []
-    for task, letters in zip(tasks, given, strict=True):
+    for task, (names, letters) in zip(tasks, given, strict=True):
         if letters is None:
             letters, scores = sample(model, task, config, device)
         else:
             scores = score(model, task, letters.to(device), config, device)
         entries = summary(task, letters, scores)
+        for entry, name in zip(entries, names or [], strict=False):
+            entry["name"] = name
         results.append(write(task, config, entries))
-        means = [np.mean([entry[name] for entry in entries]) for name in ("perplexity", "recovery")]
-        line = f"{task.file.name}: {len(entries)} sequences, perplexity {means[0]:.2f}"
-        print(f"{line}, recovery {means[1]:.3f}")
+        line = f"{task.file.name}: {len(entries)} sequences, perplexity "
+        print(f"{line}{mean_of(entries, 'perplexity')}, recovery {mean_of(entries, 'recovery')}")
     text = json.dumps(results, indent=2) + "\n"
     Path(config.output_dir, "all_results.json").write_text(text)
+    print(f"-> {config.output_dir}/")
     return 0
 
 

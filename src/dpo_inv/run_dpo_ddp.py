@@ -243,8 +243,8 @@ def main(argv=None) -> int:
         world = dist.meet(world, config.backend)
 
     # data: before there is a group, so that no rank waits in a collective while another one reads
-    base = weights.path_of(config.base_model_name, config.base_model_dir)
     data, structures, reports = read_data(config, world)
+    base = weights.path_of(config.base_model_name, config.base_model_dir)
     plan = batching.Plan.of(config, len(data["train"]), world.world_size)
     model = mpnn.ProteinMPNN.load(base)
     inputs = {f"content of {split}": digest(pairs, structures) for split, pairs in data.items()}
@@ -256,7 +256,8 @@ def main(argv=None) -> int:
     if config.check:
         dist.choose_device(world, config.backend)
         would = Run.would(config.output_dir, config, plan.steps, inputs, needed)
-        print(*(pairs_.describe(*report) for report in reports.items()), *would, sep="\n")
+        if world.is_main:
+            print(*(pairs_.describe(*report) for report in reports.items()), *would, sep="\n")
         return 0
 
     world = dist.join(world, config.timeout_minutes)

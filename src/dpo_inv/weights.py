@@ -8,15 +8,17 @@ soluble_model_weights. v_48_002, 010, 020, 030: 48 neighbours, backbone noise of
 Angstrom in training.
 """
 
-import argparse
 import hashlib
 import http.client
 import os
 import urllib.request
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
 
-from ddp_utils import UserError, WriteError, dist, records
+import tyro
+
+from ddp_utils import UserError, WriteError, cli, dist, records
 from dpo_inv import mpnn
 
 # no branch, which may move: the last commit
@@ -93,17 +95,17 @@ def fetch(name, folder="data/weights") -> Path:
     return file
 
 
+@dataclass
+class Settings:
+    name: tyro.conf.Positional[str] = "v_48_020"  # with _soluble behind it for the others
+    folder: str = "data/weights"  # where it goes
+    debug: bool = False  # tracebacks for user errors, too
+
+
 def main(argv=None):
-    parser = argparse.ArgumentParser(
-        "python -m dpo_inv.weights",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
-    parser.add_argument("name", nargs="?", default="v_48_020", help=", ".join(SHA256))
-    parser.add_argument("--folder", default="data/weights")
-    args = parser.parse_args(argv)
-    print(f"from {url_of(args.name)}")
-    print(fetch(args.name, args.folder))
+    settings = cli.parse(Settings, argv)
+    print(f"from {url_of(settings.name)}")
+    print(fetch(settings.name, settings.folder))
 
 
 if __name__ == "__main__":

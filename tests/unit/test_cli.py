@@ -1,12 +1,8 @@
 """Settings: every field is a flag with help, wrong values are refused, YAML fills a dataclass."""
 
 import ast
-import contextlib
 import dataclasses
-import functools
 import inspect
-import io
-import re
 import sys
 import warnings
 from dataclasses import dataclass, field
@@ -172,28 +168,9 @@ def comments():
     return {name: line.partition("  # ")[2].strip() for name, line in ends.items()}
 
 
-@functools.cache
-def help_rows():
-    """Flag -> its row of --help, on one line."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-        cli.parse(Config, ["--help"])
-    words = " ".join(printed.getvalue().replace("│", " ").split())
-    words = re.sub(r", --no_\w+", "", words)
-    return {re.match(r"\w+", row).group(): row for row in words.split(" --")[1:] if row[0] != "-"}
-
-
 def test_every_field_has_a_comment():
     assert list(comments()) == list(FIELDS)
     assert all(comments().values())
-
-
-@pytest.mark.parametrize("name", FIELDS)
-def test_help_shows_the_comment_and_the_default(name):
-    default = FIELDS[name].default
-    row = help_rows()[name]
-    assert comments()[name] in row
-    assert "default: " in row and str(default) in row
 
 
 # --- types and ranges ----------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """From text to token ids: seam, BOS and EOS, truncation, splits; real tokenizers where present."""
 
+import functools
 import itertools
 import json
 
@@ -284,13 +285,20 @@ REAL_TEMPLATES = {  # template -> the text that ends a turn in it
     "qwen2_5": "<|im_end|>",
     "qwen3": "<|im_end|>",
 }
+MARKS = [*dict.fromkeys(REAL_TEMPLATES.values()), "<|im_start|>", "<|assistant|>"]
+
+
+@functools.cache
+def marked_tokenizer(data):
+    """GPT-2's, to which all marks of the real templates are special tokens."""
+    tok = AutoTokenizer.from_pretrained(data / "tokenizers/gpt2")
+    tok.add_special_tokens({"additional_special_tokens": MARKS})
+    return tok
 
 
 @pytest.mark.parametrize("name", REAL_TEMPLATES)
 def test_real_templates_end_a_reply_with_the_end_of_the_turn(name, shared):
-    tok = AutoTokenizer.from_pretrained(shared / "data/tokenizers/gpt2")
-    end = REAL_TEMPLATES[name]
-    tok.add_special_tokens({"additional_special_tokens": [end, "<|im_start|>", "<|assistant|>"]})
+    tok, end = marked_tokenizer(shared / "data"), REAL_TEMPLATES[name]
     encoder = Encoder(tok, str(shared / f"data/templates/{name}.jinja"))
     pair = encoder.encode(Example("f:1", "Who?", "Me.", "No."))
     assert tok.decode(pair.chosen).endswith("Me." + end)  # gpt2 merges llama3's newlines

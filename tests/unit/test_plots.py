@@ -1,13 +1,12 @@
 """Curves: three pictures from a metrics.jsonl, with the lines where the numbers are; compared."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 from matplotlib import image, pyplot
 
+import programs
 import runs
 from ddp_utils import UserError, plots
 
@@ -39,17 +38,16 @@ def folder_with(folder, lines):
     return folder
 
 
-def drawn(monkeypatch, draw, *given):
-    """Draw, and keep each figure's axes as they were saved."""
-    kept, save = {}, pyplot.Figure.savefig
-    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+@pytest.fixture
+def no_pixels(monkeypatch):
+    """Name -> axes of each picture, which is an empty file: pixels cost 0.1 s each."""
+    kept = {}
 
-    def keep(figure, path, **options):
+    def keep(figure, path, **_options):
         kept[path.name] = figure.axes
-        save(figure, path, **options)
+        path.touch()
 
     monkeypatch.setattr(pyplot.Figure, "savefig", keep)
-    draw(*given)
     return kept
 
 
@@ -84,10 +82,10 @@ def test_a_run_becomes_three_pictures_that_are_not_blank(tmp_path):
     assert pyplot.get_fignums() == []
 
 
-def test_the_curves_are_the_numbers_of_the_file(tmp_path, monkeypatch):
-    axes = drawn(monkeypatch, plots.draw, folder_with(tmp_path, RUN))
-    assert {name: len(found) for name, found in axes.items()} == PANELS
-    raw, mean, val, test = axes["loss.png"][0].lines
+def test_the_curves_are_the_numbers_of_the_file(tmp_path, no_pixels):
+    plots.draw(folder_with(tmp_path, RUN))
+    assert {name: len(found) for name, found in no_pixels.items()} == PANELS
+    raw, mean, val, test = no_pixels["loss.png"][0].lines
     steps, losses = range(1, 41), [0.7 - 0.01 * step for step in range(1, 41)]
     assert list(raw.get_xdata()) == list(steps)
     assert list(raw.get_ydata()) == pytest.approx(losses)
@@ -97,9 +95,9 @@ def test_the_curves_are_the_numbers_of_the_file(tmp_path, monkeypatch):
     assert (list(test.get_xdata()), list(test.get_ydata())) == ([40], [0.5])
 
 
-def test_the_legend_names_metric_and_split(tmp_path, monkeypatch):
-    axes = drawn(monkeypatch, plots.draw, folder_with(tmp_path, RUN))
-    rewards, margins = axes["rewards.png"]
+def test_the_legend_names_metric_and_split(tmp_path, no_pixels):
+    plots.draw(folder_with(tmp_path, RUN))
+    rewards, margins = no_pixels["rewards.png"]
     legend = [text.get_text() for text in rewards.get_legend().get_texts()]
     assert legend == [
         *("chosen", "chosen, val", "chosen, test"),
@@ -108,8 +106,9 @@ def test_the_legend_names_metric_and_split(tmp_path, monkeypatch):
     assert (rewards.get_title(), margins.get_title()) == ("rewards", "margins")
 
 
-def test_shares_are_shown_from_0_to_1(tmp_path, monkeypatch):
-    [axis] = drawn(monkeypatch, plots.draw, folder_with(tmp_path, RUN))["accuracies.png"]
+def test_shares_are_shown_from_0_to_1(tmp_path, no_pixels):
+    plots.draw(folder_with(tmp_path, RUN))
+    [axis] = no_pixels["accuracies.png"]
     low, high = axis.get_ylim()
     assert -0.1 < low < 0 and 1 < high < 1.1
 
@@ -122,7 +121,7 @@ def test_a_short_run_is_drawn_too(tmp_path, lines):
     assert drawn == (set(PANELS) if lines else set())  # no picture without numbers
 
 
-def test_baking_has_a_picture_of_its_own(tmp_path):
+def test_baking_has_a_picture_of_its_own(tmp_path, no_pixels):
     lines = [{"split": "train", "step": 1, "loss": 2.0}]
     lines += [{"split": "val", "step": 1, "kl": 0.5, "kl_base": 2.0, "share_baked": 0.75}]
     plots.draw(folder_with(tmp_path, lines))
@@ -136,12 +135,12 @@ def test_baking_has_a_picture_of_its_own(tmp_path):
         "train",
     ],
 )
-def test_a_null_stands_for_nan_and_is_left_out(tmp_path, split):
+def test_a_null_stands_for_nan_and_is_left_out(tmp_path, split, no_pixels):
     plots.draw(folder_with(tmp_path, [*RUN, line(split, 41, loss=None)]))
     assert (tmp_path / "loss.png").exists()
 
 
-def test_the_half_line_of_a_killed_run_is_left_out(tmp_path):
+def test_the_half_line_of_a_killed_run_is_left_out(tmp_path, no_pixels):
     with open(folder_with(tmp_path, RUN) / "metrics.jsonl", "a") as file:
         file.write('{"split": "tr')
     plots.draw(tmp_path)
@@ -165,24 +164,24 @@ def two(tmp_path):
     return first, run_folder(tmp_path / "high", 3.0, others, val={"loss": 1.5, "win_rate": None})
 
 
-def test_runs_lie_over_one_another_in_a_colour_each(tmp_path, monkeypatch):
-    axes = drawn(monkeypatch, plots.compare, two(tmp_path), tmp_path)
-    assert [*axes] == [f"compare_{name}" for name in PANELS]
-    [loss] = axes["compare_loss.png"]
+def test_runs_lie_over_one_another_in_a_colour_each(tmp_path, no_pixels):
+    plots.compare(two(tmp_path), tmp_path)
+    assert [*no_pixels] == [f"compare_{name}" for name in PANELS]
+    [loss] = no_pixels["compare_loss.png"]
     assert [text.get_text() for text in loss.get_legend().get_texts()] == ["low", "high"]
     low, high = loss.lines[:3], loss.lines[3:]  # each raw, mean, val
     assert [[*curve.get_ydata()] for curve in low] == [[1, 0.5], [1, 0.5], [0.5]]
     assert [[*curve.get_ydata()] for curve in high] == [[3, 1.5], [3, 1.5], [1.5]]
     assert {curve.get_color() for curve in low} == {"C0"}
     assert {curve.get_color() for curve in high} == {"C1"}
-    rewards = axes["compare_rewards.png"][0].get_legend().get_texts()
+    rewards = no_pixels["compare_rewards.png"][0].get_legend().get_texts()
     assert [text.get_text() for text in rewards] == [
         *("low, chosen", "low, rejected", "high, chosen", "high, rejected")
     ]
-    assert {path.name for path in tmp_path.glob("*.png")} == {*axes}
+    assert {path.name for path in tmp_path.glob("*.png")} == {*no_pixels}
 
 
-def test_the_table_has_what_differs_and_counts(tmp_path):
+def test_the_table_has_what_differs_and_counts(tmp_path, no_pixels):
     assert plots.compare(two(tmp_path), tmp_path).splitlines() == [
         "              low   high",
         "beta          0.1   0.3",
@@ -194,10 +193,10 @@ def test_the_table_has_what_differs_and_counts(tmp_path):
     assert plots.compare([low, low], tmp_path) == "the same settings and numbers"
 
 
-def test_two_runs_of_one_name_are_called_by_their_paths(tmp_path, monkeypatch):
+def test_two_runs_of_one_name_are_called_by_their_paths(tmp_path, no_pixels):
     folders = [run_folder(tmp_path / name / "dpo", 1.0, {"beta": name}) for name in ("$a", "b$_")]
-    axes = drawn(monkeypatch, plots.compare, folders, tmp_path)
-    shown = axes["compare_loss.png"][0].get_legend().get_texts()
+    plots.compare(folders, tmp_path)
+    shown = no_pixels["compare_loss.png"][0].get_legend().get_texts()
     names = [text.get_text().replace("\\$", "$") for text in shown]
     assert names == [str(folder)[-40:] for folder in folders]
 
@@ -207,7 +206,7 @@ def test_two_runs_of_one_name_are_called_by_their_paths(tmp_path, monkeypatch):
     [
         ("", "give one run folder to draw, or several to compare"),
         ("nowhere", "nowhere: no metrics.jsonl here; give a run folder"),
-        ("a b --out nowhere", "--out: nowhere is not a folder"),
+        ("a b --out README.md", "--out: README.md is not a folder"),
     ],
 )
 def test_a_mistake_costs_one_line(words, says):
@@ -217,10 +216,12 @@ def test_a_mistake_costs_one_line(words, says):
 
 def test_the_command_draws_one_run_again_and_compares_two(tmp_path):
     two(tmp_path)
-    for words in ("low", "low high", "low none"):
-        command = [sys.executable, "-m", "ddp_utils.plots", *runs.words(words)]
-        last = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert (last.returncode, last.stdout) == (2, "")
-    assert last.stderr == "error: none: no metrics.jsonl here; give a run folder\n"
+    one, both, last = (
+        programs.start("-m", "ddp_utils.plots", *runs.words(words), cwd=tmp_path)
+        for words in ("low", "low high", "low none")
+    )
+    assert one == (0, "", "") and (both.returncode, both.stderr) == (0, "")
+    assert both.stdout.startswith("              low   high\n")
+    assert last == (2, "", "error: none: no metrics.jsonl here; give a run folder\n")
     assert {path.name for path in tmp_path.glob("low/*.png")} == {*PANELS}
     assert {path.name for path in tmp_path.glob("*.png")} == {f"compare_{name}" for name in PANELS}

@@ -174,3 +174,31 @@ def test_scores_of_sampled_sequences_are_read_back(tmp_path):
         d["recovery"] for d in found[1]["details"]
     ]
     assert mpnn.ALPHABET.index("X") == inference.UNKNOWN
+
+
+def test_given_sequences_keep_their_names(tmp_path, capsys):
+    """An unknown letter has no recovery; one that is all unknown is refused."""
+    flags = ["--model_path", MODEL, "--pdb_file", str(INPUT / SINGLE["pdb_file"])]
+    flags += ["--output_dir", str(tmp_path / "out"), "--fasta", str(tmp_path / "a.fasta")]
+    length = len(SINGLE["preferred_seq"])
+    (tmp_path / "a.fasta").write_text(f">mine 1\n{SINGLE['preferred_seq']}\n>two\n{'A' * length}\n")
+    assert inference.main(flags) == 0
+    (written,) = (tmp_path / "out").glob("*.fasta")
+    heads = [line.split(" score=")[0] for line in written.read_text().splitlines()[::2]]
+    assert heads == [">mine 1", ">two"] and " T=" not in written.read_text()
+    assert capsys.readouterr().out.endswith(f"-> {tmp_path / 'out'}/\n")
+    (tmp_path / "a.fasta").write_text(f">none\n{'X' * length}\n")
+    with pytest.raises(UserError, match="none: no letter is known"):
+        inference.main(flags)
+
+
+def test_two_structures_of_one_name_are_refused(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        copy = tmp_path / folder / "same.pdb"
+        copy.write_bytes((INPUT / SINGLE["pdb_file"]).read_bytes())
+    (tmp_path / "list.txt").write_text("".join(f"{tmp_path}/{x}/same.pdb\n" for x in "ab"))
+    with pytest.raises(UserError, match="same is there twice; rename one of its files"):
+        inference.main(["--model_path", MODEL, "--pdb_list", str(tmp_path / "list.txt")])
+    names = ["1abc.pdb", "1abc.A.pdb", "1abc.cif.gz", "x.ENT"]
+    assert [inference.stem_of(Path(n)) for n in names] == ["1abc", "1abc.A", "1abc", "x"]

@@ -20,7 +20,8 @@ def write(folder, raw, name="f.jsonl"):
 
 def lines(found):
     """The line numbers and data of records; `where` is file:line."""
-    return [(int(record.where.rpartition(":")[2]), record.data) for record in found]
+    places = [(record.where.rpartition(":")[2].split()[0], record.data) for record in found]
+    return [(int(line), data) for line, data in places]
 
 
 def complaint(file, *args):
@@ -54,6 +55,15 @@ def test_good_files_are_read_with_the_line_of_each_record(tmp_path, raw, numbers
     found = records.read(write(tmp_path, raw))
     assert lines(found) == [(number, {"a": "x"}) for number in numbers]
     assert found[0].where == f"{tmp_path}/f.jsonl:{numbers[0]}"
+
+
+def test_items_of_one_line_have_their_number(tmp_path):
+    """A list as json.dump writes it, and one that begins a new line for its third item."""
+    file = write(tmp_path, b"[" + GOOD + b"," + GOOD + b",\n" + GOOD + b"," + GOOD + b"]")
+    places = [record.where.removeprefix(f"{file}:") for record in records.read(file)]
+    assert places == ["1", "1 (item 2)", "2", "2 (item 4)"]
+    file = write(tmp_path, b'[{"a": "x"}, 7]')
+    assert complaint(file) == ":1 (item 2): not a JSON object; each record is one {...}"
 
 
 def test_a_list_after_blank_lines_keeps_its_line_numbers(tmp_path):

@@ -1,6 +1,6 @@
-"""report.html: what it shows, that texts of others are harmless in it, how it looks in a browser.
+"""report.html: what it shows, and that texts of others are harmless in it.
 
-The browser is Chromium, from the system; without one that test is skipped.
+tests/launch/test_report_in_a_browser.py has how it looks.
 """
 
 import errno
@@ -8,71 +8,16 @@ import html
 import json
 import re
 import shlex
-import shutil
-import subprocess
-import sys
 import time
 from html.parser import HTMLParser
 
 import pytest
-from PIL import Image
 
 import main_distributed
+import programs
 import runs
 from ddp_utils import Stop, UserError, report
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
-FLAGS = runs.words(
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
-    "--disable-background-networking --disable-component-update"
-)
-HOSTILE = {
-    "a script": "<script>parent.hit = 1</script>",
-    "an image": '"><img src=x onerror="parent.hit = 1">',
-    "an end": "</dd></dl></pre></style></title></table><h1>mine</h1>",
-    "a template": "{{ 7 * 191 }}{% for x in y %}",
-    "one word": "w" * 10_000,
-    "to the left": "\u202e" + "\u0634\u0643\u0631\u0627 " * 400,
-    "NUL": "nul\0 \x1b[31m \ud800 end",
-    "lines": "one\n\ttwo",
-}
-
-
-def put(folder, **files):
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        (folder / f"{name}.json").write_text(json.dumps(content))
-    return folder
-
-
-def a_run(folder, texts=("why?",), **summary):
-    """A folder as a run leaves it, with these texts wherever a run has some from elsewhere."""
-    for name, size in {"loss": (960, 570), "rewards": (1920, 570), "returns": (1950, 630)}.items():
-        put(folder)
-        Image.new("RGB", size, "white").save(folder / f"{name}.png")
-    first = texts[0]
-    return put(
-        folder,
-        summary={
-            **{"status": "finished", "exit_code": 0, "step": 30, "world_size": 2, "seconds": 61.4},
-            "val": {"count": 10, "loss": 0.123456, "win_rate": 0.75, "win_rate_low": 0.51239},
-            "test": {"loss": 2.0, "wins": 3, first: None},
-            **summary,
-        },
-        config={"beta": 0.3, "seed": 0, "judge": first, "train_data": first, "shuffle": True},
-        environment={
-            **{"command": f"python -u src/main_distributed.py --judge {first}", "device": first},
-            **{"launcher": "torchrun", "world_size": 2, "versions": {"torch": "2.13.0"}},
-            "defaults": {"beta": 0.1, "judge": ""},
-        },
-        data_report={"train": {"file": first, "rows": 9, "dropped": {first: [*range(30)]}}},
-        examples={"test": [dict.fromkeys(("prompt", "verdict", text), text) for text in texts]},
-    )
-
-
-def page_of(folder):
-    report.write(folder)
-    return (folder / "report.html").read_text(encoding="utf-8")
+from reports import HOSTILE, a_run, page_of, put
 
 
 class Reader(HTMLParser):
@@ -235,7 +180,7 @@ def test_the_command_is_the_one_that_started_it(launcher, command, shown):
             ["model/adapter_config.json", "model/tokenizer_config.json"],
             "AutoPeftModelForCausalLM.from_pretrained('RUN/model')",
         ),
-        (["model/adapter_config.json"], "python -m ddp_utils.lora RUN/model merged"),
+        (["model/adapter_config.json"], "python -m ddp_utils.merge RUN/model merged"),
         (
             ["model/tokenizer_config.json", "model/model.safetensors"],
             "AutoModelForCausalLM.from_pretrained('RUN/model')",
@@ -262,7 +207,7 @@ def test_a_model_elsewhere_and_a_name_with_a_quote(tmp_path):
     put(folder, config={"output_dir": str(elsewhere)})  # of another script: the run folder
     page = html.unescape(page_of(folder))
     assert f'from_pretrained("{folder}/model")' in page
-    assert f"ddp_utils.lora {shlex.quote(str(folder / 'model'))} merged" in page
+    assert f"ddp_utils.merge {shlex.quote(str(folder / 'model'))} merged" in page
 
 
 # --- as a part of a run --------------------------------------------------------------------------
@@ -300,9 +245,8 @@ def test_a_full_disk_does_not_make_the_run_fail(tmp_path, no_curves, monkeypatch
 
 def test_the_command_makes_it_again(tmp_path):
     (a_run(tmp_path / "run") / "metrics.jsonl").write_text('{"split":"val","step":1,"loss":1.0}\n')
-    command = [sys.executable, "-m", "ddp_utils.report", "run"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "run/report.html\n", "")
+    done = programs.start("-m", "ddp_utils.report", "run", cwd=tmp_path)
+    assert done == (0, "run/report.html\n", "")
     assert (tmp_path / "run/loss.png").stat().st_size > 10_000  # the curves, too
     with pytest.raises(UserError, match=r"nowhere: no metrics\.jsonl here"):
         report.main(["nowhere"])
@@ -319,49 +263,3 @@ def test_it_costs_less_than_a_third_of_a_second(tmp_path):
         report.write(tmp_path)
         took.append(time.process_time() - start)
     assert min(took) < 0.3
-
-
-# --- in a browser --------------------------------------------------------------------------------
-
-LOOK = """
-addEventListener("load", () => {
-  const found = [...document.querySelectorAll("iframe")].map(frame => {
-    const page = frame.contentDocument, root = page.documentElement
-    page.querySelectorAll("details").forEach(part => part.open = true)
-    const style = part => frame.contentWindow.getComputedStyle(page.querySelector(part))
-    return {
-      inner: frame.contentWindow.innerWidth, scroll: root.scrollWidth, hit: !!window.hit,
-      pictures: [...page.images].filter(picture => picture.naturalWidth).length,
-      back: style("body").backgroundColor, ink: style("body").color, height: root.scrollHeight,
-      scripts: page.scripts.length, alone: page.querySelectorAll("h1").length,
-    }
-  })
-  document.body.innerHTML = "<pre id=found>" + JSON.stringify(found) + "</pre>"
-})
-"""
-
-
-def light_of(colour):
-    return sum(map(int, re.findall(r"\d+", colour)[:3])) / 3
-
-
-@pytest.mark.skipif(not CHROMIUM, reason="no chromium; apt-get install chromium")
-@pytest.mark.parametrize("texts", [["why?"], [*HOSTILE.values()]], ids=["tame", "hostile"])
-def test_it_fits_400_and_1600_pixels_light_and_dark(texts, tmp_path):
-    """In frames of that size; a frame is as dark as its frame's color-scheme."""
-    page = html.escape(page_of(a_run(tmp_path / "run", texts, device=texts[-1])))
-    frame = '<iframe srcdoc="{}" style="width:{}px;height:900px;border:0;color-scheme:{}"></iframe>'
-    looks = [(width, scheme) for width in (400, 1600) for scheme in ("light", "dark")]
-    frames = "".join(frame.format(page, *look) for look in looks)
-    wrapper = f"<!doctype html><meta charset=utf-8><body>{frames}<script>{LOOK}</script>"
-    (tmp_path / "wrapper.html").write_text(wrapper)
-    place = f"--user-data-dir={tmp_path}/profile", "--window-size=1700,1000"
-    command = [CHROMIUM, *FLAGS, *place, "--dump-dom", f"file://{tmp_path}/wrapper.html"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    told = re.search("<pre id=.found.>(.*)</pre>", done.stdout)
-    assert told, done.stderr
-    for (width, scheme), seen in zip(looks, json.loads(told[1]), strict=True):
-        assert seen["inner"] == width and seen["scroll"] <= width, (scheme, seen)
-        assert (seen["pictures"], seen["scripts"], seen["alone"], seen["hit"]) == (3, 0, 1, False)
-        back, ink = light_of(seen["back"]), light_of(seen["ink"])
-        assert (back < 60 and ink > 200) if scheme == "dark" else (back > 200 and ink < 60)

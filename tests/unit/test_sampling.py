@@ -1,66 +1,18 @@
-"""Sampling that does not depend on ranks or neighbours; judges; win rates."""
+"""Sampling that does not depend on neighbours; judges; win rates.
+
+tests/launch/test_units_in_processes.py has the replies of the demo model, on 1, 2 and 3 ranks.
+"""
 
 import collections
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import runs
-from ddp_utils import UserError, dist, logps, lora, sampling
-from ddp_utils.pairs import Encoder, load_tokenizer
-from ranks import ranks
-
-QUESTIONS = [
-    "What is the capital of France?",
-    "What is the young of a cow?",
-    "Hello! Who makes bread?",
-]
-
-
-def settings(**changes):
-    usual = {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": 12, "batch_size": 4, "seed": 0}
-    return SimpleNamespace(**{**usual, **changes})
-
-
-def demo():
-    tokenizer = load_tokenizer("data/demo/model")
-    model = lora.load("data/demo/model", torch.float32, torch.device("cpu"))
-    encoder = Encoder(tokenizer)
-    prompts = [
-        encoder.ids(encoder.render([{"role": "user", "content": q}], add_generation_prompt=True))
-        for q in QUESTIONS
-    ]
-    return logps.Scorer(model), prompts, encoder.ends
-
-
-def replies(**changes):
-    world = dist.join(dist.meet(dist.whoami()))
-    scorer, prompts, ends = demo()
-    return sampling.generate(scorer, prompts, ends, world, settings(**changes), samples=3)
-
-
-def test_the_same_replies_on_1_2_and_3_ranks():
-    alone = ranks(1, replies)[0]
-    assert len(alone) == 9 and len({tuple(reply) for reply in alone}) > 5
-    for world_size in (2, 3):
-        for found in ranks(world_size, replies):
-            assert found == alone
-
-
-def test_another_seed_gives_other_replies_and_greedy_gives_one_per_prompt():
-    assert replies(seed=1) != replies(seed=0)
-    greedy = replies(temperature=0.0)
-    assert all(greedy[3 * k] == greedy[3 * k + 1] == greedy[3 * k + 2] for k in range(3))
-
-
-def test_no_reply_holds_its_end_or_more_than_max_new_tokens():
-    _, _, ends = demo()
-    for reply in replies(max_new_tokens=5):
-        assert len(reply) <= 5 and not set(reply) & set(ends)
+from ddp_utils import UserError, sampling
 
 
 def test_gumbel_noise_draws_from_the_softmax():
@@ -156,6 +108,7 @@ def test_the_text_for_people_by_hand(tmp_path):
         "expected:   best\nverdict:    win (3 -> 5)\n"
     )
     assert summary["win_rate"] == 1.0
+    assert "win_rate_low: 0.2065\n" in sampling.as_text(rows, summary)  # 1 / (1 + 1.96 ** 2)
     rows, summary = sampling.side_by_side(["Q"] * 2, ["a"] * 2, ["b"] * 2, ["c"] * 2)
     assert summary == {} and "verdict" not in rows[0]
     block = "prompt:     Q\nreference:  a\nfine-tuned: b\nexpected:   c\n"

@@ -1,7 +1,8 @@
-"""Nothing that is read executes, nothing secret is written, nobody outside the node is listened to.
+"""Nothing that is read executes, nothing secret is written.
 
 The rules of the code are checked on its syntax tree. The rest are runs of one step among canaries:
-files that make a folder when they are executed, in every place that a run reads from.
+files that make a folder when they are executed, in every place that a run reads from. That nobody
+outside the node is listened to is seen in tests/launch/test_units_in_processes.py.
 """
 
 import ast
@@ -9,14 +10,12 @@ import contextlib
 import gzip
 import hashlib
 import io
-import ipaddress
+import itertools
 import json
 import os
 import pickle
 import re
 import shutil
-import socket
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -28,9 +27,9 @@ from packaging.requirements import Requirement
 from safetensors import SafetensorError
 
 import main_distributed
+import programs
 from conftest import ROOT
-from ddp_utils import UserError, checkpoint, dist, plots
-from ranks import ranks, run_ranks
+from ddp_utils import UserError, checkpoint, plots
 from runs import PAIRS, QUIET, words
 
 # --- the code ------------------------------------------------------------------------------------
@@ -544,8 +543,12 @@ TEMPLATES = {
 }
 
 
-@pytest.mark.parametrize("where", ["file", "tokenizer_config.json", "chat_template.jinja"])
-@pytest.mark.parametrize("attack", TEMPLATES)
+PLACES = [(attack, "file") for attack in TEMPLATES]
+MODELS_OWN = "tokenizer_config.json", "chat_template.jinja"  # which end in the same sandbox
+PLACES += itertools.product(("globals", "include"), MODELS_OWN)
+
+
+@pytest.mark.parametrize(("attack", "where"), PLACES)
 def test_a_chat_template_reaches_nothing_but_the_messages(attack, where, tmp_path, canary):
     put(tmp_path / "secret", b"{{ messages[0]['content'] }}")
     text = TEMPLATES[attack].replace("CANARY", str(canary.sings))
@@ -712,62 +715,10 @@ def test_no_file_and_no_line_of_a_run_holds_a_secret(tmp_path, monkeypatch, capf
 def test_the_line_that_refuses_a_run_holds_no_secret(tmp_path):
     """It stands in the log of the job, which others may read."""
     flags = ["--train_data", f"https://someone:{PASSWORD}@host/no.jsonl"]
-    flags += ["--result_dir", f"{tmp_path}/run"]
-    outcome = run_ranks(1, main_distributed.main, flags, env=SECRETS)
-    assert outcome.codes == [2] and "no.jsonl: no such file" in outcome.logs[0]
-    assert not [secret for secret in ALL if secret in outcome.logs[0]]
-
-
-# --- network -------------------------------------------------------------------------------------
-
-linux = pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="reads /proc")
-
-
-def addresses():
-    """Local IP address of every TCP socket of this process."""
-    mine = set()
-    for link in Path("/proc/self/fd").iterdir():
-        if link.is_symlink():  # the one that listed this folder is gone
-            mine.add(os.readlink(link))
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            number, inode = fields[1].split(":")[0], fields[9]
-            if f"socket:[{inode}]" in mine:
-                numbers = (int(number[at : at + 8], 16) for at in range(0, len(number), 8))
-                address = ipaddress.ip_address(b"".join(struct.pack("=I", n) for n in numbers))
-                found.add(str(getattr(address, "ipv4_mapped", None) or address))
-    return found
-
-
-def sockets_of_a_group():
-    """Addresses once the store is there, and in the group; the interface that gloo was told."""
-    met = dist.meet(dist.whoami())
-    store = addresses()
-    world = dist.join(met)
-    dist.all_sum(torch.ones(2), world)
-    return store, addresses(), os.environ.get("GLOO_SOCKET_IFNAME")
-
-
-@linux
-def test_a_group_of_one_node_can_be_reached_from_this_node_alone():
-    for store, group, interface in ranks(2, sockets_of_a_group):
-        assert store == group == {"127.0.0.1"}
-        assert interface == "lo"
-
-
-@linux
-def test_an_interface_that_the_user_chose_stays():
-    outcome = run_ranks(2, sockets_of_a_group, env={"GLOO_SOCKET_IFNAME": "lo,lo"})
-    assert [result[2] for result in outcome.results] == ["lo,lo", "lo,lo"], outcome.logs
-
-
-@linux
-def test_an_open_door_is_seen():
-    before = addresses()
-    with socket.create_server(("", 0)), socket.create_server(("::1", 0), family=socket.AF_INET6):
-        assert addresses() - before == {"0.0.0.0", "::1"}
+    flags += ["--result_dir", f"{tmp_path}/run", "--backend", "gloo"]  # a fork can use no GPU
+    done = programs.start(ROOT / "src/main_distributed.py", *flags, env=SECRETS)
+    assert done.returncode == 2 and "no.jsonl: no such file" in done.stderr
+    assert not [secret for secret in ALL if secret in done.stdout + done.stderr]
 
 
 def test_what_is_redacted_may_hold_quotes():

@@ -225,6 +225,7 @@ def test_the_guides_deepspeed_settings_are_read_as_written():
         ("bf16", True, "bf16 is true; give an object"),
         ("steps_per_print", "auto", 'steps_per_print is "auto"; give a number of 0 or more'),
         ("communication_data_type", "auto", 'give "fp32", "bf16" or "fp16"'),
+        ("zero_force_ds_cpu_optimizer", True, "is true; give false, AdamW is torch's"),
         ("gradient_clipping", -1, "gradient_clipping is -1; give a number of 0 or more"),
         ("gradient_clipping", True, "gradient_clipping is true; give a number"),
         ("train_batch_size", "x", 'train_batch_size is "x"; give a whole number'),

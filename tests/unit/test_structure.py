@@ -742,13 +742,13 @@ def edits(draw, samples):
     return raw
 
 
-@fuzz(500)
+@fuzz(200)
 @given(raw=edits([SAMPLE]))
 def test_any_edit_of_pdb_lines_is_taken_or_refused(file, raw):
     taken(file, raw)
 
 
-@fuzz(400)
+@fuzz(200)
 @given(raw=edits([cif(*TWO, entities=ENTITIES).encode()]))
 def test_any_edit_of_mmcif_is_taken_or_refused(file, raw):
     taken(file, raw)
@@ -768,7 +768,7 @@ atoms = st.builds(
 )
 
 
-@fuzz(400)
+@fuzz(200)
 @given(lines=st.lists(atoms | st.sampled_from(["TER\n", "END\n", "ENDMDL\n"]), max_size=25))
 def test_any_atoms_are_taken_or_refused(file, lines):
     taken(file, "".join(lines).encode())

@@ -23,13 +23,15 @@ CEILINGS = {  # lines of code, +20 % with a reason
     **{"cli": 110, "conf": 80, "dist": 200, "records": 150},
     **{"pairs": 190, "batching": 120, "logps": 250, "losses": 150, "lora": 130},
     **{"parallel": 210, "checkpoint": 150, "run": 220, "sampling": 120, "plots": 120},
+    **{"helping": 80, "merge": 40, "saving": 100},
     **{"progress": 40, "kl": 50, "trajectories": 90, "teaching": 110, "packing": 100, "lean": 120},
     **{"reference": 80, "selftest": 100, "speed": 60},
     **{"dpo_inv/structure": 180, "dpo_inv/mpnn": 200, "dpo_inv/edges": 120, "dpo_inv/official": 80},
     **{"dpo_inv/pairs": 150, "dpo_inv/config": 80, "dpo_inv/batches": 80},
-    **{"dpo_inv/run_dpo_ddp": 220, "dpo_inv/inference": 150, "dpo_inv/weights": 80},
+    **{"dpo_inv/run_dpo_ddp": 220, "dpo_inv/inference": 160, "dpo_inv/weights": 80},
     **{"ad/darkroom": 80, "ad/sources": 100, "ad/collect": 60, "ad/windows": 100, "ad/model": 130},
     **{"ad/config": 210, "ad/train": 190, "ad/evaluate": 190},
+    **{"distributed_setup": 55, "setup_settings": 105, "setup_jobs": 140},
     **{"ending": 110, "environment": 60, "resume": 120, "signals": 50, "totals": 30, "world": 90},
 }
 PARTS = ("dpo_inv", "ad")  # whose files are named with their folder
@@ -75,7 +77,7 @@ def lines_of_code(path):
 def test_files_stay_under_their_ceilings():
     named = {
         path: f"{path.parent.name}/{path.stem}" if path.parent.name in PARTS else path.stem
-        for path in ALL
+        for path in [*ALL, *ROOT.glob("scripts/*.py")]
     }
     sizes = {name: lines_of_code(path) for path, name in named.items() if name in CEILINGS}
     over = {name: size for name, size in sizes.items() if size > CEILINGS[name] * 1.2}
@@ -84,7 +86,7 @@ def test_files_stay_under_their_ceilings():
     distillation = sum(map(lines_of_code, ROOT.glob("src/ad/*.py")))
     assert distillation <= 920
     print(f"ddp_utils: {package} lines; {sizes}")
-    assert package <= 4900
+    assert package <= 4950
     assert sum(map(lines_of_code, ALL)) <= 8900
 
 
@@ -109,6 +111,7 @@ def test_ci_runs_the_test_command_of_the_readme():
 
 
 SETTINGS = ["config", "train_config", "dpo_inv.config", "ad.config", "generate_data", "train_loop"]
+SETTINGS += ["dpo_inv.inference"]
 
 
 @pytest.mark.parametrize("script", SETTINGS)

@@ -1,12 +1,13 @@
 """Texts to imitate: which tokens are trained, for each kind of row, template and length."""
 
+import functools
 import itertools
 import json
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_pairs import CHATML, GEMMA, LLAMA3, SEAMS, chat_tokenizer, tokenizer
+from test_pairs import CHATML, GEMMA, LLAMA3, SEAMS, chat_tokenizer, marked_tokenizer, tokenizer
 from transformers import AutoTokenizer
 
 from conftest import ROOT
@@ -520,7 +521,7 @@ def test_rows_that_share_a_line_are_counted_one_by_one(tmp_path):
     path.write_text(json.dumps([row, {"messages": talk("a", "b", "c", "e")}]))
     tok = chat_tokenizer(NUMBERED, bos=False)
     _, report = texts.read(path, Encoder(tok))
-    assert report["only the last reply is trained"] == ["1", "1"]
+    assert report["only the last reply is trained"] == ["1", "1 (item 2)"]
 
 
 def test_rows_are_counted_to_a_limit(tmp_path):
@@ -619,6 +620,8 @@ def test_any_other_value_in_a_good_row_is_taken_or_refused_in_one_line(tmp_path_
 
 # --- real files and real tokenizers --------------------------------------------------------------
 
+real_tokenizer = functools.cache(AutoTokenizer.from_pretrained)
+
 
 @pytest.mark.parametrize(
     ("file", "count", "names"),
@@ -632,7 +635,7 @@ def test_any_other_value_in_a_good_row_is_taken_or_refused_in_one_line(tmp_path_
 def test_real_files_are_read_whole(shared, file, count, names):
     asked, more, reply = names
     source = [record.data for record in records.read(shared / "data" / file)]
-    tok = AutoTokenizer.from_pretrained(shared / "data/tokenizers/tinyllama_chat")
+    tok = real_tokenizer(shared / "data/tokenizers/tinyllama_chat")
     fields = (asked, reply) if asked == "request" else ()
     encoder = Encoder(tok, max_length=10_000)
     found, report = texts.read(shared / "data" / file, encoder, fields=fields)
@@ -647,7 +650,13 @@ def test_real_files_are_read_whole(shared, file, count, names):
 
 
 TEMPLATES = ["llama3", "phi3", "qwen2_5", "qwen2_5_training", "qwen3"]
-MARKS = ["<|im_start|>", "<|im_end|>", "<|assistant|>", "<|end|>", "<|eot_id|>"]
+
+
+@functools.cache
+def conversations(file):
+    """Three of the long ones."""
+    rows = [formats.example(row, "sharegpt") for row in records.read(file)]
+    return [row for row in rows if len(row.prompt) > 2][::40]
 
 
 @pytest.mark.parametrize("name", [*TEMPLATES, "demo", "tinyllama_chat", "gpt2"])
@@ -656,15 +665,12 @@ def test_real_conversations_train_what_their_replies_would_as_rows_of_their_own(
     if name == "demo":
         encoder = Encoder(pairs.load_tokenizer(ROOT / "data/demo/model"), **options)
     elif name in ("tinyllama_chat", "gpt2"):
-        encoder = Encoder(AutoTokenizer.from_pretrained(data / "tokenizers" / name), **options)
+        encoder = Encoder(real_tokenizer(data / "tokenizers" / name), **options)
     else:
-        tok = AutoTokenizer.from_pretrained(data / "tokenizers/gpt2")
-        tok.add_special_tokens({"additional_special_tokens": MARKS})
-        encoder = Encoder(tok, str(data / f"templates/{name}.jinja"), **options)
-    rows = records.read(data / "preferences/dpo_en_demo.json")
-    rows = [formats.example(row, "sharegpt") for row in rows]
-    rows = [row for row in rows if len(row.prompt) > 2][::20]
-    assert len(rows) == 6
+        template = str(data / f"templates/{name}.jinja")
+        encoder = Encoder(marked_tokenizer(data), template, **options)
+    rows = conversations(data / "preferences/dpo_en_demo.json")
+    assert len(rows) == 3
     for row in rows:
         text = texts.encode(encoder, row.where, row.prompt, row.chosen)
         said, trained = [*row.prompt, {"role": "assistant", "content": row.chosen}], []

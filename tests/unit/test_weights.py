@@ -3,15 +3,12 @@
 import hashlib
 import http.client
 import io
-import os
-import subprocess
-import sys
 import urllib.error
 
 import pytest
 import torch
 
-from conftest import ROOT
+import programs
 from ddp_utils import UserError, WriteError
 from dpo_inv import mpnn, weights
 
@@ -161,9 +158,8 @@ def test_a_folder_that_cannot_be_written(tmp_path, serve, checkpoint):
 
 
 def test_the_program_ends_with_status_2_and_one_line(tmp_path):
-    env = {**os.environ, "https_proxy": "http://127.0.0.1:9", "no_proxy": ""}  # nobody listens
-    command = [sys.executable, "-m", "dpo_inv.weights", "--folder", str(tmp_path / "w")]
-    done = subprocess.run(command, cwd=ROOT / "src", env=env, capture_output=True, text=True)
+    env = {"https_proxy": "http://127.0.0.1:9", "no_proxy": ""}  # nobody listens
+    done = programs.start("-m", "dpo_inv.weights", "--folder", tmp_path / "w", env=env)
     assert (done.returncode, done.stdout) == (2, f"from {weights.url_of('v_48_020')}\n")
     [line] = done.stderr.splitlines()
     assert line.startswith("error: v_48_020: cannot be fetched: ")

@@ -1,0 +1,80 @@
+"""--help of a settings dataclass: its comments are the text, one line for each setting."""
+
+import dataclasses
+import inspect
+import os
+import re
+import sys
+import types
+import typing
+
+FIELD = re.compile(r"    (\w+): .*?(?:  # (.*))?")
+COMMENT = re.compile(r"    # (.*)")
+WIDTH = 36  # of the flags' column
+
+
+def text(config_class, default=None, command="") -> str:
+    """Usage, what the class or its module says of itself, and the settings in their groups.
+
+    A comment line above fields names their group; the one behind a field, or above one that has
+    none behind it, is its help. Defaults are those of `default`, an instance, where it is given.
+    """
+    said, groups = _comments(config_class)
+    about = inspect.getdoc(config_class)
+    if about.startswith(f"{config_class.__name__}("):  # what dataclass() writes itself
+        about = inspect.getmodule(config_class).__doc__.strip()
+    hints, group = typing.get_type_hints(config_class, include_extras=True), None
+    words = [name for name, hint in hints.items() if typing.get_origin(hint) is typing.Annotated]
+    lines = [" ".join(["usage:", command or typed(), *words, "[settings]"]), "", about]
+    lines += ["", "Each setting with its default; of several words the first one is it."]
+    for field in dataclasses.fields(config_class):
+        if groups[field.name] != group:
+            group = groups[field.name]
+            lines += ["", group]
+        value = getattr(default, field.name, field.default)
+        left = f"  {_flag(field.name, hints[field.name], value)}"
+        lines.append(f"{left:<{WIDTH}}  {said[field.name]}")
+    return "\n".join(lines)
+
+
+def _comments(config_class):
+    """Field -> its help, field -> its group; of a field that is defined twice the first one's."""
+    said, groups = {}, {}
+    for part in reversed(config_class.__mro__[:-1]):
+        group, above = "settings", ""
+        for line in inspect.getsource(part).splitlines():
+            if comment := COMMENT.fullmatch(line):
+                above = comment[1]
+            elif field := FIELD.fullmatch(line):
+                name, behind = field.groups()
+                group = above if above and behind else group
+                said.setdefault(name, behind or above)
+                groups.setdefault(name, group)
+                above = ""
+    return said, groups
+
+
+def _flag(name, hint, value) -> str:
+    """--beta 0.1, --strategy ddp|fsdp, --[no_]shuffle on, --val_data TEXT."""
+    if typing.get_origin(hint) is typing.Annotated:  # a word of its own, without a flag
+        return f"{name} {value}" if isinstance(value, str) else name
+    if hint is bool:
+        return f"--[no_]{name} {'on' if value else 'off'}"
+    choices = typing.get_args(hint)
+    if typing.get_origin(hint) is typing.Literal:
+        return f"--{name} {'|'.join([value, *(other for other in choices if other != value)])}"
+    if isinstance(value, tuple):
+        return f"--{name} {' '.join(map(str, value)) or _kind(choices[0]) + ' ...'}"
+    if value in (None, ""):
+        return f"--{name} {_kind(choices[0] if isinstance(hint, types.UnionType) else hint)}"
+    return f"--{name} {value:g}" if isinstance(value, float) else f"--{name} {value}"
+
+
+def _kind(hint) -> str:
+    return {str: "TEXT", int: "INT", float: "NUMBER"}[hint]
+
+
+def typed() -> str:
+    """What was typed: `python -m dpo_inv.run_dpo_ddp` or a file, from the current folder."""
+    spec = sys.modules["__main__"].__spec__
+    return f"python -m {spec.name}" if spec else f"python {os.path.relpath(sys.argv[0])}"

@@ -1,0 +1,49 @@
+"""Fold a LoRA into its base model: a plain model in a folder of its own.
+
+python -m ddp_utils.merge results/mine/model merged
+python -m ddp_utils.merge results/mine/model merged --base Qwen/Qwen3-0.6B
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+
+from ddp_utils import UserError, cli, dist, lora, resume
+from ddp_utils.pairs import load_tokenizer
+
+
+@dataclass
+class Settings:
+    adapter: tyro.conf.Positional[str]  # folder of a LoRA
+    folder: tyro.conf.Positional[str]  # where the merged model goes; it must not exist
+    base: str = ""  # folder or hub name of its base; empty: the one that it names
+    debug: bool = False  # tracebacks for user errors, too
+
+
+def merge(adapter, folder, base=""):
+    """Save base + lora_alpha / lora_r x B A, with the base's tokenizer, where nothing is yet."""
+    if (folder := Path(folder)).exists():
+        raise UserError(f"{folder} is there already; give another folder")
+    resume.check_place("folder", folder)
+    if Path(adapter, "model/adapter_config.json").exists():
+        raise UserError(f"adapter: {adapter} is a run folder; give {Path(adapter, 'model')}")
+    if Path(adapter, "config.json").exists() and not Path(adapter, "adapter_config.json").exists():
+        raise UserError(f"adapter: {adapter} is a whole model already, there is nothing to fold in")
+    with cli.naming({"init_adapter": "adapter", "model_name": "--base"}):
+        base = base or lora.adapter_settings(adapter).base_model_name_or_path
+        model = lora.load(base, "auto", torch.device("cpu"))
+        merged = lora.with_adapter(model, adapter).merge_and_unload()
+    lora.save(merged, load_tokenizer(base), folder)
+
+
+def main(argv=None) -> int:
+    settings = cli.parse(Settings, argv)
+    merge(settings.adapter, settings.folder, settings.base)
+    print(f"{settings.folder}: from_pretrained opens it")
+    return 0
+
+
+if __name__ == "__main__":
+    dist.run(main)
