@@ -11,19 +11,25 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "src")]
 
-import hypothesis  # noqa: E402
 import pytest  # noqa: E402
-import torch  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
 
-torch.set_num_threads(1)
-# a machine that is busy with something else is no finding
-hypothesis.settings.register_profile(
-    "busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
-hypothesis.settings.load_profile("busy")
+
+def pytest_configure(config):
+    """Of each process that runs tests; the one that hands them out to others need not import it."""
+    if config.getoption("numprocesses", 0) and not hasattr(config, "workerinput"):
+        return
+    import hypothesis
+    import torch
+
+    torch.set_num_threads(1)
+    # a machine that is busy with something else is no finding
+    hypothesis.settings.register_profile(
+        "busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("busy")
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import main_distributed
-from ddp_utils import UserError
+from ddp_utils import UserError, merge
 
 GOOD = {"prompt": "Who?", "chosen": "Me, of course.", "rejected": "Dunno."}
 CASES = {  # flags -> what the line says; DATA stands for a file of good rows
@@ -22,6 +22,8 @@ CASES = {  # flags -> what the line says; DATA stands for a file of good rows
     "--fine_tuning lora --init_adapter .": "--init_adapter: no adapter at .",
     "--output_dir DIR": "--output_dir: DIR is not empty",
     "--backend nccl --check": "--backend nccl needs a cuda device, this machine has none",
+    "--lora_r 8 --check": "--lora_r: there is no adapter; give --fine_tuning lora, or leave it",
+    "--backend ccl --check": "--backend ccl needs a xpu device, this machine has none",
 }
 
 
@@ -48,3 +50,15 @@ def test_a_bad_setting_costs_one_line_and_writes_nothing(flags, folder):
     assert str(caught.value).startswith(fill(CASES[flags], folder))
     assert "\n" not in str(caught.value)
     assert list((folder / "empty").iterdir()) == []
+
+
+def test_what_is_no_adapter_is_not_merged(tmp_path):
+    with pytest.raises(UserError, match="data/demo/model is a whole model already"):
+        merge.merge("data/demo/model", tmp_path / "merged")
+    (tmp_path / "run/model").mkdir(parents=True)
+    (tmp_path / "run/model/adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="/run is a run folder; give .*/run/model"):
+        merge.merge(tmp_path / "run", tmp_path / "merged")
+    with pytest.raises(UserError, match="run is there already; give another folder"):
+        merge.merge("data/demo/model", tmp_path / "run")
+    assert not (tmp_path / "merged").exists()

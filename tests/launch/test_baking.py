@@ -158,6 +158,8 @@ def test_what_an_other_setting_has_made_is_made_anew(made, tmp_path):
     other = content(tmp_path)
     assert generate(tmp_path) == 0
     assert content(tmp_path) == content(made) != other
+    kept = [(tmp_path / f"{name}.1").read_bytes() for name in FILES]
+    assert kept == other  # nothing is overwritten
 
 
 def test_short_replies_are_left_out_and_counted(made, tmp_path, capsys):
@@ -320,6 +322,7 @@ def test_an_adapter_is_carried_on_and_the_base_stays_the_base(one, made, tmp_pat
         ({}, ["--val_path", "TRAIN"], r"traj_chat.jsonl:1: its question is in data_path, too"),
         ({}, ["--lora_targets", "q_proj,lm_head"], "--lora_targets: leave output layer"),
         ({}, ["--lora_targets", "q_porj"], "--lora_targets: no layer q_porj"),
+        ({}, ["--resume_from", "data/demo/model"], "^--resume_from: no adapter at data/demo/model"),
         ({}, ["--max_traj_len", "8"], "0 usable rows; --max_traj_len is 8"),
         ({"tokens": [99999], "reply": ""}, [], "token id 99999, model has"),
     ],
@@ -340,8 +343,8 @@ def test_mistakes_are_one_line(change, flags, message, made, tmp_path):
 WHOS = "base", "prompted", "baked"
 
 
-def shell(folder, *words):
-    """./run_distributed.sh 2 baking in a folder of its own."""
+def shell(folder, *words, code=0):
+    """./run_distributed.sh 2 baking in a folder of its own -> summary and what it said."""
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     env["OMP_NUM_THREADS"] = "1"
     done = subprocess.run(
@@ -351,8 +354,35 @@ def shell(folder, *words):
         text=True,
         cwd=folder,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == code, done.stdout + done.stderr
+    if code:
+        return None, done.stderr
     return json.loads((folder / "results/traj_chat/summary.json").read_text()), done.stdout
+
+
+def test_check_of_the_shell_script_samples_nothing(tmp_path):
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    command = [ROOT / "run_distributed.sh", "2", "baking", "--check"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith("2200 replies = 88 questions x 25")
+    assert len(done.stdout.splitlines()) == 2 and list(tmp_path.iterdir()) == []
+
+
+def test_without_a_dash_dash_flags_of_the_first_program_are_named(tmp_path):
+    _, said = shell(tmp_path, "--num_questions", "4", code=2)
+    assert said.endswith("flags of generate_data.py stand in front of a --\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--num_epoch", "3"], "Unrecognized options: --num_epoch"),
+        (["--learning_rate=0"], "error: --learning_rate: 0.0 is out of range"),
+    ],
+)
+def test_a_typo_of_the_second_program_is_found_before_the_first_one_starts(flags, says, tmp_path):
+    _, said = shell(tmp_path, "--num_questions", "4", "--", *flags, code=2)
+    assert says in said and list(tmp_path.iterdir()) == []
 
 
 def assert_baked(summary, share):

@@ -127,9 +127,6 @@ def test_the_test_is_exact(one, histories):
 # --- in context ----------------------------------------------------------------------------------
 
 
-WRONG_FLAGS = ("--goal_idx=3", "give -1, or 0 to 2"), ("--ckpt_dir=tests", "cannot be read")
-
-
 def test_evaluate_finds_what_the_run_has_found(one, capsys):
     """The same tries of the same goals; one goal alone, too."""
     flags = ["--ckpt_dir", str(one), "--eval_episodes", "6", "--eval_copies", "2"]
@@ -151,6 +148,15 @@ def test_evaluate_finds_what_the_run_has_found(one, capsys):
     ):
         with pytest.raises(UserError, match=says):
             evaluate.main([*flags, flag])
+
+
+def test_evaluate_on_goals_that_it_was_trained_on(one, capsys):
+    """As many of the others, so that what it has learnt by heart is seen beside what it learns."""
+    places = []
+    for flags in ([], ["--train_goals"]):
+        assert evaluate.main(["--ckpt_dir", str(one), "--eval_episodes", "2", *flags]) == 0
+        places.append(set(re.findall(r"^goal \((\d, \d)\)", capsys.readouterr().out, re.M)))
+    assert [len(found) for found in places] == [3, 3] and not places[0] & places[1]
 
 
 def test_a_newest_checkpoint_is_the_one_with_the_highest_number(one, tmp_path):

@@ -129,18 +129,32 @@ def test_links_lead_to_files_and_headings(page):
 
 
 def test_the_tree_of_the_readme_is_the_tree_on_the_disk():
-    """Each line names what is there, and everything is named but the usual dot files."""
+    """All at the top is named, and all in each folder below which anything is."""
     (tree,) = re.findall(
         r"^## Files\n\n```\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S
     )
-    named = {line.split()[0].rstrip("/") for line in tree.splitlines()}
     git = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if git.returncode:
         pytest.skip("needs a git checkout")
-    files = [path for path in git.stdout.splitlines() if not path.startswith(".")]
-    there = {path.split("/")[0] for path in files if not path.startswith("src/")}
-    there |= {"/".join(path.split("/")[:2]) for path in files if path.startswith("src/")}
-    assert named == there
+    there = {}  # folder, "" at the top -> what is in it
+    for path in git.stdout.splitlines():
+        *folders, file = path.split("/")
+        for depth, name in enumerate([*(f"{folder}/" for folder in folders), file]):
+            parent = "".join(f"{folder}/" for folder in folders[:depth])
+            if name[0] != "." and name != "__init__.py":
+                there.setdefault(parent, set()).add(name)
+    named, folder = {"": set()}, ""
+    for line in tree.splitlines():
+        name, remark = [*line.split(maxsplit=1), ""][:2]
+        assert remark or name.endswith("/"), line
+        if not line.startswith(" "):
+            folder, parent = name, "src/" if name.startswith("src/") and name != "src/" else ""
+            named.setdefault(parent, set()).add(name.removeprefix(parent))
+        else:
+            named.setdefault(folder, set()).add(name)
+    assert {"", "src/", "src/ad/", "tests/", "docs/", "scripts/"} <= set(named)
+    for folder, names in named.items():
+        assert names == there[folder], folder
 
 
 def test_the_snippet_of_the_readme_loads_a_result(tmp_path):
@@ -164,3 +178,11 @@ def train_and_load(snippet, folder):
     with contextlib.redirect_stdout(said):
         exec(snippet, {})  # noqa: S102 - our own README
     return said.getvalue()
+
+
+def test_the_architecture_names_every_module():
+    page = (ROOT / "docs/architecture.md").read_text()
+    table = page[: page.index("## Invariants")]
+    named = {word for line in table.splitlines() for word in re.findall(r"`(\w+)`", line[:120])}
+    there = {path.stem for path in (ROOT / "src/ddp_utils").glob("*.py")} - {"__init__"}
+    assert there - named == set()

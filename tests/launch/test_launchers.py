@@ -97,6 +97,45 @@ def shell(*arguments, cwd=ROOT, **extra):
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "programs"),
+    [
+        (["--help"], ["src/main_distributed.py"]),
+        (["4", "baking", "--num_epochs", "3", "-h"], ["src/generate_data.py", "src/train_loop.py"]),
+    ],
+)
+def test_help_of_the_shell_script_is_its_own_and_that_of_what_it_starts(words, programs):
+    done = shell(*words)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("Fine-tune a language model on preference pairs, or bake")
+    usages = [line for line in done.stdout.splitlines() if line.startswith("usage: ")]
+    assert usages == [f"usage: python {program} [settings]" for program in programs]
+    assert "  --learning_rate NUMBER " in done.stdout
+
+
+def test_check_of_the_shell_script_says_all_once(tmp_path):
+    done = shell("2", "--check", "--train_data", runs.PAIRS, "--result_dir", str(tmp_path / "run"))
+    assert (done.returncode, done.stderr) == (0, "")
+    first, last = done.stdout.splitlines()
+    assert first.startswith("train: 8 rows of prompt, 8 used, split into 7 train, 0 val, 1 test;")
+    assert last == f"run folder: {tmp_path / 'run'}" and not (tmp_path / "run").exists()
+
+
+def test_who_reads_no_more_does_not_stop_a_run(tmp_path):
+    flags = f"--max_steps 3 --max_rows 16 --num_samples 0 --result_dir {tmp_path / 'run'}"
+    command = f"{sys.executable} src/main_distributed.py {flags} | head -1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.splitlines()[1:] == ["0"] and "Traceback" not in done.stderr
+    assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "finished"
+
+
+def test_help_may_be_cut_by_head():
+    """The pipe is closed before the first word: no traceback."""
+    command = f"{sys.executable} src/main_distributed.py --help | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_the_shell_script_trains_and_two_nodes_meet_by_environment(
     tmp_path, test_loss_of_one_process
 ):

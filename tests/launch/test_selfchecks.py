@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 
 import main_distributed
 import runs
-from ddp_utils import dist, logps, lora, pairs, parallel, reference
+from ddp_utils import dist, logps, lora, merge, pairs, parallel, reference
 from ranks import ranks, run_ranks
 
 SHORT = runs.words("--max_rows 40 --batch_size 8 --max_steps 2")
@@ -141,7 +141,7 @@ def test_complaint_14_the_reference_of_an_sft_adapter_is_that_adapter(mode, tmp_
 def test_another_reference_model_is_scored_in_its_place(tmp_path):
     flags = [*runs.FULL, *SHORT, "--train_data", runs.PAIRS]
     sft_adapter(tmp_path / "sft")
-    lora.merge(str(tmp_path / "sft"), str(tmp_path / "merged"), "data/demo/model")
+    merge.merge(str(tmp_path / "sft"), str(tmp_path / "merged"), "data/demo/model")
     plain, adapted = scores_of(str(tmp_path / "sft"))
     flags += ["--reference_model", str(tmp_path / "merged"), "--beta", "0.25"]
     first = ranks(2, runs.train, str(tmp_path), flags)[0][0][0]

@@ -1,0 +1,68 @@
+"""Programs as processes of their own end as in tests/programs.py, by which the unit tests do it."""
+
+import subprocess
+import sys
+
+import pytest
+
+import ddp_utils.merge
+import ddp_utils.plots
+import main_distributed
+import programs
+import train
+from conftest import ROOT
+
+# which a fork must have imported, or it would take as long
+assert ddp_utils.merge and ddp_utils.plots and main_distributed and train
+
+
+def process(*words, cwd=ROOT):
+    """`python *words`, with imports and all."""
+    done = subprocess.run([sys.executable, *words], cwd=cwd, capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("-m", "ddp_utils.plots", "nowhere"),  # status 2 and one line
+        ("-m", "ddp_utils.merge", "-h"),
+        ("src/train.py", "--config", "nowhere.yaml"),
+        ("scripts/distributed_setup.py", "slurm", "--help"),
+    ],
+    ids=["plots", "merge", "train", "distributed_setup"],
+)
+def test_a_fork_ends_as_the_program(words):
+    forked, real = programs.start(*words, cwd=ROOT), process(*words)
+    assert forked == real
+    assert (real[0] == 0) is (words[-1] in ("-h", "--help"))
+
+
+@pytest.mark.parametrize(
+    ("text", "ends"),
+    [
+        ("import time; time.sleep(60)", (-14, "", "")),
+        ("print(1); raise SystemExit", (0, "1\n", "")),
+        ("raise SystemExit(3)", (3, "", "")),
+        ("import warnings; warnings.warn('w')", (0, "", "UserWarning: w\n")),
+    ],
+)
+def test_a_fork_that_hangs_leaves_or_warns(text, ends, tmp_path):
+    (tmp_path / "program.py").write_text(text)
+    assert programs.start("program.py", cwd=tmp_path, seconds=1) == ends
+
+
+def test_a_fork_that_raises_shows_the_traceback(tmp_path):
+    (tmp_path / "program.py").write_text("1 / 0")
+    code, _, said = programs.start("program.py", cwd=tmp_path)
+    assert code == 1 and said.endswith("ZeroDivisionError: division by zero\n")
+
+
+def test_distributed_setup_writes_where_it_is_called(tmp_path):
+    """From any folder, without src/ on the path."""
+    words = ("fsdp", "--sharding_strategy", "FULL_SHARD")
+    code, said, wrong = process(str(ROOT / "scripts/distributed_setup.py"), *words, cwd=tmp_path)
+    assert (code, wrong) == (0, "") and "config/fsdp_config.json" in said
+    assert [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*.json")] == [
+        "config/fsdp_config.json"
+    ]

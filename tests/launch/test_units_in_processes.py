@@ -1,0 +1,138 @@
+"""Parts that are no whole run, in real processes: sampling, sockets of a group, check_gpu.py."""
+
+import ipaddress
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from conftest import ROOT
+from ddp_utils import dist, logps, lora, sampling
+from ddp_utils.pairs import Encoder, load_tokenizer
+from ranks import ranks, run_ranks
+
+# --- sampling ------------------------------------------------------------------------------------
+
+QUESTIONS = [
+    "What is the capital of France?",
+    "What is the young of a cow?",
+    "Hello! Who makes bread?",
+]
+
+
+def settings(**changes):
+    usual = {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": 12, "batch_size": 4, "seed": 0}
+    return SimpleNamespace(**{**usual, **changes})
+
+
+def demo():
+    tokenizer = load_tokenizer("data/demo/model")
+    model = lora.load("data/demo/model", torch.float32, torch.device("cpu"))
+    encoder = Encoder(tokenizer)
+    prompts = [
+        encoder.ids(encoder.render([{"role": "user", "content": q}], add_generation_prompt=True))
+        for q in QUESTIONS
+    ]
+    return logps.Scorer(model), prompts, encoder.ends
+
+
+def replies(**changes):
+    world = dist.join(dist.meet(dist.whoami()))
+    scorer, prompts, ends = demo()
+    return sampling.generate(scorer, prompts, ends, world, settings(**changes), samples=3)
+
+
+def test_the_same_replies_on_1_2_and_3_ranks():
+    alone = ranks(1, replies)[0]
+    assert len(alone) == 9 and len({tuple(reply) for reply in alone}) > 5
+    for world_size in (2, 3):
+        for found in ranks(world_size, replies):
+            assert found == alone
+
+
+def test_another_seed_gives_other_replies_and_greedy_gives_one_per_prompt():
+    assert replies(seed=1) != replies(seed=0)
+    greedy = replies(temperature=0.0)
+    assert all(greedy[3 * k] == greedy[3 * k + 1] == greedy[3 * k + 2] for k in range(3))
+
+
+def test_no_reply_holds_its_end_or_more_than_max_new_tokens():
+    _, _, ends = demo()
+    for reply in replies(max_new_tokens=5):
+        assert len(reply) <= 5 and not set(reply) & set(ends)
+
+
+# --- sockets -------------------------------------------------------------------------------------
+
+linux = pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="reads /proc")
+
+
+def addresses():
+    """Local IP address of every TCP socket of this process."""
+    mine = set()
+    for link in Path("/proc/self/fd").iterdir():
+        if link.is_symlink():  # the one that listed this folder is gone
+            mine.add(os.readlink(link))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            number, inode = fields[1].split(":")[0], fields[9]
+            if f"socket:[{inode}]" in mine:
+                numbers = (int(number[at : at + 8], 16) for at in range(0, len(number), 8))
+                address = ipaddress.ip_address(b"".join(struct.pack("=I", n) for n in numbers))
+                found.add(str(getattr(address, "ipv4_mapped", None) or address))
+    return found
+
+
+def sockets_of_a_group():
+    """Addresses once the store is there, and in the group; the interface that gloo was told."""
+    met = dist.meet(dist.whoami())
+    store = addresses()
+    world = dist.join(met)
+    dist.all_sum(torch.ones(2), world)
+    return store, addresses(), os.environ.get("GLOO_SOCKET_IFNAME")
+
+
+@linux
+def test_a_group_of_one_node_can_be_reached_from_this_node_alone():
+    for store, group, interface in ranks(2, sockets_of_a_group):
+        assert store == group == {"127.0.0.1"}
+        assert interface == "lo"
+
+
+@linux
+def test_an_interface_that_the_user_chose_stays():
+    outcome = run_ranks(2, sockets_of_a_group, env={"GLOO_SOCKET_IFNAME": "lo,lo"})
+    assert [result[2] for result in outcome.results] == ["lo,lo", "lo,lo"], outcome.logs
+
+
+@linux
+def test_an_open_door_is_seen():
+    before = addresses()
+    with socket.create_server(("", 0)), socket.create_server(("::1", 0), family=socket.AF_INET6):
+        assert addresses() - before == {"0.0.0.0", "::1"}  # noqa: S104
+
+
+# --- check_gpu.py --------------------------------------------------------------------------------
+
+
+def test_two_processes_measure_and_one_of_them_prints():
+    words = "-m torch.distributed.run --standalone --nproc_per_node=2 check_gpu.py --bench --json"
+    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, *words.split()]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["bench"]  # one object: rank 1 is silent
+    assert (found["ranks"], found["local"], found["copies"]) == (2, 2, None)
+    assert len(found["rates"]) == 2 and all(rate > 0 for row in found["rates"] for rate in row)
+    sizes, seconds, right = zip(*found["all_reduces"], strict=True)
+    assert (sizes, right) == ((2**20, 2**22, 2**24), (True,) * 3)
+    assert all(0 < s < 10 for s in seconds)

@@ -1,0 +1,69 @@
+"""start("src/train.py", "--check"): how that program ends, in 0.1 s; Python itself takes 1 to 4 s.
+
+It is a fork of the tests' process, which has imported what the program would. The program's file
+is run as __main__, with its last two lines, and ends through dist.run, as it does for a user.
+tests/launch/test_programs.py compares the two.
+"""
+
+import os
+import runpy
+import signal
+import sys
+import tempfile
+import traceback
+import warnings
+from typing import NamedTuple
+
+
+class Ended(NamedTuple):
+    returncode: int  # -14: it has not ended in time
+    stdout: str
+    stderr: str
+
+
+def start(*words, cwd=".", env=None, seconds=60) -> Ended:
+    """`python *words`, where the words are a file or -m and a module, then flags."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        child = os.fork()
+        if child == 0:
+            _become([str(word) for word in words], cwd, env or {}, out, err, seconds)
+        status = os.waitpid(child, 0)[1]
+        texts = [os.pread(file.fileno(), 2**20, 0).decode() for file in (out, err)]
+    return Ended(os.waitstatus_to_exitcode(status), *texts)
+
+
+def _become(words, cwd, env, out, err, seconds):
+    """The life of the fork: whatever happens, it does not go on with the tests."""
+    code = 1
+    try:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(seconds)  # a lock that a thread held before the fork is never released
+        os.dup2(out.fileno(), 1)
+        os.dup2(err.fileno(), 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+        warnings.showwarning = _warn
+        os.environ.update(env)
+        os.chdir(cwd)
+        if words[0] == "-m":
+            sys.modules.pop(words[1], None)
+            sys.argv = words[1:]
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = words
+            sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))
+            runpy.run_path(words[0], run_name="__main__")
+        code = 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _warn(message, category, *_):
+    """pytest would keep it; those that Python itself does not show are not shown."""
+    if not issubclass(category, (DeprecationWarning, PendingDeprecationWarning, ResourceWarning)):
+        print(f"{category.__name__}: {message}", file=sys.stderr)
