@@ -31,15 +31,28 @@ case $what in
     exit 2
     ;;
 esac
+if asked_for_help "$@"; then
+  [ "$what" = dpo ] || python "$root/src/generate_data.py" --help
+  exec python "$root/src/$script" --help
+fi
 if [ "$what" = baking ]; then # flags before -- are of generate_data.py
-  first=() rest=()
+  first=() rest=() behind=
   for word in ${words[@]+"${words[@]}"}; do
     if [ "$word" = -- ]; then
-      first=(${rest[@]+"${rest[@]}"}) rest=()
+      first=(${rest[@]+"${rest[@]}"}) rest=() behind=yes
     else
       rest+=("$word")
     fi
   done
+  # a typo behind -- costs one line now, not after the sampling
+  use_environment
+  FLAGS_ONLY=1 python "$root/src/$script" ${rest[@]+"${rest[@]}"} || {
+    [ -n "$behind" ] || echo "flags of generate_data.py stand in front of a --" >&2
+    exit 2
+  }
+  if [[ " ${words[*]-} " =~ \ --check\  ]]; then # the data of the second is not there yet
+    exec python "$root/src/generate_data.py" ${first[@]+"${first[@]}"} --check
+  fi
   train "$processes" "$root/src/generate_data.py" ${first[@]+"${first[@]}"}
   words=(${rest[@]+"${rest[@]}"})
 fi

@@ -13,4 +13,7 @@ here=$(dirname "${BASH_SOURCE[0]}")
 . "$here/scripts/environment.sh"
 
 processes "$@" # sets processes and words
+if asked_for_help "$@"; then
+  exec python -m dpo_inv.run_dpo_ddp --help
+fi
 train "$processes" -m dpo_inv.run_dpo_ddp ${words[@]+"${words[@]}"} # none: old bash calls it unset
