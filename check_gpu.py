@@ -361,6 +361,10 @@ def main(argv=None) -> int:
     parser.add_argument("--tokens_per_second", type=float, help="--plan: of the whole run")
     parser.add_argument("--local-rank", "--local_rank", help=argparse.SUPPRESS)  # a launcher's
     args = parser.parse_args(argv)
+    unread = ("json", "bench") if args.plan else ("gpus", "gpu_memory", "tokens_per_second")
+    given = [f"--{name}" for name in unread if getattr(args, name) != parser.get_default(name)]
+    if given:
+        parser.error(f"{', '.join(given)}: no effect {'with' if args.plan else 'without'} --plan")
     if importlib.util.find_spec("torch") is None:
         parser.exit(2, "error: no torch in this environment; ./run_distributed.sh makes one\n")
     import torch

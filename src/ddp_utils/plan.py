@@ -54,8 +54,12 @@ def machine(facts, gpus=None, gpu_memory=None) -> Machine:
     memory = min(one["memory_gib"] for one in here) if gpu_memory is None else gpu_memory
     ranks = (len(here) or 1) if gpus is None else gpus
     nodes = math.ceil(ranks / (len(here) or 8))
-    if ranks < 1 or ranks % nodes or not memory > 0:
-        raise UserError(f"--gpus {ranks} --gpu_memory {memory:g}: give as many to each node")
+    if ranks < 1:
+        raise UserError(f"--gpus {ranks}: give 1 or more")
+    if not 0 < memory < math.inf:
+        raise UserError(f"--gpu_memory {memory:g}: give the GiB of one GPU, as in 80")
+    if ranks % nodes:
+        raise UserError(f"--gpus {ranks}: as many to each of {nodes} nodes; give a multiple")
     name = here[0]["name"] if gpu_memory is None else "GPU"
     kind, name = facts["kind"] if here else "cuda", f"{name} with {memory:.1f} GiB"
     return Machine(ranks, nodes, kind, USABLE * memory * GIB, CUDA, name)

@@ -341,6 +341,20 @@ def test_a_wrong_flag_ends_with_2_and_flags_are_not_abbreviated(capsys):
     assert f"unrecognized arguments: {flag}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--gpus", "0"], "--gpus: no effect without --plan"),
+        (["--gpu_memory", "80", "--json"], "--gpu_memory: no effect without --plan"),
+        (["--plan", "config.yaml", "--json", "--bench"], "--json, --bench: no effect with --plan"),
+    ],
+)
+def test_a_flag_without_an_effect_is_refused(words, says, capsys):
+    with pytest.raises(SystemExit) as stop:
+        check_gpu.main(words)
+    assert stop.value.code == 2 and says in capsys.readouterr().err
+
+
 # --- nvidia-smi ----------------------------------------------------------------------------------
 
 HGX = """

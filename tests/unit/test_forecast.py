@@ -445,8 +445,11 @@ def test_a_machine_is_the_one_here_or_the_one_that_was_named():
     assert here[:3] == (4, 1, "cuda") and here.memory == pytest.approx(0.95 * 79.2 * GIB)
     assert plan.machine(NODE, gpus=12)[:3] == (12, 3, "cuda")  # nodes like this one
     assert plan.machine(HERE, 16, 40)[:3] == (16, 2, "cuda")
-    for gpus, memory in ((None, 0.0), (8, float("nan")), (0, 80.0), (9, 80.0)):
-        with pytest.raises(UserError, match="--gpus"):
+    wrong = {(None, 0.0): "--gpu_memory 0: ", (8, float("nan")): "--gpu_memory nan: "}
+    wrong |= {(8, float("inf")): "--gpu_memory inf: ", (0, 80.0): "--gpus 0: give 1 or more"}
+    wrong |= {(9, 80.0): "--gpus 9: as many to each of 2 nodes"}
+    for (gpus, memory), says in wrong.items():
+        with pytest.raises(UserError, match=f"^{says}"):
             plan.machine(HERE, gpus, memory)
     with pytest.raises(UserError, match="--gpu_memory 80"):
         plan.machine(HERE, gpus=8)
