@@ -75,7 +75,7 @@ def text(record, field) -> str:
         keys = list(itertools.islice(record.data, 1000))  # of a million, these will do
         near = difflib.get_close_matches(field, keys, n=1)
         found = f"found: {', '.join(map(shown, keys)) or '-':.200}"
-        found = f"did you mean {near[0]!r}?" if near else found
+        found = f"rename {near[0]!r}, if that is meant" if near else found
         raise UserError(f"{record.where}: {field} is missing; {found}")
     value = record.data[field]
     if not isinstance(value, str) or not value.strip():

@@ -322,7 +322,7 @@ def test_a_whole_surrogate_pair_is_one_letter(tmp_path):
 
 
 def test_a_missing_field_suggests_the_nearest_name():
-    assert "did you mean 'choosen'?" in said_of({"prompt": "a", "choosen": "b"})
+    assert "rename 'choosen', if that is meant" in said_of({"prompt": "a", "choosen": "b"})
 
 
 def test_a_missing_field_far_from_any_lists_what_is_there():

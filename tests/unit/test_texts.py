@@ -539,7 +539,7 @@ CHAT = {"messages": talk("a", "b")}
         ([ALPACA, CHAT], "2: instruction is missing; found: messages"),
         (
             [ALPACA, {"instruction": "a", "outputs": "b"}],
-            "2: output is missing; did you mean 'outp",
+            "2: output is missing; rename 'outputs', if",
         ),
         ([ALPACA, {**ALPACA, "instruction": ""}], "2: instruction is ''; give a non-empty string"),
         ([ALPACA, {**ALPACA, "input": 3}], "2: input is 3; give a non-empty string"),
