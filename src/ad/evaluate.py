@@ -8,7 +8,7 @@ Guide: docs/algorithm_distillation.md.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import matplotlib
 import numpy as np
@@ -195,6 +195,7 @@ def main(argv=None) -> int:
     )
     folder.mkdir(exist_ok=True)
     write(folder, room, goals, returns, others, config)
+    summary["settings"] = asdict(settings)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     for goal, mine in zip(goals, returns, strict=True):
         x, y = divmod(int(goal), room.size)

@@ -132,6 +132,8 @@ def test_evaluate_finds_what_the_run_has_found(one, capsys):
     flags = ["--ckpt_dir", str(one), "--eval_episodes", "6", "--eval_copies", "2"]
     assert evaluate.main(flags) == 0
     found = json.loads((one / "evaluation/summary.json").read_text())
+    settings = found.pop("settings")
+    assert (settings["eval_episodes"], settings["eval_copies"], settings["seed"]) == (6, 2, 0)
     assert found == json.loads((one / "summary.json").read_text())["test"]
     said, returns = capsys.readouterr().out, np.load(one / "evaluation/eval_result.npy")
     assert returns.shape == (3, 6)  # of 25 goals a tenth is held out
