@@ -154,12 +154,13 @@ def mark(path) -> str:
     return _sha256(Path(path) / MANIFEST)
 
 
-def rotate(folder, keep, spared=None):
-    """Remove all but the newest `keep` checkpoints, and what killed writes have left.
+def rotate(folder, keep, step, spared=None):
+    """Remove all but the newest `keep` checkpoints up to `step`, and what killed writes have left.
 
-    spared: a step whose checkpoint stays.
+    Later ones were left out as damaged. spared: a step whose checkpoint stays.
     """
-    old = [p for p in sorted(_numbered(folder), key=number)[:-keep] if number(p) != spared]
+    found = sorted(_numbered(folder), key=lambda path: (number(path) <= step, number(path)))
+    old = [path for path in found[:-keep] if number(path) != spared]
     for path in (*old, *Path(folder).glob(".tmp-step-*")):
         shutil.rmtree(path, ignore_errors=True)
 

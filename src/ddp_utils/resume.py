@@ -15,11 +15,8 @@ FREE = {"check", "debug", "restart", "log_every", "save_every", "keep_checkpoint
 FREE |= {"result_dir", "out_dir", "output_dir", "stop_after_minutes", "timeout_minutes"}
 FREE |= {"config", "deepspeed", "report_to", "bucket_mb", "num_workers"}
 FREE |= {"ckpt_interval", "eval_interval", "gen_interval", "summary_interval"}
-SAID = {
-    "max_steps",
-    "num_epochs",
-    "train_timesteps",
-}  # length and strategy may change too, and it is said
+# length, strategy and which model is kept may change too, and it is said
+SAID = {"max_steps", "num_epochs", "train_timesteps", "save_best"}
 SAID |= {"strategy", "use_fsdp", "fsdp_config", "use_deepspeed", "deepspeed_config"}
 SAID |= {"content of fsdp_config", "content of deepspeed_config"}
 
@@ -47,13 +44,22 @@ def inspect(folder, settings, steps, inputs, needed=0, restart=False) -> Found:
     # of guide 1, a place for the model; in the others output_dir is the run folder itself
     output = settings.get("output_dir") if "result_dir" in settings else ""
     if output:
-        check_place("--output_dir", Path(output))
-    if output and found.verdict in ("new", "aside") and any(Path(output).glob("*")):
-        raise UserError(f"--output_dir: {output} is not empty; give another folder")
+        check_output(Path(output), folder, found.verdict == "continue")
     if found.checkpoint and checkpoint.number(found.checkpoint) > steps:
         done = checkpoint.number(found.checkpoint)
         raise UserError(f"--max_steps: {folder} has done {done} steps already, more than {steps}")
     return found
+
+
+def check_output(output, folder, continued):
+    """Raise UserError if the model, which replaces what is in `output`, would replace more."""
+    check_place("--output_dir", output)
+    model, place, run = (path.resolve() for path in (folder / "model", output, folder))
+    if place != model and (run.is_relative_to(place) or place.is_relative_to(run)):
+        raise UserError(f"--output_dir: {output} holds the run, or is in it; give another folder")
+    before = read_json(folder / "config.json").get("output_dir") if continued else None
+    if (before is None or Path(before) != output) and any(output.glob("*")):
+        raise UserError(f"--output_dir: {output} is not empty; give another folder")
 
 
 def _verdict(folder, settings, inputs, restart):

@@ -47,6 +47,7 @@ class Run(Saving):
         self.start = time.perf_counter()
         self.results = {}  # split -> the numbers of its last evaluation
         self.validated = 0  # steps before that of val
+        self.val_of_best = {}  # of the lowest validation loss, with save_best
         self.step = 0
         self.training = None
         self.save_seconds = 0.0
@@ -133,6 +134,7 @@ class Run(Saving):
             lowest = self.results.get("best", {"loss": math.inf})["loss"]
             if getattr(self.config, "save_best", False) and loss < lowest:
                 self.results["best"] = {"loss": loss, "step": step}
+                self.val_of_best = dict(values)
         if not self.world.is_main:
             return
         line = json.dumps({"split": split, "step": step, **_finite(values)}) + "\n"

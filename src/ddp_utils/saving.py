@@ -34,6 +34,11 @@ class Saving:
         self.validated, self.results = meta["validated"], meta["results"] | self.results
         self.start -= meta["seconds"]
         self.save_seconds = meta["save_seconds"]
+        self.val_of_best = meta.get("val_of_best", {})
+        if self.best is None:  # it may have been asked for before
+            self.results.pop("best", None)
+        elif self.best != self.done:
+            self._check_best()
         return self.done
 
     @property
@@ -50,13 +55,19 @@ class Saving:
         if self.best in (None, self.step):
             return self.step
         self.save()  # a run that is killed from here on goes on from its last step
-        path = checkpoint.path(self.folder / CHECKPOINTS, self.best)
-        tensors, meta = checkpoint.read(path, self.world.rank)
+        tensors, meta = checkpoint.read(self._check_best(), self.world.rank)
         parallel.load_state(*self.training, tensors, self.best, meta.get("shares", ""))
-        self.results["val"] = meta["results"]["val"]
+        self.results["val"] = self.val_of_best
         loss = self.results["best"]["loss"]
         self.say(f"save_best: back to step {self.best}, validation loss {loss:.4f}")
         return self.best
+
+    def _check_best(self):
+        """The checkpoint of the lowest validation loss; UserError if it is not whole any more."""
+        path = checkpoint.path(self.folder / CHECKPOINTS, self.best)
+        if problem := dist.on_main(self.world, lambda: checkpoint.verify(path)):
+            raise UserError(f"{path}: {problem}; without --save_best the last model is kept")
+        return path
 
     def save(self):
         """Write a checkpoint of the steps done, check it, remove the oldest; on all ranks."""
@@ -82,12 +93,13 @@ class Saving:
                 "metrics_bytes": self.metrics.tell(),
                 "validated": self.validated,
                 "results": self.results,
+                "val_of_best": self.val_of_best,
                 "seconds": time.perf_counter() - self.start,
                 "save_seconds": self.save_seconds,
                 "shares": shares,
             }
             checkpoint.write(folder, self.step, tensors, meta, parts)
-            checkpoint.rotate(folder, self.config.keep_checkpoints, spared=self.best)
+            checkpoint.rotate(folder, self.config.keep_checkpoints, self.step, self.best)
 
         dist.on_main(self.world, write)
         self.saved, self.saved_at = self.step, time.perf_counter()

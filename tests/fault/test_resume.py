@@ -103,7 +103,17 @@ def write_back_to_back(folder):
     for step in range(1, 10_000):
         tensors = {str(place): torch.full((50_000,), float(step)) for place in range(4)}
         checkpoint.write(folder, step, tensors, {})
-        checkpoint.rotate(folder, 2)
+        checkpoint.rotate(folder, 2, step)
+
+
+def test_a_damaged_newer_one_does_not_count(tmp_path):
+    """The run went on from step 4; what it saves is kept, and goes before what is damaged."""
+    for step in (4, 10, 5):
+        checkpoint.write(tmp_path, step, {"x": torch.ones(1)}, {})
+        if step == 10:
+            (tmp_path / "step-00000010/manifest.json").write_text("{}")
+    checkpoint.rotate(tmp_path, 1, 5, spared=4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000005"]
 
 
 def test_24_kills_of_the_writer_leave_24_loadable_states(tmp_path):
@@ -125,7 +135,7 @@ def test_24_kills_of_the_writer_leave_24_loadable_states(tmp_path):
         assert skipped == []
         tensors, manifest = checkpoint.read(path)
         assert {t.unique().item() for t in tensors.values()} == {float(manifest["step"])}
-        checkpoint.rotate(folder, 1)
+        checkpoint.rotate(folder, 1, manifest["step"])
         assert [entry.name for entry in folder.iterdir()] == [path.name]
     assert left_half > 5  # or the kills did not hit
 
@@ -286,6 +296,20 @@ def test_f7_what_changes_no_number_may_change_and_a_longer_run_is_said(made, kil
     flags = [*faults.MODES["lora"], *runs.words("--save_every 4 --keep_checkpoints 1")]
     faults.finished(faults.start(1, folder, *flags))
     assert faults.is_equal(folder, made("undisturbed", "lora", 1))
+
+
+def test_a_run_that_goes_on_with_another_output_dir_replaces_no_files(killed, tmp_path):
+    """The setting may change between two lives; what lies there is someone else's."""
+    folder, precious = killed("full", 2), tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.txt").write_text("years")
+    flags = [*faults.MODES["full"], "--output_dir"]
+    outcome = faults.start(2, folder, *flags, str(precious))
+    assert outcome.codes == [2, 2]
+    assert f"error: --output_dir: {precious} is not empty; give another folder" in outcome.logs[0]
+    assert (precious / "thesis.txt").read_text() == "years"
+    faults.finished(faults.start(2, folder, *flags, str(tmp_path / "new")))
+    assert (tmp_path / "new/model.safetensors").exists()
 
 
 def test_f7_a_longer_run_goes_on(killed):

@@ -1,6 +1,7 @@
 """save_best: results and model are of the lowest validation loss, as if it had ended there."""
 
 import json
+import signal
 from pathlib import Path
 from shlex import split as words
 
@@ -76,6 +77,38 @@ def test_a_killed_run_still_knows_its_best(rank, turn, flags, tmp_path):
     assert kept == [f"step-{step:08d}" for step in (lowest(run), 12)]
 
 
+def test_a_stop_within_a_validation_does_not_lose_it(flags, tmp_path):
+    """The checkpoint of its step is older than it, and lacks its numbers."""
+    flags = [*flags, "--save_best"]
+    faults.finished(faults.start(1, tmp_path / "a/run", *flags))
+    run = tmp_path / "b/run"
+    fault = faults.signal_before, "main_distributed.evaluate", 1, signal.SIGTERM
+    assert faults.start(1, run, *flags, fault=fault).codes == [85]
+    faults.finished(faults.start(1, run, *flags))
+    assert faults.is_equal(run, tmp_path / "a/run")
+    assert faults.summary(run)["val"] == faults.summary(tmp_path / "a/run")["val"]
+
+
+def test_a_damaged_best_is_told_before_the_training(flags, tmp_path):
+    """One flipped bit would load silently. Without save_best the same run goes on to its end."""
+    run = tmp_path / "run"
+    fault = faults.signal_before, "main_distributed.train_step", 10, signal.SIGTERM
+    assert faults.start(1, run, *flags, "--save_best", fault=fault).codes == [85]
+    file = run / f"checkpoints/step-{lowest(run):08d}/state.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-200_000] ^= 0x40
+    file.write_bytes(raw)
+    outcome = faults.start(1, run, *flags, "--save_best")
+    assert outcome.codes == [2]
+    assert outcome.logs[0].splitlines()[-1] == (
+        f"error: {file.parent}: state.safetensors does not match its sha256; "
+        "without --save_best the last model is kept"
+    )
+    outcome = faults.finished(faults.start(1, run, *flags))
+    assert "save_best: True -> False, from here on" in outcome.logs[0]
+    assert "best" not in faults.summary(run) and faults.summary(run)["step"] == 12
+
+
 SFT = "--objective sft --type full --learning_rate 5e-3 --lr_scheduler constant --max_rows 60"
 SFT += " --max_steps 12 --eval_every 3 --report_to none --micro_batch_size 4 --warmup_ratio 0"
 
@@ -99,6 +132,15 @@ def test_shares_go_back_too(strategy, tmp_path):
     best = lowest(run)
     ranks(2, fine_tune, str(tmp_path), [*flags, str(short), "--max_steps", str(best)])
     assert faults.digest(run) == faults.digest(short)
+
+
+def test_no_steps_evaluate_only(tmp_path):
+    run = tmp_path / "run"
+    flags = ["--max_steps", "0", "--val_share", "0.2", "--output_dir", str(run)]
+    ranks(1, fine_tune, str(tmp_path), flags)
+    (line,) = runs.lines(run)
+    assert (line["split"], line["step"]) == ("val", 0)
+    assert faults.summary(run)["val"]["loss"] == line["loss"] > 0
 
 
 def test_without_validation_data_it_is_refused(tmp_path):
