@@ -188,7 +188,7 @@ def on_main(world, fn):
             problem = write_error(error) or error
             answer = {"code": exit_code(problem)}
     if world.world_size > 1:
-        answer = json.loads(_from_main(json.dumps(answer).encode(), world))
+        answer = json.loads(_sent(json.dumps(answer), world))
     if problem:
         raise problem
     if "code" in answer:
@@ -197,28 +197,32 @@ def on_main(world, fn):
 
 
 def on_each(world, fn):
-    """fn() on every rank; where it raises on one, a UserError or OSError, all end."""
+    """fn() on every rank; where it raises on one, a UserError or OSError, all end, and say why."""
     answer = problem = None
     try:
         answer = fn()
     except (UserError, OSError) as error:
         problem = write_error(error) or error
-    code = exit_code(problem) if problem else 0
-    worst = torch.tensor([float(code)], device=world.device)
-    if world.world_size > 1:
-        dist.all_reduce(worst, dist.ReduceOp.MAX)
-    if problem:
-        raise problem
-    if worst.item():
-        raise Stop("", int(worst.item()))
-    return answer
+    codes = torch.zeros(world.world_size, device=world.device)
+    codes[world.rank] = exit_code(problem) if problem else 0
+    codes = all_sum(codes, world).tolist()
+    if not any(codes):
+        return answer
+    first = next(rank for rank, code in enumerate(codes) if code)
+    if world.world_size > 1 and problem is None:
+        problem = UserError(_sent("", world, first))
+        problem.exit_code = int(codes[first])
+    elif world.world_size > 1:
+        _sent(str(problem), world, first)
+    raise problem
 
 
-def _from_main(data, world):
-    """Rank 0's bytes, on every rank."""
+def _sent(text, world, rank=0):
+    """The text of this rank, on every rank."""
+    data = f"{text}\n".encode()  # at least one byte
     size = torch.tensor([len(data)], device=world.device)
-    dist.broadcast(size, src=0)
-    block = bytearray(data if world.is_main else size.item())
+    dist.broadcast(size, src=rank)
+    block = bytearray(data if world.rank == rank else size.item())
     found = torch.frombuffer(block, dtype=torch.uint8).to(world.device)  # [size]
-    dist.broadcast(found, src=0)
-    return bytes(found.cpu().numpy())
+    dist.broadcast(found, src=rank)
+    return bytes(found.cpu().numpy()).decode()[:-1]

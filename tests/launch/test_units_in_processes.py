@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from conftest import ROOT
-from ddp_utils import dist, logps, lora, sampling
+from ddp_utils import NonFiniteError, dist, logps, lora, sampling
 from ddp_utils.pairs import Encoder, load_tokenizer
 from ranks import ranks, run_ranks
 
@@ -119,6 +119,26 @@ def test_an_open_door_is_seen():
     before = addresses()
     with socket.create_server(("", 0)), socket.create_server(("::1", 0), family=socket.AF_INET6):
         assert addresses() - before == {"0.0.0.0", "::1"}  # noqa: S104
+
+
+# --- a mistake on one rank -----------------------------------------------------------------------
+
+
+def fails_on(rank):
+    world = dist.join(dist.meet(dist.whoami()))
+
+    def work():
+        if world.rank == rank:
+            raise NonFiniteError("parameter/x is not finite; not saved")
+
+    dist.on_each(world, work)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_mistake_on_any_rank_is_told_once(rank):
+    outcome = run_ranks(2, fails_on, rank)
+    assert outcome.codes == [NonFiniteError.exit_code] * 2
+    assert outcome.logs == ["error: parameter/x is not finite; not saved\n", ""]
 
 
 # --- check_gpu.py --------------------------------------------------------------------------------
