@@ -211,10 +211,9 @@ def sample(scorer, prompts, ends, config, world, bar, parts, done):
 
 def write(config, x0, questions, parts, tokenizer, ends):
     """Both files, each whole or not at all; returns what to tell."""
-    samples, lines = config.num_sequences_per_question, {False: [], True: []}
+    samples, short, lines = config.num_sequences_per_question, 0, {False: [], True: []}
     count = min(len(questions) - 1, max(1, round(config.val_split * len(questions))))
     held = set(order(len(questions), config.seed, "held out")[:count])
-    short = 0
     for place, tokens in enumerate(reply for group in parts.groups for reply in group):
         number, turn = divmod(place, samples)
         if len(tokens) - (tokens[-1] in ends if tokens else 0) < config.min_sequence_length:
@@ -224,8 +223,8 @@ def write(config, x0, questions, parts, tokenizer, ends):
         row["reply"] = tokenizer.decode(tokens, skip_special_tokens=True)
         row |= {"tokens": tokens, "model": config.model_name, "mark": parts.mark}
         lines[number in held].append(json.dumps(row) + "\n")
-    if not lines[False]:
-        raise UserError("--min_sequence_length: no reply has so many tokens; give fewer")
+    if not all(lines.values()):
+        raise UserError("--min_sequence_length: too few replies have so many tokens; give fewer")
     told = [f"{short} replies below --min_sequence_length left out"] * (short > 0)
     # the training file last: check_files() looks at its mark
     for path, rows in ((config.val_out_file, lines[True]), (config.traj_out_file, lines[False])):
@@ -250,6 +249,8 @@ def main(argv=None) -> int:
     if not x0.strip():
         raise UserError(f"{config.x0_file}: it is empty; give the prompt that is to be baked")
     questions = trajectories_.read_questions(config.question_dataset, config.num_questions)
+    if len(questions) < 2:
+        raise UserError(f"{config.question_dataset}: one is held out; give 2 questions or more")
     tokenizer = pairs_.load_tokenizer(config.model_name)
     encoder = pairs_.Encoder(tokenizer, config.chat_template)
     prompts = [trajectories_.prompts(encoder, x0, question)[1] for question in questions]

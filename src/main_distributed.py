@@ -52,6 +52,7 @@ def read_settings(argv, world):
     """Flags over src/config.py, checked before anything is read."""
     config = cli.parse(Config, argv, console=world.is_main)
     check(config)
+    lora.carry_on(config)
     if config.batch_size * config.gradient_accumulation_steps < world.world_size:
         raise UserError(
             f"--batch_size: {config.batch_size} pairs for {world.world_size} processes; "
@@ -131,14 +132,15 @@ def train_step(policy, step, rows, data, reference, config, world):
     if step == 0 or not math.isfinite(means["loss"]):
         table = dist.by_row(len(pairs), parts, found, world)[rows]  # [global batch, 3]
         selftest.check_finite(table[:, 2], [pairs[i].where for i in rows], step)
-    if step == 0:
+    overflow = parallel.overflows(policy, norm)
+    if step == 0 and not overflow:
         parallel.check_gradients(policy, config.fine_tuning)
     if step == 0 and not no_closed_form(config):
         mine = [pairs[i] for i in rows]
         tokens = torch.tensor([max(map(len, pair[1:3])) for pair in mine], device=world.device)
         sides = table[:, :2], reference["train"][rows], tokens, [pair.where for pair in mine]
         selftest.check_first_step(policy, *sides, means, config)
-    if not math.isfinite(means["grad_norm"]) and not parallel.bare(policy).loss_scale.enabled:
+    if not math.isfinite(means["grad_norm"]) and not overflow:
         raise NonFiniteError(f"step {step + 1}: the gradient is not finite; no step was taken")
     return means
 

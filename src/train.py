@@ -134,14 +134,14 @@ def train_step(policy, step, rows, data, reference, config, world):
     if step == 0 or not math.isfinite(means["loss"]):
         table = dist.by_row(len(train), parts, found, world)[rows]  # [global batch, 1 or 3]
         selftest.check_finite(table[:, 0], [train[row].where for row in rows], step)
-    if step == 0:
+    overflow = parallel.overflows(policy, norm)
+    if step == 0 and not overflow:
         parallel.check_gradients(policy, config.fine_tuning)
     if step == 0 and reference and not no_closed_form(config):
         mine = [train[row] for row in rows]
         tokens = torch.tensor([max(map(len, row[1:3])) for row in mine], device=world.device)
         sides = table[:, 1:], reference["train"][rows], tokens, [row.where for row in mine]
         selftest.check_first_step(policy, *sides, means, config)
-    overflow = scorer.loss_scale.enabled or parallel.is_zero(policy)  # which skips such a step
     if not math.isfinite(means["grad_norm"]) and not overflow:
         raise NonFiniteError(f"step {step + 1}: the gradient is not finite; no step was taken")
     return means
@@ -169,7 +169,8 @@ def evaluate(policy, rows, reference, config, run):
 
 def validate(step, plan, policy, data, reference, config, run):
     """The validation that is due after `step` steps, unless the run has done it already."""
-    if data["val"] and plan.due(config.eval_every, step) and run.validated < step:
+    new = run.validated < step or plan.steps == 0
+    if data["val"] and plan.due(config.eval_every, step) and new:
         run.results["val"] = evaluate(policy, data["val"], reference, config, run)
         run.log(step, run.results["val"], "val")
 
@@ -223,6 +224,7 @@ def main(argv=None) -> int:
 def fine_tune(config, world) -> int:
     # setup
     resume.repeat_end(config.output_dir)
+    lora.carry_on(config)
     world = dist.choose_device(world, config.backend)
     if not config.check:
         world = dist.meet(world, config.backend)

@@ -122,13 +122,8 @@ def read_settings(argv, world):
     cli.check_ranges(config, max_traj_len=("of 8 or more", lambda x: x >= 8))
     if os.environ.get("FLAGS_ONLY"):  # run_distributed.sh asks before there is any data
         raise Stop("", 0)
-    if config.resume_from:
-        with cli.naming({"init_adapter": "--resume_from"}):
-            its = lora.adapter_settings(config.resume_from)
-        for name, own in (("lora_r", its.r), ("lora_alpha", its.lora_alpha)):
-            if getattr(config, name) not in (getattr(Config, name), own):
-                raise UserError(f"--{name}: the adapter of --resume_from has {own}; leave it out")
-            setattr(config, name, own)
+    with cli.naming({"init_adapter": "--resume_from"}):
+        lora.carry_on(config)
     if not config.model_name:
         config.model_name = records.text(records.read(config.data_path, 1)[0], "model")
     if config.model_name == "data/demo/model" and not config.questions:
@@ -188,9 +183,10 @@ def train_step(policy, step, rows, trajectories, teacher, config, world):
         expected = dist.by_row(len(trajectories), parts, base, world)[rows, 0]
         mine = [trajectories[row] for row in rows]
         teaching.check_first_step(table, expected, mine, parallel.bare(policy).precision)
-    if step == 0:
+    overflow = parallel.overflows(policy, norm)
+    if step == 0 and not overflow:
         parallel.check_gradients(policy, config.fine_tuning)
-    if not math.isfinite(means["grad_norm"]) and not parallel.bare(policy).loss_scale.enabled:
+    if not math.isfinite(means["grad_norm"]) and not overflow:
         raise NonFiniteError(f"step {step + 1}: the gradient is not finite; no step was taken")
     return means | {"tokens": tokens}
 

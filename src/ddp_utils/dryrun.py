@@ -198,8 +198,9 @@ def _policy(config, outline):
     if config.use_gradient_checkpointing:
         lora.checkpoint_activations(model)
     if config.fine_tuning == "lora":
-        settings = lora.adapter_settings(config.init_adapter) if config.init_adapter else None
-        if settings:
+        settings = None
+        if config.init_adapter:
+            settings = lora.adapter_settings(config.init_adapter, config.lora_dropout)
             settings.inference_mode = False
         model = lora.adapt(model, config, settings)
     if config.lean:  # which tries modules on numbers: here on those of a smaller model

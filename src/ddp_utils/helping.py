@@ -77,4 +77,4 @@ def _kind(hint) -> str:
 def typed() -> str:
     """What was typed: `python -m dpo_inv.run_dpo_ddp` or a file, from the current folder."""
     spec = sys.modules["__main__"].__spec__
-    return f"python -m {spec.name}" if spec else f"python {os.path.relpath(sys.argv[0])}"
+    return f"python -m {spec.name}" if spec else f"python {os.path.relpath(sys.argv[0] or '-')}"

@@ -30,14 +30,13 @@ def outline(config):
     except (ImportError, OSError, ValueError, TypeError, LookupError, ArithmeticError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         raise UserError(f"--model_name: no model at {config.model_name}: {reason}") from error
-    if config.fine_tuning == "lora" and config.lora_targets != "all-linear":
+    fresh = config.fine_tuning == "lora" and not config.init_adapter
+    if fresh and config.lora_targets != "all-linear":
         names = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()} - {""}
         for target in _targets(config):
             if target not in names:
                 found = sorted(n for n in names if n.endswith("proj")) or sorted(names - {""})
                 raise UserError(f"--lora_targets: no layer {target}; there are {', '.join(found)}")
-    if config.init_adapter:
-        adapter_settings(config.init_adapter)
     return model
 
 
@@ -45,7 +44,25 @@ def _targets(config):
     return [name.strip() for name in config.lora_targets.split(",")]
 
 
-def adapter_settings(path):
+def carry_on(config):
+    """Give the settings rank, scale and targets of the LoRA that init_adapter names, if any.
+
+    Raises UserError if others were asked for, or there is no such LoRA.
+    """
+    its = adapter_settings(config.init_adapter) if config.init_adapter else None
+    if its is None or config.fine_tuning == "full":  # where it is merged, and none is trained
+        return
+    own = {"lora_r": its.r, "lora_alpha": its.lora_alpha}
+    if isinstance(its.target_modules, (list, set)):  # else a pattern, or peft's own choice
+        own["lora_targets"] = ",".join(sorted(its.target_modules))
+    for name, value in own.items():
+        if getattr(config, name) not in (getattr(type(config), name), value):
+            raise UserError(f"--{name}: the adapter that is carried on has {value}; leave it out")
+        setattr(config, name, value)
+
+
+def adapter_settings(path, dropout=0.0):
+    """Of a plain LoRA, with another dropout: its own was that of the run which made it."""
     try:
         settings = PeftConfig.from_pretrained(str(model_path(path)))
     except (OSError, ValueError, LookupError, TypeError, UserError) as error:
@@ -53,6 +70,7 @@ def adapter_settings(path):
         raise UserError(f"--init_adapter: no adapter at {path}: {reason}") from error
     if settings.peft_type != "LORA" or settings.megatron_config:
         raise UserError(f"--init_adapter: {path} is not a plain LoRA but {settings.peft_type}")
+    settings.lora_dropout = dropout
     return settings
 
 
@@ -123,9 +141,10 @@ def load(name, dtype, device, four_bits=None):
     return no_dropout(model)
 
 
-def with_adapter(model, path, is_trainable=False):
+def with_adapter(model, path, is_trainable=False, dropout=0.0):
+    options = {"is_trainable": is_trainable, "config": adapter_settings(path, dropout)}
     with safely.reading(path):
-        return PeftModel.from_pretrained(model, str(model_path(path)), is_trainable=is_trainable)
+        return PeftModel.from_pretrained(model, str(model_path(path)), **options)
 
 
 def no_dropout(model):
@@ -167,7 +186,8 @@ def load_policy(config, device):
     if config.use_gradient_checkpointing:
         checkpoint_activations(model)
     if config.init_adapter:
-        model = with_adapter(model, config.init_adapter, config.fine_tuning == "lora")
+        trains = config.fine_tuning == "lora"
+        model = with_adapter(model, config.init_adapter, trains, config.lora_dropout)
         if config.fine_tuning == "full":
             model = model.merge_and_unload()
             model.requires_grad_(True)

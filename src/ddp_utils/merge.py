@@ -23,19 +23,28 @@ class Settings:
 
 
 def merge(adapter, folder, base=""):
-    """Save base + lora_alpha / lora_r x B A, with the base's tokenizer, where nothing is yet."""
+    """Save base + lora_alpha / lora_r x B A, where nothing is yet.
+
+    The tokenizer is that beside the LoRA, with the chat template of its training, or the base's.
+    """
     if (folder := Path(folder)).exists():
         raise UserError(f"{folder} is there already; give another folder")
     resume.check_place("folder", folder)
     if Path(adapter, "model/adapter_config.json").exists():
         raise UserError(f"adapter: {adapter} is a run folder; give {Path(adapter, 'model')}")
-    if Path(adapter, "config.json").exists() and not Path(adapter, "adapter_config.json").exists():
+    its_own = Path(adapter, "adapter_config.json").exists()
+    if Path(adapter, "environment.json").exists() and not its_own:
+        raise UserError(f"adapter: {adapter} is a run folder; give the folder of its LoRA")
+    if Path(adapter, "config.json").exists() and not its_own:
         raise UserError(f"adapter: {adapter} is a whole model already, there is nothing to fold in")
     with cli.naming({"init_adapter": "adapter", "model_name": "--base"}):
         base = base or lora.adapter_settings(adapter).base_model_name_or_path
+        if not base:
+            raise UserError(f"adapter: {adapter} does not name its base; give --base")
         model = lora.load(base, "auto", torch.device("cpu"))
         merged = lora.with_adapter(model, adapter).merge_and_unload()
-    lora.save(merged, load_tokenizer(base), folder)
+    tokenizer = adapter if Path(adapter, "tokenizer_config.json").exists() else base
+    lora.save(merged, load_tokenizer(tokenizer), folder)
 
 
 def main(argv=None) -> int:

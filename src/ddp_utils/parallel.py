@@ -323,6 +323,11 @@ def load_state(policy, optimizer, schedule, tensors, step, shared=""):
         group["lr"] = rate * factor(step)
 
 
+def overflows(policy, norm):
+    """Whether this gradient is too large for fp16: its step is skipped, with a smaller scale."""
+    return bare(policy).autocast == torch.float16 and not bool(torch.isfinite(norm))
+
+
 def check_gradients(policy, fine_tuning):
     """Before step 0: what is trained has a finite gradient, what is frozen has none.
 

@@ -20,9 +20,10 @@ def self_test(scorer, pairs, layout, world) -> list[str]:
     Raises UserError if the layout was insisted upon and cannot be had.
     """
     pairs = sorted(pairs, key=lambda pair: pair.row)
-    lines = [check_head(scorer, pairs[:2], world.device)]
-    if layout != "separate":
-        lines.append(check_layout(scorer, [pairs[0], *pairs[-2:]], world.device))
+    with logps.dropout_off(scorer):
+        lines = [check_head(scorer, pairs[:2], world.device)]
+        if layout != "separate":
+            lines.append(check_layout(scorer, [pairs[0], *pairs[-2:]], world.device))
     # one rank's doubt is everyone's: ranks in two layouts would wait for each other for ever
     doubts = torch.tensor([scorer.own_head, not scorer.shared], device=world.device)
     own_head, separate = dist.all_sum(doubts.float(), world).tolist()

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -143,11 +144,27 @@ def test_what_is_half_sampled_with_other_settings_is_left_alone(tmp_path):
     assert half.read_text() == '{"mark": "another", "replies": []}\n'
 
 
+def test_one_question_cannot_be_held_out_from_itself(tmp_path):
+    with pytest.raises(UserError, match="one is held out; give 2 questions or more"):
+        generate(tmp_path, "--num_questions", "1")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_file_is_left_empty(tmp_path, monkeypatch):
+    """The held-out replies are all too short."""
+    parts = SimpleNamespace(groups=[[[5] * 9, [5] * 3]], mark="")
+    config = generate_data.Config(num_sequences_per_question=1, min_sequence_length=5)
+    monkeypatch.setattr(generate_data, "order", lambda *_: [1, 0])
+    tokenizer = SimpleNamespace(decode=lambda *_, **__: "")
+    with pytest.raises(UserError, match="--min_sequence_length: too few replies have so many"):
+        generate_data.write(config, "x0", ["a", "b"], parts, tokenizer, [0])
+
+
 def test_an_adapter_that_is_carried_on_has_its_own_rank(tmp_path):
     adapter = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
     flags = ["--resume_from", str(tmp_path), "--model_name", "data/demo/model"]
-    with pytest.raises(UserError, match="--lora_r: the adapter of --resume_from has 4; leave"):
+    with pytest.raises(UserError, match="--lora_r: the adapter that is carried on has 4; leave"):
         train_loop.read_settings([*flags, "--lora_r", "8"], dist.World())
     config = train_loop.read_settings(flags, dist.World())
     assert (config.lora_r, config.lora_alpha) == (4, 8)

@@ -1,5 +1,6 @@
 """Step 0 checks itself: each way of being wrong is made on purpose, and the run must refuse."""
 
+import json
 import math
 import os
 import time
@@ -102,10 +103,10 @@ def test_complaint_13_the_first_loss_is_its_closed_form(method, tmp_path):
 
 
 def sft_adapter(folder):
-    """A LoRA that has learned something, as one from supervised fine-tuning."""
+    """A LoRA that has learned something, with dropout, as one from supervised fine-tuning."""
     torch.manual_seed(7)
     model = lora.load("data/demo/model", torch.float32, torch.device("cpu"))
-    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.3))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -136,12 +137,56 @@ def test_complaint_14_the_reference_of_an_sft_adapter_is_that_adapter(mode, tmp_
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-5)
     found = torch.tensor([first["logps/chosen"], first["logps/rejected"]])
     torch.testing.assert_close(found, adapted, rtol=1e-5, atol=1e-3)
+    if mode == "lora":  # rank and scale are the adapter's, its dropout is not
+        (run,) = tmp_path.glob("2-0/run")
+        made = json.loads((run / "model/adapter_config.json").read_text())
+        assert (made["r"], made["lora_alpha"], made["lora_dropout"]) == (4, 8, 0.0)
+        said = json.loads((run / "config.json").read_text())
+        assert (said["lora_r"], said["lora_alpha"], said["lora_dropout"]) == (4, 8, 0.0)
+
+
+def test_dropout_of_an_adapter_is_that_of_this_run(tmp_path):
+    """It does not disturb the self-test: the prompt is shared, the head is our own."""
+    sft_adapter(tmp_path / "sft")
+    flags = ["--init_adapter", str(tmp_path / "sft"), "--fine_tuning", "lora", *SHORT]
+    flags += ["--train_data", runs.PAIRS, "--lora_dropout", "0.4", "--layout", "shared"]
+    ranks(1, runs.train, str(tmp_path), flags)
+    made = json.loads((tmp_path / "1-0/run/model/adapter_config.json").read_text())
+    assert made["lora_dropout"] == 0.4
+
+
+def too_large_for_fp16(folder, *flags):
+    """A CPU that computes in fp16, and a loss whose scaled gradient overflows there."""
+    lora.precision = lambda *_: (torch.float32, torch.float16)
+    scales, allows = [], parallel.LossScale.allows_step
+
+    def spy(scale):
+        scales.append(scale.scale)
+        return allows(scale)
+
+    parallel.LossScale.allows_step = spy
+    return runs.train(folder, [*runs.FULL, *flags]), scales
+
+
+def test_an_overflow_of_fp16_in_the_first_step_is_skipped(tmp_path):
+    """As in any other step: the loss scale is halved, and the step after it is taken."""
+    flags = runs.words("--method ipo_sum --beta 0.02 --max_steps 10 --batch_size 8")
+    flags += ["--train_data", runs.PAIRS, "--val_data", runs.PAIRS]
+    (lines,), scales = ranks(1, too_large_for_fp16, str(tmp_path), *flags)[0]
+    norms = [line["grad_norm"] for line in lines if line["split"] == "train"]
+    assert norms[0] is None and norms[-1] > 0
+    assert scales[:2] == [2.0**16, 2.0**15]
 
 
 def test_another_reference_model_is_scored_in_its_place(tmp_path):
     flags = [*runs.FULL, *SHORT, "--train_data", runs.PAIRS]
     sft_adapter(tmp_path / "sft")
+    tokenizer = pairs.load_tokenizer("data/demo/model")
+    tokenizer.chat_template = "{{ messages[0].content }}"  # of its training, not of its base
+    tokenizer.save_pretrained(tmp_path / "sft")
     merge.merge(str(tmp_path / "sft"), str(tmp_path / "merged"), "data/demo/model")
+    merged = pairs.load_tokenizer(str(tmp_path / "merged"))
+    assert merged.chat_template == "{{ messages[0].content }}"
     plain, adapted = scores_of(str(tmp_path / "sft"))
     flags += ["--reference_model", str(tmp_path / "merged"), "--beta", "0.25"]
     first = ranks(2, runs.train, str(tmp_path), flags)[0][0][0]
