@@ -16,6 +16,8 @@ import shlex
 import sys
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "src"))  # nothing is installed
+
 from setup_jobs import Launcher, Pbs, Slurm, launcher, pbs, slurm
 from setup_settings import DeepSpeed, Fsdp, deepspeed, fsdp, refuse
 

@@ -6,16 +6,21 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 [ -z "${PBS_O_WORKDIR:-}" ] || cd "$PBS_O_WORKDIR" || exit
 
+# A word or variable that must be a whole number in a range: a mistake costs one line.
+number() { # its name, its value, lowest, highest
+  if ! [[ $2 =~ ^[0-9]{1,9}$ ]] || ((10#$2 < $3 || 10#$2 > $4)); then
+    echo "error: $1: $2; give a number from $3 to $4" >&2
+    exit 2
+  fi
+}
+
 # A first word that is a number says how many processes a node has: 2 without it.
 # shellcheck disable=SC2034 # words is for who calls
 processes() {
   processes=2 words=("$@")
   if [[ "${1:-}" =~ ^[0-9]+$ ]]; then
-    processes=$1 words=("${@:2}")
-  fi
-  if [ "$processes" -lt 1 ]; then
-    echo "error: num_gpus: $processes; give 1 or more" >&2
-    exit 2
+    number num_gpus "$1" 1 1024
+    processes=$((10#$1)) words=("${@:2}")
   fi
 }
 
@@ -31,6 +36,8 @@ use_environment() {
     fi
     export PATH="$root/.venv/bin:$PATH"
   fi
+  # an environment with torch need not have this project installed, or has another copy of it
+  export PYTHONPATH="$root/src${PYTHONPATH:+:$PYTHONPATH}"
 }
 
 # With --help among the words it prints the head of the script that was called, and succeeds.
@@ -57,8 +64,20 @@ share_cores() {
 # One process checks settings, data and devices for all, then torchrun starts them: a mistake costs
 # one line. Several nodes: NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT say so.
 train() { # processes per node, what python runs (a file, or -m and a module), its flags
-  local processes=$1 nodes=${NNODES:-1} program=("$2") where=(--standalone) checked folder
+  local processes=$1 nodes=${NNODES:-1} program=("$2") where=(--standalone) checked folder name
   shift 2
+  number NNODES "$nodes" 1 100000
+  number DDP_JOIN_SECONDS "${DDP_JOIN_SECONDS:-50}" 1 100000
+  number MASTER_PORT "${MASTER_PORT:-1}" 1 65535
+  if [ "$nodes" -gt 1 ]; then
+    for name in NODE_RANK MASTER_ADDR MASTER_PORT; do
+      [ -n "${!name:-}" ] || {
+        echo "error: $name: not set; several nodes need NODE_RANK, MASTER_ADDR and MASTER_PORT" >&2
+        exit 2
+      }
+    done
+    number NODE_RANK "$NODE_RANK" 0 $((nodes - 1))
+  fi
   if [ "${program[0]}" = -m ]; then
     program+=("$1")
     shift
@@ -77,9 +96,6 @@ train() { # processes per node, what python runs (a file, or -m and a module), i
     return 0
   fi
   if [ "$nodes" -gt 1 ]; then
-    : "${NODE_RANK:?export NODE_RANK, 0 to $((nodes - 1))}"
-    : "${MASTER_ADDR:?export MASTER_ADDR, the host of node 0}"
-    : "${MASTER_PORT:?export MASTER_PORT, a free port of node 0}"
     where=(--nnodes "$nodes" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR"
       --master-port "$MASTER_PORT" --rdzv-conf "timeout=${DDP_JOIN_SECONDS:-50}")
     meet_nodes "$MASTER_ADDR" "$MASTER_PORT" "$NODE_RANK"

@@ -38,8 +38,12 @@ def meet(world, backend="auto") -> World:
         return world
     address, port = meeting_point(world)
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's
-    seconds = float(os.environ.get("DDP_JOIN_SECONDS", 50))
-    options = {"timeout": timedelta(seconds=seconds), "is_master": world.is_main and not agents}
+    try:
+        seconds = float(os.environ.get("DDP_JOIN_SECONDS", 50))
+        options = {"timeout": timedelta(seconds=seconds)}
+    except (ValueError, OverflowError) as error:
+        raise UserError(f"DDP_JOIN_SECONDS: {error}; export a number, such as 300") from None
+    options["is_master"] = world.is_main and not agents
     try:
         if options["is_master"] and world.local_size == world.world_size:
             # bound to this node alone: torch would listen on all of its addresses

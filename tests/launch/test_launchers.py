@@ -11,7 +11,8 @@ import pytest
 
 import runs
 from conftest import ROOT
-from ranks import free_port
+from ddp_utils import dist
+from ranks import free_port, run_ranks
 
 SCRIPT = str(ROOT / "src/main_distributed.py")
 STEPS = runs.words("--max_steps 3 --max_rows 24 --batch_size 8 --log_every 10 --num_samples 0")
@@ -159,20 +160,43 @@ def test_the_shell_script_trains_and_two_nodes_meet_by_environment(
     assert summary["test"]["loss"] == pytest.approx(test_loss_of_one_process, abs=1e-5)
 
 
+HERE = "MASTER_ADDR=127.0.0.1", "MASTER_PORT=29500"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["2", "--beta", "-1"], "error: --beta: -1.0 is out of range"),
         (["0"], "error: num_gpus: 0"),
+        (["09", "--beta", "-1"], "error: --beta: -1.0 is out of range"),
         (["2", "bake"], "error: bake: not known"),
+        (["NNODES=two"], "error: NNODES: two; give a number from 1 to "),
+        (["NNODES=2"], "error: NODE_RANK: not set; several nodes need "),
+        (["NNODES=2", *HERE, "NODE_RANK=2"], "error: NODE_RANK: 2; give a number from 0 to 1\n"),
+        (["MASTER_PORT=99999"], "error: MASTER_PORT: 99999; give a number from 1 to 65535\n"),
+        (["DDP_JOIN_SECONDS=abc"], "error: DDP_JOIN_SECONDS: abc; give a number from 1 to "),
     ],
 )
 def test_a_mistake_costs_one_line_before_anything_is_launched(arguments, message, tmp_path):
-    done = shell(*arguments, cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
+    env = dict(word.split("=") for word in arguments if word[0].isupper())
+    words = [word for word in arguments if not word[0].isupper()]
+    done = shell(*words, cwd=tmp_path, CUDA_VISIBLE_DEVICES="", **env)
     assert done.returncode == 2
     assert done.stderr.startswith(message)
     assert done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_time_to_join_that_is_no_number_is_one_line():
+    for text in ("abc", "nan", "1e99"):
+        outcome = run_ranks(2, meets, env={"DDP_JOIN_SECONDS": text})
+        assert outcome.codes == [2, 2]
+        assert outcome.logs[0].startswith("error: DDP_JOIN_SECONDS: ")
+        assert outcome.logs[0].count("\n") == 1 and outcome.logs[1] == ""
+
+
+def meets():
+    dist.meet(dist.whoami())
 
 
 def meet_nodes(port, node):
