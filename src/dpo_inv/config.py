@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ddp_utils import cli, losses
+from ddp_utils import UserError, cli, losses
 
 DEMO_VAL, DEMO_MODEL = "data/input/test_data_val.json", "data/demo/protein_model.pt"
 
@@ -71,6 +71,8 @@ def read_settings(argv, console=True) -> Config:
     config = cli.parse(Config, argv, console=console, aliases=aliases)
     names = "num_orders", "temperature", "max_length"
     cli.check_ranges(config, **dict.fromkeys(names, cli.ABOVE_0))
+    if not config.output_dir:
+        raise UserError("--output_dir: it is empty; give a folder for the run")
     losses.options(config)  # an option that the method does not use is refused
     demo = config.train_data == Config.train_data
     if demo and not config.val_data:

@@ -13,12 +13,12 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 
-from ddp_utils import UserError, cli, dist, records
+from ddp_utils import UserError, cli, dist, records, resume
 from ddp_utils.batching import seed_of
 from dpo_inv import mpnn, pairs, structure, weights
 
@@ -45,7 +45,8 @@ class Config:
     output_dir: str = "outputs/inference"  # FASTA and JSON
 
     # run
-    backend: str = "auto"  # by the device; --no_cuda is --backend gloo
+    # by the device; --no_cuda is --backend gloo
+    backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"
     seed: int = 0  # decoding orders and letters
     check: bool = False  # read and check everything, write nothing
     debug: bool = False  # tracebacks for user errors, too
@@ -226,11 +227,15 @@ def main(argv=None) -> int:
     if twice := [stem for stem in stems if stems.count(stem) > 1]:
         raise UserError(f"{config.pdb_list}: {twice[0]} is there twice; rename one of its files")
     given = [read_fasta(config.fasta, task) if config.fasta else (None, None) for task in tasks]
-    if config.check:
-        return 0
-
+    resume.check_place("--output_dir", Path(config.output_dir))
     device = dist.choose_device(dist.World(), config.backend).device
     model = mpnn.ProteinMPNN.load(path).to(device)
+    if config.check:
+        for task in tasks:
+            chains, count = " ".join(task.structure.chains), task.designed.sum()
+            print(f"{task.file.name}: chains {chains}, {count} residues are designed")
+        return 0
+
     results = []
     for task, (names, letters) in zip(tasks, given, strict=True):
         if letters is None:
@@ -243,8 +248,7 @@ def main(argv=None) -> int:
         results.append(write(task, config, entries))
         line = f"{task.file.name}: {len(entries)} sequences, perplexity "
         print(f"{line}{mean_of(entries, 'perplexity')}, recovery {mean_of(entries, 'recovery')}")
-    text = json.dumps(results, indent=2) + "\n"
-    Path(config.output_dir, "all_results.json").write_text(text)
+    Path(config.output_dir, "all_results.json").write_text(json.dumps(results, indent=2) + "\n")
     print(f"-> {config.output_dir}/")
     return 0
 

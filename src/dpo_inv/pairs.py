@@ -5,6 +5,7 @@ sequences of these. L residues in all chains that are read, designed ones first.
 """
 
 import difflib
+import reprlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,23 +44,25 @@ def read(path, backbones, config, limit=-1) -> tuple[list[Pair], dict]:
     max_length, mutable_positions, mutable_ranges, cache, on_bad_record. limit: read so many items.
     Raises UserError naming item, file, chain, what was found and the mend.
     """
-    pairs, dropped, notes = [], {}, {}
+    pairs, dropped, notes, why = [], {}, {}, ""
     skip = config.on_bad_record == "skip"
     for record in records.read(path, limit, skip):
         try:
             if isinstance(record.data, UserError):
                 raise record.data
             pair, reason = _pair(record, Path(path), backbones, config, notes)
-        except UserError:
+        except UserError as error:
             if not skip:
                 raise
-            pair, reason = None, "malformed"
+            pair, reason, why = None, "malformed", why or str(error)
         if pair:
             pairs.append(pair)
         else:
             dropped.setdefault(reason, []).append(record.where)
     if not pairs:
-        raise UserError(f"{path}: 0 usable pairs; dropped: {dropped}")
+        found = [f"{len(rows)} {reason}, as {rows[0]}" for reason, rows in dropped.items()]
+        found += [why] if why else []
+        raise UserError(f"{path}: 0 usable pairs: {'; '.join(found)}")
     return pairs, {"file": str(path), "used": len(pairs), "dropped": dropped, "notes": notes}
 
 
@@ -141,8 +144,13 @@ def _chains(record):
 def _file(name, source, record):
     """A structure's path: from the folder of the JSON file, else from the current one."""
     beside = records.resolve(source).parent / name
-    file = beside if beside.exists() else records.resolve(name)
-    if not file.exists():
+    try:
+        file = beside if beside.exists() else records.resolve(name)
+        found = file.exists()
+    except OSError:  # too long for a name: the structure itself, perhaps
+        found = False
+    if not found:
+        name = reprlib.repr(name) if len(name) > 200 or not name.isprintable() else name
         raise UserError(f"{record.where}: pdb_file: no file {name} in {beside.parent} or here")
     return file
 
@@ -158,9 +166,11 @@ def letters_of(record, field, found, chains):
     A letter for each residue of the designed chains; or for each number, skipped ones included;
     or for each residue that is not modified.
     """
-    text = records.text(record, field).upper().replace("/", "").replace("-", "X")
+    text = "".join(records.text(record, field).split())  # FASTA has line breaks
+    text = text.upper().replace("/", "").replace("-", "X")
     if strange := sorted({*text} - {*ALPHABET}):
-        raise UserError(f"{record.where}: {field}: {', '.join(strange)} not in {ALPHABET}")
+        shown = ", ".join(map(records.shown, strange))
+        raise UserError(f"{record.where}: {field}: {shown} not in {ALPHABET}")
     count = sum(found.lengths[:chains])
     places, observed = found.places[:count], found.observed[:count]
     common = observed & (encode(found.sequence[:count]) != UNKNOWN)

@@ -271,7 +271,7 @@ def main(argv=None) -> int:
             f"Loaded {len(data['train'])} training and {len(data['val'])} validation pairs\n"
             f"Batch size per GPU: {config.batch_size}, Total batch size: {plan.global_batch}\n"
             f"Learning rate: {peak:.3g}, linear rule: "
-            f"{config.learning_rate * plan.global_batch:.3g}"
+            f"{config.learning_rate * plan.global_batch / config.base_batch_size:.3g}"
         )
         run.write_json("data_report.json", environment.redacted(reports))
         for report in reports.items():
@@ -295,13 +295,14 @@ def main(argv=None) -> int:
 
         # loop: one turn is one optimiser step
         displacement = losses.Displacement(config, "sequences", "--method dpop")
+        epochs = math.ceil(max(config.num_epochs, plan.epoch(plan.steps)))
         met = []  # losses of this epoch
         for step in range(done, plan.steps):
             start = time.perf_counter()
             rows = batches.batch(plan, data["train"], step)
             epoch, turn = divmod(step, plan.steps_per_epoch)
             if turn == 0 or step == done:
-                run.say(f"\nEpoch {epoch + 1}/{math.ceil(config.num_epochs)}")
+                run.say(f"\nEpoch {epoch + 1}/{epochs}")
                 run.bar.begin("Training", plan.steps_per_epoch, turn)
                 met = []
             values = train_step(policy, step, rows, data, structures, table["train"], config, world)

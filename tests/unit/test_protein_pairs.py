@@ -79,13 +79,25 @@ def test_what_teaches_nothing_is_dropped_and_counted(tmp_path):
         read(tmp_path, SINGLE, max_length=10)
 
 
+def test_no_pair_at_all_is_one_short_line_that_says_why(tmp_path):
+    items = [SINGLE] * 300
+    with pytest.raises(UserError) as caught:
+        read(tmp_path, *items, max_length=10)
+    path = tmp_path / "items.json"
+    assert str(caught.value) == (f"{path}: 0 usable pairs: 300 longer than max_length, as {path}:1")
+    with pytest.raises(UserError, match="1 malformed, as .*: preferred_seq: 2 letters, the desig"):
+        read(tmp_path, plain(preferred_seq="AC"), on_bad_record="skip")
+
+
 def test_an_unknown_key_is_noted_with_the_nearest_one(tmp_path):
     _, report = read(tmp_path, plain(mutable_postions=[1]))
     assert list(report["notes"]) == ["mutable_postions: did you mean mutable_positions?"]
 
 
 def test_lower_case_slashes_and_ranges_are_read(tmp_path):
-    item = plain(preferred_seq=SINGLE["preferred_seq"].lower(), mutable_ranges=[[0, len(TEXT) - 1]])
+    text = SINGLE["preferred_seq"].lower()  # in lines of ten, as pasted from a FASTA file
+    text = "\r\n".join(text[at : at + 10] for at in range(0, len(text), 10)) + "\n"
+    item = plain(preferred_seq=text, mutable_ranges=[[0, len(TEXT) - 1]])
     (a,), (b,) = read(tmp_path, item)[0], read(tmp_path, SINGLE)[0]
     assert (a.preferred == b.preferred).all()
 
@@ -190,6 +202,30 @@ def test_given_sequences_keep_their_names(tmp_path, capsys):
     (tmp_path / "a.fasta").write_text(f">none\n{'X' * length}\n")
     with pytest.raises(UserError, match="none: no letter is known"):
         inference.main(flags)
+
+
+def test_a_structure_in_place_of_its_name_is_one_line(tmp_path):
+    path = tmp_path / "items.json"
+    path.write_text(json.dumps([{**plain(), "pdb_file": "ATOM      1  N   MET A   1\n" * 20}]))
+    with pytest.raises(UserError) as caught:
+        pairs.read(str(path), {}, Config())
+    assert str(caught.value).startswith(f"{path}:1: pdb_file: no file 'ATOM ")
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_a_check_of_inference_says_what_would_be_designed(tmp_path, capsys):
+    """Structures and model are read, nothing is written."""
+    flags = ["--pdb_file", str(INPUT / SINGLE["pdb_file"]), "--output_dir"]
+    assert inference.main(["--model_path", MODEL, *flags, str(tmp_path / "new"), "--check"]) == 0
+    count = len(SINGLE["preferred_seq"])
+    name = Path(SINGLE["pdb_file"]).name
+    assert capsys.readouterr().out == f"{name}: chains A, {count} residues are designed\n"
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="--output_dir: .*/file is not a folder"):
+        inference.main(["--model_path", MODEL, *flags, str(tmp_path / "file")])
+    with pytest.raises(UserError, match="--output_dir: x+: File name too long"):
+        inference.main(["--model_path", MODEL, *flags, "x" * 300])
 
 
 def test_two_structures_of_one_name_are_refused(tmp_path):
