@@ -16,6 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # where nothing is installed
+
 from ad import sources
 from ad.config import Source, read
 from ddp_utils import UserError, checkpoint, dist, records, resume

@@ -135,12 +135,15 @@ def read(argv, console, config_class=Config, env=os.environ):
     What `accelerate launch --mixed_precision` says stands above all. Raises UserError before any
     data is read, naming file and line of what is wrong.
     """
+    argv = [f"--{word}" if word.startswith("config=") else word for word in argv]
     words = [word for word in argv if not is_setting(word)]
     path = [word.removeprefix("--config=") for word in words if word.startswith("--config=")]
     path += [value for word, value in itertools.pairwise(words) if word == "--config"]
     places = {}
     values = _of_file(path[-1], places) if path else {}
     for word in filter(is_setting, argv):  # the last one counts, as with flags
+        if word.startswith("include="):
+            raise UserError("include: it is a line of a YAML file; give --config FILE")
         values |= _of_word(word)
         places[word.partition("=")[0]] = word.partition("=")[0]
     lines = [line for name in OTHERS if name in values for line in _other(name, values, places)]
@@ -226,6 +229,8 @@ def check(config):
 
 
 def _check_model(config):
+    if not config.output_dir:
+        raise UserError("--output_dir: it is empty; give a folder for the run")
     if config.tf_n_embd % (2 * config.tf_n_head):
         raise UserError("--tf_n_embd: give an even multiple of tf_n_head")
     if not all(map(len, config.room.split(config.env_split_seed, config.train_env_ratio))):

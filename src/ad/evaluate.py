@@ -8,12 +8,16 @@ Guide: docs/algorithm_distillation.md.
 """
 
 import json
+import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import matplotlib
 import numpy as np
 import torch
 from safetensors.torch import load_file
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # where nothing is installed
 
 from ad import sources, windows
 from ad.config import Config, check
@@ -157,7 +161,7 @@ def load(folder):
         raise UserError(f"--ckpt_dir: no folder {folder}; give that of a run of src/ad/train.py")
     try:
         config = Config(**resume.read_json(folder / "config.json"))
-    except TypeError:
+    except (TypeError, UserError):
         raise UserError(f"--ckpt_dir: {folder} is not a run of src/ad/train.py") from None
     check(config)
     model = Model(Shape.of(config))

@@ -14,9 +14,12 @@ import json
 import math
 import sys
 import time
+from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # where nothing is installed
 
 from ad import evaluate, windows
 from ad.collect import collect, meta_of

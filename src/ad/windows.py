@@ -33,7 +33,8 @@ def read(path):
             raise ValueError(f"{', '.join(bad) or 'an array'} does not fit the others")
         return arrays, meta
     except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path}: not a file of collect.py ({error}); make it anew") from error
+        why = "" if "pickle" in str(error) else f" ({error})"  # numpy's advice is to read it anyway
+        raise UserError(f"{path}: not a file of collect.py{why}; make it anew") from error
 
 
 class Cut(NamedTuple):

@@ -146,7 +146,7 @@ def test_evaluate_finds_what_the_run_has_found(one, capsys):
     assert capsys.readouterr().out.startswith("goal (")
     for flag, says in (
         ("--goal_idx=3", "give -1, or 0 to 2"),
-        ("--ckpt_dir=tests", "cannot be read"),
+        ("--ckpt_dir=tests", "--ckpt_dir: .* is not a run of src/ad/train.py"),
     ):
         with pytest.raises(UserError, match=says):
             evaluate.main([*flags, flag])
@@ -432,6 +432,8 @@ WRONG = {
     "train_source_timesteps=500": "train_source_timesteps: a history has total_so",
     "train_source_timesteps=200": "train_source_timesteps: give a window (240) or",
     "predict_compress=true": "predict_compress: True is not False: regions end by",
+    "include=config/model/ad_dr.yaml": "include: it is a line of a YAML file; give --config",
+    "--output_dir=": "--output_dir: it is empty; give a folder for the run",
 }
 
 
@@ -439,6 +441,13 @@ WRONG = {
 def test_a_mistake_is_one_line(words):
     with pytest.raises(UserError, match="^" + re.escape(WRONG[words])):
         read(words.split(), True)
+
+
+def test_a_file_is_read_however_it_is_named():
+    path = "config/model/ad_dr.yaml"
+    expected = read(["--config", path], True)[0]
+    assert read([f"config={path}"], True)[0] == read([f"--config={path}"], True)[0] == expected
+    assert expected.output_dir == "runs/ad_dr"
 
 
 def test_a_file_that_includes_itself_is_one_line(tmp_path):
