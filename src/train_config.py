@@ -147,7 +147,9 @@ def read(argv, world) -> Config:
     Raises UserError for what is out of range, said twice and differently, or without effect.
     """
     flags = given(argv)
-    path, in_file, where = flags.get("config") or Config.config, {}, {}
+    path, in_file, where = flags.get("config", Config.config), {}, {}
+    if not path:
+        raise UserError("--config: it is empty; give a YAML file")
     sections, values = conf.from_yaml(Sections, path, in_file), {}
     for section in fields(Sections):
         for name, value in vars(getattr(sections, section.name)).items():

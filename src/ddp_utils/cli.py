@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import io
 import itertools
+import os
 import re
 import reprlib
 import sys
@@ -69,6 +70,9 @@ def parse(config_class, argv=None, console=True, aliases=None, default=None, com
         options = {"use_underscores": True, "console_outputs": console, "prog": command}
         options |= {"default": default} if default else {}
         config = tyro.cli(config_class, args=words, **options)
+    for name, value in list(vars(config).items()):
+        if isinstance(value, str) and value.startswith("~/"):  # no shell expands --flag=~/x
+            setattr(config, name, os.path.expanduser(value))
     return check_types(config)
 
 

@@ -30,7 +30,11 @@ def from_text(config_class, text, path, places=None):
                 says = "no aliases (&name, *name, <<), no tags (!name), no more than 20 levels"
                 raise UserError(f"{path}:{event.start_mark.line + 1}: {says}; write plain values")
         places = {} if places is None else places
-        return _fill(config_class, reader.compose(text), reader.constructor, path, "", places)
+        hints = typing.get_type_hints(config_class).items()
+        parts = [(key, part) for key, part in hints if dataclasses.is_dataclass(part)]
+        sections = {name: key for key, part in parts for name in typing.get_type_hints(part)}
+        rest = reader.constructor, path, sections, places
+        return _fill(config_class, reader.compose(text), "", *rest)
     except yaml.YAMLError as error:
         mark, says = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         line = mark.line if mark else text.count("\n", 0, getattr(error, "position", 0))
@@ -38,7 +42,8 @@ def from_text(config_class, text, path, places=None):
         raise UserError(f"{path}:{line + 1}: {says:.200}") from error
 
 
-def _fill(config_class, node, constructor, path, prefix, places):
+def _fill(config_class, node, prefix, constructor, path, sections, places):
+    """sections: setting -> where it belongs, for one that stands elsewhere."""
     if not isinstance(node, yaml.MappingNode):
         line, what = node.start_mark.line + 1 if node else 1, prefix.rstrip(".") or "the file"
         raise UserError(f"{path}:{line}: {what} must hold `name: value` lines")
@@ -46,13 +51,16 @@ def _fill(config_class, node, constructor, path, prefix, places):
     for name, value in node.value:
         key, where = str(name.value), f"{path}:{name.start_mark.line + 1}: {prefix}"
         if key not in hints:
+            if section := sections.get(key):
+                raise UserError(f"{where}{key} is no setting here; it belongs to {section}")
             raise UserError(where + cli.unknown(key, list(hints)))
         if seen.setdefault(key, name) is not name:
             first = seen[key].start_mark.line + 1
             raise UserError(f"{where}{key} is a duplicate key, see line {first}")
         if dataclasses.is_dataclass(hints[key]):
             value.start_mark = name.start_mark  # an empty one's is the next line
-            values[key] = _fill(hints[key], value, constructor, path, f"{prefix}{key}.", places)
+            rest = constructor, path, sections, places
+            values[key] = _fill(hints[key], value, f"{prefix}{key}.", *rest)
             continue
         try:
             values[key] = constructor.construct_object(value, deep=True)

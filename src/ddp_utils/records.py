@@ -122,16 +122,19 @@ def content(path, most=None) -> bytes:
     return raw
 
 
+EACH = "; each line holds one {...}, or the file one list of them"
+
+
 def _lines(path, raw):
     """One record per line; cut at b"\\n" alone: str.splitlines() would cut one at U+2028."""
     for number, line in enumerate(raw.split(b"\n"), start=1):
         if line.strip():
-            yield number, lambda number=number, line=line: _decoded(path, number, line)
+            yield number, lambda number=number, line=line: _decoded(path, number, line, EACH)
 
 
-def _decoded(path, number, line):
+def _decoded(path, number, line, mend=""):
     _check_size(path, number, len(line))
-    with _located(path, number):
+    with _located(path, number, mend=mend):
         return _decoder().decode(line.decode())
 
 
@@ -175,13 +178,13 @@ def _skip(content, at):
 
 
 @contextlib.contextmanager
-def _located(path, line, first=None):
+def _located(path, line, first=None, mend=""):
     """Say where JSON is wrong: `first` is the line that the decoder calls its first."""
     try:
         yield
     except json.JSONDecodeError as error:
         row = (first or line) + error.lineno - 1
-        raise UserError(f"{path}:{row}:{error.colno}: not JSON: {error.msg}") from error
+        raise UserError(f"{path}:{row}:{error.colno}: not JSON: {error.msg}{mend}") from error
     except (ValueError, RecursionError) as error:
         reason = str(error).partition(";")[0]  # what follows is advice to programmers
         raise UserError(f"{path}:{line}: not JSON: {reason}") from error

@@ -147,9 +147,13 @@ def aside(folder) -> Path:
 def check_place(flag, folder, needed=0):
     """Raise UserError if `needed` bytes cannot be written into a folder that may yet be made."""
     # where others may write, a link could lead what we write to the user's own files
-    for path in (folder, *folder.glob("*")):
-        if path.is_symlink():
-            raise UserError(f"{flag}: {path} is a symbolic link; give a folder without any")
+    try:
+        links = [path for path in (folder, *folder.glob("*")) if path.is_symlink()]
+    except OSError as error:  # too long, or not to be read
+        named = f"{flag}: {str(folder)[:80]}"
+        raise UserError(f"{named}: {error.strerror}; give another folder") from error
+    if links:
+        raise UserError(f"{flag}: {links[0]} is a symbolic link; give a folder without any")
     place = folder
     while not (place.exists() or place.is_symlink()):
         place = place.parent

@@ -58,6 +58,15 @@ def test_every_field_is_a_flag(name):
     assert changed(*words) == {name: value}
 
 
+def test_the_home_folder_is_meant_where_no_shell_says_so(monkeypatch):
+    """A shell leaves --flag=~/x as it is."""
+    monkeypatch.setenv("HOME", "/home/me")
+    assert changed("--result_dir=~/x", "--judge", "~x") == {
+        "result_dir": "/home/me/x",
+        "judge": "~x",
+    }
+
+
 @pytest.mark.parametrize("name", SWITCHES)
 def test_a_switch_flips_both_ways(name):
     for word, value in [(f"--{name}", True), (f"--no_{name}", False)]:

@@ -87,7 +87,7 @@ def test_files_stay_under_their_ceilings():
     assert distillation <= 920
     print(f"ddp_utils: {package} lines; {sizes}")
     assert package <= 5000
-    assert sum(map(lines_of_code, ALL)) <= 8900
+    assert sum(map(lines_of_code, ALL)) <= 8950
 
 
 @pytest.mark.parametrize("command", [["check"], ["format", "--check"]], ids=" ".join)

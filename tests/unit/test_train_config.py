@@ -67,7 +67,9 @@ def accepted(text, *flags, said=None, monkeypatch):
     ("text", "says"),
     [
         ("modle: {}", ":1: modle is not a setting; did you mean model?"),
-        ("micro_batch_size: 4", ":1: micro_batch_size is not a setting; known: model, fine_tuni"),
+        ("micro_batch_size: 4", ":1: micro_batch_size is no setting here; it belongs to training"),
+        ("training: {lora_r: 8}", ":1: training.lora_r is no setting here; it belongs to fine_tu"),
+        ("micro_batch: 4", ":1: micro_batch is not a setting; known: model, fine_tuning, training"),
         ("model:\n  model_nam: x", ":2: model.model_nam is not a setting; did you mean model_na"),
         ("training:\n  gradient_acumulation_steps: 2", ":2: training.gradient_acumulation_steps"),
         ("\noutput:\n\n  save_evry: 2", ":4: output.save_evry is not a setting; did you mean sa"),
