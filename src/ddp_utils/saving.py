@@ -35,9 +35,9 @@ class Saving:
         self.start -= meta["seconds"]
         self.save_seconds = meta["save_seconds"]
         self.val_of_best = meta.get("val_of_best", {})
-        if self.best is None:  # it may have been asked for before
+        if not getattr(self.config, "save_best", True):  # it may have been asked for before
             self.results.pop("best", None)
-        elif self.best != self.done:
+        if self.best not in (None, self.done):
             self._check_best()
         return self.done
 

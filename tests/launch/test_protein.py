@@ -82,6 +82,27 @@ def test_a_killed_run_goes_on_bit_for_bit(size, tmp_path):
     assert weights[0] == weights[1]
 
 
+def test_a_continued_run_remembers_its_best_model(tmp_path):
+    """The validation prefers what training does not: it is best after the first epoch."""
+    items = json.loads(Path(VAL).read_text())[:8]
+    for item in items:
+        sides = item["preferred_seq"], item["unpreferred_seq"]
+        item["unpreferred_seq"], item["preferred_seq"] = sides
+        item["pdb_file"] = str(Path(VAL).parent / item["pdb_file"])
+    (tmp_path / "val.json").write_text(json.dumps(items))
+    flags = [*batch(4), "--val_data", str(tmp_path / "val.json"), "--max_rows", "8"]
+    run, fault = tmp_path / "run", (faults.kill_in_backward, 0, 6)
+    assert run_ranks(1, life, str(run), flags, fault, timeout=120).codes == [-9]
+    assert run_ranks(1, life, str(run), flags, None, timeout=120).codes == [0]
+    found = {line["step"]: line["loss"] for line in runs.lines(run, "val")}
+    first, *later = found
+    assert min(found, key=found.get) == first and len(later) > 1
+    assert faults.summary(run)["best"] == {"loss": found[first], "step": first}
+    best, after = (run / name for name in ("best_model.pt", "checkpoint_epoch_1.pt"))
+    best, after = (mpnn.ProteinMPNN.load(path).state_dict() for path in (best, after))
+    assert all(torch.equal(best[name], after[name]) for name in best)
+
+
 def life(folder, flags, fault):
     assert train(folder, *flags, fault=fault) == 0
 
