@@ -228,6 +228,9 @@ def main(argv=None) -> int:
         raise UserError(f"{config.pdb_list}: {twice[0]} is there twice; rename one of its files")
     given = [read_fasta(config.fasta, task) if config.fasta else (None, None) for task in tasks]
     resume.check_place("--output_dir", Path(config.output_dir))
+    written = {Path(config.output_dir, f"{stem}_sequences.fasta").resolve() for stem in stems}
+    if config.fasta and records.resolve(config.fasta).resolve() in written:
+        raise UserError(f"--fasta: {config.fasta} would be overwritten; give another --output_dir")
     device = dist.choose_device(dist.World(), config.backend).device
     model = mpnn.ProteinMPNN.load(path).to(device)
     if config.check:

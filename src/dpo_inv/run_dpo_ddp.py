@@ -180,7 +180,8 @@ def evaluate(policy, data, structures, table, config, run):
     values = totals.means()
     low, high = wilson(values["rewards/accuracies"] * values["count"], values["count"])
     values |= {"rewards/accuracies_low": low, "rewards/accuracies_high": high}
-    return {**values, "perplexity": math.exp(values["nll"])}
+    perplexity = math.exp(values["nll"]) if values["nll"] < 700 else math.inf  # beyond it, or NaN
+    return {**values, "perplexity": perplexity}
 
 
 # --- epochs --------------------------------------------------------------------------------------
@@ -229,6 +230,7 @@ def digest(pairs, structures) -> str:
     found = hashlib.sha256()
     for pair in pairs:
         backbone = structures[pair.backbone]
+        found.update(f"{pair.name}\n".encode())  # which its decoding orders are drawn by
         for array in (*pair[3:], backbone.coords, backbone.residue_idx, backbone.chain_encoding):
             found.update(np.ascontiguousarray(array).tobytes())
     return found.hexdigest()[:16]

@@ -8,6 +8,7 @@ import math
 import os
 import pty
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -80,6 +81,40 @@ def test_a_killed_run_goes_on_bit_for_bit(size, tmp_path):
         weights.append(hashlib.sha256(b"".join(t.numpy().tobytes() for t in tensors)).hexdigest())
         assert [line["step"] for line in runs.lines(tmp_path / name, "train")] == list(range(1, 9))
     assert weights[0] == weights[1]
+
+
+def test_simpo_has_no_first_loss_to_be_checked(tmp_path):
+    run = tmp_path / "run"
+    ranks(2, train, str(run), *batch(4), "--method", "simpo", "--max_steps", "2", timeout=120)
+    first = runs.lines(run, "train")[0]
+    assert first["loss"] > 0 and first["grad_norm"] > 0
+
+
+def test_decoding_orders_of_other_names_are_other_pairs(tmp_path):
+    """They are drawn by the structure's name: log-probs of one may not be read for the other."""
+    items = json.loads(Path(DATA).read_text())[:2]
+    marks = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        for item in items:
+            source = Path(DATA).parent / item["pdb_file"]
+            shutil.copy(source, tmp_path / name / f"{name}_{source.name}")
+        path = tmp_path / name / "pairs.json"
+        mine = [item | {"pdb_file": f"{name}_{Path(item['pdb_file']).name}"} for item in items]
+        path.write_text(json.dumps(mine))
+        met = {}
+        found, _ = pairs.read(str(path), met, Config())
+        marks.append(run_dpo_ddp.digest(found, [structure for _, structure in met.values()]))
+    assert marks[0] != marks[1]
+
+
+def test_a_run_that_diverges_has_no_perplexity(tmp_path):
+    """exp of more than 709 is no number of Python's."""
+    run = tmp_path / "run"
+    flags = [*batch(4), "--max_rows", "4", "--max_steps", "3", "--learning_rate", "100"]
+    ranks(1, train, str(run), *flags, timeout=120)
+    print(runs.lines(run, "val"))
+    assert any(line["perplexity"] is None for line in runs.lines(run, "val"))
 
 
 def test_a_continued_run_remembers_its_best_model(tmp_path):

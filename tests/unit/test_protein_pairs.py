@@ -186,6 +186,10 @@ def test_scores_of_sampled_sequences_are_read_back(tmp_path):
         d["recovery"] for d in found[1]["details"]
     ]
     assert mpnn.ALPHABET.index("X") == inference.UNKNOWN
+    before = fasta.read_text()
+    with pytest.raises(UserError, match="--fasta: .* would be overwritten; give another --output"):
+        inference.main([*flags, "--fasta", str(fasta), "--output_dir", str(tmp_path / "a")])
+    assert fasta.read_text() == before
 
 
 def test_given_sequences_keep_their_names(tmp_path, capsys):

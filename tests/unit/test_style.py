@@ -28,7 +28,7 @@ CEILINGS = {  # lines of code, +20 % with a reason
     **{"reference": 80, "selftest": 100, "speed": 60},
     **{"dpo_inv/structure": 180, "dpo_inv/mpnn": 200, "dpo_inv/edges": 120, "dpo_inv/official": 80},
     **{"dpo_inv/pairs": 150, "dpo_inv/config": 80, "dpo_inv/batches": 80},
-    **{"dpo_inv/run_dpo_ddp": 220, "dpo_inv/inference": 160, "dpo_inv/weights": 80},
+    **{"dpo_inv/run_dpo_ddp": 220, "dpo_inv/inference": 165, "dpo_inv/weights": 80},
     **{"ad/darkroom": 80, "ad/sources": 100, "ad/collect": 60, "ad/windows": 100, "ad/model": 130},
     **{"ad/config": 210, "ad/train": 190, "ad/evaluate": 190},
     **{"distributed_setup": 55, "setup_settings": 105, "setup_jobs": 140},
@@ -84,7 +84,7 @@ def test_files_stay_under_their_ceilings():
     assert over == {}
     package = sum(map(lines_of_code, ROOT.glob("src/ddp_utils/*.py")))
     distillation = sum(map(lines_of_code, ROOT.glob("src/ad/*.py")))
-    assert distillation <= 920
+    assert distillation <= 930
     print(f"ddp_utils: {package} lines; {sizes}")
     assert package <= 5000
     assert sum(map(lines_of_code, ALL)) <= 8950
