@@ -206,6 +206,7 @@ def check(config):
     """Raise UserError for a value out of its range, or two that do not go together."""
     rules = {name: cli.ABOVE_0 for name in ("n_stream", "total_source_timesteps", "horizon")}
     rules |= {"grid_size": ("from 2 to 16", lambda x: 2 <= x <= 16), "alg_seed": cli.FROM_0}
+    rules |= {"source_lr": cli.ABOVE_0}
     if isinstance(config, Config):
         counts = "lr train_batch_size test_batch_size tf_n_embd tf_n_layer tf_n_head n_transit "
         counts += "compress_interval train_n_stream train_source_timesteps eval_episodes "

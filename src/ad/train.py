@@ -234,11 +234,13 @@ def main(argv=None) -> int:
                 values["peak_memory_mb"] = environment.peak_memory_mb(world.device)
                 run.log(now, values)
                 then, before = time.perf_counter(), now
+            paused = time.perf_counter()
             validate(now, policy, held_out, config, run)
             due = now == steps or (config.ckpt_interval and now % config.ckpt_interval == 0)
             if due or now % POLLED == 0:
                 run.step = now
                 run.end_step(due=bool(due))
+            then += time.perf_counter() - paused  # neither counts as a step's time
 
         # result
         dist.on_main(world, lambda: save(model, run.folder / "model"))

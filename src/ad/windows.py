@@ -83,7 +83,8 @@ class Histories:
 
     def all(self):
         """History and first step of windows that overlap nowhere: for the test."""
-        starts = np.arange(0, self.data.shape[2] - self.cut.window + 1, self.cut.window)
+        apart = -(-self.cut.window // self.cut.unit) * self.cut.unit  # each begins with an episode
+        starts = np.arange(0, self.data.shape[2] - self.cut.window + 1, apart)
         return np.repeat(np.arange(self.count), len(starts)), np.tile(starts, self.count)
 
     def batch(self, history, start):

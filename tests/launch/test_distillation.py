@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -398,6 +399,18 @@ def test_accelerate_reads_the_answers(name):
     }[name]
 
 
+def slow_validations(folder, histories):
+    validate = train.validate
+    train.validate = lambda *rest: time.sleep(2) or validate(*rest)
+    life(folder, histories, "train_timesteps=6", "summary_interval=3", "gen_interval=0")
+
+
+def test_a_validation_does_not_count_as_time_of_a_step(histories, tmp_path):
+    ranks(1, slow_validations, str(tmp_path / "run"), histories)
+    seconds = [line["seconds"] for line in runs.lines(tmp_path / "run", "train")]
+    assert len(seconds) == 3 and max(seconds) < 1, seconds
+
+
 @pytest.mark.show
 def test_two_nodes_meet_by_the_answers(one, histories, tmp_path):
     """config/accelerate/two_nodes.yaml on this machine, a process for each node."""
@@ -433,6 +446,7 @@ WRONG = {
     "train_source_timesteps=200": "train_source_timesteps: give a window (240) or",
     "predict_compress=true": "predict_compress: True is not False: regions end by",
     "include=config/model/ad_dr.yaml": "include: it is a line of a YAML file; give --config",
+    "source_lr=0": "source_lr: 0 is out of range; give a value above 0",
     "--output_dir=": "--output_dir: it is empty; give a folder for the run",
 }
 

@@ -239,6 +239,12 @@ def test_windows_are_drawn_anew_in_each_step_and_equal_for_equal_seeds(arrays):
     assert {*start} == set(range(0, 32, 4))
 
 
+def test_the_test_windows_begin_with_an_episode(arrays):
+    """As those of the training, also where a window is no multiple of one (4 steps)."""
+    _, start = histories(arrays, windows.Cut(10, 4, 0, 4)).all()
+    assert start.tolist() == [0, 12, 24] * 12
+
+
 def test_the_test_windows_overlap_nowhere(arrays):
     data = histories(arrays, PLAIN)
     history, start = data.all()
