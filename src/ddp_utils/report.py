@@ -118,7 +118,7 @@ def _command(facts):
     script, launcher = re.sub(r"^\S*python[\d.]*( -u)? ", "", own), facts.get("launcher", "python")
     if launcher in ("python", "environment") or not own:
         return own
-    if launcher == "torchrun":
+    if launcher in ("torchrun", "torch.distributed.launch", "accelerate", "deepspeed"):
         return f"torchrun --standalone --nproc_per_node={count} {script}"
     return f"{'mpiexec' if launcher == 'pals' else launcher} -n {count} {own}"
 

@@ -162,6 +162,8 @@ def test_values_of_odd_kinds_are_shown_all_the_same(tmp_path):
         ("environment", "python a.py", "python a.py"),
         ("torchrun", "/b/python3.11 -u a.py", "torchrun --standalone --nproc_per_node=3 a.py"),
         ("torchrun", "python -u -m d.r", "torchrun --standalone --nproc_per_node=3 -m d.r"),
+        ("accelerate", "python -u a.py", "torchrun --standalone --nproc_per_node=3 a.py"),
+        ("deepspeed", "python -u a.py", "torchrun --standalone --nproc_per_node=3 a.py"),
         ("srun", "python a.py", "srun -n 3 python a.py"),
         ("pals", "python a.py", "mpiexec -n 3 python a.py"),
         ("srun", "", ""),
