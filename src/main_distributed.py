@@ -255,6 +255,8 @@ def main(argv=None) -> int:
     encoder = pairs_.Encoder(tokenizer, config.chat_template, config.max_length, config.truncation)
     data, reports = read_data(config, encoder, world)
     outline = lora.outline(config)
+    if config.reference_model:
+        lora.load(config.reference_model, "auto", lora.META)
     lora.check_fit(outline, data)
     if config.learning_rate is None:
         small = sum(p.numel() for p in outline.parameters()) < 10e6

@@ -198,11 +198,7 @@ def _policy(config, outline):
     if config.use_gradient_checkpointing:
         lora.checkpoint_activations(model)
     if config.fine_tuning == "lora":
-        settings = None
-        if config.init_adapter:
-            settings = lora.adapter_settings(config.init_adapter, config.lora_dropout)
-            settings.inference_mode = False
-        model = lora.adapt(model, config, settings)
+        model = lora.add_adapter(model, config)
     if config.lean:  # which tries modules on numbers: here on those of a smaller model
         small = _small(model)
         lean.apply(small)

@@ -6,42 +6,27 @@ import warnings
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, get_peft_model
+from peft.utils import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from ddp_utils import UserError, checkpoint, dist, safely
 from ddp_utils.pairs import model_path
 
+META = torch.device("meta")  # tensors on it have a name and a shape, and no content
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def outline(config):
-    """The model without its weights, on the meta device: names and shapes in a second.
+    """The model on the meta device, after all checks that loading it and its adapter will make.
 
-    Raises UserError if there is no such model, or the LoRA's targets are not in it.
+    Names and shapes of the files' tensors are compared with the model's; no weight is read.
+    Raises UserError as load() and with_adapter() do, or if a LoRA cannot be put on this model.
     """
-    try:
-        settings = AutoConfig.from_pretrained(
-            str(model_path(config.model_name)), trust_remote_code=False
-        )
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(settings, trust_remote_code=False)
-    except (ImportError, OSError, ValueError, TypeError, LookupError, ArithmeticError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        raise UserError(f"--model_name: no model at {config.model_name}: {reason}") from error
-    fresh = config.fine_tuning == "lora" and not config.init_adapter
-    if fresh and config.lora_targets != "all-linear":
-        names = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()} - {""}
-        for target in _targets(config):
-            if target not in names:
-                found = sorted(n for n in names if n.endswith("proj")) or sorted(names - {""})
-                raise UserError(f"--lora_targets: no layer {target}; there are {', '.join(found)}")
-    return model
-
-
-def _targets(config):
-    return [name.strip() for name in config.lora_targets.split(",")]
+    model = load(config.model_name, "auto", META)
+    adapted = add_adapter(model, config)
+    return model if adapted is model else adapted.unload()
 
 
 def carry_on(config):
@@ -63,14 +48,12 @@ def carry_on(config):
 
 def adapter_settings(path, dropout=0.0):
     """Of a plain LoRA, with another dropout: its own was that of the run which made it."""
-    try:
+    with safely.reading(path):
         settings = PeftConfig.from_pretrained(str(model_path(path)))
-    except (OSError, ValueError, LookupError, TypeError, UserError) as error:
-        reason = str(error).strip().splitlines()[0][:200]
-        raise UserError(f"--init_adapter: no adapter at {path}: {reason}") from error
     if settings.peft_type != "LORA" or settings.megatron_config:
         raise UserError(f"--init_adapter: {path} is not a plain LoRA but {settings.peft_type}")
     settings.lora_dropout = dropout
+    settings.inference_mode = False
     return settings
 
 
@@ -124,27 +107,47 @@ def check_same_precision(config, world):
 def load(name, dtype, device, four_bits=None):
     """Read safetensors straight onto the device: a host never holds one copy per process.
 
+    device: META compares the names and shapes in the files with the model's and reads no weight.
     four_bits: a dtype to compute in, with weights that are kept in 4 bits (needs bitsandbytes).
+    Raises UserError for files that cannot be read, are not complete, or hold no causal model.
     """
-    placement = None if device.type == "cpu" else {"": device}
     kinds = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}  # as in QLoRA
     kinds |= {"load_in_4bit": True, "bnb_4bit_compute_dtype": four_bits}
-    with safely.reading(name):
-        model = AutoModelForCausalLM.from_pretrained(
+    with safely.reading(name, with_bars=device != META):
+        model, report = AutoModelForCausalLM.from_pretrained(
             str(model_path(name)),
             dtype=dtype,
-            device_map=placement,
+            device_map=None if device.type == "cpu" else {"": device},
             use_safetensors=True,
             trust_remote_code=False,
             quantization_config=BitsAndBytesConfig(**kinds) if four_bits else None,
+            ignore_mismatched_sizes=True,  # they are reported, with the others
+            output_loading_info=True,
         )
+    misshapen = [mismatch[0] for mismatch in report["mismatched_keys"]]
+    safely.check_complete(name, report["missing_keys"], report["unexpected_keys"], misshapen)
+    if not getattr(model.config, "is_decoder", True):
+        kind = model.config.model_type
+        raise UserError(f"{name}: {kind} reads a text in both directions; give a causal model")
     return no_dropout(model)
 
 
-def with_adapter(model, path, is_trainable=False, dropout=0.0):
-    options = {"is_trainable": is_trainable, "config": adapter_settings(path, dropout)}
+def with_adapter(model, path, dropout=0.0):
+    """Put the LoRA of a folder on a model.
+
+    Raises UserError unless its tensors are exactly those that its settings ask for on this model.
+    """
     with safely.reading(path):
-        return PeftModel.from_pretrained(model, str(model_path(path)), **options)
+        model = adapt(model, adapter_settings(path, dropout))
+        tensors = load_peft_weights(str(model_path(path)), device="cpu")
+        asked = get_peft_model_state_dict(model, save_embedding_layers=False)
+    known = model.state_dict() | asked  # an adapter may bring an embedding of its own
+    misshapen = [k for k in tensors if k in known and tensors[k].shape != known[k].shape]
+    missing, unexpected = asked.keys() - tensors.keys(), tensors.keys() - known.keys()
+    safely.check_complete(path, missing, unexpected, misshapen)
+    if next(model.parameters()).device != META:
+        set_peft_model_state_dict(model, tensors)
+    return model
 
 
 def no_dropout(model):
@@ -185,29 +188,48 @@ def load_policy(config, device):
     model = load(config.model_name, dtype, device, four_bits)
     if config.use_gradient_checkpointing:
         checkpoint_activations(model)
-    if config.init_adapter:
-        trains = config.fine_tuning == "lora"
-        model = with_adapter(model, config.init_adapter, trains, config.lora_dropout)
-        if config.fine_tuning == "full":
-            model = model.merge_and_unload()
-            model.requires_grad_(True)
-    elif config.fine_tuning == "lora":
-        model = adapt(model, config)
+    model = add_adapter(model, config)
+    if config.init_adapter and config.fine_tuning == "full":
+        model = model.merge_and_unload()
+        model.requires_grad_(True)
     return model.train(), autocast
 
 
-def adapt(model, config, settings=None):
-    """Put a fresh LoRA on a model; settings: another's than the config's."""
+def add_adapter(model, config):
+    """Put on a model the LoRA that is to be carried on or trained, if there is one."""
+    if config.init_adapter:
+        return with_adapter(model, config.init_adapter, config.lora_dropout)
+    if config.fine_tuning == "lora":
+        settings = fresh_adapter(model, config)
+        with safely.reading(config.model_name):  # peft does not know every architecture
+            return adapt(model, settings)
+    return model
+
+
+def fresh_adapter(model, config):
+    """Settings of a new LoRA; UserError if one of lora_targets is not in the model."""
     targets = config.lora_targets
-    settings = settings or LoraConfig(
+    if targets != "all-linear":
+        targets = [name.strip() for name in targets.split(",")]
+        names = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()} - {""}
+        for target in targets:
+            if target not in names:
+                layers = sorted(n for n in names if n.endswith("proj")) or sorted(names)
+                layers = ", ".join(layers)
+                raise UserError(f"--lora_targets: no layer {target}; there are {layers}")
+    return LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
-        target_modules=targets if targets == "all-linear" else _targets(config),
+        target_modules=targets,
         task_type="CAUSAL_LM",
     )
-    with warnings.catch_warnings():  # peft asks transformers 5 for a name that is going
-        warnings.simplefilter("ignore", FutureWarning)
+
+
+def adapt(model, settings):
+    """Put a LoRA with these settings on a model."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft asks transformers 5 for a name that is going
         return get_peft_model(model, settings)
 
 

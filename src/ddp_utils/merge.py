@@ -41,6 +41,7 @@ def merge(adapter, folder, base=""):
         base = base or lora.adapter_settings(adapter).base_model_name_or_path
         if not base:
             raise UserError(f"adapter: {adapter} does not name its base; give --base")
+        lora.with_adapter(lora.load(base, "auto", lora.META), adapter)  # do they fit together?
         model = lora.load(base, "auto", torch.device("cpu"))
         merged = lora.with_adapter(model, adapter).merge_and_unload()
     tokenizer = adapter if Path(adapter, "tokenizer_config.json").exists() else base

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
-from ddp_utils import UserError, batching, formats, records
+from ddp_utils import UserError, batching, formats, records, safely
 
 # what a template can do wrong: it is a program
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
@@ -67,8 +67,7 @@ def load_tokenizer(name):
     """The model's tokenizer; UserError if there is none at that path or hub name."""
     try:
         return AutoTokenizer.from_pretrained(str(model_path(name)), trust_remote_code=False)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        # the last three come from JSON that is not a tokenizer's
+    except safely.FAULTS as error:
         raise UserError(f"--model_name: no tokenizer at {name}: {_reason(error)}") from error
 
 

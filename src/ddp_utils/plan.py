@@ -12,8 +12,20 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from ddp_utils import UserError, batching, dryrun, environment, forecast, logps, lora, pairs, speed
+from ddp_utils import (
+    UserError,
+    batching,
+    dryrun,
+    environment,
+    forecast,
+    logps,
+    lora,
+    pairs,
+    safely,
+    speed,
+)
 from ddp_utils.world import World
 
 GIB = 2**30
@@ -79,6 +91,14 @@ class Work(NamedTuple):
     need: object  # (rows, **changed settings) -> dryrun.Need of them
 
 
+def skeleton(name):
+    """The model that a config.json describes, on the meta device; no weights need be there."""
+    with safely.reading(name):
+        settings = AutoConfig.from_pretrained(str(pairs.model_path(name)), trust_remote_code=False)
+        with lora.META:
+            return AutoModelForCausalLM.from_config(settings, trust_remote_code=False)
+
+
 def read(script, path, where) -> Work:
     """script: the module main_distributed, or for a YAML file train. UserErrors are theirs."""
     world = World(world_size=where.ranks, local_size=where.ranks // where.nodes)
@@ -92,7 +112,7 @@ def read(script, path, where) -> Work:
     tokenizer = pairs.load_tokenizer(config.model_name)
     encoder = pairs.Encoder(tokenizer, config.chat_template, config.max_length, config.truncation)
     rows = script.read_data(config, encoder, world)[0]["train"]
-    outline = lora.outline(config)
+    outline = skeleton(config.model_name)
     lora.check_fit(outline, {"train": rows})
     settings = {name: getattr(config, name) for name in MEMORY.split()}
     settings["mixed_precision"] = getattr(config, "mixed_precision", "auto")

@@ -1,27 +1,68 @@
-"""Read a model from someone else: nothing in it is executed."""
+"""Read a model from someone else: nothing in it is executed, and nothing of it is missing."""
 
 import contextlib
 from unittest import mock
 
 import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from ddp_utils import UserError
 
+# what transformers, peft and the readers of files raise on what does not fit together
+FAULTS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError)
+FAULTS += (RuntimeError, SafetensorError, StrictDataclassError, TypeError, ValueError)
+
 
 @contextlib.contextmanager
-def reading(name):
+def reading(name, with_bars=False):
     """Nothing but safetensors and JSON, and one line on what cannot be read.
 
     An index or an adapter can name a pickle, which transformers and peft would open.
+    with_bars: let them show progress bars.
     """
 
     def refuse(*_arguments, **_options):
         raise UserError(f"{name}: the weights are a pickle, which can run code; give safetensors")
 
+    logging = transformers.utils.logging
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # check_complete() says what its report says
+    has_bars = logging.is_progress_bar_enabled()
+    if not with_bars:
+        logging.disable_progress_bar()
     try:
         with mock.patch.object(torch, "load", refuse):
             yield
-    except (ImportError, OSError, LookupError, SafetensorError, ValueError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        raise UserError(f"{name}: cannot be read: {reason}") from error
+    except torch.OutOfMemoryError:
+        raise
+    except FAULTS as error:
+        raise UserError(f"{name}: cannot be read: {first_line(error)}") from error
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bars:
+            logging.enable_progress_bar()
+
+
+def first_line(error):
+    """The first line of someone else's error."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
+def check_complete(name, missing, unexpected, misshapen):
+    """Raise UserError unless the tensors in the files are exactly those that the model asks for.
+
+    missing, unexpected, misshapen: names of tensors.
+    """
+    kinds = {"are missing": missing, "have another shape": misshapen, "are not known": unexpected}
+    problems = []
+    for kind, names in kinds.items():
+        if names:
+            first = ", ".join(sorted(names)[:3])
+            more = ", ..." if len(names) > 3 else ""
+            problems.append(f"{len(names)} tensors {kind} ({first}{more})")
+    if problems:
+        raise UserError(
+            f"{name}: {'; '.join(problems)}; give weights and config.json of the same model"
+        )

@@ -5,12 +5,20 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
 
+import generate_data
 import main_distributed
-from ddp_utils import UserError, merge
+import train
+import train_loop
+from ddp_utils import UserError, lora, merge
 
 GOOD = {"prompt": "Who?", "chosen": "Me, of course.", "rejected": "Dunno."}
-ADAPTER = Path(__file__).parents[1] / "golden/demo_adapter"
+ROOT = Path(__file__).parents[2]
+ADAPTER = ROOT / "tests/golden/demo_adapter"
+MODEL = ROOT / "data/demo/model"
 CARRY_ON = f"--fine_tuning lora --init_adapter {ADAPTER} --check"
 CASES = {  # flags -> what the line says; DATA stands for a file of good rows
     "--method ipo --length_average": "--length_average: ipo fixes how its log-probs are summed",
@@ -23,7 +31,7 @@ CASES = {  # flags -> what the line says; DATA stands for a file of good rows
     "--train_data DATA --judge data/demo/judge.py:score --test_data DATA": (
         "--judge: data/demo/judge.py:score on 'Who?': not a question of the demo"
     ),
-    "--fine_tuning lora --init_adapter .": "--init_adapter: no adapter at .",
+    "--fine_tuning lora --init_adapter .": ".: cannot be read: Can't find 'adapter_config.json'",
     "--output_dir DIR": "--output_dir: DIR is not empty",
     "--result_dir a/b --output_dir a/b": "--output_dir: a/b holds the run, or is in it",
     "--result_dir a/b --output_dir a": "--output_dir: a holds the run, or is in it",
@@ -86,3 +94,129 @@ def test_what_is_no_adapter_is_not_merged(tmp_path):
     with pytest.raises(UserError, match="run is there already; give another folder"):
         merge.merge("data/demo/model", tmp_path / "run")
     assert not (tmp_path / "merged").exists()
+
+
+# --- weights that do not fit ---------------------------------------------------------------------
+
+DAMAGE = {  # what happens to the tensors of a file -> what the line says
+    "a layer is missing": (lambda t: {k: t[k] for k in t if ".2." not in k}, "tensors are missing"),
+    "names are changed": (lambda t: {f"x{k}": t[k] for k in t}, "tensors are not known (x"),
+    "one tensor too many": (
+        lambda t: t | {"extra": torch.ones(1)},
+        "1 tensors are not known (extra",
+    ),
+    "no tensor at all": (lambda t: {}, "tensors are missing"),
+    "half of it": (lambda t: dict(sorted(t.items())[::2]), "tensors are missing"),
+    "of a wider base": (lambda t: {k: torch.cat([v] * 2) for k, v in t.items()}, "another shape"),
+}
+
+
+def damaged(source, folder, how):
+    """A copy of a model's or an adapter's folder, with other tensors in it."""
+    shutil.copytree(source, folder)
+    (file,) = folder.glob("*model.safetensors")
+    tensors = DAMAGE[how][0](load_file(file))
+    save_file({k: v.clone() for k, v in tensors.items()}, file, metadata={"format": "pt"})
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def replies(tmp_path_factory):
+    """Flags of train_loop.py for a few rows of replies."""
+    rows = [
+        json.dumps({"question": q, "x0": "Shout.", "reply": "#$", "tokens": [5, 6]}) for q in "ab"
+    ]
+    folder = tmp_path_factory.mktemp("replies")
+    for name, row in zip(("train", "val"), rows, strict=True):
+        (folder / f"{name}.jsonl").write_text(row + "\n")
+    return ["--data_path", f"{folder}/train.jsonl", "--val_path", f"{folder}/val.jsonl"]
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_weights_that_are_not_the_models_are_refused_by_every_program(how, folder, replies, capfd):
+    model = damaged(MODEL, folder / "model", how)
+    adapter = damaged(ADAPTER, folder / "adapter", how)
+    programs = [
+        (main_distributed.main, ["--model_name", model], model),
+        (main_distributed.main, ["--reference_model", model], model),
+        (main_distributed.main, ["--fine_tuning", "lora", "--init_adapter", adapter], adapter),
+        (main_distributed.main, ["--fine_tuning", "full", "--init_adapter", adapter], adapter),
+        (train.main, ["--config", str(ROOT / "config.yaml"), "--model_name", model], model),
+        (train.main, ["--config", str(ROOT / "config.yaml"), "--init_adapter", adapter], adapter),
+        (train_loop.main, ["--model_name", model, *replies], model),
+        (
+            train_loop.main,
+            ["--model_name", str(MODEL), "--resume_from", adapter, *replies],
+            adapter,
+        ),
+        (generate_data.main, ["--model_name", model], model),
+        (merge.main, [str(ADAPTER), "merged", "--base", model], model),
+        (merge.main, [adapter, "merged", "--base", str(MODEL)], adapter),
+    ]
+    for main, flags, place in programs:
+        with pytest.raises(UserError) as caught:
+            main(flags)
+        line = str(caught.value)
+        assert line.startswith(f"{place}: ") and "\n" not in line, (main.__module__, flags)
+        assert DAMAGE[how][1] in line, (main.__module__, flags)
+    assert list((folder / "empty").iterdir()) == []
+    assert capfd.readouterr().err == ""
+
+
+def test_the_line_names_three_tensors_and_their_number(folder):
+    """The demo model has 4 layers of 11 tensors, of which one has been removed."""
+    model = damaged(MODEL, folder / "model", "a layer is missing")
+    with pytest.raises(UserError) as caught:
+        lora.load(model, torch.float32, torch.device("cpu"))
+    names = ("input_layernorm", "mlp.down_proj", "mlp.gate_proj")
+    names = ", ".join(f"model.layers.2.{name}.weight" for name in names)
+    assert str(caught.value).startswith(f"{model}: 11 tensors are missing ({names}, ...); give wei")
+
+
+def edit(folder, source, file, **changes):
+    """A copy of a folder, one of its JSON files with other values."""
+    shutil.copytree(source, folder)
+    values = json.loads((folder / file).read_text()) | changes
+    (folder / file).write_text(json.dumps(values))
+    return str(folder)
+
+
+ODD = {  # a model's config.json, or an adapter's settings, that nothing can be made of
+    "negative width": ("config.json", {"hidden_size": -1}),
+    "words for numbers": ("config.json", {"num_hidden_layers": "many"}),
+    "no such architecture": ("config.json", {"model_type": "perpetuum"}),
+    "odd bias": ("adapter_config.json", {"bias": "perhaps"}),
+    "odd ranks": ("adapter_config.json", {"rank_pattern": {"q_proj": "seven"}}),
+    "no such layers": ("adapter_config.json", {"target_modules": ["nowhere"]}),
+}
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_settings_that_make_no_model_are_one_line(what, folder):
+    file, changes = ODD[what]
+    is_adapter = file == "adapter_config.json"
+    place = edit(folder / "odd", ADAPTER if is_adapter else MODEL, file, **changes)
+    flags = ["--fine_tuning", "lora", "--init_adapter"] if is_adapter else ["--model_name"]
+    with pytest.raises(UserError) as caught:
+        main_distributed.main([*flags, place, "--check"])
+    assert place in str(caught.value) and "\n" not in str(caught.value)
+    assert list((folder / "empty").iterdir()) == []
+
+
+def test_an_architecture_that_cannot_be_trained_so_is_one_line(folder):
+    small = dict(hidden_size=32, num_hidden_layers=2, vocab_size=512)
+    heads = dict(num_attention_heads=2, intermediate_size=32)
+    bert = transformers.BertLMHeadModel(transformers.BertConfig(**small, **heads))
+    mamba = transformers.MambaForCausalLM(transformers.MambaConfig(**small, state_size=4))
+    expected = {
+        "bert": (bert, "full", "bert reads a text in both directions; give a causal model"),
+        "mamba": (mamba, "lora", "cannot be read: "),
+    }
+    for name, (model, fine_tuning, says) in expected.items():
+        model.save_pretrained(folder / name)
+        for file in MODEL.glob("*token*"):
+            shutil.copy(file, folder / name)
+        flags = ["--model_name", str(folder / name), "--fine_tuning", fine_tuning, "--check"]
+        with pytest.raises(UserError) as caught:
+            main_distributed.main(flags)
+        assert str(caught.value).startswith(f"{folder / name}: {says}")
