@@ -29,6 +29,7 @@ from ddp_utils import (
     UserError,
     cli,
     dist,
+    environment,
     logps,
     lora,
     progress,
@@ -94,11 +95,12 @@ def read_settings(argv, world):
 
 
 def mark_of(config, prompts, settings) -> str:
-    """What the rows hang on; the number of processes is not in it."""
+    """What the rows hang on, the code included; the number of processes is not in it."""
     names = "num_sequences_per_question batch_size max_sequence_length temperature top_p seed"
     names += " min_sequence_length val_split use_mixed_precision base_dtype"
     facts = [getattr(config, name) for name in names.split()]
     facts += [digest_of_model(config.model_name, settings), prompts, torch.__version__]
+    facts += sorted(environment.code().items())
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
@@ -142,8 +144,8 @@ class Parts:
                 if group["mark"] != self.mark:
                     self.lock.release()
                     raise UserError(
-                        f"{self.folder} holds replies sampled with other settings, model or "
-                        "questions; give the old ones to go on, or remove it"
+                        f"{self.folder} holds replies sampled with other settings, model, "
+                        "questions or code; give the old ones to go on, or remove it"
                     )
                 self.groups.append(group["replies"])
                 kept += line + "\n"
@@ -255,7 +257,7 @@ def main(argv=None) -> int:
     encoder = pairs_.Encoder(tokenizer, config.chat_template)
     prompts = [trajectories_.prompts(encoder, x0, question)[1] for question in questions]
     shape = SimpleNamespace(**vars(config), fine_tuning="none", init_adapter="")
-    outline = lora.outline(shape)
+    outline = lora.load(config.model_name, "auto", lora.META)
     reply = [0] * config.max_sequence_length
     rows = zip(prompts, questions, strict=True)
     rows = [

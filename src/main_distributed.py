@@ -38,7 +38,6 @@ from ddp_utils import (
 )
 from ddp_utils import pairs as pairs_
 from ddp_utils import reference as reference_
-from ddp_utils.ahead import Ahead
 from ddp_utils.run import Run
 from ddp_utils.totals import Totals, interval
 
@@ -256,7 +255,7 @@ def main(argv=None) -> int:
     data, reports = read_data(config, encoder, world)
     outline = lora.outline(config)
     if config.reference_model:
-        lora.load(config.reference_model, "auto", lora.META)
+        lora.load(config.reference_model, "auto", lora.META, flag="--reference_model")
     lora.check_fit(outline, data)
     if config.learning_rate is None:
         small = sum(p.numel() for p in outline.parameters()) < 10e6
@@ -300,8 +299,6 @@ def main(argv=None) -> int:
             run.say("step 0: no closed form is known beforehand, only gradients are checked")
 
         # model
-        budget = math.ceil(config.batch_size / world.world_size)
-        ahead = Ahead(run, config, outline, data["train"], plan, budget, pair_losses)
         policy, reference = load_scored(config, data, world, run)
         before = run.once("reference_replies", lambda: answer(policy, data, encoder, config, run))
         optimizer, schedule = parallel.make_optimizer(policy, config, peak, plan.steps)
@@ -320,7 +317,6 @@ def main(argv=None) -> int:
             seconds = time.perf_counter() - start
             values |= meter.read([data["train"][row] for row in rows], seconds)
             run.log(step + 1, values, echo=(step + 1) % config.log_every == 0)
-            ahead.seen(step + 1, values)
             if line := displacement.seen(values["rewards/chosen"]):
                 run.say(line)
             validate(step + 1, plan, policy, data, reference, config, run)

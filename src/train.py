@@ -35,7 +35,6 @@ from ddp_utils import (
 )
 from ddp_utils import pairs as pairs_
 from ddp_utils import reference as reference_
-from ddp_utils.ahead import Ahead
 from ddp_utils.run import Run
 from ddp_utils.totals import Totals
 
@@ -270,8 +269,6 @@ def fine_tune(config, world) -> int:
             run.say(line)
 
         # model
-        budget = config.micro_batch_size
-        ahead = Ahead(run, config, outline, data["train"], plan, budget, row_losses)
         policy, reference = load(config, data, world, run)
         optimizer, schedule = parallel.make_optimizer(
             policy, config, config.learning_rate, plan.steps
@@ -291,7 +288,6 @@ def fine_tune(config, world) -> int:
             seconds = time.perf_counter() - start
             values |= meter.read([data["train"][row] for row in rows], seconds)
             run.log(step + 1, values, echo=(step + 1) % config.log_every == 0)
-            ahead.seen(step + 1, values)
             if reference and (line := displacement.seen(values["rewards/chosen"])):
                 run.say(line)
             validate(step + 1, plan, policy, data, reference, config, run)

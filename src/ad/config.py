@@ -109,6 +109,7 @@ class Config(Source, First):
     keep_checkpoints: int = 2  # the newest ones; older ones are removed
     stop_after_minutes: float = 0.0  # save and end with status 85; 0: no limit
     restart: bool = False  # move an unfinished run aside instead of going on with it
+    same_code: bool = False  # go on though the code has changed: the change moves no number
     seed: int = 0  # order of the windows, start of the model
     deterministic: bool = False  # deterministic kernels, slower
     check: bool = False  # read and check everything, train nothing

@@ -1,6 +1,8 @@
 """Where a run runs: command, versions, devices, memory; nothing that looks like a secret."""
 
 import dataclasses
+import hashlib
+import io
 import os
 import platform
 import resource
@@ -9,12 +11,16 @@ import shutil
 import subprocess
 import sys
 import time
+import tokenize
+from pathlib import Path
 
 import peft
 import torch
 import transformers
 
 from ddp_utils import SECRET, records
+
+SRC = records.ROOT / "src"
 
 
 def describe(config, world) -> dict:
@@ -38,6 +44,7 @@ def describe(config, world) -> dict:
             "transformers": transformers.__version__,
             "peft": peft.__version__,
         },
+        "code": code(),
         "seed": config.seed,
         "threads": torch.get_num_threads(),
         "host": platform.node(),
@@ -45,6 +52,34 @@ def describe(config, world) -> dict:
         "start": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "defaults": changed,  # of the settings that are others here
     }
+
+
+def code() -> dict:
+    """Digests of the project's own files that are imported, and of the script that runs.
+
+    Comments and blank lines do not count. Keys are paths below src, or the script's name.
+    """
+    digests = {}
+    for module in list(sys.modules.values()):
+        file = Path(getattr(module, "__file__", None) or "")
+        if file.suffix != ".py":
+            continue
+        if SRC in file.parents:
+            digests[str(file.relative_to(SRC))] = _digest_of_code(file)
+        elif module.__name__ == "__main__":
+            digests[file.name] = _digest_of_code(file.resolve())
+    return digests
+
+
+def _digest_of_code(file):
+    text = file.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    kept = [line.rstrip() for line in lines if line.strip()]
+    return hashlib.sha256("\n".join(kept).encode()).hexdigest()[:16]
 
 
 def prepare(config):

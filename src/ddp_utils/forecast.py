@@ -4,8 +4,7 @@ shards nothing; how each strategy shares that out is arithmetic. Sizes are in by
 
 from typing import NamedTuple
 
-from ddp_utils import batching, dryrun, environment, parallel
-from ddp_utils.world import World
+from ddp_utils import parallel
 
 STRATEGIES = ("DDP", "FSDP SHARD_GRAD_OP", "FSDP FULL_SHARD", "FSDP HYBRID_SHARD")
 STRATEGIES += ("ZeRO-1", "ZeRO-2", "ZeRO-3")
@@ -91,20 +90,6 @@ def share(need, strategy, ranks, nodes=1, turns=1, bucket=BUCKET) -> Share:
     return Share(weights + peak[0], peak[1], optimizer, peak[2], host, sent)
 
 
-def predicted_memory_mb(config, outline, rows, row_losses, world) -> float:
-    """What environment.peak_memory_mb() will say of a run; to be asked before the model is loaded.
-
-    rows: its largest micro-batch, see fullest(). It takes one or two seconds.
-    """
-    before, nodes = environment.peak_memory_mb(world.device), world.world_size // world.local_size
-    need, name = dryrun.need(config, outline, rows, row_losses, world.device.type), name_of(config)
-    name = "DDP" if world.world_size == 1 and "FSDP" in name else name
-    found = share(
-        need, name, world.world_size, nodes, bucket=_zero(config, "reduce_bucket_size", BUCKET)
-    )
-    return before + (found.device + found.host * (world.device.type == "cpu")) / 2**20
-
-
 def name_of(config) -> str:
     """A run's strategy, as in STRATEGIES."""
     offload = getattr(getattr(config, "sharding", None), "offload", False)  # of FSDP
@@ -117,13 +102,3 @@ def _zero(config, name, otherwise):
     options = getattr(config, "sharding", None)
     options = options["zero_optimization"] if isinstance(options, dict) else {}
     return options.get(name, otherwise)
-
-
-def fullest(rows, plan, ranks, budget, shared=True) -> list:
-    """The largest micro-batch of a run's first epoch."""
-    lengths, world = [row.fed(shared) for row in rows], World(world_size=ranks)
-    visit, size = batching.order(plan.rows, plan.seed, 0, plan.shuffle), plan.global_batch
-    steps = (visit[start : start + size] for start in range(0, plan.rows, size))
-    # the first micro-batch of rank 0 is the fullest one of its step
-    found = (batching.share(step, lengths, world, budget, not shared)[0].index for step in steps)
-    return [rows[row] for row in max(found, key=lambda part: sum(lengths[row] for row in part))]

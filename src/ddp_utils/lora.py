@@ -48,7 +48,7 @@ def carry_on(config):
 
 def adapter_settings(path, dropout=0.0):
     """Of a plain LoRA, with another dropout: its own was that of the run which made it."""
-    with safely.reading(path):
+    with safely.reading(f"--init_adapter: {path}"):
         settings = PeftConfig.from_pretrained(str(model_path(path)))
     if settings.peft_type != "LORA" or settings.megatron_config:
         raise UserError(f"--init_adapter: {path} is not a plain LoRA but {settings.peft_type}")
@@ -104,16 +104,18 @@ def check_same_precision(config, world):
         )
 
 
-def load(name, dtype, device, four_bits=None):
+def load(name, dtype, device, four_bits=None, flag="--model_name"):
     """Read safetensors straight onto the device: a host never holds one copy per process.
 
     device: META compares the names and shapes in the files with the model's and reads no weight.
     four_bits: a dtype to compute in, with weights that are kept in 4 bits (needs bitsandbytes).
+    flag: the setting that gave the name.
     Raises UserError for files that cannot be read, are not complete, or hold no causal model.
     """
+    place = f"{flag}: {name}"
     kinds = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}  # as in QLoRA
     kinds |= {"load_in_4bit": True, "bnb_4bit_compute_dtype": four_bits}
-    with safely.reading(name, with_bars=device != META):
+    with safely.reading(place, with_bars=device != META):
         model, report = AutoModelForCausalLM.from_pretrained(
             str(model_path(name)),
             dtype=dtype,
@@ -125,10 +127,10 @@ def load(name, dtype, device, four_bits=None):
             output_loading_info=True,
         )
     misshapen = [mismatch[0] for mismatch in report["mismatched_keys"]]
-    safely.check_complete(name, report["missing_keys"], report["unexpected_keys"], misshapen)
+    safely.check_complete(place, report["missing_keys"], report["unexpected_keys"], misshapen)
     if not getattr(model.config, "is_decoder", True):
         kind = model.config.model_type
-        raise UserError(f"{name}: {kind} reads a text in both directions; give a causal model")
+        raise UserError(f"{place}: {kind} reads a text in both directions; give a causal model")
     return no_dropout(model)
 
 
@@ -137,14 +139,15 @@ def with_adapter(model, path, dropout=0.0):
 
     Raises UserError unless its tensors are exactly those that its settings ask for on this model.
     """
-    with safely.reading(path):
+    place = f"--init_adapter: {path}"
+    with safely.reading(place):
         model = adapt(model, adapter_settings(path, dropout))
         tensors = load_peft_weights(str(model_path(path)), device="cpu")
         asked = get_peft_model_state_dict(model, save_embedding_layers=False)
     known = model.state_dict() | asked  # an adapter may bring an embedding of its own
     misshapen = [k for k in tensors if k in known and tensors[k].shape != known[k].shape]
     missing, unexpected = asked.keys() - tensors.keys(), tensors.keys() - known.keys()
-    safely.check_complete(path, missing, unexpected, misshapen)
+    safely.check_complete(place, missing, unexpected, misshapen)
     if next(model.parameters()).device != META:
         set_peft_model_state_dict(model, tensors)
     return model
@@ -201,7 +204,9 @@ def add_adapter(model, config):
         return with_adapter(model, config.init_adapter, config.lora_dropout)
     if config.fine_tuning == "lora":
         settings = fresh_adapter(model, config)
-        with safely.reading(config.model_name):  # peft does not know every architecture
+        with safely.reading(
+            f"--model_name: {config.model_name}"
+        ):  # peft does not know every architecture
             return adapt(model, settings)
     return model
 

@@ -93,7 +93,7 @@ class Work(NamedTuple):
 
 def skeleton(name):
     """The model that a config.json describes, on the meta device; no weights need be there."""
-    with safely.reading(name):
+    with safely.reading(f"--model_name: {name}"):
         settings = AutoConfig.from_pretrained(str(pairs.model_path(name)), trust_remote_code=False)
         with lora.META:
             return AutoModelForCausalLM.from_config(settings, trust_remote_code=False)

@@ -4,6 +4,7 @@ python -m ddp_utils.plots results/dpo                  # draw them again
 python -m ddp_utils.plots results/dpo results/dpo.1    # compare: compare_*.png and a table
 """
 
+import contextlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,18 +36,23 @@ STYLES = {"train": "-", "val": "o--", "test": "s"}
 
 
 def read_metrics(folder):
-    """The lines of metrics.jsonl as dicts."""
+    """The lines of metrics.jsonl as dicts; those that are damaged or cut are left out."""
     path = Path(folder) / "metrics.jsonl"
     if not path.is_file():
         raise UserError(f"{folder}: no metrics.jsonl here; give a run folder")
-    text = path.read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.split("\n")[:-1]]  # a kill may cut the last line
+    lines = []
+    for line in path.read_bytes().split(b"\n"):
+        with contextlib.suppress(ValueError):
+            values = json.loads(line)
+            if isinstance(values, dict) and {"split", "step"} <= values.keys():
+                lines.append(values)
+    return lines
 
 
 def mean_of(folder, name, after, until):
     """Mean over the pairs of some training steps: those above `after`, up to `until`."""
     lines = [line for line in read_metrics(folder) if line["split"] == "train"]
-    lines = [line for line in lines if after < line["step"] <= until]
+    lines = [line for line in lines if after < line["step"] <= until and name in line]
     return sum(x[name] * x["count"] for x in lines) / sum(x["count"] for x in lines)
 
 

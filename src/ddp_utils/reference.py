@@ -7,10 +7,9 @@ from pathlib import Path
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from ddp_utils import UserError, dist, logps
+from ddp_utils import UserError, checkpoint, dist, logps
 from ddp_utils.pairs import model_path
 
 FILE = "reference_logps.safetensors"
@@ -53,62 +52,77 @@ def digest_of_files(files, *more) -> str:
     return digest.hexdigest()[:16]
 
 
-def fingerprint(scorer, data, names, device) -> str:
+def facts_of(scorer, data, names, device) -> dict:
     """What the log-probs of these pairs hang on: their tokens, the model's files, the numerics.
 
     names: folders or hub names of the model and its adapter.
     """
-    weights = next(scorer.model.parameters()).dtype
-    facts = [weights, scorer.autocast, scorer.shared, scorer.own_head, device.type]
-    facts += [torch.get_float32_matmul_precision(), torch.__version__, transformers.__version__]
-    facts += [sum("forward" in vars(module) for module in scorer.model.modules())]  # see lean.py
-    facts += [digest_of_model(name, scorer.bare().config) for name in names if name]
-    facts += [(split, digest_of_rows(pairs)) for split, pairs in data.items()]
-    return hashlib.sha256(repr(facts).encode()).hexdigest()
+    # forwards that memory_efficient has replaced: see lean.py
+    replaced = sum("forward" in vars(module) for module in scorer.model.modules())
+    facts = {
+        "dtype": next(scorer.model.parameters()).dtype,
+        "autocast": scorer.autocast,
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "device": device.type,
+        "prompt shared": scorer.shared,
+        "full logits": scorer.own_head,
+        "replaced forwards": replaced,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    for what, name in zip(("model", "adapter"), names, strict=False):
+        facts[what] = digest_of_model(name, scorer.bare().config) if name else ""
+    for split, pairs in data.items():
+        facts[f"rows of {split}"] = digest_of_rows(pairs)
+    return {name: str(value) for name, value in facts.items()}
 
 
 def log_probs(scorer, data, names, budget, world, run) -> dict:
-    """Reference log-probs of each split, [pairs, 2]: those of an earlier run beside this one that
-    has the same fingerprint, or scored now. They are kept in the run folder.
-    """
+    """Reference log-probs of each split, [pairs, 2], scored now or kept before; see kept()."""
     data = {split: pairs for split, pairs in data.items() if pairs}
-    mark = fingerprint(scorer, data, names, world.device) if world.is_main else ""
-    return kept(mark, data, lambda pairs: score(scorer, pairs, world, budget, run.poll), world, run)
+    facts = facts_of(scorer, data, names, world.device) if world.is_main else {}
+    return kept(facts, data, lambda pairs: score(scorer, pairs, world, budget, run.poll), run)
 
 
-def kept(mark, data, scored, world, run) -> dict:
-    """Log-probs of each split, [pairs, 2]: those of an earlier run beside this one that has the
-    same mark, or scored(pairs) now. They are kept in the run folder.
+def kept(facts, data, scored, run) -> dict:
+    """Log-probs of each split, [pairs, 2], on all ranks: scored(pairs), once a run.
+
+    They are kept in the run folder. Those of another run are read if --reference_logps names it.
     """
-    found = _kept(run, mark) if world.is_main else None
-    known = torch.tensor([float(found is not None)], device=world.device)
-    if dist.all_sum(known, world).item():
-        tables = {
-            split: dist.all_sum(
-                (found[split] if found else torch.zeros(len(pairs), 2)).to(world.device), world
-            )
-            for split, pairs in data.items()
-        }
+    world = run.world
+    path = dist.on_main(world, lambda: _kept(run, facts))
+    if path:
+        tables = load_file(path) if world.is_main else {}
+        empty = {split: torch.zeros(len(pairs), 2) for split, pairs in data.items()}
+        tables = empty | tables
+        tables = {split: dist.all_sum(tables[split].to(world.device), world) for split in data}
     else:
         tables = {split: scored(pairs) for split, pairs in data.items()}
     if world.is_main:
         plain = {split: table.cpu().contiguous() for split, table in tables.items()}
-        save_file(plain, run.folder / FILE, metadata={"fingerprint": mark})
+        save_file(plain, run.folder / FILE)
         shutil.copymode(run.folder / "config.json", run.folder / FILE)
+        run.keep(FILE, facts)
     return tables
 
 
-def _kept(run, mark):
-    """The tables with this fingerprint among the runs beside this one, if there are any."""
-    for path in sorted(run.folder.parent.glob(f"*/{FILE}")):
-        try:
-            with safe_open(path, framework="pt") as file:
-                if file.metadata() == {"fingerprint": mark}:
-                    run.say(f"reference log-probs: the same as in {path}")
-                    return {split: file.get_tensor(split) for split in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError):
-            continue  # half a file of a run that was killed
-    return None
+def _kept(run, facts) -> str:
+    """The file with the log-probs that hang on these facts, or ""."""
+    path = run.kept(FILE, facts)
+    other = Path(run.config.reference_logps)
+    if path or not run.config.reference_logps:
+        return str(path or "")
+    try:
+        entry = checkpoint.read_manifest(other)["files"][FILE]
+    except (ValueError, KeyError) as error:
+        raise UserError(f"--reference_logps: {other}: {error}; give another run folder") from error
+    for name, fact in facts.items():
+        if entry["facts"].get(name) != fact:
+            raise UserError(f"--reference_logps: {other} has another {name}; leave it out")
+    if checkpoint.sha256(other / FILE) != entry["sha256"]:
+        raise UserError(f"--reference_logps: {other / FILE} is damaged; leave it out")
+    run.say(f"reference log-probs: those of {other}")
+    return str(other / FILE)
 
 
 @torch.no_grad()

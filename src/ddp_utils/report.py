@@ -1,6 +1,8 @@
 """report.html: what a run did, on one page that loads nothing, from the files of its folder."""
 
 import base64
+import hashlib
+import json
 import os
 import re
 import shlex
@@ -33,7 +35,9 @@ def _content(folder):
     summary, config, environment, data, examples = (
         resume.summary(folder, f"{name}.json") for name in names
     )
-    defaults = environment.pop("defaults", {})
+    defaults, code = environment.pop("defaults", {}), environment.pop("code", {})
+    digest = hashlib.sha256(json.dumps(code, sort_keys=True).encode()).hexdigest()[:16]
+    environment["code"] = f"{len(code)} files, {digest}"
     numbers = {name: _rounded(part) for name, part in summary.items() if isinstance(part, dict)}
     facts = environment | {name: fact for name, fact in summary.items() if name not in numbers}
     return {

@@ -11,7 +11,16 @@ from filelock import FileLock, Timeout
 from ddp_utils import Stop, UserError, checkpoint
 
 # settings that change no number, so that they may change between two lives of a run
-FREE = {"check", "debug", "restart", "log_every", "save_every", "keep_checkpoints"}
+FREE = {
+    "check",
+    "debug",
+    "restart",
+    "same_code",
+    "reference_logps",
+    "log_every",
+    "save_every",
+    "keep_checkpoints",
+}
 FREE |= {"result_dir", "out_dir", "output_dir", "stop_after_minutes", "timeout_minutes"}
 FREE |= {"config", "deepspeed", "report_to", "bucket_mb", "num_workers"}
 FREE |= {"ckpt_interval", "eval_interval", "gen_interval", "summary_interval"}
@@ -29,18 +38,18 @@ class Found(NamedTuple):
     checkpoint: Path | None = None  # to continue from
 
 
-def inspect(folder, settings, steps, inputs, needed=0, restart=False) -> Found:
+def inspect(folder, settings, steps, inputs, code, needed=0, restart=False) -> Found:
     """Look at a folder, for a run with these settings; nothing is written.
 
-    settings: config.json as it would be written; inputs: name -> digest of what was read;
-    needed: bytes that the run will write at the least. Raises UserError for a place that cannot
-    be written, a run that is going on, an unfinished one with other settings, and one whose
-    checkpoints are all damaged.
+    settings: config.json as it would be written; inputs: name -> digest of what was read; code:
+    file -> digest, of the project; needed: bytes that the run will write at the least. Raises
+    UserError for a place that cannot be written, a run that is going on, an unfinished one with
+    other settings or of other code, and one whose checkpoints are all damaged.
     """
     folder = Path(folder)
     name = next((n for n in ("result_dir", "out_dir") if n in settings), "output_dir")
     check_place(f"--{name}", folder, needed)
-    found = _verdict(folder, settings, inputs, restart)
+    found = _verdict(folder, settings, inputs, code, restart)
     # of guide 1, a place for the model; in the others output_dir is the run folder itself
     output = settings.get("output_dir") if "result_dir" in settings else ""
     if output:
@@ -62,7 +71,7 @@ def check_output(output, folder, continued):
         raise UserError(f"--output_dir: {output} is not empty; give another folder")
 
 
-def _verdict(folder, settings, inputs, restart):
+def _verdict(folder, settings, inputs, code, restart):
     checkpoints = folder / "checkpoints"
     if not (folder / "config.json").exists():
         if checkpoints.exists():
@@ -76,8 +85,10 @@ def _verdict(folder, settings, inputs, restart):
     differences = _differences(read_json(folder / "config.json"), settings, FREE | split)
     before = read_json(folder / "environment.json")
     differences += _differences(before.get("inputs", {}), inputs)
+    edited = [line.partition(":")[0] for line in _differences(before.get("code", {}), code)]
+    edited = [] if settings["same_code"] else sorted(edited)
     finished = summary(folder).get("status") == "finished"
-    if restart or (finished and differences):
+    if restart or (finished and (differences or edited)):
         return Found("aside")
     if finished:
         return Found("finished")
@@ -89,7 +100,12 @@ def _verdict(folder, settings, inputs, restart):
             "--restart moves this run aside and begins a new one"
         )
     if not path:  # nothing would be lost
-        return Found("aside" if differences else "continue", lines)
+        return Found("aside" if differences or edited else "continue", lines)
+    if edited:
+        raise UserError(
+            f"{folder} holds an unfinished run of other code: {', '.join(edited)} changed; "
+            "--restart begins anew, --same_code goes on, if the change moves no number"
+        )
     if changes := [line for line in differences if line.split(":")[0] not in SAID]:
         raise UserError(
             f"{folder} holds an unfinished run with other settings: {', '.join(changes)}; "

@@ -25,9 +25,8 @@ from ddp_utils import (
 from ddp_utils.saving import Saving
 
 STATUS = {0: "finished", 85: "preempted"}  # by exit status; any other: failed
-# what may differ between two lives of a run, and what that means for its numbers
-CHANGED = dict.fromkeys(("world_size", "device", "threads", "versions"), "equal but for rounding")
-CHANGED["git_commit"] = "the code is another"
+# what may differ between two lives of a run: its numbers are then equal but for rounding
+CHANGED = ("world_size", "device", "threads", "versions")
 FINISHED = "{} holds this run, finished: the same settings, the same data"
 COLUMNS = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 COLUMNS += ("kl", "kl_base", "share_baked", "accuracy", "fraction_of_optimum")
@@ -51,6 +50,7 @@ class Run(Saving):
         self.step = 0
         self.training = None
         self.save_seconds = 0.0
+        self.files = {}  # name -> hash and facts of what later starts of this run may read
         self.metrics = self.board = self.lock = None
         self.bar = progress.Bar(world.is_main)
         settings = environment.redacted(dataclasses.asdict(config))
@@ -63,7 +63,8 @@ class Run(Saving):
     def would(cls, folder, config, steps, inputs, needed):
         """Lines on what a run with these settings would do to the folder; nothing is written."""
         settings = environment.redacted(dataclasses.asdict(config))
-        found = resume.inspect(folder, settings, steps, inputs, needed, config.restart)
+        facts = settings, steps, inputs, environment.code(), needed, config.restart
+        found = resume.inspect(folder, *facts)
         if found.verdict == "finished":
             return [FINISHED.format(folder)]
         return [*found.lines, f"run folder: {folder}"]
@@ -76,7 +77,9 @@ class Run(Saving):
         self.run_id = resume.run_id() or uuid.uuid4().hex
         again = resume.restarted() and resume.summary(self.folder).get("run_id") == self.run_id
         restart = self.config.restart and not again
-        found = resume.inspect(self.folder, settings, self.steps, inputs, needed, restart)
+        described = environment.describe(self.config, self.world)
+        facts = settings, self.steps, inputs, described["code"], needed, restart
+        found = resume.inspect(self.folder, *facts)
         if found.verdict == "finished":
             raise Stop(FINISHED.format(self.folder), 0)
         if found.verdict == "aside":
@@ -89,20 +92,21 @@ class Run(Saving):
             raise UserError(resume.going_on(self.folder))  # another one was quicker
         path, meta = found.checkpoint, {"step": 0, "metrics_bytes": 0}
         if path:
-            meta = checkpoint.manifest(path)
+            meta = checkpoint.read_manifest(path)
             shares, mine = meta.get("shares"), parallel.shares(self.config, self.world.world_size)
             if shares and shares != mine:
                 raise UserError(
                     f"{path}: each process has saved its share: {shares}; this is "
                     f"{mine or 'another strategy, or one process'}; start as many, in the same way"
                 )
-        described = environment.describe(self.config, self.world)
         if found.verdict == "continue":
             self.say(f"{self.folder} is not finished: goes on after step {meta['step']}")
             before = resume.read_json(self.folder / "environment.json")
-            for name, means in CHANGED.items():
+            for name in CHANGED:
                 if before.get(name) != described[name]:
-                    self.say(f"{name}: {before.get(name)} -> {described[name]}; {means}")
+                    change = f"{name}: {before.get(name)} -> {described[name]}"
+                    self.say(f"{change}; equal but for rounding")
+            self._read_kept()
         for line in found.lines:
             self.say(line)
         self.step = meta["step"]
@@ -166,14 +170,47 @@ class Run(Saving):
         if self.world.is_main:
             (self.folder / name).write_text(text, encoding="utf-8")
 
-    def once(self, name, fn):
-        """fn(), on all ranks, kept as plain data: a continued run reads what it found before."""
-        path = self.folder / f"{name}.json"
-        found = dist.on_main(self.world, lambda: resume.read_json(path) if path.exists() else None)
-        if found is None:
-            found = fn()
-            self.write_json(path.name, found)
-        return found
+    def once(self, name, make):
+        """make(), on all ranks, kept as plain data: a continued run reads what it found before."""
+        file = f"{name}.json"
+
+        def known():
+            path = self.kept(file, {})
+            return json.loads(path.read_text()) if path else None
+
+        value = dist.on_main(self.world, known)
+        if value is None:
+            value = make()
+            self.write_json(file, value)
+            self.keep(file, {})
+        return value
+
+    def kept(self, name, facts):
+        """On rank 0, the path of a file that an earlier start of this run has kept whole, or None.
+
+        facts: what its content hangs on, as plain data: it must have been kept under the same.
+        """
+        path, entry = self.folder / name, self.files.get(name)
+        if entry is None or entry["facts"] != facts:
+            return None
+        if path.is_file() and checkpoint.sha256(path) == entry["sha256"]:
+            return path
+        self.say(f"warning: {path} does not match its sha256: it is made again")
+        return None
+
+    def keep(self, name, facts, digest=None):
+        """Remember a file that has just been written, with its hash, for later starts."""
+        if self.world.is_main:
+            digest = digest or checkpoint.sha256(self.folder / name)
+            self.files[name] = {"sha256": digest, "facts": facts}
+            checkpoint.write_manifest(self.folder, {"files": self.files})
+
+    def _read_kept(self):
+        try:
+            self.files = checkpoint.read_manifest(self.folder)["files"]
+        except ValueError as error:
+            if any(self.folder.glob("manifest.*")):  # else nothing has been kept yet
+                self.say(f"warning: {self.folder}: {error}: what it names is made again")
 
     def write_summary(self, status, code, final=False):
         """summary.json: how it stands, what it measured; the shell scripts read exit_code.

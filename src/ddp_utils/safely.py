@@ -16,15 +16,15 @@ FAULTS += (RuntimeError, SafetensorError, StrictDataclassError, TypeError, Value
 
 
 @contextlib.contextmanager
-def reading(name, with_bars=False):
+def reading(place, with_bars=False):
     """Nothing but safetensors and JSON, and one line on what cannot be read.
 
     An index or an adapter can name a pickle, which transformers and peft would open.
-    with_bars: let them show progress bars.
+    place: the flag and what it names; with_bars: let them show progress bars.
     """
 
     def refuse(*_arguments, **_options):
-        raise UserError(f"{name}: the weights are a pickle, which can run code; give safetensors")
+        raise UserError(f"{place}: the weights are a pickle, which can run code; give safetensors")
 
     logging = transformers.utils.logging
     verbosity = logging.get_verbosity()
@@ -38,7 +38,7 @@ def reading(name, with_bars=False):
     except torch.OutOfMemoryError:
         raise
     except FAULTS as error:
-        raise UserError(f"{name}: cannot be read: {first_line(error)}") from error
+        raise UserError(f"{place}: cannot be read: {first_line(error)}") from error
     finally:
         logging.set_verbosity(verbosity)
         if has_bars:
@@ -50,7 +50,7 @@ def first_line(error):
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
-def check_complete(name, missing, unexpected, misshapen):
+def check_complete(place, missing, unexpected, misshapen):
     """Raise UserError unless the tensors in the files are exactly those that the model asks for.
 
     missing, unexpected, misshapen: names of tensors.
@@ -64,5 +64,5 @@ def check_complete(name, missing, unexpected, misshapen):
             problems.append(f"{len(names)} tensors {kind} ({first}{more})")
     if problems:
         raise UserError(
-            f"{name}: {'; '.join(problems)}; give weights and config.json of the same model"
+            f"{place}: {'; '.join(problems)}; give weights and config.json of the same model"
         )

@@ -3,11 +3,12 @@
 B rows, T tokens, N tokens of all replies, D width, V words.
 """
 
+import contextlib
 import os
 import shutil
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ddp_utils import (
@@ -100,20 +101,21 @@ class Teacher:
 
     Computed whenever it is asked for, or with cache_teacher once: kept are its last hidden states,
     D numbers a token instead of V, since the head, which both share, is frozen. One file a rank in
-    the run folder, under a fingerprint that includes x0.
+    the run folder, named in its manifest with what they hang on.
     """
 
     def __init__(self, student, data, config, run):
         self.student, self.data, self.device = student, data, run.world.device
         self.kept = {}  # "split/row" -> the open file that has it
         if config.cache_teacher:
-            mark = reference.fingerprint(student, data, [config.model_name], self.device)
-            self._open(run, mark)
+            facts = {}
+            if run.world.is_main:
+                facts = reference.facts_of(student, data, [config.model_name], self.device)
+            self._open(run, facts)
             known = torch.tensor([float(self._complete())], device=self.device)
             if dist.all_sum(known, run.world).item() < run.world.world_size:
-                self._write(run, mark, config.batch_size)
-                dist.all_sum(known, run.world).item()  # all have written before one reads
-                self._open(run, mark)
+                self._write(run, facts, config.batch_size)
+                self._open(run, facts)
                 if not self._complete():
                     raise UserError(
                         f"{run.folder}/teacher: not all ranks' files are here; "
@@ -135,16 +137,17 @@ class Teacher:
         rows = {f"{split}/{row}" for split, rows in self.data.items() for row in range(len(rows))}
         return rows <= self.kept.keys()
 
-    def _open(self, run, mark):
-        for path in sorted(run.folder.glob("teacher/*.safetensors")):
-            try:
-                file = safe_open(path, framework="pt")
-                if file.metadata() == {"fingerprint": mark}:
-                    self.kept |= dict.fromkeys(file.keys(), file)
-            except (OSError, SafetensorError):
-                continue  # half a file of a run that was killed
+    def _open(self, run, facts):
+        def whole():
+            names = [name for name in run.files if name.startswith("teacher/")]
+            return [name for name in names if run.kept(name, facts)]
 
-    def _write(self, run, mark, size):
+        for name in dist.on_main(run.world, whole):
+            with contextlib.suppress(OSError):  # not on this node: see __init__
+                file = safe_open(run.folder / name, framework="pt")
+                self.kept |= dict.fromkeys(file.keys(), file)
+
+    def _write(self, run, facts, size):
         self.kept, found, world = {}, {}, run.world
         folder = run.folder / "teacher"
         folder.mkdir(exist_ok=True)
@@ -159,9 +162,15 @@ class Teacher:
                 for row, mine in zip(part.index, states, strict=True):
                     found[f"{split}/{row}"] = mine.cpu().clone()
                 run.bar.advance()
-        path = folder / f"{world.rank:05d}-of-{world.world_size:05d}.safetensors"
+        names = []
+        for rank in range(world.world_size):
+            names.append(f"{rank:05d}-of-{world.world_size:05d}.safetensors")
+        path = folder / names[world.rank]
         temporary = path.with_suffix(".tmp")
         with checkpoint.writing(path, temporary):
-            save_file(found, temporary, metadata={"fingerprint": mark})
+            save_file(found, temporary)
             shutil.copymode(run.folder / "config.json", temporary)
             os.replace(temporary, path)
+        digests = dist.by_rank(checkpoint.sha256(path), world)
+        for name, digest in zip(names, digests, strict=True):
+            run.keep(f"teacher/{name}", facts, digest)

@@ -282,12 +282,14 @@ def main(argv=None) -> int:
         # model
         scorer = Scorer(model, config.temperature).to(world.device)
         policy = parallel.wrap(scorer, config, world)
-        mark = f"{inputs} {config.decoding_order} {config.num_orders} {config.seed}"
+        # what the reference's log-probs hang on, beside the data and the model in `inputs`
+        facts = inputs | {"device": world.device.type, "torch": torch.__version__}
+        for name in ("decoding_order", "num_orders", "seed", "temperature"):
+            facts[name] = str(getattr(config, name))
         table = reference.kept(
-            mark + f" {config.temperature} {world.device.type} {torch.__version__}",
+            facts,
             {split: pairs for split, pairs in data.items() if pairs},
             lambda pairs: score(scorer, pairs, structures, config, run),
-            world,
             run,
         )
         optimizer, schedule = parallel.make_optimizer(policy, config, peak, plan.steps)

@@ -354,7 +354,7 @@ MODELS = {  # which file, what becomes of it -> what the line says
     "no type": (
         "config.json",
         lambda content: content.pop("model_type") and None,
-        "--model_name: no model at ",
+        "--model_name: ",
     ),
     "cut short": ("tokenizer.json", lambda content: json.dumps(content)[:5000], NO_TOKENIZER),
     "empty": ("tokenizer.json", lambda content: "{}", NO_TOKENIZER),

@@ -74,7 +74,7 @@ def test_f1_complaint_24_a_killed_run_goes_on_bit_for_bit(mode, size, made, tmp_
 
 MOMENTS = {  # call of the writer in its second save, of step 10 -> newest checkpoint afterwards
     "before the data": ("save_file", 2, 5),
-    "after the data, before the manifest": ("_sha256", 3, 5),  # the first save hashes twice
+    "after the data, before the manifest": ("write_manifest", 4, 5),  # 2 are the run's
     "before the rename": ("os.rename", 2, 5),
     "after the rename": ("verify", 2, 10),
     "while the oldest is removed": ("shutil.rmtree", 4, 15),
@@ -321,15 +321,41 @@ def test_f7_a_longer_run_goes_on(killed):
     assert json.loads((folder / "summary.json").read_text())["step"] == 14
 
 
-def test_f7_other_code_and_other_versions_are_said(killed):
+def edit(path, change):
+    """Change the object in a JSON file."""
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
+
+
+def test_f7_other_versions_are_said(killed):
     folder = killed("lora", 1)
-    path = folder / "environment.json"
-    before = json.loads(path.read_text())
-    versions = before["versions"] | {"torch": "2.10.0"}
-    path.write_text(json.dumps(before | {"git_commit": "0000", "versions": versions}))
+    edit(folder / "environment.json", lambda before: before["versions"].update(torch="2.10.0"))
     log = faults.finished(faults.start(1, folder, *faults.MODES["lora"])).logs[0]
-    assert "git_commit: 0000 -> " in log and "; the code is another\n" in log
     assert "versions: " in log and "'torch': '2.10.0'" in log and "threads: " not in log
+
+
+def test_a_run_of_other_code_is_refused_or_moved_aside(killed, made):
+    """As if the saved digest of losses.py were that of another text."""
+
+    def other(environment):
+        assert environment["code"]["main_distributed.py"]
+        environment["code"]["ddp_utils/losses.py"] = "0" * 16
+
+    folder, mode = killed("lora", 1), faults.MODES["lora"]
+    edit(folder / "environment.json", other)
+    outcome = faults.start(1, folder, *mode)
+    assert outcome.codes == [2] and outcome.logs[0] == (
+        f"error: {folder} holds an unfinished run of other code: ddp_utils/losses.py changed; "
+        "--restart begins anew, --same_code goes on, if the change moves no number\n"
+    )
+    faults.finished(faults.start(1, folder, *mode, "--same_code"))
+    assert faults.is_equal(folder, made("undisturbed", "lora", 1))
+    edit(folder / "environment.json", other)
+    assert "finished" in faults.finished(faults.start(1, folder, *mode, "--same_code")).logs[0]
+    again = faults.finished(faults.start(1, folder, *mode)).logs[0]
+    assert f"held an earlier run: moved to {folder}.1" in again
+    assert faults.is_equal(folder, made("undisturbed", "lora", 1))
 
 
 def test_a_shorter_run_than_what_is_done_is_refused(killed):

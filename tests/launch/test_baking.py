@@ -339,7 +339,11 @@ def test_an_adapter_is_carried_on_and_the_base_stays_the_base(one, made, tmp_pat
         ({}, ["--val_path", "TRAIN"], r"traj_chat.jsonl:1: its question is in data_path, too"),
         ({}, ["--lora_targets", "q_proj,lm_head"], "--lora_targets: leave output layer"),
         ({}, ["--lora_targets", "q_porj"], "--lora_targets: no layer q_porj"),
-        ({}, ["--resume_from", "data/demo/model"], "^--resume_from: no adapter at data/demo/model"),
+        (
+            {},
+            ["--resume_from", "data/demo/model"],
+            "^--resume_from: data/demo/model: cannot be read",
+        ),
         ({}, ["--max_traj_len", "8"], "0 usable rows; --max_traj_len is 8"),
         ({"tokens": [99999], "reply": ""}, [], "token id 99999, model has"),
     ],

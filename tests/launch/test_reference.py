@@ -1,7 +1,8 @@
-"""The reference is scored once: a run beside it with the same fingerprint reads its log-probs."""
+"""The reference is scored once a run; another run's log-probs are read where a flag names it."""
 
 import os
-import time
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import main_distributed
 import runs
-from ddp_utils import logps, plots, records, reference, selftest
+from ddp_utils import UserError, checkpoint, logps, plots, records, reference, selftest
 from ranks import ranks
 
 FLAGS = [*runs.QUIET, *runs.words("--max_rows 12 --batch_size 4 --max_steps 2")]
@@ -33,7 +34,8 @@ def train(folder, *flags):
 
 
 def twice(folder):
-    return train(f"{folder}/a"), train(f"{folder}/b", "--beta", "0.3")
+    first = train(f"{folder}/a")
+    return first, train(f"{folder}/b", "--beta", "0.3", "--reference_logps", f"{folder}/a")
 
 
 def numbers(lines):
@@ -55,7 +57,7 @@ def test_a_second_run_scores_nothing(world_size, tmp_path):
 def test_numbers_are_the_same_to_the_bit(tmp_path):
     _, first = train(tmp_path / "run")
     count, again = train(tmp_path / "run", "--restart")  # the first is moved to run.1
-    assert count == 0
+    assert count == 20  # no neighbour is read unasked
     assert numbers(again) == numbers(first)
 
 
@@ -68,48 +70,73 @@ CHANGES = {
 }
 
 
+DIFFERS = {"rows": "rows of train", "layout": "prompt shared", "weights": "dtype"}
+DIFFERS |= {"tokens": "rows of train", "adapter": "adapter"}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The folder of a run whose log-probs others may want to read."""
+    folder = tmp_path_factory.mktemp("reference") / "made"
+    train(folder)
+    return folder
+
+
 @pytest.mark.parametrize("what", CHANGES)
-def test_what_the_log_probs_hang_on_is_in_the_fingerprint(what, tmp_path):
-    train(tmp_path / "a")
-    assert train(tmp_path / "b", *CHANGES[what])[0] > 0
+def test_log_probs_of_something_else_are_refused(what, made, tmp_path):
+    says = f"--reference_logps: {made} has another {DIFFERS[what]}; leave it out"
+    with pytest.raises(UserError, match=re.escape(says)):
+        train(tmp_path / "b", *CHANGES[what], "--reference_logps", str(made))
 
 
-def test_another_model_under_the_same_name_is_scored_anew(tmp_path):
+def test_another_model_under_the_same_name_is_refused(tmp_path):
     model = tmp_path / "model"
-    model.mkdir()
-    for file in records.resolve("data/demo/model").iterdir():
-        (model / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(records.resolve("data/demo/model"), model)
     flags = ["--model_name", str(model)]
-    assert train(tmp_path / "runs/a", *flags)[0] > 0
+    assert train(tmp_path / "runs/a", *flags)[0] == 20
+    flags += ["--reference_logps", str(tmp_path / "runs/a")]
     assert train(tmp_path / "runs/b", *flags)[0] == 0
     weights = model / "model.safetensors"
     tensors = load_file(weights)
     save_file({k: v * 1.5 for k, v in tensors.items()}, weights, metadata={"format": "pt"})
-    os.utime(weights, ns=(time.time_ns(),) * 2)
-    assert train(tmp_path / "runs/c", *flags)[0] > 0
+    with pytest.raises(UserError, match="has another model; leave it out"):
+        train(tmp_path / "runs/c", *flags)
 
 
-def test_half_a_file_of_a_killed_run_is_passed_over(tmp_path):
-    train(tmp_path / "a")
-    kept = tmp_path / "a" / reference.FILE
-    kept.write_bytes(kept.read_bytes()[:40])
-    assert train(tmp_path / "b")[0] == 20
+def test_damaged_log_probs_are_never_read(made, tmp_path):
+    """One bit of a table: refused from another run, scored again by its own."""
+    folder = tmp_path / "a"
+    shutil.copytree(made, folder)
+    table = bytearray((folder / reference.FILE).read_bytes())
+    table[-2] ^= 1
+    (folder / reference.FILE).write_bytes(table)
+    with pytest.raises(UserError, match=f"{reference.FILE} is damaged; leave it out"):
+        train(tmp_path / "b", "--reference_logps", str(folder))
+    shutil.rmtree(folder / "checkpoints")
+    summary = folder / "summary.json"
+    summary.write_text(summary.read_text().replace("finished", "failed"))
+    assert train(folder)[0] == 20
+    (folder / "manifest.sha256").unlink()
+    with pytest.raises(UserError, match="a: manifest.sha256 is missing; give another run folder"):
+        train(tmp_path / "b", "--reference_logps", str(folder))
 
 
-def test_a_table_that_is_not_this_policys_is_refused_at_step_0(tmp_path):
-    """The last line of defence, should a fingerprint ever deceive."""
-    train(tmp_path / "a")
-    kept = tmp_path / "a" / reference.FILE
-    with reference.safe_open(kept, framework="pt") as file:
-        mark = file.metadata()
-    save_file({k: v + 0.01 for k, v in load_file(kept).items()}, kept, metadata=mark)
-    with pytest.raises(reference.UserError, match="differs from the reference's by 0.01"):
-        train(tmp_path / "b")
+def test_a_table_that_is_not_this_policys_is_refused_at_step_0(made, tmp_path):
+    """The last line of defence, should the manifest ever deceive."""
+    folder = tmp_path / "a"
+    shutil.copytree(made, folder)
+    tables = {k: v + 0.01 for k, v in load_file(folder / reference.FILE).items()}
+    save_file(tables, folder / reference.FILE)
+    entry = checkpoint.read_manifest(folder)["files"][reference.FILE]
+    entry["sha256"] = checkpoint.sha256(folder / reference.FILE)
+    checkpoint.write_manifest(folder, {"files": {reference.FILE: entry}})
+    with pytest.raises(UserError, match="differs from the reference's by 0.01"):
+        train(tmp_path / "b", "--reference_logps", str(folder))
 
 
 def test_a_layout_that_cannot_be_had_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(selftest, "check_layout", lambda *_: "the prompt cannot be shared (windy)")
-    with pytest.raises(reference.UserError, match="--layout shared: the prompt cannot be shared"):
+    with pytest.raises(UserError, match="--layout shared: the prompt cannot be shared"):
         train(tmp_path / "a", "--layout", "shared")
     train(tmp_path / "b")
     assert capsys.readouterr().out.count("the prompt cannot be shared (windy)") == 1

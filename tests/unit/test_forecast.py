@@ -15,9 +15,7 @@ import check_gpu
 import main_distributed
 from conftest import ROOT
 from ddp_utils import UserError, batching, dryrun, forecast, fsdp, plan
-from ddp_utils import ahead as ahead_
 from ddp_utils.pairs import Pair
-from ddp_utils.world import World
 
 D, E, H, V, LAYERS, R = 64, 128, 32, 512, 5, 4  # width, MLP, head, vocabulary, layers, LoRA rank
 LAYER = (
@@ -273,16 +271,6 @@ def test_offload():
     assert three[:4] == (800 + 600, 40, 0, 310) and three.host == (800 + 800 + 1600 + 800) / 4
 
 
-def test_the_fullest_micro_batch_of_a_run():
-    sizes = [10, 50, 20, 40, 30, 60]  # in order, 3 a step: 10 50 20, 40 30 60
-    rows = [Pair([1], [2] * (size // 2), [3] * (size // 2 + 1), "", "") for size in sizes]
-    steps = batching.Plan(rows=6, global_batch=3, seed=0, shuffle=False)
-    assert forecast.fullest(rows, steps, 1, 3) == [rows[5], rows[3], rows[4]]
-    assert forecast.fullest(rows, steps, 3, 1) == [rows[5]]
-    # two ranks: 60 in one, 40 and 30 in the other, which is fuller
-    assert forecast.fullest(rows, steps, 2, 2) == [rows[3], rows[4]]
-
-
 @pytest.mark.parametrize(
     ("strategy", "sharding", "name"),
     [
@@ -301,69 +289,6 @@ def test_the_fullest_micro_batch_of_a_run():
 def test_a_run_s_strategy(strategy, sharding, name):
     assert forecast.name_of(Settings(strategy=strategy, sharding=sharding)) == name
     assert name in forecast.STRATEGIES
-
-
-def test_a_run_can_ask_what_its_peak_will_be(monkeypatch):
-    monkeypatch.setattr(forecast.environment, "peak_memory_mb", lambda _device: 300.0)
-    tiny = transformers.LlamaConfig, {"vocab_size": 2**14}
-    ask = settings(strategy="ddp"), outline(tiny[0], **tiny[1]), rows_of(1), losses
-    count = LAYERS * LAYER + 2 * 2**14 * D + D
-    found = forecast.predicted_memory_mb(*ask, World())
-    assert found == pytest.approx(300 + (16 * count + 2 * 4 * 2**14 * D) / 2**20, rel=1e-3)
-
-
-@pytest.fixture
-def ahead(monkeypatch):
-    """ahead(main) -> what a run of 12 steps that has done 3 of them says, and keeps."""
-    monkeypatch.setattr(ahead_, "WORTH", 1e5)
-    monkeypatch.setattr(ahead_.time, "perf_counter", lambda: 100.0)
-    rows = rows_of(4)
-
-    def asked(main, rows=rows, **changes):
-        said, world = [], World(rank=0 if main else 1, world_size=2)
-        run = Settings(world=world, results={}, steps=12, say=said.append, start=40.0)
-        config = settings(strategy="ddp", **changes)
-        steps = batching.Plan(rows=4, global_batch=2, seed=0)
-        found = ahead_.Ahead(run, config, outline(), rows, steps, 1, lambda *a: losses(*a[:3]))
-        for step in range(4, 13):
-            found.seen(step, {"seconds": 30.0 if step == 4 else 2.0, "peak_memory_mb": 10.0 * step})
-        return said, run.results
-
-    return asked
-
-
-def test_a_run_says_what_it_will_need_and_then_what_it_did(ahead):
-    said, kept = ahead(main=True)
-    predicted = kept["predicted_memory_mb"]
-    # 60 s until the fifth step, which is number 8; then four of two seconds
-    assert kept == {
-        "predicted_memory_mb": predicted,
-        "predicted_seconds": 68.0,
-        "peak_memory_mb": 120.0,
-    }
-    assert said == [
-        f"predicted peak memory {predicted:.0f} MiB a rank",
-        "about 1.1 min for 12 steps",
-        f"peak memory 120 MiB, predicted {predicted:.0f}",
-    ]
-
-
-def test_the_other_ranks_and_runs_of_small_models_say_nothing(ahead, monkeypatch):
-    assert ahead(main=False) == ([], {})
-    monkeypatch.setattr(ahead_, "WORTH", 1e9)
-    assert ahead(main=True) == ([], {})
-
-
-def test_what_cannot_be_predicted_stops_no_run(ahead, monkeypatch):
-    def refuse(*_):
-        raise UserError("no step without contents: why")
-
-    monkeypatch.setattr(forecast, "predicted_memory_mb", refuse)
-    said, kept = ahead(main=True)
-    assert said[0] == "peak memory is not predicted: no step without contents: why"
-    assert said[2] == "peak memory 120 MiB" and "predicted_memory_mb" not in kept
-    said, kept = ahead(main=True, type="qlora")
-    assert len(said) == 2 and kept["predicted_seconds"] == 68
 
 
 # --- the plan ------------------------------------------------------------------------------------

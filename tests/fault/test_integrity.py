@@ -1,0 +1,103 @@
+"""A run belongs to its files and to its code: flipped bits and edited sources are noticed."""
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import faults
+from conftest import ROOT
+from ddp_utils import environment, plots
+
+FLIPS = [12, pytest.param(200, marks=pytest.mark.show)]
+
+
+@pytest.mark.parametrize("count", FLIPS)
+def test_a_flipped_bit_changes_no_weight_or_is_one_line(count, tmp_path):
+    """Single bits of any file of a run that was killed in step 12, with checkpoints 5 and 10.
+
+    Each file is as likely as any other; printed are file, bit and what became of it.
+    """
+    mode = [*faults.MODES["lora"], "--num_samples", "2"]
+    faults.finished(faults.start(1, tmp_path / "whole/run", *mode))
+    killed = tmp_path / "killed/run"
+    fault = faults.kill_in_backward, 0, 11
+    assert faults.start(1, killed, *mode, fault=fault).codes == [-9]
+    files = sorted(path.relative_to(killed) for path in killed.rglob("*") if path.is_file())
+    files = [file for file in files if (killed / file).stat().st_size]
+    assert {"reference_logps.safetensors", "reference_replies.json"} <= {str(f) for f in files}
+    generator = random.Random(count)
+    ends = {"went on": 0, "one line": 0}
+    for number in range(count):
+        folder = Path(shutil.copytree(killed, tmp_path / f"{number}/run"))
+        file = generator.choice(files)
+        content = bytearray((folder / file).read_bytes())
+        bit = generator.randrange(8 * len(content))
+        content[bit // 8] ^= 1 << bit % 8
+        (folder / file).write_bytes(content)
+        outcome = faults.start(1, folder, *mode)
+        case = f"{file}, bit {bit}: {outcome.codes}\n{outcome.logs[0]}"
+        if outcome.codes == [0]:
+            assert faults.digest(folder) == faults.digest(tmp_path / "whole/run"), case
+            plots.read_metrics(folder)  # which the curves and the report are made of
+            ends["went on"] += 1
+        else:
+            line = outcome.logs[0]
+            assert outcome.codes == [2] and line.startswith("error: "), case
+            assert line.count("\n") == 1, case
+            ends["one line"] += 1
+        shutil.rmtree(folder)
+    print(ends)
+    assert ends["went on"] and ends["one line"]
+
+
+def start(tree, folder, fault=""):
+    """A run of a copy of the project, in a process of its own; fault: see tests/faults.py."""
+    path = f"{tree / 'src'}{os.pathsep}{ROOT / 'tests'}"
+    names = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "RANK": "0", "FAULT": fault}
+    flags = [*faults.STEPS, *faults.MODES["lora"], "--result_dir", str(folder)]
+    command = [sys.executable, faults.__file__, *flags]
+    return subprocess.run(command, env=os.environ | names, capture_output=True, text=True)
+
+
+def test_an_edited_loss_is_noticed_and_a_comment_is_not(tmp_path):
+    tree, folder = tmp_path / "tree", tmp_path / "runs/edited"
+    for part in ("src", "data/demo"):
+        shutil.copytree(ROOT / part, tree / part)
+    assert start(tree, folder, "kill_in_backward 0 6").returncode == -9
+    loss = tree / "src/ddp_utils/losses.py"
+    source = loss.read_text()
+    loss.write_text(source.replace("logsigmoid(z)", "logsigmoid(-z)", 1))
+    refused = start(tree, folder)
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+    assert "unfinished run of other code: ddp_utils/losses.py changed; --restart" in refused.stderr
+    loss.write_text("# one remark more\n\n" + source.replace("import torch", "import torch  # 2"))
+    done = start(tree, folder)
+    assert done.returncode == 0, done.stderr
+    faults.finished(faults.start(1, tmp_path / "whole/run", *faults.MODES["lora"]))
+    assert faults.is_equal(folder, tmp_path / "whole/run")
+
+
+def test_the_digest_of_code_is_of_what_it_does(tmp_path):
+    """Comments, blank lines and spaces at the end do not count; a string with a # does."""
+    file = tmp_path / "code.py"
+
+    def digest(text):
+        file.write_text(text)
+        return environment._digest_of_code(file)
+
+    same = ["x = '#1'\ny = 2\n", "# why\n\nx = '#1'  # one\n\n\ny = 2 \n", "x = '#1'\ny = 2  #"]
+    assert len({digest(text) for text in same}) == 1
+    others = ["x = '#2'\ny = 2\n", "x = '#1'\ny = -2\n", "x = '#1'\nif x:\n    y = 2\n"]
+    assert len({digest(text) for text in [same[0], *others]}) == 4
+
+
+def test_a_damaged_line_of_metrics_is_left_out(tmp_path):
+    good = '{"split": "train", "step": 1, "loss": 0.5}\n'
+    lines = good + good.replace("{", "z", 1) + good.replace('"step"', '"stop"') + "7\n" + good[:9]
+    (tmp_path / "metrics.jsonl").write_bytes(lines.encode() + b'\n{"\xff": 1}\n')
+    assert plots.read_metrics(tmp_path) == [{"split": "train", "step": 1, "loss": 0.5}]
