@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, PeftConfig, get_peft_model
 from peft.utils import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModelForCausalLM, BitsAndBytesConfig
 
 from ddp_utils import UserError, checkpoint, dist, safely
 from ddp_utils.pairs import model_path
@@ -128,7 +128,8 @@ def load(name, dtype, device, four_bits=None, flag="--model_name"):
         )
     misshapen = [mismatch[0] for mismatch in report["mismatched_keys"]]
     safely.check_complete(place, report["missing_keys"], report["unexpected_keys"], misshapen)
-    if not getattr(model.config, "is_decoder", True):
+    is_encoder = type(model.config) in MODEL_FOR_MASKED_LM_MAPPING  # BERT and its relatives
+    if is_encoder and not getattr(model.config, "is_decoder", False):
         kind = model.config.model_type
         raise UserError(f"{place}: {kind} reads a text in both directions; give a causal model")
     return no_dropout(model)

@@ -174,6 +174,19 @@ def assert_as_alone(scorer, config, factor, pairs=PAIRS):
 # --- which models share, and that none is silently wrong -----------------------------------------
 
 
+def test_every_architecture_is_loaded_whole(tmp_path):
+    """No tensor that a file lacks or has too many, but for those that the architecture ties."""
+    for name, (config, _) in MODELS.items():
+        model = build(config, 1.0)
+        model.save_pretrained(tmp_path / name)
+        lora.load(str(tmp_path / name), "auto", lora.META)
+        loaded = lora.load(str(tmp_path / name), torch.float32, torch.device("cpu"))
+        tensors = loaded.state_dict()
+        assert tensors.keys() == model.state_dict().keys(), name
+        for key, tensor in model.state_dict().items():
+            assert torch.equal(tensor, tensors[key]), (name, key)
+
+
 @pytest.mark.parametrize("factor", [3.0, 20.0])
 @pytest.mark.parametrize("name", MODELS)
 def test_log_probs_equal_those_of_each_row_alone(name, factor):
