@@ -43,7 +43,9 @@ def make_awkward():
             continue
         atom, chain, number, code = line[12:16].strip(), line[21], int(line[22:26]), " "
         place = np.array([float(line[at : at + 8]) for at in (30, 38, 46)])
-        place += dice.normal(0, 0.2, 3)
+        if atom == "N":
+            shift = dice.normal(0, 0.2, 3)  # of the residue
+        place += shift
         if (chain, number, atom) in (("A", 3, "O"), ("B", 5, "CA")) or (chain, number) == ("A", 12):
             continue
         if (chain, number) == ("B", 9):
