@@ -55,7 +55,7 @@ def pytest_runtest_protocol(item):
 
 @pytest.fixture(scope="session")
 def shared():
-    """Real data, which is not part of the project: what needs it is an extra and protects nothing."""
+    """Real data, which is not part of the project: a test that needs it is an extra."""
     if not (SHARED / "data").is_dir():
         pytest.skip("an extra: needs ../shared/data, which is not part of the project")
     return SHARED

@@ -13,7 +13,6 @@ from ddp_utils import plots
 from unit.test_pairs import LLAMA3, chat_tokenizer
 
 FIXTURES = sorted((ROOT / "tests/data/formats").glob("*.json*"))
-REAL = ["instruction_preference_900.json", "dpo_en_demo.json", "stories_pairs_train.jsonl"]
 SHORT = runs.words("--max_steps 3 --batch_size 2 --num_samples 1 --max_new_tokens 8 --log_every 9")
 SHORT += runs.words("--max_rows 24 --max_length 200 --fine_tuning lora --learning_rate 1e-4")
 
@@ -51,11 +50,3 @@ def test_each_format_trains_the_demo_model(path, tmp_path, monkeypatch):
 @pytest.mark.parametrize("path", FIXTURES, ids=lambda path: path.name)
 def test_each_format_trains_a_llama(path, tmp_path, monkeypatch, llama):
     assert train(llama, path, tmp_path / "run", monkeypatch)["format"] == path.stem
-
-
-@pytest.mark.parametrize("name", REAL)
-@pytest.mark.parametrize("model", ["demo", "llama"])
-def test_real_files_train(name, model, tmp_path, monkeypatch, llama, shared):
-    """An extra: needs ../shared."""
-    model = "data/demo/model" if model == "demo" else llama
-    train(model, shared / "data/preferences" / name, tmp_path / "run", monkeypatch)
