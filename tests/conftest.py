@@ -55,9 +55,9 @@ def pytest_runtest_protocol(item):
 
 @pytest.fixture(scope="session")
 def shared():
-    """Real data and reference numbers that are not part of the project."""
+    """Real data, which is not part of the project: a test that needs it is an extra."""
     if not (SHARED / "data").is_dir():
-        pytest.skip("needs ../shared/data and ../shared/golden, which are not part of the project")
+        pytest.skip("an extra: needs ../shared/data, which is not part of the project")
     return SHARED
 
 

@@ -2,7 +2,7 @@
 
 Ours: the backbone encoded once, all sequences on it decoded together, the reference's log-probs
 known, backward, Adam. CPU seconds on one thread, the two in turns. `python
-tests/bench/test_mpnn_faster.py` prints the table of all structures, with peak memory.
+tests/bench/test_mpnn_faster.py` prints the table of all lengths, with peak memory.
 """
 
 import gc
@@ -23,25 +23,21 @@ import torch
 from torch.nn import functional
 
 from bench import mpnn_plain
-from conftest import SHARED
 from dpo_inv.mpnn import ProteinMPNN
+from unit.test_mpnn import backbone, letters
 
 BARS = {1: 4.5, 4: 8.0}  # pairs on one backbone -> how much faster; a shared machine gets 0.8
 MEMORY = 0.5  # of the plain step's peak
-SIZES = {"6MRR": 68, "5L33": 106, "3HTN": 354}  # of 3HTN the first 354: as long as 4GYT
+SIZES = (68, 106, 354)  # residues, each with 48 neighbours: where they lie takes no time
 
 
 class Case:
-    """One backbone with made-up pairs, two models with the same weights."""
+    """A made-up backbone with made-up pairs, two models with the same weights."""
 
-    def __init__(self, name):
+    def __init__(self, length):
         torch.manual_seed(0)
-        length = SIZES[name]
-        with np.load(SHARED / f"golden/protein/struct_{name}.npz") as file:
-            fields = ("X", "mask", "residue_idx", "chain_encoding", "S_native", "S_mut")
-            data = [torch.from_numpy(file[field])[None, :length] for field in fields]
-        self.backbone, self.order = data[:4], torch.randperm(length)[None]
-        self.pairs = torch.stack(data[4:], 1)  # [1, 2, L]
+        self.backbone, self.order = backbone(length), torch.randperm(length)[None]
+        self.pairs = letters(1, 2, length)
         self.ours, self.plain, self.reference = (
             ProteinMPNN(),
             mpnn_plain.Plain(),
@@ -93,15 +89,15 @@ def ratios(case, turns):
     return found
 
 
-def peak(which, name):
+def peak(which, length):
     """MiB that two steps take above what the process had before, in a process of their own."""
-    command = [sys.executable, __file__, which, name]
+    command = [sys.executable, __file__, which, str(length)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(done.stdout.split()[-1])
 
 
-def measure_peak(which, name):
-    case = Case(name)
+def measure_peak(which, length):
+    case = Case(int(length))
     gc.collect()
     before = high_water()
     for _ in range(2):
@@ -116,11 +112,11 @@ def high_water():
 
 
 def table():
-    for name, length in SIZES.items():
-        case = Case(name)
+    for length in SIZES:
+        case = Case(length)
         case.plain_pass()
         once = statistics.median(seconds(case.plain_pass) for _ in range(7)) * 1000 / length
-        print(f"{name} L={length}: plain forward {once:.2f} ms a residue", flush=True)
+        print(f"L={length}: plain forward {once:.2f} ms a residue", flush=True)
         for pairs, rows in ratios(case, 9 if length < 300 else 5).items():
             ratio, plain, ours = (sorted(column) for column in zip(*rows, strict=True))
             middle = [statistics.median(column) for column in (ratio, plain, ours)]
@@ -130,13 +126,13 @@ def table():
                 f", bar {BARS[pairs]}",
                 flush=True,
             )
-    plain, ours = (peak(which, "3HTN") for which in ("plain", "ours"))
+    plain, ours = (peak(which, 354) for which in ("plain", "ours"))
     print(f"peak memory, L=354: plain {plain:.0f} MiB, ours {ours:.0f} MiB: {ours / plain:.2f}")
 
 
 @pytest.fixture(scope="module")
-def case(shared):
-    return Case("5L33")
+def case():
+    return Case(106)
 
 
 def test_both_steps_have_the_same_loss(case):
@@ -160,14 +156,14 @@ def test_a_step_is_that_much_faster_than_the_plain_one(case):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_step_takes_half_the_memory(shared):
-    plain, ours = (peak(which, "5L33") for which in ("plain", "ours"))
+def test_a_step_takes_half_the_memory():
+    plain, ours = (peak(which, 106) for which in ("plain", "ours"))
     print(f"plain {plain:.0f} MiB, ours {ours:.0f} MiB")
     assert ours <= MEMORY * plain
 
 
 @pytest.mark.bench
-def test_table(shared):
+def test_table():
     table()
 
 

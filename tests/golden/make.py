@@ -1,11 +1,13 @@
-"""Write what TRL's DPOTrainer logs on the demo in 20 steps: what test_trl_demo.py compares with.
+"""Write what TRL's DPOTrainer logs on the demo, step by step: what test_trl.py compares with.
 
     python3 -m venv trl-env
     trl-env/bin/pip install torch==2.13.0 trl==1.16.0 peft transformers==5.23.0 datasets
-    OMP_NUM_THREADS=1 trl-env/bin/python tests/golden/make.py       # one CPU core, ten seconds
+    OMP_NUM_THREADS=1 trl-env/bin/python tests/golden/make.py       # one CPU core, a minute
 
-Writes trl_demo_full.json, trl_demo_lora.json and demo_adapter/, the start of the LoRA (B = 0),
-beside this file. Nothing of this project runs here, and the tests need no TRL.
+Writes trl_NAME.json for each of CASES and demo_adapter/, the start of the LoRA, beside this file.
+Nothing of this project runs here, and the tests need no TRL. Nothing in a case is at rest: the
+gradient is clipped in each step, the rate rises and falls, weights decay, and the adapter's B is
+not zero, so that the reference is the model with the adapter.
 """
 
 import json
@@ -24,12 +26,23 @@ import trl  # noqa: E402
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 MODEL, DATA, ADAPTER = "data/demo/model", "data/demo/preferences_train.jsonl", HERE / "demo_adapter"
-STEPS, PAIRS, BETA, MAX_LENGTH = 20, 4, 0.1, 512
+STEPS, PAIRS, WARMUP = 12, 4, 3
 RANK, ALPHA = 3, 6  # rank 4 would make the file larger than 150 kB
-KINDS = {
-    "full": ("full fine-tuning", 1e-4),
-    "lora": (f"LoRA r={RANK} alpha={ALPHA} all-linear, start: {ADAPTER.name}/", 1e-3),
+FULL = {"fine_tuning": "full", "learning_rate": 5e-4, "max_grad_norm": 0.25, "weight_decay": 1.0}
+LORA = {"fine_tuning": "lora", "learning_rate": 5e-4, "max_grad_norm": 0.1, "weight_decay": 1.0}
+CASES = {  # by the names of this project's flags
+    "full_sigmoid": FULL | {"method": "dpo", "beta": 0.5},
+    "full_ipo": FULL | {"method": "ipo", "beta": 0.5},
+    "full_hinge": FULL | {"method": "hinge", "beta": 0.5},
+    "full_robust": FULL | {"method": "robust", "beta": 0.5, "label_smoothing": 0.1},
+    "lora_sigmoid": LORA | {"method": "dpo", "beta": 0.5},
+    "lora_ipo": LORA | {"method": "ipo", "beta": 0.5},
 }
+
+
+def rate(done):
+    """The factor of the learning rate after so many steps: up in WARMUP steps, then down to 0."""
+    return min((done + 1) / (WARMUP + 1), (STEPS - done) / (STEPS - WARMUP))
 
 
 def load():
@@ -37,12 +50,16 @@ def load():
 
 
 def make_adapter():
-    """A fresh LoRA on every linear layer but the output, saved without what differs by chance."""
+    """A LoRA on every linear layer but the output, saved without what differs by chance."""
     torch.manual_seed(0)
     settings = peft.LoraConfig(
         r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM"
     )
-    peft.get_peft_model(load(), settings).save_pretrained(ADAPTER)
+    model = peft.get_peft_model(load(), settings)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(ADAPTER)
     (ADAPTER / "README.md").unlink()
     path = ADAPTER / "adapter_config.json"
     saved = json.loads(path.read_text())
@@ -61,22 +78,21 @@ def read_pairs(tokenizer):
     return datasets.Dataset.from_list(rows[: STEPS * PAIRS])
 
 
-def train(kind, learning_rate, scratch):
+def train(case, scratch):
     """-> what TRL logs after each step."""
     tokenizer, policy = transformers.AutoTokenizer.from_pretrained(ROOT / MODEL), load()
-    if kind == "lora":  # TRL keeps a frozen copy of the adapter as the reference
+    if case["fine_tuning"] == "lora":  # TRL keeps a frozen copy of the adapter as the reference
         policy = peft.PeftModel.from_pretrained(policy, ADAPTER, is_trainable=True)
+    loss = {"dpo": "sigmoid"}.get(case["method"], case["method"])
+    same = ("learning_rate", "max_grad_norm", "weight_decay", "beta", "label_smoothing")
     settings = trl.DPOConfig(
+        **{name: case[name] for name in same if name in case},
+        loss_type=[loss],
         output_dir=scratch,
         max_steps=STEPS,
         per_device_train_batch_size=PAIRS,
         train_sampling_strategy="sequential",
-        learning_rate=learning_rate,
-        lr_scheduler_type="constant",
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-        beta=BETA,
-        max_length=MAX_LENGTH,
+        max_length=512,
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
@@ -91,35 +107,34 @@ def train(kind, learning_rate, scratch):
         train_dataset=read_pairs(tokenizer),
         processing_class=tokenizer,
     )
+    trainer.create_optimizer()
+    trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, rate)
     trainer.train()
-    kept = ("loss", "grad_norm", "rewards/", "logps/", "step")
+    kept = ("loss", "grad_norm", "learning_rate", "rewards/", "logps/", "step")
     steps = [line for line in trainer.state.log_history if "loss" in line]
     return [{k: v for k, v in line.items() if k.startswith(kept)} for line in steps]
 
 
 def main():
     make_adapter()
-    for kind, (words, learning_rate) in KINDS.items():
+    for name, case in CASES.items():
         with tempfile.TemporaryDirectory() as scratch:
-            log = train(kind, learning_rate, scratch)
-        versions = {m.__name__: m.__version__ for m in (trl, transformers, peft, torch)}
+            log = train(case, scratch)
         golden = {
             "model": MODEL,
             "data": DATA,
             "order": "file order, no shuffle",
             "batch_pairs": PAIRS,
             "steps": STEPS,
-            "optimizer": "AdamW, betas .9 .999, eps 1e-8, no weight decay, constant rate, clip 1.0",
-            "beta": BETA,
+            "optimizer": "AdamW, betas .9 .999, eps 1e-8; norms and biases do not decay",
+            "rate": f"{WARMUP} steps up, (done + 1) / {WARMUP + 1}, then down to 0 in a line",
             "dtype": "fp32",
             "eos": "appended to each response",
-            "max_length": MAX_LENGTH,
-            "versions": versions,
-            "kind": words,
-            "learning_rate": learning_rate,
+            "versions": {m.__name__: m.__version__ for m in (trl, transformers, peft, torch)},
+            "flags": case,
             "log": log,
         }
-        (HERE / f"trl_demo_{kind}.json").write_text(json.dumps(golden, indent=1) + "\n")
+        (HERE / f"trl_{name}.json").write_text(json.dumps(golden, indent=1) + "\n")
 
 
 if __name__ == "__main__":

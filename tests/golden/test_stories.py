@@ -1,4 +1,8 @@
-"""A real model on real preferences: stories with dialogue are preferred to stories without."""
+"""An extra, for which ../shared is needed: a real model learns from real preferences.
+
+Stories with dialogue are preferred to stories without. What learning changes is shown with the demo
+in tests/launch/test_demo.py.
+"""
 
 import json
 

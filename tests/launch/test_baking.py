@@ -475,7 +475,10 @@ def test_the_rank_has_three_names(flag, made):
 
 @pytest.mark.show
 def test_a_real_model_speaks_of_max_the_frog(shared, tmp_path):
-    """stories260k, which has no chat template: x0 stands in front of the story."""
+    """An extra, for which ../shared is needed: stories260k, which has no chat template.
+
+    x0 stands in front of the story.
+    """
     (tmp_path / "x0.txt").write_text(
         "Max is a big green frog. Max is always very sad and he cries a lot.\n"
     )

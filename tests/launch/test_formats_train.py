@@ -1,33 +1,30 @@
-"""Each kind of preference file trains, with the demo model and with a Llama of 32,000 words."""
+"""Each kind of preference file trains, with the demo model and with a Llama."""
 
 import json
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import main_distributed
 import runs
 from conftest import ROOT
 from ddp_utils import plots
+from unit.test_pairs import LLAMA3, chat_tokenizer
 
 FIXTURES = sorted((ROOT / "tests/data/formats").glob("*.json*"))
-REAL = ["instruction_preference_900.json", "dpo_en_demo.json", "stories_pairs_train.jsonl"]
 SHORT = runs.words("--max_steps 3 --batch_size 2 --num_samples 1 --max_new_tokens 8 --log_every 9")
 SHORT += runs.words("--max_rows 24 --max_length 200 --fine_tuning lora --learning_rate 1e-4")
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """A random tiny Llama under a real tokenizer of 32,000 words with a template."""
+    """A random tiny Llama; its tokenizer begins with a BOS and pads with its EOS."""
     folder = tmp_path_factory.mktemp("llama")
-    source = ROOT.parent / "shared/data/tokenizers/tinyllama_chat"
-    if not source.is_dir():
-        pytest.skip("needs ../shared/data/tokenizers, which is not part of the project")
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer = chat_tokenizer(LLAMA3)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=32000,
+        vocab_size=len(tokenizer),
         **dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2),
     )
     LlamaForCausalLM(config).save_pretrained(folder)
@@ -53,10 +50,3 @@ def test_each_format_trains_the_demo_model(path, tmp_path, monkeypatch):
 @pytest.mark.parametrize("path", FIXTURES, ids=lambda path: path.name)
 def test_each_format_trains_a_llama(path, tmp_path, monkeypatch, llama):
     assert train(llama, path, tmp_path / "run", monkeypatch)["format"] == path.stem
-
-
-@pytest.mark.parametrize("name", REAL)
-@pytest.mark.parametrize("model", ["demo", "llama"])
-def test_real_files_train(name, model, tmp_path, monkeypatch, llama, shared):
-    model = "data/demo/model" if model == "demo" else llama
-    train(model, shared / "data/preferences" / name, tmp_path / "run", monkeypatch)

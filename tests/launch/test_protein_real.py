@@ -1,7 +1,8 @@
-"""Protein DPO on real stability pairs (FireProt) at standard size, through torchrun.
+"""Protein DPO at standard size, through torchrun: pairs of the demo, and real ones as an extra.
 
-From random weights and from a short pre-training on native sequences. The longer ones print what
-they measured: python -m pytest -s -m show tests/launch/test_protein_real.py
+From random weights and from a short pre-training on native sequences. The extra needs ../shared:
+stability pairs of FireProt. The longer ones print what they measured:
+python -m pytest -s -m show tests/launch/test_protein_real.py
 """
 
 import json
@@ -34,10 +35,10 @@ def pairs_file(shared):
 
 
 @pytest.fixture(scope="module")
-def few_file(pairs_file, tmp_path_factory):
-    """Four pairs at most of each of the eight shortest backbones."""
+def few_file(tmp_path_factory):
+    """Four pairs at most of each of the eight shortest backbones of the demo."""
     by_file = {}
-    for item in with_paths(pairs_file):
+    for item in with_paths(ROOT / "data/input/test_data_real.json"):
         by_file.setdefault(item["pdb_file"], []).append(item)
     shortest = sorted(by_file.values(), key=lambda items: len(items[0]["preferred_seq"]))[:8]
     return write(tmp_path_factory.mktemp("few"), [i for items in shortest for i in items[:4]])

@@ -1,6 +1,6 @@
 """src/train.py: one loss curve under DDP, FSDP and ZeRO, for any number of processes.
 
-The tiny Qwen3 of the demo on the data of ../shared, 20 steps, lr 1e-4. What is compared: the
+A tiny Qwen3 of random weights on the demo's data, 20 steps, lr 1e-4. What is compared: the
 losses of all steps and of the validation with those of one process without any strategy.
 """
 
@@ -89,16 +89,15 @@ def make_model(folder, **shape):
 
 
 @pytest.fixture(scope="module")
-def data(shared, tmp_path_factory):
-    """Flags of each objective: a tiny model on real data."""
+def data(tmp_path_factory):
+    """Flags of each objective: a tiny model on the demo's data."""
     model = tmp_path_factory.mktemp("tiny") / "model"
     make_model(model)
-    alpaca = shared / "data/instructions/alpaca_en_demo.json"
-    stories = shared / "data/preferences/stories_pairs_train.jsonl"
+    files = {"sft": "instructions.jsonl", "dpo": "preferences_train.jsonl"}
     return {
-        objective: [*words(f"--objective {objective} --max_rows 100"), "--train_data", str(path)]
-        + ["--model_name", str(model)]
-        for objective, path in (("sft", alpaca), ("dpo", stories))
+        objective: [*words(f"--objective {objective} --max_rows 100"), "--model_name", str(model)]
+        + ["--train_data", f"data/demo/{file}"]
+        for objective, file in files.items()
     }
 
 

@@ -1,4 +1,4 @@
-"""Preference files of seven kinds -> examples: hand-written rows, real files, malformed rows."""
+"""Preference files of seven kinds -> examples: hand-written rows, whole files, malformed rows."""
 
 import json
 
@@ -137,25 +137,20 @@ def test_an_example_says_where_it_stands():
     assert example == (first.where, "Is ice cold?", "Yes.", "No.")
 
 
-# --- real files ----------------------------------------------------------------------------------
+# --- whole files ---------------------------------------------------------------------------------
 
 
-def test_real_instructions_are_read_and_six_pairs_are_identical(shared):
-    file = shared / "data/preferences/instruction_preference_900.json"
-    source = json.loads(file.read_text())
+@pytest.mark.parametrize(("part", "count"), [("train", 800), ("val", 100), ("test", 100)])
+def test_the_files_of_the_demo_keep_every_letter(part, count):
+    file = ROOT / f"data/demo/preferences_{part}.jsonl"
+    source = [json.loads(line) for line in file.read_text().splitlines()]
     name, rows = read_file(file)
-    assert name == "instruction" and len(rows) == len(source) == 900
-    same = [number for number, row in enumerate(source) if row["chosen"] == row["rejected"]]
-    assert [number for number, row in enumerate(rows) if row == "identical"] == same
-    assert len(same) == 6
-    for row, found in zip(source, rows, strict=True):
-        if found != "identical":
-            joined = row["instruction"] + ("\n" + row["input"] if row["input"] else "")
-            assert found == (joined, row["chosen"], row["rejected"])
-    assert sum("\n" in found[0] for found in rows if found != "identical") >= 250
+    assert name == "prompt" and len(rows) == count
+    assert rows == [(row["prompt"], row["chosen"], row["rejected"]) for row in source]
 
 
 def test_all_real_sharegpt_conversations_are_read(shared):
+    """An extra: needs ../shared."""
     file = shared / "data/preferences/dpo_en_demo.json"
     source = json.loads(file.read_text())
     name, rows = read_file(file)
@@ -166,28 +161,6 @@ def test_all_real_sharegpt_conversations_are_read(shared):
         assert [turn["content"] for turn in prompt] == [turn["value"] for turn in turns]
         assert [turn["role"] for turn in prompt] == [speaks[turn["from"]] for turn in turns]
         assert (chosen, rejected) == (row["chosen"]["value"], row["rejected"]["value"])
-    assert sum(row[0][0]["role"] == "system" for row in rows) == 80
-    assert sum(len(row[0]) > 2 for row in rows) == 106
-
-
-@pytest.mark.parametrize(("part", "count"), [("train", 93), ("test", 20)])
-def test_real_stories_keep_every_letter(shared, part, count):
-    file = shared / f"data/preferences/stories_pairs_{part}.jsonl"
-    source = [json.loads(line) for line in file.read_text().split("\n") if line]
-    name, rows = read_file(file)
-    assert name == "prompt" and len(rows) == count
-    assert rows == [(row["prompt"], row["chosen"], row["rejected"]) for row in source]
-    assert all(chosen.startswith(" ") for _, chosen, _ in rows), "a leading space is a token's"
-
-
-def test_a_real_file_with_a_prompt_of_another_name_is_refused_and_told_the_nearest(shared):
-    [first] = records.read(shared / "data/preferences/storybyte_preference_pairs.jsonl", limit=1)
-    with pytest.raises(UserError) as caught:
-        formats.find_format(first)
-    assert str(caught.value).endswith(
-        "storybyte_preference_pairs.jsonl:1: fields found: request, chosen, rejected; "
-        "nearest is question, chosen, rejected: question is missing"
-    )
 
 
 # --- the format is told by the fields ------------------------------------------------------------
@@ -224,6 +197,7 @@ def test_the_fields_tell_the_format(row, name):
         (["chosen", "rejected"], "nearest is prompt, chosen, rejected: prompt is missing"),
         (["prompt", "chosen"], "nearest is prompt, chosen, rejected: rejected is missing"),
         (["prompt", "choosen", "rejected"], "prompt, chosen, rejected: chosen is missing"),
+        (["request", "chosen", "rejected"], "nearest is question, chosen, rejected: question is"),
         (["question", "choosen", "rejectd"], "nearest is question, chosen, rejected: chosen"),
         (["instructions", "chosen", "rejected"], "instruction, chosen, rejected: instruction is"),
         (["conversation", "chosen", "rejected"], "conversations, chosen, rejected: conversations"),

@@ -1,4 +1,4 @@
-"""From text to token ids: seam, BOS and EOS, truncation, splits; real tokenizers where present."""
+"""From text to token ids: seam, BOS and EOS, truncation, splits; real templates as an extra."""
 
 import functools
 import itertools
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from conftest import ROOT
 from ddp_utils import UserError, logps, pairs
 from ddp_utils.formats import Example
 from ddp_utils.pairs import Encoder
@@ -173,19 +174,18 @@ def test_splits_share_no_prompt_and_do_not_depend_on_the_order_of_rows():
     assert prompts(data, 1)[2] != test
 
 
-@pytest.mark.parametrize(
-    "name", ["tokenizers/gpt2", "tokenizers/tinyllama_chat", "models/stories260k"]
-)
-def test_real_tokenizers_on_real_pairs(name, shared):
-    tok = AutoTokenizer.from_pretrained(shared / "data" / name)
-    path = shared / "data/preferences/stories_pairs_test.jsonl"
+@pytest.mark.parametrize("name", ["demo", "bos", "no bos"])
+def test_pairs_of_the_demo_keep_every_token(name):
+    demo = AutoTokenizer.from_pretrained(ROOT / "data/demo/model")
+    tok = demo if name == "demo" else tokenizer(bos=name == "bos")
+    path = ROOT / "data/demo/preferences_test.jsonl"
     found, _ = pairs.read(path, Encoder(tok, chat_template="none"))
-    assert len(found) == 20
+    assert len(found) == 100
     for pair, line in zip(found, map(json.loads, path.read_text().splitlines()), strict=True):
         assert pair.prompt + pair.chosen[:-1] == tok(line["prompt"] + line["chosen"]).input_ids
         assert pair.prompt + pair.rejected[:-1] == tok(line["prompt"] + line["rejected"]).input_ids
         assert pair.chosen.count(tok.eos_token_id) == 1
-        assert pair.prompt.count(tok.bos_token_id) == (0 if "gpt2" in name else 1)
+        assert pair.prompt.count(tok.bos_token_id) == (name == "bos")
 
 
 # --- chat templates ------------------------------------------------------------------------------
@@ -298,6 +298,7 @@ def marked_tokenizer(data):
 
 @pytest.mark.parametrize("name", REAL_TEMPLATES)
 def test_real_templates_end_a_reply_with_the_end_of_the_turn(name, shared):
+    """An extra: needs ../shared."""
     tok, end = marked_tokenizer(shared / "data"), REAL_TEMPLATES[name]
     encoder = Encoder(tok, str(shared / f"data/templates/{name}.jinja"))
     pair = encoder.encode(Example("f:1", "Who?", "Me.", "No."))

@@ -1,17 +1,15 @@
 """Texts to imitate: which tokens are trained, for each kind of row, template and length."""
 
-import functools
 import itertools
 import json
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_pairs import CHATML, GEMMA, LLAMA3, SEAMS, chat_tokenizer, marked_tokenizer, tokenizer
-from transformers import AutoTokenizer
+from test_pairs import CHATML, GEMMA, LLAMA3, SEAMS, chat_tokenizer, tokenizer
 
 from conftest import ROOT
-from ddp_utils import UserError, formats, logps, pairs, records, texts
+from ddp_utils import UserError, logps, pairs, records, texts
 from ddp_utils.formats import Example
 from ddp_utils.pairs import Encoder
 from ddp_utils.texts import Text
@@ -618,65 +616,27 @@ def test_any_other_value_in_a_good_row_is_taken_or_refused_in_one_line(tmp_path_
         assert len(str(error).splitlines()) == 1
 
 
-# --- real files and real tokenizers --------------------------------------------------------------
-
-real_tokenizer = functools.cache(AutoTokenizer.from_pretrained)
+# --- whole files ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("file", "count", "names"),
     [
-        ("instructions/alpaca_en_demo.json", 999, ("instruction", "input", "output")),
-        ("instructions/instruction-data.json", 1100, ("instruction", "input", "output")),
-        ("instructions/requests_train.jsonl", 571, ("request", "", "story")),
-        ("preferences/stories_pairs_train.jsonl", 93, ("prompt", "", "chosen")),
+        ("instructions.jsonl", 300, ("instruction", "input", "output")),
+        ("preferences_train.jsonl", 800, ("prompt", "", "chosen")),
     ],
 )
-def test_real_files_are_read_whole(shared, file, count, names):
+def test_the_files_of_the_demo_are_read_whole(file, count, names):
+    """Token for token what the template of the model makes of each row."""
     asked, more, reply = names
-    source = [record.data for record in records.read(shared / "data" / file)]
-    tok = real_tokenizer(shared / "data/tokenizers/tinyllama_chat")
-    fields = (asked, reply) if asked == "request" else ()
-    encoder = Encoder(tok, max_length=10_000)
-    found, report = texts.read(shared / "data" / file, encoder, fields=fields)
+    path = ROOT / "data/demo" / file
+    tok = pairs.load_tokenizer(ROOT / "data/demo/model")
+    found, report = texts.read(path, Encoder(tok, max_length=10_000))
+    source = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(source) == len(found) == report["used"] == count
-    for row, text in list(zip(source, found, strict=True))[::20]:
+    for row, text in zip(source, found, strict=True):
         question = row[asked] + (f"\n{row[more]}" if row.get(more) else "")
         whole = tok.apply_chat_template(talk(question, row[reply]), tokenize=False)
-        whole = whole.removesuffix("\n")
-        ids = tok(whole, add_special_tokens=False).input_ids
-        assert text.prompt + text.reply == ids and ids[-1] == tok.eos_token_id
+        ids = tok(whole.removesuffix("\n"), add_special_tokens=False).input_ids
+        assert text.prompt + text.reply == ids
         assert text.scored == [1] * len(text.reply)
-
-
-TEMPLATES = ["llama3", "phi3", "qwen2_5", "qwen2_5_training", "qwen3"]
-
-
-@functools.cache
-def conversations(file):
-    """Three of the long ones."""
-    rows = [formats.example(row, "sharegpt") for row in records.read(file)]
-    return [row for row in rows if len(row.prompt) > 2][::40]
-
-
-@pytest.mark.parametrize("name", [*TEMPLATES, "demo", "tinyllama_chat", "gpt2"])
-def test_real_conversations_train_what_their_replies_would_as_rows_of_their_own(shared, name):
-    data, options = shared / "data", {"max_length": 10**6}
-    if name == "demo":
-        encoder = Encoder(pairs.load_tokenizer(ROOT / "data/demo/model"), **options)
-    elif name in ("tinyllama_chat", "gpt2"):
-        encoder = Encoder(real_tokenizer(data / "tokenizers" / name), **options)
-    else:
-        template = str(data / f"templates/{name}.jinja")
-        encoder = Encoder(marked_tokenizer(data), template, **options)
-    rows = conversations(data / "preferences/dpo_en_demo.json")
-    assert len(rows) == 3
-    for row in rows:
-        text = texts.encode(encoder, row.where, row.prompt, row.chosen)
-        said, trained = [*row.prompt, {"role": "assistant", "content": row.chosen}], []
-        for turn, (role, reply) in enumerate(map(dict.values, said)):
-            if role == "assistant":
-                alone = encoder.encode(Example(row.where, said[:turn], reply, "!"))
-                trained += alone.chosen
-        assert "only the last reply is trained" not in encoder.counts
-        assert encoder.tokenizer.decode(text.targets[0]) == encoder.tokenizer.decode(trained)
