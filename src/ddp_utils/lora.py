@@ -52,6 +52,10 @@ def adapter_settings(path, dropout=0.0):
         settings = PeftConfig.from_pretrained(str(model_path(path)))
     if settings.peft_type != "LORA" or settings.megatron_config:
         raise UserError(f"--init_adapter: {path} is not a plain LoRA but {settings.peft_type}")
+    start = settings.init_lora_weights
+    if isinstance(start, str) and start not in ("gaussian", "eva", "orthogonal"):
+        raise UserError(f"--init_adapter: {path} began with {start}, which changes the base model")
+    settings.init_lora_weights = True  # all its tensors come from the file
     settings.lora_dropout = dropout
     settings.inference_mode = False
     return settings

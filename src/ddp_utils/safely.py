@@ -1,6 +1,7 @@
 """Read a model from someone else: nothing in it is executed, and nothing of it is missing."""
 
 import contextlib
+import re
 from unittest import mock
 
 import torch
@@ -12,7 +13,7 @@ from ddp_utils import UserError
 
 # what transformers, peft and the readers of files raise on what does not fit together
 FAULTS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError)
-FAULTS += (RuntimeError, SafetensorError, StrictDataclassError, TypeError, ValueError)
+FAULTS += (RuntimeError, SafetensorError, StrictDataclassError, TypeError, ValueError, re.error)
 
 
 @contextlib.contextmanager

@@ -190,6 +190,8 @@ ODD = {  # a model's config.json, or an adapter's settings, that nothing can be 
     "odd bias": ("adapter_config.json", {"bias": "perhaps"}),
     "odd ranks": ("adapter_config.json", {"rank_pattern": {"q_proj": "seven"}}),
     "no such layers": ("adapter_config.json", {"target_modules": ["nowhere"]}),
+    "half a pattern": ("adapter_config.json", {"target_modules": "(("}),
+    "another base": ("adapter_config.json", {"init_lora_weights": "pissa"}),
 }
 
 
