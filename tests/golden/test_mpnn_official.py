@@ -17,6 +17,8 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 from bench import mpnn_plain
+from conftest import ROOT
+from dpo_inv import inference
 from dpo_inv.batches import Batch
 from dpo_inv.config import Config
 from dpo_inv.mpnn import ALPHABET, ProteinMPNN
@@ -167,6 +169,25 @@ def test_sampling_has_the_official_probabilities(config, temperature):
     assert (sequences[:, 0] == letters).all()
     for log_probs in (found, forced):
         same(probabilities(log_probs)[0, 0], f"{stem}/probs", designed, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", ["0.1", "1.0"])
+def test_the_program_draws_as_often_as_the_official_probabilities_say(temperature, monkeypatch):
+    """The first letter of a design, whose context is the fixed chain alone: 4000 draws of it."""
+    flags = {"design_chains": ("B",), "fixed_chains": ("A",), "num_samples": 4000}
+    config = inference.Config(**flags, temperature=float(temperature))
+    task = inference.read_task(ROOT / "data/input/structures/bundle_03.pdb", config)
+    fixed = ~torch.from_numpy(task.designed)
+    for order in inference.orders(task, 9, seed=0):
+        assert fixed[order].tolist() == sorted(fixed.tolist(), reverse=True)  # they come first
+    [order, native] = (value[0] for value in batched("complex", "order_rand", "S"))
+    monkeypatch.setattr(inference, "orders", lambda *_: order.expand(4000, -1))
+    letters, _ = inference.sample(model_of("small", 0), task, config, "cpu")
+    assert (letters[:, fixed] == native[fixed]).all()
+    first = order[fixed.sum()]
+    expected = tensors()[f"small/complex/T{temperature}/probs"][first]
+    frequencies = letters[:, first].bincount(minlength=21) / 4000
+    assert ((frequencies - expected).abs() <= 5 * (expected / 4000).sqrt() + 1e-3).all()
 
 
 @pytest.mark.parametrize("ending", [".pt", ".safetensors"])
