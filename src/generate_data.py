@@ -10,6 +10,8 @@ Guide: docs/prompt_baking.md. The rows are the same for any number of processes;
 stopped or killed goes on with the same command.
 """
 
+import ddp_utils.startup  # noqa: F401  before torch, whose import takes seconds
+
 import contextlib
 import dataclasses
 import hashlib
