@@ -19,6 +19,7 @@ import faults
 import runs
 from conftest import ROOT
 from ddp_utils import checkpoint
+from ranks import addresses
 
 LORA = faults.MODES["lora"]
 BIN = str(Path(sys.executable).parent)
@@ -164,8 +165,10 @@ def test_f3_sigterm_to_the_shell_script_saves_and_ends_with_85(long_run, tmp_pat
     folder = tmp_path / "run"
     with launched([SCRIPT, "2"], folder, *LONG) as process:
         wait_until(has_logged(folder, 4))
+        sockets = [addresses(pid) for pid in descendants(process.pid)]
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 85, process.log.read_text()
+    assert set().union(*sockets) == {"127.0.0.1"}  # torchrun's too
     stopped = faults.summary(folder)
     assert stopped["status"] == "preempted" and 3 <= stopped["step"] < 60
     outcome = faults.finished(faults.start(2, folder, *LORA, *LONG))
