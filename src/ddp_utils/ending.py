@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from ddp_utils import SECRET, Stop, UserError, WriteError, signals
+from ddp_utils import Stop, UserError, WriteError, redact, signals
 from ddp_utils.world import whoami
 
 # what gloo, NCCL and the store say when another rank is gone or silent
@@ -91,7 +91,7 @@ def _tell_user(error):
     if isinstance(error, Stop):
         print(error)
     elif _first_to_fail():
-        print(f"error: {SECRET.sub('<redacted>', str(error))}", file=sys.stderr)
+        print(f"error: {redact(str(error))}", file=sys.stderr)
 
 
 def _tell_developer(error):

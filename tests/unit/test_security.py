@@ -29,7 +29,7 @@ from safetensors import SafetensorError
 import main_distributed
 import programs
 from conftest import ROOT
-from ddp_utils import UserError, checkpoint, plots
+from ddp_utils import UserError, checkpoint, environment, plots, redact
 from runs import PAIRS, QUIET, words
 
 # --- the code ------------------------------------------------------------------------------------
@@ -721,13 +721,47 @@ def test_the_line_that_refuses_a_run_holds_no_secret(tmp_path):
     assert not [secret for secret in ALL if secret in done.stdout + done.stderr]
 
 
-def test_what_is_redacted_may_hold_quotes():
-    """They are escaped in JSON, and the pattern would eat the escape."""
-    from ddp_utils import environment
+R = "<redacted>"
+REDACTED = {  # text -> what is left of it; the shapes are those that their makers publish
+    "hf_abcdefghijklmnopqrstuvwxyz": R,
+    "use sk-proj-abcdefghij0123456789, please": f"use {R}, please",
+    "AKIAIOSFODNN7EXAMPLE": R,
+    "url ghp_16C7e42F292c6912E7710c838347Ae178B4a": f"url {R}",
+    "github_pat_11ABCDEFG0abcdefghij_klmnopqrstuvwxyz": R,
+    "glpat-ABCdef_ghi-JKLmnopqr": R,
+    "xoxb-17653672481-19874698323-pdFZKVeTuE8sk7oOHcbrzqgy": R,
+    "AIzaSyDaGmWKa4JsXZ-HjGw7ISLn_3namBGewQe": R,
+    "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.SflKxwRJSMeKKF2QT4": R,
+    "Authorization: Bearer mF_9.B5f-4.1JqM": f"Authorization: Bearer {R}",
+    "-H 'Authorization: Basic dXNlcjpwYXNz'": f"-H 'Authorization: Basic {R}'",
+    "https://0123456789abcdef@host/data.jsonl": f"https://{R}@host/data.jsonl",
+    "https://me:pw@host/a": f"https://{R}@host/a",
+    "https:/me:pw@host/a": f"https:/{R}@host/a",  # as a path is printed
+    "postgres://:password@host": f"postgres://{R}@host",
+    "me:hunter2@db.host": f"me:{R}@db.host",
+    "--passwd=hunter2 --n 1": f"--passwd={R} --n 1",
+    "API_KEY=abc HF_TOKEN=x": f"API_KEY={R} HF_TOKEN={R}",
+    "password='two words' b": f"password={R} b",
+    'token=abc"d': f'token={R}"d',  # a quote would be escaped in JSON
+    "key=x'y": f"key={R}'y",
+    "s3?X-Amz-Signature=fe5f80f77d5fa3beca038a248ff027": f"s3?X-Amz-Signature={R}",
+    "blob?sv=2022&sig=Zm9vYmFy%3D": f"blob?sv=2022&sig={R}",
+    '{"password": "x", "n": 1}': f'{{"password": {R}, "n": 1}}',
+    "{'hf_token': 'y'}": f"{{'hf_token': {R}}}",
+    "password: hunter2": f"password: {R}",
+}
+STAYS = """results/task-abcdefghijklmnopqrstuvwxyz|monkey=banana|risk-adjusted-return-on-capital-v2
+    |shelf_abcdefghijklmnopqrstuvwxyz|max_tokens=512|tokens_per_second: 12|keys: a, b|3 keyboards
+    |/data/user@host/file.jsonl|https://host/a?mail=me|image:tag@sha256:0123|12:30:05|eyJ|a bearer
+    |--train_data=data/pairs.jsonl|design=fast|{"tokenizer": "gpt2"}|a: b@c|the token: not known"""
 
-    found = environment.redacted({"url": 'token=abc"d', 3: ["key=x'y", None, 1.5], "name": 'a"b'})
-    assert found == {
-        "url": 'token=<redacted>"d',
-        "3": ["key=<redacted>'y", None, 1.5],
-        "name": 'a"b',
-    }
+
+def test_each_kind_of_secret_is_redacted():
+    for text, left in REDACTED.items():
+        assert redact(text) == left
+        assert environment.redacted({"a": [text, None], text: 4}) == {"a": [left, None], left: 4}
+
+
+def test_what_only_looks_like_a_secret_stays():
+    for text in STAYS.split("|"):
+        assert redact(text.strip()) == text.strip()
