@@ -26,8 +26,23 @@ processes() {
 
 # The active environment if it has torch (module, conda, venv), else .venv, made once.
 use_environment() {
-  # looking for torch, not importing it, which takes seconds
-  if ! python -c 'import importlib.util as i, sys; sys.exit(not i.find_spec("torch"))' 2>/dev/null; then
+  local status=0
+  python - "$root/requirements.txt" >&2 2>/dev/null <<'PYTHON' || status=$?
+import importlib.util as modules, re, sys
+from importlib import metadata
+for name, floor in re.findall(r"(?m)^([\w-]+)>=([\d.]+)", open(sys.argv[1]).read()):
+    # looking for torch, not importing it, which takes seconds
+    version = metadata.version(name) if modules.find_spec(name) else "none"
+    if (name, version) == ("torch", "none"):
+        sys.exit(1)
+    oldest, numbers = ([*map(int, re.findall(r"\d+", v))] for v in (floor, version))
+    if numbers[:len(oldest)] < oldest:
+        print(f"error: {name}: {version} is installed, {floor} or newer is needed; "
+              f"python -m pip install '{name}>={floor}'")
+        sys.exit(2)
+PYTHON
+  [ "$status" -ne 2 ] || exit 2
+  if [ "$status" -ne 0 ]; then
     if [ ! -f "$root/.venv/ready" ]; then
       echo "setting up $root/.venv (once)"
       python3 -m venv "$root/.venv"
