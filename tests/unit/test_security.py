@@ -700,9 +700,11 @@ def test_no_file_and_no_line_of_a_run_holds_a_secret(tmp_path, monkeypatch, capf
     monkeypatch.chdir(tmp_path)
     # a token and a password among the flags; both are names of folders, so that they work
     for folder in (TOKEN, f"https:/someone:{PASSWORD}@host"):
-        put(tmp_path / folder / "pairs.jsonl", Path(PAIRS).read_bytes())
+        red = Path(PAIRS).read_bytes().replace(b'"prompt": "', b'"prompt": "\\u001b[31m')
+        put(tmp_path / folder / "pairs.jsonl", red)
     flags = ["--train_data", f"https://someone:{PASSWORD}@host/pairs.jsonl"]
     flags += ["--val_data", f"{tmp_path / TOKEN}/pairs.jsonl", "--fine_tuning", "lora"]
+    flags += words("--num_samples 1 --max_new_tokens 2")
     monkeypatch.setattr(sys, "orig_argv", ["python", "main_distributed.py", *flags])
     assert attempt(tmp_path, *flags) is None
     written = {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()}
@@ -710,6 +712,8 @@ def test_no_file_and_no_line_of_a_run_holds_a_secret(tmp_path, monkeypatch, capf
     assert len(written) > 8
     found = {str(name) for name, text in written.items() if any(s.encode() in text for s in ALL)}
     assert found == set()
+    (text,) = Path("runs/run").glob("*_val.txt")
+    assert "\ufffd[31m" in text.read_text() and "\x1b" not in text.read_text()
 
 
 def test_the_line_that_refuses_a_run_holds_no_secret(tmp_path):
