@@ -22,7 +22,7 @@ SAID |= {"content of fsdp_config", "content of deepspeed_config"}
 
 # what a run makes in its folder: the names of folders, the endings of files
 FOLDERS = {"checkpoints", "model", "tensorboard"}
-FILES = {".json", ".jsonl", ".html", ".png", ".txt", ".safetensors", ".pt", ".tmp", ".lock"}
+FILES = {".json", ".jsonl", ".html", ".png", ".txt", ".safetensors", ".pt"}
 
 
 class Found(NamedTuple):
@@ -44,12 +44,10 @@ def inspect(folder, settings, steps, inputs, needed=0, restart=False) -> Found:
     folder = Path(folder)
     name = next((n for n in ("result_dir", "out_dir") if n in settings), "output_dir")
     check_place(f"--{name}", folder, needed)
-    for path in folder.glob("*"):
-        if path.name in FOLDERS and not path.is_dir():
-            raise UserError(f"--{name}: {path} is in the way of a folder; move it elsewhere")
-        is_ours = (path.suffix or path.name) in FILES and not path.name.startswith(".tmp-")
-        if is_ours and not path.is_file():
-            raise UserError(f"--{name}: {path} is in the way of a file; move it elsewhere")
+    for path in folder.glob("[!.]*"):
+        kind = "folder" if path.name in FOLDERS else "file" if path.suffix in FILES else ""
+        if kind and not (path.is_dir() if kind == "folder" else path.is_file()):
+            raise UserError(f"--{name}: {path} is in the way of a {kind}; move it elsewhere")
     found = _verdict(folder, settings, inputs, restart)
     # of guide 1, a place for the model; in the others output_dir is the run folder itself
     output = settings.get("output_dir") if "result_dir" in settings else ""

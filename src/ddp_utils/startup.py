@@ -40,12 +40,12 @@ def find_launcher():
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # our shell scripts say who the parent is; elsewhere it may be who adopts orphans, not always 1
     expected = os.environ.pop("LAUNCHER_PID", str(parent))
-    if str(os.getppid()) != expected or store_is_gone(os.environ):
+    if str(os.getppid()) != expected or store_is_gone():
         end(1, "the launcher is gone")
     return parent
 
 
-def store_is_gone(env) -> bool:
+def store_is_gone(env=os.environ) -> bool:
     """Whether torchrun, which opens a store on its node before it starts a process, has ended."""
     if (env.get("TORCHELASTIC_USE_AGENT_STORE"), env.get("GROUP_RANK")) != ("True", "0"):
         return False

@@ -64,7 +64,7 @@ def test_a_bad_setting_costs_one_line_and_writes_nothing(flags, folder):
 
 def test_what_is_in_the_way_of_a_run_is_found_first(folder):
     """A file where a folder goes, or a folder where a file goes."""
-    for name in ("tensorboard", "model", "checkpoints", "metrics.jsonl", "summary.json", ".lock"):
+    for name in ("tensorboard", "model", "checkpoints", "metrics.jsonl", "summary.json"):
         place = folder / f"run of {name}" / name
         place.parent.mkdir()
         place.mkdir() if "." in name else place.write_text("")
