@@ -15,7 +15,6 @@ from pathlib import Path
 # Each launcher sets one of these. What a shell starts may outlive it (nohup).
 VARIABLES = "TORCHELASTIC_RUN_ID ACCELERATE_MIXED_PRECISION CROSS_SIZE PALS_RANKID PMI_RANK"
 VARIABLES += " OMPI_COMM_WORLD_RANK SLURM_STEP_NUM_TASKS"
-PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 def open_streams():
@@ -37,7 +36,7 @@ def find_launcher():
     # lives as long as the launcher, lists its own children.
     with contextlib.suppress(OSError):
         if str(os.getpid()) in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     # our shell scripts say who the parent is; elsewhere it may be who adopts orphans, not always 1
     expected = os.environ.pop("LAUNCHER_PID", str(parent))
     if str(os.getppid()) != expected or store_is_gone():
@@ -51,10 +50,8 @@ def store_is_gone(env=os.environ) -> bool:
         return False
     try:
         socket.create_connection((env["MASTER_ADDR"], int(env["MASTER_PORT"])), timeout=5).close()
-    except ConnectionRefusedError:
-        return True
-    except (OSError, KeyError, ValueError):  # meet() tells what is wrong
-        pass
+    except OSError as error:  # of any other meet() tells what is wrong
+        return isinstance(error, ConnectionRefusedError)
     return False
 
 
