@@ -32,6 +32,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent / "src"))  # before anything is installed
 
+import ddp_utils.startup  # noqa: E402, F401
+
 from ddp_utils import UserError, machine  # noqa: E402
 
 GIB = 2**30

@@ -26,8 +26,23 @@ processes() {
 
 # The active environment if it has torch (module, conda, venv), else .venv, made once.
 use_environment() {
-  # looking for torch, not importing it, which takes seconds
-  if ! python -c 'import importlib.util as i, sys; sys.exit(not i.find_spec("torch"))' 2>/dev/null; then
+  local status=0
+  python - "$root/requirements.txt" >&2 2>/dev/null <<'PYTHON' || status=$?
+import importlib.util as modules, re, sys
+from importlib import metadata
+for name, floor in re.findall(r"(?m)^([\w-]+)>=([\d.]+)", open(sys.argv[1]).read()):
+    # looking for torch, not importing it, which takes seconds
+    version = metadata.version(name) if modules.find_spec(name) else "none"
+    if (name, version) == ("torch", "none"):
+        sys.exit(1)
+    oldest, numbers = ([*map(int, re.findall(r"\d+", v))] for v in (floor, version))
+    if numbers[:len(oldest)] < oldest:
+        print(f"error: {name}: {version} is installed, {floor} or newer is needed; "
+              f"python -m pip install '{name}>={floor}'")
+        sys.exit(2)
+PYTHON
+  [ "$status" -ne 2 ] || exit 2
+  if [ "$status" -ne 0 ]; then
     if [ ! -f "$root/.venv/ready" ]; then
       echo "setting up $root/.venv (once)"
       python3 -m venv "$root/.venv"
@@ -64,7 +79,7 @@ share_cores() {
 # One process checks settings, data and devices for all, then torchrun starts them: a mistake costs
 # one line. Several nodes: NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT say so.
 train() { # processes per node, what python runs (a file, or -m and a module), its flags
-  local processes=$1 nodes=${NNODES:-1} program=("$2") where=(--standalone) checked folder name
+  local processes=$1 nodes=${NNODES:-1} program=("$2") where checked folder name meeting
   shift 2
   number NNODES "$nodes" 1 100000
   number DDP_JOIN_SECONDS "${DDP_JOIN_SECONDS:-50}" 1 100000
@@ -102,6 +117,11 @@ train() { # processes per node, what python runs (a file, or -m and a module), i
   elif [ -n "${MASTER_PORT:-}" ]; then
     where=(--master-addr 127.0.0.1 --master-port "$MASTER_PORT")
     meet_nodes 127.0.0.1 "$MASTER_PORT" 0
+  else # nothing listens to other machines: torchrun's own store would, so it meets in a file
+    meeting=$(mktemp)
+    where=(--rdzv-backend c10d --rdzv-conf store_type=file --rdzv-endpoint "$meeting"
+      --local-addr 127.0.0.1)
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
   fi
   launch "$folder" "${where[@]}" --nproc_per_node "$processes" "${program[@]}" "$@"
 }
@@ -116,7 +136,9 @@ launch() { # run folder, arguments of torchrun
   # torchrun's --signals-to-handle and --shutdown-timeout, as variables: torch 2.10 has no such flags
   export PET_SIGNALS_TO_HANDLE="${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1}"
   export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}"
-  STATUS_IN_SUMMARY=1 torchrun --max-restarts "${MAX_RESTARTS:-3}" "$@" &
+  # its processes are told its id: one that starts just when it is killed must know that it was
+  STATUS_IN_SUMMARY=1 sh -c 'LAUNCHER_PID=$$ exec torchrun "$@"' - \
+    --max-restarts "${MAX_RESTARTS:-3}" "$@" &
   child=$!
   [ "${NNODES:-1}" -eq 1 ] || follow "$folder/summary.json" "$before" "$child" &>/dev/null &
   trap 'kill -TERM "$child"' TERM USR1
@@ -126,6 +148,7 @@ launch() { # run folder, arguments of torchrun
     wait "$child" || status=$?
   done
   trap - TERM USR1 INT
+  rm -f "${meeting:-}"
   exit_status "$folder/summary.json" "$status" "$before"
 }
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from setup_settings import Common, read, refuse, setting, whole
 
-from ddp_utils import SECRET, cli, records
+from ddp_utils import cli, records, redact
 
 TEMPLATES = Path(__file__).with_name("templates")
 # What a directive may hold. sbatch and qsub cut it at blanks and line breaks whatever is quoted,
@@ -140,7 +140,7 @@ def environment(options, defaults, sharded):
         fits = equals and re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name)
         refuse(not fits, f"--env: {pair[:60]!r} is not NAME=VALUE; give e.g. NCCL_DEBUG=WARN")
         says = f"--env: {name} looks like a secret, and a script is no place for it; export it"
-        refuse(SECRET.search(pair), says)
+        refuse(redact(pair) != pair, says)
     for pair in f"OMP_NUM_THREADS={options.cpus_per_task} {defaults}".split():
         name, _, value = pair.partition("=")
         if not (sharded and name == "CUDA_DEVICE_MAX_CONNECTIONS"):

@@ -10,6 +10,8 @@ Guide: docs/prompt_baking.md. The rows are the same for any number of processes;
 stopped or killed goes on with the same command.
 """
 
+import ddp_utils.startup  # noqa: F401  before torch, whose import takes seconds
+
 import contextlib
 import dataclasses
 import hashlib
@@ -165,12 +167,11 @@ class Parts:
         try:
             yield
         except (UserError, OSError) as error:
-            code = dist.exit_code(dist.write_error(error) or error)
-            summary = {"status": "failed", "exit_code": code, "final": True}
+            summary = {"status": "failed", "final": True, "run_id": resume.run_id()}
+            summary["exit_code"] = dist.exit_code(dist.write_error(error) or error)
             if world.is_main:
                 with contextlib.suppress(OSError):
-                    text = json.dumps(summary | {"run_id": resume.run_id()}) + "\n"
-                    (self.folder / "summary.json").write_text(text)
+                    (self.folder / "summary.json").write_text(json.dumps(summary) + "\n")
                 self.lock.release()
             error.in_summary = isinstance(error, UserError)
             raise

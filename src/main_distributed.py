@@ -7,6 +7,8 @@
 Settings: src/config.py. Results: results/dpo/ (see results/README.md).
 """
 
+import ddp_utils.startup  # noqa: F401  before torch, whose import takes seconds
+
 import dataclasses
 import gc
 import math

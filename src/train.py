@@ -7,6 +7,8 @@
 Each setting of the file is a flag, too: --learning_rate 1e-4. Guide: docs/strategies.md.
 """
 
+import ddp_utils.startup  # noqa: F401  before torch, whose import takes seconds
+
 import math
 import sys
 import time

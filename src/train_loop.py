@@ -10,6 +10,8 @@ the prompt. Loss: KL(teacher || student) at every token of replies that the teac
 (Bhargava et al., Prompt Baking, 2024). Data: generate_data.py. Guide: docs/prompt_baking.md.
 """
 
+import ddp_utils.startup  # noqa: F401  before torch, whose import takes seconds
+
 import contextlib
 import dataclasses
 import math

@@ -7,17 +7,20 @@ Writes eval_result.npy [goals, episodes], summary.json and returns.png into ckpt
 Guide: docs/algorithm_distillation.md.
 """
 
-import json
 import sys
-from dataclasses import asdict, dataclass
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # where nothing is installed
+
+import ddp_utils.startup  # noqa: F401  before torch, whose import takes seconds
+
+import json
+from dataclasses import asdict, dataclass
 
 import matplotlib
 import numpy as np
 import torch
 from safetensors.torch import load_file
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # where nothing is installed
 
 from ad import sources, windows
 from ad.config import Config, check

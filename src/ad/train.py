@@ -10,16 +10,19 @@ Loss: cross-entropy of the source's action at every step of a window of its lear
 collected first if there are none. Guide: docs/algorithm_distillation.md. Results: output_dir.
 """
 
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # where nothing is installed
+
+import ddp_utils.startup  # noqa: F401  before torch, whose import takes seconds
+
 import json
 import math
-import sys
 import time
-from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # where nothing is installed
 
 from ad import evaluate, windows
 from ad.collect import collect, meta_of

@@ -44,18 +44,39 @@ def meet(world, backend="auto") -> World:
     except (ValueError, OverflowError) as error:
         raise UserError(f"DDP_JOIN_SECONDS: {error}; export a number, such as 300") from None
     options["is_master"] = world.is_main and not agents
+    deadline = time.monotonic() + seconds
     try:
-        if options["is_master"] and world.local_size == world.world_size:
-            # bound to this node alone: torch would listen on all of its addresses
-            family = socket.getaddrinfo(address, port)[0][0]
-            door = socket.create_server((address, port), family=family)
-            options["master_listen_fd"] = door.detach()
+        if options["is_master"]:
+            options["master_listen_fd"] = _listen(world, address, port)
+        _wait_for_listener(address, port, deadline)
         store = dist.TCPStore(address, port, world.world_size, **options)
         if agents:
-            store = dist.PrefixStore(_name_of_meeting(store, world, seconds), store)
+            left = deadline - time.monotonic()
+            store = dist.PrefixStore(_name_of_meeting(store, world, left), store)
     except (dist.DistError, RuntimeError, OSError) as error:
         raise UserError(_why_not_met(error, world, address, port)) from error
     return world._replace(store=store)
+
+
+def _listen(world, address, port) -> int:
+    """Open the port on which rank 0 is met: for one node on its own address alone, else on all."""
+    if world.local_size == world.world_size:
+        family = socket.getaddrinfo(address, port)[0][0]
+        return socket.create_server((address, port), family=family).detach()
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", port), family=family, dualstack_ipv6=both).detach()
+
+
+def _wait_for_listener(address, port, deadline):
+    """Try to connect until the deadline: TCPStore tries twice as long, and prints C++ frames."""
+    while True:
+        try:
+            return socket.create_connection((address, port), timeout=5).close()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.2)
 
 
 def _name_of_meeting(store, world, seconds) -> str:

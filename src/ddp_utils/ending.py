@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from ddp_utils import SECRET, Stop, UserError, WriteError, signals
+from ddp_utils import Stop, UserError, WriteError, redact, signals
 from ddp_utils.world import whoami
 
 # what gloo, NCCL and the store say when another rank is gone or silent
@@ -34,9 +34,7 @@ def run(main):
     os._exit, because gloo's threads may still hold Python objects when the interpreter dies, and
     then abort the process after all its work is done (torch 2.13, Python 3.11).
     """
-    launcher = _me("launcher", "python")
-    # what a shell starts may outlive it (nohup); what a launcher starts must not
-    signals.listen(with_parent=launcher not in ("python", "environment"))
+    signals.listen()
     code, error = 1, None
     try:
         code = main() or 0
@@ -85,12 +83,15 @@ def lost_a_peer(error) -> bool:
 
 
 def _tell_user(error):
-    if not str(error) or _me("local_rank", 0) != 0:  # one process per node tells him
+    with contextlib.suppress(UserError):  # the launcher's variables are the mistake
+        if whoami(argv=sys.argv).local_rank != 0:  # one process per node tells him
+            return
+    if not str(error):
         return
     if isinstance(error, Stop):
         print(error)
     elif _first_to_fail():
-        print(f"error: {SECRET.sub('<redacted>', str(error))}", file=sys.stderr)
+        print(f"error: {redact(str(error))}", file=sys.stderr)
 
 
 def _tell_developer(error):
@@ -113,13 +114,6 @@ def _tell_developer(error):
         if isinstance(error, Exception):
             get_error_handler().record_exception(error)  # for torchrun's own report
     _store_has("told", now=True)
-
-
-def _me(what, otherwise):
-    try:
-        return getattr(whoami(argv=sys.argv), what)
-    except UserError:  # the launcher's variables are the mistake
-        return otherwise
 
 
 def _store_has(key, now=False):

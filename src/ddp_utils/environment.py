@@ -18,7 +18,7 @@ import peft
 import torch
 import transformers
 
-from ddp_utils import SECRET, records
+from ddp_utils import records, redact
 
 SRC = records.ROOT / "src"
 
@@ -32,7 +32,7 @@ def describe(config, world) -> dict:
     fields = {field.name: field.default for field in dataclasses.fields(config)}
     changed = {name: value for name, value in fields.items() if getattr(config, name) != value}
     return {
-        "command": SECRET.sub("<redacted>", shlex.join(sys.orig_argv)),
+        "command": redact(shlex.join(sys.orig_argv)),
         "launcher": world.launcher,
         "world_size": world.world_size,
         "backend": world.backend,
@@ -101,7 +101,7 @@ def redacted(value):
         return {redacted(str(key)): redacted(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
         return [redacted(part) for part in value]
-    return SECRET.sub("<redacted>", value) if isinstance(value, str) else value
+    return redact(value) if isinstance(value, str) else value
 
 
 def peak_memory_mb(device):

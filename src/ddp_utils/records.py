@@ -92,6 +92,11 @@ def shown(key) -> str:
     return key if key.isprintable() and len(key) < 40 else repr(key)[:40]
 
 
+def printable(text) -> str:
+    """Return the text without control characters, which a terminal obeys; \\n and \\t stay."""
+    return CONTROL.sub(lambda match: match[0] if match[0] in "\n\t" else "\ufffd", text)
+
+
 def content(path, most=None) -> bytes:
     """What a file holds, unpacked and without BOM; UserError if that is not UTF-8, or too much."""
     file = resolve(path)
@@ -103,7 +108,8 @@ def content(path, most=None) -> bytes:
     most = most or MAX_BYTES
     try:
         size = file.stat().st_size
-        raw = file.read_bytes() if size <= most else b""
+        # /proc/kmsg is a regular file of no size, and would be read for ever
+        raw = file.read_bytes() if 0 < size <= most else b""
         if raw[:2] == b"\x1f\x8b":  # by its first bytes: names lie
             most = min(most, max(2**26, MAX_RATIO * size))
             with gzip.open(file) as stream:

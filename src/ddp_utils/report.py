@@ -103,10 +103,8 @@ def _place(path):
 
 
 def _printable(value):
-    """Texts of others: no NUL and the like, which browsers treat each in its own way."""
-    if isinstance(value, str) and not hasattr(value, "__html__"):
-        return records.CONTROL.sub(lambda at: at[0] if at[0] in "\n\t" else "\ufffd", value)
-    return value
+    text = isinstance(value, str) and not hasattr(value, "__html__")
+    return records.printable(value) if text else value
 
 
 def _picture(path):

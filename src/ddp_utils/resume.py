@@ -29,6 +29,10 @@ SAID = {"max_steps", "num_epochs", "train_timesteps", "save_best"}
 SAID |= {"strategy", "use_fsdp", "fsdp_config", "use_deepspeed", "deepspeed_config"}
 SAID |= {"content of fsdp_config", "content of deepspeed_config"}
 
+# what a run makes in its folder: the names of folders, the endings of files
+FOLDERS = {"checkpoints", "model", "teacher", "tensorboard"}
+FILES = {".json", ".jsonl", ".html", ".png", ".txt", ".safetensors", ".pt"}
+
 
 class Found(NamedTuple):
     """What a run folder means for a run that is about to start in it."""
@@ -49,10 +53,14 @@ def inspect(folder, settings, steps, inputs, code, needed=0, restart=False) -> F
     folder = Path(folder)
     name = next((n for n in ("result_dir", "out_dir") if n in settings), "output_dir")
     check_place(f"--{name}", folder, needed)
+    for path in folder.glob("[!.]*"):
+        kind = "folder" if path.name in FOLDERS else "file" if path.suffix in FILES else ""
+        if kind and not (path.is_dir() if kind == "folder" else path.is_file()):
+            raise UserError(f"--{name}: {path} is in the way of a {kind}; move it elsewhere")
     found = _verdict(folder, settings, inputs, code, restart)
     # of guide 1, a place for the model; in the others output_dir is the run folder itself
     output = settings.get("output_dir") if "result_dir" in settings else ""
-    if output:
+    if output and found.verdict != "finished":
         check_output(Path(output), folder, found.verdict == "continue")
     if found.checkpoint and checkpoint.number(found.checkpoint) > steps:
         done = checkpoint.number(found.checkpoint)

@@ -19,6 +19,7 @@ from ddp_utils import (
     parallel,
     plots,
     progress,
+    records,
     report,
     resume,
 )
@@ -168,7 +169,7 @@ class Run(Saving):
     def write_text(self, name, text):
         """A text for people in the run folder."""
         if self.world.is_main:
-            (self.folder / name).write_text(text, encoding="utf-8")
+            (self.folder / name).write_text(records.printable(text), encoding="utf-8")
 
     def once(self, name, make):
         """make(), on all ranks, kept as plain data: a continued run reads what it found before."""

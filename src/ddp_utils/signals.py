@@ -8,9 +8,10 @@ import os
 import select
 import signal
 import socket
-import sys
 import threading
 import time
+
+from ddp_utils import startup
 
 GRACE = 20.0  # seconds from the signal to a hard exit, unless a checkpoint is being written
 AGAIN = 1.0  # a launcher and a batch system may both send it: later than this is a second time
@@ -30,11 +31,8 @@ def saving():
     _saving.set()
 
 
-def listen(with_parent):
-    """Hear the signals from now on; `with_parent`: end when the process that started this one does.
-
-    Without it a run would outlive a launcher that was killed, and go on writing.
-    """
+def listen():
+    """Hear the signals from now on, and end when the launcher does, if there is one."""
     global _start
     _start = time.monotonic()
     ours, theirs = socket.socketpair()
@@ -42,27 +40,21 @@ def listen(with_parent):
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda *_: _asked.set())
     signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-    parent = os.getppid() if with_parent else None
-    threading.Thread(target=_watch, args=(ours, theirs, parent), daemon=True).start()
+    threading.Thread(target=_watch, args=(ours, theirs), daemon=True).start()
 
 
-def _watch(ours, _theirs, parent):
+def _watch(ours, _theirs):
     first, number = None, 0
     while True:
         heard = select.select([ours], [], [], 0.5)[0] and ours.recv(64)
         now = time.monotonic()
         for number in set(heard or ()) & {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}:
             if first is not None and now - first > AGAIN:
-                _end(128 + number, "asked to stop twice")
+                startup.end(128 + number, "asked to stop twice")
             first = first or now
             if number != signal.SIGINT:  # that one is a KeyboardInterrupt, if Python gets to it
                 _asked.set()
         if first is not None and not _saving.is_set() and now - first > GRACE:
-            _end(128 + number, f"asked to stop, and still busy after {GRACE:.0f} s")
-        if parent not in (None, os.getppid()):
-            _end(1, "the launcher is gone")
-
-
-def _end(code, why):
-    print(f"process {os.getpid()} ends: {why}", file=sys.stderr, flush=True)
-    os._exit(code)
+            startup.end(128 + number, f"asked to stop, and still busy after {GRACE:.0f} s")
+        if startup.LAUNCHER not in (None, os.getppid()):
+            startup.end(1, "the launcher is gone")

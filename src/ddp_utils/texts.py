@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from ddp_utils import UserError, formats, pairs, records
 
-KINDS = ("auto", "alpaca", "sharegpt", "messages", "custom", "preference")
 SHAPES = {  # what a row must have -> its kind
     ("instruction", "output"): "alpaca",
     ("conversations",): "sharegpt",
@@ -74,9 +73,9 @@ class Text(NamedTuple):
 def read(path, encoder, kind="auto", fields=(), limit=-1, on_bad_record="error"):
     """The usable texts of a data file and its report.
 
-    kind: one of KINDS; auto tells it by the fields of the first row. fields: of a custom row, the
-    names of its prompt and its reply. Rows without a reply are dropped and counted; malformed
-    ones raise UserError, or with "skip" are counted, too.
+    kind: as the setting `format`; auto tells it by the fields of the first row. fields: of a
+    custom row, the names of its prompt and its reply. Rows without a reply are dropped and
+    counted; malformed ones raise UserError, or with "skip" are counted, too.
     """
     kind = "custom" if kind == "auto" and fields else kind
     if [bool(name) for name in fields] != [True] * (2 if kind == "custom" else 0):

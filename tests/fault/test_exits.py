@@ -60,14 +60,6 @@ def test_complaint_23_groups_in_a_row_end_with_status_0_and_complete_logs(groups
         assert outcome.logs == ["done 0\n", "done 1\n"]
 
 
-@pytest.mark.parametrize("launches", [1, pytest.param(5, marks=pytest.mark.show)])
-def test_complaint_23_torchrun_launches_end_with_status_0(launches, tmp_path):
-    for _ in range(launches):
-        done = torchrun(tmp_path, failing=-1)
-        assert done.returncode == 0, done.stderr
-        assert sorted(done.stdout.split("\n")) == ["", "done 0", "done 1"]
-
-
 def test_complaint_23_ten_exceptions_on_rank_1_end_with_that_traceback_alone():
     for _ in range(9):
         outcome = run_ranks(2, ddp_steps, 1)
@@ -111,16 +103,16 @@ SECONDS = {"DDP_JOIN_SECONDS": "2"}
     ("env", "message"),
     [
         ({"MASTER_ADDR": "no-such-host.invalid"}, "could not meet the 2 processes at no-such-host"),
+        ({"RANK": "one"}, "RANK: 'one' is not a number; let the launcher set it"),
         ({"MASTER_ADDR": "127.0.0.1", "RANK": "1", "LOCAL_RANK": "0"}, "check MASTER_ADDR"),
     ],
-    ids=["unknown host", "nobody there"],
+    ids=["unknown host", "no number", "nobody there"],
 )
 def test_a_wrong_address_costs_one_line(env, message):
     outcome = wrong_world(env)
-    assert outcome.returncode == 2
-    assert outcome.stderr.count("\nerror") + outcome.stderr.startswith("error") == 1
+    assert outcome.returncode == 2 and outcome.stderr.lower().startswith("error: rank")
     assert message in outcome.stderr
-    assert "Traceback" not in outcome.stderr
+    assert outcome.stderr.count("\n") == 1  # no C++ frames, which TCPStore prints at each attempt
 
 
 def wrong_world(env):
@@ -137,21 +129,12 @@ def wrong_world(env):
     )
 
 
-def test_a_rank_that_is_no_number_costs_one_line():
-    done = wrong_world({"RANK": "one"})
-    assert done.returncode == 2
-    assert done.stderr == "error: RANK: 'one' is not a number; let the launcher set it\n"
-
-
 def test_a_port_in_use_costs_one_line():
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
+    with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         done = wrong_world({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
-    assert done.returncode == 2
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert done.stderr.startswith(f"error: MASTER_PORT: {port} is in use on ")
-    assert "Traceback" not in done.stderr
 
 
 def meet_thrice(dead):

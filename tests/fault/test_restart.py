@@ -3,12 +3,14 @@
 import contextlib
 import json
 import os
+import random
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ import faults
 import runs
 from conftest import ROOT
 from ddp_utils import checkpoint
+from ranks import addresses
 
 LORA = faults.MODES["lora"]
 BIN = str(Path(sys.executable).parent)
@@ -162,8 +165,10 @@ def test_f3_sigterm_to_the_shell_script_saves_and_ends_with_85(long_run, tmp_pat
     folder = tmp_path / "run"
     with launched([SCRIPT, "2"], folder, *LONG) as process:
         wait_until(has_logged(folder, 4))
+        sockets = [addresses(pid) for pid in descendants(process.pid)]
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 85, process.log.read_text()
+    assert set().union(*sockets) == {"127.0.0.1"}  # torchrun's too
     stopped = faults.summary(folder)
     assert stopped["status"] == "preempted" and 3 <= stopped["step"] < 60
     outcome = faults.finished(faults.start(2, folder, *LORA, *LONG))
@@ -190,16 +195,57 @@ def test_f3_sigusr1_is_passed_on_by_torchrun(tmp_path):
 # --- nothing is left behind ----------------------------------------------------------------------
 
 
-def test_f18_ranks_do_not_outlive_a_launcher_that_is_killed(undisturbed, tmp_path):
-    folder = tmp_path / "run"
-    with launched([*TORCHRUN, FAULTY], folder, FAULT="hang_in_backward 1 7 60") as process:
-        wait_until(has_logged(folder, 7))
-        ranks = ranks_of(process)
-        assert len(ranks) == 2
-        process.kill()
-        wait_until(are_gone(ranks), seconds=10)
-    faults.finished(faults.start(2, folder, *LORA))
-    assert faults.is_equal(folder, undisturbed)
+def marked(mark):
+    """Processes with this word in their environment, whoever has adopted them."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in path.read_bytes() and state(path.parent.name) != "Z":
+                found.append(int(path.parent.name))
+    return found
+
+
+PROGRAMS = {
+    "dpo": [f"{ROOT}/src/main_distributed.py", "--result_dir"],
+    "protein": ["-m", "dpo_inv.run_dpo_ddp", "--output_dir"],
+    "sft": [f"{ROOT}/src/train.py", "--output_dir"],
+}
+
+
+@pytest.mark.parametrize(
+    ("program", "kills"),
+    [("dpo", 3), ("protein", 1)]
+    + [pytest.param(name, 20, marks=pytest.mark.show) for name in PROGRAMS],
+)
+def test_a8_no_process_outlives_a_launcher_that_is_killed(program, kills, tmp_path):
+    """As soon as it has started a rank, which knows nothing yet, then at random moments of 10 s."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    moments = random.Random(seed)
+    torchrun = [f"{BIN}/torchrun", "--nproc_per_node=2", *PROGRAMS[program]]
+    for number in range(kills):
+        mark, wait = uuid.uuid4().hex, moments.uniform(0, 10)
+        process = subprocess.Popen(
+            [*torchrun, str(tmp_path / f"run{number}")],
+            env=os.environ | {"MARK": mark, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}/src"},
+            start_new_session=True,
+            cwd=ROOT,
+        )
+        try:
+            if number == 0:
+                wait_until(lambda process=process: descendants(process.pid))
+            else:
+                time.sleep(wait)
+            print(
+                f"kill {number} after {wait if number else 0:.3f} s: {len(marked(mark))} processes"
+            )
+            process.kill()
+            process.wait()
+            wait_until(lambda mark=mark: not marked(mark), seconds=5)
+        finally:
+            for pid in marked(mark):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 MOMENTS = {

@@ -308,7 +308,9 @@ def test_a_run_that_goes_on_with_another_output_dir_replaces_no_files(killed, tm
     assert outcome.codes == [2, 2]
     assert f"error: --output_dir: {precious} is not empty; give another folder" in outcome.logs[0]
     assert (precious / "thesis.txt").read_text() == "years"
-    faults.finished(faults.start(2, folder, *flags, str(tmp_path / "new")))
+    for last in ("goes on after step", f"{folder} holds this run, finished"):
+        outcome = faults.finished(faults.start(2, folder, *flags, str(tmp_path / "new")))
+        assert last in outcome.logs[0]
     assert (tmp_path / "new/model.safetensors").exists()
 
 

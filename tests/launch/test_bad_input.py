@@ -70,6 +70,21 @@ def test_a_bad_setting_costs_one_line_and_writes_nothing(flags, folder):
     assert list((folder / "empty").iterdir()) == []
 
 
+def test_what_is_in_the_way_of_a_run_is_found_first(folder):
+    """A file where a folder goes, or a folder where a file goes."""
+    for name in ("tensorboard", "model", "checkpoints", "metrics.jsonl", "summary.json"):
+        place = folder / f"run of {name}" / name
+        place.parent.mkdir()
+        place.mkdir() if "." in name else place.write_text("")
+        with pytest.raises(UserError) as caught:
+            flags = ["--train_data", str(folder / "data.jsonl"), "--result_dir", str(place.parent)]
+            main_distributed.main([*flags, "--check"])
+        kind = "file" if "." in name else "folder"
+        wanted = f"--result_dir: {place} is in the way of a {kind}; move it elsewhere"
+        assert str(caught.value) == wanted
+        assert list(place.parent.iterdir()) == [place]
+
+
 def test_what_is_no_adapter_is_not_merged(tmp_path):
     with pytest.raises(UserError, match="data/demo/model is a whole model already"):
         merge.merge("data/demo/model", tmp_path / "merged")

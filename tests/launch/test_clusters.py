@@ -441,6 +441,23 @@ def test_the_environment_is_made_from_any_folder(tmp_path):
     assert (done.returncode, done.stdout.splitlines()[1:]) == (0, ["made"]), done.stderr
 
 
+def test_an_old_package_in_the_active_environment_costs_one_line(tmp_path):
+    for name, version in (("torch", "2.10.0a0+b1"), ("transformers", "5.5"), ("peft", "0.9.1")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("")
+        (tmp_path / f"{name}-{version}.dist-info").mkdir()
+        (tmp_path / f"{name}-{version}.dist-info/METADATA").write_text(f"Version: {version}\n")
+    command = ["bash", "-euc", f". '{ROOT}/scripts/environment.sh'; use_environment"]
+    env = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (
+        2,
+        "",
+        "error: peft: 0.9.1 is installed, 0.20 or newer is needed; "
+        "python -m pip install 'peft>=0.20'\n",
+    )
+
+
 # --- nothing is left -----------------------------------------------------------------------------
 
 OWNER = """import os, sys, cluster

@@ -1,10 +1,8 @@
 """Parts that are no whole run, in real processes: sampling, sockets of a group, check_gpu.py."""
 
-import ipaddress
 import json
 import os
 import socket
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +14,7 @@ import torch
 from conftest import ROOT
 from ddp_utils import NonFiniteError, dist, logps, lora, sampling
 from ddp_utils.pairs import Encoder, load_tokenizer
-from ranks import ranks, run_ranks
+from ranks import addresses, ranks, run_ranks
 
 # --- sampling ------------------------------------------------------------------------------------
 
@@ -72,24 +70,6 @@ def test_no_reply_holds_its_end_or_more_than_max_new_tokens():
 # --- sockets -------------------------------------------------------------------------------------
 
 linux = pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="reads /proc")
-
-
-def addresses():
-    """Local IP address of every TCP socket of this process."""
-    mine = set()
-    for link in Path("/proc/self/fd").iterdir():
-        if link.is_symlink():  # the one that listed this folder is gone
-            mine.add(os.readlink(link))
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            number, inode = fields[1].split(":")[0], fields[9]
-            if f"socket:[{inode}]" in mine:
-                numbers = (int(number[at : at + 8], 16) for at in range(0, len(number), 8))
-                address = ipaddress.ip_address(b"".join(struct.pack("=I", n) for n in numbers))
-                found.add(str(getattr(address, "ipv4_mapped", None) or address))
-    return found
 
 
 def sockets_of_a_group():

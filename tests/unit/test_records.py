@@ -193,6 +193,7 @@ def test_a_list_that_does_not_end_with_the_file_is_refused(tmp_path, raw, line):
 )
 def test_a_file_without_records_is_refused(tmp_path, raw):
     assert complaint(write(tmp_path, raw)).startswith(": 0 records")
+    assert complaint("/proc/version").startswith(": 0 records")  # not read: kmsg would never end
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from safetensors import SafetensorError
 import main_distributed
 import programs
 from conftest import ROOT
-from ddp_utils import UserError, checkpoint, plots
+from ddp_utils import UserError, checkpoint, environment, plots, redact
 from runs import PAIRS, QUIET, words
 
 # --- the code ------------------------------------------------------------------------------------
@@ -121,18 +121,12 @@ def dumps_of_the_environment(code):
 RESTRICTED = 'torch.load(file, map_location="cpu", weights_only=True)'
 
 
-@pytest.mark.parametrize("name", CODE)
-def test_no_code_can_execute_what_it_reads(name):
-    code = CODE[name]
-    if name == "src/dpo_inv/official.py":
-        assert code.count(RESTRICTED) == code.count("torch.load(") == 1
-        code = code.replace(RESTRICTED, "{}")
-    assert dangers(code) == []
-
-
-@pytest.mark.parametrize("name", CODE)
-def test_no_code_dumps_the_environment(name):
-    assert list(dumps_of_the_environment(CODE[name])) == []
+def test_no_code_can_execute_what_it_reads_or_dumps_the_environment():
+    for name, code in CODE.items():
+        if name == "src/dpo_inv/official.py":
+            assert code.count(RESTRICTED) == code.count("torch.load(") == 1
+            code = code.replace(RESTRICTED, "{}")
+        assert [*dangers(code), *dumps_of_the_environment(code)] == [], name
 
 
 BAD = r"""
@@ -201,14 +195,10 @@ isinstance(error, Exception)
 """
 
 
-@pytest.mark.parametrize("snippet", BAD.strip().split("\n"))
-def test_each_of_these_is_seen(snippet):
-    assert dangers(snippet.replace("\\n", "\n"))
-
-
-@pytest.mark.parametrize("snippet", GOOD.strip().split("\n"))
-def test_none_of_these_is_taken_for_a_danger(snippet):
-    assert dangers(snippet.replace("\\n", "\n")) == []
+def test_each_danger_is_seen_and_nothing_else():
+    for text, is_bad in ((BAD, True), (GOOD, False)):
+        for snippet in text.strip().split("\n"):
+            assert bool(dangers(snippet.replace("\\n", "\n"))) == is_bad, snippet
 
 
 def test_every_collective_that_pickles_is_seen():
@@ -700,9 +690,11 @@ def test_no_file_and_no_line_of_a_run_holds_a_secret(tmp_path, monkeypatch, capf
     monkeypatch.chdir(tmp_path)
     # a token and a password among the flags; both are names of folders, so that they work
     for folder in (TOKEN, f"https:/someone:{PASSWORD}@host"):
-        put(tmp_path / folder / "pairs.jsonl", Path(PAIRS).read_bytes())
+        red = Path(PAIRS).read_bytes().replace(b'"prompt": "', b'"prompt": "\\u001b[31m')
+        put(tmp_path / folder / "pairs.jsonl", red)
     flags = ["--train_data", f"https://someone:{PASSWORD}@host/pairs.jsonl"]
     flags += ["--val_data", f"{tmp_path / TOKEN}/pairs.jsonl", "--fine_tuning", "lora"]
+    flags += words("--num_samples 1 --max_new_tokens 2")
     monkeypatch.setattr(sys, "orig_argv", ["python", "main_distributed.py", *flags])
     assert attempt(tmp_path, *flags) is None
     written = {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()}
@@ -710,6 +702,8 @@ def test_no_file_and_no_line_of_a_run_holds_a_secret(tmp_path, monkeypatch, capf
     assert len(written) > 8
     found = {str(name) for name, text in written.items() if any(s.encode() in text for s in ALL)}
     assert found == set()
+    (text,) = Path("runs/run").glob("*_val.txt")
+    assert "\ufffd[31m" in text.read_text() and "\x1b" not in text.read_text()
 
 
 def test_the_line_that_refuses_a_run_holds_no_secret(tmp_path):
@@ -721,13 +715,30 @@ def test_the_line_that_refuses_a_run_holds_no_secret(tmp_path):
     assert not [secret for secret in ALL if secret in done.stdout + done.stderr]
 
 
-def test_what_is_redacted_may_hold_quotes():
-    """They are escaped in JSON, and the pattern would eat the escape."""
-    from ddp_utils import environment
+REDACTED = """<hf_abcdefghijklmnopqrstuvwxyz>|use <sk-proj-abcdefghij0123456789>, please
+    |<AKIAIOSFODNN7EXAMPLE>|a <ghp_16C7e42F292c6912E7710c83834> b|<glpat-ABCdef_ghi-JKLmnopqr>
+    |<github_pat_11ABCDEFG0abcdefghij_klmnopqrst>|<xoxb-17653672481-19874698323-pdFZKVeTuE8sk7o>
+    |<AIzaSyDaGmWKa4JsXZ-HjGw7ISLn_3namBGewQe>|<eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.SflKxwRJSMe>
+    |Authorization: Bearer <mF_9.B5f-4.1JqM>|-H 'Authorization: Basic <dXNlcjpwYXNz>' -v
+    |https://<0123456789abcdef>@host/data.jsonl|https://<me:pw>@host/a|https:/<me:pw>@host/a
+    |postgres://<:password>@host|me:<hunter2>@db.host|--passwd=<hunter2> --n 1|A_KEY=<b> TOKEN=<x>
+    |password=<'two words'> b|token=<abc>"d|key=<x>'y|s3?X-Amz-Signature=<fe5f80f77d5fa3beca038>
+    |blob?sv=2022&sig=<Zm9vYmFy%3D>|{"password": <"x">, "n": 1}|{'hf_token': <'y'>}|pwd: <pw>"""
+STAYS = """results/task-abcdefghijklmnopqrstuvwxyz|monkey=banana|risk-adjusted-return-on-capital-v2
+    |shelf_abcdefghijklmnopqrstuvwxyz|max_tokens=512|tokens_per_second: 12|keys: a, b|3 keyboards
+    |/data/user@host/file.jsonl|https://host/a?mail=me|image:tag@sha256:0123|12:30:05|eyJ|a bearer
+    |--train_data=data/pairs.jsonl|design=fast|{"tokenizer": "gpt2"}|a: b@c|the token: not known"""
 
-    found = environment.redacted({"url": 'token=abc"d', 3: ["key=x'y", None, 1.5], "name": 'a"b'})
-    assert found == {
-        "url": 'token=<redacted>"d',
-        "3": ["key=<redacted>'y", None, 1.5],
-        "name": 'a"b',
-    }
+
+def test_each_kind_of_secret_is_redacted():
+    """What stands in <> above; the shapes are those that their makers publish."""
+    for line in REDACTED.split("|"):
+        text = re.sub("[<>]", "", line.strip())
+        left = re.sub("<.*?>", "<redacted>", line.strip())
+        assert redact(text) == left
+        assert environment.redacted({"a": [text, None], text: 4}) == {"a": [left, None], left: 4}
+
+
+def test_what_only_looks_like_a_secret_stays():
+    for text in STAYS.split("|"):
+        assert redact(text.strip()) == text.strip()
