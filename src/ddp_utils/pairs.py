@@ -253,21 +253,23 @@ def collect(path, encoder, make, limit, on_bad_record):
 
     UserError if a row is malformed (with "skip" it is dropped), or if no row is usable.
     """
-    found, dropped = [], collections.defaultdict(list)
+    found, dropped, first_error = [], collections.defaultdict(list), None
     encoder.counts.clear()
-    rows = records.read(path, limit, skip=on_bad_record == "skip")
+    rows = records.read(path, limit, skip=True)  # what is no JSON is a record with an error
     for record in rows:
         row = record.where.rsplit(":", 1)[1]
         try:
-            if isinstance(record.data, UserError):  # a line that is not JSON, to be skipped
+            if isinstance(record.data, UserError):
                 raise record.data
             found.append(make(record, row))
         except formats.Unusable as reason:
             dropped[str(reason)].append(row)
-        except UserError:
-            if on_bad_record == "error":
-                raise
+        except UserError as error:
+            first_error = first_error or error
             dropped["malformed"].append(row)
+    if first_error and on_bad_record == "error":
+        mend = f", or skip {len(dropped['malformed'])} of {len(rows)} rows: --on_bad_record skip"
+        raise UserError(f"{first_error}{mend if found else ''}") from first_error
     if not found:
         reasons = ", ".join(f"{len(found)} {reason}" for reason, found in dropped.items())
         raise UserError(f"{path}: 0 usable rows of {len(rows)}: {reasons}")

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from ddp_utils import UserError, formats, pairs, records
 
-KINDS = ("auto", "alpaca", "sharegpt", "messages", "custom", "preference")
 SHAPES = {  # what a row must have -> its kind
     ("instruction", "output"): "alpaca",
     ("conversations",): "sharegpt",
@@ -74,8 +73,8 @@ class Text(NamedTuple):
 def read(path, encoder, kind="auto", fields=(), limit=-1, on_bad_record="error"):
     """The usable texts of a data file and its report.
 
-    kind: one of KINDS; auto tells it by the fields of the first row. fields: of a custom row, the
-    names of its prompt and its reply. Rows without a reply are dropped and counted; malformed
+    kind: one of those above; auto tells it by the fields of the first row. fields: of a custom row,
+    the names of its prompt and its reply. Rows without a reply are dropped and counted; malformed
     ones raise UserError, or with "skip" are counted, too.
     """
     kind = "custom" if kind == "auto" and fields else kind
@@ -122,15 +121,21 @@ def find_shape(record, kind="auto", fields=()):
 
 def example(record, kind, fields):
     """(prompt, reply) as in formats.Example; UserError if malformed, Unusable without a reply."""
-    if kind != "preference":
-        formats.text_only(record, "", record.data)
+    formats.text_only(record, "", record.data)
     if kind == "preference":
         prompt, reply, _ = formats.FORMATS[fields[0]](record)
     elif len(fields) == 2:
         prompt, reply = _single(record, kind, *fields)
     else:
-        turns = formats.system_of(record) + formats.turns_of(record, *fields)
-        *prompt, last = formats.in_order(record, *fields, turns, "assistant")
+        turns = formats.turns_of(record, *fields)
+        for number in formats.weightless(record, *fields):
+            turns[number]["weight"] = 0
+        turns = formats.in_order(record, *fields, formats.system_of(record) + turns, "assistant")
+        while turns and turns[-1].get("weight") == 0:  # nothing behind it is trained
+            turns = turns[:-2]
+        if not turns or turns[-1]["role"] == "system":
+            raise formats.Unusable("no reply to train")
+        *prompt, last = turns
         reply = last["content"]
     if not reply.strip():
         raise formats.Unusable("empty response")
@@ -166,7 +171,7 @@ def _unread(record, kind, fields):
     if kind == "preference":
         return formats.unread(record, *fields)
     also = ("input", "history") if kind == "alpaca" else ()
-    return record.data.keys() - {*fields, *also, "system"}
+    return formats.unread_paths(record, {*fields, *also, "system"})
 
 
 # --- prompt and reply -> tokens ------------------------------------------------------------------
@@ -234,7 +239,7 @@ def _earlier(encoder, prompt, ids, met):
     whole, spans = _text(encoder, prompt), []
     end = _end(encoder) if encoder.templated else ""  # or else the replies have it already
     for number, turn in enumerate(prompt):
-        if turn["role"] != "assistant":
+        if turn["role"] != "assistant" or turn.get("weight") == 0:
             continue
         before, said = _text(encoder, prompt[:number]), turn["content"].strip()
         stop = whole.find(said, len(before)) + len(said)

@@ -10,7 +10,8 @@ from conftest import ROOT
 from ddp_utils import UserError, formats, records
 from ddp_utils.formats import Unusable
 
-REASONS = {"identical", "empty response", "prompts differ"}
+REASONS = {"identical", "empty response", "prompts differ", "empty turn"}
+REASONS |= {"two turns of one side in a row"}
 WHERE = "f.jsonl:7"
 
 
@@ -310,10 +311,37 @@ def test_a_system_text_stands_before_a_prompt_that_is_one_text():
     assert read(row) == ([system("s"), user("q")], "x", "y")
 
 
-def test_what_a_message_has_besides_role_and_content_is_left_out():
-    marked = {**user("1"), "name": "Ann", "weight": 0, "tool_calls": None}
-    row = {"prompt": [marked], "chosen": [assistant("x")], "rejected": [assistant("y")]}
+def test_what_else_a_row_has_is_left_out_and_named_at_every_depth():
+    marked = {
+        **user("1"),
+        "name": "Ann",
+        "weight": 0,
+        "tool_calls": None,
+        "tags": [0],
+        "value": {"k": 0},
+    }
+    chosen = {**assistant("x"), "reasoning_content": "Hm.", "weight": 1, "train": True}
+    row = {"prompt": [marked], "chosen": [chosen], "rejected": [assistant("y")]}
+    row |= {"weight": 1, "label": True, "loss": None, "metadata": {"source": "web", "x": {"y": 1}}}
     assert read(row) == ([user("1")], "x", "y")
+    assert formats.unread(records.Record(WHERE, row), "messages") == {
+        "prompt[].name",
+        "prompt[].tags[]",
+        "prompt[].value.k",
+        "chosen[].reasoning_content",
+        "metadata.source",
+        "metadata.x.y",
+    }
+    row = {"input": {"messages": [marked], "n": 1}, "preferred_output": [chosen]}
+    row |= {"non_preferred_output": [assistant("y")], "sytem": "s", "system": "s", "prompt": None}
+    assert formats.unread(records.Record(WHERE, row), "openai") == {
+        "input.messages[].name",
+        "input.messages[].tags[]",
+        "input.messages[].value.k",
+        "input.n",
+        "preferred_output[].reasoning_content",
+        "sytem",
+    }
 
 
 @pytest.mark.parametrize(
@@ -372,6 +400,11 @@ HI = "\n\nHuman: Hi\n\nAssistant: Hello."
         ),
         (f"{HI}\n\nHuman: a", "\n\nHuman: Hi\n\nAssistant: Ho.", "prompts differ"),
         (f"{HI}\n\nHuman:", "\n\nHuman: Hi\n\nAssistant: Ho.", "prompts differ"),
+        (f"{HI}\n\nAssistant: x", HI, "prompts differ"),
+        (f"{HI}\n\nAssistant: x", f"{HI}\n\nAssistant: y", "two turns of one side in a row"),
+        (f"\n\nHuman: a{HI}", "\n\nHuman: a" + HI + "x", "two turns of one side in a row"),
+        ("\n\nHuman: \n\nAssistant: x", "\n\nHuman:\n\nAssistant: y", "empty turn"),
+        ("\n\nHuman: \n\nAssistant: x", HI, "prompts differ"),
     ],
 )
 def test_transcripts_part_at_the_last_turn_of_the_assistant(chosen, rejected, expected):
@@ -534,11 +567,6 @@ MALFORMED = [
     ({"chosen": HI, "rejected": "Hello"}, "rejected is 'Hello'; begin it with '\\n\\nHuman:'"),
     ({"chosen": HI[2:], "rejected": HI}, "chosen is 'Human: Hi"),
     ({"chosen": HI, "rejected": f"Once. {HI}"}, "rejected is 'Once. \\n\\nHu...stant: Hello.'"),
-    (
-        {"chosen": HI, "rejected": f"{HI}\n\nAssistant: x"},
-        "rejected has the roles user, assistant, ",
-    ),
-    ({"chosen": "\n\nHuman: \n\nAssistant: x", "rejected": HI}, "chosen[0].content is ''; give a "),
     # OpenAI
     ({"input": "q", **OUTPUT}, "input is 'q'; give an object"),
     ({"input": {}, **OUTPUT}, "input.messages is None; give a list of messages"),
@@ -550,6 +578,26 @@ MALFORMED = [
         "preferred_output has the roles user, assistant, assistant;",
     ),
 ]
+
+
+for name in ("images", "image", "audios", "audio", "videos", "video", "tool_calls"):
+    MALFORMED.append(({"prompt": "q", **TEXT, name: ["a"]}, f"{name} is ['a']; only text is read"))
+    row = {"conversations": [{**human("q"), name: "a"}], **SHARE}
+    MALFORMED.append((row, f"conversations[0].{name} is 'a'; only text is read"))
+for name in ("weight", "loss_weight", "train", "loss"):
+    for value in (0, False, 0.5, 2, "1", [1]):
+        row = {"instruction": "q", **TEXT, name: value}
+        MALFORMED.append((row, f"{name} is {value!r}; a row counts 1, a message 1 or 0"))
+    row = {"prompt": [{**user("q"), name: 0.5}], **TEXT}
+    MALFORMED.append((row, f"prompt[0].{name} is 0.5; a row counts 1, a message 1 or 0"))
+    mute = {**assistant("x"), name: 0}
+    for side in (mute, [mute], [user("q"), mute]):
+        row = {"prompt": [user("q")], **TEXT, "rejected": side}
+        MALFORMED.append((row, "rejected: its reply has the weight 0; leave it out"))
+for value in (0, False, "good", -1):
+    MALFORMED.append(
+        ({"question": "q", **TEXT, "label": value}, f"label is {value!r}; keep the rows")
+    )
 
 
 @pytest.mark.parametrize(("row", "says"), MALFORMED, ids=[says[:40] for _, says in MALFORMED])

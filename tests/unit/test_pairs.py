@@ -342,5 +342,36 @@ def test_the_report_counts_by_row_what_a_hand_count_finds(tmp_path):
     line = pairs.describe("train", report)
     assert line.startswith("train: 8 rows of prompt, 4 used; tokens ")
     assert "2 malformed" in line and "1 truncated" in line
-    with pytest.raises(UserError, match=r"mixed.jsonl:8:2: not JSON"):
+    with pytest.raises(
+        UserError, match=r":4: chosen is 3; .*skip 2 of 8 rows: --on_bad_record skip"
+    ):
         pairs.read(path, encoder)
+    path.write_text("\n".join(lines[-1:]))  # which to skip would not mend
+    with pytest.raises(UserError, match=r"mixed.jsonl:1:2: not JSON.*list of them$"):
+        pairs.read(path, encoder)
+
+
+def test_a_file_as_hh_is_read_by_default(tmp_path):
+    """As its harmless test file: 2,312 rows, 9 with two turns of the assistant in a row, 5 of which
+    have prompts that differ, and 4 with an empty answer."""
+    lines = []
+    for number in range(2312):
+        prompt = f"\n\nHuman: May I {number}?\n\nAssistant: Why?\n\nHuman: So.\n\nAssistant:"
+        chosen, rejected = f"{prompt} No.", f"{prompt} Yes."
+        if number % 500 == 499:  # 4 rows
+            rejected = prompt
+        elif number % 500 == 250:  # 5 rows
+            chosen = f"{prompt} No.\n\nAssistant: Never."
+        elif number % 500 == 100 and number < 2000:  # 4 rows
+            chosen, rejected = (f"{prompt} Well.\n\nAssistant: {said}" for said in ("No.", "Yes."))
+        lines.append(json.dumps({"chosen": chosen, "rejected": rejected}))
+    path = tmp_path / "harmless.jsonl"
+    path.write_text("\n".join(lines))
+    found, report = pairs.read(path, Encoder(pairs.load_tokenizer("data/demo/model")))
+    assert (report["format"], report["rows"], report["used"]) == ("transcript", 2312, 2299)
+    assert {reason: list(map(int, rows)) for reason, rows in report["dropped"].items()} == {
+        "two turns of one side in a row": [101, 601, 1101, 1601],
+        "prompts differ": [251, 751, 1251, 1751, 2251],
+        "empty response": [500, 1000, 1500, 2000],
+    }
+    assert len(found) == 2299

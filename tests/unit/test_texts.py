@@ -322,6 +322,31 @@ def test_where_the_template_rewrites_a_reply_only_the_last_is_trained(template, 
     assert text.text == before[0]["content"]
 
 
+WEIGHTS = {  # of three replies -> what is read and {trained}
+    (1, 0, 1): ("{b</s>}", "d</s>", "\n<|h|>user\ne</s>\n<|h|>assistant\n{f</s>}"),
+    (0, None, 0.0): ("b</s>", "{d</s>}", ""),
+    (True, True, False): ("{b</s>}", "{d</s>}", ""),
+}
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("name", formats.WEIGHTS)
+def test_a_turn_without_weight_is_read_and_not_trained(tmp_path, weights, name):
+    turns = talk("a", "b", "c", "d", "e", "f", system="S")
+    for turn, weight in zip(turns[2::2], weights, strict=True):
+        turn[name] = weight
+    turns[1][name] = 0  # a question's changes nothing
+    first, second, rest = WEIGHTS[weights]
+    expected = f"<|h|>system\nS</s>\n<|h|>user\na</s>\n<|h|>assistant\n{first}\n"
+    expected += f"<|h|>user\nc</s>\n<|h|>assistant\n{second}{rest}"
+    found, report = read(tmp_path, {"messages": turns}, template=CHATML)
+    assert (found, report["fields_not_read"]) == ([expected], "")
+    row = {"messages": talk("a", "b")}
+    row["messages"][1][name] = 0
+    _, report = read(tmp_path, {"messages": turns}, row, template=CHATML)
+    assert report["dropped"] == {"no reply to train": ["2"]}
+
+
 def test_a_reply_that_says_what_the_user_says_is_found_in_its_place():
     encoder = Encoder(chat_tokenizer(CHATML, bos=False))
     before = talk("assistant\n", "user\n", "user\n", "assistant\n", "user\n")
@@ -531,6 +556,7 @@ def test_rows_are_counted_to_a_limit(tmp_path):
 
 ALPACA = {"instruction": "a", "output": "b"}
 CHAT = {"messages": talk("a", "b")}
+KTO = {"prompt": "a", "completion": "b", "label": True}
 
 
 @pytest.mark.parametrize(
@@ -549,6 +575,10 @@ CHAT = {"messages": talk("a", "b")}
         ([{**ALPACA, "history": [["q"]]}], "1: history is [['q']]; give [[question, answer], ..."),
         ([{**ALPACA, "history": [["q", "a"], ["q", ""]]}], "1: history[1] is ''; give a non-em"),
         ([{**ALPACA, "images": ["x.png"]}], "1: images is ['x.png']; only text is read: cut it"),
+        ([{**ALPACA, "audio": "x"}], "1: audio is 'x'; only text is read: cut it"),
+        ([KTO, {**KTO, "label": False}], "2: label is False; keep the rows where it is true (KTO"),
+        ([{**CHAT, "label": 0}], "1: label is 0; keep the rows where it is true (KTO marks wrong"),
+        ([{**ALPACA, "weight": 0}], "1: weight is 0; a row counts 1, a message 1 or 0: cut it"),
         ([CHAT, ALPACA], "2: messages is missing; found: instruction, output"),
         ([CHAT, {"messages": "a"}], "2: messages has the roles assistant; give user and assistant"),
         ([CHAT, {"messages": []}], "2: messages is []; give a list of messages"),
