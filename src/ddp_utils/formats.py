@@ -27,7 +27,7 @@ FIELDS |= {"sharegpt": ("conversations", *SIDES), "openai": ("input", *OUTPUTS)}
 ROLES = {"human": "user", "gpt": "assistant"} | {r: r for r in ("system", "user", "assistant")}
 NOT_TEXT = ("tools", "tool_calls", "function_call", "image", "images")
 NOT_TEXT += ("audio", "audios", "video", "videos")
-WEIGHTS = ("weight", "loss_weight", "train", "loss")  # of a row or a message: 1 or true, or 0
+WEIGHTS = ("weight", "loss_weight", "train", "loss", "label")  # of a row or message: 1, true or 0
 READ_OF_MESSAGES = {"role", "content", "from", "value", *WEIGHTS}
 HUMAN = "\n\nHuman:"
 TURN = re.compile(r"(?s)\n\n(Human|Assistant):(.*?)(?=\n\n(?:Human|Assistant):|\Z)")
@@ -89,7 +89,7 @@ def unread_paths(record, fields) -> set:
         elif value not in (None, ""):  # which tables write where there is nothing
             inside = [key for key in path[1:] if key not in ("[]", "messages")]
             of_message = len(inside) == 1 and inside[0] in READ_OF_MESSAGES
-            if path[0] not in {*fields, "label", *WEIGHTS} or inside and not of_message:
+            if path[0] not in {*fields, *WEIGHTS} or inside and not of_message:
                 found.add(".".join(path).replace(".[]", "[]"))
     return found
 
@@ -126,11 +126,13 @@ def _chat(record, field="prompt", sides=SIDES):
     whole = []
     for side in sides:
         turns = turns_of(record, side)
-        if len(turns) - 1 in weightless(record, side):
+        if "weight" in turns[-1]:
             raise UserError(f"{record.where}: {side}: its reply has the weight 0; leave it out")
         turns = (given if turns[0]["role"] == "assistant" else system) + turns
         whole.append(in_order(record, side, turns, "assistant"))
     (*lead, chosen), (*other, rejected) = whole
+    for turn in given + lead + other:
+        turn.pop("weight", None)  # nothing of a prompt is trained
     # beside whole conversations, a prompt that is one text repeats one of their turns
     if lead != other or isinstance(prompt, list) and lead[: len(given)] != given:
         raise Unusable("prompts differ")
@@ -186,22 +188,11 @@ def text_only(record, path, value, weights=(None, 1)):
         raise error(record, path, value, "give an object, {...}")
     for key in filter(value.get, NOT_TEXT):
         raise error(record, f"{path}.{key}".strip("."), value[key], "only text is read: cut it")
-    if value.get("label") not in (None, 1):
-        hint = "keep the rows where it is true (KTO marks wrong answers by it), and cut it"
-        raise error(record, f"{path}.label".strip("."), value["label"], hint)
     for key in WEIGHTS:
         if value.get(key) not in weights:
-            hint = "a row counts 1, a message 1 or 0: cut it"
+            hint = "give rows that count 1 or true, of KTO those with label true"
             raise error(record, f"{path}.{key}".strip("."), value[key], hint)
     return value
-
-
-def weightless(record, field) -> list:
-    """The numbers of the messages in a field that are not to be trained."""
-    turns = record.data[field]
-    turns = [turns] if isinstance(turns, dict) else turns
-    numbered = enumerate([] if isinstance(turns, str) else turns)
-    return [number for number, turn in numbered if 0 in map(turn.get, WEIGHTS)]
 
 
 def optional(record, field):
@@ -241,6 +232,8 @@ def turns_of(record, field):
         text = response if role == "assistant" and number + 1 == len(value) else records.text
         part = records.Record(record.where, {f"{path}.{what}": content})
         turns.append({"role": role, "content": text(part, f"{path}.{what}")})
+        if 0 in map(turn.get, WEIGHTS):
+            turns[-1]["weight"] = 0
     return turns
 
 

@@ -16,7 +16,6 @@ from typing import NamedTuple
 from ddp_utils import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
-MAX_LINE = 16 * 2**20  # bytes of one record: a longer one is a file of another kind
 MAX_BYTES = 8 * 2**30  # of a file after decompression
 # what would break a line of output in two, or cannot be printed at all
 CONTROL = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
@@ -129,15 +128,8 @@ def _lines(path, raw):
 
 
 def _decoded(path, number, line, mend=""):
-    _check_size(path, number, len(line))
     with _located(path, number, mend=mend):
         return _decoder().decode(line.decode())
-
-
-def _check_size(path, number, size):
-    if size > MAX_LINE:
-        most = f"one record per line, of at most {MAX_LINE >> 20} MiB"
-        raise UserError(f"{path}:{number}: {size >> 20} MiB; {most}")
 
 
 def _array(path, raw):
@@ -155,7 +147,6 @@ def _array(path, raw):
         previous = at
         with _located(path, line, 1):
             data, at = decoder.raw_decode(content, at)
-        _check_size(path, line, at - previous)
         number += 1
         yield f"{line} (item {number})" if line == before else line, lambda data=data: data
         before = line

@@ -198,10 +198,6 @@ ROWS = {  # behind two good rows -> what the line says; functions, as each rank 
 }
 CONTENTS = {  # a whole file
     "100,000 brackets": (lambda: b"[" * 10**5, "FILE:1: not JSON: maximum recursion"),
-    "17 MiB in a list": (
-        lambda: b'[{"prompt": "%s"}]' % (b"x" * 17 * 2**20),
-        "FILE:1: 17 MiB; one record per line, of at most 16 MiB",
-    ),
     "half a gz": (
         lambda: gzip.compress(GOOD.encode() * 99)[:-20],
         "FILE: Compressed file ended before",
@@ -265,10 +261,6 @@ def named(path):
 
 NO_FILE = "FILE: not a regular file"
 PATHS = {  # what --train_data is given -> what the line says
-    "a line of 200 MiB": (
-        lambda data: hole(data / "x", 200 * 2**20, GOOD.encode() * 2),
-        "FILE:3: 199 MiB; one record per line, of at most 16 MiB",
-    ),
     "9 GiB": (lambda data: hole(data / "x", 9 * 2**30), "FILE: more than 8,589,934,592 bytes"),
     "absent": (lambda data: data / "x", "FILE: no such file; looked in "),
     "a folder": (lambda data: data, NO_FILE),

@@ -322,6 +322,8 @@ def test_what_else_a_row_has_is_left_out_and_named_at_every_depth():
     }
     chosen = {**assistant("x"), "reasoning_content": "Hm.", "weight": 1, "train": True}
     row = {"prompt": [marked], "chosen": [chosen], "rejected": [assistant("y")]}
+    whole = {"chosen": [user("1"), chosen], "rejected": [user("1"), assistant("y")]}
+    assert read({**row, **whole}) == ([user("1")], "x", "y")
     row |= {"weight": 1, "label": True, "loss": None, "metadata": {"source": "web", "x": {"y": 1}}}
     assert read(row) == ([user("1")], "x", "y")
     assert formats.unread(records.Record(WHERE, row), "messages") == {
@@ -584,20 +586,17 @@ for name in ("images", "image", "audios", "audio", "videos", "video", "tool_call
     MALFORMED.append(({"prompt": "q", **TEXT, name: ["a"]}, f"{name} is ['a']; only text is read"))
     row = {"conversations": [{**human("q"), name: "a"}], **SHARE}
     MALFORMED.append((row, f"conversations[0].{name} is 'a'; only text is read"))
-for name in ("weight", "loss_weight", "train", "loss"):
-    for value in (0, False, 0.5, 2, "1", [1]):
+COUNTS = "give rows that count 1 or true, of KTO those with label true"
+for name in ("weight", "loss_weight", "train", "loss", "label"):
+    for value in (0, False, 0.5, "1", [1]):
         row = {"instruction": "q", **TEXT, name: value}
-        MALFORMED.append((row, f"{name} is {value!r}; a row counts 1, a message 1 or 0"))
+        MALFORMED.append((row, f"{name} is {value!r}; {COUNTS}"))
     row = {"prompt": [{**user("q"), name: 0.5}], **TEXT}
-    MALFORMED.append((row, f"prompt[0].{name} is 0.5; a row counts 1, a message 1 or 0"))
+    MALFORMED.append((row, f"prompt[0].{name} is 0.5; {COUNTS}"))
     mute = {**assistant("x"), name: 0}
     for side in (mute, [mute], [user("q"), mute]):
         row = {"prompt": [user("q")], **TEXT, "rejected": side}
         MALFORMED.append((row, "rejected: its reply has the weight 0; leave it out"))
-for value in (0, False, "good", -1):
-    MALFORMED.append(
-        ({"question": "q", **TEXT, "label": value}, f"label is {value!r}; keep the rows")
-    )
 
 
 @pytest.mark.parametrize(("row", "says"), MALFORMED, ids=[says[:40] for _, says in MALFORMED])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from ddp_utils import UserError, logps, pairs
+from ddp_utils import UserError, logps, pairs, trajectories
 from ddp_utils.formats import Example
 from ddp_utils.pairs import Encoder
 
@@ -205,6 +205,14 @@ CHATML = (
     "{% for m in messages %}<|h|>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<|h|>assistant\n{% endif %}"
 )
+THINKING = (  # in the manner of Qwen3: the last reply has a thought, an empty one if it brings none
+    "{% for m in messages %}<|h|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% set parts = m.content.split('</think>') %}{% if loop.last %}<think>\n"
+    "{{ parts[0].split('<think>')[-1].strip() if parts | length > 1 }}\n</think>\n\n{% endif %}"
+    "{{ parts[-1].lstrip() }}{% else %}{{ m.content }}{% endif %}<|eot|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|h|>assistant\n{% if enable_thinking is defined and "
+    "enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
 
 
 def chat_tokenizer(template, bos=True):
@@ -259,6 +267,44 @@ def test_a_conversation_is_rendered_as_the_template_says(template, bos, text, en
     assert set(encoder.ends) == {encoder.end, tok.eos_token_id}
 
 
+@pytest.mark.parametrize("arguments", [{}, {"enable_thinking": False}, {"enable_thinking": True}])
+@pytest.mark.parametrize("reply", ["Me.", "\n Me. ", "<think>Hm.</think>Me.", "Me.<|eot|>"])
+def test_prompt_and_reply_have_the_ids_of_the_conversation_as_transformers_renders_it(
+    arguments, reply
+):
+    tok = chat_tokenizer(THINKING, bos=False)
+    encoder = Encoder(tok, kwargs=json.dumps(arguments))
+    eot = tok.convert_tokens_to_ids("<|eot|>")
+    for prompt in (TALK[1:2], TALK, "Hi"):
+        turns = [{"role": "user", "content": prompt}] if prompt == "Hi" else prompt
+        pair = encoder.encode(Example("f:1", prompt, reply, "No."))
+        options = {"return_dict": False, **arguments}
+        whole = [*turns, {"role": "assistant", "content": reply.removesuffix("<|eot|>")}]
+        expected = tok.apply_chat_template(whole, **options)
+        assert pair.prompt + pair.chosen == expected[: -expected[::-1].index(eot)]
+        asked = tok.apply_chat_template(turns, add_generation_prompt=True, **options)
+        assert encoder.ids(encoder.text(prompt)) == asked
+        if "<think>" not in reply or arguments != {"enable_thinking": False}:
+            assert pair.prompt == asked
+    assert trajectories.prompts(encoder, "S", "Hi")[0] == encoder.ids(encoder.text("Hi"))
+
+
+@pytest.mark.parametrize(
+    ("text", "template", "says"),
+    [
+        ('{"enable_think": false}', "auto", ": no chat template takes enable_think; leave it out"),
+        ('{"messages": []}', "auto", ": no chat template takes messages; leave it out"),
+        ('{"enable_thinking": 1}', "none", ": no chat template takes enable_thinking; leave"),
+        ("[1]", "auto", ': give an object, such as {"enable_thinking": false}'),
+        ("thinking=no", "auto", ":1:1: not JSON: Expecting value; give an object, such as {"),
+    ],
+)
+def test_arguments_that_no_template_takes_are_one_line(text, template, says):
+    with pytest.raises(UserError) as caught:
+        Encoder(chat_tokenizer(THINKING), template, kwargs=text)
+    assert str(caught.value).startswith(f"--chat_template_kwargs{says}")
+
+
 def test_a_conversation_without_a_template_becomes_a_transcript():
     tok = tokenizer(bos=False, merges=[])
     pair = Encoder(tok).encode(Example("f:1", TALK, "Me.", "No."))
@@ -305,8 +351,7 @@ def test_real_templates_end_a_reply_with_the_end_of_the_turn(name, shared):
     whole = encoder.render(
         [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}]
     )
-    if name != "qwen3":  # which puts an empty thought in front of a last answer
-        assert whole.startswith(tok.decode(pair.prompt + pair.chosen))
+    assert whole.startswith(tok.decode(pair.prompt + pair.chosen))
 
 
 # --- report --------------------------------------------------------------------------------------

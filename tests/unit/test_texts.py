@@ -7,7 +7,16 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_pairs import CHATML, GEMMA, LLAMA3, SEAMS, chat_tokenizer, marked_tokenizer, tokenizer
+from test_pairs import (
+    CHATML,
+    GEMMA,
+    LLAMA3,
+    SEAMS,
+    THINKING,
+    chat_tokenizer,
+    marked_tokenizer,
+    tokenizer,
+)
 from transformers import AutoTokenizer
 
 from conftest import ROOT
@@ -232,11 +241,8 @@ PHI3 = (  # eos behind the whole: a conversation that goes on does not begin wit
     "{% for m in messages %}<|h|>{{ m.role }}\n{{ m.content }}<|eot|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|h|>assistant\n{% else %}</s>{% endif %}"
 )
-THINKING = (  # thoughts of earlier turns are left out, and the last turn has some (Qwen3)
-    "{% for m in messages %}<|h|>{{ m.role }}\n{% if loop.last and m.role == 'assistant' %}<think>"
-    "\n\n</think>\n\n{% endif %}{{ m.content.split('</think>')[-1] }}<|eot|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|h|>assistant\n{% endif %}"
-)
+EMPTY = "<think>\n\n</think>\n\n"
+EACH = THINKING.replace("loop.last", "true")  # a thought before each reply, as TRL trains Qwen3
 NUMBERED = (  # turns are counted from the last one
     "{% for m in messages %}{{ loop.revindex }}{{ m.content }}<|eot|>{% endfor %}"
 )
@@ -273,13 +279,16 @@ TALK = talk("Hi", "Hello! ", "Who?", system="Be kind.")
             "<|h|>user\nWho?<|eot|>\n<|h|>assistant\n{Me.<|eot|>}",
         ),
         (
-            THINKING,
+            EACH,
             False,
-            "<|h|>system\nBe kind.<|eot|>\n<|h|>user\nHi<|eot|>\n<|h|>assistant\n{Hello! <|eot|>}\n"
-            "<|h|>user\nWho?<|eot|>\n<|h|>assistant\n{Me.<|eot|>}",
+            "<|h|>system\nBe kind.<|eot|>\n<|h|>user\nHi<|eot|>\n<|h|>assistant\n{"
+            + EMPTY
+            + "Hello! <|eot|>}\n<|h|>user\nWho?<|eot|>\n<|h|>assistant\n{"
+            + EMPTY
+            + "Me.<|eot|>}",
         ),
     ],
-    ids=["llama3", "gemma", "llama2", "phi3", "thinking"],
+    ids=["llama3", "gemma", "llama2", "phi3", "each thinks"],
 )
 def test_every_reply_is_trained_with_its_end_and_nothing_else(template, bos, expected):
     encoder = Encoder(chat_tokenizer(template, bos))
@@ -306,13 +315,19 @@ def test_a_reply_that_the_template_trims_is_trained_as_trimmed():
             THINKING,
             talk("2+2?", "<think>hm</think>4", "+1?"),
             "<|h|>user\n2+2?<|eot|>\n<|h|>assistant\n4<|eot|>\n<|h|>user\n+1?<|eot|>\n"
-            "<|h|>assistant\n{5<|eot|>}",
+            f"<|h|>assistant\n{{{EMPTY}5<|eot|>}}",
+        ),
+        (  # what the reply inside has no thought before it, which would teach to do without
+            THINKING,
+            talk("a", "b", "c"),
+            "<|h|>user\na<|eot|>\n<|h|>assistant\nb<|eot|>\n<|h|>user\nc<|eot|>\n"
+            f"<|h|>assistant\n{{{EMPTY}5<|eot|>}}",
         ),
         (NUMBERED, talk("a", "b", "c"), "3a<|eot|>2b<|eot|>1c<|eot|>{5<|eot|>}"),
         (COUNTED, talk("a", "b", "c"), "3a<|eot|>b<|eot|>c<|eot|>{5<|eot|>}"),
         (UNENDED, talk("a", "b", "c"), "[a][b][c]{5</s>}"),  # nothing says where a reply ends
     ],
-    ids=["thinking", "numbered", "counted", "unended"],
+    ids=["a thought", "thinking", "numbered", "counted", "unended"],
 )
 def test_where_the_template_rewrites_a_reply_only_the_last_is_trained(template, before, expected):
     encoder = Encoder(chat_tokenizer(template, bos=False))
@@ -425,7 +440,7 @@ def test_the_trained_tokens_spell_the_replies_and_their_ends(name, said, system)
     assert whole.count("<s>") == (name in ("llama3", "plain with bos"))
 
 
-@pytest.mark.parametrize("template", [LLAMA3, GEMMA, CHATML, THINKING])
+@pytest.mark.parametrize("template", [LLAMA3, GEMMA, CHATML, EACH])
 @settings(max_examples=30, deadline=None)
 @given(said=TALKS)
 def test_a_conversation_trains_what_its_replies_would_as_rows_of_their_own(template, said):
@@ -534,7 +549,7 @@ def test_the_report_counts_by_row_what_a_hand_count_finds(tmp_path):
         "truncated": ["5", "8"],
         "mean_tokens": {"prompt": 6.8, "reply": 7.8, "trained": 7.8},  # 2 2 10 13; 7 7 10 7
     }
-    assert texts.describe("train", report) == (
+    assert pairs.describe("train", report) == (
         "train: 8 rows of alpaca, 4 used; tokens 6.8 prompt, 7.8 reply, 7.8 trained; "
         "1 empty response; 3 malformed; 1 same as an earlier row; 2 truncated; not read: source"
     )
@@ -576,9 +591,18 @@ KTO = {"prompt": "a", "completion": "b", "label": True}
         ([{**ALPACA, "history": [["q", "a"], ["q", ""]]}], "1: history[1] is ''; give a non-em"),
         ([{**ALPACA, "images": ["x.png"]}], "1: images is ['x.png']; only text is read: cut it"),
         ([{**ALPACA, "audio": "x"}], "1: audio is 'x'; only text is read: cut it"),
-        ([KTO, {**KTO, "label": False}], "2: label is False; keep the rows where it is true (KTO"),
-        ([{**CHAT, "label": 0}], "1: label is 0; keep the rows where it is true (KTO marks wrong"),
-        ([{**ALPACA, "weight": 0}], "1: weight is 0; a row counts 1, a message 1 or 0: cut it"),
+        (
+            [KTO, {**KTO, "label": False}],
+            "2: label is False; give rows that count 1 or true, of KTO those with label true",
+        ),
+        (
+            [{**CHAT, "label": 0}],
+            "1: label is 0; give rows that count 1 or true, of KTO those with label true",
+        ),
+        (
+            [{**ALPACA, "weight": 0}],
+            "1: weight is 0; give rows that count 1 or true, of KTO those with label true",
+        ),
         ([CHAT, ALPACA], "2: messages is missing; found: instruction, output"),
         ([CHAT, {"messages": "a"}], "2: messages has the roles assistant; give user and assistant"),
         ([CHAT, {"messages": []}], "2: messages is []; give a list of messages"),
@@ -707,6 +731,7 @@ def test_real_conversations_train_what_their_replies_would_as_rows_of_their_own(
         for turn, (role, reply) in enumerate(map(dict.values, said)):
             if role == "assistant":
                 alone = encoder.encode(Example(row.where, said[:turn], reply, "!"))
-                trained += alone.chosen
-        assert "only the last reply is trained" not in encoder.counts
+                # Qwen3 writes an empty thought before the last reply alone
+                trained = alone.chosen if name == "qwen3" else trained + alone.chosen
+        assert ("only the last reply is trained" in encoder.counts) == (name == "qwen3")
         assert encoder.tokenizer.decode(text.targets[0]) == encoder.tokenizer.decode(trained)
