@@ -28,7 +28,7 @@ ROLES = {"human": "user", "gpt": "assistant"} | {r: r for r in ("system", "user"
 NOT_TEXT = ("tools", "tool_calls", "function_call", "image", "images")
 NOT_TEXT += ("audio", "audios", "video", "videos")
 WEIGHTS = ("weight", "loss_weight", "train", "loss", "label")  # of a row or message: 1, true or 0
-READ_OF_MESSAGES = {"role", "content", "from", "value", *WEIGHTS}
+READ_INSIDE = [(), *((key,) for key in ("role", "content", "from", "value", *WEIGHTS))]
 HUMAN = "\n\nHuman:"
 TURN = re.compile(r"(?s)\n\n(Human|Assistant):(.*?)(?=\n\n(?:Human|Assistant):|\Z)")
 
@@ -87,9 +87,8 @@ def unread_paths(record, fields) -> set:
         elif isinstance(value, list):
             waiting += [((*path, "[]"), inner) for inner in value]
         elif value not in (None, ""):  # which tables write where there is nothing
-            inside = [key for key in path[1:] if key not in ("[]", "messages")]
-            of_message = len(inside) == 1 and inside[0] in READ_OF_MESSAGES
-            if path[0] not in {*fields, *WEIGHTS} or inside and not of_message:
+            inside = tuple(key for key in path[1:] if key not in ("[]", "messages"))
+            if path[0] not in {*fields, *WEIGHTS} or inside not in READ_INSIDE:
                 found.add(".".join(path).replace(".[]", "[]"))
     return found
 

@@ -245,12 +245,8 @@ def plain(prompt):
 
 def common_prefix(*sequences):
     """How many leading items all sequences share."""
-    count = 0
-    for items in zip(*sequences, strict=False):
-        if len(set(items)) > 1:
-            break
-        count += 1
-    return count
+    differ = (k for k, items in enumerate(zip(*sequences, strict=False)) if len(set(items)) > 1)
+    return next(differ, min(map(len, sequences)))
 
 
 def read(path, encoder, limit=-1, on_bad_record="error"):

@@ -17,6 +17,7 @@ from ddp_utils import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_BYTES = 8 * 2**30  # of a file after decompression
+SPACE = re.compile(r"\s*")
 # what would break a line of output in two, or cannot be printed at all
 CONTROL = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
@@ -140,7 +141,7 @@ def _array(path, raw):
     content, decoder = raw.decode(), _decoder()
     at, previous, line, before, number = content.index("["), 0, 1, 0, 0
     while True:
-        first, at = previous == 0, _skip(content, at + 1)  # past "[" or ","
+        first, at = previous == 0, SPACE.match(content, at + 1).end()  # past "[" or ","
         if first and content[at : at + 1] == "]":
             break  # an empty list; after a comma, "]" is the decoder's error
         line += content.count("\n", previous, at)
@@ -150,18 +151,12 @@ def _array(path, raw):
         number += 1
         yield f"{line} (item {number})" if line == before else line, lambda data=data: data
         before = line
-        at = _skip(content, at)
+        at = SPACE.match(content, at).end()
         if content[at : at + 1] != ",":
             break
     if content[at : at + 1] != "]" or content[at + 1 :].strip():
         line += content.count("\n", previous, at)
         raise UserError(f"{path}:{line}: expected ',' or the end; the file is one list [...]")
-
-
-def _skip(content, at):
-    while content[at : at + 1].isspace():
-        at += 1
-    return at
 
 
 @contextlib.contextmanager

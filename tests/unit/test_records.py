@@ -214,16 +214,7 @@ def test_a_truncated_gzip_file_is_refused(tmp_path):
     assert complaint(write(tmp_path, whole[: len(whole) // 2])).startswith(": ")
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        0.1,
-        0.3,
-        0.5,
-        0.7,
-        0.9,
-    ],
-)
+@pytest.mark.parametrize("place", [0.1, 0.3, 0.5, 0.7, 0.9])
 def test_a_damaged_gzip_file_is_refused(tmp_path, place):
     damaged = bytearray(gzip.compress(b"\n".join(b'{"a": %d}' % n for n in range(500)), mtime=0))
     damaged[int(place * len(damaged))] ^= 0xFF
@@ -261,17 +252,7 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
     assert said and "not a regular file" in said[0]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "",
-        "a\0b",
-        "loop",
-        "x" * 300,
-        "~nobody_here/f",
-    ],
-    ids=["empty", "nul", "loop", "long", "no_such_user"],
-)
+@pytest.mark.parametrize("name", ["", "a\0b", "loop", "x" * 300, "~nobody_here/f"], ids=repr)
 def test_an_impossible_path_is_a_users_mistake(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     os.symlink("loop", "loop")
