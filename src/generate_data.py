@@ -69,6 +69,7 @@ class Config:
 
     # model and hardware
     chat_template: str = "auto"  # auto: the tokenizer's, if it has one; none; or a .jinja file
+    chat_template_kwargs: str = ""  # what the template takes, as JSON: {"enable_thinking": false}
     use_mixed_precision: bool = True  # bf16 where the GPU has it, else fp16; fp32 on a CPU
     base_dtype: Literal["auto", "fp32", "bf16"] = "auto"  # of the weights
     backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"  # by the device
@@ -99,7 +100,7 @@ def read_settings(argv, world):
 def mark_of(config, prompts, settings) -> str:
     """What the rows hang on, the code included; the number of processes is not in it."""
     names = "num_sequences_per_question batch_size max_sequence_length temperature top_p seed"
-    names += " min_sequence_length val_split use_mixed_precision base_dtype"
+    names += " min_sequence_length val_split use_mixed_precision base_dtype chat_template_kwargs"
     facts = [getattr(config, name) for name in names.split()]
     facts += [digest_of_model(config.model_name, settings), prompts, torch.__version__]
     facts += sorted(environment.code().items())
@@ -225,6 +226,7 @@ def write(config, x0, questions, parts, tokenizer, ends):
         row = {"question": questions[number], "x0": x0, "number": number, "sequence": turn}
         row["reply"] = tokenizer.decode(tokens, skip_special_tokens=True)
         row |= {"tokens": tokens, "model": config.model_name, "mark": parts.mark}
+        row["chat_template_kwargs"] = config.chat_template_kwargs
         lines[number in held].append(json.dumps(row) + "\n")
     if not all(lines.values()):
         raise UserError("--min_sequence_length: too few replies have so many tokens; give fewer")
@@ -255,7 +257,7 @@ def main(argv=None) -> int:
     if len(questions) < 2:
         raise UserError(f"{config.question_dataset}: one is held out; give 2 questions or more")
     tokenizer = pairs_.load_tokenizer(config.model_name)
-    encoder = pairs_.Encoder(tokenizer, config.chat_template)
+    encoder = pairs_.Encoder(tokenizer, config.chat_template, kwargs=config.chat_template_kwargs)
     prompts = [trajectories_.prompts(encoder, x0, question)[1] for question in questions]
     shape = SimpleNamespace(**vars(config), fine_tuning="none", init_adapter="")
     outline = lora.load(config.model_name, "auto", lora.META)

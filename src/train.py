@@ -232,7 +232,8 @@ def fine_tune(config, world) -> int:
 
     # data: before there is a group, so that no rank waits in a collective while another one reads
     tokenizer = pairs_.load_tokenizer(config.model_name)
-    encoder = pairs_.Encoder(tokenizer, config.chat_template, config.max_length, config.truncation)
+    shape = config.max_length, config.truncation, config.chat_template_kwargs
+    encoder = pairs_.Encoder(tokenizer, config.chat_template, *shape)
     data, reports = read_data(config, encoder, world)
     outline = lora.outline(config)
     lora.check_fit(outline, data)

@@ -71,6 +71,7 @@ class Dataset:
     prompt_field: str = ""  # custom: where the prompt is
     response_field: str = ""  # custom: where the reply is
     chat_template: str = "auto"  # auto: the tokenizer's, if it has one; none; or a .jinja file
+    chat_template_kwargs: str = ""  # what the template takes, as JSON: {"enable_thinking": false}
     max_length: int = 1024  # tokens of prompt + response
     truncation: Literal["keep_end", "keep_start"] = "keep_end"  # which part of a long prompt stays
     max_rows: int = -1  # read only so many rows of train_data

@@ -74,6 +74,7 @@ class Config:
     # data
     max_traj_len: int = 1024  # tokens of prompt, question and reply
     chat_template: str = "auto"  # auto: the tokenizer's, if it has one; none; or a .jinja file
+    chat_template_kwargs: str = ""  # as JSON: {"enable_thinking": false}; empty: as the data's
     shuffle: bool = True  # a new order in every epoch
     cache_teacher: bool = False  # keep the teacher's last hidden states on disk
 
@@ -127,8 +128,10 @@ def read_settings(argv, world):
         raise Stop("", 0)
     with cli.naming({"init_adapter": "--resume_from"}):
         lora.carry_on(config)
-    if not config.model_name:
-        config.model_name = records.text(records.read(config.data_path, 1)[0], "model")
+    [first] = records.read(config.data_path, 1)
+    config.model_name = config.model_name or records.text(first, "model")
+    if not config.chat_template_kwargs and first.data.get("chat_template_kwargs"):
+        config.chat_template_kwargs = records.text(first, "chat_template_kwargs")
     if config.model_name == "data/demo/model" and not config.questions:
         config.questions, config.judge = DEMO_QUESTIONS, config.judge or DEMO_JUDGE
     return config
@@ -268,7 +271,8 @@ def main(argv=None) -> int:
 
     # data: before there is a group, so that no rank waits in a collective while another one reads
     tokenizer = pairs_.load_tokenizer(config.model_name)
-    encoder = pairs_.Encoder(tokenizer, config.chat_template, config.max_traj_len)
+    arguments = config.chat_template_kwargs
+    encoder = pairs_.Encoder(tokenizer, config.chat_template, config.max_traj_len, kwargs=arguments)
     data, reports = read_data(config, encoder, world)
     x0 = reports["train"]["x0"][0]
     questions = list(dict.fromkeys(row.question for row in data["val"]))

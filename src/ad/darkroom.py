@@ -66,31 +66,3 @@ def _moves(size):
     x, y = divmod(np.arange(size**2), size)
     steps = [np.clip(x + dx, 0, size - 1) * size + np.clip(y + dy, 0, size - 1) for dx, dy in MOVES]
     return np.stack(steps, -1)
-
-
-def gym_env(goal, size=9, horizon=20):
-    """The room as a gymnasium.Env, for other tools; needs gymnasium, which nothing else here does.
-
-    It truncates after `horizon` steps and never terminates; observations are (x, y).
-    """
-    import gymnasium
-
-    class Env(gymnasium.Env):
-        observation_space = gymnasium.spaces.MultiDiscrete([size, size])
-        action_space = gymnasium.spaces.Discrete(ACTIONS)
-        room = Darkroom(size, horizon)
-
-        def reset(self, *, seed=None, options=None):
-            super().reset(seed=seed)
-            self.cell, self.time = self.room.start, 0
-            return self._seen(), {}
-
-        def step(self, action):
-            self.cell, reward = self.room.step(self.cell, action, goal)
-            self.time += 1
-            return self._seen(), float(reward), False, self.time >= horizon, {}
-
-        def _seen(self):
-            return np.array(divmod(int(self.cell), size))
-
-    return Env()

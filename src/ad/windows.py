@@ -6,16 +6,18 @@ episode. Three bytes a transition, so that all of them stay on the device. H his
 
 import json
 import zipfile
+import zlib
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ad.darkroom import Darkroom
+from ad.darkroom import ACTIONS, Darkroom
 from ad.model import EPISODE, INSIDE, NONE, REGION, Tokens
 from ddp_utils import UserError
 
 ANCHORED = 0.2  # share of the windows that begin where their history does
+BROKEN = (OSError, EOFError, zipfile.BadZipFile, zlib.error)  # what a damaged file raises
 ARRAYS = ("state", "action", "reward", "goal", "history_goal")
 
 
@@ -26,15 +28,29 @@ def read(path):
             arrays = {name: found[name] for name in ARRAYS}
             meta = json.loads(str(found["meta"]))
         room = Darkroom(meta["grid_size"], meta["horizon"])
-        shapes = {arrays[name].shape for name in ARRAYS[:3]}
-        limits = {"state": room.cells, "action": len(room.moves.T), "reward": 2}
-        bad = [name for name, limit in limits.items() if arrays[name].max(initial=0) >= limit]
-        if len(shapes) > 1 or bad or len(arrays["history_goal"]) != len(arrays["state"]):
-            raise ValueError(f"{', '.join(bad) or 'an array'} does not fit the others")
+        streams = meta["n_stream"]
+        shape = room.cells * streams, meta["total_source_timesteps"] // streams
+        for name, limit in (("state", room.cells), ("action", ACTIONS), ("reward", 2)):
+            arrays[name] = check_range(name, arrays[name], shape, limit)
+        goals = np.arange(room.cells)
+        for name, expected in (("goal", goals), ("history_goal", np.repeat(goals, streams))):
+            if not np.array_equal(arrays[name], expected):
+                raise ValueError(f"{name} is not what its settings say")
         return arrays, meta
-    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+    except (*BROKEN, ValueError, KeyError, TypeError, ArithmeticError) as error:
         why = "" if "pickle" in str(error) else f" ({error})"  # numpy's advice is to read it anyway
         raise UserError(f"{path}: not a file of collect.py{why}; make it anew") from error
+
+
+def check_range(name, array, shape, limit):
+    """The array as uint8; ValueError unless it has this shape and whole numbers below limit."""
+    if array.shape != shape:
+        raise ValueError(f"{name} is {array.shape}, its settings say {shape}")
+    with np.errstate(invalid="ignore"):
+        whole = array.astype(np.uint8)  # changes NaN, fractions and what is below 0 or above 255
+    if not np.array_equal(whole, array) or whole.max(initial=0) >= limit:
+        raise ValueError(f"{name} holds other values than 0 to {limit - 1}")
+    return whole
 
 
 class Cut(NamedTuple):
@@ -68,7 +84,7 @@ class Histories:
         each = len(arrays["history_goal"]) // len(arrays["goal"])
         mine = mine[mine % each < streams]
         self.data = torch.stack(
-            [torch.from_numpy(arrays[name][mine, :steps].astype(np.uint8)) for name in ARRAYS[:3]]
+            [torch.from_numpy(arrays[name][mine, :steps]) for name in ARRAYS[:3]]
         ).to(device)  # [3, H, T]
         self.horizon, self.cut = horizon, cut
         self.count = self.data.shape[1]

@@ -1,6 +1,7 @@
 """Settings files: YAML into a dataclass, JSON into a dictionary, strictly and into plain data."""
 
 import dataclasses
+import json
 import typing
 
 from ruamel import yaml
@@ -66,6 +67,8 @@ def _fill(config_class, node, prefix, constructor, path, sections, places):
             values[key] = constructor.construct_object(value, deep=True)
         except ValueError as error:  # no such day, too many digits
             raise UserError(f"{where}{key}: {str(error).partition(';')[0]}") from error
+        if key.endswith("_kwargs") and isinstance(values[key], dict):
+            values[key] = json.dumps(values[key], default=str)  # as it is on a command line
         if type(values[key]) in (int, float) and "_" in value.value:
             values[key] = value.value  # a number in YAML 1.1 only
         places[prefix + key] = where + key

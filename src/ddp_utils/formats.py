@@ -25,7 +25,10 @@ TEXTS = ("prompt", "instruction", "question")
 FIELDS = {name: (name, *SIDES) for name in TEXTS}  # format -> what a row must have
 FIELDS |= {"sharegpt": ("conversations", *SIDES), "openai": ("input", *OUTPUTS)}
 ROLES = {"human": "user", "gpt": "assistant"} | {r: r for r in ("system", "user", "assistant")}
-NOT_TEXT = ("tools", "tool_calls", "function_call", "images")
+NOT_TEXT = ("tools", "tool_calls", "function_call", "image", "images")
+NOT_TEXT += ("audio", "audios", "video", "videos")
+WEIGHTS = ("weight", "loss_weight", "train", "loss", "label")  # of a row or message: 1, true or 0
+READ_INSIDE = [(), *((key,) for key in ("role", "content", "from", "value", *WEIGHTS))]
 HUMAN = "\n\nHuman:"
 TURN = re.compile(r"(?s)\n\n(Human|Assistant):(.*?)(?=\n\n(?:Human|Assistant):|\Z)")
 
@@ -59,8 +62,7 @@ def find_format(record) -> str:
 
 def unknown(record, shapes) -> UserError:
     """Says which fields a record has, and what it lacks to be of the nearest shape (its fields)."""
-    first = itertools.islice(record.data, 1000)  # of a million fields, these will do
-    found, known = [repr(key)[1:-1][:40] for key in first], sum(shapes, ())
+    found, known = [repr(key)[1:-1][:40] for key in record.data], sum(shapes, ())
     meant = {name for key in found for name in difflib.get_close_matches(key, known, n=1)}
     nearest = max(shapes, key=lambda fields: len(meant & set(fields)))
     missing = next(field for field in nearest if field not in record.data)
@@ -69,14 +71,31 @@ def unknown(record, shapes) -> UserError:
 
 
 def unread(record, name) -> set:
-    """The fields of a record that nothing reads: extra ones, and misspelt `system`s."""
+    """The dotted paths that nothing reads: extra fields, and misspelt `system`s."""
     read = {"messages": FIELDS["prompt"], "transcript": SIDES, **FIELDS}[name]
     also = ("system", "input") if name == "instruction" else ("system",)
-    return record.data.keys() - {*read, *also}
+    return unread_paths(record, {*read, *also})
+
+
+def unread_paths(record, fields) -> set:
+    """The dotted paths to what is neither in these fields nor in their messages, at any depth."""
+    found, waiting = set(), [((), record.data)]
+    while waiting:
+        path, value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += [((*path, key), inner) for key, inner in value.items()]
+        elif isinstance(value, list):
+            waiting += [((*path, "[]"), inner) for inner in value]
+        elif value not in (None, ""):  # which tables write where there is nothing
+            inside = tuple(key for key in path[1:] if key not in ("[]", "messages"))
+            if path[0] not in {*fields, *WEIGHTS} or inside not in READ_INSIDE:
+                found.add(".".join(path).replace(".[]", "[]"))
+    return found
 
 
 def example(record, name) -> Example:
     """Read a record in the named format; UserError if malformed, Unusable if it teaches nothing."""
+    text_only(record, "", record.data)
     prompt, chosen, rejected = FORMATS[name](record)
     if not chosen.strip() or not rejected.strip():
         raise Unusable("empty response")
@@ -97,7 +116,6 @@ def _texts(record, field):
 
 def _chat(record, field="prompt", sides=SIDES):
     """A side that begins with the assistant continues the prompt; any other has it in itself."""
-    text_only(record, "", record.data)
     prompt, system = record.data.get(field), system_of(record)
     given = system
     if isinstance(prompt, list) or field != "prompt":
@@ -107,9 +125,13 @@ def _chat(record, field="prompt", sides=SIDES):
     whole = []
     for side in sides:
         turns = turns_of(record, side)
+        if "weight" in turns[-1]:
+            raise UserError(f"{record.where}: {side}: its reply has the weight 0; leave it out")
         turns = (given if turns[0]["role"] == "assistant" else system) + turns
         whole.append(in_order(record, side, turns, "assistant"))
     (*lead, chosen), (*other, rejected) = whole
+    for turn in given + lead + other:
+        turn.pop("weight", None)  # nothing of a prompt is trained
     # beside whole conversations, a prompt that is one text repeats one of their turns
     if lead != other or isinstance(prompt, list) and lead[: len(given)] != given:
         raise Unusable("prompts differ")
@@ -128,6 +150,13 @@ def _transcript(record):
         if turns[-1][0] == "Human":  # they differ in a human's turn, or were cut before the answer
             raise Unusable("prompts differ")
         data[side] = [{"role": ROLES[who.lower()], "content": said.strip()} for who, said in turns]
+    if data["chosen"][:-1] != data["rejected"][:-1]:
+        raise Unusable("prompts differ")
+    pairs = itertools.pairwise(data["chosen"])  # their last turns are both the assistant's
+    if any(before["role"] == after["role"] for before, after in pairs):
+        raise Unusable("two turns of one side in a row")
+    if not all(turn["content"] for turn in data["chosen"][:-1]):
+        raise Unusable("empty turn")
     return _chat(records.Record(record.where, data))
 
 
@@ -149,12 +178,19 @@ def error(record, path, value, hint):
     return UserError(f"{record.where}: {path} is {reprlib.repr(value):.100}; {hint}")
 
 
-def text_only(record, path, value):
-    """The value, if it is an object and holds nothing that training on text would ignore."""
+def text_only(record, path, value, weights=(None, 1)):
+    """The value, if it is an object and holds nothing that training on text would ignore.
+
+    weights: what it may say of how much it counts.
+    """
     if not isinstance(value, dict):
         raise error(record, path, value, "give an object, {...}")
     for key in filter(value.get, NOT_TEXT):
         raise error(record, f"{path}.{key}".strip("."), value[key], "only text is read: cut it")
+    for key in WEIGHTS:
+        if value.get(key) not in weights:
+            hint = "give rows that count 1 or true, of KTO those with label true"
+            raise error(record, f"{path}.{key}".strip("."), value[key], hint)
     return value
 
 
@@ -185,7 +221,7 @@ def turns_of(record, field):
     turns = []
     for number, turn in enumerate(value):
         path = f"{field}[{number}]" if value is record.data[field] else field
-        text_only(record, path, turn)
+        text_only(record, path, turn, weights=(None, 0, 1))
         who, what = ("from", "value") if "from" in turn else ("role", "content")
         role, content = ROLES.get(str(turn.get(who))), turn.get(what)
         if not role:
@@ -195,6 +231,8 @@ def turns_of(record, field):
         text = response if role == "assistant" and number + 1 == len(value) else records.text
         part = records.Record(record.where, {f"{path}.{what}": content})
         turns.append({"role": role, "content": text(part, f"{path}.{what}")})
+        if 0 in map(turn.get, WEIGHTS):
+            turns[-1]["weight"] = 0
     return turns
 
 

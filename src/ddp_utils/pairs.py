@@ -6,16 +6,13 @@ response, so that no response token is lost and no prompt token is trained.
 """
 
 import collections
+import re
 from typing import NamedTuple
 
-from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from ddp_utils import UserError, batching, formats, records, safely
 
-# what a template can do wrong: it is a program
-TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
-TEMPLATE_ERRORS += (ArithmeticError, RecursionError)
 PLAIN_ROLES = {"system": "\n\nSystem:", "user": "\n\nHuman:", "assistant": "\n\nAssistant:"}
 
 
@@ -68,12 +65,9 @@ def load_tokenizer(name):
     try:
         return AutoTokenizer.from_pretrained(str(model_path(name)), trust_remote_code=False)
     except safely.FAULTS as error:
-        raise UserError(f"--model_name: no tokenizer at {name}: {_reason(error)}") from error
-
-
-def _reason(error):
-    """The first line of someone else's error."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        raise UserError(
+            f"--model_name: no tokenizer at {name}: {safely.first_line(error)}"
+        ) from error
 
 
 def model_path(name):
@@ -89,10 +83,13 @@ def model_path(name):
 class Encoder:
     """Turns one row into a Pair: template, seam, end of the reply, truncation.
 
-    chat_template: "auto" (the tokenizer's, if it has one), "none", or a .jinja file.
+    chat_template: "auto" (the tokenizer's, if it has one), "none", or a .jinja file. kwargs: what
+    the template is given besides the messages, a JSON object as text.
     """
 
-    def __init__(self, tokenizer, chat_template="auto", max_length=1024, truncation="keep_end"):
+    def __init__(
+        self, tokenizer, chat_template="auto", max_length=1024, truncation="keep_end", kwargs=""
+    ):
         self.tokenizer = tokenizer
         self.max_length = max_length
         self.keep_end = truncation == "keep_end"
@@ -102,7 +99,10 @@ class Encoder:
                 raise UserError(f"--chat_template: no file {chat_template}; or give auto, or none")
             tokenizer.chat_template = records.content(chat_template).decode()
         self.templated = chat_template != "none" and bool(tokenizer.chat_template)
-        self.end = self._turn_end() if self.templated else tokenizer.eos_token_id
+        self.kwargs = self._arguments(kwargs) if kwargs else {}
+        self.end, self.behind, self.rewrites = tokenizer.eos_token_id, "", False
+        if self.templated:
+            self._try_template()
         self.counts = collections.defaultdict(list)  # what was met -> rows, for the report
 
     @property
@@ -114,33 +114,61 @@ class Encoder:
     def render(self, messages, **options):
         """The template's text; one without a system role gets it in front of the first turn."""
         try:
+            options |= self.kwargs
             return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        except TEMPLATE_ERRORS as error:
+        except Exception as error:  # it is a program, which can do all wrong
             if messages[0]["role"] != "system" or len(messages) < 2:
-                raise UserError(f"--chat_template: {_reason(error)}") from error
+                raise UserError(f"--chat_template: {safely.first_line(error)}") from error
             system, first, *rest = messages
             first = {**first, "content": f"{system['content']}\n\n{first['content']}"}
             return self.render([first, *rest], **options)
 
-    def _turn_end(self):
-        """The special token that the template writes behind an assistant's turn, or eos."""
-        mark = "@@@"
-        turns = [{"role": "user", "content": "u"}, {"role": "assistant", "content": mark}]
-        behind = self.render(turns).rsplit(mark, 1)[-1]
-        special = set(self.tokenizer.all_special_ids) | set(self.tokenizer.added_tokens_decoder)
-        ids = self.tokenizer(behind, add_special_tokens=False).input_ids
-        return next((token for token in ids if token in special), self.tokenizer.eos_token_id)
+    def _arguments(self, text):
+        """The object in a JSON text; UserError for a name that the template does not mention."""
+        flag, source = "--chat_template_kwargs", str(self.tokenizer.chat_template)
+        mend = 'give an object, such as {"enable_thinking": false}'
+        given = records._decoded(flag, 1, text.encode(), f"; {mend}")
+        if not isinstance(given, dict):
+            raise UserError(f"{flag}: {mend}")
+        known = {*re.findall(r"\w+", source)} - {"messages", "add_generation_prompt"}
+        for name in given.keys() - (known if self.templated else set()):
+            raise UserError(f"{flag}: no chat template takes {records.shown(name)}; leave it out")
+        return given
 
-    def texts(self, example):
-        """(what the model reads, what it should answer, what it should not)."""
-        prompt, sides = example.prompt, (example.chosen, example.rejected)
+    def _try_template(self):
+        """Find out what it writes behind a reply, and whether it `rewrites` what is before that.
+
+        It does if it puts more than white space between its prompt and the reply, such as an empty
+        thought, or takes the reply's thought apart.
+        """
+        mark = "@@@"
+        question, reply = {"role": "user", "content": "u"}, {"role": "assistant", "content": mark}
+        self.behind = self.render([question, reply]).rsplit(mark, 1)[-1]
+        special = set(self.tokenizer.all_special_ids) | set(self.tokenizer.added_tokens_decoder)
+        ids = self.tokenizer(self.behind, add_special_tokens=False).input_ids
+        self.end = next((token for token in ids if token in special), self.end)
+        prompt = self.render([question], add_generation_prompt=True)
+        for content in (mark, f"<think>{mark}</think>{mark}"):
+            whole = self.render([question, {**reply, "content": content}])
+            as_read = "".join(f"{prompt}{content}{self.behind}".split())
+            if prompt != self.render([question]) and "".join(whole.split()) != as_read:
+                self.rewrites = True
+
+    def text(self, prompt):
+        """What the model reads before it replies."""
         if self.templated:
-            turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            return self.render(turns, add_generation_prompt=True), *sides
+            return self.render(messages_of(prompt), add_generation_prompt=True)
         if isinstance(prompt, str):
-            return prompt, *sides
+            return prompt
         text = "".join(f"{PLAIN_ROLES[turn['role']]} {turn['content']}" for turn in prompt)
-        return text + PLAIN_ROLES["assistant"], *(" " + side for side in sides)
+        return text + PLAIN_ROLES["assistant"]
+
+    def joined(self, prompt, reply, text):
+        """A prompt and a reply to it as one text; `text`: that of the prompt alone."""
+        if self.rewrites:
+            whole = self.render([*messages_of(prompt), {"role": "assistant", "content": reply}])
+            return whole.removesuffix(self.behind)
+        return text + reply if self.templated or isinstance(prompt, str) else f"{text} {reply}"
 
     def ids(self, text, row=None):
         """Token ids with at most one BOS: a template may render one that the tokenizer adds too."""
@@ -157,14 +185,16 @@ class Encoder:
     def encode(self, example):
         """One Pair; `counts` remembers what had to be mended."""
         row = example.where.rsplit(":", 1)[1]
-        prompt, chosen, rejected = self.texts(example)
-        whole = [self.ids(prompt, row), self.ids(prompt + chosen)]
+        _, prompt, chosen, rejected = example
+        text = self.text(prompt)
+        whole = [self.ids(text, row), self.ids(self.joined(prompt, chosen, text))]
         # a text to imitate (texts.py) has two equal sides
-        whole.append(whole[1] if rejected == chosen else self.ids(prompt + rejected))
+        same = rejected == chosen
+        whole.append(whole[1] if same else self.ids(self.joined(prompt, rejected, text)))
         seam = common_prefix(*whole)
         if seam == 0:  # nothing before the first response token would predict it
             raise UserError(
-                f"{example.where}: prompt {prompt!r:.40} has no token of its own; lengthen it"
+                f"{example.where}: prompt {text!r:.40} has no token of its own; lengthen it"
             )
         if seam < len(whole[0]):
             self.counts["merged at the seam"].append(row)
@@ -195,6 +225,11 @@ class Encoder:
         return prompt, chosen[:room], rejected[:room]
 
 
+def messages_of(prompt):
+    """A prompt as a conversation: a text is the user's."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
 def plain(prompt):
     """A prompt as text: of a single question just that, of a conversation all turns."""
     if isinstance(prompt, str):
@@ -206,12 +241,8 @@ def plain(prompt):
 
 def common_prefix(*sequences):
     """How many leading items all sequences share."""
-    count = 0
-    for items in zip(*sequences, strict=False):
-        if len(set(items)) > 1:
-            break
-        count += 1
-    return count
+    differ = (k for k, items in enumerate(zip(*sequences, strict=False)) if len(set(items)) > 1)
+    return next(differ, min(map(len, sequences)))
 
 
 def read(path, encoder, limit=-1, on_bad_record="error"):
@@ -252,21 +283,23 @@ def collect(path, encoder, make, limit, on_bad_record):
 
     UserError if a row is malformed (with "skip" it is dropped), or if no row is usable.
     """
-    found, dropped = [], collections.defaultdict(list)
+    found, dropped, first_error = [], collections.defaultdict(list), None
     encoder.counts.clear()
-    rows = records.read(path, limit, skip=on_bad_record == "skip")
+    rows = records.read(path, limit, skip=True)  # what is no JSON is a record with an error
     for record in rows:
         row = record.where.rsplit(":", 1)[1]
         try:
-            if isinstance(record.data, UserError):  # a line that is not JSON, to be skipped
+            if isinstance(record.data, UserError):
                 raise record.data
             found.append(make(record, row))
         except formats.Unusable as reason:
             dropped[str(reason)].append(row)
-        except UserError:
-            if on_bad_record == "error":
-                raise
+        except UserError as error:
+            first_error = first_error or error
             dropped["malformed"].append(row)
+    if first_error and on_bad_record == "error":
+        mend = f", or skip {len(dropped['malformed'])} of {len(rows)} rows: --on_bad_record skip"
+        raise UserError(f"{first_error}{mend if found else ''}") from first_error
     if not found:
         reasons = ", ".join(f"{len(found)} {reason}" for reason, found in dropped.items())
         raise UserError(f"{path}: 0 usable rows of {len(rows)}: {reasons}")

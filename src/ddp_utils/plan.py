@@ -110,7 +110,8 @@ def read(script, path, where) -> Work:
     if getattr(config, "type", "") == "qlora":
         raise UserError(f"{path}: fine_tuning.type: 4-bit weights cannot be planned; plan lora")
     tokenizer = pairs.load_tokenizer(config.model_name)
-    encoder = pairs.Encoder(tokenizer, config.chat_template, config.max_length, config.truncation)
+    shape = config.max_length, config.truncation, config.chat_template_kwargs
+    encoder = pairs.Encoder(tokenizer, config.chat_template, *shape)
     rows = script.read_data(config, encoder, world)[0]["train"]
     outline = skeleton(config.model_name)
     lora.check_fit(outline, {"train": rows})

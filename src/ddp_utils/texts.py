@@ -25,7 +25,6 @@ SHAPES = {  # what a row must have -> its kind
     ("question", "answer"): "custom",
 }
 NAMES = "prompt_field and response_field"
-describe = pairs.describe  # (split, report) -> one line
 
 
 class Text(NamedTuple):
@@ -121,15 +120,19 @@ def find_shape(record, kind="auto", fields=()):
 
 def example(record, kind, fields):
     """(prompt, reply) as in formats.Example; UserError if malformed, Unusable without a reply."""
-    if kind != "preference":
-        formats.text_only(record, "", record.data)
+    formats.text_only(record, "", record.data)
     if kind == "preference":
         prompt, reply, _ = formats.FORMATS[fields[0]](record)
     elif len(fields) == 2:
         prompt, reply = _single(record, kind, *fields)
     else:
         turns = formats.system_of(record) + formats.turns_of(record, *fields)
-        *prompt, last = formats.in_order(record, *fields, turns, "assistant")
+        turns = formats.in_order(record, *fields, turns, "assistant")
+        while turns and "weight" in turns[-1]:  # nothing behind the last trained reply matters
+            turns = turns[:-2]
+        if len(turns) < 2:
+            raise formats.Unusable("no reply to train")
+        *prompt, last = turns
         reply = last["content"]
     if not reply.strip():
         raise formats.Unusable("empty response")
@@ -165,7 +168,7 @@ def _unread(record, kind, fields):
     if kind == "preference":
         return formats.unread(record, *fields)
     also = ("input", "history") if kind == "alpaca" else ()
-    return record.data.keys() - {*fields, *also, "system"}
+    return formats.unread_paths(record, {*fields, *also, "system"})
 
 
 # --- prompt and reply -> tokens ------------------------------------------------------------------
@@ -215,8 +218,8 @@ def _fit(encoder, system, turns, reply, met):
 
     def fits(dropped):
         prompt = system + turns[2 * dropped :]
-        text, said, _ = encoder.texts(formats.Example("", prompt, reply, ""))
-        return len(encoder.ids(text + said)) < encoder.max_length  # its end takes a token
+        whole = encoder.joined(prompt, reply, encoder.text(prompt))
+        return len(encoder.ids(whole)) < encoder.max_length  # its end takes a token
 
     dropped = bisect.bisect_left(range(len(turns) // 2), True, key=fits)
     if dropped:
@@ -230,16 +233,17 @@ def _earlier(encoder, prompt, ids, met):
     [] if the template writes one of them, white space aside, otherwise than where it is the last:
     that is not what the model should say there.
     """
-    whole, spans = _text(encoder, prompt), []
+    whole, spans = encoder.text(prompt), []
     end = _end(encoder) if encoder.templated else ""  # or else the replies have it already
     for number, turn in enumerate(prompt):
-        if turn["role"] != "assistant":
+        if turn["role"] != "assistant" or "weight" in turn:
             continue
-        before, said = _text(encoder, prompt[:number]), turn["content"].strip()
+        before, said = encoder.text(prompt[:number]), turn["content"].strip()
+        as_last = encoder.joined(prompt[:number], said, before)[len(before) :] + end
         stop = whole.find(said, len(before)) + len(said)
         stop = whole.find(end, stop) + len(end)
         found = "".join(whole[len(before) : stop].split())
-        if not whole.startswith(before) or found != "".join((said + end).split()):
+        if not whole.startswith(before) or found != "".join(as_last.split()):
             met.add("only the last reply is trained")
             return []
         known = encoder.ids(before)
@@ -249,11 +253,6 @@ def _earlier(encoder, prompt, ids, met):
         start = max(start, 1)  # nothing would predict a first token
         spans.append((start, pairs.common_prefix(encoder.ids(whole[:stop]), ids)))
     return spans
-
-
-def _text(encoder, prompt):
-    """What the model reads before it replies."""
-    return encoder.texts(formats.Example("", prompt, "", ""))[0]
 
 
 def _end(encoder):

@@ -179,6 +179,23 @@ def test_what_an_other_setting_has_made_is_made_anew(made, tmp_path):
     assert kept == other  # nothing is overwritten
 
 
+def test_template_arguments_go_with_the_replies(tmp_path, monkeypatch):
+    template, arguments, found = tmp_path / "t.jinja", '{"mood": "!"}', []
+    template.write_text("{{ messages[-1].content }}{{ mood }}")
+    flags = ["--chat_template", str(template)]
+    assert generate(tmp_path, *flags, "--chat_template_kwargs", arguments) == 0
+    rows = sum(rows_of(tmp_path), [])
+    assert {row["chat_template_kwargs"] for row in rows} == {arguments}
+    marks = [
+        generate_data.mark_of(generate_data.Config(chat_template_kwargs=text), [], None)
+        for text in ("", arguments)
+    ]
+    assert marks[0] != marks[1]
+    monkeypatch.setattr(train_loop.Run, "would", lambda folder, *more: found.extend(more) or [])
+    assert train(tmp_path / "run", tmp_path, *flags, "--check") == 0
+    assert found[0].chat_template_kwargs == arguments
+
+
 def test_short_replies_are_left_out_and_counted(made, tmp_path, capsys):
     bound = 9
     assert generate(tmp_path, "--min_sequence_length", str(bound)) == 0
@@ -199,6 +216,7 @@ def test_short_replies_are_left_out_and_counted(made, tmp_path, capsys):
         (["--traj_out_file", "FOLDER"], "--traj_out_file: .* is a folder or a link"),
         (["--traj_out_file", "/etc/passwd/y"], "--traj_out_file: /etc/passwd is not a folder"),
         (["--x0_file", "FOLDER/x0.txt"], "x0.txt: no such file"),
+        (["--chat_template_kwargs", '{"day": 1}'], "no chat template takes day; leave it out"),
         (["--num_questions", "100000"], "400 different questions; --num_questions is 100000"),
         (["--max_sequence_length", "100000"], "tokens, the model has .* positions"),
     ],
@@ -336,6 +354,8 @@ def test_an_adapter_is_carried_on_and_the_base_stays_the_base(one, made, tmp_pat
     [
         ({"x0": "Mixed."}, ["--val_path", "MADE"], "--val_path: .* more than one x0"),
         ({"model": 1}, [], r"traj_chat.jsonl:1: model is 1; give a non-empty string"),
+        ({"chat_template_kwargs": '{"day": 1}'}, [], "^--chat_template_kwargs: no .* takes day"),
+        ({"chat_template_kwargs": 1}, [], "traj_chat.jsonl:1: chat_template_kwargs is 1; give a"),
         ({}, ["--val_path", "TRAIN"], r"traj_chat.jsonl:1: its question is in data_path, too"),
         ({}, ["--lora_targets", "q_proj,lm_head"], "--lora_targets: leave output layer"),
         ({}, ["--lora_targets", "q_porj"], "--lora_targets: no layer q_porj"),

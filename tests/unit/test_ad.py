@@ -9,7 +9,7 @@ import torch
 
 from ad import collect, evaluate, sources, windows
 from ad.config import Source
-from ad.darkroom import ACTIONS, Darkroom, gym_env
+from ad.darkroom import ACTIONS, Darkroom
 from ad.model import EPISODE, INSIDE, NONE, REGION, Cache, Distiller, Model, Shape, Tokens
 from ddp_utils import UserError
 
@@ -76,17 +76,6 @@ def test_goals_are_split_once_each():
     assert sorted([*train, *held_out]) == list(range(81))
     assert held_out.tolist() == Darkroom().split(0, 0.9)[1].tolist()
     assert held_out.tolist() != Darkroom().split(1, 0.9)[1].tolist()
-
-
-def test_the_gymnasium_wrapper_is_one():
-    checker = pytest.importorskip("gymnasium.utils.env_checker", reason="gymnasium is optional")
-    env = gym_env(goal=17, size=5, horizon=4)
-    checker.check_env(env, skip_render_check=True)
-    assert env.reset(seed=0)[0].tolist() == [2, 2]
-    seen = [env.step(action) for action in (0, 4, 1, 0)]
-    assert [reward for _, reward, *_ in seen] == [1, 1, 0, 1]
-    assert [ends for *_, ends, _ in seen] == [False] * 3 + [True]  # truncated
-    assert not any(terminated for _, _, terminated, *_ in seen)
 
 
 # --- sources -------------------------------------------------------------------------------------
@@ -174,29 +163,54 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "harm",
-    [
-        lambda arrays: arrays.pop("reward"),
-        lambda arrays: arrays.update(state=arrays["state"] + 12),  # a cell that is not there
-        lambda arrays: arrays.update(action=arrays["action"][:, 1:]),
-        lambda arrays: arrays.update(meta=np.array("{")),
-        lambda arrays: arrays.update(state=np.array([{}], dtype=object)),  # a pickle
-    ],
-    ids=["no rewards", "cell 25", "too short", "no JSON", "pickle"],
-)
-def test_what_collect_did_not_write_is_one_line(harm, arrays, tmp_path):
-    meta = np.array(json.dumps({"grid_size": 5, "horizon": 4}))
-    data = {**arrays, "meta": meta}
+def put(value):
+    """A change of an array: its item at (7, 5), or at 5 if it has no columns, becomes value."""
+
+    def change(array):
+        array = array.astype(np.result_type(array, type(value)))
+        array[(7, 5)[-array.ndim :]] = value
+        return array
+
+    return change
+
+
+HARMS = [  # array, what becomes of it, what the line says
+    ("reward", put(math.nan), "reward holds other values than 0 to 1"),
+    ("reward", put(2), "reward holds other values than 0 to 1"),
+    ("reward", lambda array: array.astype(object), "bad.npz: not a file of collect.py; make it"),
+    ("state", put(-1), "state holds other values than 0 to 24"),
+    ("state", put(25), "state holds other values than 0 to 24"),
+    ("state", put(256), "state holds other values than 0 to 24"),
+    ("action", put(1.5), "action holds other values than 0 to 4"),
+    ("action", put(5), "action holds other values than 0 to 4"),
+    ("action", lambda array: array[:, 1:], "action is (150, 39), its settings say (150, 40)"),
+    ("state", lambda array: array[:149], "state is (149, 40), its settings say (150, 40)"),
+    ("goal", put(25), "goal is not what its settings say"),
+    ("goal", lambda array: array[:24], "goal is not what its settings say"),
+    ("history_goal", put(-1), "history_goal is not what its settings say"),
+    ("meta", lambda array: np.array("{"), "bad.npz: not a file of collect.py (Expecting property"),
+    ("meta", lambda array: np.array("[]"), "bad.npz: not a file of collect.py (list indices"),
+    ("meta", lambda array: np.array('{"grid_size": 5, "horizon": 4}'), "('n_stream')"),
+]
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")  # numpy's would be lines, too
+def test_what_collect_did_not_write_is_one_line(arrays, tmp_path):
+    meta = {"grid_size": 5, "horizon": 4, "n_stream": 6, "total_source_timesteps": 240}
+    data = {**arrays, "meta": np.array(json.dumps(meta))}
     np.savez(tmp_path / "good.npz", **data)
-    assert windows.read(tmp_path / "good.npz")[1]["grid_size"] == 5
-    harm(data)
-    np.savez(tmp_path / "bad.npz", **data)
-    with pytest.raises(UserError, match=r"bad\.npz: not a file of collect\.py"):
-        windows.read(tmp_path / "bad.npz")
-    (tmp_path / "text.npz").write_text("text")
-    with pytest.raises(UserError, match="not a file"):
-        windows.read(tmp_path / "text.npz")
+    found, said = windows.read(tmp_path / "good.npz")
+    assert said == meta and all((found[name] == arrays[name]).all() for name in arrays)
+    for name, harm, says in HARMS:
+        np.savez(tmp_path / "bad.npz", **{**data, name: harm(data[name])})
+        with pytest.raises(UserError) as caught:
+            windows.read(tmp_path / "bad.npz")
+        assert says in str(caught.value) and len(str(caught.value).splitlines()) == 1
+    whole = (tmp_path / "good.npz").read_bytes()
+    for content in (b"text", b"", whole[:-99], whole[:300] + bytes(99) + whole[399:]):
+        (tmp_path / "bad.npz").write_bytes(content)
+        with pytest.raises(UserError, match="not a file of collect.py"):
+            windows.read(tmp_path / "bad.npz")
 
 
 # --- windows -------------------------------------------------------------------------------------

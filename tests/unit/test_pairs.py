@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from conftest import ROOT
-from ddp_utils import UserError, logps, pairs
+from ddp_utils import UserError, logps, pairs, trajectories
 from ddp_utils.formats import Example
 from ddp_utils.pairs import Encoder
 
@@ -205,6 +205,14 @@ CHATML = (
     "{% for m in messages %}<|h|>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<|h|>assistant\n{% endif %}"
 )
+THINKING = (  # in the manner of Qwen3: the last reply has a thought, an empty one if it brings none
+    "{% for m in messages %}<|h|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% set parts = m.content.split('</think>') %}{% if loop.last %}<think>\n"
+    "{{ parts[0].split('<think>')[-1].strip() if parts | length > 1 }}\n</think>\n\n{% endif %}"
+    "{{ parts[-1].lstrip() }}{% else %}{{ m.content }}{% endif %}<|eot|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|h|>assistant\n{% if enable_thinking is defined and "
+    "enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
 
 
 def chat_tokenizer(template, bos=True):
@@ -259,6 +267,44 @@ def test_a_conversation_is_rendered_as_the_template_says(template, bos, text, en
     assert set(encoder.ends) == {encoder.end, tok.eos_token_id}
 
 
+@pytest.mark.parametrize("arguments", [{}, {"enable_thinking": False}, {"enable_thinking": True}])
+@pytest.mark.parametrize("reply", ["Me.", "\n Me. ", "<think>Hm.</think>Me.", "Me.<|eot|>"])
+def test_prompt_and_reply_have_the_ids_of_the_conversation_as_transformers_renders_it(
+    arguments, reply
+):
+    tok = chat_tokenizer(THINKING, bos=False)
+    encoder = Encoder(tok, kwargs=json.dumps(arguments))
+    eot = tok.convert_tokens_to_ids("<|eot|>")
+    for prompt in (TALK[1:2], TALK, "Hi"):
+        turns = [{"role": "user", "content": prompt}] if prompt == "Hi" else prompt
+        pair = encoder.encode(Example("f:1", prompt, reply, "No."))
+        options = {"return_dict": False, **arguments}
+        whole = [*turns, {"role": "assistant", "content": reply.removesuffix("<|eot|>")}]
+        expected = tok.apply_chat_template(whole, **options)
+        assert pair.prompt + pair.chosen == expected[: -expected[::-1].index(eot)]
+        asked = tok.apply_chat_template(turns, add_generation_prompt=True, **options)
+        assert encoder.ids(encoder.text(prompt)) == asked
+        if "<think>" not in reply or arguments != {"enable_thinking": False}:
+            assert pair.prompt == asked
+    assert trajectories.prompts(encoder, "S", "Hi")[0] == encoder.ids(encoder.text("Hi"))
+
+
+@pytest.mark.parametrize(
+    ("text", "template", "says"),
+    [
+        ('{"enable_think": false}', "auto", ": no chat template takes enable_think; leave it out"),
+        ('{"messages": []}', "auto", ": no chat template takes messages; leave it out"),
+        ('{"enable_thinking": 1}', "none", ": no chat template takes enable_thinking; leave"),
+        ("[1]", "auto", ': give an object, such as {"enable_thinking": false}'),
+        ("thinking=no", "auto", ":1:1: not JSON: Expecting value; give an object, such as {"),
+    ],
+)
+def test_arguments_that_no_template_takes_are_one_line(text, template, says):
+    with pytest.raises(UserError) as caught:
+        Encoder(chat_tokenizer(THINKING), template, kwargs=text)
+    assert str(caught.value).startswith(f"--chat_template_kwargs{says}")
+
+
 def test_a_conversation_without_a_template_becomes_a_transcript():
     tok = tokenizer(bos=False, merges=[])
     pair = Encoder(tok).encode(Example("f:1", TALK, "Me.", "No."))
@@ -306,8 +352,7 @@ def test_real_templates_end_a_reply_with_the_end_of_the_turn(name, shared):
     whole = encoder.render(
         [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}]
     )
-    if name != "qwen3":  # which puts an empty thought in front of a last answer
-        assert whole.startswith(tok.decode(pair.prompt + pair.chosen))
+    assert whole.startswith(tok.decode(pair.prompt + pair.chosen))
 
 
 # --- report --------------------------------------------------------------------------------------
@@ -343,5 +388,36 @@ def test_the_report_counts_by_row_what_a_hand_count_finds(tmp_path):
     line = pairs.describe("train", report)
     assert line.startswith("train: 8 rows of prompt, 4 used; tokens ")
     assert "2 malformed" in line and "1 truncated" in line
-    with pytest.raises(UserError, match=r"mixed.jsonl:8:2: not JSON"):
+    with pytest.raises(
+        UserError, match=r":4: chosen is 3; .*skip 2 of 8 rows: --on_bad_record skip"
+    ):
         pairs.read(path, encoder)
+    path.write_text("\n".join(lines[-1:]))  # which to skip would not mend
+    with pytest.raises(UserError, match=r"mixed.jsonl:1:2: not JSON.*list of them$"):
+        pairs.read(path, encoder)
+
+
+def test_a_file_as_hh_is_read_by_default(tmp_path):
+    """As its harmless test file: 2,312 rows, 9 with two turns of the assistant in a row, 5 of which
+    have prompts that differ, and 4 with an empty answer."""
+    lines = []
+    for number in range(2312):
+        prompt = f"\n\nHuman: May I {number}?\n\nAssistant: Why?\n\nHuman: So.\n\nAssistant:"
+        chosen, rejected = f"{prompt} No.", f"{prompt} Yes."
+        if number % 500 == 499:  # 4 rows
+            rejected = prompt
+        elif number % 500 == 250:  # 5 rows
+            chosen = f"{prompt} No.\n\nAssistant: Never."
+        elif number % 500 == 100 and number < 2000:  # 4 rows
+            chosen, rejected = (f"{prompt} Well.\n\nAssistant: {said}" for said in ("No.", "Yes."))
+        lines.append(json.dumps({"chosen": chosen, "rejected": rejected}))
+    path = tmp_path / "harmless.jsonl"
+    path.write_text("\n".join(lines))
+    found, report = pairs.read(path, Encoder(pairs.load_tokenizer("data/demo/model")))
+    assert (report["format"], report["rows"], report["used"]) == ("transcript", 2312, 2299)
+    assert {reason: list(map(int, rows)) for reason, rows in report["dropped"].items()} == {
+        "two turns of one side in a row": [101, 601, 1101, 1601],
+        "prompts differ": [251, 751, 1251, 1751, 2251],
+        "empty response": [500, 1000, 1500, 2000],
+    }
+    assert len(found) == 2299

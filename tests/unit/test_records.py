@@ -215,28 +215,17 @@ def test_a_truncated_gzip_file_is_refused(tmp_path):
     assert complaint(write(tmp_path, whole[: len(whole) // 2])).startswith(": ")
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        0.1,
-        0.3,
-        0.5,
-        0.7,
-        0.9,
-    ],
-)
+@pytest.mark.parametrize("place", [0.1, 0.3, 0.5, 0.7, 0.9])
 def test_a_damaged_gzip_file_is_refused(tmp_path, place):
     damaged = bytearray(gzip.compress(b"\n".join(b'{"a": %d}' % n for n in range(500)), mtime=0))
     damaged[int(place * len(damaged))] ^= 0xFF
     assert complaint(write(tmp_path, bytes(damaged))).startswith(":")
 
 
-def test_a_gzip_bomb_and_a_huge_line_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "MAX_LINE", 1000)
-    message = complaint(write(tmp_path, GOOD + b'\n{"a": "' + b"x" * 1000 + b'"}'))
-    assert message.startswith(":2: ") and "one record per line" in message
+def test_a_file_above_the_limit_is_refused_packed_or_not(tmp_path, monkeypatch):
     monkeypatch.setattr(records, "MAX_BYTES", 5000)
-    assert "split it" in complaint(write(tmp_path, gzip.compress(GOOD + b"\n" * 6000)))
+    for content in (GOOD + b"\n" * 6000, gzip.compress(GOOD + b"\n" * 6000)):
+        assert "split it" in complaint(write(tmp_path, content))
 
 
 # --- paths ---------------------------------------------------------------------------------------
@@ -264,17 +253,7 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
     assert said and "not a regular file" in said[0]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "",
-        "a\0b",
-        "loop",
-        "x" * 300,
-        "~nobody_here/f",
-    ],
-    ids=["empty", "nul", "loop", "long", "no_such_user"],
-)
+@pytest.mark.parametrize("name", ["", "a\0b", "loop", "x" * 300, "~nobody_here/f"], ids=repr)
 def test_an_impossible_path_is_a_users_mistake(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     os.symlink("loop", "loop")

@@ -6,10 +6,18 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_pairs import CHATML, GEMMA, LLAMA3, SEAMS, chat_tokenizer, tokenizer
+from test_pairs import (
+    CHATML,
+    GEMMA,
+    LLAMA3,
+    SEAMS,
+    THINKING,
+    chat_tokenizer,
+    tokenizer,
+)
 
 from conftest import ROOT
-from ddp_utils import UserError, logps, pairs, records, texts
+from ddp_utils import UserError, formats, logps, pairs, records, texts
 from ddp_utils.formats import Example
 from ddp_utils.pairs import Encoder
 from ddp_utils.texts import Text
@@ -230,11 +238,8 @@ PHI3 = (  # eos behind the whole: a conversation that goes on does not begin wit
     "{% for m in messages %}<|h|>{{ m.role }}\n{{ m.content }}<|eot|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|h|>assistant\n{% else %}</s>{% endif %}"
 )
-THINKING = (  # thoughts of earlier turns are left out, and the last turn has some (Qwen3)
-    "{% for m in messages %}<|h|>{{ m.role }}\n{% if loop.last and m.role == 'assistant' %}<think>"
-    "\n\n</think>\n\n{% endif %}{{ m.content.split('</think>')[-1] }}<|eot|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|h|>assistant\n{% endif %}"
-)
+EMPTY = "<think>\n\n</think>\n\n"
+EACH = THINKING.replace("loop.last", "true")  # a thought before each reply, as TRL trains Qwen3
 NUMBERED = (  # turns are counted from the last one
     "{% for m in messages %}{{ loop.revindex }}{{ m.content }}<|eot|>{% endfor %}"
 )
@@ -271,13 +276,16 @@ TALK = talk("Hi", "Hello! ", "Who?", system="Be kind.")
             "<|h|>user\nWho?<|eot|>\n<|h|>assistant\n{Me.<|eot|>}",
         ),
         (
-            THINKING,
+            EACH,
             False,
-            "<|h|>system\nBe kind.<|eot|>\n<|h|>user\nHi<|eot|>\n<|h|>assistant\n{Hello! <|eot|>}\n"
-            "<|h|>user\nWho?<|eot|>\n<|h|>assistant\n{Me.<|eot|>}",
+            "<|h|>system\nBe kind.<|eot|>\n<|h|>user\nHi<|eot|>\n<|h|>assistant\n{"
+            + EMPTY
+            + "Hello! <|eot|>}\n<|h|>user\nWho?<|eot|>\n<|h|>assistant\n{"
+            + EMPTY
+            + "Me.<|eot|>}",
         ),
     ],
-    ids=["llama3", "gemma", "llama2", "phi3", "thinking"],
+    ids=["llama3", "gemma", "llama2", "phi3", "each thinks"],
 )
 def test_every_reply_is_trained_with_its_end_and_nothing_else(template, bos, expected):
     encoder = Encoder(chat_tokenizer(template, bos))
@@ -304,13 +312,19 @@ def test_a_reply_that_the_template_trims_is_trained_as_trimmed():
             THINKING,
             talk("2+2?", "<think>hm</think>4", "+1?"),
             "<|h|>user\n2+2?<|eot|>\n<|h|>assistant\n4<|eot|>\n<|h|>user\n+1?<|eot|>\n"
-            "<|h|>assistant\n{5<|eot|>}",
+            f"<|h|>assistant\n{{{EMPTY}5<|eot|>}}",
+        ),
+        (  # what the reply inside has no thought before it, which would teach to do without
+            THINKING,
+            talk("a", "b", "c"),
+            "<|h|>user\na<|eot|>\n<|h|>assistant\nb<|eot|>\n<|h|>user\nc<|eot|>\n"
+            f"<|h|>assistant\n{{{EMPTY}5<|eot|>}}",
         ),
         (NUMBERED, talk("a", "b", "c"), "3a<|eot|>2b<|eot|>1c<|eot|>{5<|eot|>}"),
         (COUNTED, talk("a", "b", "c"), "3a<|eot|>b<|eot|>c<|eot|>{5<|eot|>}"),
         (UNENDED, talk("a", "b", "c"), "[a][b][c]{5</s>}"),  # nothing says where a reply ends
     ],
-    ids=["thinking", "numbered", "counted", "unended"],
+    ids=["a thought", "thinking", "numbered", "counted", "unended"],
 )
 def test_where_the_template_rewrites_a_reply_only_the_last_is_trained(template, before, expected):
     encoder = Encoder(chat_tokenizer(template, bos=False))
@@ -318,6 +332,31 @@ def test_where_the_template_rewrites_a_reply_only_the_last_is_trained(template, 
     assert shown(encoder, text) == expected
     assert encoder.counts == {"only the last reply is trained": ["9"]}
     assert text.text == before[0]["content"]
+
+
+WEIGHTS = {  # of three replies -> what is read and {trained}
+    (1, 0, 1): ("{b</s>}", "d</s>", "\n<|h|>user\ne</s>\n<|h|>assistant\n{f</s>}"),
+    (0, None, 0.0): ("b</s>", "{d</s>}", ""),
+    (True, True, False): ("{b</s>}", "{d</s>}", ""),
+}
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("name", formats.WEIGHTS)
+def test_a_turn_without_weight_is_read_and_not_trained(tmp_path, weights, name):
+    turns = talk("a", "b", "c", "d", "e", "f", system="S")
+    for turn, weight in zip(turns[2::2], weights, strict=True):
+        turn[name] = weight
+    turns[1][name] = 0  # a question's changes nothing
+    first, second, rest = WEIGHTS[weights]
+    expected = f"<|h|>system\nS</s>\n<|h|>user\na</s>\n<|h|>assistant\n{first}\n"
+    expected += f"<|h|>user\nc</s>\n<|h|>assistant\n{second}{rest}"
+    found, report = read(tmp_path, {"messages": turns}, template=CHATML)
+    assert (found, report["fields_not_read"]) == ([expected], "")
+    row = {"messages": talk("a", "b")}
+    row["messages"][1][name] = 0
+    _, report = read(tmp_path, {"messages": turns}, row, template=CHATML)
+    assert report["dropped"] == {"no reply to train": ["2"]}
 
 
 def test_a_reply_that_says_what_the_user_says_is_found_in_its_place():
@@ -398,7 +437,7 @@ def test_the_trained_tokens_spell_the_replies_and_their_ends(name, said, system)
     assert whole.count("<s>") == (name in ("llama3", "plain with bos"))
 
 
-@pytest.mark.parametrize("template", [LLAMA3, GEMMA, CHATML, THINKING])
+@pytest.mark.parametrize("template", [LLAMA3, GEMMA, CHATML, EACH])
 @settings(max_examples=30, deadline=None)
 @given(said=TALKS)
 def test_a_conversation_trains_what_its_replies_would_as_rows_of_their_own(template, said):
@@ -507,7 +546,7 @@ def test_the_report_counts_by_row_what_a_hand_count_finds(tmp_path):
         "truncated": ["5", "8"],
         "mean_tokens": {"prompt": 6.8, "reply": 7.8, "trained": 7.8},  # 2 2 10 13; 7 7 10 7
     }
-    assert texts.describe("train", report) == (
+    assert pairs.describe("train", report) == (
         "train: 8 rows of alpaca, 4 used; tokens 6.8 prompt, 7.8 reply, 7.8 trained; "
         "1 empty response; 3 malformed; 1 same as an earlier row; 2 truncated; not read: source"
     )
@@ -529,6 +568,7 @@ def test_rows_are_counted_to_a_limit(tmp_path):
 
 ALPACA = {"instruction": "a", "output": "b"}
 CHAT = {"messages": talk("a", "b")}
+KTO = {"prompt": "a", "completion": "b", "label": True}
 
 
 @pytest.mark.parametrize(
@@ -547,6 +587,19 @@ CHAT = {"messages": talk("a", "b")}
         ([{**ALPACA, "history": [["q"]]}], "1: history is [['q']]; give [[question, answer], ..."),
         ([{**ALPACA, "history": [["q", "a"], ["q", ""]]}], "1: history[1] is ''; give a non-em"),
         ([{**ALPACA, "images": ["x.png"]}], "1: images is ['x.png']; only text is read: cut it"),
+        ([{**ALPACA, "audio": "x"}], "1: audio is 'x'; only text is read: cut it"),
+        (
+            [KTO, {**KTO, "label": False}],
+            "2: label is False; give rows that count 1 or true, of KTO those with label true",
+        ),
+        (
+            [{**CHAT, "label": 0}],
+            "1: label is 0; give rows that count 1 or true, of KTO those with label true",
+        ),
+        (
+            [{**ALPACA, "weight": 0}],
+            "1: weight is 0; give rows that count 1 or true, of KTO those with label true",
+        ),
         ([CHAT, ALPACA], "2: messages is missing; found: instruction, output"),
         ([CHAT, {"messages": "a"}], "2: messages has the roles assistant; give user and assistant"),
         ([CHAT, {"messages": []}], "2: messages is []; give a list of messages"),

@@ -227,6 +227,20 @@ def test_a_number_of_the_json_that_cannot_be_names_its_line(said, says):
     assert refused(TINY, *ZERO, said=said).startswith(f"j.json:2: {says}")
 
 
+def test_template_arguments_are_a_mapping_in_yaml_and_json_on_the_command_line(monkeypatch):
+    """The demo's template takes none: what it is given is refused, by its place."""
+    yaml = TINY.replace("}", ", chat_template_kwargs: {enable_thinking: false, day: 2026-01-02}}")
+    says = "c.yaml:1: dataset.chat_template_kwargs: no chat template takes "
+    assert refused(yaml).startswith(says)
+    flags = ["--chat_template_kwargs", '{"bos": 1}']
+    says = "--chat_template_kwargs: no chat template takes bos; leave it out"
+    assert refused(yaml, *flags) == says
+    Path("t.jinja").write_text("{{ messages[-1].content }}{{ enable_thinking }}{{ day }}")
+    config = accepted(yaml, "--chat_template", "t.jinja", monkeypatch=monkeypatch)
+    found = json.loads(config.chat_template_kwargs)
+    assert found == {"enable_thinking": False, "day": "2026-01-02"}
+
+
 def test_flags_over_yaml_over_json(monkeypatch):
     text = TINY + "training: {micro_batch_size: 2, max_steps: 7, learning_rate: 0.1}\n"
     said = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 16}
