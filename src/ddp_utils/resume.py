@@ -42,7 +42,9 @@ class Found(NamedTuple):
     checkpoint: Path | None = None  # to continue from
 
 
-def inspect(folder, settings, steps, inputs, code, needed=0, restart=False) -> Found:
+def inspect(
+    folder, settings, steps, inputs, code, needed=0, restart=False, same_code=False
+) -> Found:
     """Look at a folder, for a run with these settings; nothing is written.
 
     settings: config.json as it would be written; inputs: name -> digest of what was read; code:
@@ -57,7 +59,7 @@ def inspect(folder, settings, steps, inputs, code, needed=0, restart=False) -> F
         kind = "folder" if path.name in FOLDERS else "file" if path.suffix in FILES else ""
         if kind and not (path.is_dir() if kind == "folder" else path.is_file()):
             raise UserError(f"--{name}: {path} is in the way of a {kind}; move it elsewhere")
-    found = _verdict(folder, settings, inputs, code, restart)
+    found = _verdict(folder, settings, inputs, {} if same_code else code, restart)
     # of guide 1, a place for the model; in the others output_dir is the run folder itself
     output = settings.get("output_dir") if "result_dir" in settings else ""
     if output and found.verdict != "finished":
@@ -94,7 +96,6 @@ def _verdict(folder, settings, inputs, code, restart):
     before = read_json(folder / "environment.json")
     differences += _differences(before.get("inputs", {}), inputs)
     edited = [line.partition(":")[0] for line in _differences(before.get("code", {}), code)]
-    edited = [] if settings["same_code"] else sorted(edited)
     finished = summary(folder).get("status") == "finished"
     if restart or (finished and (differences or edited)):
         return Found("aside")

@@ -64,8 +64,8 @@ class Run(Saving):
     def would(cls, folder, config, steps, inputs, needed):
         """Lines on what a run with these settings would do to the folder; nothing is written."""
         settings = environment.redacted(dataclasses.asdict(config))
-        facts = settings, steps, inputs, environment.code(), needed, config.restart
-        found = resume.inspect(folder, *facts)
+        facts = settings, steps, inputs, environment.code(), needed
+        found = resume.inspect(folder, *facts, config.restart, config.same_code)
         if found.verdict == "finished":
             return [FINISHED.format(folder)]
         return [*found.lines, f"run folder: {folder}"]
@@ -79,8 +79,8 @@ class Run(Saving):
         again = resume.restarted() and resume.summary(self.folder).get("run_id") == self.run_id
         restart = self.config.restart and not again
         described = environment.describe(self.config, self.world)
-        facts = settings, self.steps, inputs, described["code"], needed, restart
-        found = resume.inspect(self.folder, *facts)
+        facts = settings, self.steps, inputs, described["code"], needed
+        found = resume.inspect(self.folder, *facts, restart, self.config.same_code)
         if found.verdict == "finished":
             raise Stop(FINISHED.format(self.folder), 0)
         if found.verdict == "aside":
