@@ -127,13 +127,6 @@ def test_there_is_a_file_for_each_format():
     assert {file.partition(".")[0] for file in FILES} == set(formats.FORMATS)
 
 
-def test_an_example_says_where_it_stands():
-    [first, *_] = records.read(ROOT / "tests/data/formats/question.jsonl")
-    example = formats.example(first, "question")
-    assert example.where.endswith("question.jsonl:1")
-    assert example == (first.where, "Is ice cold?", "Yes.", "No.")
-
-
 # --- real files ----------------------------------------------------------------------------------
 
 
@@ -219,11 +212,6 @@ def test_a_system_text_makes_messages_of_the_prompt(name):
 @pytest.mark.parametrize("nothing", [None, "", " \n"])
 def test_an_empty_system_or_input_is_none(nothing):
     row = {"instruction": "a", "system": nothing, "input": nothing, "chosen": "b", "rejected": "c"}
-    assert read(row) == ("a", "b", "c")
-
-
-def test_input_belongs_to_instructions_alone():
-    row = {"prompt": "a", "input": "more", "chosen": "b", "rejected": "c"}
     assert read(row) == ("a", "b", "c")
 
 
