@@ -27,6 +27,7 @@ CASES = {  # flags -> what the line says; DATA stands for a file of good rows
     "--model_name ./nothing": "--model_name: there is no folder ./nothing",
     "--model_name no-such-model-here": "--model_name: no tokenizer at no-such-model-here",
     "--chat_template nothing.jinja": "--chat_template: no file nothing.jinja",
+    '--chat_template_kwargs {"a":1}': "--chat_template_kwargs: no chat template takes a; leave",
     "--judge nothing.py:score": "--judge: 'nothing.py:score' is not file.py:function",
     "--train_data DATA --judge data/demo/judge.py:score --test_data DATA": (
         "--judge: data/demo/judge.py:score on 'Who?': not a question of the demo"

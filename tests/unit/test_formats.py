@@ -233,11 +233,6 @@ def test_an_empty_system_or_input_is_none(nothing):
     assert read(row) == ("a", "b", "c")
 
 
-def test_input_belongs_to_instructions_alone():
-    row = {"prompt": "a", "input": "more", "chosen": "b", "rejected": "c"}
-    assert read(row) == ("a", "b", "c")
-
-
 # --- messages ------------------------------------------------------------------------------------
 
 LONG = [system("s"), user("1"), assistant("2"), user("3")]

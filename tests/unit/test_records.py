@@ -66,10 +66,6 @@ def test_items_of_one_line_have_their_number(tmp_path):
     assert complaint(file) == ":1 (item 2): not a JSON object; each record is one {...}"
 
 
-def test_a_list_after_blank_lines_keeps_its_line_numbers(tmp_path):
-    assert lines(records.read(write(tmp_path, b"\n\n[\n" + GOOD + b"]"))) == [(4, {"a": "x"})]
-
-
 @pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\u0085", "\x1c", "\x0b", "\\n", "\\u2028"])
 def test_only_a_newline_ends_a_record(tmp_path, mark):
     raw = json.dumps({"a": f"x{mark}y"}, ensure_ascii=False).encode() + b"\n" + GOOD
