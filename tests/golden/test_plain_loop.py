@@ -16,7 +16,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import runs
+from ad import collect, darkroom, evaluate, windows
+from ad.config import Source
+from ad.model import Model, Shape
 from conftest import ROOT
+from dpo_inv import batches, mpnn, pairs, structure
+from dpo_inv.config import Config as ProteinConfig
 from ranks import ranks
 
 MODEL = str(ROOT / "data/demo/model")
@@ -37,6 +42,7 @@ FLAGS = {  # of each script and objective: its own flags, and the name of the ro
     "main_distributed dpo": ([*PREFERENCE, "--lr_scaling=none", "--num_samples=0"], "batch_size"),
     "train_loop kl": (["--num_samples", "0"], "batch_size"),
 }
+SPLITS = "train", "val"
 FILES = {"train_loop": ("--data_path", "--val_path", "--out_dir")}
 KIND = {"train": "--type", "main_distributed": "--fine_tuning"}
 
@@ -95,32 +101,41 @@ class Plain:
         costs, sizes = zip(*(self.cost(objective, row) for row in rows), strict=True)
         return sum(costs) / sum(sizes)
 
-    def train(self, objective, rows, clip):
-        """Take the steps; returns loss, gradient norm and learning rate of each."""
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in parameters]
-        lines = []
-        for step, batch in enumerate([rows[:4], rows[4:8], rows[8:], rows[:4]]):
-            loss = self.loss(objective, batch)
-            gradients = torch.autograd.grad(loss, parameters)
-            norm = math.sqrt(sum(g.square().sum().item() for g in gradients))
-            assert norm > clip
-            rate = PEAK * [1 / 3, 2 / 3, 1, 1 / 2][step]  # warm-up: 0.3 x 4 steps, rounded up
-            lines.append((loss.item(), norm, rate))
-            with torch.no_grad():
-                for p, g, (m, v) in zip(parameters, gradients, moments, strict=True):
-                    g = g * clip / norm
-                    m.mul_(0.9).add_(0.1 * g)
-                    v.mul_(0.999).add_(0.001 * g * g)
-                    if p.ndim == 2:  # not norms and biases
-                        p.sub_(rate * DECAY * p)
-                    mean, square = m / (1 - 0.9 ** (step + 1)), v / (1 - 0.999 ** (step + 1))
-                    p.sub_(rate * mean / (square.sqrt() + 1e-8))
-        return lines
-
     def weights(self):
         named = self.model.state_dict()
         return {name.replace(".default", ""): value.clone() for name, value in named.items()}
+
+
+def plain_training(model, loss_of, rates, clip, decay=DECAY, betas=(0.9, 0.999)):
+    """Take the steps with AdamW; returns loss, gradient norm and learning rate of each."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in parameters]
+    lines = []
+    for step, rate in enumerate(rates):
+        loss = loss_of(step)
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+        gradients = [torch.zeros(1) if g is None else g for g in gradients]
+        norm = math.sqrt(sum(g.square().sum().item() for g in gradients))
+        assert norm > clip  # it is clipped
+        lines.append((loss.item(), norm, rate))
+        with torch.no_grad():
+            for p, g, (m, v) in zip(parameters, gradients, moments, strict=True):
+                g = g * clip / norm
+                m.mul_(betas[0]).add_((1 - betas[0]) * g)
+                v.mul_(betas[1]).add_((1 - betas[1]) * g * g)
+                if p.ndim == 2:  # not norms and biases
+                    p.sub_(rate * decay * p)
+                mean = m / (1 - betas[0] ** (step + 1))
+                square = v / (1 - betas[1] ** (step + 1))
+                p.sub_(rate * mean / (square.sqrt() + 1e-8))
+    return lines
+
+
+def assert_trained_alike(saved, after, before):
+    """Weights that a run has saved against the plain loop's."""
+    moved = sum((after[name] - before[name]).square().sum() for name in saved).sqrt()
+    apart = sum((after[name] - saved[name]).square().sum() for name in saved).sqrt()
+    assert apart < 2e-2 * moved  # a gradient of 1e-9 may have either sign: one element, one step
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +199,11 @@ def test_four_steps_equal_a_plain_loop(case, kind, world_size, rows, tmp_path):
     before = plain.weights()
     with torch.no_grad():
         plain.loss(objective, rows)  # the reference
-    expected = plain.train(objective, rows[:10], CLIP[kind])
+    batches = [rows[:4], rows[4:8], rows[8:10], rows[:4]]
+    rates = [PEAK / 3, PEAK * 2 / 3, PEAK, PEAK / 2]  # warm-up: 0.3 x 4 steps, rounded up
+    expected = plain_training(
+        plain.model, lambda step: plain.loss(objective, batches[step]), rates, CLIP[kind]
+    )
     lines = runs.lines(folder, "train")
     found = [(line["loss"], line["grad_norm"], line["learning_rate"]) for line in lines]
     for ours, theirs in zip(found, expected, strict=True):
@@ -193,12 +212,8 @@ def test_four_steps_equal_a_plain_loop(case, kind, world_size, rows, tmp_path):
     with torch.no_grad():
         loss = plain.loss(objective, rows[10:]).item()
     assert val["kl" if objective == "kl" else "loss"] == pytest.approx(loss, rel=1e-4)
-    after = plain.weights()
     [file] = (folder / "model").glob("*.safetensors")
-    saved = load_file(file)
-    moved = sum((after[name] - before[name]).square().sum() for name in saved).sqrt()
-    apart = sum((after[name] - saved[name]).square().sum() for name in saved).sqrt()
-    assert apart < 2e-2 * moved  # a gradient of 1e-9 may have either sign: one element, one step
+    assert_trained_alike(load_file(file), plain.weights(), before)
 
 
 @pytest.mark.parametrize("case", FLAGS)
@@ -212,3 +227,109 @@ def test_validation_has_no_dropout(case, rows, tmp_path):
         loss = plain.loss(objective, rows[10:]).item()
     val = json.loads(Path(folder, "summary.json").read_text())["val"]
     assert val["kl" if objective == "kl" else "loss"] == pytest.approx(loss, rel=1e-5)
+
+
+AD = """grid_size=5 horizon=4 n_stream=3 total_source_timesteps=60 train_n_stream=3 tf_n_embd=8
+train_source_timesteps=20 n_transit=12 tf_n_layer=1 train_timesteps=4 num_warmup_steps=1 lr=1e-3
+summary_interval=1 eval_interval=0 gen_interval=0 eval_episodes=1 eval_copies=1 ckpt_interval=0
+label_smoothing=0.3 weight_decay=2 max_grad_norm=0.01 beta1=0.8 beta2=0.95"""
+
+
+def distil(words):
+    runs.hurry()
+    evaluate.write = lambda *_: None  # its picture
+    return importlib.import_module("ad.train").main(words)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_four_steps_of_distillation_equal_a_plain_loop(world_size, tmp_path):
+    """Windows and model are the project's own: tests/unit/test_ad.py has them by hand."""
+    collect.collect(Source(5, 4, n_stream=3, total_source_timesteps=60), tmp_path / "h.npz")
+    words = [*AD.split(), f"train_batch_size={4 // world_size}", f"output_dir={tmp_path}/run"]
+    ranks(world_size, distil, [*words, f"traj_file={tmp_path}/h.npz"])
+    arrays, cut = windows.read(tmp_path / "h.npz")[0], windows.Cut(12, 4, 0, 4)
+    goals = darkroom.Darkroom(5, 4).split(0, 0.9)
+    data, others = (windows.Histories(arrays, part, 4, cut, 3, 20, "cpu") for part in goals)
+    torch.manual_seed(0)
+    model = Model(Shape(5, 8, 1, 1, 32, 12)).double()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def loss_of(picked, smoothing):
+        tokens, action = data.batch(*picked) if smoothing else others.batch(*picked)
+        logits = model(tokens)
+        log_probs = logits - logits.exp().sum(-1, keepdim=True).log()
+        right = log_probs.gather(-1, action[..., None]).mean()
+        return -(1 - smoothing) * right - smoothing * log_probs.mean()
+
+    rates = [1e-3 / 2, 1e-3, 0.75e-3, 0.25e-3]  # then a cosine: (1 + cos(pi k / 3)) / 2
+    expected = plain_training(
+        model, lambda step: loss_of(data.draw(0, step, 4), 0.3), rates, 0.01, 2.0, (0.8, 0.95)
+    )
+    lines = runs.lines(tmp_path / "run")
+    train = [line for line in lines if line["split"] == "train"]
+    for line, theirs in zip(train, expected, strict=True):
+        ours = line["loss"], line["grad_norm"], line["learning_rate"]
+        assert ours == pytest.approx(theirs, rel=1e-4)
+    with torch.no_grad():
+        assert lines[-1]["loss"] == pytest.approx(loss_of(others.all(), 0.0).item(), rel=1e-5)
+    saved = load_file(tmp_path / "run/model/model.safetensors")
+    assert_trained_alike(saved, model.state_dict(), before)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_four_steps_of_protein_dpo_equal_a_plain_loop(world_size, tmp_path):
+    """The model is the project's own: tests/golden/test_mpnn_official.py has it from elsewhere.
+
+    Two decoding orders of each pair, temperature 0.5, chain B designed beside a fixed chain A.
+    """
+    items = json.loads((ROOT / "data/input/test_data_real.json").read_text())
+    items = [item for item in items if item.get("fixed_chains") and "mutable_positions" not in item]
+    items = [{**item, "pdb_file": str(ROOT / "data/input" / item["pdb_file"])} for item in items]
+    for name, part in zip(SPLITS, (items[:6], items[6:9]), strict=True):
+        (tmp_path / f"{name}.json").write_text(json.dumps(part))
+    words = f"--train_data {tmp_path}/train.json --val_data {tmp_path}/val.json --max_steps 4 "
+    words += f"--base_model_name {ROOT}/data/demo/protein_model.pt --output_dir {tmp_path}/run "
+    words += "--temperature 0.5 --num_orders 2 --decoding_order mutated_last --beta 0.5 "
+    words += f"--no_shuffle --learning_rate {PEAK} --weight_decay {DECAY} --max_grad_norm 0.1 "
+    words += "--lr_scheduler linear --warmup_ratio 0.3 --gradient_accumulation_steps 2 "
+    words += f"--log_every 1000 --batch_size {2 // world_size}"
+    ranks(world_size, run, "dpo_inv.run_dpo_ddp", words.split())
+    model = mpnn.ProteinMPNN.load(ROOT / "data/demo/protein_model.pt").double()
+    found = [pairs.read(tmp_path / f"{name}.json", {}, ProteinConfig())[0] for name in SPLITS]
+    named, reference = found[0] + found[1], {}
+
+    def logp(number, field):
+        item, pair = items[number], named[number]
+        backbone = structure.read(item["pdb_file"], ("B", "A"))
+        arrays = [torch.from_numpy(array)[None] for array in backbone[:4]]
+        text = item[field] + backbone.sequence[len(item[field]) :]
+        letters = torch.tensor([mpnn.ALPHABET.index(letter) for letter in text])
+        sums = []
+        for order in batches.orders(pair, "mutated_last", 2, 0):
+            assert set(order[-int(pair.mutated.sum()) :]) == {*pair.mutated.nonzero()[0]}
+            parts = arrays[0].double(), *arrays[1:], letters[None], torch.tensor(order)[None]
+            scores = model.log_probs(*parts)[0].double() / 0.5  # [L, 21]
+            scores = scores - scores.exp().sum(-1, keepdim=True).log()
+            sums.append(scores[range(len(item[field])), letters[: len(item[field])]].sum())
+        return sum(sums) / 2
+
+    def loss_of(numbers):
+        total = 0
+        for number in numbers:
+            sides = [logp(number, field) for field in ("preferred_seq", "unpreferred_seq")]
+            first = reference.setdefault(number, [side.detach() for side in sides])
+            margin = BETA * ((sides[0] - first[0]) - (sides[1] - first[1]))
+            total = total + (1 + (-margin).exp()).log() / len(numbers)
+        return total
+
+    with torch.no_grad():
+        loss_of(range(9))
+    rates, batches_ = [PEAK / 3, PEAK * 2 / 3, PEAK, PEAK / 2], [range(4), range(4, 6)] * 2
+    expected = plain_training(model, lambda step: loss_of(batches_[step]), rates, 0.1)
+    lines = runs.lines(tmp_path / "run", "train")
+    for line, theirs in zip(lines, expected, strict=True):
+        ours = line["loss"], line["grad_norm"], line["learning_rate"]
+        assert ours == pytest.approx(theirs, rel=2e-3)
+    val = runs.lines(tmp_path / "run", "val")[-1]
+    with torch.no_grad():
+        assert val["loss"] == pytest.approx(loss_of(range(6, 9)).item(), rel=2e-3)
