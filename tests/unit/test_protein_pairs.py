@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from conftest import ROOT
 from ddp_utils import UserError
@@ -173,6 +174,27 @@ def test_a_fixed_chain_is_copied_and_x_is_never_drawn(tmp_path):
     inference.main([*flags[:-1], str(again)])
     text = (again / "all_results.json").read_text()
     assert text == (tmp_path / "all_results.json").read_text()  # the seed decides
+
+
+@torch.no_grad()
+def test_a_letter_is_drawn_last_from_the_softmax_at_its_temperature():
+    """One residue is designed: it sees all others, whatever the order; a chi-square test."""
+    config = inference.Config(num_samples=600, temperature=2.0, mutable_positions=(5,))
+    task = inference.read_task(INPUT / SINGLE["pdb_file"], config)
+    model = mpnn.ProteinMPNN.load(MODEL)
+    letters, log_probs = inference.sample(model, task, config, "cpu")
+    native = torch.tensor(mpnn.encode(task.structure.sequence.replace("-", "X")))
+    order = torch.tensor([*range(5), *range(6, len(native)), 5])  # [L]
+    arrays = [torch.from_numpy(array)[None] for array in task.structure[:4]]
+    scores = model.log_probs(*arrays, native[None], order[None])[0, 5].double()  # [21]
+    drawn = letters[:, 5]
+    assert (letters == native).sum() == letters.numel() - (drawn != native[5]).sum()
+    torch.testing.assert_close(log_probs[:, 5].double(), scores[drawn], atol=1e-4, rtol=0)
+    wanted = (scores[:20] / 2).softmax(-1)  # no X
+    counts = torch.bincount(drawn, minlength=20).double()
+    chi_square = ((counts - 600 * wanted) ** 2 / (600 * wanted)).sum()
+    freedom = torch.tensor(19 / 2, dtype=torch.float64)
+    assert torch.special.gammaincc(freedom, chi_square / 2) > 1e-3
 
 
 def test_scores_of_sampled_sequences_are_read_back(tmp_path):

@@ -9,8 +9,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from test_sharding_settings import DEEPSPEED, FSDP
+from transformers import AutoConfig, AutoModelForCausalLM
 
+import main_distributed
 import programs
 import train
 import train_config
@@ -58,6 +61,42 @@ def accepted(text, *flags, said=None, monkeypatch):
     write(text, said)
     assert train.main(["--config", "c.yaml", *flags, "--check"]) == 0
     return found[0]
+
+
+RATES = {  # of models from 10 M parameters on
+    (train, "--objective sft --type lora"): 2e-4,  # QLoRA's for 7 B and 13 B
+    (train, "--objective sft --type full"): 2e-5,  # Alpaca's
+    (train, "--objective dpo --type lora"): 1e-5,
+    (train, "--objective dpo --type full"): 1e-6,  # the DPO paper's
+    (main_distributed, "--fine_tuning lora"): 1e-5,
+    (main_distributed, "--fine_tuning full"): 1e-6,
+}
+
+
+def test_the_default_learning_rates(monkeypatch):
+    """As docs/dpo.md has them for preferences."""
+    seen, own = [], lora.outline
+
+    def wide(config):
+        settings = AutoConfig.from_pretrained(ROOT / "data/demo/model", intermediate_size=8192)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(settings)  # 13 M
+
+    for (script, flags), rate in RATES.items():
+        would = lambda folder, config, *_: [seen.append(config.learning_rate) or ""]  # noqa: E731
+        monkeypatch.setattr(script.Run, "would", would)
+        name = (
+            "preferences_train" if "dpo" in flags or script is main_distributed else "instructions"
+        )
+        data = ["--train_data", f"data/demo/{name}.jsonl", "--max_rows", "40", "--check"]
+        config = ["--config", str(ROOT / "config.yaml")] if script is train else []
+        for outline, expected in ((wide, rate), (own, 1e-3)):
+            monkeypatch.setattr(lora, "outline", outline)
+            assert script.main([*config, *flags.split(), *data]) == 0
+            assert seen.pop() == expected, flags
+    assert "1e-3 for a model of less than 10 M parameters, else 1e-6 for all weights and 1e-5" in (
+        ROOT / "docs/dpo.md"
+    ).read_text().replace("\n", " ")
 
 
 # --- the YAML file --------------------------------------------------------------------------------
