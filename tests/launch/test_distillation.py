@@ -76,14 +76,6 @@ def test_the_losses_are_those_of_one_process(size, batch, turns, one, histories,
     assert found[0]["grad_norm"] == pytest.approx(expected[0]["grad_norm"], rel=1e-6)
 
 
-def test_the_learning_rate_is_that_of_the_step(one):
-    """The original let the schedule run once per process: with four it ended at a quarter."""
-    rates = [line["learning_rate"] for line in runs.lines(one, "train")]
-    warm = [(done + 1) / 4 for done in range(3)]
-    cosine = [(1 + math.cos(math.pi * (done - 3) / 9)) / 2 for done in range(3, 12)]
-    assert rates == pytest.approx([8e-3 * factor for factor in warm + cosine])
-
-
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_killed_run_goes_on_bit_for_bit(size, histories, tmp_path):
     words = ["tf_dropout=0.1", "use_compressed_context=true", "compress_interval=12"]

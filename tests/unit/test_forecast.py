@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 import shutil
 from types import SimpleNamespace as Settings
 
@@ -14,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import check_gpu
 import main_distributed
 from conftest import ROOT
-from ddp_utils import UserError, batching, dryrun, forecast, fsdp, plan
+from ddp_utils import UserError, batching, dryrun, forecast, plan
 from ddp_utils import ahead as ahead_
 from ddp_utils.pairs import Pair
 from ddp_utils.world import World
@@ -283,26 +282,6 @@ def test_the_fullest_micro_batch_of_a_run():
     assert forecast.fullest(rows, steps, 2, 2) == [rows[3], rows[4]]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "sharding", "name"),
-    [
-        ("ddp", None, "DDP"),
-        ("fsdp", None, "FSDP FULL_SHARD"),
-        ("fsdp", fsdp.Settings("SHARD_GRAD_OP"), "FSDP SHARD_GRAD_OP"),
-        ("fsdp", fsdp.Settings(offload=True), "FSDP FULL_SHARD offload"),
-        ("deepspeed", {"zero_optimization": {"stage": 2}}, "ZeRO-2"),
-        (
-            "deepspeed",
-            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}},
-            "ZeRO-3 offload",
-        ),
-    ],
-)
-def test_a_run_s_strategy(strategy, sharding, name):
-    assert forecast.name_of(Settings(strategy=strategy, sharding=sharding)) == name
-    assert name in forecast.STRATEGIES
-
-
 def test_a_run_can_ask_what_its_peak_will_be(monkeypatch):
     monkeypatch.setattr(forecast.environment, "peak_memory_mb", lambda _device: 300.0)
     tiny = transformers.LlamaConfig, {"vocab_size": 2**14}
@@ -346,12 +325,6 @@ def test_a_run_says_what_it_will_need_and_then_what_it_did(ahead):
         "about 1.1 min for 12 steps",
         f"peak memory 120 MiB, predicted {predicted:.0f}",
     ]
-
-
-def test_the_other_ranks_and_runs_of_small_models_say_nothing(ahead, monkeypatch):
-    assert ahead(main=False) == ([], {})
-    monkeypatch.setattr(ahead_, "WORTH", 1e9)
-    assert ahead(main=True) == ([], {})
 
 
 def test_what_cannot_be_predicted_stops_no_run(ahead, monkeypatch):
@@ -508,75 +481,6 @@ def test_the_largest_micro_batch_that_fits(by_tokens):
     lines = list(plan.command(work, where, plan.Fits(work, where), "DDP"))
     assert lines[0].endswith("micro_batch_size to 2, gradient_accumulation_steps to 2")
     assert lines[1].startswith("torchrun --standalone --nproc_per_node=2 src/train.py")
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("FSDP SHARD_GRAD_OP", ["fsdp --sharding_strategy SHARD_GRAD_OP", "--use_fsdp"]),
-        ("FSDP FULL_SHARD offload", ["fsdp_offload_params to true", "--use_fsdp"]),
-        ("ZeRO-2", ["deepspeed --zero_stage 2 --config", "--deepspeed config/ds_config.json"]),
-        ("ZeRO-3 offload", ["--zero_stage 3 --offload_optimizer --offload_param", "--deepspeed"]),
-    ],
-)
-def test_the_command_of_a_strategy(name, said, by_tokens):
-    work, _ = work_of()
-    where = where_of(GIB)
-    lines = list(plan.command(work, where, plan.Fits(work, where), name))
-    assert said[0] in "\n".join(lines[:-1]) and said[1] in lines[-1]
-    work, _ = work_of(is_yaml=False)
-    lines = list(plan.command(work, where, plan.Fits(work, where), "FSDP FULL_SHARD"))
-    assert lines == ["./run_distributed.sh 2 --strategy fsdp"]
-
-
-def test_where_nothing_fits_it_says_what_would(by_tokens, monkeypatch):
-    def share(need, name, ranks, *_rest):
-        return forecast.Share(800 if ranks >= 8 and name == "FSDP FULL_SHARD" else need.tokens)
-
-    def need(_rows, **changes):
-        return Line(900 if changes == {"fine_tuning": "lora"} else 5000)
-
-    monkeypatch.setattr(forecast.Share, "__new__", lambda cls, size: Settings(device=size))
-    monkeypatch.setattr(forecast, "share", share)
-    work, _ = work_of(need=need)
-    lines = list(plan.remedies(work, where_of(1000 + 100)))
-    assert [line.strip() for line in lines[1:-1]] == ["a LoRA: DDP", "8 GPUs: FSDP FULL_SHARD"]
-    assert "pipeline parallelism" in lines[-1]
-
-
-def test_speed_is_that_of_the_newest_finished_run_of_the_model(tmp_path, by_tokens):
-    work, _ = work_of()
-    work.config.output_dir = str(tmp_path / "train")
-    assert plan.measured(work, where_of(GIB)) is None
-
-    def run(name, age, rates, status="finished", model="m", device="NVIDIA H100", ranks=1):
-        folder = tmp_path / name
-        folder.mkdir()
-        lines = [json.dumps({"split": "train", "tokens_per_second": rate}) for rate in rates]
-        lines.append(json.dumps({"split": "val", "loss": 1}))
-        (folder / "metrics.jsonl").write_text("\n".join(lines))
-        (folder / "config.json").write_text(json.dumps({"model_name": model}))
-        (folder / "environment.json").write_text(json.dumps({"device": device}))
-        (folder / "summary.json").write_text(json.dumps({"status": status, "world_size": ranks}))
-        os.utime(folder / "summary.json", (1e9 - age, 1e9 - age))
-
-    run("old", 9, [1])
-    run("good", 8, [10, 30, 90], ranks=4)
-    run("other", 7, [2], model="another")
-    run("cpu", 6, [3], device="cpu (x86_64, 2 cores)")
-    run("stopped", 5, [4], status="preempted")
-    run("empty", 4, [])
-    (tmp_path / "empty/summary.json").write_text("{")
-    rate, source = plan.measured(work, where_of(GIB, ranks=8))
-    assert (rate, "good" in source) == (30 / 4 * 8, True)  # the median, for twice the ranks
-
-
-def test_a_known_gpu_is_good_for_a_guess(by_tokens):
-    work, _ = work_of()
-    where = where_of(GIB, ranks=2)._replace(name="NVIDIA H200 with 140 GiB")
-    rate, source = plan.guessed(work, where)
-    assert rate == pytest.approx(0.3 * 989e12 * 2 / (6 * 100)) and source == "guessed: 30% mfu"
-    assert plan.guessed(work, where_of(GIB)) is None
 
 
 def test_what_cannot_be_planned_is_said_in_a_line(by_tokens):

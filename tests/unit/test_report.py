@@ -62,38 +62,6 @@ def test_numbers_settings_data_and_examples_are_shown(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
-    "values, shown",
-    [
-        ({"m": 0.5, "m_low": 0.25, "m_high": 0.75}, {"m": "0.5 [0.25, 0.75]"}),
-        ({"m": None, "m_low": None, "m_high": None}, {"m": "- [-, -]"}),
-        ({"m_low": 0.123456, "n": 12345}, {"m_low": "0.1235", "n": "12345"}),
-        ({"m": float("nan"), "n": True, "o": 0, "p": 0.0}, dict(m="nan", n="True", o="0", p="0")),
-    ],
-)
-def test_numbers_have_four_digits_and_their_interval(values, shown):
-    assert report._rounded(values) == shown
-
-
-def test_what_says_most_stands_on_top():
-    columns = {"val": {"count": 1, "losses": 2, "loss/sft": 3}, "test": {"win_rate": 4, "loss": 5}}
-    assert report._table(columns, report.FIRST) == (
-        ["val", "test"],
-        [
-            *(("win_rate", ["", "4"]), ("loss/sft", ["3", ""]), ("loss", ["", "5"])),
-            *(("count", ["1", ""]), ("losses", ["2", ""])),
-        ],
-    )
-
-
-def test_examples_beyond_the_first_are_folded_and_beyond_100_left_to_the_text(tmp_path):
-    page = page_of(a_run(tmp_path, [f"text {n};" for n in range(130)]))
-    assert page.count("text 3;") and page.count("text 99;") and not page.count("text 100;")
-    assert "96 more, all in distributed_output_test.txt" in page
-    folded = page[page.index("<details>") : page.index("</details>")]
-    assert "text 4;" in folded and "text 3;" not in folded
-
-
 # --- texts of others -----------------------------------------------------------------------------
 
 
