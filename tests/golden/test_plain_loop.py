@@ -201,6 +201,7 @@ def test_four_steps_equal_a_plain_loop(case, kind, world_size, rows, tmp_path):
     before = plain.weights()
     with torch.no_grad():
         plain.loss(objective, rows)  # the reference
+        base = plain.loss(objective, rows[11:]).item()
     batches = [rows[:4], rows[4:8], rows[8:11], rows[:4]]
     rates = [PEAK / 3, PEAK * 2 / 3, PEAK, PEAK / 2]  # warm-up: 0.3 x 4 steps, rounded up
     expected = plain_training(
@@ -214,6 +215,9 @@ def test_four_steps_equal_a_plain_loop(case, kind, world_size, rows, tmp_path):
     with torch.no_grad():
         loss = plain.loss(objective, rows[11:]).item()
     assert val["kl" if objective == "kl" else "loss"] == pytest.approx(loss, rel=1e-4)
+    if objective == "kl":
+        assert val["kl_base"] == pytest.approx(base, rel=1e-4)
+        assert val["share_baked"] == pytest.approx(1 - loss / base, abs=1e-4)
     [file] = (folder / "model").glob("*.safetensors")
     assert_trained_alike(load_file(file), plain.weights(), before)
 
@@ -298,6 +302,10 @@ def test_four_steps_of_protein_dpo_equal_a_plain_loop(world_size, tmp_path):
     words += f"--no_shuffle --learning_rate {PEAK} --weight_decay {DECAY} --max_grad_norm 0.1 "
     words += "--lr_scheduler linear --warmup_ratio 0.3 --gradient_accumulation_steps 2 "
     words += f"--log_every 1000 --batch_size {2 // world_size}"
+    for number, other in enumerate(["--temperature=1", "--num_orders=1"]):
+        # what a run beside it has scored otherwise is not taken over
+        more = [other, "--max_steps=0", f"--output_dir={tmp_path}/{number}"]
+        ranks(1, run, "dpo_inv.run_dpo_ddp", [*words.split(), *more])
     ranks(world_size, run, "dpo_inv.run_dpo_ddp", words.split())
     model = mpnn.ProteinMPNN.load(ROOT / "data/demo/protein_model.pt").double()
     found = [pairs.read(tmp_path / f"{name}.json", {}, ProteinConfig())[0] for name in SPLITS]

@@ -179,6 +179,15 @@ def test_what_an_other_setting_has_made_is_made_anew(made, tmp_path):
     assert kept == other  # nothing is overwritten
 
 
+def test_each_setting_that_changes_a_reply_is_in_the_mark():
+    changes = [{"seed": 1}, {"temperature": 0.5}, {"top_p": 0.5}, {"batch_size": 3}]
+    changes += [{"max_sequence_length": 9}, {"num_sequences_per_question": 2}, {"val_split": 0.5}]
+    changes += [{"min_sequence_length": 2}, {"base_dtype": "bf16"}, {}]
+    model = SimpleNamespace(_commit_hash=None)
+    configs = [generate_data.Config(**change) for change in changes]
+    assert len({generate_data.mark_of(config, [], model) for config in configs}) == len(changes)
+
+
 def test_short_replies_are_left_out_and_counted(made, tmp_path, capsys):
     bound = 9
     assert generate(tmp_path, "--min_sequence_length", str(bound)) == 0

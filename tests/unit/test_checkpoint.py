@@ -254,6 +254,13 @@ def test_tensors_that_share_memory_are_refused_without_litter(tmp_path):
     assert names(tmp_path) == []
 
 
+def test_the_newest_and_the_best_are_kept(tmp_path):
+    for step in (1, 2, 3, 4, 9):  # the run has done 4 steps: 9 was left out as damaged
+        write(tmp_path, step)
+    checkpoint.rotate(tmp_path, 2, 4, spared=1)
+    assert names(tmp_path) == ["step-00000001", "step-00000003", "step-00000004"]
+
+
 # --- what may change between two lives of a run --------------------------------------------------
 
 # where and how often something is written or said, how long it may take; then, and it is said, how

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import runs
-from ddp_utils import UserError, dist, logps, sampling
+from ddp_utils import UserError, dist, logps, sampling, totals
 
 
 class Chain(torch.nn.Module):
@@ -76,6 +76,9 @@ def test_a_batch_draws_what_one_prompt_at_a_time_draws():
 )
 def test_wilson_interval(wins, count, low, high):
     assert sampling.wilson(wins, count) == pytest.approx((low, high), abs=1e-5)
+    # of 1, 2, 4: mean 7/3, variance of a sample 7/3; R's sd(c(1, 2, 4)) is 1.527525
+    half = 1.96 * 1.527525 / 3**0.5
+    assert totals.interval(7 / 3, 7, 3) == pytest.approx((7 / 3 - half, 7 / 3 + half), abs=1e-5)
 
 
 def test_wins_losses_ties_and_means_by_hand():
