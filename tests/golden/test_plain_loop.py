@@ -109,7 +109,10 @@ class Plain:
 
 
 def plain_training(model, loss_of, rates, clip, decay=DECAY, betas=(0.9, 0.999)):
-    """Take the steps with AdamW; returns loss, gradient norm and learning rate of each."""
+    """Take the steps with AdamW; returns loss, gradient norm and learning rate of each.
+
+    AdamW's first moment of a parameter p stays as p.first_moment.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
     moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in parameters]
     lines = []
@@ -127,6 +130,7 @@ def plain_training(model, loss_of, rates, clip, decay=DECAY, betas=(0.9, 0.999))
                 v.mul_(betas[1]).add_((1 - betas[1]) * g * g)
                 if p.ndim == 2:  # not norms and biases
                     p.sub_(rate * decay * p)
+                p.first_moment = m
                 mean = m / (1 - betas[0] ** (step + 1))
                 square = v / (1 - betas[1] ** (step + 1))
                 p.sub_(rate * mean / (square.sqrt() + 1e-8))
@@ -190,13 +194,36 @@ def start(case, rows, world_size, folder, flags):
     ],
 )
 def test_four_steps_equal_a_plain_loop(case, kind, world_size, rows, tmp_path):
+    compare(case, kind, world_size, rows, tmp_path)
+
+
+ZERO = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}
+SHARDED = {
+    "fsdp": ("full", "--use_fsdp --fsdp_config", {"fsdp_state_dict_type": "FULL_STATE_DICT"}),
+    "zero2": ("lora", "--deepspeed", ZERO),
+    "zero3": ("lora", "--deepspeed", {**ZERO, "zero_optimization": {"stage": 3}}),
+}
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_four_sharded_steps_equal_a_plain_loop(strategy, rows, tmp_path):
+    """The demo's weights are bf16, what is trained and what travels between ranks is fp32."""
+    if strategy != "fsdp":
+        pytest.importorskip("deepspeed", reason="pip install -r requirements-deepspeed.txt")
+    kind, flags, settings = SHARDED[strategy]
+    (tmp_path / "sharding.json").write_text(json.dumps(settings))
+    compare("train sft", kind, 2, rows, tmp_path, *flags.split(), f"{tmp_path}/sharding.json")
+
+
+def compare(case, kind, world_size, rows, tmp_path, *more):
+    """Losses, gradient norms, rates, validation, weights and first moments of four steps."""
     (script, objective), plain = case.split(), Plain(kind)
     flags = [
         f"--max_steps={STEPS}",
         f"--max_grad_norm={CLIP[kind]}",
         *(LORA if kind == "lora" else []),
     ]
-    flags += [KIND[script], kind] if script in KIND else []
+    flags += [*([KIND[script], kind] if script in KIND else []), *more]
     folder = start(case, rows, world_size, tmp_path, flags)
     before = plain.weights()
     with torch.no_grad():
@@ -220,6 +247,11 @@ def test_four_steps_equal_a_plain_loop(case, kind, world_size, rows, tmp_path):
         assert val["share_baked"] == pytest.approx(1 - loss / base, abs=1e-4)
     [file] = (folder / "model").glob("*.safetensors")
     assert_trained_alike(load_file(file), plain.weights(), before)
+    saved = load_file(folder / "checkpoints/step-00000004/state.safetensors")
+    trained = [(n, p) for n, p in plain.model.named_parameters() if p.requires_grad]
+    apart = sum((saved[f"exp_avg/{n}"] - p.first_moment).square().sum() for n, p in trained)
+    total = sum(p.first_moment.square().sum() for _, p in trained)
+    assert apart.sqrt() < 2e-4 * total.sqrt(), float((apart / total).sqrt())
 
 
 @pytest.mark.parametrize("case", FLAGS)

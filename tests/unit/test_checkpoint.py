@@ -290,3 +290,6 @@ def test_every_other_setting_of_an_unfinished_run_is_refused(script, tmp_path):
         else:
             with pytest.raises(UserError, match=f"unfinished run .* {name}: .* -> another;"):
                 resume.inspect(tmp_path, changed, 9, {})
+    (tmp_path / "summary.json").write_text('{"status": "finished"}')
+    assert resume.inspect(tmp_path, settings, 9, {}).verdict == "finished"
+    assert resume.inspect(tmp_path, settings | {"seed": 7}, 9, {}).verdict == "aside"

@@ -41,6 +41,25 @@ def test_sums_go_over_the_designed_chain_alone(tmp_path):
     assert (pair.preferred[count:] == pair.unpreferred[count:]).all()
 
 
+def test_neither_a_missing_residue_nor_an_unknown_letter_is_scored(tmp_path):
+    lines = (INPUT / SINGLE["pdb_file"]).read_text().splitlines(True)
+    gone = [line for line in lines if line[12:16].strip() == "CA"][3]
+    (tmp_path / "one.pdb").write_text("".join(line for line in lines if line != gone))
+    item = plain(preferred_seq=TEXT[:5] + "X" + TEXT[6:], unpreferred_seq=OTHER)
+    (pair,), _ = read(tmp_path, item | {"pdb_file": str(tmp_path / "one.pdb")})
+    assert [*np.flatnonzero(~pair.designed)] == [3]
+    assert [*np.flatnonzero(~pair.targets)] == [3, 5]
+
+
+def test_score_and_recovery_are_of_the_designed_residues():
+    config = inference.Config(mutable_positions=(0, 2))
+    task = inference.read_task(INPUT / SINGLE["pdb_file"], config)
+    letters = torch.tensor(mpnn.encode(task.structure.sequence))[None]
+    letters[0, 0] = (letters[0, 0] + 1) % 20
+    [found] = inference.summary(task, letters, -torch.arange(1.0, letters.numel() + 1)[None])
+    assert (found["score"], found["recovery"]) == (2, 0.5)  # of 1 and 3 nats
+
+
 TEXT = SINGLE["preferred_seq"]
 OTHER = ("A" if TEXT[0] != "A" else "L") + TEXT[1:]
 REFUSED = {  # changes -> what the line says
