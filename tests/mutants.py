@@ -48,7 +48,8 @@ def copy_project(folder):
 def run_tests(project, tests, seconds):
     """The exit status of pytest in `project` and its last line; a hanging run is killed."""
     command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", "-p", "no:cacheprovider"]
-    env = {**os.environ, "PYTHONPATH": str(project / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    path = f"{project / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    env = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     command += ["--tb=no", *tests]
     process = subprocess.Popen(command, cwd=project, env=env, start_new_session=True, **options)

@@ -16,7 +16,7 @@ import torch
 
 import faults
 import runs
-from ad import collect, evaluate, train, windows
+from ad import collect, evaluate, train
 from ad.config import Config, Source, read
 from conftest import ROOT
 from ddp_utils import UserError, plots
@@ -92,29 +92,6 @@ def test_a_killed_run_goes_on_bit_for_bit(size, histories, tmp_path):
 
 def again(folder, histories, words, fault):
     life(folder, histories, *words, fault=fault)
-
-
-def test_the_test_is_exact(one, histories):
-    """Against the saved model, window by window, in float64."""
-    model, config = evaluate.load(one)
-    model.double().eval()
-    arrays, _ = windows.read(histories)
-    _, goals = config.room.split(0, 0.9)
-    losses = []
-    for history in np.flatnonzero(np.isin(arrays["history_goal"], goals)):
-        for start in (0, 24, 48):
-            part = slice(start, start + 24)
-            cell, action, reward = (arrays[n][history, part] for n in ("state", "action", "reward"))
-            before = np.array([[5, *action[:-1]], [0, *reward[:-1]]])
-            place = [int(step % 6 == 0) for step in range(24)]
-            tokens = [torch.tensor(np.array([row])).long() for row in (cell, *before, place)]
-            with torch.no_grad():
-                logits = model(train.windows.Tokens(*tokens))[0].numpy()
-            scores = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-            losses.append(-scores[np.arange(24), action].mean())
-    last = runs.lines(one, "val")[-1]
-    assert last["count"] == 2 * len(goals)  # tries
-    assert last["loss"] == pytest.approx(np.mean(losses), rel=1e-6)
 
 
 # --- in context ----------------------------------------------------------------------------------

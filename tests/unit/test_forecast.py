@@ -11,7 +11,6 @@ import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import check_gpu
-import main_distributed
 from conftest import ROOT
 from ddp_utils import UserError, batching, dryrun, forecast, plan
 from ddp_utils import ahead as ahead_
@@ -395,22 +394,6 @@ def test_nothing_is_downloaded(yaml):
         check_gpu.main(["--plan", "README.md"])
 
 
-def test_the_plan_of_src_config_is_about_main_distributed(monkeypatch):
-    first, found = dryrun.need, []
-
-    def need(*given):
-        """One dry run, with the losses of main_distributed, stands for those of all sizes."""
-        found[:] = found or [first(*given)]
-        return found[0]
-
-    monkeypatch.setattr(dryrun, "need", need)
-    monkeypatch.chdir(ROOT)
-    where = plan.machine(HERE, gpus=4, gpu_memory=24)
-    lines = list(plan.lines(plan.read(main_distributed, "src/config.py", where), where))
-    assert any("100 of 16 rows = 4 ranks x 1 x 4" in line for line in lines)  # 800 rows, 2 epochs
-    assert lines[-1] == "./run_distributed.sh 4" and found[0].head > 0
-
-
 def test_a_machine_is_the_one_here_or_the_one_that_was_named():
     cpu = plan.machine(HERE)
     assert (cpu.ranks, cpu.nodes, cpu.device, cpu.memory) == (2, 1, "cpu", 4 * GIB)
@@ -481,11 +464,3 @@ def test_the_largest_micro_batch_that_fits(by_tokens):
     lines = list(plan.command(work, where, plan.Fits(work, where), "DDP"))
     assert lines[0].endswith("micro_batch_size to 2, gradient_accumulation_steps to 2")
     assert lines[1].startswith("torchrun --standalone --nproc_per_node=2 src/train.py")
-
-
-def test_what_cannot_be_planned_is_said_in_a_line(by_tokens):
-    read = Settings(read=lambda _argv, _world: Settings(type="qlora"))
-    with pytest.raises(UserError, match="config.yaml: fine_tuning.type: 4-bit weights cannot be"):
-        plan.read(Settings(train_config=read, row_losses=None), "config.yaml", where_of(GIB))
-    with pytest.raises(UserError, match="--tokens_per_second: give a number above 0"):
-        next(plan.lines(work_of()[0], where_of(GIB), 0.0))

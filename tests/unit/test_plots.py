@@ -8,7 +8,7 @@ from matplotlib import image, pyplot
 
 import programs
 import runs
-from ddp_utils import UserError, plots
+from ddp_utils import plots
 
 PANELS = {"loss.png": 1, "rewards.png": 2, "accuracies.png": 1}
 
@@ -123,23 +123,6 @@ def two(tmp_path):
     return first, run_folder(tmp_path / "high", 3.0, others, val={"loss": 1.5, "win_rate": None})
 
 
-def test_runs_lie_over_one_another_in_a_colour_each(tmp_path, no_pixels):
-    plots.compare(two(tmp_path), tmp_path)
-    assert [*no_pixels] == [f"compare_{name}" for name in PANELS]
-    [loss] = no_pixels["compare_loss.png"]
-    assert [text.get_text() for text in loss.get_legend().get_texts()] == ["low", "high"]
-    low, high = loss.lines[:3], loss.lines[3:]  # each raw, mean, val
-    assert [[*curve.get_ydata()] for curve in low] == [[1, 0.5], [1, 0.5], [0.5]]
-    assert [[*curve.get_ydata()] for curve in high] == [[3, 1.5], [3, 1.5], [1.5]]
-    assert {curve.get_color() for curve in low} == {"C0"}
-    assert {curve.get_color() for curve in high} == {"C1"}
-    rewards = no_pixels["compare_rewards.png"][0].get_legend().get_texts()
-    assert [text.get_text() for text in rewards] == [
-        *("low, chosen", "low, rejected", "high, chosen", "high, rejected")
-    ]
-    assert {path.name for path in tmp_path.glob("*.png")} == {*no_pixels}
-
-
 def test_the_table_has_what_differs_and_counts(tmp_path, no_pixels):
     assert plots.compare(two(tmp_path), tmp_path).splitlines() == [
         "              low   high",
@@ -150,19 +133,6 @@ def test_the_table_has_what_differs_and_counts(tmp_path, no_pixels):
     ]
     low = tmp_path / "low"
     assert plots.compare([low, low], tmp_path) == "the same settings and numbers"
-
-
-@pytest.mark.parametrize(
-    "words, says",
-    [
-        ("", "give one run folder to draw, or several to compare"),
-        ("nowhere", "nowhere: no metrics.jsonl here; give a run folder"),
-        ("a b --out README.md", "--out: README.md is not a folder"),
-    ],
-)
-def test_a_mistake_costs_one_line(words, says):
-    with pytest.raises(UserError, match=f"^{says}$"):
-        plots.main(runs.words(words))
 
 
 def test_the_command_draws_one_run_again_and_compares_two(tmp_path):

@@ -142,32 +142,6 @@ def test_the_command_is_the_one_that_started_it(launcher, command, shown):
     assert report._command(facts) == shown
 
 
-@pytest.mark.parametrize(
-    "files, shown",
-    [
-        ([], "No model is saved here yet."),
-        (
-            ["model/adapter_config.json", "model/tokenizer_config.json"],
-            "AutoPeftModelForCausalLM.from_pretrained('RUN/model')",
-        ),
-        (["model/adapter_config.json"], "python -m ddp_utils.merge RUN/model merged"),
-        (
-            ["model/tokenizer_config.json", "model/model.safetensors"],
-            "AutoModelForCausalLM.from_pretrained('RUN/model')",
-        ),
-        (["model/model.safetensors"], "python src/ad/evaluate.py --ckpt_dir RUN\n"),
-        (["latest_model.pt", "best_model.pt"], "--model_path RUN/best_model.pt"),
-        (["latest_model.pt"], "--model_path RUN/latest_model.pt"),
-    ],
-)
-def test_how_to_load_the_model_is_said_by_what_it_is(files, shown, tmp_path):
-    for file in files:
-        (tmp_path / file).parent.mkdir(exist_ok=True)
-        (tmp_path / file).touch()
-    page = html.unescape(page_of(a_run(tmp_path))).replace("</pre>", "\n")
-    assert shown.replace("RUN", str(tmp_path)) in page
-
-
 def test_a_model_elsewhere_and_a_name_with_a_quote(tmp_path):
     folder, elsewhere = tmp_path / "it's", tmp_path / "my model"
     put(elsewhere, tokenizer_config={})
