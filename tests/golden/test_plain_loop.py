@@ -5,6 +5,7 @@ clipping, AdamW, warm-up and schedule are written out below. Batches: 4, 4, 3 an
 """
 
 import importlib
+import itertools
 import json
 import math
 from pathlib import Path
@@ -265,6 +266,19 @@ def test_validation_has_no_dropout(case, rows, tmp_path):
         loss = plain.loss(objective, rows[11:]).item()
     val = json.loads(Path(folder, "summary.json").read_text())["val"]
     assert val["kl" if objective == "kl" else "loss"] == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("case", FLAGS)
+def test_each_step_has_a_dropout_of_its_own(case, rows, tmp_path):
+    """Of one row over and over, at a rate that moves nothing."""
+    script, name = case.split()[0], "--init_adapter"
+    name = "--resume_from" if script == "train_loop" else name
+    Plain("adapter", tmp_path / "adapter")
+    flags = ["--max_steps=4", "--lora_dropout=0.5", name, str(tmp_path / "adapter")]
+    flags += [*([KIND[script], "lora"] if script in KIND else []), "--learning_rate=1e-12"]
+    folder = start(case, [rows[0]] * 11 + rows[11:], 1, tmp_path, flags)
+    losses = sorted(runs.losses(runs.lines(folder)))
+    assert min(b - a for a, b in itertools.pairwise(losses)) > 1e-5, losses
 
 
 AD = """grid_size=5 horizon=4 n_stream=3 total_source_timesteps=60 train_n_stream=3 tf_n_embd=8

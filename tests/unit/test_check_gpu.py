@@ -175,14 +175,6 @@ def test_four_equal_gpus_take_four_processes_in_bf16(nvidia):
     assert last_line(found, advised) == "./run_distributed.sh 4"
 
 
-def test_two_t4_have_no_bf16_and_take_fp16_with_a_loss_scale():
-    found, advised = machine([T4] * 2)
-    assert [d["bf16"] for d in found["devices"]] == [False, False]
-    assert (advised["precision"], advised["warnings"]) == ("fp16", [])
-    assert advised["command"] == "./run_distributed.sh 2"
-    assert "2 processes, fp16 with a loss scale" in check_gpu.show(found, advised)
-
-
 def test_gpus_of_two_kinds_train_in_the_precision_that_all_have():
     _, advised = machine([A100, A100, T4], env={"CUDA_VISIBLE_DEVICES": "2,5,7"})
     assert (advised["processes"], advised["precision"]) == (3, "fp32")
