@@ -236,8 +236,8 @@ def compare(case, kind, world_size, rows, tmp_path, *more):
         plain.model, lambda step: plain.loss(objective, batches[step]), rates, CLIP[kind]
     )
     lines = runs.lines(folder, "train")
-    found = [(line["loss"], line["grad_norm"], line["learning_rate"]) for line in lines]
-    for ours, theirs in zip(found, expected, strict=True):
+    ours_of = [(line["loss"], line["grad_norm"], line["learning_rate"]) for line in lines]
+    for ours, theirs in zip(ours_of, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4)
     [val] = runs.lines(folder, "val")[-1:]
     with torch.no_grad():
@@ -354,8 +354,8 @@ def test_four_steps_of_protein_dpo_equal_a_plain_loop(world_size, tmp_path):
         ranks(1, run, "dpo_inv.run_dpo_ddp", [*words.split(), *more])
     ranks(world_size, run, "dpo_inv.run_dpo_ddp", words.split())
     model = mpnn.ProteinMPNN.load(ROOT / "data/demo/protein_model.pt").double()
-    found = [pairs.read(tmp_path / f"{name}.json", {}, ProteinConfig())[0] for name in SPLITS]
-    named, reference = found[0] + found[1], {}
+    named = [pairs.read(tmp_path / f"{name}.json", {}, ProteinConfig())[0] for name in SPLITS]
+    named, reference = sum(named, []), {}
     preferred, means = [], []  # log-probs of the preferred sequences of a batch, and their mean
 
     def logp(number, field):

@@ -172,7 +172,7 @@ KEPT = {  # what FSDP is told, processes of a node -> what a rank of two keeps o
 def kept_by_fsdp():
     """Share of its numbers, whether it is shared out again after a forward, how many parts are
     sharded by themselves, the dtype that computes, and whether it waits in the host's memory."""
-    world, found = dist.join(dist.meet(dist.whoami())), []
+    world, kept = dist.join(dist.meet(dist.whoami())), []
     for settings, local_size, _ in KEPT.values():
         sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=2, vocab_size=12)
         model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
@@ -187,13 +187,13 @@ def kept_by_fsdp():
         group = parts[-1]._get_fsdp_state()._fsdp_param_group
         offloaded = group.fsdp_params[0].offload_to_cpu
         again = fsdp.is_sharded(weight.weight)
-        found.append((share, again, len(parts), dtypes[0], offloaded))
+        kept.append((share, again, len(parts), dtypes[0], offloaded))
     config = SimpleNamespace(strategy="fsdp", sharding=KEPT["HYBRID_SHARD"][0])
     with pytest.raises(UserError, match="HYBRID_SHARD: 2 processes, . of them on this node"):
         parallel.check_nodes(config, world._replace(local_size=2 - world.rank))
-    return found
+    return kept
 
 
 def test_fsdp_keeps_what_its_strategy_says():
-    for found in ranks(2, kept_by_fsdp):
-        assert found == [expected for _, _, expected in KEPT.values()]
+    for kept in ranks(2, kept_by_fsdp):
+        assert kept == [expected for _, _, expected in KEPT.values()]

@@ -80,7 +80,7 @@ def test_all_of_it_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch)
     monkeypatch.setattr(os, "rename", spy_rename)
     monkeypatch.setattr(os, "replace", spy_rename)
     write(tmp_path, 1)
-    assert [sorted(found) for found in renamed] == [[".", "manifest.json", STATE]]
+    assert [sorted(inodes) for inodes in renamed] == [[".", "manifest.json", STATE]]
     assert tmp_path.stat().st_ino in synced  # the name, too
 
 

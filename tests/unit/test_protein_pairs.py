@@ -56,8 +56,8 @@ def test_score_and_recovery_are_of_the_designed_residues():
     task = inference.read_task(INPUT / SINGLE["pdb_file"], config)
     letters = torch.tensor(mpnn.encode(task.structure.sequence))[None]
     letters[0, 0] = (letters[0, 0] + 1) % 20
-    [found] = inference.summary(task, letters, -torch.arange(1.0, letters.numel() + 1)[None])
-    assert (found["score"], found["recovery"]) == (2, 0.5)  # of 1 and 3 nats
+    [entry] = inference.summary(task, letters, -torch.arange(1.0, letters.numel() + 1)[None])
+    assert (entry["score"], entry["recovery"]) == (2, 0.5)  # of 1 and 3 nats
 
 
 TEXT = SINGLE["preferred_seq"]

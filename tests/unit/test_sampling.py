@@ -38,7 +38,7 @@ PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6]]  # padded on the left when they are in 
 def test_words_are_drawn_as_often_as_the_closed_form_says(temperature, top_p):
     """A chi-square test of 3000 first words after each prompt, in float64."""
     chain = Chain()
-    found = chain.replies(PROMPTS, 3000, temperature=temperature, top_p=top_p)
+    replies = chain.replies(PROMPTS, 3000, temperature=temperature, top_p=top_p)
     for number, prompt in enumerate(PROMPTS):
         with torch.no_grad():
             logits = chain.scorer.model(torch.tensor([prompt])).logits[0, -1].double()
@@ -47,7 +47,7 @@ def test_words_are_drawn_as_often_as_the_closed_form_says(temperature, top_p):
         before = likeliest.values.cumsum(0) - likeliest.values
         kept = likeliest.values * (before < top_p)  # the smallest set that has so much
         kept = (kept / kept.sum())[likeliest.indices.argsort()]  # [12]
-        drawn = [reply[0] for reply in found[3000 * number : 3000 * (number + 1)]]
+        drawn = [reply[0] for reply in replies[3000 * number : 3000 * (number + 1)]]
         counts = torch.tensor([drawn.count(word) for word in range(12)])
         assert not counts[kept == 0].any()
         expected = 3000 * kept[kept > 0]
