@@ -266,6 +266,10 @@ def test_validation_has_no_dropout(case, rows, tmp_path):
         loss = plain.loss(objective, rows[11:]).item()
     val = json.loads(Path(folder, "summary.json").read_text())["val"]
     assert val["kl" if objective == "kl" else "loss"] == pytest.approx(loss, rel=1e-5)
+    if objective == "kl":  # a LoRA whose B is 0 is the base model
+        with torch.no_grad():
+            base = Plain("lora").loss(objective, rows[11:]).item()
+        assert val["kl_base"] == pytest.approx(base, rel=1e-5)
 
 
 @pytest.mark.parametrize("case", FLAGS)
@@ -399,3 +403,5 @@ def test_four_steps_of_protein_dpo_equal_a_plain_loop(world_size, tmp_path):
     val = runs.lines(tmp_path / "run", "val")[-1]
     with torch.no_grad():
         assert val["loss"] == pytest.approx(loss_of(range(6, 9)).item(), rel=2e-3)
+    each = [-preferred[n] / len(items[6 + n]["preferred_seq"]) for n in range(3)]
+    assert val["nll"] == pytest.approx(sum(each) / 3, rel=1e-4)

@@ -326,10 +326,11 @@ def trained(folder, data, flags, fault):
     assert train(folder, data, *flags, fault=fault) == 0
 
 
-def test_sft_learns_the_sampled_tokens(made, tmp_path):
+def test_sft_learns_the_sampled_tokens(one, made, tmp_path):
     assert train(tmp_path / "run", made, *batch(8), "--objective", "sft", "--max_steps", "30") == 0
     val = runs.lines(tmp_path / "run", "val")
     assert val[-1]["share_baked"] > 0.5  # kl is measured, whatever is trained
+    assert val[-1]["kl_base"] == pytest.approx(runs.lines(one, "val")[-1]["kl_base"], rel=1e-5)
 
 
 def test_an_adapter_is_carried_on_and_the_base_stays_the_base(one, made, tmp_path):

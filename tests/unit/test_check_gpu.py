@@ -504,7 +504,6 @@ def test_half_a_core_is_still_one_process():
         ("NCCL_DEBUG=trace", "every call is written to the log; *"),
         ("NCCL_DEBUG=INFO", None),  # what the guide recommends
         ("CUDA_DEVICE_MAX_CONNECTIONS=1", "FSDP's gathers queue behind its kernels; unset it"),
-        ("TORCH_DISTRIBUTED_DEBUG=DETAIL", "each collective is checked by another; *"),
         ("NCCL_SOCKET_IFNAME=^lo,docker", None),
         ("NCCL_SOCKET_IFNAME=ib0", "no such network interface, nobody is met; *eth0, eth1, lo"),
         ("NCCL_SOCKET_IFNAME=^eth,lo", "no such network interface, nobody is met; *"),
