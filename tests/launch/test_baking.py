@@ -196,6 +196,15 @@ def test_template_arguments_go_with_the_replies(tmp_path, monkeypatch):
     assert found[0].chat_template_kwargs == arguments
 
 
+def test_each_setting_that_changes_a_reply_is_in_the_mark():
+    changes = [{"seed": 1}, {"temperature": 0.5}, {"top_p": 0.5}, {"batch_size": 3}]
+    changes += [{"max_sequence_length": 9}, {"num_sequences_per_question": 2}, {"val_split": 0.5}]
+    changes += [{"min_sequence_length": 2}, {"base_dtype": "bf16"}, {}]
+    model = SimpleNamespace(_commit_hash=None)
+    configs = [generate_data.Config(**change) for change in changes]
+    assert len({generate_data.mark_of(config, [], model) for config in configs}) == len(changes)
+
+
 def test_short_replies_are_left_out_and_counted(made, tmp_path, capsys):
     bound = 9
     assert generate(tmp_path, "--min_sequence_length", str(bound)) == 0
@@ -335,10 +344,11 @@ def trained(folder, data, flags, fault):
     assert train(folder, data, *flags, fault=fault) == 0
 
 
-def test_sft_learns_the_sampled_tokens(made, tmp_path):
+def test_sft_learns_the_sampled_tokens(one, made, tmp_path):
     assert train(tmp_path / "run", made, *batch(8), "--objective", "sft", "--max_steps", "30") == 0
     val = runs.lines(tmp_path / "run", "val")
     assert val[-1]["share_baked"] > 0.5  # kl is measured, whatever is trained
+    assert val[-1]["kl_base"] == pytest.approx(runs.lines(one, "val")[-1]["kl_base"], rel=1e-5)
 
 
 def test_an_adapter_is_carried_on_and_the_base_stays_the_base(one, made, tmp_path):

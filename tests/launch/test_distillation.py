@@ -16,7 +16,7 @@ import torch
 
 import faults
 import runs
-from ad import collect, evaluate, train, windows
+from ad import collect, evaluate, train
 from ad.config import Config, Source, read
 from conftest import ROOT
 from ddp_utils import UserError, plots
@@ -76,14 +76,6 @@ def test_the_losses_are_those_of_one_process(size, batch, turns, one, histories,
     assert found[0]["grad_norm"] == pytest.approx(expected[0]["grad_norm"], rel=1e-6)
 
 
-def test_the_learning_rate_is_that_of_the_step(one):
-    """The original let the schedule run once per process: with four it ended at a quarter."""
-    rates = [line["learning_rate"] for line in runs.lines(one, "train")]
-    warm = [(done + 1) / 4 for done in range(3)]
-    cosine = [(1 + math.cos(math.pi * (done - 3) / 9)) / 2 for done in range(3, 12)]
-    assert rates == pytest.approx([8e-3 * factor for factor in warm + cosine])
-
-
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_killed_run_goes_on_bit_for_bit(size, histories, tmp_path):
     words = ["tf_dropout=0.1", "use_compressed_context=true", "compress_interval=12"]
@@ -100,29 +92,6 @@ def test_a_killed_run_goes_on_bit_for_bit(size, histories, tmp_path):
 
 def again(folder, histories, words, fault):
     life(folder, histories, *words, fault=fault)
-
-
-def test_the_test_is_exact(one, histories):
-    """Against the saved model, window by window, in float64."""
-    model, config = evaluate.load(one)
-    model.double().eval()
-    arrays, _ = windows.read(histories)
-    _, goals = config.room.split(0, 0.9)
-    losses = []
-    for history in np.flatnonzero(np.isin(arrays["history_goal"], goals)):
-        for start in (0, 24, 48):
-            part = slice(start, start + 24)
-            cell, action, reward = (arrays[n][history, part] for n in ("state", "action", "reward"))
-            before = np.array([[5, *action[:-1]], [0, *reward[:-1]]])
-            place = [int(step % 6 == 0) for step in range(24)]
-            tokens = [torch.tensor(np.array([row])).long() for row in (cell, *before, place)]
-            with torch.no_grad():
-                logits = model(train.windows.Tokens(*tokens))[0].numpy()
-            scores = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-            losses.append(-scores[np.arange(24), action].mean())
-    last = runs.lines(one, "val")[-1]
-    assert last["count"] == 2 * len(goals)  # tries
-    assert last["loss"] == pytest.approx(np.mean(losses), rel=1e-6)
 
 
 # --- in context ----------------------------------------------------------------------------------

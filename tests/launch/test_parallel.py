@@ -5,14 +5,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import runs
-from ddp_utils import UserError, checkpoint, dist, logps, lora, pairs, parallel
+from ddp_utils import UserError, checkpoint, dist, fsdp, logps, lora, pairs, parallel
 from ranks import ranks
 
 SETTINGS = SimpleNamespace(
-    **dict(weight_decay=0.0, warmup_ratio=0.0, lr_scheduler="constant", max_grad_norm=1.0),
+    **dict(weight_decay=0.0, warmup_ratio=0.0, lr_scheduler="linear", max_grad_norm=1.0),
     **dict(model_name="data/demo/model", fine_tuning="lora", init_adapter="", lora_dropout=0.0),
     **dict(lora_r=4, lora_alpha=8, lora_targets="q_proj,v_proj", base_dtype="auto"),
     **dict(use_mixed_precision=True, use_gradient_checkpointing=False),
@@ -48,7 +50,7 @@ def save_after_two(folder, fine_tuning):
     tensors = parallel.state(parts[1], parts[2])
     if parts[0].is_main:
         checkpoint.write(folder, 2, tensors, {})
-    return [one_step(*parts) for _ in range(2)]
+    return [one_step(*parts) for _ in range(3)]
 
 
 def load_and_go_on(folder, fine_tuning):
@@ -58,7 +60,7 @@ def load_and_go_on(folder, fine_tuning):
     tensors, manifest = checkpoint.read(path)
     assert manifest["step"] == 2
     parallel.load_state(*parts[1:4], tensors, 2)
-    return [one_step(*parts) for _ in range(2)]
+    return [one_step(*parts) for _ in range(3)]
 
 
 @pytest.mark.parametrize("fine_tuning", ["lora", "full"])
@@ -156,3 +158,42 @@ def test_the_peak_rate_by_hand():
 
     expected = {"linear": 4e-5, "sqrt": 2e-5, "world_size": 8e-5, "none": 1e-5}
     assert {scaling: peak(scaling) for scaling in expected} == pytest.approx(expected)
+
+
+KEPT = {  # what FSDP is told, processes of a node -> what a rank of two keeps of a layer
+    "FULL_SHARD": (fsdp.Settings(), 2, (0.5, True, 3, torch.bfloat16, False)),
+    "SHARD_GRAD_OP": (fsdp.Settings("SHARD_GRAD_OP"), 2, (0.5, False, 3, torch.bfloat16, False)),
+    "HYBRID_SHARD": (fsdp.Settings("HYBRID_SHARD"), 1, (1.0, True, 3, torch.bfloat16, False)),
+    "one piece": (fsdp.Settings(whole=True), 2, (0.5, False, 1, torch.bfloat16, False)),
+    "offload": (fsdp.Settings(offload=True), 2, (0.5, True, 3, torch.bfloat16, True)),
+}
+
+
+def kept_by_fsdp():
+    """Share of its numbers, whether it is shared out again after a forward, how many parts are
+    sharded by themselves, the dtype that computes, and whether it waits in the host's memory."""
+    world, kept = dist.join(dist.meet(dist.whoami())), []
+    for settings, local_size, _ in KEPT.values():
+        sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=2, vocab_size=12)
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
+        scorer, dtypes = logps.Scorer(model, torch.bfloat16), []
+        weight = model.model.layers[0].mlp.up_proj
+        weight.register_forward_pre_hook(lambda module, _: dtypes.append(module.weight.dtype))  # noqa: B023
+        fsdp.shard(scorer, settings, world._replace(local_size=local_size))
+        share = fsdp.local(weight.weight).numel() / weight.weight.numel()
+        with torch.no_grad():
+            scorer(scorer.example(world.device))
+        parts = [module for module in scorer.modules() if isinstance(module, FSDPModule)]
+        group = parts[-1]._get_fsdp_state()._fsdp_param_group
+        offloaded = group.fsdp_params[0].offload_to_cpu
+        again = fsdp.is_sharded(weight.weight)
+        kept.append((share, again, len(parts), dtypes[0], offloaded))
+    config = SimpleNamespace(strategy="fsdp", sharding=KEPT["HYBRID_SHARD"][0])
+    with pytest.raises(UserError, match="HYBRID_SHARD: 2 processes, . of them on this node"):
+        parallel.check_nodes(config, world._replace(local_size=2 - world.rank))
+    return kept
+
+
+def test_fsdp_keeps_what_its_strategy_says():
+    for kept in ranks(2, kept_by_fsdp):
+        assert kept == [expected for _, _, expected in KEPT.values()]

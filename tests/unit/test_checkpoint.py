@@ -1,16 +1,20 @@
 """Checkpoints: what is written comes back, damage is seen, the newest whole one is found."""
 
+import dataclasses
 import hashlib
+import importlib
 import json
 import os
 import shutil
 import subprocess
 import time
+from pathlib import Path
+from shlex import split as words
 
 import pytest
 import torch
 
-from ddp_utils import checkpoint
+from ddp_utils import UserError, checkpoint, resume
 
 STATE = "state.safetensors"
 
@@ -55,6 +59,33 @@ def test_what_is_written_comes_back(tmp_path):
         assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
         assert torch.equal(found[name], tensor)
     assert (manifest["step"], manifest["seed"], manifest["names"]) == (12, 3, ["é"])
+
+
+def test_all_of_it_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    """A checkpoint counts once it is renamed: a power cut may come right after that."""
+    synced, renamed, fsync, rename = set(), [], os.fsync, os.rename
+
+    def spy_fsync(handle):
+        synced.add(os.fstat(handle).st_ino)
+        fsync(handle)
+
+    def spy_rename(source, target):
+        if os.path.isdir(source):
+            renamed.append({name: (Path(source) / name).stat().st_ino for name in names_of(source)})
+            assert set(renamed[-1].values()) <= synced, sorted(renamed[-1])
+        rename(source, target)
+
+    def names_of(folder):
+        return [".", *os.listdir(folder)]
+
+    monkeypatch.setattr(os, "fsync", spy_fsync)
+    monkeypatch.setattr(os, "rename", spy_rename)
+    monkeypatch.setattr(os, "replace", spy_rename)
+    write(tmp_path, 1)
+    assert [sorted(inodes) for inodes in renamed] == [
+        [".", "manifest.json", "manifest.sha256", STATE]
+    ]
+    assert tmp_path.stat().st_ino in synced  # the name, too
 
 
 def test_the_manifest_holds_the_sha256_of_the_data_and_sha256sum_can_check_it(tmp_path):
@@ -241,3 +272,44 @@ def test_tensors_that_share_memory_are_refused_without_litter(tmp_path):
     with pytest.raises((OSError, RuntimeError)):
         checkpoint.write(tmp_path, 1, {"embed": tied, "head": tied}, {})
     assert names(tmp_path) == []
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path):
+    for step in (1, 2, 3, 4, 9):  # the run has done 4 steps: 9 was left out as damaged
+        write(tmp_path, step)
+    checkpoint.rotate(tmp_path, 2, 4, spared=1)
+    assert names(tmp_path) == ["step-00000001", "step-00000003", "step-00000004"]
+
+
+# --- what may change between two lives of a run --------------------------------------------------
+
+# where and how often something is written or said, how long it may take; then, and it is said, how
+# long the run is, which model is kept and what shares it out
+MAY_CHANGE = words(
+    "check debug restart log_every save_every keep_checkpoints result_dir out_dir output_dir "
+    "stop_after_minutes timeout_minutes config deepspeed report_to bucket_mb num_workers "
+    "ckpt_interval eval_interval gen_interval summary_interval "
+    "max_steps num_epochs train_timesteps save_best "
+    "strategy use_fsdp fsdp_config use_deepspeed deepspeed_config"
+)
+
+
+@pytest.mark.parametrize("script", ["config", "train_config", "train_loop", "dpo_inv", "ad"])
+def test_every_other_setting_of_an_unfinished_run_is_refused(script, tmp_path):
+    module = f"{script}.config" if script in ("dpo_inv", "ad") else script
+    settings = dataclasses.asdict(importlib.import_module(module).Config())
+    settings = json.loads(json.dumps(settings))  # no tuples
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    (tmp_path / "environment.json").write_text("{}")
+    write(tmp_path / "checkpoints", 4)
+    assert resume.inspect(tmp_path, settings, 9, {}).verdict == "continue"
+    for name in settings.keys() - {"result_dir", "out_dir", "output_dir"}:
+        changed = settings | {name: "another"}
+        if name in MAY_CHANGE:
+            assert resume.inspect(tmp_path, changed, 9, {}).verdict == "continue", name
+        else:
+            with pytest.raises(UserError, match=f"unfinished run .* {name}: .* -> another;"):
+                resume.inspect(tmp_path, changed, 9, {})
+    (tmp_path / "summary.json").write_text('{"status": "finished"}')
+    assert resume.inspect(tmp_path, settings, 9, {}).verdict == "finished"
+    assert resume.inspect(tmp_path, settings | {"seed": 7}, 9, {}).verdict == "aside"

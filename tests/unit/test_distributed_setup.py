@@ -4,7 +4,6 @@ Expected files are written by hand from guide 2. Scripts run with stand-ins for 
 the like, which write down their words and their environment.
 """
 
-import dataclasses
 import importlib
 import json
 import os
@@ -17,8 +16,6 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from conftest import ROOT
 from ddp_utils import UserError
@@ -253,16 +250,6 @@ def test_every_flag_of_a_job_is_in_its_header():
     ]
 
 
-def test_a_directive_is_left_out_if_its_flag_is_empty_and_only_then():
-    empty = "--partition= --account= --job_name="
-    found = "".join(header(made(f"slurm {empty}"), "SBATCH"))
-    assert not re.search("partition|account|job-name", found)
-    found = header(made(f"pbs {empty} --filesystems="), "PBS")
-    assert {line[:7] for line in found} == {f"#PBS -{letter}" for letter in "lkjr"}
-    assert "#SBATCH --account=a=" in header(made("slurm --output a --account a="), "SBATCH")
-    assert "#PBS -l filesystems=b=" in header(made("pbs --output b --filesystems b="), "PBS")
-
-
 def test_the_pbs_header_is_that_of_auroras_script():
     text = made("pbs --account <your_project>".replace("<your_project>", "mine"))
     aurora = header((ROOT / "run_dpo_ddp_aurora.sh").read_text(), "PBS")
@@ -291,12 +278,6 @@ def test_a_time_limit_in_any_of_slurms_formats(limit, signal, clock):
     text = made(f"slurm --time_limit {limit}")
     assert f"#SBATCH --time={limit}\n" in text and f"#SBATCH --signal=USR1@{signal}\n" in text
     assert f"#PBS -l walltime={clock}\n" in made(f"pbs --time_limit {limit}")
-
-
-def test_what_is_mended_in_the_guides_example_is_said():
-    text = made("slurm")
-    for word in ("launcher", "29500", "22.05", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
-        assert word in " ".join(line for line in text.splitlines() if line.startswith("# -"))
 
 
 ALL = {  # scripts in every mode, and the guide's commands
@@ -662,32 +643,6 @@ def test_a_folder_and_a_project_of_any_name_are_quoted(start, monkeypatch, tmp_p
     assert not list(tmp_path.rglob("PWN?"))
 
 
-QUICK = settings(
-    max_examples=40,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-TEXT = st.text(max_size=30) | st.text("a-=/.$`'\"\\;&|<>(){}[]#!*?~ \t\n%@+,:", max_size=12)
-
-
-@QUICK
-@given(TEXT, st.sampled_from([pair for pair in STRINGS if pair[1] not in ("output", "config")]))
-def test_random_text_is_carried_or_refused(start, here, value, where):
-    done = attack(*where, value, start)
-    if done is not None and value:
-        assert carried(where[1], value, done)
-
-
-@QUICK
-@given(TEXT)
-def test_random_variables_are_carried_or_refused(start, here, value):
-    done = attack("slurm", "env", f"MINE={value}", start)
-    refused_ = setup.records.CONTROL.search(value)
-    assert (done is None) == bool(refused_)
-    assert done is None or done["srun.env"]["MINE"] == value
-
-
 # --- refusals ------------------------------------------------------------------------------------
 
 
@@ -696,11 +651,8 @@ def test_random_variables_are_carried_or_refused(start, here, value):
     [
         ("deepspeed --bf16 --fp16", "--fp16: --bf16 is given too; give one of them"),
         ("deepspeed --zero_stage 4", "--zero_stage: 4 is out of range; give a value from 0 to 3"),
-        ("deepspeed --zero_stage=-1", "--zero_stage: -1 is out of range"),
         ("deepspeed --offload_param", "--offload_param: only with --zero_stage 3"),
-        ("deepspeed --zero_stage 0 --offload_optimizer", "--offload_optimizer: only with"),
         ("deepspeed --reduce_bucket_size 0", "--reduce_bucket_size: 0.0 is out of range"),
-        ("deepspeed --allgather_bucket_size 1.5", "--allgather_bucket_size: 1.5 is out of range"),
         ("deepspeed --concrete", "--concrete: no settings to take numbers from; give --config"),
         (
             "deepspeed --fp16 --config config.yaml",
@@ -709,81 +661,32 @@ def test_random_variables_are_carried_or_refused(start, here, value):
         ("launcher --use_deepspeed --use_fsdp", "--use_fsdp: --use_deepspeed is given too"),
         ("launcher --use_fsdp", "--use_fsdp: config.yaml does not say so; write use_fsdp: true"),
         ("launcher --config no.yaml", "no.yaml: no such file"),
-        ("slurm --config .", ".: not a regular file"),
         ("pbs --config ''", "'': not a path"),
         ("launcher --num_nodes 0", "--num_nodes: 0 is out of range; give a value above 0"),
-        ("slurm --num_gpus_per_node 0", "--num_gpus_per_node: 0 is out of range"),
-        ("slurm --cpus_per_task 0", "--cpus_per_task: 0 is out of range"),
         ("launcher --node_rank 1", "--node_rank: 1 of 1 nodes; give 0 to 0"),
-        ("launcher --num_nodes 4 --node_rank=-1", "--node_rank: -1 of 4 nodes; give 0 to 3"),
-        ("launcher --num_nodes 4 --node_rank 4 --master_addr a", "--node_rank: 4 of 4 nodes"),
         ("launcher --num_nodes 2", "--master_addr: several nodes need a place to meet; give"),
         ("launcher --master_port 65536", "--master_port: 65536 is out of range; give a value from"),
-        ("launcher --master_port=-1", "--master_port: -1 is out of range; give a value from 1 to"),
         ("slurm --mem_per_gpu 32GB", "--mem_per_gpu: '32GB' is no size of memory; give 32G"),
-        ("slurm --mem_per_gpu 0", "--mem_per_gpu: '0' is no size"),
-        ("pbs --mem_per_gpu ''", "--mem_per_gpu: '' is no size"),
         ("slurm --env A", "--env: 'A' is not NAME=VALUE; give e.g. NCCL_DEBUG=WARN"),
-        ("slurm --env 1A=2", "--env: '1A=2' is not NAME=VALUE"),
         ("slurm --env A=1 --env B=2", "--env: given twice; write all values behind one"),
-        ("slurm --modules=a --modules b", "--modules: given twice"),
         ("slurm --env WANDB_API_KEY=abc", "--env: WANDB_API_KEY looks like a secret"),
         ("slurm --env A=hf_abcdefghijklmnopqrstuvwxyz", "--env: A looks like a secret"),
         ("slurm --partition 'a b'", "--partition: 'a b' cannot stand in a job script; use letters"),
         ("fsdp --output .", "--output: . is not a regular file; give another name"),
-        ("fsdp --output /dev/null", "--output: /dev/null is not a regular file"),
         ("fsdp --output config.yaml/x.json", "--output: config.yaml/x.json: File exists; give"),
         ("fsdp --output config.yaml", "--output: config.yaml holds what this program did not"),
-        ("slurm --output config.yaml", "--output: config.yaml holds what this program did not"),
         ("ds_config", "COMMAND: 'ds_config' is not known; give one of deepspeed, fsdp, launcher"),
-        ("", "COMMAND: '' is not known"),
-        ("--bf16 deepspeed", "COMMAND: '--bf16' is not known"),
     ],
 )
 def test_refused_with_one_line_and_nothing_written(line, says):
     assert refused(line).startswith(says)
 
 
-@pytest.mark.parametrize(
-    "limit",
-    [
-        "",
-        "x",
-        "1:2:3:4",
-        "1-",
-        "-1",
-        "48h",
-        "1:",
-        "１",
-        "00:00:59",
-        "0",
-        "1-2-3",
-        "1 2",
-        "100000:0",
-    ],
-)  # noqa: E501
+@pytest.mark.parametrize("limit", ["", "x", "1:2:3:4", "1-", "48h", "１", "00:00:59", "100000:0"])
 @pytest.mark.parametrize("command", ["slurm", "pbs"])
 def test_a_malformed_time_limit_is_refused(command, limit):
     message = refused(command, f"--time_limit={limit}")
     assert message.startswith(f"--time_limit: {limit!r} is not") and "h:m:s" in message
-
-
-@pytest.mark.parametrize(
-    ("line", "word"),
-    [
-        ("fsdp --sharding_strategy SHARDED", "SHARD_GRAD_OP"),
-        ("fsdp --mixed_precision BF16", "BFLOAT16"),
-        ("slurm --num_nodes many", "--num_nodes"),
-        ("deepspeed --zero 3", "--zero"),
-        ("launcher --num_gpu 3", "--num_gpus_per_node"),
-        ("fsdp extra", "extra"),
-    ],
-)
-def test_wrong_types_and_flags_get_the_box(line, word, capsys):
-    with pytest.raises(SystemExit) as caught:
-        make(line)
-    assert caught.value.code == 2 and word in capsys.readouterr().err
-    assert list(files()) == ["config.yaml"]
 
 
 @pytest.mark.parametrize(
@@ -802,8 +705,6 @@ def test_wrong_types_and_flags_get_the_box(line, word, capsys):
             "distributed.gradient_accumulation_steps is 2; say it once",
         ),
         ("training: {micro_batch_size: 0}", "c.yaml: micro_batch_size is 0; give a whole number"),
-        ("training: {micro_batch_size: x}", "c.yaml: micro_batch_size is 'x'; give"),
-        ("training: {micro_batch_size: true}", "c.yaml: micro_batch_size is True; give"),
     ],
     ids=lambda text: text[:20],
 )
@@ -818,28 +719,6 @@ def test_a_yaml_file_that_cannot_be_is_refused(text, says):
 def test_a_json_file_has_no_infinity(clip):
     Path("c.yaml").write_text(YAML.replace("0.3", clip))
     assert refused("deepspeed --config c.yaml").startswith("c.yaml: max_grad_norm is")
-
-
-def test_fsdp_and_deepspeed_exclude_each_other_in_the_file_too():
-    Path("c.yaml").write_text("distributed: {use_fsdp: true, use_deepspeed: true}")
-    assert refused("launcher --use_fsdp --config c.yaml").startswith(
-        "--use_fsdp: c.yaml says use_d"
-    )
-
-
-def test_concrete_settings_need_a_precision_that_there_is():
-    Path("c.yaml").write_text(YAML.replace("bf16", "bf8"))
-    says = "c.yaml: mixed_precision is 'bf8'; give bf16, fp16 or no"
-    assert refused("deepspeed --concrete --config c.yaml") == says
-
-
-@pytest.mark.parametrize("name", ["micro_batch_size", "gradient_accumulation_steps", "mixed_prec"])
-def test_concrete_settings_need_each_number(name):
-    lines = [line for line in YAML.splitlines(True) if name not in line]
-    Path("c.yaml").write_text("".join(lines))
-    assert refused("deepspeed --concrete --config c.yaml").startswith(
-        f"--concrete: c.yaml gives no {name}"
-    )
 
 
 NUMBERS = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 16}
@@ -874,14 +753,6 @@ def test_batch_numbers_must_multiply(change, says, command):
         assert "--deepspeed=ds.json" in made(line)
 
 
-def test_batch_numbers_that_only_one_file_has_are_multiplied_too():
-    Path("config/").mkdir()
-    Path("config/ds_config.json").write_text(json.dumps({**NUMBERS, "train_batch_size": 512}))
-    Path("config.yaml").write_text("")
-    assert "16 = 256" in refused("launcher --num_gpus_per_node 4 --use_deepspeed")
-    make("launcher --num_gpus_per_node 8 --use_deepspeed")
-
-
 @pytest.mark.parametrize("text", ["{", "[1]", '{"train_batch_size": [1]}', "[" * 3000])
 def test_deepspeed_settings_that_cannot_be_are_refused(text):
     make("deepspeed")
@@ -889,11 +760,6 @@ def test_deepspeed_settings_that_cannot_be_are_refused(text):
     assert refused("launcher --use_deepspeed").startswith("config/ds_config.json:")
     Path("config/ds_config.json").write_text('{\n"stage": 1,\n}')
     assert refused("launcher --use_deepspeed").startswith("config/ds_config.json:3: ")
-
-
-def test_deepspeed_settings_that_are_not_there_yet_are_a_note(capsys):
-    assert "--deepspeed=config/ds_config.json" in made("launcher --use_deepspeed")
-    assert "note: config/ds_config.json is not there yet" in capsys.readouterr().out
 
 
 # --- the file ------------------------------------------------------------------------------------
@@ -971,28 +837,3 @@ def test_every_command_of_the_guide_does_as_it_says():
     assert sorted(files()) == sorted(["config.yaml", *names.split()])
     assert json.loads(Path("config/ds_config.json").read_text()) == DEEPSPEED
     assert json.loads(Path("config/fsdp_config.json").read_text()) == FSDP
-
-
-def test_help_names_every_flag(capsys):
-    assert setup.main(["--help"]) == 0
-    assert "slurm --help" in capsys.readouterr().out
-    for command, (flags, *_) in setup.COMMANDS.items():
-        with pytest.raises(SystemExit) as caught:
-            setup.main([command, "--help"])
-        printed = capsys.readouterr().out
-        assert caught.value.code == 0
-        for field in dataclasses.fields(flags):
-            assert re.search(rf"--(\[no_\])?{field.name}\b", printed)
-
-
-def test_the_flags_of_the_guide_are_there():
-    def names(command):
-        return {field.name for field in dataclasses.fields(setup.COMMANDS[command][0])}
-
-    zero = "zero_stage offload_optimizer offload_param bf16 fp16 reduce_bucket_size"
-    assert {*zero.split(), "allgather_bucket_size", "output", "concrete"} <= names("deepspeed")
-    assert {"sharding_strategy", "mixed_precision", "output"} <= names("fsdp")
-    run = "config num_nodes num_gpus_per_node use_deepspeed use_fsdp output debug"
-    assert {*run.split(), "master_addr", "master_port", "node_rank"} <= names("launcher")
-    job = "time_limit partition account job_name cpus_per_task mem_per_gpu modules conda_env env"
-    assert {*run.split(), *job.split()} <= names("slurm") & names("pbs")

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 import shutil
 from types import SimpleNamespace as Settings
 
@@ -12,9 +11,8 @@ import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import check_gpu
-import main_distributed
 from conftest import ROOT
-from ddp_utils import UserError, batching, dryrun, forecast, fsdp, plan
+from ddp_utils import UserError, batching, dryrun, forecast, plan
 from ddp_utils.pairs import Pair
 
 D, E, H, V, LAYERS, R = 64, 128, 32, 512, 5, 4  # width, MLP, head, vocabulary, layers, LoRA rank
@@ -271,26 +269,6 @@ def test_offload():
     assert three[:4] == (800 + 600, 40, 0, 310) and three.host == (800 + 800 + 1600 + 800) / 4
 
 
-@pytest.mark.parametrize(
-    ("strategy", "sharding", "name"),
-    [
-        ("ddp", None, "DDP"),
-        ("fsdp", None, "FSDP FULL_SHARD"),
-        ("fsdp", fsdp.Settings("SHARD_GRAD_OP"), "FSDP SHARD_GRAD_OP"),
-        ("fsdp", fsdp.Settings(offload=True), "FSDP FULL_SHARD offload"),
-        ("deepspeed", {"zero_optimization": {"stage": 2}}, "ZeRO-2"),
-        (
-            "deepspeed",
-            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}},
-            "ZeRO-3 offload",
-        ),
-    ],
-)
-def test_a_run_s_strategy(strategy, sharding, name):
-    assert forecast.name_of(Settings(strategy=strategy, sharding=sharding)) == name
-    assert name in forecast.STRATEGIES
-
-
 # --- the plan ------------------------------------------------------------------------------------
 
 HERE = {
@@ -345,22 +323,6 @@ def test_nothing_is_downloaded(yaml):
         check_gpu.main(["--plan", path])
     with pytest.raises(UserError, match="nor a YAML file"):
         check_gpu.main(["--plan", "README.md"])
-
-
-def test_the_plan_of_src_config_is_about_main_distributed(monkeypatch):
-    first, found = dryrun.need, []
-
-    def need(*given):
-        """One dry run, with the losses of main_distributed, stands for those of all sizes."""
-        found[:] = found or [first(*given)]
-        return found[0]
-
-    monkeypatch.setattr(dryrun, "need", need)
-    monkeypatch.chdir(ROOT)
-    where = plan.machine(HERE, gpus=4, gpu_memory=24)
-    lines = list(plan.lines(plan.read(main_distributed, "src/config.py", where), where))
-    assert any("100 of 16 rows = 4 ranks x 1 x 4" in line for line in lines)  # 800 rows, 2 epochs
-    assert lines[-1] == "./run_distributed.sh 4" and found[0].head > 0
 
 
 def test_a_machine_is_the_one_here_or_the_one_that_was_named():
@@ -433,80 +395,3 @@ def test_the_largest_micro_batch_that_fits(by_tokens):
     lines = list(plan.command(work, where, plan.Fits(work, where), "DDP"))
     assert lines[0].endswith("micro_batch_size to 2, gradient_accumulation_steps to 2")
     assert lines[1].startswith("torchrun --standalone --nproc_per_node=2 src/train.py")
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("FSDP SHARD_GRAD_OP", ["fsdp --sharding_strategy SHARD_GRAD_OP", "--use_fsdp"]),
-        ("FSDP FULL_SHARD offload", ["fsdp_offload_params to true", "--use_fsdp"]),
-        ("ZeRO-2", ["deepspeed --zero_stage 2 --config", "--deepspeed config/ds_config.json"]),
-        ("ZeRO-3 offload", ["--zero_stage 3 --offload_optimizer --offload_param", "--deepspeed"]),
-    ],
-)
-def test_the_command_of_a_strategy(name, said, by_tokens):
-    work, _ = work_of()
-    where = where_of(GIB)
-    lines = list(plan.command(work, where, plan.Fits(work, where), name))
-    assert said[0] in "\n".join(lines[:-1]) and said[1] in lines[-1]
-    work, _ = work_of(is_yaml=False)
-    lines = list(plan.command(work, where, plan.Fits(work, where), "FSDP FULL_SHARD"))
-    assert lines == ["./run_distributed.sh 2 --strategy fsdp"]
-
-
-def test_where_nothing_fits_it_says_what_would(by_tokens, monkeypatch):
-    def share(need, name, ranks, *_rest):
-        return forecast.Share(800 if ranks >= 8 and name == "FSDP FULL_SHARD" else need.tokens)
-
-    def need(_rows, **changes):
-        return Line(900 if changes == {"fine_tuning": "lora"} else 5000)
-
-    monkeypatch.setattr(forecast.Share, "__new__", lambda cls, size: Settings(device=size))
-    monkeypatch.setattr(forecast, "share", share)
-    work, _ = work_of(need=need)
-    lines = list(plan.remedies(work, where_of(1000 + 100)))
-    assert [line.strip() for line in lines[1:-1]] == ["a LoRA: DDP", "8 GPUs: FSDP FULL_SHARD"]
-    assert "pipeline parallelism" in lines[-1]
-
-
-def test_speed_is_that_of_the_newest_finished_run_of_the_model(tmp_path, by_tokens):
-    work, _ = work_of()
-    work.config.output_dir = str(tmp_path / "train")
-    assert plan.measured(work, where_of(GIB)) is None
-
-    def run(name, age, rates, status="finished", model="m", device="NVIDIA H100", ranks=1):
-        folder = tmp_path / name
-        folder.mkdir()
-        lines = [json.dumps({"split": "train", "tokens_per_second": rate}) for rate in rates]
-        lines.append(json.dumps({"split": "val", "loss": 1}))
-        (folder / "metrics.jsonl").write_text("\n".join(lines))
-        (folder / "config.json").write_text(json.dumps({"model_name": model}))
-        (folder / "environment.json").write_text(json.dumps({"device": device}))
-        (folder / "summary.json").write_text(json.dumps({"status": status, "world_size": ranks}))
-        os.utime(folder / "summary.json", (1e9 - age, 1e9 - age))
-
-    run("old", 9, [1])
-    run("good", 8, [10, 30, 90], ranks=4)
-    run("other", 7, [2], model="another")
-    run("cpu", 6, [3], device="cpu (x86_64, 2 cores)")
-    run("stopped", 5, [4], status="preempted")
-    run("empty", 4, [])
-    (tmp_path / "empty/summary.json").write_text("{")
-    rate, source = plan.measured(work, where_of(GIB, ranks=8))
-    assert (rate, "good" in source) == (30 / 4 * 8, True)  # the median, for twice the ranks
-
-
-def test_a_known_gpu_is_good_for_a_guess(by_tokens):
-    work, _ = work_of()
-    where = where_of(GIB, ranks=2)._replace(name="NVIDIA H200 with 140 GiB")
-    rate, source = plan.guessed(work, where)
-    assert rate == pytest.approx(0.3 * 989e12 * 2 / (6 * 100)) and source == "guessed: 30% mfu"
-    assert plan.guessed(work, where_of(GIB)) is None
-
-
-def test_what_cannot_be_planned_is_said_in_a_line(by_tokens):
-    read = Settings(read=lambda _argv, _world: Settings(type="qlora"))
-    with pytest.raises(UserError, match="config.yaml: fine_tuning.type: 4-bit weights cannot be"):
-        plan.read(Settings(train_config=read, row_losses=None), "config.yaml", where_of(GIB))
-    with pytest.raises(UserError, match="--tokens_per_second: give a number above 0"):
-        next(plan.lines(work_of()[0], where_of(GIB), 0.0))

@@ -6,7 +6,6 @@ import dataclasses
 import importlib
 import inspect
 import io
-import itertools
 import re
 import sys
 import typing
@@ -15,13 +14,12 @@ import pytest
 
 import config as dpo_config
 import generate_data
-import programs
 import train_config
 import train_loop
 from ad import collect, evaluate
 from ad import config as ad_config
 from conftest import ROOT
-from ddp_utils import cli, helping, merge, plots
+from ddp_utils import cli, merge, plots
 from dpo_inv import config as protein_config
 from dpo_inv import inference, weights
 
@@ -107,33 +105,3 @@ def test_the_defaults_that_are_shown_are_the_defaults(config_class):
     parsed = cli.parse(config_class, [*needed, *words])
     assert parsed == cli.parse(config_class, needed)
     assert words
-
-
-def test_groups_stand_above_their_settings():
-    lines = settings(train_config.Config)
-    blocks = [list(block) for filled, block in itertools.groupby(lines, bool) if filled][1:]
-    heads = {name.split()[0].lstrip("-[no_]"): block[0] for block in blocks for name in block[1:]}
-    assert all(len(block) > 1 for block in blocks)
-    assert heads["model_name"] == "section model" and heads["lora_r"] == "section fine_tuning"
-    assert heads["beta"] == "section training, objective dpo"
-    assert blocks[-1][0] == "flags alone: they belong to a start, not to a run"
-    titles = [block[0] for block in blocks]
-    assert len(titles) == len({*titles})
-
-
-def test_defaults_of_a_file_are_shown_in_place_of_the_scripts(tmp_path):
-    said = helping.text(dpo_config.Config, dpo_config.Config(beta=0.25, strategy="fsdp"))
-    assert "  --beta 0.25 " in said and "  --strategy fsdp|ddp " in said
-
-
-@pytest.mark.parametrize(
-    ("words", "usage"),
-    [
-        (["src/main_distributed.py"], "python src/main_distributed.py [settings]"),
-        (["-m", "ddp_utils.merge"], "python -m ddp_utils.merge adapter folder [settings]"),
-    ],
-)
-def test_usage_is_what_was_typed(words, usage):
-    done = programs.start(*words, "-h", cwd=ROOT)
-    assert done.stdout.splitlines()[0] == f"usage: {usage}"
-    assert (done.returncode, done.stderr) == (0, "")

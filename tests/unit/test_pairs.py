@@ -143,6 +143,9 @@ def test_the_prompt_is_cut_first_and_keeps_its_bos(side, kept):
     assert tok.convert_ids_to_tokens(pair.prompt) == ["<s>", *kept]
     assert tok.decode(pair.chosen) == "abc</s>"
     assert encoder.counts["truncated"] == ["1"]
+    # beside a long response a quarter of max_length stays of the prompt
+    parts = Encoder(tok, max_length=16, truncation=side).cut([3] * 20, [4] * 20, [5] * 14)
+    assert [len(part) for part in parts] == [4, 12, 12]
 
 
 def rows(tmp_path, *found):

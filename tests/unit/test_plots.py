@@ -8,7 +8,7 @@ from matplotlib import image, pyplot
 
 import programs
 import runs
-from ddp_utils import UserError, plots
+from ddp_utils import plots
 
 PANELS = {"loss.png": 1, "rewards.png": 2, "accuracies.png": 1}
 
@@ -64,10 +64,6 @@ def test_a_running_mean_ends_at_its_place(window, means):
     assert plots.running_mean([1, 3, 5, 11], window) == pytest.approx(means)
 
 
-def test_a_running_mean_of_nothing_is_nothing():
-    assert plots.running_mean([], 3) == []
-
-
 def test_a_run_becomes_three_pictures_that_are_not_blank(tmp_path):
     plots.draw(folder_with(tmp_path, RUN))
     assert {path.name for path in tmp_path.glob("*.png")} == set(PANELS)
@@ -95,49 +91,12 @@ def test_the_curves_are_the_numbers_of_the_file(tmp_path, no_pixels):
     assert (list(test.get_xdata()), list(test.get_ydata())) == ([40], [0.5])
 
 
-def test_the_legend_names_metric_and_split(tmp_path, no_pixels):
-    plots.draw(folder_with(tmp_path, RUN))
-    rewards, margins = no_pixels["rewards.png"]
-    legend = [text.get_text() for text in rewards.get_legend().get_texts()]
-    assert legend == [
-        *("chosen", "chosen, val", "chosen, test"),
-        *("rejected", "rejected, val", "rejected, test"),
-    ]
-    assert (rewards.get_title(), margins.get_title()) == ("rewards", "margins")
-
-
-def test_shares_are_shown_from_0_to_1(tmp_path, no_pixels):
-    plots.draw(folder_with(tmp_path, RUN))
-    [axis] = no_pixels["accuracies.png"]
-    low, high = axis.get_ylim()
-    assert -0.1 < low < 0 and 1 < high < 1.1
-
-
 @pytest.mark.parametrize("lines", [RUN[:1], RUN[40:], RUN[-1:], []])
 @pytest.mark.filterwarnings("error:No artists")
 def test_a_short_run_is_drawn_too(tmp_path, lines):
     plots.draw(folder_with(tmp_path, lines))
     drawn = {path.name for path in tmp_path.glob("*.png")}
     assert drawn == (set(PANELS) if lines else set())  # no picture without numbers
-
-
-def test_baking_has_a_picture_of_its_own(tmp_path, no_pixels):
-    lines = [{"split": "train", "step": 1, "loss": 2.0}]
-    lines += [{"split": "val", "step": 1, "kl": 0.5, "kl_base": 2.0, "share_baked": 0.75}]
-    plots.draw(folder_with(tmp_path, lines))
-    assert {path.name for path in tmp_path.glob("*.png")} == {"loss.png", "baking.png"}
-
-
-@pytest.mark.parametrize(
-    "split",
-    [
-        "val",
-        "train",
-    ],
-)
-def test_a_null_stands_for_nan_and_is_left_out(tmp_path, split, no_pixels):
-    plots.draw(folder_with(tmp_path, [*RUN, line(split, 41, loss=None)]))
-    assert (tmp_path / "loss.png").exists()
 
 
 def test_the_half_line_of_a_killed_run_is_left_out(tmp_path, no_pixels):
@@ -164,23 +123,6 @@ def two(tmp_path):
     return first, run_folder(tmp_path / "high", 3.0, others, val={"loss": 1.5, "win_rate": None})
 
 
-def test_runs_lie_over_one_another_in_a_colour_each(tmp_path, no_pixels):
-    plots.compare(two(tmp_path), tmp_path)
-    assert [*no_pixels] == [f"compare_{name}" for name in PANELS]
-    [loss] = no_pixels["compare_loss.png"]
-    assert [text.get_text() for text in loss.get_legend().get_texts()] == ["low", "high"]
-    low, high = loss.lines[:3], loss.lines[3:]  # each raw, mean, val
-    assert [[*curve.get_ydata()] for curve in low] == [[1, 0.5], [1, 0.5], [0.5]]
-    assert [[*curve.get_ydata()] for curve in high] == [[3, 1.5], [3, 1.5], [1.5]]
-    assert {curve.get_color() for curve in low} == {"C0"}
-    assert {curve.get_color() for curve in high} == {"C1"}
-    rewards = no_pixels["compare_rewards.png"][0].get_legend().get_texts()
-    assert [text.get_text() for text in rewards] == [
-        *("low, chosen", "low, rejected", "high, chosen", "high, rejected")
-    ]
-    assert {path.name for path in tmp_path.glob("*.png")} == {*no_pixels}
-
-
 def test_the_table_has_what_differs_and_counts(tmp_path, no_pixels):
     assert plots.compare(two(tmp_path), tmp_path).splitlines() == [
         "              low   high",
@@ -191,27 +133,6 @@ def test_the_table_has_what_differs_and_counts(tmp_path, no_pixels):
     ]
     low = tmp_path / "low"
     assert plots.compare([low, low], tmp_path) == "the same settings and numbers"
-
-
-def test_two_runs_of_one_name_are_called_by_their_paths(tmp_path, no_pixels):
-    folders = [run_folder(tmp_path / name / "dpo", 1.0, {"beta": name}) for name in ("$a", "b$_")]
-    plots.compare(folders, tmp_path)
-    shown = no_pixels["compare_loss.png"][0].get_legend().get_texts()
-    names = [text.get_text().replace("\\$", "$") for text in shown]
-    assert names == [str(folder)[-40:] for folder in folders]
-
-
-@pytest.mark.parametrize(
-    "words, says",
-    [
-        ("", "give one run folder to draw, or several to compare"),
-        ("nowhere", "nowhere: no metrics.jsonl here; give a run folder"),
-        ("a b --out README.md", "--out: README.md is not a folder"),
-    ],
-)
-def test_a_mistake_costs_one_line(words, says):
-    with pytest.raises(UserError, match=f"^{says}$"):
-        plots.main(runs.words(words))
 
 
 def test_the_command_draws_one_run_again_and_compares_two(tmp_path):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from conftest import ROOT
 from ddp_utils import UserError
@@ -38,6 +39,25 @@ def test_sums_go_over_the_designed_chain_alone(tmp_path):
     assert pair.targets[:count].any() and not pair.targets[count:].any()
     assert not pair.designed[count:].any() and len(pair.preferred) > count
     assert (pair.preferred[count:] == pair.unpreferred[count:]).all()
+
+
+def test_neither_a_missing_residue_nor_an_unknown_letter_is_scored(tmp_path):
+    lines = (INPUT / SINGLE["pdb_file"]).read_text().splitlines(True)
+    gone = [line for line in lines if line[12:16].strip() == "CA"][3]
+    (tmp_path / "one.pdb").write_text("".join(line for line in lines if line != gone))
+    item = plain(preferred_seq=TEXT[:5] + "X" + TEXT[6:], unpreferred_seq=OTHER)
+    (pair,), _ = read(tmp_path, item | {"pdb_file": str(tmp_path / "one.pdb")})
+    assert [*np.flatnonzero(~pair.designed)] == [3]
+    assert [*np.flatnonzero(~pair.targets)] == [3, 5]
+
+
+def test_score_and_recovery_are_of_the_designed_residues():
+    config = inference.Config(mutable_positions=(0, 2))
+    task = inference.read_task(INPUT / SINGLE["pdb_file"], config)
+    letters = torch.tensor(mpnn.encode(task.structure.sequence))[None]
+    letters[0, 0] = (letters[0, 0] + 1) % 20
+    [entry] = inference.summary(task, letters, -torch.arange(1.0, letters.numel() + 1)[None])
+    assert (entry["score"], entry["recovery"]) == (2, 0.5)  # of 1 and 3 nats
 
 
 TEXT = SINGLE["preferred_seq"]
@@ -173,6 +193,27 @@ def test_a_fixed_chain_is_copied_and_x_is_never_drawn(tmp_path):
     inference.main([*flags[:-1], str(again)])
     text = (again / "all_results.json").read_text()
     assert text == (tmp_path / "all_results.json").read_text()  # the seed decides
+
+
+@torch.no_grad()
+def test_a_letter_is_drawn_last_from_the_softmax_at_its_temperature():
+    """One residue is designed: it sees all others, whatever the order; a chi-square test."""
+    config = inference.Config(num_samples=600, temperature=2.0, mutable_positions=(5,))
+    task = inference.read_task(INPUT / SINGLE["pdb_file"], config)
+    model = mpnn.ProteinMPNN.load(MODEL)
+    letters, log_probs = inference.sample(model, task, config, "cpu")
+    native = torch.tensor(mpnn.encode(task.structure.sequence.replace("-", "X")))
+    order = torch.tensor([*range(5), *range(6, len(native)), 5])  # [L]
+    arrays = [torch.from_numpy(array)[None] for array in task.structure[:4]]
+    scores = model.log_probs(*arrays, native[None], order[None])[0, 5].double()  # [21]
+    drawn = letters[:, 5]
+    assert (letters == native).sum() == letters.numel() - (drawn != native[5]).sum()
+    torch.testing.assert_close(log_probs[:, 5].double(), scores[drawn], atol=1e-4, rtol=0)
+    wanted = (scores[:20] / 2).softmax(-1)  # no X
+    counts = torch.bincount(drawn, minlength=20).double()
+    chi_square = ((counts - 600 * wanted) ** 2 / (600 * wanted)).sum()
+    freedom = torch.tensor(19 / 2, dtype=torch.float64)
+    assert torch.special.gammaincc(freedom, chi_square / 2) > 1e-3
 
 
 def test_scores_of_sampled_sequences_are_read_back(tmp_path):

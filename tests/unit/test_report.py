@@ -62,38 +62,6 @@ def test_numbers_settings_data_and_examples_are_shown(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
-    "values, shown",
-    [
-        ({"m": 0.5, "m_low": 0.25, "m_high": 0.75}, {"m": "0.5 [0.25, 0.75]"}),
-        ({"m": None, "m_low": None, "m_high": None}, {"m": "- [-, -]"}),
-        ({"m_low": 0.123456, "n": 12345}, {"m_low": "0.1235", "n": "12345"}),
-        ({"m": float("nan"), "n": True, "o": 0, "p": 0.0}, dict(m="nan", n="True", o="0", p="0")),
-    ],
-)
-def test_numbers_have_four_digits_and_their_interval(values, shown):
-    assert report._rounded(values) == shown
-
-
-def test_what_says_most_stands_on_top():
-    columns = {"val": {"count": 1, "losses": 2, "loss/sft": 3}, "test": {"win_rate": 4, "loss": 5}}
-    assert report._table(columns, report.FIRST) == (
-        ["val", "test"],
-        [
-            *(("win_rate", ["", "4"]), ("loss/sft", ["3", ""]), ("loss", ["", "5"])),
-            *(("count", ["1", ""]), ("losses", ["2", ""])),
-        ],
-    )
-
-
-def test_examples_beyond_the_first_are_folded_and_beyond_100_left_to_the_text(tmp_path):
-    page = page_of(a_run(tmp_path, [f"text {n};" for n in range(130)]))
-    assert page.count("text 3;") and page.count("text 99;") and not page.count("text 100;")
-    assert "96 more, all in distributed_output_test.txt" in page
-    folded = page[page.index("<details>") : page.index("</details>")]
-    assert "text 4;" in folded and "text 3;" not in folded
-
-
 # --- texts of others -----------------------------------------------------------------------------
 
 
@@ -172,32 +140,6 @@ def test_values_of_odd_kinds_are_shown_all_the_same(tmp_path):
 def test_the_command_is_the_one_that_started_it(launcher, command, shown):
     facts = {"launcher": launcher, "command": command, "world_size": 3}
     assert report._command(facts) == shown
-
-
-@pytest.mark.parametrize(
-    "files, shown",
-    [
-        ([], "No model is saved here yet."),
-        (
-            ["model/adapter_config.json", "model/tokenizer_config.json"],
-            "AutoPeftModelForCausalLM.from_pretrained('RUN/model')",
-        ),
-        (["model/adapter_config.json"], "python -m ddp_utils.merge RUN/model merged"),
-        (
-            ["model/tokenizer_config.json", "model/model.safetensors"],
-            "AutoModelForCausalLM.from_pretrained('RUN/model')",
-        ),
-        (["model/model.safetensors"], "python src/ad/evaluate.py --ckpt_dir RUN\n"),
-        (["latest_model.pt", "best_model.pt"], "--model_path RUN/best_model.pt"),
-        (["latest_model.pt"], "--model_path RUN/latest_model.pt"),
-    ],
-)
-def test_how_to_load_the_model_is_said_by_what_it_is(files, shown, tmp_path):
-    for file in files:
-        (tmp_path / file).parent.mkdir(exist_ok=True)
-        (tmp_path / file).touch()
-    page = html.unescape(page_of(a_run(tmp_path))).replace("</pre>", "\n")
-    assert shown.replace("RUN", str(tmp_path)) in page
 
 
 def test_a_model_elsewhere_and_a_name_with_a_quote(tmp_path):

@@ -3,32 +3,66 @@
 tests/launch/test_units_in_processes.py has the replies of the demo model, on 1, 2 and 3 ranks.
 """
 
-import collections
 import json
-import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 
 import runs
-from ddp_utils import UserError, sampling
+from ddp_utils import UserError, dist, logps, sampling, totals
 
 
-def test_gumbel_noise_draws_from_the_softmax():
-    """20,000 draws from known probabilities: within four standard errors of each."""
-    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
-    noise = sampling.SeededNoise(range(20_000))
-    drawn = noise(None, probabilities.log().repeat(20_000, 1)).argmax(-1)
-    counts = collections.Counter(drawn.tolist())
-    for word, p in enumerate(probabilities.tolist()):
-        assert abs(counts[word] / 20_000 - p) < 4 * math.sqrt(p * (1 - p) / 20_000)
+class Chain(torch.nn.Module):
+    """Stands in for a Scorer: the model's own generate on a random Llama of 12 words."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1)
+        sizes |= dict(num_attention_heads=2, vocab_size=12, initializer_range=0.15)
+        self.scorer = logps.Scorer(transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)))
+
+    def replies(self, prompts, samples, **changes):
+        usual = dict(temperature=1.0, top_p=1.0, max_new_tokens=1, batch_size=500, seed=0)
+        config = SimpleNamespace(**usual | changes)
+        return sampling.generate(self.scorer, prompts, [], dist.World(), config, samples)
 
 
-def test_a_row_draws_the_same_whatever_its_neighbours():
-    scores = torch.randn(3, 50)
-    together = sampling.SeededNoise([5, 6, 7])(None, scores)
-    assert torch.equal(together[1], sampling.SeededNoise([6])(None, scores[1:2])[0])
+PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6]]  # padded on the left when they are in one batch
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (0.7, 0.8)])
+def test_words_are_drawn_as_often_as_the_closed_form_says(temperature, top_p):
+    """A chi-square test of 3000 first words after each prompt, in float64."""
+    chain = Chain()
+    replies = chain.replies(PROMPTS, 3000, temperature=temperature, top_p=top_p)
+    for number, prompt in enumerate(PROMPTS):
+        with torch.no_grad():
+            logits = chain.scorer.model(torch.tensor([prompt])).logits[0, -1].double()
+        probabilities = (logits / temperature).exp()
+        likeliest = (probabilities / probabilities.sum()).sort(descending=True)
+        before = likeliest.values.cumsum(0) - likeliest.values
+        kept = likeliest.values * (before < top_p)  # the smallest set that has so much
+        kept = (kept / kept.sum())[likeliest.indices.argsort()]  # [12]
+        drawn = [reply[0] for reply in replies[3000 * number : 3000 * (number + 1)]]
+        counts = torch.tensor([drawn.count(word) for word in range(12)])
+        assert not counts[kept == 0].any()
+        expected = 3000 * kept[kept > 0]
+        chi_square = ((counts[kept > 0] - expected) ** 2 / expected).sum()
+        freedom = torch.tensor(len(expected) - 1.0, dtype=torch.float64)
+        assert 3 <= freedom <= 11 and (freedom == 11) == (top_p == 1)
+        assert torch.special.gammaincc(freedom / 2, chi_square / 2) > 1e-3, number
+
+
+def test_a_batch_draws_what_one_prompt_at_a_time_draws():
+    chain = Chain()
+    changes = dict(max_new_tokens=12, temperature=0.7, top_p=0.8)
+    together = chain.replies(PROMPTS, 4, **changes)
+    assert together == chain.replies(PROMPTS, 4, batch_size=1, **changes)
+    assert len({tuple(reply) for reply in together}) > 6
 
 
 @pytest.mark.parametrize(
@@ -42,6 +76,9 @@ def test_a_row_draws_the_same_whatever_its_neighbours():
 )
 def test_wilson_interval(wins, count, low, high):
     assert sampling.wilson(wins, count) == pytest.approx((low, high), abs=1e-5)
+    # of 1, 2, 4: mean 7/3, variance of a sample 7/3; R's sd(c(1, 2, 4)) is 1.527525
+    half = 1.96 * 1.527525 / 3**0.5
+    assert totals.interval(7 / 3, 7, 3) == pytest.approx((7 / 3 - half, 7 / 3 + half), abs=1e-5)
 
 
 def test_wins_losses_ties_and_means_by_hand():

@@ -328,6 +328,9 @@ def test_every_auto_of_a_generated_file_is_filled_in(stage, half, optimizer, par
         assert found["gradient_accumulation_steps"] == 16 and found["gradient_clipping"] == 0.3
         on = {kind: found[kind]["enabled"] for kind in ("bf16", "fp16")}
         assert on == {"bf16": precision == "bf16", "fp16": precision == "fp16"}
+        if precision == "bf16":  # sums are fp32, as in DDP
+            assert found["data_types"] == {"grad_accum_dtype": "fp32"}
+            assert found["communication_data_type"] == "fp32"
         parts = found["zero_optimization"]
         assert parts["stage"] == stage and parts["reduce_bucket_size"] == 500_000_000
         if stage == 3:  # 0.9 x 100^2, 10 x 100
