@@ -60,7 +60,7 @@ def run_tests(project, tests, seconds):
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-        return 1, f"no end within {seconds} s"
+        return 124, f"no end within {seconds} s"
 
 
 def try_fault(fault, seconds):
