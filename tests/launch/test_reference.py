@@ -112,13 +112,28 @@ def test_damaged_log_probs_are_never_read(made, tmp_path):
     (folder / reference.FILE).write_bytes(table)
     with pytest.raises(UserError, match=f"{reference.FILE} is damaged; leave it out"):
         train(tmp_path / "b", "--reference_logps", str(folder))
-    shutil.rmtree(folder / "checkpoints")
-    summary = folder / "summary.json"
-    summary.write_text(summary.read_text().replace("finished", "failed"))
+    unfinished(folder)
     assert train(folder)[0] == 20
     (folder / "manifest.sha256").unlink()
     with pytest.raises(UserError, match="a: manifest.sha256 is missing; give another run folder"):
         train(tmp_path / "b", "--reference_logps", str(folder))
+
+
+def unfinished(folder):
+    """As if it had been killed before its first checkpoint."""
+    shutil.rmtree(folder / "checkpoints")
+    summary = folder / "summary.json"
+    summary.write_text(summary.read_text().replace("finished", "failed"))
+
+
+def test_log_probs_of_another_version_are_made_again(made, tmp_path):
+    folder = Path(shutil.copytree(made, tmp_path / "a"))
+    unfinished(folder)
+    assert train(Path(shutil.copytree(folder, tmp_path / "b")))[0] == 0
+    files = checkpoint.read_manifest(folder)["files"]
+    files[reference.FILE]["facts"]["torch"] = "2.0"
+    checkpoint.write_manifest(folder, {"files": files})
+    assert train(folder)[0] == 20
 
 
 def test_a_table_that_is_not_this_policys_is_refused_at_step_0(made, tmp_path):

@@ -286,7 +286,8 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
 # where and how often something is written or said, how long it may take; then, and it is said, how
 # long the run is, which model is kept and what shares it out
 MAY_CHANGE = words(
-    "check debug restart log_every save_every keep_checkpoints result_dir out_dir output_dir "
+    "check debug restart same_code reference_logps log_every save_every keep_checkpoints "
+    "result_dir out_dir output_dir "
     "stop_after_minutes timeout_minutes config deepspeed report_to bucket_mb num_workers "
     "ckpt_interval eval_interval gen_interval summary_interval "
     "max_steps num_epochs train_timesteps save_best "
@@ -302,14 +303,14 @@ def test_every_other_setting_of_an_unfinished_run_is_refused(script, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(settings))
     (tmp_path / "environment.json").write_text("{}")
     write(tmp_path / "checkpoints", 4)
-    assert resume.inspect(tmp_path, settings, 9, {}).verdict == "continue"
+    assert resume.inspect(tmp_path, settings, 9, {}, {}).verdict == "continue"
     for name in settings.keys() - {"result_dir", "out_dir", "output_dir"}:
         changed = settings | {name: "another"}
         if name in MAY_CHANGE:
-            assert resume.inspect(tmp_path, changed, 9, {}).verdict == "continue", name
+            assert resume.inspect(tmp_path, changed, 9, {}, {}).verdict == "continue", name
         else:
             with pytest.raises(UserError, match=f"unfinished run .* {name}: .* -> another;"):
-                resume.inspect(tmp_path, changed, 9, {})
+                resume.inspect(tmp_path, changed, 9, {}, {})
     (tmp_path / "summary.json").write_text('{"status": "finished"}')
-    assert resume.inspect(tmp_path, settings, 9, {}).verdict == "finished"
-    assert resume.inspect(tmp_path, settings | {"seed": 7}, 9, {}).verdict == "aside"
+    assert resume.inspect(tmp_path, settings, 9, {}, {}).verdict == "finished"
+    assert resume.inspect(tmp_path, settings | {"seed": 7}, 9, {}, {}).verdict == "aside"

@@ -241,11 +241,12 @@ def test_a_cpu_computes_in_bf16_only_where_it_is_asked_for(settings, expected):
     assert lora.precision(config, torch.device("cpu")) == expected
 
 
-def test_the_precision_is_in_the_fingerprint_of_the_reference():
+def test_the_precision_is_among_the_facts_of_the_reference():
     """Weights, and what is computed in; of another one the log-probs are others."""
     marks = set()
     for weights in (torch.float32, torch.bfloat16):
         for autocast in (None, torch.bfloat16, torch.float16):
             scorer = logps.Scorer(tiny("llama").to(weights), autocast)
-            marks.add(reference.fingerprint(scorer, {}, [], torch.device("cpu")))
+            facts = reference.facts_of(scorer, {}, [], torch.device("cpu"))
+            marks.add(str(sorted(facts.items())))
     assert len(marks) == 6
