@@ -32,11 +32,14 @@ def find_launcher():
     if not any(map(os.environ.get, VARIABLES.split())):
         return None
     parent = os.getppid()
-    # The signal comes when the *thread* that has started this process ends. The main thread, which
-    # lives as long as the launcher, lists its own children.
+    # The signal comes when the *thread* that has started this process ends. torchrun's waits for
+    # it; elsewhere it must be the main one, which lists its children (until it is killed itself).
+    children = []
     with contextlib.suppress(OSError):
-        if str(os.getpid()) in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    is_waited_for = "TORCHELASTIC_RUN_ID" in os.environ or str(os.getpid()) in children
+    if is_waited_for and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     # our shell scripts say who the parent is; elsewhere it may be who adopts orphans, not always 1
     expected = os.environ.pop("LAUNCHER_PID", str(parent))
     if str(os.getppid()) != expected or store_is_gone():
