@@ -130,9 +130,8 @@ def test_two_processes_measure_and_one_of_them_prints():
     command = [sys.executable, *words.split()]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)["bench"]  # one object: rank 1 is silent
-    assert (found["ranks"], found["local"], found["copies"]) == (2, 2, None)
-    assert len(found["rates"]) == 2 and all(rate > 0 for row in found["rates"] for rate in row)
-    sizes, seconds, right = zip(*found["all_reduces"], strict=True)
-    assert (sizes, right) == ((2**20, 2**22, 2**24), (True,) * 3)
-    assert all(0 < s < 10 for s in seconds)
+    report = json.loads(done.stdout)  # one object: rank 1 is silent
+    assert (report["ranks"], len(report["rates"]), len(report["copies"])) == (2, 2, 1)
+    assert [row["mib"] for row in report["all_reduces"]] == [1, 16, 128]
+    for row in report["rates"] + report["all_reduces"]:
+        assert min(row.values()) > 0, row

@@ -16,9 +16,9 @@ ALL = [*SOURCES, ROOT / "check_gpu.py"]
 SCRIPTS = {p.stem for p in ROOT.glob("src/*.py")}
 PACKAGES = {p.name for p in ROOT.glob("src/*/") if (p / "__init__.py").exists()}
 CEILINGS = {  # lines of code, +20 % with a reason
-    **{"check_gpu": 270, "formats": 142},
+    **{"formats": 142},
     **{"train": 240, "train_config": 180, "fsdp": 160, "zero": 210, "texts": 150},
-    **{"machine": 200, "forecast": 100, "dryrun": 200, "plan": 200},
+    **{"forecast": 100, "dryrun": 200, "plan": 200},
     **{"config": 80, "main_distributed": 240, "train_loop": 242, "generate_data": 202},
     **{"cli": 110, "conf": 80, "dist": 200, "records": 150},
     **{"pairs": 208, "batching": 120, "logps": 250, "losses": 150, "lora": 150},
@@ -86,8 +86,9 @@ def test_files_stay_under_their_ceilings():
     distillation = sum(map(lines_of_code, ROOT.glob("src/ad/*.py")))
     assert distillation <= 930
     print(f"ddp_utils: {package} lines; {sizes}")
-    assert package <= 5030
-    assert sum(map(lines_of_code, ALL)) <= 8970
+    assert lines_of_code(ROOT / "check_gpu.py") <= 250
+    assert package <= 5000
+    assert sum(map(lines_of_code, ALL)) <= 8950
 
 
 @pytest.mark.parametrize("command", [["check"], ["format", "--check"]], ids=" ".join)
