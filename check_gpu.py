@@ -35,9 +35,7 @@ import torch
 SRC = Path(__file__).resolve().parent / "src"
 sys.path.insert(0, str(SRC))  # the project need not be installed
 
-import ddp_utils.startup  # noqa: E402, F401
-
-from ddp_utils import UserError, dist  # noqa: E402
+from ddp_utils import UserError, dist, startup  # noqa: E402, F401
 
 GIB = 2**30
 DRIVERS = {"11": 450, "12": 525, "13": 580}  # the oldest that run each major version of CUDA

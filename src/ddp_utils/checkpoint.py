@@ -103,12 +103,17 @@ def write_manifest(folder, content):
     """Write plain data as the manifest of a folder, and its hash beside it."""
     text = json.dumps(content, indent=2) + "\n"
     digest = hashlib.sha256(text.encode()).hexdigest()
-    for name, lines in ((MANIFEST, text), (SEAL, f"{digest}  {MANIFEST}\n")):
-        temporary = Path(folder) / f".tmp-{name}"
-        temporary.write_text(lines, encoding="utf-8")
-        _fsync(temporary)
-        os.replace(temporary, Path(folder) / name)
+    write_text(Path(folder) / MANIFEST, text)
+    write_text(Path(folder) / SEAL, f"{digest}  {MANIFEST}\n")
     _fsync(folder)
+
+
+def write_text(file, text):
+    """Write a file that readers never see half of, and that is on the disk afterwards."""
+    temporary = file.with_name(f".tmp-{file.name}")
+    temporary.write_text(text, encoding="utf-8")
+    _fsync(temporary)
+    os.replace(temporary, file)
 
 
 def read_manifest(folder) -> dict:
@@ -130,6 +135,8 @@ def verify(path):
         if content["step"] != number(path):
             return f"it is of step {content['step']}, whatever its name says"
         for name, digest in content["files"].items():
+            if Path(name).name != name:
+                return f"{MANIFEST} names {name}, which is not in its folder"
             if sha256(path / name) != digest:
                 return f"{name} does not match its sha256"
     except ValueError as error:

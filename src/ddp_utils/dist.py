@@ -15,12 +15,10 @@ import torch
 import torch.distributed as dist
 
 from ddp_utils import Stop, UserError
-from ddp_utils.ending import exit_code, leave, lost_a_peer, run, write_error
-from ddp_utils.world import World, choose_device, device_index, whoami
 
 # who we are and how we end have files of their own; scripts need to know this one only
-__all__ = ["World", "choose_device", "device_index", "whoami", "exit_code", "leave", "lost_a_peer"]
-__all__ += ["run", "write_error", "meet", "join", "all_sum", "by_row", "on_main", "meeting_point"]
+from ddp_utils.ending import exit_code, leave, lost_a_peer, run, write_error  # noqa: F401
+from ddp_utils.world import World, choose_device, device_index, whoami  # noqa: F401
 
 JOBS = ("SLURM_JOB_ID", "PBS_JOBID")
 

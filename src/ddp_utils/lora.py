@@ -225,8 +225,7 @@ def fresh_adapter(model, config):
         for target in targets:
             if target not in names:
                 layers = sorted(n for n in names if n.endswith("proj")) or sorted(names)
-                layers = ", ".join(layers)
-                raise UserError(f"--lora_targets: no layer {target}; there are {layers}")
+                raise UserError(f"--lora_targets: no layer {target}; there are {', '.join(layers)}")
     return LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,

@@ -9,6 +9,7 @@ import collections
 import re
 from typing import NamedTuple
 
+from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from ddp_utils import UserError, batching, formats, records, safely
@@ -116,7 +117,7 @@ class Encoder:
         try:
             options |= self.kwargs
             return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        except Exception as error:  # it is a program, which can do all wrong
+        except (TemplateError, *safely.FAULTS) as error:  # it is a program
             if messages[0]["role"] != "system" or len(messages) < 2:
                 raise UserError(f"--chat_template: {safely.first_line(error)}") from error
             system, first, *rest = messages
@@ -332,8 +333,7 @@ def describe(split, report):
     if "chosen_is_longer" in report:
         notes += [f"chosen longer in {report['chosen_is_longer']:.0%}"]
     notes += [f"{len(rows)} {reason}" for reason, rows in report["dropped"].items()]
-    lists = {name: rows for name, rows in report.items() if isinstance(rows, list)}
-    notes += [f"{len(rows)} {name}" for name, rows in lists.items() if rows]
+    notes += [f"{len(x)} {name}" for name, x in report.items() if x and isinstance(x, list)]
     notes += [f"not read: {report['fields_not_read']:.100}"] if report["fields_not_read"] else []
     return "; ".join(notes)
 

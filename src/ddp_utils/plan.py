@@ -4,10 +4,7 @@ check_gpu.py --plan prints what this says of the settings of main_distributed.py
 """
 
 import bisect
-import json
 import math
-import statistics
-from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -196,7 +193,7 @@ def lines(work, where, tokens_per_second=None):
     batch = f"{plan.global_batch} rows = {where.ranks} ranks x {work.turns} x {work.micro}"
     yield f"steps     {plan.steps} of {batch}; {epoch} tokens an epoch, {tokens} in all"
     known = tokens_per_second and (tokens_per_second, "--tokens_per_second")
-    rate, source = known or measured(work, where) or guessed(work, where) or (0, "")
+    rate, source = known or guessed(work, where) or (0, "")
     if rate:
         hours, minutes = divmod(math.ceil(tokens / rate / 60), 60)
         yield f"time      {hours} h {minutes:02d} min at {rate:.0f} tokens/s ({source})"
@@ -206,26 +203,8 @@ def lines(work, where, tokens_per_second=None):
     yield from command(work, where, fits, usable[0]) if usable else remedies(work, where)
 
 
-def measured(work, where):
-    """(tokens a second, where that was seen) of the newest finished run of this model, or None."""
-    folder = Path(getattr(work.config, "result_dir", "") or work.config.output_dir).parent
-    for path in sorted(folder.glob("*/summary.json"), key=lambda path: -path.stat().st_mtime):
-        try:
-            names = "summary.json", "config.json", "environment.json"
-            run, config, about = (json.loads(path.with_name(name).read_text()) for name in names)
-            same = config["model_name"] == work.config.model_name and run["status"] == "finished"
-            if same and about["device"].startswith("cpu") == (where.device == "cpu"):
-                steps = path.with_name("metrics.jsonl").read_text().splitlines()
-                rates = [json.loads(step).get("tokens_per_second") for step in steps]
-                rate = statistics.median(filter(None, rates)) * where.ranks / run["world_size"]
-                return rate, f"{path.parent}, by the number of ranks"
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):
-            continue  # half a run, or a file of something else
-    return None
-
-
 def guessed(work, where):
-    """The same by a known GPU's data sheet, or None."""
+    """(tokens a second, their source) by a known GPU's data sheet, or None."""
     flops = work.weights * (4 if work.config.fine_tuning == "lora" else 6)
     found = [peak * where.ranks for name, (peak, _) in speed.PEAKS.items() if name in where.name]
     return (GUESS * found[0] / flops, f"guessed: {GUESS:.0%} mfu") if found else None

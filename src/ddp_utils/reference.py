@@ -92,9 +92,9 @@ def kept(facts, data, scored, run) -> dict:
     world = run.world
     path = dist.on_main(world, lambda: _kept(run, facts))
     if path:
-        tables = load_file(path) if world.is_main else {}
-        empty = {split: torch.zeros(len(pairs), 2) for split, pairs in data.items()}
-        tables = empty | tables
+        tables = {split: torch.zeros(len(pairs), 2) for split, pairs in data.items()}
+        if world.is_main:
+            tables = load_file(path)
         tables = {split: dist.all_sum(tables[split].to(world.device), world) for split in data}
     else:
         tables = {split: scored(pairs) for split, pairs in data.items()}

@@ -3,7 +3,6 @@
 import base64
 import hashlib
 import json
-import os
 import re
 import shlex
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import jinja2
 
-from ddp_utils import UserError, dist, plots, records, resume
+from ddp_utils import UserError, checkpoint, dist, plots, records, resume
 
 # the numbers that say most, on top; the others as they come
 FIRST = ("win_rate", "share_baked", "fraction_of_optimum", "rewards/accuracies", "accuracy")
@@ -24,9 +23,7 @@ def write(folder):
     folder, template = Path(folder), Path(__file__).with_suffix(".html.j2")
     jinja = jinja2.Environment(autoescape=True, finalize=_printable, trim_blocks=True)
     page = jinja.from_string(template.read_text(encoding="utf-8")).render(_content(folder))
-    temporary = folder / ".report.html.tmp"
-    temporary.write_text(page, encoding="utf-8")
-    os.replace(temporary, folder / "report.html")  # a reader never sees half a page
+    checkpoint.write_text(folder / "report.html", page)
 
 
 def _content(folder):

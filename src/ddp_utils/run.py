@@ -28,6 +28,7 @@ from ddp_utils.saving import Saving
 STATUS = {0: "finished", 85: "preempted"}  # by exit status; any other: failed
 # what may differ between two lives of a run: its numbers are then equal but for rounding
 CHANGED = ("world_size", "device", "threads", "versions")
+ROUNDING = "equal but for rounding"
 FINISHED = "{} holds this run, finished: the same settings, the same data"
 COLUMNS = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 COLUMNS += ("kl", "kl_base", "share_baked", "accuracy", "fraction_of_optimum")
@@ -105,8 +106,7 @@ class Run(Saving):
             before = resume.read_json(self.folder / "environment.json")
             for name in CHANGED:
                 if before.get(name) != described[name]:
-                    change = f"{name}: {before.get(name)} -> {described[name]}"
-                    self.say(f"{change}; equal but for rounding")
+                    self.say(f"{name}: {before.get(name)} -> {described[name]}; {ROUNDING}")
             self._read_kept()
         for line in found.lines:
             self.say(line)
@@ -235,9 +235,7 @@ class Run(Saving):
         )
 
     def _write(self, name, data):
-        temporary = self.folder / f".{name}.tmp"
-        temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, self.folder / name)  # a reader never sees half a file
+        checkpoint.write_text(self.folder / name, json.dumps(data, indent=2) + "\n")
 
     def __enter__(self):
         return self

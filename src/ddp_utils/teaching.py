@@ -108,9 +108,7 @@ class Teacher:
         self.student, self.data, self.device = student, data, run.world.device
         self.kept = {}  # "split/row" -> the open file that has it
         if config.cache_teacher:
-            facts = {}
-            if run.world.is_main:
-                facts = reference.facts_of(student, data, [config.model_name], self.device)
+            facts = reference.facts_of(student, data, [config.model_name], self.device)
             self._open(run, facts)
             known = torch.tensor([float(self._complete())], device=self.device)
             if dist.all_sum(known, run.world).item() < run.world.world_size:

@@ -588,7 +588,7 @@ def evil_checkpoint(folder, canary, step=1):
 def test_a_checkpoint_that_is_a_pickle_is_not_read(tmp_path, canary):
     path = evil_checkpoint(tmp_path, canary)
     checkpoint.find(tmp_path)
-    with pytest.raises((SafetensorError, UserError)):
+    with pytest.raises((SafetensorError, UserError, ValueError)):
         checkpoint.read(path)
     put(path / checkpoint.MANIFEST, canary.pickle)
     assert checkpoint.verify(path) and checkpoint.find(tmp_path)[0] is None
@@ -613,10 +613,10 @@ def test_a_manifest_names_only_files_of_its_own_folder(name, tmp_path):
     path = checkpoint.write(tmp_path, 1, {"w": torch.ones(1)}, {})
     put(tmp_path / "outside", b"x")
     (path / "sub").mkdir()
-    files = json.loads((path / checkpoint.MANIFEST).read_text())["files"]
+    manifest = checkpoint.read_manifest(path)
     name = str(tmp_path / "outside") if name.startswith("/") else name
-    files[name] = hashlib.sha256(b"x").hexdigest()
-    edit(path / checkpoint.MANIFEST, files=files)
+    manifest["files"][name] = hashlib.sha256(b"x").hexdigest()
+    checkpoint.write_manifest(path, manifest)
     assert checkpoint.verify(path)
 
 
@@ -637,7 +637,7 @@ def test_all_files_of_a_run_have_the_mode_that_the_umask_says(fine_tuning, tmp_p
 
 
 PLANTED = {".": "away", "model": "away", "tensorboard": "away", "checkpoints": "away"}
-PLANTED |= {".tmp-model": "away", ".config.json.tmp": "away/file", "metrics.jsonl": "away/file"}
+PLANTED |= {".tmp-model": "away", ".tmp-config.json": "away/file", "metrics.jsonl": "away/file"}
 
 
 @pytest.mark.parametrize("name", PLANTED)
