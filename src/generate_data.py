@@ -283,7 +283,7 @@ def main(argv=None) -> int:
     done = dist.on_main(world, parts.open)
     start = time.perf_counter()
     bar = progress.Bar(world.is_main)
-    dtype, autocast = lora.precision(shape, world.device)
+    dtype, autocast = environment.precision(shape, world.device)
     scorer = logps.Scorer(lora.load(config.model_name, dtype, world.device), autocast)
     if world.is_main:
         print(f"{about}, world_size={world.world_size} device={world.device}", flush=True)

@@ -228,7 +228,7 @@ def load_scored(config, data, world, run):
 
     known = None
     if config.reference_model:
-        dtype, autocast = lora.precision(config, world.device)
+        dtype, autocast = environment.precision(config, world.device)
         host = torch.device("cpu") if config.strategy == "fsdp" else world.device
         model = lora.load(config.reference_model, dtype, host)
         scorer = parallel.place(logps.Scorer(model, autocast), config, world)
@@ -281,7 +281,7 @@ def main(argv=None) -> int:
         return 0
 
     world = dist.join(world, config.timeout_minutes)
-    lora.check_same_precision(config, world)
+    environment.check_same_precision(config, world)
     environment.prepare(config)
     peak = parallel.learning_rate(config, plan.global_batch, world.world_size)
 

@@ -20,6 +20,7 @@ from ddp_utils import (
     NonFiniteError,
     UserError,
     batching,
+    checkpoint,
     cli,
     dist,
     environment,
@@ -185,7 +186,7 @@ def choose_numbers(config, outline, world):
         small = sum(p.numel() for p in outline.parameters()) < 10e6
         config.learning_rate = 1e-3 if small else RATES[config.objective, config.fine_tuning]
     if config.mixed_precision == "auto":
-        chosen = lora.precision(config, world.device)[1]
+        chosen = environment.precision(config, world.device)[1]
         names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
         config.mixed_precision = names.get(chosen, "no")
     if config.mixed_precision == "fp16" and world.device.type == "cpu":
@@ -240,7 +241,7 @@ def fine_tune(config, world) -> int:
     plan = batching.Plan.of(config, len(data["train"]), world.world_size)
     inputs = reference_.inputs(config, data, outline) | {"global_batch": str(plan.global_batch)}
     if config.sharding:  # as the JSON has it, before its "auto" is filled in
-        digest = reference_.digest_of_files([], config.sharding)
+        digest = checkpoint.digest_of_files([], config.sharding)
         inputs[f"content of {config.strategy}_config"] = digest
     choose_numbers(config, outline, world)
     needed = parallel.bytes_to_write(outline, config)
@@ -254,7 +255,7 @@ def fine_tune(config, world) -> int:
         return 0
 
     world = dist.join(world, config.timeout_minutes)
-    lora.check_same_precision(config, world)
+    environment.check_same_precision(config, world)
     parallel.check_nodes(config, world)
     environment.prepare(config)
 

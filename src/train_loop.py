@@ -312,7 +312,7 @@ def main(argv=None) -> int:
         return 0
 
     world = dist.join(world, config.timeout_minutes)
-    lora.check_same_precision(config, world)
+    environment.check_same_precision(config, world)
     environment.prepare(config)
 
     with Run(config.out_dir, config, world, plan.steps, inputs, needed) as run:

@@ -33,12 +33,11 @@ from ddp_utils import (
     NonFiniteError,
     UserError,
     batching,
+    checkpoint,
     dist,
     environment,
-    lora,
     parallel,
     records,
-    reference,
     resume,
 )
 from ddp_utils.run import Run
@@ -171,7 +170,7 @@ def main(argv=None) -> int:
     resume.repeat_end(config.output_dir)
     choose = dist.choose_device if config.check else dist.meet
     world = choose(world, config.backend)
-    _, autocast = lora.precision(config, world.device)
+    _, autocast = environment.precision(config, world.device)
     if autocast == torch.float16 and world.device.type == "cpu":
         raise UserError("--mixed_precision: fp16 does not train on a CPU; give no, or bf16")
     path = records.resolve(config.traj_file)
@@ -191,7 +190,7 @@ def main(argv=None) -> int:
         return 0
 
     world = dist.join(world, config.timeout_minutes)
-    lora.check_same_precision(config, world)
+    environment.check_same_precision(config, world)
     environment.prepare(config)
     returns = dist.on_main(world, lambda: [] if path.exists() else [*collect(config, path)])
     arrays = dist.on_each(world, lambda: read_histories(config, path))
@@ -201,7 +200,7 @@ def main(argv=None) -> int:
         windows.Histories(arrays, part, config.horizon, windows.Cut.of(config), *size, world.device)
         for part in goals
     )
-    inputs["content of traj_file"] = reference.digest_of_files([path])
+    inputs["content of traj_file"] = checkpoint.digest_of_files([path])
     steps = config.train_timesteps
 
     with Run(config.output_dir, config, world, steps, inputs, needed) as run:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
 
-from ddp_utils import UserError, fsdp, lean, logps, lora, packing, selftest
+from ddp_utils import UserError, environment, fsdp, lean, logps, lora, packing, selftest
 
 GPU = torch.device("xpu")  # stands for one with bf16: of this kind no hardware is asked
 ON_GPU = "shared_prompt_on_gpu"  # among transformers' attention implementations
@@ -124,7 +124,7 @@ def _cut(model, count, layers):
 
 def _need(config, outline, rows, row_losses, device, shared):
     on_gpu, phases, chunk = device != "cpu", {}, dict(logps.CHUNK)
-    frozen, autocast = lora.precision(config, GPU if on_gpu else torch.device("cpu"))
+    frozen, autocast = environment.precision(config, GPU if on_gpu else torch.device("cpu"))
     model = _policy(config, outline)
     with FakeTensorMode(allow_non_fake_inputs=True), Live() as live:
         _on_paper(model, frozen)

@@ -11,11 +11,10 @@ from peft.utils import get_peft_model_state_dict, load_peft_weights, set_peft_mo
 from torch import nn
 from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModelForCausalLM, BitsAndBytesConfig
 
-from ddp_utils import UserError, checkpoint, dist, safely
+from ddp_utils import UserError, checkpoint, environment, safely
 from ddp_utils.pairs import model_path
 
 META = torch.device("meta")  # tensors on it have a name and a shape, and no content
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def outline(config):
@@ -77,35 +76,6 @@ def check_fit(model, data):
                 f"{pair.where}: {pair.row} tokens, the model has {positions} positions; "
                 f"give --max_length {positions}"
             )
-
-
-def precision(config, device):
-    """(dtype of the weights that are loaded, dtype of autocast or None).
-
-    Trainable weights are always fp32: at a learning rate of 5e-7 an update of a bf16 weight is
-    below half the distance to its neighbour, and 99 % of them would never move.
-    """
-    # None for auto
-    wanted = torch.float32 if config.fine_tuning == "full" else DTYPES.get(config.base_dtype)
-    autocast = DTYPES.get(getattr(config, "mixed_precision", "auto"))
-    if autocast is None and device.type != "cpu" and config.use_mixed_precision:
-        has_bf16 = device.type == "xpu" or torch.cuda.is_bf16_supported(including_emulation=False)
-        autocast = torch.bfloat16 if has_bf16 else torch.float16
-    if wanted == torch.bfloat16 and config.use_mixed_precision:
-        autocast = wanted  # on a CPU that was asked for it
-    frozen = torch.bfloat16 if autocast == torch.bfloat16 else torch.float32
-    return wanted or frozen, autocast
-
-
-def check_same_precision(config, world):
-    """All ranks must train in one precision: gradients with and without a loss scale do not mix."""
-    has_bf16 = precision(config, world.device)[1] == torch.bfloat16
-    votes = dist.all_sum(torch.tensor([float(has_bf16)], device=world.device), world).item()
-    if 0 < votes < world.world_size:
-        raise UserError(
-            f"{votes:.0f} of {world.world_size} GPUs have bf16; "
-            "give --no_use_mixed_precision, or leave the others out"
-        )
 
 
 def load(name, dtype, device, four_bits=None, flag="--model_name"):
@@ -186,7 +156,7 @@ def load_policy(config, device):
 
     The seed makes a fresh LoRA, so call torch.manual_seed first. Returns (model, autocast dtype).
     """
-    dtype, autocast = precision(config, device)
+    dtype, autocast = environment.precision(config, device)
     if getattr(config, "strategy", "ddp") != "ddp":
         # mapped from its files, which all processes of a node share, until it is shared out
         device = torch.device("cpu")

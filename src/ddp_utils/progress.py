@@ -4,7 +4,6 @@ import os
 import sys
 import threading
 
-import transformers
 from tqdm import tqdm
 
 NUMBERS = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
@@ -18,8 +17,8 @@ class Bar:
         self.shown = shown and sys.stderr.isatty()
         self.in_parts = False
         self.now = None
-        if not self.shown:
-            transformers.utils.logging.disable_progress_bar()  # of downloads and weights
+        if not self.shown and "transformers" in sys.modules:  # not imported for distillation
+            sys.modules["transformers"].utils.logging.disable_progress_bar()  # of weights
 
     def of_run(self, steps, done):
         """One bar from the first step to the last: see `reach`."""

@@ -36,20 +36,7 @@ def digest_of_rows(pairs) -> str:
 def digest_of_model(name, settings) -> str:
     """By the files of a folder, or by the commit of the hub that `settings` came from."""
     files = sorted(file for file in Path(model_path(name)).glob("*") if file.is_file())
-    return digest_of_files(files, *([] if files else [name, settings._commit_hash]))
-
-
-def digest_of_files(files, *more) -> str:
-    """By name, size and content; of a large file 64 places, since to read all takes minutes."""
-    digest = hashlib.sha256(repr(more).encode())
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
-        with open(file, "rb") as content:
-            for place in range(0, size, max(2**20, size // 64)):
-                content.seek(place)
-                digest.update(content.read(2**20))
-    return digest.hexdigest()[:16]
+    return checkpoint.digest_of_files(files, *([] if files else [name, settings._commit_hash]))
 
 
 def facts_of(scorer, data, names, device) -> dict:

@@ -23,6 +23,7 @@ from ddp_utils import (
     NonFiniteError,
     UserError,
     batching,
+    checkpoint,
     dist,
     environment,
     losses,
@@ -251,7 +252,7 @@ def main(argv=None) -> int:
     model = mpnn.ProteinMPNN.load(base)
     inputs = {f"content of {split}": digest(pairs, structures) for split, pairs in data.items()}
     inputs["global_batch"] = str(plan.global_batch)
-    inputs["content of base_model_name"] = reference.digest_of_files([base])
+    inputs["content of base_model_name"] = checkpoint.digest_of_files([base])
     needed = (
         4 * sum(p.numel() for p in model.parameters()) * (3 * (config.keep_checkpoints + 1) + 1)
     )

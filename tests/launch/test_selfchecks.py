@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 
 import main_distributed
 import runs
-from ddp_utils import dist, logps, lora, merge, pairs, parallel, reference
+from ddp_utils import dist, environment, logps, lora, merge, pairs, parallel, reference
 from ranks import ranks, run_ranks
 
 SHORT = runs.words("--max_rows 40 --batch_size 8 --max_steps 2")
@@ -157,7 +157,7 @@ def test_dropout_of_an_adapter_is_that_of_this_run(tmp_path):
 
 def too_large_for_fp16(folder, *flags):
     """A CPU that computes in fp16, and a loss whose scaled gradient overflows there."""
-    lora.precision = lambda *_: (torch.float32, torch.float16)
+    environment.precision = lambda *_: (torch.float32, torch.float16)
     scales, begin, allows = [], parallel.LossScale.__init__, parallel.LossScale.allows_step
 
     def lower(self, enabled):  # by itself it begins at 65536: more such steps
@@ -269,7 +269,10 @@ def test_complaint_17_trainable_parameters_are_fp32_on_a_bf16_base(mode):
 def mixed_gpus(folder):
     """Rank 1 has a GPU without bf16."""
     has_bf16 = os.environ["RANK"] == "0"
-    lora.precision = lambda *_: (torch.float32, torch.bfloat16 if has_bf16 else torch.float16)
+    environment.precision = lambda *_: (
+        torch.float32,
+        torch.bfloat16 if has_bf16 else torch.float16,
+    )
     return runs.train(folder, [*runs.FULL, *SHORT])
 
 

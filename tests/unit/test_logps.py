@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from config import Config
-from ddp_utils import UserError, logps, lora, reference, selftest
+from ddp_utils import UserError, environment, logps, lora, reference, selftest
 from ddp_utils.pairs import Pair
 
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=97)
@@ -238,7 +238,7 @@ def test_complaint_13_a_reference_in_another_precision_is_refused():
 )
 def test_a_cpu_computes_in_bf16_only_where_it_is_asked_for(settings, expected):
     config = Config(fine_tuning="lora", **settings)
-    assert lora.precision(config, torch.device("cpu")) == expected
+    assert environment.precision(config, torch.device("cpu")) == expected
 
 
 def test_the_precision_is_among_the_facts_of_the_reference():
