@@ -6,8 +6,6 @@ and O at (x + 2.5, 2, 0).
 
 import gzip
 import os
-import shutil
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -112,14 +110,6 @@ def test_the_first_model_alone_is_read(read):
     assert xs(read(residue(x=7.0) + "ENDMDL\n" + "ATOM of a later model, which is not looked at"))
 
 
-STANDARD = "ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL TRP TYR"
-
-
-def test_the_twenty_amino_acids_have_their_letters(read):
-    found = read(pdb(*((name, n) for n, name in enumerate(STANDARD.split()))))
-    assert found.sequence == "ACDEFGHIKLMNPQRSTVWY"
-
-
 # --- numbering -----------------------------------------------------------------------------------
 
 
@@ -160,16 +150,38 @@ def test_insertion_codes_are_residues_of_their_own_in_file_order(read):
     assert found.sequence == "GAVXW" and found.places.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_insertion_codes_before_their_number(read):
-    text = residue("GLY", 1, icode="X") + residue("ALA", 2, icode="X") + residue("TRP", 1)
-    assert read(text).sequence == "GAW"
+STANDARD = "ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL TRP TYR"
+DYNAMICS = "HIE HID HSP CYX LYN"  # names of molecular dynamics
+LATE = residue("GLY", 9999, serial=99999) + residue("ALA", "A000", serial="A0000")
+LIGAND = residue("GLU", 9, record="HETATM", x=30.0)  # a free amino acid
+MSE = residue("GLY", 1) + residue("MSE", 2, record="HETATM", x=4.0) + residue("TRP", 3, x=8.0)
+SEQUENCES = {
+    "the twenty amino acids": (
+        pdb(*((name, n) for n, name in enumerate(STANDARD.split()))),
+        "ACDEFGHIKLMNPQRSTVWY",
+    ),
+    "molecular dynamics": (pdb(*((name, n) for n, name in enumerate(DYNAMICS.split()))), "HHHCK"),
+    "insertion codes before their number": (
+        residue("GLY", 1, icode="X") + residue("ALA", 2, icode="X") + residue("TRP", 1),
+        "GAW",
+    ),
+    "hybrid 36": (LATE + residue("TRP", "A002", serial="*****"), "GAXW"),  # 9999, 10000, 10002
+    "hybrid 36 in small letters": (residue("GLY", "ZZZZ") + residue("ALA", "a000"), "GA"),
+    "a break without a gap in the numbers": (residue("GLY", 1) + residue("ALA", 2, x=50.0), "GA"),
+    "selenomethionine": (MSE, "GMW"),
+    "selenomethionine and an end": (MSE + "TER\n", "GMW"),
+    "a ligand behind the chain": (residue("GLY", 1) + "TER\n" + LIGAND, "G"),
+    "a ligand without an end": (residue("GLY", 1) + LIGAND, "G"),
+    "a modified ligand": (residue("GLY", 1) + "TER\n" + LIGAND.replace("GLU", "SEP"), "G"),
+    "an end in the middle": (residue("GLY", 1) + "TER\n" + residue("ALA", 2), "GA"),
+    "two parts": (residue("GLY", 1) + residue("ALA", 1, "B") + residue("TRP", 2), "GWA"),
+}
 
 
-def test_hybrid_36(read):
-    text = residue("GLY", 9999, serial=99999) + residue("ALA", "A000", serial="A0000")
-    found = read(text + residue("TRP", "A002", serial="*****"))
-    assert found.sequence == "GAXW"  # 9999, 10000, 10002
-    assert read(residue("GLY", "ZZZZ") + residue("ALA", "a000")).sequence == "GA"
+@pytest.mark.parametrize("what", SEQUENCES)
+def test_which_residues_come_out(read, what):
+    text, sequence = SEQUENCES[what]
+    assert read(text).sequence == sequence
 
 
 def test_more_atoms_than_serials(read):
@@ -179,11 +191,6 @@ def test_more_atoms_than_serials(read):
         for n, serial in ((-999, 99999), (-998, "A0000"), (9999, "A0001"))
     )
     assert read(text).lengths == (3, 3, 3)
-
-
-def test_a_break_of_the_chain_without_a_gap_in_its_numbers_is_no_gap(read):
-    found = read(residue("GLY", 1) + residue("ALA", 2, x=50.0))
-    assert found.sequence == "GA" and found.places.tolist() == [0, 1]
 
 
 # --- conformers ----------------------------------------------------------------------------------
@@ -269,24 +276,12 @@ def test_an_occupancy_that_is_no_number_is_the_lowest(read):
 # --- which residues ------------------------------------------------------------------------------
 
 
-def test_selenomethionine_is_methionine(read):
-    text = residue("GLY", 1) + residue("MSE", 2, record="HETATM", x=4.0) + residue("TRP", 3, x=8.0)
-    assert read(text).sequence == read(text + "TER\n").sequence == "GMW"
-
-
-@pytest.mark.parametrize("name", ["SEP", "SEC", "PYL", "CSO", "PCA", "UNK", "DAL", "ASX", "Q1Z"])
 @pytest.mark.parametrize("record", ["ATOM", "HETATM"])
-def test_other_modified_residues_are_x_with_coordinates(read, name, record):
-    found = read(residue("GLY", 1) + residue(name, 2, record=record, x=4.0) + "TER\n")
-    assert found.sequence == "GX" and found.mask.all() and found.observed.all()
-    assert xs(found) == [1.5, 5.5]
-
-
-@pytest.mark.parametrize(
-    "name, letter", [("HIE", "H"), ("HID", "H"), ("HSP", "H"), ("CYX", "C"), ("LYN", "K")]
-)
-def test_names_of_molecular_dynamics_have_their_letter(read, name, letter):
-    assert read(residue(name)).sequence == letter
+def test_other_modified_residues_are_x_with_coordinates(read, record):
+    for name in ["SEP", "SEC", "PYL", "CSO", "PCA", "UNK", "DAL", "ASX", "Q1Z"]:
+        found = read(residue("GLY", 1) + residue(name, 2, record=record, x=4.0) + "TER\n")
+        assert found.sequence == "GX" and found.mask.all() and found.observed.all()
+        assert xs(found) == [1.5, 5.5]
 
 
 DROPPED = {
@@ -308,35 +303,15 @@ def test_what_is_no_amino_acid_is_dropped(read, what, end):
     assert found.sequence == "GA" and found.mask.all()
 
 
-def test_a_free_amino_acid_is_a_ligand(read):
-    free = residue("GLU", 9, record="HETATM", x=30.0)
-    assert read(residue("GLY", 1) + "TER\n" + free).sequence == "G"
-    assert read(residue("GLY", 1) + free).sequence == "G"
-    modified = residue("SEP", 9, record="HETATM", x=30.0)
-    assert read(residue("GLY", 1) + "TER\n" + modified).sequence == "G"
-
-
-def test_a_chain_goes_on_behind_a_ter_in_its_middle(read):
-    assert read(residue("GLY", 1) + "TER\n" + residue("ALA", 2)).sequence == "GA"
-
-
-def test_a_chain_in_two_parts_is_one(read):
-    text = residue("GLY", 1) + residue("ALA", 1, "B") + residue("TRP", 2)
-    assert read(text).sequence == "GWA"
-
-
 @pytest.mark.parametrize("missing", PLACES)
 def test_a_residue_without_one_atom_stays_and_is_masked(read, missing):
     atoms = [atom for atom in PLACES if atom != missing]
     found = read(residue("GLY", 1) + residue("ALA", 2, x=4.0, atoms=atoms) + residue("TRP", 3))
+    # the others have their N in the origin: it is there
     assert found.sequence == "GAW" and found.mask.tolist() == [1, 0, 1]
     assert found.observed.all()
     assert found.coords[1, list(PLACES).index(missing)].tolist() == [0, 0, 0]
     assert np.isfinite(found.coords).all() and found.coords[1].any(1).sum() == 3
-
-
-def test_an_atom_in_the_origin_is_there(read):
-    assert read(residue()).mask.tolist() == [1]  # N is at 0, 0, 0
 
 
 @pytest.mark.parametrize("name", [" ", "", "  "])
@@ -388,12 +363,9 @@ def test_mmcif_names_of_the_file_are_known_too(read, complaint):
     assert complaint(text, ["C"]) == ": no protein chain 'C'; it has H, L"
 
 
-def test_mmcif_the_authors_name_wins(read):
+def test_mmcif_authors_name_first_model_and_no_entities(read):
     swapped = cif(("GLY", 1, "A", "B", 1, 1), ("TRP", 1, "B", "A", 3, 1))
     assert read(swapped, ["A"]).sequence == "G" and read(swapped, ["B"]).sequence == "W"
-
-
-def test_mmcif_first_model_and_no_entities(read):
     rows = ("GLY", 1, "A", "A", 1, 1), ("TRP", 1, "A", "A", 1, 2)
     assert read(cif(*rows)).sequence == "G"
     assert read(cif(*TWO, entities="")).sequence == "GXMWY"  # GLU as HETATM is free
@@ -438,30 +410,22 @@ def spoilt(number, start, text):
     return "\n".join(lines) + "\n"
 
 
-@pytest.mark.parametrize(
-    "start, text",
-    [
-        (31, "  xx.104"),
-        (31, "********"),
-        (39, "     nan"),
-        (39, "     inf"),
-        (47, "        "),
-        (47, "   1.2.3"),
-        (31, "  1e3   "),
-        (39, "1_000.00"),
-        (31, "    -   "),
-        (23, "    "),
-        (23, "****"),
-        (23, "1 2 "),
-        (23, "A0-0"),
-        (13, "\tCA "),
-        (22, "é"),
-    ],
-)
-def test_a_spoilt_atom_is_named_by_its_line(complaint, start, text):
-    said = complaint("REMARK\n" + spoilt(6, start, text))
-    assert said.startswith(":7: columns 23-54 of this atom hold ")
-    assert said.endswith("; correct or complete the line")
+SPOILT = {
+    13: ["\tCA "],
+    22: ["é"],
+    23: ["    ", "****", "1 2 ", "A0-0"],
+    31: ["  xx.104", "********", "  1e3   ", "    -   "],
+    39: ["     nan", "     inf", "1_000.00"],
+    47: ["        ", "   1.2.3"],
+}
+
+
+@pytest.mark.parametrize("start", SPOILT)
+def test_a_spoilt_atom_is_named_by_its_line(complaint, start):
+    for text in SPOILT[start]:
+        line = complaint("REMARK\n" + spoilt(6, start, text))
+        assert line.startswith(":7: columns 23-54 of this atom hold ")
+        assert line.endswith("; correct or complete the line")
 
 
 @pytest.mark.parametrize("columns", [4, 20, 30, 31, 46, 53])
@@ -475,11 +439,9 @@ def test_a_line_may_end_with_its_coordinates(read):
     assert found.sequence == "GAW" and found.mask.all()
 
 
-@pytest.mark.parametrize(
-    "field", ["   1.5  ", "1.50    ", "   +1.50", "     1.5", "1.500000", "    1.5 "]
-)
-def test_coordinates_need_not_be_of_three_decimals(read, field):
-    assert xs(read(spoilt(2, 31, field)))[0] == 1.5
+def test_coordinates_need_not_be_of_three_decimals(read):
+    for field in ("   1.5  ", "1.50    ", "   +1.50", "     1.5", "1.500000", "    1.5 "):
+        assert xs(read(spoilt(2, 31, field)))[0] == 1.5
 
 
 @pytest.mark.parametrize("shift, says", [(0.8, "2.30"), (-1.2, "0.30"), (98.5, "100.00")])
@@ -489,10 +451,7 @@ def test_n_and_ca_that_are_no_bond(complaint, shift, says):
         f":7: N and CA of ALA 2 are {says} Angstrom apart, 1.46 is usual; correct the coordinates, "
         "or take the residue out"
     )
-
-
-def test_n_and_ca_in_mmcif_have_no_line(complaint):
-    text = cif(*TWO, entities=ENTITIES).replace("1.5 0 0 1.0 -3", "1.5 9 0 1.0 -3")
+    text = cif(*TWO, entities=ENTITIES).replace("1.5 0 0 1.0 -3", "1.5 9 0 1.0 -3")  # no lines
     assert complaint(text).startswith(": N and CA of TRP -3 are 9.12 Angstrom apart")
 
 
@@ -502,20 +461,10 @@ def test_coordinates_in_nanometres_are_seen(complaint):
     assert ": N and CA of ALA 1 are 0.15 Angstrom apart" in complaint(text)
 
 
-EMPTY = {
-    "nothing": b"",
-    "hello": b"hello",
-    "blank": b"\n \n",
-    "html": b"<!DOCTYPE html><html>404</html>\n",
-    "json": b'{"a": 1}\n',
-    "header_alone": b"HEADER    HYDROLASE\nEND\n",
-    "gz_of_nothing": gzip.compress(b""),
-}
-
-
-@pytest.mark.parametrize("what", EMPTY)
-def test_a_file_without_atoms(complaint, what):
-    assert complaint(EMPTY[what]) == ": no atoms; give a PDB or mmCIF file of a protein"
+def test_a_file_without_atoms(complaint):
+    html, header = b"<!DOCTYPE html><html>404</html>\n", b"HEADER    HYDROLASE\nEND\n"
+    for raw in (b"", b"hello", b"\n \n", html, b'{"a": 1}\n', header, gzip.compress(b"")):
+        assert complaint(raw) == ": no atoms; give a PDB or mmCIF file of a protein"
 
 
 @pytest.mark.parametrize(
@@ -523,10 +472,7 @@ def test_a_file_without_atoms(complaint, what):
     [
         (DROPPED["nucleotide"], ": no protein chain; give a file with one"),
         (line() + line(number=2), ": no residue has N, CA, C and O; a backbone needs all four"),
-        (
-            THREE + "END\n" + residue("ALA", 4),
-            ": 12 of 16 atoms were read; put END behind the last",
-        ),
+        (THREE + "END\n" + residue("ALA", 4), ": 12 of 16 atoms were read; put END behind the"),
         (residue() + residue(), ": residue 1 of chain 'A' is there twice"),
         (residue() + residue("GLY"), ": residue 1 of chain 'A' is there twice"),
         (THREE + residue("SER", 1), ": residue 1 of chain 'A' is there twice"),
@@ -577,24 +523,10 @@ def test_files_that_cannot_be_read(complaint, tmp_path):
     whole = gzip.compress(THREE.encode() * 20, mtime=0)
     assert complaint(whole[: len(whole) // 2])
     assert complaint(bytes([*range(256)]) * 10).startswith(":2: byte 128 is not UTF-8")
-    for path in tmp_path / "absent.pdb", tmp_path:
+    os.mkfifo(tmp_path / "pipe")  # it is not waited for
+    for path in tmp_path / "absent.pdb", tmp_path, tmp_path / "pipe":
         with pytest.raises(UserError, match="no such file|not a regular file"):
             structure.read(path)
-
-
-def test_a_pipe_is_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    said = []
-
-    def try_it():
-        with pytest.raises(UserError) as caught:
-            structure.read(tmp_path / "pipe")
-        said.append(str(caught.value))
-
-    reader = threading.Thread(target=try_it, daemon=True)
-    reader.start()
-    reader.join(timeout=5)
-    assert said and "not a regular file" in said[0]
 
 
 # --- cache ---------------------------------------------------------------------------------------
@@ -622,26 +554,6 @@ def test_another_content_option_or_version_is_another_entry(read, tmp_path, monk
     assert len(list((tmp_path / "c").iterdir())) == 6
 
 
-def test_a_damaged_entry_is_written_anew(read, tmp_path):
-    cache = tmp_path / "cache"
-    wanted = read(THREE, cache=cache)
-    [file] = cache.iterdir()
-    good = file.read_bytes()
-    np.save(tmp_path / "one.npy", np.ones(3))
-    np.savez(tmp_path / "other.npz", coords=np.ones(3))
-    others = [(tmp_path / name).read_bytes() for name in ("one.npy", "other.npz")]
-    flipped = [bytearray(good) for _ in range(0, len(good), 7)]
-    for raw, at in zip(flipped, range(0, len(good), 7), strict=True):
-        raw[at] ^= 0xFF
-    for bad in [b"", b"PK", good[:-9], good[: len(good) // 2], *others, *map(bytes, flipped)]:
-        file.write_bytes(bad)
-        assert same(wanted, read(THREE, cache=cache))
-    file.write_bytes(b"")
-    read(THREE, cache=cache)
-    assert same(wanted, structure._cached(file))
-    assert list(cache.iterdir()) == [file]  # no litter
-
-
 class Canary:
     """Makes a folder when it is unpickled."""
 
@@ -652,13 +564,26 @@ class Canary:
         return os.mkdir, (self.folder,)
 
 
-def test_nothing_in_the_cache_is_executed(read, tmp_path):
-    wanted = read(THREE, cache=tmp_path / "c")
-    [file] = (tmp_path / "c").iterdir()
+def test_a_damaged_entry_is_written_anew_and_nothing_in_it_is_executed(read, tmp_path):
+    cache = tmp_path / "cache"
+    wanted = read(THREE, cache=cache)
+    [file] = cache.iterdir()
+    good = file.read_bytes()
+    np.save(tmp_path / "one.npy", np.ones(3))
+    np.savez(tmp_path / "other.npz", coords=np.ones(3))
     canary = np.array([Canary(tmp_path / "woken")], dtype=object)
-    with open(file, "wb") as stream:
-        np.savez(stream, **{name: canary for name in structure.Structure._fields})
-    assert same(wanted, read(THREE, cache=tmp_path / "c"))
+    np.savez(tmp_path / "evil.npz", **dict.fromkeys(structure.Structure._fields, canary))
+    others = [(tmp_path / name).read_bytes() for name in ("one.npy", "other.npz", "evil.npz")]
+    flipped = [bytearray(good) for _ in range(0, len(good), 7)]
+    for raw, at in zip(flipped, range(0, len(good), 7), strict=True):
+        raw[at] ^= 0xFF
+    for bad in [b"", b"PK", good[:-9], good[: len(good) // 2], *others, *map(bytes, flipped)]:
+        file.write_bytes(bad)
+        assert same(wanted, read(THREE, cache=cache))
+    file.write_bytes(b"")
+    read(THREE, cache=cache)
+    assert same(wanted, structure._cached(file))
+    assert list(cache.iterdir()) == [file]  # no litter
     assert not (tmp_path / "woken").exists()
 
 
@@ -672,16 +597,10 @@ def test_a_cache_that_cannot_be_written_is_done_without(read, tmp_path):
     entry.mkdir()  # where the file should go
     assert read(THREE, cache=folder).sequence == "GAW"
     assert list(folder.iterdir()) == [entry]
-    shutil.rmtree(folder)
-
-
-def test_nothing_is_written_through_a_link(read, tmp_path):
-    read(THREE, cache=tmp_path / "c")
-    [entry] = (tmp_path / "c").iterdir()
-    entry.unlink()
+    entry.rmdir()
     (tmp_path / "precious").write_text("precious")
-    entry.symlink_to(tmp_path / "precious")
-    read(THREE, cache=tmp_path / "c")
+    entry.symlink_to(tmp_path / "precious")  # nothing is written through a link
+    read(THREE, cache=folder)
     assert (tmp_path / "precious").read_text() == "precious" and not entry.is_symlink()
 
 
@@ -742,15 +661,9 @@ def edits(draw, samples):
     return raw
 
 
-@fuzz(200)
-@given(raw=edits([SAMPLE]))
-def test_any_edit_of_pdb_lines_is_taken_or_refused(file, raw):
-    taken(file, raw)
-
-
-@fuzz(200)
-@given(raw=edits([cif(*TWO, entities=ENTITIES).encode()]))
-def test_any_edit_of_mmcif_is_taken_or_refused(file, raw):
+@fuzz(400)
+@given(raw=edits([SAMPLE, cif(*TWO, entities=ENTITIES).encode()]))
+def test_any_edit_of_pdb_lines_or_of_mmcif_is_taken_or_refused(file, raw):
     taken(file, raw)
 
 
