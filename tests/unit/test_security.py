@@ -682,7 +682,7 @@ REDACTED = """<hf_abcdefghijklmnopqrstuvwxyz>|use <sk-proj-abcdefghij0123456789>
     |<AKIAIOSFODNN7EXAMPLE>|a <ghp_16C7e42F292c6912E7710c83834> b|<glpat-ABCdef_ghi-JKLmnopqr>
     |<github_pat_11ABCDEFG0abcdefghij_klmnopqrst>|<xoxb-17653672481-19874698323-pdFZKVeTuE8sk7o>
     |<AIzaSyDaGmWKa4JsXZ-HjGw7ISLn_3namBGewQe>|<eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.SflKxwRJSMe>
-    |Authorization: Bearer <mF_9.B5f-4.1JqM>|-H 'Authorization: Basic <dXNlcjpwYXNz>' -v
+    |Authorization: Bearer <mF_9.B5f-4.1JqM>|-H 'Authorization: Basic <dXNlcjpwYXNz>' -v|pwd=<x>
     |https://<0123456789abcdef>@host/data.jsonl|https://<me:pw>@host/a|https:/<me:pw>@host/a
     |postgres://<:password>@host|me:<hunter2>@db.host|--passwd=<hunter2> --n 1|A_KEY=<b> TOKEN=<x>
     |password=<'two words'> b|token=<abc>"d|key=<x>'y|s3?X-Amz-Signature=<fe5f80f77d5fa3beca038>
