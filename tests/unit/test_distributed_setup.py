@@ -88,14 +88,6 @@ def refused(line, *more):
 # --- settings ------------------------------------------------------------------------------------
 
 
-def test_the_other_fsdp_settings():
-    assert made("fsdp --output a.json --sharding_strategy HYBRID_SHARD --mixed_precision NO") == {
-        **FSDP,
-        "fsdp_sharding_strategy": "HYBRID_SHARD",
-        "fsdp_mixed_precision": "NO",
-    }
-
-
 STAGE3 = {
     **{k: v for k, v in DEEPSPEED["zero_optimization"].items() if k != "offload_optimizer"},
     "stage": 3,
@@ -117,16 +109,16 @@ def test_stage_3_says_when_to_fetch_and_gathers_the_weights_that_are_saved():
         assert found["stage"] == int(stage) and not any("stage3" in key for key in found)
 
 
-def test_precision_is_a_flag_or_left_to_the_yaml_file():
+def test_precision_strategy_and_buckets_are_flags():
     found = made("deepspeed --fp16 --output a.json")
     assert found["fp16"] == {"enabled": True, "loss_scale": 0} and "bf16" not in found
-    found = made("deepspeed --output b.json")
+    found = made("deepspeed --output b.json")  # left to the YAML file
     assert found["bf16"] == {"enabled": "auto"} and found["fp16"]["enabled"] == "auto"
-
-
-def test_buckets_are_whole_numbers_in_any_spelling():
-    flags = "deepspeed --reduce_bucket_size 2e8 --allgather_bucket_size=1000"
-    found = made(flags)["zero_optimization"]
+    found = made("fsdp --output c.json --sharding_strategy HYBRID_SHARD --mixed_precision NO")
+    other = {"fsdp_sharding_strategy": "HYBRID_SHARD", "fsdp_mixed_precision": "NO"}
+    assert found == {**FSDP, **other}
+    found = made("deepspeed --reduce_bucket_size 2e8 --allgather_bucket_size=1000")
+    found = found["zero_optimization"]
     assert (found["reduce_bucket_size"], found["allgather_bucket_size"]) == (200000000, 1000)
     assert ": 200000000," in Path("config/ds_config.json").read_text()
 
@@ -275,9 +267,7 @@ printf '%s\\0' "$@" >>"$RECORD/$name"
 env -0 >"$RECORD/$name.env"
 """
 STANDINS = {
-    "srun": RECORDS + "exit ${STATUS:-0}",
-    "mpiexec": RECORDS + "exit ${STATUS:-0}",
-    "torchrun": RECORDS + "exit ${STATUS:-0}",
+    **dict.fromkeys(("srun", "mpiexec", "torchrun"), RECORDS + "exit ${STATUS:-0}"),
     "sbatch": RECORDS,
     "qsub": RECORDS,
     "scontrol": RECORDS + "[ $1 = requeue ] && exit ${REFUSES:-0}; printf 'n1\\nn2\\n'",

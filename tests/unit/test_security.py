@@ -237,14 +237,13 @@ FLOORS = {  # the last version with a hole that data can reach
 }
 
 
-@pytest.mark.parametrize("name", FLOORS)
-def test_no_version_with_a_known_hole_is_allowed(name):
+def test_no_version_with_a_known_hole_is_allowed():
     lines = [line.split("#")[0].strip() for line in (ROOT / "requirements.txt").open()]
     found = [Requirement(line) for line in lines if line[:1].isalpha()]
     asked = {requirement.name: requirement for requirement in found}
-    if name == "filelock" and name not in asked:
-        pytest.skip("not used")
-    assert FLOORS[name] not in asked[name].specifier
+    assert FLOORS.keys() - {"filelock"} <= asked.keys()
+    for name in FLOORS.keys() & asked.keys():
+        assert FLOORS[name] not in asked[name].specifier
 
 
 # --- canaries ------------------------------------------------------------------------------------
@@ -346,17 +345,16 @@ def test_what_lies_beside_the_files_that_are_read_is_left_alone(tmp_path, canary
     assert not canary.sings.exists()
 
 
+def pickle_as(name, kind="pickle"):
+    """An attack that puts a pickle, or what torch.save writes, in the place of this file."""
+    return lambda folder, canary: put(folder / name, getattr(canary, kind))
+
+
 def pickles_alone(folder, canary):
-    (folder / "model.safetensors").unlink()
+    """Of a model and of an adapter."""
+    weights = "adapter_model" if (folder / "adapter_config.json").exists() else "model"
+    (folder / f"{weights}.safetensors").unlink()
     surround(folder, canary)
-
-
-def pickle_in_disguise(folder, canary):
-    put(folder / "model.safetensors", canary.pickle)
-
-
-def archive_in_disguise(folder, canary):
-    put(folder / "model.safetensors", canary.archive)
 
 
 def index_of_pickles(folder, canary):
@@ -394,20 +392,19 @@ def kernel(folder, canary):
     edit(folder / "config.json", _attn_implementation="evil/kernel")
 
 
-def settings_as_pickle(folder, canary):
-    put(folder / "config.json", canary.pickle)
-
-
-MODELS = [pickles_alone, pickle_in_disguise, archive_in_disguise, index_of_pickles]
-MODELS += [weights_elsewhere, adapter_of_pickles, class_of_its_own, trust_from_within]
-MODELS += [kernel, settings_as_pickle]
+MODELS = [pickles_alone, index_of_pickles, weights_elsewhere, adapter_of_pickles]
+MODELS += [class_of_its_own, trust_from_within, kernel]
+MODELS = {attack.__name__: attack for attack in MODELS}
+MODELS["pickle_in_disguise"] = pickle_as("model.safetensors")
+MODELS["archive_in_disguise"] = pickle_as("model.safetensors", "archive")
+MODELS["settings_as_pickle"] = pickle_as("config.json")
 
 
 @pytest.mark.parametrize("flag", ["--model_name", "--reference_model"])
-@pytest.mark.parametrize("attack", MODELS, ids=lambda attack: attack.__name__)
+@pytest.mark.parametrize("attack", MODELS)
 def test_a_model_that_would_execute_is_refused(attack, flag, tmp_path, canary):
     shutil.copytree(MODEL, tmp_path / "model")
-    attack(tmp_path / "model", canary)
+    MODELS[attack](tmp_path / "model", canary)
     refused = attempt(tmp_path, flag, str(tmp_path / "model"))
     assert not canary.sings.exists()
     assert refused and str(tmp_path / "model") in refused
@@ -424,31 +421,19 @@ def tokenizer_of_its_own(folder, canary):
     edit(folder / "tokenizer_config.json", tokenizer_class="Evil", auto_map=auto)
 
 
-def tokenizer_as_pickle(folder, canary):
-    put(folder / "tokenizer.json", canary.pickle)
+TOKENIZERS = {"kernel_within": kernel_within, "tokenizer_of_its_own": tokenizer_of_its_own}
+TOKENIZERS["tokenizer_as_pickle"] = pickle_as("tokenizer.json")
+TOKENIZERS["generation_as_pickle"] = pickle_as("generation_config.json")
 
 
-def generation_as_pickle(folder, canary):
-    put(folder / "generation_config.json", canary.pickle)
-
-
-@pytest.mark.parametrize(
-    "attack",
-    [kernel_within, tokenizer_of_its_own, tokenizer_as_pickle, generation_as_pickle],
-    ids=lambda attack: attack.__name__,
-)
+@pytest.mark.parametrize("attack", TOKENIZERS)
 def test_a_tokenizer_or_a_setting_executes_nothing(attack, tmp_path, canary):
     """Refused or ignored, whichever transformers does."""
     shutil.copytree(MODEL, tmp_path / "model")
-    attack(tmp_path / "model", canary)
+    TOKENIZERS[attack](tmp_path / "model", canary)
     refused = attempt(tmp_path, "--model_name", str(tmp_path / "model"))
     assert not canary.sings.exists()
     assert refused is None or str(tmp_path / "model") in refused
-
-
-def adapter_pickles_alone(folder, canary):
-    (folder / "adapter_model.safetensors").unlink()
-    surround(folder, canary)
 
 
 def harmless_pickle(folder, canary):
@@ -456,10 +441,6 @@ def harmless_pickle(folder, canary):
     weights = {"base_model.model.model.embed_tokens.weight": torch.zeros(1)}
     (folder / "adapter_model.safetensors").unlink()
     torch.save(weights, folder / "adapter_model.bin")
-
-
-def adapter_in_disguise(folder, canary):
-    put(folder / "adapter_model.safetensors", canary.pickle)
 
 
 def module_by_name(folder, canary):
@@ -484,21 +465,19 @@ def prompt_tuning(folder, canary):
     put(folder / "adapter_config.json", settings)
 
 
-def adapter_settings_as_pickle(folder, canary):
-    put(folder / "adapter_config.json", canary.pickle)
-
-
-ADAPTERS = [adapter_pickles_alone, harmless_pickle, adapter_in_disguise, module_by_name]
-ADAPTERS += [cache_by_name, prompt_tuning, adapter_settings_as_pickle]
+ADAPTERS = [pickles_alone, harmless_pickle, module_by_name, cache_by_name, prompt_tuning]
+ADAPTERS = {attack.__name__: attack for attack in ADAPTERS}
+ADAPTERS["adapter_in_disguise"] = pickle_as("adapter_model.safetensors")
+ADAPTERS["settings_as_pickle"] = pickle_as("adapter_config.json")
 
 
 @pytest.mark.parametrize("fine_tuning", ["lora", "full"])
-@pytest.mark.parametrize("attack", ADAPTERS, ids=lambda attack: attack.__name__)
+@pytest.mark.parametrize("attack", ADAPTERS)
 def test_an_adapter_that_would_execute_is_refused(
     attack, fine_tuning, tmp_path, canary, monkeypatch
 ):
     shutil.copytree(ADAPTER, tmp_path / "adapter")
-    attack(tmp_path / "adapter", canary)
+    ADAPTERS[attack](tmp_path / "adapter", canary)
     monkeypatch.syspath_prepend(tmp_path / "adapter")  # python -m looks in the current folder
     flags = ["--fine_tuning", fine_tuning, "--init_adapter", str(tmp_path / "adapter")]
     refused = attempt(tmp_path, *flags)
@@ -533,35 +512,26 @@ TEMPLATES = {
 }
 
 
-PLACES = [(attack, "file") for attack in TEMPLATES]
 MODELS_OWN = "tokenizer_config.json", "chat_template.jinja"  # which end in the same sandbox
+PLACES = [(attack, "file") for attack in TEMPLATES]
 PLACES += itertools.product(("globals", "include"), MODELS_OWN)
+PLACES += [("a pickle", "file"), ("a pickle", "chat_template.jinja")]
 
 
 @pytest.mark.parametrize(("attack", "where"), PLACES)
 def test_a_chat_template_reaches_nothing_but_the_messages(attack, where, tmp_path, canary):
     put(tmp_path / "secret", b"{{ messages[0]['content'] }}")
-    text = TEMPLATES[attack].replace("CANARY", str(canary.sings))
+    text = TEMPLATES.get(attack, "").replace("CANARY", str(canary.sings))
     text = text.replace("FILE", str(tmp_path / "secret"))
     shutil.copytree(MODEL, tmp_path / "model")
     if where == "tokenizer_config.json":
         edit(tmp_path / "model" / where, chat_template=text)
     else:
-        put(tmp_path / "model" / where, text.encode())
+        put(tmp_path / "model" / where, text.encode() or canary.pickle)
     flags = ["--chat_template", str(tmp_path / "model/file")] if where == "file" else []
     refused = attempt(tmp_path, "--model_name", str(tmp_path / "model"), "--check", *flags)
     assert not canary.sings.exists()
-    assert refused.startswith("--chat_template: ")
-
-
-@pytest.mark.parametrize("where", ["file", "chat_template.jinja"])
-def test_a_chat_template_that_is_a_pickle_is_refused(where, tmp_path, canary):
-    shutil.copytree(MODEL, tmp_path / "model")
-    put(tmp_path / "model" / where, canary.pickle)
-    flags = ["--chat_template", str(tmp_path / "model/file")] if where == "file" else []
-    refused = attempt(tmp_path, "--model_name", str(tmp_path / "model"), "--check", *flags)
-    assert not canary.sings.exists()
-    assert str(tmp_path / "model") in refused
+    assert (str(tmp_path / "model") if attack == "a pickle" else "--chat_template: ") in refused
 
 
 def test_a_judge_that_nobody_named_is_not_run(tmp_path, canary, monkeypatch):
@@ -638,37 +608,30 @@ def test_all_files_of_a_run_have_the_mode_that_the_umask_says(fine_tuning, tmp_p
 
 PLANTED = {".": "away", "model": "away", "tensorboard": "away", "checkpoints": "away"}
 PLANTED |= {".tmp-model": "away", ".tmp-config.json": "away/file", "metrics.jsonl": "away/file"}
+PLANTED |= {"../.tmp-mine": "away"}  # a model that is saved elsewhere
 
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_nothing_is_written_through_a_link_that_was_planted(name, tmp_path):
     put(tmp_path / "away/file", b"precious")
     link = tmp_path / "runs/run" / name
-    link.parent.mkdir(parents=True)
+    link.parent.mkdir(parents=True, exist_ok=True)
     link.symlink_to(tmp_path / PLANTED[name])
-    refused = attempt(tmp_path)
+    flags = ["--output_dir", str(tmp_path / "runs/mine")] if "mine" in name else []
+    refused = attempt(tmp_path, *flags)
     assert (tmp_path / "away/file").read_bytes() == b"precious"
     assert [path.name for path in (tmp_path / "away").iterdir()] == ["file"]
     assert refused is None or "link" in refused
 
 
-@pytest.mark.parametrize("name", [".tmp-step-00000001", "step-00000001"])
-def test_no_checkpoint_is_written_through_a_link_that_was_planted(name, tmp_path):
+def test_no_checkpoint_is_written_through_a_link_that_was_planted(tmp_path):
     put(tmp_path / "away/file", b"precious")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / name).symlink_to(tmp_path / "away")
-    with contextlib.suppress(OSError):  # refused, or written in the link's place
-        checkpoint.write(tmp_path / "run", 1, {"w": torch.ones(1)}, {})
-    assert [path.name for path in (tmp_path / "away").iterdir()] == ["file"]
-
-
-def test_no_model_is_written_through_a_link_that_was_planted(tmp_path):
-    put(tmp_path / "away/file", b"precious")
-    (tmp_path / "models").mkdir()
-    (tmp_path / "models/.tmp-mine").symlink_to(tmp_path / "away")
-    with contextlib.suppress(OSError):
-        attempt(tmp_path, "--output_dir", str(tmp_path / "models/mine"))
-    assert [path.name for path in (tmp_path / "away").iterdir()] == ["file"]
+    for name in (".tmp-step-00000001", "step-00000001"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).symlink_to(tmp_path / "away")
+        with contextlib.suppress(OSError):  # refused, or written in the link's place
+            checkpoint.write(tmp_path / name, 1, {"w": torch.ones(1)}, {})
+        assert [path.name for path in (tmp_path / "away").iterdir()] == ["file"]
 
 
 # --- secrets -------------------------------------------------------------------------------------
@@ -719,7 +682,7 @@ REDACTED = """<hf_abcdefghijklmnopqrstuvwxyz>|use <sk-proj-abcdefghij0123456789>
     |<AKIAIOSFODNN7EXAMPLE>|a <ghp_16C7e42F292c6912E7710c83834> b|<glpat-ABCdef_ghi-JKLmnopqr>
     |<github_pat_11ABCDEFG0abcdefghij_klmnopqrst>|<xoxb-17653672481-19874698323-pdFZKVeTuE8sk7o>
     |<AIzaSyDaGmWKa4JsXZ-HjGw7ISLn_3namBGewQe>|<eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.SflKxwRJSMe>
-    |Authorization: Bearer <mF_9.B5f-4.1JqM>|-H 'Authorization: Basic <dXNlcjpwYXNz>' -v
+    |Authorization: Bearer <mF_9.B5f-4.1JqM>|-H 'Authorization: Basic <dXNlcjpwYXNz>' -v|pwd=<x>
     |https://<0123456789abcdef>@host/data.jsonl|https://<me:pw>@host/a|https:/<me:pw>@host/a
     |postgres://<:password>@host|me:<hunter2>@db.host|--passwd=<hunter2> --n 1|A_KEY=<b> TOKEN=<x>
     |password=<'two words'> b|token=<abc>"d|key=<x>'y|s3?X-Amz-Signature=<fe5f80f77d5fa3beca038>
