@@ -28,7 +28,7 @@ class Config:
     lora_targets: str = "all-linear"  # or layer names: q_proj,v_proj
     init_adapter: str = ""  # a LoRA to carry on from, such as one from SFT
     reference_model: str = ""  # another reference; empty: the policy before step 0
-    reference_logps: str = ""  # run folder whose reference log-probs are read, not scored again
+    reference_logps: str = ""  # run folder whose log-probs of the reference are read
     output_dir: str = ""  # the fine-tuned model; empty: result_dir/model
 
     # data

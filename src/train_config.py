@@ -125,7 +125,7 @@ class Config(Output, Distributed, Dataset, Training, FineTuning, Model):
     deepspeed: str = ""  # as use_deepspeed with this deepspeed_config
     restart: bool = False  # move an unfinished run aside instead of going on with it
     same_code: bool = False  # go on though the code has changed: the change moves no number
-    reference_logps: str = ""  # run folder whose reference log-probs are read, not scored again
+    reference_logps: str = ""  # run folder whose log-probs of the reference are read
     check: bool = False  # read and check everything, train nothing
     debug: bool = False  # tracebacks for user errors, too
 

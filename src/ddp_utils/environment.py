@@ -54,21 +54,37 @@ def describe(config, world) -> dict:
     }
 
 
-def code() -> dict:
+def code(script=None) -> dict:
     """Digests of the project's own files that are imported, and of the script that runs.
 
-    Comments and blank lines do not count. Keys are paths below src, or the script's name.
+    script: a module; of what it names, and what that names, alone. Comments and blank lines do not
+    count. Keys are paths below src, or the script's name.
     """
     digests = {}
-    for module in list(sys.modules.values()):
+    for module in _named_by(script) if script else list(sys.modules.values()):
         file = Path(getattr(module, "__file__", None) or "")
-        if file.suffix != ".py":
-            continue
-        if SRC in file.parents:
-            digests[str(file.relative_to(SRC))] = _digest_of_code(file)
-        elif module.__name__ == "__main__":
-            digests[file.name] = _digest_of_code(file.resolve())
+        is_ours, is_main = SRC in file.parents, getattr(module, "__name__", "") == "__main__"
+        if file.suffix == ".py" and (is_ours or is_main):
+            name = str(file.relative_to(SRC)) if is_ours else file.name
+            digests[name] = _digest_of_code(file)
     return digests
+
+
+def _named_by(script):
+    """The modules of this project whose functions and classes a module names, and so on."""
+    modules, waiting = [], [script]
+    while waiting:
+        module = waiting.pop()
+        modules.append(module)
+        if hasattr(module, "__path__"):  # a package names all of its modules that are imported
+            continue
+        for value in vars(module).values():
+            name = getattr(value, "__module__", "") or getattr(value, "__name__", "")
+            owner = sys.modules.get(str(name))
+            is_ours = SRC in Path(getattr(owner, "__file__", None) or "").parents
+            if is_ours and owner not in modules + waiting:
+                waiting.append(owner)
+    return modules
 
 
 def _digest_of_code(file):

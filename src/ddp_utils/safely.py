@@ -5,9 +5,9 @@ import re
 from unittest import mock
 
 import torch
-import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
+from transformers.utils import logging
 
 from ddp_utils import UserError
 
@@ -27,7 +27,6 @@ def reading(place, with_bars=False):
     def refuse(*_arguments, **_options):
         raise UserError(f"{place}: the weights are a pickle, which can run code; give safetensors")
 
-    logging = transformers.utils.logging
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # check_complete() says what its report says
     has_bars = logging.is_progress_bar_enabled()
@@ -60,9 +59,8 @@ def check_complete(place, missing, unexpected, misshapen):
     problems = []
     for kind, names in kinds.items():
         if names:
-            first = ", ".join(sorted(names)[:3])
-            more = ", ..." if len(names) > 3 else ""
-            problems.append(f"{len(names)} tensors {kind} ({first}{more})")
+            first = ", ".join([*sorted(names)[:3], *["..."] * (len(names) > 3)])
+            problems.append(f"{len(names)} tensors {kind} ({first})")
     if problems:
         raise UserError(
             f"{place}: {'; '.join(problems)}; give weights and config.json of the same model"

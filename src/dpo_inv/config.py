@@ -58,7 +58,7 @@ class Config:
     stop_after_minutes: float = 0.0  # save and end with status 85; 0: no limit
     restart: bool = False  # move an unfinished run aside instead of going on with it
     same_code: bool = False  # go on though the code has changed: the change moves no number
-    reference_logps: str = ""  # run folder whose reference log-probs are read, not scored again
+    reference_logps: str = ""  # run folder whose log-probs of the reference are read
     timeout_minutes: float = 30.0  # how long a rank waits for the others
     log_every: int = 1  # steps between printed lines; metrics.jsonl has all
     seed: int = 0  # split, order of the data, decoding orders

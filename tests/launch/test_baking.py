@@ -163,7 +163,8 @@ def test_no_file_is_left_empty(tmp_path, monkeypatch):
 def test_an_adapter_that_is_carried_on_has_its_own_rank(tmp_path):
     adapter = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
-    flags = ["--resume_from", str(tmp_path), "--model_name", "data/demo/model"]
+    (tmp_path / "rows.jsonl").write_text('{"model": "data/demo/model"}')
+    flags = ["--resume_from", str(tmp_path), "--data_path", str(tmp_path / "rows.jsonl")]
     with pytest.raises(UserError, match="--lora_r: the adapter that is carried on has 4; leave"):
         train_loop.read_settings([*flags, "--lora_r", "8"], dist.World())
     config = train_loop.read_settings(flags, dist.World())

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 
 import main_distributed
 import runs
@@ -121,7 +121,7 @@ def scores_of(adapter):
     base = lora.load("data/demo/model", torch.float32, world.device)
     plain = reference.score(logps.Scorer(base), data, world, 4)
     adapted = reference.score(
-        logps.Scorer(lora.PeftModel.from_pretrained(base, adapter)), data, world, 4
+        logps.Scorer(PeftModel.from_pretrained(base, adapter)), data, world, 4
     )
     return plain.mean(0), adapted.mean(0)
 
