@@ -32,9 +32,14 @@ import importlib.util as modules, re, sys
 from importlib import metadata
 for name, floor in re.findall(r"(?m)^([\w-]+)>=([\d.]+)", open(sys.argv[1]).read()):
     # looking for torch, not importing it, which takes seconds
-    version = metadata.version(name) if modules.find_spec(name) else "none"
-    if (name, version) == ("torch", "none"):
+    if name == "torch" and not modules.find_spec(name):
         sys.exit(1)
+    try:
+        version = metadata.version(name)
+    except metadata.PackageNotFoundError:  # a module may bring torch without its metadata
+        version = "none"
+        if modules.find_spec(name):
+            continue
     oldest, numbers = ([*map(int, re.findall(r"\d+", v))] for v in (floor, version))
     if numbers[:len(oldest)] < oldest:
         print(f"error: {name}: {version} is installed, {floor} or newer is needed; "

@@ -29,21 +29,22 @@ import torch
 from ddp_utils import (
     Stop,
     UserError,
+    checkpoint,
     cli,
     dist,
     environment,
     logps,
     lora,
+    preemption,
     progress,
     records,
     resume,
     sampling,
-    signals,
 )
-from ddp_utils import pairs as pairs_
 from ddp_utils import trajectories as trajectories_
 from ddp_utils.batching import order
-from ddp_utils.reference import digest_of_model
+from ddp_utils.encoder import Encoder, load_tokenizer
+from ddp_utils.safely import digest_of_model
 
 TOGETHER = 16  # batches between two writes: a number of its own, for batches hang on nothing else
 
@@ -122,7 +123,7 @@ def check_files(config, mark):
     if mark_in(train) == mark_in(val) == mark:
         raise Stop(f"{train} holds these replies already", 0)
     for name, path in zip(names, (train, val), strict=True):
-        resume.check_place(f"--{name}", Path(f"{path}.parts"))
+        checkpoint.check_place(f"--{name}", Path(f"{path}.parts"))
         if path.is_dir() or path.is_symlink():
             raise UserError(f"--{name}: {path} is a folder or a link; give the name of a file")
 
@@ -194,7 +195,7 @@ def sample(scorer, prompts, ends, config, world, bar, parts, done):
     bar.begin("Generating", len(starts), done)
 
     def poll():
-        asked = torch.tensor([float(signals.asked(config.stop_after_minutes))])
+        asked = torch.tensor([float(preemption.asked(config.stop_after_minutes))])
         if dist.all_sum(asked.to(world.device), world).item():
             told = f"stopped after {min(start, len(prompts))} of {len(prompts)} questions"
             raise Stop(f"{told}; the same command goes on", 85)
@@ -256,10 +257,10 @@ def main(argv=None) -> int:
     questions = trajectories_.read_questions(config.question_dataset, config.num_questions)
     if len(questions) < 2:
         raise UserError(f"{config.question_dataset}: one is held out; give 2 questions or more")
-    tokenizer = pairs_.load_tokenizer(config.model_name)
-    encoder = pairs_.Encoder(tokenizer, config.chat_template, kwargs=config.chat_template_kwargs)
+    tokenizer = load_tokenizer(config.model_name)
+    encoder = Encoder(tokenizer, config.chat_template, kwargs=config.chat_template_kwargs)
     prompts = [trajectories_.prompts(encoder, x0, question)[1] for question in questions]
-    shape = SimpleNamespace(**vars(config), fine_tuning="none", init_adapter="")
+    shape = SimpleNamespace(**vars(config), fine_tuning="none")
     outline = lora.load(config.model_name, "auto", lora.META)
     reply = [0] * config.max_sequence_length
     rows = zip(prompts, questions, strict=True)

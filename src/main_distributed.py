@@ -40,6 +40,7 @@ from ddp_utils import (
 )
 from ddp_utils import pairs as pairs_
 from ddp_utils import reference as reference_
+from ddp_utils.encoder import Encoder, load_tokenizer
 from ddp_utils.run import Run
 from ddp_utils.totals import Totals, interval
 
@@ -132,7 +133,7 @@ def train_step(policy, step, rows, data, reference, config, world):
     means = {**totals.means(), "grad_norm": norm.item()}
     if step == 0 or not math.isfinite(means["loss"]):
         table = dist.by_row(len(pairs), parts, found, world)[rows]  # [global batch, 3]
-        selftest.check_finite(table[:, 2], [pairs[i].where for i in rows], step)
+        parallel.check_finite(table[:, 2], [pairs[i].where for i in rows], step)
     overflow = parallel.overflows(policy, norm)
     if step == 0 and not overflow:
         parallel.check_gradients(policy, config.fine_tuning)
@@ -140,7 +141,7 @@ def train_step(policy, step, rows, data, reference, config, world):
         mine = [pairs[i] for i in rows]
         tokens = torch.tensor([max(map(len, pair[1:3])) for pair in mine], device=world.device)
         sides = table[:, :2], reference["train"][rows], tokens, [pair.where for pair in mine]
-        selftest.check_first_step(policy, *sides, means, config)
+        reference_.check_first_step(policy, *sides, means, losses.at_reference(config))
     if not math.isfinite(means["grad_norm"]) and not overflow:
         raise NonFiniteError(f"step {step + 1}: the gradient is not finite; no step was taken")
     return means
@@ -219,12 +220,17 @@ def load_scored(config, data, world, run):
     """
 
     def reference_of(policy, *names):
-        scorer, budget = parallel.bare(policy), math.ceil(config.batch_size / world.world_size)
+        scorer = parallel.bare(policy)
+        budget = math.ceil(config.batch_size / world.world_size)  # pairs a rank at a time
+
+        def score(pairs):
+            return logps.score(scorer, pairs, world, budget, run.poll)
+
         with parallel.together(policy):
             for line in selftest.self_test(scorer, data["train"], config.layout, world):
                 run.say(line)
         if known is None:
-            return reference_.log_probs(scorer, data, names, budget, world, run)
+            return reference_.log_probs(scorer, data, names, score, run)
 
     known = None
     if config.reference_model:
@@ -252,9 +258,9 @@ def main(argv=None) -> int:
         world = dist.meet(world, config.backend)
 
     # data: before there is a group, so that no rank waits in a collective while another one reads
-    tokenizer = pairs_.load_tokenizer(config.model_name)
+    tokenizer = load_tokenizer(config.model_name)
     shape = config.max_length, config.truncation, config.chat_template_kwargs
-    encoder = pairs_.Encoder(tokenizer, config.chat_template, *shape)
+    encoder = Encoder(tokenizer, config.chat_template, *shape)
     data, reports = read_data(config, encoder, world)
     outline = lora.outline(config)
     if config.reference_model:
@@ -270,8 +276,10 @@ def main(argv=None) -> int:
     # a judge is executed: the demo's is the project's own, whatever the current folder holds
     root = records.ROOT if config.judge == DEMO_JUDGE else None
     judge = sampling.load_judge(config.judge, root) if config.judge else None
-    for pair in [pair for split in ("val", "test") for pair in data[split][:1] if judge]:
-        judge(pair.text, pair.expected)  # one that does not know these prompts says so now
+    if judge:
+        inputs["content of judge"] = judge.digest
+        for pair in data["val"][:1] + data["test"][:1]:
+            judge(pair.text, pair.expected)  # one that does not know these prompts says so now
     described = [pairs_.describe(split, report) for split, report in reports.items()]
     if config.check:
         dist.choose_device(world, config.backend)

@@ -38,6 +38,7 @@ from ddp_utils import (
 )
 from ddp_utils import pairs as pairs_
 from ddp_utils import reference as reference_
+from ddp_utils.encoder import Encoder, Pair, load_tokenizer
 from ddp_utils.run import Run
 from ddp_utils.totals import Totals
 
@@ -80,9 +81,9 @@ def read_data(config, encoder, world):
 
 def as_pairs(rows):
     """Rows that the self-test can try a model on."""
-    if isinstance(rows[0], pairs_.Pair):
+    if isinstance(rows[0], Pair):
         return rows
-    return [pairs_.Pair(row.prompt, row.reply, row.reply, row.where, row.text) for row in rows]
+    return [Pair(row.prompt, row.reply, row.reply, row.where, row.text) for row in rows]
 
 
 # --- step ----------------------------------------------------------------------------------------
@@ -135,7 +136,7 @@ def train_step(policy, step, rows, data, reference, config, world):
     means = {**means_of(totals), "grad_norm": norm.item()}
     if step == 0 or not math.isfinite(means["loss"]):
         table = dist.by_row(len(train), parts, found, world)[rows]  # [global batch, 1 or 3]
-        selftest.check_finite(table[:, 0], [train[row].where for row in rows], step)
+        parallel.check_finite(table[:, 0], [train[row].where for row in rows], step)
     overflow = parallel.overflows(policy, norm)
     if step == 0 and not overflow:
         parallel.check_gradients(policy, config.fine_tuning)
@@ -143,7 +144,7 @@ def train_step(policy, step, rows, data, reference, config, world):
         mine = [train[row] for row in rows]
         tokens = torch.tensor([max(map(len, row[1:3])) for row in mine], device=world.device)
         sides = table[:, 1:], reference["train"][rows], tokens, [row.where for row in mine]
-        selftest.check_first_step(policy, *sides, means, config)
+        reference_.check_first_step(policy, *sides, means, losses.at_reference(config))
     if not math.isfinite(means["grad_norm"]) and not overflow:
         raise NonFiniteError(f"step {step + 1}: the gradient is not finite; no step was taken")
     return means
@@ -212,8 +213,11 @@ def load(config, data, world, run):
     if config.objective == "sft":
         return policy, None
     names = config.model_name, config.init_adapter
-    budget = config.micro_batch_size
-    return policy, reference_.log_probs(scorer, data, names, budget, world, run)
+
+    def score(pairs):
+        return logps.score(scorer, pairs, world, config.micro_batch_size, run.poll)
+
+    return policy, reference_.log_probs(scorer, data, names, score, run)
 
 
 def main(argv=None) -> int:
@@ -232,9 +236,9 @@ def fine_tune(config, world) -> int:
         world = dist.meet(world, config.backend)
 
     # data: before there is a group, so that no rank waits in a collective while another one reads
-    tokenizer = pairs_.load_tokenizer(config.model_name)
+    tokenizer = load_tokenizer(config.model_name)
     shape = config.max_length, config.truncation, config.chat_template_kwargs
-    encoder = pairs_.Encoder(tokenizer, config.chat_template, *shape)
+    encoder = Encoder(tokenizer, config.chat_template, *shape)
     data, reports = read_data(config, encoder, world)
     outline = lora.outline(config)
     lora.check_fit(outline, data)

@@ -37,12 +37,12 @@ from ddp_utils import (
     records,
     reference,
     resume,
+    safely,
     sampling,
-    selftest,
     teaching,
 )
-from ddp_utils import pairs as pairs_
 from ddp_utils import trajectories as trajectories_
+from ddp_utils.encoder import Encoder, load_tokenizer
 from ddp_utils.run import Run
 from ddp_utils.totals import Totals
 
@@ -184,7 +184,7 @@ def train_step(policy, step, rows, trajectories, teacher, config, world):
     means |= {"loss": means.pop("cost") / means.pop("tokens"), "grad_norm": norm.item()}
     if step == 0 or not math.isfinite(means["loss"]):
         table = dist.by_row(len(trajectories), parts, found, world)[rows, 0]
-        selftest.check_finite(table, [trajectories[row].where for row in rows], step)
+        parallel.check_finite(table, [trajectories[row].where for row in rows], step)
     if fresh:
         expected = dist.by_row(len(trajectories), parts, base, world)[rows, 0]
         mine = [trajectories[row] for row in rows]
@@ -270,9 +270,9 @@ def main(argv=None) -> int:
         world = dist.meet(world, config.backend)
 
     # data: before there is a group, so that no rank waits in a collective while another one reads
-    tokenizer = pairs_.load_tokenizer(config.model_name)
+    tokenizer = load_tokenizer(config.model_name)
     arguments = config.chat_template_kwargs
-    encoder = pairs_.Encoder(tokenizer, config.chat_template, config.max_traj_len, kwargs=arguments)
+    encoder = Encoder(tokenizer, config.chat_template, config.max_traj_len, kwargs=arguments)
     data, reports = read_data(config, encoder, world)
     x0 = reports["train"]["x0"][0]
     questions = list(dict.fromkeys(row.question for row in data["val"]))
@@ -283,22 +283,27 @@ def main(argv=None) -> int:
     asked = {q: trajectories_.prompts(encoder, x0, q) for q in questions}
     room = [0] * config.max_new_tokens
     asked = [trajectories_.Trajectory(*ids, room, "questions", q) for q, ids in asked.items()]
-    lora.check_fit(outline, data | {"questions": asked})
+    rows_read = data | {"questions": asked}
+    lora.check_fit(outline, rows_read)
     if config.learning_rate is None:
         small = sum(p.numel() for p in outline.parameters()) < 10e6
         config.learning_rate = 3e-3 if small else 1e-4
     plan = batching.Plan.of(config, len(data["train"]), world.world_size)
-    inputs = {f"content of {split}": reference.digest_of_rows(rows) for split, rows in data.items()}
+    inputs = {}
+    for split, rows in rows_read.items():
+        inputs[f"content of {split}"] = reference.digest_of_rows(rows)
     inputs["global_batch"] = str(plan.global_batch)
     for name in ("model_name", "resume_from"):
         if value := getattr(config, name):
-            inputs[f"content of {name}"] = reference.digest_of_model(value, outline.config)
+            inputs[f"content of {name}"] = safely.digest_of_model(value, outline.config)
     needed = parallel.bytes_to_write(outline, config)
     # a judge is executed: the demo's is the project's own, whatever the current folder holds
     root = records.ROOT if config.judge == DEMO_JUDGE else None
     judge = sampling.load_judge(config.judge, root) if config.judge else None
-    for question in questions[:1] if judge else ():
-        judge(question, "")  # one that does not know these questions says so now
+    if judge:
+        inputs["content of judge"] = judge.digest
+        for question in questions[:1]:
+            judge(question, "")  # one that does not know these questions says so now
     described = [
         f"{split}: {len(data[split])} replies of {report['file']}; {len(report['cut'])} cut, "
         f"{len(report['dropped'])} dropped"

@@ -53,6 +53,14 @@ def pytest_runtest_protocol(item):
         room.__exit__(None, None, None)
 
 
+@pytest.fixture(autouse=True)
+def no_traces():
+    """Runs in tests draw no curves; one that replaces draw() for good would blind later tests."""
+    yield
+    plots = sys.modules.get("ddp_utils.plots")
+    assert not plots or plots.draw.__module__ == plots.__name__, "the test has replaced plots.draw"
+
+
 @pytest.fixture(scope="session")
 def shared():
     """Real data, which is not part of the project: a test that needs it is an extra."""

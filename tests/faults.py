@@ -16,7 +16,7 @@ import torch
 
 import main_distributed
 import runs
-from ddp_utils import checkpoint, dist, parallel, signals
+from ddp_utils import checkpoint, dist, parallel, preemption
 from ranks import run_ranks
 
 # twelve steps with a checkpoint after 5 and 10, a validation after 4, 8 and 12
@@ -197,7 +197,7 @@ def run_out_of_time(rank, step):
     """As if an hour had passed."""
 
     def later(loss):
-        signals._start -= 3600
+        preemption._start -= 3600
         return loss
 
     at_backward(rank, step, later)

@@ -26,7 +26,7 @@ from ad import sources, windows
 from ad.config import Config, check
 from ad.darkroom import ACTIONS
 from ad.model import Cache, Model, Shape, Tokens
-from ddp_utils import UserError, checkpoint, cli, dist, records, resume
+from ddp_utils import UserError, checkpoint, cli, dist, records
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
@@ -163,7 +163,7 @@ def load(folder):
     if not folder.is_dir():
         raise UserError(f"--ckpt_dir: no folder {folder}; give that of a run of src/ad/train.py")
     try:
-        config = Config(**resume.read_json(folder / "config.json"))
+        config = Config(**checkpoint.read_json(folder / "config.json"))
     except (TypeError, UserError):
         raise UserError(f"--ckpt_dir: {folder} is not a run of src/ad/train.py") from None
     check(config)
@@ -195,7 +195,7 @@ def main(argv=None) -> int:
         goals = goals[[settings.goal_idx]]
     name = "evaluation_train_goals" if settings.train_goals else "evaluation"
     folder = records.resolve(settings.ckpt_dir) / name
-    resume.check_place("--ckpt_dir", folder)
+    checkpoint.check_place("--ckpt_dir", folder)
     device = dist.choose_device(dist.whoami(), "auto").device
     summary, returns, others = assess(
         model.to(device), room, goals, settings, windows.Cut.of(config), controls=True

@@ -78,7 +78,7 @@ def _fill(config_class, node, prefix, constructor, path, sections, places):
 
 def from_json(path) -> dict:
     """The object that a JSON file holds; UserError as for records, doubles and NaN included."""
-    found = records._decoded(path, 1, records.content(path, most=2**17))
+    found = records.decoded(path, 1, records.content(path, most=2**17))
     if not isinstance(found, dict):
         raise UserError(f"{path}:1: give an object, {{...}}")
     return found

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ddp_utils import Stop, UserError
 
 # who we are and how we end have files of their own; scripts need to know this one only
-from ddp_utils.ending import exit_code, leave, lost_a_peer, run, write_error  # noqa: F401
+from ddp_utils.preemption import exit_code, leave, lost_a_peer, run, write_error  # noqa: F401
 from ddp_utils.world import World, choose_device, device_index, whoami  # noqa: F401
 
 JOBS = ("SLURM_JOB_ID", "PBS_JOBID")

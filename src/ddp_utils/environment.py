@@ -1,4 +1,4 @@
-"""Where a run runs: command, versions, devices, memory; nothing that looks like a secret."""
+"""Where a run runs: command, versions, devices, memory, precision; nothing like a secret."""
 
 import dataclasses
 import hashlib

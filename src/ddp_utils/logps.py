@@ -13,8 +13,8 @@ import transformers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ddp_utils import batching, packing
-from ddp_utils.pairs import Pair
+from ddp_utils import batching, dist, packing
+from ddp_utils.encoder import Pair
 
 CHUNK = {"cpu": 256}  # tokens whose logits are held at once: with fewer, products get slow;
 WIDE_CHUNK = 1024  # a GPU wants more, and has the memory
@@ -242,3 +242,15 @@ def dropout_off(module):
     finally:
         for layer, p in zip(layers, before, strict=True):
             layer.p = p
+
+
+@torch.no_grad()
+def score(scorer, pairs, world, budget, poll=lambda: None):
+    """Log-probs of all pairs as they are now, shared out over the ranks: [number of pairs, 2]."""
+    parts, found = scorer.share(range(len(pairs)), pairs, world, budget), []
+    with dropout_off(scorer):
+        for part in parts:
+            poll()  # stop between two batches, if asked to
+            batch = scorer.collate([pairs[i] for i in part.index], world.device)
+            found.append(torch.stack(scorer(batch), -1))  # [B, 2]
+    return dist.by_row(len(pairs), parts, found, world)

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModelForCausalLM, BitsAndBytesConfig
 
 from ddp_utils import UserError, checkpoint, environment, safely
-from ddp_utils.pairs import model_path
+from ddp_utils.safely import model_path
 
 META = torch.device("meta")  # tensors on it have a name and a shape, and no content
 

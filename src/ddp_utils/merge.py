@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 import tyro
 
-from ddp_utils import UserError, cli, dist, lora, resume
-from ddp_utils.pairs import load_tokenizer
+from ddp_utils import UserError, checkpoint, cli, dist, lora
+from ddp_utils.encoder import load_tokenizer
 
 
 @dataclass
@@ -29,7 +29,7 @@ def merge(adapter, folder, base=""):
     """
     if (folder := Path(folder)).exists():
         raise UserError(f"{folder} is there already; give another folder")
-    resume.check_place("folder", folder)
+    checkpoint.check_place("folder", folder)
     if Path(adapter, "model/adapter_config.json").exists():
         raise UserError(f"adapter: {adapter} is a run folder; give {Path(adapter, 'model')}")
     its_own = Path(adapter, "adapter_config.json").exists()

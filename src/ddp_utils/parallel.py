@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_utils import UserError, dist, fsdp, zero
+from ddp_utils import NonFiniteError, UserError, dist, fsdp, zero
 
 HOOKS = {  # how gradients travel under DDP
     "fp32": None,
@@ -326,6 +326,17 @@ def load_state(policy, optimizer, schedule, tensors, step, shared=""):
 def overflows(policy, norm):
     """Whether this gradient is too large for fp16: its step is skipped, with a smaller scale."""
     return bare(policy).autocast == torch.float16 and not bool(torch.isfinite(norm))
+
+
+def check_finite(per_pair, wheres, step):
+    """Name the rows whose loss is NaN or infinite; every rank sees the same table and stops."""
+    bad = [where for where, loss in zip(wheres, per_pair.tolist(), strict=True) if loss - loss != 0]
+    if bad:
+        others = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+        raise NonFiniteError(
+            f"{', '.join(bad[:3])}{others}: the loss is not finite in step {step + 1}; "
+            "no step was taken; a smaller --learning_rate, or remove the rows"
+        )
 
 
 def check_gradients(policy, fine_tuning):

@@ -19,10 +19,10 @@ from ddp_utils import (
     forecast,
     logps,
     lora,
-    pairs,
     safely,
     speed,
 )
+from ddp_utils.encoder import Encoder, load_tokenizer
 from ddp_utils.world import World
 
 GIB = 2**30
@@ -91,7 +91,7 @@ class Work(NamedTuple):
 def skeleton(name):
     """The model that a config.json describes, on the meta device; no weights need be there."""
     with safely.reading(f"--model_name: {name}"):
-        settings = AutoConfig.from_pretrained(str(pairs.model_path(name)), trust_remote_code=False)
+        settings = AutoConfig.from_pretrained(str(safely.model_path(name)), trust_remote_code=False)
         with lora.META:
             return AutoModelForCausalLM.from_config(settings, trust_remote_code=False)
 
@@ -106,9 +106,9 @@ def read(script, path, where) -> Work:
         config, row_losses = script.read_settings([], world), script.pair_losses
     if getattr(config, "type", "") == "qlora":
         raise UserError(f"{path}: fine_tuning.type: 4-bit weights cannot be planned; plan lora")
-    tokenizer = pairs.load_tokenizer(config.model_name)
+    tokenizer = load_tokenizer(config.model_name)
     shape = config.max_length, config.truncation, config.chat_template_kwargs
-    encoder = pairs.Encoder(tokenizer, config.chat_template, *shape)
+    encoder = Encoder(tokenizer, config.chat_template, *shape)
     rows = script.read_data(config, encoder, world)[0]["train"]
     outline = skeleton(config.model_name)
     lora.check_fit(outline, {"train": rows})

@@ -15,7 +15,7 @@ import tyro
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 
-from ddp_utils import UserError, cli, dist, resume  # noqa: E402
+from ddp_utils import UserError, checkpoint, cli, dist, resume  # noqa: E402
 
 FIGURES = {  # file -> panels of (title, {metric: label})
     "loss.png": [("loss", {"loss": "loss"})],
@@ -158,7 +158,7 @@ def main(argv=None) -> int:
     if len(settings.folders) == 1:
         draw(settings.folders[0])
         return 0
-    resume.check_place("--out", Path(settings.out))
+    checkpoint.check_place("--out", Path(settings.out))
     Path(settings.out).mkdir(parents=True, exist_ok=True)
     print(compare(settings.folders, settings.out))
     print(f"-> {Path(settings.out, 'compare_*.png')}")

@@ -131,10 +131,10 @@ def _lines(path, raw):
     """One record per line; cut at b"\\n" alone: str.splitlines() would cut one at U+2028."""
     for number, line in enumerate(raw.split(b"\n"), start=1):
         if line.strip():
-            yield number, lambda number=number, line=line: _decoded(path, number, line, EACH)
+            yield number, lambda number=number, line=line: decoded(path, number, line, EACH)
 
 
-def _decoded(path, number, line, mend=""):
+def decoded(path, number, line, mend=""):
     with _located(path, number, mend=mend):
         return _decoder().decode(line.decode())
 

@@ -9,8 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from ddp_utils import UserError, checkpoint, dist, logps
-from ddp_utils.pairs import model_path
+from ddp_utils import UserError, checkpoint, dist, parallel, safely
 
 FILE = "reference_logps.safetensors"
 
@@ -20,7 +19,7 @@ def inputs(config, data, model) -> dict:
     found = {f"content of {split}": digest_of_rows(pairs) for split, pairs in data.items()}
     for name in ("model_name", "init_adapter", "reference_model"):
         if value := getattr(config, name):
-            found[f"content of {name}"] = digest_of_model(value, model.config)
+            found[f"content of {name}"] = safely.digest_of_model(value, model.config)
     return found
 
 
@@ -33,14 +32,8 @@ def digest_of_rows(pairs) -> str:
     return digest.hexdigest()[:16]
 
 
-def digest_of_model(name, settings) -> str:
-    """By the files of a folder, or by the commit of the hub that `settings` came from."""
-    files = sorted(file for file in Path(model_path(name)).glob("*") if file.is_file())
-    return checkpoint.digest_of_files(files, *([] if files else [name, settings._commit_hash]))
-
-
-def facts_of(scorer, data, names, device) -> dict:
-    """What the log-probs of these pairs hang on: their tokens, the model's files, the numerics.
+def fingerprint(scorer, data, names, device) -> dict:
+    """What the log-probs of these pairs depend on: their tokens, the model's files, the numerics.
 
     names: folders or hub names of the model and its adapter.
     """
@@ -58,44 +51,47 @@ def facts_of(scorer, data, names, device) -> dict:
         "transformers": transformers.__version__,
     }
     for what, name in zip(("model", "adapter"), names, strict=False):
-        facts[what] = digest_of_model(name, scorer.bare().config) if name else ""
+        facts[what] = safely.digest_of_model(name, scorer.bare().config) if name else ""
     for split, pairs in data.items():
         facts[f"rows of {split}"] = digest_of_rows(pairs)
     return {name: str(value) for name, value in facts.items()}
 
 
-def log_probs(scorer, data, names, budget, world, run) -> dict:
-    """Reference log-probs of each split, [pairs, 2], scored now or kept before; see kept()."""
+def log_probs(scorer, data, names, score, run) -> dict:
+    """Reference log-probs of each split, [pairs, 2], on all ranks; see cached().
+
+    names: as of fingerprint(); score: pairs -> their log-probs as they are now.
+    """
     data = {split: pairs for split, pairs in data.items() if pairs}
-    facts = facts_of(scorer, data, names, world.device) if world.is_main else {}
-    return kept(facts, data, lambda pairs: score(scorer, pairs, world, budget, run.poll), run)
+    return cached(fingerprint(scorer, data, names, run.world.device), data, score, run)
 
 
-def kept(facts, data, scored, run) -> dict:
-    """Log-probs of each split, [pairs, 2], on all ranks: scored(pairs), once a run.
+def cached(fingerprint, data, score, run) -> dict:
+    """Log-probs of each split, [pairs, 2], on all ranks: score(pairs), once a run.
 
     They are kept in the run folder. Those of another run are read if --reference_logps names it.
+    fingerprint: what they depend on, as plain data.
     """
     world = run.world
-    path = dist.on_main(world, lambda: _kept(run, facts))
+    path = dist.on_main(world, lambda: _cached_file(run, fingerprint))
     if path:
         tables = {split: torch.zeros(len(pairs), 2) for split, pairs in data.items()}
         if world.is_main:
             tables = load_file(path)
         tables = {split: dist.all_sum(tables[split].to(world.device), world) for split in data}
     else:
-        tables = {split: scored(pairs) for split, pairs in data.items()}
+        tables = {split: score(pairs) for split, pairs in data.items()}
     if world.is_main:
         plain = {split: table.cpu().contiguous() for split, table in tables.items()}
         save_file(plain, run.folder / FILE)
         shutil.copymode(run.folder / "config.json", run.folder / FILE)
-        run.keep(FILE, facts)
+        run.add_cached_file(FILE, fingerprint)
     return tables
 
 
-def _kept(run, facts) -> str:
-    """The file with the log-probs that hang on these facts, or ""."""
-    path = run.kept(FILE, facts)
+def _cached_file(run, fingerprint) -> str:
+    """The file with the log-probs of this fingerprint, or ""."""
+    path = run.cached_file(FILE, fingerprint)
     other = Path(run.config.reference_logps)
     if path or not run.config.reference_logps:
         return str(path or "")
@@ -103,25 +99,13 @@ def _kept(run, facts) -> str:
         entry = checkpoint.read_manifest(other)["files"][FILE]
     except (ValueError, KeyError) as error:
         raise UserError(f"--reference_logps: {other}: {error}; give another run folder") from error
-    for name, fact in facts.items():
-        if entry["facts"].get(name) != fact:
+    for name, value in fingerprint.items():
+        if entry.get("fingerprint", {}).get(name) != value:
             raise UserError(f"--reference_logps: {other} has another {name}; leave it out")
     if checkpoint.sha256(other / FILE) != entry["sha256"]:
         raise UserError(f"--reference_logps: {other / FILE} is damaged; leave it out")
     run.say(f"reference log-probs: those of {other}")
     return str(other / FILE)
-
-
-@torch.no_grad()
-def score(scorer, pairs, world, budget, poll=lambda: None):
-    """Log-probs of all pairs as they are now, shared out over the ranks: [number of pairs, 2]."""
-    parts, found = scorer.share(range(len(pairs)), pairs, world, budget), []
-    with logps.dropout_off(scorer):
-        for part in parts:
-            poll()  # stop between two batches, if asked to
-            batch = scorer.collate([pairs[i] for i in part.index], world.device)
-            found.append(torch.stack(scorer(batch), -1))  # [B, 2]
-    return dist.by_row(len(pairs), parts, found, world)
 
 
 def noise(dtype, tokens):
@@ -148,3 +132,19 @@ def check_reference(now, reference, bound, wheres):
             f"reference's by {gap[index].item():.3g} nats (at most {bound[index].item():.3g}); "
             "is dropout on, or was the reference scored in another precision?"
         )
+
+
+def check_first_step(policy, now, reference, tokens, wheres, means, expected):
+    """Before the first update: the policy is its reference, and the loss has its closed form.
+
+    now, reference: [B, 2] of the global batch's pairs; tokens [B] of the longer side; means: of
+    the step; expected: the loss where the policy is its reference, or None.
+    Raises UserError saying what differs.
+    """
+    precision = parallel.bare(policy).precision
+    check_reference(now, reference, noise(precision, tokens), wheres)
+    if expected is None or precision != torch.float32:  # simpo has no closed form
+        return
+    loss = means.get("loss/preference", means["loss"])
+    if abs(loss - expected) > 2e-3 * max(1, expected):
+        raise UserError(f"before the first step the loss is {loss:.6f} instead of {expected:.6f}")

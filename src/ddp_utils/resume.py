@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,7 +45,7 @@ def inspect(
     """
     folder = Path(folder)
     name = next((n for n in ("result_dir", "out_dir") if n in settings), "output_dir")
-    check_place(f"--{name}", folder, needed)
+    checkpoint.check_place(f"--{name}", folder, needed)
     for path in folder.glob("[!.]*"):
         kind = "folder" if path.name in FOLDERS else "file" if path.suffix in FILES else ""
         if kind and not (path.is_dir() if kind == "folder" else path.is_file()):
@@ -64,11 +63,11 @@ def inspect(
 
 def check_output(output, folder, continued):
     """Raise UserError if the model, which replaces what is in `output`, would replace more."""
-    check_place("--output_dir", output)
+    checkpoint.check_place("--output_dir", output)
     model, place, run = (path.resolve() for path in (folder / "model", output, folder))
     if place != model and (run.is_relative_to(place) or place.is_relative_to(run)):
         raise UserError(f"--output_dir: {output} holds the run, or is in it; give another folder")
-    before = read_json(folder / "config.json").get("output_dir") if continued else None
+    before = checkpoint.read_json(folder / "config.json").get("output_dir") if continued else None
     if (before is None or Path(before) != output) and any(output.glob("*")):
         raise UserError(f"--output_dir: {output} is not empty; give another folder")
 
@@ -84,12 +83,12 @@ def _verdict(folder, settings, inputs, code, restart):
     # where these count per process, their product with the world size is among the inputs
     split = {"batch_size", "micro_batch_size", "train_batch_size", "gradient_accumulation_steps"}
     split = split if "global_batch" in inputs else set()
-    differences = _differences(read_json(folder / "config.json"), settings, FREE | split)
-    before = read_json(folder / "environment.json")
-    differences += _differences(before.get("inputs", {}), inputs)
-    edited = [line.partition(":")[0] for line in _differences(before.get("code", {}), code)]
+    changed = differences(checkpoint.read_json(folder / "config.json"), settings, FREE | split)
+    before = checkpoint.read_json(folder / "environment.json")
+    changed += differences(before.get("inputs", {}), inputs)
+    edited = [line.partition(":")[0] for line in differences(before.get("code", {}), code)]
     finished = summary(folder).get("status") == "finished"
-    if restart or (finished and (differences or edited)):
+    if restart or (finished and (changed or edited)):
         return Found("aside")
     if finished:
         return Found("finished")
@@ -101,18 +100,18 @@ def _verdict(folder, settings, inputs, code, restart):
             "--restart moves this run aside and begins a new one"
         )
     if not path:  # nothing would be lost
-        return Found("aside" if differences or edited else "continue", lines)
+        return Found("aside" if changed or edited else "continue", lines)
     if edited:
         raise UserError(
             f"{folder} holds an unfinished run of other code: {', '.join(edited)} changed; "
             "--restart begins anew, --same_code goes on, if the change moves no number"
         )
-    if changes := [line for line in differences if line.split(":")[0] not in SAID]:
+    if refused := [line for line in changed if line.split(":")[0] not in SAID]:
         raise UserError(
-            f"{folder} holds an unfinished run with other settings: {', '.join(changes)}; "
+            f"{folder} holds an unfinished run with other settings: {', '.join(refused)}; "
             "give the old ones to go on, --restart to begin anew, or another folder"
         )
-    return Found("continue", lines + [f"{line}, from here on" for line in differences], path)
+    return Found("continue", lines + [f"{line}, from here on" for line in changed], path)
 
 
 def summary(folder, name="summary.json") -> dict:
@@ -161,52 +160,17 @@ def aside(folder) -> Path:
     return folder.rename(target)
 
 
-def check_place(flag, folder, needed=0):
-    """Raise UserError if `needed` bytes cannot be written into a folder that may yet be made."""
-    # where others may write, a link could lead what we write to the user's own files
-    try:
-        links = [path for path in (folder, *folder.glob("*")) if path.is_symlink()]
-    except OSError as error:  # too long, or not to be read
-        named = f"{flag}: {str(folder)[:80]}"
-        raise UserError(f"{named}: {error.strerror}; give another folder") from error
-    if links:
-        raise UserError(f"{flag}: {links[0]} is a symbolic link; give a folder without any")
-    place = folder
-    while not (place.exists() or place.is_symlink()):
-        place = place.parent
-    if not place.is_dir():
-        raise UserError(f"{flag}: {place} is not a folder")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise UserError(f"{flag}: {place} cannot be written; give another folder")
-    free = shutil.disk_usage(place).free
-    if free < needed:
-        raise UserError(
-            f"{flag}: {free >> 20} MiB are free at {place}, checkpoints and model need "
-            f"{needed >> 20}; a smaller --keep_checkpoints, or another folder"
-        )
-
-
 def going_on(folder) -> str:
     """Whose run holds the folder."""
     who = "another run"
     if (Path(folder) / "environment.json").exists():
-        found = read_json(Path(folder) / "environment.json")
+        found = checkpoint.read_json(Path(folder) / "environment.json")
         host, pid, start = (found.get(name, "?") for name in ("host", "pid", "start"))
         who = f"a run on {host} (process {pid}, since {start})"
     return f"{folder} is in use by {who}; wait for it, or give another folder"
 
 
-def read_json(path):
-    try:
-        found = json.loads(path.read_text())
-        if isinstance(found, dict):
-            return found
-    except (OSError, ValueError):
-        pass
-    raise UserError(f"{path}: cannot be read; move {path.parent} away, or give another folder")
-
-
-def _differences(saved, now, free=frozenset()):
+def differences(saved, now, free=frozenset()):
     """`name: saved -> now` of all that differ; a setting that is new is no difference."""
     names = [name for name in saved if name in now and name not in free]
     return [f"{name}: {saved[name]} -> {now[name]}" for name in names if saved[name] != now[name]]

@@ -28,7 +28,6 @@ from ddp_utils.saving import Saving
 STATUS = {0: "finished", 85: "preempted"}  # by exit status; any other: failed
 # what may differ between two lives of a run: its numbers are then equal but for rounding
 CHANGED = ("world_size", "device", "threads", "versions")
-ROUNDING = "equal but for rounding"
 FINISHED = "{} holds this run, finished: the same settings, the same data"
 COLUMNS = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 COLUMNS += ("kl", "kl_base", "share_baked", "accuracy", "fraction_of_optimum")
@@ -52,7 +51,7 @@ class Run(Saving):
         self.step = 0
         self.training = None
         self.save_seconds = 0.0
-        self.files = {}  # name -> hash and facts of what later starts of this run may read
+        self.cached_files = {}  # name -> hash and fingerprint of what later starts may read
         self.metrics = self.board = self.lock = None
         self.bar = progress.Bar(world.is_main)
         settings = environment.redacted(dataclasses.asdict(config))
@@ -103,11 +102,11 @@ class Run(Saving):
                 )
         if found.verdict == "continue":
             self.say(f"{self.folder} is not finished: goes on after step {meta['step']}")
-            before = resume.read_json(self.folder / "environment.json")
-            for name in CHANGED:
-                if before.get(name) != described[name]:
-                    self.say(f"{name}: {before.get(name)} -> {described[name]}; {ROUNDING}")
-            self._read_kept()
+            before = checkpoint.read_json(self.folder / "environment.json")
+            before = {name: before.get(name) for name in CHANGED}
+            for line in resume.differences(before, described):
+                self.say(f"{line}; equal but for rounding")
+            self._read_cached_files()
         for line in found.lines:
             self.say(line)
         self.step = meta["step"]
@@ -176,41 +175,41 @@ class Run(Saving):
         file = f"{name}.json"
 
         def known():
-            path = self.kept(file, {})
+            path = self.cached_file(file, {})
             return json.loads(path.read_text()) if path else None
 
         value = dist.on_main(self.world, known)
         if value is None:
             value = make()
             self.write_json(file, value)
-            self.keep(file, {})
+            self.add_cached_file(file, {})
         return value
 
-    def kept(self, name, facts):
-        """On rank 0, the path of a file that an earlier start of this run has kept whole, or None.
+    def cached_file(self, name, fingerprint):
+        """On rank 0, the path of a file that an earlier start of this run has left whole, or None.
 
-        facts: what its content hangs on, as plain data: it must have been kept under the same.
+        fingerprint: what its content depends on, as plain data; another one is as good as no file.
         """
-        path, entry = self.folder / name, self.files.get(name)
-        if entry is None or entry["facts"] != facts:
+        path, entry = self.folder / name, self.cached_files.get(name)
+        if entry is None or entry.get("fingerprint") != fingerprint:
             return None
         if path.is_file() and checkpoint.sha256(path) == entry["sha256"]:
             return path
         self.say(f"warning: {path} does not match its sha256: it is made again")
         return None
 
-    def keep(self, name, facts, digest=None):
+    def add_cached_file(self, name, fingerprint, digest=None):
         """Remember a file that has just been written, with its hash, for later starts."""
         if self.world.is_main:
             digest = digest or checkpoint.sha256(self.folder / name)
-            self.files[name] = {"sha256": digest, "facts": facts}
-            checkpoint.write_manifest(self.folder, {"files": self.files})
+            self.cached_files[name] = {"sha256": digest, "fingerprint": fingerprint}
+            checkpoint.write_manifest(self.folder, {"files": self.cached_files})
 
-    def _read_kept(self):
+    def _read_cached_files(self):
         try:
-            self.files = checkpoint.read_manifest(self.folder)["files"]
+            self.cached_files = checkpoint.read_manifest(self.folder)["files"]
         except ValueError as error:
-            if any(self.folder.glob("manifest.*")):  # else nothing has been kept yet
+            if any(self.folder.glob("manifest.*")):  # else there is none yet
                 self.say(f"warning: {self.folder}: {error}: what it names is made again")
 
     def write_summary(self, status, code, final=False):

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -9,7 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers.utils import logging
 
-from ddp_utils import UserError
+from ddp_utils import UserError, checkpoint, records
 
 # what transformers, peft and the readers of files raise on what does not fit together
 FAULTS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError)
@@ -65,3 +66,19 @@ def check_complete(place, missing, unexpected, misshapen):
         raise UserError(
             f"{place}: {'; '.join(problems)}; give weights and config.json of the same model"
         )
+
+
+def model_path(name):
+    """A folder, from the current one or the project's root, or else a name on the hub."""
+    folder = records.resolve(name)
+    if folder.is_dir():
+        return folder
+    if str(name).startswith((".", "/", "~")) or str(name).count("/") > 1:
+        raise UserError(f"--model_name: there is no folder {name}; give a folder or a hub name")
+    return name
+
+
+def digest_of_model(name, settings) -> str:
+    """By the files of a folder, or by the commit of the hub that `settings` came from."""
+    files = sorted(file for file in Path(model_path(name)).glob("*") if file.is_file())
+    return checkpoint.digest_of_files(files, *([] if files else [name, settings._commit_hash]))

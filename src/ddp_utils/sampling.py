@@ -10,7 +10,7 @@ import numbers
 import torch
 import transformers
 
-from ddp_utils import UserError, dist, records
+from ddp_utils import UserError, checkpoint, dist, records
 from ddp_utils.batching import MicroBatch, seed_of, share
 from ddp_utils.totals import wilson
 
@@ -93,7 +93,7 @@ def load_judge(spec, root=None):
     """`file.py:function` -> (prompt, response) -> {score name: number}; the first decides wins.
 
     Runs that file, so it is only ever named on this command line or in config.py. root: the folder
-    that `spec` starts from; the current one if not given.
+    that `spec` starts from; the current one if not given. Its `digest` is that of the file.
     """
     path, _, name = spec.rpartition(":")
     file = (root / path if root else records.resolve(path)) if path else None
@@ -115,6 +115,8 @@ def load_judge(spec, root=None):
         if not scores or not all(isinstance(s, numbers.Real) for s in scores.values()):
             raise UserError(f"--judge: {spec} returned {scores!r:.60}; a number or a dict of them")
         return {key: float(score) for key, score in scores.items()}
+
+    judge.digest = checkpoint.sha256(file)
 
     return judge
 

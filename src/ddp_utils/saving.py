@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from ddp_utils import NonFiniteError, Stop, UserError, checkpoint, dist, parallel, signals
+from ddp_utils import NonFiniteError, Stop, UserError, checkpoint, dist, parallel, preemption
 
 CHECKPOINTS = "checkpoints"
 SAVE_MINUTES = 15  # between two checkpoints, where save_every leaves it open
@@ -123,11 +123,11 @@ class Saving:
 
     def poll(self, due=False, late=False):
         """Between two forwards, on all ranks: if one was asked to stop, save and stop together."""
-        asked = signals.asked(self.config.stop_after_minutes)
+        asked = preemption.asked(self.config.stop_after_minutes)
         flags = torch.tensor([float(asked), float(late)], device=self.world.device)
         stop, late = dist.all_sum(flags, self.world).tolist()
         if stop:
-            signals.saving()
+            preemption.saving()
         if self.training and (stop or late or due):
             self.save()
         if stop:

@@ -1,12 +1,11 @@
-"""A run checks itself: head and attention on real pairs, then all that its first step finds."""
+"""Choose the head and the layout of a model by trying them on real pairs."""
 
 import contextlib
 
 import torch
 
-from ddp_utils import NonFiniteError, UserError, dist, logps, losses, parallel
-from ddp_utils import reference as reference_
-from ddp_utils.pairs import Pair
+from ddp_utils import UserError, dist, logps
+from ddp_utils.encoder import Pair
 
 # what a model may raise that does not know packed rows, or does attention in its own way
 REFUSALS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -121,29 +120,3 @@ def amplified(head, factor):
         yield
     finally:
         handle.remove()
-
-
-def check_finite(per_pair, wheres, step):
-    """Name the rows whose loss is NaN or infinite; every rank sees the same table and stops."""
-    bad = [where for where, loss in zip(wheres, per_pair.tolist(), strict=True) if loss - loss != 0]
-    if bad:
-        others = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
-        raise NonFiniteError(
-            f"{', '.join(bad[:3])}{others}: the loss is not finite in step {step + 1}; "
-            "no step was taken; a smaller --learning_rate, or remove the rows"
-        )
-
-
-def check_first_step(policy, now, reference, tokens, wheres, means, config):
-    """Before the first update: the policy is its reference, and the loss has its closed form.
-
-    now, reference: [B, 2] of the global batch's pairs; tokens [B] of the longer side; means: of
-    the step. Raises UserError saying what differs.
-    """
-    precision = parallel.bare(policy).precision
-    reference_.check_reference(now, reference, reference_.noise(precision, tokens), wheres)
-    expected, loss = losses.at_reference(config), means.get("loss/preference", means["loss"])
-    if expected is None or precision != torch.float32:  # simpo has no closed form
-        return
-    if abs(loss - expected) > 2e-3 * max(1, expected):
-        raise UserError(f"before the first step the loss is {loss:.6f} instead of {expected:.6f}")

@@ -22,7 +22,7 @@ from ddp_utils import (
     selftest,
     trajectories,
 )
-from ddp_utils.pairs import Pair
+from ddp_utils.encoder import Pair
 
 
 class Student(logps.Scorer):
@@ -101,19 +101,19 @@ class Teacher:
 
     Computed whenever it is asked for, or with cache_teacher once: kept are its last hidden states,
     D numbers a token instead of V, since the head, which both share, is frozen. One file a rank in
-    the run folder, named in its manifest with what they hang on.
+    the run folder, named in its manifest with what they depend on.
     """
 
     def __init__(self, student, data, config, run):
         self.student, self.data, self.device = student, data, run.world.device
         self.kept = {}  # "split/row" -> the open file that has it
         if config.cache_teacher:
-            facts = reference.facts_of(student, data, [config.model_name], self.device)
-            self._open(run, facts)
+            fingerprint = reference.fingerprint(student, data, [config.model_name], self.device)
+            self._open(run, fingerprint)
             known = torch.tensor([float(self._complete())], device=self.device)
             if dist.all_sum(known, run.world).item() < run.world.world_size:
-                self._write(run, facts, config.batch_size)
-                self._open(run, facts)
+                self._write(run, fingerprint, config.batch_size)
+                self._open(run, fingerprint)
                 if not self._complete():
                     raise UserError(
                         f"{run.folder}/teacher: not all ranks' files are here; "
@@ -135,17 +135,17 @@ class Teacher:
         rows = {f"{split}/{row}" for split, rows in self.data.items() for row in range(len(rows))}
         return rows <= self.kept.keys()
 
-    def _open(self, run, facts):
+    def _open(self, run, fingerprint):
         def whole():
-            names = [name for name in run.files if name.startswith("teacher/")]
-            return [name for name in names if run.kept(name, facts)]
+            names = [name for name in run.cached_files if name.startswith("teacher/")]
+            return [name for name in names if run.cached_file(name, fingerprint)]
 
         for name in dist.on_main(run.world, whole):
             with contextlib.suppress(OSError):  # not on this node: see __init__
                 file = safe_open(run.folder / name, framework="pt")
                 self.kept |= dict.fromkeys(file.keys(), file)
 
-    def _write(self, run, facts, size):
+    def _write(self, run, fingerprint, size):
         self.kept, found, world = {}, {}, run.world
         folder = run.folder / "teacher"
         folder.mkdir(exist_ok=True)
@@ -171,4 +171,4 @@ class Teacher:
             os.replace(temporary, path)
         digests = dist.by_rank(checkpoint.sha256(path), world)
         for name, digest in zip(names, digests, strict=True):
-            run.keep(f"teacher/{name}", facts, digest)
+            run.add_cached_file(f"teacher/{name}", fingerprint, digest)

@@ -15,6 +15,7 @@ import contextlib
 from typing import NamedTuple
 
 from ddp_utils import UserError, formats, pairs, records
+from ddp_utils.encoder import common_prefix, plain
 
 SHAPES = {  # what a row must have -> its kind
     ("instruction", "output"): "alpaca",
@@ -87,9 +88,9 @@ def read(path, encoder, kind="auto", fields=(), limit=-1, on_bad_record="error")
         shape = shape or find_shape(record, kind, tuple(fields))
         prompt, reply = example(record, *shape)
         text = encode(encoder, record.where, prompt, reply, every=shape[0] != "preference")
-        if (pairs.plain(prompt), reply) in seen:
+        if (plain(prompt), reply) in seen:
             encoder.counts["same as an earlier row"].append(row)
-        seen.add((pairs.plain(prompt), reply))
+        seen.add((plain(prompt), reply))
         unread.update(_unread(record, *shape))
         return text
 
@@ -197,7 +198,7 @@ def encode(encoder, where, prompt, reply, every=True):
         if len(encoder.counts[what]) == had.get(what, 0):  # or else encoder.encode has counted it
             encoder.counts[what].append(where.rsplit(":", 1)[1])
     first = scored.index(1)
-    return Text(ids[:first], ids[first:], scored[first:], where, pairs.plain(opening))
+    return Text(ids[:first], ids[first:], scored[first:], where, plain(opening))
 
 
 def _ended(encoder, turns, met):
@@ -247,11 +248,11 @@ def _earlier(encoder, prompt, ids, met):
             met.add("only the last reply is trained")
             return []
         known = encoder.ids(before)
-        start = pairs.common_prefix(known, ids)
+        start = common_prefix(known, ids)
         if start < len(known):
             met.add("merged at the seam")
         start = max(start, 1)  # nothing would predict a first token
-        spans.append((start, pairs.common_prefix(encoder.ids(whole[:stop]), ids)))
+        spans.append((start, common_prefix(encoder.ids(whole[:stop]), ids)))
     return spans
 
 

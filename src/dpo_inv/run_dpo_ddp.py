@@ -31,7 +31,6 @@ from ddp_utils import (
     plots,
     reference,
     resume,
-    selftest,
 )
 from ddp_utils.run import Run
 from ddp_utils.totals import Totals, wilson
@@ -139,11 +138,11 @@ def train_step(policy, step, rows, data, structures, table, config, world):
     if step == 0 or not math.isfinite(means["loss"]):
         scores = dist.by_row(len(pairs), parts, found, world)[rows]  # [global batch, 3]
         wheres = [pairs[i].where for i in rows]
-        selftest.check_finite(scores[:, 2], wheres, step)
+        parallel.check_finite(scores[:, 2], wheres, step)
         if step == 0:
             tokens = torch.tensor([pairs[i].targets.sum() for i in rows], device=world.device)
             mine = scores[:, :2], table[rows], tokens, wheres
-            selftest.check_first_step(policy, *mine, means, config)
+            reference.check_first_step(policy, *mine, means, losses.at_reference(config))
     if not math.isfinite(means["grad_norm"]):
         raise NonFiniteError(f"step {step + 1}: the gradient is not finite; no step was taken")
     return means
@@ -283,12 +282,12 @@ def main(argv=None) -> int:
         # model
         scorer = Scorer(model, config.temperature).to(world.device)
         policy = parallel.wrap(scorer, config, world)
-        # what the reference's log-probs hang on, beside the data and the model in `inputs`
-        facts = inputs | {"device": world.device.type, "torch": torch.__version__}
+        # what the reference's log-probs depend on, beside the data and the model in `inputs`
+        fingerprint = inputs | {"device": world.device.type, "torch": torch.__version__}
         for name in ("decoding_order", "num_orders", "seed", "temperature"):
-            facts[name] = str(getattr(config, name))
-        table = reference.kept(
-            facts,
+            fingerprint[name] = str(getattr(config, name))
+        table = reference.cached(
+            fingerprint,
             {split: pairs for split, pairs in data.items() if pairs},
             lambda pairs: score(scorer, pairs, structures, config, run),
             run,

@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from ddp_utils import lean, logps, selftest
-from ddp_utils.pairs import Pair
+from ddp_utils.encoder import Pair
 
 BARS = {"long": 2.8, "ragged": 5.0, "bigv": 4.5}  # of TRL 1.16; a shared machine gets 0.8 of them
 WORDS = {"long": 8192, "ragged": 8192, "bigv": 51200}

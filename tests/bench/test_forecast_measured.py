@@ -26,7 +26,7 @@ import main_distributed
 from config import Config
 from conftest import ROOT
 from ddp_utils import dist, dryrun, forecast, fsdp, lean, logps, lora, parallel
-from ddp_utils.pairs import Pair
+from ddp_utils.encoder import Pair
 from ranks import free_port
 
 SEED = 20

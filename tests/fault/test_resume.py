@@ -267,12 +267,14 @@ def test_f7_an_unfinished_run_does_not_go_on_with_other_settings(flags, killed):
 
 
 def test_f7_nor_with_other_data_or_another_model_under_the_same_name(tmp_path):
-    """One letter of one row, one number of the weights."""
-    data, model = tmp_path / "rows.jsonl", tmp_path / "model"
+    """One letter of one row, one number of the weights, one space in the judge."""
+    data, model, judge = tmp_path / "rows.jsonl", tmp_path / "model", tmp_path / "judge.py"
+    judge.write_text("def score(prompt, reply): return len(reply)")
     rows = Path(runs.PAIRS).read_text()
     data.write_text(rows)
     shutil.copytree(ROOT / "data/demo/model", model)
     flags = [*faults.MODES["lora"], "--train_data", str(data), "--model_name", str(model)]
+    flags += ["--judge", f"{judge}:score"]
     folder = tmp_path / "runs/run"
     fault = (faults.kill_in_backward, 0, 7)
     assert faults.start(1, folder, *flags, fault=fault).codes == [-9]
@@ -285,6 +287,9 @@ def test_f7_nor_with_other_data_or_another_model_under_the_same_name(tmp_path):
     data.write_text(rows.replace("a", "e", 1))
     assert "content of train: " in refused() and "content of model_name" not in refused()
     data.write_text(rows)
+    judge.write_text("def score(prompt, reply): return  len(reply)")
+    assert "content of judge: " in refused()
+    judge.write_text("def score(prompt, reply): return len(reply)")
     weights = bytearray((model / "model.safetensors").read_bytes())
     weights[-2] ^= 4
     (model / "model.safetensors").write_bytes(weights)

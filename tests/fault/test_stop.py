@@ -49,7 +49,7 @@ def test_f3_a_signal_to_one_rank_stops_all_after_the_same_step(rank, which, undi
 
 
 PLACES = {  # call before which rank 1 gets the signal -> steps that are kept
-    "the reference pass": ("reference.score", 1, 0),
+    "the reference pass": ("logps.score", 1, 0),
     "an evaluation": ("main_distributed.evaluate", 2, 8),
     "the test": ("main_distributed.evaluate", 4, 12),
     "saving": ("checkpoint.write", 1, 5),
@@ -103,7 +103,7 @@ def test_f3_a_time_limit_stops_and_saves(undisturbed, tmp_path):
 
 def stuck(rank, step, seconds, grace, twice):
     """Asked to stop in a step that does not end."""
-    faults.signals.GRACE = grace
+    faults.preemption.GRACE = grace
 
     def hang(loss):
         for _ in range(twice):

@@ -12,7 +12,8 @@ from test_launchers import shell
 import main_distributed
 import runs
 from conftest import ROOT
-from ddp_utils import logps, lora, pairs, sampling
+from ddp_utils import logps, lora, sampling
+from ddp_utils.encoder import Encoder, load_tokenizer
 from ranks import ranks, run_ranks
 
 REPLIES = 330
@@ -39,8 +40,8 @@ def fresh_prompts(count):
 
 def rates(model, prompts, system=None, judge="score"):
     """Means of the demo's judge over one sampled reply per prompt, temperature 1."""
-    tokenizer = pairs.load_tokenizer("data/demo/model")
-    encoder = pairs.Encoder(tokenizer)
+    tokenizer = load_tokenizer("data/demo/model")
+    encoder = Encoder(tokenizer)
     scorer = logps.Scorer(lora.load(model, torch.float32, torch.device("cpu")))
     turns = [{"role": "system", "content": system}] if system else []
     ids = [

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 import main_distributed
 import runs
 from config import Config
-from ddp_utils import dist, logps, pairs, reference
+from ddp_utils import dist, logps, pairs, safely
+from ddp_utils.encoder import Encoder, load_tokenizer
 from ranks import ranks
 
 ROWS = 7
@@ -32,10 +33,10 @@ def seven_rows(folder):
 def evaluations(path, reference):
     """main_distributed.evaluate of a policy against a table that is not its own log-probs."""
     world = dist.join(dist.meet(dist.whoami()))
-    tokenizer = pairs.load_tokenizer("data/demo/model")
-    data, _ = pairs.read(path, pairs.Encoder(tokenizer))
-    scorer = logps.Scorer(AutoModelForCausalLM.from_pretrained(pairs.model_path("data/demo/model")))
-    scorer.float()
+    tokenizer = load_tokenizer("data/demo/model")
+    data, _ = pairs.read(path, Encoder(tokenizer))
+    model = AutoModelForCausalLM.from_pretrained(safely.model_path("data/demo/model"))
+    scorer = logps.Scorer(model).float()
     results = []
     for batch_size in (1, 2, 3):
         config = Config(batch_size=batch_size * world.world_size, beta=0.3)
@@ -50,9 +51,9 @@ def evaluations(path, reference):
 
 def float64_means(path, reference):
     """Each pair alone, full logits, float64 throughout; the closed form of the DPO loss."""
-    tokenizer = pairs.load_tokenizer("data/demo/model")
-    data, _ = pairs.read(path, pairs.Encoder(tokenizer))
-    model = AutoModelForCausalLM.from_pretrained(pairs.model_path("data/demo/model")).double()
+    tokenizer = load_tokenizer("data/demo/model")
+    data, _ = pairs.read(path, Encoder(tokenizer))
+    model = AutoModelForCausalLM.from_pretrained(safely.model_path("data/demo/model")).double()
     sums = dict.fromkeys(NAMES, 0.0)
     for row, pair in enumerate(data):
         summed = []
@@ -85,9 +86,9 @@ def test_complaint_03_seven_rows_are_seven_rows_on_any_number_of_ranks(world_siz
 
 def score_all(path, budget):
     world = dist.join(dist.meet(dist.whoami()))
-    data, _ = pairs.read(path, pairs.Encoder(pairs.load_tokenizer("data/demo/model")))
-    model = AutoModelForCausalLM.from_pretrained(pairs.model_path("data/demo/model")).float()
-    return reference.score(logps.Scorer(model), data, world, budget)
+    data, _ = pairs.read(path, Encoder(load_tokenizer("data/demo/model")))
+    model = AutoModelForCausalLM.from_pretrained(safely.model_path("data/demo/model")).float()
+    return logps.score(logps.Scorer(model), data, world, budget)
 
 
 def test_complaint_03_reference_log_probs_are_filled_in_by_row_once(tmp_path):

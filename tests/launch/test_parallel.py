@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import runs
 from ddp_utils import UserError, checkpoint, dist, fsdp, logps, lora, pairs, parallel
+from ddp_utils.encoder import Encoder, load_tokenizer
 from ranks import ranks
 
 SETTINGS = SimpleNamespace(
@@ -27,7 +28,7 @@ def policy_and_pairs(fine_tuning="lora"):
     config = SimpleNamespace(**{**vars(SETTINGS), "fine_tuning": fine_tuning})
     model, autocast = lora.load_policy(config, world.device)
     policy = parallel.wrap(logps.Scorer(model, autocast), config, world)
-    data, _ = pairs.read(runs.PAIRS, pairs.Encoder(pairs.load_tokenizer("data/demo/model")))
+    data, _ = pairs.read(runs.PAIRS, Encoder(load_tokenizer("data/demo/model")))
     optimizer, schedule = parallel.make_optimizer(policy, config, 1e-3, 10)
     return world, policy, optimizer, schedule, data
 

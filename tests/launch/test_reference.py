@@ -19,17 +19,17 @@ FLAGS = [*runs.QUIET, *runs.words("--max_rows 12 --batch_size 4 --max_steps 2")]
 
 def train(folder, *flags):
     """(pairs that were scored for the reference, lines of metrics)."""
-    draw, score, scored = plots.draw, reference.score, []
+    draw, score, scored = plots.draw, logps.score, []
 
     def counted(scorer, pairs, *rest):
         scored.append(len(pairs))
         return score(scorer, pairs, *rest)
 
-    plots.draw, reference.score = lambda folder: None, counted
+    plots.draw, logps.score = lambda folder: None, counted
     try:
         assert main_distributed.main([*FLAGS, *flags, "--result_dir", str(folder)]) == 0
     finally:
-        plots.draw, reference.score = draw, score
+        plots.draw, logps.score = draw, score
     return sum(scored), runs.lines(folder) if os.environ.get("RANK", "0") == "0" else None
 
 
@@ -131,7 +131,7 @@ def test_log_probs_of_another_version_are_made_again(made, tmp_path):
     unfinished(folder)
     assert train(Path(shutil.copytree(folder, tmp_path / "b")))[0] == 0
     files = checkpoint.read_manifest(folder)["files"]
-    files[reference.FILE]["facts"]["torch"] = "2.0"
+    files[reference.FILE]["fingerprint"]["torch"] = "2.0"
     checkpoint.write_manifest(folder, {"files": files})
     assert train(folder)[0] == 20
 

@@ -12,6 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 import main_distributed
 import runs
 from ddp_utils import dist, environment, logps, lora, merge, pairs, parallel, reference
+from ddp_utils.encoder import Encoder, load_tokenizer
 from ranks import ranks, run_ranks
 
 SHORT = runs.words("--max_rows 40 --batch_size 8 --max_steps 2")
@@ -21,7 +22,7 @@ def broken(kind, folder):
     """Train with one mistake made on purpose."""
     flags = [*runs.LORA, *SHORT]
     if kind == "reference in bf16":
-        score = reference.score
+        score = logps.score
 
         def rounded(scorer, *rest):
             scorer.autocast, before = torch.bfloat16, scorer.autocast
@@ -29,7 +30,7 @@ def broken(kind, folder):
             scorer.autocast = before
             return table
 
-        reference.score = rounded
+        logps.score = rounded
     elif kind == "dropout left on":
         no_dropout = lora.no_dropout
 
@@ -61,8 +62,8 @@ def broken(kind, folder):
         parallel.backward = cut
     elif kind == "loss of another reference":
         reference.check_reference = lambda *arguments: None
-        score = reference.score
-        reference.score = lambda *arguments: score(*arguments) + torch.tensor([0.5, 0.0])
+        score = logps.score
+        logps.score = lambda *arguments: score(*arguments) + torch.tensor([0.5, 0.0])
     return runs.train(folder, flags)
 
 
@@ -117,12 +118,10 @@ def sft_adapter(folder):
 def scores_of(adapter):
     """Log-probs of the test pairs under base model and adapter."""
     world = dist.World()
-    data, _ = pairs.read(runs.PAIRS, pairs.Encoder(pairs.load_tokenizer("data/demo/model")))
+    data, _ = pairs.read(runs.PAIRS, Encoder(load_tokenizer("data/demo/model")))
     base = lora.load("data/demo/model", torch.float32, world.device)
-    plain = reference.score(logps.Scorer(base), data, world, 4)
-    adapted = reference.score(
-        logps.Scorer(PeftModel.from_pretrained(base, adapter)), data, world, 4
-    )
+    plain = logps.score(logps.Scorer(base), data, world, 4)
+    adapted = logps.score(logps.Scorer(PeftModel.from_pretrained(base, adapter)), data, world, 4)
     return plain.mean(0), adapted.mean(0)
 
 
@@ -185,11 +184,11 @@ def test_an_overflow_of_fp16_in_the_first_step_is_skipped(tmp_path):
 def test_another_reference_model_is_scored_in_its_place(tmp_path):
     flags = [*runs.FULL, *SHORT, "--train_data", runs.PAIRS]
     sft_adapter(tmp_path / "sft")
-    tokenizer = pairs.load_tokenizer("data/demo/model")
+    tokenizer = load_tokenizer("data/demo/model")
     tokenizer.chat_template = "{{ messages[0].content }}"  # of its training, not of its base
     tokenizer.save_pretrained(tmp_path / "sft")
     merge.merge(str(tmp_path / "sft"), str(tmp_path / "merged"), "data/demo/model")
-    merged = pairs.load_tokenizer(str(tmp_path / "merged"))
+    merged = load_tokenizer(str(tmp_path / "merged"))
     assert merged.chat_template == "{{ messages[0].content }}"
     plain, adapted = scores_of(str(tmp_path / "sft"))
     flags += ["--reference_model", str(tmp_path / "merged"), "--beta", "0.25"]

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import train
 from conftest import ROOT
 from ddp_utils import Stop, checkpoint, dist, fsdp, lora, parallel, plots
-from ddp_utils.pairs import load_tokenizer
+from ddp_utils.encoder import load_tokenizer
 from ranks import ranks, run_ranks
 
 FSDP = ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]

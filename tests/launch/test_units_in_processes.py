@@ -13,7 +13,7 @@ import torch
 
 from conftest import ROOT
 from ddp_utils import NonFiniteError, dist, logps, lora, sampling
-from ddp_utils.pairs import Encoder, load_tokenizer
+from ddp_utils.encoder import Encoder, load_tokenizer
 from ranks import addresses, ranks, run_ranks
 
 # --- sampling ------------------------------------------------------------------------------------

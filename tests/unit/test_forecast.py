@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import check_gpu
 from conftest import ROOT
 from ddp_utils import UserError, batching, dryrun, forecast, plan
-from ddp_utils.pairs import Pair
+from ddp_utils.encoder import Pair
 
 D, E, H, V, LAYERS, R = 64, 128, 32, 512, 5, 4  # width, MLP, head, vocabulary, layers, LoRA rank
 LAYER = (

@@ -15,6 +15,7 @@ import config as config_module
 from config import Config
 from conftest import ROOT
 from ddp_utils import UserError, cli, conf, pairs, records
+from ddp_utils.encoder import Encoder, load_tokenizer
 
 # what a library warns of would be a second line
 pytestmark = pytest.mark.filterwarnings("error::UserWarning")
@@ -58,7 +59,7 @@ templates = st.sampled_from(["auto", "none"])
 
 @functools.cache
 def encoder(template):
-    return pairs.Encoder(pairs.load_tokenizer("data/demo/model"), template, max_length=64)
+    return Encoder(load_tokenizer("data/demo/model"), template, max_length=64)
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 import main_distributed
 from config import Config
 from ddp_utils import UserError, dist, logps, lora, packing, reference
-from ddp_utils.pairs import Pair
+from ddp_utils.encoder import Pair
 
 PAD = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=97)

@@ -12,8 +12,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from conftest import ROOT
 from ddp_utils import UserError, logps, pairs, trajectories
+from ddp_utils.encoder import Encoder, Pair, load_tokenizer
 from ddp_utils.formats import Example
-from ddp_utils.pairs import Encoder
 
 MERGING = [("Ġ", "y"), ("a", "b"), ("Ċ", "Ċ"), ("1", "2")]  # " y", "ab", two newlines, digits
 
@@ -165,7 +165,7 @@ def test_identical_pairs_are_dropped_and_counted_by_row(tmp_path):
 
 
 def test_splits_share_no_prompt_and_do_not_depend_on_the_order_of_rows():
-    data = [pairs.Pair([1], [2], [3], f"f:{k}", f"prompt {k // 3}") for k in range(300)]
+    data = [Pair([1], [2], [3], f"f:{k}", f"prompt {k // 3}") for k in range(300)]
 
     def prompts(rows, seed):
         return [{pair.text for pair in split} for split in pairs.split_by_prompt(rows, seed)]
@@ -416,7 +416,7 @@ def test_a_file_as_hh_is_read_by_default(tmp_path):
         lines.append(json.dumps({"chosen": chosen, "rejected": rejected}))
     path = tmp_path / "harmless.jsonl"
     path.write_text("\n".join(lines))
-    found, report = pairs.read(path, Encoder(pairs.load_tokenizer("data/demo/model")))
+    found, report = pairs.read(path, Encoder(load_tokenizer("data/demo/model")))
     assert (report["format"], report["rows"], report["used"]) == ("transcript", 2312, 2299)
     assert {reason: list(map(int, rows)) for reason, rows in report["dropped"].items()} == {
         "two turns of one side in a row": [101, 601, 1101, 1601],

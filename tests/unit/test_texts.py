@@ -18,8 +18,8 @@ from test_pairs import (
 
 from conftest import ROOT
 from ddp_utils import UserError, formats, logps, pairs, records, texts
+from ddp_utils.encoder import Encoder, load_tokenizer
 from ddp_utils.formats import Example
-from ddp_utils.pairs import Encoder
 from ddp_utils.texts import Text
 
 PLAIN = tokenizer(bos=False, merges=[])  # bytes: decoding gives back each letter
@@ -683,7 +683,7 @@ def test_the_files_of_the_demo_are_read_whole(file, count, names):
     """Token for token what the template of the model makes of each row."""
     asked, more, reply = names
     path = ROOT / "data/demo" / file
-    tok = pairs.load_tokenizer(ROOT / "data/demo/model")
+    tok = load_tokenizer(ROOT / "data/demo/model")
     found, report = texts.read(path, Encoder(tok, max_length=10_000))
     source = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(source) == len(found) == report["used"] == count

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from conftest import ROOT
-from ddp_utils import UserError, lora, pairs, teaching, trajectories
+from ddp_utils import UserError, lora, teaching, trajectories
+from ddp_utils.encoder import Encoder, load_tokenizer
 from ddp_utils.trajectories import Trajectory
 from train_loop import Config
 
@@ -32,7 +33,7 @@ def student():
 
 @pytest.fixture(scope="module")
 def encoder():
-    return pairs.Encoder(pairs.load_tokenizer(MODEL))
+    return Encoder(load_tokenizer(MODEL))
 
 
 # --- questions -----------------------------------------------------------------------------------
@@ -79,7 +80,7 @@ def test_the_prompt_is_a_system_turn_or_stands_in_front(encoder):
     text += "<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(prompted) == text
     assert tokenizer.decode(alone) == text[text.index("<|im_start|>user") :]
-    plain = pairs.Encoder(pairs.load_tokenizer(MODEL), "none")
+    plain = Encoder(load_tokenizer(MODEL), "none")
     alone, prompted = trajectories.prompts(plain, "Be loud.\n", "Why?")
     assert [tokenizer.decode(ids) for ids in (alone, prompted)] == ["Why?", "Be loud.\nWhy?"]
 

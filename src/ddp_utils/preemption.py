@@ -1,11 +1,22 @@
-"""How a process ends: one line or one traceback, of the rank that failed first, and one status."""
+"""How a process is asked to stop, and how it ends.
+
+It stops for SIGTERM, SIGUSR1, a time limit, Ctrl-C, or the death of its launcher, and ends with one
+line or one traceback, of the rank that failed first, and one exit status.
+
+Python runs a signal's handler between two of its own instructions, so never while it waits in a
+collective for a rank that is gone. Here a thread hears the signals, and can end the process.
+"""
 
 import contextlib
 import errno
 import os
 import re
+import select
 import shutil
+import signal
+import socket
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -13,12 +24,61 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from ddp_utils import Stop, UserError, WriteError, redact, signals
+from ddp_utils import Stop, UserError, WriteError, redact, startup
 from ddp_utils.world import whoami
+
+GRACE = 20.0  # seconds from the signal to a hard exit, unless a checkpoint is being written
+AGAIN = 1.0  # a launcher and a batch system may both send it: later than this is a second time
 
 # what gloo, NCCL and the store say when another rank is gone or silent
 LOST = re.compile(r"gloo|nccl|xccl|connection (closed|reset|refused)|broken pipe|timed out", re.I)
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
+
+_start = time.monotonic()
+_asked = threading.Event()
+_saving = threading.Event()
+
+
+def asked(minutes=0.0) -> bool:
+    """Whether this process was asked to stop, or has run for so many minutes (0: no limit)."""
+    return _asked.is_set() or 0 < minutes * 60 <= time.monotonic() - _start
+
+
+def saving():
+    """All ranks have agreed to stop: from here on only a second signal ends them early."""
+    _saving.set()
+
+
+def listen():
+    """Hear the signals from now on, and end when the launcher does, if there is one."""
+    global _start
+    _start = time.monotonic()
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: _asked.set())
+    signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=_watch, args=(ours, theirs), daemon=True).start()
+
+
+def _watch(ours, _theirs):
+    first, number = None, 0
+    while True:
+        heard = select.select([ours], [], [], 0.5)[0] and ours.recv(64)
+        now = time.monotonic()
+        for number in set(heard or ()) & {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}:
+            if first is not None and now - first > AGAIN:
+                startup.end(128 + number, "asked to stop twice")
+            first = first or now
+            if number != signal.SIGINT:  # that one is a KeyboardInterrupt, if Python gets to it
+                _asked.set()
+        if first is not None and not _saving.is_set() and now - first > GRACE:
+            startup.end(128 + number, f"asked to stop, and still busy after {GRACE:.0f} s")
+        if startup.LAUNCHER not in (None, os.getppid()):
+            startup.end(1, "the launcher is gone")
+
+
+# --- the end of a process ------------------------------------------------------------------------
 
 
 def leave():
@@ -34,7 +94,7 @@ def run(main):
     os._exit, because gloo's threads may still hold Python objects when the interpreter dies, and
     then abort the process after all its work is done (torch 2.13, Python 3.11).
     """
-    signals.listen()
+    listen()
     code, error = 1, None
     try:
         code = main() or 0
