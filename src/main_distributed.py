@@ -21,9 +21,9 @@ import torch
 
 from config import Config, check
 from ddp_utils import (
-    NonFiniteError,
     UserError,
     batching,
+    checks,
     cli,
     dist,
     environment,
@@ -31,7 +31,7 @@ from ddp_utils import (
     logps,
     lora,
     losses,
-    parallel,
+    optim,
     records,
     resume,
     sampling,
@@ -105,7 +105,7 @@ def pair_losses(policy, batch, reference, config):
     """B pairs and their reference log-probs [B, 2] -> losses [B] and metrics, each [B]."""
     chosen, rejected = policy(batch)  # [B], [B]: summed over the response
     sides = losses.LogPs(chosen, rejected, *reference.unbind(-1), *batch.tokens)
-    noise = reference_.noise(parallel.bare(policy).precision, sides.chosen_tokens)
+    noise = checks.noise(policy.precision, sides.chosen_tokens)
     per_pair, metrics = losses.preference(sides, config, noise)
     if config.sft_weight:
         metrics |= {"loss/preference": per_pair, "loss/sft": losses.sft(sides)}
@@ -117,33 +117,32 @@ def train_step(policy, step, rows, data, reference, config, world):
     """Forward and backward of one global batch -> its exact means, gradient ready for the step."""
     pairs, totals, found = data["train"], Totals(world), []
     budget = math.ceil(config.batch_size / world.world_size)
-    parts = parallel.bare(policy).share(rows, pairs, world, budget)
+    parts = policy.scorer.share(rows, pairs, world, budget)
     for turn, part in enumerate(parts):
         torch.manual_seed(batching.seed_of(config.seed, step, turn, world.rank))  # for dropout
-        batch = parallel.bare(policy).collate([pairs[i] for i in part.index], world.device)
+        policy.sync_gradients(part is parts[-1])
+        batch = policy.scorer.collate([pairs[i] for i in part.index], world.device)
         per_pair, metrics = pair_losses(policy, batch, reference["train"][part.index], config)
         weight = torch.tensor(part.weight, device=world.device)
         # DDP averages over ranks: times world_size / global count is the mean of the global batch
         loss = (per_pair * weight).sum() * (world.world_size / len(rows))
-        parallel.backward(policy, loss, last=turn == len(parts) - 1)
+        policy.backward(loss)
         totals.add(metrics, weight)
         scores = metrics["logps/chosen"], metrics["logps/rejected"], per_pair
         found.append(torch.stack(scores, -1).detach())  # [B, 3]
-    norm = parallel.clip(policy, config.max_grad_norm)
+    norm = policy.clip_grad_norm(config.max_grad_norm)
     means = {**totals.means(), "grad_norm": norm.item()}
-    if step == 0 or not math.isfinite(means["loss"]):
-        table = dist.by_row(len(pairs), parts, found, world)[rows]  # [global batch, 3]
-        parallel.check_finite(table[:, 2], [pairs[i].where for i in rows], step)
-    overflow = parallel.overflows(policy, norm)
-    if step == 0 and not overflow:
-        parallel.check_gradients(policy, config.fine_tuning)
+    batch_pairs = [pairs[i] for i in rows]
+    wheres = [pair.where for pair in batch_pairs]
+
+    def scores():
+        return dist.by_row(len(pairs), parts, found, world)[rows]  # [global batch, 3]
+
+    checks.check_step(policy, step, means, lambda: scores()[:, 2], wheres, config.fine_tuning)
     if step == 0 and not no_closed_form(config):
-        mine = [pairs[i] for i in rows]
-        tokens = torch.tensor([max(map(len, pair[1:3])) for pair in mine], device=world.device)
-        sides = table[:, :2], reference["train"][rows], tokens, [pair.where for pair in mine]
-        reference_.check_first_step(policy, *sides, means, losses.at_reference(config))
-    if not math.isfinite(means["grad_norm"]) and not overflow:
-        raise NonFiniteError(f"step {step + 1}: the gradient is not finite; no step was taken")
+        tokens = [max(len(pair.chosen), len(pair.rejected)) for pair in batch_pairs]
+        sides = scores()[:, :2], reference["train"][rows], torch.tensor(tokens), wheres
+        checks.check_first_step(policy, *sides, means, losses.at_reference(config))
     return means
 
 
@@ -157,7 +156,7 @@ def no_closed_form(config):
 def evaluate(policy, split, data, reference, config, world, poll=lambda: None):
     """Exact means over all pairs of a split: each counted once, whatever the number of ranks."""
     pairs, totals = data[split], Totals(world)
-    scorer = parallel.bare(policy)  # DDP would only wait for gradients
+    scorer = policy.scorer  # DDP would only wait for gradients
     budget = math.ceil(config.batch_size / world.world_size)
     with logps.dropout_off(scorer):
         for part in scorer.share(range(len(pairs)), pairs, world, budget):
@@ -188,8 +187,8 @@ def answer(policy, data, encoder, config, run):
     for split in ("val", "test"):
         prompts = [pair.prompt for pair in data[split][: config.num_samples]]
         if prompts:
-            scorer, tokenizer = parallel.bare(policy), encoder.tokenizer
-            with parallel.together(policy):
+            scorer, tokenizer = policy.scorer, encoder.tokenizer
+            with policy.gathered():
                 ids = sampling.generate(
                     scorer, prompts, encoder.ends, run.world, config, poll=run.poll
                 )
@@ -213,6 +212,11 @@ def write_examples(run, data, before, after, judge):
 # --- main ----------------------------------------------------------------------------------------
 
 
+def strategy_of(config):
+    """How the ranks share the work."""
+    return optim.Strategy(config.strategy)
+
+
 def load_scored(config, data, world, run):
     """The policy, and the reference's log-probs of every split: the policy before step 0.
 
@@ -220,32 +224,32 @@ def load_scored(config, data, world, run):
     """
 
     def reference_of(policy, *names):
-        scorer = parallel.bare(policy)
+        scorer = policy.scorer
         budget = math.ceil(config.batch_size / world.world_size)  # pairs a rank at a time
 
         def score(pairs):
             return logps.score(scorer, pairs, world, budget, run.poll)
 
-        with parallel.together(policy):
+        with policy.gathered():
             for line in selftest.self_test(scorer, data["train"], config.layout, world):
                 run.say(line)
         if known is None:
             return reference_.log_probs(scorer, data, names, score, run)
 
-    known = None
+    known, strategy = None, strategy_of(config)
     if config.reference_model:
         dtype, autocast = environment.precision(config, world.device)
         host = torch.device("cpu") if config.strategy == "fsdp" else world.device
         model = lora.load(config.reference_model, dtype, host)
-        scorer = parallel.place(logps.Scorer(model, autocast), config, world)
-        known = reference_of(scorer, config.reference_model)
-        del model, scorer
+        other = optim.wrap(logps.Scorer(model, autocast), world, strategy, trained=False)
+        known = reference_of(other, config.reference_model)
+        del model, other
         gc.collect()
     torch.manual_seed(config.seed)  # the same fresh LoRA on every rank
     model, autocast = lora.load_policy(config, world.device)
     if config.lean:
         lean.apply(model)
-    policy = parallel.wrap(logps.Scorer(model, autocast), config, world)
+    policy = optim.wrap(logps.Scorer(model, autocast), world, strategy)
     return policy, reference_of(policy, config.model_name, config.init_adapter) or known
 
 
@@ -272,7 +276,7 @@ def main(argv=None) -> int:
         config = dataclasses.replace(config, learning_rate=rate)
     plan = batching.Plan.of(config, len(data["train"]))
     inputs = reference_.inputs(config, data, outline)
-    needed = parallel.bytes_to_write(outline, config)
+    needed = optim.bytes_to_write(outline, config)
     # a judge is executed: the demo's is the project's own, whatever the current folder holds
     root = records.ROOT if config.judge == DEMO_JUDGE else None
     judge = sampling.load_judge(config.judge, root) if config.judge else None
@@ -291,9 +295,10 @@ def main(argv=None) -> int:
     world = dist.join(world, config.timeout_minutes)
     environment.check_same_precision(config, world)
     environment.prepare(config)
-    peak = parallel.learning_rate(config, plan.global_batch, world.world_size)
+    peak = optim.learning_rate(config, plan.global_batch, world.world_size)
 
-    with Run(config.result_dir, config, world, plan.steps, inputs, needed) as run:
+    shares = strategy_of(config).shares(config.fine_tuning, world.world_size)
+    with Run(config.result_dir, config, world, plan.steps, inputs, needed, shares) as run:
         run.say(
             f"world_size={world.world_size} device={world.device} "
             f"global_batch={plan.global_batch} = "
@@ -312,9 +317,9 @@ def main(argv=None) -> int:
         # model
         policy, reference = load_scored(config, data, world, run)
         before = run.once("reference_replies", lambda: answer(policy, data, encoder, config, run))
-        optimizer, schedule = parallel.make_optimizer(policy, config, peak, plan.steps)
+        optimizer, schedule = optim.make_optimizer(policy, config, peak, plan.steps)
         displacement = losses.Displacement(config)
-        meter = speed.Meter(parallel.bare(policy), world)
+        meter = speed.Meter(policy.scorer, world)
         done = run.restore(policy, optimizer, schedule)
         validate(done, plan, policy, data, reference, config, run)
 
@@ -323,7 +328,7 @@ def main(argv=None) -> int:
             start, rows = time.perf_counter(), plan.batch(step)
             values = train_step(policy, step, rows, data, reference, config, world)
             values["learning_rate"] = optimizer.param_groups[0]["lr"]
-            parallel.step(policy, optimizer, schedule)
+            policy.step(optimizer, schedule)
             values["epoch"] = plan.epoch(step + 1)
             seconds = time.perf_counter() - start
             values |= meter.read([data["train"][row] for row in rows], seconds)
@@ -342,7 +347,7 @@ def main(argv=None) -> int:
                 run.log(at, found, split)
         write_examples(run, data, before, answer(policy, data, encoder, config, run), judge)
         folder = Path(config.output_dir or run.folder / "model")
-        model, weights = parallel.bare(policy).model, parallel.weights(policy)
+        model, weights = policy.scorer.model, policy.full_weights()
         dist.on_main(world, lambda: lora.save(model, tokenizer, folder, weights))
     return 0
 

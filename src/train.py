@@ -9,7 +9,6 @@ Each setting of the file is a flag, too: --learning_rate 1e-4. Guide: docs/strat
 
 import ddp_utils.startup  # noqa: F401  before torch, whose import takes seconds
 
-import math
 import sys
 import time
 
@@ -17,24 +16,22 @@ import torch
 
 import train_config
 from ddp_utils import (
-    NonFiniteError,
     UserError,
     batching,
     checkpoint,
+    checks,
     cli,
     dist,
     environment,
-    fsdp,
     lean,
     logps,
     lora,
     losses,
-    parallel,
+    optim,
     resume,
     selftest,
     speed,
     texts,
-    zero,
 )
 from ddp_utils import pairs as pairs_
 from ddp_utils import reference as reference_
@@ -101,7 +98,7 @@ def row_losses(policy, batch, reference, config):
         return -found, {"loss": -found, "size": batch.tokens[0]}
     chosen, rejected = policy(batch)  # [B], [B]: summed over the response
     sides = losses.LogPs(chosen, rejected, *reference.unbind(-1), *batch.tokens)
-    noise = reference_.noise(parallel.bare(policy).precision, sides.chosen_tokens)
+    noise = checks.noise(policy.precision, sides.chosen_tokens)
     per_row, metrics = losses.preference(sides, config, noise)
     if config.sft_weight:
         metrics |= {"loss/preference": per_row, "loss/sft": losses.sft(sides)}
@@ -118,35 +115,33 @@ def means_of(totals):
 def train_step(policy, step, rows, data, reference, config, world):
     """Forward and backward of one global batch -> its exact means, gradient ready for the step."""
     train, totals, found = data["train"], Totals(world), []
-    scorer, count = parallel.bare(policy), size([data["train"][row] for row in rows], config)
+    scorer, count = policy.scorer, size([data["train"][row] for row in rows], config)
     parts = scorer.share(rows, train, world, config.micro_batch_size)
     for turn, part in enumerate(parts):
         torch.manual_seed(batching.seed_of(config.seed, step, turn, world.rank))  # for dropout
+        policy.sync_gradients(part is parts[-1])
         batch = scorer.collate([train[row] for row in part.index], world.device)
         known = reference["train"][part.index] if reference else None
         per_row, metrics = row_losses(policy, batch, known, config)
         weight = torch.tensor(part.weight, device=world.device)
         # gradients are averaged over ranks: times world_size / global count is the global mean
         loss = (per_row * weight).sum() * (world.world_size / count)
-        parallel.backward(policy, loss, last=turn == len(parts) - 1)
+        policy.backward(loss)
         totals.add(metrics, weight)
         sides = [metrics["logps/chosen"], metrics["logps/rejected"]] if reference else []
         found.append(torch.stack([per_row, *sides], -1).detach())  # [B, 1 or 3]
-    norm = parallel.clip(policy, config.max_grad_norm)
+    norm = policy.clip_grad_norm(config.max_grad_norm)
     means = {**means_of(totals), "grad_norm": norm.item()}
-    if step == 0 or not math.isfinite(means["loss"]):
-        table = dist.by_row(len(train), parts, found, world)[rows]  # [global batch, 1 or 3]
-        parallel.check_finite(table[:, 0], [train[row].where for row in rows], step)
-    overflow = parallel.overflows(policy, norm)
-    if step == 0 and not overflow:
-        parallel.check_gradients(policy, config.fine_tuning)
+    wheres = [train[row].where for row in rows]
+
+    def scores():
+        return dist.by_row(len(train), parts, found, world)[rows]  # [global batch, 1 or 3]
+
+    checks.check_step(policy, step, means, lambda: scores()[:, 0], wheres, config.fine_tuning)
     if step == 0 and reference and not no_closed_form(config):
-        mine = [train[row] for row in rows]
-        tokens = torch.tensor([max(map(len, row[1:3])) for row in mine], device=world.device)
-        sides = table[:, 1:], reference["train"][rows], tokens, [row.where for row in mine]
-        reference_.check_first_step(policy, *sides, means, losses.at_reference(config))
-    if not math.isfinite(means["grad_norm"]) and not overflow:
-        raise NonFiniteError(f"step {step + 1}: the gradient is not finite; no step was taken")
+        tokens = [max(len(train[row].chosen), len(train[row].rejected)) for row in rows]
+        sides = scores()[:, 1:], reference["train"][rows], torch.tensor(tokens), wheres
+        checks.check_first_step(policy, *sides, means, losses.at_reference(config))
     return means
 
 
@@ -159,7 +154,7 @@ def no_closed_form(config):
 @torch.no_grad()
 def evaluate(policy, rows, reference, config, run):
     """Exact means over all rows: each counted once, whatever the number of ranks."""
-    totals, scorer, world = Totals(run.world), parallel.bare(policy), run.world
+    totals, scorer, world = Totals(run.world), policy.scorer, run.world
     with logps.dropout_off(scorer):
         for part in scorer.share(range(len(rows)), rows, world, config.micro_batch_size):
             run.poll()
@@ -193,10 +188,24 @@ def choose_numbers(config, outline, world):
     if config.mixed_precision == "fp16" and world.device.type == "cpu":
         raise UserError("--mixed_precision fp16: a CPU is slow at it; give bf16, or no")
     if config.use_deepspeed:
+        from ddp_utils.sharding import deepspeed
+
         width = outline.config.get_text_config().hidden_size
-        config.sharding = zero.filled(config.sharding, config, world, width)
+        config.sharding = deepspeed.filled(config.sharding, config, world, width)
     if config.use_fsdp:
+        from ddp_utils.sharding import fsdp
+
         fsdp.layers_of(outline, config.sharding)
+
+
+def strategy_of(config):
+    """How the ranks share the work; what shards nothing is DDP."""
+    kind, options = config.strategy, config.sharding
+    if kind == "fsdp" and options.strategy == "NO_SHARD":
+        kind = "ddp"
+    if kind == "deepspeed" and not options.get("zero_optimization", {}).get("stage"):
+        kind = "ddp"
+    return optim.Strategy(kind, options, config.grad_reduce_dtype, config.bucket_mb)
 
 
 def load(config, data, world, run):
@@ -205,9 +214,9 @@ def load(config, data, world, run):
     model, autocast = lora.load_policy(config, world.device)
     if config.lean:
         lean.apply(model)
-    policy = parallel.wrap(logps.Scorer(model, autocast), config, world)
-    scorer = parallel.bare(policy)
-    with parallel.together(policy):
+    policy = optim.wrap(logps.Scorer(model, autocast), world, strategy_of(config))
+    scorer = policy.scorer
+    with policy.gathered():
         for line in selftest.self_test(scorer, as_pairs(data["train"]), config.layout, world):
             run.say(line)
     if config.objective == "sft":
@@ -248,7 +257,7 @@ def fine_tune(config, world) -> int:
         digest = checkpoint.digest_of_files([], config.sharding)
         inputs[f"content of {config.strategy}_config"] = digest
     choose_numbers(config, outline, world)
-    needed = parallel.bytes_to_write(outline, config)
+    needed = optim.bytes_to_write(outline, config)
     described = [pairs_.describe(split, report) for split, report in reports.items()]
     if config.num_workers:
         described.append("num_workers: not needed: rows are tokenised once, there is no loader")
@@ -260,12 +269,17 @@ def fine_tune(config, world) -> int:
 
     world = dist.join(world, config.timeout_minutes)
     environment.check_same_precision(config, world)
-    parallel.check_nodes(config, world)
+    if config.use_fsdp:
+        from ddp_utils.sharding import fsdp
+
+        fsdp.check_nodes(config.sharding, world)
     environment.prepare(config)
 
-    with Run(config.output_dir, config, world, plan.steps, inputs, needed) as run:
+    strategy = strategy_of(config)
+    shares = strategy.shares(config.fine_tuning, world.world_size)
+    with Run(config.output_dir, config, world, plan.steps, inputs, needed, shares) as run:
         run.say(
-            f"world_size={world.world_size} device={world.device} {parallel.named(config)} "
+            f"world_size={world.world_size} device={world.device} {strategy.name} "
             f"precision={config.mixed_precision} global_batch={plan.global_batch} = "
             f"{world.world_size} ranks x {config.gradient_accumulation_steps} accumulation x "
             f"{config.micro_batch_size} learning_rate={config.learning_rate:.3g} steps={plan.steps}"
@@ -278,11 +292,9 @@ def fine_tune(config, world) -> int:
 
         # model
         policy, reference = load(config, data, world, run)
-        optimizer, schedule = parallel.make_optimizer(
-            policy, config, config.learning_rate, plan.steps
-        )
+        optimizer, schedule = optim.make_optimizer(policy, config, config.learning_rate, plan.steps)
         displacement = losses.Displacement(config)
-        meter = speed.Meter(parallel.bare(policy), world)
+        meter = speed.Meter(policy.scorer, world)
         done = run.restore(policy, optimizer, schedule)
         validate(done, plan, policy, data, reference, config, run)
 
@@ -291,7 +303,7 @@ def fine_tune(config, world) -> int:
             start, rows = time.perf_counter(), plan.batch(step)
             values = train_step(policy, step, rows, data, reference, config, world)
             values["learning_rate"] = optimizer.param_groups[0]["lr"]
-            parallel.step(policy, optimizer, schedule)
+            policy.step(optimizer, schedule)
             values["epoch"] = plan.epoch(step + 1)
             seconds = time.perf_counter() - start
             values |= meter.read([data["train"][row] for row in rows], seconds)
@@ -303,7 +315,7 @@ def fine_tune(config, world) -> int:
 
         # results
         run.back_to_best()
-        model, weights = parallel.bare(policy).model, parallel.weights(policy)
+        model, weights = policy.scorer.model, policy.full_weights()
         dist.on_main(world, lambda: lora.save(model, tokenizer, run.folder / "model", weights))
     return 0
 

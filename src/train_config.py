@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from ddp_utils import UserError, cli, conf, fsdp, losses, zero
+from ddp_utils import UserError, cli, conf, losses
 
 
 @dataclass
@@ -133,7 +133,7 @@ class Config(Output, Distributed, Dataset, Training, FineTuning, Model):
     sharding = None  # what FSDP or DeepSpeed is told
     places = {}  # setting -> file and line, or flag, that gave it
     reference_model = ""  # the policy before step 0
-    # what parallel.py, lora.py and others ask for
+    # what lora.py and others ask for
     batch_size = property(lambda self: self.micro_batch_size)
     fine_tuning = property(lambda self: "full" if self.type == "full" else "lora")
     use_gradient_checkpointing = property(lambda self: self.gradient_checkpointing)
@@ -203,16 +203,20 @@ def choose_sharding(config, where):
         both = f"{where['use_deepspeed']} and {where['use_fsdp']}"
         raise UserError(f"{both} exclude each other; leave one of them out")
     if config.use_fsdp:
+        from ddp_utils.sharding import fsdp
+
         file, key = config.fsdp_config, "fsdp_mixed_precision"
         config.sharding = fsdp.read(file)
         if precision := config.sharding.precision:
             _take(config, where, "mixed_precision", precision, file, key)
         config.gradient_checkpointing |= config.sharding.checkpointing
     if config.use_deepspeed:
+        from ddp_utils.sharding import deepspeed
+
         file = config.deepspeed_config
         if not file:
             raise UserError(f"{where['use_deepspeed']}: give deepspeed_config, too")
-        config.sharding = zero.read(file)
+        config.sharding = deepspeed.read(file)
         for name, key in (
             ("micro_batch_size", "train_micro_batch_size_per_gpu"),
             ("gradient_accumulation_steps", "gradient_accumulation_steps"),
@@ -220,7 +224,7 @@ def choose_sharding(config, where):
         ):
             if (value := config.sharding.get(key, "auto")) != "auto":
                 _take(config, where, name, value, file, key)
-        if precision := zero.precision(config.sharding):
+        if precision := deepspeed.precision(config.sharding):
             key = "fp16.enabled" if precision == "fp16" else "bf16.enabled"
             _take(config, where, "mixed_precision", precision, file, key)
 

@@ -14,7 +14,6 @@ import ddp_utils.startup  # noqa: F401  before torch, whose import takes seconds
 
 import contextlib
 import dataclasses
-import math
 import os
 import sys
 import time
@@ -23,17 +22,17 @@ from typing import Literal
 import torch
 
 from ddp_utils import (
-    NonFiniteError,
     Stop,
     UserError,
     batching,
+    checks,
     cli,
     dist,
     environment,
     lean,
     logps,
     lora,
-    parallel,
+    optim,
     records,
     reference,
     resume,
@@ -115,7 +114,7 @@ class Config:
     check: bool = False  # read and check everything, train nothing
     debug: bool = False  # tracebacks for user errors, too
 
-    fine_tuning = "lora"  # not a setting: what lora.py and parallel.py ask for
+    fine_tuning = "lora"  # not a setting: what lora.py and optim.py ask for
     init_adapter = property(lambda self: self.resume_from)
 
 
@@ -169,31 +168,29 @@ def train_step(policy, step, rows, trajectories, teacher, config, world):
     tokens = sum(len(trajectories[row].reply) for row in rows)  # of the global batch
     for turn, part in enumerate(parts):
         torch.manual_seed(batching.seed_of(config.seed, step, turn, world.rank))  # for dropout
+        policy.sync_gradients(part is parts[-1])
         batch = teacher("train", part.index, teach=config.objective == "kl")
         (costs,) = policy(batch)  # [B]
         if fresh:
-            base.append(parallel.bare(policy).base_costs(batch)[:, None])
+            base.append(policy.scorer.base_costs(batch)[:, None])
         weight = torch.tensor(part.weight, device=world.device)
         # DDP averages over ranks: times world_size / tokens is the mean of the global batch
         loss = (costs * weight).sum() * (world.world_size / tokens)
-        parallel.backward(policy, loss, last=turn == len(parts) - 1)
+        policy.backward(loss)
         totals.add({"cost": costs, "tokens": batch.tokens}, weight)
         found.append(costs.detach()[:, None])
-    norm = parallel.clip(policy, config.max_grad_norm)
+    norm = policy.clip_grad_norm(config.max_grad_norm)
     means = totals.means()
     means |= {"loss": means.pop("cost") / means.pop("tokens"), "grad_norm": norm.item()}
-    if step == 0 or not math.isfinite(means["loss"]):
-        table = dist.by_row(len(trajectories), parts, found, world)[rows, 0]
-        parallel.check_finite(table, [trajectories[row].where for row in rows], step)
+    wheres = [trajectories[row].where for row in rows]
+
+    def per_row(values):
+        return dist.by_row(len(trajectories), parts, values, world)[rows, 0]  # [global batch]
+
+    checks.check_step(policy, step, means, lambda: per_row(found), wheres, config.fine_tuning)
     if fresh:
-        expected = dist.by_row(len(trajectories), parts, base, world)[rows, 0]
-        mine = [trajectories[row] for row in rows]
-        teaching.check_first_step(table, expected, mine, parallel.bare(policy).precision)
-    overflow = parallel.overflows(policy, norm)
-    if step == 0 and not overflow:
-        parallel.check_gradients(policy, config.fine_tuning)
-    if not math.isfinite(means["grad_norm"]) and not overflow:
-        raise NonFiniteError(f"step {step + 1}: the gradient is not finite; no step was taken")
+        batch_rows = [trajectories[row] for row in rows]
+        teaching.check_first_step(per_row(found), per_row(base), batch_rows, policy.precision)
     return means | {"tokens": tokens}
 
 
@@ -218,7 +215,7 @@ def validate(step, plan, policy, data, teacher, config, run):
     """The validation that is due after `step` steps, unless the run has done it already."""
     if not plan.due(config.eval_every, step) or run.validated >= step > 0 or step == 0 < plan.steps:
         return
-    values = evaluate(parallel.bare(policy), data["val"], teacher, config, run)
+    values = evaluate(policy.scorer, data["val"], teacher, config, run)
     base = run.results["base"]["kl"]
     values |= {"kl_base": base, "share_baked": 1 - values["kl"] / max(base, 1e-12)}
     run.results["val"] = values
@@ -296,7 +293,7 @@ def main(argv=None) -> int:
     for name in ("model_name", "resume_from"):
         if value := getattr(config, name):
             inputs[f"content of {name}"] = safely.digest_of_model(value, outline.config)
-    needed = parallel.bytes_to_write(outline, config)
+    needed = optim.bytes_to_write(outline, config)
     # a judge is executed: the demo's is the project's own, whatever the current folder holds
     root = records.ROOT if config.judge == DEMO_JUDGE else None
     judge = sampling.load_judge(config.judge, root) if config.judge else None
@@ -344,9 +341,9 @@ def main(argv=None) -> int:
         base = run.once("base", lambda: evaluate(student, data["val"], teacher, config, run, False))
         run.results["base"] = base
         run.say(f"base model without the prompt: kl {base['kl']:.4f} nats a token")
-        policy = parallel.wrap(student, config, world)
+        policy = optim.wrap(student, world)
         rate = config.learning_rate
-        optimizer, schedule = parallel.make_optimizer(policy, config, rate, plan.steps)
+        optimizer, schedule = optim.make_optimizer(policy, config, rate, plan.steps)
         done = run.restore(policy, optimizer, schedule)
         run.results["base"] = base
         validate(done, plan, policy, data, teacher, config, run)
@@ -356,7 +353,7 @@ def main(argv=None) -> int:
             start, rows = time.perf_counter(), plan.batch(step)
             values = train_step(policy, step, rows, data["train"], teacher, config, world)
             values["learning_rate"] = optimizer.param_groups[0]["lr"]
-            parallel.step(policy, optimizer, schedule)
+            policy.step(optimizer, schedule)
             seconds = time.perf_counter() - start
             values |= {"epoch": plan.epoch(step + 1), "seconds": seconds}
             values["tokens_per_second"] = values.pop("tokens") / seconds

@@ -16,7 +16,7 @@ import torch
 
 import main_distributed
 import runs
-from ddp_utils import checkpoint, dist, parallel, preemption
+from ddp_utils import checkpoint, dist, optim, preemption
 from ranks import run_ranks
 
 # twelve steps with a checkpoint after 5 and 10, a validation after 4, 8 and 12
@@ -81,15 +81,20 @@ def _mine(rank):
 
 def at_backward(rank, step, action):
     """action(loss) -> loss in the backward of a step, counted from 0 in this life."""
-    backward, turn = parallel.backward, [0]
+    policy = optim.Policy
+    sync, backward, turn, is_last = policy.sync_gradients, policy.backward, [0], [False]
 
-    def faulty(policy, loss, last):
+    def watch(self, last):
+        is_last[0] = last
+        sync(self, last)
+
+    def faulty(self, loss):
         if turn[0] == step and _mine(rank):
             loss = action(loss)
-        turn[0] += last
-        backward(policy, loss, last)
+        turn[0] += is_last[0]
+        backward(self, loss)
 
-    parallel.backward = faulty
+    policy.sync_gradients, policy.backward = watch, faulty
 
 
 def kill_in_backward(rank, step):

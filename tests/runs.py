@@ -8,7 +8,7 @@ from shlex import split as words
 import torch
 
 import main_distributed
-from ddp_utils import batching, parallel, plots, speed
+from ddp_utils import batching, optim, plots, speed
 
 # what a comparison to the letter needs; the demo model is the default
 PAIRS = str(Path(__file__).parent / "data/pairs.jsonl")  # eight of the demo's test pairs
@@ -54,14 +54,14 @@ def losses(run):
 
 def first_gradients(folder, *flags_of_runs):
     """The gradient of step 0 of each run, all parameters in one float64 vector."""
-    found, step = [], parallel.step
+    found, step = [], optim.Policy.step
 
     def spy(policy, optimizer, schedule):
-        parameters = parallel.trainable(policy).values()
+        parameters = policy.trainable().values()
         found.append(torch.cat([p.grad.flatten().double() for p in parameters]))
         step(policy, optimizer, schedule)
 
-    parallel.step = spy
+    optim.Policy.step = spy
     once = words("--max_steps 1 --max_grad_norm 0")
     train(folder, *([*flags, *once] for flags in flags_of_runs))
     return found
@@ -69,7 +69,7 @@ def first_gradients(folder, *flags_of_runs):
 
 def train_with_mean_of_means(folder, flags):
     """The classic mistake, for tests that must see it: each rank averages over its own rows."""
-    backward = parallel.backward
+    backward = optim.Policy.backward
     share = batching.share
     mine = []
 
@@ -79,5 +79,5 @@ def train_with_mean_of_means(folder, flags):
         return parts
 
     batching.share = watch
-    parallel.backward = lambda policy, loss, last: backward(policy, loss * mine[0], last)
+    optim.Policy.backward = lambda policy, loss: backward(policy, loss * mine[0])
     return train(folder, flags)

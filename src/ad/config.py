@@ -115,10 +115,9 @@ class Config(Source, First):
     check: bool = False  # read and check everything, train nothing
     debug: bool = False  # tracebacks for user errors, too
 
-    # what run.py, parallel.py and lora.py ask for
+    # what run.py, optim.py and lora.py ask for
     fine_tuning, lr_scheduler, base_dtype = "full", "cosine", "auto"
     save_every = property(lambda self: self.ckpt_interval)
-    betas = property(lambda self: (self.beta1, self.beta2))
     warmup_ratio = property(lambda self: self.num_warmup_steps / max(1, self.train_timesteps))
     use_mixed_precision = property(lambda self: self.mixed_precision != "no")
 

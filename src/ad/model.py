@@ -159,6 +159,6 @@ class Distiller(nn.Module):
         return losses.view(action.shape).mean(-1), right.float().mean(-1)
 
     def example(self, device):
-        """A window of two steps: for the throwaway pass of parallel.wrap."""
+        """A window of two steps: for the throwaway pass of optim.Policy."""
         zeros = torch.zeros(1, 2, dtype=torch.long, device=device)
         return Tokens(zeros, zeros, zeros, zeros), zeros

@@ -34,9 +34,10 @@ from ddp_utils import (
     UserError,
     batching,
     checkpoint,
+    checks,
     dist,
     environment,
-    parallel,
+    optim,
     records,
     resume,
 )
@@ -87,12 +88,13 @@ def train_step(policy, step, data, config, world, measured):
             torch.manual_seed(batching.seed_of(config.seed, step, turn, world.rank))
         first = (turn * world.world_size + world.rank) * size
         mine = slice(first, first + size)
+        policy.sync_gradients(turn == turns - 1)
         losses, right = policy(data.batch(history[mine], start[mine]))  # [B], [B]
         # DDP averages over ranks: times world_size / count is the mean of the global batch
-        parallel.backward(policy, losses.sum() * (world.world_size / count), last=turn == turns - 1)
+        policy.backward(losses.sum() * (world.world_size / count))
         if measured:
             totals.add({"loss": losses, "accuracy": right}, torch.ones_like(losses))
-    norm = parallel.clip(policy, config.max_grad_norm)
+    norm = policy.clip_grad_norm(config.max_grad_norm)
     if not measured:
         return {}
     values = totals.means() | {"grad_norm": norm.item()}
@@ -105,10 +107,10 @@ def train_step(policy, step, data, config, world, measured):
 
 def check_first_step(policy, loss):
     """A head of zeros gives every action the same odds: the first loss is ln 5, or a bug's."""
-    bound = 1e-6 if parallel.bare(policy).autocast is None else 1e-2
+    bound = 1e-6 if policy.scorer.autocast is None else 1e-2
     if abs(loss - math.log(ACTIONS)) > bound:
         raise UserError(f"before the first step the loss is {loss:.6f}, not ln {ACTIONS}")
-    parallel.check_gradients(policy, "full")
+    checks.check_gradients(policy, "full")
 
 
 # --- evaluation, on the main process -------------------------------------------------------------
@@ -134,7 +136,7 @@ def validate(step, policy, data, config, run):
     last = step == config.train_timesteps
     if not run.world.is_main or run.validated >= step > 0 or not (step or last):
         return
-    distiller, values = parallel.bare(policy), {}
+    distiller, values = policy.scorer, {}
     if last or (config.eval_interval and step % config.eval_interval == 0):
         values = test(distiller, data, config)
         run.results["val"] = values
@@ -178,7 +180,7 @@ def main(argv=None) -> int:
         read_histories(config, path)  # else they are collected when all have met
     torch.manual_seed(config.seed)  # the same start on every rank
     model = Model(Shape.of(config))
-    needed = parallel.bytes_to_write(model, config)
+    needed = optim.bytes_to_write(model, config)
     counts = config.train_batch_size, config.gradient_accumulation_steps, world.world_size
     global_batch = math.prod(counts)
     inputs = {"global_batch": str(global_batch)}
@@ -215,8 +217,9 @@ def main(argv=None) -> int:
         )
 
         # model
-        policy = parallel.wrap(Distiller(model, autocast, config.label_smoothing), config, world)
-        optimizer, schedule = parallel.make_optimizer(policy, config, config.lr, steps)
+        betas = config.beta1, config.beta2
+        policy = optim.wrap(Distiller(model, autocast, config.label_smoothing), world)
+        optimizer, schedule = optim.make_optimizer(policy, config, config.lr, steps, betas)
         done = run.restore(policy, optimizer, schedule)
         validate(done, policy, held_out, config, run)
 
@@ -227,7 +230,7 @@ def main(argv=None) -> int:
             measured = step == 0 or now % config.summary_interval == 0 or now == steps
             values = train_step(policy, step, data, config, world, measured)
             rate = optimizer.param_groups[0]["lr"]
-            parallel.step(policy, optimizer, schedule)
+            policy.step(optimizer, schedule)
             run.bar.reach(now)
             if measured:
                 seconds = (time.perf_counter() - then) / (now - before)

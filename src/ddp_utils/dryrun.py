@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
 
-from ddp_utils import UserError, environment, fsdp, lean, logps, lora, packing, selftest
+from ddp_utils import UserError, environment, lean, logps, lora, packing, selftest
+from ddp_utils.sharding import fsdp
 
 GPU = torch.device("xpu")  # stands for one with bf16: of this kind no hardware is asked
 ON_GPU = "shared_prompt_on_gpu"  # among transformers' attention implementations

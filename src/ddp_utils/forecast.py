@@ -4,8 +4,6 @@ shards nothing; how each strategy shares that out is arithmetic. Sizes are in by
 
 from typing import NamedTuple
 
-from ddp_utils import parallel
-
 STRATEGIES = ("DDP", "FSDP SHARD_GRAD_OP", "FSDP FULL_SHARD", "FSDP HYBRID_SHARD")
 STRATEGIES += ("ZeRO-1", "ZeRO-2", "ZeRO-3")
 STRATEGIES += ("ZeRO-2 offload", "FSDP FULL_SHARD offload", "ZeRO-3 offload")
@@ -90,15 +88,11 @@ def share(need, strategy, ranks, nodes=1, turns=1, bucket=BUCKET) -> Share:
     return Share(weights + peak[0], peak[1], optimizer, peak[2], host, sent)
 
 
-def name_of(config) -> str:
-    """A run's strategy, as in STRATEGIES."""
-    offload = getattr(getattr(config, "sharding", None), "offload", False)  # of FSDP
-    offload |= _zero(config, "offload_optimizer", {}).get("device") == "cpu"
-    return parallel.named(config) + " offload" * offload
-
-
-def _zero(config, name, otherwise):
-    """What DeepSpeed's settings say, if it is they that shard."""
-    options = getattr(config, "sharding", None)
-    options = options["zero_optimization"] if isinstance(options, dict) else {}
-    return options.get(name, otherwise)
+def name_of(strategy) -> str:
+    """An optim.Strategy, as in STRATEGIES."""
+    options = strategy.options
+    offload = getattr(options, "offload", False)  # of FSDP
+    if isinstance(options, dict):
+        optimizer = options.get("zero_optimization", {}).get("offload_optimizer", {})
+        offload = optimizer.get("device") == "cpu"
+    return strategy.name + " offload" * offload

@@ -80,6 +80,7 @@ class Work(NamedTuple):
     path: str
     is_yaml: bool  # of train.py, where sizes count per rank
     config: object
+    strategy: object  # optim.Strategy
     rows: list  # of train_data, the longest first
     micro: int  # rows of a forward and rank
     turns: int  # micro-batches of a step
@@ -127,7 +128,8 @@ def read(script, path, where) -> Work:
     rows = sorted(rows, key=lambda row: -row.fed(shared=True))
     weights = sum(parameter.numel() for parameter in outline.parameters())
     turns = config.gradient_accumulation_steps
-    return Work(path, is_yaml, config, rows, micro, turns, plan, weights, need)
+    strategy = script.strategy_of(config)
+    return Work(path, is_yaml, config, strategy, rows, micro, turns, plan, weights, need)
 
 
 class Fits:
@@ -180,7 +182,7 @@ def lines(work, where, tokens_per_second=None):
     yield f"on        {where.ranks} x {where.name}, {where.runtime / GIB:.2f} of it in use"
     yield f"rows      {len(work.rows)}, the longest {work.rows[0].row} tokens"
     yield LINE.format(*HEAD)
-    asked = forecast.name_of(config)
+    asked = forecast.name_of(work.strategy)
     for name in fits.names:
         found, most = fits.share(name, work.micro), fits.most(name)
         total = found.device + where.runtime
@@ -214,7 +216,7 @@ def command(work, where, fits, name):
     """How to start it, with the largest micro-batch that fits up to what the settings say."""
     size, mine = min(fits.most(name), work.micro), work.micro * work.turns
     size = max(part for part in range(1, size + 1) if mine % part == 0)  # of a rank's rows a step
-    each, other = where.ranks // where.nodes, name != forecast.name_of(work.config)
+    each, other = where.ranks // where.nodes, name != forecast.name_of(work.strategy)
     tool, *kind = name.replace("-", " ").split()
     if size != work.micro:
         rows, ranks = ("micro_batch_size", 1) if work.is_yaml else ("batch_size", where.ranks)

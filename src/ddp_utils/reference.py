@@ -1,4 +1,4 @@
-"""The reference's log-probs: scored once, kept beside the run, checked before the first step."""
+"""The reference's log-probs: scored once, kept beside the run."""
 
 import array
 import hashlib
@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from ddp_utils import UserError, checkpoint, dist, parallel, safely
+from ddp_utils import UserError, checkpoint, dist, safely
 
 FILE = "reference_logps.safetensors"
 
@@ -106,45 +106,3 @@ def _cached_file(run, fingerprint) -> str:
         raise UserError(f"--reference_logps: {other / FILE} is damaged; leave it out")
     run.say(f"reference log-probs: those of {other}")
     return str(other / FILE)
-
-
-def noise(dtype, tokens):
-    """How far, in nats, two exact scorings of `tokens` tokens [B] may differ by rounding alone.
-
-    fp32: 1e-3 a response. bf16 and fp16 round logits of about 10 to 2^-6; errors of many tokens
-    add up like their square root. Measured in bf16 on 20 real and 100 demo pairs on a CPU, alone
-    against in a batch: at most 0.2 of this.
-    """
-    if dtype == torch.float32:
-        return torch.full_like(tokens, 1e-3, dtype=torch.float32)
-    return 0.05 * tokens.float().sqrt()
-
-
-def check_reference(now, reference, bound, wheres):
-    """Step 0: the policy must be its own reference. now, reference [B, 2], bound [B] in nats.
-
-    Raises UserError naming the first pair whose log-probs differ by more.
-    """
-    gap = (now - reference).abs().amax(-1)  # [B]
-    for index in torch.nonzero(~(gap <= bound)).flatten().tolist():
-        raise UserError(
-            f"{wheres[index]}: before the first step the policy's log-prob differs from the "
-            f"reference's by {gap[index].item():.3g} nats (at most {bound[index].item():.3g}); "
-            "is dropout on, or was the reference scored in another precision?"
-        )
-
-
-def check_first_step(policy, now, reference, tokens, wheres, means, expected):
-    """Before the first update: the policy is its reference, and the loss has its closed form.
-
-    now, reference: [B, 2] of the global batch's pairs; tokens [B] of the longer side; means: of
-    the step; expected: the loss where the policy is its reference, or None.
-    Raises UserError saying what differs.
-    """
-    precision = parallel.bare(policy).precision
-    check_reference(now, reference, noise(precision, tokens), wheres)
-    if expected is None or precision != torch.float32:  # simpo has no closed form
-        return
-    loss = means.get("loss/preference", means["loss"])
-    if abs(loss - expected) > 2e-3 * max(1, expected):
-        raise UserError(f"before the first step the loss is {loss:.6f} instead of {expected:.6f}")

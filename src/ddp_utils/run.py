@@ -16,7 +16,6 @@ from ddp_utils import (
     checkpoint,
     dist,
     environment,
-    parallel,
     plots,
     progress,
     records,
@@ -38,12 +37,14 @@ class Run(Saving):
 
     A folder that holds an unfinished run with the same settings and inputs is continued: see
     resume.py. config: seed, save_every, keep_checkpoints, stop_after_minutes, restart; inputs:
-    name -> digest of data and models; needed: bytes that it will write at the least.
+    name -> digest of data and models; needed: bytes that it will write at the least; shares: as
+    Strategy.shares() says.
     """
 
-    def __init__(self, folder, config, world, steps, inputs=None, needed=0):
+    def __init__(self, folder, config, world, steps, inputs=None, needed=0, shares=""):
         self.folder = Path(folder)
         self.config, self.world, self.steps = config, world, steps
+        self.shares = shares
         self.start = time.perf_counter()
         self.results = {}  # split -> the numbers of its last evaluation
         self.validated = 0  # steps before that of val
@@ -94,11 +95,12 @@ class Run(Saving):
         path, meta = found.checkpoint, {"step": 0, "metrics_bytes": 0}
         if path:
             meta = checkpoint.read_manifest(path)
-            shares, mine = meta.get("shares"), parallel.shares(self.config, self.world.world_size)
-            if shares and shares != mine:
+            shares = meta.get("shares")
+            if shares and shares != self.shares:
                 raise UserError(
                     f"{path}: each process has saved its share: {shares}; this is "
-                    f"{mine or 'another strategy, or one process'}; start as many, in the same way"
+                    f"{self.shares or 'another strategy, or one process'}; "
+                    "start as many, in the same way"
                 )
         if found.verdict == "continue":
             self.say(f"{self.folder} is not finished: goes on after step {meta['step']}")

@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from ddp_utils import NonFiniteError, Stop, UserError, checkpoint, dist, parallel, preemption
+from ddp_utils import NonFiniteError, Stop, UserError, checkpoint, dist, preemption
 
 CHECKPOINTS = "checkpoints"
 SAVE_MINUTES = 15  # between two checkpoints, where save_every leaves it open
@@ -30,7 +30,7 @@ class Saving:
             )
         tensors, meta = checkpoint.read(path, self.world.rank)
         shares = meta.get("shares", "")
-        parallel.load_state(policy, optimizer, schedule, tensors, self.done, shares)
+        policy.load_state(optimizer, schedule, tensors, self.done, shares)
         self.validated, self.results = meta["validated"], meta["results"] | self.results
         self.start -= meta["seconds"]
         self.save_seconds = meta["save_seconds"]
@@ -56,7 +56,8 @@ class Saving:
             return self.step
         self.save()  # a run that is killed from here on goes on from its last step
         tensors, meta = checkpoint.read(self._check_best(), self.world.rank)
-        parallel.load_state(*self.training, tensors, self.best, meta.get("shares", ""))
+        policy, optimizer, schedule = self.training
+        policy.load_state(optimizer, schedule, tensors, self.best, meta.get("shares", ""))
         self.results["val"] = self.val_of_best
         loss = self.results["best"]["loss"]
         self.say(f"save_best: back to step {self.best}, validation loss {loss:.4f}")
@@ -74,8 +75,8 @@ class Saving:
         if self.saved == self.step:
             return
         start, folder = time.perf_counter(), self.folder / CHECKPOINTS
-        shares = parallel.shares(self.config, self.world.world_size)
-        tensors = parallel.state(*self.training[:2], shares)
+        policy, optimizer, _ = self.training
+        tensors = policy.state(optimizer, self.shares)
 
         def check():
             for name, tensor in tensors.items():
@@ -83,7 +84,7 @@ class Saving:
                     raise NonFiniteError(f"after step {self.step} {name} is not finite; not saved")
 
         dist.on_each(self.world, check)
-        parts = self._write_shares(folder, tensors) if shares else None
+        parts = self._write_shares(folder, tensors) if self.shares else None
 
         def write():
             self._flush()  # to the disk, before a checkpoint says how long they are
@@ -96,7 +97,7 @@ class Saving:
                 "val_of_best": self.val_of_best,
                 "seconds": time.perf_counter() - self.start,
                 "save_seconds": self.save_seconds,
-                "shares": shares,
+                "shares": self.shares,
             }
             checkpoint.write(folder, self.step, tensors, meta, parts)
             checkpoint.rotate(folder, self.config.keep_checkpoints, self.step, self.best)

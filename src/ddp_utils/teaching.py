@@ -15,6 +15,7 @@ from ddp_utils import (
     UserError,
     batching,
     checkpoint,
+    checks,
     dist,
     kl,
     logps,
@@ -87,7 +88,7 @@ def check_first_step(costs, expected, rows, precision):
     costs, expected: [B] of the global batch's rows. Raises UserError naming the first that differs.
     """
     tokens = torch.tensor([len(row.reply) for row in rows])
-    bound = reference.noise(precision, tokens).tolist()
+    bound = checks.noise(precision, tokens).tolist()
     for row, gap, most in zip(rows, (costs - expected).abs().tolist(), bound, strict=True):
         if not gap <= most:
             raise UserError(

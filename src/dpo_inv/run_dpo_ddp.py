@@ -20,14 +20,14 @@ import torch
 from torch import nn
 
 from ddp_utils import (
-    NonFiniteError,
     UserError,
     batching,
     checkpoint,
+    checks,
     dist,
     environment,
     losses,
-    parallel,
+    optim,
     plots,
     reference,
     resume,
@@ -98,7 +98,7 @@ class Scorer(nn.Module):
         return sums[0], sums[1]
 
     def example(self, device):
-        """A backbone of four residues: for the throwaway pass of parallel.wrap."""
+        """A backbone of four residues: for the throwaway pass of optim.Policy."""
         coords = torch.arange(48.0, device=device).view(1, 4, 4, 3)
         ones = torch.ones(1, 4, device=device)
         places = torch.arange(4, device=device)[None]
@@ -121,30 +121,29 @@ def train_step(policy, step, rows, data, structures, table, config, world):
     """Forward and backward of one global batch -> its exact means, gradient ready for the step."""
     pairs, totals, found = data["train"], Totals(world), []
     parts = share(rows, pairs, structures, config.batch_size, world)
-    for turn, part in enumerate(parts):
+    for part in parts:
+        policy.sync_gradients(part is parts[-1])
         batch = batches.collate([pairs[i] for i in part.index], structures, config, world.device)
         per_pair, metrics = pair_losses(policy, batch, table[part.index], config)
         weight = torch.tensor(part.weight, device=world.device)
         # DDP averages over ranks: times world_size / global count is the mean of the global batch
         loss = (per_pair * weight).sum() * (world.world_size / len(rows))
-        parallel.backward(policy, loss, last=turn == len(parts) - 1)
+        policy.backward(loss)
         totals.add(metrics, weight)
         scores = metrics["logps/chosen"], metrics["logps/rejected"], per_pair
         found.append(torch.stack(scores, -1).detach())  # [B, 3]
-    norm = parallel.clip(policy, config.max_grad_norm)
+    norm = policy.clip_grad_norm(config.max_grad_norm)
     means = {**totals.means(), "grad_norm": norm.item()}
+    wheres = [pairs[i].where for i in rows]
+
+    def scores():
+        return dist.by_row(len(pairs), parts, found, world)[rows]  # [global batch, 3]
+
+    checks.check_step(policy, step, means, lambda: scores()[:, 2], wheres, "full")
     if step == 0:
-        parallel.check_gradients(policy, "full")
-    if step == 0 or not math.isfinite(means["loss"]):
-        scores = dist.by_row(len(pairs), parts, found, world)[rows]  # [global batch, 3]
-        wheres = [pairs[i].where for i in rows]
-        parallel.check_finite(scores[:, 2], wheres, step)
-        if step == 0:
-            tokens = torch.tensor([pairs[i].targets.sum() for i in rows], device=world.device)
-            mine = scores[:, :2], table[rows], tokens, wheres
-            reference.check_first_step(policy, *mine, means, losses.at_reference(config))
-    if not math.isfinite(means["grad_norm"]):
-        raise NonFiniteError(f"step {step + 1}: the gradient is not finite; no step was taken")
+        tokens = torch.tensor([pairs[i].targets.sum() for i in rows])
+        sides = scores()[:, :2], table[rows], tokens, wheres
+        checks.check_first_step(policy, *sides, means, losses.at_reference(config))
     return means
 
 
@@ -167,7 +166,7 @@ def evaluate(policy, data, structures, table, config, run):
     """Exact means over all validation pairs: each counted once, whatever the number of ranks."""
     pairs, device, met = data["val"], run.world.device, []
     totals = Totals(run.world)
-    scorer = parallel.bare(policy)  # DDP would only wait for gradients
+    scorer = policy.scorer  # DDP would only wait for gradients
     parts = share(range(len(pairs)), pairs, structures, 16, run.world)
     run.bar.begin("Validation", len(parts))
     for part in parts:
@@ -199,7 +198,7 @@ def end_epoch(step, plan, policy, data, structures, table, config, run):
     best = bool(values) and values["loss"] < before
     if best:
         run.results["best"] = {"loss": values["loss"], "step": step}
-    model = parallel.bare(policy).model
+    model = policy.scorer.model
     epoch = math.ceil(plan.epoch(step))
 
     def write():
@@ -264,7 +263,7 @@ def main(argv=None) -> int:
 
     world = dist.join(world, config.timeout_minutes)
     environment.prepare(config)
-    peak = parallel.learning_rate(config, plan.global_batch, world.world_size)
+    peak = optim.learning_rate(config, plan.global_batch, world.world_size)
 
     with Run(config.output_dir, config, world, plan.steps, inputs, needed) as run:
         run.say(
@@ -281,7 +280,7 @@ def main(argv=None) -> int:
 
         # model
         scorer = Scorer(model, config.temperature).to(world.device)
-        policy = parallel.wrap(scorer, config, world)
+        policy = optim.wrap(scorer, world)
         # what the reference's log-probs depend on, beside the data and the model in `inputs`
         fingerprint = inputs | {"device": world.device.type, "torch": torch.__version__}
         for name in ("decoding_order", "num_orders", "seed", "temperature"):
@@ -292,7 +291,7 @@ def main(argv=None) -> int:
             lambda pairs: score(scorer, pairs, structures, config, run),
             run,
         )
-        optimizer, schedule = parallel.make_optimizer(policy, config, peak, plan.steps)
+        optimizer, schedule = optim.make_optimizer(policy, config, peak, plan.steps)
         done = run.restore(policy, optimizer, schedule)
         rest = plan, policy, data, structures, table, config, run
         end_epoch(done, *rest)
@@ -311,7 +310,7 @@ def main(argv=None) -> int:
                 met = []
             values = train_step(policy, step, rows, data, structures, table["train"], config, world)
             values["learning_rate"] = optimizer.param_groups[0]["lr"]
-            parallel.step(policy, optimizer, schedule)
+            policy.step(optimizer, schedule)
             seconds = time.perf_counter() - start
             residues = sum(len(data["train"][row].preferred) for row in rows)
             values |= {"epoch": plan.epoch(step + 1), "seconds": seconds}

@@ -23,7 +23,7 @@ from ad.config import Config  # noqa: E402
 from ad.darkroom import ACTIONS  # noqa: E402
 from ad.model import Distiller, Model, Shape  # noqa: E402
 from conftest import ROOT  # noqa: E402
-from ddp_utils import parallel  # noqa: E402
+from ddp_utils import optim  # noqa: E402
 
 CONFIG = Config(tf_n_embd=64, tf_n_layer=4, tf_n_head=4, n_transit=80, n_stream=40)
 SHAPE, CUT = Shape.of(CONFIG), windows.Cut.of(CONFIG)
@@ -121,7 +121,7 @@ def curve(arrays, last_only, seconds, every=20):
         start, until = time.process_time(), spent + every
         while spent + time.process_time() - start < until:
             tokens, action = data.batch(*data.draw(0, step, 64))
-            optimizer.param_groups[0]["lr"] = 3e-3 * parallel.decay("constant", step, 10**6, 30)
+            optimizer.param_groups[0]["lr"] = 3e-3 * optim.decay("constant", step, 10**6, 30)
             if last_only:
                 logits = distiller.model(tokens)[:, -1]
                 loss = F.cross_entropy(logits, action[:, -1])

@@ -82,7 +82,7 @@ def plain_loop(folder, rows):
 def our_loop(folder, rows):
     """train_loop.py's step, its teacher kept on disk."""
     import train_loop
-    from ddp_utils import dist, lean, lora, parallel, progress, teaching, trajectories
+    from ddp_utils import dist, lean, lora, optim, progress, teaching, trajectories
 
     config = train_loop.Config(model_name=str(folder), cache_teacher=True, batch_size=ROWS)
     torch.manual_seed(0)
@@ -96,15 +96,15 @@ def our_loop(folder, rows):
         world=world, folder=folder, poll=lambda: None, bar=progress.Bar(False), steps=0, done=0
     )
     teacher = teaching.Teacher(student, data, config, run)
-    policy = parallel.wrap(student, config, world)
-    optimizer, schedule = parallel.make_optimizer(policy, config, 3e-3, 1000)
+    policy = optim.wrap(student, world)
+    optimizer, schedule = optim.make_optimizer(policy, config, 3e-3, 1000)
     schedule.lr_lambdas = [lambda done: 1.0] * len(schedule.lr_lambdas)
     optimizer.param_groups[0]["lr"] = 3e-3
 
     def step():
         everything = range(len(rows))
         found = train_loop.train_step(policy, 1, everything, data["train"], teacher, config, world)
-        parallel.step(policy, optimizer, schedule)
+        policy.step(optimizer, schedule)
         return found["loss"]
 
     return step

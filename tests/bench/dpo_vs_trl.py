@@ -147,9 +147,9 @@ def train_trl(spec, rows, record):
 
 def train_ours(spec, rows, record):
     import main_distributed
-    from ddp_utils import parallel
+    from ddp_utils import optim
 
-    make_optimizer, step = parallel.make_optimizer, parallel.step
+    make_optimizer, step = optim.make_optimizer, optim.Policy.step
 
     def last_before_the_loop(*arguments):
         made = make_optimizer(*arguments)
@@ -160,7 +160,7 @@ def train_ours(spec, rows, record):
         step(*arguments)
         record.step_ends()
 
-    parallel.make_optimizer, parallel.step = last_before_the_loop, last_of_a_step
+    optim.make_optimizer, optim.Policy.step = last_before_the_loop, last_of_a_step
     case, pairs = spec["case"], spec["pairs"]
     flags = f"""
         --model_name {case}/model --train_data {case}/train.jsonl --max_rows {len(rows)}

@@ -25,8 +25,9 @@ if __name__ == "__main__":
 import main_distributed
 from config import Config
 from conftest import ROOT
-from ddp_utils import dist, dryrun, forecast, fsdp, lean, logps, lora, parallel
+from ddp_utils import dist, dryrun, forecast, lean, logps, lora, optim
 from ddp_utils.encoder import Pair
+from ddp_utils.sharding import fsdp
 from ranks import free_port
 
 SEED = 20
@@ -96,8 +97,7 @@ def config_of(case, folder):
         strategy=tool,
         sft_weight=0.0,
     )
-    if sharding:
-        config.sharding = fsdp.Settings(strategy=sharding[0].upper())
+    case["options"] = fsdp.Settings(strategy=sharding[0].upper()) if sharding else None
     return config
 
 
@@ -122,15 +122,15 @@ def train(case, config, rows, world):
     scorer = logps.Scorer(model, autocast)
     lean.apply(model)
     scorer.lay_out(shared=True)
-    policy = parallel.wrap(scorer, config, world)
-    optimizer, schedule = parallel.make_optimizer(policy, config, 1e-4, 3)
+    policy = optim.wrap(scorer, world, optim.Strategy(config.strategy, case["options"]))
+    optimizer, schedule = optim.make_optimizer(policy, config, 1e-4, 3)
     for _ in range(3):
         batch = scorer.collate(rows, world.device)
         found = main_distributed.pair_losses(policy, batch, torch.zeros(len(rows), 2), config)
-        parallel.backward(policy, found[0].mean(), last=True)
+        policy.backward(found[0].mean())
         del found
-        parallel.clip(policy, 1.0)
-        parallel.step(policy, optimizer, schedule)
+        policy.clip_grad_norm(1.0)
+        policy.step(optimizer, schedule)
 
 
 def measure(case, folder):

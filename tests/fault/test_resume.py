@@ -12,7 +12,7 @@ import torch
 import faults
 import runs
 from conftest import ROOT
-from ddp_utils import batching, checkpoint, parallel
+from ddp_utils import batching, checkpoint, optim
 from ranks import CONTEXT
 
 
@@ -159,7 +159,7 @@ def test_kills_of_a_run_that_saves_every_step(kills, made, tmp_path):
 
 def forget(what):
     """Break the restoring of one part of the state."""
-    load = parallel.load_state
+    load = optim.Policy.load_state
 
     def faulty(policy, optimizer, schedule, tensors, step, shares=""):
         if what == "optimizer":
@@ -169,7 +169,7 @@ def forget(what):
             load(policy, optimizer, schedule, {}, 0)
 
     if what in ("optimizer", "schedule"):
-        parallel.load_state = faulty
+        optim.Policy.load_state = faulty
     if what == "order":
         batch = batching.Plan.batch
         batching.Plan.batch = lambda plan, step: batch(plan, step - 10)

@@ -224,15 +224,15 @@ def test_f8_a_number_that_is_not_finite_stops_all_ranks_before_the_step(where, v
 
 def spoil_weights(step):
     """An update that makes weights infinite: the loss of the next step would tell, too late."""
-    take, turn = faults.parallel.step, [0]
+    take, turn = faults.optim.Policy.step, [0]
 
     def faulty(policy, optimizer, schedule):
         take(policy, optimizer, schedule)
         turn[0] += 1
         if turn[0] == step:
-            next(iter(faults.parallel.trainable(policy).values())).data[0, 0] = float("inf")
+            next(iter(policy.trainable().values())).data[0, 0] = float("inf")
 
-    faults.parallel.step = faulty
+    faults.optim.Policy.step = faulty
 
 
 def test_f8_no_checkpoint_ever_holds_a_weight_that_is_not_finite(tmp_path):

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 import main_distributed
 import runs
 from config import Config
-from ddp_utils import dist, logps, pairs, safely
+from ddp_utils import dist, logps, optim, pairs, safely
 from ddp_utils.encoder import Encoder, load_tokenizer
 from ranks import ranks
 
@@ -36,14 +36,14 @@ def evaluations(path, reference):
     tokenizer = load_tokenizer("data/demo/model")
     data, _ = pairs.read(path, Encoder(tokenizer))
     model = AutoModelForCausalLM.from_pretrained(safely.model_path("data/demo/model"))
-    scorer = logps.Scorer(model).float()
+    policy = optim.wrap(logps.Scorer(model).float(), world, trained=False)
     results = []
     for batch_size in (1, 2, 3):
         config = Config(batch_size=batch_size * world.world_size, beta=0.3)
         with torch.no_grad():
             results.append(
                 main_distributed.evaluate(
-                    scorer, "test", {"test": data}, {"test": reference}, config, world
+                    policy, "test", {"test": data}, {"test": reference}, config, world
                 )
             )
     return results

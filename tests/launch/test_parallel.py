@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import runs
-from ddp_utils import UserError, checkpoint, dist, fsdp, logps, lora, pairs, parallel
+from ddp_utils import UserError, checkpoint, dist, logps, lora, optim, pairs
 from ddp_utils.encoder import Encoder, load_tokenizer
+from ddp_utils.sharding import fsdp
 from ranks import ranks
 
 SETTINGS = SimpleNamespace(
@@ -27,20 +29,21 @@ def policy_and_pairs(fine_tuning="lora"):
     torch.manual_seed(0)
     config = SimpleNamespace(**{**vars(SETTINGS), "fine_tuning": fine_tuning})
     model, autocast = lora.load_policy(config, world.device)
-    policy = parallel.wrap(logps.Scorer(model, autocast), config, world)
+    policy = optim.wrap(logps.Scorer(model, autocast), world)
     data, _ = pairs.read(runs.PAIRS, Encoder(load_tokenizer("data/demo/model")))
-    optimizer, schedule = parallel.make_optimizer(policy, config, 1e-3, 10)
+    optimizer, schedule = optim.make_optimizer(policy, config, 1e-3, 10)
     return world, policy, optimizer, schedule, data
 
 
 def one_step(world, policy, optimizer, schedule, data):
     """A step on all pairs, shared out; returns the loss of the global batch."""
     mine = data[world.rank :: world.world_size]
+    policy.sync_gradients(True)
     chosen, rejected = policy(logps.collate(mine))
     loss = (rejected - chosen).sum() / len(data)
-    parallel.backward(policy, loss * world.world_size, last=True)
-    parallel.clip(policy, 1.0)
-    parallel.step(policy, optimizer, schedule)
+    policy.backward(loss * world.world_size)
+    policy.clip_grad_norm(1.0)
+    policy.step(optimizer, schedule)
     return dist.all_sum(loss.detach(), world).item()
 
 
@@ -48,7 +51,7 @@ def save_after_two(folder, fine_tuning):
     parts = policy_and_pairs(fine_tuning)
     for _ in range(2):
         one_step(*parts)
-    tensors = parallel.state(parts[1], parts[2])
+    tensors = parts[1].state(parts[2])
     if parts[0].is_main:
         checkpoint.write(folder, 2, tensors, {})
     return [one_step(*parts) for _ in range(3)]
@@ -60,7 +63,7 @@ def load_and_go_on(folder, fine_tuning):
     assert skipped == []
     tensors, manifest = checkpoint.read(path)
     assert manifest["step"] == 2
-    parallel.load_state(*parts[1:4], tensors, 2)
+    parts[1].load_state(*parts[2:4], tensors, 2)
     return [one_step(*parts) for _ in range(3)]
 
 
@@ -84,25 +87,26 @@ def load_nothing(fine_tuning):
 
 def test_a_state_of_another_kind_of_training_is_refused(tmp_path):
     ranks(1, save_after_two, str(tmp_path), "full")
-    _, *parts, _ = policy_and_pairs("lora")
+    _, policy, *parts, _ = policy_and_pairs("lora")
     with pytest.raises(UserError, match="the checkpoint trains .*, this run does not"):
-        parallel.load_state(*parts, checkpoint.read(checkpoint.find(tmp_path)[0])[0], 2)
+        policy.load_state(*parts, checkpoint.read(checkpoint.find(tmp_path)[0])[0], 2)
 
 
 def reductions():
     """How many gradient buckets travel with each of three micro-batches."""
     _, policy, _, _, data = policy_and_pairs()
-    assert isinstance(policy, DistributedDataParallel)
+    assert isinstance(policy.ddp, DistributedDataParallel)
     sent, counts = [], []
 
     def hook(state, bucket):
         sent.append(bucket.index())
         return default_hooks.allreduce_hook(state, bucket)
 
-    policy.register_comm_hook(None, hook)
+    policy.ddp.register_comm_hook(None, hook)
     for last in (False, False, True):
+        policy.sync_gradients(last)
         chosen, rejected = policy(logps.collate(data[:2]))
-        parallel.backward(policy, (rejected - chosen).sum(), last)
+        policy.backward((rejected - chosen).sum())
         counts.append(len(sent))
     return counts
 
@@ -113,13 +117,13 @@ def test_gradients_travel_with_the_last_micro_batch_only():
 
 
 def test_the_loss_scale_halves_after_an_overflow_and_doubles_after_2000_good_steps():
-    scale = parallel.LossScale(enabled=True)
+    scale = optim.LossScale(enabled=True)
     assert scale.scale == 65536
     scale.norm = torch.tensor(float("inf"))
     assert not scale.allows_step() and scale.scale == 32768
     scale.norm = torch.tensor(1.0)
     assert all(scale.allows_step() for _ in range(2000)) and scale.scale == 65536
-    off = parallel.LossScale(enabled=False)
+    off = optim.LossScale(enabled=False)
     off.norm = torch.tensor(float("nan"))
     assert off.allows_step() and off.scale == 1.0
 
@@ -129,9 +133,9 @@ def test_under_a_loss_scale_gradients_and_steps_are_those_without(monkeypatch):
     for scaled in (False, True):
         parts = policy_and_pairs()
         if scaled:
-            parallel.bare(parts[1]).loss_scale = parallel.LossScale(enabled=True)
+            parts[1].loss_scale = optim.LossScale(enabled=True)
         losses = [one_step(*parts) for _ in range(3)]
-        found.append((losses, list(parallel.trainable(parts[1]).values())))
+        found.append((losses, list(parts[1].trainable().values())))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
 
 
@@ -149,13 +153,13 @@ def test_under_a_loss_scale_gradients_and_steps_are_those_without(monkeypatch):
     ],
 )
 def test_the_schedule_by_hand(kind, done, expected):
-    assert parallel.decay(kind, done, steps=10, warmup=2) == pytest.approx(expected)
+    assert optim.decay(kind, done, steps=10, warmup=2) == pytest.approx(expected)
 
 
 def test_the_peak_rate_by_hand():
     def peak(scaling):
         config = SimpleNamespace(learning_rate=1e-5, base_batch_size=16, lr_scaling=scaling)
-        return parallel.learning_rate(config, global_batch=64, world_size=8)
+        return optim.learning_rate(config, global_batch=64, world_size=8)
 
     expected = {"linear": 4e-5, "sqrt": 2e-5, "world_size": 8e-5, "none": 1e-5}
     assert {scaling: peak(scaling) for scaling in expected} == pytest.approx(expected)
@@ -187,11 +191,10 @@ def kept_by_fsdp():
         parts = [module for module in scorer.modules() if isinstance(module, FSDPModule)]
         group = parts[-1]._get_fsdp_state()._fsdp_param_group
         offloaded = group.fsdp_params[0].offload_to_cpu
-        again = fsdp.is_sharded(weight.weight)
+        again = isinstance(weight.weight, DTensor)
         kept.append((share, again, len(parts), dtypes[0], offloaded))
-    config = SimpleNamespace(strategy="fsdp", sharding=KEPT["HYBRID_SHARD"][0])
     with pytest.raises(UserError, match="HYBRID_SHARD: 2 processes, . of them on this node"):
-        parallel.check_nodes(config, world._replace(local_size=2 - world.rank))
+        fsdp.check_nodes(KEPT["HYBRID_SHARD"][0], world._replace(local_size=2 - world.rank))
     return kept
 
 

@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 import main_distributed
 import runs
-from ddp_utils import dist, environment, logps, lora, merge, pairs, parallel, reference
+from ddp_utils import checks, dist, environment, logps, lora, merge, optim, pairs
 from ddp_utils.encoder import Encoder, load_tokenizer
 from ranks import ranks, run_ranks
 
@@ -51,17 +51,17 @@ def broken(kind, folder):
 
         lora.load_policy = unfrozen
     elif kind == "adapter that cannot learn":
-        backward = parallel.backward
+        backward = optim.Policy.backward
 
-        def cut(policy, loss, last):
-            backward(policy, loss, last)
-            for name, parameter in parallel.trainable(policy).items():
+        def cut(policy, loss):
+            backward(policy, loss)
+            for name, parameter in policy.trainable().items():
                 if "lora_B" in name:
                     parameter.grad.zero_()
 
-        parallel.backward = cut
+        optim.Policy.backward = cut
     elif kind == "loss of another reference":
-        reference.check_reference = lambda *arguments: None
+        checks.check_reference = lambda *arguments: None
         score = logps.score
         logps.score = lambda *arguments: score(*arguments) + torch.tensor([0.5, 0.0])
     return runs.train(folder, flags)
@@ -157,7 +157,7 @@ def test_dropout_of_an_adapter_is_that_of_this_run(tmp_path):
 def too_large_for_fp16(folder, *flags):
     """A CPU that computes in fp16, and a loss whose scaled gradient overflows there."""
     environment.precision = lambda *_: (torch.float32, torch.float16)
-    scales, begin, allows = [], parallel.LossScale.__init__, parallel.LossScale.allows_step
+    scales, begin, allows = [], optim.LossScale.__init__, optim.LossScale.allows_step
 
     def lower(self, enabled):  # by itself it begins at 65536: more such steps
         begin(self, enabled)
@@ -167,7 +167,7 @@ def too_large_for_fp16(folder, *flags):
         scales.append(self.scale)
         return allows(self)
 
-    parallel.LossScale.__init__, parallel.LossScale.allows_step = lower, spy
+    optim.LossScale.__init__, optim.LossScale.allows_step = lower, spy
     return runs.train(folder, [*runs.FULL, *flags]), scales
 
 

@@ -21,8 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import train
 from conftest import ROOT
-from ddp_utils import Stop, checkpoint, dist, fsdp, lora, parallel, plots
+from ddp_utils import Stop, checkpoint, dist, lora, optim, plots
 from ddp_utils.encoder import load_tokenizer
+from ddp_utils.sharding import fsdp
 from ranks import ranks, run_ranks
 
 FSDP = ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
@@ -156,7 +157,7 @@ def check(strategy, kind, objective, world_size, steps, data, alone, folder):
 @pytest.mark.parametrize(("strategy", "kind", "objective", "world_size"), SUITE)
 def test_one_loss_curve(strategy, kind, objective, world_size, data, alone, tmp_path):
     """Complaint 7: FSDP takes frozen and trained parameters side by side, and the adapter alone
-    has gradients, or step 0 refuses to train (parallel.check_gradients). Complaint 19: of DPO,
+    has gradients, or step 0 refuses to train (checks.check_gradients). Complaint 19: of DPO,
     under each strategy the reference's log-probs come from the policy itself, never from a second
     model, and are those of one process, or no loss would be.
     """
@@ -309,18 +310,23 @@ def test_hybrid_shard_on_nodes_of_unequal_size_is_refused(data, tmp_path):
 
 def held(folder, flags):
     """Share of the parameters' numbers that this rank holds at the end, and its peak memory."""
-    found, weights = [], parallel.weights
+    found, wrap = [], optim.wrap
 
-    def spy(policy):
-        named = list(parallel.bare(policy).model.named_parameters())
-        fsdp.reshard(parallel.bare(policy))
-        whole = sum(getattr(p, "ds_numel", p.numel()) for _, p in named)
-        mine = [getattr(p, "ds_tensor", p) for _, p in named]
-        found.append(sum(fsdp.local(p).numel() for p in mine) / whole)
+    def measure(policy):
+        fsdp.reshard(policy.scorer)
+        parameters = list(policy.scorer.model.parameters())
+        whole = sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
+        shares = [getattr(p, "ds_tensor", p) for p in parameters]
+        found.append(sum(fsdp.local(p).numel() for p in shares) / whole)
         found.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
-        return weights(policy)
 
-    parallel.weights = spy
+    def spy(*arguments):
+        policy = wrap(*arguments)
+        weights = policy.full_weights
+        policy.full_weights = lambda: (measure(policy), weights())[1]
+        return policy
+
+    optim.wrap = spy
     plots.draw = lambda folder: None
     before = int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
     assert train.main([*words(QUIET), *flags, "--output_dir", str(folder / "run")]) == 0

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import check_gpu
 from conftest import ROOT
-from ddp_utils import UserError, batching, dryrun, forecast, plan
+from ddp_utils import UserError, batching, dryrun, forecast, optim, plan
 from ddp_utils.encoder import Pair
 
 D, E, H, V, LAYERS, R = 64, 128, 32, 512, 5, 4  # width, MLP, head, vocabulary, layers, LoRA rank
@@ -361,10 +361,16 @@ def work_of(**changes):
         tried.append(len(rows))
         return Line(sum(row.fed(True) for row in rows))
 
-    config = Settings(strategy="ddp", sharding=None, model_name="m", fine_tuning="full")
+    config = Settings(model_name="m", fine_tuning="full")
     config.output_dir, config.lora_r, config.use_gradient_checkpointing = "nowhere/run", 4, False
     usual = {"path": "config.yaml", "is_yaml": True, "config": config, "rows": rows, "micro": 4}
-    usual |= {"turns": 1, "plan": batching.Plan(5, 4, 0), "weights": 100, "need": need}
+    usual |= {
+        "strategy": optim.DDP,
+        "turns": 1,
+        "plan": batching.Plan(5, 4, 0),
+        "weights": 100,
+        "need": need,
+    }
     return plan.Work(**usual | changes), tried
 
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from config import Config
-from ddp_utils import UserError, environment, logps, lora, reference, selftest
+from ddp_utils import UserError, checks, environment, logps, lora, reference, selftest
 from ddp_utils.encoder import Pair
 
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=97)
@@ -217,15 +217,15 @@ def test_complaint_13_a_reference_in_another_precision_is_refused():
     model, data = tiny("llama"), some_pairs()
     now = torch.stack(logps.Scorer(model)(logps.collate(data)), -1).detach()
     rounded = torch.stack(logps.Scorer(model.bfloat16())(logps.collate(data)), -1).detach()
-    bound = reference.noise(torch.float32, torch.tensor([9, 9, 9]))
+    bound = checks.noise(torch.float32, torch.tensor([9, 9, 9]))
     wheres = [pair.where for pair in data]
-    reference.check_reference(now, now + 5e-4, bound, wheres)
+    checks.check_reference(now, now + 5e-4, bound, wheres)
     with pytest.raises(UserError, match="row [012]: before the first step the policy's log-prob"):
-        reference.check_reference(now, rounded, bound, wheres)
+        checks.check_reference(now, rounded, bound, wheres)
     with pytest.raises(UserError, match="row 1"):  # NaN is no agreement either
         broken = now.clone()
         broken[1, 0] = float("nan")
-        reference.check_reference(broken, now, bound, wheres)
+        checks.check_reference(broken, now, bound, wheres)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from conftest import ROOT
-from ddp_utils import UserError, fsdp, lora, zero
+from ddp_utils import UserError, lora
+from ddp_utils.sharding import deepspeed as zero
+from ddp_utils.sharding import fsdp
 from ddp_utils.world import World
 
 sys.path.append(str(ROOT / "scripts"))

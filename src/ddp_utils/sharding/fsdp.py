@@ -3,6 +3,7 @@
 What accelerate writes for FSDP, in JSON, is read key by key: it has its effect, or is refused.
 """
 
+import contextlib
 import json
 from typing import NamedTuple
 
@@ -11,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ddp_utils import UserError, cli, conf
+from ddp_utils import UserError, cli, conf, dist
+from ddp_utils.optim import Policy, float_trained
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
@@ -119,6 +121,62 @@ def mesh_of(settings, world):
     return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
 
 
+class FsdpPolicy(Policy):
+    """A scorer of which each rank holds a share."""
+
+    def place(self, world, strategy):
+        settings = strategy.options or Settings()
+        shard(self.scorer, settings, world, DTYPES[strategy.grad_reduce_dtype])
+        with torch.no_grad():  # FSDP must see the root first; checks go to parts of it
+            self.scorer(self.scorer.example(world.device))
+
+    def distribute(self, world, strategy):
+        """FSDP reduces gradients itself, in each backward."""
+
+    def trainable(self):
+        reshard(self.scorer)
+        return super().trainable()
+
+    @contextlib.contextmanager
+    def gathered(self):
+        self.scorer.unshard()
+        try:
+            yield
+        finally:
+            reshard(self.scorer)
+
+    def full_weights(self):
+        weights = {}
+        for name, parameter in self.trainable().items():
+            weight = self.whole(parameter.detach())
+            if dist.is_first():
+                weights[name] = weight.cpu()
+        return weights
+
+    def whole(self, tensor):
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def saved(self, tensor, shared):
+        if shared:
+            return local(tensor)
+        whole = self.whole(tensor)
+        return whole if dist.is_first() else None
+
+    def loaded(self, value, like, shared):
+        return from_share(value, like) if shared else from_whole(value, like)
+
+
+def check_nodes(settings, world):
+    """HYBRID_SHARD shares out within a node and copies across: all must have as many processes."""
+    if settings.strategy != "HYBRID_SHARD":
+        return
+    size, here = world.world_size, world.local_size
+    total, squares = dist.all_sum(torch.tensor([here, here**2], device=world.device), world)
+    if total**2 != size * squares:  # all ranks see the same: a rank's own numbers may fit
+        says = f"HYBRID_SHARD: {size} processes, {here} of them on this node"
+        raise UserError(f"{says}; start as many on each node")
+
+
 def shard(scorer, settings, world, reduce_dtype=torch.float32):
     """Shard the scorer's parameters in place, layer by layer, moving them to the device.
 
@@ -148,35 +206,11 @@ def shard(scorer, settings, world, reduce_dtype=torch.float32):
     return scorer
 
 
-def float_trained(module):
-    """What is trained in fp32, one layer at a time: a whole model in fp32 may not fit anywhere."""
-    for parameter in module.parameters():
-        if parameter.requires_grad and not isinstance(parameter, DTensor):
-            parameter.data = parameter.data.float()
-
-
-def is_sharded(tensor):
-    """Whether a tensor is shared out over ranks."""
-    return isinstance(tensor, DTensor)
-
-
-def unshard(scorer):
-    """Gather what the root itself holds; nothing to do if it is not sharded."""
-    if isinstance(scorer, FSDPModule):
-        scorer.unshard()
-
-
 def reshard(scorer):
     """Back to shares, for the optimizer: evaluation leaves the root, and others, gathered."""
-    if isinstance(scorer, FSDPModule):
-        for module in scorer.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
-
-def whole(tensor):
-    """A tensor with all its shares, on all ranks, which must all call this; others as they are."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    for module in scorer.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def local(tensor):

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO, stages 1 to 3: its JSON made whole, its engine behind parallel.py's calls.
+"""DeepSpeed's ZeRO, stages 1 to 3: its JSON made whole, its engine as a policy.
 
 DeepSpeed is an extra: pip install -r requirements-deepspeed.txt. Nothing here imports it before
 it is asked for.
@@ -15,7 +15,8 @@ from importlib.util import find_spec
 import torch
 import torch.distributed
 
-from ddp_utils import UserError, cli, conf
+from ddp_utils import UserError, cli, conf, dist
+from ddp_utils.optim import LossScale, Policy, check_names, float_trained, parameter_groups
 
 FITS = {  # what a key may hold
     (WHOLE := "a whole number"): lambda x: type(x) in (int, float) and 0 <= x == x // 1,
@@ -113,7 +114,7 @@ def filled(found, config, world, width) -> dict:
     """The settings without any "auto": numbers from ours. width: of the model's hidden states.
 
     Raises UserError if the product of the batch sizes, or the precision, is not what they say,
-    and without DeepSpeed: here rather than in wrap(), where a run has begun.
+    and without DeepSpeed: here rather than in ZeroPolicy, where a run has begun.
     """
     if stage(found) and not find_spec("deepspeed"):
         raise UserError("DeepSpeed is not installed; pip install -r requirements-deepspeed.txt")
@@ -174,59 +175,137 @@ def import_deepspeed(device="cpu"):
     return deepspeed
 
 
-def wrap(scorer, settings, groups, world):
-    """DeepSpeed's engine around the scorer, with AdamW on these parameter groups.
+class ZeroPolicy(Policy):
+    """A scorer in DeepSpeed's engine, which makes the steps and clips in them."""
 
-    settings: what filled() returns; groups: as for torch.optim, the rate is set later.
-    """
-    deepspeed = import_deepspeed(world.device.type)
-    if not torch.distributed.is_initialized():  # one process can still offload to the host
-        backend, alone = world.backend.replace("none", "gloo"), torch.distributed.HashStore()
-        torch.distributed.init_process_group(backend, store=alone, rank=0, world_size=1)
-    deepspeed.init_distributed(dist_init_required=False, auto_mpi_discovery=False, verbose=False)
-    if stage(settings) == 3:
-        # shares out what is in the host's memory, a parameter at a time
-        deepspeed.zero.Init(module=scorer, config_dict_or_path=settings)
-        scorer.gathered = lambda module: deepspeed.zero.GatheredParameters(
-            list(module.parameters()), enabled=True
+    def __init__(self, scorer, world, strategy):
+        self.scorer = scorer
+        self.loss_scale = LossScale(enabled=False)  # DeepSpeed has its own
+        if scorer.autocast is None:  # else its weights become half ones, with fp32 copies to train
+            float_trained(scorer)
+        deepspeed = import_deepspeed(world.device.type)
+        if not torch.distributed.is_initialized():  # one process can still offload to the host
+            backend, alone = world.backend.replace("none", "gloo"), torch.distributed.HashStore()
+            torch.distributed.init_process_group(backend, store=alone, rank=0, world_size=1)
+        deepspeed.init_distributed(
+            dist_init_required=False, auto_mpi_discovery=False, verbose=False
         )
-    os.environ.setdefault("LOCAL_RANK", str(world.local_rank))  # it asks; srun and PALS set none
-    optimizer = torch.optim.AdamW(groups, lr=1.0)
-    engine, *_ = deepspeed.initialize(model=scorer, optimizer=optimizer, config=settings)
-    return engine
+        settings = strategy.options
+        groups = parameter_groups(self.trainable().values(), weight_decay=1.0)  # see make_adamw()
+        if stage(settings) == 3:
+            # shares out what is in the host's memory, a parameter at a time
+            deepspeed.zero.Init(module=scorer, config_dict_or_path=settings)
+            scorer.gathered = lambda module: deepspeed.zero.GatheredParameters(
+                list(module.parameters()), enabled=True
+            )
+        # DeepSpeed asks for it; srun and PALS set none
+        os.environ.setdefault("LOCAL_RANK", str(world.local_rank))
+        optimizer = torch.optim.AdamW(groups, lr=1.0)
+        self.engine, *_ = deepspeed.initialize(model=scorer, optimizer=optimizer, config=settings)
+
+    def __call__(self, batch):
+        return self.engine(batch)
+
+    def sync_gradients(self, last):
+        """Gradients are summed over micro-batches, and averaged over ranks with the last one."""
+        self.engine.set_gradient_accumulation_boundary(last)
+
+    def backward(self, loss):
+        self.engine.backward(loss, scale_wrt_gas=False)
+
+    def clip_grad_norm(self, max_norm):
+        """The norm of the gradient that step() will clip; on all ranks."""
+        zero = self.engine.optimizer
+        if hasattr(zero, "scaled_global_norm"):  # stages 1 and 2
+            norm = zero.scaled_global_norm()
+        else:
+            norm = torch.linalg.vector_norm(torch.stack(list(zero._get_norm_groups())))
+        norm = torch.as_tensor(norm, dtype=torch.float32)
+        # DeepSpeed says -1 for what is not finite
+        return torch.where(norm >= 0, norm, torch.inf) / float(zero.loss_scale)
+
+    def make_adamw(self, weight_decay, rate, betas):
+        """The AdamW in the engine, which was made before the settings of AdamW were known."""
+        optimizer = self.engine.basic_optimizer
+        for group in optimizer.param_groups:
+            group.update(lr=rate, betas=betas, weight_decay=group["weight_decay"] * weight_decay)
+        return optimizer
+
+    def step(self, optimizer, schedule):
+        self.engine.step()
+        schedule.step()
+
+    def gradient(self, parameter):
+        from deepspeed.utils import safe_get_full_grad
+
+        return safe_get_full_grad(parameter)
+
+    def full_weights(self):
+        weights = {}
+        for name, trained in self.trainable().items():
+            weight = full_parameter(trained)
+            if dist.is_first():
+                weights[name] = weight.cpu()
+        return weights
+
+    def state(self, optimizer, shared=""):
+        """As of a Policy; shared: this rank's shares, under numbers."""
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        adam, flat = optimizer.state, _flat(self.engine)
+        tensors = {}
+        _link(self.engine)
+        if shared:
+            for number, share in enumerate(flat):
+                tensors[f"parameter/{number}"] = share.detach()
+                tensors |= {f"{key}/{number}": value for key, value in adam[share].items()}
+        for name, trained in {} if shared else self.trainable().items():
+            tensors[f"parameter/{name}"] = full_parameter(trained).cpu()
+            for key in ("exp_avg", "exp_avg_sq"):
+                tensors[f"{key}/{name}"] = safe_get_full_optimizer_state(trained, key).cpu()
+            tensors[f"step/{name}"] = adam[flat[0]]["step"].clone()
+        scaler = getattr(self.engine.optimizer, "loss_scaler", None)
+        if scaler is not None and self.engine.fp16_enabled():
+            facts = [float(scaler.cur_scale), scaler.cur_iter, scaler.last_overflow_iter]
+            tensors["zero_loss_scale"] = torch.tensor(facts, dtype=torch.float64)
+        return tensors
+
+    def load_tensors(self, optimizer, tensors, shared):
+        engine, named = self.engine, self.trainable()
+        if not shared:  # else shares are numbered
+            check_names(named, tensors)
+        zero, adam = engine.optimizer, optimizer.state
+        steps = [value for key, value in tensors.items() if key.startswith("step/")]
+        for share in _flat(engine):
+            adam[share] = {"step": steps[0].clone()}
+            adam[share] |= {key: torch.zeros_like(share) for key in ("exp_avg", "exp_avg_sq")}
+        _link(engine)
+        by_name = collections.defaultdict(dict)
+        for key, value in tensors.items():
+            kind, _, name = key.partition("/")
+            if kind in ("parameter", "exp_avg", "exp_avg_sq"):
+                by_name[name][kind] = value
+        for name, kinds in by_name.items():
+            if shared:
+                share = _flat(engine)[int(name)]
+                for kind, value in kinds.items():
+                    (share if kind == "parameter" else adam[share][kind]).copy_(value)
+                continue
+            for kind, value in kinds.items():
+                _set(named[name], value, kind)
+        if hasattr(zero, "update_lp_params"):
+            zero.update_lp_params()  # the weights that compute, from their fp32 selves
+        else:
+            for number in range(len(_flat(engine))):
+                zero._reassign_or_swap_out_partitioned_parameters(number)
+        if "zero_loss_scale" in tensors and engine.fp16_enabled():
+            scaler = zero.loss_scaler
+            scale, done, overflow = tensors["zero_loss_scale"].tolist()
+            scaler.cur_scale, scaler.cur_iter = scale, int(done)
+            scaler.last_overflow_iter = overflow
 
 
-def basic(engine):
-    """The AdamW inside, which has the learning rate."""
-    return engine.basic_optimizer
-
-
-def backward(engine, loss, last):
-    """Gradients are summed over micro-batches, and averaged over ranks with the last one."""
-    engine.set_gradient_accumulation_boundary(last)
-    engine.backward(loss, scale_wrt_gas=False)
-
-
-def norm(engine):
-    """The norm of the gradient that step() will clip; on all ranks."""
-    zero = engine.optimizer
-    if hasattr(zero, "scaled_global_norm"):  # stages 1 and 2
-        found = zero.scaled_global_norm()
-    else:
-        found = torch.linalg.vector_norm(torch.stack(list(zero._get_norm_groups())))
-    found = torch.as_tensor(found, dtype=torch.float32)
-    # DeepSpeed says -1 for what is not finite
-    return torch.where(found >= 0, found, torch.inf) / float(zero.loss_scale)
-
-
-def gradient(parameter):
-    """The whole gradient of a parameter before the step, on all ranks; None without one."""
-    from deepspeed.utils import safe_get_full_grad
-
-    return safe_get_full_grad(parameter)
-
-
-def parameter(trained):
+def full_parameter(trained):
     """The whole of a parameter in fp32, on all ranks."""
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -241,29 +320,6 @@ def _flat(engine):
     return zero.fp32_partitioned_groups_flat
 
 
-def state(engine, named, one_file) -> dict:
-    """As parallel.state(); not one_file: this rank's shares, under numbers."""
-    from deepspeed.utils import safe_get_full_optimizer_state
-
-    adam, flat = basic(engine).state, _flat(engine)
-    tensors = {}
-    _link(engine)
-    if not one_file:
-        for number, share in enumerate(flat):
-            tensors[f"parameter/{number}"] = share.detach()
-            tensors |= {f"{key}/{number}": value for key, value in adam[share].items()}
-    for name, trained in named.items() if one_file else ():
-        tensors[f"parameter/{name}"] = parameter(trained).cpu()
-        for key in ("exp_avg", "exp_avg_sq"):
-            tensors[f"{key}/{name}"] = safe_get_full_optimizer_state(trained, key).cpu()
-        tensors[f"step/{name}"] = adam[flat[0]]["step"].clone()
-    scaler = getattr(engine.optimizer, "loss_scaler", None)
-    if scaler is not None and engine.fp16_enabled():
-        facts = [float(scaler.cur_scale), scaler.cur_iter, scaler.last_overflow_iter]
-        tensors["zero_loss_scale"] = torch.tensor(facts, dtype=torch.float64)
-    return tensors
-
-
 def _link(engine):
     """Stages 1 and 2: let parameters find their part of AdamW's state.
 
@@ -272,39 +328,6 @@ def _link(engine):
     if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
-
-
-@torch.no_grad()
-def load_state(engine, named, tensors, one_file):
-    """Put back what state() returned."""
-    zero, adam = engine.optimizer, basic(engine).state
-    steps = [value for key, value in tensors.items() if key.startswith("step/")]
-    for share in _flat(engine):
-        adam[share] = {"step": steps[0].clone()}
-        adam[share] |= {key: torch.zeros_like(share) for key in ("exp_avg", "exp_avg_sq")}
-    _link(engine)
-    by_name = collections.defaultdict(dict)
-    for key, value in tensors.items():
-        kind, _, name = key.partition("/")
-        if kind in ("parameter", "exp_avg", "exp_avg_sq"):
-            by_name[name][kind] = value
-    for name, kinds in by_name.items():
-        if not one_file:
-            share = _flat(engine)[int(name)]
-            for kind, value in kinds.items():
-                (share if kind == "parameter" else adam[share][kind]).copy_(value)
-            continue
-        for kind, value in kinds.items():
-            _set(named[name], value, kind)
-    if hasattr(zero, "update_lp_params"):
-        zero.update_lp_params()  # the weights that compute, from their fp32 selves
-    else:
-        for number in range(len(_flat(engine))):
-            zero._reassign_or_swap_out_partitioned_parameters(number)
-    if "zero_loss_scale" in tensors and engine.fp16_enabled():
-        scaler = zero.loss_scaler
-        scale, done, overflow = tensors["zero_loss_scale"].tolist()
-        scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter = scale, int(done), overflow
 
 
 def _set(parameter, value, kind):

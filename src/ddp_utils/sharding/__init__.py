@@ -1,0 +1,1 @@
+"""Policies whose weights or optimizer states are shared out over ranks; imported when asked for."""
