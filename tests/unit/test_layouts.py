@@ -197,6 +197,8 @@ def test_log_probs_equal_those_of_each_row_alone(name, factor):
     line = why_not and rf"the prompt cannot be shared \(.*{why_not}.*\): separate rows"
     assert re.fullmatch(line, layout)
     assert_as_alone(scorer, config, factor)
+    if why_not and factor == 3.0:  # a fresh model, which is wrong as soon as it has learnt
+        assert checked(build(config, 0.02))[2]
 
 
 def test_a_window_in_the_mask_only_is_seen_where_the_longest_row_is_not_the_longest_pair():
@@ -334,14 +336,6 @@ def test_the_self_test_sees_positions_that_do_not_restart(name, factor, monkeypa
     positions_go_on(monkeypatch)
     _, _, line = checked(build(MODELS[name][0], factor))
     assert re.search(SEEN, line)
-
-
-@pytest.mark.parametrize("factor", [0.02, 1.0])
-@pytest.mark.parametrize("name", [name for name in MODELS if MODELS[name][1]])
-def test_small_weights_do_not_hide_an_attention_of_another_kind(name, factor):
-    """A fresh model that shares by mistake is wrong as soon as it has learnt something."""
-    _, _, line = checked(build(MODELS[name][0], factor))
-    assert line
 
 
 # --- gradients -----------------------------------------------------------------------------------

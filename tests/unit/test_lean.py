@@ -179,15 +179,6 @@ def test_a_lora_that_is_not_plain_is_left_alone(options):
     torch.testing.assert_close(model(input_ids=IDS).logits, before)
 
 
-def test_a_second_adapter_takes_the_ordinary_way():
-    model = tiny("llama")
-    lean.apply(model)
-    model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
-    model.base_model.set_adapter(["default", "other"])
-    outcome(model)
-    assert all(p.grad.any() for key, p in model.named_parameters() if "lora_B.other" in key)
-
-
 def test_checkpointing_gives_the_same_gradients():
     model = tiny("qwen3")
     lean.apply(model)
@@ -200,18 +191,6 @@ def test_checkpointing_gives_the_same_gradients():
     both = [layer(x), checkpoint(layer, x, use_reentrant=False)]
     (one,), (two,) = (torch.autograd.grad(y.sum(), x) for y in both)
     assert torch.equal(one, two)
-
-
-def test_hooks_of_parameters_fire_once():
-    """DDP hangs its reducer there."""
-    model = tiny("qwen3")
-    lean.apply(model)
-    fired = []
-    trained = [p for p in model.parameters() if p.requires_grad]
-    for p in trained:
-        p.register_post_accumulate_grad_hook(lambda p: fired.append(id(p)))
-    outcome(model)
-    assert sorted(fired) == sorted(map(id, trained))
 
 
 def test_generating_saving_and_merging_go_on_as_before(tmp_path):

@@ -93,12 +93,6 @@ def one_loss(config, *row):
     return preference(logps_of([row]), config, NOISE)[0].item()
 
 
-def shifted(z, beta):
-    """A pair whose beta * (difference of the log-ratios) is z, chosen above its reference."""
-    rise = abs(z) / beta
-    return (-50 + rise, -60 + rise - z / beta, -50.0, -60.0, 10, 10)
-
-
 def check_against_hand(config, rows):
     found = loss_and_gradients(config, rows)
     wanted = zip(*(by_hand(config, *row) for row in rows), strict=True)
@@ -134,25 +128,6 @@ def test_margins_of_500_stay_finite_in_single_precision(method):
         assert ours.dtype == torch.float32
 
 
-def test_a_pair_far_on_the_wrong_side_still_pulls():
-    # -log sigma(-500) = 500 to 200 digits, and its slope is -1
-    loss, by_chosen, by_rejected = loss_and_gradients(Config(beta=1.0), [shifted(-500.0, 1.0)])
-    assert (loss.item(), by_chosen.item(), by_rejected.item()) == (500.0, -1.0, 1.0)
-
-
-def test_numbers_a_reader_can_follow():
-    # chosen rose by 2, rejected fell by 1: z = 0.1 * 3, log(1 + e^-0.3) = 0.554355
-    pair = (-8.0, -11.0, -10.0, -10.0, 4, 5)
-    assert one_loss(settings("dpo", beta=0.1), *pair) == pytest.approx(0.554355, abs=1e-6)
-    assert one_loss(settings("hinge", beta=0.1), *pair) == pytest.approx(0.7)
-    assert one_loss(settings("ipo_sum", beta=0.1), *pair) == pytest.approx(4.0)  # (3 - 5)^2
-    # per token: 2 / 4 + 1 / 5 = 0.7; (0.7 - 5)^2; complaint 15: it does not see the length
-    assert one_loss(settings("ipo", beta=0.1), *pair) == pytest.approx(18.49)
-    doubled = tuple(2 * number for number in pair)
-    assert one_loss(settings("ipo", beta=0.1), *doubled) == pytest.approx(18.49)
-    assert one_loss(settings("ipo_sum", beta=0.1), *doubled) == pytest.approx(1.0)  # (6 - 5)^2
-
-
 # --- limits --------------------------------------------------------------------------------------
 
 
@@ -170,23 +145,6 @@ def test_a_variant_whose_option_is_off_is_the_plainer_method():
         limited = loss_and_gradients(settings(method, beta=0.3, **limit), rows)
         plain = loss_and_gradients(settings(plainer, beta=0.3), rows)
         torch.testing.assert_close(limited, plain, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("e", [0.05, 0.2, 0.45])
-@pytest.mark.parametrize("z", [-20.0, -1.0, 0.0, 0.3, 7.0])
-def test_robust_averaged_over_flipped_labels_is_the_clean_loss(z, e):
-    # (1-e) R(z) + e R(-z) = L(z): the cross terms cancel and (1-e)^2 - e^2 = 1 - 2e
-    config = settings("robust", beta=0.5, label_smoothing=e)
-    noisy = (1 - e) * one_loss(config, *shifted(z, 0.5)) + e * one_loss(config, *shifted(-z, 0.5))
-    assert noisy == pytest.approx(-log_sigma(z), rel=1e-9, abs=1e-9)
-
-
-@pytest.mark.parametrize("method", ["dpop", "dpopshift"])
-def test_the_dpop_penalty_is_exactly_0_until_the_chosen_fell_by_more_than_noise(method):
-    high, none = settings(method, lambda_dpop=1e6), settings(method, lambda_dpop=0.0)
-    for fall in (-1.0, 0.0, 0.9 * NOISE):
-        row = (-10 - fall, -12.0, -10.0, -11.0, 4, 4)
-        assert one_loss(high, *row) == one_loss(none, *row)
 
 
 def test_the_dpop_penalty_is_beta_lambda_times_a_fall_beyond_the_callers_noise():

@@ -91,20 +91,6 @@ def test_the_curves_are_the_numbers_of_the_file(tmp_path, no_pixels):
     assert (list(test.get_xdata()), list(test.get_ydata())) == ([40], [0.5])
 
 
-@pytest.mark.parametrize("lines", [RUN[:1], RUN[40:], RUN[-1:], []])
-@pytest.mark.filterwarnings("error:No artists")
-def test_a_short_run_is_drawn_too(tmp_path, lines):
-    plots.draw(folder_with(tmp_path, lines))
-    drawn = {path.name for path in tmp_path.glob("*.png")}
-    assert drawn == (set(PANELS) if lines else set())  # no picture without numbers
-
-
-def test_the_half_line_of_a_killed_run_is_left_out(tmp_path, no_pixels):
-    with open(folder_with(tmp_path, RUN) / "metrics.jsonl", "a") as file:
-        file.write('{"split": "tr')
-    plots.draw(tmp_path)
-
-
 # --- several runs --------------------------------------------------------------------------------
 
 

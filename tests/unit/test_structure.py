@@ -139,17 +139,6 @@ def test_a_jump_moves_the_chains_behind_it_too(read):
     assert found.lengths == (2, 1)
 
 
-def test_insertion_codes_are_residues_of_their_own_in_file_order(read):
-    codes = [(44, " "), (44, "B"), (44, "A"), (46, " ")]
-    names = ["GLY", "ALA", "VAL", "TRP"]
-    text = "".join(
-        residue(name, number, x=4.0 * k, icode=code)
-        for k, (name, (number, code)) in enumerate(zip(names, codes, strict=True))
-    )
-    found = read(text)
-    assert found.sequence == "GAVXW" and found.places.tolist() == [0, 1, 2, 3, 4]
-
-
 STANDARD = "ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL TRP TYR"
 DYNAMICS = "HIE HID HSP CYX LYN"  # names of molecular dynamics
 LATE = residue("GLY", 9999, serial=99999) + residue("ALA", "A000", serial="A0000")
@@ -182,15 +171,6 @@ SEQUENCES = {
 def test_which_residues_come_out(read, what):
     text, sequence = SEQUENCES[what]
     assert read(text).sequence == sequence
-
-
-def test_more_atoms_than_serials(read):
-    text = "".join(
-        residue("ALA", n, chain, serial=serial)
-        for chain in "ABC"
-        for n, serial in ((-999, 99999), (-998, "A0000"), (9999, "A0001"))
-    )
-    assert read(text).lengths == (3, 3, 3)
 
 
 # --- conformers ----------------------------------------------------------------------------------
@@ -260,17 +240,6 @@ def test_two_names_at_one_place_are_conformers(read, letters, most, letter, x):
     found, first = read(text), read(text, altloc="first")
     assert (found.sequence, first.sequence) == (letter + "G", "SG")
     assert xs(found) == pytest.approx([x, 5.5]) and xs(first) == [1.5, 5.5]
-
-
-def test_conformers_of_the_side_chain_alone_change_nothing(read):
-    text = residue() + line("CB", altloc="A", place=(1, 1, 1), occupancy=0.1)
-    assert read(text).mask.tolist() == [1]
-
-
-def test_an_occupancy_that_is_no_number_is_the_lowest(read):
-    text = conformers(0.11, 0.22).replace("  0.11", "   nan")
-    assert xs(read(text)) == pytest.approx([1.6])
-    assert xs(read(text.replace("  0.22", "   nan"))) == [1.5]
 
 
 # --- which residues ------------------------------------------------------------------------------
@@ -371,11 +340,6 @@ def test_mmcif_authors_name_first_model_and_no_entities(read):
     assert read(cif(*TWO, entities="")).sequence == "GXMWY"  # GLU as HETATM is free
 
 
-def test_mmcif_an_unknown_position_is_a_missing_atom(read):
-    text = cif(*TWO, entities=ENTITIES).replace("2.5 2 0 1.0 7", "? ? ? 1.0 7")
-    assert read(text).mask.tolist() == [0, 0, 1, 1, 1]
-
-
 @pytest.mark.parametrize("word", ["nan", "inf", "-inf", "xx.104", "1_0", "1e999", "1e7", "'1 2'"])
 def test_mmcif_coordinates_are_numbers(complaint, word):
     text = cif(*TWO, entities=ENTITIES).replace("2.5 2 0 1.0 7", f"2.5 {word} 0 1.0 7")
@@ -434,16 +398,6 @@ def test_a_line_that_was_cut(complaint, columns, end):
     assert complaint(THREE[: 4 * 67] + THREE[:columns].rstrip() + end).startswith(":5: columns")
 
 
-def test_a_line_may_end_with_its_coordinates(read):
-    found = read("".join(line[:54] + "\n" for line in THREE.splitlines()[:12])[:-1])
-    assert found.sequence == "GAW" and found.mask.all()
-
-
-def test_coordinates_need_not_be_of_three_decimals(read):
-    for field in ("   1.5  ", "1.50    ", "   +1.50", "     1.5", "1.500000", "    1.5 "):
-        assert xs(read(spoilt(2, 31, field)))[0] == 1.5
-
-
 @pytest.mark.parametrize("shift, says", [(0.8, "2.30"), (-1.2, "0.30"), (98.5, "100.00")])
 def test_n_and_ca_that_are_no_bond(complaint, shift, says):
     text = "REMARK\n" + spoilt(6, 31, f"{5.5 + shift:8.3f}")
@@ -453,12 +407,6 @@ def test_n_and_ca_that_are_no_bond(complaint, shift, says):
     )
     text = cif(*TWO, entities=ENTITIES).replace("1.5 0 0 1.0 -3", "1.5 9 0 1.0 -3")  # no lines
     assert complaint(text).startswith(": N and CA of TRP -3 are 9.12 Angstrom apart")
-
-
-def test_coordinates_in_nanometres_are_seen(complaint):
-    small = {atom: tuple(value / 10 for value in place) for atom, place in PLACES.items()}
-    text = "".join(line(atom, place=small[atom]) for atom in PLACES)
-    assert ": N and CA of ALA 1 are 0.15 Angstrom apart" in complaint(text)
 
 
 def test_a_file_without_atoms(complaint):
@@ -492,11 +440,6 @@ def test_a_chain_that_is_absent_lists_those_that_are_there(complaint):
         assert said == f": no protein chain {name!r:.40}; it has A, b"
     assert complaint(residue(chain=" "), ["A"]) == ": no protein chain 'A'; it has ' '"
     assert complaint(text, ["A", "b", "A"]) == ": chain 'A' is asked for twice; name it once"
-
-
-def test_another_choice_of_conformers(tmp_path):
-    with pytest.raises(UserError, match="give 'occupancy' or 'first'"):
-        structure.read(tmp_path / "f", altloc="best")
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -631,12 +574,6 @@ def taken(file: Path, raw):
             rows = {len(found.sequence), len(found.mask), len(found.coords), sum(found.lengths)}
             assert len(rows) == 1 and np.isfinite(found.coords).all()
             assert (np.diff(found.places) > 0).all()
-
-
-@fuzz(200)
-@given(raw=st.binary(max_size=400))
-def test_any_bytes_are_taken_or_refused(file, raw):
-    taken(file, raw)
 
 
 SAMPLE = (
