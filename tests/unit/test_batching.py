@@ -79,9 +79,6 @@ def test_padded_neighbours_in_a_rank_are_of_like_length():
         assert seen == sorted(seen, reverse=True)
 
 
-# --- order and seeds -----------------------------------------------------------------------------
-
-
 def test_each_epoch_and_each_seed_has_its_own_order():
     found = {tuple(order(57, seed, epoch)) for seed in range(5) for epoch in range(5)}
     assert len(found) == 25
@@ -108,9 +105,6 @@ def test_a_seed_fits_63_bits_and_hangs_on_every_number(numbers, place, change):
 def test_a_seed_is_the_same_on_every_machine(numbers, digest):
     # printf '(0, 1)' | b2sum -l 64
     assert seed_of(*numbers) == digest // 2
-
-
-# --- plans ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

@@ -46,9 +46,6 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-# --- round trip ----------------------------------------------------------------------------------
-
-
 def test_what_is_written_comes_back(tmp_path):
     path = checkpoint.write(tmp_path / "new" / "folder", 12, tensors(), {"seed": 3, "names": ["é"]})
     assert path == tmp_path / "new/folder/step-00000012"
@@ -106,9 +103,6 @@ def test_the_same_step_can_be_written_again(tmp_path):
     assert checkpoint.find(tmp_path) == (path, []) and value_of(path) == 2.0
 
 
-# --- find ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("older, newer", [(9, 10), (99_999_999, 100_000_000), (0, 1)])
 def test_the_newest_is_the_one_of_the_highest_step(tmp_path, older, newer):
     path = write(tmp_path, newer)
@@ -122,9 +116,6 @@ def test_other_folders_are_ignored(tmp_path):
     for name in (".tmp-step-00000009", "step-best", "step-9.old"):
         write(tmp_path, 9).rename(tmp_path / name)
     assert checkpoint.find(tmp_path) == (path, [])
-
-
-# --- damage --------------------------------------------------------------------------------------
 
 
 def flip(path, place=-1):
@@ -185,9 +176,6 @@ def test_damage_is_named_and_the_older_checkpoint_is_found(tmp_path, kind):
     assert checkpoint.find(tmp_path) == (good, [(bad, checkpoint.verify(bad))])
 
 
-# --- writing that fails --------------------------------------------------------------------------
-
-
 def full_disk(*_args, **_kwargs):
     raise OSError(28, "No space left on device")
 
@@ -230,8 +218,6 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     checkpoint.rotate(tmp_path, 2, 4, spared=1)
     assert names(tmp_path) == ["step-00000001", "step-00000003", "step-00000004"]
 
-
-# --- what may change between two lives of a run --------------------------------------------------
 
 # where and how often something is written or said, how long it may take; then, and it is said, how
 # long the run is, which model is kept and what shares it out

@@ -58,9 +58,6 @@ def need_of(rows=1, device="cpu", kind=transformers.LlamaConfig, shape=(), lengt
     return dryrun.need(settings(**changes), model, rows_of(rows, *lengths), losses, device)
 
 
-# --- counting ------------------------------------------------------------------------------------
-
-
 def test_weights_gradients_and_moments_of_a_full_fine_tuning():
     need = need_of()
     count = LAYERS * LAYER + 2 * V * D + D
@@ -155,8 +152,6 @@ def test_a_model_that_cannot_share_the_prompt_repeats_it():
         need_of(kind=transformers.Gemma2Config, shape=shape, layout="shared")
 
 
-# --- sharing, by hand ----------------------------------------------------------------------------
-
 # full: 6 layers of 100 and a root of 200; lora: the same, frozen, and 10 of adapter a layer
 FULL = dryrun.Need(800, 800, 0, 1600, 4, 600, 100, 200, 100, 200, 0, 300, 310, 330, 320, 90, 70)
 LORA_ = dryrun.Need(860, 60, 150, 120, 4, 660, 110, 200, 10, 0, 0, 300, 310, 330, 320, 0, 1)
@@ -234,8 +229,6 @@ def test_offload():
     three = held(FULL, "ZeRO-3 offload", 4, bucket=10)
     assert three[:4] == (800 + 600, 40, 0, 310) and three.host == (800 + 800 + 1600 + 800) / 4
 
-
-# --- the plan ------------------------------------------------------------------------------------
 
 HERE = {
     "devices": [],

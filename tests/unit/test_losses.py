@@ -100,9 +100,6 @@ def check_against_hand(config, rows):
     torch.testing.assert_close(found, hand, rtol=1e-9, atol=1e-9)
 
 
-# --- values and gradients ------------------------------------------------------------------------
-
-
 def test_the_methods_are_these_ten():
     assert list(METHODS) == ALL
 
@@ -126,9 +123,6 @@ def test_margins_of_500_stay_finite_in_single_precision(method):
     for ours in loss_and_gradients(config, rows, torch.float32):
         assert torch.isfinite(ours).all()
         assert ours.dtype == torch.float32
-
-
-# --- limits --------------------------------------------------------------------------------------
 
 
 def test_a_variant_whose_option_is_off_is_the_plainer_method():
@@ -169,9 +163,6 @@ def test_the_loss_at_the_reference_has_its_closed_form(method):
             assert one_loss(config, *row) == pytest.approx(wanted, rel=1e-12)
 
 
-# --- options -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("method", ALL)
 def test_an_option_is_taken_by_its_methods_and_refused_by_the_others(method, option):
@@ -206,9 +197,6 @@ def test_options_left_out_have_the_documented_defaults():
 def test_length_average_is_refused_where_the_method_fixes_it(method):
     with pytest.raises(UserError, match=f"--length_average: {method}"):
         options(Config(method=method, length_average=True))
-
-
-# --- SFT term, metrics, the displacement warning ------------------------------------------------
 
 
 def test_the_sft_term_is_the_mean_negative_log_prob_of_the_chosen_tokens():

@@ -161,9 +161,6 @@ def test_letters_are_numbers_of_the_official_order():
         encode("ABC")
 
 
-# --- files ---------------------------------------------------------------------------------------
-
-
 def changed(**changes):
     """A checkpoint with some tensors replaced; None removes one."""
     tensors = model(hidden=8, neighbours=4).state_dict()

@@ -91,9 +91,6 @@ def test_the_curves_are_the_numbers_of_the_file(tmp_path, no_pixels):
     assert (list(test.get_xdata()), list(test.get_ydata())) == ([40], [0.5])
 
 
-# --- several runs --------------------------------------------------------------------------------
-
-
 def run_folder(folder, loss, settings, **numbers):
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(settings))

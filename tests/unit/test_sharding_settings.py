@@ -20,41 +20,8 @@ from ddp_utils.world import World
 sys.path.append(str(ROOT / "scripts"))
 setup = importlib.import_module("distributed_setup")
 
-FSDP = """{
-  "fsdp_transformer_layer_cls_to_wrap": ["LlamaDecoderLayer", "MistralDecoderLayer", "GemmaDecoderLayer"],
-  "fsdp_sharding_strategy": "FULL_SHARD",
-  "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-  "fsdp_cuda_graphs": false,
-  "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-  "fsdp_sync_module_states": true,
-  "fsdp_use_orig_params": false,
-  "fsdp_backward_prefetch_policy": "BACKWARD_PRE",
-  "fsdp_forward_prefetch": false,
-  "fsdp_cpu_ram_efficient_loading": true,
-  "fsdp_mixed_precision": "BFLOAT16"
-}"""  # noqa: E501
-DEEPSPEED = """{
-  "train_micro_batch_size_per_gpu": "auto",
-  "gradient_accumulation_steps": 16,
-  "gradient_clipping": 0.3,
-  "zero_allow_untested_optimizer": true,
-  "zero_force_ds_cpu_optimizer": false,
-  "bf16": {
-    "enabled": true
-  },
-  "zero_optimization": {
-    "stage": 2,
-    "contiguous_gradients": true,
-    "overlap_comm": true,
-    "reduce_scatter": true,
-    "reduce_bucket_size": 5e8,
-    "allgather_bucket_size": 5e8,
-    "offload_optimizer": {
-      "device": "cpu",
-      "pin_memory": true
-    }
-  }
-}"""
+FSDP = (ROOT / "tests/data/guide_fsdp.json").read_text()
+DEEPSPEED = (ROOT / "tests/data/guide_deepspeed.json").read_text()
 GUIDES = ("LlamaDecoderLayer", "MistralDecoderLayer", "GemmaDecoderLayer")
 WRAP = "fsdp_transformer_layer_cls_to_wrap"
 
@@ -81,9 +48,6 @@ def refused(module, content):
     return message
 
 
-# --- any JSON ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("module", [fsdp, zero])
 @pytest.mark.parametrize(
     ("text", "says"),
@@ -99,9 +63,6 @@ def refused(module, content):
 )
 def test_what_is_no_json_object_is_refused(module, text, says):
     assert refused(module, text).startswith(says)
-
-
-# --- FSDP ----------------------------------------------------------------------------------------
 
 
 def test_the_guides_settings_are_read_as_written_and_without_a_file_everything_is_sharded():
@@ -177,9 +138,6 @@ def test_no_wrap_shards_all_in_one_piece_and_a_model_that_does_not_say_its_layer
     assert fsdp.layers_of(qwen, fsdp.Settings(layers=GUIDES, whole=True)) == ([], None)
     with pytest.raises(UserError, match="give their class"):
         fsdp.layers_of(torch.nn.Linear(1, 1), fsdp.Settings(layers=GUIDES))
-
-
-# --- DeepSpeed -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -320,9 +278,6 @@ def test_without_deepspeed_it_is_one_line_before_anything_begins(monkeypatch):
     with pytest.raises(UserError, match="pip install -r requirements-deepspeed.txt"):
         zero.filled(read(zero, DEEPSPEED), settings("bf16"), World(), 100)
     zero.filled({"zero_optimization": {"stage": 0}}, settings(), World(), 100)  # is DDP
-
-
-# --- 4-bit weights -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -283,12 +283,6 @@ def test_a_residue_without_one_atom_stays_and_is_masked(read, missing):
     assert np.isfinite(found.coords).all() and found.coords[1].any(1).sum() == 3
 
 
-@pytest.mark.parametrize("name", [" ", "", "  "])
-def test_a_chain_without_a_name(read, name):
-    text = residue("GLY", 1, " ") + residue("ALA", 2, " ")
-    assert read(text).chains == ("",) and read(text, [name]).sequence == "GA"
-
-
 # --- mmCIF ---------------------------------------------------------------------------------------
 
 TAGS = "group_PDB id type_symbol label_atom_id label_alt_id label_comp_id label_asym_id "
@@ -323,27 +317,12 @@ def test_mmcif_whatever_its_name(read, name):
     assert xs(found)[2] == 5.5
 
 
-def test_mmcif_names_of_the_file_are_known_too(read, complaint):
-    text = cif(*TWO, entities=ENTITIES)
-    found = read(text, ["B", "A"])
-    assert found.chains == ("B", "A") and found.sequence == "WYGXM"
-    assert read(text, ["L", "A"]).sequence == "WYGXM"
-    assert complaint(text, ["L", "B"]) == ": chain 'B' is asked for twice; name it once"
-    assert complaint(text, ["C"]) == ": no protein chain 'C'; it has H, L"
-
-
 def test_mmcif_authors_name_first_model_and_no_entities(read):
     swapped = cif(("GLY", 1, "A", "B", 1, 1), ("TRP", 1, "B", "A", 3, 1))
     assert read(swapped, ["A"]).sequence == "G" and read(swapped, ["B"]).sequence == "W"
     rows = ("GLY", 1, "A", "A", 1, 1), ("TRP", 1, "A", "A", 1, 2)
     assert read(cif(*rows)).sequence == "G"
     assert read(cif(*TWO, entities="")).sequence == "GXMWY"  # GLU as HETATM is free
-
-
-@pytest.mark.parametrize("word", ["nan", "inf", "-inf", "xx.104", "1_0", "1e999", "1e7", "'1 2'"])
-def test_mmcif_coordinates_are_numbers(complaint, word):
-    text = cif(*TWO, entities=ENTITIES).replace("2.5 2 0 1.0 7", f"2.5 {word} 0 1.0 7")
-    assert complaint(text).endswith("is not a number; correct it")
 
 
 @pytest.mark.parametrize(
@@ -409,15 +388,10 @@ def test_n_and_ca_that_are_no_bond(complaint, shift, says):
     assert complaint(text).startswith(": N and CA of TRP -3 are 9.12 Angstrom apart")
 
 
-def test_a_file_without_atoms(complaint):
-    html, header = b"<!DOCTYPE html><html>404</html>\n", b"HEADER    HYDROLASE\nEND\n"
-    for raw in (b"", b"hello", b"\n \n", html, b'{"a": 1}\n', header, gzip.compress(b"")):
-        assert complaint(raw) == ": no atoms; give a PDB or mmCIF file of a protein"
-
-
 @pytest.mark.parametrize(
     "text, says",
     [
+        (b"", ": no atoms; give a PDB or mmCIF file of a protein"),
         (DROPPED["nucleotide"], ": no protein chain; give a file with one"),
         (line() + line(number=2), ": no residue has N, CA, C and O; a backbone needs all four"),
         (THREE + "END\n" + residue("ALA", 4), ": 12 of 16 atoms were read; put END behind the"),
@@ -427,7 +401,7 @@ def test_a_file_without_atoms(complaint):
         (pdb(("GLY", 1), chain=" ") + pdb(("GLY", 1), chain=" "), ": residue 1 of chain '' is"),
         ("MODEL 1\n" + THREE + "MODEL 2\n", ": not a PDB or mmCIF file: MODEL without ENDMDL?"),
     ],
-    ids=["dna", "ca", "end", "twice", "two_names", "apart", "two_blank_chains", "model"],
+    ids=["empty", "dna", "ca", "end", "twice", "two_names", "apart", "two_blank_chains", "model"],
 )
 def test_a_file_that_is_no_backbone(complaint, text, says):
     assert says in complaint(text)
@@ -531,17 +505,12 @@ def test_a_damaged_entry_is_written_anew_and_nothing_in_it_is_executed(read, tmp
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(read, tmp_path):
-    (tmp_path / "file").write_text("")
-    assert read(THREE, cache=tmp_path / "file").sequence == "GAW"
+    (tmp_path / "precious").write_text("precious")
+    assert read(THREE, cache=tmp_path / "precious").sequence == "GAW"
     folder = tmp_path / "folder"
     read(THREE, cache=folder)
     [entry] = folder.iterdir()
     entry.unlink()
-    entry.mkdir()  # where the file should go
-    assert read(THREE, cache=folder).sequence == "GAW"
-    assert list(folder.iterdir()) == [entry]
-    entry.rmdir()
-    (tmp_path / "precious").write_text("precious")
     entry.symlink_to(tmp_path / "precious")  # nothing is written through a link
     read(THREE, cache=folder)
     assert (tmp_path / "precious").read_text() == "precious" and not entry.is_symlink()
@@ -602,23 +571,3 @@ def edits(draw, samples):
 @given(raw=edits([SAMPLE, cif(*TWO, entities=ENTITIES).encode()]))
 def test_any_edit_of_pdb_lines_or_of_mmcif_is_taken_or_refused(file, raw):
     taken(file, raw)
-
-
-atoms = st.builds(
-    line,
-    atom=st.sampled_from([*PLACES]),
-    name=st.sampled_from(["ALA", "GLY", "MSE", "HOH", " CA", "SEP", "Q1Z"]),
-    chain=st.sampled_from("AB "),
-    number=st.integers(-3, 40) | st.sampled_from(["A000", "****", ""]),
-    x=st.sampled_from([0.0, 0.1, 4.0]),
-    altloc=st.sampled_from("  AB"),
-    icode=st.sampled_from("   A"),
-    record=st.sampled_from(["ATOM", "ATOM", "HETATM"]),
-    occupancy=st.sampled_from([0.0, 0.5, 1.0]),
-)
-
-
-@fuzz(200)
-@given(lines=st.lists(atoms | st.sampled_from(["TER\n", "END\n", "ENDMDL\n"]), max_size=25))
-def test_any_atoms_are_taken_or_refused(file, lines):
-    taken(file, "".join(lines).encode())

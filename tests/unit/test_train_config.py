@@ -101,9 +101,6 @@ def test_the_default_learning_rates(monkeypatch):
     ).read_text().replace("\n", " ")
 
 
-# --- the YAML file --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -176,8 +173,6 @@ def test_a_file_waits_beside_a_strategy_that_is_switched_off(monkeypatch):
         assert accepted(text + more, *flags, monkeypatch=monkeypatch).strategy == "ddp"
 
 
-# --- YAML and JSON --------------------------------------------------------------------------------
-
 CONFLICTS = [
     ("micro_batch_size", 4, {"train_micro_batch_size_per_gpu": 2}),
     ("max_grad_norm", 1.0, {"gradient_clipping": 0.3}),
@@ -248,8 +243,6 @@ def test_what_nobody_says_has_its_usual_value_and_zero_stays_zero(monkeypatch):
     assert config.sharding["gradient_clipping"] == 0 and not config.sharding["bf16"]["enabled"]
 
 
-# --- the guide ------------------------------------------------------------------------------------
-
 USE_DEEPSPEED = """
 distributed:
   use_deepspeed: true
@@ -291,9 +284,6 @@ def test_the_shipped_file_holds_the_defaults():
     assert [name for name in names if getattr(found, name) != getattr(usual, name)] == ["config"]
 
 
-# --- qlora ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("there", "cuda"), [(False, True), (True, False)])
 def test_qlora_needs_bitsandbytes_and_a_gpu(there, cuda, monkeypatch):
     monkeypatch.setattr(train_config, "find_spec", lambda name: there)
@@ -309,9 +299,6 @@ def test_qlora_needs_bitsandbytes_and_a_gpu(there, cuda, monkeypatch):
 def test_4_bit_weights_are_not_sharded(flags):
     message = refused("fine_tuning:\n  type: qlora", *flags, said={})
     assert message.endswith("cannot shard 4-bit weights; give lora")
-
-
-# --- the program ----------------------------------------------------------------------------------
 
 
 def test_check_says_where_the_run_would_go_and_writes_nothing(capsys):

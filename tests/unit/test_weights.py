@@ -55,9 +55,6 @@ def refused(fn, *args):
     return message
 
 
-# --- where ---------------------------------------------------------------------------------------
-
-
 def test_the_addresses_are_https_and_of_one_commit():
     assert list(weights.SHA256) == NAMES
     assert len({*weights.SHA256.values()}) == 8
@@ -87,9 +84,6 @@ def test_what_is_absent_is_said_with_the_command_that_fetches_it(tmp_path):
     for name in "v_48_20", "", "../v_48_020", "v_48_020\n":
         assert "v_48_030_soluble" in refused(weights.path_of, name, tmp_path)
         assert "v_48_030_soluble" in refused(weights.fetch, name, tmp_path)
-
-
-# --- fetching ------------------------------------------------------------------------------------
 
 
 def test_what_is_fetched_is_loaded_before_it_has_its_name(tmp_path, serve, checkpoint, capsys):
