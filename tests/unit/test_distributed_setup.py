@@ -85,9 +85,6 @@ def refused(line, *more):
     return message
 
 
-# --- settings ------------------------------------------------------------------------------------
-
-
 STAGE3 = {
     **{k: v for k, v in DEEPSPEED["zero_optimization"].items() if k != "offload_optimizer"},
     "stage": 3,
@@ -134,9 +131,6 @@ def test_concrete_settings_hold_no_auto():
     # without --concrete the numbers are the file's, what depends on the machine stays auto
     found = made("deepspeed --config config.yaml --output e.json")
     assert found["train_micro_batch_size_per_gpu"] == "auto"
-
-
-# --- scripts: text -------------------------------------------------------------------------------
 
 
 def test_a_time_limit_in_any_of_slurms_formats():
@@ -187,8 +181,6 @@ def check_shell(script):
     assert done.returncode == 0, done.stdout
     subprocess.run(["bash", "-n", script], check=True)
 
-
-# --- scripts: what they do -----------------------------------------------------------------------
 
 # A stand-in writes down its words and, in NAME.env, its environment; words of several calls follow
 # each other. Python is one too: it says what the check of a training script says.
@@ -348,8 +340,6 @@ def test_the_launcher_of_a_node_joins_the_others(start, rank):
     assert "88" in start(f"scripts/run_training_node{rank}.sh", **env)["torchrun"]
 
 
-# --- hostile values ------------------------------------------------------------------------------
-
 HOSTILE = [
     "two words",
     "it's",
@@ -477,9 +467,6 @@ def test_a_folder_and_a_project_of_any_name_are_quoted(start, monkeypatch, tmp_p
     assert not list(tmp_path.rglob("PWN?"))
 
 
-# --- refusals ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("line", "says"),
     [
@@ -556,9 +543,6 @@ def test_batch_numbers_must_multiply(change, says, command):
         assert says in refused(line)
     else:
         assert "--deepspeed=ds.json" in made(line)
-
-
-# --- the file ------------------------------------------------------------------------------------
 
 
 def test_folders_are_made_and_a_bare_name_needs_none(capsys):

@@ -83,33 +83,6 @@ def test_a_batch_has_the_gradient_of_its_structures():
         assert (one - other).norm() <= 1e-4 * other.norm() + 1e-6, name
 
 
-def test_the_gradient_is_that_of_finite_differences():
-    """The backward is written by hand; float64 shows every term of it."""
-    mpnn = model(hidden=8, neighbours=5).double()
-    coords, *rest = backbone(12)
-    parts = [coords.double(), *rest]
-    sequences, order = letters(1, 2, 12), torch.stack([order_of(12, 1), order_of(12, 2)], 1)
-
-    def loss():
-        found = mpnn.decode(mpnn.encode(*parts), sequences, order)
-        return found.double().gather(-1, sequences[..., None]).sum()
-
-    gradients = torch.autograd.grad(loss(), mpnn.parameters())
-    dice = torch.Generator().manual_seed(1)
-    for (name, parameter), gradient in zip(mpnn.named_parameters(), gradients, strict=True):
-        way = torch.randn(parameter.shape, generator=dice, dtype=torch.float64)
-        way *= 1e-3 / way.norm()
-        with torch.no_grad():
-            parameter += way
-            above = loss()
-            parameter -= 2 * way
-            below = loss()
-            parameter += way
-        slope = (gradient * way).sum().item()
-        # the softmax is in fp32: a few 1e-6 of noise
-        assert (above - below).item() / 2 == pytest.approx(slope, rel=2e-2, abs=5e-5), name
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("place", [0, 13, 29])
 def test_a_letter_changes_only_what_is_decoded_later(place):
@@ -121,18 +94,6 @@ def test_a_letter_changes_only_what_is_decoded_later(place):
     changed = (here != there).any(-1)[order[0]]  # by time
     assert not changed[: place + 1].any()
     assert changed[place + 1 :].all()  # each residue is everyone's neighbour here
-
-
-@torch.no_grad()
-def test_sampling_letter_by_letter_gives_what_scoring_gives():
-    mpnn, wanted = model(neighbours=12), letters(2, 3, 30)
-    encoded = mpnn.encode(*padded([backbone(30), backbone(9, 1)], 30))
-    order = torch.stack([torch.cat([order_of(30, seed) for seed in range(3)])] * 2)  # [2, 3, 30]
-    sequences, found = mpnn.sample(encoded, order, lambda at, _: wanted.gather(-1, at[..., None])[
-        ..., 0])  # fmt: skip
-    assert torch.equal(sequences, wanted)
-    scored = mpnn.decode(encoded, wanted, order)
-    torch.testing.assert_close(found, scored, atol=1e-5, rtol=0)
 
 
 @torch.no_grad()

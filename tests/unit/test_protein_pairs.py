@@ -220,22 +220,6 @@ def test_scores_of_sampled_sequences_are_read_back(tmp_path):
     assert fasta.read_text() == before
 
 
-def test_given_sequences_keep_their_names(tmp_path, capsys):
-    """An unknown letter has no recovery; one that is all unknown is refused."""
-    flags = ["--model_path", MODEL, "--pdb_file", str(INPUT / SINGLE["pdb_file"])]
-    flags += ["--output_dir", str(tmp_path / "out"), "--fasta", str(tmp_path / "a.fasta")]
-    length = len(SINGLE["preferred_seq"])
-    (tmp_path / "a.fasta").write_text(f">mine 1\n{SINGLE['preferred_seq']}\n>two\n{'A' * length}\n")
-    assert inference.main(flags) == 0
-    (written,) = (tmp_path / "out").glob("*.fasta")
-    heads = [line.split(" score=")[0] for line in written.read_text().splitlines()[::2]]
-    assert heads == [">mine 1", ">two"] and " T=" not in written.read_text()
-    assert capsys.readouterr().out.endswith(f"-> {tmp_path / 'out'}/\n")
-    (tmp_path / "a.fasta").write_text(f">none\n{'X' * length}\n")
-    with pytest.raises(UserError, match="none: no letter is known"):
-        inference.main(flags)
-
-
 def test_a_check_of_inference_says_what_would_be_designed(tmp_path, capsys):
     """Structures and model are read, nothing is written."""
     flags = ["--pdb_file", str(INPUT / SINGLE["pdb_file"]), "--output_dir"]

@@ -75,9 +75,6 @@ def xs(found):
     return found.coords[:, 1, 0].tolist()
 
 
-# --- what comes out ------------------------------------------------------------------------------
-
-
 def test_two_chains_by_hand(read):
     text = pdb(("GLY", 5), ("MET", 6), chain="B") + pdb(("TRP", 1), ("LYS", 3), chain="A")
     found = read(text)
@@ -108,9 +105,6 @@ def test_the_first_model_alone_is_read(read):
     models = "".join(f"MODEL     {n}\n{residue(x=float(n))}ENDMDL\n" for n in (1, 2, 3))
     assert xs(read(models)) == [2.5]
     assert xs(read(residue(x=7.0) + "ENDMDL\n" + "ATOM of a later model, which is not looked at"))
-
-
-# --- numbering -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -171,9 +165,6 @@ SEQUENCES = {
 def test_which_residues_come_out(read, what):
     text, sequence = SEQUENCES[what]
     assert read(text).sequence == sequence
-
-
-# --- conformers ----------------------------------------------------------------------------------
 
 
 def conformers(*occupancies, letters="AB", name="SER"):
@@ -242,9 +233,6 @@ def test_two_names_at_one_place_are_conformers(read, letters, most, letter, x):
     assert xs(found) == pytest.approx([x, 5.5]) and xs(first) == [1.5, 5.5]
 
 
-# --- which residues ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("record", ["ATOM", "HETATM"])
 def test_other_modified_residues_are_x_with_coordinates(read, record):
     for name in ["SEP", "SEC", "PYL", "CSO", "PCA", "UNK", "DAL", "ASX", "Q1Z"]:
@@ -282,8 +270,6 @@ def test_a_residue_without_one_atom_stays_and_is_masked(read, missing):
     assert found.coords[1, list(PLACES).index(missing)].tolist() == [0, 0, 0]
     assert np.isfinite(found.coords).all() and found.coords[1].any(1).sum() == 3
 
-
-# --- mmCIF ---------------------------------------------------------------------------------------
 
 TAGS = "group_PDB id type_symbol label_atom_id label_alt_id label_comp_id label_asym_id "
 TAGS += "label_entity_id label_seq_id pdbx_PDB_ins_code Cartn_x Cartn_y Cartn_z occupancy "
@@ -340,9 +326,6 @@ def test_mmcif_authors_name_first_model_and_no_entities(read):
 )
 def test_mmcif_that_is_no_structure(complaint, text, says):
     assert complaint(text, name="f.cif").startswith(says)
-
-
-# --- what is refused -----------------------------------------------------------------------------
 
 
 def spoilt(number, start, text):
@@ -416,9 +399,6 @@ def test_a_chain_that_is_absent_lists_those_that_are_there(complaint):
     assert complaint(text, ["A", "b", "A"]) == ": chain 'A' is asked for twice; name it once"
 
 
-# --- files ---------------------------------------------------------------------------------------
-
-
 def same(one, other):
     for name, left, right in zip(structure.Structure._fields, one, other, strict=True):
         assert type(left) is type(right), name
@@ -444,9 +424,6 @@ def test_files_that_cannot_be_read(complaint, tmp_path):
     for path in tmp_path / "absent.pdb", tmp_path, tmp_path / "pipe":
         with pytest.raises(UserError, match="no such file|not a regular file"):
             structure.read(path)
-
-
-# --- cache ---------------------------------------------------------------------------------------
 
 
 def test_the_cache_gives_what_was_read(read, tmp_path, monkeypatch):
@@ -514,9 +491,6 @@ def test_a_cache_that_cannot_be_written_is_done_without(read, tmp_path):
     entry.symlink_to(tmp_path / "precious")  # nothing is written through a link
     read(THREE, cache=folder)
     assert (tmp_path / "precious").read_text() == "precious" and not entry.is_symlink()
-
-
-# --- anything ------------------------------------------------------------------------------------
 
 
 def fuzz(count):
