@@ -137,7 +137,3 @@ def test_the_text_for_people_by_hand(tmp_path):
     )
     assert summary["win_rate"] == 1.0
     assert "win_rate_low: 0.2065\n" in sampling.as_text(rows, summary)  # 1 / (1 + 1.96 ** 2)
-    rows, summary = sampling.side_by_side(["Q"] * 2, ["a"] * 2, ["b"] * 2, ["c"] * 2)
-    assert summary == {} and "verdict" not in rows[0]
-    block = "prompt:     Q\nreference:  a\nfine-tuned: b\nexpected:   c\n"
-    assert sampling.as_text(rows, summary) == f"--- 1 of 2\n{block}\n--- 2 of 2\n{block}"
