@@ -8,11 +8,15 @@ tests/launch/test_programs.py compares the two.
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import tempfile
 import traceback
 import warnings
+from pathlib import Path
 from typing import NamedTuple
+
+from conftest import ROOT
 
 
 class Ended(NamedTuple):
@@ -30,6 +34,33 @@ def start(*words, cwd=".", env=None, seconds=60) -> Ended:
         status = os.waitpid(child, 0)[1]
         texts = [os.pread(file.fileno(), 2**20, 0).decode() for file in (out, err)]
     return Ended(os.waitstatus_to_exitcode(status), *texts)
+
+
+def environment():
+    """Of a user who has activated this environment, in a shell that no launcher has started."""
+    launchers = (
+        "RANK",
+        "WORLD",
+        "LOCAL",
+        "MASTER",
+        "PMI",
+        "OMPI",
+        "SLURM",
+        "TORCHELASTIC",
+        "ACCEL",
+    )
+    clean = {name: text for name, text in os.environ.items() if not name.startswith(launchers)}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return clean | {"PATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def process(command, code=0, cwd=ROOT, timeout=600, **env):
+    """Run a command and check its exit status."""
+    command, options = [str(word) for word in command], {"cwd": cwd, "timeout": timeout}
+    env = environment() | env
+    done = subprocess.run(command, env=env, capture_output=True, text=True, **options)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
 
 
 def _become(words, cwd, env, out, err, seconds):

@@ -1,4 +1,4 @@
-"""ProteinMPNN against numbers of the official code: log-probs, DPO losses, gradients, sampling.
+"""ProteinMPNN against the official code: arrays, log-probs, DPO losses, gradients, sampling.
 
 make_mpnn.py had them made on generated backbones. The weights are drawn by the rule of seeded.py,
 biases and gains that are not 0 and 1 among them: std has the published size, small is small; seed 0
@@ -7,7 +7,6 @@ is the policy, seed 1 the reference.
 
 import functools
 import json
-import math
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +17,10 @@ from torch.nn import functional
 
 from bench import mpnn_plain
 from conftest import ROOT
-from dpo_inv import inference
+from dpo_inv import inference, structure
 from dpo_inv.batches import Batch
 from dpo_inv.config import Config
-from dpo_inv.mpnn import ALPHABET, ProteinMPNN
+from dpo_inv.mpnn import ALPHABET, ProteinMPNN, encode
 from dpo_inv.run_dpo_ddp import Scorer, pair_losses
 from golden import seeded
 
@@ -30,6 +29,12 @@ BACKBONE = ("X", "mask", "residue_idx", "chain_encoding")
 LOGPS, LOSS = {"atol": 2e-5, "rtol": 0}, {"abs": 2e-4}
 SIZES = {"std": (128, 3, 3, 48), "small": (32, 1, 1, 16)}
 NUMBERS = json.loads((HERE / "mpnn_official.json").read_text())
+BUNDLES = ROOT / "data/input/structures"
+CHAINS = {  # what was read, and in which order its chains
+    "gaps": (BUNDLES / "bundle_07.pdb", "A"),
+    "complex": (BUNDLES / "bundle_03.pdb", "BA"),  # designed ones come first
+    "awkward": (HERE / "awkward.pdb", "AB"),
+}
 CASES = [f"{config}/{name}" for config in SIZES for name in ("gaps", "complex", "awkward")]
 
 
@@ -52,6 +57,22 @@ def batched(structure, *names):
 def same(ours, name, known, **tolerance):
     expected = tensors()[name].numpy()
     np.testing.assert_allclose(ours.numpy()[known], expected[known], **(tolerance or LOGPS))
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_the_arrays_are_those_of_the_official_parser(name):
+    """Negative numbers, gaps, an insertion code, missing atoms, conformers, MSE, water."""
+    path, chains = CHAINS[name]
+    found = structure.read(path, [*chains], altloc="first")
+    assert found.chains == (*chains,)
+    assert encode(found.sequence) == tensors()[f"{name}/S"].tolist()
+    official = [tensors()[f"{name}/{key}"] for key in BACKBONE]
+    for ours, theirs in zip(found[:4], official, strict=True):
+        assert np.array_equal(ours, theirs)
+    # of two conformers the official parser takes the first; the second, of occupancy 0.6, is by
+    # 0.4 Angstrom further along each axis
+    moved = structure.read(path, [*chains]).coords - found.coords
+    assert moved[moved != 0] == pytest.approx([0.4] * 12 * (name == "awkward"), abs=1e-3)
 
 
 @torch.no_grad()
@@ -81,13 +102,6 @@ def batch_of(structure):
     lengths = targets.sum(-1).expand(2, -1)
     backbone = tuple(batched(structure, *BACKBONE))
     return Batch(backbone, sequences, order.expand_as(sequences), targets, lengths)
-
-
-def test_policy_equal_to_reference_is_ln_2_to_the_last_digit():
-    model, batch = Scorer(model_of("small", 0)), batch_of("complex")
-    reference = torch.stack(model(batch), -1).detach()
-    loss, metrics = pair_losses(model, batch, reference, Config())
-    assert loss.item() == np.float32(math.log(2)) and metrics["rewards/margins"].item() == 0
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -146,10 +160,7 @@ def test_a_peptide_has_the_numbers_that_it_has_alone(config):
 @pytest.mark.parametrize("temperature", ["0.1", "1.0"])
 @pytest.mark.parametrize("config", SIZES)
 def test_sampling_has_the_official_probabilities(config, temperature):
-    """The letters that the official code drew are drawn again; what they were drawn from agrees.
-
-    One chain is designed; the other is decoded before, and its letters stay.
-    """
+    """The letters that the official code drew are drawn again; what they were drawn from agrees."""
     stem, model = f"{config}/complex/T{temperature}", model_of(config, 0)
     letters = tensors()[f"{stem}/S"].long()[None]
     [order, designed] = batched("complex", "order_rand", "chain_M")

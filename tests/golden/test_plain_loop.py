@@ -110,10 +110,7 @@ class Plain:
 
 
 def plain_training(model, loss_of, rates, clip, decay=DECAY, betas=(0.9, 0.999)):
-    """Take the steps with AdamW; returns loss, gradient norm and learning rate of each.
-
-    AdamW's first moment of a parameter p stays as p.first_moment.
-    """
+    """Take the steps with AdamW; returns loss, gradient norm and learning rate of each."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in parameters]
     lines = []
@@ -337,10 +334,7 @@ def test_four_steps_of_distillation_equal_a_plain_loop(world_size, tmp_path):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_four_steps_of_protein_dpo_equal_a_plain_loop(world_size, tmp_path):
-    """The model is the project's own: tests/golden/test_mpnn_official.py has it from elsewhere.
-
-    Two decoding orders of each pair, temperature 0.5, chain B designed beside a fixed chain A.
-    """
+    """The model is the project's own: tests/golden/test_mpnn_official.py has it from elsewhere."""
     items = json.loads((ROOT / "data/input/test_data_real.json").read_text())
     items = [item for item in items if item.get("fixed_chains") and "mutable_positions" not in item]
     items = [{**item, "pdb_file": str(ROOT / "data/input" / item["pdb_file"])} for item in items]

@@ -5,9 +5,6 @@ import os
 import re
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,11 +13,12 @@ import torch
 
 import faults
 import generate_data
+import programs
 import runs
 import train_loop
 from conftest import ROOT
 from ddp_utils import Stop, UserError, dist, plots
-from ranks import ranks, run_ranks
+from ranks import free_port, ranks, run_ranks
 
 # 12 questions x 6 replies, two questions between two writes
 SMALL = runs.words("--num_questions 12 --num_sequences_per_question 6 --batch_size 4")
@@ -58,9 +56,6 @@ def made(tmp_path_factory):
 
 def rows_of(folder):
     return [[json.loads(row) for row in raw.decode().splitlines()] for raw in content(folder)]
-
-
-# --- generate_data -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -144,22 +139,6 @@ def test_what_is_half_sampled_with_other_settings_is_left_alone(tmp_path):
     assert half.read_text() == '{"mark": "another", "replies": []}\n'
 
 
-def test_one_question_cannot_be_held_out_from_itself(tmp_path):
-    with pytest.raises(UserError, match="one is held out; give 2 questions or more"):
-        generate(tmp_path, "--num_questions", "1")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_no_file_is_left_empty(tmp_path, monkeypatch):
-    """The held-out replies are all too short."""
-    parts = SimpleNamespace(groups=[[[5] * 9, [5] * 3]], mark="")
-    config = generate_data.Config(num_sequences_per_question=1, min_sequence_length=5)
-    monkeypatch.setattr(generate_data, "order", lambda *_: [1, 0])
-    tokenizer = SimpleNamespace(decode=lambda *_, **__: "")
-    with pytest.raises(UserError, match="--min_sequence_length: too few replies have so many"):
-        generate_data.write(config, "x0", ["a", "b"], parts, tokenizer, [0])
-
-
 def test_an_adapter_that_is_carried_on_has_its_own_rank(tmp_path):
     adapter = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
@@ -224,11 +203,8 @@ def test_short_replies_are_left_out_and_counted(made, tmp_path, capsys):
     [
         (["--val_out_file", "FOLDER/traj_chat.jsonl"], "--val_out_file: .* is traj_out_file, too"),
         (["--traj_out_file", "FOLDER"], "--traj_out_file: .* is a folder or a link"),
-        (["--traj_out_file", "/etc/passwd/y"], "--traj_out_file: /etc/passwd is not a folder"),
-        (["--x0_file", "FOLDER/x0.txt"], "x0.txt: no such file"),
         (["--chat_template_kwargs", '{"day": 1}'], "no chat template takes day; leave it out"),
         (["--num_questions", "100000"], "400 different questions; --num_questions is 100000"),
-        (["--max_sequence_length", "100000"], "tokens, the model has .* positions"),
     ],
 )
 @pytest.mark.parametrize("check", [[], ["--check"]])
@@ -238,8 +214,6 @@ def test_mistakes_of_sampling_are_one_line(flags, message, check, tmp_path):
         generate(tmp_path, *flags, *check)
     assert not list(tmp_path.iterdir())
 
-
-# --- train_loop ----------------------------------------------------------------------------------
 
 FLAGS = runs.words("--max_steps 6 --learning_rate 3e-3 --warmup_ratio 0 --num_samples 0 --lora_r 8")
 
@@ -352,29 +326,13 @@ def test_sft_learns_the_sampled_tokens(one, made, tmp_path):
     assert val[-1]["kl_base"] == pytest.approx(runs.lines(one, "val")[-1]["kl_base"], rel=1e-5)
 
 
-def test_an_adapter_is_carried_on_and_the_base_stays_the_base(one, made, tmp_path):
-    flags = ["--resume_from", str(one / "model"), "--max_steps", "0"]
-    assert train(tmp_path / "run", made, *flags) == 0
-    before, after = runs.lines(one, "val")[-1], runs.lines(tmp_path / "run", "val")[-1]
-    assert after["kl_base"] == pytest.approx(before["kl_base"], rel=1e-5)
-    assert after["kl"] == pytest.approx(before["kl"], rel=1e-5)
-
-
 @pytest.mark.parametrize(
     ("change", "flags", "message"),
     [
         ({"x0": "Mixed."}, ["--val_path", "MADE"], "--val_path: .* more than one x0"),
-        ({"model": 1}, [], r"traj_chat.jsonl:1: model is 1; give a non-empty string"),
         ({"chat_template_kwargs": '{"day": 1}'}, [], "^--chat_template_kwargs: no .* takes day"),
-        ({"chat_template_kwargs": 1}, [], "traj_chat.jsonl:1: chat_template_kwargs is 1; give a"),
         ({}, ["--val_path", "TRAIN"], r"traj_chat.jsonl:1: its question is in data_path, too"),
         ({}, ["--lora_targets", "q_proj,lm_head"], "--lora_targets: leave output layer"),
-        ({}, ["--lora_targets", "q_porj"], "--lora_targets: no layer q_porj"),
-        (
-            {},
-            ["--resume_from", "data/demo/model"],
-            "^--resume_from: data/demo/model: cannot be read",
-        ),
         ({}, ["--max_traj_len", "8"], "0 usable rows; --max_traj_len is 8"),
         ({"tokens": [99999], "reply": ""}, [], "token id 99999, model has"),
     ],
@@ -389,52 +347,19 @@ def test_mistakes_are_one_line(change, flags, message, made, tmp_path):
         train(tmp_path / "run", tmp_path, *flags)
 
 
-# --- the whole way -------------------------------------------------------------------------------
-
-
-WHOS = "base", "prompted", "baked"
-
-
 def shell(folder, *words, code=0):
     """./run_distributed.sh 2 baking in a folder of its own -> summary and what it said."""
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    env["OMP_NUM_THREADS"] = "1"
-    done = subprocess.run(
-        [ROOT / "run_distributed.sh", "2", "baking", *words],
-        env=env,
-        capture_output=True,
-        text=True,
-        cwd=folder,
-    )
-    assert done.returncode == code, done.stdout + done.stderr
+    command = [ROOT / "run_distributed.sh", "2", "baking", *words]
+    done = programs.process(command, code, folder)
     if code:
         return None, done.stderr
     return json.loads((folder / "results/traj_chat/summary.json").read_text()), done.stdout
 
 
-def test_check_of_the_shell_script_samples_nothing(tmp_path):
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    command = [ROOT / "run_distributed.sh", "2", "baking", "--check"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0 and done.stdout.startswith("2200 replies = 88 questions x 25")
-    assert len(done.stdout.splitlines()) == 2 and list(tmp_path.iterdir()) == []
-
-
-def test_without_a_dash_dash_flags_of_the_first_program_are_named(tmp_path):
-    _, said = shell(tmp_path, "--num_questions", "4", code=2)
-    assert said.endswith("flags of generate_data.py stand in front of a --\n")
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (["--num_epoch", "3"], "Unrecognized options: --num_epoch"),
-        (["--learning_rate=0"], "error: --learning_rate: 0.0 is out of range"),
-    ],
-)
-def test_a_typo_of_the_second_program_is_found_before_the_first_one_starts(flags, says, tmp_path):
-    _, said = shell(tmp_path, "--num_questions", "4", "--", *flags, code=2)
-    assert says in said and list(tmp_path.iterdir()) == []
+def test_a_mistake_of_the_second_program_is_found_before_the_first_one_starts(tmp_path):
+    _, said = shell(tmp_path, "--num_questions", "4", "--", "--learning_rate=0", code=2)
+    assert "error: --learning_rate: 0.0 is out of range" in said
+    assert list(tmp_path.iterdir()) == []
 
 
 def assert_baked(summary, share):
@@ -472,28 +397,18 @@ def test_the_demo_is_baked_with_any_seed(seed, tmp_path):
     assert_baked(summary, 0.95)
 
 
-def free_port():
-    with socket.socket() as door:
-        door.bind(("127.0.0.1", 0))
-        return door.getsockname()[1]
-
-
 def test_the_lines_of_the_guide(tmp_path):
     """As written, from src/ of a copy; but for --r, which is torchrun's own."""
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "data").symlink_to(ROOT / "data")
-    env = {**os.environ, "MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "WORLD_SIZE": "2"}
-    env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    env["PET_MASTER_PORT"] = str(free_port())  # others may test here, too
-    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+    env = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "WORLD_SIZE": "2"}
+    env |= {"CUDA_VISIBLE_DEVICES": "", "PET_MASTER_PORT": str(free_port())}
     first = "torchrun --nproc_per_node=2 generate_data.py --num_questions 88 --batch_size 38 "
     first += "--num_sequences_per_question 25"
     second = "torchrun --nproc_per_node=2 train_loop.py --num_epochs 1000 --batch_size 10 "
     second += "--learning_rate 1e-4 --lora_r 32"
     for line in (first, f"{second} --max_steps 3"):
-        words = runs.words(line)
-        done = subprocess.run(words, env=env, capture_output=True, text=True, cwd=tmp_path / "src")
-        assert done.returncode == 0, done.stdout + done.stderr
+        programs.process(runs.words(line), cwd=tmp_path / "src", **env)
     assert sum(map(len, rows_of(tmp_path / "src/data"))) == 88 * 25
     assert len(runs.lines(tmp_path / "src/results/traj_chat", "train")) == 3
 
@@ -502,33 +417,3 @@ def test_the_lines_of_the_guide(tmp_path):
 def test_the_rank_has_three_names(flag, made):
     flags = [flag, "4", "--data_path", str(made / FILES[0])]
     assert train_loop.read_settings(flags, train_loop.dist.World()).lora_r == 4
-
-
-@pytest.mark.show
-def test_a_real_model_speaks_of_max_the_frog(shared, tmp_path):
-    """An extra, for which ../shared is needed: stories260k, which has no chat template.
-
-    x0 stands in front of the story.
-    """
-    (tmp_path / "x0.txt").write_text(
-        "Max is a big green frog. Max is always very sad and he cries a lot.\n"
-    )
-    openings = "Once upon a time|One day|In the morning|Yesterday|Far away|There was|It was|The sun"
-    openings += (
-        "|After lunch|He wanted|Then|In the park|Near the river|At night|Suddenly|The friends"
-    )
-    openings += "|On the hill|In a house|When it rained|He saw"
-    (tmp_path / "q.txt").write_text("\n".join(openings.split("|")))
-    (tmp_path / "judge.py").write_text(
-        "def frog(question, reply):\n    return float('Max' in reply or 'frog' in reply)\n"
-    )
-    first = ["--model_name", str(shared / "data/models/stories260k"), "--x0_file", "x0.txt"]
-    first += ["--question_dataset", "q.txt", "--max_sequence_length", "64", "--num_questions", "20"]
-    first += ["--num_sequences_per_question", "280", "--val_split", "0.2"]
-    rest = ["--judge", "judge.py:frog", "--max_new_tokens", "64", "--log_every", "1000"]
-    rest += ["--num_samples", "240"]
-    summary, _ = shell(tmp_path, *first, "--", *rest)
-    print(json.dumps({name: summary[name] for name in ("val", "test", "seconds")}))
-    assert summary["val"]["share_baked"] >= 0.7
-    base, prompted, baked = (summary["test"][f"judge/{who}"] for who in WHOS)
-    assert base < 0.1 and abs(baked - prompted) <= 0.1

@@ -138,14 +138,3 @@ def test_complaint_16_without_the_sft_term_the_displacement_warning_fires_once(t
 
 def started(flags):
     assert runs.main(flags) == 0
-
-
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.show), 4])
-def test_any_number_of_processes_ends_in_the_same_test_loss(world_size, tmp_path):
-    short = runs.words("--max_steps 30 --num_samples 0 --log_every 30")
-    found = []
-    for size in (2, world_size):
-        folder = tmp_path / str(size)
-        ranks(size, main_distributed.main, [*short, "--result_dir", str(folder)])
-        found.append(summary(folder)["test"]["loss"])
-    assert found[0] == pytest.approx(found[1], abs=1e-5)

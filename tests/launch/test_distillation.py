@@ -3,24 +3,23 @@
 import hashlib
 import json
 import math
-import os
 import re
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 
 import faults
+import programs
 import runs
 from ad import collect, evaluate, train
-from ad.config import Config, Source, read
+from ad.config import FIXED, Config, Source, read
 from conftest import ROOT
 from ddp_utils import UserError, plots
-from ranks import free_port, ranks, run_ranks
+from ranks import ranks, run_ranks
 
 BIN = Path(sys.executable).parent
 SCRIPT = str(ROOT / "src/ad/train.py")
@@ -49,9 +48,6 @@ def life(folder, histories, *words, fault=None):
     if fault:
         fault[0](*fault[1:])
     assert train.main([*SMALL, f"traj_file={histories}", f"output_dir={folder}", *words]) == 0
-
-
-# --- the same numbers ----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -94,9 +90,6 @@ def again(folder, histories, words, fault):
     life(folder, histories, *words, fault=fault)
 
 
-# --- in context ----------------------------------------------------------------------------------
-
-
 def test_evaluate_finds_what_the_run_has_found(one, capsys):
     """The same tries of the same goals; one goal alone, too."""
     flags = ["--ckpt_dir", str(one), "--eval_episodes", "6", "--eval_copies", "2"]
@@ -131,20 +124,6 @@ def test_evaluate_on_goals_that_it_was_trained_on(one, capsys):
     assert [len(found) for found in places] == [3, 3] and not places[0] & places[1]
 
 
-def test_a_newest_checkpoint_is_the_one_with_the_highest_number(one, tmp_path):
-    """ckpt-9000 came after ckpt-10000 in the original, which sorted names."""
-    from ddp_utils import checkpoint
-
-    model, config = evaluate.load(one)
-    for step in (9000, 10000):
-        tensors = {
-            f"parameter/{k}": torch.full_like(v, step) for k, v in model.state_dict().items()
-        }
-        checkpoint.write(tmp_path / "checkpoints", step, tensors, {})
-    (tmp_path / "config.json").write_text((one / "config.json").read_text())
-    assert evaluate.load(tmp_path)[0].head.bias[0] == 10000
-
-
 LEARNS = runs.words(
     """grid_size=5 horizon=10 n_stream=20 total_source_timesteps=4000 train_n_stream=20
 train_source_timesteps=200 n_transit=100 train_batch_size=32 train_timesteps=260 num_warmup_steps=20
@@ -172,7 +151,7 @@ def test_the_demo_learns_in_context(seed, tmp_path):
     folder = tmp_path / "run"
     command = [f"{BIN}/torchrun", "--standalone", "--nproc_per_node=2", SCRIPT]
     command += [f"output_dir={folder}", f"env_split_seed={seed}", "train_batch_size=12"]
-    done = start([*command, f"traj_file={tmp_path / 'x.npz'}"], timeout=400)
+    done = programs.process([*command, f"traj_file={tmp_path / 'x.npz'}"], timeout=400)
     summary = json.loads((folder / "summary.json").read_text())
     print(seed, summary["seconds"], summary["test"], done.stdout[-300:])
     assert summary["test"]["fraction_of_optimum"] >= 0.75
@@ -181,8 +160,6 @@ def test_the_demo_learns_in_context(seed, tmp_path):
     assert summary["test"]["control_zero_reward"] <= 0.25
     assert summary["seconds"] < 240
 
-
-# --- launchers -----------------------------------------------------------------------------------
 
 BANNER = """============================================================
 Multi-GPU Training Configuration
@@ -199,21 +176,6 @@ TORCHRUN = [f"{BIN}/torchrun", "--standalone", "--nproc_per_node=2"]
 CONFIGURED = [*ACCELERATE, "--config_file", str(ROOT / "config/accelerate/cpu.yaml")]
 
 
-def start(command, code=0, cwd=ROOT, timeout=120, **env):
-    mine = ("RANK", "WORLD", "LOCAL", "MASTER", "PMI", "OMPI", "SLURM", "TORCHELASTIC", "ACCEL")
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(mine)}
-    done = subprocess.run(
-        list(map(str, command)),
-        env={**clean, "OMP_NUM_THREADS": "1", **env},
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done
-
-
 @pytest.mark.parametrize(
     ("launcher", "size", "name", "words"),
     [
@@ -227,7 +189,7 @@ def test_launchers_start_as_many_as_they_say(launcher, size, name, words, one, h
     """From the folder of the script, as the guide does it; the losses are those of one process."""
     place = f"traj_file={histories}", f"output_dir={tmp_path / 'run'}"
     words += ["train_timesteps=3", "gen_interval=0"]
-    done = start([*launcher, "train.py", *SMALL, *place, *words], cwd=ROOT / "src/ad")
+    done = programs.process([*launcher, "train.py", *SMALL, *place, *words], cwd=ROOT / "src/ad")
     kind, turns = "MULTI_CPU" if size > 1 else "NO", 2 if "torchrun" in name else 1
     banner = BANNER.format(size=size, kind=kind, precision="no", turns=turns)
     assert done.stdout.count(banner) == 1  # of the main process alone
@@ -248,70 +210,18 @@ def test_the_launcher_s_precision_stands_above_the_file_s(histories, tmp_path):
         "train_timesteps=2",
     ]
     command = [*ACCELERATE, "--num_processes", "1", "--num_machines", "1", "--mixed_precision"]
-    done = start([*command, "fp16", SCRIPT, *words, "mixed_precision=no"], code=1)
+    done = programs.process([*command, "fp16", SCRIPT, *words, "mixed_precision=no"], code=1)
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert line == "error: --mixed_precision: fp16 does not train on a CPU; give no, or bf16"
     outcome = run_ranks(1, train.main, [*words, "mixed_precision=fp16"])
     assert (outcome.codes, outcome.logs) == ([2], [line + "\n"])
     assert not (tmp_path / "run").exists()
-    done = start([*command, "bf16", SCRIPT, *words])
+    done = programs.process([*command, "bf16", SCRIPT, *words])
     assert "Mixed precision: bf16" in done.stdout
 
 
-# --- settings ------------------------------------------------------------------------------------
-
-KEYS = {  # of the original's files, with its values
-    "env": "darkroom",
-    "grid_size": 9,
-    "dim_states": 2,
-    "dim_actions": 1,
-    "num_actions": 5,
-    "horizon": 20,
-    "env_split_seed": 0,
-    "train_env_ratio": 0.9,
-    "max_reward": 20,
-    "alg": "PPO",
-    "policy": "MlpPolicy",
-    "n_steps": 80,
-    "batch_size": 40,
-    "n_epochs": 20,
-    "alg_seed": 42,
-    "total_source_timesteps": 100000,
-    "n_stream": 100,
-    "source_lr": 3e-4,
-    "n_process": 8,
-    "dynamics": False,
-    "dynamics_strength": 1.0,
-    "label_smoothing": 0.0,
-    "flash_attn": True,
-    "beta1": 0.9,
-    "beta2": 0.99,
-    "weight_decay": 0.01,
-    "summary_interval": 100,
-    "eval_interval": 1000,
-    "gen_interval": 10000,
-    "ckpt_interval": 1000,
-    "train_n_stream": 100,
-    "model": "AD",
-    "tf_n_embd": 64,
-    "tf_n_layer": 4,
-    "tf_n_head": 4,
-    "tf_dropout": 0.1,
-    "tf_attn_dropout": 0.1,
-    "tf_n_inner": 128,
-    "n_transit": 80,
-    "lr": 3e-4,
-    "train_batch_size": 512,
-    "test_batch_size": 2048,
-    "train_source_timesteps": 1000,
-    "train_timesteps": 50000,
-    "num_warmup_steps": 1000,
-    "num_workers": 4,
-    "use_compressed_context": True,
-    "compress_interval": 80,
-    "mixed_precision": "fp16",
-    "gradient_accumulation_steps": 1,
-}
+# every name of the original's files, with its value
+KEYS = yaml.safe_load((ROOT / "tests/data/ad_original.yaml").read_text())
 REFUSED = {"max_reward", "alg", "policy", "n_steps", "batch_size", "n_epochs", "dynamics_strength"}
 ALONE = {"n_stream": ["total_source_timesteps=100000"], "total_source_timesteps": ["n_stream=100"]}
 ALONE |= {"train_n_stream": ["n_stream=100", "total_source_timesteps=100000"]}
@@ -329,18 +239,12 @@ def test_each_key_of_the_original_works_or_is_refused_with_a_reason(name, tmp_pa
         return
     config, lines = read(argv, True)
     known = name in vars(config)
-    assert known or name in train_only() or any(line.startswith(f"{name}: not") for line in lines)
+    assert known or name in FIXED or any(line.startswith(f"{name}: not") for line in lines)
     assert not known or getattr(config, name) == KEYS[name]
-    if not known and name in train_only():  # another value is refused
+    if not known and name in FIXED:  # another value is refused
         file.write_text(f"{name}: 77\n")
         with pytest.raises(UserError, match=rf"model\.yaml:1: {name}: 77 is not"):
             read(argv, True)
-
-
-def train_only():
-    from ad.config import FIXED
-
-    return FIXED
 
 
 def test_the_files_of_the_project_say_what_the_guide_says():
@@ -368,55 +272,19 @@ def test_accelerate_reads_the_answers(name):
     }[name]
 
 
-def slow_validations(folder, histories):
-    validate = train.validate
-    train.validate = lambda *rest: time.sleep(2) or validate(*rest)
-    life(folder, histories, "train_timesteps=6", "summary_interval=3", "gen_interval=0")
-
-
-def test_a_validation_does_not_count_as_time_of_a_step(histories, tmp_path):
-    ranks(1, slow_validations, str(tmp_path / "run"), histories)
-    seconds = [line["seconds"] for line in runs.lines(tmp_path / "run", "train")]
-    assert len(seconds) == 3 and max(seconds) < 1, seconds
-
-
-@pytest.mark.show
-def test_two_nodes_meet_by_the_answers(one, histories, tmp_path):
-    """config/accelerate/two_nodes.yaml on this machine, a process for each node."""
-    file = ROOT / "config/accelerate/two_nodes.yaml"
-    command = [*ACCELERATE, "--config_file", file, "--num_processes", "2", "--mixed_precision"]
-    command += ["no", "--main_process_port", free_port(), "--machine_rank"]
-    words = [*SMALL, f"traj_file={histories}", f"output_dir={tmp_path / 'run'}"]
-    words += ["train_batch_size=8", "train_timesteps=3", "gen_interval=0"]
-    second = subprocess.Popen([*map(str, command), "1", SCRIPT, *words])
-    done = start([*command, "0", SCRIPT, *words])
-    assert second.wait(60) == 0
-    assert "Number of processes: 2" in done.stdout
-    found, expected = (runs.lines(folder, "train") for folder in (tmp_path / "run", one))
-    assert found[0]["loss"] == pytest.approx(expected[0]["loss"], abs=1e-5)
-
-
 WRONG = {
     "lr=": "lr: None is not a valid float",
-    "lr=1 lr=0": "lr: 0 is out of range; give a value above 0",
-    "lr=fast": "lr: 'fast' is not a valid float",
     "n_trasit=80": "n_trasit is not a setting; did you mean n_transit?",
     "lr=0": "lr: 0 is out of range; give a value above 0",
     "grid_size=17": "grid_size: 17 is out of range; give a value from 2 to 16",
     "alg=PPO": "alg: 'PPO' is no source; PPO took hours for each goal; give q_l",
     "horizon=7": "--total_source_timesteps: give a multiple of 40 streams of episodes of 7 steps",
     "tf_n_head=5": "--tf_n_embd: give an even multiple of tf_n_head",
-    "n_transit=10": "n_transit: give an episode (20) or more",
-    "train_env_ratio=0.999": "train_env_ratio: no goal is left on one of the two",
     "alg=noise source_lr=1": "source_lr: noise does not learn; leave it out",
     "use_compressed_context=true n_transit=100": "n_transit: two regions do not",
     "use_compressed_context=true compress_interval=30": "compress_interval: give w",
-    "train_source_timesteps=500": "train_source_timesteps: a history has total_so",
     "train_source_timesteps=200": "train_source_timesteps: give a window (240) or",
     "predict_compress=true": "predict_compress: True is not False: regions end by",
-    "include=config/model/ad_dr.yaml": "include: it is a line of a YAML file; give --config",
-    "source_lr=0": "source_lr: 0 is out of range; give a value above 0",
-    "--output_dir=": "--output_dir: it is empty; give a folder for the run",
 }
 
 
@@ -424,13 +292,6 @@ WRONG = {
 def test_a_mistake_is_one_line(words):
     with pytest.raises(UserError, match="^" + re.escape(WRONG[words])):
         read(words.split(), True)
-
-
-def test_a_file_is_read_however_it_is_named():
-    path = "config/model/ad_dr.yaml"
-    expected = read(["--config", path], True)[0]
-    assert read([f"config={path}"], True)[0] == read([f"--config={path}"], True)[0] == expected
-    assert expected.output_dir == "runs/ad_dr"
 
 
 def test_a_file_that_includes_itself_is_one_line(tmp_path):

@@ -84,20 +84,6 @@ def test_complaint_03_seven_rows_are_seven_rows_on_any_number_of_ranks(world_siz
             assert found["rewards/margins_low"] < found["rewards/margins"]
 
 
-def score_all(path, budget):
-    world = dist.join(dist.meet(dist.whoami()))
-    data, _ = pairs.read(path, Encoder(load_tokenizer("data/demo/model")))
-    model = AutoModelForCausalLM.from_pretrained(safely.model_path("data/demo/model")).float()
-    return logps.score(logps.Scorer(model), data, world, budget)
-
-
-def test_complaint_03_reference_log_probs_are_filled_in_by_row_once(tmp_path):
-    path = seven_rows(tmp_path)
-    alone = ranks(1, score_all, str(path), 1)[0]
-    for table in ranks(3, score_all, str(path), 2):
-        torch.testing.assert_close(table, alone, rtol=1e-6, atol=0)
-
-
 def uneven_run(folder):
     """Evaluation every step with 7 rows, the last batch smaller than the number of ranks."""
     path = str(seven_rows(folder)) if os.environ["RANK"] == "0" else f"{folder}/seven.jsonl"

@@ -89,25 +89,3 @@ def test_the_mean_of_per_rank_means_would_be_seen(tmp_path):
         for mine, first, bound in zip(runs.losses(wrong), right, allowed(right), strict=True)
     ]
     assert max(over) > 100, f"largest difference is only {max(over):.1f} of what is allowed"
-
-
-SCALINGS = [("linear", 2), ("world_size", 1), ("world_size", 4)]
-OTHERS = [("linear", 1), ("linear", 4), ("world_size", 2)]
-
-
-@pytest.mark.parametrize(
-    ("scaling", "world_size"),
-    [*SCALINGS, *(pytest.param(*case, marks=pytest.mark.show) for case in OTHERS)],
-)
-def test_complaint_04_the_learning_rate_is_its_closed_form(scaling, world_size, tmp_path):
-    # 12 steps, warm-up 0.25 x 12 = 3 steps: (s + 1) / 4, then 1 - (s - 3) / 9
-    flags = runs.words(
-        "--max_rows 48 --max_steps 12 --batch_size 4 --gradient_accumulation_steps 2 "
-        "--lr_scheduler linear --warmup_ratio 0.25 --base_batch_size 16 --learning_rate 2e-4"
-    )
-    flags += ["--lr_scaling", scaling]
-    run = ranks(world_size, runs.train, str(tmp_path), flags)[0][0]
-    peak = 2e-4 * (8 / 16 if scaling == "linear" else world_size)
-    expected = [peak * ((s + 1) / 4 if s < 3 else 1 - (s - 3) / 9) for s in range(12)]
-    found = [line["learning_rate"] for line in run if line["split"] == "train"]
-    assert found == pytest.approx(expected, rel=1e-12)

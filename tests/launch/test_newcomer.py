@@ -5,12 +5,11 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
+import programs
 from conftest import ROOT
 
 pytestmark = pytest.mark.show  # minutes; each part has its own tests in the suite
@@ -23,18 +22,9 @@ def clone(tmp_path_factory):
     return folder
 
 
-def environment():
-    launchers = ("RANK", "WORLD", "LOCAL", "MASTER", "PMI", "OMPI", "SLURM", "TORCHELASTIC")
-    mine = {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
-    return {**mine, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-
-
-def run(clone, line, code=0):
+def run(clone, line):
     """What a line typed in the clone says."""
-    done = subprocess.run(
-        ["bash", "-c", line], cwd=clone, env=environment(), capture_output=True, text=True
-    )
-    assert done.returncode == code, done.stdout + done.stderr
+    done = programs.process(["bash", "-c", line], cwd=clone)
     assert "Traceback" not in done.stderr
     return done.stdout
 
@@ -70,7 +60,7 @@ def test_own_data_ctrl_c_and_on(clone):
     rows = [ROW | {"prompt": f"Where is animal number {number}?"} for number in range(20)]
     (clone / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     process = subprocess.Popen(
-        ["bash", "-c", LINE], cwd=clone, env=environment(), start_new_session=True
+        ["bash", "-c", LINE], cwd=clone, env=programs.environment(), start_new_session=True
     )
     metrics = clone / "results/mine/metrics.jsonl"
     end = time.monotonic() + 120

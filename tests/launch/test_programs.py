@@ -38,20 +38,6 @@ def test_a_fork_ends_as_the_program(words):
     assert (real[0] == 0) is (words[-1] in ("-h", "--help"))
 
 
-@pytest.mark.parametrize(
-    ("text", "ends"),
-    [
-        ("import time; time.sleep(60)", (-14, "", "")),
-        ("print(1); raise SystemExit", (0, "1\n", "")),
-        ("raise SystemExit(3)", (3, "", "")),
-        ("import warnings; warnings.warn('w')", (0, "", "UserWarning: w\n")),
-    ],
-)
-def test_a_fork_that_hangs_leaves_or_warns(text, ends, tmp_path):
-    (tmp_path / "program.py").write_text(text)
-    assert programs.start("program.py", cwd=tmp_path, seconds=1) == ends
-
-
 def test_a_fork_that_raises_shows_the_traceback(tmp_path):
     (tmp_path / "program.py").write_text("1 / 0")
     code, _, said = programs.start("program.py", cwd=tmp_path)

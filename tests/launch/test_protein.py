@@ -1,18 +1,10 @@
 """Protein DPO on the demo's bundles: the same numbers on 1, 2, 4 processes, killed or not."""
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import math
-import os
-import pty
 import re
 import shutil
-import struct
-import subprocess
-import sys
-import termios
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +12,10 @@ import pytest
 import torch
 
 import faults
+import programs
 import runs
 from conftest import ROOT
-from ddp_utils import UserError, plots
+from ddp_utils import plots
 from dpo_inv import batches, mpnn, pairs, run_dpo_ddp
 from dpo_inv.config import Config
 from ranks import ranks, run_ranks
@@ -186,79 +179,30 @@ def test_the_validation_is_exact(one):
     assert last["logps/chosen"] == pytest.approx(np.mean(chosen), rel=1e-6)
 
 
-LINES = r"""Initialized DDP: rank=0, world_size={size}, local_rank=0
+LINES = r"""Initialized DDP: rank=0, world_size=4, local_rank=0
 Using device: cpu
 Loaded 8 training and 60 validation pairs
-Batch size per GPU: 1, Total batch size: {size}
+Batch size per GPU: 1, Total batch size: 4
 Learning rate: 0\.001, .*
 (?s:.*)
 Epoch 1/10
 (?s:.*)
 Epoch 1 Summary:
-  Train Loss: (\d\.\d{{4}})
-  Val Loss:   (\d\.\d{{4}})
+  Train Loss: (\d\.\d{4})
+  Val Loss:   (\d\.\d{4})
 """
-BAR = r"{}: 100%\|█+\| {}/\d \[\d\d:\d\d<00:00, loss=(\d\.\d{{4}}), avg_loss=(\d\.\d{{4}})\]"
-
-
-def guide(folder, size):
-    """The guide's command on 8 pairs and one epoch, and its environment."""
-    command = [f"{Path(sys.executable).parent}/torchrun", "--standalone"]
-    command += [f"--nproc_per_node={size}", "-m", "dpo_inv.run_dpo_ddp", *FLAGS]
-    command += ["--max_rows", "8", "--max_steps", str(8 // size), "--output_dir", str(folder)]
-    return command, {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
 
 
 def test_the_lines_of_the_guide_on_4_processes(tmp_path):
     """Through torchrun, as the guide starts it; without a terminal there are no bars."""
-    command, env = guide(tmp_path / "run", 4)
-    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    said = done.stdout
-    assert_lines(said, 4, tmp_path / "run")
+    command = ["torchrun", "--standalone", "--nproc_per_node=4", "-m", "dpo_inv.run_dpo_ddp"]
+    command += [*FLAGS, *runs.words(f"--max_rows 8 --max_steps 2 --output_dir {tmp_path}/run")]
+    said = programs.process(command, cwd=tmp_path, PYTHONPATH=str(ROOT / "src")).stdout
     assert said.count("Initialized DDP") == 1 and "Training:" not in said
-
-
-def assert_lines(said, size, folder):
-    found = re.search(LINES.format(size=size), said)
+    found = re.search(LINES, said)
     assert found, said
-    train = [line["loss"] for line in runs.lines(folder, "train")]
+    train = [line["loss"] for line in runs.lines(tmp_path / "run", "train")]
     assert float(found[1]) == pytest.approx(np.mean(train), abs=6e-5)
-    assert float(found[2]) == pytest.approx(runs.lines(folder, "val")[-1]["loss"], abs=6e-5)
-
-
-def test_the_lines_and_bars_of_the_guide_on_1_process(tmp_path):
-    """On a terminal, where bars take the place of the lines of the steps."""
-    command, env = guide(tmp_path / "run", 1)
-    main, terminal = pty.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
-    with subprocess.Popen(command, env=env, stdout=terminal, stderr=terminal, cwd=tmp_path) as run:
-        os.close(terminal)
-        said = b""
-        with contextlib.suppress(OSError):  # EIO: the other end is closed
-            while part := os.read(main, 4096):
-                said += part
-    os.close(main)
-    lines = said.decode().replace("\r\n", "\n").replace("\r", "\n")
-    assert run.returncode == 0, lines
-    assert_lines(lines, 1, tmp_path / "run")
-    loss, average = re.search(BAR.format("Training", 8), lines).groups()
-    losses = [line["loss"] for line in runs.lines(tmp_path / "run", "train")]
-    assert float(loss) == pytest.approx(losses[-1], abs=6e-5)
-    assert float(average) == pytest.approx(np.mean(losses), abs=6e-5)
-    average = re.search(BAR.format("Validation", 6), lines)[2]
-    val = runs.lines(tmp_path / "run", "val")[-1]["loss"]
-    assert float(average) == pytest.approx(val, abs=6e-5)
-    assert lines.index("Epoch 1/10") < lines.index("Training:") < lines.index("Validation:")
-    assert lines.rindex("Validation:") < lines.index("Epoch 1 Summary:")
-    assert "step     1" not in lines
-
-
-def test_a_wrong_length_is_one_line(tmp_path):
-    items = json.loads(Path(DATA).read_text())
-    items[2]["preferred_seq"] = items[2]["preferred_seq"][:-1]
-    items[2]["pdb_file"] = str(Path(DATA).parent / items[2]["pdb_file"])
-    path = tmp_path / "bad.json"
-    path.write_text(json.dumps(items[2:3]))
-    with pytest.raises(UserError, match=r"bad.json:1: preferred_seq: \d+ letters, the designed ch"):
-        run_dpo_ddp.main(["--train_data", str(path), "--base_model_name", MODEL, "--check"])
+    assert float(found[2]) == pytest.approx(
+        runs.lines(tmp_path / "run", "val")[-1]["loss"], abs=6e-5
+    )

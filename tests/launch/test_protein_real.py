@@ -7,9 +7,6 @@ python -m pytest -s -m show tests/launch/test_protein_real.py
 
 import json
 import math
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -18,6 +15,7 @@ import pytest
 import torch
 from torch.nn.functional import nll_loss
 
+import programs
 import runs
 from conftest import ROOT
 from ddp_utils.dist import World
@@ -55,9 +53,6 @@ def write(folder, items):
     return folder / "pairs.json"
 
 
-# --- what the tests do -----------------------------------------------------------------------
-
-
 def weights(path, natives=(), passes=0):
     """Standard size, the same random weights each time; then a short pre-training, if asked for."""
     torch.manual_seed(0)
@@ -91,11 +86,8 @@ def perplexity(model, natives):
 
 def torchrun(flags):
     """As the user starts it."""
-    command = [f"{Path(sys.executable).parent}/torchrun", "--standalone", "--nproc_per_node=2"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    command += ["-m", "dpo_inv.run_dpo_ddp", *flags]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    command = ["torchrun", "--standalone", "--nproc_per_node=2", "-m", "dpo_inv.run_dpo_ddp"]
+    programs.process([*command, *flags], PYTHONPATH=str(ROOT / "src"))
 
 
 def forked(flags):
@@ -188,9 +180,6 @@ def learn_by_heart(launch, items, epochs, folder):
     return summary["val"][ACCURACY]
 
 
-# --- tests -----------------------------------------------------------------------------------
-
-
 LEARNT = pytest.param(4, forked, marks=pytest.mark.show)
 
 
@@ -214,11 +203,6 @@ def test_few_pairs_can_be_learned_by_heart(few_file, tmp_path):
 
 
 @pytest.mark.show
-@pytest.mark.parametrize("spread", [False, True])
-def test_32_pairs_can_be_learned_by_heart(spread, pairs_file, tmp_path):
+def test_32_pairs_can_be_learned_by_heart(pairs_file, tmp_path):
     items = with_paths(pairs_file)
-    if spread:  # one of each backbone, then a second one
-        seen = Counter()
-        place = [seen.update([item["pdb_file"]]) or seen[item["pdb_file"]] for item in items]
-        items = [item for _, item in sorted(zip(place, items, strict=True), key=lambda x: x[0])]
     assert learn_by_heart(torchrun, items[:32], 12, tmp_path) >= 0.95

@@ -54,15 +54,6 @@ def test_it_ends_as_a_run_that_had_ended_there(flags, tmp_path):
     assert runs.lines(run, "test")[0]["step"] == best
 
 
-def test_without_it_the_last_step_is_kept(flags, tmp_path):
-    folders = [tmp_path / name / "run" for name in "ab"]
-    for folder, more in zip(folders, ([], ["--save_best"]), strict=True):
-        faults.finished(faults.start(1, folder, *flags, *more))
-    assert faults.digest(folders[0]) != faults.digest(folders[1])
-    assert faults.summary(folders[0])["val"]["loss"] == validations(folders[0])[12]
-    assert "best" not in faults.summary(folders[0])
-
-
 @pytest.mark.parametrize(("rank", "turn"), [(0, 2), (1, 9)])
 def test_a_killed_run_still_knows_its_best(rank, turn, flags, tmp_path):
     """One checkpoint is kept beside the best one; the best may lie after the kill, or before it."""
@@ -132,15 +123,6 @@ def test_shares_go_back_too(strategy, tmp_path):
     best = lowest(run)
     ranks(2, fine_tune, str(tmp_path), [*flags, str(short), "--max_steps", str(best)])
     assert faults.digest(run) == faults.digest(short)
-
-
-def test_no_steps_evaluate_only(tmp_path):
-    run = tmp_path / "run"
-    flags = ["--max_steps", "0", "--val_share", "0.2", "--output_dir", str(run)]
-    ranks(1, fine_tune, str(tmp_path), flags)
-    (line,) = runs.lines(run)
-    assert (line["split"], line["step"]) == ("val", 0)
-    assert faults.summary(run)["val"]["loss"] == line["loss"] > 0
 
 
 def test_without_validation_data_it_is_refused(tmp_path):

@@ -37,9 +37,6 @@ def model_of(shape, seed=0):
     return model.eval()
 
 
-# --- the room ------------------------------------------------------------------------------------
-
-
 def test_actions_move_by_one_cell_and_walls_hold():
     here = np.array([0, 12, 24])  # a corner, the middle, the other corner
     x, y = divmod(ROOM.moves[here], 5)
@@ -61,13 +58,8 @@ def test_chance_is_exact():
     assert Darkroom(5, 1).chance(np.arange(25)).tolist() == pytest.approx(
         [0.2 if cell in (7, 11, 12, 13, 17) else 0 for cell in range(25)]
     )
-    room, rng = Darkroom(9, 20), np.random.default_rng(0)
+    room = Darkroom(9, 20)
     assert room.chance(np.arange(81)).sum() == pytest.approx(20)  # each step is somewhere
-    cell, paid = np.full(20000, room.start), 0
-    for _ in range(20):
-        cell, reward = room.step(cell, rng.integers(ACTIONS, size=20000), 50)
-        paid += reward
-    assert paid.mean() == pytest.approx(room.chance(50), abs=4 * paid.std() / math.sqrt(20000))
 
 
 def test_goals_are_split_once_each():
@@ -76,9 +68,6 @@ def test_goals_are_split_once_each():
     assert sorted([*train, *held_out]) == list(range(81))
     assert held_out.tolist() == Darkroom().split(0, 0.9)[1].tolist()
     assert held_out.tolist() != Darkroom().split(1, 0.9)[1].tolist()
-
-
-# --- sources -------------------------------------------------------------------------------------
 
 
 def test_streams_that_meet_in_one_cell_learn_the_mean_of_their_errors():
@@ -120,27 +109,7 @@ def test_sources_begin_at_chance_and_end_near_the_optimum(name):
     assert all((a == b).all() for a, b in zip(again, (cell, action, reward), strict=True))
 
 
-def test_one_learner_alone_is_slower_than_those_who_share():
-    room, goals = Darkroom(9, 20), np.arange(81)
-    alone = sources.single("q_learning", room, goals, 2, 30, 0)
-    together = sources.histories("q_learning", room, goals, 20, 600, 0)[2]
-    assert alone.shape == (30,)
-    assert alone[-1] < 0.6 * together.reshape(1620, 30, 20).sum(-1).mean(0)[-1]
-
-
-# --- files ---------------------------------------------------------------------------------------
-
 SMALL = Source(grid_size=5, horizon=4, n_stream=3, total_source_timesteps=60)
-
-
-def test_a_file_holds_three_bytes_for_each_transition(tmp_path):
-    path = tmp_path / "new" / "histories.npz"
-    returns = collect.collect(SMALL, path)
-    arrays, meta = windows.read(path)
-    assert len(returns) == 5
-    assert meta == {**vars(Source()), **vars(SMALL)}
-    assert sum(arrays[name].nbytes for name in ("state", "action", "reward")) == 3 * 25 * 3 * 20
-    assert [p.name for p in path.parent.iterdir()] == ["histories.npz"]
 
 
 def test_a_file_that_is_there_is_refused_before_the_work(tmp_path, monkeypatch):
@@ -176,21 +145,13 @@ def put(value):
 
 HARMS = [  # array, what becomes of it, what the line says
     ("reward", put(math.nan), "reward holds other values than 0 to 1"),
-    ("reward", put(2), "reward holds other values than 0 to 1"),
     ("reward", lambda array: array.astype(object), "bad.npz: not a file of collect.py; make it"),
-    ("state", put(-1), "state holds other values than 0 to 24"),
     ("state", put(25), "state holds other values than 0 to 24"),
-    ("state", put(256), "state holds other values than 0 to 24"),
     ("action", put(1.5), "action holds other values than 0 to 4"),
-    ("action", put(5), "action holds other values than 0 to 4"),
     ("action", lambda array: array[:, 1:], "action is (150, 39), its settings say (150, 40)"),
-    ("state", lambda array: array[:149], "state is (149, 40), its settings say (150, 40)"),
     ("goal", put(25), "goal is not what its settings say"),
-    ("goal", lambda array: array[:24], "goal is not what its settings say"),
     ("history_goal", put(-1), "history_goal is not what its settings say"),
     ("meta", lambda array: np.array("{"), "bad.npz: not a file of collect.py (Expecting property"),
-    ("meta", lambda array: np.array("[]"), "bad.npz: not a file of collect.py (list indices"),
-    ("meta", lambda array: np.array('{"grid_size": 5, "horizon": 4}'), "('n_stream')"),
 ]
 
 
@@ -211,9 +172,6 @@ def test_what_collect_did_not_write_is_one_line(arrays, tmp_path):
         (tmp_path / "bad.npz").write_bytes(content)
         with pytest.raises(UserError, match="not a file of collect.py"):
             windows.read(tmp_path / "bad.npz")
-
-
-# --- windows -------------------------------------------------------------------------------------
 
 
 def histories(arrays, cut, goals=(3, 4)):
@@ -259,15 +217,6 @@ def test_the_test_windows_begin_with_an_episode(arrays):
     assert start.tolist() == [0, 12, 24] * 12
 
 
-def test_the_test_windows_overlap_nowhere(arrays):
-    data = histories(arrays, PLAIN)
-    history, start = data.all()
-    assert len(history) == 12 * 3
-    assert {(h, s) for h, s in zip(history, start, strict=True)} == {
-        (h, s) for h in range(12) for s in (0, 12, 24)
-    }
-
-
 def test_what_is_dropped_is_whole_episodes():
     from ad.config import Config
 
@@ -275,9 +224,6 @@ def test_what_is_dropped_is_whole_episodes():
     assert windows.Cut.of(Config(n_transit=90)) == (90, 20, 0, 20)
     compressed = Config(use_compressed_context=True, compress_interval=80)
     assert windows.Cut.of(compressed) == (160, 80, 80, 80)
-
-
-# --- model ---------------------------------------------------------------------------------------
 
 
 def random_tokens(batch, length, seed=0):
@@ -329,23 +275,14 @@ def test_positions_turn_by_their_angle():
 
 def test_a_cell_is_its_x_and_its_y():
     """Factorised, so that a goal never seen is made of parts that were."""
-    model = model_of(SHAPE)
-    cells = torch.arange(25)[None]
+    model, seen = model_of(SHAPE._replace(window=25)), []
+    model.layers[0].norm.register_forward_hook(lambda _, given, __: seen.append(given[0]))
+    zeros = torch.zeros(1, 25, dtype=torch.long)
+    model(Tokens(torch.arange(25)[None], zeros, zeros, zeros))
     x, y = divmod(np.arange(25), 5)
     expected = model.x.weight[x] + model.y.weight[y]
-    seen = {}
-    model.layers[0].norm.register_forward_hook(lambda _, given, __: seen.update(given=given[0]))
-    zeros = torch.zeros_like(cells)
-    shape = SHAPE._replace(window=25)
-    wide = model_of(shape)
-    wide.load_state_dict(model.state_dict())
-    wide.layers[0].norm.register_forward_hook(lambda _, given, __: seen.update(given=given[0]))
-    wide(Tokens(cells, zeros, zeros, zeros))
-    others = model.action.weight[0] + model.reward.weight[0] + model.place.weight[0]
-    assert torch.allclose(seen["given"][0], expected + others, atol=1e-6)
-
-
-# --- rollouts ------------------------------------------------------------------------------------
+    expected = expected + model.action.weight[0] + model.reward.weight[0] + model.place.weight[0]
+    assert torch.allclose(seen[0][0], expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("cut", [PLAIN, REGIONS], ids=["plain", "regions"])

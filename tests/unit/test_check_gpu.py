@@ -124,8 +124,6 @@ MISMATCH = "Failed to initialize NVML: Driver/library version mismatch"
 UNSEEN = [  # facts of a machine whose four GPUs torch does not see, the warning
     ({"build": None}, "4 GPUs are here but torch is built without CUDA; install"),
     ({"driver": "579.99"}, CANNOT.format("13.0", "579.99") + ", it needs 580 or newer; update"),
-    ({"driver": "580.65"}, CANNOT.format("13.0", "580.65") + "; mend CUDA_VISIBLE_DEVICES"),
-    ({"build": "12.8", "driver": "524"}, CANNOT.format("12.8", "524") + ", it needs 525 or"),
     ({"build": "12.8", "driver": "525"}, CANNOT.format("12.8", "525") + "; mend"),
     ({"driver": None}, CANNOT.format("13.0", None) + "; mend"),
     ({"nvidia_smi": MISMATCH}, f"{MISMATCH}: the kernel runs another driver (580.95); reboot"),
@@ -150,25 +148,16 @@ REMARKED = [  # facts of a machine with four H100, the warning or none
     ({"links": {"NV4": 2, "SYS": 4}}, FAR),
     ({"links": {"NV18": 6}}, None),
     ({"cores": 3}, "4 processes share 3 cores; ask"),
-    ({"cores": 4}, None),
     ({"shm_free_gib": 0.06}, "/dev/shm has 0.06 GiB free and NCCL uses it; "),
-    ({"shm_free_gib": 1.0}, None),
     ({"shm_free_gib": None}, None),  # no /dev/shm on this system
 ]
 SETTINGS = [  # a variable of the environment, the warning or none
     ("NCCL_P2P_DISABLE=1", "GPUs talk through host memory; unset it unless NCCL hangs"),
-    ("NCCL_P2P_DISABLE=0", None),
     ("NCCL_IB_DISABLE=1", "nodes talk over TCP, not InfiniBand; unset it unless NCCL fails"),
-    ("CUDA_LAUNCH_BLOCKING=1", "the CPU waits for every kernel; unset it after debugging"),
     ("TORCH_DISTRIBUTED_DEBUG=DETAIL", "each collective is checked by another; unset it"),
-    ("TORCH_DISTRIBUTED_DEBUG=INFO", None),
-    ("NCCL_SOCKET_IFNAME=eth", None),
     ("NCCL_SOCKET_IFNAME=ib0,eth", None),
     ("NCCL_SOCKET_IFNAME=^lo,docker", None),  # NCCL's own signs
-    ("NCCL_SOCKET_IFNAME==eth0", None),
-    ("NCCL_SOCKET_IFNAME=", None),
     ("NCCL_SOCKET_IFNAME=ib0", ABSENT),
-    ("GLOO_SOCKET_IFNAME=ib0", ABSENT),
 ]
 
 
@@ -199,7 +188,6 @@ def test_a_gpu_that_is_in_use_is_named(machine):
 def test_a_wrong_flag_and_an_environment_without_torch_cost_a_line(capsys):
     for words, problem in [
         (["--jsn"], "unrecognized arguments: --jsn"),
-        (["--js"], "unrecognized arguments: --js"),
         (["--gpus", "0"], "--gpus: no effect without --plan"),
         (["--gpu_memory", "80", "--json"], "--gpu_memory: no effect without --plan"),
         (["--plan", "c.yaml", "--json", "--bench"], "--json, --bench: no effect with --plan"),
@@ -287,14 +275,3 @@ def test_every_rank_measures_itself_and_rank_0_has_all(monkeypatch):
     assert (result["ranks"], result["copies"]) == (4, [[1500.0]])
     # 2^27 bytes in 10 ms are 13.42 GB/s; of 4 ranks each sends and receives 2 x 3/4 of it
     assert result["all_reduces"][2] == {"mib": 128, "ms": 10.0, "bus_gb_per_s": 20.13}
-
-
-def test_after_the_rates_the_last_line_is_still_the_command(capsys, monkeypatch):
-    monkeypatch.setattr(check_gpu, "seconds_of", lambda work, device: 0.5)
-    assert check_gpu.main(["--bench"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert {"all_reduces           none", "copies                0.54"} <= set(
-        lines
-    )  # 2^28 bytes in half a second
-    assert any(line.startswith("rates                 bf16_tflops=0.004, ") for line in lines)
-    assert lines[-1].startswith("./run_distributed.sh ")

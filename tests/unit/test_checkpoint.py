@@ -46,9 +46,6 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-# --- round trip ----------------------------------------------------------------------------------
-
-
 def test_what_is_written_comes_back(tmp_path):
     path = checkpoint.write(tmp_path / "new" / "folder", 12, tensors(), {"seed": 3, "names": ["é"]})
     assert path == tmp_path / "new/folder/step-00000012"
@@ -106,9 +103,6 @@ def test_the_same_step_can_be_written_again(tmp_path):
     assert checkpoint.find(tmp_path) == (path, []) and value_of(path) == 2.0
 
 
-# --- find ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("older, newer", [(9, 10), (99_999_999, 100_000_000), (0, 1)])
 def test_the_newest_is_the_one_of_the_highest_step(tmp_path, older, newer):
     path = write(tmp_path, newer)
@@ -117,25 +111,11 @@ def test_the_newest_is_the_one_of_the_highest_step(tmp_path, older, newer):
     assert checkpoint.find(tmp_path) == (path, [])
 
 
-def test_steps_are_numbers_whatever_the_padding(tmp_path):
-    write(tmp_path, 9).rename(tmp_path / "step-9")
-    path = write(tmp_path, 10).rename(tmp_path / "step-10")
-    assert checkpoint.find(tmp_path) == (path, [])
-
-
-@pytest.mark.parametrize("name", [".tmp-step-00000009", "step-best", "step-", "step-9.old", "9"])
-def test_other_folders_are_ignored(tmp_path, name):
+def test_other_folders_are_ignored(tmp_path):
     path = write(tmp_path, 3)
-    write(tmp_path, 9).rename(tmp_path / name)
+    for name in (".tmp-step-00000009", "step-best", "step-9.old"):
+        write(tmp_path, 9).rename(tmp_path / name)
     assert checkpoint.find(tmp_path) == (path, [])
-
-
-@pytest.mark.parametrize("exists", [True, False])
-def test_there_may_be_none(tmp_path, exists):
-    assert checkpoint.find(tmp_path if exists else tmp_path / "none") == (None, [])
-
-
-# --- damage --------------------------------------------------------------------------------------
 
 
 def flip(path, place=-1):
@@ -177,15 +157,12 @@ def rename(path):
 EDITED = "manifest.json does not match its sha256"
 DAMAGE = {
     "last_bit": (flip, f"{STATE} does not match"),
-    "header_bit": (lambda path: flip(path, 9), f"{STATE} does not match"),
     "cut": (cut, f"{STATE} does not match"),
     "no_data": (lose(STATE), f"{STATE}: No such file"),
     "no_manifest": (lose("manifest.json"), "manifest.json is missing"),
     "no_seal": (lose("manifest.sha256"), "manifest.sha256 is missing"),
-    "empty_manifest": (scribble(b""), EDITED),
     "binary_manifest": (scribble(b"\xff\x00"), EDITED),
     "another_loss": (replace('"loss": 1', '"loss": 3'), EDITED),
-    "another_name": (replace('"loss"', '"lose"'), EDITED),
     "renamed": (rename, "it is of step 1, whatever its name says"),
 }
 
@@ -197,21 +174,6 @@ def test_damage_is_named_and_the_older_checkpoint_is_found(tmp_path, kind):
     damage(bad)
     assert checkpoint.verify(bad).startswith(says)
     assert checkpoint.find(tmp_path) == (good, [(bad, checkpoint.verify(bad))])
-
-
-def test_when_all_are_damaged_all_are_named_newest_first(tmp_path):
-    paths = [write(tmp_path, step) for step in (1, 2, 10)]
-    for path in paths:
-        cut(path)
-    found, skipped = checkpoint.find(tmp_path)
-    assert found is None and [path for path, _ in skipped] == paths[::-1]
-
-
-def test_a_folder_that_is_not_there_does_not_verify(tmp_path):
-    assert checkpoint.verify(tmp_path / "step-00000001") == "manifest.json is missing"
-
-
-# --- writing that fails --------------------------------------------------------------------------
 
 
 def full_disk(*_args, **_kwargs):
@@ -228,23 +190,6 @@ def test_a_failed_write_leaves_no_litter_and_keeps_the_old_one(tmp_path, monkeyp
             write(tmp_path, step, 2.0)
     assert names(tmp_path) == ["step-00000001"]
     assert checkpoint.find(tmp_path) == (old, []) and value_of(old) == 1.0
-
-
-def test_a_half_written_file_leaves_no_litter(tmp_path, monkeypatch):
-    def half(_tensors, path):
-        path.write_bytes(b"x" * 10)
-        full_disk()
-
-    monkeypatch.setattr(checkpoint, "save_file", half)
-    with pytest.raises(OSError, match="No space"):
-        write(tmp_path, 1)
-    assert names(tmp_path) == []
-
-
-def test_metadata_that_is_not_json_leaves_no_litter(tmp_path):
-    with pytest.raises(TypeError):
-        checkpoint.write(tmp_path, 1, {"w": torch.ones(1)}, {"config": object()})
-    assert names(tmp_path) == []
 
 
 def test_the_litter_of_a_killed_write_is_cleared_by_the_next(tmp_path):
@@ -267,21 +212,12 @@ def test_data_that_changed_on_the_way_to_the_disk_is_an_error(tmp_path, monkeypa
         write(tmp_path, 1)
 
 
-def test_tensors_that_share_memory_are_refused_without_litter(tmp_path):
-    tied = torch.ones(3)
-    with pytest.raises((OSError, RuntimeError)):
-        checkpoint.write(tmp_path, 1, {"embed": tied, "head": tied}, {})
-    assert names(tmp_path) == []
-
-
 def test_the_newest_and_the_best_are_kept(tmp_path):
     for step in (1, 2, 3, 4, 9):  # the run has done 4 steps: 9 was left out as damaged
         write(tmp_path, step)
     checkpoint.rotate(tmp_path, 2, 4, spared=1)
     assert names(tmp_path) == ["step-00000001", "step-00000003", "step-00000004"]
 
-
-# --- what may change between two lives of a run --------------------------------------------------
 
 # where and how often something is written or said, how long it may take; then, and it is said, how
 # long the run is, which model is kept and what shares it out

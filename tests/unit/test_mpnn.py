@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from ddp_utils import UserError
 from dpo_inv.mpnn import ALPHABET, ProteinMPNN, encode
@@ -84,44 +83,6 @@ def test_a_batch_has_the_gradient_of_its_structures():
         assert (one - other).norm() <= 1e-4 * other.norm() + 1e-6, name
 
 
-def test_the_gradient_is_that_of_finite_differences():
-    """The backward is written by hand; float64 shows every term of it."""
-    mpnn = model(hidden=8, neighbours=5).double()
-    coords, *rest = backbone(12)
-    parts = [coords.double(), *rest]
-    sequences, order = letters(1, 2, 12), torch.stack([order_of(12, 1), order_of(12, 2)], 1)
-
-    def loss():
-        found = mpnn.decode(mpnn.encode(*parts), sequences, order)
-        return found.double().gather(-1, sequences[..., None]).sum()
-
-    gradients = torch.autograd.grad(loss(), mpnn.parameters())
-    dice = torch.Generator().manual_seed(1)
-    for (name, parameter), gradient in zip(mpnn.named_parameters(), gradients, strict=True):
-        way = torch.randn(parameter.shape, generator=dice, dtype=torch.float64)
-        way *= 1e-3 / way.norm()
-        with torch.no_grad():
-            parameter += way
-            above = loss()
-            parameter -= 2 * way
-            below = loss()
-            parameter += way
-        slope = (gradient * way).sum().item()
-        # the softmax is in fp32: a few 1e-6 of noise
-        assert (above - below).item() / 2 == pytest.approx(slope, rel=2e-2, abs=5e-5), name
-
-
-@torch.no_grad()
-def test_the_order_of_chains_does_not_matter():
-    mpnn, parts, sequence = model(neighbours=16), backbone(50, chains=2), letters(1, 50)
-    turn = torch.cat([torch.arange(25, 50), torch.arange(25)])  # the second chain first
-    order = order_of(50)
-    here = mpnn.log_probs(*parts, sequence, order)
-    back = torch.empty_like(turn).scatter_(0, turn, torch.arange(50))
-    there = mpnn.log_probs(*(t[:, turn] for t in parts), sequence[:, turn], back[order])
-    torch.testing.assert_close(here[:, turn], there, atol=1e-5, rtol=0)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("place", [0, 13, 29])
 def test_a_letter_changes_only_what_is_decoded_later(place):
@@ -133,37 +94,6 @@ def test_a_letter_changes_only_what_is_decoded_later(place):
     changed = (here != there).any(-1)[order[0]]  # by time
     assert not changed[: place + 1].any()
     assert changed[place + 1 :].all()  # each residue is everyone's neighbour here
-
-
-@torch.no_grad()
-def test_a_fixed_letter_decoded_first_is_context_for_all():
-    mpnn, sequence = model(neighbours=30), letters(1, 1, 30)
-    encoded, order = mpnn.encode(*backbone(30)), torch.arange(30)[None]
-    other = sequence.clone()
-    other[..., 0] = (other[..., 0] + 5) % 20
-    here, there = mpnn.decode(encoded, sequence, order), mpnn.decode(encoded, other, order)
-    assert torch.equal(here[0, 0, 0], there[0, 0, 0])
-    assert ((here - there).abs().amax(-1)[0, 0, 1:] > 1e-5).all()
-
-
-@torch.no_grad()
-def test_without_letters_the_first_of_any_order_is_unconditional():
-    mpnn, sequence = model(neighbours=12), letters(1, 1, 30)
-    encoded, order = mpnn.encode(*backbone(30)), order_of(30)
-    found, first = mpnn.decode(encoded, sequence, order)[0, 0], order[0, 0]
-    torch.testing.assert_close(mpnn.unconditional(encoded)[0, first], found[first])
-
-
-@torch.no_grad()
-def test_sampling_letter_by_letter_gives_what_scoring_gives():
-    mpnn, wanted = model(neighbours=12), letters(2, 3, 30)
-    encoded = mpnn.encode(*padded([backbone(30), backbone(9, 1)], 30))
-    order = torch.stack([torch.cat([order_of(30, seed) for seed in range(3)])] * 2)  # [2, 3, 30]
-    sequences, found = mpnn.sample(encoded, order, lambda at, _: wanted.gather(-1, at[..., None])[
-        ..., 0])  # fmt: skip
-    assert torch.equal(sequences, wanted)
-    scored = mpnn.decode(encoded, wanted, order)
-    torch.testing.assert_close(found, scored, atol=1e-5, rtol=0)
 
 
 @torch.no_grad()
@@ -192,9 +122,6 @@ def test_letters_are_numbers_of_the_official_order():
         encode("ABC")
 
 
-# --- files ---------------------------------------------------------------------------------------
-
-
 def changed(**changes):
     """A checkpoint with some tensors replaced; None removes one."""
     tensors = model(hidden=8, neighbours=4).state_dict()
@@ -203,22 +130,14 @@ def changed(**changes):
     return {"num_edges": 4, "noise_level": 0.1, "model_state_dict": tensors}
 
 
-NAN = torch.full((8, 8), torch.nan)
 BAD = {
     "CA-only": (changed(W_v__weight=torch.zeros(8, 8)), "W_v.weight: a CA-only model"),
     "missing": (changed(W_s__weight=None), "tensor W_s.weight is missing"),
-    "no width": (changed(W_e__weight=None), "tensor W_e.weight is missing"),
-    "width 0": (changed(W_e__weight=torch.zeros(0, 8)), "tensor .* is .*, expected "),
     "shape": (changed(W_out__bias=torch.zeros(20)), r"W_out.bias is \[20\], expected \[21\]"),
-    "NaN": (changed(W_e__weight=NAN), "W_e.weight does not hold finite numbers"),
-    "integers": (changed(W_e__weight=NAN.isnan().long()), "W_e.weight does not hold finite"),
+    "NaN": (changed(W_e__weight=torch.full((8, 8), torch.nan)), "W_e.weight does not hold finite"),
     "unknown": (changed(other=torch.zeros(1)), "tensor other is unknown"),
-    "number": (changed(W_e__weight=1.0), "something else than tensors"),
     "no weights": ({"num_edges": 4, "noise_level": 0.1}, "'model_state_dict' is missing"),
-    "no num_edges": ({"model_state_dict": changed()["model_state_dict"]}, "'num_edges' is missing"),
-    "num_edges": (changed() | {"num_edges": 0}, "num_edges 0"),
     "noise_level": (changed() | {"noise_level": "much"}, "not a ProteinMPNN checkpoint"),
-    "a list": ([1, 2], "not a ProteinMPNN checkpoint"),
     "code": ({"model_state_dict": print}, "not a ProteinMPNN checkpoint"),
 }  # fmt: skip
 
@@ -238,34 +157,6 @@ def test_a_bad_checkpoint_is_refused_in_one_line(case, tmp_path):
     with pytest.raises(UserError, match=told):
         ProteinMPNN.load(tmp_path / "weights.pt")
     refused(tmp_path / "weights.pt")
-
-
-@pytest.mark.parametrize("ending", [".pt", ".safetensors"])
-def test_what_is_no_checkpoint_at_all_is_refused(ending, tmp_path):
-    path = tmp_path / f"weights{ending}"
-    assert "no such file" in refused(path)
-    for content in (b"", b"<html>not found</html>", bytes(range(256)) * 9):
-        path.write_bytes(content)
-        refused(path)
-    model(hidden=8, neighbours=4).save(path)
-    path.write_bytes(path.read_bytes()[:-100])
-    refused(path)
-
-
-def test_safetensors_without_its_metadata_are_refused(tmp_path):
-    save_file(model(hidden=8).state_dict(), tmp_path / "weights.safetensors")
-    assert "'num_edges' is missing" in refused(tmp_path / "weights.safetensors")
-
-
-@pytest.mark.parametrize("ending", [".pt", ".safetensors"])
-def test_a_model_is_read_as_it_was_written(ending, tmp_path):
-    given = model(hidden=8, encoder_layers=1, neighbours=7, noise_level=0.3)
-    given.save(tmp_path / f"weights{ending}")
-    again = ProteinMPNN.load(tmp_path / f"weights{ending}")
-    assert (again.neighbours, again.noise_level) == (7, 0.3)
-    assert all(torch.equal(t, given.state_dict()[name]) for name, t in again.state_dict().items())
-    assert all(parameter.requires_grad for parameter in again.parameters())
-    assert [path.name for path in tmp_path.iterdir()] == [f"weights{ending}"]
 
 
 def test_half_a_file_is_never_left(tmp_path, monkeypatch):

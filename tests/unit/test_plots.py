@@ -2,9 +2,8 @@
 
 import json
 
-import numpy as np
 import pytest
-from matplotlib import image, pyplot
+from matplotlib import pyplot
 
 import programs
 import runs
@@ -64,20 +63,6 @@ def test_a_running_mean_ends_at_its_place(window, means):
     assert plots.running_mean([1, 3, 5, 11], window) == pytest.approx(means)
 
 
-def test_a_run_becomes_three_pictures_that_are_not_blank(tmp_path):
-    plots.draw(folder_with(tmp_path, RUN))
-    assert {path.name for path in tmp_path.glob("*.png")} == set(PANELS)
-    for name, panels in PANELS.items():
-        pixels = image.imread(tmp_path / name)[..., :3]
-        height, width, _ = pixels.shape
-        assert (height, width) == (570, 960 * panels)  # 3.8 x 6.4 inches at 150 dots
-        ink = (pixels < 0.9).any(-1)
-        assert 0.01 < ink.mean() < 0.5
-        blue = np.abs(pixels - [0x1F / 255, 0x77 / 255, 0xB4 / 255]).max(-1) < 0.02
-        assert blue.sum() > 300, "the curve of the first metric"
-    assert pyplot.get_fignums() == []
-
-
 def test_the_curves_are_the_numbers_of_the_file(tmp_path, no_pixels):
     plots.draw(folder_with(tmp_path, RUN))
     assert {name: len(found) for name, found in no_pixels.items()} == PANELS
@@ -89,23 +74,6 @@ def test_the_curves_are_the_numbers_of_the_file(tmp_path, no_pixels):
     assert list(mean.get_ydata()) == pytest.approx(pairs)  # 40 steps: a window of 2
     assert (list(val.get_xdata()), list(val.get_ydata())) == ([20, 40], [0.55, 0.55])
     assert (list(test.get_xdata()), list(test.get_ydata())) == ([40], [0.5])
-
-
-@pytest.mark.parametrize("lines", [RUN[:1], RUN[40:], RUN[-1:], []])
-@pytest.mark.filterwarnings("error:No artists")
-def test_a_short_run_is_drawn_too(tmp_path, lines):
-    plots.draw(folder_with(tmp_path, lines))
-    drawn = {path.name for path in tmp_path.glob("*.png")}
-    assert drawn == (set(PANELS) if lines else set())  # no picture without numbers
-
-
-def test_the_half_line_of_a_killed_run_is_left_out(tmp_path, no_pixels):
-    with open(folder_with(tmp_path, RUN) / "metrics.jsonl", "a") as file:
-        file.write('{"split": "tr')
-    plots.draw(tmp_path)
-
-
-# --- several runs --------------------------------------------------------------------------------
 
 
 def run_folder(folder, loss, settings, **numbers):

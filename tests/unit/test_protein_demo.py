@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 from conftest import ROOT
 from dpo_inv import mpnn, structure
@@ -66,80 +65,9 @@ def test_the_files_are_what_the_script_makes(make, tmp_path):
     assert sum(path.stat().st_size for path in files) < 1e6
 
 
-def test_the_model_is_small_and_in_the_official_format():
-    held = torch.load(MODEL, weights_only=True)
-    assert held.keys() == {"num_edges", "noise_level", "model_state_dict"}
-    model = mpnn.ProteinMPNN.load(MODEL)
-    assert (model.neighbours, len(model.encoder_layers), len(model.decoder_layers)) == (16, 1, 1)
-    assert model.W_e.weight.shape == (32, 32)
-    assert MODEL.stat().st_size < 250_000
-
-
 def test_the_model_half_knows_the_rule(make, capsys):
     make.measure(mpnn.ProteinMPNN.load(MODEL), ROOT / "data", 0.5)
     assert 0.7 <= float(capsys.readouterr().out.split()[2]) <= 0.9
-
-
-def test_bonds_are_those_of_a_protein(residues):
-    for residue in residues.values():
-        for first, second, length in (("N", "CA", 1.46), ("CA", "C", 1.525), ("C", "O", 1.23)):
-            apart = np.linalg.norm(residue[first] - residue[second])
-            assert apart == pytest.approx(length, abs=0.02)
-    joined = 0
-    for (chain, number), residue in residues.items():
-        after = residues.get((chain, number + 1))
-        apart = after and np.linalg.norm(after["N"] - residue["C"])
-        if apart and apart < 2:  # else another helix begins
-            joined += 1
-            assert apart == pytest.approx(1.33, abs=0.02)
-            assert np.linalg.norm(after["CA"] - residue["CA"]) == pytest.approx(3.8, abs=0.02)
-            # a flat peptide: O is on the far side of the next CA
-            assert np.linalg.norm(after["N"] - residue["O"]) == pytest.approx(2.25, abs=0.05)
-    assert len(residues) - 4 <= joined <= len(residues) - 2  # two to four helices
-    assert 30 <= len(residues) <= 70
-
-
-def helices(residues):
-    """[L, 3] of CA for each run of joined residues."""
-    runs, last = [], None
-    for residue in residues.values():
-        if last is None or np.linalg.norm(residue["N"] - last["C"]) > 2:
-            runs.append([])
-        runs[-1].append(residue["CA"])
-        last = residue
-    return [np.array(run) for run in runs]
-
-
-def test_helices_are_right_handed_rise_as_alpha_does_and_lie_side_by_side(residues):
-    runs = helices(residues)
-    assert all(12 <= len(run) <= 20 for run in runs)
-    ups = []
-    for run in runs:
-        steps = np.diff(run, axis=0)
-        rises = steps[:, 2]
-        assert np.abs(rises) == pytest.approx(1.5, abs=0.1)
-        assert (np.sign(rises) == np.sign(rises[0])).all()
-        turns = np.cross(steps[:-1], steps[1:])[:, 2]  # about z: with the rise, if right-handed
-        assert (np.sign(turns) == np.sign(rises[0])).all()
-        ups.append(bool(rises[0] > 0))
-    assert ups == [place % 2 == 0 for place in range(len(runs))]
-    # the mean of 11 residues, three turns of 3.67, is on the axis but for a little
-    centres = [run[:11, :2].mean(0) for run in runs]
-    nearest = [
-        min(np.linalg.norm(one - other) for other in centres if other is not one) for one in centres
-    ]
-    assert nearest == pytest.approx([9.5] * len(runs), abs=0.8)
-
-
-def test_a_native_sequence_follows_the_rule(residues):
-    coords = np.array(
-        [[residue[atom] for atom in ("N", "CA", "C", "O")] for residue in residues.values()]
-    )
-    depth = points_inwards(coords)
-    for place, residue in zip(depth, residues.values(), strict=True):
-        if abs(place) > 0.02:  # by another CB, as far as 0.01 Angstrom away
-            assert structure.STANDARD[residue["name"]] in (CORE if place < 0 else SURFACE)
-    assert 0.2 <= (depth < 0).mean() <= 0.6
 
 
 @pytest.mark.parametrize("name, count", [("real", 400), ("val", 60)])

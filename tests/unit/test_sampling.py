@@ -3,15 +3,12 @@
 tests/launch/test_units_in_processes.py has the replies of the demo model, on 1, 2 and 3 ranks.
 """
 
-import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 
-import runs
 from ddp_utils import UserError, dist, logps, sampling, totals
 
 
@@ -131,12 +128,6 @@ def test_a_judge_that_cannot_judge_costs_one_line(body, message, tmp_path):
         sampling.load_judge(judge_file(tmp_path, body))("p", "r")
 
 
-@pytest.mark.parametrize("spec", ["nofile.py:score", "score", ":score", "README.md"])
-def test_a_judge_that_is_not_there_costs_one_line(spec):
-    with pytest.raises(UserError, match="is not file.py:function"):
-        sampling.load_judge(spec)
-
-
 def test_the_text_for_people_by_hand(tmp_path):
     judge = sampling.load_judge(judge_file(tmp_path, "def score(p, r): return len(r)"))
     rows, summary = sampling.side_by_side(["Q"], ["old "], ["newer"], ["best"], judge)
@@ -146,14 +137,3 @@ def test_the_text_for_people_by_hand(tmp_path):
     )
     assert summary["win_rate"] == 1.0
     assert "win_rate_low: 0.2065\n" in sampling.as_text(rows, summary)  # 1 / (1 + 1.96 ** 2)
-    rows, summary = sampling.side_by_side(["Q"] * 2, ["a"] * 2, ["b"] * 2, ["c"] * 2)
-    assert summary == {} and "verdict" not in rows[0]
-    block = "prompt:     Q\nreference:  a\nfine-tuned: b\nexpected:   c\n"
-    assert sampling.as_text(rows, summary) == f"--- 1 of 2\n{block}\n--- 2 of 2\n{block}"
-
-
-def test_the_demo_judge_knows_the_demo():
-    judge = sampling.load_judge("data/demo/judge.py:score")
-    for line in map(json.loads, Path(runs.PAIRS).read_text().splitlines()):
-        assert judge(line["prompt"], line["chosen"]) == dict(courteous=1, right=1, well_formed=1)
-        assert judge(line["prompt"], line["rejected"]) == dict(courteous=0, right=1, well_formed=1)

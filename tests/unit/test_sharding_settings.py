@@ -22,41 +22,8 @@ from ddp_utils.world import World
 sys.path.append(str(ROOT / "scripts"))
 setup = importlib.import_module("distributed_setup")
 
-FSDP = """{
-  "fsdp_transformer_layer_cls_to_wrap": ["LlamaDecoderLayer", "MistralDecoderLayer", "GemmaDecoderLayer"],
-  "fsdp_sharding_strategy": "FULL_SHARD",
-  "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-  "fsdp_cuda_graphs": false,
-  "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-  "fsdp_sync_module_states": true,
-  "fsdp_use_orig_params": false,
-  "fsdp_backward_prefetch_policy": "BACKWARD_PRE",
-  "fsdp_forward_prefetch": false,
-  "fsdp_cpu_ram_efficient_loading": true,
-  "fsdp_mixed_precision": "BFLOAT16"
-}"""  # noqa: E501
-DEEPSPEED = """{
-  "train_micro_batch_size_per_gpu": "auto",
-  "gradient_accumulation_steps": 16,
-  "gradient_clipping": 0.3,
-  "zero_allow_untested_optimizer": true,
-  "zero_force_ds_cpu_optimizer": false,
-  "bf16": {
-    "enabled": true
-  },
-  "zero_optimization": {
-    "stage": 2,
-    "contiguous_gradients": true,
-    "overlap_comm": true,
-    "reduce_scatter": true,
-    "reduce_bucket_size": 5e8,
-    "allgather_bucket_size": 5e8,
-    "offload_optimizer": {
-      "device": "cpu",
-      "pin_memory": true
-    }
-  }
-}"""
+FSDP = (ROOT / "tests/data/guide_fsdp.json").read_text()
+DEEPSPEED = (ROOT / "tests/data/guide_deepspeed.json").read_text()
 GUIDES = ("LlamaDecoderLayer", "MistralDecoderLayer", "GemmaDecoderLayer")
 WRAP = "fsdp_transformer_layer_cls_to_wrap"
 
@@ -83,9 +50,6 @@ def refused(module, content):
     return message
 
 
-# --- any JSON ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("module", [fsdp, zero])
 @pytest.mark.parametrize(
     ("text", "says"),
@@ -94,25 +58,13 @@ def refused(module, content):
         ('{\n "a": 1,\n}', "j.json:3:1: not JSON"),
         ("{'a': 1}", "j.json:1:2: not JSON"),
         ("[1]", "j.json:1: give an object, {...}"),
-        ("null", "j.json:1: give an object"),
-        ("[" * 9999, "j.json:1: not JSON"),
         ('{"bf16": NaN}', "j.json:1: not JSON: NaN"),
-        ('{"bf16": 1e999}', "j.json:1: not JSON: 1e999"),
         ('{"bf16": {}, "bf16": {}}', "j.json:1: not JSON: field 'bf16' stands twice"),
         ('{"a\\nb": 1}', "j.json:1: 'a\\nb' is not a setting; known: "),
     ],
 )
 def test_what_is_no_json_object_is_refused(module, text, says):
     assert refused(module, text).startswith(says)
-
-
-def test_a_file_that_is_not_there_is_named():
-    for module in (fsdp, zero):
-        with pytest.raises(UserError, match="^none.json: no such file"):
-            module.read("none.json")
-
-
-# --- FSDP ----------------------------------------------------------------------------------------
 
 
 def test_the_guides_settings_are_read_as_written_and_without_a_file_everything_is_sharded():
@@ -137,8 +89,6 @@ def test_the_guides_settings_are_read_as_written_and_without_a_file_everything_i
         ("fsdp_activation_checkpointing", True, {"checkpointing": True}),
         ("fsdp_forward_prefetch", True, {"prefetch": True}),
         ("fsdp_state_dict_type", "FULL_STATE_DICT", {"one_file": True}),
-        ("fsdp_use_orig_params", True, {}),
-        ("fsdp_sync_module_states", False, {}),
         ("fsdp_version", 2, {}),
     ],
 )
@@ -150,23 +100,13 @@ def test_each_key_of_fsdp_has_its_effect(key, value, effect):
     ("key", "value", "says"),
     [
         ("fsdp_shard_strategy", "x", "fsdp_shard_strategy is not a setting; did you mean fsdp_sh"),
-        ("strategy", "x", "strategy is not a setting; "),
         ("fsdp_sharding_strategy", "SHARDED", '"SHARDED"; FSDP2 has "FULL_SHARD", "SHARD_GRAD_OP"'),
-        ("fsdp_sharding_strategy", 1, "is 1; FSDP2 has"),
-        ("fsdp_sharding_strategy", ["FULL_SHARD"], 'is ["FULL_SHARD"]; FSDP2 has'),
         ("fsdp_mixed_precision", "BF16", 'is "BF16"; FSDP2 has "BFLOAT16", "FLOAT16", "NO"'),
-        ("fsdp_auto_wrap_policy", "SIZE_BASED_WRAP", 'FSDP2 has "TRANSFORMER_BASED_WRAP", "NO_W'),
-        ("fsdp_backward_prefetch_policy", "BACKWARD_POST", 'FSDP2 has "BACKWARD_PRE"'),
         ("fsdp_cuda_graphs", True, "is true; FSDP2 has false"),
-        ("fsdp_state_dict_type", "SHARDED", 'FSDP2 has "SHARDED_STATE_DICT", "FULL_STATE_DICT"'),
         ("fsdp_offload_params", "true", 'is "true"; FSDP2 has false, true'),
-        ("fsdp_offload_params", 1, "is 1; FSDP2 has false, true"),
-        ("fsdp_offload_params", None, "is null; FSDP2 has false, true"),
         ("fsdp_version", 1, "is 1; FSDP2 has 2"),
         (WRAP, 5, f"{WRAP}: give a list of class names"),
-        (WRAP, {"A": 1}, f"{WRAP}: give a list of class names"),
         (WRAP, [None], f"{WRAP}: give a list of class names"),
-        (WRAP, "A\nB", f"{WRAP}: give a list of class names"),
     ],
 )
 def test_what_fsdp_cannot_do_is_refused(key, value, says):
@@ -202,39 +142,21 @@ def test_no_wrap_shards_all_in_one_piece_and_a_model_that_does_not_say_its_layer
         fsdp.layers_of(torch.nn.Linear(1, 1), fsdp.Settings(layers=GUIDES))
 
 
-# --- DeepSpeed -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("path", "value", "says"),
     [
         ("optimizer", {}, "optimizer: src/train.py makes the optimizer, AdamW; leave it out"),
         ("scheduler", {}, "scheduler: src/train.py makes the schedule"),
-        ("activation_checkpointing", {}, "it is training.gradient_checkpointing"),
         ("zero_optimisation", {}, "zero_optimisation is not a setting; did you mean zero_optimiz"),
-        ("stage", 2, "stage is not a setting"),
         ("zero_optimization", 2, "zero_optimization is 2; give an object, {...}"),
-        ("zero_optimization", None, "zero_optimization is null; give an object"),
-        ("bf16", True, "bf16 is true; give an object"),
-        ("steps_per_print", "auto", 'steps_per_print is "auto"; give a number of 0 or more'),
-        ("communication_data_type", "auto", 'give "fp32", "bf16" or "fp16"'),
         ("zero_force_ds_cpu_optimizer", True, "is true; give false, AdamW is torch's"),
         ("gradient_clipping", -1, "gradient_clipping is -1; give a number of 0 or more"),
-        ("gradient_clipping", True, "gradient_clipping is true; give a number"),
-        ("train_batch_size", "x", 'train_batch_size is "x"; give a whole number'),
         ("train_micro_batch_size_per_gpu", 1.5, "is 1.5; give a whole number"),
         ("zero_optimization.stage", 4, "stage is 4; give 0, 1, 2 or 3"),
-        ("zero_optimization.stage", "2", 'stage is "2"; give 0, 1, 2 or 3'),
-        ("zero_optimization.stage", True, "stage is true; give"),
         ("zero_optimization.reduce_bucket_sze", 5, "did you mean reduce_bucket_size?"),
         ("zero_optimization.reduce_bucket_size", -5, "is -5; give a whole number"),
-        ("zero_optimization.reduce_bucket_size", "x", 'is "x"; give a whole number'),
         ("zero_optimization.overlap_comm", "auto", 'is "auto"; give true or false'),
-        ("zero_optimization.offload_optimizer", "cpu", 'is "cpu"; give an object, {...}'),
-        ("zero_optimization.offload_param", True, "is true; give an object"),
         ("bf16.enabled", "yes", 'is "yes"; give true or false'),
-        ("bf16.enable", True, "did you mean enabled?"),
-        ("fp16.loss_scale", "auto", 'is "auto"; give a whole number'),
     ],
 )
 def test_what_deepspeed_cannot_be_given_is_refused(path, value, says):
@@ -245,24 +167,19 @@ def test_what_deepspeed_cannot_be_given_is_refused(path, value, says):
     assert message.startswith(start) and says in message
 
 
-@pytest.mark.parametrize(
-    ("stage", "name", "device", "says"),
-    [
+def test_only_what_is_sharded_can_be_offloaded():
+    for stage, name, device, says in (
         (2, "offload_param", "cpu", "offload_param: only with stage 3 and up"),
         (0, "offload_optimizer", "cpu", "offload_optimizer: only with stage 1 and up"),
         (3, "offload_optimizer", "nvme", 'device is "nvme"; give "cpu" or "none"'),
-        (3, "offload_param", None, 'device is null; give "cpu" or "none"'),
         (2, "offload_param", "none", None),
-        (1, "offload_optimizer", "cpu", None),
         (3, "offload_param", "cpu", None),
-    ],
-)
-def test_only_what_is_sharded_can_be_offloaded(stage, name, device, says):
-    content = {"zero_optimization": {"stage": stage, name: {"device": device}}}
-    if says:
-        assert says in refused(zero, content)
-    else:
-        assert read(zero, content) == content
+    ):
+        content = {"zero_optimization": {"stage": stage, name: {"device": device}}}
+        if says:
+            assert says in refused(zero, content)
+        else:
+            assert read(zero, content) == content
 
 
 def test_precision_is_what_the_sections_say():
@@ -335,10 +252,9 @@ def test_the_guides_bucket_of_5e8_becomes_an_integer_and_a_gpu_keeps_pinned_memo
     assert {*found["zero_optimization"].values()} == {10_000}
 
 
-def test_a_product_that_is_right_or_open_is_filled_in():
-    for content in ({"train_batch_size": "auto"}, {"train_batch_size": 24}, {}):  # 2 ranks x 4 x 3
-        filled = zero.filled(read(zero, content), settings(steps=4), World(world_size=2), 100)
-        assert filled["train_batch_size"] == 24
+def test_a_product_that_is_right_is_taken():
+    filled = zero.filled({"train_batch_size": 24}, settings(steps=4), World(world_size=2), 100)
+    assert filled["train_batch_size"] == 24  # 2 ranks x 4 x 3
 
 
 def test_a_product_that_is_not_right_is_refused():
@@ -364,9 +280,6 @@ def test_without_deepspeed_it_is_one_line_before_anything_begins(monkeypatch):
     with pytest.raises(UserError, match="pip install -r requirements-deepspeed.txt"):
         zero.filled(read(zero, DEEPSPEED), settings("bf16"), World(), 100)
     zero.filled({"zero_optimization": {"stage": 0}}, settings(), World(), 100)  # is DDP
-
-
-# --- 4-bit weights -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -36,9 +36,6 @@ def encoder():
     return Encoder(load_tokenizer(MODEL))
 
 
-# --- questions -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "row",
     [
@@ -68,9 +65,6 @@ def test_too_few_questions_and_rows_without_one_are_one_line(tmp_path):
     path = write(tmp_path / "q.jsonl", [{"question": "Why?"}])
     with pytest.raises(UserError, match="1 different questions; --num_questions is 2"):
         trajectories.read_questions(path, 2)
-
-
-# --- rows ----------------------------------------------------------------------------------------
 
 
 def test_the_prompt_is_a_system_turn_or_stands_in_front(encoder):
@@ -113,8 +107,6 @@ def test_tokens_of_another_model_are_noticed(encoder, tmp_path):
     with pytest.raises(UserError, match=r"t.jsonl:1: tokens: they spell .* of another model"):
         trajectories.read(write(tmp_path / "t.jsonl", [row]), encoder, 100)
 
-
-# --- divergences ---------------------------------------------------------------------------------
 
 ROWS = [
     Trajectory([1, 7, 8], [1, 20, 21, 22, 7, 8], [30, 31, 32, 2], "a:1", "?"),

@@ -8,8 +8,7 @@ import urllib.error
 import pytest
 import torch
 
-import programs
-from ddp_utils import UserError, WriteError
+from ddp_utils import UserError
 from dpo_inv import mpnn, weights
 
 NAMES = [f"v_48_0{noise}{kind}" for kind in ("", "_soluble") for noise in ("02", "10", "20", "30")]
@@ -56,9 +55,6 @@ def refused(fn, *args):
     return message
 
 
-# --- where ---------------------------------------------------------------------------------------
-
-
 def test_the_addresses_are_https_and_of_one_commit():
     assert list(weights.SHA256) == NAMES
     assert len({*weights.SHA256.values()}) == 8
@@ -90,9 +86,6 @@ def test_what_is_absent_is_said_with_the_command_that_fetches_it(tmp_path):
         assert "v_48_030_soluble" in refused(weights.fetch, name, tmp_path)
 
 
-# --- fetching ------------------------------------------------------------------------------------
-
-
 def test_what_is_fetched_is_loaded_before_it_has_its_name(tmp_path, serve, checkpoint, capsys):
     asked = serve(checkpoint)
     folder = tmp_path / "deep/weights"
@@ -105,12 +98,6 @@ def test_what_is_fetched_is_loaded_before_it_has_its_name(tmp_path, serve, check
     assert len(mpnn.ProteinMPNN.load(file).state_dict()) > 10
     weights.main(["v_48_030_soluble", "--folder", str(folder)])
     assert len(asked) == 1, "what is there is not fetched again"
-
-
-def test_by_default_v_48_020(tmp_path, serve, checkpoint):
-    asked = serve(checkpoint)
-    weights.main(["--folder", str(tmp_path)])
-    assert asked == [weights.url_of("v_48_020")] and (tmp_path / "v_48_020.pt").exists()
 
 
 @pytest.mark.parametrize("damage", ["cut", "longer", "flipped", "empty", "page"])
@@ -147,20 +134,4 @@ def test_without_a_network_one_line_tells_what_to_do(tmp_path, serve, error):
     said = refused(weights.fetch, "v_48_020", tmp_path)
     assert said.startswith("v_48_020: cannot be fetched: ")
     assert weights.url_of("v_48_020") in said and said.endswith(str(tmp_path / "v_48_020.pt"))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_cannot_be_written(tmp_path, serve, checkpoint):
-    serve(checkpoint)
-    (tmp_path / "file").touch()
-    with pytest.raises(WriteError, match="cannot be written"):
-        weights.fetch("v_48_020", tmp_path / "file")
-
-
-def test_the_program_ends_with_status_2_and_one_line(tmp_path):
-    env = {"https_proxy": "http://127.0.0.1:9", "no_proxy": ""}  # nobody listens
-    done = programs.start("-m", "dpo_inv.weights", "--folder", tmp_path / "w", env=env)
-    assert (done.returncode, done.stdout) == (2, f"from {weights.url_of('v_48_020')}\n")
-    [line] = done.stderr.splitlines()
-    assert line.startswith("error: v_48_020: cannot be fetched: ")
     assert list(tmp_path.iterdir()) == []
