@@ -148,7 +148,7 @@ def launch(program, processes, nodes, restarts):
             return 1
 
 
-def main(processes, *words) -> int:
+def main(processes="", *words) -> int:
     if "--then" in words:
         then = words.index("--then")
         return main(processes, *words[:then]) or main(processes, *words[then + 1 :])
