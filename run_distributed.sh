@@ -53,7 +53,7 @@ if [ "$what" = baking ]; then # flags before -- are of generate_data.py
   if [[ " ${words[*]-} " =~ \ --check\  ]]; then # the data of the second is not there yet
     exec python "$root/src/generate_data.py" ${first[@]+"${first[@]}"} --check
   fi
-  train "$processes" "$root/src/generate_data.py" ${first[@]+"${first[@]}"}
-  words=(${rest[@]+"${rest[@]}"})
+  words=(${first[@]+"${first[@]}"} --then "$root/src/$script" ${rest[@]+"${rest[@]}"})
+  script=generate_data.py
 fi
 train "$processes" "$root/src/$script" ${words[@]+"${words[@]}"} # none: old bash calls it unset

@@ -163,23 +163,7 @@ class Parts:
         with open(self.file, "a") as file:
             file.write(json.dumps({"mark": self.mark, "replies": replies}) + "\n")
 
-    @contextlib.contextmanager
-    def telling(self, world):
-        """How it ends, for the shell script: torchrun does not pass an exit status on."""
-        try:
-            yield
-        except (UserError, OSError) as error:
-            summary = {"status": "failed", "final": True, "run_id": resume.run_id()}
-            summary["exit_code"] = dist.exit_code(dist.write_error(error) or error)
-            if world.is_main:
-                with contextlib.suppress(OSError):
-                    (self.folder / "summary.json").write_text(json.dumps(summary) + "\n")
-                self.lock.release()
-            error.in_summary = isinstance(error, UserError)
-            raise
-
     def close(self):
-        self.lock.release()
         shutil.rmtree(self.folder)
 
 
@@ -248,7 +232,6 @@ def write(config, x0, questions, parts, tokenizer, ends):
 def main(argv=None) -> int:
     world = dist.whoami(argv=sys.argv)
     config = read_settings(argv, world)
-    resume.repeat_end(f"{config.traj_out_file}.parts")
     if not config.check:
         world = dist.meet(world, config.backend)
     x0 = records.content(config.x0_file).decode()
@@ -288,10 +271,13 @@ def main(argv=None) -> int:
     scorer = logps.Scorer(lora.load(config.model_name, dtype, world.device), autocast)
     if world.is_main:
         print(f"{about}, world_size={world.world_size} device={world.device}", flush=True)
-    with parts.telling(world):
+    try:
         sample(scorer, prompts, encoder.ends, config, world, bar, parts, done)
         made = questions, parts, tokenizer, encoder.ends
         told = dist.on_main(world, lambda: write(config, x0, *made))
+    finally:
+        if world.is_main:
+            parts.lock.release()
     if world.is_main:
         seconds, tokens = time.perf_counter() - start, sum(len(r) for g in parts.groups for r in g)
         print(*told, f"{tokens} tokens, {seconds:.0f} s, {tokens / seconds:.0f} a second", sep="\n")

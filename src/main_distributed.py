@@ -33,7 +33,6 @@ from ddp_utils import (
     losses,
     optim,
     records,
-    resume,
     sampling,
     selftest,
     speed,
@@ -257,7 +256,6 @@ def main(argv=None) -> int:
     # setup
     world = dist.whoami(argv=sys.argv)
     config = read_settings(argv, world)
-    resume.repeat_end(config.result_dir)
     if not config.check:
         world = dist.meet(world, config.backend)
 

@@ -28,7 +28,6 @@ from ddp_utils import (
     lora,
     losses,
     optim,
-    resume,
     selftest,
     speed,
     texts,
@@ -238,7 +237,6 @@ def main(argv=None) -> int:
 
 def fine_tune(config, world) -> int:
     # setup
-    resume.repeat_end(config.output_dir)
     lora.carry_on(config)
     world = dist.choose_device(world, config.backend)
     if not config.check:

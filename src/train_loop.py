@@ -35,7 +35,6 @@ from ddp_utils import (
     optim,
     records,
     reference,
-    resume,
     safely,
     sampling,
     teaching,
@@ -262,7 +261,6 @@ def main(argv=None) -> int:
     # setup
     world = dist.whoami(argv=sys.argv)
     config = read_settings(argv, world)
-    resume.repeat_end(config.out_dir)
     if not config.check:
         world = dist.meet(world, config.backend)
 

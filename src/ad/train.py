@@ -39,7 +39,6 @@ from ddp_utils import (
     environment,
     optim,
     records,
-    resume,
 )
 from ddp_utils.run import Run
 from ddp_utils.totals import Totals
@@ -169,7 +168,6 @@ def main(argv=None) -> int:
     # setup
     world = dist.whoami(argv=sys.argv)
     config, lines = read(sys.argv[1:] if argv is None else argv, world.is_main)
-    resume.repeat_end(config.output_dir)
     choose = dist.choose_device if config.check else dist.meet
     world = choose(world, config.backend)
     _, autocast = environment.precision(config, world.device)

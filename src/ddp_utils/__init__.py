@@ -34,7 +34,6 @@ class UserError(Exception):
     """A mistake that its maker can mend: one line on stderr, no traceback, this exit status."""
 
     exit_code = 2
-    in_summary = False  # whether the run's summary.json says it, for whoever started the launcher
 
 
 class NonFiniteError(UserError):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ddp_utils import Stop, UserError
 
 # who we are and how we end have files of their own; scripts need to know this one only
-from ddp_utils.preemption import exit_code, leave, lost_a_peer, run, write_error  # noqa: F401
+from ddp_utils.preemption import exit_code, leave, run, write_error  # noqa: F401
 from ddp_utils.world import World, choose_device, device_index, whoami  # noqa: F401
 
 JOBS = ("SLURM_JOB_ID", "PBS_JOBID")
@@ -46,13 +46,13 @@ def meet(world, backend="auto") -> World:
     try:
         if options["is_master"]:
             options["master_listen_fd"] = _listen(world, address, port)
-        _wait_for_listener(address, port, deadline)
+        wait_for_listener(address, port, deadline)
         store = dist.TCPStore(address, port, world.world_size, **options)
         if agents:
             left = deadline - time.monotonic()
             store = dist.PrefixStore(_name_of_meeting(store, world, left), store)
     except (dist.DistError, RuntimeError, OSError) as error:
-        raise UserError(_why_not_met(error, world, address, port)) from error
+        raise UserError(why_not_met(error, who(world), address, port)) from error
     return world._replace(store=store)
 
 
@@ -66,7 +66,7 @@ def _listen(world, address, port) -> int:
     return socket.create_server(("", port), family=family, dualstack_ipv6=both).detach()
 
 
-def _wait_for_listener(address, port, deadline):
+def wait_for_listener(address, port, deadline):
     """Try to connect until the deadline: TCPStore tries twice as long, and prints C++ frames."""
     while True:
         try:
@@ -124,7 +124,7 @@ def join(world, timeout_minutes=30) -> World:
                 device_id=None if world.device.type == "cpu" else world.device,
             )
     except (dist.DistError, RuntimeError) as error:
-        raise UserError(_why_not_met(error, world, *meeting_point(world))) from error
+        raise UserError(why_not_met(error, who(world), *meeting_point(world))) from error
     return world
 
 
@@ -160,16 +160,21 @@ def meeting_point(world, env=os.environ):
     return address or "127.0.0.1", int(port)
 
 
-def _why_not_met(error, world, address, port):
+def who(world) -> str:
+    return f"rank {world.rank} could not meet the {world.world_size} processes"
+
+
+def why_not_met(error, who, address, port) -> str:
+    """What to mend where one of several processes or nodes could not meet the others."""
     reason = str(error).splitlines()[0]
     if "EADDRINUSE" in str(error) or getattr(error, "errno", None) == errno.EADDRINUSE:
         return (
             f"MASTER_PORT: {port} is in use on {socket.gethostname()}; export another MASTER_PORT"
         )
     return (
-        f"rank {world.rank} could not meet the {world.world_size} processes at {address}:{port} "
-        f"({reason[:160]}); check MASTER_ADDR, MASTER_PORT and firewall, for several networks "
-        "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, for nodes that start slowly DDP_JOIN_SECONDS"
+        f"{who} at {address}:{port} ({reason[:160]}); check MASTER_ADDR, MASTER_PORT and firewall, "
+        "for several networks GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, for nodes that start "
+        "slowly DDP_JOIN_SECONDS"
     )
 
 

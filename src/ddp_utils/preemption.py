@@ -95,14 +95,14 @@ def run(main):
     then abort the process after all its work is done (torch 2.13, Python 3.11).
     """
     listen()
-    code, error = 1, None
+    code = 1
     try:
         code = main() or 0
         leave()
     except SystemExit as stop:  # tyro: --help and wrong flags
         code = stop.code if isinstance(stop.code, int) else 2
-    except BaseException as caught:
-        error, told = caught, write_error(caught) or caught
+    except BaseException as error:
+        told = write_error(error) or error
         code = exit_code(told)
         if isinstance(told, Stop) or (isinstance(told, UserError) and "--debug" not in sys.argv):
             _tell_user(told)
@@ -112,9 +112,7 @@ def run(main):
         with contextlib.suppress(BrokenPipeError):  # --help | head
             sys.stdout.flush()
         sys.stderr.flush()
-        # who started torchrun reads the summary: it need not report a failure, nor restart
-        summed_up = getattr(error, "in_summary", False) and os.environ.get("STATUS_IN_SUMMARY")
-        os._exit(0 if summed_up else code)
+        os._exit(code)
 
 
 def exit_code(error) -> int:
@@ -172,7 +170,7 @@ def _tell_developer(error):
     else:
         traceback.print_exception(error)
         if isinstance(error, Exception):
-            get_error_handler().record_exception(error)  # for torchrun's own report
+            get_error_handler().record_exception(error)  # for torchrun's report, and launch.py
     _store_has("told", now=True)
 
 

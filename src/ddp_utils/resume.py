@@ -1,13 +1,12 @@
 """A run folder that exists: finished, to be continued, to be moved aside, or not to be touched."""
 
 import json
-import os
 from pathlib import Path
 from typing import NamedTuple
 
 from filelock import FileLock, Timeout
 
-from ddp_utils import Stop, UserError, checkpoint
+from ddp_utils import UserError, checkpoint
 
 # settings that change no number, so that they may change between two lives of a run
 FREE = {"check", "debug", "restart", "same_code", "reference_logps"}
@@ -121,25 +120,6 @@ def summary(folder, name="summary.json") -> dict:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def repeat_end(folder):
-    """In a process that torchrun has started anew: end as the run has ended, if it has."""
-    found = summary(folder)
-    if restarted() and found.get("final") and found.get("run_id") == run_id():
-        stop = Stop("", found["exit_code"])
-        stop.in_summary = True
-        raise stop
-
-
-def run_id():
-    """What the shell scripts and torchrun call this start of the run; the same after a restart."""
-    return os.environ.get("RUN_ID") or os.environ.get("TORCHELASTIC_RUN_ID")
-
-
-def restarted():
-    """Whether torchrun has started this process in place of one that died."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0
 
 
 def lock(folder):

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import time
-import uuid
 from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
@@ -76,8 +75,9 @@ class Run(Saving):
 
         Raises Stop if there is nothing left to do.
         """
-        self.run_id = resume.run_id() or uuid.uuid4().hex
-        again = resume.restarted() and resume.summary(self.folder).get("run_id") == self.run_id
+        self.run_id = os.environ.get("TORCHELASTIC_RUN_ID")  # the same when it is started again
+        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        again = restarted and resume.summary(self.folder).get("run_id") == self.run_id
         restart = self.config.restart and not again
         described = environment.describe(self.config, self.world)
         facts = settings, self.steps, inputs, described["code"], needed
@@ -214,18 +214,14 @@ class Run(Saving):
             if any(self.folder.glob("manifest.*")):  # else there is none yet
                 self.say(f"warning: {self.folder}: {error}: what it names is made again")
 
-    def write_summary(self, status, code, final=False):
-        """summary.json: how it stands, what it measured; the shell scripts read exit_code.
-
-        final: a restart would change nothing, and repeats exit_code.
-        """
+    def write_summary(self, status, code):
+        """summary.json: how it stands, and what it measured."""
         seconds = round(time.perf_counter() - self.start, 3)
         self._write(
             "summary.json",
             {
                 "status": status,
                 "exit_code": code,
-                "final": final,
                 "run_id": self.run_id,
                 "step": self.step,
                 "world_size": self.world.world_size,
@@ -246,8 +242,6 @@ class Run(Saving):
         try:
             if self.world.is_main:
                 self._close(error, dist.exit_code(told))
-            if isinstance(told, UserError):
-                error.in_summary = True
         except OSError:  # on a full disk; the first error counts
             if error is None:
                 raise
@@ -255,9 +249,7 @@ class Run(Saving):
     def _close(self, error, code):
         if error is None:
             plots.draw(self.folder)
-        asked = isinstance(error, KeyboardInterrupt)
-        final = not asked and (error is None or not dist.lost_a_peer(error))
-        self.write_summary(STATUS.get(code, "failed"), code, final)
+        self.write_summary(STATUS.get(code, "failed"), code)
         try:
             report.write(self.folder)
         except OSError as problem:  # all that is on the page is on the disk already

@@ -40,7 +40,7 @@ def find_launcher():
     is_waited_for = "TORCHELASTIC_RUN_ID" in os.environ or str(os.getpid()) in children
     if is_waited_for and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    # our shell scripts say who the parent is; elsewhere it may be who adopts orphans, not always 1
+    # launch.py says who the parent is; elsewhere it may be who adopts orphans, not always 1
     expected = os.environ.pop("LAUNCHER_PID", str(parent))
     if str(os.getppid()) != expected or store_is_gone():
         end(1, "the launcher is gone")

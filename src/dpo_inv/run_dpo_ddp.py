@@ -30,7 +30,6 @@ from ddp_utils import (
     optim,
     plots,
     reference,
-    resume,
 )
 from ddp_utils.run import Run
 from ddp_utils.totals import Totals, wilson
@@ -239,7 +238,6 @@ def main(argv=None) -> int:
     # setup
     world = dist.whoami(argv=sys.argv)
     config = read_settings(argv, world.is_main)
-    resume.repeat_end(config.output_dir)
     if not config.check:
         world = dist.meet(world, config.backend)
 

@@ -79,6 +79,62 @@ def test_complaint_23_torchrun_reports_the_exception_of_rank_1_last(tmp_path):
     assert "onnection" not in done.stderr  # nor any gloo message of rank 0
 
 
+PROGRAM = """
+import os, signal, sys
+if "--check" in sys.argv:
+    print("run folder: here")
+    sys.exit()
+rank, life = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+print(f"life {life} rank {rank}", flush=True)
+"""
+# rank 1 prints a signal that comes within a second
+WRITES = """
+signal.pthread_sigmask(signal.SIG_BLOCK, [15])
+print(rank and signal.sigtimedwait([15], 1))
+sys.exit(85)
+"""
+BUG = """
+with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+    file.write('{"message": "a bug"}')
+sys.exit(1)
+"""
+ENDS = [  # what a rank does, exit status of the launcher, lives of the ranks
+    ("sys.exit([1, 3][rank])", 3, 1),
+    (WRITES, 85, 1),
+    ("os.kill(os.getpid(), 9 * (rank == 1 and life == 0))", 0, 2),
+    (BUG, 1, 1),
+    ("sys.exit(1)", 1, 3),
+]
+
+
+def launcher(tmp_path, line, processes, **env):
+    (tmp_path / "program.py").write_text(PROGRAM + line)
+    return subprocess.Popen(
+        [sys.executable, "-m", "ddp_utils.launch", processes, tmp_path / "program.py"],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "MAX_RESTARTS": "2", **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(("line", "status", "lives"), ENDS, ids=["3", "85", "9", "bug", "1"])
+def test_the_launcher_ends_with_the_status_of_its_ranks(line, status, lives, tmp_path):
+    """Restarted is what a restart may mend; a rank that is at its last lines is left in peace."""
+    process = launcher(tmp_path, line, "2")
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == status, output
+    assert output.count("rank 0\n") == lives and "sig" not in output and "torch" not in output
+
+
+def test_the_launchers_of_all_nodes_end_with_one_status(tmp_path):
+    """Rank 1 alone cannot write; rank 0 waits for it until it is asked to stop."""
+    env = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    line = "sys.exit(4) if rank else signal.pause()"
+    nodes = [launcher(tmp_path, line, "1", **env, NODE_RANK=node) for node in "01"]
+    assert [(node.communicate(timeout=60), node.returncode)[1] for node in nodes] == [4, 4]
+
+
 def kill_self():
     world = dist.join(dist.meet(dist.whoami()))
     model = DistributedDataParallel(torch.nn.Linear(64, 64))

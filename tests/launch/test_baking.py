@@ -122,7 +122,6 @@ def test_stopped_by_a_time_limit_it_goes_on_with_the_same_rows(made, tmp_path):
     with pytest.raises(Stop, match="stopped after 0 of 12 questions") as caught:
         generate(tmp_path, "--stop_after_minutes", "1e-9")
     assert caught.value.exit_code == 85
-    assert json.loads((tmp_path / f"{FILES[0]}.parts/summary.json").read_text())["exit_code"] == 85
     assert generate(tmp_path) == 0
     assert content(tmp_path) == content(made)
     with pytest.raises(Stop, match="holds these replies already") as caught:

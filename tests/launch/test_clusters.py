@@ -13,7 +13,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,7 @@ STEPS = 20
 CLOCK = {"seconds", "tokens_per_second", "peak_memory_mb", "mfu"}
 # without what a launcher around the tests may have set
 STRANGERS = ("RANK", "WORLD", "LOCAL", "MASTER", "PMI", "OMPI", "SLURM", "PBS", "TORCHELASTIC")
-STRANGERS += ("RUN_ID", "NODE", "NNODES")
+STRANGERS += ("NODE", "NNODES")
 ENV = {k: v for k, v in os.environ.items() if not k.startswith(STRANGERS)}
 ENV |= {"OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}"}
 YAML = """
@@ -236,8 +235,7 @@ def process(folder, words, **env):
 def test_a_stop_of_one_node_ends_both_with_85_and_both_go_on(node, machines, undisturbed, here):
     started = start_both(machines, here)
     cluster.wait(lambda: lines(here) >= 3, 100)
-    os.kill(process(here, f"bash scripts/run_training_node{node}.sh"), signal.SIGTERM)
-    # torchrun alone would keep the other one for five minutes, and end it with 0
+    os.kill(process(here, "python -m ddp_utils.launch", NODE_RANK=node), signal.SIGTERM)
     said = [one.communicate(timeout=60)[0] for one in started]
     assert [one.returncode for one in started] == [85, 85], said
     for one in start_both(machines, here):
@@ -381,46 +379,6 @@ def test_one_process_has_the_same_losses_at_the_same_global_batch(undisturbed, t
 
 
 # --- scripts/environment.sh ----------------------------------------------------------------------
-
-SUMMARY = """{{
-  "status": "{}",
-  "exit_code": {},
-  "run_id": "{}"
-}}
-"""
-
-
-def as_a_node(folder, node, torchrun):
-    """The exit status of launch() on one of two nodes, with a stand-in for torchrun."""
-    (folder / "torchrun").write_text(f"#!/bin/bash\n{torchrun}\n")
-    (folder / "torchrun").chmod(0o755)
-    command = f". {shlex.quote(str(ROOT))}/scripts/environment.sh; launch . train.py"
-    env = ENV | {"NNODES": "2", "NODE_RANK": node, "PATH": f"{folder}:{ENV['PATH']}"}
-    return subprocess.run(["bash", "-c", command], env=env, cwd=folder, timeout=60).returncode
-
-
-@pytest.mark.parametrize(
-    ("torchrun", "status"),
-    [
-        ("cp after summary.json", 85),
-        ("cp during summary.json; (sleep 1; cp after summary.json) &", 85),  # rank 0 is slow
-        ("exit 1", 1),  # it never met the others: the summary is an earlier run's
-        ("", 0),  # nor does it see this one's
-    ],
-)
-def test_the_second_node_ends_with_the_status_of_the_run(torchrun, status, tmp_path):
-    for name, said in ("summary.json", ("finished", 3)), ("after", ("preempted", 85)):
-        (tmp_path / name).write_text(SUMMARY.format(*said, f"1-{name}"))
-    (tmp_path / "during").write_text(SUMMARY.format("running", 0, "1-after"))
-    assert as_a_node(tmp_path, "1", torchrun) == status
-
-
-def test_a_torchrun_that_waits_for_another_one_is_ended_when_the_run_is(tmp_path):
-    (tmp_path / "after").write_text(SUMMARY.format("preempted", 85, "mine"))
-    start = time.monotonic()
-    torchrun = "sed s/mine/$RUN_ID/ after >summary.json; trap '' TERM; exec sleep 100"
-    assert as_a_node(tmp_path, "0", torchrun) == 85
-    assert time.monotonic() - start < 30
 
 
 def test_the_environment_is_made_from_any_folder(tmp_path):

@@ -11,7 +11,8 @@ import pytest
 
 import runs
 from conftest import ROOT
-from ddp_utils import dist
+from ddp_utils import UserError, dist
+from ddp_utils import launch as launch_py
 from ranks import free_port, run_ranks
 
 SCRIPT = str(ROOT / "src/main_distributed.py")
@@ -47,7 +48,7 @@ def launchers():
 
 def clean_environment():
     """Without what a launcher around the tests may have set."""
-    mine = ("RANK", "WORLD", "LOCAL", "MASTER", "PMI", "OMPI", "SLURM", "TORCHELASTIC", "RUN_ID")
+    mine = ("RANK", "WORLD", "LOCAL", "MASTER", "PMI", "OMPI", "SLURM", "TORCHELASTIC")
     return {k: v for k, v in os.environ.items() if not k.startswith(mine)}
 
 
@@ -200,23 +201,18 @@ def meets():
     dist.meet(dist.whoami())
 
 
-def meet_nodes(port, node):
-    """What run_distributed.sh asks before it starts on a port or on several nodes."""
-    command = f". scripts/environment.sh && meet_nodes 127.0.0.1 {port} {node}"
-    env = {**clean_environment(), "PATH": f"{BIN}:{os.environ['PATH']}", "DDP_JOIN_SECONDS": "1"}
-    return subprocess.run(
-        ["bash", "-c", command], env=env, cwd=ROOT, capture_output=True, text=True
-    )
-
-
-def test_a_wrong_address_or_a_taken_port_costs_the_shell_script_one_line():
+def test_a_wrong_address_or_a_taken_port_costs_the_launcher_one_line(monkeypatch, tmp_path):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("DDP_JOIN_SECONDS", "1")
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        done = meet_nodes(port, 0)
-        assert meet_nodes(port, 1).returncode == 0
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: MASTER_PORT: {port} is in use on ")
-    done = meet_nodes(port, 1)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: node 1 cannot reach 127.0.0.1:{port}")
-    assert done.stderr.count("\n") == 1
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        monkeypatch.setenv("NODE_RANK", "0")
+        with pytest.raises(
+            UserError, match=f"^MASTER_PORT: {port} is in use on .*; export another"
+        ):
+            launch_py.meeting(2, tmp_path)
+        monkeypatch.setenv("NODE_RANK", "1")
+        assert launch_py.meeting(2, tmp_path).endpoint == f"127.0.0.1:{port}"
+    with pytest.raises(UserError, match=f"^node 1 could not meet the 2 nodes at 127.0.0.1:{port} "):
+        launch_py.meeting(2, tmp_path)

@@ -1,6 +1,6 @@
 """scripts/distributed_setup.py: what it writes and refuses, and what bash makes of its scripts.
 
-Expected files are those of guide 2. Scripts run with stand-ins for srun, torchrun and
+Expected files are those of guide 2. Scripts run with stand-ins for srun, python and
 the like, which write down their words and their environment.
 """
 
@@ -190,21 +190,20 @@ printf '%s\\0' "$@" >>"$RECORD/$name"
 env -0 >"$RECORD/$name.env"
 """
 STANDINS = {
-    **dict.fromkeys(("srun", "mpiexec", "torchrun"), RECORDS + "exit ${STATUS:-0}"),
+    **dict.fromkeys(("srun", "mpiexec"), RECORDS + "exit ${STATUS:-0}"),
     "sbatch": RECORDS,
     "qsub": RECORDS,
     "scontrol": RECORDS + "[ $1 = requeue ] && exit ${REFUSES:-0}; printf 'n1\\nn2\\n'",
     "python": "#!/bin/bash\n"
     "case $1 in\n"
-    "  -c) echo 4 ;;\n"  # cores
-    '  -) cat >>"$RECORD/asked"\n'  # torch is there, and a port that answers
-    "     [[ $2 != *summary.json ]] || exit $3 ;;\n"  # the status of a run
+    '  -) cat >>"$RECORD/asked" ;;\n'  # torch is there
+    '  -m) printf "%s\\0" "$@" >"$RECORD/launch"; env -0 >"$RECORD/launch.env"; '
+    "exit ${STATUS:-0} ;;\n"
     '  *) [ "${*: -1}" != --check ] || { printf "%s\\0" "$@" >"$RECORD/check"; '
     'env -0 >"$RECORD/check.env"; echo run folder: x; exit ${CHECK:-0}; } ;;\n'
     "esac\n",
     "activate": 'printf "%s\\0" "$@" >"$RECORD/activate"',
     "getent": "#!/bin/bash\nexit 2",
-    "sleep": "#!/bin/bash",  # what follows other nodes asks once a second whether torchrun is there
 }
 
 
@@ -246,6 +245,7 @@ def start(bin_, tmp_path):
 
 
 TRAIN = str(ROOT / "src/train.py")
+LAUNCH = ["-m", "ddp_utils.launch"]
 COMMAND = ["python", TRAIN, "--config=config.yaml", "--deepspeed=config/ds_config.json"]
 
 
@@ -285,10 +285,10 @@ def test_only_a_job_that_has_stopped_and_saved_is_queued_again(start):
 
 
 def test_a_mistake_that_the_check_finds_ends_the_job_before_it_starts(start):
-    for command in ("slurm", "pbs", "launcher"):
+    for command in ("slurm", "pbs"):  # that of a launcher is in launch.py
         make(f"{command} --output job.sh")
         done = start("job.sh", CHECK="2", wanted=2)
-        assert not {"srun", "mpiexec", "torchrun"} & done.keys()
+        assert not {"srun", "mpiexec"} & done.keys()
 
 
 def test_the_pbs_job_starts_one_process_per_gpu(start, here, tmp_path):
@@ -313,15 +313,12 @@ def test_the_launcher_of_one_node_takes_a_free_port(start, here):
     """Complaint 25: two jobs on a machine do not meet."""
     make("launcher --config config.yaml --num_gpus_per_node 4 --use_deepspeed")
     done = start("scripts/run_training.sh", "--max_steps", "3", NNODES="7")
-    words = " ".join(done["torchrun"])  # no port at all: the processes meet in a file
-    file = re.search("^--max-restarts 3 --rdzv-backend c10d .*--rdzv-endpoint (/[^ ]+) ", words)[1]
-    assert not os.path.exists(file)  # any more
-    wanted = ["--local-addr", "127.0.0.1", "--nproc_per_node", "4", *COMMAND[1:]]
-    assert done["torchrun"][-len(wanted) - 2 :] == [*wanted, "--max_steps", "3"]
-    assert done["torchrun.env"]["PWD"] == str(here)
+    assert done["launch"] == [*LAUNCH, "4", *COMMAND[1:], "--max_steps", "3"]
+    env = done["launch.env"]
+    assert (env["PWD"], env["NNODES"]) == (str(here), "1") and "MASTER_PORT" not in env
     start("scripts/run_training.sh", STATUS="85", wanted=85)
     make("launcher --master_port 1234")
-    assert "--master-port 1234 " in " ".join(start("scripts/run_training.sh")["torchrun"])
+    assert start("scripts/run_training.sh")["launch.env"]["MASTER_PORT"] == "1234"
 
 
 @pytest.mark.parametrize("rank", [0, 1, 3])
@@ -330,14 +327,15 @@ def test_the_launcher_of_a_node_joins_the_others(start, rank):
     flags = "launcher --config config.yaml --num_nodes 4 --num_gpus_per_node 8 --use_deepspeed"
     make(f"{flags} --master_addr 192.168.1.100 --node_rank {rank}")
     done = start(f"scripts/run_training_node{rank}.sh", MASTER_ADDR="elsewhere")
-    wanted = f"--max-restarts 3 --nnodes 4 --node-rank {rank} --master-addr 192.168.1.100"
-    wanted += " --master-port 29500 --rdzv-conf timeout=50 --nproc_per_node 8"
-    assert done["torchrun"] == [*wanted.split(), *COMMAND[1:]]
-    assert done["check.env"]["WORLD_SIZE"] == "32"
+    assert done["launch"] == [*LAUNCH, "8", *COMMAND[1:]]
+    wanted = {"NNODES": "4", "NODE_RANK": str(rank), "MASTER_ADDR": "192.168.1.100"}
+    assert (wanted | {"MASTER_PORT": "29500"}).items() <= done["launch.env"].items()
     env = {"MASTER_PORT": "77"}  # exported on every node
-    assert "77" in start(f"scripts/run_training_node{rank}.sh", **env)["torchrun"]
+    done = start(f"scripts/run_training_node{rank}.sh", **env)
+    assert done["launch.env"]["MASTER_PORT"] == "77"
     make(f"{flags} --master_addr 192.168.1.100 --master_port 88 --node_rank {rank}")
-    assert "88" in start(f"scripts/run_training_node{rank}.sh", **env)["torchrun"]
+    done = start(f"scripts/run_training_node{rank}.sh", **env)
+    assert done["launch.env"]["MASTER_PORT"] == "88"
 
 
 HOSTILE = [
@@ -393,11 +391,11 @@ def attack(command, name, value, start):
 def carried(name, value, done):
     """Where the script has to show the value, exactly as it was."""
     text = Path("made").read_text()
-    words = done.get("srun") or done.get("mpiexec") or done.get("torchrun")
-    env = done.get("srun.env") or done.get("mpiexec.env") or done.get("torchrun.env")
+    words = done.get("srun") or done.get("mpiexec") or done.get("launch")
+    env = done.get("srun.env") or done.get("mpiexec.env") or done.get("launch.env")
     return {
         "config": lambda: f"--config={value}" in words,
-        "master_addr": lambda: value in words,
+        "master_addr": lambda: env["MASTER_ADDR"] == value,
         "modules": lambda: done["module"][-1] == value,
         "conda_env": lambda: done["activate"] == [value],
         "env": lambda: env.get(value.partition("=")[0]) == value.partition("=")[2],

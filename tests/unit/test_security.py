@@ -571,7 +571,7 @@ def test_a_run_does_not_go_on_from_a_pickle(tmp_path, canary):
     shutil.rmtree(run / "checkpoints", ignore_errors=True)
     evil_checkpoint(run / "checkpoints", canary)
     surround(run, canary)
-    edit(run / "summary.json", status="failed", final=False)  # so that it is gone on with
+    edit(run / "summary.json", status="failed")  # so that it is gone on with
     refused = attempt(tmp_path, "--max_steps", "2")
     assert not canary.sings.exists()
     assert "step-00000001" in refused

@@ -27,7 +27,9 @@ REACHED = {  # script -> files of ours and lines of code that its imports lead t
     "ad.train": (30, 3150),
     "ad.evaluate": (17, 1714),
 }
-SIZES = {"src/ddp_utils": 5000, "src/dpo_inv": 1400, "src/ad": 930, ".": 250, "scripts": 360}
+SHELL = sorted([*ROOT.glob("*.sh"), *ROOT.glob("scripts/*.s[hl]*")])
+# 5,000 before the launcher: 130 lines of shell have become Python
+SIZES = {"src/ddp_utils": 5125, "src/dpo_inv": 1400, "src/ad": 930, ".": 250, "scripts": 360}
 
 
 def imports(path):
@@ -125,7 +127,10 @@ def test_the_parts_only_shrink():
     sizes["src/ddp_utils"] += sum(map(lines_of_code, ROOT.glob("src/ddp_utils/*/*.py")))
     print(sizes)
     assert all(sizes[part] <= most for part, most in SIZES.items()), sizes
-    assert sum(map(lines_of_code, ALL)) <= 8900
+    lines = "".join(path.read_text() for path in SHELL).splitlines()
+    shell = sum(bool(line.strip()) and not line.lstrip().startswith("#") for line in lines)
+    print(shell)
+    assert sum(map(lines_of_code, ALL)) + shell <= 9215
 
 
 @pytest.mark.parametrize("command", [["check"], ["format", "--check"]], ids=" ".join)
@@ -137,9 +142,10 @@ def test_ruff_is_content(command):
 
 
 def test_shellcheck_is_content():
-    scripts = sorted([*ROOT.glob("*.sh"), *ROOT.glob("scripts/*.s[hl]*"), ROOT / ".ci/run"])
     checker = Path(sys.executable).with_name("shellcheck")
-    done = subprocess.run([checker, "-x", *scripts], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [checker, "-x", *SHELL, ROOT / ".ci/run"], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout
 
 
