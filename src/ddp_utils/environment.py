@@ -25,7 +25,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def describe(config, world) -> dict:
     """What one needs to run it again."""
-    git, commit = shutil.which("git"), ""
+    git = shutil.which("git")
+    commit = ""
     if git:
         command = [git, "-C", str(records.ROOT), "rev-parse", "HEAD"]
         commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()

@@ -41,12 +41,8 @@ def train(model, data, folder, monkeypatch):
 
 
 @pytest.mark.parametrize("path", FIXTURES, ids=lambda path: path.name)
-def test_each_format_trains_the_demo_model(path, tmp_path, monkeypatch):
-    report = train("data/demo/model", path, tmp_path / "run", monkeypatch)
-    assert report["format"] == path.stem
-    assert report["used"] == report["rows"] - sum(map(len, report["dropped"].values()))
-
-
-@pytest.mark.parametrize("path", FIXTURES, ids=lambda path: path.name)
-def test_each_format_trains_a_llama(path, tmp_path, monkeypatch, llama):
-    assert train(llama, path, tmp_path / "run", monkeypatch)["format"] == path.stem
+def test_each_format_trains_the_demo_model_and_a_llama(path, tmp_path, monkeypatch, llama):
+    for number, model in enumerate(("data/demo/model", llama)):
+        report = train(model, path, tmp_path / str(number), monkeypatch)
+        assert report["format"] == path.stem
+        assert report["used"] == report["rows"] - sum(map(len, report["dropped"].values()))

@@ -164,11 +164,6 @@ def test_a_mistake_in_a_flag_names_the_flag_and_not_the_file(flags):
     assert message.startswith("--learning_rate: 0.0 is out of range")
 
 
-@pytest.mark.parametrize("value", ["1_0", "\uff14"])  # which Python takes for 10 and 4
-def test_a_number_is_made_of_digits(value):
-    assert "is not a plain number" in refused(TINY, "--micro_batch_size", value)
-
-
 def test_accumulation_may_stand_in_both_sections_if_it_is_equal(monkeypatch):
     text = "training:\n  {}: 2\ndistributed:\n  {}: {}\n"
     name = "gradient_accumulation_steps"
