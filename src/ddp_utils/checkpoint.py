@@ -265,9 +265,9 @@ def check_place(flag, folder, needed=0):
 
 def read_json(path):
     try:
-        found = json.loads(path.read_text())
-        if isinstance(found, dict):
-            return found
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(content, dict):
+            return content
     except (OSError, ValueError):
         pass
     raise UserError(f"{path}: cannot be read; move {path.parent} away, or give another folder")

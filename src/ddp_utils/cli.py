@@ -38,19 +38,15 @@ def parse(config_class, argv=None, console=True, aliases=None, default=None, com
     """Read flags over the dataclass's defaults, or over `default`, an instance of it.
 
     command: the word between the program and its flags, if it has several. tyro prints its own
-    box and exits 2 on a wrong flag. `--local-rank`, which torch.distributed.launch and deepspeed
+    box and exits 2 on a wrong flag. `--local-rank=N`, which torch.distributed.launch and deepspeed
     append, is swallowed.
     """
     names = {key.replace("-", "_"): name for key, name in {**ALIASES, **(aliases or {})}.items()}
     command = f"{helping.typed()} {command}".rstrip()
     words = []
-    argv = list(sys.argv[1:] if argv is None else argv)
-    while argv:
-        word = argv.pop(0)
-        if word.replace("_", "-") == "--local-rank":
-            del argv[:1]
-        elif not word.replace("_", "-").startswith("--local-rank="):
-            name, equals, text = word.partition("=")
+    for word in sys.argv[1:] if argv is None else argv:
+        name, equals, text = word.partition("=")
+        if name.replace("-", "_") != "__local_rank":
             words.append(names.get(name.replace("-", "_"), name) + equals + text)
     if {"-h", "--help"} & {*words}:
         if console:
@@ -88,9 +84,8 @@ def check_type(name, hint, value):
     # NaN is not below what torch can hold, either
     fits = fits and not (isinstance(value, int | float) and not abs(value) < 2**63)
     if not fits or records.CONTROL.search(str(value)):
-        choices = f"a valid {getattr(hint, '__name__', hint)}"
-        if is_choice:
-            choices = " or ".join(map(repr, wanted))
+        valid = f"a valid {getattr(hint, '__name__', hint)}"
+        choices = " or ".join(map(repr, wanted)) if is_choice else valid
         raise UserError(f"{name}: {reprlib.repr(value):.100} is not {choices}")
 
 

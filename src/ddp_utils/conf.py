@@ -36,8 +36,8 @@ def from_text(config_class, text, path, places=None):
         hints = typing.get_type_hints(config_class).items()
         parts = [(key, part) for key, part in hints if dataclasses.is_dataclass(part)]
         sections = {name: key for key, part in parts for name in typing.get_type_hints(part)}
-        rest = reader.constructor, path, sections, places
-        return _fill(config_class, reader.compose(text), "", *rest)
+        node = reader.compose(text)
+        return _fill(config_class, node, "", reader.constructor, path, sections, places)
 
 
 @contextlib.contextmanager
@@ -45,7 +45,7 @@ def located(path, text):
     """Within it an error of the YAML in this text says where it is, in one line."""
     try:
         yield
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # no such day, too deep
         mark = getattr(error, "problem_mark", None)
         line = mark.line if mark else text.count("\n", 0, getattr(error, "position", 0))
         says = (getattr(error, "problem", None) or str(error)).splitlines()[0]
@@ -59,8 +59,7 @@ def _fill(config_class, node, prefix, constructor, path, sections, places):
         what = prefix.rstrip(".") or "the file"
         raise UserError(f"{path}:{line}: {what} must hold `name: value` lines")
     hints = typing.get_type_hints(config_class)
-    values = {}
-    seen = {}
+    values, seen = {}, {}
     for name, value in node.value:
         key = str(name.value)
         where = f"{path}:{name.start_mark.line + 1}: {prefix}"
@@ -76,10 +75,7 @@ def _fill(config_class, node, prefix, constructor, path, sections, places):
             rest = constructor, path, sections, places
             values[key] = _fill(hints[key], value, f"{prefix}{key}.", *rest)
             continue
-        try:
-            values[key] = constructor.construct_object(value, deep=True)
-        except ValueError as error:  # no such day, too many digits
-            raise UserError(f"{where}{key}: {str(error).partition(';')[0]}") from error
+        values[key] = constructor.construct_object(value, deep=True)
         if key.endswith("_kwargs") and isinstance(values[key], dict):
             values[key] = json.dumps(values[key], default=str)  # as it is on a command line
         places[prefix + key] = where + key

@@ -64,9 +64,7 @@ def unknown(record, shapes) -> UserError:
     """Says which fields a record has, and what it lacks to be of the nearest shape (its fields)."""
     names = [repr(key)[1:-1][:40] for key in record.data]
     known = sum(shapes, ())
-    meant = set()
-    for name in names:
-        meant.update(difflib.get_close_matches(name, known, n=1))
+    meant = set(sum((difflib.get_close_matches(name, known, n=1) for name in names), []))
     nearest = max(shapes, key=lambda fields: len(meant & set(fields)))
     missing = next(field for field in nearest if field not in record.data)
     nearest = f"nearest is {', '.join(nearest)}: {missing} is missing"
@@ -112,10 +110,7 @@ def example(record, name) -> Example:
 
 
 def _texts(record, field):
-    extra = optional(record, "input") if field == "instruction" else []
-    prompt = "\n".join([records.text(record, field), *extra])
-    system = system_of(record)
-    prompt = [*system, {"role": "user", "content": prompt}] if system else prompt
+    prompt = question(record, field, field == "instruction")
     return prompt, *(response(record, side) for side in SIDES)
 
 
@@ -208,6 +203,13 @@ def optional(record, field):
 
 def system_of(record):
     return [{"role": "system", "content": text} for text in optional(record, "system")]
+
+
+def question(record, field, has_input, history=()):
+    """The prompt of a field: a text, or messages where something stands before it."""
+    text = "\n".join([records.text(record, field), *(optional(record, "input") * has_input)])
+    before = [*system_of(record), *history]
+    return [*before, {"role": "user", "content": text}] if before else text
 
 
 def response(record, field):

@@ -10,7 +10,7 @@ import typing
 
 FIELD = re.compile(r"    (\w+): .*?(?:  # (.*))?")
 COMMENT = re.compile(r"    # (.*)")
-WIDTH = 36  # of the flags' column
+WIDTH = 34  # of the flags' column
 
 
 def text(config_class, default=None, command="") -> str:
@@ -24,18 +24,16 @@ def text(config_class, default=None, command="") -> str:
     if about.startswith(f"{config_class.__name__}("):  # what dataclass() writes itself
         about = inspect.getmodule(config_class).__doc__.strip()
     hints = typing.get_type_hints(config_class, include_extras=True)
+    comments = _comments(config_class)
     words = [name for name, hint in hints.items() if typing.get_origin(hint) is typing.Annotated]
     lines = [" ".join(["usage:", command or typed(), *words, "[settings]"]), "", about]
     lines += ["", "Each setting with its default; of several words the first one is it."]
-    shown_group = ""
-    settings = {field.name: field for field in dataclasses.fields(config_class)}
-    for name, (group, description) in _comments(config_class).items():
-        if group != shown_group:
+    for field in dataclasses.fields(config_class):
+        group, description = comments[field.name]
+        if group not in lines:
             lines += ["", group]
-            shown_group = group
-        value = getattr(default, name, settings[name].default)
-        left = f"  {_flag(name, hints[name], value)}"
-        lines.append(f"{left:<{WIDTH}}  {description}")
+        value = getattr(default, field.name, field.default)
+        lines.append(f"  {_flag(field.name, hints[field.name], value):<{WIDTH}}  {description}")
     return "\n".join(lines)
 
 

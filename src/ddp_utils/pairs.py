@@ -11,9 +11,7 @@ def read(path, encoder, limit=-1, on_bad_record="error"):
     Rows that cannot teach (equal sides, empty responses, prompts that differ) are dropped and
     counted; malformed ones raise UserError, or with "skip" are counted, too.
     """
-    name = None
-    seen = set()
-    unread = set()
+    name, seen, unread = None, set(), set()
 
     def make(record, row):
         nonlocal name
@@ -45,9 +43,7 @@ def collect(path, encoder, make, limit, on_bad_record):
 
     UserError if a row is malformed (with "skip" it is dropped), or if no row is usable.
     """
-    usable = []
-    dropped = collections.defaultdict(list)
-    first_error = None
+    usable, dropped, first_error = [], collections.defaultdict(list), None
     encoder.counts.clear()
     rows = records.read(path, limit, skip=True)  # what is no JSON is a record with an error
     for record in rows:

@@ -50,13 +50,6 @@ def read_metrics(folder):
     return lines
 
 
-def mean_of(folder, name, after, until):
-    """Mean over the pairs of some training steps: those above `after`, up to `until`."""
-    lines = [line for line in read_metrics(folder) if line["split"] == "train"]
-    lines = [line for line in lines if after < line["step"] <= until and name in line]
-    return sum(x[name] * x["count"] for x in lines) / sum(x["count"] for x in lines)
-
-
 def running_mean(values, window):
     """Mean of up to `window` values that end at each place."""
     return [
@@ -111,7 +104,6 @@ def _figures(runs, place, before=""):
         )
         for axis, (title, metrics) in zip(axes[0], panels, strict=True):
             for run, (name, lines) in enumerate(runs.items()):
-                name = name[-40:]
                 for turn, (metric, label) in enumerate(metrics.items()):
                     label = f"{name}, {label}" if several and len(metrics) > 1 else name or label
                     look = (f"C{run % 10}", "-:"[turn]) if several else (f"C{turn}", "-")

@@ -64,8 +64,8 @@ def text(record, field) -> str:
         raise UserError(f"{record.where}: {field} is missing; {hint}")
     value = record.data[field]
     if not isinstance(value, str) or not value.strip():
-        shortened = f"{reprlib.repr(value):.100}"
-        raise UserError(f"{record.where}: {field} is {shortened}; give a non-empty string")
+        hint = f"{reprlib.repr(value):.100}; give a non-empty string"
+        raise UserError(f"{record.where}: {field} is {hint}")
     if "\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value):
         raise UserError(f"{record.where}: {field} has a NUL or half a surrogate pair; remove it")
     return value

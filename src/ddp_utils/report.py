@@ -46,7 +46,7 @@ def _content(folder):
         "intervals": any(v.endswith("]") for part in numbers.values() for v in part.values()),
         "changed": _table({"here": {k: config.get(k) for k in defaults}, "default": defaults}),
         "settings": _table({"": {k: v for k, v in config.items() if k not in defaults}}),
-        "pictures": [_picture(path) for path in sorted(folder.glob("*.png"), key=_place)],
+        "pictures": list(map(_picture, sorted(folder.glob("*.png"), key=_place))),
         "examples": {split: rows for split, rows in examples.items() if isinstance(rows, list)},
         "shown": SHOWN,
         "data": _table(data),
@@ -97,8 +97,7 @@ def _rank(name, order):
 
 
 def _place(path):
-    """The wider pictures last."""
-    return len(plots.FIGURES.get(path.name, "")), _rank(path.name, plots.FIGURES), path.name
+    return _rank(path.name, plots.FIGURES), path.name
 
 
 def _printable(value):

@@ -81,9 +81,7 @@ def read(path, encoder, kind="auto", fields=(), limit=-1, on_bad_record="error")
     if [bool(name) for name in fields] != [True] * (2 if kind == "custom" else 0):
         given = f"given: {', '.join(map(repr, fields)) or 'none':.100}"
         raise UserError(f"{path}: {NAMES} belong to the format custom, which needs both; {given}")
-    shape = None
-    seen = set()
-    unread = set()
+    shape, seen, unread = None, set(), set()
 
     def make(record, row):
         nonlocal shape
@@ -127,7 +125,9 @@ def example(record, kind, fields):
     if kind == "preference":
         prompt, reply, _ = formats.FORMATS[fields[0]](record)
     elif len(fields) == 2:
-        prompt, reply = _single(record, kind, *fields)
+        history = _history(record) if kind == "alpaca" else []
+        prompt = formats.question(record, fields[0], kind == "alpaca", history)
+        reply = formats.response(record, fields[1])
     else:
         turns = formats.system_of(record) + formats.turns_of(record, *fields)
         turns = formats.in_order(record, *fields, turns, "assistant")
@@ -140,18 +140,6 @@ def example(record, kind, fields):
     if not reply.strip():
         raise formats.Unusable("empty response")
     return prompt, reply
-
-
-def _single(record, kind, question, answer):
-    """One question and its answer, and what the row says before them."""
-    before = formats.system_of(record)
-    extra = []
-    if kind == "alpaca":
-        before += _history(record)
-        extra = formats.optional(record, "input")
-    prompt = "\n".join([records.text(record, question), *extra])
-    prompt = [*before, {"role": "user", "content": prompt}] if before else prompt
-    return prompt, formats.response(record, answer)
 
 
 def _history(record):

@@ -549,7 +549,7 @@ def test_the_value_of_a_variable_may_be_anything(command, start, here):
 
 def test_what_is_swallowed_is_not_written_into_the_script(start, here):
     """--local-rank is read and forgotten, but the command stands in a comment."""
-    make("slurm --modules --conda_env=", "--local-rank", "x\ntouch PWN6 #")
+    make("slurm --modules --conda_env=", "--local-rank=x\ntouch PWN6 #")
     start("scripts/slurm_job.sh")
     assert not list(here.parent.rglob("PWN?"))
 
@@ -586,7 +586,7 @@ def test_a_folder_and_a_project_of_any_name_are_quoted(start, monkeypatch, tmp_p
         ("launcher --use_deepspeed --use_fsdp", "--use_fsdp: --use_deepspeed is given too"),
         ("launcher --use_fsdp", "--use_fsdp: config.yaml does not say so; write use_fsdp: true"),
         ("launcher --config no.yaml", "no.yaml: no such file"),
-        ("pbs --config ''", "'': not a path"),
+        ("pbs --config ''", "'': no such file; looked in"),
         ("launcher --num_nodes 0", "--num_nodes: 0 is out of range; give a value above 0"),
         ("launcher --node_rank 1", "--node_rank: 1 of 1 nodes; give 0 to 0"),
         ("launcher --num_nodes 2", "--master_addr: several nodes need a place to meet; give"),
@@ -598,7 +598,7 @@ def test_a_folder_and_a_project_of_any_name_are_quoted(start, monkeypatch, tmp_p
         ("slurm --env A=hf_abcdefghijklmnopqrstuvwxyz", "--env: A looks like a secret"),
         ("slurm --partition 'a b'", "--partition: 'a b' cannot stand in a job script; use letters"),
         ("fsdp --output .", "--output: . is not a regular file; give another name"),
-        ("fsdp --output config.yaml/x.json", "--output: config.yaml/x.json: File exists; give"),
+        ("fsdp --output config.yaml/x.json", "--output: config.yaml/x.json: Not a directory; give"),
         ("fsdp --output config.yaml", "--output: config.yaml holds what this program did not"),
         ("ds_config", "COMMAND: 'ds_config' is not known; give one of deepspeed, fsdp, launcher"),
     ],
@@ -679,7 +679,7 @@ def test_deepspeed_settings_that_cannot_be_are_refused():
         Path("config/ds_config.json").write_text(text)
         assert refused("launcher --use_deepspeed").startswith("config/ds_config.json:")
     Path("config/ds_config.json").write_text('{\n"stage": 1,\n}')
-    assert refused("launcher --use_deepspeed").startswith("config/ds_config.json:3: ")
+    assert refused("launcher --use_deepspeed").startswith("config/ds_config.json:3:1: not JSON")
 
 
 # --- the file ------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def test_numbers_settings_data_and_examples_are_shown(tmp_path):
     assert ["prompt", "why?"] in rows and "the other 3 settings" in text
     pictures = [attributes["alt"] for tag, attributes in found.tags if tag == "img"]
     assert [alt.partition(";")[0] for alt in pictures] == [
-        *("curves: returns", "curves: loss", "curves: rewards, margins")  # wide ones last
+        *("curves: loss", "curves: rewards, margins", "curves: returns")
     ]
 
 

@@ -95,7 +95,6 @@ def refused(module, content):
         ("null", "j.json:1: give an object"),
         ("[" * 9999, "j.json:1: not JSON"),
         ('{"bf16": NaN}', "j.json:1: not JSON: NaN"),
-        ('{"bf16": 1e999}', "j.json:1: not JSON: 1e999"),
         ('{"bf16": {}, "bf16": {}}', "j.json:1: not JSON: field 'bf16' stands twice"),
         ('{"a\\nb": 1}', "j.json:1: 'a\\nb' is not a setting; known: "),
     ],
