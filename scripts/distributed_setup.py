@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "src"))  # nothing is 
 from setup_jobs import Launcher, Pbs, Slurm, launcher, pbs, slurm
 from setup_settings import DeepSpeed, Fsdp, deepspeed, fsdp, refuse
 
-from ddp_utils import UserError, cli, dist, records
+from ddp_utils import UserError, checkpoint, cli, dist, records
 
 MARK = "# Written by scripts/distributed_setup.py"  # a script without it is someone else's
 COMMANDS = {  # flags, maker, the guide's name, what to do with the file
@@ -36,7 +36,6 @@ COMMANDS = {  # flags, maker, the guide's name, what to do with the file
 def write(path, text, is_script, force):
     """Put a whole file in its place; what someone else wrote there stays, unless forced."""
     file, where = Path(os.path.expanduser(path)), f"--output: {path[:80]}"
-    temporary = file.parent / f".distributed_setup.{os.getpid()}"
     try:
         there = os.path.lexists(file)
         refuse(there and not file.is_file(), f"{where} is not a regular file; give another name")
@@ -44,13 +43,9 @@ def write(path, text, is_script, force):
         ours = MARK.encode() in held[:200] if is_script else held[:1] == b"{"
         says = "holds what this program did not write; give another name, or --force"
         refuse(held and not ours, f"{where} {says}")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with checkpoint.replacing(file) as temporary:  # a reader never sees half a file
             temporary.write_bytes(os.fsencode(text))
             temporary.chmod(0o755 if is_script else 0o644)
-            os.replace(temporary, file)  # a reader never sees half a file
-        finally:
-            temporary.unlink(missing_ok=True)
     except OSError as error:
         wrong = UserError(f"{where}: {error.strerror}; give another name")
         raise dist.write_error(error) or wrong from error

@@ -1,12 +1,11 @@
 """What the YAML file of src/train.py says, and the JSON of DeepSpeed and FSDP that goes with it."""
 
-import json
 from dataclasses import dataclass
 from typing import Literal
 
 from ruamel import yaml
 
-from ddp_utils import UserError, cli, records
+from ddp_utils import UserError, cli, conf, records
 
 
 @dataclass
@@ -54,17 +53,13 @@ def refuse(wrong, says):
 
 def read(path):
     """A JSON or YAML file as plain data; src/train.py checks what it holds."""
-    text = records.content(path, most=2**17).decode()
-    load = json.loads if path.endswith(".json") else yaml.YAML(typ="safe", pure=True).load
-    try:
-        found = load(text) or {}
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        line = mark.line + 1 if mark else getattr(error, "lineno", 1)
-        says = (getattr(error, "problem", None) or str(error)).splitlines()[0]
-        raise UserError(f"{path}:{line}: {says:.200}") from error
-    refuse(not isinstance(found, dict), f"{path}:1: the file must hold names and values")
-    return found
+    if path.endswith(".json"):
+        return conf.from_json(path)
+    text = records.content(path).decode()
+    with conf.located(path, text):
+        values = yaml.YAML(typ="safe", pure=True).load(text) or {}
+    refuse(not isinstance(values, dict), f"{path}:1: the file must hold names and values")
+    return values
 
 
 def setting(found, path, name):

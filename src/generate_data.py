@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 import shutil
 import sys
 import time
@@ -153,9 +152,7 @@ class Parts:
                     )
                 self.groups.append(group["replies"])
                 kept += line + "\n"
-        temporary = self.file.with_suffix(".tmp")
-        temporary.write_text(kept)
-        os.replace(temporary, self.file)
+        checkpoint.write_text(self.file, kept)
         return len(self.groups)
 
     def add(self, replies):
@@ -218,12 +215,10 @@ def write(config, x0, questions, parts, tokenizer, ends):
     told = [f"{short} replies below --min_sequence_length left out"] * (short > 0)
     # the training file last: check_files() looks at its mark
     for path, rows in ((config.val_out_file, lines[True]), (config.traj_out_file, lines[False])):
-        temporary = Path(f"{path}.tmp")
-        temporary.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text("".join(rows))
-        if Path(path).exists():  # of other settings, or someone else's
-            told.append(f"{path} was there: moved to {resume.aside(Path(path))}")
-        os.replace(temporary, path)
+        with checkpoint.replacing(path) as file:
+            file.write_text("".join(rows))
+            if Path(path).exists():  # of other settings, or someone else's
+                told.append(f"{path} was there: moved to {resume.aside(Path(path))}")
         told.append(f"{len(rows)} replies -> {path}")
     parts.close()
     return told

@@ -8,7 +8,6 @@ history_goal [H], meta (JSON). Guide: docs/algorithm_distillation.md.
 """
 
 import json
-import os
 import sys
 import time
 from dataclasses import dataclass, fields
@@ -46,12 +45,8 @@ def collect(config, path):
     state, action, reward = sources.histories(config.alg, room, goals, *size, seed, rate)
     arrays = {"state": state, "action": action, "reward": reward, "goal": goals}
     arrays["history_goal"] = np.repeat(goals, config.n_stream)
-    temporary = path.with_name(f".tmp-{path.name}")  # a folder
-    with checkpoint.writing(path, temporary):
-        temporary.mkdir(parents=True)
-        np.savez(temporary / "all.npz", **arrays, meta=np.array(json.dumps(meta_of(config))))
-        os.replace(temporary / "all.npz", path)
-    temporary.rmdir()
+    with checkpoint.replacing(path) as file, open(file, "wb") as stream:
+        np.savez(stream, **arrays, meta=np.array(json.dumps(meta_of(config))))
     episodes = reward.reshape(len(reward), -1, room.horizon).sum(-1)
     return episodes.mean(0)
 

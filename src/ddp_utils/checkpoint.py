@@ -81,7 +81,8 @@ def writing(target, temporary, fresh=True):
     """
     if fresh:
         shutil.rmtree(temporary, ignore_errors=True)
-    if temporary.is_symlink():  # rmtree leaves it, and what is written would go where it leads
+    # rmtree leaves a link, and what is written would go where it leads
+    if temporary.is_symlink() or temporary.is_file():
         temporary.unlink()
     try:
         yield
@@ -94,6 +95,22 @@ def writing(target, temporary, fresh=True):
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+@contextlib.contextmanager
+def replacing(file):
+    """Give a path to write to; what is there at the end replaces `file`, whole or not at all.
+
+    It is in a folder of its own, so that nothing is written where a planted link leads.
+    """
+    file = Path(file)
+    temporary = file.with_name(f".tmp-{file.name}")
+    with writing(file, temporary):
+        temporary.mkdir(parents=True)
+        yield temporary / file.name
+        _fsync(temporary / file.name)
+        os.replace(temporary / file.name, file)
+        temporary.rmdir()
 
 
 def path(folder, step) -> Path:
@@ -112,10 +129,8 @@ def write_manifest(folder, content):
 
 def write_text(file, text):
     """Write a file that readers never see half of, and that is on the disk afterwards."""
-    temporary = file.with_name(f".tmp-{file.name}")
-    temporary.write_text(text, encoding="utf-8")
-    _fsync(temporary)
-    os.replace(temporary, file)
+    with replacing(file) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def read_manifest(folder) -> dict:
@@ -250,9 +265,9 @@ def check_place(flag, folder, needed=0):
 
 def read_json(path):
     try:
-        found = json.loads(path.read_text())
-        if isinstance(found, dict):
-            return found
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(content, dict):
+            return content
     except (OSError, ValueError):
         pass
     raise UserError(f"{path}: cannot be read; move {path.parent} away, or give another folder")

@@ -3,7 +3,6 @@
 import contextlib
 import difflib
 import io
-import itertools
 import os
 import re
 import reprlib
@@ -39,30 +38,21 @@ def parse(config_class, argv=None, console=True, aliases=None, default=None, com
     """Read flags over the dataclass's defaults, or over `default`, an instance of it.
 
     command: the word between the program and its flags, if it has several. tyro prints its own
-    box and exits 2 on a wrong flag. `--local-rank`, which torch.distributed.launch and deepspeed
+    box and exits 2 on a wrong flag. `--local-rank=N`, which torch.distributed.launch and deepspeed
     append, is swallowed.
     """
     names = {key.replace("-", "_"): name for key, name in {**ALIASES, **(aliases or {})}.items()}
     command = f"{helping.typed()} {command}".rstrip()
-    words, argv = [], list(sys.argv[1:] if argv is None else argv)
-    while argv:
-        word = argv.pop(0)
-        if word.replace("_", "-") == "--local-rank":
-            del argv[:1]
-        elif not word.replace("_", "-").startswith("--local-rank="):
-            name, equals, text = word.partition("=")
+    words = []
+    for word in sys.argv[1:] if argv is None else argv:
+        name, equals, text = word.partition("=")
+        if name.replace("-", "_") != "__local_rank":
             words.append(names.get(name.replace("-", "_"), name) + equals + text)
     if {"-h", "--help"} & {*words}:
         if console:
             with contextlib.suppress(BrokenPipeError):  # | head
                 print(helping.text(config_class, default, command))
         raise SystemExit(0)
-    hints = typing.get_type_hints(config_class)
-    # --name text and --name=text alike
-    for flag, text in itertools.pairwise("\0".join([*words, ""]).replace("=", "\0").split("\0")):
-        number = hints.get(flag[2:].replace("-", "_")) in (int, float, int | None, float | None)
-        if number and ("_" in text or not text.isascii()):  # which Python reads: 1_000
-            raise UserError(f"{flag}: {reprlib.repr(text)} is not a plain number; use digits 0-9")
     # tyro 1.0 prints its "Value error" even if it must not
     stderr = contextlib.redirect_stderr(sys.stderr if console else io.StringIO())
     with warnings.catch_warnings(), stderr:
@@ -95,8 +85,8 @@ def check_type(name, hint, value):
     # NaN is not below what torch can hold, either
     fits = fits and not (isinstance(value, int | float) and not abs(value) < 2**63)
     if not fits or records.CONTROL.search(str(value)):
-        choices, name_of = " or ".join(map(repr, wanted)), getattr(hint, "__name__", str(hint))
-        choices = choices if is_choice else f"a valid {name_of}"
+        valid = f"a valid {getattr(hint, '__name__', hint)}"
+        choices = " or ".join(map(repr, wanted)) if is_choice else valid
         raise UserError(f"{name}: {reprlib.repr(value):.100} is not {choices}")
 
 

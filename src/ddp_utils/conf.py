@@ -1,5 +1,6 @@
 """Settings files: YAML into a dataclass, JSON into a dictionary, strictly and into plain data."""
 
+import contextlib
 import dataclasses
 import json
 import typing
@@ -15,13 +16,14 @@ def from_yaml(config_class, path, places=None):
     places: a dict that gets `section.name` -> `path:line: section.name` of what the file says.
     Raises UserError with file and line for an unknown or double key, a wrong type, an alias or tag.
     """
-    return from_text(config_class, records.content(path, most=2**17).decode(), path, places)
+    return from_text(config_class, records.content(path).decode(), path, places)
 
 
 def from_text(config_class, text, path, places=None):
     """The same of a text; path: what errors call it."""
-    reader, depth = yaml.YAML(typ="safe", pure=True), 0
-    try:
+    reader = yaml.YAML(typ="safe", pure=True)
+    depth = 0
+    with located(path, text):
         for event in reader.parse(text):
             depth += isinstance(event, yaml.CollectionStartEvent)
             depth -= isinstance(event, yaml.CollectionEndEvent)
@@ -34,26 +36,36 @@ def from_text(config_class, text, path, places=None):
         hints = typing.get_type_hints(config_class).items()
         parts = [(key, part) for key, part in hints if dataclasses.is_dataclass(part)]
         sections = {name: key for key, part in parts for name in typing.get_type_hints(part)}
-        rest = reader.constructor, path, sections, places
-        return _fill(config_class, reader.compose(text), "", *rest)
-    except yaml.YAMLError as error:
-        mark, says = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        node = reader.compose(text)
+        return _fill(config_class, node, "", reader.constructor, path, sections, places)
+
+
+@contextlib.contextmanager
+def located(path, text):
+    """Within it an error of the YAML in this text says where it is, in one line."""
+    try:
+        yield
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # no such day, too deep
+        mark = getattr(error, "problem_mark", None)
         line = mark.line if mark else text.count("\n", 0, getattr(error, "position", 0))
-        says = (says or str(error)).splitlines()[0]
+        says = (getattr(error, "problem", None) or str(error)).splitlines()[0]
         raise UserError(f"{path}:{line + 1}: {says:.200}") from error
 
 
 def _fill(config_class, node, prefix, constructor, path, sections, places):
     """sections: setting -> where it belongs, for one that stands elsewhere."""
     if not isinstance(node, yaml.MappingNode):
-        line, what = node.start_mark.line + 1 if node else 1, prefix.rstrip(".") or "the file"
+        line = node.start_mark.line + 1 if node else 1
+        what = prefix.rstrip(".") or "the file"
         raise UserError(f"{path}:{line}: {what} must hold `name: value` lines")
-    hints, values, seen = typing.get_type_hints(config_class), {}, {}
+    hints = typing.get_type_hints(config_class)
+    values, seen = {}, {}
     for name, value in node.value:
-        key, where = str(name.value), f"{path}:{name.start_mark.line + 1}: {prefix}"
+        key = str(name.value)
+        where = f"{path}:{name.start_mark.line + 1}: {prefix}"
         if key not in hints:
-            if section := sections.get(key):
-                raise UserError(f"{where}{key} is no setting here; it belongs to {section}")
+            if key in sections:
+                raise UserError(f"{where}{key} is no setting here; it belongs to {sections[key]}")
             raise UserError(where + cli.unknown(key, list(hints)))
         if seen.setdefault(key, name) is not name:
             first = seen[key].start_mark.line + 1
@@ -69,8 +81,6 @@ def _fill(config_class, node, prefix, constructor, path, sections, places):
             raise UserError(f"{where}{key}: {str(error).partition(';')[0]}") from error
         if key.endswith("_kwargs") and isinstance(values[key], dict):
             values[key] = json.dumps(values[key], default=str)  # as it is on a command line
-        if type(values[key]) in (int, float) and "_" in value.value:
-            values[key] = value.value  # a number in YAML 1.1 only
         places[prefix + key] = where + key
         cli.check_type(where + key, hints[key], values[key])
     return config_class(**values)
@@ -78,15 +88,16 @@ def _fill(config_class, node, prefix, constructor, path, sections, places):
 
 def from_json(path) -> dict:
     """The object that a JSON file holds; UserError as for records, doubles and NaN included."""
-    found = records.decoded(path, 1, records.content(path, most=2**17))
-    if not isinstance(found, dict):
+    settings = records.decoded(path, 1, records.content(path))
+    if not isinstance(settings, dict):
         raise UserError(f"{path}:1: give an object, {{...}}")
-    return found
+    return settings
 
 
 def line_of(name, path) -> str:
     """`path:line` of a key in a JSON file; with dots one key inside others."""
-    text, at = records.content(path).decode(), 0
+    text = records.content(path).decode()
+    at = 0
     for key in name.split("."):
         at = max(at, text.find(f'"{key}"', at))
     return f"{path}:{1 + text.count(chr(10), 0, at)}"

@@ -90,13 +90,13 @@ class Encoder:
         self.end, self.behind, self.rewrites = tokenizer.eos_token_id, "", False
         if self.templated:
             self._try_template()
-        self.counts = collections.defaultdict(list)  # what was met -> rows, for the report
+        self.counts = collections.defaultdict(list)  # what was mended -> rows
 
     @property
     def ends(self):
         """Token ids at which a sampled reply is over."""
-        found = {self.end, self.tokenizer.eos_token_id} - {None}
-        return sorted(found, key=lambda token: token != self.end)
+        ends = {self.end, self.tokenizer.eos_token_id} - {None}
+        return sorted(ends, key=lambda token: token != self.end)
 
     def render(self, messages, **options):
         """The template's text; one without a system role gets it in front of the first turn."""
@@ -112,12 +112,13 @@ class Encoder:
 
     def _arguments(self, text):
         """The object in a JSON text; UserError for a name that the template does not mention."""
-        flag, source = "--chat_template_kwargs", str(self.tokenizer.chat_template)
+        flag = "--chat_template_kwargs"
         mend = 'give an object, such as {"enable_thinking": false}'
         given = records.decoded(flag, 1, text.encode(), f"; {mend}")
         if not isinstance(given, dict):
             raise UserError(f"{flag}: {mend}")
-        known = {*re.findall(r"\w+", source)} - {"messages", "add_generation_prompt"}
+        known = {*re.findall(r"\w+", str(self.tokenizer.chat_template))}
+        known -= {"messages", "add_generation_prompt"}
         for name in given.keys() - (known if self.templated else set()):
             raise UserError(f"{flag}: no chat template takes {records.shown(name)}; leave it out")
         return given
@@ -129,7 +130,8 @@ class Encoder:
         thought, or takes the reply's thought apart.
         """
         mark = "@@@"
-        question, reply = {"role": "user", "content": "u"}, {"role": "assistant", "content": mark}
+        question = {"role": "user", "content": "u"}
+        reply = {"role": "assistant", "content": mark}
         self.behind = self.render([question, reply]).rsplit(mark, 1)[-1]
         special = set(self.tokenizer.all_special_ids) | set(self.tokenizer.added_tokens_decoder)
         ids = self.tokenizer(self.behind, add_special_tokens=False).input_ids
@@ -185,7 +187,8 @@ class Encoder:
             )
         if seam < len(whole[0]):
             self.counts["merged at the seam"].append(row)
-        head, sides = whole[0][:seam], [self.ended(ids[seam:], row) for ids in whole[1:]]
+        head = whole[0][:seam]
+        sides = [self.ended(ids[seam:], row) for ids in whole[1:]]
         parts = self.cut(head, *sides)
         if sum(map(len, parts)) < len(head) + sum(map(len, sides)):
             self.counts["truncated"].append(row)
@@ -195,7 +198,8 @@ class Encoder:
         """Exactly one end token, if there is one, and it is trained."""
         ends = 0
         while response and response[-1] in self.ends:
-            response, ends = response[:-1], ends + 1
+            response = response[:-1]
+            ends += 1
         if ends and row not in self.counts["end token in the text"][-1:]:
             self.counts["end token in the text"].append(row)
         return response if self.end is None else [*response, self.end]

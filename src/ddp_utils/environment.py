@@ -25,10 +25,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def describe(config, world) -> dict:
     """What one needs to run it again."""
-    git, commit = shutil.which("git"), ""
-    if git:
-        command = [git, "-C", str(records.ROOT), "rev-parse", "HEAD"]
-        commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    git = shutil.which("git")
+    command = [git, "-C", str(records.ROOT), "rev-parse", "HEAD"]
+    commit = git and subprocess.run(command, capture_output=True, text=True).stdout.strip()
     fields = {field.name: field.default for field in dataclasses.fields(config)}
     changed = {name: value for name, value in fields.items() if getattr(config, name) != value}
     return {

@@ -62,12 +62,13 @@ def find_format(record) -> str:
 
 def unknown(record, shapes) -> UserError:
     """Says which fields a record has, and what it lacks to be of the nearest shape (its fields)."""
-    found, known = [repr(key)[1:-1][:40] for key in record.data], sum(shapes, ())
-    meant = {name for key in found for name in difflib.get_close_matches(key, known, n=1)}
+    names = [repr(key)[1:-1][:40] for key in record.data]
+    known = sum(shapes, ())
+    meant = set(sum((difflib.get_close_matches(name, known, n=1) for name in names), []))
     nearest = max(shapes, key=lambda fields: len(meant & set(fields)))
     missing = next(field for field in nearest if field not in record.data)
     nearest = f"nearest is {', '.join(nearest)}: {missing} is missing"
-    return UserError(f"{record.where}: fields found: {', '.join(found) or '-':.200}; {nearest}")
+    return UserError(f"{record.where}: fields found: {', '.join(names) or '-':.200}; {nearest}")
 
 
 def unread(record, name) -> set:
@@ -79,7 +80,8 @@ def unread(record, name) -> set:
 
 def unread_paths(record, fields) -> set:
     """The dotted paths to what is neither in these fields nor in their messages, at any depth."""
-    found, waiting = set(), [((), record.data)]
+    unread = set()
+    waiting = [((), record.data)]
     while waiting:
         path, value = waiting.pop()
         if isinstance(value, dict):
@@ -89,8 +91,8 @@ def unread_paths(record, fields) -> set:
         elif value not in (None, ""):  # which tables write where there is nothing
             inside = tuple(key for key in path[1:] if key not in ("[]", "messages"))
             if path[0] not in {*fields, *WEIGHTS} or inside not in READ_INSIDE:
-                found.add(".".join(path).replace(".[]", "[]"))
-    return found
+                unread.add(".".join(path).replace(".[]", "[]"))
+    return unread
 
 
 def example(record, name) -> Example:
@@ -108,15 +110,14 @@ def example(record, name) -> Example:
 
 
 def _texts(record, field):
-    extra = optional(record, "input") if field == "instruction" else []
-    prompt, system = "\n".join([records.text(record, field), *extra]), system_of(record)
-    prompt = [*system, {"role": "user", "content": prompt}] if system else prompt
+    prompt = question(record, field, field == "instruction")
     return prompt, *(response(record, side) for side in SIDES)
 
 
 def _chat(record, field="prompt", sides=SIDES):
     """A side that begins with the assistant continues the prompt; any other has it in itself."""
-    prompt, system = record.data.get(field), system_of(record)
+    prompt = record.data.get(field)
+    system = system_of(record)
     given = system
     if isinstance(prompt, list) or field != "prompt":
         given = in_order(record, field, system + turns_of(record, field), "user")
@@ -149,7 +150,7 @@ def _transcript(record):
         turns = TURN.findall(text)
         if turns[-1][0] == "Human":  # they differ in a human's turn, or were cut before the answer
             raise Unusable("prompts differ")
-        data[side] = [{"role": ROLES[who.lower()], "content": said.strip()} for who, said in turns]
+        data[side] = [{"role": ROLES[who.lower()], "content": what.strip()} for who, what in turns]
     if data["chosen"][:-1] != data["rejected"][:-1]:
         raise Unusable("prompts differ")
     pairs = itertools.pairwise(data["chosen"])  # their last turns are both the assistant's
@@ -204,6 +205,13 @@ def system_of(record):
     return [{"role": "system", "content": text} for text in optional(record, "system")]
 
 
+def question(record, field, has_input, history=()):
+    """The prompt of a field: a text, or messages where something stands before it."""
+    text = "\n".join([records.text(record, field), *(optional(record, "input") * has_input)])
+    before = [*system_of(record), *history]
+    return [*before, {"role": "user", "content": text}] if before else text
+
+
 def response(record, field):
     """A text that may be empty: such a row is counted, not refused."""
     value = record.data.get(field)
@@ -223,7 +231,8 @@ def turns_of(record, field):
         path = f"{field}[{number}]" if value is record.data[field] else field
         text_only(record, path, turn, weights=(None, 0, 1))
         who, what = ("from", "value") if "from" in turn else ("role", "content")
-        role, content = ROLES.get(str(turn.get(who))), turn.get(what)
+        role = ROLES.get(str(turn.get(who)))
+        content = turn.get(what)
         if not role:
             raise error(record, f"{path}.{who}", turn.get(who), "give system, user or assistant")
         if not isinstance(content, str):

@@ -10,48 +10,50 @@ import typing
 
 FIELD = re.compile(r"    (\w+): .*?(?:  # (.*))?")
 COMMENT = re.compile(r"    # (.*)")
-WIDTH = 36  # of the flags' column
+WIDTH = 34  # of the flags' column
 
 
 def text(config_class, default=None, command="") -> str:
     """Usage, what the class or its module says of itself, and the settings in their groups.
 
     A comment line above fields names their group; the one behind a field, or above one that has
-    none behind it, is its help. Defaults are those of `default`, an instance, where it is given.
+    none behind it, is its help. Of a field that is defined twice the first definition is shown.
+    Defaults are those of `default`, an instance, where it is given.
     """
-    said, groups = _comments(config_class)
     about = inspect.getdoc(config_class)
     if about.startswith(f"{config_class.__name__}("):  # what dataclass() writes itself
         about = inspect.getmodule(config_class).__doc__.strip()
-    hints, group = typing.get_type_hints(config_class, include_extras=True), None
+    hints = typing.get_type_hints(config_class, include_extras=True)
+    comments = _comments(config_class)
     words = [name for name, hint in hints.items() if typing.get_origin(hint) is typing.Annotated]
     lines = [" ".join(["usage:", command or typed(), *words, "[settings]"]), "", about]
     lines += ["", "Each setting with its default; of several words the first one is it."]
     for field in dataclasses.fields(config_class):
-        if groups[field.name] != group:
-            group = groups[field.name]
+        group, description = comments[field.name]
+        if group not in lines:
             lines += ["", group]
         value = getattr(default, field.name, field.default)
-        left = f"  {_flag(field.name, hints[field.name], value)}"
-        lines.append(f"{left:<{WIDTH}}  {said[field.name]}")
+        lines.append(f"  {_flag(field.name, hints[field.name], value):<{WIDTH}}  {description}")
     return "\n".join(lines)
 
 
 def _comments(config_class):
-    """Field -> its help, field -> its group; of a field that is defined twice the first one's."""
-    said, groups = {}, {}
+    """Setting -> its group and its help, in the order of the source."""
+    comments = {}
     for part in reversed(config_class.__mro__[:-1]):
-        group, above = "settings", ""
+        group = "settings"
+        above = ""
         for line in inspect.getsource(part).splitlines():
-            if comment := COMMENT.fullmatch(line):
+            comment = COMMENT.fullmatch(line)
+            field = FIELD.fullmatch(line)
+            if comment:
                 above = comment[1]
-            elif field := FIELD.fullmatch(line):
+            elif field:
                 name, behind = field.groups()
                 group = above if above and behind else group
-                said.setdefault(name, behind or above)
-                groups.setdefault(name, group)
+                comments.setdefault(name, (group, behind or above))
                 above = ""
-    return said, groups
+    return comments
 
 
 def _flag(name, hint, value) -> str:

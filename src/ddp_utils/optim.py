@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_utils import UserError
+from ddp_utils import UserError, dist
 
 HOOKS = {  # how gradients travel under DDP
     "fp32": None,
@@ -101,6 +101,8 @@ class Policy:
 
     trained: False for that of a reference model, which is only placed.
     """
+
+    is_sharded = False
 
     def __init__(self, scorer, world, strategy, trained=True):
         self.scorer = scorer
@@ -193,7 +195,14 @@ class Policy:
 
     def full_weights(self):
         """Name -> whole weight of all that is trained, on rank 0; None if the model has them."""
-        return None
+        if not self.is_sharded:
+            return None
+        weights = {}
+        for name, parameter in self.trainable().items():
+            weight = self.full_parameter(parameter)  # all ranks take part
+            if dist.is_first():
+                weights[name] = weight.cpu()
+        return weights
 
     # --- state: names are the model's own --------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Preference files -> token ids of each pair, and a report of what was met."""
+"""Preference files -> token ids of each pair, and a report of what is in them."""
 
 import collections
 
@@ -34,8 +34,8 @@ def read(path, encoder, limit=-1, on_bad_record="error"):
     sides = ("prompt", "chosen", "rejected")
     lengths = {side: [len(getattr(pair, side)) for pair in pairs] for side in sides}
     longer = sum(len(pair.chosen) > len(pair.rejected) for pair in pairs)
-    found = report(path, name, encoder, counted, unread, lengths)
-    return pairs, {**found, "chosen_is_longer": round(longer / len(pairs), 3)}
+    facts = report(path, name, encoder, counted, unread, lengths)
+    return pairs, {**facts, "chosen_is_longer": round(longer / len(pairs), 3)}
 
 
 def collect(path, encoder, make, limit, on_bad_record):
@@ -43,7 +43,7 @@ def collect(path, encoder, make, limit, on_bad_record):
 
     UserError if a row is malformed (with "skip" it is dropped), or if no row is usable.
     """
-    found, dropped, first_error = [], collections.defaultdict(list), None
+    usable, dropped, first_error = [], collections.defaultdict(list), None
     encoder.counts.clear()
     rows = records.read(path, limit, skip=True)  # what is no JSON is a record with an error
     for record in rows:
@@ -51,7 +51,7 @@ def collect(path, encoder, make, limit, on_bad_record):
         try:
             if isinstance(record.data, UserError):
                 raise record.data
-            found.append(make(record, row))
+            usable.append(make(record, row))
         except formats.Unusable as reason:
             dropped[str(reason)].append(row)
         except UserError as error:
@@ -59,11 +59,11 @@ def collect(path, encoder, make, limit, on_bad_record):
             dropped["malformed"].append(row)
     if first_error and on_bad_record == "error":
         mend = f", or skip {len(dropped['malformed'])} of {len(rows)} rows: --on_bad_record skip"
-        raise UserError(f"{first_error}{mend if found else ''}") from first_error
-    if not found:
-        reasons = ", ".join(f"{len(found)} {reason}" for reason, found in dropped.items())
+        raise UserError(f"{first_error}{mend if usable else ''}") from first_error
+    if not usable:
+        reasons = ", ".join(f"{len(bad)} {reason}" for reason, bad in dropped.items())
         raise UserError(f"{path}: 0 usable rows of {len(rows)}: {reasons}")
-    return found, {"rows": len(rows), "used": len(found), "dropped": dict(dropped)}
+    return usable, {"rows": len(rows), "used": len(usable), "dropped": dict(dropped)}
 
 
 def report(path, name, encoder, counted, unread, lengths):
@@ -86,8 +86,9 @@ def describe(split, report):
     """The report of one file as one line."""
     tokens = ", ".join(f"{mean:g} {part}" for part, mean in report["mean_tokens"].items())
     line = f"{split}: {report['rows']} rows of {report['format']}, {report['used']} used"
-    if parts := report.get("split"):
-        line += f", split into {', '.join(f'{rows} {name}' for name, rows in parts.items())}"
+    if "split" in report:
+        parts = [f"{rows} {name}" for name, rows in report["split"].items()]
+        line += f", split into {', '.join(parts)}"
     notes = [line, f"tokens {tokens}"]
     if "chosen_is_longer" in report:
         notes += [f"chosen longer in {report['chosen_is_longer']:.0%}"]

@@ -5,6 +5,7 @@ python -m ddp_utils.plots results/dpo results/dpo.1    # compare: compare_*.png 
 """
 
 import contextlib
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,13 +50,6 @@ def read_metrics(folder):
     return lines
 
 
-def mean_of(folder, name, after, until):
-    """Mean over the pairs of some training steps: those above `after`, up to `until`."""
-    lines = [line for line in read_metrics(folder) if line["split"] == "train"]
-    lines = [line for line in lines if after < line["step"] <= until and name in line]
-    return sum(x[name] * x["count"] for x in lines) / sum(x["count"] for x in lines)
-
-
 def running_mean(values, window):
     """Mean of up to `window` values that end at each place."""
     return [
@@ -75,17 +69,20 @@ def compare(folders, out):
     names = names if len({*names}) == len(names) else [str(folder) for folder in folders]
     runs = {name: read_metrics(folder) for name, folder in zip(names, folders, strict=True)}
     _figures(runs, Path(out), "compare_")
-    told = {metric for panels in FIGURES.values() for _, metrics in panels for metric in metrics}
-    found = []
+    shown = {"win_rate"}
+    for panels in FIGURES.values():
+        shown.update(*(metrics for _, metrics in panels))
+    columns = []
     for folder in folders:
         settings = resume.summary(folder, "config.json")
         texts = {name: str(settings[name]) or "-" for name in settings if name not in resume.FREE}
         for split, values in resume.summary(folder).items():
             for name in values if isinstance(values, dict) else ():
-                if (name in told or name == "win_rate") and values[name] is not None:
+                if name in shown and values[name] is not None:
                     texts[f"{split} {name}"] = f"{values[name]:.4g}"
-        found.append(texts)
-    rows = {row: [texts.get(row, "") for texts in found] for texts in found for row in texts}
+        columns.append(texts)
+    names_of_rows = dict.fromkeys(itertools.chain(*columns))
+    rows = {row: [texts.get(row, "") for texts in columns] for row in names_of_rows}
     differ = {row: texts for row, texts in rows.items() if len({*texts}) > 1}
     # settings that all have, and all numbers, whose names have a space
     rows = [[row, *texts] for row, texts in differ.items() if " " in row or "" not in texts]
@@ -107,7 +104,6 @@ def _figures(runs, place, before=""):
         )
         for axis, (title, metrics) in zip(axes[0], panels, strict=True):
             for run, (name, lines) in enumerate(runs.items()):
-                name = name[-40:].replace("$", r"\$")  # else matplotlib takes it for a formula
                 for turn, (metric, label) in enumerate(metrics.items()):
                     label = f"{name}, {label}" if several and len(metrics) > 1 else name or label
                     look = (f"C{run % 10}", "-:"[turn]) if several else (f"C{turn}", "-")
@@ -128,8 +124,8 @@ def _curve(axis, lines, metric, label, colour, line, once):
     once: one entry in the legend, not one for each split.
     """
     for split, style in STYLES.items():
-        found = [line for line in lines if line["split"] == split]
-        points = [(p["step"], p[metric]) for p in found if p.get(metric) is not None]
+        lines_of_split = [line for line in lines if line["split"] == split]
+        points = [(p["step"], p[metric]) for p in lines_of_split if p.get(metric) is not None]
         if not points:
             continue
         steps, values = zip(*points, strict=True)

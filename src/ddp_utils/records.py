@@ -4,8 +4,8 @@ import codecs
 import contextlib
 import difflib
 import gzip
+import itertools
 import json
-import math
 import os
 import re
 import reprlib
@@ -31,15 +31,8 @@ class Record(NamedTuple):
 
 def resolve(path) -> Path:
     """A relative path, from the current folder if it is there, else from the project's root."""
-    try:
-        if not str(path) or CONTROL.search(str(path)):
-            raise ValueError("it is empty or has control characters")
-        found = Path(os.path.expanduser(path))  # Path.expanduser() takes ./~ for ~
-        places = [found, ROOT / found]  # the same place twice if it is absolute
-        return next((place for place in places if place.exists()), places[-1])
-    except (OSError, ValueError) as error:  # too long, no permission
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{str(path)[:80]!r}: not a path that can be read: {reason}") from error
+    expanded = Path(os.path.expanduser(path))  # Path.expanduser() takes ./~ for ~
+    return expanded if os.path.exists(expanded) else ROOT / expanded
 
 
 def read(path, limit=-1, skip=False) -> list[Record]:
@@ -49,18 +42,13 @@ def read(path, limit=-1, skip=False) -> list[Record]:
     with `skip` such a line becomes a record whose data is that error.
     """
     raw = content(path)
+    rows = _array(path, raw) if raw.lstrip()[:1] == b"[" else _lines(path, raw)
     records = []
-    for line, decode in _array(path, raw) if raw.lstrip()[:1] == b"[" else _lines(path, raw):
-        if 0 <= limit == len(records):
-            break
-        try:
-            data = decode()
-            if not isinstance(data, dict):
-                raise UserError(f"{path}:{line}: not a JSON object; each record is one {{...}}")
-        except UserError as error:
-            if not skip:
-                raise
-            data = error
+    for line, data in itertools.islice(rows, limit if limit >= 0 else None):
+        if not isinstance(data, dict | UserError):
+            data = UserError(f"{path}:{line}: not a JSON object; each record is one {{...}}")
+        if isinstance(data, UserError) and not skip:
+            raise data
         records.append(Record(f"{path}:{line}", data))
     if not records:
         raise UserError(f"{path}: 0 records; each line holds one JSON object")
@@ -70,15 +58,14 @@ def read(path, limit=-1, skip=False) -> list[Record]:
 def text(record, field) -> str:
     """The non-empty string under `field`; UserError names the record, the field and the mend."""
     if field not in record.data:
-        near = difflib.get_close_matches(field, record.data, n=1)
-        found = f"found: {', '.join(map(shown, record.data)) or '-':.200}"
-        found = f"rename {near[0]!r}, if that is meant" if near else found
-        raise UserError(f"{record.where}: {field} is missing; {found}")
+        hint = f"found: {', '.join(map(shown, record.data)) or '-':.200}"
+        for name in difflib.get_close_matches(field, record.data, n=1):
+            hint = f"rename {name!r}, if that is meant"
+        raise UserError(f"{record.where}: {field} is missing; {hint}")
     value = record.data[field]
     if not isinstance(value, str) or not value.strip():
-        raise UserError(
-            f"{record.where}: {field} is {reprlib.repr(value):.100}; give a non-empty string"
-        )
+        hint = f"{reprlib.repr(value):.100}; give a non-empty string"
+        raise UserError(f"{record.where}: {field} is {hint}")
     if "\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value):
         raise UserError(f"{record.where}: {field} has a NUL or half a surrogate pair; remove it")
     return value
@@ -94,27 +81,24 @@ def printable(text) -> str:
     return CONTROL.sub(lambda match: match[0] if match[0] in "\n\t" else "\ufffd", text)
 
 
-def content(path, most=None) -> bytes:
+def content(path) -> bytes:
     """What a file holds, unpacked and without BOM; UserError if that is not UTF-8, or too much."""
     file = resolve(path)
-    if not file.exists():
+    if not str(path) or not os.path.exists(file):
         places = " and in ".join(dict.fromkeys(map(str, (Path.cwd(), ROOT))))
-        raise UserError(f"{path}: no such file; looked in {places}")
+        raise UserError(f"{str(path) or repr('')}: no such file; looked in {places}")
     if not file.is_file():
         raise UserError(f"{path}: not a regular file but a directory, pipe or device")
-    most = most or MAX_BYTES
     try:
         size = file.stat().st_size
-        # /proc/kmsg is a regular file of no size, and would be read for ever
-        raw = file.read_bytes() if 0 < size <= most else b""
+        raw = file.read_bytes() if size <= MAX_BYTES else b""
         if raw[:2] == b"\x1f\x8b":  # by its first bytes: names lie
             with gzip.open(file) as stream:
-                raw = stream.read(most + 1)
-            size = len(raw)
+                raw = stream.read(MAX_BYTES + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
-    if size > most:
-        raise UserError(f"{path}: more than {most:,} bytes; unpack or split it")
+    if max(size, len(raw)) > MAX_BYTES:
+        raise UserError(f"{path}: more than {MAX_BYTES:,} bytes; unpack or split it")
     raw = raw.removeprefix(codecs.BOM_UTF8)
     try:
         raw.decode("utf-8")
@@ -128,15 +112,18 @@ EACH = "; each line holds one {...}, or the file one list of them"
 
 
 def _lines(path, raw):
-    """One record per line; cut at b"\\n" alone: str.splitlines() would cut one at U+2028."""
+    """(line, its object or the error) of each; str.splitlines() would cut one at U+2028."""
     for number, line in enumerate(raw.split(b"\n"), start=1):
         if line.strip():
-            yield number, lambda number=number, line=line: decoded(path, number, line, EACH)
+            try:
+                yield number, decoded(path, number, line, EACH)
+            except UserError as error:
+                yield number, error
 
 
 def decoded(path, number, line, mend=""):
-    with _located(path, number, mend=mend):
-        return _decoder().decode(line.decode())
+    with _located(path, number, mend):
+        return DECODER.decode(line.decode())
 
 
 def _array(path, raw):
@@ -144,53 +131,43 @@ def _array(path, raw):
 
     Of several on one line, as json.dump writes them, the second and later ones with their number.
     """
-    content, decoder = raw.decode(), _decoder()
-    at, previous, line, before, number = content.index("["), 0, 1, 0, 0
-    while True:
-        first, at = previous == 0, SPACE.match(content, at + 1).end()  # past "[" or ","
-        if first and content[at : at + 1] == "]":
-            break  # an empty list; after a comma, "]" is the decoder's error
-        line += content.count("\n", previous, at)
-        previous = at
-        with _located(path, line, 1):
-            data, at = decoder.raw_decode(content, at)
-        number += 1
-        yield f"{line} (item {number})" if line == before else line, lambda data=data: data
-        before = line
-        at = SPACE.match(content, at).end()
-        if content[at : at + 1] != ",":
+    content = raw.decode()
+    end = content.index("[")  # of what stands before the next element
+    line = 1 + content.count("\n", 0, end)
+    line_before = None
+    for number in itertools.count(1):
+        start = SPACE.match(content, end + 1).end()
+        if number == 1 and content[start : start + 1] == "]":
+            end = start
             break
-    if content[at : at + 1] != "]" or content[at + 1 :].strip():
-        line += content.count("\n", previous, at)
+        line += content.count("\n", end, start)
+        with _located(path, line):
+            data, behind = DECODER.raw_decode(content, start)
+        yield f"{line} (item {number})" if line == line_before else line, data
+        line_before = line
+        end = SPACE.match(content, behind).end()
+        line += content.count("\n", start, end)
+        if content[end : end + 1] != ",":
+            break
+    if content[end : end + 1] != "]" or content[end + 1 :].strip():
         raise UserError(f"{path}:{line}: expected ',' or the end; the file is one list [...]")
 
 
 @contextlib.contextmanager
-def _located(path, line, first=None, mend=""):
-    """Say where JSON is wrong: `first` is the line that the decoder calls its first."""
+def _located(path, line, mend=""):
+    """Say where JSON is wrong: the decoder counts lines from where its own text begins."""
     try:
         yield
     except json.JSONDecodeError as error:
-        row = (first or line) + error.lineno - 1
+        row = max(line, error.lineno)
         raise UserError(f"{path}:{row}:{error.colno}: not JSON: {error.msg}{mend}") from error
     except (ValueError, RecursionError) as error:
         reason = str(error).partition(";")[0]  # what follows is advice to programmers
         raise UserError(f"{path}:{line}: not JSON: {reason}") from error
 
 
-def _decoder():
-    return json.JSONDecoder(
-        parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_without_doubles
-    )
-
-
 def _refuse(word):
-    raise ValueError(f"{word:.40} is not a JSON number")
-
-
-def _finite(digits):
-    value = float(digits)
-    return value if math.isfinite(value) else _refuse(digits)
+    raise ValueError(f"{word} is not a JSON number")
 
 
 def _without_doubles(pairs):
@@ -200,3 +177,6 @@ def _without_doubles(pairs):
             raise ValueError(f"field {key!r:.60} stands twice in one object")
         data[key] = value
     return data
+
+
+DECODER = json.JSONDecoder(parse_constant=_refuse, object_pairs_hook=_without_doubles)

@@ -20,7 +20,8 @@ SHOWN = 100  # examples of a split; the file for people has all
 
 def write(folder):
     """Write report.html into a run folder; what is not there is left out."""
-    folder, template = Path(folder), Path(__file__).with_suffix(".html.j2")
+    folder = Path(folder)
+    template = Path(__file__).with_suffix(".html.j2")
     jinja = jinja2.Environment(autoescape=True, finalize=_printable, trim_blocks=True)
     page = jinja.from_string(template.read_text(encoding="utf-8")).render(_content(folder))
     checkpoint.write_text(folder / "report.html", page)
@@ -32,7 +33,8 @@ def _content(folder):
     summary, config, environment, data, examples = (
         resume.summary(folder, f"{name}.json") for name in names
     )
-    defaults, code = environment.pop("defaults", {}), environment.pop("code", {})
+    defaults = environment.pop("defaults", {})
+    code = environment.pop("code", {})
     digest = hashlib.sha256(json.dumps(code, sort_keys=True).encode()).hexdigest()[:16]
     environment["code"] = f"{len(code)} files, {digest}"
     numbers = {name: _rounded(part) for name, part in summary.items() if isinstance(part, dict)}
@@ -44,7 +46,7 @@ def _content(folder):
         "intervals": any(v.endswith("]") for part in numbers.values() for v in part.values()),
         "changed": _table({"here": {k: config.get(k) for k in defaults}, "default": defaults}),
         "settings": _table({"": {k: v for k, v in config.items() if k not in defaults}}),
-        "pictures": [_picture(path) for path in sorted(folder.glob("*.png"), key=_place)],
+        "pictures": list(map(_picture, sorted(folder.glob("*.png"), key=_place))),
         "examples": {split: rows for split, rows in examples.items() if isinstance(rows, list)},
         "shown": SHOWN,
         "data": _table(data),
@@ -95,8 +97,7 @@ def _rank(name, order):
 
 
 def _place(path):
-    """The wider pictures last."""
-    return len(plots.FIGURES.get(path.name, "")), _rank(path.name, plots.FIGURES), path.name
+    return _rank(path.name, plots.FIGURES), path.name
 
 
 def _printable(value):
@@ -113,8 +114,10 @@ def _picture(path):
 
 def _command(facts):
     """What started the run, to be pasted."""
-    own, count = str(facts.get("command", "")).replace(" --restart", ""), facts.get("world_size", 1)
-    script, launcher = re.sub(r"^\S*python[\d.]*( -u)? ", "", own), facts.get("launcher", "python")
+    own = str(facts.get("command", "")).replace(" --restart", "")
+    count = facts.get("world_size", 1)
+    launcher = facts.get("launcher", "python")
+    script = re.sub(r"^\S*python[\d.]*( -u)? ", "", own)
     if launcher in ("python", "environment") or not own:
         return own
     if launcher in ("torchrun", "torch.distributed.launch", "accelerate", "deepspeed"):

@@ -1,6 +1,6 @@
 """A run folder that exists: finished, to be continued, to be moved aside, or not to be touched."""
 
-import json
+import contextlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -115,11 +115,9 @@ def _verdict(folder, settings, inputs, code, restart):
 
 def summary(folder, name="summary.json") -> dict:
     """The object in summary.json, or in another file of the folder; or nothing."""
-    try:
-        found = json.loads((Path(folder) / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    with contextlib.suppress(UserError):
+        return checkpoint.read_json(Path(folder) / name)
+    return {}
 
 
 def lock(folder):

@@ -4,7 +4,6 @@ B rows, T tokens, N tokens of all replies, D width, V words.
 """
 
 import contextlib
-import os
 import shutil
 
 import torch
@@ -165,11 +164,9 @@ class Teacher:
         for rank in range(world.world_size):
             names.append(f"{rank:05d}-of-{world.world_size:05d}.safetensors")
         path = folder / names[world.rank]
-        temporary = path.with_suffix(".tmp")
-        with checkpoint.writing(path, temporary):
+        with checkpoint.replacing(path) as temporary:
             save_file(found, temporary)
             shutil.copymode(run.folder / "config.json", temporary)
-            os.replace(temporary, path)
         digests = dist.by_rank(checkpoint.sha256(path), world)
         for name, digest in zip(names, digests, strict=True):
             run.add_cached_file(f"teacher/{name}", fingerprint, digest)

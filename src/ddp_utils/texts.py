@@ -1,4 +1,4 @@
-"""Texts to imitate -> token ids and which of them are trained, and a report of what was met.
+"""Texts to imitate -> token ids and which of them are trained, and a report of what is in them.
 
 alpaca      {"instruction", "output"}, and perhaps "input" and "history", [[question, answer], ...]
 sharegpt    {"conversations"} of {"from", "value"}
@@ -79,8 +79,8 @@ def read(path, encoder, kind="auto", fields=(), limit=-1, on_bad_record="error")
     """
     kind = "custom" if kind == "auto" and fields else kind
     if [bool(name) for name in fields] != [True] * (2 if kind == "custom" else 0):
-        found = f"given: {', '.join(map(repr, fields)) or 'none':.100}"
-        raise UserError(f"{path}: {NAMES} belong to the format custom, which needs both; {found}")
+        given = f"given: {', '.join(map(repr, fields)) or 'none':.100}"
+        raise UserError(f"{path}: {NAMES} belong to the format custom, which needs both; {given}")
     shape, seen, unread = None, set(), set()
 
     def make(record, row):
@@ -125,7 +125,9 @@ def example(record, kind, fields):
     if kind == "preference":
         prompt, reply, _ = formats.FORMATS[fields[0]](record)
     elif len(fields) == 2:
-        prompt, reply = _single(record, kind, *fields)
+        history = _history(record) if kind == "alpaca" else []
+        prompt = formats.question(record, fields[0], kind == "alpaca", history)
+        reply = formats.response(record, fields[1])
     else:
         turns = formats.system_of(record) + formats.turns_of(record, *fields)
         turns = formats.in_order(record, *fields, turns, "assistant")
@@ -140,28 +142,19 @@ def example(record, kind, fields):
     return prompt, reply
 
 
-def _single(record, kind, question, answer):
-    """One question and its answer, and what the row says before them."""
-    before, extra = formats.system_of(record), []
-    if kind == "alpaca":
-        before, extra = before + _history(record), formats.optional(record, "input")
-    prompt = "\n".join([records.text(record, question), *extra])
-    prompt = [*before, {"role": "user", "content": prompt}] if before else prompt
-    return prompt, formats.response(record, answer)
-
-
 def _history(record):
     """The turns of [[question, answer], ...]; null or [] where there are none."""
-    history, turns = record.data.get("history") or [], []
+    history = record.data.get("history") or []
+    turns = []
     if not isinstance(history, list) or not all(
         isinstance(exchange, list) and len(exchange) == 2 for exchange in history
     ):
         raise formats.error(record, "history", history, "give [[question, answer], ...]")
     for number, exchange in enumerate(history):
         path = f"history[{number}]"
-        for role, said in zip(("user", "assistant"), exchange, strict=True):
-            said = records.text(records.Record(record.where, {path: said}), path)
-            turns.append({"role": role, "content": said})
+        for role, value in zip(("user", "assistant"), exchange, strict=True):
+            content = records.text(records.Record(record.where, {path: value}), path)
+            turns.append({"role": role, "content": content})
     return turns
 
 
@@ -182,39 +175,43 @@ def encode(encoder, where, prompt, reply, every=True):
     turn; then it is cut as a pair is. Raises Unusable if that leaves nothing to train.
     """
     had = {what: len(rows) for what, rows in encoder.counts.items()}
-    opening, talk, met = prompt, every and isinstance(prompt, list), set()
+    opening = prompt
+    talk = every and isinstance(prompt, list)
+    mended = set()
     if talk:
         system = prompt[: prompt[0]["role"] == "system"]
-        opening, turns = prompt[: len(system) + 1], prompt[len(system) :]
-        prompt = _fit(encoder, system, _ended(encoder, turns, met), reply, met)
+        opening = prompt[: len(system) + 1]
+        turns = prompt[len(system) :]
+        prompt = _fit(encoder, system, _ended(encoder, turns, mended), reply, mended)
     pair = encoder.encode(formats.Example(where, prompt, reply, reply))
     ids = pair.prompt + pair.chosen
     scored = [0] * len(pair.prompt) + [1] * len(pair.chosen)
-    for start, stop in _earlier(encoder, prompt, ids, met) if talk else ():
+    for start, stop in _earlier(encoder, prompt, ids, mended) if talk else ():
         scored[start:stop] = [1] * (stop - start)
     if 1 not in scored:
         raise formats.Unusable("no trained token left")
-    for what in sorted(met):
+    for what in sorted(mended):
         if len(encoder.counts[what]) == had.get(what, 0):  # or else encoder.encode has counted it
             encoder.counts[what].append(where.rsplit(":", 1)[1])
     first = scored.index(1)
     return Text(ids[:first], ids[first:], scored[first:], where, plain(opening))
 
 
-def _ended(encoder, turns, met):
+def _ended(encoder, turns, mended):
     """Replies without an end token of their own: a template writes one; without template, we do."""
-    end, ended = _end(encoder), []
+    end = _end(encoder)
+    ended = []
     for turn in turns:
         if turn["role"] == "assistant":
-            said = turn["content"].removesuffix(end)
-            if said != turn["content"]:
-                met.add("end token in the text")
-            turn = {**turn, "content": said if encoder.templated else said + end}
+            reply = turn["content"].removesuffix(end)
+            if reply != turn["content"]:
+                mended.add("end token in the text")
+            turn = {**turn, "content": reply if encoder.templated else reply + end}
         ended.append(turn)
     return ended
 
 
-def _fit(encoder, system, turns, reply, met):
+def _fit(encoder, system, turns, reply, mended):
     """The prompt without as few of its first exchanges as it takes to fit with its reply."""
 
     def fits(dropped):
@@ -224,33 +221,35 @@ def _fit(encoder, system, turns, reply, met):
 
     dropped = bisect.bisect_left(range(len(turns) // 2), True, key=fits)
     if dropped:
-        met.add("truncated")
+        mended.add("truncated")
     return system + turns[2 * dropped :]
 
 
-def _earlier(encoder, prompt, ids, met):
+def _earlier(encoder, prompt, ids, mended):
     """Where the replies inside a prompt stand in its ids: [(start, stop), ...].
 
     [] if the template writes one of them, white space aside, otherwise than where it is the last:
     that is not what the model should say there.
     """
-    whole, spans = encoder.text(prompt), []
+    whole = encoder.text(prompt)
+    spans = []
     end = _end(encoder) if encoder.templated else ""  # or else the replies have it already
     for number, turn in enumerate(prompt):
         if turn["role"] != "assistant" or "weight" in turn:
             continue
-        before, said = encoder.text(prompt[:number]), turn["content"].strip()
-        as_last = encoder.joined(prompt[:number], said, before)[len(before) :] + end
-        stop = whole.find(said, len(before)) + len(said)
+        before = encoder.text(prompt[:number])
+        reply = turn["content"].strip()
+        as_last = encoder.joined(prompt[:number], reply, before)[len(before) :] + end
+        stop = whole.find(reply, len(before)) + len(reply)
         stop = whole.find(end, stop) + len(end)
-        found = "".join(whole[len(before) : stop].split())
-        if not whole.startswith(before) or found != "".join(as_last.split()):
-            met.add("only the last reply is trained")
+        inside = "".join(whole[len(before) : stop].split())
+        if not whole.startswith(before) or inside != "".join(as_last.split()):
+            mended.add("only the last reply is trained")
             return []
         known = encoder.ids(before)
         start = common_prefix(known, ids)
         if start < len(known):
-            met.add("merged at the seam")
+            mended.add("merged at the seam")
         start = max(start, 1)  # nothing would predict a first token
         spans.append((start, common_prefix(encoder.ids(whole[:stop]), ids)))
     return spans

@@ -45,14 +45,14 @@ def read_questions(path, limit=-1) -> list[str]:
     Raises UserError if there are fewer than `limit`.
     """
     if str(path).endswith(".txt"):
-        found = [line.strip() for line in records.content(path).decode().split("\n")]
+        questions = [line.strip() for line in records.content(path).decode().split("\n")]
     else:
-        found = [_question(record) for record in records.read(path)]
-    found = list(dict.fromkeys(text for text in found if text))
-    if not found or len(found) < limit:
+        questions = [_question(record) for record in records.read(path)]
+    questions = list(dict.fromkeys(text for text in questions if text))
+    if not questions or len(questions) < limit:
         wanted = f"; --num_questions is {limit}; give -1 for all" if limit > 0 else ""
-        raise UserError(f"{path}: {len(found)} different questions{wanted}")
-    return found[:limit] if limit > 0 else found
+        raise UserError(f"{path}: {len(questions)} different questions{wanted}")
+    return questions[:limit] if limit > 0 else questions
 
 
 def _question(record):
@@ -60,8 +60,8 @@ def _question(record):
     value = record.data.get(name)
     if isinstance(value, list):  # of a conversation the user's first turn
         turns = [turn if isinstance(turn, dict) else {"content": turn} for turn in value]
-        said = [turn.get("content") for turn in turns if turn.get("role") != "system"]
-        record = records.Record(record.where, {name: said[0] if said else None})
+        contents = [turn.get("content") for turn in turns if turn.get("role") != "system"]
+        record = records.Record(record.where, {name: contents[0] if contents else None})
     return records.text(record, name)
 
 
@@ -79,7 +79,8 @@ def read(path, encoder, max_length):
 
     Replies are cut where x0, question and reply pass max_length; rows without room are dropped.
     """
-    found, report = [], {"file": str(path), "rows": 0, "cut": [], "dropped": []}
+    trajectories = []
+    report = {"file": str(path), "rows": 0, "cut": [], "dropped": []}
     known = {}  # x0 and question -> their ids
     for record in records.read(path):
         key = tuple(records.text(record, name) for name in ("x0", "question"))
@@ -101,11 +102,11 @@ def read(path, encoder, max_length):
             continue
         if len(reply) > room:
             report["cut"].append(record.where)
-        found.append(Trajectory(*known[key], reply[:room], record.where, key[1]))
+        trajectories.append(Trajectory(*known[key], reply[:room], record.where, key[1]))
     report["x0"] = sorted({x0 for x0, _ in known})
-    if not found:
+    if not trajectories:
         raise UserError(f"{path}: 0 usable rows; --max_traj_len is {max_length}")
-    return found, report
+    return trajectories, report
 
 
 def collate(rows, device) -> Batch:
@@ -127,9 +128,8 @@ def _padded(texts, device):
     """Token ids [B, T] padded with 0, and the places that predict the replies [N]."""
     width = max(len(prompt) + len(reply) - 1 for prompt, reply in texts)
     ids = [[*p, *r[:-1], *[0] * (width + 1 - len(p) - len(r))] for p, r in texts]
-    where = [
-        row * width + len(prompt) - 1 + place
-        for row, (prompt, reply) in enumerate(texts)
-        for place in range(len(reply))
-    ]
+    where = []
+    for row, (prompt, reply) in enumerate(texts):
+        first = row * width + len(prompt) - 1
+        where += range(first, first + len(reply))
     return torch.tensor(ids, device=device), torch.tensor(where, device=device)

@@ -4,7 +4,6 @@ The same three in a .safetensors: the first two are its metadata.
 """
 
 import io
-import os
 from pathlib import Path
 
 import safetensors.torch
@@ -91,12 +90,5 @@ def write(path, tensors, neighbours, noise_level):
         content = archive.getvalue()
     else:
         raise UserError(f"{path}: its name must end in .pt or .safetensors")
-    temporary = path.with_name(f".tmp-{path.name}")
-    with checkpoint.writing(path, temporary):
-        temporary.mkdir()  # a folder: nothing is written where a link leads
-        with open(temporary / path.name, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary / path.name, path)
-        temporary.rmdir()
+    with checkpoint.replacing(path) as temporary:
+        temporary.write_bytes(content)

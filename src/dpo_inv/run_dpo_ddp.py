@@ -205,7 +205,7 @@ def end_epoch(step, plan, policy, data, structures, table, config, run):
         for name in names:
             model.save(run.folder / name)
 
-        train = plots.mean_of(run.folder, "loss", (epoch - 1) * plan.steps_per_epoch, step)
+        train = mean_of(run.folder, "loss", (epoch - 1) * plan.steps_per_epoch, step)
         run.say(f"\nEpoch {epoch} Summary:\n  Train Loss: {train:.4f}")
 
     if step:  # else it was to be evaluated only
@@ -232,6 +232,13 @@ def digest(pairs, structures) -> str:
         for array in (*pair[3:], backbone.coords, backbone.residue_idx, backbone.chain_encoding):
             found.update(np.ascontiguousarray(array).tobytes())
     return found.hexdigest()[:16]
+
+
+def mean_of(folder, name, after, until):
+    """Mean over the pairs of some training steps: those above `after`, up to `until`."""
+    lines = [line for line in plots.read_metrics(folder) if line["split"] == "train"]
+    lines = [line for line in lines if after < line["step"] <= until and name in line]
+    return sum(x[name] * x["count"] for x in lines) / sum(x["count"] for x in lines)
 
 
 def main(argv=None) -> int:

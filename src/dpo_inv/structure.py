@@ -68,7 +68,7 @@ def read(path, chains=None, altloc="occupancy", cache=None) -> Structure:
     if altloc not in ("occupancy", "first"):
         raise UserError(f"altloc {altloc!r:.40}: give 'occupancy' or 'first'")
     wanted = (chains,) if isinstance(chains, str) else tuple(chains or ())
-    raw = records.content(path, 2**30)  # bytes at most
+    raw = records.content(path)
     if not cache:
         return _structure(path, raw, wanted, altloc)
     key = hashlib.sha256(raw + repr((VERSION, wanted, altloc)).encode()).hexdigest()

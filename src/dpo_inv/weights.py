@@ -10,15 +10,13 @@ Angstrom in training.
 
 import hashlib
 import http.client
-import os
 import urllib.request
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
 
-from ddp_utils import UserError, WriteError, cli, dist, records
+from ddp_utils import UserError, WriteError, checkpoint, cli, dist, records
 from dpo_inv import mpnn
 
 # no branch, which may move: the last commit
@@ -81,15 +79,10 @@ def fetch(name, folder="data/weights") -> Path:
     if len(content) != SIZE or digest != SHA256[name]:
         found = f"{len(content):,} bytes, sha256 {digest}, not {SIZE:,}, {SHA256[name]}"
         raise UserError(f"{name}: {address} is another file: {found}; try again, or {by_hand}")
-    temporary = file.with_name(f".tmp-{uuid.uuid4().hex}.pt")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with checkpoint.replacing(file) as temporary:
             temporary.write_bytes(content)
             mpnn.ProteinMPNN.load(temporary)
-            os.replace(temporary, file)
-        finally:
-            temporary.unlink(missing_ok=True)
     except OSError as error:
         raise WriteError(f"{file}: cannot be written: {error.strerror or error}") from error
     return file

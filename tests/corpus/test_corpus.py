@@ -139,8 +139,8 @@ def test_a_bad_field_is_one_line(file, flags, says, cwd):
 @on_two_by_hand
 @pytest.mark.parametrize(("file", "flags", "says"), files("template"))
 def test_a_bad_template_is_one_line(file, flags, says, cwd, sizes):
-    said, flags = says.replace("FILE", str(file)), ["--chat_template", str(file)]
-    refused(cwd, said, train, flags, sizes=sizes)
+    flags = ["--chat_template", str(file)]
+    refused(cwd, says.replace("FILE", str(file)), train, flags, sizes=sizes)
 
 
 @pytest.mark.parametrize(("file", "flags", "says"), files("yaml"))
@@ -184,18 +184,9 @@ def test_debug_gives_the_traceback(cwd):
 
 # --- what is made: too large, or no file at all --------------------------------------------------
 
-ROW = b'{"prompt": "p", "chosen": "a", "rejected": "b", "more": '
-
-
-ROWS = {  # behind two good rows -> what the line says; functions, as each rank imports this file
-    "100,000 brackets": (lambda: ROW + b"[" * 10**5, "FILE:3: not JSON: maximum recursion"),
-}
-CONTENTS = {  # a whole file
+CONTENTS = {  # a whole file, made by a function, as each rank imports this one
     "100,000 brackets": (lambda: b"[" * 10**5, "FILE:1: not JSON: maximum recursion"),
-    "half a gz": (
-        lambda: gzip.compress(GOOD.encode() * 99)[:-20],
-        "FILE: Compressed file ended before",
-    ),
+    "half a gz": (lambda: gzip.compress(GOOD.encode() * 99)[:-20], "FILE: Compressed file ended"),
     "a damaged gz": (
         lambda: gzip.compress(GOOD.encode())[:-8] + bytes(8),
         "FILE: CRC check failed",
@@ -212,24 +203,14 @@ def data(tmp_path):
     shutil.rmtree(tmp_path / "data")
 
 
-@on_two_by_hand
-@pytest.mark.parametrize("what", ROWS)
-def test_a_monstrous_row_is_one_short_line(what, cwd, data, sizes):
-    row, says = ROWS[what]
-    refused_file(data / "f.jsonl", GOOD.encode() * 2 + row(), says, cwd, sizes)
-
-
 @pytest.mark.parametrize("what", CONTENTS)
 def test_a_monstrous_file_is_one_short_line(what, cwd, data):
     content, says = CONTENTS[what]
-    refused_file(data / "f.jsonl", content(), says, cwd, sizes=(1,))
-
-
-def refused_file(file, content, says, cwd, sizes):
-    file.write_bytes(content)
+    file = data / "f.jsonl"
+    file.write_bytes(content())
     flags = ["--train_data", str(file)]
-    said = says.replace("FILE", str(file))
-    assert len(refused(cwd, said, train, flags, data=file.parent, sizes=sizes)) < 400
+    line = refused(cwd, says.replace("FILE", str(file)), train, flags, data=data, sizes=(1,))
+    assert len(line) < 400
 
 
 def hole(path, size, before=b""):
@@ -264,10 +245,8 @@ PATHS = {  # what --train_data is given -> what the line says
     "a link to itself": (lambda data: link(data / "x", "x"), "FILE: no such file"),
     "a link to nothing": (lambda data: link(data / "x", "y"), "FILE: no such file"),
     "a pattern": (lambda data: named(data / "x").with_name("*"), "FILE: no such file"),
-    "nothing": (lambda data: "", "'': not a path that can be read"),
-    "a name of 300 letters": (lambda data: "x" * 300, "'xxx"),
-    "4096 letters": (lambda data: "/x" * 2048, "'/x/x/x"),
-    "4090 letters, relative": (lambda data: "x/" * 2045, "'x/x/x"),
+    "nothing": (lambda data: "", "'': no such file"),
+    "a name of 300 letters": (lambda data: "x" * 300, "FILE: no such file"),
     "a NUL": (lambda data: "a\0b", "--train_data: 'a\\x00b' is not a valid str"),
     "a newline": (lambda data: named(data / "a\nb"), "--train_data: '"),
     "an escape sequence": (lambda data: named(data / "a\x1b[31mb"), "--train_data: '"),

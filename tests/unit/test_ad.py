@@ -122,8 +122,8 @@ def test_a_file_that_is_there_is_refused_before_the_work(tmp_path, monkeypatch):
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
-    def half(path, **arrays):
-        path.write_bytes(b"PK")
+    def half(stream, **arrays):
+        stream.write(b"PK")
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(np, "savez", half)

@@ -443,7 +443,7 @@ def test_the_value_of_a_variable_may_be_anything(command, start, here):
 
 def test_what_is_swallowed_is_not_written_into_the_script(start, here):
     """--local-rank is read and forgotten, but the command stands in a comment."""
-    make("slurm --modules --conda_env=", "--local-rank", "x\ntouch PWN6 #")
+    make("slurm --modules --conda_env=", "--local-rank=x\ntouch PWN6 #")
     start("scripts/slurm_job.sh")
     assert not list(here.parent.rglob("PWN?"))
 

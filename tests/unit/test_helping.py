@@ -41,7 +41,6 @@ CLASSES = {
     "merge": merge.Settings,
     **{name: flags for name, (flags, *_) in distributed_setup.COMMANDS.items()},
 }
-HEAD = "Each setting with its default; of several words the first one is it."
 scripts = pytest.mark.parametrize("config_class", CLASSES.values(), ids=CLASSES)
 
 
@@ -56,21 +55,13 @@ def printed(config_class):
 def settings(config_class):
     """The lines of settings, without the description above them."""
     lines = printed(config_class)
-    return lines[
-        lines.index("Each setting with its default; of several words the first one is it.") :
-    ]
+    head = "Each setting with its default; of several words the first one is it."
+    assert max(map(len, lines)) <= 100
+    return [line for line in lines[lines.index(head) :] if line.startswith("  ")]
 
 
 @scripts
-def test_one_line_of_at_most_100_columns_for_each_setting(config_class):
-    lines = [line for line in settings(config_class) if line.startswith("  ")]
-    names = [re.match(r"  (?:--)?(?:\[no_\])?(\w+)", line)[1] for line in lines]
-    assert names == [field.name for field in dataclasses.fields(config_class)]
-    assert [line for line in printed(config_class) if len(line) > 100] == []
-
-
-@scripts
-def test_the_line_ends_with_the_comment_of_the_source(config_class):
+def test_each_setting_has_a_line_that_ends_with_its_comment(config_class):
     """Comments as another reader finds them: the syntax tree, first definition first."""
     comments = {}
     for part in reversed(config_class.__mro__[:-1]):
@@ -81,11 +72,11 @@ def test_the_line_ends_with_the_comment_of_the_source(config_class):
                 behind = lines[node.end_lineno - 1].partition("  # ")[2]
                 above = lines[node.lineno - 2].strip().removeprefix("# ")
                 comments.setdefault(node.target.id, behind or above)
-    shown = [line for line in settings(config_class) if line.startswith("  ")]
-    assert len(shown) == len(comments) > 1
-    for line, field in zip(shown, dataclasses.fields(config_class), strict=True):
-        comment = comments[field.name]
-        assert comment and line.endswith(f"  {comment}")
+    lines = settings(config_class)
+    assert len(lines) == len(comments) > 1
+    for line, field in zip(lines, dataclasses.fields(config_class), strict=True):
+        assert re.match(r"  (?:--)?(?:\[no_\])?(\w+)", line)[1] == field.name
+        assert comments[field.name] and line.endswith(f"  {comments[field.name]}")
 
 
 @scripts

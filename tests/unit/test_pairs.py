@@ -1,6 +1,5 @@
 """From text to token ids: seam, BOS and EOS, truncation, splits; real templates as an extra."""
 
-import functools
 import itertools
 import json
 
@@ -177,18 +176,19 @@ def test_splits_share_no_prompt_and_do_not_depend_on_the_order_of_rows():
     assert prompts(data, 1)[2] != test
 
 
-@pytest.mark.parametrize("name", ["demo", "bos", "no bos"])
-def test_pairs_of_the_demo_keep_every_token(name):
-    demo = AutoTokenizer.from_pretrained(ROOT / "data/demo/model")
-    tok = demo if name == "demo" else tokenizer(bos=name == "bos")
+def test_pairs_of_the_demo_keep_every_token():
     path = ROOT / "data/demo/preferences_test.jsonl"
-    found, _ = pairs.read(path, Encoder(tok, chat_template="none"))
-    assert len(found) == 100
-    for pair, line in zip(found, map(json.loads, path.read_text().splitlines()), strict=True):
-        assert pair.prompt + pair.chosen[:-1] == tok(line["prompt"] + line["chosen"]).input_ids
-        assert pair.prompt + pair.rejected[:-1] == tok(line["prompt"] + line["rejected"]).input_ids
-        assert pair.chosen.count(tok.eos_token_id) == 1
-        assert pair.prompt.count(tok.bos_token_id) == (name == "bos")
+    rows_of_file = list(map(json.loads, path.read_text().splitlines()))
+    demo = AutoTokenizer.from_pretrained(ROOT / "data/demo/model")
+    for tok in (demo, tokenizer(bos=True), tokenizer(bos=False)):
+        found, _ = pairs.read(path, Encoder(tok, chat_template="none"))
+        assert len(found) == 100
+        for pair, row in zip(found, rows_of_file, strict=True):
+            assert pair.prompt + pair.chosen[:-1] == tok(row["prompt"] + row["chosen"]).input_ids
+            whole = tok(row["prompt"] + row["rejected"]).input_ids
+            assert pair.prompt + pair.rejected[:-1] == whole
+            assert pair.chosen.count(tok.eos_token_id) == 1
+            assert pair.prompt.count(tok.bos_token_id) == (tok.bos_token_id is not None)
 
 
 # --- chat templates ------------------------------------------------------------------------------
@@ -292,20 +292,19 @@ def test_prompt_and_reply_have_the_ids_of_the_conversation_as_transformers_rende
     assert trajectories.prompts(encoder, "S", "Hi")[0] == encoder.ids(encoder.text("Hi"))
 
 
-@pytest.mark.parametrize(
-    ("text", "template", "says"),
-    [
-        ('{"enable_think": false}', "auto", ": no chat template takes enable_think; leave it out"),
-        ('{"messages": []}', "auto", ": no chat template takes messages; leave it out"),
-        ('{"enable_thinking": 1}', "none", ": no chat template takes enable_thinking; leave"),
-        ("[1]", "auto", ': give an object, such as {"enable_thinking": false}'),
-        ("thinking=no", "auto", ":1:1: not JSON: Expecting value; give an object, such as {"),
-    ],
-)
-def test_arguments_that_no_template_takes_are_one_line(text, template, says):
-    with pytest.raises(UserError) as caught:
-        Encoder(chat_tokenizer(THINKING), template, kwargs=text)
-    assert str(caught.value).startswith(f"--chat_template_kwargs{says}")
+KWARGS = [
+    ('{"enable_think": false}', "auto", ": no chat template takes enable_think; leave it out"),
+    ('{"enable_thinking": 1}', "none", ": no chat template takes enable_thinking; leave"),
+    ("[1]", "auto", ': give an object, such as {"enable_thinking": false}'),
+    ("thinking=no", "auto", ":1:1: not JSON: Expecting value; give an object, such as {"),
+]
+
+
+def test_arguments_that_no_template_takes_are_one_line():
+    for text, template, says in KWARGS:
+        with pytest.raises(UserError) as caught:
+            Encoder(chat_tokenizer(THINKING), template, kwargs=text)
+        assert str(caught.value).startswith(f"--chat_template_kwargs{says}")
 
 
 def test_a_conversation_without_a_template_becomes_a_transcript():
@@ -326,36 +325,6 @@ def test_a_template_from_a_file_and_none_at_all(tmp_path):
     assert tok.decode(pair.prompt) == "<s>Q"
     with pytest.raises(UserError, match="--chat_template: no file nowhere.jinja"):
         Encoder(tok, "nowhere.jinja")
-
-
-REAL_TEMPLATES = {  # template -> the text that ends a turn in it
-    "llama3": "<|eot_id|>",
-    "phi3": "<|end|>",
-    "qwen2_5": "<|im_end|>",
-    "qwen3": "<|im_end|>",
-}
-MARKS = [*dict.fromkeys(REAL_TEMPLATES.values()), "<|im_start|>", "<|assistant|>"]
-
-
-@functools.cache
-def marked_tokenizer(data):
-    """GPT-2's, to which all marks of the real templates are special tokens."""
-    tok = AutoTokenizer.from_pretrained(data / "tokenizers/gpt2")
-    tok.add_special_tokens({"additional_special_tokens": MARKS})
-    return tok
-
-
-@pytest.mark.parametrize("name", REAL_TEMPLATES)
-def test_real_templates_end_a_reply_with_the_end_of_the_turn(name, shared):
-    """An extra: needs ../shared."""
-    tok, end = marked_tokenizer(shared / "data"), REAL_TEMPLATES[name]
-    encoder = Encoder(tok, str(shared / f"data/templates/{name}.jinja"))
-    pair = encoder.encode(Example("f:1", "Who?", "Me.", "No."))
-    assert tok.decode(pair.chosen).endswith("Me." + end)  # gpt2 merges llama3's newlines
-    whole = encoder.render(
-        [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}]
-    )
-    assert whole.startswith(tok.decode(pair.prompt + pair.chosen))
 
 
 # --- report --------------------------------------------------------------------------------------
@@ -401,26 +370,23 @@ def test_the_report_counts_by_row_what_a_hand_count_finds(tmp_path):
 
 
 def test_a_file_as_hh_is_read_by_default(tmp_path):
-    """As its harmless test file: 2,312 rows, 9 with two turns of the assistant in a row, 5 of which
-    have prompts that differ, and 4 with an empty answer."""
+    """Its files have rows with two turns of one side, with other prompts and empty answers."""
     lines = []
-    for number in range(2312):
+    for number in range(1, 101):
         prompt = f"\n\nHuman: May I {number}?\n\nAssistant: Why?\n\nHuman: So.\n\nAssistant:"
         chosen, rejected = f"{prompt} No.", f"{prompt} Yes."
-        if number % 500 == 499:  # 4 rows
+        if number == 10:
             rejected = prompt
-        elif number % 500 == 250:  # 5 rows
+        elif number == 20:
             chosen = f"{prompt} No.\n\nAssistant: Never."
-        elif number % 500 == 100 and number < 2000:  # 4 rows
-            chosen, rejected = (f"{prompt} Well.\n\nAssistant: {said}" for said in ("No.", "Yes."))
+        elif number == 30:
+            chosen, rejected = (f"{prompt} Well.\n\nAssistant: {end}" for end in ("No.", "Yes."))
         lines.append(json.dumps({"chosen": chosen, "rejected": rejected}))
     path = tmp_path / "harmless.jsonl"
     path.write_text("\n".join(lines))
     found, report = pairs.read(path, Encoder(load_tokenizer("data/demo/model")))
-    assert (report["format"], report["rows"], report["used"]) == ("transcript", 2312, 2299)
-    assert {reason: list(map(int, rows)) for reason, rows in report["dropped"].items()} == {
-        "two turns of one side in a row": [101, 601, 1101, 1601],
-        "prompts differ": [251, 751, 1251, 1751, 2251],
-        "empty response": [500, 1000, 1500, 2000],
-    }
-    assert len(found) == 2299
+    assert (report["format"], report["rows"], report["used"], len(found)) == (
+        *("transcript", 100, 97, 97),
+    )
+    reasons = {"empty response": ["10"], "prompts differ": ["20"]}
+    assert report["dropped"] == {**reasons, "two turns of one side in a row": ["30"]}

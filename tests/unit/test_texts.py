@@ -125,40 +125,25 @@ def test_each_kind_is_found_and_read_as_written_by_hand(tmp_path, kind, given_by
         assert report["template"] == bool(template)
 
 
-@pytest.mark.parametrize("names", [("prompt", "completion"), ("prompt", "response")])
-def test_two_texts_of_well_known_names_need_no_kind(tmp_path, names):
-    found, report = read(tmp_path, {**dict(zip(names, "ab", strict=True)), "id": 7})
-    assert found == ["a{b</s>}"]
-    assert (report["format"], report["fields_not_read"]) == ("custom", "id")
+KINDS = [  # names of fields -> the kind
+    ("instruction output prompt completion", "alpaca"),
+    ("instruction output chosen rejected", "preference"),
+    ("conversations id", "sharegpt"),
+    ("conversations chosen rejected", "preference"),
+    ("messages prompt response", "messages"),
+    ("prompt completion", "custom"),
+    ("prompt response", "custom"),
+    ("input preferred_output non_preferred_output", "preference"),
+]
 
 
-def test_fields_alone_name_the_prompt_and_the_reply(tmp_path):
-    row = {
-        "answer": "3",
-        "question": "2",
-        "request": "Tell me.",
-        "story": "Once.",
-        "system": "Lie.",
-    }
-    found, report = read(tmp_path, row, fields=("request", "story"))
+def test_the_fields_tell_the_kind_or_are_named(tmp_path):
+    for names, kind in KINDS:
+        assert texts.find_shape(records.Record("f:1", dict.fromkeys(names.split(), 1)))[0] == kind
+    row = {"answer": "3", "question": "2", "request": "Tell me.", "story": "Once."}
+    found, report = read(tmp_path, {**row, "system": "Lie."}, fields=("request", "story"))
     assert found == ["\n\nSystem: Lie.\n\nHuman: Tell me.\n\nAssistant:{ Once.</s>}"]
     assert report["fields_not_read"] == "answer, question"
-
-
-@pytest.mark.parametrize(
-    ("row", "kind"),
-    [
-        ({"instruction": 1, "output": 2, "prompt": 3, "completion": 4}, "alpaca"),
-        ({"instruction": 1, "output": 2, "chosen": 3, "rejected": 4}, "preference"),
-        ({"conversations": 1, "id": 2}, "sharegpt"),
-        ({"conversations": 1, "chosen": 2, "rejected": 3}, "preference"),
-        ({"messages": 1, "prompt": 2, "response": 3}, "messages"),
-        ({"prompt": 1, "completion": 2}, "custom"),
-        ({"input": {}, "preferred_output": [], "non_preferred_output": []}, "preference"),
-    ],
-)
-def test_the_fields_tell_the_kind(row, kind):
-    assert texts.find_shape(records.Record("f:1", row))[0] == kind
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "tests/data/formats").iterdir()), ids=str)
@@ -207,15 +192,6 @@ def test_only_trained_tokens_are_targets_each_behind_the_token_before_it(shared)
     assert batch.ids.tolist() == ([[5, 6, 7, 8, 4]] if shared else [[5, 6, 7, 8], [4, 0, 0, 0]])
     assert batch.ids.flatten()[batch.where].tolist() == [6, 8, 4]
     assert batch.tokens.tolist() == [[2, 1]]
-
-
-def test_a_merged_token_is_trained():
-    tok = tokenizer()
-    encoder = Encoder(tok)
-    text = texts.encode(encoder, "f:7", "xa", "b")
-    assert tok.convert_ids_to_tokens(text.prompt) == ["<s>", "x"]
-    assert tok.convert_ids_to_tokens(text.reply) == ["ab", "</s>"]
-    assert encoder.counts == {"merged at the seam": ["7"]}
 
 
 def test_what_a_text_says_of_itself():
@@ -341,22 +317,20 @@ WEIGHTS = {  # of three replies -> what is read and {trained}
 }
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("name", formats.WEIGHTS)
-def test_a_turn_without_weight_is_read_and_not_trained(tmp_path, weights, name):
-    turns = talk("a", "b", "c", "d", "e", "f", system="S")
-    for turn, weight in zip(turns[2::2], weights, strict=True):
-        turn[name] = weight
-    turns[1][name] = 0  # a question's changes nothing
-    first, second, rest = WEIGHTS[weights]
-    expected = f"<|h|>system\nS</s>\n<|h|>user\na</s>\n<|h|>assistant\n{first}\n"
-    expected += f"<|h|>user\nc</s>\n<|h|>assistant\n{second}{rest}"
-    found, report = read(tmp_path, {"messages": turns}, template=CHATML)
-    assert (found, report["fields_not_read"]) == ([expected], "")
-    row = {"messages": talk("a", "b")}
-    row["messages"][1][name] = 0
-    _, report = read(tmp_path, {"messages": turns}, row, template=CHATML)
-    assert report["dropped"] == {"no reply to train": ["2"]}
+def test_a_turn_without_weight_is_read_and_not_trained(tmp_path, name):
+    for weights, (first, second, rest) in WEIGHTS.items():
+        turns = talk("a", "b", "c", "d", "e", "f", system="S")
+        for turn, weight in zip(turns[2::2], weights, strict=True):
+            turn[name] = weight
+        turns[1][name] = 0  # a question's changes nothing
+        expected = f"<|h|>system\nS</s>\n<|h|>user\na</s>\n<|h|>assistant\n{first}\n"
+        expected += f"<|h|>user\nc</s>\n<|h|>assistant\n{second}{rest}"
+        row = {"messages": talk("a", "b")}
+        row["messages"][1][name] = 0
+        shown_texts, report = read(tmp_path, {"messages": turns}, row, template=CHATML)
+        assert (shown_texts, report["fields_not_read"]) == ([expected], "")
+        assert report["dropped"] == {"no reply to train": ["2"]}
 
 
 def test_a_reply_that_says_what_the_user_says_is_found_in_its_place():
@@ -368,14 +342,13 @@ def test_a_reply_that_says_what_the_user_says_is_found_in_its_place():
     )
 
 
-@pytest.mark.parametrize("template", [None, CHATML])
-def test_a_reply_that_brings_its_end_has_one(template):
-    encoder = Encoder(chat_tokenizer(template, bos=False) if template else PLAIN)
-    text = texts.encode(encoder, "f:3", talk("Hi", "Ho</s>", "Up?"), "Down.</s>")
-    assert [part.partition("}")[0] for part in shown(encoder, text).split("{")[1:]] == (
-        ["Ho</s>", "Down.</s>"] if template else [" Ho</s>", " Down.</s>"]
-    )
-    assert encoder.counts == {"end token in the text": ["3"]}
+def test_a_reply_that_brings_its_end_has_one():
+    for tok, space in ((PLAIN, " "), (chat_tokenizer(CHATML, bos=False), "")):
+        encoder = Encoder(tok)
+        text = texts.encode(encoder, "f:3", talk("Hi", "Ho</s>", "Up?"), "Down.</s>")
+        replies = [part.partition("}")[0] for part in shown(encoder, text).split("{")[1:]]
+        assert replies == [f"{space}Ho</s>", f"{space}Down.</s>"]
+        assert encoder.counts == {"end token in the text": ["3"]}
 
 
 def test_without_an_end_token_replies_are_trained_without():
@@ -456,15 +429,14 @@ def test_a_conversation_trains_what_its_replies_would_as_rows_of_their_own(templ
 # --- truncation ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("truncation", ["keep_end", "keep_start"])
-@pytest.mark.parametrize("max_length", [3, 8, 12, 30])
-def test_a_single_turn_is_cut_as_a_pair(max_length, truncation):
-    options = {"max_length": max_length, "truncation": truncation}
-    encoder, other = (Encoder(tokenizer(merges=[]), **options) for _ in range(2))
-    text = texts.encode(encoder, "f:1", "0123456789", "abcdef")
-    pair = other.encode(Example("f:1", "0123456789", "abcdef", "!"))
-    assert (text.prompt, text.reply) == (pair.prompt, pair.chosen)
-    assert encoder.counts == other.counts == ({"truncated": ["1"]} if max_length < 18 else {})
+def test_a_single_turn_is_cut_as_a_pair():
+    for max_length, truncation in itertools.product((3, 8, 12, 30), ("keep_end", "keep_start")):
+        options = {"max_length": max_length, "truncation": truncation}
+        encoder, other = (Encoder(tokenizer(merges=[]), **options) for _ in range(2))
+        text = texts.encode(encoder, "f:1", "0123456789", "abcdef")
+        pair = other.encode(Example("f:1", "0123456789", "abcdef", "!"))
+        assert (text.prompt, text.reply) == (pair.prompt, pair.chosen)
+        assert encoder.counts == other.counts == ({"truncated": ["1"]} if max_length < 18 else {})
 
 
 LONG = talk("aaaa", "bbbb", "cccc", "dddd", "eeee", system="S")
@@ -552,144 +524,79 @@ def test_the_report_counts_by_row_what_a_hand_count_finds(tmp_path):
     )
 
 
-def test_rows_that_share_a_line_are_counted_one_by_one(tmp_path):
-    path = tmp_path / "rows.json"
-    row = {"messages": talk("a", "b", "c", "d")}
-    path.write_text(json.dumps([row, {"messages": talk("a", "b", "c", "e")}]))
-    tok = chat_tokenizer(NUMBERED, bos=False)
-    _, report = texts.read(path, Encoder(tok))
-    assert report["only the last reply is trained"] == ["1", "1 (item 2)"]
-
-
-def test_rows_are_counted_to_a_limit(tmp_path):
-    found, report = read(tmp_path, *({"prompt": "a", "response": x} for x in "bcd"), limit=2)
-    assert found == ["a{b</s>}", "a{c</s>}"] and report["rows"] == 2
-
-
 ALPACA = {"instruction": "a", "output": "b"}
 CHAT = {"messages": talk("a", "b")}
 KTO = {"prompt": "a", "completion": "b", "label": True}
+PREFERENCE = {"prompt": "a", "chosen": "b", "rejected": "c"}
+COUNTS = "give rows that count 1 or true, of KTO those with label true"
 
 
-@pytest.mark.parametrize(
-    ("rows", "says"),
-    [
-        ([ALPACA, CHAT], "2: instruction is missing; found: messages"),
-        (
-            [ALPACA, {"instruction": "a", "outputs": "b"}],
-            "2: output is missing; rename 'outputs', if",
-        ),
-        ([ALPACA, {**ALPACA, "instruction": ""}], "2: instruction is ''; give a non-empty string"),
-        ([ALPACA, {**ALPACA, "input": 3}], "2: input is 3; give a non-empty string"),
-        ([ALPACA, {**ALPACA, "output": None}], "2: output is None; give a non-empty string"),
-        ([{**ALPACA, "history": "no"}], "1: history is 'no'; give [[question, answer], ...]"),
-        ([{**ALPACA, "history": 3}], "1: history is 3; give [[question, answer], ...]"),
-        ([{**ALPACA, "history": [["q"]]}], "1: history is [['q']]; give [[question, answer], ..."),
-        ([{**ALPACA, "history": [["q", "a"], ["q", ""]]}], "1: history[1] is ''; give a non-em"),
-        ([{**ALPACA, "images": ["x.png"]}], "1: images is ['x.png']; only text is read: cut it"),
-        ([{**ALPACA, "audio": "x"}], "1: audio is 'x'; only text is read: cut it"),
-        (
-            [KTO, {**KTO, "label": False}],
-            "2: label is False; give rows that count 1 or true, of KTO those with label true",
-        ),
-        (
-            [{**CHAT, "label": 0}],
-            "1: label is 0; give rows that count 1 or true, of KTO those with label true",
-        ),
-        (
-            [{**ALPACA, "weight": 0}],
-            "1: weight is 0; give rows that count 1 or true, of KTO those with label true",
-        ),
-        ([CHAT, ALPACA], "2: messages is missing; found: instruction, output"),
-        ([CHAT, {"messages": "a"}], "2: messages has the roles assistant; give user and assistant"),
-        ([CHAT, {"messages": []}], "2: messages is []; give a list of messages"),
-        (
-            [CHAT, {"messages": talk("a", "b", "c")}],
-            "2: messages has the roles user, assistant, us",
-        ),
-        ([{"messages": talk("a", 3)}], "1: messages[1].content is 3; only text is read"),
-        ([{"messages": talk("a", "", "c", "d")}], "1: messages[1].content is ''; give a non-empty"),
-        ([{"conversations": [{"from": "bot"}]}], "1: conversations[0].from is 'bot'; give system,"),
-        ([{**CHAT, "tools": [1]}], "1: tools is [1]; only text is read: cut it"),
-        (["{"], "1:2: not JSON"),
-        (
-            [{"instruction": "a", "response": "b"}],
-            "1: fields found: instruction, response; nearest is instruction, output: output is mis",
-        ),
-        ([{"prompts": "a", "completion": "b"}], "nearest is prompt, completion: prompt is missing"),
-        ([{"message": []}], "1: fields found: message; nearest is messages: messages is missing"),
-        ([{"request": "a", "story": "b"}], "is missing; or name yours: prompt_field and response_"),
-        ([{"prompt": "a", "chosen": "b"}], "nearest is prompt, chosen, rejected: rejected is mis"),
-    ],
-)
-def test_a_malformed_row_costs_one_line_that_says_where(tmp_path, rows, says):
-    with pytest.raises(UserError) as caught:
-        read(tmp_path, *rows)
-    assert "rows.jsonl:" in str(caught.value) and says in str(caught.value)
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+MALFORMED = [  # rows -> what is said behind the name of the file; more: tests/unit/test_formats.py
+    ([ALPACA, CHAT], "2: instruction is missing; found: messages"),
+    ([ALPACA, {"instruction": "a", "outputs": "b"}], "2: output is missing; rename 'outputs', if"),
+    ([ALPACA, {**ALPACA, "instruction": ""}], "2: instruction is ''; give a non-empty string"),
+    ([ALPACA, {**ALPACA, "input": 3}], "2: input is 3; give a non-empty string"),
+    ([ALPACA, {**ALPACA, "output": None}], "2: output is None; give a non-empty string"),
+    ([{**ALPACA, "history": 3}], "1: history is 3; give [[question, answer], ...]"),
+    ([{**ALPACA, "history": [["q"]]}], "1: history is [['q']]; give [[question, answer], ..."),
+    ([{**ALPACA, "history": [["q", "a"], ["q", ""]]}], "1: history[1] is ''; give a non-em"),
+    ([{**ALPACA, "images": ["x.png"]}], "1: images is ['x.png']; only text is read: cut it"),
+    ([KTO, {**KTO, "label": False}], f"2: label is False; {COUNTS}"),
+    ([{**ALPACA, "weight": 0}], f"1: weight is 0; {COUNTS}"),
+    ([CHAT, ALPACA], "2: messages is missing; found: instruction, output"),
+    ([CHAT, {"messages": "a"}], "2: messages has the roles assistant; give user and assistant"),
+    ([CHAT, {"messages": []}], "2: messages is []; give a list of messages"),
+    ([CHAT, {"messages": talk("a", "b", "c")}], "2: messages has the roles user, assistant, us"),
+    ([{"messages": talk("a", "", "c", "d")}], "1: messages[1].content is ''; give a non-empty"),
+    (["{"], "1:2: not JSON"),
+    (
+        [{"instruction": "a", "response": "b"}],
+        "1: fields found: instruction, response; nearest is ",
+    ),
+    ([{"prompts": "a", "completion": "b"}], "nearest is prompt, completion: prompt is missing"),
+    ([{"message": []}], "1: fields found: message; nearest is messages: messages is missing"),
+    ([{"request": "a", "story": "b"}], "is missing; or name yours: prompt_field and response_"),
+    ([{"prompt": "a", "chosen": "b"}], "nearest is prompt, chosen, rejected: rejected is mis"),
+    ([PREFERENCE, {"prompt": "a", "chosen": "b"}], "2: rejected is missing"),
+]
 
 
-def test_of_a_preference_the_later_rows_must_be_of_the_same_format(tmp_path):
-    row = {"prompt": "a", "chosen": "b", "rejected": "c"}
-    with pytest.raises(UserError, match="rows.jsonl:2: rejected is missing"):
-        read(tmp_path, row, {"prompt": "a", "chosen": "b"})
+def test_a_malformed_row_costs_one_line_that_says_where(tmp_path):
+    for rows, says in MALFORMED:
+        with pytest.raises(UserError) as caught:
+            read(tmp_path, *rows)
+        assert "rows.jsonl:" in str(caught.value) and says in str(caught.value)
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_a_kind_that_is_named_must_be_that_of_the_rows(tmp_path):
     with pytest.raises(UserError, match="rows.jsonl:1: fields found: instruction, output; nearest"):
         read(tmp_path, ALPACA, kind="preference")
-
-
-@pytest.mark.parametrize(
-    ("kind", "fields"),
-    [("custom", ()), ("custom", ("a",)), ("auto", ("a", "")), ("alpaca", ("a", "b"))],
-)
-def test_custom_rows_and_no_others_need_two_names(tmp_path, kind, fields):
     says = "prompt_field and response_field belong to the format custom, which needs both; given: "
-    with pytest.raises(UserError, match=says):
-        read(tmp_path, ALPACA, kind=kind, fields=fields)
-
-
-values = st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.just([[]])
-values = st.recursive(values, lambda inner: st.lists(inner, max_size=2), max_leaves=3)
-
-
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
-@given(st.data())
-def test_any_other_value_in_a_good_row_is_taken_or_refused_in_one_line(tmp_path_factory, data):
-    row = json.loads(json.dumps(data.draw(st.sampled_from([row for row, *_ in ROWS.values()]))))
-    part, key = row, data.draw(st.sampled_from(sorted(row)))
-    while isinstance(part[key], (list, dict)) and part[key] and data.draw(st.booleans()):
-        part = part[key]
-        keys = range(len(part)) if isinstance(part, list) else sorted(part)
-        key = data.draw(st.sampled_from(keys))
-    part[key] = data.draw(values)
-    try:
-        read(
-            tmp_path_factory.getbasetemp(), row, template=data.draw(st.sampled_from([None, CHATML]))
-        )
-    except UserError as error:
-        assert len(str(error).splitlines()) == 1
+    for kind, fields in (
+        *(("custom", ()), ("custom", ("a",)), ("auto", ("a", "")), ("alpaca", ("a", "b"))),
+    ):
+        with pytest.raises(UserError, match=says):
+            read(tmp_path, ALPACA, kind=kind, fields=fields)
 
 
 # --- whole files ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("file", "count", "names"),
-    [
-        ("instructions.jsonl", 300, ("instruction", "input", "output")),
-        ("preferences_train.jsonl", 800, ("prompt", "", "chosen")),
-    ],
-)
-def test_the_files_of_the_demo_are_read_whole(file, count, names):
+def test_the_files_of_the_demo_are_read_whole():
     """Token for token what the template of the model makes of each row."""
-    asked, more, reply = names
-    path = ROOT / "data/demo" / file
     tok = load_tokenizer(ROOT / "data/demo/model")
-    found, report = texts.read(path, Encoder(tok, max_length=10_000))
-    source = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len(source) == len(found) == report["used"] == count
-    for row, text in zip(source, found, strict=True):
-        question = row[asked] + (f"\n{row[more]}" if row.get(more) else "")
-        whole = tok.apply_chat_template(talk(question, row[reply]), tokenize=False)
-        ids = tok(whole.removesuffix("\n"), add_special_tokens=False).input_ids
-        assert text.prompt + text.reply == ids
-        assert text.scored == [1] * len(text.reply)
+    for file, count, asked, more, reply in (
+        ("instructions.jsonl", 300, "instruction", "input", "output"),
+        ("preferences_train.jsonl", 800, "prompt", "", "chosen"),
+    ):
+        path = ROOT / "data/demo" / file
+        found, report = texts.read(path, Encoder(tok, max_length=10_000))
+        source = [json.loads(line) for line in path.read_text().splitlines()]
+        assert len(source) == len(found) == report["used"] == count
+        for row, text in zip(source, found, strict=True):
+            question = row[asked] + (f"\n{row[more]}" if row.get(more) else "")
+            whole = tok.apply_chat_template(talk(question, row[reply]), tokenize=False)
+            ids = tok(whole.removesuffix("\n"), add_special_tokens=False).input_ids
+            assert text.prompt + text.reply == ids
+            assert text.scored == [1] * len(text.reply)

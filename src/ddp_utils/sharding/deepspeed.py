@@ -15,7 +15,7 @@ from importlib.util import find_spec
 import torch
 import torch.distributed
 
-from ddp_utils import UserError, cli, conf, dist
+from ddp_utils import UserError, cli, conf
 from ddp_utils.optim import LossScale, Policy, check_names, float_trained, parameter_groups
 
 FITS = {  # what a key may hold
@@ -178,6 +178,8 @@ def import_deepspeed(device="cpu"):
 class ZeroPolicy(Policy):
     """A scorer in DeepSpeed's engine, which makes the steps and clips in them."""
 
+    is_sharded = True
+
     def __init__(self, scorer, world, strategy):
         self.scorer = scorer
         self.loss_scale = LossScale(enabled=False)  # DeepSpeed has its own
@@ -240,13 +242,11 @@ class ZeroPolicy(Policy):
 
         return safe_get_full_grad(parameter)
 
-    def full_weights(self):
-        weights = {}
-        for name, trained in self.trainable().items():
-            weight = full_parameter(trained)
-            if dist.is_first():
-                weights[name] = weight.cpu()
-        return weights
+    def full_parameter(self, parameter):
+        """The whole of a parameter in fp32, on all ranks."""
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return safe_get_full_fp32_param(parameter)
 
     def state(self, optimizer, shared=""):
         """As of a Policy; shared: this rank's shares, under numbers."""
@@ -260,7 +260,7 @@ class ZeroPolicy(Policy):
                 tensors[f"parameter/{number}"] = share.detach()
                 tensors |= {f"{key}/{number}": value for key, value in adam[share].items()}
         for name, trained in {} if shared else self.trainable().items():
-            tensors[f"parameter/{name}"] = full_parameter(trained).cpu()
+            tensors[f"parameter/{name}"] = self.full_parameter(trained).cpu()
             for key in ("exp_avg", "exp_avg_sq"):
                 tensors[f"{key}/{name}"] = safe_get_full_optimizer_state(trained, key).cpu()
             tensors[f"step/{name}"] = adam[flat[0]]["step"].clone()
@@ -303,13 +303,6 @@ class ZeroPolicy(Policy):
             scale, done, overflow = tensors["zero_loss_scale"].tolist()
             scaler.cur_scale, scaler.cur_iter = scale, int(done)
             scaler.last_overflow_iter = overflow
-
-
-def full_parameter(trained):
-    """The whole of a parameter in fp32, on all ranks."""
-    from deepspeed.utils import safe_get_full_fp32_param
-
-    return safe_get_full_fp32_param(trained)
 
 
 def _flat(engine):

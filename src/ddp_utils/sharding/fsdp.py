@@ -124,6 +124,8 @@ def mesh_of(settings, world):
 class FsdpPolicy(Policy):
     """A scorer of which each rank holds a share."""
 
+    is_sharded = True
+
     def place(self, world, strategy):
         settings = strategy.options or Settings()
         shard(self.scorer, settings, world, DTYPES[strategy.grad_reduce_dtype])
@@ -145,13 +147,8 @@ class FsdpPolicy(Policy):
         finally:
             reshard(self.scorer)
 
-    def full_weights(self):
-        weights = {}
-        for name, parameter in self.trainable().items():
-            weight = self.whole(parameter.detach())
-            if dist.is_first():
-                weights[name] = weight.cpu()
-        return weights
+    def full_parameter(self, parameter):
+        return self.whole(parameter.detach())
 
     def whole(self, tensor):
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
