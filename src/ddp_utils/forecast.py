@@ -90,9 +90,8 @@ def share(need, strategy, ranks, nodes=1, turns=1, bucket=BUCKET) -> Share:
 
 def name_of(strategy) -> str:
     """An optim.Strategy, as in STRATEGIES."""
-    options = strategy.options
-    offload = getattr(options, "offload", False)  # of FSDP
-    if isinstance(options, dict):
-        optimizer = options.get("zero_optimization", {}).get("offload_optimizer", {})
+    offload = getattr(strategy.options, "offload", False)  # of FSDP
+    if strategy.kind == "deepspeed":
+        optimizer = strategy.options["zero_optimization"].get("offload_optimizer", {})
         offload = optimizer.get("device") == "cpu"
     return strategy.name + " offload" * offload

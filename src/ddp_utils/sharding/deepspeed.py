@@ -192,18 +192,18 @@ class ZeroPolicy(Policy):
         deepspeed.init_distributed(
             dist_init_required=False, auto_mpi_discovery=False, verbose=False
         )
-        settings = strategy.options
         groups = parameter_groups(self.trainable().values(), weight_decay=1.0)  # see make_adamw()
-        if stage(settings) == 3:
+        if stage(strategy.options) == 3:
             # shares out what is in the host's memory, a parameter at a time
-            deepspeed.zero.Init(module=scorer, config_dict_or_path=settings)
+            deepspeed.zero.Init(module=scorer, config_dict_or_path=strategy.options)
             scorer.gathered = lambda module: deepspeed.zero.GatheredParameters(
                 list(module.parameters()), enabled=True
             )
         # DeepSpeed asks for it; srun and PALS set none
         os.environ.setdefault("LOCAL_RANK", str(world.local_rank))
         optimizer = torch.optim.AdamW(groups, lr=1.0)
-        self.engine, *_ = deepspeed.initialize(model=scorer, optimizer=optimizer, config=settings)
+        engine = deepspeed.initialize(model=scorer, optimizer=optimizer, config=strategy.options)
+        self.engine = engine[0]
 
     def __call__(self, batch):
         return self.engine(batch)

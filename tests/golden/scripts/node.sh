@@ -4,8 +4,8 @@
 # Node 1 of 2. Start it there: bash node.sh [more flags of src/train.py]
 # The same command goes on with a run that was stopped. Exit status: as run_distributed.sh.
 #
-# torchrun starts the processes, for DeepSpeed too: `deepspeed --node_rank` would want --no_ssh and
-# a hostfile. On one node the port is a free one: two runs with one number would meet.
+# Torch's agent starts the processes, for DeepSpeed too: `deepspeed --node_rank` would want --no_ssh
+# and a hostfile. On one node the port is a free one: two runs with one number would meet.
 set -euo pipefail
 
 project=PROJECT
