@@ -5,10 +5,8 @@ import hashlib
 import importlib
 import json
 import os
-import random
 import resource
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -16,7 +14,7 @@ import torch
 
 import main_distributed
 import runs
-from ddp_utils import checkpoint, dist, optim, preemption
+from ddp_utils import dist, optim, preemption
 from ranks import run_ranks
 
 # twelve steps with a checkpoint after 5 and 10, a validation after 4, 8 and 12
@@ -152,31 +150,6 @@ def before_call(name, number, action):
         return original(*arguments, **options)
 
     setattr(owner, call, faulty)
-
-
-def kill_near_a_save(rank, after, seed):
-    """SIGKILL at a random moment around the first writing of a checkpoint past step `after`."""
-    if not _mine(rank):
-        return
-    wait = random.Random(seed).uniform(0, 0.05)
-    print(f"seed {seed}: {wait:.4f} s after a temporary folder is seen")
-    write = checkpoint.write
-
-    def watched(folder, step, *rest):
-        if step > after:
-            threading.Timer(wait, die).start()
-        return write(folder, step, *rest)
-
-    checkpoint.write = watched
-    if rank:  # the other ranks only wait meanwhile
-        together = dist.on_each
-
-        def on_each(*arguments):
-            found = together(*arguments)  # the last thing they do before rank 0 writes
-            threading.Timer(wait, die).start()
-            return found
-
-        dist.on_each = on_each
 
 
 def die():
