@@ -200,9 +200,8 @@ def choose_numbers(config, outline, world):
 def strategy_of(config):
     """How the ranks share the work; what shards nothing is DDP."""
     kind, options = config.strategy, config.sharding
-    if kind == "fsdp" and options.strategy == "NO_SHARD":
-        kind = "ddp"
-    if kind == "deepspeed" and not options.get("zero_optimization", {}).get("stage"):
+    nothing = kind == "fsdp" and options.strategy == "NO_SHARD"
+    if nothing or (kind == "deepspeed" and not options.get("zero_optimization", {}).get("stage")):
         kind = "ddp"
     return optim.Strategy(kind, options, config.grad_reduce_dtype, config.bucket_mb)
 

@@ -99,10 +99,9 @@ def variable(name, default, lowest, highest):
 
 def check(program, processes, nodes):
     """Run the program with --check, in one process; return the lines that it printed."""
-    sizes = {"WORLD_SIZE": str(processes * nodes), "LOCAL_WORLD_SIZE": str(processes)}
-    environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", **sizes}
-    command = [sys.executable, *program, "--check"]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
+    variables = ["RANK=0", "LOCAL_RANK=0", f"WORLD_SIZE={processes * nodes}"]
+    command = ["env", *variables, f"LOCAL_WORLD_SIZE={processes}", sys.executable, *program]
+    done = subprocess.run([*command, "--check"], stdout=subprocess.PIPE, text=True)
     if done.returncode:
         sys.exit(done.returncode)
     return done.stdout.splitlines()
@@ -167,11 +166,9 @@ def main(processes="", *words) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
     lines = check(words, processes, nodes)
-    if {"--check", "--validate_only", "--dry_run"} & set(words):
-        print(*lines, sep="\n")
-        return 0
-    if not any(line.startswith("run folder: ") for line in lines):  # nothing left to do
-        print(lines[-1], flush=True)
+    is_check = {"--check", "--validate_only", "--dry_run"} & set(words)
+    if is_check or not any(line.startswith("run folder: ") for line in lines):
+        print(*(lines if is_check else lines[-1:]), sep="\n", flush=True)  # nothing left to do
         return 0
     return launch(words, processes, nodes, restarts)
 

@@ -195,6 +195,12 @@ class ProteinMPNN(nn.Module):
         around = take(ranks.transpose(1, 2), encoded.neighbours)  # [B, L, K, 1 or S]
         return self._decoded(encoded, sequences, around.movedim(-1, 1) < ranks[..., None])
 
+    def unconditional(self, encoded):
+        """Log-probs [B, L, 21] of every residue when no letter is known."""
+        nobody = torch.zeros_like(encoded.neighbours, dtype=torch.bool)[:, None]
+        letters = torch.zeros_like(encoded.neighbours[:, None, :, 0])  # seen by nobody
+        return self._decoded(encoded, letters, nobody)[:, 0]
+
     def log_probs(self, coords, mask, residue_idx, chain_encoding, sequence, decoding_order):
         """`encode` and `decode` for one sequence [B, L] on each backbone -> [B, L, 21]."""
         encoded = self.encode(coords, mask, residue_idx, chain_encoding)

@@ -87,6 +87,7 @@ def test_log_probs_equal_the_official_ones(name):
     )[0]
     same(native, f"{name}/native_rand", known)
     same(mutated, f"{name}/mut_id", known)
+    same(model.unconditional(encoded)[0], f"{name}/unconditional", known)
     plain = mpnn_plain.Plain(*SIZES[config])  # the benchmark is against an honest opponent
     plain.load_state_dict(model.state_dict())
     found = plain(*batched(structure, *BACKBONE, "S", "order_rand"))[0]

@@ -154,7 +154,8 @@ def checked(model, pairs=PAIRS):
         patch.setattr(lora, "load_policy", lambda *_: (model, None))
         patch.setattr(reference, "log_probs", lambda *_: None)
         run = SimpleNamespace(say=said.append)
-        scorer, _ = main_distributed.load_scored(Config(), {"train": pairs}, world, run)
+        policy, _ = main_distributed.load_scored(Config(), {"train": pairs}, world, run)
+    scorer = policy.scorer
     head, layout = (
         [line for line in said if line.startswith(f"the {of}")] for of in ("head", "prompt")
     )

@@ -18,7 +18,8 @@ import programs
 import train
 import train_config
 from conftest import ROOT
-from ddp_utils import UserError, lora, zero
+from ddp_utils import UserError, lora
+from ddp_utils.sharding import deepspeed as zero
 from ddp_utils.world import World
 
 TINY = "dataset: {max_rows: 40}\n"  # of the demo, the default
