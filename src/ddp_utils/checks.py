@@ -1,6 +1,4 @@
-"""What a training step must show: finite losses, gradients where they belong, at step 0 a loss that
-is known beforehand.
-"""
+"""Checks of a training step: losses and gradients are finite, and at step 0 known beforehand."""
 
 import math
 

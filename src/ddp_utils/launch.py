@@ -94,6 +94,7 @@ def number(name, text, lowest, highest):
 
 
 def variable(name, default, lowest, highest):
+    """Return the number in an environment variable, or the default; raise as number() does."""
     return number(name, os.environ.get(name) or default, lowest, highest)
 
 

@@ -84,7 +84,10 @@ class LossScale:
 
 
 def wrap(scorer, world, strategy=DDP, trained=True):
-    """The Policy that trains a scorer on all ranks, or is only asked; all of them must call it."""
+    """Return the Policy of a scorer under a Strategy; all ranks must call this, and its methods.
+
+    trained: False for a reference model, which only scores.
+    """
     if strategy.kind == "deepspeed":
         from ddp_utils.sharding.deepspeed import ZeroPolicy
 
@@ -97,9 +100,9 @@ def wrap(scorer, world, strategy=DDP, trained=True):
 
 
 class Policy:
-    """A scorer on each rank's device, under DistributedDataParallel if there are several.
+    """A scorer on each rank's device, under DistributedDataParallel if there are several ranks.
 
-    trained: False for that of a reference model, which is only placed.
+    trained: False for a reference model, which is moved to the device and not wrapped.
     """
 
     is_sharded = False

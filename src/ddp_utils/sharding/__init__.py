@@ -1,1 +1,1 @@
-"""Policies whose weights or optimizer states are shared out over ranks; imported when asked for."""
+"""Policies that shard weights, gradients or optimizer states; imported where a Strategy asks."""
