@@ -35,7 +35,8 @@ import torch
 SRC = Path(__file__).resolve().parent / "src"
 sys.path.insert(0, str(SRC))  # the project need not be installed
 
-from ddp_utils import UserError, dist, startup  # noqa: E402, F401
+from ddp_utils import UserError, distributed  # noqa: E402, F401
+from ddp_utils.runs import preemption  # noqa: E402
 
 GIB = 2**30
 DRIVERS = {"11": 450, "12": 525, "13": 580}  # the oldest that run each major version of CUDA
@@ -242,11 +243,11 @@ def bench(world) -> dict:
     all_reduces = []
     for size in (2**20, 2**24, 2**27) if ranks > 1 else []:
         block = torch.zeros(size // 4, device=world.device)
-        seconds = seconds_of(partial(dist.all_sum, block, world), world.device)
+        seconds = seconds_of(partial(distributed.all_sum, block, world), world.device)
         ms = round(1000 * seconds, 2)
         bus = round(size / seconds / 1e9 * 2 * (ranks - 1) / ranks, 2)  # GB/s of each link
         all_reduces.append({"mib": size >> 20, "ms": ms, "bus_gb_per_s": bus})
-    rows = dist.all_sum(table, world).round(decimals=3).tolist()
+    rows = distributed.all_sum(table, world).round(decimals=3).tolist()
     rates = [dict(zip(RATES, row, strict=True)) for row in rows]
     return {"ranks": ranks, "rates": rates, "copies": copies, "all_reduces": all_reduces}
 
@@ -284,7 +285,7 @@ def copy_rate(source, target):
 def plan_lines(args, report):
     """Return the lines of --plan, which is about main_distributed.py or train.py."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads it when imported: no downloads
-    from ddp_utils import plan
+    from ddp_utils.tools import plan
 
     is_config = Path(args.plan).resolve() == SRC / "config.py"
     if not is_config and Path(args.plan).suffix not in (".yaml", ".yml"):
@@ -307,10 +308,10 @@ def main(argv=None) -> int:
     given = [f"--{name}" for name in unread if getattr(args, name) != parser.get_default(name)]
     if given:
         parser.error(f"{', '.join(given)}: no effect {'with' if args.plan else 'without'} --plan")
-    world = dist.whoami()
+    world = distributed.whoami()
     facts = collect_facts() if world.is_main else {}
     if args.bench:
-        world = dist.join(dist.meet(world), timeout_minutes=5)
+        world = distributed.join(distributed.meet(world), timeout_minutes=5)
         facts |= bench(world)
     if not world.is_main:
         return 0
@@ -323,4 +324,4 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    dist.run(main)
+    preemption.run(main)

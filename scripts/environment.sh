@@ -68,5 +68,5 @@ asked_for_help() {
 # Check the settings, start the processes and end with their exit status: see launch.py.
 train() { # processes per node, what python runs (a file, or -m and a module), its flags
   use_environment
-  exec python -m ddp_utils.launch "$@"
+  exec python -m ddp_utils.runs.launch "$@"
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from setup_settings import Common, read, refuse, setting, whole
 
-from ddp_utils import cli, records, redact
+from ddp_utils import cli, jsonl, redact
 
 TEMPLATES = Path(__file__).with_name("templates")
 # What a directive may hold. sbatch and qsub cut it at blanks and line breaks whatever is quoted,
@@ -153,7 +153,7 @@ def filled(name, options, **places):
 
     A directive whose value is empty is left out.
     """
-    named = {"path": options.output, "project": str(records.ROOT), "cwd": os.getcwd()}
+    named = {"path": options.output, "project": str(jsonl.ROOT), "cwd": os.getcwd()}
     named = {name: shlex.quote(place) for name, place in named.items()} | vars(options) | places
     text = re.sub(r"@(\w+[.]sh[.]in)@\n", lambda file: template(file[1]), template(f"{name}.sh.in"))
     ends = r"(?m)^#(?:SBATCH|PBS) .*@([a-z_]+)@\n"  # with a place
@@ -187,7 +187,7 @@ def check_run(options):
     if options.use_deepspeed:
         file = str(setting(found, path, "deepspeed_config") or "config/ds_config.json")
         flags.append(f"--deepspeed={file}")
-        if records.resolve(file).exists():
+        if jsonl.resolve(file).exists():
             check_batch(file, found, options)
         else:
             print(f"note: {file} is not there yet; `distributed_setup.py deepspeed` makes it")

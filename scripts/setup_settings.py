@@ -5,7 +5,8 @@ from typing import Literal
 
 from ruamel import yaml
 
-from ddp_utils import UserError, cli, conf, records
+from ddp_utils import UserError, cli, jsonl
+from ddp_utils.readers import yaml_config
 
 
 @dataclass
@@ -54,9 +55,9 @@ def refuse(wrong, says):
 def read(path):
     """A JSON or YAML file as plain data; src/train.py checks what it holds."""
     if path.endswith(".json"):
-        return conf.from_json(path)
-    text = records.content(path).decode()
-    with conf.located(path, text):
+        return jsonl.read_object(path)
+    text = jsonl.content(path).decode()
+    with yaml_config.located(path, text):
         values = yaml.YAML(typ="safe", pure=True).load(text) or {}
     refuse(not isinstance(values, dict), f"{path}:1: the file must hold names and values")
     return values

@@ -10,7 +10,7 @@ Guide: docs/prompt_baking.md. The rows are the same for any number of processes;
 stopped or killed goes on with the same command.
 """
 
-import ddp_utils.startup  # noqa: F401  before torch, whose import takes seconds
+import ddp_utils.runs.startup  # noqa: F401  before torch, whose import takes seconds
 
 import contextlib
 import dataclasses
@@ -28,22 +28,20 @@ import torch
 from ddp_utils import (
     Stop,
     UserError,
-    checkpoint,
     cli,
-    dist,
-    environment,
+    distributed,
+    files,
+    jsonl,
     logps,
-    lora,
-    preemption,
-    progress,
-    records,
-    resume,
+    models,
+    optim,
     sampling,
 )
-from ddp_utils import trajectories as trajectories_
-from ddp_utils.batching import order
 from ddp_utils.encoder import Encoder, load_tokenizer
-from ddp_utils.safely import digest_of_model
+from ddp_utils.models import digest_of_model
+from ddp_utils.runs import environment, preemption, progress, resume
+from ddp_utils.sampler import order
+from prompt_baking import trajectories as trajectories_
 
 TOGETHER = 16  # batches between two writes: a number of its own, for batches hang on nothing else
 
@@ -122,7 +120,7 @@ def check_files(config, mark):
     if mark_in(train) == mark_in(val) == mark:
         raise Stop(f"{train} holds these replies already", 0)
     for name, path in zip(names, (train, val), strict=True):
-        checkpoint.check_place(f"--{name}", Path(f"{path}.parts"))
+        files.check_place(f"--{name}", Path(f"{path}.parts"))
         if path.is_dir() or path.is_symlink():
             raise UserError(f"--{name}: {path} is a folder or a link; give the name of a file")
 
@@ -152,7 +150,7 @@ class Parts:
                     )
                 self.groups.append(group["replies"])
                 kept += line + "\n"
-        checkpoint.write_text(self.file, kept)
+        files.write_text(self.file, kept)
         return len(self.groups)
 
     def add(self, replies):
@@ -177,7 +175,7 @@ def sample(scorer, prompts, ends, config, world, bar, parts, done):
 
     def poll():
         asked = torch.tensor([float(preemption.asked(config.stop_after_minutes))])
-        if dist.all_sum(asked.to(world.device), world).item():
+        if distributed.all_sum(asked.to(world.device), world).item():
             told = f"stopped after {min(start, len(prompts))} of {len(prompts)} questions"
             raise Stop(f"{told}; the same command goes on", 85)
 
@@ -187,7 +185,7 @@ def sample(scorer, prompts, ends, config, world, bar, parts, done):
         replies = sampling.generate(
             scorer, mine, ends, world, settings, samples, poll, first=start, keep_end=True
         )
-        dist.on_main(world, lambda replies=replies: parts.add(replies))
+        distributed.on_main(world, lambda replies=replies: parts.add(replies))
         tokens = sum(map(len, replies))
         bar.advance(tokens_per_second=tokens / (time.perf_counter() - begin))
     start = len(prompts)
@@ -215,7 +213,7 @@ def write(config, x0, questions, parts, tokenizer, ends):
     told = [f"{short} replies below --min_sequence_length left out"] * (short > 0)
     # the training file last: check_files() looks at its mark
     for path, rows in ((config.val_out_file, lines[True]), (config.traj_out_file, lines[False])):
-        with checkpoint.replacing(path) as file:
+        with files.replacing(path) as file:
             file.write_text("".join(rows))
             if Path(path).exists():  # of other settings, or someone else's
                 told.append(f"{path} was there: moved to {resume.aside(Path(path))}")
@@ -225,11 +223,11 @@ def write(config, x0, questions, parts, tokenizer, ends):
 
 
 def main(argv=None) -> int:
-    world = dist.whoami(argv=sys.argv)
+    world = distributed.whoami(argv=sys.argv)
     config = read_settings(argv, world)
     if not config.check:
-        world = dist.meet(world, config.backend)
-    x0 = records.content(config.x0_file).decode()
+        world = distributed.meet(world, config.backend)
+    x0 = jsonl.content(config.x0_file).decode()
     if not x0.strip():
         raise UserError(f"{config.x0_file}: it is empty; give the prompt that is to be baked")
     questions = trajectories_.read_questions(config.question_dataset, config.num_questions)
@@ -239,37 +237,37 @@ def main(argv=None) -> int:
     encoder = Encoder(tokenizer, config.chat_template, kwargs=config.chat_template_kwargs)
     prompts = [trajectories_.prompts(encoder, x0, question)[1] for question in questions]
     shape = SimpleNamespace(**vars(config), fine_tuning="none")
-    outline = lora.load(config.model_name, "auto", lora.META)
+    outline = models.load(config.model_name, "auto", models.META)
     reply = [0] * config.max_sequence_length
     rows = zip(prompts, questions, strict=True)
     rows = [
         trajectories_.Trajectory(ids, ids, reply, config.question_dataset, q) for ids, q in rows
     ]
-    lora.check_fit(outline, {"questions": rows})
+    models.check_fit(outline, {"questions": rows})
     mark = mark_of(config, prompts, outline.config)
     total = len(questions) * config.num_sequences_per_question
     about = f"{total} replies = {len(questions)} questions x {config.num_sequences_per_question}"
     if config.check:
-        dist.choose_device(world, config.backend)
+        distributed.choose_device(world, config.backend)
         check_files(config, mark)
         if world.is_main:
             print(about, f"run folder: {config.traj_out_file}.parts", sep="\n")
         return 0
 
-    world = dist.join(world, config.timeout_minutes)
-    dist.on_main(world, lambda: check_files(config, mark))
+    world = distributed.join(world, config.timeout_minutes)
+    distributed.on_main(world, lambda: check_files(config, mark))
     parts = Parts(config.traj_out_file, mark)
-    done = dist.on_main(world, parts.open)
+    done = distributed.on_main(world, parts.open)
     start = time.perf_counter()
     bar = progress.Bar(world.is_main)
-    dtype, autocast = environment.precision(shape, world.device)
-    scorer = logps.Scorer(lora.load(config.model_name, dtype, world.device), autocast)
+    dtype, autocast = optim.precision(shape, world.device)
+    scorer = logps.Scorer(models.load(config.model_name, dtype, world.device), autocast)
     if world.is_main:
         print(f"{about}, world_size={world.world_size} device={world.device}", flush=True)
     try:
         sample(scorer, prompts, encoder.ends, config, world, bar, parts, done)
         made = questions, parts, tokenizer, encoder.ends
-        told = dist.on_main(world, lambda: write(config, x0, *made))
+        told = distributed.on_main(world, lambda: write(config, x0, *made))
     finally:
         if world.is_main:
             parts.lock.release()
@@ -280,4 +278,4 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    dist.run(main)
+    preemption.run(main)

@@ -7,7 +7,7 @@
 Settings: src/config.py. Results: results/dpo/ (see results/README.md).
 """
 
-import ddp_utils.startup  # noqa: F401  before torch, whose import takes seconds
+import ddp_utils.runs.startup  # noqa: F401  before torch, whose import takes seconds
 
 import dataclasses
 import gc
@@ -22,26 +22,24 @@ import torch
 from config import Config, check
 from ddp_utils import (
     UserError,
-    batching,
-    checks,
     cli,
-    dist,
-    environment,
-    lean,
+    distributed,
+    jsonl,
     logps,
     lora,
     losses,
+    models,
     optim,
-    records,
+    sampler,
     sampling,
-    selftest,
-    speed,
 )
-from ddp_utils import pairs as pairs_
-from ddp_utils import reference as reference_
+from ddp_utils import preference_data as pairs_
 from ddp_utils.encoder import Encoder, load_tokenizer
-from ddp_utils.run import Run
-from ddp_utils.totals import Totals, interval
+from ddp_utils.fast import memory_efficient, self_test
+from ddp_utils.metrics import Meter, Totals, interval
+from ddp_utils.runs import checks, environment, preemption
+from ddp_utils.runs import reference as reference_
+from ddp_utils.runs.run import Run
 
 DEMO = Path("data/demo")  # its model and train_data are the defaults of src/config.py
 DEMO_JUDGE = str(DEMO / "judge.py:score")
@@ -118,7 +116,7 @@ def train_step(policy, step, rows, data, reference, config, world):
     budget = math.ceil(config.batch_size / world.world_size)
     parts = policy.scorer.share(rows, pairs, world, budget)
     for turn, part in enumerate(parts):
-        torch.manual_seed(batching.seed_of(config.seed, step, turn, world.rank))  # for dropout
+        torch.manual_seed(sampler.seed_of(config.seed, step, turn, world.rank))  # for dropout
         policy.sync_gradients(part is parts[-1])
         batch = policy.scorer.collate([pairs[i] for i in part.index], world.device)
         per_pair, metrics = pair_losses(policy, batch, reference["train"][part.index], config)
@@ -135,7 +133,7 @@ def train_step(policy, step, rows, data, reference, config, world):
     wheres = [pair.where for pair in batch_pairs]
 
     def scores():
-        return dist.by_row(len(pairs), parts, found, world)[rows]  # [global batch, 3]
+        return distributed.by_row(len(pairs), parts, found, world)[rows]  # [global batch, 3]
 
     checks.check_step(policy, step, means, lambda: scores()[:, 2], wheres, config.fine_tuning)
     if step == 0 and not no_closed_form(config):
@@ -230,53 +228,53 @@ def load_scored(config, data, world, run):
             return logps.score(scorer, pairs, world, budget, run.poll)
 
         with policy.gathered():
-            for line in selftest.self_test(scorer, data["train"], config.layout, world):
+            for line in self_test.self_test(scorer, data["train"], config.layout, world):
                 run.say(line)
         if known is None:
             return reference_.log_probs(scorer, data, names, score, run)
 
     known, strategy = None, strategy_of(config)
     if config.reference_model:
-        dtype, autocast = environment.precision(config, world.device)
+        dtype, autocast = optim.precision(config, world.device)
         host = torch.device("cpu") if config.strategy == "fsdp" else world.device
-        model = lora.load(config.reference_model, dtype, host)
+        model = models.load(config.reference_model, dtype, host)
         other = optim.wrap(logps.Scorer(model, autocast), world, strategy, trained=False)
         known = reference_of(other, config.reference_model)
         del model, other
         gc.collect()
     torch.manual_seed(config.seed)  # the same fresh LoRA on every rank
-    model, autocast = lora.load_policy(config, world.device)
+    model, autocast = models.load_policy(config, world.device)
     if config.lean:
-        lean.apply(model)
+        memory_efficient.apply(model)
     policy = optim.wrap(logps.Scorer(model, autocast), world, strategy)
     return policy, reference_of(policy, config.model_name, config.init_adapter) or known
 
 
 def main(argv=None) -> int:
     # setup
-    world = dist.whoami(argv=sys.argv)
+    world = distributed.whoami(argv=sys.argv)
     config = read_settings(argv, world)
     if not config.check:
-        world = dist.meet(world, config.backend)
+        world = distributed.meet(world, config.backend)
 
     # data: before there is a group, so that no rank waits in a collective while another one reads
     tokenizer = load_tokenizer(config.model_name)
     shape = config.max_length, config.truncation, config.chat_template_kwargs
     encoder = Encoder(tokenizer, config.chat_template, *shape)
     data, reports = read_data(config, encoder, world)
-    outline = lora.outline(config)
+    outline = models.outline(config)
     if config.reference_model:
-        lora.load(config.reference_model, "auto", lora.META, flag="--reference_model")
-    lora.check_fit(outline, data)
+        models.load(config.reference_model, "auto", models.META, flag="--reference_model")
+    models.check_fit(outline, data)
     if config.learning_rate is None:
         small = sum(p.numel() for p in outline.parameters()) < 10e6
         rate = 1e-3 if small else {"full": 1e-6, "lora": 1e-5}[config.fine_tuning]
         config = dataclasses.replace(config, learning_rate=rate)
-    plan = batching.Plan.of(config, len(data["train"]))
+    plan = sampler.Plan.of(config, len(data["train"]))
     inputs = reference_.inputs(config, data, outline)
     needed = optim.bytes_to_write(outline, config)
     # a judge is executed: the demo's is the project's own, whatever the current folder holds
-    root = records.ROOT if config.judge == DEMO_JUDGE else None
+    root = jsonl.ROOT if config.judge == DEMO_JUDGE else None
     judge = sampling.load_judge(config.judge, root) if config.judge else None
     if judge:
         inputs["content of judge"] = judge.digest
@@ -284,14 +282,14 @@ def main(argv=None) -> int:
             judge(pair.text, pair.expected)  # one that does not know these prompts says so now
     described = [pairs_.describe(split, report) for split, report in reports.items()]
     if config.check:
-        dist.choose_device(world, config.backend)
+        distributed.choose_device(world, config.backend)
         would = Run.would(config.result_dir, config, plan.steps, inputs, needed)
         if world.is_main:
             print(*described, *would, sep="\n")
         return 0
 
-    world = dist.join(world, config.timeout_minutes)
-    environment.check_same_precision(config, world)
+    world = distributed.join(world, config.timeout_minutes)
+    optim.check_same_precision(config, world)
     environment.prepare(config)
     peak = optim.learning_rate(config, plan.global_batch, world.world_size)
 
@@ -317,7 +315,7 @@ def main(argv=None) -> int:
         before = run.once("reference_replies", lambda: answer(policy, data, encoder, config, run))
         optimizer, schedule = optim.make_optimizer(policy, config, peak, plan.steps)
         displacement = losses.Displacement(config)
-        meter = speed.Meter(policy.scorer, world)
+        meter = Meter(policy.scorer, world)
         done = run.restore(policy, optimizer, schedule)
         validate(done, plan, policy, data, reference, config, run)
 
@@ -346,9 +344,9 @@ def main(argv=None) -> int:
         write_examples(run, data, before, answer(policy, data, encoder, config, run), judge)
         folder = Path(config.output_dir or run.folder / "model")
         model, weights = policy.scorer.model, policy.full_weights()
-        dist.on_main(world, lambda: lora.save(model, tokenizer, folder, weights))
+        distributed.on_main(world, lambda: models.save(model, tokenizer, folder, weights))
     return 0
 
 
 if __name__ == "__main__":
-    dist.run(main)
+    preemption.run(main)

@@ -7,7 +7,7 @@
 Each setting of the file is a flag, too: --learning_rate 1e-4. Guide: docs/strategies.md.
 """
 
-import ddp_utils.startup  # noqa: F401  before torch, whose import takes seconds
+import ddp_utils.runs.startup  # noqa: F401  before torch, whose import takes seconds
 
 import sys
 import time
@@ -17,26 +17,24 @@ import torch
 import train_config
 from ddp_utils import (
     UserError,
-    batching,
-    checkpoint,
-    checks,
     cli,
-    dist,
-    environment,
-    lean,
+    distributed,
+    files,
     logps,
     lora,
     losses,
+    models,
     optim,
-    selftest,
-    speed,
-    texts,
+    sampler,
 )
-from ddp_utils import pairs as pairs_
-from ddp_utils import reference as reference_
+from ddp_utils import preference_data as pairs_
 from ddp_utils.encoder import Encoder, Pair, load_tokenizer
-from ddp_utils.run import Run
-from ddp_utils.totals import Totals
+from ddp_utils.fast import memory_efficient, self_test
+from ddp_utils.metrics import Meter, Totals
+from ddp_utils.runs import checks, environment, preemption
+from ddp_utils.runs import reference as reference_
+from ddp_utils.runs.run import Run
+from sft import instruction_data
 
 RATES = {  # objective and kind of fine-tuning -> learning rate from 10 M parameters on
     ("sft", "lora"): 2e-4,
@@ -55,7 +53,9 @@ def read_data(config, encoder, world):
     def read(path, limit=-1):
         if config.objective == "dpo":
             return pairs_.read(path, encoder, limit, config.on_bad_record)
-        return texts.read(path, encoder, config.format, fields, limit, config.on_bad_record)
+        return instruction_data.read(
+            path, encoder, config.format, fields, limit, config.on_bad_record
+        )
 
     train, report = read(config.train_data, config.max_rows)
     data, reports = {"train": train, "val": []}, {"train": report}
@@ -117,7 +117,7 @@ def train_step(policy, step, rows, data, reference, config, world):
     scorer, count = policy.scorer, size([data["train"][row] for row in rows], config)
     parts = scorer.share(rows, train, world, config.micro_batch_size)
     for turn, part in enumerate(parts):
-        torch.manual_seed(batching.seed_of(config.seed, step, turn, world.rank))  # for dropout
+        torch.manual_seed(sampler.seed_of(config.seed, step, turn, world.rank))  # for dropout
         policy.sync_gradients(part is parts[-1])
         batch = scorer.collate([train[row] for row in part.index], world.device)
         known = reference["train"][part.index] if reference else None
@@ -134,7 +134,7 @@ def train_step(policy, step, rows, data, reference, config, world):
     wheres = [train[row].where for row in rows]
 
     def scores():
-        return dist.by_row(len(train), parts, found, world)[rows]  # [global batch, 1 or 3]
+        return distributed.by_row(len(train), parts, found, world)[rows]  # [global batch, 1 or 3]
 
     checks.check_step(policy, step, means, lambda: scores()[:, 0], wheres, config.fine_tuning)
     if step == 0 and reference and not no_closed_form(config):
@@ -181,7 +181,7 @@ def choose_numbers(config, outline, world):
         small = sum(p.numel() for p in outline.parameters()) < 10e6
         config.learning_rate = 1e-3 if small else RATES[config.objective, config.fine_tuning]
     if config.mixed_precision == "auto":
-        chosen = environment.precision(config, world.device)[1]
+        chosen = optim.precision(config, world.device)[1]
         names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
         config.mixed_precision = names.get(chosen, "no")
     if config.mixed_precision == "fp16" and world.device.type == "cpu":
@@ -209,13 +209,13 @@ def strategy_of(config):
 def load(config, data, world, run):
     """The policy, tried out, and for DPO its log-probs of all pairs before step 0."""
     torch.manual_seed(config.seed)  # the same fresh LoRA on every rank
-    model, autocast = lora.load_policy(config, world.device)
+    model, autocast = models.load_policy(config, world.device)
     if config.lean:
-        lean.apply(model)
+        memory_efficient.apply(model)
     policy = optim.wrap(logps.Scorer(model, autocast), world, strategy_of(config))
     scorer = policy.scorer
     with policy.gathered():
-        for line in selftest.self_test(scorer, as_pairs(data["train"]), config.layout, world):
+        for line in self_test.self_test(scorer, as_pairs(data["train"]), config.layout, world):
             run.say(line)
     if config.objective == "sft":
         return policy, None
@@ -228,7 +228,7 @@ def load(config, data, world, run):
 
 
 def main(argv=None) -> int:
-    world = dist.whoami(argv=sys.argv)
+    world = distributed.whoami(argv=sys.argv)
     config = train_config.read(argv, world)
     with cli.naming(config.places):
         return fine_tune(config, world)
@@ -237,21 +237,21 @@ def main(argv=None) -> int:
 def fine_tune(config, world) -> int:
     # setup
     lora.carry_on(config)
-    world = dist.choose_device(world, config.backend)
+    world = distributed.choose_device(world, config.backend)
     if not config.check:
-        world = dist.meet(world, config.backend)
+        world = distributed.meet(world, config.backend)
 
     # data: before there is a group, so that no rank waits in a collective while another one reads
     tokenizer = load_tokenizer(config.model_name)
     shape = config.max_length, config.truncation, config.chat_template_kwargs
     encoder = Encoder(tokenizer, config.chat_template, *shape)
     data, reports = read_data(config, encoder, world)
-    outline = lora.outline(config)
-    lora.check_fit(outline, data)
-    plan = batching.Plan.of(config, len(data["train"]), world.world_size)
+    outline = models.outline(config)
+    models.check_fit(outline, data)
+    plan = sampler.Plan.of(config, len(data["train"]), world.world_size)
     inputs = reference_.inputs(config, data, outline) | {"global_batch": str(plan.global_batch)}
     if config.sharding:  # as the JSON has it, before its "auto" is filled in
-        digest = checkpoint.digest_of_files([], config.sharding)
+        digest = files.digest_of_files([], config.sharding)
         inputs[f"content of {config.strategy}_config"] = digest
     choose_numbers(config, outline, world)
     needed = optim.bytes_to_write(outline, config)
@@ -264,8 +264,8 @@ def fine_tune(config, world) -> int:
             print(*described, *would, sep="\n")
         return 0
 
-    world = dist.join(world, config.timeout_minutes)
-    environment.check_same_precision(config, world)
+    world = distributed.join(world, config.timeout_minutes)
+    optim.check_same_precision(config, world)
     if config.use_fsdp:
         from ddp_utils.sharding import fsdp
 
@@ -291,7 +291,7 @@ def fine_tune(config, world) -> int:
         policy, reference = load(config, data, world, run)
         optimizer, schedule = optim.make_optimizer(policy, config, config.learning_rate, plan.steps)
         displacement = losses.Displacement(config)
-        meter = speed.Meter(policy.scorer, world)
+        meter = Meter(policy.scorer, world)
         done = run.restore(policy, optimizer, schedule)
         validate(done, plan, policy, data, reference, config, run)
 
@@ -313,9 +313,11 @@ def fine_tune(config, world) -> int:
         # results
         run.back_to_best()
         model, weights = policy.scorer.model, policy.full_weights()
-        dist.on_main(world, lambda: lora.save(model, tokenizer, run.folder / "model", weights))
+        distributed.on_main(
+            world, lambda: models.save(model, tokenizer, run.folder / "model", weights)
+        )
     return 0
 
 
 if __name__ == "__main__":
-    dist.run(main)
+    preemption.run(main)

@@ -8,7 +8,8 @@ from typing import Literal
 
 import torch
 
-from ddp_utils import UserError, cli, conf, losses
+from ddp_utils import UserError, cli, jsonl, losses
+from ddp_utils.readers import yaml_config
 
 
 @dataclass
@@ -153,7 +154,7 @@ def read(argv, world) -> Config:
     path, in_file, where = flags.get("config", Config.config), {}, {}
     if not path:
         raise UserError("--config: it is empty; give a YAML file")
-    sections, values = conf.from_yaml(Sections, path, in_file), {}
+    sections, values = yaml_config.from_yaml(Sections, path, in_file), {}
     for section in fields(Sections):
         for name, value in vars(getattr(sections, section.name)).items():
             place, before = in_file.get(f"{section.name}.{name}"), values.get(name)
@@ -231,7 +232,7 @@ def choose_sharding(config, where):
 
 def _take(config, where, name, value, file, key):
     """A setting from the JSON: what YAML or flags say of it must be the same."""
-    ours, place = getattr(config, name), f"{conf.line_of(key, file)}: {key}"
+    ours, place = getattr(config, name), f"{jsonl.line_of(key, file)}: {key}"
     if ours not in (None, "auto", value):
         both = f"{where[name]} is {ours}, {place} says {value}"
         raise UserError(f"{both}; make them equal, or leave one of them open")

@@ -10,7 +10,7 @@ the prompt. Loss: KL(teacher || student) at every token of replies that the teac
 (Bhargava et al., Prompt Baking, 2024). Data: generate_data.py. Guide: docs/prompt_baking.md.
 """
 
-import ddp_utils.startup  # noqa: F401  before torch, whose import takes seconds
+import ddp_utils.runs.startup  # noqa: F401  before torch, whose import takes seconds
 
 import contextlib
 import dataclasses
@@ -24,25 +24,24 @@ import torch
 from ddp_utils import (
     Stop,
     UserError,
-    batching,
-    checks,
     cli,
-    dist,
-    environment,
-    lean,
+    distributed,
+    jsonl,
     logps,
     lora,
+    metrics,
+    models,
     optim,
-    records,
-    reference,
-    safely,
+    sampler,
     sampling,
-    teaching,
 )
-from ddp_utils import trajectories as trajectories_
 from ddp_utils.encoder import Encoder, load_tokenizer
-from ddp_utils.run import Run
-from ddp_utils.totals import Totals
+from ddp_utils.fast import memory_efficient
+from ddp_utils.metrics import Totals
+from ddp_utils.runs import checks, environment, preemption, reference
+from ddp_utils.runs.run import Run
+from prompt_baking import distillation
+from prompt_baking import trajectories as trajectories_
 
 DEMO_QUESTIONS, DEMO_JUDGE = "data/demo/questions_test.jsonl", "data/demo/judge.py:capitals"
 
@@ -126,10 +125,10 @@ def read_settings(argv, world):
         raise Stop("", 0)
     with cli.naming({"init_adapter": "--resume_from"}):
         lora.carry_on(config)
-    [first] = records.read(config.data_path, 1)
-    config.model_name = config.model_name or records.text(first, "model")
+    [first] = jsonl.read(config.data_path, 1)
+    config.model_name = config.model_name or jsonl.text(first, "model")
     if not config.chat_template_kwargs and first.data.get("chat_template_kwargs"):
-        config.chat_template_kwargs = records.text(first, "chat_template_kwargs")
+        config.chat_template_kwargs = jsonl.text(first, "chat_template_kwargs")
     if config.model_name == "data/demo/model" and not config.questions:
         config.questions, config.judge = DEMO_QUESTIONS, config.judge or DEMO_JUDGE
     return config
@@ -156,7 +155,7 @@ def read_data(config, encoder, world):
 def share(rows, trajectories, size, world):
     """This rank's micro-batches of these rows, of like length since they are padded."""
     lengths = {row: trajectories[row].row for row in rows}
-    return batching.share(rows, lengths, world, size, padded=True)
+    return sampler.share(rows, lengths, world, size, padded=True)
 
 
 def train_step(policy, step, rows, trajectories, teacher, config, world):
@@ -166,7 +165,7 @@ def train_step(policy, step, rows, trajectories, teacher, config, world):
     parts = share(rows, trajectories, config.batch_size, world)
     tokens = sum(len(trajectories[row].reply) for row in rows)  # of the global batch
     for turn, part in enumerate(parts):
-        torch.manual_seed(batching.seed_of(config.seed, step, turn, world.rank))  # for dropout
+        torch.manual_seed(sampler.seed_of(config.seed, step, turn, world.rank))  # for dropout
         policy.sync_gradients(part is parts[-1])
         batch = teacher("train", part.index, teach=config.objective == "kl")
         (costs,) = policy(batch)  # [B]
@@ -184,12 +183,14 @@ def train_step(policy, step, rows, trajectories, teacher, config, world):
     wheres = [trajectories[row].where for row in rows]
 
     def per_row(values):
-        return dist.by_row(len(trajectories), parts, values, world)[rows, 0]  # [global batch]
+        return distributed.by_row(len(trajectories), parts, values, world)[
+            rows, 0
+        ]  # [global batch]
 
     checks.check_step(policy, step, means, lambda: per_row(found), wheres, config.fine_tuning)
     if fresh:
         batch_rows = [trajectories[row] for row in rows]
-        teaching.check_first_step(per_row(found), per_row(base), batch_rows, policy.precision)
+        distillation.check_first_step(per_row(found), per_row(base), batch_rows, policy.precision)
     return means | {"tokens": tokens}
 
 
@@ -259,10 +260,10 @@ def write_examples(run, questions, replies, judge):
 
 def main(argv=None) -> int:
     # setup
-    world = dist.whoami(argv=sys.argv)
+    world = distributed.whoami(argv=sys.argv)
     config = read_settings(argv, world)
     if not config.check:
-        world = dist.meet(world, config.backend)
+        world = distributed.meet(world, config.backend)
 
     # data: before there is a group, so that no rank waits in a collective while another one reads
     tokenizer = load_tokenizer(config.model_name)
@@ -274,26 +275,26 @@ def main(argv=None) -> int:
     if config.questions:
         questions = trajectories_.read_questions(config.questions)
     questions = [questions[turn % len(questions)] for turn in range(config.num_samples)]
-    outline = lora.outline(config)
+    outline = models.outline(config)
     asked = {q: trajectories_.prompts(encoder, x0, q) for q in questions}
     room = [0] * config.max_new_tokens
     asked = [trajectories_.Trajectory(*ids, room, "questions", q) for q, ids in asked.items()]
     rows_read = data | {"questions": asked}
-    lora.check_fit(outline, rows_read)
+    models.check_fit(outline, rows_read)
     if config.learning_rate is None:
         small = sum(p.numel() for p in outline.parameters()) < 10e6
         config.learning_rate = 3e-3 if small else 1e-4
-    plan = batching.Plan.of(config, len(data["train"]), world.world_size)
+    plan = sampler.Plan.of(config, len(data["train"]), world.world_size)
     inputs = {}
     for split, rows in rows_read.items():
         inputs[f"content of {split}"] = reference.digest_of_rows(rows)
     inputs["global_batch"] = str(plan.global_batch)
     for name in ("model_name", "resume_from"):
         if value := getattr(config, name):
-            inputs[f"content of {name}"] = safely.digest_of_model(value, outline.config)
+            inputs[f"content of {name}"] = models.digest_of_model(value, outline.config)
     needed = optim.bytes_to_write(outline, config)
     # a judge is executed: the demo's is the project's own, whatever the current folder holds
-    root = records.ROOT if config.judge == DEMO_JUDGE else None
+    root = jsonl.ROOT if config.judge == DEMO_JUDGE else None
     judge = sampling.load_judge(config.judge, root) if config.judge else None
     if judge:
         inputs["content of judge"] = judge.digest
@@ -305,14 +306,14 @@ def main(argv=None) -> int:
         for split, report in reports.items()
     ]
     if config.check:
-        dist.choose_device(world, config.backend)
+        distributed.choose_device(world, config.backend)
         would = Run.would(config.out_dir, config, plan.steps, inputs, needed)
         if world.is_main:
             print(*described, *would, sep="\n")
         return 0
 
-    world = dist.join(world, config.timeout_minutes)
-    environment.check_same_precision(config, world)
+    world = distributed.join(world, config.timeout_minutes)
+    optim.check_same_precision(config, world)
     environment.prepare(config)
 
     with Run(config.out_dir, config, world, plan.steps, inputs, needed) as run:
@@ -328,14 +329,14 @@ def main(argv=None) -> int:
 
         # model
         torch.manual_seed(config.seed)  # the same fresh LoRA on every rank
-        model, autocast = lora.load_policy(config, world.device)
-        student = teaching.Student(model, autocast).to(world.device)
+        model, autocast = models.load_policy(config, world.device)
+        student = distillation.Student(model, autocast).to(world.device)
         student.objective = config.objective
         if config.lean:
-            lean.apply(model)
-        for line in teaching.check_head(student, data["train"], world, config.cache_teacher):
+            memory_efficient.apply(model)
+        for line in distillation.check_head(student, data["train"], world, config.cache_teacher):
             run.say(line)
-        teacher = teaching.Teacher(student, data, config, run)
+        teacher = distillation.Teacher(student, data, config, run)
         base = run.once("base", lambda: evaluate(student, data["val"], teacher, config, run, False))
         run.results["base"] = base
         run.say(f"base model without the prompt: kl {base['kl']:.4f} nats a token")
@@ -355,14 +356,14 @@ def main(argv=None) -> int:
             seconds = time.perf_counter() - start
             values |= {"epoch": plan.epoch(step + 1), "seconds": seconds}
             values["tokens_per_second"] = values.pop("tokens") / seconds
-            values["peak_memory_mb"] = environment.peak_memory_mb(world.device)
+            values["peak_memory_mb"] = metrics.peak_memory_mb(world.device)
             run.log(step + 1, values, echo=(step + 1) % config.log_every == 0)
             validate(step + 1, plan, policy, data, teacher, config, run)
             run.end_step(due=plan.due(config.save_every, step + 1))
 
         # results
         run.back_to_best()
-        dist.on_main(world, lambda: lora.save(model, tokenizer, run.folder / "model"))
+        distributed.on_main(world, lambda: models.save(model, tokenizer, run.folder / "model"))
         if questions:
             given = student, questions, encoder, x0, config, run
             replies = {who: answer(*given, who) for who in ("base", "prompted", "baked")}
@@ -371,4 +372,4 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    dist.run(main)
+    preemption.run(main)

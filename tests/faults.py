@@ -14,7 +14,8 @@ import torch
 
 import main_distributed
 import runs
-from ddp_utils import dist, optim, preemption
+from ddp_utils import optim
+from ddp_utils.runs import preemption
 from ranks import run_ranks
 
 # twelve steps with a checkpoint after 5 and 10, a validation after 4, 8 and 12
@@ -219,4 +220,4 @@ if __name__ == "__main__":  # under a launcher: FAULT="kill_in_backward 1 6", in
         name, *numbers = fault.split()
         globals()[name](*(int(word) if word.isdecimal() else float(word) for word in numbers))
     torch.set_num_threads(1)
-    dist.run(main_distributed.main)
+    preemption.run(main_distributed.main)

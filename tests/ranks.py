@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from ddp_utils.runs import preemption
+
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
@@ -123,8 +125,6 @@ def _rank(log, env, sender, fn, args):
     os.environ.update(env)
     import torch
 
-    from ddp_utils import dist
-
     torch.set_num_threads(1)
 
     def main():
@@ -132,4 +132,4 @@ def _rank(log, env, sender, fn, args):
         sender.send_bytes(pickle.dumps(fn(*args)))
         return 0
 
-    dist.run(main)
+    preemption.run(main)

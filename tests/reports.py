@@ -8,7 +8,7 @@ from unittest import mock
 import jinja2
 from PIL import Image
 
-from ddp_utils import report
+from ddp_utils.tools import report
 
 HOSTILE = {
     "a script": "<script>parent.hit = 1</script>",

@@ -8,7 +8,8 @@ from shlex import split as words
 import torch
 
 import main_distributed
-from ddp_utils import batching, optim, plots, speed
+from ddp_utils import metrics, optim, sampler
+from ddp_utils.runs import plots
 
 # what a comparison to the letter needs; the demo model is the default
 PAIRS = str(Path(__file__).parent / "data/pairs.jsonl")  # eight of the demo's test pairs
@@ -21,7 +22,7 @@ LORA = words("--fine_tuning lora --learning_rate 1e-3")
 def hurry():
     """Leave out of the runs of this process what their tests do not look at."""
     plots.draw = lambda folder: None  # a second
-    speed.peak_flops = lambda device, dtype: None  # 0.2 s: what a matrix product reaches, for mfu
+    metrics.peak_flops = lambda device, dtype: None  # 0.2 s: what a matrix product reaches, for mfu
     torch.set_num_threads(1)
 
 
@@ -70,7 +71,7 @@ def first_gradients(folder, *flags_of_runs):
 def train_with_mean_of_means(folder, flags):
     """The classic mistake, for tests that must see it: each rank averages over its own rows."""
     backward = optim.Policy.backward
-    share = batching.share
+    share = sampler.share
     mine = []
 
     def watch(rows, lengths, world, budget, padded=False):
@@ -78,6 +79,6 @@ def train_with_mean_of_means(folder, flags):
         mine[:] = [len(rows) / (world.world_size * sum(sum(part.weight) for part in parts))]
         return parts
 
-    batching.share = watch
+    sampler.share = watch
     optim.Policy.backward = lambda policy, loss: backward(policy, loss * mine[0])
     return train(folder, flags)

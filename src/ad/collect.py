@@ -19,7 +19,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # where nothing is in
 
 from ad import sources
 from ad.config import Source, read
-from ddp_utils import UserError, checkpoint, dist, records
+from ddp_utils import UserError, files, jsonl
+from ddp_utils.runs import preemption
 
 
 @dataclass
@@ -40,12 +41,12 @@ def collect(config, path):
     The file appears whole or not at all.
     """
     path, room, goals = Path(path), config.room, np.arange(config.room.cells)
-    checkpoint.check_place("--traj_file", path)
+    files.check_place("--traj_file", path)
     size, seed, rate = (config.n_stream, config.source_steps), config.alg_seed, config.source_lr
     state, action, reward = sources.histories(config.alg, room, goals, *size, seed, rate)
     arrays = {"state": state, "action": action, "reward": reward, "goal": goals}
     arrays["history_goal"] = np.repeat(goals, config.n_stream)
-    with checkpoint.replacing(path) as file, open(file, "wb") as stream:
+    with files.replacing(path) as file, open(file, "wb") as stream:
         np.savez(stream, **arrays, meta=np.array(json.dumps(meta_of(config))))
     episodes = reward.reshape(len(reward), -1, room.horizon).sum(-1)
     return episodes.mean(0)
@@ -53,7 +54,7 @@ def collect(config, path):
 
 def main(argv=None) -> int:
     config, lines = read(sys.argv[1:] if argv is None else argv, True, Collect)
-    path = records.resolve(config.traj_file)
+    path = jsonl.resolve(config.traj_file)
     if path.exists():
         raise UserError(f"--traj_file: {path} exists; remove it, or give another name")
     start = time.process_time()
@@ -72,4 +73,4 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    dist.run(main)
+    preemption.run(main)

@@ -9,7 +9,8 @@ from typing import Literal
 
 from ad.darkroom import ACTIONS, Darkroom
 from ad.sources import SOURCES
-from ddp_utils import UserError, cli, conf, records
+from ddp_utils import UserError, cli, jsonl
+from ddp_utils.readers import yaml_config
 
 # keys of the original's files: those that have one value here, none, or no effect any more
 FIXED = {
@@ -169,7 +170,7 @@ def _of_word(word):
     """{name: value} of key=value, read as a line of a YAML file."""
     name, _, text = word.partition("=")
     try:
-        return _given(conf.from_text(File, f"{name}: {text}", "", mine := {}), mine)
+        return _given(yaml_config.from_text(File, f"{name}: {text}", "", mine := {}), mine)
     except UserError as error:
         raise UserError(str(error).removeprefix(":1: ")) from error
 
@@ -180,8 +181,8 @@ def _given(found, places):
 
 def _of_file(path, places, depth=0):
     """Name -> value of a YAML file, over those of the file that it includes, beside it."""
-    path = records.resolve(path)
-    found = conf.from_yaml(File, path, mine := {})
+    path = jsonl.resolve(path)
+    found = yaml_config.from_yaml(File, path, mine := {})
     values = {}
     if found.include:
         if depth > 8:

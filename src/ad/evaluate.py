@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # where nothing is installed
 
-import ddp_utils.startup  # noqa: F401  before torch, whose import takes seconds
+import ddp_utils.runs.startup  # noqa: F401  before torch, whose import takes seconds
 
 import json
 from dataclasses import asdict, dataclass
@@ -26,7 +26,8 @@ from ad import sources, windows
 from ad.config import Config, check
 from ad.darkroom import ACTIONS
 from ad.model import Cache, Model, Shape, Tokens
-from ddp_utils import UserError, checkpoint, cli, dist, records
+from ddp_utils import UserError, cli, distributed, files, jsonl
+from ddp_utils.runs import checkpoint, preemption
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
@@ -159,7 +160,7 @@ def load(folder):
 
     Raises UserError if it is no run of train.py, or has saved nothing yet.
     """
-    folder = records.resolve(folder)
+    folder = jsonl.resolve(folder)
     if not folder.is_dir():
         raise UserError(f"--ckpt_dir: no folder {folder}; give that of a run of src/ad/train.py")
     try:
@@ -194,9 +195,9 @@ def main(argv=None) -> int:
     if settings.goal_idx >= 0:
         goals = goals[[settings.goal_idx]]
     name = "evaluation_train_goals" if settings.train_goals else "evaluation"
-    folder = records.resolve(settings.ckpt_dir) / name
-    checkpoint.check_place("--ckpt_dir", folder)
-    device = dist.choose_device(dist.whoami(), "auto").device
+    folder = jsonl.resolve(settings.ckpt_dir) / name
+    files.check_place("--ckpt_dir", folder)
+    device = distributed.choose_device(distributed.whoami(), "auto").device
     summary, returns, others = assess(
         model.to(device), room, goals, settings, windows.Cut.of(config), controls=True
     )
@@ -215,4 +216,4 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    dist.run(main)
+    preemption.run(main)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # where nothing is installed
 
-import ddp_utils.startup  # noqa: F401  before torch, whose import takes seconds
+import ddp_utils.runs.startup  # noqa: F401  before torch, whose import takes seconds
 
 import json
 import math
@@ -32,16 +32,16 @@ from ad.model import Distiller, Model, Shape
 from ddp_utils import (
     NonFiniteError,
     UserError,
-    batching,
-    checkpoint,
-    checks,
-    dist,
-    environment,
+    distributed,
+    files,
+    jsonl,
+    metrics,
     optim,
-    records,
+    sampler,
 )
-from ddp_utils.run import Run
-from ddp_utils.totals import Totals
+from ddp_utils.metrics import Totals
+from ddp_utils.runs import checks, environment, preemption
+from ddp_utils.runs.run import Run
 
 POLLED = 10  # steps between looks whether one was asked to stop, each of which waits for the GPU
 
@@ -84,7 +84,7 @@ def train_step(policy, step, data, config, world, measured):
     totals = Totals(world)
     for turn in range(turns):
         if config.tf_dropout or config.tf_attn_dropout:
-            torch.manual_seed(batching.seed_of(config.seed, step, turn, world.rank))
+            torch.manual_seed(sampler.seed_of(config.seed, step, turn, world.rank))
         first = (turn * world.world_size + world.rank) * size
         mine = slice(first, first + size)
         policy.sync_gradients(turn == turns - 1)
@@ -166,14 +166,14 @@ def save(model, folder):
 
 def main(argv=None) -> int:
     # setup
-    world = dist.whoami(argv=sys.argv)
+    world = distributed.whoami(argv=sys.argv)
     config, lines = read(sys.argv[1:] if argv is None else argv, world.is_main)
-    choose = dist.choose_device if config.check else dist.meet
+    choose = distributed.choose_device if config.check else distributed.meet
     world = choose(world, config.backend)
-    _, autocast = environment.precision(config, world.device)
+    _, autocast = optim.precision(config, world.device)
     if autocast == torch.float16 and world.device.type == "cpu":
         raise UserError("--mixed_precision: fp16 does not train on a CPU; give no, or bf16")
-    path = records.resolve(config.traj_file)
+    path = jsonl.resolve(config.traj_file)
     if path.exists():
         read_histories(config, path)  # else they are collected when all have met
     torch.manual_seed(config.seed)  # the same start on every rank
@@ -189,18 +189,18 @@ def main(argv=None) -> int:
             print(*lines, where, *would, sep="\n")
         return 0
 
-    world = dist.join(world, config.timeout_minutes)
-    environment.check_same_precision(config, world)
+    world = distributed.join(world, config.timeout_minutes)
+    optim.check_same_precision(config, world)
     environment.prepare(config)
-    returns = dist.on_main(world, lambda: [] if path.exists() else [*collect(config, path)])
-    arrays = dist.on_each(world, lambda: read_histories(config, path))
+    returns = distributed.on_main(world, lambda: [] if path.exists() else [*collect(config, path)])
+    arrays = distributed.on_each(world, lambda: read_histories(config, path))
     goals = config.room.split(config.env_split_seed, config.train_env_ratio)
     size = config.train_n_stream, config.train_source_timesteps
     data, held_out = (
         windows.Histories(arrays, part, config.horizon, windows.Cut.of(config), *size, world.device)
         for part in goals
     )
-    inputs["content of traj_file"] = checkpoint.digest_of_files([path])
+    inputs["content of traj_file"] = files.digest_of_files([path])
     steps = config.train_timesteps
 
     with Run(config.output_dir, config, world, steps, inputs, needed) as run:
@@ -234,7 +234,7 @@ def main(argv=None) -> int:
                 seconds = (time.perf_counter() - then) / (now - before)
                 values |= {"learning_rate": rate, "seconds": seconds}
                 values["tokens_per_second"] = global_batch * data.cut.window / seconds
-                values["peak_memory_mb"] = environment.peak_memory_mb(world.device)
+                values["peak_memory_mb"] = metrics.peak_memory_mb(world.device)
                 run.log(now, values)
                 then, before = time.perf_counter(), now
             paused = time.perf_counter()
@@ -246,9 +246,9 @@ def main(argv=None) -> int:
             then += time.perf_counter() - paused  # neither counts as a step's time
 
         # result
-        dist.on_main(world, lambda: save(model, run.folder / "model"))
+        distributed.on_main(world, lambda: save(model, run.folder / "model"))
     return 0
 
 
 if __name__ == "__main__":
-    dist.run(main)
+    preemption.run(main)

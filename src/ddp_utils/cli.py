@@ -13,7 +13,8 @@ import warnings
 
 import tyro
 
-from ddp_utils import UserError, helping, records
+from ddp_utils import UserError, jsonl
+from ddp_utils.tools import help
 
 ALIASES = {"--validate_only": "--check", "--dry_run": "--check"}
 ABOVE_0, FROM_0 = ("above 0", lambda x: x > 0), ("of 0 or more", lambda x: x >= 0)
@@ -42,7 +43,7 @@ def parse(config_class, argv=None, console=True, aliases=None, default=None, com
     append, is swallowed.
     """
     names = {key.replace("-", "_"): name for key, name in {**ALIASES, **(aliases or {})}.items()}
-    command = f"{helping.typed()} {command}".rstrip()
+    command = f"{help.typed()} {command}".rstrip()
     words = []
     for word in sys.argv[1:] if argv is None else argv:
         name, equals, text = word.partition("=")
@@ -51,7 +52,7 @@ def parse(config_class, argv=None, console=True, aliases=None, default=None, com
     if {"-h", "--help"} & {*words}:
         if console:
             with contextlib.suppress(BrokenPipeError):  # | head
-                print(helping.text(config_class, default, command))
+                print(help.text(config_class, default, command))
         raise SystemExit(0)
     # tyro 1.0 prints its "Value error" even if it must not
     stderr = contextlib.redirect_stderr(sys.stderr if console else io.StringIO())
@@ -84,7 +85,7 @@ def check_type(name, hint, value):
     fits = value in wanted if is_choice else kinds & {*wanted}
     # NaN is not below what torch can hold, either
     fits = fits and not (isinstance(value, int | float) and not abs(value) < 2**63)
-    if not fits or records.CONTROL.search(str(value)):
+    if not fits or jsonl.CONTROL.search(str(value)):
         valid = f"a valid {getattr(hint, '__name__', hint)}"
         choices = " or ".join(map(repr, wanted)) if is_choice else valid
         raise UserError(f"{name}: {reprlib.repr(value):.100} is not {choices}")
@@ -103,7 +104,7 @@ def unknown(name, known):
     """'x is not a setting; did you mean y?'"""
     near = difflib.get_close_matches(name.lower(), known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known):.200}"
-    return f"{records.shown(name)} is not a setting; {hint}"
+    return f"{jsonl.shown(name)} is not a setting; {hint}"
 
 
 @contextlib.contextmanager

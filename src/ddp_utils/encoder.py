@@ -12,7 +12,7 @@ from typing import NamedTuple
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
-from ddp_utils import UserError, records, safely
+from ddp_utils import UserError, jsonl, models
 
 PLAIN_ROLES = {"system": "\n\nSystem:", "user": "\n\nHuman:", "assistant": "\n\nAssistant:"}
 
@@ -63,8 +63,8 @@ class Pair(NamedTuple):
 
 def load_tokenizer(name):
     """The model's tokenizer; UserError if there is none at that path or hub name."""
-    with safely.reading(f"--model_name: no tokenizer at {name}"):
-        return AutoTokenizer.from_pretrained(str(safely.model_path(name)), trust_remote_code=False)
+    with models.reading(f"--model_name: no tokenizer at {name}"):
+        return AutoTokenizer.from_pretrained(str(models.model_path(name)), trust_remote_code=False)
 
 
 class Encoder:
@@ -81,10 +81,10 @@ class Encoder:
         self.max_length = max_length
         self.keep_end = truncation == "keep_end"
         if chat_template not in ("auto", "none"):
-            file = records.resolve(chat_template)
+            file = jsonl.resolve(chat_template)
             if not file.is_file():
                 raise UserError(f"--chat_template: no file {chat_template}; or give auto, or none")
-            tokenizer.chat_template = records.content(chat_template).decode()
+            tokenizer.chat_template = jsonl.content(chat_template).decode()
         self.templated = chat_template != "none" and bool(tokenizer.chat_template)
         self.kwargs = self._arguments(kwargs) if kwargs else {}
         self.end, self.behind, self.rewrites = tokenizer.eos_token_id, "", False
@@ -103,9 +103,9 @@ class Encoder:
         try:
             options |= self.kwargs
             return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        except (TemplateError, *safely.FAULTS) as error:  # it is a program
+        except (TemplateError, *models.FAULTS) as error:  # it is a program
             if messages[0]["role"] != "system" or len(messages) < 2:
-                raise UserError(f"--chat_template: {safely.first_line(error)}") from error
+                raise UserError(f"--chat_template: {models.first_line(error)}") from error
             system, first, *rest = messages
             first = {**first, "content": f"{system['content']}\n\n{first['content']}"}
             return self.render([first, *rest], **options)
@@ -114,13 +114,13 @@ class Encoder:
         """The object in a JSON text; UserError for a name that the template does not mention."""
         flag = "--chat_template_kwargs"
         mend = 'give an object, such as {"enable_thinking": false}'
-        given = records.decoded(flag, 1, text.encode(), f"; {mend}")
+        given = jsonl.decoded(flag, 1, text.encode(), f"; {mend}")
         if not isinstance(given, dict):
             raise UserError(f"{flag}: {mend}")
         known = {*re.findall(r"\w+", str(self.tokenizer.chat_template))}
         known -= {"messages", "add_generation_prompt"}
         for name in given.keys() - (known if self.templated else set()):
-            raise UserError(f"{flag}: no chat template takes {records.shown(name)}; leave it out")
+            raise UserError(f"{flag}: no chat template takes {jsonl.shown(name)}; leave it out")
         return given
 
     def _try_template(self):

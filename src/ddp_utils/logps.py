@@ -13,8 +13,9 @@ import transformers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ddp_utils import batching, dist, packing
+from ddp_utils import distributed, sampler
 from ddp_utils.encoder import Pair
+from ddp_utils.fast import shared_prefix
 
 CHUNK = {"cpu": 256}  # tokens whose logits are held at once: with fewer, products get slow;
 WIDE_CHUNK = 1024  # a GPU wants more, and has the memory
@@ -47,7 +48,7 @@ def collate(pairs, device="cpu", shared=False) -> Batch:
 
     if shared:
         ids, where, positions, spans = _packed(pairs)
-        packed = packing.Packing(spans, device)
+        packed = shared_prefix.Packing(spans, device)
         layout = {"position_ids": put([positions]), "packing": packed}
     else:
         ids, where, layout = *_padded(pairs), {}
@@ -132,7 +133,7 @@ class Scorer(nn.Module):
     def lay_out(self, shared):
         """From now on, pairs are stretches of packed rows, or separate rows."""
         self.shared = shared
-        self.bare().set_attn_implementation(packing.NAME if shared else self.attention)
+        self.bare().set_attn_implementation(shared_prefix.NAME if shared else self.attention)
 
     def collate(self, pairs, device):
         """The batch of these pairs in this scorer's layout."""
@@ -141,7 +142,7 @@ class Scorer(nn.Module):
     def share(self, rows, pairs, world, budget):
         """This rank's micro-batches of these rows of `pairs`, by the tokens that will be fed."""
         lengths = {row: pairs[row].fed(self.shared) for row in rows}
-        return batching.share(rows, lengths, world, budget, padded=not self.shared)
+        return sampler.share(rows, lengths, world, budget, padded=not self.shared)
 
     def generate(self, ids, **options):
         """Sample continuations with transformers' own generate.
@@ -253,4 +254,4 @@ def score(scorer, pairs, world, budget, poll=lambda: None):
             poll()  # stop between two batches, if asked to
             batch = scorer.collate([pairs[i] for i in part.index], world.device)
             found.append(torch.stack(scorer(batch), -1))  # [B, 2]
-    return dist.by_row(len(pairs), parts, found, world)
+    return distributed.by_row(len(pairs), parts, found, world)

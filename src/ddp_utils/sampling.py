@@ -10,9 +10,9 @@ import numbers
 import torch
 import transformers
 
-from ddp_utils import UserError, checkpoint, dist, records
-from ddp_utils.batching import MicroBatch, seed_of, share
-from ddp_utils.totals import wilson
+from ddp_utils import UserError, distributed, files, jsonl
+from ddp_utils.metrics import wilson
+from ddp_utils.sampler import MicroBatch, seed_of, share
 
 
 class SeededNoise(transformers.LogitsProcessor):
@@ -55,7 +55,7 @@ def generate(
         places = list(range(part.index[0] * size, part.index[0] * size + len(cut)))
         parts.append(MicroBatch(places, part.weight * len(cut)))
         found.append(replies + 1)  # 0 is what no rank has written
-    table = dist.by_row(len(rows), parts, found, world).long() - 1
+    table = distributed.by_row(len(rows), parts, found, world).long() - 1
     return [_until_end(reply, ends, keep_end) for reply in table.tolist()]
 
 
@@ -96,7 +96,7 @@ def load_judge(spec, root=None):
     that `spec` starts from; the current one if not given. Its `digest` is that of the file.
     """
     path, _, name = spec.rpartition(":")
-    file = (root / path if root else records.resolve(path)) if path else None
+    file = (root / path if root else jsonl.resolve(path)) if path else None
     if not file or not file.is_file():
         raise UserError(f"--judge: {spec!r} is not file.py:function")
     module_spec = importlib.util.spec_from_file_location(f"judge_{file.stem}", file)
@@ -116,7 +116,7 @@ def load_judge(spec, root=None):
             raise UserError(f"--judge: {spec} returned {scores!r:.60}; a number or a dict of them")
         return {key: float(score) for key, score in scores.items()}
 
-    judge.digest = checkpoint.sha256(file)
+    judge.digest = files.sha256(file)
 
     return judge
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ddp_utils.batching import seed_of
+from ddp_utils.sampler import seed_of
 from dpo_inv.pairs import Pair
 
 TOGETHER = 8  # a number of its own: the order must not hang on batch_size or world_size

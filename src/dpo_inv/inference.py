@@ -18,8 +18,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
-from ddp_utils import UserError, checkpoint, cli, dist, records
-from ddp_utils.batching import seed_of
+from ddp_utils import UserError, cli, distributed, files, jsonl
+from ddp_utils.runs import preemption
+from ddp_utils.sampler import seed_of
 from dpo_inv import mpnn, pairs, structure, weights
 
 UNKNOWN = mpnn.ALPHABET.index("X")
@@ -151,7 +152,7 @@ def text_of(task, letters) -> str:
 def read_fasta(path, task):
     """Names, and sequences of the designed chains [S, L], the context's letters behind them."""
     names, texts = [], []
-    for line in records.content(path).decode().splitlines():
+    for line in jsonl.content(path).decode().splitlines():
         if line.startswith(">"):
             names.append(line[1:].strip())
             texts.append("")
@@ -163,7 +164,7 @@ def read_fasta(path, task):
     chains = sum(np.cumsum(task.structure.lengths) <= task.count)
     found = []
     for name, text in zip(names, texts, strict=True):
-        record = records.Record(f"{path}: {records.shown(name)}", {"sequence": text})
+        record = jsonl.Record(f"{path}: {jsonl.shown(name)}", {"sequence": text})
         letters = pairs.letters_of(record, "sequence", task.structure, chains)
         if (letters == UNKNOWN).all():
             raise UserError(f"{record.where}: no letter is known; give at least one")
@@ -218,20 +219,20 @@ def main(argv=None) -> int:
     if bool(config.pdb_file) == bool(config.pdb_list):
         raise UserError("--pdb_file: give one structure, or --pdb_list with one path per line")
     path = weights.path_of(config.model_path, config.base_model_dir)
-    files = [config.pdb_file]
+    structures = [config.pdb_file]
     if config.pdb_list:
-        lines = records.content(config.pdb_list).decode().splitlines()
-        files = [line.strip() for line in lines if line.strip()]
-    tasks = [read_task(records.resolve(file), config) for file in files]
+        lines = jsonl.content(config.pdb_list).decode().splitlines()
+        structures = [line.strip() for line in lines if line.strip()]
+    tasks = [read_task(jsonl.resolve(file), config) for file in structures]
     stems = [stem_of(task.file) for task in tasks]
     if twice := [stem for stem in stems if stems.count(stem) > 1]:
         raise UserError(f"{config.pdb_list}: {twice[0]} is there twice; rename one of its files")
     given = [read_fasta(config.fasta, task) if config.fasta else (None, None) for task in tasks]
-    checkpoint.check_place("--output_dir", Path(config.output_dir))
+    files.check_place("--output_dir", Path(config.output_dir))
     written = {Path(config.output_dir, f"{stem}_sequences.fasta").resolve() for stem in stems}
-    if config.fasta and records.resolve(config.fasta).resolve() in written:
+    if config.fasta and jsonl.resolve(config.fasta).resolve() in written:
         raise UserError(f"--fasta: {config.fasta} would be overwritten; give another --output_dir")
-    device = dist.choose_device(dist.World(), config.backend).device
+    device = distributed.choose_device(distributed.World(), config.backend).device
     model = mpnn.ProteinMPNN.load(path).to(device)
     if config.check:
         for task in tasks:
@@ -257,4 +258,4 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    dist.run(main)
+    preemption.run(main)

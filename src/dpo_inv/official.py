@@ -10,14 +10,14 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ddp_utils import UserError, checkpoint, records
+from ddp_utils import UserError, files, jsonl
 
 OFFICIAL = "give a full-backbone ProteinMPNN checkpoint such as v_48_020.pt"
 
 
 def read(path):
     """Tensors by name, (neighbours, noise level) of a file; UserError if it has no such thing."""
-    file = records.resolve(path)
+    file = jsonl.resolve(path)
     if not file.is_file():
         raise UserError(f"{path}: no such file; {OFFICIAL}")
     try:
@@ -72,7 +72,7 @@ def check(path, tensors, expected):
             problem = "does not hold finite numbers alone"
         else:
             continue
-        raise UserError(f"{path}: tensor {records.shown(name)} {problem}; {OFFICIAL}")
+        raise UserError(f"{path}: tensor {jsonl.shown(name)} {problem}; {OFFICIAL}")
 
 
 def write(path, tensors, neighbours, noise_level):
@@ -90,5 +90,5 @@ def write(path, tensors, neighbours, noise_level):
         content = archive.getvalue()
     else:
         raise UserError(f"{path}: its name must end in .pt or .safetensors")
-    with checkpoint.replacing(path) as temporary:
+    with files.replacing(path) as temporary:
         temporary.write_bytes(content)

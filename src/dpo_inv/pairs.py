@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ddp_utils import UserError, records
+from ddp_utils import UserError, jsonl
 from dpo_inv import mpnn, structure
 from dpo_inv.mpnn import ALPHABET
 
@@ -46,7 +46,7 @@ def read(path, backbones, config, limit=-1) -> tuple[list[Pair], dict]:
     """
     pairs, dropped, notes, why = [], {}, {}, ""
     skip = config.on_bad_record == "skip"
-    for record in records.read(path, limit, skip):
+    for record in jsonl.read(path, limit, skip):
         try:
             if isinstance(record.data, UserError):
                 raise record.data
@@ -71,9 +71,9 @@ def _pair(record, source, backbones, config, notes):
     for key in record.data.keys() - {*KEYS, *IGNORED}:
         near = difflib.get_close_matches(key, KEYS, n=1)
         hint = f"did you mean {near[0]}?" if near else "it is not read"
-        notes.setdefault(f"{records.shown(key)}: {hint}", []).append(record.where)
+        notes.setdefault(f"{jsonl.shown(key)}: {hint}", []).append(record.where)
     design, fixed = _chains(record)
-    file = _file(records.text(record, "pdb_file"), source, record)
+    file = _file(jsonl.text(record, "pdb_file"), source, record)
     key = str(file), design, fixed
     if key not in backbones:
         try:
@@ -133,7 +133,7 @@ def _chains(record):
     if "chain_id" in data:
         if names["design_chains"]:
             raise UserError(f"{record.where}: chain_id and design_chains; give one of them")
-        names["design_chains"] = (records.text(record, "chain_id").strip(),)
+        names["design_chains"] = (jsonl.text(record, "chain_id").strip(),)
     if both := {*names["design_chains"]} & {*names["fixed_chains"]}:
         raise UserError(f"{record.where}: chain {min(both)} is designed and fixed; give it once")
     if names["fixed_chains"] and not names["design_chains"]:
@@ -143,9 +143,9 @@ def _chains(record):
 
 def _file(name, source, record):
     """A structure's path: from the folder of the JSON file, else from the current one."""
-    beside = records.resolve(source).parent / name
+    beside = jsonl.resolve(source).parent / name
     try:
-        file = beside if beside.exists() else records.resolve(name)
+        file = beside if beside.exists() else jsonl.resolve(name)
         found = file.exists()
     except OSError:  # too long for a name: the structure itself, perhaps
         found = False
@@ -166,10 +166,10 @@ def letters_of(record, field, found, chains):
     A letter for each residue of the designed chains; or for each number, skipped ones included;
     or for each residue that is not modified.
     """
-    text = "".join(records.text(record, field).split())  # FASTA has line breaks
+    text = "".join(jsonl.text(record, field).split())  # FASTA has line breaks
     text = text.upper().replace("/", "").replace("-", "X")
     if strange := sorted({*text} - {*ALPHABET}):
-        shown = ", ".join(map(records.shown, strange))
+        shown = ", ".join(map(jsonl.shown, strange))
         raise UserError(f"{record.where}: {field}: {shown} not in {ALPHABET}")
     count = sum(found.lengths[:chains])
     places, observed = found.places[:count], found.observed[:count]

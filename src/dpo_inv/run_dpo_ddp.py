@@ -19,20 +19,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from ddp_utils import (
-    UserError,
-    batching,
-    checkpoint,
-    checks,
-    dist,
-    environment,
-    losses,
-    optim,
-    plots,
-    reference,
-)
-from ddp_utils.run import Run
-from ddp_utils.totals import Totals, wilson
+from ddp_utils import UserError, distributed, files, losses, metrics, optim, sampler
+from ddp_utils.metrics import Totals, wilson
+from ddp_utils.runs import checks, environment, plots, preemption, reference
+from ddp_utils.runs.run import Run
 from dpo_inv import batches, mpnn, weights
 from dpo_inv import pairs as pairs_
 from dpo_inv.config import read_settings
@@ -60,13 +50,13 @@ def read_data(config, world):
     return data, [structure for _, structure in met.values()], reports
 
 
-def share(rows, pairs, structures, size, world) -> list[batching.MicroBatch]:
+def share(rows, pairs, structures, size, world) -> list[sampler.MicroBatch]:
     """This rank's micro-batches of one global batch, each with pairs of one backbone."""
     groups = batches.groups(rows, pairs, size)
     costs = [len(structures[pairs[g[0]].backbone].sequence) * (1 + len(g)) for g in groups]
-    parts = batching.share(range(len(groups)), costs, world, budget=1)
+    parts = sampler.share(range(len(groups)), costs, world, budget=1)
     return [
-        batching.MicroBatch(groups[part.index[0]], part.weight * len(groups[part.index[0]]))
+        sampler.MicroBatch(groups[part.index[0]], part.weight * len(groups[part.index[0]]))
         for part in parts
     ]
 
@@ -136,7 +126,7 @@ def train_step(policy, step, rows, data, structures, table, config, world):
     wheres = [pairs[i].where for i in rows]
 
     def scores():
-        return dist.by_row(len(pairs), parts, found, world)[rows]  # [global batch, 3]
+        return distributed.by_row(len(pairs), parts, found, world)[rows]  # [global batch, 3]
 
     checks.check_step(policy, step, means, lambda: scores()[:, 2], wheres, "full")
     if step == 0:
@@ -157,7 +147,7 @@ def score(scorer, pairs, structures, config, run):
         batch = batches.collate([pairs[i] for i in part.index], structures, config, device)
         found.append(torch.stack(scorer(batch), -1))
         run.bar.advance()
-    return dist.by_row(len(pairs), parts, found, run.world)
+    return distributed.by_row(len(pairs), parts, found, run.world)
 
 
 @torch.no_grad()
@@ -209,7 +199,7 @@ def end_epoch(step, plan, policy, data, structures, table, config, run):
         run.say(f"\nEpoch {epoch} Summary:\n  Train Loss: {train:.4f}")
 
     if step:  # else it was to be evaluated only
-        dist.on_main(run.world, write)
+        distributed.on_main(run.world, write)
     if values:
         name = "rewards/accuracies"
         run.say(
@@ -243,30 +233,30 @@ def mean_of(folder, name, after, until):
 
 def main(argv=None) -> int:
     # setup
-    world = dist.whoami(argv=sys.argv)
+    world = distributed.whoami(argv=sys.argv)
     config = read_settings(argv, world.is_main)
     if not config.check:
-        world = dist.meet(world, config.backend)
+        world = distributed.meet(world, config.backend)
 
     # data: before there is a group, so that no rank waits in a collective while another one reads
     data, structures, reports = read_data(config, world)
     base = weights.path_of(config.base_model_name, config.base_model_dir)
-    plan = batching.Plan.of(config, len(data["train"]), world.world_size)
+    plan = sampler.Plan.of(config, len(data["train"]), world.world_size)
     model = mpnn.ProteinMPNN.load(base)
     inputs = {f"content of {split}": digest(pairs, structures) for split, pairs in data.items()}
     inputs["global_batch"] = str(plan.global_batch)
-    inputs["content of base_model_name"] = checkpoint.digest_of_files([base])
+    inputs["content of base_model_name"] = files.digest_of_files([base])
     needed = (
         4 * sum(p.numel() for p in model.parameters()) * (3 * (config.keep_checkpoints + 1) + 1)
     )
     if config.check:
-        dist.choose_device(world, config.backend)
+        distributed.choose_device(world, config.backend)
         would = Run.would(config.output_dir, config, plan.steps, inputs, needed)
         if world.is_main:
             print(*(pairs_.describe(*report) for report in reports.items()), *would, sep="\n")
         return 0
 
-    world = dist.join(world, config.timeout_minutes)
+    world = distributed.join(world, config.timeout_minutes)
     environment.prepare(config)
     peak = optim.learning_rate(config, plan.global_batch, world.world_size)
 
@@ -320,7 +310,7 @@ def main(argv=None) -> int:
             residues = sum(len(data["train"][row].preferred) for row in rows)
             values |= {"epoch": plan.epoch(step + 1), "seconds": seconds}
             values["tokens_per_second"] = 2 * residues / seconds
-            values["peak_memory_mb"] = environment.peak_memory_mb(world.device)
+            values["peak_memory_mb"] = metrics.peak_memory_mb(world.device)
             run.log(step + 1, values, echo=(step + 1) % config.log_every == 0)
             met.append(values["loss"])
             run.bar.advance(loss=values["loss"], avg_loss=sum(met) / len(met))
@@ -332,4 +322,4 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    dist.run(main)
+    preemption.run(main)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import gemmi
 import numpy as np
 
-from ddp_utils import UserError, records
+from ddp_utils import UserError, jsonl
 
 VERSION = f"1, gemmi {gemmi.__version__}"  # what another version has put into a cache is not read
 MAX_JUMP = 32  # from one number to the next, above which the rows between are left out
@@ -68,7 +68,7 @@ def read(path, chains=None, altloc="occupancy", cache=None) -> Structure:
     if altloc not in ("occupancy", "first"):
         raise UserError(f"altloc {altloc!r:.40}: give 'occupancy' or 'first'")
     wanted = (chains,) if isinstance(chains, str) else tuple(chains or ())
-    raw = records.content(path)
+    raw = jsonl.content(path)
     if not cache:
         return _structure(path, raw, wanted, altloc)
     key = hashlib.sha256(raw + repr((VERSION, wanted, altloc)).encode()).hexdigest()
@@ -154,7 +154,7 @@ def _select(path, model, wanted, is_cif):
         for residue in filter(_in_protein, chain):
             found.setdefault(chain.name, []).append(residue)
             labels.setdefault(residue.subchain, []).append(residue)
-    present = ", ".join(records.shown(name) or "' '" for name in sorted(found)) or "none"
+    present = ", ".join(jsonl.shown(name) or "' '" for name in sorted(found)) or "none"
     known = labels | found if is_cif else found  # mmCIF's own names where no author's is the same
     for name in map(str.strip, wanted or sorted(found)):
         if name not in known:
@@ -184,7 +184,7 @@ def _residues(path, name, residues):
         group = [(r, [atom for atom in r if atom.name in BACKBONE]) for r in group]
         names = [(atom.name, atom.altloc) for _, atoms in group for atom in atoms]
         if key in seen or len(set(names)) < len(names) or key.startswith("?"):
-            said = f"residue {records.shown(key)} of chain {name!r:.40} is there twice or has no"
+            said = f"residue {jsonl.shown(key)} of chain {name!r:.40} is there twice or has no"
             raise UserError(f"{path}: {said} number; name each chain, number, conformer apart")
         seen.add(key)
         yield group
@@ -200,7 +200,7 @@ def _add_rows(rows, chain, residues, altloc):
             rows += [("X", {}, place + step, chain, "") for step in range(1, jump)]
         before, place = number, place + jump
         residue, atoms = _conformer(group, altloc)
-        name = records.shown(f"{residue.name} {residue.seqid}")
+        name = jsonl.shown(f"{residue.name} {residue.seqid}")
         rows.append((LETTERS.get(residue.name, "X"), atoms, place, chain, name))
 
 

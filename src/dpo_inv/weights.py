@@ -16,7 +16,8 @@ from pathlib import Path
 
 import tyro
 
-from ddp_utils import UserError, WriteError, checkpoint, cli, dist, records
+from ddp_utils import UserError, WriteError, cli, files, jsonl
+from ddp_utils.runs import preemption
 from dpo_inv import mpnn
 
 # no branch, which may move: the last commit
@@ -41,11 +42,11 @@ def path_of(name, folder="data/weights") -> Path:
     Raises UserError with the command that fetches it.
     """
     if str(name).endswith((".pt", ".safetensors")):
-        if not (file := records.resolve(name)).is_file():
+        if not (file := jsonl.resolve(name)).is_file():
             raise UserError(f"{name}: no such file; give a path, or one of {', '.join(SHA256)}")
         return file
     _known(name)
-    for file in (records.resolve(folder) / f"{name}{end}" for end in (".pt", ".safetensors")):
+    for file in (jsonl.resolve(folder) / f"{name}{end}" for end in (".pt", ".safetensors")):
         if file.is_file():
             return file
     command = f"python -m dpo_inv.weights {name} --folder {folder}"
@@ -66,7 +67,7 @@ def url_of(name) -> str:
 
 def fetch(name, folder="data/weights") -> Path:
     """Download one, check it and only then give it its name; one that is there stays."""
-    file, address = records.resolve(folder) / f"{name}.pt", url_of(name)
+    file, address = jsonl.resolve(folder) / f"{name}.pt", url_of(name)
     if file.exists():
         return file
     by_hand = f"get {address} on a machine that can, and put it at {file}"
@@ -80,7 +81,7 @@ def fetch(name, folder="data/weights") -> Path:
         found = f"{len(content):,} bytes, sha256 {digest}, not {SIZE:,}, {SHA256[name]}"
         raise UserError(f"{name}: {address} is another file: {found}; try again, or {by_hand}")
     try:
-        with checkpoint.replacing(file) as temporary:
+        with files.replacing(file) as temporary:
             temporary.write_bytes(content)
             mpnn.ProteinMPNN.load(temporary)
     except OSError as error:
@@ -102,4 +103,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    dist.run(main)
+    preemption.run(main)

@@ -82,20 +82,23 @@ def plain_loop(folder, rows):
 def our_loop(folder, rows):
     """train_loop.py's step, its teacher kept on disk."""
     import train_loop
-    from ddp_utils import dist, lean, lora, optim, progress, teaching, trajectories
+    from ddp_utils import distributed, models, optim
+    from ddp_utils.fast import memory_efficient
+    from ddp_utils.runs import progress
+    from prompt_baking import distillation, trajectories
 
     config = train_loop.Config(model_name=str(folder), cache_teacher=True, batch_size=ROWS)
     torch.manual_seed(0)
-    model, _ = lora.load_policy(config, torch.device("cpu"))
-    student = teaching.Student(model)
-    lean.apply(model)
-    world = dist.World()
+    model, _ = models.load_policy(config, torch.device("cpu"))
+    student = distillation.Student(model)
+    memory_efficient.apply(model)
+    world = distributed.World()
     data = {"train": [trajectories.Trajectory(*row, "", "") for row in rows]}
     (folder / "config.json").touch()
     run = SimpleNamespace(
         world=world, folder=folder, poll=lambda: None, bar=progress.Bar(False), steps=0, done=0
     )
-    teacher = teaching.Teacher(student, data, config, run)
+    teacher = distillation.Teacher(student, data, config, run)
     policy = optim.wrap(student, world)
     optimizer, schedule = optim.make_optimizer(policy, config, 3e-3, 1000)
     schedule.lr_lambdas = [lambda done: 1.0] * len(schedule.lr_lambdas)

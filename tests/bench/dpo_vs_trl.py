@@ -37,6 +37,8 @@ from typing import NamedTuple
 
 from cases import CASES, GPU_CASES, make_case, tokens_of
 
+from ddp_utils.runs import preemption
+
 SRC = Path(__file__).resolve().parents[2] / "src"
 # How far the losses of a step may differ. In bf16 TRL is up to 2.3e-3, and we are up to 2.7e-3,
 # from the fp32 losses of the same rows (measured on ragged), each in its own direction.
@@ -194,9 +196,8 @@ def work(spec):
     if spec["kind"] != "ours":
         return train(train_trl)
     sys.path.insert(0, str(SRC))
-    from ddp_utils import dist
 
-    dist.run(lambda: train(train_ours))
+    preemption.run(lambda: train(train_ours))
 
 
 # --- measuring -----------------------------------------------------------------------------------

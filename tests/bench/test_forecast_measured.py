@@ -25,9 +25,12 @@ if __name__ == "__main__":
 import main_distributed
 from config import Config
 from conftest import ROOT
-from ddp_utils import dist, dryrun, forecast, lean, logps, lora, optim
+from ddp_utils import distributed, logps, models, optim
 from ddp_utils.encoder import Pair
+from ddp_utils.fast import memory_efficient
+from ddp_utils.runs import preemption
 from ddp_utils.sharding import fsdp
+from ddp_utils.tools import dryrun, forecast
 from ranks import free_port
 
 SEED = 20
@@ -118,9 +121,9 @@ def memory(field):
 
 def train(case, config, rows, world):
     """Three steps as main_distributed.py takes them."""
-    model, autocast = lora.load_policy(config, world.device)
+    model, autocast = models.load_policy(config, world.device)
     scorer = logps.Scorer(model, autocast)
-    lean.apply(model)
+    memory_efficient.apply(model)
     scorer.lay_out(shared=True)
     policy = optim.wrap(scorer, world, optim.Strategy(config.strategy, case["options"]))
     optimizer, schedule = optim.make_optimizer(policy, config, 1e-4, 3)
@@ -136,7 +139,7 @@ def train(case, config, rows, world):
 def measure(case, folder):
     """What a rank of this case holds at the most, to standard output."""
     torch.set_num_threads(1)
-    world = dist.join(dist.meet(dist.whoami()), timeout_minutes=5)
+    world = distributed.join(distributed.meet(distributed.whoami()), timeout_minutes=5)
     train(case, config_of(case, folder / "tiny"), rows_of(case, TINY["vocab_size"]), world)
     gc.collect()
     before = memory("VmRSS")
@@ -196,4 +199,4 @@ def test_predicted_memory_is_within_15_percent_of_measured(number, tmp_path):
 
 
 if __name__ == "__main__":
-    dist.run(lambda: measure(json.loads(sys.argv[1]), Path(sys.argv[2])))
+    preemption.run(lambda: measure(json.loads(sys.argv[1]), Path(sys.argv[2])))

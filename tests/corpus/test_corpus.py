@@ -23,7 +23,8 @@ import transformers
 import main_distributed
 from config import Config
 from conftest import ROOT
-from ddp_utils import conf, lora
+from ddp_utils import models
+from ddp_utils.readers import yaml_config
 from ranks import run_ranks
 
 HERE = Path(__file__).parent
@@ -53,7 +54,7 @@ def train(folder, flags):
     """What src/main_distributed.py does in an empty working folder, told on if it loads a model."""
 
     def load(*args, device_map=None, **kwargs):
-        if device_map != {"": lora.META}:  # where names and shapes are looked at
+        if device_map != {"": models.META}:  # where names and shapes are looked at
             raise SystemError("LOADED")
         return original(*args, device_map=device_map, **kwargs)
 
@@ -68,7 +69,7 @@ def train(folder, flags):
 
 def read_yaml(folder, path):
     os.chdir(folder)
-    conf.from_yaml(Config, path)
+    yaml_config.from_yaml(Config, path)
 
 
 def tree(*folders):
@@ -437,7 +438,7 @@ YAML = {  # as YAML 1.2 reads it, where 1.1 reads something else
 @pytest.mark.parametrize("text", YAML)
 def test_yaml_is_version_1_2(text, tmp_path):
     (tmp_path / "c.yaml").write_text(text, encoding="utf-8", newline="")
-    assert conf.from_yaml(Config, tmp_path / "c.yaml") == Config(**YAML[text])
+    assert yaml_config.from_yaml(Config, tmp_path / "c.yaml") == Config(**YAML[text])
 
 
 # --- the real thing ------------------------------------------------------------------------------

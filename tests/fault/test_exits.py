@@ -12,7 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from conftest import ROOT
-from ddp_utils import NonFiniteError, dist
+from ddp_utils import NonFiniteError, distributed
 from ranks import free_port, ranks, run_ranks
 
 STEP = """
@@ -35,7 +35,7 @@ STEP = """
 
 def ddp_steps(failing=-1):
     """The shape that aborts at exit without dist.run: DDP, all-reduces, the end."""
-    world = dist.join(dist.meet(dist.whoami()))
+    world = distributed.join(distributed.meet(distributed.whoami()))
     model = DistributedDataParallel(torch.nn.Linear(64, 64))
     for step in range(3):
         model(torch.ones(2, 64)).sum().backward()
@@ -110,7 +110,7 @@ ENDS = [  # what a rank does, exit status of the launcher, lives of the ranks
 def launcher(tmp_path, line, processes, **env):
     (tmp_path / "program.py").write_text(PROGRAM + line)
     return subprocess.Popen(
-        [sys.executable, "-m", "ddp_utils.launch", processes, tmp_path / "program.py"],
+        [sys.executable, "-m", "ddp_utils.runs.launch", processes, tmp_path / "program.py"],
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "MAX_RESTARTS": "2", **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -136,7 +136,7 @@ def test_the_launchers_of_all_nodes_end_with_one_status(tmp_path):
 
 
 def kill_self():
-    world = dist.join(dist.meet(dist.whoami()))
+    world = distributed.join(distributed.meet(distributed.whoami()))
     model = DistributedDataParallel(torch.nn.Linear(64, 64))
     model(torch.ones(2, 64)).sum().backward()
     if world.rank == 1:
@@ -195,8 +195,8 @@ def test_a_port_in_use_costs_one_line():
 
 def meet_thrice(dead):
     """Three meetings in one store, which holds what a group that died has left there."""
-    world = dist.whoami()
-    address, port = dist.meeting_point(world)
+    world = distributed.whoami()
+    address, port = distributed.meeting_point(world)
     store = torch.distributed.TCPStore(address, port, 3, is_master=world.is_main)
     if world.rank == dead:
         for rank in range(3):
@@ -204,7 +204,7 @@ def meet_thrice(dead):
             store.set(f"answer/{rank}", "word name")
         store.set("stale", "")
     store.wait(["stale"])
-    names = [dist._name_of_meeting(store, world, 20) for _ in range(3)]
+    names = [distributed._name_of_meeting(store, world, 20) for _ in range(3)]
     store.add("done", 1)
     while world.is_main and store.add("done", 0) < 3:  # rank 0 keeps the store
         time.sleep(0.01)
@@ -219,7 +219,7 @@ def test_each_meeting_in_a_store_that_outlives_it_has_a_name_of_its_own(dead):
 
 
 def on_main(how):
-    world = dist.join(dist.meet(dist.whoami()))
+    world = distributed.join(distributed.meet(distributed.whoami()))
 
     def only_here():
         assert world.is_main
@@ -231,7 +231,7 @@ def on_main(how):
             raise ZeroDivisionError("the weights fell off")
         return {"text": "é", "numbers": [1, 2.5, None]}
 
-    return dist.on_main(world, only_here)
+    return distributed.on_main(world, only_here)
 
 
 def test_what_rank_0_finds_is_known_to_all():

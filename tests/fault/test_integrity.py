@@ -11,7 +11,7 @@ import pytest
 
 import faults
 from conftest import ROOT
-from ddp_utils import environment, plots
+from ddp_utils.runs import environment, plots
 
 FLIPS = [12, pytest.param(200, marks=pytest.mark.show)]
 

@@ -18,7 +18,7 @@ import pytest
 import faults
 import runs
 from conftest import ROOT
-from ddp_utils import checkpoint
+from ddp_utils.runs import checkpoint
 from ranks import addresses
 
 LORA = faults.MODES["lora"]

@@ -12,7 +12,7 @@ import torch
 import faults
 import runs
 from conftest import ROOT
-from ddp_utils import checkpoint
+from ddp_utils.runs import checkpoint
 from ranks import CONTEXT
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import faults
 import runs
-from ddp_utils import checkpoint, resume
+from ddp_utils.runs import checkpoint, resume
 
 LORA = faults.MODES["lora"]
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1

@@ -13,7 +13,8 @@ import generate_data
 import main_distributed
 import train
 import train_loop
-from ddp_utils import UserError, merge
+from ddp_utils import UserError
+from ddp_utils.tools import merge
 
 GOOD = {"prompt": "Who?", "chosen": "Me, of course.", "rejected": "Dunno."}
 ROOT = Path(__file__).parents[2]
@@ -48,7 +49,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "full/model.safetensors").write_text("precious")
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
-    monkeypatch.setattr("ddp_utils.world._count", lambda kind: 0)  # on any machine
+    monkeypatch.setattr("ddp_utils.distributed._count", lambda kind: 0)  # on any machine
     return tmp_path
 
 

@@ -17,7 +17,8 @@ import programs
 import runs
 import train_loop
 from conftest import ROOT
-from ddp_utils import Stop, UserError, dist, plots
+from ddp_utils import Stop, UserError, distributed
+from ddp_utils.runs import plots
 from ranks import free_port, ranks, run_ranks
 
 # 12 questions x 6 replies, two questions between two writes
@@ -144,8 +145,8 @@ def test_an_adapter_that_is_carried_on_has_its_own_rank(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"model": "data/demo/model"}')
     flags = ["--resume_from", str(tmp_path), "--data_path", str(tmp_path / "rows.jsonl")]
     with pytest.raises(UserError, match="--lora_r: the adapter that is carried on has 4; leave"):
-        train_loop.read_settings([*flags, "--lora_r", "8"], dist.World())
-    config = train_loop.read_settings(flags, dist.World())
+        train_loop.read_settings([*flags, "--lora_r", "8"], distributed.World())
+    config = train_loop.read_settings(flags, distributed.World())
     assert (config.lora_r, config.lora_alpha) == (4, 8)
 
 

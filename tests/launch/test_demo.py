@@ -12,7 +12,7 @@ from test_launchers import shell
 import main_distributed
 import runs
 from conftest import ROOT
-from ddp_utils import logps, lora, sampling
+from ddp_utils import logps, models, sampling
 from ddp_utils.encoder import Encoder, load_tokenizer
 from ranks import ranks, run_ranks
 
@@ -42,7 +42,7 @@ def rates(model, prompts, system=None, judge="score"):
     """Means of the demo's judge over one sampled reply per prompt, temperature 1."""
     tokenizer = load_tokenizer("data/demo/model")
     encoder = Encoder(tokenizer)
-    scorer = logps.Scorer(lora.load(model, torch.float32, torch.device("cpu")))
+    scorer = logps.Scorer(models.load(model, torch.float32, torch.device("cpu")))
     turns = [{"role": "system", "content": system}] if system else []
     ids = [
         encoder.ids(

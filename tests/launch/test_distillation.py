@@ -18,7 +18,8 @@ import runs
 from ad import collect, evaluate, train
 from ad.config import FIXED, Config, Source, read
 from conftest import ROOT
-from ddp_utils import UserError, plots
+from ddp_utils import UserError
+from ddp_utils.runs import plots
 from ranks import ranks, run_ranks
 
 BIN = Path(sys.executable).parent

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 import main_distributed
 import runs
 from config import Config
-from ddp_utils import dist, logps, optim, pairs, safely
+from ddp_utils import distributed, logps, models, optim, preference_data
 from ddp_utils.encoder import Encoder, load_tokenizer
 from ranks import ranks
 
@@ -32,10 +32,10 @@ def seven_rows(folder):
 
 def evaluations(path, reference):
     """main_distributed.evaluate of a policy against a table that is not its own log-probs."""
-    world = dist.join(dist.meet(dist.whoami()))
+    world = distributed.join(distributed.meet(distributed.whoami()))
     tokenizer = load_tokenizer("data/demo/model")
-    data, _ = pairs.read(path, Encoder(tokenizer))
-    model = AutoModelForCausalLM.from_pretrained(safely.model_path("data/demo/model"))
+    data, _ = preference_data.read(path, Encoder(tokenizer))
+    model = AutoModelForCausalLM.from_pretrained(models.model_path("data/demo/model"))
     policy = optim.wrap(logps.Scorer(model).float(), world, trained=False)
     results = []
     for batch_size in (1, 2, 3):
@@ -52,8 +52,8 @@ def evaluations(path, reference):
 def float64_means(path, reference):
     """Each pair alone, full logits, float64 throughout; the closed form of the DPO loss."""
     tokenizer = load_tokenizer("data/demo/model")
-    data, _ = pairs.read(path, Encoder(tokenizer))
-    model = AutoModelForCausalLM.from_pretrained(safely.model_path("data/demo/model")).double()
+    data, _ = preference_data.read(path, Encoder(tokenizer))
+    model = AutoModelForCausalLM.from_pretrained(models.model_path("data/demo/model")).double()
     sums = dict.fromkeys(NAMES, 0.0)
     for row, pair in enumerate(data):
         summed = []

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import main_distributed
 import runs
 from conftest import ROOT
-from ddp_utils import plots
+from ddp_utils.runs import plots
 from unit.test_pairs import LLAMA3, chat_tokenizer
 
 FIXTURES = sorted((ROOT / "tests/data/formats").glob("*.json*"))

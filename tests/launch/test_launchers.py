@@ -11,8 +11,8 @@ import pytest
 
 import runs
 from conftest import ROOT
-from ddp_utils import UserError, dist
-from ddp_utils import launch as launch_py
+from ddp_utils import UserError, distributed
+from ddp_utils.runs import launch as launch_py
 from ranks import free_port, run_ranks
 
 SCRIPT = str(ROOT / "src/main_distributed.py")
@@ -198,7 +198,7 @@ def test_a_time_to_join_that_is_no_number_is_one_line():
 
 
 def meets():
-    dist.meet(dist.whoami())
+    distributed.meet(distributed.whoami())
 
 
 def test_a_wrong_address_or_a_taken_port_costs_the_launcher_one_line(monkeypatch, tmp_path):

@@ -11,8 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import runs
-from ddp_utils import UserError, checkpoint, dist, logps, lora, optim, pairs
+from ddp_utils import UserError, distributed, logps, models, optim, preference_data
 from ddp_utils.encoder import Encoder, load_tokenizer
+from ddp_utils.runs import checkpoint
 from ddp_utils.sharding import fsdp
 from ranks import ranks
 
@@ -25,12 +26,12 @@ SETTINGS = SimpleNamespace(
 
 
 def policy_and_pairs(fine_tuning="lora"):
-    world = dist.join(dist.meet(dist.whoami()))
+    world = distributed.join(distributed.meet(distributed.whoami()))
     torch.manual_seed(0)
     config = SimpleNamespace(**{**vars(SETTINGS), "fine_tuning": fine_tuning})
-    model, autocast = lora.load_policy(config, world.device)
+    model, autocast = models.load_policy(config, world.device)
     policy = optim.wrap(logps.Scorer(model, autocast), world)
-    data, _ = pairs.read(runs.PAIRS, Encoder(load_tokenizer("data/demo/model")))
+    data, _ = preference_data.read(runs.PAIRS, Encoder(load_tokenizer("data/demo/model")))
     optimizer, schedule = optim.make_optimizer(policy, config, 1e-3, 10)
     return world, policy, optimizer, schedule, data
 
@@ -44,7 +45,7 @@ def one_step(world, policy, optimizer, schedule, data):
     policy.backward(loss * world.world_size)
     policy.clip_grad_norm(1.0)
     policy.step(optimizer, schedule)
-    return dist.all_sum(loss.detach(), world).item()
+    return distributed.all_sum(loss.detach(), world).item()
 
 
 def save_after_two(folder, fine_tuning):
@@ -177,7 +178,7 @@ KEPT = {  # what FSDP is told, processes of a node -> what a rank of two keeps o
 def kept_by_fsdp():
     """Share of its numbers, whether it is shared out again after a forward, how many parts are
     sharded by themselves, the dtype that computes, and whether it waits in the host's memory."""
-    world, kept = dist.join(dist.meet(dist.whoami())), []
+    world, kept = distributed.join(distributed.meet(distributed.whoami())), []
     for settings, local_size, _ in KEPT.values():
         sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=2, vocab_size=12)
         model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))

@@ -15,7 +15,7 @@ import faults
 import programs
 import runs
 from conftest import ROOT
-from ddp_utils import plots
+from ddp_utils.runs import plots
 from dpo_inv import batches, mpnn, pairs, run_dpo_ddp
 from dpo_inv.config import Config
 from ranks import ranks, run_ranks

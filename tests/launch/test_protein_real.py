@@ -18,7 +18,7 @@ from torch.nn.functional import nll_loss
 import programs
 import runs
 from conftest import ROOT
-from ddp_utils.dist import World
+from ddp_utils.distributed import World
 from dpo_inv import batches, mpnn, run_dpo_ddp
 from dpo_inv.config import Config
 from ranks import ranks

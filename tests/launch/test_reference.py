@@ -11,7 +11,9 @@ from safetensors.torch import load_file, save_file
 
 import main_distributed
 import runs
-from ddp_utils import UserError, checkpoint, logps, plots, records, reference, selftest
+from ddp_utils import UserError, files, jsonl, logps
+from ddp_utils.fast import self_test
+from ddp_utils.runs import checkpoint, plots, reference
 from ranks import ranks
 
 FLAGS = [*runs.QUIET, *runs.words("--max_rows 12 --batch_size 4 --max_steps 2")]
@@ -78,7 +80,7 @@ def test_log_probs_of_something_else_are_refused(what, made, tmp_path):
 
 def test_another_model_under_the_same_name_is_refused(tmp_path):
     model = tmp_path / "model"
-    shutil.copytree(records.resolve("data/demo/model"), model)
+    shutil.copytree(jsonl.resolve("data/demo/model"), model)
     flags = ["--model_name", str(model)]
     assert train(tmp_path / "runs/a", *flags)[0] == 20
     flags += ["--reference_logps", str(tmp_path / "runs/a")]
@@ -130,14 +132,14 @@ def test_a_table_that_is_not_this_policys_is_refused_at_step_0(made, tmp_path):
     tables = {k: v + 0.01 for k, v in load_file(folder / reference.FILE).items()}
     save_file(tables, folder / reference.FILE)
     entry = checkpoint.read_manifest(folder)["files"][reference.FILE]
-    entry["sha256"] = checkpoint.sha256(folder / reference.FILE)
+    entry["sha256"] = files.sha256(folder / reference.FILE)
     checkpoint.write_manifest(folder, {"files": {reference.FILE: entry}})
     with pytest.raises(UserError, match="differs from the reference's by 0.01"):
         train(tmp_path / "b", "--reference_logps", str(folder))
 
 
 def test_a_layout_that_cannot_be_had_is_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(selftest, "check_layout", lambda *_: "the prompt cannot be shared (windy)")
+    monkeypatch.setattr(self_test, "check_layout", lambda *_: "the prompt cannot be shared (windy)")
     with pytest.raises(UserError, match="--layout shared: the prompt cannot be shared"):
         train(tmp_path / "a", "--layout", "shared")
     train(tmp_path / "b")
@@ -146,7 +148,7 @@ def test_a_layout_that_cannot_be_had_is_one_line(tmp_path, monkeypatch, capsys):
 
 
 def one_rank_refuses(folder):
-    check = selftest.check_layout
+    check = self_test.check_layout
 
     def windy(scorer, pairs, device):
         line = check(scorer, pairs, device)
@@ -155,7 +157,7 @@ def one_rank_refuses(folder):
             return "windy"
         return line
 
-    selftest.check_layout = windy
+    self_test.check_layout = windy
     seen, lay_out = [], logps.Scorer.lay_out
 
     def watch(scorer, shared):

@@ -11,8 +11,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 import main_distributed
 import runs
-from ddp_utils import checks, dist, environment, logps, lora, merge, optim, pairs
+from ddp_utils import distributed, logps, models, optim, preference_data
 from ddp_utils.encoder import Encoder, load_tokenizer
+from ddp_utils.runs import checks
+from ddp_utils.tools import merge
 from ranks import ranks, run_ranks
 
 SHORT = runs.words("--max_rows 40 --batch_size 8 --max_steps 2")
@@ -32,24 +34,24 @@ def broken(kind, folder):
 
         logps.score = rounded
     elif kind == "dropout left on":
-        no_dropout = lora.no_dropout
+        no_dropout = models.no_dropout
 
         def leaky(model):
             for layer in no_dropout(model).model.layers:
                 layer.mlp = torch.nn.Sequential(layer.mlp, Always(0.1))
             return model
 
-        lora.no_dropout = leaky
+        models.no_dropout = leaky
         flags += ["--lora_targets", "q_proj,v_proj"]
     elif kind == "frozen parameter made trainable":
-        load_policy = lora.load_policy
+        load_policy = models.load_policy
 
         def unfrozen(*arguments):
             model, autocast = load_policy(*arguments)
             next(p for n, p in model.named_parameters() if "lora" not in n).requires_grad_(True)
             return model, autocast
 
-        lora.load_policy = unfrozen
+        models.load_policy = unfrozen
     elif kind == "adapter that cannot learn":
         backward = optim.Policy.backward
 
@@ -106,7 +108,7 @@ def test_complaint_13_the_first_loss_is_its_closed_form(method, tmp_path):
 def sft_adapter(folder):
     """A LoRA that has learned something, with dropout, as one from supervised fine-tuning."""
     torch.manual_seed(7)
-    model = lora.load("data/demo/model", torch.float32, torch.device("cpu"))
+    model = models.load("data/demo/model", torch.float32, torch.device("cpu"))
     model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.3))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -117,9 +119,9 @@ def sft_adapter(folder):
 
 def scores_of(adapter):
     """Log-probs of the test pairs under base model and adapter."""
-    world = dist.World()
-    data, _ = pairs.read(runs.PAIRS, Encoder(load_tokenizer("data/demo/model")))
-    base = lora.load("data/demo/model", torch.float32, world.device)
+    world = distributed.World()
+    data, _ = preference_data.read(runs.PAIRS, Encoder(load_tokenizer("data/demo/model")))
+    base = models.load("data/demo/model", torch.float32, world.device)
     plain = logps.score(logps.Scorer(base), data, world, 4)
     adapted = logps.score(logps.Scorer(PeftModel.from_pretrained(base, adapter)), data, world, 4)
     return plain.mean(0), adapted.mean(0)
@@ -156,7 +158,7 @@ def test_dropout_of_an_adapter_is_that_of_this_run(tmp_path):
 
 def too_large_for_fp16(folder, *flags):
     """A CPU that computes in fp16, and a loss whose scaled gradient overflows there."""
-    environment.precision = lambda *_: (torch.float32, torch.float16)
+    optim.precision = lambda *_: (torch.float32, torch.float16)
     scales, begin, allows = [], optim.LossScale.__init__, optim.LossScale.allows_step
 
     def lower(self, enabled):  # by itself it begins at 65536: more such steps
@@ -257,7 +259,7 @@ def test_complaint_17_what_is_trained_is_fp32_and_moves_at_5e_7():
 @pytest.mark.parametrize("mode", ["lora", "full"])
 def test_complaint_17_trainable_parameters_are_fp32_on_a_bf16_base(mode):
     config = main_distributed.Config(fine_tuning=mode, base_dtype="bf16")
-    model, _ = lora.load_policy(config, torch.device("cpu"))
+    model, _ = models.load_policy(config, torch.device("cpu"))
     trained = [p for p in model.parameters() if p.requires_grad]
     assert trained and {p.dtype for p in trained} == {torch.float32}
     if mode == "lora":
@@ -268,7 +270,7 @@ def test_complaint_17_trainable_parameters_are_fp32_on_a_bf16_base(mode):
 def mixed_gpus(folder):
     """Rank 1 has a GPU without bf16."""
     has_bf16 = os.environ["RANK"] == "0"
-    environment.precision = lambda *_: (
+    optim.precision = lambda *_: (
         torch.float32,
         torch.bfloat16 if has_bf16 else torch.float16,
     )

@@ -21,8 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import train
 from conftest import ROOT
-from ddp_utils import Stop, checkpoint, dist, lora, optim, plots
+from ddp_utils import Stop, models, optim
 from ddp_utils.encoder import load_tokenizer
+from ddp_utils.runs import checkpoint, plots, preemption
 from ddp_utils.sharding import fsdp
 from ranks import ranks, run_ranks
 
@@ -85,7 +86,7 @@ def make_model(folder, **shape):
     config.update(shape)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    lora.save(model, load_tokenizer("data/demo/model"), folder)
+    models.save(model, load_tokenizer("data/demo/model"), folder)
     return sum(p.numel() for p in model.parameters())
 
 
@@ -398,4 +399,4 @@ def main():
 
 
 if __name__ == "__main__":  # under torchrun, which the allocator's settings reach
-    dist.run(main)
+    preemption.run(main)

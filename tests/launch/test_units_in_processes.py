@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import programs
-from ddp_utils import NonFiniteError, dist, logps, lora, sampling
+from ddp_utils import NonFiniteError, distributed, logps, models, sampling
 from ddp_utils.encoder import Encoder, load_tokenizer
 from ranks import addresses, ranks, run_ranks
 
@@ -28,7 +28,7 @@ def settings(**changes):
 
 def demo():
     tokenizer = load_tokenizer("data/demo/model")
-    model = lora.load("data/demo/model", torch.float32, torch.device("cpu"))
+    model = models.load("data/demo/model", torch.float32, torch.device("cpu"))
     encoder = Encoder(tokenizer)
     prompts = [
         encoder.ids(encoder.render([{"role": "user", "content": q}], add_generation_prompt=True))
@@ -38,7 +38,7 @@ def demo():
 
 
 def replies(**changes):
-    world = dist.join(dist.meet(dist.whoami()))
+    world = distributed.join(distributed.meet(distributed.whoami()))
     scorer, prompts, ends = demo()
     return sampling.generate(scorer, prompts, ends, world, settings(**changes), samples=3)
 
@@ -56,10 +56,10 @@ linux = pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="read
 
 def sockets_of_a_group():
     """Addresses once the store is there, and in the group; the interface that gloo was told."""
-    met = dist.meet(dist.whoami())
+    met = distributed.meet(distributed.whoami())
     store = addresses()
-    world = dist.join(met)
-    dist.all_sum(torch.ones(2), world)
+    world = distributed.join(met)
+    distributed.all_sum(torch.ones(2), world)
     return store, addresses(), os.environ.get("GLOO_SOCKET_IFNAME")
 
 
@@ -77,13 +77,13 @@ def test_an_interface_that_the_user_chose_stays():
 
 
 def fails_on(rank):
-    world = dist.join(dist.meet(dist.whoami()))
+    world = distributed.join(distributed.meet(distributed.whoami()))
 
     def work():
         if world.rank == rank:
             raise NonFiniteError("parameter/x is not finite; not saved")
 
-    dist.on_each(world, work)
+    distributed.on_each(world, work)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

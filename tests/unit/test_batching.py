@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_utils.batching import Plan, order, seed_of, share
-from ddp_utils.dist import World
+from ddp_utils.distributed import World
+from ddp_utils.sampler import Plan, order, seed_of, share
 
 
 def shares(rows, lengths, world_size, budget, padded=False):

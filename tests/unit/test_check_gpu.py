@@ -12,7 +12,7 @@ import torch
 
 import check_gpu
 from conftest import ROOT
-from ddp_utils.world import World
+from ddp_utils.distributed import World
 
 GIB = 2**30
 H100 = Fake(name="H100", total=80, free=79, bf16=True)
@@ -78,7 +78,7 @@ def test_on_this_machine_the_last_line_is_the_command_of_the_json():
     assert report["cores"] == len(os.sched_getaffinity(0))
     assert report["command"].startswith(f"./run_distributed.sh {report['processes']}")
     assert text.splitlines()[-1] == report["command"]
-    watched = {"torch", "transformers", "peft", "config", "train", "ddp_utils.plan"}
+    watched = {"torch", "transformers", "peft", "config", "train", "ddp_utils.tools.plan"}
     assert watched.intersection(done.stderr.split()) == {"torch"}
 
 
@@ -267,7 +267,7 @@ def test_every_rank_measures_itself_and_rank_0_has_all(monkeypatch):
     monkeypatch.setattr(check_gpu, "device_rates", lambda device: [494.5, 33.5, 25.0])
     monkeypatch.setattr(check_gpu, "copy_rate", lambda source, target: 1500.0)
     monkeypatch.setattr(check_gpu, "seconds_of", lambda work, device: 0.01)
-    monkeypatch.setattr(check_gpu.dist, "all_sum", lambda tensor, world: tensor)
+    monkeypatch.setattr(check_gpu.distributed, "all_sum", lambda tensor, world: tensor)
     result = check_gpu.bench(World(rank=1, world_size=4))
     idle = dict.fromkeys(("bf16_tflops", "fp32_tflops", "host_gb_per_s"), 0.0)
     own = {"bf16_tflops": 494.5, "fp32_tflops": 33.5, "host_gb_per_s": 25.0}

@@ -14,7 +14,8 @@ from shlex import split as words
 import pytest
 import torch
 
-from ddp_utils import UserError, checkpoint, resume
+from ddp_utils import UserError
+from ddp_utils.runs import checkpoint, resume
 
 STATE = "state.safetensors"
 
@@ -181,7 +182,7 @@ def full_disk(*_args, **_kwargs):
 
 
 @pytest.mark.parametrize("step", [1, 2])
-@pytest.mark.parametrize("call", ["save_file", "sha256", "_fsync"])
+@pytest.mark.parametrize("call", ["save_file", "sha256", "fsync"])
 def test_a_failed_write_leaves_no_litter_and_keeps_the_old_one(tmp_path, monkeypatch, call, step):
     old = write(tmp_path, 1, 1.0)
     with monkeypatch.context() as patch:

@@ -9,7 +9,8 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from config import Config
-from ddp_utils import UserError, cli, conf
+from ddp_utils import UserError, cli
+from ddp_utils.readers import yaml_config
 
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 SWITCHES = [name for name, field in FIELDS.items() if type(field.default) is bool]
@@ -193,7 +194,7 @@ class Outer:
 def load(folder, text):
     file = folder / "c.yaml"
     file.write_text(text)
-    return conf.from_yaml(Outer, file)
+    return yaml_config.from_yaml(Outer, file)
 
 
 YAML = [  # where YAML 1.1 reads something else: tests/corpus
@@ -212,7 +213,7 @@ def test_yaml_fills_the_dataclass(tmp_path):
         assert load(tmp_path, text) == wanted
     for name in ("nofile.yaml", "."):
         with pytest.raises(UserError, match="nofile|directory"):
-            conf.from_yaml(Outer, tmp_path / name)
+            yaml_config.from_yaml(Outer, tmp_path / name)
     with pytest.raises(UserError):
         load(tmp_path, f"title: !!python/object/apply:os.mkdir [{tmp_path / 'canary'}]")
     assert not (tmp_path / "canary").exists()

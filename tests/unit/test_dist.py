@@ -5,8 +5,8 @@ from types import ModuleType
 
 import pytest
 
-from ddp_utils import UserError, dist
-from ddp_utils.dist import World
+from ddp_utils import UserError, distributed
+from ddp_utils.distributed import World
 
 TORCHRUN = {
     **{"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
@@ -70,16 +70,19 @@ LAUNCHED = {
 @pytest.mark.parametrize("name", LAUNCHED)
 def test_each_launcher_is_read_from_its_own_names(name):
     env, expected = LAUNCHED[name]
-    assert dist.whoami(env)[:5] == expected
+    assert distributed.whoami(env)[:5] == expected
 
 
 def test_torch_distributed_launch_is_told_by_the_argument_that_it_appends():
-    assert dist.whoami(TORCHRUN, ["x.py", "--local-rank=1"]).launcher == "torch.distributed.launch"
+    assert (
+        distributed.whoami(TORCHRUN, ["x.py", "--local-rank=1"]).launcher
+        == "torch.distributed.launch"
+    )
 
 
 def test_a_rank_that_is_no_number_is_one_line():
     with pytest.raises(UserError, match="RANK: 'one' is not a number"):
-        dist.whoami(TORCHRUN | {"RANK": "one"})
+        distributed.whoami(TORCHRUN | {"RANK": "one"})
 
 
 @pytest.mark.parametrize(
@@ -97,10 +100,10 @@ def test_a_rank_that_is_no_number_is_one_line():
 def test_no_two_processes_share_a_gpu_unasked(launcher, local_rank, local_size, count, expected):
     world = World(local_rank, local_size, local_rank, local_size, launcher)
     if isinstance(expected, int):
-        assert dist.device_index(world, "cuda", count, "nccl") == expected
+        assert distributed.device_index(world, "cuda", count, "nccl") == expected
     else:
         with pytest.raises(UserError, match=expected):
-            dist.device_index(world, "cuda", count, "nccl")
+            distributed.device_index(world, "cuda", count, "nccl")
 
 
 @pytest.mark.parametrize(
@@ -119,14 +122,14 @@ def test_no_two_processes_share_a_gpu_unasked(launcher, local_rank, local_size, 
     ],
 )
 def test_auto_is_a_look_up_and_anything_else_to_the_letter(has, backend, expected, monkeypatch):
-    monkeypatch.setattr("ddp_utils.world._count", lambda kind: has.get(kind, 0))
+    monkeypatch.setattr("ddp_utils.distributed._count", lambda kind: has.get(kind, 0))
     bindings = ModuleType("oneccl_bindings_for_pytorch") if "bindings" in has else None
     monkeypatch.setitem(sys.modules, "oneccl_bindings_for_pytorch", bindings)
     if expected is None:
         with pytest.raises(UserError, match="needs a"):
-            dist.choose_device(World(), backend)
+            distributed.choose_device(World(), backend)
     else:
-        world = dist.choose_device(World(), backend)
+        world = distributed.choose_device(World(), backend)
         assert (world.device.type, world.backend) == expected
 
 
@@ -148,14 +151,14 @@ TWO_NODES = World(1, 4, 1, 2, "mpiexec")
 )
 def test_where_to_meet(world, env, expected):
     if isinstance(expected, tuple):
-        assert dist.meeting_point(world, env) == expected
+        assert distributed.meeting_point(world, env) == expected
     else:
         with pytest.raises(UserError, match=expected):
-            dist.meeting_point(world, env)
+            distributed.meeting_point(world, env)
 
 
 def test_processes_of_one_mpiexec_agree_on_a_port_without_being_told():
-    address, port = dist.meeting_point(ONE_NODE, {})
+    address, port = distributed.meeting_point(ONE_NODE, {})
     assert address == "127.0.0.1"
     assert 20000 <= port < 30000
-    assert port == dist.meeting_point(ONE_NODE._replace(rank=2), {})[1]
+    assert port == distributed.meeting_point(ONE_NODE._replace(rank=2), {})[1]

@@ -245,7 +245,7 @@ def start(bin_, tmp_path):
 
 
 TRAIN = str(ROOT / "src/train.py")
-LAUNCH = ["-m", "ddp_utils.launch"]
+LAUNCH = ["-m", "ddp_utils.runs.launch"]
 COMMAND = ["python", TRAIN, "--config=config.yaml", "--deepspeed=config/ds_config.json"]
 
 
@@ -456,7 +456,7 @@ def test_a_folder_and_a_project_of_any_name_are_quoted(start, monkeypatch, tmp_p
             (ROOT / "scripts/environment.sh").read_bytes()
         )
         monkeypatch.chdir(folder)
-        monkeypatch.setattr(setup.records, "ROOT", folder)
+        monkeypatch.setattr(setup.jsonl, "ROOT", folder)
         Path("config.yaml").write_text(YAML)
         make("slurm")
         done = start("scripts/slurm_job.sh")

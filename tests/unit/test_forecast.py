@@ -12,8 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import check_gpu
 from conftest import ROOT
-from ddp_utils import UserError, batching, dryrun, forecast, optim, plan
+from ddp_utils import UserError, optim, sampler
 from ddp_utils.encoder import Pair
+from ddp_utils.tools import dryrun, forecast, plan
 
 D, E, H, V, LAYERS, R = 64, 128, 32, 512, 5, 4  # width, MLP, head, vocabulary, layers, LoRA rank
 LAYER = (
@@ -294,7 +295,7 @@ def work_of(**changes):
     usual |= {
         "strategy": optim.DDP,
         "turns": 1,
-        "plan": batching.Plan(5, 4, 0),
+        "plan": sampler.Plan(5, 4, 0),
         "weights": 100,
         "need": need,
     }

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from conftest import ROOT
-from ddp_utils import UserError, formats, records
-from ddp_utils.formats import Unusable
+from ddp_utils import UserError, jsonl, preference_data
+from ddp_utils.preference_data import Unusable
 
 WHERE = "f.jsonl:7"
 TEXT = {"chosen": "x", "rejected": "y"}
@@ -34,9 +34,9 @@ def gpt(value):
 
 def read(row, name=None):
     """(prompt, chosen, rejected) of a row, or the reason why it is unusable."""
-    record = records.Record(WHERE, row)
+    record = jsonl.Record(WHERE, row)
     try:
-        example = formats.example(record, name or formats.find_format(record))
+        example = preference_data.example(record, name or preference_data.find_format(record))
     except Unusable as reason:
         return str(reason)
     assert example.where == WHERE
@@ -45,8 +45,8 @@ def read(row, name=None):
 
 def read_file(path):
     """The name of the file's format, and what each row gives."""
-    found = records.read(path)
-    name = formats.find_format(found[0])
+    found = jsonl.read(path)
+    name = preference_data.find_format(found[0])
     return name, [read(record.data, name) for record in found]
 
 
@@ -125,7 +125,9 @@ def test_each_format_is_found_and_read_as_written_by_hand(file):
 
 
 def test_there_is_a_file_for_each_format():
-    assert {file.partition(".")[0] for file in FILES} == set(formats.FORMATS)
+    assert {file.partition(".")[0] for file in FILES} == set(
+        [*preference_data.FIELDS, "messages", "transcript"]
+    )
 
 
 # --- whole files ---------------------------------------------------------------------------------
@@ -172,8 +174,8 @@ UNNAMED = [  # fields -> the end of the line
 
 def test_the_fields_tell_the_format_or_the_nearest_one():
     for row, name in NAMED:
-        assert formats.find_format(records.Record(WHERE, row)) == name
-        assert formats.find_format(records.Record(WHERE, dict(reversed(row.items())))) == name
+        assert preference_data.find_format(jsonl.Record(WHERE, row)) == name
+        assert preference_data.find_format(jsonl.Record(WHERE, dict(reversed(row.items())))) == name
     for fields, says in UNNAMED:
         line = complaint(dict.fromkeys(fields.split(), "text"))
         assert line.startswith("fields found: ") and line.endswith(f"{says} is missing")
@@ -229,7 +231,7 @@ def test_what_else_a_row_has_is_left_out_and_named_at_every_depth():
     assert read({**row, **whole}) == ([user("1")], "x", "y")
     row |= {"weight": 1, "label": True, "loss": None, "metadata": {"source": "web", "x": {"y": 1}}}
     assert read(row) == ([user("1")], "x", "y")
-    assert formats.unread(records.Record(WHERE, row), "messages") == {
+    assert preference_data.unread(jsonl.Record(WHERE, row), "messages") == {
         "prompt[].name",
         "prompt[].tags[]",
         "prompt[].value.k",
@@ -239,7 +241,7 @@ def test_what_else_a_row_has_is_left_out_and_named_at_every_depth():
     }
     row = {"input": {"messages": [marked], "n": 1}, "preferred_output": [chosen]}
     row |= {"non_preferred_output": [assistant("y")], "sytem": "s", "system": "s", "prompt": None}
-    assert formats.unread(records.Record(WHERE, row), "openai") == {
+    assert preference_data.unread(jsonl.Record(WHERE, row), "openai") == {
         "input.messages[].name",
         "input.messages[].tags[]",
         "input.messages[].value.k",
@@ -340,7 +342,7 @@ def in_every_format(chosen, rejected):
 
 
 def test_what_is_unusable_or_refused_is_so_in_every_format():
-    for name in formats.FORMATS:
+    for name in [*preference_data.FIELDS, "messages", "transcript"]:
         assert read(in_every_format("x", "y")[name])[1:] == ("x", "y")
         assert read(in_every_format("x", "x")[name]) == "identical"
         for empty in ("", " ", "\n\t", "\u3000"):
@@ -351,7 +353,7 @@ def test_what_is_unusable_or_refused_is_so_in_every_format():
                 assert "NUL or half a surrogate pair" in complaint(in_every_format(*sides)[name])
 
 
-@pytest.mark.parametrize("name", formats.FORMATS)
+@pytest.mark.parametrize("name", [*preference_data.FIELDS, "messages", "transcript"])
 def test_each_missing_or_null_field_is_refused_in_every_format(name):
     row = in_every_format("x", "y")[name]
     for field in row:

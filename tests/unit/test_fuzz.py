@@ -14,14 +14,16 @@ from hypothesis import strategies as st
 import config as config_module
 from config import Config
 from conftest import ROOT
-from ddp_utils import UserError, cli, conf, pairs, records, texts
+from ddp_utils import UserError, cli, jsonl, preference_data
 from ddp_utils.encoder import Encoder, load_tokenizer
+from ddp_utils.readers import yaml_config
+from sft import instruction_data
 
 # what a library warns of would be a second line
 pytestmark = pytest.mark.filterwarnings("error::UserWarning")
 FIELDS = [field.name for field in dataclasses.fields(Config)]
 FILES = sorted((ROOT / "tests/data/formats").iterdir())
-ROWS = [record.data for file in FILES for record in records.read(file)]
+ROWS = [record.data for file in FILES for record in jsonl.read(file)]
 ROWS += [{"instruction": "i", "input": "j", "output": "o", "history": [["q", "a"]]}] * 3
 ROWS += [
     {"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]}
@@ -74,10 +76,10 @@ def file(tmp_path_factory):
 def read_all(file, content, template):
     """Each reader on one content, and what must hold between them."""
     file.write_bytes(content)
-    read = taken(records.read, file)
-    used = taken(pairs.read, file, encoder(template))
-    tolerant = taken(pairs.read, file, encoder(template), -1, "skip")
-    taken(texts.read, file, encoder(template))
+    read = taken(jsonl.read, file)
+    used = taken(preference_data.read, file, encoder(template))
+    tolerant = taken(preference_data.read, file, encoder(template), -1, "skip")
+    taken(instruction_data.read, file, encoder(template))
     assert read or not used, "pairs are made of records"
     assert tolerant or not used, "who skips bad rows reads no less"
 
@@ -187,8 +189,8 @@ steps = st.sampled_from(
 @given(st.lists(steps, max_size=5).map("/".join), st.booleans())
 def test_any_path(file, path, absolute):
     path = f"{file.parent}/{path}" if absolute else path
-    taken(records.resolve, path)
-    taken(records.read, path)
+    taken(jsonl.resolve, path)
+    taken(jsonl.read, path)
 
 
 # --- YAML ----------------------------------------------------------------------------------------
@@ -211,11 +213,11 @@ lines = st.tuples(fields, st.sampled_from([": ", ":", ": &a ", ":\n  "]), st.sam
 @given(st.lists(lines.map("".join), max_size=3).map("\n".join))
 def test_any_lines_of_yaml(file, text):
     file.write_text(text)
-    taken(conf.from_yaml, Config, file)
+    taken(yaml_config.from_yaml, Config, file)
 
 
 @fuzz(200)
 @given(st.dictionaries(st.sampled_from(FIELDS) | letters, values, min_size=1, max_size=3))
 def test_any_mapping(file, content):
     file.write_text(json.dumps(content))  # JSON is YAML
-    taken(conf.from_yaml, Config, file)
+    taken(yaml_config.from_yaml, Config, file)

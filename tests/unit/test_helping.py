@@ -19,7 +19,9 @@ import train_loop
 from ad import collect, evaluate
 from ad import config as ad_config
 from conftest import ROOT
-from ddp_utils import cli, merge, plots
+from ddp_utils import cli
+from ddp_utils.runs import plots
+from ddp_utils.tools import merge
 from dpo_inv import config as protein_config
 from dpo_inv import inference, weights
 

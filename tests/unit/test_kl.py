@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_utils import kl
+from prompt_baking import kl_loss
 
 N, D, V = 23, 6, 37
 
@@ -36,24 +36,24 @@ def oracle(head, student, teacher):
 @pytest.mark.parametrize("plain", [True, False])
 def test_value_and_gradient_equal_float64(plain, bias, size, monkeypatch):
     """`plain`: the head's own class; else one that only behaves so, which autograd goes through."""
-    monkeypatch.setitem(kl.CHUNK, "cpu", size)
+    monkeypatch.setitem(kl_loss.CHUNK, "cpu", size)
     head, student, teacher = case(bias)
     layer = head if plain else nn.Sequential(head)
     student.requires_grad_()
-    found = kl.head_kl(layer, student, teacher)
+    found = kl_loss.head_kl(layer, student, teacher)
     weights = torch.linspace(0.5, 2, N)
     (found * weights).sum().backward()
     value, gradient = oracle(head, student.detach(), teacher)
     np.testing.assert_allclose(found.detach(), value, rtol=1e-5)
     np.testing.assert_allclose(student.grad, gradient * weights[:, None].numpy(), atol=2e-6)
     with torch.no_grad():
-        np.testing.assert_allclose(kl.head_kl(layer, student, teacher), value, rtol=1e-5)
+        np.testing.assert_allclose(kl_loss.head_kl(layer, student, teacher), value, rtol=1e-5)
 
 
 def test_equal_states_have_no_divergence_and_no_gradient():
     head, student, _ = case(bias=True)
     student.requires_grad_()
-    found = kl.head_kl(head, student, student.detach())
+    found = kl_loss.head_kl(head, student, student.detach())
     found.sum().backward()
     assert not found.any() and student.grad.abs().max() < 1e-7
 
@@ -63,5 +63,5 @@ def test_no_two_matrices_of_logits_are_kept():
     head, student, teacher = case(bias=False)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
-        kl.head_kl(head, student.requires_grad_(), teacher)
+        kl_loss.head_kl(head, student.requires_grad_(), teacher)
     assert kept == [(N, D)]

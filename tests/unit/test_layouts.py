@@ -20,8 +20,10 @@ from transformers import AutoModelForCausalLM
 
 import main_distributed
 from config import Config
-from ddp_utils import UserError, dist, logps, lora, packing, reference
+from ddp_utils import UserError, distributed, logps, models
 from ddp_utils.encoder import Pair
+from ddp_utils.fast import shared_prefix
+from ddp_utils.runs import reference
 
 PAD = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=97)
@@ -130,7 +132,7 @@ def build(config, factor):
                 parameter.mul_(factor)
             elif factor > 1:
                 parameter.add_(0.3 * torch.randn_like(parameter))
-    return lora.no_dropout(model)
+    return models.no_dropout(model)
 
 
 def some_pairs(*sizes):
@@ -149,9 +151,9 @@ PAIRS = some_pairs((7, 5, 9), (1, 1, 4), (11, 8, 6), (4, 6, 1), (9, 12, 17), (1,
 
 def checked(model, pairs=PAIRS):
     """A scorer as main_distributed makes it, and what the self-tests of head and layout say."""
-    said, world = [], dist.World(0, 1, 0, torch.device("cpu"))
+    said, world = [], distributed.World(0, 1, 0, torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lora, "load_policy", lambda *_: (model, None))
+        patch.setattr(models, "load_policy", lambda *_: (model, None))
         patch.setattr(reference, "log_probs", lambda *_: None)
         run = SimpleNamespace(say=said.append)
         policy, _ = main_distributed.load_scored(Config(), {"train": pairs}, world, run)
@@ -177,8 +179,8 @@ def test_every_architecture_is_loaded_whole(tmp_path):
     for name, (config, _) in MODELS.items():
         model = build(config, 1.0)
         model.save_pretrained(tmp_path / name)
-        lora.load(str(tmp_path / name), "auto", lora.META)
-        loaded = lora.load(str(tmp_path / name), torch.float32, torch.device("cpu"))
+        models.load(str(tmp_path / name), "auto", models.META)
+        loaded = models.load(str(tmp_path / name), torch.float32, torch.device("cpu"))
         tensors = loaded.state_dict()
         assert tensors.keys() == model.state_dict().keys(), name
         for key, tensor in model.state_dict().items():
@@ -226,9 +228,9 @@ STRETCHED = {  # beyond 12 tokens, the angles depend on the longest row of the b
 @pytest.mark.parametrize("name", STRETCHED)
 def test_rows_whose_angles_would_hang_on_the_others_in_the_batch_are_refused(name):
     model = build(STRETCHED[name], 10.0)
-    lora.check_fit(model, {"train": some_pairs((8, 4, 3))})  # 12 tokens
+    models.check_fit(model, {"train": some_pairs((8, 4, 3))})  # 12 tokens
     with pytest.raises(UserError, match="13 tokens, the model has 12 positions"):
-        lora.check_fit(model, {"train": some_pairs((9, 3, 4))})
+        models.check_fit(model, {"train": some_pairs((9, 3, 4))})
 
 
 def test_a_model_that_does_not_name_its_backbone_is_scored_by_its_own_logits():
@@ -306,7 +308,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "mistake", "factor"), CASES)
 def test_the_self_test_sees_a_mistake_in_attention(name, mistake, factor, monkeypatch):
     """Also where the weights are so small that log-probs hardly feel it yet."""
-    monkeypatch.setattr(packing, "_by_pair", MISTAKES[mistake])
+    monkeypatch.setattr(shared_prefix, "_by_pair", MISTAKES[mistake])
     _, _, line = checked(build(MODELS[name][0], factor))
     assert re.search(SEEN, line)
 
@@ -344,12 +346,14 @@ def test_gradients_equal_those_of_separate_rows(name, use_lora, checkpointing, m
         for key, parameter in model.named_parameters():
             if "lora_B" in key:  # B = 0 would hide what reaches A
                 parameter.data.normal_()
-    calls, kernel = [], packing._by_pair
-    monkeypatch.setattr(packing, "_by_pair", lambda *inputs: (calls.append(1), kernel(*inputs))[1])
+    calls, kernel = [], shared_prefix._by_pair
+    monkeypatch.setattr(
+        shared_prefix, "_by_pair", lambda *inputs: (calls.append(1), kernel(*inputs))[1]
+    )
     scorer = logps.Scorer(model.train())
     expected = gradients(scorer, shared=False)
     if checkpointing:
-        lora.checkpoint_activations(model)
+        models.checkpoint_activations(model)
     found = gradients(scorer, shared=True)
     assert len(calls) == 2 * (1 + checkpointing)  # a layer attends once more in the backward
     total = torch.cat([gradient.flatten() for gradient in expected.values()]).norm()
@@ -397,7 +401,7 @@ def test_one_call_for_all_sequences_equals_two_calls_a_pair(
     spans, window, heads, scale, monkeypatch
 ):
     """Both equal attention in one piece, and so do their gradients; some heads share keys."""
-    monkeypatch.setattr(packing, "varlen_attn", varlen_by_hand)
+    monkeypatch.setattr(shared_prefix, "varlen_attn", varlen_by_hand)
     generator = torch.Generator().manual_seed(3)
     shape = [sum(map(sum, spans)), 8]
     inputs = [
@@ -406,8 +410,8 @@ def test_one_call_for_all_sequences_equals_two_calls_a_pair(
     ]
     slope = torch.randn(1, shape[0], heads, 8, generator=generator)
     outcomes = []
-    for kernel in (packing._by_sequence, packing._by_pair, dense()):
-        found = kernel(*inputs, packing.Packing(spans, torch.device("cpu")), scale, window)
+    for kernel in (shared_prefix._by_sequence, shared_prefix._by_pair, dense()):
+        found = kernel(*inputs, shared_prefix.Packing(spans, torch.device("cpu")), scale, window)
         outcomes.append([found, *torch.autograd.grad(found, inputs, slope)])
     for route in outcomes[:2]:
         for found, expected in zip(route, outcomes[2], strict=True):
@@ -460,7 +464,7 @@ def test_generation_does_not_depend_on_the_layout_and_leaves_it(name, shared, us
     scorer = logps.Scorer(model)
     scorer.lay_out(shared)
     attention = scorer.bare().config._attn_implementation
-    assert (attention == packing.NAME) == shared
+    assert (attention == shared_prefix.NAME) == shared
     before = scorer(scorer.collate(PAIRS, "cpu"))[0]
     assert scorer.generate(input_ids := prompt, **options).tolist() == expected.tolist()
     assert expected.shape[1] > input_ids.shape[1]

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from ddp_utils import lean, lora
+from ddp_utils import models
+from ddp_utils.fast import memory_efficient
 
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=97)
 WIDE = dict(intermediate_size=64, num_key_value_heads=2, max_position_embeddings=128)
@@ -33,7 +34,7 @@ IDS = torch.randint(3, 97, (2, 11), generator=torch.Generator().manual_seed(2))
 def tiny(name, dtype=torch.float32, **options):
     """A random model under a LoRA that says something; norms' weights are not 1."""
     torch.manual_seed(0)
-    model = lora.no_dropout(AutoModelForCausalLM.from_config(MODELS[name][0], dtype=dtype))
+    model = models.no_dropout(AutoModelForCausalLM.from_config(MODELS[name][0], dtype=dtype))
     settings = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", **options)
     model = get_peft_model(model, settings)
     for key, parameter in model.named_parameters():
@@ -61,7 +62,7 @@ def distance(ours, theirs):
 def test_models_answer_and_learn_as_before(name):
     model = tiny(name)
     before = outcome(model)
-    assert lean.apply(model) == MODELS[name][1]
+    assert memory_efficient.apply(model) == MODELS[name][1]
     assert distance(outcome(model), before) < 1e-5
     with model.disable_adapter():
         off = model(input_ids=IDS).logits
@@ -78,7 +79,7 @@ def test_rounding_is_no_worse_than_pefts(base, autocast):
     exact = outcome(copy.deepcopy(model).double())
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         theirs = outcome(model)
-        assert lean.apply(model) == MODELS["qwen3"][1]
+        assert memory_efficient.apply(model) == MODELS["qwen3"][1]
         ours = outcome(model)
     assert distance(ours, exact) < 1.1 * distance(theirs, exact) + 1e-6
     assert all(grad.dtype == torch.float32 for grad in ours[1].values())
@@ -97,9 +98,9 @@ def test_linear_in_float64(with_up, with_bias):
     A, B = random(2, 5), random(7, 2)
     inputs = x if up is None else F.silu(x) * up
     expected = F.linear(inputs, W, b) + 0.5 * inputs @ A.T @ B.T
-    torch.testing.assert_close(lean._Linear.apply(x, up, W, b, A, B, 0.5), expected)
+    torch.testing.assert_close(memory_efficient._Linear.apply(x, up, W, b, A, B, 0.5), expected)
     assert torch.autograd.gradcheck(
-        lambda x, up, A, B: lean._Linear.apply(x, up, W, b, A, B, 0.5), (x, up, A, B)
+        lambda x, up, A, B: memory_efficient._Linear.apply(x, up, W, b, A, B, 0.5), (x, up, A, B)
     )
 
 
@@ -110,7 +111,7 @@ def test_norm_is_the_same_to_the_bit_and_its_gradient_that_of_float64():
     slope = random(4, 3, 16).float().detach()
     for dtype in (torch.float32, torch.bfloat16):
         norm, value = copy.deepcopy(own).to(dtype), x.to(dtype)
-        y = lean._Norm.apply(value, norm.weight, 1e-6)
+        y = memory_efficient._Norm.apply(value, norm.weight, 1e-6)
         assert torch.equal(y, norm(value))
         wide = value.detach().double().requires_grad_()
         exact = F.rms_norm(wide, (16,), norm.weight.double(), 1e-6)
@@ -134,12 +135,12 @@ class CenteredRMSNorm(LlamaRMSNorm):
 
 def test_an_unknown_norm_or_a_zero_weight_or_full_fine_tuning_is_left_alone():
     norms = nn.ModuleList([OddRMSNorm(8), CenteredRMSNorm(8), LlamaRMSNorm(8), LlamaRMSNorm(8)])
-    assert lean.apply(norms) == 0  # trainable
+    assert memory_efficient.apply(norms) == 0  # trainable
     norms.requires_grad_(False)
     norms[3].weight[0] = 0  # cannot be divided by
-    assert lean.apply(norms) == 1
+    assert memory_efficient.apply(norms) == 1
     assert ["forward" in vars(norm) for norm in norms] == [False, False, True, False]
-    assert lean.apply(norms) == 0  # already done
+    assert memory_efficient.apply(norms) == 0  # already done
     norms.requires_grad_(True)
     norms[2](torch.randn(3, 8)).sum().backward()
     assert norms[2].weight.grad is not None  # seen at the call
@@ -151,16 +152,16 @@ def test_an_unknown_norm_or_a_zero_weight_or_full_fine_tuning_is_left_alone():
 def test_a_lora_that_is_not_plain_is_left_alone(options):
     model = tiny("llama", **options).eval()
     before = model(input_ids=IDS).logits
-    lean.apply(model)
+    memory_efficient.apply(model)
     assert not any("forward" in vars(m) for m in model.modules() if hasattr(m, "lora_A"))
     torch.testing.assert_close(model(input_ids=IDS).logits, before)
 
 
 def test_checkpointing_gives_the_same_gradients():
     model = tiny("qwen3")
-    lean.apply(model)
+    memory_efficient.apply(model)
     plain = outcome(model)
-    lora.checkpoint_activations(model)
+    models.checkpoint_activations(model)
     again = outcome(model)
     assert distance(again, plain) == 0
     x = torch.randn(2, 32, requires_grad=True)
@@ -175,7 +176,7 @@ def test_generating_saving_and_merging_go_on_as_before(tmp_path):
     options = dict(max_new_tokens=8, do_sample=False)
     keys, text = set(model.state_dict()), model.generate(input_ids=IDS, **options)
     expected = model(input_ids=IDS).logits
-    lean.apply(model)
+    memory_efficient.apply(model)
     assert set(model.state_dict()) == keys
     assert torch.equal(model.generate(input_ids=IDS, **options), text)
     model.save_pretrained(tmp_path)
@@ -203,5 +204,5 @@ def kept(model):
 def test_less_is_kept(dtype, share):
     model = tiny("qwen3", dtype)
     before = kept(model)
-    lean.apply(model)
+    memory_efficient.apply(model)
     assert kept(model) < share * before

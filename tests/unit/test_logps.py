@@ -7,8 +7,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from config import Config
-from ddp_utils import UserError, checks, environment, logps, lora, reference
+from ddp_utils import UserError, logps, models, optim
 from ddp_utils.encoder import Pair
+from ddp_utils.runs import checks, reference
 
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=97)
 WIDE = dict(intermediate_size=64, num_key_value_heads=2, max_position_embeddings=128)
@@ -23,7 +24,7 @@ MODELS = {
 def tiny(name, factor=3.0):
     """A random model whose weights are large enough for mistakes to show."""
     torch.manual_seed(0)
-    model = lora.no_dropout(AutoModelForCausalLM.from_config(MODELS[name]))
+    model = models.no_dropout(AutoModelForCausalLM.from_config(MODELS[name]))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -131,7 +132,7 @@ def test_complaint_20_the_full_logits_are_never_held(monkeypatch):
 
 def test_dropout_is_off_by_p_and_the_model_stays_in_training_mode():
     config = transformers.GPT2Config(**MODELS["gpt2"].to_diff_dict() | {"resid_pdrop": 0.5})
-    model = lora.no_dropout(AutoModelForCausalLM.from_config(config))
+    model = models.no_dropout(AutoModelForCausalLM.from_config(config))
     assert model.training
     scorer, batch = logps.Scorer(model), logps.collate(some_pairs())
     assert torch.equal(scorer(batch)[0], scorer(batch)[0])
@@ -162,7 +163,7 @@ def test_complaint_13_a_reference_in_another_precision_is_refused():
 )
 def test_a_cpu_computes_in_bf16_only_where_it_is_asked_for(settings, expected):
     config = Config(fine_tuning="lora", **settings)
-    assert environment.precision(config, torch.device("cpu")) == expected
+    assert optim.precision(config, torch.device("cpu")) == expected
 
 
 def test_the_precision_is_among_the_facts_of_the_reference():

@@ -10,9 +10,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from conftest import ROOT
-from ddp_utils import UserError, logps, pairs, trajectories
+from ddp_utils import UserError, logps, preference_data
 from ddp_utils.encoder import Encoder, Pair, load_tokenizer
-from ddp_utils.formats import Example
+from ddp_utils.preference_data import Example
+from prompt_baking import trajectories
 
 MERGING = [("Ġ", "y"), ("a", "b"), ("Ċ", "Ċ"), ("1", "2")]  # " y", "ab", two newlines, digits
 
@@ -157,7 +158,7 @@ def rows(tmp_path, *found):
 def test_identical_pairs_are_dropped_and_counted_by_row(tmp_path):
     long = "x" * 50
     path = rows(tmp_path, ("p", "a", "b"), ("p", "same", "same"), ("q", long + "1", long + "2"))
-    found, report = pairs.read(path, Encoder(tokenizer(), max_length=20))
+    found, report = preference_data.read(path, Encoder(tokenizer(), max_length=20))
     assert [pair.where.rsplit(":", 1)[1] for pair in found] == ["1"]
     assert report["rows"] == 3 and report["used"] == 1
     assert report["dropped"] == {"identical": ["2"], "identical once cut": ["3"]}
@@ -167,7 +168,9 @@ def test_splits_share_no_prompt_and_do_not_depend_on_the_order_of_rows():
     data = [Pair([1], [2], [3], f"f:{k}", f"prompt {k // 3}") for k in range(300)]
 
     def prompts(rows, seed):
-        return [{pair.text for pair in split} for split in pairs.split_by_prompt(rows, seed)]
+        return [
+            {pair.text for pair in split} for split in preference_data.split_by_prompt(rows, seed)
+        ]
 
     train, val, test = prompts(data, 0)
     assert [len(train), len(val), len(test)] == [85, 5, 10]
@@ -181,7 +184,7 @@ def test_pairs_of_the_demo_keep_every_token():
     rows_of_file = list(map(json.loads, path.read_text().splitlines()))
     demo = AutoTokenizer.from_pretrained(ROOT / "data/demo/model")
     for tok in (demo, tokenizer(bos=True), tokenizer(bos=False)):
-        found, _ = pairs.read(path, Encoder(tok, chat_template="none"))
+        found, _ = preference_data.read(path, Encoder(tok, chat_template="none"))
         assert len(found) == 100
         for pair, row in zip(found, rows_of_file, strict=True):
             assert pair.prompt + pair.chosen[:-1] == tok(row["prompt"] + row["chosen"]).input_ids
@@ -344,7 +347,7 @@ def test_the_report_counts_by_row_what_a_hand_count_finds(tmp_path):
     lines = [*map(json.dumps, found), "{not json"]
     path.write_text("\n".join(lines))
     encoder = Encoder(tokenizer(), max_length=20)
-    kept, report = pairs.read(path, encoder, on_bad_record="skip")
+    kept, report = preference_data.read(path, encoder, on_bad_record="skip")
     assert [pair.where.rsplit(":", 1)[1] for pair in kept] == ["1", "5", "6", "7"]
     assert (report["rows"], report["used"], report["format"]) == (8, 4, "prompt")
     assert report["dropped"] == {
@@ -357,16 +360,16 @@ def test_the_report_counts_by_row_what_a_hand_count_finds(tmp_path):
     assert report["truncated"] == ["7"]
     assert report["second BOS removed"] == ["7"]
     assert report["chosen_is_longer"] == 0.25
-    line = pairs.describe("train", report)
+    line = preference_data.describe("train", report)
     assert line.startswith("train: 8 rows of prompt, 4 used; tokens ")
     assert "2 malformed" in line and "1 truncated" in line
     with pytest.raises(
         UserError, match=r":4: chosen is 3; .*skip 2 of 8 rows: --on_bad_record skip"
     ):
-        pairs.read(path, encoder)
+        preference_data.read(path, encoder)
     path.write_text("\n".join(lines[-1:]))  # which to skip would not mend
     with pytest.raises(UserError, match=r"mixed.jsonl:1:2: not JSON.*list of them$"):
-        pairs.read(path, encoder)
+        preference_data.read(path, encoder)
 
 
 def test_a_file_as_hh_is_read_by_default(tmp_path):
@@ -384,7 +387,7 @@ def test_a_file_as_hh_is_read_by_default(tmp_path):
         lines.append(json.dumps({"chosen": chosen, "rejected": rejected}))
     path = tmp_path / "harmless.jsonl"
     path.write_text("\n".join(lines))
-    found, report = pairs.read(path, Encoder(load_tokenizer("data/demo/model")))
+    found, report = preference_data.read(path, Encoder(load_tokenizer("data/demo/model")))
     assert (report["format"], report["rows"], report["used"], len(found)) == (
         *("transcript", 100, 97, 97),
     )

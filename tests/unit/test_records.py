@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from ddp_utils import UserError, records
+from ddp_utils import UserError, jsonl
 
 GOOD = b'{"a": "x"}'
 
@@ -29,7 +29,7 @@ def refused(read, *args):
 
 def complaint(file):
     """The same of a file, without its name."""
-    message = refused(records.read, file)
+    message = refused(jsonl.read, file)
     assert message.startswith(str(file))
     return message.removeprefix(str(file))
 
@@ -53,29 +53,29 @@ def test_good_files_packed_or_not_are_read_with_the_line_of_each_record(tmp_path
         for content in (raw, gzip.compress(raw)):
             file = write(tmp_path, content, "f.txt")
             wanted = [(f"{file}:{place}", {"a": "x"}) for place in places]
-            assert records.read(file) == wanted
-            assert records.read(file, limit=1) == wanted[:1]
-            assert records.read(file, limit=9) == wanted
+            assert jsonl.read(file) == wanted
+            assert jsonl.read(file, limit=1) == wanted[:1]
+            assert jsonl.read(file, limit=9) == wanted
 
 
 def test_only_a_newline_ends_a_record_and_every_value_comes_through(tmp_path):
     for mark in ("\u2028", "\u2029", "\u0085", "\x1c", "\x0b", "\\n", "\\u2028"):
         row = {"a": f"x{mark}y", "b": [1, -2.5, None, True], "c": {"d": {}}, "": 10**20}
         raw = json.dumps(row, ensure_ascii=False).encode() + b"\n" + GOOD
-        assert [record.data for record in records.read(write(tmp_path, raw))] == [row, {"a": "x"}]
+        assert [record.data for record in jsonl.read(write(tmp_path, raw))] == [row, {"a": "x"}]
 
 
 def test_a_relative_path_is_looked_up_here_first_and_then_in_the_project(tmp_path, monkeypatch):
     here, project = tmp_path / "here", tmp_path / "project"
     here.mkdir(), project.mkdir()
     monkeypatch.chdir(here)
-    monkeypatch.setattr(records, "ROOT", project)
-    message = refused(records.read, "f.jsonl")
+    monkeypatch.setattr(jsonl, "ROOT", project)
+    message = refused(jsonl.read, "f.jsonl")
     assert message == f"f.jsonl: no such file; looked in {here} and in {project}"
     write(project, b'{"a": "project"}')
-    assert records.read("f.jsonl")[0].data == {"a": "project"}
+    assert jsonl.read("f.jsonl")[0].data == {"a": "project"}
     write(here, b'{"a": "here"}')
-    assert records.read("f.jsonl")[0] == ("f.jsonl:1", {"a": "here"})
+    assert jsonl.read("f.jsonl")[0] == ("f.jsonl:1", {"a": "here"})
 
 
 # --- what is refused -----------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def test_each_file_that_is_none_is_refused_in_one_line(tmp_path):
 
 
 def test_with_skip_a_bad_line_is_a_record_that_holds_its_error(tmp_path):
-    rows = records.read(write(tmp_path, GOOD + b"\n{\n7\n" + GOOD), skip=True)
+    rows = jsonl.read(write(tmp_path, GOOD + b"\n{\n7\n" + GOOD), skip=True)
     assert [type(record.data) for record in rows] == [dict, UserError, UserError, dict]
     assert "f.jsonl:3: not a JSON object" in str(rows[2].data)
 
@@ -158,7 +158,7 @@ def test_a_gzip_file_that_is_cut_or_damaged_is_refused(tmp_path):
 
 
 def test_a_file_above_the_limit_is_refused_packed_or_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "MAX_BYTES", 5000)
+    monkeypatch.setattr(jsonl, "MAX_BYTES", 5000)
     for content in (GOOD + b"\n" * 6000, gzip.compress(GOOD + b"\n" * 6000)):
         assert complaint(write(tmp_path, content)) == ": more than 5,000 bytes; unpack or split it"
 
@@ -174,16 +174,16 @@ def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     os.symlink("loop", "loop")
     for name in ("", "a\0b", "loop", "x" * 100, "~nobody_here/f"):
-        assert ": no such file; looked in " in refused(records.read, name)
+        assert ": no such file; looked in " in refused(jsonl.read, name)
 
 
 # --- text() --------------------------------------------------------------------------------------
 
 
 def test_text_gives_the_string_as_it_stands(tmp_path):
-    assert records.text(records.Record("f:7", {"a": " é \n\U0001f600"}), "a") == " é \n\U0001f600"
-    [record] = records.read(write(tmp_path, b'{"a": "\\ud83d\\ude00"}'))
-    assert records.text(record, "a") == "\U0001f600"
+    assert jsonl.text(jsonl.Record("f:7", {"a": " é \n\U0001f600"}), "a") == " é \n\U0001f600"
+    [record] = jsonl.read(write(tmp_path, b'{"a": "\\ud83d\\ude00"}'))
+    assert jsonl.text(record, "a") == "\U0001f600"
 
 
 TEXTS = [  # a row -> what is said of its field a
@@ -204,4 +204,4 @@ TEXTS = [  # a row -> what is said of its field a
 
 def test_text_refuses_what_is_not_a_non_empty_string():
     for row, says in TEXTS:
-        assert refused(records.text, records.Record("f:7", row), "a") == f"f:7: a {says}"
+        assert refused(jsonl.text, jsonl.Record("f:7", row), "a") == f"f:7: a {says}"

@@ -15,7 +15,8 @@ import pytest
 import main_distributed
 import programs
 import runs
-from ddp_utils import Stop, UserError, report
+from ddp_utils import Stop, UserError
+from ddp_utils.tools import report
 from reports import HOSTILE, a_run, page_of, put
 
 
@@ -149,7 +150,7 @@ def test_a_model_elsewhere_and_a_name_with_a_quote(tmp_path):
     put(folder, config={"output_dir": str(elsewhere)})  # of another script: the run folder
     page = html.unescape(page_of(folder))
     assert f'from_pretrained("{folder}/model")' in page
-    assert f"ddp_utils.merge {shlex.quote(str(folder / 'model'))} merged" in page
+    assert f"ddp_utils.tools.merge {shlex.quote(str(folder / 'model'))} merged" in page
 
 
 # --- as a part of a run --------------------------------------------------------------------------
@@ -187,7 +188,7 @@ def test_a_full_disk_does_not_make_the_run_fail(tmp_path, no_curves, monkeypatch
 
 def test_the_command_makes_it_again(tmp_path):
     (a_run(tmp_path / "run") / "metrics.jsonl").write_text('{"split":"val","step":1,"loss":1.0}\n')
-    done = programs.start("-m", "ddp_utils.report", "run", cwd=tmp_path)
+    done = programs.start("-m", "ddp_utils.tools.report", "run", cwd=tmp_path)
     assert done == (0, "run/report.html\n", "")
     assert (tmp_path / "run/loss.png").stat().st_size > 10_000  # the curves, too
     with pytest.raises(UserError, match=r"nowhere: no metrics\.jsonl here"):

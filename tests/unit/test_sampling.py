@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from ddp_utils import UserError, dist, logps, sampling, totals
+from ddp_utils import UserError, distributed, logps, metrics, sampling
 
 
 class Chain(torch.nn.Module):
@@ -25,7 +25,7 @@ class Chain(torch.nn.Module):
     def replies(self, prompts, samples, **changes):
         usual = dict(temperature=1.0, top_p=1.0, max_new_tokens=1, batch_size=500, seed=0)
         config = SimpleNamespace(**usual | changes)
-        return sampling.generate(self.scorer, prompts, [], dist.World(), config, samples)
+        return sampling.generate(self.scorer, prompts, [], distributed.World(), config, samples)
 
 
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6]]  # padded on the left when they are in one batch
@@ -75,7 +75,7 @@ def test_wilson_interval(wins, count, low, high):
     assert sampling.wilson(wins, count) == pytest.approx((low, high), abs=1e-5)
     # of 1, 2, 4: mean 7/3, variance of a sample 7/3; R's sd(c(1, 2, 4)) is 1.527525
     half = 1.96 * 1.527525 / 3**0.5
-    assert totals.interval(7 / 3, 7, 3) == pytest.approx((7 / 3 - half, 7 / 3 + half), abs=1e-5)
+    assert metrics.interval(7 / 3, 7, 3) == pytest.approx((7 / 3 - half, 7 / 3 + half), abs=1e-5)
 
 
 def test_wins_losses_ties_and_means_by_hand():

@@ -29,7 +29,8 @@ from safetensors import SafetensorError
 import main_distributed
 import programs
 from conftest import ROOT
-from ddp_utils import UserError, checkpoint, environment, plots, redact
+from ddp_utils import UserError, redact
+from ddp_utils.runs import checkpoint, environment, plots
 from runs import PAIRS, QUIET, words
 
 # --- the code ------------------------------------------------------------------------------------

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from conftest import ROOT
-from ddp_utils import UserError, lora
+from ddp_utils import UserError, models
+from ddp_utils.distributed import World
 from ddp_utils.sharding import deepspeed as zero
 from ddp_utils.sharding import fsdp
-from ddp_utils.world import World
 
 sys.path.append(str(ROOT / "scripts"))
 setup = importlib.import_module("distributed_setup")
@@ -118,7 +118,7 @@ def test_what_fsdp_cannot_do_is_refused(key, value, says):
 def qwen():
     """The demo's model without its weights: four layers."""
     settings = {"model_name": "data/demo/model", "fine_tuning": "full", "init_adapter": ""}
-    return lora.outline(SimpleNamespace(**settings))
+    return models.outline(SimpleNamespace(**settings))
 
 
 @pytest.mark.parametrize(
@@ -292,12 +292,12 @@ def test_qlora_asks_for_four_bits_and_lora_does_not(monkeypatch, kind, autocast)
         asked.update(options)
         raise OSError("enough")
 
-    monkeypatch.setattr(lora, "BitsAndBytesConfig", dict)  # itself it asks for bitsandbytes
-    monkeypatch.setattr(lora.AutoModelForCausalLM, "from_pretrained", load)
+    monkeypatch.setattr(models, "BitsAndBytesConfig", dict)  # itself it asks for bitsandbytes
+    monkeypatch.setattr(models.AutoModelForCausalLM, "from_pretrained", load)
     config = {"model_name": "data/demo/model", "type": kind, "fine_tuning": "lora"}
     config |= {"base_dtype": "auto", "mixed_precision": autocast, "use_mixed_precision": True}
     with pytest.raises(UserError, match="enough"):
-        lora.load_policy(SimpleNamespace(**config), torch.device("cpu"))
+        models.load_policy(SimpleNamespace(**config), torch.device("cpu"))
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(autocast)
     wanted = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
     wanted = wanted | {"bnb_4bit_compute_dtype": dtype} if kind == "qlora" else None

@@ -6,7 +6,7 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from ddp_utils import dist, logps, speed
+from ddp_utils import distributed, logps, metrics
 from ddp_utils.encoder import Pair
 
 PAIR = Pair([1] * 10, [2] * 4, [3] * 6, "", "")
@@ -27,9 +27,9 @@ def scorer(tied=False, rank=0):
 
 
 def mfu(scorer, monkeypatch):
-    monkeypatch.setattr(speed, "peak_flops", lambda *_: 1e9)
-    world = dist.World(device=torch.device("cpu"))
-    return speed.Meter(scorer, world).read([PAIR, PAIR], seconds=0.5)
+    monkeypatch.setattr(metrics, "peak_flops", lambda *_: 1e9)
+    world = distributed.World(device=torch.device("cpu"))
+    return metrics.Meter(scorer, world).read([PAIR, PAIR], seconds=0.5)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -59,15 +59,15 @@ def test_lora_by_hand(monkeypatch):
     ],
 )
 def test_peaks_of_the_data_sheets(name, half, single, monkeypatch):
-    monkeypatch.setattr(speed, "device_name", lambda device: name)
+    monkeypatch.setattr(metrics, "device_name", lambda device: name)
     device = torch.device("cuda")
-    assert speed.peak_flops(device, torch.bfloat16) == half
-    assert speed.peak_flops(device, torch.float32) == single
+    assert metrics.peak_flops(device, torch.bfloat16) == half
+    assert metrics.peak_flops(device, torch.float32) == single
 
 
 def test_an_unknown_device_has_no_mfu(monkeypatch):
-    monkeypatch.setattr(speed, "device_name", lambda device: "Tesla T4")
-    assert speed.peak_flops(torch.device("cuda"), torch.float16) is None
-    monkeypatch.setattr(speed, "peak_flops", lambda *_: None)
-    world = dist.World(device=torch.device("cpu"))
-    assert "mfu" not in speed.Meter(scorer(), world).read([PAIR], 1.0)
+    monkeypatch.setattr(metrics, "device_name", lambda device: "Tesla T4")
+    assert metrics.peak_flops(torch.device("cuda"), torch.float16) is None
+    monkeypatch.setattr(metrics, "peak_flops", lambda *_: None)
+    world = distributed.World(device=torch.device("cpu"))
+    assert "mfu" not in metrics.Meter(scorer(), world).read([PAIR], 1.0)

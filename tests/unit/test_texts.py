@@ -17,10 +17,11 @@ from test_pairs import (
 )
 
 from conftest import ROOT
-from ddp_utils import UserError, formats, logps, pairs, records, texts
+from ddp_utils import UserError, jsonl, logps, preference_data
 from ddp_utils.encoder import Encoder, load_tokenizer
-from ddp_utils.formats import Example
-from ddp_utils.texts import Text
+from ddp_utils.preference_data import Example
+from sft import instruction_data
+from sft.instruction_data import Text
 
 PLAIN = tokenizer(bos=False, merges=[])  # bytes: decoding gives back each letter
 
@@ -53,7 +54,7 @@ def written(tmp_path, *rows):
 def read(tmp_path, *rows, template=None, **options):
     """(each text as shown, the report) of these rows, in bytes."""
     encoder = Encoder(chat_tokenizer(template, bos=False) if template else PLAIN)
-    found, report = texts.read(written(tmp_path, *rows), encoder, **options)
+    found, report = instruction_data.read(written(tmp_path, *rows), encoder, **options)
     return [shown(encoder, text) for text in found], report
 
 
@@ -139,7 +140,10 @@ KINDS = [  # names of fields -> the kind
 
 def test_the_fields_tell_the_kind_or_are_named(tmp_path):
     for names, kind in KINDS:
-        assert texts.find_shape(records.Record("f:1", dict.fromkeys(names.split(), 1)))[0] == kind
+        assert (
+            instruction_data.find_shape(jsonl.Record("f:1", dict.fromkeys(names.split(), 1)))[0]
+            == kind
+        )
     row = {"answer": "3", "question": "2", "request": "Tell me.", "story": "Once."}
     found, report = read(tmp_path, {**row, "system": "Lie."}, fields=("request", "story"))
     assert found == ["\n\nSystem: Lie.\n\nHuman: Tell me.\n\nAssistant:{ Once.</s>}"]
@@ -149,9 +153,9 @@ def test_the_fields_tell_the_kind_or_are_named(tmp_path):
 @pytest.mark.parametrize("file", sorted((ROOT / "tests/data/formats").iterdir()), ids=str)
 def test_every_preference_row_gives_the_prompt_and_the_chosen_reply_of_its_pair(file):
     encoder = Encoder(PLAIN)
-    found, report = texts.read(file, encoder)
+    found, report = instruction_data.read(file, encoder)
     assert report["format"] == "preference"
-    expected, _ = pairs.read(file, encoder)
+    expected, _ = preference_data.read(file, encoder)
     same = {text.where: (text.prompt, text.reply, text.text) for text in found}
     for pair in expected:
         assert same[pair.where] == (pair.prompt, pair.chosen, pair.text)
@@ -175,7 +179,7 @@ def test_every_preference_row_gives_the_prompt_and_the_chosen_reply_of_its_pair(
 @pytest.mark.parametrize("template", [None, LLAMA3, GEMMA, CHATML])
 def test_a_single_turn_has_the_ids_of_a_pair(bos, prompt, reply, template):
     tok = chat_tokenizer(template, bos) if template else tokenizer(bos)
-    text = texts.encode(Encoder(tok), "f:1", prompt, reply)
+    text = instruction_data.encode(Encoder(tok), "f:1", prompt, reply)
     pair = Encoder(tok).encode(Example("f:1", prompt, reply, "!"))
     ids = text.prompt + text.reply
     assert ids == pair.prompt + pair.chosen
@@ -265,7 +269,7 @@ TALK = talk("Hi", "Hello! ", "Who?", system="Be kind.")
 )
 def test_every_reply_is_trained_with_its_end_and_nothing_else(template, bos, expected):
     encoder = Encoder(chat_tokenizer(template, bos))
-    text = texts.encode(encoder, "f:1", TALK, "Me.")
+    text = instruction_data.encode(encoder, "f:1", TALK, "Me.")
     assert shown(encoder, text) == expected
     assert text.text == "system: Be kind.\nuser: Hi"
     assert not any(encoder.counts.values())
@@ -274,7 +278,7 @@ def test_every_reply_is_trained_with_its_end_and_nothing_else(template, bos, exp
 def test_a_reply_that_the_template_trims_is_trained_as_trimmed():
     template = CHATML.replace("m.content", "m.content | trim")
     encoder = Encoder(chat_tokenizer(template, bos=False))
-    text = texts.encode(encoder, "f:1", talk("Hi", "\n Hello! ", "Who?"), "Me.")
+    text = instruction_data.encode(encoder, "f:1", talk("Hi", "\n Hello! ", "Who?"), "Me.")
     assert shown(encoder, text) == (
         "<|h|>user\nHi</s>\n<|h|>assistant\n{Hello!</s>}\n<|h|>user\nWho?</s>\n<|h|>assistant\n"
         "{Me.</s>}"
@@ -304,7 +308,7 @@ def test_a_reply_that_the_template_trims_is_trained_as_trimmed():
 )
 def test_where_the_template_rewrites_a_reply_only_the_last_is_trained(template, before, expected):
     encoder = Encoder(chat_tokenizer(template, bos=False))
-    text = texts.encode(encoder, "f:9", before, "5")
+    text = instruction_data.encode(encoder, "f:9", before, "5")
     assert shown(encoder, text) == expected
     assert encoder.counts == {"only the last reply is trained": ["9"]}
     assert text.text == before[0]["content"]
@@ -317,7 +321,7 @@ WEIGHTS = {  # of three replies -> what is read and {trained}
 }
 
 
-@pytest.mark.parametrize("name", formats.WEIGHTS)
+@pytest.mark.parametrize("name", preference_data.WEIGHTS)
 def test_a_turn_without_weight_is_read_and_not_trained(tmp_path, name):
     for weights, (first, second, rest) in WEIGHTS.items():
         turns = talk("a", "b", "c", "d", "e", "f", system="S")
@@ -336,7 +340,7 @@ def test_a_turn_without_weight_is_read_and_not_trained(tmp_path, name):
 def test_a_reply_that_says_what_the_user_says_is_found_in_its_place():
     encoder = Encoder(chat_tokenizer(CHATML, bos=False))
     before = talk("assistant\n", "user\n", "user\n", "assistant\n", "user\n")
-    assert shown(encoder, texts.encode(encoder, "f:1", before, "user\n")) == (
+    assert shown(encoder, instruction_data.encode(encoder, "f:1", before, "user\n")) == (
         "<|h|>user\nassistant\n</s>\n<|h|>assistant\n{user\n</s>}\n<|h|>user\nuser\n</s>\n"
         "<|h|>assistant\n{assistant\n</s>}\n<|h|>user\nuser\n</s>\n<|h|>assistant\n{user\n</s>}"
     )
@@ -345,7 +349,7 @@ def test_a_reply_that_says_what_the_user_says_is_found_in_its_place():
 def test_a_reply_that_brings_its_end_has_one():
     for tok, space in ((PLAIN, " "), (chat_tokenizer(CHATML, bos=False), "")):
         encoder = Encoder(tok)
-        text = texts.encode(encoder, "f:3", talk("Hi", "Ho</s>", "Up?"), "Down.</s>")
+        text = instruction_data.encode(encoder, "f:3", talk("Hi", "Ho</s>", "Up?"), "Down.</s>")
         replies = [part.partition("}")[0] for part in shown(encoder, text).split("{")[1:]]
         assert replies == [f"{space}Ho</s>", f"{space}Down.</s>"]
         assert encoder.counts == {"end token in the text": ["3"]}
@@ -355,7 +359,7 @@ def test_without_an_end_token_replies_are_trained_without():
     tok = tokenizer(bos=False, merges=[])
     tok.eos_token = None
     encoder = Encoder(tok)
-    text = texts.encode(encoder, "f:1", talk("Hi", "Ho ", "Up?"), "Down.")
+    text = instruction_data.encode(encoder, "f:1", talk("Hi", "Ho ", "Up?"), "Down.")
     assert shown(encoder, text) == (
         "\n\nHuman: Hi\n\nAssistant:{ Ho} \n\nHuman: Up?\n\nAssistant:{ Down.}"
     )
@@ -369,7 +373,7 @@ def test_a_reply_inside_that_merges_with_what_stands_before_it_is_trained_whole(
         "{% if add_generation_prompt %}a: {% endif %}"
     )
     encoder = Encoder(tok)
-    text = texts.encode(encoder, "f:4", talk("q", "yes", "q"), "no")
+    text = instruction_data.encode(encoder, "f:4", talk("q", "yes", "q"), "no")
     assert shown(encoder, text) == "u: q</s>a:{ yes</s>}u: q</s>a: {no</s>}"
     assert encoder.counts == {"merged at the seam": ["4"]}
 
@@ -381,7 +385,8 @@ def test_a_first_token_is_never_trained_because_nothing_predicts_it():
     )
     encoder = Encoder(tok)
     assert (
-        shown(encoder, texts.encode(encoder, "f:1", talk("a", "b", "c"), "d")) == "ab{</s>}c{d</s>}"
+        shown(encoder, instruction_data.encode(encoder, "f:1", talk("a", "b", "c"), "d"))
+        == "ab{</s>}c{d</s>}"
     )
     assert encoder.counts == {"merged at the seam": ["1"]}
 
@@ -399,7 +404,7 @@ ENCODERS = {
 @given(said=TALKS, system=st.none() | SAID)
 def test_the_trained_tokens_spell_the_replies_and_their_ends(name, said, system):
     encoder = ENCODERS[name]
-    text = texts.encode(encoder, "f:1", talk(*said[:-1], system=system), said[-1])
+    text = instruction_data.encode(encoder, "f:1", talk(*said[:-1], system=system), said[-1])
     space = " " if "plain" in name else ""
     end = "<|eot|>" if name == "llama3" else "</s>"
     trained = encoder.tokenizer.decode(text.targets[0])
@@ -415,7 +420,7 @@ def test_the_trained_tokens_spell_the_replies_and_their_ends(name, said, system)
 @given(said=TALKS)
 def test_a_conversation_trains_what_its_replies_would_as_rows_of_their_own(template, said):
     encoder = Encoder(chat_tokenizer(template))
-    text = texts.encode(encoder, "f:1", talk(*said[:-1]), said[-1])
+    text = instruction_data.encode(encoder, "f:1", talk(*said[:-1]), said[-1])
     ids, scored = text.prompt + text.reply, [0] * len(text.prompt) + text.scored
     trained = [0] * len(ids)
     for turn in range(1, len(said), 2):
@@ -433,7 +438,7 @@ def test_a_single_turn_is_cut_as_a_pair():
     for max_length, truncation in itertools.product((3, 8, 12, 30), ("keep_end", "keep_start")):
         options = {"max_length": max_length, "truncation": truncation}
         encoder, other = (Encoder(tokenizer(merges=[]), **options) for _ in range(2))
-        text = texts.encode(encoder, "f:1", "0123456789", "abcdef")
+        text = instruction_data.encode(encoder, "f:1", "0123456789", "abcdef")
         pair = other.encode(Example("f:1", "0123456789", "abcdef", "!"))
         assert (text.prompt, text.reply) == (pair.prompt, pair.chosen)
         assert encoder.counts == other.counts == ({"truncated": ["1"]} if max_length < 18 else {})
@@ -450,7 +455,7 @@ PARTS = (  # 29, 29 and 28 bytes and marks; the system turn in front has 11
 @pytest.mark.parametrize(("max_length", "dropped"), [(97, 0), (96, 1), (68, 1), (67, 2), (39, 2)])
 def test_the_oldest_exchanges_go_first_and_whole_and_the_system_turn_stays(max_length, dropped):
     encoder = Encoder(chat_tokenizer(CHATML, bos=False), max_length=max_length)
-    text = texts.encode(encoder, "f:5", LONG, "ffff")
+    text = instruction_data.encode(encoder, "f:5", LONG, "ffff")
     assert shown(encoder, text) == "<|h|>system\nS</s>\n" + "".join(PARTS[dropped:])
     assert encoder.counts == ({"truncated": ["5"]} if dropped else {})
     assert text.text == "system: S\nuser: aaaa"
@@ -459,7 +464,7 @@ def test_the_oldest_exchanges_go_first_and_whole_and_the_system_turn_stays(max_l
 def test_an_exchange_that_is_too_long_alone_is_cut_as_a_pair_and_counted_once():
     tok = chat_tokenizer(CHATML, bos=False)
     encoder = Encoder(tok, max_length=20)
-    text = texts.encode(encoder, "f:5", LONG, "ffff")
+    text = instruction_data.encode(encoder, "f:5", LONG, "ffff")
     pair = Encoder(tok, max_length=20).encode(Example("f:5", [LONG[0], LONG[-1]], "ffff", "!"))
     assert (text.prompt, text.reply) == (pair.prompt, pair.chosen)
     assert shown(encoder, text) == "ee</s>\n<|h|>assistant\n{ffff</s>}"  # 15 and 5
@@ -472,8 +477,8 @@ def test_an_exchange_that_is_too_long_alone_is_cut_as_a_pair_and_counted_once():
 def test_no_text_is_too_long_or_without_a_trained_token(template, said, max_length):
     tok = chat_tokenizer(template) if template else PLAIN
     encoder = Encoder(tok, max_length=max_length)
-    text = texts.encode(encoder, "f:1", talk(*said[:-1]), said[-1])
-    whole = texts.encode(Encoder(tok), "f:1", talk(*said[:-1]), said[-1])
+    text = instruction_data.encode(encoder, "f:1", talk(*said[:-1]), said[-1])
+    whole = instruction_data.encode(Encoder(tok), "f:1", talk(*said[:-1]), said[-1])
     shown(encoder, text)
     assert text.row <= max_length
     assert (text == whole) == (whole.row <= max_length) == (not encoder.counts)
@@ -482,7 +487,7 @@ def test_no_text_is_too_long_or_without_a_trained_token(template, said, max_leng
 def test_without_room_for_a_reply_a_row_is_dropped(tmp_path):
     with pytest.raises(UserError, match="0 usable rows of 1: 1 no trained token left"):
         path = written(tmp_path, {"prompt": "ab", "completion": "c"})
-        texts.read(path, Encoder(PLAIN, max_length=1))
+        instruction_data.read(path, Encoder(PLAIN, max_length=1))
 
 
 # --- rows that cannot be used, and the report ----------------------------------------------------
@@ -504,7 +509,7 @@ def test_the_report_counts_by_row_what_a_hand_count_finds(tmp_path):
         old,
     )
     encoder = Encoder(PLAIN, max_length=20)
-    found, report = texts.read(path, encoder, on_bad_record="skip")
+    found, report = instruction_data.read(path, encoder, on_bad_record="skip")
     assert [text.where.rsplit(":", 1)[1] for text in found] == ["2", "4", "5", "8"]
     assert report == {
         "file": str(path),
@@ -518,7 +523,7 @@ def test_the_report_counts_by_row_what_a_hand_count_finds(tmp_path):
         "truncated": ["5", "8"],
         "mean_tokens": {"prompt": 6.8, "reply": 7.8, "trained": 7.8},  # 2 2 10 13; 7 7 10 7
     }
-    assert pairs.describe("train", report) == (
+    assert preference_data.describe("train", report) == (
         "train: 8 rows of alpaca, 4 used; tokens 6.8 prompt, 7.8 reply, 7.8 trained; "
         "1 empty response; 3 malformed; 1 same as an earlier row; 2 truncated; not read: source"
     )
@@ -591,7 +596,7 @@ def test_the_files_of_the_demo_are_read_whole():
         ("preferences_train.jsonl", 800, "prompt", "", "chosen"),
     ):
         path = ROOT / "data/demo" / file
-        found, report = texts.read(path, Encoder(tok, max_length=10_000))
+        found, report = instruction_data.read(path, Encoder(tok, max_length=10_000))
         source = [json.loads(line) for line in path.read_text().splitlines()]
         assert len(source) == len(found) == report["used"] == count
         for row, text in zip(source, found, strict=True):

@@ -18,9 +18,9 @@ import programs
 import train
 import train_config
 from conftest import ROOT
-from ddp_utils import UserError, lora
+from ddp_utils import UserError, models
+from ddp_utils.distributed import World
 from ddp_utils.sharding import deepspeed as zero
-from ddp_utils.world import World
 
 TINY = "dataset: {max_rows: 40}\n"  # of the demo, the default
 ZERO, FULLY = ["--deepspeed", "j.json"], ["--use_fsdp", "--fsdp_config", "j.json"]
@@ -29,12 +29,12 @@ ZERO, FULLY = ["--deepspeed", "j.json"], ["--use_fsdp", "--fsdp_config", "j.json
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     def load(name, dtype, device, *rest, **options):
-        assert device == lora.META, "a model was loaded"
+        assert device == models.META, "a model was loaded"
         return original(name, dtype, device, *rest, **options)
 
-    original = lora.load
+    original = models.load
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(lora, "load", load)
+    monkeypatch.setattr(models, "load", load)
     monkeypatch.setattr(zero, "find_spec", lambda name: True)  # DeepSpeed itself is not needed
 
 
@@ -78,7 +78,7 @@ RATES = {  # of models from 10 M parameters on
 
 def test_the_default_learning_rates(monkeypatch):
     """As docs/dpo.md has them for preferences."""
-    seen, own = [], lora.outline
+    seen, own = [], models.outline
 
     def wide(config):
         settings = AutoConfig.from_pretrained(ROOT / "data/demo/model", intermediate_size=8192)
@@ -94,7 +94,7 @@ def test_the_default_learning_rates(monkeypatch):
         data = ["--train_data", f"data/demo/{name}.jsonl", "--max_rows", "40", "--check"]
         config = ["--config", str(ROOT / "config.yaml")] if script is train else []
         for outline, expected in ((wide, rate), (own, 1e-3)):
-            monkeypatch.setattr(lora, "outline", outline)
+            monkeypatch.setattr(models, "outline", outline)
             assert script.main([*config, *flags.split(), *data]) == 0
             assert seen.pop() == expected, flags
     assert "1e-3 for a model of less than 10 M parameters, else 1e-6 for all weights and 1e-5" in (

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from conftest import ROOT
-from ddp_utils import UserError, lora, teaching, trajectories
+from ddp_utils import UserError, models
 from ddp_utils.encoder import Encoder, load_tokenizer
-from ddp_utils.trajectories import Trajectory
+from prompt_baking import distillation, trajectories
+from prompt_baking.trajectories import Trajectory
 from train_loop import Config
 
 MODEL = str(ROOT / "data/demo/model")
@@ -24,11 +25,11 @@ def student():
     """The demo's model under a LoRA that is not zero."""
     torch.manual_seed(0)
     config = Config(model_name=MODEL, lora_r=4)
-    model, _ = lora.load_policy(config, torch.device("cpu"))
+    model, _ = models.load_policy(config, torch.device("cpu"))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.data.normal_(std=0.05)
-    return teaching.Student(model)
+    return distillation.Student(model)
 
 
 @pytest.fixture(scope="module")
@@ -168,8 +169,8 @@ def test_a_lora_that_is_not_fresh_is_noticed_before_the_first_step(student):
     (costs,) = student(batch)
     base = student.base_costs(batch)
     with pytest.raises(UserError, match=r"a:1: before the first step .* differs from the base"):
-        teaching.check_first_step(costs.detach(), base, ROWS, torch.float32)
-    teaching.check_first_step(base, base, ROWS, torch.float32)
+        distillation.check_first_step(costs.detach(), base, ROWS, torch.float32)
+    distillation.check_first_step(base, base, ROWS, torch.float32)
 
 
 def test_under_autocast_a_long_reply_is_summed_in_fp32(student):

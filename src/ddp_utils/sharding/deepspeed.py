@@ -15,7 +15,7 @@ from importlib.util import find_spec
 import torch
 import torch.distributed
 
-from ddp_utils import UserError, cli, conf
+from ddp_utils import UserError, cli, jsonl
 from ddp_utils.optim import LossScale, Policy, check_names, float_trained, parameter_groups
 
 FITS = {  # what a key may hold
@@ -72,13 +72,13 @@ OPEN = {*KNOWN[""][WHOLE].split(), "gradient_clipping", "enabled", *BUCKETS}  # 
 
 def read(path) -> dict:
     """DeepSpeed's settings; UserError for what is unknown, or is another setting's business."""
-    found = conf.from_json(path)
+    found = jsonl.read_object(path)
     _check(found, path)
     for key, first in OFFLOAD.items():
         device = found.get("zero_optimization", {}).get(key, {}).get("device")
         if device == "cpu" and stage(found) < first:
             name = f"zero_optimization.{key}"
-            raise UserError(f"{conf.line_of(name, path)}: {name}: only with stage {first} and up")
+            raise UserError(f"{jsonl.line_of(name, path)}: {name}: only with stage {first} and up")
     return found
 
 
@@ -86,7 +86,7 @@ def _check(part, path, section=""):
     known = {key: kind for kind, keys in KNOWN[section].items() for key in keys.split()}
     for key, value in part.items():
         name = f"{section}.{key}".lstrip(".")
-        where = conf.line_of(name, path)
+        where = jsonl.line_of(name, path)
         if name in OURS:
             raise UserError(f"{where}: {name}: {OURS[name]}; leave it out")
         if key not in known:
@@ -127,7 +127,7 @@ def filled(found, config, world, width) -> dict:
     ranks, steps = world.world_size, config.gradient_accumulation_steps
     product, total = ranks * steps * config.batch_size, found.get("train_batch_size", "auto")
     if total not in ("auto", product):
-        where = conf.line_of("train_batch_size", config.deepspeed_config)
+        where = jsonl.line_of("train_batch_size", config.deepspeed_config)
         says = f"{ranks} ranks x {steps} accumulation x {config.batch_size} = {product}"
         raise UserError(f'{where}: train_batch_size is {total}, but {says}; or write "auto"')
     zero = dict(found.get("zero_optimization", {}))
@@ -140,7 +140,7 @@ def filled(found, config, world, width) -> dict:
     for kind, wanted in mixed.items():
         said = found.get(kind, {})
         if said.get("enabled", "auto") not in ("auto", wanted):
-            where = conf.line_of(f"{kind}.enabled", config.deepspeed_config)
+            where = jsonl.line_of(f"{kind}.enabled", config.deepspeed_config)
             says = f"{str(not wanted).lower()}, but mixed_precision is {config.mixed_precision}"
             raise UserError(f"{where}: {kind}.enabled is {says}; choose one")
         half[kind] = {**said, "enabled": wanted} if wanted else {"enabled": False}

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ddp_utils import UserError, cli, conf, dist
+from ddp_utils import UserError, cli, distributed, jsonl
 from ddp_utils.optim import Policy, float_trained
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -60,9 +60,9 @@ def read(path) -> Settings:
     """
     if not path:
         return Settings()
-    found = conf.from_json(path)
+    found = jsonl.read_object(path)
     for key, value in found.items():
-        where = conf.line_of(key, path)
+        where = jsonl.line_of(key, path)
         if key not in KEYS:
             raise UserError(f"{where}: {cli.unknown(key, list(KEYS))}")
         # the type as well: to Python 1 is True
@@ -75,7 +75,7 @@ def read(path) -> Settings:
         layers = [name.strip() for name in (layers or "").split(",") if name.strip()]
     names = layers if isinstance(layers, list) else [layers]
     if not all(isinstance(name, str) and name.isidentifier() for name in names):
-        raise UserError(f"{conf.line_of(LAYERS, path)}: {LAYERS}: give a list of class names")
+        raise UserError(f"{jsonl.line_of(LAYERS, path)}: {LAYERS}: give a list of class names")
     return Settings(
         said["fsdp_sharding_strategy"],
         PRECISIONS.get(said["fsdp_mixed_precision"]),
@@ -157,7 +157,7 @@ class FsdpPolicy(Policy):
         if shared:
             return local(tensor)
         whole = self.whole(tensor)
-        return whole if dist.is_first() else None
+        return whole if distributed.is_first() else None
 
     def loaded(self, value, like, shared):
         return from_share(value, like) if shared else from_whole(value, like)
@@ -168,7 +168,7 @@ def check_nodes(settings, world):
     if settings.strategy != "HYBRID_SHARD":
         return
     size, here = world.world_size, world.local_size
-    total, squares = dist.all_sum(torch.tensor([here, here**2], device=world.device), world)
+    total, squares = distributed.all_sum(torch.tensor([here, here**2], device=world.device), world)
     if total**2 != size * squares:  # all ranks see the same: a rank's own numbers may fit
         says = f"HYBRID_SHARD: {size} processes, {here} of them on this node"
         raise UserError(f"{says}; start as many on each node")

@@ -1,0 +1,412 @@
+"""A process group under any launcher, and none for one process: find the world, meet, reduce."""
+
+import contextlib
+import errno
+import json
+import os
+import re
+import shutil
+import socket
+import sys
+import time
+import uuid
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ddp_utils import Stop, UserError, WriteError
+
+# How each launcher tells a process its rank, the world size, its rank on the node and how many
+# processes the node has. It counts only when the first three are set: people export WORLD_SIZE by
+# hand, and the batch step of Slurm has a SLURM_PROCID but no SLURM_STEP_NUM_TASKS. PALS documents
+# its ranks but not the size: any of three names will do.
+LAUNCHERS = {
+    "torchrun": "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE",
+    "pals": "PALS_RANKID PMI_SIZE|PALS_SIZE|WORLD_SIZE PALS_LOCAL_RANKID "
+    "PALS_LOCAL_SIZE|LOCAL_WORLD_SIZE",
+    "mpirun": "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK "
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "mpiexec": "PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS",
+    "srun": "SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_LOCALID SLURM_STEP_TASKS_PER_NODE",
+}
+BINDERS = {"pals", "mpirun", "mpiexec", "srun"}  # may show each process one GPU of its own
+BACKENDS = {"nccl": "cuda", "xccl": "xpu", "ccl": "xpu", "gloo": "cpu"}
+
+JOBS = ("SLURM_JOB_ID", "PBS_JOBID")
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}  # of a disk
+
+
+class World(NamedTuple):
+    """One process's place among all of them; the same fields whether there is one or a thousand."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    launcher: str = "python"
+    device: torch.device = torch.device("cpu")
+    backend: str = "none"
+    store: object = None  # through which the others were met
+
+    @property
+    def is_main(self):
+        return self.rank == 0
+
+
+def whoami(env=os.environ, argv=()) -> World:
+    """Read the launcher's environment; nothing is started and no device is touched."""
+    for launcher, names in LAUNCHERS.items():
+        names = [next(filter(env.get, either.split("|")), "") for either in names.split()]
+        if all(names[:3]):
+            rank, world_size, local_rank = (_number(env, name) for name in names[:3])
+            # Slurm writes "2(x3)": two tasks on each of three nodes
+            local = re.match(r"\d+", env.get(names[3], ""))
+            local_size = int(local.group()) if local else local_rank + 1
+            if launcher == "torchrun":  # accelerate, deepspeed and others set the same names
+                launcher = _who_set_rank(env, argv)
+            return World(rank, world_size, local_rank, local_size, launcher)
+    return World()
+
+
+def _number(env, name):
+    if not env[name].isdecimal():
+        raise UserError(f"{name}: '{env[name]}' is not a number; let the launcher set it")
+    return int(env[name])
+
+
+def _who_set_rank(env, argv):
+    if "ACCELERATE_MIXED_PRECISION" in env:
+        return "accelerate"
+    if "CROSS_SIZE" in env:
+        return "deepspeed"
+    if any(word.startswith("--local-rank") for word in argv):
+        return "torch.distributed.launch"
+    return "torchrun" if "TORCHELASTIC_RUN_ID" in env else "environment"
+
+
+def choose_device(world, backend) -> World:
+    """Add device and backend: `auto` by what the machine has, anything else to the letter.
+
+    Raises UserError if the backend's device is absent or has fewer units than processes.
+    """
+    asked = backend
+    if backend in ("auto", "xpu", "ccl"):
+        kinds = ("cuda", "xpu", "cpu") if backend == "auto" else ("xpu",)
+        if backend == "auto" and os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true"):
+            kinds = ("cpu",)  # accelerate launch --cpu
+        kind = next((kind for kind in kinds if kind == "cpu" or _count(kind)), "xpu")
+        backend = {"cuda": "nccl", "xpu": _xpu_backend(backend), "cpu": "gloo"}[kind]
+    kind = BACKENDS[backend]
+    if kind == "cpu":
+        return world._replace(device=torch.device("cpu"), backend=backend)
+    index = device_index(world, kind, _count(kind), asked)
+    return world._replace(device=torch.device(kind, index), backend=backend)
+
+
+def device_index(world, kind, count, backend) -> int:
+    """Which of this node's `count` devices belongs to this process."""
+    if count == 0:
+        raise UserError(
+            f"--backend {backend} needs a {kind} device, this machine has none; use auto"
+        )
+    if count == 1 and world.launcher in BINDERS:  # the launcher shows each process its own
+        return 0
+    if world.local_size > count:
+        raise UserError(
+            f"{world.local_size} processes on a node with {count} {kind} devices; "
+            f"start at most {count} per node"
+        )
+    return world.local_rank
+
+
+def _count(kind):
+    unit = getattr(torch, kind)
+    return unit.device_count() if unit.is_available() else 0
+
+
+def _xpu_backend(asked):
+    """Since torch 2.8 Intel GPUs use xccl; before, ccl, which registers itself when imported.
+
+    Who asks for ccl, as older guides do, gets xccl where torch has no other.
+    """
+    if asked == "ccl" or not dist.is_xccl_available():
+        with contextlib.suppress(ImportError):
+            import oneccl_bindings_for_pytorch  # noqa: F401
+
+            return "ccl"
+    return "xccl"
+
+
+# --- meet and join -------------------------------------------------------------------------------
+
+
+def meet(world, backend="auto") -> World:
+    """Choose the device and find the other processes: the first thing that a script does.
+
+    Whatever takes long comes between meet() and join(), so that no collective waits for it.
+    Raises UserError within a minute: wrong address, port in use, more processes than devices.
+    """
+    world = choose_device(world, backend)
+    if world.device.type != "cpu":
+        getattr(torch, world.device.type).set_device(world.device)
+    if world.world_size == 1 or dist.is_initialized():
+        return world
+    address, port = meeting_point(world)
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's
+    try:
+        seconds = float(os.environ.get("DDP_JOIN_SECONDS", 50))
+        options = {"timeout": timedelta(seconds=seconds)}
+    except (ValueError, OverflowError) as error:
+        raise UserError(f"DDP_JOIN_SECONDS: {error}; export a number, such as 300") from None
+    options["is_master"] = world.is_main and not agents
+    deadline = time.monotonic() + seconds
+    try:
+        if options["is_master"]:
+            options["master_listen_fd"] = _listen(world, address, port)
+        wait_for_listener(address, port, deadline)
+        store = dist.TCPStore(address, port, world.world_size, **options)
+        if agents:
+            left = deadline - time.monotonic()
+            store = dist.PrefixStore(_name_of_meeting(store, world, left), store)
+    except (dist.DistError, RuntimeError, OSError) as error:
+        raise UserError(why_not_met(error, who(world), address, port)) from error
+    return world._replace(store=store)
+
+
+def _listen(world, address, port) -> int:
+    """Open the port on which rank 0 is met: for one node on its own address alone, else on all."""
+    if world.local_size == world.world_size:
+        family = socket.getaddrinfo(address, port)[0][0]
+        return socket.create_server((address, port), family=family).detach()
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", port), family=family, dualstack_ipv6=both).detach()
+
+
+def wait_for_listener(address, port, deadline):
+    """Try to connect until the deadline: TCPStore tries twice as long, and prints C++ frames."""
+    while True:
+        try:
+            return socket.create_connection((address, port), timeout=5).close()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.2)
+
+
+def _name_of_meeting(store, world, seconds) -> str:
+    """A name that no earlier meeting in this store had, the same on all ranks.
+
+    torchrun keeps its store through restarts, and a new group must not read the addresses of the
+    one that died (gloo would connect to them). Restarts are counted by each node for itself, so
+    rank 0 chooses the name and answers every other rank's own random word with it.
+    """
+    word, deadline = uuid.uuid4().hex, time.monotonic() + seconds
+    store.set(f"hello/{world.rank}", word)
+    missing = set(range(1, world.world_size)) if world.is_main else {world.rank}
+    name = word
+    while missing:
+        for rank in sorted(missing):
+            if world.is_main and store.check([f"{word}/{rank}"]):
+                missing.remove(rank)
+            elif world.is_main and store.check([f"hello/{rank}"]):  # perhaps of a dead one
+                store.set(f"answer/{rank}", store.get(f"hello/{rank}").decode() + " " + word)
+            elif not world.is_main and store.check([f"answer/{rank}"]):
+                said, _, name = store.get(f"answer/{rank}").decode().rpartition(" ")
+                if said == word:
+                    store.set(f"{name}/{rank}", "")
+                    missing.remove(rank)
+        if missing and time.monotonic() > deadline:
+            raise RuntimeError(f"rank {min(missing) if world.is_main else 0} did not answer")
+        time.sleep(0.01)
+    return name
+
+
+def join(world, timeout_minutes=30) -> World:
+    """Enter the process group of those who met; nothing to do for one process."""
+    if world.world_size == 1 or dist.is_initialized():
+        return world
+    if world.local_size == world.world_size and sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one node: no need to resolve its name
+    timeout = timedelta(minutes=timeout_minutes)
+    world.store.set_timeout(timeout)
+    try:
+        with _debug_level_for(world.backend):
+            dist.init_process_group(
+                world.backend,
+                store=world.store,
+                rank=world.rank,
+                world_size=world.world_size,
+                timeout=timeout,
+                device_id=None if world.device.type == "cpu" else world.device,
+            )
+    except (dist.DistError, RuntimeError) as error:
+        raise UserError(why_not_met(error, who(world), *meeting_point(world))) from error
+    return world
+
+
+@contextlib.contextmanager
+def _debug_level_for(backend):
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper around gloo on which DDP dies (torch 2.13,
+    SIGSEGV in its logger): the group is made one level lower, DDP's own checks stay at DETAIL."""
+    level = dist.get_debug_level()
+    if backend == "gloo" and level == dist.DebugLevel.DETAIL:
+        dist.set_debug_level(dist.DebugLevel.INFO)
+    try:
+        yield
+    finally:
+        dist.set_debug_level(level)
+
+
+def meeting_point(world, env=os.environ):
+    """Address and port where rank 0 keeps the store: the environment's, else one of this node's."""
+    job = next((env[name] for name in JOBS if env.get(name)), "")
+    address = env.get("MASTER_ADDR")
+    port = env.get("MASTER_PORT")
+    one_node = world.local_size == world.world_size
+    if not address and not one_node:
+        raise UserError(
+            f"MASTER_ADDR is not set and {world.launcher} started {world.world_size} processes on "
+            "several nodes; export MASTER_ADDR=<host of rank 0> and a free MASTER_PORT"
+        )
+    if not port:  # the same number on every rank, another one for every job
+        seed = int(re.sub(r"\D", "", job.split(".")[0]) or (os.getppid() if one_node else 9500))
+        port = str(20000 + seed % 10000)
+    if not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UserError(f"MASTER_PORT: '{port}' is not a port; give a number from 1 to 65535")
+    return address or "127.0.0.1", int(port)
+
+
+def who(world) -> str:
+    return f"rank {world.rank} could not meet the {world.world_size} processes"
+
+
+def why_not_met(error, who, address, port) -> str:
+    """What to mend where one of several processes or nodes could not meet the others."""
+    reason = str(error).splitlines()[0]
+    if "EADDRINUSE" in str(error) or getattr(error, "errno", None) == errno.EADDRINUSE:
+        return (
+            f"MASTER_PORT: {port} is in use on {socket.gethostname()}; export another MASTER_PORT"
+        )
+    return (
+        f"{who} at {address}:{port} ({reason[:160]}); check MASTER_ADDR, MASTER_PORT and firewall, "
+        "for several networks GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, for nodes that start "
+        "slowly DDP_JOIN_SECONDS"
+    )
+
+
+def all_sum(tensor, world):
+    """Sum a tensor over all ranks, in place; with one process it is already the sum."""
+    if world.world_size > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def is_first():
+    """Whether this is rank 0 of the group, or there is none."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def by_row(count, parts, values, world):
+    """A table [count, K] of what each rank found for its rows, the same on all ranks.
+
+    parts: this rank's micro-batches; values: [B, K] for each of them. Every row is written by
+    one rank, so that the sum over ranks is exact; rows of no part, and fillers, stay 0.
+    """
+    table = torch.zeros(count, values[0].shape[-1], device=world.device)
+    for part, found in zip(parts, values, strict=True):
+        if any(part.weight):
+            table[part.index] = found.float()
+    return all_sum(table, world)
+
+
+def by_rank(digest, world) -> list:
+    """The sha256, in hexadecimal digits, that each rank has."""
+    table = torch.zeros(world.world_size, 32, device=world.device)
+    table[world.rank] = torch.tensor([*bytes.fromhex(digest)], dtype=torch.float32)
+    return [bytes(row).hex() for row in all_sum(table, world).byte().tolist()]
+
+
+# --- how an error ends all ranks -----------------------------------------------------------------
+
+
+def exit_code(error) -> int:
+    """The exit status that an exception, or None, ends a run with."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    return getattr(error, "exit_code", 1) if error else 0
+
+
+def write_error(error):
+    """A WriteError for an OSError of a full disk, a quota or a read-only place, else None."""
+    if not isinstance(error, OSError) or error.errno not in FULL:
+        return None
+    place, free = f"{error.filename}: " if error.filename else "", ""
+    with contextlib.suppress(OSError, TypeError):
+        free = f" ({shutil.disk_usage(Path(error.filename).parent).free >> 20} MiB free)"
+    told = WriteError(f"{place}{error.strerror}{free}; make room, the same command goes on")
+    told.__cause__ = error
+    return told
+
+
+def leave():
+    """Wait for the others, then close the group."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def on_main(world, fn):
+    """fn() on rank 0; what it returns, plain data, on every rank.
+
+    If it raises a UserError all ranks end with its exit status; rank 0 alone says why.
+    """
+    answer, problem = {}, None
+    if world.is_main:
+        try:
+            answer = {"value": fn()}
+        except (UserError, OSError) as error:
+            problem = write_error(error) or error
+            answer = {"code": exit_code(problem)}
+    if world.world_size > 1:
+        answer = json.loads(_sent(json.dumps(answer), world))
+    if problem:
+        raise problem
+    if "code" in answer:
+        raise Stop("", answer["code"])
+    return answer["value"]
+
+
+def on_each(world, fn):
+    """fn() on every rank; where it raises on one, a UserError or OSError, all end, and say why."""
+    answer = problem = None
+    try:
+        answer = fn()
+    except (UserError, OSError) as error:
+        problem = write_error(error) or error
+    codes = torch.zeros(world.world_size, device=world.device)
+    codes[world.rank] = exit_code(problem) if problem else 0
+    codes = all_sum(codes, world).tolist()
+    if not any(codes):
+        return answer
+    first = next(rank for rank, code in enumerate(codes) if code)
+    if world.world_size > 1 and problem is None:
+        problem = UserError(_sent("", world, first))
+        problem.exit_code = int(codes[first])
+    elif world.world_size > 1:
+        _sent(str(problem), world, first)
+    raise problem
+
+
+def _sent(text, world, rank=0):
+    """The text of this rank, on every rank."""
+    data = f"{text}\n".encode()  # at least one byte
+    size = torch.tensor([len(data)], device=world.device)
+    dist.broadcast(size, src=rank)
+    block = bytearray(data if world.rank == rank else size.item())
+    found = torch.frombuffer(block, dtype=torch.uint8).to(world.device)  # [size]
+    dist.broadcast(found, src=rank)
+    return bytes(found.cpu().numpy()).decode()[:-1]

@@ -1,0 +1,113 @@
+"""Files that are written whole or not at all, and digests of their content."""
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from ddp_utils import UserError
+
+
+@contextlib.contextmanager
+def writing(target, temporary, fresh=True):
+    """What is written to `temporary` first leaves no litter; errors of the disk name the target.
+
+    fresh: whatever is there already goes.
+    """
+    if fresh:
+        shutil.rmtree(temporary, ignore_errors=True)
+    # rmtree leaves a link, and what is written would go where it leads
+    if temporary.is_symlink() or temporary.is_file():
+        temporary.unlink()
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        number = getattr(error, "errno", None) or re.search(r"os error (\d+)|$", str(error))[1]
+        if not number:
+            raise
+        raise OSError(int(number), os.strerror(int(number)), str(target)) from error
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+@contextlib.contextmanager
+def replacing(file):
+    """Give a path to write to; what is there at the end replaces `file`, whole or not at all.
+
+    It is in a folder of its own, so that nothing is written where a planted link leads.
+    """
+    file = Path(file)
+    temporary = file.with_name(f".tmp-{file.name}")
+    with writing(file, temporary):
+        temporary.mkdir(parents=True)
+        yield temporary / file.name
+        fsync(temporary / file.name)
+        os.replace(temporary / file.name, file)
+        temporary.rmdir()
+
+
+def write_text(file, text):
+    """Write a file that readers never see half of, and that is on the disk afterwards."""
+    with replacing(file) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def sha256(path) -> str:
+    """Of a whole file."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(2**22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def digest_of_files(files, *more) -> str:
+    """By name, size and content; of a large file 64 places, since to read all takes minutes."""
+    digest = hashlib.sha256(repr(more).encode())
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with open(file, "rb") as content:
+            for place in range(0, size, max(2**20, size // 64)):
+                content.seek(place)
+                digest.update(content.read(2**20))
+    return digest.hexdigest()[:16]
+
+
+def fsync(path):
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def check_place(flag, folder, needed=0):
+    """Raise UserError if `needed` bytes cannot be written into a folder that may yet be made."""
+    # where others may write, a link could lead what we write to the user's own files
+    try:
+        links = [path for path in (folder, *folder.glob("*")) if path.is_symlink()]
+    except OSError as error:  # too long, or not to be read
+        named = f"{flag}: {str(folder)[:80]}"
+        raise UserError(f"{named}: {error.strerror}; give another folder") from error
+    if links:
+        raise UserError(f"{flag}: {links[0]} is a symbolic link; give a folder without any")
+    place = folder
+    while not (place.exists() or place.is_symlink()):
+        place = place.parent
+    if not place.is_dir():
+        raise UserError(f"{flag}: {place} is not a folder")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise UserError(f"{flag}: {place} cannot be written; give another folder")
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise UserError(
+            f"{flag}: {free >> 20} MiB are free at {place}, checkpoints and model need "
+            f"{needed >> 20}; a smaller --keep_checkpoints, or another folder"
+        )

@@ -1,0 +1,140 @@
+"""Exact means over rows that are spread over ranks and micro-batches, and how sure they are."""
+
+import math
+import os
+import platform
+import resource
+import sys
+import time
+
+import torch
+from torch import nn
+
+from ddp_utils import distributed
+
+
+class Totals:
+    """Weighted sums of per-pair values, kept on the device and reduced once."""
+
+    def __init__(self, world):
+        self.world = world
+        self.sums = None
+        self.names = ()
+
+    def add(self, values, weight):
+        """values: name -> [B]; weight [B], 0 for fillers."""
+        self.names = ("count", *values)
+        rows = torch.stack([torch.ones_like(weight), *values.values()]).double()  # [names, B]
+        # where, not a product: a filler's NaN must not count
+        part = torch.where(weight > 0, rows, 0.0).sum(-1).detach()
+        self.sums = part if self.sums is None else self.sums + part
+
+    def means(self) -> dict:
+        """Means over the rows of all ranks, and their `count`."""
+        count, *sums = distributed.all_sum(self.sums, self.world).tolist()
+        return {"count": int(count)} | {
+            name: value / count for name, value in zip(self.names[1:], sums, strict=True)
+        }
+
+
+def interval(mean, mean_of_squares, count):
+    """95 % confidence interval of a mean of `count` values (normal approximation)."""
+    if count < 2:
+        return mean, mean
+    deviation = math.sqrt(max(0.0, mean_of_squares - mean**2) * count / (count - 1))
+    half = 1.96 * deviation / math.sqrt(count)
+    return mean - half, mean + half
+
+
+def wilson(wins, count, z=1.96):
+    """Wilson's 95 % interval of a share (Wilson 1927); (None, None) without a decided pair."""
+    if not count:
+        return None, None
+    share_, spread = wins / count, z**2 / count
+    middle = (share_ + spread / 2) / (1 + spread)
+    half = z * math.sqrt(share_ * (1 - share_) / count + spread / (4 * count)) / (1 + spread)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+# --- throughput -----------------------------------------------------------------------------------
+
+# FLOP/s with half-precision and with fp32 operands, dense, from the makers' data sheets; of a
+# Max 1550 ("PVC") one of its two tiles, which is what Aurora counts as a device
+PEAKS = {
+    "A100": (312e12, 19.5e12),
+    "H100": (989e12, 67e12),
+    "H200": (989e12, 67e12),
+    "Max 1550": (416e12, 26e12),
+}
+
+
+class Meter:
+    """Seconds, tokens and mfu of a step.
+
+    Tokens are those of both texts of a pair, prompt + chosen and prompt + rejected, however few
+    of them go through the model: so tokens_per_second compares with other trainers'.
+
+    mfu is the arithmetic that the pairs need at the least, over what the device could have done.
+    Needed are 4 FLOP a token and frozen weight (forward, and backward to the input), 6 if it is
+    trained; the prompt counts once, the head for responses only; attention is left out.
+    """
+
+    def __init__(self, scorer, world):
+        backbone, head = scorer.parts()
+        embeddings = {m.weight for m in backbone.modules() if isinstance(m, nn.Embedding)}
+        # under ZeRO-3 a parameter is empty until it is asked for
+        weights = [p for p in backbone.parameters() if p not in embeddings and _axes(p) > 1]
+        known = head is not None and not any(_axes(p) > 2 for p in weights)  # no fused experts
+        self.peak = known and peak_flops(world.device, scorer.precision)
+        self.per_token, self.per_target = (
+            sum(getattr(p, "ds_numel", p.numel()) * (6 if p.requires_grad else 4) for p in part)
+            for part in (weights, head.parameters() if known else ())
+        )
+        self.world = world
+
+    def read(self, pairs, seconds) -> dict:
+        """The metrics of a step on these pairs, the global batch."""
+        values = {
+            "seconds": seconds,
+            "tokens_per_second": sum(pair.tokens for pair in pairs) / seconds,
+            "peak_memory_mb": peak_memory_mb(self.world.device),
+        }
+        if self.peak:
+            needed = sum(
+                pair.fed(shared=True) * self.per_token
+                + sum(map(len, pair.targets)) * self.per_target
+                for pair in pairs
+            )
+            values["mfu"] = needed / (seconds * self.peak * self.world.world_size)
+        return values
+
+
+def _axes(parameter):
+    return len(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def peak_flops(device, dtype):
+    """FLOP/s of a device: the data sheet's; of a CPU what a matrix product reaches; else None."""
+    if device.type != "cpu":
+        found = [peaks for name, peaks in PEAKS.items() if name in device_name(device)]
+        return found[0][dtype == torch.float32] if found else None
+    matrix, seconds = torch.ones(1024, 1024, dtype=dtype), []
+    for _ in range(4):  # the first one warms up
+        start = time.perf_counter()
+        matrix @ matrix
+        seconds.append(time.perf_counter() - start)
+    return 2 * 1024**3 / min(seconds)
+
+
+def device_name(device):
+    if device.type == "cpu":
+        return f"cpu ({platform.machine()}, {os.cpu_count()} cores)"
+    return getattr(torch, device.type).get_device_name(device)
+
+
+def peak_memory_mb(device):
+    """Peak memory of this process: allocated on the GPU, resident on a CPU."""
+    if device.type == "cpu":
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak / (2**20 if sys.platform == "darwin" else 2**10)
+    return getattr(torch, device.type).max_memory_allocated(device) / 2**20

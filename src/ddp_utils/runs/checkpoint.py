@@ -1,0 +1,170 @@
+"""Checkpoints as folders of safetensors and JSON; files only, no process group.
+
+A folder counts once it has its final name and a manifest whose hashes match: a flipped bit loads
+silently, from safetensors as from pickle, so sha256 is the only check. The manifest's own hash
+stands beside it.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+from ddp_utils import UserError
+from ddp_utils.files import fsync, sha256, write_text, writing
+
+MANIFEST, STATE = "manifest.json", "state.safetensors"
+SEAL = "manifest.sha256"  # as sha256sum writes it
+
+
+def write(folder, step, tensors, meta, shares=None) -> Path:
+    """Write folder/step-N: temporary folder, data, manifest last, fsync, rename, verify.
+
+    tensors: name -> tensor; meta: plain data; shares: names and hashes of what write_share() has
+    put there already, instead. Raises OSError and leaves no litter if it cannot.
+    """
+    target = path(folder, step)
+    temporary = _temporary(folder, step)
+    with writing(target, temporary, fresh=not shares):
+        files = shares or {STATE: _put(temporary / STATE, tensors)}
+        write_manifest(temporary, {**meta, "step": step, "files": files})
+        for name in files:  # safetensors lets the owner alone read its files
+            shutil.copymode(temporary / MANIFEST, temporary / name)
+        if target.exists():
+            shutil.rmtree(target)
+        os.rename(temporary, target)
+        fsync(target.parent)
+    if problem := verify(target):
+        raise OSError(f"{target}: written, but {problem}")
+    return target
+
+
+def write_share(folder, step, tensors, rank, world_size):
+    """A rank's part of a checkpoint, which write() completes: its name and hash.
+
+    Rank 0 has called clear() before.
+    """
+    target, temporary = path(folder, step), _temporary(folder, step)
+    name = STATE.replace(".", f"-{rank:05d}-of-{world_size:05d}.")
+    with writing(target, temporary, fresh=False):
+        return name, _put(temporary / name, tensors)
+
+
+def clear(folder, step):
+    """An empty place for the parts of a checkpoint."""
+    with writing(path(folder, step), _temporary(folder, step)):
+        _temporary(folder, step).mkdir(parents=True)
+
+
+def _temporary(folder, step):
+    return path(folder, step).with_name(f".tmp-{path(folder, step).name}")
+
+
+def _put(file, tensors):
+    """Write safetensors to the disk, past all caches; returns its hash."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, file)
+    fsync(file)
+    return sha256(file)
+
+
+def path(folder, step) -> Path:
+    """Where the checkpoint of this step is, or would be."""
+    return Path(folder) / f"step-{step:08d}"
+
+
+def write_manifest(folder, content):
+    """Write plain data as the manifest of a folder, and its hash beside it."""
+    text = json.dumps(content, indent=2) + "\n"
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    write_text(Path(folder) / MANIFEST, text)
+    write_text(Path(folder) / SEAL, f"{digest}  {MANIFEST}\n")
+    fsync(folder)
+
+
+def read_manifest(folder) -> dict:
+    """The manifest of a folder; ValueError says what is wrong with it."""
+    for name in (MANIFEST, SEAL):
+        if not (Path(folder) / name).is_file():
+            raise ValueError(f"{name} is missing")
+    text, seal = ((Path(folder) / name).read_bytes() for name in (MANIFEST, SEAL))
+    if seal != f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n".encode():
+        raise ValueError(f"{MANIFEST} does not match its sha256")
+    return json.loads(text)
+
+
+def verify(path):
+    """None if the checkpoint is whole, else what is wrong with it."""
+    path = Path(path)
+    try:
+        content = read_manifest(path)
+        if content["step"] != number(path):
+            return f"it is of step {content['step']}, whatever its name says"
+        for name, digest in content["files"].items():
+            if Path(name).name != name:
+                return f"{MANIFEST} names {name}, which is not in its folder"
+            if sha256(path / name) != digest:
+                return f"{name} does not match its sha256"
+    except ValueError as error:
+        return str(error)
+    except OSError as error:
+        return f"{Path(error.filename).name}: {error.strerror}"
+    return None
+
+
+def find(folder):
+    """(newest checkpoint that verifies or None, [(path, why it was skipped), ...])."""
+    skipped = []
+    for path in sorted(_numbered(folder), key=number, reverse=True):
+        problem = verify(path)
+        if problem is None:
+            return path, skipped
+        skipped.append((path, problem))
+    return None, skipped
+
+
+def read(path, rank=0):
+    """(tensors, manifest) of a checkpoint; the tensors are mapped, not yet in memory.
+
+    rank: whose part, where each has its own.
+    """
+    meta = read_manifest(path)
+    return load_file(Path(path) / sorted(meta["files"])[rank if meta.get("shares") else 0]), meta
+
+
+def mark(path) -> str:
+    """What names this checkpoint's content: the sha256 of its manifest, which holds the others."""
+    return sha256(Path(path) / MANIFEST)
+
+
+def rotate(folder, keep, step, spared=None):
+    """Remove all but the newest `keep` checkpoints up to `step`, and what killed writes have left.
+
+    Later ones were left out as damaged. spared: a step whose checkpoint stays.
+    """
+    found = sorted(_numbered(folder), key=lambda path: (number(path) <= step, number(path)))
+    old = [path for path in found[:-keep] if number(path) != spared]
+    for path in (*old, *Path(folder).glob(".tmp-step-*")):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _numbered(folder):
+    return [path for path in Path(folder).glob("step-*") if path.name[5:].isdecimal()]
+
+
+def number(path) -> int:
+    """The steps done at a checkpoint."""
+    return int(path.name[5:])
+
+
+def read_json(path):
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(content, dict):
+            return content
+    except (OSError, ValueError):
+        pass
+    raise UserError(f"{path}: cannot be read; move {path.parent} away, or give another folder")

@@ -1,0 +1,166 @@
+"""Curves of a run, drawn from its metrics.jsonl: one panel per kind of quantity.
+
+python -m ddp_utils.runs.plots results/dpo                  # draw them again
+python -m ddp_utils.runs.plots results/dpo results/dpo.1    # compare: compare_*.png and a table
+"""
+
+import contextlib
+import itertools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+import tyro
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt  # noqa: E402
+
+from ddp_utils import UserError, cli, files  # noqa: E402
+from ddp_utils.runs import preemption, resume
+
+FIGURES = {  # file -> panels of (title, {metric: label})
+    "loss.png": [("loss", {"loss": "loss"})],
+    "rewards.png": [
+        ("rewards", {"rewards/chosen": "chosen", "rewards/rejected": "rejected"}),
+        ("margins", {"rewards/margins": "margins"}),
+    ],
+    "accuracies.png": [("share of pairs ranked right", {"rewards/accuracies": "accuracies"})],
+    "in_context.png": [
+        ("share of the optimum in the last 10 episodes", {"fraction_of_optimum": "in context"})
+    ],
+    "baking.png": [
+        ("KL to the prompted model, nats a token", {"kl": "kl"}),
+        ("share baked", {"share_baked": "baked"}),
+    ],
+}
+STYLES = {"train": "-", "val": "o--", "test": "s"}
+
+
+def read_metrics(folder):
+    """The lines of metrics.jsonl as dicts; those that are damaged or cut are left out."""
+    path = Path(folder) / "metrics.jsonl"
+    if not path.is_file():
+        raise UserError(f"{folder}: no metrics.jsonl here; give a run folder")
+    lines = []
+    for line in path.read_bytes().split(b"\n"):
+        with contextlib.suppress(ValueError):
+            values = json.loads(line)
+            if isinstance(values, dict) and {"split", "step"} <= values.keys():
+                lines.append(values)
+    return lines
+
+
+def running_mean(values, window):
+    """Mean of up to `window` values that end at each place."""
+    return [
+        sum(values[max(0, end - window) : end]) / min(end, window)
+        for end in range(1, len(values) + 1)
+    ]
+
+
+def draw(folder):
+    """Write those of FIGURES for which there are numbers into the run folder."""
+    _figures({"": read_metrics(folder)}, Path(folder))
+
+
+def compare(folders, out):
+    """Lay the curves of runs over one another: compare_*.png; returns a table of differences."""
+    names = [Path(folder).resolve().name for folder in folders]
+    names = names if len({*names}) == len(names) else [str(folder) for folder in folders]
+    runs = {name: read_metrics(folder) for name, folder in zip(names, folders, strict=True)}
+    _figures(runs, Path(out), "compare_")
+    shown = {"win_rate"}
+    for panels in FIGURES.values():
+        shown.update(*(metrics for _, metrics in panels))
+    columns = []
+    for folder in folders:
+        settings = resume.summary(folder, "config.json")
+        texts = {name: str(settings[name]) or "-" for name in settings if name not in resume.FREE}
+        for split, values in resume.summary(folder).items():
+            for name in values if isinstance(values, dict) else ():
+                if name in shown and values[name] is not None:
+                    texts[f"{split} {name}"] = f"{values[name]:.4g}"
+        columns.append(texts)
+    names_of_rows = dict.fromkeys(itertools.chain(*columns))
+    rows = {row: [texts.get(row, "") for texts in columns] for row in names_of_rows}
+    differ = {row: texts for row, texts in rows.items() if len({*texts}) > 1}
+    # settings that all have, and all numbers, whose names have a space
+    rows = [[row, *texts] for row, texts in differ.items() if " " in row or "" not in texts]
+    rows = [["", *names], *rows] if rows else [["the same settings and numbers"]]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join(lines)
+
+
+def _figures(runs, place, before=""):
+    """runs: name -> lines. Of several runs each has a colour, of one run each metric."""
+    there = set().union(*(line for lines in runs.values() for line in lines))
+    several = len(runs) > 1
+    for file, panels in FIGURES.items():
+        if not any(there & metrics.keys() for _, metrics in panels):
+            continue
+        figure, axes = plt.subplots(
+            1, len(panels), figsize=(6.4 * len(panels), 3.8), squeeze=False, layout="constrained"
+        )
+        for axis, (title, metrics) in zip(axes[0], panels, strict=True):
+            for run, (name, lines) in enumerate(runs.items()):
+                for turn, (metric, label) in enumerate(metrics.items()):
+                    label = f"{name}, {label}" if several and len(metrics) > 1 else name or label
+                    look = (f"C{run % 10}", "-:"[turn]) if several else (f"C{turn}", "-")
+                    _curve(axis, lines, metric, label, *look, once=several)
+            limits = (-0.02, 1.02) if "share" in title else None
+            marks = " (circles: val, squares: test)" if several else ""
+            axis.set(title=title, xlabel=f"step{marks}", ylim=limits)
+            axis.grid(alpha=0.3)
+            if there & metrics.keys():
+                axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+        figure.savefig(place / f"{before}{file}", dpi=150)
+        plt.close(figure)
+
+
+def _curve(axis, lines, metric, label, colour, line, once):
+    """Training: raw values faint, running mean strong. Validation and test: markers.
+
+    once: one entry in the legend, not one for each split.
+    """
+    for split, style in STYLES.items():
+        lines_of_split = [line for line in lines if line["split"] == split]
+        points = [(p["step"], p[metric]) for p in lines_of_split if p.get(metric) is not None]
+        if not points:
+            continue
+        steps, values = zip(*points, strict=True)
+        text = label if split == "train" or once else f"{label}, {split}"
+        if split == "train":
+            axis.plot(steps, values, line, color=colour, alpha=0.25, linewidth=1)
+            window = max(1, len(values) // 20)
+            axis.plot(steps, running_mean(values, window), line, color=colour, label=text)
+        else:
+            shade = "black" if split == "test" else colour
+            axis.plot(steps, values, style, color=shade, markerfacecolor=colour, label=text)
+        label = "_" if once else label  # which a legend leaves out
+
+
+@dataclass
+class Settings:
+    folders: tyro.conf.Positional[tuple[str, ...]]  # run folders: one, or several to compare
+    out: str = "."  # where the pictures of a comparison go
+    debug: bool = False  # tracebacks for user errors, too
+
+
+def main(argv=None) -> int:
+    settings = cli.parse(Settings, argv)
+    if not settings.folders:
+        raise UserError("give one run folder to draw, or several to compare")
+    if len(settings.folders) == 1:
+        draw(settings.folders[0])
+        return 0
+    files.check_place("--out", Path(settings.out))
+    Path(settings.out).mkdir(parents=True, exist_ok=True)
+    print(compare(settings.folders, settings.out))
+    print(f"-> {Path(settings.out, 'compare_*.png')}")
+    return 0
+
+
+if __name__ == "__main__":
+    preemption.run(main)

@@ -1,0 +1,60 @@
+"""Fold a LoRA into its base model: a plain model in a folder of its own.
+
+python -m ddp_utils.tools.merge results/mine/model merged
+python -m ddp_utils.tools.merge results/mine/model merged --base Qwen/Qwen3-0.6B
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+
+from ddp_utils import UserError, cli, files, lora, models
+from ddp_utils.encoder import load_tokenizer
+from ddp_utils.runs import preemption
+
+
+@dataclass
+class Settings:
+    adapter: tyro.conf.Positional[str]  # folder of a LoRA
+    folder: tyro.conf.Positional[str]  # where the merged model goes; it must not exist
+    base: str = ""  # folder or hub name of its base; empty: the one that it names
+    debug: bool = False  # tracebacks for user errors, too
+
+
+def merge(adapter, folder, base=""):
+    """Save base + lora_alpha / lora_r x B A, where nothing is yet.
+
+    The tokenizer is that beside the LoRA, with the chat template of its training, or the base's.
+    """
+    if (folder := Path(folder)).exists():
+        raise UserError(f"{folder} is there already; give another folder")
+    files.check_place("folder", folder)
+    if Path(adapter, "model/adapter_config.json").exists():
+        raise UserError(f"adapter: {adapter} is a run folder; give {Path(adapter, 'model')}")
+    its_own = Path(adapter, "adapter_config.json").exists()
+    if Path(adapter, "environment.json").exists() and not its_own:
+        raise UserError(f"adapter: {adapter} is a run folder; give the folder of its LoRA")
+    if Path(adapter, "config.json").exists() and not its_own:
+        raise UserError(f"adapter: {adapter} is a whole model already, there is nothing to fold in")
+    with cli.naming({"init_adapter": "adapter", "model_name": "--base"}):
+        base = base or lora.adapter_settings(adapter).base_model_name_or_path
+        if not base:
+            raise UserError(f"adapter: {adapter} does not name its base; give --base")
+        lora.with_adapter(models.load(base, "auto", models.META), adapter)  # do they fit together?
+        model = models.load(base, "auto", torch.device("cpu"))
+        merged = lora.with_adapter(model, adapter).merge_and_unload()
+    tokenizer = adapter if Path(adapter, "tokenizer_config.json").exists() else base
+    models.save(merged, load_tokenizer(tokenizer), folder)
+
+
+def main(argv=None) -> int:
+    settings = cli.parse(Settings, argv)
+    merge(settings.adapter, settings.folder, settings.base)
+    print(f"{settings.folder}: from_pretrained opens it")
+    return 0
+
+
+if __name__ == "__main__":
+    preemption.run(main)

@@ -1,0 +1,1 @@
+"""Prompt baking: what generate_data.py and train_loop.py alone use."""
