@@ -9,7 +9,9 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "src")]
+TESTS = Path(__file__).parent
+sys.path[:0] = [str(TESTS), str(TESTS.parent / "src")]
+sys.path += [str(TESTS / room) for room in ("core", "runs", "sharding")]
 
 import pytest  # noqa: E402
 

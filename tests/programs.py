@@ -2,7 +2,7 @@
 
 It is a fork of the tests' process, which has imported what the program would. The program's file
 is run as __main__, with its last two lines, and ends through dist.run, as it does for a user.
-tests/launch/test_programs.py compares the two.
+tests/scripts/test_programs.py compares the two.
 """
 
 import os

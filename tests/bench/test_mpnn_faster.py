@@ -21,10 +21,10 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional
+from unit.test_mpnn import backbone, letters
 
 from bench import mpnn_plain
 from dpo_inv.mpnn import ProteinMPNN
-from unit.test_mpnn import backbone, letters
 
 BARS = {1: 4.5, 4: 8.0}  # pairs on one backbone -> how much faster; a shared machine gets 0.8
 MEMORY = 0.5  # of the plain step's peak

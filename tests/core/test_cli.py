@@ -92,7 +92,7 @@ def test_without_flags_the_file_counts(monkeypatch):
     assert cli.parse(Config, ["--dry_run"], aliases=aliases).check
 
 
-REFUSED = {  # flags -> what is named; more of them: tests/corpus/flags/box.txt
+REFUSED = {  # flags -> what is named; more of them: tests/core/corpus/flags/box.txt
     "--model x": "--model",
     "--bet 1": "--bet",
     "--gradient_acc 2": "--gradient_acc",
@@ -197,7 +197,7 @@ def load(folder, text):
     return yaml_config.from_yaml(Outer, file)
 
 
-YAML = [  # where YAML 1.1 reads something else: tests/corpus
+YAML = [  # where YAML 1.1 reads something else: tests/core/corpus
     ("rate: 1", Outer(rate=1)),
     ("on: false", Outer(on=False)),
     ("limit: null", Outer()),

@@ -20,7 +20,7 @@ def shown(*case):
     return pytest.param(*case, marks=pytest.mark.show)
 
 
-CASES = [("lora", 1), ("full", 2), ("full", 3)]  # LoRA on two: tests/fault/test_stop.py
+CASES = [("lora", 1), ("full", 2), ("full", 3)]  # LoRA on two: tests/runs/test_stop.py
 CASES += [shown("full", 1), shown("full", 4), shown("lora", 2), shown("lora", 3), shown("lora", 4)]
 
 

@@ -1,6 +1,6 @@
 """report.html: what it shows, and that texts of others are harmless in it.
 
-tests/launch/test_report_in_a_browser.py has how it looks.
+tests/runs/test_report_in_a_browser.py has how it looks.
 """
 
 import errno

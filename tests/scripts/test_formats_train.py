@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from unit.test_pairs import LLAMA3, chat_tokenizer
 
 import main_distributed
 import runs
 from conftest import ROOT
 from ddp_utils.runs import plots
-from unit.test_pairs import LLAMA3, chat_tokenizer
 
 FIXTURES = sorted((ROOT / "tests/data/formats").glob("*.json*"))
 SHORT = runs.words("--max_steps 3 --batch_size 2 --num_samples 1 --max_new_tokens 8 --log_every 9")

@@ -42,7 +42,7 @@ values = st.recursive(
 def fuzz(count):
     """The same examples in every run: a test that fails today has failed yesterday.
 
-    FUZZ=10 python -m pytest tests/unit/test_fuzz.py makes ten times as many.
+    FUZZ=10 python -m pytest tests/core/test_fuzz.py makes ten times as many.
     """
     count *= int(os.environ.get("FUZZ", 1))
     return settings(max_examples=count, deadline=None, derandomize=True, database=None)

@@ -536,7 +536,7 @@ PREFERENCE = {"prompt": "a", "chosen": "b", "rejected": "c"}
 COUNTS = "give rows that count 1 or true, of KTO those with label true"
 
 
-MALFORMED = [  # rows -> what is said behind the name of the file; more: tests/unit/test_formats.py
+MALFORMED = [  # rows -> what is said behind the name of the file; more: tests/core/test_formats.py
     ([ALPACA, CHAT], "2: instruction is missing; found: messages"),
     ([ALPACA, {"instruction": "a", "outputs": "b"}], "2: output is missing; rename 'outputs', if"),
     ([ALPACA, {**ALPACA, "instruction": ""}], "2: instruction is ''; give a non-empty string"),

@@ -2,7 +2,7 @@
 
 The rules of the code are checked on its syntax tree. The rest are runs of one step among canaries:
 files that make a folder when they are executed, in every place that a run reads from. That nobody
-outside the node is listened to is seen in tests/launch/test_units_in_processes.py.
+outside the node is listened to is seen in tests/core/test_units_in_processes.py.
 """
 
 import ast

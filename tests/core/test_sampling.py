@@ -1,6 +1,6 @@
 """Sampling that does not depend on neighbours; judges; win rates.
 
-tests/launch/test_units_in_processes.py has the replies of the demo model, on 1, 2 and 3 ranks.
+tests/core/test_units_in_processes.py has the replies of the demo model, on 1, 2 and 3 ranks.
 """
 
 from types import SimpleNamespace

@@ -2,7 +2,7 @@
 
 From random weights and from a short pre-training on native sequences. The extra needs ../shared:
 stability pairs of FireProt. The longer ones print what they measured:
-python -m pytest -s -m show tests/launch/test_protein_real.py
+python -m pytest -s -m show tests/scripts/test_protein_real.py
 """
 
 import json

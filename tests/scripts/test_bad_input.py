@@ -1,4 +1,4 @@
-"""Settings that do not go together, each one line; single values and data: tests/corpus."""
+"""Settings that do not go together, each one line; single values and data: tests/core/corpus."""
 
 import json
 import shutil
