@@ -101,7 +101,7 @@ def mark_of(config, prompts, settings) -> str:
     names += " min_sequence_length val_split use_mixed_precision base_dtype chat_template_kwargs"
     facts = [getattr(config, name) for name in names.split()]
     facts += [digest_of_model(config.model_name, settings), prompts, torch.__version__]
-    facts += sorted(environment.code(sys.modules[__name__]).items())
+    facts += sorted(environment.code().items())
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 

@@ -11,6 +11,7 @@ import ddp_utils.runs.startup  # noqa: F401  before torch, whose import takes se
 
 import sys
 import time
+from pathlib import Path
 
 import torch
 
@@ -21,19 +22,18 @@ from ddp_utils import (
     distributed,
     files,
     logps,
-    lora,
     losses,
     models,
     optim,
+    preference_data,
     sampler,
 )
-from ddp_utils import preference_data as pairs_
 from ddp_utils.encoder import Encoder, Pair, load_tokenizer
-from ddp_utils.fast import memory_efficient, self_test
-from ddp_utils.metrics import Meter, Totals
-from ddp_utils.runs import checks, environment, preemption
-from ddp_utils.runs import reference as reference_
-from ddp_utils.runs.run import Run
+from ddp_utils.fast import self_test
+from ddp_utils.metrics import Averages, Meter
+from ddp_utils.runs import checks, preemption
+from ddp_utils.runs import run as run_
+from ddp_utils.runs.run import Run, RunSpec
 from sft import instruction_data
 
 RATES = {  # objective and kind of fine-tuning -> learning rate from 10 M parameters on
@@ -52,7 +52,7 @@ def read_data(config, encoder, world):
 
     def read(path, limit=-1):
         if config.objective == "dpo":
-            return pairs_.read(path, encoder, limit, config.on_bad_record)
+            return preference_data.read(path, encoder, limit, config.on_bad_record)
         return instruction_data.read(
             path, encoder, config.format, fields, limit, config.on_bad_record
         )
@@ -63,15 +63,13 @@ def read_data(config, encoder, world):
         data["val"], reports["val"] = read(config.val_data)
     elif config.val_share:
         shares = (1 - config.val_share, config.val_share)
-        data = dict(zip(data, pairs_.split_by_prompt(train, config.seed, shares), strict=True))
+        data = dict(
+            zip(data, preference_data.split_by_prompt(train, config.seed, shares), strict=True)
+        )
         report["split"] = {name: len(rows) for name, rows in data.items()}
     if config.save_best and not data["val"]:
         raise UserError("--save_best: there is no validation data; give val_data or val_share")
-    if len(data["train"]) < world.world_size:
-        raise UserError(
-            f"{config.train_data}: {len(data['train'])} usable rows for {world.world_size} "
-            f"processes; start at most {len(data['train'])}"
-        )
+    sampler.check_enough_rows(config.train_data, len(data["train"]), world)
     return data, reports
 
 
@@ -90,58 +88,57 @@ def size(rows, config):
     return len(rows) if config.objective == "dpo" else sum(row.trained for row in rows)
 
 
-def row_losses(policy, batch, reference, config):
-    """B rows -> losses [B] and metrics, each [B]; reference: log-probs [B, 2] of pairs."""
+def row_losses(policy, batch, ref_logps, config):
+    """B rows -> losses [B] and metrics, each [B]; ref_logps: log-probs [B, 2] of pairs."""
     if config.objective == "sft":
-        (found,) = policy(batch)  # [B]: summed over the trained tokens
-        return -found, {"loss": -found, "size": batch.tokens[0]}
-    chosen, rejected = policy(batch)  # [B], [B]: summed over the response
-    sides = losses.LogPs(chosen, rejected, *reference.unbind(-1), *batch.tokens)
-    noise = checks.noise(policy.precision, sides.chosen_tokens)
-    per_row, metrics = losses.preference(sides, config, noise)
-    if config.sft_weight:
-        metrics |= {"loss/preference": per_row, "loss/sft": losses.sft(sides)}
-        per_row = per_row + config.sft_weight * metrics["loss/sft"]
-    return per_row, {"loss": per_row, "size": torch.ones_like(per_row), **metrics}
+        (token_sums,) = policy(batch)  # [B]: summed over the trained tokens
+        return -token_sums, {"loss": -token_sums, "size": batch.tokens[0]}
+    per_row, metrics = losses.pair_losses(policy, batch, ref_logps, config)
+    return per_row, {**metrics, "size": torch.ones_like(per_row)}
 
 
-def means_of(totals):
+def means_of(averages):
     """Means over rows, the loss as it is divided: over pairs or tokens."""
-    means = totals.means()
+    means = averages.reduce()
     return means | {"loss": means["loss"] / means.pop("size")}
 
 
-def train_step(policy, step, rows, data, reference, config, world):
-    """Forward and backward of one global batch -> its exact means, gradient ready for the step."""
-    train, totals, found = data["train"], Totals(world), []
-    scorer, count = policy.scorer, size([data["train"][row] for row in rows], config)
-    parts = scorer.share(rows, train, world, config.micro_batch_size)
-    for turn, part in enumerate(parts):
-        torch.manual_seed(sampler.seed_of(config.seed, step, turn, world.rank))  # for dropout
-        policy.sync_gradients(part is parts[-1])
-        batch = scorer.collate([train[row] for row in part.index], world.device)
-        known = reference["train"][part.index] if reference else None
+def train_step(policy, step, rows, data, ref_logps, config, world):
+    """Forward and backward of one global batch; return its exact means. The gradient is ready."""
+    train = data["train"]
+    averages = Averages(world)
+    scorer = policy.scorer
+    count = size([train[row] for row in rows], config)
+    micro_batches = scorer.share(rows, train, world, config.micro_batch_size)
+    for micro_step, micro_batch in enumerate(micro_batches):
+        torch.manual_seed(sampler.seed_of(config.seed, step, micro_step, world.rank))  # for dropout
+        policy.sync_gradients(micro_batch is micro_batches[-1])
+        batch = scorer.collate([train[row] for row in micro_batch.index], world.device)
+        known = ref_logps["train"][micro_batch.index] if ref_logps else None
         per_row, metrics = row_losses(policy, batch, known, config)
-        weight = torch.tensor(part.weight, device=world.device)
+        weight = torch.tensor(micro_batch.weight, device=world.device)
         # gradients are averaged over ranks: times world_size / global count is the global mean
         loss = (per_row * weight).sum() * (world.world_size / count)
         policy.backward(loss)
-        totals.add(metrics, weight)
-        sides = [metrics["logps/chosen"], metrics["logps/rejected"]] if reference else []
-        found.append(torch.stack([per_row, *sides], -1).detach())  # [B, 1 or 3]
+        averages.add(metrics, weight)
     norm = policy.clip_grad_norm(config.max_grad_norm)
-    means = {**means_of(totals), "grad_norm": norm.item()}
-    wheres = [train[row].where for row in rows]
+    return means_of(averages) | {"grad_norm": norm.item()}
 
-    def scores():
-        return distributed.by_row(len(train), parts, found, world)[rows]  # [global batch, 1 or 3]
 
-    checks.check_step(policy, step, means, lambda: scores()[:, 0], wheres, config.fine_tuning)
-    if step == 0 and reference and not no_closed_form(config):
-        tokens = [max(len(train[row].chosen), len(train[row].rejected)) for row in rows]
-        sides = scores()[:, 1:], reference["train"][rows], torch.tensor(tokens), wheres
-        checks.check_first_step(policy, *sides, means, losses.at_reference(config))
-    return means
+def check_step(policy, step, means, rows, data, ref_logps, config, world):
+    """Stop before an update that a NaN or a wrong start would spoil."""
+    batch_rows = [data["train"][row] for row in rows]
+    locations = [row.where for row in batch_rows]
+
+    def score():  # [global batch, sides]
+        return logps.score(policy.scorer, batch_rows, world, config.micro_batch_size)
+
+    checks.check_step(policy, step, means, locations, score, config.fine_tuning)
+    if step == 0 and ref_logps and not no_closed_form(config):
+        tokens = [max(len(pair.chosen), len(pair.rejected)) for pair in batch_rows]
+        known = ref_logps["train"][rows]
+        expected = losses.at_reference(config)
+        checks.check_first_step(policy, means, score(), known, tokens, locations, expected)
 
 
 def no_closed_form(config):
@@ -151,39 +148,34 @@ def no_closed_form(config):
 
 
 @torch.no_grad()
-def evaluate(policy, rows, reference, config, run):
-    """Exact means over all rows: each counted once, whatever the number of ranks."""
-    totals, scorer, world = Totals(run.world), policy.scorer, run.world
+def evaluate(policy, rows, ref_logps, config, run):
+    """Return exact means over all rows: each counted once, whatever the number of ranks."""
+    world = run.world
+    averages = Averages(world)
+    scorer = policy.scorer
     with logps.dropout_off(scorer):
         for part in scorer.share(range(len(rows)), rows, world, config.micro_batch_size):
-            run.poll()
+            run.stop_if_requested()
             batch = scorer.collate([rows[row] for row in part.index], world.device)
-            known = reference["val"][part.index] if reference else None
+            known = ref_logps["val"][part.index] if ref_logps else None
             _, metrics = row_losses(scorer, batch, known, config)
-            totals.add(metrics, torch.tensor(part.weight, device=world.device))
-    return means_of(totals)
-
-
-def validate(step, plan, policy, data, reference, config, run):
-    """The validation that is due after `step` steps, unless the run has done it already."""
-    new = run.validated < step or plan.steps == 0
-    if data["val"] and plan.due(config.eval_every, step) and new:
-        run.results["val"] = evaluate(policy, data["val"], reference, config, run)
-        run.log(step, run.results["val"], "val")
+            averages.add(metrics, torch.tensor(part.weight, device=world.device))
+    return means_of(averages)
 
 
 # --- main ----------------------------------------------------------------------------------------
 
 
 def choose_numbers(config, outline, world):
-    """What hangs on model and device: learning rate, precision, DeepSpeed's "auto"."""
+    """Settle what hangs on model and device, DeepSpeed's "auto" too; return the Precision."""
     if config.learning_rate is None:
         small = sum(p.numel() for p in outline.parameters()) < 10e6
         config.learning_rate = 1e-3 if small else RATES[config.objective, config.fine_tuning]
+    kinds = (config.fine_tuning, config.base_dtype, config.mixed_precision)
+    precision = optim.Precision.choose(world.device, *kinds)
     if config.mixed_precision == "auto":
-        chosen = optim.precision(config, world.device)[1]
         names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-        config.mixed_precision = names.get(chosen, "no")
+        config.mixed_precision = names.get(precision.autocast, "no")
     if config.mixed_precision == "fp16" and world.device.type == "cpu":
         raise UserError("--mixed_precision fp16: a CPU is slow at it; give bf16, or no")
     if config.use_deepspeed:
@@ -195,6 +187,7 @@ def choose_numbers(config, outline, world):
         from ddp_utils.sharding import fsdp
 
         fsdp.layers_of(outline, config.sharding)
+    return precision
 
 
 def strategy_of(config):
@@ -206,25 +199,32 @@ def strategy_of(config):
     return optim.Strategy(kind, options, config.grad_reduce_dtype, config.bucket_mb)
 
 
-def load(config, data, world, run):
-    """The policy, tried out, and for DPO its log-probs of all pairs before step 0."""
+def load(config, data, precision, run):
+    """The policy, tried out, and for DPO the reference's log-probs: the policy before step 0."""
+    world = run.world
     torch.manual_seed(config.seed)  # the same fresh LoRA on every rank
-    model, autocast = models.load_policy(config, world.device)
-    if config.lean:
+    is_sharded = config.strategy != "ddp"
+    model = models.load_policy(
+        config, world.device, precision, is_sharded, in_4_bits=config.type == "qlora"
+    )
+    if config.lean and config.fine_tuning == "lora":
+        from ddp_utils.fast import memory_efficient
+
         memory_efficient.apply(model)
-    policy = optim.wrap(logps.Scorer(model, autocast), world, strategy_of(config))
+    policy = optim.wrap(logps.Scorer(model, precision.autocast), world, strategy_of(config))
     scorer = policy.scorer
     with policy.gathered():
         for line in self_test.self_test(scorer, as_pairs(data["train"]), config.layout, world):
             run.say(line)
     if config.objective == "sft":
         return policy, None
-    names = config.model_name, config.init_adapter
 
     def score(pairs):
-        return logps.score(scorer, pairs, world, config.micro_batch_size, run.poll)
+        return logps.score(scorer, pairs, world, config.micro_batch_size, run.stop_if_requested)
 
-    return policy, reference_.log_probs(scorer, data, names, score, run)
+    names = (config.model_name, config.init_adapter)
+    facts = logps.fingerprint(scorer, data, names, world.device)
+    return policy, run.reference_logps(facts, data, score)
 
 
 def main(argv=None) -> int:
@@ -236,7 +236,7 @@ def main(argv=None) -> int:
 
 def fine_tune(config, world) -> int:
     # setup
-    lora.carry_on(config)
+    models.inherit_adapter_config(config)
     world = distributed.choose_device(world, config.backend)
     if not config.check:
         world = distributed.meet(world, config.backend)
@@ -245,77 +245,96 @@ def fine_tune(config, world) -> int:
     tokenizer = load_tokenizer(config.model_name)
     shape = config.max_length, config.truncation, config.chat_template_kwargs
     encoder = Encoder(tokenizer, config.chat_template, *shape)
-    data, reports = read_data(config, encoder, world)
+    data, report = read_data(config, encoder, world)
+    lines = [preference_data.describe(split, part) for split, part in report.items()]
+    if config.num_workers:
+        lines.append("num_workers: not needed: rows are tokenised once, there is no loader")
+
+    # what the run will do, before a weight is read
     outline = models.outline(config)
     models.check_fit(outline, data)
     plan = sampler.Plan.of(config, len(data["train"]), world.world_size)
-    inputs = reference_.inputs(config, data, outline) | {"global_batch": str(plan.global_batch)}
+    folders = {"model_name": config.model_name, "init_adapter": config.init_adapter}
+    inputs = models.input_digests(data, folders, outline.config)
+    inputs["global_batch"] = str(plan.global_batch)
     if config.sharding:  # as the JSON has it, before its "auto" is filled in
         digest = files.digest_of_files([], config.sharding)
         inputs[f"content of {config.strategy}_config"] = digest
-    choose_numbers(config, outline, world)
-    needed = optim.bytes_to_write(outline, config)
-    described = [pairs_.describe(split, report) for split, report in reports.items()]
-    if config.num_workers:
-        described.append("num_workers: not needed: rows are tokenised once, there is no loader")
+    precision = choose_numbers(config, outline, world)
+    strategy = strategy_of(config)
+    spec = RunSpec(
+        folder=Path(config.output_dir),
+        flag="--output_dir",
+        steps=plan.steps,
+        inputs=inputs,
+        bytes_needed=optim.bytes_to_write(
+            outline,
+            config.keep_checkpoints + 1 + config.save_best,
+            config.lora_r if config.fine_tuning == "lora" else None,
+        ),
+        report=report,
+        lines=lines,
+        save_best=config.save_best,
+        tensorboard=config.report_to == "tensorboard",
+        shares=strategy.shares(config.fine_tuning, world.world_size),
+    )
     if config.check:
-        would = Run.would(config.output_dir, config, plan.steps, inputs, needed)
-        if world.is_main:
-            print(*described, *would, sep="\n")
-        return 0
+        return run_.check(spec, config, world)
 
     world = distributed.join(world, config.timeout_minutes)
-    optim.check_same_precision(config, world)
+    optim.check_same_precision(precision, world)
     if config.use_fsdp:
         from ddp_utils.sharding import fsdp
 
         fsdp.check_nodes(config.sharding, world)
-    environment.prepare(config)
 
-    strategy = strategy_of(config)
-    shares = strategy.shares(config.fine_tuning, world.world_size)
-    with Run(config.output_dir, config, world, plan.steps, inputs, needed, shares) as run:
-        run.say(
+    with Run(spec, config, world) as run:
+        run.describe(
             f"world_size={world.world_size} device={world.device} {strategy.name} "
             f"precision={config.mixed_precision} global_batch={plan.global_batch} = "
             f"{world.world_size} ranks x {config.gradient_accumulation_steps} accumulation x "
             f"{config.micro_batch_size} learning_rate={config.learning_rate:.3g} steps={plan.steps}"
         )
-        run.write_json("data_report.json", environment.redacted(reports))
-        for line in described:
-            run.say(line)
-        if config.use_fsdp and (line := fsdp.layers_of(outline, config.sharding)[1]):
-            run.say(line)
+        if config.use_fsdp:
+            remark = fsdp.layers_of(outline, config.sharding)[1]
+            if remark:
+                run.say(remark)
 
         # model
-        policy, reference = load(config, data, world, run)
+        policy, ref_logps = load(config, data, precision, run)
         optimizer, schedule = optim.make_optimizer(policy, config, config.learning_rate, plan.steps)
         displacement = losses.Displacement(config)
         meter = Meter(policy.scorer, world)
         done = run.restore(policy, optimizer, schedule)
-        validate(done, plan, policy, data, reference, config, run)
 
-        # loop: one turn is one optimiser step
+        def validate(step):
+            is_due = bool(data["val"]) and plan.due(config.eval_every, step)
+            run.validate(
+                step, is_due, lambda: evaluate(policy, data["val"], ref_logps, config, run)
+            )
+
+        # loop: one turn is one optimizer step
+        validate(done)
         for step in range(done, plan.steps):
-            start, rows = time.perf_counter(), plan.batch(step)
-            values = train_step(policy, step, rows, data, reference, config, world)
+            start = time.perf_counter()
+            rows = plan.batch(step)
+            values = train_step(policy, step, rows, data, ref_logps, config, world)
+            check_step(policy, step, values, rows, data, ref_logps, config, world)
             values["learning_rate"] = optimizer.param_groups[0]["lr"]
             policy.step(optimizer, schedule)
             values["epoch"] = plan.epoch(step + 1)
             seconds = time.perf_counter() - start
             values |= meter.read([data["train"][row] for row in rows], seconds)
             run.log(step + 1, values, echo=(step + 1) % config.log_every == 0)
-            if reference and (line := displacement.seen(values["rewards/chosen"])):
-                run.say(line)
-            validate(step + 1, plan, policy, data, reference, config, run)
-            run.end_step(due=plan.due(config.save_every, step + 1))
+            warning = displacement.seen(values["rewards/chosen"]) if ref_logps else None
+            if warning:
+                run.say(warning)
+            validate(step + 1)
+            run.save_if_due(plan.due(config.save_every, step + 1))
 
         # results
-        run.back_to_best()
-        model, weights = policy.scorer.model, policy.full_weights()
-        distributed.on_main(
-            world, lambda: models.save(model, tokenizer, run.folder / "model", weights)
-        )
+        run.restore_best()
+        models.save_policy(policy, tokenizer, run.folder / "model", world)
     return 0
 
 

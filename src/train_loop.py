@@ -17,6 +17,7 @@ import dataclasses
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -28,8 +29,6 @@ from ddp_utils import (
     distributed,
     jsonl,
     logps,
-    lora,
-    metrics,
     models,
     optim,
     sampler,
@@ -37,9 +36,10 @@ from ddp_utils import (
 )
 from ddp_utils.encoder import Encoder, load_tokenizer
 from ddp_utils.fast import memory_efficient
-from ddp_utils.metrics import Totals
-from ddp_utils.runs import checks, environment, preemption, reference
-from ddp_utils.runs.run import Run
+from ddp_utils.metrics import Averages, peak_memory_mb
+from ddp_utils.runs import checks, preemption
+from ddp_utils.runs import run as run_
+from ddp_utils.runs.run import Run, RunSpec
 from prompt_baking import distillation
 from prompt_baking import trajectories as trajectories_
 
@@ -124,7 +124,7 @@ def read_settings(argv, world):
     if os.environ.get("FLAGS_ONLY"):  # run_distributed.sh asks before there is any data
         raise Stop("", 0)
     with cli.naming({"init_adapter": "--resume_from"}):
-        lora.carry_on(config)
+        models.inherit_adapter_config(config)
     [first] = jsonl.read(config.data_path, 1)
     config.model_name = config.model_name or jsonl.text(first, "model")
     if not config.chat_template_kwargs and first.data.get("chat_template_kwargs"):
@@ -159,67 +159,69 @@ def share(rows, trajectories, size, world):
 
 
 def train_step(policy, step, rows, trajectories, teacher, config, world):
-    """Forward and backward of one global batch -> its exact means, gradient ready for the step."""
-    totals, found, base = Totals(world), [], []
-    fresh = step == 0 and not config.resume_from
-    parts = share(rows, trajectories, config.batch_size, world)
+    """Forward and backward of one global batch; return its exact means. The gradient is ready."""
+    averages = Averages(world)
+    micro_batches = share(rows, trajectories, config.batch_size, world)
     tokens = sum(len(trajectories[row].reply) for row in rows)  # of the global batch
-    for turn, part in enumerate(parts):
-        torch.manual_seed(sampler.seed_of(config.seed, step, turn, world.rank))  # for dropout
-        policy.sync_gradients(part is parts[-1])
-        batch = teacher("train", part.index, teach=config.objective == "kl")
+    for micro_step, micro_batch in enumerate(micro_batches):
+        torch.manual_seed(sampler.seed_of(config.seed, step, micro_step, world.rank))  # for dropout
+        policy.sync_gradients(micro_batch is micro_batches[-1])
+        batch = teacher("train", micro_batch.index, teach=config.objective == "kl")
         (costs,) = policy(batch)  # [B]
-        if fresh:
-            base.append(policy.scorer.base_costs(batch)[:, None])
-        weight = torch.tensor(part.weight, device=world.device)
+        weight = torch.tensor(micro_batch.weight, device=world.device)
         # DDP averages over ranks: times world_size / tokens is the mean of the global batch
         loss = (costs * weight).sum() * (world.world_size / tokens)
         policy.backward(loss)
-        totals.add({"cost": costs, "tokens": batch.tokens}, weight)
-        found.append(costs.detach()[:, None])
+        averages.add({"cost": costs, "tokens": batch.tokens}, weight)
     norm = policy.clip_grad_norm(config.max_grad_norm)
-    means = totals.means()
-    means |= {"loss": means.pop("cost") / means.pop("tokens"), "grad_norm": norm.item()}
-    wheres = [trajectories[row].where for row in rows]
+    means = averages.reduce()
+    means["loss"] = means.pop("cost") / means.pop("tokens")
+    return means | {"grad_norm": norm.item(), "tokens": tokens}
 
-    def per_row(values):
-        return distributed.by_row(len(trajectories), parts, values, world)[
-            rows, 0
-        ]  # [global batch]
 
-    checks.check_step(policy, step, means, lambda: per_row(found), wheres, config.fine_tuning)
-    if fresh:
-        batch_rows = [trajectories[row] for row in rows]
-        distillation.check_first_step(per_row(found), per_row(base), batch_rows, policy.precision)
-    return means | {"tokens": tokens}
+def check_step(policy, step, means, rows, trajectories, teacher, config, world):
+    """Stop before an update that a NaN or a wrong start would spoil."""
+    batch_rows = [trajectories[row] for row in rows]
+    locations = [row.where for row in batch_rows]
+
+    @torch.no_grad()
+    def score(cost):  # [global batch, 1]
+        parts = share(rows, trajectories, config.batch_size, world)
+        costs = []
+        with logps.dropout_off(policy.scorer):
+            for part in parts:
+                batch = teacher("train", part.index, teach=config.objective == "kl")
+                costs.append(cost(batch)[:, None])
+        return distributed.gather_by_index(len(trajectories), parts, costs, world)[rows]
+
+    def now():
+        return score(lambda batch: policy.scorer(batch)[0])
+
+    checks.check_step(policy, step, means, locations, now, config.fine_tuning)
+    if step == 0 and not config.resume_from:
+        base = score(policy.scorer.base_costs)
+        distillation.check_first_step(now()[:, 0], base[:, 0], batch_rows, policy.precision)
 
 
 @torch.no_grad()
 def evaluate(student, trajectories, teacher, config, run, baked=True):
     """KL(teacher || student) per token over all validation rows; not `baked`: of the base model."""
-    totals, objective = Totals(run.world), student.objective
+    averages, objective = Averages(run.world), student.objective
     student.objective = "kl"
     adapters = contextlib.nullcontext() if baked else student.model.disable_adapter()
     with logps.dropout_off(student), adapters:
         for part in share(range(len(trajectories)), trajectories, config.batch_size, run.world):
-            run.poll()
+            run.stop_if_requested()
             batch = teacher("val", part.index)
             weight = torch.tensor(part.weight, device=run.world.device)
-            totals.add({"kl": student(batch)[0], "tokens": batch.tokens}, weight)
+            averages.add({"kl": student(batch)[0], "tokens": batch.tokens}, weight)
     student.objective = objective
-    means = totals.means()
-    return {"count": means["count"], "kl": means["kl"] / means["tokens"]}
-
-
-def validate(step, plan, policy, data, teacher, config, run):
-    """The validation that is due after `step` steps, unless the run has done it already."""
-    if not plan.due(config.eval_every, step) or run.validated >= step > 0 or step == 0 < plan.steps:
-        return
-    values = evaluate(policy.scorer, data["val"], teacher, config, run)
-    base = run.results["base"]["kl"]
-    values |= {"kl_base": base, "share_baked": 1 - values["kl"] / max(base, 1e-12)}
-    run.results["val"] = values
-    run.log(step, values, "val")
+    means = averages.reduce()
+    values = {"count": means["count"], "kl": means["kl"] / means["tokens"]}
+    if baked:
+        base = run.results["base"]["kl"]
+        values |= {"kl_base": base, "share_baked": 1 - values["kl"] / max(base, 1e-12)}
+    return values
 
 
 # --- replies -------------------------------------------------------------------------------------
@@ -230,7 +232,9 @@ def answer(student, questions, encoder, x0, config, run, who):
     adapters = contextlib.nullcontext() if who == "baked" else student.model.disable_adapter()
     ids = [trajectories_.prompts(encoder, x0, text)[who == "prompted"] for text in questions]
     with adapters:
-        found = sampling.generate(student, ids, encoder.ends, run.world, config, poll=run.poll)
+        found = sampling.generate(
+            student, ids, encoder.ends, run.world, config, poll=run.stop_if_requested
+        )
     return encoder.tokenizer.batch_decode(found, skip_special_tokens=True)
 
 
@@ -285,14 +289,9 @@ def main(argv=None) -> int:
         small = sum(p.numel() for p in outline.parameters()) < 10e6
         config.learning_rate = 3e-3 if small else 1e-4
     plan = sampler.Plan.of(config, len(data["train"]), world.world_size)
-    inputs = {}
-    for split, rows in rows_read.items():
-        inputs[f"content of {split}"] = reference.digest_of_rows(rows)
+    folders = {"model_name": config.model_name, "resume_from": config.resume_from}
+    inputs = models.input_digests(rows_read, folders, outline.config)
     inputs["global_batch"] = str(plan.global_batch)
-    for name in ("model_name", "resume_from"):
-        if value := getattr(config, name):
-            inputs[f"content of {name}"] = models.digest_of_model(value, outline.config)
-    needed = optim.bytes_to_write(outline, config)
     # a judge is executed: the demo's is the project's own, whatever the current folder holds
     root = jsonl.ROOT if config.judge == DEMO_JUDGE else None
     judge = sampling.load_judge(config.judge, root) if config.judge else None
@@ -305,32 +304,39 @@ def main(argv=None) -> int:
         f"{len(report['dropped'])} dropped"
         for split, report in reports.items()
     ]
+    spec = RunSpec(
+        folder=Path(config.out_dir),
+        flag="--out_dir",
+        steps=plan.steps,
+        inputs=inputs,
+        bytes_needed=optim.bytes_to_write(
+            outline, config.keep_checkpoints + 1 + config.save_best, config.lora_r
+        ),
+        report=reports,
+        lines=described,
+        save_best=config.save_best,
+    )
     if config.check:
         distributed.choose_device(world, config.backend)
-        would = Run.would(config.out_dir, config, plan.steps, inputs, needed)
-        if world.is_main:
-            print(*described, *would, sep="\n")
-        return 0
+        return run_.check(spec, config, world)
 
     world = distributed.join(world, config.timeout_minutes)
-    optim.check_same_precision(config, world)
-    environment.prepare(config)
+    mixed = "auto" if config.use_mixed_precision else "no"
+    precision = optim.Precision.choose(world.device, "lora", config.base_dtype, mixed)
+    optim.check_same_precision(precision, world)
 
-    with Run(config.out_dir, config, world, plan.steps, inputs, needed) as run:
-        run.say(
+    with Run(spec, config, world) as run:
+        run.describe(
             f"world_size={world.world_size} device={world.device} "
             f"global_batch={plan.global_batch} = {world.world_size} ranks x "
             f"{config.gradient_accumulation_steps} accumulation x {config.batch_size} "
             f"learning_rate={config.learning_rate:.3g} steps={plan.steps}"
         )
-        run.write_json("data_report.json", environment.redacted(reports))
-        for line in described:
-            run.say(line)
 
         # model
         torch.manual_seed(config.seed)  # the same fresh LoRA on every rank
-        model, autocast = models.load_policy(config, world.device)
-        student = distillation.Student(model, autocast).to(world.device)
+        model = models.load_policy(config, world.device, precision)
+        student = distillation.Student(model, precision.autocast).to(world.device)
         student.objective = config.objective
         if config.lean:
             memory_efficient.apply(model)
@@ -345,25 +351,31 @@ def main(argv=None) -> int:
         optimizer, schedule = optim.make_optimizer(policy, config, rate, plan.steps)
         done = run.restore(policy, optimizer, schedule)
         run.results["base"] = base
-        validate(done, plan, policy, data, teacher, config, run)
 
-        # loop: one turn is one optimiser step
+        def validate(step):
+            is_due = plan.due(config.eval_every, step)
+            run.validate(step, is_due, lambda: evaluate(student, data["val"], teacher, config, run))
+
+        # loop: one turn is one optimizer step
+        validate(done)
         for step in range(done, plan.steps):
-            start, rows = time.perf_counter(), plan.batch(step)
+            start = time.perf_counter()
+            rows = plan.batch(step)
             values = train_step(policy, step, rows, data["train"], teacher, config, world)
+            check_step(policy, step, values, rows, data["train"], teacher, config, world)
             values["learning_rate"] = optimizer.param_groups[0]["lr"]
             policy.step(optimizer, schedule)
             seconds = time.perf_counter() - start
             values |= {"epoch": plan.epoch(step + 1), "seconds": seconds}
             values["tokens_per_second"] = values.pop("tokens") / seconds
-            values["peak_memory_mb"] = metrics.peak_memory_mb(world.device)
+            values["peak_memory_mb"] = peak_memory_mb(world.device)
             run.log(step + 1, values, echo=(step + 1) % config.log_every == 0)
-            validate(step + 1, plan, policy, data, teacher, config, run)
-            run.end_step(due=plan.due(config.save_every, step + 1))
+            validate(step + 1)
+            run.save_if_due(plan.due(config.save_every, step + 1))
 
         # results
-        run.back_to_best()
-        distributed.on_main(world, lambda: models.save(model, tokenizer, run.folder / "model"))
+        run.restore_best()
+        models.save_policy(policy, tokenizer, run.folder / "model", world)
         if questions:
             given = student, questions, encoder, x0, config, run
             replies = {who: answer(*given, who) for who in ("base", "prompted", "baked")}

@@ -39,9 +39,10 @@ from ddp_utils import (
     optim,
     sampler,
 )
-from ddp_utils.metrics import Totals
-from ddp_utils.runs import checks, environment, preemption
-from ddp_utils.runs.run import Run
+from ddp_utils.metrics import Averages
+from ddp_utils.runs import checks, preemption
+from ddp_utils.runs import run as run_
+from ddp_utils.runs.run import Run, RunSpec
 
 POLLED = 10  # steps between looks whether one was asked to stop, each of which waits for the GPU
 
@@ -81,7 +82,7 @@ def train_step(policy, step, data, config, world, measured):
     size, turns = config.train_batch_size, config.gradient_accumulation_steps
     count = size * turns * world.world_size
     history, start = data.draw(config.seed, step, count)
-    totals = Totals(world)
+    averages = Averages(world)
     for turn in range(turns):
         if config.tf_dropout or config.tf_attn_dropout:
             torch.manual_seed(sampler.seed_of(config.seed, step, turn, world.rank))
@@ -92,11 +93,11 @@ def train_step(policy, step, data, config, world, measured):
         # DDP averages over ranks: times world_size / count is the mean of the global batch
         policy.backward(losses.sum() * (world.world_size / count))
         if measured:
-            totals.add({"loss": losses, "accuracy": right}, torch.ones_like(losses))
+            averages.add({"loss": losses, "accuracy": right}, torch.ones_like(losses))
     norm = policy.clip_grad_norm(config.max_grad_norm)
     if not measured:
         return {}
-    values = totals.means() | {"grad_norm": norm.item()}
+    values = averages.reduce() | {"grad_norm": norm.item()}
     if step == 0:
         check_first_step(policy, values["loss"])
     if not math.isfinite(values["loss"]):
@@ -170,7 +171,8 @@ def main(argv=None) -> int:
     config, lines = read(sys.argv[1:] if argv is None else argv, world.is_main)
     choose = distributed.choose_device if config.check else distributed.meet
     world = choose(world, config.backend)
-    _, autocast = optim.precision(config, world.device)
+    precision = optim.Precision.choose(world.device, mixed=config.mixed_precision)
+    autocast = precision.autocast
     if autocast == torch.float16 and world.device.type == "cpu":
         raise UserError("--mixed_precision: fp16 does not train on a CPU; give no, or bf16")
     path = jsonl.resolve(config.traj_file)
@@ -178,20 +180,25 @@ def main(argv=None) -> int:
         read_histories(config, path)  # else they are collected when all have met
     torch.manual_seed(config.seed)  # the same start on every rank
     model = Model(Shape.of(config))
-    needed = optim.bytes_to_write(model, config)
+    needed = optim.bytes_to_write(model, config.keep_checkpoints + 1)
     counts = config.train_batch_size, config.gradient_accumulation_steps, world.world_size
     global_batch = math.prod(counts)
     inputs = {"global_batch": str(global_batch)}
+    histories = f"histories: {path}{'' if path.exists() else ', to be collected'}"
+    spec = RunSpec(
+        folder=Path(config.output_dir),
+        flag="--output_dir",
+        steps=config.train_timesteps,
+        inputs=inputs,
+        bytes_needed=needed,
+        lines=[*lines, histories],
+        tensorboard=config.report_to == "tensorboard",
+    )
     if config.check:
-        would = Run.would(config.output_dir, config, config.train_timesteps, inputs, needed)
-        where = f"histories: {path}{'' if path.exists() else ', to be collected'}"
-        if world.is_main:
-            print(*lines, where, *would, sep="\n")
-        return 0
+        return run_.check(spec, config, world)
 
     world = distributed.join(world, config.timeout_minutes)
-    optim.check_same_precision(config, world)
-    environment.prepare(config)
+    optim.check_same_precision(precision, world)
     returns = distributed.on_main(world, lambda: [] if path.exists() else [*collect(config, path)])
     arrays = distributed.on_each(world, lambda: read_histories(config, path))
     goals = config.room.split(config.env_split_seed, config.train_env_ratio)
@@ -203,7 +210,7 @@ def main(argv=None) -> int:
     inputs["content of traj_file"] = files.digest_of_files([path])
     steps = config.train_timesteps
 
-    with Run(config.output_dir, config, world, steps, inputs, needed) as run:
+    with Run(spec, config, world) as run:
         run.say("\n".join([*lines, banner(config, world, autocast)]))
         if returns:
             run.say(f"collected {path}: return {returns[0]:.2f}, at the end {returns[-1]:.2f}")
@@ -242,7 +249,7 @@ def main(argv=None) -> int:
             due = now == steps or (config.ckpt_interval and now % config.ckpt_interval == 0)
             if due or now % POLLED == 0:
                 run.step = now
-                run.end_step(due=bool(due))
+                run.save_if_due(bool(due))
             then += time.perf_counter() - paused  # neither counts as a step's time
 
         # result

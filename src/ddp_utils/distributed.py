@@ -9,7 +9,6 @@ import shutil
 import socket
 import sys
 import time
-import uuid
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -168,9 +167,9 @@ def meet(world, backend="auto") -> World:
             options["master_listen_fd"] = _listen(world, address, port)
         wait_for_listener(address, port, deadline)
         store = dist.TCPStore(address, port, world.world_size, **options)
-        if agents:
-            left = deadline - time.monotonic()
-            store = dist.PrefixStore(_name_of_meeting(store, world, left), store)
+        if agents:  # torchrun keeps its store through restarts
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = dist.PrefixStore(f"attempt_{attempt}", store)
     except (dist.DistError, RuntimeError, OSError) as error:
         raise UserError(why_not_met(error, who(world), address, port)) from error
     return world._replace(store=store)
@@ -197,34 +196,6 @@ def wait_for_listener(address, port, deadline):
         time.sleep(0.2)
 
 
-def _name_of_meeting(store, world, seconds) -> str:
-    """A name that no earlier meeting in this store had, the same on all ranks.
-
-    torchrun keeps its store through restarts, and a new group must not read the addresses of the
-    one that died (gloo would connect to them). Restarts are counted by each node for itself, so
-    rank 0 chooses the name and answers every other rank's own random word with it.
-    """
-    word, deadline = uuid.uuid4().hex, time.monotonic() + seconds
-    store.set(f"hello/{world.rank}", word)
-    missing = set(range(1, world.world_size)) if world.is_main else {world.rank}
-    name = word
-    while missing:
-        for rank in sorted(missing):
-            if world.is_main and store.check([f"{word}/{rank}"]):
-                missing.remove(rank)
-            elif world.is_main and store.check([f"hello/{rank}"]):  # perhaps of a dead one
-                store.set(f"answer/{rank}", store.get(f"hello/{rank}").decode() + " " + word)
-            elif not world.is_main and store.check([f"answer/{rank}"]):
-                said, _, name = store.get(f"answer/{rank}").decode().rpartition(" ")
-                if said == word:
-                    store.set(f"{name}/{rank}", "")
-                    missing.remove(rank)
-        if missing and time.monotonic() > deadline:
-            raise RuntimeError(f"rank {min(missing) if world.is_main else 0} did not answer")
-        time.sleep(0.01)
-    return name
-
-
 def join(world, timeout_minutes=30) -> World:
     """Enter the process group of those who met; nothing to do for one process."""
     if world.world_size == 1 or dist.is_initialized():
@@ -234,31 +205,17 @@ def join(world, timeout_minutes=30) -> World:
     timeout = timedelta(minutes=timeout_minutes)
     world.store.set_timeout(timeout)
     try:
-        with _debug_level_for(world.backend):
-            dist.init_process_group(
-                world.backend,
-                store=world.store,
-                rank=world.rank,
-                world_size=world.world_size,
-                timeout=timeout,
-                device_id=None if world.device.type == "cpu" else world.device,
-            )
+        dist.init_process_group(
+            world.backend,
+            store=world.store,
+            rank=world.rank,
+            world_size=world.world_size,
+            timeout=timeout,
+            device_id=None if world.device.type == "cpu" else world.device,
+        )
     except (dist.DistError, RuntimeError) as error:
         raise UserError(why_not_met(error, who(world), *meeting_point(world))) from error
     return world
-
-
-@contextlib.contextmanager
-def _debug_level_for(backend):
-    """TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper around gloo on which DDP dies (torch 2.13,
-    SIGSEGV in its logger): the group is made one level lower, DDP's own checks stay at DETAIL."""
-    level = dist.get_debug_level()
-    if backend == "gloo" and level == dist.DebugLevel.DETAIL:
-        dist.set_debug_level(dist.DebugLevel.INFO)
-    try:
-        yield
-    finally:
-        dist.set_debug_level(level)
 
 
 def meeting_point(world, env=os.environ):
@@ -310,20 +267,20 @@ def is_first():
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def by_row(count, parts, values, world):
+def gather_by_index(count, parts, values, world):
     """A table [count, K] of what each rank found for its rows, the same on all ranks.
 
     parts: this rank's micro-batches; values: [B, K] for each of them. Every row is written by
     one rank, so that the sum over ranks is exact; rows of no part, and fillers, stay 0.
     """
     table = torch.zeros(count, values[0].shape[-1], device=world.device)
-    for part, found in zip(parts, values, strict=True):
+    for part, scores in zip(parts, values, strict=True):
         if any(part.weight):
-            table[part.index] = found.float()
+            table[part.index] = scores.float()
     return all_sum(table, world)
 
 
-def by_rank(digest, world) -> list:
+def gather_by_rank(digest, world) -> list:
     """The sha256, in hexadecimal digits, that each rank has."""
     table = torch.zeros(world.world_size, 32, device=world.device)
     table[world.rank] = torch.tensor([*bytes.fromhex(digest)], dtype=torch.float32)
@@ -347,9 +304,9 @@ def write_error(error):
     place, free = f"{error.filename}: " if error.filename else "", ""
     with contextlib.suppress(OSError, TypeError):
         free = f" ({shutil.disk_usage(Path(error.filename).parent).free >> 20} MiB free)"
-    told = WriteError(f"{place}{error.strerror}{free}; make room, the same command goes on")
-    told.__cause__ = error
-    return told
+    problem = WriteError(f"{place}{error.strerror}{free}; make room, the same command goes on")
+    problem.__cause__ = error
+    return problem
 
 
 def leave():

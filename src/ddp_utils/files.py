@@ -1,5 +1,6 @@
 """Files that are written whole or not at all, and digests of their content."""
 
+import array
 import contextlib
 import hashlib
 import os
@@ -111,3 +112,12 @@ def check_place(flag, folder, needed=0):
             f"{flag}: {free >> 20} MiB are free at {place}, checkpoints and model need "
             f"{needed >> 20}; a smaller --keep_checkpoints, or another folder"
         )
+
+
+def digest_of_rows(pairs) -> str:
+    """By the tokens of all pairs."""
+    digest = hashlib.sha256()
+    for pair in pairs:
+        ids = *pair[0], -1, *pair[1], -1, *pair[2], -2
+        digest.update(array.array("q", ids))
+    return digest.hexdigest()[:16]

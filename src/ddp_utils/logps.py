@@ -1,11 +1,12 @@
 """Pairs -> summed log-probs, exactly, and every token paid for once.
 
 B pairs, R rows, T tokens, N scored tokens, D width, V words. A pair is one stretch of a packed
-row (layout "shared", see packing.py), or two rows that repeat the prompt ("separate", for models
-whose attention cannot be steered). A response's last token is only a target: it is not fed.
+row (layout "shared", see fast/shared_prefix.py), or two rows that repeat the prompt ("separate",
+for models whose attention cannot be steered). A response's last token is only a target: not fed.
 """
 
 import contextlib
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -13,9 +14,8 @@ import transformers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ddp_utils import distributed, sampler
+from ddp_utils import distributed, files, models, sampler
 from ddp_utils.encoder import Pair
-from ddp_utils.fast import shared_prefix
 
 CHUNK = {"cpu": 256}  # tokens whose logits are held at once: with fewer, products get slow;
 WIDE_CHUNK = 1024  # a GPU wants more, and has the memory
@@ -47,12 +47,14 @@ def collate(pairs, device="cpu", shared=False) -> Batch:
         return tensor.to(device, non_blocking=True)
 
     if shared:
-        ids, where, positions, spans = _packed(pairs)
-        packed = shared_prefix.Packing(spans, device)
-        layout = {"position_ids": put([positions]), "packing": packed}
+        from ddp_utils.fast import shared_prefix
+
+        ids, where, positions, packing = shared_prefix.pack(pairs, device)
+        layout = {"position_ids": put([positions]), "packing": packing}
     else:
-        ids, where, layout = *_padded(pairs), {}
-    responses = _by_side([pair.targets for pair in pairs])
+        ids, where = _padded(pairs)
+        layout = {}
+    responses = by_side([pair.targets for pair in pairs])
     lengths = [len(response) for response in responses]
     rows = [row for row, length in enumerate(lengths) for _ in range(length)]
     places = [place for length in lengths for place in range(length)]
@@ -61,26 +63,14 @@ def collate(pairs, device="cpu", shared=False) -> Batch:
     return Batch(put(ids), put(where), targets, put([rows, places]), tokens, max(lengths), layout)
 
 
-def _by_side(table):
+def by_side(table):
     """B lists of S things -> all of the first side, then all of the second."""
-    return [thing for side in zip(*table, strict=True) for thing in side]
-
-
-def _packed(pairs):
-    """Token ids [1, T], scored places, positions, and (P, C, R) of each stretch."""
-    ids, positions, spans, where = [], [], [], []
-    for pair in pairs:
-        fed, order, span, sides = pair.stretch()
-        where.append([[len(ids) + place for place in places] for places in sides])
-        ids += fed
-        positions += order
-        spans.append(span)
-    return [ids], [place for places in _by_side(where) for place in places], positions, spans
+    return list(itertools.chain(*zip(*table, strict=True)))
 
 
 def _padded(pairs):
     """Token ids [S * B, T], padded with 0, and scored places."""
-    rows = _by_side([pair.rows() for pair in pairs])
+    rows = by_side([pair.rows() for pair in pairs])
     width = max(len(fed) for fed, _ in rows)
     where = [turn * width + place for turn, (_, places) in enumerate(rows) for place in places]
     return [fed + [0] * (width - len(fed)) for fed, _ in rows], where
@@ -93,8 +83,8 @@ class Scorer(nn.Module):
         super().__init__()
         self.model = model
         self.autocast = autocast  # torch.bfloat16, torch.float16 or None
-        self.own_head = False  # True: take the model's logits as they are (see selftest.py)
-        self.shared = False  # True: pairs as stretches of packed rows (see selftest.py)
+        self.own_head = False  # True: take the model's logits as they are (see fast/self_test.py)
+        self.shared = False  # True: pairs as stretches of packed rows (see fast/self_test.py)
         self.attention = model.config._attn_implementation  # of separate rows and of generation
         self.gathered = contextlib.nullcontext  # of a layer whose weights are used by themselves
 
@@ -130,10 +120,15 @@ class Scorer(nn.Module):
         """The transformer and its output layer, with whatever adapters stand in them."""
         return self.bare().base_model, self.bare().get_output_embeddings()
 
-    def lay_out(self, shared):
+    def set_layout(self, shared):
         """From now on, pairs are stretches of packed rows, or separate rows."""
         self.shared = shared
-        self.bare().set_attn_implementation(shared_prefix.NAME if shared else self.attention)
+        attention = self.attention
+        if shared:
+            from ddp_utils.fast import shared_prefix
+
+            attention = shared_prefix.NAME
+        self.bare().set_attn_implementation(attention)
 
     def collate(self, pairs, device):
         """The batch of these pairs in this scorer's layout."""
@@ -152,7 +147,7 @@ class Scorer(nn.Module):
         shared, settings = self.shared, self.bare().generation_config
         # the model's own file may hold a repetition_penalty, which is another distribution
         self.bare().generation_config = transformers.GenerationConfig()
-        self.lay_out(shared=False)
+        self.set_layout(shared=False)
         self.model.eval()
         try:
             with torch.autocast(ids.device.type, self.autocast, enabled=bool(self.autocast)):
@@ -160,7 +155,7 @@ class Scorer(nn.Module):
                 return self.model.generate(ids, synced_gpus=hasattr(self, "unshard"), **options)
         finally:
             self.model.train()
-            self.lay_out(shared)
+            self.set_layout(shared)
             self.bare().generation_config = settings
 
     def example(self, device):
@@ -182,6 +177,8 @@ def head_logps(head, hidden, targets):
     trained = any(parameter.requires_grad for parameter in head.parameters())
     hooked = head._forward_hooks or head._forward_pre_hooks
     if type(head) is nn.Linear and not (trained or hooked) and hidden.requires_grad:
+        from ddp_utils.fast.frozen_head import FrozenHead
+
         return FrozenHead.apply(hidden, targets, head.weight, head.bias, size)
 
     def part(states, labels):
@@ -191,44 +188,6 @@ def head_logps(head, hidden, targets):
     if not torch.is_grad_enabled():
         return torch.cat([part(*chunk) for chunk in chunks])
     return torch.cat([checkpoint(part, *chunk, use_reentrant=False) for chunk in chunks])
-
-
-class FrozenHead(torch.autograd.Function):
-    """Log-probs of a head that is not trained: two matrix products a token, no logits kept.
-
-    The derivative of a token's log-prob by its hidden state, W[target] - softmax(W h) W, depends
-    on what follows by one factor a token only: it is made here, while the logits are at hand.
-    """
-
-    @staticmethod
-    def forward(ctx, hidden, targets, weight, bias, size):
-        device = hidden.device.type
-        half = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        weight = weight.to(half or weight.dtype)
-        token_logps = hidden.new_empty(len(targets), 1, dtype=torch.float32)
-        falls = torch.empty_like(hidden)  # [N, D] the derivative with the opposite sign
-        # one pair of buffers for all chunks: to ask for fresh memory costs more than a softmax
-        room = min(size, len(targets)), len(weight)
-        logits, probs = weight.new_empty(room), hidden.new_empty(room, dtype=torch.float32)
-        parts = (t.split(size) for t in (hidden, targets[:, None], token_logps, falls))
-        for states, labels, found, fall in zip(*parts, strict=True):
-            logits, probs = logits[: len(states)], probs[: len(states)]  # [n, V]
-            torch.mm(states.to(weight.dtype), weight.T, out=logits)
-            if bias is not None:
-                logits += bias
-            torch.softmax(logits, -1, torch.float32, out=probs)
-            # the largest p is 1 / sum exp(logit - largest logit): one pass less than log_softmax
-            found.copy_(logits.gather(-1, labels)).sub_(logits.amax(-1, keepdim=True))
-            found.add_(probs.amax(-1, keepdim=True).log())
-            probs.scatter_add_(-1, labels, -torch.ones_like(found))
-            fall.copy_(probs.to(weight.dtype) @ weight)
-        ctx.save_for_backward(falls)
-        return token_logps.squeeze(-1)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (falls,) = ctx.saved_tensors
-        return (falls * -gradient[:, None]).to(falls.dtype), None, None, None, None
 
 
 @contextlib.contextmanager
@@ -254,4 +213,29 @@ def score(scorer, pairs, world, budget, poll=lambda: None):
             poll()  # stop between two batches, if asked to
             batch = scorer.collate([pairs[i] for i in part.index], world.device)
             found.append(torch.stack(scorer(batch), -1))  # [B, 2]
-    return distributed.by_row(len(pairs), parts, found, world)
+    return distributed.gather_by_index(len(pairs), parts, found, world)
+
+
+def fingerprint(scorer, data, names, device) -> dict:
+    """What the log-probs of these pairs depend on: their tokens, the model's files, the numerics.
+
+    names: folders or hub names of the model and its adapter.
+    """
+    # forwards that fast/memory_efficient.py has replaced: see fast/memory_efficient.py
+    replaced = sum("forward" in vars(module) for module in scorer.model.modules())
+    facts = {
+        "dtype": next(scorer.model.parameters()).dtype,
+        "autocast": scorer.autocast,
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "device": device.type,
+        "prompt shared": scorer.shared,
+        "full logits": scorer.own_head,
+        "replaced forwards": replaced,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    for what, name in zip(("model", "adapter"), names, strict=False):
+        facts[what] = models.digest_of_model(name, scorer.bare().config) if name else ""
+    for split, pairs in data.items():
+        facts[f"rows of {split}"] = files.digest_of_rows(pairs)
+    return {name: str(value) for name, value in facts.items()}

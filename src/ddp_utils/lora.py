@@ -8,18 +8,16 @@ from peft.utils import get_peft_model_state_dict, load_peft_weights, set_peft_mo
 from ddp_utils import UserError, models
 
 
-def carry_on(config):
-    """Give the settings rank, scale and targets of the LoRA that init_adapter names, if any.
+def inherit_config(config):
+    """Give the settings rank, scale and targets of the LoRA in `init_adapter`.
 
     Raises UserError if others were asked for, or there is no such LoRA.
     """
-    its = adapter_settings(config.init_adapter) if config.init_adapter else None
-    if its is None or config.fine_tuning == "full":  # where it is merged, and none is trained
-        return
-    own = {"lora_r": its.r, "lora_alpha": its.lora_alpha}
-    if isinstance(its.target_modules, (list, set)):  # else a pattern, or peft's own choice
-        own["lora_targets"] = ",".join(sorted(its.target_modules))
-    for name, value in own.items():
+    adapter = adapter_settings(config.init_adapter)
+    inherited = {"lora_r": adapter.r, "lora_alpha": adapter.lora_alpha}
+    if isinstance(adapter.target_modules, (list, set)):  # else a pattern, or peft's own choice
+        inherited["lora_targets"] = ",".join(sorted(adapter.target_modules))
+    for name, value in inherited.items():
         if getattr(config, name) not in (getattr(type(config), name), value):
             raise UserError(f"--{name}: the adapter that is carried on has {value}; leave it out")
         setattr(config, name, value)

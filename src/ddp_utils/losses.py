@@ -125,6 +125,32 @@ def sft(logps: LogPs):
     return -logps.chosen / logps.chosen_tokens
 
 
+def pair_losses(policy, batch, ref_logps, config):
+    """Score B pairs with the policy; return losses [B] and metrics, name -> [B].
+
+    ref_logps: the reference's log-probs, [B, 2]. config.sft_weight adds the SFT term.
+    """
+    chosen, rejected = policy(batch)  # [B], [B]: summed over the response
+    logps = LogPs(chosen, rejected, *ref_logps.unbind(-1), *batch.tokens)
+    losses, metrics = preference(logps, config, noise(policy.precision, logps.chosen_tokens))
+    if config.sft_weight:
+        metrics |= {"loss/preference": losses, "loss/sft": sft(logps)}
+        losses = losses + config.sft_weight * metrics["loss/sft"]
+    return losses, {"loss": losses, **metrics}
+
+
+def noise(dtype, tokens):
+    """How far, in nats, two exact scorings of `tokens` tokens [B] may differ by rounding alone.
+
+    fp32: 1e-3 a response. bf16 and fp16 round logits of about 10 to 2^-6; errors of many tokens
+    add up like their square root. Measured in bf16 on 20 real and 100 demo pairs on a CPU, alone
+    against in a batch: at most 0.2 of this.
+    """
+    if dtype == torch.float32:
+        return torch.full_like(tokens, 1e-3, dtype=torch.float32)
+    return 0.05 * tokens.float().sqrt()
+
+
 def at_reference(config):
     """The preference loss where policy = reference, or None where there is no closed form."""
     if config.method == "simpo":

@@ -13,8 +13,8 @@ from torch import nn
 from ddp_utils import distributed
 
 
-class Totals:
-    """Weighted sums of per-pair values, kept on the device and reduced once."""
+class Averages:
+    """Exact means over the rows of all ranks: sums on the device, reduced once."""
 
     def __init__(self, world):
         self.world = world
@@ -22,19 +22,20 @@ class Totals:
         self.names = ()
 
     def add(self, values, weight):
-        """values: name -> [B]; weight [B], 0 for fillers."""
+        """Add name -> [B]; weight [B] is 0 for rows that only fill a micro-batch."""
         self.names = ("count", *values)
         rows = torch.stack([torch.ones_like(weight), *values.values()]).double()  # [names, B]
-        # where, not a product: a filler's NaN must not count
-        part = torch.where(weight > 0, rows, 0.0).sum(-1).detach()
-        self.sums = part if self.sums is None else self.sums + part
+        # where, not a product: the NaN of a filler must not count
+        sums = torch.where(weight > 0, rows, 0.0).sum(-1).detach()
+        self.sums = sums if self.sums is None else self.sums + sums
 
-    def means(self) -> dict:
-        """Means over the rows of all ranks, and their `count`."""
+    def reduce(self) -> dict:
+        """Return the means over the rows of all ranks, and their `count`."""
         count, *sums = distributed.all_sum(self.sums, self.world).tolist()
-        return {"count": int(count)} | {
-            name: value / count for name, value in zip(self.names[1:], sums, strict=True)
-        }
+        means = {"count": int(count)}
+        for name, total in zip(self.names[1:], sums, strict=True):
+            means[name] = total / count
+        return means
 
 
 def interval(mean, mean_of_squares, count):

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.utils import logging
 
-from ddp_utils import UserError, files, jsonl, optim
+from ddp_utils import UserError, distributed, files, jsonl
 
 META = torch.device("meta")  # tensors on it have a name and a shape, and no content
 # what transformers, peft and the readers of files raise on what does not fit together
@@ -89,6 +89,21 @@ def digest_of_model(name, settings) -> str:
     return files.digest_of_files(parts, *([] if parts else [name, settings._commit_hash]))
 
 
+def input_digests(data, folders, settings) -> dict:
+    """Return what a run reads, by content; a continued run must read the same.
+
+    data: split -> rows of token ids; folders: setting -> folder or hub name of a model, or "";
+    settings: the config of the model.
+    """
+    digests = {}
+    for split, rows in data.items():
+        digests[f"content of {split}"] = files.digest_of_rows(rows)
+    for name, folder in folders.items():
+        if folder:
+            digests[f"content of {name}"] = digest_of_model(folder, settings)
+    return digests
+
+
 def load(name, dtype, device, four_bits=None, flag="--model_name"):
     """Read safetensors straight onto the device: a host never holds one copy per process.
 
@@ -129,6 +144,17 @@ def add_adapter(model, config):
     return lora.add(model, config)
 
 
+def inherit_adapter_config(config):
+    """Give the settings rank, scale and targets of the LoRA in `init_adapter`, if it is trained on.
+
+    Raises UserError if others were asked for, or there is no such LoRA.
+    """
+    if config.init_adapter and config.fine_tuning == "lora":  # else it is merged
+        from ddp_utils import lora
+
+        lora.inherit_config(config)
+
+
 def outline(config):
     """The model on the meta device, after all checks that loading it and its adapter will make.
 
@@ -140,18 +166,18 @@ def outline(config):
     return model if adapted is model else adapted.unload()
 
 
-def load_policy(config, device):
-    """The model to be trained: a LoRA (fresh, or `init_adapter` carried on) or all weights.
+def load_policy(config, device, precision, sharded=False, in_4_bits=False):
+    """Load the model to be trained: with a LoRA (fresh, or `init_adapter`), or all its weights.
 
-    The seed makes a fresh LoRA, so call torch.manual_seed first. Returns (model, autocast dtype).
+    The seed makes a fresh LoRA, so call torch.manual_seed first. sharded: by FSDP or DeepSpeed;
+    in_4_bits: QLoRA.
     """
-    dtype, autocast = optim.precision(config, device)
-    if getattr(config, "strategy", "ddp") != "ddp":
+    dtype = precision.weights
+    if sharded:
         # mapped from its files, which all processes of a node share, until it is shared out
         device = torch.device("cpu")
-        as_it_is = config.fine_tuning == "full" and not config.init_adapter
-        dtype = "auto" if as_it_is else dtype
-    four_bits = (autocast or dtype) if getattr(config, "type", "") == "qlora" else None
+        dtype = "auto" if config.fine_tuning == "full" and not config.init_adapter else dtype
+    four_bits = (precision.autocast or dtype) if in_4_bits else None
     model = load(config.model_name, dtype, device, four_bits)
     if config.use_gradient_checkpointing:
         checkpoint_activations(model)
@@ -159,7 +185,7 @@ def load_policy(config, device):
     if config.init_adapter and config.fine_tuning == "full":
         model = model.merge_and_unload()
         model.requires_grad_(True)
-    return model.train(), autocast
+    return model.train()
 
 
 def no_dropout(model):
@@ -218,3 +244,9 @@ def save(model, tokenizer, folder, weights=None):
         if folder.exists():
             shutil.rmtree(folder)
         temporary.rename(folder)
+
+
+def save_policy(policy, tokenizer, folder, world):
+    """Save what was trained, gathered from all ranks, which must all call this."""
+    weights = policy.full_weights()
+    distributed.on_main(world, lambda: save(policy.scorer.model, tokenizer, folder, weights))

@@ -287,28 +287,37 @@ def float_trained(module):
             parameter.data = parameter.data.float()
 
 
-def precision(config, device):
-    """(dtype of the weights that are loaded, dtype of autocast or None).
+class Precision(NamedTuple):
+    """In which types a model is loaded and computes."""
 
-    Trainable weights are always fp32: at a learning rate of 5e-7 an update of a bf16 weight is
-    below half the distance to its neighbour, and 99 % of them would never move.
-    """
-    # None for auto
-    wanted = torch.float32 if config.fine_tuning == "full" else DTYPES.get(config.base_dtype)
-    autocast = DTYPES.get(getattr(config, "mixed_precision", "auto"))
-    if autocast is None and device.type != "cpu" and config.use_mixed_precision:
-        has_bf16 = device.type == "xpu" or torch.cuda.is_bf16_supported(including_emulation=False)
-        autocast = torch.bfloat16 if has_bf16 else torch.float16
-    if wanted == torch.bfloat16 and config.use_mixed_precision:
-        autocast = wanted  # on a CPU that was asked for it
-    frozen = torch.bfloat16 if autocast == torch.bfloat16 else torch.float32
-    return wanted or frozen, autocast
+    weights: torch.dtype  # of those that are loaded; what is trained is fp32 always
+    autocast: torch.dtype | None  # bf16, fp16, or None
+
+    @classmethod
+    def choose(cls, device, fine_tuning="full", base_dtype="auto", mixed="auto"):
+        """Choose by the device what is left at "auto".
+
+        base_dtype: of frozen weights, auto, fp32, bf16; mixed: auto, no, bf16, fp16. Trainable
+        weights are always fp32: at a learning rate of 5e-7 an update of a bf16 weight is below
+        half the distance to its neighbour, and 99 % of them would never move.
+        """
+        autocast = DTYPES.get(mixed)
+        if autocast is None and device.type != "cpu" and mixed == "auto":
+            is_xpu = device.type == "xpu"
+            has_bf16 = is_xpu or torch.cuda.is_bf16_supported(including_emulation=False)
+            autocast = torch.bfloat16 if has_bf16 else torch.float16
+        if fine_tuning == "full":
+            return cls(torch.float32, autocast)
+        if base_dtype == "bf16" and mixed != "no":
+            autocast = torch.bfloat16  # on a CPU that was asked for it
+        frozen = torch.bfloat16 if autocast == torch.bfloat16 else torch.float32
+        return cls(DTYPES.get(base_dtype, frozen), autocast)
 
 
-def check_same_precision(config, world):
-    """All ranks must train in one precision: gradients with and without a loss scale do not mix."""
-    has_bf16 = precision(config, world.device)[1] == torch.bfloat16
-    votes = distributed.all_sum(torch.tensor([float(has_bf16)], device=world.device), world).item()
+def check_same_precision(precision, world):
+    """Raise UserError unless all ranks have bf16 or none: gradients of two kinds do not mix."""
+    has_bf16 = float(precision.autocast == torch.bfloat16)
+    votes = distributed.all_sum(torch.tensor([has_bf16], device=world.device), world).item()
     if 0 < votes < world.world_size:
         raise UserError(
             f"{votes:.0f} of {world.world_size} GPUs have bf16; "
@@ -356,12 +365,13 @@ def parameter_groups(parameters, weight_decay):
     return [group for group in groups if group["params"]]
 
 
-def bytes_to_write(outline, config):
-    """Of the model and its checkpoints, at the least: fp32 weights and AdamW's two moments."""
-    if config.fine_tuning == "full":
-        trained = sum(p.numel() for p in outline.parameters())
-    else:
+def bytes_to_write(outline, checkpoints, lora_r=None):
+    """Return the bytes of a model and its checkpoints: fp32 weights, and AdamW's two moments.
+
+    outline: the model on the meta device; lora_r: rank of the LoRA that is trained, if one is.
+    """
+    trained = sum(p.numel() for p in outline.parameters())
+    if lora_r:
         linear = [m for m in outline.modules() if isinstance(m, nn.Linear)]
-        trained = sum(config.lora_r * (m.in_features + m.out_features) for m in linear)
-    checkpoints = config.keep_checkpoints + 1 + getattr(config, "save_best", False)
+        trained = sum(lora_r * (m.in_features + m.out_features) for m in linear)
     return 4 * trained * (1 + 3 * checkpoints)

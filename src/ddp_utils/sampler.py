@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+from ddp_utils import UserError
+
 
 class MicroBatch(NamedTuple):
     """Rows of one forward and backward on one rank; a filler has weight 0."""
@@ -67,6 +69,14 @@ def _balanced(dealt, lengths, count, budget):
         if len(bins[place]) < budget:
             heapq.heappush(heap, (tokens + lengths[row], place))
     return sorted(bins, key=lambda rows: -sum(lengths[row] for row in rows))
+
+
+def check_enough_rows(path, count, world):
+    """Raise UserError if there are fewer rows than processes."""
+    if count < world.world_size:
+        raise UserError(
+            f"{path}: {count} usable rows for {world.world_size} processes; start at most {count}"
+        )
 
 
 class Plan(NamedTuple):

@@ -55,7 +55,7 @@ def generate(
         places = list(range(part.index[0] * size, part.index[0] * size + len(cut)))
         parts.append(MicroBatch(places, part.weight * len(cut)))
         found.append(replies + 1)  # 0 is what no rank has written
-    table = distributed.by_row(len(rows), parts, found, world).long() - 1
+    table = distributed.gather_by_index(len(rows), parts, found, world).long() - 1
     return [_until_end(reply, ends, keep_end) for reply in table.tolist()]
 
 

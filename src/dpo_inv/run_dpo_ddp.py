@@ -14,15 +14,17 @@ import hashlib
 import math
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
 
-from ddp_utils import UserError, distributed, files, losses, metrics, optim, sampler
-from ddp_utils.metrics import Totals, wilson
-from ddp_utils.runs import checks, environment, plots, preemption, reference
-from ddp_utils.runs.run import Run
+from ddp_utils import distributed, files, losses, metrics, optim, sampler
+from ddp_utils.metrics import Averages, wilson
+from ddp_utils.runs import checks, plots, preemption
+from ddp_utils.runs import run as run_
+from ddp_utils.runs.run import Run, RunSpec
 from dpo_inv import batches, mpnn, weights
 from dpo_inv import pairs as pairs_
 from dpo_inv.config import read_settings
@@ -42,11 +44,7 @@ def read_data(config, world):
         names = sorted({pair.name for pair in data["val"]})
         reports["val"] = report | {"used": len(data["val"]), "held_out": names}
         report["used"] = len(data["train"])
-    if len(data["train"]) < world.world_size:
-        raise UserError(
-            f"{config.train_data}: {len(data['train'])} usable pairs for {world.world_size} "
-            f"processes; start at most {len(data['train'])}"
-        )
+    sampler.check_enough_rows(config.train_data, len(data["train"]), world)
     return data, [structure for _, structure in met.values()], reports
 
 
@@ -107,65 +105,72 @@ def pair_losses(policy, batch, table, config):
 
 
 def train_step(policy, step, rows, data, structures, table, config, world):
-    """Forward and backward of one global batch -> its exact means, gradient ready for the step."""
-    pairs, totals, found = data["train"], Totals(world), []
-    parts = share(rows, pairs, structures, config.batch_size, world)
-    for part in parts:
-        policy.sync_gradients(part is parts[-1])
-        batch = batches.collate([pairs[i] for i in part.index], structures, config, world.device)
-        per_pair, metrics = pair_losses(policy, batch, table[part.index], config)
-        weight = torch.tensor(part.weight, device=world.device)
+    """Forward and backward of one global batch; return its exact means. The gradient is ready."""
+    pairs = data["train"]
+    averages = Averages(world)
+    micro_batches = share(rows, pairs, structures, config.batch_size, world)
+    for micro_batch in micro_batches:
+        index = micro_batch.index
+        policy.sync_gradients(micro_batch is micro_batches[-1])
+        batch = batches.collate([pairs[i] for i in index], structures, config, world.device)
+        per_pair, metrics = pair_losses(policy, batch, table[index], config)
+        weight = torch.tensor(micro_batch.weight, device=world.device)
         # DDP averages over ranks: times world_size / global count is the mean of the global batch
         loss = (per_pair * weight).sum() * (world.world_size / len(rows))
         policy.backward(loss)
-        totals.add(metrics, weight)
-        scores = metrics["logps/chosen"], metrics["logps/rejected"], per_pair
-        found.append(torch.stack(scores, -1).detach())  # [B, 3]
+        averages.add(metrics, weight)
     norm = policy.clip_grad_norm(config.max_grad_norm)
-    means = {**totals.means(), "grad_norm": norm.item()}
-    wheres = [pairs[i].where for i in rows]
+    return averages.reduce() | {"grad_norm": norm.item()}
 
-    def scores():
-        return distributed.by_row(len(pairs), parts, found, world)[rows]  # [global batch, 3]
 
-    checks.check_step(policy, step, means, lambda: scores()[:, 2], wheres, "full")
+def check_step(policy, step, means, rows, data, structures, table, config, run):
+    """Stop before an update that a NaN or a wrong start would spoil."""
+    pairs = [data["train"][row] for row in rows]
+    locations = [pair.where for pair in pairs]
+
+    def now():  # [global batch, 2]
+        return score(policy.scorer, pairs, structures, config, run, with_bar=False)
+
+    checks.check_step(policy, step, means, locations, now, "full")
     if step == 0:
-        tokens = torch.tensor([pairs[i].targets.sum() for i in rows])
-        sides = scores()[:, :2], table[rows], tokens, wheres
-        checks.check_first_step(policy, *sides, means, losses.at_reference(config))
-    return means
+        tokens = [int(pair.targets.sum()) for pair in pairs]
+        expected = losses.at_reference(config)
+        checks.check_first_step(policy, means, now(), table[rows], tokens, locations, expected)
 
 
 @torch.no_grad()
-def score(scorer, pairs, structures, config, run):
+def score(scorer, pairs, structures, config, run, with_bar=True):
     """Log-probs of all pairs as they are now, shared out over the ranks: [number of pairs, 2]."""
-    device, found = run.world.device, []
+    scores = []
     parts = share(range(len(pairs)), pairs, structures, 16, run.world)
-    run.bar.begin("Reference", len(parts))
+    if with_bar:
+        run.bar.begin("Reference", len(parts))
     for part in parts:
-        run.poll()  # stop between two batches, if asked to
-        batch = batches.collate([pairs[i] for i in part.index], structures, config, device)
-        found.append(torch.stack(scorer(batch), -1))
-        run.bar.advance()
-    return distributed.by_row(len(pairs), parts, found, run.world)
+        batch_pairs = [pairs[i] for i in part.index]
+        batch = batches.collate(batch_pairs, structures, config, run.world.device)
+        scores.append(torch.stack(scorer(batch), -1))  # [B, 2]
+        if with_bar:
+            run.stop_if_requested()  # between two batches
+            run.bar.advance()
+    return distributed.gather_by_index(len(pairs), parts, scores, run.world)
 
 
 @torch.no_grad()
 def evaluate(policy, data, structures, table, config, run):
     """Exact means over all validation pairs: each counted once, whatever the number of ranks."""
     pairs, device, met = data["val"], run.world.device, []
-    totals = Totals(run.world)
+    averages = Averages(run.world)
     scorer = policy.scorer  # DDP would only wait for gradients
     parts = share(range(len(pairs)), pairs, structures, 16, run.world)
     run.bar.begin("Validation", len(parts))
     for part in parts:
-        run.poll()
+        run.stop_if_requested()
         batch = batches.collate([pairs[i] for i in part.index], structures, config, device)
         _, metrics = pair_losses(scorer, batch, table[part.index], config)
-        totals.add(metrics, torch.tensor(part.weight, device=device))
+        averages.add(metrics, torch.tensor(part.weight, device=device))
         met += metrics["loss"].tolist()  # of this rank
         run.bar.advance(loss=met[-1], avg_loss=sum(met) / len(met))
-    values = totals.means()
+    values = averages.reduce()
     low, high = wilson(values["rewards/accuracies"] * values["count"], values["count"])
     values |= {"rewards/accuracies_low": low, "rewards/accuracies_high": high}
     perplexity = math.exp(values["nll"]) if values["nll"] < 700 else math.inf  # beyond it, or NaN
@@ -246,22 +251,24 @@ def main(argv=None) -> int:
     inputs = {f"content of {split}": digest(pairs, structures) for split, pairs in data.items()}
     inputs["global_batch"] = str(plan.global_batch)
     inputs["content of base_model_name"] = files.digest_of_files([base])
-    needed = (
-        4 * sum(p.numel() for p in model.parameters()) * (3 * (config.keep_checkpoints + 1) + 1)
+    spec = RunSpec(
+        folder=Path(config.output_dir),
+        flag="--output_dir",
+        steps=plan.steps,
+        inputs=inputs,
+        bytes_needed=optim.bytes_to_write(model, config.keep_checkpoints + 1),
+        report=reports,
+        lines=[pairs_.describe(*report) for report in reports.items()],
     )
     if config.check:
         distributed.choose_device(world, config.backend)
-        would = Run.would(config.output_dir, config, plan.steps, inputs, needed)
-        if world.is_main:
-            print(*(pairs_.describe(*report) for report in reports.items()), *would, sep="\n")
-        return 0
+        return run_.check(spec, config, world)
 
     world = distributed.join(world, config.timeout_minutes)
-    environment.prepare(config)
     peak = optim.learning_rate(config, plan.global_batch, world.world_size)
 
-    with Run(config.output_dir, config, world, plan.steps, inputs, needed) as run:
-        run.say(
+    with Run(spec, config, world) as run:
+        run.describe(
             f"Initialized DDP: rank={world.rank}, world_size={world.world_size}, "
             f"local_rank={world.local_rank}\nUsing device: {world.device}\n"
             f"Loaded {len(data['train'])} training and {len(data['val'])} validation pairs\n"
@@ -269,9 +276,6 @@ def main(argv=None) -> int:
             f"Learning rate: {peak:.3g}, linear rule: "
             f"{config.learning_rate * plan.global_batch / config.base_batch_size:.3g}"
         )
-        run.write_json("data_report.json", environment.redacted(reports))
-        for report in reports.items():
-            run.say(pairs_.describe(*report))
 
         # model
         scorer = Scorer(model, config.temperature).to(world.device)
@@ -280,11 +284,11 @@ def main(argv=None) -> int:
         fingerprint = inputs | {"device": world.device.type, "torch": torch.__version__}
         for name in ("decoding_order", "num_orders", "seed", "temperature"):
             fingerprint[name] = str(getattr(config, name))
-        table = reference.cached(
+        table = run.reference_logps(
             fingerprint,
-            {split: pairs for split, pairs in data.items() if pairs},
+            data,
             lambda pairs: score(scorer, pairs, structures, config, run),
-            run,
+            config.reference_logps,
         )
         optimizer, schedule = optim.make_optimizer(policy, config, peak, plan.steps)
         done = run.restore(policy, optimizer, schedule)
@@ -303,7 +307,9 @@ def main(argv=None) -> int:
                 run.say(f"\nEpoch {epoch + 1}/{epochs}")
                 run.bar.begin("Training", plan.steps_per_epoch, turn)
                 met = []
-            values = train_step(policy, step, rows, data, structures, table["train"], config, world)
+            known = table["train"]
+            values = train_step(policy, step, rows, data, structures, known, config, world)
+            check_step(policy, step, values, rows, data, structures, known, config, run)
             values["learning_rate"] = optimizer.param_groups[0]["lr"]
             policy.step(optimizer, schedule)
             seconds = time.perf_counter() - start
@@ -317,7 +323,7 @@ def main(argv=None) -> int:
             if line := displacement.seen(values["rewards/chosen"]):
                 run.say(line)
             end_epoch(step + 1, *rest)
-            run.end_step(due=plan.due(config.save_every, step + 1))
+            run.save_if_due(plan.due(config.save_every, step + 1))
     return 0
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from ddp_utils import UserError, distributed, files, logps, sampler
 from ddp_utils.encoder import Pair
 from ddp_utils.fast import self_test
-from ddp_utils.runs import checks, reference
+from ddp_utils.runs import checks
 from prompt_baking import kl_loss, trajectories
 
 
@@ -100,7 +100,7 @@ class Teacher:
         self.student, self.data, self.device = student, data, run.world.device
         self.kept = {}  # "split/row" -> the open file that has it
         if config.cache_teacher:
-            fingerprint = reference.fingerprint(student, data, [config.model_name], self.device)
+            fingerprint = logps.fingerprint(student, data, [config.model_name], self.device)
             self._open(run, fingerprint)
             known = torch.tensor([float(self._complete())], device=self.device)
             if distributed.all_sum(known, run.world).item() < run.world.world_size:
@@ -146,7 +146,7 @@ class Teacher:
             parts = sampler.share(range(len(rows)), lengths, world, size, padded=True)
             run.bar.begin(f"Teacher, {split}", len(parts))
             for part in parts:
-                run.poll()
+                run.stop_if_requested()
                 batch = self(split, part.index)
                 states = batch.taught.split(batch.tokens.tolist())  # [n, D] of each row
                 for row, mine in zip(part.index, states, strict=True):
@@ -159,6 +159,6 @@ class Teacher:
         with files.replacing(path) as temporary:
             save_file(found, temporary)
             shutil.copymode(run.folder / "config.json", temporary)
-        digests = distributed.by_rank(files.sha256(path), world)
+        digests = distributed.gather_by_rank(files.sha256(path), world)
         for name, digest in zip(names, digests, strict=True):
             run.add_cached_file(f"teacher/{name}", fingerprint, digest)

@@ -124,7 +124,7 @@ def train(case, config, rows, world):
     model, autocast = models.load_policy(config, world.device)
     scorer = logps.Scorer(model, autocast)
     memory_efficient.apply(model)
-    scorer.lay_out(shared=True)
+    scorer.set_layout(shared=True)
     policy = optim.wrap(scorer, world, optim.Strategy(config.strategy, case["options"]))
     optimizer, schedule = optim.make_optimizer(policy, config, 1e-4, 3)
     for _ in range(3):

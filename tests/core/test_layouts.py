@@ -326,7 +326,7 @@ def test_the_self_test_sees_positions_that_do_not_restart(name, factor, monkeypa
 
 def gradients(scorer, shared):
     """Of a sum in which every response has its own weight: {name: gradient}."""
-    scorer.lay_out(shared)
+    scorer.set_layout(shared)
     scorer.zero_grad()
     found = torch.stack(scorer(scorer.collate(PAIRS, "cpu")))  # [2, B]
     (found * torch.linspace(-1, 2, found.numel()).view_as(found)).sum().backward()
@@ -437,16 +437,16 @@ def test_a_shared_layout_feeds_no_token_twice_and_no_padding(ranks):
     real = sum(len(p.prompt) + len(p.chosen) - 1 + len(p.rejected) - 1 for p in PAIRS)
     assert sum(pair.fed(shared=True) for pair in PAIRS) == real
     scorer = logps.Scorer(build(MODELS["llama"][0], 1.0))
-    totals = {}
+    averages = {}
     for shared in (True, False):
-        scorer.lay_out(shared)
+        scorer.set_layout(shared)
         with counted(scorer) as seen, torch.no_grad():
             for rank in range(ranks):
                 world = SimpleNamespace(rank=rank, world_size=ranks)
                 for part in scorer.share(range(len(PAIRS)), PAIRS, world, 2):
                     scorer(scorer.collate([PAIRS[row] for row in part.index], "cpu"))
-        totals[shared] = sum(seen)
-    assert totals[True] == real < totals[False]
+        averages[shared] = sum(seen)
+    assert averages[True] == real < averages[False]
 
 
 @pytest.mark.parametrize("use_lora", [False, True], ids=["full", "lora"])
@@ -462,7 +462,7 @@ def test_generation_does_not_depend_on_the_layout_and_leaves_it(name, shared, us
     if use_lora:  # B = 0: the same model
         model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
     scorer = logps.Scorer(model)
-    scorer.lay_out(shared)
+    scorer.set_layout(shared)
     attention = scorer.bare().config._attn_implementation
     assert (attention == shared_prefix.NAME) == shared
     before = scorer(scorer.collate(PAIRS, "cpu"))[0]

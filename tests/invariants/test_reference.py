@@ -153,7 +153,7 @@ def one_rank_refuses(folder):
     def windy(scorer, pairs, device):
         line = check(scorer, pairs, device)
         if os.environ["RANK"] == "1":
-            scorer.lay_out(shared=False)
+            scorer.set_layout(shared=False)
             return "windy"
         return line
 

@@ -27,7 +27,7 @@ def self_test(scorer, pairs, layout, world) -> list[str]:
     doubts = torch.tensor([scorer.own_head, not scorer.shared], device=world.device)
     own_head, separate = distributed.all_sum(doubts.float(), world).tolist()
     scorer.own_head = own_head > 0
-    scorer.lay_out(shared=separate == 0)
+    scorer.set_layout(shared=separate == 0)
     if layout == "shared" and separate:
         raise UserError(f"--layout shared: {lines[1] or 'not on every rank'}; give auto")
     return [line for line in lines if line]
@@ -72,7 +72,7 @@ def check_layout(scorer, pairs, device):
     layers = scorer.bare().config.get_text_config().num_hidden_layers
 
     def packed():
-        scorer.lay_out(shared=True)
+        scorer.set_layout(shared=True)
         batch = scorer.collate(pairs, device)
         found = scorer.token_logps(batch)
         if (calls := batch.layout["packing"].calls) != layers:
@@ -80,15 +80,15 @@ def check_layout(scorer, pairs, device):
         return found
 
     def separate():
-        scorer.lay_out(shared=False)
+        scorer.set_layout(shared=False)
         return scorer.token_logps(scorer.collate(pairs, device))
 
     try:
         reason = _difference(scorer, pairs, device, separate, packed)
-        scorer.lay_out(shared=reason is None)
+        scorer.set_layout(shared=reason is None)
     except REFUSALS as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
-        scorer.lay_out(shared=False)
+        scorer.set_layout(shared=False)
     return reason and f"the prompt cannot be shared ({reason}): separate rows"
 
 

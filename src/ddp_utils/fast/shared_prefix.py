@@ -14,6 +14,8 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from ddp_utils import logps
+
 NAME = "shared_prompt"  # among transformers' attention implementations
 
 
@@ -61,6 +63,25 @@ class Packing:
         tensor = torch.tensor(values, dtype=dtype)
         tensor = tensor.pin_memory() if self.device.type == "cuda" else tensor
         return tensor.to(self.device, non_blocking=True)
+
+
+def pack(pairs, device):
+    """B pairs -> token ids [1, T], scored places [N], positions [T], and their Packing."""
+    ids = []
+    positions = []
+    spans = []
+    places_of_pairs = []
+    for pair in pairs:
+        fed, order, span, sides = pair.stretch()
+        shifted = []
+        for places in sides:
+            shifted.append([len(ids) + place for place in places])
+        places_of_pairs.append(shifted)
+        ids += fed
+        positions += order
+        spans.append(span)
+    where = list(itertools.chain(*logps.by_side(places_of_pairs)))
+    return [ids], where, positions, Packing(spans, device)
 
 
 def attend(

@@ -16,20 +16,21 @@ from safetensors.torch import load_file, save_file
 from ddp_utils import UserError
 from ddp_utils.files import fsync, sha256, write_text, writing
 
-MANIFEST, STATE = "manifest.json", "state.safetensors"
+MANIFEST = "manifest.json"
+STATE = "state.safetensors"
 SEAL = "manifest.sha256"  # as sha256sum writes it
 
 
 def write(folder, step, tensors, meta, shares=None) -> Path:
     """Write folder/step-N: temporary folder, data, manifest last, fsync, rename, verify.
 
-    tensors: name -> tensor; meta: plain data; shares: names and hashes of what write_share() has
-    put there already, instead. Raises OSError and leaves no litter if it cannot.
+    tensors: name -> tensor; meta: plain data; shares: names and hashes of what the ranks
+    have put there already, instead. Raises OSError and leaves no litter if it cannot.
     """
     target = path(folder, step)
-    temporary = _temporary(folder, step)
+    temporary = temporary_of(folder, step)
     with writing(target, temporary, fresh=not shares):
-        files = shares or {STATE: _put(temporary / STATE, tensors)}
+        files = shares or {STATE: put(temporary / STATE, tensors)}
         write_manifest(temporary, {**meta, "step": step, "files": files})
         for name in files:  # safetensors lets the owner alone read its files
             shutil.copymode(temporary / MANIFEST, temporary / name)
@@ -37,33 +38,17 @@ def write(folder, step, tensors, meta, shares=None) -> Path:
             shutil.rmtree(target)
         os.rename(temporary, target)
         fsync(target.parent)
-    if problem := verify(target):
+    problem = verify(target)
+    if problem:
         raise OSError(f"{target}: written, but {problem}")
     return target
 
 
-def write_share(folder, step, tensors, rank, world_size):
-    """A rank's part of a checkpoint, which write() completes: its name and hash.
-
-    Rank 0 has called clear() before.
-    """
-    target, temporary = path(folder, step), _temporary(folder, step)
-    name = STATE.replace(".", f"-{rank:05d}-of-{world_size:05d}.")
-    with writing(target, temporary, fresh=False):
-        return name, _put(temporary / name, tensors)
-
-
-def clear(folder, step):
-    """An empty place for the parts of a checkpoint."""
-    with writing(path(folder, step), _temporary(folder, step)):
-        _temporary(folder, step).mkdir(parents=True)
-
-
-def _temporary(folder, step):
+def temporary_of(folder, step):
     return path(folder, step).with_name(f".tmp-{path(folder, step).name}")
 
 
-def _put(file, tensors):
+def put(file, tensors):
     """Write safetensors to the disk, past all caches; returns its hash."""
     file.parent.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, file)
@@ -90,7 +75,8 @@ def read_manifest(folder) -> dict:
     for name in (MANIFEST, SEAL):
         if not (Path(folder) / name).is_file():
             raise ValueError(f"{name} is missing")
-    text, seal = ((Path(folder) / name).read_bytes() for name in (MANIFEST, SEAL))
+    text = (Path(folder) / MANIFEST).read_bytes()
+    seal = (Path(folder) / SEAL).read_bytes()
     if seal != f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n".encode():
         raise ValueError(f"{MANIFEST} does not match its sha256")
     return json.loads(text)
@@ -118,7 +104,7 @@ def verify(path):
 def find(folder):
     """(newest checkpoint that verifies or None, [(path, why it was skipped), ...])."""
     skipped = []
-    for path in sorted(_numbered(folder), key=number, reverse=True):
+    for path in sorted(numbered(folder), key=number, reverse=True):
         problem = verify(path)
         if problem is None:
             return path, skipped
@@ -132,7 +118,8 @@ def read(path, rank=0):
     rank: whose part, where each has its own.
     """
     meta = read_manifest(path)
-    return load_file(Path(path) / sorted(meta["files"])[rank if meta.get("shares") else 0]), meta
+    file = sorted(meta["files"])[rank if meta.get("shares") else 0]
+    return load_file(Path(path) / file), meta
 
 
 def mark(path) -> str:
@@ -145,13 +132,13 @@ def rotate(folder, keep, step, spared=None):
 
     Later ones were left out as damaged. spared: a step whose checkpoint stays.
     """
-    found = sorted(_numbered(folder), key=lambda path: (number(path) <= step, number(path)))
+    found = sorted(numbered(folder), key=lambda path: (number(path) <= step, number(path)))
     old = [path for path in found[:-keep] if number(path) != spared]
     for path in (*old, *Path(folder).glob(".tmp-step-*")):
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _numbered(folder):
+def numbered(folder):
     return [path for path in Path(folder).glob("step-*") if path.name[5:].isdecimal()]
 
 

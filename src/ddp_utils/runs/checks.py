@@ -5,16 +5,18 @@ import math
 import torch
 
 from ddp_utils import NonFiniteError, UserError
+from ddp_utils.losses import noise
 
 
-def check_step(policy, step, means, per_row, locations, fine_tuning):
-    """Before the optimizer moves: losses and gradient are finite, at step 0 where they belong.
+def check_step(policy, step, means, locations, score, fine_tuning):
+    """Check, before the optimizer moves, that loss and gradient are finite; at step 0 where it is.
 
-    means: of the step; per_row(): the loss of each row of the global batch, found by all ranks.
-    Raises NonFiniteError naming the rows; a gradient that overflows in fp16 is no error.
+    means: of the step; locations: file:line of each row of the global batch; score(): their
+    log-probs or costs as they are now, [rows, S], asked for by all ranks where the loss is not
+    finite. Raises NonFiniteError naming the rows. A gradient that overflows in fp16 is no error.
     """
-    if step == 0 or not math.isfinite(means["loss"]):
-        check_finite(per_row(), locations, step)
+    if not math.isfinite(means["loss"]):
+        raise_not_finite(score(), locations, step)
     if policy.overflows(means["grad_norm"]):
         return
     if step == 0:
@@ -23,82 +25,76 @@ def check_step(policy, step, means, per_row, locations, fine_tuning):
         raise NonFiniteError(f"step {step + 1}: the gradient is not finite; no step was taken")
 
 
-def check_finite(per_row, locations, step):
-    """Name the rows whose loss is NaN or infinite; every rank sees the same table and stops."""
-    values = zip(locations, per_row.tolist(), strict=True)
-    bad = [location for location, value in values if value - value != 0]
-    if bad:
-        others = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
-        raise NonFiniteError(
-            f"{', '.join(bad[:3])}{others}: the loss is not finite in step {step + 1}; "
-            "no step was taken; a smaller --learning_rate, or remove the rows"
-        )
+def raise_not_finite(scores, locations, step):
+    """Raise NonFiniteError naming the rows whose scores [rows, S] are NaN or infinite, if any."""
+    bad = []
+    for location, is_finite in zip(locations, torch.isfinite(scores).all(-1), strict=True):
+        if not is_finite:
+            bad.append(location)
+    rows = f"{', '.join(bad[:3])}: " if bad else ""
+    if len(bad) > 3:
+        rows = f"{', '.join(bad[:3])} and {len(bad) - 3} more: "
+    raise NonFiniteError(
+        f"{rows}the loss is not finite in step {step + 1}; "
+        "no step was taken; a smaller --learning_rate, or remove the rows"
+    )
 
 
 def check_gradients(policy, fine_tuning):
-    """Before step 0: what is trained has a finite gradient, what is frozen has none.
+    """Check, before step 0, that what is trained has a finite gradient and what is frozen none.
 
-    A LoRA's B must move; its A must not, while B is 0. Raises UserError naming the parameter.
+    The B of a LoRA must move; its A must not, while B is 0. Raises UserError naming the parameter.
     """
     policy.trainable()  # under FSDP, in shares again
     for name, parameter in policy.scorer.model.named_parameters():
-        adapter = "lora_" in name
         gradient = parameter.grad
         if parameter.requires_grad:
             gradient = policy.gradient(parameter)
+        problem = None
         if not parameter.requires_grad:
-            wrong = "is frozen and has a gradient" if gradient is not None else None
-        elif fine_tuning == "lora" and not adapter:
-            wrong = "belongs to the base model and is not frozen"
+            if gradient is not None:
+                problem = "is frozen and has a gradient"
+        elif fine_tuning == "lora" and "lora_" not in name:
+            problem = "belongs to the base model and is not frozen"
         elif gradient is None:
-            wrong = "has no gradient"
+            problem = "has no gradient"
         elif not bool(torch.isfinite(gradient).all()):
-            wrong = "has a gradient that is not finite"
+            problem = "has a gradient that is not finite"
         elif "lora_B" in name and not bool(gradient.any()):
-            wrong = "has a gradient of zero: the adapter would not learn"
-        else:
-            wrong = None
-        if wrong:
-            raise UserError(f"before the first step: {name} {wrong}")
+            problem = "has a gradient of zero: the adapter would not learn"
+        if problem:
+            raise UserError(f"before the first step: {name} {problem}")
 
 
-def noise(dtype, tokens):
-    """How far, in nats, two exact scorings of `tokens` tokens [B] may differ by rounding alone.
+def check_first_step(policy, means, now, ref_logps, tokens, locations, expected):
+    """Check, before the first update, that the policy is its reference and the loss is known.
 
-    fp32: 1e-3 a response. bf16 and fp16 round logits of about 10 to 2^-6; errors of many tokens
-    add up like their square root. Measured in bf16 on 20 real and 100 demo pairs on a CPU, alone
-    against in a batch: at most 0.2 of this.
+    means: of the training step; now, ref_logps: log-probs [rows, 2] of its rows without dropout;
+    tokens: [rows], of the longer response; expected: the loss where the policy is its reference,
+    or None. Raises UserError saying what differs.
     """
-    if dtype == torch.float32:
-        return torch.full_like(tokens, 1e-3, dtype=torch.float32)
-    return 0.05 * tokens.float().sqrt()
+    bound = noise(policy.precision, torch.tensor(tokens, device=now.device))  # [rows], in nats
+    check_reference(now, ref_logps, bound, locations)
+    sides = ("logps/chosen", "logps/rejected")
+    trained = torch.tensor([means[side] for side in sides], device=now.device)  # [2]
+    bounds = bound.mean().expand(1)
+    check_reference(trained[None], ref_logps.mean(0, keepdim=True), bounds, ["mean of the batch"])
+    if expected is None or policy.precision != torch.float32:  # simpo has no closed form
+        return
+    loss = means.get("loss/preference", means["loss"])
+    if abs(loss - expected) > 2e-3 * max(1, expected):
+        raise UserError(f"before the first step the loss is {loss:.6f} instead of {expected:.6f}")
 
 
-def check_reference(now, reference, bound, locations):
-    """Step 0: the policy must be its own reference. now, reference [B, 2], bound [B] in nats.
+def check_reference(now, ref_logps, bound, locations):
+    """Check that the policy is its own reference: now, ref_logps [B, 2], bound [B] in nats.
 
     Raises UserError naming the first pair whose log-probs differ by more.
     """
-    gap = (now - reference).abs().amax(-1)  # [B]
+    gap = (now - ref_logps).abs().amax(-1)  # [B]
     for index in torch.nonzero(~(gap <= bound)).flatten().tolist():
         raise UserError(
             f"{locations[index]}: before the first step the policy's log-prob differs from the "
             f"reference's by {gap[index].item():.3g} nats (at most {bound[index].item():.3g}); "
             "is dropout on, or was the reference scored in another precision?"
         )
-
-
-def check_first_step(policy, now, reference, tokens, locations, means, expected):
-    """Before the first update: the policy is its reference, and the loss has its closed form.
-
-    now, reference: [B, 2] of the global batch's pairs; tokens [B] of the longer side; means: of
-    the step; expected: the loss where the policy is its reference, or None.
-    Raises UserError saying what differs.
-    """
-    bound = noise(policy.precision, tokens.to(now.device))
-    check_reference(now, reference, bound, locations)
-    if expected is None or policy.precision != torch.float32:  # simpo has no closed form
-        return
-    loss = means.get("loss/preference", means["loss"])
-    if abs(loss - expected) > 2e-3 * max(1, expected):
-        raise UserError(f"before the first step the loss is {loss:.6f} instead of {expected:.6f}")

@@ -1,8 +1,8 @@
 """Where a run runs: command, versions, devices, memory, precision; nothing like a secret."""
 
+import ast
 import dataclasses
 import hashlib
-import io
 import os
 import platform
 import shlex
@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import time
-import tokenize
 from importlib import metadata
 from pathlib import Path
 
@@ -51,55 +50,21 @@ def describe(config, world) -> dict:
     }
 
 
-def code(script=None) -> dict:
-    """Digests of the project's own files that are imported, and of the script that runs.
+def code() -> dict:
+    """Return a digest of each of the project's own files that are imported, and of the script.
 
-    script: a module; of what it names, and what that names, alone. Comments and blank lines do not
-    count. Keys are paths below src, or the script's name.
+    Comments and blank lines do not count. Keys are paths below src, or the script's name.
     """
     digests = {}
-    for module in _named_by(script) if script else list(sys.modules.values()):
+    for module in list(sys.modules.values()):
         file = Path(getattr(module, "__file__", None) or "")
-        is_ours, is_main = SRC in file.parents, getattr(module, "__name__", "") == "__main__"
+        is_ours = SRC in file.parents
+        is_main = getattr(module, "__name__", "") == "__main__"
         if file.suffix == ".py" and (is_ours or is_main):
             name = str(file.relative_to(SRC)) if is_ours else file.name
-            digests[name] = _digest_of_code(file)
+            statements = ast.unparse(ast.parse(file.read_text(encoding="utf-8")))
+            digests[name] = hashlib.sha256(statements.encode()).hexdigest()[:16]
     return digests
-
-
-def _named_by(script):
-    """The modules of this project whose functions and classes a module names, and so on."""
-    modules, waiting = [], [script]
-    while waiting:
-        module = waiting.pop()
-        modules.append(module)
-        if hasattr(module, "__path__"):  # a package names all of its modules that are imported
-            continue
-        for value in vars(module).values():
-            name = getattr(value, "__module__", "") or getattr(value, "__name__", "")
-            owner = sys.modules.get(str(name))
-            is_ours = SRC in Path(getattr(owner, "__file__", None) or "").parents
-            if is_ours and owner not in modules + waiting:
-                waiting.append(owner)
-    return modules
-
-
-def _digest_of_code(file):
-    text = file.read_text(encoding="utf-8")
-    lines = text.splitlines()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            row, column = token.start
-            lines[row - 1] = lines[row - 1][:column]
-    kept = [line.rstrip() for line in lines if line.strip()]
-    return hashlib.sha256("\n".join(kept).encode()).hexdigest()[:16]
-
-
-def prepare(config):
-    """What must be set before the first number is computed: --deterministic."""
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else CUDA refuses to start
-        torch.use_deterministic_algorithms(True)
 
 
 def redacted(value):

@@ -75,9 +75,9 @@ def compare(folders, out):
         shown.update(*(metrics for _, metrics in panels))
     columns = []
     for folder in folders:
-        settings = resume.summary(folder, "config.json")
+        settings = resume.read_json(folder, "config.json")
         texts = {name: str(settings[name]) or "-" for name in settings if name not in resume.FREE}
-        for split, values in resume.summary(folder).items():
+        for split, values in resume.read_json(folder).items():
             for name in values if isinstance(values, dict) else ():
                 if name in shown and values[name] is not None:
                     texts[f"{split} {name}"] = f"{values[name]:.4g}"

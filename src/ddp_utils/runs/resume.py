@@ -25,6 +25,22 @@ FOLDERS = {"checkpoints", "model", "teacher", "tensorboard"}
 FILES = {".json", ".jsonl", ".html", ".png", ".txt", ".safetensors", ".pt"}
 
 
+class RunSpec(NamedTuple):
+    """What a run will do, known before a model is loaded."""
+
+    folder: Path
+    flag: str  # that names the folder
+    steps: int  # optimizer steps of the whole run
+    inputs: dict  # name -> digest, of all that it reads
+    bytes_needed: int  # that it will write at the least
+    report: dict = {}  # of the data, for data_report.json
+    lines: list = []  # on the data, for people
+    model_folder: Path | None = None  # for the model, if not in the run folder
+    save_best: bool | None = None  # whether the best weights are kept; None: the script sees to it
+    tensorboard: bool = True
+    shares: str = ""  # of a checkpoint, as Strategy.shares() says
+
+
 class Found(NamedTuple):
     """What a run folder means for a run that is about to start in it."""
 
@@ -33,31 +49,27 @@ class Found(NamedTuple):
     checkpoint: Path | None = None  # to continue from
 
 
-def inspect(
-    folder, settings, steps, inputs, code, needed=0, restart=False, same_code=False
-) -> Found:
-    """Look at a folder, for a run with these settings; nothing is written.
+def inspect(spec, settings, code, restart=False, same_code=False) -> Found:
+    """Look at the folder of a run with these settings; nothing is written.
 
-    settings: config.json as it would be written; inputs: name -> digest of what was read; code:
-    file -> digest, of the project; needed: bytes that the run will write at the least. Raises
+    settings: config.json as it would be written; code: file -> digest, of the project. Raises
     UserError for a place that cannot be written, a run that is going on, an unfinished one with
     other settings or of other code, and one whose checkpoints are all damaged.
     """
-    folder = Path(folder)
-    name = next((n for n in ("result_dir", "out_dir") if n in settings), "output_dir")
-    files.check_place(f"--{name}", folder, needed)
+    folder = spec.folder
+    files.check_place(spec.flag, folder, spec.bytes_needed)
     for path in folder.glob("[!.]*"):
         kind = "folder" if path.name in FOLDERS else "file" if path.suffix in FILES else ""
         if kind and not (path.is_dir() if kind == "folder" else path.is_file()):
-            raise UserError(f"--{name}: {path} is in the way of a {kind}; move it elsewhere")
-    found = _verdict(folder, settings, inputs, {} if same_code else code, restart)
-    # of guide 1, a place for the model; in the others output_dir is the run folder itself
-    output = settings.get("output_dir") if "result_dir" in settings else ""
-    if output and found.verdict != "finished":
-        check_output(Path(output), folder, found.verdict == "continue")
-    if found.checkpoint and checkpoint.number(found.checkpoint) > steps:
+            raise UserError(f"{spec.flag}: {path} is in the way of a {kind}; move it elsewhere")
+    found = _verdict(folder, settings, spec.inputs, {} if same_code else code, restart)
+    if spec.model_folder and found.verdict != "finished":
+        check_output(spec.model_folder, folder, found.verdict == "continue")
+    if found.checkpoint and checkpoint.number(found.checkpoint) > spec.steps:
         done = checkpoint.number(found.checkpoint)
-        raise UserError(f"--max_steps: {folder} has done {done} steps already, more than {steps}")
+        raise UserError(
+            f"--max_steps: {folder} has done {done} steps already, more than {spec.steps}"
+        )
     return found
 
 
@@ -87,7 +99,7 @@ def _verdict(folder, settings, inputs, code, restart):
     before = checkpoint.read_json(folder / "environment.json")
     changed += differences(before.get("inputs", {}), inputs)
     edited = [line.partition(":")[0] for line in differences(before.get("code", {}), code)]
-    finished = summary(folder).get("status") == "finished"
+    finished = read_json(folder).get("status") == "finished"
     if restart or (finished and (changed or edited)):
         return Found("aside")
     if finished:
@@ -114,7 +126,7 @@ def _verdict(folder, settings, inputs, code, restart):
     return Found("continue", lines + [f"{line}, from here on" for line in changed], path)
 
 
-def summary(folder, name="summary.json") -> dict:
+def read_json(folder, name="summary.json") -> dict:
     """The object in summary.json, or in another file of the folder; or nothing."""
     with contextlib.suppress(UserError):
         return checkpoint.read_json(Path(folder) / name)
@@ -131,7 +143,7 @@ def lock(folder):
     return held
 
 
-def aside(folder) -> Path:
+def move_aside(folder) -> Path:
     """Rename the folder to the first free of NAME.1, NAME.2, ..."""
     number = 1
     while (target := folder.with_name(f"{folder.name}.{number}")).exists():

@@ -4,15 +4,18 @@ import dataclasses
 import json
 import math
 import os
+import subprocess
+import sys
 import time
-from pathlib import Path
 
+import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from ddp_utils import Stop, UserError, distributed, files, jsonl
 from ddp_utils.runs import checkpoint, environment, plots, progress, resume
+from ddp_utils.runs.cache import Cache
+from ddp_utils.runs.resume import RunSpec  # noqa: F401  scripts make one
 from ddp_utils.runs.saving import Saving
-from ddp_utils.tools import report
 
 STATUS = {0: "finished", 85: "preempted"}  # by exit status; any other: failed
 # what may differ between two lives of a run: its numbers are then equal but for rounding
@@ -22,97 +25,119 @@ COLUMNS = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rew
 COLUMNS += ("kl", "kl_base", "share_baked", "accuracy", "fraction_of_optimum")
 
 
-class Run(Saving):
+def check(spec, config, world) -> int:
+    """Print what a run would do, on rank 0, for --check; nothing is written. Return 0."""
+    settings = environment.redacted(dataclasses.asdict(config))
+    found = resume.inspect(spec, settings, environment.code(), config.restart, config.same_code)
+    if found.verdict == "finished":
+        lines = [FINISHED.format(spec.folder)]
+    else:
+        lines = [*found.lines, f"run folder: {spec.folder}"]
+    if world.is_main:
+        print(*spec.lines, *lines, sep="\n")
+    return 0
+
+
+class Run(Saving, Cache):
     """One run folder. A context manager: leaving it says in summary.json how the run ended.
 
     A folder that holds an unfinished run with the same settings and inputs is continued: see
-    resume.py. config: seed, save_every, keep_checkpoints, stop_after_minutes, restart; inputs:
-    name -> digest of data and models; needed: bytes that it will write at the least; shares: as
-    Strategy.shares() says.
+    resume.py. spec: a RunSpec; config: seed, save_every, keep_checkpoints, stop_after_minutes,
+    restart, same_code, deterministic.
     """
 
-    def __init__(self, folder, config, world, steps, inputs=None, needed=0, shares=""):
-        self.folder = Path(folder)
-        self.config, self.world, self.steps = config, world, steps
-        self.shares = shares
+    def __init__(self, spec, config, world):
+        self.spec = spec
+        self.config = config
+        self.world = world
+        self.folder = spec.folder
+        self.checkpoints = spec.folder / "checkpoints"
+        self.steps = spec.steps
         self.start = time.perf_counter()
         self.results = {}  # split -> the numbers of its last evaluation
         self.validated = 0  # steps before that of val
         self.val_of_best = {}  # of the lowest validation loss, with save_best
-        self.step = 0
         self.training = None
         self.save_seconds = 0.0
         self.cached_files = {}  # name -> hash and fingerprint of what later starts may read
-        self.metrics = self.board = self.lock = None
+        self.metrics = None
+        self.board = None
+        self.lock = None
         self.bar = progress.Bar(world.is_main)
-        settings = environment.redacted(dataclasses.asdict(config))
-        opened = distributed.on_main(world, lambda: self._open(settings, inputs or {}, needed))
-        self.done, self.mark = opened  # steps before this start, and the checkpoint that has them
-        self.saved = self.step = self.done
+        if config.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or CUDA refuses to start
+            torch.use_deterministic_algorithms(True)
+        # steps before this start, and the mark of the checkpoint that has them
+        self.done, self.mark = distributed.on_main(world, self._open)
+        self.saved = self.done
+        self.step = self.done
         self.saved_at = time.perf_counter()
 
-    @classmethod
-    def would(cls, folder, config, steps, inputs, needed):
-        """Lines on what a run with these settings would do to the folder; nothing is written."""
-        settings = environment.redacted(dataclasses.asdict(config))
-        facts = settings, steps, inputs, environment.code(), needed
-        found = resume.inspect(folder, *facts, config.restart, config.same_code)
-        if found.verdict == "finished":
-            return [FINISHED.format(folder)]
-        return [*found.lines, f"run folder: {folder}"]
-
-    def _open(self, settings, inputs, needed):
-        """Lock, move aside or continue; returns the steps already done and the checkpoint's mark.
+    def _open(self):
+        """Lock, move aside or continue; return the steps already done and the checkpoint's mark.
 
         Raises Stop if there is nothing left to do.
         """
+        settings = environment.redacted(dataclasses.asdict(self.config))
         self.run_id = os.environ.get("TORCHELASTIC_RUN_ID")  # the same when it is started again
         restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-        again = restarted and resume.summary(self.folder).get("run_id") == self.run_id
-        restart = self.config.restart and not again
+        again = restarted and resume.read_json(self.folder).get("run_id") == self.run_id
         described = environment.describe(self.config, self.world)
-        facts = settings, self.steps, inputs, described["code"], needed
-        found = resume.inspect(self.folder, *facts, restart, self.config.same_code)
+        restart = self.config.restart and not again
+        same_code = self.config.same_code
+        found = resume.inspect(self.spec, settings, described["code"], restart, same_code)
         if found.verdict == "finished":
             raise Stop(FINISHED.format(self.folder), 0)
         if found.verdict == "aside":
             held = resume.lock(self.folder)
-            self.say(f"{self.folder} held an earlier run: moved to {resume.aside(self.folder)}")
+            moved = resume.move_aside(self.folder)
+            self.say(f"{self.folder} held an earlier run: moved to {moved}")
             held.release()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = resume.lock(self.folder)
         if found.verdict != "continue" and (self.folder / "config.json").exists():
             raise UserError(resume.going_on(self.folder))  # another one was quicker
-        path, meta = found.checkpoint, {"step": 0, "metrics_bytes": 0}
-        if path:
-            meta = checkpoint.read_manifest(path)
-            shares = meta.get("shares")
-            if shares and shares != self.shares:
-                raise UserError(
-                    f"{path}: each process has saved its share: {shares}; this is "
-                    f"{self.shares or 'another strategy, or one process'}; "
-                    "start as many, in the same way"
-                )
+        meta = {"step": 0, "metrics_bytes": 0}
+        mark = ""
+        if found.checkpoint:
+            meta = self._read_manifest(found.checkpoint)
+            mark = checkpoint.mark(found.checkpoint)
         if found.verdict == "continue":
             self.say(f"{self.folder} is not finished: goes on after step {meta['step']}")
             before = checkpoint.read_json(self.folder / "environment.json")
             before = {name: before.get(name) for name in CHANGED}
             for line in resume.differences(before, described):
                 self.say(f"{line}; equal but for rounding")
-            self._read_cached_files()
+            self.read_cached_files()
         for line in found.lines:
             self.say(line)
         self.step = meta["step"]
-        self._write("environment.json", described | {"inputs": inputs})
+        self._write("environment.json", described | {"inputs": self.spec.inputs})
         self.write_summary("running", 0)
         self._write("config.json", settings)  # last: from here on there is a run
+        self._open_metrics(meta)
+        self.bar.of_run(self.steps, self.step)
+        return self.step, mark
+
+    def _read_manifest(self, path):
+        """Return the manifest of the checkpoint to continue from; UserError if not by this run."""
+        meta = checkpoint.read_manifest(path)
+        shares = meta["shares"]
+        if shares and shares != self.spec.shares:
+            raise UserError(
+                f"{path}: each process has saved its share: {shares}; this is "
+                f"{self.spec.shares or 'another strategy, or one process'}; "
+                "start as many, in the same way"
+            )
+        return meta
+
+    def _open_metrics(self, meta):
+        """Open metrics.jsonl; what came after the checkpoint is cut off, and comes again."""
         self.metrics = open(self.folder / "metrics.jsonl", "ab")  # noqa: SIM115
-        size = self.metrics.seek(0, os.SEEK_END)  # what came after the checkpoint comes again
+        size = self.metrics.seek(0, os.SEEK_END)
         self.metrics.seek(self.metrics.truncate(min(meta["metrics_bytes"], size)))
-        if getattr(self.config, "report_to", "tensorboard") == "tensorboard":
+        if self.spec.tensorboard:
             self.board = SummaryWriter(self.folder / "tensorboard", purge_step=meta["step"] + 1)
-        self.bar.of_run(self.steps, meta["step"])
-        return meta["step"], checkpoint.mark(path) if path else ""
 
     # --- what happens ----------------------------------------------------------------------------
 
@@ -120,6 +145,22 @@ class Run(Saving):
         """One line to the user, above the progress bar if there is one; silence elsewhere."""
         if self.world.is_main:
             self.bar.say(line)
+
+    def describe(self, header):
+        """Say what the run trains with and on; data_report.json has the whole report."""
+        self.say(header)
+        if self.world.device.type == "cpu" and self.world.local_size > os.cpu_count():
+            self.say(f"warning: {self.world.local_size} processes share {os.cpu_count()} cores")
+        self.write_json("data_report.json", environment.redacted(self.spec.report))
+        for line in self.spec.lines:
+            self.say(line)
+
+    def validate(self, step, due, evaluate):
+        """Log evaluate() if that is due after `step` steps and an earlier start has not done it."""
+        if due and (self.validated < step or step == self.steps == 0):
+            values = evaluate()
+            self.results["val"] = values
+            self.log(step, values, "val")
 
     def log(self, step, values, split="train", echo=True):
         """Append one line of metrics: file in full precision, TensorBoard, fixed columns."""
@@ -129,23 +170,27 @@ class Run(Saving):
             self.validated = step
             loss = values.get("loss", values.get("kl"))
             lowest = self.results.get("best", {"loss": math.inf})["loss"]
-            if getattr(self.config, "save_best", False) and loss < lowest:
+            if self.spec.save_best and loss < lowest:
                 self.results["best"] = {"loss": loss, "step": step}
                 self.val_of_best = dict(values)
         if not self.world.is_main:
             return
-        line = json.dumps({"split": split, "step": step, **_finite(values)}) + "\n"
-        self.metrics.write(line.encode())
-        self._flush()
+        line = {"split": split, "step": step}
         for name, value in values.items():
+            line[name] = value if math.isfinite(value) else None  # JSON has no NaN
             if self.board and name != "count":
                 self.board.add_scalar(f"{split}/{name}", value, step)
+        self.metrics.write((json.dumps(line) + "\n").encode())
+        self._flush()
         if split == "train":
             self.bar.reach(step)
         if echo and not self.bar.speaks:
-            shown = [(name.rsplit("/")[-1], values[name]) for name in COLUMNS if name in values]
             title = f"step {step:5d}" if split == "train" else f"{split:>10}"
-            self.say(" | ".join([title, *(f"{name} {value:8.4f}" for name, value in shown)]))
+            columns = [title]
+            for name in COLUMNS:
+                if name in values:
+                    columns.append(f"{name.rsplit('/')[-1]} {values[name]:8.4f}")
+            self.say(" | ".join(columns))
 
     def _flush(self):
         try:
@@ -154,73 +199,27 @@ class Run(Saving):
             raise OSError(error.errno, error.strerror, self.metrics.name) from error
 
     def write_json(self, name, data):
-        """A file of plain data in the run folder."""
+        """Write a file of plain data into the run folder."""
         if self.world.is_main:
             self._write(name, data)
 
     def write_text(self, name, text):
-        """A text for people in the run folder."""
+        """Write a text for people into the run folder, without what a terminal would obey."""
         if self.world.is_main:
             (self.folder / name).write_text(jsonl.printable(text), encoding="utf-8")
 
-    def once(self, name, make):
-        """make(), on all ranks, kept as plain data: a continued run reads what it found before."""
-        file = f"{name}.json"
-
-        def known():
-            path = self.cached_file(file, {})
-            return json.loads(path.read_text()) if path else None
-
-        value = distributed.on_main(self.world, known)
-        if value is None:
-            value = make()
-            self.write_json(file, value)
-            self.add_cached_file(file, {})
-        return value
-
-    def cached_file(self, name, fingerprint):
-        """On rank 0, the path of a file that an earlier start of this run has left whole, or None.
-
-        fingerprint: what its content depends on, as plain data; another one is as good as no file.
-        """
-        path, entry = self.folder / name, self.cached_files.get(name)
-        if entry is None or entry.get("fingerprint") != fingerprint:
-            return None
-        if path.is_file() and files.sha256(path) == entry["sha256"]:
-            return path
-        self.say(f"warning: {path} does not match its sha256: it is made again")
-        return None
-
-    def add_cached_file(self, name, fingerprint, digest=None):
-        """Remember a file that has just been written, with its hash, for later starts."""
-        if self.world.is_main:
-            digest = digest or files.sha256(self.folder / name)
-            self.cached_files[name] = {"sha256": digest, "fingerprint": fingerprint}
-            checkpoint.write_manifest(self.folder, {"files": self.cached_files})
-
-    def _read_cached_files(self):
-        try:
-            self.cached_files = checkpoint.read_manifest(self.folder)["files"]
-        except ValueError as error:
-            if any(self.folder.glob("manifest.*")):  # else there is none yet
-                self.say(f"warning: {self.folder}: {error}: what it names is made again")
-
     def write_summary(self, status, code):
         """summary.json: how it stands, and what it measured."""
-        seconds = round(time.perf_counter() - self.start, 3)
-        self._write(
-            "summary.json",
-            {
-                "status": status,
-                "exit_code": code,
-                "run_id": self.run_id,
-                "step": self.step,
-                "world_size": self.world.world_size,
-                "seconds": seconds,
-                "save_seconds": round(self.save_seconds, 3),
-                **self.results,
-            },
-        )
+        summary = {
+            "status": status,
+            "exit_code": code,
+            "run_id": self.run_id,
+            "step": self.step,
+            "world_size": self.world.world_size,
+            "seconds": round(time.perf_counter() - self.start, 3),
+            "save_seconds": round(self.save_seconds, 3),
+        }
+        self._write("summary.json", summary | self.results)
 
     def _write(self, name, data):
         files.write_text(self.folder / name, json.dumps(data, indent=2) + "\n")
@@ -229,10 +228,10 @@ class Run(Saving):
         return self
 
     def __exit__(self, kind, error, _trace):
-        told = distributed.write_error(error) or error
+        code = distributed.exit_code(distributed.write_error(error) or error)
         try:
             if self.world.is_main:
-                self._close(error, distributed.exit_code(told))
+                self._close(error, code)
         except OSError:  # on a full disk; the first error counts
             if error is None:
                 raise
@@ -241,11 +240,7 @@ class Run(Saving):
         if error is None:
             plots.draw(self.folder)
         self.write_summary(STATUS.get(code, "failed"), code)
-        try:
-            report.write(self.folder)
-        except OSError as problem:  # all that is on the page is on the disk already
-            if error is None:
-                self.say(f"warning: no report.html: {problem}")
+        self._write_report()
         self.bar.close()
         if self.board:
             self.board.close()
@@ -256,7 +251,11 @@ class Run(Saving):
         elif self.saved and code != 85:
             self.say(f"the same command goes on after step {self.saved}")
 
-
-def _finite(values):
-    """JSON has no NaN: a value that is not finite is written as null."""
-    return {k: v if math.isfinite(v) else None for k, v in values.items()}
+    def _write_report(self):
+        """Make report.html from the files of the folder, in a process of its own."""
+        program = ["-m", "ddp_utils.tools.report", "--no_curves", str(self.folder)]
+        environ = os.environ | {"PYTHONPATH": str(environment.SRC)}  # it may not be installed
+        command = [sys.executable, *program]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True)
+        if done.returncode:
+            self.say(f"warning: no report.html: {done.stderr.strip()[-200:]}")

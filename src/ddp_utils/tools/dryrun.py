@@ -155,7 +155,7 @@ def _need(config, outline, rows, row_losses, device, shared):
 
         backbone, head = scorer.parts()
         scorer.own_head = backbone is scorer.bare() or head is None
-        scorer.lay_out(shared)
+        scorer.set_layout(shared)
         if on_gpu:
             logps.CHUNK["cpu"] = logps.WIDE_CHUNK
             if shared and scorer.precision.itemsize == 2:
