@@ -10,7 +10,7 @@ Guide: docs/prompt_baking.md. The rows are the same for any number of processes;
 stopped or killed goes on with the same command.
 """
 
-import ddp_utils.runs.startup  # noqa: F401  before torch, whose import takes seconds
+import ddp_utils.runs.preemption as preemption  # before torch, whose import takes seconds
 
 import contextlib
 import dataclasses
@@ -39,7 +39,7 @@ from ddp_utils import (
 )
 from ddp_utils.encoder import Encoder, load_tokenizer
 from ddp_utils.models import digest_of_model
-from ddp_utils.runs import environment, preemption, progress, resume
+from ddp_utils.runs import environment, progress, resume
 from ddp_utils.sampler import order
 from prompt_baking import trajectories as trajectories_
 

@@ -7,7 +7,7 @@
 Settings: src/config.py. Results: results/dpo/ (see results/README.md).
 """
 
-import ddp_utils.runs.startup  # noqa: F401  before torch, whose import takes seconds
+import ddp_utils.runs.preemption as preemption  # before torch, whose import takes seconds
 
 import dataclasses
 import gc
@@ -23,6 +23,7 @@ from ddp_utils import (
     UserError,
     cli,
     distributed,
+    fast,
     jsonl,
     logps,
     losses,
@@ -33,9 +34,8 @@ from ddp_utils import (
     sampling,
 )
 from ddp_utils.encoder import Encoder, load_tokenizer
-from ddp_utils.fast import self_test
 from ddp_utils.metrics import Averages, Meter, interval
-from ddp_utils.runs import checks, preemption
+from ddp_utils.runs import checks
 from ddp_utils.runs import run as run_
 from ddp_utils.runs.run import Run, RunSpec
 
@@ -156,15 +156,14 @@ def no_closed_form(config):
 
 
 @torch.no_grad()
-def evaluate(policy, split, data, ref_logps, config, run):
+def evaluate(policy, split, data, ref_logps, config, world, stop_if_requested=lambda: None):
     """Return exact means over all pairs of a split: each counted once, on any number of ranks."""
-    world = run.world
     pairs = data[split]
     averages = Averages(world)
     scorer = policy.scorer  # DDP would only wait for gradients
     with logps.dropout_off(scorer):
         for part in scorer.share(range(len(pairs)), pairs, world, rows_per_rank(config, world)):
-            run.stop_if_requested()
+            stop_if_requested()
             batch = scorer.collate([pairs[i] for i in part.index], world.device)
             _, metrics = losses.pair_losses(scorer, batch, ref_logps[split][part.index], config)
             metrics["squares"] = metrics["rewards/margins"].double() ** 2
@@ -239,7 +238,7 @@ def load_scored(config, data, precision, run):
             )
 
         with policy.gathered():
-            for line in self_test.self_test(scorer, data["train"], config.layout, world):
+            for line in fast.self_test(scorer, data["train"], config.layout, world):
                 run.say(line)
         if known is None:
             facts = logps.fingerprint(scorer, data, names, world.device)
@@ -336,11 +335,13 @@ def main(argv=None) -> int:
         meter = Meter(policy.scorer, world)
         done = run.restore(policy, optimizer, schedule)
 
+        def evaluated(split):
+            rest = (data, ref_logps, config, world, run.stop_if_requested)
+            return evaluate(policy, split, *rest)
+
         def validate(step):
             is_due = bool(data["val"]) and plan.due(config.eval_every, step)
-            run.validate(
-                step, is_due, lambda: evaluate(policy, "val", data, ref_logps, config, run)
-            )
+            run.validate(step, is_due, lambda: evaluated("val"))
 
         # loop: one turn is one optimizer step
         validate(done)
@@ -365,7 +366,7 @@ def main(argv=None) -> int:
         last = run.restore_best()
         for split in ("val", "test"):
             if data[split] and split not in run.results:  # the last step has done val
-                run.results[split] = evaluate(policy, split, data, ref_logps, config, run)
+                run.results[split] = evaluated(split)
                 run.log(last, run.results[split], split)
         write_examples(run, data, before, answer(policy, data, encoder, config, run), judge)
         models.save_policy(policy, tokenizer, spec.model_folder or run.folder / "model", world)

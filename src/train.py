@@ -7,7 +7,7 @@
 Each setting of the file is a flag, too: --learning_rate 1e-4. Guide: docs/strategies.md.
 """
 
-import ddp_utils.runs.startup  # noqa: F401  before torch, whose import takes seconds
+import ddp_utils.runs.preemption as preemption  # before torch, whose import takes seconds
 
 import sys
 import time
@@ -20,6 +20,7 @@ from ddp_utils import (
     UserError,
     cli,
     distributed,
+    fast,
     files,
     logps,
     losses,
@@ -29,9 +30,8 @@ from ddp_utils import (
     sampler,
 )
 from ddp_utils.encoder import Encoder, Pair, load_tokenizer
-from ddp_utils.fast import self_test
 from ddp_utils.metrics import Averages, Meter
-from ddp_utils.runs import checks, preemption
+from ddp_utils.runs import checks
 from ddp_utils.runs import run as run_
 from ddp_utils.runs.run import Run, RunSpec
 from sft import instruction_data
@@ -58,7 +58,8 @@ def read_data(config, encoder, world):
         )
 
     train, report = read(config.train_data, config.max_rows)
-    data, reports = {"train": train, "val": []}, {"train": report}
+    data = {"train": train, "val": []}
+    reports = {"train": report}
     if config.val_data:
         data["val"], reports["val"] = read(config.val_data)
     elif config.val_share:
@@ -192,7 +193,8 @@ def choose_numbers(config, outline, world):
 
 def strategy_of(config):
     """How the ranks share the work; what shards nothing is DDP."""
-    kind, options = config.strategy, config.sharding
+    kind = config.strategy
+    options = config.sharding
     nothing = kind == "fsdp" and options.strategy == "NO_SHARD"
     if nothing or (kind == "deepspeed" and not options.get("zero_optimization", {}).get("stage")):
         kind = "ddp"
@@ -214,7 +216,7 @@ def load(config, data, precision, run):
     policy = optim.wrap(logps.Scorer(model, precision.autocast), world, strategy_of(config))
     scorer = policy.scorer
     with policy.gathered():
-        for line in self_test.self_test(scorer, as_pairs(data["train"]), config.layout, world):
+        for line in fast.self_test(scorer, as_pairs(data["train"]), config.layout, world):
             run.say(line)
     if config.objective == "sft":
         return policy, None

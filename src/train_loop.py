@@ -10,7 +10,7 @@ the prompt. Loss: KL(teacher || student) at every token of replies that the teac
 (Bhargava et al., Prompt Baking, 2024). Data: generate_data.py. Guide: docs/prompt_baking.md.
 """
 
-import ddp_utils.runs.startup  # noqa: F401  before torch, whose import takes seconds
+import ddp_utils.runs.preemption as preemption  # before torch, whose import takes seconds
 
 import contextlib
 import dataclasses
@@ -37,7 +37,7 @@ from ddp_utils import (
 from ddp_utils.encoder import Encoder, load_tokenizer
 from ddp_utils.fast import memory_efficient
 from ddp_utils.metrics import Averages, peak_memory_mb
-from ddp_utils.runs import checks, preemption
+from ddp_utils.runs import checks
 from ddp_utils.runs import run as run_
 from ddp_utils.runs.run import Run, RunSpec
 from prompt_baking import distillation
@@ -206,7 +206,8 @@ def check_step(policy, step, means, rows, trajectories, teacher, config, world):
 @torch.no_grad()
 def evaluate(student, trajectories, teacher, config, run, baked=True):
     """KL(teacher || student) per token over all validation rows; not `baked`: of the base model."""
-    averages, objective = Averages(run.world), student.objective
+    averages = Averages(run.world)
+    objective = student.objective
     student.objective = "kl"
     adapters = contextlib.nullcontext() if baked else student.model.disable_adapter()
     with logps.dropout_off(student), adapters:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # where nothing is installed
 
-import ddp_utils.runs.startup  # noqa: F401  before torch, whose import takes seconds
+import ddp_utils.runs.preemption as preemption  # before torch, whose import takes seconds
 
 import json
 from dataclasses import asdict, dataclass
@@ -27,7 +27,7 @@ from ad.config import Config, check
 from ad.darkroom import ACTIONS
 from ad.model import Cache, Model, Shape, Tokens
 from ddp_utils import UserError, cli, distributed, files, jsonl
-from ddp_utils.runs import checkpoint, preemption
+from ddp_utils.runs import checkpoint
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # where nothing is installed
 
-import ddp_utils.runs.startup  # noqa: F401  before torch, whose import takes seconds
+import ddp_utils.runs.preemption as preemption  # before torch, whose import takes seconds
 
 import json
 import math
@@ -40,7 +40,7 @@ from ddp_utils import (
     sampler,
 )
 from ddp_utils.metrics import Averages
-from ddp_utils.runs import checks, preemption
+from ddp_utils.runs import checks
 from ddp_utils.runs import run as run_
 from ddp_utils.runs.run import Run, RunSpec
 

@@ -14,10 +14,10 @@ import warnings
 import tyro
 
 from ddp_utils import UserError, jsonl
-from ddp_utils.tools import help
 
 ALIASES = {"--validate_only": "--check", "--dry_run": "--check"}
-ABOVE_0, FROM_0 = ("above 0", lambda x: x > 0), ("of 0 or more", lambda x: x >= 0)
+ABOVE_0 = ("above 0", lambda x: x > 0)
+FROM_0 = ("of 0 or more", lambda x: x >= 0)
 # what the settings of all scripts have in common: description, and who fits it
 POSITIVE = "beta learning_rate batch_size base_batch_size gradient_accumulation_steps num_epochs "
 POSITIVE += "lora_r lora_alpha lambda_shift keep_checkpoints max_new_tokens log_every"
@@ -43,13 +43,15 @@ def parse(config_class, argv=None, console=True, aliases=None, default=None, com
     append, is swallowed.
     """
     names = {key.replace("-", "_"): name for key, name in {**ALIASES, **(aliases or {})}.items()}
-    command = f"{help.typed()} {command}".rstrip()
+    command = f"{typed()} {command}".rstrip()
     words = []
     for word in sys.argv[1:] if argv is None else argv:
         name, equals, text = word.partition("=")
         if name.replace("-", "_") != "__local_rank":
             words.append(names.get(name.replace("-", "_"), name) + equals + text)
     if {"-h", "--help"} & {*words}:
+        from ddp_utils.tools import help
+
         if console:
             with contextlib.suppress(BrokenPipeError):  # | head
                 print(help.text(config_class, default, command))
@@ -65,6 +67,12 @@ def parse(config_class, argv=None, console=True, aliases=None, default=None, com
         if isinstance(value, str) and value.startswith("~/"):  # no shell expands --flag=~/x
             setattr(config, name, os.path.expanduser(value))
     return check_types(config)
+
+
+def typed() -> str:
+    """What was typed: `python -m dpo_inv.run_dpo_ddp` or a file, from the current folder."""
+    spec = sys.modules["__main__"].__spec__
+    return f"python -m {spec.name}" if spec else f"python {os.path.relpath(sys.argv[0] or '-')}"
 
 
 def check_types(config):

@@ -301,10 +301,11 @@ def write_error(error):
     """A WriteError for an OSError of a full disk, a quota or a read-only place, else None."""
     if not isinstance(error, OSError) or error.errno not in FULL:
         return None
-    place, free = f"{error.filename}: " if error.filename else "", ""
+    file = f"{error.filename}: " if error.filename else ""
+    free = ""
     with contextlib.suppress(OSError, TypeError):
         free = f" ({shutil.disk_usage(Path(error.filename).parent).free >> 20} MiB free)"
-    problem = WriteError(f"{place}{error.strerror}{free}; make room, the same command goes on")
+    problem = WriteError(f"{file}{error.strerror}{free}; make room, the same command goes on")
     problem.__cause__ = error
     return problem
 
@@ -321,7 +322,8 @@ def on_main(world, fn):
 
     If it raises a UserError all ranks end with its exit status; rank 0 alone says why.
     """
-    answer, problem = {}, None
+    answer = {}
+    problem = None
     if world.is_main:
         try:
             answer = {"value": fn()}
@@ -364,6 +366,6 @@ def _sent(text, world, rank=0):
     size = torch.tensor([len(data)], device=world.device)
     dist.broadcast(size, src=rank)
     block = bytearray(data if world.rank == rank else size.item())
-    found = torch.frombuffer(block, dtype=torch.uint8).to(world.device)  # [size]
-    dist.broadcast(found, src=rank)
-    return bytes(found.cpu().numpy()).decode()[:-1]
+    letters = torch.frombuffer(block, dtype=torch.uint8).to(world.device)  # [size]
+    dist.broadcast(letters, src=rank)
+    return bytes(letters.cpu().numpy()).decode()[:-1]

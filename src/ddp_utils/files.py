@@ -63,7 +63,7 @@ def sha256(path) -> str:
     """Of a whole file."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while block := file.read(2**22):
+        for block in iter(lambda: file.read(2**22), b""):
             digest.update(block)
     return digest.hexdigest()
 

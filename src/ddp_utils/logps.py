@@ -56,11 +56,16 @@ def collate(pairs, device="cpu", shared=False) -> Batch:
         layout = {}
     responses = by_side([pair.targets for pair in pairs])
     lengths = [len(response) for response in responses]
-    rows = [row for row, length in enumerate(lengths) for _ in range(length)]
-    places = [place for length in lengths for place in range(length)]
-    targets = put([token for response in responses for token in response])
+    rows = []
+    columns = []
+    targets = []
+    for row, response in enumerate(responses):
+        rows += [row] * len(response)
+        columns += range(len(response))
+        targets += response
     tokens = put(lengths).view(-1, len(pairs))
-    return Batch(put(ids), put(where), targets, put([rows, places]), tokens, max(lengths), layout)
+    cells = put([rows, columns])
+    return Batch(put(ids), put(where), put(targets), cells, tokens, max(lengths), layout)
 
 
 def by_side(table):
@@ -72,8 +77,12 @@ def _padded(pairs):
     """Token ids [S * B, T], padded with 0, and scored places."""
     rows = by_side([pair.rows() for pair in pairs])
     width = max(len(fed) for fed, _ in rows)
-    where = [turn * width + place for turn, (_, places) in enumerate(rows) for place in places]
-    return [fed + [0] * (width - len(fed)) for fed, _ in rows], where
+    ids = []
+    where = []
+    for number, (fed, places) in enumerate(rows):
+        ids.append(fed + [0] * (width - len(fed)))
+        where += [number * width + place for place in places]
+    return ids, where
 
 
 class Scorer(nn.Module):
@@ -83,8 +92,8 @@ class Scorer(nn.Module):
         super().__init__()
         self.model = model
         self.autocast = autocast  # torch.bfloat16, torch.float16 or None
-        self.own_head = False  # True: take the model's logits as they are (see fast/self_test.py)
-        self.shared = False  # True: pairs as stretches of packed rows (see fast/self_test.py)
+        self.own_head = False  # True: take the model's logits as they are (see fast/__init__.py)
+        self.shared = False  # True: pairs as stretches of packed rows (see fast/__init__.py)
         self.attention = model.config._attn_implementation  # of separate rows and of generation
         self.gathered = contextlib.nullcontext  # of a layer whose weights are used by themselves
 
@@ -144,7 +153,8 @@ class Scorer(nn.Module):
 
         In eval(): nothing is trained here, and checkpointing would do without the cache.
         """
-        shared, settings = self.shared, self.bare().generation_config
+        shared = self.shared
+        settings = self.bare().generation_config
         # the model's own file may hold a repetition_penalty, which is another distribution
         self.bare().generation_config = transformers.GenerationConfig()
         self.set_layout(shared=False)
@@ -207,13 +217,14 @@ def dropout_off(module):
 @torch.no_grad()
 def score(scorer, pairs, world, budget, poll=lambda: None):
     """Log-probs of all pairs as they are now, shared out over the ranks: [number of pairs, 2]."""
-    parts, found = scorer.share(range(len(pairs)), pairs, world, budget), []
+    parts = scorer.share(range(len(pairs)), pairs, world, budget)
+    scores = []
     with dropout_off(scorer):
         for part in parts:
             poll()  # stop between two batches, if asked to
             batch = scorer.collate([pairs[i] for i in part.index], world.device)
-            found.append(torch.stack(scorer(batch), -1))  # [B, 2]
-    return distributed.gather_by_index(len(pairs), parts, found, world)
+            scores.append(torch.stack(scorer(batch), -1))  # [B, 2]
+    return distributed.gather_by_index(len(pairs), parts, scores, world)
 
 
 def fingerprint(scorer, data, names, device) -> dict:

@@ -164,7 +164,8 @@ class Displacement:
     """Notices, once, that the chosen responses have become less likely than at the start."""
 
     def __init__(self, config, rows="responses", mend="--sft_weight 1 or --method dpop"):
-        self.rows, self.mend = rows, mend
+        self.rows = rows
+        self.mend = mend
         self.watch = config.method != "simpo"
         self.recent = collections.deque(maxlen=10)
 

@@ -51,9 +51,10 @@ def wilson(wins, count, z=1.96):
     """Wilson's 95 % interval of a share (Wilson 1927); (None, None) without a decided pair."""
     if not count:
         return None, None
-    share_, spread = wins / count, z**2 / count
-    middle = (share_ + spread / 2) / (1 + spread)
-    half = z * math.sqrt(share_ * (1 - share_) / count + spread / (4 * count)) / (1 + spread)
+    share = wins / count
+    spread = z**2 / count
+    middle = (share + spread / 2) / (1 + spread)
+    half = z * math.sqrt(share * (1 - share) / count + spread / (4 * count)) / (1 + spread)
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
@@ -117,9 +118,12 @@ def _axes(parameter):
 def peak_flops(device, dtype):
     """FLOP/s of a device: the data sheet's; of a CPU what a matrix product reaches; else None."""
     if device.type != "cpu":
-        found = [peaks for name, peaks in PEAKS.items() if name in device_name(device)]
-        return found[0][dtype == torch.float32] if found else None
-    matrix, seconds = torch.ones(1024, 1024, dtype=dtype), []
+        for name, peaks in PEAKS.items():
+            if name in device_name(device):
+                return peaks[dtype == torch.float32]
+        return None
+    matrix = torch.ones(1024, 1024, dtype=dtype)
+    seconds = []
     for _ in range(4):  # the first one warms up
         start = time.perf_counter()
         matrix @ matrix

@@ -1,6 +1,7 @@
 """Load a causal language model, and save it: nothing in its files is executed or missing."""
 
 import contextlib
+import itertools
 import math
 import re
 import shutil
@@ -219,7 +220,7 @@ def check_fit(model, data):
     if rope.get("rope_type") in ("longrope", "dynamic"):
         # beyond these a row's angles, and its log-probs, would hang on the others in its batch
         positions = min(positions, rope.get("original_max_position_embeddings") or positions)
-    for pair in (pair for split in data.values() for pair in split):
+    for pair in itertools.chain(*data.values()):
         if max(map(max, pair[:3])) >= words:
             raise UserError(f"{pair.where}: token id {max(map(max, pair[:3]))}, model has {words}")
         if pair.row > positions:

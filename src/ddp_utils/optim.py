@@ -6,6 +6,7 @@ methods, and are imported only where a Strategy names them.
 
 import collections
 import contextlib
+import itertools
 import math
 from typing import NamedTuple
 
@@ -18,7 +19,6 @@ from ddp_utils import UserError, distributed
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HOOKS = {  # how gradients travel under DDP
-    "fp32": None,
     "bf16": default_hooks.bf16_compress_hook,
     "fp16": default_hooks.fp16_compress_hook,
 }
@@ -130,8 +130,8 @@ class Policy:
             bucket_cap_mb=strategy.bucket_mb,
         )
         self.ddp.broadcast_buffers = False  # nothing trained is a buffer (the argument is going)
-        if hook := HOOKS[strategy.grad_reduce_dtype]:
-            self.ddp.register_comm_hook(None, hook)
+        if strategy.grad_reduce_dtype != "fp32":
+            self.ddp.register_comm_hook(None, HOOKS[strategy.grad_reduce_dtype])
         # DDP orders its buckets anew after the first backward: one throwaway pass, so that every
         # step, and the first one of a resumed run, sums in the same order
         (torch.stack(self(self.scorer.example(world.device))).sum() * 0).backward()
@@ -252,8 +252,8 @@ class Policy:
         """Put back parameters, AdamW's moments and the loss scale."""
         named = self.trainable()
         check_names(named, tensors)
-        ordered = [p for group in optimizer.param_groups for p in group["params"]]
-        index = {id(parameter): place for place, parameter in enumerate(ordered)}
+        ordered = itertools.chain(*(group["params"] for group in optimizer.param_groups))
+        index = {id(parameter): number for number, parameter in enumerate(ordered)}
         states = collections.defaultdict(dict)
         for key, value in tensors.items():
             kind, _, name = key.partition("/")

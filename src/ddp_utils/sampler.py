@@ -48,8 +48,8 @@ def share(rows, lengths, world, budget, padded=False) -> list[MicroBatch]:
     ranks = world.world_size
     turns = math.ceil(math.ceil(len(dealt) / ranks) / budget)
     if padded:
-        mine = dealt[world.rank :: ranks]
-        cuts = [mine[turn * budget : (turn + 1) * budget] for turn in range(turns)]
+        rows = dealt[world.rank :: ranks]
+        cuts = [rows[turn * budget : (turn + 1) * budget] for turn in range(turns)]
     else:
         cuts = _balanced(dealt, lengths, turns * ranks, budget)
         cuts = [cuts[turn * ranks : (turn + 1) * ranks] for turn in range(turns)]

@@ -22,7 +22,7 @@ from torch import nn
 
 from ddp_utils import distributed, files, losses, metrics, optim, sampler
 from ddp_utils.metrics import Averages, wilson
-from ddp_utils.runs import checks, plots, preemption
+from ddp_utils.runs import checks, preemption, resume
 from ddp_utils.runs import run as run_
 from ddp_utils.runs.run import Run, RunSpec
 from dpo_inv import batches, mpnn, weights
@@ -231,7 +231,7 @@ def digest(pairs, structures) -> str:
 
 def mean_of(folder, name, after, until):
     """Mean over the pairs of some training steps: those above `after`, up to `until`."""
-    lines = [line for line in plots.read_metrics(folder) if line["split"] == "train"]
+    lines = [line for line in resume.read_metrics(folder) if line["split"] == "train"]
     lines = [line for line in lines if after < line["step"] <= until and name in line]
     return sum(x[name] * x["count"] for x in lines) / sum(x["count"] for x in lines)
 

@@ -10,9 +10,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ddp_utils import UserError, distributed, files, logps, sampler
+from ddp_utils import UserError, distributed, fast, files, logps, sampler
 from ddp_utils.encoder import Pair
-from ddp_utils.fast import self_test
 from ddp_utils.runs import checks
 from prompt_baking import kl_loss, trajectories
 
@@ -65,7 +64,7 @@ def check_head(student, rows, world, cache):
     if any(p.requires_grad for layer in shared if layer for p in layer.parameters()):
         raise UserError("--lora_targets: leave output layer and embedding to teacher and student")
     pairs = [Pair(row.student, row.reply, row.reply, "", "") for row in rows[:2]]
-    line = self_test.check_head(student, pairs, world.device)
+    line = fast.check_head(student, pairs, world.device)
     doubt = torch.tensor([float(student.own_head)], device=world.device)
     student.own_head = distributed.all_sum(doubt, world).item() > 0
     if student.own_head and cache:

@@ -22,18 +22,20 @@ class FrozenHead(torch.autograd.Function):
         falls = torch.empty_like(hidden)  # [N, D] the derivative with the opposite sign
         # one pair of buffers for all chunks: to ask for fresh memory costs more than a softmax
         room = min(size, len(targets)), len(weight)
-        logits, probs = weight.new_empty(room), hidden.new_empty(room, dtype=torch.float32)
+        logits = weight.new_empty(room)
+        probs = hidden.new_empty(room, dtype=torch.float32)
         parts = (t.split(size) for t in (hidden, targets[:, None], token_logps, falls))
-        for states, labels, found, fall in zip(*parts, strict=True):
-            logits, probs = logits[: len(states)], probs[: len(states)]  # [n, V]
+        for states, labels, logps, fall in zip(*parts, strict=True):
+            logits = logits[: len(states)]  # [n, V]
+            probs = probs[: len(states)]
             torch.mm(states.to(weight.dtype), weight.T, out=logits)
             if bias is not None:
                 logits += bias
             torch.softmax(logits, -1, torch.float32, out=probs)
             # the largest p is 1 / sum exp(logit - largest logit): one pass less than log_softmax
-            found.copy_(logits.gather(-1, labels)).sub_(logits.amax(-1, keepdim=True))
-            found.add_(probs.amax(-1, keepdim=True).log())
-            probs.scatter_add_(-1, labels, -torch.ones_like(found))
+            logps.copy_(logits.gather(-1, labels)).sub_(logits.amax(-1, keepdim=True))
+            logps.add_(probs.amax(-1, keepdim=True).log())
+            probs.scatter_add_(-1, labels, -torch.ones_like(logps))
             fall.copy_(probs.to(weight.dtype) @ weight)
         ctx.save_for_backward(falls)
         return token_logps.squeeze(-1)

@@ -92,7 +92,8 @@ def _adapted(module):
     """[W, b, A, B, scale] of a LoRA linear that is the plain formula right now, else None."""
     if type(module) is not lora.Linear or module.disable_adapters or module.merged:
         return None
-    names, base = module.active_adapters, module.base_layer
+    names = module.active_adapters
+    base = module.base_layer
     if len(names) != 1 or names[0] not in module.lora_A or names[0] in module.lora_variant:
         return None
     A, B, dropout = (part[names[0]] for part in (module.lora_A, module.lora_B, module.lora_dropout))
@@ -105,8 +106,9 @@ def _adapted(module):
 
 def _function(module):
     """What the module does to x, as one of the functions above, if it is one right now."""
-    if parts := _adapted(module):
-        return lambda x: _Linear.apply(x, None, *parts)
+    adapted = _adapted(module)
+    if adapted:
+        return lambda x: _Linear.apply(x, None, *adapted)
     if {"gate_proj", "up_proj", "down_proj", "act_fn"} <= module._modules.keys():
         parts = type(module.act_fn).__name__.startswith("SiLU") and _adapted(module.down_proj)
         return parts and (lambda x: _Linear.apply(module.gate_proj(x), module.up_proj(x), *parts))

@@ -132,8 +132,8 @@ def rotate(folder, keep, step, spared=None):
 
     Later ones were left out as damaged. spared: a step whose checkpoint stays.
     """
-    found = sorted(numbered(folder), key=lambda path: (number(path) <= step, number(path)))
-    old = [path for path in found[:-keep] if number(path) != spared]
+    ordered = sorted(numbered(folder), key=lambda path: (number(path) <= step, number(path)))
+    old = [path for path in ordered[:-keep] if number(path) != spared]
     for path in (*old, *Path(folder).glob(".tmp-step-*")):
         shutil.rmtree(path, ignore_errors=True)
 

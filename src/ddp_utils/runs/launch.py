@@ -113,8 +113,10 @@ def meeting(nodes, folder):
     if nodes == 1:  # in a file: a store of the agent would listen to other machines
         options = {"local_addr": "127.0.0.1", "store_type": "file"}
         return RendezvousParameters("c10d", f"{folder}/store", uuid.uuid4().hex, 1, 1, **options)
-    node, seconds = int(os.environ["NODE_RANK"]), int(os.environ.get("DDP_JOIN_SECONDS") or 50)
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    node = int(os.environ["NODE_RANK"])
+    seconds = int(os.environ.get("DDP_JOIN_SECONDS") or 50)
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     try:
         if node == 0:
             socket.create_server(("", port)).close()

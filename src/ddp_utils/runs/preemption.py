@@ -1,13 +1,16 @@
-"""How a process is asked to stop, and how it ends.
+"""How a process is bound to its launcher, asked to stop, and how it ends.
 
-It stops for SIGTERM, SIGUSR1, a time limit, Ctrl-C, or the death of its launcher, and ends with one
-line or one traceback, of the rank that failed first, and one exit status.
+Programs import this module first: it uses the standard library alone, since torch's import takes
+seconds. What a launcher has started must end with it, or a run would outlive a launcher that was
+killed, and go on writing. A run stops for SIGTERM, SIGUSR1, a time limit, Ctrl-C, or the death of
+its launcher, and ends with one line or one traceback and one exit status.
 
 Python runs a signal's handler between two of its own instructions, so never while it waits in a
 collective for a rank that is gone. Here a thread hears the signals, and can end the process.
 """
 
 import contextlib
+import ctypes
 import os
 import select
 import signal
@@ -15,17 +18,76 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 
 from ddp_utils import Stop, UserError
-from ddp_utils.distributed import exit_code, leave, write_error
-from ddp_utils.runs import startup
 
+# Each launcher sets one of these. What a shell starts may outlive it (nohup).
+VARIABLES = "TORCHELASTIC_RUN_ID ACCELERATE_MIXED_PRECISION CROSS_SIZE PALS_RANKID PMI_RANK"
+VARIABLES += " OMPI_COMM_WORLD_RANK SLURM_STEP_NUM_TASKS"
 GRACE = 20.0  # seconds from the signal to a hard exit, unless a checkpoint is being written
 AGAIN = 1.0  # a launcher and a batch system may both send it: later than this is a second time
 
 _start = time.monotonic()
 _asked = threading.Event()
 _saving = threading.Event()
+
+
+# --- the launcher --------------------------------------------------------------------------------
+
+
+def open_streams():
+    """Open /dev/null for each closed standard stream (`>&-`): a file would take its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+
+
+def find_launcher():
+    """Return the launcher's process id, None without one, and have Linux end this process with it.
+
+    Ends this process if the launcher is gone already.
+    """
+    if not any(map(os.environ.get, VARIABLES.split())):
+        return None
+    parent = os.getppid()
+    # The signal comes when the *thread* that has started this process ends. torchrun's waits for
+    # it; elsewhere it must be the main one, which lists its children (until it is killed itself).
+    children = []
+    with contextlib.suppress(OSError):
+        children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    is_waited_for = "TORCHELASTIC_RUN_ID" in os.environ or str(os.getpid()) in children
+    if is_waited_for and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    # launch.py says who the parent is; elsewhere it may be who adopts orphans, not always 1
+    expected = os.environ.pop("LAUNCHER_PID", str(parent))
+    if str(os.getppid()) != expected or store_is_gone():
+        end(1, "the launcher is gone")
+    return parent
+
+
+def store_is_gone(env=os.environ) -> bool:
+    """Whether torchrun, which opens a store on its node before it starts a process, has ended."""
+    if (env.get("TORCHELASTIC_USE_AGENT_STORE"), env.get("GROUP_RANK")) != ("True", "0"):
+        return False
+    try:
+        socket.create_connection((env["MASTER_ADDR"], int(env["MASTER_PORT"])), timeout=5).close()
+    except OSError as error:  # of any other meet() tells what is wrong
+        return isinstance(error, ConnectionRefusedError)
+    return False
+
+
+def end(code, why):
+    """End this process at once."""
+    print(f"process {os.getpid()} ends: {why}", file=sys.stderr, flush=True)
+    os._exit(code)
+
+
+open_streams()
+LAUNCHER = find_launcher()
+
+
+# --- signals -------------------------------------------------------------------------------------
 
 
 def asked(minutes=0.0) -> bool:
@@ -51,20 +113,21 @@ def listen():
 
 
 def _watch(ours, _theirs):
-    first, number = None, 0
+    first = None
+    number = 0
     while True:
         heard = select.select([ours], [], [], 0.5)[0] and ours.recv(64)
         now = time.monotonic()
         for number in set(heard or ()) & {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}:
             if first is not None and now - first > AGAIN:
-                startup.end(128 + number, "asked to stop twice")
+                end(128 + number, "asked to stop twice")
             first = first or now
             if number != signal.SIGINT:  # that one is a KeyboardInterrupt, if Python gets to it
                 _asked.set()
         if first is not None and not _saving.is_set() and now - first > GRACE:
-            startup.end(128 + number, f"asked to stop, and still busy after {GRACE:.0f} s")
-        if startup.LAUNCHER not in (None, os.getppid()):
-            startup.end(1, "the launcher is gone")
+            end(128 + number, f"asked to stop, and still busy after {GRACE:.0f} s")
+        if LAUNCHER not in (None, os.getppid()):
+            end(1, "the launcher is gone")
 
 
 # --- the end of a process ------------------------------------------------------------------------
@@ -76,6 +139,8 @@ def run(main):
     os._exit, because gloo's threads may still hold Python objects when the interpreter dies, and
     then abort the process after all its work is done (torch 2.13, Python 3.11).
     """
+    from ddp_utils.distributed import exit_code, leave, write_error
+
     listen()
     code = 1
     try:

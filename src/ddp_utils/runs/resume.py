@@ -1,6 +1,7 @@
 """A run folder that exists: finished, to be continued, to be moved aside, or not to be touched."""
 
 import contextlib
+import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,10 +21,6 @@ SAID = {"max_steps", "num_epochs", "train_timesteps", "save_best"}
 SAID |= {"strategy", "use_fsdp", "fsdp_config", "use_deepspeed", "deepspeed_config"}
 SAID |= {"content of fsdp_config", "content of deepspeed_config"}
 
-# what a run makes in its folder: the names of folders, the endings of files
-FOLDERS = {"checkpoints", "model", "teacher", "tensorboard"}
-FILES = {".json", ".jsonl", ".html", ".png", ".txt", ".safetensors", ".pt"}
-
 
 class RunSpec(NamedTuple):
     """What a run will do, known before a model is loaded."""
@@ -41,7 +38,7 @@ class RunSpec(NamedTuple):
     shares: str = ""  # of a checkpoint, as Strategy.shares() says
 
 
-class Found(NamedTuple):
+class FolderState(NamedTuple):
     """What a run folder means for a run that is about to start in it."""
 
     verdict: str  # new, continue, aside (move it), or finished
@@ -49,7 +46,7 @@ class Found(NamedTuple):
     checkpoint: Path | None = None  # to continue from
 
 
-def inspect(spec, settings, code, restart=False, same_code=False) -> Found:
+def inspect(spec, settings, code, restart=False, same_code=False) -> FolderState:
     """Look at the folder of a run with these settings; nothing is written.
 
     settings: config.json as it would be written; code: file -> digest, of the project. Raises
@@ -58,19 +55,15 @@ def inspect(spec, settings, code, restart=False, same_code=False) -> Found:
     """
     folder = spec.folder
     files.check_place(spec.flag, folder, spec.bytes_needed)
-    for path in folder.glob("[!.]*"):
-        kind = "folder" if path.name in FOLDERS else "file" if path.suffix in FILES else ""
-        if kind and not (path.is_dir() if kind == "folder" else path.is_file()):
-            raise UserError(f"{spec.flag}: {path} is in the way of a {kind}; move it elsewhere")
-    found = _verdict(folder, settings, spec.inputs, {} if same_code else code, restart)
-    if spec.model_folder and found.verdict != "finished":
-        check_output(spec.model_folder, folder, found.verdict == "continue")
-    if found.checkpoint and checkpoint.number(found.checkpoint) > spec.steps:
-        done = checkpoint.number(found.checkpoint)
+    state = _verdict(folder, settings, spec.inputs, {} if same_code else code, restart)
+    if spec.model_folder and state.verdict != "finished":
+        check_output(spec.model_folder, folder, state.verdict == "continue")
+    if state.checkpoint and checkpoint.number(state.checkpoint) > spec.steps:
+        done = checkpoint.number(state.checkpoint)
         raise UserError(
             f"--max_steps: {folder} has done {done} steps already, more than {spec.steps}"
         )
-    return found
+    return state
 
 
 def check_output(output, folder, continued):
@@ -89,7 +82,7 @@ def _verdict(folder, settings, inputs, code, restart):
     if not (folder / "config.json").exists():
         if checkpoints.exists():
             raise UserError(f"{folder}: has checkpoints and no config.json; give another folder")
-        return Found("new")
+        return FolderState("new")
     if (folder / ".lock").exists():
         lock(folder).release()
     # where these count per process, their product with the world size is among the inputs
@@ -101,9 +94,9 @@ def _verdict(folder, settings, inputs, code, restart):
     edited = [line.partition(":")[0] for line in differences(before.get("code", {}), code)]
     finished = read_json(folder).get("status") == "finished"
     if restart or (finished and (changed or edited)):
-        return Found("aside")
+        return FolderState("aside")
     if finished:
-        return Found("finished")
+        return FolderState("finished")
     path, skipped = checkpoint.find(checkpoints)
     lines = [f"warning: {bad} is left out: {why}" for bad, why in skipped]
     if not path and skipped:
@@ -112,18 +105,19 @@ def _verdict(folder, settings, inputs, code, restart):
             "--restart moves this run aside and begins a new one"
         )
     if not path:  # nothing would be lost
-        return Found("aside" if changed or edited else "continue", lines)
+        return FolderState("aside" if changed or edited else "continue", lines)
     if edited:
         raise UserError(
             f"{folder} holds an unfinished run of other code: {', '.join(edited)} changed; "
             "--restart begins anew, --same_code goes on, if the change moves no number"
         )
-    if refused := [line for line in changed if line.split(":")[0] not in SAID]:
+    refused = [line for line in changed if line.split(":")[0] not in SAID]
+    if refused:
         raise UserError(
             f"{folder} holds an unfinished run with other settings: {', '.join(refused)}; "
             "give the old ones to go on, --restart to begin anew, or another folder"
         )
-    return Found("continue", lines + [f"{line}, from here on" for line in changed], path)
+    return FolderState("continue", lines + [f"{line}, from here on" for line in changed], path)
 
 
 def read_json(folder, name="summary.json") -> dict:
@@ -131,6 +125,20 @@ def read_json(folder, name="summary.json") -> dict:
     with contextlib.suppress(UserError):
         return checkpoint.read_json(Path(folder) / name)
     return {}
+
+
+def read_metrics(folder):
+    """The lines of metrics.jsonl as dicts; those that are damaged or cut are left out."""
+    path = Path(folder) / "metrics.jsonl"
+    if not path.is_file():
+        raise UserError(f"{folder}: no metrics.jsonl here; give a run folder")
+    lines = []
+    for line in path.read_bytes().split(b"\n"):
+        with contextlib.suppress(ValueError):
+            values = json.loads(line)
+            if isinstance(values, dict) and {"split", "step"} <= values.keys():
+                lines.append(values)
+    return lines
 
 
 def lock(folder):
@@ -146,18 +154,17 @@ def lock(folder):
 def move_aside(folder) -> Path:
     """Rename the folder to the first free of NAME.1, NAME.2, ..."""
     number = 1
-    while (target := folder.with_name(f"{folder.name}.{number}")).exists():
+    while folder.with_name(f"{folder.name}.{number}").exists():
         number += 1
-    return folder.rename(target)
+    return folder.rename(folder.with_name(f"{folder.name}.{number}"))
 
 
 def going_on(folder) -> str:
     """Whose run holds the folder."""
     who = "another run"
     if (Path(folder) / "environment.json").exists():
-        found = checkpoint.read_json(Path(folder) / "environment.json")
-        host, pid, start = (found.get(name, "?") for name in ("host", "pid", "start"))
-        who = f"a run on {host} (process {pid}, since {start})"
+        run = checkpoint.read_json(Path(folder) / "environment.json")
+        who = f"a run on {run.get('host')} (process {run.get('pid')}, since {run.get('start')})"
     return f"{folder} is in use by {who}; wait for it, or give another folder"
 
 

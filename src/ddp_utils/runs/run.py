@@ -12,8 +12,7 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from ddp_utils import Stop, UserError, distributed, files, jsonl
-from ddp_utils.runs import checkpoint, environment, plots, progress, resume
-from ddp_utils.runs.cache import Cache
+from ddp_utils.runs import checkpoint, environment, progress, resume
 from ddp_utils.runs.resume import RunSpec  # noqa: F401  scripts make one
 from ddp_utils.runs.saving import Saving
 
@@ -28,17 +27,16 @@ COLUMNS += ("kl", "kl_base", "share_baked", "accuracy", "fraction_of_optimum")
 def check(spec, config, world) -> int:
     """Print what a run would do, on rank 0, for --check; nothing is written. Return 0."""
     settings = environment.redacted(dataclasses.asdict(config))
-    found = resume.inspect(spec, settings, environment.code(), config.restart, config.same_code)
-    if found.verdict == "finished":
+    state = resume.inspect(spec, settings, environment.code(), config.restart, config.same_code)
+    lines = [*state.lines, f"run folder: {spec.folder}"]
+    if state.verdict == "finished":
         lines = [FINISHED.format(spec.folder)]
-    else:
-        lines = [*found.lines, f"run folder: {spec.folder}"]
     if world.is_main:
         print(*spec.lines, *lines, sep="\n")
     return 0
 
 
-class Run(Saving, Cache):
+class Run(Saving):
     """One run folder. A context manager: leaving it says in summary.json how the run ended.
 
     A folder that holds an unfinished run with the same settings and inputs is continued: see
@@ -85,31 +83,31 @@ class Run(Saving, Cache):
         described = environment.describe(self.config, self.world)
         restart = self.config.restart and not again
         same_code = self.config.same_code
-        found = resume.inspect(self.spec, settings, described["code"], restart, same_code)
-        if found.verdict == "finished":
+        state = resume.inspect(self.spec, settings, described["code"], restart, same_code)
+        if state.verdict == "finished":
             raise Stop(FINISHED.format(self.folder), 0)
-        if found.verdict == "aside":
+        if state.verdict == "aside":
             held = resume.lock(self.folder)
             moved = resume.move_aside(self.folder)
             self.say(f"{self.folder} held an earlier run: moved to {moved}")
             held.release()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = resume.lock(self.folder)
-        if found.verdict != "continue" and (self.folder / "config.json").exists():
+        if state.verdict != "continue" and (self.folder / "config.json").exists():
             raise UserError(resume.going_on(self.folder))  # another one was quicker
         meta = {"step": 0, "metrics_bytes": 0}
         mark = ""
-        if found.checkpoint:
-            meta = self._read_manifest(found.checkpoint)
-            mark = checkpoint.mark(found.checkpoint)
-        if found.verdict == "continue":
+        if state.checkpoint:
+            meta = self._read_manifest(state.checkpoint)
+            mark = checkpoint.mark(state.checkpoint)
+        if state.verdict == "continue":
             self.say(f"{self.folder} is not finished: goes on after step {meta['step']}")
             before = checkpoint.read_json(self.folder / "environment.json")
             before = {name: before.get(name) for name in CHANGED}
             for line in resume.differences(before, described):
                 self.say(f"{line}; equal but for rounding")
             self.read_cached_files()
-        for line in found.lines:
+        for line in state.lines:
             self.say(line)
         self.step = meta["step"]
         self._write("environment.json", described | {"inputs": self.spec.inputs})
@@ -237,10 +235,10 @@ class Run(Saving, Cache):
                 raise
 
     def _close(self, error, code):
-        if error is None:
-            plots.draw(self.folder)
         self.write_summary(STATUS.get(code, "failed"), code)
-        self._write_report()
+        problem = write_report(self.folder, with_curves=error is None)
+        if problem:
+            self.say(f"warning: no report.html: {problem}")
         self.bar.close()
         if self.board:
             self.board.close()
@@ -251,11 +249,15 @@ class Run(Saving, Cache):
         elif self.saved and code != 85:
             self.say(f"the same command goes on after step {self.saved}")
 
-    def _write_report(self):
-        """Make report.html from the files of the folder, in a process of its own."""
-        program = ["-m", "ddp_utils.tools.report", "--no_curves", str(self.folder)]
-        environ = os.environ | {"PYTHONPATH": str(environment.SRC)}  # it may not be installed
-        command = [sys.executable, *program]
-        done = subprocess.run(command, env=environ, capture_output=True, text=True)
-        if done.returncode:
-            self.say(f"warning: no report.html: {done.stderr.strip()[-200:]}")
+
+def write_report(folder, with_curves) -> str:
+    """Draw the curves and write report.html, as a person may do later; return what went wrong.
+
+    In a process of its own: no rank has to import what draws.
+    """
+    command = [sys.executable, "-m", "ddp_utils.tools.report", str(folder)]
+    if not with_curves:
+        command.append("--no_curves")
+    environ = os.environ | {"PYTHONPATH": str(environment.SRC)}  # it may not be installed
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    return done.stderr.strip()[-200:] if done.returncode else ""

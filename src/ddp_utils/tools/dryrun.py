@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
 
-from ddp_utils import UserError, logps, models, optim
-from ddp_utils.fast import memory_efficient, self_test, shared_prefix
+from ddp_utils import UserError, fast, logps, models, optim
+from ddp_utils.fast import memory_efficient, shared_prefix
 from ddp_utils.sharding import fsdp
 
 GPU = torch.device("xpu")  # stands for one with bf16: of this kind no hardware is asked
@@ -105,7 +105,7 @@ def need(config, outline, rows, row_losses, device="cpu") -> Need:
         for shared in {"auto": (True, False), "shared": (True,)}.get(config.layout, (False,)):
             try:
                 return _need(config, model, rows, row_losses, device, shared)
-            except self_test.REFUSALS as error:  # as in a run: who cannot share repeats the prompt
+            except fast.REFUSALS as error:  # as in a run: who cannot share repeats the prompt
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"{config.model_name}: no step without contents: {reason:.200}")
 

@@ -2,9 +2,7 @@
 
 import dataclasses
 import inspect
-import os
 import re
-import sys
 import types
 import typing
 
@@ -13,7 +11,7 @@ COMMENT = re.compile(r"    # (.*)")
 WIDTH = 34  # of the flags' column
 
 
-def text(config_class, default=None, command="") -> str:
+def text(config_class, default, command) -> str:
     """Usage, what the class or its module says of itself, and the settings in their groups.
 
     A comment line above fields names their group; the one behind a field, or above one that has
@@ -26,7 +24,7 @@ def text(config_class, default=None, command="") -> str:
     hints = typing.get_type_hints(config_class, include_extras=True)
     comments = _comments(config_class)
     words = [name for name, hint in hints.items() if typing.get_origin(hint) is typing.Annotated]
-    lines = [" ".join(["usage:", command or typed(), *words, "[settings]"]), "", about]
+    lines = [" ".join(["usage:", command, *words, "[settings]"]), "", about]
     lines += ["", "Each setting with its default; of several words the first one is it."]
     for field in dataclasses.fields(config_class):
         group, description = comments[field.name]
@@ -74,9 +72,3 @@ def _flag(name, hint, value) -> str:
 
 def _kind(hint) -> str:
     return {str: "TEXT", int: "INT", float: "NUMBER"}[hint]
-
-
-def typed() -> str:
-    """What was typed: `python -m dpo_inv.run_dpo_ddp` or a file, from the current folder."""
-    spec = sys.modules["__main__"].__spec__
-    return f"python -m {spec.name}" if spec else f"python {os.path.relpath(sys.argv[0] or '-')}"

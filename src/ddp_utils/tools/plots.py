@@ -1,12 +1,10 @@
 """Curves of a run, drawn from its metrics.jsonl: one panel per kind of quantity.
 
-python -m ddp_utils.runs.plots results/dpo                  # draw them again
-python -m ddp_utils.runs.plots results/dpo results/dpo.1    # compare: compare_*.png and a table
+python -m ddp_utils.tools.plots results/dpo                  # draw them again
+python -m ddp_utils.tools.plots results/dpo results/dpo.1    # compare: compare_*.png and a table
 """
 
-import contextlib
 import itertools
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,20 +35,6 @@ FIGURES = {  # file -> panels of (title, {metric: label})
 STYLES = {"train": "-", "val": "o--", "test": "s"}
 
 
-def read_metrics(folder):
-    """The lines of metrics.jsonl as dicts; those that are damaged or cut are left out."""
-    path = Path(folder) / "metrics.jsonl"
-    if not path.is_file():
-        raise UserError(f"{folder}: no metrics.jsonl here; give a run folder")
-    lines = []
-    for line in path.read_bytes().split(b"\n"):
-        with contextlib.suppress(ValueError):
-            values = json.loads(line)
-            if isinstance(values, dict) and {"split", "step"} <= values.keys():
-                lines.append(values)
-    return lines
-
-
 def running_mean(values, window):
     """Mean of up to `window` values that end at each place."""
     return [
@@ -61,14 +45,14 @@ def running_mean(values, window):
 
 def draw(folder):
     """Write those of FIGURES for which there are numbers into the run folder."""
-    _figures({"": read_metrics(folder)}, Path(folder))
+    _figures({"": resume.read_metrics(folder)}, Path(folder))
 
 
 def compare(folders, out):
     """Lay the curves of runs over one another: compare_*.png; returns a table of differences."""
     names = [Path(folder).resolve().name for folder in folders]
     names = names if len({*names}) == len(names) else [str(folder) for folder in folders]
-    runs = {name: read_metrics(folder) for name, folder in zip(names, folders, strict=True)}
+    runs = {name: resume.read_metrics(folder) for name, folder in zip(names, folders, strict=True)}
     _figures(runs, Path(out), "compare_")
     shown = {"win_rate"}
     for panels in FIGURES.values():
@@ -95,7 +79,7 @@ def compare(folders, out):
 
 def _figures(runs, place, before=""):
     """runs: name -> lines. Of several runs each has a colour, of one run each metric."""
-    there = set().union(*(line for lines in runs.values() for line in lines))
+    there = set().union(*itertools.chain(*runs.values()))
     several = len(runs) > 1
     for file, panels in FIGURES.items():
         if not any(there & metrics.keys() for _, metrics in panels):
