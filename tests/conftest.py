@@ -59,7 +59,7 @@ def pytest_runtest_protocol(item):
 def no_traces():
     """Runs in tests draw no curves; one that replaces draw() for good would blind later tests."""
     yield
-    plots = sys.modules.get("ddp_utils.runs.plots")
+    plots = sys.modules.get("ddp_utils.tools.plots")
     assert not plots or plots.draw.__module__ == plots.__name__, "the test has replaced plots.draw"
 
 

@@ -106,7 +106,7 @@ def test_the_table_has_what_differs_and_counts(tmp_path, no_pixels):
 def test_the_command_draws_one_run_again_and_compares_two(tmp_path):
     two(tmp_path)
     one, both, last = (
-        programs.start("-m", "ddp_utils.runs.plots", *runs.words(words), cwd=tmp_path)
+        programs.start("-m", "ddp_utils.tools.plots", *runs.words(words), cwd=tmp_path)
         for words in ("low", "low high", "low none")
     )
     assert one == (0, "", "") and (both.returncode, both.stderr) == (0, "")

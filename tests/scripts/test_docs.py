@@ -43,7 +43,7 @@ ELSEWHERE = {
     "python src/ad/evaluate.py": "tests/scripts/test_distillation.py",
     "python -m dpo_inv.inference": "tests/scripts/test_protein.py",
     "python -m dpo_inv.weights": "tests/scripts/test_weights.py",
-    "python -m ddp_utils.runs.plots": "tests/runs/test_plots.py",
+    "python -m ddp_utils.tools.plots": "tests/runs/test_plots.py",
     "python -m ddp_utils.tools.report": "tests/runs/test_report.py",
     "python tests/bench/": "tests/bench",
     "bash scripts/run_training.sh": "tests/runs/test_clusters.py",

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-import ddp_utils.runs.plots
+import ddp_utils.tools.plots
 import ddp_utils.tools.merge
 import main_distributed
 import programs
@@ -13,7 +13,7 @@ import train
 from conftest import ROOT
 
 # which a fork must have imported, or it would take as long
-assert ddp_utils.tools.merge and ddp_utils.runs.plots and main_distributed and train
+assert ddp_utils.tools.merge and ddp_utils.tools.plots and main_distributed and train
 
 
 def process(*words, cwd=ROOT):
@@ -25,7 +25,7 @@ def process(*words, cwd=ROOT):
 @pytest.mark.parametrize(
     "words",
     [
-        ("-m", "ddp_utils.runs.plots", "nowhere"),  # status 2 and one line
+        ("-m", "ddp_utils.tools.plots", "nowhere"),  # status 2 and one line
         ("-m", "ddp_utils.tools.merge", "-h"),
         ("src/train.py", "--config", "nowhere.yaml"),
         ("scripts/distributed_setup.py", "slurm", "--help"),
