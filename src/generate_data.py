@@ -39,7 +39,7 @@ from ddp_utils import (
 )
 from ddp_utils.encoder import Encoder, load_tokenizer
 from ddp_utils.models import digest_of_model
-from ddp_utils.runs import environment, progress, resume
+from ddp_utils.runs import checkpoint, environment, progress, resume
 from ddp_utils.sampler import order
 from prompt_baking import trajectories as trajectories_
 
@@ -120,7 +120,7 @@ def check_files(config, mark):
     if mark_in(train) == mark_in(val) == mark:
         raise Stop(f"{train} holds these replies already", 0)
     for name, path in zip(names, (train, val), strict=True):
-        files.check_place(f"--{name}", Path(f"{path}.parts"))
+        checkpoint.check_place(f"--{name}", Path(f"{path}.parts"))
         if path.is_dir() or path.is_symlink():
             raise UserError(f"--{name}: {path} is a folder or a link; give the name of a file")
 

@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # where nothing is in
 from ad import sources
 from ad.config import Source, read
 from ddp_utils import UserError, files, jsonl
-from ddp_utils.runs import preemption
+from ddp_utils.runs import checkpoint, preemption
 
 
 @dataclass
@@ -41,7 +41,7 @@ def collect(config, path):
     The file appears whole or not at all.
     """
     path, room, goals = Path(path), config.room, np.arange(config.room.cells)
-    files.check_place("--traj_file", path)
+    checkpoint.check_place("--traj_file", path)
     size, seed, rate = (config.n_stream, config.source_steps), config.alg_seed, config.source_lr
     state, action, reward = sources.histories(config.alg, room, goals, *size, seed, rate)
     arrays = {"state": state, "action": action, "reward": reward, "goal": goals}

@@ -26,7 +26,7 @@ from ad import sources, windows
 from ad.config import Config, check
 from ad.darkroom import ACTIONS
 from ad.model import Cache, Model, Shape, Tokens
-from ddp_utils import UserError, cli, distributed, files, jsonl
+from ddp_utils import UserError, cli, distributed, jsonl
 from ddp_utils.runs import checkpoint
 
 matplotlib.use("Agg")
@@ -196,7 +196,7 @@ def main(argv=None) -> int:
         goals = goals[[settings.goal_idx]]
     name = "evaluation_train_goals" if settings.train_goals else "evaluation"
     folder = jsonl.resolve(settings.ckpt_dir) / name
-    files.check_place("--ckpt_dir", folder)
+    checkpoint.check_place("--ckpt_dir", folder)
     device = distributed.choose_device(distributed.whoami(), "auto").device
     summary, returns, others = assess(
         model.to(device), room, goals, settings, windows.Cut.of(config), controls=True

@@ -18,8 +18,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
-from ddp_utils import UserError, cli, distributed, files, jsonl
-from ddp_utils.runs import preemption
+from ddp_utils import UserError, cli, distributed, jsonl
+from ddp_utils.runs import checkpoint, preemption
 from ddp_utils.sampler import seed_of
 from dpo_inv import mpnn, pairs, structure, weights
 
@@ -228,7 +228,7 @@ def main(argv=None) -> int:
     if twice := [stem for stem in stems if stems.count(stem) > 1]:
         raise UserError(f"{config.pdb_list}: {twice[0]} is there twice; rename one of its files")
     given = [read_fasta(config.fasta, task) if config.fasta else (None, None) for task in tasks]
-    files.check_place("--output_dir", Path(config.output_dir))
+    checkpoint.check_place("--output_dir", Path(config.output_dir))
     written = {Path(config.output_dir, f"{stem}_sequences.fasta").resolve() for stem in stems}
     if config.fasta and jsonl.resolve(config.fasta).resolve() in written:
         raise UserError(f"--fasta: {config.fasta} would be overwritten; give another --output_dir")

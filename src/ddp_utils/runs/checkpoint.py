@@ -155,3 +155,28 @@ def read_json(path):
     except (OSError, ValueError):
         pass
     raise UserError(f"{path}: cannot be read; move {path.parent} away, or give another folder")
+
+
+def check_place(flag, folder, needed=0):
+    """Raise UserError if `needed` bytes cannot be written into a folder that may yet be made."""
+    # where others may write, a link could lead what we write to the user's own files
+    try:
+        links = [path for path in (folder, *folder.glob("*")) if path.is_symlink()]
+    except OSError as error:  # too long, or not to be read
+        named = f"{flag}: {str(folder)[:80]}"
+        raise UserError(f"{named}: {error.strerror}; give another folder") from error
+    if links:
+        raise UserError(f"{flag}: {links[0]} is a symbolic link; give a folder without any")
+    place = folder
+    while not (place.exists() or place.is_symlink()):
+        place = place.parent
+    if not place.is_dir():
+        raise UserError(f"{flag}: {place} is not a folder")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise UserError(f"{flag}: {place} cannot be written; give another folder")
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise UserError(
+            f"{flag}: {free >> 20} MiB are free at {place}, checkpoints and model need "
+            f"{needed >> 20}; a smaller --keep_checkpoints, or another folder"
+        )

@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -15,9 +16,35 @@ from pathlib import Path
 
 import torch
 
-from ddp_utils import jsonl, metrics, redact
+from ddp_utils import jsonl, metrics
 
 SRC = jsonl.ROOT / "src"
+NAME = r"(?:(?:auth|access)?token|(?:api|access|secret)?[_-]?key|secret|passw(?:or)?d|pwd"
+NAME += r"|passphrase|credentials?|sig|signature)"
+VALUE = r"""(?:"[^"]+"|'[^']+'|[^\s'"]+)"""
+SECRETS = {  # what nobody may read in a file or a log -> pattern, and what stays of it
+    "token of Hugging Face": r"\bhf_\w{20,}",
+    "key of OpenAI or Anthropic": r"(?<![\w-])sk-[\w-]{20,}",
+    "key id of AWS": r"\b(?:AKIA|ASIA)\w{12,}",
+    "token of GitHub": r"\b(?:gh[oprsu]|github_pat)_\w{20,}",
+    "token of GitLab": r"\bglpat-[\w-]{20,}",
+    "token of Slack": r"\bxox[a-z]-[\w-]{10,}",
+    "key of Google": r"\bAIza[\w-]{30,}",
+    "JSON Web Token": r"\beyJ[\w-]{8,}\.[\w-]+(?:\.[\w-]*)?",
+    "HTTP header": r"(?i:(?P<kept>\bbearer\s+|\bauthorization:\s*\w+\s+))[\w.~+/=-]{8,}",
+    "user of a URL": r"(?P<kept>:/{1,2})[^/?#\s'\"]+(?=@)",
+    "password before a host": r"(?P<kept>\b[\w.+-]+:)[^\s/@:'\"]+(?=@(?!sha256:)\w)",
+    "name=value": rf"(?i:(?<![a-z])(?P<kept>{NAME}=)){VALUE}",
+    "JSON": rf"""(?i:(?P<kept>["'](?:[\w-]*[_-])?{NAME}["']\s*:\s*)){VALUE}""",
+    "YAML": rf"(?i:(?<![a-z])(?P<kept>(?:passw(?:or)?d|pwd|secret|api[_-]?key):\s+)){VALUE}",
+}
+
+
+def redact(text) -> str:
+    """Return the text with `<redacted>` in place of each token and password."""
+    for pattern in SECRETS.values():
+        text = re.sub(pattern, lambda at: at.groupdict().get("kept", "") + "<redacted>", text)
+    return text
 
 
 def describe(config, world) -> dict:

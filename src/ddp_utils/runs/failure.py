@@ -9,8 +9,9 @@ import traceback
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from ddp_utils import Stop, UserError, redact
+from ddp_utils import Stop, UserError
 from ddp_utils.distributed import whoami
+from ddp_utils.runs.environment import redact
 
 # what gloo, NCCL and the store say when another rank is gone or silent
 LOST = re.compile(r"gloo|nccl|xccl|connection (closed|reset|refused)|broken pipe|timed out", re.I)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from filelock import FileLock, Timeout
 
-from ddp_utils import UserError, files
+from ddp_utils import UserError
 from ddp_utils.runs import checkpoint
 
 # settings that change no number, so that they may change between two lives of a run
@@ -54,7 +54,7 @@ def inspect(spec, settings, code, restart=False, same_code=False) -> FolderState
     other settings or of other code, and one whose checkpoints are all damaged.
     """
     folder = spec.folder
-    files.check_place(spec.flag, folder, spec.bytes_needed)
+    checkpoint.check_place(spec.flag, folder, spec.bytes_needed)
     state = _verdict(folder, settings, spec.inputs, {} if same_code else code, restart)
     if spec.model_folder and state.verdict != "finished":
         check_output(spec.model_folder, folder, state.verdict == "continue")
@@ -68,7 +68,7 @@ def inspect(spec, settings, code, restart=False, same_code=False) -> FolderState
 
 def check_output(output, folder, continued):
     """Raise UserError if the model, which replaces what is in `output`, would replace more."""
-    files.check_place("--output_dir", output)
+    checkpoint.check_place("--output_dir", output)
     model, place, run = (path.resolve() for path in (folder / "model", output, folder))
     if place != model and (run.is_relative_to(place) or place.is_relative_to(run)):
         raise UserError(f"--output_dir: {output} holds the run, or is in it; give another folder")

@@ -94,7 +94,7 @@ class Saving:
         distributed.on_each(self.world, check)
         shares = None
         if self.spec.shares:
-            from ddp_utils.sharding.shares import write_shares
+            from ddp_utils.runs.shares import write_shares
 
             shares = write_shares(self.checkpoints, self.step, tensors, self.world)
         distributed.on_main(self.world, lambda: self._write_checkpoint(tensors, shares))

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 import tyro
 
-from ddp_utils import UserError, cli, files, lora, models
+from ddp_utils import UserError, cli, lora, models
 from ddp_utils.encoder import load_tokenizer
-from ddp_utils.runs import preemption
+from ddp_utils.runs import checkpoint, preemption
 
 
 @dataclass
@@ -30,7 +30,7 @@ def merge(adapter, folder, base=""):
     """
     if (folder := Path(folder)).exists():
         raise UserError(f"{folder} is there already; give another folder")
-    files.check_place("folder", folder)
+    checkpoint.check_place("folder", folder)
     if Path(adapter, "model/adapter_config.json").exists():
         raise UserError(f"adapter: {adapter} is a run folder; give {Path(adapter, 'model')}")
     its_own = Path(adapter, "adapter_config.json").exists()

@@ -14,8 +14,8 @@ import tyro
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 
-from ddp_utils import UserError, cli, files  # noqa: E402
-from ddp_utils.runs import preemption, resume
+from ddp_utils import UserError, cli  # noqa: E402
+from ddp_utils.runs import checkpoint, preemption, resume
 
 FIGURES = {  # file -> panels of (title, {metric: label})
     "loss.png": [("loss", {"loss": "loss"})],
@@ -139,7 +139,7 @@ def main(argv=None) -> int:
     if len(settings.folders) == 1:
         draw(settings.folders[0])
         return 0
-    files.check_place("--out", Path(settings.out))
+    checkpoint.check_place("--out", Path(settings.out))
     Path(settings.out).mkdir(parents=True, exist_ok=True)
     print(compare(settings.folders, settings.out))
     print(f"-> {Path(settings.out, 'compare_*.png')}")
