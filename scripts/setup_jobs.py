@@ -188,9 +188,8 @@ def job(options):
     """Return the flags of src/train.py, quoted, its settings, and the seconds of the job."""
     cli.check_ranges(options, cpus_per_task=cli.ABOVE_0)
     check_plain(options, "partition", "account", "job_name", "modules", "conda_env")
-    memory = options.mem_per_gpu
-    says = f"--mem_per_gpu: {memory[:40]!r} is no size of memory; give 32G, or so many K, M, T"
-    refuse(not re.fullmatch("[1-9][0-9]{0,6}[KMGT]?", memory), says)
+    says = f"--mem_per_gpu: {options.mem_per_gpu!r:.40} is no size; give 32G, or so many K, M, T"
+    refuse(not re.fullmatch("[1-9][0-9]{0,6}[KMGT]?", options.mem_per_gpu), says)
     return *command(options), seconds(options.time_limit)
 
 

@@ -19,7 +19,7 @@ SCRIPTS = {p.stem for p in ROOT.glob("src/*.py")}
 PACKAGES = {p.name for p in ROOT.glob("src/*/") if (p / "__init__.py").exists()}
 REACHED = {  # script -> files of ours and lines of code that its imports lead to: they only fall
     "main_distributed": (36, 3836),
-    "train": (40, 4168),
+    "train": (40, 4146),
     "train_loop": (37, 3754),
     "generate_data": (26, 2582),
     "dpo_inv.run_dpo_ddp": (35, 3692),
@@ -29,7 +29,7 @@ REACHED = {  # script -> files of ours and lines of code that its imports lead t
 }
 SHELL = sorted([*ROOT.glob("*.sh"), *ROOT.glob("scripts/*.s[hl]*")])
 # 5,000 of ddp_utils before the launcher, which was 130 lines of shell: both count in the sum
-SIZES = {"src/ddp_utils": 4742, "src/dpo_inv": 1372, "src/ad": 920, ".": 251, "scripts": 347}
+SIZES = {"src/ddp_utils": 4692, "src/dpo_inv": 1372, "src/ad": 920, ".": 251, "scripts": 270}
 SIZES |= {"src/sft": 180, "src/prompt_baking": 268}
 
 
@@ -131,7 +131,7 @@ def test_the_parts_only_shrink():
     lines = "".join(path.read_text() for path in SHELL).splitlines()
     shell = sum(bool(line.strip()) and not line.lstrip().startswith("#") for line in lines)
     print(shell)
-    assert sum(map(lines_of_code, ALL)) + shell <= 9241
+    assert sum(map(lines_of_code, ALL)) + shell <= 9171
 
 
 @pytest.mark.parametrize("command", [["check"], ["format", "--check"]], ids=" ".join)
