@@ -155,7 +155,7 @@ def read(argv, world) -> Config:
 
 
 def merged(argv, world) -> Config:
-    """Return the settings of flags, YAML and JSON, whose values fit each other in nothing else."""
+    """Return the settings of flags, YAML and JSON; other rules are not checked yet."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", default=Config.config)
     known, others = parser.parse_known_args(argv)

@@ -107,15 +107,15 @@ def filled(settings, config, world, width) -> dict:
             zero[key] = BUCKETS[key](width)
         elif type(value) is float:  # 5e8 is no integer
             zero[key] = int(value)
-    filled = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-    filled["steps_per_print"] = 10**9
+    ready = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    ready["steps_per_print"] = 10**9
     if config.mixed_precision == "bf16":  # sums over micro-batches and ranks as DDP makes them
-        filled["data_types"] = {"grad_accum_dtype": "fp32"}
-        filled["communication_data_type"] = "fp32"
-    filled |= settings
-    filled |= {key: getattr(config, name) for key, name in OURS.items()}
-    filled["train_batch_size"] = total_batch_size(settings, config, world.world_size)
-    filled["zero_optimization"] = zero
+        ready["data_types"] = {"grad_accum_dtype": "fp32"}
+        ready["communication_data_type"] = "fp32"
+    ready |= settings
+    ready |= {key: getattr(config, name) for key, name in OURS.items()}
+    ready["train_batch_size"] = total_batch_size(settings, config, world.world_size)
+    ready["zero_optimization"] = zero
     for kind in ("bf16", "fp16"):
         enabled = config.mixed_precision == kind
         section = settings.get(kind, {})
@@ -125,5 +125,5 @@ def filled(settings, config, world, width) -> dict:
             raise UserError(f"{line}: {kind}.enabled is {says}; choose one")
         # a bf16 step whose gradient is not finite is not taken; fp16 has a loss scale for it
         usual = {"check_grad_overflow": True} if kind == "bf16" else {}
-        filled[kind] = usual | section | {"enabled": True} if enabled else {"enabled": False}
-    return filled
+        ready[kind] = usual | section | {"enabled": True} if enabled else {"enabled": False}
+    return ready
