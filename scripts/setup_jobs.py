@@ -9,20 +9,17 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from setup_settings import Common, read, refuse, setting, whole
+from setup_settings import Common, refuse
 
-from ddp_utils import cli, jsonl, redact
+import train_config
+from ddp_utils import cli, distributed, jsonl, redact
+from ddp_utils.readers import yaml_config
+from ddp_utils.sharding import deepspeed
 
 TEMPLATES = Path(__file__).with_name("templates")
 # What a directive may hold. sbatch and qsub cut it at blanks and line breaks whatever is quoted,
 # so that these would make another directive of it, or a command.
 PLAIN = re.compile(r"(?!-)[A-Za-z0-9_.,:/=%@+-]{1,200}")
-# the guide's, but that torch knows the second one with TORCH_ only
-NCCL = "CUDA_DEVICE_MAX_CONNECTIONS=1 TORCH_NCCL_ASYNC_ERROR_HANDLING=1 NCCL_DEBUG=INFO "
-NCCL += "NCCL_IB_DISABLE=0 NCCL_SOCKET_IFNAME=^lo,docker"
-# as in run_dpo_ddp_aurora.sh
-ONECCL = "CCL_PROCESS_LAUNCHER=pmix CCL_ATL_TRANSPORT=mpi CCL_KVS_MODE=mpi "
-ONECCL += "FI_MR_CACHE_MONITOR=userfaultfd"
 
 
 @dataclass
@@ -85,7 +82,7 @@ class Pbs(Slurm):
 
 
 def launcher(options):
-    train, _ = check_run(options)
+    train, _ = command(options)
     nodes, rank, port = options.num_nodes, options.node_rank, options.master_port
     cli.check_ranges(options, master_port=("from 1 to 65535", lambda x: 0 <= x <= 65535))
     check_plain(options, "master_addr")
@@ -101,8 +98,8 @@ def launcher(options):
 
 
 def slurm(options):
-    train, sharded, total = check_job(options)
-    places = {"environment": environment(options, NCCL, sharded), "train": f'{train} "$@"'}
+    train, config, total = job(options)
+    places = {"environment": environment(options, "nccl.sh.in", config), "train": f'{train} "$@"'}
     places["login"] = " -l" if options.modules else ""  # `module` comes with a login shell
     # its --signal is for the tasks: with B: it would be for the script
     return filled("slurm", options, lead=lead(total), **places)
@@ -110,10 +107,10 @@ def slurm(options):
 
 def pbs(options):
     check_plain(options, "system", "filesystems")
-    train, sharded, total = check_job(options)
-    defaults = ONECCL if options.system == "aurora" else NCCL
+    train, config, total = job(options)
+    defaults = "oneccl.sh.in" if options.system == "aurora" else "nccl.sh.in"
     stop = f"--stop_after_minutes={(total - lead(total)) / 60:g}"
-    places = {"environment": environment(options, defaults, sharded), "train": f"{train} {stop}"}
+    places = {"environment": environment(options, defaults, config), "train": f"{train} {stop}"}
     size, unit = re.fullmatch("([0-9]+)([A-Z]?)", options.mem_per_gpu).groups()
     gpus, cores = options.num_gpus_per_node, options.num_gpus_per_node * options.cpus_per_task
     chunk = f"ncpus={cores}:ngpus={gpus}:mpiprocs={gpus}:mem={gpus * int(size)}{unit or 'M'}B"
@@ -123,33 +120,34 @@ def pbs(options):
 
 
 def lead(total):
-    """Seconds before the end of a job at which it is told to stop."""
+    """Return how many seconds before its end a job is told to stop."""
     return min(300, total // 2)
 
 
-def environment(options, defaults, sharded):
-    """The lines of a job that load modules and set variables."""
+def environment(options, defaults, config):
+    """Return the lines of a job that load modules and set variables; defaults: a template."""
     lines = [f"module load {name}" for name in options.modules if name]
     if options.conda_env:
         lines += ["# shellcheck source=/dev/null", f"source activate {options.conda_env}"]
     if lines:
         lines = ["set +u # modules and conda ask for variables that are not set", *lines, "set -u"]
-    lines, given = [*lines, "use_environment"], {}
+    cores = options.cpus_per_task
+    lines += ["use_environment", f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{cores}}}"']
+    for line in template(defaults).splitlines():  # the guide's; what the user exported stays
+        if not (config.use_fsdp and "CUDA_DEVICE_MAX_CONNECTIONS" in line):
+            lines.append(line)
     for pair in options.env:
-        name, equals, given[name] = pair.partition("=")
+        name, equals, value = pair.partition("=")
         fits = equals and re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name)
         refuse(not fits, f"--env: {pair[:60]!r} is not NAME=VALUE; give e.g. NCCL_DEBUG=WARN")
         says = f"--env: {name} looks like a secret, and a script is no place for it; export it"
         refuse(redact(pair) != pair, says)
-    for pair in f"OMP_NUM_THREADS={options.cpus_per_task} {defaults}".split():
-        name, _, value = pair.partition("=")
-        if not (sharded and name == "CUDA_DEVICE_MAX_CONNECTIONS"):
-            lines.append(f'export {name}="${{{name}:-{value}}}"')  # what the user exported stays
-    return "\n".join([*lines, *(f"export {k}={shlex.quote(v)}" for k, v in given.items())])
+        lines.append(f"export {name}={shlex.quote(value)}")
+    return "\n".join(lines)
 
 
 def filled(name, options, **places):
-    """A template with what a user gave: quoted, or held against PLAIN.
+    """Return a template with what a user gave: quoted, or held against PLAIN.
 
     A directive whose value is empty is left out.
     """
@@ -168,60 +166,31 @@ def template(name):
 # --- what the user gave --------------------------------------------------------------------------
 
 
-def check_run(options):
-    """What all scripts start with, against the files it names.
-
-    Returns the flags of src/train.py, quoted, and whether it uses FSDP.
-    """
+def command(options):
+    """Return the flags of src/train.py, quoted, and its settings, which must fit each other."""
     cli.check_ranges(options, num_nodes=cli.ABOVE_0, num_gpus_per_node=cli.ABOVE_0)
     both = options.use_deepspeed and options.use_fsdp
     refuse(both, "--use_fsdp: --use_deepspeed is given too; give one of them")
-    path, found = options.config, read(options.config)
-    for mine, other in (("use_deepspeed", "use_fsdp"), ("use_fsdp", "use_deepspeed")):
-        both = getattr(options, mine) and setting(found, path, other) is True
-        refuse(both, f"--{mine}: {path} says {other}: true; leave one of them out")
-    sharded = setting(found, path, "use_fsdp") is True
-    says = f"--use_fsdp: {path} does not say so; write use_fsdp: true there, under distributed"
-    refuse(options.use_fsdp and not sharded, says)
-    flags = [f"--config={path}"]
+    flags = [f"--config={options.config}"]
     if options.use_deepspeed:
-        file = str(setting(found, path, "deepspeed_config") or "config/ds_config.json")
-        flags.append(f"--deepspeed={file}")
-        if jsonl.resolve(file).exists():
-            check_batch(file, found, options)
-        else:
-            print(f"note: {file} is not there yet; `distributed_setup.py deepspeed` makes it")
-    return " ".join(map(shlex.quote, flags)), sharded
+        in_file = yaml_config.from_yaml(train_config.Sections, options.config).distributed
+        flags.append(f"--deepspeed={in_file.deepspeed_config or 'config/ds_config.json'}")
+    world = distributed.World(world_size=options.num_nodes * options.num_gpus_per_node)
+    config = train_config.merged(flags, world)
+    says = f"{options.config} does not say so; write use_fsdp: true there, under distributed"
+    refuse(options.use_fsdp and not config.use_fsdp, f"--use_fsdp: {says}")
+    if config.use_deepspeed:
+        deepspeed.total_batch_size(config.sharding, config, world.world_size)
+    return shlex.join(flags), config
 
 
-def check_batch(file, found, options):
-    """The numbers of the DeepSpeed JSON against those of the YAML, and their product."""
-    says = read(file)
-    mend = 'make them equal, or write "auto"'
-    product = options.num_nodes * options.num_gpus_per_node
-    terms = f"{options.num_nodes} nodes x {options.num_gpus_per_node} GPUs"
-    for name in ("micro_batch_size", "gradient_accumulation_steps"):
-        key = f"train_{name}_per_gpu" if name == "micro_batch_size" else name
-        theirs = whole(says.get(key), file, key)
-        ours = whole(setting(found, options.config, name), options.config, name)
-        both = f"{options.config} says {name} {ours}, {file} {key} {theirs}"
-        refuse(theirs and ours and theirs != ours, f"--use_deepspeed: {both}; {mend}")
-        product *= theirs or ours or 0
-        terms += f" x {name} {theirs or ours}"
-    total = whole(says.get("train_batch_size"), file, "train_batch_size")
-    both = f"{file} says train_batch_size {total}, but {terms} = {product}"
-    refuse(total and product and total != product, f"--use_deepspeed: {both}; {mend}")
-
-
-def check_job(options):
-    """The flags of a job; returns check_run's flags and FSDP, and its seconds."""
-    train, sharded = check_run(options)
+def job(options):
+    """Return the flags of src/train.py, quoted, its settings, and the seconds of the job."""
     cli.check_ranges(options, cpus_per_task=cli.ABOVE_0)
     check_plain(options, "partition", "account", "job_name", "modules", "conda_env")
-    memory, total = options.mem_per_gpu, seconds(options.time_limit)
-    says = f"--mem_per_gpu: {memory[:40]!r} is no size of memory; give 32G, or so many K, M, T"
-    refuse(not re.fullmatch("[1-9][0-9]{0,6}[KMGT]?", memory), says)
-    return train, sharded, total
+    says = f"--mem_per_gpu: {options.mem_per_gpu!r:.40} is no size; give 32G, or so many K, M, T"
+    refuse(not re.fullmatch("[1-9][0-9]{0,6}[KMGT]?", options.mem_per_gpu), says)
+    return *command(options), seconds(options.time_limit)
 
 
 def check_plain(options, *names):

@@ -1,8 +1,7 @@
 """Settings of src/train.py: the sections of its YAML file; each setting is a flag, too."""
 
-import itertools
-import sys
-from dataclasses import dataclass, field, fields
+import argparse
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Literal
 
@@ -34,15 +33,14 @@ class FineTuning:
 class Training:
     # section training
     objective: Literal["sft", "dpo"] = "sft"  # imitate replies, or prefer one of two
-    micro_batch_size: int | None = None  # rows of one forward and process (4)
-    gradient_accumulation_steps: int | None = None  # larger global batch, same memory (1)
+    micro_batch_size: int = 4  # rows of one forward and process
     num_epochs: float = 3.0  # passes over the data
     max_steps: int = -1  # -1: by num_epochs; 0: evaluate only
     learning_rate: float | None = None  # 1e-3 below 10 M parameters, else by objective and type
     lr_scheduler: Literal["constant", "linear", "cosine"] = "cosine"  # after the warm-up
     warmup_ratio: float = 0.1  # share of the steps in which the rate rises
     weight_decay: float = 0.0  # AdamW, on matrices
-    max_grad_norm: float | None = None  # clip the gradient to this norm (1); 0: do not
+    max_grad_norm: float = 1.0  # clip the gradient to this norm; 0: do not
     mixed_precision: Literal["auto", "no", "fp16", "bf16"] = "auto"  # auto: by the GPU; CPU: no
     gradient_checkpointing: bool = False  # less memory, one more forward
     lean: bool = True  # LoRA: keep less for the backward, in the same numbers
@@ -87,7 +85,7 @@ class Distributed:
     deepspeed_config: str = ""  # JSON of scripts/distributed_setup.py deepspeed
     use_fsdp: bool = False  # FSDP2, as fsdp_config says
     fsdp_config: str = ""  # JSON of scripts/distributed_setup.py fsdp; empty: FULL_SHARD
-    gradient_accumulation_steps: int | None = None  # the same as in training
+    gradient_accumulation_steps: int = 1  # larger global batch, same memory
     bucket_mb: float = 25.0  # DDP: gradients that travel together
     grad_reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"  # DDP, FSDP: in which they travel
     backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"  # by the device
@@ -146,98 +144,84 @@ class Config(Output, Distributed, Dataset, Training, FineTuning, Model):
 
 
 def read(argv, world) -> Config:
-    """Flags over the YAML file over what DeepSpeed's or FSDP's JSON says.
+    """Return the checked settings: flags over the YAML file over DeepSpeed's or FSDP's JSON.
 
-    Raises UserError for what is out of range, said twice and differently, or without effect.
+    Raises UserError for what is out of range, given twice and differently, or without effect.
     """
-    flags = given(argv)
-    path, in_file, where = flags.get("config", Config.config), {}, {}
-    if not path:
-        raise UserError("--config: it is empty; give a YAML file")
-    sections, values = yaml_config.from_yaml(Sections, path, in_file), {}
-    for section in fields(Sections):
-        for name, value in vars(getattr(sections, section.name)).items():
-            place, before = in_file.get(f"{section.name}.{name}"), values.get(name)
-            if None not in (before, value) and before != value:
-                raise UserError(f"{place} is {value!r}, {where[name]} is {before!r}; say it once")
-            if place and value is not None:
-                where[name] = place
-            values[name] = before if value is None else value
-    config = cli.parse(Config, argv, console=world.is_main, default=Config(**values, config=path))
-    where |= {name: f"--{name}" for name in flags}
-    choose_sharding(config, where)
-    for name, usual in (
-        ("micro_batch_size", 4),
-        ("gradient_accumulation_steps", 1),
-        ("max_grad_norm", 1.0),
-    ):
-        setattr(config, name, usual if getattr(config, name) is None else getattr(config, name))
-    config.places = where
-    with cli.naming(where):
-        check(cli.check_types(config))
+    config = merged(argv, world)
+    with cli.naming(config.places):
+        check(config)
     return config
 
 
-def given(argv=None) -> dict:
-    """The flags of a command line, before they are parsed: name -> its value or the next word."""
-    words, found = [*(sys.argv[1:] if argv is None else argv), ""], {}
-    for word, following in itertools.pairwise(words):
-        flag, equals, text = word.partition("=")
-        if flag.startswith("--"):
-            name = flag[2:].replace("-", "_").removeprefix("no_")
-            found[name] = text if equals else following
-    return found
+def merged(argv, world) -> Config:
+    """Return the settings of flags, YAML and JSON; other rules are not checked yet."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", default=Config.config)
+    known, others = parser.parse_known_args(argv)
+    in_file = {}
+    sections = yaml_config.from_yaml(Sections, known.config, in_file)
+    values = {"config": known.config}
+    for section in vars(sections).values():
+        values |= vars(section)
+    config = cli.parse(Config, argv, console=world.is_main, default=Config(**values))
+    places = {name.partition(".")[2]: place for name, place in in_file.items()}
+    for word in others:
+        flag = word.partition("=")[0].replace("-", "_")
+        if flag.startswith("__"):
+            name = flag[2:].removeprefix("no_")
+            places[name] = f"--{name}"
+    config.places = places
+    choose_sharding(config, places)
+    return config
 
 
-def choose_sharding(config, where):
-    """Read the JSON of the strategy and take from it what is open. where: setting -> its place."""
+def choose_sharding(config, places):
+    """Read the JSON of the strategy: it gives what neither flags nor YAML do.
+
+    places: setting -> file and line, or flag, that gave it.
+    """
     if config.deepspeed:
-        config.use_deepspeed, config.deepspeed_config = True, config.deepspeed
-        where["use_deepspeed"] = where["deepspeed"]
+        config.use_deepspeed = True
+        config.deepspeed_config = config.deepspeed
+        places["use_deepspeed"] = "--deepspeed"
     for kind in ("deepspeed", "fsdp"):
-        file, used = getattr(config, f"{kind}_config"), getattr(config, f"use_{kind}")
-        place = where.get(f"{kind}_config", "")
+        place = places.get(f"{kind}_config", "")
         # a file that waits beside `use_fsdp: false` is no mistake, a flag is
-        if file and not used and (f"use_{kind}" not in where or place[:2] == "--"):
+        is_waiting = f"use_{kind}" in places and not place.startswith("--")
+        if place and not getattr(config, f"use_{kind}") and not is_waiting:
             raise UserError(f"{place} has no effect alone; give use_{kind}, too")
     if config.use_deepspeed and config.use_fsdp:
-        both = f"{where['use_deepspeed']} and {where['use_fsdp']}"
+        both = f"{places['use_deepspeed']} and {places['use_fsdp']}"
         raise UserError(f"{both} exclude each other; leave one of them out")
     if config.use_fsdp:
         from ddp_utils.sharding import fsdp
 
-        file, key = config.fsdp_config, "fsdp_mixed_precision"
-        config.sharding = fsdp.read(file)
-        if precision := config.sharding.precision:
-            _take(config, where, "mixed_precision", precision, file, key)
-        config.gradient_checkpointing |= config.sharding.checkpointing
+        config.sharding = fsdp.read(config.fsdp_config)
+        config.gradient_checkpointing |= config.sharding.fsdp_activation_checkpointing
+        given = {"mixed_precision": ("fsdp_mixed_precision", config.sharding.precision)}
+        take(config, given, config.fsdp_config, places)
     if config.use_deepspeed:
         from ddp_utils.sharding import deepspeed
 
-        file = config.deepspeed_config
-        if not file:
-            raise UserError(f"{where['use_deepspeed']}: give deepspeed_config, too")
-        config.sharding = deepspeed.read(file)
-        for name, key in (
-            ("micro_batch_size", "train_micro_batch_size_per_gpu"),
-            ("gradient_accumulation_steps", "gradient_accumulation_steps"),
-            ("max_grad_norm", "gradient_clipping"),
-        ):
-            if (value := config.sharding.get(key, "auto")) != "auto":
-                _take(config, where, name, value, file, key)
-        if precision := deepspeed.precision(config.sharding):
-            key = "fp16.enabled" if precision == "fp16" else "bf16.enabled"
-            _take(config, where, "mixed_precision", precision, file, key)
+        if not config.deepspeed_config:
+            raise UserError(f"{places['use_deepspeed']}: give deepspeed_config, too")
+        config.sharding = deepspeed.read(config.deepspeed_config)
+        take(config, deepspeed.given(config.sharding), config.deepspeed_config, places)
 
 
-def _take(config, where, name, value, file, key):
-    """A setting from the JSON: what YAML or flags say of it must be the same."""
-    ours, place = getattr(config, name), f"{jsonl.line_of(key, file)}: {key}"
-    if ours not in (None, "auto", value):
-        both = f"{where[name]} is {ours}, {place} says {value}"
-        raise UserError(f"{both}; make them equal, or leave one of them open")
-    setattr(config, name, value)
-    where[name] = place
+def take(config, given, path, places):
+    """Take settings from the JSON, name -> (key, value); flags and YAML must give the same."""
+    for name, (key, value) in given.items():
+        if value in (None, "auto"):
+            continue
+        place = f"{jsonl.line_of(key, path)}: {key}"
+        ours = getattr(config, name)
+        if name in places and ours not in ("auto", value):
+            both = f"{places[name]} is {ours}, {place} says {value}"
+            raise UserError(f"{both}; make them equal, or leave one of them open")
+        setattr(config, name, value)
+        places[name] = place
 
 
 def check(config):
@@ -246,17 +230,14 @@ def check(config):
     rules |= {"val_share": ("from 0 to 0.5", lambda x: 0 <= x <= 0.5), "sft_weight": cli.FROM_0}
     cli.check_ranges(config, micro_batch_size=cli.ABOVE_0, num_workers=cli.FROM_0, **rules)
     losses.options(config)  # an option that the method does not use is refused
-    for name in ("model_name", "train_data", "output_dir"):
-        if not getattr(config, name):
-            raise UserError(f"--{name}: it is empty; give a path")
+    if not config.output_dir:
+        raise UserError("--output_dir: it is empty; give a path")
     if config.type == "full" and config.base_dtype == "bf16":
         raise UserError("--base_dtype bf16: full fine-tuning trains fp32 weights; use auto or fp32")
     if config.type == "qlora" and config.strategy != "ddp":
         raise UserError(f"--type: {config.strategy} cannot shard 4-bit weights; give lora")
     if config.type == "qlora" and not (torch.cuda.is_available() and find_spec("bitsandbytes")):
         raise UserError("--type: qlora needs bitsandbytes and a CUDA device; give lora")
-    if config.strategy != "ddp" and config.bucket_mb != Config.bucket_mb:
-        raise UserError(f"--bucket_mb: it belongs to DDP, not to {config.strategy}; leave it out")
     if config.strategy == "deepspeed" and config.grad_reduce_dtype != "fp32":
         says = "DeepSpeed's is communication_data_type in its JSON; leave it out"
         raise UserError(f"--grad_reduce_dtype: {says}")

@@ -90,7 +90,7 @@ def wrap(scorer, world, strategy=DDP, trained=True):
     trained: False for a reference model, which only scores.
     """
     if strategy.kind == "deepspeed":
-        from ddp_utils.sharding.deepspeed import ZeroPolicy
+        from ddp_utils.sharding.deepspeed_engine import ZeroPolicy
 
         return ZeroPolicy(scorer, world, strategy)
     if strategy.kind == "fsdp" and world.world_size > 1:

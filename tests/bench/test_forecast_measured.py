@@ -100,7 +100,7 @@ def config_of(case, folder):
         strategy=tool,
         sft_weight=0.0,
     )
-    case["options"] = fsdp.Settings(strategy=sharding[0].upper()) if sharding else None
+    case["options"] = fsdp.Settings(sharding[0].upper()) if sharding else None
     return config
 
 

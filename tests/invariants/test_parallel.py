@@ -170,8 +170,12 @@ KEPT = {  # what FSDP is told, processes of a node -> what a rank of two keeps o
     "FULL_SHARD": (fsdp.Settings(), 2, (0.5, True, 3, torch.bfloat16, False)),
     "SHARD_GRAD_OP": (fsdp.Settings("SHARD_GRAD_OP"), 2, (0.5, False, 3, torch.bfloat16, False)),
     "HYBRID_SHARD": (fsdp.Settings("HYBRID_SHARD"), 1, (1.0, True, 3, torch.bfloat16, False)),
-    "one piece": (fsdp.Settings(whole=True), 2, (0.5, False, 1, torch.bfloat16, False)),
-    "offload": (fsdp.Settings(offload=True), 2, (0.5, True, 3, torch.bfloat16, True)),
+    "one piece": (
+        fsdp.Settings(fsdp_auto_wrap_policy="NO_WRAP"),
+        2,
+        (0.5, False, 1, torch.bfloat16, False),
+    ),
+    "offload": (fsdp.Settings(fsdp_offload_params=True), 2, (0.5, True, 3, torch.bfloat16, True)),
 }
 
 

@@ -1,0 +1,31 @@
+"""The one loader of FSDP's and DeepSpeed's JSON: each key is known, and each value has its type."""
+
+from ddp_utils import UserError, cli, jsonl
+
+
+def read(path, hints, may_be_auto=()) -> dict:
+    """Return the object that a JSON file holds.
+
+    hints: name -> type, as of a field of settings; for an object a dict of its own; for a key that
+    is refused the reason. may_be_auto: keys that may hold "auto" instead.
+    Raises UserError with file and line for an unknown key, or a value of another type.
+    """
+    settings = jsonl.read_object(path)
+    _check(settings, hints, may_be_auto, path, "")
+    return settings
+
+
+def _check(settings, hints, may_be_auto, path, prefix):
+    for key, value in settings.items():
+        name = prefix + key
+        line = jsonl.line_of(name, path)
+        if key not in hints:
+            raise UserError(f"{line}: {cli.unknown(key, list(hints))}")
+        hint = hints[key]
+        if isinstance(hint, str):
+            raise UserError(f"{line}: {name}: {hint}; leave it out")
+        if isinstance(hint, dict):
+            cli.check_type(f"{line}: {name}", dict, value)
+            _check(value, hint, may_be_auto, path, f"{name}.")
+        elif value != "auto" or key not in may_be_auto:
+            cli.check_type(f"{line}: {name}", hint, value)
