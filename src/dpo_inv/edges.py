@@ -139,11 +139,12 @@ class EdgeNetwork(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
         table, places, edges, own, between, weight, valid = ctx.saved_tensors
-        to_table, to_own = torch.zeros_like(table), torch.zeros_like(own)
+        to_table = torch.zeros_like(table)
+        to_own = torch.zeros_like(own)
         to_edges = torch.empty_like(edges)
-        # sums of many handfuls: in fp32 whatever the precision of the products
-        to_between, to_weight = torch.zeros(2, *weight.shape, device=weight.device)
-        to_bias = torch.zeros(len(weight), device=weight.device)
+        to_between = torch.zeros_like(between)
+        to_weight = torch.zeros_like(weight)
+        to_bias = weight.new_zeros(len(weight))
         gelu_backward = torch.ops.aten.gelu_backward
         for part, first, second in ctx.kept:
             down = gradient[:, :, part]
@@ -158,8 +159,7 @@ class EdgeNetwork(torch.autograd.Function):
             down = down.sum(1)  # [B, l, K, H]
             to_between += down.flatten(0, -2).T @ edges[:, part].flatten(0, -2)
             to_edges[:, part] = down @ between
-        ours = (tensor.to(weight.dtype) for tensor in (to_between, to_weight, to_bias))
-        return to_table, None, to_edges, to_own, *ours, None, None
+        return to_table, None, to_edges, to_own, to_between, to_weight, to_bias, None, None
 
 
 def slices(places):
@@ -170,8 +170,6 @@ def slices(places):
 
 
 def network(second, table, places, edges, own, between, valid=None):
-    """EdgeNetwork with this W2, in the precision that autocast gave to the products with W1."""
-    tensors = (edges, own, between, second.weight, second.bias)
-    tensors = [tensor.to(table.dtype) for tensor in tensors]
-    valid = None if valid is None else valid.to(table.dtype)
-    return EdgeNetwork.apply(table, places, *tensors, valid, torch.is_grad_enabled())
+    """Apply EdgeNetwork with the weight and bias of the layer `second`."""
+    inputs = (table, places, edges, own, between, second.weight, second.bias, valid)
+    return EdgeNetwork.apply(*inputs, torch.is_grad_enabled())
