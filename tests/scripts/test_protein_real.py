@@ -202,9 +202,3 @@ def test_a_run_on_all_pairs(passes, seed, pairs_file, tmp_path):
 
 def test_few_pairs_can_be_learned_by_heart(few_file, tmp_path):
     assert learn_by_heart(forked, with_paths(few_file)[:8], 3, tmp_path) >= 0.95
-
-
-@pytest.mark.show
-def test_32_pairs_can_be_learned_by_heart(pairs_file, tmp_path):
-    items = with_paths(pairs_file)
-    assert learn_by_heart(torchrun, items[:32], 12, tmp_path) >= 0.95
