@@ -77,21 +77,21 @@ class EncoderLayer(Layer):
         self.W13 = nn.Linear(hidden, hidden)
         self.norm3 = nn.LayerNorm(hidden)
 
-    def forward(self, nodes, edges, places, valid, mask):
-        summed = self.along(self.W1, self.W2, nodes, edges, places, valid)[:, 0]
+    def forward(self, nodes, edges, indices, valid, mask):
+        summed = self.along(self.W1, self.W2, nodes, edges, indices, valid)[:, 0]
         nodes = self.update(nodes, summed, valid, mask)
-        change = self.W13(self.along(self.W11, self.W12, nodes, edges, places)[:, 0])
+        change = self.W13(self.along(self.W11, self.W12, nodes, edges, indices)[:, 0])
         return nodes, self.norm3(edges + change)
 
-    def along(self, linear, second, nodes, edges, places, valid=None):
+    def along(self, linear, second, nodes, edges, indices, valid=None):
         """The network on [node | edge | neighbour's node], which are not laid side by side.
 
         A node's products are made once, not once an edge.
         """
-        mine, between, other = linear.weight.chunk(3, 1)
-        table = functional.linear(nodes, other).flatten(0, 1)
-        own = functional.linear(nodes, mine, linear.bias)[:, None]
-        return network(second, table, places, edges, own, between, valid)
+        to_node, between, to_neighbour = linear.weight.chunk(3, 1)
+        table = functional.linear(nodes, to_neighbour).flatten(0, 1)
+        own = functional.linear(nodes, to_node, linear.bias)[:, None]
+        return network(second, table, indices, edges, own, between, valid)
 
 
 class DecoderLayer(Layer):
@@ -161,9 +161,9 @@ class ProteinMPNN(nn.Module):
         neighbours, valid = nearest(coords[:, :, 1], mask, self.neighbours)
         edges = self.W_e(self.features(coords, residue_idx, chain_encoding, neighbours))
         nodes = edges.new_zeros(*mask.shape, edges.shape[-1])  # [B, L, H]
-        places = flat(neighbours)[:, None]  # [B, 1, L, K]
+        indices = flat(neighbours)[:, None]  # [B, 1, L, K]
         for layer in self.encoder_layers:
-            nodes, edges = layer(nodes, edges, places, valid, mask)
+            nodes, edges = layer(nodes, edges, indices, valid, mask)
         return Encoded(nodes, edges, neighbours, valid, mask)
 
     def decode(self, encoded, sequences, decoding_order):
@@ -195,13 +195,13 @@ class ProteinMPNN(nn.Module):
         # all that can be seen is one table: B * S * L seen rows, then B * L unseen ones
         unseen = flat(encoded.neighbours)[:, None] + sequences.numel()
         seen = flat(encoded.neighbours.repeat_interleave(samples, 0)).unflatten(0, (count, samples))
-        places = torch.where(visible, seen, unseen)  # [B, S, L, K]
+        indices = torch.where(visible, seen, unseen)  # [B, S, L, K]
         nodes = encoded.nodes[:, None]  # [B, 1, L, H], then [B, S, L, H]
         for layer in self.decoder_layers:
             table = layer.seen(nodes, sequences, self.W_s.weight)  # [B, S, L, H]
             table = torch.cat([table.flatten(0, 2), layer.unseen(encoded.nodes).flatten(0, 1)])
             shares = encoded.edges, layer.own(nodes), layer.split()[1]
-            summed = network(layer.W2, table, places, *shares, encoded.valid)
+            summed = network(layer.W2, table, indices, *shares, encoded.valid)
             nodes = layer.update(nodes, summed, encoded.valid[:, None], encoded.mask[:, None])
         return self.W_out(nodes).log_softmax(-1)
 
@@ -225,7 +225,8 @@ class ProteinMPNN(nn.Module):
         tables = [table[:, None].repeat(1, samples, 1, 1) for table in tables]  # [B, S, L, H]
         for residues in decoding_order.unbind(-1):  # [B, S]
             around = encoded.neighbours[batch, residues]  # [B, S, K]
-            valid, mask = encoded.valid[batch, residues], encoded.mask[batch, residues]
+            valid = encoded.valid[batch, residues]
+            mask = encoded.mask[batch, residues]
             nodes = [encoded.nodes[batch, residues]]  # [B, S, H], then each layer's
             edges = encoded.edges[batch, residues]  # [B, S, K, H]
             for layer, table in zip(self.decoder_layers, tables, strict=True):
