@@ -39,7 +39,6 @@ class Config:
     max_length: int = 500  # residues with context; longer items are dropped and counted
     max_rows: int = -1  # read only so many items of train_data
     on_bad_record: Literal["error", "skip"] = "error"  # what to do with a malformed item
-    cache: str = ""  # keep parsed structures in this folder
     shuffle: bool = True  # a new order in every epoch
 
     # optimisation

@@ -42,7 +42,8 @@ def nearest(alphas, mask, most):
 def distances(coords, neighbours):
     """25 distances of each edge, in Angstrom: [B, L, 4, 3], [B, L, K] -> [B, L, K, 25]."""
     n, alpha, c, _ = coords.unbind(2)
-    b, a = alpha - n, c - alpha
+    b = alpha - n
+    a = c - alpha
     beta = -0.58273431 * b.cross(a, dim=-1) + 0.56802827 * b - 0.54067466 * a + alpha
     atoms = torch.cat([coords, beta[:, :, None]], 2)  # [B, L, 5, 3]
     across = take(atoms.flatten(2), neighbours).unflatten(-1, (5, 3))  # [B, L, K, 5, 3]
@@ -66,10 +67,10 @@ def flat(neighbours):
     return neighbours + first[:, None, None]
 
 
-def rows(table, places):
-    """Rows [N, H] at places [...] -> [..., H]."""
-    # index_select: its backward is much faster than that of table[places]
-    return table.index_select(0, places.flatten()).unflatten(0, places.shape)
+def rows(table, indices):
+    """Rows [N, H] at indices [...] -> [..., H]."""
+    # index_select: its backward is much faster than that of table[indices]
+    return table.index_select(0, indices.flatten()).unflatten(0, indices.shape)
 
 
 # --- layers --------------------------------------------------------------------------------------
@@ -114,16 +115,16 @@ class EdgeNetwork(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, table, places, edges, own, between, weight, bias, valid, keep):
-        """Shares of neighbours [R, H] at places [B, S, L, K], edges [B, L, K, H] and their part
+    def forward(ctx, table, indices, edges, own, between, weight, bias, valid, keep):
+        """Shares of neighbours [R, H] at indices [B, S, L, K], edges [B, L, K, H] and their part
         of W1, own shares [B, 1 or S, L, H], W2, valid [B, L, K] -> sums [B, S, L, H].
 
         Without `valid` nothing is summed -> [B, S, L, K, H].
         """
-        outputs = own.new_empty(places.shape[: 3 if valid is not None else 4] + weight.shape[:1])
+        outputs = own.new_empty(indices.shape[: 3 if valid is not None else 4] + weight.shape[:1])
         ctx.kept = []
-        for part in slices(places):
-            first = rows(table, places[:, :, part])  # [B, S, l, K, H]
+        for part in slices(indices):
+            first = rows(table, indices[:, :, part])  # [B, S, l, K, H]
             first.add_((edges[:, part] @ between.T)[:, None]).add_(own[:, :, part, None])
             second = functional.linear(functional.gelu(first), weight, bias)
             message = functional.gelu(second)
@@ -132,18 +133,19 @@ class EdgeNetwork(torch.autograd.Function):
             outputs[:, :, part] = message
             if keep:
                 ctx.kept.append((part, first, second))
-        ctx.save_for_backward(table, places, edges, own, between, weight, valid)
+        ctx.save_for_backward(table, indices, edges, own, between, weight, valid)
         return outputs
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
-        table, places, edges, own, between, weight, valid = ctx.saved_tensors
-        to_table, to_own = torch.zeros_like(table), torch.zeros_like(own)
+        table, indices, edges, own, between, weight, valid = ctx.saved_tensors
+        to_table = torch.zeros_like(table)
+        to_own = torch.zeros_like(own)
         to_edges = torch.empty_like(edges)
-        # sums of many handfuls: in fp32 whatever the precision of the products
-        to_between, to_weight = torch.zeros(2, *weight.shape, device=weight.device)
-        to_bias = torch.zeros(len(weight), device=weight.device)
+        to_between = torch.zeros_like(between)
+        to_weight = torch.zeros_like(weight)
+        to_bias = weight.new_zeros(len(weight))
         gelu_backward = torch.ops.aten.gelu_backward
         for part, first, second in ctx.kept:
             down = gradient[:, :, part]
@@ -153,25 +155,22 @@ class EdgeNetwork(torch.autograd.Function):
             to_weight += down.T @ functional.gelu(first).flatten(0, -2)
             to_bias += down.sum(0)
             down = gelu_backward((down @ weight).view_as(first), first)
-            to_table.index_add_(0, places[:, :, part].flatten(), down.flatten(0, -2))
+            to_table.index_add_(0, indices[:, :, part].flatten(), down.flatten(0, -2))
             to_own[:, :, part] = down.sum(-2).sum_to_size(to_own[:, :, part].shape)
             down = down.sum(1)  # [B, l, K, H]
             to_between += down.flatten(0, -2).T @ edges[:, part].flatten(0, -2)
             to_edges[:, part] = down @ between
-        ours = (tensor.to(weight.dtype) for tensor in (to_between, to_weight, to_bias))
-        return to_table, None, to_edges, to_own, *ours, None, None
+        return to_table, None, to_edges, to_own, to_between, to_weight, to_bias, None, None
 
 
-def slices(places):
+def slices(indices):
     """Residues of [B, S, L, K] edges by the handful on a CPU, whose cache is small; else all."""
-    batch, samples, length, most = places.shape
-    size = max(1, IN_CACHE // (batch * samples * most)) if places.device.type == "cpu" else length
+    batch, samples, length, most = indices.shape
+    size = max(1, IN_CACHE // (batch * samples * most)) if indices.device.type == "cpu" else length
     return [slice(start, start + size) for start in range(0, length, size)]
 
 
-def network(second, table, places, edges, own, between, valid=None):
-    """EdgeNetwork with this W2, in the precision that autocast gave to the products with W1."""
-    tensors = (edges, own, between, second.weight, second.bias)
-    tensors = [tensor.to(table.dtype) for tensor in tensors]
-    valid = None if valid is None else valid.to(table.dtype)
-    return EdgeNetwork.apply(table, places, *tensors, valid, torch.is_grad_enabled())
+def network(second, table, indices, edges, own, between, valid=None):
+    """Apply EdgeNetwork with the weight and bias of the layer `second`."""
+    inputs = (table, indices, edges, own, between, second.weight, second.bias, valid)
+    return EdgeNetwork.apply(*inputs, torch.is_grad_enabled())

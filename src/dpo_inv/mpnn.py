@@ -8,29 +8,27 @@ a residue can carry. There is no dropout: it would tell the policy from its refe
 B backbones, S sequences on each, L residues (padded: mask 0), K neighbours of each, H hidden.
 """
 
+import io
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from ddp_utils import UserError
-from dpo_inv import official
+from ddp_utils import UserError, files
 from dpo_inv.edges import Features, flat, nearest, network, rows, take
 
 ALPHABET = "ACDEFGHIKLMNPQRSTVWYX"  # X: unknown or missing
 SCALE = 30  # what a sum of messages is divided by, however many neighbours there are
+# what torch raises for a file of another kind; the first, which it does not export, for one that
+# holds more than tensors and numbers
+UNREADABLE = (torch.serialization.pickle.UnpicklingError, OSError, EOFError, LookupError)
+UNREADABLE += (AttributeError, RuntimeError, TypeError, ValueError)
 
 
 def encode(text) -> list[int]:
-    """Letters -> numbers 0..20; lower case is read as upper, what is not in ALPHABET raises.
-
-    Raises UserError, which names the letter and its place.
-    """
-    for place, letter in enumerate(text.upper()):
-        if letter not in ALPHABET:
-            raise UserError(f"residue {place} is {letter!r}; the letters are {ALPHABET}")
-    return [ALPHABET.index(letter) for letter in text.upper()]
+    """Return letters of ALPHABET as numbers 0..20."""
+    return [ALPHABET.index(letter) for letter in text]
 
 
 class Encoded(NamedTuple):
@@ -46,18 +44,6 @@ class Encoded(NamedTuple):
 # --- layers --------------------------------------------------------------------------------------
 
 
-class FeedForward(nn.Module):
-    """[..., H] -> [..., 4H] -> [..., H]."""
-
-    def __init__(self, hidden):
-        super().__init__()
-        self.W_in = nn.Linear(hidden, 4 * hidden)
-        self.W_out = nn.Linear(4 * hidden, hidden)
-
-    def forward(self, nodes):
-        return self.W_out(functional.gelu(self.W_in(nodes)))
-
-
 class Layer(nn.Module):
     """What both kinds of layers have: a message along each edge, then residue by residue."""
 
@@ -68,7 +54,8 @@ class Layer(nn.Module):
         self.W3 = nn.Linear(hidden, hidden)
         self.norm1 = nn.LayerNorm(hidden)
         self.norm2 = nn.LayerNorm(hidden)
-        self.dense = FeedForward(hidden)
+        self.dense = nn.ModuleDict({"W_in": nn.Linear(hidden, 4 * hidden)})
+        self.dense["W_out"] = nn.Linear(4 * hidden, hidden)
 
     def update(self, nodes, summed, valid, mask):
         """Nodes [..., H] and the sum of their gelu(W2 ...) over valid edges -> nodes [..., H]."""
@@ -76,7 +63,8 @@ class Layer(nn.Module):
         message = functional.linear(summed, self.W3.weight)
         message = message + self.W3.bias * valid.sum(-1, keepdim=True)
         nodes = self.norm1(nodes + message / SCALE)
-        return self.norm2(nodes + self.dense(nodes)) * mask[..., None]
+        widened = functional.gelu(self.dense["W_in"](nodes))
+        return self.norm2(nodes + self.dense["W_out"](widened)) * mask[..., None]
 
 
 class EncoderLayer(Layer):
@@ -89,21 +77,21 @@ class EncoderLayer(Layer):
         self.W13 = nn.Linear(hidden, hidden)
         self.norm3 = nn.LayerNorm(hidden)
 
-    def forward(self, nodes, edges, places, valid, mask):
-        summed = self.along(self.W1, self.W2, nodes, edges, places, valid)[:, 0]
+    def forward(self, nodes, edges, indices, valid, mask):
+        summed = self.along(self.W1, self.W2, nodes, edges, indices, valid)[:, 0]
         nodes = self.update(nodes, summed, valid, mask)
-        change = self.W13(self.along(self.W11, self.W12, nodes, edges, places)[:, 0])
+        change = self.W13(self.along(self.W11, self.W12, nodes, edges, indices)[:, 0])
         return nodes, self.norm3(edges + change)
 
-    def along(self, linear, second, nodes, edges, places, valid=None):
+    def along(self, linear, second, nodes, edges, indices, valid=None):
         """The network on [node | edge | neighbour's node], which are not laid side by side.
 
         A node's products are made once, not once an edge.
         """
-        mine, between, other = linear.weight.chunk(3, 1)
-        table = functional.linear(nodes, other).flatten(0, 1)
-        own = functional.linear(nodes, mine, linear.bias)[:, None]
-        return network(second, table, places, edges, own, between, valid)
+        to_node, between, to_neighbour = linear.weight.chunk(3, 1)
+        table = functional.linear(nodes, to_neighbour).flatten(0, 1)
+        own = functional.linear(nodes, to_node, linear.bias)[:, None]
+        return network(second, table, indices, edges, own, between, valid)
 
 
 class DecoderLayer(Layer):
@@ -161,37 +149,32 @@ class ProteinMPNN(nn.Module):
 
     # scoring
 
-    def encode(self, coords, mask, residue_idx, chain_encoding, noise=0.0) -> Encoded:
+    def encode(self, coords, mask, residue_idx, chain_encoding) -> Encoded:
         """Backbones -> what `decode` needs; once for all sequences on them.
 
         coords [B, L, 4, 3] in Angstrom: N, CA, C, O. mask [B, L]: 1 where all four are known; what
         coords hold elsewhere does not matter. residue_idx [B, L]: numbers of which only
-        differences within a chain count. chain_encoding [B, L]: the chain's number. noise: standard
-        deviation in Angstrom of what is added to every coordinate; drawn anew at each call, so
-        whoever compares two models adds it to coords before.
+        differences within a chain count. chain_encoding [B, L]: the chain's number.
         """
         mask = mask.to(coords.dtype)
         coords = coords.where(mask[..., None, None].bool(), 0.0)
-        if noise:
-            coords = coords + noise * torch.randn_like(coords)
         neighbours, valid = nearest(coords[:, :, 1], mask, self.neighbours)
         edges = self.W_e(self.features(coords, residue_idx, chain_encoding, neighbours))
         nodes = edges.new_zeros(*mask.shape, edges.shape[-1])  # [B, L, H]
-        places = flat(neighbours)[:, None]  # [B, 1, L, K]
+        indices = flat(neighbours)[:, None]  # [B, 1, L, K]
         for layer in self.encoder_layers:
-            nodes, edges = layer(nodes, edges, places, valid, mask)
+            nodes, edges = layer(nodes, edges, indices, valid, mask)
         return Encoded(nodes, edges, neighbours, valid, mask)
 
     def decode(self, encoded, sequences, decoding_order):
-        """Letters [B, S, L] on B backbones -> log-probs [B, S, L, 21] of all letters, in fp32.
+        """Letters [B, S, L] on B backbones -> log-probs [B, S, L, 21] of all letters.
 
-        decoding_order [B, L], or [B, S, L] if each sequence has its own: [..., t] is the residue
-        that is decoded at time t. A residue sees the letters of those before it alone.
+        decoding_order [B, 1 or S, L]: [..., t] is the residue that is decoded at time t. A residue
+        sees the letters of those before it alone.
         """
         ranks = torch.empty_like(decoding_order)
         times = torch.arange(ranks.shape[-1], device=ranks.device).expand_as(ranks)
-        ranks = ranks.scatter_(-1, decoding_order, times)  # [B, L] or [B, S, L]
-        ranks = ranks if ranks.dim() == 3 else ranks[:, None]
+        ranks = ranks.scatter_(-1, decoding_order, times)  # [B, 1 or S, L]
         around = take(ranks.transpose(1, 2), encoded.neighbours)  # [B, L, K, 1 or S]
         return self._decoded(encoded, sequences, around.movedim(-1, 1) < ranks[..., None])
 
@@ -201,12 +184,10 @@ class ProteinMPNN(nn.Module):
         letters = torch.zeros_like(encoded.neighbours[:, None, :, 0])  # seen by nobody
         return self._decoded(encoded, letters, nobody)[:, 0]
 
-    def log_probs(self, coords, mask, residue_idx, chain_encoding, sequence, decoding_order):
+    def forward(self, coords, mask, residue_idx, chain_encoding, sequence, decoding_order):
         """`encode` and `decode` for one sequence [B, L] on each backbone -> [B, L, 21]."""
         encoded = self.encode(coords, mask, residue_idx, chain_encoding)
-        return self.decode(encoded, sequence[:, None], decoding_order)[:, 0]
-
-    forward = log_probs
+        return self.decode(encoded, sequence[:, None], decoding_order[:, None])[:, 0]
 
     def _decoded(self, encoded, sequences, visible):
         """Letters [B, S, L], who sees whom [B, 1 or S, L, K] -> log-probs [B, S, L, 21]."""
@@ -214,15 +195,15 @@ class ProteinMPNN(nn.Module):
         # all that can be seen is one table: B * S * L seen rows, then B * L unseen ones
         unseen = flat(encoded.neighbours)[:, None] + sequences.numel()
         seen = flat(encoded.neighbours.repeat_interleave(samples, 0)).unflatten(0, (count, samples))
-        places = torch.where(visible, seen, unseen)  # [B, S, L, K]
+        indices = torch.where(visible, seen, unseen)  # [B, S, L, K]
         nodes = encoded.nodes[:, None]  # [B, 1, L, H], then [B, S, L, H]
         for layer in self.decoder_layers:
             table = layer.seen(nodes, sequences, self.W_s.weight)  # [B, S, L, H]
             table = torch.cat([table.flatten(0, 2), layer.unseen(encoded.nodes).flatten(0, 1)])
             shares = encoded.edges, layer.own(nodes), layer.split()[1]
-            summed = network(layer.W2, table, places, *shares, encoded.valid)
+            summed = network(layer.W2, table, indices, *shares, encoded.valid)
             nodes = layer.update(nodes, summed, encoded.valid[:, None], encoded.mask[:, None])
-        return self.W_out(nodes).float().log_softmax(-1)
+        return self.W_out(nodes).log_softmax(-1)
 
     # sampling
 
@@ -239,12 +220,13 @@ class ProteinMPNN(nn.Module):
         batch = torch.arange(count, device=decoding_order.device)[:, None]  # [B, 1]
         each = torch.arange(samples, device=decoding_order.device)  # [S]
         sequences = torch.zeros_like(decoding_order)
-        found = encoded.nodes.new_zeros(count, samples, length, len(ALPHABET), dtype=torch.float32)
+        log_probs = encoded.nodes.new_zeros(count, samples, length, len(ALPHABET))
         tables = [layer.unseen(encoded.nodes) for layer in self.decoder_layers]  # [B, L, H]
         tables = [table[:, None].repeat(1, samples, 1, 1) for table in tables]  # [B, S, L, H]
         for residues in decoding_order.unbind(-1):  # [B, S]
             around = encoded.neighbours[batch, residues]  # [B, S, K]
-            valid, mask = encoded.valid[batch, residues], encoded.mask[batch, residues]
+            valid = encoded.valid[batch, residues]
+            mask = encoded.mask[batch, residues]
             nodes = [encoded.nodes[batch, residues]]  # [B, S, H], then each layer's
             edges = encoded.edges[batch, residues]  # [B, S, K, H]
             for layer, table in zip(self.decoder_layers, tables, strict=True):
@@ -253,31 +235,48 @@ class ProteinMPNN(nn.Module):
                 first = first + layer.own(nodes[-1])[..., None, :]
                 summed = functional.gelu(layer.W2(functional.gelu(first))) * valid[..., None]
                 nodes.append(layer.update(nodes[-1], summed.sum(-2), valid, mask))
-            found[batch, each, residues] = self.W_out(nodes[-1]).float().log_softmax(-1)
-            letters = choose(residues, found[batch, each, residues])
+            log_probs[batch, each, residues] = self.W_out(nodes[-1]).log_softmax(-1)
+            letters = choose(residues, log_probs[batch, each, residues])
             sequences[batch, each, residues] = letters
             for layer, table, node in zip(self.decoder_layers, tables, nodes, strict=False):
-                now = layer.seen(node, letters, self.W_s.weight)
-                table[batch, each, residues] = now.to(table.dtype)
-        return sequences, found
+                table[batch, each, residues] = layer.seen(node, letters, self.W_s.weight)
+        return sequences, log_probs
 
     # files
 
     @classmethod
-    def load(cls, path):
-        """The model in an official .pt or a .safetensors file, in fp32 on the CPU.
+    def load(cls, file):
+        """Return the model of an official .pt file, in fp32 on the CPU.
 
-        Raises UserError, one line that names what is wrong, if it is not a ProteinMPNN.
+        Raises UserError if it is not a full-backbone ProteinMPNN.
         """
-        tensors, about = official.read(path)
-        with torch.device("meta"):  # no memory is asked for before the shapes are known to fit
-            model = cls(*official.sizes(path, tensors), *about)
-        official.check(path, tensors, model.state_dict())
-        copies = {name: tensor.to(torch.float32, copy=True) for name, tensor in tensors.items()}
-        model.load_state_dict(copies, assign=True)
+        try:
+            saved = torch.load(file, map_location="cpu", weights_only=True)
+            tensors = saved["model_state_dict"]
+            layers = [name for name in tensors if name.endswith(".W1.weight")]
+            model = cls(
+                hidden=len(tensors["W_e.weight"]),
+                encoder_layers=sum("encoder" in name for name in layers),
+                decoder_layers=sum("decoder" in name for name in layers),
+                neighbours=int(saved["num_edges"]),
+                noise_level=float(saved.get("noise_level", 0)),
+            )
+            model.load_state_dict(tensors)
+            if not all(parameter.isfinite().all() for parameter in model.parameters()):
+                raise ValueError("a tensor holds NaN or infinity")
+        except UNREADABLE as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise UserError(
+                f"{file}: not a ProteinMPNN checkpoint: {reason!r:.200}; give a full-backbone one "
+                "such as v_48_020.pt"
+            ) from error
         return model
 
-    def save(self, path):
-        """Write it as official.write does: what the official code reads, or safetensors."""
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in self.state_dict().items()}
-        official.write(path, tensors, self.neighbours, self.noise_level)
+    def save(self, file):
+        """Write what `load` and the official code read: all of it, or nothing."""
+        content = {"num_edges": self.neighbours, "noise_level": self.noise_level}
+        tensors = {name: tensor.cpu() for name, tensor in self.state_dict().items()}
+        archive = io.BytesIO()  # torch gives the error of a full disk no number
+        torch.save({**content, "model_state_dict": tensors}, archive)
+        with files.replacing(file) as temporary:
+            temporary.write_bytes(archive.getvalue())

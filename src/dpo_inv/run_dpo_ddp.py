@@ -33,30 +33,31 @@ from dpo_inv.config import read_settings
 
 
 def read_data(config, world):
-    """{"train": pairs, "val": pairs}, their structures and reports."""
-    met = {}
-    train, report = pairs_.read(config.train_data, met, config, config.max_rows)
-    data, reports = {"train": train, "val": []}, {"train": report}
+    """Return {"train": pairs, "val": pairs}, their structures and reports."""
+    backbones = {}
+    train, report = pairs_.read(config.train_data, backbones, config, config.max_rows)
+    data = {"train": train, "val": []}
+    reports = {"train": report}
     if config.val_data:
-        data["val"], reports["val"] = pairs_.read(config.val_data, met, config)
+        data["val"], reports["val"] = pairs_.read(config.val_data, backbones, config)
     elif len(train) >= 10:
         data["train"], data["val"] = batches.split(train, config.seed)
         names = sorted({pair.name for pair in data["val"]})
         reports["val"] = report | {"used": len(data["val"]), "held_out": names}
         report["used"] = len(data["train"])
     sampler.check_enough_rows(config.train_data, len(data["train"]), world)
-    return data, [structure for _, structure in met.values()], reports
+    return data, [backbone for _, backbone in backbones.values()], reports
 
 
 def share(rows, pairs, structures, size, world) -> list[sampler.MicroBatch]:
-    """This rank's micro-batches of one global batch, each with pairs of one backbone."""
-    groups = batches.groups(rows, pairs, size)
+    """Return this rank's micro-batches of one global batch, each with pairs of one backbone."""
+    groups = batches.groups(sorted(rows), pairs, size)
     costs = [len(structures[pairs[g[0]].backbone].sequence) * (1 + len(g)) for g in groups]
-    parts = sampler.share(range(len(groups)), costs, world, budget=1)
-    return [
-        sampler.MicroBatch(groups[part.index[0]], part.weight * len(groups[part.index[0]]))
-        for part in parts
-    ]
+    micro_batches = []
+    for index, weight in sampler.share(range(len(groups)), costs, world, budget=1):
+        group = groups[index[0]]
+        micro_batches.append(sampler.MicroBatch(group, weight * len(group)))
+    return micro_batches
 
 
 # --- step ----------------------------------------------------------------------------------------
@@ -85,22 +86,22 @@ class Scorer(nn.Module):
         return sums[0], sums[1]
 
     def example(self, device):
-        """A backbone of four residues: for the throwaway pass of optim.Policy."""
+        """Return a backbone of four residues: for the throwaway pass of optim.Policy."""
         coords = torch.arange(48.0, device=device).view(1, 4, 4, 3)
         ones = torch.ones(1, 4, device=device)
-        places = torch.arange(4, device=device)[None]
-        letters = places[None].expand(1, 2, 4)
-        structure = coords, ones, places, ones.long()
-        return batches.Batch(structure, letters, letters, ones.bool(), ones.sum(-1).expand(2, 1))
+        letters = torch.arange(4, device=device).expand(1, 2, 4)
+        structure = [coords, ones, letters[:, 0], ones.long()]
+        return batches.Batch(structure, letters, letters, ones.bool())
 
 
 def pair_losses(policy, batch, table, config):
-    """B pairs and their reference log-probs [B, 2] -> losses [B] and metrics, each [B]."""
+    """Return losses [B] and metrics, each [B], of B pairs; table: reference log-probs [B, 2]."""
     preferred, unpreferred = policy(batch)  # [B], [B]
-    sides = losses.LogPs(preferred, unpreferred, *table.unbind(-1), *batch.tokens)
+    tokens = batch.targets.sum(-1)  # [B]
+    sides = losses.LogPs(preferred, unpreferred, table[:, 0], table[:, 1], tokens, tokens)
     per_pair, metrics = losses.preference(sides, config)
     likelier = (preferred > unpreferred).float()  # by the policy alone, whatever the reference says
-    metrics |= {"logps/accuracies": likelier, "nll": -preferred / batch.tokens[0]}
+    metrics |= {"logps/accuracies": likelier, "nll": -preferred / tokens}
     return per_pair, {"loss": per_pair, **metrics}
 
 
@@ -157,24 +158,26 @@ def score(scorer, pairs, structures, config, run, with_bar=True):
 
 @torch.no_grad()
 def evaluate(policy, data, structures, table, config, run):
-    """Exact means over all validation pairs: each counted once, whatever the number of ranks."""
-    pairs, device, met = data["val"], run.world.device, []
+    """Return exact means over all validation pairs: each counted once, whatever the world size."""
+    pairs = data["val"]
+    device = run.world.device
     averages = Averages(run.world)
-    scorer = policy.scorer  # DDP would only wait for gradients
+    losses_of_rank = []
     parts = share(range(len(pairs)), pairs, structures, 16, run.world)
     run.bar.begin("Validation", len(parts))
     for part in parts:
         run.stop_if_requested()
         batch = batches.collate([pairs[i] for i in part.index], structures, config, device)
-        _, metrics = pair_losses(scorer, batch, table[part.index], config)
+        # not through DDP, which would only wait for gradients
+        _, metrics = pair_losses(policy.scorer, batch, table[part.index], config)
         averages.add(metrics, torch.tensor(part.weight, device=device))
-        met += metrics["loss"].tolist()  # of this rank
-        run.bar.advance(loss=met[-1], avg_loss=sum(met) / len(met))
+        losses_of_rank += metrics["loss"].tolist()
+        run.bar.advance(loss=losses_of_rank[-1], avg_loss=np.mean(losses_of_rank))
     values = averages.reduce()
-    low, high = wilson(values["rewards/accuracies"] * values["count"], values["count"])
-    values |= {"rewards/accuracies_low": low, "rewards/accuracies_high": high}
+    name = "rewards/accuracies"
+    low, high = wilson(values[name] * values["count"], values["count"])
     perplexity = math.exp(values["nll"]) if values["nll"] < 700 else math.inf  # beyond it, or NaN
-    return {**values, "perplexity": perplexity}
+    return {**values, f"{name}_low": low, f"{name}_high": high, "perplexity": perplexity}
 
 
 # --- epochs --------------------------------------------------------------------------------------
@@ -185,21 +188,19 @@ def end_epoch(step, plan, policy, data, structures, table, config, run):
     if not plan.due(0, step) or run.validated >= step > 0 or step == 0 < plan.steps:
         return
     values = {}
+    epoch = math.ceil(plan.epoch(step))
+    names = [f"checkpoint_epoch_{epoch}.pt", "latest_model.pt"]
     if data["val"]:
         values = evaluate(policy, data, structures, table["val"], config, run)
         run.results["val"] = values
-    before = run.results.get("best", {"loss": math.inf})["loss"]
-    best = bool(values) and values["loss"] < before
-    if best:
-        run.results["best"] = {"loss": values["loss"], "step": step}
-    model = policy.scorer.model
-    epoch = math.ceil(plan.epoch(step))
+        before = run.results.get("best", {"loss": math.inf})["loss"]
+        if values["loss"] < before:
+            run.results["best"] = {"loss": values["loss"], "step": step}
+            names.append("best_model.pt")
 
     def write():
-        names = [f"checkpoint_epoch_{epoch}.pt", "latest_model.pt", *["best_model.pt"] * best]
         for name in names:
-            model.save(run.folder / name)
-
+            policy.scorer.model.save(run.folder / name)
         train = mean_of(run.folder, "loss", (epoch - 1) * plan.steps_per_epoch, step)
         run.say(f"\nEpoch {epoch} Summary:\n  Train Loss: {train:.4f}")
 
@@ -219,14 +220,13 @@ def end_epoch(step, plan, policy, data, structures, table, config, run):
 
 
 def digest(pairs, structures) -> str:
-    """Of all that the log-probs of these pairs hang on, but for the model."""
-    found = hashlib.sha256()
+    """Return a digest of all that the log-probs of these pairs depend on, but for the model."""
+    sha256 = hashlib.sha256()
     for pair in pairs:
-        backbone = structures[pair.backbone]
-        found.update(f"{pair.name}\n".encode())  # which its decoding orders are drawn by
-        for array in (*pair[3:], backbone.coords, backbone.residue_idx, backbone.chain_encoding):
-            found.update(np.ascontiguousarray(array).tobytes())
-    return found.hexdigest()[:16]
+        sha256.update(f"{pair.name}\n".encode())  # which its decoding orders are drawn by
+        for array in (*pair[3:], *structures[pair.backbone][:4]):
+            sha256.update(array.tobytes())
+    return sha256.hexdigest()[:16]
 
 
 def mean_of(folder, name, after, until):

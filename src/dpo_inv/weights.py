@@ -16,9 +16,8 @@ from pathlib import Path
 
 import tyro
 
-from ddp_utils import UserError, WriteError, cli, files, jsonl
+from ddp_utils import UserError, cli, files, jsonl
 from ddp_utils.runs import preemption
-from dpo_inv import mpnn
 
 # no branch, which may move: the last commit
 SOURCE = "https://raw.githubusercontent.com/dauparas/ProteinMPNN"
@@ -37,37 +36,36 @@ SHA256 = {  # as several projects that use the same commit have published them
 
 
 def path_of(name, folder="data/weights") -> Path:
-    """The file of a name such as v_48_020 or v_48_020_soluble, or one that is given as a path.
+    """Return the file of a name such as v_48_020 or v_48_020_soluble, or of a path to a .pt file.
 
     Raises UserError with the command that fetches it.
     """
-    if str(name).endswith((".pt", ".safetensors")):
-        if not (file := jsonl.resolve(name)).is_file():
-            raise UserError(f"{name}: no such file; give a path, or one of {', '.join(SHA256)}")
-        return file
-    _known(name)
-    for file in (jsonl.resolve(folder) / f"{name}{end}" for end in (".pt", ".safetensors")):
-        if file.is_file():
-            return file
-    command = f"python -m dpo_inv.weights {name} --folder {folder}"
-    raise UserError(f"{folder}: no weights {name} there; fetch them with: {command}")
-
-
-def _known(name):
-    if name not in SHA256:
-        raise UserError(f"{str(name)!r:.80}: no such weights; known: {', '.join(SHA256)}")
+    if str(name).endswith(".pt"):
+        file = jsonl.resolve(name)
+        problem = f"{name}: no such file; give a path, or one of {', '.join(SHA256)}"
+    else:
+        url_of(name)  # checks the name
+        file = jsonl.resolve(folder) / f"{name}.pt"
+        command = f"python -m dpo_inv.weights {name} --folder {folder}"
+        problem = f"{folder}: no weights {name} there; fetch them with: {command}"
+    if not file.is_file():
+        raise UserError(problem)
+    return file
 
 
 def url_of(name) -> str:
-    """Where the official file of that name is."""
-    _known(name)
+    """Return the address of the official file of that name; UserError if there is none."""
+    if name not in SHA256:
+        raise UserError(f"{str(name)!r:.80}: no such weights; known: {', '.join(SHA256)}")
     model = name.removesuffix("_soluble")
-    return f"{SOURCE}/{'vanilla' if model == name else 'soluble'}_model_weights/{model}.pt"
+    kind = "vanilla" if model == name else "soluble"
+    return f"{SOURCE}/{kind}_model_weights/{model}.pt"
 
 
 def fetch(name, folder="data/weights") -> Path:
-    """Download one, check it and only then give it its name; one that is there stays."""
-    file, address = jsonl.resolve(folder) / f"{name}.pt", url_of(name)
+    """Download a file, check it and only then give it its name; one that is there stays."""
+    address = url_of(name)
+    file = jsonl.resolve(folder) / f"{name}.pt"
     if file.exists():
         return file
     by_hand = f"get {address} on a machine that can, and put it at {file}"
@@ -77,15 +75,13 @@ def fetch(name, folder="data/weights") -> Path:
     except (OSError, http.client.HTTPException) as error:
         raise UserError(f"{name}: cannot be fetched: {error!s:.120}; {by_hand}") from error
     digest = hashlib.sha256(content).hexdigest()
-    if len(content) != SIZE or digest != SHA256[name]:
-        found = f"{len(content):,} bytes, sha256 {digest}, not {SIZE:,}, {SHA256[name]}"
-        raise UserError(f"{name}: {address} is another file: {found}; try again, or {by_hand}")
-    try:
-        with files.replacing(file) as temporary:
-            temporary.write_bytes(content)
-            mpnn.ProteinMPNN.load(temporary)
-    except OSError as error:
-        raise WriteError(f"{file}: cannot be written: {error.strerror or error}") from error
+    if digest != SHA256[name]:
+        raise UserError(
+            f"{name}: {address} is another file: {len(content):,} bytes, sha256 {digest}, not "
+            f"{SHA256[name]}; try again, or {by_hand}"
+        )
+    with files.replacing(file) as temporary:
+        temporary.write_bytes(content)
     return file
 
 

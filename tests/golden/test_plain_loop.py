@@ -366,7 +366,7 @@ def test_four_steps_of_protein_dpo_equal_a_plain_loop(world_size, tmp_path):
         for order in batches.orders(pair, "mutated_last", 2, 0):
             assert set(order[-int(pair.mutated.sum()) :]) == {*pair.mutated.nonzero()[0]}
             parts = arrays[0].double(), *arrays[1:], letters[None], torch.tensor(order)[None]
-            scores = model.log_probs(*parts)[0].double() / 0.5  # [L, 21]
+            scores = model(*parts)[0].double() / 0.5  # [L, 21]
             scores = scores - scores.exp().sum(-1, keepdim=True).log()
             sums.append(scores[range(len(item[field])), letters[: len(item[field])]].sum())
         return sum(sums) / 2

@@ -101,7 +101,7 @@ def test_every_kind_of_item_is_there_and_no_backbone_is_in_both_files():
 
 
 def test_all_pairs_are_read_without_a_remark():
-    config = SimpleNamespace(max_length=500, max_rows=-1, on_bad_record="error", cache="")
+    config = SimpleNamespace(max_length=500, max_rows=-1, on_bad_record="error")
     config.mutable_positions = config.mutable_ranges = ()
     for name, count in (("real", 400), ("val", 60)):
         found, report = pairs_.read(INPUT / f"test_data_{name}.json", {}, config)

@@ -62,43 +62,41 @@ def test_score_and_recovery_are_of_the_designed_residues():
 
 TEXT = SINGLE["preferred_seq"]
 OTHER = ("A" if TEXT[0] != "A" else "L") + TEXT[1:]
-REFUSED = {  # changes -> what the line says
-    "file": ({"pdb_file": "nothing.pdb"}, "pdb_file: no file"),
-    "short": (
-        {"preferred_seq": TEXT[:-1]},
-        f"preferred_seq: {len(TEXT) - 1} letters, the designed",
-    ),
-    "letters": ({"preferred_seq": "U" + TEXT[1:-1] + "Z"}, "preferred_seq: U, Z not in ACDEF"),
-    "both": ({"chain_id": "A", "design_chains": ["A"]}, "chain_id and design_chains; give one"),
-    "position": (
+REFUSED = [  # changes of an item, what the line says
+    ({"pdb_file": "nothing.pdb"}, "pdb_file: no file"),
+    ({"preferred_seq": TEXT[:-1]}, f"preferred_seq: {len(TEXT) - 1} letters, the designed"),
+    ({"preferred_seq": "U" + TEXT[1:-1] + "Z"}, "preferred_seq: U, Z not in ACDEF"),
+    ({"chain_id": "A", "design_chains": ["A"]}, "chain_id and design_chains; give one"),
+    ({"chain_id": "Q"}, "no protein chain 'Q'; it has A"),
+    ({"chain_id": "A", "fixed_chains": ["A"]}, "chain 'A' is asked for twice"),
+    (
         {"preferred_seq": TEXT, "unpreferred_seq": OTHER, "mutable_positions": [1]},
         "the sequences differ at position 0 (from 0), which is not mutable",
     ),
-    "list": ({"design_chains": "A", "chain_id": None}, "design_chains is 'A'; give a list"),
-}
+    ({"mutable_ranges": [[3, 999]]}, "mutable 3 to 999; there are 0 to"),
+    ({"mutable_positions": "x"}, "mutable_positions are numbers, mutable_ranges pairs of them"),
+    ({"design_chains": "A", "chain_id": None}, "design_chains is 'A'; give a list"),
+]
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_an_item_that_does_not_fit_is_one_line(what, tmp_path):
-    changes, says = REFUSED[what]
-    item = {k: v for k, v in plain(**changes).items() if v is not None}
-    with pytest.raises(UserError) as caught:
-        read(tmp_path, item)
-    assert says in str(caught.value) and "\n" not in str(caught.value)
-    assert str(caught.value).startswith(f"{tmp_path}/items.json:1: ")
+def test_an_item_that_does_not_fit_is_one_line(tmp_path):
+    for changes, says in REFUSED:
+        item = {k: v for k, v in plain(**changes).items() if v is not None}
+        with pytest.raises(UserError) as caught:
+            read(tmp_path, item)
+        assert says in str(caught.value) and "\n" not in str(caught.value)
+        assert str(caught.value).startswith(f"{tmp_path}/items.json:1: ")
+        found, report = read(tmp_path, SINGLE, item, on_bad_record="skip")
+        assert len(found) == 1 and len(report["dropped"]["malformed"]) == 1
 
 
 def test_what_teaches_nothing_is_dropped_and_counted(tmp_path):
-    same = plain(unpreferred_seq=SINGLE["preferred_seq"])
+    same = plain(unpreferred_seq=SINGLE["preferred_seq"], mutable_postions=[1])
     found, report = read(tmp_path, SINGLE, same)
     assert len(found) == 1 and list(report["dropped"]) == ["the same sequence twice"]
-    with pytest.raises(UserError, match="0 usable pairs"):
-        read(tmp_path, SINGLE, max_length=10)
-
-
-def test_an_unknown_key_is_noted_with_the_nearest_one(tmp_path):
-    _, report = read(tmp_path, plain(mutable_postions=[1]))
     assert list(report["notes"]) == ["mutable_postions: did you mean mutable_positions?"]
+    with pytest.raises(UserError, match="0 usable pairs: 1 longer than max_length, as .*:1$"):
+        read(tmp_path, SINGLE, max_length=10)
 
 
 def test_lower_case_slashes_and_ranges_are_read(tmp_path):
@@ -109,9 +107,25 @@ def test_lower_case_slashes_and_ranges_are_read(tmp_path):
     assert (a.preferred == b.preferred).all()
 
 
+def test_letters_of_skipped_numbers_and_modified_residues_may_be_there_or_not(tmp_path):
+    """Of 36 residues the fifth is left out, the ninth is modified: 35, 36 or 34 letters."""
+    lines = (INPUT / SINGLE["pdb_file"]).read_text().splitlines(True)
+    lines = [line.replace(line[17:20], "SEP") if line[22:26] == "   9" else line for line in lines]
+    path = tmp_path / "gap.pdb"
+    path.write_text("".join(line for line in lines if line[22:26] != "   5"))
+    sides = []
+    for cut in ([], [4], [4, 8]):
+        texts = ["".join(c for at, c in enumerate(t) if at not in cut) for t in (TEXT, OTHER)]
+        item = plain(pdb_file=str(path), preferred_seq=texts[0], unpreferred_seq=texts[1])
+        (pair,), _ = read(tmp_path, item)
+        sides.append(pair)
+        assert [*np.flatnonzero(~pair.designed)] == [4]
+    assert (sides[0].preferred == sides[1].preferred).all()
+    assert [*np.flatnonzero(sides[1].preferred != sides[2].preferred)] == [8]
+
+
 def test_orders_end_with_what_is_designed_and_are_shared_by_a_backbone(tmp_path):
-    first, second = [item for item in ITEMS if item["pdb_file"] == COMPLEX["pdb_file"]][:2]
-    a, b = read(tmp_path, first, second)[0]
+    (a,), _ = read(tmp_path, COMPLEX)
     context = (~a.designed).sum()
     assert 0 < context < len(a.designed)
     found = batches.orders(a, "random", 3, seed=1)
@@ -121,8 +135,8 @@ def test_orders_end_with_what_is_designed_and_are_shared_by_a_backbone(tmp_path)
     assert not a.designed[found[:, :context]].any()
     assert (found == batches.orders(a, "random", 3, seed=1)).all()
     assert (found != batches.orders(a, "random", 3, seed=2)).any()
-    if (a.designed == b.designed).all():
-        assert (found == batches.orders(b, "random", 3, seed=1)).all()
+    b = a._replace(preferred=a.unpreferred)
+    assert (found == batches.orders(b, "random", 3, seed=1)).all()
     last = batches.orders(a, "mutated_last", 1, seed=1)[0, -a.mutated.sum() :]
     assert a.mutated[last].all()
     assert (np.diff(batches.orders(a, "sequential", 5, 0)[0][context:]) > 0).all()
@@ -140,21 +154,15 @@ def test_a_split_keeps_backbones_whole_and_an_epoch_visits_each_pair_once():
         assert len({train[row].backbone for row in group}) == 1 and len(group) <= 4
 
 
-@pytest.mark.parametrize(
-    ("sizes", "held"),
-    [
-        ([5, 30, 10], 1),  # none fits into a tenth: the smallest
-        ([90, 4, 6], 2),  # the two that fit together
-        ([7], 0),
-    ],
-)
-def test_a_split_holds_out_a_tenth_or_the_smallest(sizes, held):
+def test_a_split_holds_out_a_tenth_or_the_smallest():
     pair = pairs.Pair("", "", 0, *[np.zeros(3)] * 4)
-    found = [pair._replace(backbone=n) for n, size in enumerate(sizes) for _ in range(size)]
-    for seed in range(5):
-        train, val = batches.split(found, seed)
-        assert len({p.backbone for p in val}) == held and len(train) + len(val) == sum(sizes)
-        assert len(val) in (0, 5, 10)
+    # none fits into a tenth: the smallest; the two that fit together; there is but one
+    for sizes, held in (([5, 30, 10], 1), ([90, 4, 6], 2), ([7], 0)):
+        found = [pair._replace(backbone=n) for n, size in enumerate(sizes) for _ in range(size)]
+        for seed in range(5):
+            train, val = batches.split(found, seed)
+            assert len({p.backbone for p in val}) == held
+            assert len(train) + len(val) == sum(sizes) and len(val) in (0, 5, 10)
 
 
 def test_a_fixed_chain_is_copied_and_x_is_never_drawn(tmp_path):
@@ -192,7 +200,7 @@ def test_a_letter_is_drawn_last_from_the_softmax_at_its_temperature():
     native = torch.tensor(mpnn.encode(task.structure.sequence.replace("-", "X")))
     order = torch.tensor([*range(5), *range(6, len(native)), 5])  # [L]
     arrays = [torch.from_numpy(array)[None] for array in task.structure[:4]]
-    scores = model.log_probs(*arrays, native[None], order[None])[0, 5].double()  # [21]
+    scores = model(*arrays, native[None], order[None])[0, 5].double()  # [21]
     drawn = letters[:, 5]
     assert (letters == native).sum() == letters.numel() - (drawn != native[5]).sum()
     torch.testing.assert_close(log_probs[:, 5].double(), scores[drawn], atol=1e-4, rtol=0)
@@ -210,14 +218,13 @@ def test_scores_of_sampled_sequences_are_read_back(tmp_path):
     inference.main([*flags, "--fasta", str(fasta), "--output_dir", str(tmp_path / "b")])
     found = [json.loads((tmp_path / x / "all_results.json").read_text())[0] for x in "ab"]
     assert found[0]["sequences"] == found[1]["sequences"]
-    assert [d["recovery"] for d in found[0]["details"]] == [
-        d["recovery"] for d in found[1]["details"]
-    ]
-    assert mpnn.ALPHABET.index("X") == inference.UNKNOWN
-    before = fasta.read_text()
-    with pytest.raises(UserError, match="--fasta: .* would be overwritten; give another --output"):
-        inference.main([*flags, "--fasta", str(fasta), "--output_dir", str(tmp_path / "a")])
-    assert fasta.read_text() == before
+    a, b = ([entry["recovery"] for entry in one["details"]] for one in found)
+    assert a == b
+    names = [line[1:] for line in fasta.read_text().splitlines() if line.startswith(">")]
+    assert [entry["name"] for entry in found[1]["details"]] == names
+    fasta.write_text("ACD\n")
+    with pytest.raises(UserError, match="fasta:1: no FASTA file; give lines with >"):
+        inference.main([*flags, "--fasta", str(fasta), "--output_dir", str(tmp_path / "c")])
 
 
 def test_a_check_of_inference_says_what_would_be_designed(tmp_path, capsys):
