@@ -184,10 +184,11 @@ def answer(policy, data, encoder, config, run):
     for split in ("val", "test"):
         prompts = [pair.prompt for pair in data[split][: config.num_samples]]
         if prompts:
+            spec = sampling.SampleSpec.of(config)
             scorer, tokenizer = policy.scorer, encoder.tokenizer
             with policy.gathered():
                 ids = sampling.generate(
-                    scorer, prompts, encoder.ends, run.world, config, poll=run.poll
+                    scorer, prompts, encoder.ends, run.world, spec, poll=run.poll
                 )
             replies[split] = tokenizer.batch_decode(ids, skip_special_tokens=True)
     return replies

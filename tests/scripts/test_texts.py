@@ -530,48 +530,6 @@ def test_the_report_counts_by_row_what_a_hand_count_finds(tmp_path):
 
 
 ALPACA = {"instruction": "a", "output": "b"}
-CHAT = {"messages": talk("a", "b")}
-KTO = {"prompt": "a", "completion": "b", "label": True}
-PREFERENCE = {"prompt": "a", "chosen": "b", "rejected": "c"}
-COUNTS = "give rows that count 1 or true, of KTO those with label true"
-
-
-MALFORMED = [  # rows -> what is said behind the name of the file; more: tests/core/test_formats.py
-    ([ALPACA, CHAT], "2: instruction is missing; found: messages"),
-    ([ALPACA, {"instruction": "a", "outputs": "b"}], "2: output is missing; rename 'outputs', if"),
-    ([ALPACA, {**ALPACA, "instruction": ""}], "2: instruction is ''; give a non-empty string"),
-    ([ALPACA, {**ALPACA, "input": 3}], "2: input is 3; give a non-empty string"),
-    ([ALPACA, {**ALPACA, "output": None}], "2: output is None; give a non-empty string"),
-    ([{**ALPACA, "history": 3}], "1: history is 3; give [[question, answer], ...]"),
-    ([{**ALPACA, "history": [["q"]]}], "1: history is [['q']]; give [[question, answer], ..."),
-    ([{**ALPACA, "history": [["q", "a"], ["q", ""]]}], "1: history[1] is ''; give a non-em"),
-    ([{**ALPACA, "images": ["x.png"]}], "1: images is ['x.png']; only text is read: cut it"),
-    ([KTO, {**KTO, "label": False}], f"2: label is False; {COUNTS}"),
-    ([{**ALPACA, "weight": 0}], f"1: weight is 0; {COUNTS}"),
-    ([CHAT, ALPACA], "2: messages is missing; found: instruction, output"),
-    ([CHAT, {"messages": "a"}], "2: messages has the roles assistant; give user and assistant"),
-    ([CHAT, {"messages": []}], "2: messages is []; give a list of messages"),
-    ([CHAT, {"messages": talk("a", "b", "c")}], "2: messages has the roles user, assistant, us"),
-    ([{"messages": talk("a", "", "c", "d")}], "1: messages[1].content is ''; give a non-empty"),
-    (["{"], "1:2: not JSON"),
-    (
-        [{"instruction": "a", "response": "b"}],
-        "1: fields found: instruction, response; nearest is ",
-    ),
-    ([{"prompts": "a", "completion": "b"}], "nearest is prompt, completion: prompt is missing"),
-    ([{"message": []}], "1: fields found: message; nearest is messages: messages is missing"),
-    ([{"request": "a", "story": "b"}], "is missing; or name yours: prompt_field and response_"),
-    ([{"prompt": "a", "chosen": "b"}], "nearest is prompt, chosen, rejected: rejected is mis"),
-    ([PREFERENCE, {"prompt": "a", "chosen": "b"}], "2: rejected is missing"),
-]
-
-
-def test_a_malformed_row_costs_one_line_that_says_where(tmp_path):
-    for rows, says in MALFORMED:
-        with pytest.raises(UserError) as caught:
-            read(tmp_path, *rows)
-        assert "rows.jsonl:" in str(caught.value) and says in str(caught.value)
-        assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
 def test_a_kind_that_is_named_must_be_that_of_the_rows(tmp_path):

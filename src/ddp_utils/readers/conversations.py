@@ -24,6 +24,8 @@ def _chat(record, field="prompt", sides=SIDES):
         *prompt, reply = in_order(record, side, turns, "assistant")
         prompts.append(prompt)
         replies.append(reply["content"])
+    for turn in sum(prompts, before):
+        turn.pop("weight", None)  # nothing of a prompt is trained
     # beside whole conversations, a prompt that is one text repeats one of their turns
     given = before if isinstance(record.data.get(field), list) else []
     if prompts[0] != prompts[1] or prompts[0][: len(given)] != given:

@@ -23,9 +23,12 @@ import transformers
 import main_distributed
 from config import Config
 from conftest import ROOT
-from ddp_utils import models
+from ddp_utils import UserError, models, preference_data
+from ddp_utils.encoder import Encoder, load_tokenizer
 from ddp_utils.readers import yaml_config
+from prompt_baking import trajectories
 from ranks import run_ranks
+from sft import instruction_data
 
 HERE = Path(__file__).parent
 SCRIPT = str(ROOT / "src/main_distributed.py")
@@ -148,6 +151,26 @@ def test_a_bad_template_is_one_line(file, flags, says, cwd, sizes):
 def test_bad_yaml_is_one_line(file, flags, says, cwd):
     sizes = (1, 2) if file.name.startswith("d") else (1,)  # it does not ask how many there are
     refused(cwd, says.replace("FILE", str(file)), read_yaml, str(file), sizes=sizes)
+
+
+def test_each_bad_row_is_one_line_that_names_the_field(tmp_path):
+    """A line of rows.txt: the reader, what it says somewhere in its line, and the rows."""
+    encoder = Encoder(load_tokenizer("data/demo/model"))
+    readers = {
+        "preference": lambda path: preference_data.read(path, encoder),
+        "sft": lambda path: instruction_data.read(path, encoder),
+        "baking": lambda path: trajectories.read(path, encoder, 64),
+        "questions": trajectories.read_questions,
+    }
+    path = tmp_path / "rows.jsonl"
+    for line in (HERE / "rows.txt").read_text().splitlines():
+        reader, says, *rows = line.split("\t")
+        path.write_text("\n".join(rows))
+        with pytest.raises(UserError) as caught:
+            readers[reader](path)
+        message = str(caught.value)
+        assert message.startswith(f"{path}:") and says in message, line
+        assert "\n" not in message and len(message) < 400
 
 
 @on_two_by_hand
