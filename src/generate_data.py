@@ -203,21 +203,18 @@ def write(config, x0, questions, parts, tokenizer, ends):
     """Write both files, each whole or not at all; return the lines to print."""
     count = min(len(questions) - 1, max(1, round(config.val_split * len(questions))))
     held_out = set(order(len(questions), config.seed, "held out")[:count])
-    replies = itertools.chain(*parts.groups)
     rows = {False: [], True: []}  # whether held out -> lines
     short = 0
-    for number, question in enumerate(questions):
-        for sequence in range(config.num_sequences_per_question):
-            tokens = next(replies)
-            new_tokens = len(tokens) - sum(token in ends for token in tokens[-1:])
-            if new_tokens < config.min_sequence_length:
-                short += 1
-                continue
-            row = {"question": question, "x0": x0, "number": number, "sequence": sequence}
-            row["reply"] = tokenizer.decode(tokens, skip_special_tokens=True)
-            row |= {"tokens": tokens, "model": config.model_name, "mark": parts.mark}
-            row["chat_template_kwargs"] = config.chat_template_kwargs
-            rows[number in held_out].append(json.dumps(row) + "\n")
+    for index, tokens in enumerate(itertools.chain(*parts.groups)):
+        number, sequence = divmod(index, config.num_sequences_per_question)
+        if len(tokens) - sum(token in ends for token in tokens[-1:]) < config.min_sequence_length:
+            short += 1
+            continue
+        row = {"question": questions[number], "x0": x0, "number": number, "sequence": sequence}
+        row["reply"] = tokenizer.decode(tokens, skip_special_tokens=True)
+        row |= {"tokens": tokens, "model": config.model_name, "mark": parts.mark}
+        row["chat_template_kwargs"] = config.chat_template_kwargs
+        rows[number in held_out].append(json.dumps(row) + "\n")
     if not all(rows.values()):
         raise UserError("--min_sequence_length: too few replies have so many tokens; give fewer")
     lines = [f"{short} replies below --min_sequence_length left out"] if short else []

@@ -127,19 +127,21 @@ def collect(path, encoder, find, make, limit, on_bad_record):
 
 
 def describe(split, report):
-    """The report of one file as one line."""
-    tokens = ", ".join(f"{mean:g} {part}" for part, mean in report["mean_tokens"].items())
+    """Return the report of one file as one line."""
     line = f"{split}: {report['rows']} rows of {report['format']}, {report['used']} used"
     if "split" in report:
         parts = [f"{rows} {name}" for name, rows in report["split"].items()]
         line += f", split into {', '.join(parts)}"
-    notes = [line, f"tokens {tokens}"]
+    tokens = ", ".join(f"{mean:g} {part}" for part, mean in report["mean_tokens"].items())
+    line += f"; tokens {tokens}"
     if "chosen_is_longer" in report:
-        notes += [f"chosen longer in {report['chosen_is_longer']:.0%}"]
-    notes += [f"{len(rows)} {reason}" for reason, rows in report["dropped"].items()]
-    notes += [f"{len(x)} {name}" for name, x in report.items() if x and isinstance(x, list)]
-    notes += [f"not read: {report['fields_not_read']:.100}"] if report["fields_not_read"] else []
-    return "; ".join(notes)
+        line += f"; chosen longer in {report['chosen_is_longer']:.0%}"
+    for name, rows in {**report["dropped"], **report}.items():
+        if rows and isinstance(rows, list):
+            line += f"; {len(rows)} {name}"
+    if report["fields_not_read"]:
+        line += f"; not read: {report['fields_not_read']:.100}"
+    return line
 
 
 def split_by_prompt(pairs, seed, shares=(0.85, 0.05, 0.10)):
@@ -219,7 +221,9 @@ def prompt_and_sides(record, name):
         return prompt, *(response(record, side) for side in SIDES)
     from ddp_utils.readers import conversations  # for rows of turns alone
 
-    return conversations.FORMATS[name](record)
+    if name == "transcript":
+        return conversations.transcript(record)
+    return conversations.chat(record, *FIELDS.get(name, FIELDS["prompt"]))
 
 
 def question(record, field, has_input, history=()):

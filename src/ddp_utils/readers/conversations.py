@@ -1,6 +1,5 @@
 """Preference rows that are conversations -> prompt, chosen, rejected: see preference_data."""
 
-import functools
 import re
 
 from ddp_utils import UserError, jsonl, preference_data
@@ -10,8 +9,16 @@ ROLES = {"human": "user", "gpt": "assistant"} | {r: r for r in ("system", "user"
 TURN = re.compile(r"(?s)\n\n(Human|Assistant):(.*?)(?=\n\n(?:Human|Assistant):|\Z)")
 
 
-def _chat(record, field="prompt", sides=SIDES):
-    """A side that begins with the assistant continues the prompt; any other has it in itself."""
+def chat(record, field, *sides):
+    """Return prompt, chosen and rejected of rows of messages.
+
+    A side that begins with the assistant continues the prompt; any other has it in itself.
+    """
+    if field == "input":  # OpenAI's
+        messages = record.data.get(field)
+        preference_data.text_only(record, field, messages)
+        field = "input.messages"
+        record = record._replace(data={**record.data, field: messages.get("messages")})
     system = preference_data.system_of(record)
     before = system
     if field != "prompt" or record.data.get(field) is not None:
@@ -33,7 +40,8 @@ def _chat(record, field="prompt", sides=SIDES):
     return prompts[0], *replies
 
 
-def _transcript(record):
+def transcript(record):
+    """Return prompt, chosen and rejected of texts of turns."""
     data = {}
     for side in SIDES:
         text = preference_data.response(record, side)
@@ -48,17 +56,9 @@ def _transcript(record):
     if data["chosen"][:-1] != data["rejected"][:-1]:
         raise Unusable("prompts differ")
     try:
-        return _chat(jsonl.Record(record.where, data))
+        return chat(record._replace(data=data), "prompt", *SIDES)
     except UserError as error:  # some of HH's rows
         raise Unusable("not a question and an answer by turns") from error
-
-
-def _openai(record):
-    messages = record.data.get("input")
-    preference_data.text_only(record, "input", messages)
-    data = {**record.data, "input.messages": messages.get("messages")}
-    sides = ("preferred_output", "non_preferred_output")
-    return _chat(jsonl.Record(record.where, data), "input.messages", sides)
 
 
 def turns_of(record, field, role="assistant"):
@@ -100,11 +100,3 @@ def in_order(record, field, turns, last):
         hint = f"give user and assistant by turns, {last} last; system may be first"
         raise UserError(f"{record.where}: {field} has the roles {', '.join(roles):.60}; {hint}")
     return turns
-
-
-FORMATS = {
-    "messages": _chat,
-    "sharegpt": functools.partial(_chat, field="conversations"),
-    "transcript": _transcript,
-    "openai": _openai,
-}
