@@ -26,20 +26,9 @@ from typing import Literal
 
 import torch
 
-from ddp_utils import (
-    Stop,
-    UserError,
-    cli,
-    distributed,
-    files,
-    jsonl,
-    logps,
-    models,
-    optim,
-    sampling,
-)
+from ddp_utils import Stop, UserError, cli, distributed, files, jsonl, logps, models, sampling
 from ddp_utils.encoder import Encoder, load_tokenizer
-from ddp_utils.models import digest_of_model
+from ddp_utils.optim import precision
 from ddp_utils.runs import environment, preemption, progress, resume
 from ddp_utils.sampler import order
 from prompt_baking import trajectories
@@ -103,7 +92,7 @@ def mark_of(config, prompts, settings) -> str:
     names = "num_sequences_per_question batch_size max_sequence_length temperature top_p seed"
     names += " min_sequence_length val_split use_mixed_precision base_dtype chat_template_kwargs"
     facts = [getattr(config, name) for name in names.split()]
-    facts += [digest_of_model(config.model_name, settings), prompts, torch.__version__]
+    facts += [models.digest_of_model(config.model_name, settings), prompts, torch.__version__]
     facts += sorted(environment.code(sys.modules[__name__]).items())
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
@@ -265,7 +254,7 @@ def main(argv=None) -> int:
     done = distributed.on_main(world, parts.open)
     start = time.perf_counter()
     bar = progress.Bar(world.is_main)
-    dtype, autocast = optim.precision(config, world.device)
+    dtype, autocast = precision(config, world.device)
     scorer = logps.Scorer(models.load(config.model_name, dtype, world.device), autocast)
     if world.is_main:
         print(f"{about}, world_size={world.world_size} device={world.device}", flush=True)

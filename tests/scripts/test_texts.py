@@ -60,56 +60,8 @@ def read(tmp_path, *rows, template=None, **options):
 
 # --- kinds of rows -------------------------------------------------------------------------------
 
-ROWS = {  # kind -> row -> what is read and {trained}, without a template and with one (ChatML)
-    "a question": (
-        {"instruction": "Name a metal.", "output": "Iron."},
-        "Name a metal.{Iron.</s>}",
-        "<|h|>user\nName a metal.</s>\n<|h|>assistant\n{Iron.</s>}",
-    ),
-    "alpaca": (
-        {
-            "instruction": "Translate.",
-            "input": "ja",
-            "output": "yes",
-            "system": "Be brief.",
-            "history": [["Hi", "Hello!"], ["Who?", "Me."]],
-        },
-        "\n\nSystem: Be brief.\n\nHuman: Hi\n\nAssistant:{ Hello!</s>}\n\nHuman: Who?\n\nAssistant:"
-        "{ Me.</s>}\n\nHuman: Translate.\nja\n\nAssistant:{ yes</s>}",
-        "<|h|>system\nBe brief.</s>\n<|h|>user\nHi</s>\n<|h|>assistant\n{Hello!</s>}\n<|h|>user\n"
-        "Who?</s>\n<|h|>assistant\n{Me.</s>}\n<|h|>user\nTranslate.\nja</s>\n<|h|>assistant\n{yes</s>}",
-    ),
-    "sharegpt": (
-        {
-            "system": "Rhyme.",
-            "conversations": [
-                {"from": "human", "value": "Cat?"},
-                {"from": "gpt", "value": "Hat."},
-                {"from": "human", "value": "Dog?"},
-                {"from": "gpt", "value": " Fog. "},
-            ],
-        },
-        "\n\nSystem: Rhyme.\n\nHuman: Cat?\n\nAssistant:{ Hat.</s>}\n\nHuman: Dog?\n\nAssistant:"
-        "{  Fog. </s>}",
-        "<|h|>system\nRhyme.</s>\n<|h|>user\nCat?</s>\n<|h|>assistant\n{Hat.</s>}\n<|h|>user\nDog?"
-        "</s>\n<|h|>assistant\n{ Fog. </s>}",
-    ),
-    "messages": (
-        {"messages": talk("Hi", "Ho", system="Sing.")},
-        "\n\nSystem: Sing.\n\nHuman: Hi\n\nAssistant:{ Ho</s>}",
-        "<|h|>system\nSing.</s>\n<|h|>user\nHi</s>\n<|h|>assistant\n{Ho</s>}",
-    ),
-    "custom": (
-        {"question": "2 + 2 =", "answer": " 4"},
-        "2 + 2 ={ 4</s>}",
-        "<|h|>user\n2 + 2 =</s>\n<|h|>assistant\n{ 4</s>}",
-    ),
-    "preference": (  # as DPO reads it: of a conversation the chosen reply alone
-        {"prompt": talk("Hi", "Ho", "Up?"), "chosen": "Down.", "rejected": ""},
-        "\n\nHuman: Hi\n\nAssistant: Ho\n\nHuman: Up?\n\nAssistant:{ Down.</s>}",
-        "<|h|>user\nHi</s>\n<|h|>assistant\nHo</s>\n<|h|>user\nUp?</s>\n<|h|>assistant\n{Down.</s>}",
-    ),
-}
+# kind -> row -> what is read and {trained}, without a template and with one (ChatML)
+ROWS = json.loads((ROOT / "tests/data/texts_expected.json").read_text())
 
 
 @pytest.mark.parametrize("kind", ROWS)
