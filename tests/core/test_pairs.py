@@ -236,35 +236,14 @@ TALK = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("template", "bos", "text", "end"),
-    [
-        (
-            LLAMA3,
-            True,
-            "<s><|h|>system<|/h|>\n\nBe kind.<|eot|><|h|>user<|/h|>\n\nHi<|eot|>"
-            "<|h|>assistant<|/h|>\n\nHello!<|eot|><|h|>user<|/h|>\n\nWho?<|eot|><|h|>assistant<|/h|>\n\nMe.<|eot|>",
-            "<|eot|>",
-        ),
-        (
-            GEMMA,
-            True,
-            "<s><|h|>user\nBe kind.\n\nHi<|eot|>\n<|h|>model\nHello!<|eot|>\n<|h|>user\nWho?"
-            "<|eot|>\n<|h|>model\nMe.<|eot|>",
-            "<|eot|>",
-        ),
-        (
-            CHATML,
-            False,
-            "<|h|>system\nBe kind.</s>\n<|h|>user\nHi</s>\n<|h|>assistant\nHello!</s>\n"
-            "<|h|>user\nWho?</s>\n<|h|>assistant\nMe.</s>",
-            "</s>",
-        ),
-    ],
-    ids=["llama3", "gemma", "chatml without bos"],
-)
-def test_a_conversation_is_rendered_as_the_template_says(template, bos, text, end):
-    tok = chat_tokenizer(template, bos)
+RENDERED = json.loads((ROOT / "tests/data/templates_expected.json").read_text())["rendered"]
+TEMPLATES = {"llama3": LLAMA3, "gemma": GEMMA, "chatml without bos": CHATML}
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_a_conversation_is_rendered_as_the_template_says(name):
+    text, end = RENDERED[name]
+    tok = chat_tokenizer(TEMPLATES[name], bos="without" not in name)
     encoder = Encoder(tok)
     pair = encoder.encode(Example("f:1", TALK, "Me.", "No."))
     assert tok.decode(pair.prompt + pair.chosen) == text

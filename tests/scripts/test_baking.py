@@ -388,15 +388,6 @@ def test_the_demo_is_baked(tmp_path):
     PeftModel.from_pretrained(base, tmp_path / "results/traj_chat/model")
 
 
-@pytest.mark.show
-@pytest.mark.parametrize("seed", ["0", "1", "2"])
-def test_the_demo_is_baked_with_any_seed(seed, tmp_path):
-    flags = ["--seed", seed, "--", "--seed", seed, "--log_every", "1000"]
-    summary, said = shell(tmp_path, *flags)
-    print(seed, json.dumps({name: summary[name] for name in ("val", "test", "seconds")}))
-    assert_baked(summary, 0.95)
-
-
 def test_the_lines_of_the_guide(tmp_path):
     """As written, from src/ of a copy; but for --r, which is torchrun's own."""
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))

@@ -170,7 +170,6 @@ PHI3 = (  # eos behind the whole: a conversation that goes on does not begin wit
     "{% for m in messages %}<|h|>{{ m.role }}\n{{ m.content }}<|eot|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|h|>assistant\n{% else %}</s>{% endif %}"
 )
-EMPTY = "<think>\n\n</think>\n\n"
 EACH = THINKING.replace("loop.last", "true")  # a thought before each reply, as TRL trains Qwen3
 NUMBERED = (  # turns are counted from the last one
     "{% for m in messages %}{{ loop.revindex }}{{ m.content }}<|eot|>{% endfor %}"
@@ -180,49 +179,17 @@ UNENDED = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
 TALK = talk("Hi", "Hello! ", "Who?", system="Be kind.")
 
 
-@pytest.mark.parametrize(
-    ("template", "bos", "expected"),
-    [
-        (
-            LLAMA3,
-            True,
-            "<s><|h|>system<|/h|>\n\nBe kind.<|eot|><|h|>user<|/h|>\n\nHi<|eot|>"
-            "<|h|>assistant<|/h|>\n\n{Hello! <|eot|>}<|h|>user<|/h|>\n\nWho?<|eot|>"
-            "<|h|>assistant<|/h|>\n\n{Me.<|eot|>}",
-        ),
-        (
-            GEMMA,
-            True,
-            "<s><|h|>user\nBe kind.\n\nHi<|eot|>\n<|h|>model\n{Hello! <|eot|>}\n<|h|>user\nWho?"
-            "<|eot|>\n<|h|>model\n{Me.<|eot|>}",
-        ),
-        (
-            LLAMA2,
-            True,
-            "<s>[INST] Be kind.\n\nHi [/INST]{ Hello! </s>}<s>[INST] Who? [/INST]{Me.</s>}",
-        ),
-        (
-            PHI3,
-            False,
-            "<|h|>system\nBe kind.<|eot|>\n<|h|>user\nHi<|eot|>\n<|h|>assistant\n{Hello! <|eot|>}\n"
-            "<|h|>user\nWho?<|eot|>\n<|h|>assistant\n{Me.<|eot|>}",
-        ),
-        (
-            EACH,
-            False,
-            "<|h|>system\nBe kind.<|eot|>\n<|h|>user\nHi<|eot|>\n<|h|>assistant\n{"
-            + EMPTY
-            + "Hello! <|eot|>}\n<|h|>user\nWho?<|eot|>\n<|h|>assistant\n{"
-            + EMPTY
-            + "Me.<|eot|>}",
-        ),
-    ],
-    ids=["llama3", "gemma", "llama2", "phi3", "each thinks"],
-)
-def test_every_reply_is_trained_with_its_end_and_nothing_else(template, bos, expected):
-    encoder = Encoder(chat_tokenizer(template, bos))
+TEMPLATES = {"llama3": LLAMA3, "gemma": GEMMA, "llama2": LLAMA2, "phi3": PHI3, "each thinks": EACH}
+TEMPLATES |= {"a thought": THINKING, "thinking": THINKING}  # no thought before the reply inside
+TEMPLATES |= {"numbered": NUMBERED, "counted": COUNTED, "unended": UNENDED}
+EXPECTED = json.loads((ROOT / "tests/data/templates_expected.json").read_text())
+
+
+@pytest.mark.parametrize("name", EXPECTED["trained"])
+def test_every_reply_is_trained_with_its_end_and_nothing_else(name):
+    encoder = Encoder(chat_tokenizer(TEMPLATES[name], bos=name not in ("phi3", "each thinks")))
     text = instruction_data.encode(encoder, "f:1", TALK, "Me.")
-    assert shown(encoder, text) == expected
+    assert shown(encoder, text) == EXPECTED["trained"][name]
     assert text.text == "system: Be kind.\nuser: Hi"
     assert not encoder.notes
 
@@ -237,29 +204,10 @@ def test_a_reply_that_the_template_trims_is_trained_as_trimmed():
     )
 
 
-@pytest.mark.parametrize(
-    ("template", "before", "expected"),
-    [
-        (
-            THINKING,
-            talk("2+2?", "<think>hm</think>4", "+1?"),
-            "<|h|>user\n2+2?<|eot|>\n<|h|>assistant\n4<|eot|>\n<|h|>user\n+1?<|eot|>\n"
-            f"<|h|>assistant\n{{{EMPTY}5<|eot|>}}",
-        ),
-        (  # what the reply inside has no thought before it, which would teach to do without
-            THINKING,
-            talk("a", "b", "c"),
-            "<|h|>user\na<|eot|>\n<|h|>assistant\nb<|eot|>\n<|h|>user\nc<|eot|>\n"
-            f"<|h|>assistant\n{{{EMPTY}5<|eot|>}}",
-        ),
-        (NUMBERED, talk("a", "b", "c"), "3a<|eot|>2b<|eot|>1c<|eot|>{5<|eot|>}"),
-        (COUNTED, talk("a", "b", "c"), "3a<|eot|>b<|eot|>c<|eot|>{5<|eot|>}"),
-        (UNENDED, talk("a", "b", "c"), "[a][b][c]{5</s>}"),  # nothing says where a reply ends
-    ],
-    ids=["a thought", "thinking", "numbered", "counted", "unended"],
-)
-def test_where_the_template_rewrites_a_reply_only_the_last_is_trained(template, before, expected):
-    encoder = Encoder(chat_tokenizer(template, bos=False))
+@pytest.mark.parametrize("name", EXPECTED["rewritten"])
+def test_where_the_template_rewrites_a_reply_only_the_last_is_trained(name):
+    before, expected = EXPECTED["rewritten"][name]
+    encoder = Encoder(chat_tokenizer(TEMPLATES[name], bos=False))
     text = instruction_data.encode(encoder, "f:9", before, "5")
     assert shown(encoder, text) == expected
     assert encoder.notes == {"only the last reply is trained"}
