@@ -15,12 +15,13 @@ import ddp_utils.runs.preemption as preemption  # before torch, whose import tak
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
+import os
 import shutil
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Literal
 
 import torch
@@ -38,10 +39,9 @@ from ddp_utils import (
     sampling,
 )
 from ddp_utils.encoder import Encoder, load_tokenizer
-from ddp_utils.models import digest_of_model
 from ddp_utils.runs import checkpoint, environment, progress, resume
 from ddp_utils.sampler import order
-from prompt_baking import trajectories as trajectories_
+from prompt_baking import trajectories
 
 TOGETHER = 16  # batches between two writes: a number of its own, for batches hang on nothing else
 
@@ -96,62 +96,63 @@ def read_settings(argv, world):
 
 
 def mark_of(config, prompts, settings) -> str:
-    """What the rows hang on, the code included; the number of processes is not in it."""
+    """Hash what the rows depend on, the code included; not on the number of processes."""
     names = "num_sequences_per_question batch_size max_sequence_length temperature top_p seed"
     names += " min_sequence_length val_split use_mixed_precision base_dtype chat_template_kwargs"
     facts = [getattr(config, name) for name in names.split()]
-    facts += [digest_of_model(config.model_name, settings), prompts, torch.__version__]
+    facts += [models.digest_of_model(config.model_name, settings), prompts, torch.__version__]
     facts += sorted(environment.code().items())
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
 def mark_in(path):
-    """That of the first row of a file, None if there is none."""
+    """Return the mark of the first row of a file, None if there is none."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError), open(path) as file:
         return json.loads(file.readline())["mark"]
 
 
 def check_files(config, mark):
     """Raise Stop if a run with this mark has made both, UserError if they cannot be written."""
-    names = "traj_out_file", "val_out_file"
-    train, val = (Path(getattr(config, name)) for name in names)
+    paths = {"--traj_out_file": config.traj_out_file, "--val_out_file": config.val_out_file}
+    train, val = map(Path, paths.values())
     if train.resolve() == val.resolve():
         raise UserError(f"--val_out_file: {val} is traj_out_file, too; give another name")
     if mark_in(train) == mark_in(val) == mark:
         raise Stop(f"{train} holds these replies already", 0)
-    for name, path in zip(names, (train, val), strict=True):
-        checkpoint.check_place(f"--{name}", Path(f"{path}.parts"))
-        if path.is_dir() or path.is_symlink():
-            raise UserError(f"--{name}: {path} is a folder or a link; give the name of a file")
+    for flag, path in paths.items():
+        checkpoint.check_place(flag, Path(f"{path}.parts"))
+        if os.path.isdir(path) or os.path.islink(path):
+            raise UserError(f"{flag}: {path} is a folder or a link; give the name of a file")
 
 
 class Parts:
     """What is sampled so far, group by group, in a folder beside the file that it will become."""
 
     def __init__(self, file, mark):
-        self.folder, self.mark, self.groups = Path(f"{file}.parts"), mark, []
+        self.folder = Path(f"{file}.parts")
         self.file = self.folder / "replies.jsonl"
+        self.mark = mark
+        self.groups = []
 
     def open(self) -> int:
-        """Lock the folder and take over the whole groups of a stopped run; returns their number.
+        """Lock the folder and take over the whole groups of a stopped run; return their number.
 
         Raises UserError if that run had other settings.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.lock, kept = resume.lock(self.folder), ""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            for line in self.file.read_text().split("\n")[:-1]:  # a kill may cut the last line
-                group = json.loads(line)
-                if group["mark"] != self.mark:
-                    self.lock.release()
-                    raise UserError(
-                        f"{self.folder} holds replies sampled with other settings, model, "
-                        "questions or code; give the old ones to go on, or remove it"
-                    )
-                self.groups.append(group["replies"])
-                kept += line + "\n"
-        files.write_text(self.file, kept)
-        return len(self.groups)
+        self.lock = resume.lock(self.folder)
+        text = self.file.read_text() if self.file.exists() else ""
+        text = text[: text.rfind("\n") + 1]  # a kill may cut the last line
+        groups = [json.loads(line) for line in text.splitlines()]
+        if any(group["mark"] != self.mark for group in groups):
+            self.lock.release()
+            raise UserError(
+                f"{self.folder} holds replies sampled with other settings, model, "
+                "questions or code; give the old ones to go on, or remove it"
+            )
+        self.groups = [group["replies"] for group in groups]
+        files.write_text(self.file, text)
+        return len(groups)
 
     def add(self, replies):
         self.groups.append(replies)
@@ -163,63 +164,66 @@ class Parts:
 
 
 def sample(scorer, prompts, ends, config, world, bar, parts, done):
-    """Replies to all questions but those of `done` groups: rank 0 keeps them in `parts`."""
-    settings = SimpleNamespace(**vars(config), max_new_tokens=config.max_sequence_length)
+    """Sample replies to all questions but those of `done` groups; rank 0 keeps them in `parts`."""
+    limits = config.max_sequence_length, config.batch_size
+    spec = sampling.SampleSpec(config.temperature, config.top_p, *limits, config.seed)
     samples = config.num_sequences_per_question
     size = max(1, TOGETHER * config.batch_size // samples)  # questions of a group
     starts = range(0, len(prompts), size)
+    finished = min(done * size, len(prompts))
     if done and world.is_main:
-        bar.say(f"goes on after {min(done * size, len(prompts))} of {len(prompts)} questions")
+        bar.say(f"goes on after {finished} of {len(prompts)} questions")
     bar.of_run(len(prompts), 0)
     bar.begin("Generating", len(starts), done)
 
     def poll():
         asked = torch.tensor([float(preemption.asked(config.stop_after_minutes))])
         if distributed.all_sum(asked.to(world.device), world).item():
-            told = f"stopped after {min(start, len(prompts))} of {len(prompts)} questions"
-            raise Stop(f"{told}; the same command goes on", 85)
+            after = f"stopped after {finished} of {len(prompts)} questions"
+            raise Stop(f"{after}; the same command goes on", 85)
 
-    start = done * size
-    for start in starts[done:]:  # noqa: B007, poll() says how far it is
-        begin, mine = time.perf_counter(), prompts[start : start + size]
+    for start in starts[done:]:
+        begin = time.perf_counter()
+        group = prompts[start : start + size]
         replies = sampling.generate(
-            scorer, mine, ends, world, settings, samples, poll, first=start, keep_end=True
+            scorer, group, ends, world, spec, samples, poll, first=start, keep_end=True
         )
         distributed.on_main(world, lambda replies=replies: parts.add(replies))
+        finished += len(group)
         tokens = sum(map(len, replies))
         bar.advance(tokens_per_second=tokens / (time.perf_counter() - begin))
-    start = len(prompts)
     poll()  # a launcher that was told to stop will not report what comes now
     bar.close()
 
 
 def write(config, x0, questions, parts, tokenizer, ends):
-    """Both files, each whole or not at all; returns what to tell."""
-    samples, short, lines = config.num_sequences_per_question, 0, {False: [], True: []}
+    """Write both files, each whole or not at all; return the lines to print."""
     count = min(len(questions) - 1, max(1, round(config.val_split * len(questions))))
-    held = set(order(len(questions), config.seed, "held out")[:count])
-    for place, tokens in enumerate(reply for group in parts.groups for reply in group):
-        number, turn = divmod(place, samples)
-        if len(tokens) - (tokens[-1] in ends if tokens else 0) < config.min_sequence_length:
+    held_out = set(order(len(questions), config.seed, "held out")[:count])
+    rows = {False: [], True: []}  # whether held out -> lines
+    short = 0
+    for index, tokens in enumerate(itertools.chain(*parts.groups)):
+        number, sequence = divmod(index, config.num_sequences_per_question)
+        if len(tokens) - sum(token in ends for token in tokens[-1:]) < config.min_sequence_length:
             short += 1
             continue
-        row = {"question": questions[number], "x0": x0, "number": number, "sequence": turn}
+        row = {"question": questions[number], "x0": x0, "number": number, "sequence": sequence}
         row["reply"] = tokenizer.decode(tokens, skip_special_tokens=True)
         row |= {"tokens": tokens, "model": config.model_name, "mark": parts.mark}
         row["chat_template_kwargs"] = config.chat_template_kwargs
-        lines[number in held].append(json.dumps(row) + "\n")
-    if not all(lines.values()):
+        rows[number in held_out].append(json.dumps(row) + "\n")
+    if not all(rows.values()):
         raise UserError("--min_sequence_length: too few replies have so many tokens; give fewer")
-    told = [f"{short} replies below --min_sequence_length left out"] * (short > 0)
+    lines = [f"{short} replies below --min_sequence_length left out"] if short else []
     # the training file last: check_files() looks at its mark
-    for path, rows in ((config.val_out_file, lines[True]), (config.traj_out_file, lines[False])):
+    for path, held in ((config.val_out_file, True), (config.traj_out_file, False)):
         with files.replacing(path) as file:
-            file.write_text("".join(rows))
+            file.write_text("".join(rows[held]))
             if Path(path).exists():  # of other settings, or someone else's
-                told.append(f"{path} was there: moved to {resume.aside(Path(path))}")
-        told.append(f"{len(rows)} replies -> {path}")
+                lines.append(f"{path} was there: moved to {resume.move_aside(Path(path))}")
+        lines.append(f"{len(rows[held])} replies -> {path}")
     parts.close()
-    return told
+    return lines
 
 
 def main(argv=None) -> int:
@@ -230,21 +234,19 @@ def main(argv=None) -> int:
     x0 = jsonl.content(config.x0_file).decode()
     if not x0.strip():
         raise UserError(f"{config.x0_file}: it is empty; give the prompt that is to be baked")
-    questions = trajectories_.read_questions(config.question_dataset, config.num_questions)
+    questions = trajectories.read_questions(config.question_dataset, config.num_questions)
     if len(questions) < 2:
         raise UserError(f"{config.question_dataset}: one is held out; give 2 questions or more")
     tokenizer = load_tokenizer(config.model_name)
     encoder = Encoder(tokenizer, config.chat_template, kwargs=config.chat_template_kwargs)
-    prompts = [trajectories_.prompts(encoder, x0, question)[1] for question in questions]
-    shape = SimpleNamespace(**vars(config), fine_tuning="none")
-    outline = models.load(config.model_name, "auto", models.META)
+    prompts = [trajectories.prompts(encoder, x0, question)[1] for question in questions]
+    meta_model = models.load(config.model_name, "auto", models.META)
     reply = [0] * config.max_sequence_length
-    rows = zip(prompts, questions, strict=True)
     rows = [
-        trajectories_.Trajectory(ids, ids, reply, config.question_dataset, q) for ids, q in rows
+        trajectories.Trajectory(ids, ids, reply, config.question_dataset, "") for ids in prompts
     ]
-    models.check_fit(outline, {"questions": rows})
-    mark = mark_of(config, prompts, outline.config)
+    models.check_fit(meta_model, {"questions": rows})
+    mark = mark_of(config, prompts, meta_model.config)
     total = len(questions) * config.num_sequences_per_question
     about = f"{total} replies = {len(questions)} questions x {config.num_sequences_per_question}"
     if config.check:
@@ -260,20 +262,25 @@ def main(argv=None) -> int:
     done = distributed.on_main(world, parts.open)
     start = time.perf_counter()
     bar = progress.Bar(world.is_main)
-    dtype, autocast = optim.precision(shape, world.device)
-    scorer = logps.Scorer(models.load(config.model_name, dtype, world.device), autocast)
+    mixed = "auto" if config.use_mixed_precision else "no"
+    precision = optim.Precision.choose(world.device, "none", config.base_dtype, mixed)
+    model = models.load(config.model_name, precision.weights, world.device)
+    scorer = logps.Scorer(model, precision.autocast)
     if world.is_main:
         print(f"{about}, world_size={world.world_size} device={world.device}", flush=True)
     try:
         sample(scorer, prompts, encoder.ends, config, world, bar, parts, done)
         made = questions, parts, tokenizer, encoder.ends
-        told = distributed.on_main(world, lambda: write(config, x0, *made))
+        lines = distributed.on_main(world, lambda: write(config, x0, *made))
     finally:
         if world.is_main:
             parts.lock.release()
     if world.is_main:
-        seconds, tokens = time.perf_counter() - start, sum(len(r) for g in parts.groups for r in g)
-        print(*told, f"{tokens} tokens, {seconds:.0f} s, {tokens / seconds:.0f} a second", sep="\n")
+        seconds = time.perf_counter() - start
+        tokens = sum(map(len, itertools.chain(*parts.groups)))
+        print(
+            *lines, f"{tokens} tokens, {seconds:.0f} s, {tokens / seconds:.0f} a second", sep="\n"
+        )
     return 0
 
 

@@ -182,13 +182,14 @@ def answer(policy, data, encoder, config, run):
     for split in ("val", "test"):
         prompts = [pair.prompt for pair in data[split][: config.num_samples]]
         if prompts:
+            spec = sampling.SampleSpec.of(config)
             with policy.gathered():
                 ids = sampling.generate(
                     policy.scorer,
                     prompts,
                     encoder.ends,
                     run.world,
-                    config,
+                    spec,
                     poll=run.stop_if_requested,
                 )
             replies[split] = encoder.tokenizer.batch_decode(ids, skip_special_tokens=True)

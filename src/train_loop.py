@@ -12,6 +12,7 @@ the prompt. Loss: KL(teacher || student) at every token of replies that the teac
 
 import ddp_utils.runs.preemption as preemption  # before torch, whose import takes seconds
 
+import collections
 import contextlib
 import dataclasses
 import os
@@ -42,6 +43,7 @@ from ddp_utils.runs import run as run_
 from ddp_utils.runs.run import Run, RunSpec
 from prompt_baking import distillation
 from prompt_baking import trajectories as trajectories_
+from prompt_baking.trajectories import share
 
 DEMO_QUESTIONS, DEMO_JUDGE = "data/demo/questions_test.jsonl", "data/demo/judge.py:capitals"
 
@@ -152,12 +154,6 @@ def read_data(config, encoder, world):
 # --- step ----------------------------------------------------------------------------------------
 
 
-def share(rows, trajectories, size, world):
-    """This rank's micro-batches of these rows, of like length since they are padded."""
-    lengths = {row: trajectories[row].row for row in rows}
-    return sampler.share(rows, lengths, world, size, padded=True)
-
-
 def train_step(policy, step, rows, trajectories, teacher, config, world):
     """Forward and backward of one global batch; return its exact means. The gradient is ready."""
     averages = Averages(world)
@@ -232,27 +228,33 @@ def answer(student, questions, encoder, x0, config, run, who):
     """Replies of the base model ("base", "prompted") or of what is trained ("baked")."""
     adapters = contextlib.nullcontext() if who == "baked" else student.model.disable_adapter()
     ids = [trajectories_.prompts(encoder, x0, text)[who == "prompted"] for text in questions]
+    spec = sampling.SampleSpec.of(config)
     with adapters:
-        found = sampling.generate(
-            student, ids, encoder.ends, run.world, config, poll=run.stop_if_requested
-        )
-    return encoder.tokenizer.batch_decode(found, skip_special_tokens=True)
+        poll = run.stop_if_requested
+        replies = sampling.generate(student, ids, encoder.ends, run.world, spec, poll=poll)
+    return encoder.tokenizer.batch_decode(replies, skip_special_tokens=True)
 
 
 def write_examples(run, questions, replies, judge):
-    """Replies side by side, for people and as data; the judge's mean scores into the results."""
-    rows, scores = [], {}
+    """Write replies side by side, for people and as data; the judge's means into the results."""
+    rows = []
+    scores = collections.defaultdict(list)
     for question, *texts in zip(questions, *replies.values(), strict=True):
-        said, verdicts = {who: text.strip() for who, text in zip(replies, texts, strict=True)}, []
-        for who, text in said.items() if judge else ():
-            found = judge(question, text)
-            for name, score in found.items():
-                scores.setdefault(f"judge/{who}/{name}".rstrip("/"), []).append(score)
-            marks = (f"{name} {score:g}".strip() for name, score in found.items())
+        row = {"question": question}
+        verdicts = []
+        for who, text in zip(replies, texts, strict=True):
+            row[who] = text.strip()
+            if not judge:
+                continue
+            marks = []
+            for name, score in judge(question, row[who]).items():
+                scores[f"judge/{who}/{name}".rstrip("/")].append(score)
+                marks.append(f"{name} {score:g}".strip())
             verdicts.append(f"{who} ({', '.join(marks)})")
-        said |= {"verdict": ", ".join(verdicts)} if verdicts else {}
-        rows.append({"question": question, **said})
-    means = {name: sum(found) / len(found) for name, found in scores.items()}
+        if verdicts:
+            row["verdict"] = ", ".join(verdicts)
+        rows.append(row)
+    means = {name: sum(values) / len(values) for name, values in scores.items()}
     run.write_json("examples.json", {"test": rows})
     run.write_text("distributed_output_test.txt", sampling.as_text(rows, means))
     run.results["test"] = {"count": len(questions), **means}

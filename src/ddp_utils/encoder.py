@@ -5,7 +5,7 @@ prompt + rejected. Where a tokenizer merges across the seam, the merged token be
 response, so that no response token is lost and no prompt token is trained.
 """
 
-import collections
+import os.path
 import re
 from typing import NamedTuple
 
@@ -45,13 +45,18 @@ class Pair(NamedTuple):
         """The tokens whose log-probs are asked for: one list a side."""
         return [self.chosen, self.rejected]
 
+    @property
+    def lengths(self):
+        """Tokens of each part, of which the data report has the means."""
+        return {side: len(getattr(self, side)) for side in ("prompt", "chosen", "rejected")}
+
     def rows(self):
         """As rows of a padded batch, one a side: what is fed, and the place before each target."""
         first = len(self.prompt) - 1  # the prompt's last token predicts the response's first
-        return [
-            (self.prompt + side[:-1], range(first, first + len(side)))
-            for side in (self.chosen, self.rejected)
-        ]
+        rows = []
+        for side in self.targets:
+            rows.append((self.prompt + side[:-1], range(first, first + len(side))))
+        return rows
 
     def stretch(self):
         """As one stretch of a packed row: fed ids, positions, span (P, C, R), places a side."""
@@ -68,10 +73,11 @@ def load_tokenizer(name):
 
 
 class Encoder:
-    """Turns one row into a Pair: template, seam, end of the reply, truncation.
+    """Turns one row into a Pair: template, prompt boundary, end of the reply, truncation.
 
     chat_template: "auto" (the tokenizer's, if it has one), "none", or a .jinja file. kwargs: what
-    the template is given besides the messages, a JSON object as text.
+    the template is given besides the messages, a JSON object as text. `notes` collects what was
+    mended; the reader of a file counts and clears them after each row.
     """
 
     def __init__(
@@ -80,26 +86,27 @@ class Encoder:
         self.tokenizer = tokenizer
         self.max_length = max_length
         self.keep_end = truncation == "keep_end"
+        self.notes = set()
         if chat_template not in ("auto", "none"):
-            file = jsonl.resolve(chat_template)
-            if not file.is_file():
+            if not jsonl.resolve(chat_template).is_file():
                 raise UserError(f"--chat_template: no file {chat_template}; or give auto, or none")
             tokenizer.chat_template = jsonl.content(chat_template).decode()
         self.templated = chat_template != "none" and bool(tokenizer.chat_template)
         self.kwargs = self._arguments(kwargs) if kwargs else {}
-        self.end, self.behind, self.rewrites = tokenizer.eos_token_id, "", False
+        self.end = tokenizer.eos_token_id
+        self.behind = ""  # what the template writes behind a reply
+        self.rewrites = False  # whether it changes what stands before that
         if self.templated:
             self._try_template()
-        self.counts = collections.defaultdict(list)  # what was mended -> rows
 
     @property
     def ends(self):
         """Token ids at which a sampled reply is over."""
-        ends = {self.end, self.tokenizer.eos_token_id} - {None}
-        return sorted(ends, key=lambda token: token != self.end)
+        ends = dict.fromkeys((self.end, self.tokenizer.eos_token_id))  # self.end first
+        return [token for token in ends if token is not None]
 
     def render(self, messages, **options):
-        """The template's text; one without a system role gets it in front of the first turn."""
+        """Return the template's text; without a system role, its text precedes the first turn."""
         try:
             options |= self.kwargs
             return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
@@ -111,40 +118,39 @@ class Encoder:
             return self.render([first, *rest], **options)
 
     def _arguments(self, text):
-        """The object in a JSON text; UserError for a name that the template does not mention."""
+        """Return the object in a JSON text; UserError for a name that the template lacks."""
         flag = "--chat_template_kwargs"
         mend = 'give an object, such as {"enable_thinking": false}'
-        given = jsonl.decoded(flag, 1, text.encode(), f"; {mend}")
-        if not isinstance(given, dict):
+        arguments = jsonl.decoded(flag, 1, text.encode(), f"; {mend}")
+        if not isinstance(arguments, dict):
             raise UserError(f"{flag}: {mend}")
-        known = {*re.findall(r"\w+", str(self.tokenizer.chat_template))}
-        known -= {"messages", "add_generation_prompt"}
-        for name in given.keys() - (known if self.templated else set()):
-            raise UserError(f"{flag}: no chat template takes {jsonl.shown(name)}; leave it out")
-        return given
+        words = re.findall(r"\w+", self.tokenizer.chat_template) if self.templated else []
+        for name in arguments:
+            if name not in words or name in ("messages", "add_generation_prompt"):
+                raise UserError(f"{flag}: no chat template takes {jsonl.shown(name)}; leave it out")
+        return arguments
 
     def _try_template(self):
-        """Find out what it writes behind a reply, and whether it `rewrites` what is before that.
+        """Set `behind`, `end` and `rewrites` by rendering a reply.
 
-        It does if it puts more than white space between its prompt and the reply, such as an empty
-        thought, or takes the reply's thought apart.
+        A template rewrites if it puts more than white space between its prompt and the reply, such
+        as an empty thought, or takes the reply's thought apart.
         """
-        mark = "@@@"
-        question = {"role": "user", "content": "u"}
-        reply = {"role": "assistant", "content": mark}
-        self.behind = self.render([question, reply]).rsplit(mark, 1)[-1]
-        special = set(self.tokenizer.all_special_ids) | set(self.tokenizer.added_tokens_decoder)
+        turns = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "@@@"}]
+        prompt = self.render(turns[:1], add_generation_prompt=True)
+        self.behind = self.render(turns).rsplit("@@@", 1)[-1]
         ids = self.tokenizer(self.behind, add_special_tokens=False).input_ids
+        special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
         self.end = next((token for token in ids if token in special), self.end)
-        prompt = self.render([question], add_generation_prompt=True)
-        for content in (mark, f"<think>{mark}</think>{mark}"):
-            whole = self.render([question, {**reply, "content": content}])
-            as_read = "".join(f"{prompt}{content}{self.behind}".split())
-            if prompt != self.render([question]) and "".join(whole.split()) != as_read:
+        if prompt == self.render(turns[:1]):
+            return
+        for content in ("@@@", "<think>@@@</think>@@@"):
+            turns[1]["content"] = content
+            if without_space(self.render(turns)) != without_space(prompt + content + self.behind):
                 self.rewrites = True
 
     def text(self, prompt):
-        """What the model reads before it replies."""
+        """Return what the model reads before it replies."""
         if self.templated:
             return self.render(messages_of(prompt), add_generation_prompt=True)
         if isinstance(prompt, str):
@@ -153,55 +159,46 @@ class Encoder:
         return text + PLAIN_ROLES["assistant"]
 
     def joined(self, prompt, reply, text):
-        """A prompt and a reply to it as one text; `text`: that of the prompt alone."""
+        """Return a prompt and a reply to it as one text; `text` is that of the prompt alone."""
         if self.rewrites:
             whole = self.render([*messages_of(prompt), {"role": "assistant", "content": reply}])
             return whole.removesuffix(self.behind)
         return text + reply if self.templated or isinstance(prompt, str) else f"{text} {reply}"
 
-    def ids(self, text, row=None):
-        """Token ids with at most one BOS: a template may render one that the tokenizer adds too."""
-        ids = self.tokenizer(  # not verbose: what is too long for the model is cut, or refused
-            text, add_special_tokens=not self.templated, verbose=False
-        ).input_ids
+    def ids(self, text):
+        """Return token ids with at most one BOS: a template may render a second one."""
+        special = not self.templated
+        ids = self.tokenizer(text, add_special_tokens=special, verbose=False).input_ids
         bos = self.tokenizer.bos_token_id
         while bos is not None and ids[:2] == [bos, bos]:
             ids = ids[1:]
-            if row:
-                self.counts["second BOS removed"].append(row)
+            self.notes.add("second BOS removed")
         return ids
 
     def encode(self, example):
-        """One Pair; `counts` remembers what had to be mended."""
-        row = example.where.rsplit(":", 1)[1]
+        """Return the Pair of a preference_data.Example."""
         _, prompt, chosen, rejected = example
         text = self.text(prompt)
-        whole = [self.ids(text, row), self.ids(self.joined(prompt, chosen, text))]
-        # a text to imitate (texts.py) has two equal sides
-        same = rejected == chosen
-        whole.append(whole[1] if same else self.ids(self.joined(prompt, rejected, text)))
-        seam = common_prefix(*whole)
-        if seam == 0:  # nothing before the first response token would predict it
-            raise UserError(
-                f"{example.where}: prompt {text!r:.40} has no token of its own; lengthen it"
-            )
-        if seam < len(whole[0]):
-            self.counts["merged at the seam"].append(row)
-        head = whole[0][:seam]
-        sides = [self.ended(ids[seam:], row) for ids in whole[1:]]
-        parts = self.cut(head, *sides)
-        if sum(map(len, parts)) < len(head) + sum(map(len, sides)):
-            self.counts["truncated"].append(row)
-        return Pair(*parts, example.where, plain(example.prompt), example.chosen)
+        asked = self.ids(text)
+        # a text to imitate (sft) has two equal sides
+        whole = {reply: self.ids(self.joined(prompt, reply, text)) for reply in {chosen, rejected}}
+        boundary = common_prefix(asked, *whole.values())
+        if boundary == 0:  # nothing before the first response token would predict it
+            mend = "has no token of its own; lengthen it"
+            raise UserError(f"{example.where}: prompt {text!r:.40} {mend}")
+        if boundary < len(asked):
+            self.notes.add("merged at the seam")
+        sides = [self.ended(whole[reply][boundary:]) for reply in (chosen, rejected)]
+        parts = self.cut(asked[:boundary], *sides)
+        if parts != (asked[:boundary], *sides):
+            self.notes.add("truncated")
+        return Pair(*parts, example.where, plain(prompt), chosen)
 
-    def ended(self, response, row):
-        """Exactly one end token, if there is one, and it is trained."""
-        ends = 0
+    def ended(self, response):
+        """Return the response with exactly one end token, if there is one, which is trained."""
         while response and response[-1] in self.ends:
             response = response[:-1]
-            ends += 1
-        if ends and row not in self.counts["end token in the text"][-1:]:
-            self.counts["end token in the text"].append(row)
+            self.notes.add("end token in the text")
         return response if self.end is None else [*response, self.end]
 
     def cut(self, prompt, chosen, rejected):
@@ -231,6 +228,9 @@ def plain(prompt):
 
 
 def common_prefix(*sequences):
-    """How many leading items all sequences share."""
-    differ = (k for k, items in enumerate(zip(*sequences, strict=False)) if len(set(items)) > 1)
-    return next(differ, min(map(len, sequences)))
+    """Return how many leading items all sequences share."""
+    return len(os.path.commonprefix(sequences))
+
+
+def without_space(text):
+    return "".join(text.split())

@@ -1,10 +1,8 @@
-"""Read json, jsonl and gz files strictly, and say file:line: field of whatever is wrong."""
+"""Reads json, jsonl and gz files strictly; errors begin with the place, as file:line: field."""
 
 import codecs
-import contextlib
 import difflib
 import gzip
-import itertools
 import json
 import os
 import re
@@ -17,16 +15,16 @@ from ddp_utils import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_BYTES = 8 * 2**30  # of a file after decompression
-SPACE = re.compile(r"\s*")
 # what would break a line of output in two, or cannot be printed at all
 CONTROL = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 class Record(NamedTuple):
-    """One object of a data file and where it starts, `file:line`."""
+    """One object of a data file."""
 
-    where: str
+    where: str  # `file:line`, or `file[index]` if the file is one list
     data: dict
+    row: str = ""  # what reports call it: its line, or its index in the list
 
 
 def resolve(path) -> Path:
@@ -42,21 +40,27 @@ def read(path, limit=-1, skip=False) -> list[Record]:
     with `skip` such a line becomes a record whose data is that error.
     """
     raw = content(path)
-    rows = _array(path, raw) if raw.lstrip()[:1] == b"[" else _lines(path, raw)
+    if raw.lstrip()[:1] == b"[":
+        elements = decoded(path, 1, raw)
+        rows = [(f"{path}[{index}]", str(index), data) for index, data in enumerate(elements)]
+    else:
+        rows = _lines(path, raw)
     records = []
-    for line, data in itertools.islice(rows, limit if limit >= 0 else None):
+    for where, row, data in rows:
+        if len(records) == limit:
+            break
         if not isinstance(data, dict | UserError):
-            data = UserError(f"{path}:{line}: not a JSON object; each record is one {{...}}")
+            data = UserError(f"{where}: not a JSON object; each record is one {{...}}")
         if isinstance(data, UserError) and not skip:
             raise data
-        records.append(Record(f"{path}:{line}", data))
+        records.append(Record(where, data, row))
     if not records:
         raise UserError(f"{path}: 0 records; each line holds one JSON object")
     return records
 
 
 def text(record, field) -> str:
-    """The non-empty string under `field`; UserError names the record, the field and the mend."""
+    """Return the non-empty string under `field`; UserError names record, field and mend."""
     if field not in record.data:
         hint = f"found: {', '.join(map(shown, record.data)) or '-':.200}"
         for name in difflib.get_close_matches(field, record.data, n=1):
@@ -72,7 +76,7 @@ def text(record, field) -> str:
 
 
 def shown(key) -> str:
-    """A name that someone else has chosen, fit for a line of output."""
+    """Return a name from someone's file in a form that fits into a line of output."""
     return key if key.isprintable() and len(key) < 40 else repr(key)[:40]
 
 
@@ -82,11 +86,11 @@ def printable(text) -> str:
 
 
 def content(path) -> bytes:
-    """What a file holds, unpacked and without BOM; UserError if that is not UTF-8, or too much."""
+    """Return a file's bytes, unpacked, without BOM; UserError if they are no UTF-8, or too many."""
     file = resolve(path)
     if not str(path) or not os.path.exists(file):
-        places = " and in ".join(dict.fromkeys(map(str, (Path.cwd(), ROOT))))
-        raise UserError(f"{str(path) or repr('')}: no such file; looked in {places}")
+        folders = " and in ".join(dict.fromkeys(map(str, (Path.cwd(), ROOT))))
+        raise UserError(f"{str(path) or repr('')}: no such file; looked in {folders}")
     if not file.is_file():
         raise UserError(f"{path}: not a regular file but a directory, pipe or device")
     try:
@@ -109,7 +113,7 @@ def content(path) -> bytes:
 
 
 def read_object(path) -> dict:
-    """The object that a JSON file holds; UserError as for records, doubles and NaN included."""
+    """Return the object that a JSON file holds; UserError as for records."""
     settings = decoded(path, 1, content(path))
     if not isinstance(settings, dict):
         raise UserError(f"{path}:1: give an object, {{...}}")
@@ -117,7 +121,7 @@ def read_object(path) -> dict:
 
 
 def line_of(name, path) -> str:
-    """`path:line` of a key in a JSON file; with dots one key inside others."""
+    """Return `path:line` of a key in a JSON file; a dotted name is a key inside others."""
     text = content(path).decode()
     at = 0
     for key in name.split("."):
@@ -129,58 +133,27 @@ EACH = "; each line holds one {...}, or the file one list of them"
 
 
 def _lines(path, raw):
-    """(line, its object or the error) of each; str.splitlines() would cut one at U+2028."""
+    """Yield where each row is, its line, and its object or error; only a newline ends a row."""
     for number, line in enumerate(raw.split(b"\n"), start=1):
         if line.strip():
             try:
-                yield number, decoded(path, number, line, EACH)
+                data = decoded(path, number, line, EACH)
             except UserError as error:
-                yield number, error
+                data = error
+            yield f"{path}:{number}", str(number), data
 
 
-def decoded(path, number, line, mend=""):
-    with _located(path, number, mend):
-        return DECODER.decode(line.decode())
-
-
-def _array(path, raw):
-    """The elements of one top-level list, each with the line on which it starts.
-
-    Of several on one line, as json.dump writes them, the second and later ones with their number.
-    """
-    content = raw.decode()
-    end = content.index("[")  # of what stands before the next element
-    line = 1 + content.count("\n", 0, end)
-    line_before = None
-    for number in itertools.count(1):
-        start = SPACE.match(content, end + 1).end()
-        if number == 1 and content[start : start + 1] == "]":
-            end = start
-            break
-        line += content.count("\n", end, start)
-        with _located(path, line):
-            data, behind = DECODER.raw_decode(content, start)
-        yield f"{line} (item {number})" if line == line_before else line, data
-        line_before = line
-        end = SPACE.match(content, behind).end()
-        line += content.count("\n", start, end)
-        if content[end : end + 1] != ",":
-            break
-    if content[end : end + 1] != "]" or content[end + 1 :].strip():
-        raise UserError(f"{path}:{line}: expected ',' or the end; the file is one list [...]")
-
-
-@contextlib.contextmanager
-def _located(path, line, mend=""):
-    """Say where JSON is wrong: the decoder counts lines from where its own text begins."""
+def decoded(path, line, raw, mend=""):
+    """Decode JSON that begins on a line of a file; UserError says where it is wrong."""
     try:
-        yield
+        return DECODER.decode(raw.decode())
     except json.JSONDecodeError as error:
-        row = max(line, error.lineno)
-        raise UserError(f"{path}:{row}:{error.colno}: not JSON: {error.msg}{mend}") from error
+        line += error.lineno - 1
+        raise UserError(f"{path}:{line}:{error.colno}: not JSON: {error.msg}{mend}") from error
     except (ValueError, RecursionError) as error:
         reason = str(error).partition(";")[0]  # what follows is advice to programmers
-        raise UserError(f"{path}:{line}: not JSON: {reason}") from error
+        where = path if b"\n" in raw.strip() else f"{path}:{line}"  # the decoder does not say where
+        raise UserError(f"{where}: not JSON: {reason}") from error
 
 
 def _refuse(word):

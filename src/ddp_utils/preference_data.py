@@ -20,14 +20,12 @@ from ddp_utils import UserError, jsonl, sampler
 SIDES = ("chosen", "rejected")
 TEXTS = ("prompt", "instruction", "question")
 FIELDS = {name: (name, *SIDES) for name in TEXTS}  # format -> what a row must have
-FIELDS |= {
-    "sharegpt": ("conversations", *SIDES),
-    "openai": ("input", "preferred_output", "non_preferred_output"),
-}
+FIELDS["sharegpt"] = ("conversations", *SIDES)
+FIELDS["openai"] = ("input", "preferred_output", "non_preferred_output")
 NOT_TEXT = ("tools", "tool_calls", "function_call", "image", "images")
 NOT_TEXT += ("audio", "audios", "video", "videos")
 WEIGHTS = ("weight", "loss_weight", "train", "loss", "label")  # of a row or message: 1, true or 0
-READ_INSIDE = [(), *((key,) for key in ("role", "content", "from", "value", *WEIGHTS))]
+MESSAGE = {"role", "content", "from", "value", "messages", *WEIGHTS}  # what is read of one
 HUMAN = "\n\nHuman:"  # begins a transcript
 
 
@@ -44,99 +42,106 @@ class Unusable(Exception):
     """A well-formed row that teaches nothing; its text is the reason, to count such rows by."""
 
 
+class Shape(NamedTuple):
+    """How the rows of a file are written."""
+
+    kind: str  # as the report calls it
+    fields: tuple  # what is read of a row, besides "system"
+    format: str = ""  # of preferences
+
+
 def read(path, encoder, limit=-1, on_bad_record="error"):
-    """The usable pairs of a data file and its report.
+    """Return the usable pairs of a data file and its report.
 
     Rows that cannot teach (equal sides, empty responses, prompts that differ) are dropped and
     counted; malformed ones raise UserError, or with "skip" are counted, too.
     """
-    name = None
     seen = set()
-    ignored = set()
 
-    def make(record, row):
-        nonlocal name
-        name = name or find_format(record)
-        row_example = example(record, name)
-        pair = encoder.encode(row_example)
+    def make(record, shape):
+        checked = example(record, shape.format)
+        pair = encoder.encode(checked)
         if not (pair.chosen and pair.rejected):  # a tokenizer may drop letters and have no end
             raise Unusable("empty response")
         if pair.chosen == pair.rejected:
             raise Unusable("identical once cut")
-        if (pair.text, row_example.chosen, row_example.rejected) in seen:
-            encoder.counts["same as an earlier row"].append(row)
-        if (pair.text, row_example.rejected, row_example.chosen) in seen:
-            encoder.counts["opposite of an earlier row"].append(row)
-        seen.add((pair.text, row_example.chosen, row_example.rejected))
-        ignored.update(unread(record, name))
+        if (pair.text, checked.chosen, checked.rejected) in seen:
+            encoder.notes.add("same as an earlier row")
+        if (pair.text, checked.rejected, checked.chosen) in seen:
+            encoder.notes.add("opposite of an earlier row")
+        seen.add((pair.text, checked.chosen, checked.rejected))
         return pair
 
-    pairs, counted = collect(path, encoder, make, limit, on_bad_record)
-    sides = ("prompt", "chosen", "rejected")
-    lengths = {side: [len(getattr(pair, side)) for pair in pairs] for side in sides}
+    pairs, report = collect(path, encoder, find_shape, make, limit, on_bad_record)
     longer = sum(len(pair.chosen) > len(pair.rejected) for pair in pairs)
-    facts = report(path, name, encoder, counted, ignored, lengths)
-    return pairs, {**facts, "chosen_is_longer": round(longer / len(pairs), 3)}
+    return pairs, {**report, "chosen_is_longer": round(longer / len(pairs), 3)}
 
 
-def collect(path, encoder, make, limit, on_bad_record):
-    """What make(record, row number) gives for each usable row, and {"rows", "used", "dropped"}.
+def collect(path, encoder, find, make, limit, on_bad_record):
+    """Return make(record, shape) of each usable row, and what is worth knowing of the file.
 
-    UserError if a row is malformed (with "skip" it is dropped), or if no row is usable.
+    find: returns the Shape of the first row. Raises UserError if a row is malformed (with "skip"
+    it is dropped), or if no row is usable.
     """
-    usable, dropped, first_error = [], collections.defaultdict(list), None
-    encoder.counts.clear()
-    rows = jsonl.read(path, limit, skip=True)  # what is no JSON is a record with an error
-    for record in rows:
-        row = record.where.rsplit(":", 1)[1]
+    usable = []
+    shape = first_error = None
+    not_read = set()
+    dropped = collections.defaultdict(list)  # reason -> rows
+    counts = collections.defaultdict(list)  # what was mended -> rows
+    records = jsonl.read(path, limit, skip=True)  # what is no JSON is a record with an error
+    for record in records:
+        encoder.notes.clear()
         try:
             if isinstance(record.data, UserError):
                 raise record.data
-            usable.append(make(record, row))
+            shape = shape or find(record)
+            usable.append(make(record, shape))
+            not_read |= unread(record.data, {*shape.fields, "system", *WEIGHTS})
         except Unusable as reason:
-            dropped[str(reason)].append(row)
+            dropped[str(reason)].append(record.row)
         except UserError as error:
             first_error = first_error or error
-            dropped["malformed"].append(row)
+            dropped["malformed"].append(record.row)
+        for note in sorted(encoder.notes):
+            counts[note].append(record.row)
     if first_error and on_bad_record == "error":
-        mend = f", or skip {len(dropped['malformed'])} of {len(rows)} rows: --on_bad_record skip"
-        raise UserError(f"{first_error}{mend if usable else ''}") from first_error
+        skip = f"skip {len(dropped['malformed'])} of {len(records)} rows: --on_bad_record skip"
+        raise UserError(f"{first_error}, or {skip}" if usable else str(first_error))
     if not usable:
-        reasons = ", ".join(f"{len(bad)} {reason}" for reason, bad in dropped.items())
-        raise UserError(f"{path}: 0 usable rows of {len(rows)}: {reasons}")
-    return usable, {"rows": len(rows), "used": len(usable), "dropped": dict(dropped)}
-
-
-def report(path, name, encoder, counted, unread, lengths):
-    """What a person would want to know of a data file before training on it.
-
-    lengths: of each part of a row, the tokens in every row.
-    """
-    return {
+        reasons = ", ".join(f"{len(rows)} {reason}" for reason, rows in dropped.items())
+        raise UserError(f"{path}: 0 usable rows of {len(records)}: {reasons}")
+    means = {}
+    for part in usable[0].lengths:
+        means[part] = round(sum(item.lengths[part] for item in usable) / len(usable), 1)
+    return usable, {
         "file": str(path),
-        "format": name,
-        "fields_not_read": ", ".join(sorted(map(jsonl.shown, unread))),
+        "format": shape.kind,
+        "fields_not_read": ", ".join(sorted(map(jsonl.shown, not_read))),
         "template": encoder.templated,
-        **counted,
-        **encoder.counts,
-        "mean_tokens": {part: round(sum(n) / len(n), 1) for part, n in lengths.items()},
+        "rows": len(records),
+        "used": len(usable),
+        "dropped": dict(dropped),
+        **counts,
+        "mean_tokens": means,
     }
 
 
 def describe(split, report):
-    """The report of one file as one line."""
-    tokens = ", ".join(f"{mean:g} {part}" for part, mean in report["mean_tokens"].items())
+    """Return the report of one file as one line."""
     line = f"{split}: {report['rows']} rows of {report['format']}, {report['used']} used"
     if "split" in report:
         parts = [f"{rows} {name}" for name, rows in report["split"].items()]
         line += f", split into {', '.join(parts)}"
-    notes = [line, f"tokens {tokens}"]
+    tokens = ", ".join(f"{mean:g} {part}" for part, mean in report["mean_tokens"].items())
+    line += f"; tokens {tokens}"
     if "chosen_is_longer" in report:
-        notes += [f"chosen longer in {report['chosen_is_longer']:.0%}"]
-    notes += [f"{len(rows)} {reason}" for reason, rows in report["dropped"].items()]
-    notes += [f"{len(x)} {name}" for name, x in report.items() if x and isinstance(x, list)]
-    notes += [f"not read: {report['fields_not_read']:.100}"] if report["fields_not_read"] else []
-    return "; ".join(notes)
+        line += f"; chosen longer in {report['chosen_is_longer']:.0%}"
+    for name, rows in {**report["dropped"], **report}.items():
+        if rows and isinstance(rows, list):
+            line += f"; {len(rows)} {name}"
+    if report["fields_not_read"]:
+        line += f"; not read: {report['fields_not_read']:.100}"
+    return line
 
 
 def split_by_prompt(pairs, seed, shares=(0.85, 0.05, 0.10)):
@@ -150,22 +155,29 @@ def split_by_prompt(pairs, seed, shares=(0.85, 0.05, 0.10)):
     return [[pair for pair in pairs if place[pair.text] == k] for k in range(len(shares))]
 
 
+def find_shape(record) -> Shape:
+    """Return the Shape of a preference."""
+    name = find_format(record)
+    fields = FIELDS.get(name, FIELDS["prompt"])
+    return Shape(name, (*fields, "input") if name == "instruction" else fields, name)
+
+
 def find_format(record) -> str:
-    """The name of the format that has the fields of this record."""
+    """Return the name of the format that has the fields of this record."""
     data = record.data
-    prompt, *sides = (data.get(field) for field in ("prompt", *SIDES))
-    if data.keys() >= set(SIDES) and any(isinstance(value, list) for value in [prompt, *sides]):
+    sides = [data.get(side) for side in SIDES]
+    if data.keys() >= set(SIDES) and list in map(type, [data.get("prompt"), *sides]):
         return "messages"
     for name, fields in FIELDS.items():
         if data.keys() >= set(fields):
             return name
-    if any(isinstance(value, str) and value.startswith(HUMAN) for value in sides):
+    if any(str(side).startswith(HUMAN) for side in sides):
         return "transcript"
     raise unknown(record, FIELDS.values())
 
 
 def unknown(record, shapes) -> UserError:
-    """Says which fields a record has, and what it lacks to be of the nearest shape (its fields)."""
+    """Say which fields a record has, and what it lacks to be of the nearest shape (its fields)."""
     names = [repr(key)[1:-1][:40] for key in record.data]
     known = sum(shapes, ())
     meant = set(sum((difflib.get_close_matches(name, known, n=1) for name in names), []))
@@ -175,33 +187,24 @@ def unknown(record, shapes) -> UserError:
     return UserError(f"{record.where}: fields found: {', '.join(names) or '-':.200}; {nearest}")
 
 
-def unread(record, name) -> set:
-    """The dotted paths that nothing reads: extra fields, and misspelt `system`s."""
-    read = {"messages": FIELDS["prompt"], "transcript": SIDES, **FIELDS}[name]
-    also = ("system", "input") if name == "instruction" else ("system",)
-    return unread_paths(record, {*read, *also})
-
-
-def unread_paths(record, fields) -> set:
-    """The dotted paths to what is neither in these fields nor in their messages, at any depth."""
-    unread = set()
-    waiting = [((), record.data)]
-    while waiting:
-        path, value = waiting.pop()
-        if isinstance(value, dict):
-            waiting += [((*path, key), inner) for key, inner in value.items()]
+def unread(data, fields, path="") -> set:
+    """Return the dotted paths that nothing reads: of fields of a row, and of its messages."""
+    names = set()
+    for key, value in data.items():
+        if key not in fields and value not in (None, "", [], {}):  # tables have null or ""
+            names.add(path + key)
+        elif isinstance(value, dict):
+            names |= unread(value, MESSAGE, f"{path}{key}.")
         elif isinstance(value, list):
-            waiting += [((*path, "[]"), inner) for inner in value]
-        elif value not in (None, ""):  # which tables write where there is nothing
-            inside = tuple(key for key in path[1:] if key not in ("[]", "messages"))
-            if path[0] not in {*fields, *WEIGHTS} or inside not in READ_INSIDE:
-                unread.add(".".join(path).replace(".[]", "[]"))
-    return unread
+            for item in value:
+                names |= (
+                    unread(item, MESSAGE, f"{path}{key}[].") if isinstance(item, dict) else set()
+                )
+    return names
 
 
 def example(record, name) -> Example:
     """Read a record in the named format; UserError if malformed, Unusable if it teaches nothing."""
-    text_only(record, "", record.data)
     prompt, chosen, rejected = prompt_and_sides(record, name)
     if not chosen.strip() or not rejected.strip():
         raise Unusable("empty response")
@@ -211,28 +214,27 @@ def example(record, name) -> Example:
 
 
 def prompt_and_sides(record, name):
-    """(prompt, chosen, rejected) of a record in the named format."""
+    """Return prompt, chosen and rejected of a record in the named format."""
+    text_only(record, "", record.data)
     if name in TEXTS:
-        return _texts(record, name)
+        prompt = question(record, name, name == "instruction")
+        return prompt, *(response(record, side) for side in SIDES)
     from ddp_utils.readers import conversations  # for rows of turns alone
 
-    return conversations.FORMATS[name](record)
-
-
-def _texts(record, field):
-    prompt = question(record, field, field == "instruction")
-    return prompt, *(response(record, side) for side in SIDES)
+    if name == "transcript":
+        return conversations.transcript(record)
+    return conversations.chat(record, *FIELDS.get(name, FIELDS["prompt"]))
 
 
 def question(record, field, has_input, history=()):
-    """The prompt of a field: a text, or messages where something stands before it."""
+    """Return the prompt of a field: a text, or messages where something stands before it."""
     text = "\n".join([jsonl.text(record, field), *(optional(record, "input") * has_input)])
     before = [*system_of(record), *history]
     return [*before, {"role": "user", "content": text}] if before else text
 
 
 def response(record, field):
-    """A text that may be empty: such a row is counted, not refused."""
+    """Return a text that may be empty: such a row is counted, not refused."""
     value = record.data.get(field)
     return value if isinstance(value, str) and not value.strip() else jsonl.text(record, field)
 
@@ -242,13 +244,13 @@ def system_of(record):
 
 
 def optional(record, field):
-    """[text], or [] where it is absent: tables write null or "" there."""
+    """Return [text], or [] where it is absent: tables write null or "" there."""
     value = record.data.get(field)
     return [] if value is None or not str(value).strip() else [jsonl.text(record, field)]
 
 
 def text_only(record, path, value, weights=(None, 1)):
-    """The value, if it is an object and holds nothing that training on text would ignore.
+    """Raise UserError if a row or message is no object, or has what training on text ignores.
 
     weights: what it may say of how much it counts.
     """
@@ -260,7 +262,6 @@ def text_only(record, path, value, weights=(None, 1)):
         if value.get(key) not in weights:
             hint = "give rows that count 1 or true, of KTO those with label true"
             raise error(record, f"{path}.{key}".strip("."), value[key], hint)
-    return value
 
 
 def error(record, path, value, hint):

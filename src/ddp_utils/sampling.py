@@ -5,7 +5,9 @@ P prompts, S samples of each, B rows in a batch, V words in the vocabulary.
 
 import importlib.util
 import inspect
+import itertools
 import numbers
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -13,6 +15,21 @@ import transformers
 from ddp_utils import UserError, distributed, files, jsonl
 from ddp_utils.metrics import wilson
 from ddp_utils.sampler import MicroBatch, seed_of, share
+
+
+class SampleSpec(NamedTuple):
+    """How replies are drawn."""
+
+    temperature: float  # 0: the most probable word each time
+    top_p: float
+    max_new_tokens: int
+    batch_size: int  # replies of one forward
+    seed: int
+
+    @classmethod
+    def of(cls, config):
+        """Return that of a script whose settings have these names."""
+        return cls._make(getattr(config, name) for name in cls._fields)
 
 
 class SeededNoise(transformers.LogitsProcessor):
@@ -33,59 +50,61 @@ class SeededNoise(transformers.LogitsProcessor):
 
 @torch.no_grad()
 def generate(
-    scorer, prompts, ends, world, config, samples=1, poll=lambda: None, first=0, keep_end=False
+    scorer, prompts, ends, world, spec, samples=1, poll=lambda: None, first=0, keep_end=False
 ):
     """Token ids of `samples` replies to each prompt, without their end: P x S lists, on all ranks.
 
-    prompts: P lists of token ids; ends: ids that end a reply. config: temperature (0: greedy),
-    top_p, max_new_tokens, batch_size, seed; first: the number of the first prompt. Batches are cut
-    from the whole list and then shared out, and each reply has its own random stream, so the number
-    of ranks changes nothing.
+    prompts: P lists of token ids; ends: ids that end a reply; spec: a SampleSpec; first: the number
+    of the first prompt. Batches are cut from the whole list and then shared out, and each reply has
+    its own random stream, so the number of ranks changes nothing.
     """
-    rows = [(place, sample) for place in range(len(prompts)) for sample in range(samples)]
-    size = config.batch_size
-    cuts = [rows[start : start + size] for start in range(0, len(rows), size)]
-    parts, found = [], []
-    for part in share(range(len(cuts)), [0] * len(cuts), world, budget=1):
+    rows = list(itertools.product(range(len(prompts)), range(samples)))  # (prompt, sample)
+    starts = range(0, len(rows), spec.batch_size)
+    micro_batches = []
+    replies = []
+    for cut_batch in share(range(len(starts)), [0] * len(starts), world, budget=1):
         poll()  # stop between two batches, if asked to
-        cut = cuts[part.index[0]]
-        ids = [prompts[place] for place, _ in cut]
-        seeds = [seed_of(config.seed, first + place, sample) for place, sample in cut]
-        replies = _batch(scorer, ids, seeds, ends, config, world.device)  # [B, new tokens]
-        places = list(range(part.index[0] * size, part.index[0] * size + len(cut)))
-        parts.append(MicroBatch(places, part.weight * len(cut)))
-        found.append(replies + 1)  # 0 is what no rank has written
-    table = distributed.gather_by_index(len(rows), parts, found, world).long() - 1
+        start = starts[cut_batch.index[0]]
+        cut = rows[start : start + spec.batch_size]
+        ids = [prompts[prompt] for prompt, _ in cut]
+        seeds = [seed_of(spec.seed, first + prompt, sample) for prompt, sample in cut]
+        micro_batches.append(
+            MicroBatch([*range(start, start + len(cut))], cut_batch.weight * len(cut))
+        )
+        # 0 is what no rank has written
+        replies.append(1 + _batch(scorer, ids, seeds, ends, spec, world.device))  # [B, new tokens]
+    table = distributed.gather_by_index(len(rows), micro_batches, replies, world).long() - 1
     return [_until_end(reply, ends, keep_end) for reply in table.tolist()]
 
 
-def _batch(scorer, prompts, seeds, ends, config, device):
+def _batch(scorer, prompts, seeds, ends, spec, device):
     """One call of transformers' generate on prompts padded on the left, padded to full length."""
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
     steps = []
-    if config.temperature > 0:
-        steps = [transformers.TemperatureLogitsWarper(config.temperature)]
-        steps += [transformers.TopPLogitsWarper(config.top_p)] if config.top_p < 1 else []
-        steps += [SeededNoise(seeds)]
+    if spec.temperature > 0:
+        steps.append(transformers.TemperatureLogitsWarper(spec.temperature))
+        if spec.top_p < 1:
+            steps.append(transformers.TopPLogitsWarper(spec.top_p))
+        steps.append(SeededNoise(seeds))
+    end = ends[0] if ends else 0
     output = scorer.generate(
         ids,
         attention_mask=mask,
         do_sample=False,  # the noise is the sampling
         logits_processor=transformers.LogitsProcessorList(steps),
-        max_new_tokens=config.max_new_tokens,
+        max_new_tokens=spec.max_new_tokens,
         eos_token_id=ends,
-        pad_token_id=ends[0] if ends else 0,
+        pad_token_id=end,
     )[:, width:]
-    end = ends[0] if ends else 0
-    return torch.nn.functional.pad(output, (0, config.max_new_tokens - output.shape[1]), value=end)
+    return torch.nn.functional.pad(output, (0, spec.max_new_tokens - output.shape[1]), value=end)
 
 
 def _until_end(reply, ends, keep):
-    for place, token in enumerate(reply):
+    for length, token in enumerate(reply):
         if token in ends:
-            return reply[: place + keep]
+            return reply[: length + keep]
     return reply
 
 

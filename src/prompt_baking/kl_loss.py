@@ -7,12 +7,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ddp_utils.fast.frozen_head import FrozenHead
 from ddp_utils.logps import CHUNK, WIDE_CHUNK
 
 
 def kl(teacher, student):
     """KL(teacher || student) = sum p_t (log p_t - log p_s), in nats: logits [n, V] each -> [n]."""
-    teacher, student = teacher.float().log_softmax(-1), student.float().log_softmax(-1)
+    teacher = teacher.float().log_softmax(-1)
+    student = student.float().log_softmax(-1)
     return (teacher.exp() * (teacher - student)).sum(-1)  # vecdot is bf16 under autocast
 
 
@@ -26,19 +28,20 @@ def head_kl(head, student, teacher):
     if type(head) is nn.Linear and not hooked and student.requires_grad:
         return FrozenKL.apply(student, teacher, head.weight, head.bias, size)
 
-    def part(states, targets):
-        return kl(head(targets), head(states))
+    def chunk_kl(student, teacher):
+        return kl(head(teacher), head(student))
 
-    chunks = list(zip(student.split(size), teacher.split(size), strict=True))
-    if not torch.is_grad_enabled():
-        return torch.cat([part(*chunk) for chunk in chunks])
-    return torch.cat([checkpoint(part, *chunk, use_reentrant=False) for chunk in chunks])
+    divergences = []
+    for chunk in zip(student.split(size), teacher.split(size), strict=True):
+        divergences.append(checkpoint(chunk_kl, *chunk, use_reentrant=False))
+    return torch.cat(divergences)
 
 
-class FrozenKL(torch.autograd.Function):
+class FrozenKL(FrozenHead):
     """KL under a head that is not trained: three matrix products a token, no logits kept.
 
-    Its derivative by the student's hidden state, (p_s - p_t) W, is made while both are at hand.
+    What the backward of FrozenHead needs is the derivative by the student's hidden state with the
+    opposite sign, (p_t - p_s) W. It is computed while both distributions are at hand.
     """
 
     @staticmethod
@@ -46,24 +49,20 @@ class FrozenKL(torch.autograd.Function):
         device = student.device.type
         half = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         weight = weight.to(half or weight.dtype)
-        found = student.new_empty(len(student), dtype=torch.float32)
-        rises = torch.empty_like(student)  # [N, D]
+        divergences = student.new_empty(len(student), dtype=torch.float32)
+        falls = torch.empty_like(student)  # [N, D]
 
         def log_probs(states):
             logits = states.to(weight.dtype) @ weight.T  # [n, V]
             return (logits if bias is None else logits + bias).float().log_softmax(-1)
 
-        parts = (tensor.split(size) for tensor in (student, teacher, found, rises))
-        for mine, other, divergence, rise in zip(*parts, strict=True):
-            wanted, given = log_probs(other), log_probs(mine)  # [n, V]
-            gap = wanted - given
-            wanted.exp_()
-            divergence.copy_(gap.mul_(wanted).sum(-1))
-            rise.copy_(given.exp_().sub_(wanted).to(weight.dtype) @ weight)
-        ctx.save_for_backward(rises)
-        return found
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (rises,) = ctx.saved_tensors
-        return (rises * gradient[:, None]).to(rises.dtype), None, None, None, None
+        for start in range(0, len(student), size):
+            chunk = slice(start, start + size)
+            target = log_probs(teacher[chunk])  # [n, V]
+            log_prob = log_probs(student[chunk])
+            gap = target - log_prob
+            target.exp_()
+            divergences[chunk] = gap.mul_(target).sum(-1)
+            falls[chunk] = target.sub_(log_prob.exp_()).to(weight.dtype) @ weight
+        ctx.save_for_backward(falls)
+        return divergences

@@ -11,21 +11,21 @@ nothing else: the tokens that would be, if each reply were a row of its own.
 """
 
 import bisect
-import contextlib
 from typing import NamedTuple
 
 from ddp_utils import UserError, jsonl, preference_data
-from ddp_utils.encoder import common_prefix, plain
+from ddp_utils.encoder import common_prefix, plain, without_space
+from ddp_utils.preference_data import Shape, Unusable
 from ddp_utils.readers import conversations
 
-SHAPES = {  # what a row must have -> its kind
-    ("instruction", "output"): "alpaca",
-    ("conversations",): "sharegpt",
-    ("messages",): "messages",
-    ("prompt", "completion"): "custom",
-    ("prompt", "response"): "custom",
-    ("question", "answer"): "custom",
-}
+SHAPES = [  # the first one whose two fields (or one) a row has
+    Shape("alpaca", ("instruction", "output", "input", "history")),
+    Shape("sharegpt", ("conversations",)),
+    Shape("messages", ("messages",)),
+    Shape("custom", ("prompt", "completion")),
+    Shape("custom", ("prompt", "response")),
+    Shape("custom", ("question", "answer")),
+]
 NAMES = "prompt_field and response_field"
 
 
@@ -51,6 +51,11 @@ class Text(NamedTuple):
         return sum(self.scored)
 
     @property
+    def lengths(self):
+        """Tokens of each part, of which the data report has the means."""
+        return {"prompt": len(self.prompt), "reply": len(self.reply), "trained": self.trained}
+
+    @property
     def targets(self):
         """The trained tokens, as the one side that a text has."""
         return [[token for token, on in zip(self.reply, self.scored, strict=True) if on]]
@@ -60,19 +65,19 @@ class Text(NamedTuple):
         return self.row - 1
 
     def rows(self):
-        """As the row of a padded batch: what is fed, and the place before each target."""
+        """As the row of a padded batch: what is fed, and the index before each target."""
         before = len(self.prompt) - 1
-        places = [before + place for place, on in enumerate(self.scored) if on]
-        return [((self.prompt + self.reply)[:-1], places)]
+        hidden_index = [before + index for index, on in enumerate(self.scored) if on]
+        return [((self.prompt + self.reply)[:-1], hidden_index)]
 
     def stretch(self):
-        """As one stretch of a packed row: fed ids, positions, span (P, C, R), places."""
-        [(ids, places)] = self.rows()
-        return ids, [*range(len(ids))], (len(ids), 0, 0), [places]
+        """As one stretch of a packed row: fed ids, positions, span (P, C, R), hidden index."""
+        [(ids, hidden_index)] = self.rows()
+        return ids, [*range(len(ids))], (len(ids), 0, 0), [hidden_index]
 
 
 def read(path, encoder, kind="auto", fields=(), limit=-1, on_bad_record="error"):
-    """The usable texts of a data file and its report.
+    """Return the usable texts of a data file and its report.
 
     kind: as the setting `format`; auto tells it by the fields of the first row. fields: of a
     custom row, the names of its prompt and its reply. Rows without a reply are dropped and
@@ -80,156 +85,151 @@ def read(path, encoder, kind="auto", fields=(), limit=-1, on_bad_record="error")
     """
     kind = "custom" if kind == "auto" and fields else kind
     if [bool(name) for name in fields] != [True] * (2 if kind == "custom" else 0):
-        given = f"given: {', '.join(map(repr, fields)) or 'none':.100}"
-        raise UserError(f"{path}: {NAMES} belong to the format custom, which needs both; {given}")
-    shape, seen, unread = None, set(), set()
+        values = f"given: {', '.join(map(repr, fields)) or 'none':.100}"
+        raise UserError(f"{path}: {NAMES} belong to the format custom, which needs both; {values}")
+    seen = set()
 
-    def make(record, row):
-        nonlocal shape
-        shape = shape or find_shape(record, kind, tuple(fields))
-        prompt, reply = example(record, *shape)
-        text = encode(encoder, record.where, prompt, reply, every=shape[0] != "preference")
+    def find(record):
+        return find_shape(record, kind, tuple(fields))
+
+    def make(record, shape):
+        prompt, reply = example(record, shape)
+        text = encode(encoder, record.where, prompt, reply, every=not shape.format)
         if (plain(prompt), reply) in seen:
-            encoder.counts["same as an earlier row"].append(row)
+            encoder.notes.add("same as an earlier row")
         seen.add((plain(prompt), reply))
-        unread.update(_unread(record, *shape))
         return text
 
-    texts, counted = preference_data.collect(path, encoder, make, limit, on_bad_record)
-    parts = {part: [len(getattr(text, part)) for text in texts] for part in ("prompt", "reply")}
-    parts["trained"] = [text.trained for text in texts]
-    return texts, preference_data.report(path, shape[0], encoder, counted, unread, parts)
+    return preference_data.collect(path, encoder, find, make, limit, on_bad_record)
 
 
 # --- record -> prompt and reply ------------------------------------------------------------------
 
 
-def find_shape(record, kind="auto", fields=()):
-    """(kind, its fields; of a preference, its format); UserError names the nearest if none fits."""
-    if kind == "preference":
-        return kind, (preference_data.find_format(record),)
-    if kind == "auto":
-        with contextlib.suppress(UserError):
-            return "preference", (preference_data.find_format(record),)
-    for names, known in SHAPES.items():
-        if kind == known != "custom" or kind == "auto" and record.data.keys() >= set(names):
-            return known, names
+def find_shape(record, kind="auto", fields=()) -> Shape:
+    """Return the Shape of a row; UserError names the nearest if none fits."""
+    if kind in ("auto", "preference"):
+        try:
+            return preference_data.find_shape(record)._replace(kind="preference")
+        except UserError:
+            if kind == "preference":
+                raise
     if kind == "custom":
-        return kind, fields
-    nearest = preference_data.unknown(record, [*SHAPES, *preference_data.FIELDS.values()])
+        return Shape(kind, fields)
+    for shape in SHAPES:
+        if kind == shape.kind or kind == "auto" and record.data.keys() >= set(shape.fields[:2]):
+            return shape
+    known = [shape.fields[:2] for shape in SHAPES]
+    nearest = preference_data.unknown(record, [*known, *preference_data.FIELDS.values()])
     raise UserError(f"{nearest}; or name yours: {NAMES}")
 
 
-def example(record, kind, fields):
-    """(prompt, reply) as in formats.Example; UserError if malformed, Unusable without a reply."""
+def example(record, shape):
+    """Return the prompt and the reply of a row; UserError if malformed, Unusable if it has none."""
     preference_data.text_only(record, "", record.data)
-    if kind == "preference":
-        prompt, reply, _ = preference_data.prompt_and_sides(record, fields[0])
-    elif len(fields) == 2:
-        history = _history(record) if kind == "alpaca" else []
-        prompt = preference_data.question(record, fields[0], kind == "alpaca", history)
-        reply = preference_data.response(record, fields[1])
-    else:
-        turns = preference_data.system_of(record) + conversations.turns_of(record, *fields)
-        turns = conversations.in_order(record, *fields, turns, "assistant")
+    if shape.format:
+        prompt, reply, _ = preference_data.prompt_and_sides(record, shape.format)
+    elif shape.kind in ("sharegpt", "messages"):
+        [field] = shape.fields
+        turns = preference_data.system_of(record) + conversations.turns_of(record, field)
+        turns = conversations.in_order(record, field, turns, "assistant")
         while turns and "weight" in turns[-1]:  # nothing behind the last trained reply matters
             turns = turns[:-2]
         if len(turns) < 2:
-            raise preference_data.Unusable("no reply to train")
-        *prompt, last = turns
-        reply = last["content"]
+            raise Unusable("no reply to train")
+        prompt = turns[:-1]
+        reply = turns[-1]["content"]
+    else:
+        alpaca = shape.kind == "alpaca"
+        history = _history(record) if alpaca else []
+        prompt = preference_data.question(record, shape.fields[0], alpaca, history)
+        reply = preference_data.response(record, shape.fields[1])
     if not reply.strip():
-        raise preference_data.Unusable("empty response")
+        raise Unusable("empty response")
     return prompt, reply
 
 
 def _history(record):
-    """The turns of [[question, answer], ...]; null or [] where there are none."""
+    """Return the turns of [[question, answer], ...]; null or [] where there are none."""
     history = record.data.get("history") or []
     turns = []
-    if not isinstance(history, list) or not all(
-        isinstance(exchange, list) and len(exchange) == 2 for exchange in history
-    ):
-        raise preference_data.error(record, "history", history, "give [[question, answer], ...]")
-    for number, exchange in enumerate(history):
-        path = f"history[{number}]"
+    for exchange in history if isinstance(history, list) else [history]:
+        if not isinstance(exchange, list) or len(exchange) != 2:
+            raise preference_data.error(
+                record, "history", history, "give [[question, answer], ...]"
+            )
         for role, value in zip(("user", "assistant"), exchange, strict=True):
-            content = jsonl.text(jsonl.Record(record.where, {path: value}), path)
+            content = jsonl.text(jsonl.Record(record.where, {"history": value}), "history")
             turns.append({"role": role, "content": content})
     return turns
-
-
-def _unread(record, kind, fields):
-    if kind == "preference":
-        return preference_data.unread(record, *fields)
-    also = ("input", "history") if kind == "alpaca" else ()
-    return preference_data.unread_paths(record, {*fields, *also, "system"})
 
 
 # --- prompt and reply -> tokens ------------------------------------------------------------------
 
 
 def encode(encoder, where, prompt, reply, every=True):
-    """The Text of a prompt and its reply; `every`: the replies inside the prompt are trained, too.
+    """Return the Text of a prompt and its reply; `every`: replies inside it are trained, too.
 
     What is too long loses whole exchanges first, the oldest before others, but keeps its system
     turn; then it is cut as a pair is. Raises Unusable if that leaves nothing to train.
     """
-    had = {what: len(rows) for what, rows in encoder.counts.items()}
     opening = prompt
-    talk = every and isinstance(prompt, list)
-    mended = set()
-    if talk:
-        system = prompt[: prompt[0]["role"] == "system"]
-        opening = prompt[: len(system) + 1]
-        turns = prompt[len(system) :]
-        prompt = _fit(encoder, system, _ended(encoder, turns, mended), reply, mended)
+    several = every and isinstance(prompt, list)
+    if several:
+        opening = prompt[: _system(prompt) + 1]
+        prompt = _fit(encoder, _ended(encoder, prompt), reply)
     pair = encoder.encode(preference_data.Example(where, prompt, reply, reply))
     ids = pair.prompt + pair.chosen
     scored = [0] * len(pair.prompt) + [1] * len(pair.chosen)
-    for start, stop in _earlier(encoder, prompt, ids, mended) if talk else ():
+    for start, stop in _earlier(encoder, prompt, ids) if several else ():
         scored[start:stop] = [1] * (stop - start)
     if 1 not in scored:
-        raise preference_data.Unusable("no trained token left")
-    for what in sorted(mended):
-        if len(encoder.counts[what]) == had.get(what, 0):  # or else encoder.encode has counted it
-            encoder.counts[what].append(where.rsplit(":", 1)[1])
+        raise Unusable("no trained token left")
     first = scored.index(1)
     return Text(ids[:first], ids[first:], scored[first:], where, plain(opening))
 
 
-def _ended(encoder, turns, mended):
-    """Replies without an end token of their own: a template writes one; without template, we do."""
+def _system(prompt):
+    """How many system turns a conversation begins with: 0 or 1."""
+    return int(prompt[0]["role"] == "system")
+
+
+def _ended(encoder, turns):
+    """Give replies no end token if a template writes one, else exactly one."""
     end = _end(encoder)
     ended = []
     for turn in turns:
         if turn["role"] == "assistant":
             reply = turn["content"].removesuffix(end)
             if reply != turn["content"]:
-                mended.add("end token in the text")
+                encoder.notes.add("end token in the text")
             turn = {**turn, "content": reply if encoder.templated else reply + end}
         ended.append(turn)
     return ended
 
 
-def _fit(encoder, system, turns, reply, mended):
-    """The prompt without as few of its first exchanges as it takes to fit with its reply."""
+def _fit(encoder, prompt, reply):
+    """Return the prompt without as few of its first exchanges as it takes to fit with its reply."""
+    first = _system(prompt)
 
-    def fits(dropped):
-        prompt = system + turns[2 * dropped :]
-        whole = encoder.joined(prompt, reply, encoder.text(prompt))
+    def without(exchanges):
+        return prompt[:first] + prompt[first + 2 * exchanges :]
+
+    def fits(exchanges):
+        rest = without(exchanges)
+        whole = encoder.joined(rest, reply, encoder.text(rest))
         return len(encoder.ids(whole)) < encoder.max_length  # its end takes a token
 
-    dropped = bisect.bisect_left(range(len(turns) // 2), True, key=fits)
-    if dropped:
-        mended.add("truncated")
-    return system + turns[2 * dropped :]
+    exchanges = bisect.bisect_left(range(len(prompt[first:]) // 2), True, key=fits)
+    if exchanges:
+        encoder.notes.add("truncated")
+    return without(exchanges)
 
 
-def _earlier(encoder, prompt, ids, mended):
-    """Where the replies inside a prompt stand in its ids: [(start, stop), ...].
+def _earlier(encoder, prompt, ids):
+    """Return where the replies inside a prompt stand in its ids: [(start, stop), ...].
 
-    [] if the template writes one of them, white space aside, otherwise than where it is the last:
+    None if the template writes one of them, white space aside, otherwise than where it is the last:
     that is not what the model should say there.
     """
     whole = encoder.text(prompt)
@@ -240,22 +240,21 @@ def _earlier(encoder, prompt, ids, mended):
             continue
         before = encoder.text(prompt[:number])
         reply = turn["content"].strip()
-        as_last = encoder.joined(prompt[:number], reply, before)[len(before) :] + end
+        as_last = encoder.joined(prompt[:number], reply, before) + end
         stop = whole.find(reply, len(before)) + len(reply)
         stop = whole.find(end, stop) + len(end)
-        inside = "".join(whole[len(before) : stop].split())
-        if not whole.startswith(before) or inside != "".join(as_last.split()):
-            mended.add("only the last reply is trained")
+        if without_space(whole[:stop]) != without_space(as_last):
+            encoder.notes.add("only the last reply is trained")
             return []
-        known = encoder.ids(before)
-        start = common_prefix(known, ids)
-        if start < len(known):
-            mended.add("merged at the seam")
+        asked = encoder.ids(before)
+        start = common_prefix(asked, ids)
+        if start < len(asked):
+            encoder.notes.add("merged at the seam")
         start = max(start, 1)  # nothing would predict a first token
         spans.append((start, common_prefix(encoder.ids(whole[:stop]), ids)))
     return spans
 
 
 def _end(encoder):
-    """The text of the token that ends a reply, or ""."""
+    """Return the text of the token that ends a reply, or ""."""
     return "" if encoder.end is None else encoder.tokenizer.decode([encoder.end])

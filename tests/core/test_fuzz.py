@@ -178,33 +178,11 @@ def test_any_flags(flags):
     taken(parse, flags)
 
 
-# --- paths ---------------------------------------------------------------------------------------
-
-steps = st.sampled_from(
-    ["..", ".", "~", "~root", "", "data", "file", "*", "a b", "$HOME", "\u00e4", "/"]
-)
-
-
-@fuzz(400)
-@given(st.lists(steps, max_size=5).map("/".join), st.booleans())
-def test_any_path(file, path, absolute):
-    path = f"{file.parent}/{path}" if absolute else path
-    taken(jsonl.resolve, path)
-    taken(jsonl.read, path)
-
-
 # --- YAML ----------------------------------------------------------------------------------------
 
 PLAIN = ["~", "1", "1e-4", "2020-99-99", "12:30:00", "no", ".nan", "9" * 5000, "[1", "- 1", "'"]
-PLAIN += [
-    "!!bool maybe",
-    "!!timestamp x",
-    "!!binary x",
-    "!!python/object:os.system x",
-    "x: y",
-    "<<",
-]
-PLAIN += ["*a", "|", "\t", "\0", "\ufeff", "\x85", "%YAML 1.1", "---", "@"]
+PLAIN += ["!!bool maybe", "!!timestamp x", "!!python/object:os.system x", "x: y", "<<", "*a", "|"]
+PLAIN += ["\t", "\0", "\ufeff", "\x85", "%YAML 1.1", "---", "@"]
 fields = st.sampled_from(["beta", "seed", "method", "shuffle", "train_data", "BETA"])
 lines = st.tuples(fields, st.sampled_from([": ", ":", ": &a ", ":\n  "]), st.sampled_from(PLAIN))
 

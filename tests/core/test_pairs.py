@@ -55,7 +55,7 @@ def test_complaint_08_no_token_is_lost_or_doubled_at_the_seam(bos, prompt, chose
     tok = tokenizer(bos)
     encoder = Encoder(tok)
     pair = encoder.encode(Example("f:1", prompt, chosen, rejected))
-    assert "truncated" not in encoder.counts
+    assert "truncated" not in encoder.notes
     for response, text in ((pair.chosen, chosen), (pair.rejected, rejected)):
         assert response[-1] == tok.eos_token_id
         assert pair.prompt + response[:-1] == tok(prompt + text).input_ids
@@ -69,7 +69,7 @@ def test_complaint_08_a_merged_token_belongs_to_the_response():
     tok = tokenizer()
     encoder = Encoder(tok)
     pair = encoder.encode(Example("f:7", "xa", "b", "c"))
-    assert encoder.counts["merged at the seam"] == ["7"]
+    assert encoder.notes == {"merged at the seam"}
     words = tok.convert_ids_to_tokens
     assert words(pair.prompt) == ["<s>", "x"]
     assert words(pair.chosen) == ["ab", "</s>"]
@@ -131,7 +131,7 @@ def test_complaint_11_every_kept_row_has_a_response_token_and_one_prompt(
     pair, whole = encoder.encode(row), Encoder(TOKENIZER, max_length=10_000).encode(row)
     assert pair.prompt and pair.chosen and pair.rejected
     assert len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)) <= max_length
-    assert ("truncated" in encoder.counts) == (whole != pair)
+    assert ("truncated" in encoder.notes) == (whole != pair)
     assert whole.chosen[: len(pair.chosen)] == pair.chosen  # cut at its end, if at all
 
 
@@ -142,7 +142,7 @@ def test_the_prompt_is_cut_first_and_keeps_its_bos(side, kept):
     pair = encoder.encode(Example("f:1", "0123456789", "abc", "de"))
     assert tok.convert_ids_to_tokens(pair.prompt) == ["<s>", *kept]
     assert tok.decode(pair.chosen) == "abc</s>"
-    assert encoder.counts["truncated"] == ["1"]
+    assert encoder.notes == {"truncated"}
     # beside a long response a quarter of max_length stays of the prompt
     parts = Encoder(tok, max_length=16, truncation=side).cut([3] * 20, [4] * 20, [5] * 14)
     assert [len(part) for part in parts] == [4, 12, 12]
@@ -236,35 +236,14 @@ TALK = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("template", "bos", "text", "end"),
-    [
-        (
-            LLAMA3,
-            True,
-            "<s><|h|>system<|/h|>\n\nBe kind.<|eot|><|h|>user<|/h|>\n\nHi<|eot|>"
-            "<|h|>assistant<|/h|>\n\nHello!<|eot|><|h|>user<|/h|>\n\nWho?<|eot|><|h|>assistant<|/h|>\n\nMe.<|eot|>",
-            "<|eot|>",
-        ),
-        (
-            GEMMA,
-            True,
-            "<s><|h|>user\nBe kind.\n\nHi<|eot|>\n<|h|>model\nHello!<|eot|>\n<|h|>user\nWho?"
-            "<|eot|>\n<|h|>model\nMe.<|eot|>",
-            "<|eot|>",
-        ),
-        (
-            CHATML,
-            False,
-            "<|h|>system\nBe kind.</s>\n<|h|>user\nHi</s>\n<|h|>assistant\nHello!</s>\n"
-            "<|h|>user\nWho?</s>\n<|h|>assistant\nMe.</s>",
-            "</s>",
-        ),
-    ],
-    ids=["llama3", "gemma", "chatml without bos"],
-)
-def test_a_conversation_is_rendered_as_the_template_says(template, bos, text, end):
-    tok = chat_tokenizer(template, bos)
+RENDERED = json.loads((ROOT / "tests/data/templates_expected.json").read_text())["rendered"]
+TEMPLATES = {"llama3": LLAMA3, "gemma": GEMMA, "chatml without bos": CHATML}
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_a_conversation_is_rendered_as_the_template_says(name):
+    text, end = RENDERED[name]
+    tok = chat_tokenizer(TEMPLATES[name], bos="without" not in name)
     encoder = Encoder(tok)
     pair = encoder.encode(Example("f:1", TALK, "Me.", "No."))
     assert tok.decode(pair.prompt + pair.chosen) == text
@@ -293,21 +272,6 @@ def test_prompt_and_reply_have_the_ids_of_the_conversation_as_transformers_rende
         if "<think>" not in reply or arguments != {"enable_thinking": False}:
             assert pair.prompt == asked
     assert trajectories.prompts(encoder, "S", "Hi")[0] == encoder.ids(encoder.text("Hi"))
-
-
-KWARGS = [
-    ('{"enable_think": false}', "auto", ": no chat template takes enable_think; leave it out"),
-    ('{"enable_thinking": 1}', "none", ": no chat template takes enable_thinking; leave"),
-    ("[1]", "auto", ': give an object, such as {"enable_thinking": false}'),
-    ("thinking=no", "auto", ":1:1: not JSON: Expecting value; give an object, such as {"),
-]
-
-
-def test_arguments_that_no_template_takes_are_one_line():
-    for text, template, says in KWARGS:
-        with pytest.raises(UserError) as caught:
-            Encoder(chat_tokenizer(THINKING), template, kwargs=text)
-        assert str(caught.value).startswith(f"--chat_template_kwargs{says}")
 
 
 def test_a_conversation_without_a_template_becomes_a_transcript():
@@ -392,4 +356,4 @@ def test_a_file_as_hh_is_read_by_default(tmp_path):
         *("transcript", 100, 97, 97),
     )
     reasons = {"empty response": ["10"], "prompts differ": ["20"]}
-    assert report["dropped"] == {**reasons, "two turns of one side in a row": ["30"]}
+    assert report["dropped"] == {**reasons, "not a question and an answer by turns": ["30"]}

@@ -2,8 +2,6 @@
 
 import gzip
 import json
-import os
-import threading
 
 import pytest
 
@@ -37,25 +35,22 @@ def complaint(file):
 # --- what is read --------------------------------------------------------------------------------
 
 READ = {  # bytes -> where each record is, behind the name of the file
-    GOOD + b"\n" + GOOD: ["1", "2"],
-    b"\xef\xbb\xbf" + GOOD + b"\r\n" + GOOD + b"\r\n": ["1", "2"],
-    b"\n  \n" + GOOD + b"\n\n\t\n" + GOOD + b"\n": ["3", "6"],
-    b"\xef\xbb\xbf[\n" + GOOD + b",\n\n" + GOOD + b"\n]\n\n": ["2", "4"],
-    b'[\r\n{\r\n"a":\r\n"x"}\r\n,\r\n' + GOOD + b"]": ["2", "6"],
-    b"[" + GOOD + b"," + GOOD + b",\n" + GOOD + b"," + GOOD + b"]": [
-        *("1", "1 (item 2)", "2", "2 (item 4)")  # as json.dump writes them
-    ],
+    GOOD + b"\n" + GOOD: [":1", ":2"],
+    b"\xef\xbb\xbf" + GOOD + b"\r\n" + GOOD + b"\r\n": [":1", ":2"],
+    b"\n  \n" + GOOD + b"\n\n\t\n" + GOOD + b"\n": [":3", ":6"],
+    b"\xef\xbb\xbf[\n" + GOOD + b",\n\n" + GOOD + b"\n]\n\n": ["[0]", "[1]"],
+    b'[\r\n{\r\n"a":\r\n"x"}\r\n,\r\n' + GOOD + b"]": ["[0]", "[1]"],
 }
 
 
-def test_good_files_packed_or_not_are_read_with_the_line_of_each_record(tmp_path):
+def test_good_files_packed_or_not_are_read_with_the_place_of_each_record(tmp_path):
     for raw, places in READ.items():
         for content in (raw, gzip.compress(raw)):
             file = write(tmp_path, content, "f.txt")
-            wanted = [(f"{file}:{place}", {"a": "x"}) for place in places]
-            assert jsonl.read(file) == wanted
-            assert jsonl.read(file, limit=1) == wanted[:1]
-            assert jsonl.read(file, limit=9) == wanted
+            rows = [(f"{file}{place}", {"a": "x"}, place.strip("[:]")) for place in places]
+            assert jsonl.read(file) == rows
+            assert jsonl.read(file, limit=1) == rows[:1]
+            assert jsonl.read(file, limit=9) == rows
 
 
 def test_only_a_newline_ends_a_record_and_every_value_comes_through(tmp_path):
@@ -75,25 +70,20 @@ def test_a_relative_path_is_looked_up_here_first_and_then_in_the_project(tmp_pat
     write(project, b'{"a": "project"}')
     assert jsonl.read("f.jsonl")[0].data == {"a": "project"}
     write(here, b'{"a": "here"}')
-    assert jsonl.read("f.jsonl")[0] == ("f.jsonl:1", {"a": "here"})
+    assert jsonl.read("f.jsonl")[0] == ("f.jsonl:1", {"a": "here"}, "1")
 
 
-# --- what is refused -----------------------------------------------------------------------------
+# --- what is refused: more in corpus/ ------------------------------------------------------------
 
 SYNTAX = {  # bytes -> where, as line:column counted by eye
     b'{"a": }': "1:7",
     GOOD + b'\n{"a": "x",}': "2:11",
-    GOOD + b'\n\n{"a" "x"}': "3:6",
-    GOOD + b'\n{"a": "x': "2:7",
     GOOD + b"\r" + GOOD: "1:12",
-    b'{\n"a": 1}': "1:2",
     b'\xef\xbb\xbf{"a": }': "1:7",
-    b'{"a": "\x00"}': "1:8",
     b"[\n" + GOOD + b",\n]": "3:1",
-    b"[" + GOOD + b",]": "1:13",
     b"[\n" + GOOD + b',\n{"a" 2}]': "3:6",
-    b"[\n" + GOOD + b",": "2:12",
-    b"[," + GOOD + b"]": "1:2",
+    b"[\n" + GOOD + b"\n" + GOOD + b"]": "3:1",
+    b"[" + GOOD + b"]\n[" + GOOD + b"]": "2:1",
 }
 
 
@@ -103,43 +93,16 @@ def test_wrong_json_is_located_by_line_and_column(tmp_path):
 
 
 def test_what_json_cannot_mean_is_located_by_line(tmp_path):
-    values = {
-        b"NaN": "NaN is not a JSON number",
-        b"-Infinity": "-Infinity is not a JSON number",
-        b'{"b": 1, "b": 1}': "field 'b' stands twice",
-        b'{"b": {"c\\n": 1, "c\\n": 2}}': "field 'c\\n' stands twice",
-        b"[" * 100_000: "maximum recursion depth",  # the one limit on depth
-    }
-    for value, says in values.items():
+    for value, says in (
+        (b"NaN", "NaN is not a JSON number"),
+        (b'{"b": 1, "b": 1}', "field 'b' stands twice"),
+        (b'{"b": {"c\\n": 1, "c\\n": 2}}', "field 'c\\n' stands twice"),
+        (b"[" * 100_000, "maximum recursion depth"),  # the one limit on depth
+    ):
         bad = b'{"a": ' + value + b"}"
-        for raw in (GOOD + b"\n" + bad, b"[" + GOOD + b",\n" + bad + b"]"):
-            assert complaint(write(tmp_path, raw)).startswith(f":2: not JSON: {says}")
-
-
-WRONG = {  # bytes -> how the line begins
-    b"": ": 0 records",
-    b"\n \r\n": ": 0 records",
-    b"\xef\xbb\xbf": ": 0 records",
-    b"[\n\n ]": ": 0 records",
-    gzip.compress(b""): ": 0 records",
-    GOOD + b"\nnull": ":2: not a JSON object",
-    GOOD + b"\n[" + GOOD + b"]": ":2: not a JSON object",
-    b"[" + GOOD + b", 7]": ":1 (item 2): not a JSON object; each record is one {...}",
-    b"[" + GOOD + b",\n[]]": ":2: not a JSON object",
-    b"[\n" + GOOD: ":2: expected ',' or the end",
-    b"[\n" + GOOD + b"\n" + GOOD + b"]": ":3: expected ',' or the end",
-    b"[\n" + GOOD + b"\n]\nmore": ":3: expected ',' or the end",
-    b"[" + GOOD + b"]\n[" + GOOD + b"]": ":1: expected ',' or the end",
-    GOOD + b'\n{"a": "\xff"}': ":2: byte 18 is not UTF-8",
-    GOOD + b'\n{"a": "\xed\xa0\x80"}': ":2: byte 18 is not UTF-8",  # a surrogate as bytes
-    '{"a": 1}'.encode("utf-16"): ":1: byte 0 is not UTF-8",
-    b'[\n{"a": "caf\xe9"}]': ":2: byte 12 is not UTF-8",
-}
-
-
-def test_each_file_that_is_none_is_refused_in_one_line(tmp_path):
-    for raw, says in WRONG.items():
-        assert complaint(write(tmp_path, raw)).startswith(says), raw
+        assert complaint(write(tmp_path, GOOD + b"\n" + bad)).startswith(f":2: not JSON: {says}")
+        file = write(tmp_path, b"[" + GOOD + b",\n" + bad + b"]")
+        assert complaint(file).startswith(f": not JSON: {says}")
 
 
 def test_with_skip_a_bad_line_is_a_record_that_holds_its_error(tmp_path):
@@ -148,9 +111,8 @@ def test_with_skip_a_bad_line_is_a_record_that_holds_its_error(tmp_path):
     assert "f.jsonl:3: not a JSON object" in str(rows[2].data)
 
 
-def test_a_gzip_file_that_is_cut_or_damaged_is_refused(tmp_path):
+def test_a_damaged_gzip_file_is_refused(tmp_path):
     whole = gzip.compress(b"\n".join(b'{"a": %d}' % n for n in range(500)), mtime=0)
-    complaint(write(tmp_path, whole[: len(whole) // 2]))
     for place in (0.1, 0.3, 0.5, 0.7, 0.9):
         damaged = bytearray(whole)
         damaged[int(place * len(damaged))] ^= 0xFF
@@ -163,20 +125,6 @@ def test_a_file_above_the_limit_is_refused_packed_or_not(tmp_path, monkeypatch):
         assert complaint(write(tmp_path, content)) == ": more than 5,000 bytes; unpack or split it"
 
 
-def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path, monkeypatch):
-    assert "not a regular file" in complaint(tmp_path)
-    os.mkfifo(tmp_path / "pipe")
-    lines = []
-    read = threading.Thread(target=lambda: lines.append(complaint(tmp_path / "pipe")), daemon=True)
-    read.start()
-    read.join(timeout=5)
-    assert lines and "not a regular file" in lines[0]
-    monkeypatch.chdir(tmp_path)
-    os.symlink("loop", "loop")
-    for name in ("", "a\0b", "loop", "x" * 100, "~nobody_here/f"):
-        assert ": no such file; looked in " in refused(jsonl.read, name)
-
-
 # --- text() --------------------------------------------------------------------------------------
 
 
@@ -187,14 +135,8 @@ def test_text_gives_the_string_as_it_stands(tmp_path):
 
 
 TEXTS = [  # a row -> what is said of its field a
-    *(
-        ({"a": value}, f"is {value!r}; give a non-empty string")
-        for value in (None, 3, True, [], " ")
-    ),
     ({"a": "\u3000"}, "is '\\u3000'; give a non-empty string"),
     ({"a": list(range(10_000))}, "is [0, 1, 2, 3, 4, 5, ...]; give a non-empty string"),
-    ({"a": "x\0"}, "has a NUL or half a surrogate pair; remove it"),
-    ({"a": "\ud800b"}, "has a NUL or half a surrogate pair; remove it"),
     ({"a": "\udc00\ud800"}, "has a NUL or half a surrogate pair; remove it"),
     ({"A": 1, "aa": 1}, "is missing; rename 'aa', if that is meant"),
     ({"instruction": 1, "x\ny": 2}, "is missing; found: instruction, 'x\\ny'"),

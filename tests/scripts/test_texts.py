@@ -60,56 +60,8 @@ def read(tmp_path, *rows, template=None, **options):
 
 # --- kinds of rows -------------------------------------------------------------------------------
 
-ROWS = {  # kind -> row -> what is read and {trained}, without a template and with one (ChatML)
-    "a question": (
-        {"instruction": "Name a metal.", "output": "Iron."},
-        "Name a metal.{Iron.</s>}",
-        "<|h|>user\nName a metal.</s>\n<|h|>assistant\n{Iron.</s>}",
-    ),
-    "alpaca": (
-        {
-            "instruction": "Translate.",
-            "input": "ja",
-            "output": "yes",
-            "system": "Be brief.",
-            "history": [["Hi", "Hello!"], ["Who?", "Me."]],
-        },
-        "\n\nSystem: Be brief.\n\nHuman: Hi\n\nAssistant:{ Hello!</s>}\n\nHuman: Who?\n\nAssistant:"
-        "{ Me.</s>}\n\nHuman: Translate.\nja\n\nAssistant:{ yes</s>}",
-        "<|h|>system\nBe brief.</s>\n<|h|>user\nHi</s>\n<|h|>assistant\n{Hello!</s>}\n<|h|>user\n"
-        "Who?</s>\n<|h|>assistant\n{Me.</s>}\n<|h|>user\nTranslate.\nja</s>\n<|h|>assistant\n{yes</s>}",
-    ),
-    "sharegpt": (
-        {
-            "system": "Rhyme.",
-            "conversations": [
-                {"from": "human", "value": "Cat?"},
-                {"from": "gpt", "value": "Hat."},
-                {"from": "human", "value": "Dog?"},
-                {"from": "gpt", "value": " Fog. "},
-            ],
-        },
-        "\n\nSystem: Rhyme.\n\nHuman: Cat?\n\nAssistant:{ Hat.</s>}\n\nHuman: Dog?\n\nAssistant:"
-        "{  Fog. </s>}",
-        "<|h|>system\nRhyme.</s>\n<|h|>user\nCat?</s>\n<|h|>assistant\n{Hat.</s>}\n<|h|>user\nDog?"
-        "</s>\n<|h|>assistant\n{ Fog. </s>}",
-    ),
-    "messages": (
-        {"messages": talk("Hi", "Ho", system="Sing.")},
-        "\n\nSystem: Sing.\n\nHuman: Hi\n\nAssistant:{ Ho</s>}",
-        "<|h|>system\nSing.</s>\n<|h|>user\nHi</s>\n<|h|>assistant\n{Ho</s>}",
-    ),
-    "custom": (
-        {"question": "2 + 2 =", "answer": " 4"},
-        "2 + 2 ={ 4</s>}",
-        "<|h|>user\n2 + 2 =</s>\n<|h|>assistant\n{ 4</s>}",
-    ),
-    "preference": (  # as DPO reads it: of a conversation the chosen reply alone
-        {"prompt": talk("Hi", "Ho", "Up?"), "chosen": "Down.", "rejected": ""},
-        "\n\nHuman: Hi\n\nAssistant: Ho\n\nHuman: Up?\n\nAssistant:{ Down.</s>}",
-        "<|h|>user\nHi</s>\n<|h|>assistant\nHo</s>\n<|h|>user\nUp?</s>\n<|h|>assistant\n{Down.</s>}",
-    ),
-}
+# kind -> row -> what is read and {trained}, without a template and with one (ChatML)
+ROWS = json.loads((ROOT / "tests/data/texts_expected.json").read_text())
 
 
 @pytest.mark.parametrize("kind", ROWS)
@@ -218,7 +170,6 @@ PHI3 = (  # eos behind the whole: a conversation that goes on does not begin wit
     "{% for m in messages %}<|h|>{{ m.role }}\n{{ m.content }}<|eot|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|h|>assistant\n{% else %}</s>{% endif %}"
 )
-EMPTY = "<think>\n\n</think>\n\n"
 EACH = THINKING.replace("loop.last", "true")  # a thought before each reply, as TRL trains Qwen3
 NUMBERED = (  # turns are counted from the last one
     "{% for m in messages %}{{ loop.revindex }}{{ m.content }}<|eot|>{% endfor %}"
@@ -228,51 +179,19 @@ UNENDED = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
 TALK = talk("Hi", "Hello! ", "Who?", system="Be kind.")
 
 
-@pytest.mark.parametrize(
-    ("template", "bos", "expected"),
-    [
-        (
-            LLAMA3,
-            True,
-            "<s><|h|>system<|/h|>\n\nBe kind.<|eot|><|h|>user<|/h|>\n\nHi<|eot|>"
-            "<|h|>assistant<|/h|>\n\n{Hello! <|eot|>}<|h|>user<|/h|>\n\nWho?<|eot|>"
-            "<|h|>assistant<|/h|>\n\n{Me.<|eot|>}",
-        ),
-        (
-            GEMMA,
-            True,
-            "<s><|h|>user\nBe kind.\n\nHi<|eot|>\n<|h|>model\n{Hello! <|eot|>}\n<|h|>user\nWho?"
-            "<|eot|>\n<|h|>model\n{Me.<|eot|>}",
-        ),
-        (
-            LLAMA2,
-            True,
-            "<s>[INST] Be kind.\n\nHi [/INST]{ Hello! </s>}<s>[INST] Who? [/INST]{Me.</s>}",
-        ),
-        (
-            PHI3,
-            False,
-            "<|h|>system\nBe kind.<|eot|>\n<|h|>user\nHi<|eot|>\n<|h|>assistant\n{Hello! <|eot|>}\n"
-            "<|h|>user\nWho?<|eot|>\n<|h|>assistant\n{Me.<|eot|>}",
-        ),
-        (
-            EACH,
-            False,
-            "<|h|>system\nBe kind.<|eot|>\n<|h|>user\nHi<|eot|>\n<|h|>assistant\n{"
-            + EMPTY
-            + "Hello! <|eot|>}\n<|h|>user\nWho?<|eot|>\n<|h|>assistant\n{"
-            + EMPTY
-            + "Me.<|eot|>}",
-        ),
-    ],
-    ids=["llama3", "gemma", "llama2", "phi3", "each thinks"],
-)
-def test_every_reply_is_trained_with_its_end_and_nothing_else(template, bos, expected):
-    encoder = Encoder(chat_tokenizer(template, bos))
+TEMPLATES = {"llama3": LLAMA3, "gemma": GEMMA, "llama2": LLAMA2, "phi3": PHI3, "each thinks": EACH}
+TEMPLATES |= {"a thought": THINKING, "thinking": THINKING}  # no thought before the reply inside
+TEMPLATES |= {"numbered": NUMBERED, "counted": COUNTED, "unended": UNENDED}
+EXPECTED = json.loads((ROOT / "tests/data/templates_expected.json").read_text())
+
+
+@pytest.mark.parametrize("name", EXPECTED["trained"])
+def test_every_reply_is_trained_with_its_end_and_nothing_else(name):
+    encoder = Encoder(chat_tokenizer(TEMPLATES[name], bos=name not in ("phi3", "each thinks")))
     text = instruction_data.encode(encoder, "f:1", TALK, "Me.")
-    assert shown(encoder, text) == expected
+    assert shown(encoder, text) == EXPECTED["trained"][name]
     assert text.text == "system: Be kind.\nuser: Hi"
-    assert not any(encoder.counts.values())
+    assert not encoder.notes
 
 
 def test_a_reply_that_the_template_trims_is_trained_as_trimmed():
@@ -285,32 +204,13 @@ def test_a_reply_that_the_template_trims_is_trained_as_trimmed():
     )
 
 
-@pytest.mark.parametrize(
-    ("template", "before", "expected"),
-    [
-        (
-            THINKING,
-            talk("2+2?", "<think>hm</think>4", "+1?"),
-            "<|h|>user\n2+2?<|eot|>\n<|h|>assistant\n4<|eot|>\n<|h|>user\n+1?<|eot|>\n"
-            f"<|h|>assistant\n{{{EMPTY}5<|eot|>}}",
-        ),
-        (  # what the reply inside has no thought before it, which would teach to do without
-            THINKING,
-            talk("a", "b", "c"),
-            "<|h|>user\na<|eot|>\n<|h|>assistant\nb<|eot|>\n<|h|>user\nc<|eot|>\n"
-            f"<|h|>assistant\n{{{EMPTY}5<|eot|>}}",
-        ),
-        (NUMBERED, talk("a", "b", "c"), "3a<|eot|>2b<|eot|>1c<|eot|>{5<|eot|>}"),
-        (COUNTED, talk("a", "b", "c"), "3a<|eot|>b<|eot|>c<|eot|>{5<|eot|>}"),
-        (UNENDED, talk("a", "b", "c"), "[a][b][c]{5</s>}"),  # nothing says where a reply ends
-    ],
-    ids=["a thought", "thinking", "numbered", "counted", "unended"],
-)
-def test_where_the_template_rewrites_a_reply_only_the_last_is_trained(template, before, expected):
-    encoder = Encoder(chat_tokenizer(template, bos=False))
+@pytest.mark.parametrize("name", EXPECTED["rewritten"])
+def test_where_the_template_rewrites_a_reply_only_the_last_is_trained(name):
+    before, expected = EXPECTED["rewritten"][name]
+    encoder = Encoder(chat_tokenizer(TEMPLATES[name], bos=False))
     text = instruction_data.encode(encoder, "f:9", before, "5")
     assert shown(encoder, text) == expected
-    assert encoder.counts == {"only the last reply is trained": ["9"]}
+    assert encoder.notes == {"only the last reply is trained"}
     assert text.text == before[0]["content"]
 
 
@@ -352,7 +252,7 @@ def test_a_reply_that_brings_its_end_has_one():
         text = instruction_data.encode(encoder, "f:3", talk("Hi", "Ho</s>", "Up?"), "Down.</s>")
         replies = [part.partition("}")[0] for part in shown(encoder, text).split("{")[1:]]
         assert replies == [f"{space}Ho</s>", f"{space}Down.</s>"]
-        assert encoder.counts == {"end token in the text": ["3"]}
+        assert encoder.notes == {"end token in the text"}
 
 
 def test_without_an_end_token_replies_are_trained_without():
@@ -375,7 +275,7 @@ def test_a_reply_inside_that_merges_with_what_stands_before_it_is_trained_whole(
     encoder = Encoder(tok)
     text = instruction_data.encode(encoder, "f:4", talk("q", "yes", "q"), "no")
     assert shown(encoder, text) == "u: q</s>a:{ yes</s>}u: q</s>a: {no</s>}"
-    assert encoder.counts == {"merged at the seam": ["4"]}
+    assert encoder.notes == {"merged at the seam"}
 
 
 def test_a_first_token_is_never_trained_because_nothing_predicts_it():
@@ -388,7 +288,7 @@ def test_a_first_token_is_never_trained_because_nothing_predicts_it():
         shown(encoder, instruction_data.encode(encoder, "f:1", talk("a", "b", "c"), "d"))
         == "ab{</s>}c{d</s>}"
     )
-    assert encoder.counts == {"merged at the seam": ["1"]}
+    assert encoder.notes == {"merged at the seam"}
 
 
 SAID = st.text(st.sampled_from("ab12 \n\té?y/s{}'"), max_size=12).map(lambda said: f"{said}.")
@@ -441,7 +341,7 @@ def test_a_single_turn_is_cut_as_a_pair():
         text = instruction_data.encode(encoder, "f:1", "0123456789", "abcdef")
         pair = other.encode(Example("f:1", "0123456789", "abcdef", "!"))
         assert (text.prompt, text.reply) == (pair.prompt, pair.chosen)
-        assert encoder.counts == other.counts == ({"truncated": ["1"]} if max_length < 18 else {})
+        assert encoder.notes == other.notes == ({"truncated"} if max_length < 18 else set())
 
 
 LONG = talk("aaaa", "bbbb", "cccc", "dddd", "eeee", system="S")
@@ -457,7 +357,7 @@ def test_the_oldest_exchanges_go_first_and_whole_and_the_system_turn_stays(max_l
     encoder = Encoder(chat_tokenizer(CHATML, bos=False), max_length=max_length)
     text = instruction_data.encode(encoder, "f:5", LONG, "ffff")
     assert shown(encoder, text) == "<|h|>system\nS</s>\n" + "".join(PARTS[dropped:])
-    assert encoder.counts == ({"truncated": ["5"]} if dropped else {})
+    assert encoder.notes == ({"truncated"} if dropped else set())
     assert text.text == "system: S\nuser: aaaa"
 
 
@@ -468,7 +368,7 @@ def test_an_exchange_that_is_too_long_alone_is_cut_as_a_pair_and_counted_once():
     pair = Encoder(tok, max_length=20).encode(Example("f:5", [LONG[0], LONG[-1]], "ffff", "!"))
     assert (text.prompt, text.reply) == (pair.prompt, pair.chosen)
     assert shown(encoder, text) == "ee</s>\n<|h|>assistant\n{ffff</s>}"  # 15 and 5
-    assert encoder.counts == {"truncated": ["5"]}
+    assert encoder.notes == {"truncated"}
 
 
 @pytest.mark.parametrize("template", [None, CHATML])
@@ -481,7 +381,7 @@ def test_no_text_is_too_long_or_without_a_trained_token(template, said, max_leng
     whole = instruction_data.encode(Encoder(tok), "f:1", talk(*said[:-1]), said[-1])
     shown(encoder, text)
     assert text.row <= max_length
-    assert (text == whole) == (whole.row <= max_length) == (not encoder.counts)
+    assert (text == whole) == (whole.row <= max_length) == (not encoder.notes)
 
 
 def test_without_room_for_a_reply_a_row_is_dropped(tmp_path):
@@ -530,48 +430,6 @@ def test_the_report_counts_by_row_what_a_hand_count_finds(tmp_path):
 
 
 ALPACA = {"instruction": "a", "output": "b"}
-CHAT = {"messages": talk("a", "b")}
-KTO = {"prompt": "a", "completion": "b", "label": True}
-PREFERENCE = {"prompt": "a", "chosen": "b", "rejected": "c"}
-COUNTS = "give rows that count 1 or true, of KTO those with label true"
-
-
-MALFORMED = [  # rows -> what is said behind the name of the file; more: tests/core/test_formats.py
-    ([ALPACA, CHAT], "2: instruction is missing; found: messages"),
-    ([ALPACA, {"instruction": "a", "outputs": "b"}], "2: output is missing; rename 'outputs', if"),
-    ([ALPACA, {**ALPACA, "instruction": ""}], "2: instruction is ''; give a non-empty string"),
-    ([ALPACA, {**ALPACA, "input": 3}], "2: input is 3; give a non-empty string"),
-    ([ALPACA, {**ALPACA, "output": None}], "2: output is None; give a non-empty string"),
-    ([{**ALPACA, "history": 3}], "1: history is 3; give [[question, answer], ...]"),
-    ([{**ALPACA, "history": [["q"]]}], "1: history is [['q']]; give [[question, answer], ..."),
-    ([{**ALPACA, "history": [["q", "a"], ["q", ""]]}], "1: history[1] is ''; give a non-em"),
-    ([{**ALPACA, "images": ["x.png"]}], "1: images is ['x.png']; only text is read: cut it"),
-    ([KTO, {**KTO, "label": False}], f"2: label is False; {COUNTS}"),
-    ([{**ALPACA, "weight": 0}], f"1: weight is 0; {COUNTS}"),
-    ([CHAT, ALPACA], "2: messages is missing; found: instruction, output"),
-    ([CHAT, {"messages": "a"}], "2: messages has the roles assistant; give user and assistant"),
-    ([CHAT, {"messages": []}], "2: messages is []; give a list of messages"),
-    ([CHAT, {"messages": talk("a", "b", "c")}], "2: messages has the roles user, assistant, us"),
-    ([{"messages": talk("a", "", "c", "d")}], "1: messages[1].content is ''; give a non-empty"),
-    (["{"], "1:2: not JSON"),
-    (
-        [{"instruction": "a", "response": "b"}],
-        "1: fields found: instruction, response; nearest is ",
-    ),
-    ([{"prompts": "a", "completion": "b"}], "nearest is prompt, completion: prompt is missing"),
-    ([{"message": []}], "1: fields found: message; nearest is messages: messages is missing"),
-    ([{"request": "a", "story": "b"}], "is missing; or name yours: prompt_field and response_"),
-    ([{"prompt": "a", "chosen": "b"}], "nearest is prompt, chosen, rejected: rejected is mis"),
-    ([PREFERENCE, {"prompt": "a", "chosen": "b"}], "2: rejected is missing"),
-]
-
-
-def test_a_malformed_row_costs_one_line_that_says_where(tmp_path):
-    for rows, says in MALFORMED:
-        with pytest.raises(UserError) as caught:
-            read(tmp_path, *rows)
-        assert "rows.jsonl:" in str(caught.value) and says in str(caught.value)
-        assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
 def test_a_kind_that_is_named_must_be_that_of_the_rows(tmp_path):

@@ -59,10 +59,7 @@ def test_plain_text_has_a_question_on_each_line(tmp_path):
     assert trajectories.read_questions(tmp_path / "q.txt") == ["Why?", "How?"]
 
 
-def test_too_few_questions_and_rows_without_one_are_one_line(tmp_path):
-    path = write(tmp_path / "q.jsonl", [{"question": "Why?"}, {"answer": "4"}])
-    with pytest.raises(UserError, match=r"q.jsonl:2: question is missing"):
-        trajectories.read_questions(path)
+def test_too_few_questions_are_one_line(tmp_path):
     path = write(tmp_path / "q.jsonl", [{"question": "Why?"}])
     with pytest.raises(UserError, match="1 different questions; --num_questions is 2"):
         trajectories.read_questions(path, 2)
@@ -87,13 +84,6 @@ def test_long_replies_are_cut_and_rows_without_room_dropped(encoder, tmp_path):
     found, report = trajectories.read(path, encoder, prompt + 3)
     assert [t.reply for t in found] == [[5, 6, 7], [5]]
     assert (report["cut"], report["dropped"]) == ([f"{path}:1"], [f"{path}:3"])
-
-
-@pytest.mark.parametrize("tokens", [None, "5", [5.0], [True], [-1], [[5]]])
-def test_what_is_no_list_of_token_ids_is_refused(tokens, encoder, tmp_path):
-    path = write(tmp_path / "t.jsonl", [{"question": "Why?", "x0": "Loud.", "tokens": tokens}])
-    with pytest.raises(UserError, match=r"t.jsonl:1: tokens: give a list of token ids"):
-        trajectories.read(path, encoder, 100)
 
 
 def test_tokens_of_another_model_are_noticed(encoder, tmp_path):
