@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ad import collect, evaluate
-from ad.config import Config, Source
+from ad.config import Config
 from ad.model import Model, Shape
 from ad.windows import Cut
 from bench import ad_plain
@@ -30,7 +30,7 @@ def test_a_cpu_second_has_a_hundred_times_the_targets(dropout, bar, arrays):
 
 
 def test_7300_histories_of_1000_steps_take_less_than_5_cpu_seconds(tmp_path):
-    source = Source(n_stream=100, total_source_timesteps=100000)
+    source = Config(n_stream=100, total_source_timesteps=100000)
     start = time.process_time()
     collect.collect(source, tmp_path / "all.npz")  # 81 goals, 8100 histories
     seconds = time.process_time() - start
