@@ -8,6 +8,7 @@ history_goal [H], meta (JSON). So all histories stay on the device.
 """
 
 import json
+import math
 import zipfile
 import zlib
 
@@ -89,9 +90,8 @@ class Histories:
 
     def all(self):
         """Return history and first step of windows that overlap nowhere, for the validation."""
-        apart = (
-            -(-self.config.window // self.config.unit) * self.config.unit
-        )  # each begins with an episode
+        unit = self.config.unit
+        apart = math.ceil(self.config.window / unit) * unit  # each begins with an episode
         starts = np.arange(0, self.config.train_source_timesteps - self.config.window + 1, apart)
         return np.repeat(np.arange(self.count), len(starts)), np.tile(starts, self.count)
 
