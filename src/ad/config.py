@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -188,7 +189,11 @@ def read(argv, console):
             words[name] = value  # the last one counts, as with flags
             flags.remove(word)
     text = "\n".join(f"{name}: {value}" for name, value in words.items())
-    values, locations = read_yaml(text or "{}", "")
+    try:
+        values, locations = read_yaml(text or "{}", "")
+    except UserError as error:  # a word has no file and line
+        raise UserError(re.sub(r"^:\d+: ", "", str(error))) from error
+    locations = {name: re.sub(r"^:\d+: ", "", place) for name, place in locations.items()}
     lines = check_original_keys(values, locations)
     names = {field.name for field in dataclasses.fields(Config)} & values.keys()
     default = Config(**{name: values[name] for name in names} | {"config": options.config})

@@ -84,19 +84,19 @@ def rollout(model, config, goals, episodes, seed, wiped=False, hide_rewards=Fals
     return returns
 
 
-def assess(model, goals, config, settings, controls=False):
+def assess(model, goals, run_config, config, controls=False):
     """Try these goals; returns (summary, returns [goals, episodes], those of each control).
 
-    config: of the run; settings: eval_episodes, eval_copies, seed.
+    run_config: what the model was trained with; config: eval_episodes, eval_copies, seed.
     """
-    size = len(goals), settings.eval_copies, settings.eval_episodes
-    tried = np.repeat(goals, settings.eval_copies)
+    size = len(goals), config.eval_copies, config.eval_episodes
+    tried = np.repeat(goals, config.eval_copies)
     results = {}
     for name, control in {"": {}, **(CONTROLS if controls else {})}.items():
-        returns = rollout(model, config, tried, settings.eval_episodes, settings.seed, **control)
+        returns = rollout(model, run_config, tried, config.eval_episodes, config.seed, **control)
         results[name] = returns.reshape(size).mean(1)
     returns = results.pop("")
-    optimum = config.room.optimum(goals).mean()
+    optimum = run_config.room.optimum(goals).mean()
     summary = {
         "count": len(tried),
         "return_first": returns[:, 0].mean(),

@@ -1,6 +1,6 @@
 """Algorithm Distillation, trained: on any number of processes, killed, by every launcher."""
 
-import hashlib
+import functools
 import json
 import math
 import re
@@ -18,7 +18,7 @@ import runs
 from ad import evaluate, train, windows
 from ad.config import FIXED, Config, read
 from conftest import ROOT
-from ddp_utils import UserError
+from ddp_utils import UserError, files
 from ddp_utils.runs import plots
 from ranks import ranks, run_ranks
 
@@ -77,17 +77,15 @@ def test_a_killed_run_goes_on_bit_for_bit(size, histories, tmp_path):
     words = ["tf_dropout=0.1", "use_compressed_context=true", "compress_interval=12"]
     fault = (faults.kill_in_backward, size - 1, 7)
     for name, faulty in (("undisturbed", None), ("killed", fault), ("killed", None)):
-        outcome = run_ranks(size, again, str(tmp_path / name), histories, words, faulty)
+        outcome = run_ranks(
+            size, functools.partial(life, fault=faulty), str(tmp_path / name), histories, *words
+        )
         assert (-9 in outcome.codes) == bool(faulty), outcome.logs
     assert "goes on after step 5" in outcome.logs[0]
-    found = [tmp_path / name for name in ("undisturbed", "killed")]
-    assert faults.numbers(found[0]) == faults.numbers(found[1])
-    weights = [(folder / "model/model.safetensors").read_bytes() for folder in found]
-    assert hashlib.sha256(weights[0]).digest() == hashlib.sha256(weights[1]).digest()
-
-
-def again(folder, histories, words, fault):
-    life(folder, histories, *words, fault=fault)
+    whole, killed = tmp_path / "undisturbed", tmp_path / "killed"
+    assert faults.numbers(whole) == faults.numbers(killed)
+    weights = "model/model.safetensors"
+    assert files.sha256(whole / weights) == files.sha256(killed / weights)
 
 
 def test_evaluate_finds_what_the_run_has_found(one, capsys):
@@ -98,30 +96,25 @@ def test_evaluate_finds_what_the_run_has_found(one, capsys):
     settings = found.pop("settings")
     assert (settings["eval_episodes"], settings["eval_copies"], settings["seed"]) == (6, 2, 0)
     assert found == json.loads((one / "summary.json").read_text())["test"]
-    said, returns = capsys.readouterr().out, np.load(one / "evaluation/eval_result.npy")
+    output, returns = capsys.readouterr().out, np.load(one / "evaluation/eval_result.npy")
     assert returns.shape == (3, 6)  # of 25 goals a tenth is held out
-    assert f"overall mean {returns.mean():.2f}" in said
+    assert f"overall mean {returns.mean():.2f}" in output
     assert found["return_last10"] == pytest.approx(returns.mean())
     assert {"control_wiped", "control_zero_reward", "fraction_of_optimum"} < set(found)
     assert (one / "evaluation/returns.png").stat().st_size > 10000
+    held_out = set(re.findall(r"^goal \((\d, \d)\)", output, re.M))
     assert evaluate.main([*flags, "--goal_idx", "1"]) == 0
     assert np.load(one / "evaluation/eval_result.npy").shape == (1, 6)
-    assert capsys.readouterr().out.startswith("goal (")
-    for flag, says in (
+    assert len(re.findall("^goal ", capsys.readouterr().out, re.M)) == 1
+    assert evaluate.main([*flags, "--train_goals"]) == 0  # as many of the others
+    trained = set(re.findall(r"^goal \((\d, \d)\)", capsys.readouterr().out, re.M))
+    assert len(held_out) == len(trained) == 3 and not held_out & trained
+    for flag, message in (
         ("--goal_idx=3", "give -1, or 0 to 2"),
         ("--ckpt_dir=tests", "--ckpt_dir: .* is not a run of src/ad/train.py"),
     ):
-        with pytest.raises(UserError, match=says):
+        with pytest.raises(UserError, match=message):
             evaluate.main([*flags, flag])
-
-
-def test_evaluate_on_goals_that_it_was_trained_on(one, capsys):
-    """As many of the others, so that what it has learnt by heart is seen beside what it learns."""
-    places = []
-    for flags in ([], ["--train_goals"]):
-        assert evaluate.main(["--ckpt_dir", str(one), "--eval_episodes", "2", *flags]) == 0
-        places.append(set(re.findall(r"^goal \((\d, \d)\)", capsys.readouterr().out, re.M)))
-    assert [len(found) for found in places] == [3, 3] and not places[0] & places[1]
 
 
 LEARNS = runs.words(
