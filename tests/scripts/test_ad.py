@@ -144,12 +144,13 @@ def histories(arrays, config):
 def test_a_window_is_its_stretch_of_the_history(arrays):
     data = histories(arrays, PLAIN)
     assert data.count == 12
-    tokens, action = data.batch(np.array([7, 0]), np.array([8, 0]))  # stream 1 of goal 4
-    row = 4 * 6 + 1
-    assert tokens.cell[0].tolist() == arrays["state"][row, 8:20].tolist()
-    assert action[0].tolist() == arrays["action"][row, 8:20].tolist()
-    assert tokens.action[0].tolist() == [NONE, *arrays["action"][row, 8:19]]
-    assert tokens.reward[0].tolist() == [0, *arrays["reward"][row, 8:19]]
+    row = 18 + arrays["reward"][18:30, 28:39].sum(1).argmax()  # of goals 3 and 4
+    tokens, action = data.batch(np.array([row - 18, 0]), np.array([28, 0]))
+    assert 0 < arrays["reward"][row, 28:39].sum() < 11
+    assert tokens.cell[0].tolist() == arrays["state"][row, 28:40].tolist()
+    assert action[0].tolist() == arrays["action"][row, 28:40].tolist()
+    assert tokens.action[0].tolist() == [NONE, *arrays["action"][row, 28:39]]
+    assert tokens.reward[0].tolist() == [0, *arrays["reward"][row, 28:39]]
     assert tokens.place[0].tolist() == [EPISODE, INSIDE, INSIDE, INSIDE] * 3
 
 

@@ -1,6 +1,5 @@
 """Algorithm Distillation, trained: on any number of processes, killed, by every launcher."""
 
-import functools
 import json
 import math
 import re
@@ -77,15 +76,17 @@ def test_a_killed_run_goes_on_bit_for_bit(size, histories, tmp_path):
     words = ["tf_dropout=0.1", "use_compressed_context=true", "compress_interval=12"]
     fault = (faults.kill_in_backward, size - 1, 7)
     for name, faulty in (("undisturbed", None), ("killed", fault), ("killed", None)):
-        outcome = run_ranks(
-            size, functools.partial(life, fault=faulty), str(tmp_path / name), histories, *words
-        )
+        outcome = run_ranks(size, again, str(tmp_path / name), histories, words, faulty)
         assert (-9 in outcome.codes) == bool(faulty), outcome.logs
     assert "goes on after step 5" in outcome.logs[0]
     whole, killed = tmp_path / "undisturbed", tmp_path / "killed"
     assert faults.numbers(whole) == faults.numbers(killed)
     weights = "model/model.safetensors"
     assert files.sha256(whole / weights) == files.sha256(killed / weights)
+
+
+def again(folder, histories, words, fault):
+    life(folder, histories, *words, fault=fault)
 
 
 def test_evaluate_finds_what_the_run_has_found(one, capsys):
