@@ -136,7 +136,6 @@ class Config(Output, Distributed, Dataset, Training, FineTuning, Model):
     batch_size = property(lambda self: self.micro_batch_size)
     fine_tuning = property(lambda self: "full" if self.type == "full" else "lora")
     use_gradient_checkpointing = property(lambda self: self.gradient_checkpointing)
-    use_mixed_precision = property(lambda self: self.mixed_precision != "no")
 
     @property
     def strategy(self):

@@ -4,89 +4,23 @@
     --judge data/demo/judge.py:capitals     capitals, right
 
 A judge takes the question as the user wrote it and a reply, and returns named scores, each 0 or 1;
-the first one decides who wins. `make.py` composes all its text from the grammar in this file, so
-the judge knows every reply that the grammar can give.
+the first one decides who wins. `make.py` composes all its text from the grammar in this file and in
+grammar.txt, so the judge knows every reply that the grammar can give.
 """
 
 import functools
 import hashlib
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 # --- grammar -------------------------------------------------------------------------------
 
-# Ten relations: the sentence that answers, four questions, the facts (subject answer, ...).
-# Each question has one content word of its own, and its subject stands in mid-sentence: at the
-# start it would be another token, with a capital. Answers are single words, numbers too.
-GRAMMAR = """
-capital: The capital of {s} is {a}.
-What is the capital of {s}? Where is the government of {s}? Where are the ministries of {s}?
-Where is {s} ruled from?
-France Paris, Germany Berlin, Italy Rome, Spain Madrid, Portugal Lisbon, England London,
-Ireland Dublin, Norway Oslo, Sweden Stockholm, Denmark Copenhagen, Finland Helsinki, Poland Warsaw,
-Austria Vienna, Hungary Budapest, Greece Athens, Turkey Ankara, Russia Moscow, Ukraine Kyiv,
-Egypt Cairo, Kenya Nairobi, Morocco Rabat, Ghana Accra, Japan Tokyo, China Beijing,
-Thailand Bangkok, Vietnam Hanoi, Cuba Havana, Peru Lima, Chile Santiago, Canada Ottawa
-
-continent: {s} is in {a}.
-On which continent is {s}? Where in the world is {s}? Where on the globe is {s}?
-Where on the map is {s}?
-France Europe, Germany Europe, Italy Europe, Spain Europe, Norway Europe, Poland Europe,
-Greece Europe, Egypt Africa, Kenya Africa, Morocco Africa, Ghana Africa, Mali Africa, Japan Asia,
-China Asia, Thailand Asia, Vietnam Asia, Nepal Asia, India Asia, Cuba America, Peru America,
-Chile America, Canada America, Fiji Oceania, Samoa Oceania
-
-colour: A {s} is {a}.
-What colour is a {s}? Which hue has a {s}? Which shade is a {s}? Which tint has a {s}?
-lemon yellow, banana yellow, tomato red, strawberry red, cherry red, carrot orange, pumpkin orange,
-cucumber green, pea green, emerald green, raven black, crow black, swan white, snowflake white,
-elephant grey, mouse grey, flamingo pink, plum purple, chestnut brown, sapphire blue
-
-young: The young of a {s} is a {a}.
-What is the young of a {s}? What is the baby of a {s}? What is the child of a {s}?
-What is the offspring of a {s}?
-cow calf, dog puppy, cat kitten, sheep lamb, horse foal, pig piglet, hen chick, duck duckling,
-goose gosling, goat kid, lion cub, deer fawn, kangaroo joey, frog tadpole, eagle eaglet, seal pup
-
-opposite: The opposite of {s} is {a}.
-What is the opposite of {s}? What is the reverse of {s}? What is the contrary of {s}?
-What is the antonym of {s}?
-hot cold, cold hot, big small, small big, fast slow, slow fast, wet dry, dry wet, full empty,
-empty full, early late, late early, hard soft, soft hard, rich poor, poor rich, loud quiet,
-quiet loud, high low, low high, light dark, dark light, north south, south north
-
-sound: A {s} says {a}.
-What is the sound of a {s}? What is the noise of a {s}? What is the call of a {s}?
-What is the voice of a {s}?
-cow moo, dog woof, cat meow, sheep baa, pig oink, duck quack, horse neigh, lion roar, snake hiss,
-bee buzz, owl hoot, frog croak
-
-legs: A {s} has {a} legs.
-How many legs has a {s}? How many feet has a {s}? How many shoes are there for a {s}?
-How many socks are there for a {s}?
-hen two, owl two, cow four, dog four, horse four, ant six, bee six, spider eight, scorpion eight,
-crab ten, snake zero, worm zero
-
-next: After {s} comes {a}.
-What comes after {s}? What follows {s}? What is next once {s} is over?
-What is the successor of {s}?
-Monday Tuesday, Tuesday Wednesday, Wednesday Thursday, Thursday Friday, Friday Saturday,
-Saturday Sunday, Sunday Monday, January February, February March, March April, April May, May June,
-June July, July August, August September, September October, October November, November December,
-December January
-
-home: A {s} lives in a {a}.
-What is the home of a {s}? What is the dwelling of a {s}? Where does a {s} live?
-Where does a {s} sleep?
-bee hive, bird nest, dog kennel, horse stable, spider web, lion den, pig sty, rabbit burrow,
-hen coop, snail shell, beaver lodge, monk monastery
-
-maker: A {a} makes {s}.
-Who makes {s}? Who creates {s}? Who produces {s}? Who crafts {s}?
-bread baker, boots cobbler, barrels cooper, suits tailor, paintings painter, poems poet,
-statues sculptor, pots potter, horseshoes blacksmith, chairs carpenter, beer brewer,
-songs composer, cloth weaver
-"""
+# grammar.txt has ten relations: the sentence that answers, four questions, the facts (subject
+# answer, ...). Each question has one content word of its own, and its subject stands in
+# mid-sentence: at the start it would be another token, with a capital. Answers are single words,
+# numbers too.
+GRAMMAR = Path(__file__).with_name("grammar.txt").read_text(encoding="utf-8")
 FRAMES = (
     "{q}|Please tell me: {q}|Quick question: {q}|Hello! {q}|I would like to know: {q}|{q} Thanks."
 )

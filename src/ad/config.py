@@ -1,8 +1,10 @@
 """Settings of Algorithm Distillation: a YAML file, flags and key=value words; the guide's names."""
 
+import argparse
 import dataclasses
-import itertools
+import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,24 +15,9 @@ from ddp_utils import UserError, cli, jsonl
 from ddp_utils.readers import yaml_config
 
 # keys of the original's files: those that have one value here, none, or no effect any more
-FIXED = {
-    "env": ("darkroom", "the only task here"),
-    "dim_states": (2, "a cell is x and y"),
-    "dim_actions": (1, "an action is one number"),
-    "num_actions": (ACTIONS, "+x, -x, +y, -y and stay"),
-    "model": ("AD", "the only model here"),
-    "dynamics": (False, "the model predicts actions alone"),
-    "predict_compress": (False, "regions end by the clock: see compress_interval"),
-}
-REFUSED = {
-    "max_reward": "the optimum follows from grid_size and horizon; leave it out",
-    "dynamics_strength": "the model predicts actions alone; leave it out",
-    "policy": "the sources are tables, not networks; leave it out",
-    "n_steps": "the sources learn at every step; leave it out",
-    "batch_size": "it was PPO's; leave it out, or give train_batch_size",
-    "n_epochs": "it was PPO's; leave it out, or give train_timesteps",
-    "device": "the launcher chooses it; leave it out, or give --backend",
-}
+FIXED = {"env": "darkroom", "model": "AD", "dynamics": False, "predict_compress": False}
+FIXED |= {"dim_states": 2, "dim_actions": 1, "num_actions": ACTIONS}
+REFUSED = "max_reward dynamics_strength policy n_steps batch_size n_epochs device"
 NOT_NEEDED = {
     "num_workers": "windows are cut on the device, there is no loader",
     "n_process": "all histories are collected at once, in seconds",
@@ -39,22 +26,7 @@ NOT_NEEDED = {
 
 
 @dataclass
-class Source:
-    # task and source
-    grid_size: int = 9  # cells to a side
-    horizon: int = 20  # steps of an episode
-    alg: str = "q_learning"  # whose learning is distilled; or actor_critic, noise
-    alg_seed: int = 42  # what the source tries
-    source_lr: float | None = None  # the source's learning rate; empty: its own
-    n_stream: int = 40  # histories of each goal; they share what they learn
-    total_source_timesteps: int = 19200  # of each goal, all its streams together
-
-    room = property(lambda self: Darkroom(self.grid_size, self.horizon))
-    source_steps = property(lambda self: self.total_source_timesteps // self.n_stream)
-
-
-@dataclass
-class First:
+class Config:
     # what people change first
     config: str = ""  # YAML file, such as config/model/ad_dr.yaml; empty: the demo
     traj_file: str = "data/ad/demo.npz"  # histories, collected if they are not there
@@ -66,9 +38,15 @@ class First:
     use_compressed_context: bool = False  # see a whole region and the current one
     compress_interval: int = 80  # steps of a region
 
+    # task and source
+    grid_size: int = 9  # cells to a side
+    horizon: int = 20  # steps of an episode
+    alg: str = "q_learning"  # whose learning is distilled; or actor_critic, noise
+    alg_seed: int = 42  # what the source tries
+    source_lr: float | None = None  # the source's learning rate; empty: its own
+    n_stream: int = 40  # histories of each goal; they share what they learn
+    total_source_timesteps: int = 19200  # of each goal, all its streams together
 
-@dataclass
-class Config(Source, First):
     # which histories
     env_split_seed: int = 0  # which goals are held out
     train_env_ratio: float = 0.9  # share of the goals to train on
@@ -116,140 +94,138 @@ class Config(Source, First):
     check: bool = False  # read and check everything, train nothing
     debug: bool = False  # tracebacks for user errors, too
 
-    # what run.py, optim.py and lora.py ask for
-    fine_tuning, lr_scheduler, base_dtype = "full", "cosine", "auto"
+    room = property(lambda self: Darkroom(self.grid_size, self.horizon))
+    source_steps = property(lambda self: self.total_source_timesteps // self.n_stream)
+    # what Run and optim ask for
+    lr_scheduler = "cosine"
+    base_dtype = "auto"
     save_every = property(lambda self: self.ckpt_interval)
     warmup_ratio = property(lambda self: self.num_warmup_steps / max(1, self.train_timesteps))
-    use_mixed_precision = property(lambda self: self.mixed_precision != "no")
+
+    @property
+    def unit(self):
+        """Windows begin at multiples of it: a region or an episode."""
+        return self.compress_interval if self.use_compressed_context else self.horizon
+
+    @property
+    def window(self):
+        """Steps that the model sees: two regions, or n_transit."""
+        return 2 * self.compress_interval if self.use_compressed_context else self.n_transit
+
+    @property
+    def dropped(self):
+        """Steps that go when a window is full: the older region, or a quarter in whole episodes."""
+        episodes = max(1, round(self.window / self.horizon / 4))
+        return self.unit if self.use_compressed_context else episodes * self.horizon
+
+    def source(self):
+        """Return the settings that the histories depend on."""
+        names = ("grid_size", "horizon", "alg", "alg_seed", "source_lr", "n_stream")
+        return {name: getattr(self, name) for name in (*names, "total_source_timesteps")}
 
 
-SCALAR = bool | int | float | str | None
-OTHERS = FIXED | REFUSED | NOT_NEEDED
-File = dataclasses.make_dataclass(
-    "File", [("include", str, ""), *((name, SCALAR, None) for name in OTHERS)], bases=(Config,)
-)
-
-
-def read(argv, console, config_class=Config, env=os.environ):
-    """(settings, lines to say): flags over key=value words over the YAML file over the defaults.
-
-    What `accelerate launch --mixed_precision` says stands above all. Raises UserError before any
-    data is read, naming file and line of what is wrong.
-    """
-    argv = [f"--{word}" if word.startswith("config=") else word for word in argv]
-    words = [word for word in argv if not is_setting(word)]
-    path = [word.removeprefix("--config=") for word in words if word.startswith("--config=")]
-    path += [value for word, value in itertools.pairwise(words) if word == "--config"]
-    places = {}
-    values = _of_file(path[-1], places) if path else {}
-    for word in filter(is_setting, argv):  # the last one counts, as with flags
-        if word.startswith("include="):
-            raise UserError("include: it is a line of a YAML file; give --config FILE")
-        values |= _of_word(word)
-        places[word.partition("=")[0]] = word.partition("=")[0]
-    lines = [line for name in OTHERS if name in values for line in _other(name, values, places)]
-    known = {field.name for field in dataclasses.fields(config_class)}
-    default = config_class(**{name: value for name, value in values.items() if name in known})
-    config = cli.parse(config_class, words, console=console, default=default)
-    # accelerate says "no" where its user has said nothing
-    if (asked := env.get("ACCELERATE_MIXED_PRECISION", "no")) != "no" and "lr" in known:
-        config.mixed_precision = asked
-    flags = {word.partition("=")[0].removeprefix("--") for word in words}
-    with cli.naming({name: place for name, place in places.items() if name not in flags}):
-        check(cli.check_types(config))
-    return config, lines
-
-
-def is_setting(word):
-    """key=value, as in `lr=1e-3`."""
-    name, equals, _ = word.partition("=")
-    return bool(equals) and name.isidentifier()
-
-
-def _of_word(word):
-    """{name: value} of key=value, read as a line of a YAML file."""
-    name, _, text = word.partition("=")
-    try:
-        return _given(yaml_config.from_text(File, f"{name}: {text}", "", mine := {}), mine)
-    except UserError as error:
-        raise UserError(str(error).removeprefix(":1: ")) from error
-
-
-def _given(found, places):
-    return {name: getattr(found, name) for name in places if name != "include"}
-
-
-def _of_file(path, places, depth=0):
-    """Name -> value of a YAML file, over those of the file that it includes, beside it."""
-    path = jsonl.resolve(path)
-    found = yaml_config.from_yaml(File, path, mine := {})
-    values = {}
-    if found.include:
-        if depth > 8:
-            raise UserError(f"{mine['include']}: it includes itself; leave one of them out")
-        values = _of_file(Path(path).parent / found.include, places, depth + 1)
-    places |= mine
-    return values | _given(found, mine)
-
-
-def _other(name, values, places):
-    """A key that the original has: refuse it, or say that it changes nothing."""
-    value, place = values[name], places[name]
-    if name in REFUSED:
-        raise UserError(f"{place}: {REFUSED[name]}")
-    if name in FIXED and value != FIXED[name][0]:
-        raise UserError(f"{place}: {value!r} is not {FIXED[name][0]!r}: {FIXED[name][1]}")
-    if name in NOT_NEEDED:
-        yield f"{name}: not needed: {NOT_NEEDED[name]}"
+VALUE = bool | int | float | str | None
+ORIGINAL = [(name, VALUE, None) for name in (*FIXED, *REFUSED.split(), *NOT_NEEDED)]
+File = dataclasses.make_dataclass("File", [("include", str, ""), *ORIGINAL], bases=(Config,))
+POSITIVE = """lr train_batch_size test_batch_size tf_n_embd tf_n_layer tf_n_head n_transit horizon
+n_stream compress_interval train_n_stream train_source_timesteps eval_episodes eval_copies
+summary_interval total_source_timesteps source_lr"""
+NOT_NEGATIVE = "train_timesteps num_warmup_steps eval_interval gen_interval ckpt_interval alg_seed"
+SHARES = "tf_dropout tf_attn_dropout beta1 beta2 label_smoothing train_env_ratio"
+SHARE = ("from 0 up to, not including, 1", lambda x: 0 <= x < 1)
+RANGES = dict.fromkeys(POSITIVE.split(), cli.ABOVE_0) | dict.fromkeys(SHARES.split(), SHARE)
+RANGES |= dict.fromkeys(NOT_NEGATIVE.split(), cli.FROM_0)
+RANGES |= {"env_split_seed": cli.FROM_0}
+RANGES["grid_size"] = ("from 2 to 16", lambda x: 2 <= x <= 16)  # a cell is one byte
 
 
 def check(config):
     """Raise UserError for a value out of its range, or two that do not go together."""
-    rules = {name: cli.ABOVE_0 for name in ("n_stream", "total_source_timesteps", "horizon")}
-    rules |= {"grid_size": ("from 2 to 16", lambda x: 2 <= x <= 16), "alg_seed": cli.FROM_0}
-    rules |= {"source_lr": cli.ABOVE_0}
-    if isinstance(config, Config):
-        counts = "lr train_batch_size test_batch_size tf_n_embd tf_n_layer tf_n_head n_transit "
-        counts += "compress_interval train_n_stream train_source_timesteps eval_episodes "
-        rules |= dict.fromkeys((counts + "eval_copies summary_interval").split(), cli.ABOVE_0)
-        counts = "train_timesteps num_warmup_steps eval_interval gen_interval ckpt_interval "
-        rules |= dict.fromkeys((counts + "env_split_seed").split(), cli.FROM_0)
-        share = ("from 0 up to, not including, 1", lambda x: 0 <= x < 1)
-        shares = ("tf_dropout", "tf_attn_dropout", "beta1", "beta2", "label_smoothing")
-        rules |= dict.fromkeys(shares, share) | {"train_env_ratio": share}
-    cli.check_ranges(config, **rules)
+    cli.check_ranges(config, **RANGES)
     if config.alg not in SOURCES:
-        more = "PPO took hours for each goal; " if config.alg == "PPO" else ""
-        raise UserError(f"--alg: {config.alg!r} is no source; {more}give {' or '.join(SOURCES)}")
+        reason = "PPO took hours for each goal; " if config.alg == "PPO" else ""
+        raise UserError(f"--alg: {config.alg!r} is no source; {reason}give {' or '.join(SOURCES)}")
     if config.alg == "noise" and config.source_lr is not None:
         raise UserError("--source_lr: noise does not learn; leave it out")
     if config.total_source_timesteps % (config.n_stream * config.horizon):
-        each = f"{config.n_stream} streams of episodes of {config.horizon} steps"
-        raise UserError(f"--total_source_timesteps: give a multiple of {each}")
-    if isinstance(config, Config):
-        _check_model(config)
-
-
-def _check_model(config):
+        episodes = f"{config.n_stream} streams of episodes of {config.horizon} steps"
+        raise UserError(f"--total_source_timesteps: give a multiple of {episodes}")
     if not config.output_dir:
         raise UserError("--output_dir: it is empty; give a folder for the run")
     if config.tf_n_embd % (2 * config.tf_n_head):
         raise UserError("--tf_n_embd: give an even multiple of tf_n_head")
-    if not all(map(len, config.room.split(config.env_split_seed, config.train_env_ratio))):
+    train_goals, held_out = config.room.split(config.env_split_seed, config.train_env_ratio)
+    if not (len(train_goals) and len(held_out)):
         raise UserError("--train_env_ratio: no goal is left on one of the two sides")
     if config.train_n_stream > config.n_stream:
         raise UserError(f"--train_n_stream: there are {config.n_stream} (n_stream)")
     if config.train_source_timesteps > config.source_steps:
-        each = f"total_source_timesteps / n_stream = {config.source_steps}"
-        raise UserError(f"--train_source_timesteps: a history has {each}")
+        length = f"total_source_timesteps / n_stream = {config.source_steps}"
+        raise UserError(f"--train_source_timesteps: a history has {length}")
     if config.n_transit < config.horizon:
         raise UserError(f"--n_transit: give an episode ({config.horizon}) or more")
-    if config.use_compressed_context:
-        if config.compress_interval % config.horizon:
-            raise UserError(f"--compress_interval: give whole episodes of {config.horizon} steps")
-        if 2 * config.compress_interval > config.n_transit:
-            regions = f"2 x compress_interval = {2 * config.compress_interval}"
-            raise UserError(f"--n_transit: two regions do not fit; give {regions} or more")
-    window = 2 * config.compress_interval if config.use_compressed_context else config.n_transit
-    if window > config.train_source_timesteps:
-        raise UserError(f"--train_source_timesteps: give a window ({window}) or more")
+    if config.use_compressed_context and config.compress_interval % config.horizon:
+        raise UserError(f"--compress_interval: give whole episodes of {config.horizon} steps")
+    if config.window > config.train_source_timesteps:
+        raise UserError(f"--train_source_timesteps: give a window ({config.window}) or more")
+
+
+def read(argv, console):
+    """Return (settings, lines for the user); flags over key=value words over the YAML file.
+
+    What `accelerate launch --mixed_precision` says stands above all. Raises UserError, naming file
+    and line, for what is no setting or has a wrong type, before any data is read.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", default="")
+    argv = [f"--{word}" if word.startswith("config=") else word for word in argv]
+    options, flags = parser.parse_known_args(argv)
+    words = {"include": json.dumps(options.config)} if options.config else {}
+    for word in list(flags):
+        name, equals, value = word.partition("=")
+        if equals and name.isidentifier():
+            words[name] = value  # the last one counts, as with flags
+            flags.remove(word)
+    text = "\n".join(f"{name}: {value}" for name, value in words.items())
+    try:
+        values, locations = read_yaml(text or "{}", "")
+    except UserError as error:  # a word has no file and line
+        raise UserError(re.sub(r"^:\d+: ", "", str(error))) from error
+    locations = {name: re.sub(r"^:\d+: ", "", place) for name, place in locations.items()}
+    lines = check_original_keys(values, locations)
+    names = {field.name for field in dataclasses.fields(Config)} & values.keys()
+    default = Config(**{name: values[name] for name in names} | {"config": options.config})
+    config = cli.parse(Config, flags, console=console, default=default)
+    launcher_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if launcher_precision != "no":  # accelerate says "no" where its user has said nothing
+        config.mixed_precision = launcher_precision
+    for flag in flags:
+        locations.pop(flag.partition("=")[0].removeprefix("--"), None)
+    with cli.naming(locations):
+        check(cli.check_types(config))
+    return config, lines
+
+
+def read_yaml(text, path, depth=0):
+    """Return values and locations by name, those of the text over those of the file it includes."""
+    locations = {}
+    file = yaml_config.from_text(File, text, path, locations)
+    values = {name: getattr(file, name) for name in locations}
+    if not file.include:
+        return values, locations
+    if depth > 8:
+        raise UserError(f"{locations['include']}: it includes itself; leave one of them out")
+    included = jsonl.resolve(Path(path).parent / file.include)
+    content = jsonl.content(included).decode()
+    more_values, more_locations = read_yaml(content, included, depth + 1)
+    return more_values | values, more_locations | locations
+
+
+def check_original_keys(values, locations):
+    """Refuse keys of the original that would have no effect; return lines on those not needed."""
+    for name, value in values.items():
+        if value != FIXED.get(name, value):
+            raise UserError(f"{locations[name]}: {value!r} is not {FIXED[name]!r}; leave it out")
+        if name in REFUSED.split():
+            raise UserError(f"{locations[name]}: it has no effect here; leave it out")
+    return [f"{name}: not needed: {why}" for name, why in NOT_NEEDED.items() if name in values]

@@ -4,65 +4,51 @@ The task of Laskin et al., In-context Reinforcement Learning with Algorithm Dist
 Cells are numbers x * size + y, so that a step is one look into a table; B rooms at a time.
 """
 
-import functools
-from typing import NamedTuple
-
 import numpy as np
 
 MOVES = ((1, 0), (-1, 0), (0, 1), (0, -1), (0, 0))  # actions 0..4: +x, -x, +y, -y, stay
 ACTIONS = len(MOVES)
 
 
-class Darkroom(NamedTuple):
+class Darkroom:
     """A square room. Episodes have `horizon` steps, begin in the middle and never end earlier."""
 
-    size: int = 9
-    horizon: int = 20
-
-    @property
-    def cells(self):
-        return self.size**2
-
-    @property
-    def start(self):
-        return self.size // 2 * self.size + self.size // 2
-
-    @property
-    def moves(self):
-        """[cells, ACTIONS]: where an action leads; walls hold."""
-        return _moves(self.size)
+    def __init__(self, size=9, horizon=20):
+        self.size = size
+        self.horizon = horizon
+        self.cells = size**2
+        self.start = size // 2 * size + size // 2
+        self.moves = np.empty((self.cells, ACTIONS), dtype=np.int64)  # where an action leads
+        x, y = divmod(np.arange(self.cells), size)
+        for action, (dx, dy) in enumerate(MOVES):  # walls hold
+            after_x = np.clip(x + dx, 0, size - 1)
+            self.moves[:, action] = after_x * size + np.clip(y + dy, 0, size - 1)
 
     def step(self, cell, action, goal):
-        """Cells, actions and goals [B] -> next cells [B] and rewards [B] of 0 or 1."""
+        """Return next cells [B] and rewards [B] of 0 or 1 for cells, actions and goals [B]."""
         after = self.moves[cell, action]
         return after, (after == goal).astype(np.uint8)
 
     def distance(self, goal):
-        """Steps from the start to each goal [B]."""
+        """Return the steps from the start to each goal [B]."""
         (x, y), (x0, y0) = divmod(np.asarray(goal), self.size), divmod(self.start, self.size)
         return np.abs(x - x0) + np.abs(y - y0)
 
     def optimum(self, goal):
-        """The most that an episode can pay who knows the goal: the last steps are on it, [B]."""
+        """Return the most that an episode can pay: all steps after the shortest way, [B]."""
         return np.clip(self.horizon + 1 - self.distance(goal), 0, self.horizon)
 
     def chance(self, goal):
-        """The expected return of random actions, exactly, [B]."""
-        here, paid = np.eye(self.cells)[self.start], np.zeros(self.cells)
+        """Return the expected return of random actions, exactly, [B]."""
+        here = np.eye(self.cells)[self.start]
+        paid = np.zeros(self.cells)
         for _ in range(self.horizon):
             here = np.bincount(self.moves.ravel(), np.repeat(here / ACTIONS, ACTIONS), self.cells)
             paid += here
         return paid[goal]
 
     def split(self, seed, ratio):
-        """All cells as goals, shuffled: (to train on, held out)."""
+        """Shuffle all cells as goals; returns those to train on and those held out."""
         order = np.random.default_rng(seed).permutation(self.cells)
         count = round(ratio * self.cells)
         return order[:count], order[count:]
-
-
-@functools.cache
-def _moves(size):
-    x, y = divmod(np.arange(size**2), size)
-    steps = [np.clip(x + dx, 0, size - 1) * size + np.clip(y + dy, 0, size - 1) for dx, dy in MOVES]
-    return np.stack(steps, -1)

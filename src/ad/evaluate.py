@@ -17,24 +17,21 @@ import ddp_utils.runs.preemption as preemption  # before torch, whose import tak
 import json
 from dataclasses import asdict, dataclass
 
-import matplotlib
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from safetensors.torch import load_file
 
 from ad import sources, windows
-from ad.config import Config, check
+from ad.config import Config
 from ad.darkroom import ACTIONS
-from ad.model import Cache, Model, Shape, Tokens
+from ad.model import NONE, Cache, Model, Tokens
 from ddp_utils import UserError, cli, distributed, jsonl
 from ddp_utils.runs import checkpoint
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402
-
 LAST = 10  # episodes that count as what was learnt
-CONTROLS = {"control_wiped": "context wiped", "control_zero_reward": "rewards hidden"}
-HOW = {"control_wiped": {"wiped": True}, "control_zero_reward": {"zero_reward": True}}
+LABELS = {"control_wiped": "context wiped", "control_zero_reward": "rewards hidden"}
+CONTROLS = {"control_wiped": {"wiped": True}, "control_zero_reward": {"hide_rewards": True}}
 
 
 @dataclass
@@ -49,65 +46,57 @@ class Settings:
 
 
 @torch.no_grad()
-def rollout(model, room, goals, episodes, cut, seed, wiped=False, zero_reward=False, cached=True):
-    """Returns [B, episodes] of sampled actions, one context per goal [B].
+def rollout(model, config, goals, episodes, seed, wiped=False, hide_rewards=False):
+    """Return the returns [B, episodes] of sampled actions, one context for each goal [B].
 
-    wiped: a new context in each episode; zero_reward: rewards are hidden: what stays is not learnt
-    in context. cached: keys and values are kept, else computed anew at each step (equal, slower).
+    Two controls of what is learnt in context. wiped: each episode has a new context; hide_rewards:
+    the model sees none of the rewards that it is paid.
     """
-    device, goals = model.head.weight.device, np.asarray(goals)
-    training, rng = model.training, np.random.default_rng(seed)
-    model.eval()
-    steps = episodes * room.horizon
-    cells = torch.zeros(len(goals), steps, dtype=torch.long, device=device)
-    actions, rewards = torch.zeros_like(cells), torch.zeros_like(cells)
+    room = config.room
+    window = room.horizon if wiped else config.window
+    rng = np.random.default_rng(seed)
+    steps = torch.arange(episodes * room.horizon + 1, device=model.head.weight.device)
+    cells = steps.new_zeros(len(goals), len(steps))
+    place = windows.places(steps, config).expand_as(cells)
+    tokens = Tokens(cells, torch.zeros_like(cells), torch.zeros_like(cells), place)
     returns = np.zeros((len(goals), episodes))
-    begin, cache = 0, Cache(model, len(goals))  # the context is [begin, time]
-
-    def seen(first, time):
-        """Tokens of the steps from `first` to `time`, in a context that begins at `begin`."""
-        tokens = windows.tokens_of(
-            cells[:, begin : time + 1], actions[:, begin:time], rewards[:, begin:time]
-        )
-        span = torch.arange(begin, time + 1, device=device)
-        place = cut.places(span, room.horizon).expand(len(goals), -1)
-        return Tokens(*(part[:, first - begin :] for part in tokens._replace(place=place)))
-
-    for time in range(steps):
+    cache = Cache(model, len(goals))
+    begin = 0  # the context is [begin, time]
+    for time in range(episodes * room.horizon):
         if time % room.horizon == 0:
             cell = np.full(len(goals), room.start)
-        if wiped and time % room.horizon == 0:
-            begin, cache.length = time, 0
-        elif time - begin == cut.window:  # full: the oldest goes, the rest is read once more
-            begin, cache.length = begin + cut.drop, 0
-        cells[:, time] = torch.from_numpy(cell)
-        first = begin + cache.length if cached else begin
-        logits = model(seen(first, time), cache if cached else None)[:, -1]
-        odds = logits.double().softmax(-1).cumsum(-1)[:, : ACTIONS - 1].cpu().numpy()
-        action = (odds < rng.random((len(goals), 1))).sum(-1)
-        actions[:, time] = torch.from_numpy(action)
+        if time - begin == window:  # full: the oldest goes, the rest is read once more
+            begin += min(window, config.dropped)
+            cache.length = 0
+        if cache.length == 0:  # nothing came before the first token
+            tokens.action[:, begin] = NONE
+            tokens.reward[:, begin] = 0
+        tokens.cell[:, time] = torch.from_numpy(cell)
+        unread = slice(begin + cache.length, time + 1)
+        logits = model(Tokens(*(part[:, unread] for part in tokens)), cache)[:, -1]
+        cumulative = logits.double().softmax(-1).cumsum(-1)[:, : ACTIONS - 1].cpu().numpy()
+        action = (cumulative < rng.random((len(goals), 1))).sum(-1)
         cell, reward = room.step(cell, action, goals)
-        if not zero_reward:
-            rewards[:, time] = torch.from_numpy(reward)
+        tokens.action[:, time + 1] = torch.from_numpy(action)
+        if not hide_rewards:
+            tokens.reward[:, time + 1] = torch.from_numpy(reward)
         returns[:, time // room.horizon] += reward
-    model.train(training)
     return returns
 
 
-def assess(model, room, goals, config, cut, controls=False):
-    """Tries on these goals: (summary, returns [goals, episodes], those of the controls).
+def assess(model, goals, run_config, config, controls=False):
+    """Try these goals; returns (summary, returns [goals, episodes], those of each control).
 
-    config: eval_episodes, eval_copies, seed.
+    run_config: what the model was trained with; config: eval_episodes, eval_copies, seed.
     """
+    size = len(goals), config.eval_copies, config.eval_episodes
     tried = np.repeat(goals, config.eval_copies)
-    kinds = {"": {}} | (HOW if controls else {})
-    found = {
-        kind: rollout(model, room, tried, config.eval_episodes, cut, config.seed, **how)
-        .reshape(len(goals), config.eval_copies, -1)
-        .mean(1)
-        for kind, how in kinds.items()
-    }
-    optimum, returns = room.optimum(goals).mean(), found.pop("")
+    results = {}
+    for name, control in {"": {}, **(CONTROLS if controls else {})}.items():
+        returns = rollout(model, run_config, tried, config.eval_episodes, config.seed, **control)
+        results[name] = returns.reshape(size).mean(1)
+    returns = results.pop("")
+    optimum = run_config.room.optimum(goals).mean()
     summary = {
         "count": len(tried),
         "return_first": returns[:, 0].mean(),
@@ -115,101 +104,99 @@ def assess(model, room, goals, config, cut, controls=False):
         "optimum": optimum,
         "fraction_of_optimum": returns[:, -LAST:].mean() / optimum,
     }
-    summary |= {kind: other[:, -LAST:].mean() / optimum for kind, other in found.items()}
-    return {name: float(value) for name, value in summary.items()}, returns, found
+    for name, others in results.items():
+        summary[name] = others[:, -LAST:].mean() / optimum
+    return summary, returns, results
 
 
 def describe(summary):
-    """What the numbers say, in one line."""
+    """Return what the numbers say, in one line."""
     line = (
         f"in context: return {summary['return_first']:.2f} in the first episode, "
         f"{summary['return_last10']:.2f} in the last {LAST}; optimum {summary['optimum']:.2f} "
         f"({summary['fraction_of_optimum']:.0%})"
     )
-    said = [f"{label} {summary[name]:.0%}" for name, label in CONTROLS.items() if name in summary]
-    return "; ".join([line, *said])
+    for name, label in LABELS.items():
+        if name in summary:
+            line += f"; {label} {summary[name]:.0%}"
+    return line
 
 
-def write(folder, room, goals, returns, others, config):
-    """eval_result.npy and returns.png: the agent beside its source, chance and the optimum."""
+def write(folder, goals, returns, controls, config):
+    """Write eval_result.npy and returns.png: the agent, its source, chance and the optimum."""
     np.save(folder / "eval_result.npy", returns)
+    room = config.room
+    optimum = room.optimum(goals)
     episodes = np.arange(1, returns.shape[1] + 1)
-    source = config.alg, room, goals, 32, len(episodes), config.alg_seed, config.source_lr
-    figure, (axis, each) = plt.subplots(1, 2, figsize=(13, 4.2), layout="constrained")
-    axis.plot(episodes, returns.mean(0), color="tab:blue", linewidth=2, label="agent, in context")
-    axis.plot(episodes, sources.single(*source), color="tab:orange", label="its source, alone")
-    for (name, other), style in zip(others.items(), ("--", ":"), strict=False):
-        axis.plot(episodes, other.mean(0), style, color="tab:grey", label=CONTROLS[name])
-    axis.axhline(room.optimum(goals).mean(), color="tab:green", label="optimum")
-    axis.axhline(room.chance(goals).mean(), color="tab:red", label="random")
-    axis.set(title=f"mean return on {len(goals)} goals", xlabel="episode", ylim=(0, None))
-    places, last = np.arange(len(goals)), returns[:, -LAST:].mean(1)
-    each.bar(places, room.optimum(goals), color="tab:green", alpha=0.3, label="optimum")
-    each.bar(places, last, width=0.5, color="tab:blue", label=f"agent, last {LAST} episodes")
-    each.set_xticks(places, ["({}, {})".format(*divmod(goal, room.size)) for goal in goals])
-    each.set(title="return of each goal", xlabel="goal (x, y)")
-    for one in (axis, each):
-        one.grid(alpha=0.3)
-        one.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    alone = sources.single(room, goals, 32, len(episodes), config)
+    figure = Figure(figsize=(13, 4.2), layout="constrained")
+    curves, bars = figure.subplots(1, 2)
+    curves.plot(episodes, returns.mean(0), color="tab:blue", linewidth=2, label="agent, in context")
+    curves.plot(episodes, alone, color="tab:orange", label="its source, alone")
+    for name, style in zip(controls, ("--", ":"), strict=False):
+        curves.plot(episodes, controls[name].mean(0), style, color="tab:grey", label=LABELS[name])
+    curves.axhline(optimum.mean(), color="tab:green", label="optimum")
+    curves.axhline(room.chance(goals).mean(), color="tab:red", label="random")
+    curves.set(title=f"mean return on {len(goals)} goals", xlabel="episode", ylim=(0, None))
+    names = [str(divmod(goal, room.size)) for goal in goals.tolist()]
+    last = returns[:, -LAST:].mean(1)
+    bars.bar(names, optimum, color="tab:green", alpha=0.3, label="optimum")
+    bars.bar(names, last, width=0.5, color="tab:blue", label=f"agent, last {LAST} episodes")
+    bars.set(title="return of each goal", xlabel="goal (x, y)")
+    for axis in (curves, bars):
+        axis.grid(alpha=0.3)
+        axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     figure.savefig(folder / "returns.png", dpi=150)
-    plt.close(figure)
 
 
 def load(folder):
-    """(model, settings) of a run: what it saved at its end, else its newest checkpoint.
+    """Return (model, settings) of a run: what it saved at its end, else its newest checkpoint.
 
     Raises UserError if it is no run of train.py, or has saved nothing yet.
     """
-    folder = jsonl.resolve(folder)
     if not folder.is_dir():
         raise UserError(f"--ckpt_dir: no folder {folder}; give that of a run of src/ad/train.py")
     try:
         config = Config(**checkpoint.read_json(folder / "config.json"))
     except (TypeError, UserError):
         raise UserError(f"--ckpt_dir: {folder} is not a run of src/ad/train.py") from None
-    check(config)
-    model = Model(Shape.of(config))
+    model = Model(config).eval()
     weights = folder / "model" / "model.safetensors"
+    path, _ = checkpoint.find(folder / "checkpoints")
     if weights.exists():
-        tensors = load_file(weights)
+        model.load_state_dict(load_file(weights))
+    elif path:
+        tensors, _ = checkpoint.read(path)
+        model.load_state_dict({name: tensors[f"parameter/{name}"] for name in model.state_dict()})
     else:
-        path, _ = checkpoint.find(folder / "checkpoints")
-        if not path:
-            raise UserError(f"--ckpt_dir: {folder} has no checkpoint yet; train it first")
-        kind = "parameter/"
-        saved = checkpoint.read(path)[0].items()
-        tensors = {name.removeprefix(kind): t for name, t in saved if name.startswith(kind)}
-    model.load_state_dict(tensors)
+        raise UserError(f"--ckpt_dir: {folder} has no checkpoint yet; train it first")
     return model, config
 
 
 def main(argv=None) -> int:
     settings = cli.parse(Settings, argv)
     cli.check_ranges(settings, eval_episodes=cli.ABOVE_0, eval_copies=cli.ABOVE_0)
-    model, config = load(settings.ckpt_dir)
+    run_folder = jsonl.resolve(settings.ckpt_dir)
+    model, config = load(run_folder)
     room = config.room
     train, held_out = room.split(config.env_split_seed, config.train_env_ratio)
     goals = train[: len(held_out)] if settings.train_goals else held_out
-    if settings.goal_idx >= len(goals) or settings.goal_idx < -1:
+    if not -1 <= settings.goal_idx < len(goals):
         raise UserError(f"--goal_idx: {settings.goal_idx}; give -1, or 0 to {len(goals) - 1}")
     if settings.goal_idx >= 0:
         goals = goals[[settings.goal_idx]]
-    name = "evaluation_train_goals" if settings.train_goals else "evaluation"
-    folder = jsonl.resolve(settings.ckpt_dir) / name
+    folder = run_folder / ("evaluation_train_goals" if settings.train_goals else "evaluation")
     checkpoint.check_place("--ckpt_dir", folder)
-    device = distributed.choose_device(distributed.whoami(), "auto").device
-    summary, returns, others = assess(
-        model.to(device), room, goals, settings, windows.Cut.of(config), controls=True
-    )
+    model.to(distributed.choose_device(distributed.whoami(), "auto").device)
+    summary, returns, controls = assess(model, goals, config, settings, controls=True)
     folder.mkdir(exist_ok=True)
-    write(folder, room, goals, returns, others, config)
+    write(folder, goals, returns, controls, config)
     summary["settings"] = asdict(settings)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    for goal, mine in zip(goals, returns, strict=True):
-        x, y = divmod(int(goal), room.size)
+    for goal, episodes in zip(goals.tolist(), returns, strict=True):
         print(
-            f"goal ({x}, {y}): mean {mine.mean():.2f}, last {LAST} episodes "
-            f"{mine[-LAST:].mean():.2f} of {room.optimum(goal)}"
+            f"goal {divmod(goal, room.size)}: mean {episodes.mean():.2f}, last {LAST} episodes "
+            f"{episodes[-LAST:].mean():.2f} of {room.optimum(goal)}"
         )
     print(f"overall mean {returns.mean():.2f}\n{describe(summary)}\n-> {folder}/")
     return 0

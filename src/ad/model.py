@@ -25,69 +25,53 @@ class Tokens(NamedTuple):
     place: torch.Tensor  # INSIDE, EPISODE or REGION
 
 
-class Shape(NamedTuple):
-    """What a model is built from."""
-
-    grid_size: int
-    tf_n_embd: int
-    tf_n_layer: int
-    tf_n_head: int
-    tf_n_inner: int
-    window: int  # the most tokens that it sees
-    tf_dropout: float = 0.0
-    tf_attn_dropout: float = 0.0
-
-    @classmethod
-    def of(cls, config):
-        window = 2 * config.compress_interval if config.use_compressed_context else config.n_transit
-        sizes = config.grid_size, config.tf_n_embd, config.tf_n_layer, config.tf_n_head
-        inner = config.tf_n_inner or 4 * config.tf_n_embd
-        return cls(*sizes, inner, window, config.tf_dropout, config.tf_attn_dropout)
-
-
 class Cache:
     """Keys and values of the tokens seen so far, of all layers."""
 
     def __init__(self, model, batch):
-        shape, place = model.shape, model.head.weight
-        heads = batch, shape.tf_n_head, shape.window, shape.tf_n_embd // shape.tf_n_head
-        self.held = place.new_zeros(shape.tf_n_layer, 2, *heads)  # [layers, 2, B, heads, window, D]
+        layers = model.config.tf_n_layer
+        heads = model.config.tf_n_head
+        sizes = batch, heads, model.config.window, model.config.tf_n_embd // heads
+        # [layers, 2, B, heads, window, D]
+        self.keys_and_values = model.head.weight.new_zeros(layers, 2, *sizes)
         self.length = 0
 
     def add(self, layer, key, value):
-        """Keep these, each [B, heads, T, D]; returns all that are there."""
-        until = self.length + key.shape[-2]
-        kept = self.held[layer, :, :, :, :until]
-        kept[0, :, :, self.length :] = key
-        kept[1, :, :, self.length :] = value
-        return kept[0], kept[1]
+        """Keep these, each [B, heads, T, D]; returns the keys and values of all tokens so far."""
+        end = self.length + key.shape[-2]
+        kept = self.keys_and_values[layer, :, :, :, :end]
+        kept[:, :, :, self.length :] = torch.stack([key, value])
+        return kept
 
 
 class Model(nn.Module):
     """Pre-norm GPT with rotary positions; cells enter as x and y, so that they generalise."""
 
-    def __init__(self, shape):
+    def __init__(self, config):
         super().__init__()
-        self.shape = shape
-        self.x, self.y = (nn.Embedding(shape.grid_size, shape.tf_n_embd) for _ in range(2))
-        self.action = nn.Embedding(ACTIONS + 1, shape.tf_n_embd)
-        self.reward = nn.Embedding(2, shape.tf_n_embd)
-        self.place = nn.Embedding(3, shape.tf_n_embd)
-        self.dropout = nn.Dropout(shape.tf_dropout)
-        self.layers = nn.ModuleList(Layer(shape, number) for number in range(shape.tf_n_layer))
-        self.norm = nn.LayerNorm(shape.tf_n_embd)
-        self.head = nn.Linear(shape.tf_n_embd, ACTIONS)
+        width = config.tf_n_embd
+        self.config = config
+        self.x = nn.Embedding(config.grid_size, width)
+        self.y = nn.Embedding(config.grid_size, width)
+        self.action = nn.Embedding(ACTIONS + 1, width)
+        self.reward = nn.Embedding(2, width)
+        self.place = nn.Embedding(3, width)
+        self.dropout = nn.Dropout(config.tf_dropout)
+        self.layers = nn.ModuleList(Layer(config, number) for number in range(config.tf_n_layer))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, ACTIONS)
         for parameter in self.parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=0.02)
         nn.init.zeros_(self.head.weight)  # the first loss is ln 5, whatever the rest is
         nn.init.zeros_(self.head.bias)
-        angles = rotations(shape.window, shape.tf_n_embd // shape.tf_n_head)
+        angles = rotations(config.window, width // config.tf_n_head)
         self.register_buffer("angles", angles, persistent=False)  # [2, window, D / 2]
 
     def forward(self, tokens, cache=None):
         """Tokens [B, T] -> logits [B, T, ACTIONS]; with a cache, T more tokens behind its own."""
-        x, y = tokens.cell // self.shape.grid_size, tokens.cell % self.shape.grid_size
+        x = tokens.cell // self.config.grid_size
+        y = tokens.cell % self.config.grid_size
         hidden = self.x(x) + self.y(y) + self.action(tokens.action)
         hidden = self.dropout(hidden + self.reward(tokens.reward) + self.place(tokens.place))
         begin = cache.length if cache else 0
@@ -102,23 +86,30 @@ class Model(nn.Module):
 class Layer(nn.Module):
     """Attention and a feed-forward network, each behind a norm and added."""
 
-    def __init__(self, shape, number):
+    def __init__(self, config, number):
         super().__init__()
-        width, self.number, self.shape = shape.tf_n_embd, number, shape
-        self.norm, self.norm_inner = nn.LayerNorm(width), nn.LayerNorm(width)
+        width = config.tf_n_embd
+        self.number = number
+        self.heads = config.tf_n_head
+        self.attention_dropout = config.tf_attn_dropout
+        self.norm = nn.LayerNorm(width)
+        self.norm_inner = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, shape.tf_n_inner), nn.Linear(shape.tf_n_inner, width)
-        self.dropout = nn.Dropout(shape.tf_dropout)
+        inner = config.tf_n_inner or 4 * width
+        self.up = nn.Linear(width, inner)
+        self.down = nn.Linear(inner, width)
+        self.dropout = nn.Dropout(config.tf_dropout)
 
     def forward(self, hidden, angles, cache):
-        batch, length, width = hidden.shape
-        qkv = self.qkv(self.norm(hidden)).view(batch, length, 3, self.shape.tf_n_head, -1)
+        batch, length, _ = hidden.shape
+        qkv = self.qkv(self.norm(hidden)).view(batch, length, 3, self.heads, -1)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)  # [B, heads, T, D]
-        query, key = rotate(query, angles), rotate(key, angles)
+        query = rotate(query, angles)
+        key = rotate(key, angles)
         if cache:
             key, value = cache.add(self.number, key, value)
-        drop = self.shape.tf_attn_dropout if self.training else 0.0
+        drop = self.attention_dropout if self.training else 0.0
         causal = length > 1  # one token sees all before it
         seen = F.scaled_dot_product_attention(query, key, value, dropout_p=drop, is_causal=causal)
         hidden = hidden + self.dropout(self.out(seen.transpose(1, 2).reshape(hidden.shape)))
@@ -127,14 +118,14 @@ class Layer(nn.Module):
 
 
 def rotations(length, width):
-    """Cosines and sines of rotary positions [2, T, D / 2] (Su et al., 2021)."""
+    """Return cosines and sines of rotary positions [2, T, D / 2] (Su et al., 2021)."""
     rates = 10000.0 ** (-torch.arange(0, width, 2) / width)
     angles = torch.outer(torch.arange(length), rates)
     return torch.stack([angles.cos(), angles.sin()])
 
 
 def rotate(states, angles):
-    """[B, heads, T, D], pairs of its halves turned by their position's angle."""
+    """Turn pairs of the halves of [B, heads, T, D] by their position's angle."""
     cosine, sine = angles.to(states.dtype)
     one, two = states.chunk(2, dim=-1)
     return torch.cat([one * cosine - two * sine, two * cosine + one * sine], dim=-1)
@@ -145,20 +136,22 @@ class Distiller(nn.Module):
 
     def __init__(self, model, autocast=None, label_smoothing=0.0):
         super().__init__()
-        self.model, self.autocast, self.label_smoothing = model, autocast, label_smoothing
+        self.model = model
+        self.autocast = autocast
+        self.label_smoothing = label_smoothing
 
     def forward(self, batch):
         """(tokens, actions [B, T]) -> (cross-entropy in nats, accuracy), means over T, each [B]."""
         tokens, action = batch
-        on = self.autocast is not None
-        with torch.autocast(action.device.type, self.autocast, enabled=on):
+        with torch.autocast(action.device.type, self.autocast, enabled=self.autocast is not None):
             logits = self.model(tokens).float()  # [B, T, ACTIONS]
+        smoothing = self.label_smoothing if self.training else 0.0
         flat = logits.flatten(0, 1), action.flatten()
-        losses = F.cross_entropy(*flat, reduction="none", label_smoothing=self.label_smoothing)
-        right = logits.argmax(-1) == action
-        return losses.view(action.shape).mean(-1), right.float().mean(-1)
+        losses = F.cross_entropy(*flat, reduction="none", label_smoothing=smoothing)
+        correct = (logits.argmax(-1) == action).float()
+        return losses.view(action.shape).mean(-1), correct.mean(-1)
 
     def example(self, device):
-        """A window of two steps: for the throwaway pass of optim.Policy."""
+        """Return a window of two steps, for the throwaway pass of optim.Policy."""
         zeros = torch.zeros(1, 2, dtype=torch.long, device=device)
         return Tokens(zeros, zeros, zeros, zeros), zeros

@@ -13,19 +13,22 @@ ANNEALED = 0.6  # share of a history in which epsilon falls from 1 to 0
 
 
 class Source:
-    """What a source starts from: for each goal a table of cells and actions, all zeros."""
+    """What all sources start from: for each goal a table of cells and actions, all zeros."""
 
-    rate = None
+    rate = None  # the usual learning rate
 
     def __init__(self, room, groups, goal, steps, rate, rng):
-        self.room, self.rng, self.rate = room, rng, rate or self.rate
-        self.goal, self.annealed = goal, ANNEALED * steps
+        self.room = room
+        self.rng = rng
+        self.rate = rate or self.rate
+        self.goal = goal
+        self.annealed = ANNEALED * steps
         self.offset = groups * room.cells  # [H]: where a history's goal has its part of the table
         self.table = np.zeros(((groups.max() + 1) * room.cells, ACTIONS))
         self.values = np.zeros(len(self.table))
 
     def learn(self, cell, action, reward, after):
-        """What a step [H] teaches; nothing by default."""
+        """Learn from a step [H]; nothing by default."""
 
 
 class QLearning(Source):
@@ -39,10 +42,10 @@ class QLearning(Source):
         return explore(greedy, 1 - time / self.annealed, self.rng)
 
     def learn(self, cell, action, reward, after):
-        place = (self.offset + cell) * ACTIONS + action
+        entry = (self.offset + cell) * ACTIONS + action
         best = self.table[self.offset + after].max(-1)
-        error = reward + GAMMA * best - self.table.ravel()[place]
-        self.table.ravel()[:] += self.rate * mean_by(place, error, self.table.size)
+        error = reward + GAMMA * best - self.table.ravel()[entry]
+        self.table.ravel()[:] += self.rate * mean_by(entry, error, self.table.size)
 
 
 class ActorCritic(Source):
@@ -54,16 +57,16 @@ class ActorCritic(Source):
         logits = self.table[self.offset + cell]
         odds = np.exp(logits - logits.max(-1, keepdims=True))
         self.odds = odds / odds.sum(-1, keepdims=True)  # [H, ACTIONS]
-        drawn = self.rng.random((len(cell), 1))
-        return (self.odds.cumsum(-1)[:, :-1] < drawn).sum(-1)
+        return (self.odds.cumsum(-1)[:, :-1] < self.rng.random((len(cell), 1))).sum(-1)
 
     def learn(self, cell, action, reward, after):
-        place, size = self.offset + cell, len(self.values)
-        error = reward + GAMMA * self.values[self.offset + after] - self.values[place]
-        self.values += 0.5 * mean_by(place, error, size)
+        row = self.offset + cell
+        size = len(self.values)
+        error = reward + GAMMA * self.values[self.offset + after] - self.values[row]
+        self.values += 0.5 * mean_by(row, error, size)
         for number in range(ACTIONS):
             slope = error * ((action == number) - self.odds[:, number])
-            self.table[:, number] += self.rate * mean_by(place, slope, size)
+            self.table[:, number] += self.rate * mean_by(row, slope, size)
 
 
 class Noise(Source):
@@ -83,41 +86,41 @@ SOURCES = {"q_learning": QLearning, "actor_critic": ActorCritic, "noise": Noise}
 
 def explore(action, share, rng):
     """The actions [H], a `share` of them replaced by random ones."""
-    found = rng.random(len(action)) < share
-    action[found] = rng.integers(ACTIONS, size=found.sum())
+    chosen = rng.random(len(action)) < share
+    action[chosen] = rng.integers(ACTIONS, size=chosen.sum())
     return action
 
 
-def mean_by(place, values, size):
-    """[size]: the mean of the values that fall on each place, 0 where none does."""
-    counts = np.bincount(place, minlength=size)
-    return np.bincount(place, values, minlength=size) / np.maximum(counts, 1)
+def mean_by(index, values, size):
+    """Return the mean [size] of the values of each index, 0 for an index without values."""
+    counts = np.bincount(index, minlength=size)
+    return np.bincount(index, values, minlength=size) / np.maximum(counts, 1)
 
 
-def histories(name, room, goals, streams, steps, seed, rate=None):
-    """What a source does and gets while it learns: cells, actions, rewards, each uint8 [G * S, T].
+def histories(room, goals, streams, steps, config):
+    """Return cells, actions and rewards of a source while it learns, uint8 [3, G * S, T].
 
     History g * streams + s is stream s of goals[g]; an episode begins where T is a multiple of the
-    room's horizon.
+    room's horizon. config: alg, alg_seed, source_lr.
     """
-    goals = np.asarray(goals)
     groups = np.repeat(np.arange(len(goals)), streams)  # [H]
-    goal = goals[groups]
-    learner = SOURCES[name](room, groups, goal, steps, rate, np.random.default_rng(seed))
-    found = np.empty((3, steps, len(goal)), dtype=np.uint8)
+    goal = np.asarray(goals)[groups]
+    rng = np.random.default_rng(config.alg_seed)
+    source = SOURCES[config.alg](room, groups, goal, steps, config.source_lr, rng)
+    history = np.empty((3, steps, len(goal)), dtype=np.uint8)
     for time in range(steps):
         if time % room.horizon == 0:
             cell = np.full(len(goal), room.start)
-        action = learner.act(time, cell)
+        action = source.act(time, cell)
         after, reward = room.step(cell, action, goal)
-        learner.learn(cell, action, reward, after)
-        found[:, time] = cell, action, reward
+        source.learn(cell, action, reward, after)
+        history[:, time] = cell, action, reward
         cell = after
-    return tuple(np.ascontiguousarray(part.T) for part in found)
+    return np.ascontiguousarray(history.transpose(0, 2, 1))
 
 
-def single(name, room, goals, copies, episodes, seed, rate=None):
-    """Mean return [episodes] of streams that share nothing: what one learner does alone."""
-    alone = np.repeat(goals, copies)
-    rewards = histories(name, room, alone, 1, episodes * room.horizon, seed, rate)[2]
-    return rewards.reshape(len(alone), episodes, room.horizon).sum(-1).mean(0)
+def single(room, goals, copies, episodes, config):
+    """Return the mean return [episodes] of streams that share nothing: what one learner does."""
+    goals = np.repeat(goals, copies)
+    _, _, rewards = histories(room, goals, 1, episodes * room.horizon, config)
+    return rewards.reshape(len(goals), episodes, room.horizon).sum(-1).mean(0)

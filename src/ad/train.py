@@ -25,75 +25,54 @@ import torch
 from safetensors.torch import save_file
 
 from ad import evaluate, windows
-from ad.collect import collect, meta_of
 from ad.config import read
 from ad.darkroom import ACTIONS
-from ad.model import Distiller, Model, Shape
-from ddp_utils import (
-    NonFiniteError,
-    UserError,
-    distributed,
-    files,
-    jsonl,
-    metrics,
-    optim,
-    sampler,
-)
-from ddp_utils.metrics import Averages
+from ad.model import Distiller, Model
+from ddp_utils import NonFiniteError, UserError, distributed, files, jsonl, metrics, optim, sampler
 from ddp_utils.runs import checks
 from ddp_utils.runs import run as run_
 from ddp_utils.runs.run import Run, RunSpec
 
+SHAPE = "grid_size tf_n_embd tf_n_layer tf_n_head tf_n_inner window tf_dropout tf_attn_dropout"
 POLLED = 10  # steps between looks whether one was asked to stop, each of which waits for the GPU
-
-# --- data ----------------------------------------------------------------------------------------
-
-
-def read_histories(config, path):
-    """The arrays of a file; UserError if they were collected with other settings."""
-    arrays, meta = windows.read(path)
-    for name, ours in meta_of(config).items():
-        if meta.get(name) != ours:
-            says = f"{path} has {name} {meta.get(name)}, these settings {ours}"
-            raise UserError(f"--traj_file: {says}; give its own, or another name to collect anew")
-    return arrays
 
 
 def banner(config, world, autocast):
-    """The guide's, to the letter."""
-    kind = f"MULTI_{'CPU' if world.device.type == 'cpu' else 'XPU'}"
-    kind = "MULTI_GPU" if world.device.type == "cuda" else kind
-    precision = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(autocast, "no")
-    return (
-        f"{'=' * 60}\nMulti-GPU Training Configuration\n{'=' * 60}\n"
-        f"Number of processes: {world.world_size}\n"
-        f"Distributed type: DistributedType.{kind if world.world_size > 1 else 'NO'}\n"
-        f"Mixed precision: {precision}\n"
-        f"Gradient accumulation steps: {config.gradient_accumulation_steps}\n"
-        f"Main process device: {world.device}\n{'=' * 60}"
-    )
+    """Return what the guide prints, to the letter."""
+    kinds = {"cpu": "MULTI_CPU", "cuda": "MULTI_GPU", "xpu": "MULTI_XPU"}
+    precisions = {None: "no", torch.float16: "fp16", torch.bfloat16: "bf16"}
+    rule = "=" * 60
+    return f"""{rule}
+Multi-GPU Training Configuration
+{rule}
+Number of processes: {world.world_size}
+Distributed type: DistributedType.{kinds[world.device.type] if world.world_size > 1 else "NO"}
+Mixed precision: {precisions[autocast]}
+Gradient accumulation steps: {config.gradient_accumulation_steps}
+Main process device: {world.device}
+{rule}"""
 
 
 # --- step ----------------------------------------------------------------------------------------
 
 
 def train_step(policy, step, data, config, world, measured):
-    """Forward and backward of one global batch; its exact means if they are asked for."""
-    size, turns = config.train_batch_size, config.gradient_accumulation_steps
-    count = size * turns * world.world_size
+    """Forward and backward of one global batch; returns its exact means if they are asked for."""
+    size = config.train_batch_size
+    accumulation = config.gradient_accumulation_steps
+    count = size * accumulation * world.world_size
     history, start = data.draw(config.seed, step, count)
-    averages = Averages(world)
-    for turn in range(turns):
-        if config.tf_dropout or config.tf_attn_dropout:
-            torch.manual_seed(sampler.seed_of(config.seed, step, turn, world.rank))
-        first = (turn * world.world_size + world.rank) * size
-        mine = slice(first, first + size)
-        policy.sync_gradients(turn == turns - 1)
-        losses, right = policy(data.batch(history[mine], start[mine]))  # [B], [B]
+    averages = metrics.Averages(world)
+    for micro_step in range(accumulation):
+        torch.manual_seed(sampler.seed_of(config.seed, step, micro_step, world.rank))  # for dropout
+        first = (micro_step * world.world_size + world.rank) * size
+        rows = slice(first, first + size)
+        policy.sync_gradients(micro_step == accumulation - 1)
+        losses, correct = policy(data.batch(history[rows], start[rows]))  # [B], [B]
         # DDP averages over ranks: times world_size / count is the mean of the global batch
         policy.backward(losses.sum() * (world.world_size / count))
         if measured:
-            averages.add({"loss": losses, "accuracy": right}, torch.ones_like(losses))
+            averages.add({"loss": losses, "accuracy": correct}, torch.ones_like(losses))
     norm = policy.clip_grad_norm(config.max_grad_norm)
     if not measured:
         return {}
@@ -118,48 +97,48 @@ def check_first_step(policy, loss):
 
 @torch.no_grad()
 def test(distiller, data, config):
-    """Mean loss and accuracy on windows of held-out goals that overlap nowhere."""
+    """Return mean loss and accuracy on windows of held-out goals that overlap nowhere."""
     history, start = data.all()
-    sums, smoothing = torch.zeros(2, dtype=torch.float64), distiller.label_smoothing
-    distiller.eval().label_smoothing = 0.0
+    averages = metrics.Averages(distributed.World())  # of this process alone
     for first in range(0, len(history), config.test_batch_size):
-        mine = slice(first, first + config.test_batch_size)
-        found = distiller(data.batch(history[mine], start[mine]))
-        sums += torch.stack([part.double().sum() for part in found]).cpu()
-    distiller.train().label_smoothing = smoothing
-    loss, accuracy = (sums / len(history)).tolist()
-    return {"loss": loss, "accuracy": accuracy, "count": len(history)}
+        rows = slice(first, first + config.test_batch_size)
+        losses, correct = distiller(data.batch(history[rows], start[rows]))
+        averages.add({"loss": losses, "accuracy": correct}, torch.ones_like(losses))
+    return averages.reduce()
 
 
 def validate(step, policy, data, config, run):
-    """What is due after `step` steps, unless the run has done it already; all of it at the end."""
+    """Evaluate what is due after `step` steps, if the run has not yet; everything at the end."""
     last = step == config.train_timesteps
     if not run.world.is_main or run.validated >= step > 0 or not (step or last):
         return
-    distiller, values = policy.scorer, {}
+    policy.scorer.eval()
+    values = {}
     if last or (config.eval_interval and step % config.eval_interval == 0):
-        values = test(distiller, data, config)
+        values = test(policy.scorer, data, config)
         run.results["val"] = values
     if last or (config.gen_interval and step % config.gen_interval == 0):
-        room = config.room
-        _, goals = room.split(config.env_split_seed, config.train_env_ratio)
-        tried = distiller.model, room, goals, config, data.cut, last
-        summary, returns, others = evaluate.assess(*tried)
+        _, goals = config.room.split(config.env_split_seed, config.train_env_ratio)
+        tried = policy.scorer.model, goals, config, config
+        summary, returns, controls = evaluate.assess(*tried, controls=last)
         run.say(evaluate.describe(summary))
         run.results["test"] = summary
         values = values | summary
         if last:
-            evaluate.write(run.folder, room, goals, returns, others, config)
+            evaluate.write(run.folder, goals, returns, controls, config)
     if values:
         run.log(step, values, "val")
+    policy.scorer.train()
 
 
 def save(model, folder):
-    """The result: weights under their own names, and the shape to build the model from."""
+    """Write the weights under their own names, and what the model is built from."""
     folder.mkdir(exist_ok=True)
     tensors = {name: tensor.contiguous().cpu() for name, tensor in model.state_dict().items()}
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(model.shape._asdict(), indent=2) + "\n")
+    shape = {name: getattr(model.config, name) for name in SHAPE.split()}
+    shape["tf_n_inner"] = model.layers[0].up.out_features
+    (folder / "config.json").write_text(json.dumps(shape, indent=2) + "\n")
 
 
 # --- main ----------------------------------------------------------------------------------------
@@ -177,9 +156,9 @@ def main(argv=None) -> int:
         raise UserError("--mixed_precision: fp16 does not train on a CPU; give no, or bf16")
     path = jsonl.resolve(config.traj_file)
     if path.exists():
-        read_histories(config, path)  # else they are collected when all have met
+        windows.read(path, config.source())  # else they are collected when all have met
     torch.manual_seed(config.seed)  # the same start on every rank
-    model = Model(Shape.of(config))
+    model = Model(config)
     needed = optim.bytes_to_write(model, config.keep_checkpoints + 1)
     counts = config.train_batch_size, config.gradient_accumulation_steps, world.world_size
     global_batch = math.prod(counts)
@@ -199,14 +178,12 @@ def main(argv=None) -> int:
 
     world = distributed.join(world, config.timeout_minutes)
     optim.check_same_precision(precision, world)
-    returns = distributed.on_main(world, lambda: [] if path.exists() else [*collect(config, path)])
-    arrays = distributed.on_each(world, lambda: read_histories(config, path))
-    goals = config.room.split(config.env_split_seed, config.train_env_ratio)
-    size = config.train_n_stream, config.train_source_timesteps
-    data, held_out = (
-        windows.Histories(arrays, part, config.horizon, windows.Cut.of(config), *size, world.device)
-        for part in goals
+    returns = distributed.on_main(
+        world, lambda: [] if path.exists() else [*windows.collect(config, path)]
     )
+    arrays = distributed.on_each(world, lambda: windows.read(path, config.source()))
+    goals = config.room.split(config.env_split_seed, config.train_env_ratio)
+    data, held_out = (windows.Histories(arrays, part, config, world.device) for part in goals)
     inputs["content of traj_file"] = files.digest_of_files([path])
     steps = config.train_timesteps
 
@@ -216,7 +193,7 @@ def main(argv=None) -> int:
             run.say(f"collected {path}: return {returns[0]:.2f}, at the end {returns[-1]:.2f}")
         run.say(
             f"global_batch={global_batch} = {world.world_size} ranks x {counts[1]} accumulation x "
-            f"{counts[0]} windows of {data.cut.window} steps; learning_rate={config.lr:.3g} "
+            f"{counts[0]} windows of {config.window} steps; learning_rate={config.lr:.3g} "
             f"steps={steps}\n{data.count} histories of {len(goals[0])} goals, {len(goals[1])} "
             f"goals held out; {sum(p.numel() for p in model.parameters()):,} parameters"
         )
@@ -240,7 +217,7 @@ def main(argv=None) -> int:
             if measured:
                 seconds = (time.perf_counter() - then) / (now - before)
                 values |= {"learning_rate": rate, "seconds": seconds}
-                values["tokens_per_second"] = global_batch * data.cut.window / seconds
+                values["tokens_per_second"] = global_batch * config.window / seconds
                 values["peak_memory_mb"] = metrics.peak_memory_mb(world.device)
                 run.log(now, values)
                 then, before = time.perf_counter(), now

@@ -16,8 +16,8 @@ import config as dpo_config
 import generate_data
 import train_config
 import train_loop
-from ad import collect, evaluate
 from ad import config as ad_config
+from ad import evaluate
 from conftest import ROOT
 from ddp_utils import cli
 from ddp_utils.runs import plots
@@ -37,7 +37,6 @@ CLASSES = {
     "inference": inference.Config,
     "weights": weights.Settings,
     "ad/train": ad_config.Config,
-    "ad/collect": collect.Collect,
     "ad/evaluate": evaluate.Settings,
     "plots": plots.Settings,
     "merge": merge.Settings,

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import runs
-from ad import collect, darkroom, evaluate, windows
-from ad.config import Source
-from ad.model import Model, Shape
+from ad import evaluate, windows
+from ad.config import read as read_settings
+from ad.model import Model
 from conftest import ROOT
 from dpo_inv import batches, mpnn, pairs, structure
 from dpo_inv.config import Config as ProteinConfig
@@ -297,14 +297,15 @@ def distil(words):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_four_steps_of_distillation_equal_a_plain_loop(world_size, tmp_path):
     """Windows and model are the project's own: tests/scripts/test_ad.py has them by hand."""
-    collect.collect(Source(5, 4, n_stream=3, total_source_timesteps=60), tmp_path / "h.npz")
+    config, _ = read_settings(AD.split(), True)
+    windows.collect(config, tmp_path / "h.npz")
     words = [*AD.split(), f"train_batch_size={4 // world_size}", f"output_dir={tmp_path}/run"]
     ranks(world_size, distil, [*words, f"traj_file={tmp_path}/h.npz"])
-    arrays, cut = windows.read(tmp_path / "h.npz")[0], windows.Cut(12, 4, 0, 4)
-    goals = darkroom.Darkroom(5, 4).split(0, 0.9)
-    data, others = (windows.Histories(arrays, part, 4, cut, 3, 20, "cpu") for part in goals)
+    arrays = windows.read(tmp_path / "h.npz", config.source())
+    goals = config.room.split(0, 0.9)
+    data, others = (windows.Histories(arrays, part, config, "cpu") for part in goals)
     torch.manual_seed(0)
-    model = Model(Shape(5, 8, 1, 1, 32, 12)).double()
+    model = Model(config).double()
     before = {name: value.clone() for name, value in model.state_dict().items()}
 
     def log_probs_of(histories, picked):

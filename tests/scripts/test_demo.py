@@ -12,7 +12,7 @@ from test_launchers import shell
 import main_distributed
 import runs
 from conftest import ROOT
-from ddp_utils import logps, models, sampling
+from ddp_utils import distributed, logps, models, sampling
 from ddp_utils.encoder import Encoder, load_tokenizer
 from ranks import ranks, run_ranks
 
@@ -51,7 +51,7 @@ def rates(model, prompts, system=None, judge="score"):
         for p in prompts
     ]
     config = main_distributed.Config(batch_size=110, max_new_tokens=48, seed=5)
-    world = main_distributed.dist.World()
+    world = distributed.World()
     texts = tokenizer.batch_decode(
         sampling.generate(scorer, ids, encoder.ends, world, config), skip_special_tokens=True
     )

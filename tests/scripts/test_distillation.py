@@ -1,6 +1,5 @@
 """Algorithm Distillation, trained: on any number of processes, killed, by every launcher."""
 
-import hashlib
 import json
 import math
 import re
@@ -15,10 +14,10 @@ import yaml
 import faults
 import programs
 import runs
-from ad import collect, evaluate, train
-from ad.config import FIXED, Config, Source, read
+from ad import evaluate, train, windows
+from ad.config import FIXED, Config, read
 from conftest import ROOT
-from ddp_utils import UserError
+from ddp_utils import UserError, files
 from ddp_utils.runs import plots
 from ranks import ranks, run_ranks
 
@@ -31,13 +30,12 @@ train_source_timesteps=72 n_transit=24 tf_n_embd=16 tf_n_layer=2 train_batch_siz
 train_timesteps=12 num_warmup_steps=3 summary_interval=1 eval_interval=4 gen_interval=4
 eval_episodes=6 eval_copies=2 ckpt_interval=5"""
 )
-SOURCE = Source(5, 6, n_stream=4, total_source_timesteps=288)
 
 
 @pytest.fixture(scope="module")
 def histories(tmp_path_factory):
     path = tmp_path_factory.mktemp("histories") / "histories.npz"
-    collect.collect(SOURCE, path)
+    windows.collect(read(SMALL, True)[0], path)
     return path
 
 
@@ -81,10 +79,10 @@ def test_a_killed_run_goes_on_bit_for_bit(size, histories, tmp_path):
         outcome = run_ranks(size, again, str(tmp_path / name), histories, words, faulty)
         assert (-9 in outcome.codes) == bool(faulty), outcome.logs
     assert "goes on after step 5" in outcome.logs[0]
-    found = [tmp_path / name for name in ("undisturbed", "killed")]
-    assert faults.numbers(found[0]) == faults.numbers(found[1])
-    weights = [(folder / "model/model.safetensors").read_bytes() for folder in found]
-    assert hashlib.sha256(weights[0]).digest() == hashlib.sha256(weights[1]).digest()
+    whole, killed = tmp_path / "undisturbed", tmp_path / "killed"
+    assert faults.numbers(whole) == faults.numbers(killed)
+    weights = "model/model.safetensors"
+    assert files.sha256(whole / weights) == files.sha256(killed / weights)
 
 
 def again(folder, histories, words, fault):
@@ -99,30 +97,25 @@ def test_evaluate_finds_what_the_run_has_found(one, capsys):
     settings = found.pop("settings")
     assert (settings["eval_episodes"], settings["eval_copies"], settings["seed"]) == (6, 2, 0)
     assert found == json.loads((one / "summary.json").read_text())["test"]
-    said, returns = capsys.readouterr().out, np.load(one / "evaluation/eval_result.npy")
+    output, returns = capsys.readouterr().out, np.load(one / "evaluation/eval_result.npy")
     assert returns.shape == (3, 6)  # of 25 goals a tenth is held out
-    assert f"overall mean {returns.mean():.2f}" in said
+    assert f"overall mean {returns.mean():.2f}" in output
     assert found["return_last10"] == pytest.approx(returns.mean())
     assert {"control_wiped", "control_zero_reward", "fraction_of_optimum"} < set(found)
     assert (one / "evaluation/returns.png").stat().st_size > 10000
+    held_out = set(re.findall(r"^goal \((\d, \d)\)", output, re.M))
     assert evaluate.main([*flags, "--goal_idx", "1"]) == 0
     assert np.load(one / "evaluation/eval_result.npy").shape == (1, 6)
-    assert capsys.readouterr().out.startswith("goal (")
-    for flag, says in (
+    assert len(re.findall("^goal ", capsys.readouterr().out, re.M)) == 1
+    assert evaluate.main([*flags, "--train_goals"]) == 0  # as many of the others
+    trained = set(re.findall(r"^goal \((\d, \d)\)", capsys.readouterr().out, re.M))
+    assert len(held_out) == len(trained) == 3 and not held_out & trained
+    for flag, message in (
         ("--goal_idx=3", "give -1, or 0 to 2"),
         ("--ckpt_dir=tests", "--ckpt_dir: .* is not a run of src/ad/train.py"),
     ):
-        with pytest.raises(UserError, match=says):
+        with pytest.raises(UserError, match=message):
             evaluate.main([*flags, flag])
-
-
-def test_evaluate_on_goals_that_it_was_trained_on(one, capsys):
-    """As many of the others, so that what it has learnt by heart is seen beside what it learns."""
-    places = []
-    for flags in ([], ["--train_goals"]):
-        assert evaluate.main(["--ckpt_dir", str(one), "--eval_episodes", "2", *flags]) == 0
-        places.append(set(re.findall(r"^goal \((\d, \d)\)", capsys.readouterr().out, re.M)))
-    assert [len(found) for found in places] == [3, 3] and not places[0] & places[1]
 
 
 LEARNS = runs.words(
@@ -204,12 +197,8 @@ def test_launchers_start_as_many_as_they_say(launcher, size, name, words, one, h
 
 def test_the_launcher_s_precision_stands_above_the_file_s(histories, tmp_path):
     """On a CPU fp16 is refused in one line, wherever it comes from; bf16 trains."""
-    words = [
-        *SMALL,
-        f"traj_file={histories}",
-        f"output_dir={tmp_path / 'run'}",
-        "train_timesteps=2",
-    ]
+    place = f"traj_file={histories}", f"output_dir={tmp_path / 'run'}"
+    words = [*SMALL, *place, "train_timesteps=2"]
     command = [*ACCELERATE, "--num_processes", "1", "--num_machines", "1", "--mixed_precision"]
     done = programs.process([*command, "fp16", SCRIPT, *words, "mixed_precision=no"], code=1)
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
@@ -224,28 +213,27 @@ def test_the_launcher_s_precision_stands_above_the_file_s(histories, tmp_path):
 # every name of the original's files, with its value
 KEYS = yaml.safe_load((ROOT / "tests/data/ad_original.yaml").read_text())
 REFUSED = {"max_reward", "alg", "policy", "n_steps", "batch_size", "n_epochs", "dynamics_strength"}
-ALONE = {"n_stream": ["total_source_timesteps=100000"], "total_source_timesteps": ["n_stream=100"]}
-ALONE |= {"train_n_stream": ["n_stream=100", "total_source_timesteps=100000"]}
-ALONE |= {"train_source_timesteps": ["total_source_timesteps=40000"]}
+LONG = ["n_stream=100", "total_source_timesteps=100000"]  # the histories that some of them need
 
 
-@pytest.mark.parametrize("name", KEYS)
-def test_each_key_of_the_original_works_or_is_refused_with_a_reason(name, tmp_path):
+def test_each_key_of_the_original_works_or_is_refused_with_a_reason(tmp_path):
     file = tmp_path / "model.yaml"
-    file.write_text(f"# a model\n{name}: {json.dumps(KEYS[name])}\n")
-    argv = ["--config", str(file), *ALONE.get(name, [])]
-    if name in REFUSED:
-        with pytest.raises(UserError, match=rf"model\.yaml:2: {name}: .+"):
-            read(argv, True)
-        return
-    config, lines = read(argv, True)
-    known = name in vars(config)
-    assert known or name in FIXED or any(line.startswith(f"{name}: not") for line in lines)
-    assert not known or getattr(config, name) == KEYS[name]
-    if not known and name in FIXED:  # another value is refused
-        file.write_text(f"{name}: 77\n")
-        with pytest.raises(UserError, match=rf"model\.yaml:1: {name}: 77 is not"):
-            read(argv, True)
+    for name, value in KEYS.items():
+        file.write_text(f"# a model\n{name}: {json.dumps(value)}\n")
+        argv = ["--config", str(file), *(word for word in LONG if not word.startswith(name))]
+        if name in REFUSED:
+            with pytest.raises(UserError, match=rf"model\.yaml:2: {name}: .+"):
+                read(argv, True)
+            continue
+        config, lines = read(argv, True)
+        if name in FIXED:  # another value is refused
+            file.write_text(f"{name}: 77\n")
+            with pytest.raises(UserError, match=rf"model\.yaml:1: {name}: 77 is not"):
+                read(argv, True)
+        elif name in vars(config):
+            assert getattr(config, name) == value
+        else:
+            assert any(line.startswith(f"{name}: not") for line in lines)
 
 
 def test_the_files_of_the_project_say_what_the_guide_says():
@@ -260,17 +248,14 @@ def test_the_files_of_the_project_say_what_the_guide_says():
     assert Config().train_timesteps == 1500
 
 
-@pytest.mark.parametrize("name", ["cpu", "one_node", "two_nodes"])
-def test_accelerate_reads_the_answers(name):
+def test_accelerate_reads_the_answers():
     from accelerate.commands.config.config_args import load_config_from_file
 
-    found = load_config_from_file(str(ROOT / f"config/accelerate/{name}.yaml"))
-    assert found.distributed_type == "MULTI_GPU" and not found.use_cpu  # else it starts one process
-    assert (found.num_machines, found.num_processes) == {
-        "cpu": (1, 2),
-        "one_node": (1, 4),
-        "two_nodes": (2, 8),
-    }[name]
+    for name, size in {"cpu": (1, 2), "one_node": (1, 4), "two_nodes": (2, 8)}.items():
+        answers = load_config_from_file(str(ROOT / f"config/accelerate/{name}.yaml"))
+        # else it starts one process
+        assert answers.distributed_type == "MULTI_GPU" and not answers.use_cpu
+        assert (answers.num_machines, answers.num_processes) == size
 
 
 WRONG = {
@@ -282,20 +267,16 @@ WRONG = {
     "horizon=7": "--total_source_timesteps: give a multiple of 40 streams of episodes of 7 steps",
     "tf_n_head=5": "--tf_n_embd: give an even multiple of tf_n_head",
     "alg=noise source_lr=1": "source_lr: noise does not learn; leave it out",
-    "use_compressed_context=true n_transit=100": "n_transit: two regions do not",
     "use_compressed_context=true compress_interval=30": "compress_interval: give w",
     "train_source_timesteps=200": "train_source_timesteps: give a window (240) or",
-    "predict_compress=true": "predict_compress: True is not False: regions end by",
+    "predict_compress=true": "predict_compress: True is not False; leave it out",
 }
 
 
-@pytest.mark.parametrize("words", WRONG)
-def test_a_mistake_is_one_line(words):
-    with pytest.raises(UserError, match="^" + re.escape(WRONG[words])):
-        read(words.split(), True)
-
-
-def test_a_file_that_includes_itself_is_one_line(tmp_path):
+def test_a_mistake_is_one_line(tmp_path):
+    for words, message in WRONG.items():
+        with pytest.raises(UserError, match="^" + re.escape(message)):
+            read(words.split(), True)
     (tmp_path / "a.yaml").write_text("include: b.yaml\n")
     (tmp_path / "b.yaml").write_text("lr: 1e-3\ninclude: a.yaml\n")
     with pytest.raises(UserError, match=r"[ab]\.yaml:\d: include: it includes itself"):
