@@ -285,14 +285,14 @@ def copy_rate(source, target):
 def plan_lines(args, report):
     """Return the lines of --plan, which is about main_distributed.py or train.py."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads it when imported: no downloads
-    from ddp_utils.tools import plan
+    from ddp_utils.tools import memory_plan
 
     is_config = Path(args.plan).resolve() == SRC / "config.py"
     if not is_config and Path(args.plan).suffix not in (".yaml", ".yml"):
         raise UserError(f"--plan: {args.plan} is neither src/config.py nor a YAML file")
     script = importlib.import_module("main_distributed" if is_config else "train")
-    machine = plan.machine(report, args.gpus, args.gpu_memory)
-    return plan.lines(plan.read(script, args.plan, machine), machine, args.tokens_per_second)
+    machine = memory_plan.machine(report, args.gpus, args.gpu_memory)
+    return memory_plan.Plan(script, args.plan, machine).lines(args.tokens_per_second)
 
 
 def main(argv=None) -> int:
