@@ -14,12 +14,12 @@ wrong flag, an environment without torch, or processes that cannot meet.
 """
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import timeit
@@ -43,11 +43,9 @@ DRIVERS = {"11": 450, "12": 525, "13": 580}  # the oldest that run each major ve
 SLOW_SETTINGS = {
     "NCCL_P2P_DISABLE=1": "GPUs talk through host memory; unset it unless NCCL hangs",
     "NCCL_IB_DISABLE=1": "nodes talk over TCP, not InfiniBand; unset it unless NCCL fails",
-    "CUDA_LAUNCH_BLOCKING=1": "the CPU waits for every kernel; unset it after debugging",
-    "TORCH_DISTRIBUTED_DEBUG=DETAIL": "each collective is checked by another; unset it",
 }
 SETTINGS = ("CUDA_", "NCCL_", "GLOO_", "TORCH_DISTRIBUTED_", "OMP_")  # prefixes of what is shown
-TABLES = ("devices", "rates", "copies", "all_reduces")  # a line for each row
+TABLES = ("devices", "rates", "all_reduces")  # a line for each row
 RATES = ("bf16_tflops", "fp32_tflops", "host_gb_per_s")
 
 
@@ -62,21 +60,18 @@ def collect_facts(env=os.environ) -> dict:
     backends = [n for n in ("gloo", "nccl", "xccl") if getattr(group, f"is_{n}_available")()]
     has_nccl = kind == "cuda" and "nccl" in backends
     shm = Path("/dev/shm")
-    available = re.search(r"MemAvailable:\s+(\d+)", read("/proc/meminfo"))
     return {
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB, 2),
-        "memory_available_gib": round(int(available[1]) * 1024 / GIB, 2) if available else None,
         "shm_free_gib": round(shutil.disk_usage(shm).free / GIB, 2) if shm.exists() else None,
-        "interfaces": [name for _, name in socket.if_nameindex()],
         "settings": {name: env[name] for name in env if name.startswith(SETTINGS)},
         "backends": backends,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
         # asked after torch has woken the GPUs: nvidia-smi waits seconds for each that sleeps
-        **nvidia_facts(env.get("CUDA_VISIBLE_DEVICES")),
+        **nvidia_facts(),
         "kind": kind,
         "devices": devices,
     }
@@ -88,51 +83,29 @@ def describe_device(unit, index) -> dict:
     free, total = (round(size / GIB, 2) for size in unit.mem_get_info(index))
     with unit.device(index):  # is_bf16_supported() asks the current device
         bf16 = bool(unit.is_bf16_supported(including_emulation=False))
-    memory = {"memory_gib": total, "memory_free_gib": free}
-    return {"index": index, "name": name, **memory, "bf16": bf16}
+    own = {"index": index, "name": name, "memory_gib": total, "memory_free_gib": free}
+    return own | {"bf16": bf16}
 
 
-def read(path):
-    """Return the text of a file of the kernel, or nothing if there is no such file."""
-    return Path(path).read_text() if Path(path).exists() else ""
-
-
-def nvidia_facts(visible, proc="/proc/driver/nvidia") -> dict:
-    """Return the driver, the number of GPUs, those cut by MIG, and links, whatever torch sees."""
-    query = "--query-gpu=index,driver_version,mig.mode.current"
-    text, problem = nvidia_smi("--format=csv,noheader", query)
+def nvidia_facts(proc="/proc/driver/nvidia") -> dict:
+    """Return the driver, the number of GPUs and those cut by MIG, whatever torch sees."""
+    command = ["nvidia-smi", "--format=csv,noheader"]
+    command.append("--query-gpu=index,driver_version,mig.mode.current")
+    text = problem = ""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # there is no such program
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        text = done.stdout
+        problem = (" ".join(text.split()) or "no output") if done.returncode else ""
     gpus = [line.split(", ") for line in text.splitlines() if line.count(", ") == 2]
     drivers = [driver for _, driver, _ in gpus]
-    drivers += re.findall(r"\d+\.[\d.]+", read(f"{proc}/version"))  # if nvidia-smi fails
+    version = Path(proc, "version")  # if nvidia-smi fails
+    drivers += re.findall(r"\d+\.[\d.]+", version.read_text() if version.exists() else "")
     return {
         "driver": drivers[0] if drivers else None,
         "nvidia_gpus": len(gpus) or len([*Path(proc).glob("gpus/*")]),
         "nvidia_smi": problem,
         "mig": [int(index) for index, _, mode in gpus if mode == "Enabled"],
-        "links": count_links(nvidia_smi("topo", "-m")[0], visible) if len(gpus) > 1 else {},
     }
-
-
-def nvidia_smi(*words):
-    """Return (output, message of a failure); both are empty if there is no such program."""
-    command = ["nvidia-smi", *words]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return "", ""
-    if done.returncode:
-        return "", " ".join(done.stdout.split()) or "no output"
-    return done.stdout, ""
-
-
-def count_links(text, visible=None) -> dict:
-    """Return how many pairs of visible GPUs have which link, from `nvidia-smi topo -m`."""
-    links = {}
-    for number, row in enumerate(re.findall(r"^GPU\d.*", text, re.M)):
-        for other, link in enumerate(row.split()[1 : number + 1]):
-            if visible is None or {str(other), str(number)} <= set(visible.split(",")):
-                links[link] = links.get(link, 0) + 1
-    return links
 
 
 def advise(facts) -> dict:
@@ -158,7 +131,7 @@ def driver_warnings(facts):
     driver = facts["driver"]
     problem = facts["nvidia_smi"]
     visible = facts["settings"].get("CUDA_VISIBLE_DEVICES")
-    oldest = DRIVERS.get((facts["cuda"] or "").split(".")[0], 0)
+    oldest = DRIVERS.get(str(facts["cuda"]).partition(".")[0], 0)
     cannot = f"torch for CUDA {facts['cuda']} cannot use the {gpus} GPUs with driver {driver}"
     if "mismatch" in problem:
         yield f"{problem}: the kernel runs another driver ({driver}); reboot"
@@ -176,7 +149,7 @@ def driver_warnings(facts):
 
 
 def device_warnings(facts):
-    """Yield which GPUs are cut by MIG, differ, are in use by others, or are far apart."""
+    """Yield which GPUs are cut by MIG, differ, or are in use by others."""
     for index in facts["mig"]:
         yield f"MIG cuts GPU {index}, NCCL joins no slices; undo: sudo nvidia-smi -i {index} -mig 0"
     names = dict.fromkeys(f"{d['name']} ({d['memory_gib']:.0f} GiB)" for d in facts["devices"])
@@ -184,28 +157,17 @@ def device_warnings(facts):
         yield f"the devices differ: {', '.join(names)}; choose a batch_size that fits the smallest"
     for d in facts["devices"]:
         if d["memory_free_gib"] < 0.9 * d["memory_gib"]:
-            what = f"free on GPU {d['index']}: {d['memory_free_gib']} of {d['memory_gib']} GiB"
-            mend = "stop what runs there, lower batch_size, or leave it out"
-            yield f"{what}; {mend} (CUDA_VISIBLE_DEVICES)"
-    far = facts["links"].get("SYS", 0)
-    if far:
-        what = f"{far} of {sum(facts['links'].values())} pairs of GPUs talk across CPU sockets, the"
-        yield f"{what} slowest way (SYS); raise gradient_accumulation_steps to do so less often"
+            mend = "GiB; stop what runs there, lower batch_size, or leave it out"
+            yield f"free on GPU {d['index']}: {d['memory_free_gib']} of {d['memory_gib']} {mend}"
 
 
 def host_warnings(facts, processes):
-    """Yield the settings that slow training down or keep processes apart, and lack of room."""
+    """Yield the settings that slow training down, and lack of room."""
     settings = facts["settings"]
     for setting, why in SLOW_SETTINGS.items():
         name, _, value = setting.partition("=")
         if settings.get(name) == value:
             yield f"{setting}: {why}"
-    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        value = settings.get(name, "")
-        exists = any(card.startswith(tuple(value.split(","))) for card in facts["interfaces"])
-        if not exists and value[0] not in "^=":  # NCCL reads ^ as all but, = as the whole name
-            what = f"{name}={value}: no such network interface, nobody is met"
-            yield f"{what}; set one of {', '.join(facts['interfaces'])}"
     if facts["cores"] < processes:
         yield f"{processes} processes share {facts['cores']} cores; ask for one each at least"
     free = facts["shm_free_gib"]
@@ -237,9 +199,6 @@ def bench(world) -> dict:
     table = torch.zeros(max(ranks, len(devices)), 3, dtype=torch.float64, device=world.device)
     for row, device in enumerate(devices, start=world.rank):
         table[row] = torch.tensor(device_rates(device))
-    copies = []
-    for source in devices:
-        copies.append([copy_rate(source, target) for target in devices])
     all_reduces = []
     for size in (2**20, 2**24, 2**27) if ranks > 1 else []:
         block = torch.zeros(size // 4, device=world.device)
@@ -249,7 +208,7 @@ def bench(world) -> dict:
         all_reduces.append({"mib": size >> 20, "ms": ms, "bus_gb_per_s": bus})
     rows = distributed.all_sum(table, world).round(decimals=3).tolist()
     rates = [dict(zip(RATES, row, strict=True)) for row in rows]
-    return {"ranks": ranks, "rates": rates, "copies": copies, "all_reduces": all_reduces}
+    return {"ranks": ranks, "rates": rates, "all_reduces": all_reduces}
 
 
 def seconds_of(work, device):
@@ -270,29 +229,22 @@ def device_rates(device) -> list:
     for dtype in (torch.bfloat16, torch.float32):
         matrix = torch.randn(side, side, device=device, dtype=dtype)
         rates.append(2 * side**3 / seconds_of(partial(torch.mm, matrix, matrix), device) / 1e12)
-    return [*rates, copy_rate(torch.device("cpu"), device)]
-
-
-def copy_rate(source, target):
-    """Return the GB/s of a copy of 256 MiB from a device to another one, or within it."""
-    pin_memory = source.type == "cpu" and target.type == "cuda"
-    block = torch.ones(2**26, device=source, pin_memory=pin_memory)
-    copy = torch.empty(2**26, device=target)
-    seconds = seconds_of(partial(copy.copy_, block), target)
-    return round(block.nbytes / seconds / 1e9, 2)
+    block = torch.ones(2**26, pin_memory=device.type == "cuda")
+    copy = torch.empty(2**26, device=device)
+    return [*rates, block.nbytes / seconds_of(partial(copy.copy_, block), device) / 1e9]
 
 
 def plan_lines(args, report):
     """Return the lines of --plan, which is about main_distributed.py or train.py."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads it when imported: no downloads
-    from ddp_utils.tools import plan
+    from ddp_utils.tools import memory_plan
 
     is_config = Path(args.plan).resolve() == SRC / "config.py"
     if not is_config and Path(args.plan).suffix not in (".yaml", ".yml"):
         raise UserError(f"--plan: {args.plan} is neither src/config.py nor a YAML file")
     script = importlib.import_module("main_distributed" if is_config else "train")
-    machine = plan.machine(report, args.gpus, args.gpu_memory)
-    return plan.lines(plan.read(script, args.plan, machine), machine, args.tokens_per_second)
+    machine = memory_plan.machine(report, args.gpus, args.gpu_memory)
+    return memory_plan.Plan(script, args.plan, machine).lines(args.tokens_per_second)
 
 
 def main(argv=None) -> int:

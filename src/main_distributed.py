@@ -220,6 +220,12 @@ def strategy_of(config):
     return optim.Strategy(config.strategy)
 
 
+def precision_of(config, device):
+    """In which types the model computes."""
+    mixed = "auto" if config.use_mixed_precision else "no"
+    return optim.Precision.choose(device, config.fine_tuning, config.base_dtype, mixed)
+
+
 def load_scored(config, data, precision, run):
     """The policy, and the reference's log-probs of every split: the policy before step 0.
 
@@ -312,8 +318,7 @@ def main(argv=None) -> int:
         return run_.check(spec, config, world)
 
     world = distributed.join(world, config.timeout_minutes)
-    mixed = "auto" if config.use_mixed_precision else "no"
-    precision = optim.Precision.choose(world.device, config.fine_tuning, config.base_dtype, mixed)
+    precision = precision_of(config, world.device)
     optim.check_same_precision(precision, world)
     peak = optim.learning_rate(config, plan.global_batch, world.world_size)
 

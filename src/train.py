@@ -172,8 +172,7 @@ def choose_numbers(config, outline, world):
     if config.learning_rate is None:
         small = sum(p.numel() for p in outline.parameters()) < 10e6
         config.learning_rate = 1e-3 if small else RATES[config.objective, config.fine_tuning]
-    kinds = (config.fine_tuning, config.base_dtype, config.mixed_precision)
-    precision = optim.Precision.choose(world.device, *kinds)
+    precision = precision_of(config, world.device)
     if config.mixed_precision == "auto":
         names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
         config.mixed_precision = names.get(precision.autocast, "no")
@@ -189,6 +188,12 @@ def choose_numbers(config, outline, world):
 
         fsdp.layers_of(outline, config.sharding)
     return precision
+
+
+def precision_of(config, device):
+    """In which types the model computes."""
+    kinds = (config.fine_tuning, config.base_dtype, config.mixed_precision)
+    return optim.Precision.choose(device, *kinds)
 
 
 def strategy_of(config):

@@ -42,58 +42,51 @@ CLASSES = {
     "merge": merge.Settings,
     **{name: flags for name, (flags, *_) in distributed_setup.COMMANDS.items()},
 }
-scripts = pytest.mark.parametrize("config_class", CLASSES.values(), ids=CLASSES)
-
-
-def printed(config_class):
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), pytest.raises(SystemExit) as stop:
-        cli.parse(config_class, ["--help"])
-    assert stop.value.code == 0
-    return said.getvalue().splitlines()
 
 
 def settings(config_class):
-    """The lines of settings, without the description above them."""
-    lines = printed(config_class)
+    """The lines of settings in --help, without the description above them."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), pytest.raises(SystemExit, match="0"):
+        cli.parse(config_class, ["--help"])
+    lines = output.getvalue().splitlines()
     head = "Each setting with its default; of several words the first one is it."
     assert max(map(len, lines)) <= 100
     return [line for line in lines[lines.index(head) :] if line.startswith("  ")]
 
 
-@scripts
-def test_each_setting_has_a_line_that_ends_with_its_comment(config_class):
+def test_each_setting_has_a_line_that_ends_with_its_comment():
     """Comments as another reader finds them: the syntax tree, first definition first."""
-    comments = {}
-    for part in reversed(config_class.__mro__[:-1]):
-        source = inspect.getsource(part)
-        (tree,), lines = ast.parse(source).body, source.splitlines()
-        for node in tree.body:
-            if isinstance(node, ast.AnnAssign):
-                behind = lines[node.end_lineno - 1].partition("  # ")[2]
-                above = lines[node.lineno - 2].strip().removeprefix("# ")
-                comments.setdefault(node.target.id, behind or above)
-    lines = settings(config_class)
-    assert len(lines) == len(comments) > 1
-    for line, field in zip(lines, dataclasses.fields(config_class), strict=True):
-        assert re.match(r"  (?:--)?(?:\[no_\])?(\w+)", line)[1] == field.name
-        assert comments[field.name] and line.endswith(f"  {comments[field.name]}")
+    for config_class in CLASSES.values():
+        comments = {}
+        for part in reversed(config_class.__mro__[:-1]):
+            source = inspect.getsource(part)
+            lines = source.splitlines()
+            for node in ast.parse(source).body[0].body:
+                if isinstance(node, ast.AnnAssign):
+                    behind = lines[node.end_lineno - 1].partition("  # ")[2]
+                    above = lines[node.lineno - 2].strip().removeprefix("# ")
+                    comments.setdefault(node.target.id, behind or above)
+        lines = settings(config_class)
+        assert len(lines) == len(comments) > 1
+        for line, field in zip(lines, dataclasses.fields(config_class), strict=True):
+            assert re.match(r"  (?:--)?(?:\[no_\])?(\w+)", line)[1] == field.name
+            assert comments[field.name] and line.endswith(f"  {comments[field.name]}")
 
 
-@scripts
-def test_the_defaults_that_are_shown_are_the_defaults(config_class):
+def test_the_defaults_that_are_shown_are_the_defaults():
     """Given back as flags they change nothing."""
-    hints = typing.get_type_hints(config_class, include_extras=True)
-    words = []
-    for line in settings(config_class):
-        switch = re.match(r"  --\[no_\](\w+) (on|off)  ", line)
-        setting = re.match(r"  --(\w+) (.+?)  ", line)
-        if switch:
-            words.append(f"--{switch[1]}" if switch[2] == "on" else f"--no_{switch[1]}")
-        elif setting and not setting[2].startswith(("TEXT", "INT", "NUMBER")):
-            words += [f"--{setting[1]}", *setting[2].partition("|")[0].split()]
-    needed = [name for name in hints if getattr(config_class, name, None) is None]
-    needed = [name for name in needed if typing.get_origin(hints[name]) is typing.Annotated]
-    parsed = cli.parse(config_class, [*needed, *words])
-    assert parsed == cli.parse(config_class, needed)
-    assert words
+    for config_class in CLASSES.values():
+        hints = typing.get_type_hints(config_class, include_extras=True)
+        words = []
+        for line in settings(config_class):
+            switch = re.match(r"  --\[no_\](\w+) (on|off)  ", line)
+            setting = re.match(r"  --(\w+) (.+?)  ", line)
+            if switch:
+                words.append(f"--{switch[1]}" if switch[2] == "on" else f"--no_{switch[1]}")
+            elif setting and not setting[2].startswith(("TEXT", "INT", "NUMBER")):
+                words += [f"--{setting[1]}", *setting[2].partition("|")[0].split()]
+        needed = [name for name in hints if getattr(config_class, name, None) is None]
+        needed = [name for name in needed if typing.get_origin(hints[name]) is typing.Annotated]
+        assert words
+        assert cli.parse(config_class, [*needed, *words]) == cli.parse(config_class, needed)

@@ -12,17 +12,10 @@ from ddp_utils.runs import plots
 PANELS = {"loss.png": 1, "rewards.png": 2, "accuracies.png": 1}
 
 
-def line(split, step, loss=0.5, reward=0.1, accuracy=0.6):
-    return {
-        "split": split,
-        "step": step,
-        "loss": loss,
-        "rewards/chosen": reward,
-        "rewards/rejected": -reward,
-        "rewards/margins": 2 * reward,
-        "rewards/accuracies": accuracy,
-        "learning_rate": 1e-4,
-    }
+def line(split, step, loss=0.5, reward=0.1):
+    rewards = {"chosen": reward, "rejected": -reward, "margins": 2 * reward, "accuracies": 0.6}
+    rewards = {f"rewards/{name}": value for name, value in rewards.items()}
+    return {"split": split, "step": step, "loss": loss, "learning_rate": 1e-4, **rewards}
 
 
 RUN = [
@@ -50,17 +43,9 @@ def no_pixels(monkeypatch):
     return kept
 
 
-@pytest.mark.parametrize(
-    "window, means",
-    [
-        (1, [1, 3, 5, 11]),
-        (2, [1, 2, 4, 8]),
-        (3, [1, 2, 3, 19 / 3]),
-        (9, [1, 2, 3, 5]),
-    ],
-)
-def test_a_running_mean_ends_at_its_place(window, means):
-    assert plots.running_mean([1, 3, 5, 11], window) == pytest.approx(means)
+def test_a_running_mean_ends_at_its_place():
+    for window, means in ((1, [1, 3, 5, 11]), (2, [1, 2, 4, 8]), (3, [1, 2, 3, 19 / 3])):
+        assert plots.running_mean([1, 3, 5, 11], window) == pytest.approx(means)
 
 
 def test_the_curves_are_the_numbers_of_the_file(tmp_path, no_pixels):

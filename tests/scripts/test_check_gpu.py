@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from types import SimpleNamespace as Fake
+from unittest import mock
 
 import pytest
 import torch
@@ -47,13 +48,12 @@ def machine(monkeypatch):
 
     def report(cuda=(), xpu=(), env=None, build="13.0", **changes):
         nvidia = {"driver": "580.95", "nvidia_gpus": len(cuda), "nvidia_smi": ""}
-        nvidia |= {"mig": [], "links": {}}
-        monkeypatch.setattr(check_gpu, "nvidia_facts", lambda visible: nvidia)
+        monkeypatch.setattr(check_gpu, "nvidia_facts", lambda: nvidia | {"mig": []})
         groups = {f"is_{name}_available": lambda: True for name in ("gloo", "nccl", "xccl")}
         fake = Fake(__version__="2.13.0", version=Fake(cuda=build), distributed=Fake(**groups))
         fake.cuda, fake.xpu = Unit(cuda), Unit(xpu)
         monkeypatch.setattr(check_gpu, "torch", fake)
-        roomy = {"cores": 64, "shm_free_gib": 32.0, "interfaces": ["eth0", "lo"]}
+        roomy = {"cores": 64, "shm_free_gib": 32.0}
         facts = check_gpu.collect_facts(env or {}) | roomy | changes
         return facts, check_gpu.advise(facts)
 
@@ -78,14 +78,13 @@ def test_on_this_machine_the_last_line_is_the_command_of_the_json():
     assert report["cores"] == len(os.sched_getaffinity(0))
     assert report["command"].startswith(f"./run_distributed.sh {report['processes']}")
     assert text.splitlines()[-1] == report["command"]
-    watched = {"torch", "transformers", "peft", "config", "train", "ddp_utils.tools.plan"}
+    watched = {"torch", "transformers", "peft", "config", "train", "ddp_utils.tools.memory_plan"}
     assert watched.intersection(done.stderr.split()) == {"torch"}
 
 
-def test_without_a_gpu_it_advises_two_cpu_processes_or_one_on_one_core(machine, monkeypatch):
-    monkeypatch.setattr(check_gpu, "read", lambda path: "MemAvailable:    8388608 kB\n")
+def test_without_a_gpu_it_advises_two_cpu_processes_or_one_on_one_core(machine):
     facts, advice = machine(build=None)
-    assert (facts["kind"], facts["devices"], facts["memory_available_gib"]) == ("cpu", [], 8.0)
+    assert (facts["kind"], facts["devices"]) == ("cpu", [])
     assert list(advice.values()) == [2, "fp32", [], "./run_distributed.sh 2"]
     assert check_gpu.advise(facts | {"cores": 1})["command"] == "./run_distributed.sh 1"
 
@@ -141,12 +140,8 @@ def test_gpus_that_torch_does_not_see_are_not_passed_over(machine):
     assert machine([H100], driver="450.1", nvidia_smi="fails")[1]["warnings"] == []
 
 
-FAR = "4 of 6 pairs of GPUs talk across CPU sockets, the slowest way (SYS); raise"
-ABSENT = "no such network interface, nobody is met; set one of eth0, lo"
 REMARKED = [  # facts of a machine with four H100, the warning or none
     ({"mig": [2]}, "MIG cuts GPU 2, NCCL joins no slices; undo: sudo nvidia-smi -i 2 -mig 0"),
-    ({"links": {"NV4": 2, "SYS": 4}}, FAR),
-    ({"links": {"NV18": 6}}, None),
     ({"cores": 3}, "4 processes share 3 cores; ask"),
     ({"shm_free_gib": 0.06}, "/dev/shm has 0.06 GiB free and NCCL uses it; "),
     ({"shm_free_gib": None}, None),  # no /dev/shm on this system
@@ -154,14 +149,11 @@ REMARKED = [  # facts of a machine with four H100, the warning or none
 SETTINGS = [  # a variable of the environment, the warning or none
     ("NCCL_P2P_DISABLE=1", "GPUs talk through host memory; unset it unless NCCL hangs"),
     ("NCCL_IB_DISABLE=1", "nodes talk over TCP, not InfiniBand; unset it unless NCCL fails"),
-    ("TORCH_DISTRIBUTED_DEBUG=DETAIL", "each collective is checked by another; unset it"),
-    ("NCCL_SOCKET_IFNAME=ib0,eth", None),
-    ("NCCL_SOCKET_IFNAME=^lo,docker", None),  # NCCL's own signs
-    ("NCCL_SOCKET_IFNAME=ib0", ABSENT),
+    ("NCCL_SOCKET_IFNAME=ib0", None),
 ]
 
 
-def test_what_slows_down_or_keeps_processes_apart_is_remarked(machine):
+def test_what_slows_down_is_remarked(machine):
     for changes, words in REMARKED:
         warnings = machine([H100] * 4, **changes)[1]["warnings"]
         assert len(warnings) == (words is not None), changes
@@ -201,23 +193,6 @@ def test_a_wrong_flag_and_an_environment_without_torch_cost_a_line(capsys):
     assert done.stderr == "error: no torch in this environment; ./run_distributed.sh makes one\n"
 
 
-PAIRS = """        \x1b[4mGPU0    GPU1    GPU2    GPU3    NIC0    CPU Affinity\x1b[0m
-GPU0     X      NV4     SYS     SYS     PIX     0-15
-GPU1    NV4      X      SYS     SYS     SYS     0-15
-GPU2    SYS     SYS      X      NV4     SYS     16-31
-GPU3    SYS     SYS     NV4      X      SYS     16-31
-NIC0    PIX     SYS     SYS     SYS      X
-Legend: SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes
-"""
-
-
-def test_the_links_of_all_and_of_the_visible_gpus_are_counted():
-    assert check_gpu.count_links(PAIRS) == {"NV4": 2, "SYS": 4}
-    assert check_gpu.count_links(PAIRS, "0,1") == {"NV4": 1}
-    assert check_gpu.count_links(PAIRS, "1,2,3") == {"SYS": 2, "NV4": 1}
-    assert check_gpu.count_links("") == {}
-
-
 KERNEL = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024"
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  (dvs)"
 TWO = "0, 550.54.15, Enabled\n1, 550.54.15, [N/A]\nWARNING: infoROM is corrupted\n"
@@ -233,25 +208,15 @@ SMI = [  # status and output of nvidia-smi, the kernel's version, driver, GPUs, 
 
 def test_the_driver_is_what_nvidia_smi_or_the_kernel_names(tmp_path, monkeypatch):
     (tmp_path / "gpus/0000:17:00.0").mkdir(parents=True)
-    asked = []
-    answers = []
-
-    def answer(words, **options):
-        asked.append(" ".join(words))
-        if isinstance(answers[-1], Exception):
-            raise answers[-1]
-        status, text = answers[-1]
-        return Fake(returncode=status, stdout=PAIRS if "topo" in words else text)
-
-    monkeypatch.setattr(check_gpu.subprocess, "run", answer)
     for smi, kernel, driver, gpus, mig, problem in SMI:
-        answers.append(smi)
         (tmp_path / "version").write_text(f"{kernel}\nGCC version:  gcc version 12.2.0\n")
-        facts = check_gpu.nvidia_facts("0,1", str(tmp_path))
-        assert facts.pop("links") == ({"NV4": 1} if gpus == 2 else {})
+        answer = mock.Mock(side_effect=smi)
+        if isinstance(smi, tuple):
+            answer = mock.Mock(return_value=Fake(returncode=smi[0], stdout=smi[1]))
+        monkeypatch.setattr(check_gpu.subprocess, "run", answer)
+        facts = check_gpu.nvidia_facts(str(tmp_path))
         assert list(facts.values()) == [driver, gpus, problem, mig]
-    assert len(asked) == len(SMI) + 1  # links are asked for where there are two GPUs
-    assert check_gpu.nvidia_facts(None, str(tmp_path / "none"))["nvidia_gpus"] == 0
+    assert check_gpu.nvidia_facts(str(tmp_path / "none"))["nvidia_gpus"] == 0
 
 
 def test_rates_are_work_over_the_least_time(monkeypatch):
@@ -260,18 +225,17 @@ def test_rates_are_work_over_the_least_time(monkeypatch):
     assert check_gpu.seconds_of(lambda: None, cpu) == 2.0
     monkeypatch.setattr(check_gpu, "seconds_of", lambda work, device: work() is None or 0.5)
     # 2 x 1024^3 FLOP and 2^28 bytes in half a second
-    assert check_gpu.device_rates(cpu) == pytest.approx([4.295e-3, 4.295e-3, 0.54], abs=1e-6)
+    assert check_gpu.device_rates(cpu) == pytest.approx([4.295e-3, 4.295e-3, 0.537], abs=1e-3)
 
 
 def test_every_rank_measures_itself_and_rank_0_has_all(monkeypatch):
     monkeypatch.setattr(check_gpu, "device_rates", lambda device: [494.5, 33.5, 25.0])
-    monkeypatch.setattr(check_gpu, "copy_rate", lambda source, target: 1500.0)
     monkeypatch.setattr(check_gpu, "seconds_of", lambda work, device: 0.01)
     monkeypatch.setattr(check_gpu.distributed, "all_sum", lambda tensor, world: tensor)
     result = check_gpu.bench(World(rank=1, world_size=4))
     idle = dict.fromkeys(("bf16_tflops", "fp32_tflops", "host_gb_per_s"), 0.0)
     own = {"bf16_tflops": 494.5, "fp32_tflops": 33.5, "host_gb_per_s": 25.0}
     assert result["rates"] == [idle, own, idle, idle]
-    assert (result["ranks"], result["copies"]) == (4, [[1500.0]])
+    assert result["ranks"] == 4
     # 2^27 bytes in 10 ms are 13.42 GB/s; of 4 ranks each sends and receives 2 x 3/4 of it
     assert result["all_reduces"][2] == {"mib": 128, "ms": 10.0, "bus_gb_per_s": 20.13}

@@ -28,7 +28,8 @@ def merge(adapter, folder, base=""):
 
     The tokenizer is that beside the LoRA, with the chat template of its training, or the base's.
     """
-    if (folder := Path(folder)).exists():
+    folder = Path(folder)
+    if folder.exists():
         raise UserError(f"{folder} is there already; give another folder")
     checkpoint.check_place("folder", folder)
     if Path(adapter, "model/adapter_config.json").exists():

@@ -1,148 +1,137 @@
-"""report.html: what a run did, on one page that loads nothing, from the files of its folder."""
+"""Write report.html: what a run did, on one page that loads nothing, from the files of its folder.
 
+    python -m ddp_utils.tools.report results/dpo               # the curves, too
+    python -m ddp_utils.tools.report results/dpo --no_curves
+
+A run starts it at its end: so neither torch nor transformers nor matplotlib is imported here.
+"""
+
+import argparse
 import base64
-import hashlib
-import json
+import contextlib
+import itertools
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import jinja2
 
 from ddp_utils import UserError, files, jsonl
-from ddp_utils.runs import plots, preemption, resume
 
-# the numbers that say most, on top; the others as they come
-FIRST = ("win_rate", "share_baked", "fraction_of_optimum", "rewards/accuracies", "accuracy")
-FIRST += ("loss", "judge/policy", "judge/baked", "judge/prompted", "judge/reference", "judge/base")
-SHOWN = 100  # examples of a split; the file for people has all
+FIRST = ("win_rate", "share_baked", "fraction_of_optimum", "accuracy", "loss")  # on top
+FIGURES = ("loss", "rewards", "accuracies", "in_context", "returns", "baking")  # in this order
+TORCHRUN = ("torchrun", "torch.distributed.launch", "accelerate", "deepspeed")
 
 
 def write(folder):
     """Write report.html into a run folder; what is not there is left out."""
     folder = Path(folder)
-    template = Path(__file__).with_suffix(".html.j2")
-    jinja = jinja2.Environment(autoescape=True, finalize=_printable, trim_blocks=True)
-    page = jinja.from_string(template.read_text(encoding="utf-8")).render(_content(folder))
-    files.write_text(folder / "report.html", page)
+    template = Path(__file__).with_suffix(".html.j2").read_text(encoding="utf-8")
+    jinja = jinja2.Environment(autoescape=True, finalize=_shown, trim_blocks=True)
+    files.write_text(folder / "report.html", jinja.from_string(template).render(_content(folder)))
+
+
+def _shown(value):
+    return jsonl.printable(value) if type(value) is str else value  # not what is escaped already
 
 
 def _content(folder):
-    """All that the template shows."""
-    names = "summary", "config", "environment", "data_report", "examples"
-    summary, config, environment, data, examples = (
-        resume.summary(folder, f"{name}.json") for name in names
-    )
+    """Return all that the template shows."""
+    summary = _read(folder / "summary.json")
+    config = _read(folder / "config.json")
+    environment = _read(folder / "environment.json")
     defaults = environment.pop("defaults", {})
-    code = environment.pop("code", {})
-    digest = hashlib.sha256(json.dumps(code, sort_keys=True).encode()).hexdigest()[:16]
-    environment["code"] = f"{len(code)} files, {digest}"
-    numbers = {name: _rounded(part) for name, part in summary.items() if isinstance(part, dict)}
+    environment["code"] = f"{len(environment.get('code', {}))} files"
+    numbers = {name: part for name, part in summary.items() if isinstance(part, dict)}
     facts = environment | {name: fact for name, fact in summary.items() if name not in numbers}
+    pictures = {}
+    for name in FIGURES:
+        path = folder / f"{name}.png"
+        if path.exists():
+            pictures[name] = base64.b64encode(path.read_bytes()).decode()
     return {
         "folder": folder,
         "facts": facts,
-        "numbers": _table(numbers, FIRST),
-        "intervals": any(v.endswith("]") for part in numbers.values() for v in part.values()),
+        "numbers": _table(numbers),
         "changed": _table({"here": {k: config.get(k) for k in defaults}, "default": defaults}),
         "settings": _table({"": {k: v for k, v in config.items() if k not in defaults}}),
-        "pictures": list(map(_picture, sorted(folder.glob("*.png"), key=_place))),
-        "examples": {split: rows for split, rows in examples.items() if isinstance(rows, list)},
-        "shown": SHOWN,
-        "data": _table(data),
+        "pictures": pictures,
+        "examples": _read(folder / "examples.json"),
+        "data": _table(_read(folder / "data_report.json")),
         "environment": _table({"": facts}),
         "command": _command(facts),
         "model": _model(folder, config),
         "parts": re.compile(r"(?<=[/_])").split,  # where a long name may go on in the next line
-        "python": lambda path: repr(str(path)),
-        "shell": lambda path: shlex.quote(str(path)),
+        "quoted": lambda path: shlex.quote(str(path)),
     }
 
 
-def _table(columns, first=()):
+def _read(path):
+    """Return the object in a JSON file, an empty one if it cannot be read."""
+    with contextlib.suppress(UserError):
+        return jsonl.read_object(path)
+    return {}
+
+
+def _table(columns):
     """{column: {row: value}} -> (columns, [(row, its texts)]); objects in objects become rows."""
-    flat = {column: dict(_flat(values)) for column, values in columns.items()}
-    rows = dict.fromkeys(row for values in flat.values() for row in values)
-    rows = sorted(rows, key=lambda row: _rank(row, first))
-    return [*flat], [(row, [values.get(row, "") for values in flat.values()]) for row in rows]
+    flat = [dict(_flat(values)) for values in columns.values()]
+    rows = sorted(dict.fromkeys(itertools.chain(*flat)), key=lambda row: row not in FIRST)
+    return [*columns], [(row, [values.get(row, "") for values in flat]) for row in rows]
 
 
 def _flat(values, before=""):
+    """Yield the name and the text of each value."""
     for name, value in values.items() if isinstance(values, dict) else [("", values)]:
         if value and isinstance(value, dict):
             yield from _flat(value, f"{before}{name} ")
+        elif isinstance(value, float):
+            yield before + name, f"{value:.4g}"
+        elif isinstance(value, list):
+            more = f" and {len(value) - 12} more" if len(value) > 12 else ""
+            yield before + name, ", ".join(map(str, value[:12])) + more
         else:
-            yield before + name, _shown(value)
-
-
-def _shown(value):
-    if isinstance(value, list):
-        more = f" and {len(value) - 12} more" if len(value) > 12 else ""
-        return ", ".join(map(str, value[:12])) + more or "none"
-    return f"{value:g}" if isinstance(value, float) else str(value) if value or value == 0 else "-"
-
-
-def _rounded(values):
-    """Four digits; name_low and name_high become part of name's text."""
-    texts = {k: f"{v:.4g}" if isinstance(v, float) else _shown(v) for k, v in values.items()}
-    for name in [name for name in texts if f"{name}_low" in texts and f"{name}_high" in texts]:
-        texts[name] += f" [{texts.pop(f'{name}_low')}, {texts.pop(f'{name}_high')}]"
-    return texts
-
-
-def _rank(name, order):
-    """The place of a name, or of what stands before a slash in it, in an order; else the last."""
-    fits = (place for place, first in enumerate(order) if f"{name}/".startswith(f"{first}/"))
-    return next(fits, len(order))
-
-
-def _place(path):
-    return _rank(path.name, plots.FIGURES), path.name
-
-
-def _printable(value):
-    text = isinstance(value, str) and not hasattr(value, "__html__")
-    return jsonl.printable(value) if text else value
-
-
-def _picture(path):
-    """(what it shows, its bytes), both as text."""
-    titles = [title for title, _ in plots.FIGURES.get(path.name, [(path.stem, {})])]
-    says = f"curves: {', '.join(titles)}; their numbers are in metrics.jsonl"
-    return says, base64.b64encode(path.read_bytes()).decode()
+            yield before + name, "-" if value in (None, "", {}) else str(value)
 
 
 def _command(facts):
-    """What started the run, to be pasted."""
-    own = str(facts.get("command", "")).replace(" --restart", "")
-    count = facts.get("world_size", 1)
+    """Return what started the run, to be pasted."""
+    command = str(facts.get("command", "")).replace(" --restart", "")
     launcher = facts.get("launcher", "python")
-    script = re.sub(r"^\S*python[\d.]*( -u)? ", "", own)
-    if launcher in ("python", "environment") or not own:
-        return own
-    if launcher in ("torchrun", "torch.distributed.launch", "accelerate", "deepspeed"):
+    count = facts.get("world_size", 1)
+    if launcher in ("python", "environment") or not command:
+        return command
+    if launcher in TORCHRUN:
+        script = re.sub(r"^\S*python[\d.]*( -u)? ", "", command)
         return f"torchrun --standalone --nproc_per_node={count} {script}"
-    return f"{'mpiexec' if launcher == 'pals' else launcher} -n {count} {own}"
+    return f"{'mpiexec' if launcher == 'pals' else launcher} -n {count} {command}"
 
 
 def _model(folder, config):
-    """(a file that says what kind of model it is, its folder), or None."""
-    place = Path(("result_dir" in config and config.get("output_dir")) or folder / "model")
-    kinds = [(name, place) for name in ("adapter_config.json", "tokenizer_config.json")]
-    kinds += [("model.safetensors", place), ("best_model.pt", folder), ("latest_model.pt", folder)]
-    return next(((name, at) for name, at in kinds if (at / name).exists()), None)
+    """Return the first file there is that says what kind of model was saved, or None."""
+    own = "result_dir" in config and config.get("output_dir")
+    names = ("adapter_config.json", "tokenizer_config.json", "model.safetensors")
+    paths = [Path(own or folder / "model") / name for name in names]
+    paths += [folder / "best_model.pt", folder / "latest_model.pt"]
+    return next((path for path in paths if path.exists()), None)
 
 
-def main(argv=None):  # python -m ddp_utils.tools.report results/dpo
-    folders = sys.argv[1:] if argv is None else argv
-    if not folders:
-        raise UserError("give a run folder, such as results/dpo")
-    for folder in folders:
-        plots.draw(folder)
-        write(folder)
-        print(Path(folder) / "report.html")
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("folders", nargs="+", help="run folders, such as results/dpo")
+    parser.add_argument("--no_curves", action="store_true", help="take the curves as they are")
+    arguments = parser.parse_args(argv)
+    try:
+        for folder in arguments.folders:
+            if not arguments.no_curves:
+                from ddp_utils.tools import plots  # and matplotlib
+
+                plots.draw(folder)
+            write(folder)
+            print(Path(folder) / "report.html")
+    except (UserError, OSError) as error:
+        parser.exit(2, f"error: {error}\n")
 
 
 if __name__ == "__main__":
-    preemption.run(main)
+    main()

@@ -1,0 +1,352 @@
+"""Predict the memory of a run before it is started: check_gpu.py --plan.
+
+The model is made of torch's fake tensors, which have no contents, and takes a step under torch's
+MemTracker; how each strategy shares out what was counted is arithmetic. Sizes are in bytes. Where a
+case is simplified, the figure is an upper bound.
+"""
+
+import logging
+import math
+import types
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+from ddp_utils import UserError, fast, logps, losses, models, sampler
+from ddp_utils.distributed import World
+from ddp_utils.encoder import Encoder, load_tokenizer
+from ddp_utils.fast import memory_efficient
+from ddp_utils.sharding import fsdp
+
+GIB = 2**30
+CPU = torch.device("cpu")
+GPU = torch.device("xpu")  # stands for any GPU with bf16: of this kind no hardware is asked
+STRATEGIES = ("DDP", "FSDP SHARD_GRAD_OP", "FSDP FULL_SHARD", "FSDP HYBRID_SHARD")
+STRATEGIES += ("ZeRO-1", "ZeRO-2", "ZeRO-3")
+SETUP = {  # tool -> words for distributed_setup.py, flags for train.py
+    "FSDP": ("fsdp --sharding_strategy", " --use_fsdp --fsdp_config config/fsdp_config.json"),
+    "ZeRO": ("deepspeed --zero_stage", " --deepspeed config/ds_config.json"),
+}
+RUNTIME = GIB / 2  # what CUDA, its libraries and NCCL hold on a GPU beside the tensors
+USABLE = 0.95  # of a GPU's memory: the rest is lost between blocks of unequal size
+BUCKET = 5e8  # numbers that DeepSpeed reduces at a time, unless its JSON says otherwise
+NEAR = 1e9  # numbers that ZeRO-3 leaves gathered for what comes soon
+AHEAD = 5e7  # numbers that ZeRO-3 gathers beforehand
+SENT = 500 * 2**20  # DDP copies so much of rank 0's weights at a time before the first step
+SIZES = (1, 2, 4, 8, 16, 32, 64)  # rows of a micro-batch that are tried
+LINE = "{:<21}{:>8}{:>9}{:>8}{:>8}{:>8}{:>6}{:>7}"
+HEAD = ("strategy", "GiB", "weights", "grads", "AdamW", "activ.", "fits", "micro")
+LEGEND = "GiB of a rank with the longest rows, at most; activ.: and all that comes and goes; micro:"
+LEGEND += "\nthe largest micro-batch that fits, of those tried; < is what the settings say"
+
+
+class Machine(NamedTuple):
+    """Where the run is to take place."""
+
+    ranks: int
+    nodes: int
+    device: str  # cuda or xpu
+    memory: float  # of a GPU
+
+
+def machine(facts, gpus=None, gpu_memory=None) -> Machine:
+    """Return the machine of check_gpu.py's facts, or one with other GPUs (gpu_memory in GiB)."""
+    devices = facts["devices"]
+    if gpu_memory is None and not devices:
+        raise UserError("--plan: there is no GPU here to ask; give --gpus 8 --gpu_memory 80")
+    if gpu_memory is None:
+        gpu_memory = min(device["memory_gib"] for device in devices)
+    ranks = gpus if gpus is not None else len(devices) or 1
+    nodes = math.ceil(ranks / (len(devices) or 8))
+    if ranks < 1 or not 0 < gpu_memory < math.inf:
+        raise UserError(f"--gpus {ranks}, --gpu_memory {gpu_memory:g}: give numbers above 0")
+    if ranks % nodes:
+        raise UserError(f"--gpus {ranks}: as many to each of {nodes} nodes; give a multiple")
+    return Machine(ranks, nodes, facts["kind"] if devices else "cuda", gpu_memory * GIB)
+
+
+# --- one step on fake tensors --------------------------------------------------------------------
+
+
+def attend_on_gpu(_module, query, key, value, _mask, packing=None, softcap=None, **_options):
+    """Attend to a packed row with what the kernel of a GPU keeps: each prompt's keys twice."""
+    if softcap is not None:
+        raise NotImplementedError("a packed row has no soft-cap")
+    packing.calls += 1
+    prompts = sum(prompt for prompt, _, _ in packing.spans)
+    key = torch.cat([key, key[:, :, :prompts]], 2)
+    value = torch.cat([value, value[:, :, :prompts]], 2)
+    return scaled_dot_product_attention(query, key, value, enable_gqa=True).transpose(1, 2), None
+
+
+AttentionInterface.register("attend_on_gpu", attend_on_gpu)
+
+
+def meta_model(model_config, dtype=None):
+    """Return the model of a config.json on the meta device; no weights need be there."""
+    with models.META:
+        return AutoModelForCausalLM.from_config(model_config, dtype=dtype, trust_remote_code=False)
+
+
+def build(config, precision, model_config) -> logps.Scorer:
+    """Return the Scorer that a run would load, on the meta device."""
+    model = models.no_dropout(meta_model(model_config, precision.weights))
+    if config.use_gradient_checkpointing:
+        models.checkpoint_activations(model)
+    if config.fine_tuning == "lora":
+        model = models.add_adapter(model, config)
+    if config.lean:  # apply() would compare numbers: here each module is taken at its word
+        for module in model.modules():
+            if memory_efficient._function(module):
+                module.forward = types.MethodType(memory_efficient._forward, module)
+    return logps.Scorer(model.train(), precision.autocast)
+
+
+def peaks_of(scorer, rows, row_losses, device, shared) -> dict:
+    """Return the most bytes of a step on top of weights, gradients and moments."""
+    backbone, head = scorer.parts()
+    scorer.own_head = backbone is scorer.bare() or head is None
+    scorer.set_layout(shared)
+    if shared and device != "cpu" and scorer.precision.itemsize == 2:
+        scorer.bare().set_attn_implementation("attend_on_gpu")
+    tracker = MemTracker()
+    tracker._mod_tracker.register_user_hooks = lambda *hooks: None  # they fail on frozen weights
+
+    def total(when):
+        return tracker.get_tracker_snapshot(when)[CPU]["Total"]
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        scorer.to_empty(device=CPU)
+        scorer.bare().tie_weights()
+        trained = [p for p in scorer.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, fused=device == "cuda", foreach=device == "xpu")
+        for parameter in trained:  # as in DDP, where gradients are parts of buckets
+            parameter.grad = torch.empty_like(parameter)
+        tracker.track_external(scorer)
+        with tracker:
+            optimizer.step()
+        held = total("current")
+        step = total("peak") - held
+        with tracker:
+            batch = scorer.collate(rows, CPU)
+            loss = row_losses(scorer, batch, torch.zeros(len(rows), 2))[0].sum()
+            if shared and not batch.layout["packing"].calls:
+                raise TypeError("its attention cannot be steered")
+            loss.backward()
+        return {"backward": total("peak") - held, "step": step}
+
+
+def sizes_of(scorer) -> dict:
+    """Return the sizes of what does not depend on the rows, for a process that shards nothing."""
+    layers = [list(x.parameters()) for x in fsdp.layers_of(scorer.bare(), fsdp.Settings())[0]]
+    inside = set().union(*layers)
+    everything = list(scorer.parameters())
+    root = [p for p in everything if p not in inside]
+    matrices = [p for p in inside if p.requires_grad and p.ndim > 1]
+
+    def computed(parameters):
+        return sum(p.numel() * (scorer.autocast or p.dtype).itemsize for p in parameters)
+
+    def trained(parameters):
+        return sum(4 * p.numel() for p in parameters if p.requires_grad)
+
+    return {
+        "weights": sum(p.nbytes for p in everything),
+        "gradients": trained(everything),
+        "width": scorer.precision.itemsize,  # of a number in the dtype that computes
+        "layers": computed(inside),  # weights in this dtype, as all that are gathered
+        "layer": max(map(computed, layers)),
+        "root": computed(root),  # embedding, head, last norm
+        "root_gradients": trained(root),
+        "copies": computed(matrices) if scorer.autocast else 0,  # which autocast keeps
+    }
+
+
+def need(config, model_config, rows, row_losses, precision, device="cpu") -> types.SimpleNamespace:
+    """Return the sizes and the peaks of a step on a micro-batch of these rows.
+
+    row_losses(scorer, batch, reference [B, 2]) -> losses [B], ...
+    Raises UserError for a model that takes no step on fake tensors.
+    """
+    logging.getLogger("torch._subclasses.fake_tensor").disabled = True  # a line is enough
+    chunk = logps.CHUNK["cpu"] if device == "cpu" else logps.WIDE_CHUNK
+    for shared in {"auto": (True, False), "shared": (True,)}.get(config.layout, (False,)):
+        scorer = build(config, precision, model_config)
+        sizes = sizes_of(scorer)
+        try:
+            with mock.patch.dict(logps.CHUNK, cpu=chunk):
+                peaks = peaks_of(scorer, rows, row_losses, device, shared)
+            return types.SimpleNamespace(**sizes, **peaks)
+        except fast.REFUSALS as error:  # as in a run: who cannot share repeats the prompt
+            reason = models.first_line(error)
+    raise UserError(f"{config.model_name}: no step without contents: {reason}")
+
+
+def share(n, strategy, ranks, nodes=1, bucket=BUCKET) -> tuple:
+    """Return the weights, gradients, moments and all else of a rank when it holds the most.
+
+    n: what need() returns; strategy: one of STRATEGIES. All else: activations, what is gathered.
+    """
+    tool, _, kind = strategy.replace("-", " ").partition(" ")
+    parts = ranks // nodes if kind == "HYBRID_SHARD" else ranks
+    weights = n.weights
+    moments = 2 * n.gradients
+    two = n.root + 2 * n.layer
+    every = n.root + n.layers
+    own = n.root_gradients * n.width / 4
+    peak = n.backward - n.copies  # no copies: weights are gathered in autocast's dtype
+    if tool == "DDP":
+        buckets = n.gradients if ranks > 1 else n.root_gradients
+        phases = [(buckets, n.backward), (n.gradients, n.step)]  # gradients, all else
+        if ranks > 1:
+            phases.append((0, min(weights, SENT) - moments))
+    elif tool == "FSDP":
+        weights /= parts
+        moments /= parts
+        # a layer is gathered in one buffer, and copied out of it, while another one computes
+        gathered = every + n.layer if kind == "SHARD_GRAD_OP" else two
+        comes = own + 2 * n.layer  # gradients on their way: the root's wait for the end
+        done = (n.gradients - n.root_gradients) / parts
+        phases = [(comes, gathered + peak), (comes + done, two + 3 * n.root_gradients)]
+        phases.append((n.gradients / parts, n.step / parts))
+    else:
+        learns = n.gradients * n.width / 4
+        weights = every
+        moments = (n.gradients + moments) / parts  # with fp32 weights of its own
+        held = learns if kind == "1" else learns / parts
+        waiting = own + 2 * bucket * n.width  # one bucket fills while the other is sent
+        if kind == "3":
+            weights /= parts
+            peak += min(every, max(NEAR * n.width, two)) + min(AHEAD * n.width, every - weights)
+            waiting = bucket * n.width
+        phases = [(held + waiting, peak), (learns / parts, 3 * n.gradients / parts)]
+    gradients, rest = max(phases, key=sum)
+    return weights, gradients, moments, rest
+
+
+# --- what is printed -----------------------------------------------------------------------------
+
+
+class Plan:
+    """The settings of a run, and what of it fits a machine.
+
+    script: the module main_distributed, or train for a YAML file; UserErrors are theirs.
+    """
+
+    def __init__(self, script, path, where):
+        world = World(world_size=where.ranks, local_size=where.ranks // where.nodes)
+        self.path = path
+        self.where = where
+        self.is_yaml = path.endswith((".yaml", ".yml"))
+        if self.is_yaml:
+            config = script.train_config.read(["--config", path], world)
+            row_losses = script.row_losses
+            self.micro = config.batch_size
+        else:
+            config = script.read_settings([], world)
+            row_losses = losses.pair_losses
+            self.micro = math.ceil(config.batch_size / where.ranks)
+        if self.is_yaml and config.type == "qlora":
+            raise UserError(f"{path}: fine_tuning.type: 4-bit weights cannot be planned; plan lora")
+        self.config = config
+        self.asked = script.strategy_of(config).name
+        shape = (config.max_length, config.truncation, config.chat_template_kwargs)
+        encoder = Encoder(load_tokenizer(config.model_name), config.chat_template, *shape)
+        self.rows = script.read_data(config, encoder, world)[0]["train"]
+        with models.reading(f"--model_name: {config.model_name}"):
+            folder = str(models.model_path(config.model_name))
+            model_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            model = meta_model(model_config)
+        models.check_fit(model, {"train": self.rows})
+        longest = sorted(self.rows, key=lambda row: -row.fed(shared=True))[: SIZES[-1]]
+        self.needs = {}  # rows of a micro-batch -> need() of the longest ones
+
+        def losses_of(*arguments):
+            return row_losses(*arguments, config)
+
+        precision = script.precision_of(config, CPU if where.device == "cpu" else GPU)
+
+        for size in sorted({self.micro, *SIZES}):
+            rows = (longest * size)[:size]
+            self.needs[size] = need(config, model_config, rows, losses_of, precision, where.device)
+
+    def parts(self, name, size):
+        """Return the total of a rank under a strategy, and its parts."""
+        parts = share(self.needs[size], name, self.where.ranks, self.where.nodes)
+        return sum(parts) + RUNTIME, *parts
+
+    def fitting(self, name):
+        """Return the sizes of the micro-batches that fit under a strategy."""
+        room = USABLE * self.where.memory
+        return [size for size in self.needs if self.parts(name, size)[0] <= room]
+
+    def lines(self, tokens_per_second=None):
+        """Yield what check_gpu.py prints. tokens_per_second: of all ranks together, if known."""
+        config = self.config
+        ranks = self.where.ranks
+        kind = f"a LoRA of rank {config.lora_r}" if config.fine_tuning == "lora" else "all weights"
+        yield f"plan      {self.path}: {config.model_name}, {kind}"
+        yield f"on        {ranks} x GPU with {self.where.memory / GIB:.1f} GiB, 0.50 of it in use"
+        yield f"rows      {len(self.rows)}, the longest {max(row.row for row in self.rows)} tokens"
+        yield LINE.format(*HEAD)
+        usable = []
+        for name in STRATEGIES:
+            fitting = self.fitting(name)
+            cells = [f"{part / GIB:.2f}" for part in self.parts(name, self.micro)]
+            cells.append("yes" if self.micro in fitting else "no")
+            cells.append(max(fitting, default=0))
+            yield LINE.format(name + (" <" if name == self.asked else ""), *cells)
+            if fitting and (self.is_yaml or name in ("DDP", "FSDP FULL_SHARD")):
+                usable.append(name)
+        yield LEGEND
+        plan = sampler.Plan.of(config, len(self.rows), ranks if self.is_yaml else 1)
+        epoch = sum(row.tokens for row in self.rows)
+        tokens = round(epoch * plan.epoch(plan.steps))
+        turns = config.gradient_accumulation_steps
+        batch = f"{plan.global_batch} rows = {ranks} ranks x {turns} x {self.micro}"
+        yield f"steps     {plan.steps} of {batch}; {epoch} tokens an epoch, {tokens} in all"
+        if tokens_per_second:
+            hours, minutes = divmod(math.ceil(tokens / tokens_per_second / 60), 60)
+            yield f"time      {hours} h {minutes:02d} min at {tokens_per_second:.0f} tokens/s"
+        else:
+            yield "time      unknown: give --tokens_per_second"
+        if usable:
+            yield from self.command(self.asked if self.asked in usable else usable[0])
+        else:
+            yield "start     nothing fits, not even a row at a time; less takes gradient"
+            yield "          checkpointing, a LoRA, more GPUs (--gpus), offloading to the host"
+
+    def command(self, name):
+        """Yield how to start it, with the largest micro-batch that fits, up to the settings'."""
+        nodes = self.where.nodes
+        each = self.where.ranks // nodes
+        rows = self.micro * self.config.gradient_accumulation_steps  # of a rank and step
+        sizes = [size for size in self.fitting(name) if size <= self.micro and rows % size == 0]
+        size = max(sizes)
+        if size != self.micro:
+            setting = f"micro_batch_size to {size}"
+            if not self.is_yaml:
+                setting = f"batch_size to {size * self.where.ranks}"
+            yield f"set       {setting}, gradient_accumulation_steps to {rows // size}"
+        tool, _, kind = name.replace("-", " ").partition(" ")
+        if not self.is_yaml:
+            if nodes > 1:
+                yield "start     on each node, with NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT:"
+            yield f"./run_distributed.sh {each} --strategy {tool.lower()}"
+            return
+        setup = "python scripts/distributed_setup.py"
+        flags = ""
+        if name != self.asked and tool in SETUP:
+            words, flags = SETUP[tool]
+            yield f"{setup} {words} {kind}"
+        start = f"torchrun --standalone --nproc_per_node={each} src/train.py --config {self.path}"
+        if nodes > 1:
+            setup += f" slurm --config {self.path}"
+            yield f"{setup} --num_nodes {nodes} --num_gpus_per_node {each}"
+            start = "sbatch scripts/slurm_job.sh"
+        yield f"{start}{flags}"

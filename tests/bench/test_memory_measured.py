@@ -1,0 +1,159 @@
+"""Predicted against measured peak memory: eight settings drawn once, 10 to 300 M parameters.
+
+Measured is the most that a rank holds in three steps above what it held before there was a model,
+in processes in which malloc gives back at once what is freed; a smaller model of the same kind
+comes first, so that what the libraries load with their first step does not count.
+"""
+
+import dataclasses
+import gc
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).parents[1])]
+
+import main_distributed
+from config import Config
+from conftest import ROOT
+from ddp_utils import distributed, logps, models, optim
+from ddp_utils.encoder import Pair
+from ddp_utils.fast import memory_efficient
+from ddp_utils.runs import preemption
+from ddp_utils.sharding import fsdp
+from ddp_utils.tools import memory_plan
+from ranks import free_port
+
+WITHIN = 0.15
+CASES = [  # fine-tuning, strategy, ranks; model, its sizes; lengths of a pair's parts, pairs
+    ("lora", "DDP", 1, "llama", (512, 2048, 8, 8, 4096, True), (29, 32, 56), 4),
+    ("full", "FSDP FULL_SHARD", 2, "llama", (256, 768, 16, 4, 4096, True), (45, 21, 71), 4),
+    ("full", "DDP", 1, "llama", (1280, 2560, 14, 20, 4096, True), (56, 92, 38), 4),
+    ("full", "DDP", 2, "qwen3", (768, 1536, 17, 12, 4096, True), (66, 18, 36), 2),
+    ("lora", "DDP", 2, "llama", (768, 2304, 11, 12, 32768, False), (27, 89, 79), 2),
+    ("lora", "FSDP FULL_SHARD", 2, "llama", (384, 1536, 14, 6, 32768, True), (28, 92, 90), 3),
+    ("full", "FSDP SHARD_GRAD_OP", 2, "llama", (384, 1536, 15, 6, 16384, False), (23, 28, 25), 2),
+    ("lora", "DDP", 1, "qwen3", (1024, 2048, 8, 16, 4096, False), (87, 27, 58), 3),
+]
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+SIZES += ("vocab_size", "tie_word_embeddings")
+TINY = (64, 128, 2, 2, 512, True)
+TIDY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+QUIET = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
+
+
+def settings_of(kind, sizes):
+    shape = dict(zip(SIZES, sizes, strict=True))
+    heads = shape["num_attention_heads"]
+    shape |= {"num_key_value_heads": heads // 2, "head_dim": shape["hidden_size"] // heads}
+    make = {"llama": transformers.LlamaConfig, "qwen3": transformers.Qwen3Config}[kind]
+    return make(**shape, bos_token_id=None, eos_token_id=1, pad_token_id=0)
+
+
+def config_of(case, folder):
+    tool = case[1].split()[0].lower()
+    changes = {"fine_tuning": case[0], "strategy": tool, "sft_weight": 0.0}
+    return dataclasses.replace(Config(), model_name=str(folder), **changes)
+
+
+def rows_of(case, vocabulary):
+    dice = random.Random(0)
+    ids = [[dice.randrange(vocabulary) for _ in range(size)] for size in case[5]]
+    return [Pair(*ids, "", "")] * case[6]
+
+
+# --- measured, in processes of their own ---------------------------------------------------------
+
+
+def memory(field):
+    """MiB of this process: VmRSS now, VmHWM at the most."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{field}:")[1].split()[0]) / 1024
+
+
+def train(case, config, rows, world):
+    """Three steps as main_distributed.py takes them."""
+    model, autocast = models.load_policy(config, world.device)
+    scorer = logps.Scorer(model, autocast)
+    memory_efficient.apply(model)
+    scorer.lay_out(shared=True)
+    options = fsdp.Settings(strategy=case[1].split()[-1])
+    policy = optim.wrap(scorer, world, optim.Strategy(config.strategy, options))
+    optimizer, schedule = optim.make_optimizer(policy, config, 1e-4, 3)
+    for _ in range(3):
+        batch = scorer.collate(rows, world.device)
+        found = main_distributed.pair_losses(policy, batch, torch.zeros(len(rows), 2), config)
+        policy.backward(found[0].mean())
+        del found
+        policy.clip_grad_norm(1.0)
+        policy.step(optimizer, schedule)
+
+
+def measure(number, folder):
+    """What a rank of this case holds at the most, to standard output."""
+    case = CASES[number]
+    torch.set_num_threads(1)
+    world = distributed.join(distributed.meet(distributed.whoami()), timeout_minutes=5)
+    train(case, config_of(case, folder / "tiny"), rows_of(case, 512), world)
+    gc.collect()
+    before = memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+    train(case, config_of(case, folder / "model"), rows_of(case, case[4][4]), world)
+    print(f"held {memory('VmHWM') - before}", flush=True)
+    return 0
+
+
+def measured(number, folder):
+    """MiB: the most that one of the ranks holds."""
+    _, _, ranks, kind, sizes, *_ = CASES[number]
+    for name, shape in (("tiny", TINY), ("model", sizes)):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(settings_of(kind, shape))
+        model.save_pretrained(folder / name)
+    del model
+    gc.collect()
+    names = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    names |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    command = [sys.executable, __file__, str(number), str(folder)]
+    running = []
+    for rank in range(ranks):
+        env = os.environ | TIDY | QUIET | names | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        running.append(
+            subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        )
+    outputs = [process.communicate(timeout=300)[0] for process in running]
+    assert [process.returncode for process in running] == [0] * ranks
+    return max(float(text.rpartition("held ")[2]) for text in outputs)
+
+
+def predicted(number, folder):
+    """MiB, by memory_plan.py."""
+    case = CASES[number]
+    config = config_of(case, folder / "model")
+
+    def losses(*arguments):
+        return main_distributed.pair_losses(*arguments, config)
+
+    rows = rows_of(case, case[4][4])
+    need = memory_plan.need(config, settings_of(case[3], case[4]), rows, losses)
+    return sum(memory_plan.share(need, case[1], case[2])) / 2**20
+
+
+@pytest.mark.show
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_predicted_memory_is_within_15_percent_of_measured(number, tmp_path):
+    real = measured(number, tmp_path)
+    plan = predicted(number, tmp_path)
+    print(f"{CASES[number]}: {plan:.0f} MiB, measured {real:.0f}: {plan / real - 1:+.1%}")
+    assert plan == pytest.approx(real, rel=WITHIN)
+
+
+if __name__ == "__main__":
+    preemption.run(lambda: measure(int(sys.argv[1]), Path(sys.argv[2])))

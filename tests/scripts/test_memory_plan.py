@@ -1,0 +1,197 @@
+"""memory_plan.py: bytes counted by hand, shares by hand, what the plan prints."""
+
+import functools
+import json
+import shutil
+from types import SimpleNamespace as Sizes
+
+import pytest
+import transformers
+
+import check_gpu
+from config import Config
+from conftest import ROOT
+from ddp_utils import UserError
+from ddp_utils.encoder import Pair
+from ddp_utils.tools import memory_plan
+
+D, E, H, V, R = 64, 128, 32, 4096, 4  # width, MLP, head, vocabulary, LoRA rank
+LAYER = 4 * D * D + 3 * D * E + 2 * D  # of a Llama: q, k, v, o; gate, up, down; norms
+LORA = R * (4 * 2 * D + 3 * (D + E))
+ROOT_SIZE = (2 * V + 1) * D
+GIB = 2**30
+
+
+@functools.cache
+def need_of(rows=1, device="cpu", layers=2, lengths=(20, 11, 16), **changes):
+    model_config = transformers.LlamaConfig(
+        **{"hidden_size": D, "intermediate_size": E, "num_hidden_layers": layers, "vocab_size": V},
+        **{"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": H},
+    )
+    config = Config(**{"fine_tuning": "full", "lora_targets": "all-linear", "lora_r": R} | changes)
+    pair = Pair(*([3] * length for length in lengths), "", "")
+
+    def one_side(scorer, batch, _reference):
+        return (sum(scorer(batch)),)
+
+    return memory_plan.need(config, model_config, [pair] * rows, one_side, device)
+
+
+def test_sizes_of_a_full_fine_tuning_and_of_a_lora_on_bf16_weights():
+    full = need_of()
+    everything = 4 * (2 * LAYER + ROOT_SIZE)
+    assert full.weights == full.gradients == everything
+    assert (full.layer, full.layers, full.root) == (4 * LAYER, 8 * LAYER, 4 * ROOT_SIZE)
+    assert (full.root_gradients, full.copies, full.width) == (full.root, 0, 4)
+    # of the largest matrix: root and quotient
+    assert full.step == pytest.approx(2 * 4 * V * D, rel=1e-2)
+    lora = need_of(fine_tuning="lora", base_dtype="bf16")
+    assert (lora.gradients, lora.root_gradients) == (4 * 2 * LORA, 0)
+    assert lora.weights == 2 * (2 * LAYER + ROOT_SIZE) + 4 * 2 * LORA
+    assert (lora.width, lora.root, lora.copies) == (2, 2 * ROOT_SIZE, 2 * 2 * LORA)
+
+
+def test_checkpointing_keeps_the_input_of_each_layer():
+    fed = 3 * (20 + 10 + 15)  # of each response the last token is a target only
+    many = {"lengths": (20, 11, 16), "use_gradient_checkpointing": True, "fine_tuning": "lora"}
+    three, four = (need_of(3, layers=layers, **many) for layers in (3, 4))
+    assert four.backward - three.backward == 4 * fed * D
+
+
+def test_a_frozen_head_holds_logits_and_probabilities():
+    """256 tokens at once on a CPU, in fp32; 1024 on a GPU: logits and a copy in bf16."""
+    for device, each, tokens, width in (
+        ("cpu", 32, 64, 4 + 4),
+        ("cpu", 160, 256, 4 + 4),
+        ("cuda", 160, 320, 2 + 4 + 2),
+    ):
+        need = need_of(
+            device=device, layers=1, lengths=(20, each, each), fine_tuning="lora", layout="shared"
+        )
+        assert 1 <= need.backward / (width * tokens * V) < 1.25, device
+
+
+# full: 6 layers of 100 and a root of 200; lora: the same, frozen, and 10 of adapter a layer
+FULL = {"weights": 800, "gradients": 800, "width": 4, "layers": 600, "layer": 100, "root": 200}
+FULL |= {"root_gradients": 200, "copies": 0, "backward": 330, "step": 70}
+ADAPTER = FULL | {"weights": 860, "gradients": 60, "layers": 660, "layer": 110}
+ADAPTER |= {"root_gradients": 0, "step": 1}
+HALF = FULL | {"width": 2, "layers": 300, "layer": 50, "root": 100, "copies": 300, "backward": 1300}
+
+
+def held(sizes, strategy, ranks, **options):
+    return memory_plan.share(Sizes(**sizes), strategy, ranks, **options)
+
+
+def test_ddp_and_a_process_alone():
+    assert held(FULL, "DDP", 4) == (800, 800, 1600, 330)
+    # before the first step: the weights twice, and no moments yet
+    assert sum(held(ADAPTER, "DDP", 2)) == 2 * 860
+    assert sum(held(ADAPTER | {"weights": 3e9}, "DDP", 2)) == 3e9 + 500 * 2**20
+    # alone: gradients come while activations go
+    assert held(FULL, "DDP", 1) == (800, 800, 1600, 70)
+    assert held(FULL | {"backward": 990}, "DDP", 1) == (800, 200, 1600, 990)
+
+
+def test_fsdp():
+    # shares of all; root and two layers gathered; the root's gradients and two of a layer
+    large = FULL | {"backward": 1330}
+    assert held(large, "FSDP FULL_SHARD", 4) == (200, 400, 400, 400 + 1330)
+    assert held(large, "FSDP SHARD_GRAD_OP", 4) == (200, 400, 400, 900 + 1330)
+    # at the end: shares of the layers' gradients, and three of the root's for the embedding
+    assert held(FULL, "FSDP FULL_SHARD", 2) == (400, 400 + 300, 800, 400 + 600)
+    assert held(FULL, "FSDP HYBRID_SHARD", 8, nodes=2) == held(FULL, "FSDP FULL_SHARD", 4)
+    # in half precision weights are gathered as they compute, without autocast's copies
+    assert held(HALF, "FSDP FULL_SHARD", 8) == (100, 100 + 100, 200, 200 + 1000)
+
+
+def test_zero():
+    one, two, three = (held(FULL, f"ZeRO-{stage}", 4, bucket=10) for stage in (1, 2, 3))
+    # beside AdamW's moments its own fp32 weights, both in quarters; two buckets and the root's
+    assert one == (800, 800 + 200 + 2 * 10 * 4, 600, 330)
+    assert two == (800, 200 + 200 + 2 * 10 * 4, 600, 330)
+    # the step: gradients in fp32 and two like them
+    assert held(FULL | {"backward": 300}, "ZeRO-2", 4, bucket=10) == (800, 200, 600, 600)
+    # so small a model stays gathered, and what comes next is on its way: three quarters of 800
+    assert three == (200, 200 + 10 * 4, 600, 330 + 800 + 600)
+
+
+@pytest.fixture
+def yaml(tmp_path, monkeypatch):
+    """Writes a YAML file; its model is the demo's without weights."""
+    monkeypatch.chdir(ROOT)
+    model = tmp_path / "model"
+    shutil.copytree("data/demo/model", model, ignore=shutil.ignore_patterns("*.safetensors"))
+
+    def write(**training):
+        sections = {"training": training, "model": {"model_name": str(model)}}
+        sections["output"] = {"output_dir": str(tmp_path / "results/train")}
+        path = tmp_path / "config.yaml"
+        path.write_text(json.dumps(sections))
+        return str(path)
+
+    return write
+
+
+def printed(capsys, *words):
+    assert check_gpu.main(["--plan", *words]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_plan_of_the_demo(yaml, capsys, monkeypatch):
+    monkeypatch.setattr(memory_plan, "SIZES", (1, 4))
+    path = yaml(micro_batch_size=5, num_epochs=2)
+    words = ["--gpus", "16", "--gpu_memory", "80", "--tokens_per_second", "10"]
+    lines = printed(capsys, path, *words)
+    table = [line for line in lines if line.startswith(memory_plan.STRATEGIES)]
+    assert [line[:21].replace(" <", "").strip() for line in table] == [*memory_plan.STRATEGIES]
+    assert all(len(line) <= 100 for line in lines if path not in line)
+    assert table[0].startswith("DDP <") and table[0].split()[-2:] == ["yes", "5"]
+    # 300 questions less a share for validation: 285 rows, 80 a step
+    steps = next(line for line in lines if line.startswith("steps")).split()
+    assert " ".join(steps[1:12]) == "8 of 80 rows = 16 ranks x 1 x 5;"
+    minutes = -(-int(steps[-3]) // 10 // 60)
+    assert f"time      {minutes // 60} h {minutes % 60:02d} min at 10 tokens/s" in lines
+    assert lines[-2].endswith(f"slurm --config {path} --num_nodes 2 --num_gpus_per_node 8")
+    assert lines[-1] == "sbatch scripts/slurm_job.sh"
+
+
+def test_the_command_has_the_first_strategy_and_the_largest_micro_batch_that_fit(
+    yaml, capsys, monkeypatch
+):
+    monkeypatch.setattr(memory_plan, "need", lambda config, model, rows, losses, device: len(rows))
+
+    def share(rows, name, *_machine):
+        return rows * {"DDP": 30, "FSDP FULL_SHARD": 10}.get(name, 20) * GIB, 0, 0, 0
+
+    monkeypatch.setattr(memory_plan, "share", share)
+    path = yaml(micro_batch_size=4)
+    start = f"torchrun --standalone --nproc_per_node=2 src/train.py --config {path}"
+    less = "set       micro_batch_size to {}, gradient_accumulation_steps to {}"
+    for room, lines in (
+        (140, [start]),
+        (90, [less.format(2, 2), start]),
+        (25, [less.format(1, 4), "fsdp --sharding_strategy SHARD_GRAD_OP", start]),
+        (15, [less.format(1, 4), "fsdp --sharding_strategy FULL_SHARD", start]),
+        (5, ["start     nothing fits", "          checkpointing, a LoRA"]),
+    ):
+        shown = printed(capsys, path, "--gpus", "2", "--gpu_memory", str(room))[-len(lines) :]
+        assert all(line in text for line, text in zip(lines, shown, strict=True)), shown
+    shown = printed(capsys, str(ROOT / "src/config.py"), "--gpus", "2", "--gpu_memory", "15")
+    assert shown[-1] == "./run_distributed.sh 2 --strategy fsdp"
+
+
+def test_a_machine_is_the_one_here_or_the_one_that_was_named():
+    none = {"devices": [], "kind": "cpu"}
+    four = {"devices": [{"memory_gib": 79.2}] * 4, "kind": "cuda"}
+    assert memory_plan.machine(four) == (4, 1, "cuda", 79.2 * GIB)
+    assert memory_plan.machine(four, gpus=12)[:3] == (12, 3, "cuda")  # nodes like this one
+    assert memory_plan.machine(none, 16, 40) == (16, 2, "cuda", 40 * GIB)
+    for gpus, memory, line in (
+        (8, None, "--plan: there is no GPU here to ask"),
+        (None, 0.0, "--gpus 1, --gpu_memory 0: give numbers above 0"),
+        (0, 80.0, "--gpus 0, --gpu_memory 80: give numbers above 0"),
+        (9, 80.0, "--gpus 9: as many to each of 2 nodes"),
+    ):
+        with pytest.raises(UserError, match=f"^{line}"):
+            memory_plan.machine(none, gpus, memory)
