@@ -23,7 +23,7 @@ if __name__ == "__main__":
 import main_distributed
 from config import Config
 from conftest import ROOT
-from ddp_utils import distributed, logps, models, optim
+from ddp_utils import distributed, logps, losses, models, optim
 from ddp_utils.encoder import Pair
 from ddp_utils.fast import memory_efficient
 from ddp_utils.runs import preemption
@@ -80,18 +80,19 @@ def memory(field):
 
 def train(case, config, rows, world):
     """Three steps as main_distributed.py takes them."""
-    model, autocast = models.load_policy(config, world.device)
-    scorer = logps.Scorer(model, autocast)
+    precision = main_distributed.precision_of(config, world.device)
+    model = models.load_policy(config, world.device, precision, config.strategy != "ddp")
+    scorer = logps.Scorer(model, precision.autocast)
     memory_efficient.apply(model)
-    scorer.lay_out(shared=True)
-    options = fsdp.Settings(strategy=case[1].split()[-1])
+    scorer.set_layout(shared=True)
+    options = fsdp.Settings(fsdp_sharding_strategy=case[1].split()[-1])
     policy = optim.wrap(scorer, world, optim.Strategy(config.strategy, options))
     optimizer, schedule = optim.make_optimizer(policy, config, 1e-4, 3)
     for _ in range(3):
         batch = scorer.collate(rows, world.device)
-        found = main_distributed.pair_losses(policy, batch, torch.zeros(len(rows), 2), config)
-        policy.backward(found[0].mean())
-        del found
+        per_pair, metrics = losses.pair_losses(policy, batch, torch.zeros(len(rows), 2), config)
+        policy.backward(per_pair.mean())
+        del per_pair, metrics
         policy.clip_grad_norm(1.0)
         policy.step(optimizer, schedule)
 
@@ -138,11 +139,13 @@ def predicted(number, folder):
     case = CASES[number]
     config = config_of(case, folder / "model")
 
-    def losses(*arguments):
-        return main_distributed.pair_losses(*arguments, config)
+    def losses_of(*arguments):
+        return losses.pair_losses(*arguments, config)
 
     rows = rows_of(case, case[4][4])
-    need = memory_plan.need(config, settings_of(case[3], case[4]), rows, losses)
+    precision = main_distributed.precision_of(config, torch.device("cpu"))
+    model_config = settings_of(case[3], case[4])
+    need = memory_plan.need(config, model_config, rows, losses_of, precision)
     return sum(memory_plan.share(need, case[1], case[2])) / 2**20
 
 

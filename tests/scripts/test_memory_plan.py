@@ -6,12 +6,13 @@ import shutil
 from types import SimpleNamespace as Sizes
 
 import pytest
+import torch
 import transformers
 
 import check_gpu
 from config import Config
 from conftest import ROOT
-from ddp_utils import UserError
+from ddp_utils import UserError, optim
 from ddp_utils.encoder import Pair
 from ddp_utils.tools import memory_plan
 
@@ -34,7 +35,10 @@ def need_of(rows=1, device="cpu", layers=2, lengths=(20, 11, 16), **changes):
     def one_side(scorer, batch, _reference):
         return (sum(scorer(batch)),)
 
-    return memory_plan.need(config, model_config, [pair] * rows, one_side, device)
+    kind = torch.device("cpu" if device == "cpu" else "xpu")
+    mixed = "auto" if config.use_mixed_precision else "no"
+    precision = optim.Precision.choose(kind, config.fine_tuning, config.base_dtype, mixed)
+    return memory_plan.need(config, model_config, [pair] * rows, one_side, precision, device)
 
 
 def test_sizes_of_a_full_fine_tuning_and_of_a_lora_on_bf16_weights():
@@ -159,7 +163,7 @@ def test_the_plan_of_the_demo(yaml, capsys, monkeypatch):
 def test_the_command_has_the_first_strategy_and_the_largest_micro_batch_that_fit(
     yaml, capsys, monkeypatch
 ):
-    monkeypatch.setattr(memory_plan, "need", lambda config, model, rows, losses, device: len(rows))
+    monkeypatch.setattr(memory_plan, "need", lambda config, model, rows, *_: len(rows))
 
     def share(rows, name, *_machine):
         return rows * {"DDP": 30, "FSDP FULL_SHARD": 10}.get(name, 20) * GIB, 0, 0, 0
