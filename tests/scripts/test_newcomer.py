@@ -43,14 +43,6 @@ def test_the_demo(clone):
     assert "finished" in run(clone, "./run_distributed.sh 2")  # nothing is done twice
 
 
-def test_the_result_opens(clone):
-    (snippet,) = re.findall(
-        r"^```python\n(.*?)^```", (clone / "README.md").read_text(), re.M | re.S
-    )
-    (clone / "snippet.py").write_text(snippet)
-    assert "Where is the cat?" in run(clone, "python snippet.py")
-
-
 ROW = {"chosen": "Certainly! It is in the garden.", "rejected": "Garden."}
 LINE = "./run_distributed.sh 2 --train_data mine.jsonl --fine_tuning lora --result_dir results/mine"
 LINE += " --num_epochs 20 --save_every 1 --val_data '' --num_samples 0"
@@ -89,12 +81,6 @@ def test_files_for_a_cluster(clone):
         run(clone, line.group())
     for name in ("config/fsdp_config.json", "config/ds_config.json", "scripts/slurm_job.sh"):
         assert (clone / name).stat().st_size > 100
-
-
-def test_protein_pairs(clone):
-    line = "torchrun --nproc_per_node=2 -m dpo_inv.run_dpo_ddp --output_dir outputs/dpo_ddp "
-    said = run(clone, line + "--train_data data/input/test_data_real.json --validate_only")
-    assert "run folder: outputs/dpo_ddp" in said
 
 
 def test_an_agent_is_distilled(clone):
