@@ -237,13 +237,6 @@ def edit(path, change):
     path.write_text(json.dumps(values))
 
 
-def test_f7_other_versions_are_said(killed):
-    folder = killed("lora", 1)
-    edit(folder / "environment.json", lambda before: before["versions"].update(torch="2.10.0"))
-    log = faults.finished(faults.start(1, folder, *faults.MODES["lora"])).logs[0]
-    assert "versions: " in log and "'torch': '2.10.0'" in log and "threads: " not in log
-
-
 def test_a_run_of_other_code_is_refused_or_moved_aside(killed, made):
     """As if the saved digest of losses.py were that of another text."""
 
@@ -253,12 +246,14 @@ def test_a_run_of_other_code_is_refused_or_moved_aside(killed, made):
 
     folder, mode = killed("lora", 1), faults.MODES["lora"]
     edit(folder / "environment.json", other)
+    edit(folder / "environment.json", lambda before: before["versions"].update(torch="2.10.0"))
     outcome = faults.start(1, folder, *mode)
     assert outcome.codes == [2] and outcome.logs[0] == (
         f"error: {folder} holds an unfinished run of other code: ddp_utils/losses.py changed; "
         "--restart begins anew, --same_code goes on, if the change moves no number\n"
     )
-    faults.finished(faults.start(1, folder, *mode, "--same_code"))
+    log = faults.finished(faults.start(1, folder, *mode, "--same_code")).logs[0]
+    assert "versions: " in log and "'torch': '2.10.0'" in log and "threads: " not in log
     assert faults.is_equal(folder, made("undisturbed", "lora", 1))
     edit(folder / "environment.json", other)
     assert "finished" in faults.finished(faults.start(1, folder, *mode, "--same_code")).logs[0]
