@@ -2,8 +2,7 @@
 
 import dataclasses
 import sys
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
 import pytest
 from torch.distributed.run import get_args_parser
@@ -146,49 +145,8 @@ def test_a_value_out_of_range_names_flag_value_and_range():
     assert str(caught.value) == "--label_smoothing: 0.5 is out of range; give a value below 0.5"
 
 
-# --- YAML ----------------------------------------------------------------------------------------
-
-
-@dataclass
-class Inner:
-    rank: int = 1
-    name: str = "x"
-
-
-@dataclass
-class Outer:
-    rate: float = 0.1
-    count: int = 2
-    on: bool = True
-    title: str = "a"
-    mode: Literal["x", "y"] = "x"
-    limit: float | None = None
-    inner: Inner = field(default_factory=Inner)
-
-
-def load(folder, text):
-    file = folder / "c.yaml"
-    file.write_text(text)
-    return yaml_config.from_yaml(Outer, file)
-
-
-YAML = [  # where YAML 1.1 reads something else: tests/core/corpus
-    ("rate: 1", Outer(rate=1)),
-    ("on: false", Outer(on=False)),
-    ("limit: null", Outer()),
-    ("limit: 0.5\nmode: y", Outer(limit=0.5, mode="y")),
-    ("inner:\n  rank: 3\ncount: 4", Outer(count=4, inner=Inner(rank=3))),
-    ("inner: {rank: 3, name: z}", Outer(inner=Inner(3, "z"))),
-    ("{}", Outer()),
-]
-
-
-def test_yaml_fills_the_dataclass(tmp_path):
-    for text, wanted in YAML:
-        assert load(tmp_path, text) == wanted
+def test_yaml_that_is_not_there_is_one_line(tmp_path):
+    """What is in it: tests/core/corpus; sections: tests/scripts/test_train_config.py."""
     for name in ("nofile.yaml", "."):
         with pytest.raises(UserError, match="nofile|directory"):
-            yaml_config.from_yaml(Outer, tmp_path / name)
-    with pytest.raises(UserError):
-        load(tmp_path, f"title: !!python/object/apply:os.mkdir [{tmp_path / 'canary'}]")
-    assert not (tmp_path / "canary").exists()
+            yaml_config.from_yaml(Config, tmp_path / name)

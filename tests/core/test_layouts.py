@@ -38,7 +38,16 @@ EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 DELTA = dict(linear_num_value_heads=4, linear_num_key_heads=2)
 DELTA |= dict(linear_key_head_dim=8, linear_value_head_dim=8, shared_expert_intermediate_size=32)
 LATENT = dict(q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8)
+DEEPSEEK = WIDE | LATENT | EXPERTS | dict(num_key_value_heads=4, n_routed_experts=4)
+DEEPSEEK |= dict(n_group=1, topk_group=1, first_k_dense_replace=1)
 STATES = dict(num_heads=4, head_dim=16, n_groups=2, state_size=8, chunk_size=8)
+STATES |= dict(hidden_size=32, num_hidden_layers=2, vocab_size=97)
+CONVOLUTION = ["conv", "full_attention"]
+DELTA |= EXPERTS | dict(layer_types=["linear_attention", "full_attention"])
+SHARED = dict(shared_expert_intermediate_size=32)
+MPT = dict(d_model=32, n_heads=4)
+OSS = dict(num_local_experts=4, num_experts_per_tok=2, rope_parameters=None)
+NO_CAP = dict(attn_logit_softcapping=None)
 SCALED = dict(attention_multiplier=0.3, residual_multiplier=0.5, embedding_multiplier=2.0)
 
 SHARES = ""
@@ -61,59 +70,29 @@ MODELS = {  # what the line must contain that says why the prompt is not shared
     "mistral": (transformers.MistralConfig(**WIDE, sliding_window=None), SHARES),
     "mistral, window": (transformers.MistralConfig(**WIDE, **WINDOW), SHARES),
     "gemma-3": (transformers.Gemma3TextConfig(**EIGHT, **MIXED), SHARES),
-    "gemma-2, no cap": (
-        transformers.Gemma2Config(**EIGHT, **MIXED, attn_logit_softcapping=None),
-        SHARES,
-    ),
+    "gemma-2, no cap": (transformers.Gemma2Config(**EIGHT, **MIXED, **NO_CAP), SHARES),
     "phi": (transformers.PhiConfig(**SHORT), SHARES),
     "cohere": (transformers.CohereConfig(**WIDE, logit_scale=0.25), SHARES),
     "smollm3": (transformers.SmolLM3Config(**WIDE), SHARES),
     "glm-4": (transformers.Glm4Config(**EIGHT), SHARES),
     "starcoder-2, window": (transformers.Starcoder2Config(**WIDE, **WINDOW), SHARES),
-    "deepseek-3": (
-        transformers.DeepseekV3Config(
-            **(WIDE | LATENT | EXPERTS | dict(num_key_value_heads=4, n_routed_experts=4)),
-            **dict(n_group=1, topk_group=1, first_k_dense_replace=1),
-        ),
-        SHARES,
-    ),
+    "deepseek-3": (transformers.DeepseekV3Config(**DEEPSEEK), SHARES),
     "falcon": (transformers.FalconConfig(**PLAIN, alibi=False), ELSEWHERE),
     "falcon, alibi": (transformers.FalconConfig(**PLAIN, alibi=True), ELSEWHERE),
     "gpt-j": (transformers.GPTJConfig(**OLD, n_embd=32, n_positions=64, rotary_dim=4), ELSEWHERE),
-    "mpt": (
-        transformers.MptConfig(d_model=32, n_heads=4, n_layers=2, max_seq_len=64, vocab_size=97),
-        ELSEWHERE,
-    ),
+    "mpt": (transformers.MptConfig(**MPT, n_layers=2, max_seq_len=64, vocab_size=97), ELSEWHERE),
     "bloom": (transformers.BloomConfig(**OLD, hidden_size=32), ELSEWHERE),
-    "mamba-2": (
-        transformers.Mamba2Config(
-            **PAD, **STATES, hidden_size=32, num_hidden_layers=2, vocab_size=97
-        ),
-        ELSEWHERE,
-    ),
-    "lfm-2, convolution": (
-        transformers.Lfm2Config(**WIDE, layer_types=["conv", "full_attention"]),
-        ELSEWHERE,
-    ),
+    "mamba-2": (transformers.Mamba2Config(**PAD, **STATES), ELSEWHERE),
+    "lfm-2, convolution": (transformers.Lfm2Config(**WIDE, layer_types=CONVOLUTION), ELSEWHERE),
     "qwen3-next, recurrence": (
-        transformers.Qwen3NextConfig(
-            **EIGHT, **EXPERTS, **DELTA, layer_types=["linear_attention", "full_attention"]
-        ),
+        transformers.Qwen3NextConfig(**EIGHT, **DELTA),
         ELSEWHERE,
     ),
     # a window that is in transformers' mask only
-    "qwen2-moe, window": (
-        transformers.Qwen2MoeConfig(**WIDE, **LAST, **EXPERTS, shared_expert_intermediate_size=32),
-        SEEN,
-    ),
+    "qwen2-moe, window": (transformers.Qwen2MoeConfig(**WIDE, **LAST, **EXPERTS, **SHARED), SEEN),
     # asked for what the kernels cannot do; stablelm's layers drop the packing
     "gemma-2": (transformers.Gemma2Config(**EIGHT, **MIXED), RAISED),
-    "gpt-oss": (
-        transformers.GptOssConfig(
-            **EIGHT, **WINDOW, num_local_experts=4, num_experts_per_tok=2, rope_parameters=None
-        ),
-        RAISED,
-    ),
+    "gpt-oss": (transformers.GptOssConfig(**EIGHT, **WINDOW, **OSS), RAISED),
     "stablelm": (transformers.StableLmConfig(**WIDE), RAISED),
 }
 OWN_HEAD = {"granite", "gemma-2", "gemma-2, no cap", "cohere"}  # scaled or soft-capped logits

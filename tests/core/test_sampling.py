@@ -126,14 +126,3 @@ def test_a_judge_that_cannot_judge_costs_one_line(tmp_path):
     for body, message in UNFIT.items():
         with pytest.raises(UserError, match=message):
             sampling.load_judge(judge_file(tmp_path, body))("p", "r")
-
-
-def test_the_text_for_people_by_hand(tmp_path):
-    judge = sampling.load_judge(judge_file(tmp_path, "def score(p, r): return len(r)"))
-    rows, summary = sampling.side_by_side(["Q"], ["old "], ["newer"], ["best"], judge)
-    assert sampling.as_text(rows, summary).endswith(
-        "ties: 0\n\n--- 1 of 1\nprompt:     Q\nreference:  old\nfine-tuned: newer\n"
-        "expected:   best\nverdict:    win (3 -> 5)\n"
-    )
-    assert summary["win_rate"] == 1.0
-    assert "win_rate_low: 0.2065\n" in sampling.as_text(rows, summary)  # 1 / (1 + 1.96 ** 2)

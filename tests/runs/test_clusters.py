@@ -171,16 +171,6 @@ def test_a_slurm_job_that_is_signalled_saves_is_queued_again_and_goes_on(slurm, 
     assert numbers(here) == undisturbed
 
 
-@pytest.mark.show
-def test_a_slurm_job_whose_node_fails_is_queued_again_and_goes_on(slurm, undisturbed, here):
-    job = submit(slurm, "sbatch", here, SLURM + "10")
-    cluster.wait(lambda: lines(here) >= 4, 100)
-    slurm.run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=power")
-    is_queued_again(slurm, job)  # n2 soon says that it is there
-    ends(slurm, job, here)
-    assert numbers(here) == undisturbed
-
-
 # --- two machines --------------------------------------------------------------------------------
 
 
@@ -239,21 +229,6 @@ def test_a_pbs_job_runs_on_two_machines(slurm, undisturbed, here):
     ends(slurm, job, here)
     assert about(here) == ("mpiexec", 2, "finished")
     assert numbers(here) == undisturbed
-
-
-@pytest.mark.show
-def test_the_next_pbs_job_goes_on_when_the_time_of_one_is_up(slurm, here):
-    """As the script's own comment says: qsub -W depend=afternotok."""
-    settle(here, steps=100_000)
-    flags = "pbs --num_nodes 2 --num_gpus_per_node 1 --partition gpu --time_limit 2"
-    job = submit(slurm, "qsub", here, flags)
-    after = ["qsub", "-W", f"depend=afternotok:{job}", "scripts/pbs_job.sh"]
-    following = slurm.run(*after, env=ENV, cwd=here).split()[-1]
-    ends(slurm, job, here, ("FAILED", "85:0"))
-    said = here / f"pbs_job.sh.o{following}"
-    goes_on = "run is not finished: goes on after step "
-    cluster.wait(lambda: said.exists() and goes_on in said.read_text(), 60)
-    slurm.run("scancel", following)
 
 
 def launch(folder, launcher, *flags):

@@ -16,6 +16,7 @@ import faults
 import programs
 import runs
 from conftest import ROOT
+from ddp_utils.runs import checkpoint
 from ranks import addresses
 
 LORA = faults.MODES["lora"]
@@ -124,7 +125,7 @@ def test_f3_sigterm_to_the_shell_script_saves_and_ends_with_85(long_run, tmp_pat
         wait_until(has_logged(folder, 4))
         sockets = [addresses(pid) for pid in descendants(process.pid)]
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 85, process.log.read_text()
+        assert process.wait(90) == 85, process.log.read_text()
     assert set().union(*sockets) == {"127.0.0.1"}  # torchrun's too
     stopped = faults.summary(folder)
     assert stopped["status"] == "preempted" and 3 <= stopped["step"] < 60
@@ -132,8 +133,22 @@ def test_f3_sigterm_to_the_shell_script_saves_and_ends_with_85(long_run, tmp_pat
     assert f"goes on after step {stopped['step']}" in outcome.logs[0]
     assert faults.is_equal(folder, long_run)
     with launched([SCRIPT, "2"], folder, *LONG) as process:  # finished: nothing is launched
-        assert process.wait(30) == 0
+        assert process.wait(90) == 0
     assert process.log.read_text().endswith("finished: the same settings, the same data\n")
+
+
+def test_f18_ctrl_c_ends_with_130_and_the_same_command_goes_on(long_run, tmp_path):
+    folder = tmp_path / "run"
+    with launched([SCRIPT, "2"], folder, *LONG, "--save_every", "1") as process:
+        wait_until(has_logged(folder, 4))
+        ranks = descendants(process.pid)
+        os.killpg(process.pid, signal.SIGINT)  # what a terminal does
+        assert process.wait(90) == 130, process.log.read_text()
+        wait_until(lambda: all(state(pid) == "Z" for pid in ranks))
+    assert checkpoint.find(folder / "checkpoints")[1] == []
+    outcome = faults.finished(faults.start(2, folder, *LORA, *LONG))
+    assert "is not finished: goes on after step" in outcome.logs[0]
+    assert faults.is_equal(folder, long_run)
 
 
 # --- nothing is left behind ----------------------------------------------------------------------
@@ -170,7 +185,7 @@ def test_a8_no_process_outlives_a_launcher_that_is_killed(tmp_path):
                 time.sleep(wait)
             process.kill()
             process.wait()
-            wait_until(lambda mark=mark: not marked(mark), seconds=5)
+            wait_until(lambda mark=mark: not marked(mark), seconds=20)
         finally:
             for pid in marked(mark):
                 with contextlib.suppress(ProcessLookupError):
