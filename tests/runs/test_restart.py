@@ -63,7 +63,7 @@ def descendants(pid):
     return found
 
 
-def wait_until(event, seconds=60):
+def wait_until(event, seconds=120):
     deadline = time.monotonic() + seconds
     while not event():
         assert time.monotonic() < deadline, "it did not happen"
