@@ -1,99 +1,77 @@
-"""Draw docs/img/rooms.svg: the rooms of src/ and the imports between them.
-
-python docs/img/rooms.py
-"""
+"""Draw docs/img/rooms.svg: the rooms of src/ and the imports between them."""
 
 import ast
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("svg")
 from matplotlib import pyplot as plt
 
-ROOT = Path(__file__).resolve().parents[2]
-SRC = ROOT / "src"
-BOXES = {  # folder under src/ -> centre and half the width of its box
-    ".": (4.25, 3, 5.1),
-    "sft": (1, 2, 0.75),
-    "ad": (3, 2, 0.75),
-    "dpo_inv": (5, 2, 0.75),
-    "prompt_baking": (7, 2, 0.75),
-    "ddp_utils/tools": (0, 1, 0.75),
-    "ddp_utils/readers": (2, 1, 0.75),
-    "ddp_utils/runs": (4, 1, 0.75),
-    "ddp_utils/sharding": (6, 1, 0.75),
-    "ddp_utils/fast": (8, 1, 0.75),
-    "ddp_utils": (4.25, -0.2, 5.1),
-}
-NAMES = {".": "scripts and their settings", "ddp_utils": "ddp_utils: the core"}
+SRC = Path(__file__).resolve().parents[2] / "src"
+BOXES = {".": (4.25, 3, 5.1), "ddp_utils": (4.25, -0.2, 5.1)}  # centre, half the width
+for number, name in enumerate(["sft", "ad", "dpo_inv", "prompt_baking"]):
+    BOXES[name] = (2 * number + 1, 2, 0.75)
+for number, name in enumerate(["tools", "readers", "runs", "sharding", "fast"]):
+    BOXES[f"ddp_utils/{name}"] = (2 * number, 1, 0.75)
 
 
 def room_of(module):
-    """Return the room of a module, "ddp_utils/runs" of ddp_utils.runs.run, or None."""
+    """Return the room of a module of ours, "ddp_utils/runs" of ddp_utils.runs.run; else None."""
     path = SRC / module.replace(".", "/")
-    folder = path if path.is_dir() else path.parent
-    room = folder.relative_to(SRC).as_posix()
-    ours = path.is_dir() or path.with_suffix(".py").exists()
-    return room if ours and room in BOXES else None
+    if path.with_suffix(".py").exists():
+        path = path.parent
+    return path.relative_to(SRC).as_posix() if path.is_dir() else None
 
 
 def imports_of(path):
-    """Yield the name of each module that a file imports, and whether a function does it."""
+    """Yield each room that a file imports, and whether a function does so."""
     tree = ast.parse(path.read_text())
     inside = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             inside.update(ast.walk(node))
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = getattr(node, "module", None)  # of `from module import name`
             for alias in node.names:
-                yield alias.name, node in inside
-        elif isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                name = f"{node.module}.{alias.name}"
-                yield name if room_of(name) else node.module, node in inside
+                name = f"{module}.{alias.name}" if module else alias.name
+                yield room_of(name) or room_of(module or name), node in inside
 
 
-def arrow(axis, room, other, dashed):
-    """Draw an arrow from a room to another that it imports."""
+def ends_of(room, other):
+    """Return where an arrow begins and ends, and its bend."""
     (x, y, half), (to, level, width) = BOXES[room], BOXES[other]
-    style = {"arrowstyle": "-|>", "linestyle": "dashed" if dashed else "solid"}
-    style |= {"color": "0.35", "shrinkA": 0, "shrinkB": 0}
     if y == level:  # along the row, below it
-        style["connectionstyle"] = f"arc3,rad={0.5 / (to - x)}"
-        axis.annotate("", (to - 0.2, level - 0.3), (x + 0.2, y - 0.3), arrowprops=style)
-        return
-    down = 0.3 if y > level else -0.3
+        return (x + 0.2, y - 0.3), (to - 0.2, y - 0.3), 0.5 / (to - x)
     if half > 1 and width > 1:
         x = to = 9.25  # beside all rooms
     elif half > 1 or width > 1:  # straight, down or up
         x = to = (to if half > 1 else x) + (0 if y > level else 0.5)
     else:
-        x, to = x + 0.25 * (to - x) / abs(to - x), to + 0.5 * (x - to) / abs(to - x)
-    axis.annotate("", (to, level + down), (x, y - down), arrowprops=style)
+        side = 1 if to > x else -1
+        x, to = x + 0.25 * side, to - 0.5 * side
+    down = 0.3 if y > level else -0.3
+    return (x, y - down), (to, level + down), 0
 
 
-def main(target=ROOT / "docs/img/rooms.svg"):
-    matplotlib.rcParams.update({"svg.hashsalt": "rooms", "svg.fonttype": "none", "font.size": 9})
+def main(target=SRC.parent / "docs/img/rooms.svg"):
+    plt.rcParams.update({"svg.hashsalt": "rooms", "svg.fonttype": "none", "font.size": 9})
     figure, axis = plt.subplots(figsize=(11, 5), layout="constrained")
-    edges = {}  # (room, other) -> whether all its imports are made in functions
+    edges = {}  # (room, other) -> whether functions alone import it
     for room, (x, y, half) in BOXES.items():
-        files = [path for path in sorted((SRC / room).glob("*.py")) if path.stat().st_size > 200]
-        lines = 0
+        files = set(SRC.glob(f"{room}/*.py")) - set(SRC.glob("*/**/__init__.py"))
         for path in files:
-            lines += len(path.read_text().splitlines())
-            for module, inside in imports_of(path):
-                other = room_of(module)
-                if other and other != room:
-                    edges[room, other] = edges.get((room, other), True) and inside
+            for other, inside in imports_of(path):
+                edges[room, other] = edges.get((room, other), True) and inside
+        lines = sum(path.read_text().count("\n") for path in files)
         axis.add_patch(plt.Rectangle((x - half, y - 0.3), 2 * half, 0.6, fc="0.93", ec="0.35"))
-        name = NAMES.get(room, room.rpartition("/")[2])
-        files = f"{len(files)} file{'s' * (len(files) > 1)}"
-        text = f"{name}\n{files}, {max(1, round(lines / 100)) * 100:,} lines"
+        name = {".": "scripts", "ddp_utils": "core"}.get(room, Path(room).name)
+        text = f"{name}\nfiles: {len(files)}, lines: {round(lines, -2):,}"
         axis.annotate(text, (x, y), ha="center", va="center")
-    for (room, other), dashed in sorted(edges.items()):
-        arrow(axis, room, other, dashed)
+    for (room, other), dashed in sorted(edges.items(), key=str):
+        if other in BOXES and room != other:
+            begin, end, bend = ends_of(room, other)
+            style = {"arrowstyle": "-|>", "linestyle": "dashed" if dashed else "solid"}
+            style |= {"connectionstyle": f"arc3,rad={bend}", "shrinkA": 0, "shrinkB": 0}
+            axis.annotate("", end, begin, arrowprops=style | {"color": "0.35"})
     axis.set(xlim=(-1.1, 9.7), ylim=(-0.6, 3.4))
     axis.axis("off")
     figure.savefig(target, metadata={"Date": None, "Creator": None})
