@@ -1,6 +1,5 @@
 """Runs of src/main_distributed.py that are killed, stopped or starved, and what must be left."""
 
-import contextlib
 import hashlib
 import importlib
 import json
@@ -128,7 +127,7 @@ def spoil_loss(rank, step, value):
 
 def kill_while_saving(call, number):
     """SIGKILL of the writer at the number-th call of a function, such as `os.rename`."""
-    before_call("checkpoint." + call, number, die)
+    before_call("runs.checkpoint." + call, number, die)
 
 
 def signal_before(name, number, which, rank=None):
@@ -161,7 +160,7 @@ def hang_in_backward(rank, step, seconds):
     at_backward(rank, step, lambda loss: (time.sleep(seconds), loss)[1])
 
 
-def leave_in_backward(rank, step):
+def leave(rank, step):
     at_backward(rank, step, lambda loss: os._exit(0))
 
 
@@ -189,18 +188,7 @@ def limit_files(number, size):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
-    before_call("checkpoint.save_file", number, limit)
-
-
-def fill(folder, number):
-    """The disk is full at the number-th checkpoint, to the last byte."""
-
-    def write():
-        with contextlib.suppress(OSError), open(Path(folder) / "filler", "wb", 0) as file:
-            while True:
-                file.write(bytes(4096))
-
-    before_call("checkpoint.save_file", number, write)
+    before_call("runs.checkpoint.save_file", number, limit)
 
 
 def other_clock(offset):

@@ -38,17 +38,8 @@ def start(*words, cwd=".", env=None, seconds=60) -> Ended:
 
 def environment():
     """Of a user who has activated this environment, in a shell that no launcher has started."""
-    launchers = (
-        "RANK",
-        "WORLD",
-        "LOCAL",
-        "MASTER",
-        "PMI",
-        "OMPI",
-        "SLURM",
-        "TORCHELASTIC",
-        "ACCEL",
-    )
+    names = "RANK WORLD LOCAL MASTER PMI PALS PBS OMPI SLURM TORCHELASTIC ACCEL NODE NNODES"
+    launchers = tuple(names.split())
     clean = {name: text for name, text in os.environ.items() if not name.startswith(launchers)}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return clean | {"PATH": path, "OMP_NUM_THREADS": "1"}

@@ -68,17 +68,17 @@ def first_gradients(folder, *flags_of_runs):
     return found
 
 
-def train_with_mean_of_means(folder, flags):
+def mean_of_means():
     """The classic mistake, for tests that must see it: each rank averages over its own rows."""
     backward = optim.Policy.backward
     share = sampler.share
-    mine = []
+    factor = []
 
     def watch(rows, lengths, world, budget, padded=False):
         parts = share(rows, lengths, world, budget, padded)
-        mine[:] = [len(rows) / (world.world_size * sum(sum(part.weight) for part in parts))]
+        own = max(1, sum(sum(part.weight) for part in parts))
+        factor[:] = [len(rows) / (world.world_size * own)]
         return parts
 
     sampler.share = watch
-    optim.Policy.backward = lambda policy, loss: backward(policy, loss * mine[0])
-    return train(folder, flags)
+    optim.Policy.backward = lambda policy, loss: backward(policy, loss * factor[0])

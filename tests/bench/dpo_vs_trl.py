@@ -110,7 +110,7 @@ def train_trl(spec, rows, record):
             record.losses.append(loss.item())
             return loss
 
-    defaults, grouped = spec["kind"] == "trl defaults", spec["kind"] == "trl grouped"
+    defaults = spec["kind"] == "trl defaults"
     settings = DPOConfig(
         output_dir="out",
         per_device_train_batch_size=spec["pairs"],
@@ -124,8 +124,7 @@ def train_trl(spec, rows, record):
         precompute_ref_log_probs=not defaults,
         gradient_checkpointing=defaults,
         bf16=spec["dtype"] == "bf16",
-        train_sampling_strategy="group_by_length" if grouped else "sequential",
-        remove_unused_columns=not grouped,
+        train_sampling_strategy="sequential",
         use_cpu=not record.gpu,
         disable_tqdm=True,
         logging_steps=1,
@@ -135,7 +134,6 @@ def train_trl(spec, rows, record):
     )
     adapter = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     dtype = "bfloat16" if record.gpu and settings.bf16 else "float32"
-    rows = [row | {"length": tokens_of(row)} for row in rows] if grouped else rows
     set_seed(0)
     Trainer(
         model=AutoModelForCausalLM.from_pretrained(f"{spec['case']}/model", dtype=dtype),
@@ -205,7 +203,7 @@ def work(spec):
 
 class Arm(NamedTuple):
     name: str
-    kind: str = "ours"  # or trl, trl defaults, trl grouped
+    kind: str = "ours"  # or trl, trl defaults
     flags: list = []  # of main_distributed.py
     processes: int = 1
     pairs: int = 4  # of a step, over all processes
@@ -213,8 +211,7 @@ class Arm(NamedTuple):
 
 def measure(arm, case, dtype, args, malloc=None):
     """Run one side once -> what it recorded, with CPU time summed over its processes."""
-    # group_by_length sorts a quarter of its rows at a time: that quarter is the run
-    rows = arm.pairs * args.steps * (4 if arm.kind == "trl grouped" else 1)
+    rows = arm.pairs * args.steps
     spec = arm._asdict() | {"case": str(case), "dtype": dtype, "rows": rows}
     spec |= {"steps": args.steps, "matmul": args.matmul}
     python = sys.executable if arm.kind == "ours" else os.path.abspath(args.trl_python)
@@ -241,12 +238,10 @@ def compare(arms, case, dtype, args):
     """One row of the table: two arms, alternating."""
     pairs = [[measure(arm, case, dtype, args) for arm in arms] for _ in range(args.repeats)]
     memory_runs = [measure(arm, case, dtype, args, TIDY_MALLOC) for arm in arms]
-    gap = None
-    if "trl grouped" not in [arm.kind for arm in arms]:  # which sees other batches
-        if any(a["tokens"] != b["tokens"] for a, b in pairs):
-            sys.exit(f"{case.name}: {arms[0].name} and {arms[1].name} had different tokens")
-        losses = [zip(a["losses"], b["losses"], strict=True) for a, b in pairs]
-        gap = max(abs(a - b) for a, b in itertools.chain(*losses))
+    if any(a["tokens"] != b["tokens"] for a, b in pairs):
+        sys.exit(f"{case.name}: {arms[0].name} and {arms[1].name} had different tokens")
+    losses = [zip(a["losses"], b["losses"], strict=True) for a, b in pairs]
+    gap = max(abs(a - b) for a, b in itertools.chain(*losses))
     seconds = [[run["s_per_step"] for run in runs] for runs in zip(*pairs, strict=True)]
     growth = [run["growth_mb"] for run in memory_runs]
     return {
@@ -270,8 +265,6 @@ def comparisons(args):
         found.append((Arm("TRL", "trl"), ours))
     if args.trl_defaults:
         found.append((Arm("TRL's defaults", "trl defaults"), ours))
-    if args.trl_group_by_length:
-        found.append((Arm("TRL by length", "trl grouped"), ours))
     if args.layouts:
         names = "separate", "shared"
         found.append([Arm(name, flags=[*args.ours, "--layout", name]) for name in names])
@@ -335,7 +328,6 @@ def read_flags():
     add("--arm", type=json.loads, help=argparse.SUPPRESS)  # this process is one side
     add("--trl_python", default="", help="python of an environment with trl")
     add("--trl_defaults", action="store_true", help="more rows: checkpointing, online reference")
-    add("--trl_group_by_length", action="store_true", help="more rows, for the ragged cases")
     add("--layouts", action="store_true", help="ours, --layout separate against shared")
     add("--processes", type=int, nargs="+", default=[], help="ours, 1 against so many processes")
     add("--cases", nargs="+", choices=CASES | GPU_CASES, default=list(CASES))
@@ -349,7 +341,7 @@ def read_flags():
     add("--picture", help="PNG of the ratios")
     add("--ours", nargs=argparse.REMAINDER, default=[], help="all that follows: flags for ours")
     args = parser.parse_args()
-    if (args.trl_defaults or args.trl_group_by_length) and not args.trl_python:
+    if args.trl_defaults and not args.trl_python:
         parser.error("TRL's rows need --trl_python")
     if not (args.arm or args.read or comparisons(args)):
         parser.error("give --trl_python, --layouts, --processes or --read")
@@ -365,8 +357,6 @@ def measure_all(args):
     for name, dtype in itertools.product(args.cases, args.dtypes):
         case = make_case(name, os.path.abspath(args.cache))
         for arms in comparisons(args):
-            if arms[0].kind == "trl grouped" and "ragged" not in name:
-                continue
             report["rows"].append(compare(arms, case, dtype, args))
             if args.out:
                 Path(args.out).write_text(json.dumps(report, indent=1) + "\n")

@@ -2,8 +2,7 @@
 
 import dataclasses
 import sys
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
 import pytest
 from torch.distributed.run import get_args_parser
@@ -20,14 +19,6 @@ def changed(*flags):
     """The settings that differ from the file's."""
     values = dataclasses.asdict(cli.parse(Config, flags))
     return {name: value for name, value in values.items() if value != FIELDS[name].default}
-
-
-def refused(capsys, *flags):
-    """What a refused command line prints; it leaves with exit status 2."""
-    with pytest.raises(SystemExit) as caught:
-        cli.parse(Config, flags)
-    assert caught.value.code == 2
-    return capsys.readouterr().err
 
 
 # --- flags ---------------------------------------------------------------------------------------
@@ -92,23 +83,15 @@ def test_without_flags_the_file_counts(monkeypatch):
     assert cli.parse(Config, ["--dry_run"], aliases=aliases).check
 
 
-REFUSED = {  # flags -> what is named; more of them: tests/core/corpus/flags/box.txt
-    "--model x": "--model",
-    "--bet 1": "--bet",
-    "--gradient_acc 2": "--gradient_acc",
-    "--chec": "--chec",
-    "--learing_rate 1": "--learning_rate",
-    "--batch_size many": "--batch_size",
-    "--method ppo": "--method",
-}
-
-
-def test_a_wrong_flag_names_itself_and_only_the_main_rank_prints(capsys):
-    for flags, named in REFUSED.items():
-        assert named in refused(capsys, *flags.split())
-    with pytest.raises(SystemExit):
-        cli.parse(Config, ["--nonsense"], console=False)
-    assert capsys.readouterr() == ("", "")
+def test_an_abbreviation_is_no_flag_and_only_the_main_rank_says_so(capsys):
+    """More wrong flags: tests/core/corpus/flags/box.txt."""
+    for flag in ("--model", "--bet", "--gradient_acc", "--chec"):
+        for console in (True, False):
+            with pytest.raises(SystemExit) as caught:
+                cli.parse(Config, [flag, "1"], console=console)
+            assert caught.value.code == 2
+            said = capsys.readouterr()
+            assert flag in said.err if console else said == ("", "")
 
 
 def test_torchruns_own_parser_lets_every_flag_through():
@@ -129,41 +112,32 @@ def edited(name, value):
     )
 
 
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        ("learning_rate", "1e-4"),
-        ("beta", None),
-        ("batch_size", 16.0),
-        ("batch_size", True),
-        ("seed", None),
-        ("shuffle", "no"),
-        ("shuffle", 1),
-        ("method", "ppo"),
-        ("method", None),
-        ("model_name", None),
-        ("model_name", 3),
-        ("label_smoothing", "0.1"),
-        ("beta", float("nan")),
-        ("beta", True),
-    ],
-)
+WRONG = {
+    "learning_rate": ["1e-4"],
+    "beta": [None, True, float("nan")],
+    "batch_size": [16.0, True],
+    "shuffle": ["no", 1],
+    "method": ["ppo", None],
+    "model_name": [3, None],
+    "label_smoothing": ["0.1"],
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_wrong_type_in_an_edited_file_is_one_line(capsys, name, value):
-    with pytest.raises(UserError) as caught:
-        cli.parse(edited(name, value), [])
-    message = str(caught.value)
-    assert message.startswith(f"--{name}: ") and repr(value) in message and "\n" not in message
-    assert capsys.readouterr() == ("", "")
-
-
-def test_a_whole_number_does_for_a_float_and_a_wrong_choice_lists_the_right_ones():
-    assert cli.check_types(Config(beta=1, label_smoothing=0)).beta == 1
-    with pytest.raises(UserError, match="keep_end.*keep_start"):
-        cli.check_types(Config(truncation="left"))
+def test_a_wrong_type_in_an_edited_file_is_one_line(capsys, name):
+    for value in WRONG[name]:
+        with pytest.raises(UserError) as caught:
+            cli.parse(edited(name, value), [])
+        message = str(caught.value)
+        assert message.startswith(f"--{name}: ") and repr(value) in message and "\n" not in message
+        assert capsys.readouterr() == ("", "")
 
 
 def test_a_value_out_of_range_names_flag_value_and_range():
+    assert cli.check_types(Config(beta=1, label_smoothing=0)).beta == 1
+    with pytest.raises(UserError, match="keep_end.*keep_start"):
+        cli.check_types(Config(truncation="left"))
     rule = {"label_smoothing": ("below 0.5", lambda x: x < 0.5)}
     cli.check_ranges(Config(beta=0.1), **rule)  # an option that was not given has no range
     with pytest.raises(UserError) as caught:
@@ -171,49 +145,8 @@ def test_a_value_out_of_range_names_flag_value_and_range():
     assert str(caught.value) == "--label_smoothing: 0.5 is out of range; give a value below 0.5"
 
 
-# --- YAML ----------------------------------------------------------------------------------------
-
-
-@dataclass
-class Inner:
-    rank: int = 1
-    name: str = "x"
-
-
-@dataclass
-class Outer:
-    rate: float = 0.1
-    count: int = 2
-    on: bool = True
-    title: str = "a"
-    mode: Literal["x", "y"] = "x"
-    limit: float | None = None
-    inner: Inner = field(default_factory=Inner)
-
-
-def load(folder, text):
-    file = folder / "c.yaml"
-    file.write_text(text)
-    return yaml_config.from_yaml(Outer, file)
-
-
-YAML = [  # where YAML 1.1 reads something else: tests/core/corpus
-    ("rate: 1", Outer(rate=1)),
-    ("on: false", Outer(on=False)),
-    ("limit: null", Outer()),
-    ("limit: 0.5\nmode: y", Outer(limit=0.5, mode="y")),
-    ("inner:\n  rank: 3\ncount: 4", Outer(count=4, inner=Inner(rank=3))),
-    ("inner: {rank: 3, name: z}", Outer(inner=Inner(3, "z"))),
-    ("{}", Outer()),
-]
-
-
-def test_yaml_fills_the_dataclass(tmp_path):
-    for text, wanted in YAML:
-        assert load(tmp_path, text) == wanted
+def test_yaml_that_is_not_there_is_one_line(tmp_path):
+    """What is in it: tests/core/corpus; sections: tests/scripts/test_train_config.py."""
     for name in ("nofile.yaml", "."):
         with pytest.raises(UserError, match="nofile|directory"):
-            yaml_config.from_yaml(Outer, tmp_path / name)
-    with pytest.raises(UserError):
-        load(tmp_path, f"title: !!python/object/apply:os.mkdir [{tmp_path / 'canary'}]")
-    assert not (tmp_path / "canary").exists()
+            yaml_config.from_yaml(Config, tmp_path / name)

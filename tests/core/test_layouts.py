@@ -4,7 +4,6 @@ P, C, R: fed tokens of prompt, chosen, rejected; T of a packed row; H heads, K k
 N scored tokens, V words.
 """
 
-import contextlib
 import copy
 import itertools
 import re
@@ -39,7 +38,16 @@ EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 DELTA = dict(linear_num_value_heads=4, linear_num_key_heads=2)
 DELTA |= dict(linear_key_head_dim=8, linear_value_head_dim=8, shared_expert_intermediate_size=32)
 LATENT = dict(q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8)
+DEEPSEEK = WIDE | LATENT | EXPERTS | dict(num_key_value_heads=4, n_routed_experts=4)
+DEEPSEEK |= dict(n_group=1, topk_group=1, first_k_dense_replace=1)
 STATES = dict(num_heads=4, head_dim=16, n_groups=2, state_size=8, chunk_size=8)
+STATES |= dict(hidden_size=32, num_hidden_layers=2, vocab_size=97)
+CONVOLUTION = ["conv", "full_attention"]
+DELTA |= EXPERTS | dict(layer_types=["linear_attention", "full_attention"])
+SHARED = dict(shared_expert_intermediate_size=32)
+MPT = dict(d_model=32, n_heads=4)
+OSS = dict(num_local_experts=4, num_experts_per_tok=2, rope_parameters=None)
+NO_CAP = dict(attn_logit_softcapping=None)
 SCALED = dict(attention_multiplier=0.3, residual_multiplier=0.5, embedding_multiplier=2.0)
 
 SHARES = ""
@@ -62,59 +70,29 @@ MODELS = {  # what the line must contain that says why the prompt is not shared
     "mistral": (transformers.MistralConfig(**WIDE, sliding_window=None), SHARES),
     "mistral, window": (transformers.MistralConfig(**WIDE, **WINDOW), SHARES),
     "gemma-3": (transformers.Gemma3TextConfig(**EIGHT, **MIXED), SHARES),
-    "gemma-2, no cap": (
-        transformers.Gemma2Config(**EIGHT, **MIXED, attn_logit_softcapping=None),
-        SHARES,
-    ),
+    "gemma-2, no cap": (transformers.Gemma2Config(**EIGHT, **MIXED, **NO_CAP), SHARES),
     "phi": (transformers.PhiConfig(**SHORT), SHARES),
     "cohere": (transformers.CohereConfig(**WIDE, logit_scale=0.25), SHARES),
     "smollm3": (transformers.SmolLM3Config(**WIDE), SHARES),
     "glm-4": (transformers.Glm4Config(**EIGHT), SHARES),
     "starcoder-2, window": (transformers.Starcoder2Config(**WIDE, **WINDOW), SHARES),
-    "deepseek-3": (
-        transformers.DeepseekV3Config(
-            **(WIDE | LATENT | EXPERTS | dict(num_key_value_heads=4, n_routed_experts=4)),
-            **dict(n_group=1, topk_group=1, first_k_dense_replace=1),
-        ),
-        SHARES,
-    ),
+    "deepseek-3": (transformers.DeepseekV3Config(**DEEPSEEK), SHARES),
     "falcon": (transformers.FalconConfig(**PLAIN, alibi=False), ELSEWHERE),
     "falcon, alibi": (transformers.FalconConfig(**PLAIN, alibi=True), ELSEWHERE),
     "gpt-j": (transformers.GPTJConfig(**OLD, n_embd=32, n_positions=64, rotary_dim=4), ELSEWHERE),
-    "mpt": (
-        transformers.MptConfig(d_model=32, n_heads=4, n_layers=2, max_seq_len=64, vocab_size=97),
-        ELSEWHERE,
-    ),
+    "mpt": (transformers.MptConfig(**MPT, n_layers=2, max_seq_len=64, vocab_size=97), ELSEWHERE),
     "bloom": (transformers.BloomConfig(**OLD, hidden_size=32), ELSEWHERE),
-    "mamba-2": (
-        transformers.Mamba2Config(
-            **PAD, **STATES, hidden_size=32, num_hidden_layers=2, vocab_size=97
-        ),
-        ELSEWHERE,
-    ),
-    "lfm-2, convolution": (
-        transformers.Lfm2Config(**WIDE, layer_types=["conv", "full_attention"]),
-        ELSEWHERE,
-    ),
+    "mamba-2": (transformers.Mamba2Config(**PAD, **STATES), ELSEWHERE),
+    "lfm-2, convolution": (transformers.Lfm2Config(**WIDE, layer_types=CONVOLUTION), ELSEWHERE),
     "qwen3-next, recurrence": (
-        transformers.Qwen3NextConfig(
-            **EIGHT, **EXPERTS, **DELTA, layer_types=["linear_attention", "full_attention"]
-        ),
+        transformers.Qwen3NextConfig(**EIGHT, **DELTA),
         ELSEWHERE,
     ),
     # a window that is in transformers' mask only
-    "qwen2-moe, window": (
-        transformers.Qwen2MoeConfig(**WIDE, **LAST, **EXPERTS, shared_expert_intermediate_size=32),
-        SEEN,
-    ),
+    "qwen2-moe, window": (transformers.Qwen2MoeConfig(**WIDE, **LAST, **EXPERTS, **SHARED), SEEN),
     # asked for what the kernels cannot do; stablelm's layers drop the packing
     "gemma-2": (transformers.Gemma2Config(**EIGHT, **MIXED), RAISED),
-    "gpt-oss": (
-        transformers.GptOssConfig(
-            **EIGHT, **WINDOW, num_local_experts=4, num_experts_per_tok=2, rope_parameters=None
-        ),
-        RAISED,
-    ),
+    "gpt-oss": (transformers.GptOssConfig(**EIGHT, **WINDOW, **OSS), RAISED),
     "stablelm": (transformers.StableLmConfig(**WIDE), RAISED),
 }
 OWN_HEAD = {"granite", "gemma-2", "gemma-2, no cap", "cohere"}  # scaled or soft-capped logits
@@ -212,25 +190,20 @@ def test_a_window_in_the_mask_only_is_seen_where_the_longest_row_is_not_the_long
 
 
 LONG = dict(rope_type="longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4, rope_theta=1e4)
-STRETCHED = {  # beyond 12 tokens, the angles depend on the longest row of the batch
-    "longrope": transformers.Phi3Config(
-        **WIDE,
-        original_max_position_embeddings=12,
-        rope_parameters=LONG | dict(original_max_position_embeddings=12),
-    ),
-    "dynamic": transformers.LlamaConfig(
-        **(WIDE | dict(max_position_embeddings=12)),
-        rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=4.0),
-    ),
-}
+LONG |= dict(original_max_position_embeddings=12)
+DYNAMIC = dict(rope_type="dynamic", rope_theta=1e4, factor=4.0)
+STRETCHED = [  # beyond 12 tokens, the angles depend on the longest row of the batch
+    transformers.Phi3Config(**WIDE, original_max_position_embeddings=12, rope_parameters=LONG),
+    transformers.LlamaConfig(**WIDE | dict(max_position_embeddings=12), rope_parameters=DYNAMIC),
+]
 
 
-@pytest.mark.parametrize("name", STRETCHED)
-def test_rows_whose_angles_would_hang_on_the_others_in_the_batch_are_refused(name):
-    model = build(STRETCHED[name], 10.0)
-    models.check_fit(model, {"train": some_pairs((8, 4, 3))})  # 12 tokens
-    with pytest.raises(UserError, match="13 tokens, the model has 12 positions"):
-        models.check_fit(model, {"train": some_pairs((9, 3, 4))})
+def test_rows_whose_angles_would_hang_on_the_others_in_the_batch_are_refused():
+    for config in STRETCHED:
+        model = build(config, 10.0)
+        models.check_fit(model, {"train": some_pairs((8, 4, 3))})  # 12 tokens
+        with pytest.raises(UserError, match="13 tokens, the model has 12 positions"):
+            models.check_fit(model, {"train": some_pairs((9, 3, 4))})
 
 
 def test_a_model_that_does_not_name_its_backbone_is_scored_by_its_own_logits():
@@ -290,38 +263,25 @@ def positions_go_on(monkeypatch):
     monkeypatch.setattr(logps, "_packed", wrong)
 
 
-CONTROLS = ["llama", "gpt2", "mistral, window"]
-MISTAKES = {
-    "rejected sees chosen": dense(chosen=True),
-    "pairs see each other": dense(others=True),
-    "the window is ignored": windowless,
-}
+CONTROLS = {"llama": 1.0, "gpt2": 0.02, "mistral, window": 1.0}
 
 
-CASES = [
-    case
-    for case in itertools.product(CONTROLS, MISTAKES, [0.02, 3.0])
-    if "window" in case[0] or "window" not in case[1]
-]
+@pytest.mark.parametrize("name", CONTROLS)
+def test_the_self_test_sees_a_mistake_in_attention_or_positions(name, monkeypatch):
+    """Also where the weights are so small that log-probs hardly feel it yet.
 
-
-@pytest.mark.parametrize(("name", "mistake", "factor"), CASES)
-def test_the_self_test_sees_a_mistake_in_attention(name, mistake, factor, monkeypatch):
-    """Also where the weights are so small that log-probs hardly feel it yet."""
-    monkeypatch.setattr(shared_prefix, "_by_pair", MISTAKES[mistake])
-    _, _, line = checked(build(MODELS[name][0], factor))
-    assert re.search(SEEN, line)
-
-
-@pytest.mark.parametrize(
-    ("name", "factor"),
-    [(name, factor) for name in CONTROLS for factor in (0.02 if name == "gpt2" else 1.0, 3.0)],
-)
-def test_the_self_test_sees_positions_that_do_not_restart(name, factor, monkeypatch):
-    """Angles do nothing while queries and keys are nearly 0: there, a fresh model's weights."""
+    Angles do nothing while queries and keys are nearly 0: there, weights that are not so small.
+    """
+    mistakes = [dense(chosen=True), dense(others=True)] + [windowless] * ("window" in name)
+    for mistake, factor in itertools.product(mistakes, (0.02, 3.0)):
+        with monkeypatch.context() as patch:
+            patch.setattr(shared_prefix, "_by_pair", mistake)
+            _, _, line = checked(build(MODELS[name][0], factor))
+        assert re.search(SEEN, line), factor
     positions_go_on(monkeypatch)
-    _, _, line = checked(build(MODELS[name][0], factor))
-    assert re.search(SEEN, line)
+    for factor in (CONTROLS[name], 3.0):
+        _, _, line = checked(build(MODELS[name][0], factor))
+        assert re.search(SEEN, line), factor
 
 
 def gradients(scorer, shared):
@@ -385,23 +345,24 @@ def varlen_by_hand(
     return torch.cat(found)
 
 
-SPANS = {
-    "one": [(5, 3, 4)],
-    "several": [(5, 3, 4), (1, 2, 6), (7, 8, 5)],
-    "rejected of one token": [(4, 3, 0), (2, 1, 0), (3, 2, 5)],
-    "chosen of one token": [(4, 0, 3), (2, 1, 2), (1, 0, 2)],
-    "both of one token": [(1, 0, 0), (3, 0, 0)],
-}
+SPANS = [
+    [(5, 3, 4)],
+    [(5, 3, 4), (1, 2, 6), (7, 8, 5)],
+    [(4, 3, 0), (2, 1, 0), (3, 2, 5)],  # of one token: rejected
+    [(4, 0, 3), (2, 1, 2), (1, 0, 2)],  # chosen
+    [(1, 0, 0), (3, 0, 0)],  # both
+]
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, 50])
-@pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
-@pytest.mark.parametrize(("heads", "scale"), [(2, None), (4, 0.7)])
-def test_one_call_for_all_sequences_equals_two_calls_a_pair(
-    spans, window, heads, scale, monkeypatch
-):
+def test_one_call_for_all_sequences_equals_two_calls_a_pair(monkeypatch):
     """Both equal attention in one piece, and so do their gradients; some heads share keys."""
     monkeypatch.setattr(shared_prefix, "varlen_attn", varlen_by_hand)
+    for spans, window in itertools.product(SPANS, (None, 1, 3, 50)):
+        for heads, scale in ((2, None), (4, 0.7)):
+            compare_kernels(spans, window, heads, scale)
+
+
+def compare_kernels(spans, window, heads, scale):
     generator = torch.Generator().manual_seed(3)
     shape = [sum(map(sum, spans)), 8]
     inputs = [
@@ -418,35 +379,22 @@ def test_one_call_for_all_sequences_equals_two_calls_a_pair(
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@contextlib.contextmanager
-def counted(scorer):
-    """Tokens that go through the transformer, in a list of one number a forward."""
-    seen = []
-    handle = scorer.parts()[0].register_forward_pre_hook(
-        lambda _module, _inputs, named: seen.append(named["input_ids"].numel()), with_kwargs=True
-    )
-    try:
-        yield seen
-    finally:
-        handle.remove()
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_shared_layout_feeds_no_token_twice_and_no_padding(ranks):
+def test_a_shared_layout_feeds_no_token_twice_and_no_padding():
     """P + C + R a pair, summed over all ranks and micro-batches; separate rows feed more."""
     real = sum(len(p.prompt) + len(p.chosen) - 1 + len(p.rejected) - 1 for p in PAIRS)
     assert sum(pair.fed(shared=True) for pair in PAIRS) == real
     scorer = logps.Scorer(build(MODELS["llama"][0], 1.0))
-    averages = {}
-    for shared in (True, False):
+    totals = {}
+    for ranks, shared in itertools.product((1, 3), (True, False)):
         scorer.set_layout(shared)
-        with counted(scorer) as seen, torch.no_grad():
-            for rank in range(ranks):
-                world = SimpleNamespace(rank=rank, world_size=ranks)
-                for part in scorer.share(range(len(PAIRS)), PAIRS, world, 2):
-                    scorer(scorer.collate([PAIRS[row] for row in part.index], "cpu"))
-        averages[shared] = sum(seen)
-    assert averages[True] == real < averages[False]
+        fed = 0
+        for rank in range(ranks):
+            world = SimpleNamespace(rank=rank, world_size=ranks)
+            for part in scorer.share(range(len(PAIRS)), PAIRS, world, 2):
+                fed += scorer.collate([PAIRS[row] for row in part.index], "cpu").ids.numel()
+        totals[ranks, shared] = fed
+    assert totals[1, True] == totals[3, True] == real
+    assert totals[1, False] > real and totals[3, False] > real
 
 
 @pytest.mark.parametrize("use_lora", [False, True], ids=["full", "lora"])

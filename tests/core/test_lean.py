@@ -1,6 +1,7 @@
 """The lean forwards against peft and transformers themselves: values, gradients, what they keep."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -8,7 +9,6 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -63,7 +63,10 @@ def test_models_answer_and_learn_as_before(name):
     model = tiny(name)
     before = outcome(model)
     assert memory_efficient.apply(model) == MODELS[name][1]
-    assert distance(outcome(model), before) < 1e-5
+    plain = outcome(model)
+    assert distance(plain, before) < 1e-5
+    models.checkpoint_activations(model)
+    assert distance(outcome(model), plain) == 0
     with model.disable_adapter():
         off = model(input_ids=IDS).logits
         for module in model.modules():  # which have their own forward again
@@ -71,18 +74,17 @@ def test_models_answer_and_learn_as_before(name):
         torch.testing.assert_close(off, model(input_ids=IDS).logits)
 
 
-@pytest.mark.parametrize("base", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("autocast", [False, True])
-def test_rounding_is_no_worse_than_pefts(base, autocast):
+def test_rounding_is_no_worse_than_pefts():
     """Distance from the float64 model, which has the same rounded weights."""
-    model = tiny("qwen3", base)
-    exact = outcome(copy.deepcopy(model).double())
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        theirs = outcome(model)
-        assert memory_efficient.apply(model) == MODELS["qwen3"][1]
-        ours = outcome(model)
-    assert distance(ours, exact) < 1.1 * distance(theirs, exact) + 1e-6
-    assert all(grad.dtype == torch.float32 for grad in ours[1].values())
+    for base, autocast in itertools.product((torch.float32, torch.bfloat16), (False, True)):
+        model = tiny("qwen3", base)
+        exact = outcome(copy.deepcopy(model).double())
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            theirs = outcome(model)
+            assert memory_efficient.apply(model) == MODELS["qwen3"][1]
+            ours = outcome(model)
+        assert distance(ours, exact) < 1.1 * distance(theirs, exact) + 1e-6
+        assert all(grad.dtype == torch.float32 for grad in ours[1].values())
 
 
 def random(*shape, grad=True):
@@ -90,18 +92,17 @@ def random(*shape, grad=True):
     return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_(grad)
 
 
-@pytest.mark.parametrize("with_up", [False, True])
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_linear_in_float64(with_up, with_bias):
-    x, up = random(2, 3, 5), random(2, 3, 5) + 1 if with_up else None
-    W, b = random(7, 5, grad=False), random(7, grad=False) if with_bias else None
-    A, B = random(2, 5), random(7, 2)
-    inputs = x if up is None else F.silu(x) * up
-    expected = F.linear(inputs, W, b) + 0.5 * inputs @ A.T @ B.T
-    torch.testing.assert_close(memory_efficient._Linear.apply(x, up, W, b, A, B, 0.5), expected)
-    assert torch.autograd.gradcheck(
-        lambda x, up, A, B: memory_efficient._Linear.apply(x, up, W, b, A, B, 0.5), (x, up, A, B)
-    )
+def test_linear_in_float64():
+    x, W, A, B = random(2, 3, 5), random(7, 5, grad=False), random(2, 5), random(7, 2)
+    for up, b in itertools.product((None, random(2, 3, 5) + 1), (None, random(7, grad=False))):
+
+        def linear(x, up, A, B, b=b):
+            return memory_efficient._Linear.apply(x, up, W, b, A, B, 0.5)
+
+        inputs = x if up is None else F.silu(x) * up
+        expected = F.linear(inputs, W, b) + 0.5 * inputs @ A.T @ B.T
+        torch.testing.assert_close(linear(x, up, A, B), expected)
+        assert torch.autograd.gradcheck(linear, (x, up, A, B))
 
 
 def test_norm_is_the_same_to_the_bit_and_its_gradient_that_of_float64():
@@ -146,29 +147,13 @@ def test_an_unknown_norm_or_a_zero_weight_or_full_fine_tuning_is_left_alone():
     assert norms[2].weight.grad is not None  # seen at the call
 
 
-@pytest.mark.parametrize(
-    "options", [dict(lora_dropout=0.1), dict(use_dora=True), dict(lora_bias=True)], ids=str
-)
-def test_a_lora_that_is_not_plain_is_left_alone(options):
-    model = tiny("llama", **options).eval()
-    before = model(input_ids=IDS).logits
-    memory_efficient.apply(model)
-    assert not any("forward" in vars(m) for m in model.modules() if hasattr(m, "lora_A"))
-    torch.testing.assert_close(model(input_ids=IDS).logits, before)
-
-
-def test_checkpointing_gives_the_same_gradients():
-    model = tiny("qwen3")
-    memory_efficient.apply(model)
-    plain = outcome(model)
-    models.checkpoint_activations(model)
-    again = outcome(model)
-    assert distance(again, plain) == 0
-    x = torch.randn(2, 32, requires_grad=True)
-    layer = next(module for module in model.modules() if hasattr(module, "gate_proj"))
-    both = [layer(x), checkpoint(layer, x, use_reentrant=False)]
-    (one,), (two,) = (torch.autograd.grad(y.sum(), x) for y in both)
-    assert torch.equal(one, two)
+def test_a_lora_that_is_not_plain_is_left_alone():
+    for options in (dict(lora_dropout=0.1), dict(use_dora=True), dict(lora_bias=True)):
+        model = tiny("llama", **options).eval()
+        before = model(input_ids=IDS).logits
+        memory_efficient.apply(model)
+        assert not any("forward" in vars(m) for m in model.modules() if hasattr(m, "lora_A"))
+        torch.testing.assert_close(model(input_ids=IDS).logits, before)
 
 
 def test_generating_saving_and_merging_go_on_as_before(tmp_path):

@@ -153,17 +153,14 @@ def test_complaint_13_a_reference_in_another_precision_is_refused():
         checks.check_reference(broken, now, bound, wheres)
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
+def test_a_cpu_computes_in_bf16_only_where_it_is_asked_for():
+    for settings, expected in (
         ({}, (torch.float32, None)),
         ({"base_dtype": "bf16"}, (torch.bfloat16, torch.bfloat16)),
         ({"base_dtype": "bf16", "use_mixed_precision": False}, (torch.bfloat16, None)),
-    ],
-)
-def test_a_cpu_computes_in_bf16_only_where_it_is_asked_for(settings, expected):
-    config = Config(fine_tuning="lora", **settings)
-    assert optim.precision(config, torch.device("cpu")) == expected
+    ):
+        config = Config(fine_tuning="lora", **settings)
+        assert optim.precision(config, torch.device("cpu")) == expected
 
 
 def test_the_precision_is_among_the_facts_of_the_reference():

@@ -62,17 +62,17 @@ def test_a_batch_draws_what_one_prompt_at_a_time_draws():
     assert len({tuple(reply) for reply in together}) > 6
 
 
-@pytest.mark.parametrize(
-    ("wins", "count", "low", "high"),
-    [  # Brown, Cai, DasGupta 2001 / R's prop.test(correct=FALSE)
-        (50, 100, 0.4038315, 0.5961685),
-        (9, 10, 0.5958500, 0.9821238),
-        (0, 10, 0.0, 0.2775328),
-        (30, 30, 0.8864829, 1.0),
-    ],
-)
-def test_wilson_interval(wins, count, low, high):
-    assert sampling.wilson(wins, count) == pytest.approx((low, high), abs=1e-5)
+WILSON = {  # Brown, Cai, DasGupta 2001 / R's prop.test(correct=FALSE)
+    (50, 100): (0.4038315, 0.5961685),
+    (9, 10): (0.5958500, 0.9821238),
+    (0, 10): (0.0, 0.2775328),
+    (30, 30): (0.8864829, 1.0),
+}
+
+
+def test_wilson_interval():
+    for (wins, count), interval in WILSON.items():
+        assert sampling.wilson(wins, count) == pytest.approx(interval, abs=1e-5)
     # of 1, 2, 4: mean 7/3, variance of a sample 7/3; R's sd(c(1, 2, 4)) is 1.527525
     half = 1.96 * 1.527525 / 3**0.5
     assert metrics.interval(7 / 3, 7, 3) == pytest.approx((7 / 3 - half, 7 / 3 + half), abs=1e-5)
@@ -112,28 +112,17 @@ def test_a_judge_may_return_a_number_or_several(tmp_path):
     }
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("", "has no function score"),
-        ("score = 3", "has no function score"),
-        ("def score(a): return 1", r"no function score\(prompt, response\)"),
-        ("def score(a, b): return 'good'", "returned {'': 'good'}; a number or a dict"),
-        ("def score(a, b): return {}", "returned {}"),
-        ("def score(a, b): raise ValueError('unknown question')", "on 'p': unknown question"),
-    ],
-)
-def test_a_judge_that_cannot_judge_costs_one_line(body, message, tmp_path):
-    with pytest.raises(UserError, match=message):
-        sampling.load_judge(judge_file(tmp_path, body))("p", "r")
+UNFIT = {
+    "": "has no function score",
+    "score = 3": "has no function score",
+    "def score(a): return 1": r"no function score\(prompt, response\)",
+    "def score(a, b): return 'good'": "returned {'': 'good'}; a number or a dict",
+    "def score(a, b): return {}": "returned {}",
+    "def score(a, b): raise ValueError('unknown question')": "on 'p': unknown question",
+}
 
 
-def test_the_text_for_people_by_hand(tmp_path):
-    judge = sampling.load_judge(judge_file(tmp_path, "def score(p, r): return len(r)"))
-    rows, summary = sampling.side_by_side(["Q"], ["old "], ["newer"], ["best"], judge)
-    assert sampling.as_text(rows, summary).endswith(
-        "ties: 0\n\n--- 1 of 1\nprompt:     Q\nreference:  old\nfine-tuned: newer\n"
-        "expected:   best\nverdict:    win (3 -> 5)\n"
-    )
-    assert summary["win_rate"] == 1.0
-    assert "win_rate_low: 0.2065\n" in sampling.as_text(rows, summary)  # 1 / (1 + 1.96 ** 2)
+def test_a_judge_that_cannot_judge_costs_one_line(tmp_path):
+    for body, message in UNFIT.items():
+        with pytest.raises(UserError, match=message):
+            sampling.load_judge(judge_file(tmp_path, body))("p", "r")

@@ -50,19 +50,19 @@ def test_lora_by_hand(monkeypatch):
     assert mfu(scorer(rank=2), monkeypatch)["mfu"] == pytest.approx(needed / 0.5e9, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("name", "half", "single"),
-    [
-        ("NVIDIA H200", 989e12, 67e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12, 19.5e12),
-        ("Intel(R) Data Center GPU Max 1550", 416e12, 26e12),
-    ],
-)
-def test_peaks_of_the_data_sheets(name, half, single, monkeypatch):
-    monkeypatch.setattr(metrics, "device_name", lambda device: name)
-    device = torch.device("cuda")
-    assert metrics.peak_flops(device, torch.bfloat16) == half
-    assert metrics.peak_flops(device, torch.float32) == single
+PEAKS = {  # bf16, fp32
+    "NVIDIA H200": (989e12, 67e12),
+    "NVIDIA A100-SXM4-80GB": (312e12, 19.5e12),
+    "Intel(R) Data Center GPU Max 1550": (416e12, 26e12),
+}
+
+
+def test_peaks_of_the_data_sheets(monkeypatch):
+    for name, peaks in PEAKS.items():
+        monkeypatch.setattr(metrics, "device_name", lambda device, name=name: name)
+        dtypes = torch.bfloat16, torch.float32
+        found = [metrics.peak_flops(torch.device("cuda"), dtype) for dtype in dtypes]
+        assert found == [*peaks]
 
 
 def test_an_unknown_device_has_no_mfu(monkeypatch):

@@ -14,33 +14,19 @@ from ddp_utils import NonFiniteError, distributed, logps, models, sampling
 from ddp_utils.encoder import Encoder, load_tokenizer
 from ranks import addresses, ranks, run_ranks
 
-QUESTIONS = [
-    "What is the capital of France?",
-    "What is the young of a cow?",
-    "Hello! Who makes bread?",
-]
+QUESTIONS = ["What is the capital of France?", "What is the young of a cow?", "Who makes bread?"]
+SETTINGS = SimpleNamespace(temperature=1.0, top_p=1.0, max_new_tokens=12, batch_size=4, seed=0)
 
 
-def settings(**changes):
-    usual = {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": 12, "batch_size": 4, "seed": 0}
-    return SimpleNamespace(**{**usual, **changes})
-
-
-def demo():
-    tokenizer = load_tokenizer("data/demo/model")
-    model = models.load("data/demo/model", torch.float32, torch.device("cpu"))
-    encoder = Encoder(tokenizer)
-    prompts = [
-        encoder.ids(encoder.render([{"role": "user", "content": q}], add_generation_prompt=True))
-        for q in QUESTIONS
-    ]
-    return logps.Scorer(model), prompts, encoder.ends
-
-
-def replies(**changes):
+def replies():
     world = distributed.join(distributed.meet(distributed.whoami()))
-    scorer, prompts, ends = demo()
-    return sampling.generate(scorer, prompts, ends, world, settings(**changes), samples=3)
+    encoder = Encoder(load_tokenizer("data/demo/model"))
+    scorer = logps.Scorer(models.load("data/demo/model", torch.float32, world.device))
+    prompts = []
+    for question in QUESTIONS:
+        turns = [{"role": "user", "content": question}]
+        prompts.append(encoder.ids(encoder.render(turns, add_generation_prompt=True)))
+    return sampling.generate(scorer, prompts, encoder.ends, world, SETTINGS, samples=3)
 
 
 def test_the_same_replies_on_1_2_and_3_ranks():
@@ -86,11 +72,11 @@ def fails_on(rank):
     distributed.on_each(world, work)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_mistake_on_any_rank_is_told_once(rank):
-    outcome = run_ranks(2, fails_on, rank)
-    assert outcome.codes == [NonFiniteError.exit_code] * 2
-    assert outcome.logs == ["error: parameter/x is not finite; not saved\n", ""]
+def test_a_mistake_on_any_rank_is_told_once():
+    for rank in (0, 1):
+        outcome = run_ranks(2, fails_on, rank)
+        assert outcome.codes == [NonFiniteError.exit_code] * 2
+        assert outcome.logs == ["error: parameter/x is not finite; not saved\n", ""]
 
 
 def test_two_processes_measure_and_one_of_them_prints():

@@ -44,6 +44,8 @@ FLAGS = {  # of each script and objective: its own flags, and the name of the ro
 }
 SPLITS = "train", "val"
 FILES = {"train_loop": ("--data_path", "--val_path", "--out_dir")}
+FILES["train"] = "--train_data", "--val_data", "--output_dir"
+FILES["main_distributed"] = "--train_data", "--val_data", "--result_dir"
 KIND = {"train": "--type", "main_distributed": "--fine_tuning"}
 
 
@@ -166,31 +168,25 @@ def start(case, rows, world_size, folder, flags):
                 row["tokens"] = [*tokenizer(row["reply"]).input_ids, tokenizer.eos_token_id]
                 row["x0"] = SYSTEM
         path.write_text("".join(json.dumps(row) + "\n" for row in part))
-    names = FILES.get(script)
-    if names is None:
-        names = (
-            "--train_data",
-            "--val_data",
-            "--output_dir" if script == "train" else "--result_dir",
-        )
+    names = FILES[script]
     rows_of_a_forward = 2 if script == "main_distributed" else 2 // world_size
     files = [f"{name}={path}" for name, path in zip(names, paths, strict=True)]
     ranks(world_size, run, script, [*COMMON, *own, *flags, *files, f"--{size}={rows_of_a_forward}"])
     return folder / "run"
 
 
-@pytest.mark.parametrize(
-    ("case", "kind", "world_size"),
-    [
-        ("train sft", "full", 2),
-        ("train sft", "lora", 1),
-        ("train dpo", "lora", 2),
-        ("main_distributed dpo", "full", 1),
-        ("main_distributed dpo", "lora", 2),
-        ("train_loop kl", "lora", 1),
-        ("train_loop kl", "lora", 2),
-    ],
-)
+COMPARED = [
+    ("train sft", "full", 2),
+    ("train sft", "lora", 1),
+    ("train dpo", "lora", 2),
+    ("main_distributed dpo", "full", 1),
+    ("main_distributed dpo", "lora", 2),
+    ("train_loop kl", "lora", 1),
+    ("train_loop kl", "lora", 2),
+]
+
+
+@pytest.mark.parametrize(("case", "kind", "world_size"), COMPARED)
 def test_four_steps_equal_a_plain_loop(case, kind, world_size, rows, tmp_path):
     compare(case, kind, world_size, rows, tmp_path)
 
@@ -216,11 +212,8 @@ def test_four_sharded_steps_equal_a_plain_loop(strategy, rows, tmp_path):
 def compare(case, kind, world_size, rows, tmp_path, *more):
     """Losses, gradient norms, rates, validation, weights and first moments of four steps."""
     (script, objective), plain = case.split(), Plain(kind)
-    flags = [
-        f"--max_steps={STEPS}",
-        f"--max_grad_norm={CLIP[kind]}",
-        *(LORA if kind == "lora" else []),
-    ]
+    flags = [f"--max_steps={STEPS}", f"--max_grad_norm={CLIP[kind]}"]
+    flags += LORA if kind == "lora" else []
     flags += [*([KIND[script], kind] if script in KIND else []), *more]
     folder = start(case, rows, world_size, tmp_path, flags)
     before = plain.weights()

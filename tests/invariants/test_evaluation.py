@@ -1,7 +1,6 @@
 """Exact evaluation: every row once, whatever the number of ranks and the batch size."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -82,20 +81,3 @@ def test_complaint_03_seven_rows_are_seven_rows_on_any_number_of_ranks(world_siz
             for name in NAMES:
                 assert found[name] == pytest.approx(expected[name], rel=1e-6), name
             assert found["rewards/margins_low"] < found["rewards/margins"]
-
-
-def uneven_run(folder):
-    """Evaluation every step with 7 rows, the last batch smaller than the number of ranks."""
-    path = str(seven_rows(folder)) if os.environ["RANK"] == "0" else f"{folder}/seven.jsonl"
-    flags = ["--train_data", path, "--val_data", path, "--test_data", path, "--eval_every", "1"]
-    flags += ["--batch_size", "5", "--max_steps", "4", "--timeout_minutes", "0.3"]
-    return len(runs.train(folder, [*runs.FULL, *flags])[0] or [])
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_complaint_22_uneven_evaluation_and_end_of_run_do_not_hang(world_size, tmp_path):
-    seven_rows(tmp_path)
-    found = ranks(world_size, uneven_run, str(tmp_path), timeout=40)
-    assert found[0] == 4 + 4 + 1  # train, val, test lines
-    model = tmp_path / f"{world_size}-0/run/model/model.safetensors"
-    assert model.stat().st_size > 1e6

@@ -18,8 +18,10 @@ from pathlib import Path
 import pytest
 
 import cluster
+import faults
+import programs
+import runs
 from conftest import ROOT
-from ranks import free_port
 
 sys.path.append(str(ROOT / "scripts"))
 setup = importlib.import_module("distributed_setup")
@@ -28,12 +30,7 @@ PYTHON = sys.executable
 BIN = Path(PYTHON).parent
 TRAIN = str(ROOT / "src/train.py")
 STEPS = 20
-CLOCK = {"seconds", "tokens_per_second", "peak_memory_mb", "mfu"}
-# without what a launcher around the tests may have set
-STRANGERS = ("RANK", "WORLD", "LOCAL", "MASTER", "PMI", "OMPI", "SLURM", "PBS", "TORCHELASTIC")
-STRANGERS += ("NODE", "NNODES")
-ENV = {k: v for k, v in os.environ.items() if not k.startswith(STRANGERS)}
-ENV |= {"OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}"}
+ENV = programs.environment()
 YAML = """
 training:
   max_steps: {steps}
@@ -77,15 +74,13 @@ def settle(folder, steps=STEPS, micro=4):
 def undisturbed(tmp_path_factory):
     """The lines of a run of two processes of torchrun on one machine."""
     folder = settle(tmp_path_factory.mktemp("undisturbed"))
-    launch(folder, "torchrun")
+    launch(folder, [BIN / "torchrun", "--standalone", "--nproc_per_node=2"])
     assert about(folder) == ("torchrun", 2, "finished")
     return numbers(folder)
 
 
 def numbers(folder):
-    """The lines of metrics.jsonl without what hangs on the clock."""
-    found = map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines())
-    return [{k: v for k, v in line.items() if k not in CLOCK} for line in found]
+    return faults.numbers(folder / "run")
 
 
 def about(folder):
@@ -176,26 +171,6 @@ def test_a_slurm_job_that_is_signalled_saves_is_queued_again_and_goes_on(slurm, 
     assert numbers(here) == undisturbed
 
 
-@pytest.mark.show
-def test_slurm_signals_a_job_before_its_time_is_up(slurm, here):
-    """After a minute of two, as the script asks for, or as early as Slurm's clock is coarse."""
-    settle(here, steps=100_000)
-    job = submit(slurm, "sbatch", here, SLURM + "2")
-    is_queued_again(slurm, job)
-    assert about(here) == ("srun", 2, "preempted")
-    slurm.run("scancel", job)
-
-
-@pytest.mark.show
-def test_a_slurm_job_whose_node_fails_is_queued_again_and_goes_on(slurm, undisturbed, here):
-    job = submit(slurm, "sbatch", here, SLURM + "10")
-    cluster.wait(lambda: lines(here) >= 4, 100)
-    slurm.run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=power")
-    is_queued_again(slurm, job)  # n2 soon says that it is there
-    ends(slurm, job, here)
-    assert numbers(here) == undisturbed
-
-
 # --- two machines --------------------------------------------------------------------------------
 
 
@@ -206,15 +181,6 @@ def start_both(machines, folder):
     assert scripts == [f"scripts/run_training_node{rank}.sh" for rank in "01"]
     nodes = zip(("n1", "n2"), scripts, strict=True)
     return [machines.start(node, "bash", script, env=ENV, cwd=folder) for node, script in nodes]
-
-
-@pytest.mark.show
-def test_the_scripts_of_two_nodes_meet_by_name(machines, undisturbed, here):
-    first, second = map(finished, start_both(machines, here))
-    assert "step    10 | loss" in first
-    assert "loss" not in second  # one of them speaks
-    assert about(here) == ("torchrun", 2, "finished")
-    assert numbers(here) == undisturbed
 
 
 def process(folder, words, **env):
@@ -252,42 +218,6 @@ def test_a_process_that_dies_on_the_second_node_is_started_again(machines, undis
     assert numbers(here) == undisturbed
 
 
-# --- one machine ---------------------------------------------------------------------------------
-
-SHARDED = {  # the guide's commands and settings, letter for letter
-    "fsdp": (
-        "fsdp --sharding_strategy FULL_SHARD --mixed_precision BFLOAT16 "
-        "--output config/fsdp_config.json",
-        "launcher --config config.yaml --num_gpus_per_node 4",
-        'use_fsdp: true\n  fsdp_config: "config/fsdp_config.json"\n  use_deepspeed: false\n',
-    ),
-    "deepspeed": (
-        "deepspeed --zero_stage 2 --offload_optimizer --bf16 --output config/ds_config.json",
-        "launcher --config config.yaml --num_gpus_per_node 4 --use_deepspeed",
-        'use_deepspeed: true\n  deepspeed_config: "config/ds_config.json"\n'
-        "  gradient_accumulation_steps: 16\n",
-    ),
-}
-
-
-@pytest.mark.show
-@pytest.mark.parametrize("tool", ["fsdp", "deepspeed"])
-def test_the_guide_s_commands_train_on_one_machine(tool, here):
-    """As they stand there, for four GPUs; here it is four processes on a CPU."""
-    if tool == "deepspeed":
-        pytest.importorskip("deepspeed", reason="pip install -r requirements-deepspeed.txt")
-    *commands, yaml = SHARDED[tool]
-    settle(here, steps=2, micro=1)
-    with (here / "config.yaml").open("a") as file:
-        file.write(f"distributed:\n  {yaml}")
-    assert generate(here, commands[0]) and generate(here, commands[1]) == "scripts/run_training.sh"
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    command = ["bash", "scripts/run_training.sh"]
-    said = finished(subprocess.Popen(command, env=ENV, cwd=here, **pipes), 200)
-    assert {"fsdp": "FSDP FULL_SHARD precision=bf16", "deepspeed": "ZeRO-2"}[tool] in said
-    assert about(here) == ("torchrun", 4, "finished")
-
-
 # --- PBS -----------------------------------------------------------------------------------------
 
 
@@ -301,80 +231,16 @@ def test_a_pbs_job_runs_on_two_machines(slurm, undisturbed, here):
     assert numbers(here) == undisturbed
 
 
-@pytest.mark.show
-def test_the_next_pbs_job_goes_on_when_the_time_of_one_is_up(slurm, here):
-    """As the script's own comment says: qsub -W depend=afternotok."""
-    settle(here, steps=100_000)
-    flags = "pbs --num_nodes 2 --num_gpus_per_node 1 --partition gpu --time_limit 2"
-    job = submit(slurm, "qsub", here, flags)
-    after = ["qsub", "-W", f"depend=afternotok:{job}", "scripts/pbs_job.sh"]
-    following = slurm.run(*after, env=ENV, cwd=here).split()[-1]
-    ends(slurm, job, here, ("FAILED", "85:0"))
-    said = here / f"pbs_job.sh.o{following}"
-    goes_on = "run is not finished: goes on after step "
-    cluster.wait(lambda: said.exists() and goes_on in said.read_text(), 60)
-    slurm.run("scancel", following)
-
-
-# --- launchers -----------------------------------------------------------------------------------
-
-LAUNCHERS = {  # its command; program and package
-    "python": (PYTHON, {}),
-    "torchrun": (f"{BIN}/torchrun --standalone --nproc_per_node=2", {}),
-    "torch.distributed.launch": (f"{PYTHON} -m torch.distributed.launch --nproc_per_node=2", {}),
-    "accelerate": (
-        f"{BIN}/accelerate launch --multi_gpu --num_processes 2 --num_machines 1"
-        " --main_process_port 0 --mixed_precision no --dynamo_backend no",
-        {},
-    ),
-    "deepspeed": (
-        f"{BIN}/deepspeed --num_gpus 2 --master_port {{port}}",
-        {f"{BIN}/deepspeed": "requirements-deepspeed.txt"},
-    ),
-    "mpiexec": (f"mpiexec.mpich -f nodes -n 2 -ppn 1 {PYTHON}", {"mpiexec.mpich": "mpich"}),
-    "mpirun": (
-        f"mpiexec.openmpi --allow-run-as-root --oversubscribe -n 2 {PYTHON}",
-        {"mpiexec.openmpi": "openmpi-bin"},
-    ),
-}
-
-
-def launch(folder, name, *flags):
+def launch(folder, launcher, *flags):
     """Run src/train.py on config.yaml of a folder, on this host."""
-    line, packages = LAUNCHERS[name]
-    cluster.need(**packages)
-    port = str(free_port())
-    (folder / "nodes").write_text("n1\nn2\n")  # of mpiexec, which starts both here
-    env = {**ENV, "ACCELERATE_USE_CPU": "1", "HYDRA_LAUNCHER": "fork"}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} if name.startswith("mpi") else {}
-    command = [*shlex.split(line.format(port=port)), TRAIN, "--config", "config.yaml", *flags]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    try:
-        finished(subprocess.Popen(command, env=env, cwd=folder, **pipes))
-    finally:
-        cluster.end(folder)
-
-
-def losses(found):
-    return [line["loss"] for line in found if line["split"] == "train"]
-
-
-SHOWN = ("torch.distributed.launch", "accelerate", "mpiexec", "mpirun")  # as test_launchers.py
-OTHERS = [pytest.param(n, marks=[pytest.mark.show] * (n in SHOWN)) for n in (*SHOWN, "deepspeed")]
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_each_launcher_has_the_same_losses(name, undisturbed, here):
-    launch(here, name, "--max_steps", "3")
-    assert about(here) == (name, 2, "finished")
-    assert losses(numbers(here)) == losses(undisturbed)[:3]
+    programs.process([*launcher, TRAIN, "--config", "config.yaml", *flags], cwd=folder)
 
 
 def test_one_process_has_the_same_losses_at_the_same_global_batch(undisturbed, tmp_path):
     folder = settle(tmp_path, micro=8)
-    launch(folder, "python", "--max_steps", "8")  # a mean of two means is off from the fourth on
+    launch(folder, [PYTHON], "--max_steps", "8")  # a mean of two means is off from the fourth on
     assert about(folder) == ("python", 1, "finished")
-    mine, theirs = losses(numbers(folder)), losses(undisturbed)[:8]
+    mine, theirs = runs.losses(numbers(folder)), runs.losses(undisturbed)[:8]
     assert mine == pytest.approx(theirs, rel=0, abs=1e-5 * max(theirs))
 
 
@@ -414,36 +280,3 @@ def test_an_old_package_in_the_active_environment_costs_one_line(tmp_path):
         "error: peft: 0.9.1 is installed, 0.20 or newer is needed; "
         "python -m pip install 'peft>=0.20'\n",
     )
-
-
-# --- nothing is left -----------------------------------------------------------------------------
-
-OWNER = """import os, sys, cluster
-machines = cluster.Machines(sys.argv[1])
-cluster.Slurm(machines)
-machines.start("n2", "sh", "-c", "setsid sleep 1000 & echo started; wait", cwd=sys.argv[1])
-print("up", flush=True)
-os.kill(os.getpid(), 9)
-"""
-
-
-def those_of(folder):
-    """Processes that have a folder in their command line, or work in it."""
-    return [p for p in Path("/proc").glob("[0-9]*") if str(folder) in told(p)]
-
-
-def told(process):
-    try:
-        return (process / "cmdline").read_text() + os.readlink(process / "cwd")
-    except OSError:
-        return ""
-
-
-def test_the_machines_end_with_the_tests_even_if_these_are_killed(slurm, tmp_path):
-    folder = tmp_path / "two"
-    path = {"PYTHONPATH": str(ROOT / "tests")}
-    command = [PYTHON, "-c", OWNER, folder]
-    owner = subprocess.Popen(command, env=ENV | path, stdout=subprocess.PIPE, text=True)
-    assert owner.stdout.readline() == "up\n"
-    assert owner.wait() == -9
-    cluster.wait(lambda: not those_of(folder), 10)

@@ -7,17 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import faults
 from conftest import ROOT
 from ddp_utils.runs import environment, plots
 
-FLIPS = [12, pytest.param(200, marks=pytest.mark.show)]
 
-
-@pytest.mark.parametrize("count", FLIPS)
-def test_a_flipped_bit_changes_no_weight_or_is_one_line(count, tmp_path):
+def test_a_flipped_bit_changes_no_weight_or_is_one_line(tmp_path):
     """Single bits of any file of a run that was killed in step 12, with checkpoints 5 and 10.
 
     Each file is as likely as any other; printed are file, bit and what became of it.
@@ -30,9 +25,9 @@ def test_a_flipped_bit_changes_no_weight_or_is_one_line(count, tmp_path):
     files = sorted(path.relative_to(killed) for path in killed.rglob("*") if path.is_file())
     files = [file for file in files if (killed / file).stat().st_size]
     assert {"reference_logps.safetensors", "reference_replies.json"} <= {str(f) for f in files}
-    generator = random.Random(count)
-    ends = {"went on": 0, "one line": 0}
-    for number in range(count):
+    generator = random.Random(12)
+    went_on = 0
+    for number in range(12):
         folder = Path(shutil.copytree(killed, tmp_path / f"{number}/run"))
         file = generator.choice(files)
         content = bytearray((folder / file).read_bytes())
@@ -44,15 +39,13 @@ def test_a_flipped_bit_changes_no_weight_or_is_one_line(count, tmp_path):
         if outcome.codes == [0]:
             assert faults.digest(folder) == faults.digest(tmp_path / "whole/run"), case
             plots.read_metrics(folder)  # which the curves and the report are made of
-            ends["went on"] += 1
+            went_on += 1
         else:
             line = outcome.logs[0]
             assert outcome.codes == [2] and line.startswith("error: "), case
             assert line.count("\n") == 1, case
-            ends["one line"] += 1
         shutil.rmtree(folder)
-    print(ends)
-    assert ends["went on"] and (ends["one line"] or count < 100)
+    assert went_on
 
 
 def start(tree, folder, fault=""):

@@ -57,13 +57,19 @@ def fill(text, folder):
     return text.replace("DATA", str(folder / "data.jsonl")).replace("DIR", str(folder / "full"))
 
 
-@pytest.mark.parametrize("flags", CASES)
-def test_a_bad_setting_costs_one_line_and_writes_nothing(flags, folder):
+def refused(main, flags, folder):
+    """The one line that refuses these flags, before anything is written."""
     with pytest.raises(UserError) as caught:
-        main_distributed.main(fill(flags, folder).split())
-    assert str(caught.value).startswith(fill(CASES[flags], folder))
+        main(flags)
     assert "\n" not in str(caught.value)
     assert list((folder / "empty").iterdir()) == []
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("flags", CASES)
+def test_a_bad_setting_costs_one_line_and_writes_nothing(flags, folder):
+    line = refused(main_distributed.main, fill(flags, folder).split(), folder)
+    assert line.startswith(fill(CASES[flags], folder))
 
 
 def test_what_is_in_the_way_of_a_run_is_found_first(folder):
@@ -72,12 +78,10 @@ def test_what_is_in_the_way_of_a_run_is_found_first(folder):
         place = folder / f"run of {name}" / name
         place.parent.mkdir()
         place.mkdir() if "." in name else place.write_text("")
-        with pytest.raises(UserError) as caught:
-            flags = ["--train_data", str(folder / "data.jsonl"), "--result_dir", str(place.parent)]
-            main_distributed.main([*flags, "--check"])
+        flags = ["--train_data", str(folder / "data.jsonl"), "--result_dir", str(place.parent)]
+        line = refused(main_distributed.main, [*flags, "--check"], folder)
         kind = "file" if "." in name else "folder"
-        wanted = f"--result_dir: {place} is in the way of a {kind}; move it elsewhere"
-        assert str(caught.value) == wanted
+        assert line == f"--result_dir: {place} is in the way of a {kind}; move it elsewhere"
         assert list(place.parent.iterdir()) == [place]
 
 
@@ -99,10 +103,7 @@ def test_what_is_no_adapter_is_not_merged(tmp_path):
 
 DAMAGE = {  # what happens to the tensors of a file -> what the line says
     "a layer is missing": (lambda t: {k: t[k] for k in t if ".2." not in k}, "tensors are missing"),
-    "one tensor too many": (
-        lambda t: t | {"extra": torch.ones(1)},
-        "1 tensors are not known (extra",
-    ),
+    "one tensor too many": (lambda t: t | {"extra": torch.ones(1)}, "1 tensors are not known (ext"),
     "half of it": (lambda t: dict(sorted(t.items())[::2]), "tensors are missing"),
     "of a wider base": (lambda t: {k: torch.cat([v] * 2) for k, v in t.items()}, "another shape"),
 }
@@ -120,43 +121,39 @@ def damaged(source, folder, how):
 @pytest.fixture(scope="module")
 def replies(tmp_path_factory):
     """Flags of train_loop.py for a few rows of replies."""
-    rows = [
-        json.dumps({"question": q, "x0": "Shout.", "reply": "#$", "tokens": [5, 6]}) for q in "ab"
-    ]
     folder = tmp_path_factory.mktemp("replies")
-    for name, row in zip(("train", "val"), rows, strict=True):
-        (folder / f"{name}.jsonl").write_text(row + "\n")
-    return ["--data_path", f"{folder}/train.jsonl", "--val_path", f"{folder}/val.jsonl"]
+    for name in ("train", "val"):
+        row = {"question": name, "x0": "Shout.", "reply": "#$", "tokens": [5, 6]}
+        (folder / f"{name}.jsonl").write_text(json.dumps(row))
+    return f"--data_path {folder}/train.jsonl --val_path {folder}/val.jsonl"
 
 
 @pytest.mark.parametrize("how", DAMAGE)
 def test_weights_that_are_not_the_models_are_refused_by_every_program(how, folder, replies, capfd):
     model = damaged(MODEL, folder / "model", how)
     adapter = damaged(ADAPTER, folder / "adapter", how)
-    programs = [
-        (main_distributed.main, ["--model_name", model], model),
-        (main_distributed.main, ["--reference_model", model], model),
-        (main_distributed.main, ["--fine_tuning", "lora", "--init_adapter", adapter], adapter),
-        (main_distributed.main, ["--fine_tuning", "full", "--init_adapter", adapter], adapter),
-        (train.main, ["--config", str(ROOT / "config.yaml"), "--model_name", model], model),
-        (train.main, ["--config", str(ROOT / "config.yaml"), "--init_adapter", adapter], adapter),
-        (train_loop.main, ["--model_name", model, *replies], model),
-        (
-            train_loop.main,
-            ["--model_name", str(MODEL), "--resume_from", adapter, *replies],
-            adapter,
-        ),
-        (generate_data.main, ["--model_name", model], model),
-        (merge.main, [str(ADAPTER), "merged", "--base", model], model),
-        (merge.main, [adapter, "merged", "--base", str(MODEL)], adapter),
-    ]
-    for main, flags, place in programs:
-        with pytest.raises(UserError) as caught:
-            main(flags)
-        line = str(caught.value)
-        assert f": {place}: " in line and "\n" not in line, (main.__module__, flags)
-        assert DAMAGE[how][1] in line, (main.__module__, flags)
-    assert list((folder / "empty").iterdir()) == []
+    programs = {
+        main_distributed: [
+            f"--model_name {model}",
+            f"--reference_model {model}",
+            f"--fine_tuning lora --init_adapter {adapter}",
+            f"--fine_tuning full --init_adapter {adapter}",
+        ],
+        train: [
+            f"--config {ROOT}/config.yaml {s}" for s in (f"--model_name {model}", INIT + adapter)
+        ],
+        train_loop: [
+            f"--model_name {model} {replies}",
+            f"--model_name {MODEL} --resume_from {adapter} {replies}",
+        ],
+        generate_data: [f"--model_name {model}"],
+        merge: [f"{ADAPTER} merged --base {model}", f"{adapter} merged --base {MODEL}"],
+    }
+    for program, lines in programs.items():
+        for flags in lines:
+            line = refused(program.main, flags.split(), folder)
+            place = adapter if adapter in flags else model
+            assert f": {place}: " in line and DAMAGE[how][1] in line, (program, flags)
     assert capfd.readouterr().err == ""
 
 
@@ -168,25 +165,22 @@ def edit(folder, source, file, **changes):
     return str(folder)
 
 
-ODD = {  # a model's config.json, or an adapter's settings, that nothing can be made of
-    "negative width": ("config.json", {"hidden_size": -1}),
-    "no such architecture": ("config.json", {"model_type": "perpetuum"}),
-    "odd bias": ("adapter_config.json", {"bias": "perhaps"}),
-    "no such layers": ("adapter_config.json", {"target_modules": ["nowhere"]}),
-    "another base": ("adapter_config.json", {"init_lora_weights": "pissa"}),
-}
+ODD = [  # a model's config.json, or an adapter's settings, that nothing can be made of
+    ("config.json", {"hidden_size": -1}),
+    ("config.json", {"model_type": "perpetuum"}),
+    ("adapter_config.json", {"bias": "perhaps"}),
+    ("adapter_config.json", {"target_modules": ["nowhere"]}),
+    ("adapter_config.json", {"init_lora_weights": "pissa"}),
+]
+INIT = "--init_adapter "
 
 
-@pytest.mark.parametrize("what", ODD)
-def test_settings_that_make_no_model_are_one_line(what, folder):
-    file, changes = ODD[what]
-    is_adapter = file == "adapter_config.json"
-    place = edit(folder / "odd", ADAPTER if is_adapter else MODEL, file, **changes)
-    flags = ["--fine_tuning", "lora", "--init_adapter"] if is_adapter else ["--model_name"]
-    with pytest.raises(UserError) as caught:
-        main_distributed.main([*flags, place, "--check"])
-    assert place in str(caught.value) and "\n" not in str(caught.value)
-    assert list((folder / "empty").iterdir()) == []
+def test_settings_that_make_no_model_are_one_line(folder):
+    for number, (file, changes) in enumerate(ODD):
+        is_adapter = file == "adapter_config.json"
+        place = edit(folder / str(number), ADAPTER if is_adapter else MODEL, file, **changes)
+        flags = f"--fine_tuning lora {INIT}" if is_adapter else "--model_name "
+        assert place in refused(main_distributed.main, [*flags.split(), place, "--check"], folder)
 
 
 def test_an_architecture_that_cannot_be_trained_so_is_one_line(folder):
@@ -203,6 +197,5 @@ def test_an_architecture_that_cannot_be_trained_so_is_one_line(folder):
         for file in MODEL.glob("*token*"):
             shutil.copy(file, folder / name)
         flags = ["--model_name", str(folder / name), "--fine_tuning", fine_tuning, "--check"]
-        with pytest.raises(UserError) as caught:
-            main_distributed.main(flags)
-        assert str(caught.value).startswith(f"--model_name: {folder / name}: {says}")
+        line = refused(main_distributed.main, flags, folder)
+        assert line.startswith(f"--model_name: {folder / name}: {says}")

@@ -250,13 +250,6 @@ def assert_same_losses(folder, expected):
     assert found[0]["grad_norm"] == pytest.approx(expected[0]["grad_norm"], rel=1e-5)
 
 
-@pytest.mark.parametrize(("size", "per_process", "accumulation"), [(2, 4, 1), (4, 2, 1), (2, 2, 2)])
-def test_the_losses_are_those_of_one_process(size, per_process, accumulation, one, made, tmp_path):
-    flags = [*batch(per_process, accumulation), "--max_steps", "8"]
-    ranks(size, train, str(tmp_path / "run"), str(made), *flags)
-    assert_same_losses(tmp_path / "run", one)
-
-
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_kept_teacher_is_the_teacher(size, one, made, tmp_path):
     flags = [*batch(8 // size), "--max_steps", "8", "--cache_teacher"]
@@ -291,17 +284,6 @@ def test_the_kept_teacher_is_read_and_not_made_again(made, tmp_path, monkeypatch
         text = (made / name).read_text().replace("capital letters", "small letters")
         (tmp_path / name).write_text(text)
     assert train(tmp_path / "run", tmp_path, *flags) == 0 and sum(taught) == 72
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_killed_run_goes_on_bit_for_bit(size, made, tmp_path):
-    flags = [*batch(4), "--save_every", "2", "--lora_dropout", "0.1"]
-    fault = (faults.kill_in_backward, size - 1, 4)
-    for name, faulty in (("undisturbed", None), ("killed", fault), ("killed", None)):
-        outcome = run_ranks(size, trained, str(tmp_path / name), str(made), flags, faulty)
-        assert (-9 in outcome.codes) == bool(faulty), outcome.logs
-    assert "goes on after step 4" in outcome.logs[0]
-    assert faults.is_equal(tmp_path / "killed", tmp_path / "undisturbed")
 
 
 def test_another_global_batch_is_another_run(made, tmp_path):

@@ -1,7 +1,6 @@
 """Algorithm Distillation, trained: on any number of processes, killed, by every launcher."""
 
 import json
-import math
 import re
 import sys
 from pathlib import Path
@@ -11,7 +10,6 @@ import pytest
 import torch
 import yaml
 
-import faults
 import programs
 import runs
 from ad import evaluate, train, windows
@@ -54,39 +52,6 @@ def one(histories, tmp_path_factory):
     folder = tmp_path_factory.mktemp("one") / "run"
     ranks(1, life, str(folder), histories)
     return folder
-
-
-@pytest.mark.parametrize(("size", "batch", "turns"), [(2, 8, 1), (4, 4, 1), (1, 4, 4), (2, 2, 4)])
-def test_the_losses_are_those_of_one_process(size, batch, turns, one, histories, tmp_path):
-    """A big batch, its parts after one another, its parts beside each other."""
-    split = f"train_batch_size={batch}", f"gradient_accumulation_steps={turns}"
-    ranks(size, life, str(tmp_path / "run"), histories, *split)
-    found, expected = runs.lines(tmp_path / "run"), runs.lines(one)
-    assert [(a["split"], a["step"]) for a in found] == [(b["split"], b["step"]) for b in expected]
-    for a, b in zip(found, expected, strict=True):
-        assert abs(a["loss"] - b["loss"]) <= 1e-5 * math.log(5), (a, b)
-        assert a["count"] == b["count"]
-        assert a.get("learning_rate") == b.get("learning_rate")
-    assert found[0]["loss"] == pytest.approx(math.log(5), abs=1e-6)  # all actions alike
-    assert found[0]["grad_norm"] == pytest.approx(expected[0]["grad_norm"], rel=1e-6)
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_a_killed_run_goes_on_bit_for_bit(size, histories, tmp_path):
-    words = ["tf_dropout=0.1", "use_compressed_context=true", "compress_interval=12"]
-    fault = (faults.kill_in_backward, size - 1, 7)
-    for name, faulty in (("undisturbed", None), ("killed", fault), ("killed", None)):
-        outcome = run_ranks(size, again, str(tmp_path / name), histories, words, faulty)
-        assert (-9 in outcome.codes) == bool(faulty), outcome.logs
-    assert "goes on after step 5" in outcome.logs[0]
-    whole, killed = tmp_path / "undisturbed", tmp_path / "killed"
-    assert faults.numbers(whole) == faults.numbers(killed)
-    weights = "model/model.safetensors"
-    assert files.sha256(whole / weights) == files.sha256(killed / weights)
-
-
-def again(folder, histories, words, fault):
-    life(folder, histories, *words, fault=fault)
 
 
 def test_evaluate_finds_what_the_run_has_found(one, capsys):

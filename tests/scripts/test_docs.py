@@ -6,6 +6,7 @@ trains for real with these commands is in the other files of this folder, one fo
 
 import importlib
 import re
+import runpy
 import shlex
 import subprocess
 
@@ -129,32 +130,24 @@ def test_links_lead_to_files_and_headings(page):
 
 
 def test_the_tree_of_the_readme_is_the_tree_on_the_disk():
-    """All at the top is named, and all in each folder below which anything is."""
-    (tree,) = re.findall(
-        r"^## Files\n\n```\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S
-    )
+    """All at the top is named, and each folder of src/ with code in it."""
+    (tree,) = re.findall(r"^## Files\n\n```\n(.*?)^```", PAGES[0].read_text(), re.M | re.S)
+    named = set()
+    for line in tree.splitlines():
+        names = re.match(r"[^\s,]+(, [^\s,]+)*", line).group()
+        assert len(line) > len(names), f"{names}: without a remark"
+        named.update(names.split(", "))
     git = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if git.returncode:
         pytest.skip("needs a git checkout")
-    there = {}  # folder, "" at the top -> what is in it
+    there = set()
     for path in git.stdout.splitlines():
-        *folders, file = path.split("/")
-        for depth, name in enumerate([*(f"{folder}/" for folder in folders), file]):
-            parent = "".join(f"{folder}/" for folder in folders[:depth])
-            if name[0] != "." and name != "__init__.py":
-                there.setdefault(parent, set()).add(name)
-    named, folder = {"": set()}, ""
-    for line in tree.splitlines():
-        name, remark = [*line.split(maxsplit=1), ""][:2]
-        assert remark or name.endswith("/"), line
-        if not line.startswith(" "):
-            folder, parent = name, "src/" if name.startswith("src/") and name != "src/" else ""
-            named.setdefault(parent, set()).add(name.removeprefix(parent))
-        else:
-            named.setdefault(folder, set()).add(name)
-    assert {"", "src/", "src/ad/", "tests/", "docs/", "scripts/"} <= set(named)
-    for folder, names in named.items():
-        assert names == there[folder], folder
+        folder, _, file = path.rpartition("/")
+        if not path.startswith("."):
+            there.add(path.partition("/")[0] + "/" * bool(folder))
+        if path.startswith("src/") and file.endswith(".py"):
+            there.add(f"{folder}/")
+    assert named == there
 
 
 def test_the_snippet_of_the_readme_loads_a_result(tmp_path):
@@ -180,9 +173,13 @@ def train_and_load(snippet, folder):
     return said.getvalue()
 
 
-def test_the_architecture_names_every_module():
+def test_the_architecture_names_every_module_and_shows_the_rooms(tmp_path):
+    """Each module of ddp_utils in the table; the picture is that of the sources."""
     page = (ROOT / "docs/architecture.md").read_text()
-    table = page[: page.index("## Invariants")]
-    named = {word for line in table.splitlines() for word in re.findall(r"`(\w+)`", line[:120])}
-    there = {path.stem for path in (ROOT / "src/ddp_utils").glob("*.py")} - {"__init__"}
+    named = set(re.findall(r"`(\w+)`", page[: page.index("## Four walks")]))
+    there = {path.stem for path in ROOT.glob("src/ddp_utils/**/*.py")} - {"__init__"}
     assert there - named == set()
+    script, picture = ROOT / "docs/img/rooms.py", ROOT / "docs/img/rooms.svg"
+    drawn = tmp_path / "rooms.svg"
+    runpy.run_path(str(script))["main"](drawn)
+    assert drawn.read_bytes() == picture.read_bytes(), f"python {script} draws it anew"

@@ -6,7 +6,6 @@ outside the node is listened to is seen in tests/core/test_units_in_processes.py
 """
 
 import ast
-import contextlib
 import gzip
 import hashlib
 import io
@@ -132,95 +131,56 @@ def test_no_code_can_execute_what_it_reads_or_dumps_the_environment():
 
 BAD = r"""
 import pickle, os
-from pickle import loads
 import cloudpickle as cp
-from joblib import load
-import torch; torch.load("f")
-import torch as t; t.load("f", weights_only=True)
 import torch; read = torch.load
+import torch as t; t.load("f", weights_only=True)
 from torch import load as read; read("f")
-import torch; torch.hub.load("a/b", "c")
-import torch; torch.jit.load("f")
 import torch.distributed.checkpoint as dcp; dcp.load({})
-from torch.distributed.checkpoint import load
 from torch.distributed import checkpoint; checkpoint.FileSystemReader("f")
 import torch.distributed as dist; dist.all_gather_object([], 1)
-from torch.distributed import broadcast_object_list
+import torch.distributed as dist; dist.scatter_object_list([])
 group.send_object_list([])
 eval("1")
-exec(text)
 import os; os.system("ls")
-from os import popen
-import tempfile; tempfile.mktemp()
 import yaml; yaml.load(text, Loader)
-import yaml; yaml.unsafe_load(text)
 from ruamel.yaml import YAML; YAML(typ="unsafe")
-import subprocess; subprocess.run("ls", shell=True)
 import subprocess; subprocess.run("ls", shell=many)
 import numpy as np; np.load("f", allow_pickle=True)
-from transformers import AutoConfig; AutoConfig.from_pretrained("m")
 from transformers import AutoConfig; AutoConfig.from_pretrained("m", **options)
 from transformers import AutoModel; AutoModel.from_config(c)
-import transformers; transformers.AutoTokenizer.from_pretrained("m", trust_remote_code=None)
 from transformers import AutoTokenizer as T; T.from_pretrained("m", trust_remote_code=e)
 from transformers import AutoModel; AutoModel.from_pretrained("m", trust_remote_code=False)
-from transformers import pipeline; pipeline("x", trust_remote_code=True)
-from peft import AutoPeftModel; AutoPeftModel.from_pretrained("m")
 options = {"trust_remote_code": True}
-try: x()\nexcept: pass
-try: x()\nexcept Exception: pass
 try: x()\nexcept (ValueError, Exception) as error: pass
 import contextlib\nwith contextlib.suppress(Exception): x()
+import os; json.dumps(os.environ.copy())
+import os; env = {**os.environ}
+import os; print(f"{os.environ}")
+from os import environ as e; print(e)
 """
 GOOD = r"""
 model.eval()
-module_spec.loader.exec_module(module)
-import ast; ast.literal_eval("1")
 json.loads("{}"); yaml = YAML(typ="safe"); yaml.load(text)
-import numpy as np; np.load("f")
 from safetensors.torch import load_file; load_file("f")
-from ddp_utils import lora; lora.load("m")
 policy.load_state_dict({}); optim.load_state(policy)
 import torch.distributed as dist; dist.all_reduce(t); dist.broadcast(t)
-def _object(record): return _object(record)
-constructor.construct_object(node)
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from transformers import AutoConfig; AutoConfig.from_pretrained("m", trust_remote_code=False)
 from transformers import AutoModel as M; M.from_config(c, trust_remote_code=False)
 M.from_pretrained("m", trust_remote_code=False, use_safetensors=True)
 import subprocess; subprocess.run(["ls"])
-class Mine(Exception): pass
 try: x()\nexcept ValueError: pass
-import contextlib\nwith contextlib.suppress(OSError): x()
-isinstance(error, Exception)
+import os; os.environ["A"] = os.environ.get("B")
+import os; "A" in os.environ
+import os\ndef whoami(env=os.environ): pass
 """
 
 
 def test_each_danger_is_seen_and_nothing_else():
     for text, is_bad in ((BAD, True), (GOOD, False)):
         for snippet in text.strip().split("\n"):
-            assert bool(dangers(snippet.replace("\\n", "\n"))) == is_bad, snippet
-
-
-def test_every_collective_that_pickles_is_seen():
-    import torch.distributed as group
-
-    names = [name for name in dir(group) if re.search("_object(_list)?$", name)]
-    assert len(names) >= 6  # all_gather, broadcast, gather, recv, scatter, send
-    for name in names:
-        assert dangers(f"import torch.distributed as dist\ndist.{name}([])")
-
-
-def test_a_dump_of_the_environment_is_seen_and_a_question_to_it_is_not():
-    bad = """dict(os.environ)|json.dumps(os.environ.copy())|{**os.environ}|print(os.environ)
-        |f"{os.environ}"|env = os.environ|for name in os.environ: pass|os.environ.items()"""
-    for line in bad.split("|"):
-        assert len(list(dumps_of_the_environment(f"import os\n{line.strip()}"))) == 1, line
-    assert list(dumps_of_the_environment("from os import environ as e; print(e)"))
-    good = """os.environ["A"]|os.environ.get("A")|os.environ.setdefault("A", "b")|"A" in os.environ
-        |def whoami(env=os.environ): pass"""
-    for line in good.split("|"):
-        assert not list(dumps_of_the_environment(f"import os\n{line.strip()}")), line
+            code = snippet.replace("\\n", "\n")
+            seen = [*dangers(code), *dumps_of_the_environment(code)]
+            assert bool(seen) == is_bad, snippet
 
 
 def test_bandit_is_content():
@@ -393,24 +353,6 @@ def kernel(folder, canary):
     edit(folder / "config.json", _attn_implementation="evil/kernel")
 
 
-MODELS = [pickles_alone, index_of_pickles, weights_elsewhere, adapter_of_pickles]
-MODELS += [class_of_its_own, trust_from_within, kernel]
-MODELS = {attack.__name__: attack for attack in MODELS}
-MODELS["pickle_in_disguise"] = pickle_as("model.safetensors")
-MODELS["archive_in_disguise"] = pickle_as("model.safetensors", "archive")
-MODELS["settings_as_pickle"] = pickle_as("config.json")
-
-
-@pytest.mark.parametrize("flag", ["--model_name", "--reference_model"])
-@pytest.mark.parametrize("attack", MODELS)
-def test_a_model_that_would_execute_is_refused(attack, flag, tmp_path, canary):
-    shutil.copytree(MODEL, tmp_path / "model")
-    MODELS[attack](tmp_path / "model", canary)
-    refused = attempt(tmp_path, flag, str(tmp_path / "model"))
-    assert not canary.sings.exists()
-    assert refused and str(tmp_path / "model") in refused
-
-
 def kernel_within(folder, canary):
     """CVE-2026-4372: an inner name of the same setting was not looked at."""
     edit(folder / "config.json", _attn_implementation_internal="evil/kernel")
@@ -420,21 +362,6 @@ def tokenizer_of_its_own(folder, canary):
     surround(folder, canary)
     auto = {"AutoTokenizer": ["custom.Evil", None]}
     edit(folder / "tokenizer_config.json", tokenizer_class="Evil", auto_map=auto)
-
-
-TOKENIZERS = {"kernel_within": kernel_within, "tokenizer_of_its_own": tokenizer_of_its_own}
-TOKENIZERS["tokenizer_as_pickle"] = pickle_as("tokenizer.json")
-TOKENIZERS["generation_as_pickle"] = pickle_as("generation_config.json")
-
-
-@pytest.mark.parametrize("attack", TOKENIZERS)
-def test_a_tokenizer_or_a_setting_executes_nothing(attack, tmp_path, canary):
-    """Refused or ignored, whichever transformers does."""
-    shutil.copytree(MODEL, tmp_path / "model")
-    TOKENIZERS[attack](tmp_path / "model", canary)
-    refused = attempt(tmp_path, "--model_name", str(tmp_path / "model"))
-    assert not canary.sings.exists()
-    assert refused is None or str(tmp_path / "model") in refused
 
 
 def harmless_pickle(folder, canary):
@@ -466,30 +393,45 @@ def prompt_tuning(folder, canary):
     put(folder / "adapter_config.json", settings)
 
 
+MODELS = [pickles_alone, index_of_pickles, weights_elsewhere, adapter_of_pickles]
+MODELS += [class_of_its_own, trust_from_within, kernel]
+MODELS = {attack.__name__: attack for attack in MODELS}
+MODELS["pickle_in_disguise"] = pickle_as("model.safetensors")
+MODELS["archive_in_disguise"] = pickle_as("model.safetensors", "archive")
+MODELS["settings_as_pickle"] = pickle_as("config.json")
+# refused or ignored, whichever transformers does
+EITHER = {"kernel_within": kernel_within, "tokenizer_of_its_own": tokenizer_of_its_own}
+EITHER["tokenizer_as_pickle"] = pickle_as("tokenizer.json")
+EITHER["generation_as_pickle"] = pickle_as("generation_config.json")
 ADAPTERS = [pickles_alone, harmless_pickle, module_by_name, cache_by_name, prompt_tuning]
 ADAPTERS = {attack.__name__: attack for attack in ADAPTERS}
 ADAPTERS["adapter_in_disguise"] = pickle_as("adapter_model.safetensors")
 ADAPTERS["settings_as_pickle"] = pickle_as("adapter_config.json")
+ATTACKS = [(MODEL, "--model_name", name, attack) for name, attack in {**MODELS, **EITHER}.items()]
+ATTACKS += [(MODEL, "--reference_model", name, attack) for name, attack in MODELS.items()]
+for kind in ("lora", "full"):
+    flags = f"--fine_tuning {kind} --init_adapter"
+    ATTACKS += [(ADAPTER, flags, name, attack) for name, attack in ADAPTERS.items()]
+NAMES = [f"{flags} {name}" for _, flags, name, _ in ATTACKS]
 
 
-@pytest.mark.parametrize("fine_tuning", ["lora", "full"])
-@pytest.mark.parametrize("attack", ADAPTERS)
-def test_an_adapter_that_would_execute_is_refused(
-    attack, fine_tuning, tmp_path, canary, monkeypatch
+@pytest.mark.parametrize(("source", "flags", "name", "attack"), ATTACKS, ids=NAMES)
+def test_a_folder_that_would_execute_is_refused(
+    source, flags, name, attack, tmp_path, canary, monkeypatch
 ):
-    shutil.copytree(ADAPTER, tmp_path / "adapter")
-    ADAPTERS[attack](tmp_path / "adapter", canary)
-    monkeypatch.syspath_prepend(tmp_path / "adapter")  # python -m looks in the current folder
-    flags = ["--fine_tuning", fine_tuning, "--init_adapter", str(tmp_path / "adapter")]
-    refused = attempt(tmp_path, *flags)
+    folder = Path(shutil.copytree(source, tmp_path / "folder"))
+    attack(folder, canary)
+    monkeypatch.syspath_prepend(folder)  # python -m looks in the current folder
+    refused = attempt(tmp_path, *flags.split(), str(folder))
     assert not canary.sings.exists()
-    assert refused and str(tmp_path / "adapter") in refused
+    assert (refused is None and name in EITHER) or str(folder) in refused
 
 
-@pytest.mark.parametrize("name", words("rows.pt rows.bin rows.jsonl rows.json rows.jsonl.gz"))
-def test_a_data_file_that_is_a_pickle_is_refused(name, tmp_path, canary):
-    for content in (canary.pickle, canary.archive):
-        put(tmp_path / name, gzip.compress(content) if name.endswith("gz") else content)
+def test_a_data_file_that_is_a_pickle_is_refused(tmp_path, canary):
+    contents = {"rows.pt": canary.pickle, "rows.bin": canary.archive, "rows.jsonl": canary.pickle}
+    contents |= {"rows.json": canary.archive, "rows.jsonl.gz": gzip.compress(canary.pickle)}
+    for name, content in contents.items():
+        put(tmp_path / name, content)
         for flag in ("--train_data", "--val_data"):
             refused = attempt(tmp_path, flag, str(tmp_path / name))
             assert refused.startswith(f"{tmp_path / name}:1: ")
@@ -572,27 +514,13 @@ def test_a_run_does_not_go_on_from_a_pickle(tmp_path, canary):
     assert "step-00000001" in refused
 
 
-@pytest.mark.parametrize("name", ["../outside", "/outside", "sub/../../outside"])
-def test_a_manifest_names_only_files_of_its_own_folder(name, tmp_path):
-    """Else it could have any file of the machine read, or /dev/zero for ever."""
-    path = checkpoint.write(tmp_path, 1, {"w": torch.ones(1)}, {})
-    put(tmp_path / "outside", b"x")
-    (path / "sub").mkdir()
-    manifest = checkpoint.read_manifest(path)
-    name = str(tmp_path / "outside") if name.startswith("/") else name
-    manifest["files"][name] = hashlib.sha256(b"x").hexdigest()
-    checkpoint.write_manifest(path, manifest)
-    assert checkpoint.verify(path)
-
-
 # --- files ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fine_tuning", ["full", "lora"])
-def test_all_files_of_a_run_have_the_mode_that_the_umask_says(fine_tuning, tmp_path):
+def test_all_files_of_a_run_have_the_mode_that_the_umask_says(tmp_path):
     before = os.umask(0o027)
     try:
-        assert attempt(tmp_path, "--fine_tuning", fine_tuning) is None
+        assert attempt(tmp_path, "--fine_tuning", "lora") is None
     finally:
         os.umask(before)
     found = {path: path.stat().st_mode & 0o777 for path in (tmp_path / "runs").rglob("*")}
@@ -617,16 +545,6 @@ def test_nothing_is_written_through_a_link_that_was_planted(name, tmp_path):
     assert (tmp_path / "away/file").read_bytes() == b"precious"
     assert [path.name for path in (tmp_path / "away").iterdir()] == ["file"]
     assert refused is None or "link" in refused
-
-
-def test_no_checkpoint_is_written_through_a_link_that_was_planted(tmp_path):
-    put(tmp_path / "away/file", b"precious")
-    for name in (".tmp-step-00000001", "step-00000001"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / name).symlink_to(tmp_path / "away")
-        with contextlib.suppress(OSError):  # refused, or written in the link's place
-            checkpoint.write(tmp_path / name, 1, {"w": torch.ones(1)}, {})
-        assert [path.name for path in (tmp_path / "away").iterdir()] == ["file"]
 
 
 # --- secrets -------------------------------------------------------------------------------------
@@ -688,15 +606,12 @@ STAYS = """results/task-abcdefghijklmnopqrstuvwxyz|monkey=banana|risk-adjusted-r
     |--train_data=data/pairs.jsonl|design=fast|{"tokenizer": "gpt2"}|a: b@c|the token: not known"""
 
 
-def test_each_kind_of_secret_is_redacted():
+def test_each_kind_of_secret_is_redacted_and_what_only_looks_like_one_stays():
     """What stands in <> above; the shapes are those that their makers publish."""
     for line in REDACTED.split("|"):
         text = re.sub("[<>]", "", line.strip())
         left = re.sub("<.*?>", "<redacted>", line.strip())
         assert redact(text) == left
         assert environment.redacted({"a": [text, None], text: 4}) == {"a": [left, None], left: 4}
-
-
-def test_what_only_looks_like_a_secret_stays():
     for text in STAYS.split("|"):
         assert redact(text.strip()) == text.strip()
