@@ -13,8 +13,8 @@ from setup_settings import Common, refuse
 
 import train_config
 from ddp_utils import cli, distributed, jsonl
-from ddp_utils.runs.environment import redact
 from ddp_utils.readers import yaml_config
+from ddp_utils.runs.environment import redact
 from ddp_utils.sharding import deepspeed
 
 TEMPLATES = Path(__file__).with_name("templates")

@@ -57,10 +57,10 @@ def pytest_runtest_protocol(item):
 
 @pytest.fixture(autouse=True)
 def no_traces():
-    """Runs in tests draw no curves; one that replaces draw() for good would blind later tests."""
+    """Runs in tests make no report; one that replaces it for good would blind later tests."""
     yield
-    plots = sys.modules.get("ddp_utils.tools.plots")
-    assert not plots or plots.draw.__module__ == plots.__name__, "the test has replaced plots.draw"
+    run = sys.modules.get("ddp_utils.runs.run")
+    assert not run or run.write_report.__module__ == run.__name__, "it has replaced write_report"
 
 
 @pytest.fixture(scope="session")

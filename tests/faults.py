@@ -13,7 +13,7 @@ import torch
 
 import main_distributed
 import runs
-from ddp_utils import optim
+from ddp_utils import logps, optim
 from ddp_utils.runs import preemption
 from ranks import run_ranks
 
@@ -107,22 +107,29 @@ def spoil_in_backward(rank, step, value):
     at_backward(rank, step, lambda loss: loss * value)
 
 
-def spoil_loss(rank, step, value):
-    """The loss of this rank's first pair is NaN or infinite in a step."""
-    pair_losses, train_step, now = main_distributed.pair_losses, main_distributed.train_step, []
+def spoil_loss(_rank, step, value):
+    """The log-prob of the first pair of a step's global batch is NaN or infinite in that step."""
+    train_step = main_distributed.train_step
+    collate, forward = logps.Scorer.collate, logps.Scorer.forward
+    bad, collated = [], []
 
-    def watch(policy, number, *rest):
-        now[:] = [number]
-        return train_step(policy, number, *rest)
+    def watch(policy, number, rows, data, *rest):
+        bad[:] = [data["train"][rows[0]].where] if number == step else []
+        return train_step(policy, number, rows, data, *rest)
 
-    def faulty(*arguments):
-        per_pair, metrics = pair_losses(*arguments)
-        if now == [step] and _mine(rank):
-            per_pair = torch.cat([per_pair[:1] * 0 + value, per_pair[1:]])
-            metrics = metrics | {"loss": per_pair}
-        return per_pair, metrics
+    def remember(self, pairs, device):
+        collated[:] = [pair.where for pair in pairs]
+        return collate(self, pairs, device)
 
-    main_distributed.train_step, main_distributed.pair_losses = watch, faulty
+    def faulty(self, batch):
+        chosen, rejected = forward(self, batch)
+        for number, location in enumerate(collated):
+            if location in bad:
+                chosen = torch.cat([chosen[:number], chosen[:1] * 0 + value, chosen[number + 1 :]])
+        return chosen, rejected
+
+    main_distributed.train_step = watch
+    logps.Scorer.collate, logps.Scorer.forward = remember, faulty
 
 
 def kill_while_saving(call, number):

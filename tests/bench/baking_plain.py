@@ -89,14 +89,20 @@ def our_loop(folder, rows):
 
     config = train_loop.Config(model_name=str(folder), cache_teacher=True, batch_size=ROWS)
     torch.manual_seed(0)
-    model, _ = models.load_policy(config, torch.device("cpu"))
+    precision = optim.Precision.choose(torch.device("cpu"), "lora")
+    model = models.load_policy(config, torch.device("cpu"), precision)
     student = distillation.Student(model)
     memory_efficient.apply(model)
     world = distributed.World()
     data = {"train": [trajectories.Trajectory(*row, "", "") for row in rows]}
     (folder / "config.json").touch()
     run = SimpleNamespace(
-        world=world, folder=folder, poll=lambda: None, bar=progress.Bar(False), steps=0, done=0
+        world=world,
+        folder=folder,
+        stop_if_requested=lambda: None,
+        bar=progress.Bar(False),
+        steps=0,
+        done=0,
     )
     teacher = distillation.Teacher(student, data, config, run)
     policy = optim.wrap(student, world)

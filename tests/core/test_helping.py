@@ -20,8 +20,7 @@ from ad import config as ad_config
 from ad import evaluate
 from conftest import ROOT
 from ddp_utils import cli
-from ddp_utils.runs import plots
-from ddp_utils.tools import merge
+from ddp_utils.tools import merge, plots
 from dpo_inv import config as protein_config
 from dpo_inv import inference, weights
 

@@ -19,10 +19,9 @@ from transformers import AutoModelForCausalLM
 
 import main_distributed
 from config import Config
-from ddp_utils import UserError, distributed, logps, models
+from ddp_utils import UserError, distributed, logps, models, optim
 from ddp_utils.encoder import Pair
 from ddp_utils.fast import shared_prefix
-from ddp_utils.runs import reference
 
 PAD = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=97)
@@ -131,10 +130,11 @@ def checked(model, pairs=PAIRS):
     """A scorer as main_distributed makes it, and what the self-tests of head and layout say."""
     said, world = [], distributed.World(0, 1, 0, torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(models, "load_policy", lambda *_: (model, None))
-        patch.setattr(reference, "log_probs", lambda *_: None)
-        run = SimpleNamespace(say=said.append)
-        policy, _ = main_distributed.load_scored(Config(), {"train": pairs}, world, run)
+        patch.setattr(models, "load_policy", lambda *_: model)
+        patch.setattr(logps, "fingerprint", lambda *_: None)
+        run = SimpleNamespace(say=said.append, world=world, reference_logps=lambda *_: None)
+        precision = optim.Precision(torch.float32, None)
+        policy, _ = main_distributed.load_scored(Config(), {"train": pairs}, precision, run)
     scorer = policy.scorer
     head, layout = (
         [line for line in said if line.startswith(f"the {of}")] for of in ("head", "prompt")

@@ -17,8 +17,8 @@ import faults
 import main_distributed
 import runs
 import train
-from ad import collect, evaluate
-from ad.config import Source
+from ad import evaluate, windows
+from ad.config import read
 from conftest import ROOT
 from ddp_utils import UserError, optim
 from ranks import ranks, run_ranks
@@ -109,8 +109,8 @@ def data(tmp_path_factory):
     rows = [json.loads(line) for line in lines[:50]]
     replies(folder / "train.jsonl", rows[:43])
     replies(folder / "val.jsonl", rows[43:])
-    source = Source(5, 6, n_stream=4, total_source_timesteps=288)
-    collect.collect(source, folder / "histories.npz")
+    words = ["grid_size=5", "horizon=6", "n_stream=4", "total_source_timesteps=288"]
+    windows.collect(read(words, True)[0], folder / "histories.npz")
     baking = [f"--data_path={folder}/train.jsonl", f"--val_path={folder}/val.jsonl"]
     return {"baking": baking, "distillation": [f"traj_file={folder}/histories.npz"]}
 

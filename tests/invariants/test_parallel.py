@@ -29,8 +29,9 @@ def policy_and_pairs(fine_tuning="lora"):
     world = distributed.join(distributed.meet(distributed.whoami()))
     torch.manual_seed(0)
     config = SimpleNamespace(**{**vars(SETTINGS), "fine_tuning": fine_tuning})
-    model, autocast = models.load_policy(config, world.device)
-    policy = optim.wrap(logps.Scorer(model, autocast), world)
+    precision = optim.Precision.choose(world.device, fine_tuning)
+    model = models.load_policy(config, world.device, precision)
+    policy = optim.wrap(logps.Scorer(model, precision.autocast), world)
     data, _ = preference_data.read(runs.PAIRS, Encoder(load_tokenizer("data/demo/model")))
     optimizer, schedule = optim.make_optimizer(policy, config, 1e-3, 10)
     return world, policy, optimizer, schedule, data

@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 
 import main_distributed
 import runs
-from ddp_utils import UserError, files, jsonl, logps
-from ddp_utils.fast import self_test
-from ddp_utils.runs import checkpoint, plots, reference
+from ddp_utils import UserError, fast, files, jsonl, logps
+from ddp_utils.runs import checkpoint
+from ddp_utils.runs import run as run_
+from ddp_utils.runs.saving import REFERENCE
 from ranks import ranks
 
 FLAGS = [*runs.QUIET, *runs.words("--max_rows 12 --batch_size 4 --max_steps 2")]
@@ -21,17 +22,17 @@ FLAGS = [*runs.QUIET, *runs.words("--max_rows 12 --batch_size 4 --max_steps 2")]
 
 def train(folder, *flags):
     """(pairs that were scored for the reference, lines of metrics)."""
-    draw, score, scored = plots.draw, logps.score, []
+    write_report, score, scored = run_.write_report, logps.score, []
 
     def counted(scorer, pairs, *rest):
         scored.append(len(pairs))
         return score(scorer, pairs, *rest)
 
-    plots.draw, logps.score = lambda folder: None, counted
+    run_.write_report, logps.score = lambda *_, **__: "", counted
     try:
         assert main_distributed.main([*FLAGS, *flags, "--result_dir", str(folder)]) == 0
     finally:
-        plots.draw, logps.score = draw, score
+        run_.write_report, logps.score = write_report, score
     return sum(scored), runs.lines(folder) if os.environ.get("RANK", "0") == "0" else None
 
 
@@ -45,7 +46,7 @@ def test_a_second_run_scores_nothing(world_size, tmp_path):
     for first, second in ranks(world_size, twice, str(tmp_path)):
         assert first[0] == 12 + 8  # train and test pairs
         assert second[0] == 0
-    a, b = (load_file(tmp_path / name / reference.FILE) for name in "ab")
+    a, b = (load_file(tmp_path / name / REFERENCE) for name in "ab")
     assert {split: table.shape for split, table in a.items()} == {"train": (12, 2), "test": (8, 2)}
     assert all(torch.equal(a[split], b[split]) for split in a)
 
@@ -93,10 +94,10 @@ def test_damaged_log_probs_are_never_read(made, tmp_path):
     """One bit of a table: refused from another run, scored again by its own."""
     folder = tmp_path / "a"
     shutil.copytree(made, folder)
-    table = bytearray((folder / reference.FILE).read_bytes())
+    table = bytearray((folder / REFERENCE).read_bytes())
     table[-2] ^= 1
-    (folder / reference.FILE).write_bytes(table)
-    with pytest.raises(UserError, match=f"{reference.FILE} is damaged; leave it out"):
+    (folder / REFERENCE).write_bytes(table)
+    with pytest.raises(UserError, match=f"{REFERENCE} is damaged; leave it out"):
         train(tmp_path / "b", "--reference_logps", str(folder))
     unfinished(folder)
     assert train(folder)[0] == 20
@@ -117,7 +118,7 @@ def test_log_probs_of_another_version_are_made_again(made, tmp_path):
     unfinished(folder)
     assert train(Path(shutil.copytree(folder, tmp_path / "b")))[0] == 0
     files = checkpoint.read_manifest(folder)["files"]
-    files[reference.FILE]["fingerprint"]["torch"] = "2.0"
+    files[REFERENCE]["fingerprint"]["torch"] = "2.0"
     checkpoint.write_manifest(folder, {"files": files})
     assert train(folder)[0] == 20
 
@@ -126,17 +127,17 @@ def test_a_table_that_is_not_this_policys_is_refused_at_step_0(made, tmp_path):
     """The last line of defence, should the manifest ever deceive."""
     folder = tmp_path / "a"
     shutil.copytree(made, folder)
-    tables = {k: v + 0.01 for k, v in load_file(folder / reference.FILE).items()}
-    save_file(tables, folder / reference.FILE)
-    entry = checkpoint.read_manifest(folder)["files"][reference.FILE]
-    entry["sha256"] = files.sha256(folder / reference.FILE)
-    checkpoint.write_manifest(folder, {"files": {reference.FILE: entry}})
+    tables = {k: v + 0.01 for k, v in load_file(folder / REFERENCE).items()}
+    save_file(tables, folder / REFERENCE)
+    entry = checkpoint.read_manifest(folder)["files"][REFERENCE]
+    entry["sha256"] = files.sha256(folder / REFERENCE)
+    checkpoint.write_manifest(folder, {"files": {REFERENCE: entry}})
     with pytest.raises(UserError, match="differs from the reference's by 0.01"):
         train(tmp_path / "b", "--reference_logps", str(folder))
 
 
 def test_a_layout_that_cannot_be_had_is_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(self_test, "check_layout", lambda *_: "the prompt cannot be shared (windy)")
+    monkeypatch.setattr(fast, "check_layout", lambda *_: "the prompt cannot be shared (windy)")
     with pytest.raises(UserError, match="--layout shared: the prompt cannot be shared"):
         train(tmp_path / "a", "--layout", "shared")
     train(tmp_path / "b")
@@ -145,7 +146,7 @@ def test_a_layout_that_cannot_be_had_is_one_line(tmp_path, monkeypatch, capsys):
 
 
 def one_rank_refuses(folder):
-    check = self_test.check_layout
+    check = fast.check_layout
 
     def windy(scorer, pairs, device):
         line = check(scorer, pairs, device)
@@ -154,14 +155,14 @@ def one_rank_refuses(folder):
             return "windy"
         return line
 
-    self_test.check_layout = windy
-    seen, lay_out = [], logps.Scorer.lay_out
+    fast.check_layout = windy
+    seen, set_layout = [], logps.Scorer.set_layout
 
     def watch(scorer, shared):
-        lay_out(scorer, shared)
+        set_layout(scorer, shared)
         seen.append(shared)
 
-    logps.Scorer.lay_out = watch
+    logps.Scorer.set_layout = watch
     train(folder)
     return seen[-1]
 

@@ -47,9 +47,9 @@ def broken(kind, folder):
         load_policy = models.load_policy
 
         def unfrozen(*arguments):
-            model, autocast = load_policy(*arguments)
+            model = load_policy(*arguments)
             next(p for n, p in model.named_parameters() if "lora" not in n).requires_grad_(True)
-            return model, autocast
+            return model
 
         models.load_policy = unfrozen
     elif kind == "adapter that cannot learn":
@@ -158,7 +158,8 @@ def test_dropout_of_an_adapter_is_that_of_this_run(tmp_path):
 
 def too_large_for_fp16(folder, *flags):
     """A CPU that computes in fp16, and a loss whose scaled gradient overflows there."""
-    optim.precision = lambda *_: (torch.float32, torch.float16)
+    half = optim.Precision(torch.float32, torch.float16)
+    optim.Precision.choose = lambda *_: half
     scales, begin, allows = [], optim.LossScale.__init__, optim.LossScale.allows_step
 
     def lower(self, enabled):  # by itself it begins at 65536: more such steps
@@ -214,7 +215,8 @@ def test_complaint_05_lora_under_ddp_trains_with_checkpointing(tmp_path):
 @pytest.mark.parametrize("mode", ["lora", "full"])
 def test_complaint_17_trainable_parameters_are_fp32_on_a_bf16_base(mode):
     config = main_distributed.Config(fine_tuning=mode, base_dtype="bf16")
-    model, _ = models.load_policy(config, torch.device("cpu"))
+    precision = main_distributed.precision_of(config, torch.device("cpu"))
+    model = models.load_policy(config, torch.device("cpu"), precision)
     trained = [p for p in model.parameters() if p.requires_grad]
     assert trained and {p.dtype for p in trained} == {torch.float32}
     if mode == "lora":
@@ -225,10 +227,8 @@ def test_complaint_17_trainable_parameters_are_fp32_on_a_bf16_base(mode):
 def mixed_gpus(folder):
     """Rank 1 has a GPU without bf16."""
     has_bf16 = os.environ["RANK"] == "0"
-    optim.precision = lambda *_: (
-        torch.float32,
-        torch.bfloat16 if has_bf16 else torch.float16,
-    )
+    half = torch.bfloat16 if has_bf16 else torch.float16
+    optim.Precision.choose = lambda *_: optim.Precision(torch.float32, half)
     return runs.train(folder, [*runs.FULL, *SHORT])
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import faults
 from conftest import ROOT
-from ddp_utils.runs import environment, plots
+from ddp_utils.runs import environment, resume
 
 
 def test_a_flipped_bit_changes_no_weight_or_is_one_line(tmp_path):
@@ -38,7 +38,7 @@ def test_a_flipped_bit_changes_no_weight_or_is_one_line(tmp_path):
         case = f"{file}, bit {bit}: {outcome.codes}\n{outcome.logs[0]}"
         if outcome.codes == [0]:
             assert faults.digest(folder) == faults.digest(tmp_path / "whole/run"), case
-            plots.read_metrics(folder)  # which the curves and the report are made of
+            resume.read_metrics(folder)  # which the curves and the report are made of
             went_on += 1
         else:
             line = outcome.logs[0]
@@ -93,4 +93,4 @@ def test_a_damaged_line_of_metrics_is_left_out(tmp_path):
     good = '{"split": "train", "step": 1, "loss": 0.5}\n'
     lines = good + good.replace("{", "z", 1) + good.replace('"step"', '"stop"') + "7\n" + good[:9]
     (tmp_path / "metrics.jsonl").write_bytes(lines.encode() + b'\n{"\xff": 1}\n')
-    assert plots.read_metrics(tmp_path) == [{"split": "train", "step": 1, "loss": 0.5}]
+    assert resume.read_metrics(tmp_path) == [{"split": "train", "step": 1, "loss": 0.5}]

@@ -7,7 +7,7 @@ from matplotlib import pyplot
 
 import programs
 import runs
-from ddp_utils.runs import plots
+from ddp_utils.tools import plots
 
 PANELS = {"loss.png": 1, "rewards.png": 2, "accuracies.png": 1}
 

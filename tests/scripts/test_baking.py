@@ -18,7 +18,7 @@ import runs
 import train_loop
 from conftest import ROOT
 from ddp_utils import Stop, UserError, distributed
-from ddp_utils.runs import plots
+from ddp_utils.runs import run as run_
 from ranks import free_port, ranks, run_ranks
 
 # 12 questions x 6 replies, two questions between two writes
@@ -31,7 +31,7 @@ FILES = "traj_chat.jsonl", "traj_val.jsonl"
 def as_before(monkeypatch):
     """What generate() and train() change for speed, some of them in this process, is put back."""
     monkeypatch.setattr(generate_data, "TOGETHER", generate_data.TOGETHER)
-    monkeypatch.setattr(plots, "draw", plots.draw)
+    monkeypatch.setattr(run_, "write_report", run_.write_report)
 
 
 def generate(folder, *flags, fault=None, together=3):
@@ -219,7 +219,7 @@ FLAGS = runs.words("--max_steps 6 --learning_rate 3e-3 --warmup_ratio 0 --num_sa
 
 
 def train(folder, data, *flags, fault=None):
-    plots.draw = lambda folder: None
+    run_.write_report = lambda *_, **__: ""
     torch.set_num_threads(1)
     if fault:
         fault[0](*fault[1:])

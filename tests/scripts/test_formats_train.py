@@ -8,14 +8,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import main_distributed
 import runs
-from ddp_utils.runs import plots
+from ddp_utils.runs import run as run_
 
 FLAGS = "--train_data tests/data/formats/openai.jsonl --max_steps 3 --batch_size 2 --num_samples 1"
 FLAGS += " --max_new_tokens 8 --max_length 200 --fine_tuning lora --learning_rate 1e-4"
 
 
 def test_conversations_train_a_llama(tmp_path, monkeypatch):
-    monkeypatch.setattr(plots, "draw", lambda folder: None)
+    monkeypatch.setattr(run_, "write_report", lambda *_, **__: "")
     tokenizer = chat_tokenizer(LLAMA3)
     torch.manual_seed(0)
     sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from conftest import ROOT
-from ddp_utils import UserError, models
+from ddp_utils import UserError, models, optim
 from ddp_utils.encoder import Encoder, load_tokenizer
 from prompt_baking import distillation, trajectories
 from prompt_baking.trajectories import Trajectory
@@ -25,7 +25,8 @@ def student():
     """The demo's model under a LoRA that is not zero."""
     torch.manual_seed(0)
     config = Config(model_name=MODEL, lora_r=4)
-    model, _ = models.load_policy(config, torch.device("cpu"))
+    precision = optim.Precision.choose(torch.device("cpu"), "lora", config.base_dtype)
+    model = models.load_policy(config, torch.device("cpu"), precision)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.data.normal_(std=0.05)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from conftest import ROOT
-from ddp_utils import UserError, models
+from ddp_utils import UserError, models, optim
 from ddp_utils.distributed import World
 from ddp_utils.sharding import deepspeed, fsdp
 
@@ -268,7 +268,9 @@ def test_qlora_asks_for_four_bits_and_lora_does_not(monkeypatch):
         ("lora", "no", None),
     ):
         config = {"model_name": "data/demo/model", "type": kind, "fine_tuning": "lora"}
-        config |= {"base_dtype": "auto", "mixed_precision": autocast, "use_mixed_precision": True}
+        cpu = torch.device("cpu")
+        precision = optim.Precision.choose(cpu, "lora", mixed=autocast)
         with pytest.raises(UserError, match="enough"):
-            models.load_policy(SimpleNamespace(**config), torch.device("cpu"))
+            is_4_bits = kind == "qlora"
+            models.load_policy(SimpleNamespace(**config), cpu, precision, in_4_bits=is_4_bits)
         assert asked["quantization_config"] == wanted
