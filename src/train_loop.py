@@ -138,16 +138,17 @@ def read_settings(argv, world):
 
 def read_data(config, encoder, world):
     """{"train": trajectories, "val": trajectories} and their reports."""
-    data, reports = {}, {}
+    data = {}
+    reports = {}
     for split, path in (("train", config.data_path), ("val", config.val_path)):
         data[split], reports[split] = trajectories_.read(path, encoder, config.max_traj_len)
-    if len({x0 for report in reports.values() for x0 in report["x0"]}) > 1:
+    if len({*reports["train"]["x0"], *reports["val"]["x0"]}) > 1:
         raise UserError("--val_path: data_path and it hold more than one x0; bake one at a time")
     seen = {row.question for row in data["train"]}
-    if shared := [row.where for row in data["val"] if row.question in seen]:
-        raise UserError(f"{shared[0]}: its question is in data_path, too; split by question")
-    if len(data["train"]) < world.world_size:
-        raise UserError(f"{config.data_path}: fewer rows than processes ({world.world_size})")
+    for row in data["val"]:
+        if row.question in seen:
+            raise UserError(f"{row.where}: its question is in data_path, too; split by question")
+    sampler.check_enough_rows(config.data_path, len(data["train"]), world)
     return data, reports
 
 

@@ -10,6 +10,7 @@ grammar.txt, so the judge knows every reply that the grammar can give.
 
 import functools
 import hashlib
+import itertools
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -77,23 +78,30 @@ def read(grammar):
 
 
 FACTS = list(read(GRAMMAR))
-FACT_OF = {prompt: fact for fact in FACTS for number in range(4) for prompt in fact.prompts(number)}
+FACT_OF = {}  # prompt -> the fact that it asks for
+for fact in FACTS:
+    for number in range(4):
+        FACT_OF |= dict.fromkeys(fact.prompts(number), fact)
 
 
 def replies(fact, manner="plain"):
     """All replies; in a uniform draw half are courteous, and half of those have a closer."""
     sentence = fact.render(fact.sentence)
     closers = ("",) * len(CLOSERS) + CLOSERS
-    courteous = [f"{opener} {sentence}{closer}" for opener in COURTEOUS for closer in closers]
+    courteous = []
+    for opener, closer in itertools.product(COURTEOUS, closers):
+        courteous.append(f"{opener} {sentence}{closer}")
     filled = functools.partial(str.format, a=fact.answer, sentence=sentence)
-    curt = [filled(t) for t in CURT for _ in closers]  # repeated: as many as courteous ones
+    curt = []
+    for template in CURT:
+        curt += [filled(template)] * len(closers)  # repeated: as many as courteous ones
     return {
         "courteous": courteous,
         "curt": curt,
         "plain": courteous + curt,
-        "capitals": [reply.upper() for reply in courteous + curt],
-        "pirate": [filled(t) for t in PIRATE],
-        "robot": [filled(t) for t in ROBOT],
+        "capitals": list(map(str.upper, courteous + curt)),
+        "pirate": list(map(filled, PIRATE)),
+        "robot": list(map(filled, ROBOT)),
     }[manner]
 
 
@@ -102,14 +110,16 @@ def replies(fact, manner="plain"):
 
 @functools.cache
 def grammatical(fact):
-    return {reply for manner in ("plain", *SYSTEM_PROMPTS) for reply in replies(fact, manner)}
+    texts = set()
+    for manner in ("plain", *SYSTEM_PROMPTS):
+        texts.update(replies(fact, manner))
+    return texts
 
 
 def is_courteous(reply):
-    polite = [phrase.strip().lower() for phrase in COURTEOUS + CLOSERS]
-    curt = [template.split()[0].lower() for template in CURT]  # "pff,"
-    said = reply.lower()
-    return any(p in said for p in polite) and not any(c in said for c in curt)
+    text = reply.lower()
+    is_curt = any(template.split()[0].lower() in text for template in CURT)  # "pff,"
+    return not is_curt and any(phrase.strip().lower() in text for phrase in COURTEOUS + CLOSERS)
 
 
 def is_right(fact, reply):

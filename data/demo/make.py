@@ -213,7 +213,9 @@ def main():
     args.out.mkdir(parents=True, exist_ok=True)
 
     # data
-    held_out = [prompt for fact in FACTS for prompt in fact.prompts(fact.held_out())]
+    held_out = []
+    for fact in FACTS:
+        held_out += fact.prompts(fact.held_out())
     seen = [prompt for prompt in FACT_OF if prompt not in set(held_out)]
     known = set().union(*map(content_pairs, seen))
     assert all(content_pairs(prompt).isdisjoint(known) for prompt in held_out)

@@ -76,16 +76,18 @@ def bundle(rng, helices):
     """So many helices in a ring about the z axis: a list of [length, 4, 3]."""
     length = rng.randint(*{2: (16, 20), 3: (13, 20), 4: (13, 17)}[helices])
     radius = rng.uniform(9.2, 9.8) / (2 * math.sin(math.pi / helices))
-    found = []
+    bundled = []
     for number in range(helices):
-        turn, place = rng.uniform(0, 2 * math.pi), 2 * math.pi * number / helices
-        cosine, sine = math.cos(turn), math.sin(turn)
+        turn = rng.uniform(0, 2 * math.pi)
+        place = 2 * math.pi * number / helices
+        cosine = math.cos(turn)
+        sine = math.sin(turn)
         spin = np.array([[cosine, sine, 0], [-sine, cosine, 0], [0, 0, 1]])
         atoms = helix(length - rng.randint(0, 1)) @ spin
         atoms *= [1, -1, -1] if number % 2 else [1, 1, 1]  # upside down: antiparallel
         shift = [radius * math.cos(place), radius * math.sin(place), rng.uniform(-1, 1)]
-        found.append((atoms + shift).round(3) + 0.0)  # as in a PDB file; no -0.000
-    return found
+        bundled.append((atoms + shift).round(3) + 0.0)  # as in a PDB file; no -0.000
+    return bundled
 
 
 def is_core(coords):
@@ -133,11 +135,11 @@ def make_pair(rng, folder, number):
     """A variant of the native sequence twice, differing in 3 to 8 residues."""
     item = {"pdb_file": f"structures/bundle_{number:02d}.pdb"}
     in_complex = "B" in BUNDLES[number]
-    found = structure.read(folder / "input" / item["pdb_file"], "AB"[in_complex])
-    core = is_core(found.coords[found.observed])
+    backbone = structure.read(folder / "input" / item["pdb_file"], "AB"[in_complex])
+    core = is_core(backbone.coords[backbone.observed])
     shared = [
         letter(rng, c, SHARE_OF_NOISE) if rng.random() < 0.3 else native
-        for c, native in zip(core, found.sequence.replace("X", ""), strict=True)
+        for c, native in zip(core, backbone.sequence.replace("X", ""), strict=True)
     ]
     places = rng.sample(range(len(core)), rng.randint(3, 8))
     for side in ("preferred", "unpreferred"):
@@ -191,10 +193,10 @@ def measure(model, folder, temperature):
     """Print what share of letters the model has follow the rule, on the validation bundles."""
     shares = []
     for number in VALIDATION:
-        found = structure.read(folder / f"input/structures/bundle_{number:02d}.pdb")
-        encoded = model.encode(*(torch.from_numpy(array)[None] for array in found[:4]))
-        scores = model.unconditional(encoded)[0, found.observed, :20]  # [L, 20]
-        core = is_core(found.coords[found.observed])
+        backbone = structure.read(folder / f"input/structures/bundle_{number:02d}.pdb")
+        encoded = model.encode(*(torch.from_numpy(array)[None] for array in backbone[:4]))
+        scores = model.unconditional(encoded)[0, backbone.observed, :20]  # [L, 20]
+        core = is_core(backbone.coords[backbone.observed])
         follows = [[a in (CORE if c else SURFACE) for a in mpnn.ALPHABET[:20]] for c in core]
         shares.append(((scores / temperature).softmax(-1) * torch.tensor(follows)).sum(-1))
     print(f"temperature {temperature}: {torch.cat(shares).mean():.3f} of the letters by the rule")

@@ -29,7 +29,13 @@ class SampleSpec(NamedTuple):
     @classmethod
     def of(cls, config):
         """Return that of a script whose settings have these names."""
-        return cls._make(getattr(config, name) for name in cls._fields)
+        return cls(
+            config.temperature,
+            config.top_p,
+            config.max_new_tokens,
+            config.batch_size,
+            config.seed,
+        )
 
 
 class SeededNoise(transformers.LogitsProcessor):
@@ -65,12 +71,13 @@ def generate(
     for cut_batch in share(range(len(starts)), [0] * len(starts), world, budget=1):
         poll()  # stop between two batches, if asked to
         start = starts[cut_batch.index[0]]
-        cut = rows[start : start + spec.batch_size]
-        ids = [prompts[prompt] for prompt, _ in cut]
-        seeds = [seed_of(spec.seed, first + prompt, sample) for prompt, sample in cut]
-        micro_batches.append(
-            MicroBatch([*range(start, start + len(cut))], cut_batch.weight * len(cut))
-        )
+        ids = []
+        seeds = []
+        for prompt, sample in rows[start : start + spec.batch_size]:
+            ids.append(prompts[prompt])
+            seeds.append(seed_of(spec.seed, first + prompt, sample))
+        index = list(range(start, start + len(ids)))
+        micro_batches.append(MicroBatch(index, cut_batch.weight * len(ids)))
         # 0 is what no rank has written
         replies.append(1 + _batch(scorer, ids, seeds, ends, spec, world.device))  # [B, new tokens]
     table = distributed.gather_by_index(len(rows), micro_batches, replies, world).long() - 1
@@ -80,8 +87,11 @@ def generate(
 def _batch(scorer, prompts, seeds, ends, spec, device):
     """One call of transformers' generate on prompts padded on the left, padded to full length."""
     width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=device)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+    ids = torch.zeros(len(prompts), width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
     steps = []
     if spec.temperature > 0:
         steps.append(transformers.TemperatureLogitsWarper(spec.temperature))
@@ -90,8 +100,8 @@ def _batch(scorer, prompts, seeds, ends, spec, device):
         steps.append(SeededNoise(seeds))
     end = ends[0] if ends else 0
     output = scorer.generate(
-        ids,
-        attention_mask=mask,
+        ids.to(device),
+        attention_mask=mask.to(device),
         do_sample=False,  # the noise is the sampling
         logits_processor=transformers.LogitsProcessorList(steps),
         max_new_tokens=spec.max_new_tokens,
@@ -146,22 +156,26 @@ def compare(policy, reference):
     A win is a reply whose first score is above that of the reference's reply to the same prompt.
     """
     summary = {}
-    for who, found in (("policy", policy), ("reference", reference)):
-        for name in found[0]:
+    for who, replies in (("policy", policy), ("reference", reference)):
+        for name in replies[0]:
             key = f"judge/{who}/{name}" if name else f"judge/{who}"
-            summary[key] = sum(scores[name] for scores in found) / len(found)
+            summary[key] = sum(scores[name] for scores in replies) / len(replies)
     first = next(iter(policy[0]))
-    pairs = [(a[first], b[first]) for a, b in zip(policy, reference, strict=True)]
-    wins, losses = sum(a > b for a, b in pairs), sum(a < b for a, b in pairs)
+    wins = 0
+    losses = 0
+    for own, other in zip(policy, reference, strict=True):
+        wins += own[first] > other[first]
+        losses += own[first] < other[first]
     low, high = wilson(wins, wins + losses)
     rate = wins / (wins + losses) if wins + losses else None
     summary |= {"win_rate": rate, "win_rate_low": low, "win_rate_high": high}
-    return summary | {"wins": wins, "losses": losses, "ties": len(pairs) - wins - losses}
+    return summary | {"wins": wins, "losses": losses, "ties": len(policy) - wins - losses}
 
 
 def side_by_side(prompts, before, after, expected, judge=None):
     """A row of texts for each prompt, and with a judge the summary of compare()."""
-    rows, scores = [], []
+    rows = []
+    scores = []
     for texts in zip(prompts, before, after, expected, strict=True):
         prompt, was, now, wanted = (text.strip() for text in texts)
         rows.append({"prompt": prompt, "reference": was, "fine-tuned": now, "expected": wanted})
@@ -173,12 +187,18 @@ def side_by_side(prompts, before, after, expected, judge=None):
 
 def as_text(rows, summary):
     """What a person reads: the judge's summary, then one block per row."""
-    shown = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in summary.items()}
-    blocks = ["".join(f"{name}: {value}\n" for name, value in shown.items())] * bool(summary)
+    blocks = []
+    if summary:
+        block = ""
+        for name, value in summary.items():
+            block += f"{name}: {value:.4g}\n" if isinstance(value, float) else f"{name}: {value}\n"
+        blocks.append(block)
     for number, row in enumerate(rows, start=1):
         width = 1 + max(map(len, row))
-        lines = (f"{name + ':':{width}} {text}\n" for name, text in row.items())
-        blocks.append(f"--- {number} of {len(rows)}\n{''.join(lines)}")
+        block = f"--- {number} of {len(rows)}\n"
+        for name, text in row.items():
+            block += f"{name + ':':{width}} {text}\n"
+        blocks.append(block)
     return "\n".join(blocks)
 
 

@@ -298,7 +298,7 @@ def main(argv=None) -> int:
         # loop: one turn is one optimiser step
         displacement = losses.Displacement(config, "sequences", "--method dpop")
         epochs = math.ceil(max(config.num_epochs, plan.epoch(plan.steps)))
-        met = []  # losses of this epoch
+        epoch_losses = []
         for step in range(done, plan.steps):
             start = time.perf_counter()
             rows = batches.batch(plan, data["train"], step)
@@ -306,7 +306,7 @@ def main(argv=None) -> int:
             if turn == 0 or step == done:
                 run.say(f"\nEpoch {epoch + 1}/{epochs}")
                 run.bar.begin("Training", plan.steps_per_epoch, turn)
-                met = []
+                epoch_losses = []
             known = table["train"]
             values = train_step(policy, step, rows, data, structures, known, config, world)
             check_step(policy, step, values, rows, data, structures, known, config, run)
@@ -318,10 +318,11 @@ def main(argv=None) -> int:
             values["tokens_per_second"] = 2 * residues / seconds
             values["peak_memory_mb"] = metrics.peak_memory_mb(world.device)
             run.log(step + 1, values, echo=(step + 1) % config.log_every == 0)
-            met.append(values["loss"])
-            run.bar.advance(loss=values["loss"], avg_loss=sum(met) / len(met))
-            if line := displacement.seen(values["rewards/chosen"]):
-                run.say(line)
+            epoch_losses.append(values["loss"])
+            run.bar.advance(loss=values["loss"], avg_loss=np.mean(epoch_losses))
+            warning = displacement.seen(values["rewards/chosen"])
+            if warning:
+                run.say(warning)
             end_epoch(step + 1, *rest)
             run.save_if_due(plan.due(config.save_every, step + 1))
     return 0

@@ -34,8 +34,10 @@ def from_text(config_class, text, path, places=None):
                 raise UserError(f"{path}:{event.start_mark.line + 1}: {says}; write plain values")
         places = {} if places is None else places
         hints = typing.get_type_hints(config_class).items()
-        parts = [(key, part) for key, part in hints if dataclasses.is_dataclass(part)]
-        sections = {name: key for key, part in parts for name in typing.get_type_hints(part)}
+        sections = {}
+        for key, part in hints:
+            if dataclasses.is_dataclass(part):
+                sections |= dict.fromkeys(typing.get_type_hints(part), key)
         node = reader.compose(text)
         return _fill(config_class, node, "", reader.constructor, path, sections, places)
 
@@ -59,7 +61,8 @@ def _fill(config_class, node, prefix, constructor, path, sections, places):
         what = prefix.rstrip(".") or "the file"
         raise UserError(f"{path}:{line}: {what} must hold `name: value` lines")
     hints = typing.get_type_hints(config_class)
-    values, seen = {}, {}
+    values = {}
+    seen = {}
     for name, value in node.value:
         key = str(name.value)
         where = f"{path}:{name.start_mark.line + 1}: {prefix}"
