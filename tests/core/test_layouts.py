@@ -254,13 +254,14 @@ def windowless(*inputs):
 
 def positions_go_on(monkeypatch):
     """Give rejected the positions behind chosen, not behind the prompt."""
-    right = logps._packed
+    right = shared_prefix.pack
 
-    def wrong(pairs):
-        ids, places, _, spans = right(pairs)
-        return ids, places, [at for span in spans for at in range(sum(span))], spans
+    def wrong(pairs, device):
+        ids, places, _, packing = right(pairs, device)
+        order = [at for span in packing.spans for at in range(sum(span))]
+        return ids, places, order, packing
 
-    monkeypatch.setattr(logps, "_packed", wrong)
+    monkeypatch.setattr(shared_prefix, "pack", wrong)
 
 
 CONTROLS = {"llama": 1.0, "gpt2": 0.02, "mistral, window": 1.0}

@@ -6,8 +6,9 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+import main_distributed
 from config import Config
-from ddp_utils import UserError, logps, models, optim
+from ddp_utils import UserError, logps, models
 from ddp_utils.encoder import Pair
 from ddp_utils.runs import checks
 
@@ -160,7 +161,7 @@ def test_a_cpu_computes_in_bf16_only_where_it_is_asked_for():
         ({"base_dtype": "bf16", "use_mixed_precision": False}, (torch.bfloat16, None)),
     ):
         config = Config(fine_tuning="lora", **settings)
-        assert optim.precision(config, torch.device("cpu")) == expected
+        assert main_distributed.precision_of(config, torch.device("cpu")) == expected
 
 
 def test_the_precision_is_among_the_facts_of_the_reference():
