@@ -32,10 +32,10 @@ def run(folder, flags):
 
 def main():
     with tempfile.TemporaryDirectory() as folder:
-        found = {name: run(f"{folder}/{name}", flags) for name, flags in RUNS.items()}
+        results = {name: run(f"{folder}/{name}", flags) for name, flags in RUNS.items()}
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
     bars = {}
-    for name, (steps, test) in found.items():
+    for name, (steps, test) in results.items():
         steps_done = [line["step"] for line in steps]
         for axis, metric in ((left, "rewards/margins"), (middle, "rewards/chosen")):
             axis.plot(steps_done, [s[metric] for s in steps], color=COLOURS[name], label=name)

@@ -171,7 +171,6 @@ def main(argv=None) -> int:
         inputs=inputs,
         bytes_needed=needed,
         lines=[*lines, histories],
-        tensorboard=config.report_to == "tensorboard",
     )
     if config.check:
         return run_.check(spec, config, world)

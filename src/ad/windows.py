@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from ad import sources
 from ad.model import EPISODE, INSIDE, NONE, REGION, Tokens
 from ddp_utils import UserError, files
+from ddp_utils.runs import checkpoint
 
 ANCHORED = 0.2  # share of the windows that begin where their history does
 ARRAYS = ("state", "action", "reward", "goal", "history_goal")
@@ -29,7 +30,7 @@ def collect(config, path):
 
     The file appears whole or not at all.
     """
-    files.check_place("--traj_file", path)
+    checkpoint.check_place("--traj_file", path)
     room = config.room
     goals = np.arange(room.cells)
     size = config.n_stream, config.source_steps

@@ -222,14 +222,15 @@ def test_every_other_setting_of_an_unfinished_run_is_refused(script, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(settings))
     (tmp_path / "environment.json").write_text("{}")
     write(tmp_path / "checkpoints", 4)
-    assert resume.inspect(tmp_path, settings, 9, {}, {}).verdict == "continue"
+    spec = resume.RunSpec(tmp_path, "--result_dir", 9, {}, 0)
+    assert resume.inspect(spec, settings, {}).verdict == "continue"
     for name in settings.keys() - {"result_dir", "out_dir", "output_dir"}:
         changed = settings | {name: "another"}
         if name in MAY_CHANGE:
-            assert resume.inspect(tmp_path, changed, 9, {}, {}).verdict == "continue", name
+            assert resume.inspect(spec, changed, {}).verdict == "continue", name
         else:
             with pytest.raises(UserError, match=f"unfinished run .* {name}: .* -> another;"):
-                resume.inspect(tmp_path, changed, 9, {}, {})
+                resume.inspect(spec, changed, {})
     (tmp_path / "summary.json").write_text('{"status": "finished"}')
-    assert resume.inspect(tmp_path, settings, 9, {}, {}).verdict == "finished"
-    assert resume.inspect(tmp_path, settings | {"seed": 7}, 9, {}, {}).verdict == "aside"
+    assert resume.inspect(spec, settings, {}).verdict == "finished"
+    assert resume.inspect(spec, settings | {"seed": 7}, {}).verdict == "aside"

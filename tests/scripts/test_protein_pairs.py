@@ -85,7 +85,7 @@ def test_an_item_that_does_not_fit_is_one_line(tmp_path):
         with pytest.raises(UserError) as caught:
             read(tmp_path, item)
         assert says in str(caught.value) and "\n" not in str(caught.value)
-        assert str(caught.value).startswith(f"{tmp_path}/items.json:1: ")
+        assert str(caught.value).startswith(f"{tmp_path}/items.json[0]: ")
         found, report = read(tmp_path, SINGLE, item, on_bad_record="skip")
         assert len(found) == 1 and len(report["dropped"]["malformed"]) == 1
 
@@ -95,7 +95,7 @@ def test_what_teaches_nothing_is_dropped_and_counted(tmp_path):
     found, report = read(tmp_path, SINGLE, same)
     assert len(found) == 1 and list(report["dropped"]) == ["the same sequence twice"]
     assert list(report["notes"]) == ["mutable_postions: did you mean mutable_positions?"]
-    with pytest.raises(UserError, match="0 usable pairs: 1 longer than max_length, as .*:1$"):
+    with pytest.raises(UserError, match="0 usable pairs: 1 longer than max_length, as .*\\[0\\]$"):
         read(tmp_path, SINGLE, max_length=10)
 
 
