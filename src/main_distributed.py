@@ -74,7 +74,7 @@ def read_data(config, encoder, world):
     report = {}
     paths = {"train": config.train_data, "val": config.val_data, "test": config.test_data}
     for split, path in paths.items():
-        if path:
+        if path or split == "train":
             limit = config.max_rows if split == "train" else -1
             data[split], report[split] = preference_data.read(
                 path, encoder, limit, config.on_bad_record

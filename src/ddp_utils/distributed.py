@@ -205,17 +205,31 @@ def join(world, timeout_minutes=30) -> World:
     timeout = timedelta(minutes=timeout_minutes)
     world.store.set_timeout(timeout)
     try:
-        dist.init_process_group(
-            world.backend,
-            store=world.store,
-            rank=world.rank,
-            world_size=world.world_size,
-            timeout=timeout,
-            device_id=None if world.device.type == "cpu" else world.device,
-        )
+        with _debug_level_for(world.backend):
+            dist.init_process_group(
+                world.backend,
+                store=world.store,
+                rank=world.rank,
+                world_size=world.world_size,
+                timeout=timeout,
+                device_id=None if world.device.type == "cpu" else world.device,
+            )
     except (dist.DistError, RuntimeError) as error:
         raise UserError(why_not_met(error, who(world), *meeting_point(world))) from error
     return world
+
+
+@contextlib.contextmanager
+def _debug_level_for(backend):
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper around gloo on which DDP dies (torch 2.13,
+    SIGSEGV in its logger): the group is made one level lower, DDP's own checks stay at DETAIL."""
+    level = dist.get_debug_level()
+    if backend == "gloo" and level == dist.DebugLevel.DETAIL:
+        dist.set_debug_level(dist.DebugLevel.INFO)
+    try:
+        yield
+    finally:
+        dist.set_debug_level(level)
 
 
 def meeting_point(world, env=os.environ):

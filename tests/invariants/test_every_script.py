@@ -109,7 +109,7 @@ def data(tmp_path_factory):
     rows = [json.loads(line) for line in lines[:50]]
     replies(folder / "train.jsonl", rows[:43])
     replies(folder / "val.jsonl", rows[43:])
-    words = ["grid_size=5", "horizon=6", "n_stream=4", "total_source_timesteps=288"]
+    words = AD.split()
     windows.collect(read(words, True)[0], folder / "histories.npz")
     baking = [f"--data_path={folder}/train.jsonl", f"--val_path={folder}/val.jsonl"]
     return {"baking": baking, "distillation": [f"traj_file={folder}/histories.npz"]}

@@ -44,8 +44,8 @@ def twice(folder):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_second_run_scores_nothing(world_size, tmp_path):
     for first, second in ranks(world_size, twice, str(tmp_path)):
-        assert first[0] == 12 + 8  # train and test pairs
-        assert second[0] == 0
+        assert first[0] == 12 + 8 + 4  # train and test pairs, and the first batch's check
+        assert second[0] == 4
     a, b = (load_file(tmp_path / name / REFERENCE) for name in "ab")
     assert {split: table.shape for split, table in a.items()} == {"train": (12, 2), "test": (8, 2)}
     assert all(torch.equal(a[split], b[split]) for split in a)
@@ -80,9 +80,9 @@ def test_another_model_under_the_same_name_is_refused(tmp_path):
     model = tmp_path / "model"
     shutil.copytree(jsonl.resolve("data/demo/model"), model)
     flags = ["--model_name", str(model)]
-    assert train(tmp_path / "runs/a", *flags)[0] == 20
+    assert train(tmp_path / "runs/a", *flags)[0] == 24
     flags += ["--reference_logps", str(tmp_path / "runs/a")]
-    assert train(tmp_path / "runs/b", *flags)[0] == 0
+    assert train(tmp_path / "runs/b", *flags)[0] == 4
     weights = model / "model.safetensors"
     tensors = load_file(weights)
     save_file({k: v * 1.5 for k, v in tensors.items()}, weights, metadata={"format": "pt"})
@@ -100,7 +100,7 @@ def test_damaged_log_probs_are_never_read(made, tmp_path):
     with pytest.raises(UserError, match=f"{REFERENCE} is damaged; leave it out"):
         train(tmp_path / "b", "--reference_logps", str(folder))
     unfinished(folder)
-    assert train(folder)[0] == 20
+    assert train(folder)[0] == 24
     (folder / "manifest.sha256").unlink()
     with pytest.raises(UserError, match="a: manifest.sha256 is missing; give another run folder"):
         train(tmp_path / "b", "--reference_logps", str(folder))
@@ -116,11 +116,11 @@ def unfinished(folder):
 def test_log_probs_of_another_version_are_made_again(made, tmp_path):
     folder = Path(shutil.copytree(made, tmp_path / "a"))
     unfinished(folder)
-    assert train(Path(shutil.copytree(folder, tmp_path / "b")))[0] == 0
+    assert train(Path(shutil.copytree(folder, tmp_path / "b")))[0] == 4
     files = checkpoint.read_manifest(folder)["files"]
     files[REFERENCE]["fingerprint"]["torch"] = "2.0"
     checkpoint.write_manifest(folder, {"files": files})
-    assert train(folder)[0] == 20
+    assert train(folder)[0] == 24
 
 
 def test_a_table_that_is_not_this_policys_is_refused_at_step_0(made, tmp_path):

@@ -81,7 +81,7 @@ def test_the_digest_of_code_is_of_what_it_does(tmp_path):
 
     def digest(text):
         file.write_text(text)
-        return environment._digest_of_code(file)
+        return environment.digest_of_code(file)
 
     same = ["x = '#1'\ny = 2\n", "# why\n\nx = '#1'  # one\n\n\ny = 2 \n", "x = '#1'\ny = 2  #"]
     assert len({digest(text) for text in same}) == 1

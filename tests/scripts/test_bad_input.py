@@ -72,19 +72,6 @@ def test_a_bad_setting_costs_one_line_and_writes_nothing(flags, folder):
     assert line.startswith(fill(CASES[flags], folder))
 
 
-def test_what_is_in_the_way_of_a_run_is_found_first(folder):
-    """A file where a folder goes, or a folder where a file goes."""
-    for name in ("tensorboard", "model", "checkpoints", "metrics.jsonl", "summary.json"):
-        place = folder / f"run of {name}" / name
-        place.parent.mkdir()
-        place.mkdir() if "." in name else place.write_text("")
-        flags = ["--train_data", str(folder / "data.jsonl"), "--result_dir", str(place.parent)]
-        line = refused(main_distributed.main, [*flags, "--check"], folder)
-        kind = "file" if "." in name else "folder"
-        assert line == f"--result_dir: {place} is in the way of a {kind}; move it elsewhere"
-        assert list(place.parent.iterdir()) == [place]
-
-
 def test_what_is_no_adapter_is_not_merged(tmp_path):
     nameless, run, merged = (tmp_path / name for name in ("nameless", "run", "merged"))
     edit(nameless, ADAPTER, "adapter_config.json", base_model_name_or_path=None)

@@ -171,8 +171,8 @@ def test_template_arguments_go_with_the_replies(tmp_path, monkeypatch):
         for text in ("", arguments)
     ]
     assert marks[0] != marks[1]
-    monkeypatch.setattr(train_loop.Run, "would", lambda folder, *more: found.extend(more) or [])
-    assert train(tmp_path / "run", tmp_path, *flags, "--check") == 0
+    monkeypatch.setattr(train_loop.run_, "check", lambda spec, config, world: found.append(config))
+    train(tmp_path / "run", tmp_path, *flags, "--check")
     assert found[0].chat_template_kwargs == arguments
 
 

@@ -59,8 +59,7 @@ def refused(text, *flags, json_file=None):
 def accepted(text, *flags, json_file=None, monkeypatch):
     """The settings that main() ends up with."""
     found = []
-    would = lambda folder, config, *more: [found.append(config) or f"run folder: {folder}"]  # noqa: E731
-    monkeypatch.setattr(train.Run, "would", would)
+    monkeypatch.setattr(train.run_, "check", lambda spec, config, world: found.append(config) or 0)
     write(text, json_file)
     assert train.main(["--config", "c.yaml", *flags, "--check"]) == 0
     return found[0]
@@ -86,8 +85,8 @@ def test_the_default_learning_rates(monkeypatch):
             return AutoModelForCausalLM.from_config(settings)  # 13 M
 
     for (script, flags), rate in RATES.items():
-        would = lambda folder, config, *_: [seen.append(config.learning_rate) or ""]  # noqa: E731
-        monkeypatch.setattr(script.Run, "would", would)
+        check = lambda spec, config, world: seen.append(config.learning_rate) or 0  # noqa: E731
+        monkeypatch.setattr(script.run_, "check", check)
         name = "instructions" if "sft" in flags else "preferences_train"
         data = ["--train_data", f"data/demo/{name}.jsonl", "--max_rows", "40", "--check"]
         config = ["--config", str(ROOT / "config.yaml")] if script is train else []

@@ -89,9 +89,22 @@ def code() -> dict:
         is_main = getattr(module, "__name__", "") == "__main__"
         if file.suffix == ".py" and (is_ours or is_main):
             name = str(file.relative_to(SRC)) if is_ours else file.name
-            statements = ast.unparse(ast.parse(file.read_text(encoding="utf-8")))
-            digests[name] = hashlib.sha256(statements.encode()).hexdigest()[:16]
+            digests[name] = digest_of_code(file)
     return digests
+
+
+def code_of(*patterns) -> list:
+    """Return digests of the files below src that these patterns match."""
+    digests = []
+    for pattern in patterns:
+        digests += map(digest_of_code, sorted(SRC.glob(pattern)))
+    return digests
+
+
+def digest_of_code(file) -> str:
+    """Return a digest of the statements in a file of Python."""
+    statements = ast.unparse(ast.parse(file.read_text(encoding="utf-8")))
+    return hashlib.sha256(statements.encode()).hexdigest()[:16]
 
 
 def redacted(value):

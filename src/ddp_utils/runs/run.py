@@ -255,9 +255,9 @@ def write_report(folder, with_curves) -> str:
 
     In a process of its own: no rank has to import what draws.
     """
-    command = [sys.executable, "-m", "ddp_utils.tools.report", str(folder)]
+    command = [sys.executable, "-m", "ddp_utils.tools.report", str(folder.resolve())]
     if not with_curves:
         command.append("--no_curves")
-    environ = os.environ | {"PYTHONPATH": str(environment.SRC)}  # it may not be installed
-    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    # where the package is found, installed or not
+    done = subprocess.run(command, cwd=environment.SRC, capture_output=True, text=True)
     return done.stderr.strip()[-200:] if done.returncode else ""

@@ -110,6 +110,10 @@ class FsdpPolicy(Policy):
         reshard(self.scorer)
         return super().trainable()
 
+    def step(self, optimizer, schedule):
+        reshard(self.scorer)  # whoever has scored since the backward has left weights gathered
+        super().step(optimizer, schedule)
+
     @contextlib.contextmanager
     def gathered(self):
         self.scorer.unshard()
