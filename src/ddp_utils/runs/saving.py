@@ -40,6 +40,8 @@ class Saving:
         self.val_of_best = meta["val_of_best"]
         self.start -= meta["seconds"]
         self.save_seconds = meta["save_seconds"]
+        if self.spec.save_best is False:  # it may have been asked for before
+            self.results.pop("best", None)
         if self.best not in (None, self.done):
             self._check_best()
         return self.done
