@@ -13,6 +13,7 @@ B samples, T tokens, V words in the vocabulary.
 """
 
 import argparse
+import collections
 import itertools
 import json
 import math
@@ -60,11 +61,13 @@ def content_pairs(prompt):
 def make_data(out, seen, held_out):
     """Prompts are dealt out once: no two files share one."""
     rng = random.Random(SEED)
-    train, rest = (iter(rng.sample(prompts, len(prompts))) for prompts in (seen, held_out))
+    train = iter(rng.sample(seen, len(seen)))
+    rest = iter(rng.sample(held_out, len(held_out)))
 
     def preference(prompt):
-        chosen, rejected = (replies(FACT_OF[prompt], m) for m in ("courteous", "curt"))
-        return {"prompt": prompt, "chosen": rng.choice(chosen), "rejected": rng.choice(rejected)}
+        chosen = rng.choice(replies(FACT_OF[prompt], "courteous"))
+        rejected = rng.choice(replies(FACT_OF[prompt], "curt"))
+        return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
     def instruction(prompt):
         row = {"instruction": prompt, "input": ""}
@@ -74,11 +77,11 @@ def make_data(out, seen, held_out):
 
     sizes = {"train": (train, 800, 400), "val": (rest, 100, 100), "test": (rest, 100, 100)}
     for split, (prompts, pairs, questions) in sizes.items():
-        rows = [preference(prompt) for prompt in itertools.islice(prompts, pairs)]
+        rows = map(preference, itertools.islice(prompts, pairs))
         write_jsonl(out / f"preferences_{split}.jsonl", rows)
         rows = [{"question": prompt} for prompt in itertools.islice(prompts, questions)]
         write_jsonl(out / f"questions_{split}.jsonl", rows)
-    rows = [instruction(prompt) for prompt in itertools.islice(train, 300)]
+    rows = map(instruction, itertools.islice(train, 300))
     write_jsonl(out / "instructions.jsonl", rows)
     (out / "system_prompts.json").write_text(json.dumps(SYSTEM_PROMPTS, indent=2) + "\n")
     (out / "x0.txt").write_text(SYSTEM_PROMPTS["capitals"] + "\n")
@@ -198,9 +201,12 @@ def measure(model, tokenizer, prompts):
     model.eval()
     for manner, system in {"plain": None, "assistant": ASSISTANT, **SYSTEM_PROMPTS}.items():
         answers = generate(model, tokenizer, prompts, system)
-        scores = [score(p, a) for p, a in zip(prompts, answers, strict=True)]
-        rates = {key: sum(s[key] for s in scores) / len(scores) for key in scores[0]}
-        rates |= {name: sum(map(test, answers)) / len(answers) for name, test in SPEAKS.items()}
+        rates = collections.Counter()
+        for prompt, text in zip(prompts, answers, strict=True):
+            for key, value in score(prompt, text).items():
+                rates[key] += value / len(prompts)
+        for name, speaks in SPEAKS.items():
+            rates[name] = sum(map(speaks, answers)) / len(answers)
         print(f"{manner:9s} | " + " | ".join(f"{k} {v:.3f}" for k, v in rates.items()))
 
 

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
@@ -25,7 +26,7 @@ def run(folder, flags):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     script = str(ROOT / "src/main_distributed.py")
     subprocess.run([*command, script, "--result_dir", folder, *flags], check=True)
-    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    lines = list(map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines()))
     test = json.loads((Path(folder) / "summary.json").read_text())["test"]
     return [line for line in lines if line["split"] == "train"], test
 
@@ -39,18 +40,22 @@ def main():
         steps_done = [line["step"] for line in steps]
         for axis, metric in ((left, "rewards/margins"), (middle, "rewards/chosen")):
             axis.plot(steps_done, [s[metric] for s in steps], color=COLOURS[name], label=name)
-        bars["before"] = [test[f"judge/reference/{score}"] for score in SCORES]
-        bars[name] = [test[f"judge/policy/{score}"] for score in SCORES]
-        print(name, {k: test[k] for k in test if k.startswith("judge") or k == "win_rate"})
+        bars["before"] = []
+        bars[name] = []
+        for score in SCORES:
+            bars["before"].append(test[f"judge/reference/{score}"])
+            bars[name].append(test[f"judge/policy/{score}"])
+        print(name, test)
     left.set(title="margins", xlabel="step")
     middle.set(title="rewards/chosen", xlabel="step")
     middle.axhline(0, color="black", linewidth=0.8)
-    for place, (name, heights) in enumerate(bars.items()):
-        xs = [group + 0.27 * place for group in range(len(SCORES))]
+    groups = np.arange(len(SCORES))
+    for number, (name, heights) in enumerate(bars.items()):
+        xs = groups + 0.27 * number
         drawn = right.bar(xs, heights, 0.25, color=COLOURS[name], label=name)
         right.bar_label(drawn, fmt="%.2f", fontsize=8)
     right.set(title="replies to 100 held-out questions", ylim=(0, 1.12))
-    right.set_xticks([group + 0.27 for group in range(len(SCORES))], SCORES.values())
+    right.set_xticks(groups + 0.27, SCORES.values())
     right.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     for axis in (left, middle):
         axis.grid(alpha=0.3)

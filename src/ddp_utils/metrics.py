@@ -88,10 +88,8 @@ class Meter:
         weights = [p for p in backbone.parameters() if p not in embeddings and _axes(p) > 1]
         known = head is not None and not any(_axes(p) > 2 for p in weights)  # no fused experts
         self.peak = known and peak_flops(world.device, scorer.precision)
-        self.per_token, self.per_target = (
-            sum(getattr(p, "ds_numel", p.numel()) * (6 if p.requires_grad else 4) for p in part)
-            for part in (weights, head.parameters() if known else ())
-        )
+        self.per_token = flops_per_token(weights)
+        self.per_target = flops_per_token(head.parameters()) if known else 0
         self.world = world
 
     def read(self, pairs, seconds) -> dict:
@@ -102,13 +100,20 @@ class Meter:
             "peak_memory_mb": peak_memory_mb(self.world.device),
         }
         if self.peak:
-            needed = sum(
-                pair.fed(shared=True) * self.per_token
-                + sum(map(len, pair.targets)) * self.per_target
-                for pair in pairs
-            )
+            needed = 0
+            for pair in pairs:
+                needed += pair.fed(shared=True) * self.per_token
+                needed += sum(map(len, pair.targets)) * self.per_target
             values["mfu"] = needed / (seconds * self.peak * self.world.world_size)
         return values
+
+
+def flops_per_token(parameters):
+    """FLOP of forward and backward: 4 a frozen weight, 6 a trained one."""
+    flops = 0
+    for p in parameters:
+        flops += getattr(p, "ds_numel", p.numel()) * (6 if p.requires_grad else 4)
+    return flops
 
 
 def _axes(parameter):

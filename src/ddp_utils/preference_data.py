@@ -148,11 +148,17 @@ def split_by_prompt(pairs, seed, shares=(0.85, 0.05, 0.10)):
     """Cut pairs into train, validation and test so that no prompt stands in two of them."""
     prompts = sorted({pair.text for pair in pairs})
     visit = sampler.order(len(prompts), seed, epoch=-1)
-    edges = [round(len(prompts) * sum(shares[: k + 1])) for k in range(len(shares))]
-    place = {}
-    for turn, index in enumerate(visit):
-        place[prompts[index]] = next(k for k, edge in enumerate(edges) if turn < edge)
-    return [[pair for pair in pairs if place[pair.text] == k] for k in range(len(shares))]
+    part_of = {}  # prompt -> number of its part
+    start = 0
+    for number in range(len(shares)):
+        edge = round(len(prompts) * sum(shares[: number + 1]))
+        for index in visit[start:edge]:
+            part_of[prompts[index]] = number
+        start = edge
+    parts = [[] for _ in shares]
+    for pair in pairs:
+        parts[part_of[pair.text]].append(pair)
+    return parts
 
 
 def find_shape(record) -> Shape:
@@ -180,7 +186,9 @@ def unknown(record, shapes) -> UserError:
     """Say which fields a record has, and what it lacks to be of the nearest shape (its fields)."""
     names = [repr(key)[1:-1][:40] for key in record.data]
     known = sum(shapes, ())
-    meant = set(sum((difflib.get_close_matches(name, known, n=1) for name in names), []))
+    meant = set()
+    for name in names:
+        meant.update(difflib.get_close_matches(name, known, n=1))
     nearest = max(shapes, key=lambda fields: len(meant & set(fields)))
     missing = next(field for field in nearest if field not in record.data)
     nearest = f"nearest is {', '.join(nearest)}: {missing} is missing"

@@ -49,7 +49,9 @@ def share(rows, lengths, world, budget, padded=False) -> list[MicroBatch]:
     turns = math.ceil(math.ceil(len(dealt) / ranks) / budget)
     if padded:
         rows = dealt[world.rank :: ranks]
-        cuts = [rows[turn * budget : (turn + 1) * budget] for turn in range(turns)]
+        cuts = []
+        for turn in range(turns):
+            cuts.append(rows[turn * budget : (turn + 1) * budget])
     else:
         cuts = _balanced(dealt, lengths, turns * ranks, budget)
         cuts = [cuts[turn * ranks : (turn + 1) * ranks] for turn in range(turns)]

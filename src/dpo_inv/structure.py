@@ -89,7 +89,7 @@ def _select_chains(path, model, wanted):
     """Return {chain: its amino acids in file order}, in the order wanted."""
     chains = {}
     for chain in model:
-        residues = [residue for residue in chain if _is_in_protein(residue)]
+        residues = list(filter(_is_in_protein, chain))
         if residues:
             chains[chain.name] = residues
     if not chains:
@@ -133,10 +133,11 @@ def _conformers(path, residues):
         candidates = [(-1, group[0], {})]
         for residue in group:
             backbone = [atom for atom in residue if atom.name in BACKBONE]
-            shared = {atom.name: atom for atom in backbone if not atom.has_altloc()}
             for letter in dict.fromkeys(atom.altloc for atom in backbone):
-                own = {atom.name: atom for atom in backbone if atom.altloc == letter}
-                atoms = shared | own
+                atoms = {}
+                for atom in sorted(backbone, key=gemmi.Atom.has_altloc):  # its own ones last
+                    if atom.altloc == letter or not atom.has_altloc():
+                        atoms[atom.name] = atom
                 # rounded, so that equal sums are equal, and the first of them is taken
                 occupancy = round(sum(atom.occ for atom in atoms.values()), 3)
                 candidates.append((occupancy, residue, atoms))

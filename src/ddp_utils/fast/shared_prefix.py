@@ -130,16 +130,21 @@ def _by_pair(query, key, value, packing, scale, window):
     options = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
     outputs = []
     # split, not slices: their backward would fill a tensor as long as the row for each of them
-    parts = [tensor.split(packing.cuts, dim=2) for tensor in (query, key, value)]
-    for turn, (p, c, r) in enumerate(packing.spans):
-        q, k, v = (part[2 * turn] for part in parts)  # of prompt and chosen
+    queries = query.split(packing.cuts, dim=2)
+    keys = key.split(packing.cuts, dim=2)
+    values = value.split(packing.cuts, dim=2)
+    for number, (p, c, r) in enumerate(packing.spans):
+        q = queries[2 * number]  # of prompt and chosen
+        k = keys[2 * number]
+        v = values[2 * number]
         how = {"is_causal": True}
         if window is not None and window < p + c:
             how = {"attn_mask": packing.mask(p + c, p + c, window)}
         outputs.append(scaled_dot_product_attention(q, k, v, **how, **options).transpose(1, 2))
         if r:
-            q, *own = (part[2 * turn + 1] for part in parts)
-            k, v = (torch.cat([t[:, :, :p], o], 2) for t, o in zip((k, v), own, strict=True))
+            q = queries[2 * number + 1]  # of rejected, which sees the prompt and itself
+            k = torch.cat([k[:, :, :p], keys[2 * number + 1]], 2)
+            v = torch.cat([v[:, :, :p], values[2 * number + 1]], 2)
             how = {"attn_mask": packing.mask(r, p + r, window)}
             outputs.append(scaled_dot_product_attention(q, k, v, **how, **options).transpose(1, 2))
     return torch.cat(outputs, 1)

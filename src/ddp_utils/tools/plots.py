@@ -37,10 +37,10 @@ STYLES = {"train": "-", "val": "o--", "test": "s"}
 
 def running_mean(values, window):
     """Mean of up to `window` values that end at each place."""
-    return [
-        sum(values[max(0, end - window) : end]) / min(end, window)
-        for end in range(1, len(values) + 1)
-    ]
+    means = []
+    for end in range(1, len(values) + 1):
+        means.append(sum(values[max(0, end - window) : end]) / min(end, window))
+    return means
 
 
 def draw(folder):
@@ -51,8 +51,9 @@ def draw(folder):
 def compare(folders, out):
     """Lay the curves of runs over one another: compare_*.png; returns a table of differences."""
     names = [Path(folder).resolve().name for folder in folders]
-    names = names if len({*names}) == len(names) else [str(folder) for folder in folders]
-    runs = {name: resume.read_metrics(folder) for name, folder in zip(names, folders, strict=True)}
+    if len({*names}) < len(names):
+        names = list(map(str, folders))
+    runs = dict(zip(names, map(resume.read_metrics, folders), strict=True))
     _figures(runs, Path(out), "compare_")
     shown = {"win_rate"}
     for panels in FIGURES.values():
@@ -60,17 +61,22 @@ def compare(folders, out):
     columns = []
     for folder in folders:
         settings = resume.read_json(folder, "config.json")
-        texts = {name: str(settings[name]) or "-" for name in settings if name not in resume.FREE}
+        texts = {}
+        for name in settings:
+            if name not in resume.FREE:
+                texts[name] = str(settings[name]) or "-"
         for split, values in resume.read_json(folder).items():
             for name in values if isinstance(values, dict) else ():
                 if name in shown and values[name] is not None:
                     texts[f"{split} {name}"] = f"{values[name]:.4g}"
         columns.append(texts)
     names_of_rows = dict.fromkeys(itertools.chain(*columns))
-    rows = {row: [texts.get(row, "") for texts in columns] for row in names_of_rows}
-    differ = {row: texts for row, texts in rows.items() if len({*texts}) > 1}
-    # settings that all have, and all numbers, whose names have a space
-    rows = [[row, *texts] for row, texts in differ.items() if " " in row or "" not in texts]
+    rows = []
+    for row in names_of_rows:
+        texts = [column.get(row, "") for column in columns]
+        # settings that all have, and all numbers, whose names have a space
+        if len({*texts}) > 1 and (" " in row or "" not in texts):
+            rows.append([row, *texts])
     rows = [["", *names], *rows] if rows else [["the same settings and numbers"]]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
@@ -109,8 +115,10 @@ def _curve(axis, lines, metric, label, colour, line, once):
     once: one entry in the legend, not one for each split.
     """
     for split, style in STYLES.items():
-        lines_of_split = [line for line in lines if line["split"] == split]
-        points = [(p["step"], p[metric]) for p in lines_of_split if p.get(metric) is not None]
+        points = []
+        for row in lines:
+            if row["split"] == split and row.get(metric) is not None:
+                points.append((row["step"], row[metric]))
         if not points:
             continue
         steps, values = zip(*points, strict=True)
