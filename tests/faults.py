@@ -15,6 +15,7 @@ import main_distributed
 import runs
 from ddp_utils import logps, optim
 from ddp_utils.runs import preemption
+from ddp_utils.sharding import deepspeed_engine
 from ranks import run_ranks
 
 # twelve steps with a checkpoint after 5 and 10, a validation after 4, 8 and 12
@@ -79,8 +80,13 @@ def _mine(rank):
 
 def at_backward(rank, step, action):
     """action(loss) -> loss in the backward of a step, counted from 0 in this life."""
-    policy = optim.Policy
-    sync, backward, turn, is_last = policy.sync_gradients, policy.backward, [0], [False]
+    turn, is_last = [0], [False]
+    for policy in (optim.Policy, deepspeed_engine.ZeroPolicy):
+        spoil(policy, rank, step, action, turn, is_last)
+
+
+def spoil(policy, rank, step, action, turn, is_last):
+    sync, backward = policy.sync_gradients, policy.backward
 
     def watch(self, last):
         is_last[0] = last
