@@ -101,7 +101,8 @@ def mark_of(config, prompts, settings) -> str:
     names += " min_sequence_length val_split use_mixed_precision base_dtype chat_template_kwargs"
     facts = [getattr(config, name) for name in names.split()]
     facts += [models.digest_of_model(config.model_name, settings), prompts, torch.__version__]
-    facts += environment.code_of("generate_data.py", "ddp_utils/*.py", "prompt_baking/*.py")
+    code = environment.code_of("generate_data.py", "ddp_utils/*.py", "prompt_baking/*.py")
+    facts += sorted(code.items())
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 

@@ -182,7 +182,8 @@ def answer(policy, data, encoder, config, run):
     for split in ("val", "test"):
         prompts = [pair.prompt for pair in data[split][: config.num_samples]]
         if prompts:
-            spec = sampling.SampleSpec.of(config)
+            limits = (config.max_new_tokens, config.batch_size)
+            spec = sampling.SampleSpec(config.temperature, config.top_p, *limits, config.seed)
             with policy.gathered():
                 ids = sampling.generate(
                     policy.scorer,
@@ -297,16 +298,14 @@ def main(argv=None) -> int:
         config = dataclasses.replace(config, learning_rate=rate)
     plan = sampler.Plan.of(config, len(data["train"]))
     strategy = strategy_of(config)
+    checkpoints = config.keep_checkpoints + 1 + config.save_best
+    lora_r = config.lora_r if config.fine_tuning == "lora" else None
     spec = RunSpec(
         folder=Path(config.result_dir),
         flag="--result_dir",
         steps=plan.steps,
         inputs=inputs_of(config, data, outline, judge),
-        bytes_needed=optim.bytes_to_write(
-            outline,
-            config.keep_checkpoints + 1 + config.save_best,
-            config.lora_r if config.fine_tuning == "lora" else None,
-        ),
+        bytes_needed=optim.bytes_to_write(outline, checkpoints, lora_r),
         report=report,
         lines=[preference_data.describe(split, part) for split, part in report.items()],
         model_folder=Path(config.output_dir) if config.output_dir else None,
@@ -342,8 +341,7 @@ def main(argv=None) -> int:
         done = run.restore(policy, optimizer, schedule)
 
         def evaluated(split):
-            rest = (data, ref_logps, config, world, run.stop_if_requested)
-            return evaluate(policy, split, *rest)
+            return evaluate(policy, split, data, ref_logps, config, world, run.stop_if_requested)
 
         def validate(step):
             is_due = bool(data["val"]) and plan.due(config.eval_every, step)

@@ -269,16 +269,14 @@ def fine_tune(config, world) -> int:
         inputs[f"content of {config.strategy}_config"] = digest
     precision = choose_numbers(config, outline, world)
     strategy = strategy_of(config)
+    checkpoints = config.keep_checkpoints + 1 + config.save_best
+    lora_r = config.lora_r if config.fine_tuning == "lora" else None
     spec = RunSpec(
         folder=Path(config.output_dir),
         flag="--output_dir",
         steps=plan.steps,
         inputs=inputs,
-        bytes_needed=optim.bytes_to_write(
-            outline,
-            config.keep_checkpoints + 1 + config.save_best,
-            config.lora_r if config.fine_tuning == "lora" else None,
-        ),
+        bytes_needed=optim.bytes_to_write(outline, checkpoints, lora_r),
         report=report,
         lines=lines,
         save_best=config.save_best,

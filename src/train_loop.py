@@ -229,7 +229,8 @@ def answer(student, questions, encoder, x0, config, run, who):
     """Replies of the base model ("base", "prompted") or of what is trained ("baked")."""
     adapters = contextlib.nullcontext() if who == "baked" else student.model.disable_adapter()
     ids = [trajectories_.prompts(encoder, x0, text)[who == "prompted"] for text in questions]
-    spec = sampling.SampleSpec.of(config)
+    limits = (config.max_new_tokens, config.batch_size)
+    spec = sampling.SampleSpec(config.temperature, config.top_p, *limits, config.seed)
     with adapters:
         poll = run.stop_if_requested
         replies = sampling.generate(student, ids, encoder.ends, run.world, spec, poll=poll)
@@ -308,14 +309,13 @@ def main(argv=None) -> int:
         f"{len(report['dropped'])} dropped"
         for split, report in reports.items()
     ]
+    checkpoints = config.keep_checkpoints + 1 + config.save_best
     spec = RunSpec(
         folder=Path(config.out_dir),
         flag="--out_dir",
         steps=plan.steps,
         inputs=inputs,
-        bytes_needed=optim.bytes_to_write(
-            outline, config.keep_checkpoints + 1 + config.save_best, config.lora_r
-        ),
+        bytes_needed=optim.bytes_to_write(outline, checkpoints, config.lora_r),
         report=reports,
         lines=described,
         save_best=config.save_best,

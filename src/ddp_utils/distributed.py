@@ -294,13 +294,6 @@ def gather_by_index(count, parts, values, world):
     return all_sum(table, world)
 
 
-def gather_by_rank(digest, world) -> list:
-    """The sha256, in hexadecimal digits, that each rank has."""
-    table = torch.zeros(world.world_size, 32, device=world.device)
-    table[world.rank] = torch.tensor([*bytes.fromhex(digest)], dtype=torch.float32)
-    return [bytes(row).hex() for row in all_sum(table, world).byte().tolist()]
-
-
 # --- how an error ends all ranks -----------------------------------------------------------------
 
 

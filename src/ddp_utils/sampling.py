@@ -26,17 +26,6 @@ class SampleSpec(NamedTuple):
     batch_size: int  # replies of one forward
     seed: int
 
-    @classmethod
-    def of(cls, config):
-        """Return that of a script whose settings have these names."""
-        return cls(
-            config.temperature,
-            config.top_p,
-            config.max_new_tokens,
-            config.batch_size,
-            config.seed,
-        )
-
 
 class SeededNoise(transformers.LogitsProcessor):
     """Gumbel noise from one generator per row: its arg max is a draw from the softmax.

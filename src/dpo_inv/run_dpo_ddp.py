@@ -11,6 +11,7 @@ Guide: docs/protein_dpo.md. Results: output_dir (see results/README.md).
 """
 
 import hashlib
+import json
 import math
 import sys
 import time
@@ -22,7 +23,7 @@ from torch import nn
 
 from ddp_utils import distributed, files, losses, metrics, optim, sampler
 from ddp_utils.metrics import Averages, wilson
-from ddp_utils.runs import checks, preemption, resume
+from ddp_utils.runs import checks, preemption
 from ddp_utils.runs import run as run_
 from ddp_utils.runs.run import Run, RunSpec
 from dpo_inv import batches, mpnn, weights
@@ -231,9 +232,14 @@ def digest(pairs, structures) -> str:
 
 def mean_of(folder, name, after, until):
     """Mean over the pairs of some training steps: those above `after`, up to `until`."""
-    lines = [line for line in resume.read_metrics(folder) if line["split"] == "train"]
-    lines = [line for line in lines if after < line["step"] <= until and name in line]
-    return sum(x[name] * x["count"] for x in lines) / sum(x["count"] for x in lines)
+    total = 0.0
+    count = 0
+    for text in (folder / "metrics.jsonl").read_text().splitlines():
+        line = json.loads(text)
+        if line["split"] == "train" and after < line["step"] <= until:
+            total += line[name] * line["count"]
+            count += line["count"]
+    return total / count
 
 
 def main(argv=None) -> int:

@@ -162,5 +162,7 @@ class Teacher:
         with files.replacing(path) as temporary:
             save_file(states, temporary)
             shutil.copymode(run.folder / "config.json", temporary)
-        for rank, digest in enumerate(distributed.gather_by_rank(files.sha256(path), world)):
+        from ddp_utils.runs.shares import gather_by_rank
+
+        for rank, digest in enumerate(gather_by_rank(files.sha256(path), world)):
             run.add_cached_file(f"teacher/{name.format(rank)}", fingerprint, digest)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import faults
 from conftest import ROOT
-from ddp_utils.runs import environment, resume
+from ddp_utils.runs import environment
+from ddp_utils.tools import plots
 
 
 def test_a_flipped_bit_changes_no_weight_or_is_one_line(tmp_path):
@@ -38,7 +39,7 @@ def test_a_flipped_bit_changes_no_weight_or_is_one_line(tmp_path):
         case = f"{file}, bit {bit}: {outcome.codes}\n{outcome.logs[0]}"
         if outcome.codes == [0]:
             assert faults.digest(folder) == faults.digest(tmp_path / "whole/run"), case
-            resume.read_metrics(folder)  # which the curves and the report are made of
+            plots.read_metrics(folder)  # which the curves and the report are made of
             went_on += 1
         else:
             line = outcome.logs[0]
@@ -89,8 +90,21 @@ def test_the_digest_of_code_is_of_what_it_does(tmp_path):
     assert len({digest(text) for text in [same[0], *others]}) == 4
 
 
+def test_the_code_of_a_run_is_also_what_it_imports_later():
+    """Attention over packed rows, a LoRA's backward: imported when a run comes to them."""
+    command = [
+        sys.executable,
+        "-c",
+        "import main_distributed as main; print(*main.run_.environment.code())",
+    ]
+    done = subprocess.run(command, cwd=ROOT / "src", capture_output=True, text=True)
+    rooms = {str(path.relative_to(ROOT / "src")) for path in ROOT.glob("src/ddp_utils/**/*.py")}
+    named = {*done.stdout.split()}
+    assert {name for name in rooms if "/tools/" not in name} | {"main_distributed.py"} <= named
+
+
 def test_a_damaged_line_of_metrics_is_left_out(tmp_path):
     good = '{"split": "train", "step": 1, "loss": 0.5}\n'
     lines = good + good.replace("{", "z", 1) + good.replace('"step"', '"stop"') + "7\n" + good[:9]
     (tmp_path / "metrics.jsonl").write_bytes(lines.encode() + b'\n{"\xff": 1}\n')
-    assert resume.read_metrics(tmp_path) == [{"split": "train", "step": 1, "loss": 0.5}]
+    assert plots.read_metrics(tmp_path) == [{"split": "train", "step": 1, "loss": 0.5}]

@@ -29,6 +29,8 @@ def chat(record, field, *sides):
         turns = turns_of(record, side)
         turns = (before if turns[0]["role"] == "assistant" else system) + turns
         *prompt, reply = in_order(record, side, turns, "assistant")
+        if "weight" in reply:
+            raise UserError(f"{record.where}: {side}: its reply has the weight 0; leave it out")
         prompts.append(prompt)
         replies.append(reply["content"])
     for turn in sum(prompts, before):

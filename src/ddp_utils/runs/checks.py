@@ -31,9 +31,8 @@ def raise_not_finite(scores, locations, step):
     for location, is_finite in zip(locations, torch.isfinite(scores).all(-1), strict=True):
         if not is_finite:
             bad.append(location)
-    rows = f"{', '.join(bad[:3])}: " if bad else ""
-    if len(bad) > 3:
-        rows = f"{', '.join(bad[:3])} and {len(bad) - 3} more: "
+    more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+    rows = f"{', '.join(bad[:3])}{more}: " if bad else ""
     raise NonFiniteError(
         f"{rows}the loss is not finite in step {step + 1}; "
         "no step was taken; a smaller --learning_rate, or remove the rows"
@@ -76,9 +75,9 @@ def check_first_step(policy, means, now, ref_logps, tokens, locations, expected)
     bound = noise(policy.precision, torch.tensor(tokens, device=now.device))  # [rows], in nats
     check_reference(now, ref_logps, bound, locations)
     sides = ("logps/chosen", "logps/rejected")
-    trained = torch.tensor([means[side] for side in sides], device=now.device)  # [2]
-    bounds = bound.mean().expand(1)
-    check_reference(trained[None], ref_logps.mean(0, keepdim=True), bounds, ["mean of the batch"])
+    trained = torch.tensor([[means[side] for side in sides]], dtype=torch.float64)  # [1, 2]
+    expected_mean = ref_logps.double().mean(0, keepdim=True).cpu()
+    check_reference(trained, expected_mean, bound.mean()[None].cpu(), ["mean of the batch"])
     if expected is None or policy.precision != torch.float32:  # simpo has no closed form
         return
     loss = means.get("loss/preference", means["loss"])

@@ -19,6 +19,8 @@ import torch
 from ddp_utils import jsonl, metrics
 
 SRC = jsonl.ROOT / "src"
+ROOMS = ("ddp_utils/*.py", "ddp_utils/runs/*.py", "ddp_utils/fast/*.py")
+ROOMS += ("ddp_utils/readers/*.py", "ddp_utils/sharding/*.py")
 NAME = r"(?:(?:auth|access)?token|(?:api|access|secret)?[_-]?key|secret|passw(?:or)?d|pwd"
 NAME += r"|passphrase|credentials?|sig|signature)"
 VALUE = r"""(?:"[^"]+"|'[^']+'|[^\s'"]+)"""
@@ -78,26 +80,27 @@ def describe(config, world) -> dict:
 
 
 def code() -> dict:
-    """Return a digest of each of the project's own files that are imported, and of the script.
+    """Return a digest of each of the project's files that a run may import, and of its script.
 
+    Of ddp_utils all rooms but the tools: some are imported only when the run comes to them.
     Comments and blank lines do not count. Keys are paths below src, or the script's name.
     """
-    digests = {}
+    digests = code_of(*ROOMS)
     for module in list(sys.modules.values()):
         file = Path(getattr(module, "__file__", None) or "")
         is_ours = SRC in file.parents
-        is_main = getattr(module, "__name__", "") == "__main__"
-        if file.suffix == ".py" and (is_ours or is_main):
+        if file.suffix == ".py" and (is_ours or getattr(module, "__name__", "") == "__main__"):
             name = str(file.relative_to(SRC)) if is_ours else file.name
             digests[name] = digest_of_code(file)
     return digests
 
 
-def code_of(*patterns) -> list:
-    """Return digests of the files below src that these patterns match."""
-    digests = []
+def code_of(*patterns) -> dict:
+    """Return a digest of each file below src that one of these patterns matches."""
+    digests = {}
     for pattern in patterns:
-        digests += map(digest_of_code, sorted(SRC.glob(pattern)))
+        for file in sorted(SRC.glob(pattern)):
+            digests[str(file.relative_to(SRC))] = digest_of_code(file)
     return digests
 
 

@@ -1,7 +1,6 @@
 """A run folder that exists: finished, to be continued, to be moved aside, or not to be touched."""
 
 import contextlib
-import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -125,20 +124,6 @@ def read_json(folder, name="summary.json") -> dict:
     with contextlib.suppress(UserError):
         return checkpoint.read_json(Path(folder) / name)
     return {}
-
-
-def read_metrics(folder):
-    """The lines of metrics.jsonl as dicts; those that are damaged or cut are left out."""
-    path = Path(folder) / "metrics.jsonl"
-    if not path.is_file():
-        raise UserError(f"{folder}: no metrics.jsonl here; give a run folder")
-    lines = []
-    for line in path.read_bytes().split(b"\n"):
-        with contextlib.suppress(ValueError):
-            values = json.loads(line)
-            if isinstance(values, dict) and {"split", "step"} <= values.keys():
-                lines.append(values)
-    return lines
 
 
 def lock(folder):

@@ -287,6 +287,8 @@ class Plan:
 
     def lines(self, tokens_per_second=None):
         """Yield what check_gpu.py prints. tokens_per_second: of all ranks together, if known."""
+        if tokens_per_second is not None and not tokens_per_second > 0:
+            raise UserError("--tokens_per_second: give a number above 0, prompts counted twice")
         config = self.config
         ranks = self.where.ranks
         kind = f"a LoRA of rank {config.lora_r}" if config.fine_tuning == "lora" else "all weights"

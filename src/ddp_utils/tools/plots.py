@@ -4,7 +4,9 @@ python -m ddp_utils.tools.plots results/dpo                  # draw them again
 python -m ddp_utils.tools.plots results/dpo results/dpo.1    # compare: compare_*.png and a table
 """
 
+import contextlib
 import itertools
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +37,20 @@ FIGURES = {  # file -> panels of (title, {metric: label})
 STYLES = {"train": "-", "val": "o--", "test": "s"}
 
 
+def read_metrics(folder):
+    """The lines of metrics.jsonl as dicts; those that are damaged or cut are left out."""
+    path = Path(folder) / "metrics.jsonl"
+    if not path.is_file():
+        raise UserError(f"{folder}: no metrics.jsonl here; give a run folder")
+    lines = []
+    for line in path.read_bytes().split(b"\n"):
+        with contextlib.suppress(ValueError):
+            values = json.loads(line)
+            if isinstance(values, dict) and {"split", "step"} <= values.keys():
+                lines.append(values)
+    return lines
+
+
 def running_mean(values, window):
     """Mean of up to `window` values that end at each place."""
     means = []
@@ -45,7 +61,7 @@ def running_mean(values, window):
 
 def draw(folder):
     """Write those of FIGURES for which there are numbers into the run folder."""
-    _figures({"": resume.read_metrics(folder)}, Path(folder))
+    _figures({"": read_metrics(folder)}, Path(folder))
 
 
 def compare(folders, out):
@@ -53,7 +69,7 @@ def compare(folders, out):
     names = [Path(folder).resolve().name for folder in folders]
     if len({*names}) < len(names):
         names = list(map(str, folders))
-    runs = dict(zip(names, map(resume.read_metrics, folders), strict=True))
+    runs = dict(zip(names, map(read_metrics, folders), strict=True))
     _figures(runs, Path(out), "compare_")
     shown = {"win_rate"}
     for panels in FIGURES.values():
