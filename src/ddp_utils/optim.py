@@ -144,8 +144,7 @@ class Policy:
 
     def __call__(self, batch):
         """The scorer's output for a batch, in a forward that trains; else call `scorer` itself."""
-        module = self.scorer if self.ddp is None else self.ddp
-        return module(batch)
+        return (self.ddp or self.scorer)(batch)
 
     def sync_gradients(self, last: bool):
         """Before a forward: gradients travel between ranks in its backward if it is the `last`."""

@@ -31,9 +31,8 @@ def order(count, seed, epoch, shuffle=True) -> list[int]:
     """The order in which an epoch visits `count` rows."""
     if not shuffle:
         return list(range(count))
-    return torch.randperm(
-        count, generator=torch.Generator().manual_seed(seed_of(seed, epoch))
-    ).tolist()
+    generator = torch.Generator().manual_seed(seed_of(seed, epoch))
+    return torch.randperm(count, generator=generator).tolist()
 
 
 def share(rows, lengths, world, budget, padded=False) -> list[MicroBatch]:
