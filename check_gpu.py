@@ -263,7 +263,7 @@ def main(argv=None) -> int:
     world = distributed.whoami()
     facts = collect_facts() if world.is_main else {}
     if args.bench:
-        world = distributed.join(distributed.meet(world), timeout_minutes=5)
+        world = distributed.init_process_group(world, timeout_minutes=5)
         facts |= bench(world)
     if not world.is_main:
         return 0

@@ -231,7 +231,7 @@ def main(argv=None) -> int:
     world = distributed.whoami(argv=sys.argv)
     config = read_settings(argv, world)
     if not config.check:
-        world = distributed.meet(world, config.backend)
+        world = distributed.init_process_group(world, config.backend, config.timeout_minutes)
     x0 = jsonl.content(config.x0_file).decode()
     if not x0.strip():
         raise UserError(f"{config.x0_file}: it is empty; give the prompt that is to be baked")
@@ -257,7 +257,6 @@ def main(argv=None) -> int:
             print(about, f"run folder: {config.traj_out_file}.parts", sep="\n")
         return 0
 
-    world = distributed.join(world, config.timeout_minutes)
     distributed.on_main(world, lambda: check_files(config, mark))
     parts = Parts(config.traj_out_file, mark)
     done = distributed.on_main(world, parts.open)

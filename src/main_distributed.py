@@ -275,9 +275,9 @@ def main(argv=None) -> int:
     world = distributed.whoami(argv=sys.argv)
     config = read_settings(argv, world)
     if not config.check:
-        world = distributed.meet(world, config.backend)
+        world = distributed.init_process_group(world, config.backend, config.timeout_minutes)
 
-    # data: before there is a group, so that no rank waits in a collective while another one reads
+    # data
     tokenizer = load_tokenizer(config.model_name)
     shape = config.max_length, config.truncation, config.chat_template_kwargs
     encoder = Encoder(tokenizer, config.chat_template, *shape)
@@ -316,7 +316,6 @@ def main(argv=None) -> int:
         distributed.choose_device(world, config.backend)
         return run_.check(spec, config, world)
 
-    world = distributed.join(world, config.timeout_minutes)
     precision = precision_of(config, world.device)
     optim.check_same_precision(precision, world)
     peak = optim.learning_rate(config, plan.global_batch, world.world_size)

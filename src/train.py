@@ -246,9 +246,9 @@ def fine_tune(config, world) -> int:
     models.inherit_adapter_config(config)
     world = distributed.choose_device(world, config.backend)
     if not config.check:
-        world = distributed.meet(world, config.backend)
+        world = distributed.init_process_group(world, config.backend, config.timeout_minutes)
 
-    # data: before there is a group, so that no rank waits in a collective while another one reads
+    # data
     tokenizer = load_tokenizer(config.model_name)
     shape = config.max_length, config.truncation, config.chat_template_kwargs
     encoder = Encoder(tokenizer, config.chat_template, *shape)
@@ -286,7 +286,6 @@ def fine_tune(config, world) -> int:
     if config.check:
         return run_.check(spec, config, world)
 
-    world = distributed.join(world, config.timeout_minutes)
     optim.check_same_precision(precision, world)
     if config.use_fsdp:
         from ddp_utils.sharding import fsdp

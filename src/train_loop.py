@@ -272,9 +272,9 @@ def main(argv=None) -> int:
     world = distributed.whoami(argv=sys.argv)
     config = read_settings(argv, world)
     if not config.check:
-        world = distributed.meet(world, config.backend)
+        world = distributed.init_process_group(world, config.backend, config.timeout_minutes)
 
-    # data: before there is a group, so that no rank waits in a collective while another one reads
+    # data
     tokenizer = load_tokenizer(config.model_name)
     arguments = config.chat_template_kwargs
     encoder = Encoder(tokenizer, config.chat_template, config.max_traj_len, kwargs=arguments)
@@ -324,7 +324,6 @@ def main(argv=None) -> int:
         distributed.choose_device(world, config.backend)
         return run_.check(spec, config, world)
 
-    world = distributed.join(world, config.timeout_minutes)
     mixed = "auto" if config.use_mixed_precision else "no"
     precision = optim.Precision.choose(world.device, "lora", config.base_dtype, mixed)
     optim.check_same_precision(precision, world)

@@ -148,8 +148,10 @@ def main(argv=None) -> int:
     # setup
     world = distributed.whoami(argv=sys.argv)
     config, lines = read(sys.argv[1:] if argv is None else argv, world.is_main)
-    choose = distributed.choose_device if config.check else distributed.meet
-    world = choose(world, config.backend)
+    if config.check:
+        world = distributed.choose_device(world, config.backend)
+    else:
+        world = distributed.init_process_group(world, config.backend, config.timeout_minutes)
     precision = optim.Precision.choose(world.device, mixed=config.mixed_precision)
     autocast = precision.autocast
     if autocast == torch.float16 and world.device.type == "cpu":
@@ -175,7 +177,6 @@ def main(argv=None) -> int:
     if config.check:
         return run_.check(spec, config, world)
 
-    world = distributed.join(world, config.timeout_minutes)
     optim.check_same_precision(precision, world)
     returns = distributed.on_main(
         world, lambda: [] if path.exists() else [*windows.collect(config, path)]

@@ -1,4 +1,4 @@
-"""A process group under any launcher, and none for one process: find the world, meet, reduce."""
+"""A process group under any launcher, and none for one process."""
 
 import contextlib
 import errno
@@ -32,7 +32,8 @@ LAUNCHERS = {
     "srun": "SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_LOCALID SLURM_STEP_TASKS_PER_NODE",
 }
 BINDERS = {"pals", "mpirun", "mpiexec", "srun"}  # may show each process one GPU of its own
-BACKENDS = {"nccl": "cuda", "xccl": "xpu", "ccl": "xpu", "gloo": "cpu"}
+# ccl is what Intel's backend was called before torch had one itself
+BACKENDS = {"nccl": "cuda", "xccl": "xpu", "ccl": "xpu", "xpu": "xpu", "gloo": "cpu"}
 
 JOBS = ("SLURM_JOB_ID", "PBS_JOBID")
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}  # of a disk
@@ -48,7 +49,6 @@ class World(NamedTuple):
     launcher: str = "python"
     device: torch.device = torch.device("cpu")
     backend: str = "none"
-    store: object = None  # through which the others were met
 
     @property
     def is_main(self):
@@ -92,13 +92,10 @@ def choose_device(world, backend) -> World:
     Raises UserError if the backend's device is absent or has fewer units than processes.
     """
     asked = backend
-    if backend in ("auto", "xpu", "ccl"):
-        kinds = ("cuda", "xpu", "cpu") if backend == "auto" else ("xpu",)
-        if backend == "auto" and os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true"):
-            kinds = ("cpu",)  # accelerate launch --cpu
-        kind = next((kind for kind in kinds if kind == "cpu" or _count(kind)), "xpu")
-        backend = {"cuda": "nccl", "xpu": _xpu_backend(backend), "cpu": "gloo"}[kind]
-    kind = BACKENDS[backend]
+    kind = BACKENDS.get(backend, "cpu")
+    if backend == "auto" and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("1", "true"):
+        kind = next(filter(_count, ("cuda", "xpu")), "cpu")
+    backend = {"cuda": "nccl", "xpu": "xccl", "cpu": "gloo"}[kind]
     if kind == "cpu":
         return world._replace(device=torch.device("cpu"), backend=backend)
     index = device_index(world, kind, _count(kind), asked)
@@ -126,53 +123,63 @@ def _count(kind):
     return unit.device_count() if unit.is_available() else 0
 
 
-def _xpu_backend(asked):
-    """Since torch 2.8 Intel GPUs use xccl; before, ccl, which registers itself when imported.
-
-    Who asks for ccl, as older guides do, gets xccl where torch has no other.
-    """
-    if asked == "ccl" or not dist.is_xccl_available():
-        with contextlib.suppress(ImportError):
-            import oneccl_bindings_for_pytorch  # noqa: F401
-
-            return "ccl"
-    return "xccl"
+# --- the process group ---------------------------------------------------------------------------
 
 
-# --- meet and join -------------------------------------------------------------------------------
+def init_process_group(world, backend="auto", timeout_minutes=30) -> World:
+    """Choose the device and meet the other processes: the first thing that a script does.
 
-
-def meet(world, backend="auto") -> World:
-    """Choose the device and find the other processes: the first thing that a script does.
-
-    Whatever takes long comes between meet() and join(), so that no collective waits for it.
     Raises UserError within a minute: wrong address, port in use, more processes than devices.
     """
     world = choose_device(world, backend)
     if world.device.type != "cpu":
-        getattr(torch, world.device.type).set_device(world.device)
+        torch.accelerator.set_device_index(world.device)
     if world.world_size == 1 or dist.is_initialized():
         return world
     address, port = meeting_point(world)
-    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's
+    if world.local_size == world.world_size and sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one node: no need to resolve its name
+    # DETAIL puts a wrapper around gloo on which DDP dies (torch 2.13, SIGSEGV in its logger): the
+    # group is made one level lower, DDP's own checks stay at DETAIL
+    level = dist.get_debug_level()
+    if world.backend == "gloo" and level == dist.DebugLevel.DETAIL:
+        dist.set_debug_level(dist.DebugLevel.INFO)
+    timeout = timedelta(minutes=timeout_minutes)
+    try:
+        store = _open_store(world, address, port)
+        store.set_timeout(timeout)
+        dist.init_process_group(
+            world.backend,
+            store=store,
+            rank=world.rank,
+            world_size=world.world_size,
+            timeout=timeout,
+            device_id=None if world.device.type == "cpu" else world.device,
+        )
+    except (dist.DistError, RuntimeError, OSError) as error:
+        who = f"rank {world.rank} could not meet the {world.world_size} processes"
+        raise UserError(why_not_met(error, who, address, port)) from error
+    dist.set_debug_level(level)
+    return world
+
+
+def _open_store(world, address, port):
+    """Return the store through which the ranks find each other: torchrun's, or one of rank 0."""
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         seconds = float(os.environ.get("DDP_JOIN_SECONDS", 50))
         options = {"timeout": timedelta(seconds=seconds)}
     except (ValueError, OverflowError) as error:
         raise UserError(f"DDP_JOIN_SECONDS: {error}; export a number, such as 300") from None
-    options["is_master"] = world.is_main and not agents
-    deadline = time.monotonic() + seconds
-    try:
-        if options["is_master"]:
-            options["master_listen_fd"] = _listen(world, address, port)
-        wait_for_listener(address, port, deadline)
-        store = dist.TCPStore(address, port, world.world_size, **options)
-        if agents:  # torchrun keeps its store through restarts
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            store = dist.PrefixStore(f"attempt_{attempt}", store)
-    except (dist.DistError, RuntimeError, OSError) as error:
-        raise UserError(why_not_met(error, who(world), address, port)) from error
-    return world._replace(store=store)
+    options["is_master"] = world.is_main and not has_agent
+    if options["is_master"]:
+        options["master_listen_fd"] = _listen(world, address, port)
+    wait_for_listener(address, port, time.monotonic() + seconds)
+    store = dist.TCPStore(address, port, world.world_size, **options)
+    if not has_agent:
+        return store
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # its store outlives restarts
+    return dist.PrefixStore(f"attempt_{attempt}", store)
 
 
 def _listen(world, address, port) -> int:
@@ -196,42 +203,6 @@ def wait_for_listener(address, port, deadline):
         time.sleep(0.2)
 
 
-def join(world, timeout_minutes=30) -> World:
-    """Enter the process group of those who met; nothing to do for one process."""
-    if world.world_size == 1 or dist.is_initialized():
-        return world
-    if world.local_size == world.world_size and sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one node: no need to resolve its name
-    timeout = timedelta(minutes=timeout_minutes)
-    world.store.set_timeout(timeout)
-    try:
-        with _debug_level_for(world.backend):
-            dist.init_process_group(
-                world.backend,
-                store=world.store,
-                rank=world.rank,
-                world_size=world.world_size,
-                timeout=timeout,
-                device_id=None if world.device.type == "cpu" else world.device,
-            )
-    except (dist.DistError, RuntimeError) as error:
-        raise UserError(why_not_met(error, who(world), *meeting_point(world))) from error
-    return world
-
-
-@contextlib.contextmanager
-def _debug_level_for(backend):
-    """TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper around gloo on which DDP dies (torch 2.13,
-    SIGSEGV in its logger): the group is made one level lower, DDP's own checks stay at DETAIL."""
-    level = dist.get_debug_level()
-    if backend == "gloo" and level == dist.DebugLevel.DETAIL:
-        dist.set_debug_level(dist.DebugLevel.INFO)
-    try:
-        yield
-    finally:
-        dist.set_debug_level(level)
-
-
 def meeting_point(world, env=os.environ):
     """Address and port where rank 0 keeps the store: the environment's, else one of this node's."""
     job = next((env[name] for name in JOBS if env.get(name)), "")
@@ -249,10 +220,6 @@ def meeting_point(world, env=os.environ):
     if not port.isdecimal() or not 0 < int(port) < 65536:
         raise UserError(f"MASTER_PORT: '{port}' is not a port; give a number from 1 to 65535")
     return address or "127.0.0.1", int(port)
-
-
-def who(world) -> str:
-    return f"rank {world.rank} could not meet the {world.world_size} processes"
 
 
 def why_not_met(error, who, address, port) -> str:

@@ -247,9 +247,9 @@ def main(argv=None) -> int:
     world = distributed.whoami(argv=sys.argv)
     config = read_settings(argv, world.is_main)
     if not config.check:
-        world = distributed.meet(world, config.backend)
+        world = distributed.init_process_group(world, config.backend, config.timeout_minutes)
 
-    # data: before there is a group, so that no rank waits in a collective while another one reads
+    # data
     data, structures, reports = read_data(config, world)
     base = weights.path_of(config.base_model_name, config.base_model_dir)
     plan = sampler.Plan.of(config, len(data["train"]), world.world_size)
@@ -270,7 +270,6 @@ def main(argv=None) -> int:
         distributed.choose_device(world, config.backend)
         return run_.check(spec, config, world)
 
-    world = distributed.join(world, config.timeout_minutes)
     peak = optim.learning_rate(config, plan.global_batch, world.world_size)
 
     with Run(spec, config, world) as run:

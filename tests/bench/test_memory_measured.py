@@ -101,7 +101,7 @@ def measure(number, folder):
     """What a rank of this case holds at the most, to standard output."""
     case = CASES[number]
     torch.set_num_threads(1)
-    world = distributed.join(distributed.meet(distributed.whoami()), timeout_minutes=5)
+    world = distributed.init_process_group(distributed.whoami(), timeout_minutes=5)
     train(case, config_of(case, folder / "tiny"), rows_of(case, 512), world)
     gc.collect()
     before = memory("VmRSS")

@@ -1,8 +1,5 @@
 """Who am I under each launcher, which device, where to meet: environments in, answers out."""
 
-import sys
-from types import ModuleType
-
 import pytest
 
 from ddp_utils import UserError, distributed
@@ -70,8 +67,6 @@ BACKENDS = [  # what the machine has, --backend -> device and backend; None: ref
     ("cuda", "gloo", ("cpu", "gloo")),
     ("xpu", "xpu", ("xpu", "xccl")),
     ("xpu", "ccl", ("xpu", "xccl")),  # the older guides' name: torch has its own now
-    ("xpu bindings", "ccl", ("xpu", "ccl")),
-    ("xpu bindings", "auto", ("xpu", "ccl")),  # a torch without xccl, as this one
     ("cuda", "xpu", None),  # a GPU backend is never silently replaced
     ("", "nccl", None),
 ]
@@ -81,8 +76,6 @@ def test_auto_is_a_look_up_and_anything_else_to_the_letter(monkeypatch):
     for has, backend, expected in BACKENDS:
         counts = dict.fromkeys(has.split(), 2)
         monkeypatch.setattr("ddp_utils.distributed._count", lambda kind, n=counts: n.get(kind, 0))
-        bindings = ModuleType("oneccl_bindings_for_pytorch") if "bindings" in has else None
-        monkeypatch.setitem(sys.modules, "oneccl_bindings_for_pytorch", bindings)
         if expected is None:
             with pytest.raises(UserError, match="needs a"):
                 distributed.choose_device(World(), backend)

@@ -19,7 +19,7 @@ SETTINGS = SimpleNamespace(temperature=1.0, top_p=1.0, max_new_tokens=12, batch_
 
 
 def replies():
-    world = distributed.join(distributed.meet(distributed.whoami()))
+    world = distributed.init_process_group(distributed.whoami())
     encoder = Encoder(load_tokenizer("data/demo/model"))
     scorer = logps.Scorer(models.load("data/demo/model", torch.float32, world.device))
     prompts = []
@@ -41,29 +41,27 @@ linux = pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="read
 
 
 def sockets_of_a_group():
-    """Addresses once the store is there, and in the group; the interface that gloo was told."""
-    met = distributed.meet(distributed.whoami())
-    store = addresses()
-    world = distributed.join(met)
+    """Addresses at which the group can be reached, and the interface that gloo was told."""
+    world = distributed.init_process_group(distributed.whoami())
     distributed.all_sum(torch.ones(2), world)
-    return store, addresses(), os.environ.get("GLOO_SOCKET_IFNAME")
+    return addresses(), os.environ.get("GLOO_SOCKET_IFNAME")
 
 
 @linux
 def test_a_group_of_one_node_can_be_reached_from_this_node_alone():
-    for store, group, interface in ranks(2, sockets_of_a_group):
-        assert store == group == {"127.0.0.1"}
+    for group, interface in ranks(2, sockets_of_a_group):
+        assert group == {"127.0.0.1"}
         assert interface == "lo"
 
 
 @linux
 def test_an_interface_that_the_user_chose_stays():
     outcome = run_ranks(2, sockets_of_a_group, env={"GLOO_SOCKET_IFNAME": "lo,lo"})
-    assert [result[2] for result in outcome.results] == ["lo,lo", "lo,lo"], outcome.logs
+    assert [result[1] for result in outcome.results] == ["lo,lo", "lo,lo"], outcome.logs
 
 
 def fails_on(rank):
-    world = distributed.join(distributed.meet(distributed.whoami()))
+    world = distributed.init_process_group(distributed.whoami())
 
     def work():
         if world.rank == rank:

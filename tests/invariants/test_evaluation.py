@@ -31,7 +31,7 @@ def seven_rows(folder):
 
 def evaluations(path, reference):
     """main_distributed.evaluate of a policy against a table that is not its own log-probs."""
-    world = distributed.join(distributed.meet(distributed.whoami()))
+    world = distributed.init_process_group(distributed.whoami())
     tokenizer = load_tokenizer("data/demo/model")
     data, _ = preference_data.read(path, Encoder(tokenizer))
     model = AutoModelForCausalLM.from_pretrained(models.model_path("data/demo/model"))

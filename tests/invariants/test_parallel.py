@@ -26,7 +26,7 @@ SETTINGS = SimpleNamespace(
 
 
 def policy_and_pairs(fine_tuning="lora"):
-    world = distributed.join(distributed.meet(distributed.whoami()))
+    world = distributed.init_process_group(distributed.whoami())
     torch.manual_seed(0)
     config = SimpleNamespace(**{**vars(SETTINGS), "fine_tuning": fine_tuning})
     precision = optim.Precision.choose(world.device, fine_tuning)
@@ -179,7 +179,7 @@ KEPT = {  # what FSDP is told, processes of a node -> what a rank of two keeps o
 def kept_by_fsdp():
     """Share of its numbers, whether it is shared out again after a forward, how many parts are
     sharded by themselves, the dtype that computes, and whether it waits in the host's memory."""
-    world, kept = distributed.join(distributed.meet(distributed.whoami())), []
+    world, kept = distributed.init_process_group(distributed.whoami()), []
     for settings, local_size, _ in KEPT.values():
         sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=2, vocab_size=12)
         model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))

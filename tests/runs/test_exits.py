@@ -18,7 +18,7 @@ from ranks import free_port, ranks, run_ranks
 
 def ddp_steps(failing=-1):
     """The shape that aborts at exit without dist.run: DDP, all-reduces, the end."""
-    world = distributed.join(distributed.meet(distributed.whoami()))
+    world = distributed.init_process_group(distributed.whoami())
     model = DistributedDataParallel(torch.nn.Linear(64, 64))
     for step in range(3):
         model(torch.ones(2, 64)).sum().backward()
@@ -127,7 +127,7 @@ WRONG = [  # what one of two processes is told -> what its line says
 def test_a_group_that_cannot_meet_costs_one_line(env, message):
     """And no C++ frames, which TCPStore prints at each attempt."""
     code = "from ddp_utils import distributed as d\nfrom ddp_utils.runs import preemption\n"
-    code += "preemption.run(lambda: d.join(d.meet(d.whoami())) and 0)"
+    code += "preemption.run(lambda: d.init_process_group(d.whoami()) and 0)"
     told = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     told |= {"MASTER_PORT": str(free_port()), "DDP_JOIN_SECONDS": "2", **env}
     with socket.create_server(("", 0)) as taken:
@@ -139,7 +139,7 @@ def test_a_group_that_cannot_meet_costs_one_line(env, message):
 
 
 def on_main(how):
-    world = distributed.join(distributed.meet(distributed.whoami()))
+    world = distributed.init_process_group(distributed.whoami())
 
     def only_here():
         assert world.is_main

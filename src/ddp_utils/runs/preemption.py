@@ -72,7 +72,7 @@ def store_is_gone(env=os.environ) -> bool:
         return False
     try:
         socket.create_connection((env["MASTER_ADDR"], int(env["MASTER_PORT"])), timeout=5).close()
-    except OSError as error:  # of any other meet() tells what is wrong
+    except OSError as error:  # of any other init_process_group() tells
         return isinstance(error, ConnectionRefusedError)
     return False
 
