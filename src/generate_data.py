@@ -39,7 +39,7 @@ from ddp_utils import (
     sampling,
 )
 from ddp_utils.encoder import Encoder, load_tokenizer
-from ddp_utils.runs import checkpoint, environment, progress, resume
+from ddp_utils.runs import checkpoint, environment, folder, progress
 from ddp_utils.sampler import order
 from prompt_baking import trajectories
 
@@ -141,7 +141,7 @@ class Parts:
         Raises UserError if that run had other settings.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.lock = resume.lock(self.folder)
+        self.lock = folder.lock(self.folder)
         text = self.file.read_text() if self.file.exists() else ""
         text = text[: text.rfind("\n") + 1]  # a kill may cut the last line
         groups = [json.loads(line) for line in text.splitlines()]
@@ -221,7 +221,7 @@ def write(config, x0, questions, parts, tokenizer, ends):
         with files.replacing(path) as file:
             file.write_text("".join(rows[held]))
             if Path(path).exists():  # of other settings, or someone else's
-                lines.append(f"{path} was there: moved to {resume.move_aside(Path(path))}")
+                lines.append(f"{path} was there: moved to {folder.move_aside(Path(path))}")
         lines.append(f"{len(rows[held])} replies -> {path}")
     parts.close()
     return lines

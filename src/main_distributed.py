@@ -37,7 +37,8 @@ from ddp_utils.encoder import Encoder, load_tokenizer
 from ddp_utils.metrics import Averages, Meter, interval
 from ddp_utils.runs import checks
 from ddp_utils.runs import run as run_
-from ddp_utils.runs.run import Run, RunSpec
+from ddp_utils.runs.folder import RunSpec
+from ddp_utils.runs.run import Run
 
 DEMO = Path("data/demo")  # its model and train_data are the defaults of src/config.py
 DEMO_JUDGE = str(DEMO / "judge.py:score")

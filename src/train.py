@@ -33,7 +33,8 @@ from ddp_utils.encoder import Encoder, Pair, load_tokenizer
 from ddp_utils.metrics import Averages, Meter
 from ddp_utils.runs import checks
 from ddp_utils.runs import run as run_
-from ddp_utils.runs.run import Run, RunSpec
+from ddp_utils.runs.folder import RunSpec
+from ddp_utils.runs.run import Run
 from sft import instruction_data
 
 RATES = {  # objective and kind of fine-tuning -> learning rate from 10 M parameters on

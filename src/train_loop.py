@@ -40,7 +40,8 @@ from ddp_utils.fast import memory_efficient
 from ddp_utils.metrics import Averages, peak_memory_mb
 from ddp_utils.runs import checks
 from ddp_utils.runs import run as run_
-from ddp_utils.runs.run import Run, RunSpec
+from ddp_utils.runs.folder import RunSpec
+from ddp_utils.runs.run import Run
 from prompt_baking import distillation
 from prompt_baking import trajectories as trajectories_
 from prompt_baking.trajectories import share

@@ -31,7 +31,8 @@ from ad.model import Distiller, Model
 from ddp_utils import NonFiniteError, UserError, distributed, files, jsonl, metrics, optim, sampler
 from ddp_utils.runs import checks
 from ddp_utils.runs import run as run_
-from ddp_utils.runs.run import Run, RunSpec
+from ddp_utils.runs.folder import RunSpec
+from ddp_utils.runs.run import Run
 
 SHAPE = "grid_size tf_n_embd tf_n_layer tf_n_head tf_n_inner window tf_dropout tf_attn_dropout"
 POLLED = 10  # steps between looks whether one was asked to stop, each of which waits for the GPU

@@ -25,7 +25,8 @@ from ddp_utils import distributed, files, losses, metrics, optim, sampler
 from ddp_utils.metrics import Averages, wilson
 from ddp_utils.runs import checks, preemption
 from ddp_utils.runs import run as run_
-from ddp_utils.runs.run import Run, RunSpec
+from ddp_utils.runs.folder import RunSpec
+from ddp_utils.runs.run import Run
 from dpo_inv import batches, mpnn, weights
 from dpo_inv import pairs as pairs_
 from dpo_inv.config import read_settings

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ddp_utils import UserError
-from ddp_utils.runs import checkpoint, resume
+from ddp_utils.runs import checkpoint, folder
 
 STATE = "state.safetensors"
 
@@ -222,15 +222,16 @@ def test_every_other_setting_of_an_unfinished_run_is_refused(script, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(settings))
     (tmp_path / "environment.json").write_text("{}")
     write(tmp_path / "checkpoints", 4)
-    spec = resume.RunSpec(tmp_path, "--result_dir", 9, {}, 0)
-    assert resume.inspect(spec, settings, {}).verdict == "continue"
+    spec = folder.RunSpec(tmp_path, "--result_dir", 9, {}, 0)
+    code = {"code": {}}
+    assert folder.inspect(spec, settings, code).verdict == "continue"
     for name in settings.keys() - {"result_dir", "out_dir", "output_dir"}:
         changed = settings | {name: "another"}
         if name in MAY_CHANGE:
-            assert resume.inspect(spec, changed, {}).verdict == "continue", name
+            assert folder.inspect(spec, changed, code).verdict == "continue", name
         else:
             with pytest.raises(UserError, match=f"unfinished run .* {name}: .* -> another;"):
-                resume.inspect(spec, changed, {})
+                folder.inspect(spec, changed, code)
     (tmp_path / "summary.json").write_text('{"status": "finished"}')
-    assert resume.inspect(spec, settings, {}).verdict == "finished"
-    assert resume.inspect(spec, settings | {"seed": 7}, {}).verdict == "aside"
+    assert folder.inspect(spec, settings, code).verdict == "finished"
+    assert folder.inspect(spec, settings | {"seed": 7}, code).verdict == "aside"

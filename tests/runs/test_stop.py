@@ -13,7 +13,8 @@ import pytest
 
 import faults
 import runs
-from ddp_utils.runs import checkpoint, resume
+from ddp_utils.runs import checkpoint
+from ddp_utils.runs.folder import lock
 
 LORA = faults.MODES["lora"]
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
@@ -228,7 +229,7 @@ def test_f10_a_rank_that_is_silent_is_named(fault, tmp_path):
 def test_f15_a_second_run_in_the_folder_is_refused_and_told_whose_it_is(undisturbed, tmp_path):
     folder = Path(shutil.copytree(undisturbed, tmp_path / "run"))
     before = json.loads((folder / "environment.json").read_text())
-    held = resume.lock(folder)
+    held = lock(folder)
     try:
         outcome = faults.start(2, folder, *LORA)
     finally:

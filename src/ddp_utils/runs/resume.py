@@ -1,13 +1,15 @@
-"""A run folder that exists: finished, to be continued, to be moved aside, or not to be touched."""
+"""A run folder that has a run: finished, to be continued, to be moved aside, or not to be touched.
+
+Imported only where there is one.
+"""
 
 import contextlib
+import os
 from pathlib import Path
-from typing import NamedTuple
 
-from filelock import FileLock, Timeout
-
-from ddp_utils import UserError
+from ddp_utils import UserError, files
 from ddp_utils.runs import checkpoint
+from ddp_utils.runs.folder import FolderState, lock
 
 # settings that change no number, so that they may change between two lives of a run
 FREE = {"check", "debug", "restart", "same_code", "reference_logps"}
@@ -19,92 +21,62 @@ FREE |= {"ckpt_interval", "eval_interval", "gen_interval", "summary_interval"}
 SAID = {"max_steps", "num_epochs", "train_timesteps", "save_best"}
 SAID |= {"strategy", "use_fsdp", "fsdp_config", "use_deepspeed", "deepspeed_config"}
 SAID |= {"content of fsdp_config", "content of deepspeed_config"}
+# what may differ, too: the numbers of the run are then equal but for rounding
+ROUNDING = ("world_size", "device", "threads", "versions")
+# where these count per process, their product with the world size is among the inputs
+PER_PROCESS = {"batch_size", "micro_batch_size", "train_batch_size", "gradient_accumulation_steps"}
 
 
-class RunSpec(NamedTuple):
-    """What a run will do, known before a model is loaded."""
+def inspect(spec, settings, described, restart, same_code) -> FolderState:
+    """Compare the run in a folder with one that is about to start; as folder.inspect().
 
-    folder: Path
-    flag: str  # that names the folder
-    steps: int  # optimizer steps of the whole run
-    inputs: dict  # name -> digest, of all that it reads
-    bytes_needed: int  # that it will write at the least
-    report: dict = {}  # of the data, for data_report.json
-    lines: list = []  # on the data, for people
-    model_folder: Path | None = None  # for the model, if not in the run folder
-    save_best: bool | None = None  # whether the best weights are kept; None: the script sees to it
-    tensorboard: bool = True
-    shares: str = ""  # of a checkpoint, as Strategy.shares() says
-
-
-class FolderState(NamedTuple):
-    """What a run folder means for a run that is about to start in it."""
-
-    verdict: str  # new, continue, aside (move it), or finished
-    lines: list = []  # to say
-    checkpoint: Path | None = None  # to continue from
-
-
-def inspect(spec, settings, code, restart=False, same_code=False) -> FolderState:
-    """Look at the folder of a run with these settings; nothing is written.
-
-    settings: config.json as it would be written; code: file -> digest, of the project. Raises
-    UserError for a place that cannot be written, a run that is going on, an unfinished one with
-    other settings or of other code, and one whose checkpoints are all damaged.
+    Raises UserError for a run that is going on, an unfinished one with other settings or of other
+    code, or longer than this, and one whose checkpoints are all damaged.
     """
     folder = spec.folder
-    checkpoint.check_place(spec.flag, folder, spec.bytes_needed)
-    state = _verdict(folder, settings, spec.inputs, {} if same_code else code, restart)
-    if spec.model_folder and state.verdict != "finished":
-        check_output(spec.model_folder, folder, state.verdict == "continue")
-    if state.checkpoint and checkpoint.number(state.checkpoint) > spec.steps:
-        done = checkpoint.number(state.checkpoint)
-        raise UserError(
-            f"--max_steps: {folder} has done {done} steps already, more than {spec.steps}"
-        )
-    return state
-
-
-def check_output(output, folder, continued):
-    """Raise UserError if the model, which replaces what is in `output`, would replace more."""
-    checkpoint.check_place("--output_dir", output)
-    model, place, run = (path.resolve() for path in (folder / "model", output, folder))
-    if place != model and (run.is_relative_to(place) or place.is_relative_to(run)):
-        raise UserError(f"--output_dir: {output} holds the run, or is in it; give another folder")
-    before = checkpoint.read_json(folder / "config.json").get("output_dir") if continued else None
-    if (before is None or Path(before) != output) and any(output.glob("*")):
-        raise UserError(f"--output_dir: {output} is not empty; give another folder")
-
-
-def _verdict(folder, settings, inputs, code, restart):
-    checkpoints = folder / "checkpoints"
     if not (folder / "config.json").exists():
-        if checkpoints.exists():
-            raise UserError(f"{folder}: has checkpoints and no config.json; give another folder")
-        return FolderState("new")
+        raise UserError(f"{folder}: has checkpoints and no config.json; give another folder")
     if (folder / ".lock").exists():
         lock(folder).release()
-    # where these count per process, their product with the world size is among the inputs
-    split = {"batch_size", "micro_batch_size", "train_batch_size", "gradient_accumulation_steps"}
-    split = split if "global_batch" in inputs else set()
-    changed = differences(checkpoint.read_json(folder / "config.json"), settings, FREE | split)
+    free = FREE | PER_PROCESS if "global_batch" in spec.inputs else FREE
+    changed = differences(checkpoint.read_json(folder / "config.json"), settings, free)
     before = checkpoint.read_json(folder / "environment.json")
-    changed += differences(before.get("inputs", {}), inputs)
+    changed += differences(before.get("inputs", {}), spec.inputs)
+    code = {} if same_code else described["code"]
     edited = [line.partition(":")[0] for line in differences(before.get("code", {}), code)]
-    finished = read_json(folder).get("status") == "finished"
-    if restart or (finished and (changed or edited)):
+    summary = read_json(folder)
+    finished = summary.get("status") == "finished"
+    # a process that torchrun starts again has the same flags, and --restart was meant once
+    is_again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    is_again = is_again and summary.get("run_id") == os.environ.get("TORCHELASTIC_RUN_ID")
+    if (restart and not is_again) or (finished and (changed or edited)):
         return FolderState("aside")
     if finished:
         return FolderState("finished")
-    path, skipped = checkpoint.find(checkpoints)
+    path, skipped = checkpoint.find(folder / "checkpoints")
     lines = [f"warning: {bad} is left out: {why}" for bad, why in skipped]
     if not path and skipped:
         raise UserError(
             f"{skipped[0][0]}: {skipped[0][1]}, and no other checkpoint is whole; "
             "--restart moves this run aside and begins a new one"
         )
-    if not path:  # nothing would be lost
-        return FolderState("aside" if changed or edited else "continue", lines)
+    if not path and (changed or edited):  # nothing is lost
+        return FolderState("aside", lines)
+    check_unchanged(folder, changed, edited)
+    manifest = FolderState().manifest
+    if path:
+        manifest = checkpoint.read_manifest(path)
+        check_length_and_shares(spec, path, manifest)
+    lines += [f"{line}, from here on" for line in changed]
+    for line in differences({name: before.get(name) for name in ROUNDING}, described):
+        lines.append(f"{line}; equal but for rounding")
+    kept, problem = cached_files(folder)
+    lines.append(f"{folder} is not finished: goes on after step {manifest['step']}")
+    return FolderState("continue", lines + problem, path, manifest, kept)
+
+
+def check_unchanged(folder, changed, edited):
+    """Raise UserError if an unfinished run is of other code, or has other settings that count."""
     if edited:
         raise UserError(
             f"{folder} holds an unfinished run of other code: {', '.join(edited)} changed; "
@@ -116,7 +88,27 @@ def _verdict(folder, settings, inputs, code, restart):
             f"{folder} holds an unfinished run with other settings: {', '.join(refused)}; "
             "give the old ones to go on, --restart to begin anew, or another folder"
         )
-    return FolderState("continue", lines + [f"{line}, from here on" for line in changed], path)
+
+
+def check_length_and_shares(spec, path, manifest):
+    """Raise UserError if the run cannot go on from this checkpoint."""
+    done = manifest["step"]
+    if done > spec.steps:
+        raise UserError(
+            f"--max_steps: {spec.folder} has done {done} steps already, more than {spec.steps}"
+        )
+    shares = manifest.get("shares")
+    if shares and shares != spec.shares:
+        raise UserError(
+            f"{path}: each process has saved its share: {shares}; this is "
+            f"{spec.shares or 'another strategy, or one process'}; start as many, in the same way"
+        )
+
+
+def differences(saved, now, free=frozenset()):
+    """`name: saved -> now` of all that differ; a setting that is new is no difference."""
+    names = [name for name in saved if name in now and name not in free]
+    return [f"{name}: {saved[name]} -> {now[name]}" for name in names if saved[name] != now[name]]
 
 
 def read_json(folder, name="summary.json") -> dict:
@@ -126,34 +118,50 @@ def read_json(folder, name="summary.json") -> dict:
     return {}
 
 
-def lock(folder):
-    """Hold the folder for this process; freed by its death, however that comes."""
-    held = FileLock(Path(folder) / ".lock", timeout=0)
+def cached_files(folder):
+    """Return name -> hash and fingerprint of what an earlier start has kept, and what is wrong."""
     try:
-        held.acquire()
-    except Timeout:
-        raise UserError(going_on(folder)) from None
-    return held
+        return checkpoint.read_manifest(folder)["files"], []
+    except ValueError as error:
+        if not any(folder.glob("manifest.*")):
+            return {}, []
+        return {}, [f"warning: {folder}: {error}: what it names is made again"]
 
 
-def move_aside(folder) -> Path:
-    """Rename the folder to the first free of NAME.1, NAME.2, ..."""
-    number = 1
-    while folder.with_name(f"{folder.name}.{number}").exists():
-        number += 1
-    return folder.rename(folder.with_name(f"{folder.name}.{number}"))
+def restore(run):
+    """Put the checkpoint of a run that goes on into its policy, optimizer and schedule."""
+    path = checkpoint.path(run.checkpoints, run.done)
+    if not path.exists() or checkpoint.mark(path) != run.mark:
+        raise UserError(
+            f"{path}: rank {run.world.rank} does not see the checkpoint that rank 0 sees; "
+            "the run folder must be on a disk that all nodes share"
+        )
+    manifest = run.load(path, run.done)
+    run.validated = manifest["validated"]
+    run.results = manifest["results"] | run.results
+    run.val_of_best = manifest["val_of_best"]
+    run.start -= manifest["seconds"]
+    run.save_seconds = manifest["save_seconds"]
+    if run.spec.save_best is False:  # it may have been asked for before
+        run.results.pop("best", None)
+    if run.best not in (None, run.done):
+        run.check_best()
 
 
-def going_on(folder) -> str:
-    """Whose run holds the folder."""
-    who = "another run"
-    if (Path(folder) / "environment.json").exists():
-        run = checkpoint.read_json(Path(folder) / "environment.json")
-        who = f"a run on {run.get('host')} (process {run.get('pid')}, since {run.get('start')})"
-    return f"{folder} is in use by {who}; wait for it, or give another folder"
+def logps_of(folder, name, fingerprint) -> Path:
+    """The reference's log-probs in another run folder, for --reference_logps.
 
-
-def differences(saved, now, free=frozenset()):
-    """`name: saved -> now` of all that differ; a setting that is new is no difference."""
-    names = [name for name in saved if name in now and name not in free]
-    return [f"{name}: {saved[name]} -> {now[name]}" for name in names if saved[name] != now[name]]
+    Raises UserError if they are not there, or are those of other data or another model.
+    """
+    flag = "--reference_logps"
+    try:
+        entry = checkpoint.read_manifest(folder)["files"][name]
+    except (ValueError, KeyError) as error:
+        raise UserError(f"{flag}: {folder}: {error}; give another run folder") from error
+    for fact, value in fingerprint.items():
+        if entry.get("fingerprint", {}).get(fact) != value:
+            raise UserError(f"{flag}: {folder} has another {fact}; leave it out")
+    path = Path(folder) / name
+    if files.sha256(path) != entry["sha256"]:
+        raise UserError(f"{flag}: {path} is damaged; leave it out")
+    return path

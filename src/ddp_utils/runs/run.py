@@ -12,13 +12,10 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from ddp_utils import Stop, UserError, distributed, files, jsonl
-from ddp_utils.runs import checkpoint, environment, progress, resume
-from ddp_utils.runs.resume import RunSpec  # noqa: F401  scripts make one
+from ddp_utils.runs import checkpoint, environment, folder, progress
 from ddp_utils.runs.saving import Saving
 
 STATUS = {0: "finished", 85: "preempted"}  # by exit status; any other: failed
-# what may differ between two lives of a run: its numbers are then equal but for rounding
-CHANGED = ("world_size", "device", "threads", "versions")
 FINISHED = "{} holds this run, finished: the same settings, the same data"
 COLUMNS = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 COLUMNS += ("kl", "kl_base", "share_baked", "accuracy", "fraction_of_optimum")
@@ -27,7 +24,8 @@ COLUMNS += ("kl", "kl_base", "share_baked", "accuracy", "fraction_of_optimum")
 def check(spec, config, world) -> int:
     """Print what a run would do, on rank 0, for --check; nothing is written. Return 0."""
     settings = environment.redacted(dataclasses.asdict(config))
-    state = resume.inspect(spec, settings, environment.code(), config.restart, config.same_code)
+    described = {"code": environment.code()}
+    state = folder.inspect(spec, settings, described, config.restart, config.same_code)
     lines = [*state.lines, f"run folder: {spec.folder}"]
     if state.verdict == "finished":
         lines = [FINISHED.format(spec.folder)]
@@ -76,58 +74,31 @@ class Run(Saving):
 
         Raises Stop if there is nothing left to do.
         """
-        settings = environment.redacted(dataclasses.asdict(self.config))
-        self.run_id = os.environ.get("TORCHELASTIC_RUN_ID")  # the same when it is started again
-        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-        again = restarted and resume.read_json(self.folder).get("run_id") == self.run_id
-        described = environment.describe(self.config, self.world)
-        restart = self.config.restart and not again
-        same_code = self.config.same_code
-        state = resume.inspect(self.spec, settings, described["code"], restart, same_code)
+        config = self.config
+        settings = environment.redacted(dataclasses.asdict(config))
+        described = environment.describe(config, self.world)
+        state = folder.inspect(self.spec, settings, described, config.restart, config.same_code)
         if state.verdict == "finished":
             raise Stop(FINISHED.format(self.folder), 0)
         if state.verdict == "aside":
-            held = resume.lock(self.folder)
-            moved = resume.move_aside(self.folder)
+            held = folder.lock(self.folder)
+            moved = folder.move_aside(self.folder)
             self.say(f"{self.folder} held an earlier run: moved to {moved}")
             held.release()
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.lock = resume.lock(self.folder)
+        self.lock = folder.lock(self.folder)
         if state.verdict != "continue" and (self.folder / "config.json").exists():
-            raise UserError(resume.going_on(self.folder))  # another one was quicker
-        meta = {"step": 0, "metrics_bytes": 0}
-        mark = ""
-        if state.checkpoint:
-            meta = self._read_manifest(state.checkpoint)
-            mark = checkpoint.mark(state.checkpoint)
-        if state.verdict == "continue":
-            self.say(f"{self.folder} is not finished: goes on after step {meta['step']}")
-            before = checkpoint.read_json(self.folder / "environment.json")
-            before = {name: before.get(name) for name in CHANGED}
-            for line in resume.differences(before, described):
-                self.say(f"{line}; equal but for rounding")
-            self.read_cached_files()
+            raise UserError(folder.going_on(self.folder))  # another one was quicker
         for line in state.lines:
             self.say(line)
-        self.step = meta["step"]
+        self.cached_files = state.cached_files
+        self.step = state.manifest["step"]
         self._write("environment.json", described | {"inputs": self.spec.inputs})
         self.write_summary("running", 0)
         self._write("config.json", settings)  # last: from here on there is a run
-        self._open_metrics(meta)
+        self._open_metrics(state.manifest)
         self.bar.of_run(self.steps, self.step)
-        return self.step, mark
-
-    def _read_manifest(self, path):
-        """Return the manifest of the checkpoint to continue from; UserError if not by this run."""
-        meta = checkpoint.read_manifest(path)
-        shares = meta["shares"]
-        if shares and shares != self.spec.shares:
-            raise UserError(
-                f"{path}: each process has saved its share: {shares}; this is "
-                f"{self.spec.shares or 'another strategy, or one process'}; "
-                "start as many, in the same way"
-            )
-        return meta
+        return self.step, checkpoint.mark(state.checkpoint) if state.checkpoint else ""
 
     def _open_metrics(self, meta):
         """Open metrics.jsonl; what came after the checkpoint is cut off, and comes again."""
@@ -211,7 +182,7 @@ class Run(Saving):
         summary = {
             "status": status,
             "exit_code": code,
-            "run_id": self.run_id,
+            "run_id": os.environ.get("TORCHELASTIC_RUN_ID"),  # the same when it is started again
             "step": self.step,
             "world_size": self.world.world_size,
             "seconds": round(time.perf_counter() - self.start, 3),

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import time
-from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -26,27 +25,13 @@ class Saving:
     def restore(self, policy, optimizer, schedule) -> int:
         """Put back the checkpoint of this run, if there is one; return the steps already done."""
         self.training = (policy, optimizer, schedule)
-        if not self.done:
-            return 0
-        path = checkpoint.path(self.checkpoints, self.done)
-        if not path.exists() or checkpoint.mark(path) != self.mark:
-            raise UserError(
-                f"{path}: rank {self.world.rank} does not see the checkpoint that rank 0 sees; "
-                "the run folder must be on a disk that all nodes share"
-            )
-        meta = self._load(path, self.done)
-        self.validated = meta["validated"]
-        self.results = meta["results"] | self.results
-        self.val_of_best = meta["val_of_best"]
-        self.start -= meta["seconds"]
-        self.save_seconds = meta["save_seconds"]
-        if self.spec.save_best is False:  # it may have been asked for before
-            self.results.pop("best", None)
-        if self.best not in (None, self.done):
-            self._check_best()
+        if self.done:
+            from ddp_utils.runs import resume
+
+            resume.restore(self)
         return self.done
 
-    def _load(self, path, step):
+    def load(self, path, step):
         """Load a checkpoint into policy, optimizer and schedule; return its manifest."""
         tensors, meta = checkpoint.read(path, self.world.rank)
         policy, optimizer, schedule = self.training
@@ -66,13 +51,13 @@ class Saving:
         if self.best in (None, self.step):
             return self.step
         self.save()  # a run that is killed from here on goes on from its last step
-        self._load(self._check_best(), self.best)
+        self.load(self.check_best(), self.best)
         self.results["val"] = self.val_of_best
         loss = self.results["best"]["loss"]
         self.say(f"save_best: back to step {self.best}, validation loss {loss:.4f}")
         return self.best
 
-    def _check_best(self):
+    def check_best(self):
         """Return the checkpoint of the lowest validation loss; UserError if it is not whole."""
         path = checkpoint.path(self.checkpoints, self.best)
         problem = distributed.on_main(self.world, lambda: checkpoint.verify(path))
@@ -181,23 +166,12 @@ class Saving:
 
     def _known_logps(self, fingerprint, other) -> str:
         path = self.cached_file(REFERENCE, fingerprint)
-        if path or not other:
-            return str(path or "")
-        folder = Path(other)
-        try:
-            entry = checkpoint.read_manifest(folder)["files"][REFERENCE]
-        except (ValueError, KeyError) as error:
-            raise UserError(
-                f"--reference_logps: {other}: {error}; give another run folder"
-            ) from error
-        for name, value in fingerprint.items():
-            if entry.get("fingerprint", {}).get(name) != value:
-                raise UserError(f"--reference_logps: {other} has another {name}; leave it out")
-        path = folder / REFERENCE
-        if files.sha256(path) != entry["sha256"]:
-            raise UserError(f"--reference_logps: {path} is damaged; leave it out")
-        self.say(f"reference log-probs: those of {other}")
-        return str(path)
+        if other and not path:
+            from ddp_utils.runs import resume
+
+            path = resume.logps_of(other, REFERENCE, fingerprint)
+            self.say(f"reference log-probs: those of {other}")
+        return str(path or "")
 
     def cached_file(self, name, fingerprint):
         """Return the path of a file that an earlier start of this run has left whole, or None."""
@@ -216,11 +190,3 @@ class Saving:
             digest = digest or files.sha256(self.folder / name)
             self.cached_files[name] = {"sha256": digest, "fingerprint": fingerprint}
             checkpoint.write_manifest(self.folder, {"files": self.cached_files})
-
-    def read_cached_files(self):
-        """Read the manifest of the run folder, if there is one and it is whole."""
-        try:
-            self.cached_files = checkpoint.read_manifest(self.folder)["files"]
-        except ValueError as error:
-            if any(self.folder.glob("manifest.*")):  # else there is none yet
-                self.say(f"warning: {self.folder}: {error}: what it names is made again")
