@@ -4,9 +4,7 @@ Policy is that of one process and of DDP. FSDP and DeepSpeed have theirs in shar
 methods, and are imported only where a Strategy names them.
 """
 
-import collections
 import contextlib
-import itertools
 import math
 from typing import NamedTuple
 
@@ -251,24 +249,20 @@ class Policy:
         """Put back parameters, AdamW's moments and the loss scale."""
         named = self.trainable()
         check_names(named, tensors)
-        ordered = itertools.chain(*(group["params"] for group in optimizer.param_groups))
-        index = {id(parameter): number for number, parameter in enumerate(ordered)}
-        states = collections.defaultdict(dict)
+        fused = optimizer.defaults["fused"]  # counts its steps on the device
         for key, value in tensors.items():
             kind, _, name = key.partition("/")
             if key == "loss_scale":
                 self.loss_scale.scale = value[0].item()
                 self.loss_scale.good_steps = int(value[1])
-            elif not name:  # DeepSpeed's loss scale
-                continue
             elif kind == "parameter":
                 named[name].copy_(self.loaded(value, named[name], shared))
             elif kind == "step":
-                states[index[id(named[name])]][kind] = value.to("cpu", copy=True)
-            else:
+                home = named[name].device if fused else "cpu"
+                optimizer.state[named[name]][kind] = value.to(home, copy=True)
+            elif name:  # else DeepSpeed's loss scale
                 moment = self.loaded(value, named[name], shared).clone()
-                states[index[id(named[name])]][kind] = moment
-        optimizer.load_state_dict({**optimizer.state_dict(), "state": dict(states)})
+                optimizer.state[named[name]][kind] = moment
 
 
 def check_names(named, tensors):

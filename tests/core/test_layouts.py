@@ -21,7 +21,7 @@ import main_distributed
 from config import Config
 from ddp_utils import UserError, distributed, logps, models, optim
 from ddp_utils.encoder import Pair
-from ddp_utils.fast import shared_prefix
+from ddp_utils.fast import by_sequence, shared_prefix
 
 PAD = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=97)
@@ -357,7 +357,7 @@ SPANS = [
 
 def test_one_call_for_all_sequences_equals_two_calls_a_pair(monkeypatch):
     """Both equal attention in one piece, and so do their gradients; some heads share keys."""
-    monkeypatch.setattr(shared_prefix, "varlen_attn", varlen_by_hand)
+    monkeypatch.setattr(by_sequence, "varlen_attn", varlen_by_hand)
     for spans, window in itertools.product(SPANS, (None, 1, 3, 50)):
         for heads, scale in ((2, None), (4, 0.7)):
             compare_kernels(spans, window, heads, scale)
@@ -372,7 +372,7 @@ def compare_kernels(spans, window, heads, scale):
     ]
     slope = torch.randn(1, shape[0], heads, 8, generator=generator)
     outcomes = []
-    for kernel in (shared_prefix._by_sequence, shared_prefix._by_pair, dense()):
+    for kernel in (by_sequence.attend_by_sequence, shared_prefix._by_pair, dense()):
         found = kernel(*inputs, shared_prefix.Packing(spans, torch.device("cpu")), scale, window)
         outcomes.append([found, *torch.autograd.grad(found, inputs, slope)])
     for route in outcomes[:2]:
