@@ -109,8 +109,9 @@ def inputs_of(config, data, outline, judge):
 # --- step ----------------------------------------------------------------------------------------
 
 
-def train_step(policy, step, rows, data, ref_logps, config, world):
+def train_step(policy, step, rows, data, ref_logps, config, run):
     """Forward and backward of one global batch; return its exact means. The gradient is ready."""
+    world = run.world
     pairs = data["train"]
     averages = Averages(world)
     micro_batches = policy.scorer.share(rows, pairs, world, rows_per_rank(config, world))
@@ -118,15 +119,15 @@ def train_step(policy, step, rows, data, ref_logps, config, world):
         torch.manual_seed(sampler.seed_of(config.seed, step, micro_step, world.rank))  # for dropout
         policy.sync_gradients(micro_batch is micro_batches[-1])
         batch = policy.scorer.collate([pairs[i] for i in micro_batch.index], world.device)
-        known = ref_logps["train"][micro_batch.index]  # [B, 2]
+        known = distributed.to_device(ref_logps["train"][micro_batch.index], world.device)  # [B, 2]
         per_pair, metrics = losses.pair_losses(policy, batch, known, config)
-        weight = torch.tensor(micro_batch.weight, device=world.device)
+        weight = distributed.to_device(micro_batch.weight, world.device)
         # DDP averages over ranks: times world_size / global count is the mean of the global batch
         loss = (per_pair * weight).sum() * (world.world_size / len(rows))
         policy.backward(loss)
         averages.add(metrics, weight)
     norm = policy.clip_grad_norm(config.max_grad_norm)
-    return averages.reduce() | {"grad_norm": norm.item()}
+    return run.reduce(averages, norm)
 
 
 def rows_per_rank(config, world):
@@ -166,9 +167,10 @@ def evaluate(policy, split, data, ref_logps, config, world, stop_if_requested=la
         for part in scorer.share(range(len(pairs)), pairs, world, rows_per_rank(config, world)):
             stop_if_requested()
             batch = scorer.collate([pairs[i] for i in part.index], world.device)
-            _, metrics = losses.pair_losses(scorer, batch, ref_logps[split][part.index], config)
+            known = distributed.to_device(ref_logps[split][part.index], world.device)
+            _, metrics = losses.pair_losses(scorer, batch, known, config)
             metrics["squares"] = metrics["rewards/margins"].double() ** 2
-            averages.add(metrics, torch.tensor(part.weight, device=world.device))
+            averages.add(metrics, distributed.to_device(part.weight, world.device))
     values = averages.reduce()
     low, high = interval(values["rewards/margins"], values.pop("squares"), values["count"])
     return {**values, "rewards/margins_low": low, "rewards/margins_high": high}
@@ -352,10 +354,10 @@ def main(argv=None) -> int:
         for step in range(done, plan.steps):
             start = time.perf_counter()
             rows = plan.batch(step)
-            values = train_step(policy, step, rows, data, ref_logps, config, world)
+            values = train_step(policy, step, rows, data, ref_logps, config, run)
             check_step(policy, step, values, rows, data, ref_logps, config, world)
             values["learning_rate"] = optimizer.param_groups[0]["lr"]
-            policy.step(optimizer, schedule)
+            policy.step(optimizer, schedule, values["grad_norm"])
             values["epoch"] = plan.epoch(step + 1)
             seconds = time.perf_counter() - start
             values |= meter.read([data["train"][row] for row in rows], seconds)

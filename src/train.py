@@ -95,18 +95,19 @@ def row_losses(policy, batch, ref_logps, config):
     if config.objective == "sft":
         (token_sums,) = policy(batch)  # [B]: summed over the trained tokens
         return -token_sums, {"loss": -token_sums, "size": batch.tokens[0]}
+    ref_logps = distributed.to_device(ref_logps, batch.ids.device)
     per_row, metrics = losses.pair_losses(policy, batch, ref_logps, config)
     return per_row, {**metrics, "size": torch.ones_like(per_row)}
 
 
-def means_of(averages):
-    """Means over rows, the loss as it is divided: over pairs or tokens."""
-    means = averages.reduce()
+def divided(means):
+    """The means over rows with the loss as it is divided: over pairs or tokens."""
     return means | {"loss": means["loss"] / means.pop("size")}
 
 
-def train_step(policy, step, rows, data, ref_logps, config, world):
+def train_step(policy, step, rows, data, ref_logps, config, run):
     """Forward and backward of one global batch; return its exact means. The gradient is ready."""
+    world = run.world
     train = data["train"]
     averages = Averages(world)
     scorer = policy.scorer
@@ -116,15 +117,15 @@ def train_step(policy, step, rows, data, ref_logps, config, world):
         torch.manual_seed(sampler.seed_of(config.seed, step, micro_step, world.rank))  # for dropout
         policy.sync_gradients(micro_batch is micro_batches[-1])
         batch = scorer.collate([train[row] for row in micro_batch.index], world.device)
-        known = ref_logps["train"][micro_batch.index] if ref_logps else None
+        known = ref_logps["train"][micro_batch.index] if ref_logps else None  # [B, 2]
         per_row, metrics = row_losses(policy, batch, known, config)
-        weight = torch.tensor(micro_batch.weight, device=world.device)
+        weight = distributed.to_device(micro_batch.weight, world.device)
         # gradients are averaged over ranks: times world_size / global count is the global mean
         loss = (per_row * weight).sum() * (world.world_size / count)
         policy.backward(loss)
         averages.add(metrics, weight)
     norm = policy.clip_grad_norm(config.max_grad_norm)
-    return means_of(averages) | {"grad_norm": norm.item()}
+    return divided(run.reduce(averages, norm))
 
 
 def check_step(policy, step, means, rows, data, ref_logps, config, world):
@@ -161,8 +162,8 @@ def evaluate(policy, rows, ref_logps, config, run):
             batch = scorer.collate([rows[row] for row in part.index], world.device)
             known = ref_logps["val"][part.index] if ref_logps else None
             _, metrics = row_losses(scorer, batch, known, config)
-            averages.add(metrics, torch.tensor(part.weight, device=world.device))
-    return means_of(averages)
+            averages.add(metrics, distributed.to_device(part.weight, world.device))
+    return divided(averages.reduce())
 
 
 # --- main ----------------------------------------------------------------------------------------
@@ -323,10 +324,10 @@ def fine_tune(config, world) -> int:
         for step in range(done, plan.steps):
             start = time.perf_counter()
             rows = plan.batch(step)
-            values = train_step(policy, step, rows, data, ref_logps, config, world)
+            values = train_step(policy, step, rows, data, ref_logps, config, run)
             check_step(policy, step, values, rows, data, ref_logps, config, world)
             values["learning_rate"] = optimizer.param_groups[0]["lr"]
-            policy.step(optimizer, schedule)
+            policy.step(optimizer, schedule, values["grad_norm"])
             values["epoch"] = plan.epoch(step + 1)
             seconds = time.perf_counter() - start
             values |= meter.read([data["train"][row] for row in rows], seconds)

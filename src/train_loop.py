@@ -156,8 +156,9 @@ def read_data(config, encoder, world):
 # --- step ----------------------------------------------------------------------------------------
 
 
-def train_step(policy, step, rows, trajectories, teacher, config, world):
+def train_step(policy, step, rows, trajectories, teacher, config, run):
     """Forward and backward of one global batch; return its exact means. The gradient is ready."""
+    world = run.world
     averages = Averages(world)
     micro_batches = share(rows, trajectories, config.batch_size, world)
     tokens = sum(len(trajectories[row].reply) for row in rows)  # of the global batch
@@ -166,15 +167,15 @@ def train_step(policy, step, rows, trajectories, teacher, config, world):
         policy.sync_gradients(micro_batch is micro_batches[-1])
         batch = teacher("train", micro_batch.index, teach=config.objective == "kl")
         (costs,) = policy(batch)  # [B]
-        weight = torch.tensor(micro_batch.weight, device=world.device)
+        weight = distributed.to_device(micro_batch.weight, world.device)
         # DDP averages over ranks: times world_size / tokens is the mean of the global batch
         loss = (costs * weight).sum() * (world.world_size / tokens)
         policy.backward(loss)
         averages.add({"cost": costs, "tokens": batch.tokens}, weight)
     norm = policy.clip_grad_norm(config.max_grad_norm)
-    means = averages.reduce()
+    means = run.reduce(averages, norm)
     means["loss"] = means.pop("cost") / means.pop("tokens")
-    return means | {"grad_norm": norm.item(), "tokens": tokens}
+    return means | {"tokens": tokens}
 
 
 def check_step(policy, step, means, rows, trajectories, teacher, config, world):
@@ -212,7 +213,7 @@ def evaluate(student, trajectories, teacher, config, run, baked=True):
         for part in share(range(len(trajectories)), trajectories, config.batch_size, run.world):
             run.stop_if_requested()
             batch = teacher("val", part.index)
-            weight = torch.tensor(part.weight, device=run.world.device)
+            weight = distributed.to_device(part.weight, run.world.device)
             averages.add({"kl": student(batch)[0], "tokens": batch.tokens}, weight)
     student.objective = objective
     means = averages.reduce()
@@ -365,10 +366,10 @@ def main(argv=None) -> int:
         for step in range(done, plan.steps):
             start = time.perf_counter()
             rows = plan.batch(step)
-            values = train_step(policy, step, rows, data["train"], teacher, config, world)
+            values = train_step(policy, step, rows, data["train"], teacher, config, run)
             check_step(policy, step, values, rows, data["train"], teacher, config, world)
             values["learning_rate"] = optimizer.param_groups[0]["lr"]
-            policy.step(optimizer, schedule)
+            policy.step(optimizer, schedule, values["grad_norm"])
             seconds = time.perf_counter() - start
             values |= {"epoch": plan.epoch(step + 1), "seconds": seconds}
             values["tokens_per_second"] = values.pop("tokens") / seconds

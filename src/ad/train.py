@@ -35,7 +35,6 @@ from ddp_utils.runs.folder import RunSpec
 from ddp_utils.runs.run import Run
 
 SHAPE = "grid_size tf_n_embd tf_n_layer tf_n_head tf_n_inner window tf_dropout tf_attn_dropout"
-POLLED = 10  # steps between looks whether one was asked to stop, each of which waits for the GPU
 
 
 def banner(config, world, autocast):
@@ -57,8 +56,9 @@ Main process device: {world.device}
 # --- step ----------------------------------------------------------------------------------------
 
 
-def train_step(policy, step, data, config, world, measured):
-    """Forward and backward of one global batch; returns its exact means if they are asked for."""
+def train_step(policy, step, data, config, run):
+    """Forward and backward of one global batch; return its exact means. The gradient is ready."""
+    world = run.world
     size = config.train_batch_size
     accumulation = config.gradient_accumulation_steps
     count = size * accumulation * world.world_size
@@ -72,12 +72,9 @@ def train_step(policy, step, data, config, world, measured):
         losses, correct = policy(data.batch(history[rows], start[rows]))  # [B], [B]
         # DDP averages over ranks: times world_size / count is the mean of the global batch
         policy.backward(losses.sum() * (world.world_size / count))
-        if measured:
-            averages.add({"loss": losses, "accuracy": correct}, torch.ones_like(losses))
+        averages.add({"loss": losses, "accuracy": correct}, torch.ones_like(losses))
     norm = policy.clip_grad_norm(config.max_grad_norm)
-    if not measured:
-        return {}
-    values = averages.reduce() | {"grad_norm": norm.item()}
+    values = run.reduce(averages, norm)
     if step == 0:
         check_first_step(policy, values["loss"])
     if not math.isfinite(values["loss"]):
@@ -210,12 +207,11 @@ def main(argv=None) -> int:
         then, before = time.perf_counter(), done
         for step in range(done, steps):
             now = step + 1
-            measured = step == 0 or now % config.summary_interval == 0 or now == steps
-            values = train_step(policy, step, data, config, world, measured)
+            values = train_step(policy, step, data, config, run)
             rate = optimizer.param_groups[0]["lr"]
-            policy.step(optimizer, schedule)
+            policy.step(optimizer, schedule, values["grad_norm"])
             run.bar.reach(now)
-            if measured:
+            if step == 0 or now % config.summary_interval == 0 or now == steps:
                 seconds = (time.perf_counter() - then) / (now - before)
                 values |= {"learning_rate": rate, "seconds": seconds}
                 values["tokens_per_second"] = global_batch * config.window / seconds
@@ -225,9 +221,8 @@ def main(argv=None) -> int:
             paused = time.perf_counter()
             validate(now, policy, held_out, config, run)
             due = now == steps or (config.ckpt_interval and now % config.ckpt_interval == 0)
-            if due or now % POLLED == 0:
-                run.step = now
-                run.save_if_due(bool(due))
+            run.step = now
+            run.save_if_due(bool(due))
             then += time.perf_counter() - paused  # neither counts as a step's time
 
         # result

@@ -236,6 +236,13 @@ def why_not_met(error, who, address, port) -> str:
     )
 
 
+def to_device(values, device, dtype=None):
+    """Copy numbers to a device, without waiting for the copy."""
+    tensor = torch.as_tensor(values, dtype=dtype)
+    tensor = tensor.pin_memory() if device.type == "cuda" else tensor
+    return tensor.to(device, non_blocking=True)
+
+
 def all_sum(tensor, world):
     """Sum a tensor over all ranks, in place; with one process it is already the sum."""
     if world.world_size > 1:

@@ -6,6 +6,7 @@ for models whose attention cannot be steered). A response's last token is only a
 """
 
 import contextlib
+import functools
 import itertools
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ddp_utils import distributed, files, models, sampler
+from ddp_utils.distributed import to_device
 from ddp_utils.encoder import Pair
 
 CHUNK = {"cpu": 256}  # tokens whose logits are held at once: with fewer, products get slow;
@@ -39,17 +41,11 @@ def collate(pairs, device="cpu", shared=False) -> Batch:
     So no mask is needed, and attention keeps its fast path. Padding is by length, not by token id.
     Texts (texts.py) are pairs with one side.
     """
-    device = torch.device(device)
-
-    def put(values):
-        tensor = torch.tensor(values)
-        tensor = tensor.pin_memory() if device.type == "cuda" else tensor
-        return tensor.to(device, non_blocking=True)
-
+    put = functools.partial(to_device, device=torch.device(device))
     if shared:
         from ddp_utils.fast import shared_prefix
 
-        ids, where, positions, packing = shared_prefix.pack(pairs, device)
+        ids, where, positions, packing = shared_prefix.pack(pairs, torch.device(device))
         layout = {"position_ids": put([positions]), "packing": packing}
     else:
         ids, where = _padded(pairs)

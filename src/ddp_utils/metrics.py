@@ -29,13 +29,23 @@ class Averages:
         sums = torch.where(weight > 0, rows, 0.0).sum(-1).detach()
         self.sums = sums if self.sums is None else self.sums + sums
 
-    def reduce(self) -> dict:
-        """Return the means over the rows of all ranks, and their `count`."""
-        count, *sums = distributed.all_sum(self.sums, self.world).tolist()
-        means = {"count": int(count)}
-        for name, total in zip(self.names[1:], sums, strict=True):
-            means[name] = total / count
-        return means
+    def reduce(self, summed=None, equal=None) -> dict:
+        """Return the means over the rows of all ranks, and their `count`: one copy to the host.
+
+        With them go `summed`, name -> number to be summed over the ranks, and `equal`, name ->
+        tensor of one element that is the same on all of them.
+        """
+        summed = summed or {}
+        equal = equal or {}
+        device = self.sums.device
+        extra = distributed.to_device([float(value) for value in summed.values()], device)
+        sums = distributed.all_sum(torch.cat([self.sums, extra]), self.world)
+        others = [value.double().view(1).to(device) for value in equal.values()]
+        numbers = torch.cat([sums, *others]).tolist()
+        values = dict(zip([*self.names, *summed, *equal], numbers, strict=True))
+        for name in self.names[1:]:
+            values[name] /= numbers[0]
+        return values | {"count": int(numbers[0])}
 
 
 def interval(mean, mean_of_squares, count):

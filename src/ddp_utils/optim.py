@@ -67,13 +67,12 @@ class LossScale:
         self.scale = 2.0**16 if enabled else 1.0
         self.enabled = enabled
         self.good_steps = 0
-        self.norm = None  # of this step's gradient
 
-    def allows_step(self):
-        """Whether this step may be taken; always, if not enabled. The one host sync of fp16."""
+    def allows_step(self, grad_norm):
+        """Whether a step with this gradient may be taken; always, if not enabled."""
         if not self.enabled:
             return True
-        finite = bool(torch.isfinite(self.norm))
+        finite = math.isfinite(grad_norm)
         self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
             self.scale /= 2
@@ -160,8 +159,7 @@ class Policy:
             gradients = [p.grad for p in parameters if p.grad is not None]
             torch._foreach_div_(gradients, self.loss_scale.scale)
         limit = max_norm if max_norm > 0 else math.inf
-        self.loss_scale.norm = self.whole(nn.utils.clip_grad_norm_(parameters, limit))
-        return self.loss_scale.norm
+        return self.whole(nn.utils.clip_grad_norm_(parameters, limit))
 
     def overflows(self, norm):
         """Whether this gradient is too large for fp16: its step is skipped, the scale halved."""
@@ -174,9 +172,9 @@ class Policy:
         groups = parameter_groups(parameters, weight_decay)
         return torch.optim.AdamW(groups, lr=rate, betas=betas, fused=fused)
 
-    def step(self, optimizer, schedule):
+    def step(self, optimizer, schedule, grad_norm):
         """One step and the next learning rate; fp16 skips it if the gradient overflowed."""
-        if self.loss_scale.allows_step():
+        if self.loss_scale.allows_step(grad_norm):
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         schedule.step()

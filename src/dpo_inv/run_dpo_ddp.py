@@ -107,8 +107,9 @@ def pair_losses(policy, batch, table, config):
     return per_pair, {"loss": per_pair, **metrics}
 
 
-def train_step(policy, step, rows, data, structures, table, config, world):
+def train_step(policy, step, rows, data, structures, table, config, run):
     """Forward and backward of one global batch; return its exact means. The gradient is ready."""
+    world = run.world
     pairs = data["train"]
     averages = Averages(world)
     micro_batches = share(rows, pairs, structures, config.batch_size, world)
@@ -116,14 +117,15 @@ def train_step(policy, step, rows, data, structures, table, config, world):
         index = micro_batch.index
         policy.sync_gradients(micro_batch is micro_batches[-1])
         batch = batches.collate([pairs[i] for i in index], structures, config, world.device)
-        per_pair, metrics = pair_losses(policy, batch, table[index], config)
-        weight = torch.tensor(micro_batch.weight, device=world.device)
+        known = distributed.to_device(table[index], world.device)
+        per_pair, metrics = pair_losses(policy, batch, known, config)
+        weight = distributed.to_device(micro_batch.weight, world.device)
         # DDP averages over ranks: times world_size / global count is the mean of the global batch
         loss = (per_pair * weight).sum() * (world.world_size / len(rows))
         policy.backward(loss)
         averages.add(metrics, weight)
     norm = policy.clip_grad_norm(config.max_grad_norm)
-    return averages.reduce() | {"grad_norm": norm.item()}
+    return run.reduce(averages, norm)
 
 
 def check_step(policy, step, means, rows, data, structures, table, config, run):
@@ -171,8 +173,9 @@ def evaluate(policy, data, structures, table, config, run):
         run.stop_if_requested()
         batch = batches.collate([pairs[i] for i in part.index], structures, config, device)
         # not through DDP, which would only wait for gradients
-        _, metrics = pair_losses(policy.scorer, batch, table[part.index], config)
-        averages.add(metrics, torch.tensor(part.weight, device=device))
+        known = distributed.to_device(table[part.index], device)
+        _, metrics = pair_losses(policy.scorer, batch, known, config)
+        averages.add(metrics, distributed.to_device(part.weight, device))
         losses_of_rank += metrics["loss"].tolist()
         run.bar.advance(loss=losses_of_rank[-1], avg_loss=np.mean(losses_of_rank))
     values = averages.reduce()
@@ -314,10 +317,10 @@ def main(argv=None) -> int:
                 run.bar.begin("Training", plan.steps_per_epoch, turn)
                 epoch_losses = []
             known = table["train"]
-            values = train_step(policy, step, rows, data, structures, known, config, world)
+            values = train_step(policy, step, rows, data, structures, known, config, run)
             check_step(policy, step, values, rows, data, structures, known, config, run)
             values["learning_rate"] = optimizer.param_groups[0]["lr"]
-            policy.step(optimizer, schedule)
+            policy.step(optimizer, schedule, values["grad_norm"])
             seconds = time.perf_counter() - start
             residues = sum(len(data["train"][row].preferred) for row in rows)
             values |= {"epoch": plan.epoch(step + 1), "seconds": seconds}

@@ -98,6 +98,7 @@ def our_loop(folder, rows):
     (folder / "config.json").touch()
     run = SimpleNamespace(
         world=world,
+        reduce=lambda averages, norm: averages.reduce(equal={"grad_norm": norm}),
         folder=folder,
         stop_if_requested=lambda: None,
         bar=progress.Bar(False),
@@ -112,8 +113,8 @@ def our_loop(folder, rows):
 
     def step():
         everything = range(len(rows))
-        found = train_loop.train_step(policy, 1, everything, data["train"], teacher, config, world)
-        policy.step(optimizer, schedule)
+        found = train_loop.train_step(policy, 1, everything, data["train"], teacher, config, run)
+        policy.step(optimizer, schedule, found["grad_norm"])
         return found["loss"]
 
     return step

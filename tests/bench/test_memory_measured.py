@@ -93,8 +93,7 @@ def train(case, config, rows, world):
         per_pair, metrics = losses.pair_losses(policy, batch, torch.zeros(len(rows), 2), config)
         policy.backward(per_pair.mean())
         del per_pair, metrics
-        policy.clip_grad_norm(1.0)
-        policy.step(optimizer, schedule)
+        policy.step(optimizer, schedule, policy.clip_grad_norm(1.0).item())
 
 
 def measure(number, folder):

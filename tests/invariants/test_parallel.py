@@ -44,8 +44,7 @@ def one_step(world, policy, optimizer, schedule, data):
     chosen, rejected = policy(logps.collate(mine))
     loss = (rejected - chosen).sum() / len(data)
     policy.backward(loss * world.world_size)
-    policy.clip_grad_norm(1.0)
-    policy.step(optimizer, schedule)
+    policy.step(optimizer, schedule, policy.clip_grad_norm(1.0).item())
     return distributed.all_sum(loss.detach(), world).item()
 
 

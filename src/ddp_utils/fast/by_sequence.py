@@ -9,6 +9,8 @@ import itertools
 import torch
 from torch.nn.attention.varlen import varlen_attn
 
+from ddp_utils.distributed import to_device
+
 
 def sequences_of(packing):
     """Return the places of all keys in the row [keys], the prompt's twice, and varlen_attn's
@@ -28,13 +30,11 @@ def sequences_of(packing):
             keys.append(p + r)
         start = middle + r
 
-    def put(values, dtype):
-        tensor = torch.tensor(values, dtype=dtype)
-        tensor = tensor.pin_memory() if packing.device.type == "cuda" else tensor
-        return tensor.to(packing.device, non_blocking=True)
-
-    borders = [put([0, *itertools.accumulate(sizes)], torch.int32) for sizes in (queries, keys)]
-    return put(places, torch.long), (*borders, max(queries), max(keys))
+    borders = []
+    for sizes in (queries, keys):
+        ends = [0, *itertools.accumulate(sizes)]
+        borders.append(to_device(ends, packing.device, torch.int32))
+    return to_device(places, packing.device), (*borders, max(queries), max(keys))
 
 
 def attend_by_sequence(query, key, value, packing, scale, window):

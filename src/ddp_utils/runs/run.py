@@ -55,6 +55,8 @@ class Run(Saving):
         self.val_of_best = {}  # of the lowest validation loss, with save_best
         self.training = None
         self.save_seconds = 0.0
+        self.is_to_stop = False  # as all ranks have agreed in the last step
+        self.is_late = False
         self.cached_files = {}  # name -> hash and fingerprint of what later starts may read
         self.metrics = None
         self.board = None

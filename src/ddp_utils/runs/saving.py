@@ -107,18 +107,30 @@ class Saving:
 
     def save_if_due(self, due):
         """After each step, on all ranks: save if it is `due` or late, stop if one was asked to."""
+        self._save_or_stop(self.is_late or due or self.best == self.step, self.is_to_stop)
+
+    def reduce(self, averages, grad_norm) -> dict:
+        """Return the means of a step and its gradient norm; on the way all ranks learn whether one
+        was asked to stop, and whether the last checkpoint is too old."""
         waited = time.perf_counter() - self.saved_at
         late = self.config.save_every == 0 and waited > SAVE_MINUTES * 60
-        self.stop_if_requested(due or self.best == self.step, late and self.world.is_main)
+        summed = {"asked": preemption.asked(self.config.stop_after_minutes)}
+        summed["late"] = late and self.world.is_main
+        means = averages.reduce(summed, {"grad_norm": grad_norm})
+        self.is_to_stop = means.pop("asked") > 0
+        self.is_late = means.pop("late") > 0
+        return means
 
-    def stop_if_requested(self, due=False, late=False):
+    def stop_if_requested(self):
         """Between two forwards, on all ranks: if one was asked to stop, save and stop together."""
-        asked = preemption.asked(self.config.stop_after_minutes)
-        flags = torch.tensor([float(asked), float(late)], device=self.world.device)
-        stop, late = distributed.all_sum(flags, self.world).tolist()
+        asked = float(preemption.asked(self.config.stop_after_minutes))
+        votes = torch.tensor([asked], device=self.world.device)
+        self._save_or_stop(False, distributed.all_sum(votes, self.world).item() > 0)
+
+    def _save_or_stop(self, due, stop):
         if stop:
             preemption.saving()
-        if self.training and (stop or late or due):
+        if self.training and (stop or due):
             self.save()
         if stop:
             raise Stop(f"stopped after step {self.step}; the same command goes on from there", 85)
@@ -141,7 +153,7 @@ class Saving:
         return value
 
     def reference_logps(self, fingerprint, data, score, other=""):
-        """Return the reference's log-probs of each split, [pairs, 2], on all ranks.
+        """Return the reference's log-probs of each split, [pairs, 2], on the CPU of each rank.
 
         data: split -> pairs; score(pairs): their log-probs now, asked for once a run; other: a run
         folder whose log-probs are read instead. Raises UserError if those have another fingerprint.
@@ -154,12 +166,13 @@ class Saving:
         for split, pairs in data.items():
             if path:
                 table = tables.get(split, torch.zeros(len(pairs), 2))
-                tables[split] = distributed.all_sum(table.to(self.world.device), self.world)
+                table = distributed.all_sum(table.to(self.world.device), self.world)
             else:
-                tables[split] = score(pairs)
+                table = score(pairs)
+            tables[split] = table.cpu()
         if self.world.is_main:
             path = self.folder / REFERENCE
-            save_file({split: table.cpu().contiguous() for split, table in tables.items()}, path)
+            save_file({split: table.contiguous() for split, table in tables.items()}, path)
             shutil.copymode(self.folder / "config.json", path)
             self.add_cached_file(REFERENCE, fingerprint)
         return tables

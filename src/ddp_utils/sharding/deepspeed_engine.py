@@ -91,7 +91,7 @@ class ZeroPolicy(Policy):
             group.update(lr=rate, betas=betas, weight_decay=group["weight_decay"] * weight_decay)
         return optimizer
 
-    def step(self, optimizer, schedule):
+    def step(self, optimizer, schedule, grad_norm):
         self.engine.step()
         schedule.step()
 

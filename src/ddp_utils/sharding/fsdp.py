@@ -110,9 +110,9 @@ class FsdpPolicy(Policy):
         reshard(self.scorer)
         return super().trainable()
 
-    def step(self, optimizer, schedule):
+    def step(self, optimizer, schedule, grad_norm):
         reshard(self.scorer)  # whoever has scored since the backward has left weights gathered
-        super().step(optimizer, schedule)
+        super().step(optimizer, schedule, grad_norm)
 
     @contextlib.contextmanager
     def gathered(self):
