@@ -57,10 +57,10 @@ def first_gradients(folder, *flags_of_runs):
     """The gradient of step 0 of each run, all parameters in one float64 vector."""
     found, step = [], optim.Policy.step
 
-    def spy(policy, optimizer, schedule):
+    def spy(policy, *rest):
         parameters = policy.trainable().values()
         found.append(torch.cat([p.grad.flatten().double() for p in parameters]))
-        step(policy, optimizer, schedule)
+        step(policy, *rest)
 
     optim.Policy.step = spy
     once = words("--max_steps 1 --max_grad_norm 0")

@@ -182,8 +182,8 @@ def spoil_weights(step):
     """An update that makes weights infinite: the loss of the next step would tell, too late."""
     take, turn = faults.optim.Policy.step, [0]
 
-    def faulty(policy, optimizer, schedule):
-        take(policy, optimizer, schedule)
+    def faulty(policy, *rest):
+        take(policy, *rest)
         turn[0] += 1
         if turn[0] == step:
             next(iter(policy.trainable().values())).data[0, 0] = float("inf")
