@@ -52,6 +52,7 @@ def test_every_field_is_a_flag():
 READ = [
     (["--beta=0.5"], {"beta": 0.5}),
     (["--learning_rate", "1e-5"], {"learning_rate": 1e-5}),
+    (["--learning-rate=1e-5", "--batch_size", "+4"], {"learning_rate": 1e-5, "batch_size": 4}),
     (["--max_rows", "-1", "--max_steps", "-1"], {}),
     (["--train_data", ""], {"train_data": ""}),
     (["--output_dir=--x"], {"output_dir": "--x"}),
