@@ -103,7 +103,7 @@ def test_the_launcher_ends_with_the_status_of_its_ranks(line, status, lives, tmp
     process = launcher(tmp_path, line, "2")
     output = process.communicate(timeout=60)[0]
     assert process.returncode == status, output
-    assert output.count("rank 0") == lives and "sig" not in output and "torch" not in output
+    assert output.count("life ") == 2 * lives and "sig" not in output and "torch" not in output
 
 
 def test_the_launchers_of_all_nodes_end_with_one_status(tmp_path):
