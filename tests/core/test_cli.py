@@ -135,17 +135,6 @@ def test_a_wrong_type_in_an_edited_file_is_one_line(capsys, name):
         assert capsys.readouterr() == ("", "")
 
 
-def test_a_value_out_of_range_names_flag_value_and_range():
-    assert cli.check_types(Config(beta=1, label_smoothing=0)).beta == 1
-    with pytest.raises(UserError, match="keep_end.*keep_start"):
-        cli.check_types(Config(truncation="left"))
-    rule = {"label_smoothing": ("below 0.5", lambda x: x < 0.5)}
-    cli.check_ranges(Config(beta=0.1), **rule)  # an option that was not given has no range
-    with pytest.raises(UserError) as caught:
-        cli.check_ranges(Config(label_smoothing=0.5), **rule)
-    assert str(caught.value) == "--label_smoothing: 0.5 is out of range; give a value below 0.5"
-
-
 def test_yaml_that_is_not_there_is_one_line(tmp_path):
     """What is in it: tests/core/corpus; sections: tests/scripts/test_train_config.py."""
     for name in ("nofile.yaml", "."):
