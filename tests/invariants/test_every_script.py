@@ -182,8 +182,11 @@ def weights(folder):
     return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
 
 
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("name", SCRIPTS)
+# each script alone or as three processes: what differs between the two is in what they share
+SIZES = list(zip(SCRIPTS, (1, 3, 1, 3, 1, 3), strict=True))
+
+
+@pytest.mark.parametrize(("name", "size"), SIZES)
 def test_stopped_and_killed_it_goes_on_to_the_bit(name, size, data, tmp_path):
     """A signal to the last rank in step 4, SIGKILL of it in step 9.
 
