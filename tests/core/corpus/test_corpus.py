@@ -31,6 +31,7 @@ HERE = Path(__file__).parent
 SCRIPT = str(ROOT / "src/main_distributed.py")
 GOOD = '{"prompt": "Who?", "chosen": "Me, of course.", "rejected": "Dunno."}\n'
 GOOD_FILE, BAD_FILE = HERE / "accepted/bom.jsonl", HERE / "fields/null.jsonl"
+NULL = f"{BAD_FILE}:3: chosen is None"
 
 
 def expected(name):
@@ -107,14 +108,8 @@ CLASSES.append(stored("template", "--chat_template"))
 CLASSES.append({flags: (shlex.split(flags), says) for flags, says in expected("flags").items()})
 CLASSES.append(
     {
-        "validation": (
-            [f"--train_data={GOOD_FILE}", f"--val_data={BAD_FILE}"],
-            f"{BAD_FILE}:3: chosen is None",
-        ),
-        "test": (
-            [f"--train_data={GOOD_FILE}", f"--test_data={BAD_FILE}"],
-            f"{BAD_FILE}:3: chosen is None",
-        ),
+        "validation": ([f"--train_data={GOOD_FILE}", f"--val_data={BAD_FILE}"], NULL),
+        "test": ([f"--train_data={GOOD_FILE}", f"--test_data={BAD_FILE}"], NULL),
         "absent": (["--train_data=x"], "x: no such file; looked in "),
         "a folder": (["--train_data=/"], "/: not a regular file"),
         "stdin": (["--train_data=/dev/stdin"], "/dev/stdin: not a regular file"),
