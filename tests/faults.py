@@ -204,17 +204,6 @@ def limit_files(number, size):
     before_call("runs.checkpoint.save_file", number, limit)
 
 
-def other_clock(offset):
-    """The wall clock is years off, and goes backwards."""
-    now, calls = time.time, [0]
-
-    def clock():
-        calls[0] += 1
-        return now() + offset - 60 * calls[0]
-
-    time.time = clock
-
-
 if __name__ == "__main__":  # under a launcher: FAULT="kill_in_backward 1 6", in the first life only
     fault = os.environ.get("FAULT")
     if fault and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":

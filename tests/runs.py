@@ -8,7 +8,7 @@ from shlex import split as words
 import torch
 
 import main_distributed
-from ddp_utils import metrics, optim, sampler
+from ddp_utils import metrics
 from ddp_utils.runs import run as run_
 
 # what a comparison to the letter needs; the demo model is the default
@@ -31,16 +31,10 @@ def main(flags):
     return main_distributed.main(flags)
 
 
-def train(folder, *flags_of_runs):
-    """Run main() once per list of flags in this rank's group -> list of lines per run."""
-    hurry()
-    results = []
-    for number, flags in enumerate(flags_of_runs):
-        # a parent of its own: runs beside each other share the reference's log-probs
-        run = Path(folder) / f"{os.environ.get('WORLD_SIZE', 1)}-{number}" / "run"
-        assert main_distributed.main([*QUIET, *flags, "--result_dir", str(run)]) == 0
-        results.append(lines(run) if os.environ.get("RANK", "0") == "0" else None)
-    return results
+def train(folder, flags):
+    """Run main() in this rank's group, to folder/run -> the lines of its metrics, on rank 0."""
+    assert main([*QUIET, *flags, "--result_dir", f"{folder}/run"]) == 0
+    return lines(f"{folder}/run") if os.environ.get("RANK", "0") == "0" else None
 
 
 def lines(folder, split=None):
@@ -51,34 +45,3 @@ def lines(folder, split=None):
 
 def losses(run):
     return [line["loss"] for line in run if line["split"] == "train"]
-
-
-def first_gradients(folder, *flags_of_runs):
-    """The gradient of step 0 of each run, all parameters in one float64 vector."""
-    found, step = [], optim.Policy.step
-
-    def spy(policy, *rest):
-        parameters = policy.trainable().values()
-        found.append(torch.cat([p.grad.flatten().double() for p in parameters]))
-        step(policy, *rest)
-
-    optim.Policy.step = spy
-    once = words("--max_steps 1 --max_grad_norm 0")
-    train(folder, *([*flags, *once] for flags in flags_of_runs))
-    return found
-
-
-def mean_of_means():
-    """The classic mistake, for tests that must see it: each rank averages over its own rows."""
-    backward = optim.Policy.backward
-    share = sampler.share
-    factor = []
-
-    def watch(rows, lengths, world, budget, padded=False):
-        parts = share(rows, lengths, world, budget, padded)
-        own = max(1, sum(sum(part.weight) for part in parts))
-        factor[:] = [len(rows) / (world.world_size * own)]
-        return parts
-
-    sampler.share = watch
-    optim.Policy.backward = lambda policy, loss: backward(policy, loss * factor[0])

@@ -4,7 +4,6 @@
     trlenv/bin/pip install torch==2.13.0 trl==1.16.0 transformers peft datasets
     python tests/bench/dpo_vs_trl.py --trl_python trlenv/bin/python --out ratios.json
     python tests/bench/dpo_vs_trl.py --layouts --processes 2 4       # ours against ours
-    python tests/bench/dpo_vs_trl.py --read ratios.json --picture ratios.png
 
 Rules of measurement:
 - Both sides train the same rows in the same order from the same weights, and their losses must
@@ -22,7 +21,6 @@ Rules of measurement:
 """
 
 import argparse
-import importlib.metadata
 import itertools
 import json
 import os
@@ -49,7 +47,6 @@ QUIET = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
 }
-PACKAGES = "torch", "transformers", "peft", "trl", "datasets"
 TIDY_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 # --- the two sides, each in a process of its own -------------------------------------------------
@@ -68,8 +65,6 @@ class Record:
 
         self.gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
         self.clock, self.losses, self.tokens, self.resident_mb = [], [], [], None
-        found = {one.metadata["Name"]: one.version for one in importlib.metadata.distributions()}
-        self.versions = {name: found[name] for name in PACKAGES if name in found}
 
     def loop_begins(self):
         if self.gpu:
@@ -183,7 +178,6 @@ def work(spec):
     import torch
 
     torch.set_num_threads(1)
-    torch.set_float32_matmul_precision(spec["matmul"])
     lines = Path(spec["case"], "train.jsonl").read_text().splitlines()[: spec["rows"]]
     rows, record = [json.loads(line) for line in lines], Record()
 
@@ -212,8 +206,7 @@ class Arm(NamedTuple):
 def measure(arm, case, dtype, args, malloc=None):
     """Run one side once -> what it recorded, with CPU time summed over its processes."""
     rows = arm.pairs * args.steps
-    spec = arm._asdict() | {"case": str(case), "dtype": dtype, "rows": rows}
-    spec |= {"steps": args.steps, "matmul": args.matmul}
+    spec = arm._asdict() | {"case": str(case), "dtype": dtype, "rows": rows, "steps": args.steps}
     python = sys.executable if arm.kind == "ours" else os.path.abspath(args.trl_python)
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={arm.processes}"]
     command = [python, *(torchrun if arm.processes > 1 else []), str(Path(__file__).resolve())]
@@ -334,17 +327,15 @@ def read_flags():
     add("--dtypes", nargs="+", choices=TOLERANCE, default=list(TOLERANCE))
     add("--repeats", type=int, default=5, help="pairs of runs")
     add("--steps", type=int, default=6, help="of a run; the first one is dropped")
-    add("--matmul", choices=("highest", "high", "medium"), default="highest")
     add("--cache", default=f"{tempfile.gettempdir()}/dpo_vs_trl_cases", help="of the cases")
     add("--out", help="JSON of everything measured")
-    add("--read", help="such a JSON: show it, measure nothing")
     add("--picture", help="PNG of the ratios")
     add("--ours", nargs=argparse.REMAINDER, default=[], help="all that follows: flags for ours")
     args = parser.parse_args()
     if args.trl_defaults and not args.trl_python:
         parser.error("TRL's rows need --trl_python")
-    if not (args.arm or args.read or comparisons(args)):
-        parser.error("give --trl_python, --layouts, --processes or --read")
+    if not (args.arm or comparisons(args)):
+        parser.error("give --trl_python, --layouts or --processes")
     return args
 
 
@@ -352,7 +343,7 @@ def measure_all(args):
     """Every row asked for; --out is written after each, so that a run cut short leaves some."""
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     report = {"date": time.strftime("%Y-%m-%d"), "cpu": cpu and cpu[1], "cores": os.cpu_count()}
-    report |= {name: getattr(args, name) for name in ("repeats", "steps", "matmul", "ours")}
+    report |= {name: getattr(args, name) for name in ("repeats", "steps", "ours")}
     report["rows"] = []
     for name, dtype in itertools.product(args.cases, args.dtypes):
         case = make_case(name, os.path.abspath(args.cache))
@@ -367,7 +358,7 @@ def main():
     args = read_flags()
     if args.arm:
         return work(args.arm)
-    report = json.loads(Path(args.read).read_text()) if args.read else measure_all(args)
+    report = measure_all(args)
     print(table(report["rows"]))
     if args.picture:
         draw_bars(report["rows"], args.picture)

@@ -1,4 +1,4 @@
-"""A check that fits in the suite: the step of main_distributed against TRL's way to compute it.
+"""A check that takes a minute: the step of main_distributed against TRL's way to compute it.
 
 The full comparison, with TRL itself, is dpo_vs_trl.py. Here its layout is written out plainly: two
 padded rows a pair, log-probs and the entropy of every position, full logits, stock LoRA layers.

@@ -52,6 +52,7 @@ def test_every_field_is_a_flag():
 READ = [
     (["--beta=0.5"], {"beta": 0.5}),
     (["--learning_rate", "1e-5"], {"learning_rate": 1e-5}),
+    (["--learning-rate=1e-5", "--batch_size", "+4"], {"learning_rate": 1e-5, "batch_size": 4}),
     (["--max_rows", "-1", "--max_steps", "-1"], {}),
     (["--train_data", ""], {"train_data": ""}),
     (["--output_dir=--x"], {"output_dir": "--x"}),
@@ -132,17 +133,6 @@ def test_a_wrong_type_in_an_edited_file_is_one_line(capsys, name):
         message = str(caught.value)
         assert message.startswith(f"--{name}: ") and repr(value) in message and "\n" not in message
         assert capsys.readouterr() == ("", "")
-
-
-def test_a_value_out_of_range_names_flag_value_and_range():
-    assert cli.check_types(Config(beta=1, label_smoothing=0)).beta == 1
-    with pytest.raises(UserError, match="keep_end.*keep_start"):
-        cli.check_types(Config(truncation="left"))
-    rule = {"label_smoothing": ("below 0.5", lambda x: x < 0.5)}
-    cli.check_ranges(Config(beta=0.1), **rule)  # an option that was not given has no range
-    with pytest.raises(UserError) as caught:
-        cli.check_ranges(Config(label_smoothing=0.5), **rule)
-    assert str(caught.value) == "--label_smoothing: 0.5 is out of range; give a value below 0.5"
 
 
 def test_yaml_that_is_not_there_is_one_line(tmp_path):

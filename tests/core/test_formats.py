@@ -21,16 +21,7 @@ def assistant(content):
     return {"role": "assistant", "content": content}
 
 
-def system(content):
-    return {"role": "system", "content": content}
-
-
-def human(value):
-    return {"from": "human", "value": value}
-
-
-def gpt(value):
-    return {"from": "gpt", "value": value}
+SYSTEM = {"role": "system", "content": "s"}
 
 
 def read(row, name=None):
@@ -100,7 +91,7 @@ def test_texts_are_kept_as_they_stand_and_a_system_text_makes_messages_of_the_pr
     assert read(row) == (" a\n", "  b \n", "\tc")
     for name in ("prompt", "instruction", "question"):
         row = {name: " a", "system": "s ", "chosen": "b", "rejected": "c"}
-        assert read(row) == ([system("s "), user(" a")], "b", "c")
+        assert read(row) == ([{**SYSTEM, "content": "s "}, user(" a")], "b", "c")
     for nothing in (None, "", " \n"):
         row = {"instruction": "a", "system": nothing, "input": nothing, **TEXT}
         assert read(row) == ("a", "x", "y")
@@ -108,7 +99,7 @@ def test_texts_are_kept_as_they_stand_and_a_system_text_makes_messages_of_the_pr
 
 # --- messages ------------------------------------------------------------------------------------
 
-LONG = [system("s"), user("1"), assistant("2"), user("3")]
+LONG = [SYSTEM, user("1"), assistant("2"), user("3")]
 
 
 WHOLE = {"chosen": [*LONG, assistant("x")], "rejected": [*LONG, assistant("y")]}
@@ -130,7 +121,7 @@ def test_many_ways_to_write_one_conversation_give_one_example():
     ):
         assert read(row) == (LONG, "x", "y")
     row = {"system": "s", "prompt": "q", "chosen": [assistant("x")], "rejected": "y"}
-    assert read(row) == ([system("s"), user("q")], "x", "y")
+    assert read(row) == ([SYSTEM, user("q")], "x", "y")
 
 
 def test_what_else_a_row_has_is_left_out_and_named_at_every_depth(tmp_path):
@@ -160,7 +151,7 @@ def test_conversations_that_part_before_the_last_message_are_unusable():
     first = [user("1"), assistant("x")]
     for chosen, rejected in (
         (first, [user("2"), assistant("y")]),
-        (first, [system("s"), user("1"), assistant("y")]),
+        (first, [SYSTEM, user("1"), assistant("y")]),
         (first, [*first, user("2"), assistant("y")]),
         ([*first, user("2"), assistant("x")], [user("1"), *LONG[2:], assistant("y")]),
     ):
@@ -168,7 +159,7 @@ def test_conversations_that_part_before_the_last_message_are_unusable():
         assert read({"chosen": rejected, "rejected": chosen}) == "prompts differ"
     whole = {"chosen": first, "rejected": [user("1"), assistant("y")]}
     assert read({"prompt": [user("2")], **whole}) == "prompts differ"
-    assert read({"prompt": [system("s"), user("1")], **whole}) == "prompts differ"
+    assert read({"prompt": [SYSTEM, user("1")], **whole}) == "prompts differ"
 
 
 # --- transcripts ---------------------------------------------------------------------------------
@@ -189,24 +180,13 @@ TRANSCRIPTS = [
         ),
     ),
     (HI, HI, "identical"),
-    (HI, HI + " ", "identical"),
     (HI, "\n\nHuman: Hi\n\nAssistant: ", "empty response"),
-    (HI, "", "empty response"),
     (HI, "\n\nHuman: Ho\n\nAssistant: Hello.", "prompts differ"),
     (HI + "\n\nHuman: q\n\nAssistant: a", HI, "prompts differ"),
     (f"{HI}\n\nHuman: a", f"{HI}\n\nHuman: b", UNORDERED),
-    (
-        f"{HI}\n\nHuman: a\n\nAssistant: x",
-        f"{HI}\n\nHuman: b\n\nAssistant: y",
-        "prompts differ",
-    ),
     (f"{HI}\n\nHuman: a", "\n\nHuman: Hi\n\nAssistant: Ho.", "prompts differ"),
-    (f"{HI}\n\nHuman:", "\n\nHuman: Hi\n\nAssistant: Ho.", "prompts differ"),
-    (f"{HI}\n\nAssistant: x", HI, "prompts differ"),
     (f"{HI}\n\nAssistant: x", f"{HI}\n\nAssistant: y", UNORDERED),
-    (f"\n\nHuman: a{HI}", "\n\nHuman: a" + HI + "x", UNORDERED),
     ("\n\nHuman: \n\nAssistant: x", "\n\nHuman:\n\nAssistant: y", UNORDERED),
-    ("\n\nHuman: \n\nAssistant: x", HI, "prompts differ"),
 ]
 
 
@@ -221,19 +201,20 @@ def test_transcripts_part_at_the_last_turn_of_the_assistant():
 
 
 def in_every_format(chosen, rejected):
+    texts = {"chosen": chosen, "rejected": rejected}
     return {
-        "prompt": {"prompt": "q", "chosen": chosen, "rejected": rejected},
-        "instruction": {"instruction": "q", "chosen": chosen, "rejected": rejected},
-        "question": {"question": "q", "chosen": chosen, "rejected": rejected},
+        "prompt": {"prompt": "q", **texts},
+        "instruction": {"instruction": "q", **texts},
+        "question": {"question": "q", **texts},
         "messages": {
             "prompt": [user("q")],
             "chosen": [assistant(chosen)],
             "rejected": [assistant(rejected)],
         },
         "sharegpt": {
-            "conversations": [human("q")],
-            "chosen": gpt(chosen),
-            "rejected": gpt(rejected),
+            "conversations": [{"from": "human", "value": "q"}],
+            "chosen": {"from": "gpt", "value": chosen},
+            "rejected": {"from": "gpt", "value": rejected},
         },
         "transcript": {
             "chosen": f"\n\nHuman: q\n\nAssistant: {chosen}",
@@ -251,12 +232,10 @@ def test_what_is_unusable_or_refused_is_so_in_every_format():
     for name in FORMATS:
         assert read(in_every_format("x", "y")[name])[1:] == ("x", "y")
         assert read(in_every_format("x", "x")[name]) == "identical"
-        for empty in ("", " ", "\n\t", "\u3000"):
-            for sides in (("x", empty), (empty, "x"), (empty, empty)):
-                assert read(in_every_format(*sides)[name]) == "empty response"
-        for bad in ("a\0", "\ud800b"):
-            for sides in ((bad, "x"), ("x", bad)):
-                assert "NUL or half a surrogate pair" in complaint(in_every_format(*sides)[name])
+        for sides in (("x", ""), ("\n\t", "x"), (" ", "\u3000")):
+            assert read(in_every_format(*sides)[name]) == "empty response"
+        for sides in (("a\0", "x"), ("x", "\ud800b")):
+            assert "NUL or half a surrogate pair" in complaint(in_every_format(*sides)[name])
 
 
 @pytest.mark.parametrize("name", FORMATS)

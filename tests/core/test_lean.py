@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
+from test_logps import PAD, SIZES, WIDE
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
@@ -15,9 +16,6 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from ddp_utils import models
 from ddp_utils.fast import memory_efficient
 
-SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=97)
-WIDE = dict(intermediate_size=64, num_key_value_heads=2, max_position_embeddings=128)
-PAD = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
 COMMON = SIZES | WIDE | PAD
 MODELS = {  # with how many modules become lean: linears, SwiGLU blocks, norms
     "llama": (transformers.LlamaConfig(**COMMON, attention_bias=True), 14 + 2 + 5),

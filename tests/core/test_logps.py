@@ -1,5 +1,7 @@
 """Log-probs against full float64 logits; the head's self-test; memory; dropout; checkpointing."""
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -15,34 +17,35 @@ from ddp_utils.runs import checks
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=97)
 WIDE = dict(intermediate_size=64, num_key_value_heads=2, max_position_embeddings=128)
 PAD = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
-MODELS = {
-    "llama": transformers.LlamaConfig(**SIZES, **WIDE, **PAD),
-    "qwen3": transformers.Qwen3Config(**SIZES, **WIDE, **PAD, head_dim=8),
-    "gpt2": transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=97, **PAD),
-}
+LLAMA = transformers.LlamaConfig(**SIZES, **WIDE, **PAD)
 
 
-def tiny(name, factor=3.0):
-    """A random model whose weights are large enough for mistakes to show."""
+def build(config, factor=3.0):
+    """A random model, its weights scaled so that mistakes show, its biases and sinks not 0."""
     torch.manual_seed(0)
-    model = models.no_dropout(AutoModelForCausalLM.from_config(MODELS[name]))
+    # a copy: models write their attention into it; eager experts are the only ones in float64
+    config = copy.deepcopy(config)
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(factor)
-    return model
+            elif factor > 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return models.no_dropout(model)
 
 
-def some_pairs(count=3, words=97):
-    """Pairs of uneven length, their prompts and responses different everywhere."""
+def some_pairs(*sizes):
+    """Pairs of so many tokens in prompt, chosen and rejected, different everywhere."""
     generator = torch.Generator().manual_seed(1)
 
     def ids(length):
-        return torch.randint(3, words, (length,), generator=generator).tolist()
+        return torch.randint(3, 97, (length,), generator=generator).tolist()
 
-    return [
-        Pair(ids(3 + 4 * k), ids(5 + 2 * k), ids(9 - 2 * k), f"row {k}", "") for k in range(count)
-    ]
+    return [Pair(*map(ids, lengths), f"row {row}", "") for row, lengths in enumerate(sizes)]
+
+
+PAIRS = some_pairs((3, 5, 9), (7, 7, 7), (11, 9, 5))
 
 
 def by_hand(model, pair, dtype=torch.float64):
@@ -57,11 +60,10 @@ def by_hand(model, pair, dtype=torch.float64):
 
 
 def test_the_gradient_equals_that_of_full_logits_in_float64():
-    data = some_pairs()
-    model = tiny("llama")
-    found = _gradient(model, sum(map(torch.sum, logps.Scorer(model)(logps.collate(data)))))
-    model = tiny("llama").double()
-    expected = _gradient(model, sum(by_hand(model, pair).sum() for pair in data))
+    model = build(LLAMA)
+    found = _gradient(model, sum(map(torch.sum, logps.Scorer(model)(logps.collate(PAIRS)))))
+    model = build(LLAMA).double()
+    expected = _gradient(model, sum(by_hand(model, pair).sum() for pair in PAIRS))
     assert (found - expected).norm() <= 1e-5 * expected.norm()
 
 
@@ -72,7 +74,7 @@ def _gradient(model, loss):
 
 
 def test_prompt_and_padding_do_not_count():
-    batch = logps.collate(some_pairs())
+    batch = logps.collate(PAIRS)
     assert batch.tokens.tolist() == [[5, 7, 9], [9, 7, 5]]
     # six rows of 11 + 9 - 1 tokens; a prompt of 3 predicts from its last token, place 2
     width = batch.ids.shape[1]
@@ -132,19 +134,20 @@ def test_complaint_20_the_full_logits_are_never_held(monkeypatch):
 
 
 def test_dropout_is_off_by_p_and_the_model_stays_in_training_mode():
-    config = transformers.GPT2Config(**MODELS["gpt2"].to_diff_dict() | {"resid_pdrop": 0.5})
+    sizes = dict(n_embd=32, n_layer=2, n_head=4, vocab_size=97, resid_pdrop=0.5)
+    config = transformers.GPT2Config(**sizes, **PAD)
     model = models.no_dropout(AutoModelForCausalLM.from_config(config))
     assert model.training
-    scorer, batch = logps.Scorer(model), logps.collate(some_pairs())
+    scorer, batch = logps.Scorer(model), logps.collate(PAIRS)
     assert torch.equal(scorer(batch)[0], scorer(batch)[0])
 
 
 def test_complaint_13_a_reference_in_another_precision_is_refused():
-    model, data = tiny("llama"), some_pairs()
-    now = torch.stack(logps.Scorer(model)(logps.collate(data)), -1).detach()
-    rounded = torch.stack(logps.Scorer(model.bfloat16())(logps.collate(data)), -1).detach()
+    model = build(LLAMA)
+    now = torch.stack(logps.Scorer(model)(logps.collate(PAIRS)), -1).detach()
+    rounded = torch.stack(logps.Scorer(model.bfloat16())(logps.collate(PAIRS)), -1).detach()
     bound = checks.noise(torch.float32, torch.tensor([9, 9, 9]))
-    wheres = [pair.where for pair in data]
+    wheres = [pair.where for pair in PAIRS]
     checks.check_reference(now, now + 5e-4, bound, wheres)
     with pytest.raises(UserError, match="row [012]: before the first step the policy's log-prob"):
         checks.check_reference(now, rounded, bound, wheres)
@@ -169,7 +172,7 @@ def test_the_precision_is_among_the_facts_of_the_reference():
     marks = set()
     for weights in (torch.float32, torch.bfloat16):
         for autocast in (None, torch.bfloat16, torch.float16):
-            scorer = logps.Scorer(tiny("llama").to(weights), autocast)
+            scorer = logps.Scorer(build(LLAMA).to(weights), autocast)
             facts = logps.fingerprint(scorer, {}, [], torch.device("cpu"))
             marks.add(str(sorted(facts.items())))
     assert len(marks) == 6

@@ -93,14 +93,6 @@ def test_complaint_09_at_most_one_bos_and_it_is_first(bos, prompt):
     assert None not in pair.prompt + pair.chosen + pair.rejected
 
 
-def test_complaint_09_a_template_that_renders_bos_does_not_get_a_second_one():
-    tok = tokenizer()
-    tok.chat_template = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}>"
-    pair = Encoder(tok).encode(Example("f:1", "hi", "yes", "no"))
-    assert tok.decode(pair.prompt) == "<s>[hi]>"
-    assert pair.prompt.count(tok.bos_token_id) == 1
-
-
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("pad_is_eos", [True, False])
 @pytest.mark.parametrize("chosen", [" x", " x</s>", " x</s></s>"])
@@ -146,22 +138,6 @@ def test_the_prompt_is_cut_first_and_keeps_its_bos(side, kept):
     # beside a long response a quarter of max_length stays of the prompt
     parts = Encoder(tok, max_length=16, truncation=side).cut([3] * 20, [4] * 20, [5] * 14)
     assert [len(part) for part in parts] == [4, 12, 12]
-
-
-def rows(tmp_path, *found):
-    path = tmp_path / "pairs.jsonl"
-    names = ("prompt", "chosen", "rejected")
-    path.write_text("\n".join(json.dumps(dict(zip(names, row, strict=True))) for row in found))
-    return path
-
-
-def test_identical_pairs_are_dropped_and_counted_by_row(tmp_path):
-    long = "x" * 50
-    path = rows(tmp_path, ("p", "a", "b"), ("p", "same", "same"), ("q", long + "1", long + "2"))
-    found, report = preference_data.read(path, Encoder(tokenizer(), max_length=20))
-    assert [pair.where.rsplit(":", 1)[1] for pair in found] == ["1"]
-    assert report["rows"] == 3 and report["used"] == 1
-    assert report["dropped"] == {"identical": ["2"], "identical once cut": ["3"]}
 
 
 def test_splits_share_no_prompt_and_do_not_depend_on_the_order_of_rows():

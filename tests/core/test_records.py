@@ -132,18 +132,3 @@ def test_text_gives_the_string_as_it_stands(tmp_path):
     assert jsonl.text(jsonl.Record("f:7", {"a": " é \n\U0001f600"}), "a") == " é \n\U0001f600"
     [record] = jsonl.read(write(tmp_path, b'{"a": "\\ud83d\\ude00"}'))
     assert jsonl.text(record, "a") == "\U0001f600"
-
-
-TEXTS = [  # a row -> what is said of its field a
-    ({"a": "\u3000"}, "is '\\u3000'; give a non-empty string"),
-    ({"a": list(range(10_000))}, "is [0, 1, 2, 3, 4, 5, ...]; give a non-empty string"),
-    ({"a": "\udc00\ud800"}, "has a NUL or half a surrogate pair; remove it"),
-    ({"A": 1, "aa": 1}, "is missing; rename 'aa', if that is meant"),
-    ({"instruction": 1, "x\ny": 2}, "is missing; found: instruction, 'x\\ny'"),
-    ({}, "is missing; found: -"),
-]
-
-
-def test_text_refuses_what_is_not_a_non_empty_string():
-    for row, says in TEXTS:
-        assert refused(jsonl.text, jsonl.Record("f:7", row), "a") == f"f:7: a {says}"

@@ -80,11 +80,7 @@ def test_wilson_interval():
 
 def test_wins_losses_ties_and_means_by_hand():
     policy = [{"kind": 1.0, "right": 1.0}, {"kind": 1.0, "right": 0.0}, {"kind": 0.0, "right": 1.0}]
-    reference = [
-        {"kind": 0.0, "right": 1.0},
-        {"kind": 1.0, "right": 1.0},
-        {"kind": 1.0, "right": 1.0},
-    ]
+    reference = [{"kind": 0.0, "right": 1.0}, *[{"kind": 1.0, "right": 1.0}] * 2]
     found = sampling.compare(policy, reference)
     assert (found["wins"], found["losses"], found["ties"]) == (1, 1, 1)
     assert found["win_rate"] == 0.5
@@ -106,10 +102,8 @@ def test_a_judge_may_return_a_number_or_several(tmp_path):
     assert one("p", "abc") == {"": 3.0}
     assert "judge/policy" in sampling.compare([one("p", "abc")], [one("p", "ab")])
     several = "def score(p, r): return {'long': len(r) > 2, 'same': p == r}"
-    assert sampling.load_judge(judge_file(tmp_path, several))("p", "p") == {
-        "long": 0.0,
-        "same": 1.0,
-    }
+    judge = sampling.load_judge(judge_file(tmp_path, several))
+    assert judge("p", "p") == {"long": 0.0, "same": 1.0}
 
 
 UNFIT = {

@@ -340,10 +340,6 @@ def test_four_steps_of_protein_dpo_equal_a_plain_loop(world_size, tmp_path):
     words += f"--no_shuffle --learning_rate {PEAK} --weight_decay {DECAY} --max_grad_norm 0.1 "
     words += "--lr_scheduler linear --warmup_ratio 0.3 --gradient_accumulation_steps 2 "
     words += f"--log_every 1000 --batch_size {2 // world_size}"
-    for number, other in enumerate(["--temperature=1", "--num_orders=1"]):
-        # what a run beside it has scored otherwise is not taken over
-        more = [other, "--max_steps=0", f"--output_dir={tmp_path}/{number}"]
-        ranks(1, run, "dpo_inv.run_dpo_ddp", [*words.split(), *more])
     ranks(world_size, run, "dpo_inv.run_dpo_ddp", words.split())
     model = mpnn.ProteinMPNN.load(ROOT / "data/demo/protein_model.pt").double()
     named = [pairs.read(tmp_path / f"{name}.json", {}, ProteinConfig())[0] for name in SPLITS]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_logps import by_hand
 from transformers import AutoModelForCausalLM
 
 import main_distributed
@@ -55,15 +56,12 @@ def float64_means(path, reference):
     model = AutoModelForCausalLM.from_pretrained(models.model_path("data/demo/model")).double()
     sums = dict.fromkeys(NAMES, 0.0)
     for row, pair in enumerate(data):
-        summed = []
-        for response in (pair.chosen, pair.rejected):
-            ids = torch.tensor([pair.prompt + response])
-            with torch.no_grad():
-                logs = model(ids).logits[0, len(pair.prompt) - 1 : -1].log_softmax(-1)
-            summed.append(logs[range(len(response)), response].sum().item())
-        margin = 0.3 * ((summed[0] - reference[row, 0]) - (summed[1] - reference[row, 1])).item()
+        with torch.no_grad():
+            summed = by_hand(model, pair)
+        chosen, rejected = summed - reference[row]
+        margin = 0.3 * (chosen - rejected).item()
         loss = torch.nn.functional.softplus(torch.tensor(-margin, dtype=torch.float64)).item()
-        for name, value in zip(NAMES, (loss, margin, *summed, margin > 0), strict=True):
+        for name, value in zip(NAMES, (loss, margin, *summed.tolist(), margin > 0), strict=True):
             sums[name] += value / ROWS
     return sums
 

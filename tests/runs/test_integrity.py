@@ -1,6 +1,5 @@
 """A run belongs to its files and to its code: flipped bits and edited sources are noticed."""
 
-import os
 import random
 import shutil
 import subprocess
@@ -47,33 +46,6 @@ def test_a_flipped_bit_changes_no_weight_or_is_one_line(tmp_path):
             assert line.count("\n") == 1, case
         shutil.rmtree(folder)
     assert went_on
-
-
-def start(tree, folder, fault=""):
-    """A run of a copy of the project, in a process of its own; fault: see tests/faults.py."""
-    path = f"{tree / 'src'}{os.pathsep}{ROOT / 'tests'}"
-    names = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "RANK": "0", "FAULT": fault}
-    flags = [*faults.STEPS, *faults.MODES["lora"], "--result_dir", str(folder)]
-    command = [sys.executable, faults.__file__, *flags]
-    return subprocess.run(command, env=os.environ | names, capture_output=True, text=True)
-
-
-def test_an_edited_loss_is_noticed_and_a_comment_is_not(tmp_path):
-    tree, folder = tmp_path / "tree", tmp_path / "runs/edited"
-    for part in ("src", "data/demo"):
-        shutil.copytree(ROOT / part, tree / part)
-    assert start(tree, folder, "kill_in_backward 0 6").returncode == -9
-    loss = tree / "src/ddp_utils/losses.py"
-    source = loss.read_text()
-    loss.write_text(source.replace("logsigmoid(z)", "logsigmoid(-z)", 1))
-    refused = start(tree, folder)
-    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
-    assert "unfinished run of other code: ddp_utils/losses.py changed; --restart" in refused.stderr
-    loss.write_text("# one remark more\n\n" + source.replace("import torch", "import torch  # 2"))
-    done = start(tree, folder)
-    assert done.returncode == 0, done.stderr
-    faults.finished(faults.start(1, tmp_path / "whole/run", *faults.MODES["lora"]))
-    assert faults.is_equal(folder, tmp_path / "whole/run")
 
 
 def test_the_digest_of_code_is_of_what_it_does(tmp_path):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import cluster
 import faults
 import programs
 import runs
@@ -61,13 +62,6 @@ def descendants(pid):
     for child in found:
         found += parents.get(child, [])
     return found
-
-
-def wait_until(event, seconds=120):
-    deadline = time.monotonic() + seconds
-    while not event():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
 
 
 def has_logged(folder, count):
@@ -122,7 +116,7 @@ def test_the_shell_script_does_not_restart_what_a_restart_cannot_mend(tmp_path):
 def test_f3_sigterm_to_the_shell_script_saves_and_ends_with_85(long_run, tmp_path):
     folder = tmp_path / "run"
     with launched([SCRIPT, "2"], folder, *LONG) as process:
-        wait_until(has_logged(folder, 4))
+        cluster.wait(has_logged(folder, 4), 120)
         sockets = [addresses(pid) for pid in descendants(process.pid)]
         process.send_signal(signal.SIGTERM)
         assert process.wait(90) == 85, process.log.read_text()
@@ -140,11 +134,11 @@ def test_f3_sigterm_to_the_shell_script_saves_and_ends_with_85(long_run, tmp_pat
 def test_f18_ctrl_c_ends_with_130_and_the_same_command_goes_on(long_run, tmp_path):
     folder = tmp_path / "run"
     with launched([SCRIPT, "2"], folder, *LONG, "--save_every", "1") as process:
-        wait_until(has_logged(folder, 4))
+        cluster.wait(has_logged(folder, 4), 120)
         ranks = descendants(process.pid)
         os.killpg(process.pid, signal.SIGINT)  # what a terminal does
         assert process.wait(90) == 130, process.log.read_text()
-        wait_until(lambda: all(state(pid) == "Z" for pid in ranks))
+        cluster.wait(lambda: all(state(pid) == "Z" for pid in ranks), 60)
     assert checkpoint.find(folder / "checkpoints")[1] == []
     outcome = faults.finished(faults.start(2, folder, *LORA, *LONG))
     assert "is not finished: goes on after step" in outcome.logs[0]
@@ -180,12 +174,12 @@ def test_a8_no_process_outlives_a_launcher_that_is_killed(tmp_path):
         )
         try:
             if number == 0:
-                wait_until(lambda process=process: descendants(process.pid))
+                cluster.wait(lambda process=process: descendants(process.pid), 60, 0.01)
             else:
                 time.sleep(wait)
             process.kill()
             process.wait()
-            wait_until(lambda mark=mark: not marked(mark), seconds=20)
+            cluster.wait(lambda mark=mark: not marked(mark), seconds=20)
         finally:
             for pid in marked(mark):
                 with contextlib.suppress(ProcessLookupError):

@@ -254,13 +254,3 @@ def test_f15_of_two_that_start_together_one_runs(tmp_path):
     for end in [end for end in ends if end is not ran]:  # refused, or too late to find it at work
         word, code = ("is in use by", 2) if end.codes == [2] else ("finished: the same", 0)
         assert end.codes == [code] and word in end.logs[0]
-
-
-# --- F16: another place, another clock -----------------------------------------------------------
-
-
-def test_f16_neither_time_nor_place_nor_language_changes_a_weight(undisturbed, tmp_path):
-    env = {"TZ": "Asia/Kolkata", "LANG": "C", "LC_ALL": "C", "HOSTNAME": "elsewhere"}
-    folder, clock = tmp_path / "run", (faults.other_clock, -10 * 365 * 86400)
-    faults.finished(faults.start(2, folder, *LORA, env=env, fault=clock))
-    assert faults.is_equal(folder, undisturbed)

@@ -9,7 +9,6 @@ import ast
 import gzip
 import hashlib
 import io
-import itertools
 import json
 import os
 import pickle
@@ -308,11 +307,6 @@ def test_what_lies_beside_the_files_that_are_read_is_left_alone(tmp_path, canary
     assert not canary.sings.exists()
 
 
-def pickle_as(name, kind="pickle"):
-    """An attack that puts a pickle, or what torch.save writes, in the place of this file."""
-    return lambda folder, canary: put(folder / name, getattr(canary, kind))
-
-
 def pickles_alone(folder, canary):
     """Of a model and of an adapter."""
     weights = "adapter_model" if (folder / "adapter_config.json").exists() else "model"
@@ -327,43 +321,10 @@ def index_of_pickles(folder, canary):
     put(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": {"w": "shard.bin"}})
 
 
-def weights_elsewhere(folder, canary):
-    put(folder / "shard.bin", canary.archive)
-    edit(folder / "config.json", transformers_weights="shard.bin")
-
-
-def adapter_of_pickles(folder, canary):
-    surround(folder, canary)
-    shutil.copy(ADAPTER / "adapter_config.json", folder)
-
-
 def class_of_its_own(folder, canary):
     surround(folder, canary)
     auto = {"AutoConfig": "custom.Evil", "AutoModelForCausalLM": "custom.Evil"}
     edit(folder / "config.json", model_type="evil", auto_map=auto)
-
-
-def trust_from_within(folder, canary):
-    """CVE-2026-5241: a nested config that trusted itself."""
-    class_of_its_own(folder / "inner", canary)
-    inner = {"model_type": "evil", "_name_or_path": str(folder / "inner")}
-    settings = {"model_type": "lightglue", "keypoint_detector_config": inner}
-    put(folder / "config.json", {**settings, "trust_remote_code": True})
-
-
-def kernel(folder, canary):
-    edit(folder / "config.json", _attn_implementation="evil/kernel")
-
-
-def kernel_within(folder, canary):
-    """CVE-2026-4372: an inner name of the same setting was not looked at."""
-    edit(folder / "config.json", _attn_implementation_internal="evil/kernel")
-
-
-def tokenizer_of_its_own(folder, canary):
-    surround(folder, canary)
-    auto = {"AutoTokenizer": ["custom.Evil", None]}
-    edit(folder / "tokenizer_config.json", tokenizer_class="Evil", auto_map=auto)
 
 
 def harmless_pickle(folder, canary):
@@ -385,92 +346,61 @@ def cache_by_name(folder, canary):
     edit(folder / "adapter_config.json", init_lora_weights="corda", corda_config=cache)
 
 
-def prompt_tuning(folder, canary):
-    """peft#2888: the arguments of a tokenizer came from the adapter."""
-    tokenizer_of_its_own(folder, canary)
-    settings = {"peft_type": "PROMPT_TUNING", "task_type": "CAUSAL_LM", "num_virtual_tokens": 2}
-    settings |= {"prompt_tuning_init": "TEXT", "prompt_tuning_init_text": "hello"}
-    settings |= {"tokenizer_name_or_path": str(folder), "base_model_name_or_path": "x"}
-    settings |= {"tokenizer_kwargs": {"trust_remote_code": True}}
-    put(folder / "adapter_config.json", settings)
+def pickle_in_disguise(folder, canary):
+    (weights,) = folder.glob("*model.safetensors")
+    put(weights, canary.archive)
 
 
-MODELS = [pickles_alone, index_of_pickles, weights_elsewhere, adapter_of_pickles]
-MODELS += [class_of_its_own, trust_from_within, kernel]
-MODELS = {attack.__name__: attack for attack in MODELS}
-MODELS["pickle_in_disguise"] = pickle_as("model.safetensors")
-MODELS["archive_in_disguise"] = pickle_as("model.safetensors", "archive")
-MODELS["settings_as_pickle"] = pickle_as("config.json")
-# refused or ignored, whichever transformers does
-EITHER = {"kernel_within": kernel_within, "tokenizer_of_its_own": tokenizer_of_its_own}
-EITHER["tokenizer_as_pickle"] = pickle_as("tokenizer.json")
-EITHER["generation_as_pickle"] = pickle_as("generation_config.json")
-ADAPTERS = [pickles_alone, harmless_pickle, module_by_name, cache_by_name, prompt_tuning]
-ADAPTERS = {attack.__name__: attack for attack in ADAPTERS}
-ADAPTERS["adapter_in_disguise"] = pickle_as("adapter_model.safetensors")
-ADAPTERS["settings_as_pickle"] = pickle_as("adapter_config.json")
-ATTACKS = [(MODEL, "--model_name", name, attack) for name, attack in {**MODELS, **EITHER}.items()]
-ATTACKS += [(MODEL, "--reference_model", name, attack) for name, attack in MODELS.items()]
-for kind in ("lora", "full"):
-    flags = f"--fine_tuning {kind} --init_adapter"
-    ATTACKS += [(ADAPTER, flags, name, attack) for name, attack in ADAPTERS.items()]
-NAMES = [f"{flags} {name}" for _, flags, name, _ in ATTACKS]
+MODELS = [pickles_alone, index_of_pickles, class_of_its_own, pickle_in_disguise]
+ADAPTERS = [pickles_alone, harmless_pickle, module_by_name, cache_by_name, pickle_in_disguise]
+ATTACKS = {f"--model_name {attack.__name__}": (MODEL, attack) for attack in MODELS}
+ATTACKS["--reference_model index_of_pickles"] = MODEL, index_of_pickles
+for attack in ADAPTERS:
+    for kind in ("lora", "full"):
+        ATTACKS[f"--fine_tuning {kind} --init_adapter {attack.__name__}"] = ADAPTER, attack
 
 
-@pytest.mark.parametrize(("source", "flags", "name", "attack"), ATTACKS, ids=NAMES)
-def test_a_folder_that_would_execute_is_refused(
-    source, flags, name, attack, tmp_path, canary, monkeypatch
-):
+@pytest.mark.parametrize("name", ATTACKS)
+def test_a_folder_that_would_execute_is_refused(name, tmp_path, canary, monkeypatch):
+    source, attack = ATTACKS[name]
     folder = Path(shutil.copytree(source, tmp_path / "folder"))
     attack(folder, canary)
     monkeypatch.syspath_prepend(folder)  # python -m looks in the current folder
-    refused = attempt(tmp_path, *flags.split(), str(folder))
-    assert not canary.sings.exists()
-    assert (refused is None and name in EITHER) or str(folder) in refused
+    line = attempt(tmp_path, *name.split()[:-1], str(folder))
+    assert not canary.sings.exists() and str(folder) in line
 
 
 def test_a_data_file_that_is_a_pickle_is_refused(tmp_path, canary):
-    contents = {"rows.pt": canary.pickle, "rows.bin": canary.archive, "rows.jsonl": canary.pickle}
-    contents |= {"rows.json": canary.archive, "rows.jsonl.gz": gzip.compress(canary.pickle)}
+    contents = {"rows.pt": canary.pickle, "rows.jsonl": canary.archive}
+    contents["rows.jsonl.gz"] = gzip.compress(canary.pickle)
     for name, content in contents.items():
         put(tmp_path / name, content)
-        for flag in ("--train_data", "--val_data"):
-            refused = attempt(tmp_path, flag, str(tmp_path / name))
-            assert refused.startswith(f"{tmp_path / name}:1: ")
+        line = attempt(tmp_path, "--train_data", str(tmp_path / name))
+        assert line.startswith(f"{tmp_path / name}:1: ")
     assert not canary.sings.exists()
 
 
 TEMPLATES = {
-    "classes": "{{ ''.__class__.__mro__ }}",
     "format": "{{ '{0.__class__.__mro__}'.format('') }}",
     "globals": "{{ cycler.__init__.__globals__.os.mkdir('CANARY') }}",
     "globals of transformers": "{{ strftime_now.__globals__['os'].mkdir('CANARY') }}",
-    "the environment": "{{ self._TemplateReference__context.environment }}",
     "include": "{% include 'FILE' %}",
-    "import": "{% import 'os' as os %}{{ os.mkdir('CANARY') }}",
 }
 
 
-MODELS_OWN = "tokenizer_config.json", "chat_template.jinja"  # which end in the same sandbox
-PLACES = [(attack, "file") for attack in TEMPLATES]
-PLACES += itertools.product(("globals", "include"), MODELS_OWN)
-PLACES += [("a pickle", "file"), ("a pickle", "chat_template.jinja")]
-
-
-@pytest.mark.parametrize(("attack", "where"), PLACES)
-def test_a_chat_template_reaches_nothing_but_the_messages(attack, where, tmp_path, canary):
+@pytest.mark.parametrize("where", ["file", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_chat_template_reaches_nothing_but_the_messages(where, tmp_path, canary):
     put(tmp_path / "secret", b"{{ messages[0]['content'] }}")
-    text = TEMPLATES.get(attack, "").replace("CANARY", str(canary.sings))
-    text = text.replace("FILE", str(tmp_path / "secret"))
-    shutil.copytree(MODEL, tmp_path / "model")
-    if where == "tokenizer_config.json":
-        edit(tmp_path / "model" / where, chat_template=text)
-    else:
-        put(tmp_path / "model" / where, text.encode() or canary.pickle)
-    flags = ["--chat_template", str(tmp_path / "model/file")] if where == "file" else []
-    refused = attempt(tmp_path, "--model_name", str(tmp_path / "model"), "--check", *flags)
-    assert not canary.sings.exists()
-    assert (str(tmp_path / "model") if attack == "a pickle" else "--chat_template: ") in refused
+    model = Path(shutil.copytree(MODEL, tmp_path / "model"))
+    flags = ["--chat_template", str(model / "file")] if where == "file" else []
+    for text in TEMPLATES.values():
+        text = text.replace("CANARY", str(canary.sings)).replace("FILE", str(tmp_path / "secret"))
+        if where == "tokenizer_config.json":
+            edit(model / where, chat_template=text)
+        else:
+            put(model / where, text.encode())
+        line = attempt(tmp_path, "--model_name", str(model), "--check", *flags)
+        assert line.startswith("--chat_template: ") and not canary.sings.exists(), text
 
 
 def test_a_judge_that_nobody_named_is_not_run(tmp_path, canary, monkeypatch):
@@ -484,36 +414,25 @@ def test_a_judge_that_nobody_named_is_not_run(tmp_path, canary, monkeypatch):
 # --- checkpoints ---------------------------------------------------------------------------------
 
 
-def evil_checkpoint(folder, canary, step=1):
-    """A pickle with a manifest that vouches for it, among pickles."""
-    path = checkpoint.write(folder, step, {"w": torch.ones(1)}, {})
-    surround(path, canary)
-    put(path / checkpoint.STATE, canary.pickle)
-    digest = hashlib.sha256(canary.pickle).hexdigest()
-    edit(path / checkpoint.MANIFEST, files={checkpoint.STATE: digest})
-    return path
-
-
-def test_a_checkpoint_that_is_a_pickle_is_not_read(tmp_path, canary):
-    path = evil_checkpoint(tmp_path, canary)
-    checkpoint.find(tmp_path)
-    with pytest.raises((SafetensorError, UserError, ValueError)):
-        checkpoint.read(path)
-    put(path / checkpoint.MANIFEST, canary.pickle)
-    assert checkpoint.verify(path) and checkpoint.find(tmp_path)[0] is None
-    assert not canary.sings.exists()
-
-
 def test_a_run_does_not_go_on_from_a_pickle(tmp_path, canary):
+    """A manifest that vouches for it lies beside it, among pickles."""
     assert attempt(tmp_path) is None
     run = tmp_path / "runs/run"
     shutil.rmtree(run / "checkpoints", ignore_errors=True)
-    evil_checkpoint(run / "checkpoints", canary)
+    path = checkpoint.write(run / "checkpoints", 1, {"w": torch.ones(1)}, {})
+    surround(path, canary)
     surround(run, canary)
+    put(path / checkpoint.STATE, canary.pickle)
+    digest = hashlib.sha256(canary.pickle).hexdigest()
+    manifest = checkpoint.read_manifest(path)
+    checkpoint.write_manifest(path, manifest | {"files": {checkpoint.STATE: digest}})
+    assert checkpoint.verify(path) is None
+    with pytest.raises((SafetensorError, UserError, ValueError)):
+        checkpoint.read(path)
+    put(path / checkpoint.MANIFEST, canary.pickle)
     edit(run / "summary.json", status="failed")  # so that it is gone on with
-    refused = attempt(tmp_path, "--max_steps", "2")
-    assert not canary.sings.exists()
-    assert "step-00000001" in refused
+    line = attempt(tmp_path, "--max_steps", "2")
+    assert not canary.sings.exists() and "step-00000001" in line
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -531,22 +450,16 @@ def test_all_files_of_a_run_have_the_mode_that_the_umask_says(tmp_path):
     assert wrong == {}
 
 
-PLANTED = {".": "away", "model": "away", "tensorboard": "away", "checkpoints": "away"}
-PLANTED |= {".tmp-model": "away", ".tmp-config.json": "away/file", "metrics.jsonl": "away/file"}
-PLANTED |= {"../.tmp-mine": "away"}  # a model that is saved elsewhere
-
-
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize("name", [".", "checkpoints", ".tmp-model", "metrics.jsonl"])
 def test_nothing_is_written_through_a_link_that_was_planted(name, tmp_path):
     put(tmp_path / "away/file", b"precious")
     link = tmp_path / "runs/run" / name
     link.parent.mkdir(parents=True, exist_ok=True)
-    link.symlink_to(tmp_path / PLANTED[name])
-    flags = ["--output_dir", str(tmp_path / "runs/mine")] if "mine" in name else []
-    refused = attempt(tmp_path, *flags)
+    link.symlink_to(tmp_path / ("away/file" if name == "metrics.jsonl" else "away"))
+    line = attempt(tmp_path)
     assert (tmp_path / "away/file").read_bytes() == b"precious"
     assert [path.name for path in (tmp_path / "away").iterdir()] == ["file"]
-    assert refused is None or "link" in refused
+    assert line is None or "link" in line
 
 
 # --- secrets -------------------------------------------------------------------------------------
