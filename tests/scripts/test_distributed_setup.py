@@ -40,8 +40,8 @@ python scripts/distributed_setup.py slurm --config config.yaml --num_nodes 4 --n
 python scripts/distributed_setup.py launcher --config config.yaml --num_nodes 4 --num_gpus_per_node 8 --master_addr 192.168.1.100 --master_port 29500 --node_rank 0 --use_deepspeed
 python scripts/distributed_setup.py launcher --config config.yaml --num_nodes 4 --num_gpus_per_node 8 --master_addr 192.168.1.100 --master_port 29500 --node_rank 1 --use_deepspeed
 """  # noqa: E501
-JOB = "--time_limit 1-12 --partition long --account me --job_name a.b --cpus_per_task 3 "
-JOB += "--mem_per_gpu 500M --num_nodes 2 --num_gpus_per_node 6 --env A=b 'C=d e' NCCL_DEBUG=WARN"
+JOB = "--time_limit 36:00:00 --partition long --account me --job_name a.b --cpus_per_task 3 "
+JOB += "--mem_per_gpu 500M --num_nodes 2 --num_gpus_per_node 6"
 GOLDEN = {  # in every mode; the whole text of each is tests/golden/scripts/NAME
     "zero1.json": "deepspeed --zero_stage 1",
     "zero3.json": "deepspeed --zero_stage 3 --offload_optimizer --offload_param --fp16",
@@ -50,10 +50,10 @@ GOLDEN = {  # in every mode; the whole text of each is tests/golden/scripts/NAME
     "one.sh": "launcher --config config.yaml --num_gpus_per_node 4",
     "node.sh": "launcher --num_nodes 2 --master_addr ::1 --node_rank 1 --use_deepspeed",
     "slurm_guide.sh": GUIDE.split("\n")[5].partition(" scripts/distributed_setup.py ")[2],
-    "slurm_fsdp.sh": "slurm --config fsdp.yaml --use_fsdp --account a",
-    "slurm.sh": f"slurm {JOB} --modules --conda_env= --use_deepspeed",
+    "slurm_fsdp.sh": "slurm --config fsdp.yaml --account a",
+    "slurm.sh": f"slurm {JOB} --modules= --conda_env= --use_deepspeed",
     "pbs.sh": "pbs --account mine",
-    "pbs_other.sh": f"pbs {JOB} --system= --filesystems=eagle --modules a b --conda_env c",
+    "pbs_other.sh": f"pbs {JOB} --system= --filesystems=eagle --modules 'a b' --conda_env c",
 }
 
 
@@ -127,20 +127,16 @@ def test_what_is_written_is_golden_and_bash_and_shellcheck_are_content(here):
         assert text == golden.read_text(), name
 
 
-def test_a_time_limit_in_any_of_slurms_formats():
-    """The signal comes five minutes before the end, or in the middle of a short job."""
-    limits = "90,300,01:30:00 1:30,45,00:01:30 00:01:00,30,00:01:00 00:12:00,300,00:12:00"
-    limits += " 2-0,300,48:00:00 1-2:3,300,26:03:00 1-02:03:04,300,26:03:04"
-    for line in limits.split():
-        limit, signal, clock = line.split(",")
+def test_a_job_is_told_to_stop_five_minutes_before_its_end_or_in_the_middle():
+    for limit, signal in (("48:00:00", 300), ("0:12:00", 300), ("00:01:00", 30)):
         make("slurm --output=job", f"--time_limit={limit}")
-        text = Path("job").read_text()
-        assert f"#SBATCH --time={limit}\n" in text and f"#SBATCH --signal=USR1@{signal}\n" in text
+        assert f"#SBATCH --signal=USR1@{signal}\n" in Path("job").read_text()
         make("pbs --output=job", f"--time_limit={limit}")
-        assert f"#PBS -l walltime={clock}\n" in Path("job").read_text()
-    for limit in ("", "x", "1:2:3:4", "1-", "48h", "１", "00:00:59", "100000:0"):
+        assert f"#PBS -l walltime={limit}\n" in Path("job").read_text()
+    for limit in ("", "x", "90", "1:2:3:4", "48h", "１:00:00", "00:00:59"):
         message = refused("slurm", f"--time_limit={limit}")
-        assert message.startswith(f"--time_limit: {limit!r} is not") and "h:m:s" in message
+        says = "is not a minute or more; give hours:minutes:seconds"
+        assert message == f"--time_limit: {limit!r} {says}"
 
 
 # --- hostile values -------------------------------------------------------------------------------
@@ -241,24 +237,18 @@ def test_no_hostile_value_executes_and_each_is_carried_or_refused(
     attacked = 0
     for command, (flags, *_) in setup.COMMANDS.items():
         for name, hint in get_type_hints(flags).items():
-            if hint not in (str, tuple[str, ...]):
+            if hint is not str:
                 continue
             attacked += 1
             taken = {value: attack(command, f"--{name}", value, start) for value in HOSTILE}
             taken = {value: done for value, done in taken.items() if done}
-            assert [*taken] == (NAMES if name in ("config", "output") else []), (command, name)
+            safe = {"config": NAMES, "output": NAMES, "modules": HOSTILE[:1]}.get(name, [])
+            assert [*taken] == safe, (command, name)
             if name == "config":
                 assert all(f"--config={value}" in taken[value][0] for value in taken)
-    assert attacked == 27  # every flag that is a text
-    for command in ("slurm", "pbs"):  # the value of a variable may be anything in one line
-        for value in HOSTILE:
-            done = attack(command, "--env", f"MINE={value}", start)
-            assert (done is None) == ("\n" in value)
-            assert done is None or done[1]["MINE"] == value
-            named = attack(command, "--env", f"{value}=1", start)
-            assert (named is None) == (not value.isidentifier())
+    assert attacked == 25  # every flag that is a text
     # what is swallowed stands in a comment
-    make("slurm --modules --conda_env=", "--local-rank=x\ntouch PWN6 #")
+    make("slurm --modules= --conda_env=", "--local-rank=x\ntouch PWN6 #")
     start("scripts/slurm_job.sh")
     for value in (*HOSTILE[:6], "*", "Grüße 蛋白"):  # a folder and a project of any name
         folder = tmp_path / value.replace("/", "_")
@@ -275,7 +265,7 @@ def test_no_hostile_value_executes_and_each_is_carried_or_refused(
 
 
 def test_no_letter_that_means_something_to_a_shell_is_in_a_directive():
-    for letter in {*string.punctuation, " "} - {*"_.,:/=%@+-"}:
+    for letter in {*string.punctuation} - {*"_.,:/=%@+-"}:
         for flag in ("partition", "account", "job_name", "modules", "conda_env"):
             assert f"--{flag}: 'a" in refused("slurm", f"--{flag}=a{letter}b").replace('"', "'")
 
@@ -287,19 +277,13 @@ REFUSED = {
     "deepspeed --bf16 --fp16": "--fp16: --bf16 is given too; give one of them",
     "deepspeed --offload_param": "--offload_param: only with --zero_stage 3",
     "deepspeed --zero_stage 0 --offload_optimizer": "--offload_optimizer: not with --zero_stage 0",
-    "launcher --use_deepspeed --use_fsdp": "--use_fsdp: --use_deepspeed is given too",
     "launcher --use_deepspeed --config fsdp.yaml": "--deepspeed and fsdp.yaml:8: distributed.use_f",
-    "launcher --use_fsdp": "--use_fsdp: config.yaml does not say so; write use_fsdp: true",
     "launcher --node_rank 1": "--node_rank: 1 of 1 nodes; give 0 to 0",
     "launcher --num_nodes 2": "--master_addr: several nodes need a place to meet; give",
     "launcher --master_port 65536": "--master_port: 65536 is out of range",
     "launcher --num_gpus_per_node 0": "--num_gpus_per_node: 0 is out of range",
     "slurm --config nowhere.yaml": "nowhere.yaml: no such file; looked in ",
     "slurm --mem_per_gpu 32GB": "--mem_per_gpu: '32GB' is no size; give 32G",
-    "slurm --env A": "--env: 'A' is not NAME=VALUE; give e.g. NCCL_DEBUG=WARN",
-    "slurm --env A=1 --env B=2": "--env: given twice; write all values behind one",
-    "slurm --env WANDB_API_KEY=abc": "--env: WANDB_API_KEY looks like a secret",
-    "slurm --env A=hf_abcdefghijklmnopqrstuvwxyz": "--env: A looks like a secret",
     "slurm --partition 'a b'": "--partition: 'a b' cannot stand in a job script; use letters",
     "pbs --filesystems 'a b'": "--filesystems: 'a b' cannot stand in a job script; use letters",
     "fsdp --output config.yaml": "--output: config.yaml holds what this program did not",
