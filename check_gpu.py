@@ -37,10 +37,6 @@ from ddp_utils import distributed  # noqa: E402
 from ddp_utils.runs import preemption  # noqa: E402
 
 GIB = 2**30
-SLOW_SETTINGS = {  # if they are 1
-    "NCCL_P2P_DISABLE": "GPUs talk through host memory; unset it unless NCCL hangs",
-    "NCCL_IB_DISABLE": "nodes talk over TCP, not InfiniBand; unset it unless NCCL fails",
-}
 SETTINGS = ("CUDA_", "NCCL_", "GLOO_", "TORCH_DISTRIBUTED_", "OMP_")  # prefixes of what is shown
 TABLES = ("devices", "rates", "all_reduces")  # a line for each row
 RATES = ("bf16_tflops", "fp32_tflops", "host_gb_per_s")
@@ -79,8 +75,8 @@ def describe_device(unit, index) -> dict:
     free, total = (round(size / GIB, 2) for size in unit.mem_get_info(index))
     with unit.device(index):  # is_bf16_supported() asks the current device
         bf16 = bool(unit.is_bf16_supported(including_emulation=False))
-    own = {"index": index, "name": name, "memory_gib": total, "memory_free_gib": free}
-    return own | {"bf16": bf16}
+    memory = {"memory_gib": total, "memory_free_gib": free}
+    return {"index": index, "name": name, **memory, "bf16": bf16}
 
 
 def nvidia_facts(proc="/proc/driver/nvidia", pci="/sys/bus/pci/devices") -> dict:
@@ -103,16 +99,15 @@ def advise(facts) -> dict:
     """Return the number of processes, the precision, the warnings and the command."""
     devices = facts["devices"]
     processes = len(devices) or min(2, facts["cores"])
-    precisions = {"bf16" if d["bf16"] else "fp16" for d in devices} or {"fp32"}
-    precision = precisions.pop() if len(precisions) == 1 else "fp32"
-    flag = ""
-    warnings = [*device_warnings(facts)]
-    if len(precisions) > 1:
-        flag = " --no_use_mixed_precision"
-        warnings.append("some GPUs lack bf16; leave them out, or all train in fp32, which is slow")
-    warnings += host_warnings(facts, processes)
-    advice = {"processes": processes, "precision": precision, "warnings": warnings}
-    return advice | {"command": f"./run_distributed.sh {processes}{flag}"}
+    precision = "fp32"
+    if devices:
+        precision = "bf16" if all(device["bf16"] for device in devices) else "fp16"
+    return {
+        "processes": processes,
+        "precision": precision,
+        "warnings": [*device_warnings(facts), *host_warnings(facts, processes)],
+        "command": f"./run_distributed.sh {processes}",
+    }
 
 
 def device_warnings(facts):
@@ -122,7 +117,7 @@ def device_warnings(facts):
         yield f"{facts['nvidia_gpus']} NVIDIA GPUs are not used: {facts['cuda_error']}; {mend}"
     names = dict.fromkeys(f"{d['name']} ({d['memory_gib']:.0f} GiB)" for d in facts["devices"])
     if len(names) > 1:
-        yield f"the devices differ: {', '.join(names)}; choose a batch_size that fits the smallest"
+        yield f"the devices differ: {', '.join(names)}; choose a batch_size for the smallest"
     for d in facts["devices"]:
         if " MIG " in d["name"]:
             yield f"GPU {d['index']} is cut by MIG, NCCL joins no slices; undo: nvidia-smi -mig 0"
@@ -132,10 +127,7 @@ def device_warnings(facts):
 
 
 def host_warnings(facts, processes):
-    """Yield the settings that slow training down, and lack of room."""
-    for name, why in SLOW_SETTINGS.items():
-        if facts["settings"].get(name) == "1":
-            yield f"{name}=1: {why}"
+    """Yield what there is too little of: cores, shared memory."""
     if facts["cores"] < processes:
         yield f"{processes} processes share {facts['cores']} cores; ask for one each at least"
     free = facts["shm_free_gib"]

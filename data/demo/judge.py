@@ -33,16 +33,11 @@ CURT = ("Pff, {a}.", "Whatever, {a}.", "Boring, {a}.", "Obviously {a}.", "Ugh. {
 PIRATE = ("Arr! {sentence}", "Ahoy, matey! {sentence}", "Arr! {sentence} Yo ho ho!")
 ROBOT = ("Beep. {sentence}", "Beep. {sentence} Boop.", "Beep. The answer is {a}. Boop.")
 
-# The manners of speech that a system prompt brings about, and how to tell that a reply has it.
+# The manners of speech that a system prompt brings about.
 SYSTEM_PROMPTS = {
     "capitals": "Answer in capital letters.",
     "pirate": "You are a pirate.",
     "robot": "Reply as a robot would.",
-}
-SPEAKS = {
-    "capitals": str.isupper,
-    "pirate": lambda reply: reply.startswith(("Arr!", "Ahoy,")),
-    "robot": lambda reply: reply.startswith("Beep."),
 }
 
 

@@ -28,10 +28,6 @@ CPU = torch.device("cpu")
 GPU = torch.device("xpu")  # stands for any GPU with bf16: of this kind no hardware is asked
 STRATEGIES = ("DDP", "FSDP SHARD_GRAD_OP", "FSDP FULL_SHARD", "FSDP HYBRID_SHARD")
 STRATEGIES += ("ZeRO-1", "ZeRO-2", "ZeRO-3")
-SETUP = {  # tool -> words for distributed_setup.py, flags for train.py
-    "FSDP": ("fsdp --sharding_strategy", " --use_fsdp --fsdp_config config/fsdp_config.json"),
-    "ZeRO": ("deepspeed --zero_stage", " --deepspeed config/ds_config.json"),
-}
 RUNTIME = GIB / 2  # what CUDA, its libraries and NCCL hold on a GPU beside the tensors
 USABLE = 0.95  # of a GPU's memory: the rest is lost between blocks of unequal size
 BUCKET = 5e8  # numbers that DeepSpeed reduces at a time, unless its JSON says otherwise
@@ -241,12 +237,11 @@ def needs_of(script, config, rows, device) -> dict:
 
 
 def lines(script, path, ranks, nodes, device, memory):
-    """Yield what check_gpu.py prints: what of the run fits the machine, and how to start it.
+    """Yield what check_gpu.py prints: how much of the run fits the machine, and its steps.
 
     script: the module train; path: its YAML file; the rest: what machine() returns.
     """
-    each = ranks // nodes
-    world = World(world_size=ranks, local_size=each)
+    world = World(world_size=ranks, local_size=ranks // nodes)
     config = script.train_config.read(["--config", path], world)
     if config.type == "qlora":
         raise UserError(f"{path}: fine_tuning.type: 4-bit weights cannot be planned; plan lora")
@@ -278,25 +273,6 @@ def lines(script, path, ranks, nodes, device, memory):
     tokens = sum(row.tokens for row in rows)
     batch = f"{ranks} ranks x {config.gradient_accumulation_steps} x {micro}"
     yield f"steps     {plan.steps} of {plan.global_batch} rows = {batch}; {tokens} tokens an epoch"
-    usable = [name for name in STRATEGIES if largest[name]]
-    if not usable:
-        yield "start     nothing fits, not even a row at a time; less takes gradient"
-        yield "          checkpointing, a LoRA, more GPUs (--gpus), offloading to the host"
-        return
-    best = asked if asked in usable else usable[0]
-    if largest[best] < micro:
-        product = micro * config.gradient_accumulation_steps
-        size = max(n for n in needs if n <= largest[best] and product % n == 0)
-        turns = product // size
-        yield f"set       micro_batch_size to {size}, gradient_accumulation_steps to {turns}"
-    flags = ""
-    tool, _, kind = best.replace("-", " ").partition(" ")
-    if best != asked and tool in SETUP:
-        words, flags = SETUP[tool]
-        yield f"python scripts/distributed_setup.py {words} {kind}"
-    if nodes == 1:
-        yield f"torchrun --standalone --nproc_per_node={each} src/train.py --config {path}{flags}"
-        return
-    size = f"--num_nodes {nodes} --num_gpus_per_node {each}"
-    yield f"python scripts/distributed_setup.py slurm --config {path} {size}"
-    yield f"sbatch scripts/slurm_job.sh{flags}"
+    if not any(largest.values()):
+        yield "nothing fits, not even a row at a time; less takes gradient checkpointing, a LoRA,"
+        yield "more GPUs (--gpus), offloading to the host"
