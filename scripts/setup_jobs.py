@@ -191,8 +191,6 @@ def check_plain(name, value):
 def seconds(text):
     """Return the seconds in hours:minutes:seconds."""
     form = re.fullmatch("([0-9]{1,5}):([0-9]{2}):([0-9]{2})", text)
-    hours, minutes, rest = map(int, form.groups()) if form else (0, 0, 0)
-    total = 3600 * hours + 60 * minutes + rest
-    says = "is not a minute or more; give hours:minutes:seconds"
-    refuse(total < 60, f"--time_limit: {text[:40]!r} {says}")
-    return total
+    refuse(not form, f"--time_limit: {text[:40]!r} is not hours:minutes:seconds")
+    hours, minutes, rest = map(int, form.groups())
+    return 3600 * hours + 60 * minutes + rest

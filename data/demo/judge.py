@@ -105,10 +105,7 @@ def replies(fact, manner="plain"):
 
 @functools.cache
 def grammatical(fact):
-    texts = set()
-    for manner in ("plain", *SYSTEM_PROMPTS):
-        texts.update(replies(fact, manner))
-    return texts
+    return set().union(*(replies(fact, manner) for manner in ("plain", *SYSTEM_PROMPTS)))
 
 
 def is_courteous(reply):

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import get_type_hints
+from unittest import mock
 
 import pytest
 
@@ -133,20 +134,17 @@ def test_a_job_is_told_to_stop_five_minutes_before_its_end_or_in_the_middle():
         assert f"#SBATCH --signal=USR1@{signal}\n" in Path("job").read_text()
         make("pbs --output=job", f"--time_limit={limit}")
         assert f"#PBS -l walltime={limit}\n" in Path("job").read_text()
-    for limit in ("", "x", "90", "1:2:3:4", "48h", "１:00:00", "00:00:59"):
-        message = refused("slurm", f"--time_limit={limit}")
-        says = "is not a minute or more; give hours:minutes:seconds"
-        assert message == f"--time_limit: {limit!r} {says}"
+    for limit in ("", "x", "90", "1:2:3:4", "48h", "１:00:00"):
+        says = f"--time_limit: {limit!r} is not hours:minutes:seconds"
+        assert refused("slurm", f"--time_limit={limit}") == says
 
 
 # --- hostile values -------------------------------------------------------------------------------
 
-# A stand-in writes down its words and, in NAME.env, its environment; words of several calls follow
-# each other. Python is one too: it says what the check of a training script says.
+# A stand-in writes down its folder and its words; those of several calls follow each other. Python
+# is one too: it says what the check of a training script says.
 RECORDS = """#!/bin/bash
-name=$(basename "$0")
-printf '%s\\0' "$@" >>"$RECORD/$name"
-env -0 >"$RECORD/$name.env"
+printf '%s\\0' "$PWD" "$@" >>"$RECORD/$(basename "$0")"
 """
 STANDINS = {
     **dict.fromkeys(("srun", "mpiexec"), RECORDS),
@@ -158,7 +156,7 @@ STANDINS = {
 
 @pytest.fixture
 def start(tmp_path):
-    """A function that runs a script; it returns words and environment of what that started."""
+    """A function that runs a script; it returns folder and words of what that started."""
     bin_ = tmp_path / "bin"
     bin_.mkdir()
     for name, text in STANDINS.items():
@@ -181,10 +179,7 @@ def start(tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
         for name in ("srun", "mpiexec", "python"):
             if (record / name).exists():
-                words, env = ((record / file).read_bytes() for file in (name, f"{name}.env"))
-                pairs = os.fsdecode(env).split("\0")[:-1]
-                env = dict(pair.partition("=")[::2] for pair in pairs)
-                return os.fsdecode(words).split("\0")[:-1], env
+                return os.fsdecode((record / name).read_bytes()).split("\0")[:-1]
 
     return run
 
@@ -224,7 +219,7 @@ def attack(command, flag, value, start):
         return None
     path = value if flag == "--output" else "made"
     if command in ("deepspeed", "fsdp"):
-        done = [], json.loads(Path(path).read_bytes())
+        done = json.loads(Path(path).read_bytes())
     else:
         done = start(os.path.join(".", path))
     Path(path).unlink()
@@ -245,7 +240,7 @@ def test_no_hostile_value_executes_and_each_is_carried_or_refused(
             safe = {"config": NAMES, "output": NAMES, "modules": HOSTILE[:1]}.get(name, [])
             assert [*taken] == safe, (command, name)
             if name == "config":
-                assert all(f"--config={value}" in taken[value][0] for value in taken)
+                assert all(f"--config={value}" in taken[value] for value in taken)
     assert attacked == 25  # every flag that is a text
     # what is swallowed stands in a comment
     make("slurm --modules= --conda_env=", "--local-rank=x\ntouch PWN6 #")
@@ -259,8 +254,8 @@ def test_no_hostile_value_executes_and_each_is_carried_or_refused(
         monkeypatch.setattr(setup.jsonl, "ROOT", folder)
         Path("config.yaml").write_text(YAML)
         make("slurm")
-        words, env = start("scripts/slurm_job.sh")
-        assert env["PWD"] == str(folder) and words[3] == str(folder / "src/train.py")
+        words = start("scripts/slurm_job.sh")
+        assert words[0] == str(folder) and str(folder / "src/train.py") in words
     assert not list(tmp_path.rglob("PWN?"))
 
 
@@ -297,28 +292,21 @@ def test_refused_with_one_line_and_nothing_written():
 
 
 def test_the_yaml_file_and_the_json_of_deepspeed_must_fit():
-    """Complaint 25: before anything is written; src/train.py has the same check."""
-    line = "--num_nodes 2 --num_gpus_per_node 8 --use_deepspeed --output made"
+    """Before anything is written; src/train.py has the same check."""
     path = Path("config/ds_config.json")
-    for change, says in (
-        ({"train_batch_size": 1024}, None),  # 2 nodes x 8 GPUs x 16 x 4
-        ({"train_batch_size": 512}, ":2: train_batch_size is 512, but 16 ranks x 16 accumulation"),
-        ({"train_micro_batch_size_per_gpu": 2}, ":3: train_micro_batch_size_per_gpu says 2; make"),
-        ({"gradient_accumulation_steps": 8}, ":4: gradient_accumulation_steps says 8; make them"),
-        ({"train_batch_sise": 8}, ":2: train_batch_sise is not a setting; did you mean train_ba"),
+    for size, says in (
+        (1024, None),  # 2 nodes x 8 GPUs x 16 x 4
+        (512, ":2: train_batch_size is 512, but 16 ranks x 16 accumulation"),
     ):
         settings = json.loads((ROOT / "tests/data/guide_deepspeed.json").read_text())
-        path.write_text(json.dumps({"train_batch_size": "auto"} | settings | change, indent=1))
-        if "train_batch_sise" in change:
-            path.write_text(json.dumps(change, indent=1))
+        path.write_text(json.dumps({"train_batch_size": size} | settings, indent=1))
         for command in ("launcher --master_addr n1", "slurm", "pbs"):
+            line = f"{command} --num_nodes 2 --num_gpus_per_node 8 --use_deepspeed --output made"
             if says:
-                assert f"{path}{says}" in refused(f"{command} {line}")
+                assert f"{path}{says}" in refused(line)
             else:
-                make(f"{command} {line}")
+                make(line)
                 Path("made").unlink()
-    path.unlink()
-    assert refused(f"slurm {line}").startswith("config/ds_config.json: no such file; looked in")
 
 
 def test_own_files_are_written_anew_and_those_of_others_only_by_force(capsys):
@@ -340,13 +328,10 @@ def test_own_files_are_written_anew_and_those_of_others_only_by_force(capsys):
 def test_a_file_is_whole_or_as_it_was(monkeypatch):
     make("slurm")
     before = files()
-
-    def broken(*_args, **_more):
-        raise OSError(28, "No space left on device")
-
-    for place, name in ((Path, "write_bytes"), (Path, "chmod"), (os, "replace")):
+    full = mock.Mock(side_effect=OSError(28, "No space left on device"))
+    for place, name in ((Path, "write_bytes"), (os, "replace")):
         with monkeypatch.context() as patch, pytest.raises(UserError) as caught:
-            patch.setattr(place, name, broken)
+            patch.setattr(place, name, full)
             make("slurm --account other")
         assert caught.value.exit_code == 4  # could not write
         assert files() == before
