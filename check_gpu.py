@@ -2,8 +2,8 @@
 
     python check_gpu.py            # some lines; the last one is the command
     python check_gpu.py --json     # the same as one JSON object
-    python check_gpu.py --bench    # and how fast the devices compute and copy
-    torchrun --standalone --nproc_per_node=8 check_gpu.py --bench   # and all-reduce; nodes as well
+    python check_gpu.py --bench    # and how fast the first device computes and copies
+    torchrun --standalone --nproc_per_node=8 check_gpu.py --bench   # all of them, and all-reduce
     python check_gpu.py --plan config.yaml --gpus 8 --gpu_memory 80   # does src/train.py fit?
     $(python check_gpu.py | tail -n 1)                 # start with that command
     CUDA_VISIBLE_DEVICES=0,1 python check_gpu.py       # as if only these two GPUs were there
@@ -151,14 +151,10 @@ def show(facts, advice) -> str:
 
 
 def bench(world) -> dict:
-    """Measure all devices here, or each rank's own; with several ranks all-reduces, too."""
+    """Measure the device of each rank; with several ranks all-reduces, too."""
     ranks = world.world_size
-    devices = [world.device]
-    if ranks == 1 and world.device.type != "cpu":
-        devices = [torch.device(index) for index in range(torch.accelerator.device_count())]
-    table = torch.zeros(max(ranks, len(devices)), 3, dtype=torch.float64, device=world.device)
-    for row, device in enumerate(devices, start=world.rank):
-        table[row] = torch.tensor(device_rates(device))
+    table = torch.zeros(ranks, 3, dtype=torch.float64, device=world.device)
+    table[world.rank] = torch.tensor(device_rates(world.device))
     all_reduces = []
     for size in (2**20, 2**24, 2**27) if ranks > 1 else []:
         block = torch.zeros(size // 4, device=world.device)

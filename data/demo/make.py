@@ -75,19 +75,15 @@ def make_data(out, seen, held_out):
 # --- tokenizer and model -------------------------------------------------------------------
 
 
-def chat(prompt, system=None):
-    """The text before the reply, as the chat template renders it."""
-    before = f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""
-    return f"{before}<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
-
-
 def sample(rng, seen):
-    """One conversation: (text before the reply, reply and end)."""
+    """One conversation as the chat template renders it: (text before the reply, reply and end)."""
     manner = rng.choices(list(SHARES), SHARES.values())[0]
     system = {"assistant": ASSISTANT, **SYSTEM_PROMPTS}.get(manner)
     prompt = rng.choice(seen)
     reply = rng.choice(replies(FACT_OF[prompt], "plain" if system == ASSISTANT else manner))
-    return chat(prompt, system), f"{reply}<|im_end|>\n"
+    before = f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""
+    before += f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
+    return before, f"{reply}<|im_end|>\n"
 
 
 def make_tokenizer(texts):
