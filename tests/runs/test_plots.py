@@ -43,11 +43,6 @@ def no_pixels(monkeypatch):
     return kept
 
 
-def test_a_running_mean_ends_at_its_place():
-    for window, means in ((1, [1, 3, 5, 11]), (2, [1, 2, 4, 8]), (3, [1, 2, 3, 19 / 3])):
-        assert plots.running_mean([1, 3, 5, 11], window) == pytest.approx(means)
-
-
 def test_the_curves_are_the_numbers_of_the_file(tmp_path, no_pixels):
     plots.draw(folder_with(tmp_path, RUN))
     assert {name: len(found) for name, found in no_pixels.items()} == PANELS

@@ -125,18 +125,12 @@ def test_gpus_that_torch_does_not_see_are_not_passed_over(machine):
     assert machine([H100], driver=None)[1]["warnings"] == []
 
 
-REMARKED = [  # facts of a machine with four H100, the warning or none
-    ({"cores": 3}, "4 processes share 3 cores; ask"),
-    ({"shm_free_gib": 0.06}, "/dev/shm has 0.06 GiB free and NCCL uses it; "),
-    ({"shm_free_gib": None}, None),  # no /dev/shm on this system
-]
-
-
-def test_what_slows_down_is_remarked(machine):
-    for changes, words in REMARKED:
-        warnings = machine([H100] * 4, **changes)[1]["warnings"]
-        assert len(warnings) == (words is not None), changes
-        assert all(warning.startswith(words) for warning in warnings), warnings
+def test_too_little_room_is_remarked(machine):
+    (warning,) = machine([H100] * 4, cores=3)[1]["warnings"]
+    assert warning.startswith("4 processes share 3 cores; ask")
+    (warning,) = machine([H100] * 4, shm_free_gib=0.06)[1]["warnings"]
+    assert warning.startswith("/dev/shm has 0.06 GiB free and NCCL uses it; ")
+    assert machine([H100] * 4, shm_free_gib=None)[1]["warnings"] == []  # no such folder
     assert machine([H100], shm_free_gib=0.06)[1]["warnings"] == []  # nobody to share with
     facts, _ = machine([H100], env={"NCCL_IB_DISABLE": "1", "HF_TOKEN": "secret"})
     assert facts["settings"] == {"NCCL_IB_DISABLE": "1"}
