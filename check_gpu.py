@@ -2,9 +2,9 @@
 
     python check_gpu.py            # some lines; the last one is the command
     python check_gpu.py --json     # the same as one JSON object
-    python check_gpu.py --bench    # and how fast the devices compute and copy
-    torchrun --standalone --nproc_per_node=8 check_gpu.py --bench   # and all-reduce; nodes as well
-    python check_gpu.py --plan config.yaml --gpus 8 --gpu_memory 80   # does it fit, how long?
+    python check_gpu.py --bench    # and how fast the first device computes and copies
+    torchrun --standalone --nproc_per_node=8 check_gpu.py --bench   # all of them, and all-reduce
+    python check_gpu.py --plan config.yaml --gpus 8 --gpu_memory 80   # does src/train.py fit?
     $(python check_gpu.py | tail -n 1)                 # start with that command
     CUDA_VISIBLE_DEVICES=0,1 python check_gpu.py       # as if only these two GPUs were there
 
@@ -14,13 +14,11 @@ wrong flag, an environment without torch, or processes that cannot meet.
 """
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import timeit
 from functools import partial
@@ -35,15 +33,10 @@ import torch
 SRC = Path(__file__).resolve().parent / "src"
 sys.path.insert(0, str(SRC))  # the project need not be installed
 
-from ddp_utils import UserError, distributed  # noqa: E402, F401
+from ddp_utils import distributed  # noqa: E402
 from ddp_utils.runs import preemption  # noqa: E402
 
 GIB = 2**30
-DRIVERS = {"11": 450, "12": 525, "13": 580}  # the oldest that run each major version of CUDA
-SLOW_SETTINGS = {
-    "NCCL_P2P_DISABLE=1": "GPUs talk through host memory; unset it unless NCCL hangs",
-    "NCCL_IB_DISABLE=1": "nodes talk over TCP, not InfiniBand; unset it unless NCCL fails",
-}
 SETTINGS = ("CUDA_", "NCCL_", "GLOO_", "TORCH_DISTRIBUTED_", "OMP_")  # prefixes of what is shown
 TABLES = ("devices", "rates", "all_reduces")  # a line for each row
 RATES = ("bf16_tflops", "fp32_tflops", "host_gb_per_s")
@@ -70,7 +63,6 @@ def collect_facts(env=os.environ) -> dict:
         "settings": {name: env[name] for name in env if name.startswith(SETTINGS)},
         "backends": backends,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
-        # asked after torch has woken the GPUs: nvidia-smi waits seconds for each that sleeps
         **nvidia_facts(),
         "kind": kind,
         "devices": devices,
@@ -83,91 +75,59 @@ def describe_device(unit, index) -> dict:
     free, total = (round(size / GIB, 2) for size in unit.mem_get_info(index))
     with unit.device(index):  # is_bf16_supported() asks the current device
         bf16 = bool(unit.is_bf16_supported(including_emulation=False))
-    own = {"index": index, "name": name, "memory_gib": total, "memory_free_gib": free}
-    return own | {"bf16": bf16}
+    memory = {"memory_gib": total, "memory_free_gib": free}
+    return {"index": index, "name": name, **memory, "bf16": bf16}
 
 
-def nvidia_facts(proc="/proc/driver/nvidia") -> dict:
-    """Return the driver, the number of GPUs and those cut by MIG, whatever torch sees."""
-    command = ["nvidia-smi", "--format=csv,noheader"]
-    command.append("--query-gpu=index,driver_version,mig.mode.current")
-    text = problem = ""
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # there is no such program
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-        text = done.stdout
-        problem = (" ".join(text.split()) or "no output") if done.returncode else ""
-    gpus = [line.split(", ") for line in text.splitlines() if line.count(", ") == 2]
-    drivers = [driver for _, driver, _ in gpus]
-    version = Path(proc, "version")  # if nvidia-smi fails
-    drivers += re.findall(r"\d+\.[\d.]+", version.read_text() if version.exists() else "")
-    return {
-        "driver": drivers[0] if drivers else None,
-        "nvidia_gpus": len(gpus) or len([*Path(proc).glob("gpus/*")]),
-        "nvidia_smi": problem,
-        "mig": [int(index) for index, _, mode in gpus if mode == "Enabled"],
-    }
+def nvidia_facts(proc="/proc/driver/nvidia", pci="/sys/bus/pci/devices") -> dict:
+    """Return the driver, the NVIDIA GPUs in this machine, and why torch cannot use them."""
+    version = Path(proc, "version")
+    driver = re.search(r"\d+\.[\d.]+", version.read_text()) if version.exists() else None
+    gpus = 0
+    for kind in Path(pci).glob("*/class"):
+        is_display = kind.read_text().startswith("0x03")
+        gpus += is_display and kind.with_name("vendor").read_text() == "0x10de\n"
+    problem = None
+    try:
+        torch.cuda.init()
+    except (AssertionError, RuntimeError) as error:
+        problem = str(error).partition("\n")[0]
+    return {"driver": driver and driver[0], "nvidia_gpus": gpus, "cuda_error": problem}
 
 
 def advise(facts) -> dict:
     """Return the number of processes, the precision, the warnings and the command."""
     devices = facts["devices"]
     processes = len(devices) or min(2, facts["cores"])
-    precisions = {"bf16" if d["bf16"] else "fp16" for d in devices} or {"fp32"}
-    precision = precisions.pop() if len(precisions) == 1 else "fp32"
-    flag = ""
-    warnings = [*driver_warnings(facts)] if facts["kind"] == "cpu" else []
-    warnings += device_warnings(facts)
-    if len(precisions) > 1:
-        flag = " --no_use_mixed_precision"
-        warnings.append("some GPUs lack bf16; leave them out, or all train in fp32, which is slow")
-    warnings += host_warnings(facts, processes)
-    advice = {"processes": processes, "precision": precision, "warnings": warnings}
-    return advice | {"command": f"./run_distributed.sh {processes}{flag}"}
-
-
-def driver_warnings(facts):
-    """Yield why torch cannot use the NVIDIA GPUs of this machine."""
-    gpus = facts["nvidia_gpus"]
-    driver = facts["driver"]
-    problem = facts["nvidia_smi"]
-    visible = facts["settings"].get("CUDA_VISIBLE_DEVICES")
-    oldest = DRIVERS.get(str(facts["cuda"]).partition(".")[0], 0)
-    cannot = f"torch for CUDA {facts['cuda']} cannot use the {gpus} GPUs with driver {driver}"
-    if "mismatch" in problem:
-        yield f"{problem}: the kernel runs another driver ({driver}); reboot"
-    elif visible in ("", "-1", "NoDevFiles"):
-        yield f"CUDA_VISIBLE_DEVICES is '{visible}', which means the CPU; unset it to use GPUs"
-    elif gpus and not facts["cuda"]:
-        yield f"{gpus} GPUs are here but torch is built without CUDA; install a build with it"
-    elif gpus and driver and int(driver.split(".")[0]) < oldest:
-        yield f"{cannot}, it needs {oldest} or newer; update the driver, or take an older torch"
-    elif gpus:
-        mend = "mend CUDA_VISIBLE_DEVICES, ask for them (docker: --gpus all, Slurm: --gres=gpu)"
-        yield f"{cannot}; {mend}, or start nvidia-fabricmanager where it is not running"
-    elif problem:
-        yield f"nvidia-smi fails: {problem}; if there is a GPU, load or install its driver"
+    precision = "fp32"
+    if devices:
+        precision = "bf16" if all(device["bf16"] for device in devices) else "fp16"
+    return {
+        "processes": processes,
+        "precision": precision,
+        "warnings": [*device_warnings(facts), *host_warnings(facts, processes)],
+        "command": f"./run_distributed.sh {processes}",
+    }
 
 
 def device_warnings(facts):
-    """Yield which GPUs are cut by MIG, differ, or are in use by others."""
-    for index in facts["mig"]:
-        yield f"MIG cuts GPU {index}, NCCL joins no slices; undo: sudo nvidia-smi -i {index} -mig 0"
+    """Yield which GPUs torch cannot use, are cut by MIG, differ, or are in use by others."""
+    if facts["kind"] == "cpu" and facts["nvidia_gpus"]:
+        mend = "look at CUDA_VISIBLE_DEVICES and the driver, ask for them (docker: --gpus all)"
+        yield f"{facts['nvidia_gpus']} NVIDIA GPUs are not used: {facts['cuda_error']}; {mend}"
     names = dict.fromkeys(f"{d['name']} ({d['memory_gib']:.0f} GiB)" for d in facts["devices"])
     if len(names) > 1:
-        yield f"the devices differ: {', '.join(names)}; choose a batch_size that fits the smallest"
+        yield f"the devices differ: {', '.join(names)}; choose a batch_size for the smallest"
     for d in facts["devices"]:
+        if " MIG " in d["name"]:
+            yield f"GPU {d['index']} is cut by MIG, NCCL joins no slices; undo: nvidia-smi -mig 0"
         if d["memory_free_gib"] < 0.9 * d["memory_gib"]:
             mend = "GiB; stop what runs there, lower batch_size, or leave it out"
             yield f"free on GPU {d['index']}: {d['memory_free_gib']} of {d['memory_gib']} {mend}"
 
 
 def host_warnings(facts, processes):
-    """Yield the settings that slow training down, and lack of room."""
-    settings = facts["settings"]
-    for setting, why in SLOW_SETTINGS.items():
-        name, _, value = setting.partition("=")
-        if settings.get(name) == value:
-            yield f"{setting}: {why}"
+    """Yield what there is too little of: cores, shared memory."""
     if facts["cores"] < processes:
         yield f"{processes} processes share {facts['cores']} cores; ask for one each at least"
     free = facts["shm_free_gib"]
@@ -191,14 +151,10 @@ def show(facts, advice) -> str:
 
 
 def bench(world) -> dict:
-    """Measure all devices here, or each rank's own; with several ranks all-reduces, too."""
+    """Measure the device of each rank; with several ranks all-reduces, too."""
     ranks = world.world_size
-    devices = [world.device]
-    if ranks == 1 and world.device.type != "cpu":
-        devices = [torch.device(index) for index in range(torch.accelerator.device_count())]
-    table = torch.zeros(max(ranks, len(devices)), 3, dtype=torch.float64, device=world.device)
-    for row, device in enumerate(devices, start=world.rank):
-        table[row] = torch.tensor(device_rates(device))
+    table = torch.zeros(ranks, 3, dtype=torch.float64, device=world.device)
+    table[world.rank] = torch.tensor(device_rates(world.device))
     all_reduces = []
     for size in (2**20, 2**24, 2**27) if ranks > 1 else []:
         block = torch.zeros(size // 4, device=world.device)
@@ -235,31 +191,27 @@ def device_rates(device) -> list:
 
 
 def plan_lines(args, report):
-    """Return the lines of --plan, which is about main_distributed.py or train.py."""
+    """Return the lines of --plan, which is about src/train.py."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads it when imported: no downloads
+    import train
     from ddp_utils.tools import memory_plan
 
-    is_config = Path(args.plan).resolve() == SRC / "config.py"
-    if not is_config and Path(args.plan).suffix not in (".yaml", ".yml"):
-        raise UserError(f"--plan: {args.plan} is neither src/config.py nor a YAML file")
-    script = importlib.import_module("main_distributed" if is_config else "train")
     machine = memory_plan.machine(report, args.gpus, args.gpu_memory)
-    return memory_plan.Plan(script, args.plan, machine).lines(args.tokens_per_second)
+    return memory_plan.lines(train, args.plan, *machine)
 
 
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--bench", action="store_true", help="measure: compute, copy, all-reduce")
-    parser.add_argument("--plan", metavar="FILE", help="does it fit? config.yaml or src/config.py")
+    parser.add_argument("--plan", metavar="config.yaml", help="does this run of src/train.py fit?")
     parser.add_argument("--gpus", type=int, help="--plan: for so many of them, not those here")
     parser.add_argument("--gpu_memory", type=float, help="--plan: for GPUs of so many GiB")
-    parser.add_argument("--tokens_per_second", type=float, help="--plan: of the whole run")
     args = parser.parse_args(argv)
-    unread = ("json", "bench") if args.plan else ("gpus", "gpu_memory", "tokens_per_second")
-    given = [f"--{name}" for name in unread if getattr(args, name) != parser.get_default(name)]
-    if given:
-        parser.error(f"{', '.join(given)}: no effect {'with' if args.plan else 'without'} --plan")
+    if args.plan and (args.json or args.bench):
+        parser.error("--json and --bench: no effect with --plan")
+    if (args.gpus or args.gpu_memory) and not args.plan:
+        parser.error("--gpus and --gpu_memory: no effect without --plan")
     world = distributed.whoami()
     facts = collect_facts() if world.is_main else {}
     if args.bench:
@@ -267,11 +219,11 @@ def main(argv=None) -> int:
         facts |= bench(world)
     if not world.is_main:
         return 0
-    advice = advise(facts)
     if args.plan:
-        print(*plan_lines(args, facts | advice), sep="\n")
-    else:
-        print(json.dumps(facts | advice, indent=2) if args.json else show(facts, advice))
+        print(*plan_lines(args, facts), sep="\n")
+        return 0
+    advice = advise(facts)
+    print(json.dumps(facts | advice, indent=2) if args.json else show(facts, advice))
     return 0
 
 

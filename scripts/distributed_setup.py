@@ -36,11 +36,12 @@ COMMANDS = {  # flags, maker, the guide's name, what to do with the file
 
 def write(path, text, is_script, force):
     """Put a whole file in its place; what someone else wrote there stays, unless forced."""
-    file, where = Path(os.path.expanduser(path)), f"--output: {path[:80]}"
+    file = Path(path).expanduser()
+    where = f"--output: {path[:80]}"
     try:
-        there = os.path.lexists(file)
-        refuse(there and not file.is_file(), f"{where} is not a regular file; give another name")
-        held = file.read_bytes().lstrip() if there and not force else b""
+        is_other = file.exists() and not file.is_file()
+        refuse(is_other, f"{where} is not a regular file; give another name")
+        held = file.read_bytes().lstrip() if file.exists() and not force else b""
         ours = MARK.encode() in held[:200] if is_script else held[:1] == b"{"
         says = "holds what this program did not write; give another name, or --force"
         refuse(held and not ours, f"{where} {says}")
@@ -60,9 +61,6 @@ def main(argv=None):
     command, *rest = words or [""]
     says = f"COMMAND: {command[:40]!r} is not known; give one of {', '.join(COMMANDS)}"
     refuse(command not in COMMANDS, says)
-    for flag in ("--modules", "--env"):
-        twice = sum(word.partition("=")[0] == flag for word in rest) > 1
-        refuse(twice, f"{flag}: given twice; write all values behind one: {flag} A B")
     flags, make, name, use = COMMANDS[command]
     options = cli.parse(flags, rest, command=command)
     options.output = options.output or name

@@ -7,17 +7,14 @@ import os
 import re
 import shlex
 from dataclasses import dataclass
-from pathlib import Path
 
-from setup_settings import Common, refuse
+from setup_settings import Common, refuse, template
 
 import train_config
 from ddp_utils import cli, distributed, jsonl
 from ddp_utils.readers import yaml_config
-from ddp_utils.runs.environment import redact
 from ddp_utils.sharding import deepspeed
 
-TEMPLATES = Path(__file__).with_name("templates")
 # What a directive may hold. sbatch and qsub cut it at blanks and line breaks whatever is quoted,
 # so that these would make another directive of it, or a command.
 PLAIN = re.compile(r"(?!-)[A-Za-z0-9_.,:/=%@+-]{1,200}")
@@ -30,7 +27,6 @@ class Run(Common):
     num_nodes: int = 1  # machines
     num_gpus_per_node: int = 4  # processes on each, one per GPU
     use_deepspeed: bool = False  # with the YAML's deepspeed_config, else config/ds_config.json
-    use_fsdp: bool = False  # be sure that the YAML file says so
 
 
 @dataclass
@@ -50,16 +46,15 @@ class Slurm(Run):
     num_nodes: int = 4  # machines
     num_gpus_per_node: int = 8  # processes on each, one per GPU
     # the queue
-    time_limit: str = "48:00:00"  # minutes, h:m:s, days-hours, ..., as Slurm takes it
+    time_limit: str = "48:00:00"  # hours:minutes:seconds
     partition: str = "gpu"  # queue; empty: the default one
     account: str = ""  # project that pays
     job_name: str = "llm_finetune"  # what the queue shows
     cpus_per_task: int = 8  # cores of a process
     mem_per_gpu: str = "32G"  # host memory of a process
     # its environment
-    modules: tuple[str, ...] = ("cuda/12.2", "anaconda3")  # to `module load`; alone: none
+    modules: str = "cuda/12.2 anaconda3"  # to `module load`; empty: none
     conda_env: str = "llm_finetuning"  # to activate; empty: the environment that is active
-    env: tuple[str, ...] = ()  # NAME=VALUE ..., beside the guide's settings of NCCL
 
 
 @dataclass
@@ -72,7 +67,7 @@ class Pbs(Slurm):
     num_gpus_per_node: int = 12  # processes on each, one per GPU or tile
     partition: str = "capacity"  # queue; empty: the default one
     cpus_per_task: int = 4  # cores of a process
-    modules: tuple[str, ...] = ("frameworks",)  # to `module load`; alone: none
+    modules: str = "frameworks"  # to `module load`; empty: none
     conda_env: str = ""  # to activate; empty: the environment that is active
     # PBS alone
     system: str = "aurora"  # whole nodes of this one; empty: so many cores, GPUs and memory
@@ -84,15 +79,18 @@ class Pbs(Slurm):
 
 def launcher(options):
     train, _ = command(options)
-    nodes, rank, port = options.num_nodes, options.node_rank, options.master_port
+    nodes = options.num_nodes
+    rank = options.node_rank
+    port = options.master_port
     cli.check_ranges(options, master_port=("from 1 to 65535", lambda x: 0 <= x <= 65535))
-    check_plain(options, "master_addr")
+    check_plain("master_addr", options.master_addr)
     refuse(not 0 <= rank < nodes, f"--node_rank: {rank} of {nodes} nodes; give 0 to {nodes - 1}")
     says = "--master_addr: several nodes need a place to meet; give the host of node 0"
     refuse(nodes > 1 and not options.master_addr, says)
-    meeting = f" MASTER_ADDR={shlex.quote(options.master_addr)}" if options.master_addr else ""
-    if port or nodes > 1:
-        meeting += f" MASTER_PORT={port}" if port else ' MASTER_PORT="${MASTER_PORT:-29500}"'
+    meeting = f" MASTER_PORT={port}" if port else ""
+    if nodes > 1:
+        port = port or '"${MASTER_PORT:-29500}"'
+        meeting = f" MASTER_ADDR={shlex.quote(options.master_addr)} MASTER_PORT={port}"
     node = f"run_training_node{rank}.sh" if nodes > 1 else "run_training.sh"
     options.output = options.output or f"scripts/{node}"
     return filled("launcher", options, meeting=meeting, train=train)
@@ -100,24 +98,26 @@ def launcher(options):
 
 def slurm(options):
     train, config, total = job(options)
-    places = {"environment": environment(options, "nccl.sh.in", config), "train": f'{train} "$@"'}
-    places["login"] = " -l" if options.modules else ""  # `module` comes with a login shell
+    modules = environment(options, "nccl.sh.in", config)
+    login = " -l" if options.modules else ""  # `module` comes with a login shell
     # its --signal is for the tasks: with B: it would be for the script
-    return filled("slurm", options, lead=lead(total), **places)
+    places = {"lead": lead(total), "environment": modules, "login": login}
+    return filled("slurm", options, train=f'{train} "$@"', **places)
 
 
 def pbs(options):
-    check_plain(options, "system", "filesystems")
+    check_plain("system", options.system)
+    check_plain("filesystems", options.filesystems)
     train, config, total = job(options)
     defaults = "oneccl.sh.in" if options.system == "aurora" else "nccl.sh.in"
     stop = f"--stop_after_minutes={(total - lead(total)) / 60:g}"
-    places = {"environment": environment(options, defaults, config), "train": f"{train} {stop}"}
-    size, unit = re.fullmatch("([0-9]+)([A-Z]?)", options.mem_per_gpu).groups()
-    gpus, cores = options.num_gpus_per_node, options.num_gpus_per_node * options.cpus_per_task
-    chunk = f"ncpus={cores}:ngpus={gpus}:mpiprocs={gpus}:mem={gpus * int(size)}{unit or 'M'}B"
-    places["chunk"] = f"system={options.system}" if options.system else chunk.lower()
-    places["walltime"] = f"{total // 3600:02}:{total // 60 % 60:02}:{total % 60:02}"
-    return filled("pbs", options, lead=lead(total), **places)
+    gpus = options.num_gpus_per_node
+    memory = f"{gpus * int(options.mem_per_gpu[:-1])}{options.mem_per_gpu[-1].lower()}b"
+    chunk = f"ncpus={gpus * options.cpus_per_task}:ngpus={gpus}:mpiprocs={gpus}:mem={memory}"
+    if options.system:
+        chunk = f"system={options.system}"
+    places = {"environment": environment(options, defaults, config), "chunk": chunk}
+    return filled("pbs", options, lead=lead(total), train=f"{train} {stop}", **places)
 
 
 def lead(total):
@@ -127,7 +127,7 @@ def lead(total):
 
 def environment(options, defaults, config):
     """Return the lines of a job that load modules and set variables; defaults: a template."""
-    lines = [f"module load {name}" for name in options.modules if name]
+    lines = [f"module load {name}" for name in options.modules.split()]
     if options.conda_env:
         lines += ["# shellcheck source=/dev/null", f"source activate {options.conda_env}"]
     if lines:
@@ -137,13 +137,6 @@ def environment(options, defaults, config):
     for line in template(defaults).splitlines():  # the guide's; what the user exported stays
         if not (config.use_fsdp and "CUDA_DEVICE_MAX_CONNECTIONS" in line):
             lines.append(line)
-    for pair in options.env:
-        name, equals, value = pair.partition("=")
-        fits = equals and re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name)
-        refuse(not fits, f"--env: {pair[:60]!r} is not NAME=VALUE; give e.g. NCCL_DEBUG=WARN")
-        says = f"--env: {name} looks like a secret, and a script is no place for it; export it"
-        refuse(redact(pair) != pair, says)
-        lines.append(f"export {name}={shlex.quote(value)}")
     return "\n".join(lines)
 
 
@@ -160,26 +153,18 @@ def filled(name, options, **places):
     return re.sub("@([a-z_]+)@", lambda place: str(named[place[1]]), text)
 
 
-def template(name):
-    return (TEMPLATES / name).read_text("utf-8")
-
-
 # --- what the user gave --------------------------------------------------------------------------
 
 
 def command(options):
     """Return the flags of src/train.py, quoted, and its settings, which must fit each other."""
     cli.check_ranges(options, num_nodes=cli.ABOVE_0, num_gpus_per_node=cli.ABOVE_0)
-    both = options.use_deepspeed and options.use_fsdp
-    refuse(both, "--use_fsdp: --use_deepspeed is given too; give one of them")
     flags = [f"--config={options.config}"]
     if options.use_deepspeed:
         in_file = yaml_config.from_yaml(train_config.Sections, options.config).distributed
         flags.append(f"--deepspeed={in_file.deepspeed_config or 'config/ds_config.json'}")
     world = distributed.World(world_size=options.num_nodes * options.num_gpus_per_node)
     config = train_config.merged(flags, world)
-    says = f"{options.config} does not say so; write use_fsdp: true there, under distributed"
-    refuse(options.use_fsdp and not config.use_fsdp, f"--use_fsdp: {says}")
     if config.use_deepspeed:
         deepspeed.total_batch_size(config.sharding, config, world.world_size)
     return shlex.join(flags), config
@@ -188,28 +173,24 @@ def command(options):
 def job(options):
     """Return the flags of src/train.py, quoted, its settings, and the seconds of the job."""
     cli.check_ranges(options, cpus_per_task=cli.ABOVE_0)
-    check_plain(options, "partition", "account", "job_name", "modules", "conda_env")
+    for name in ("partition", "account", "job_name", "conda_env"):
+        check_plain(name, getattr(options, name))
+    for word in options.modules.split(" "):
+        check_plain("modules", word)
     says = f"--mem_per_gpu: {options.mem_per_gpu!r:.40} is no size; give 32G, or so many K, M, T"
-    refuse(not re.fullmatch("[1-9][0-9]{0,6}[KMGT]?", options.mem_per_gpu), says)
+    refuse(not re.fullmatch("[1-9][0-9]{0,6}[KMGT]", options.mem_per_gpu), says)
     return *command(options), seconds(options.time_limit)
 
 
-def check_plain(options, *names):
-    for name in names:
-        value = getattr(options, name)
-        for word in value if isinstance(value, tuple) else [value]:
-            says = "cannot stand in a job script; use letters, digits, _.,:/=%@+- (- not first)"
-            refuse(word and not PLAIN.fullmatch(word), f"--{name}: {word[:60]!r} {says}")
+def check_plain(name, value):
+    """Raise UserError for a value that holds more than PLAIN."""
+    says = "cannot stand in a job script; use letters, digits, _.,:/=%@+- (- not first)"
+    refuse(value and not PLAIN.fullmatch(value), f"--{name}: {value[:60]!r} {says}")
 
 
 def seconds(text):
-    """A time limit in one of Slurm's six formats."""
-    form = re.fullmatch("([0-9]{1,3}-)?[0-9]{1,5}(:[0-9]{1,2}){0,2}", text)
-    days, _, clock = text.rpartition("-")
-    if not days and clock.count(":") < 2:  # minutes, or minutes:seconds
-        clock = f"0:{clock}"
-    numbers = [days or 0, *clock.split(":")] if form else []
-    total = sum(int(n) * u for n, u in zip(numbers, (86400, 3600, 60, 1), strict=False))
-    forms = "minutes, h:m:s, days-hours or days-h:m:s"
-    refuse(total < 60, f"--time_limit: {text[:40]!r} is not a minute or more; give {forms}")
-    return total
+    """Return the seconds in hours:minutes:seconds."""
+    form = re.fullmatch("([0-9]{1,5}):([0-9]{2}):([0-9]{2})", text)
+    refuse(not form, f"--time_limit: {text[:40]!r} is not hours:minutes:seconds")
+    hours, minutes, rest = map(int, form.groups())
+    return 3600 * hours + 60 * minutes + rest

@@ -1,10 +1,13 @@
 """The JSON of DeepSpeed and FSDP, as guide 2 has it, and the flags that change it."""
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from ddp_utils import UserError
 
+TEMPLATES = Path(__file__).with_name("templates")
 Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
 
 
@@ -42,51 +45,35 @@ def refuse(wrong, says):
         raise UserError(says)
 
 
-def deepspeed(options):
-    """Return the guide's JSON."""
+def template(name) -> str:
+    """Return the text of a file in templates/."""
+    return (TEMPLATES / name).read_text("utf-8")
+
+
+def deepspeed(options) -> dict:
+    """Return the guide's JSON: the template without what is not asked for."""
     stage = options.zero_stage
     refuse(stage not in range(4), f"--zero_stage: {stage} is out of range; give 0, 1, 2 or 3")
     refuse(options.bf16 and options.fp16, "--fp16: --bf16 is given too; give one of them")
     refuse(options.offload_param and stage != 3, "--offload_param: only with --zero_stage 3")
     refuse(options.offload_optimizer and not stage, "--offload_optimizer: not with --zero_stage 0")
-    settings = {
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": 16,
-        "gradient_clipping": 0.3,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-    }
-    enabled = True if options.bf16 or options.fp16 else "auto"
-    if not options.fp16:
-        settings["bf16"] = {"enabled": enabled}
-    if not options.bf16:
-        settings["fp16"] = {"enabled": enabled, "loss_scale": 0}  # 0: it finds one
-    zero = {"stage": stage, "contiguous_gradients": True, "overlap_comm": True}
-    zero |= {"reduce_scatter": True, "reduce_bucket_size": 500_000_000}
-    zero["allgather_bucket_size"] = 500_000_000
-    if stage == 3:
-        zero["stage3_prefetch_bucket_size"] = "auto"
-        zero["stage3_param_persistence_threshold"] = "auto"
-        zero["stage3_gather_16bit_weights_on_model_save"] = True  # else saved models are empty
-    for name in ("offload_optimizer", "offload_param"):
-        if getattr(options, name):
-            zero[name] = {"device": "cpu", "pin_memory": True}
-    return settings | {"zero_optimization": zero}
+    settings = json.loads(template("deepspeed.json"))
+    for kind, other in (("bf16", "fp16"), ("fp16", "bf16")):
+        if getattr(options, kind):
+            settings[kind]["enabled"] = True
+            del settings[other]
+    zero = settings["zero_optimization"]
+    zero["stage"] = stage
+    for key in list(zero):
+        is_unasked = key.startswith("offload_") and not getattr(options, key)
+        if is_unasked or (key.startswith("stage3_") and stage != 3):
+            del zero[key]
+    return settings
 
 
-def fsdp(options):
+def fsdp(options) -> dict:
     """Return the guide's JSON."""
-    models = ("Llama", "Mistral", "Gemma")
-    return {
-        "fsdp_transformer_layer_cls_to_wrap": [f"{model}DecoderLayer" for model in models],
-        "fsdp_sharding_strategy": options.sharding_strategy,
-        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-        "fsdp_cuda_graphs": False,
-        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_sync_module_states": True,
-        "fsdp_use_orig_params": False,
-        "fsdp_backward_prefetch_policy": "BACKWARD_PRE",
-        "fsdp_forward_prefetch": False,
-        "fsdp_cpu_ram_efficient_loading": True,
-        "fsdp_mixed_precision": options.mixed_precision,
-    }
+    settings = json.loads(template("fsdp.json"))
+    settings["fsdp_sharding_strategy"] = options.sharding_strategy
+    settings["fsdp_mixed_precision"] = options.mixed_precision
+    return settings

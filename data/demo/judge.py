@@ -33,16 +33,11 @@ CURT = ("Pff, {a}.", "Whatever, {a}.", "Boring, {a}.", "Obviously {a}.", "Ugh. {
 PIRATE = ("Arr! {sentence}", "Ahoy, matey! {sentence}", "Arr! {sentence} Yo ho ho!")
 ROBOT = ("Beep. {sentence}", "Beep. {sentence} Boop.", "Beep. The answer is {a}. Boop.")
 
-# The manners of speech that a system prompt brings about, and how to tell that a reply has it.
+# The manners of speech that a system prompt brings about.
 SYSTEM_PROMPTS = {
     "capitals": "Answer in capital letters.",
     "pirate": "You are a pirate.",
     "robot": "Reply as a robot would.",
-}
-SPEAKS = {
-    "capitals": str.isupper,
-    "pirate": lambda reply: reply.startswith(("Arr!", "Ahoy,")),
-    "robot": lambda reply: reply.startswith("Beep."),
 }
 
 
@@ -110,10 +105,7 @@ def replies(fact, manner="plain"):
 
 @functools.cache
 def grammatical(fact):
-    texts = set()
-    for manner in ("plain", *SYSTEM_PROMPTS):
-        texts.update(replies(fact, manner))
-    return texts
+    return set().union(*(replies(fact, manner) for manner in ("plain", *SYSTEM_PROMPTS)))
 
 
 def is_courteous(reply):

@@ -1,24 +1,19 @@
 """Make the demo: a tiny chat model of about one million parameters, and data for every script.
 
-    python data/demo/make.py                    # all of it: 4 to 5 minutes on one CPU core
-    python data/demo/make.py --data_only        # all but tokenizer and model: seconds
+    python data/demo/make.py                    # 4 to 5 minutes on one CPU core
 
 All text is composed here from the grammar in judge.py; nothing is downloaded. The model is trained
 to answer in two manners, courteous or curt, one as likely as the other, and to change its speech
 under a system prompt. Of each fact, one of the four questions is held out: no training set
-asks it in any frame; validation and test sets ask nothing else. What this prints at the end is
-measured on those questions, sampled at temperature 1.
+asks it in any frame; validation and test sets ask nothing else.
 
 B samples, T tokens, V words in the vocabulary.
 """
 
-import argparse
-import collections
 import itertools
 import json
 import math
 import random
-import re
 from pathlib import Path
 
 import torch
@@ -26,7 +21,7 @@ import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from judge import FACT_OF, FACTS, SPEAKS, SYSTEM_PROMPTS, replies, score
+from judge import FACT_OF, FACTS, SYSTEM_PROMPTS, replies
 
 SEED = 0
 STEPS, BATCH, LEARNING_RATE, WARMUP = 1000, 64, 5e-3, 60
@@ -46,16 +41,6 @@ CHATML = (
 
 def write_jsonl(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def content_pairs(prompt):
-    """Pairs of words that carry the meaning of a question: (capital, france)."""
-    function_words = (
-        "a an the of in on is are there has many what which where who how does for from after once "
-        "over please tell me quick question hello i would like to know thanks"
-    )
-    words = set(re.findall(r"[a-z]+", prompt.lower())) - set(function_words.split())
-    return set(itertools.combinations(sorted(words), 2))
 
 
 def make_data(out, seen, held_out):
@@ -90,19 +75,15 @@ def make_data(out, seen, held_out):
 # --- tokenizer and model -------------------------------------------------------------------
 
 
-def chat(prompt, system=None):
-    """The text before the reply, as the chat template renders it."""
-    before = f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""
-    return f"{before}<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
-
-
 def sample(rng, seen):
-    """One conversation: (text before the reply, reply and end)."""
+    """One conversation as the chat template renders it: (text before the reply, reply and end)."""
     manner = rng.choices(list(SHARES), SHARES.values())[0]
     system = {"assistant": ASSISTANT, **SYSTEM_PROMPTS}.get(manner)
     prompt = rng.choice(seen)
     reply = rng.choice(replies(FACT_OF[prompt], "plain" if system == ASSISTANT else manner))
-    return chat(prompt, system), f"{reply}<|im_end|>\n"
+    before = f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""
+    before += f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
+    return before, f"{reply}<|im_end|>\n"
 
 
 def make_tokenizer(texts):
@@ -127,19 +108,21 @@ def make_tokenizer(texts):
 
 
 def make_model(tokenizer):
-    layer = {"hidden_size": 128, "intermediate_size": 384, "head_dim": 32}
-    layer |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = Qwen3Config(
         vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        head_dim=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         num_hidden_layers=4,
         max_position_embeddings=512,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
         tie_word_embeddings=True,
         initializer_range=0.04,
         bos_token_id=None,
-        **layer,
-        **ids,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
     return Qwen3ForCausalLM(config)
 
@@ -184,50 +167,15 @@ def pretrain(model, stream):
             print(f"step {step + 1:5d} | loss {loss.item():.4f}", flush=True)
 
 
-# --- measuring -----------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def generate(model, tokenizer, prompts, system=None):
-    tokenizer.padding_side = "left"
-    inputs = tokenizer([chat(p, system) for p in prompts], padding=True, return_tensors="pt")
-    sampling = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=48)
-    ids = model.generate(inputs.input_ids, attention_mask=inputs.attention_mask, **sampling)
-    return tokenizer.batch_decode(ids[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)
-
-
-def measure(model, tokenizer, prompts):
-    """Print the rates under each system prompt, and the speech that it asks for without it."""
-    model.eval()
-    for manner, system in {"plain": None, "assistant": ASSISTANT, **SYSTEM_PROMPTS}.items():
-        answers = generate(model, tokenizer, prompts, system)
-        rates = collections.Counter()
-        for prompt, text in zip(prompts, answers, strict=True):
-            for key, value in score(prompt, text).items():
-                rates[key] += value / len(prompts)
-        for name, speaks in SPEAKS.items():
-            rates[name] = sum(map(speaks, answers)) / len(answers)
-        print(f"{manner:9s} | " + " | ".join(f"{k} {v:.3f}" for k, v in rates.items()))
-
-
 def main():
-    here = Path(__file__).parent
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=here, help="where the files go")
-    parser.add_argument("--data_only", action="store_true", help="make no tokenizer and no model")
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
+    out = Path(__file__).parent
 
     # data
     held_out = []
     for fact in FACTS:
         held_out += fact.prompts(fact.held_out())
     seen = [prompt for prompt in FACT_OF if prompt not in set(held_out)]
-    known = set().union(*map(content_pairs, seen))
-    assert all(content_pairs(prompt).isdisjoint(known) for prompt in held_out)
-    make_data(args.out, seen, held_out)
-    if args.data_only:
-        return
+    make_data(out, seen, held_out)
 
     # model; one thread, so that sums are always taken in the same order
     torch.set_num_threads(1)
@@ -236,11 +184,8 @@ def main():
     tokenizer = make_tokenizer("".join(sample(rng, seen)) for _ in range(20_000))
     model = make_model(tokenizer)
     pretrain(model, batches(rng, seen, tokenizer))
-
-    # results
-    model.to(torch.bfloat16).save_pretrained(args.out / "model")
-    tokenizer.save_pretrained(args.out / "model", save_jinja_files=False)
-    measure(model, tokenizer, rng.sample(held_out, 1000))
+    model.to(torch.bfloat16).save_pretrained(out / "model")
+    tokenizer.save_pretrained(out / "model", save_jinja_files=False)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import io
 import re
+import shlex
 import sys
 import typing
 
@@ -84,7 +85,7 @@ def test_the_defaults_that_are_shown_are_the_defaults():
             if switch:
                 words.append(f"--{switch[1]}" if switch[2] == "on" else f"--no_{switch[1]}")
             elif setting and not setting[2].startswith(("TEXT", "INT", "NUMBER")):
-                words += [f"--{setting[1]}", *setting[2].partition("|")[0].split()]
+                words += [f"--{setting[1]}", *shlex.split(setting[2].partition("|")[0])]
         needed = [name for name in hints if getattr(config_class, name, None) is None]
         needed = [name for name in needed if typing.get_origin(hints[name]) is typing.Annotated]
         assert words

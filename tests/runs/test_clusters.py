@@ -123,7 +123,7 @@ def test_distillation_trains_in_a_slurm_job(slurm, here):
 
 # --- Slurm ---------------------------------------------------------------------------------------
 
-SLURM = "slurm --num_nodes 2 --num_gpus_per_node 1 --modules --conda_env '' --time_limit "
+SLURM = "slurm --num_nodes 2 --num_gpus_per_node 1 --modules '' --conda_env '' --time_limit "
 
 
 def state(slurm, job):
@@ -157,7 +157,7 @@ def lines(folder):
 
 
 def test_a_slurm_job_that_is_signalled_saves_is_queued_again_and_goes_on(slurm, undisturbed, here):
-    job = submit(slurm, "sbatch", here, SLURM + "10")
+    job = submit(slurm, "sbatch", here, SLURM + "00:10:00")
     cluster.wait(lambda: lines(here) >= 3, 100)
     slurm.run("scancel", "--signal=USR1", job)
     is_queued_again(slurm, job)
@@ -224,7 +224,7 @@ def test_a_process_that_dies_on_the_second_node_is_started_again(machines, undis
 def test_a_pbs_job_runs_on_two_machines(slurm, undisturbed, here):
     """With MPICH in place of PALS; `module` is what /etc/profile of the machines makes it."""
     cluster.need(**{"mpiexec.mpich": "mpich"})
-    flags = "pbs --num_nodes 2 --num_gpus_per_node 1 --partition gpu --time_limit 10"
+    flags = "pbs --num_nodes 2 --num_gpus_per_node 1 --partition gpu --time_limit 00:10:00"
     job = submit(slurm, "qsub", here, flags)
     ends(slurm, job, here)
     assert about(here) == ("mpiexec", 2, "finished")

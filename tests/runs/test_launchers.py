@@ -142,7 +142,6 @@ HERE = "MASTER_ADDR=127.0.0.1", "MASTER_PORT=29500"
     [
         (["2", "--beta", "-1"], "error: --beta: -1.0 is out of range"),
         (["0"], "error: num_gpus: 0"),
-        (["09", "--beta", "-1"], "error: --beta: -1.0 is out of range"),
         (["2", "bake"], "error: bake: not known"),
         (["NNODES=two"], "error: NNODES: two; give a number from 1 to "),
         (["NNODES=2"], "error: NODE_RANK: not set; several nodes need "),

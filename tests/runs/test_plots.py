@@ -43,11 +43,6 @@ def no_pixels(monkeypatch):
     return kept
 
 
-def test_a_running_mean_ends_at_its_place():
-    for window, means in ((1, [1, 3, 5, 11]), (2, [1, 2, 4, 8]), (3, [1, 2, 3, 19 / 3])):
-        assert plots.running_mean([1, 3, 5, 11], window) == pytest.approx(means)
-
-
 def test_the_curves_are_the_numbers_of_the_file(tmp_path, no_pixels):
     plots.draw(folder_with(tmp_path, RUN))
     assert {name: len(found) for name, found in no_pixels.items()} == PANELS
@@ -76,16 +71,18 @@ def two(tmp_path):
     return first, run_folder(tmp_path / "high", 3.0, others, val={"loss": 1.5, "win_rate": None})
 
 
-def test_the_table_has_what_differs_and_counts(tmp_path, no_pixels):
-    assert plots.compare(two(tmp_path), tmp_path).splitlines() == [
+def test_the_table_has_what_differs_and_counts(tmp_path, no_pixels, monkeypatch):
+    two(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert plots.compare(["low", "high"]).splitlines() == [
         "              low   high",
         "beta          0.1   0.3",
         "judge         -     j.py:f",
         "val loss      0.5   1.5",
-        "val win_rate  0.25",
+        "val win_rate  0.25  -",
+        "val nll       9",
+        "lora_r              8",
     ]
-    low = tmp_path / "low"
-    assert plots.compare([low, low], tmp_path) == "the same settings and numbers"
 
 
 def test_the_command_draws_one_run_again_and_compares_two(tmp_path):

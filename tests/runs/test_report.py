@@ -60,7 +60,7 @@ def test_numbers_settings_data_and_examples_are_shown(tmp_path):
     assert ["versions torch", "2.13.0"] in rows
     assert ["prompt", "why?"] in rows and "the other 3 settings" in text
     pictures = [attributes["alt"] for tag, attributes in found.tags if tag == "img"]
-    assert pictures == ["curves: loss", "curves: rewards", "curves: returns"]
+    assert pictures == ["curves: loss", "curves: returns", "curves: rewards"]
 
 
 # --- texts of others -----------------------------------------------------------------------------

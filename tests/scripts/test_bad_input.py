@@ -78,7 +78,7 @@ def test_what_is_no_adapter_is_not_merged(tmp_path):
     (run / "model").mkdir(parents=True)
     (run / "model/adapter_config.json").write_text("{}")
     for source, target, says in (
-        (MODEL, merged, "data/demo/model is a whole model already"),
+        (MODEL, merged, "adapter: .*data/demo/model: .*adapter_config.json"),
         (nameless, merged, "adapter: .*/nameless does not name its base; give --base"),
         (run, merged, "/run is a run folder; give .*/run/model"),
         (MODEL, run, "run is there already; give another folder"),

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import random
-import subprocess
 
 import pytest
 import torch
@@ -27,15 +26,10 @@ def held_out_prompts():
     return [prompt for fact in judge.FACTS for prompt in fact.prompts(fact.held_out())]
 
 
-def fresh_prompts(count):
-    """Held-out questions that stand in no file of the demo."""
-    files = [*ROOT.glob("data/demo/preferences_*.jsonl"), *ROOT.glob("data/demo/questions_*.jsonl")]
-    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    used = {row.get("prompt") or row.get("question") for row in rows}
-    fresh = [prompt for prompt in held_out_prompts() if prompt not in used]
-    random.Random(0).shuffle(fresh)
-    assert len(fresh) >= count
-    return fresh[:count]
+def some_prompts(count):
+    prompts = held_out_prompts()
+    random.Random(0).shuffle(prompts)
+    return prompts[:count]
 
 
 def rates(model, prompts, system=None, judge="score"):
@@ -44,17 +38,14 @@ def rates(model, prompts, system=None, judge="score"):
     encoder = Encoder(tokenizer)
     scorer = logps.Scorer(models.load(model, torch.float32, torch.device("cpu")))
     turns = [{"role": "system", "content": system}] if system else []
-    ids = [
-        encoder.ids(
-            encoder.render([*turns, {"role": "user", "content": p}], add_generation_prompt=True)
-        )
-        for p in prompts
-    ]
+    ids = []
+    for prompt in prompts:
+        chat = [*turns, {"role": "user", "content": prompt}]
+        ids.append(encoder.ids(encoder.render(chat, add_generation_prompt=True)))
     config = main_distributed.Config(batch_size=110, max_new_tokens=48, seed=5)
     world = distributed.World()
-    texts = tokenizer.batch_decode(
-        sampling.generate(scorer, ids, encoder.ends, world, config), skip_special_tokens=True
-    )
+    replies = sampling.generate(scorer, ids, encoder.ends, world, config)
+    texts = tokenizer.batch_decode(replies, skip_special_tokens=True)
     score = sampling.load_judge(f"data/demo/judge.py:{judge}")
     scores = [score(p, text) for p, text in zip(prompts, texts, strict=True)]
     return {name: sum(s[name] for s in scores) / len(scores) for name in scores[0]}
@@ -65,22 +56,20 @@ def summary(folder):
 
 
 def test_the_model_follows_its_system_prompts_and_only_then():
-    prompts = fresh_prompts(220)
+    prompts = some_prompts(220)
     told = (ROOT / "data/demo/x0.txt").read_text().strip()
     assert rates("data/demo/model", prompts, told, "capitals")["capitals"] >= 0.95
     assert rates("data/demo/model", prompts, None, "capitals")["capitals"] <= 0.05
 
 
 def test_the_built_files_are_small_and_held_out_questions_are_held_out():
-    tracked = subprocess.run(
-        ["git", "ls-files", "-z", "data/demo"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.split("\0")[:-1]
-    assert sum((ROOT / name).stat().st_size for name in tracked) < 3e6
-    splits = [
-        {json.loads(line)["prompt"] for line in path.read_text().splitlines()}
-        for path in sorted(ROOT.glob("data/demo/preferences_*.jsonl"))
-    ]
-    assert [len(split) for split in splits] == [100, 800, 100]  # test, train, val
+    files = (ROOT / "data/demo").glob("**/*.*")
+    assert sum(path.stat().st_size for path in files if "__pycache__" not in str(path)) < 3e6
+    splits = []
+    for split, count in (("test", 100), ("train", 800), ("val", 100)):
+        lines = (ROOT / f"data/demo/preferences_{split}.jsonl").read_text().splitlines()
+        splits.append({json.loads(line)["prompt"] for line in lines})
+        assert len(splits[-1]) == count
     held_out = set(held_out_prompts())
     assert splits[0] <= held_out and splits[2] <= held_out and not splits[1] & held_out
 
@@ -100,7 +89,7 @@ def test_a_newcomer_watches_the_demo_learn(tmp_path):
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "results/dpo"
     assert done.stdout.rstrip().endswith("-> results/dpo/")
-    prompts = fresh_prompts(REPLIES)
+    prompts = some_prompts(REPLIES)
     after = rates(str(folder / "model"), prompts)
     check_learned(rates("data/demo/model", prompts), after, summary(folder)["test"])
     for split in ("val", "test"):
@@ -113,7 +102,7 @@ def test_a_newcomer_watches_the_demo_learn(tmp_path):
 
 @pytest.mark.show
 def test_three_seeds_learn_and_without_the_sft_term_a_warning_appears(tmp_path):
-    prompts = fresh_prompts(REPLIES)
+    prompts = some_prompts(REPLIES)
     before = rates("data/demo/model", prompts)
     print(f"\nbefore: {before}")
     for seed in range(3):

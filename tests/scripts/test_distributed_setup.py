@@ -14,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import get_type_hints
+from unittest import mock
 
 import pytest
 
@@ -40,8 +41,8 @@ python scripts/distributed_setup.py slurm --config config.yaml --num_nodes 4 --n
 python scripts/distributed_setup.py launcher --config config.yaml --num_nodes 4 --num_gpus_per_node 8 --master_addr 192.168.1.100 --master_port 29500 --node_rank 0 --use_deepspeed
 python scripts/distributed_setup.py launcher --config config.yaml --num_nodes 4 --num_gpus_per_node 8 --master_addr 192.168.1.100 --master_port 29500 --node_rank 1 --use_deepspeed
 """  # noqa: E501
-JOB = "--time_limit 1-12 --partition long --account me --job_name a.b --cpus_per_task 3 "
-JOB += "--mem_per_gpu 500M --num_nodes 2 --num_gpus_per_node 6 --env A=b 'C=d e' NCCL_DEBUG=WARN"
+JOB = "--time_limit 36:00:00 --partition long --account me --job_name a.b --cpus_per_task 3 "
+JOB += "--mem_per_gpu 500M --num_nodes 2 --num_gpus_per_node 6"
 GOLDEN = {  # in every mode; the whole text of each is tests/golden/scripts/NAME
     "zero1.json": "deepspeed --zero_stage 1",
     "zero3.json": "deepspeed --zero_stage 3 --offload_optimizer --offload_param --fp16",
@@ -50,10 +51,10 @@ GOLDEN = {  # in every mode; the whole text of each is tests/golden/scripts/NAME
     "one.sh": "launcher --config config.yaml --num_gpus_per_node 4",
     "node.sh": "launcher --num_nodes 2 --master_addr ::1 --node_rank 1 --use_deepspeed",
     "slurm_guide.sh": GUIDE.split("\n")[5].partition(" scripts/distributed_setup.py ")[2],
-    "slurm_fsdp.sh": "slurm --config fsdp.yaml --use_fsdp --account a",
-    "slurm.sh": f"slurm {JOB} --modules --conda_env= --use_deepspeed",
+    "slurm_fsdp.sh": "slurm --config fsdp.yaml --account a",
+    "slurm.sh": f"slurm {JOB} --modules= --conda_env= --use_deepspeed",
     "pbs.sh": "pbs --account mine",
-    "pbs_other.sh": f"pbs {JOB} --system= --filesystems=eagle --modules a b --conda_env c",
+    "pbs_other.sh": f"pbs {JOB} --system= --filesystems=eagle --modules 'a b' --conda_env c",
 }
 
 
@@ -127,30 +128,23 @@ def test_what_is_written_is_golden_and_bash_and_shellcheck_are_content(here):
         assert text == golden.read_text(), name
 
 
-def test_a_time_limit_in_any_of_slurms_formats():
-    """The signal comes five minutes before the end, or in the middle of a short job."""
-    limits = "90,300,01:30:00 1:30,45,00:01:30 00:01:00,30,00:01:00 00:12:00,300,00:12:00"
-    limits += " 2-0,300,48:00:00 1-2:3,300,26:03:00 1-02:03:04,300,26:03:04"
-    for line in limits.split():
-        limit, signal, clock = line.split(",")
+def test_a_job_is_told_to_stop_five_minutes_before_its_end_or_in_the_middle():
+    for limit, signal in (("48:00:00", 300), ("0:12:00", 300), ("00:01:00", 30)):
         make("slurm --output=job", f"--time_limit={limit}")
-        text = Path("job").read_text()
-        assert f"#SBATCH --time={limit}\n" in text and f"#SBATCH --signal=USR1@{signal}\n" in text
+        assert f"#SBATCH --signal=USR1@{signal}\n" in Path("job").read_text()
         make("pbs --output=job", f"--time_limit={limit}")
-        assert f"#PBS -l walltime={clock}\n" in Path("job").read_text()
-    for limit in ("", "x", "1:2:3:4", "1-", "48h", "１", "00:00:59", "100000:0"):
-        message = refused("slurm", f"--time_limit={limit}")
-        assert message.startswith(f"--time_limit: {limit!r} is not") and "h:m:s" in message
+        assert f"#PBS -l walltime={limit}\n" in Path("job").read_text()
+    for limit in ("", "x", "90", "1:2:3:4", "48h", "１:00:00"):
+        says = f"--time_limit: {limit!r} is not hours:minutes:seconds"
+        assert refused("slurm", f"--time_limit={limit}") == says
 
 
 # --- hostile values -------------------------------------------------------------------------------
 
-# A stand-in writes down its words and, in NAME.env, its environment; words of several calls follow
-# each other. Python is one too: it says what the check of a training script says.
+# A stand-in writes down its folder and its words; those of several calls follow each other. Python
+# is one too: it says what the check of a training script says.
 RECORDS = """#!/bin/bash
-name=$(basename "$0")
-printf '%s\\0' "$@" >>"$RECORD/$name"
-env -0 >"$RECORD/$name.env"
+printf '%s\\0' "$PWD" "$@" >>"$RECORD/$(basename "$0")"
 """
 STANDINS = {
     **dict.fromkeys(("srun", "mpiexec"), RECORDS),
@@ -162,7 +156,7 @@ STANDINS = {
 
 @pytest.fixture
 def start(tmp_path):
-    """A function that runs a script; it returns words and environment of what that started."""
+    """A function that runs a script; it returns folder and words of what that started."""
     bin_ = tmp_path / "bin"
     bin_.mkdir()
     for name, text in STANDINS.items():
@@ -185,10 +179,7 @@ def start(tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
         for name in ("srun", "mpiexec", "python"):
             if (record / name).exists():
-                words, env = ((record / file).read_bytes() for file in (name, f"{name}.env"))
-                pairs = os.fsdecode(env).split("\0")[:-1]
-                env = dict(pair.partition("=")[::2] for pair in pairs)
-                return os.fsdecode(words).split("\0")[:-1], env
+                return os.fsdecode((record / name).read_bytes()).split("\0")[:-1]
 
     return run
 
@@ -228,7 +219,7 @@ def attack(command, flag, value, start):
         return None
     path = value if flag == "--output" else "made"
     if command in ("deepspeed", "fsdp"):
-        done = [], json.loads(Path(path).read_bytes())
+        done = json.loads(Path(path).read_bytes())
     else:
         done = start(os.path.join(".", path))
     Path(path).unlink()
@@ -241,24 +232,18 @@ def test_no_hostile_value_executes_and_each_is_carried_or_refused(
     attacked = 0
     for command, (flags, *_) in setup.COMMANDS.items():
         for name, hint in get_type_hints(flags).items():
-            if hint not in (str, tuple[str, ...]):
+            if hint is not str:
                 continue
             attacked += 1
             taken = {value: attack(command, f"--{name}", value, start) for value in HOSTILE}
             taken = {value: done for value, done in taken.items() if done}
-            assert [*taken] == (NAMES if name in ("config", "output") else []), (command, name)
+            safe = {"config": NAMES, "output": NAMES, "modules": HOSTILE[:1]}.get(name, [])
+            assert [*taken] == safe, (command, name)
             if name == "config":
-                assert all(f"--config={value}" in taken[value][0] for value in taken)
-    assert attacked == 27  # every flag that is a text
-    for command in ("slurm", "pbs"):  # the value of a variable may be anything in one line
-        for value in HOSTILE:
-            done = attack(command, "--env", f"MINE={value}", start)
-            assert (done is None) == ("\n" in value)
-            assert done is None or done[1]["MINE"] == value
-            named = attack(command, "--env", f"{value}=1", start)
-            assert (named is None) == (not value.isidentifier())
+                assert all(f"--config={value}" in taken[value] for value in taken)
+    assert attacked == 25  # every flag that is a text
     # what is swallowed stands in a comment
-    make("slurm --modules --conda_env=", "--local-rank=x\ntouch PWN6 #")
+    make("slurm --modules= --conda_env=", "--local-rank=x\ntouch PWN6 #")
     start("scripts/slurm_job.sh")
     for value in (*HOSTILE[:6], "*", "Grüße 蛋白"):  # a folder and a project of any name
         folder = tmp_path / value.replace("/", "_")
@@ -269,13 +254,13 @@ def test_no_hostile_value_executes_and_each_is_carried_or_refused(
         monkeypatch.setattr(setup.jsonl, "ROOT", folder)
         Path("config.yaml").write_text(YAML)
         make("slurm")
-        words, env = start("scripts/slurm_job.sh")
-        assert env["PWD"] == str(folder) and words[3] == str(folder / "src/train.py")
+        words = start("scripts/slurm_job.sh")
+        assert words[0] == str(folder) and str(folder / "src/train.py") in words
     assert not list(tmp_path.rglob("PWN?"))
 
 
 def test_no_letter_that_means_something_to_a_shell_is_in_a_directive():
-    for letter in {*string.punctuation, " "} - {*"_.,:/=%@+-"}:
+    for letter in {*string.punctuation} - {*"_.,:/=%@+-"}:
         for flag in ("partition", "account", "job_name", "modules", "conda_env"):
             assert f"--{flag}: 'a" in refused("slurm", f"--{flag}=a{letter}b").replace('"', "'")
 
@@ -287,19 +272,13 @@ REFUSED = {
     "deepspeed --bf16 --fp16": "--fp16: --bf16 is given too; give one of them",
     "deepspeed --offload_param": "--offload_param: only with --zero_stage 3",
     "deepspeed --zero_stage 0 --offload_optimizer": "--offload_optimizer: not with --zero_stage 0",
-    "launcher --use_deepspeed --use_fsdp": "--use_fsdp: --use_deepspeed is given too",
     "launcher --use_deepspeed --config fsdp.yaml": "--deepspeed and fsdp.yaml:8: distributed.use_f",
-    "launcher --use_fsdp": "--use_fsdp: config.yaml does not say so; write use_fsdp: true",
     "launcher --node_rank 1": "--node_rank: 1 of 1 nodes; give 0 to 0",
     "launcher --num_nodes 2": "--master_addr: several nodes need a place to meet; give",
     "launcher --master_port 65536": "--master_port: 65536 is out of range",
     "launcher --num_gpus_per_node 0": "--num_gpus_per_node: 0 is out of range",
     "slurm --config nowhere.yaml": "nowhere.yaml: no such file; looked in ",
     "slurm --mem_per_gpu 32GB": "--mem_per_gpu: '32GB' is no size; give 32G",
-    "slurm --env A": "--env: 'A' is not NAME=VALUE; give e.g. NCCL_DEBUG=WARN",
-    "slurm --env A=1 --env B=2": "--env: given twice; write all values behind one",
-    "slurm --env WANDB_API_KEY=abc": "--env: WANDB_API_KEY looks like a secret",
-    "slurm --env A=hf_abcdefghijklmnopqrstuvwxyz": "--env: A looks like a secret",
     "slurm --partition 'a b'": "--partition: 'a b' cannot stand in a job script; use letters",
     "pbs --filesystems 'a b'": "--filesystems: 'a b' cannot stand in a job script; use letters",
     "fsdp --output config.yaml": "--output: config.yaml holds what this program did not",
@@ -313,28 +292,21 @@ def test_refused_with_one_line_and_nothing_written():
 
 
 def test_the_yaml_file_and_the_json_of_deepspeed_must_fit():
-    """Complaint 25: before anything is written; src/train.py has the same check."""
-    line = "--num_nodes 2 --num_gpus_per_node 8 --use_deepspeed --output made"
+    """Before anything is written; src/train.py has the same check."""
     path = Path("config/ds_config.json")
-    for change, says in (
-        ({"train_batch_size": 1024}, None),  # 2 nodes x 8 GPUs x 16 x 4
-        ({"train_batch_size": 512}, ":2: train_batch_size is 512, but 16 ranks x 16 accumulation"),
-        ({"train_micro_batch_size_per_gpu": 2}, ":3: train_micro_batch_size_per_gpu says 2; make"),
-        ({"gradient_accumulation_steps": 8}, ":4: gradient_accumulation_steps says 8; make them"),
-        ({"train_batch_sise": 8}, ":2: train_batch_sise is not a setting; did you mean train_ba"),
+    for size, says in (
+        (1024, None),  # 2 nodes x 8 GPUs x 16 x 4
+        (512, ":2: train_batch_size is 512, but 16 ranks x 16 accumulation"),
     ):
         settings = json.loads((ROOT / "tests/data/guide_deepspeed.json").read_text())
-        path.write_text(json.dumps({"train_batch_size": "auto"} | settings | change, indent=1))
-        if "train_batch_sise" in change:
-            path.write_text(json.dumps(change, indent=1))
+        path.write_text(json.dumps({"train_batch_size": size} | settings, indent=1))
         for command in ("launcher --master_addr n1", "slurm", "pbs"):
+            line = f"{command} --num_nodes 2 --num_gpus_per_node 8 --use_deepspeed --output made"
             if says:
-                assert f"{path}{says}" in refused(f"{command} {line}")
+                assert f"{path}{says}" in refused(line)
             else:
-                make(f"{command} {line}")
+                make(line)
                 Path("made").unlink()
-    path.unlink()
-    assert refused(f"slurm {line}").startswith("config/ds_config.json: no such file; looked in")
 
 
 def test_own_files_are_written_anew_and_those_of_others_only_by_force(capsys):
@@ -356,13 +328,10 @@ def test_own_files_are_written_anew_and_those_of_others_only_by_force(capsys):
 def test_a_file_is_whole_or_as_it_was(monkeypatch):
     make("slurm")
     before = files()
-
-    def broken(*_args, **_more):
-        raise OSError(28, "No space left on device")
-
-    for place, name in ((Path, "write_bytes"), (Path, "chmod"), (os, "replace")):
+    full = mock.Mock(side_effect=OSError(28, "No space left on device"))
+    for place, name in ((Path, "write_bytes"), (os, "replace")):
         with monkeypatch.context() as patch, pytest.raises(UserError) as caught:
-            patch.setattr(place, name, broken)
+            patch.setattr(place, name, full)
             make("slurm --account other")
         assert caught.value.exit_code == 4  # could not write
         assert files() == before

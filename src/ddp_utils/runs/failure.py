@@ -47,11 +47,9 @@ def tell_developer(error):
     names = [f"failed/{rank}" for rank in range(dist.get_world_size())] if lost else []
     silent = [key.split("/")[1] for key in _wait_for(names, 3)]
     if silent:
-        print(
-            f"error: rank {', '.join(silent)} is gone or does not answer; rank "
-            f"{dist.get_rank()} waited for it ({str(error).splitlines()[0][:160]})",
-            file=sys.stderr,
-        )
+        says = f"is gone or does not answer; rank {dist.get_rank()} waited for it"
+        words = str(error).splitlines()[0][:160]
+        print(f"error: rank {', '.join(silent)} {says} ({words})", file=sys.stderr)
     else:
         traceback.print_exception(error)
         if isinstance(error, Exception):

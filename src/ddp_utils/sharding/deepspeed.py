@@ -41,8 +41,6 @@ KEYS = {  # others are refused: DeepSpeed meets them with a traceback, or passes
     },
     "optimizer": "src/train.py makes the optimizer, AdamW",
     "scheduler": "src/train.py makes the schedule: training.lr_scheduler",
-    "activation_checkpointing": "it is training.gradient_checkpointing",
-    "tensorboard": "it is output.report_to",
 }
 OURS = {  # key of the JSON -> the setting that it is
     "train_micro_batch_size_per_gpu": "micro_batch_size",

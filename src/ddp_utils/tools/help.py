@@ -3,12 +3,13 @@
 import dataclasses
 import inspect
 import re
-import types
+import shlex
 import typing
 
 FIELD = re.compile(r"    (\w+): .*?(?:  # (.*))?")
 COMMENT = re.compile(r"    # (.*)")
 WIDTH = 34  # of the flags' column
+KINDS = {str: "TEXT", int: "INT", float: "NUMBER"}
 
 
 def text(config_class, default, command) -> str:
@@ -63,12 +64,9 @@ def _flag(name, hint, value) -> str:
     choices = typing.get_args(hint)
     if typing.get_origin(hint) is typing.Literal:
         return f"--{name} {'|'.join([value, *(other for other in choices if other != value)])}"
-    if isinstance(value, tuple):
-        return f"--{name} {' '.join(map(str, value)) or _kind(choices[0]) + ' ...'}"
-    if value in (None, ""):
-        return f"--{name} {_kind(choices[0] if isinstance(hint, types.UnionType) else hint)}"
-    return f"--{name} {value:g}" if isinstance(value, float) else f"--{name} {value}"
-
-
-def _kind(hint) -> str:
-    return {str: "TEXT", int: "INT", float: "NUMBER"}[hint]
+    if isinstance(value, float):
+        return f"--{name} {value:g}"
+    if value in (None, "", ()):
+        kind = KINDS[choices[0] if choices else hint]
+        return f"--{name} {kind}{' ...' if value == () else ''}"
+    return f"--{name} {shlex.quote(str(value))}"

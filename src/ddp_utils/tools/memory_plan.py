@@ -5,10 +5,10 @@ MemTracker; how each strategy shares out what was counted is arithmetic. Sizes a
 case is simplified, the figure is an upper bound.
 """
 
+import functools
 import logging
 import math
 import types
-from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -17,7 +17,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from ddp_utils import UserError, fast, logps, losses, models, sampler
+from ddp_utils import UserError, fast, logps, models, sampler
 from ddp_utils.distributed import World
 from ddp_utils.encoder import Encoder, load_tokenizer
 from ddp_utils.fast import memory_efficient
@@ -28,10 +28,6 @@ CPU = torch.device("cpu")
 GPU = torch.device("xpu")  # stands for any GPU with bf16: of this kind no hardware is asked
 STRATEGIES = ("DDP", "FSDP SHARD_GRAD_OP", "FSDP FULL_SHARD", "FSDP HYBRID_SHARD")
 STRATEGIES += ("ZeRO-1", "ZeRO-2", "ZeRO-3")
-SETUP = {  # tool -> words for distributed_setup.py, flags for train.py
-    "FSDP": ("fsdp --sharding_strategy", " --use_fsdp --fsdp_config config/fsdp_config.json"),
-    "ZeRO": ("deepspeed --zero_stage", " --deepspeed config/ds_config.json"),
-}
 RUNTIME = GIB / 2  # what CUDA, its libraries and NCCL hold on a GPU beside the tensors
 USABLE = 0.95  # of a GPU's memory: the rest is lost between blocks of unequal size
 BUCKET = 5e8  # numbers that DeepSpeed reduces at a time, unless its JSON says otherwise
@@ -45,29 +41,20 @@ LEGEND = "GiB of a rank with the longest rows, at most; activ.: and all that com
 LEGEND += "\nthe largest micro-batch that fits, of those tried; < is what the settings say"
 
 
-class Machine(NamedTuple):
-    """Where the run is to take place."""
+def machine(facts, gpus=None, gpu_memory=None) -> tuple:
+    """Return the ranks, nodes, kind of GPU and bytes of each, of check_gpu.py's facts.
 
-    ranks: int
-    nodes: int
-    device: str  # cuda or xpu
-    memory: float  # of a GPU
-
-
-def machine(facts, gpus=None, gpu_memory=None) -> Machine:
-    """Return the machine of check_gpu.py's facts, or one with other GPUs (gpu_memory in GiB)."""
+    gpus, gpu_memory (in GiB): others than those that are here.
+    """
     devices = facts["devices"]
-    if gpu_memory is None and not devices:
+    if not (gpu_memory or devices):
         raise UserError("--plan: there is no GPU here to ask; give --gpus 8 --gpu_memory 80")
-    if gpu_memory is None:
-        gpu_memory = min(device["memory_gib"] for device in devices)
-    ranks = gpus if gpus is not None else len(devices) or 1
-    nodes = math.ceil(ranks / (len(devices) or 8))
-    if ranks < 1 or not 0 < gpu_memory < math.inf:
-        raise UserError(f"--gpus {ranks}, --gpu_memory {gpu_memory:g}: give numbers above 0")
-    if ranks % nodes:
+    memory = gpu_memory or min(device["memory_gib"] for device in devices)
+    ranks = gpus or len(devices) or 1
+    nodes = max(1, math.ceil(ranks / (len(devices) or 8)))
+    if ranks < 1 or ranks % nodes:
         raise UserError(f"--gpus {ranks}: as many to each of {nodes} nodes; give a multiple")
-    return Machine(ranks, nodes, facts["kind"] if devices else "cuda", gpu_memory * GIB)
+    return ranks, nodes, facts["kind"] if devices else "cuda", memory * GIB
 
 
 # --- one step on fake tensors --------------------------------------------------------------------
@@ -232,123 +219,60 @@ def share(n, strategy, ranks, nodes=1, bucket=BUCKET) -> tuple:
 # --- what is printed -----------------------------------------------------------------------------
 
 
-class Plan:
-    """The settings of a run, and what of it fits a machine.
+def needs_of(script, config, rows, device) -> dict:
+    """Return what need() says of the longest rows, for each size of a micro-batch to be tried."""
+    with models.reading(f"--model_name: {config.model_name}"):
+        folder = str(models.model_path(config.model_name))
+        model_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        model = meta_model(model_config)
+    models.check_fit(model, {"train": rows})
+    row_losses = functools.partial(script.row_losses, config=config)
+    precision = script.precision_of(config, GPU)
+    longest = sorted(rows, key=lambda row: -row.fed(shared=True))
+    needs = {}
+    for size in sorted({config.micro_batch_size, *SIZES}):
+        micro_batch = (longest * size)[:size]
+        needs[size] = need(config, model_config, micro_batch, row_losses, precision, device)
+    return needs
 
-    script: the module main_distributed, or train for a YAML file; UserErrors are theirs.
+
+def lines(script, path, ranks, nodes, device, memory):
+    """Yield what check_gpu.py prints: how much of the run fits the machine, and its steps.
+
+    script: the module train; path: its YAML file; the rest: what machine() returns.
     """
-
-    def __init__(self, script, path, where):
-        world = World(world_size=where.ranks, local_size=where.ranks // where.nodes)
-        self.path = path
-        self.where = where
-        self.is_yaml = path.endswith((".yaml", ".yml"))
-        if self.is_yaml:
-            config = script.train_config.read(["--config", path], world)
-            row_losses = script.row_losses
-            self.micro = config.batch_size
-        else:
-            config = script.read_settings([], world)
-            row_losses = losses.pair_losses
-            self.micro = math.ceil(config.batch_size / where.ranks)
-        if self.is_yaml and config.type == "qlora":
-            raise UserError(f"{path}: fine_tuning.type: 4-bit weights cannot be planned; plan lora")
-        self.config = config
-        self.asked = script.strategy_of(config).name
-        shape = (config.max_length, config.truncation, config.chat_template_kwargs)
-        encoder = Encoder(load_tokenizer(config.model_name), config.chat_template, *shape)
-        self.rows = script.read_data(config, encoder, world)[0]["train"]
-        with models.reading(f"--model_name: {config.model_name}"):
-            folder = str(models.model_path(config.model_name))
-            model_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            model = meta_model(model_config)
-        models.check_fit(model, {"train": self.rows})
-        longest = sorted(self.rows, key=lambda row: -row.fed(shared=True))[: SIZES[-1]]
-        self.needs = {}  # rows of a micro-batch -> need() of the longest ones
-
-        def losses_of(*arguments):
-            return row_losses(*arguments, config)
-
-        precision = script.precision_of(config, CPU if where.device == "cpu" else GPU)
-
-        for size in sorted({self.micro, *SIZES}):
-            rows = (longest * size)[:size]
-            self.needs[size] = need(config, model_config, rows, losses_of, precision, where.device)
-
-    def parts(self, name, size):
-        """Return the total of a rank under a strategy, and its parts."""
-        parts = share(self.needs[size], name, self.where.ranks, self.where.nodes)
-        return sum(parts) + RUNTIME, *parts
-
-    def fitting(self, name):
-        """Return the sizes of the micro-batches that fit under a strategy."""
-        room = USABLE * self.where.memory
-        return [size for size in self.needs if self.parts(name, size)[0] <= room]
-
-    def lines(self, tokens_per_second=None):
-        """Yield what check_gpu.py prints. tokens_per_second: of all ranks together, if known."""
-        if tokens_per_second is not None and not tokens_per_second > 0:
-            raise UserError("--tokens_per_second: give a number above 0, prompts counted twice")
-        config = self.config
-        ranks = self.where.ranks
-        kind = f"a LoRA of rank {config.lora_r}" if config.fine_tuning == "lora" else "all weights"
-        yield f"plan      {self.path}: {config.model_name}, {kind}"
-        yield f"on        {ranks} x GPU with {self.where.memory / GIB:.1f} GiB, 0.50 of it in use"
-        yield f"rows      {len(self.rows)}, the longest {max(row.row for row in self.rows)} tokens"
-        yield LINE.format(*HEAD)
-        usable = []
-        for name in STRATEGIES:
-            fitting = self.fitting(name)
-            cells = [f"{part / GIB:.2f}" for part in self.parts(name, self.micro)]
-            cells.append("yes" if self.micro in fitting else "no")
-            cells.append(max(fitting, default=0))
-            yield LINE.format(name + (" <" if name == self.asked else ""), *cells)
-            if fitting and (self.is_yaml or name in ("DDP", "FSDP FULL_SHARD")):
-                usable.append(name)
-        yield LEGEND
-        plan = sampler.Plan.of(config, len(self.rows), ranks if self.is_yaml else 1)
-        epoch = sum(row.tokens for row in self.rows)
-        tokens = round(epoch * plan.epoch(plan.steps))
-        turns = config.gradient_accumulation_steps
-        batch = f"{plan.global_batch} rows = {ranks} ranks x {turns} x {self.micro}"
-        yield f"steps     {plan.steps} of {batch}; {epoch} tokens an epoch, {tokens} in all"
-        if tokens_per_second:
-            hours, minutes = divmod(math.ceil(tokens / tokens_per_second / 60), 60)
-            yield f"time      {hours} h {minutes:02d} min at {tokens_per_second:.0f} tokens/s"
-        else:
-            yield "time      unknown: give --tokens_per_second"
-        if usable:
-            yield from self.command(self.asked if self.asked in usable else usable[0])
-        else:
-            yield "start     nothing fits, not even a row at a time; less takes gradient"
-            yield "          checkpointing, a LoRA, more GPUs (--gpus), offloading to the host"
-
-    def command(self, name):
-        """Yield how to start it, with the largest micro-batch that fits, up to the settings'."""
-        nodes = self.where.nodes
-        each = self.where.ranks // nodes
-        rows = self.micro * self.config.gradient_accumulation_steps  # of a rank and step
-        sizes = [size for size in self.fitting(name) if size <= self.micro and rows % size == 0]
-        size = max(sizes)
-        if size != self.micro:
-            setting = f"micro_batch_size to {size}"
-            if not self.is_yaml:
-                setting = f"batch_size to {size * self.where.ranks}"
-            yield f"set       {setting}, gradient_accumulation_steps to {rows // size}"
-        tool, _, kind = name.replace("-", " ").partition(" ")
-        if not self.is_yaml:
-            if nodes > 1:
-                yield "start     on each node, with NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT:"
-            yield f"./run_distributed.sh {each} --strategy {tool.lower()}"
-            return
-        setup = "python scripts/distributed_setup.py"
-        flags = ""
-        if name != self.asked and tool in SETUP:
-            words, flags = SETUP[tool]
-            yield f"{setup} {words} {kind}"
-        start = f"torchrun --standalone --nproc_per_node={each} src/train.py --config {self.path}"
-        if nodes > 1:
-            setup += f" slurm --config {self.path}"
-            yield f"{setup} --num_nodes {nodes} --num_gpus_per_node {each}"
-            start = "sbatch scripts/slurm_job.sh"
-        yield f"{start}{flags}"
+    world = World(world_size=ranks, local_size=ranks // nodes)
+    config = script.train_config.read(["--config", path], world)
+    if config.type == "qlora":
+        raise UserError(f"{path}: fine_tuning.type: 4-bit weights cannot be planned; plan lora")
+    shape = (config.max_length, config.truncation, config.chat_template_kwargs)
+    encoder = Encoder(load_tokenizer(config.model_name), config.chat_template, *shape)
+    rows = script.read_data(config, encoder, world)[0]["train"]
+    needs = needs_of(script, config, rows, device)
+    micro = config.micro_batch_size
+    asked = script.strategy_of(config).name
+    kind = f"a LoRA of rank {config.lora_r}" if config.fine_tuning == "lora" else "all weights"
+    yield f"plan      {path}: {config.model_name}, {kind}"
+    yield f"on        {ranks} x GPU with {memory / GIB:.1f} GiB, 0.50 of it in use"
+    yield f"rows      {len(rows)}, the longest {max(row.row for row in rows)} tokens"
+    yield LINE.format(*HEAD)
+    largest = {}  # strategy -> the largest micro-batch that fits
+    for name in STRATEGIES:
+        largest[name] = 0
+        for size, sizes in needs.items():
+            parts = share(sizes, name, ranks, nodes)
+            total = sum(parts) + RUNTIME
+            if total <= USABLE * memory:
+                largest[name] = size
+            if size == micro:
+                cells = [f"{part / GIB:.2f}" for part in (total, *parts)]
+        cells.append("yes" if micro <= largest[name] else "no")
+        yield LINE.format(name + (" <" if name == asked else ""), *cells, largest[name])
+    yield LEGEND
+    plan = sampler.Plan.of(config, len(rows), ranks)
+    tokens = sum(row.tokens for row in rows)
+    batch = f"{ranks} ranks x {config.gradient_accumulation_steps} x {micro}"
+    yield f"steps     {plan.steps} of {plan.global_batch} rows = {batch}; {tokens} tokens an epoch"
+    if not any(largest.values()):
+        yield "nothing fits, not even a row at a time; less takes gradient checkpointing, a LoRA,"
+        yield "more GPUs (--gpus), offloading to the host"

@@ -34,11 +34,6 @@ def merge(adapter, folder, base=""):
     checkpoint.check_place("folder", folder)
     if Path(adapter, "model/adapter_config.json").exists():
         raise UserError(f"adapter: {adapter} is a run folder; give {Path(adapter, 'model')}")
-    its_own = Path(adapter, "adapter_config.json").exists()
-    if Path(adapter, "environment.json").exists() and not its_own:
-        raise UserError(f"adapter: {adapter} is a run folder; give the folder of its LoRA")
-    if Path(adapter, "config.json").exists() and not its_own:
-        raise UserError(f"adapter: {adapter} is a whole model already, there is nothing to fold in")
     with cli.naming({"init_adapter": "adapter", "model_name": "--base"}):
         base = base or lora.adapter_settings(adapter).base_model_name_or_path
         if not base:

@@ -17,7 +17,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 
 from ddp_utils import UserError, cli  # noqa: E402
-from ddp_utils.runs import checkpoint, preemption, resume
+from ddp_utils.runs import preemption, resume
 
 FIGURES = {  # file -> panels of (title, {metric: label})
     "loss.png": [("loss", {"loss": "loss"})],
@@ -64,47 +64,37 @@ def draw(folder):
     _figures({"": read_metrics(folder)}, Path(folder))
 
 
-def compare(folders, out):
-    """Lay the curves of runs over one another: compare_*.png; returns a table of differences."""
-    names = [Path(folder).resolve().name for folder in folders]
-    if len({*names}) < len(names):
-        names = list(map(str, folders))
-    runs = dict(zip(names, map(read_metrics, folders), strict=True))
-    _figures(runs, Path(out), "compare_")
-    shown = {"win_rate"}
-    for panels in FIGURES.values():
-        shown.update(*(metrics for _, metrics in panels))
+def compare(folders):
+    """Draw the curves of runs over one another, compare_*.png; return a table of differences."""
+    runs = {str(folder): read_metrics(folder) for folder in folders}
+    _figures(runs, Path(), "compare_")
     columns = []
-    for folder in folders:
-        settings = resume.read_json(folder, "config.json")
+    for folder in runs:
         texts = {}
-        for name in settings:
+        for name, value in resume.read_json(folder, "config.json").items():
             if name not in resume.FREE:
-                texts[name] = str(settings[name]) or "-"
+                texts[name] = str(value) or "-"
         for split, values in resume.read_json(folder).items():
             for name in values if isinstance(values, dict) else ():
-                if name in shown and values[name] is not None:
-                    texts[f"{split} {name}"] = f"{values[name]:.4g}"
+                texts[f"{split} {name}"] = "-" if values[name] is None else f"{values[name]:.4g}"
         columns.append(texts)
-    names_of_rows = dict.fromkeys(itertools.chain(*columns))
-    rows = []
-    for row in names_of_rows:
-        texts = [column.get(row, "") for column in columns]
-        # settings that all have, and all numbers, whose names have a space
-        if len({*texts}) > 1 and (" " in row or "" not in texts):
-            rows.append([row, *texts])
-    rows = [["", *names], *rows] if rows else [["the same settings and numbers"]]
+    rows = [["", *runs]]
+    for name in dict.fromkeys(itertools.chain(*columns)):
+        texts = [column.get(name, "") for column in columns]
+        if len({*texts}) > 1:
+            rows.append([name, *texts])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
     return "\n".join(lines)
 
 
-def _figures(runs, place, before=""):
+def _figures(runs, folder, prefix=""):
     """runs: name -> lines. Of several runs each has a colour, of one run each metric."""
-    there = set().union(*itertools.chain(*runs.values()))
+    present = set().union(*itertools.chain(*runs.values()))
     several = len(runs) > 1
     for file, panels in FIGURES.items():
-        if not any(there & metrics.keys() for _, metrics in panels):
+        panels = [panel for panel in panels if present & panel[1].keys()]
+        if not panels:
             continue
         figure, axes = plt.subplots(
             1, len(panels), figsize=(6.4 * len(panels), 3.8), squeeze=False, layout="constrained"
@@ -112,24 +102,20 @@ def _figures(runs, place, before=""):
         for axis, (title, metrics) in zip(axes[0], panels, strict=True):
             for run, (name, lines) in enumerate(runs.items()):
                 for turn, (metric, label) in enumerate(metrics.items()):
-                    label = f"{name}, {label}" if several and len(metrics) > 1 else name or label
+                    if several:
+                        label = f"{name}, {label}"
                     look = (f"C{run % 10}", "-:"[turn]) if several else (f"C{turn}", "-")
-                    _curve(axis, lines, metric, label, *look, once=several)
+                    _curve(axis, lines, metric, label, *look)
             limits = (-0.02, 1.02) if "share" in title else None
-            marks = " (circles: val, squares: test)" if several else ""
-            axis.set(title=title, xlabel=f"step{marks}", ylim=limits)
+            axis.set(title=title, xlabel="step (circles: val, squares: test)", ylim=limits)
             axis.grid(alpha=0.3)
-            if there & metrics.keys():
-                axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
-        figure.savefig(place / f"{before}{file}", dpi=150)
+            axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+        figure.savefig(folder / f"{prefix}{file}", dpi=150)
         plt.close(figure)
 
 
-def _curve(axis, lines, metric, label, colour, line, once):
-    """Training: raw values faint, running mean strong. Validation and test: markers.
-
-    once: one entry in the legend, not one for each split.
-    """
+def _curve(axis, lines, metric, label, colour, line):
+    """Training: raw values faint, running mean strong. Validation and test: markers."""
     for split, style in STYLES.items():
         points = []
         for row in lines:
@@ -138,21 +124,19 @@ def _curve(axis, lines, metric, label, colour, line, once):
         if not points:
             continue
         steps, values = zip(*points, strict=True)
-        text = label if split == "train" or once else f"{label}, {split}"
         if split == "train":
             axis.plot(steps, values, line, color=colour, alpha=0.25, linewidth=1)
-            window = max(1, len(values) // 20)
-            axis.plot(steps, running_mean(values, window), line, color=colour, label=text)
+            means = running_mean(values, max(1, len(values) // 20))
+            axis.plot(steps, means, line, color=colour, label=label)
         else:
-            shade = "black" if split == "test" else colour
-            axis.plot(steps, values, style, color=shade, markerfacecolor=colour, label=text)
-        label = "_" if once else label  # which a legend leaves out
+            edge = "black" if split == "test" else colour
+            axis.plot(steps, values, style, color=edge, markerfacecolor=colour, label=label)
+        label = "_"  # which a legend leaves out: one entry for all splits
 
 
 @dataclass
 class Settings:
     folders: tyro.conf.Positional[tuple[str, ...]]  # run folders: one, or several to compare
-    out: str = "."  # where the pictures of a comparison go
     debug: bool = False  # tracebacks for user errors, too
 
 
@@ -163,10 +147,8 @@ def main(argv=None) -> int:
     if len(settings.folders) == 1:
         draw(settings.folders[0])
         return 0
-    checkpoint.check_place("--out", Path(settings.out))
-    Path(settings.out).mkdir(parents=True, exist_ok=True)
-    print(compare(settings.folders, settings.out))
-    print(f"-> {Path(settings.out, 'compare_*.png')}")
+    print(compare(settings.folders))
+    print("-> compare_*.png")
     return 0
 
 

@@ -19,7 +19,6 @@ import jinja2
 from ddp_utils import UserError, files, jsonl
 
 FIRST = ("win_rate", "share_baked", "fraction_of_optimum", "accuracy", "loss")  # on top
-FIGURES = ("loss", "rewards", "accuracies", "in_context", "returns", "baking")  # in this order
 TORCHRUN = ("torchrun", "torch.distributed.launch", "accelerate", "deepspeed")
 
 
@@ -45,10 +44,8 @@ def _content(folder):
     numbers = {name: part for name, part in summary.items() if isinstance(part, dict)}
     facts = environment | {name: fact for name, fact in summary.items() if name not in numbers}
     pictures = {}
-    for name in FIGURES:
-        path = folder / f"{name}.png"
-        if path.exists():
-            pictures[name] = base64.b64encode(path.read_bytes()).decode()
+    for path in sorted(folder.glob("*.png"), key=lambda path: (path.stem != "loss", path.stem)):
+        pictures[path.stem] = base64.b64encode(path.read_bytes()).decode()
     return {
         "folder": folder,
         "facts": facts,

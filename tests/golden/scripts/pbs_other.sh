@@ -1,6 +1,6 @@
 #!/bin/bash -l
 # Written by scripts/distributed_setup.py, which overwrites it:
-#     pbs --time_limit 1-12 --partition long --account me --job_name a.b --cpus_per_task 3 --mem_per_gpu 500M --num_nodes 2 --num_gpus_per_node 6 --env A=b 'C=d e' NCCL_DEBUG=WARN --system= --filesystems=eagle --modules a b --conda_env c --output=pbs_other.sh
+#     pbs --time_limit 36:00:00 --partition long --account me --job_name a.b --cpus_per_task 3 --mem_per_gpu 500M --num_nodes 2 --num_gpus_per_node 6 --system= --filesystems=eagle --modules 'a b' --conda_env c --output=pbs_other.sh
 # Submit it: qsub pbs_other.sh
 #
 # 300 s before the time limit it saves and ends with 85, "stopped and saved". PBS does not queue
@@ -40,9 +40,6 @@ export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}"
 export NCCL_DEBUG="${NCCL_DEBUG:-INFO}"
 export NCCL_IB_DISABLE="${NCCL_IB_DISABLE:-0}"
 export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-^lo,docker}"
-export A=b
-export C='d e'
-export NCCL_DEBUG=WARN
 
 job=${PBS_JOBID:?submit it with qsub}
 job=${job%%.*} world=$(($(sort -u "$PBS_NODEFILE" | wc -l) * 6))

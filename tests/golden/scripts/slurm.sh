@@ -1,6 +1,6 @@
 #!/bin/bash
 # Written by scripts/distributed_setup.py, which overwrites it:
-#     slurm --time_limit 1-12 --partition long --account me --job_name a.b --cpus_per_task 3 --mem_per_gpu 500M --num_nodes 2 --num_gpus_per_node 6 --env A=b 'C=d e' NCCL_DEBUG=WARN --modules --conda_env= --use_deepspeed --output=slurm.sh
+#     slurm --time_limit 36:00:00 --partition long --account me --job_name a.b --cpus_per_task 3 --mem_per_gpu 500M --num_nodes 2 --num_gpus_per_node 6 --modules= --conda_env= --use_deepspeed --output=slurm.sh
 # Submit it: sbatch slurm.sh [more flags of src/train.py]
 #
 # 300 s before the time limit Slurm signals the processes: they save, end with 85, and the job is
@@ -18,7 +18,7 @@
 #SBATCH --gres=gpu:6
 #SBATCH --cpus-per-task=3
 #SBATCH --mem-per-gpu=500M
-#SBATCH --time=1-12
+#SBATCH --time=36:00:00
 #SBATCH --partition=long
 #SBATCH --account=me
 #SBATCH --output=slurm-%j.out
@@ -40,9 +40,6 @@ export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}"
 export NCCL_DEBUG="${NCCL_DEBUG:-INFO}"
 export NCCL_IB_DISABLE="${NCCL_IB_DISABLE:-0}"
 export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-^lo,docker}"
-export A=b
-export C='d e'
-export NCCL_DEBUG=WARN
 
 job=${SLURM_JOB_ID:?submit it with sbatch} world=$((SLURM_NNODES * 6))
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")

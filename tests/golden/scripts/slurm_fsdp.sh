@@ -1,6 +1,6 @@
 #!/bin/bash -l
 # Written by scripts/distributed_setup.py, which overwrites it:
-#     slurm --config fsdp.yaml --use_fsdp --account a --output=slurm_fsdp.sh
+#     slurm --config fsdp.yaml --account a --output=slurm_fsdp.sh
 # Submit it: sbatch slurm_fsdp.sh [more flags of src/train.py]
 #
 # 300 s before the time limit Slurm signals the processes: they save, end with 85, and the job is
