@@ -1,6 +1,6 @@
 """Settings of dpo_inv.run_dpo_ddp: edit them here, or give any as a flag: --beta 0.3."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from ddp_utils import UserError, cli, losses
@@ -70,16 +70,14 @@ def read_settings(argv, console=True) -> Config:
     """Flags over the defaults, checked before anything is read."""
     aliases = {"--lr": "--learning_rate", "--no_cuda": "--backend=gloo"}
     config = cli.parse(Config, argv, console=console, aliases=aliases)
-    names = "num_orders", "temperature", "max_length"
-    cli.check_ranges(config, **dict.fromkeys(names, cli.ABOVE_0))
+    above_0 = dict.fromkeys(("num_orders", "temperature", "max_length"), cli.ABOVE_0)
+    cli.check_ranges(config, **above_0)
     if not config.output_dir:
         raise UserError("--output_dir: it is empty; give a folder for the run")
     losses.options(config)  # an option that the method does not use is refused
     demo = config.train_data == Config.train_data
-    if demo and not config.val_data:
-        config = replace(config, val_data=DEMO_VAL)
-    if not config.base_model_name:
-        config = replace(config, base_model_name=DEMO_MODEL if demo else "v_48_020")
+    config.val_data = config.val_data or (DEMO_VAL if demo else "")
+    config.base_model_name = config.base_model_name or (DEMO_MODEL if demo else "v_48_020")
     if config.learning_rate is None:
-        config = replace(config, learning_rate=2e-4 if demo else 3e-7)
+        config.learning_rate = 2e-4 if demo else 3e-7
     return config

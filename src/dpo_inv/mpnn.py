@@ -11,6 +11,7 @@ B backbones, S sequences on each, L residues (padded: mask 0), K neighbours of e
 import io
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -19,6 +20,7 @@ from ddp_utils import UserError, files
 from dpo_inv.edges import Features, flat, nearest, network, rows, take
 
 ALPHABET = "ACDEFGHIKLMNPQRSTVWYX"  # X: unknown or missing
+UNKNOWN = ALPHABET.index("X")
 SCALE = 30  # what a sum of messages is divided by, however many neighbours there are
 # what torch raises for a file of another kind; the first, which it does not export, for one that
 # holds more than tensors and numbers
@@ -26,9 +28,9 @@ UNREADABLE = (torch.serialization.pickle.UnpicklingError, OSError, EOFError, Loo
 UNREADABLE += (AttributeError, RuntimeError, TypeError, ValueError)
 
 
-def encode(text) -> list[int]:
-    """Return letters of ALPHABET as numbers 0..20."""
-    return [ALPHABET.index(letter) for letter in text]
+def encode(text) -> np.ndarray:
+    """Return letters of ALPHABET as numbers 0..20, [L]."""
+    return np.array([ALPHABET.index(letter) for letter in text], dtype=np.int64)
 
 
 class Encoded(NamedTuple):
@@ -176,21 +178,7 @@ class ProteinMPNN(nn.Module):
         times = torch.arange(ranks.shape[-1], device=ranks.device).expand_as(ranks)
         ranks = ranks.scatter_(-1, decoding_order, times)  # [B, 1 or S, L]
         around = take(ranks.transpose(1, 2), encoded.neighbours)  # [B, L, K, 1 or S]
-        return self._decoded(encoded, sequences, around.movedim(-1, 1) < ranks[..., None])
-
-    def unconditional(self, encoded):
-        """Log-probs [B, L, 21] of every residue when no letter is known."""
-        nobody = torch.zeros_like(encoded.neighbours, dtype=torch.bool)[:, None]
-        letters = torch.zeros_like(encoded.neighbours[:, None, :, 0])  # seen by nobody
-        return self._decoded(encoded, letters, nobody)[:, 0]
-
-    def forward(self, coords, mask, residue_idx, chain_encoding, sequence, decoding_order):
-        """`encode` and `decode` for one sequence [B, L] on each backbone -> [B, L, 21]."""
-        encoded = self.encode(coords, mask, residue_idx, chain_encoding)
-        return self.decode(encoded, sequence[:, None], decoding_order[:, None])[:, 0]
-
-    def _decoded(self, encoded, sequences, visible):
-        """Letters [B, S, L], who sees whom [B, 1 or S, L, K] -> log-probs [B, S, L, 21]."""
+        visible = around.movedim(-1, 1) < ranks[..., None]  # [B, 1 or S, L, K]
         count, samples, _ = sequences.shape
         # all that can be seen is one table: B * S * L seen rows, then B * L unseen ones
         unseen = flat(encoded.neighbours)[:, None] + sequences.numel()
@@ -204,6 +192,11 @@ class ProteinMPNN(nn.Module):
             summed = network(layer.W2, table, indices, *shares, encoded.valid)
             nodes = layer.update(nodes, summed, encoded.valid[:, None], encoded.mask[:, None])
         return self.W_out(nodes).log_softmax(-1)
+
+    def forward(self, coords, mask, residue_idx, chain_encoding, sequence, decoding_order):
+        """`encode` and `decode` for one sequence [B, L] on each backbone -> [B, L, 21]."""
+        encoded = self.encode(coords, mask, residue_idx, chain_encoding)
+        return self.decode(encoded, sequence[:, None], decoding_order[:, None])[:, 0]
 
     # sampling
 

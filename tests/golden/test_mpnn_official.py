@@ -65,14 +65,9 @@ def test_the_arrays_are_those_of_the_official_parser(name):
     path, chains = CHAINS[name]
     found = structure.read(path, [*chains])
     assert found.chains == (*chains,)
-    assert encode(found.sequence) == tensors()[f"{name}/S"].tolist()
-    coords, *official = [tensors()[f"{name}/{key}"] for key in BACKBONE]
-    for ours, theirs in zip(found[1:4], official, strict=True):
+    official = [tensors()[f"{name}/{key}"] for key in (*BACKBONE, "S")]
+    for ours, theirs in zip((*found[:4], encode(found.sequence)), official, strict=True):
         assert np.array_equal(ours, theirs)
-    # of two conformers the official parser takes the first; the second, of occupancy 0.6, is by
-    # 0.4 Angstrom further along each axis
-    moved = found.coords - coords.numpy()
-    assert moved[moved != 0] == pytest.approx([0.4] * 12 * (name == "awkward"), abs=1e-3)
 
 
 @torch.no_grad()
@@ -87,7 +82,6 @@ def test_log_probs_equal_the_official_ones(name):
     )[0]
     same(native, f"{name}/native_rand", known)
     same(mutated, f"{name}/mut_id", known)
-    same(model.unconditional(encoded)[0], f"{name}/unconditional", known)
     plain = mpnn_plain.Plain(*SIZES[config])  # the benchmark is against an honest opponent
     plain.load_state_dict(model.state_dict())
     found = plain(*batched(structure, *BACKBONE, "S", "order_rand"))[0]
