@@ -32,8 +32,7 @@ STEPS, SEQUENCES, LEARNING_RATE = 1000, 16, 5e-3
 NAMES = {letter: name for name, letter in structure.STANDARD.items()}  # K -> LYS
 # The chain of each helix; a dash: three numbers are skipped between any two of the chain.
 BUNDLES = ["AA", "AAA", "AAAA", "ABB", "A-A", "AAA", "AABB", "A-A-A-A", "AAA", "AAA", "ABB", "A-A"]
-TRAIN, VALIDATION = range(9), range(9, 12)
-PAIRS = {"real": (TRAIN, 400), "val": (VALIDATION, 60)}
+PAIRS = {"real": (range(9), 400), "val": (range(9, 12), 60)}  # on which bundles, and how many
 
 # --- backbones -----------------------------------------------------------------------------------
 
@@ -171,16 +170,14 @@ def train(model, rng):
     """Each step: a new bundle, and sequences on it that follow the rule with noise."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=STEPS)
-    for step in range(STEPS):
+    for _ in range(STEPS):
         coords = np.concatenate(bundle(rng, rng.randint(2, 4)))
         core = is_core(coords)
-        places = torch.arange(len(core))[None]  # in one chain, without gaps
-        inputs = torch.from_numpy(coords)[None].float(), torch.ones(places.shape)
+        places = torch.arange(len(core))  # in one chain, without gaps
+        inputs = torch.from_numpy(coords).float(), torch.ones(places.shape)
         encoded = model.encode(*inputs, places, torch.ones_like(places))
         texts = [[letter(rng, c, SHARE_OF_NOISE) for c in core] for _ in range(SEQUENCES)]
-        letters = torch.from_numpy(np.stack([mpnn.encode(text) for text in texts]))[
-            None
-        ]  # [1, S, L]
+        letters = torch.from_numpy(np.stack([mpnn.encode(text) for text in texts]))  # [S, L]
         orders = torch.rand(letters.shape).argsort(-1)
         log_probs = model.decode(encoded, letters, orders)
         loss = -log_probs.gather(-1, letters[..., None]).mean()
@@ -188,8 +185,6 @@ def train(model, rng):
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        if (step + 1) % 100 == 0:
-            print(f"step {step + 1:5d} | loss {loss.item():.4f}", flush=True)
 
 
 def main(folder: tyro.conf.Positional[Path] = Path(__file__).parents[1]):

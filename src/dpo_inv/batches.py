@@ -85,15 +85,15 @@ def batch(plan, pairs, step) -> list[int]:
 class Batch(NamedTuple):
     """B pairs of one backbone of L residues, M decoding orders each: S = 2 B M sequences."""
 
-    structure: list  # coords [1, L, 4, 3], mask, residue_idx, chain_encoding [1, L]
-    sequences: torch.Tensor  # [1, S, L]: all preferred ones, then all unpreferred
-    orders: torch.Tensor  # [1, S, L]
+    structure: list  # coords [L, 4, 3], mask, residue_idx, chain_encoding [L]
+    sequences: torch.Tensor  # [S, L]: all preferred ones, then all unpreferred
+    orders: torch.Tensor  # [S, L]
     targets: torch.Tensor  # [B, L] the positions that are summed
 
 
 def tensors(backbone, device):
-    """Return coords, mask, residue_idx and chain_encoding of a Structure as a batch of one."""
-    return [torch.from_numpy(array)[None].to(device) for array in backbone[:4]]
+    """Return coords, mask, residue_idx and chain_encoding of a Structure."""
+    return [torch.from_numpy(array).to(device) for array in backbone[:4]]
 
 
 def collate(pairs, config, device) -> Batch:
@@ -104,7 +104,7 @@ def collate(pairs, config, device) -> Batch:
     letters = letters.repeat(len(drawn) // len(pairs), axis=0)  # [S, L]
     return Batch(
         structure=tensors(pairs[0].backbone, device),
-        sequences=torch.from_numpy(letters)[None].to(device),
-        orders=torch.from_numpy(np.concatenate([drawn, drawn]))[None].to(device),
+        sequences=torch.from_numpy(letters).to(device),
+        orders=torch.from_numpy(np.concatenate([drawn, drawn])).to(device),
         targets=torch.from_numpy(np.stack([pair.targets for pair in pairs])).to(device),
     )

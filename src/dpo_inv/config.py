@@ -34,8 +34,6 @@ class Config:
     temperature: float = 1.0  # of the log-probs in the objective
 
     # data
-    mutable_positions: tuple[int, ...] = ()  # from 0 in the designed sequence, for all items
-    mutable_ranges: tuple[str, ...] = ()  # 6-17 29-39, both ends included
     max_length: int = 500  # residues with context; longer items are dropped and counted
     max_rows: int = -1  # read only so many items of train_data
     on_bad_record: Literal["error", "skip"] = "error"  # what to do with a malformed item
@@ -57,7 +55,6 @@ class Config:
     stop_after_minutes: float = 0.0  # save and end with status 85; 0: no limit
     restart: bool = False  # move an unfinished run aside instead of going on with it
     same_code: bool = False  # go on though the code has changed: the change moves no number
-    reference_logps: str = ""  # run folder whose log-probs of the reference are read
     timeout_minutes: float = 30.0  # how long a rank waits for the others
     log_every: int = 1  # steps between printed lines; metrics.jsonl has all
     seed: int = 0  # split, order of the data, decoding orders

@@ -99,7 +99,7 @@ def sample(model, task, config, device):
     designed = torch.from_numpy(task.designed).to(device)
     generator = torch.Generator().manual_seed(seed_of(config.seed, task.file.name, "letters"))
 
-    def choose(residues, log_probs):  # [1, S], [1, S, 21]
+    def choose(residues, log_probs):  # [S], [S, 21]
         scores = log_probs / config.temperature
         scores[..., mpnn.UNKNOWN] = -math.inf
         draw = torch.rand(scores.shape, generator=generator).clamp_min(1e-30).to(device)
@@ -107,8 +107,8 @@ def sample(model, task, config, device):
         return torch.where(designed[residues], letters, native[residues])
 
     encoded = model.encode(*batches.tensors(task.structure, device))
-    letters, log_probs = model.sample(encoded, order[None], choose)
-    return letters[0], log_probs[0].gather(-1, letters[0][..., None]).squeeze(-1)
+    letters, log_probs = model.sample(encoded, order, choose)
+    return letters, log_probs.gather(-1, letters[..., None]).squeeze(-1)
 
 
 @torch.no_grad()
@@ -117,7 +117,7 @@ def score(model, task, config, device):
     letters = task.letters.to(device)
     order = orders(task, 1, config.seed).to(device)
     encoded = model.encode(*batches.tensors(task.structure, device))
-    log_probs = model.decode(encoded, letters[None], order[None])[0]  # [S, L, 21]
+    log_probs = model.decode(encoded, letters, order)  # [S, L, 21]
     return letters, log_probs.gather(-1, letters[..., None]).squeeze(-1)
 
 
@@ -193,7 +193,8 @@ def main(argv=None) -> int:
     for stem in stems:
         if stems.count(stem) > 1:
             raise UserError(f"{config.pdb_list}: {stem} is there twice; rename one of its files")
-    checkpoint.check_place("--output_dir", Path(config.output_dir))
+    folder = Path(config.output_dir)
+    checkpoint.check_place("--output_dir", folder)
     device = distributed.choose_device(distributed.World(), config.backend).device
     model = mpnn.ProteinMPNN.load(path).to(device)
     if config.check:
@@ -211,9 +212,7 @@ def main(argv=None) -> int:
         for name in ("perplexity", "recovery"):
             line += f", {name} {np.mean([entry[name] for entry in entries]):.3f}"
         print(line)
-    files.write_text(
-        Path(config.output_dir, "all_results.json"), json.dumps(results, indent=2) + "\n"
-    )
+    files.write_text(folder / "all_results.json", json.dumps(results, indent=2) + "\n")
     print(f"-> {config.output_dir}/")
     return 0
 

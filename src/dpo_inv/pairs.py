@@ -44,7 +44,7 @@ def read(path, backbones, config, limit=-1) -> tuple[list[Pair], dict]:
     """Return the pairs of a .json or .jsonl file, and a report on them.
 
     backbones: (file, chains) -> (number, Structure), to which new ones are added. config:
-    max_length, mutable_positions, mutable_ranges, on_bad_record. limit: read so many items.
+    max_length, on_bad_record. limit: read so many items.
     Raises UserError for the first malformed item (with "skip" it is dropped), or if none is usable.
     """
     skip = config.on_bad_record == "skip"
@@ -89,8 +89,7 @@ def _pair(record, source, backbones, config, notes):
         raise Unusable("longer than max_length")
     preferred = letters_of(record, "preferred_seq", backbone)
     unpreferred = letters_of(record, "unpreferred_seq", backbone)
-    by_flags = config.mutable_positions or config.mutable_ranges
-    designed = mutable(vars(config) if by_flags else record.data, backbone, record.where)
+    designed = mutable(record.data, backbone, record.where)
     outside = np.flatnonzero((preferred != unpreferred) & ~designed)
     if len(outside):
         raise UserError(
@@ -128,8 +127,7 @@ def letters_of(record, field, backbone):
     text = text.upper().replace("/", "").replace("-", "X")
     strange = sorted({*text} - {*ALPHABET})
     if strange:
-        shown = ", ".join(map(jsonl.shown, strange))
-        raise UserError(f"{record.where}: {field}: {shown} not in {ALPHABET}")
+        raise UserError(f"{record.where}: {field}: {', '.join(strange)!r} not in {ALPHABET}")
     given = encode(text)
     letters = encode(backbone.sequence)
     observed = backbone.observed & backbone.in_design

@@ -78,10 +78,10 @@ class Scorer(nn.Module):
     def forward(self, batch):
         """(preferred [B], unpreferred [B]), in nats, averaged over the decoding orders."""
         encoded = self.model.encode(*batch.structure)  # once for all sequences
-        scores = self.model.decode(encoded, batch.sequences, batch.orders)[0]  # [S, L, 21]
+        scores = self.model.decode(encoded, batch.sequences, batch.orders)  # [S, L, 21]
         if self.temperature != 1:
             scores = (scores / self.temperature).log_softmax(-1)
-        picked = scores.gather(-1, batch.sequences[0, ..., None]).squeeze(-1)  # [S, L]
+        picked = scores.gather(-1, batch.sequences[..., None]).squeeze(-1)  # [S, L]
         count = len(batch.targets)
         picked = picked.view(2, count, -1, picked.shape[-1])  # [2, B, M, L]
         sums = (picked * batch.targets[:, None]).sum(-1).mean(-1)  # [2, B]
@@ -89,11 +89,11 @@ class Scorer(nn.Module):
 
     def example(self, device):
         """Return a backbone of four residues: for the throwaway pass of optim.Policy."""
-        coords = torch.arange(48.0, device=device).view(1, 4, 4, 3)
-        ones = torch.ones(1, 4, device=device)
-        letters = torch.arange(4, device=device).expand(1, 2, 4)
-        structure = [coords, ones, letters[:, 0], ones.long()]
-        return batches.Batch(structure, letters, letters, ones.bool())
+        coords = torch.arange(48.0, device=device).view(4, 4, 3)
+        ones = torch.ones(4, device=device)
+        letters = torch.arange(4, device=device).expand(2, 4)
+        structure = [coords, ones, letters[0], ones.long()]
+        return batches.Batch(structure, letters, letters, ones.bool()[None])
 
 
 def pair_losses(policy, batch, table, config):
@@ -112,10 +112,9 @@ def train_step(policy, pairs, table, config, world):
     averages = Averages(world)
     micro_batches = share(pairs, config.batch_size, world)
     for micro_batch in micro_batches:
-        index = micro_batch.index
         policy.sync_gradients(micro_batch is micro_batches[-1])
-        batch = batches.collate([pairs[i] for i in index], config, world.device)
-        per_pair, metrics = pair_losses(policy, batch, table[index], config)
+        batch = batches.collate([pairs[i] for i in micro_batch.index], config, world.device)
+        per_pair, metrics = pair_losses(policy, batch, table[micro_batch.index], config)
         weight = torch.tensor(micro_batch.weight, device=world.device)
         # DDP averages over ranks: times world_size / global count is the mean of the global batch
         loss = (per_pair * weight).sum() * (world.world_size / len(pairs))
@@ -128,7 +127,7 @@ def train_step(policy, pairs, table, config, world):
 def check_step(policy, step, means, pairs, table, config, run):
     """Stop before an update that a NaN or a wrong start would spoil."""
     locations = [pair.where for pair in pairs]
-    scored = functools.partial(score, policy.scorer, pairs, config, run)  # [global batch, 2]
+    scored = functools.partial(score, policy.scorer, config, run, pairs)
     checks.check_step(policy, step, means, locations, scored, "full")
     if step == 0:
         tokens = [int(pair.targets.sum()) for pair in pairs]
@@ -137,7 +136,7 @@ def check_step(policy, step, means, pairs, table, config, run):
 
 
 @torch.no_grad()
-def score(scorer, pairs, config, run):
+def score(scorer, config, run, pairs):
     """Log-probs of all pairs as they are now, shared out over the ranks: [number of pairs, 2]."""
     scores = []
     parts = share(pairs, 16, run.world)
@@ -151,17 +150,16 @@ def score(scorer, pairs, config, run):
 @torch.no_grad()
 def evaluate(policy, pairs, table, config, run):
     """Return exact means over all validation pairs: each counted once, whatever the world size."""
-    device = run.world.device
     averages = Averages(run.world)
     losses_of_rank = []
     parts = share(pairs, 16, run.world)
     run.bar.begin("Validation", len(parts))
     for part in parts:
         run.stop_if_requested()
-        batch = batches.collate([pairs[i] for i in part.index], config, device)
+        batch = batches.collate([pairs[i] for i in part.index], config, run.world.device)
         # not through DDP, which would only wait for gradients
         _, metrics = pair_losses(policy.scorer, batch, table[part.index], config)
-        averages.add(metrics, torch.tensor(part.weight, device=device))
+        averages.add(metrics, torch.tensor(part.weight, device=run.world.device))
         losses_of_rank += metrics["loss"].tolist()
         run.bar.advance(loss=losses_of_rank[-1], avg_loss=np.mean(losses_of_rank))
     values = averages.reduce()
@@ -271,16 +269,10 @@ def main(argv=None) -> int:
         # model
         scorer = Scorer(model, config.temperature).to(world.device)
         policy = optim.wrap(scorer, world)
-        # what the reference's log-probs depend on, beside the data and the model in `inputs`
-        fingerprint = inputs | {"device": world.device.type, "torch": torch.__version__}
-        for name in ("decoding_order", "num_orders", "seed", "temperature"):
-            fingerprint[name] = str(getattr(config, name))
-        table = run.reference_logps(
-            fingerprint,
-            data,
-            lambda pairs: score(scorer, pairs, config, run),
-            config.reference_logps,
-        )
+        # what the reference's log-probs depend on, beside settings and inputs of this run
+        fingerprint = {"device": world.device.type, "torch": torch.__version__}
+        scored = functools.partial(score, scorer, config, run)
+        table = run.reference_logps(fingerprint, data, scored)
         optimizer, schedule = optim.make_optimizer(policy, config, peak, plan.steps)
         done = run.restore(policy, optimizer, schedule)
         rest = plan, policy, data, table, config, run

@@ -34,11 +34,7 @@ class Structure(NamedTuple):
     chains: tuple[str, ...]
     observed: np.ndarray  # [L] bool: the file has this residue; False for the rows of a gap
     in_design: np.ndarray  # [L] bool: rows of the chains to design, the first ones
-
-    @property
-    def numbering(self):
-        """[L] int64: a row's place in a sequence with a letter for each number skipped, too."""
-        return self.residue_idx - 100 * (self.chain_encoding - 1)
+    numbering: np.ndarray  # [L] int64: place in a sequence with letters for skipped numbers, too
 
 
 def read(path, design=(), fixed=()) -> Structure:
@@ -84,6 +80,7 @@ def read(path, design=(), fixed=()) -> Structure:
         chains=chains,
         observed=observed,
         in_design=encodings <= max(1, len(design)),
+        numbering=numbering,
     )
 
 

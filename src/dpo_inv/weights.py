@@ -8,7 +8,6 @@ soluble_model_weights. v_48_002, 010, 020, 030: 48 neighbours, backbone noise of
 Angstrom in training.
 """
 
-import http.client
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,18 +34,17 @@ SHA256 = {  # as several projects that use the same commit have published them
 
 
 def path_of(name, folder="data/weights") -> Path:
-    """Return the file of a name such as v_48_020 or v_48_020_soluble, or of a path to a .pt file.
+    """Return the file of a name such as v_48_020 or v_48_020_soluble, or of a path.
 
     Raises UserError with the command that fetches it.
     """
-    if str(name).endswith(".pt"):
-        file = jsonl.resolve(name)
-        problem = f"{name}: no such file; give a path, or one of {', '.join(SHA256)}"
-    else:
-        url_of(name)  # checks the name
+    if name in SHA256:
         file = jsonl.resolve(folder) / f"{name}.pt"
         command = f"python -m dpo_inv.weights {name} --folder {folder}"
         problem = f"{folder}: no weights {name} there; fetch them with: {command}"
+    else:
+        file = jsonl.resolve(name)
+        problem = f"{name}: no such file; give a path, or one of {', '.join(SHA256)}"
     if not file.is_file():
         raise UserError(problem)
     return file
@@ -70,7 +68,7 @@ def fetch(name, folder="data/weights") -> Path:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             torch.hub.download_url_to_file(address, file, SHA256[name], progress=False)
-        except (OSError, http.client.HTTPException, RuntimeError) as error:
+        except (OSError, RuntimeError) as error:
             raise UserError(
                 f"{name}: cannot be fetched: {error!s:.200}; get {address} on a machine that can, "
                 f"and put it at {file}"

@@ -60,17 +60,6 @@ def test_decoding_orders_of_other_names_are_other_pairs():
     assert run_dpo_ddp.digest(found) != run_dpo_ddp.digest(others)
 
 
-def test_log_probs_of_another_run_are_read_where_all_they_hang_on_is_the_same(one, tmp_path):
-    """A reference that was scored at another temperature, or in other orders, is another one."""
-    other = [*batch(8), "--reference_logps", str(one)]
-    changes = "temperature=0.5 decoding_order=mutated_last num_orders=2 seed=9"
-    for change in changes.split():
-        name = change.partition("=")[0]
-        outcome = run_ranks(1, train, str(tmp_path / name), *other, f"--{change}")
-        assert f"{one} has another {name}; leave it out" in outcome.logs[0]
-    ranks(1, train, str(tmp_path / "same"), *other, "--beta", "0.3", "--max_steps", "1")
-
-
 def test_a_run_that_diverges_has_no_perplexity(tmp_path):
     """exp of more than 709 is no number of Python's."""
     run = tmp_path / "run"

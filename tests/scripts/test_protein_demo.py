@@ -5,7 +5,6 @@ The geometry is measured on the PDB files themselves, read here column by column
 
 import importlib.util
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from conftest import ROOT
 from dpo_inv import inference, mpnn, structure
 from dpo_inv import pairs as pairs_
+from dpo_inv.config import Config
 
 INPUT = ROOT / "data/input"
 STRUCTURES = sorted(INPUT.glob("structures/*.pdb"))
@@ -106,8 +106,6 @@ def test_every_kind_of_item_is_there_and_no_backbone_is_in_both_files():
 
 
 def test_all_pairs_are_read_without_a_remark():
-    config = SimpleNamespace(max_length=500, max_rows=-1, on_bad_record="error")
-    config.mutable_positions = config.mutable_ranges = ()
     for name, count in (("real", 400), ("val", 60)):
-        found, report = pairs_.read(INPUT / f"test_data_{name}.json", {}, config)
+        found, report = pairs_.read(INPUT / f"test_data_{name}.json", {}, Config())
         assert len(found) == count and not report["dropped"] and not report["notes"]

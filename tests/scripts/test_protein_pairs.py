@@ -66,7 +66,7 @@ OTHER = ("A" if TEXT[0] != "A" else "L") + TEXT[1:]
 REFUSED = [  # changes of an item, what the line says
     ({"pdb_file": "nothing.pdb"}, "pdb_file: no file"),
     ({"preferred_seq": TEXT[:-1]}, f"preferred_seq: {len(TEXT) - 1} letters, the designed"),
-    ({"preferred_seq": "U" + TEXT[1:-1] + "Z"}, "preferred_seq: U, Z not in ACDEF"),
+    ({"preferred_seq": "U" + TEXT[1:-1] + "Z"}, "preferred_seq: 'U, Z' not in ACDEF"),
     ({"chain_id": "A", "design_chains": ["A"]}, "chain_id and design_chains; give one"),
     ({"chain_id": "Q"}, "no protein chain 'Q'; it has ['A']"),
     ({"chain_id": "A", "fixed_chains": ["A"]}, "chain 'A' is asked for twice"),
@@ -190,8 +190,8 @@ def test_a_letter_is_drawn_last_from_the_softmax_at_its_temperature():
     letters, log_probs = inference.sample(model, task, config, "cpu")
     native = torch.from_numpy(mpnn.encode(task.structure.sequence))
     order = torch.tensor([*range(5), *range(6, len(native)), 5])  # [L]
-    arrays = [torch.from_numpy(array)[None] for array in task.structure[:4]]
-    scores = model(*arrays, native[None], order[None])[0, 5].double()  # [21]
+    encoded = model.encode(*batches.tensors(task.structure, "cpu"))
+    scores = model.decode(encoded, native[None], order[None])[0, 5].double()  # [21]
     drawn = letters[:, 5]
     assert (letters == native).sum() == letters.numel() - (drawn != native[5]).sum()
     torch.testing.assert_close(log_probs[:, 5].double(), scores[drawn], atol=1e-4, rtol=0)

@@ -74,9 +74,9 @@ def native_loss(model, backbone, noise=0.0):
     letters = torch.from_numpy(mpnn.encode(backbone.sequence))
     known = torch.from_numpy(backbone.mask > 0) & (letters != mpnn.UNKNOWN)
     coords, *others = batches.tensors(backbone, "cpu")
-    coords = coords + noise * torch.randn_like(coords)
-    order = torch.randperm(len(letters))[None]
-    scores = model(coords, *others, letters[None], order)[0]
+    encoded = model.encode(coords + noise * torch.randn_like(coords), *others)
+    order = torch.randperm(len(letters))
+    scores = model.decode(encoded, letters[None], order[None])[0]
     return nll_loss(scores[known], letters[known])
 
 
@@ -119,10 +119,10 @@ def plain_logps(model, pairs, seed):
     """log p of preferred and unpreferred, one sequence after the other, in float64: [N, 2]."""
     logps = []
     for pair in pairs:
-        inputs = batches.tensors(pair.backbone, "cpu")
+        encoded = model.encode(*batches.tensors(pair.backbone, "cpu"))
         order = torch.from_numpy(batches.orders(pair, "random", 1, seed))
         for letters in (torch.from_numpy(pair.preferred), torch.from_numpy(pair.unpreferred)):
-            scores = model(*inputs, letters[None], order)[0].double()
+            scores = model.decode(encoded, letters[None], order)[0].double()
             logps.append(scores.gather(-1, letters[:, None])[pair.targets].sum().item())
     return np.reshape(logps, (-1, 2))
 

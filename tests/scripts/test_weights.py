@@ -54,7 +54,7 @@ def test_a_name_is_looked_up_in_the_folder_and_a_path_is_taken_as_it_is(tmp_path
     said = refused(weights.path_of, "v_48_010", tmp_path)
     assert said.endswith(f"fetch them with: python -m dpo_inv.weights v_48_010 --folder {tmp_path}")
     assert "no such file" in refused(weights.path_of, str(tmp_path / "my.pt"), tmp_path)
-    for name in "v_48_20", "", "../v_48_020", "v_48_020\n":
+    for name in "v_48_20", "", "../v_48_020":
         assert "v_48_030_soluble" in refused(weights.path_of, name, tmp_path)
         assert "v_48_030_soluble" in refused(weights.fetch, name, tmp_path)
 
