@@ -9,13 +9,11 @@ a residue whose CB is nearer to that axis than its CA is core and wants a hydrop
 other wants a polar one. In the native sequences all residues follow it. The model is trained on
 bundles of its own with SHARE_OF_NOISE of the letters drawn at random, so that it half knows the
 rule; each preference pair differs in a few residues, in which the preferred sequence follows the
-rule and the unpreferred one breaks it. What this prints at the end is measured on the validation
-bundles, which no training pair is on.
+rule and the unpreferred one breaks it. No training pair is on a validation bundle.
 
 L residues, S sequences.
 """
 
-import argparse
 import json
 import math
 import random
@@ -23,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import tyro
 
 from dpo_inv import mpnn, structure
 
@@ -33,8 +32,7 @@ STEPS, SEQUENCES, LEARNING_RATE = 1000, 16, 5e-3
 NAMES = {letter: name for name, letter in structure.STANDARD.items()}  # K -> LYS
 # The chain of each helix; a dash: three numbers are skipped between any two of the chain.
 BUNDLES = ["AA", "AAA", "AAAA", "ABB", "A-A", "AAA", "AABB", "A-A-A-A", "AAA", "AAA", "ABB", "A-A"]
-TRAIN, VALIDATION = range(9), range(9, 12)
-PAIRS = {"real": (TRAIN, 400), "val": (VALIDATION, 60)}
+PAIRS = {"real": (range(9), 400), "val": (range(9, 12), 60)}  # on which bundles, and how many
 
 # --- backbones -----------------------------------------------------------------------------------
 
@@ -104,8 +102,11 @@ def letter(rng, core, noise=0.0):
 
 def pdb(number, rng):
     """The text of a PDB file, with a native sequence that follows the rule."""
-    chains, skipped = BUNDLES[number].replace("-", ""), 3 * ("-" in BUNDLES[number])
-    lines, serial, last = [f"REMARK   1 BUNDLE {number:02d}: COMPUTED, AROUND THE Z AXIS"], 0, 0
+    chains = BUNDLES[number].replace("-", "")
+    skipped = 3 * ("-" in BUNDLES[number])
+    lines = [f"REMARK   1 BUNDLE {number:02d}: COMPUTED, AROUND THE Z AXIS"]
+    serial = 0
+    last = 0
     for chain, then, atoms in zip(chains, chains[1:] + " ", bundle(rng, len(chains)), strict=True):
         for place, residue in enumerate(atoms, start=last + 1):
             name = NAMES[letter(rng, is_core(residue[None])[0])]
@@ -169,14 +170,14 @@ def train(model, rng):
     """Each step: a new bundle, and sequences on it that follow the rule with noise."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=STEPS)
-    for step in range(STEPS):
+    for _ in range(STEPS):
         coords = np.concatenate(bundle(rng, rng.randint(2, 4)))
         core = is_core(coords)
-        places = torch.arange(len(core))[None]  # in one chain, without gaps
-        inputs = torch.from_numpy(coords)[None].float(), torch.ones(places.shape)
+        places = torch.arange(len(core))  # in one chain, without gaps
+        inputs = torch.from_numpy(coords).float(), torch.ones(places.shape)
         encoded = model.encode(*inputs, places, torch.ones_like(places))
         texts = [[letter(rng, c, SHARE_OF_NOISE) for c in core] for _ in range(SEQUENCES)]
-        letters = torch.tensor([mpnn.encode("".join(text)) for text in texts])[None]  # [1, S, L]
+        letters = torch.from_numpy(np.stack([mpnn.encode(text) for text in texts]))  # [S, L]
         orders = torch.rand(letters.shape).argsort(-1)
         log_probs = model.decode(encoded, letters, orders)
         loss = -log_probs.gather(-1, letters[..., None]).mean()
@@ -184,45 +185,17 @@ def train(model, rng):
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        if (step + 1) % 100 == 0:
-            print(f"step {step + 1:5d} | loss {loss.item():.4f}", flush=True)
 
 
-@torch.no_grad()
-def measure(model, folder, temperature):
-    """Print what share of letters the model has follow the rule, on the validation bundles."""
-    shares = []
-    for number in VALIDATION:
-        backbone = structure.read(folder / f"input/structures/bundle_{number:02d}.pdb")
-        encoded = model.encode(*(torch.from_numpy(array)[None] for array in backbone[:4]))
-        scores = model.unconditional(encoded)[0, backbone.observed, :20]  # [L, 20]
-        core = is_core(backbone.coords[backbone.observed])
-        follows = [[a in (CORE if c else SURFACE) for a in mpnn.ALPHABET[:20]] for c in core]
-        shares.append(((scores / temperature).softmax(-1) * torch.tensor(follows)).sum(-1))
-    print(f"temperature {temperature}: {torch.cat(shares).mean():.3f} of the letters by the rule")
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, nargs="?", default=Path(__file__).parents[1])
-    folder = parser.parse_args().folder
-
-    # data
+def main(folder: tyro.conf.Positional[Path] = Path(__file__).parents[1]):
     make_structures(folder)
     make_pairs(folder)
-
-    # model; one thread, so that sums are always taken in the same order
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # so that sums are always taken in the same order
     torch.manual_seed(SEED)
     model = mpnn.ProteinMPNN(hidden=32, encoder_layers=1, decoder_layers=1, neighbours=16)
     train(model, random.Random(SEED))
-
-    # results
-    (folder / "demo").mkdir(exist_ok=True)
     model.save(folder / "demo/protein_model.pt")
-    for temperature in (1.0, 0.5, 0.1):
-        measure(model, folder, temperature)
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__.splitlines()[0])

@@ -33,82 +33,78 @@ def orders(pair, kind, count, seed) -> np.ndarray:
     return np.stack(drawn)
 
 
-def split(pairs, seed, share=0.1) -> tuple[list[Pair], list[Pair]]:
-    """Return (training, validation): whole backbones, drawn by the seed, up to a share of pairs.
+def split(pairs, seed) -> tuple[list[Pair], list[Pair]]:
+    """Return (training, validation): whole backbones, drawn by the seed, up to a tenth of pairs.
 
     At least one, the smallest, if there are two.
     """
-    sizes = collections.Counter(pair.backbone for pair in pairs)
+    sizes = collections.Counter(pair.number for pair in pairs)
     generator = torch.Generator().manual_seed(seed_of(seed, "split"))
     backbones = sorted(sizes)
     held = set()
     count = 0
     for index in torch.randperm(len(backbones), generator=generator).tolist():
         size = sizes[backbones[index]]
-        if count + size <= share * len(pairs):
+        if count + size <= 0.1 * len(pairs):
             held.add(backbones[index])
             count += size
     if not held and len(backbones) > 1:
-        held.add(min(backbones, key=lambda backbone: (sizes[backbone], backbone)))
-    train = [pair for pair in pairs if pair.backbone not in held]
-    return train, [pair for pair in pairs if pair.backbone in held]
+        held.add(min(backbones, key=sizes.get))
+    train = [pair for pair in pairs if pair.number not in held]
+    return train, [pair for pair in pairs if pair.number in held]
 
 
 def groups(rows, pairs, size) -> list[list[int]]:
     """Return the rows by backbone, in their order, at most `size` each."""
     by_backbone = collections.defaultdict(list)
     for row in rows:
-        by_backbone[pairs[row].backbone].append(row)
+        by_backbone[pairs[row].number].append(row)
     cut = []
     for same in by_backbone.values():
         cut += [same[start : start + size] for start in range(0, len(same), size)]
     return cut
 
 
-def order_of_epoch(pairs, seed, epoch, shuffle=True) -> list[int]:
-    """Return the rows of an epoch: shuffled, but up to TOGETHER pairs of a backbone together."""
-    if not shuffle:
-        return list(range(len(pairs)))
-    generator = torch.Generator().manual_seed(seed_of(seed, epoch))
-    rows = torch.randperm(len(pairs), generator=generator).tolist()
-    chunks = groups(rows, pairs, TOGETHER)
-    shuffled = []
-    for index in torch.randperm(len(chunks), generator=generator).tolist():
-        shuffled += chunks[index]
-    return shuffled
-
-
 def batch(plan, pairs, step) -> list[int]:
-    """Return the global batch of a step, as sampler.Plan.batch, in the order of order_of_epoch."""
+    """Return the rows of a step, as sampler.Plan.batch, but pairs of a backbone stay together.
+
+    An epoch is shuffled in chunks of up to TOGETHER of them.
+    """
     epoch, step_of_epoch = divmod(step, plan.steps_per_epoch)
-    rows = order_of_epoch(pairs, plan.seed, epoch, plan.shuffle)
+    rows = list(range(len(pairs)))
+    if plan.shuffle:
+        generator = torch.Generator().manual_seed(seed_of(plan.seed, epoch))
+        rows = torch.randperm(len(pairs), generator=generator).tolist()
+        chunks = groups(rows, pairs, TOGETHER)
+        rows = []
+        for index in torch.randperm(len(chunks), generator=generator).tolist():
+            rows += chunks[index]
     return rows[step_of_epoch * plan.global_batch : (step_of_epoch + 1) * plan.global_batch]
 
 
 class Batch(NamedTuple):
     """B pairs of one backbone of L residues, M decoding orders each: S = 2 B M sequences."""
 
-    structure: list  # coords [1, L, 4, 3], mask, residue_idx, chain_encoding [1, L]
-    sequences: torch.Tensor  # [1, S, L]: all preferred ones, then all unpreferred
-    orders: torch.Tensor  # [1, S, L]
+    structure: list  # coords [L, 4, 3], mask, residue_idx, chain_encoding [L]
+    sequences: torch.Tensor  # [S, L]: all preferred ones, then all unpreferred
+    orders: torch.Tensor  # [S, L]
     targets: torch.Tensor  # [B, L] the positions that are summed
 
 
 def tensors(backbone, device):
-    """Return coords, mask, residue_idx and chain_encoding of a Structure as a batch of one."""
-    return [torch.from_numpy(array)[None].to(device) for array in backbone[:4]]
+    """Return coords, mask, residue_idx and chain_encoding of a Structure."""
+    return [torch.from_numpy(array).to(device) for array in backbone[:4]]
 
 
-def collate(pairs, structures, config, device) -> Batch:
+def collate(pairs, config, device) -> Batch:
     """Return pairs of one backbone as one batch."""
     options = (config.decoding_order, config.num_orders, config.seed)
-    drawn = np.stack([orders(pair, *options) for pair in pairs])  # [B, M, L]
-    sides = np.stack([[p.preferred for p in pairs], [p.unpreferred for p in pairs]])  # [2, B, L]
-    sides = np.repeat(sides[:, :, None], drawn.shape[1], axis=2)  # [2, B, M, L]
-    length = sides.shape[-1]
+    drawn = np.concatenate([orders(pair, *options) for pair in pairs])  # [B * M, L]
+    letters = np.stack([p.preferred for p in pairs] + [p.unpreferred for p in pairs])  # [2 * B, L]
+    letters = letters.repeat(len(drawn) // len(pairs), axis=0)  # [S, L]
     return Batch(
-        structure=tensors(structures[pairs[0].backbone], device),
-        sequences=torch.from_numpy(sides.reshape(1, -1, length)).to(device),
-        orders=torch.from_numpy(np.stack([drawn, drawn]).reshape(1, -1, length)).to(device),
+        structure=tensors(pairs[0].backbone, device),
+        sequences=torch.from_numpy(letters).to(device),
+        orders=torch.from_numpy(np.concatenate([drawn, drawn])).to(device),
         targets=torch.from_numpy(np.stack([pair.targets for pair in pairs])).to(device),
     )

@@ -1,6 +1,6 @@
 """Settings of dpo_inv.run_dpo_ddp: edit them here, or give any as a flag: --beta 0.3."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from ddp_utils import UserError, cli, losses
@@ -34,8 +34,6 @@ class Config:
     temperature: float = 1.0  # of the log-probs in the objective
 
     # data
-    mutable_positions: tuple[int, ...] = ()  # from 0 in the designed sequence, for all items
-    mutable_ranges: tuple[str, ...] = ()  # 6-17 29-39, both ends included
     max_length: int = 500  # residues with context; longer items are dropped and counted
     max_rows: int = -1  # read only so many items of train_data
     on_bad_record: Literal["error", "skip"] = "error"  # what to do with a malformed item
@@ -57,7 +55,6 @@ class Config:
     stop_after_minutes: float = 0.0  # save and end with status 85; 0: no limit
     restart: bool = False  # move an unfinished run aside instead of going on with it
     same_code: bool = False  # go on though the code has changed: the change moves no number
-    reference_logps: str = ""  # run folder whose log-probs of the reference are read
     timeout_minutes: float = 30.0  # how long a rank waits for the others
     log_every: int = 1  # steps between printed lines; metrics.jsonl has all
     seed: int = 0  # split, order of the data, decoding orders
@@ -70,16 +67,14 @@ def read_settings(argv, console=True) -> Config:
     """Flags over the defaults, checked before anything is read."""
     aliases = {"--lr": "--learning_rate", "--no_cuda": "--backend=gloo"}
     config = cli.parse(Config, argv, console=console, aliases=aliases)
-    names = "num_orders", "temperature", "max_length"
-    cli.check_ranges(config, **dict.fromkeys(names, cli.ABOVE_0))
+    above_0 = dict.fromkeys(("num_orders", "temperature", "max_length"), cli.ABOVE_0)
+    cli.check_ranges(config, **above_0)
     if not config.output_dir:
         raise UserError("--output_dir: it is empty; give a folder for the run")
     losses.options(config)  # an option that the method does not use is refused
     demo = config.train_data == Config.train_data
-    if demo and not config.val_data:
-        config = replace(config, val_data=DEMO_VAL)
-    if not config.base_model_name:
-        config = replace(config, base_model_name=DEMO_MODEL if demo else "v_48_020")
+    config.val_data = config.val_data or (DEMO_VAL if demo else "")
+    config.base_model_name = config.base_model_name or (DEMO_MODEL if demo else "v_48_020")
     if config.learning_rate is None:
-        config = replace(config, learning_rate=2e-4 if demo else 3e-7)
+        config.learning_rate = 2e-4 if demo else 3e-7
     return config

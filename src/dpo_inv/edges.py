@@ -3,7 +3,7 @@
 No gradient flows into coordinates. An edge carries nothing that a residue can carry, and most of
 the work of ProteinMPNN, two products an edge and layer, is one autograd function here.
 
-B backbones, S sequences on each, L residues, K neighbours of each, H hidden.
+S sequences on a backbone of L residues, K neighbours of each, H hidden.
 """
 
 import torch
@@ -27,44 +27,32 @@ IN_CACHE = 1536  # edges that a CPU has in hand at once
 
 
 def nearest(alphas, mask, most):
-    """The K <= `most` nearest CA of each: [B, L, 3], [B, L] -> indices and validity [B, L, K].
+    """The K <= `most` nearest CA of each: [L, 3], [L] -> indices and validity [L, K].
 
     A structure with fewer residues than K has invalid neighbours, so that it gives the same alone
     as beside a longer one. (The official code lets them take part in the decoder.)
     """
     # exact differences: the fast way, by products, is wrong by 0.01 Angstrom
-    apart = torch.cdist(alphas, alphas, compute_mode="donot_use_mm_for_euclid_dist")  # [B, L, L]
-    apart = apart.masked_fill_(~mask[:, None].bool(), torch.inf)
-    apart, neighbours = apart.topk(min(most, mask.shape[1]), largest=False)
-    return neighbours, apart.isfinite() * mask[..., None]
+    apart = torch.cdist(alphas, alphas, compute_mode="donot_use_mm_for_euclid_dist")  # [L, L]
+    apart = apart.masked_fill_(~mask.bool(), torch.inf)
+    apart, neighbours = apart.topk(min(most, len(mask)), largest=False)
+    return neighbours, apart.isfinite() * mask[:, None]
 
 
 def distances(coords, neighbours):
-    """25 distances of each edge, in Angstrom: [B, L, 4, 3], [B, L, K] -> [B, L, K, 25]."""
-    n, alpha, c, _ = coords.unbind(2)
+    """25 distances of each edge, in Angstrom: [L, 4, 3], [L, K] -> [L, K, 25]."""
+    n, alpha, c, _ = coords.unbind(1)
     b = alpha - n
     a = c - alpha
     beta = -0.58273431 * b.cross(a, dim=-1) + 0.56802827 * b - 0.54067466 * a + alpha
-    atoms = torch.cat([coords, beta[:, :, None]], 2)  # [B, L, 5, 3]
-    across = take(atoms.flatten(2), neighbours).unflatten(-1, (5, 3))  # [B, L, K, 5, 3]
+    atoms = torch.cat([coords, beta[:, None]], 1)  # [L, 5, 3]
+    across = rows(atoms.flatten(1), neighbours).unflatten(-1, (5, 3))  # [L, K, 5, 3]
     pairs = [pair.split("-") for pair in DISTANCES.split()]
     here, there = ([ATOMS.index(pair[side]) for pair in pairs] for side in (0, 1))
     squared = across.new_zeros(*neighbours.shape, len(pairs))
-    for axis in range(3):  # [B, L, K, 25, 3] would be the largest tensor of all
-        squared += (atoms[:, :, None, here, axis] - across[..., there, axis]).square_()
+    for axis in range(3):  # [L, K, 25, 3] would be the largest tensor of all
+        squared += (atoms[:, None, here, axis] - across[..., there, axis]).square_()
     return squared.add_(1e-6).sqrt_()
-
-
-def take(nodes, neighbours):
-    """What the neighbours hold: [B, L, ...], [B, L, K] -> [B, L, K, ...]."""
-    return rows(nodes.flatten(0, 1), flat(neighbours))
-
-
-def flat(neighbours):
-    """Where they are among all B * L residues: [B, L, K] -> [B, L, K]."""
-    count, length, _ = neighbours.shape
-    first = torch.arange(count, device=neighbours.device) * length
-    return neighbours + first[:, None, None]
 
 
 def rows(table, indices):
@@ -77,7 +65,7 @@ def rows(table, indices):
 
 
 class Features(nn.Module):
-    """Geometry -> edges [B, L, K, H]. No gradient flows into coordinates."""
+    """Geometry -> edges [L, K, H]. No gradient flows into coordinates."""
 
     def __init__(self, hidden):
         super().__init__()
@@ -88,18 +76,18 @@ class Features(nn.Module):
 
     def forward(self, coords, residue_idx, chain_encoding, neighbours):
         with torch.no_grad():
-            apart = residue_idx[..., None] - take(residue_idx, neighbours)
+            apart = residue_idx[:, None] - residue_idx[neighbours]
             apart = (apart + MOST_APART).clamp(0, 2 * MOST_APART)
-            alien = chain_encoding[..., None] != take(chain_encoding, neighbours)
-            apart = apart.masked_fill(alien, OTHER_CHAIN)  # [B, L, K]
+            alien = chain_encoding[:, None] != chain_encoding[neighbours]
+            apart = apart.masked_fill(alien, OTHER_CHAIN)  # [L, K]
             centres = torch.linspace(2.0, 22.0, BELLS, device=coords.device) / WIDTH
-            between = distances(coords, neighbours)[..., None] / WIDTH  # [B, L, K, 25, 1]
+            between = distances(coords, neighbours)[..., None] / WIDTH  # [L, K, 25, 1]
             bells = between.new_empty(*between.shape[:-1], BELLS)
-            for part in slices(neighbours[:, None]):
+            for part in slices(neighbours[None]):
                 # exp(-80) is 0 to all that follows; less is a denormal, with which all is slow
-                squared = (between[:, part] - centres).square_().clamp_(max=80)
-                bells[:, part] = squared.neg_().exp_()
-            bells = bells.flatten(-2)  # [B, L, K, 400]
+                squared = (between[part] - centres).square_().clamp_(max=80)
+                bells[part] = squared.neg_().exp_()
+            bells = bells.flatten(-2)  # [L, K, 400]
         place, radial = self.edge_embedding.weight.split([POSITIONAL, bells.shape[-1]], 1)
         steps = self.embeddings["linear"]
         table = functional.linear(steps.weight.T + steps.bias, place)  # [66, H]
@@ -116,21 +104,21 @@ class EdgeNetwork(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, table, indices, edges, own, between, weight, bias, valid, keep):
-        """Shares of neighbours [R, H] at indices [B, S, L, K], edges [B, L, K, H] and their part
-        of W1, own shares [B, 1 or S, L, H], W2, valid [B, L, K] -> sums [B, S, L, H].
+        """Shares of neighbours [R, H] at indices [S, L, K], edges [L, K, H] and their part of W1,
+        own shares [1 or S, L, H], W2, valid [L, K] -> sums [S, L, H].
 
-        Without `valid` nothing is summed -> [B, S, L, K, H].
+        Without `valid` nothing is summed -> [S, L, K, H].
         """
-        outputs = own.new_empty(indices.shape[: 3 if valid is not None else 4] + weight.shape[:1])
+        outputs = own.new_empty(indices.shape[: 2 if valid is not None else 3] + weight.shape[:1])
         ctx.kept = []
         for part in slices(indices):
-            first = rows(table, indices[:, :, part])  # [B, S, l, K, H]
-            first.add_((edges[:, part] @ between.T)[:, None]).add_(own[:, :, part, None])
+            first = rows(table, indices[:, part])  # [S, l, K, H]
+            first.add_(edges[part] @ between.T).add_(own[:, part, None])
             second = functional.linear(functional.gelu(first), weight, bias)
             message = functional.gelu(second)
             if valid is not None:
-                message = message.mul_(valid[:, None, part, :, None]).sum(-2)
-            outputs[:, :, part] = message
+                message = message.mul_(valid[part, :, None]).sum(-2)
+            outputs[:, part] = message
             if keep:
                 ctx.kept.append((part, first, second))
         ctx.save_for_backward(table, indices, edges, own, between, weight, valid)
@@ -148,25 +136,25 @@ class EdgeNetwork(torch.autograd.Function):
         to_bias = weight.new_zeros(len(weight))
         gelu_backward = torch.ops.aten.gelu_backward
         for part, first, second in ctx.kept:
-            down = gradient[:, :, part]
+            down = gradient[:, part]
             if valid is not None:
-                down = down[..., None, :] * valid[:, None, part, :, None]
-            down = gelu_backward(down, second).flatten(0, -2)  # [B * S * l * K, H]
+                down = down[..., None, :] * valid[part, :, None]
+            down = gelu_backward(down, second).flatten(0, -2)  # [S * l * K, H]
             to_weight += down.T @ functional.gelu(first).flatten(0, -2)
             to_bias += down.sum(0)
             down = gelu_backward((down @ weight).view_as(first), first)
-            to_table.index_add_(0, indices[:, :, part].flatten(), down.flatten(0, -2))
-            to_own[:, :, part] = down.sum(-2).sum_to_size(to_own[:, :, part].shape)
-            down = down.sum(1)  # [B, l, K, H]
-            to_between += down.flatten(0, -2).T @ edges[:, part].flatten(0, -2)
-            to_edges[:, part] = down @ between
+            to_table.index_add_(0, indices[:, part].flatten(), down.flatten(0, -2))
+            to_own[:, part] = down.sum(-2).sum_to_size(to_own[:, part].shape)
+            down = down.sum(0)  # [l, K, H]
+            to_between += down.flatten(0, -2).T @ edges[part].flatten(0, -2)
+            to_edges[part] = down @ between
         return to_table, None, to_edges, to_own, to_between, to_weight, to_bias, None, None
 
 
 def slices(indices):
-    """Residues of [B, S, L, K] edges by the handful on a CPU, whose cache is small; else all."""
-    batch, samples, length, most = indices.shape
-    size = max(1, IN_CACHE // (batch * samples * most)) if indices.device.type == "cpu" else length
+    """Residues of [S, L, K] edges by the handful on a CPU, whose cache is small; else all."""
+    samples, length, most = indices.shape
+    size = max(1, IN_CACHE // (samples * most)) if indices.device.type == "cpu" else length
     return [slice(start, start + size) for start in range(0, length, size)]
 
 

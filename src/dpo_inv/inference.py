@@ -23,8 +23,6 @@ from ddp_utils.runs import checkpoint, preemption
 from ddp_utils.sampler import seed_of
 from dpo_inv import batches, mpnn, pairs, structure, weights
 
-UNKNOWN = mpnn.ALPHABET.index("X")
-
 
 @dataclasses.dataclass
 class Config:
@@ -54,25 +52,36 @@ class Config:
 
 
 class Task(NamedTuple):
-    """One structure and what may change in it."""
+    """One structure, what may change in it, and the sequences of --fasta."""
 
     file: Path
     structure: structure.Structure
     designed: np.ndarray  # [L] rows whose letters are drawn
-    chains: int  # how many are designed: the first ones
+    names: list[str]
+    letters: torch.Tensor | None  # [S, L]
 
 
 def read_task(file, config) -> Task:
     """Read and check a structure against the flags; UserError with what to mend."""
-    flags = {"design_chains": [*config.design_chains], "fixed_chains": [*config.fixed_chains]}
-    if config.chain_id:
-        flags["chain_id"] = config.chain_id
-    design, fixed = pairs.chains_of(jsonl.Record("--design_chains", flags))
-    backbone = pairs.read_backbone(file, design, fixed)
-    chains = len(design) or 1
-    designed = backbone.chain_encoding <= chains
-    designed[designed] = pairs.mutable(vars(config), designed.sum(), str(file))
-    return Task(file, backbone, designed & (backbone.mask > 0), chains)
+    backbone = structure.read(file, *pairs.chains_of(vars(config), "--design_chains"))
+    designed = pairs.mutable(vars(config), backbone, str(file)) & (backbone.mask > 0)
+    names, letters = read_fasta(config.fasta, backbone) if config.fasta else ([], None)
+    return Task(file, backbone, designed, names, letters)
+
+
+def read_fasta(path, backbone):
+    """Return names, and sequences [S, L]: designed chains, then the context's own letters."""
+    head, *entries = f"\n{jsonl.content(path).decode()}".split("\n>")
+    if head.strip() or not entries:
+        raise UserError(f"{path}:1: no FASTA file; give lines with > and letters below them")
+    names = []
+    sequences = []
+    for entry in entries:
+        name, _, text = entry.partition("\n")
+        record = jsonl.Record(f"{path}: {jsonl.shown(name.strip())}", {"sequence": text})
+        names.append(name.strip())
+        sequences.append(pairs.letters_of(record, "sequence", backbone))
+    return names, torch.from_numpy(np.stack(sequences))
 
 
 def orders(task, samples, seed):
@@ -86,75 +95,56 @@ def orders(task, samples, seed):
 def sample(model, task, config, device):
     """Return num_samples sequences [S, L] and the log-probs of their letters [S, L]."""
     order = orders(task, config.num_samples, config.seed).to(device)
-    native = torch.from_numpy(pairs.encode(task.structure.sequence)).to(device)  # [L]
+    native = torch.from_numpy(mpnn.encode(task.structure.sequence)).to(device)  # [L]
     designed = torch.from_numpy(task.designed).to(device)
     generator = torch.Generator().manual_seed(seed_of(config.seed, task.file.name, "letters"))
 
-    def choose(residues, log_probs):  # [1, S], [1, S, 21]
+    def choose(residues, log_probs):  # [S], [S, 21]
         scores = log_probs / config.temperature
-        scores[..., UNKNOWN] = -math.inf
+        scores[..., mpnn.UNKNOWN] = -math.inf
         draw = torch.rand(scores.shape, generator=generator).clamp_min(1e-30).to(device)
         letters = (scores - torch.log(-torch.log(draw))).argmax(-1)  # Gumbel: a draw of the softmax
         return torch.where(designed[residues], letters, native[residues])
 
     encoded = model.encode(*batches.tensors(task.structure, device))
-    letters, log_probs = model.sample(encoded, order[None], choose)
-    return letters[0], log_probs[0].gather(-1, letters[0][..., None]).squeeze(-1)
+    letters, log_probs = model.sample(encoded, order, choose)
+    return letters, log_probs.gather(-1, letters[..., None]).squeeze(-1)
 
 
 @torch.no_grad()
-def score(model, task, letters, config, device):
-    """Return the log-probs [S, L] of given sequences [S, L], each under the same random order."""
+def score(model, task, config, device):
+    """Return the sequences of --fasta [S, L] and their log-probs, each under the same order."""
+    letters = task.letters.to(device)
     order = orders(task, 1, config.seed).to(device)
     encoded = model.encode(*batches.tensors(task.structure, device))
-    log_probs = model.decode(encoded, letters[None], order[None])[0]  # [S, L, 21]
-    return log_probs.gather(-1, letters[..., None]).squeeze(-1)
+    log_probs = model.decode(encoded, letters, order)  # [S, L, 21]
+    return letters, log_probs.gather(-1, letters[..., None]).squeeze(-1)
 
 
 def summary(task, letters, log_probs) -> list[dict]:
     """Return text, score (mean negative log-prob), perplexity and recovery of each sequence."""
-    native = pairs.encode(task.structure.sequence)
+    native = mpnn.encode(task.structure.sequence)
     entries = []
     for sequence, scores in zip(letters.cpu().numpy(), log_probs.cpu().numpy(), strict=True):
-        known = task.designed & (sequence != UNKNOWN)
+        known = task.designed & (sequence != mpnn.UNKNOWN)
         nll = float(-scores[known].mean())
-        same = known & (native != UNKNOWN)
         entry = {"sequence": text_of(task, sequence), "score": nll, "perplexity": math.exp(nll)}
-        entry["recovery"] = float((sequence == native)[same].mean()) if same.any() else None
+        known &= native != mpnn.UNKNOWN
+        entry["recovery"] = float((sequence == native)[known].sum() / max(1, known.sum()))
         entries.append(entry)
+    for entry, name in zip(entries, task.names, strict=False):
+        entry["name"] = name
     return entries
 
 
 def text_of(task, letters) -> str:
     """Return the designed chains, `/` between them, without the rows of numbering gaps."""
+    rows = task.structure.observed & task.structure.in_design
     texts = []
-    for chain in range(1, task.chains + 1):
-        rows = task.structure.observed & (task.structure.chain_encoding == chain)
-        texts.append("".join(mpnn.ALPHABET[letter] for letter in letters[rows]))
+    for chain in np.unique(task.structure.chain_encoding[rows]):
+        of_chain = letters[rows & (task.structure.chain_encoding == chain)]
+        texts.append("".join(mpnn.ALPHABET[letter] for letter in of_chain))
     return "/".join(texts)
-
-
-def read_fasta(path, task):
-    """Return names, and sequences [S, L]: designed chains, then the context's own letters."""
-    head, *entries = f"\n{jsonl.content(path).decode()}".split("\n>")
-    if head.strip() or not entries:
-        raise UserError(f"{path}:1: no FASTA file; give lines with > and letters below them")
-    native = pairs.encode(task.structure.sequence)
-    names = []
-    sequences = []
-    for entry in entries:
-        name, _, text = entry.partition("\n")
-        record = jsonl.Record(f"{path}: {jsonl.shown(name.strip())}", {"sequence": text})
-        letters = pairs.letters_of(record, "sequence", task.structure, task.chains)
-        names.append(name.strip())
-        sequences.append(np.append(letters, native[len(letters) :]))
-    return names, torch.from_numpy(np.stack(sequences))
-
-
-def mean_of(entries, name) -> str:
-    """Return the mean of those that are known, for the eye."""
-    known = [entry[name] for entry in entries if entry[name] is not None]
-    return f"{np.mean(known):.3f}" if known else "-"
 
 
 def stem_of(file) -> str:
@@ -166,11 +156,12 @@ def write(task, config, entries):
     """Write STEM_sequences.json and .fasta; return what the former holds."""
     stem = Path(config.output_dir, stem_of(task.file))
     chains = task.structure.chains
+    designed = len(config.design_chains) or 1
     data = {
         "pdb_file": str(task.file),
         "chain_id": chains[0],
-        "design_chains": chains[: task.chains],
-        "fixed_chains": chains[task.chains :],
+        "design_chains": chains[:designed],
+        "fixed_chains": chains[designed:],
         "sequences": [entry["sequence"] for entry in entries],
         "num_samples": len(entries),
         "temperature": config.temperature,
@@ -178,15 +169,13 @@ def write(task, config, entries):
         "details": entries,
     }
     files.write_text(f"{stem}_sequences.json", json.dumps(data, indent=2) + "\n")
-    lines = []
+    drawn = "" if config.fasta else f"T={config.temperature:g} "
+    text = ""
     for number, entry in enumerate(entries):
         name = entry.get("name", f"{stem.name}_sample_{number}")
-        drawn = "" if config.fasta else f"T={config.temperature:g} "
-        recovery = entry["recovery"]
-        recovered = "" if recovery is None else f" recovery={recovery:.4f}"
-        lines.append(f">{name} score={entry['score']:.4f} {drawn}seed={config.seed}{recovered}")
-        lines.append(entry["sequence"])
-    files.write_text(f"{stem}_sequences.fasta", "\n".join(lines) + "\n")
+        text += f">{name} score={entry['score']:.4f} {drawn}seed={config.seed} "
+        text += f"recovery={entry['recovery']:.4f}\n{entry['sequence']}\n"
+    files.write_text(f"{stem}_sequences.fasta", text)
     return data
 
 
@@ -196,16 +185,16 @@ def main(argv=None) -> int:
     if bool(config.pdb_file) == bool(config.pdb_list):
         raise UserError("--pdb_file: give one structure, or --pdb_list with one path per line")
     path = weights.path_of(config.model_path, config.base_model_dir)
-    structures = [config.pdb_file]
+    paths = [config.pdb_file]
     if config.pdb_list:
-        structures = jsonl.content(config.pdb_list).decode().split("\n")
-    tasks = [read_task(jsonl.resolve(file.strip()), config) for file in structures if file.strip()]
+        paths = jsonl.content(config.pdb_list).decode().split("\n")
+    tasks = [read_task(jsonl.resolve(file.strip()), config) for file in paths if file.strip()]
     stems = [stem_of(task.file) for task in tasks]
     for stem in stems:
         if stems.count(stem) > 1:
             raise UserError(f"{config.pdb_list}: {stem} is there twice; rename one of its files")
-    given = [read_fasta(config.fasta, task) if config.fasta else (None, None) for task in tasks]
-    checkpoint.check_place("--output_dir", Path(config.output_dir))
+    folder = Path(config.output_dir)
+    checkpoint.check_place("--output_dir", folder)
     device = distributed.choose_device(distributed.World(), config.backend).device
     model = mpnn.ProteinMPNN.load(path).to(device)
     if config.check:
@@ -215,20 +204,15 @@ def main(argv=None) -> int:
         return 0
 
     results = []
-    for task, (names, letters) in zip(tasks, given, strict=True):
-        if letters is None:
-            letters, scores = sample(model, task, config, device)
-        else:
-            scores = score(model, task, letters.to(device), config, device)
-        entries = summary(task, letters, scores)
-        for entry, name in zip(entries, names or [], strict=False):
-            entry["name"] = name
+    for task in tasks:
+        letters, log_probs = (score if config.fasta else sample)(model, task, config, device)
+        entries = summary(task, letters, log_probs)
         results.append(write(task, config, entries))
-        line = f"{task.file.name}: {len(entries)} sequences, perplexity "
-        print(f"{line}{mean_of(entries, 'perplexity')}, recovery {mean_of(entries, 'recovery')}")
-    files.write_text(
-        Path(config.output_dir, "all_results.json"), json.dumps(results, indent=2) + "\n"
-    )
+        line = f"{task.file.name}: {len(entries)} sequences"
+        for name in ("perplexity", "recovery"):
+            line += f", {name} {np.mean([entry[name] for entry in entries]):.3f}"
+        print(line)
+    files.write_text(folder / "all_results.json", json.dumps(results, indent=2) + "\n")
     print(f"-> {config.output_dir}/")
     return 0
 

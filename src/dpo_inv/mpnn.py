@@ -5,20 +5,22 @@ checkpoints load and the official tools read what is saved here. What differs is
 backbone is encoded once for all sequences that are scored on it, and an edge carries nothing that
 a residue can carry. There is no dropout: it would tell the policy from its reference.
 
-B backbones, S sequences on each, L residues (padded: mask 0), K neighbours of each, H hidden.
+S sequences on a backbone of L residues, K neighbours of each, H hidden.
 """
 
 import io
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 
 from ddp_utils import UserError, files
-from dpo_inv.edges import Features, flat, nearest, network, rows, take
+from dpo_inv.edges import Features, nearest, network, rows
 
 ALPHABET = "ACDEFGHIKLMNPQRSTVWYX"  # X: unknown or missing
+UNKNOWN = ALPHABET.index("X")
 SCALE = 30  # what a sum of messages is divided by, however many neighbours there are
 # what torch raises for a file of another kind; the first, which it does not export, for one that
 # holds more than tensors and numbers
@@ -26,19 +28,19 @@ UNREADABLE = (torch.serialization.pickle.UnpicklingError, OSError, EOFError, Loo
 UNREADABLE += (AttributeError, RuntimeError, TypeError, ValueError)
 
 
-def encode(text) -> list[int]:
-    """Return letters of ALPHABET as numbers 0..20."""
-    return [ALPHABET.index(letter) for letter in text]
+def encode(text) -> np.ndarray:
+    """Return letters of ALPHABET as numbers 0..20, [L]."""
+    return np.array([ALPHABET.index(letter) for letter in text], dtype=np.int64)
 
 
 class Encoded(NamedTuple):
-    """What the decoder must know of B backbones."""
+    """What the decoder must know of a backbone."""
 
-    nodes: torch.Tensor  # [B, L, H]
-    edges: torch.Tensor  # [B, L, K, H]
-    neighbours: torch.Tensor  # [B, L, K] the nearest first, each residue its own first
-    valid: torch.Tensor  # [B, L, K] 1.0 where both residues are there, else 0.0
-    mask: torch.Tensor  # [B, L] 1.0 where all four atoms are there
+    nodes: torch.Tensor  # [L, H]
+    edges: torch.Tensor  # [L, K, H]
+    neighbours: torch.Tensor  # [L, K] the nearest first, each residue its own first
+    valid: torch.Tensor  # [L, K] 1.0 where both residues are there, else 0.0
+    mask: torch.Tensor  # [L] 1.0 where all four atoms are there
 
 
 # --- layers --------------------------------------------------------------------------------------
@@ -78,9 +80,9 @@ class EncoderLayer(Layer):
         self.norm3 = nn.LayerNorm(hidden)
 
     def forward(self, nodes, edges, indices, valid, mask):
-        summed = self.along(self.W1, self.W2, nodes, edges, indices, valid)[:, 0]
+        summed = self.along(self.W1, self.W2, nodes, edges, indices, valid)[0]
         nodes = self.update(nodes, summed, valid, mask)
-        change = self.W13(self.along(self.W11, self.W12, nodes, edges, indices)[:, 0])
+        change = self.W13(self.along(self.W11, self.W12, nodes, edges, indices)[0])
         return nodes, self.norm3(edges + change)
 
     def along(self, linear, second, nodes, edges, indices, valid=None):
@@ -89,8 +91,8 @@ class EncoderLayer(Layer):
         A node's products are made once, not once an edge.
         """
         to_node, between, to_neighbour = linear.weight.chunk(3, 1)
-        table = functional.linear(nodes, to_neighbour).flatten(0, 1)
-        own = functional.linear(nodes, to_node, linear.bias)[:, None]
+        table = functional.linear(nodes, to_neighbour)
+        own = functional.linear(nodes, to_node, linear.bias)[None]
         return network(second, table, indices, edges, own, between, valid)
 
 
@@ -127,16 +129,14 @@ class DecoderLayer(Layer):
 class ProteinMPNN(nn.Module):
     """log p(sequence | backbone), one letter after the other, in any order.
 
-    hidden: width. neighbours: K, how many residues one sees. noise_level: Angstrom with which the
-    weights were trained; only kept for the checkpoint. Weights are drawn at random; see `load`.
+    hidden: width. neighbours: K, how many residues one sees. Weights are drawn at random; see
+    `load`.
     """
 
-    def __init__(
-        self, hidden=128, encoder_layers=3, decoder_layers=3, neighbours=48, noise_level=0.0
-    ):
+    def __init__(self, hidden=128, encoder_layers=3, decoder_layers=3, neighbours=48):
         super().__init__()
         self.neighbours = neighbours
-        self.noise_level = noise_level
+        self.noise_level = 0.0  # Angstrom with which the weights were trained: for the checkpoint
         self.features = Features(hidden)
         self.W_e = nn.Linear(hidden, hidden)
         self.W_s = nn.Embedding(len(ALPHABET), hidden)
@@ -150,96 +150,79 @@ class ProteinMPNN(nn.Module):
     # scoring
 
     def encode(self, coords, mask, residue_idx, chain_encoding) -> Encoded:
-        """Backbones -> what `decode` needs; once for all sequences on them.
+        """A backbone -> what `decode` needs; once for all sequences on it.
 
-        coords [B, L, 4, 3] in Angstrom: N, CA, C, O. mask [B, L]: 1 where all four are known; what
-        coords hold elsewhere does not matter. residue_idx [B, L]: numbers of which only
-        differences within a chain count. chain_encoding [B, L]: the chain's number.
+        coords [L, 4, 3] in Angstrom: N, CA, C, O. mask [L]: 1 where all four are known; what
+        coords hold elsewhere does not matter. residue_idx [L]: numbers of which only differences
+        within a chain count. chain_encoding [L]: the chain's number.
         """
         mask = mask.to(coords.dtype)
         coords = coords.where(mask[..., None, None].bool(), 0.0)
-        neighbours, valid = nearest(coords[:, :, 1], mask, self.neighbours)
+        neighbours, valid = nearest(coords[:, 1], mask, self.neighbours)
         edges = self.W_e(self.features(coords, residue_idx, chain_encoding, neighbours))
-        nodes = edges.new_zeros(*mask.shape, edges.shape[-1])  # [B, L, H]
-        indices = flat(neighbours)[:, None]  # [B, 1, L, K]
+        nodes = edges.new_zeros(len(mask), edges.shape[-1])  # [L, H]
+        indices = neighbours[None]  # [1, L, K]
         for layer in self.encoder_layers:
             nodes, edges = layer(nodes, edges, indices, valid, mask)
         return Encoded(nodes, edges, neighbours, valid, mask)
 
     def decode(self, encoded, sequences, decoding_order):
-        """Letters [B, S, L] on B backbones -> log-probs [B, S, L, 21] of all letters.
+        """Letters [S, L] on a backbone -> log-probs [S, L, 21] of all letters.
 
-        decoding_order [B, 1 or S, L]: [..., t] is the residue that is decoded at time t. A residue
+        decoding_order [1 or S, L]: [..., t] is the residue that is decoded at time t. A residue
         sees the letters of those before it alone.
         """
         ranks = torch.empty_like(decoding_order)
         times = torch.arange(ranks.shape[-1], device=ranks.device).expand_as(ranks)
-        ranks = ranks.scatter_(-1, decoding_order, times)  # [B, 1 or S, L]
-        around = take(ranks.transpose(1, 2), encoded.neighbours)  # [B, L, K, 1 or S]
-        return self._decoded(encoded, sequences, around.movedim(-1, 1) < ranks[..., None])
-
-    def unconditional(self, encoded):
-        """Log-probs [B, L, 21] of every residue when no letter is known."""
-        nobody = torch.zeros_like(encoded.neighbours, dtype=torch.bool)[:, None]
-        letters = torch.zeros_like(encoded.neighbours[:, None, :, 0])  # seen by nobody
-        return self._decoded(encoded, letters, nobody)[:, 0]
-
-    def forward(self, coords, mask, residue_idx, chain_encoding, sequence, decoding_order):
-        """`encode` and `decode` for one sequence [B, L] on each backbone -> [B, L, 21]."""
-        encoded = self.encode(coords, mask, residue_idx, chain_encoding)
-        return self.decode(encoded, sequence[:, None], decoding_order[:, None])[:, 0]
-
-    def _decoded(self, encoded, sequences, visible):
-        """Letters [B, S, L], who sees whom [B, 1 or S, L, K] -> log-probs [B, S, L, 21]."""
-        count, samples, _ = sequences.shape
-        # all that can be seen is one table: B * S * L seen rows, then B * L unseen ones
-        unseen = flat(encoded.neighbours)[:, None] + sequences.numel()
-        seen = flat(encoded.neighbours.repeat_interleave(samples, 0)).unflatten(0, (count, samples))
-        indices = torch.where(visible, seen, unseen)  # [B, S, L, K]
-        nodes = encoded.nodes[:, None]  # [B, 1, L, H], then [B, S, L, H]
+        ranks = ranks.scatter_(-1, decoding_order, times)  # [1 or S, L]
+        visible = ranks[:, encoded.neighbours] < ranks[..., None]  # [1 or S, L, K]
+        # all that can be seen is one table: S * L seen rows, then L unseen ones
+        first = torch.arange(0, sequences.numel(), sequences.shape[-1], device=ranks.device)  # [S]
+        seen = encoded.neighbours + first[:, None, None]
+        indices = torch.where(visible, seen, encoded.neighbours + sequences.numel())  # [S, L, K]
+        nodes = encoded.nodes[None]  # [1, L, H], then [S, L, H]
         for layer in self.decoder_layers:
-            table = layer.seen(nodes, sequences, self.W_s.weight)  # [B, S, L, H]
-            table = torch.cat([table.flatten(0, 2), layer.unseen(encoded.nodes).flatten(0, 1)])
+            table = layer.seen(nodes, sequences, self.W_s.weight)  # [S, L, H]
+            table = torch.cat([table.flatten(0, 1), layer.unseen(encoded.nodes)])
             shares = encoded.edges, layer.own(nodes), layer.split()[1]
             summed = network(layer.W2, table, indices, *shares, encoded.valid)
-            nodes = layer.update(nodes, summed, encoded.valid[:, None], encoded.mask[:, None])
+            nodes = layer.update(nodes, summed, encoded.valid, encoded.mask)
         return self.W_out(nodes).log_softmax(-1)
 
     # sampling
 
     @torch.no_grad()
     def sample(self, encoded, decoding_order, choose):
-        """S sequences on each backbone, letter by letter -> letters [B, S, L], log-probs [..., 21].
+        """S sequences on a backbone, letter by letter -> letters [S, L], log-probs [S, L, 21].
 
-        decoding_order [B, S, L], as in `decode`. choose(residues [B, S], log_probs [B, S, 21]) ->
-        letters [B, S]: there temperature, forbidden letters and fixed residues have their place.
+        decoding_order [S, L], as in `decode`. choose(residues [S], log_probs [S, 21]) ->
+        letters [S]: there temperature, forbidden letters and fixed residues have their place.
         Each of the L steps computes one residue of each sequence and nothing twice: what others
         will see of it is kept, in place of what they saw before.
         """
-        count, samples, length = decoding_order.shape
-        batch = torch.arange(count, device=decoding_order.device)[:, None]  # [B, 1]
+        samples, length = decoding_order.shape
         each = torch.arange(samples, device=decoding_order.device)  # [S]
         sequences = torch.zeros_like(decoding_order)
-        log_probs = encoded.nodes.new_zeros(count, samples, length, len(ALPHABET))
-        tables = [layer.unseen(encoded.nodes) for layer in self.decoder_layers]  # [B, L, H]
-        tables = [table[:, None].repeat(1, samples, 1, 1) for table in tables]  # [B, S, L, H]
-        for residues in decoding_order.unbind(-1):  # [B, S]
-            around = encoded.neighbours[batch, residues]  # [B, S, K]
-            valid = encoded.valid[batch, residues]
-            mask = encoded.mask[batch, residues]
-            nodes = [encoded.nodes[batch, residues]]  # [B, S, H], then each layer's
-            edges = encoded.edges[batch, residues]  # [B, S, K, H]
+        log_probs = encoded.nodes.new_zeros(samples, length, len(ALPHABET))
+        tables = [layer.unseen(encoded.nodes) for layer in self.decoder_layers]  # [L, H]
+        tables = [table.repeat(samples, 1, 1) for table in tables]  # [S, L, H]
+        for residues in decoding_order.unbind(-1):  # [S]
+            around = encoded.neighbours[residues]  # [S, K]
+            valid = encoded.valid[residues]
+            mask = encoded.mask[residues]
+            nodes = [encoded.nodes[residues]]  # [S, H], then each layer's
+            edges = encoded.edges[residues]  # [S, K, H]
             for layer, table in zip(self.decoder_layers, tables, strict=True):
-                first = table[batch[..., None], each[:, None], around]
+                first = table[each[:, None], around]
                 first = first + functional.linear(edges, layer.split()[1])
                 first = first + layer.own(nodes[-1])[..., None, :]
                 summed = functional.gelu(layer.W2(functional.gelu(first))) * valid[..., None]
                 nodes.append(layer.update(nodes[-1], summed.sum(-2), valid, mask))
-            log_probs[batch, each, residues] = self.W_out(nodes[-1]).log_softmax(-1)
-            letters = choose(residues, log_probs[batch, each, residues])
-            sequences[batch, each, residues] = letters
+            log_probs[each, residues] = self.W_out(nodes[-1]).log_softmax(-1)
+            letters = choose(residues, log_probs[each, residues])
+            sequences[each, residues] = letters
             for layer, table, node in zip(self.decoder_layers, tables, nodes, strict=False):
-                table[batch, each, residues] = layer.seen(node, letters, self.W_s.weight)
+                table[each, residues] = layer.seen(node, letters, self.W_s.weight)
         return sequences, log_probs
 
     # files
@@ -259,11 +242,9 @@ class ProteinMPNN(nn.Module):
                 encoder_layers=sum("encoder" in name for name in layers),
                 decoder_layers=sum("decoder" in name for name in layers),
                 neighbours=int(saved["num_edges"]),
-                noise_level=float(saved.get("noise_level", 0)),
             )
+            model.noise_level = float(saved.get("noise_level", 0))
             model.load_state_dict(tensors)
-            if not all(parameter.isfinite().all() for parameter in model.parameters()):
-                raise ValueError("a tensor holds NaN or infinity")
         except UNREADABLE as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise UserError(
@@ -275,8 +256,8 @@ class ProteinMPNN(nn.Module):
     def save(self, file):
         """Write what `load` and the official code read: all of it, or nothing."""
         content = {"num_edges": self.neighbours, "noise_level": self.noise_level}
-        tensors = {name: tensor.cpu() for name, tensor in self.state_dict().items()}
+        content["model_state_dict"] = {name: x.cpu() for name, x in self.state_dict().items()}
         archive = io.BytesIO()  # torch gives the error of a full disk no number
-        torch.save({**content, "model_state_dict": tensors}, archive)
+        torch.save(content, archive)
         with files.replacing(file) as temporary:
             temporary.write_bytes(archive.getvalue())

@@ -6,20 +6,17 @@ sequences of these. L residues in all chains that are read, designed ones first.
 
 import collections
 import difflib
-import os
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from ddp_utils import UserError, jsonl
-from dpo_inv import mpnn, structure
-from dpo_inv.mpnn import ALPHABET
+from dpo_inv import structure
+from dpo_inv.mpnn import ALPHABET, UNKNOWN, encode
 
 KEYS = ("pdb_file", "preferred_seq", "unpreferred_seq", "chain_id", "design_chains", "fixed_chains")
 KEYS += ("mutable_positions", "mutable_ranges")
 IGNORED = ("description", "comment", "weight", "margin", "margin_kcal", "mutation", "kind", "name")
-UNKNOWN = ALPHABET.index("X")
 
 
 class Pair(NamedTuple):
@@ -27,7 +24,8 @@ class Pair(NamedTuple):
 
     where: str  # file:line of the item
     name: str  # of the backbone: file and chains
-    backbone: int  # which of the backbones that were read
+    number: int  # of the backbone among those that were read
+    backbone: structure.Structure
     preferred: np.ndarray  # [L] letters, of the context too
     unpreferred: np.ndarray  # [L]
     designed: np.ndarray  # [L] decoded last; the letters elsewhere are context
@@ -46,7 +44,7 @@ def read(path, backbones, config, limit=-1) -> tuple[list[Pair], dict]:
     """Return the pairs of a .json or .jsonl file, and a report on them.
 
     backbones: (file, chains) -> (number, Structure), to which new ones are added. config:
-    max_length, mutable_positions, mutable_ranges, on_bad_record. limit: read so many items.
+    max_length, on_bad_record. limit: read so many items.
     Raises UserError for the first malformed item (with "skip" it is dropped), or if none is usable.
     """
     skip = config.on_bad_record == "skip"
@@ -57,7 +55,7 @@ def read(path, backbones, config, limit=-1) -> tuple[list[Pair], dict]:
         try:
             if isinstance(record.data, UserError):
                 raise record.data
-            pairs.append(_pair(record, Path(path), backbones, config, notes))
+            pairs.append(_pair(record, path, backbones, config, notes))
         except Unusable as reason:
             dropped[str(reason)].append(record.where)
         except UserError:
@@ -75,27 +73,23 @@ def _pair(record, source, backbones, config, notes):
         near = difflib.get_close_matches(key, KEYS, n=1)
         hint = f"did you mean {near[0]}?" if near else "it is not read"
         notes[f"{jsonl.shown(key)}: {hint}"].append(record.where)
-    design, fixed = chains_of(record)
-    file = _file(record, source)
-    key = (str(file), design, fixed)
+    name = jsonl.text(record, "pdb_file")
+    folder = jsonl.resolve(source).parent
+    file = folder / name if (folder / name).exists() else jsonl.resolve(name)
+    if not file.exists():
+        raise UserError(f"{record.where}: pdb_file: no file {name:.200} in {folder} or here")
+    key = (str(file), *chains_of(record.data, record.where))
     if key not in backbones:
         try:
-            backbones[key] = (len(backbones), read_backbone(file, design, fixed))
+            backbones[key] = (len(backbones), structure.read(*key))
         except UserError as error:
             raise UserError(f"{record.where}: {error}") from error
     number, backbone = backbones[key]
     if len(backbone.sequence) > config.max_length:
         raise Unusable("longer than max_length")
-    chains = len(design) or 1
-    count = sum(backbone.lengths[:chains])  # rows of the designed chains, with those of gaps
-    native = encode(backbone.sequence)
-    context = native[count:]
-    preferred = np.append(letters_of(record, "preferred_seq", backbone, chains), context)
-    unpreferred = np.append(letters_of(record, "unpreferred_seq", backbone, chains), context)
-    by_flags = config.mutable_positions or config.mutable_ranges
-    settings = vars(config) if by_flags else record.data
-    designed = np.zeros(len(native), dtype=bool)
-    designed[:count] = mutable(settings, count, record.where)
+    preferred = letters_of(record, "preferred_seq", backbone)
+    unpreferred = letters_of(record, "unpreferred_seq", backbone)
+    designed = mutable(record.data, backbone, record.where)
     outside = np.flatnonzero((preferred != unpreferred) & ~designed)
     if len(outside):
         raise UserError(
@@ -106,87 +100,56 @@ def _pair(record, source, backbones, config, notes):
     targets = designed & (preferred != UNKNOWN) & (unpreferred != UNKNOWN)
     if not (targets & (preferred != unpreferred)).any():
         raise Unusable("the same sequence twice")
-    known = targets & (native != UNKNOWN)
-    if known.any() and (preferred == native)[known].mean() < 0.2:
-        notes["less than 20 % of the native letters: another chain?"].append(record.where)
     name = " ".join([file.name, *backbone.chains])
-    return Pair(record.where, name, number, preferred, unpreferred, designed, targets)
+    return Pair(record.where, name, number, backbone, preferred, unpreferred, designed, targets)
 
 
-def read_backbone(file, design, fixed):
-    """Return the Structure of the designed chains (by default the first), then the fixed ones."""
-    backbone = structure.read(file, (*design, *fixed))
-    return backbone if design else structure.read(file, backbone.chains[:1])
-
-
-def chains_of(record):
+def chains_of(settings, where):
     """Return the names of (designed, fixed) chains as tuples; () for the first protein chain."""
-    for key in ("design_chains", "fixed_chains"):
-        value = record.data.get(key) or []
-        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-            raise UserError(f'{record.where}: {key} is {value!r:.60}; give a list such as ["A"]')
-    design = tuple(record.data.get("design_chains") or ())
-    fixed = tuple(record.data.get("fixed_chains") or ())
-    if "chain_id" in record.data:
+    design = tuple(settings.get("design_chains") or ())
+    fixed = tuple(settings.get("fixed_chains") or ())
+    if settings.get("chain_id"):
         if design:
-            raise UserError(f"{record.where}: chain_id and design_chains; give one of them")
-        design = (jsonl.text(record, "chain_id"),)
+            raise UserError(f"{where}: chain_id and design_chains; give one of them")
+        design = (settings["chain_id"],)
     if fixed and not design:
-        raise UserError(f"{record.where}: fixed_chains without design_chains; name these, too")
+        raise UserError(f"{where}: fixed_chains without design_chains; name these, too")
     return design, fixed
 
 
-def _file(record, source):
-    """Return a structure's path: from the folder of the JSON file, else from the current one."""
-    name = jsonl.text(record, "pdb_file")
-    beside = jsonl.resolve(source).parent / name
-    file = beside if os.path.exists(beside) else jsonl.resolve(name)
-    if not os.path.exists(file):
-        folder = beside.parent
-        raise UserError(f"{record.where}: pdb_file: no file {name:.200} in {folder} or here")
-    return file
+def letters_of(record, field, backbone):
+    """Return the letters [L] of one side, X in the rows of gaps, the context's own, as numbers.
 
-
-def encode(text) -> np.ndarray:
-    """Return letters of the alphabet as numbers, [L]."""
-    return np.array(mpnn.encode(text), dtype=np.int64)
-
-
-def letters_of(record, field, backbone, chains):
-    """Return the letters of one side, X in the rows of gaps, as numbers.
-
-    The text has a letter for each residue of the designed chains (the first `chains`); or for each
-    number, skipped ones included; or for each residue that is not modified. Raises UserError if it
-    does not fit the backbone.
+    The text has a letter for each residue of the designed chains; or for each number, skipped ones
+    included; or for each residue that is not modified. Raises UserError if it does not fit.
     """
     text = "".join(jsonl.text(record, field).split())  # FASTA has line breaks
     text = text.upper().replace("/", "").replace("-", "X")
     strange = sorted({*text} - {*ALPHABET})
     if strange:
-        shown = ", ".join(map(jsonl.shown, strange))
-        raise UserError(f"{record.where}: {field}: {shown} not in {ALPHABET}")
+        raise UserError(f"{record.where}: {field}: {', '.join(strange)!r} not in {ALPHABET}")
     given = encode(text)
-    count = sum(backbone.lengths[:chains])
-    numbering = backbone.numbering[:count]
-    observed = backbone.observed[:count]
-    common = observed & (encode(backbone.sequence[:count]) != UNKNOWN)
-    letters = np.full(count, UNKNOWN)
-    for rows in (observed, common):
-        if len(given) == rows.sum():
-            letters[rows] = given
-            return letters
-    length = int(numbering[-1]) + 1
-    if len(given) != length:
+    letters = encode(backbone.sequence)
+    observed = backbone.observed & backbone.in_design
+    common = observed & (letters != UNKNOWN)
+    letters[backbone.in_design] = UNKNOWN
+    length = int(backbone.numbering[backbone.in_design][-1]) + 1
+    if len(given) == observed.sum():
+        letters[observed] = given
+    elif len(given) == common.sum():
+        letters[common] = given
+    elif len(given) == length:
+        letters[observed] = given[backbone.numbering[observed]]
+    else:
         raise UserError(
             f"{record.where}: {field}: {len(given)} letters, the designed chains have "
             f"{observed.sum()} residues ({length} with numbering gaps); give one letter for each"
         )
-    letters[observed] = given[numbering[observed]]
     return letters
 
 
-def mutable(settings, count, where):
-    """Return a mask [count] of where letters may differ; all of it, if the settings name nothing.
+def mutable(settings, backbone, where):
+    """Return a mask [L] of where letters may differ: the designed chains, or what is named of them.
 
     mutable_positions: numbers from 0 in the designed sequence. mutable_ranges: [first, last] or
     "first-last", both included. What one of them names is mutable.
@@ -196,7 +159,8 @@ def mutable(settings, count, where):
         for ends in settings.get("mutable_ranges") or ():
             first, last = ends.split("-") if isinstance(ends, str) else ends
             ranges.append((int(first), int(last)))
-        mask = np.full(count, not ranges)
+        mask = backbone.in_design & (not ranges)
+        count = backbone.in_design.sum()
         for first, last in ranges:
             if not 0 <= first <= last < count:
                 raise UserError(f"{where}: mutable {first} to {last}; there are 0 to {count - 1}")

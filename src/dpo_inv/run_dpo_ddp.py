@@ -10,6 +10,7 @@
 Guide: docs/protein_dpo.md. Results: output_dir (see results/README.md).
 """
 
+import functools
 import hashlib
 import json
 import math
@@ -35,7 +36,7 @@ from dpo_inv.config import read_settings
 
 
 def read_data(config, world):
-    """Return {"train": pairs, "val": pairs}, their structures and reports."""
+    """Return {"train": pairs, "val": pairs} and their reports."""
     backbones = {}
     train, report = pairs_.read(config.train_data, backbones, config, config.max_rows)
     data = {"train": train, "val": []}
@@ -48,13 +49,13 @@ def read_data(config, world):
         reports["val"] = report | {"used": len(data["val"]), "held_out": names}
         report["used"] = len(data["train"])
     sampler.check_enough_rows(config.train_data, len(data["train"]), world)
-    return data, [backbone for _, backbone in backbones.values()], reports
+    return data, reports
 
 
-def share(rows, pairs, structures, size, world) -> list[sampler.MicroBatch]:
-    """Return this rank's micro-batches of one global batch, each with pairs of one backbone."""
-    groups = batches.groups(sorted(rows), pairs, size)
-    costs = [len(structures[pairs[g[0]].backbone].sequence) * (1 + len(g)) for g in groups]
+def share(pairs, size, world) -> list[sampler.MicroBatch]:
+    """Return this rank's micro-batches of some pairs, each of one backbone."""
+    groups = batches.groups(range(len(pairs)), pairs, size)
+    costs = [len(pairs[group[0]].preferred) * (1 + len(group)) for group in groups]
     micro_batches = []
     for index, weight in sampler.share(range(len(groups)), costs, world, budget=1):
         group = groups[index[0]]
@@ -78,10 +79,10 @@ class Scorer(nn.Module):
     def forward(self, batch):
         """(preferred [B], unpreferred [B]), in nats, averaged over the decoding orders."""
         encoded = self.model.encode(*batch.structure)  # once for all sequences
-        scores = self.model.decode(encoded, batch.sequences, batch.orders)[0]  # [S, L, 21]
+        scores = self.model.decode(encoded, batch.sequences, batch.orders)  # [S, L, 21]
         if self.temperature != 1:
             scores = (scores / self.temperature).log_softmax(-1)
-        picked = scores.gather(-1, batch.sequences[0, ..., None]).squeeze(-1)  # [S, L]
+        picked = scores.gather(-1, batch.sequences[..., None]).squeeze(-1)  # [S, L]
         count = len(batch.targets)
         picked = picked.view(2, count, -1, picked.shape[-1])  # [2, B, M, L]
         sums = (picked * batch.targets[:, None]).sum(-1).mean(-1)  # [2, B]
@@ -89,11 +90,11 @@ class Scorer(nn.Module):
 
     def example(self, device):
         """Return a backbone of four residues: for the throwaway pass of optim.Policy."""
-        coords = torch.arange(48.0, device=device).view(1, 4, 4, 3)
-        ones = torch.ones(1, 4, device=device)
-        letters = torch.arange(4, device=device).expand(1, 2, 4)
-        structure = [coords, ones, letters[:, 0], ones.long()]
-        return batches.Batch(structure, letters, letters, ones.bool())
+        coords = torch.arange(48.0, device=device).view(4, 4, 3)
+        ones = torch.ones(4, device=device)
+        letters = torch.arange(4, device=device).expand(2, 4)
+        structure = [coords, ones, letters[0], ones.long()]
+        return batches.Batch(structure, letters, letters, ones.bool()[None])
 
 
 def pair_losses(policy, batch, table, config):
@@ -107,75 +108,62 @@ def pair_losses(policy, batch, table, config):
     return per_pair, {"loss": per_pair, **metrics}
 
 
-def train_step(policy, step, rows, data, structures, table, config, run):
+def train_step(policy, pairs, table, config, run):
     """Forward and backward of one global batch; return its exact means. The gradient is ready."""
     world = run.world
-    pairs = data["train"]
     averages = Averages(world)
-    micro_batches = share(rows, pairs, structures, config.batch_size, world)
+    micro_batches = share(pairs, config.batch_size, world)
     for micro_batch in micro_batches:
-        index = micro_batch.index
         policy.sync_gradients(micro_batch is micro_batches[-1])
-        batch = batches.collate([pairs[i] for i in index], structures, config, world.device)
-        known = distributed.to_device(table[index], world.device)
+        batch = batches.collate([pairs[i] for i in micro_batch.index], config, world.device)
+        known = distributed.to_device(table[micro_batch.index], world.device)
         per_pair, metrics = pair_losses(policy, batch, known, config)
         weight = distributed.to_device(micro_batch.weight, world.device)
         # DDP averages over ranks: times world_size / global count is the mean of the global batch
-        loss = (per_pair * weight).sum() * (world.world_size / len(rows))
+        loss = (per_pair * weight).sum() * (world.world_size / len(pairs))
         policy.backward(loss)
         averages.add(metrics, weight)
     norm = policy.clip_grad_norm(config.max_grad_norm)
     return run.reduce(averages, norm)
 
 
-def check_step(policy, step, means, rows, data, structures, table, config, run):
+def check_step(policy, step, means, pairs, table, config, run):
     """Stop before an update that a NaN or a wrong start would spoil."""
-    pairs = [data["train"][row] for row in rows]
     locations = [pair.where for pair in pairs]
-
-    def now():  # [global batch, 2]
-        return score(policy.scorer, pairs, structures, config, run, with_bar=False)
-
-    checks.check_step(policy, step, means, locations, now, "full")
+    scored = functools.partial(score, policy.scorer, config, run, pairs)
+    checks.check_step(policy, step, means, locations, scored, "full")
     if step == 0:
         tokens = [int(pair.targets.sum()) for pair in pairs]
         expected = losses.at_reference(config)
-        checks.check_first_step(policy, means, now(), table[rows], tokens, locations, expected)
+        checks.check_first_step(policy, means, scored(), table, tokens, locations, expected)
 
 
 @torch.no_grad()
-def score(scorer, pairs, structures, config, run, with_bar=True):
+def score(scorer, config, run, pairs):
     """Log-probs of all pairs as they are now, shared out over the ranks: [number of pairs, 2]."""
     scores = []
-    parts = share(range(len(pairs)), pairs, structures, 16, run.world)
-    if with_bar:
-        run.bar.begin("Reference", len(parts))
+    parts = share(pairs, 16, run.world)
     for part in parts:
-        batch_pairs = [pairs[i] for i in part.index]
-        batch = batches.collate(batch_pairs, structures, config, run.world.device)
+        run.stop_if_requested()
+        batch = batches.collate([pairs[i] for i in part.index], config, run.world.device)
         scores.append(torch.stack(scorer(batch), -1))  # [B, 2]
-        if with_bar:
-            run.stop_if_requested()  # between two batches
-            run.bar.advance()
     return distributed.gather_by_index(len(pairs), parts, scores, run.world)
 
 
 @torch.no_grad()
-def evaluate(policy, data, structures, table, config, run):
+def evaluate(policy, pairs, table, config, run):
     """Return exact means over all validation pairs: each counted once, whatever the world size."""
-    pairs = data["val"]
-    device = run.world.device
     averages = Averages(run.world)
     losses_of_rank = []
-    parts = share(range(len(pairs)), pairs, structures, 16, run.world)
+    parts = share(pairs, 16, run.world)
     run.bar.begin("Validation", len(parts))
     for part in parts:
         run.stop_if_requested()
-        batch = batches.collate([pairs[i] for i in part.index], structures, config, device)
+        batch = batches.collate([pairs[i] for i in part.index], config, run.world.device)
         # not through DDP, which would only wait for gradients
-        known = distributed.to_device(table[part.index], device)
+        known = distributed.to_device(table[part.index], run.world.device)
         _, metrics = pair_losses(policy.scorer, batch, known, config)
-        averages.add(metrics, distributed.to_device(part.weight, device))
+        averages.add(metrics, distributed.to_device(part.weight, run.world.device))
         losses_of_rank += metrics["loss"].tolist()
         run.bar.advance(loss=losses_of_rank[-1], avg_loss=np.mean(losses_of_rank))
     values = averages.reduce()
@@ -188,7 +176,7 @@ def evaluate(policy, data, structures, table, config, run):
 # --- epochs --------------------------------------------------------------------------------------
 
 
-def end_epoch(step, plan, policy, data, structures, table, config, run):
+def end_epoch(step, plan, policy, data, table, config, run):
     """Validation, the epoch's lines and models; nothing if a stopped run has done it already."""
     if not plan.due(0, step) or run.validated >= step > 0 or step == 0 < plan.steps:
         return
@@ -196,7 +184,7 @@ def end_epoch(step, plan, policy, data, structures, table, config, run):
     epoch = math.ceil(plan.epoch(step))
     names = [f"checkpoint_epoch_{epoch}.pt", "latest_model.pt"]
     if data["val"]:
-        values = evaluate(policy, data, structures, table["val"], config, run)
+        values = evaluate(policy, data["val"], table["val"], config, run)
         run.results["val"] = values
         before = run.results.get("best", {"loss": math.inf})["loss"]
         if values["loss"] < before:
@@ -206,7 +194,7 @@ def end_epoch(step, plan, policy, data, structures, table, config, run):
     def write():
         for name in names:
             policy.scorer.model.save(run.folder / name)
-        train = mean_of(run.folder, "loss", (epoch - 1) * plan.steps_per_epoch, step)
+        train = train_loss(run.folder, (epoch - 1) * plan.steps_per_epoch, step)
         run.say(f"\nEpoch {epoch} Summary:\n  Train Loss: {train:.4f}")
 
     if step:  # else it was to be evaluated only
@@ -224,26 +212,21 @@ def end_epoch(step, plan, policy, data, structures, table, config, run):
 # --- main ----------------------------------------------------------------------------------------
 
 
-def digest(pairs, structures) -> str:
+def digest(pairs) -> str:
     """Return a digest of all that the log-probs of these pairs depend on, but for the model."""
     sha256 = hashlib.sha256()
     for pair in pairs:
         sha256.update(f"{pair.name}\n".encode())  # which its decoding orders are drawn by
-        for array in (*pair[3:], *structures[pair.backbone][:4]):
+        for array in (*pair[4:], *pair.backbone[:4]):
             sha256.update(array.tobytes())
     return sha256.hexdigest()[:16]
 
 
-def mean_of(folder, name, after, until):
-    """Mean over the pairs of some training steps: those above `after`, up to `until`."""
-    total = 0.0
-    count = 0
-    for text in (folder / "metrics.jsonl").read_text().splitlines():
-        line = json.loads(text)
-        if line["split"] == "train" and after < line["step"] <= until:
-            total += line[name] * line["count"]
-            count += line["count"]
-    return total / count
+def train_loss(folder, after, until):
+    """Mean over the pairs of some training steps, of earlier starts, too: `after` < step."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    lines = [line for line in lines if line["split"] == "train" and after < line["step"] <= until]
+    return np.average([line["loss"] for line in lines], weights=[line["count"] for line in lines])
 
 
 def main(argv=None) -> int:
@@ -254,11 +237,11 @@ def main(argv=None) -> int:
         world = distributed.init_process_group(world, config.backend, config.timeout_minutes)
 
     # data
-    data, structures, reports = read_data(config, world)
+    data, reports = read_data(config, world)
     base = weights.path_of(config.base_model_name, config.base_model_dir)
     plan = sampler.Plan.of(config, len(data["train"]), world.world_size)
     model = mpnn.ProteinMPNN.load(base)
-    inputs = {f"content of {split}": digest(pairs, structures) for split, pairs in data.items()}
+    inputs = {f"content of {split}": digest(pairs) for split, pairs in data.items()}
     inputs["global_batch"] = str(plan.global_batch)
     inputs["content of base_model_name"] = files.digest_of_files([base])
     spec = RunSpec(
@@ -289,19 +272,13 @@ def main(argv=None) -> int:
         # model
         scorer = Scorer(model, config.temperature).to(world.device)
         policy = optim.wrap(scorer, world)
-        # what the reference's log-probs depend on, beside the data and the model in `inputs`
-        fingerprint = inputs | {"device": world.device.type, "torch": torch.__version__}
-        for name in ("decoding_order", "num_orders", "seed", "temperature"):
-            fingerprint[name] = str(getattr(config, name))
-        table = run.reference_logps(
-            fingerprint,
-            data,
-            lambda pairs: score(scorer, pairs, structures, config, run),
-            config.reference_logps,
-        )
+        # what the reference's log-probs depend on, beside settings and inputs of this run
+        fingerprint = {"device": world.device.type, "torch": torch.__version__}
+        scored = functools.partial(score, scorer, config, run)
+        table = run.reference_logps(fingerprint, data, scored)
         optimizer, schedule = optim.make_optimizer(policy, config, peak, plan.steps)
         done = run.restore(policy, optimizer, schedule)
-        rest = plan, policy, data, structures, table, config, run
+        rest = plan, policy, data, table, config, run
         end_epoch(done, *rest)
 
         # loop: one turn is one optimiser step
@@ -310,19 +287,20 @@ def main(argv=None) -> int:
         epoch_losses = []
         for step in range(done, plan.steps):
             start = time.perf_counter()
-            rows = batches.batch(plan, data["train"], step)
+            rows = sorted(batches.batch(plan, data["train"], step))
+            pairs = [data["train"][row] for row in rows]
+            known = table["train"][rows]
             epoch, turn = divmod(step, plan.steps_per_epoch)
             if turn == 0 or step == done:
                 run.say(f"\nEpoch {epoch + 1}/{epochs}")
                 run.bar.begin("Training", plan.steps_per_epoch, turn)
                 epoch_losses = []
-            known = table["train"]
-            values = train_step(policy, step, rows, data, structures, known, config, run)
-            check_step(policy, step, values, rows, data, structures, known, config, run)
+            values = train_step(policy, pairs, known, config, run)
+            check_step(policy, step, values, pairs, known, config, run)
             values["learning_rate"] = optimizer.param_groups[0]["lr"]
             policy.step(optimizer, schedule, values["grad_norm"])
             seconds = time.perf_counter() - start
-            residues = sum(len(data["train"][row].preferred) for row in rows)
+            residues = sum(len(pair.preferred) for pair in pairs)
             values |= {"epoch": plan.epoch(step + 1), "seconds": seconds}
             values["tokens_per_second"] = 2 * residues / seconds
             values["peak_memory_mb"] = metrics.peak_memory_mb(world.device)

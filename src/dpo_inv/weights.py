@@ -8,21 +8,19 @@ soluble_model_weights. v_48_002, 010, 020, 030: 48 neighbours, backbone noise of
 Angstrom in training.
 """
 
-import hashlib
-import http.client
-import urllib.request
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import tyro
 
-from ddp_utils import UserError, cli, files, jsonl
+from ddp_utils import UserError, cli, jsonl
 from ddp_utils.runs import preemption
 
 # no branch, which may move: the last commit
 SOURCE = "https://raw.githubusercontent.com/dauparas/ProteinMPNN"
 SOURCE += "/8907e6671bfbfc92303b5f79c4b5e6ce47cdef57"
-SIZE = 6_681_301  # bytes of each of them
 SHA256 = {  # as several projects that use the same commit have published them
     "v_48_002": "925f2ca1007bf9b02e0e7f420ff00eb91f50fcc2722f64b42e644ae95adaa131",
     "v_48_010": "db866fae956a28661f926053d630610c55e9fc4bc03922f2aeeb98a37435ccce",
@@ -36,18 +34,17 @@ SHA256 = {  # as several projects that use the same commit have published them
 
 
 def path_of(name, folder="data/weights") -> Path:
-    """Return the file of a name such as v_48_020 or v_48_020_soluble, or of a path to a .pt file.
+    """Return the file of a name such as v_48_020 or v_48_020_soluble, or of a path.
 
     Raises UserError with the command that fetches it.
     """
-    if str(name).endswith(".pt"):
-        file = jsonl.resolve(name)
-        problem = f"{name}: no such file; give a path, or one of {', '.join(SHA256)}"
-    else:
-        url_of(name)  # checks the name
+    if name in SHA256:
         file = jsonl.resolve(folder) / f"{name}.pt"
         command = f"python -m dpo_inv.weights {name} --folder {folder}"
         problem = f"{folder}: no weights {name} there; fetch them with: {command}"
+    else:
+        file = jsonl.resolve(name)
+        problem = f"{name}: no such file; give a path, or one of {', '.join(SHA256)}"
     if not file.is_file():
         raise UserError(problem)
     return file
@@ -66,22 +63,16 @@ def fetch(name, folder="data/weights") -> Path:
     """Download a file, check it and only then give it its name; one that is there stays."""
     address = url_of(name)
     file = jsonl.resolve(folder) / f"{name}.pt"
-    if file.exists():
-        return file
-    by_hand = f"get {address} on a machine that can, and put it at {file}"
-    try:
-        with urllib.request.urlopen(address, timeout=60) as answer:  # noqa: S310 - https
-            content = answer.read(SIZE + 1)
-    except (OSError, http.client.HTTPException) as error:
-        raise UserError(f"{name}: cannot be fetched: {error!s:.120}; {by_hand}") from error
-    digest = hashlib.sha256(content).hexdigest()
-    if digest != SHA256[name]:
-        raise UserError(
-            f"{name}: {address} is another file: {len(content):,} bytes, sha256 {digest}, not "
-            f"{SHA256[name]}; try again, or {by_hand}"
-        )
-    with files.replacing(file) as temporary:
-        temporary.write_bytes(content)
+    if not file.exists():
+        socket.setdefaulttimeout(60)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            torch.hub.download_url_to_file(address, file, SHA256[name], progress=False)
+        except (OSError, RuntimeError) as error:
+            raise UserError(
+                f"{name}: cannot be fetched: {error!s:.200}; get {address} on a machine that can, "
+                f"and put it at {file}"
+            ) from error
     return file
 
 

@@ -35,7 +35,7 @@ class Case:
         torch.manual_seed(0)
         self.backbone = backbone(length)
         self.order = torch.randperm(length)[None]
-        self.pair = letters(1, 2, length)
+        self.pair = letters(2, length)
         self.ours = ProteinMPNN()
         self.plain = mpnn_plain.Plain()
         self.reference = mpnn_plain.Plain()
@@ -46,14 +46,15 @@ class Case:
 
     def plain_step(self):
         models = (self.plain, self.reference, self.plain_optimizer)
-        return mpnn_plain.dpo_step(*models, self.backbone, *self.pair.unbind(1), self.order)
+        backbone = [value[None] for value in self.backbone]
+        return mpnn_plain.dpo_step(*models, backbone, *self.pair[:, None], self.order)
 
     def margins(self, pairs):
-        """log p of one side less that of the other, of so many pairs: [1, pairs]."""
-        sequences = self.pair.repeat(1, pairs, 1)  # [1, 2 * pairs, L]
-        scores = self.ours.decode(self.ours.encode(*self.backbone), sequences, self.order[None])
+        """log p of one side less that of the other, of so many pairs: [pairs]."""
+        sequences = self.pair.repeat(pairs, 1)  # [2 * pairs, L]
+        scores = self.ours.decode(self.ours.encode(*self.backbone), sequences, self.order)
         sums = scores.gather(-1, sequences[..., None]).squeeze(-1).sum(-1)
-        return sums[:, 0::2] - sums[:, 1::2]
+        return sums[0::2] - sums[1::2]
 
     def our_step(self, pairs, known=0.0):
         """Return the loss of one step on so many pairs; known: the reference's margin."""

@@ -177,13 +177,11 @@ def main():
         for config, (model, reference) in models.items():
             stem = f"{config}/{structure}"
             numbers[stem] = dpo((model, reference), data)
-            where = [data[name] for name in ("X", "mask", "residue_idx", "chain_encoding")]
             with torch.no_grad():
                 found = log_probs(model, data, data["S"], data["order_rand"])
                 tensors[f"{stem}/native_rand"] = found[0]
                 found = log_probs(model, data, data["S_mut"], data["order_id"])
                 tensors[f"{stem}/mut_id"] = found[0]
-                tensors[f"{stem}/unconditional"] = model.unconditional_probs(*where)[0]
             if structure == "complex":
                 for temperature in (0.1, 1.0):
                     drawn = sample(model, data, randn, temperature)

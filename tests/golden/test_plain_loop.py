@@ -349,14 +349,15 @@ def test_four_steps_of_protein_dpo_equal_a_plain_loop(world_size, tmp_path):
     def logp(number, field):
         item, pair = items[number], named[number]
         backbone = structure.read(item["pdb_file"], ("B", "A"))
-        arrays = [torch.from_numpy(array)[None] for array in backbone[:4]]
+        arrays = [torch.from_numpy(array) for array in backbone[:4]]
         text = item[field] + backbone.sequence[len(item[field]) :]
         letters = torch.tensor([mpnn.ALPHABET.index(letter) for letter in text])
         sums = []
         for order in batches.orders(pair, "mutated_last", 2, 0):
             assert set(order[-int(pair.mutated.sum()) :]) == {*pair.mutated.nonzero()[0]}
-            parts = arrays[0].double(), *arrays[1:], letters[None], torch.tensor(order)[None]
-            scores = model(*parts)[0].double() / 0.5  # [L, 21]
+            encoded = model.encode(arrays[0].double(), *arrays[1:])
+            scores = model.decode(encoded, letters[None], torch.tensor(order)[None])
+            scores = scores[0].double() / 0.5  # [L, 21]
             scores = scores - scores.exp().sum(-1, keepdim=True).log()
             sums.append(scores[range(len(item[field])), letters[: len(item[field])]].sum())
         return sum(sums) / 2

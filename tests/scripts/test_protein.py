@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +13,10 @@ import programs
 import runs
 from conftest import ROOT
 from ddp_utils.runs import run as run_
-from dpo_inv import batches, mpnn, pairs, run_dpo_ddp
+from dpo_inv import mpnn, pairs, run_dpo_ddp
 from dpo_inv.config import Config
 from ranks import ranks, run_ranks
+from scripts.test_protein_real import plain_logps
 
 DATA = str(ROOT / "data/input/test_data_real.json")
 VAL = str(ROOT / "data/input/test_data_val.json")
@@ -53,37 +53,11 @@ def test_simpo_has_no_first_loss_to_be_checked(tmp_path):
     assert first["loss"] > 0 and first["grad_norm"] > 0
 
 
-def test_decoding_orders_of_other_names_are_other_pairs(tmp_path):
+def test_decoding_orders_of_other_names_are_other_pairs():
     """They are drawn by the structure's name: log-probs of one may not be read for the other."""
-    items = json.loads(Path(DATA).read_text())[:2]
-    marks = []
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        for item in items:
-            source = Path(DATA).parent / item["pdb_file"]
-            shutil.copy(source, tmp_path / name / f"{name}_{source.name}")
-        path = tmp_path / name / "pairs.json"
-        mine = [item | {"pdb_file": f"{name}_{Path(item['pdb_file']).name}"} for item in items]
-        path.write_text(json.dumps(mine))
-        met = {}
-        found, _ = pairs.read(str(path), met, Config())
-        marks.append(run_dpo_ddp.digest(found, [structure for _, structure in met.values()]))
-    assert marks[0] != marks[1]
-
-
-def test_log_probs_of_another_run_are_read_where_all_they_hang_on_is_the_same(one, tmp_path):
-    """A reference that was scored at another temperature, or in other orders, is another one."""
-    other = [*batch(8), "--reference_logps", str(one)]
-    changes = {
-        "temperature": "0.5",
-        "decoding_order": "mutated_last",
-        "num_orders": "2",
-        "seed": "9",
-    }
-    for name, value in changes.items():
-        outcome = run_ranks(1, train, str(tmp_path / name), *other, f"--{name}", value)
-        assert f"{one} has another {name}; leave it out" in outcome.logs[0]
-    ranks(1, train, str(tmp_path / "same"), *other, "--beta", "0.3", "--max_steps", "1")
+    found, _ = pairs.read(DATA, {}, Config(), 2)
+    others = [pair._replace(name=f"other_{pair.name}") for pair in found]
+    assert run_dpo_ddp.digest(found) != run_dpo_ddp.digest(others)
 
 
 def test_a_run_that_diverges_has_no_perplexity(tmp_path):
@@ -91,7 +65,6 @@ def test_a_run_that_diverges_has_no_perplexity(tmp_path):
     run = tmp_path / "run"
     flags = [*batch(4), "--max_rows", "4", "--max_steps", "3", "--learning_rate", "100"]
     ranks(1, train, str(run), *flags, timeout=120)
-    print(runs.lines(run, "val"))
     assert any(line["perplexity"] is None for line in runs.lines(run, "val"))
 
 
@@ -122,31 +95,15 @@ def life(folder, flags, fault):
 
 def test_the_validation_is_exact(one):
     """Against the saved models, pair by pair, each alone and summed in float64."""
-    config = Config(beta=0.1)
-    met = {}
-    found, _ = pairs.read(VAL, met, config)
-    structures = [structure for _, structure in met.values()]
-    base, policy = mpnn.ProteinMPNN.load(MODEL), mpnn.ProteinMPNN.load(one / "latest_model.pt")
-    losses, chosen = [], []
-    for pair in found:
-        backbone = structures[pair.backbone]
-        order = torch.from_numpy(batches.orders(pair, "random", 1, 0))
-        inputs = [torch.from_numpy(array)[None] for array in backbone[:4]]
-        sums = []
-        for model in (policy, base):
-            for side in (pair.preferred, pair.unpreferred):
-                letters = torch.from_numpy(side)
-                with torch.no_grad():
-                    scores = model(*inputs, letters[None], order)[0]
-                picked = scores[torch.arange(len(letters)), letters].double().numpy()
-                sums.append(picked[pair.targets].sum())
-        z = 0.1 * ((sums[0] - sums[2]) - (sums[1] - sums[3]))
-        losses.append(np.log1p(np.exp(-z)))
-        chosen.append(sums[0])  # context cancels in the margin, not here
+    found, _ = pairs.read(VAL, {}, Config())
+    models = [mpnn.ProteinMPNN.load(path) for path in (one / "latest_model.pt", MODEL)]
+    after, before = (plain_logps(model, found, seed=0) for model in models)  # [N, 2]
+    z = 0.1 * (after - before) @ [1, -1]
     last = runs.lines(one, "val")[-1]
-    assert last["count"] == len(losses)
-    assert last["loss"] == pytest.approx(np.mean(losses), rel=1e-6)
-    assert last["logps/chosen"] == pytest.approx(np.mean(chosen), rel=1e-6)
+    assert last["count"] == len(found)
+    assert last["loss"] == pytest.approx(np.log1p(np.exp(-z)).mean(), rel=1e-6)
+    # context cancels in the margin, not here
+    assert last["logps/chosen"] == pytest.approx(after[:, 0].mean(), rel=1e-6)
 
 
 LINES = r"""Initialized DDP: rank=0, world_size=4, local_rank=0
@@ -172,7 +129,5 @@ def test_the_lines_of_the_guide_on_4_processes(tmp_path):
     found = re.search(LINES, said)
     assert found, said
     train = [line["loss"] for line in runs.lines(tmp_path / "run", "train")]
-    assert float(found[1]) == pytest.approx(np.mean(train), abs=6e-5)
-    assert float(found[2]) == pytest.approx(
-        runs.lines(tmp_path / "run", "val")[-1]["loss"], abs=6e-5
-    )
+    val = runs.lines(tmp_path / "run", "val")[-1]["loss"]
+    assert [*map(float, found.groups())] == pytest.approx([np.mean(train), val], abs=6e-5)

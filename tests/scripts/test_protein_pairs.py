@@ -9,7 +9,8 @@ import torch
 
 from conftest import ROOT
 from ddp_utils import UserError
-from dpo_inv import batches, inference, mpnn, pairs
+from ddp_utils.sampler import Plan
+from dpo_inv import batches, inference, mpnn, pairs, structure
 from dpo_inv.config import Config
 
 INPUT = ROOT / "data/input"
@@ -54,7 +55,7 @@ def test_neither_a_missing_residue_nor_an_unknown_letter_is_scored(tmp_path):
 def test_score_and_recovery_are_of_the_designed_residues():
     config = inference.Config(mutable_positions=(0, 2))
     task = inference.read_task(INPUT / SINGLE["pdb_file"], config)
-    letters = torch.tensor(mpnn.encode(task.structure.sequence))[None]
+    letters = torch.from_numpy(mpnn.encode(task.structure.sequence))[None]
     letters[0, 0] = (letters[0, 0] + 1) % 20
     [entry] = inference.summary(task, letters, -torch.arange(1.0, letters.numel() + 1)[None])
     assert (entry["score"], entry["recovery"]) == (2, 0.5)  # of 1 and 3 nats
@@ -65,9 +66,9 @@ OTHER = ("A" if TEXT[0] != "A" else "L") + TEXT[1:]
 REFUSED = [  # changes of an item, what the line says
     ({"pdb_file": "nothing.pdb"}, "pdb_file: no file"),
     ({"preferred_seq": TEXT[:-1]}, f"preferred_seq: {len(TEXT) - 1} letters, the designed"),
-    ({"preferred_seq": "U" + TEXT[1:-1] + "Z"}, "preferred_seq: U, Z not in ACDEF"),
+    ({"preferred_seq": "U" + TEXT[1:-1] + "Z"}, "preferred_seq: 'U, Z' not in ACDEF"),
     ({"chain_id": "A", "design_chains": ["A"]}, "chain_id and design_chains; give one"),
-    ({"chain_id": "Q"}, "no protein chain 'Q'; it has A"),
+    ({"chain_id": "Q"}, "no protein chain 'Q'; it has ['A']"),
     ({"chain_id": "A", "fixed_chains": ["A"]}, "chain 'A' is asked for twice"),
     (
         {"preferred_seq": TEXT, "unpreferred_seq": OTHER, "mutable_positions": [1]},
@@ -75,13 +76,12 @@ REFUSED = [  # changes of an item, what the line says
     ),
     ({"mutable_ranges": [[3, 999]]}, "mutable 3 to 999; there are 0 to"),
     ({"mutable_positions": "x"}, "mutable_positions are numbers, mutable_ranges pairs of them"),
-    ({"design_chains": "A", "chain_id": None}, "design_chains is 'A'; give a list"),
 ]
 
 
 def test_an_item_that_does_not_fit_is_one_line(tmp_path):
     for changes, says in REFUSED:
-        item = {k: v for k, v in plain(**changes).items() if v is not None}
+        item = plain(**changes)
         with pytest.raises(UserError) as caught:
             read(tmp_path, item)
         assert says in str(caught.value) and "\n" not in str(caught.value)
@@ -129,9 +129,7 @@ def test_orders_end_with_what_is_designed_and_are_shared_by_a_backbone(tmp_path)
     context = (~a.designed).sum()
     assert 0 < context < len(a.designed)
     found = batches.orders(a, "random", 3, seed=1)
-    assert (
-        found.shape == (3, len(a.designed)) and (np.sort(found) == np.arange(len(a.designed))).all()
-    )
+    assert (np.sort(found) == [np.arange(len(a.designed))] * 3).all()
     assert not a.designed[found[:, :context]].any()
     assert (found == batches.orders(a, "random", 3, seed=1)).all()
     assert (found != batches.orders(a, "random", 3, seed=2)).any()
@@ -146,22 +144,22 @@ def test_a_split_keeps_backbones_whole_and_an_epoch_visits_each_pair_once():
     found, _ = pairs.read(str(INPUT / "test_data_real.json"), {}, Config())
     train, val = batches.split(found, seed=3)
     assert len(train) + len(val) == len(found) and 0.02 < len(val) / len(found) < 0.12
-    assert not {p.backbone for p in train} & {p.backbone for p in val}
-    order = batches.order_of_epoch(train, seed=0, epoch=0)
-    assert sorted(order) == list(range(len(train)))
-    assert order != batches.order_of_epoch(train, seed=0, epoch=1)
+    assert not {p.number for p in train} & {p.number for p in val}
+    plan = Plan(len(train), len(train), seed=0)
+    order = batches.batch(plan, train, 0)
+    assert sorted(order) == list(range(len(train))) and order != batches.batch(plan, train, 1)
     for group in batches.groups(order[:32], train, 4):
-        assert len({train[row].backbone for row in group}) == 1 and len(group) <= 4
+        assert len({train[row].number for row in group}) == 1 and len(group) <= 4
 
 
 def test_a_split_holds_out_a_tenth_or_the_smallest():
-    pair = pairs.Pair("", "", 0, *[np.zeros(3)] * 4)
+    pair = pairs.Pair(*[None] * len(pairs.Pair._fields))
     # none fits into a tenth: the smallest; the two that fit together; there is but one
     for sizes, held in (([5, 30, 10], 1), ([90, 4, 6], 2), ([7], 0)):
-        found = [pair._replace(backbone=n) for n, size in enumerate(sizes) for _ in range(size)]
+        found = [pair._replace(number=n) for n, size in enumerate(sizes) for _ in range(size)]
         for seed in range(5):
             train, val = batches.split(found, seed)
-            assert len({p.backbone for p in val}) == held
+            assert len({p.number for p in val}) == held
             assert len(train) + len(val) == sum(sizes) and len(val) in (0, 5, 10)
 
 
@@ -172,14 +170,7 @@ def test_a_fixed_chain_is_copied_and_x_is_never_drawn(tmp_path):
     flags += ["--num_samples", "4", "--temperature", "2", "--output_dir", str(tmp_path)]
     assert inference.main(flags) == 0
     (result,) = json.loads((tmp_path / "all_results.json").read_text())
-    native = inference.read_task(
-        INPUT / COMPLEX["pdb_file"],
-        inference.Config(
-            design_chains=tuple(COMPLEX["design_chains"]),
-            fixed_chains=tuple(COMPLEX["fixed_chains"]),
-        ),
-    )
-    wanted = inference.text_of(native, pairs.encode(native.structure.sequence))
+    wanted = structure.read(INPUT / COMPLEX["pdb_file"], COMPLEX["design_chains"]).sequence
     for sequence in result["sequences"]:
         assert "X" not in sequence and len(sequence) == len(wanted)
         assert sequence[1] == wanted[1] and sequence[3:] == wanted[3:]
@@ -197,10 +188,10 @@ def test_a_letter_is_drawn_last_from_the_softmax_at_its_temperature():
     task = inference.read_task(INPUT / SINGLE["pdb_file"], config)
     model = mpnn.ProteinMPNN.load(MODEL)
     letters, log_probs = inference.sample(model, task, config, "cpu")
-    native = torch.tensor(mpnn.encode(task.structure.sequence.replace("-", "X")))
+    native = torch.from_numpy(mpnn.encode(task.structure.sequence))
     order = torch.tensor([*range(5), *range(6, len(native)), 5])  # [L]
-    arrays = [torch.from_numpy(array)[None] for array in task.structure[:4]]
-    scores = model(*arrays, native[None], order[None])[0, 5].double()  # [21]
+    encoded = model.encode(*batches.tensors(task.structure, "cpu"))
+    scores = model.decode(encoded, native[None], order[None])[0, 5].double()  # [21]
     drawn = letters[:, 5]
     assert (letters == native).sum() == letters.numel() - (drawn != native[5]).sum()
     torch.testing.assert_close(log_probs[:, 5].double(), scores[drawn], atol=1e-4, rtol=0)

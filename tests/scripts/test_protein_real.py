@@ -19,11 +19,11 @@ import programs
 import runs
 from conftest import ROOT
 from ddp_utils.distributed import World
+from ddp_utils.metrics import wilson
 from dpo_inv import batches, mpnn, run_dpo_ddp
 from dpo_inv.config import Config
 from ranks import ranks
 
-X = mpnn.ALPHABET.index("X")
 ACCURACY = "rewards/accuracies"
 
 
@@ -71,12 +71,12 @@ def weights(path, natives=(), passes=0):
 
 def native_loss(model, backbone, noise=0.0):
     """Mean negative log-prob of the native letters in a random decoding order."""
-    letters = torch.tensor(mpnn.encode(backbone.sequence))
-    known = torch.from_numpy(backbone.mask > 0) & (letters != X)
+    letters = torch.from_numpy(mpnn.encode(backbone.sequence))
+    known = torch.from_numpy(backbone.mask > 0) & (letters != mpnn.UNKNOWN)
     coords, *others = batches.tensors(backbone, "cpu")
-    coords = coords + noise * torch.randn_like(coords)
-    order = torch.randperm(len(letters))[None]
-    scores = model(coords, *others, letters[None], order)[0]
+    encoded = model.encode(coords + noise * torch.randn_like(coords), *others)
+    order = torch.randperm(len(letters))
+    scores = model.decode(encoded, letters[None], order[None])[0]
     return nll_loss(scores[known], letters[known])
 
 
@@ -106,61 +106,50 @@ def dpo(launch, data, folder, *flags):
 
 
 def held_out(data, seed):
-    """What the program reads and holds out, and its structures: each file is on one side alone."""
-    found, structures, _ = run_dpo_ddp.read_data(Config(train_data=str(data), seed=seed), World())
+    """What the program reads and holds out: each file is on one side alone."""
+    found, _ = run_dpo_ddp.read_data(Config(train_data=str(data), seed=seed), World())
     train, val = (Counter(p.name.split()[0] for p in found[side]) for side in ("train", "val"))
     assert train + val == Counter(Path(item["pdb_file"]).name for item in with_paths(data))
     assert train and val and not train.keys() & val.keys()
-    return found, structures
+    return found
 
 
-def plain_margins(model, pairs, structures, seed):
-    """log p(preferred) - log p(unpreferred), one sequence after the other, in float64."""
-    margins = []
+@torch.no_grad()
+def plain_logps(model, pairs, seed):
+    """log p of preferred and unpreferred, one sequence after the other, in float64: [N, 2]."""
+    logps = []
     for pair in pairs:
-        inputs = [torch.from_numpy(array)[None] for array in structures[pair.backbone][:4]]
+        encoded = model.encode(*batches.tensors(pair.backbone, "cpu"))
         order = torch.from_numpy(batches.orders(pair, "random", 1, seed))
-        sums = []
         for letters in (torch.from_numpy(pair.preferred), torch.from_numpy(pair.unpreferred)):
-            with torch.no_grad():
-                scores = model(*inputs, letters[None], order)[0].double()
-            sums.append(scores.gather(-1, letters[:, None])[pair.targets].sum().item())
-        margins.append(sums[0] - sums[1])
-    return np.array(margins)
-
-
-def wilson(share, count, z=1.96):
-    """The shares p with |share - p| = z sqrt(p (1 - p) / count): both roots of that quadratic."""
-    return np.sort(np.roots([1 + z**2 / count, -2 * share - z**2 / count, share**2]))
+            scores = model.decode(encoded, letters[None], order)[0].double()
+            logps.append(scores.gather(-1, letters[:, None])[pair.targets].sum().item())
+    return np.reshape(logps, (-1, 2))
 
 
 def check_run(launch, data, seed, passes, folder, *flags):
     """A run that splits its validation off itself -> its last numbers there."""
-    found, structures = held_out(data, seed)
+    found = held_out(data, seed)
     val = found["val"]
-    held, natives = [], []
-    for number, structure in enumerate(structures):
-        (held if number in {pair.backbone for pair in val} else natives).append(structure)
-    base = weights(folder / "base.pt", natives, passes)
+    held, natives = ({p.number: p.backbone for p in found[s]}.values() for s in ("val", "train"))
+    base = weights(folder / "base.pt", [*natives], passes)
     first, summary = dpo(launch, data, folder, "--seed", seed, *flags)
     # the run trained on what was looked at here
     inputs = json.loads((folder / "run/environment.json").read_text())["inputs"]
-    assert inputs["content of val"] == run_dpo_ddp.digest(val, structures)
-    assert inputs["content of train"] == run_dpo_ddp.digest(found["train"], structures)
+    assert inputs["content of val"] == run_dpo_ddp.digest(val)
+    assert inputs["content of train"] == run_dpo_ddp.digest(found["train"])
     # from the weights given, with the policy its reference; pre-trained is better than any guess
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert (math.exp(first["nll"]) < 20) == bool(passes), first
     # each held-out pair once, against scores of one sequence after the other
     policy = mpnn.ProteinMPNN.load(folder / "run/latest_model.pt")
-    before, after = (plain_margins(model, val, structures, seed) for model in (base, policy))
+    before, after = (plain_logps(model, val, seed) @ [1, -1] for model in (base, policy))
     accuracy, said = (after > before).mean(), summary["val"]
     assert (said["count"], said[ACCURACY]) == (len(val), pytest.approx(accuracy))
     assert said["rewards/margins"] == pytest.approx(0.1 * (after - before).mean(), abs=1e-4)
     bounds = said[f"{ACCURACY}_low"], said[f"{ACCURACY}_high"]
-    assert bounds == pytest.approx(wilson(accuracy, len(val)), abs=1e-4)
-    native = np.mean(
-        [p.preferred.tolist() == mpnn.encode(structures[p.backbone].sequence) for p in val]
-    )
+    assert bounds == pytest.approx(wilson(accuracy * len(val), len(val)), abs=1e-4)
+    native = np.mean([np.array_equal(p.preferred, mpnn.encode(p.backbone.sequence)) for p in val])
     print(
         f"\nseed {seed}, {passes} passes over natives: {summary['seconds']:.0f} s, held-out loss "
         f"{said['loss']:.3f}, accuracy {accuracy:.3f} [{bounds[0]:.3f}, {bounds[1]:.3f}] of "

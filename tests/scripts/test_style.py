@@ -221,6 +221,7 @@ def test_every_setting_has_an_effect(script):
     code = "".join(path.read_text() for path in SOURCES)
     names = [field.name for field in fields(importlib.import_module(script).Config)]
     unused = [name for name in names if not re.search(rf'(config|self)(\.|, "){name}\b', code)]
-    # in losses.options, read_data, mark_of, and by dist.run from the command line
+    # in losses.options, read_data, pairs.chains_of and mutable, and from the command line
     by_name = {"label_smoothing", "lambda_dpop", "lambda_shift", "simpo_gamma"}
+    by_name |= {"chain_id", "fixed_chains", "mutable_positions", "mutable_ranges"}
     assert set(unused) <= by_name | {"val_data", "test_data", "val_out_file", "debug"}
