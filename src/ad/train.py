@@ -17,7 +17,6 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # where nothing is in
 
 import ddp_utils.runs.preemption as preemption  # before torch, whose import takes seconds
 
-import json
 import math
 import time
 
@@ -33,7 +32,6 @@ from ddp_utils.runs import checks
 from ddp_utils.runs import run as run_
 from ddp_utils.runs.run import Run, RunSpec
 
-SHAPE = "grid_size tf_n_embd tf_n_layer tf_n_head tf_n_inner window tf_dropout tf_attn_dropout"
 POLLED = 10  # steps between looks whether one was asked to stop, each of which waits for the GPU
 
 
@@ -132,13 +130,9 @@ def validate(step, policy, data, config, run):
 
 
 def save(model, folder):
-    """Write the weights under their own names, and what the model is built from."""
+    """Write the weights under their own names; config.json of the run says what they belong to."""
     folder.mkdir(exist_ok=True)
-    tensors = {name: tensor.contiguous().cpu() for name, tensor in model.state_dict().items()}
-    save_file(tensors, folder / "model.safetensors")
-    shape = {name: getattr(model.config, name) for name in SHAPE.split()}
-    shape["tf_n_inner"] = model.layers[0].up.out_features
-    (folder / "config.json").write_text(json.dumps(shape, indent=2) + "\n")
+    save_file(model.state_dict(), folder / "model.safetensors")
 
 
 # --- main ----------------------------------------------------------------------------------------
@@ -147,7 +141,7 @@ def save(model, folder):
 def main(argv=None) -> int:
     # setup
     world = distributed.whoami(argv=sys.argv)
-    config, lines = read(sys.argv[1:] if argv is None else argv, world.is_main)
+    config = read(sys.argv[1:] if argv is None else argv, world.is_main)
     choose = distributed.choose_device if config.check else distributed.meet
     world = choose(world, config.backend)
     precision = optim.Precision.choose(world.device, mixed=config.mixed_precision)
@@ -159,17 +153,19 @@ def main(argv=None) -> int:
         windows.read(path, config.source())  # else they are collected when all have met
     torch.manual_seed(config.seed)  # the same start on every rank
     model = Model(config)
-    needed = optim.bytes_to_write(model, config.keep_checkpoints + 1)
     counts = config.train_batch_size, config.gradient_accumulation_steps, world.world_size
     global_batch = math.prod(counts)
     inputs = {"global_batch": str(global_batch)}
+    lines = []
+    if config.num_workers:
+        lines.append("num_workers: not needed: windows are cut on the device, there is no loader")
     histories = f"histories: {path}{'' if path.exists() else ', to be collected'}"
     spec = RunSpec(
         folder=Path(config.output_dir),
         flag="--output_dir",
         steps=config.train_timesteps,
         inputs=inputs,
-        bytes_needed=needed,
+        bytes_needed=optim.bytes_to_write(model, config.keep_checkpoints + 1),
         lines=[*lines, histories],
     )
     if config.check:
