@@ -56,7 +56,6 @@ class Config:
     num_sequences_per_question: int = 25  # replies to each
     batch_size: int = 38  # replies of one forward and process
     max_sequence_length: int = 128  # new tokens of a reply, at most
-    min_sequence_length: int = 1  # new tokens; shorter replies are left out, and counted
     temperature: float = 1.0  # 1: as the model has it; 0: the most probable word each time
     top_p: float = 1.0  # draw from the smallest set of words with this much probability
 
@@ -86,19 +85,16 @@ def read_settings(argv, world):
         config,
         num_sequences_per_question=cli.ABOVE_0,
         max_sequence_length=cli.ABOVE_0,
-        min_sequence_length=cli.FROM_0,
         num_questions=("of -1, or 1 and more", lambda x: x == -1 or x > 0),
         val_split=("above 0, below 1", lambda x: 0 < x < 1),
     )
-    if config.min_sequence_length > config.max_sequence_length:
-        raise UserError("--min_sequence_length: it is above --max_sequence_length; give less")
     return config
 
 
 def mark_of(config, prompts, settings) -> str:
     """Hash what the rows depend on, the code included; not on the number of processes."""
     names = "num_sequences_per_question batch_size max_sequence_length temperature top_p seed"
-    names += " min_sequence_length val_split use_mixed_precision base_dtype chat_template_kwargs"
+    names += " val_split use_mixed_precision base_dtype chat_template_kwargs"
     facts = [getattr(config, name) for name in names.split()]
     facts += [models.digest_of_model(config.model_name, settings), prompts, torch.__version__]
     code = environment.code_of("generate_data.py", "ddp_utils/*.py", "prompt_baking/*.py")
@@ -130,38 +126,25 @@ class Parts:
     """What is sampled so far, group by group, in a folder beside the file that it will become."""
 
     def __init__(self, file, mark):
-        self.folder = Path(f"{file}.parts")
+        self.folder = Path(f"{file}.{mark}.parts")
         self.file = self.folder / "replies.jsonl"
         self.mark = mark
         self.groups = []
 
     def open(self) -> int:
-        """Lock the folder and take over the whole groups of a stopped run; return their number.
-
-        Raises UserError if that run had other settings.
-        """
+        """Lock the folder and take over the whole groups of a stopped run; return their number."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = folder.lock(self.folder)
         text = self.file.read_text() if self.file.exists() else ""
         text = text[: text.rfind("\n") + 1]  # a kill may cut the last line
-        groups = [json.loads(line) for line in text.splitlines()]
-        if any(group["mark"] != self.mark for group in groups):
-            self.lock.release()
-            raise UserError(
-                f"{self.folder} holds replies sampled with other settings, model, "
-                "questions or code; give the old ones to go on, or remove it"
-            )
-        self.groups = [group["replies"] for group in groups]
+        self.groups = [json.loads(line) for line in text.splitlines()]
         files.write_text(self.file, text)
-        return len(groups)
+        return len(self.groups)
 
     def add(self, replies):
         self.groups.append(replies)
         with open(self.file, "a") as file:
-            file.write(json.dumps({"mark": self.mark, "replies": replies}) + "\n")
-
-    def close(self):
-        shutil.rmtree(self.folder)
+            file.write(json.dumps(replies) + "\n")
 
 
 def sample(scorer, prompts, ends, config, world, bar, parts, done):
@@ -197,25 +180,19 @@ def sample(scorer, prompts, ends, config, world, bar, parts, done):
     bar.close()
 
 
-def write(config, x0, questions, parts, tokenizer, ends):
+def write(config, x0, questions, parts, tokenizer):
     """Write both files, each whole or not at all; return the lines to print."""
     count = min(len(questions) - 1, max(1, round(config.val_split * len(questions))))
     held_out = set(order(len(questions), config.seed, "held out")[:count])
     rows = {False: [], True: []}  # whether held out -> lines
-    short = 0
     for index, tokens in enumerate(itertools.chain(*parts.groups)):
         number, sequence = divmod(index, config.num_sequences_per_question)
-        if len(tokens) - sum(token in ends for token in tokens[-1:]) < config.min_sequence_length:
-            short += 1
-            continue
         row = {"question": questions[number], "x0": x0, "number": number, "sequence": sequence}
         row["reply"] = tokenizer.decode(tokens, skip_special_tokens=True)
         row |= {"tokens": tokens, "model": config.model_name, "mark": parts.mark}
         row["chat_template_kwargs"] = config.chat_template_kwargs
         rows[number in held_out].append(json.dumps(row) + "\n")
-    if not all(rows.values()):
-        raise UserError("--min_sequence_length: too few replies have so many tokens; give fewer")
-    lines = [f"{short} replies below --min_sequence_length left out"] if short else []
+    lines = []
     # the training file last: check_files() looks at its mark
     for path, held in ((config.val_out_file, True), (config.traj_out_file, False)):
         with files.replacing(path) as file:
@@ -223,7 +200,7 @@ def write(config, x0, questions, parts, tokenizer, ends):
             if Path(path).exists():  # of other settings, or someone else's
                 lines.append(f"{path} was there: moved to {folder.move_aside(Path(path))}")
         lines.append(f"{len(rows[held])} replies -> {path}")
-    parts.close()
+    shutil.rmtree(parts.folder)
     return lines
 
 
@@ -243,22 +220,21 @@ def main(argv=None) -> int:
     prompts = [trajectories.prompts(encoder, x0, question)[1] for question in questions]
     meta_model = models.load(config.model_name, "auto", models.META)
     reply = [0] * config.max_sequence_length
-    rows = [
-        trajectories.Trajectory(ids, ids, reply, config.question_dataset, "") for ids in prompts
-    ]
+    path = config.question_dataset
+    rows = [trajectories.Trajectory(ids, ids, reply, path, "") for ids in prompts]
     models.check_fit(meta_model, {"questions": rows})
     mark = mark_of(config, prompts, meta_model.config)
+    parts = Parts(config.traj_out_file, mark)
     total = len(questions) * config.num_sequences_per_question
     about = f"{total} replies = {len(questions)} questions x {config.num_sequences_per_question}"
     if config.check:
         distributed.choose_device(world, config.backend)
         check_files(config, mark)
         if world.is_main:
-            print(about, f"run folder: {config.traj_out_file}.parts", sep="\n")
+            print(about, f"run folder: {parts.folder}", sep="\n")
         return 0
 
     distributed.on_main(world, lambda: check_files(config, mark))
-    parts = Parts(config.traj_out_file, mark)
     done = distributed.on_main(world, parts.open)
     start = time.perf_counter()
     bar = progress.Bar(world.is_main)
@@ -270,17 +246,15 @@ def main(argv=None) -> int:
         print(f"{about}, world_size={world.world_size} device={world.device}", flush=True)
     try:
         sample(scorer, prompts, encoder.ends, config, world, bar, parts, done)
-        made = questions, parts, tokenizer, encoder.ends
-        lines = distributed.on_main(world, lambda: write(config, x0, *made))
+        lines = distributed.on_main(world, lambda: write(config, x0, questions, parts, tokenizer))
     finally:
         if world.is_main:
             parts.lock.release()
     if world.is_main:
         seconds = time.perf_counter() - start
         tokens = sum(map(len, itertools.chain(*parts.groups)))
-        print(
-            *lines, f"{tokens} tokens, {seconds:.0f} s, {tokens / seconds:.0f} a second", sep="\n"
-        )
+        lines.append(f"{tokens} tokens, {seconds:.0f} s, {tokens / seconds:.0f} a second")
+        print(*lines, sep="\n")
     return 0
 
 

@@ -54,9 +54,7 @@ def read_data(config, encoder, world):
     def read(path, limit=-1):
         if config.objective == "dpo":
             return preference_data.read(path, encoder, limit, config.on_bad_record)
-        return instruction_data.read(
-            path, encoder, config.format, fields, limit, config.on_bad_record
-        )
+        return instruction_data.read(path, encoder, fields, limit, config.on_bad_record)
 
     train, report = read(config.train_data, config.max_rows)
     data = {"train": train, "val": []}
@@ -65,10 +63,9 @@ def read_data(config, encoder, world):
         data["val"], reports["val"] = read(config.val_data)
     elif config.val_share:
         shares = (1 - config.val_share, config.val_share)
-        data = dict(
-            zip(data, preference_data.split_by_prompt(train, config.seed, shares), strict=True)
-        )
-        report["split"] = {name: len(rows) for name, rows in data.items()}
+        parts = preference_data.split_by_prompt(train, config.seed, shares)
+        data = {"train": parts[0], "val": parts[1]}
+        report["split"] = {"train": len(parts[0]), "val": len(parts[1])}
     if config.save_best and not data["val"]:
         raise UserError("--save_best: there is no validation data; give val_data or val_share")
     sampler.check_enough_rows(config.train_data, len(data["train"]), world)
@@ -83,11 +80,6 @@ def as_pairs(rows):
 
 
 # --- step ----------------------------------------------------------------------------------------
-
-
-def size(rows, config):
-    """What a loss over these rows is divided by: pairs, or tokens that are trained."""
-    return len(rows) if config.objective == "dpo" else sum(row.trained for row in rows)
 
 
 def row_losses(policy, batch, ref_logps, config):
@@ -111,7 +103,9 @@ def train_step(policy, step, rows, data, ref_logps, config, run):
     train = data["train"]
     averages = Averages(world)
     scorer = policy.scorer
-    count = size([train[row] for row in rows], config)
+    count = len(rows)  # what the loss is divided by: pairs, or tokens that are trained
+    if config.objective == "sft":
+        count = sum(train[row].trained for row in rows)
     micro_batches = scorer.share(rows, train, world, config.micro_batch_size)
     for micro_step, micro_batch in enumerate(micro_batches):
         torch.manual_seed(sampler.seed_of(config.seed, step, micro_step, world.rank))  # for dropout
@@ -185,10 +179,6 @@ def choose_numbers(config, outline, world):
 
         width = outline.config.get_text_config().hidden_size
         config.sharding = deepspeed.filled(config.sharding, config, world, width)
-    if config.use_fsdp:
-        from ddp_utils.sharding import fsdp
-
-        fsdp.layers_of(outline, config.sharding)
     return precision
 
 
@@ -233,7 +223,7 @@ def load(config, data, precision, run):
 
     names = (config.model_name, config.init_adapter)
     facts = logps.fingerprint(scorer, data, names, world.device)
-    return policy, run.reference_logps(facts, data, score)
+    return policy, run.reference_logps(facts, data, score, config.reference_logps)
 
 
 def main(argv=None) -> int:
@@ -256,8 +246,6 @@ def fine_tune(config, world) -> int:
     encoder = Encoder(tokenizer, config.chat_template, *shape)
     data, report = read_data(config, encoder, world)
     lines = [preference_data.describe(split, part) for split, part in report.items()]
-    if config.num_workers:
-        lines.append("num_workers: not needed: rows are tokenised once, there is no loader")
 
     # what the run will do, before a weight is read
     outline = models.outline(config)
@@ -266,6 +254,11 @@ def fine_tune(config, world) -> int:
     folders = {"model_name": config.model_name, "init_adapter": config.init_adapter}
     inputs = models.input_digests(data, folders, outline.config)
     inputs["global_batch"] = str(plan.global_batch)
+    if config.use_fsdp:
+        from ddp_utils.sharding import fsdp
+
+        remark = fsdp.layers_of(outline, config.sharding)[1]
+        lines += [remark] if remark else []
     if config.sharding:  # as the JSON has it, before its "auto" is filled in
         digest = files.digest_of_files([], config.sharding)
         inputs[f"content of {config.strategy}_config"] = digest
@@ -290,8 +283,6 @@ def fine_tune(config, world) -> int:
 
     optim.check_same_precision(precision, world)
     if config.use_fsdp:
-        from ddp_utils.sharding import fsdp
-
         fsdp.check_nodes(config.sharding, world)
 
     with Run(spec, config, world) as run:
@@ -301,10 +292,6 @@ def fine_tune(config, world) -> int:
             f"{world.world_size} ranks x {config.gradient_accumulation_steps} accumulation x "
             f"{config.micro_batch_size} learning_rate={config.learning_rate:.3g} steps={plan.steps}"
         )
-        if config.use_fsdp:
-            remark = fsdp.layers_of(outline, config.sharding)[1]
-            if remark:
-                run.say(remark)
 
         # model
         policy, ref_logps = load(config, data, precision, run)

@@ -1,6 +1,5 @@
 """Settings of src/train.py: the sections of its YAML file; each setting is a flag, too."""
 
-import argparse
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Literal
@@ -65,17 +64,14 @@ class Dataset:
     train_data: str = "data/demo/instructions.jsonl"  # .json or .jsonl
     val_data: str = ""  # empty: val_share of train_data
     val_share: float = 0.05  # of the prompts, if val_data is empty; 0: none
-    # sft: what a row is; auto: by its fields
-    format: Literal["auto", "alpaca", "sharegpt", "messages", "custom", "preference"] = "auto"
-    prompt_field: str = ""  # custom: where the prompt is
-    response_field: str = ""  # custom: where the reply is
+    prompt_field: str = ""  # sft: where the prompt is; empty: by the fields of a row
+    response_field: str = ""  # sft: where the reply is
     chat_template: str = "auto"  # auto: the tokenizer's, if it has one; none; or a .jinja file
     chat_template_kwargs: str = ""  # what the template takes, as JSON: {"enable_thinking": false}
     max_length: int = 1024  # tokens of prompt + response
     truncation: Literal["keep_end", "keep_start"] = "keep_end"  # which part of a long prompt stays
     max_rows: int = -1  # read only so many rows of train_data
     on_bad_record: Literal["error", "skip"] = "error"  # what to do with a malformed row
-    num_workers: int = 0  # not needed: rows are tokenised once, there is no loader
 
 
 @dataclass
@@ -155,21 +151,7 @@ def read(argv, world) -> Config:
 
 def merged(argv, world) -> Config:
     """Return the settings of flags, YAML and JSON; other rules are not checked yet."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", default=Config.config)
-    known, others = parser.parse_known_args(argv)
-    in_file = {}
-    sections = yaml_config.from_yaml(Sections, known.config, in_file)
-    values = {"config": known.config}
-    for section in vars(sections).values():
-        values |= vars(section)
-    config = cli.parse(Config, argv, console=world.is_main, default=Config(**values))
-    places = {name.partition(".")[2]: place for name, place in in_file.items()}
-    for word in others:
-        flag = word.partition("=")[0].replace("-", "_")
-        if flag.startswith("__"):
-            name = flag[2:].removeprefix("no_")
-            places[name] = f"--{name}"
+    config, places = yaml_config.under_flags(Config, Sections, argv, world.is_main)
     config.places = places
     choose_sharding(config, places)
     return config
@@ -225,9 +207,14 @@ def take(config, given, path, places):
 
 def check(config):
     """Raise UserError for a value out of its range, or two that do not go together."""
-    rules = {"max_length": ("of 8 or more", lambda x: x >= 8), "bucket_mb": cli.ABOVE_0}
-    rules |= {"val_share": ("from 0 to 0.5", lambda x: 0 <= x <= 0.5), "sft_weight": cli.FROM_0}
-    cli.check_ranges(config, micro_batch_size=cli.ABOVE_0, num_workers=cli.FROM_0, **rules)
+    cli.check_ranges(
+        config,
+        micro_batch_size=cli.ABOVE_0,
+        bucket_mb=cli.ABOVE_0,
+        max_length=("of 8 or more", lambda x: x >= 8),
+        val_share=("from 0 to 0.5", lambda x: 0 <= x <= 0.5),
+        sft_weight=cli.FROM_0,
+    )
     losses.options(config)  # an option that the method does not use is refused
     if not config.output_dir:
         raise UserError("--output_dir: it is empty; give a path")
@@ -246,7 +233,5 @@ def check(config):
     if bool(config.prompt_field) != bool(config.response_field):
         name = "prompt_field" if config.prompt_field else "response_field"
         raise UserError(f"--{name}: give prompt_field and response_field, or neither")
-    if config.prompt_field and config.format not in ("auto", "custom"):
-        raise UserError(f"--prompt_field: format {config.format} has its own; leave it out")
-    if config.objective == "dpo" and (config.prompt_field or config.format != "auto"):
-        raise UserError("--format: of preference data the fields tell it; leave it out")
+    if config.objective == "dpo" and config.prompt_field:
+        raise UserError("--prompt_field: preference data have fields of their own; leave it out")

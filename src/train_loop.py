@@ -62,7 +62,6 @@ class Config:
     batch_size: int = 10  # replies of one forward and process
     learning_rate: float | None = None  # 3e-3 below 10 M parameters, else 1e-4
     lora_r: int = 32  # rank; --r and -r are the same, but not under torchrun
-    objective: Literal["kl", "sft"] = "kl"  # the teacher's distribution, or the sampled token alone
     judge: str = ""  # file.py:function, (question, reply) -> score or {name: score}
 
     # adapter
@@ -165,7 +164,7 @@ def train_step(policy, step, rows, trajectories, teacher, config, run):
     for micro_step, micro_batch in enumerate(micro_batches):
         torch.manual_seed(sampler.seed_of(config.seed, step, micro_step, world.rank))  # for dropout
         policy.sync_gradients(micro_batch is micro_batches[-1])
-        batch = teacher("train", micro_batch.index, teach=config.objective == "kl")
+        batch = teacher("train", micro_batch.index)
         (costs,) = policy(batch)  # [B]
         weight = distributed.to_device(micro_batch.weight, world.device)
         # DDP averages over ranks: times world_size / tokens is the mean of the global batch
@@ -184,38 +183,36 @@ def check_step(policy, step, means, rows, trajectories, teacher, config, world):
     locations = [row.where for row in batch_rows]
 
     @torch.no_grad()
-    def score(cost):  # [global batch, 1]
+    def score(baked=True):  # [global batch, 1]
         parts = share(rows, trajectories, config.batch_size, world)
         costs = []
-        with logps.dropout_off(policy.scorer):
+        with logps.dropout_off(policy.scorer), adapter_of(policy.scorer, baked):
             for part in parts:
-                batch = teacher("train", part.index, teach=config.objective == "kl")
-                costs.append(cost(batch)[:, None])
+                costs.append(policy.scorer(teacher("train", part.index))[0][:, None])
         return distributed.gather_by_index(len(trajectories), parts, costs, world)[rows]
 
-    def now():
-        return score(lambda batch: policy.scorer(batch)[0])
-
-    checks.check_step(policy, step, means, locations, now, config.fine_tuning)
+    checks.check_step(policy, step, means, locations, score, config.fine_tuning)
     if step == 0 and not config.resume_from:
-        base = score(policy.scorer.base_costs)
-        distillation.check_first_step(now()[:, 0], base[:, 0], batch_rows, policy.precision)
+        base = score(baked=False)
+        tokens = torch.tensor([len(row.reply) for row in batch_rows], device=world.device)
+        checks.check_reference(score(), base, checks.noise(policy.precision, tokens), locations)
+
+
+def adapter_of(student, baked):
+    """The context in which the model has its LoRA, or not."""
+    return contextlib.nullcontext() if baked else student.model.disable_adapter()
 
 
 @torch.no_grad()
 def evaluate(student, trajectories, teacher, config, run, baked=True):
     """KL(teacher || student) per token over all validation rows; not `baked`: of the base model."""
     averages = Averages(run.world)
-    objective = student.objective
-    student.objective = "kl"
-    adapters = contextlib.nullcontext() if baked else student.model.disable_adapter()
-    with logps.dropout_off(student), adapters:
+    with logps.dropout_off(student), adapter_of(student, baked):
         for part in share(range(len(trajectories)), trajectories, config.batch_size, run.world):
             run.stop_if_requested()
             batch = teacher("val", part.index)
             weight = distributed.to_device(part.weight, run.world.device)
             averages.add({"kl": student(batch)[0], "tokens": batch.tokens}, weight)
-    student.objective = objective
     means = averages.reduce()
     values = {"count": means["count"], "kl": means["kl"] / means["tokens"]}
     if baked:
@@ -229,12 +226,11 @@ def evaluate(student, trajectories, teacher, config, run, baked=True):
 
 def answer(student, questions, encoder, x0, config, run, who):
     """Replies of the base model ("base", "prompted") or of what is trained ("baked")."""
-    adapters = contextlib.nullcontext() if who == "baked" else student.model.disable_adapter()
     ids = [trajectories_.prompts(encoder, x0, text)[who == "prompted"] for text in questions]
     limits = (config.max_new_tokens, config.batch_size)
     spec = sampling.SampleSpec(config.temperature, config.top_p, *limits, config.seed)
-    with adapters:
-        poll = run.stop_if_requested
+    poll = run.stop_if_requested
+    with adapter_of(student, who == "baked"):
         replies = sampling.generate(student, ids, encoder.ends, run.world, spec, poll=poll)
     return encoder.tokenizer.batch_decode(replies, skip_special_tokens=True)
 
@@ -245,18 +241,10 @@ def write_examples(run, questions, replies, judge):
     scores = collections.defaultdict(list)
     for question, *texts in zip(questions, *replies.values(), strict=True):
         row = {"question": question}
-        verdicts = []
         for who, text in zip(replies, texts, strict=True):
             row[who] = text.strip()
-            if not judge:
-                continue
-            marks = []
-            for name, score in judge(question, row[who]).items():
+            for name, score in judge(question, row[who]).items() if judge else ():
                 scores[f"judge/{who}/{name}".rstrip("/")].append(score)
-                marks.append(f"{name} {score:g}".strip())
-            verdicts.append(f"{who} ({', '.join(marks)})")
-        if verdicts:
-            row["verdict"] = ", ".join(verdicts)
         rows.append(row)
     means = {name: sum(values) / len(values) for name, values in scores.items()}
     run.write_json("examples.json", {"test": rows})
@@ -306,11 +294,10 @@ def main(argv=None) -> int:
         inputs["content of judge"] = judge.digest
         for question in questions[:1]:
             judge(question, "")  # one that does not know these questions says so now
-    described = [
-        f"{split}: {len(data[split])} replies of {report['file']}; {len(report['cut'])} cut, "
-        f"{len(report['dropped'])} dropped"
-        for split, report in reports.items()
-    ]
+    described = []
+    for split, report in reports.items():
+        count = f"{len(report['cut'])} cut, {len(report['dropped'])} dropped"
+        described.append(f"{split}: {len(data[split])} replies of {report['file']}; {count}")
     checkpoints = config.keep_checkpoints + 1 + config.save_best
     spec = RunSpec(
         folder=Path(config.out_dir),
@@ -342,18 +329,15 @@ def main(argv=None) -> int:
         torch.manual_seed(config.seed)  # the same fresh LoRA on every rank
         model = models.load_policy(config, world.device, precision)
         student = distillation.Student(model, precision.autocast).to(world.device)
-        student.objective = config.objective
         if config.lean:
             memory_efficient.apply(model)
         for line in distillation.check_head(student, data["train"], world, config.cache_teacher):
             run.say(line)
         teacher = distillation.Teacher(student, data, config, run)
         base = run.once("base", lambda: evaluate(student, data["val"], teacher, config, run, False))
-        run.results["base"] = base
         run.say(f"base model without the prompt: kl {base['kl']:.4f} nats a token")
         policy = optim.wrap(student, world)
-        rate = config.learning_rate
-        optimizer, schedule = optim.make_optimizer(policy, config, rate, plan.steps)
+        optimizer, schedule = optim.make_optimizer(policy, config, config.learning_rate, plan.steps)
         done = run.restore(policy, optimizer, schedule)
         run.results["base"] = base
 

@@ -1,28 +1,12 @@
 """Settings of Algorithm Distillation: a YAML file, flags and key=value words; the guide's names."""
 
-import argparse
-import dataclasses
-import json
 import os
-import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-from ad.darkroom import ACTIONS, Darkroom
-from ad.sources import SOURCES
-from ddp_utils import UserError, cli, jsonl
+from ad.darkroom import Darkroom
+from ddp_utils import UserError, cli
 from ddp_utils.readers import yaml_config
-
-# keys of the original's files: those that have one value here, none, or no effect any more
-FIXED = {"env": "darkroom", "model": "AD", "dynamics": False, "predict_compress": False}
-FIXED |= {"dim_states": 2, "dim_actions": 1, "num_actions": ACTIONS}
-REFUSED = "max_reward dynamics_strength policy n_steps batch_size n_epochs device"
-NOT_NEEDED = {
-    "num_workers": "windows are cut on the device, there is no loader",
-    "n_process": "all histories are collected at once, in seconds",
-    "flash_attn": "PyTorch takes the fastest attention that it has",
-}
 
 
 @dataclass
@@ -41,9 +25,8 @@ class Config:
     # task and source
     grid_size: int = 9  # cells to a side
     horizon: int = 20  # steps of an episode
-    alg: str = "q_learning"  # whose learning is distilled; or actor_critic, noise
-    alg_seed: int = 42  # what the source tries
-    source_lr: float | None = None  # the source's learning rate; empty: its own
+    alg_seed: int = 42  # what the source, tabular Q-learning, tries
+    source_lr: float = 0.5  # the source's learning rate
     n_stream: int = 40  # histories of each goal; they share what they learn
     total_source_timesteps: int = 19200  # of each goal, all its streams together
 
@@ -79,6 +62,7 @@ class Config:
     eval_copies: int = 8  # tries of each goal
 
     # hardware
+    num_workers: int = 0  # not needed: windows are cut on the device, there is no loader
     backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"  # by the device
     timeout_minutes: float = 30.0  # how long a rank waits for the others
 
@@ -120,33 +104,25 @@ class Config:
 
     def source(self):
         """Return the settings that the histories depend on."""
-        names = ("grid_size", "horizon", "alg", "alg_seed", "source_lr", "n_stream")
-        return {name: getattr(self, name) for name in (*names, "total_source_timesteps")}
+        names = "grid_size horizon alg_seed source_lr n_stream total_source_timesteps"
+        return {name: getattr(self, name) for name in names.split()}
 
 
-VALUE = bool | int | float | str | None
-ORIGINAL = [(name, VALUE, None) for name in (*FIXED, *REFUSED.split(), *NOT_NEEDED)]
-File = dataclasses.make_dataclass("File", [("include", str, ""), *ORIGINAL], bases=(Config,))
 POSITIVE = """lr train_batch_size test_batch_size tf_n_embd tf_n_layer tf_n_head n_transit horizon
 n_stream compress_interval train_n_stream train_source_timesteps eval_episodes eval_copies
 summary_interval total_source_timesteps source_lr"""
-NOT_NEGATIVE = "train_timesteps num_warmup_steps eval_interval gen_interval ckpt_interval alg_seed"
+NOT_NEGATIVE = """train_timesteps num_warmup_steps eval_interval gen_interval ckpt_interval alg_seed
+env_split_seed"""
 SHARES = "tf_dropout tf_attn_dropout beta1 beta2 label_smoothing train_env_ratio"
 SHARE = ("from 0 up to, not including, 1", lambda x: 0 <= x < 1)
 RANGES = dict.fromkeys(POSITIVE.split(), cli.ABOVE_0) | dict.fromkeys(SHARES.split(), SHARE)
 RANGES |= dict.fromkeys(NOT_NEGATIVE.split(), cli.FROM_0)
-RANGES |= {"env_split_seed": cli.FROM_0}
 RANGES["grid_size"] = ("from 2 to 16", lambda x: 2 <= x <= 16)  # a cell is one byte
 
 
 def check(config):
     """Raise UserError for a value out of its range, or two that do not go together."""
     cli.check_ranges(config, **RANGES)
-    if config.alg not in SOURCES:
-        reason = "PPO took hours for each goal; " if config.alg == "PPO" else ""
-        raise UserError(f"--alg: {config.alg!r} is no source; {reason}give {' or '.join(SOURCES)}")
-    if config.alg == "noise" and config.source_lr is not None:
-        raise UserError("--source_lr: noise does not learn; leave it out")
     if config.total_source_timesteps % (config.n_stream * config.horizon):
         episodes = f"{config.n_stream} streams of episodes of {config.horizon} steps"
         raise UserError(f"--total_source_timesteps: give a multiple of {episodes}")
@@ -154,9 +130,6 @@ def check(config):
         raise UserError("--output_dir: it is empty; give a folder for the run")
     if config.tf_n_embd % (2 * config.tf_n_head):
         raise UserError("--tf_n_embd: give an even multiple of tf_n_head")
-    train_goals, held_out = config.room.split(config.env_split_seed, config.train_env_ratio)
-    if not (len(train_goals) and len(held_out)):
-        raise UserError("--train_env_ratio: no goal is left on one of the two sides")
     if config.train_n_stream > config.n_stream:
         raise UserError(f"--train_n_stream: there are {config.n_stream} (n_stream)")
     if config.train_source_timesteps > config.source_steps:
@@ -171,61 +144,25 @@ def check(config):
 
 
 def read(argv, console):
-    """Return (settings, lines for the user); flags over key=value words over the YAML file.
+    """Return the settings: flags and key=value words, of which the last counts, over the YAML file.
 
     What `accelerate launch --mixed_precision` says stands above all. Raises UserError, naming file
     and line, for what is no setting or has a wrong type, before any data is read.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", default="")
-    argv = [f"--{word}" if word.startswith("config=") else word for word in argv]
-    options, flags = parser.parse_known_args(argv)
-    words = {"include": json.dumps(options.config)} if options.config else {}
-    for word in list(flags):
-        name, equals, value = word.partition("=")
-        if equals and name.isidentifier():
-            words[name] = value  # the last one counts, as with flags
-            flags.remove(word)
-    text = "\n".join(f"{name}: {value}" for name, value in words.items())
-    try:
-        values, locations = read_yaml(text or "{}", "")
-    except UserError as error:  # a word has no file and line
-        raise UserError(re.sub(r"^:\d+: ", "", str(error))) from error
-    locations = {name: re.sub(r"^:\d+: ", "", place) for name, place in locations.items()}
-    lines = check_original_keys(values, locations)
-    names = {field.name for field in dataclasses.fields(Config)} & values.keys()
-    default = Config(**{name: values[name] for name in names} | {"config": options.config})
-    config = cli.parse(Config, flags, console=console, default=default)
+    flags = [flag_of(word) for word in argv]
+    config, places = yaml_config.under_flags(Config, Config, flags, console)
     launcher_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if launcher_precision != "no":  # accelerate says "no" where its user has said nothing
         config.mixed_precision = launcher_precision
-    for flag in flags:
-        locations.pop(flag.partition("=")[0].removeprefix("--"), None)
-    with cli.naming(locations):
+    with cli.naming(places):
         check(cli.check_types(config))
-    return config, lines
+    return config
 
 
-def read_yaml(text, path, depth=0):
-    """Return values and locations by name, those of the text over those of the file it includes."""
-    locations = {}
-    file = yaml_config.from_text(File, text, path, locations)
-    values = {name: getattr(file, name) for name in locations}
-    if not file.include:
-        return values, locations
-    if depth > 8:
-        raise UserError(f"{locations['include']}: it includes itself; leave one of them out")
-    included = jsonl.resolve(Path(path).parent / file.include)
-    content = jsonl.content(included).decode()
-    more_values, more_locations = read_yaml(content, included, depth + 1)
-    return more_values | values, more_locations | locations
-
-
-def check_original_keys(values, locations):
-    """Refuse keys of the original that would have no effect; return lines on those not needed."""
-    for name, value in values.items():
-        if value != FIXED.get(name, value):
-            raise UserError(f"{locations[name]}: {value!r} is not {FIXED[name]!r}; leave it out")
-        if name in REFUSED.split():
-            raise UserError(f"{locations[name]}: it has no effect here; leave it out")
-    return [f"{name}: not needed: {why}" for name, why in NOT_NEEDED.items() if name in values]
+def flag_of(word):
+    """Return the flag of a key=value word; other words stay as they are."""
+    name, equals, value = word.partition("=")
+    if not equals or not name.isidentifier():
+        return word
+    switches = {"true": f"--{name}", "false": f"--no_{name}"}
+    return switches.get(value, f"--{word}")

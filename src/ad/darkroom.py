@@ -29,14 +29,11 @@ class Darkroom:
         after = self.moves[cell, action]
         return after, (after == goal).astype(np.uint8)
 
-    def distance(self, goal):
-        """Return the steps from the start to each goal [B]."""
-        (x, y), (x0, y0) = divmod(np.asarray(goal), self.size), divmod(self.start, self.size)
-        return np.abs(x - x0) + np.abs(y - y0)
-
     def optimum(self, goal):
         """Return the most that an episode can pay: all steps after the shortest way, [B]."""
-        return np.clip(self.horizon + 1 - self.distance(goal), 0, self.horizon)
+        x, y = divmod(np.asarray(goal), self.size)
+        distance = np.abs(x - self.size // 2) + np.abs(y - self.size // 2)
+        return np.clip(self.horizon + 1 - distance, 0, self.horizon)
 
     def chance(self, goal):
         """Return the expected return of random actions, exactly, [B]."""

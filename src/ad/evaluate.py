@@ -1,7 +1,6 @@
 """Let a distilled agent try held-out goals, learning in its context alone.
 
     python src/ad/evaluate.py --ckpt_dir runs/ad_demo
-    python src/ad/evaluate.py --ckpt_dir runs/ad_demo --goal_idx 3
 
 Writes eval_result.npy [goals, episodes], summary.json and returns.png into ckpt_dir/evaluation.
 Guide: docs/algorithm_distillation.md.
@@ -37,11 +36,9 @@ CONTROLS = {"control_wiped": {"wiped": True}, "control_zero_reward": {"hide_rewa
 @dataclass
 class Settings:
     ckpt_dir: str = "runs/ad_demo"  # a run's folder
-    goal_idx: int = -1  # one of the held-out goals; -1: all
     eval_episodes: int = 60  # of one try, in one context
     eval_copies: int = 8  # tries of each goal
     seed: int = 0  # of what it tries
-    train_goals: bool = False  # goals of its training instead, as many: does it memorise?
     debug: bool = False  # tracebacks for user errors, too
 
 
@@ -150,26 +147,16 @@ def write(folder, goals, returns, controls, config):
 
 
 def load(folder):
-    """Return (model, settings) of a run: what it saved at its end, else its newest checkpoint.
-
-    Raises UserError if it is no run of train.py, or has saved nothing yet.
-    """
-    if not folder.is_dir():
-        raise UserError(f"--ckpt_dir: no folder {folder}; give that of a run of src/ad/train.py")
+    """Return (model, settings) of a run; UserError if it is no finished run of train.py."""
+    weights = folder / "model" / "model.safetensors"
     try:
         config = Config(**checkpoint.read_json(folder / "config.json"))
-    except (TypeError, UserError):
-        raise UserError(f"--ckpt_dir: {folder} is not a run of src/ad/train.py") from None
+        tensors = load_file(weights)
+    except (TypeError, UserError, FileNotFoundError):
+        says = f"{folder} is no finished run of src/ad/train.py; give the folder of one"
+        raise UserError(f"--ckpt_dir: {says}") from None
     model = Model(config).eval()
-    weights = folder / "model" / "model.safetensors"
-    path, _ = checkpoint.find(folder / "checkpoints")
-    if weights.exists():
-        model.load_state_dict(load_file(weights))
-    elif path:
-        tensors, _ = checkpoint.read(path)
-        model.load_state_dict({name: tensors[f"parameter/{name}"] for name in model.state_dict()})
-    else:
-        raise UserError(f"--ckpt_dir: {folder} has no checkpoint yet; train it first")
+    model.load_state_dict(tensors)
     return model, config
 
 
@@ -179,13 +166,8 @@ def main(argv=None) -> int:
     run_folder = jsonl.resolve(settings.ckpt_dir)
     model, config = load(run_folder)
     room = config.room
-    train, held_out = room.split(config.env_split_seed, config.train_env_ratio)
-    goals = train[: len(held_out)] if settings.train_goals else held_out
-    if not -1 <= settings.goal_idx < len(goals):
-        raise UserError(f"--goal_idx: {settings.goal_idx}; give -1, or 0 to {len(goals) - 1}")
-    if settings.goal_idx >= 0:
-        goals = goals[[settings.goal_idx]]
-    folder = run_folder / ("evaluation_train_goals" if settings.train_goals else "evaluation")
+    _, goals = room.split(config.env_split_seed, config.train_env_ratio)
+    folder = run_folder / "evaluation"
     checkpoint.check_place("--ckpt_dir", folder)
     model.to(distributed.choose_device(distributed.whoami(), "auto").device)
     summary, returns, controls = assess(model, goals, config, settings, controls=True)

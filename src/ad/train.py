@@ -17,7 +17,6 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # where nothing is in
 
 import ddp_utils.runs.preemption as preemption  # before torch, whose import takes seconds
 
-import json
 import math
 import time
 
@@ -33,8 +32,6 @@ from ddp_utils.runs import checks
 from ddp_utils.runs import run as run_
 from ddp_utils.runs.folder import RunSpec
 from ddp_utils.runs.run import Run
-
-SHAPE = "grid_size tf_n_embd tf_n_layer tf_n_head tf_n_inner window tf_dropout tf_attn_dropout"
 
 
 def banner(config, world, autocast):
@@ -130,13 +127,9 @@ def validate(step, policy, data, config, run):
 
 
 def save(model, folder):
-    """Write the weights under their own names, and what the model is built from."""
+    """Write the weights under their own names; config.json of the run says what they belong to."""
     folder.mkdir(exist_ok=True)
-    tensors = {name: tensor.contiguous().cpu() for name, tensor in model.state_dict().items()}
-    save_file(tensors, folder / "model.safetensors")
-    shape = {name: getattr(model.config, name) for name in SHAPE.split()}
-    shape["tf_n_inner"] = model.layers[0].up.out_features
-    (folder / "config.json").write_text(json.dumps(shape, indent=2) + "\n")
+    save_file(model.state_dict(), folder / "model.safetensors")
 
 
 # --- main ----------------------------------------------------------------------------------------
@@ -145,7 +138,7 @@ def save(model, folder):
 def main(argv=None) -> int:
     # setup
     world = distributed.whoami(argv=sys.argv)
-    config, lines = read(sys.argv[1:] if argv is None else argv, world.is_main)
+    config = read(sys.argv[1:] if argv is None else argv, world.is_main)
     if config.check:
         world = distributed.choose_device(world, config.backend)
     else:
@@ -159,17 +152,19 @@ def main(argv=None) -> int:
         windows.read(path, config.source())  # else they are collected when all have met
     torch.manual_seed(config.seed)  # the same start on every rank
     model = Model(config)
-    needed = optim.bytes_to_write(model, config.keep_checkpoints + 1)
     counts = config.train_batch_size, config.gradient_accumulation_steps, world.world_size
     global_batch = math.prod(counts)
     inputs = {"global_batch": str(global_batch)}
+    lines = []
+    if config.num_workers:
+        lines.append("num_workers: not needed: windows are cut on the device, there is no loader")
     histories = f"histories: {path}{'' if path.exists() else ', to be collected'}"
     spec = RunSpec(
         folder=Path(config.output_dir),
         flag="--output_dir",
         steps=config.train_timesteps,
         inputs=inputs,
-        bytes_needed=needed,
+        bytes_needed=optim.bytes_to_write(model, config.keep_checkpoints + 1),
         lines=[*lines, histories],
     )
     if config.check:

@@ -3,8 +3,8 @@
 A history is what a source did while it learnt; a window is a stretch of it that begins with an
 episode. The windows of a step are a pure function of (seed, step). H histories of T steps.
 
-One .npz of three bytes a transition: state (x * grid_size + y), action, reward [H, T]; goal [G],
-history_goal [H], meta (JSON). So all histories stay on the device.
+One .npz of three bytes a transition: state (x * grid_size + y), action, reward [H, T], n_stream
+histories of each cell as goal; meta (JSON). So all histories stay on the device.
 """
 
 import json
@@ -22,7 +22,7 @@ from ddp_utils import UserError, files
 from ddp_utils.runs import checkpoint
 
 ANCHORED = 0.2  # share of the windows that begin where their history does
-ARRAYS = ("state", "action", "reward", "goal", "history_goal")
+ARRAYS = ("state", "action", "reward")
 
 
 def collect(config, path):
@@ -33,12 +33,11 @@ def collect(config, path):
     checkpoint.check_place("--traj_file", path)
     room = config.room
     goals = np.arange(room.cells)
-    size = config.n_stream, config.source_steps
-    state, action, reward = sources.histories(room, goals, *size, config)
-    arrays = {"state": state, "action": action, "reward": reward, "goal": goals}
-    arrays["history_goal"] = np.repeat(goals, config.n_stream)
+    history = sources.histories(room, goals, config.n_stream, config.source_steps, config)
+    arrays = dict(zip(ARRAYS, history, strict=True))
     with files.replacing(path) as file, open(file, "wb") as stream:
         np.savez(stream, **arrays, meta=np.array(json.dumps(config.source())))
+    reward = arrays["reward"]
     return reward.reshape(len(reward), -1, room.horizon).sum(-1).mean(0)
 
 
@@ -72,11 +71,10 @@ class Histories:
     """The histories of some goals, on a device, and windows of them."""
 
     def __init__(self, arrays, goals, config, device):
-        is_used = np.isin(arrays["goal"][arrays["history_goal"]], goals)
-        stream = np.arange(len(is_used)) % config.n_stream
-        rows = np.flatnonzero(is_used & (stream < config.train_n_stream))
+        goal, stream = divmod(np.arange(len(arrays["state"])), config.n_stream)
+        rows = np.flatnonzero(np.isin(goal, goals) & (stream < config.train_n_stream))
         steps = config.train_source_timesteps
-        data = np.stack([arrays[name][rows, :steps] for name in ARRAYS[:3]])
+        data = np.stack([arrays[name][rows, :steps] for name in ARRAYS])
         self.data = torch.from_numpy(data).to(device)  # [3, H, T]
         self.config = config
         self.count = len(rows)

@@ -3,33 +3,24 @@
 B rows, T tokens, N tokens of all replies, D width, V words.
 """
 
-import contextlib
-import shutil
-
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ddp_utils import UserError, distributed, fast, files, logps
 from ddp_utils.encoder import Pair
-from ddp_utils.runs import checks
 from prompt_baking import kl_loss, trajectories
 
 
 class Student(logps.Scorer):
-    """What DDP wraps. objective: "kl", or "sft" for the sampled tokens alone."""
-
-    objective = "kl"
+    """What DDP wraps."""
 
     def forward(self, batch):
         """([B],): what each reply costs, summed over its tokens, in nats."""
         student = self.states(batch.student)  # [N, D]
         with self.autocasting(student):
             head = torch.nn.Identity() if self.own_head else self.parts()[1]
-            if self.objective == "kl":
-                costs = kl_loss.head_kl(head, student, batch.taught)  # [N]
-            else:
-                costs = -logps.head_logps(head, student, batch.student.targets)
+            costs = kl_loss.head_kl(head, student, batch.taught)  # [N]
         rows = batch.student.cells[0]
         return (costs.new_zeros(len(batch.tokens)).index_add(0, rows, costs),)
 
@@ -51,12 +42,6 @@ class Student(logps.Scorer):
         with self.model.disable_adapter():
             return batch._replace(taught=self.states(batch.teacher))
 
-    @torch.no_grad()
-    def base_costs(self, batch):
-        """What forward gives without the LoRA."""
-        with self.model.disable_adapter():
-            return self(batch)[0]
-
     def example(self, device):
         row = trajectories.Trajectory([0], [0], [0], "", "")
         return self.teach(trajectories.collate([row], device))
@@ -70,24 +55,10 @@ def check_head(student, rows, world, cache):
                 "--lora_targets: leave output layer and embedding to teacher and student"
             )
     pairs = [Pair(row.student, row.reply, row.reply, "", "") for row in rows[:2]]
-    line = fast.check_head(student, pairs, world.device)
-    doubt = torch.tensor([float(student.own_head)], device=world.device)
-    student.own_head = distributed.all_sum(doubt, world).item() > 0
+    lines = fast.self_test(student, pairs, "separate", world)
     if student.own_head and cache:
-        raise UserError(f"--cache_teacher: {line or 'the head is not a plain layer'}; leave it out")
-    return [line] if line else []
-
-
-def check_first_step(costs, expected, rows, precision):
-    """Raise UserError unless costs [B] of a fresh LoRA are those of the base model, `expected`."""
-    tokens = torch.tensor([len(row.reply) for row in rows])
-    bound = checks.noise(precision, tokens).tolist()
-    for row, gap, most in zip(rows, (costs - expected).abs().tolist(), bound, strict=True):
-        if not gap <= most:
-            raise UserError(
-                f"{row.where}: before the first step the model with its LoRA differs from the base "
-                f"model by {gap:.3g} nats (at most {most:.3g}); is an adapter part of it already?"
-            )
+        raise UserError("--cache_teacher: the head is not a plain layer; leave it out")
+    return lines
 
 
 class Teacher:
@@ -95,7 +66,7 @@ class Teacher:
 
     Computed whenever it is asked for, or with cache_teacher once: its last hidden states are kept,
     D numbers a token instead of V, since the head, which both share, is frozen. There is one file
-    a rank in the run folder, named in its manifest with what they depend on.
+    a rank in the run folder; its metadata are what the states depend on.
     data: split -> trajectories.
     """
 
@@ -116,10 +87,8 @@ class Teacher:
                 )
             run.bar.of_run(run.steps, run.done)
 
-    def __call__(self, split, index, teach=True):
+    def __call__(self, split, index):
         batch = trajectories.collate([self.data[split][row] for row in index], self.device)
-        if not teach:
-            return batch
         if not self.files:
             return self.student.teach(batch)
         names = [f"{split}/{row}" for row in index]
@@ -128,24 +97,18 @@ class Teacher:
 
     def _open(self, run, fingerprint):
         """Open the files of all ranks; return whether each rank has all rows."""
-
-        def intact():
-            names = [name for name in run.cached_files if name.startswith("teacher/")]
-            return [name for name in names if run.cached_file(name, fingerprint)]
-
-        for name in distributed.on_main(run.world, intact):
-            with contextlib.suppress(OSError):  # not on this node
-                file = safe_open(run.folder / name, framework="pt")
+        for path in run.folder.glob("teacher/*.safetensors"):
+            file = safe_open(path, framework="pt")
+            if file.metadata() == fingerprint:
                 self.files |= dict.fromkeys(file.keys(), file)
         missing = sum(map(len, self.data.values())) - len(self.files)
         missing = torch.tensor([float(missing)], device=self.device)
         return distributed.all_sum(missing, run.world).item() == 0
 
     def _write(self, run, fingerprint, size):
+        """Compute this rank's share of the states and write them into its file."""
         self.files.clear()
         world = run.world
-        folder = run.folder / "teacher"
-        folder.mkdir(exist_ok=True)
         states = {}  # "split/row" -> [n, D]
         for split, rows in self.data.items():
             micro_batches = trajectories.share(range(len(rows)), rows, size, world)
@@ -157,12 +120,10 @@ class Teacher:
                 for row, part in zip(micro_batch.index, parts, strict=True):
                     states[f"{split}/{row}"] = part.cpu().clone()
                 run.bar.advance()
-        name = f"{{:05d}}-of-{world.world_size:05d}.safetensors"
-        path = folder / name.format(world.rank)
-        with files.replacing(path) as temporary:
-            save_file(states, temporary)
-            shutil.copymode(run.folder / "config.json", temporary)
-        from ddp_utils.runs.shares import gather_by_rank
+        name = f"{world.rank:05d}-of-{world.world_size:05d}.safetensors"
 
-        for rank, digest in enumerate(gather_by_rank(files.sha256(path), world)):
-            run.add_cached_file(f"teacher/{name.format(rank)}", fingerprint, digest)
+        def write():
+            with files.replacing(run.folder / "teacher" / name) as temporary:
+                save_file(states, temporary, fingerprint)
+
+        distributed.on_each(world, write)

@@ -69,10 +69,8 @@ def read_questions(path, limit=-1) -> list[str]:
 def _question(record):
     name = next((name for name in QUESTION if name in record.data), QUESTION[0])
     value = record.data.get(name)
-    if isinstance(value, list):  # a conversation: its first turn that is not the system's
-        turns = [turn if isinstance(turn, dict) else {"content": turn} for turn in value]
-        contents = [turn.get("content") for turn in turns if turn.get("role") != "system"]
-        record = jsonl.Record(record.where, {name: contents[0] if contents else None})
+    if isinstance(value, list) and value:  # turns: the first one
+        record = jsonl.Record(record.where, {name: value[0]})
     return jsonl.text(record, name)
 
 

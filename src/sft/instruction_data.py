@@ -4,13 +4,13 @@ alpaca      {"instruction", "output"}, and perhaps "input" and "history", [[ques
 sharegpt    {"conversations"} of {"from", "value"}
 messages    {"messages"} of {"role", "content"}
 custom      two fields that hold texts: the prompt and the reply
-preference  a row of any kind that formats.py reads: its prompt and its chosen reply, as DPO does
+preference  a row of any kind of preference_data.py: its prompt and its chosen reply
 
 Each may have a "system" text. In a conversation every reply is trained with the token that ends it,
 nothing else: the tokens that would be, if each reply were a row of its own.
 """
 
-import bisect
+import contextlib
 from typing import NamedTuple
 
 from ddp_utils import UserError, jsonl, preference_data
@@ -26,7 +26,6 @@ SHAPES = [  # the first one whose two fields (or one) a row has
     Shape("custom", ("prompt", "response")),
     Shape("custom", ("question", "answer")),
 ]
-NAMES = "prompt_field and response_field"
 
 
 class Text(NamedTuple):
@@ -76,21 +75,17 @@ class Text(NamedTuple):
         return ids, [*range(len(ids))], (len(ids), 0, 0), [hidden_index]
 
 
-def read(path, encoder, kind="auto", fields=(), limit=-1, on_bad_record="error"):
+def read(path, encoder, fields=(), limit=-1, on_bad_record="error"):
     """Return the usable texts of a data file and its report.
 
-    kind: as the setting `format`; auto tells it by the fields of the first row. fields: of a
-    custom row, the names of its prompt and its reply. Rows without a reply are dropped and
-    counted; malformed ones raise UserError, or with "skip" are counted, too.
+    fields: the names of prompt and reply, if the fields of the first row shall not tell its kind.
+    Rows without a reply are dropped and counted; malformed ones raise UserError, or with "skip"
+    are counted, too.
     """
-    kind = "custom" if kind == "auto" and fields else kind
-    if [bool(name) for name in fields] != [True] * (2 if kind == "custom" else 0):
-        values = f"given: {', '.join(map(repr, fields)) or 'none':.100}"
-        raise UserError(f"{path}: {NAMES} belong to the format custom, which needs both; {values}")
     seen = set()
 
     def find(record):
-        return find_shape(record, kind, tuple(fields))
+        return Shape("custom", fields) if fields else find_shape(record)
 
     def make(record, shape):
         prompt, reply = example(record, shape)
@@ -106,22 +101,16 @@ def read(path, encoder, kind="auto", fields=(), limit=-1, on_bad_record="error")
 # --- record -> prompt and reply ------------------------------------------------------------------
 
 
-def find_shape(record, kind="auto", fields=()) -> Shape:
+def find_shape(record) -> Shape:
     """Return the Shape of a row; UserError names the nearest if none fits."""
-    if kind in ("auto", "preference"):
-        try:
-            return preference_data.find_shape(record)._replace(kind="preference")
-        except UserError:
-            if kind == "preference":
-                raise
-    if kind == "custom":
-        return Shape(kind, fields)
+    with contextlib.suppress(UserError):
+        return preference_data.find_shape(record)._replace(kind="preference")
     for shape in SHAPES:
-        if kind == shape.kind or kind == "auto" and record.data.keys() >= set(shape.fields[:2]):
+        if record.data.keys() >= set(shape.fields[:2]):
             return shape
     known = [shape.fields[:2] for shape in SHAPES]
     nearest = preference_data.unknown(record, [*known, *preference_data.FIELDS.values()])
-    raise UserError(f"{nearest}; or name yours: {NAMES}")
+    raise UserError(f"{nearest}; or name yours: prompt_field and response_field")
 
 
 def example(record, shape):
@@ -176,7 +165,7 @@ def encode(encoder, where, prompt, reply, every=True):
     opening = prompt
     several = every and isinstance(prompt, list)
     if several:
-        opening = prompt[: _system(prompt) + 1]
+        opening = prompt[: 2 if prompt[0]["role"] == "system" else 1]
         prompt = _fit(encoder, _ended(encoder, prompt), reply)
     pair = encoder.encode(preference_data.Example(where, prompt, reply, reply))
     ids = pair.prompt + pair.chosen
@@ -187,11 +176,6 @@ def encode(encoder, where, prompt, reply, every=True):
         raise Unusable("no trained token left")
     first = scored.index(1)
     return Text(ids[:first], ids[first:], scored[first:], where, plain(opening))
-
-
-def _system(prompt):
-    """How many system turns a conversation begins with: 0 or 1."""
-    return int(prompt[0]["role"] == "system")
 
 
 def _ended(encoder, turns):
@@ -210,20 +194,14 @@ def _ended(encoder, turns):
 
 def _fit(encoder, prompt, reply):
     """Return the prompt without as few of its first exchanges as it takes to fit with its reply."""
-    first = _system(prompt)
-
-    def without(exchanges):
-        return prompt[:first] + prompt[first + 2 * exchanges :]
-
-    def fits(exchanges):
-        rest = without(exchanges)
-        whole = encoder.joined(rest, reply, encoder.text(rest))
-        return len(encoder.ids(whole)) < encoder.max_length  # its end takes a token
-
-    exchanges = bisect.bisect_left(range(len(prompt[first:]) // 2), True, key=fits)
-    if exchanges:
+    first = 1 if prompt[0]["role"] == "system" else 0
+    while len(prompt) > first + 1:
+        whole = encoder.joined(prompt, reply, encoder.text(prompt))
+        if len(encoder.ids(whole)) < encoder.max_length:  # its end takes a token
+            break
         encoder.notes.add("truncated")
-    return without(exchanges)
+        prompt = prompt[:first] + prompt[first + 2 :]
+    return prompt
 
 
 def _earlier(encoder, prompt, ids):

@@ -111,7 +111,7 @@ def data(tmp_path_factory):
     replies(folder / "train.jsonl", rows[:43])
     replies(folder / "val.jsonl", rows[43:])
     words = AD.split()
-    windows.collect(read(words, True)[0], folder / "histories.npz")
+    windows.collect(read(words, True), folder / "histories.npz")
     baking = [f"--data_path={folder}/train.jsonl", f"--val_path={folder}/val.jsonl"]
     return {"baking": baking, "distillation": [f"traj_file={folder}/histories.npz"]}
 

@@ -65,14 +65,11 @@ ROWS = json.loads((ROOT / "tests/data/texts_expected.json").read_text())
 
 
 @pytest.mark.parametrize("kind", ROWS)
-@pytest.mark.parametrize("given_by_name", [False, True])
-def test_each_kind_is_found_and_read_as_written_by_hand(tmp_path, kind, given_by_name):
+def test_each_kind_is_found_and_read_as_written_by_hand(tmp_path, kind):
     row, plain, chat = ROWS[kind]
     kind = "alpaca" if kind == "a question" else kind
-    fields = ("question", "answer") if kind == "custom" else ()
-    options = {"kind": kind, "fields": fields} if given_by_name else {}
     for template, expected in ((None, plain), (CHATML, chat)):
-        found, report = read(tmp_path, row, template=template, **options)
+        found, report = read(tmp_path, row, template=template)
         assert found == [expected]
         assert (report["format"], report["fields_not_read"]) == (kind, "")
         assert report["template"] == bool(template)
@@ -92,10 +89,8 @@ KINDS = [  # names of fields -> the kind
 
 def test_the_fields_tell_the_kind_or_are_named(tmp_path):
     for names, kind in KINDS:
-        assert (
-            instruction_data.find_shape(jsonl.Record("f:1", dict.fromkeys(names.split(), 1)))[0]
-            == kind
-        )
+        record = jsonl.Record("f:1", dict.fromkeys(names.split(), 1))
+        assert instruction_data.find_shape(record).kind == kind
     row = {"answer": "3", "question": "2", "request": "Tell me.", "story": "Once."}
     found, report = read(tmp_path, {**row, "system": "Lie."}, fields=("request", "story"))
     assert found == ["\n\nSystem: Lie.\n\nHuman: Tell me.\n\nAssistant:{ Once.</s>}"]
@@ -150,15 +145,6 @@ def test_only_trained_tokens_are_targets_each_behind_the_token_before_it(shared)
     assert batch.tokens.tolist() == [[2, 1]]
 
 
-def test_what_a_text_says_of_itself():
-    text = Text([5, 6, 7], [8, 9, 4, 3], [1, 1, 0, 1], "f:1", "five")
-    assert (text.row, text.tokens, text.trained) == (7, 7, 3)
-    assert text.fed(shared=True) == text.fed(shared=False) == 6
-    assert text.targets == [[8, 9, 3]]
-    assert text.rows() == [([5, 6, 7, 8, 9, 4], [2, 3, 5])]  # the places of 7, 8 and 4
-    assert text.stretch() == ([5, 6, 7, 8, 9, 4], [0, 1, 2, 3, 4, 5], (6, 0, 0), [[2, 3, 5]])
-
-
 # --- conversations -------------------------------------------------------------------------------
 
 LLAMA2 = (  # white space on both sides of a reply; the system text inside the first turn
@@ -182,26 +168,18 @@ TALK = talk("Hi", "Hello! ", "Who?", system="Be kind.")
 TEMPLATES = {"llama3": LLAMA3, "gemma": GEMMA, "llama2": LLAMA2, "phi3": PHI3, "each thinks": EACH}
 TEMPLATES |= {"a thought": THINKING, "thinking": THINKING}  # no thought before the reply inside
 TEMPLATES |= {"numbered": NUMBERED, "counted": COUNTED, "unended": UNENDED}
+TEMPLATES["trimmed"] = CHATML.replace("m.content", "m.content | trim")
 EXPECTED = json.loads((ROOT / "tests/data/templates_expected.json").read_text())
 
 
 @pytest.mark.parametrize("name", EXPECTED["trained"])
 def test_every_reply_is_trained_with_its_end_and_nothing_else(name):
-    encoder = Encoder(chat_tokenizer(TEMPLATES[name], bos=name not in ("phi3", "each thinks")))
+    has_bos = name not in ("phi3", "each thinks", "trimmed")
+    encoder = Encoder(chat_tokenizer(TEMPLATES[name], bos=has_bos))
     text = instruction_data.encode(encoder, "f:1", TALK, "Me.")
     assert shown(encoder, text) == EXPECTED["trained"][name]
     assert text.text == "system: Be kind.\nuser: Hi"
     assert not encoder.notes
-
-
-def test_a_reply_that_the_template_trims_is_trained_as_trimmed():
-    template = CHATML.replace("m.content", "m.content | trim")
-    encoder = Encoder(chat_tokenizer(template, bos=False))
-    text = instruction_data.encode(encoder, "f:1", talk("Hi", "\n Hello! ", "Who?"), "Me.")
-    assert shown(encoder, text) == (
-        "<|h|>user\nHi</s>\n<|h|>assistant\n{Hello!</s>}\n<|h|>user\nWho?</s>\n<|h|>assistant\n"
-        "{Me.</s>}"
-    )
 
 
 @pytest.mark.parametrize("name", EXPECTED["rewritten"])
@@ -293,38 +271,23 @@ def test_a_first_token_is_never_trained_because_nothing_predicts_it():
 
 SAID = st.text(st.sampled_from("ab12 \n\té?y/s{}'"), max_size=12).map(lambda said: f"{said}.")
 TALKS = st.lists(SAID, min_size=2, max_size=8).filter(lambda said: len(said) % 2 == 0)
-ENCODERS = {
-    name: Encoder(chat_tokenizer(template, bos))
-    for name, template, bos in (("chatml", CHATML, False), ("llama3", LLAMA3, True))
-} | {"plain": Encoder(PLAIN), "plain with bos": Encoder(tokenizer(merges=[]))}
 
 
-@pytest.mark.parametrize("name", ENCODERS)
-@settings(max_examples=60, deadline=None)
-@given(said=TALKS, system=st.none() | SAID)
-def test_the_trained_tokens_spell_the_replies_and_their_ends(name, said, system):
-    encoder = ENCODERS[name]
-    text = instruction_data.encode(encoder, "f:1", talk(*said[:-1], system=system), said[-1])
-    space = " " if "plain" in name else ""
-    end = "<|eot|>" if name == "llama3" else "</s>"
-    trained = encoder.tokenizer.decode(text.targets[0])
-    assert trained == "".join(f"{space}{reply}{end}" for reply in said[1::2])
-    assert text.trained == len(text.targets[0])
-    whole = encoder.tokenizer.decode(text.prompt + text.reply)
-    assert whole.count(end) == (len(said) // 2 if space else len(said) + bool(system))
-    assert whole.count("<s>") == (name in ("llama3", "plain with bos"))
-
-
-@pytest.mark.parametrize("template", [LLAMA3, GEMMA, CHATML, EACH])
+@pytest.mark.parametrize("template", [None, LLAMA3, GEMMA, CHATML, EACH])
 @settings(max_examples=30, deadline=None)
-@given(said=TALKS)
-def test_a_conversation_trains_what_its_replies_would_as_rows_of_their_own(template, said):
-    encoder = Encoder(chat_tokenizer(template))
-    text = instruction_data.encode(encoder, "f:1", talk(*said[:-1]), said[-1])
+@given(said=TALKS, system=st.none() | SAID)
+def test_a_conversation_trains_what_its_replies_would_as_rows_of_their_own(template, said, system):
+    encoder = Encoder(chat_tokenizer(template) if template else tokenizer(merges=[]))
+    text = instruction_data.encode(encoder, "f:1", talk(*said[:-1], system=system), said[-1])
+    assert text.trained == len(text.targets[0])
     ids, scored = text.prompt + text.reply, [0] * len(text.prompt) + text.scored
     trained = [0] * len(ids)
     for turn in range(1, len(said), 2):
-        alone = encoder.encode(Example("f:1", talk(*said[:turn]), said[turn], "!"))
+        prompt = talk(*said[:turn], system=system)
+        for message in prompt:
+            if not template and message["role"] == "assistant":
+                message["content"] += "</s>"
+        alone = encoder.encode(Example("f:1", prompt, said[turn], "!"))
         row = alone.prompt + alone.chosen
         assert row == ids[: len(row)]
         trained[len(alone.prompt) : len(row)] = [1] * len(alone.chosen)
@@ -427,20 +390,6 @@ def test_the_report_counts_by_row_what_a_hand_count_finds(tmp_path):
         "train: 8 rows of alpaca, 4 used; tokens 6.8 prompt, 7.8 reply, 7.8 trained; "
         "1 empty response; 3 malformed; 1 same as an earlier row; 2 truncated; not read: source"
     )
-
-
-ALPACA = {"instruction": "a", "output": "b"}
-
-
-def test_a_kind_that_is_named_must_be_that_of_the_rows(tmp_path):
-    with pytest.raises(UserError, match="rows.jsonl:1: fields found: instruction, output; nearest"):
-        read(tmp_path, ALPACA, kind="preference")
-    says = "prompt_field and response_field belong to the format custom, which needs both; given: "
-    for kind, fields in (
-        *(("custom", ()), ("custom", ("a",)), ("auto", ("a", "")), ("alpaca", ("a", "b"))),
-    ):
-        with pytest.raises(UserError, match=says):
-            read(tmp_path, ALPACA, kind=kind, fields=fields)
 
 
 # --- whole files ---------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from test_sharding_settings import DEEPSPEED, FSDP
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import main_distributed
-import programs
 import train
 import train_config
 from conftest import ROOT
@@ -99,7 +98,7 @@ def test_the_default_learning_rates(monkeypatch):
 MISTAKES = [
     # what is found as it is read
     ("modle: {}", ":1: modle is not a setting; did you mean model?"),
-    ("micro_batch_size: 4", ":1: micro_batch_size is no setting here; it belongs to training"),
+    ("micro_batch_size: 4", ":1: micro_batch_size is not a setting; known: model, fine_tuning"),
     ("\noutput:\n\n  save_evry: 2", ":4: output.save_evry is not a setting; did you mean sa"),
     ("dataset:\n  max_rows: 1\n  max_rows: 2", ":3: dataset.max_rows is a duplicate key, see"),
     ("training:\n  micro_batch_size: '4'", ":2: training.micro_batch_size: '4' is not a valid"),
@@ -109,7 +108,10 @@ MISTAKES = [
     ("output:\n  output_dir: ''", ":2: output.output_dir: it is empty; give a path"),
     ("training:\n  method: hinge", ":2: training.method: it belongs to objective dpo; leave"),
     ("dataset:\n  response_field: a", ":2: dataset.response_field: give prompt_field and res"),
-    ("training: {objective: dpo}\ndataset:\n  format: alpaca", ":3: dataset.format: of prefer"),
+    (
+        "training: {objective: dpo}\ndataset:\n  prompt_field: a\n  response_field: b",
+        ":3: dataset.prompt_field: preference data have fields of their own; leave it out",
+    ),
     ("fine_tuning:\n  type: full\nmodel:\n  base_dtype: bf16", ":4: model.base_dtype bf16: f"),
     ("distributed:\n  use_deepspeed: true", ":2: distributed.use_deepspeed: give deepspeed_c"),
     ("distributed:\n  fsdp_config: j.json", ":2: distributed.fsdp_config has no effect alone"),
@@ -256,16 +258,3 @@ def test_qlora_needs_bitsandbytes_and_a_gpu(monkeypatch):
         if not (installed and cuda):
             assert refused("fine_tuning:\n  type: qlora") == says
     assert train_config.read(["--config", "c.yaml"], World()).fine_tuning == "lora"
-
-
-def test_the_program_itself_ends_with_one_line_and_writes_nothing():
-    says = "c.yaml:2: training.micro_batch_size: 0 is out of range; give a value above 0"
-    for text, status, out, err in (
-        ("training:\n  micro_batch_size: 0\n", 2, "", f"error: {says}\n"),
-        (TINY + "output: {output_dir: my/run}\n", 0, "run folder: my/run\n", ""),
-    ):
-        write(text, None)
-        done = programs.start(ROOT / "src/train.py", "--config=c.yaml", "--check", env={"RANK": ""})
-        assert (done.returncode, done.stderr) == (status, err)
-        assert done.stdout.endswith(out)
-        assert [str(path) for path in Path().rglob("*")] == ["c.yaml"]

@@ -38,32 +38,20 @@ def encoder():
     return Encoder(load_tokenizer(MODEL))
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
+def test_question_files_as_people_have_them(tmp_path):
+    for row in (
         {"question": "Why?", "answer": "#### 4"},  # GSM8K
         {"question_id": 81, "turns": ["Why?", "And then?"]},  # MT-Bench
         {"prompt": "Why?"},
-        {"prompt": [{"role": "user", "content": "Why?"}]},
-        {"prompt": [{"role": "system", "content": "S"}, {"role": "user", "content": "Why?"}]},
         {"instruction": "Why?", "output": "Because."},
-    ],
-)
-def test_question_files_as_people_have_them(row, tmp_path):
-    path = write(tmp_path / "q.jsonl", [row, {"question": "How?"}, row])
-    assert trajectories.read_questions(path) == ["Why?", "How?"]  # each once
-    assert trajectories.read_questions(path, 1) == ["Why?"]
-
-
-def test_plain_text_has_a_question_on_each_line(tmp_path):
+    ):
+        path = write(tmp_path / "q.jsonl", [row, {"question": "How?"}, row])
+        assert trajectories.read_questions(path) == ["Why?", "How?"]  # each once
+        assert trajectories.read_questions(path, 1) == ["Why?"]
+    with pytest.raises(UserError, match="2 different questions; --num_questions is 3"):
+        trajectories.read_questions(path, 3)
     (tmp_path / "q.txt").write_text("Why?\n\n  How?  \r\nWhy?\n")
     assert trajectories.read_questions(tmp_path / "q.txt") == ["Why?", "How?"]
-
-
-def test_too_few_questions_are_one_line(tmp_path):
-    path = write(tmp_path / "q.jsonl", [{"question": "Why?"}])
-    with pytest.raises(UserError, match="1 different questions; --num_questions is 2"):
-        trajectories.read_questions(path, 2)
 
 
 def test_the_prompt_is_a_system_turn_or_stands_in_front(encoder):
@@ -88,12 +76,8 @@ def test_long_replies_are_cut_and_rows_without_room_dropped(encoder, tmp_path):
 
 
 def test_tokens_of_another_model_are_noticed(encoder, tmp_path):
-    row = {
-        "question": "Why?",
-        "x0": "Loud.",
-        "tokens": encoder.ids("Because."),
-        "reply": "Because.",
-    }
+    row = {"question": "Why?", "x0": "Loud.", "reply": "Because."}
+    row["tokens"] = encoder.ids("Because.")
     assert trajectories.read(write(tmp_path / "t.jsonl", [row]), encoder, 100)[0]
     row["tokens"] = row["tokens"][::-1]
     with pytest.raises(UserError, match=r"t.jsonl:1: tokens: they spell .* of another model"):
@@ -123,45 +107,14 @@ def by_hand(model, row):
 
 def test_every_token_counts_the_first_one_too(student):
     batch = student.teach(trajectories.collate(ROWS, "cpu"))
-    (costs,) = student(batch)
     expected = [by_hand(student.model, row) for row in ROWS]
     assert min(expected) > 0.01
-    assert costs.tolist() == pytest.approx(expected, rel=1e-5)
-    alone = [student(student.teach(trajectories.collate([row], "cpu")))[0].item() for row in ROWS]
-    assert costs.tolist() == pytest.approx(alone, rel=1e-5)
-
-
-def test_a_head_that_is_not_plain_gives_the_same(student):
-    batch = trajectories.collate(ROWS, "cpu")
-    expected = student(student.teach(batch))[0].tolist()
-    student.own_head = True
+    assert student(batch)[0].tolist() == pytest.approx(expected, rel=1e-5)
+    student.own_head = True  # as of a model whose head is not plain
     try:
         assert student(student.teach(batch))[0].tolist() == pytest.approx(expected, rel=1e-5)
     finally:
         student.own_head = False
-
-
-def test_sft_is_the_log_prob_of_what_was_said(student):
-    student.objective = "sft"
-    try:
-        (costs,) = student(trajectories.collate(ROWS, "cpu"))
-    finally:
-        student.objective = "kl"
-    for row, cost in zip(ROWS, costs.tolist(), strict=True):
-        with torch.no_grad():
-            logits = student.model(torch.tensor([row.student + row.reply])).logits[0]
-        scores = logits.double().log_softmax(-1)[len(row.student) - 1 : -1]
-        picked = scores.gather(-1, torch.tensor(row.reply)[:, None])
-        assert cost == pytest.approx(-picked.sum().item(), rel=1e-5)
-
-
-def test_a_lora_that_is_not_fresh_is_noticed_before_the_first_step(student):
-    batch = student.teach(trajectories.collate(ROWS, "cpu"))
-    (costs,) = student(batch)
-    base = student.base_costs(batch)
-    with pytest.raises(UserError, match=r"a:1: before the first step .* differs from the base"):
-        distillation.check_first_step(costs.detach(), base, ROWS, torch.float32)
-    distillation.check_first_step(base, base, ROWS, torch.float32)
 
 
 def test_under_autocast_a_long_reply_is_summed_in_fp32(student):

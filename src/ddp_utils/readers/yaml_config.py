@@ -1,5 +1,6 @@
 """Settings files: YAML into a dataclass, JSON into a dictionary, strictly and into plain data."""
 
+import argparse
 import contextlib
 import dataclasses
 import json
@@ -10,36 +11,47 @@ from ruamel import yaml
 from ddp_utils import UserError, cli, jsonl
 
 
+def under_flags(config_class, file_class, argv, console):
+    """Return the settings of flags over the YAML file that `--config` names, and their places.
+
+    file_class: the dataclass of the file; its sections, if it has any, are put side by side.
+    places: setting -> `path:line: section.name`, or the flag that gave it.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", default=config_class.config)
+    options, flags = parser.parse_known_args(argv)
+    values = {}
+    in_file = {}
+    if options.config:
+        for name, value in vars(from_yaml(file_class, options.config, in_file)).items():
+            values |= vars(value) if dataclasses.is_dataclass(value) else {name: value}
+    default = config_class(**values | {"config": options.config})
+    config = cli.parse(config_class, argv, console=console, default=default)
+    places = {name.rpartition(".")[2]: place for name, place in in_file.items()}
+    for word in flags:
+        flag = word.partition("=")[0].replace("-", "_")
+        if flag.startswith("__"):
+            name = flag[2:].removeprefix("no_")
+            places[name] = f"--{name}"
+    return config, places
+
+
 def from_yaml(config_class, path, places=None):
     """Fill a dataclass (nested once or not) from a YAML 1.2 file.
 
     places: a dict that gets `section.name` -> `path:line: section.name` of what the file says.
     Raises UserError with file and line for an unknown or double key, a wrong type, an alias or tag.
     """
-    return from_text(config_class, jsonl.content(path).decode(), path, places)
-
-
-def from_text(config_class, text, path, places=None):
-    """The same of a text; path: what errors call it."""
+    text = jsonl.content(path).decode()
     reader = yaml.YAML(typ="safe", pure=True)
-    depth = 0
     with located(path, text):
         for event in reader.parse(text):
-            depth += isinstance(event, yaml.CollectionStartEvent)
-            depth -= isinstance(event, yaml.CollectionEndEvent)
-            alias = getattr(event, "anchor", None) or getattr(event, "value", None) == "<<"
-            if alias or getattr(event, "tag", None) or depth > 20:
-                # a few bytes of aliases can unfold to gigabytes
-                says = "no aliases (&name, *name, <<), no tags (!name), no more than 20 levels"
-                raise UserError(f"{path}:{event.start_mark.line + 1}: {says}; write plain values")
+            # a few bytes of aliases can unfold to gigabytes
+            if getattr(event, "anchor", None) or getattr(event, "tag", None):
+                says = "no aliases (&name, *name), no tags (!name); write plain values"
+                raise UserError(f"{path}:{event.start_mark.line + 1}: {says}")
         places = {} if places is None else places
-        hints = typing.get_type_hints(config_class).items()
-        sections = {}
-        for key, part in hints:
-            if dataclasses.is_dataclass(part):
-                sections |= dict.fromkeys(typing.get_type_hints(part), key)
-        node = reader.compose(text)
-        return _fill(config_class, node, "", reader.constructor, path, sections, places)
+        return _fill(config_class, reader.compose(text), "", reader.constructor, path, places)
 
 
 @contextlib.contextmanager
@@ -54,8 +66,7 @@ def located(path, text):
         raise UserError(f"{path}:{line + 1}: {says:.200}") from error
 
 
-def _fill(config_class, node, prefix, constructor, path, sections, places):
-    """sections: setting -> where it belongs, for one that stands elsewhere."""
+def _fill(config_class, node, prefix, constructor, path, places):
     if not isinstance(node, yaml.MappingNode):
         line = node.start_mark.line + 1 if node else 1
         what = prefix.rstrip(".") or "the file"
@@ -67,16 +78,14 @@ def _fill(config_class, node, prefix, constructor, path, sections, places):
         key = str(name.value)
         where = f"{path}:{name.start_mark.line + 1}: {prefix}"
         if key not in hints:
-            if key in sections:
-                raise UserError(f"{where}{key} is no setting here; it belongs to {sections[key]}")
             raise UserError(where + cli.unknown(key, list(hints)))
         if seen.setdefault(key, name) is not name:
             first = seen[key].start_mark.line + 1
             raise UserError(f"{where}{key} is a duplicate key, see line {first}")
         if dataclasses.is_dataclass(hints[key]):
             value.start_mark = name.start_mark  # an empty one's is the next line
-            rest = constructor, path, sections, places
-            values[key] = _fill(hints[key], value, f"{prefix}{key}.", *rest)
+            section = f"{prefix}{key}."
+            values[key] = _fill(hints[key], value, section, constructor, path, places)
             continue
         try:
             values[key] = constructor.construct_object(value, deep=True)
