@@ -106,6 +106,11 @@ def _pair(record, source, backbones, config, notes):
 
 def chains_of(settings, where):
     """Return the names of (designed, fixed) chains as tuples; () for the first protein chain."""
+    for field in ("design_chains", "fixed_chains", "chain_id"):
+        value = settings.get(field) or ""
+        is_text = isinstance(value, str | list | tuple)
+        if not is_text or not all(isinstance(name, str) for name in value):
+            raise UserError(f"{where}: {field}: {value!r:.60} names no chain; give a list of names")
     design = tuple(settings.get("design_chains") or ())
     fixed = tuple(settings.get("fixed_chains") or ())
     if settings.get("chain_id"):

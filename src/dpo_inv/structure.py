@@ -64,6 +64,12 @@ def read(path, design=(), fixed=()) -> Structure:
             for atom, name in enumerate(BACKBONE):
                 if name in residue:
                     coords[atom] = residue[name][0].pos.tolist()
+            bonds = np.linalg.norm(np.diff(coords, axis=0), axis=-1)  # [3], or NaN
+            for bond in bonds[(bonds < 0.5) | (bonds >= 2)]:  # gemmi reads what is no number as 0
+                raise UserError(
+                    f"{path}: backbone atoms of {jsonl.shown(residue.name)} {residue.seqid} are "
+                    f"{bond:.2f} Angstrom apart, 1.2 to 1.6 is usual; correct them, or take it out"
+                )
             letter = LETTERS.get(residue.name, "X")
             rows.append((letter, coords, True, last + jump, encoding))
             number_before = number

@@ -3,6 +3,8 @@
 B rows, T tokens, N tokens of all replies, D width, V words.
 """
 
+import contextlib
+
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -66,7 +68,7 @@ class Teacher:
 
     Computed whenever it is asked for, or with cache_teacher once: its last hidden states are kept,
     D numbers a token instead of V, since the head, which both share, is frozen. There is one file
-    a rank in the run folder; its metadata are what the states depend on.
+    a rank in the run folder, named in its manifest with what the states depend on.
     data: split -> trajectories.
     """
 
@@ -97,9 +99,14 @@ class Teacher:
 
     def _open(self, run, fingerprint):
         """Open the files of all ranks; return whether each rank has all rows."""
-        for path in run.folder.glob("teacher/*.safetensors"):
-            file = safe_open(path, framework="pt")
-            if file.metadata() == fingerprint:
+
+        def intact():
+            names = [name for name in run.cached_files if name.startswith("teacher/")]
+            return [name for name in names if run.cached_file(name, fingerprint)]
+
+        for name in distributed.on_main(run.world, intact):
+            with contextlib.suppress(OSError):  # not on this node
+                file = safe_open(run.folder / name, framework="pt")
                 self.files |= dict.fromkeys(file.keys(), file)
         missing = sum(map(len, self.data.values())) - len(self.files)
         missing = torch.tensor([float(missing)], device=self.device)
@@ -124,6 +131,9 @@ class Teacher:
 
         def write():
             with files.replacing(run.folder / "teacher" / name) as temporary:
-                save_file(states, temporary, fingerprint)
+                save_file(states, temporary)
 
         distributed.on_each(world, write)
+        for rank in range(world.world_size):
+            name = f"teacher/{rank:05d}-of-{world.world_size:05d}.safetensors"
+            run.add_cached_file(name, fingerprint)

@@ -231,7 +231,7 @@ def test_a_kept_teacher_is_the_teacher(size, one, made, tmp_path):
 
 
 def test_the_kept_teacher_is_read_and_not_made_again(made, tmp_path, monkeypatch):
-    """A run that goes on reads it; another x0 has another one."""
+    """A run that goes on reads it; one with a flipped bit and another x0 have another one."""
     taught, teach, step = [], train_loop.distillation.Student.teach, train_loop.train_step
 
     def count(self, batch):
@@ -251,7 +251,12 @@ def test_the_kept_teacher_is_read_and_not_made_again(made, tmp_path, monkeypatch
             train(tmp_path / "run", made, *flags)
     assert sum(taught) == 72  # each row once, in training and in three validations
     taught.clear()
+    shutil.copytree(tmp_path / "run", tmp_path / "flipped")
     assert train(tmp_path / "run", made, *flags) == 0 and not taught
+    [file] = (tmp_path / "flipped/teacher").iterdir()
+    file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
+    assert train(tmp_path / "flipped", made, *flags) == 0 and sum(taught) == 72
+    taught.clear()
     for name in FILES:
         text = (made / name).read_text().replace("capital letters", "small letters")
         (tmp_path / name).write_text(text)

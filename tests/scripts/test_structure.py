@@ -213,6 +213,7 @@ BAD = [
     (THREE[: 4 * 67] + THREE[:40], NO_STRUCTURE),  # a line that was cut
     ("MODEL 1\n" + THREE + "MODEL 2\n", NO_STRUCTURE),
     (line("P", " DA") + line("C", " DA"), "no protein chain; give a file with one"),
+    (THREE.replace(THREE.splitlines()[5][30:38], "********"), "backbone atoms of ALA "),
     (line() + line(number=2), "no residue has N, CA, C and O; a backbone needs all four"),
 ]
 

@@ -197,9 +197,9 @@ class Saving:
         self.say(f"warning: {path} does not match its sha256: it is made again")
         return None
 
-    def add_cached_file(self, name, fingerprint, digest=None):
+    def add_cached_file(self, name, fingerprint):
         """Remember a file that has just been written, with its hash, for later starts."""
         if self.world.is_main:
-            digest = digest or files.sha256(self.folder / name)
+            digest = files.sha256(self.folder / name)
             self.cached_files[name] = {"sha256": digest, "fingerprint": fingerprint}
             checkpoint.write_manifest(self.folder, {"files": self.cached_files})
