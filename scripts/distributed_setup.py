@@ -37,19 +37,19 @@ COMMANDS = {  # flags, maker, the guide's name, what to do with the file
 def write(path, text, is_script, force):
     """Put a whole file in its place; what someone else wrote there stays, unless forced."""
     file = Path(path).expanduser()
-    where = f"--output: {path[:80]}"
+    location = f"--output: {path[:80]}"
     try:
         is_other = file.exists() and not file.is_file()
-        refuse(is_other, f"{where} is not a regular file; give another name")
+        refuse(is_other, f"{location} is not a regular file; give another name")
         held = file.read_bytes().lstrip() if file.exists() and not force else b""
         ours = MARK.encode() in held[:200] if is_script else held[:1] == b"{"
         says = "holds what this program did not write; give another name, or --force"
-        refuse(held and not ours, f"{where} {says}")
+        refuse(held and not ours, f"{location} {says}")
         with files.replacing(file) as temporary:  # a reader never sees half a file
             temporary.write_bytes(os.fsencode(text))
             temporary.chmod(0o755 if is_script else 0o644)
     except OSError as error:
-        wrong = UserError(f"{where}: {error.strerror}; give another name")
+        wrong = UserError(f"{location}: {error.strerror}; give another name")
         raise distributed.write_error(error) or wrong from error
 
 

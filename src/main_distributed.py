@@ -88,19 +88,19 @@ def read_data(config, encoder, world):
         raise UserError("--save_best: there is no validation data; give --val_data")
     seen = {pair.text for pair in data["train"]}
     for split in report.keys() - {"train"}:
-        shared = [pair.where for pair in data[split] if pair.text in seen]
+        shared = [pair.location for pair in data[split] if pair.text in seen]
         report[split]["prompts also in train_data"] = shared
     sampler.check_enough_rows(config.train_data, len(data["train"]), world)
     return data, report
 
 
-def inputs_of(config, data, outline, judge):
+def inputs_of(config, data, meta_model, judge):
     """Digests of all that the run reads."""
     names = ("model_name", "init_adapter", "reference_model")
     folders = {name: getattr(config, name) for name in names}
     if config.reference_model:  # its names and shapes, before there is a run folder
         models.load(config.reference_model, "auto", models.META, flag="--reference_model")
-    inputs = models.input_digests(data, folders, outline.config)
+    inputs = models.input_digests(data, folders, meta_model.config)
     if judge:
         inputs["content of judge"] = judge.digest
     return inputs
@@ -138,7 +138,7 @@ def rows_per_rank(config, world):
 def check_step(policy, step, means, rows, data, ref_logps, config, world):
     """Stop before an update that a NaN or a wrong start would spoil."""
     pairs = [data["train"][row] for row in rows]
-    locations = [pair.where for pair in pairs]
+    locations = [pair.location for pair in pairs]
 
     def score():  # [global batch, 2]
         return logps.score(policy.scorer, pairs, world, rows_per_rank(config, world))
@@ -293,10 +293,10 @@ def main(argv=None) -> int:
             judge(pair.text, pair.expected)  # one that does not know these prompts says so now
 
     # what the run will do, before a weight is read
-    outline = models.outline(config)
-    models.check_fit(outline, data)
+    meta_model = models.meta_model(config)
+    models.check_fit(meta_model, data)
     if config.learning_rate is None:
-        small = sum(p.numel() for p in outline.parameters()) < 10e6
+        small = sum(p.numel() for p in meta_model.parameters()) < 10e6
         rate = 1e-3 if small else {"full": 1e-6, "lora": 1e-5}[config.fine_tuning]
         config = dataclasses.replace(config, learning_rate=rate)
     plan = sampler.Plan.of(config, len(data["train"]))
@@ -307,8 +307,8 @@ def main(argv=None) -> int:
         folder=Path(config.result_dir),
         flag="--result_dir",
         steps=plan.steps,
-        inputs=inputs_of(config, data, outline, judge),
-        bytes_needed=optim.bytes_to_write(outline, checkpoints, lora_r),
+        inputs=inputs_of(config, data, meta_model, judge),
+        bytes_needed=optim.bytes_to_write(meta_model, checkpoints, lora_r),
         report=report,
         lines=[preference_data.describe(split, part) for split, part in report.items()],
         model_folder=Path(config.output_dir) if config.output_dir else None,

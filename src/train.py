@@ -76,7 +76,7 @@ def as_pairs(rows):
     """Rows that the self-test can try a model on."""
     if isinstance(rows[0], Pair):
         return rows
-    return [Pair(row.prompt, row.reply, row.reply, row.where, row.text) for row in rows]
+    return [Pair(row.prompt, row.reply, row.reply, row.location, row.text) for row in rows]
 
 
 # --- step ----------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def train_step(policy, step, rows, data, ref_logps, config, run):
 def check_step(policy, step, means, rows, data, ref_logps, config, world):
     """Stop before an update that a NaN or a wrong start would spoil."""
     batch_rows = [data["train"][row] for row in rows]
-    locations = [row.where for row in batch_rows]
+    locations = [row.location for row in batch_rows]
 
     def score():  # [global batch, sides]
         return logps.score(policy.scorer, batch_rows, world, config.micro_batch_size)
@@ -163,10 +163,10 @@ def evaluate(policy, rows, ref_logps, config, run):
 # --- main ----------------------------------------------------------------------------------------
 
 
-def choose_numbers(config, outline, world):
+def choose_numbers(config, meta_model, world):
     """Settle what hangs on model and device, DeepSpeed's "auto" too; return the Precision."""
     if config.learning_rate is None:
-        small = sum(p.numel() for p in outline.parameters()) < 10e6
+        small = sum(p.numel() for p in meta_model.parameters()) < 10e6
         config.learning_rate = 1e-3 if small else RATES[config.objective, config.fine_tuning]
     precision = precision_of(config, world.device)
     if config.mixed_precision == "auto":
@@ -177,7 +177,7 @@ def choose_numbers(config, outline, world):
     if config.use_deepspeed:
         from ddp_utils.sharding import deepspeed
 
-        width = outline.config.get_text_config().hidden_size
+        width = meta_model.config.get_text_config().hidden_size
         config.sharding = deepspeed.filled(config.sharding, config, world, width)
     return precision
 
@@ -248,21 +248,21 @@ def fine_tune(config, world) -> int:
     lines = [preference_data.describe(split, part) for split, part in report.items()]
 
     # what the run will do, before a weight is read
-    outline = models.outline(config)
-    models.check_fit(outline, data)
+    meta_model = models.meta_model(config)
+    models.check_fit(meta_model, data)
     plan = sampler.Plan.of(config, len(data["train"]), world.world_size)
     folders = {"model_name": config.model_name, "init_adapter": config.init_adapter}
-    inputs = models.input_digests(data, folders, outline.config)
+    inputs = models.input_digests(data, folders, meta_model.config)
     inputs["global_batch"] = str(plan.global_batch)
     if config.use_fsdp:
         from ddp_utils.sharding import fsdp
 
-        remark = fsdp.layers_of(outline, config.sharding)[1]
+        remark = fsdp.layers_of(meta_model, config.sharding)[1]
         lines += [remark] if remark else []
     if config.sharding:  # as the JSON has it, before its "auto" is filled in
         digest = files.digest_of_files([], config.sharding)
         inputs[f"content of {config.strategy}_config"] = digest
-    precision = choose_numbers(config, outline, world)
+    precision = choose_numbers(config, meta_model, world)
     strategy = strategy_of(config)
     checkpoints = config.keep_checkpoints + 1 + config.save_best
     lora_r = config.lora_r if config.fine_tuning == "lora" else None
@@ -271,7 +271,7 @@ def fine_tune(config, world) -> int:
         flag="--output_dir",
         steps=plan.steps,
         inputs=inputs,
-        bytes_needed=optim.bytes_to_write(outline, checkpoints, lora_r),
+        bytes_needed=optim.bytes_to_write(meta_model, checkpoints, lora_r),
         report=report,
         lines=lines,
         save_best=config.save_best,

@@ -147,7 +147,7 @@ def read_data(config, encoder, world):
     seen = {row.question for row in data["train"]}
     for row in data["val"]:
         if row.question in seen:
-            raise UserError(f"{row.where}: its question is in data_path, too; split by question")
+            raise UserError(f"{row.location}: its question is in data_path, too; split by question")
     sampler.check_enough_rows(config.data_path, len(data["train"]), world)
     return data, reports
 
@@ -180,7 +180,7 @@ def train_step(policy, step, rows, trajectories, teacher, config, run):
 def check_step(policy, step, means, rows, trajectories, teacher, config, world):
     """Stop before an update that a NaN or a wrong start would spoil."""
     batch_rows = [trajectories[row] for row in rows]
-    locations = [row.where for row in batch_rows]
+    locations = [row.location for row in batch_rows]
 
     @torch.no_grad()
     def score(baked=True):  # [global batch, 1]
@@ -274,18 +274,18 @@ def main(argv=None) -> int:
     if config.questions:
         questions = trajectories_.read_questions(config.questions)
     questions = [questions[turn % len(questions)] for turn in range(config.num_samples)]
-    outline = models.outline(config)
+    meta_model = models.meta_model(config)
     asked = {q: trajectories_.prompts(encoder, x0, q) for q in questions}
     room = [0] * config.max_new_tokens
     asked = [trajectories_.Trajectory(*ids, room, "questions", q) for q, ids in asked.items()]
     rows_read = data | {"questions": asked}
-    models.check_fit(outline, rows_read)
+    models.check_fit(meta_model, rows_read)
     if config.learning_rate is None:
-        small = sum(p.numel() for p in outline.parameters()) < 10e6
+        small = sum(p.numel() for p in meta_model.parameters()) < 10e6
         config.learning_rate = 3e-3 if small else 1e-4
     plan = sampler.Plan.of(config, len(data["train"]), world.world_size)
     folders = {"model_name": config.model_name, "resume_from": config.resume_from}
-    inputs = models.input_digests(rows_read, folders, outline.config)
+    inputs = models.input_digests(rows_read, folders, meta_model.config)
     inputs["global_batch"] = str(plan.global_batch)
     # a judge is executed: the demo's is the project's own, whatever the current folder holds
     root = jsonl.ROOT if config.judge == DEMO_JUDGE else None
@@ -304,7 +304,7 @@ def main(argv=None) -> int:
         flag="--out_dir",
         steps=plan.steps,
         inputs=inputs,
-        bytes_needed=optim.bytes_to_write(outline, checkpoints, config.lora_r),
+        bytes_needed=optim.bytes_to_write(meta_model, checkpoints, config.lora_r),
         report=reports,
         lines=described,
         save_best=config.save_best,

@@ -120,11 +120,11 @@ def spoil_loss(_rank, step, value):
     bad, collated = [], []
 
     def watch(policy, number, rows, data, *rest):
-        bad[:] = [data["train"][rows[0]].where] if number == step else []
+        bad[:] = [data["train"][rows[0]].location] if number == step else []
         return train_step(policy, number, rows, data, *rest)
 
     def remember(self, pairs, device):
-        collated[:] = [pair.where for pair in pairs]
+        collated[:] = [pair.location for pair in pairs]
         return collate(self, pairs, device)
 
     def faulty(self, batch):

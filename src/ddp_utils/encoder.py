@@ -1,7 +1,7 @@
 """A row's texts -> token ids of prompt, chosen and rejected.
 
 The three share one prompt: the common prefix of the tokens of prompt, prompt + chosen and
-prompt + rejected. Where a tokenizer merges across the seam, the merged token belongs to the
+prompt + rejected. Where a tokenizer merges across the boundary, the merged token belongs to the
 response, so that no response token is lost and no prompt token is trained.
 """
 
@@ -23,7 +23,7 @@ class Pair(NamedTuple):
     prompt: list[int]
     chosen: list[int]
     rejected: list[int]
-    where: str  # file:line
+    location: str  # file:line
     text: str  # the prompt as the data file has it, without template
     expected: str = ""  # the chosen response as the data file has it
 
@@ -36,7 +36,7 @@ class Pair(NamedTuple):
         """Tokens of the longer text."""
         return len(self.prompt) + max(len(self.chosen), len(self.rejected))
 
-    def fed(self, shared):
+    def num_forward_tokens(self, shared):
         """Tokens that go through the model: the prompt once or twice, no response's last one."""
         return self.tokens - 2 - (len(self.prompt) if shared else 0)
 
@@ -58,7 +58,7 @@ class Pair(NamedTuple):
             rows.append((self.prompt + side[:-1], range(first, first + len(side))))
         return rows
 
-    def stretch(self):
+    def packed_row(self):
         """As one stretch of a packed row: fed ids, positions, span (P, C, R), places a side."""
         p, c, r = len(self.prompt), len(self.chosen) - 1, len(self.rejected) - 1
         ids = self.prompt + self.chosen[:-1] + self.rejected[:-1]
@@ -185,14 +185,14 @@ class Encoder:
         boundary = common_prefix(asked, *whole.values())
         if boundary == 0:  # nothing before the first response token would predict it
             mend = "has no token of its own; lengthen it"
-            raise UserError(f"{example.where}: prompt {text!r:.40} {mend}")
+            raise UserError(f"{example.location}: prompt {text!r:.40} {mend}")
         if boundary < len(asked):
             self.notes.add("merged at the seam")
         sides = [self.ended(whole[reply][boundary:]) for reply in (chosen, rejected)]
         parts = self.cut(asked[:boundary], *sides)
         if parts != (asked[:boundary], *sides):
             self.notes.add("truncated")
-        return Pair(*parts, example.where, plain(prompt), chosen)
+        return Pair(*parts, example.location, plain(prompt), chosen)
 
     def ended(self, response):
         """Return the response with exactly one end token, if there is one, which is trained."""

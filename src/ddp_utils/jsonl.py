@@ -22,7 +22,7 @@ CONTROL = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 class Record(NamedTuple):
     """One object of a data file."""
 
-    where: str  # `file:line`, or `file[index]` if the file is one list
+    location: str  # `file:line`, or `file[index]` if the file is one list
     data: dict
     row: str = ""  # what reports call it: its line, or its index in the list
 
@@ -46,14 +46,14 @@ def read(path, limit=-1, skip=False) -> list[Record]:
     else:
         rows = _lines(path, raw)
     records = []
-    for where, row, data in rows:
+    for location, row, data in rows:
         if len(records) == limit:
             break
         if not isinstance(data, dict | UserError):
-            data = UserError(f"{where}: not a JSON object; each record is one {{...}}")
+            data = UserError(f"{location}: not a JSON object; each record is one {{...}}")
         if isinstance(data, UserError) and not skip:
             raise data
-        records.append(Record(where, data, row))
+        records.append(Record(location, data, row))
     if not records:
         raise UserError(f"{path}: 0 records; each line holds one JSON object")
     return records
@@ -65,13 +65,13 @@ def text(record, field) -> str:
         hint = f"found: {', '.join(map(shown, record.data)) or '-':.200}"
         for name in difflib.get_close_matches(field, record.data, n=1):
             hint = f"rename {name!r}, if that is meant"
-        raise UserError(f"{record.where}: {field} is missing; {hint}")
+        raise UserError(f"{record.location}: {field} is missing; {hint}")
     value = record.data[field]
     if not isinstance(value, str) or not value.strip():
         hint = f"{reprlib.repr(value):.100}; give a non-empty string"
-        raise UserError(f"{record.where}: {field} is {hint}")
+        raise UserError(f"{record.location}: {field} is {hint}")
     if "\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value):
-        raise UserError(f"{record.where}: {field} has a NUL or half a surrogate pair; remove it")
+        raise UserError(f"{record.location}: {field} has a NUL or half a surrogate pair; remove it")
     return value
 
 
@@ -152,8 +152,9 @@ def decoded(path, line, raw, mend=""):
         raise UserError(f"{path}:{line}:{error.colno}: not JSON: {error.msg}{mend}") from error
     except (ValueError, RecursionError) as error:
         reason = str(error).partition(";")[0]  # what follows is advice to programmers
-        where = path if b"\n" in raw.strip() else f"{path}:{line}"  # the decoder does not say where
-        raise UserError(f"{where}: not JSON: {reason}") from error
+        # of several lines the decoder does not say which
+        location = path if b"\n" in raw.strip() else f"{path}:{line}"
+        raise UserError(f"{location}: not JSON: {reason}") from error
 
 
 def _refuse(word):

@@ -27,7 +27,7 @@ class Batch(NamedTuple):
     """B pairs as token ids, and whose log-probs are asked for; S sides: a text has one."""
 
     ids: torch.Tensor  # [R, T]
-    where: torch.Tensor  # [N] places among the R * T hidden states: each predicts ...
+    hidden_index: torch.Tensor  # [N] places among the R * T hidden states: each predicts ...
     targets: torch.Tensor  # [N] ... this token
     cells: torch.Tensor  # [2, N] its response (all chosen, then all rejected) and place in it
     tokens: torch.Tensor  # [S, B] scored tokens of the chosen and the rejected responses
@@ -45,10 +45,10 @@ def collate(pairs, device="cpu", shared=False) -> Batch:
     if shared:
         from ddp_utils.fast import shared_prefix
 
-        ids, where, positions, packing = shared_prefix.pack(pairs, torch.device(device))
+        ids, hidden_index, positions, packing = shared_prefix.pack(pairs, torch.device(device))
         layout = {"position_ids": put([positions]), "packing": packing}
     else:
-        ids, where = _padded(pairs)
+        ids, hidden_index = _padded(pairs)
         layout = {}
     responses = by_side([pair.targets for pair in pairs])
     lengths = [len(response) for response in responses]
@@ -61,7 +61,7 @@ def collate(pairs, device="cpu", shared=False) -> Batch:
         targets += response
     tokens = put(lengths).view(-1, len(pairs))
     cells = put([rows, columns])
-    return Batch(put(ids), put(where), put(targets), cells, tokens, max(lengths), layout)
+    return Batch(put(ids), put(hidden_index), put(targets), cells, tokens, max(lengths), layout)
 
 
 def by_side(table):
@@ -74,11 +74,11 @@ def _padded(pairs):
     rows = by_side([pair.rows() for pair in pairs])
     width = max(len(fed) for fed, _ in rows)
     ids = []
-    where = []
+    hidden_index = []
     for number, (fed, places) in enumerate(rows):
         ids.append(fed + [0] * (width - len(fed)))
-        where += [number * width + place for place in places]
-    return ids, where
+        hidden_index += [number * width + place for place in places]
+    return ids, hidden_index
 
 
 class Scorer(nn.Module):
@@ -110,20 +110,20 @@ class Scorer(nn.Module):
         with torch.autocast(batch.ids.device.type, self.autocast, enabled=bool(self.autocast)):
             if self.own_head:
                 logits = self.model(input_ids=batch.ids, **batch.layout).logits  # [R, T, V]
-                return picked_logps(logits.flatten(0, 1)[batch.where], batch.targets)
+                return picked_logps(logits.flatten(0, 1)[batch.hidden_index], batch.targets)
             backbone, head = self.parts()
             output = backbone(input_ids=batch.ids, use_cache=False, **batch.layout)
-            hidden = output.last_hidden_state.flatten(0, 1)[batch.where]  # [N, D]
+            hidden = output.last_hidden_state.flatten(0, 1)[batch.hidden_index]  # [N, D]
             with self.gathered(head):
                 return head_logps(head, hidden, batch.targets)
 
-    def bare(self):
+    def unwrap(self):
         """The language model without peft around it."""
         return self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
 
     def parts(self):
         """The transformer and its output layer, with whatever adapters stand in them."""
-        return self.bare().base_model, self.bare().get_output_embeddings()
+        return self.unwrap().base_model, self.unwrap().get_output_embeddings()
 
     def set_layout(self, shared):
         """From now on, pairs are stretches of packed rows, or separate rows."""
@@ -133,7 +133,7 @@ class Scorer(nn.Module):
             from ddp_utils.fast import shared_prefix
 
             attention = shared_prefix.NAME
-        self.bare().set_attn_implementation(attention)
+        self.unwrap().set_attn_implementation(attention)
 
     def collate(self, pairs, device):
         """The batch of these pairs in this scorer's layout."""
@@ -141,7 +141,7 @@ class Scorer(nn.Module):
 
     def share(self, rows, pairs, world, budget):
         """This rank's micro-batches of these rows of `pairs`, by the tokens that will be fed."""
-        lengths = {row: pairs[row].fed(self.shared) for row in rows}
+        lengths = {row: pairs[row].num_forward_tokens(self.shared) for row in rows}
         return sampler.share(rows, lengths, world, budget, padded=not self.shared)
 
     def generate(self, ids, **options):
@@ -150,9 +150,9 @@ class Scorer(nn.Module):
         In eval(): nothing is trained here, and checkpointing would do without the cache.
         """
         shared = self.shared
-        settings = self.bare().generation_config
+        settings = self.unwrap().generation_config
         # the model's own file may hold a repetition_penalty, which is another distribution
-        self.bare().generation_config = transformers.GenerationConfig()
+        self.unwrap().generation_config = transformers.GenerationConfig()
         self.set_layout(shared=False)
         self.model.eval()
         try:
@@ -162,7 +162,7 @@ class Scorer(nn.Module):
         finally:
             self.model.train()
             self.set_layout(shared)
-            self.bare().generation_config = settings
+            self.unwrap().generation_config = settings
 
     def example(self, device):
         """The smallest batch there is: one pair of one-token responses."""
@@ -242,7 +242,7 @@ def fingerprint(scorer, data, names, device) -> dict:
         "transformers": transformers.__version__,
     }
     for what, name in zip(("model", "adapter"), names, strict=False):
-        facts[what] = models.digest_of_model(name, scorer.bare().config) if name else ""
+        facts[what] = models.digest_of_model(name, scorer.unwrap().config) if name else ""
     for split, pairs in data.items():
         facts[f"rows of {split}"] = files.digest_of_rows(pairs)
     return {name: str(value) for name, value in facts.items()}

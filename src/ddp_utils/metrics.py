@@ -112,7 +112,7 @@ class Meter:
         if self.peak:
             needed = 0
             for pair in pairs:
-                needed += pair.fed(shared=True) * self.per_token
+                needed += pair.num_forward_tokens(shared=True) * self.per_token
                 needed += sum(map(len, pair.targets)) * self.per_target
             values["mfu"] = needed / (seconds * self.peak * self.world.world_size)
         return values

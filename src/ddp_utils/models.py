@@ -156,7 +156,7 @@ def inherit_adapter_config(config):
         lora.inherit_config(config)
 
 
-def outline(config):
+def meta_model(config):
     """The model on the meta device, after all checks that loading it and its adapter will make.
 
     Names and shapes of the files' tensors are compared with the model's; no weight is read.
@@ -221,11 +221,12 @@ def check_fit(model, data):
         # beyond these a row's angles, and its log-probs, would hang on the others in its batch
         positions = min(positions, rope.get("original_max_position_embeddings") or positions)
     for pair in itertools.chain(*data.values()):
-        if max(map(max, pair[:3])) >= words:
-            raise UserError(f"{pair.where}: token id {max(map(max, pair[:3]))}, model has {words}")
+        largest = max(map(max, pair[:3]))
+        if largest >= words:
+            raise UserError(f"{pair.location}: token id {largest}, model has {words}")
         if pair.row > positions:
             raise UserError(
-                f"{pair.where}: {pair.row} tokens, the model has {positions} positions; "
+                f"{pair.location}: {pair.row} tokens, the model has {positions} positions; "
                 f"give --max_length {positions}"
             )
 

@@ -356,13 +356,13 @@ def parameter_groups(parameters, weight_decay):
     return [group for group in groups if group["params"]]
 
 
-def bytes_to_write(outline, checkpoints, lora_r=None):
+def bytes_to_write(meta_model, checkpoints, lora_r=None):
     """Return the bytes of a model and its checkpoints: fp32 weights, and AdamW's two moments.
 
-    outline: the model on the meta device; lora_r: rank of the LoRA that is trained, if one is.
+    meta_model: on the meta device; lora_r: rank of the LoRA that is trained, if one is.
     """
-    trained = sum(p.numel() for p in outline.parameters())
+    trained = sum(p.numel() for p in meta_model.parameters())
     if lora_r:
-        linear = [m for m in outline.modules() if isinstance(m, nn.Linear)]
+        linear = [m for m in meta_model.modules() if isinstance(m, nn.Linear)]
         trained = sum(lora_r * (m.in_features + m.out_features) for m in linear)
     return 4 * trained * (1 + 3 * checkpoints)

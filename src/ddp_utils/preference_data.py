@@ -32,7 +32,7 @@ HUMAN = "\n\nHuman:"  # begins a transcript
 class Example(NamedTuple):
     """One preference, checked."""
 
-    where: str  # file:line
+    location: str  # file:line
     prompt: str | list  # plain text, or [{"role", "content"}, ...] that ends with a user's turn
     chosen: str
     rejected: str
@@ -192,7 +192,7 @@ def unknown(record, shapes) -> UserError:
     nearest = max(shapes, key=lambda fields: len(meant & set(fields)))
     missing = next(field for field in nearest if field not in record.data)
     nearest = f"nearest is {', '.join(nearest)}: {missing} is missing"
-    return UserError(f"{record.where}: fields found: {', '.join(names) or '-':.200}; {nearest}")
+    return UserError(f"{record.location}: fields found: {', '.join(names) or '-':.200}; {nearest}")
 
 
 def unread(data, fields, path="") -> set:
@@ -218,7 +218,7 @@ def example(record, name) -> Example:
         raise Unusable("empty response")
     if chosen == rejected:
         raise Unusable("identical")
-    return Example(record.where, prompt, chosen, rejected)
+    return Example(record.location, prompt, chosen, rejected)
 
 
 def prompt_and_sides(record, name):
@@ -273,4 +273,4 @@ def text_only(record, path, value, weights=(None, 1)):
 
 
 def error(record, path, value, hint):
-    return UserError(f"{record.where}: {path} is {reprlib.repr(value):.100}; {hint}")
+    return UserError(f"{record.location}: {path} is {reprlib.repr(value):.100}; {hint}")

@@ -22,7 +22,7 @@ IGNORED = ("description", "comment", "weight", "margin", "margin_kcal", "mutatio
 class Pair(NamedTuple):
     """Two sequences for one backbone, and where they may differ."""
 
-    where: str  # file:line of the item
+    location: str  # file:line of the item
     name: str  # of the backbone: file and chains
     number: int  # of the backbone among those that were read
     backbone: structure.Structure
@@ -57,11 +57,11 @@ def read(path, backbones, config, limit=-1) -> tuple[list[Pair], dict]:
                 raise record.data
             pairs.append(_pair(record, path, backbones, config, notes))
         except Unusable as reason:
-            dropped[str(reason)].append(record.where)
+            dropped[str(reason)].append(record.location)
         except UserError:
             if not skip:
                 raise
-            dropped["malformed"].append(record.where)
+            dropped["malformed"].append(record.location)
     if not pairs:
         reasons = [f"{len(items)} {reason}, as {items[0]}" for reason, items in dropped.items()]
         raise UserError(f"{path}: 0 usable pairs: {'; '.join(reasons)}")
@@ -72,28 +72,28 @@ def _pair(record, source, backbones, config, notes):
     for key in record.data.keys() - {*KEYS, *IGNORED}:
         near = difflib.get_close_matches(key, KEYS, n=1)
         hint = f"did you mean {near[0]}?" if near else "it is not read"
-        notes[f"{jsonl.shown(key)}: {hint}"].append(record.where)
+        notes[f"{jsonl.shown(key)}: {hint}"].append(record.location)
     name = jsonl.text(record, "pdb_file")
     folder = jsonl.resolve(source).parent
     file = folder / name if (folder / name).exists() else jsonl.resolve(name)
     if not file.exists():
-        raise UserError(f"{record.where}: pdb_file: no file {name:.200} in {folder} or here")
-    key = (str(file), *chains_of(record.data, record.where))
+        raise UserError(f"{record.location}: pdb_file: no file {name:.200} in {folder} or here")
+    key = (str(file), *chains_of(record.data, record.location))
     if key not in backbones:
         try:
             backbones[key] = (len(backbones), structure.read(*key))
         except UserError as error:
-            raise UserError(f"{record.where}: {error}") from error
+            raise UserError(f"{record.location}: {error}") from error
     number, backbone = backbones[key]
     if len(backbone.sequence) > config.max_length:
         raise Unusable("longer than max_length")
     preferred = letters_of(record, "preferred_seq", backbone)
     unpreferred = letters_of(record, "unpreferred_seq", backbone)
-    designed = mutable(record.data, backbone, record.where)
+    designed = mutable(record.data, backbone, record.location)
     outside = np.flatnonzero((preferred != unpreferred) & ~designed)
     if len(outside):
         raise UserError(
-            f"{record.where}: the sequences differ at position {outside[0]} (from 0), which is "
+            f"{record.location}: the sequences differ at position {outside[0]} (from 0), which is "
             "not mutable; add it to mutable_positions, or give the same letter in both"
         )
     designed &= backbone.mask > 0
@@ -101,24 +101,24 @@ def _pair(record, source, backbones, config, notes):
     if not (targets & (preferred != unpreferred)).any():
         raise Unusable("the same sequence twice")
     name = " ".join([file.name, *backbone.chains])
-    return Pair(record.where, name, number, backbone, preferred, unpreferred, designed, targets)
+    return Pair(record.location, name, number, backbone, preferred, unpreferred, designed, targets)
 
 
-def chains_of(settings, where):
+def chains_of(settings, location):
     """Return the names of (designed, fixed) chains as tuples; () for the first protein chain."""
     for field in ("design_chains", "fixed_chains", "chain_id"):
         value = settings.get(field) or ""
         is_text = isinstance(value, str | list | tuple)
         if not is_text or not all(isinstance(name, str) for name in value):
-            raise UserError(f"{where}: {field}: {value!r:.60} names no chain; give a list of names")
+            raise UserError(f"{location}: {field}: {value!r:.60} names no chain; give a list")
     design = tuple(settings.get("design_chains") or ())
     fixed = tuple(settings.get("fixed_chains") or ())
     if settings.get("chain_id"):
         if design:
-            raise UserError(f"{where}: chain_id and design_chains; give one of them")
+            raise UserError(f"{location}: chain_id and design_chains; give one of them")
         design = (settings["chain_id"],)
     if fixed and not design:
-        raise UserError(f"{where}: fixed_chains without design_chains; name these, too")
+        raise UserError(f"{location}: fixed_chains without design_chains; name these, too")
     return design, fixed
 
 
@@ -132,7 +132,7 @@ def letters_of(record, field, backbone):
     text = text.upper().replace("/", "").replace("-", "X")
     strange = sorted({*text} - {*ALPHABET})
     if strange:
-        raise UserError(f"{record.where}: {field}: {', '.join(strange)!r} not in {ALPHABET}")
+        raise UserError(f"{record.location}: {field}: {', '.join(strange)!r} not in {ALPHABET}")
     given = encode(text)
     letters = encode(backbone.sequence)
     observed = backbone.observed & backbone.in_design
@@ -147,13 +147,13 @@ def letters_of(record, field, backbone):
         letters[observed] = given[backbone.numbering[observed]]
     else:
         raise UserError(
-            f"{record.where}: {field}: {len(given)} letters, the designed chains have "
+            f"{record.location}: {field}: {len(given)} letters, the designed chains have "
             f"{observed.sum()} residues ({length} with numbering gaps); give one letter for each"
         )
     return letters
 
 
-def mutable(settings, backbone, where):
+def mutable(settings, backbone, location):
     """Return a mask [L] of where letters may differ: the designed chains, or what is named of them.
 
     mutable_positions: numbers from 0 in the designed sequence. mutable_ranges: [first, last] or
@@ -168,11 +168,13 @@ def mutable(settings, backbone, where):
         count = backbone.in_design.sum()
         for first, last in ranges:
             if not 0 <= first <= last < count:
-                raise UserError(f"{where}: mutable {first} to {last}; there are 0 to {count - 1}")
+                raise UserError(
+                    f"{location}: mutable {first} to {last}; there are 0 to {count - 1}"
+                )
             mask[first : last + 1] = True
     except (AttributeError, TypeError, ValueError) as error:
         problem = "mutable_positions are numbers, mutable_ranges pairs of them (6-17)"
-        raise UserError(f"{where}: {problem}; {error}") from error
+        raise UserError(f"{location}: {problem}; {error}") from error
     return mask
 
 

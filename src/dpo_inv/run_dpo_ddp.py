@@ -129,7 +129,7 @@ def train_step(policy, pairs, table, config, run):
 
 def check_step(policy, step, means, pairs, table, config, run):
     """Stop before an update that a NaN or a wrong start would spoil."""
-    locations = [pair.where for pair in pairs]
+    locations = [pair.location for pair in pairs]
     scored = functools.partial(score, policy.scorer, config, run, pairs)
     checks.check_step(policy, step, means, locations, scored, "full")
     if step == 0:

@@ -36,7 +36,7 @@ class Student(logps.Scorer):
                 states = self.model(input_ids=batch.ids).logits
             else:
                 states = self.parts()[0](input_ids=batch.ids, use_cache=False).last_hidden_state
-            return states.flatten(0, 1)[batch.where]
+            return states.flatten(0, 1)[batch.hidden_index]
 
     @torch.no_grad()
     def teach(self, batch):
@@ -51,7 +51,7 @@ class Student(logps.Scorer):
 
 def check_head(student, rows, world, cache):
     """Test the head on real rows, with the same outcome on every rank; return lines to print."""
-    for layer in (student.parts()[1], student.bare().get_input_embeddings()):
+    for layer in (student.parts()[1], student.unwrap().get_input_embeddings()):
         if layer and any(parameter.requires_grad for parameter in layer.parameters()):
             raise UserError(
                 "--lora_targets: leave output layer and embedding to teacher and student"

@@ -18,7 +18,7 @@ class Trajectory(NamedTuple):
     student: list[int]
     teacher: list[int]
     reply: list[int]  # its end included, if it came to one
-    where: str  # file:line
+    location: str  # file:line
     question: str
 
     @property
@@ -70,7 +70,7 @@ def _question(record):
     name = next((name for name in QUESTION if name in record.data), QUESTION[0])
     value = record.data.get(name)
     if isinstance(value, list) and value:  # turns: the first one
-        record = jsonl.Record(record.where, {name: value[0]})
+        record = jsonl.Record(record.location, {name: value[0]})
     return jsonl.text(record, name)
 
 
@@ -98,21 +98,21 @@ def read(path, encoder, max_length):
         student, teacher = ids[key]
         reply = record.data.get("tokens")
         if not isinstance(reply, list) or not all(type(t) is int and 0 <= t < 2**31 for t in reply):
-            raise UserError(f"{record.where}: tokens: give a list of token ids (generate_data.py)")
+            raise UserError(f"{record.location}: tokens: give a list of token ids")
         text = encoder.tokenizer.decode(reply, skip_special_tokens=True)
         if record.data.get("reply", text) != text:
             raise UserError(
-                f"{record.where}: tokens: they spell {text!r:.40}, not the reply; they are of "
+                f"{record.location}: tokens: they spell {text!r:.40}, not the reply; they are of "
                 "another model; give that as --model_name, or generate anew"
             )
         room = max_length - len(teacher)
         report["rows"] += 1
         if room < 1 or not reply:
-            report["dropped"].append(record.where)
+            report["dropped"].append(record.location)
             continue
         if len(reply) > room:
-            report["cut"].append(record.where)
-        trajectories.append(Trajectory(student, teacher, reply[:room], record.where, key[1]))
+            report["cut"].append(record.location)
+        trajectories.append(Trajectory(student, teacher, reply[:room], record.location, key[1]))
     report["x0"] = sorted({x0 for x0, _ in ids})
     if not trajectories:
         raise UserError(f"{path}: 0 usable rows; --max_traj_len is {max_length}")

@@ -34,7 +34,7 @@ class Text(NamedTuple):
     prompt: list[int]  # everything before the first trained token; at least one token
     reply: list[int]  # the rest
     scored: list[int]  # [len(reply)] 1: trained, 0: only read (later user turns, template text)
-    where: str  # file:line
+    location: str  # file:line
     text: str  # the first question as the data file has it: rows are split by it
 
     @property
@@ -59,7 +59,7 @@ class Text(NamedTuple):
         """The trained tokens, as the one side that a text has."""
         return [[token for token, on in zip(self.reply, self.scored, strict=True) if on]]
 
-    def fed(self, shared):
+    def num_forward_tokens(self, shared):
         """Tokens that go through the model: the last one is only a target."""
         return self.row - 1
 
@@ -69,7 +69,7 @@ class Text(NamedTuple):
         hidden_index = [before + index for index, on in enumerate(self.scored) if on]
         return [((self.prompt + self.reply)[:-1], hidden_index)]
 
-    def stretch(self):
+    def packed_row(self):
         """As one stretch of a packed row: fed ids, positions, span (P, C, R), hidden index."""
         [(ids, hidden_index)] = self.rows()
         return ids, [*range(len(ids))], (len(ids), 0, 0), [hidden_index]
@@ -89,7 +89,7 @@ def read(path, encoder, fields=(), limit=-1, on_bad_record="error"):
 
     def make(record, shape):
         prompt, reply = example(record, shape)
-        text = encode(encoder, record.where, prompt, reply, every=not shape.format)
+        text = encode(encoder, record.location, prompt, reply, every=not shape.format)
         if (plain(prompt), reply) in seen:
             encoder.notes.add("same as an earlier row")
         seen.add((plain(prompt), reply))
@@ -148,7 +148,7 @@ def _history(record):
                 record, "history", history, "give [[question, answer], ...]"
             )
         for role, value in zip(("user", "assistant"), exchange, strict=True):
-            content = jsonl.text(jsonl.Record(record.where, {"history": value}), "history")
+            content = jsonl.text(jsonl.Record(record.location, {"history": value}), "history")
             turns.append({"role": role, "content": content})
     return turns
 
@@ -156,7 +156,7 @@ def _history(record):
 # --- prompt and reply -> tokens ------------------------------------------------------------------
 
 
-def encode(encoder, where, prompt, reply, every=True):
+def encode(encoder, location, prompt, reply, every=True):
     """Return the Text of a prompt and its reply; `every`: replies inside it are trained, too.
 
     What is too long loses whole exchanges first, the oldest before others, but keeps its system
@@ -167,7 +167,7 @@ def encode(encoder, where, prompt, reply, every=True):
     if several:
         opening = prompt[: 2 if prompt[0]["role"] == "system" else 1]
         prompt = _fit(encoder, _ended(encoder, prompt), reply)
-    pair = encoder.encode(preference_data.Example(where, prompt, reply, reply))
+    pair = encoder.encode(preference_data.Example(location, prompt, reply, reply))
     ids = pair.prompt + pair.chosen
     scored = [0] * len(pair.prompt) + [1] * len(pair.chosen)
     for start, stop in _earlier(encoder, prompt, ids) if several else ():
@@ -175,7 +175,7 @@ def encode(encoder, where, prompt, reply, every=True):
     if 1 not in scored:
         raise Unusable("no trained token left")
     first = scored.index(1)
-    return Text(ids[:first], ids[first:], scored[first:], where, plain(opening))
+    return Text(ids[:first], ids[first:], scored[first:], location, plain(opening))
 
 
 def _ended(encoder, turns):

@@ -31,7 +31,7 @@ def read(row, name=None):
         example = preference_data.example(record, name or preference_data.find_format(record))
     except Unusable as reason:
         return str(reason)
-    assert example.where == WHERE
+    assert example.location == WHERE
     return example[1:]
 
 

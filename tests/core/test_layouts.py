@@ -342,7 +342,7 @@ def compare_kernels(spans, window, heads, scale):
 def test_a_shared_layout_feeds_no_token_twice_and_no_padding():
     """P + C + R a pair, summed over all ranks and micro-batches; separate rows feed more."""
     real = sum(len(p.prompt) + len(p.chosen) - 1 + len(p.rejected) - 1 for p in PAIRS)
-    assert sum(pair.fed(shared=True) for pair in PAIRS) == real
+    assert sum(pair.num_forward_tokens(shared=True) for pair in PAIRS) == real
     scorer = logps.Scorer(build(MODELS["llama"][0], 1.0))
     totals = {}
     for ranks, shared in itertools.product((1, 3), (True, False)):
@@ -368,11 +368,11 @@ def test_generation_does_not_depend_on_the_layout_and_leaves_it(name, shared):
     model = build(MODELS[name][0], 3.0)
     scorer = logps.Scorer(get_peft_model(model, LoraConfig(r=4, target_modules="all-linear")))
     scorer.set_layout(shared)  # B = 0: the same model
-    attention = scorer.bare().config._attn_implementation
+    attention = scorer.unwrap().config._attn_implementation
     assert (attention == shared_prefix.NAME) == shared
     before = scorer(scorer.collate(PAIRS, "cpu"))[0]
     assert scorer.generate(input_ids := prompt, **options).tolist() == expected.tolist()
     assert expected.shape[1] > input_ids.shape[1]
     assert scorer.shared == shared and scorer.training
-    assert scorer.bare().config._attn_implementation == attention
+    assert scorer.unwrap().config._attn_implementation == attention
     assert torch.equal(scorer(scorer.collate(PAIRS, "cpu"))[0], before)

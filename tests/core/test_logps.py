@@ -79,8 +79,8 @@ def test_prompt_and_padding_do_not_count():
     # six rows of 11 + 9 - 1 tokens; a prompt of 3 predicts from its last token, place 2
     width = batch.ids.shape[1]
     assert batch.ids.shape == (6, 19)
-    assert batch.where[:5].tolist() == [2, 3, 4, 5, 6]
-    assert batch.where[5:12].tolist() == list(range(width + 6, width + 13))
+    assert batch.hidden_index[:5].tolist() == [2, 3, 4, 5, 6]
+    assert batch.hidden_index[5:12].tolist() == list(range(width + 6, width + 13))
 
 
 def test_a_packed_row_by_hand():
@@ -91,7 +91,7 @@ def test_a_packed_row_by_hand():
     assert batch.layout["position_ids"].tolist() == [[0, 1, 2, 3, 2, 0, 1, 2]]
     assert batch.layout["packing"].spans == [(2, 2, 1), (1, 0, 2)]
     #                              7 8 -> 1 2 3, 9 -> 6, 7 8 -> 4 5, 9 -> 3 2 1
-    assert batch.where.tolist() == [1, 2, 3, 5, 1, 4, 5, 6, 7]
+    assert batch.hidden_index.tolist() == [1, 2, 3, 5, 1, 4, 5, 6, 7]
     assert batch.targets.tolist() == [1, 2, 3, 6, 4, 5, 3, 2, 1]
     assert batch.cells.tolist() == [[0, 0, 0, 1, 2, 2, 3, 3, 3], [0, 1, 2, 0, 0, 1, 0, 1, 2]]
     assert batch.tokens.tolist() == [[3, 1], [2, 3]] and batch.longest == 3
@@ -147,7 +147,7 @@ def test_complaint_13_a_reference_in_another_precision_is_refused():
     now = torch.stack(logps.Scorer(model)(logps.collate(PAIRS)), -1).detach()
     rounded = torch.stack(logps.Scorer(model.bfloat16())(logps.collate(PAIRS)), -1).detach()
     bound = checks.noise(torch.float32, torch.tensor([9, 9, 9]))
-    wheres = [pair.where for pair in PAIRS]
+    wheres = [pair.location for pair in PAIRS]
     checks.check_reference(now, now + 5e-4, bound, wheres)
     with pytest.raises(UserError, match="row [012]: before the first step the policy's log-prob"):
         checks.check_reference(now, rounded, bound, wheres)

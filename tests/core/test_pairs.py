@@ -288,7 +288,7 @@ def test_the_report_counts_by_row_what_a_hand_count_finds(tmp_path):
     path.write_text("\n".join(lines))
     encoder = Encoder(tokenizer(), max_length=20)
     kept, report = preference_data.read(path, encoder, on_bad_record="skip")
-    assert [pair.where.rsplit(":", 1)[1] for pair in kept] == ["1", "5", "6", "7"]
+    assert [pair.location.rsplit(":", 1)[1] for pair in kept] == ["1", "5", "6", "7"]
     assert (report["rows"], report["used"], report["format"]) == (8, 4, "prompt")
     assert report["dropped"] == {
         "identical": ["2"],

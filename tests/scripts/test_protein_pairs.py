@@ -68,7 +68,7 @@ REFUSED = [  # changes of an item, what the line says
     ({"preferred_seq": TEXT[:-1]}, f"preferred_seq: {len(TEXT) - 1} letters, the designed"),
     ({"preferred_seq": "U" + TEXT[1:-1] + "Z"}, "preferred_seq: 'U, Z' not in ACDEF"),
     ({"chain_id": "A", "design_chains": ["A"]}, "chain_id and design_chains; give one"),
-    ({"design_chains": 1}, "design_chains: 1 names no chain; give a list of names"),
+    ({"design_chains": 1}, "design_chains: 1 names no chain; give a list"),
     ({"chain_id": "Q"}, "no protein chain 'Q'; it has ['A']"),
     ({"chain_id": "A", "fixed_chains": ["A"]}, "chain 'A' is asked for twice"),
     (

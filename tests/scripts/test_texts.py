@@ -103,9 +103,9 @@ def test_every_preference_row_gives_the_prompt_and_the_chosen_reply_of_its_pair(
     found, report = instruction_data.read(file, encoder)
     assert report["format"] == "preference"
     expected, _ = preference_data.read(file, encoder)
-    same = {text.where: (text.prompt, text.reply, text.text) for text in found}
+    same = {text.location: (text.prompt, text.reply, text.text) for text in found}
     for pair in expected:
-        assert same[pair.where] == (pair.prompt, pair.chosen, pair.text)
+        assert same[pair.location] == (pair.prompt, pair.chosen, pair.text)
     assert all(text.trained == len(text.reply) for text in found)
 
 
@@ -141,7 +141,7 @@ def test_only_trained_tokens_are_targets_each_behind_the_token_before_it(shared)
     batch = logps.collate([first, Text([4], [3], [1], "f:2", "four")], shared=shared)
     assert batch.targets.tolist() == [7, 9, 3]
     assert batch.ids.tolist() == ([[5, 6, 7, 8, 4]] if shared else [[5, 6, 7, 8], [4, 0, 0, 0]])
-    assert batch.ids.flatten()[batch.where].tolist() == [6, 8, 4]
+    assert batch.ids.flatten()[batch.hidden_index].tolist() == [6, 8, 4]
     assert batch.tokens.tolist() == [[2, 1]]
 
 
@@ -373,7 +373,7 @@ def test_the_report_counts_by_row_what_a_hand_count_finds(tmp_path):
     )
     encoder = Encoder(PLAIN, max_length=20)
     found, report = instruction_data.read(path, encoder, on_bad_record="skip")
-    assert [text.where.rsplit(":", 1)[1] for text in found] == ["2", "4", "5", "8"]
+    assert [text.location.rsplit(":", 1)[1] for text in found] == ["2", "4", "5", "8"]
     assert report == {
         "file": str(path),
         "format": "alpaca",

@@ -76,7 +76,7 @@ RATES = {  # of models from 10 M parameters on
 
 def test_the_default_learning_rates(monkeypatch):
     """As docs/dpo.md has them for preferences; 1e-3 for a model of less than 10 M parameters."""
-    seen, own = [], models.outline
+    seen, own = [], models.meta_model
 
     def wide(config):
         settings = AutoConfig.from_pretrained(ROOT / "data/demo/model", intermediate_size=8192)
@@ -89,8 +89,8 @@ def test_the_default_learning_rates(monkeypatch):
         name = "instructions" if "sft" in flags else "preferences_train"
         data = ["--train_data", f"data/demo/{name}.jsonl", "--max_rows", "40", "--check"]
         config = ["--config", str(ROOT / "config.yaml")] if script is train else []
-        for outline, expected in ((wide, rate), (own, 1e-3)):
-            monkeypatch.setattr(models, "outline", outline)
+        for meta_model, expected in ((wide, rate), (own, 1e-3)):
+            monkeypatch.setattr(models, "meta_model", meta_model)
             assert script.main([*config, *flags.split(), *data]) == 0
             assert seen.pop() == expected, flags
 

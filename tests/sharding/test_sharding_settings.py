@@ -118,7 +118,7 @@ def test_only_what_is_sharded_can_be_offloaded():
 
 def test_named_layers_are_sharded_else_the_models_own():
     own = {"model_name": "data/demo/model", "fine_tuning": "full", "init_adapter": ""}
-    qwen = models.outline(SimpleNamespace(**own))
+    qwen = models.meta_model(SimpleNamespace(**own))
     for names, kind, count, says in (
         ([], "Qwen3DecoderLayer", 4, None),
         (GUIDES, "Qwen3DecoderLayer", 4, f"no {', '.join(GUIDES)}; it has Qwen3DecoderLayer"),

@@ -54,7 +54,7 @@ def check_head(scorer, pairs, device):
         return torch.cat([scorer.token_logps(row)[:-1] for row in alone])
 
     backbone, head = scorer.parts()
-    if head is None or backbone is scorer.bare():
+    if head is None or backbone is scorer.unwrap():
         reason = "it has no separate output layer"
     else:
         reason = _difference(scorer, pairs, device, ours, own_of_each_row)
@@ -69,7 +69,7 @@ def check_layout(scorer, pairs, device):
     Returns one line if they differ or it refuses, else None.
     """
 
-    layers = scorer.bare().config.get_text_config().num_hidden_layers
+    layers = scorer.unwrap().config.get_text_config().num_hidden_layers
 
     def packed():
         scorer.set_layout(shared=True)

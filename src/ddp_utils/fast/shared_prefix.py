@@ -46,7 +46,7 @@ def pack(pairs, device):
     spans = []
     places_of_pairs = []
     for pair in pairs:
-        fed, order, span, sides = pair.stretch()
+        fed, order, span, sides = pair.packed_row()
         shifted = []
         for places in sides:
             shifted.append([len(ids) + place for place in places])
@@ -54,8 +54,8 @@ def pack(pairs, device):
         ids += fed
         positions += order
         spans.append(span)
-    where = list(itertools.chain(*logps.by_side(places_of_pairs)))
-    return [ids], where, positions, Packing(spans, device)
+    hidden_index = list(itertools.chain(*logps.by_side(places_of_pairs)))
+    return [ids], hidden_index, positions, Packing(spans, device)
 
 
 def attend(

@@ -30,7 +30,7 @@ def chat(record, field, *sides):
         turns = (before if turns[0]["role"] == "assistant" else system) + turns
         *prompt, reply = in_order(record, side, turns, "assistant")
         if "weight" in reply:
-            raise UserError(f"{record.where}: {side}: its reply has the weight 0; leave it out")
+            raise UserError(f"{record.location}: {side}: its reply has the weight 0; leave it out")
         prompts.append(prompt)
         replies.append(reply["content"])
     for turn in sum(prompts, before):
@@ -87,7 +87,7 @@ def turns_of(record, field, role="assistant"):
             raise preference_data.error(record, path, content, "only text is read: give a string")
         last = number + 1 == len(value)
         read = preference_data.response if ROLES[role] == "assistant" and last else jsonl.text
-        read(jsonl.Record(record.where, {path: content}), path)
+        read(jsonl.Record(record.location, {path: content}), path)
         turns.append({"role": ROLES[role], "content": content})
         if 0 in map(turn.get, WEIGHTS):
             turns[-1]["weight"] = 0
@@ -100,5 +100,5 @@ def in_order(record, field, turns, last):
     talk = roles[roles[0] == "system" :]
     if talk[-1:] != [last] or talk != (["user", "assistant"] * len(talk))[: len(talk)]:
         hint = f"give user and assistant by turns, {last} last; system may be first"
-        raise UserError(f"{record.where}: {field} has the roles {', '.join(roles):.60}; {hint}")
+        raise UserError(f"{record.location}: {field} has the roles {', '.join(roles):.60}; {hint}")
     return turns

@@ -76,12 +76,12 @@ def _fill(config_class, node, prefix, constructor, path, places):
     seen = {}
     for name, value in node.value:
         key = str(name.value)
-        where = f"{path}:{name.start_mark.line + 1}: {prefix}"
+        location = f"{path}:{name.start_mark.line + 1}: {prefix}"
         if key not in hints:
-            raise UserError(where + cli.unknown(key, list(hints)))
+            raise UserError(location + cli.unknown(key, list(hints)))
         if seen.setdefault(key, name) is not name:
             first = seen[key].start_mark.line + 1
-            raise UserError(f"{where}{key} is a duplicate key, see line {first}")
+            raise UserError(f"{location}{key} is a duplicate key, see line {first}")
         if dataclasses.is_dataclass(hints[key]):
             value.start_mark = name.start_mark  # an empty one's is the next line
             section = f"{prefix}{key}."
@@ -90,9 +90,9 @@ def _fill(config_class, node, prefix, constructor, path, places):
         try:
             values[key] = constructor.construct_object(value, deep=True)
         except ValueError as error:  # no such day, too many digits
-            raise UserError(f"{where}{key}: {str(error).partition(';')[0]}") from error
+            raise UserError(f"{location}{key}: {str(error).partition(';')[0]}") from error
         if key.endswith("_kwargs") and isinstance(values[key], dict):
             values[key] = json.dumps(values[key], default=str)  # as it is on a command line
-        places[prefix + key] = where + key
-        cli.check_type(where + key, hints[key], values[key])
+        places[prefix + key] = location + key
+        cli.check_type(location + key, hints[key], values[key])
     return config_class(**values)

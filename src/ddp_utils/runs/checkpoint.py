@@ -122,7 +122,7 @@ def read(path, rank=0):
     return load_file(Path(path) / file), meta
 
 
-def mark(path) -> str:
+def manifest_hash(path) -> str:
     """What names this checkpoint's content: the sha256 of its manifest, which holds the others."""
     return sha256(Path(path) / MANIFEST)
 

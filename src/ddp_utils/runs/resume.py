@@ -131,7 +131,7 @@ def cached_files(folder):
 def restore(run):
     """Put the checkpoint of a run that goes on into its policy, optimizer and schedule."""
     path = checkpoint.path(run.checkpoints, run.done)
-    if not path.exists() or checkpoint.mark(path) != run.mark:
+    if not path.exists() or checkpoint.manifest_hash(path) != run.manifest_hash:
         raise UserError(
             f"{path}: rank {run.world.rank} does not see the checkpoint that rank 0 sees; "
             "the run folder must be on a disk that all nodes share"

@@ -66,7 +66,7 @@ class Run(Saving):
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or CUDA refuses to start
             torch.use_deterministic_algorithms(True)
         # steps before this start, and the mark of the checkpoint that has them
-        self.done, self.mark = distributed.on_main(world, self._open)
+        self.done, self.manifest_hash = distributed.on_main(world, self._open)
         self.saved = self.done
         self.step = self.done
         self.saved_at = time.perf_counter()
@@ -100,7 +100,7 @@ class Run(Saving):
         self._write("config.json", settings)  # last: from here on there is a run
         self._open_metrics(state.manifest)
         self.bar.of_run(self.steps, self.step)
-        return self.step, checkpoint.mark(state.checkpoint) if state.checkpoint else ""
+        return self.step, checkpoint.manifest_hash(state.checkpoint) if state.checkpoint else ""
 
     def _open_metrics(self, meta):
         """Open metrics.jsonl; what came after the checkpoint is cut off, and comes again."""

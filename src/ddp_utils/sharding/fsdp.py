@@ -167,7 +167,7 @@ def shard(scorer, settings, world, reduce_dtype=torch.float32):
     }
     if settings.fsdp_offload_params:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type != "cpu")
-    layers, _ = layers_of(scorer.bare(), settings)
+    layers, _ = layers_of(scorer.unwrap(), settings)
     for layer in layers:
         float_trained(layer)
         is_freed = settings.strategy != "SHARD_GRAD_OP"

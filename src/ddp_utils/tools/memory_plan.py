@@ -97,10 +97,10 @@ def build(config, precision, model_config) -> logps.Scorer:
 def peaks_of(scorer, rows, row_losses, device, shared) -> dict:
     """Return the most bytes of a step on top of weights, gradients and moments."""
     backbone, head = scorer.parts()
-    scorer.own_head = backbone is scorer.bare() or head is None
+    scorer.own_head = backbone is scorer.unwrap() or head is None
     scorer.set_layout(shared)
     if shared and device != "cpu" and scorer.precision.itemsize == 2:
-        scorer.bare().set_attn_implementation("attend_on_gpu")
+        scorer.unwrap().set_attn_implementation("attend_on_gpu")
     tracker = MemTracker()
     tracker._mod_tracker.register_user_hooks = lambda *hooks: None  # they fail on frozen weights
 
@@ -109,7 +109,7 @@ def peaks_of(scorer, rows, row_losses, device, shared) -> dict:
 
     with FakeTensorMode(allow_non_fake_inputs=True):
         scorer.to_empty(device=CPU)
-        scorer.bare().tie_weights()
+        scorer.unwrap().tie_weights()
         trained = [p for p in scorer.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, fused=device == "cuda", foreach=device == "xpu")
         for parameter in trained:  # as in DDP, where gradients are parts of buckets
@@ -130,7 +130,7 @@ def peaks_of(scorer, rows, row_losses, device, shared) -> dict:
 
 def sizes_of(scorer) -> dict:
     """Return the sizes of what does not depend on the rows, for a process that shards nothing."""
-    layers = [list(x.parameters()) for x in fsdp.layers_of(scorer.bare(), fsdp.Settings())[0]]
+    layers = [list(x.parameters()) for x in fsdp.layers_of(scorer.unwrap(), fsdp.Settings())[0]]
     inside = set().union(*layers)
     everything = list(scorer.parameters())
     root = [p for p in everything if p not in inside]
@@ -228,7 +228,7 @@ def needs_of(script, config, rows, device) -> dict:
     models.check_fit(model, {"train": rows})
     row_losses = functools.partial(script.row_losses, config=config)
     precision = script.precision_of(config, GPU)
-    longest = sorted(rows, key=lambda row: -row.fed(shared=True))
+    longest = sorted(rows, key=lambda row: -row.num_forward_tokens(shared=True))
     needs = {}
     for size in sorted({config.micro_batch_size, *SIZES}):
         micro_batch = (longest * size)[:size]
