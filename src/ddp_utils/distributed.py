@@ -312,7 +312,7 @@ def on_main(world, fn):
             problem = write_error(error) or error
             answer = {"code": exit_code(problem)}
     if world.world_size > 1:
-        answer = json.loads(_sent(json.dumps(answer), world))
+        answer = json.loads(_broadcast_text(json.dumps(answer), world))
     if problem:
         raise problem
     if "code" in answer:
@@ -334,14 +334,14 @@ def on_each(world, fn):
         return answer
     first = next(rank for rank, code in enumerate(codes) if code)
     if world.world_size > 1 and problem is None:
-        problem = UserError(_sent("", world, first))
+        problem = UserError(_broadcast_text("", world, first))
         problem.exit_code = int(codes[first])
     elif world.world_size > 1:
-        _sent(str(problem), world, first)
+        _broadcast_text(str(problem), world, first)
     raise problem
 
 
-def _sent(text, world, rank=0):
+def _broadcast_text(text, world, rank=0):
     """The text of this rank, on every rank."""
     data = f"{text}\n".encode()  # at least one byte
     size = torch.tensor([len(data)], device=world.device)

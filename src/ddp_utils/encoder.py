@@ -179,18 +179,19 @@ class Encoder:
         """Return the Pair of a preference_data.Example."""
         _, prompt, chosen, rejected = example
         text = self.text(prompt)
-        asked = self.ids(text)
-        # a text to imitate (sft) has two equal sides
-        whole = {reply: self.ids(self.joined(prompt, reply, text)) for reply in {chosen, rejected}}
-        boundary = common_prefix(asked, *whole.values())
+        prompt_ids = self.ids(text)
+        whole = {}  # reply -> ids of prompt and reply; a text to imitate (sft) has two equal sides
+        for reply in {chosen, rejected}:
+            whole[reply] = self.ids(self.joined(prompt, reply, text))
+        boundary = common_prefix(prompt_ids, *whole.values())
         if boundary == 0:  # nothing before the first response token would predict it
             mend = "has no token of its own; lengthen it"
             raise UserError(f"{example.location}: prompt {text!r:.40} {mend}")
-        if boundary < len(asked):
+        if boundary < len(prompt_ids):
             self.notes.add("merged at the seam")
         sides = [self.ended(whole[reply][boundary:]) for reply in (chosen, rejected)]
-        parts = self.cut(asked[:boundary], *sides)
-        if parts != (asked[:boundary], *sides):
+        parts = self.cut(prompt_ids[:boundary], *sides)
+        if parts != (prompt_ids[:boundary], *sides):
             self.notes.add("truncated")
         return Pair(*parts, example.location, plain(prompt), chosen)
 

@@ -43,32 +43,32 @@ def share(rows, lengths, world, budget, padded=False) -> list[MicroBatch]:
     lengths: row -> tokens. Micro-batches get equal shares of tokens; or, if their rows will be
     `padded` to one length, rows of like length. Ranks get equal shares of both.
     """
-    dealt = sorted(rows, key=lambda row: (-lengths[row], row))
+    longest_first = sorted(rows, key=lambda row: (-lengths[row], row))
     ranks = world.world_size
-    turns = math.ceil(math.ceil(len(dealt) / ranks) / budget)
-    if padded:
-        rows = dealt[world.rank :: ranks]
-        cuts = []
-        for turn in range(turns):
-            cuts.append(rows[turn * budget : (turn + 1) * budget])
-    else:
-        cuts = _balanced(dealt, lengths, turns * ranks, budget)
-        cuts = [cuts[turn * ranks : (turn + 1) * ranks] for turn in range(turns)]
-        # to and fro, so that no rank always gets the largest
-        cuts = [cut[:: -1 if turn % 2 else 1][world.rank] for turn, cut in enumerate(cuts)]
-    filler = MicroBatch(dealt[-1:], [0.0])
-    return [MicroBatch(cut, [1.0] * len(cut)) if cut else filler for cut in cuts]
+    micro_steps = math.ceil(math.ceil(len(longest_first) / ranks) / budget)
+    filler = MicroBatch(longest_first[-1:], [0.0])
+    own = longest_first[world.rank :: ranks]
+    bins = [] if padded else _balanced(longest_first, lengths, micro_steps * ranks, budget)
+    micro_batches = []
+    for step in range(micro_steps):
+        if padded:
+            index = own[step * budget : (step + 1) * budget]
+        else:  # to and fro, so that no rank always gets the largest
+            place = ranks - 1 - world.rank if step % 2 else world.rank
+            index = bins[step * ranks + place]
+        micro_batches.append(MicroBatch(index, [1.0] * len(index)) if index else filler)
+    return micro_batches
 
 
-def _balanced(dealt, lengths, count, budget):
-    """Each row, the longest first, into the emptiest of `count` bins; fullest bin first."""
+def _balanced(longest_first, lengths, count, budget):
+    """Put each row into the bin of `count` that has the fewest tokens; the fullest bin first."""
     bins = [[] for _ in range(count)]
-    heap = [(0, place) for place in range(count)]
-    for row in dealt:
-        tokens, place = heapq.heappop(heap)
-        bins[place].append(row)
-        if len(bins[place]) < budget:
-            heapq.heappush(heap, (tokens + lengths[row], place))
+    heap = [(0, number) for number in range(count)]  # (tokens, number of the bin)
+    for row in longest_first:
+        tokens, number = heapq.heappop(heap)
+        bins[number].append(row)
+        if len(bins[number]) < budget:
+            heapq.heappush(heap, (tokens + lengths[row], number))
     return sorted(bins, key=lambda rows: -sum(lengths[row] for row in rows))
 
 
@@ -115,9 +115,9 @@ class Plan(NamedTuple):
 
     def batch(self, step) -> list[int]:
         """The global batch of a step; the first step is 0."""
-        epoch, turn = divmod(step, self.steps_per_epoch)
-        visit = order(self.rows, self.seed, epoch, self.shuffle)
-        return visit[turn * self.global_batch : (turn + 1) * self.global_batch]
+        epoch, number = divmod(step, self.steps_per_epoch)
+        first = number * self.global_batch
+        return order(self.rows, self.seed, epoch, self.shuffle)[first : first + self.global_batch]
 
     def due(self, every, step) -> bool:
         """Whether something is due after `step` steps: each `every`, or epoch if 0, and at last."""
