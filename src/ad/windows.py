@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from ad import sources
 from ad.model import EPISODE, INSIDE, NONE, REGION, Tokens
 from ddp_utils import UserError, files
+from ddp_utils.distributed import to_device
 from ddp_utils.runs import checkpoint
 
 ANCHORED = 0.2  # share of the windows that begin where their history does
@@ -97,8 +98,8 @@ class Histories:
     def batch(self, history, start):
         """Return Tokens and the actions to predict, each [B, T]."""
         device = self.data.device
-        history = torch.from_numpy(history)[:, None].to(device)
-        start = torch.from_numpy(start)[:, None].to(device)
+        history = to_device(history[:, None], device)
+        start = to_device(start[:, None], device)
         time = start + torch.arange(self.config.window, device=device)  # [B, T]
         cell, action, reward = self.data[:, history, time].long()
         action_before = F.pad(action[:, :-1], (1, 0), value=NONE)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ddp_utils.distributed import to_device
 from ddp_utils.sampler import seed_of
 from dpo_inv.pairs import Pair
 
@@ -93,7 +94,7 @@ class Batch(NamedTuple):
 
 def tensors(backbone, device):
     """Return coords, mask, residue_idx and chain_encoding of a Structure."""
-    return [torch.from_numpy(array).to(device) for array in backbone[:4]]
+    return [to_device(array, device) for array in backbone[:4]]
 
 
 def collate(pairs, config, device) -> Batch:
@@ -104,7 +105,7 @@ def collate(pairs, config, device) -> Batch:
     letters = letters.repeat(len(drawn) // len(pairs), axis=0)  # [S, L]
     return Batch(
         structure=tensors(pairs[0].backbone, device),
-        sequences=torch.from_numpy(letters).to(device),
-        orders=torch.from_numpy(np.concatenate([drawn, drawn])).to(device),
-        targets=torch.from_numpy(np.stack([pair.targets for pair in pairs])).to(device),
+        sequences=to_device(letters, device),
+        orders=to_device(np.concatenate([drawn, drawn]), device),
+        targets=to_device(np.stack([pair.targets for pair in pairs]), device),
     )
