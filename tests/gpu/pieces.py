@@ -36,6 +36,8 @@ CASES = f"{tempfile.gettempdir()}/gpu_hour_cases"
 SHAPES = {"0.6B": (1024, 3072, 28, 16, 8), "1.7B": (2048, 6144, 28, 16, 8)}
 SIZES = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
 SMALL = (256, 512, 2, 4, 2)
+KINDS = {"lora": "--fine_tuning lora --learning_rate 1e-3"}  # in bf16 all that a CPU can train
+KINDS |= {} if DRY else {"full": "--fine_tuning full --learning_rate 3e-4"}
 
 
 class Skip(Exception):
@@ -100,13 +102,6 @@ def widest(one, other):
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
-def kinds_of_training():
-    """Flags of each; in bf16 a CPU can only train a LoRA."""
-    import runs
-
-    return {"lora": runs.LORA} | ({} if DRY else {"full": runs.FULL})
-
-
 def settle():
     if not DRY:
         torch.cuda.synchronize()
@@ -127,15 +122,15 @@ def demo(folder):
     """The CPU in fp32, then the device in fp32 and in bf16."""
     import runs
 
-    steps = 3 if DRY else 20
-    common = " ".join(["--val_data", runs.PAIRS, *runs.QUIET])
+    steps = 2 if DRY else 20
+    common = " ".join(["--val_data", runs.PAIRS, *runs.QUIET, f"--max_rows {16 * steps}"])
     ways = {"CPU": "--backend gloo", "fp32": "--no_use_mixed_precision"}
     ways["bf16"] = "--base_dtype bf16" if DRY else ""  # a CPU has to be asked for it
-    for kind, flags in kinds_of_training().items():
+    for kind, flags in KINDS.items():
         curves = {}
         for way, more in ways.items():
             run = folder / kind / way
-            words = f"{' '.join(flags)} {common} {more} --max_steps {steps} --result_dir {run}"
+            words = f"{flags} {common} {more} --max_steps {steps} --result_dir {run}"
             curves[way] = [line["loss"] for line in script("main_distributed", words, run)]
         for way, bound in {"fp32": 1e-4, "bf16": 5e-3}.items():
             gap = widest(curves[way], curves["CPU"])
@@ -199,21 +194,20 @@ def attention(_folder):
 
 
 def resume(folder):
-    """The command of a user, killed at any time and given again: weights and losses to the bit."""
+    """A run that is killed at any time and started again: weights and losses to the bit."""
     import faults
     import runs
 
-    steps = 12 if DRY else 100
-    kinds = kinds_of_training()
-    common = f"--max_steps {steps} --save_every {steps // 6} --batch_size 8 --deterministic "
-    common += f"--val_data {runs.PAIRS} --result_dir"
+    steps = 6 if DRY else 100
+    common = f"--max_steps {steps} --save_every {steps // 6} --batch_size 8 --deterministic"
+    common += f" --max_rows {8 * steps} --val_data {runs.PAIRS} --result_dir"
 
     def start(kind, name):
-        words = [*kinds[kind], *runs.QUIET, *common.split(), str(folder / kind / name)]
-        program = str(ROOT / "src/main_distributed.py")
-        return subprocess.Popen([sys.executable, program, *words])
+        words = [*KINDS[kind].split(), *runs.QUIET, *common.split(), str(folder / kind / name)]
+        program = [sys.executable, "-c", "import sys, runs; runs.main(sys.argv[1:])"]
+        return subprocess.Popen([*program, *words])
 
-    first = {kind: (start(kind, "killed"), start(kind, "whole")) for kind in kinds}
+    first = {kind: (start(kind, "killed"), start(kind, "whole")) for kind in KINDS}
     for kind, (killed, _) in first.items():
         metrics = folder / kind / "killed/metrics.jsonl"
         while killed.poll() is None:
@@ -368,7 +362,7 @@ def kernels(folder):
     import dpo_vs_trl
     from torch.profiler import ProfilerActivity, profile
 
-    count, pairs = (2, 2) if DRY else (10, 4)
+    count, pairs = (1, 2) if DRY else (10, 4)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (not DRY)
     profiler = profile(activities=activities)
     times = []
