@@ -1,0 +1,224 @@
+"""Prove on one GPU what was written without one, the most valuable first; results as it goes.
+
+    python tests/gpu/hour.py                     # 40 minutes; what is in docs/gpu.json stays
+    python tests/gpu/hour.py --minutes 9         # a second start does what is missing
+    python tests/gpu/hour.py --only attention    # again, though it is there
+    python tests/gpu/hour.py --dry               # the same list on a CPU, tiny: is it sound?
+
+Each piece is a function of pieces.py in a process of its own, and costs only itself if it hangs or
+dies. gpu.json and gpu.md in --out are written after each. Nothing comes from a network: models are
+made from their configurations, their weights drawn by a seed. What the environment lacks may lie
+as wheels in a folder: pip download --no-deps -d wheels trl==1.16.0 datasets dill multiprocess, then
+--wheels wheels.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+
+
+class Piece(NamedTuple):
+    name: str
+    seconds: int  # after which it is ended; it is not begun if fewer are left
+    title: str
+
+
+PIECES = [
+    Piece("demo", 150, "The demo's losses, against those of the CPU"),
+    Piece("attention", 120, "Attention over a shared prompt, against each response alone"),
+    Piece("resume", 180, "Killed with SIGKILL and continued, `--deterministic`"),
+    Piece("fp16", 120, "fp16 with a loss scale"),
+    Piece("memory", 240, "Peak memory of a step, predicted by `check_gpu.py --plan` and measured"),
+    Piece("speed:long:ours", 300, "LoRA DPO of Qwen3-8B's shape: prompts of 512, responses of 256"),
+    Piece("speed:long:trl", 180, "The same with TRL in its best setting"),
+    Piece("speed:long:trl defaults", 180, "The same with TRL's defaults"),
+    Piece("speed:hh:ours", 300, "LoRA DPO of Qwen3-8B's shape: lengths as in HH-RLHF"),
+    Piece("speed:hh:trl", 180, "The same with TRL in its best setting"),
+    Piece("speed:hh:trl defaults", 180, "The same with TRL's defaults"),
+    Piece("kernels", 270, "Where ten of the steps with long prompts go"),
+    Piece("generation", 150, "Generation of 16 replies"),
+    Piece("sharding", 180, "FSDP, ZeRO-3 and QLoRA on one GPU"),
+    Piece("protein", 90, "DPO of ProteinMPNN"),
+    Piece("distillation", 150, "Algorithm Distillation, `ad_dr.yaml`"),
+    Piece("baking", 120, "Prompt baking of the demo"),
+]
+
+# --- the page ------------------------------------------------------------------------------------
+
+INTRO = """# On a GPU
+
+{}. `python tests/gpu/hour.py` makes this page from `gpu.json` beside it, 40 minutes for the whole
+list; `--minutes 9` begins nothing that may take longer, and a second start goes on with what is
+missing. It needs no network; `--dry` rehearses the list on a CPU, in a folder of its own.
+
+| piece | what | state | seconds |
+|---|---|---|---|
+"""
+
+
+def page(results):
+    """docs/gpu.md: the state of each piece, then its tables."""
+    machines = {describe(entry["machine"]) for entry in results.values()}
+    text = INTRO.format("; ".join(sorted(machines)) or "**Not measured yet**, no GPU was at hand")
+    waits = {"status": "not measured yet", "reason": "", "seconds": "", "rows": []}
+    for piece in PIECES:
+        entry = results.get(piece.name, waits)
+        cells = piece.name, piece.title, state(entry), entry["seconds"]
+        text += f"| {' | '.join(map(cell, cells))} |\n"
+    for piece in PIECES:
+        rows = results.get(piece.name, waits)["rows"]
+        text += f"\n## {piece.name}\n" if rows else ""
+        for names, group in itertools.groupby(rows, key=tuple):  # the same columns: one table
+            names = [name for name in names if name != "losses"]
+            text += f"\n| {' | '.join(names)} |\n|{'---|' * len(names)}\n"
+            for row in group:
+                text += f"| {' | '.join(cell(row[name]) for name in names)} |\n"
+    return text
+
+
+def describe(machine):
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    place = f"{machine['device']}, driver {machine['driver'] or 'none'}"
+    return f"{place}, {versions}, commit {machine['commit']}, {machine['date']}"
+
+
+def state(entry):
+    return f"{entry['status']}: {entry['reason']}" if entry["reason"] else entry["status"]
+
+
+def cell(value):
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text.replace("|", "/").replace("\n", " ")
+
+
+# --- a piece -------------------------------------------------------------------------------------
+
+
+def run(piece, args, results, env):
+    """One piece in a process of its own -> its entry, whatever becomes of it."""
+    start = time.monotonic()
+    entry = {"status": "", "rows": []}
+    with tempfile.TemporaryDirectory(prefix="gpu_hour_") as folder:
+        Path(folder, "results.json").write_text(json.dumps(results))
+        program = [sys.executable, str(Path(__file__).with_name("pieces.py")), folder, piece.name]
+        with open(f"{folder}/log", "wb") as log:
+            program += ["--dry"] * args.dry
+            streams = {"stdout": log, "stderr": log, "start_new_session": True}
+            process = subprocess.Popen(program, cwd=ROOT, env=env, **streams)
+        try:
+            problem = f"exit status {process.wait(piece.seconds)}"
+        except subprocess.TimeoutExpired:
+            problem = f"no end after {piece.seconds} s"
+        finally:  # with all that it has started
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if Path(folder, "entry.json").exists():
+            entry = json.loads(Path(folder, "entry.json").read_text())
+        if not entry["status"]:
+            entry |= {"status": "failed", "reason": problem}
+        if entry["status"] == "failed":
+            entry["log"] = Path(folder, "log").read_text(errors="replace")[-3000:]
+    machine = {"device": "unknown", "driver": None, "versions": {}} | entry.get("machine", {})
+    machine |= {"commit": args.commit, "date": time.strftime("%Y-%m-%d")}
+    return entry | {"machine": machine, "seconds": round(time.monotonic() - start)}
+
+
+def environment(args):
+    """What a piece finds: our modules, the wheels, no network."""
+    paths = [ROOT / "src", ROOT, ROOT / "tests", ROOT / "tests/bench"]
+    if args.wheels:
+        site = Path(tempfile.gettempdir(), "gpu_hour_site")
+        wheels = sorted(map(str, Path(args.wheels).glob("*.whl")))
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--upgrade"]
+        subprocess.run([*pip, "--target", site, *wheels], check=True)
+        paths.append(site)
+    paths += os.environ.get("PYTHONPATH", "").split(":")
+    quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    quiet |= {"CUDA_VISIBLE_DEVICES": ""} if args.dry else {}
+    return os.environ | quiet | {"PYTHONPATH": ":".join(filter(None, map(str, paths)))}
+
+
+# --- the list ------------------------------------------------------------------------------------
+
+
+def read_flags():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--minutes", type=float, default=40.0, help="begin nothing that may take longer than this")
+    add("--only", choices=[piece.name for piece in PIECES], help="one piece, though it is there")
+    add("--dry", action="store_true", help="on a CPU, tiny")
+    add("--out", help="folder of gpu.json and gpu.md; docs, with --dry a temporary one")
+    add("--wheels", help="folder of wheels of what the environment lacks")
+    add("--commit", help="where this is no clone: the commit it was copied from")
+    args = parser.parse_args()
+    args.out = Path(args.out or (tempfile.mkdtemp(prefix="gpu_hour_") if args.dry else DOCS))
+    if args.dry and args.out.resolve() == DOCS:
+        parser.error("--dry: docs/gpu.md is for GPUs; give another --out")
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    with contextlib.suppress(FileNotFoundError):
+        found = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+        args.commit = args.commit or found
+    args.commit = args.commit or "unknown"
+    return args
+
+
+def read(folder):
+    file = Path(folder) / "gpu.json"
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def write(folder, results):
+    """Both files; neither is ever half written."""
+    texts = {"gpu.json": json.dumps(results, indent=1) + "\n", "gpu.md": page(results)}
+    for name, text in texts.items():
+        temporary = folder / f".tmp-{name}"
+        temporary.write_text(text)
+        temporary.rename(folder / name)
+
+
+def missing(results, only):
+    """Pieces to be done: those that were never tried first, then those that did not succeed."""
+    if only:
+        return [piece for piece in PIECES if piece.name == only]
+    waiting = [p for p in PIECES if results.get(p.name, {}).get("status") != "ok"]
+    return sorted(waiting, key=lambda piece: piece.name in results)
+
+
+def main():
+    args = read_flags()
+    deadline = time.monotonic() + 60 * args.minutes
+    env = environment(args)
+    has_gpu = [sys.executable, "-c", "import torch; exit(not torch.cuda.is_available())"]
+    if not args.dry and subprocess.run(has_gpu, env=env).returncode:
+        print("error: torch sees no CUDA device; --dry rehearses on the CPU", file=sys.stderr)
+        return 2
+    args.out.mkdir(parents=True, exist_ok=True)
+    results = read(args.out)
+    for piece in missing(results, args.only):
+        left = deadline - time.monotonic()
+        if piece.seconds > left:
+            print(f"{piece.name}: not begun, it may take {piece.seconds} of {left:.0f} s")
+            continue
+        entry = run(piece, args, results, env)
+        results[piece.name] = entry
+        write(args.out, results)
+        print(f"{piece.name}, {entry['seconds']} s: {state(entry)}", flush=True)
+    print(f"-> {args.out}/gpu.md")
+    return int(any(entry["status"] == "failed" for entry in results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,594 @@
+"""The pieces of hour.py: each yields rows of a table, {column: value}, as soon as it has them.
+
+A row with `ok` False makes its piece a failed one. DRY: on a CPU, tiny. What takes seconds to
+import is imported by the piece that needs it.
+"""
+
+import contextlib
+import copy
+import gc
+import importlib
+import itertools
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+import check_gpu
+
+ROOT = Path(__file__).resolve().parents[2]
+DRY = "--dry" in sys.argv
+DEVICE = torch.device("cpu" if DRY else "cuda")
+CASES = f"{tempfile.gettempdir()}/gpu_hour_cases"
+# Qwen3's shapes: width, inner width, layers, heads, key heads; heads are 128 wide
+SHAPES = {"0.6B": (1024, 3072, 28, 16, 8), "1.7B": (2048, 6144, 28, 16, 8)}
+SIZES = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
+SMALL = (256, 512, 2, 4, 2)
+KINDS = {"lora": "--fine_tuning lora --learning_rate 1e-3"}  # in bf16 all that a CPU can train
+KINDS |= {} if DRY else {"full": "--fine_tuning full --learning_rate 3e-4"}
+
+
+class Skip(Exception):
+    """Why a piece cannot be done here."""
+
+
+def shape(sizes, words=151936, **more):
+    from transformers import Qwen3Config
+
+    sizes = dict(zip(SIZES.split(), SMALL if DRY else sizes, strict=True))
+    more |= {"tie_word_embeddings": True, "max_position_embeddings": 4096, "head_dim": 128}
+    more |= {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+    return Qwen3Config(**sizes, **more, vocab_size=2048 if DRY else words)
+
+
+@contextlib.contextmanager
+def without_files(config):
+    """Meanwhile models.load() makes the model of this configuration, with random weights."""
+    from transformers import AutoModelForCausalLM
+
+    from ddp_utils import models
+
+    def load(_name, dtype, device, *_):
+        torch.manual_seed(0)
+        kind = torch.float32 if dtype == "auto" else dtype
+        with device:  # 28 layers are drawn in a moment on a GPU
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=kind)
+        return models.no_dropout(model)
+
+    with mock.patch.object(models, "load", load):
+        yield
+
+
+def draw_pairs(count, *lengths):
+    from ddp_utils.encoder import Pair
+
+    dice = random.Random(0)
+    pairs = []
+    for _ in range(count):
+        ids = [[dice.randrange(2, 2000) for _ in range(length)] for length in lengths]
+        pairs.append(Pair(*ids, "", ""))
+    return pairs
+
+
+def script(name, words, run):
+    """Lines of the training steps of one of the project's scripts, in this process."""
+    from ddp_utils.runs import run as run_
+
+    run_.write_report = lambda *_, **__: ""
+    assert importlib.import_module(name).main(words.split()) == 0
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["split"] == "train"]
+
+
+def seconds(lines):
+    """Of a step; the first ones warm up."""
+    return statistics.median(line["seconds"] for line in lines[len(lines) // 3 :])
+
+
+def widest(one, other):
+    """The largest difference between two curves, which have the same length."""
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+def settle():
+    if not DRY:
+        torch.cuda.synchronize()
+
+
+def forget():
+    """Give back what nobody holds, and measure the peak anew from here on."""
+    gc.collect()
+    if not DRY:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+# --- is it right? --------------------------------------------------------------------------------
+
+
+def demo(folder):
+    """The CPU in fp32, then the device in fp32 and in bf16."""
+    import runs
+
+    steps = 2 if DRY else 20
+    common = " ".join(["--val_data", runs.PAIRS, *runs.QUIET, f"--max_rows {16 * steps}"])
+    ways = {"CPU": "--backend gloo", "fp32": "--no_use_mixed_precision"}
+    ways["bf16"] = "--base_dtype bf16" if DRY else ""  # a CPU has to be asked for it
+    for kind, flags in KINDS.items():
+        curves = {}
+        for way, more in ways.items():
+            run = folder / kind / way
+            words = f"{flags} {common} {more} --max_steps {steps} --result_dir {run}"
+            curves[way] = [line["loss"] for line in script("main_distributed", words, run)]
+        for way, bound in {"fp32": 1e-4, "bf16": 5e-3}.items():
+            gap = widest(curves[way], curves["CPU"])
+            row = {"trained": kind, "in": way, "steps": steps, "first loss": curves[way][0]}
+            row |= {"last loss": curves[way][-1], "last loss, CPU": curves["CPU"][-1]}
+            yield row | {"largest gap": gap, "bound": bound, "ok": gap <= bound}
+
+
+def attention(_folder):
+    """Log-probs and gradient of a LoRA, beside those of fp32 on the CPU, a row for each response.
+
+    In bf16 a shared prompt may be no further from them than twice what separate rows are. nats:
+    root mean square of the responses.
+    """
+    from config import Config
+    from ddp_utils import distributed, fast, logps, models, optim
+    from ddp_utils.fast import memory_efficient, shared_prefix
+
+    pairs = draw_pairs(8, 60, 20, 30) + draw_pairs(4, 9, 1, 40)
+
+    def measure(device, dtype, shared, config):
+        with without_files(config):  # on the CPU: all have the same weights
+            precision = optim.Precision(torch.float32, None)
+            cpu = torch.device("cpu")
+            model = models.load_policy(Config(fine_tuning="lora"), cpu, precision)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:  # at 0 there would be no gradient by A
+                parameter.data.fill_(0.01)
+        scorer = logps.Scorer(model, None if dtype == torch.float32 else dtype).to(device)
+        note = "separate"
+        if shared:
+            memory_efficient.apply(model)
+            lines = fast.self_test(scorer, pairs, "auto", distributed.World(device=device))
+            note = "; ".join(lines) or "shared"
+        with mock.patch.object(
+            shared_prefix, "_by_sequence", wraps=shared_prefix._by_sequence
+        ) as varlen:
+            sums = torch.stack(scorer(scorer.collate(pairs, device)))  # [2, B]
+            sums.sum().backward()
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
+        return sums.cpu(), gradient.cpu(), note, bool(varlen.called)
+
+    for window in (None, 16):
+        more = {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": window}
+        config = shape((512, 1024, 4, 8, 4), 8192, **(more if window else {}))
+        exact = measure(torch.device("cpu"), torch.float32, False, config)
+        for dtype in (torch.float32, torch.bfloat16):
+            worst = {}
+            for shared in (False, True):
+                sums, gradient, note, varlen = measure(DEVICE, dtype, shared, config)
+                gaps = [(sums - exact[0]).square().mean().sqrt().item()]
+                gaps.append(((gradient - exact[1]).norm() / exact[1].norm()).item())
+                worst[shared] = gaps
+                limits = [1e-3, 1e-4]
+                if dtype == torch.bfloat16:
+                    limits = [2 * gap for gap in worst[False]]
+                row = {"in": str(dtype)[6:], "window": window, "prompt": note, "varlen": varlen}
+                row |= {"nats": gaps[0], "gradient": gaps[1], "limits": limits}
+                ok = gaps[0] <= limits[0] and gaps[1] <= limits[1]
+                yield row | {"ok": ok and (note == "shared") == shared}
+
+
+def resume(folder):
+    """A run that is killed at any time and started again: weights and losses to the bit."""
+    import faults
+    import runs
+
+    steps = 6 if DRY else 100
+    common = f"--max_steps {steps} --save_every {steps // 6} --batch_size 8 --deterministic"
+    common += f" --max_rows {8 * steps} --val_data {runs.PAIRS} --result_dir"
+
+    def start(kind, name):
+        words = [*KINDS[kind].split(), *runs.QUIET, *common.split(), str(folder / kind / name)]
+        program = [sys.executable, "-c", "import sys, runs; runs.main(sys.argv[1:])"]
+        return subprocess.Popen([*program, *words])
+
+    first = {kind: (start(kind, "killed"), start(kind, "whole")) for kind in KINDS}
+    for kind, (killed, _) in first.items():
+        metrics = folder / kind / "killed/metrics.jsonl"
+        while killed.poll() is None:
+            if metrics.exists() and metrics.read_text().count('"train"') > steps // 3:
+                killed.kill()
+            time.sleep(0.005)
+    for kind, lives in first.items():
+        codes = [life.wait() for life in lives]
+        killed, whole = folder / kind / "killed", folder / kind / "whole"
+        row = {"trained": kind, "steps": steps, "killed after": len(runs.lines(killed, "train"))}
+        row["exit statuses"] = [*codes, start(kind, "killed").wait()]
+        row["weights equal"] = faults.digest(killed) == faults.digest(whole)
+        row["metrics equal"] = faults.numbers(killed) == faults.numbers(whole)
+        ended = row["exit statuses"] == [-signal.SIGKILL, 0, 0]
+        yield row | {"ok": ended and row["weights equal"] and row["metrics equal"]}
+
+
+def fp16(folder):
+    """The loss scale as it starts, and so large that the first gradients overflow."""
+    if DRY:
+        raise Skip("needs CUDA: a CPU is slow at fp16, and src/train.py refuses it there")
+    from ddp_utils import optim
+
+    allows = optim.LossScale.allows_step
+    begin = optim.LossScale.__init__
+    exact = None
+    for name, exponent in (("no", 0), ("fp16", 16), ("fp16", 32)):
+        run = folder / f"{name}{exponent}"
+        skips = []
+
+        def spy(self, skips=skips):
+            is_allowed = allows(self)
+            skips.append(not is_allowed)
+            return is_allowed
+
+        def start(self, enabled, exponent=exponent):
+            begin(self, enabled)
+            self.scale = 2.0**exponent
+
+        words = f"""--config {ROOT}/config.yaml --objective dpo --type full --max_steps 40
+            --train_data {ROOT}/data/demo/preferences_train.jsonl --mixed_precision {name}
+            --learning_rate 3e-4 --warmup_ratio 0 --report_to none --output_dir {run}"""
+        with mock.patch.multiple(optim.LossScale, __init__=start, allows_step=spy):
+            curve = [line["loss"] for line in script("train", words, run)]
+        exact = exact or curve
+        row = {"mixed precision": name, "scale": f"2^{exponent}", "steps skipped": sum(skips)}
+        row |= {"last loss": curve[-1], "largest gap": widest(curve, exact)}
+        is_right = any(skips) if exponent == 32 else any(skips) or row["largest gap"] <= 5e-3
+        yield row | {"ok": is_right and sum(skips) < 30 and curve[-1] < curve[0]}
+
+
+# --- memory and speed ----------------------------------------------------------------------------
+
+
+def memory(_folder):
+    """The peak of three steps above what there was before the model, and what --plan expects."""
+    import main_distributed
+    from config import Config
+    from ddp_utils import distributed, logps, losses, metrics, models, optim
+    from ddp_utils.fast import memory_efficient
+    from ddp_utils.tools import memory_plan
+
+    world = distributed.World(device=DEVICE)
+    rows = draw_pairs(4, *((24, 8, 8) if DRY else (512, 256, 256)))
+    known = torch.zeros(4, 2, device=DEVICE)
+
+    def train(config, precision):
+        model = models.load_policy(config, DEVICE, precision)
+        memory_efficient.apply(model)
+        scorer = logps.Scorer(model, precision.autocast)
+        scorer.set_layout(shared=True)
+        policy = optim.wrap(scorer, world)
+        optimizer, schedule = optim.make_optimizer(policy, config, 1e-4, 3)
+        for _ in range(3):
+            batch = scorer.collate(rows, DEVICE)
+            policy.backward(losses.pair_losses(policy, batch, known, config)[0].mean())
+            policy.clip_grad_norm(1.0)
+            policy.step(optimizer, schedule)
+
+    shapes = list(SHAPES.items())[: 1 if DRY else 2]
+    kinds = itertools.product(shapes, ("lora", "full"), (False, True))
+    for (name, sizes), kind, checkpoints in [(("warm-up", SMALL), "lora", False), *kinds]:
+        config = Config(fine_tuning=kind, use_gradient_checkpointing=checkpoints, sft_weight=0.0)
+        precision = main_distributed.precision_of(config, DEVICE)
+        settings = shape(sizes)
+        forget()
+        before = 0 if DRY else torch.cuda.memory_allocated() / 2**30
+        with without_files(settings):
+            train(config, precision)
+        peak = metrics.peak_memory_mb(DEVICE) / 2**10 - before
+
+        def losses_of(*arguments, config=config):
+            return losses.pair_losses(*arguments, config)
+
+        need = memory_plan.need(config, settings, rows, losses_of, precision, DEVICE.type)
+        plan = sum(memory_plan.share(need, "DDP", 1)) / 2**30
+        row = {"shape": name, "trained": kind, "checkpointing": checkpoints}
+        row |= {"measured GiB": peak, "predicted GiB": plan}
+        if not DRY:  # a CPU's peak is that of the whole process
+            row |= {"ratio": plan / peak, "ok": 0.85 <= plan / peak <= 1.15}
+        if name != "warm-up":
+            yield row
+
+
+def case_of(name):
+    """A case of tests/bench/cases.py; both of 8 B have one model on the disk."""
+    import cases
+
+    if DRY:
+        tiny = cases.SMALL | {"hidden_size": 64, "num_hidden_layers": 2}
+        with mock.patch.object(cases, "SMALL", tiny):
+            return cases.make_case("short", CASES)
+    with DEVICE:  # a CPU would take minutes to draw 8 G numbers
+        long = cases.make_case("8b", CASES)
+    forget()
+    if name == "long":
+        return long
+    with mock.patch.object(cases, "LARGE", cases.SMALL):
+        folder = cases.make_case("8b_hh", CASES)
+    for file in [*folder.glob("model/model*"), folder / "model/config.json"]:
+        file.unlink()
+    for file in [*long.glob("model/model*"), long / "model/config.json"]:
+        (folder / "model" / file.name).symlink_to(file)
+    return folder
+
+
+def speed(_folder, case, kind):
+    """Seconds by the clock and memory of one side of tests/bench/dpo_vs_trl.py."""
+    if kind != "ours" and not find_spec("trl"):
+        raise Skip("trl is not installed")
+    import dpo_vs_trl
+
+    pairs = 2 if DRY else 4  # 8 of hh, padded, are more than TRL keeps in 80 GB
+    arm = dpo_vs_trl.Arm(kind, kind, pairs=pairs)
+    args = types.SimpleNamespace(
+        steps=3 if DRY else 11, matmul="highest", trl_python=sys.executable
+    )
+    side = dpo_vs_trl.measure(arm, case_of(case), "fp32" if DRY else "bf16", args)
+    step = statistics.median(b - a for a, b in itertools.pairwise(side["clock"]))
+    row = {"side": kind, "pairs a step": pairs, "s a step": step}
+    row |= {"tokens/s": statistics.mean(side["tokens"][1:]) / step, "losses": side["losses"]}
+    row |= {"peak GiB": side["peak_mb"] / 1024, "mfu": (side.get("mfu") or ["-"])[-1]}
+    entry = json.loads((FOLDER / "results.json").read_text()).get(f"speed:{case}:ours", {})
+    if kind != "ours" and entry.get("machine", {}).get("device") == machine()["device"]:
+        ours = entry["rows"][0]
+        gap = widest(row["losses"], ours["losses"])
+        row |= {"time, TRL / ours": step / ours["s a step"], "largest gap": gap}
+        row |= {"memory, TRL / ours": row["peak GiB"] / ours["peak GiB"], "ok": gap <= 5e-3}
+    yield row
+
+
+def kernels(folder):
+    """Ten steps with long prompts under torch's profiler, after two that warm up."""
+    import dpo_vs_trl
+    from torch.profiler import ProfilerActivity, profile
+
+    count, pairs = (1, 2) if DRY else (10, 4)
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (not DRY)
+    profiler = profile(activities=activities)
+    times = []
+
+    class Record(dpo_vs_trl.Record):
+        def loop_begins(self):
+            """Memory is not measured here."""
+
+        def step_ends(self):
+            self.clock.append(0)
+            if len(self.clock) in (2, 2 + count):
+                settle()
+                times.append(time.perf_counter())
+                profiler.stop() if times[1:] else profiler.start()
+
+    case = case_of("long")
+    rows = [json.loads(line) for line in (case / "train.jsonl").open()][: pairs * (count + 2)]
+    spec = {"case": str(case), "pairs": pairs, "steps": count + 2, "flags": []}
+    os.chdir(folder)
+    dpo_vs_trl.train_ours(spec | {"dtype": "fp32" if DRY else "bf16"}, rows, Record())
+    wall = 1000 * (times[1] - times[0]) / count
+    events = profiler.key_averages()
+    spent = {event.key: (event.self_cpu_time_total, event.count) for event in events}
+    if not DRY:
+        cuda = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
+        spent = {event.key: (event.self_device_time_total, event.count) for event in cuda}
+    busy = sum(microseconds for microseconds, _ in spent.values()) / 1000 / count
+
+    def calls(*names):
+        return sum(event.count for event in events if event.key.startswith(names)) / count
+
+    row = {"ms a step": wall, "device busy": busy / wall}
+    row |= {"read by the host": calls("aten::_local_scalar_dense")}
+    row |= {"waits": calls("cudaStreamSync", "cudaDeviceSync", "cudaEventSync")}
+    yield row | {"to the host": calls("Memcpy DtoH"), "to the device": calls("Memcpy HtoD")}
+    for name, (total, number) in sorted(spent.items(), key=lambda item: -item[1][0])[:20]:
+        row = {"kernel": name[:90], "ms a step": total / 1000 / count}
+        yield row | {"calls a step": number / count, "share": total / 1000 / count / busy}
+
+
+def generation(folder):
+    """Tokens a second: ours, transformers', and vLLM's where it is installed."""
+    from ddp_utils import distributed, logps, models, sampling
+
+    config = shape(SHAPES["0.6B"])
+    count, length = (2, 4) if DRY else (16, 128)
+    prompts = [pair.prompt for pair in draw_pairs(count, 64, 1, 1)]
+    with without_files(config):
+        model = models.load("", torch.float32 if DRY else torch.bfloat16, DEVICE)
+    ids = torch.tensor(prompts, device=DEVICE)
+
+    def ours(size):
+        spec = sampling.SampleSpec(1.0, 1.0, size, count, 0)
+        world = distributed.World(device=DEVICE)
+        sampling.generate(logps.Scorer(model), prompts, [], world, spec)
+
+    def theirs(size):
+        model.eval()
+        sizes = {"min_new_tokens": size, "max_new_tokens": size, "do_sample": True, "top_k": 0}
+        model.generate(ids, attention_mask=torch.ones_like(ids), **sizes)
+
+    sides = {"ours": ours, "transformers.generate": theirs}
+    if not DRY and find_spec("vllm"):
+        import vllm
+
+        config.save_pretrained(folder / "model")
+        dummy = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16"}
+        engine = vllm.LLM(str(folder / "model"), gpu_memory_utilization=0.5, **dummy)
+
+        def vllms(size):
+            limits = {"max_tokens": size, "ignore_eos": True, "detokenize": False}
+            inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+            engine.generate(inputs, vllm.SamplingParams(**limits))
+
+        sides["vLLM"] = vllms
+    for name, generate in sides.items():
+        generate(2)
+        settle()
+        start = time.perf_counter()
+        generate(length)
+        settle()
+        rate = count * length / (time.perf_counter() - start)
+        yield {"side": name, "replies": count, "tokens of each": length, "tokens/s": rate}
+
+
+def sharding(folder):
+    """src/train.py on all weights, in a group of one rank; what it would save is left out."""
+    import train
+    from ddp_utils import models, optim
+    from ddp_utils.runs.saving import Saving
+    from ddp_utils.sharding.fsdp import FsdpPolicy
+
+    zero = {f"offload_{what}": {"device": "cpu"} for what in ("optimizer", "param")}
+    zero = {"zero_optimization": {"stage": 3, **zero}}
+    for name, content in {"fsdp": {"fsdp_offload_params": True}, "zero": zero}.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    fsdp = "--type full --use_fsdp"
+    ways = {  # strategy -> flags, and the package that it needs
+        "DDP": ("--type full", "torch"),
+        "FSDP": (fsdp, "torch"),
+        "FSDP, offloaded": (f"{fsdp} --fsdp_config {folder}/fsdp.json", "torch"),
+        "ZeRO-3, offloaded": (f"--type full --deepspeed {folder}/zero.json", "deepspeed"),
+        "QLoRA, the demo's model": ("--type qlora", "bitsandbytes"),
+    }
+    store = torch.distributed.HashStore()
+    backend = "gloo" if DRY else "nccl"
+    torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+    wrap = optim.wrap
+
+    def wrap_one(scorer, world, strategy):  # one rank is else left to DDP
+        if strategy.kind == "fsdp":
+            return FsdpPolicy(scorer, world, strategy)
+        return wrap(scorer, world, strategy)
+
+    exact = None
+    for name, (flags, package) in ways.items():
+        if not find_spec(package) or (DRY and package != "torch"):
+            yield {"strategy": name, "skipped": f"needs {package}, and CUDA"}
+            continue
+        run = folder / name.replace(" ", "")
+        words = f"--config {ROOT}/config.yaml --max_steps 4 --max_rows 40 --report_to none "
+        forget()
+        with contextlib.ExitStack() as stack:
+            if package != "bitsandbytes":
+                stack.enter_context(without_files(shape(SHAPES["0.6B"])))
+            stack.enter_context(mock.patch.object(optim, "wrap", wrap_one))
+            stack.enter_context(mock.patch.object(models, "save_policy"))
+            stack.enter_context(mock.patch.object(Saving, "save"))
+            lines = script(train.__name__, f"{words} {flags} --output_dir {run}", run)
+        curve = [line["loss"] for line in lines]
+        row = {"strategy": name, "s a step": seconds(lines), "last loss": curve[-1]}
+        row["peak GiB"] = lines[-1]["peak_memory_mb"] / 1024
+        exact = exact or curve
+        if package != "bitsandbytes":
+            gap = widest(curve, exact)
+            row |= {"gap to DDP": gap, "ok": gap <= (1e-4 if DRY else 2e-2)}
+        yield row
+
+
+# --- the other scripts ---------------------------------------------------------------------------
+
+
+def protein(folder):
+    """One pair of a backbone at a time, and four."""
+    for pairs in (1, 4):
+        run = folder / str(pairs)
+        words = f"--max_steps {2 if DRY else 60} --batch_size {pairs} --output_dir {run}"
+        lines = script("dpo_inv.run_dpo_ddp", words, run)
+        row = {"pairs a step": pairs, "s a step": seconds(lines)}
+        yield row | {name: lines[-1][name] for name in ("tokens_per_second", "peak_memory_mb")}
+
+
+def distillation(folder):
+    """Some steps, and what all of them would take."""
+    from ad import evaluate
+
+    evaluate.write = lambda *_: None  # a picture
+    words = f"""--config {ROOT}/config/model/ad_dr.yaml output_dir={folder}/run num_warmup_steps=3
+        traj_file={folder}/histories.npz eval_copies=1 eval_episodes=2 train_timesteps=600
+        summary_interval=100"""
+    if DRY:
+        words += """ train_timesteps=6 summary_interval=2 n_stream=4 train_n_stream=4
+            total_source_timesteps=4000 train_batch_size=4 tf_n_embd=16 tf_n_layer=1 tf_n_head=1"""
+    lines = script("ad.train", words, folder / "run")
+    row = {"s a step": seconds(lines), "hours for 50,000 steps": seconds(lines) * 50_000 / 3600}
+    yield row | {name: lines[-1][name] for name in ("tokens_per_second", "peak_memory_mb")}
+
+
+def baking(folder):
+    """Sample under the demo's system prompt, then bake it."""
+    import generate_data
+
+    sizes = (4, 2, 8) if DRY else (40, 25, 64)
+    words = "--num_questions {} --num_sequences_per_question {} --max_sequence_length {} "
+    words += f"--traj_out_file {folder}/train.jsonl --val_out_file {folder}/val.jsonl"
+    start = time.perf_counter()
+    generate_data.main(words.format(*sizes).split())
+    row = {"replies": sizes[0] * sizes[1], "s to sample them": time.perf_counter() - start}
+    run = folder / "run"
+    words = f"--data_path {folder}/train.jsonl --val_path {folder}/val.jsonl --out_dir {run}"
+    words += f" --batch_size {2 if DRY else 10} --max_steps {3 if DRY else 60} --num_samples 0"
+    lines = script("train_loop", words, run)
+    row["s a step"] = seconds(lines)
+    yield row | {name: lines[-1][name] for name in ("tokens_per_second", "peak_memory_mb")}
+
+
+# --- this process --------------------------------------------------------------------------------
+
+
+def machine():
+    facts = check_gpu.collect_facts()
+    versions = {"torch": facts["torch"], "CUDA": facts["cuda"] or "none"}
+    versions |= {name: version(name) for name in ("transformers", "peft")}
+    device = "CPU" if DRY else facts["devices"][0]["name"]
+    return {"device": device, "driver": facts["driver"], "versions": versions}
+
+
+def main(name, *arguments):
+    """Do the piece, and write its entry after each row."""
+    entry = {"status": "", "reason": "", "rows": [], "machine": machine()}
+    work = FOLDER / "work"
+    work.mkdir()
+
+    def keep(**changes):
+        entry.update(changes)
+        temporary = FOLDER / ".entry.json"
+        temporary.write_text(json.dumps(entry))
+        temporary.rename(FOLDER / "entry.json")
+
+    keep()
+    try:
+        for row in globals()[name](work, *arguments):
+            print(row)
+            keep(rows=[*entry["rows"], row])
+        bad = sum(row.get("ok") is False for row in entry["rows"])
+        reason = f"{bad} of {len(entry['rows'])} rows are out of bounds" if bad else ""
+        keep(status="failed" if bad else "ok", reason=reason)
+    except Skip as skip:
+        keep(status="skipped", reason=str(skip))
+    except BaseException as error:
+        keep(status="failed", reason=f"{type(error).__name__}: {str(error)[-300:]}")
+        raise
+
+
+if __name__ == "__main__":
+    FOLDER = Path(sys.argv[1])
+    main(*sys.argv[2].split(":"))

@@ -1,0 +1,83 @@
+"""The list for a GPU, rehearsed on this CPU: killed after a piece, it goes on with the next."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import hour
+import pytest
+
+from conftest import ROOT
+
+NEEDS_CUDA = {"fp16"}
+NEEDS_TRL = {f"speed:{case}:{kind}" for case in ("long", "hh") for kind in ("trl", "trl defaults")}
+PIECES = {"demo", "attention", "resume", "memory", "speed:long:ours", "speed:hh:ours", "kernels"}
+PIECES |= {"generation", "sharding", "protein", "distillation", "baking"}
+
+
+def start(folder):
+    command = [sys.executable, str(ROOT / "tests/gpu/hour.py"), "--dry", "--out", str(folder)]
+    return subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
+
+
+def test_the_list_is_sound_and_goes_on_where_it_was_killed(tmp_path):
+    first = start(tmp_path)
+    while not hour.read(tmp_path) and first.poll() is None:
+        time.sleep(0.1)
+    os.killpg(first.pid, signal.SIGKILL)
+    done = hour.read(tmp_path)
+    assert list(done) == ["demo"] and first.wait() == -signal.SIGKILL
+    assert start(tmp_path).wait() == 0
+    results = hour.read(tmp_path)
+    assert results["demo"] == done["demo"]  # it was not done again
+    status = {name: entry["status"] for name, entry in results.items()}
+    assert {name for name in status if status[name] == "ok"} - NEEDS_TRL == PIECES, results
+    assert {name for name in status if status[name] == "skipped"} <= NEEDS_CUDA | NEEDS_TRL
+    assert "needs CUDA" in results["fp16"]["reason"]
+    page = (tmp_path / "gpu.md").read_text()
+    assert all(f"\n| {name} |" in page for name in PIECES | NEEDS_CUDA | NEEDS_TRL)
+
+    # of numbers those that are known without a run
+    rows = {name: entry["rows"] for name, entry in results.items()}
+    for row in rows["demo"]:
+        assert row["first loss"] == pytest.approx(math.log(2), abs=1e-3)
+    assert [row["in"] for row in rows["demo"]] == ["fp32", "bf16"]
+    assert rows["resume"][0]["exit statuses"] == [-9, 0, 0]
+    assert [row["prompt"] for row in rows["attention"]] == ["separate", "shared"] * 4
+    calls = {row["kernel"]: row["calls a step"] for row in rows["kernels"][1:]}
+    assert calls["_Linear"] == 2 * 7  # LoRA on seven matrices of two layers
+    assert [row.get("gap to DDP") for row in rows["sharding"]] == [0, 0, 0, None, None]
+
+
+def test_what_hangs_or_dies_costs_only_itself(tmp_path, monkeypatch):
+    pieces = tmp_path / "pieces.py"
+    pieces.write_text("import sys, os, time; os.abort() if 'dies' in sys.argv else time.sleep(60)")
+    monkeypatch.setattr(hour, "__file__", str(tmp_path / "hour.py"))
+    monkeypatch.setattr(sys, "argv", ["hour.py", "--dry", "--out", str(tmp_path)])
+    args = hour.read_flags()
+    results = {}
+    for name, reason in (("dies", "exit status -6"), ("hangs", "no end after 1 s")):
+        piece = hour.Piece(name, 1, "")
+        results[name] = hour.run(piece, args, results, dict(os.environ))
+        assert (results[name]["status"], results[name]["reason"]) == ("failed", reason)
+
+
+def test_the_committed_page_is_that_of_the_committed_results():
+    assert (ROOT / "docs/gpu.md").read_text() == hour.page(hour.read(ROOT / "docs"))
+
+
+def test_what_was_never_tried_comes_before_what_failed():
+    tried = {"demo": {"status": "ok"}, "attention": {"status": "failed"}}
+    names = [piece.name for piece in hour.missing(tried, only=None)]
+    assert "demo" not in names and names[0] == "resume" and names[-1] == "attention"
+    assert [piece.name for piece in hour.missing(tried, only="demo")] == ["demo"]
+
+
+def test_a_rehearsal_never_touches_the_page(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["hour.py", "--dry", "--out", str(ROOT / "docs")])
+    with pytest.raises(SystemExit):
+        hour.main()
+    assert "docs/gpu.md is for GPUs" in capsys.readouterr().err
