@@ -33,6 +33,7 @@ from ddp_utils import (
     sampler,
     sampling,
 )
+from ddp_utils.distributed import to_device
 from ddp_utils.encoder import Encoder, load_tokenizer
 from ddp_utils.metrics import Averages, Meter, interval
 from ddp_utils.runs import checks
@@ -119,9 +120,9 @@ def train_step(policy, step, rows, data, ref_logps, config, run):
         torch.manual_seed(sampler.seed_of(config.seed, step, micro_step, world.rank))  # for dropout
         policy.sync_gradients(micro_batch is micro_batches[-1])
         batch = policy.scorer.collate([pairs[i] for i in micro_batch.index], world.device)
-        known = distributed.to_device(ref_logps["train"][micro_batch.index], world.device)  # [B, 2]
+        known = ref_logps["train"][to_device(micro_batch.index, world.device)]  # [B, 2]
         per_pair, metrics = losses.pair_losses(policy, batch, known, config)
-        weight = distributed.to_device(micro_batch.weight, world.device)
+        weight = to_device(micro_batch.weight, world.device)
         # DDP averages over ranks: times world_size / global count is the mean of the global batch
         loss = (per_pair * weight).sum() * (world.world_size / len(rows))
         policy.backward(loss)
@@ -167,10 +168,10 @@ def evaluate(policy, split, data, ref_logps, config, world, stop_if_requested=la
         for part in scorer.share(range(len(pairs)), pairs, world, rows_per_rank(config, world)):
             stop_if_requested()
             batch = scorer.collate([pairs[i] for i in part.index], world.device)
-            known = distributed.to_device(ref_logps[split][part.index], world.device)
+            known = ref_logps[split][to_device(part.index, world.device)]
             _, metrics = losses.pair_losses(scorer, batch, known, config)
             metrics["squares"] = metrics["rewards/margins"].double() ** 2
-            averages.add(metrics, distributed.to_device(part.weight, world.device))
+            averages.add(metrics, to_device(part.weight, world.device))
     values = averages.reduce()
     low, high = interval(values["rewards/margins"], values.pop("squares"), values["count"])
     return {**values, "rewards/margins_low": low, "rewards/margins_high": high}

@@ -29,6 +29,7 @@ from ddp_utils import (
     preference_data,
     sampler,
 )
+from ddp_utils.distributed import to_device
 from ddp_utils.encoder import Encoder, Pair, load_tokenizer
 from ddp_utils.metrics import Averages, Meter
 from ddp_utils.runs import checks
@@ -87,7 +88,6 @@ def row_losses(policy, batch, ref_logps, config):
     if config.objective == "sft":
         (token_sums,) = policy(batch)  # [B]: summed over the trained tokens
         return -token_sums, {"loss": -token_sums, "size": batch.tokens[0]}
-    ref_logps = distributed.to_device(ref_logps, batch.ids.device)
     per_row, metrics = losses.pair_losses(policy, batch, ref_logps, config)
     return per_row, {**metrics, "size": torch.ones_like(per_row)}
 
@@ -111,9 +111,10 @@ def train_step(policy, step, rows, data, ref_logps, config, run):
         torch.manual_seed(sampler.seed_of(config.seed, step, micro_step, world.rank))  # for dropout
         policy.sync_gradients(micro_batch is micro_batches[-1])
         batch = scorer.collate([train[row] for row in micro_batch.index], world.device)
-        known = ref_logps["train"][micro_batch.index] if ref_logps else None  # [B, 2]
+        index = to_device(micro_batch.index, world.device)
+        known = ref_logps["train"][index] if ref_logps else None  # [B, 2]
         per_row, metrics = row_losses(policy, batch, known, config)
-        weight = distributed.to_device(micro_batch.weight, world.device)
+        weight = to_device(micro_batch.weight, world.device)
         # gradients are averaged over ranks: times world_size / global count is the global mean
         loss = (per_row * weight).sum() * (world.world_size / count)
         policy.backward(loss)
@@ -154,9 +155,9 @@ def evaluate(policy, rows, ref_logps, config, run):
         for part in scorer.share(range(len(rows)), rows, world, config.micro_batch_size):
             run.stop_if_requested()
             batch = scorer.collate([rows[row] for row in part.index], world.device)
-            known = ref_logps["val"][part.index] if ref_logps else None
+            known = ref_logps["val"][to_device(part.index, world.device)] if ref_logps else None
             _, metrics = row_losses(scorer, batch, known, config)
-            averages.add(metrics, distributed.to_device(part.weight, world.device))
+            averages.add(metrics, to_device(part.weight, world.device))
     return divided(averages.reduce())
 
 

@@ -35,6 +35,7 @@ from ddp_utils import (
     sampler,
     sampling,
 )
+from ddp_utils.distributed import to_device
 from ddp_utils.encoder import Encoder, load_tokenizer
 from ddp_utils.fast import memory_efficient
 from ddp_utils.metrics import Averages, peak_memory_mb
@@ -166,7 +167,7 @@ def train_step(policy, step, rows, trajectories, teacher, config, run):
         policy.sync_gradients(micro_batch is micro_batches[-1])
         batch = teacher("train", micro_batch.index)
         (costs,) = policy(batch)  # [B]
-        weight = distributed.to_device(micro_batch.weight, world.device)
+        weight = to_device(micro_batch.weight, world.device)
         # DDP averages over ranks: times world_size / tokens is the mean of the global batch
         loss = (costs * weight).sum() * (world.world_size / tokens)
         policy.backward(loss)
@@ -211,7 +212,7 @@ def evaluate(student, trajectories, teacher, config, run, baked=True):
         for part in share(range(len(trajectories)), trajectories, config.batch_size, run.world):
             run.stop_if_requested()
             batch = teacher("val", part.index)
-            weight = distributed.to_device(part.weight, run.world.device)
+            weight = to_device(part.weight, run.world.device)
             averages.add({"kl": student(batch)[0], "tokens": batch.tokens}, weight)
     means = averages.reduce()
     values = {"count": means["count"], "kl": means["kl"] / means["tokens"]}

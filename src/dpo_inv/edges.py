@@ -6,6 +6,8 @@ the work of ProteinMPNN, two products an edge and layer, is one autograd functio
 S sequences on a backbone of L residues, K neighbours of each, H hidden.
 """
 
+import functools
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -47,12 +49,20 @@ def distances(coords, neighbours):
     beta = -0.58273431 * b.cross(a, dim=-1) + 0.56802827 * b - 0.54067466 * a + alpha
     atoms = torch.cat([coords, beta[:, None]], 1)  # [L, 5, 3]
     across = rows(atoms.flatten(1), neighbours).unflatten(-1, (5, 3))  # [L, K, 5, 3]
-    pairs = [pair.split("-") for pair in DISTANCES.split()]
-    here, there = ([ATOMS.index(pair[side]) for pair in pairs] for side in (0, 1))
-    squared = across.new_zeros(*neighbours.shape, len(pairs))
+    here, there = ends(coords.device)
+    squared = across.new_zeros(*neighbours.shape, len(here))
     for axis in range(3):  # [L, K, 25, 3] would be the largest tensor of all
         squared += (atoms[:, None, here, axis] - across[..., there, axis]).square_()
     return squared.add_(1e-6).sqrt_()
+
+
+@functools.cache
+def ends(device):
+    """Return the atoms [25] at both ends of each distance, copied to the device once."""
+    ids = []
+    for pair in DISTANCES.split():
+        ids.append([ATOMS.index(atom) for atom in pair.split("-")])
+    return torch.tensor(ids, device=device).unbind(1)
 
 
 def rows(table, indices):

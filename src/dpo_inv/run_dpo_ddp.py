@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from ddp_utils import distributed, files, losses, metrics, optim, sampler
+from ddp_utils.distributed import to_device
 from ddp_utils.metrics import Averages, wilson
 from ddp_utils.runs import checks, preemption
 from ddp_utils.runs import run as run_
@@ -116,9 +117,9 @@ def train_step(policy, pairs, table, config, run):
     for micro_batch in micro_batches:
         policy.sync_gradients(micro_batch is micro_batches[-1])
         batch = batches.collate([pairs[i] for i in micro_batch.index], config, world.device)
-        known = distributed.to_device(table[micro_batch.index], world.device)
+        known = table[to_device(micro_batch.index, world.device)]
         per_pair, metrics = pair_losses(policy, batch, known, config)
-        weight = distributed.to_device(micro_batch.weight, world.device)
+        weight = to_device(micro_batch.weight, world.device)
         # DDP averages over ranks: times world_size / global count is the mean of the global batch
         loss = (per_pair * weight).sum() * (world.world_size / len(pairs))
         policy.backward(loss)
@@ -161,9 +162,9 @@ def evaluate(policy, pairs, table, config, run):
         run.stop_if_requested()
         batch = batches.collate([pairs[i] for i in part.index], config, run.world.device)
         # not through DDP, which would only wait for gradients
-        known = distributed.to_device(table[part.index], run.world.device)
+        known = table[to_device(part.index, run.world.device)]
         _, metrics = pair_losses(policy.scorer, batch, known, config)
-        averages.add(metrics, distributed.to_device(part.weight, run.world.device))
+        averages.add(metrics, to_device(part.weight, run.world.device))
         losses_of_rank += metrics["loss"].tolist()
         run.bar.advance(loss=losses_of_rank[-1], avg_loss=np.mean(losses_of_rank))
     values = averages.reduce()
@@ -289,7 +290,7 @@ def main(argv=None) -> int:
             start = time.perf_counter()
             rows = sorted(batches.batch(plan, data["train"], step))
             pairs = [data["train"][row] for row in rows]
-            known = table["train"][rows]
+            known = table["train"][to_device(rows, world.device)]  # [B, 2]
             epoch, turn = divmod(step, plan.steps_per_epoch)
             if turn == 0 or step == done:
                 run.say(f"\nEpoch {epoch + 1}/{epochs}")

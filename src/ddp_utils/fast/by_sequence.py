@@ -4,12 +4,17 @@ Two sequences a pair: P + C queries see themselves; R queries see P + R keys.
 T tokens of the row; H heads, K key heads, D wide.
 """
 
+import inspect
 import itertools
 
 import torch
 from torch.nn.attention.varlen import varlen_attn
 
 from ddp_utils.distributed import to_device
+
+# torch 2.11 takes fewer key heads than heads without being told
+IS_TOLD = "enable_gqa" in inspect.signature(varlen_attn).parameters
+GROUPED = {"enable_gqa": True} if IS_TOLD else {}
 
 
 def sequences_of(packing):
@@ -44,12 +49,8 @@ def attend_by_sequence(query, key, value, packing, scale, window):
     places, borders = packing.sequences
     query, key, value = (t[0].transpose(0, 1) for t in (query, key, value))  # [T, H, D], [T, K, D]
     look_back = (-1 if window is None else window - 1, 0)  # to the right: nothing, so causal
-    return varlen_attn(
-        query,
-        key[places],
-        value[places],
-        *borders,
-        scale=scale,
-        window_size=look_back,
-        enable_gqa=True,
-    )[None]
+    # not key[places]: its backward sorts the places and adds up one after the other
+    key = key.index_select(0, places)
+    value = value.index_select(0, places)
+    options = {"scale": scale, "window_size": look_back} | GROUPED
+    return varlen_attn(query, key, value, *borders, **options)[None]

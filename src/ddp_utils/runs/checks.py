@@ -72,12 +72,12 @@ def check_first_step(policy, means, now, ref_logps, tokens, locations, expected)
     tokens: [rows], of the longer response; expected: the loss where the policy is its reference,
     or None. Raises UserError saying what differs.
     """
-    bound = noise(policy.precision, torch.tensor(tokens))  # [rows], in nats
-    check_reference(now.cpu(), ref_logps, bound, locations)
+    bound = noise(policy.precision, torch.tensor(tokens, device=now.device))  # [rows], in nats
+    check_reference(now, ref_logps, bound, locations)
     sides = ("logps/chosen", "logps/rejected")
     trained = torch.tensor([[means[side] for side in sides]], dtype=torch.float64)  # [1, 2]
-    expected_mean = ref_logps.double().mean(0, keepdim=True)
-    check_reference(trained, expected_mean, bound.mean()[None], ["mean of the batch"])
+    expected_mean = ref_logps.double().mean(0, keepdim=True).cpu()
+    check_reference(trained, expected_mean, bound.mean()[None].cpu(), ["mean of the batch"])
     if expected is None or policy.precision != torch.float32:  # simpo has no closed form
         return
     loss = means.get("loss/preference", means["loss"])

@@ -153,7 +153,7 @@ class Saving:
         return value
 
     def reference_logps(self, fingerprint, data, score, other=""):
-        """Return the reference's log-probs of each split, [pairs, 2], on the CPU of each rank.
+        """Return the reference's log-probs of each split, [pairs, 2], on all ranks.
 
         data: split -> pairs; score(pairs): their log-probs now, asked for once a run; other: a run
         folder whose log-probs are read instead. Raises UserError if those have another fingerprint.
@@ -166,13 +166,12 @@ class Saving:
         for split, pairs in data.items():
             if path:
                 table = tables.get(split, torch.zeros(len(pairs), 2))
-                table = distributed.all_sum(table.to(self.world.device), self.world)
+                tables[split] = distributed.all_sum(table.to(self.world.device), self.world)
             else:
-                table = score(pairs)
-            tables[split] = table.cpu()
+                tables[split] = score(pairs)
         if self.world.is_main:
             path = self.folder / REFERENCE
-            save_file({split: table.contiguous() for split, table in tables.items()}, path)
+            save_file({split: table.cpu().contiguous() for split, table in tables.items()}, path)
             shutil.copymode(self.folder / "config.json", path)
             self.add_cached_file(REFERENCE, fingerprint)
         return tables
