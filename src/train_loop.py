@@ -45,7 +45,6 @@ from ddp_utils.runs.folder import RunSpec
 from ddp_utils.runs.run import Run
 from prompt_baking import distillation
 from prompt_baking import trajectories as trajectories_
-from prompt_baking.trajectories import share
 
 DEMO_QUESTIONS, DEMO_JUDGE = "data/demo/questions_test.jsonl", "data/demo/judge.py:capitals"
 
@@ -160,7 +159,7 @@ def train_step(policy, step, rows, trajectories, teacher, config, run):
     """Forward and backward of one global batch; return its exact means. The gradient is ready."""
     world = run.world
     averages = Averages(world)
-    micro_batches = share(rows, trajectories, config.batch_size, world)
+    micro_batches = policy.scorer.share(rows, trajectories, world, config.batch_size)
     tokens = sum(len(trajectories[row].reply) for row in rows)  # of the global batch
     for micro_step, micro_batch in enumerate(micro_batches):
         torch.manual_seed(sampler.seed_of(config.seed, step, micro_step, world.rank))  # for dropout
@@ -185,7 +184,7 @@ def check_step(policy, step, means, rows, trajectories, teacher, config, world):
 
     @torch.no_grad()
     def score(baked=True):  # [global batch, 1]
-        parts = share(rows, trajectories, config.batch_size, world)
+        parts = policy.scorer.share(rows, trajectories, world, config.batch_size)
         costs = []
         with logps.dropout_off(policy.scorer), adapter_of(policy.scorer, baked):
             for part in parts:
@@ -209,7 +208,8 @@ def evaluate(student, trajectories, teacher, config, run, baked=True):
     """KL(teacher || student) per token over all validation rows; not `baked`: of the base model."""
     averages = Averages(run.world)
     with logps.dropout_off(student), adapter_of(student, baked):
-        for part in share(range(len(trajectories)), trajectories, config.batch_size, run.world):
+        everything = range(len(trajectories))
+        for part in student.share(everything, trajectories, run.world, config.batch_size):
             run.stop_if_requested()
             batch = teacher("val", part.index)
             weight = to_device(part.weight, run.world.device)

@@ -33,9 +33,11 @@ class Student(logps.Scorer):
         """The last hidden states that predict the replies [N, D]; of an odd head logits [N, V]."""
         with self.autocasting(batch.ids):
             if self.own_head:
-                states = self.model(input_ids=batch.ids).logits
+                states = self.model(input_ids=batch.ids, **batch.layout).logits
             else:
-                states = self.parts()[0](input_ids=batch.ids, use_cache=False).last_hidden_state
+                backbone = self.parts()[0]
+                output = backbone(input_ids=batch.ids, use_cache=False, **batch.layout)
+                states = output.last_hidden_state
             return states.flatten(0, 1)[batch.hidden_index]
 
     @torch.no_grad()
@@ -46,7 +48,7 @@ class Student(logps.Scorer):
 
     def example(self, device):
         row = trajectories.Trajectory([0], [0], [0], "", "")
-        return self.teach(trajectories.collate([row], device))
+        return self.teach(trajectories.collate([row], device, self.shared))
 
 
 def check_head(student, rows, world, cache):
@@ -57,7 +59,7 @@ def check_head(student, rows, world, cache):
                 "--lora_targets: leave output layer and embedding to teacher and student"
             )
     pairs = [Pair(row.student, row.reply, row.reply, "", "") for row in rows[:2]]
-    lines = fast.self_test(student, pairs, "separate", world)
+    lines = fast.self_test(student, pairs, "auto", world)
     if student.own_head and cache:
         raise UserError("--cache_teacher: the head is not a plain layer; leave it out")
     return lines
@@ -90,7 +92,8 @@ class Teacher:
             run.bar.of_run(run.steps, run.done)
 
     def __call__(self, split, index):
-        batch = trajectories.collate([self.data[split][row] for row in index], self.device)
+        rows = [self.data[split][row] for row in index]
+        batch = trajectories.collate(rows, self.device, self.student.shared)
         if not self.files:
             return self.student.teach(batch)
         names = [f"{split}/{row}" for row in index]
@@ -118,7 +121,7 @@ class Teacher:
         world = run.world
         states = {}  # "split/row" -> [n, D]
         for split, rows in self.data.items():
-            micro_batches = trajectories.share(range(len(rows)), rows, size, world)
+            micro_batches = self.student.share(range(len(rows)), rows, world, size)
             run.bar.begin(f"Teacher, {split}", len(micro_batches))
             for micro_batch in micro_batches:
                 run.stop_if_requested()

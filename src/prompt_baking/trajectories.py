@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ddp_utils import UserError, jsonl, logps, sampler
+from ddp_utils import UserError, jsonl, logps
 
 QUESTION = ("question", "prompt", "turns", "instruction")  # GSM8K, others, MT-Bench, Alpaca
 
@@ -26,6 +26,10 @@ class Trajectory(NamedTuple):
         """Tokens of the longer text."""
         return len(self.teacher) + len(self.reply)
 
+    def num_forward_tokens(self, shared):
+        """Tokens that go through the model: of the longer text, since padding is by its length."""
+        return self.row - 1
+
     @property
     def targets(self):
         """The tokens that are predicted, as the one side that a row has."""
@@ -35,6 +39,11 @@ class Trajectory(NamedTuple):
         """As the student's row of a padded batch: what is fed, and the index before each target."""
         first = len(self.student) - 1
         return [(self.student + self.reply[:-1], range(first, first + len(self.reply)))]
+
+    def packed_row(self):
+        """As one stretch of a packed row: fed ids, positions, span (P, C, R), hidden index."""
+        [(ids, hidden_index)] = self.rows()
+        return ids, [*range(len(ids))], (len(ids), 0, 0), [hidden_index]
 
 
 class Batch(NamedTuple):
@@ -119,13 +128,7 @@ def read(path, encoder, max_length):
     return trajectories, report
 
 
-def share(rows, trajectories, size, world):
-    """Return this rank's micro-batches of these rows, of like length since they are padded."""
-    lengths = {row: trajectories[row].row for row in rows}
-    return sampler.share(rows, lengths, world, size, padded=True)
-
-
-def collate(rows, device) -> Batch:
+def collate(rows, device, shared=False) -> Batch:
     """Return the batch of these trajectories; a reply's last token is not fed."""
     prompted = [row._replace(student=row.teacher) for row in rows]
-    return Batch(logps.collate(rows, device), logps.collate(prompted, device))
+    return Batch(logps.collate(rows, device, shared), logps.collate(prompted, device, shared))
