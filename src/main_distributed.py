@@ -165,13 +165,14 @@ def evaluate(policy, split, data, ref_logps, config, world, stop_if_requested=la
     averages = Averages(world)
     scorer = policy.scorer  # DDP would only wait for gradients
     with logps.dropout_off(scorer):
-        for part in scorer.share(range(len(pairs)), pairs, world, rows_per_rank(config, world)):
+        micro_batches = scorer.share(range(len(pairs)), pairs, world, rows_per_rank(config, world))
+        for micro_batch in micro_batches:
             stop_if_requested()
-            batch = scorer.collate([pairs[i] for i in part.index], world.device)
-            known = ref_logps[split][to_device(part.index, world.device)]
+            batch = scorer.collate([pairs[i] for i in micro_batch.index], world.device)
+            known = ref_logps[split][to_device(micro_batch.index, world.device)]
             _, metrics = losses.pair_losses(scorer, batch, known, config)
             metrics["squares"] = metrics["rewards/margins"].double() ** 2
-            averages.add(metrics, to_device(part.weight, world.device))
+            averages.add(metrics, to_device(micro_batch.weight, world.device))
     values = averages.reduce()
     low, high = interval(values["rewards/margins"], values.pop("squares"), values["count"])
     return {**values, "rewards/margins_low": low, "rewards/margins_high": high}

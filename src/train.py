@@ -152,12 +152,13 @@ def evaluate(policy, rows, ref_logps, config, run):
     averages = Averages(world)
     scorer = policy.scorer
     with logps.dropout_off(scorer):
-        for part in scorer.share(range(len(rows)), rows, world, config.micro_batch_size):
+        for micro_batch in scorer.share(range(len(rows)), rows, world, config.micro_batch_size):
             run.stop_if_requested()
-            batch = scorer.collate([rows[row] for row in part.index], world.device)
-            known = ref_logps["val"][to_device(part.index, world.device)] if ref_logps else None
+            batch = scorer.collate([rows[row] for row in micro_batch.index], world.device)
+            index = to_device(micro_batch.index, world.device)
+            known = ref_logps["val"][index] if ref_logps else None
             _, metrics = row_losses(scorer, batch, known, config)
-            averages.add(metrics, to_device(part.weight, world.device))
+            averages.add(metrics, to_device(micro_batch.weight, world.device))
     return divided(averages.reduce())
 
 

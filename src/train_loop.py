@@ -184,12 +184,12 @@ def check_step(policy, step, means, rows, trajectories, teacher, config, world):
 
     @torch.no_grad()
     def score(baked=True):  # [global batch, 1]
-        parts = policy.scorer.share(rows, trajectories, world, config.batch_size)
+        micro_batches = policy.scorer.share(rows, trajectories, world, config.batch_size)
         costs = []
         with logps.dropout_off(policy.scorer), adapter_of(policy.scorer, baked):
-            for part in parts:
-                costs.append(policy.scorer(teacher("train", part.index))[0][:, None])
-        return distributed.gather_by_index(len(trajectories), parts, costs, world)[rows]
+            for micro_batch in micro_batches:
+                costs.append(policy.scorer(teacher("train", micro_batch.index))[0][:, None])
+        return distributed.gather_by_index(len(trajectories), micro_batches, costs, world)[rows]
 
     checks.check_step(policy, step, means, locations, score, config.fine_tuning)
     if step == 0 and not config.resume_from:
@@ -209,10 +209,10 @@ def evaluate(student, trajectories, teacher, config, run, baked=True):
     averages = Averages(run.world)
     with logps.dropout_off(student), adapter_of(student, baked):
         everything = range(len(trajectories))
-        for part in student.share(everything, trajectories, run.world, config.batch_size):
+        for micro_batch in student.share(everything, trajectories, run.world, config.batch_size):
             run.stop_if_requested()
-            batch = teacher("val", part.index)
-            weight = to_device(part.weight, run.world.device)
+            batch = teacher("val", micro_batch.index)
+            weight = to_device(micro_batch.weight, run.world.device)
             averages.add({"kl": student(batch)[0], "tokens": batch.tokens}, weight)
     means = averages.reduce()
     values = {"count": means["count"], "kl": means["kl"] / means["tokens"]}

@@ -255,16 +255,16 @@ def is_first():
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def gather_by_index(count, parts, values, world):
+def gather_by_index(count, micro_batches, values, world):
     """A table [count, K] of what each rank found for its rows, the same on all ranks.
 
-    parts: this rank's micro-batches; values: [B, K] for each of them. Every row is written by
-    one rank, so that the sum over ranks is exact; rows of no part, and fillers, stay 0.
+    micro_batches: of this rank; values: [B, K] for each of them. Every row is written by one rank,
+    so that the sum over ranks is exact; rows of no micro-batch, and fillers, stay 0.
     """
     table = torch.zeros(count, values[0].shape[-1], device=world.device)
-    for part, scores in zip(parts, values, strict=True):
-        if any(part.weight):
-            table[part.index] = scores.float()
+    for micro_batch, scores in zip(micro_batches, values, strict=True):
+        if any(micro_batch.weight):
+            table[micro_batch.index] = scores.float()
     return all_sum(table, world)
 
 

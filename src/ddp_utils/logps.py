@@ -213,14 +213,14 @@ def dropout_off(module):
 @torch.no_grad()
 def score(scorer, pairs, world, budget, poll=lambda: None):
     """Log-probs of all pairs as they are now, shared out over the ranks: [number of pairs, 2]."""
-    parts = scorer.share(range(len(pairs)), pairs, world, budget)
+    micro_batches = scorer.share(range(len(pairs)), pairs, world, budget)
     scores = []
     with dropout_off(scorer):
-        for part in parts:
+        for micro_batch in micro_batches:
             poll()  # stop between two batches, if asked to
-            batch = scorer.collate([pairs[i] for i in part.index], world.device)
+            batch = scorer.collate([pairs[i] for i in micro_batch.index], world.device)
             scores.append(torch.stack(scorer(batch), -1))  # [B, 2]
-    return distributed.gather_by_index(len(pairs), parts, scores, world)
+    return distributed.gather_by_index(len(pairs), micro_batches, scores, world)
 
 
 def fingerprint(scorer, data, names, device) -> dict:

@@ -143,12 +143,12 @@ def check_step(policy, step, means, pairs, table, config, run):
 def score(scorer, config, run, pairs):
     """Log-probs of all pairs as they are now, shared out over the ranks: [number of pairs, 2]."""
     scores = []
-    parts = share(pairs, 16, run.world)
-    for part in parts:
+    micro_batches = share(pairs, 16, run.world)
+    for micro_batch in micro_batches:
         run.stop_if_requested()
-        batch = batches.collate([pairs[i] for i in part.index], config, run.world.device)
+        batch = batches.collate([pairs[i] for i in micro_batch.index], config, run.world.device)
         scores.append(torch.stack(scorer(batch), -1))  # [B, 2]
-    return distributed.gather_by_index(len(pairs), parts, scores, run.world)
+    return distributed.gather_by_index(len(pairs), micro_batches, scores, run.world)
 
 
 @torch.no_grad()
@@ -156,15 +156,15 @@ def evaluate(policy, pairs, table, config, run):
     """Return exact means over all validation pairs: each counted once, whatever the world size."""
     averages = Averages(run.world)
     losses_of_rank = []
-    parts = share(pairs, 16, run.world)
-    run.bar.begin("Validation", len(parts))
-    for part in parts:
+    micro_batches = share(pairs, 16, run.world)
+    run.bar.begin("Validation", len(micro_batches))
+    for micro_batch in micro_batches:
         run.stop_if_requested()
-        batch = batches.collate([pairs[i] for i in part.index], config, run.world.device)
+        batch = batches.collate([pairs[i] for i in micro_batch.index], config, run.world.device)
         # not through DDP, which would only wait for gradients
-        known = table[to_device(part.index, run.world.device)]
+        known = table[to_device(micro_batch.index, run.world.device)]
         _, metrics = pair_losses(policy.scorer, batch, known, config)
-        averages.add(metrics, to_device(part.weight, run.world.device))
+        averages.add(metrics, to_device(micro_batch.weight, run.world.device))
         losses_of_rank += metrics["loss"].tolist()
         run.bar.advance(loss=losses_of_rank[-1], avg_loss=np.mean(losses_of_rank))
     values = averages.reduce()
