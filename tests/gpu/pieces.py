@@ -147,7 +147,7 @@ def attention(_folder):
     """
     from config import Config
     from ddp_utils import distributed, fast, logps, models, optim
-    from ddp_utils.fast import memory_efficient, shared_prefix
+    from ddp_utils.fast import by_sequence, memory_efficient
 
     pairs = draw_pairs(8, 60, 20, 30) + draw_pairs(4, 9, 1, 40)
 
@@ -166,7 +166,7 @@ def attention(_folder):
             lines = fast.self_test(scorer, pairs, "auto", distributed.World(device=device))
             note = "; ".join(lines) or "shared"
         with mock.patch.object(
-            shared_prefix, "_by_sequence", wraps=shared_prefix._by_sequence
+            by_sequence, "attend_by_sequence", wraps=by_sequence.attend_by_sequence
         ) as varlen:
             sums = torch.stack(scorer(scorer.collate(pairs, device)))  # [2, B]
             sums.sum().backward()
@@ -284,8 +284,7 @@ def memory(_folder):
         for _ in range(3):
             batch = scorer.collate(rows, DEVICE)
             policy.backward(losses.pair_losses(policy, batch, known, config)[0].mean())
-            policy.clip_grad_norm(1.0)
-            policy.step(optimizer, schedule)
+            policy.step(optimizer, schedule, policy.clip_grad_norm(1.0).item())
 
     shapes = list(SHAPES.items())[: 1 if DRY else 2]
     kinds = itertools.product(shapes, ("lora", "full"), (False, True))
