@@ -238,6 +238,7 @@ def why_not_met(error, who, address, port) -> str:
 
 def to_device(values, device, dtype=None):
     """Copy numbers to a device, without waiting for the copy."""
+    device = torch.device(device)
     tensor = torch.as_tensor(values, dtype=dtype)
     tensor = tensor.pin_memory() if device.type == "cuda" else tensor
     return tensor.to(device, non_blocking=True)

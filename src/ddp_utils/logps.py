@@ -41,7 +41,7 @@ def collate(pairs, device="cpu", shared=False) -> Batch:
     So no mask is needed, and attention keeps its fast path. Padding is by length, not by token id.
     Texts (texts.py) are pairs with one side.
     """
-    put = functools.partial(to_device, device=torch.device(device))
+    put = functools.partial(to_device, device=device)
     if shared:
         from ddp_utils.fast import shared_prefix
 

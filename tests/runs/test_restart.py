@@ -179,7 +179,7 @@ def test_a8_no_process_outlives_a_launcher_that_is_killed(tmp_path):
                 time.sleep(wait)
             process.kill()
             process.wait()
-            cluster.wait(lambda mark=mark: not marked(mark), seconds=20)
+            cluster.wait(lambda mark=mark: not marked(mark), seconds=120)
         finally:
             for pid in marked(mark):
                 with contextlib.suppress(ProcessLookupError):

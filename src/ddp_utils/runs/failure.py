@@ -42,10 +42,10 @@ def tell_developer(error):
     if not lost and dist.is_initialized() and not isinstance(error, UserError):
         _store_has("bug", now=True)  # restarting would only repeat it
     if not _first_to_fail():
-        _wait_for(["told"], 4 * (dist.get_rank() == 0))  # who may keep the store that is read below
+        _wait_for(["told"], 7 * (dist.get_rank() == 0))  # who may keep the store that is read below
         return
     names = [f"failed/{rank}" for rank in range(dist.get_world_size())] if lost else []
-    silent = [key.split("/")[1] for key in _wait_for(names, 3)]
+    silent = [key.split("/")[1] for key in _wait_for(names, 6)]
     if silent:
         says = f"is gone or does not answer; rank {dist.get_rank()} waited for it"
         words = str(error).splitlines()[0][:160]
