@@ -191,6 +191,7 @@ def check_plain(name, value):
 def seconds(text):
     """Return the seconds in hours:minutes:seconds."""
     form = re.fullmatch("([0-9]{1,5}):([0-9]{2}):([0-9]{2})", text)
-    refuse(not form, f"--time_limit: {text[:40]!r} is not hours:minutes:seconds")
-    hours, minutes, rest = map(int, form.groups())
-    return 3600 * hours + 60 * minutes + rest
+    hours, minutes, rest = map(int, form.groups()) if form else (0, 0, 0)
+    total = 3600 * hours + 60 * minutes + rest
+    refuse(total < 60, f"--time_limit: {text[:40]!r} is no hours:minutes:seconds from a minute on")
+    return total

@@ -130,6 +130,8 @@ def check(config):
         raise UserError("--output_dir: it is empty; give a folder for the run")
     if config.tf_n_embd % (2 * config.tf_n_head):
         raise UserError("--tf_n_embd: give an even multiple of tf_n_head")
+    if not all(map(len, config.room.split(config.env_split_seed, config.train_env_ratio))):
+        raise UserError("--train_env_ratio: no goal is left on one of the two sides")
     if config.train_n_stream > config.n_stream:
         raise UserError(f"--train_n_stream: there are {config.n_stream} (n_stream)")
     if config.train_source_timesteps > config.source_steps:

@@ -191,6 +191,7 @@ WRONG = {
     "grid_size=17": "--grid_size: 17 is out of range; give a value from 2 to 16",
     "horizon=7": "--total_source_timesteps: give a multiple of 40 streams of episodes of 7 steps",
     "tf_n_head=5": "--tf_n_embd: give an even multiple of tf_n_head",
+    "train_env_ratio=0.999": "--train_env_ratio: no goal is left on one of the two sides",
     "use_compressed_context=true compress_interval=30": "--compress_interval: give w",
     "train_source_timesteps=200": "--train_source_timesteps: give a window (240) or",
     "--config=a.yaml": "a.yaml:2: n_trasit is not a setting; did you mean n_transit?",

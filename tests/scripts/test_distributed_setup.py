@@ -134,8 +134,8 @@ def test_a_job_is_told_to_stop_five_minutes_before_its_end_or_in_the_middle():
         assert f"#SBATCH --signal=USR1@{signal}\n" in Path("job").read_text()
         make("pbs --output=job", f"--time_limit={limit}")
         assert f"#PBS -l walltime={limit}\n" in Path("job").read_text()
-    for limit in ("", "x", "90", "1:2:3:4", "48h", "１:00:00"):
-        says = f"--time_limit: {limit!r} is not hours:minutes:seconds"
+    for limit in ("", "x", "90", "1:2:3:4", "48h", "１:00:00", "0:00:59"):
+        says = f"--time_limit: {limit!r} is no hours:minutes:seconds from a minute on"
         assert refused("slurm", f"--time_limit={limit}") == says
 
 

@@ -44,12 +44,15 @@ def from_yaml(config_class, path, places=None):
     """
     text = jsonl.content(path).decode()
     reader = yaml.YAML(typ="safe", pure=True)
+    depth = 0
     with located(path, text):
         for event in reader.parse(text):
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
             # a few bytes of aliases can unfold to gigabytes
-            if getattr(event, "anchor", None) or getattr(event, "tag", None):
-                says = "no aliases (&name, *name), no tags (!name); write plain values"
-                raise UserError(f"{path}:{event.start_mark.line + 1}: {says}")
+            if getattr(event, "anchor", None) or getattr(event, "tag", None) or depth > 20:
+                says = "no aliases (&name, *name), no tags (!name), no more than 20 levels"
+                raise UserError(f"{path}:{event.start_mark.line + 1}: {says}; write plain values")
         places = {} if places is None else places
         return _fill(config_class, reader.compose(text), "", reader.constructor, path, places)
 
