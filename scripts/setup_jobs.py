@@ -161,7 +161,7 @@ def command(options):
     cli.check_ranges(options, num_nodes=cli.ABOVE_0, num_gpus_per_node=cli.ABOVE_0)
     flags = [f"--config={options.config}"]
     if options.use_deepspeed:
-        in_file = yaml_config.from_yaml(train_config.Sections, options.config).distributed
+        in_file = yaml_config.from_yaml(train_config.Sections, options.config, {}).distributed
         flags.append(f"--deepspeed={in_file.deepspeed_config or 'config/ds_config.json'}")
     world = distributed.World(world_size=options.num_nodes * options.num_gpus_per_node)
     config = train_config.merged(flags, world)

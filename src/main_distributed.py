@@ -139,17 +139,16 @@ def rows_per_rank(config, world):
 def check_step(policy, step, means, rows, data, ref_logps, config, world):
     """Stop before an update that a NaN or a wrong start would spoil."""
     pairs = [data["train"][row] for row in rows]
-    locations = [pair.location for pair in pairs]
 
     def score():  # [global batch, 2]
         return logps.score(policy.scorer, pairs, world, rows_per_rank(config, world))
 
-    checks.check_step(policy, step, means, locations, score, config.fine_tuning)
+    checks.check_step(policy, step, means, pairs, score, config.fine_tuning)
     if step == 0 and not no_closed_form(config):
         tokens = [max(len(pair.chosen), len(pair.rejected)) for pair in pairs]
         known = ref_logps["train"][rows]
         expected = losses.at_reference(config)
-        checks.check_first_step(policy, means, score(), known, tokens, locations, expected)
+        checks.check_first_step(policy, means, score(), known, tokens, pairs, expected)
 
 
 def no_closed_form(config):
@@ -267,10 +266,6 @@ def load_scored(config, data, precision, run):
         gc.collect()
     torch.manual_seed(config.seed)  # the same fresh LoRA on every rank
     model = models.load_policy(config, world.device, precision, config.strategy != "ddp")
-    if config.lean and config.fine_tuning == "lora":
-        from ddp_utils.fast import memory_efficient
-
-        memory_efficient.apply(model)
     policy = optim.wrap(logps.Scorer(model, precision.autocast), world, strategy)
     return policy, reference_of(policy, config.model_name, config.init_adapter) or known
 

@@ -126,17 +126,16 @@ def train_step(policy, step, rows, data, ref_logps, config, run):
 def check_step(policy, step, means, rows, data, ref_logps, config, world):
     """Stop before an update that a NaN or a wrong start would spoil."""
     batch_rows = [data["train"][row] for row in rows]
-    locations = [row.location for row in batch_rows]
 
     def score():  # [global batch, sides]
         return logps.score(policy.scorer, batch_rows, world, config.micro_batch_size)
 
-    checks.check_step(policy, step, means, locations, score, config.fine_tuning)
+    checks.check_step(policy, step, means, batch_rows, score, config.fine_tuning)
     if step == 0 and ref_logps and not no_closed_form(config):
         tokens = [max(len(pair.chosen), len(pair.rejected)) for pair in batch_rows]
         known = ref_logps["train"][rows]
         expected = losses.at_reference(config)
-        checks.check_first_step(policy, means, score(), known, tokens, locations, expected)
+        checks.check_first_step(policy, means, score(), known, tokens, batch_rows, expected)
 
 
 def no_closed_form(config):
@@ -204,14 +203,8 @@ def load(config, data, precision, run):
     """The policy, tried out, and for DPO the reference's log-probs: the policy before step 0."""
     world = run.world
     torch.manual_seed(config.seed)  # the same fresh LoRA on every rank
-    is_sharded = config.strategy != "ddp"
-    model = models.load_policy(
-        config, world.device, precision, is_sharded, in_4_bits=config.type == "qlora"
-    )
-    if config.lean and config.fine_tuning == "lora":
-        from ddp_utils.fast import memory_efficient
-
-        memory_efficient.apply(model)
+    kind = {"sharded": config.strategy != "ddp", "in_4_bits": config.type == "qlora"}
+    model = models.load_policy(config, world.device, precision, **kind)
     policy = optim.wrap(logps.Scorer(model, precision.autocast), world, strategy_of(config))
     scorer = policy.scorer
     with policy.gathered():

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from ddp_utils import UserError, cli, jsonl, losses
+from ddp_utils import UserError, cli, losses
 from ddp_utils.readers import yaml_config
 
 
@@ -176,33 +176,20 @@ def choose_sharding(config, places):
         both = f"{places['use_deepspeed']} and {places['use_fsdp']}"
         raise UserError(f"{both} exclude each other; leave one of them out")
     if config.use_fsdp:
-        from ddp_utils.sharding import fsdp
+        from ddp_utils.sharding import fsdp, json_settings
 
         config.sharding = fsdp.read(config.fsdp_config)
         config.gradient_checkpointing |= config.sharding.fsdp_activation_checkpointing
         given = {"mixed_precision": ("fsdp_mixed_precision", config.sharding.precision)}
-        take(config, given, config.fsdp_config, places)
+        json_settings.take(config, given, config.fsdp_config, places)
     if config.use_deepspeed:
-        from ddp_utils.sharding import deepspeed
+        from ddp_utils.sharding import deepspeed, json_settings
 
         if not config.deepspeed_config:
             raise UserError(f"{places['use_deepspeed']}: give deepspeed_config, too")
         config.sharding = deepspeed.read(config.deepspeed_config)
-        take(config, deepspeed.given(config.sharding), config.deepspeed_config, places)
-
-
-def take(config, given, path, places):
-    """Take settings from the JSON, name -> (key, value); flags and YAML must give the same."""
-    for name, (key, value) in given.items():
-        if value in (None, "auto"):
-            continue
-        place = f"{jsonl.line_of(key, path)}: {key}"
-        ours = getattr(config, name)
-        if name in places and ours not in ("auto", value):
-            both = f"{places[name]} is {ours}, {place} says {value}"
-            raise UserError(f"{both}; make them equal, or leave one of them open")
-        setattr(config, name, value)
-        places[name] = place
+        given = deepspeed.given(config.sharding)
+        json_settings.take(config, given, config.deepspeed_config, places)
 
 
 def check(config):

@@ -37,7 +37,6 @@ from ddp_utils import (
 )
 from ddp_utils.distributed import to_device
 from ddp_utils.encoder import Encoder, load_tokenizer
-from ddp_utils.fast import memory_efficient
 from ddp_utils.metrics import Averages, peak_memory_mb
 from ddp_utils.runs import checks
 from ddp_utils.runs import run as run_
@@ -180,7 +179,6 @@ def train_step(policy, step, rows, trajectories, teacher, config, run):
 def check_step(policy, step, means, rows, trajectories, teacher, config, world):
     """Stop before an update that a NaN or a wrong start would spoil."""
     batch_rows = [trajectories[row] for row in rows]
-    locations = [row.location for row in batch_rows]
 
     @torch.no_grad()
     def score(baked=True):  # [global batch, 1]
@@ -191,8 +189,9 @@ def check_step(policy, step, means, rows, trajectories, teacher, config, world):
                 costs.append(policy.scorer(teacher("train", micro_batch.index))[0][:, None])
         return distributed.gather_by_index(len(trajectories), micro_batches, costs, world)[rows]
 
-    checks.check_step(policy, step, means, locations, score, config.fine_tuning)
+    checks.check_step(policy, step, means, batch_rows, score, config.fine_tuning)
     if step == 0 and not config.resume_from:
+        locations = [row.location for row in batch_rows]
         base = score(baked=False)
         tokens = torch.tensor([len(row.reply) for row in batch_rows], device=world.device)
         checks.check_reference(score(), base, checks.noise(policy.precision, tokens), locations)
@@ -330,8 +329,6 @@ def main(argv=None) -> int:
         torch.manual_seed(config.seed)  # the same fresh LoRA on every rank
         model = models.load_policy(config, world.device, precision)
         student = distillation.Student(model, precision.autocast).to(world.device)
-        if config.lean:
-            memory_efficient.apply(model)
         for line in distillation.check_head(student, data["train"], world, config.cache_teacher):
             run.say(line)
         teacher = distillation.Teacher(student, data, config, run)

@@ -120,15 +120,6 @@ def read_object(path) -> dict:
     return settings
 
 
-def line_of(name, path) -> str:
-    """Return `path:line` of a key in a JSON file; a dotted name is a key inside others."""
-    text = content(path).decode()
-    at = 0
-    for key in name.split("."):
-        at = max(at, text.find(f'"{key}"', at))
-    return f"{path}:{1 + text.count(chr(10), 0, at)}"
-
-
 EACH = "; each line holds one {...}, or the file one list of them"
 
 

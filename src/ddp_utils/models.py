@@ -171,7 +171,7 @@ def load_policy(config, device, precision, sharded=False, in_4_bits=False):
     """Load the model to be trained: with a LoRA (fresh, or `init_adapter`), or all its weights.
 
     The seed makes a fresh LoRA, so call torch.manual_seed first. sharded: by FSDP or DeepSpeed;
-    in_4_bits: QLoRA.
+    in_4_bits: QLoRA. config.lean: see fast/memory_efficient.py.
     """
     dtype = precision.weights
     if sharded:
@@ -186,7 +186,12 @@ def load_policy(config, device, precision, sharded=False, in_4_bits=False):
     if config.init_adapter and config.fine_tuning == "full":
         model = model.merge_and_unload()
         model.requires_grad_(True)
-    return model.train()
+    model.train()
+    if config.lean and config.fine_tuning == "lora":
+        from ddp_utils.fast import memory_efficient
+
+        memory_efficient.apply(model)
+    return model
 
 
 def no_dropout(model):

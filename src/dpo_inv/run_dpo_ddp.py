@@ -130,13 +130,12 @@ def train_step(policy, pairs, table, config, run):
 
 def check_step(policy, step, means, pairs, table, config, run):
     """Stop before an update that a NaN or a wrong start would spoil."""
-    locations = [pair.location for pair in pairs]
     scored = functools.partial(score, policy.scorer, config, run, pairs)
-    checks.check_step(policy, step, means, locations, scored, "full")
+    checks.check_step(policy, step, means, pairs, scored, "full")
     if step == 0:
         tokens = [int(pair.targets.sum()) for pair in pairs]
         expected = losses.at_reference(config)
-        checks.check_first_step(policy, means, scored(), table, tokens, locations, expected)
+        checks.check_first_step(policy, means, scored(), table, tokens, pairs, expected)
 
 
 @torch.no_grad()

@@ -83,7 +83,6 @@ def our_loop(folder, rows):
     """train_loop.py's step, its teacher kept on disk."""
     import train_loop
     from ddp_utils import distributed, models, optim
-    from ddp_utils.fast import memory_efficient
     from ddp_utils.runs import progress
     from prompt_baking import distillation, trajectories
 
@@ -92,7 +91,6 @@ def our_loop(folder, rows):
     precision = optim.Precision.choose(torch.device("cpu"), "lora")
     model = models.load_policy(config, torch.device("cpu"), precision)
     student = distillation.Student(model)
-    memory_efficient.apply(model)
     world = distributed.World()
     data = {"train": [trajectories.Trajectory(*row, "", "") for row in rows]}
     (folder / "config.json").touch()

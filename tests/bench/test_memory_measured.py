@@ -25,7 +25,6 @@ from config import Config
 from conftest import ROOT
 from ddp_utils import distributed, logps, losses, models, optim
 from ddp_utils.encoder import Pair
-from ddp_utils.fast import memory_efficient
 from ddp_utils.runs import preemption
 from ddp_utils.sharding import fsdp
 from ddp_utils.tools import memory_plan
@@ -83,7 +82,6 @@ def train(case, config, rows, world):
     precision = main_distributed.precision_of(config, world.device)
     model = models.load_policy(config, world.device, precision, config.strategy != "ddp")
     scorer = logps.Scorer(model, precision.autocast)
-    memory_efficient.apply(model)
     scorer.set_layout(shared=True)
     options = fsdp.Settings(fsdp_sharding_strategy=case[1].split()[-1])
     policy = optim.wrap(scorer, world, optim.Strategy(config.strategy, options))

@@ -139,4 +139,4 @@ def test_yaml_that_is_not_there_is_one_line(tmp_path):
     """What is in it: tests/core/corpus; sections: tests/scripts/test_train_config.py."""
     for name in ("nofile.yaml", "."):
         with pytest.raises(UserError, match="nofile|directory"):
-            yaml_config.from_yaml(Config, tmp_path / name)
+            yaml_config.from_yaml(Config, tmp_path / name, {})

@@ -147,7 +147,7 @@ def attention(_folder):
     """
     from config import Config
     from ddp_utils import distributed, fast, logps, models, optim
-    from ddp_utils.fast import by_sequence, memory_efficient
+    from ddp_utils.fast import by_sequence
 
     pairs = draw_pairs(8, 60, 20, 30) + draw_pairs(4, 9, 1, 40)
 
@@ -155,14 +155,14 @@ def attention(_folder):
         with without_files(config):  # on the CPU: all have the same weights
             precision = optim.Precision(torch.float32, None)
             cpu = torch.device("cpu")
-            model = models.load_policy(Config(fine_tuning="lora"), cpu, precision)
+            settings = Config(fine_tuning="lora", lean=shared)
+            model = models.load_policy(settings, cpu, precision)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:  # at 0 there would be no gradient by A
                 parameter.data.fill_(0.01)
         scorer = logps.Scorer(model, None if dtype == torch.float32 else dtype).to(device)
         note = "separate"
         if shared:
-            memory_efficient.apply(model)
             lines = fast.self_test(scorer, pairs, "auto", distributed.World(device=device))
             note = "; ".join(lines) or "shared"
         with mock.patch.object(
@@ -267,7 +267,6 @@ def memory(_folder):
     import main_distributed
     from config import Config
     from ddp_utils import distributed, logps, losses, metrics, models, optim
-    from ddp_utils.fast import memory_efficient
     from ddp_utils.tools import memory_plan
 
     world = distributed.World(device=DEVICE)
@@ -276,7 +275,6 @@ def memory(_folder):
 
     def train(config, precision):
         model = models.load_policy(config, DEVICE, precision)
-        memory_efficient.apply(model)
         scorer = logps.Scorer(model, precision.autocast)
         scorer.set_layout(shared=True)
         policy = optim.wrap(scorer, world)

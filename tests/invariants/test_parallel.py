@@ -21,7 +21,7 @@ SETTINGS = SimpleNamespace(
     **dict(weight_decay=0.0, warmup_ratio=0.0, lr_scheduler="linear", max_grad_norm=1.0),
     **dict(model_name="data/demo/model", fine_tuning="lora", init_adapter="", lora_dropout=0.0),
     **dict(lora_r=4, lora_alpha=8, lora_targets="q_proj,v_proj", base_dtype="auto"),
-    **dict(use_mixed_precision=True, use_gradient_checkpointing=False),
+    **dict(use_mixed_precision=True, use_gradient_checkpointing=False, lean=True),
 )
 
 

@@ -110,10 +110,11 @@ def test_f5_a_damaged_checkpoint_is_skipped_and_named(made, killed):
     """More kinds of damage: tests/runs/test_checkpoint.py."""
     folder = killed("lora", 1)
     flip(folder / "checkpoints/step-00000010/state.safetensors")
-    outcome = faults.finished(faults.start(1, folder, *faults.MODES["lora"]))
-    (line,) = [line for line in outcome.logs[0].splitlines() if line.startswith("warning:")]
-    assert f"{folder}/checkpoints/step-00000010 is left out: state.safetensors does not m" in line
-    assert "goes on after step 5" in outcome.logs[0]
+    for flags in (["--check"], []):  # which says the same beforehand
+        outcome = faults.finished(faults.start(1, folder, *faults.MODES["lora"], *flags))
+        (line,) = [line for line in outcome.logs[0].splitlines() if line.startswith("warning:")]
+        assert f"{folder}/checkpoints/step-00000010 is left out: state.safetensors does" in line
+        assert "goes on after step 5" in outcome.logs[0]
     assert faults.is_equal(folder, made("undisturbed", "lora", 1))
 
 

@@ -36,7 +36,7 @@ def under_flags(config_class, file_class, argv, console):
     return config, places
 
 
-def from_yaml(config_class, path, places=None):
+def from_yaml(config_class, path, places):
     """Fill a dataclass (nested once or not) from a YAML 1.2 file.
 
     places: a dict that gets `section.name` -> `path:line: section.name` of what the file says.
@@ -53,7 +53,6 @@ def from_yaml(config_class, path, places=None):
             if getattr(event, "anchor", None) or getattr(event, "tag", None) or depth > 20:
                 says = "no aliases (&name, *name), no tags (!name), no more than 20 levels"
                 raise UserError(f"{path}:{event.start_mark.line + 1}: {says}; write plain values")
-        places = {} if places is None else places
         return _fill(config_class, reader.compose(text), "", reader.constructor, path, places)
 
 

@@ -8,15 +8,15 @@ from ddp_utils import NonFiniteError, UserError
 from ddp_utils.losses import noise
 
 
-def check_step(policy, step, means, locations, score, fine_tuning):
+def check_step(policy, step, means, rows, score, fine_tuning):
     """Check, before the optimizer moves, that loss and gradient are finite; at step 0 where it is.
 
-    means: of the step; locations: file:line of each row of the global batch; score(): their
-    log-probs or costs as they are now, [rows, S], asked for by all ranks where the loss is not
-    finite. Raises NonFiniteError naming the rows. A gradient that overflows in fp16 is no error.
+    means: of the step; rows: the global batch, each with its `location`; score(): their log-probs
+    or costs as they are now, [rows, S], asked for by all ranks where the loss is not finite.
+    Raises NonFiniteError naming the rows. A gradient that overflows in fp16 is no error.
     """
     if not math.isfinite(means["loss"]):
-        raise_not_finite(score(), locations, step)
+        raise_not_finite(score(), rows, step)
     if policy.overflows(means["grad_norm"]):
         return
     if step == 0:
@@ -25,16 +25,16 @@ def check_step(policy, step, means, locations, score, fine_tuning):
         raise NonFiniteError(f"step {step + 1}: the gradient is not finite; no step was taken")
 
 
-def raise_not_finite(scores, locations, step):
+def raise_not_finite(scores, rows, step):
     """Raise NonFiniteError naming the rows whose scores [rows, S] are NaN or infinite, if any."""
     bad = []
-    for location, is_finite in zip(locations, torch.isfinite(scores).all(-1), strict=True):
+    for row, is_finite in zip(rows, torch.isfinite(scores).all(-1), strict=True):
         if not is_finite:
-            bad.append(location)
+            bad.append(row.location)
     more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
-    rows = f"{', '.join(bad[:3])}{more}: " if bad else ""
+    where = f"{', '.join(bad[:3])}{more}: " if bad else ""
     raise NonFiniteError(
-        f"{rows}the loss is not finite in step {step + 1}; "
+        f"{where}the loss is not finite in step {step + 1}; "
         "no step was taken; a smaller --learning_rate, or remove the rows"
     )
 
@@ -65,15 +65,15 @@ def check_gradients(policy, fine_tuning):
             raise UserError(f"before the first step: {name} {problem}")
 
 
-def check_first_step(policy, means, now, ref_logps, tokens, locations, expected):
+def check_first_step(policy, means, now, ref_logps, tokens, rows, expected):
     """Check, before the first update, that the policy is its reference and the loss is known.
 
-    means: of the training step; now, ref_logps: log-probs [rows, 2] of its rows without dropout;
-    tokens: [rows], of the longer response; expected: the loss where the policy is its reference,
+    means: of the training step; now, ref_logps: log-probs [B, 2] of its B rows without dropout;
+    tokens: [B], of the longer response; expected: the loss where the policy is its reference,
     or None. Raises UserError saying what differs.
     """
-    bound = noise(policy.precision, torch.tensor(tokens, device=now.device))  # [rows], in nats
-    check_reference(now, ref_logps, bound, locations)
+    bound = noise(policy.precision, torch.tensor(tokens, device=now.device))  # [B], in nats
+    check_reference(now, ref_logps, bound, [row.location for row in rows])
     sides = ("logps/chosen", "logps/rejected")
     trained = torch.tensor([[means[side] for side in sides]], dtype=torch.float64)  # [1, 2]
     expected_mean = ref_logps.double().mean(0, keepdim=True).cpu()

@@ -6,7 +6,7 @@ DeepSpeed is an extra: pip install -r requirements-deepspeed.txt. Nothing here i
 from importlib.util import find_spec
 from typing import Literal
 
-from ddp_utils import UserError, jsonl
+from ddp_utils import UserError
 from ddp_utils.sharding import json_settings
 
 BUCKETS = {  # "auto" as transformers fills it in, from what the matrices of a layer hold
@@ -57,7 +57,8 @@ def read(path) -> dict:
     for key, first in FIRST_STAGE.items():
         if zero.get(key, {}).get("device") == "cpu" and stage(settings) < first:
             name = f"zero_optimization.{key}"
-            raise UserError(f"{jsonl.line_of(name, path)}: {name}: only with stage {first} and up")
+            line = json_settings.line_of(name, path)
+            raise UserError(f"{line}: {name}: only with stage {first} and up")
     return settings
 
 
@@ -84,7 +85,7 @@ def total_batch_size(settings, config, world_size):
     product = world_size * config.gradient_accumulation_steps * config.micro_batch_size
     total = settings.get("train_batch_size", "auto")
     if total not in ("auto", product):
-        line = jsonl.line_of("train_batch_size", config.deepspeed_config)
+        line = json_settings.line_of("train_batch_size", config.deepspeed_config)
         factors = f"{config.gradient_accumulation_steps} accumulation x {config.micro_batch_size}"
         says = f"{total}, but {world_size} ranks x {factors} = {product}"
         raise UserError(f'{line}: train_batch_size is {says}; or write "auto"')
@@ -118,7 +119,7 @@ def filled(settings, config, world, width) -> dict:
         enabled = config.mixed_precision == kind
         section = settings.get(kind, {})
         if section.get("enabled", "auto") not in ("auto", enabled):
-            line = jsonl.line_of(f"{kind}.enabled", config.deepspeed_config)
+            line = json_settings.line_of(f"{kind}.enabled", config.deepspeed_config)
             says = f"{str(not enabled).lower()}, but mixed_precision is {config.mixed_precision}"
             raise UserError(f"{line}: {kind}.enabled is {says}; choose one")
         # a bf16 step whose gradient is not finite is not taken; fp16 has a loss scale for it

@@ -134,7 +134,7 @@ def test_bad_input_is_one_line_of_two_processes(case, cwd):
 def test_bad_yaml_is_one_line():
     for (_, path), says in stored("yaml").values():
         with pytest.raises(UserError) as caught:
-            yaml_config.from_yaml(Config, path)
+            yaml_config.from_yaml(Config, path, {})
         message = str(caught.value)
         assert message.startswith(says) and message.splitlines() == [message]
 
@@ -282,7 +282,7 @@ YAML = {  # as YAML 1.2 reads it, where 1.1 reads something else
 def test_yaml_is_version_1_2(tmp_path):
     for text, settings in YAML.items():
         (tmp_path / "c.yaml").write_text(text, encoding="utf-8", newline="")
-        assert yaml_config.from_yaml(Config, tmp_path / "c.yaml") == Config(**settings)
+        assert yaml_config.from_yaml(Config, tmp_path / "c.yaml", {}) == Config(**settings)
 
 
 # --- the real thing ------------------------------------------------------------------------------
