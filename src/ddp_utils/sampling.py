@@ -28,18 +28,20 @@ class SampleSpec(NamedTuple):
 
 
 class SeededNoise(transformers.LogitsProcessor):
-    """Gumbel noise from one generator per row: its arg max is a draw from the softmax.
+    """Gumbel noise from one generator per row: the arg max is a draw from the softmax.
 
     torch's own sampling takes all rows from one stream, so that a reply would depend on what
-    else is in its batch.
+    else is in its batch. On a GPU a generator is counter-based (Philox, Salmon et al. 2011), so
+    that nothing is copied.
     """
 
-    def __init__(self, seeds):
-        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    def __init__(self, seeds, device):
+        self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
 
     def __call__(self, input_ids, scores):
-        rows = [torch.rand(scores.shape[-1], generator=g) for g in self.generators]
-        uniform = torch.stack(rows).to(scores.device).clamp_min(1e-30)  # [B, V]
+        words = scores.shape[-1]
+        rows = [torch.rand(words, generator=g, device=g.device) for g in self.generators]
+        uniform = torch.stack(rows).clamp_min(1e-30)  # [B, V]
         return scores.float() - torch.log(-torch.log(uniform))
 
 
@@ -86,7 +88,7 @@ def _batch(scorer, prompts, seeds, ends, spec, device):
         steps.append(transformers.TemperatureLogitsWarper(spec.temperature))
         if spec.top_p < 1:
             steps.append(transformers.TopPLogitsWarper(spec.top_p))
-        steps.append(SeededNoise(seeds))
+        steps.append(SeededNoise(seeds, device))
     end = ends[0] if ends else 0
     output = scorer.generate(
         ids.to(device),

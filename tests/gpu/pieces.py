@@ -408,6 +408,11 @@ def generation(folder):
 
     config = shape(SHAPES["0.6B"])
     count, length = (2, 4) if DRY else (16, 128)
+    scores = torch.zeros(count, config.vocab_size, device=DEVICE)
+    together = sampling.SeededNoise(range(count), DEVICE)(None, scores)
+    for row in range(count):  # its noise does not depend on what else is in the batch
+        alone = sampling.SeededNoise([row], DEVICE)(None, scores[:1])
+        assert torch.equal(alone[0], together[row]), row
     prompts = [pair.prompt for pair in draw_pairs(count, 64, 1, 1)]
     with without_files(config):
         model = models.load("", torch.float32 if DRY else torch.bfloat16, DEVICE)
