@@ -38,7 +38,7 @@ from ddp_utils import (
     optim,
     sampling,
 )
-from ddp_utils.encoder import Encoder, load_tokenizer
+from ddp_utils.readers import Encoder
 from ddp_utils.runs import checkpoint, environment, folder, progress
 from ddp_utils.sampler import order
 from prompt_baking import trajectories
@@ -215,7 +215,7 @@ def main(argv=None) -> int:
     questions = trajectories.read_questions(config.question_dataset, config.num_questions)
     if len(questions) < 2:
         raise UserError(f"{config.question_dataset}: one is held out; give 2 questions or more")
-    tokenizer = load_tokenizer(config.model_name)
+    tokenizer = models.load_tokenizer(config.model_name)
     encoder = Encoder(tokenizer, config.chat_template, kwargs=config.chat_template_kwargs)
     prompts = [trajectories.prompts(encoder, x0, question)[1] for question in questions]
     meta_model = models.load(config.model_name, "auto", models.META)

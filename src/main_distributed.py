@@ -29,13 +29,12 @@ from ddp_utils import (
     losses,
     models,
     optim,
-    preference_data,
     sampler,
     sampling,
 )
 from ddp_utils.distributed import to_device
-from ddp_utils.encoder import Encoder, load_tokenizer
 from ddp_utils.metrics import Averages, Meter, interval
+from ddp_utils.readers import Encoder, preference_data
 from ddp_utils.runs import checks
 from ddp_utils.runs import run as run_
 from ddp_utils.runs.folder import RunSpec
@@ -278,7 +277,7 @@ def main(argv=None) -> int:
         world = distributed.init_process_group(world, config.backend, config.timeout_minutes)
 
     # data
-    tokenizer = load_tokenizer(config.model_name)
+    tokenizer = models.load_tokenizer(config.model_name)
     shape = config.max_length, config.truncation, config.chat_template_kwargs
     encoder = Encoder(tokenizer, config.chat_template, *shape)
     data, report = read_data(config, encoder, world)

@@ -26,12 +26,12 @@ from ddp_utils import (
     losses,
     models,
     optim,
-    preference_data,
     sampler,
 )
 from ddp_utils.distributed import to_device
-from ddp_utils.encoder import Encoder, Pair, load_tokenizer
+from ddp_utils.logps import Pair
 from ddp_utils.metrics import Averages, Meter
+from ddp_utils.readers import Encoder, preference_data
 from ddp_utils.runs import checks
 from ddp_utils.runs import run as run_
 from ddp_utils.runs.folder import RunSpec
@@ -46,6 +46,13 @@ RATES = {  # objective and kind of fine-tuning -> learning rate from 10 M parame
 }
 
 # --- data ----------------------------------------------------------------------------------------
+
+
+def encoder_of(config):
+    """What turns rows into token ids."""
+    tokenizer = models.load_tokenizer(config.model_name)
+    shape = config.max_length, config.truncation, config.chat_template_kwargs
+    return Encoder(tokenizer, config.chat_template, *shape)
 
 
 def read_data(config, encoder, world):
@@ -236,9 +243,7 @@ def fine_tune(config, world) -> int:
         world = distributed.init_process_group(world, config.backend, config.timeout_minutes)
 
     # data
-    tokenizer = load_tokenizer(config.model_name)
-    shape = config.max_length, config.truncation, config.chat_template_kwargs
-    encoder = Encoder(tokenizer, config.chat_template, *shape)
+    encoder = encoder_of(config)
     data, report = read_data(config, encoder, world)
     lines = [preference_data.describe(split, part) for split, part in report.items()]
 
@@ -322,7 +327,7 @@ def fine_tune(config, world) -> int:
 
         # results
         run.restore_best()
-        models.save_policy(policy, tokenizer, run.folder / "model", world)
+        models.save_policy(policy, encoder.tokenizer, run.folder / "model", world)
     return 0
 
 

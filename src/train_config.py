@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from ddp_utils import UserError, cli, losses
-from ddp_utils.readers import yaml_config
+from ddp_utils.runs import yaml_config
 
 
 @dataclass

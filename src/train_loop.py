@@ -36,8 +36,8 @@ from ddp_utils import (
     sampling,
 )
 from ddp_utils.distributed import to_device
-from ddp_utils.encoder import Encoder, load_tokenizer
 from ddp_utils.metrics import Averages, peak_memory_mb
+from ddp_utils.readers import Encoder
 from ddp_utils.runs import checks
 from ddp_utils.runs import run as run_
 from ddp_utils.runs.folder import RunSpec
@@ -265,7 +265,7 @@ def main(argv=None) -> int:
         world = distributed.init_process_group(world, config.backend, config.timeout_minutes)
 
     # data
-    tokenizer = load_tokenizer(config.model_name)
+    tokenizer = models.load_tokenizer(config.model_name)
     arguments = config.chat_template_kwargs
     encoder = Encoder(tokenizer, config.chat_template, config.max_traj_len, kwargs=arguments)
     data, reports = read_data(config, encoder, world)

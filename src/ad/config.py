@@ -6,7 +6,7 @@ from typing import Literal
 
 from ad.darkroom import Darkroom
 from ddp_utils import UserError, cli
-from ddp_utils.readers import yaml_config
+from ddp_utils.runs import yaml_config
 
 
 @dataclass

@@ -17,10 +17,58 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp_utils import distributed, files, models, sampler
 from ddp_utils.distributed import to_device
-from ddp_utils.encoder import Pair
 
 CHUNK = {"cpu": 256}  # tokens whose logits are held at once: with fewer, products get slow;
 WIDE_CHUNK = 1024  # a GPU wants more, and has the memory
+
+
+class Pair(NamedTuple):
+    """Token ids of one preference; chosen and rejected end with the token that ends a reply."""
+
+    prompt: list[int]
+    chosen: list[int]
+    rejected: list[int]
+    location: str  # file:line
+    text: str  # the prompt as the data file has it, without template
+    expected: str = ""  # the chosen response as the data file has it
+
+    @property
+    def tokens(self):
+        return 2 * len(self.prompt) + len(self.chosen) + len(self.rejected)
+
+    @property
+    def row(self):
+        """Tokens of the longer text."""
+        return len(self.prompt) + max(len(self.chosen), len(self.rejected))
+
+    def num_forward_tokens(self, shared):
+        """Tokens that go through the model: the prompt once or twice, no response's last one."""
+        return self.tokens - 2 - (len(self.prompt) if shared else 0)
+
+    @property
+    def targets(self):
+        """The tokens whose log-probs are asked for: one list a side."""
+        return [self.chosen, self.rejected]
+
+    @property
+    def lengths(self):
+        """Tokens of each part, of which the data report has the means."""
+        return {side: len(getattr(self, side)) for side in ("prompt", "chosen", "rejected")}
+
+    def rows(self):
+        """As rows of a padded batch, one a side: what is fed, and the place before each target."""
+        first = len(self.prompt) - 1  # the prompt's last token predicts the response's first
+        rows = []
+        for side in self.targets:
+            rows.append((self.prompt + side[:-1], range(first, first + len(side))))
+        return rows
+
+    def packed_row(self):
+        """As one stretch of a packed row: fed ids, positions, span (P, C, R), places a side."""
+        p, c, r = len(self.prompt), len(self.chosen) - 1, len(self.rejected) - 1
+        ids = self.prompt + self.chosen[:-1] + self.rejected[:-1]
+        places = [range(p - 1, p + c), [p - 1, *range(p + c, p + c + r)]]
+        return ids, [*range(p + c), *range(p, p + r)], (p, c, r), places
 
 
 class Batch(NamedTuple):

@@ -12,7 +12,8 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
-from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 from transformers.utils import logging
 
 from ddp_utils import UserError, distributed, files, jsonl
@@ -82,6 +83,12 @@ def model_path(name):
     if str(name).startswith((".", "/", "~")) or str(name).count("/") > 1:
         raise UserError(f"--model_name: there is no folder {name}; give a folder or a hub name")
     return name
+
+
+def load_tokenizer(name):
+    """The model's tokenizer; UserError if there is none at that path or hub name."""
+    with reading(f"--model_name: no tokenizer at {name}"):
+        return AutoTokenizer.from_pretrained(str(model_path(name)), trust_remote_code=False)
 
 
 def digest_of_model(name, settings) -> str:

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ddp_utils import UserError, distributed, fast, files, logps
-from ddp_utils.encoder import Pair
+from ddp_utils.logps import Pair
 from prompt_baking import kl_loss, trajectories
 
 

@@ -13,10 +13,9 @@ nothing else: the tokens that would be, if each reply were a row of its own.
 import contextlib
 from typing import NamedTuple
 
-from ddp_utils import UserError, jsonl, preference_data
-from ddp_utils.encoder import common_prefix, plain, without_space
-from ddp_utils.preference_data import Shape, Unusable
-from ddp_utils.readers import conversations
+from ddp_utils import UserError, jsonl
+from ddp_utils.readers import common_prefix, conversations, plain, preference_data, without_space
+from ddp_utils.readers.preference_data import Shape, Unusable
 
 SHAPES = [  # the first one whose two fields (or one) a row has
     Shape("alpaca", ("instruction", "output", "input", "history")),

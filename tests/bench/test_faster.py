@@ -17,8 +17,8 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from ddp_utils import fast, logps
-from ddp_utils.encoder import Pair
 from ddp_utils.fast import memory_efficient
+from ddp_utils.logps import Pair
 
 BARS = {"long": 2.8, "ragged": 5.0, "bigv": 4.5}  # of TRL 1.16; a shared machine gets 0.8 of them
 WORDS = {"long": 8192, "ragged": 8192, "bigv": 51200}

@@ -24,7 +24,7 @@ import main_distributed
 from config import Config
 from conftest import ROOT
 from ddp_utils import distributed, logps, losses, models, optim
-from ddp_utils.encoder import Pair
+from ddp_utils.logps import Pair
 from ddp_utils.runs import preemption
 from ddp_utils.sharding import fsdp
 from ddp_utils.tools import memory_plan

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 import config as config_module
 from config import Config
 from conftest import ROOT
-from ddp_utils import UserError, cli, jsonl, preference_data
-from ddp_utils.encoder import Encoder, load_tokenizer
-from ddp_utils.readers import yaml_config
+from ddp_utils import UserError, cli, jsonl
+from ddp_utils.models import load_tokenizer
+from ddp_utils.readers import Encoder, preference_data
+from ddp_utils.runs import yaml_config
 from sft import instruction_data
 
 # what a library warns of would be a second line

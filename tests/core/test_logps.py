@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 import main_distributed
 from config import Config
 from ddp_utils import UserError, logps, models
-from ddp_utils.encoder import Pair
+from ddp_utils.logps import Pair
 from ddp_utils.runs import checks
 
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=97)

@@ -10,9 +10,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from conftest import ROOT
-from ddp_utils import UserError, logps, preference_data
-from ddp_utils.encoder import Encoder, Pair, load_tokenizer
-from ddp_utils.preference_data import Example
+from ddp_utils import UserError, logps
+from ddp_utils.logps import Pair
+from ddp_utils.models import load_tokenizer
+from ddp_utils.readers import Encoder, preference_data
+from ddp_utils.readers.preference_data import Example
 from prompt_baking import trajectories
 
 MERGING = [("Ġ", "y"), ("a", "b"), ("Ċ", "Ċ"), ("1", "2")]  # " y", "ab", two newlines, digits

@@ -7,7 +7,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from ddp_utils import distributed, logps, metrics
-from ddp_utils.encoder import Pair
+from ddp_utils.logps import Pair
 
 PAIR = Pair([1] * 10, [2] * 4, [3] * 6, "", "")
 # q, o: 16 x 16, k, v: 16 x 8, gate, up, down: 16 x 32; two layers

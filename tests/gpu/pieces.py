@@ -72,7 +72,7 @@ def without_files(config):
 
 
 def draw_pairs(count, *lengths):
-    from ddp_utils.encoder import Pair
+    from ddp_utils.logps import Pair
 
     dice = random.Random(0)
     pairs = []

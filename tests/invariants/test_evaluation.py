@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM
 import main_distributed
 import runs
 from config import Config
-from ddp_utils import distributed, logps, models, optim, preference_data
-from ddp_utils.encoder import Encoder, load_tokenizer
+from ddp_utils import distributed, logps, models, optim
+from ddp_utils.models import load_tokenizer
+from ddp_utils.readers import Encoder, preference_data
 from ranks import ranks
 
 ROWS = 7

@@ -11,8 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import runs
-from ddp_utils import UserError, distributed, logps, models, optim, preference_data
-from ddp_utils.encoder import Encoder, load_tokenizer
+from ddp_utils import UserError, distributed, logps, models, optim
+from ddp_utils.models import load_tokenizer
+from ddp_utils.readers import Encoder, preference_data
 from ddp_utils.runs import checkpoint
 from ddp_utils.sharding import fsdp
 from ranks import ranks

@@ -11,8 +11,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 import main_distributed
 import runs
-from ddp_utils import distributed, logps, models, optim, preference_data
-from ddp_utils.encoder import Encoder, load_tokenizer
+from ddp_utils import distributed, logps, models, optim
+from ddp_utils.models import load_tokenizer
+from ddp_utils.readers import Encoder, preference_data
 from ddp_utils.runs import checks
 from ddp_utils.tools import merge
 from ranks import ranks, run_ranks

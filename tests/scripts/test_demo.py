@@ -12,7 +12,8 @@ import main_distributed
 import runs
 from conftest import ROOT
 from ddp_utils import distributed, logps, models, sampling
-from ddp_utils.encoder import Encoder, load_tokenizer
+from ddp_utils.models import load_tokenizer
+from ddp_utils.readers import Encoder
 from ranks import ranks, run_ranks
 
 REPLIES = 330

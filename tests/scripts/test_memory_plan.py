@@ -13,7 +13,7 @@ import check_gpu
 from config import Config
 from conftest import ROOT
 from ddp_utils import UserError, optim
-from ddp_utils.encoder import Pair
+from ddp_utils.logps import Pair
 from ddp_utils.tools import memory_plan
 
 D, E, H, V, R = 64, 128, 32, 4096, 4  # width, MLP, head, vocabulary, LoRA rank

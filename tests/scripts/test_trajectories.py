@@ -7,7 +7,8 @@ import torch
 
 from conftest import ROOT
 from ddp_utils import UserError, models, optim
-from ddp_utils.encoder import Encoder, load_tokenizer
+from ddp_utils.models import load_tokenizer
+from ddp_utils.readers import Encoder
 from prompt_baking import distillation, trajectories
 from prompt_baking.trajectories import Trajectory
 from train_loop import Config

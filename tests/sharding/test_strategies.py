@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import train
 from conftest import ROOT
 from ddp_utils import Stop, models, optim
-from ddp_utils.encoder import load_tokenizer
+from ddp_utils.models import load_tokenizer
 from ddp_utils.runs import checkpoint, preemption
 from ddp_utils.runs import run as run_
 from ddp_utils.sharding import fsdp

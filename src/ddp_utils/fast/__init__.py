@@ -5,7 +5,7 @@ import contextlib
 import torch
 
 from ddp_utils import UserError, distributed, logps
-from ddp_utils.encoder import Pair
+from ddp_utils.logps import Pair
 
 # what a model may raise that does not know packed rows, or does attention in its own way
 REFUSALS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)

@@ -2,8 +2,9 @@
 
 import re
 
-from ddp_utils import UserError, jsonl, preference_data
-from ddp_utils.preference_data import HUMAN, SIDES, WEIGHTS, Unusable
+from ddp_utils import UserError, jsonl
+from ddp_utils.readers import preference_data
+from ddp_utils.readers.preference_data import HUMAN, SIDES, WEIGHTS, Unusable
 
 ROLES = {"human": "user", "gpt": "assistant"} | {r: r for r in ("system", "user", "assistant")}
 TURN = re.compile(r"(?s)\n\n(Human|Assistant):(.*?)(?=\n\n(?:Human|Assistant):|\Z)")

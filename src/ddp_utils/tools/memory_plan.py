@@ -19,7 +19,6 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from ddp_utils import UserError, fast, logps, models, sampler
 from ddp_utils.distributed import World
-from ddp_utils.encoder import Encoder, load_tokenizer
 from ddp_utils.fast import memory_efficient
 from ddp_utils.sharding import fsdp
 
@@ -245,9 +244,7 @@ def lines(script, path, ranks, nodes, device, memory):
     config = script.train_config.read(["--config", path], world)
     if config.type == "qlora":
         raise UserError(f"{path}: fine_tuning.type: 4-bit weights cannot be planned; plan lora")
-    shape = (config.max_length, config.truncation, config.chat_template_kwargs)
-    encoder = Encoder(load_tokenizer(config.model_name), config.chat_template, *shape)
-    rows = script.read_data(config, encoder, world)[0]["train"]
+    rows = script.read_data(config, script.encoder_of(config), world)[0]["train"]
     needs = needs_of(script, config, rows, device)
     micro = config.micro_batch_size
     asked = script.strategy_of(config).name

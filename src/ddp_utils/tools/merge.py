@@ -11,7 +11,6 @@ import torch
 import tyro
 
 from ddp_utils import UserError, cli, lora, models
-from ddp_utils.encoder import load_tokenizer
 from ddp_utils.runs import checkpoint, preemption
 
 
@@ -42,7 +41,7 @@ def merge(adapter, folder, base=""):
         model = models.load(base, "auto", torch.device("cpu"))
         merged = lora.with_adapter(model, adapter).merge_and_unload()
     tokenizer = adapter if Path(adapter, "tokenizer_config.json").exists() else base
-    models.save(merged, load_tokenizer(tokenizer), folder)
+    models.save(merged, models.load_tokenizer(tokenizer), folder)
 
 
 def main(argv=None) -> int:

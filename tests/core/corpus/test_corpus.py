@@ -20,9 +20,10 @@ import transformers
 import main_distributed
 from config import Config
 from conftest import ROOT
-from ddp_utils import UserError, models, preference_data
-from ddp_utils.encoder import Encoder, load_tokenizer
-from ddp_utils.readers import yaml_config
+from ddp_utils import UserError, models
+from ddp_utils.models import load_tokenizer
+from ddp_utils.readers import Encoder, preference_data
+from ddp_utils.runs import yaml_config
 from prompt_baking import trajectories
 from ranks import run_ranks
 from sft import instruction_data
