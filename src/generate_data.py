@@ -183,7 +183,7 @@ def sample(scorer, prompts, ends, config, world, bar, parts, done):
 def write(config, x0, questions, parts, tokenizer):
     """Write both files, each whole or not at all; return the lines to print."""
     count = min(len(questions) - 1, max(1, round(config.val_split * len(questions))))
-    held_out = set(order(len(questions), config.seed, "held out")[:count])
+    held_out = set(order(len(questions), config.seed, "held out")[:count].tolist())
     rows = {False: [], True: []}  # whether held out -> lines
     for index, tokens in enumerate(itertools.chain(*parts.groups)):
         number, sequence = divmod(index, config.num_sequences_per_question)

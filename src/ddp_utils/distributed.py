@@ -304,8 +304,7 @@ def on_main(world, fn):
 
     If it raises a UserError all ranks end with its exit status; rank 0 alone says why.
     """
-    answer = {}
-    problem = None
+    answer = problem = None
     if world.is_main:
         try:
             answer = {"value": fn()}

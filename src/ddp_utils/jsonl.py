@@ -70,7 +70,7 @@ def text(record, field) -> str:
     if not isinstance(value, str) or not value.strip():
         hint = f"{reprlib.repr(value):.100}; give a non-empty string"
         raise UserError(f"{record.location}: {field} is {hint}")
-    if "\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value):
+    if re.search("[\0\ud800-\udfff]", value):
         raise UserError(f"{record.location}: {field} has a NUL or half a surrogate pair; remove it")
     return value
 

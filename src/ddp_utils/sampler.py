@@ -4,6 +4,7 @@ A step is a pure function of (seed, step): resuming needs no sampler state, and 
 is the same for any number of processes. B rows in a micro-batch.
 """
 
+import functools
 import hashlib
 import heapq
 import math
@@ -27,12 +28,12 @@ def seed_of(*numbers) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def order(count, seed, epoch, shuffle=True) -> list[int]:
-    """The order in which an epoch visits `count` rows."""
+@functools.lru_cache(maxsize=2)  # of a million rows it takes longer than a small step
+def order(count, seed, epoch, shuffle=True) -> torch.Tensor:
+    """The order in which an epoch visits `count` rows, [count]."""
     if not shuffle:
-        return list(range(count))
-    generator = torch.Generator().manual_seed(seed_of(seed, epoch))
-    return torch.randperm(count, generator=generator).tolist()
+        return torch.arange(count)
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed_of(seed, epoch)))
 
 
 def share(rows, lengths, world, budget, padded=False) -> list[MicroBatch]:
@@ -75,9 +76,8 @@ def _balanced(longest_first, lengths, count, budget):
 def check_enough_rows(path, count, world):
     """Raise UserError if there are fewer rows than processes."""
     if count < world.world_size:
-        raise UserError(
-            f"{path}: {count} usable rows for {world.world_size} processes; start at most {count}"
-        )
+        says = f"{count} usable rows for {world.world_size} processes; start at most {count}"
+        raise UserError(f"{path}: {says}")
 
 
 class Plan(NamedTuple):
@@ -117,7 +117,8 @@ class Plan(NamedTuple):
         """The global batch of a step; the first step is 0."""
         epoch, number = divmod(step, self.steps_per_epoch)
         first = number * self.global_batch
-        return order(self.rows, self.seed, epoch, self.shuffle)[first : first + self.global_batch]
+        visit = order(self.rows, self.seed, epoch, self.shuffle)
+        return visit[first : first + self.global_batch].tolist()
 
     def due(self, every, step) -> bool:
         """Whether something is due after `step` steps: each `every`, or epoch if 0, and at last."""

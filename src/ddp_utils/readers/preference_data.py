@@ -152,7 +152,7 @@ def split_by_prompt(pairs, seed, shares=(0.85, 0.05, 0.10)):
     start = 0
     for number in range(len(shares)):
         edge = round(len(prompts) * sum(shares[: number + 1]))
-        for index in visit[start:edge]:
+        for index in visit[start:edge].tolist():
             part_of[prompts[index]] = number
         start = edge
     parts = [[] for _ in shares]
