@@ -26,9 +26,6 @@ from torch.nn.functional import logsigmoid
 
 from ddp_utils import UserError
 
-Method = Literal[
-    "dpo", "cdpo", "robust", "ipo", "ipo_sum", "hinge", "dpop", "dposhift", "dpopshift", "simpo"
-]
 METHODS = {  # method -> its options and their defaults
     "dpo": {},
     "cdpo": {"label_smoothing": 0.1},
@@ -41,6 +38,7 @@ METHODS = {  # method -> its options and their defaults
     "dpopshift": {"lambda_dpop": 50.0, "lambda_shift": 0.75},
     "simpo": {"simpo_gamma": 0.5},
 }
+Method = Literal[tuple(METHODS)]  # one of these names
 OPTIONS = ("label_smoothing", "lambda_dpop", "lambda_shift", "simpo_gamma")
 FIXED_LENGTH = ("ipo", "ipo_sum", "simpo")  # averaged or summed by definition
 

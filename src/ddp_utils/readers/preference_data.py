@@ -10,8 +10,10 @@ transcript   {"chosen", "rejected"}: texts of "\\n\\nHuman:" and "\\n\\nAssistan
 openai       {"input": {"messages"}, "preferred_output", "non_preferred_output"}
 """
 
+import bisect
 import collections
 import difflib
+import itertools
 import reprlib
 from typing import NamedTuple
 
@@ -147,14 +149,10 @@ def describe(split, report):
 def split_by_prompt(pairs, seed, shares=(0.85, 0.05, 0.10)):
     """Cut pairs into train, validation and test so that no prompt stands in two of them."""
     prompts = sorted({pair.text for pair in pairs})
-    visit = sampler.order(len(prompts), seed, epoch=-1)
+    edges = [round(len(prompts) * share) for share in itertools.accumulate(shares)]
     part_of = {}  # prompt -> number of its part
-    start = 0
-    for number in range(len(shares)):
-        edge = round(len(prompts) * sum(shares[: number + 1]))
-        for index in visit[start:edge].tolist():
-            part_of[prompts[index]] = number
-        start = edge
+    for place, index in enumerate(sampler.order(len(prompts), seed, epoch=-1).tolist()):
+        part_of[prompts[index]] = bisect.bisect(edges, place)
     parts = [[] for _ in shares]
     for pair in pairs:
         parts[part_of[pair.text]].append(pair)

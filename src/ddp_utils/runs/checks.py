@@ -5,7 +5,7 @@ import math
 import torch
 
 from ddp_utils import NonFiniteError, UserError
-from ddp_utils.losses import noise
+from ddp_utils.losses import at_reference, noise
 
 
 def check_step(policy, step, means, rows, score, fine_tuning):
@@ -65,12 +65,11 @@ def check_gradients(policy, fine_tuning):
             raise UserError(f"before the first step: {name} {problem}")
 
 
-def check_first_step(policy, means, now, ref_logps, tokens, rows, expected):
+def check_first_step(policy, means, now, ref_logps, tokens, rows, config):
     """Check, before the first update, that the policy is its reference and the loss is known.
 
     means: of the training step; now, ref_logps: log-probs [B, 2] of its B rows without dropout;
-    tokens: [B], of the longer response; expected: the loss where the policy is its reference,
-    or None. Raises UserError saying what differs.
+    tokens: [B], of the longer response; config: of the loss. Raises UserError saying what differs.
     """
     bound = noise(policy.precision, torch.tensor(tokens, device=now.device))  # [B], in nats
     check_reference(now, ref_logps, bound, [row.location for row in rows])
@@ -78,6 +77,7 @@ def check_first_step(policy, means, now, ref_logps, tokens, rows, expected):
     trained = torch.tensor([[means[side] for side in sides]], dtype=torch.float64)  # [1, 2]
     expected_mean = ref_logps.double().mean(0, keepdim=True).cpu()
     check_reference(trained, expected_mean, bound.mean()[None].cpu(), ["mean of the batch"])
+    expected = at_reference(config)
     if expected is None or policy.precision != torch.float32:  # simpo has no closed form
         return
     loss = means.get("loss/preference", means["loss"])

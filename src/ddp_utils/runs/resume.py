@@ -1,13 +1,13 @@
-"""A run folder that has a run: finished, to be continued, to be moved aside, or not to be touched.
+"""What a run folder has already: a run to continue or to move aside, this one's best weights.
 
-Imported only where there is one.
+Imported only where there is any.
 """
 
 import contextlib
 import os
 from pathlib import Path
 
-from ddp_utils import UserError, files
+from ddp_utils import UserError, distributed, files
 from ddp_utils.runs import checkpoint
 from ddp_utils.runs.folder import FolderState, lock
 
@@ -145,7 +145,25 @@ def restore(run):
     if run.spec.save_best is False:  # it may have been asked for before
         run.results.pop("best", None)
     if run.best not in (None, run.done):
-        run.check_best()
+        path_of_best(run)
+
+
+def restore_best(run) -> int:
+    """Load the weights of the lowest validation loss; return the steps that made them."""
+    run.load(path_of_best(run), run.best)
+    run.results["val"] = run.val_of_best
+    loss = run.results["best"]["loss"]
+    run.say(f"save_best: back to step {run.best}, validation loss {loss:.4f}")
+    return run.best
+
+
+def path_of_best(run) -> Path:
+    """The checkpoint of the lowest validation loss; UserError if it is not whole."""
+    path = checkpoint.path(run.checkpoints, run.best)
+    problem = distributed.on_main(run.world, lambda: checkpoint.verify(path))
+    if problem:
+        raise UserError(f"{path}: {problem}; without --save_best the last model is kept")
+    return path
 
 
 def logps_of(folder, name, fingerprint) -> Path:

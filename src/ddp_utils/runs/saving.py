@@ -8,7 +8,7 @@ import time
 import torch
 from safetensors.torch import load_file, save_file
 
-from ddp_utils import NonFiniteError, Stop, UserError, distributed, files
+from ddp_utils import NonFiniteError, Stop, distributed, files
 from ddp_utils.runs import checkpoint, preemption
 
 REFERENCE = "reference_logps.safetensors"
@@ -50,20 +50,10 @@ class Saving:
         """
         if self.best in (None, self.step):
             return self.step
-        self.save()  # a run that is killed from here on goes on from its last step
-        self.load(self.check_best(), self.best)
-        self.results["val"] = self.val_of_best
-        loss = self.results["best"]["loss"]
-        self.say(f"save_best: back to step {self.best}, validation loss {loss:.4f}")
-        return self.best
+        from ddp_utils.runs import resume
 
-    def check_best(self):
-        """Return the checkpoint of the lowest validation loss; UserError if it is not whole."""
-        path = checkpoint.path(self.checkpoints, self.best)
-        problem = distributed.on_main(self.world, lambda: checkpoint.verify(path))
-        if problem:
-            raise UserError(f"{path}: {problem}; without --save_best the last model is kept")
-        return path
+        self.save()  # a run that is killed from here on goes on from its last step
+        return resume.restore_best(self)
 
     def save(self):
         """Write a checkpoint of the steps done, verify it, remove the oldest; on all ranks."""
