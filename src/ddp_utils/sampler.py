@@ -29,11 +29,11 @@ def seed_of(*numbers) -> int:
 
 
 @functools.lru_cache(maxsize=2)  # of a million rows it takes longer than a small step
-def order(count, seed, epoch, shuffle=True) -> torch.Tensor:
-    """The order in which an epoch visits `count` rows, [count]."""
-    if not shuffle:
-        return torch.arange(count)
-    return torch.randperm(count, generator=torch.Generator().manual_seed(seed_of(seed, epoch)))
+def order(count, seed, epoch, shuffle=True):
+    """The order in which an epoch visits `count` rows, [count], an array of numpy."""
+    generator = torch.Generator().manual_seed(seed_of(seed, epoch))
+    visit = torch.randperm(count, generator=generator) if shuffle else torch.arange(count)
+    return visit.numpy()
 
 
 def share(rows, lengths, world, budget, padded=False) -> list[MicroBatch]:
