@@ -39,8 +39,7 @@ class SeededNoise(transformers.LogitsProcessor):
         self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
 
     def __call__(self, input_ids, scores):
-        words = scores.shape[-1]
-        rows = [torch.rand(words, generator=g, device=g.device) for g in self.generators]
+        rows = [torch.rand(scores.shape[-1], generator=g, device=g.device) for g in self.generators]
         uniform = torch.stack(rows).clamp_min(1e-30)  # [B, V]
         return scores.float() - torch.log(-torch.log(uniform))
 

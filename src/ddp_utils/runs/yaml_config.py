@@ -1,4 +1,4 @@
-"""Settings files: YAML into a dataclass, JSON into a dictionary, strictly and into plain data."""
+"""Settings files: YAML into a dataclass, strictly and into plain data."""
 
 import argparse
 import contextlib
