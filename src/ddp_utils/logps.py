@@ -8,6 +8,7 @@ for models whose attention cannot be steered). A response's last token is only a
 import contextlib
 import functools
 import itertools
+import math
 from typing import NamedTuple
 
 import torch
@@ -137,6 +138,7 @@ class Scorer(nn.Module):
         self.model = model
         self.autocast = autocast  # torch.bfloat16, torch.float16 or None
         self.own_head = False  # True: take the model's logits as they are (see fast/__init__.py)
+        self.max_tokens = math.inf  # of one forward; a row with more is alone
         self.shared = False  # True: pairs as stretches of packed rows (see fast/__init__.py)
         self.attention = model.config._attn_implementation  # of separate rows and of generation
         self.gathered = contextlib.nullcontext  # of a layer whose weights are used by themselves
@@ -190,7 +192,7 @@ class Scorer(nn.Module):
     def share(self, rows, pairs, world, budget):
         """This rank's micro-batches of these rows of `pairs`, by the tokens that will be fed."""
         lengths = {row: pairs[row].num_forward_tokens(self.shared) for row in rows}
-        return sampler.share(rows, lengths, world, budget, padded=not self.shared)
+        return sampler.share(rows, lengths, world, budget, not self.shared, self.max_tokens)
 
     def generate(self, ids, **options):
         """Sample continuations with transformers' own generate.

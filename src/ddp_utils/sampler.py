@@ -36,20 +36,25 @@ def order(count, seed, epoch, shuffle=True):
     return visit.numpy()
 
 
-def share(rows, lengths, world, budget, padded=False) -> list[MicroBatch]:
-    """This rank's micro-batches of one global batch: at most `budget` rows each.
+def share(rows, lengths, world, budget, padded=False, tokens=math.inf) -> list[MicroBatch]:
+    """This rank's micro-batches of one global batch: at most `budget` rows and `tokens` each.
 
     Every rank gets the same number of them, since each is a forward that the others wait for;
-    where its rows do not suffice, a filler repeats the shortest one with weight 0.
-    lengths: row -> tokens. Micro-batches get equal shares of tokens; or, if their rows will be
-    `padded` to one length, rows of like length. Ranks get equal shares of both.
+    where its rows do not suffice, a filler repeats the shortest one with weight 0. A row of more
+    than `tokens` is alone. lengths: row -> tokens. Micro-batches get equal shares of tokens; or, if
+    their rows will be `padded` to one length, rows of like length. Ranks get equal shares of both.
     """
     longest_first = sorted(rows, key=lambda row: (-lengths[row], row))
     ranks = world.world_size
+    if padded and longest_first and tokens < math.inf:  # each row takes the longest one's
+        budget = max(1, min(budget, tokens // lengths[longest_first[0]]))
     micro_steps = math.ceil(math.ceil(len(longest_first) / ranks) / budget)
     filler = MicroBatch(longest_first[-1:], [0.0])
     own = longest_first[world.rank :: ranks]
     bins = [] if padded else _balanced(longest_first, lengths, micro_steps * ranks, budget)
+    while any(len(rows) > 1 and sum(lengths[row] for row in rows) > tokens for rows in bins):
+        micro_steps += 1
+        bins = _balanced(longest_first, lengths, micro_steps * ranks, budget)
     micro_batches = []
     for step in range(micro_steps):
         if padded:

@@ -11,10 +11,10 @@ from ddp_utils.distributed import World
 from ddp_utils.sampler import Plan, order, seed_of, share
 
 
-def shares(rows, lengths, world_size, budget, padded=False):
+def shares(rows, lengths, world_size, budget, *options):
     """The micro-batches of every rank."""
     worlds = [World(rank=rank, world_size=world_size) for rank in range(world_size)]
-    return [share(rows, lengths, world, budget, padded) for world in worlds]
+    return [share(rows, lengths, world, budget, *options) for world in worlds]
 
 
 def trained(parts):
@@ -38,7 +38,7 @@ def test_every_row_once_in_as_many_turns_on_every_rank():
 
 def test_a_small_batch_by_hand():
     # by length: 3 (9 tokens), 0 (7), 2 (5), 4 (2), 1 (1); dealt to two ranks in turn
-    parts = shares([0, 1, 2, 3, 4], [7, 1, 5, 9, 2], 2, 2, padded=True)
+    parts = shares([0, 1, 2, 3, 4], [7, 1, 5, 9, 2], 2, 2, True)
     assert parts == [
         [([3, 2], [1.0, 1.0]), ([1], [1.0])],
         [([0, 4], [1.0, 1.0]), ([1], [0.0])],  # the filler repeats the shortest
@@ -71,9 +71,20 @@ def test_a_packed_batch_by_hand():
     assert parts == [[([1, 0], [1.0, 1.0])], [([2, 3], [1.0, 1.0])]]
 
 
+def test_a_budget_of_tokens_by_hand():
+    # [9], [7], [5], [2, 1] has no bin above 9; 6 are too few for 9 and 7, which are alone anyway
+    parts = shares([0, 1, 2, 3, 4], [7, 1, 5, 9, 2], 1, 5, False, 9)
+    assert [sorted(index) for index, _ in parts[0]] == [[3], [0, 1], [2, 4]]
+    parts = shares([0, 1, 2, 3, 4], [7, 1, 5, 9, 2], 1, 5, False, 6)
+    assert [sorted(index) for index, _ in parts[0]] == [[3], [0], [2], [1, 4]]
+    # padded to 9 tokens a row, two of them fit into 18
+    parts = shares([0, 1, 2, 3, 4], [7, 1, 5, 9, 2], 1, 5, True, 18)
+    assert [index for index, _ in parts[0]] == [[3, 0], [2, 4], [1]]
+
+
 def test_padded_neighbours_in_a_rank_are_of_like_length():
     lengths = [(7 * row) % 31 for row in range(31)]
-    for rank in shares(list(range(31)), lengths, 3, 4, padded=True):
+    for rank in shares(list(range(31)), lengths, 3, 4, True):
         seen = [lengths[row] for index, _ in rank for row in index]
         assert seen == sorted(seen, reverse=True)
 
