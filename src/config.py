@@ -39,6 +39,8 @@ class Config:
     max_rows: int = -1  # read only so many rows of train_data
     shuffle: bool = True  # a new order in every epoch
     on_bad_record: Literal["error", "skip"] = "error"  # what to do with a malformed row
+    columns: str = ""  # fields under other names: prompt=question,chosen=response_j
+    cache_dir: str = ""  # token ids, for later starts; empty: .tokens beside result_dir
 
     # loss
     label_smoothing: float | None = None  # cdpo, robust: share of labels that are wrong (0.1)

@@ -222,7 +222,7 @@ def main(argv=None) -> int:
     reply = [0] * config.max_sequence_length
     path = config.question_dataset
     rows = [trajectories.Trajectory(ids, ids, reply, path, "") for ids in prompts]
-    models.check_fit(meta_model, {"questions": rows})
+    models.check_fit(meta_model, rows)
     mark = mark_of(config, prompts, meta_model.config)
     parts = Parts(config.traj_out_file, mark)
     total = len(questions) * config.num_sequences_per_question

@@ -16,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from config import Config, check
@@ -35,6 +36,7 @@ from ddp_utils import (
 from ddp_utils.distributed import to_device
 from ddp_utils.metrics import Averages, Meter, interval
 from ddp_utils.readers import Encoder, preference_data
+from ddp_utils.readers.tables import DataFile
 from ddp_utils.runs import checks
 from ddp_utils.runs import run as run_
 from ddp_utils.runs.folder import RunSpec
@@ -73,23 +75,22 @@ def read_data(config, encoder, world):
     """{"train": pairs, "val": pairs, "test": pairs} and the report of each."""
     data = {"train": [], "val": [], "test": []}
     report = {}
+    cache = config.cache_dir or Path(config.result_dir).parent / ".tokens"
     paths = {"train": config.train_data, "val": config.val_data, "test": config.test_data}
     for split, path in paths.items():
         if path or split == "train":
             limit = config.max_rows if split == "train" else -1
-            data[split], report[split] = preference_data.read(
-                path, encoder, limit, config.on_bad_record
-            )
+            source = DataFile(path, cache, limit, config.on_bad_record, config.columns)
+            data[split], report[split] = preference_data.read(source, encoder)
     if not config.val_data and not config.test_data:
         parts = preference_data.split_by_prompt(data["train"], config.seed)
         data = dict(zip(data, parts, strict=True))
         report["train"]["split"] = {split: len(rows) for split, rows in data.items()}
     if config.save_best and not data["val"]:
         raise UserError("--save_best: there is no validation data; give --val_data")
-    seen = {pair.text for pair in data["train"]}
     for split in report.keys() - {"train"}:
-        shared = [pair.location for pair in data[split] if pair.text in seen]
-        report[split]["prompts also in train_data"] = shared
+        shared = np.isin(data[split].prompts, data["train"].prompts).nonzero()[0]
+        report[split]["prompts also in train_data"] = [data[split][row].location for row in shared]
     sampler.check_enough_rows(config.train_data, len(data["train"]), world)
     return data, report
 
@@ -248,7 +249,7 @@ def load_scored(config, data, precision, run):
             )
 
         with policy.gathered():
-            for line in fast.self_test(scorer, data["train"], config.layout, world):
+            for line in fast.self_test(scorer, data["train"].extremes(), config.layout, world):
                 run.say(line)
         if known is None:
             facts = logps.fingerprint(scorer, data, names, world.device)
@@ -289,7 +290,8 @@ def main(argv=None) -> int:
 
     # what the run will do, before a weight is read
     meta_model = models.meta_model(config)
-    models.check_fit(meta_model, data)
+    for rows in filter(None, data.values()):
+        models.check_fit(meta_model, rows.extremes())
     if config.learning_rate is None:
         small = sum(p.numel() for p in meta_model.parameters()) < 10e6
         rate = 1e-3 if small else {"full": 1e-6, "lora": 1e-5}[config.fine_tuning]

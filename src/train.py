@@ -9,6 +9,7 @@ Each setting of the file is a flag, too: --learning_rate 1e-4. Guide: docs/strat
 
 import ddp_utils.runs.preemption as preemption  # before torch, whose import takes seconds
 
+import math
 import sys
 import time
 from pathlib import Path
@@ -32,6 +33,7 @@ from ddp_utils.distributed import to_device
 from ddp_utils.logps import Pair
 from ddp_utils.metrics import Averages, Meter
 from ddp_utils.readers import Encoder, preference_data
+from ddp_utils.readers.tables import DataFile
 from ddp_utils.runs import checks
 from ddp_utils.runs import run as run_
 from ddp_utils.runs.folder import RunSpec
@@ -57,12 +59,12 @@ def encoder_of(config):
 
 def read_data(config, encoder, world):
     """{"train": rows, "val": rows}, each a Text or a Pair, and their reports."""
-    fields = (config.prompt_field, config.response_field) if config.prompt_field else ()
+    cache = config.cache_dir or Path(config.output_dir).parent / ".tokens"
+    reader = preference_data if config.objective == "dpo" else instruction_data
 
     def read(path, limit=-1):
-        if config.objective == "dpo":
-            return preference_data.read(path, encoder, limit, config.on_bad_record)
-        return instruction_data.read(path, encoder, fields, limit, config.on_bad_record)
+        source = DataFile(path, cache, limit, config.on_bad_record, config.columns)
+        return reader.read(source, encoder)
 
     train, report = read(config.train_data, config.max_rows)
     data = {"train": train, "val": []}
@@ -213,8 +215,10 @@ def load(config, data, precision, run):
     model = models.load_policy(config, world.device, precision, **kind)
     policy = optim.wrap(logps.Scorer(model, precision.autocast), world, strategy_of(config))
     scorer = policy.scorer
+    scorer.max_tokens = config.micro_batch_tokens or math.inf
+    pairs = as_pairs(data["train"].extremes())
     with policy.gathered():
-        for line in fast.self_test(scorer, as_pairs(data["train"]), config.layout, world):
+        for line in fast.self_test(scorer, pairs, config.layout, world):
             run.say(line)
     if config.objective == "sft":
         return policy, None
@@ -248,7 +252,8 @@ def fine_tune(config, world) -> int:
 
     # what the run will do, before a weight is read
     meta_model = models.meta_model(config)
-    models.check_fit(meta_model, data)
+    for rows in filter(None, data.values()):
+        models.check_fit(meta_model, rows.extremes())
     plan = sampler.Plan.of(config, len(data["train"]), world.world_size)
     folders = {"model_name": config.model_name, "init_adapter": config.init_adapter}
     inputs = models.input_digests(data, folders, meta_model.config)

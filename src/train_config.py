@@ -33,6 +33,7 @@ class Training:
     # section training
     objective: Literal["sft", "dpo"] = "sft"  # imitate replies, or prefer one of two
     micro_batch_size: int = 4  # rows of one forward and process
+    micro_batch_tokens: int = 0  # split these where they have more tokens; 0: do not
     num_epochs: float = 3.0  # passes over the data
     max_steps: int = -1  # -1: by num_epochs; 0: evaluate only
     learning_rate: float | None = None  # 1e-3 below 10 M parameters, else by objective and type
@@ -64,14 +65,14 @@ class Dataset:
     train_data: str = "data/demo/instructions.jsonl"  # .json or .jsonl
     val_data: str = ""  # empty: val_share of train_data
     val_share: float = 0.05  # of the prompts, if val_data is empty; 0: none
-    prompt_field: str = ""  # sft: where the prompt is; empty: by the fields of a row
-    response_field: str = ""  # sft: where the reply is
     chat_template: str = "auto"  # auto: the tokenizer's, if it has one; none; or a .jinja file
     chat_template_kwargs: str = ""  # what the template takes, as JSON: {"enable_thinking": false}
     max_length: int = 1024  # tokens of prompt + response
     truncation: Literal["keep_end", "keep_start"] = "keep_end"  # which part of a long prompt stays
     max_rows: int = -1  # read only so many rows of train_data
     on_bad_record: Literal["error", "skip"] = "error"  # what to do with a malformed row
+    columns: str = ""  # fields under other names: prompt=question,chosen=response_j
+    cache_dir: str = ""  # token ids, for later starts; empty: .tokens beside output_dir
 
 
 @dataclass
@@ -197,6 +198,7 @@ def check(config):
     cli.check_ranges(
         config,
         micro_batch_size=cli.ABOVE_0,
+        micro_batch_tokens=cli.FROM_0,
         bucket_mb=cli.ABOVE_0,
         max_length=("of 8 or more", lambda x: x >= 8),
         val_share=("from 0 to 0.5", lambda x: 0 <= x <= 0.5),
@@ -217,8 +219,3 @@ def check(config):
     for name, usual in (("method", "dpo"), ("sft_weight", 0), ("length_average", False)):
         if config.objective == "sft" and getattr(config, name) != usual:
             raise UserError(f"--{name}: it belongs to objective dpo; leave it out")
-    if bool(config.prompt_field) != bool(config.response_field):
-        name = "prompt_field" if config.prompt_field else "response_field"
-        raise UserError(f"--{name}: give prompt_field and response_field, or neither")
-    if config.objective == "dpo" and config.prompt_field:
-        raise UserError("--prompt_field: preference data have fields of their own; leave it out")

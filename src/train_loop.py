@@ -15,6 +15,7 @@ import ddp_utils.runs.preemption as preemption  # before torch, whose import tak
 import collections
 import contextlib
 import dataclasses
+import itertools
 import os
 import sys
 import time
@@ -279,7 +280,7 @@ def main(argv=None) -> int:
     room = [0] * config.max_new_tokens
     asked = [trajectories_.Trajectory(*ids, room, "questions", q) for q, ids in asked.items()]
     rows_read = data | {"questions": asked}
-    models.check_fit(meta_model, rows_read)
+    models.check_fit(meta_model, itertools.chain(*rows_read.values()))
     if config.learning_rate is None:
         small = sum(p.numel() for p in meta_model.parameters()) < 10e6
         config.learning_rate = 3e-3 if small else 1e-4

@@ -89,3 +89,9 @@ def _warn(message, category, *_):
     """pytest would keep it; those that Python itself does not show are not shown."""
     if not issubclass(category, (DeprecationWarning, PendingDeprecationWarning, ResourceWarning)):
         print(f"{category.__name__}: {message}", file=sys.stderr)
+
+
+def left(folder):
+    """What was written, but for the token ids of a file that is in order itself."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return sorted(file for file in files if file.parent.name != ".tokens")

@@ -16,6 +16,7 @@ import tyro
 from ddp_utils import UserError, jsonl
 
 ALIASES = {"--validate_only": "--check", "--dry_run": "--check"}
+COLUMNS = re.compile(r"(\w+=[^=,]+(,\w+=[^=,]+)*)?")  # ours=theirs,ours=theirs
 ABOVE_0 = ("above 0", lambda x: x > 0)
 FROM_0 = ("of 0 or more", lambda x: x >= 0)
 # what the settings of all scripts have in common: description, and who fits it
@@ -29,6 +30,7 @@ RANGES |= {
     "top_p": ("above 0, at most 1", lambda x: 0 < x <= 1),
     "max_steps": ("of -1 or more", lambda x: x >= -1),
     "max_rows": ("of -1, or 1 and more", lambda x: x == -1 or x > 0),
+    "columns": ("such as prompt=question,chosen=response_j", COLUMNS.fullmatch),
     "label_smoothing": ("from 0 up to, not including, 0.5", lambda x: 0 <= x < 0.5),
     "lora_dropout": ("from 0 up to, not including, 1", lambda x: 0 <= x < 1),
     "warmup_ratio": ("from 0 to 1", lambda x: 0 <= x <= 1),

@@ -46,6 +46,7 @@ def replacing(file):
     with writing(file, temporary):
         temporary.mkdir(parents=True)
         yield temporary / file.name
+        (temporary / file.name).chmod(temporary.stat().st_mode & 0o666)  # safetensors writes 0600
         fsync(temporary / file.name)
         os.replace(temporary / file.name, file)
         temporary.rmdir()
@@ -88,7 +89,9 @@ def fsync(path):
 
 
 def digest_of_rows(pairs) -> str:
-    """By the tokens of all pairs."""
+    """By the tokens of all pairs; of rows in a file by the file."""
+    if hasattr(pairs, "digest"):
+        return pairs.digest
     digest = hashlib.sha256()
     for pair in pairs:
         ids = *pair[0], -1, *pair[1], -1, *pair[2], -2

@@ -3,6 +3,8 @@
 import codecs
 import difflib
 import gzip
+import io
+import itertools
 import json
 import os
 import re
@@ -11,7 +13,7 @@ import zlib
 from pathlib import Path
 from typing import NamedTuple
 
-from ddp_utils import UserError
+from ddp_utils import UserError, files
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_BYTES = 8 * 2**30  # of a file after decompression
@@ -33,8 +35,8 @@ def resolve(path) -> Path:
     return expanded if os.path.exists(expanded) else ROOT / expanded
 
 
-def read(path, limit=-1, skip=False) -> list[Record]:
-    """Read the records of a .jsonl or .json file, gzipped or not, at most `limit` of them.
+def read(path, limit=-1, skip=False):
+    """Yield the records of a .jsonl or .json file, gzipped or not, at most `limit` of them.
 
     Raises UserError if the file is absent, empty, or has a record that is not one JSON object;
     with `skip` such a line becomes a record whose data is that error.
@@ -45,18 +47,21 @@ def read(path, limit=-1, skip=False) -> list[Record]:
         rows = [(f"{path}[{index}]", str(index), data) for index, data in enumerate(elements)]
     else:
         rows = _lines(path, raw)
-    records = []
-    for location, row, data in rows:
-        if len(records) == limit:
-            break
+    record = None
+    for location, row, data in itertools.islice(rows, limit if limit > 0 else None):
         if not isinstance(data, dict | UserError):
             data = UserError(f"{location}: not a JSON object; each record is one {{...}}")
         if isinstance(data, UserError) and not skip:
             raise data
-        records.append(Record(location, data, row))
-    if not records:
+        record = Record(location, data, row)
+        yield record
+    if record is None:
         raise UserError(f"{path}: 0 records; each line holds one JSON object")
-    return records
+
+
+def digest(path) -> str:
+    """Of the content of a file."""
+    return files.sha256(existing(path))
 
 
 def text(record, field) -> str:
@@ -85,14 +90,20 @@ def printable(text) -> str:
     return CONTROL.sub(lambda match: match[0] if match[0] in "\n\t" else "\ufffd", text)
 
 
-def content(path) -> bytes:
-    """Return a file's bytes, unpacked, without BOM; UserError if they are no UTF-8, or too many."""
+def existing(path) -> Path:
+    """Return where a file is; UserError if there is none."""
     file = resolve(path)
     if not str(path) or not os.path.exists(file):
         folders = " and in ".join(dict.fromkeys(map(str, (Path.cwd(), ROOT))))
         raise UserError(f"{str(path) or repr('')}: no such file; looked in {folders}")
     if not file.is_file():
         raise UserError(f"{path}: not a regular file but a directory, pipe or device")
+    return file
+
+
+def content(path) -> bytes:
+    """Return a file's bytes, unpacked, without BOM; UserError if they are no UTF-8, or too many."""
+    file = existing(path)
     try:
         size = file.stat().st_size
         raw = file.read_bytes() if size <= MAX_BYTES else b""
@@ -125,10 +136,10 @@ EACH = "; each line holds one {...}, or the file one list of them"
 
 def _lines(path, raw):
     """Yield where each row is, its line, and its object or error; only a newline ends a row."""
-    for number, line in enumerate(raw.split(b"\n"), start=1):
+    for number, line in enumerate(io.BytesIO(raw), start=1):
         if line.strip():
             try:
-                data = decoded(path, number, line, EACH)
+                data = decoded(path, number, line.removesuffix(b"\n"), EACH)
             except UserError as error:
                 data = error
             yield f"{path}:{number}", str(number), data

@@ -1,7 +1,6 @@
 """Load a causal language model, and save it: nothing in its files is executed or missing."""
 
 import contextlib
-import itertools
 import math
 import re
 import shutil
@@ -46,7 +45,10 @@ def reading(place, with_bars=False):
     except torch.OutOfMemoryError:
         raise
     except FAULTS as error:
-        raise UserError(f"{place}: cannot be read: {first_line(error)}") from error
+        says = first_line(error)
+        if "huggingface.co" in says or "gated" in says:
+            says += " Fetch it with hf download, a gated one after hf auth login"
+        raise UserError(f"{place}: cannot be read: {says}") from error
     finally:
         logging.set_verbosity(verbosity)
         if has_bars:
@@ -224,15 +226,15 @@ def checkpoint_activations(model):
     getattr(model, "activation_checkpointing_enable", old)({"use_reentrant": False})
 
 
-def check_fit(model, data):
-    """The model has an embedding for every token and a position for every pair."""
+def check_fit(model, rows):
+    """The model has an embedding for every token and a position for every row."""
     words = model.get_input_embeddings().weight.shape[0]
     positions = getattr(model.config, "max_position_embeddings", None) or math.inf
     rope = getattr(model.config, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("longrope", "dynamic"):
         # beyond these a row's angles, and its log-probs, would hang on the others in its batch
         positions = min(positions, rope.get("original_max_position_embeddings") or positions)
-    for pair in itertools.chain(*data.values()):
+    for pair in rows:
         largest = max(map(max, pair[:3]))
         if largest >= words:
             raise UserError(f"{pair.location}: token id {largest}, model has {words}")

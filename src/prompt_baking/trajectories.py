@@ -86,10 +86,10 @@ def _question(record):
 def prompts(encoder, x0, question):
     """Return token ids without x0, and with it: as a system turn, or in front of a plain text."""
     if not encoder.templated:
-        return encoder.ids(question), encoder.ids(x0 + question)
+        return encoder.ids(question, x0 + question)
     user = {"role": "user", "content": question}
     turns = [user], [{"role": "system", "content": x0.strip()}, user]
-    return tuple(encoder.ids(encoder.render(turn, add_generation_prompt=True)) for turn in turns)
+    return encoder.ids(*(encoder.render(turn, add_generation_prompt=True) for turn in turns))
 
 
 def read(path, encoder, max_length):

@@ -11,17 +11,18 @@ nothing else: the tokens that would be, if each reply were a row of its own.
 """
 
 import contextlib
+from pathlib import Path
 from typing import NamedTuple
 
-from ddp_utils import UserError, jsonl
-from ddp_utils.readers import common_prefix, conversations, plain, preference_data, without_space
+from ddp_utils import UserError, files, jsonl, readers
+from ddp_utils.readers import conversations, preference_data, tables
 from ddp_utils.readers.preference_data import Shape, Unusable
 
 SHAPES = [  # the first one whose two fields (or one) a row has
+    Shape("custom", ("prompt", "completion")),
     Shape("alpaca", ("instruction", "output", "input", "history")),
     Shape("sharegpt", ("conversations",)),
     Shape("messages", ("messages",)),
-    Shape("custom", ("prompt", "completion")),
     Shape("custom", ("prompt", "response")),
     Shape("custom", ("question", "answer")),
 ]
@@ -74,27 +75,22 @@ class Text(NamedTuple):
         return ids, [*range(len(ids))], (len(ids), 0, 0), [hidden_index]
 
 
-def read(path, encoder, fields=(), limit=-1, on_bad_record="error"):
-    """Return the usable texts of a data file and its report.
+def read(source, encoder):
+    """Return the usable texts of a DataFile, as Rows, and its report.
 
-    fields: the names of prompt and reply, if the fields of the first row shall not tell its kind.
     Rows without a reply are dropped and counted; malformed ones raise UserError, or with "skip"
     are counted, too.
     """
-    seen = set()
-
-    def find(record):
-        return Shape("custom", fields) if fields else find_shape(record)
 
     def make(record, shape):
         prompt, reply = example(record, shape)
-        text = encode(encoder, record.location, prompt, reply, every=not shape.format)
-        if (plain(prompt), reply) in seen:
-            encoder.notes.add("same as an earlier row")
-        seen.add((plain(prompt), reply))
-        return text
+        return encode(encoder, record.location, prompt, reply, every=not shape.format)
 
-    return preference_data.collect(path, encoder, find, make, limit, on_bad_record)
+    def texts(report):
+        return preference_data.collect(report, source, encoder, find_shape, make)
+
+    code = files.digest_of_files([Path(__file__)])
+    return tables.read(Text, source, [*encoder.facts(), code], texts)
 
 
 # --- record -> prompt and reply ------------------------------------------------------------------
@@ -108,8 +104,7 @@ def find_shape(record) -> Shape:
         if record.data.keys() >= set(shape.fields[:2]):
             return shape
     known = [shape.fields[:2] for shape in SHAPES]
-    nearest = preference_data.unknown(record, [*known, *preference_data.FIELDS.values()])
-    raise UserError(f"{nearest}; or name yours: prompt_field and response_field")
+    raise preference_data.unknown(record, [*known, *preference_data.FIELDS.values()])
 
 
 def example(record, shape):
@@ -121,18 +116,19 @@ def example(record, shape):
         [field] = shape.fields
         turns = preference_data.system_of(record) + conversations.turns_of(record, field)
         turns = conversations.in_order(record, field, turns, "assistant")
-        while turns and "weight" in turns[-1]:  # nothing behind the last trained reply matters
-            turns = turns[:-2]
-        if len(turns) < 2:
+        # nothing behind the last trained reply matters
+        while turns and (turns[-1]["role"] != "assistant" or "weight" in turns[-1]):
+            turns.pop()
+        if not turns:
             raise Unusable("no reply to train")
-        prompt = turns[:-1]
-        reply = turns[-1]["content"]
+        *prompt, reply = turns
+        reply = conversations.reply_of(reply)
     else:
         alpaca = shape.kind == "alpaca"
         history = _history(record) if alpaca else []
         prompt = preference_data.question(record, shape.fields[0], alpaca, history)
         reply = preference_data.response(record, shape.fields[1])
-    if not reply.strip():
+    if not readers.said(reply).strip():
         raise Unusable("empty response")
     return prompt, reply
 
@@ -164,7 +160,7 @@ def encode(encoder, location, prompt, reply, every=True):
     opening = prompt
     several = every and isinstance(prompt, list)
     if several:
-        opening = prompt[: 2 if prompt[0]["role"] == "system" else 1]
+        opening = prompt[: _questions(prompt)[0] + 1]
         prompt = _fit(encoder, _ended(encoder, prompt), reply)
     pair = encoder.encode(preference_data.Example(location, prompt, reply, reply))
     ids = pair.prompt + pair.chosen
@@ -174,7 +170,7 @@ def encode(encoder, location, prompt, reply, every=True):
     if 1 not in scored:
         raise Unusable("no trained token left")
     first = scored.index(1)
-    return Text(ids[:first], ids[first:], scored[first:], location, plain(opening))
+    return Text(ids[:first], ids[first:], scored[first:], location, readers.plain(opening))
 
 
 def _ended(encoder, turns):
@@ -193,14 +189,20 @@ def _ended(encoder, turns):
 
 def _fit(encoder, prompt, reply):
     """Return the prompt without as few of its first exchanges as it takes to fit with its reply."""
-    first = 1 if prompt[0]["role"] == "system" else 0
-    while len(prompt) > first + 1:
-        whole = encoder.joined(prompt, reply, encoder.text(prompt))
-        if len(encoder.ids(whole)) < encoder.max_length:  # its end takes a token
+    first, *later = _questions(prompt)
+    fitted = prompt
+    for place in later:
+        whole = encoder.joined(fitted, reply, encoder.text(fitted))
+        if len(encoder.ids(whole)[0]) < encoder.max_length:  # its end takes a token
             break
         encoder.notes.add("truncated")
-        prompt = prompt[:first] + prompt[first + 2 :]
-    return prompt
+        fitted = prompt[:first] + prompt[place:]
+    return fitted
+
+
+def _questions(prompt):
+    """Return where the user's turns stand."""
+    return [place for place, turn in enumerate(prompt) if turn["role"] == "user"]
 
 
 def _earlier(encoder, prompt, ids):
@@ -216,19 +218,21 @@ def _earlier(encoder, prompt, ids):
         if turn["role"] != "assistant" or "weight" in turn:
             continue
         before = encoder.text(prompt[:number])
-        reply = turn["content"].strip()
-        as_last = encoder.joined(prompt[:number], reply, before) + end
-        stop = whole.find(reply, len(before)) + len(reply)
-        stop = whole.find(end, stop) + len(end)
-        if without_space(whole[:stop]) != without_space(as_last):
+        as_last = encoder.joined(prompt[:number], conversations.reply_of(turn), before) + end
+        stop = len(as_last)
+        if not whole.startswith(as_last):
+            reply = turn["content"].strip()
+            stop = whole.find(reply, len(before)) + len(reply)
+            stop = whole.find(end, stop) + len(end)
+        if readers.without_space(whole[:stop]) != readers.without_space(as_last):
             encoder.notes.add("only the last reply is trained")
             return []
-        asked = encoder.ids(before)
-        start = common_prefix(asked, ids)
+        asked, answered = encoder.ids(before, whole[:stop])
+        start = readers.common_prefix(asked, ids)
         if start < len(asked):
             encoder.notes.add("merged at the seam")
         start = max(start, 1)  # nothing would predict a first token
-        spans.append((start, common_prefix(encoder.ids(whole[:stop]), ids)))
+        spans.append((start, readers.common_prefix(answered, ids)))
     return spans
 
 

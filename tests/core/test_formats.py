@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+import reading
 from conftest import ROOT
 from ddp_utils import UserError, jsonl
 from ddp_utils.models import load_tokenizer
@@ -52,7 +53,7 @@ FORMATS = [*preference_data.FIELDS, "messages", "transcript"]
 
 @pytest.mark.parametrize("file", FILES)
 def test_each_format_is_found_and_read_as_written_by_hand(file):
-    found = jsonl.read(ROOT / "tests/data/formats" / file)
+    found = list(jsonl.read(ROOT / "tests/data/formats" / file))
     name = preference_data.find_format(found[0])
     assert name == file.partition(".")[0]
     rows = [read(record.data, name) for record in found]
@@ -127,7 +128,7 @@ def test_many_ways_to_write_one_conversation_give_one_example():
 
 def test_what_else_a_row_has_is_left_out_and_named_at_every_depth(tmp_path):
     marked = {**user("1"), "name": "Ann", "weight": 0, "tool_calls": None, "tags": [0]}
-    chosen = {**assistant("x"), "reasoning_content": "Hm.", "weight": 1, "train": True}
+    chosen = {**assistant("x"), "annotations": "Hm.", "weight": 1, "train": True}
     row = {"prompt": [marked], "chosen": [chosen], "rejected": [assistant("y")]}
     whole = {"chosen": [user("1"), chosen], "rejected": [user("1"), assistant("y")]}
     assert read({**row, **whole}) == ([user("1")], "x", "y")
@@ -136,15 +137,15 @@ def test_what_else_a_row_has_is_left_out_and_named_at_every_depth(tmp_path):
     other |= {"non_preferred_output": [assistant("y")], "sytem": "s", "system": "s", "prompt": None}
     encoder = Encoder(load_tokenizer("data/demo/model"))
     for line, names in (
-        (row, "chosen[].reasoning_content, metadata, prompt[].name, prompt[].tags"),
+        (row, "chosen[].annotations, metadata, prompt[].name, prompt[].tags"),
         (
             other,
             "input.messages[].name, input.messages[].tags, input.n, "
-            "preferred_output[].reasoning_content, sytem",
+            "preferred_output[].annotations, sytem",
         ),
     ):
         (tmp_path / "f.jsonl").write_text(json.dumps(line))
-        pairs, report = preference_data.read(tmp_path / "f.jsonl", encoder)
+        pairs, report = reading.pairs(tmp_path / "f.jsonl", encoder)
         assert len(pairs) == 1 and report["fields_not_read"] == names
 
 

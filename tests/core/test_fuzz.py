@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import config as config_module
+import reading
 from config import Config
 from conftest import ROOT
 from ddp_utils import UserError, cli, jsonl
 from ddp_utils.models import load_tokenizer
-from ddp_utils.readers import Encoder, preference_data
+from ddp_utils.readers import Encoder
 from ddp_utils.runs import yaml_config
-from sft import instruction_data
 
 # what a library warns of would be a second line
 pytestmark = pytest.mark.filterwarnings("error::UserWarning")
@@ -72,10 +72,10 @@ def file(tmp_path_factory):
 def read_all(file, content, template):
     """Each reader on one content, and what must hold between them."""
     file.write_bytes(content)
-    read = taken(jsonl.read, file)
-    used = taken(preference_data.read, file, encoder(template))
-    tolerant = taken(preference_data.read, file, encoder(template), -1, "skip")
-    taken(instruction_data.read, file, encoder(template))
+    read = taken(lambda path: list(jsonl.read(path)), file)
+    used = taken(reading.pairs, file, encoder(template))
+    tolerant = taken(reading.pairs, file, encoder(template), -1, "skip")
+    taken(reading.texts, file, encoder(template))
     assert read or not used, "pairs are made of records"
     assert tolerant or not used, "who skips bad rows reads no less"
 

@@ -93,7 +93,8 @@ def checked(model, pairs=PAIRS):
         patch.setattr(logps, "fingerprint", lambda *_: None)
         run = SimpleNamespace(say=said.append, world=world, reference_logps=lambda *_: None)
         precision = optim.Precision(torch.float32, None)
-        policy, _ = main_distributed.load_scored(Config(), {"train": pairs}, precision, run)
+        data = {"train": SimpleNamespace(extremes=lambda: pairs)}
+        policy, _ = main_distributed.load_scored(Config(), data, precision, run)
     scorer = policy.scorer
     head, layout = (
         [line for line in said if line.startswith(f"the {of}")] for of in ("head", "prompt")
@@ -160,9 +161,9 @@ STRETCHED = [  # beyond 12 tokens, the angles depend on the longest row of the b
 def test_rows_whose_angles_would_hang_on_the_others_in_the_batch_are_refused():
     for config in STRETCHED:
         model = build(config, 10.0)
-        models.check_fit(model, {"train": some_pairs((8, 4, 3))})  # 12 tokens
+        models.check_fit(model, some_pairs((8, 4, 3)))  # 12 tokens
         with pytest.raises(UserError, match="13 tokens, the model has 12 positions"):
-            models.check_fit(model, {"train": some_pairs((9, 3, 4))})
+            models.check_fit(model, some_pairs((9, 3, 4)))
 
 
 def test_a_model_that_does_not_name_its_backbone_is_scored_by_its_own_logits():

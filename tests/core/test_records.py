@@ -10,6 +10,10 @@ from ddp_utils import UserError, jsonl
 GOOD = b'{"a": "x"}'
 
 
+def read(*arguments, **options):
+    return list(jsonl.read(*arguments, **options))
+
+
 def write(folder, raw, name="f.jsonl"):
     file = folder / name
     file.write_bytes(raw)
@@ -27,7 +31,7 @@ def refused(read, *args):
 
 def complaint(file):
     """The same of a file, without its name."""
-    message = refused(jsonl.read, file)
+    message = refused(read, file)
     assert message.startswith(str(file))
     return message.removeprefix(str(file))
 
@@ -48,16 +52,16 @@ def test_good_files_packed_or_not_are_read_with_the_place_of_each_record(tmp_pat
         for content in (raw, gzip.compress(raw)):
             file = write(tmp_path, content, "f.txt")
             rows = [(f"{file}{place}", {"a": "x"}, place.strip("[:]")) for place in places]
-            assert jsonl.read(file) == rows
-            assert jsonl.read(file, limit=1) == rows[:1]
-            assert jsonl.read(file, limit=9) == rows
+            assert read(file) == rows
+            assert read(file, limit=1) == rows[:1]
+            assert read(file, limit=9) == rows
 
 
 def test_only_a_newline_ends_a_record_and_every_value_comes_through(tmp_path):
     for mark in ("\u2028", "\u2029", "\u0085", "\x1c", "\x0b", "\\n", "\\u2028"):
         row = {"a": f"x{mark}y", "b": [1, -2.5, None, True], "c": {"d": {}}, "": 10**20}
         raw = json.dumps(row, ensure_ascii=False).encode() + b"\n" + GOOD
-        assert [record.data for record in jsonl.read(write(tmp_path, raw))] == [row, {"a": "x"}]
+        assert [record.data for record in read(write(tmp_path, raw))] == [row, {"a": "x"}]
 
 
 def test_a_relative_path_is_looked_up_here_first_and_then_in_the_project(tmp_path, monkeypatch):
@@ -65,12 +69,12 @@ def test_a_relative_path_is_looked_up_here_first_and_then_in_the_project(tmp_pat
     here.mkdir(), project.mkdir()
     monkeypatch.chdir(here)
     monkeypatch.setattr(jsonl, "ROOT", project)
-    message = refused(jsonl.read, "f.jsonl")
+    message = refused(read, "f.jsonl")
     assert message == f"f.jsonl: no such file; looked in {here} and in {project}"
     write(project, b'{"a": "project"}')
-    assert jsonl.read("f.jsonl")[0].data == {"a": "project"}
+    assert read("f.jsonl")[0].data == {"a": "project"}
     write(here, b'{"a": "here"}')
-    assert jsonl.read("f.jsonl")[0] == ("f.jsonl:1", {"a": "here"}, "1")
+    assert read("f.jsonl")[0] == ("f.jsonl:1", {"a": "here"}, "1")
 
 
 # --- what is refused: more in corpus/ ------------------------------------------------------------
@@ -106,7 +110,7 @@ def test_what_json_cannot_mean_is_located_by_line(tmp_path):
 
 
 def test_with_skip_a_bad_line_is_a_record_that_holds_its_error(tmp_path):
-    rows = jsonl.read(write(tmp_path, GOOD + b"\n{\n7\n" + GOOD), skip=True)
+    rows = read(write(tmp_path, GOOD + b"\n{\n7\n" + GOOD), skip=True)
     assert [type(record.data) for record in rows] == [dict, UserError, UserError, dict]
     assert "f.jsonl:3: not a JSON object" in str(rows[2].data)
 
@@ -130,5 +134,5 @@ def test_a_file_above_the_limit_is_refused_packed_or_not(tmp_path, monkeypatch):
 
 def test_text_gives_the_string_as_it_stands(tmp_path):
     assert jsonl.text(jsonl.Record("f:7", {"a": " é \n\U0001f600"}), "a") == " é \n\U0001f600"
-    [record] = jsonl.read(write(tmp_path, b'{"a": "\\ud83d\\ude00"}'))
+    [record] = read(write(tmp_path, b'{"a": "\\ud83d\\ude00"}'))
     assert jsonl.text(record, "a") == "\U0001f600"

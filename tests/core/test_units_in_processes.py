@@ -26,7 +26,7 @@ def replies():
     prompts = []
     for question in QUESTIONS:
         turns = [{"role": "user", "content": question}]
-        prompts.append(encoder.ids(encoder.render(turns, add_generation_prompt=True)))
+        prompts.append(encoder.ids(encoder.render(turns, add_generation_prompt=True))[0])
     return sampling.generate(scorer, prompts, encoder.ends, world, SETTINGS, samples=3)
 
 

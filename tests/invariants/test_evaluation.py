@@ -9,11 +9,12 @@ from test_logps import by_hand
 from transformers import AutoModelForCausalLM
 
 import main_distributed
+import reading
 import runs
 from config import Config
 from ddp_utils import distributed, logps, models, optim
 from ddp_utils.models import load_tokenizer
-from ddp_utils.readers import Encoder, preference_data
+from ddp_utils.readers import Encoder
 from ranks import ranks
 
 ROWS = 7
@@ -35,7 +36,7 @@ def evaluations(path, reference):
     """main_distributed.evaluate of a policy against a table that is not its own log-probs."""
     world = distributed.init_process_group(distributed.whoami())
     tokenizer = load_tokenizer("data/demo/model")
-    data, _ = preference_data.read(path, Encoder(tokenizer))
+    data, _ = reading.pairs(path, Encoder(tokenizer))
     model = AutoModelForCausalLM.from_pretrained(models.model_path("data/demo/model"))
     policy = optim.wrap(logps.Scorer(model).float(), world, trained=False)
     results = []
@@ -53,7 +54,7 @@ def evaluations(path, reference):
 def float64_means(path, reference):
     """Each pair alone, full logits, float64 throughout; the closed form of the DPO loss."""
     tokenizer = load_tokenizer("data/demo/model")
-    data, _ = preference_data.read(path, Encoder(tokenizer))
+    data, _ = reading.pairs(path, Encoder(tokenizer))
     model = AutoModelForCausalLM.from_pretrained(models.model_path("data/demo/model")).double()
     sums = dict.fromkeys(NAMES, 0.0)
     for row, pair in enumerate(data):

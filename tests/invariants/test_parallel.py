@@ -10,10 +10,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import reading
 import runs
 from ddp_utils import UserError, distributed, logps, models, optim
 from ddp_utils.models import load_tokenizer
-from ddp_utils.readers import Encoder, preference_data
+from ddp_utils.readers import Encoder
 from ddp_utils.runs import checkpoint
 from ddp_utils.sharding import fsdp
 from ranks import ranks
@@ -33,7 +34,7 @@ def policy_and_pairs(fine_tuning="lora"):
     precision = optim.Precision.choose(world.device, fine_tuning)
     model = models.load_policy(config, world.device, precision)
     policy = optim.wrap(logps.Scorer(model, precision.autocast), world)
-    data, _ = preference_data.read(runs.PAIRS, Encoder(load_tokenizer("data/demo/model")))
+    data, _ = reading.pairs(runs.PAIRS, Encoder(load_tokenizer("data/demo/model")))
     optimizer, schedule = optim.make_optimizer(policy, config, 1e-3, 10)
     return world, policy, optimizer, schedule, data
 

@@ -10,10 +10,11 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 import main_distributed
+import reading
 import runs
 from ddp_utils import distributed, logps, models, optim
 from ddp_utils.models import load_tokenizer
-from ddp_utils.readers import Encoder, preference_data
+from ddp_utils.readers import Encoder
 from ddp_utils.runs import checks
 from ddp_utils.tools import merge
 from ranks import ranks, run_ranks
@@ -112,7 +113,7 @@ def sft_adapter(folder):
 def scores_of(adapter):
     """Log-probs of the test pairs under base model and adapter."""
     world = distributed.World()
-    data, _ = preference_data.read(runs.PAIRS, Encoder(load_tokenizer("data/demo/model")))
+    data, _ = reading.pairs(runs.PAIRS, Encoder(load_tokenizer("data/demo/model")))
     base = models.load("data/demo/model", torch.float32, world.device)
     plain = logps.score(logps.Scorer(base), data, world, 4)
     adapted = logps.score(logps.Scorer(PeftModel.from_pretrained(base, adapter)), data, world, 4)

@@ -206,7 +206,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
 # long the run is, which model is kept and what shares it out
 MAY_CHANGE = words(
     "check debug restart same_code reference_logps log_every save_every keep_checkpoints "
-    "result_dir out_dir output_dir "
+    "result_dir out_dir output_dir cache_dir "
     "stop_after_minutes timeout_minutes config deepspeed report_to bucket_mb num_workers "
     "ckpt_interval eval_interval gen_interval summary_interval "
     "max_steps num_epochs train_timesteps save_best "

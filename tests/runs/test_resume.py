@@ -47,7 +47,7 @@ MOMENTS = {  # call of the writer in its second save, of step 10 -> newest check
     "after the data, before the manifest": ("write_manifest", 4, 5),  # 2 are the run's
     "before the rename": ("os.rename", 2, 5),
     "after the rename": ("verify", 2, 10),
-    "while the oldest is removed": ("shutil.rmtree", 19, 15),
+    "while the oldest is removed": ("shutil.rmtree", 23, 15),
 }
 
 

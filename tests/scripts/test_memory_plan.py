@@ -151,7 +151,7 @@ def test_the_plan_of_the_demo(yaml, capsys, monkeypatch):
     assert all(len(line) <= 100 for line in lines if path not in line)
     assert table[0].startswith("DDP <") and table[0].split()[-2:] == ["yes", "5"]
     # 300 questions less a share for validation: 285 rows, 80 a step
-    assert lines[-1] == "steps     8 of 80 rows = 16 ranks x 1 x 5; 8926 tokens an epoch"
+    assert lines[-1] == "steps     8 of 80 rows = 16 ranks x 1 x 5; 8891 tokens an epoch"
 
 
 def test_the_largest_micro_batch_that_fits(yaml, capsys, monkeypatch):

@@ -16,6 +16,7 @@ from test_pairs import (
     tokenizer,
 )
 
+import reading
 from conftest import ROOT
 from ddp_utils import UserError, jsonl, logps
 from ddp_utils.models import load_tokenizer
@@ -55,7 +56,7 @@ def written(tmp_path, *rows):
 def read(tmp_path, *rows, template=None, **options):
     """(each text as shown, the report) of these rows, in bytes."""
     encoder = Encoder(chat_tokenizer(template, bos=False) if template else PLAIN)
-    found, report = instruction_data.read(written(tmp_path, *rows), encoder, **options)
+    found, report = reading.texts(written(tmp_path, *rows), encoder, **options)
     return [shown(encoder, text) for text in found], report
 
 
@@ -77,7 +78,7 @@ def test_each_kind_is_found_and_read_as_written_by_hand(tmp_path, kind):
 
 
 KINDS = [  # names of fields -> the kind
-    ("instruction output prompt completion", "alpaca"),
+    ("instruction output prompt completion", "custom"),
     ("instruction output chosen rejected", "preference"),
     ("conversations id", "sharegpt"),
     ("conversations chosen rejected", "preference"),
@@ -93,7 +94,9 @@ def test_the_fields_tell_the_kind_or_are_named(tmp_path):
         record = jsonl.Record("f:1", dict.fromkeys(names.split(), 1))
         assert instruction_data.find_shape(record).kind == kind
     row = {"answer": "3", "question": "2", "request": "Tell me.", "story": "Once."}
-    found, report = read(tmp_path, {**row, "system": "Lie."}, fields=("request", "story"))
+    found, report = read(
+        tmp_path, {**row, "system": "Lie."}, columns="prompt=request,completion=story"
+    )
     assert found == ["\n\nSystem: Lie.\n\nHuman: Tell me.\n\nAssistant:{ Once.</s>}"]
     assert report["fields_not_read"] == "answer, question"
 
@@ -101,9 +104,9 @@ def test_the_fields_tell_the_kind_or_are_named(tmp_path):
 @pytest.mark.parametrize("file", sorted((ROOT / "tests/data/formats").iterdir()), ids=str)
 def test_every_preference_row_gives_the_prompt_and_the_chosen_reply_of_its_pair(file):
     encoder = Encoder(PLAIN)
-    found, report = instruction_data.read(file, encoder)
+    found, report = reading.texts(file, encoder)
     assert report["format"] == "preference"
-    expected, _ = preference_data.read(file, encoder)
+    expected, _ = reading.pairs(file, encoder)
     same = {text.location: (text.prompt, text.reply, text.text) for text in found}
     for pair in expected:
         assert same[pair.location] == (pair.prompt, pair.chosen, pair.text)
@@ -240,7 +243,7 @@ def test_without_an_end_token_replies_are_trained_without():
     encoder = Encoder(tok)
     text = instruction_data.encode(encoder, "f:1", talk("Hi", "Ho ", "Up?"), "Down.")
     assert shown(encoder, text) == (
-        "\n\nHuman: Hi\n\nAssistant:{ Ho} \n\nHuman: Up?\n\nAssistant:{ Down.}"
+        "\n\nHuman: Hi\n\nAssistant:{ Ho }\n\nHuman: Up?\n\nAssistant:{ Down.}"
     )
 
 
@@ -351,7 +354,7 @@ def test_no_text_is_too_long_or_without_a_trained_token(template, said, max_leng
 def test_without_room_for_a_reply_a_row_is_dropped(tmp_path):
     with pytest.raises(UserError, match="0 usable rows of 1: 1 no trained token left"):
         path = written(tmp_path, {"prompt": "ab", "completion": "c"})
-        instruction_data.read(path, Encoder(PLAIN, max_length=1))
+        reading.texts(path, Encoder(PLAIN, max_length=1))
 
 
 # --- rows that cannot be used, and the report ----------------------------------------------------
@@ -373,7 +376,7 @@ def test_the_report_counts_by_row_what_a_hand_count_finds(tmp_path):
         old,
     )
     encoder = Encoder(PLAIN, max_length=20)
-    found, report = instruction_data.read(path, encoder, on_bad_record="skip")
+    found, report = reading.texts(path, encoder, on_bad_record="skip")
     assert [text.location.rsplit(":", 1)[1] for text in found] == ["2", "4", "5", "8"]
     assert report == {
         "file": str(path),
@@ -389,7 +392,8 @@ def test_the_report_counts_by_row_what_a_hand_count_finds(tmp_path):
     }
     assert preference_data.describe("train", report) == (
         "train: 8 rows of alpaca, 4 used; tokens 6.8 prompt, 7.8 reply, 7.8 trained; "
-        "1 empty response; 3 malformed; 1 same as an earlier row; 2 truncated; not read: source"
+        "1 empty response; 3 malformed; 1 same as an earlier row; 2 truncated; no chat template; "
+        "not read: source"
     )
 
 
@@ -404,7 +408,7 @@ def test_the_files_of_the_demo_are_read_whole():
         ("preferences_train.jsonl", 800, "prompt", "", "chosen"),
     ):
         path = ROOT / "data/demo" / file
-        found, report = instruction_data.read(path, Encoder(tok, max_length=10_000))
+        found, report = reading.texts(path, Encoder(tok, max_length=10_000))
         source = [json.loads(line) for line in path.read_text().splitlines()]
         assert len(source) == len(found) == report["used"] == count
         for row, text in zip(source, found, strict=True):

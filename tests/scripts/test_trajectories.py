@@ -78,7 +78,7 @@ def test_long_replies_are_cut_and_rows_without_room_dropped(encoder, tmp_path):
 
 def test_tokens_of_another_model_are_noticed(encoder, tmp_path):
     row = {"question": "Why?", "x0": "Loud.", "reply": "Because."}
-    row["tokens"] = encoder.ids("Because.")
+    row["tokens"] = encoder.ids("Because.")[0]
     assert trajectories.read(write(tmp_path / "t.jsonl", [row]), encoder, 100)[0]
     row["tokens"] = row["tokens"][::-1]
     with pytest.raises(UserError, match=r"t.jsonl:1: tokens: they spell .* of another model"):

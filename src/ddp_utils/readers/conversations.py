@@ -4,9 +4,10 @@ import re
 
 from ddp_utils import UserError, jsonl
 from ddp_utils.readers import preference_data
-from ddp_utils.readers.preference_data import HUMAN, SIDES, WEIGHTS, Unusable
+from ddp_utils.readers.preference_data import HUMAN, MORE, SIDES, WEIGHTS, Unusable
 
-ROLES = {"human": "user", "gpt": "assistant"} | {r: r for r in ("system", "user", "assistant")}
+ROLES = {"human": "user", "gpt": "assistant"}
+ROLES |= {name: name for name in ("system", "developer", "user", "assistant", "tool")}
 TURN = re.compile(r"(?s)\n\n(Human|Assistant):(.*?)(?=\n\n(?:Human|Assistant):|\Z)")
 
 
@@ -33,7 +34,7 @@ def chat(record, field, *sides):
         if "weight" in reply:
             raise UserError(f"{record.location}: {side}: its reply has the weight 0; leave it out")
         prompts.append(prompt)
-        replies.append(reply["content"])
+        replies.append(reply_of(reply))
     for turn in sum(prompts, before):
         turn.pop("weight", None)  # nothing of a prompt is trained
     # beside whole conversations, a prompt that is one text repeats one of their turns
@@ -78,28 +79,71 @@ def turns_of(record, field, role="assistant"):
     for number, turn in enumerate(value):
         path = f"{field}[{number}]"
         preference_data.text_only(record, path, turn, weights=(None, 0, 1))
-        keys = ("from", "value") if "from" in turn else ("role", "content")
-        role, content = map(turn.get, keys)
-        if str(role) not in ROLES:
-            hint = "give system, user or assistant"
-            raise preference_data.error(record, f"{path}.{keys[0]}", role, hint)
-        path = f"{path}.{keys[1]}"
-        if not isinstance(content, str):
-            raise preference_data.error(record, path, content, "only text is read: give a string")
+        name = "from" if "from" in turn else "role"
+        role = str(turn.get(name))
+        if role not in ROLES:
+            hint = "give system, developer, user, assistant or tool"
+            raise preference_data.error(record, f"{path}.{name}", turn.get(name), hint)
+        keys = (*MORE, "name") if role == "tool" else MORE
+        more = {key: turn[key] for key in keys if turn.get(key)}
+        if "tool_calls" in more:
+            more["tool_calls"] = _calls(record, f"{path}.tool_calls", more["tool_calls"])
+        name = "value" if "value" in turn else "content"
+        content = _text(record, f"{path}.{name}", turn.get(name), more)
         last = number + 1 == len(value)
-        read = preference_data.response if ROLES[role] == "assistant" and last else jsonl.text
-        read(jsonl.Record(record.location, {path: content}), path)
-        turns.append({"role": ROLES[role], "content": content})
+        may_be_empty = ROLES[role] == "assistant" and (last or more)
+        read = preference_data.response if may_be_empty else jsonl.text
+        read(jsonl.Record(record.location, {f"{path}.{name}": content}), f"{path}.{name}")
+        turns.append({"role": ROLES[role], "content": content, **more})
         if 0 in map(turn.get, WEIGHTS):
             turns[-1]["weight"] = 0
     return turns
 
 
+def _text(record, path, content, more):
+    """Return the text of a message, or of its parts; "" where it has tool calls or a thought."""
+    if isinstance(content, list):
+        texts = []
+        for part in content:
+            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+                raise preference_data.error(record, path, part, "only text is read: cut it")
+            texts.append(part["text"])
+        return "".join(texts)
+    if content is None and more:
+        return ""
+    if not isinstance(content, str):
+        raise preference_data.error(record, path, content, "only text is read: give a string")
+    return content
+
+
+def _calls(record, path, calls):
+    """Return tool calls whose arguments are objects, as templates want them; OpenAI's are texts."""
+    made = []
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or "name" not in function:
+            hint = 'give [{"function": {"name": ..., "arguments": {...}}}]'
+            raise preference_data.error(record, path, calls, hint)
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            arguments = jsonl.decoded(f"{record.location}: {path}", 1, arguments.encode())
+        made.append({**call, "function": {**function, "arguments": arguments}})
+    return made
+
+
+def reply_of(turn):
+    """Return the text of a turn, or the turn if there is more to it."""
+    return turn if turn.keys() & {*MORE} else turn["content"]
+
+
 def in_order(record, field, turns, last):
-    """Return the turns if user and assistant alternate and `last` is last; system may be first."""
+    """Return the turns if user and assistant alternate and `last` is last.
+
+    System, or developer, may be first; tools may answer an assistant, who then goes on.
+    """
     roles = [turn["role"] for turn in turns]
-    talk = roles[roles[0] == "system" :]
-    if talk[-1:] != [last] or talk != (["user", "assistant"] * len(talk))[: len(talk)]:
+    letters = "".join(role[0] for role in roles) + ("a" if last == "user" else "")
+    if not re.fullmatch("[sd]?(u(at+)*a)+", letters):
         hint = f"give user and assistant by turns, {last} last; system may be first"
         raise UserError(f"{record.location}: {field} has the roles {', '.join(roles):.60}; {hint}")
     return turns

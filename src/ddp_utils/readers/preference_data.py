@@ -10,24 +10,30 @@ transcript   {"chosen", "rejected"}: texts of "\\n\\nHuman:" and "\\n\\nAssistan
 openai       {"input": {"messages"}, "preferred_output", "non_preferred_output"}
 """
 
-import bisect
 import collections
 import difflib
-import itertools
 import reprlib
+import threading
 from typing import NamedTuple
 
+import numpy as np
+from tqdm import tqdm
+
 from ddp_utils import UserError, jsonl, sampler
+from ddp_utils.logps import Pair
+from ddp_utils.readers import said, tables
 
 SIDES = ("chosen", "rejected")
 TEXTS = ("prompt", "instruction", "question")
 FIELDS = {name: (name, *SIDES) for name in TEXTS}  # format -> what a row must have
 FIELDS["sharegpt"] = ("conversations", *SIDES)
 FIELDS["openai"] = ("input", "preferred_output", "non_preferred_output")
-NOT_TEXT = ("tools", "tool_calls", "function_call", "image", "images")
-NOT_TEXT += ("audio", "audios", "video", "videos")
+NOT_TEXT = ("function_call", "image", "images", "audio", "audios", "video", "videos")
 WEIGHTS = ("weight", "loss_weight", "train", "loss", "label")  # of a row or message: 1, true or 0
-MESSAGE = {"role", "content", "from", "value", "messages", *WEIGHTS}  # what is read of one
+MORE = ("reasoning_content", "tool_calls", "tool_call_id")  # what a template may show of a message
+ARGUMENTS = ("tools", "chat_template_kwargs")  # what a row may give its template
+WHOLE = {"content", *MORE, *ARGUMENTS}  # fields whose own fields have other names
+MESSAGE = {"role", "from", "value", "messages", *WHOLE, *WEIGHTS}  # what is read of one
 HUMAN = "\n\nHuman:"  # begins a transcript
 
 
@@ -36,8 +42,8 @@ class Example(NamedTuple):
 
     location: str  # file:line
     prompt: str | list  # plain text, or [{"role", "content"}, ...] that ends with a user's turn
-    chosen: str
-    rejected: str
+    chosen: str | dict  # a turn if there is more to it than text
+    rejected: str | dict
 
 
 class Unusable(Exception):
@@ -52,79 +58,88 @@ class Shape(NamedTuple):
     format: str = ""  # of preferences
 
 
-def read(path, encoder, limit=-1, on_bad_record="error"):
-    """Return the usable pairs of a data file and its report.
+def read(source, encoder):
+    """Return the usable pairs of a DataFile, as Rows, and its report.
 
     Rows that cannot teach (equal sides, empty responses, prompts that differ) are dropped and
     counted; malformed ones raise UserError, or with "skip" are counted, too.
     """
-    seen = set()
 
     def make(record, shape):
-        checked = example(record, shape.format)
-        pair = encoder.encode(checked)
+        pair = encoder.encode(example(record, shape.format))
         if not (pair.chosen and pair.rejected):  # a tokenizer may drop letters and have no end
             raise Unusable("empty response")
         if pair.chosen == pair.rejected:
             raise Unusable("identical once cut")
-        if (pair.text, checked.chosen, checked.rejected) in seen:
-            encoder.notes.add("same as an earlier row")
-        if (pair.text, checked.rejected, checked.chosen) in seen:
-            encoder.notes.add("opposite of an earlier row")
-        seen.add((pair.text, checked.chosen, checked.rejected))
         return pair
 
-    pairs, report = collect(path, encoder, find_shape, make, limit, on_bad_record)
-    longer = sum(len(pair.chosen) > len(pair.rejected) for pair in pairs)
-    return pairs, {**report, "chosen_is_longer": round(longer / len(pairs), 3)}
+    def pairs(report):
+        longer = 0
+        for pair in collect(report, source, encoder, find_shape, make):
+            longer += len(pair.chosen) > len(pair.rejected)
+            yield pair
+        report["chosen_is_longer"] = round(longer / report["used"], 3)
+
+    return tables.read(Pair, source, encoder.facts(), pairs)
 
 
-def collect(path, encoder, find, make, limit, on_bad_record):
-    """Return make(record, shape) of each usable row, and what is worth knowing of the file.
+def collect(report, source, encoder, find, make):
+    """Yield make(record, shape) of each usable row, and report what is worth knowing of them.
 
     find: returns the Shape of the first row. Raises UserError if a row is malformed (with "skip"
     it is dropped), or if no row is usable.
     """
-    usable = []
     shape = first_error = None
+    count = used = 0
     not_read = set()
+    seen = set()
+    tokens = collections.Counter()  # part of a row -> its tokens in all rows
     dropped = collections.defaultdict(list)  # reason -> rows
     counts = collections.defaultdict(list)  # what was mended -> rows
-    records = jsonl.read(path, limit, skip=True)  # what is no JSON is a record with an error
-    for record in records:
+    tqdm.set_lock(threading.RLock())  # its default is a semaphore, which os._exit would leak
+    for record in tqdm(source.records(), "Tokenizing", disable=None, leave=False, unit=" rows"):
+        count += 1
         encoder.notes.clear()
         try:
             if isinstance(record.data, UserError):
                 raise record.data
             shape = shape or find(record)
-            usable.append(make(record, shape))
-            not_read |= unread(record.data, {*shape.fields, "system", *WEIGHTS})
+            encoder.row_kwargs = row_kwargs(record, encoder)
+            row = make(record, shape)
+            prompt, one, other = map(tuple, row[:3])
+            if hash((prompt, one, other)) in seen:
+                encoder.notes.add("same as an earlier row")
+            if hash((prompt, other, one)) in seen:
+                encoder.notes.add("opposite of an earlier row")
+            seen.add(hash((prompt, one, other)))
+            yield row
+            used += 1
+            tokens.update(row.lengths)
+            not_read |= unread(record.data, {*shape.fields, "system", *WEIGHTS, *ARGUMENTS})
         except Unusable as reason:
             dropped[str(reason)].append(record.row)
         except UserError as error:
+            if not str(error).startswith(source.path):  # of its template
+                error = UserError(f"{record.location}: {error}")
             first_error = first_error or error
             dropped["malformed"].append(record.row)
         for note in sorted(encoder.notes):
             counts[note].append(record.row)
-    if first_error and on_bad_record == "error":
-        skip = f"skip {len(dropped['malformed'])} of {len(records)} rows: --on_bad_record skip"
-        raise UserError(f"{first_error}, or {skip}" if usable else str(first_error))
-    if not usable:
+    if first_error and source.on_bad_record == "error":
+        skip = f"skip {len(dropped['malformed'])} of {count} rows: --on_bad_record skip"
+        raise UserError(f"{first_error}, or {skip}" if used else str(first_error))
+    if not used:
         reasons = ", ".join(f"{len(rows)} {reason}" for reason, rows in dropped.items())
-        raise UserError(f"{path}: 0 usable rows of {len(records)}: {reasons}")
-    means = {}
-    for part in usable[0].lengths:
-        means[part] = round(sum(item.lengths[part] for item in usable) / len(usable), 1)
-    return usable, {
-        "file": str(path),
+        raise UserError(f"{source.path}: 0 usable rows of {count}: {reasons}")
+    report |= {
         "format": shape.kind,
         "fields_not_read": ", ".join(sorted(map(jsonl.shown, not_read))),
         "template": encoder.templated,
-        "rows": len(records),
-        "used": len(usable),
-        "dropped": dict(dropped),
+        "rows": count,
+        "used": used,
+        "dropped": dropped,
         **counts,
-        "mean_tokens": means,
+        "mean_tokens": {part: round(total / used, 1) for part, total in tokens.items()},
     }
 
 
@@ -141,22 +156,19 @@ def describe(split, report):
     for name, rows in {**report["dropped"], **report}.items():
         if rows and isinstance(rows, list):
             line += f"; {len(rows)} {name}"
+    if not report["template"]:
+        line += "; no chat template"
     if report["fields_not_read"]:
         line += f"; not read: {report['fields_not_read']:.100}"
     return line
 
 
-def split_by_prompt(pairs, seed, shares=(0.85, 0.05, 0.10)):
-    """Cut pairs into train, validation and test so that no prompt stands in two of them."""
-    prompts = sorted({pair.text for pair in pairs})
-    edges = [round(len(prompts) * share) for share in itertools.accumulate(shares)]
-    part_of = {}  # prompt -> number of its part
-    for place, index in enumerate(sampler.order(len(prompts), seed, epoch=-1).tolist()):
-        part_of[prompts[index]] = bisect.bisect(edges, place)
-    parts = [[] for _ in shares]
-    for pair in pairs:
-        parts[part_of[pair.text]].append(pair)
-    return parts
+def split_by_prompt(rows, seed, shares=(0.85, 0.05, 0.10)):
+    """Cut rows into train, validation and test so that no prompt stands in two of them."""
+    prompts, prompt_of = np.unique(rows.prompts, return_inverse=True)
+    edges = np.round(np.cumsum(shares[:-1]) * len(prompts)).astype(int)
+    parts = np.split(sampler.order(len(prompts), seed, epoch=-1), edges)
+    return [rows.select(np.isin(prompt_of, part)) for part in parts]
 
 
 def find_shape(record) -> Shape:
@@ -190,6 +202,7 @@ def unknown(record, shapes) -> UserError:
     nearest = max(shapes, key=lambda fields: len(meant & set(fields)))
     missing = next(field for field in nearest if field not in record.data)
     nearest = f"nearest is {', '.join(nearest)}: {missing} is missing"
+    nearest += f"; or name yours: --columns {missing}=..."
     return UserError(f"{record.location}: fields found: {', '.join(names) or '-':.200}; {nearest}")
 
 
@@ -197,22 +210,40 @@ def unread(data, fields, path="") -> set:
     """Return the dotted paths that nothing reads: of fields of a row, and of its messages."""
     names = set()
     for key, value in data.items():
-        if key not in fields and value not in (None, "", [], {}):  # tables have null or ""
+        is_read = key in fields or (key == "name" and data.get("role") == "tool")
+        if is_read and key in WHOLE:
+            continue
+        if not is_read and value not in (None, "", [], {}):  # tables have null or ""
             names.add(path + key)
         elif isinstance(value, dict):
             names |= unread(value, MESSAGE, f"{path}{key}.")
         elif isinstance(value, list):
             for item in value:
-                names |= (
-                    unread(item, MESSAGE, f"{path}{key}[].") if isinstance(item, dict) else set()
-                )
+                if isinstance(item, dict):
+                    names |= unread(item, MESSAGE, f"{path}{key}[].")
     return names
+
+
+def row_kwargs(record, encoder):
+    """Return what a row gives its template besides messages: tools, and chat_template_kwargs."""
+    tools, arguments = map(record.data.get, ARGUMENTS)
+    if isinstance(record.data.get("input"), dict):  # OpenAI's
+        tools = record.data["input"].get("tools")
+    place = f"{record.location}: chat_template_kwargs"
+    arguments = encoder.arguments(arguments or {}, place)
+    if not tools:
+        return arguments
+    if isinstance(tools, str):
+        tools = jsonl.decoded(f"{record.location}: tools", 1, tools.encode())
+    if not isinstance(tools, list):
+        raise error(record, "tools", tools, "give a list of JSON schemas")
+    return encoder.arguments({**arguments, "tools": tools}, f"{record.location}: tools")
 
 
 def example(record, name) -> Example:
     """Read a record in the named format; UserError if malformed, Unusable if it teaches nothing."""
     prompt, chosen, rejected = prompt_and_sides(record, name)
-    if not chosen.strip() or not rejected.strip():
+    if not said(chosen).strip() or not said(rejected).strip():
         raise Unusable("empty response")
     if chosen == rejected:
         raise Unusable("identical")

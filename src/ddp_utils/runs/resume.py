@@ -13,7 +13,7 @@ from ddp_utils.runs.folder import FolderState, lock
 
 # settings that change no number, so that they may change between two lives of a run
 FREE = {"check", "debug", "restart", "same_code", "reference_logps"}
-FREE |= {"log_every", "save_every", "keep_checkpoints"}
+FREE |= {"log_every", "save_every", "keep_checkpoints", "cache_dir"}
 FREE |= {"result_dir", "out_dir", "output_dir", "stop_after_minutes", "timeout_minutes"}
 FREE |= {"config", "deepspeed", "report_to", "bucket_mb", "num_workers"}
 FREE |= {"ckpt_interval", "eval_interval", "gen_interval", "summary_interval"}

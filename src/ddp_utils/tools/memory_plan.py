@@ -224,7 +224,7 @@ def needs_of(script, config, rows, device) -> dict:
         folder = str(models.model_path(config.model_name))
         model_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         model = meta_model(model_config)
-    models.check_fit(model, {"train": rows})
+    models.check_fit(model, rows.extremes())
     row_losses = functools.partial(script.row_losses, config=config)
     precision = script.precision_of(config, GPU)
     longest = sorted(rows, key=lambda row: -row.num_forward_tokens(shared=True))

@@ -18,15 +18,16 @@ import pytest
 import transformers
 
 import main_distributed
+import programs
+import reading
 from config import Config
 from conftest import ROOT
 from ddp_utils import UserError, models
 from ddp_utils.models import load_tokenizer
-from ddp_utils.readers import Encoder, preference_data
+from ddp_utils.readers import Encoder
 from ddp_utils.runs import yaml_config
 from prompt_baking import trajectories
 from ranks import run_ranks
-from sft import instruction_data
 
 HERE = Path(__file__).parent
 SCRIPT = str(ROOT / "src/main_distributed.py")
@@ -85,7 +86,7 @@ def refused(flags, says, cwd):
         train(flags)
     message = str(caught.value)
     assert message.startswith(says)
-    assert message.splitlines() == [message] and not list(cwd.iterdir())
+    assert message.splitlines() == [message] and not programs.left(cwd)
 
 
 def on_two(folder, flags):
@@ -93,7 +94,7 @@ def on_two(folder, flags):
     outcome = run_ranks(2, train_in, str(folder), flags)
     log = "".join(outcome.logs)
     assert outcome.codes == [2, 2], log
-    assert "Traceback" not in log and "LOADED" not in log and not list(folder.iterdir())
+    assert "Traceback" not in log and "LOADED" not in log and not programs.left(folder)
     return log
 
 
@@ -112,7 +113,7 @@ CLASSES.append(
         "validation": ([f"--train_data={GOOD_FILE}", f"--val_data={BAD_FILE}"], NULL),
         "test": ([f"--train_data={GOOD_FILE}", f"--test_data={BAD_FILE}"], NULL),
         "absent": (["--train_data=x"], "x: no such file; looked in "),
-        "a folder": (["--train_data=/"], "/: not a regular file"),
+        "a folder": (["--train_data=/"], "/: neither a file nor a data set"),
         "stdin": (["--train_data=/dev/stdin"], "/dev/stdin: not a regular file"),
         "escape sequence": (["--train_data=a\x1b[31mb"], "--train_data: '"),
     }
@@ -144,8 +145,8 @@ def test_each_bad_row_is_one_line_that_names_the_field(tmp_path):
     """A line of rows.txt: the reader, what it says somewhere in its line, and the rows."""
     encoder = Encoder(load_tokenizer("data/demo/model"))
     readers = {
-        "preference": lambda path: preference_data.read(path, encoder),
-        "sft": lambda path: instruction_data.read(path, encoder),
+        "preference": lambda path: reading.pairs(path, encoder),
+        "sft": lambda path: reading.texts(path, encoder),
         "baking": lambda path: trajectories.read(path, encoder, 64),
         "questions": trajectories.read_questions,
     }
@@ -169,7 +170,7 @@ def test_a_flag_that_is_none_costs_one_box(cwd, capfd):
         with pytest.raises(SystemExit) as caught:
             train(shlex.split(flags))
         box = capfd.readouterr().err
-        assert caught.value.code == 2 and not list(cwd.iterdir())
+        assert caught.value.code == 2 and not programs.left(cwd)
         assert box.count("For full helptext") == 1 and names in re.split(r"[\s,'\"]+", box), flags
     assert on_two(cwd, shlex.split(next(iter(BOXES)))).count("For full helptext") == 1
 
@@ -255,7 +256,7 @@ def test_a_model_that_does_not_fit_is_one_line(what, cwd, tmp_path):
 def test_good_data_is_read_and_what_is_odd_in_it_is_counted(cwd, capfd):
     for flags, says in stored("accepted").values():
         assert train([*flags, "--check"]) == 0
-        assert says in capfd.readouterr().out and not list(cwd.iterdir()), flags
+        assert says in capfd.readouterr().out and not programs.left(cwd), flags
 
 
 def test_tokenizers_without_pad_end_or_template_are_taken(cwd, tmp_path, capfd):
@@ -294,7 +295,7 @@ def real(command, cwd):
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "Traceback" not in done.stderr and not list(cwd.iterdir())
+    assert "Traceback" not in done.stderr and not programs.left(cwd)
     return done.stderr
 
 

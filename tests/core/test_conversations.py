@@ -1,0 +1,152 @@
+"""Tools, thoughts and roles in a conversation: the ids and masks that transformers' own has."""
+
+import copy
+import json
+
+import pytest
+from test_pairs import GEMMA, LLAMA3, chat_tokenizer, tokenizer
+
+import reading
+from ddp_utils import UserError
+from ddp_utils.readers import Encoder
+
+TOOLS = (  # in the manner of Qwen: tools, calls and thoughts; {% generation %} marks the replies
+    "{% if tools %}<|h|>tools{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|eot|>\n"
+    "{% endif %}{% for m in messages %}<|h|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>"
+    "{% endif %}{{ m.content }}{% for call in m.tool_calls or [] %}[{{ call.function.name }} "
+    "{{ call.function.arguments | tojson }}]{% endfor %}<|eot|>{% endgeneration %}\n"
+    "{% else %}{{ m.content }}<|eot|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|h|>assistant\n{% if short %}<think></think>{% endif %}"
+    "{% endif %}"
+)
+TRIMMED = (
+    "{% for m in messages %}<|h|>{{ m.role }}\n{{ m.content | trim }}<|eot|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|h|>assistant\n{% endif %}"
+)
+SCHEMAS = [{"type": "function", "function": {"name": "time", "parameters": {"type": "object"}}}]
+CALLS = [{"type": "function", "function": {"name": "time", "arguments": {"zone": "CET"}}}]
+
+
+def turn(role, content, **more):
+    return {"role": role, "content": content, **more}
+
+
+ASKED = turn("user", "Time?")
+SINGLE = [turn("user", "Why?"), turn("assistant", "Because.\n")]
+MULTI = [*SINGLE, turn("user", "So?"), turn("assistant", " Yes.")]
+CALLED = [ASKED, turn("assistant", "", tool_calls=CALLS)]
+ANSWERED = [*CALLED, turn("tool", "12:00", name="time"), turn("assistant", "Noon.")]
+THOUGHT = [ASKED, turn("assistant", "Noon.", reasoning_content="Hm.")]
+PARTS = [turn("user", [{"type": "text", "text": "Ti"}, {"type": "text", "text": "me?"}]), SINGLE[1]]
+ROWS = {
+    "single": {"messages": SINGLE},
+    "multi-turn": {"messages": MULTI},
+    "system": {"messages": [turn("system", "Be kind."), *MULTI]},
+    "developer": {"messages": [turn("developer", "Be kind."), *SINGLE]},
+    "parts": {"messages": PARTS},
+    "a call": {"messages": CALLED, "tools": SCHEMAS},
+    "a call and its answer": {"messages": ANSWERED, "tools": SCHEMAS},
+    "tools as text": {"messages": ANSWERED, "tools": json.dumps(SCHEMAS)},
+    "a thought": {"messages": THOUGHT},
+    "thoughts": {"messages": [*THOUGHT, *THOUGHT]},
+    "an argument": {"messages": SINGLE, "chat_template_kwargs": {"short": False}},
+}
+TEMPLATES = {"tools": TOOLS, "any role": LLAMA3, "trimmed": TRIMMED}
+ONLY_TOOLS = {name for name in ROWS if "call" in name or "tool" in name or "thought" in name}
+
+
+def read(tmp_path, row, template, reader=reading.texts):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    tok = chat_tokenizer(template) if template else tokenizer()
+    return reader(path, Encoder(tok))[0][0], tok
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("name", ROWS)
+def test_ids_and_masks_are_those_of_transformers(tmp_path, name, template):
+    row = ROWS[name]
+    if template != "tools" and name in {*ONLY_TOOLS, "an argument"}:
+        with pytest.raises(UserError, match="rows.jsonl:1: .*(tools|short|reasoning_content)"):
+            read(tmp_path, row, TEMPLATES[template])
+        return
+    text, tok = read(tmp_path, row, TEMPLATES[template])
+    messages = copy.deepcopy(row["messages"])
+    for message in messages:
+        if isinstance(message["content"], list):
+            message["content"] = "".join(part["text"] for part in message["content"])
+    options = dict(row.get("chat_template_kwargs", {}))
+    if "tools" in row:
+        options["tools"] = SCHEMAS
+    if template == "tools":
+        options["return_assistant_tokens_mask"] = True
+    own = tok.apply_chat_template(messages, return_dict=True, **options)
+    ids = text.prompt + text.reply
+    assert own["input_ids"][: len(ids)] == ids
+    assert tok.decode(own["input_ids"][len(ids) :]).strip() == ""  # behind the last reply
+    if template == "tools":
+        scored = [0] * len(text.prompt) + text.scored
+        assert own["assistant_masks"][: len(ids)] == scored
+        assert not any(own["assistant_masks"][len(ids) :])
+
+
+def test_arguments_of_a_call_may_be_a_text_as_openai_writes_them(tmp_path):
+    function = {"name": "time", "arguments": '{"zone": "CET"}'}
+    row = {"messages": [ASKED, turn("assistant", None, tool_calls=[{"function": function}])]}
+    text, tok = read(tmp_path, row, TOOLS)
+    assert tok.decode(text.reply) == '[time {"zone": "CET"}]<|eot|>'
+    function["arguments"] = "{zone"
+    with pytest.raises(UserError, match=r"rows.jsonl:1: messages\[1\].tool_calls:1:2: not JSON"):
+        read(tmp_path, row, TOOLS)
+
+
+def test_a_pair_may_prefer_a_call(tmp_path):
+    for row in (
+        {"prompt": [ASKED], "chosen": CALLED[1:], "rejected": "No.", "tools": SCHEMAS},
+        {
+            "input": {"messages": [ASKED], "tools": SCHEMAS},
+            "preferred_output": CALLED[1:],
+            "non_preferred_output": [turn("assistant", "No.")],
+        },
+    ):
+        pair, tok = read(tmp_path, row, TOOLS, reading.pairs)
+        assert tok.decode(pair.prompt).endswith("<|h|>user\nTime?<|eot|>\n<|h|>assistant\n")
+        assert tok.decode(pair.prompt).startswith('<|h|>tools{"type": "function"')
+        assert tok.decode(pair.chosen) == '[time {"zone": "CET"}]<|eot|>'
+        assert tok.decode(pair.rejected) == "No.<|eot|>"
+        assert json.loads(pair.expected) == CALLS
+
+
+def test_an_argument_of_a_row_is_of_that_row_alone(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    rows = [{"messages": SINGLE, "chat_template_kwargs": '{"short": true}'}, {"messages": MULTI}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    tok = chat_tokenizer(TOOLS)
+    texts, report = reading.texts(path, Encoder(tok))
+    assert [tok.decode(text.prompt).endswith("<think></think>") for text in texts] == [False, False]
+    assert report["fields_not_read"] == ""
+
+
+REFUSED = [
+    (None, {"messages": CALLED}, "tool_calls is not in the chat template"),
+    (None, {"messages": ANSWERED}, "tool_calls is not in the chat template"),
+    (None, {"messages": SINGLE, "tools": SCHEMAS}, "tools: no chat template takes tools"),
+    (GEMMA, {"messages": THOUGHT}, "reasoning_content is not in the chat template"),
+    (TOOLS, {"messages": SINGLE, "tools": {"a": 1}}, "tools is {'a': 1}; give a list"),
+    (TOOLS, {"messages": SINGLE, "chat_template_kwargs": [1]}, "chat_template_kwargs: give an obj"),
+    (TOOLS, {"messages": SINGLE, "chat_template_kwargs": {"x": 1}}, "no chat template takes x"),
+    (TOOLS, {"messages": [ASKED, turn("tool", "12:00"), SINGLE[1]]}, "the roles user, tool, ass"),
+    (TOOLS, {"messages": [*SINGLE, turn("developer", "x"), *SINGLE]}, "the roles user, assistant"),
+    (TOOLS, {"messages": [turn("user", [{"type": "image"}]), SINGLE[1]]}, "only text is read"),
+    (TOOLS, {"messages": [ASKED, turn("assistant", "", tool_calls=[{"id": 1}])]}, "give [{"),
+]
+
+
+def test_what_cannot_be_rendered_is_one_line_with_its_row(tmp_path):
+    for template, row, says in REFUSED:
+        with pytest.raises(UserError) as caught:
+            read(tmp_path, row, template)
+        message = str(caught.value)
+        assert message.startswith(f"{tmp_path}/rows.jsonl:1: ") and says in message, message
+        assert len(message.splitlines()) == 1

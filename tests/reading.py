@@ -1,0 +1,29 @@
+"""Data files, read as the scripts read them, with a cache that nobody shares."""
+
+import tempfile
+
+from ddp_utils.readers import preference_data, tables
+from sft import instruction_data
+
+
+def pairs(path, encoder, *options, **more):
+    """List of Pairs, and the report; options: of a DataFile."""
+    return _read(preference_data, path, encoder, *options, **more)
+
+
+def texts(path, encoder, *options, **more):
+    """List of Texts, and the report; options: of a DataFile."""
+    return _read(instruction_data, path, encoder, *options, **more)
+
+
+def _read(reader, path, encoder, *options, **more):
+    with tempfile.TemporaryDirectory() as cache:
+        rows, report = reader.read(tables.DataFile(str(path), cache, *options, **more), encoder)
+        return list(rows), report
+
+
+def mapped(path, rows):
+    """These rows as those of a file, mapped from `path`."""
+    tables.write(path, "f", rows, {})
+    content, digest, _ = tables.intact(path)
+    return tables.Rows(type(rows[0]), "f", content, digest)
