@@ -24,6 +24,5 @@ def _read(reader, path, encoder, *options, **more):
 
 def mapped(path, rows):
     """These rows as those of a file, mapped from `path`."""
-    tables.write(path, "f", rows, {})
-    content, digest, _ = tables.intact(path)
-    return tables.Rows(type(rows[0]), "f", content, digest)
+    tables.write(path, "f", rows)
+    return tables.Rows(type(rows[0]), "f", path, "digest")

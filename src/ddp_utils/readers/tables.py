@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from filelock import FileLock
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ddp_utils import UserError, files, jsonl, sampler
@@ -63,16 +63,18 @@ class DataFile(NamedTuple):
 class Rows:
     """Rows of a data file, each made from its JSON when it is asked for.
 
-    kind: the NamedTuple of a row; content: what intact() returned of the file that write() wrote;
-    digest: of that; index: [rows] which of its rows, or all.
+    kind: the NamedTuple of a row; file: what write() wrote; digest: of that; index: [rows] which of
+    its rows, or all.
     """
 
-    def __init__(self, kind, path, content, digest, index=None):
+    def __init__(self, kind, path, file, digest, index=None):
         self.kind = kind
         self.path = path
-        self.content = content
-        self.json, self.numbers = content
+        self.file = file
         self.digest = digest
+        with safe_open(file, "pt") as content:  # mapped, not read
+            self.json = content.get_tensor("json").numpy()
+            self.numbers = content.get_tensor("numbers").numpy()
         self.index = np.arange(len(self.numbers)) if index is None else index
         self.make = functools.lru_cache(1024)(self._make)  # a step asks for each row several times
 
@@ -106,7 +108,7 @@ class Rows:
         """Return the rows where a mask [rows] is True."""
         index = self.index[mask]
         digest = hashlib.sha256(self.digest.encode() + index.tobytes()).hexdigest()
-        return Rows(self.kind, self.path, self.content, digest, index)
+        return Rows(self.kind, self.path, self.file, digest, index)
 
 
 def read(kind, source, facts, make):
@@ -120,30 +122,30 @@ def read(kind, source, facts, make):
     facts += [kind._fields, source.reader().digest(path), files.digest_of_files(CODE), more]
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
     file = Path(cache) / f"{Path(path).stem}-{key}.safetensors"
-    known = intact(file)
+    about = file.with_suffix(".json")
+    known = _intact(file, about)
     try:
         if not known:
             file.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(file.with_suffix(".lock")):
-                known = intact(file)  # another process has made them
+                known = _intact(file, about)  # another process has made them
                 if not known:
                     report = {}
                     with files.replacing(file) as temporary:
-                        write(temporary, path, make(report), report)
-                    known = intact(file)
+                        write(temporary, path, make(report))
+                    known = {"sha256": files.sha256(file), "report": report}
+                    files.write_text(about, json.dumps(known))
     except OSError as error:
         says = f"--cache_dir: {cache} cannot be written: {error.strerror}; give another folder"
         raise UserError(says) from error
-    content, digest, report = known
-    return Rows(kind, path, content, digest), {"file": path, **report}
+    return Rows(kind, path, file, known["sha256"]), {"file": path, **known["report"]}
 
 
-def write(file, path, rows, report):
+def write(file, path, rows):
     """Write NamedTuples: three lists of token ids, where each stands in the file at path, texts.
 
     Each is JSON, and four numbers: END, where that ends; PROMPT, the same for equal prompts; SIZE,
-    tokens of its longest text; LARGEST, its largest token id. The report is complete once the last
-    row has come.
+    tokens of its longest text; LARGEST, its largest token id.
     """
     content = bytearray()
     numbers = array.array("q")
@@ -153,29 +155,13 @@ def write(file, path, rows, report):
         largest = max(map(max, filter(None, row[:3])))
         numbers.extend((len(content), sampler.seed_of(row.text), row.row, largest))
     content = torch.frombuffer(content, dtype=torch.uint8)
-    numbers = torch.tensor(numbers).view(-1, 4)  # [rows, 4]
-    report = json.dumps(report)
-    about = {"report": report, "digest": _digest(report, content.numpy(), numbers.numpy())}
-    save_file({"json": content, "numbers": numbers}, file, about)
+    save_file({"json": content, "numbers": torch.tensor(numbers).view(-1, 4)}, file)
 
 
-def intact(file):
-    """Map the JSON and numbers that write() wrote; return them, their digest, and the report.
-
-    None if they are absent or damaged.
-    """
+def _intact(file, about) -> dict:
+    """Return what is kept beside rows in a file, or {} if one of the two is absent or damaged."""
     try:
-        with safe_open(file, "pt") as content:  # mapped, not read
-            about = content.metadata()
-            arrays = [content.get_tensor(name).numpy() for name in ("json", "numbers")]
-    except (OSError, SafetensorError):
-        return None
-    digest = _digest(about["report"], *arrays)
-    return (arrays, digest, json.loads(about["report"])) if digest == about["digest"] else None
-
-
-def _digest(report, *arrays) -> str:
-    digest = hashlib.sha256(report.encode())
-    for values in arrays:
-        digest.update(values)
-    return digest.hexdigest()
+        known = json.loads(about.read_text())
+        return known if files.sha256(file) == known["sha256"] else {}
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}
