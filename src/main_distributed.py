@@ -37,7 +37,7 @@ from ddp_utils.distributed import to_device
 from ddp_utils.metrics import Averages, Meter, interval
 from ddp_utils.readers import Encoder, preference_data
 from ddp_utils.readers.tables import DataFile
-from ddp_utils.runs import checks
+from ddp_utils.runs import checks, judging
 from ddp_utils.runs import run as run_
 from ddp_utils.runs.folder import RunSpec
 from ddp_utils.runs.run import Run
@@ -207,10 +207,10 @@ def write_examples(run, data, before, after, judge):
         pairs = data[split][: len(replies)]
         prompts = [pair.text for pair in pairs]
         expected = [pair.expected for pair in pairs]
-        examples[split], summary = sampling.side_by_side(
+        examples[split], summary = judging.side_by_side(
             prompts, before[split], replies, expected, judge
         )
-        text = sampling.as_text(examples[split], summary)
+        text = judging.as_text(examples[split], summary)
         run.write_text(f"distributed_output_{split}.txt", text)
         run.results[split] |= summary
     run.write_json("examples.json", examples)
@@ -283,7 +283,7 @@ def main(argv=None) -> int:
     data, report = read_data(config, encoder, world)
     # a judge is executed: the demo's is the project's own, whatever the current folder holds
     root = jsonl.ROOT if config.judge == DEMO_JUDGE else None
-    judge = sampling.load_judge(config.judge, root) if config.judge else None
+    judge = judging.load_judge(config.judge, root) if config.judge else None
     if judge:
         for pair in data["val"][:1] + data["test"][:1]:
             judge(pair.text, pair.expected)  # one that does not know these prompts says so now

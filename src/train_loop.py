@@ -39,7 +39,7 @@ from ddp_utils import (
 from ddp_utils.distributed import to_device
 from ddp_utils.metrics import Averages, peak_memory_mb
 from ddp_utils.readers import Encoder
-from ddp_utils.runs import checks
+from ddp_utils.runs import checks, judging
 from ddp_utils.runs import run as run_
 from ddp_utils.runs.folder import RunSpec
 from ddp_utils.runs.run import Run
@@ -249,7 +249,7 @@ def write_examples(run, questions, replies, judge):
         rows.append(row)
     means = {name: sum(values) / len(values) for name, values in scores.items()}
     run.write_json("examples.json", {"test": rows})
-    run.write_text("distributed_output_test.txt", sampling.as_text(rows, means))
+    run.write_text("distributed_output_test.txt", judging.as_text(rows, means))
     run.results["test"] = {"count": len(questions), **means}
     if means:
         run.say("\n".join(f"{name}: {value:.4f}" for name, value in means.items()))
@@ -290,7 +290,7 @@ def main(argv=None) -> int:
     inputs["global_batch"] = str(plan.global_batch)
     # a judge is executed: the demo's is the project's own, whatever the current folder holds
     root = jsonl.ROOT if config.judge == DEMO_JUDGE else None
-    judge = sampling.load_judge(config.judge, root) if config.judge else None
+    judge = judging.load_judge(config.judge, root) if config.judge else None
     if judge:
         inputs["content of judge"] = judge.digest
         for question in questions[:1]:

@@ -194,25 +194,21 @@ class Scorer(nn.Module):
         lengths = {row: pairs[row].num_forward_tokens(self.shared) for row in rows}
         return sampler.share(rows, lengths, world, budget, not self.shared, self.max_tokens)
 
-    def generate(self, ids, **options):
-        """Sample continuations with transformers' own generate.
+    @contextlib.contextmanager
+    def generating(self, device):
+        """Within it the model continues texts: separate rows, in its own precision, in eval().
 
-        In eval(): nothing is trained here, and checkpointing would do without the cache.
+        Nothing is trained here, and checkpointing would do without the cache.
         """
         shared = self.shared
-        settings = self.unwrap().generation_config
-        # the model's own file may hold a repetition_penalty, which is another distribution
-        self.unwrap().generation_config = transformers.GenerationConfig()
         self.set_layout(shared=False)
         self.model.eval()
         try:
-            with torch.autocast(ids.device.type, self.autocast, enabled=bool(self.autocast)):
-                # FSDP: ranks go on together until all are done, for a layer is gathered by all
-                return self.model.generate(ids, synced_gpus=hasattr(self, "unshard"), **options)
+            with torch.autocast(device.type, self.autocast, enabled=bool(self.autocast)):
+                yield
         finally:
             self.model.train()
             self.set_layout(shared)
-            self.unwrap().generation_config = settings
 
     def example(self, device):
         """The smallest batch there is: one pair of one-token responses."""

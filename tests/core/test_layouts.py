@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import main_distributed
 from config import Config
-from ddp_utils import UserError, distributed, logps, models, optim
+from ddp_utils import UserError, distributed, logps, models, optim, sampling
 from ddp_utils.fast import by_sequence, shared_prefix
 
 PLAIN = SIZES | PAD | dict(max_position_embeddings=64)
@@ -358,22 +358,46 @@ def test_a_shared_layout_feeds_no_token_twice_and_no_padding():
     assert totals[1, False] > real and totals[3, False] > real
 
 
+def greedy(scorer, prompts, ends=(), samples=1):
+    """The most likely 12 tokens."""
+    spec = sampling.SampleSpec(0.0, 1.0, max_new_tokens=12, batch_size=99, seed=0)
+    return sampling.generate(scorer, prompts, [*ends], distributed.World(), spec, samples)
+
+
+def transformers_greedy(model, prompt):
+    """The same by the library, of one prompt alone."""
+    ids = torch.tensor([prompt])
+    model.generation_config.eos_token_id = None
+    return model.eval().generate(ids, max_new_tokens=12, do_sample=False)[0, len(prompt) :].tolist()
+
+
 @pytest.mark.parametrize("shared", [False, True], ids=["separate", "shared"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral, window"])
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")
 def test_generation_does_not_depend_on_the_layout_and_leaves_it(name, shared):
     """The most likely tokens are those of the model before any layout was chosen."""
-    prompt = torch.tensor([PAIRS[2].prompt])
-    options = dict(max_new_tokens=12, do_sample=False, temperature=None)
-    expected = build(MODELS[name][0], 3.0).eval().generate(prompt, **options)
+    expected = transformers_greedy(build(MODELS[name][0], 3.0), PAIRS[2].prompt)
     model = build(MODELS[name][0], 3.0)
     scorer = logps.Scorer(get_peft_model(model, LoraConfig(r=4, target_modules="all-linear")))
     scorer.set_layout(shared)  # B = 0: the same model
     attention = scorer.unwrap().config._attn_implementation
     assert (attention == shared_prefix.NAME) == shared
     before = scorer(scorer.collate(PAIRS, "cpu"))[0]
-    assert scorer.generate(input_ids := prompt, **options).tolist() == expected.tolist()
-    assert expected.shape[1] > input_ids.shape[1]
+    assert greedy(scorer, [PAIRS[2].prompt]) == [expected] and len(expected) == 12
     assert scorer.shared == shared and scorer.training
     assert scorer.unwrap().config._attn_implementation == attention
     assert torch.equal(scorer(scorer.collate(PAIRS, "cpu"))[0], before)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_replies_are_those_of_transformers_whatever_the_cache(name):
+    """Padded on the left, two replies a prompt, of which some leave the batch before others."""
+    model = build(MODELS[name][0], 3.0)
+    prompts = [pair.prompt for pair in PAIRS[:4]]
+    expected = [transformers_greedy(model, prompt) for prompt in prompts]
+    twice = [reply for reply in expected for _ in range(2)]
+    assert greedy(logps.Scorer(model), prompts, samples=2) == twice
+    end = expected[1][5]
+    cut = [reply[: (reply + [end]).index(end)] for reply in twice]
+    assert greedy(logps.Scorer(model), prompts, [end], samples=2) == cut
+    assert len({*map(len, cut)}) > 1 or name != "llama"

@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from ddp_utils import UserError, distributed, logps, metrics, sampling
+from ddp_utils.runs import judging
 
 
 class Chain(torch.nn.Module):
@@ -72,7 +73,7 @@ WILSON = {  # Brown, Cai, DasGupta 2001 / R's prop.test(correct=FALSE)
 
 def test_wilson_interval():
     for (wins, count), interval in WILSON.items():
-        assert sampling.wilson(wins, count) == pytest.approx(interval, abs=1e-5)
+        assert metrics.wilson(wins, count) == pytest.approx(interval, abs=1e-5)
     # of 1, 2, 4: mean 7/3, variance of a sample 7/3; R's sd(c(1, 2, 4)) is 1.527525
     half = 1.96 * 1.527525 / 3**0.5
     assert metrics.interval(7 / 3, 7, 3) == pytest.approx((7 / 3 - half, 7 / 3 + half), abs=1e-5)
@@ -81,12 +82,12 @@ def test_wilson_interval():
 def test_wins_losses_ties_and_means_by_hand():
     policy = [{"kind": 1.0, "right": 1.0}, {"kind": 1.0, "right": 0.0}, {"kind": 0.0, "right": 1.0}]
     reference = [{"kind": 0.0, "right": 1.0}, *[{"kind": 1.0, "right": 1.0}] * 2]
-    found = sampling.compare(policy, reference)
+    found = judging.compare(policy, reference)
     assert (found["wins"], found["losses"], found["ties"]) == (1, 1, 1)
     assert found["win_rate"] == 0.5
     assert found["judge/policy/kind"] == pytest.approx(2 / 3)
     assert found["judge/reference/right"] == 1.0
-    undecided = sampling.compare(policy, policy)
+    undecided = judging.compare(policy, policy)
     assert undecided["ties"] == 3
     assert undecided["win_rate"] is undecided["win_rate_low"] is None
 
@@ -98,11 +99,11 @@ def judge_file(tmp_path, body):
 
 
 def test_a_judge_may_return_a_number_or_several(tmp_path):
-    one = sampling.load_judge(judge_file(tmp_path, "def score(p, r): return len(r)"))
+    one = judging.load_judge(judge_file(tmp_path, "def score(p, r): return len(r)"))
     assert one("p", "abc") == {"": 3.0}
-    assert "judge/policy" in sampling.compare([one("p", "abc")], [one("p", "ab")])
+    assert "judge/policy" in judging.compare([one("p", "abc")], [one("p", "ab")])
     several = "def score(p, r): return {'long': len(r) > 2, 'same': p == r}"
-    judge = sampling.load_judge(judge_file(tmp_path, several))
+    judge = judging.load_judge(judge_file(tmp_path, several))
     assert judge("p", "p") == {"long": 0.0, "same": 1.0}
 
 
@@ -119,4 +120,4 @@ UNFIT = {
 def test_a_judge_that_cannot_judge_costs_one_line(tmp_path):
     for body, message in UNFIT.items():
         with pytest.raises(UserError, match=message):
-            sampling.load_judge(judge_file(tmp_path, body))("p", "r")
+            judging.load_judge(judge_file(tmp_path, body))("p", "r")

@@ -408,11 +408,13 @@ def generation(folder):
 
     config = shape(SHAPES["0.6B"])
     count, length = (2, 4) if DRY else (16, 128)
-    scores = torch.zeros(count, config.vocab_size, device=DEVICE)
-    together = sampling.SeededNoise(range(count), DEVICE)(None, scores)
-    for row in range(count):  # its noise does not depend on what else is in the batch
-        alone = sampling.SeededNoise([row], DEVICE)(None, scores[:1])
-        assert torch.equal(alone[0], together[row]), row
+    scores = torch.randn(count, config.vocab_size, device=DEVICE)
+    uniform = torch.linspace(0, 0.999, count, dtype=torch.double, device=DEVICE)
+    spec = sampling.SampleSpec(1.0, 0.9, 1, count, 0)
+    together = sampling.draw(scores, uniform, spec)
+    for row in range(count):  # a draw does not depend on what else is in the batch
+        alone = sampling.draw(scores[row : row + 1], uniform[row : row + 1], spec)
+        assert alone.item() == together[row].item(), row
     prompts = [pair.prompt for pair in draw_pairs(count, 64, 1, 1)]
     with without_files(config):
         model = models.load("", torch.float32 if DRY else torch.bfloat16, DEVICE)
