@@ -52,6 +52,7 @@ class Config:
     model_name: str = "data/demo/model"  # folder or hub name
     x0_file: str = "data/demo/x0.txt"  # the system prompt that is to be baked
     question_dataset: str = "data/demo/questions_train.jsonl"  # with question; or .txt, one a line
+    columns: str = ""  # fields under other names: question=prompt
     num_questions: int = 88  # the first so many; -1: all
     num_sequences_per_question: int = 25  # replies to each
     batch_size: int = 38  # replies of one forward and process
@@ -212,15 +213,15 @@ def main(argv=None) -> int:
     x0 = jsonl.content(config.x0_file).decode()
     if not x0.strip():
         raise UserError(f"{config.x0_file}: it is empty; give the prompt that is to be baked")
-    questions = trajectories.read_questions(config.question_dataset, config.num_questions)
+    path = config.question_dataset
+    questions = trajectories.read_questions(path, config.num_questions, config.columns)
     if len(questions) < 2:
-        raise UserError(f"{config.question_dataset}: one is held out; give 2 questions or more")
+        raise UserError(f"{path}: one is held out; give 2 questions or more")
     tokenizer = models.load_tokenizer(config.model_name)
     encoder = Encoder(tokenizer, config.chat_template, kwargs=config.chat_template_kwargs)
     prompts = [trajectories.prompts(encoder, x0, question)[1] for question in questions]
     meta_model = models.load(config.model_name, "auto", models.META)
     reply = [0] * config.max_sequence_length
-    path = config.question_dataset
     rows = [trajectories.Trajectory(ids, ids, reply, path, "") for ids in prompts]
     models.check_fit(meta_model, rows)
     mark = mark_of(config, prompts, meta_model.config)

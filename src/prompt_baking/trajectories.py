@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ddp_utils import UserError, jsonl, logps
+from ddp_utils.readers.tables import DataFile
 
 QUESTION = ("question", "prompt", "turns", "instruction")  # GSM8K, others, MT-Bench, Alpaca
 
@@ -59,15 +60,16 @@ class Batch(NamedTuple):
         return self.student.tokens[0]
 
 
-def read_questions(path, limit=-1) -> list[str]:
-    """Return the different questions of a .jsonl or .json file, or of a .txt with one a line.
+def read_questions(path, limit=-1, columns="") -> list[str]:
+    """Return the different questions of a DataFile, or of a .txt with one a line.
 
     Raises UserError if there are fewer than `limit`.
     """
     if str(path).endswith(".txt"):
         questions = [line.strip() for line in jsonl.content(path).decode().split("\n")]
     else:
-        questions = [_question(record) for record in jsonl.read(path)]
+        records = DataFile(str(path), columns=columns).records()
+        questions = [_question(record) for record in records]
     questions = list(dict.fromkeys(text for text in questions if text))
     if not questions or len(questions) < limit:
         wanted = f"; --num_questions is {limit}; give -1 for all" if limit > 0 else ""
@@ -76,6 +78,8 @@ def read_questions(path, limit=-1) -> list[str]:
 
 
 def _question(record):
+    if isinstance(record.data, UserError):
+        raise record.data
     name = next((name for name in QUESTION if name in record.data), QUESTION[0])
     value = record.data.get(name)
     if isinstance(value, list) and value:  # turns: the first one

@@ -53,6 +53,11 @@ def test_question_files_as_people_have_them(tmp_path):
         trajectories.read_questions(path, 3)
     (tmp_path / "q.txt").write_text("Why?\n\n  How?  \r\nWhy?\n")
     assert trajectories.read_questions(tmp_path / "q.txt") == ["Why?", "How?"]
+    (tmp_path / "q.csv").write_text('ask,question\n"Why, then?",1\nHow?,2\n')
+    mapped = trajectories.read_questions(tmp_path / "q.csv", columns="question=ask")
+    assert mapped == ["Why, then?", "How?"]
+    with pytest.raises(UserError, match="q.jsonl:2: not a JSON object"):
+        trajectories.read_questions(write(tmp_path / "q.jsonl", [{"question": "Why?"}, 3]))
 
 
 def test_the_prompt_is_a_system_turn_or_stands_in_front(encoder):
