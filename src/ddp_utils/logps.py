@@ -223,7 +223,8 @@ def picked_logps(logits, targets):
 def head_logps(head, hidden, targets):
     """The same from hidden states [N, D], a chunk of logits at a time.
 
-    A frozen head's gradient is known in the forward; else the backward makes the logits again.
+    A frozen head's gradient is known in the forward. Else the backward makes the logits again, but
+    for the last chunk, whose turn is first: it would need their memory at once.
     """
     size = CHUNK.get(hidden.device.type, WIDE_CHUNK)
     trained = any(parameter.requires_grad for parameter in head.parameters())
@@ -236,10 +237,9 @@ def head_logps(head, hidden, targets):
     def part(states, labels):
         return picked_logps(head(states), labels)
 
-    chunks = list(zip(hidden.split(size), targets.split(size), strict=True))
-    if not torch.is_grad_enabled():
-        return torch.cat([part(*chunk) for chunk in chunks])
-    return torch.cat([checkpoint(part, *chunk, use_reentrant=False) for chunk in chunks])
+    *chunks, last = zip(hidden.split(size), targets.split(size), strict=True)
+    token_logps = [checkpoint(part, *chunk, use_reentrant=False) for chunk in chunks]
+    return torch.cat([*token_logps, part(*last)])
 
 
 @contextlib.contextmanager

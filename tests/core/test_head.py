@@ -113,6 +113,16 @@ def test_a_frozen_head_takes_two_products_a_chunk_and_keeps_nothing_wide(bias, s
     assert products == 2 and (2 * CHUNK + 7, WORDS) in kept
 
 
+def test_a_trained_head_makes_the_logits_of_all_chunks_but_the_last_again(monkeypatch):
+    """Of 3 chunks: 3 products in the forward, then 2, and 2 for the gradients of each chunk."""
+    monkeypatch.setitem(logps.CHUNK, "cpu", CHUNK)
+    head, *rest = head_case(2 * CHUNK + 7, bias=False)
+    head.requires_grad_(True)
+    products, kept = wide_work(logps.head_logps, (head, *rest))
+    assert products == 3 + 2 + 2 * 3
+    assert max(shape[0] for shape in kept if shape != (WORDS, WIDTH)) <= CHUNK
+
+
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_a_frozen_head_stays_finite_where_log_softmax_does(sign, small_chunks):
     """Logits from -1e4 to 1e4, and targets at both ends and between."""
