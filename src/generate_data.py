@@ -39,6 +39,7 @@ from ddp_utils import (
     sampling,
 )
 from ddp_utils.readers import Encoder
+from ddp_utils.readers.tables import DataFile
 from ddp_utils.runs import checkpoint, environment, folder, progress
 from ddp_utils.sampler import order
 from prompt_baking import trajectories
@@ -214,7 +215,9 @@ def main(argv=None) -> int:
     if not x0.strip():
         raise UserError(f"{config.x0_file}: it is empty; give the prompt that is to be baked")
     path = config.question_dataset
-    questions = trajectories.read_questions(path, config.num_questions, config.columns)
+    questions = trajectories.read_questions(
+        path, config.num_questions, lambda path: DataFile(path, columns=config.columns).records()
+    )
     if len(questions) < 2:
         raise UserError(f"{path}: one is held out; give 2 questions or more")
     tokenizer = models.load_tokenizer(config.model_name)

@@ -338,6 +338,7 @@ def main(argv=None) -> int:
         displacement = losses.Displacement(config)
         meter = Meter(policy.scorer, world)
         done = run.restore(policy, optimizer, schedule)
+        optim.keep_freed_memory(world.device)
 
         def evaluated(split):
             return evaluate(policy, split, data, ref_logps, config, world, run.stop_if_requested)

@@ -303,6 +303,7 @@ def fine_tune(config, world) -> int:
         displacement = losses.Displacement(config)
         meter = Meter(policy.scorer, world)
         done = run.restore(policy, optimizer, schedule)
+        optim.keep_freed_memory(world.device)
 
         def validate(step):
             is_due = bool(data["val"]) and plan.due(config.eval_every, step)

@@ -338,6 +338,7 @@ def main(argv=None) -> int:
         policy = optim.wrap(student, world)
         optimizer, schedule = optim.make_optimizer(policy, config, config.learning_rate, plan.steps)
         done = run.restore(policy, optimizer, schedule)
+        optim.keep_freed_memory(world.device)
         run.results["base"] = base
 
         def validate(step):

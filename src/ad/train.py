@@ -196,6 +196,7 @@ def main(argv=None) -> int:
         policy = optim.wrap(Distiller(model, autocast, config.label_smoothing), world)
         optimizer, schedule = optim.make_optimizer(policy, config, config.lr, steps, betas)
         done = run.restore(policy, optimizer, schedule)
+        optim.keep_freed_memory(world.device)
         validate(done, policy, held_out, config, run)
 
         # loop: one turn is one optimiser step

@@ -46,9 +46,10 @@ def replacing(file):
     with writing(file, temporary):
         temporary.mkdir(parents=True)
         yield temporary / file.name
-        (temporary / file.name).chmod(temporary.stat().st_mode & 0o666)  # safetensors writes 0600
-        fsync(temporary / file.name)
-        os.replace(temporary / file.name, file)
+        written = temporary / file.name
+        written.chmod(written.stat().st_mode | temporary.stat().st_mode & 0o666)  # safetensors: 600
+        fsync(written)
+        os.replace(written, file)
         temporary.rmdir()
 
 

@@ -277,6 +277,7 @@ def main(argv=None) -> int:
         table = run.reference_logps(fingerprint, data, scored)
         optimizer, schedule = optim.make_optimizer(policy, config, peak, plan.steps)
         done = run.restore(policy, optimizer, schedule)
+        optim.keep_freed_memory(world.device)
         rest = plan, policy, data, table, config, run
         end_epoch(done, *rest)
 

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 
 from ddp_utils import UserError, jsonl, logps
-from ddp_utils.readers.tables import DataFile
 
 QUESTION = ("question", "prompt", "turns", "instruction")  # GSM8K, others, MT-Bench, Alpaca
 
@@ -60,16 +59,15 @@ class Batch(NamedTuple):
         return self.student.tokens[0]
 
 
-def read_questions(path, limit=-1, columns="") -> list[str]:
-    """Return the different questions of a DataFile, or of a .txt with one a line.
+def read_questions(path, limit=-1, read=jsonl.read) -> list[str]:
+    """Return the different questions in a file of records, or in a .txt with one a line.
 
-    Raises UserError if there are fewer than `limit`.
+    read: yields the records of a path. Raises UserError if there are fewer than `limit`.
     """
     if str(path).endswith(".txt"):
         questions = [line.strip() for line in jsonl.content(path).decode().split("\n")]
     else:
-        records = DataFile(str(path), columns=columns).records()
-        questions = [_question(record) for record in records]
+        questions = [_question(record) for record in read(path)]
     questions = list(dict.fromkeys(text for text in questions if text))
     if not questions or len(questions) < limit:
         wanted = f"; --num_questions is {limit}; give -1 for all" if limit > 0 else ""

@@ -166,6 +166,16 @@ def test_of_starts_at_once_one_makes_the_rows(data, tmp_path):
     assert all(rows == results[0][0] for rows, _ in results)
 
 
+def test_the_files_have_the_mode_that_the_umask_says(data, tmp_path):
+    before = os.umask(0o027)
+    try:
+        read(DataFile(str(data), tmp_path / "cache"))
+    finally:
+        os.umask(before)
+    for file in (tmp_path / "cache").glob("*.s*"):
+        assert file.stat().st_mode & 0o777 == 0o640, file
+
+
 def test_a_folder_that_cannot_be_written_is_one_line(data, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="--cache_dir: .*/file cannot be written: .*; give another"):

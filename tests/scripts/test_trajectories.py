@@ -9,6 +9,7 @@ from conftest import ROOT
 from ddp_utils import UserError, models, optim
 from ddp_utils.models import load_tokenizer
 from ddp_utils.readers import Encoder
+from ddp_utils.readers.tables import DataFile
 from prompt_baking import distillation, trajectories
 from prompt_baking.trajectories import Trajectory
 from train_loop import Config
@@ -54,10 +55,14 @@ def test_question_files_as_people_have_them(tmp_path):
     (tmp_path / "q.txt").write_text("Why?\n\n  How?  \r\nWhy?\n")
     assert trajectories.read_questions(tmp_path / "q.txt") == ["Why?", "How?"]
     (tmp_path / "q.csv").write_text('ask,question\n"Why, then?",1\nHow?,2\n')
-    mapped = trajectories.read_questions(tmp_path / "q.csv", columns="question=ask")
-    assert mapped == ["Why, then?", "How?"]
+
+    def read(path):
+        return DataFile(str(path), columns="question=ask").records()
+
+    assert trajectories.read_questions(tmp_path / "q.csv", read=read) == ["Why, then?", "How?"]
+    write(tmp_path / "q.jsonl", [{"ask": "Why?"}, 3])
     with pytest.raises(UserError, match="q.jsonl:2: not a JSON object"):
-        trajectories.read_questions(write(tmp_path / "q.jsonl", [{"question": "Why?"}, 3]))
+        trajectories.read_questions(tmp_path / "q.jsonl", read=read)
 
 
 def test_the_prompt_is_a_system_turn_or_stands_in_front(encoder):
