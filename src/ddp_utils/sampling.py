@@ -100,9 +100,9 @@ def _batch(scorer, prompts, prompt_of, uniform, ends, spec, world):
         replies[reply_of, step] = words
         is_open = is_open & ~torch.isin(words, ends)
         rows = is_open.nonzero()[:, 0]
-        left = torch.tensor(len(rows), device=device)
+        left = len(rows)
         if is_sharded:
-            distributed.all_sum(left, world)
+            left = distributed.all_sum(torch.tensor(left, device=device), world).item()
         if left == 0 or step + 1 == spec.max_new_tokens:
             break
         if len(rows) == 0:

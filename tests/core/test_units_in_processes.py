@@ -19,10 +19,12 @@ QUESTIONS = ["What is the capital of France?", "What is the young of a cow?", "W
 SETTINGS = SimpleNamespace(temperature=1.0, top_p=1.0, max_new_tokens=12, batch_size=4, seed=0)
 
 
-def replies():
+def replies(sharded=False):
     world = distributed.init_process_group(distributed.whoami())
     encoder = Encoder(load_tokenizer("data/demo/model"))
     scorer = logps.Scorer(models.load("data/demo/model", torch.float32, world.device))
+    if sharded:  # what FSDP adds to a scorer
+        scorer.unshard = None
     prompts = []
     for question in QUESTIONS:
         turns = [{"role": "user", "content": question}]
@@ -36,6 +38,12 @@ def test_the_same_replies_on_1_2_and_3_ranks():
     for world_size in (2, 3):
         for found in ranks(world_size, replies):
             assert found == alone
+
+
+def test_ranks_that_gather_layers_together_wait_for_the_longest_reply():
+    alone = ranks(1, replies)[0]
+    assert len({*map(len, alone)}) > 1
+    assert ranks(2, replies, True) == [alone, alone]
 
 
 linux = pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="reads /proc")
