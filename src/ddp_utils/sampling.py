@@ -42,28 +42,29 @@ def generate(
     for cut_batch in share(range(len(starts)), [0] * len(starts), world, budget=1):
         poll()  # stop between two batches, if asked to
         start = starts[cut_batch.index[0]]
-        places = {}  # prompt -> its place in the batch
-        prompt_of = []
+        row_of_prompt = {}  # in the prefill
+        prompt_rows = []
         index = []
         uniform = []
         for prompt, sample in rows[start : start + spec.batch_size]:
-            prompt_of.append(places.setdefault(prompt, len(places)))
+            prompt_rows.append(row_of_prompt.setdefault(prompt, len(row_of_prompt)))
             index.append(prompt * samples + sample)
             generator = torch.Generator().manual_seed(seed_of(spec.seed, first + prompt, sample))
             uniform.append(torch.rand(spec.max_new_tokens, generator=generator, dtype=torch.double))
         with scorer.generating(world.device):
-            ids = [prompts[prompt] for prompt in places]
-            reply = _batch(scorer, ids, prompt_of, torch.stack(uniform), ends, spec, world)
+            ids = [prompts[prompt] for prompt in row_of_prompt]
+            reply = _batch(scorer, ids, prompt_rows, torch.stack(uniform), ends, spec, world)
         micro_batches.append(MicroBatch(index, cut_batch.weight * len(index)))
         replies.append(1 + reply)  # [B, new tokens]; 0 is what no rank has written
     table = distributed.gather_by_index(len(rows), micro_batches, replies, world).long() - 1
     return [_until_end(reply, ends, keep_end) for reply in table.tolist()]
 
 
-def _batch(scorer, prompts, prompt_of, uniform, ends, spec, world):
-    """Replies [B, new tokens]; a prompt is read once for all of its own, what has ended leaves.
+def _batch(scorer, prompts, prompt_rows, uniform, ends, spec, world):
+    """Sample B replies and return their token ids, [B, new tokens].
 
-    prompt_of: [B] the place of its prompt; uniform: [B, new tokens] random numbers from 0 to 1.
+    Each prompt is prefilled once for all of its samples; finished replies are dropped from the
+    batch. prompt_rows: [B] index into `prompts`; uniform: [B, new tokens] random numbers in [0, 1).
     """
     device = world.device
     width = max(map(len, prompts))
@@ -76,14 +77,14 @@ def _batch(scorer, prompts, prompt_of, uniform, ends, spec, world):
     takes = inspect.signature(scorer.unwrap().forward).parameters
 
     def forward(ids, mask):
-        """Logits [rows, V] of the word behind each row; `mask` is of all that was fed so far."""
+        """Return the logits of the next token, [rows, V]; mask: of all tokens fed so far."""
         positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
-        options = {"position_ids": positions, "logits_to_keep": 1}
-        options |= {"past_key_values": cache, "cache_params": cache}  # Mamba's name of it
+        options = {"position_ids": positions, "logits_to_keep": 1, "past_key_values": cache}
+        options["cache_params"] = cache  # its name in Mamba
         options = {name: value for name, value in options.items() if name in takes}
         return scorer.model(ids, attention_mask=mask, use_cache=True, **options).logits[:, -1]
 
-    rows = torch.tensor(prompt_of, device=device)
+    rows = torch.tensor(prompt_rows, device=device)
     mask = mask.to(device)
     logits = forward(ids.to(device), mask)[rows]
     mask = mask[rows]
@@ -91,44 +92,43 @@ def _batch(scorer, prompts, prompt_of, uniform, ends, spec, world):
         cache.reorder_cache(rows)
     uniform = uniform.to(device)
     replies = torch.zeros(uniform.shape, dtype=torch.long, device=device)
-    reply_of = torch.arange(len(rows), device=device)  # of each row
-    is_open = torch.ones_like(rows, dtype=torch.bool)
+    reply_rows = torch.arange(len(rows), device=device)  # index into `replies` of each row
+    unfinished = torch.ones_like(rows, dtype=torch.bool)
     ends = torch.tensor(ends, dtype=torch.long, device=device)
     is_sharded = hasattr(scorer, "unshard")  # FSDP: ranks go on until all are done
     for step in range(spec.max_new_tokens):
-        words = draw(logits, uniform[reply_of, step], spec)
-        replies[reply_of, step] = words
-        is_open = is_open & ~torch.isin(words, ends)
-        rows = is_open.nonzero()[:, 0]
+        tokens = sample_tokens(logits, uniform[reply_rows, step], spec)
+        replies[reply_rows, step] = tokens
+        unfinished = unfinished & ~torch.isin(tokens, ends)
+        rows = unfinished.nonzero()[:, 0]
         left = len(rows)
         if is_sharded:
             left = distributed.all_sum(torch.tensor(left, device=device), world).item()
         if left == 0 or step + 1 == spec.max_new_tokens:
             break
         if len(rows) == 0:
-            rows = torch.zeros(1, dtype=torch.long, device=device)  # what follows its end is cut
-        if len(rows) < len(words):
+            rows = torch.zeros(1, dtype=torch.long, device=device)  # one waits; its rest is cut
+        if len(rows) < len(tokens):
             cache.reorder_cache(rows)
         mask = torch.nn.functional.pad(mask[rows], (0, 1), value=1)
-        reply_of = reply_of[rows]
-        is_open = is_open[rows]
-        logits = forward(words[rows, None], mask)
+        reply_rows = reply_rows[rows]
+        unfinished = unfinished[rows]
+        logits = forward(tokens[rows, None], mask)
     return replies
 
 
-def draw(logits, uniform, spec):
-    """Draw a word [B] by each row of logits [B, V]: where its cumulative sum passes `uniform`.
+def sample_tokens(logits, uniform, spec):
+    """Sample a token for each row of logits [B, V] by inverting its cumulative distribution; [B].
 
-    uniform: [B] numbers from 0 to 1. One a word is enough, and drawn before the model runs; noise
-    for each word of the vocabulary would take longer than a small model.
+    uniform: [B] random numbers in [0, 1).
     """
     if spec.temperature == 0:
         return logits.argmax(-1)
     probabilities = (logits.float() / spec.temperature).softmax(-1)  # [B, V]
-    if spec.top_p < 1:  # the likeliest words until they have so much
-        likeliest, words = probabilities.sort(descending=True, stable=True)
+    if spec.top_p < 1:  # keep the fewest tokens that have so much probability
+        likeliest, tokens = probabilities.sort(descending=True, stable=True)
         before = likeliest.cumsum(-1) - likeliest
-        probabilities = probabilities.scatter(-1, words, likeliest * (before < spec.top_p))
+        probabilities = probabilities.scatter(-1, tokens, likeliest * (before < spec.top_p))
     sums = probabilities.cumsum(-1, dtype=torch.double)
     return torch.searchsorted(sums, uniform[:, None] * sums[:, -1:], right=True).squeeze(-1)
 

@@ -128,7 +128,7 @@ def example(record, shape):
         history = _history(record) if alpaca else []
         prompt = preference_data.question(record, shape.fields[0], alpaca, history)
         reply = preference_data.response(record, shape.fields[1])
-    if not readers.said(reply).strip():
+    if not readers.reply_text(reply).strip():
         raise Unusable("empty response")
     return prompt, reply
 

@@ -411,9 +411,9 @@ def generation(folder):
     scores = torch.randn(count, config.vocab_size, device=DEVICE)
     uniform = torch.linspace(0, 0.999, count, dtype=torch.double, device=DEVICE)
     spec = sampling.SampleSpec(1.0, 0.9, 1, count, 0)
-    together = sampling.draw(scores, uniform, spec)
+    together = sampling.sample_tokens(scores, uniform, spec)
     for row in range(count):  # a draw does not depend on what else is in the batch
-        alone = sampling.draw(scores[row : row + 1], uniform[row : row + 1], spec)
+        alone = sampling.sample_tokens(scores[row : row + 1], uniform[row : row + 1], spec)
         assert alone.item() == together[row].item(), row
     prompts = [pair.prompt for pair in draw_pairs(count, 64, 1, 1)]
     with without_files(config):

@@ -182,7 +182,7 @@ class Encoder:
         parts = self.cut(prompt_ids[:boundary], *sides)
         if parts != (prompt_ids[:boundary], *sides):
             self.notes.add("truncated")
-        return Pair(*parts, example.location, plain(prompt), said(chosen))
+        return Pair(*parts, example.location, plain(prompt), reply_text(chosen))
 
     def ended(self, response):
         """Return the response with exactly one end token, if there is one, which is trained."""
@@ -208,8 +208,8 @@ def messages_of(prompt):
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
-def said(reply):
-    """A reply as text: of a turn with more than that its content, or the tools that it calls."""
+def reply_text(reply):
+    """Return the text of a reply: of a message its content or, if that is empty, its tool calls."""
     if isinstance(reply, str):
         return reply
     return reply["content"] or json.dumps(reply.get("tool_calls", ""))

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from ddp_utils import UserError, jsonl, sampler
 from ddp_utils.logps import Pair
-from ddp_utils.readers import said, tables
+from ddp_utils.readers import reply_text, tables
 
 SIDES = ("chosen", "rejected")
 TEXTS = ("prompt", "instruction", "question")
@@ -243,7 +243,7 @@ def row_kwargs(record, encoder):
 def example(record, name) -> Example:
     """Read a record in the named format; UserError if malformed, Unusable if it teaches nothing."""
     prompt, chosen, rejected = prompt_and_sides(record, name)
-    if not said(chosen).strip() or not said(rejected).strip():
+    if not reply_text(chosen).strip() or not reply_text(rejected).strip():
         raise Unusable("empty response")
     if chosen == rejected:
         raise Unusable("identical")

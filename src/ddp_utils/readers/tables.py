@@ -81,10 +81,10 @@ class Rows:
     def __len__(self):
         return len(self.index)
 
-    def __getitem__(self, place):
-        if isinstance(place, slice):
-            return [self[number] for number in range(len(self))[place]]
-        return self.make(self.index[place].item())
+    def __getitem__(self, row):
+        if isinstance(row, slice):
+            return [self[number] for number in range(len(self))[row]]
+        return self.make(self.index[row].item())
 
     def _make(self, row):
         start = self.numbers[row - 1, END] if row else 0
@@ -101,8 +101,8 @@ class Rows:
         """Return the two shortest rows, the two longest ones, and that with the largest id."""
         numbers = self.numbers[self.index]
         by_size = np.argsort(numbers[:, SIZE], kind="stable")
-        places = [*by_size[:2], *by_size[-2:], numbers[:, LARGEST].argmax()]
-        return [self[place] for place in dict.fromkeys(places)]
+        rows = [*by_size[:2], *by_size[-2:], numbers[:, LARGEST].argmax()]
+        return [self[row] for row in dict.fromkeys(rows)]
 
     def select(self, mask):
         """Return the rows where a mask [rows] is True."""
@@ -123,22 +123,22 @@ def read(kind, source, facts, make):
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
     file = Path(cache) / f"{Path(path).stem}-{key}.safetensors"
     about = file.with_suffix(".json")
-    known = _intact(file, about)
+    manifest = _intact(file, about)
     try:
-        if not known:
+        if not manifest:
             file.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(file.with_suffix(".lock")):
-                known = _intact(file, about)  # another process has made them
-                if not known:
+                manifest = _intact(file, about)  # another process has made them
+                if not manifest:
                     report = {}
                     with files.replacing(file) as temporary:
                         write(temporary, path, make(report))
-                    known = {"sha256": files.sha256(file), "report": report}
-                    files.write_text(about, json.dumps(known))
+                    manifest = {"sha256": files.sha256(file), "report": report}
+                    files.write_text(about, json.dumps(manifest))
     except OSError as error:
         says = f"--cache_dir: {cache} cannot be written: {error.strerror}; give another folder"
         raise UserError(says) from error
-    return Rows(kind, path, file, known["sha256"]), {"file": path, **known["report"]}
+    return Rows(kind, path, file, manifest["sha256"]), {"file": path, **manifest["report"]}
 
 
 def write(file, path, rows):
@@ -159,9 +159,9 @@ def write(file, path, rows):
 
 
 def _intact(file, about) -> dict:
-    """Return what is kept beside rows in a file, or {} if one of the two is absent or damaged."""
+    """Return the hash and report written beside rows, {} if a file is absent or damaged."""
     try:
-        known = json.loads(about.read_text())
-        return known if files.sha256(file) == known["sha256"] else {}
+        manifest = json.loads(about.read_text())
+        return manifest if files.sha256(file) == manifest["sha256"] else {}
     except (OSError, ValueError, LookupError, TypeError):
         return {}
