@@ -19,31 +19,39 @@ QUESTIONS = ["What is the capital of France?", "What is the young of a cow?", "W
 SETTINGS = SimpleNamespace(temperature=1.0, top_p=1.0, max_new_tokens=12, batch_size=4, seed=0)
 
 
-def replies(sharded=False):
+def replies(sharded=False, longest=12):
     world = distributed.init_process_group(distributed.whoami())
     encoder = Encoder(load_tokenizer("data/demo/model"))
     scorer = logps.Scorer(models.load("data/demo/model", torch.float32, world.device))
+    calls = []
+    scorer.model.register_forward_hook(lambda *_: calls.append(1))
     if sharded:  # what FSDP adds to a scorer
         scorer.unshard = None
     prompts = []
     for question in QUESTIONS:
         turns = [{"role": "user", "content": question}]
         prompts.append(encoder.ids(encoder.render(turns, add_generation_prompt=True))[0])
-    return sampling.generate(scorer, prompts, encoder.ends, world, SETTINGS, samples=3)
+    spec = SimpleNamespace(**{**vars(SETTINGS), "max_new_tokens": longest})
+    found = sampling.generate(scorer, prompts, encoder.ends, world, spec, samples=3)
+    return found, len(calls)
 
 
 def test_the_same_replies_on_1_2_and_3_ranks():
-    alone = ranks(1, replies)[0]
+    [(alone, _)] = ranks(1, replies)
     assert len(alone) == 9 and len({tuple(reply) for reply in alone}) > 5
     for world_size in (2, 3):
-        for found in ranks(world_size, replies):
+        for found, _ in ranks(world_size, replies):
             assert found == alone
 
 
 def test_ranks_that_gather_layers_together_wait_for_the_longest_reply():
-    alone = ranks(1, replies)[0]
-    assert len({*map(len, alone)}) > 1
-    assert ranks(2, replies, True) == [alone, alone]
+    """All call the model equally often; ranks with whole layers stop when their own have ended."""
+    calls = {}
+    for sharded in (False, True):
+        outcomes = ranks(3, replies, sharded, 48)
+        assert outcomes[0][0] == outcomes[1][0] == outcomes[2][0]
+        calls[sharded] = {count for _, count in outcomes}
+    assert len(calls[True]) == 1 < len(calls[False]) and calls[True] == {max(calls[False])}
 
 
 linux = pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="reads /proc")
