@@ -15,16 +15,18 @@ SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 LARGE = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}  # Qwen3-8B
 LARGE |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
 PROMPTS, RESPONSES = (128, 0.8, 8, 512), (96, 0.7, 4, 384)  # log-normal: median, sigma, from, to
+HH = (110, 0.7, 8, 512), (40, 0.8, 4, 256)  # lengths as in HH-RLHF
 CASES = {  # words in the vocabulary, pairs, tokens of a prompt, tokens of a response; for a CPU
     "long": (8192, 512, 256, 64),
     "short": (8192, 512, 32, 192),
     "ragged": (8192, 512, PROMPTS, RESPONSES),
+    "hh": (8192, 512, *HH),
     "bigv": (51200, 256, 128, 96),
     "bigv_ragged": (51200, 256, PROMPTS, RESPONSES),
 }
-GPU_CASES = {  # the second has lengths as in HH-RLHF
+GPU_CASES = {
     "8b": (151936, 256, 512, 256),
-    "8b_hh": (151936, 256, (110, 0.7, 8, 512), (40, 0.8, 4, 256)),
+    "8b_hh": (151936, 256, *HH),
 }
 
 

@@ -13,6 +13,9 @@ Rules of measurement:
 - The sides alternate, A B A B; a ratio is that of neighbours: median [smallest, largest].
 - A ratio above 1 means that A needs more than B. It is CPU time per token of both responses with
   their prompts, which is the time per step wherever both sides see the same batches.
+- Each row twice: with glibc's malloc as it is, and with one that keeps what it was once given, on
+  both sides (ours asks for that by itself, so it gains nothing from the second).
+- The limit is the time of our step's matrix products alone: limit.py. A share of 1 is all of it.
 - Memory: the highest point of the loop above what was resident when it began (weights, LoRA,
   reference), in a run of its own, in which malloc gives back at once what is freed.
 - TRL runs in its best setting: no gradient checkpointing, reference computed beforehand.
@@ -35,8 +38,6 @@ from typing import NamedTuple
 
 from cases import CASES, GPU_CASES, make_case, tokens_of
 
-from ddp_utils.runs import preemption
-
 SRC = Path(__file__).resolve().parents[2] / "src"
 # How far the losses of a step may differ. In bf16 TRL is up to 2.3e-3, and we are up to 2.7e-3,
 # from the fp32 losses of the same rows (measured on ragged), each in its own direction.
@@ -48,6 +49,7 @@ QUIET = {
     "HF_HUB_OFFLINE": "1",
 }
 TIDY_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+MALLOC = {"glibc": {}, "keeping": {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "2147483647"}}
 
 # --- the two sides, each in a process of its own -------------------------------------------------
 
@@ -141,6 +143,8 @@ def train_trl(spec, rows, record):
 
 
 def train_ours(spec, rows, record):
+    import limit
+
     import main_distributed
     from ddp_utils import optim
 
@@ -156,6 +160,15 @@ def train_ours(spec, rows, record):
         record.step_ends()
 
     optim.make_optimizer, optim.Policy.step = last_before_the_loop, last_of_a_step
+    products = limit.Products()
+    if spec["count"]:
+        train_step = main_distributed.train_step
+
+        def counted(*arguments):
+            with products:
+                return train_step(*arguments)
+
+        main_distributed.train_step = counted
     case, pairs = spec["case"], spec["pairs"]
     flags = f"""
         --model_name {case}/model --train_data {case}/train.jsonl --max_rows {len(rows)}
@@ -171,6 +184,8 @@ def train_ours(spec, rows, record):
     record.mfu = [line.get("mfu") for line in lines if line["split"] == "train"]
     turns = [rows[start : start + pairs] for start in range(0, len(rows), pairs)]
     record.tokens = [sum(map(tokens_of, turn)) for turn in turns]
+    record.products = products.found()
+    record.limit = limit.seconds(spec["products"]) / spec["steps"]
 
 
 def work(spec):
@@ -188,6 +203,7 @@ def work(spec):
     if spec["kind"] != "ours":
         return train(train_trl)
     sys.path.insert(0, str(SRC))
+    from ddp_utils.runs import preemption
 
     preemption.run(lambda: train(train_ours))
 
@@ -203,10 +219,11 @@ class Arm(NamedTuple):
     pairs: int = 4  # of a step, over all processes
 
 
-def measure(arm, case, dtype, args, malloc=None):
+def measure(arm, case, dtype, args, malloc=None, count=False, products=()):
     """Run one side once -> what it recorded, with CPU time summed over its processes."""
     rows = arm.pairs * args.steps
     spec = arm._asdict() | {"case": str(case), "dtype": dtype, "rows": rows, "steps": args.steps}
+    spec |= {"count": count, "products": products}
     python = sys.executable if arm.kind == "ours" else os.path.abspath(args.trl_python)
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={arm.processes}"]
     command = [python, *(torchrun if arm.processes > 1 else []), str(Path(__file__).resolve())]
@@ -228,20 +245,33 @@ def measure(arm, case, dtype, args, malloc=None):
 
 
 def compare(arms, case, dtype, args):
-    """One row of the table: two arms, alternating."""
-    pairs = [[measure(arm, case, dtype, args) for arm in arms] for _ in range(args.repeats)]
-    memory_runs = [measure(arm, case, dtype, args, TIDY_MALLOC) for arm in arms]
+    """The rows of two arms: one for each malloc, all runs alternating."""
+    memory_runs = [measure(arm, case, dtype, args, TIDY_MALLOC, count=True) for arm in arms]
+    counted = {"products": memory_runs[1].pop("products")}
+    runs = {name: [] for name in args.malloc}
+    for _ in range(args.repeats):
+        for name, pairs in runs.items():
+            malloc = MALLOC[name]
+            pairs.append([measure(arm, case, dtype, args, malloc, **counted) for arm in arms])
+    return [row_of(arms, case, dtype, name, runs[name], memory_runs) for name in runs]
+
+
+def row_of(arms, case, dtype, malloc, pairs, memory_runs):
+    """One row of the table."""
     if any(a["tokens"] != b["tokens"] for a, b in pairs):
         sys.exit(f"{case.name}: {arms[0].name} and {arms[1].name} had different tokens")
     losses = [zip(a["losses"], b["losses"], strict=True) for a, b in pairs]
     gap = max(abs(a - b) for a, b in itertools.chain(*losses))
     seconds = [[run["s_per_step"] for run in runs] for runs in zip(*pairs, strict=True)]
     growth = [run["growth_mb"] for run in memory_runs]
+    shares = [b["limit"] * arms[1].processes / b["s_per_step"] for _, b in pairs]
     return {
         "case": case.name.rpartition("-")[0],
         "dtype": dtype,
+        "malloc": malloc,
         "arms": [arm.name for arm in arms],
         "s_per_step": [statistics.median(runs) for runs in seconds],
+        "share_of_limit": statistics.median(shares),
         "ratios": [a["s_per_token"] / b["s_per_token"] for a, b in pairs],
         "memory_mb": growth,
         "memory_ratio": growth[0] / growth[1],
@@ -278,13 +308,14 @@ def spread(row):
 
 def table(rows):
     """The rows in Markdown."""
-    head = "case", "dtype", "A", "B", "seconds per step A", "B", "A / B", "memory A", "B", "A / B"
-    lines = [[*head, "worst loss difference"], ["---"] * (len(head) + 1)]
+    head = ["case", "dtype", "malloc", "A", "B", "seconds per step A", "B", "A / B", "B's share"]
+    head += ["memory A", "B", "A / B", "worst loss difference"]
+    lines = [head, ["---"] * len(head)]
     for row in rows:
         gap, (ratio, low, high) = row["loss_difference"], spread(row)
-        line = [row["case"], row["dtype"], *row["arms"]]
+        line = [row["case"], row["dtype"], row["malloc"], *row["arms"]]
         line += [f"{seconds:.3f}" for seconds in row["s_per_step"]]
-        line += [f"**{ratio:.2f}** [{low:.2f}, {high:.2f}]"]
+        line += [f"**{ratio:.2f}** [{low:.2f}, {high:.2f}]", f"{row['share_of_limit']:.2f}"]
         line += [f"{size:.0f} MB" for size in row["memory_mb"]]
         lines.append([*line, f"{row['memory_ratio']:.2f}", "-" if gap is None else f"{gap:.1e}"])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -305,7 +336,10 @@ def draw_bars(rows, path):
         axis.barh(place, ratio, 0.75, xerr=whiskers, capsize=4, color=colour)
         axis.annotate(f"{ratio:.2f}x", (high, place), (8, -4), textcoords="offset points")
     axis.axvline(1, color="black", linewidth=1)
-    names = [f"{row['case']} {row['dtype']}, {' / '.join(row['arms'])}" for row in rows]
+    names = []
+    for row in rows:
+        malloc = ", both keep memory" if row["malloc"] == "keeping" else ""
+        names.append(f"{row['case']} {row['dtype']}, {' / '.join(row['arms'])}{malloc}")
     axis.set_yticks(range(len(rows)), names)
     axis.invert_yaxis()
     axis.set(xlabel="ratio of time", xlim=(0, 1.15 * max(max(1, *spread(row)) for row in rows)))
@@ -325,6 +359,7 @@ def read_flags():
     add("--processes", type=int, nargs="+", default=[], help="ours, 1 against so many processes")
     add("--cases", nargs="+", choices=CASES | GPU_CASES, default=list(CASES))
     add("--dtypes", nargs="+", choices=TOLERANCE, default=list(TOLERANCE))
+    add("--malloc", nargs="+", choices=MALLOC, default=list(MALLOC))
     add("--repeats", type=int, default=5, help="pairs of runs")
     add("--steps", type=int, default=6, help="of a run; the first one is dropped")
     add("--cache", default=f"{tempfile.gettempdir()}/dpo_vs_trl_cases", help="of the cases")
@@ -343,12 +378,13 @@ def measure_all(args):
     """Every row asked for; --out is written after each, so that a run cut short leaves some."""
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     report = {"date": time.strftime("%Y-%m-%d"), "cpu": cpu and cpu[1], "cores": os.cpu_count()}
+    report["amx"] = "amx_bf16" in Path("/proc/cpuinfo").read_text()
     report |= {name: getattr(args, name) for name in ("repeats", "steps", "ours")}
     report["rows"] = []
     for name, dtype in itertools.product(args.cases, args.dtypes):
         case = make_case(name, os.path.abspath(args.cache))
         for arms in comparisons(args):
-            report["rows"].append(compare(arms, case, dtype, args))
+            report["rows"] += compare(arms, case, dtype, args)
             if args.out:
                 Path(args.out).write_text(json.dumps(report, indent=1) + "\n")
     return report

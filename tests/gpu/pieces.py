@@ -380,6 +380,7 @@ def kernels(folder):
     case = case_of("long")
     rows = [json.loads(line) for line in (case / "train.jsonl").open()][: pairs * (count + 2)]
     spec = {"case": str(case), "pairs": pairs, "steps": count + 2, "flags": []}
+    spec |= {"count": False, "products": []}
     os.chdir(folder)
     dpo_vs_trl.train_ours(spec | {"dtype": "fp32" if DRY else "bf16"}, rows, Record())
     wall = 1000 * (times[1] - times[0]) / count
