@@ -164,7 +164,7 @@ def command(options):
         in_file = yaml_config.from_yaml(train_config.Sections, options.config, {}).distributed
         flags.append(f"--deepspeed={in_file.deepspeed_config or 'config/ds_config.json'}")
     world = distributed.World(world_size=options.num_nodes * options.num_gpus_per_node)
-    config = train_config.merged(flags, world)
+    config = train_config.merged(flags, world.is_main)
     if config.use_deepspeed:
         deepspeed.total_batch_size(config.sharding, config, world.world_size)
     return shlex.join(flags), config

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from ddp_utils import UserError, cli, losses
+from ddp_utils import UserError, cli
 
 
 @dataclass
@@ -14,7 +14,7 @@ class Config:
     val_data: str = ""  # empty, as is test_data: 5 % of train_data's prompts
     test_data: str = ""  # and 10 % of them; the demo has files of its own
     result_dir: str = "results/dpo"  # curves, metrics, examples, checkpoints
-    method: losses.Method = "dpo"  # the loss: docs/dpo.md
+    method: cli.Method = "dpo"  # the loss: docs/dpo.md
     beta: float = 0.1  # how tightly the policy is held to the reference
     learning_rate: float | None = None  # 1e-3 below 10 M parameters, else 1e-6 (full), 1e-5 (lora)
     batch_size: int = 16  # pairs of one forward over all GPUs; divided by their number
@@ -92,10 +92,17 @@ class Config:
     debug: bool = False  # tracebacks for user errors, too
 
 
+def read(argv, console=True) -> Config:
+    """Flags over the defaults, checked before anything is read."""
+    config = cli.parse(Config, argv, console=console)
+    check(config)
+    return config
+
+
 def check(config):
     """Raise UserError for a value out of its range, or two that do not go together."""
     cli.check_ranges(config, sft_weight=cli.FROM_0, max_length=("of 8 or more", lambda x: x >= 8))
-    losses.options(config)  # an option that the method does not use is refused
+    cli.loss_options(config)  # an option that the method does not use is refused
     if not config.result_dir:
         raise UserError("--result_dir: it is empty; give a folder for the run")
     if config.fine_tuning == "full" and config.base_dtype == "bf16":

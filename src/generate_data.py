@@ -12,8 +12,13 @@ stopped or killed goes on with the same command.
 
 import ddp_utils.runs.preemption as preemption  # before torch, whose import takes seconds
 
+import prompt_baking.config as settings
+
+if __name__ == "__main__":  # --help, or a mistake in the settings, ends here
+    preemption.read_early(settings.read_generate)
+
+
 import contextlib
-import dataclasses
 import hashlib
 import itertools
 import json
@@ -22,14 +27,12 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from ddp_utils import (
     Stop,
     UserError,
-    cli,
     distributed,
     files,
     jsonl,
@@ -45,52 +48,6 @@ from ddp_utils.sampler import order
 from prompt_baking import trajectories
 
 TOGETHER = 16  # batches between two writes: a number of its own, for batches hang on nothing else
-
-
-@dataclasses.dataclass
-class Config:
-    # what people change first
-    model_name: str = "data/demo/model"  # folder or hub name
-    x0_file: str = "data/demo/x0.txt"  # the system prompt that is to be baked
-    question_dataset: str = "data/demo/questions_train.jsonl"  # with question; or .txt, one a line
-    columns: str = ""  # fields under other names: question=prompt
-    num_questions: int = 88  # the first so many; -1: all
-    num_sequences_per_question: int = 25  # replies to each
-    batch_size: int = 38  # replies of one forward and process
-    max_sequence_length: int = 128  # new tokens of a reply, at most
-    temperature: float = 1.0  # 1: as the model has it; 0: the most probable word each time
-    top_p: float = 1.0  # draw from the smallest set of words with this much probability
-
-    # what comes out
-    traj_out_file: str = "data/traj_chat.jsonl"  # replies to train on
-    val_out_file: str = "data/traj_val.jsonl"  # replies to questions that are held out
-    val_split: float = 0.1  # share of the questions that is held out
-
-    # model and hardware
-    chat_template: str = "auto"  # auto: the tokenizer's, if it has one; none; or a .jinja file
-    chat_template_kwargs: str = ""  # what the template takes, as JSON: {"enable_thinking": false}
-    use_mixed_precision: bool = True  # bf16 where the GPU has it, else fp16; fp32 on a CPU
-    base_dtype: Literal["auto", "fp32", "bf16"] = "auto"  # of the weights
-    backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"  # by the device
-    timeout_minutes: float = 30.0  # how long a rank waits for the others
-
-    # run
-    stop_after_minutes: float = 0.0  # keep what there is and end with status 85; 0: no limit
-    seed: int = 0  # of the replies and of the split
-    check: bool = False  # read and check everything, sample nothing
-    debug: bool = False  # tracebacks for user errors, too
-
-
-def read_settings(argv, world):
-    config = cli.parse(Config, argv, console=world.is_main)
-    cli.check_ranges(
-        config,
-        num_sequences_per_question=cli.ABOVE_0,
-        max_sequence_length=cli.ABOVE_0,
-        num_questions=("of -1, or 1 and more", lambda x: x == -1 or x > 0),
-        val_split=("above 0, below 1", lambda x: 0 < x < 1),
-    )
-    return config
 
 
 def mark_of(config, prompts, settings) -> str:
@@ -208,7 +165,7 @@ def write(config, x0, questions, parts, tokenizer):
 
 def main(argv=None) -> int:
     world = distributed.whoami(argv=sys.argv)
-    config = read_settings(argv, world)
+    config = settings.read_generate(argv, world.is_main)
     if not config.check:
         world = distributed.init_process_group(world, config.backend, config.timeout_minutes)
     x0 = jsonl.content(config.x0_file).decode()

@@ -9,6 +9,12 @@ Settings: src/config.py. Results: results/dpo/ (see results/README.md).
 
 import ddp_utils.runs.preemption as preemption  # before torch, whose import takes seconds
 
+import config as settings
+
+if __name__ == "__main__":  # --help, or a mistake in the settings, ends here
+    preemption.read_early(settings.read)
+
+
 import dataclasses
 import gc
 import math
@@ -19,10 +25,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from config import Config, check
 from ddp_utils import (
     UserError,
-    cli,
     distributed,
     fast,
     jsonl,
@@ -50,15 +54,14 @@ DEMO_JUDGE = str(DEMO / "judge.py:score")
 
 def read_settings(argv, world):
     """Flags over src/config.py, checked before anything is read."""
-    config = cli.parse(Config, argv, console=world.is_main)
-    check(config)
+    config = settings.read(argv, world.is_main)
     models.inherit_adapter_config(config)
     if config.batch_size * config.gradient_accumulation_steps < world.world_size:
         raise UserError(
             f"--batch_size: {config.batch_size} pairs for {world.world_size} processes; "
             f"give at least {world.world_size}"
         )
-    demo = config.train_data == Config.train_data
+    demo = config.train_data == settings.Config.train_data
     if demo and not (config.val_data or config.test_data):
         val, test = (str(DEMO / f"preferences_{split}.jsonl") for split in ("val", "test"))
         judge = config.judge or DEMO_JUDGE

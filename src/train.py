@@ -9,6 +9,12 @@ Each setting of the file is a flag, too: --learning_rate 1e-4. Guide: docs/strat
 
 import ddp_utils.runs.preemption as preemption  # before torch, whose import takes seconds
 
+import train_config
+
+if __name__ == "__main__":  # --help, or a mistake in the settings, ends here
+    preemption.read_early(train_config.read)
+
+
 import math
 import sys
 import time
@@ -16,7 +22,6 @@ from pathlib import Path
 
 import torch
 
-import train_config
 from ddp_utils import (
     UserError,
     cli,
@@ -233,7 +238,7 @@ def load(config, data, precision, run):
 
 def main(argv=None) -> int:
     world = distributed.whoami(argv=sys.argv)
-    config = train_config.read(argv, world)
+    config = train_config.read(argv, world.is_main)
     with cli.naming(config.places):
         return fine_tune(config, world)
 

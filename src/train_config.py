@@ -4,9 +4,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Literal
 
-import torch
-
-from ddp_utils import UserError, cli, losses
+from ddp_utils import UserError, cli
 from ddp_utils.runs import yaml_config
 
 
@@ -49,7 +47,7 @@ class Training:
     shuffle: bool = True  # a new order in every epoch
     deterministic: bool = False  # deterministic kernels, slower
     # section training, objective dpo
-    method: losses.Method = "dpo"  # the loss: docs/dpo.md
+    method: cli.Method = "dpo"  # the loss: docs/dpo.md
     beta: float = 0.1  # how tightly the policy is held to the reference
     label_smoothing: float | None = None  # cdpo, robust: share of labels that are wrong (0.1)
     lambda_dpop: float | None = None  # dpop, dpopshift: price of a falling chosen log-prob (50)
@@ -139,20 +137,20 @@ class Config(Output, Distributed, Dataset, Training, FineTuning, Model):
         return "deepspeed" if self.use_deepspeed else "fsdp" if self.use_fsdp else "ddp"
 
 
-def read(argv, world) -> Config:
+def read(argv, console=True) -> Config:
     """Return the checked settings: flags over the YAML file over DeepSpeed's or FSDP's JSON.
 
     Raises UserError for what is out of range, given twice and differently, or without effect.
     """
-    config = merged(argv, world)
+    config = merged(argv, console)
     with cli.naming(config.places):
         check(config)
     return config
 
 
-def merged(argv, world) -> Config:
+def merged(argv, console=True) -> Config:
     """Return the settings of flags, YAML and JSON; other rules are not checked yet."""
-    config, places = yaml_config.under_flags(Config, Sections, argv, world.is_main)
+    config, places = yaml_config.under_flags(Config, Sections, argv, console)
     config.places = places
     choose_sharding(config, places)
     return config
@@ -204,15 +202,18 @@ def check(config):
         val_share=("from 0 to 0.5", lambda x: 0 <= x <= 0.5),
         sft_weight=cli.FROM_0,
     )
-    losses.options(config)  # an option that the method does not use is refused
+    cli.loss_options(config)  # an option that the method does not use is refused
     if not config.output_dir:
         raise UserError("--output_dir: it is empty; give a path")
     if config.type == "full" and config.base_dtype == "bf16":
         raise UserError("--base_dtype bf16: full fine-tuning trains fp32 weights; use auto or fp32")
     if config.type == "qlora" and config.strategy != "ddp":
         raise UserError(f"--type: {config.strategy} cannot shard 4-bit weights; give lora")
-    if config.type == "qlora" and not (torch.cuda.is_available() and find_spec("bitsandbytes")):
-        raise UserError("--type: qlora needs bitsandbytes and a CUDA device; give lora")
+    if config.type == "qlora":
+        import torch
+
+        if not (torch.cuda.is_available() and find_spec("bitsandbytes")):
+            raise UserError("--type: qlora needs bitsandbytes and a CUDA device; give lora")
     if config.strategy == "deepspeed" and config.grad_reduce_dtype != "fp32":
         says = "DeepSpeed's is communication_data_type in its JSON; leave it out"
         raise UserError(f"--grad_reduce_dtype: {says}")

@@ -145,7 +145,7 @@ def check(config):
         raise UserError(f"--train_source_timesteps: give a window ({config.window}) or more")
 
 
-def read(argv, console):
+def read(argv, console=True):
     """Return the settings: flags and key=value words, of which the last counts, over the YAML file.
 
     What `accelerate launch --mixed_precision` says stands above all. Raises UserError, naming file
@@ -168,3 +168,21 @@ def flag_of(word):
         return word
     switches = {"true": f"--{name}", "false": f"--no_{name}"}
     return switches.get(value, f"--{word}")
+
+
+@dataclass
+class EvaluateConfig:
+    """Let a distilled agent try held-out goals, learning in its context alone."""
+
+    ckpt_dir: str = "runs/ad_demo"  # a run's folder
+    eval_episodes: int = 60  # of one try, in one context
+    eval_copies: int = 8  # tries of each goal
+    seed: int = 0  # of what it tries
+    debug: bool = False  # tracebacks for user errors, too
+
+
+def read_evaluate(argv, console=True) -> EvaluateConfig:
+    """Flags over the defaults, checked before anything is read."""
+    config = cli.parse(EvaluateConfig, argv, console=console)
+    cli.check_ranges(config, eval_episodes=cli.ABOVE_0, eval_copies=cli.ABOVE_0)
+    return config

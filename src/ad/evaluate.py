@@ -13,8 +13,14 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # where nothing is in
 
 import ddp_utils.runs.preemption as preemption  # before torch, whose import takes seconds
 
+from ad.config import Config, read_evaluate
+
+if __name__ == "__main__":  # --help, or a mistake in the settings, ends here
+    preemption.read_early(read_evaluate)
+
+
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import numpy as np
 import torch
@@ -22,24 +28,14 @@ from matplotlib.figure import Figure
 from safetensors.torch import load_file
 
 from ad import sources, windows
-from ad.config import Config
 from ad.darkroom import ACTIONS
 from ad.model import NONE, Cache, Model, Tokens
-from ddp_utils import UserError, cli, distributed, jsonl
+from ddp_utils import UserError, distributed, jsonl
 from ddp_utils.runs import checkpoint
 
 LAST = 10  # episodes that count as what was learnt
 LABELS = {"control_wiped": "context wiped", "control_zero_reward": "rewards hidden"}
 CONTROLS = {"control_wiped": {"wiped": True}, "control_zero_reward": {"hide_rewards": True}}
-
-
-@dataclass
-class Settings:
-    ckpt_dir: str = "runs/ad_demo"  # a run's folder
-    eval_episodes: int = 60  # of one try, in one context
-    eval_copies: int = 8  # tries of each goal
-    seed: int = 0  # of what it tries
-    debug: bool = False  # tracebacks for user errors, too
 
 
 @torch.no_grad()
@@ -161,8 +157,7 @@ def load(folder):
 
 
 def main(argv=None) -> int:
-    settings = cli.parse(Settings, argv)
-    cli.check_ranges(settings, eval_episodes=cli.ABOVE_0, eval_copies=cli.ABOVE_0)
+    settings = read_evaluate(argv)
     run_folder = jsonl.resolve(settings.ckpt_dir)
     model, config = load(run_folder)
     room = config.room

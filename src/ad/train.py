@@ -17,6 +17,12 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # where nothing is in
 
 import ddp_utils.runs.preemption as preemption  # before torch, whose import takes seconds
 
+from ad.config import read
+
+if __name__ == "__main__":  # --help, or a mistake in the settings, ends here
+    preemption.read_early(read)
+
+
 import math
 import time
 
@@ -24,7 +30,6 @@ import torch
 from safetensors.torch import save_file
 
 from ad import evaluate, windows
-from ad.config import read
 from ad.darkroom import ACTIONS
 from ad.model import Distiller, Model
 from ddp_utils import NonFiniteError, UserError, distributed, files, jsonl, metrics, optim, sampler

@@ -36,6 +36,22 @@ RANGES |= {
     "warmup_ratio": ("from 0 to 1", lambda x: 0 <= x <= 1),
 }
 
+METHODS = {  # loss of losses.py -> its options and their defaults
+    "dpo": {},
+    "cdpo": {"label_smoothing": 0.1},
+    "robust": {"label_smoothing": 0.1},
+    "ipo": {},
+    "ipo_sum": {},
+    "hinge": {},
+    "dpop": {"lambda_dpop": 50.0},
+    "dposhift": {"lambda_shift": 0.75},
+    "dpopshift": {"lambda_dpop": 50.0, "lambda_shift": 0.75},
+    "simpo": {"simpo_gamma": 0.5},
+}
+Method = typing.Literal[tuple(METHODS)]  # one of these names
+OPTIONS = ("label_smoothing", "lambda_dpop", "lambda_shift", "simpo_gamma")
+FIXED_LENGTH = ("ipo", "ipo_sum", "simpo")  # averaged or summed by definition
+
 
 def parse(config_class, argv=None, console=True, aliases=None, default=None, command=""):
     """Read flags over the dataclass's defaults, or over `default`, an instance of it.
@@ -108,6 +124,19 @@ def check_ranges(config, **rules):
         value = getattr(config, name)
         if value is not None and not fits(value):
             raise UserError(f"--{name}: {value} is out of range; give a value {description}")
+
+
+def loss_options(config) -> dict:
+    """The method's options with its defaults filled in; UserError for one that it does not use."""
+    defaults = METHODS[config.method]
+    for name in OPTIONS:
+        if getattr(config, name) is not None and name not in defaults:
+            users = ", ".join(method for method, used in METHODS.items() if name in used)
+            raise UserError(f"--{name}: {config.method} does not use it; it belongs to {users}")
+    if config.length_average and config.method in FIXED_LENGTH:
+        raise UserError(f"--length_average: {config.method} fixes how its log-probs are summed")
+    given = {name: getattr(config, name) for name in defaults}
+    return {name: defaults[name] if value is None else value for name, value in given.items()}
 
 
 def unknown(name, known):

@@ -19,28 +19,12 @@ simpo       -log sigma(beta * (chosen - rejected) - simpo_gamma), log-probs per 
 
 import collections
 import math
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import logsigmoid
 
-from ddp_utils import UserError
-
-METHODS = {  # method -> its options and their defaults
-    "dpo": {},
-    "cdpo": {"label_smoothing": 0.1},
-    "robust": {"label_smoothing": 0.1},
-    "ipo": {},
-    "ipo_sum": {},
-    "hinge": {},
-    "dpop": {"lambda_dpop": 50.0},
-    "dposhift": {"lambda_shift": 0.75},
-    "dpopshift": {"lambda_dpop": 50.0, "lambda_shift": 0.75},
-    "simpo": {"simpo_gamma": 0.5},
-}
-Method = Literal[tuple(METHODS)]  # one of these names
-OPTIONS = ("label_smoothing", "lambda_dpop", "lambda_shift", "simpo_gamma")
-FIXED_LENGTH = ("ipo", "ipo_sum", "simpo")  # averaged or summed by definition
+from ddp_utils import cli
 
 
 class LogPs(NamedTuple):
@@ -54,26 +38,13 @@ class LogPs(NamedTuple):
     rejected_tokens: torch.Tensor
 
 
-def options(config) -> dict:
-    """The method's options with its defaults filled in; UserError for one that it does not use."""
-    defaults = METHODS[config.method]
-    for name in OPTIONS:
-        if getattr(config, name) is not None and name not in defaults:
-            users = ", ".join(method for method, used in METHODS.items() if name in used)
-            raise UserError(f"--{name}: {config.method} does not use it; it belongs to {users}")
-    if config.length_average and config.method in FIXED_LENGTH:
-        raise UserError(f"--length_average: {config.method} fixes how its log-probs are summed")
-    given = {name: getattr(config, name) for name in defaults}
-    return {name: defaults[name] if value is None else value for name, value in given.items()}
-
-
 def preference(logps: LogPs, config, noise=1e-3):
     """Losses [B] of one method, without the SFT term, and metrics, each [B].
 
     `noise` is how far, in nats, two scorings of the same response may differ: dpop's penalty
     starts there, or its factor of 50 would turn rounding into a loss.
     """
-    used = options(config)
+    used = cli.loss_options(config)
     chosen_ratio = logps.chosen - logps.ref_chosen
     rejected_ratio = logps.rejected - logps.ref_rejected
     rewards = config.beta * chosen_ratio, config.beta * rejected_ratio

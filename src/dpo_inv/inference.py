@@ -8,47 +8,26 @@
 Writes STEM_sequences.json, STEM_sequences.fasta and all_results.json into output_dir.
 """
 
-import dataclasses
+import ddp_utils.runs.preemption as preemption  # before torch, whose import takes seconds
+
+import dpo_inv.config as settings
+
+if __name__ == "__main__":  # --help, or a mistake in the settings, ends here
+    preemption.read_early(settings.read_inference)
+
 import json
 import math
 import re
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ddp_utils import UserError, cli, distributed, files, jsonl
-from ddp_utils.runs import checkpoint, preemption
+from ddp_utils import UserError, distributed, files, jsonl
+from ddp_utils.runs import checkpoint
 from ddp_utils.sampler import seed_of
 from dpo_inv import batches, mpnn, pairs, structure, weights
-
-
-@dataclasses.dataclass
-class Config:
-    # model and structures
-    model_path: str = "v_48_020"  # a .pt file, or the name of an official model
-    base_model_dir: str = "data/weights"  # where named models are
-    pdb_file: str = ""  # one structure
-    pdb_list: str = ""  # or a text file with one path per line
-    chain_id: str = ""  # the designed chain; empty: the first protein chain
-    design_chains: tuple[str, ...] = ()  # or several
-    fixed_chains: tuple[str, ...] = ()  # context with its native sequence
-    mutable_positions: tuple[int, ...] = ()  # from 0 in the designed sequence; empty: all
-    mutable_ranges: tuple[str, ...] = ()  # 6-17 29-39, both ends included
-
-    # what to do with them
-    num_samples: int = 10  # sequences for each structure
-    temperature: float = 0.1  # of the letters; the lower, the surer
-    fasta: str = ""  # score these sequences instead of sampling
-    output_dir: str = "outputs/inference"  # FASTA and JSON
-
-    # run
-    # by the device; --no_cuda is --backend gloo
-    backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"
-    seed: int = 0  # decoding orders and letters
-    check: bool = False  # read and check everything, write nothing
-    debug: bool = False  # tracebacks for user errors, too
 
 
 class Task(NamedTuple):
@@ -180,10 +159,7 @@ def write(task, config, entries):
 
 
 def main(argv=None) -> int:
-    config = cli.parse(Config, argv, aliases={"--no_cuda": "--backend=gloo"})
-    cli.check_ranges(config, num_samples=cli.ABOVE_0, temperature=cli.ABOVE_0)
-    if bool(config.pdb_file) == bool(config.pdb_list):
-        raise UserError("--pdb_file: give one structure, or --pdb_list with one path per line")
+    config = settings.read_inference(argv)
     path = weights.path_of(config.model_path, config.base_model_dir)
     paths = [config.pdb_file]
     if config.pdb_list:

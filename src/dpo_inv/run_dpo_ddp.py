@@ -10,6 +10,13 @@
 Guide: docs/protein_dpo.md. Results: output_dir (see results/README.md).
 """
 
+import ddp_utils.runs.preemption as preemption  # before torch, whose import takes seconds
+
+from dpo_inv.config import read_settings
+
+if __name__ == "__main__":  # --help, or a mistake in the settings, ends here
+    preemption.read_early(read_settings)
+
 import functools
 import hashlib
 import json
@@ -25,13 +32,12 @@ from torch import nn
 from ddp_utils import distributed, files, losses, metrics, optim, sampler
 from ddp_utils.distributed import to_device
 from ddp_utils.metrics import Averages, wilson
-from ddp_utils.runs import checks, preemption
+from ddp_utils.runs import checks
 from ddp_utils.runs import run as run_
 from ddp_utils.runs.folder import RunSpec
 from ddp_utils.runs.run import Run
 from dpo_inv import batches, mpnn, weights
 from dpo_inv import pairs as pairs_
-from dpo_inv.config import read_settings
 
 # --- data ----------------------------------------------------------------------------------------
 

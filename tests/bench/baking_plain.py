@@ -85,8 +85,9 @@ def our_loop(folder, rows):
     from ddp_utils import distributed, models, optim
     from ddp_utils.runs import progress
     from prompt_baking import distillation, trajectories
+    from prompt_baking.config import TrainConfig
 
-    config = train_loop.Config(model_name=str(folder), cache_teacher=True, batch_size=ROWS)
+    config = TrainConfig(model_name=str(folder), cache_teacher=True, batch_size=ROWS)
     torch.manual_seed(0)
     precision = optim.Precision.choose(torch.device("cpu"), "lora")
     model = models.load_policy(config, torch.device("cpu"), precision)

@@ -14,16 +14,15 @@ import typing
 import pytest
 
 import config as dpo_config
-import generate_data
+import programs
 import train_config
-import train_loop
 from ad import config as ad_config
-from ad import evaluate
 from conftest import ROOT
 from ddp_utils import cli
 from ddp_utils.tools import merge, plots
 from dpo_inv import config as protein_config
-from dpo_inv import inference, weights
+from dpo_inv import weights
+from prompt_baking import config as baking_config
 
 sys.path.append(str(ROOT / "scripts"))
 distributed_setup = importlib.import_module("distributed_setup")
@@ -31,13 +30,13 @@ distributed_setup = importlib.import_module("distributed_setup")
 CLASSES = {
     "main_distributed": dpo_config.Config,
     "train": train_config.Config,
-    "generate_data": generate_data.Config,
-    "train_loop": train_loop.Config,
+    "generate_data": baking_config.GenerateConfig,
+    "train_loop": baking_config.TrainConfig,
     "run_dpo_ddp": protein_config.Config,
-    "inference": inference.Config,
+    "inference": protein_config.InferenceConfig,
     "weights": weights.Settings,
     "ad/train": ad_config.Config,
-    "ad/evaluate": evaluate.Settings,
+    "ad/evaluate": ad_config.EvaluateConfig,
     "plots": plots.Settings,
     "merge": merge.Settings,
     **{name: flags for name, (flags, *_) in distributed_setup.COMMANDS.items()},
@@ -90,3 +89,31 @@ def test_the_defaults_that_are_shown_are_the_defaults():
         needed = [name for name in needed if typing.get_origin(hints[name]) is typing.Annotated]
         assert words
         assert cli.parse(config_class, [*needed, *words]) == cli.parse(config_class, needed)
+
+
+PROGRAMS = {  # and a value that it refuses
+    "src/main_distributed.py": "--label_smoothing 0.1",
+    "src/train.py": "--micro_batch_size 0",
+    "src/generate_data.py": "--val_split 1",
+    "src/train_loop.py": "--max_traj_len 1",
+    "-m dpo_inv.run_dpo_ddp": "--temperature 0",
+    "-m dpo_inv.run_dpo": "--beta nan",
+    "-m dpo_inv.inference": "--num_samples 1",
+    "src/ad/train.py": "--grid_size 1",
+    "src/ad/evaluate.py": "--eval_copies 0",
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help_and_wrong_settings_need_no_torch(program, tmp_path):
+    """Here the import of torch ends a process; numpy and transformers would cost as much."""
+    for name in ("torch", "transformers"):
+        (tmp_path / f"{name}.py").write_text("import os\nos._exit(77)\n")
+    env = {"PYTHONPATH": f"{tmp_path}:{ROOT / 'src'}"}
+    command = [sys.executable, *program.split()]
+    shown = programs.process([*command, "--help"], **env)
+    assert "usage: python " in shown.stdout and not shown.stderr
+    refused = programs.process([*command, *PROGRAMS[program].split()], 2, **env)
+    assert re.fullmatch(r"error: --\w+: .+\n", refused.stderr) and not refused.stdout
+    assert "Unrecognized options" in programs.process([*command, "--x"], 2, **env).stderr
+    programs.process(command, 77, **env | {"WORLD_SIZE": "2"})  # the ranks' own way

@@ -11,7 +11,8 @@ import torch
 
 from config import Config
 from ddp_utils import UserError
-from ddp_utils.losses import METHODS, Displacement, LogPs, at_reference, options, preference, sft
+from ddp_utils.cli import METHODS, loss_options
+from ddp_utils.losses import Displacement, LogPs, at_reference, preference, sft
 
 ALL = ["dpo", "cdpo", "robust", "ipo", "ipo_sum", "hinge", "dpop", "dposhift", "dpopshift", "simpo"]
 AVERAGEABLE = ["dpo", "cdpo", "robust", "hinge", "dpop", "dposhift", "dpopshift"]
@@ -151,19 +152,19 @@ def test_an_option_is_taken_by_its_methods_and_refused_by_the_others():
             for given in (value, 0.0):
                 config = Config(method=method, **{option: given})
                 if method in users:
-                    assert options(config)[option] == given
+                    assert loss_options(config)[option] == given
                     continue
                 with pytest.raises(UserError, match=f"^--{option}: {method} ") as caught:
-                    options(config)
+                    loss_options(config)
                 named = str(caught.value).partition("belongs to")[2].split(",")
                 assert {name.strip() for name in named} == users
     for method in set(ALL) - set(AVERAGEABLE):
         with pytest.raises(UserError, match=f"--length_average: {method}"):
-            options(Config(method=method, length_average=True))
+            loss_options(Config(method=method, length_average=True))
     defaults = {"dpo": {}, "cdpo": {"label_smoothing": 0.1}, "robust": {"label_smoothing": 0.1}}
     defaults |= {"dpopshift": {"lambda_dpop": 50.0, "lambda_shift": 0.75}}
     defaults |= {"simpo": {"simpo_gamma": 0.5}}
-    assert {method: options(Config(method=method)) for method in defaults} == defaults
+    assert {method: loss_options(Config(method=method)) for method in defaults} == defaults
 
 
 def test_the_sft_term_is_the_mean_negative_log_prob_of_the_chosen_tokens():

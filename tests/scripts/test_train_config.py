@@ -19,7 +19,6 @@ import train
 import train_config
 from conftest import ROOT
 from ddp_utils import UserError, models
-from ddp_utils.distributed import World
 from ddp_utils.sharding import deepspeed
 
 TINY = "dataset: {max_rows: 40}\n"  # of the demo, the default
@@ -243,7 +242,7 @@ def test_the_guides_settings_fit_its_yaml(monkeypatch):
 
 
 def test_the_shipped_file_holds_the_defaults():
-    shipped = train_config.read(["--config", str(ROOT / "config.yaml")], World())
+    shipped = train_config.read(["--config", str(ROOT / "config.yaml")])
     assert dataclasses.replace(shipped, config="config.yaml") == train_config.Config()
 
 
@@ -251,7 +250,7 @@ def test_qlora_needs_bitsandbytes_and_a_gpu(monkeypatch):
     says = "c.yaml:2: fine_tuning.type: qlora needs bitsandbytes and a CUDA device; give lora"
     for installed, cuda in ((False, True), (True, False), (True, True)):
         monkeypatch.setattr(train_config, "find_spec", lambda name, has=installed: has)
-        monkeypatch.setattr(train_config.torch.cuda, "is_available", lambda has=cuda: has)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has=cuda: has)
         if not (installed and cuda):
             assert refused("fine_tuning:\n  type: qlora") == says
-    assert train_config.read(["--config", "c.yaml"], World()).fine_tuning == "lora"
+    assert train_config.read(["--config", "c.yaml"]).fine_tuning == "lora"

@@ -14,9 +14,7 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-import torch
-
-from ddp_utils import jsonl, metrics
+from ddp_utils import jsonl
 
 SRC = jsonl.ROOT / "src"
 ROOMS = ("ddp_utils/*.py", "ddp_utils/runs/*.py", "ddp_utils/fast/*.py")
@@ -51,6 +49,10 @@ def redact(text) -> str:
 
 def describe(config, world) -> dict:
     """What one needs to run it again."""
+    import torch  # takes seconds: redact() does without
+
+    from ddp_utils import metrics
+
     git = shutil.which("git")
     command = [git, "-C", str(jsonl.ROOT), "rev-parse", "HEAD"]
     commit = git and subprocess.run(command, capture_output=True, text=True).stdout.strip()

@@ -133,6 +133,32 @@ def _watch(ours, _theirs):
 # --- the end of a process ------------------------------------------------------------------------
 
 
+def read_early(read):
+    """Call read(argv), so that --help and wrong settings end this process before it imports torch.
+
+    Under a launcher nothing is read: there one rank speaks for all, once main() has begun.
+    """
+    if LAUNCHER or "WORLD_SIZE" in os.environ or "--debug" in sys.argv:
+        return
+    try:
+        read(sys.argv[1:])
+    except SystemExit as stop:  # tyro: --help and wrong flags
+        _exit(stop.code)
+    except UserError as error:
+        from ddp_utils.runs.environment import redact
+
+        if str(error):
+            print(f"error: {redact(str(error))}", file=sys.stderr)
+        _exit(error.exit_code)
+
+
+def _exit(code):
+    with contextlib.suppress(BrokenPipeError):  # --help | head
+        sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 2)
+
+
 def run(main):
     """Run main() as this process: one line for a user's mistake, a traceback for ours, one exit.
 
@@ -146,8 +172,8 @@ def run(main):
     try:
         code = main() or 0
         leave()
-    except SystemExit as stop:  # tyro: --help and wrong flags
-        code = stop.code if isinstance(stop.code, int) else 2
+    except SystemExit as stop:
+        code = stop.code
     except BaseException as error:
         from ddp_utils.runs import failure
 
@@ -158,7 +184,4 @@ def run(main):
         elif not isinstance(error, KeyboardInterrupt):
             failure.tell_developer(error)
     finally:
-        with contextlib.suppress(BrokenPipeError):  # --help | head
-            sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        _exit(code)
