@@ -38,7 +38,7 @@ class Student(logps.Scorer):
                 backbone = self.parts()[0]
                 output = backbone(input_ids=batch.ids, use_cache=False, **batch.layout)
                 states = output.last_hidden_state
-            return states.flatten(0, 1)[batch.hidden_index]
+            return states.flatten(0, 1).index_select(0, batch.hidden_index)
 
     @torch.no_grad()
     def teach(self, batch):

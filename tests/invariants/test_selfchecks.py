@@ -186,7 +186,7 @@ def test_another_reference_model_is_scored_in_its_place(tmp_path):
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
 def test_complaint_17_trainable_parameters_are_fp32_on_a_bf16_base(mode):
-    config = main_distributed.Config(fine_tuning=mode, base_dtype="bf16")
+    config = main_distributed.settings.Config(fine_tuning=mode, base_dtype="bf16")
     precision = main_distributed.precision_of(config, torch.device("cpu"))
     model = models.load_policy(config, torch.device("cpu"), precision)
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -214,10 +214,13 @@ MAY_CHANGE = words(
 )
 
 
-@pytest.mark.parametrize("script", ["config", "train_config", "train_loop", "dpo_inv", "ad"])
-def test_every_other_setting_of_an_unfinished_run_is_refused(script, tmp_path):
-    module = f"{script}.config" if script in ("dpo_inv", "ad") else script
-    settings = dataclasses.asdict(importlib.import_module(module).Config())
+SETTINGS = {"config": "Config", "train_config": "Config", "prompt_baking.config": "TrainConfig"}
+SETTINGS |= {"dpo_inv.config": "Config", "ad.config": "Config"}
+
+
+@pytest.mark.parametrize("module", SETTINGS)
+def test_every_other_setting_of_an_unfinished_run_is_refused(module, tmp_path):
+    settings = dataclasses.asdict(getattr(importlib.import_module(module), SETTINGS[module])())
     settings = json.loads(json.dumps(settings))  # no tuples
     (tmp_path / "config.json").write_text(json.dumps(settings))
     (tmp_path / "environment.json").write_text("{}")

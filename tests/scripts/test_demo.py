@@ -44,7 +44,7 @@ def rates(model, prompts, system=None, judge="score"):
     for prompt in prompts:
         chat = [*turns, {"role": "user", "content": prompt}]
         ids.append(encoder.ids(encoder.render(chat, add_generation_prompt=True))[0])
-    config = main_distributed.Config(batch_size=110, max_new_tokens=48, seed=5)
+    config = main_distributed.settings.Config(batch_size=110, max_new_tokens=48, seed=5)
     world = distributed.World()
     replies = sampling.generate(scorer, ids, encoder.ends, world, config)
     texts = tokenizer.batch_decode(replies, skip_special_tokens=True)

@@ -12,7 +12,7 @@ from ddp_utils.readers import Encoder
 from ddp_utils.readers.tables import DataFile
 from prompt_baking import distillation, trajectories
 from prompt_baking.trajectories import Trajectory
-from train_loop import Config
+from prompt_baking.config import TrainConfig as Config
 
 MODEL = str(ROOT / "data/demo/model")
 

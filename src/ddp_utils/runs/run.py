@@ -9,7 +9,6 @@ import sys
 import time
 
 import torch
-from torch.utils.tensorboard import SummaryWriter
 
 from ddp_utils import Stop, UserError, distributed, files, jsonl
 from ddp_utils.runs import checkpoint, environment, folder, progress
@@ -108,6 +107,8 @@ class Run(Saving):
         size = self.metrics.seek(0, os.SEEK_END)
         self.metrics.seek(self.metrics.truncate(min(meta["metrics_bytes"], size)))
         if self.spec.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # of one rank alone, 0.16 s
+
             self.board = SummaryWriter(self.folder / "tensorboard", purge_step=meta["step"] + 1)
 
     # --- what happens ----------------------------------------------------------------------------
