@@ -80,6 +80,6 @@ def make_case(name, root):
     return folder
 
 
-def tokens_of(row):
+def tokens_of(row, sides=("chosen", "rejected")):
     """Prompt + chosen and prompt + rejected, as both are read; words are tokens here."""
-    return sum(len(f"{row['prompt']}{row[side]}".split()) + 1 for side in ("chosen", "rejected"))
+    return sum(len(f"{row['prompt']}{row[side]}".split()) + 1 for side in sides)

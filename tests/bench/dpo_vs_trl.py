@@ -1,5 +1,7 @@
 """Compare src/main_distributed.py with TRL's DPOTrainer: CPU time, memory and loss of LoRA DPO.
 
+With --sft it is src/train.py with SFTTrainer, on prompts and chosen responses.
+
     python3 -m venv trlenv
     trlenv/bin/pip install torch==2.13.0 trl==1.16.0 transformers peft datasets
     python tests/bench/dpo_vs_trl.py --trl_python trlenv/bin/python --out ratios.json
@@ -18,12 +20,14 @@ Rules of measurement:
 - The limit is the time of our step's matrix products alone: limit.py. A share of 1 is all of it.
 - Memory: the highest point of the loop above what was resident when it began (weights, LoRA,
   reference), in a run of its own, in which malloc gives back at once what is freed.
-- TRL runs in its best setting: no gradient checkpointing, reference computed beforehand.
+- TRL runs in its best setting: no gradient checkpointing, reference computed beforehand. Of SFT
+  there are two, with padding and without; both train on responses alone.
 - On a GPU (--cases 8b 8b_hh --dtypes bf16) it is seconds by the clock, after synchronising, and
   the most that torch had allocated, weights included; both sides hold the base in bf16.
 """
 
 import argparse
+import importlib
 import itertools
 import json
 import os
@@ -91,7 +95,7 @@ def train_trl(spec, rows, record):
     import datasets
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
-    from trl import DPOConfig, DPOTrainer
+    from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
     class Clock(TrainerCallback):
         def on_step_begin(self, *_, **__):
@@ -100,35 +104,45 @@ def train_trl(spec, rows, record):
         def on_step_end(self, *_, **__):
             record.step_ends()
 
-    class Trainer(DPOTrainer):
+    defaults = spec["kind"] == "trl defaults"
+    settings = {
+        "output_dir": "out",
+        "per_device_train_batch_size": spec["pairs"],
+        "max_steps": spec["steps"],
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "max_length": 1024,
+        "gradient_checkpointing": defaults,
+        "bf16": spec["dtype"] == "bf16",
+        "train_sampling_strategy": "sequential",
+        "use_cpu": not record.gpu,
+        "disable_tqdm": True,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "seed": 0,
+    }
+    if spec["sft"]:
+        trainer, kind = SFTTrainer, SFTConfig
+        settings |= {"completion_only_loss": True}
+        if spec["kind"] == "trl padding-free":
+            settings |= {"padding_free": True, "max_length": None}
+        rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in rows]
+    else:
+        trainer, kind = DPOTrainer, DPOConfig
+        settings |= {"beta": 0.1, "precompute_ref_log_probs": not defaults}
+    settings = kind(**settings)
+
+    class Trainer(trainer):
         def training_step(self, model, inputs, *rest, **named):
-            record.tokens.append(int(inputs["attention_mask"].sum()))
+            mask = inputs.get("attention_mask", inputs["input_ids"] + 1)
+            record.tokens.append(int(mask.bool().sum()))
             loss = super().training_step(model, inputs, *rest, **named)
             record.losses.append(loss.item())
             return loss
 
-    defaults = spec["kind"] == "trl defaults"
-    settings = DPOConfig(
-        output_dir="out",
-        per_device_train_batch_size=spec["pairs"],
-        max_steps=spec["steps"],
-        learning_rate=1e-3,
-        lr_scheduler_type="constant",
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-        beta=0.1,
-        max_length=1024,
-        precompute_ref_log_probs=not defaults,
-        gradient_checkpointing=defaults,
-        bf16=spec["dtype"] == "bf16",
-        train_sampling_strategy="sequential",
-        use_cpu=not record.gpu,
-        disable_tqdm=True,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        seed=0,
-    )
     adapter = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     dtype = "bfloat16" if record.gpu and settings.bf16 else "float32"
     set_seed(0)
@@ -145,8 +159,9 @@ def train_trl(spec, rows, record):
 def train_ours(spec, rows, record):
     import limit
 
-    import main_distributed
     from ddp_utils import optim
+
+    script = importlib.import_module("train" if spec["sft"] else "main_distributed")
 
     make_optimizer, step = optim.make_optimizer, optim.Policy.step
 
@@ -162,28 +177,37 @@ def train_ours(spec, rows, record):
     optim.make_optimizer, optim.Policy.step = last_before_the_loop, last_of_a_step
     products = limit.Products()
     if spec["count"]:
-        train_step = main_distributed.train_step
+        train_step = script.train_step
 
         def counted(*arguments):
             with products:
                 return train_step(*arguments)
 
-        main_distributed.train_step = counted
+        script.train_step = counted
     case, pairs = spec["case"], spec["pairs"]
     flags = f"""
-        --model_name {case}/model --train_data {case}/train.jsonl --max_rows {len(rows)}
-        --val_data {case}/val.jsonl --test_data {case}/val.jsonl --chat_template none --no_shuffle
-        --fine_tuning lora --lora_r 16 --lora_alpha 32 --beta 0.1 --sft_weight 0 --seed 0
-        --learning_rate 1e-3 --lr_scaling none --lr_scheduler constant --warmup_ratio 0
-        --weight_decay 0 --max_grad_norm 1.0 --batch_size {pairs} --max_steps {spec["steps"]}
-        --num_samples 0 --eval_every 1000000 --base_dtype {spec["dtype"]} --result_dir run
+        --model_name {case}/model --max_rows {len(rows)} --chat_template none --no_shuffle --seed 0
+        --lora_r 16 --lora_alpha 32 --learning_rate 1e-3 --lr_scheduler constant --warmup_ratio 0
+        --weight_decay 0 --max_grad_norm 1.0 --max_steps {spec["steps"]} --eval_every 1000000
+        --base_dtype {spec["dtype"]}
     """
-    main_distributed.main([*flags.split(), *spec["flags"]])
+    if spec["sft"]:
+        lines = [json.dumps({"prompt": row["prompt"], "completion": row["chosen"]}) for row in rows]
+        Path("sft.jsonl").write_text("\n".join(lines))
+        Path("none.yaml").write_text("training: {}\n")
+        flags += f"""--config none.yaml --objective sft --type lora --micro_batch_size {pairs}
+            --train_data sft.jsonl --val_share 0 --output_dir run"""
+    else:
+        flags += f"""--fine_tuning lora --beta 0.1 --sft_weight 0 --lr_scaling none
+            --train_data {case}/train.jsonl --val_data {case}/val.jsonl --num_samples 0
+            --test_data {case}/val.jsonl --batch_size {pairs} --result_dir run"""
+    script.main([*flags.split(), *spec["flags"]])
     lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     record.losses = [line["loss"] for line in lines if line["split"] == "train"]
     record.mfu = [line.get("mfu") for line in lines if line["split"] == "train"]
     turns = [rows[start : start + pairs] for start in range(0, len(rows), pairs)]
-    record.tokens = [sum(map(tokens_of, turn)) for turn in turns]
+    sides = ("chosen",) if spec["sft"] else ("chosen", "rejected")
+    record.tokens = [sum(tokens_of(row, sides) for row in turn) for turn in turns]
     record.products = products.found()
     record.limit = limit.seconds(spec["products"]) / spec["steps"]
 
@@ -223,7 +247,7 @@ def measure(arm, case, dtype, args, malloc=None, count=False, products=()):
     """Run one side once -> what it recorded, with CPU time summed over its processes."""
     rows = arm.pairs * args.steps
     spec = arm._asdict() | {"case": str(case), "dtype": dtype, "rows": rows, "steps": args.steps}
-    spec |= {"count": count, "products": products}
+    spec |= {"count": count, "products": products, "sft": args.sft}
     python = sys.executable if arm.kind == "ours" else os.path.abspath(args.trl_python)
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={arm.processes}"]
     command = [python, *(torchrun if arm.processes > 1 else []), str(Path(__file__).resolve())]
@@ -284,6 +308,8 @@ def row_of(arms, case, dtype, malloc, pairs, memory_runs):
 def comparisons(args):
     """The pairs of arms that the flags ask for."""
     ours, found = Arm("ours", flags=args.ours), []
+    if args.sft:
+        return [(Arm(f"TRL, {kind}", f"trl {kind}"), ours) for kind in ("padded", "padding-free")]
     if args.trl_python:
         found.append((Arm("TRL", "trl"), ours))
     if args.trl_defaults:
@@ -354,6 +380,7 @@ def read_flags():
     add = parser.add_argument
     add("--arm", type=json.loads, help=argparse.SUPPRESS)  # this process is one side
     add("--trl_python", default="", help="python of an environment with trl")
+    add("--sft", action="store_true", help="SFT instead of DPO")
     add("--trl_defaults", action="store_true", help="more rows: checkpointing, online reference")
     add("--layouts", action="store_true", help="ours, --layout separate against shared")
     add("--processes", type=int, nargs="+", default=[], help="ours, 1 against so many processes")
@@ -367,7 +394,7 @@ def read_flags():
     add("--picture", help="PNG of the ratios")
     add("--ours", nargs=argparse.REMAINDER, default=[], help="all that follows: flags for ours")
     args = parser.parse_args()
-    if args.trl_defaults and not args.trl_python:
+    if (args.trl_defaults or args.sft) and not args.trl_python:
         parser.error("TRL's rows need --trl_python")
     if not (args.arm or comparisons(args)):
         parser.error("give --trl_python, --layouts or --processes")

@@ -339,9 +339,7 @@ def speed(_folder, case, kind):
 
     pairs = 2 if DRY else 4  # 8 of hh, padded, are more than TRL keeps in 80 GB
     arm = dpo_vs_trl.Arm(kind, kind, pairs=pairs)
-    args = types.SimpleNamespace(
-        steps=3 if DRY else 11, matmul="highest", trl_python=sys.executable
-    )
+    args = types.SimpleNamespace(steps=3 if DRY else 11, sft=False, trl_python=sys.executable)
     side = dpo_vs_trl.measure(arm, case_of(case), "fp32" if DRY else "bf16", args)
     step = statistics.median(b - a for a, b in itertools.pairwise(side["clock"]))
     row = {"side": kind, "pairs a step": pairs, "s a step": step}
@@ -380,7 +378,7 @@ def kernels(folder):
     case = case_of("long")
     rows = [json.loads(line) for line in (case / "train.jsonl").open()][: pairs * (count + 2)]
     spec = {"case": str(case), "pairs": pairs, "steps": count + 2, "flags": []}
-    spec |= {"count": False, "products": []}
+    spec |= {"count": False, "products": [], "sft": False}
     os.chdir(folder)
     dpo_vs_trl.train_ours(spec | {"dtype": "fp32" if DRY else "bf16"}, rows, Record())
     wall = 1000 * (times[1] - times[0]) / count
