@@ -2,7 +2,9 @@
 
 Ours: the backbone encoded once, all sequences on it decoded together, the reference's log-probs
 known, backward, Adam. CPU seconds on one thread, the two in turns. `python
-tests/bench/test_mpnn_faster.py` prints the table of all lengths, with peak memory.
+tests/bench/test_mpnn_faster.py` prints the table of all lengths, with peak memory and the share of
+the limit (limit.py); with `--official FOLDER`, in which the package proteinmpnn 0.1.3 lies, the
+official model takes the plain one's place.
 """
 
 import re
@@ -20,7 +22,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from bench import mpnn_plain
+from bench import limit, mpnn_plain
 from dpo_inv.mpnn import ProteinMPNN
 from scripts.test_mpnn import backbone, letters
 
@@ -28,19 +30,33 @@ BARS = {1: 4.5, 4: 8.0}  # pairs on one backbone -> how much faster; a shared ma
 MEMORY = 0.5  # of the plain step's peak
 
 
+class Official(torch.nn.Module):
+    """The official model, called as the plain one."""
+
+    def __init__(self):
+        super().__init__()
+        from proteinmpnn.protein_mpnn_utils import ProteinMPNN as Model
+
+        sizes = {"num_letters": 21, "node_features": 128, "edge_features": 128, "hidden_dim": 128}
+        self.model = Model(**sizes, k_neighbors=48, augment_eps=0.0, dropout=0.0)
+
+    def forward(self, coords, mask, residue_idx, chain_encoding, sequence, order):
+        known = (mask, torch.ones_like(mask), residue_idx, chain_encoding, torch.zeros_like(mask))
+        return self.model(coords, sequence, *known, True, order)
+
+
 class Case:
     """A made-up backbone with a made-up pair, and models with the same weights."""
 
-    def __init__(self, length):
+    def __init__(self, length, official=False):
         torch.manual_seed(0)
         self.backbone = backbone(length)
         self.order = torch.randperm(length)[None]
         self.pair = letters(2, length)
         self.ours = ProteinMPNN()
-        self.plain = mpnn_plain.Plain()
-        self.reference = mpnn_plain.Plain()
+        self.plain, self.reference = ((Official if official else mpnn_plain.Plain)() for _ in "12")
         for model in (self.plain, self.reference):
-            model.load_state_dict(self.ours.state_dict())
+            (model.model if official else model).load_state_dict(self.ours.state_dict())
         self.our_optimizer = torch.optim.Adam(self.ours.parameters(), lr=1e-6)
         self.plain_optimizer = torch.optim.Adam(self.plain.parameters(), lr=1e-6)
 
@@ -117,18 +133,34 @@ def test_a_step_takes_half_the_memory():
     assert peak("ours", 106) <= MEMORY * peak("plain", 106)
 
 
+def share(case, pairs):
+    """The limit of our step over what it takes, medians of five turns."""
+    with limit.Products() as products:
+        case.our_step(pairs)
+    shares = []
+    for _ in range(5):
+        ours = statistics.median(seconds(case.our_step, pairs) for _ in range(5))
+        shares.append(limit.seconds(products.found()) / ours)
+    return statistics.median(shares)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    if sys.argv[1:]:  # a process of peak()
+    if sys.argv[1:] and sys.argv[1] != "--official":  # a process of peak()
         measured = Case(int(sys.argv[2]))
         before = high_water()
         for _ in range(2):
             measured.plain_step() if sys.argv[1] == "plain" else measured.our_step(1)
         print(high_water() - before)
     else:
-        for length in (68, 106, 354):
+        sys.path += sys.argv[2:]
+        for length in (50, 100, 200, 400):
+            case = Case(length, bool(sys.argv[1:]))
+            margin = case.margins(1).item()
+            gap = abs(case.plain_step() - case.our_step(1, margin))
             for pairs in BARS:
-                found = ratios(Case(length), pairs, 9 if length < 300 else 5)
-                middle = statistics.median(found)
-                print(f"L={length}, {pairs} pairs: {middle:.1f} [{found[0]:.1f}, {found[-1]:.1f}]")
+                found = ratios(case, pairs, 9 if length < 300 else 5)
+                spread = f"{statistics.median(found):.1f} [{found[0]:.1f}, {found[-1]:.1f}]"
+                print(f"L={length}, {pairs} pairs: {spread}, {share(case, pairs):.2f} of the limit")
+            print(f"losses of the first step differ by {gap:.0e}")
         print(f"peak memory, L=354: {peak('ours', 354):.0f} MiB against {peak('plain', 354):.0f}")
