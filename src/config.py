@@ -93,7 +93,7 @@ class Config:
 
 
 def read(argv, console=True) -> Config:
-    """Flags over the defaults, checked before anything is read."""
+    """Return the flags over the defaults; raise UserError for a value out of its range."""
     config = cli.parse(Config, argv, console=console)
     check(config)
     return config

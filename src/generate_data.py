@@ -12,10 +12,10 @@ stopped or killed goes on with the same command.
 
 import ddp_utils.runs.preemption as preemption  # before torch, whose import takes seconds
 
-import prompt_baking.config as settings
+import prompt_baking.generate_config as settings
 
 if __name__ == "__main__":  # --help, or a mistake in the settings, ends here
-    preemption.read_early(settings.read_generate)
+    preemption.read_early(settings.read)
 
 
 import contextlib
@@ -50,13 +50,15 @@ from prompt_baking import trajectories
 TOGETHER = 16  # batches between two writes: a number of its own, for batches hang on nothing else
 
 
-def mark_of(config, prompts, settings) -> str:
+def mark_of(config, prompts, model_config) -> str:
     """Hash what the rows depend on, the code included; not on the number of processes."""
     names = "num_sequences_per_question batch_size max_sequence_length temperature top_p seed"
     names += " val_split use_mixed_precision base_dtype chat_template_kwargs"
     facts = [getattr(config, name) for name in names.split()]
-    facts += [models.digest_of_model(config.model_name, settings), prompts, torch.__version__]
-    code = environment.code_of("generate_data.py", "ddp_utils/*.py", "prompt_baking/*.py")
+    facts += [models.digest_of_model(config.model_name, model_config), prompts, torch.__version__]
+    code = environment.code_of(
+        "generate_data.py", "ddp_utils/*.py", "prompt_baking/trajectories.py"
+    )
     facts += sorted(code.items())
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
@@ -165,7 +167,7 @@ def write(config, x0, questions, parts, tokenizer):
 
 def main(argv=None) -> int:
     world = distributed.whoami(argv=sys.argv)
-    config = settings.read_generate(argv, world.is_main)
+    config = settings.read(argv, world.is_main)
     if not config.check:
         world = distributed.init_process_group(world, config.backend, config.timeout_minutes)
     x0 = jsonl.content(config.x0_file).decode()

@@ -12,10 +12,10 @@ the prompt. Loss: KL(teacher || student) at every token of replies that the teac
 
 import ddp_utils.runs.preemption as preemption  # before torch, whose import takes seconds
 
-import prompt_baking.config as settings
+import prompt_baking.train_config as settings
 
 if __name__ == "__main__":  # --help, or a mistake in the settings, ends here
-    preemption.read_early(settings.read_train)
+    preemption.read_early(settings.read)
 
 
 import collections
@@ -55,7 +55,7 @@ DEMO_QUESTIONS, DEMO_JUDGE = "data/demo/questions_test.jsonl", "data/demo/judge.
 
 def read_settings(argv, world):
     """Flags over the defaults, checked before anything is read."""
-    config = settings.read_train(argv, world.is_main)
+    config = settings.read(argv, world.is_main)
     with cli.naming({"init_adapter": "--resume_from"}):
         models.inherit_adapter_config(config)
     [first] = jsonl.read(config.data_path, 1)

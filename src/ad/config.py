@@ -168,21 +168,3 @@ def flag_of(word):
         return word
     switches = {"true": f"--{name}", "false": f"--no_{name}"}
     return switches.get(value, f"--{word}")
-
-
-@dataclass
-class EvaluateConfig:
-    """Let a distilled agent try held-out goals, learning in its context alone."""
-
-    ckpt_dir: str = "runs/ad_demo"  # a run's folder
-    eval_episodes: int = 60  # of one try, in one context
-    eval_copies: int = 8  # tries of each goal
-    seed: int = 0  # of what it tries
-    debug: bool = False  # tracebacks for user errors, too
-
-
-def read_evaluate(argv, console=True) -> EvaluateConfig:
-    """Flags over the defaults, checked before anything is read."""
-    config = cli.parse(EvaluateConfig, argv, console=console)
-    cli.check_ranges(config, eval_episodes=cli.ABOVE_0, eval_copies=cli.ABOVE_0)
-    return config

@@ -13,10 +13,10 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # where nothing is in
 
 import ddp_utils.runs.preemption as preemption  # before torch, whose import takes seconds
 
-from ad.config import Config, read_evaluate
+import ad.evaluate_config as settings
 
 if __name__ == "__main__":  # --help, or a mistake in the settings, ends here
-    preemption.read_early(read_evaluate)
+    preemption.read_early(settings.read)
 
 
 import json
@@ -28,6 +28,7 @@ from matplotlib.figure import Figure
 from safetensors.torch import load_file
 
 from ad import sources, windows
+from ad.config import Config
 from ad.darkroom import ACTIONS
 from ad.model import NONE, Cache, Model, Tokens
 from ddp_utils import UserError, distributed, jsonl
@@ -157,18 +158,18 @@ def load(folder):
 
 
 def main(argv=None) -> int:
-    settings = read_evaluate(argv)
-    run_folder = jsonl.resolve(settings.ckpt_dir)
+    trial = settings.read(argv)
+    run_folder = jsonl.resolve(trial.ckpt_dir)
     model, config = load(run_folder)
     room = config.room
     _, goals = room.split(config.env_split_seed, config.train_env_ratio)
     folder = run_folder / "evaluation"
     checkpoint.check_place("--ckpt_dir", folder)
     model.to(distributed.choose_device(distributed.whoami(), "auto").device)
-    summary, returns, controls = assess(model, goals, config, settings, controls=True)
+    summary, returns, controls = assess(model, goals, config, trial, controls=True)
     folder.mkdir(exist_ok=True)
     write(folder, goals, returns, controls, config)
-    summary["settings"] = asdict(settings)
+    summary["settings"] = asdict(trial)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     for goal, episodes in zip(goals.tolist(), returns, strict=True):
         print(

@@ -49,8 +49,8 @@ METHODS = {  # loss of losses.py -> its options and their defaults
     "simpo": {"simpo_gamma": 0.5},
 }
 Method = typing.Literal[tuple(METHODS)]  # one of these names
-OPTIONS = ("label_smoothing", "lambda_dpop", "lambda_shift", "simpo_gamma")
-FIXED_LENGTH = ("ipo", "ipo_sum", "simpo")  # averaged or summed by definition
+LOSS_OPTIONS = ("label_smoothing", "lambda_dpop", "lambda_shift", "simpo_gamma")
+FIXED_LENGTH_METHODS = ("ipo", "ipo_sum", "simpo")  # averaged or summed by definition
 
 
 def parse(config_class, argv=None, console=True, aliases=None, default=None, command=""):
@@ -127,13 +127,13 @@ def check_ranges(config, **rules):
 
 
 def loss_options(config) -> dict:
-    """The method's options with its defaults filled in; UserError for one that it does not use."""
+    """Return the method's options, given or default; UserError for one that it does not use."""
     defaults = METHODS[config.method]
-    for name in OPTIONS:
+    for name in LOSS_OPTIONS:
         if getattr(config, name) is not None and name not in defaults:
             users = ", ".join(method for method, used in METHODS.items() if name in used)
             raise UserError(f"--{name}: {config.method} does not use it; it belongs to {users}")
-    if config.length_average and config.method in FIXED_LENGTH:
+    if config.length_average and config.method in FIXED_LENGTH_METHODS:
         raise UserError(f"--length_average: {config.method} fixes how its log-probs are summed")
     given = {name: getattr(config, name) for name in defaults}
     return {name: defaults[name] if value is None else value for name, value in given.items()}

@@ -15,6 +15,8 @@ dposhift    dpo with the rejected log-ratio times lambda_shift  Yang et al. 2025
 dpopshift   both of these
 simpo       -log sigma(beta * (chosen - rejected) - simpo_gamma), log-probs per token, no
             reference                                           Meng et al. 2024, eq. 6
+
+Their names and options are in cli.py, which no settings have to import torch for.
 """
 
 import collections

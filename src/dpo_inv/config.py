@@ -1,4 +1,4 @@
-"""Settings of dpo_inv.run_dpo_ddp and inference: edit them here, or give any as a flag."""
+"""Settings of dpo_inv.run_dpo_ddp: edit them here, or give any as a flag: --beta 0.3."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,8 +10,6 @@ DEMO_VAL, DEMO_MODEL = "data/input/test_data_val.json", "data/demo/protein_model
 
 @dataclass
 class Config:
-    """Fine-tune ProteinMPNN on preferred and unpreferred sequences of backbones with DPO."""
-
     # what people change first
     train_data: str = "data/input/test_data_real.json"  # items: docs/protein_dpo.md
     val_data: str = ""  # empty: a tenth of the pairs, whole backbones
@@ -79,43 +77,4 @@ def read_settings(argv, console=True) -> Config:
     config.base_model_name = config.base_model_name or (DEMO_MODEL if demo else "v_48_020")
     if config.learning_rate is None:
         config.learning_rate = 2e-4 if demo else 3e-7
-    return config
-
-
-@dataclass
-class InferenceConfig:
-    """Design sequences for backbones with ProteinMPNN, or score given ones."""
-
-    # model and structures
-    model_path: str = "v_48_020"  # a .pt file, or the name of an official model
-    base_model_dir: str = "data/weights"  # where named models are
-    pdb_file: str = ""  # one structure
-    pdb_list: str = ""  # or a text file with one path per line
-    chain_id: str = ""  # the designed chain; empty: the first protein chain
-    design_chains: tuple[str, ...] = ()  # or several
-    fixed_chains: tuple[str, ...] = ()  # context with its native sequence
-    mutable_positions: tuple[int, ...] = ()  # from 0 in the designed sequence; empty: all
-    mutable_ranges: tuple[str, ...] = ()  # 6-17 29-39, both ends included
-
-    # what to do with them
-    num_samples: int = 10  # sequences for each structure
-    temperature: float = 0.1  # of the letters; the lower, the surer
-    fasta: str = ""  # score these sequences instead of sampling
-    output_dir: str = "outputs/inference"  # FASTA and JSON
-
-    # run
-    # by the device; --no_cuda is --backend gloo
-    backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"
-    seed: int = 0  # decoding orders and letters
-    check: bool = False  # read and check everything, write nothing
-    debug: bool = False  # tracebacks for user errors, too
-
-
-def read_inference(argv, console=True) -> InferenceConfig:
-    """Flags over the defaults, checked before anything is read."""
-    aliases = {"--no_cuda": "--backend=gloo"}
-    config = cli.parse(InferenceConfig, argv, console=console, aliases=aliases)
-    cli.check_ranges(config, num_samples=cli.ABOVE_0, temperature=cli.ABOVE_0)
-    if bool(config.pdb_file) == bool(config.pdb_list):
-        raise UserError("--pdb_file: give one structure, or --pdb_list with one path per line")
     return config

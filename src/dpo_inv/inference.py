@@ -10,10 +10,10 @@ Writes STEM_sequences.json, STEM_sequences.fasta and all_results.json into outpu
 
 import ddp_utils.runs.preemption as preemption  # before torch, whose import takes seconds
 
-import dpo_inv.config as settings
+import dpo_inv.inference_config as settings
 
 if __name__ == "__main__":  # --help, or a mistake in the settings, ends here
-    preemption.read_early(settings.read_inference)
+    preemption.read_early(settings.read)
 
 import json
 import math
@@ -159,7 +159,7 @@ def write(task, config, entries):
 
 
 def main(argv=None) -> int:
-    config = settings.read_inference(argv)
+    config = settings.read(argv)
     path = weights.path_of(config.model_path, config.base_model_dir)
     paths = [config.pdb_file]
     if config.pdb_list:

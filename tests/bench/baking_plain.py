@@ -86,9 +86,9 @@ def our_loop(folder, rows, kept=False):
     from ddp_utils import distributed, models, optim
     from ddp_utils.runs import progress
     from prompt_baking import distillation, trajectories
-    from prompt_baking.config import TrainConfig
+    from prompt_baking.train_config import Config
 
-    config = TrainConfig(model_name=str(folder), cache_teacher=kept, batch_size=ROWS)
+    config = Config(model_name=str(folder), cache_teacher=kept, batch_size=ROWS)
     torch.manual_seed(0)
     precision = optim.Precision.choose(torch.device("cpu"), "lora")
     model = models.load_policy(config, torch.device("cpu"), precision)

@@ -27,6 +27,7 @@ Rules of measurement:
 """
 
 import argparse
+import contextlib
 import importlib
 import itertools
 import json
@@ -93,6 +94,7 @@ class Record:
 
 def train_trl(spec, rows, record):
     import datasets
+    import torch
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
     from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
@@ -137,8 +139,8 @@ def train_trl(spec, rows, record):
 
     class Trainer(trainer):
         def training_step(self, model, inputs, *rest, **named):
-            mask = inputs.get("attention_mask", inputs["input_ids"] + 1)
-            record.tokens.append(int(mask.bool().sum()))
+            mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
+            record.tokens.append(int(mask.sum()))
             loss = super().training_step(model, inputs, *rest, **named)
             record.losses.append(loss.item())
             return loss
@@ -179,9 +181,9 @@ def train_ours(spec, rows, record):
     if spec["count"]:
         train_step = script.train_step
 
-        def counted(*arguments):
-            with products:
-                return train_step(*arguments)
+        def counted(policy, step, *arguments):
+            with products if step else contextlib.nullcontext():  # the first is dropped
+                return train_step(policy, step, *arguments)
 
         script.train_step = counted
     case, pairs = spec["case"], spec["pairs"]
@@ -208,8 +210,8 @@ def train_ours(spec, rows, record):
     turns = [rows[start : start + pairs] for start in range(0, len(rows), pairs)]
     sides = ("chosen",) if spec["sft"] else ("chosen", "rejected")
     record.tokens = [sum(tokens_of(row, sides) for row in turn) for turn in turns]
-    record.products = products.found()
-    record.limit = limit.seconds(spec["products"]) / spec["steps"]
+    record.products = products.as_list()
+    record.limit = limit.seconds(spec["products"]) / (spec["steps"] - 1)
 
 
 def work(spec):
@@ -237,8 +239,8 @@ def work(spec):
 
 class Arm(NamedTuple):
     name: str
-    kind: str = "ours"  # or trl, trl defaults
-    flags: list = []  # of main_distributed.py
+    kind: str = "ours"  # or trl, trl defaults, trl padded, trl padding-free
+    flags: list = []  # of main_distributed.py, or of train.py
     processes: int = 1
     pairs: int = 4  # of a step, over all processes
 
@@ -270,13 +272,16 @@ def measure(arm, case, dtype, args, malloc=None, count=False, products=()):
 
 def compare(arms, case, dtype, args):
     """The rows of two arms: one for each malloc, all runs alternating."""
-    memory_runs = [measure(arm, case, dtype, args, TIDY_MALLOC, count=True) for arm in arms]
-    counted = {"products": memory_runs[1].pop("products")}
-    runs = {name: [] for name in args.malloc}
+    on_gpu = case.name.rpartition("-")[0] in GPU_CASES
+    first, second = arms
+    memory_runs = [measure(first, case, dtype, args, TIDY_MALLOC)]
+    memory_runs.append(measure(second, case, dtype, args, TIDY_MALLOC, count=not on_gpu))
+    products = memory_runs[1].pop("products")
+    runs = {name: [] for name in (["glibc"] if on_gpu else args.malloc)}
     for _ in range(args.repeats):
         for name, pairs in runs.items():
-            malloc = MALLOC[name]
-            pairs.append([measure(arm, case, dtype, args, malloc, **counted) for arm in arms])
+            other = measure(first, case, dtype, args, MALLOC[name])
+            pairs.append((other, measure(second, case, dtype, args, MALLOC[name], False, products)))
     return [row_of(arms, case, dtype, name, runs[name], memory_runs) for name in runs]
 
 
@@ -288,7 +293,7 @@ def row_of(arms, case, dtype, malloc, pairs, memory_runs):
     gap = max(abs(a - b) for a, b in itertools.chain(*losses))
     seconds = [[run["s_per_step"] for run in runs] for runs in zip(*pairs, strict=True)]
     growth = [run["growth_mb"] for run in memory_runs]
-    shares = [b["limit"] * arms[1].processes / b["s_per_step"] for _, b in pairs]
+    shares = [b.get("limit", 0) * arms[1].processes / b["s_per_step"] for _, b in pairs]
     return {
         "case": case.name.rpartition("-")[0],
         "dtype": dtype,
@@ -394,6 +399,8 @@ def read_flags():
     add("--picture", help="PNG of the ratios")
     add("--ours", nargs=argparse.REMAINDER, default=[], help="all that follows: flags for ours")
     args = parser.parse_args()
+    if args.sft and (args.trl_defaults or args.layouts or args.processes):
+        parser.error("--sft has two rows of its own: leave the other ones out")
     if (args.trl_defaults or args.sft) and not args.trl_python:
         parser.error("TRL's rows need --trl_python")
     if not (args.arm or comparisons(args)):
@@ -406,7 +413,7 @@ def measure_all(args):
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     report = {"date": time.strftime("%Y-%m-%d"), "cpu": cpu and cpu[1], "cores": os.cpu_count()}
     report["amx"] = "amx_bf16" in Path("/proc/cpuinfo").read_text()
-    report |= {name: getattr(args, name) for name in ("repeats", "steps", "ours")}
+    report |= {name: getattr(args, name) for name in ("repeats", "steps", "sft", "ours")}
     report["rows"] = []
     for name, dtype in itertools.product(args.cases, args.dtypes):
         case = make_case(name, os.path.abspath(args.cache))

@@ -2,12 +2,12 @@
 
     with Products() as products:
         step()
-    seconds(products.found())  # of the same products and nothing else
-    flops(products.found())
+    seconds(products.as_list())  # of the same products and nothing else
+    flops(products.as_list())
 
-What a program spends above that is everything else: norms, softmax, copies, Python. Attention
-counts as the two products of its forward and the four of its backward, of unmasked pairs of tokens
-alone; products that a program does twice count twice.
+What a program spends above that is everything else: norms, softmax, copies, Python. Products
+that a program does twice count twice, but for attention: two of its forward and four of its
+backward, of unmasked pairs of tokens alone.
 """
 
 import collections
@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 PRODUCTS = {"aten::mm", "aten::bmm", "aten::addmm", "aten::addmm_", "aten::baddbmm"}
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"  # and its _backward
-MEASURED = 0.05  # CPU seconds of one product, at least, in each of three turns
+MEASURED = 0.05  # CPU seconds of one product, at least, in each of three repetitions
 
 
-def layout(tensor):
+def shape_and_strides(tensor):
     return tuple(tensor.shape), tensor.stride()
 
 
@@ -40,7 +40,7 @@ class Products(TorchDispatchMode):
         name = function._schema.name
         if name in PRODUCTS:
             left, right = args[-2:]
-            self.counts[layout(left), layout(right), name_of(left.dtype)] += 1
+            self.counts[shape_and_strides(left), shape_and_strides(right), name_of(left.dtype)] += 1
         elif name.startswith(ATTENTION):
             names = [argument.name for argument in function._schema.arguments]
             named = dict(zip(names, args, strict=False)) | (kwargs or {})
@@ -48,7 +48,7 @@ class Products(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
     def attention(self, named, products):
-        """query [B, H, Q, D], key [B, K, S, D]: the products' unmasked share of [B, H, Q, S]."""
+        """Count products of query [B, H, Q, D] and key [B, K, S, D] that no mask hides."""
         batch, heads, queries, width = named["query"].shape
         keys = named["key"].shape[2]
         share = 1.0
@@ -61,32 +61,39 @@ class Products(TorchDispatchMode):
         right = (batch * heads, width, keys), (keys * width, 1, width)
         self.counts[left, right, name_of(named["query"].dtype)] += products * share
 
-    def found(self):
-        """Plain data: (left, right, dtype, how often), a matrix being its shape and its strides."""
+    def as_list(self):
+        """Return (left, right, dtype, how often) of each, left and right as shape and strides."""
         return [[*product, count] for product, count in self.counts.items()]
 
 
+def random(shape, strides, dtype):
+    """Return a random tensor of this shape; with a stride of 0 one number stands for many."""
+    last = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    numbers = torch.randn(last + 1)
+    return numbers.to(dtype).as_strided(shape, strides)
+
+
 def flops(products):
-    """Two for each multiplication with its addition."""
+    """Return their floating-point operations: a multiplication and its addition are two."""
     return sum(
         2 * count * torch.Size(left[0]).numel() * right[0][-1] for left, right, _, count in products
     )
 
 
 def seconds(products):
-    """CPU seconds of all of them: each shape the fastest of three turns."""
+    """Return the CPU seconds of all of them: each shape the fastest of three repetitions."""
     total = 0.0
     for left, right, dtype, count in products:
-        a = torch.empty_strided(*left, dtype=getattr(torch, dtype)).normal_()
-        b = torch.empty_strided(*right, dtype=getattr(torch, dtype)).normal_()
+        a = random(*left, getattr(torch, dtype))
+        b = random(*right, getattr(torch, dtype))
         out = torch.matmul(a, b)
-        turns = []
+        repetitions = []
         for _ in range(3):
             done = 0
             start = time.process_time()
             while time.process_time() - start < MEASURED:
                 torch.matmul(a, b, out=out)
                 done += 1
-            turns.append((time.process_time() - start) / done)
-        total += count * min(turns)
+            repetitions.append((time.process_time() - start) / done)
+        total += count * min(repetitions)
     return total

@@ -126,7 +126,7 @@ def test_keys_and_values_that_are_kept_make_tries_five_times_faster():
 
 
 def our_share(config, folder, size):
-    """CPU seconds of a training step of ours, and the limit's share; medians of five turns."""
+    """Return the CPU seconds of our training step, and the limit's share: medians of five."""
     windows.collect(config, folder / "histories.npz")
     arrays = windows.read(folder / "histories.npz", config.source())
     data = windows.Histories(arrays, np.arange(73), config, "cpu")
@@ -134,17 +134,16 @@ def our_share(config, folder, size):
     losses = (model(data.batch(*data.draw(0, step, size)))[0].mean() for step in range(99))
     with limit.Products() as products:
         next(losses).backward()
-    turns = []
+    found = []
     for _ in range(5):
         took = seconds_of_steps(model, losses, 4) / 4
-        turns.append((took, limit.seconds(products.found()) / took))
-    return [statistics.median(column) for column in zip(*turns, strict=True)]
+        found.append((took, limit.seconds(products.as_list()) / took))
+    return [statistics.median(column) for column in zip(*found, strict=True)]
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    wide = Config(tf_n_embd=64, tf_n_layer=4, tf_n_head=4)
-    for name, config, size in (("the demo", Config(), 24), ("width 64, 4 layers", wide, 64)):
+    for name, config, size in (("the demo", Config(), 24), ("80 steps, 4 layers", CONFIG, 64)):
         with tempfile.TemporaryDirectory() as folder:
             took, share = our_share(config, Path(folder), size)
         print(f"{name}: {size} windows in {took:.3f} CPU s, {share:.2f} of the limit")

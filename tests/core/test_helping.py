@@ -17,12 +17,14 @@ import config as dpo_config
 import programs
 import train_config
 from ad import config as ad_config
+from ad import evaluate_config
 from conftest import ROOT
 from ddp_utils import cli
 from ddp_utils.tools import merge, plots
 from dpo_inv import config as protein_config
-from dpo_inv import weights
-from prompt_baking import config as baking_config
+from dpo_inv import inference_config, weights
+from prompt_baking import generate_config
+from prompt_baking import train_config as bake_config
 
 sys.path.append(str(ROOT / "scripts"))
 distributed_setup = importlib.import_module("distributed_setup")
@@ -30,13 +32,13 @@ distributed_setup = importlib.import_module("distributed_setup")
 CLASSES = {
     "main_distributed": dpo_config.Config,
     "train": train_config.Config,
-    "generate_data": baking_config.GenerateConfig,
-    "train_loop": baking_config.TrainConfig,
+    "generate_data": generate_config.Config,
+    "train_loop": bake_config.Config,
     "run_dpo_ddp": protein_config.Config,
-    "inference": protein_config.InferenceConfig,
+    "inference": inference_config.Config,
     "weights": weights.Settings,
     "ad/train": ad_config.Config,
-    "ad/evaluate": ad_config.EvaluateConfig,
+    "ad/evaluate": evaluate_config.Config,
     "plots": plots.Settings,
     "merge": merge.Settings,
     **{name: flags for name, (flags, *_) in distributed_setup.COMMANDS.items()},
@@ -106,13 +108,14 @@ PROGRAMS = {  # and a value that it refuses
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_help_and_wrong_settings_need_no_torch(program, tmp_path):
-    """Here the import of torch ends a process; numpy and transformers would cost as much."""
+    """Here the import of torch or transformers ends a process."""
     for name in ("torch", "transformers"):
         (tmp_path / f"{name}.py").write_text("import os\nos._exit(77)\n")
     env = {"PYTHONPATH": f"{tmp_path}:{ROOT / 'src'}"}
     command = [sys.executable, *program.split()]
     shown = programs.process([*command, "--help"], **env)
     assert "usage: python " in shown.stdout and not shown.stderr
+    assert shown.stdout.splitlines()[2].endswith(".")  # what the program does, in a sentence
     refused = programs.process([*command, *PROGRAMS[program].split()], 2, **env)
     assert re.fullmatch(r"error: --\w+: .+\n", refused.stderr) and not refused.stdout
     assert "Unrecognized options" in programs.process([*command, "--x"], 2, **env).stderr

@@ -17,9 +17,9 @@ from torch.nn import functional
 
 from bench import mpnn_plain
 from conftest import ROOT
-from dpo_inv import inference, structure
+from dpo_inv import inference, inference_config, structure
 from dpo_inv.batches import Batch
-from dpo_inv.config import Config, InferenceConfig
+from dpo_inv.config import Config
 from dpo_inv.mpnn import ALPHABET, ProteinMPNN, encode
 from dpo_inv.run_dpo_ddp import Scorer, pair_losses
 from golden import seeded
@@ -181,7 +181,7 @@ def test_sampling_has_the_official_probabilities(config, temperature):
 def test_the_program_draws_as_often_as_the_official_probabilities_say(temperature, monkeypatch):
     """The first letter of a design, whose context is the fixed chain alone: 4000 draws of it."""
     flags = {"design_chains": ("B",), "fixed_chains": ("A",), "num_samples": 4000}
-    config = InferenceConfig(**flags, temperature=float(temperature))
+    config = inference_config.Config(**flags, temperature=float(temperature))
     task = inference.read_task(ROOT / "data/input/structures/bundle_03.pdb", config)
     fixed = ~torch.from_numpy(task.designed)
     for order in inference.orders(task, 9, seed=0):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from ad import evaluate, sources, windows
-from ad.config import Config, EvaluateConfig
+from ad import evaluate, evaluate_config, sources, windows
+from ad.config import Config
 from ad.darkroom import ACTIONS, Darkroom
 from ad.model import EPISODE, INSIDE, NONE, REGION, Cache, Model, Tokens, rotate
 from ad.model import rotations as rotations_of
@@ -284,7 +284,7 @@ def test_an_agent_that_knows_the_way_gets_the_optimum():
             action = torch.where(tokens.cell == 22, 4, 0)
             return torch.nn.functional.one_hot(action, ACTIONS) * 1e3
 
-    settings = EvaluateConfig(eval_episodes=3, eval_copies=2)
+    settings = evaluate_config.Config(eval_episodes=3, eval_copies=2)
     summary, returns, others = evaluate.assess(
         Knows(PLAIN), np.array([22]), PLAIN, settings, controls=True
     )

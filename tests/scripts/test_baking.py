@@ -18,7 +18,7 @@ import train_loop
 from conftest import ROOT
 from ddp_utils import Stop, UserError, distributed
 from ddp_utils.runs import run as run_
-from prompt_baking.config import GenerateConfig
+from prompt_baking import generate_config
 from ranks import free_port, ranks, run_ranks
 
 # 12 questions x 6 replies, two questions between two writes
@@ -167,7 +167,7 @@ def test_each_setting_that_changes_a_reply_is_in_the_mark():
     changes += [{"max_sequence_length": 9}, {"num_sequences_per_question": 2}, {"val_split": 0.5}]
     changes += [{"base_dtype": "bf16"}, {"chat_template_kwargs": "{}"}, {}]
     model = SimpleNamespace(_commit_hash=None)
-    configs = [GenerateConfig(**change) for change in changes]
+    configs = [generate_config.Config(**change) for change in changes]
     assert len({generate_data.mark_of(config, [], model) for config in configs}) == len(changes)
 
 

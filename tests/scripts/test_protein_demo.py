@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from conftest import ROOT
-from dpo_inv import inference, mpnn, structure
+from dpo_inv import inference, inference_config, mpnn, structure
 from dpo_inv import pairs as pairs_
-from dpo_inv.config import Config, InferenceConfig
+from dpo_inv.config import Config
 
 INPUT = ROOT / "data/input"
 STRUCTURES = sorted(INPUT.glob("structures/*.pdb"))
@@ -67,7 +67,7 @@ def test_the_files_are_what_the_script_makes(make, tmp_path):
 
 def test_the_model_half_knows_the_rule():
     """On a validation bundle: how many of the letters that are drawn at 0.5 follow it."""
-    config = InferenceConfig(temperature=0.5, num_samples=20)
+    config = inference_config.Config(temperature=0.5, num_samples=20)
     task = inference.read_task(INPUT / "structures/bundle_09.pdb", config)
     letters, _ = inference.sample(mpnn.ProteinMPNN.load(MODEL), task, config, "cpu")
     core, surface = (np.isin(letters, mpnn.encode(kind)) for kind in (CORE, SURFACE))

@@ -10,8 +10,8 @@ import torch
 from conftest import ROOT
 from ddp_utils import UserError
 from ddp_utils.sampler import Plan
-from dpo_inv import batches, inference, mpnn, pairs, structure
-from dpo_inv.config import Config, InferenceConfig
+from dpo_inv import batches, inference, inference_config, mpnn, pairs, structure
+from dpo_inv.config import Config
 
 INPUT = ROOT / "data/input"
 MODEL = str(ROOT / "data/demo/protein_model.pt")
@@ -53,7 +53,7 @@ def test_neither_a_missing_residue_nor_an_unknown_letter_is_scored(tmp_path):
 
 
 def test_score_and_recovery_are_of_the_designed_residues():
-    config = InferenceConfig(mutable_positions=(0, 2))
+    config = inference_config.Config(mutable_positions=(0, 2))
     task = inference.read_task(INPUT / SINGLE["pdb_file"], config)
     letters = torch.from_numpy(mpnn.encode(task.structure.sequence))[None]
     letters[0, 0] = (letters[0, 0] + 1) % 20
@@ -185,7 +185,7 @@ def test_a_fixed_chain_is_copied_and_x_is_never_drawn(tmp_path):
 @torch.no_grad()
 def test_a_letter_is_drawn_last_from_the_softmax_at_its_temperature():
     """One residue is designed: it sees all others, whatever the order; a chi-square test."""
-    config = InferenceConfig(num_samples=600, temperature=2.0, mutable_positions=(5,))
+    config = inference_config.Config(num_samples=600, temperature=2.0, mutable_positions=(5,))
     task = inference.read_task(INPUT / SINGLE["pdb_file"], config)
     model = mpnn.ProteinMPNN.load(MODEL)
     letters, log_probs = inference.sample(model, task, config, "cpu")

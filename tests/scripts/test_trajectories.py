@@ -11,7 +11,7 @@ from ddp_utils.models import load_tokenizer
 from ddp_utils.readers import Encoder
 from ddp_utils.readers.tables import DataFile
 from prompt_baking import distillation, trajectories
-from prompt_baking.config import TrainConfig as Config
+from prompt_baking.train_config import Config
 from prompt_baking.trajectories import Trajectory
 
 MODEL = str(ROOT / "data/demo/model")

@@ -136,7 +136,8 @@ def _watch(ours, _theirs):
 def read_early(read):
     """Call read(argv), so that --help and wrong settings end this process before it imports torch.
 
-    Under a launcher nothing is read: there one rank speaks for all, once main() has begun.
+    Left to main() are ranks (a launcher, or an exported WORLD_SIZE), of which one speaks for all,
+    --debug with its traceback, and errors of other kinds.
     """
     if LAUNCHER or "WORLD_SIZE" in os.environ or "--debug" in sys.argv:
         return
@@ -150,6 +151,8 @@ def read_early(read):
         if str(error):
             print(f"error: {redact(str(error))}", file=sys.stderr)
         _exit(error.exit_code)
+    except Exception:
+        return  # main() meets it, too
 
 
 def _exit(code):

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import re
 import shlex
+import sys
 import typing
 
 FIELD = re.compile(r"    (\w+): .*?(?:  # (.*))?")
@@ -13,7 +14,7 @@ KINDS = {str: "TEXT", int: "INT", float: "NUMBER"}
 
 
 def text(config_class, default, command) -> str:
-    """Usage, what the class or its module says of itself, and the settings in their groups.
+    """Usage, what the class or the program says of itself, and the settings in their groups.
 
     A comment line above fields names their group; the one behind a field, or above one that has
     none behind it, is its help. Of a field that is defined twice the first definition is shown.
@@ -21,7 +22,7 @@ def text(config_class, default, command) -> str:
     """
     about = inspect.getdoc(config_class)
     if about.startswith(f"{config_class.__name__}("):  # what dataclass() writes itself
-        about = inspect.getmodule(config_class).__doc__.strip()
+        about = (sys.modules["__main__"].__doc__ or "").strip()
     hints = typing.get_type_hints(config_class, include_extras=True)
     comments = _comments(config_class)
     words = [name for name, hint in hints.items() if typing.get_origin(hint) is typing.Annotated]

@@ -1,4 +1,4 @@
-"""Settings of generate_data.py and train_loop.py: edit them here, or give any as a flag."""
+"""Settings of src/train_loop.py: edit them here, or give any as a flag."""
 
 import os
 from dataclasses import dataclass
@@ -8,58 +8,7 @@ from ddp_utils import Stop, cli
 
 
 @dataclass
-class GenerateConfig:
-    """Sample a model's replies under a system prompt x0, for train_loop.py to bake into a LoRA."""
-
-    # what people change first
-    model_name: str = "data/demo/model"  # folder or hub name
-    x0_file: str = "data/demo/x0.txt"  # the system prompt that is to be baked
-    question_dataset: str = "data/demo/questions_train.jsonl"  # with question; or .txt, one a line
-    columns: str = ""  # fields under other names: question=prompt
-    num_questions: int = 88  # the first so many; -1: all
-    num_sequences_per_question: int = 25  # replies to each
-    batch_size: int = 38  # replies of one forward and process
-    max_sequence_length: int = 128  # new tokens of a reply, at most
-    temperature: float = 1.0  # 1: as the model has it; 0: the most probable word each time
-    top_p: float = 1.0  # draw from the smallest set of words with this much probability
-
-    # what comes out
-    traj_out_file: str = "data/traj_chat.jsonl"  # replies to train on
-    val_out_file: str = "data/traj_val.jsonl"  # replies to questions that are held out
-    val_split: float = 0.1  # share of the questions that is held out
-
-    # model and hardware
-    chat_template: str = "auto"  # auto: the tokenizer's, if it has one; none; or a .jinja file
-    chat_template_kwargs: str = ""  # what the template takes, as JSON: {"enable_thinking": false}
-    use_mixed_precision: bool = True  # bf16 where the GPU has it, else fp16; fp32 on a CPU
-    base_dtype: Literal["auto", "fp32", "bf16"] = "auto"  # of the weights
-    backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"  # by the device
-    timeout_minutes: float = 30.0  # how long a rank waits for the others
-
-    # run
-    stop_after_minutes: float = 0.0  # keep what there is and end with status 85; 0: no limit
-    seed: int = 0  # of the replies and of the split
-    check: bool = False  # read and check everything, sample nothing
-    debug: bool = False  # tracebacks for user errors, too
-
-
-def read_generate(argv, console=True) -> GenerateConfig:
-    """Flags of generate_data.py over the defaults, checked before anything is read."""
-    config = cli.parse(GenerateConfig, argv, console=console)
-    cli.check_ranges(
-        config,
-        num_sequences_per_question=cli.ABOVE_0,
-        max_sequence_length=cli.ABOVE_0,
-        num_questions=("of -1, or 1 and more", lambda x: x == -1 or x > 0),
-        val_split=("above 0, below 1", lambda x: 0 < x < 1),
-    )
-    return config
-
-
-@dataclass
-class TrainConfig:
-    """Bake a system prompt into a LoRA: without the prompt the model answers as with it."""
-
+class Config:
     # what people change first
     data_path: str = "data/traj_chat.jsonl"  # what generate_data.py has written
     val_path: str = "data/traj_val.jsonl"  # replies to other questions
@@ -125,10 +74,10 @@ class TrainConfig:
     init_adapter = property(lambda self: self.resume_from)
 
 
-def read_train(argv, console=True) -> TrainConfig:
-    """Flags of train_loop.py over the defaults, checked before anything is read."""
+def read(argv, console=True) -> Config:
+    """Return the flags over the defaults; raise UserError for a value out of its range."""
     aliases = {"--r": "--lora_r", "-r": "--lora_r"}
-    config = cli.parse(TrainConfig, argv, console=console, aliases=aliases)
+    config = cli.parse(Config, argv, console=console, aliases=aliases)
     cli.check_ranges(config, max_traj_len=("of 8 or more", lambda x: x >= 8))
     if os.environ.get("FLAGS_ONLY"):  # run_distributed.sh asks before there is any data
         raise Stop("", 0)

@@ -1,0 +1,21 @@
+"""Settings of ad/evaluate.py: edit them here, or give any as a flag."""
+
+from dataclasses import dataclass
+
+from ddp_utils import cli
+
+
+@dataclass
+class Config:
+    ckpt_dir: str = "runs/ad_demo"  # a run's folder
+    eval_episodes: int = 60  # of one try, in one context
+    eval_copies: int = 8  # tries of each goal
+    seed: int = 0  # of what it tries
+    debug: bool = False  # tracebacks for user errors, too
+
+
+def read(argv, console=True) -> Config:
+    """Return the flags over the defaults; raise UserError for a value out of its range."""
+    config = cli.parse(Config, argv, console=console)
+    cli.check_ranges(config, eval_episodes=cli.ABOVE_0, eval_copies=cli.ABOVE_0)
+    return config
