@@ -20,7 +20,7 @@ from ad import config as ad_config
 from ad import evaluate_config
 from conftest import ROOT
 from ddp_utils import cli
-from ddp_utils.tools import merge, plots
+from ddp_utils.tools import chat, merge, plots
 from dpo_inv import config as protein_config
 from dpo_inv import inference_config, weights
 from prompt_baking import generate_config
@@ -40,6 +40,7 @@ CLASSES = {
     "ad/train": ad_config.Config,
     "ad/evaluate": evaluate_config.Config,
     "plots": plots.Settings,
+    "chat": chat.Settings,
     "merge": merge.Settings,
     **{name: flags for name, (flags, *_) in distributed_setup.COMMANDS.items()},
 }
