@@ -45,15 +45,17 @@ if [ "$what" = baking ]; then # flags before -- are of generate_data.py
     fi
   done
   # a typo behind -- costs one line now, not after the sampling
-  use_environment
-  FLAGS_ONLY=1 python "$root/src/$script" ${rest[@]+"${rest[@]}"} || {
+  (check_flags "$root/src/$script" ${rest[@]+"${rest[@]}"}) || {
     [ -n "$behind" ] || echo "flags of generate_data.py stand in front of a --" >&2
     exit 2
   }
+  check_flags "$root/src/generate_data.py" ${first[@]+"${first[@]}"}
   if [[ " ${words[*]-} " =~ \ --check\  ]]; then # the data of the second is not there yet
     exec python "$root/src/generate_data.py" ${first[@]+"${first[@]}"} --check
   fi
   words=(${first[@]+"${first[@]}"} --then "$root/src/$script" ${rest[@]+"${rest[@]}"})
   script=generate_data.py
+else
+  check_flags "$root/src/$script" ${words[@]+"${words[@]}"}
 fi
 train "$processes" "$root/src/$script" ${words[@]+"${words[@]}"} # none: old bash calls it unset

@@ -16,4 +16,5 @@ processes "$@" # sets processes and words
 if asked_for_help "$@"; then
   exec python -m dpo_inv.run_dpo_ddp --help
 fi
+check_flags -m dpo_inv.run_dpo_ddp ${words[@]+"${words[@]}"}
 train "$processes" -m dpo_inv.run_dpo_ddp ${words[@]+"${words[@]}"} # none: old bash calls it unset

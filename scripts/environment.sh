@@ -65,8 +65,13 @@ asked_for_help() {
   return 1
 }
 
-# Check the settings, start the processes and end with their exit status: see launch.py.
-train() { # processes per node, what python runs (a file, or -m and a module), its flags
+# End here for a mistake in the flags of a program, before torch is imported.
+check_flags() { # what python runs (a file, or -m and a module), its flags
   use_environment
+  FLAGS_ONLY=1 python "$@" || exit
+}
+
+# Check the settings, start the processes and end with their exit status: see launch.py.
+train() { # processes per node, then as check_flags(), which comes first
   exec python -m ddp_utils.runs.launch "$@"
 }

@@ -120,6 +120,11 @@ def test_help_and_wrong_settings_need_no_torch(program, tmp_path):
     refused = programs.process([*command, *PROGRAMS[program].split()], 2, **env)
     assert re.fullmatch(r"error: --\w+: .+\n", refused.stderr) and not refused.stdout
     assert "Unrecognized options" in programs.process([*command, "--x"], 2, **env).stderr
+    only = env | {"FLAGS_ONLY": "1", "WORLD_SIZE": "2"}
+    programs.process([*command, "--x"], 2, **only)
+    valid = [*command, "--pdb_file", "a.pdb"] if program.endswith("inference") else command
+    assert programs.process([*valid, "--debug"], **only).stdout == ""
+    programs.process(valid, **only)
     for variable in ("WORLD_SIZE", "TORCHELASTIC_RUN_ID"):  # a rank leaves it to main()
         programs.process([*command, "--x"], 77, **env | {variable: "2"})
     programs.process([*command, "--debug", "--x"], 77, **env)  # for its traceback

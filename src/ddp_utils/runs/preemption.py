@@ -137,22 +137,25 @@ def read_early(read):
     """Call read(argv), so that --help and wrong settings end this process before it imports torch.
 
     Left to main() are ranks (a launcher, or an exported WORLD_SIZE), of which one speaks for all,
-    --debug with its traceback, and errors of other kinds.
+    --debug with its traceback, and errors of other kinds. With FLAGS_ONLY in the environment, which
+    the run_*.sh set before they start any rank, the process ends here in any case.
     """
-    if LAUNCHER or "WORLD_SIZE" in os.environ or "--debug" in sys.argv:
-        return
-    try:
-        read(sys.argv[1:])
-    except SystemExit as stop:  # tyro: --help and wrong flags
-        _exit(stop.code)
-    except UserError as error:
-        from ddp_utils.runs.environment import redact
+    flags_only = "FLAGS_ONLY" in os.environ
+    is_rank = LAUNCHER or "WORLD_SIZE" in os.environ
+    if "--debug" not in sys.argv and (flags_only or not is_rank):
+        try:
+            read(sys.argv[1:])
+        except SystemExit as stop:  # tyro: --help and wrong flags
+            _exit(stop.code)
+        except UserError as error:
+            from ddp_utils.runs.environment import redact
 
-        if str(error):
             print(f"error: {redact(str(error))}", file=sys.stderr)
-        _exit(error.exit_code)
-    except Exception:
-        return  # main() meets it, too
+            _exit(error.exit_code)
+        except Exception:  # noqa: S110  main() meets it, too
+            pass
+    if flags_only:
+        _exit(0)
 
 
 def _exit(code):
