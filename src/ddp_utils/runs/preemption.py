@@ -137,7 +137,7 @@ def read_early(read):
     """Call read(argv), so that --help and wrong settings end this process before it imports torch.
 
     Left to main() are ranks (a launcher, or an exported WORLD_SIZE), of which one speaks for all,
-    --debug with its traceback, and errors of other kinds. With FLAGS_ONLY in the environment, which
+    --debug with its traceback, and a full disk. With FLAGS_ONLY in the environment, which
     the run_*.sh set before they start any rank, the process ends here in any case.
     """
     flags_only = "FLAGS_ONLY" in os.environ
@@ -152,7 +152,7 @@ def read_early(read):
 
             print(f"error: {redact(str(error))}", file=sys.stderr)
             _exit(error.exit_code)
-        except Exception:  # noqa: S110  main() meets it, too
+        except OSError:  # there is no way to print: main() meets it, too
             pass
     if flags_only:
         _exit(0)
