@@ -324,12 +324,13 @@ def main(argv=None) -> int:
     peak = optim.learning_rate(config, plan.global_batch, world.world_size)
 
     with Run(spec, config, world) as run:
+        accumulation = config.gradient_accumulation_steps
         run.describe(
-            f"world_size={world.world_size} device={world.device} "
-            f"global_batch={plan.global_batch} = "
-            f"{config.batch_size} pairs over {world.world_size} ranks x "
-            f"{config.gradient_accumulation_steps} accumulation learning_rate={peak:.3g} "
-            f"steps={plan.steps}"
+            model=f"{config.model_name}, {config.fine_tuning}",
+            loss=f"{config.method}, beta {config.beta:g}, sft_weight {config.sft_weight:g}",
+            batch=f"{plan.global_batch} pairs = {config.batch_size} x {accumulation} accumulation",
+            steps=f"{plan.steps}, learning rate {peak:.3g}",
+            judge=config.judge or "none",
         )
         if no_closed_form(config):
             run.say("step 0: no closed form is known beforehand, only gradients are checked")

@@ -284,7 +284,6 @@ def fine_tune(config, world) -> int:
         report=report,
         lines=lines,
         save_best=config.save_best,
-        tensorboard=config.report_to == "tensorboard",
         shares=strategy.shares(config.fine_tuning, world.world_size),
     )
     if config.check:
@@ -295,11 +294,14 @@ def fine_tune(config, world) -> int:
         fsdp.check_nodes(config.sharding, world)
 
     with Run(spec, config, world) as run:
+        accumulation = config.gradient_accumulation_steps
         run.describe(
-            f"world_size={world.world_size} device={world.device} {strategy.name} "
-            f"precision={config.mixed_precision} global_batch={plan.global_batch} = "
-            f"{world.world_size} ranks x {config.gradient_accumulation_steps} accumulation x "
-            f"{config.micro_batch_size} learning_rate={config.learning_rate:.3g} steps={plan.steps}"
+            model=f"{config.model_name}, {config.fine_tuning}, {config.mixed_precision}",
+            loss=f"{config.method}, beta {config.beta:g}" if config.objective == "dpo" else "sft",
+            strategy=strategy.name,
+            batch=f"{plan.global_batch} rows = {world.world_size} ranks x {accumulation} "
+            f"accumulation x {config.micro_batch_size}",
+            steps=f"{plan.steps}, learning rate {config.learning_rate:.3g}",
         )
 
         # model

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from typing import Literal
 
 from ddp_utils import UserError, cli
-from ddp_utils.runs import yaml_config
+from ddp_utils.runs import loggers, yaml_config
 
 
 @dataclass
@@ -91,7 +91,7 @@ class Distributed:
 class Output:
     # section output
     output_dir: str = "results/train"  # model, curves, metrics, checkpoints
-    report_to: Literal["tensorboard", "none"] = "tensorboard"  # live curves, or files alone
+    report_to: loggers.Name = "tensorboard"  # live curves, or files alone
     eval_every: int = 0  # steps between validations; 0: after each epoch
     save_every: int = 0  # steps between checkpoints; 0: each epoch and every 15 minutes
     keep_checkpoints: int = 2  # the newest ones; older ones are removed

@@ -250,11 +250,14 @@ def main(argv=None) -> int:
     optim.check_same_precision(precision, world)
 
     with Run(spec, config, world) as run:
+        accumulation = config.gradient_accumulation_steps
         run.describe(
-            f"world_size={world.world_size} device={world.device} "
-            f"global_batch={plan.global_batch} = {world.world_size} ranks x "
-            f"{config.gradient_accumulation_steps} accumulation x {config.batch_size} "
-            f"learning_rate={config.learning_rate:.3g} steps={plan.steps}"
+            model=f"{config.model_name}, lora r={config.lora_r}",
+            prompt=jsonl.printable(x0.strip()),
+            batch=f"{plan.global_batch} replies = {world.world_size} ranks x {accumulation} "
+            f"accumulation x {config.batch_size}",
+            steps=f"{plan.steps}, learning rate {config.learning_rate:.3g}",
+            judge=config.judge or "none",
         )
 
         # model

@@ -6,7 +6,7 @@ from typing import Literal
 
 from ad.darkroom import Darkroom
 from ddp_utils import UserError, cli
-from ddp_utils.runs import yaml_config
+from ddp_utils.runs import loggers, yaml_config
 
 
 @dataclass
@@ -73,6 +73,7 @@ class Config:
     stop_after_minutes: float = 0.0  # save and end with status 85; 0: no limit
     restart: bool = False  # move an unfinished run aside instead of going on with it
     same_code: bool = False  # go on though the code has changed: the change moves no number
+    report_to: loggers.Name = "tensorboard"  # live curves, or files alone
     seed: int = 0  # order of the windows, start of the model
     deterministic: bool = False  # deterministic kernels, slower
     check: bool = False  # read and check everything, train nothing

@@ -186,14 +186,15 @@ def main(argv=None) -> int:
     steps = config.train_timesteps
 
     with Run(spec, config, world) as run:
-        run.say("\n".join([*lines, banner(config, world, autocast)]))
+        run.say(banner(config, world, autocast))
         if returns:
             run.say(f"collected {path}: return {returns[0]:.2f}, at the end {returns[-1]:.2f}")
-        run.say(
-            f"global_batch={global_batch} = {world.world_size} ranks x {counts[1]} accumulation x "
-            f"{counts[0]} windows of {config.window} steps; learning_rate={config.lr:.3g} "
-            f"steps={steps}\n{data.count} histories of {len(goals[0])} goals, {len(goals[1])} "
-            f"goals held out; {sum(p.numel() for p in model.parameters()):,} parameters"
+        run.describe(
+            model=f"transformer, {sum(p.numel() for p in model.parameters()):,} parameters",
+            goals=f"{data.count} histories of {len(goals[0])} goals, {len(goals[1])} held out",
+            batch=f"{global_batch} windows of {config.window} steps = {world.world_size} ranks x "
+            f"{counts[1]} accumulation x {counts[0]}",
+            steps=f"{steps}, learning rate {config.lr:.3g}",
         )
 
         # model

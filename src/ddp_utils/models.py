@@ -17,6 +17,8 @@ from transformers.utils import logging
 
 from ddp_utils import UserError, distributed, files, jsonl
 
+logging.disable_progress_bar()  # a run has its own
+
 META = torch.device("meta")  # tensors on it have a name and a shape, and no content
 # what transformers, peft and the readers of files raise on what does not fit together
 FAULTS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError)
@@ -24,11 +26,11 @@ FAULTS += (RuntimeError, SafetensorError, StrictDataclassError, TypeError, Value
 
 
 @contextlib.contextmanager
-def reading(place, with_bars=False):
+def reading(place):
     """Nothing but safetensors and JSON, and one line on what cannot be read.
 
     An index or an adapter can name a pickle, which transformers and peft would open.
-    place: the flag and what it names; with_bars: let them show progress bars.
+    place: the flag and what it names.
     """
 
     def refuse(*_arguments, **_options):
@@ -36,9 +38,6 @@ def reading(place, with_bars=False):
 
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # check_complete() says what its report says
-    has_bars = logging.is_progress_bar_enabled()
-    if not with_bars:
-        logging.disable_progress_bar()
     try:
         with mock.patch.object(torch, "load", refuse):
             yield
@@ -51,8 +50,6 @@ def reading(place, with_bars=False):
         raise UserError(f"{place}: cannot be read: {says}") from error
     finally:
         logging.set_verbosity(verbosity)
-        if has_bars:
-            logging.enable_progress_bar()
 
 
 def first_line(error):
@@ -125,7 +122,7 @@ def load(name, dtype, device, four_bits=None, flag="--model_name"):
     place = f"{flag}: {name}"
     kinds = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}  # as in QLoRA
     kinds |= {"load_in_4bit": True, "bnb_4bit_compute_dtype": four_bits}
-    with reading(place, with_bars=device != META):
+    with reading(place):
         model, report = AutoModelForCausalLM.from_pretrained(
             str(model_path(name)),
             dtype=dtype,

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ddp_utils import UserError, cli
+from ddp_utils.runs import loggers
 
 DEMO_VAL, DEMO_MODEL = "data/input/test_data_val.json", "data/demo/protein_model.pt"
 
@@ -57,6 +58,7 @@ class Config:
     same_code: bool = False  # go on though the code has changed: the change moves no number
     timeout_minutes: float = 30.0  # how long a rank waits for the others
     log_every: int = 1  # steps between printed lines; metrics.jsonl has all
+    report_to: loggers.Name = "tensorboard"  # live curves, or files alone
     seed: int = 0  # split, order of the data, decoding orders
     deterministic: bool = False  # deterministic kernels, slower
     check: bool = False  # read and check everything, train nothing

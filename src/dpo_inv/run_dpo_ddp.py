@@ -265,13 +265,18 @@ def main(argv=None) -> int:
     peak = optim.learning_rate(config, plan.global_batch, world.world_size)
 
     with Run(spec, config, world) as run:
-        run.describe(
+        run.say(
             f"Initialized DDP: rank={world.rank}, world_size={world.world_size}, "
             f"local_rank={world.local_rank}\nUsing device: {world.device}\n"
             f"Loaded {len(data['train'])} training and {len(data['val'])} validation pairs\n"
             f"Batch size per GPU: {config.batch_size}, Total batch size: {plan.global_batch}\n"
             f"Learning rate: {peak:.3g}, linear rule: "
             f"{config.learning_rate * plan.global_batch / config.base_batch_size:.3g}"
+        )
+        run.describe(
+            model=config.base_model_name,
+            loss=f"{config.method}, beta {config.beta:g}",
+            steps=f"{plan.steps}, learning rate {peak:.3g}",
         )
 
         # model

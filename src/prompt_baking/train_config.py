@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ddp_utils import cli
+from ddp_utils.runs import loggers
 
 
 @dataclass
@@ -64,6 +65,7 @@ class Config:
     restart: bool = False  # move an unfinished run aside instead of going on with it
     same_code: bool = False  # go on though the code has changed: the change moves no number
     log_every: int = 1  # steps between printed lines; metrics.jsonl has all
+    report_to: loggers.Name = "tensorboard"  # live curves, or files alone
     seed: int = 0  # order of the data, start of the LoRA
     deterministic: bool = False  # deterministic kernels, slower
     check: bool = False  # read and check everything, train nothing

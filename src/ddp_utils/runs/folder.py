@@ -6,7 +6,7 @@ from typing import NamedTuple
 from filelock import FileLock, Timeout
 
 from ddp_utils import UserError
-from ddp_utils.runs import checkpoint
+from ddp_utils.runs import checkpoint, loggers
 
 
 class RunSpec(NamedTuple):
@@ -21,7 +21,6 @@ class RunSpec(NamedTuple):
     lines: list = []  # on the data, for people
     model_folder: Path | None = None  # for the model, if not in the run folder
     save_best: bool | None = None  # whether the best weights are kept; None: the script sees to it
-    tensorboard: bool = True
     shares: str = ""  # of a checkpoint, as Strategy.shares() says
 
 
@@ -43,6 +42,7 @@ def inspect(spec, settings, described, restart=False, same_code=False) -> Folder
     resume.inspect() raises for a run that is there.
     """
     folder = spec.folder
+    loggers.check(settings["report_to"])
     checkpoint.check_place(spec.flag, folder, spec.bytes_needed)
     state = FolderState()
     if (folder / "config.json").exists() or (folder / "checkpoints").exists():

@@ -25,6 +25,7 @@ from ddp_utils import Stop, UserError
 # Each launcher sets one of these. What a shell starts may outlive it (nohup).
 VARIABLES = "TORCHELASTIC_RUN_ID ACCELERATE_MIXED_PRECISION CROSS_SIZE PALS_RANKID PMI_RANK"
 VARIABLES += " OMPI_COMM_WORLD_RANK SLURM_STEP_NUM_TASKS"
+RANKS = ["RANK", "PMI_RANK", "PALS_RANKID", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"]
 GRACE = 20.0  # seconds from the signal to a hard exit, unless a checkpoint is being written
 AGAIN = 1.0  # a launcher and a batch system may both send it: later than this is a second time
 
@@ -156,6 +157,9 @@ def read_early(read):
             pass
     if flags_only:
         _exit(0)
+    if next(filter(None, map(os.environ.get, RANKS)), "0") == "0":
+        with contextlib.suppress(OSError):
+            print(f"{Path(sys.argv[0]).name}: loading torch", flush=True)
 
 
 def _exit(code):

@@ -1,12 +1,44 @@
-"""Progress bars of rank 0, on a terminal only: one of the run, or one part after another."""
+"""What rank 0 shows of a run: lines of at most 80 columns, and on a terminal a progress bar."""
 
 import os
 import sys
+import textwrap
 import threading
 
 from tqdm import tqdm
 
-NUMBERS = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+WIDTH = 80  # columns
+PARTS = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+STEPS = "{n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
+COLUMNS = {  # of a line: metric -> its name there
+    "loss": "loss",
+    "rewards/chosen": "chosen",
+    "rewards/margins": "margin",
+    "rewards/accuracies": "accuracy",
+    "kl": "kl",
+    "kl_base": "kl_base",
+    "share_baked": "share_baked",
+    "accuracy": "accuracy",
+    "fraction_of_optimum": "of_optimum",
+}
+
+
+def columns(values):
+    """Return the text of each of COLUMNS that there is a number for, four at most."""
+    texts = []
+    for metric, name in COLUMNS.items():
+        if metric in values:
+            value = values[metric]
+            digits = 4 if abs(value) < 10 else 2
+            number = f"{value:7.{digits}f}" if abs(value) < 1000 else f"{value:7.1e}"
+            texts.append(f"{name} {number}")
+    return texts
+
+
+def row(name, text):
+    """Return a name and its text behind it, wrapped."""
+    options = {"width": WIDTH, "subsequent_indent": " " * 10, "break_on_hyphens": False}
+    return textwrap.fill(f"{name:<9} {text}", **options)
 
 
 class Bar:
@@ -17,19 +49,21 @@ class Bar:
         self.shown = shown and sys.stderr.isatty()
         self.in_parts = False
         self.now = None
-        if not self.shown and "transformers" in sys.modules:  # not imported for distillation
-            sys.modules["transformers"].utils.logging.disable_progress_bar()  # of weights
 
     def of_run(self, steps, done):
         """One bar from the first step to the last: see `reach`."""
         if self.now is not None:
             self.now.close()
         self.in_parts = False
-        self.now = tqdm(total=steps, initial=done, unit="step", disable=not self.shown)
+        options = {"bar_format": STEPS, "dynamic_ncols": True, "disable": not self.shown}
+        self.now = tqdm(total=steps, initial=done, **options)
 
-    def reach(self, step):
-        """So many steps of the run are done."""
+    def reach(self, step, texts=()):
+        """So many steps of the run are done, the last one with these texts of its numbers."""
         if self.now is not None and not self.in_parts:
+            if texts:
+                shown = [*texts[:1], *texts[-2:]] if len(texts) > 3 else texts
+                self.now.set_postfix_str("  ".join(shown), refresh=False)
             self.now.update(step - self.now.n)
 
     def begin(self, title, total, done=0):
@@ -38,7 +72,8 @@ class Bar:
         if self.shown:
             self.now.leave &= self.now.n > 0
             self.now.close()
-            self.now = tqdm(total=total, initial=done, desc=title, bar_format=NUMBERS)
+            options = {"bar_format": PARTS, "dynamic_ncols": True}
+            self.now = tqdm(total=total, initial=done, desc=title, **options)
 
     def advance(self, **values):
         """One further in this part, with these numbers behind the bar."""
@@ -52,7 +87,7 @@ class Bar:
     @property
     def speaks(self):
         """Whether it shows the numbers of each step, so that no line has to."""
-        return self.shown and self.in_parts
+        return self.shown and (self.in_parts or sys.stdout.isatty())
 
     def say(self, line):
         """One line above the bar."""

@@ -11,13 +11,11 @@ import time
 import torch
 
 from ddp_utils import Stop, UserError, distributed, files, jsonl
-from ddp_utils.runs import checkpoint, environment, folder, progress
+from ddp_utils.runs import checkpoint, environment, folder, loggers, progress
 from ddp_utils.runs.saving import Saving
 
 STATUS = {0: "finished", 85: "preempted"}  # by exit status; any other: failed
 FINISHED = "{} holds this run, finished: the same settings, the same data"
-COLUMNS = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
-COLUMNS += ("kl", "kl_base", "share_baked", "accuracy", "fraction_of_optimum")
 
 
 def check(spec, config, world) -> int:
@@ -58,7 +56,7 @@ class Run(Saving):
         self.is_late = False
         self.cached_files = {}  # name -> hash and fingerprint of what later starts may read
         self.metrics = None
-        self.board = None
+        self.logger = None
         self.lock = None
         self.bar = progress.Bar(world.is_main)
         if config.deterministic:
@@ -106,10 +104,7 @@ class Run(Saving):
         self.metrics = open(self.folder / "metrics.jsonl", "ab")  # noqa: SIM115
         size = self.metrics.seek(0, os.SEEK_END)
         self.metrics.seek(self.metrics.truncate(min(meta["metrics_bytes"], size)))
-        if self.spec.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # of one rank alone, 0.16 s
-
-            self.board = SummaryWriter(self.folder / "tensorboard", purge_step=meta["step"] + 1)
+        self.logger = loggers.LOGGERS[self.config.report_to](self.folder, meta["step"])
 
     # --- what happens ----------------------------------------------------------------------------
 
@@ -118,14 +113,16 @@ class Run(Saving):
         if self.world.is_main:
             self.bar.say(line)
 
-    def describe(self, header):
+    def describe(self, **rows):
         """Say what the run trains with and on; data_report.json has the whole report."""
-        self.say(header)
+        ranks = f"{self.world.world_size} x {self.world.device.type}"
+        for name, text in {"ranks": ranks, **rows, "folder": f"{self.folder}/"}.items():
+            self.say(progress.row(name, text))
         if self.world.device.type == "cpu" and self.world.local_size > os.cpu_count():
             self.say(f"warning: {self.world.local_size} processes share {os.cpu_count()} cores")
         self.write_json("data_report.json", environment.redacted(self.spec.report))
         for line in self.spec.lines:
-            self.say(line)
+            self.say(progress.row("data", line))
 
     def validate(self, step, due, evaluate):
         """Log evaluate() if that is due after `step` steps and an earlier start has not done it."""
@@ -150,19 +147,15 @@ class Run(Saving):
         line = {"split": split, "step": step}
         for name, value in values.items():
             line[name] = value if math.isfinite(value) else None  # JSON has no NaN
-            if self.board and name != "count":
-                self.board.add_scalar(f"{split}/{name}", value, step)
         self.metrics.write((json.dumps(line) + "\n").encode())
+        self.logger.log(split, step, values)
         self._flush()
+        texts = progress.columns(values)
         if split == "train":
-            self.bar.reach(step)
-        if echo and not self.bar.speaks:
+            self.bar.reach(step, texts)
+        if echo and not (split == "train" and self.bar.speaks):
             title = f"step {step:5d}" if split == "train" else f"{split:>10}"
-            columns = [title]
-            for name in COLUMNS:
-                if name in values:
-                    columns.append(f"{name.rsplit('/')[-1]} {values[name]:8.4f}")
-            self.say(" | ".join(columns))
+            self.say(" | ".join([title, *texts]))
 
     def _flush(self):
         try:
@@ -210,22 +203,23 @@ class Run(Saving):
 
     def _close(self, error, code):
         self.write_summary(STATUS.get(code, "failed"), code)
-        problem = write_report(self.folder, with_curves=error is None)
+        lines, problem = write_report(self.folder, with_curves=error is None)
         if problem:
             self.say(f"warning: no report.html: {problem}")
         self.bar.close()
-        if self.board:
-            self.board.close()
+        self.logger.close()
         self.metrics.close()
         self.lock.release()
         if error is None:
-            self.say(f"{time.perf_counter() - self.start:.0f} s -> {self.folder}/")
+            self.say(lines.replace(str(self.folder.resolve()), str(self.folder)))
         elif self.saved and code != 85:
             self.say(f"the same command goes on after step {self.saved}")
 
 
-def write_report(folder, with_curves) -> str:
-    """Draw the curves and write report.html, as a person may do later; return what went wrong.
+def write_report(folder, with_curves) -> tuple[str, str]:
+    """Draw the curves and write report.html, as a person may do later.
+
+    Return the result in a few lines, and what went wrong.
 
     In a process of its own: no rank has to import what draws.
     """
@@ -234,4 +228,4 @@ def write_report(folder, with_curves) -> str:
         command.append("--no_curves")
     # where the package is found, installed or not
     done = subprocess.run(command, cwd=environment.SRC, capture_output=True, text=True)
-    return done.stderr.strip()[-200:] if done.returncode else ""
+    return done.stdout.rstrip(), done.stderr.strip()[-200:] if done.returncode else ""

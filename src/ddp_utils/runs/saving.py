@@ -137,6 +137,7 @@ class Saving:
 
         value = distributed.on_main(self.world, read)
         if value is None:
+            self.say(f"computing {name.replace('_', ' ')}")
             value = make()
             self.write_json(file, value)
             self.add_cached_file(file, {})
@@ -158,6 +159,7 @@ class Saving:
                 table = tables.get(split, torch.zeros(len(pairs), 2))
                 tables[split] = distributed.all_sum(table.to(self.world.device), self.world)
             else:
+                self.say(f"scoring {len(pairs)} pairs of {split} with the reference")
                 tables[split] = score(pairs)
         if self.world.is_main:
             path = self.folder / REFERENCE

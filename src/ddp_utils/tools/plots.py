@@ -4,9 +4,7 @@ python -m ddp_utils.tools.plots results/dpo                  # draw them again
 python -m ddp_utils.tools.plots results/dpo results/dpo.1    # compare: compare_*.png and a table
 """
 
-import contextlib
 import itertools
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from matplotlib import pyplot as plt  # noqa: E402
 
 from ddp_utils import UserError, cli  # noqa: E402
 from ddp_utils.runs import preemption, resume
+from ddp_utils.tools.report import read_metrics  # noqa: E402
 
 FIGURES = {  # file -> panels of (title, {metric: label})
     "loss.png": [("loss", {"loss": "loss"})],
@@ -35,20 +34,6 @@ FIGURES = {  # file -> panels of (title, {metric: label})
     ],
 }
 STYLES = {"train": "-", "val": "o--", "test": "s"}
-
-
-def read_metrics(folder):
-    """The lines of metrics.jsonl as dicts; those that are damaged or cut are left out."""
-    path = Path(folder) / "metrics.jsonl"
-    if not path.is_file():
-        raise UserError(f"{folder}: no metrics.jsonl here; give a run folder")
-    lines = []
-    for line in path.read_bytes().split(b"\n"):
-        with contextlib.suppress(ValueError):
-            values = json.loads(line)
-            if isinstance(values, dict) and {"split", "step"} <= values.keys():
-                lines.append(values)
-    return lines
 
 
 def running_mean(values, window):

@@ -10,8 +10,10 @@ import argparse
 import base64
 import contextlib
 import itertools
+import json
 import re
 import shlex
+import textwrap
 from pathlib import Path
 
 import jinja2
@@ -19,6 +21,16 @@ import jinja2
 from ddp_utils import UserError, files, jsonl
 
 FIRST = ("win_rate", "share_baked", "fraction_of_optimum", "accuracy", "loss")  # on top
+SHOWN = {  # in the summary: metric -> its name there
+    "loss": "loss",
+    "kl": "kl",
+    "rewards/accuracies": "accuracy",
+    "logps/accuracies": "likelier",
+    "accuracy": "accuracy",
+    "share_baked": "share baked",
+}
+BEFORE = ("reference", "base")  # of an example, whose first text is the prompt
+AFTER = ("fine-tuned", "baked")
 TORCHRUN = ("torchrun", "torch.distributed.launch", "accelerate", "deepspeed")
 
 
@@ -28,6 +40,75 @@ def write(folder):
     template = Path(__file__).with_suffix(".html.j2").read_text(encoding="utf-8")
     jinja = jinja2.Environment(autoescape=True, finalize=_shown, trim_blocks=True)
     files.write_text(folder / "report.html", jinja.from_string(template).render(_content(folder)))
+
+
+def read_metrics(folder):
+    """Return the lines of metrics.jsonl as dicts; those that are damaged or cut are left out."""
+    path = Path(folder) / "metrics.jsonl"
+    if not path.is_file():
+        raise UserError(f"{folder}: no metrics.jsonl here; give a run folder")
+    lines = []
+    for line in path.read_bytes().split(b"\n"):
+        with contextlib.suppress(ValueError):
+            values = json.loads(line)
+            if isinstance(values, dict) and {"split", "step"} <= values.keys():
+                lines.append(values)
+    return lines
+
+
+def summary(folder) -> str:
+    """Return the result of a run as lines of 80 columns: numbers, three replies, where to look."""
+    facts = _read(folder / "summary.json")
+    seconds = facts.get("seconds")
+    took = f" in {seconds:.0f} s" if isinstance(seconds, int | float) else ""
+    lines = [f"{facts.get('status', 'no summary')} after {facts.get('step', 0)} steps{took}"]
+    lines += _numbers(folder, facts) + _replies(_read(folder / "examples.json"))
+    lines.append(f"{'report':<11} {folder / 'report.html'}")
+    model = _model(folder, _read(folder / "config.json"))
+    if model:
+        lines.append(f"{'model':<11} {model.parent}")
+        if model.name in ("adapter_config.json", "tokenizer_config.json"):
+            lines.append(f"{'talk to it':<11} python -m ddp_utils.tools.chat {_quoted(folder)}")
+    return jsonl.printable("\n".join(lines))
+
+
+def _numbers(folder, facts):
+    """Return a line for each number that training was to move, and the win rate."""
+    lines = []
+    metrics = read_metrics(folder) if (folder / "metrics.jsonl").exists() else []
+    for name, title in SHOWN.items():
+        values = [line[name] for line in metrics if line["split"] == "train" and name in line]
+        held_out = [line[name] for line in metrics if line["split"] == "val" and name in line]
+        texts = [f"{values[0]:.4f} -> {values[-1]:.4f}"] if values and None not in values else []
+        if held_out and held_out[-1] is not None:
+            texts.append(f"held out {held_out[-1]:.4f}")
+        if texts:
+            lines.append(f"{title:<11} {', '.join(texts)}")
+    for split in ("test", "val"):
+        part = facts.get(split)
+        if isinstance(part, dict) and part.get("win_rate") is not None:
+            bounds = f"[{part['win_rate_low']:.2f}, {part['win_rate_high']:.2f}]"
+            pairs = f"{part['wins']} better, {part['losses']} worse, {part['ties']} equal"
+            lines.append(f"{'win rate':<11} {part['win_rate']:.2f} {bounds}, {split}: {pairs}")
+    return lines
+
+
+def _replies(examples):
+    """Return three examples, each as its prompt and a line of before -> after."""
+    rows = next(filter(None, (examples.get(split) for split in ("test", "val"))), [])
+    lines = []
+    for row in rows[:3]:
+        texts = [textwrap.shorten(str(text), 60, placeholder=" ...") for text in row.values()]
+        shown = dict(zip(row, texts, strict=True))
+        lines.append(f"{texts[0]}")
+        for name in (*BEFORE, *AFTER):
+            if name in shown:
+                lines.append(f"  {name:>10}  {shown[name]}")
+    return lines
+
+
+def _quoted(path):
+    return shlex.quote(str(path))
 
 
 def _shown(value):
@@ -59,7 +140,7 @@ def _content(folder):
         "command": _command(facts),
         "model": _model(folder, config),
         "parts": re.compile(r"(?<=[/_])").split,  # where a long name may go on in the next line
-        "quoted": lambda path: shlex.quote(str(path)),
+        "quoted": _quoted,
     }
 
 
@@ -125,7 +206,7 @@ def main(argv=None):
 
                 plots.draw(folder)
             write(folder)
-            print(Path(folder) / "report.html")
+            print(summary(Path(folder)))
     except (UserError, OSError) as error:
         parser.exit(2, f"error: {error}\n")
 

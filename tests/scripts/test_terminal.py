@@ -1,0 +1,108 @@
+"""What a person sees of a run: on terminals of 80 and 100 columns, in a pipe, of a failed run."""
+
+import fcntl
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+
+import pytest
+
+import programs
+import runs
+from conftest import ROOT
+
+SCRIPT = str(ROOT / "src/main_distributed.py")
+SHORT = runs.words("--max_steps 6 --max_rows 96 --num_samples 4 --max_new_tokens 12")
+ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def on_a_terminal(command, columns, folder):
+    """Run a command on a terminal; return its exit status, output, and seconds to the first."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    env = programs.environment() | {"TERM": "xterm"}
+    start = time.monotonic()
+    process = subprocess.Popen(command, cwd=folder, env=env, **streams)
+    os.close(theirs)
+    output = b""
+    first = None
+    while select.select([ours], [], [], 120)[0]:
+        try:
+            output += os.read(ours, 2**16)
+        except OSError:  # the last process on it has ended
+            break
+        first = first or time.monotonic() - start
+    os.close(ours)
+    return process.wait(timeout=60), output.decode(), first
+
+
+def widest(output):
+    """Columns of the widest line, whatever is drawn over it."""
+    lines = re.split(r"[\r\n]+", ESCAPE.sub("", output))
+    return max(map(len, lines))
+
+
+def check_summary(text):
+    for line in (
+        r"finished after 6 steps in \d+ s",
+        r"loss +\d\.\d{4} -> \d\.\d{4}, held out \d\.\d{4}",
+        r"accuracy +0\.0000 -> \d\.\d{4}, held out \d\.\d{4}",
+        r"win rate +[01]\.\d\d \[0\.\d\d, [01]\.\d\d\], test: \d better, \d worse, \d equal",
+        r" +reference  \S.*\n +fine-tuned  \S.*",
+        r"report +run/report.html",
+        r"model +run/model",
+        r"talk to it +python -m ddp_utils.tools.chat run",
+    ):
+        assert re.search(rf"^{line}$", text, re.M), (line, text)
+    assert len(re.findall(r"^ +fine-tuned  ", text, re.M)) == 3
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_a_run_on_a_terminal(columns, tmp_path):
+    command = [sys.executable, SCRIPT, *SHORT, "--result_dir", "run", "--judge", str(judge())]
+    status, output, seconds = on_a_terminal(command, columns, tmp_path)
+    assert status == 0, output
+    text = re.sub(r"[\r\n]+", "\n", ESCAPE.sub("", output))
+    assert widest(output) <= columns, output
+    assert text.startswith("main_distributed.py: loading torch\n")
+    assert seconds < 2
+    assert re.search(r"6/6 \|.*\| 00:\d\d<.*loss +\d\.\d{4}", text)  # one live line
+    assert "\nstep " not in text  # and no second one for the same steps
+    for name in ("ranks", "model", "loss", "batch", "steps", "judge", "folder", "data"):
+        assert re.search(rf"^{name} ", text, re.M), name
+    check_summary(text)
+
+
+def judge():
+    return ROOT / "data/demo/judge.py:score"
+
+
+def test_a_run_in_a_pipe(tmp_path):
+    command = ["-u", SCRIPT, *SHORT, "--result_dir", "run"]
+    done = programs.process([sys.executable, *command], cwd=tmp_path)
+    assert done.stderr == ""
+    assert widest(done.stdout) <= 80, done.stdout
+    steps = re.findall(r"^step +(\d+) \| loss .*$", done.stdout, re.M)
+    assert steps == list("123456")
+    assert re.search(r"^loss +dpo, beta 0.1, sft_weight 1$", done.stdout, re.M)
+    assert re.search(r"^data +val: data/demo/preferences_val.jsonl, ", done.stdout, re.M)
+    check_summary(done.stdout)
+
+
+def test_a_failed_run(tmp_path):
+    """The last line says what is wrong, and none of what went before is wider than a terminal."""
+    flags = [*SHORT, "--result_dir", "run", "--learning_rate", "1e15", "--save_every", "1"]
+    flags += ["--sft_weight", "0", "--max_grad_norm", "0"]
+    status, output, _ = on_a_terminal([sys.executable, SCRIPT, *flags], 80, tmp_path)
+    text = ESCAPE.sub("", output).replace("\r", "\n")
+    assert status == 3, output
+    last = text.rstrip().splitlines()[-1]
+    assert last.startswith("error: ") and "is not finite" in last
+    assert "finished" not in text and "Traceback" not in text
