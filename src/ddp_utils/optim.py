@@ -249,7 +249,7 @@ class Policy:
         """Put back parameters, AdamW's moments and the loss scale."""
         named = self.trainable()
         check_names(named, tensors)
-        fused = optimizer.defaults["fused"]  # counts its steps on the device
+        fused = optimizer.defaults.get("fused")  # counts its steps on the device
         for key, value in tensors.items():
             kind, _, name = key.partition("/")
             if key == "loss_scale":

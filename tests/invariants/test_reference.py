@@ -28,7 +28,7 @@ def train(folder, *flags):
         scored.append(len(pairs))
         return score(scorer, pairs, *rest)
 
-    run_.write_report, logps.score = lambda *_, **__: "", counted
+    run_.write_report, logps.score = lambda *_, **__: ("", ""), counted
     try:
         assert main_distributed.main([*FLAGS, *flags, "--result_dir", str(folder)]) == 0
     finally:

@@ -65,7 +65,7 @@ def settings(folder, strategy):
 
 def run(folder, *flags_of_runs):
     """main() once per list of flags in this rank's group -> losses of each run, on rank 0."""
-    run_.write_report = lambda *_, **__: ""
+    run_.write_report = lambda *_, **__: ("", "")
     torch.set_num_threads(1)
     found = []
     for number, flags in enumerate(flags_of_runs):
@@ -184,7 +184,7 @@ def test_one_loss_curve_of_20_steps(strategy, world_size, data, alone, tmp_path)
 
 def lives(folder, *flags_of_lives):
     """One run in several lives -> the losses of its steps, on rank 0."""
-    run_.write_report = lambda *_, **__: ""
+    run_.write_report = lambda *_, **__: ("", "")
     torch.set_num_threads(1)
     place = Path(folder) / "run"
     for life, flags in enumerate(flags_of_lives):
@@ -266,7 +266,7 @@ def test_shares_of_another_strategy_are_refused(then, data, tmp_path):
 
 def changed(folder, flags):
     """What a run says in four lives, the second and the last with another JSON."""
-    run_.write_report, said = lambda *_, **__: "", []
+    run_.write_report, said = lambda *_, **__: ("", ""), []
     for number, steps in (0, 1), (1, 2), (1, 2), (0, 2):
         strategy = FSDP[number]
         (folder / "f.json").write_text(json.dumps({"fsdp_sharding_strategy": strategy}))
@@ -329,7 +329,7 @@ def held(folder, flags):
         return policy
 
     optim.wrap = spy
-    run_.write_report = lambda *_, **__: ""
+    run_.write_report = lambda *_, **__: ("", "")
     before = int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
     assert train.main([*words(QUIET), *flags, "--output_dir", str(folder / "run")]) == 0
     return found[0], found[1] - before

@@ -1,38 +1,74 @@
-"""Curves of a run, drawn from its metrics.jsonl: one panel per kind of quantity.
+"""Curves of a run, drawn from its metrics.jsonl: a picture for each kind of quantity.
 
 python -m ddp_utils.tools.plots results/dpo                  # draw them again
 python -m ddp_utils.tools.plots results/dpo results/dpo.1    # compare: compare_*.png and a table
 """
 
 import itertools
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib
 import tyro
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib.ticker import MaxNLocator  # noqa: E402
 
 from ddp_utils import UserError, cli  # noqa: E402
 from ddp_utils.runs import preemption, resume
 from ddp_utils.tools.report import read_metrics  # noqa: E402
 
-FIGURES = {  # file -> panels of (title, {metric: label})
-    "loss.png": [("loss", {"loss": "loss"})],
-    "rewards.png": [
-        ("rewards", {"rewards/chosen": "chosen", "rewards/rejected": "rejected"}),
-        ("margins", {"rewards/margins": "margins"}),
-    ],
-    "accuracies.png": [("share of pairs ranked right", {"rewards/accuracies": "accuracies"})],
-    "in_context.png": [
-        ("share of the optimum in the last 10 episodes", {"fraction_of_optimum": "in context"})
-    ],
-    "baking.png": [
-        ("KL to the prompted model, nats a token", {"kl": "kl"}),
-        ("share baked", {"share_baked": "baked"}),
-    ],
+
+class Panel(NamedTuple):
+    """One picture."""
+
+    title: str
+    unit: str  # of the y axis
+    metrics: dict  # metric -> its label
+    base: str = ""  # label of a horizontal line, whose height base_line() knows
+
+
+FIGURES = {
+    "loss.png": Panel(
+        "loss",
+        "nats",
+        {"loss": "loss", "loss/preference": "preference", "loss/sft": "SFT, a token"},
+        "untrained",
+    ),
+    "rewards.png": Panel(
+        "rewards: beta x log-ratio to the reference",
+        "nats",
+        {"rewards/chosen": "chosen", "rewards/rejected": "rejected"},
+        "reference",
+    ),
+    "margins.png": Panel(
+        "margin: reward of the chosen - of the rejected",
+        "nats",
+        {"rewards/margins": "margin"},
+        "reference",
+    ),
+    "accuracies.png": Panel(
+        "pairs ranked right",
+        "share of pairs",
+        {"rewards/accuracies": "by reward", "logps/accuracies": "by log-prob"},
+        "chance",
+    ),
+    "accuracy.png": Panel(
+        "actions predicted", "share of actions", {"accuracy": "accuracy"}, "chance"
+    ),
+    "in_context.png": Panel(
+        "return of the last 10 episodes",
+        "share of the optimum",
+        {"fraction_of_optimum": "in context"},
+        "optimum",
+    ),
+    "baking.png": Panel("KL to the prompted model", "nats a token", {"kl": "KL"}, "base model"),
+    "share_baked.png": Panel("share baked", "share of the KL", {"share_baked": "baked"}, "all"),
 }
+STROKES = ("-", ":", "--")  # of several metrics, where the colour is that of a run
 STYLES = {"train": "-", "val": "o--", "test": "s"}
 
 
@@ -44,15 +80,32 @@ def running_mean(values, window):
     return means
 
 
+def base_line(panel, lines, config):
+    """Return the height of a panel's line, or None: of the reference, chance, or the optimum."""
+    if panel.base == "untrained":  # where the policy is its reference
+        if config.get("objective") == "sft" or config.get("method") == "simpo":
+            return None
+        if "n_transit" in config:  # distillation: five actions, equally likely
+            return math.log(5)
+        squared = 1 / (4 * config.get("beta", 1) ** 2)
+        others = {"hinge": 1.0, "ipo": squared, "ipo_sum": squared}
+        return others.get(config["method"], math.log(2)) if "method" in config else None
+    if panel.base == "base model":
+        return next((line["kl_base"] for line in lines if "kl_base" in line), None)
+    if panel.base == "chance":
+        return 0.2 if "accuracy" in panel.metrics else 0.5
+    return 0.0 if panel.base == "reference" else 1.0
+
+
 def draw(folder):
     """Write those of FIGURES for which there are numbers into the run folder."""
-    _figures({"": read_metrics(folder)}, Path(folder))
+    _figures({"": read_metrics(folder)}, Path(folder), resume.read_json(folder, "config.json"))
 
 
 def compare(folders):
     """Draw the curves of runs over one another, compare_*.png; return a table of differences."""
     runs = {str(folder): read_metrics(folder) for folder in folders}
-    _figures(runs, Path(), "compare_")
+    _figures(runs, Path(), {}, "compare_")
     columns = []
     for folder in runs:
         texts = {}
@@ -73,28 +126,33 @@ def compare(folders):
     return "\n".join(lines)
 
 
-def _figures(runs, folder, prefix=""):
-    """runs: name -> lines. Of several runs each has a colour, of one run each metric."""
+def _figures(runs, folder, config, prefix=""):
+    """runs: name -> lines. Of several runs each has a colour, of one run each metric.
+
+    config: the settings of one run, for its base lines.
+    """
     present = set().union(*itertools.chain(*runs.values()))
     several = len(runs) > 1
-    for file, panels in FIGURES.items():
-        panels = [panel for panel in panels if present & panel[1].keys()]
-        if not panels:
+    for file, panel in FIGURES.items():
+        if not present & panel.metrics.keys():
             continue
-        figure, axes = plt.subplots(
-            1, len(panels), figsize=(6.4 * len(panels), 3.8), squeeze=False, layout="constrained"
-        )
-        for axis, (title, metrics) in zip(axes[0], panels, strict=True):
-            for run, (name, lines) in enumerate(runs.items()):
-                for turn, (metric, label) in enumerate(metrics.items()):
-                    if several:
-                        label = f"{name}, {label}"
-                    look = (f"C{run % 10}", "-:"[turn]) if several else (f"C{turn}", "-")
-                    _curve(axis, lines, metric, label, *look)
-            limits = (-0.02, 1.02) if "share" in title else None
-            axis.set(title=title, xlabel="step (circles: val, squares: test)", ylim=limits)
-            axis.grid(alpha=0.3)
-            axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+        figure, axis = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
+        for run, (name, lines) in enumerate(runs.items()):
+            height = None if several else base_line(panel, lines, config)
+            if height is not None:
+                style = {"color": "gray", "linestyle": "--", "linewidth": 1}
+                axis.axhline(height, label=f"{panel.base}: {height:.3g}", **style)
+            for turn, (metric, label) in enumerate(panel.metrics.items()):
+                if several:
+                    label = f"{name}, {label}"
+                colour = f"C{run % 10}" if several else f"C{turn}"
+                _curve(axis, lines, metric, label, colour, STROKES[turn * several])
+        limits = (-0.02, 1.02) if "share" in panel.unit else None
+        names = {"title": panel.title, "ylabel": panel.unit, "ylim": limits}
+        axis.set(xlabel="step (circles: val, squares: test)", **names)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.grid(alpha=0.3)
+        axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
         figure.savefig(folder / f"{prefix}{file}", dpi=150)
         plt.close(figure)
 

@@ -29,6 +29,27 @@ SHOWN = {  # in the summary: metric -> its name there
     "accuracy": "accuracy",
     "share_baked": "share baked",
 }
+MEANINGS = {
+    "loss": "what is minimised, in nats",
+    "rewards/chosen": "beta x log-ratio of the chosen responses to the reference",
+    "rewards/rejected": "the same of the rejected ones",
+    "rewards/margins": "chosen - rejected",
+    "rewards/accuracies": "share of pairs whose margin is above 0",
+    "logps/chosen": "log-prob of a chosen response, in nats",
+    "logps/rejected": "log-prob of a rejected response, in nats",
+    "logps/accuracies": "share of pairs whose preferred side is the likelier one",
+    "loss/preference": "the loss without the SFT term",
+    "loss/sft": "negative log-prob of the chosen responses, in nats a token",
+    "nll": "negative log-prob of the preferred sequences, in nats a residue",
+    "perplexity": "exp(nll)",
+    "kl": "from the prompted model to this one, in nats a token",
+    "kl_base": "from the prompted model to the base model, in nats a token",
+    "share_baked": "1 - kl / kl_base",
+    "accuracy": "share of actions that are predicted",
+    "fraction_of_optimum": "return of the last 10 episodes over the optimum",
+    "win_rate": "wins / (wins + losses) against the replies before training",
+    "count": "rows",
+}
 BEFORE = ("reference", "base")  # of an example, whose first text is the prompt
 AFTER = ("fine-tuned", "baked")
 TORCHRUN = ("torchrun", "torch.distributed.launch", "accelerate", "deepspeed")
@@ -72,25 +93,57 @@ def summary(folder) -> str:
     return jsonl.printable("\n".join(lines))
 
 
-def _numbers(folder, facts):
-    """Return a line for each number that training was to move, and the win rate."""
-    lines = []
+def _moved(folder):
+    """Yield the name of each of SHOWN, its first, last and last held-out value, or None."""
     metrics = read_metrics(folder) if (folder / "metrics.jsonl").exists() else []
     for name, title in SHOWN.items():
-        values = [line[name] for line in metrics if line["split"] == "train" and name in line]
-        held_out = [line[name] for line in metrics if line["split"] == "val" and name in line]
-        texts = [f"{values[0]:.4f} -> {values[-1]:.4f}"] if values and None not in values else []
-        if held_out and held_out[-1] is not None:
-            texts.append(f"held out {held_out[-1]:.4f}")
-        if texts:
-            lines.append(f"{title:<11} {', '.join(texts)}")
+        values = {}
+        for split in ("train", "val"):
+            lines = [line for line in metrics if line["split"] == split]
+            values[split] = [line[name] for line in lines if line.get(name) is not None]
+        if values["train"] or values["val"]:
+            ends = [values["train"][0], values["train"][-1]] if values["train"] else [None, None]
+            yield title, *ends, values["val"][-1] if values["val"] else None
+
+
+def _judged(summary):
+    """Yield each split that a judge has compared, and its numbers."""
     for split in ("test", "val"):
-        part = facts.get(split)
+        part = summary.get(split)
         if isinstance(part, dict) and part.get("win_rate") is not None:
-            bounds = f"[{part['win_rate_low']:.2f}, {part['win_rate_high']:.2f}]"
-            pairs = f"{part['wins']} better, {part['losses']} worse, {part['ties']} equal"
-            lines.append(f"{'win rate':<11} {part['win_rate']:.2f} {bounds}, {split}: {pairs}")
+            yield split, part
+
+
+def _numbers(folder, facts):
+    """Return a line for each number that training was to move, and the win rates."""
+    lines = []
+    for title, first, last, held_out in _moved(folder):
+        texts = [] if first is None else [f"{first:.4f} -> {last:.4f}"]
+        texts += [] if held_out is None else [f"held out {held_out:.4f}"]
+        lines.append(f"{title:<11} {', '.join(texts)}")
+    for split, part in _judged(facts):
+        bounds = f"[{part['win_rate_low']:.2f}, {part['win_rate_high']:.2f}]"
+        pairs = f"{part['wins']} better, {part['losses']} worse, {part['ties']} equal"
+        lines.append(f"{'win rate':<11} {part['win_rate']:.2f} {bounds}, {split}: {pairs}")
     return lines
+
+
+def _sentence(folder, facts):
+    """Return the result of a run in one or two sentences, "" without numbers."""
+    parts = []
+    for title, first, last, held_out in _moved(folder):
+        text = title if first is None else f"{title} went from {first:.4g} to {last:.4g}"
+        if held_out is not None:
+            text += f", held out it is {held_out:.4g}" if first is not None else f" {held_out:.4g}"
+        parts.append(text)
+    sentences = [f"{'; '.join(parts)}."] if parts else []
+    for split, part in itertools.islice(_judged(facts), 1):
+        total = part["wins"] + part["losses"] + part["ties"]
+        sentences.append(
+            f"Of {total} replies to {split} prompts the judge prefers {part['wins']} to those "
+            f"before training, and {part['losses']} the other way round."
+        )
+    return " ".join(sentence[0].upper() + sentence[1:] for sentence in sentences)
 
 
 def _replies(examples):
@@ -131,6 +184,8 @@ def _content(folder):
         "folder": folder,
         "facts": facts,
         "numbers": _table(numbers),
+        "meanings": MEANINGS,
+        "result": _sentence(folder, summary),
         "changed": _table({"here": {k: config.get(k) for k in defaults}, "default": defaults}),
         "settings": _table({"": {k: v for k, v in config.items() if k not in defaults}}),
         "pictures": pictures,

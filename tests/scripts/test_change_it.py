@@ -1,0 +1,173 @@
+"""docs/change_it.md: each diff applies and does what it promises; a script that is taken away."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import programs
+import runs
+from conftest import ROOT
+
+ROWS = (ROOT / "data/demo/preferences_train.jsonl").read_text().splitlines()
+PAGE = (ROOT / "docs/change_it.md").read_text()
+SCRIPT = "src/main_distributed.py"
+TINY = runs.words("--max_rows 12 --batch_size 1 --max_steps 4 --num_samples 0 --result_dir run")
+TINY += runs.words("--sft_weight 0 --num_epochs 9 --report_to none --warmup_ratio 0")
+
+
+@pytest.fixture
+def changed(tmp_path, request):
+    """A copy of the project to which the diff of one heading is applied."""
+    tree = tmp_path / "project"
+    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    shutil.copytree(ROOT / "src", tree / "src", ignore=ignore)
+    shutil.copytree(ROOT / "data/demo", tree / "data/demo", ignore=ignore)
+    section = PAGE[PAGE.index(f"\n## {request.param}\n") :]
+    diff = re.search(r"```diff\n(.*?)```", section, re.S)[1]
+    lines = [line for line in diff.splitlines() if re.match(r"[+-](?!\+\+|--)", line)]
+    files = re.findall(r"^\+\+\+ b/(.*)$", diff, re.M)
+    assert len(lines) <= 10 and len(files) <= 2
+    command = ["git", "apply", "-"]
+    subprocess.run(command, input=diff, text=True, cwd=tree, check=True)
+    assert all((tree / file).read_text() != (ROOT / file).read_text() for file in files)
+    return tree
+
+
+def train(tree, *flags, code=0, **env):
+    """Run the changed script on one process; return the lines of its metrics."""
+    env = {"PYTHONPATH": str(tree / "src")} | env
+    done = programs.process([sys.executable, SCRIPT, *TINY, *flags], code=code, cwd=tree, **env)
+    return [] if code else runs.lines(tree / "run", "train"), done
+
+
+@pytest.mark.parametrize("changed", ["A loss"], indirect=True)
+def test_a_loss_of_ones_own(changed):
+    steps, _ = train(changed, "--method", "squared_hinge", "--learning_rate", "1e-3")
+    assert steps[0]["loss"] == pytest.approx(1, abs=1e-6)  # so says at_reference()
+    assert len({step["loss"] for step in steps}) == 4
+    for step in steps:  # of one pair each: the square of what the margin lacks to 1
+        lacks = max(0, 1 - step["rewards/margins"])
+        assert step["loss"] == pytest.approx(lacks**2, abs=1e-6)
+    losses = changed / "src/ddp_utils/losses.py"
+    losses.write_text(losses.read_text().replace('1.0 if "hinge" in', '0.5 if "hinge" in'))
+    _, done = train(changed, "--method", "squared_hinge", "--restart", code=2)
+    assert "losses.at_reference() is to return it" in done.stderr
+
+
+@pytest.mark.parametrize("changed", ["Data"], indirect=True)
+def test_data_of_ones_own(changed):
+    usual, ranked = [], []
+    for line in ROWS[:12]:
+        row = json.loads(line)
+        usual.append({name: row[name] for name in ("prompt", "chosen", "rejected")})
+        answers = [row["chosen"], "In between.", row["rejected"]]
+        ranked.append({"question": row["prompt"], "answers": answers})
+    losses = {}
+    for name, rows in (("usual", usual), ("ranked", ranked)):
+        (changed / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        losses[name] = [row["loss"] for row in train(changed, "--train_data", f"{name}.jsonl")[0]]
+        report = json.loads((changed / "run/data_report.json").read_text())["train"]
+        assert report["format"] == {"usual": "prompt", "ranked": "ranked"}[name]
+        assert report["fields_not_read"] == ""
+    assert losses["usual"] == losses["ranked"]  # to the bit
+
+
+@pytest.mark.parametrize("changed", ["A model class"], indirect=True)
+def test_a_model_class_of_ones_own(changed):
+    row = json.loads(ROWS[0])
+    rows = {name: row[name] for name in ("prompt", "chosen", "rejected")}
+    (changed / "one.jsonl").write_text((json.dumps(rows) + "\n") * 2)
+    flags = runs.words("--train_data one.jsonl --val_data one.jsonl --max_steps 1")
+    steps, _ = train(changed, *flags)
+    model = AutoModelForCausalLM.from_pretrained(ROOT / "data/demo/model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "data/demo/model")
+    chat = [{"role": "user", "content": row["prompt"]}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+    answer = [{"role": "assistant", "content": row["chosen"]}]
+    whole = tokenizer.apply_chat_template(chat + answer)["input_ids"]
+    while tokenizer.decode(whole[-1]).isspace():  # what stands behind the end of the turn
+        whole.pop()
+    with torch.no_grad():
+        logits = model(torch.tensor([whole])).logits[0, :-1].double()
+    logps = (5 * torch.tanh(logits / 5)).log_softmax(-1)
+    expected = sum(logps[at - 1, whole[at]].item() for at in range(len(prompt), len(whole)))
+    assert steps[0]["logps/chosen"] == pytest.approx(expected, abs=1e-3)
+
+
+FAKE = """
+import json
+def log_metrics(metrics, step):
+    with open("log.jsonl", "a") as file:
+        file.write(json.dumps([step, metrics]) + "\\n")
+"""
+
+
+@pytest.mark.parametrize("changed", ["A logger"], indirect=True)
+def test_a_logger_of_ones_own(changed):
+    (changed / "src/mlflow.py").write_text(FAKE)
+    steps, _ = train(changed, "--report_to", "mlflow")
+    logged = [json.loads(line) for line in (changed / "log.jsonl").read_text().splitlines()]
+    values = [[step, metrics["train/loss"]] for step, metrics in logged if "train/loss" in metrics]
+    assert values == [[step["step"], step["loss"]] for step in steps]
+
+
+@pytest.mark.parametrize("changed", ["An optimiser"], indirect=True)
+def test_an_optimiser_of_ones_own(changed):
+    """SGD: the second step is one of momentum, and a run in two lives ends as one in one."""
+    weights = []
+    for lives in (["4"], ["2", "4"]):
+        shutil.rmtree(changed / "run", ignore_errors=True)
+        for steps in lives:
+            flags = ["--max_steps", steps, "--learning_rate", "0.1", "--lr_scheduler", "constant"]
+            train(changed, *flags, "--save_every", "1")
+        (path,) = (changed / "run/checkpoints").glob("step-*4/state.safetensors")
+        weights.append(load_file(path))
+    one, two = weights
+    assert one.keys() == two.keys() and any(key.startswith("momentum_buffer/") for key in one)
+    assert not any(key.startswith("exp_avg") for key in one)
+    assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+# --- copy ----------------------------------------------------------------------------------------
+
+COPY = [sys.executable, "-m", "ddp_utils.tools.copy"]
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        ("main_distributed", "--max_rows 8 --batch_size 4 --max_steps 1 --num_samples 0"),
+        ("ad.train", "--check"),
+        ("dpo_inv.run_dpo_ddp", "--check"),
+    ],
+)
+def test_a_script_that_is_taken_away_runs_with_its_own_settings(script, flags, tmp_path):
+    programs.process([*COPY, script, "my_own.py"], cwd=tmp_path)
+    settings = tmp_path / "my_own_config.py"
+    text = settings.read_text()
+    assert "    seed: int = 0 " in text
+    settings.write_text(text.replace("    seed: int = 0 ", "    seed: int = 7 "))
+    done = programs.process([sys.executable, "my_own.py", "--help"], cwd=tmp_path)
+    assert re.search(r"seed.* 7\b", done.stdout)
+    programs.process([sys.executable, "my_own.py", *flags.split()], cwd=tmp_path)
+    if "max_steps" in flags:
+        assert json.loads((tmp_path / "results/dpo/config.json").read_text())["seed"] == 7
+
+
+def test_copy_overwrites_nothing(tmp_path):
+    (tmp_path / "there.py").write_text("mine")
+    for words, problem in [
+        (["main_distributed", "there.py"], "it is there"),
+        (["main", "other.py"], "no such script"),
+        (["train", "not-a-module.py"], "name of a module"),
+    ]:
+        done = programs.process([*COPY, *words], code=2, cwd=tmp_path)
+        assert problem in done.stderr and done.stderr.startswith("error: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["there.py"]
