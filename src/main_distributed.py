@@ -330,6 +330,7 @@ def main(argv=None) -> int:
             loss=f"{config.method}, beta {config.beta:g}, sft_weight {config.sft_weight:g}",
             batch=f"{plan.global_batch} pairs = {config.batch_size} x {accumulation} accumulation",
             steps=f"{plan.steps}, learning rate {peak:.3g}",
+            files=" ".join(filter(None, (config.train_data, config.val_data, config.test_data))),
             judge=config.judge or "none",
         )
         if no_closed_form(config):

@@ -1,4 +1,4 @@
-"""Curves: three pictures from a metrics.jsonl, with the lines where the numbers are; compared."""
+"""Curves: four pictures from a metrics.jsonl, with the lines where the numbers are; compared."""
 
 import json
 
@@ -9,7 +9,7 @@ import programs
 import runs
 from ddp_utils.tools import plots
 
-PANELS = {"loss.png": 1, "rewards.png": 2, "accuracies.png": 1}
+PANELS = {"loss.png": 1, "rewards.png": 1, "margins.png": 1, "accuracies.png": 1}
 
 
 def line(split, step, loss=0.5, reward=0.1):

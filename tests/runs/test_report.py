@@ -34,6 +34,9 @@ class Reader(HTMLParser):
         self.tags.append((tag, dict(attributes)))
         if tag in ("tr", "div"):
             self.rows.append([])
+        elif tag == "small":  # the meaning of a number, behind its name
+            self.handle_endtag("th")
+            self.cell = []
         elif tag in ("th", "td", "dt", "dd"):
             self.cell = []
 
@@ -46,13 +49,17 @@ class Reader(HTMLParser):
             self.rows[-1].append("".join(self.cell))
 
 
+def named(name):
+    return [name, report.MEANINGS[name]]
+
+
 def test_numbers_settings_data_and_examples_are_shown(tmp_path):
     found = Reader(page_of(a_run(tmp_path / "mine")))
     rows, text = found.rows, " ".join("".join(found.words).split())
-    assert "mine finished after 30 steps, 61 s on 2 processes, why? Numbers" in text
-    assert ["", "val", "test"] in rows and ["win_rate", "0.75", ""] in rows  # a bound is missing
-    assert ["loss", "0.1235", "2"] in rows and ["wins", "", "3"] in rows
-    assert rows.index(["win_rate", "0.75", ""]) < rows.index(["count", "10", ""])
+    assert "mine finished after 30 steps, 61 s on 2 processes, why? Curves" in text
+    assert ["", "val", "test"] in rows and [*named("win_rate"), "0.75", ""] in rows
+    assert [*named("loss"), "0.1235", "2"] in rows and ["wins", "", "3"] in rows
+    assert rows.index([*named("win_rate"), "0.75", ""]) < rows.index([*named("count"), "10", ""])
     assert ["not at their defaults", "here", "default"] in rows
     assert ["beta", "0.3", "0.1"] in rows and ["judge", "why?", "-"] in rows
     assert ["train_data", "why?"] in rows and ["shuffle", "True"] in rows
@@ -169,7 +176,8 @@ def test_a_report_that_cannot_be_written_does_not_make_the_run_fail(tmp_path, ca
 def test_the_command_makes_it_again(tmp_path, capsys):
     (a_run(tmp_path / "run") / "metrics.jsonl").write_text('{"split":"val","step":1,"loss":1.0}\n')
     done = programs.start("-m", "ddp_utils.tools.report", "run", cwd=tmp_path)
-    assert done == (0, "run/report.html\n", "")
+    result = "finished after 30 steps in 61 s\nloss        held out 1.0000\nwhy?\n"
+    assert done == (0, f"{result}report      run/report.html\n", "")
     assert (tmp_path / "run/loss.png").stat().st_size > 10_000  # the curves, too
     (tmp_path / "run/loss.png").unlink()
     assert report.main([f"{tmp_path}/run", "--no_curves"]) is None
@@ -183,3 +191,31 @@ def test_a_run_waits_for_neither_torch_nor_matplotlib():
     code = "import sys, ddp_utils.tools.report; print({'torch', 'matplotlib'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "src", capture_output=True)
     assert done.stdout == b"set()\n", done.stderr
+
+
+# --- the result in a few lines -------------------------------------------------------------------
+
+
+def test_the_result_is_said_in_lines_and_in_a_sentence(tmp_path):
+    judged = {"win_rate": 0.75, "win_rate_low": 0.3, "win_rate_high": 0.95}
+    judged |= {"wins": 3, "losses": 1, "ties": 6}
+    folder = put(tmp_path / "run", summary={"status": "finished", "step": 2, "test": judged})
+    put(folder, examples={"test": [{"prompt": "p", "reference": "a\nb", "fine-tuned": "x" * 99}]})
+    put(folder / "model", adapter_config={})
+    lines = [("train", 1, 0.75), ("train", 2, 0.5), ("val", 2, 0.625)]
+    lines = [{"split": split, "step": step, "loss": loss} for split, step, loss in lines]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert report.summary(folder).splitlines() == [
+        "finished after 2 steps",
+        "loss        0.7500 -> 0.5000, held out 0.6250",
+        "win rate    0.75 [0.30, 0.95], test: 3 better, 1 worse, 6 equal",
+        "p",
+        "   reference  a b",
+        "  fine-tuned  ...",
+        f"report      {folder}/report.html",
+        f"model       {folder}/model",
+        f"talk to it  python -m ddp_utils.tools.chat {folder}",
+    ]
+    sentence = "Loss went from 0.75 to 0.5, held out it is 0.625. Of 10 replies to test prompts"
+    sentence += " the judge prefers 3 to those before training, and 1 the other way round."
+    assert sentence in Reader(page_of(folder)).words

@@ -105,7 +105,7 @@ def test_the_shell_script_does_not_restart_what_a_restart_cannot_mend(tmp_path):
     with launched([SCRIPT, "2"], folder, *flags) as process:
         assert process.wait(90) == 3, process.log.read_text()
     log = process.log.read_text()
-    assert log.count("world_size=2") == log.count("error: ") == 1 and "is not finite" in log
+    assert log.count("ranks     2 x cpu") == log.count("error: ") == 1 and "is not finite" in log
     assert "ChildFailedError" not in log
     assert (faults.summary(folder)["status"], faults.summary(folder)["exit_code"]) == ("failed", 3)
 

@@ -90,7 +90,7 @@ def test_a_newcomer_watches_the_demo_learn(tmp_path):
     done = shell("2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "results/dpo"
-    assert done.stdout.rstrip().endswith("-> results/dpo/")
+    assert done.stdout.rstrip().endswith("python -m ddp_utils.tools.chat results/dpo")
     prompts = some_prompts(REPLIES)
     after = rates(str(folder / "model"), prompts)
     check_learned(rates("data/demo/model", prompts), after, summary(folder)["test"])

@@ -75,7 +75,7 @@ def test_a_run_on_a_terminal(columns, tmp_path):
     assert seconds < 2
     assert re.search(r"6/6 \|.*\| 00:\d\d<.*loss +\d\.\d{4}", text)  # one live line
     assert "\nstep " not in text  # and no second one for the same steps
-    for name in ("ranks", "model", "loss", "batch", "steps", "judge", "folder", "data"):
+    for name in ("ranks", "model", "loss", "batch", "steps", "files", "judge", "folder", "data"):
         assert re.search(rf"^{name} ", text, re.M), name
     check_summary(text)
 
@@ -92,7 +92,11 @@ def test_a_run_in_a_pipe(tmp_path):
     steps = re.findall(r"^step +(\d+) \| loss .*$", done.stdout, re.M)
     assert steps == list("123456")
     assert re.search(r"^loss +dpo, beta 0.1, sft_weight 1$", done.stdout, re.M)
-    assert re.search(r"^data +val: data/demo/preferences_val.jsonl, ", done.stdout, re.M)
+    assert re.search(
+        r"^files +data/demo/preferences_train.jsonl\n +data/demo/preferences_val.jsonl",
+        done.stdout,
+        re.M,
+    )
     check_summary(done.stdout)
 
 

@@ -145,8 +145,7 @@ def collect(report, source, encoder, find, make):
 
 def describe(split, report):
     """Return the report of one file as one line."""
-    line = f"{split}: {report['file']}, {report['rows']} rows of {report['format']}"
-    line += f", {report['used']} used"
+    line = f"{split}: {report['rows']} rows of {report['format']}, {report['used']} used"
     if "split" in report:
         parts = [f"{rows} {name}" for name, rows in report["split"].items()]
         line += f", split into {', '.join(parts)}"

@@ -1,17 +1,18 @@
 """Loggers of metrics beside metrics.jsonl: each has log(split, step, values) and close()."""
 
 import importlib.util
-import json
-import os
 from typing import Literal
 
 from ddp_utils import UserError
 
 
 class Files:
-    """No logger: metrics.jsonl and the pictures alone."""
+    """No logger: metrics.jsonl and the pictures alone.
 
-    def __init__(self, folder, step):
+    folder: of the run; step: those done by earlier starts; settings: without tokens.
+    """
+
+    def __init__(self, folder, step, settings):
         pass
 
     def log(self, split, step, values):
@@ -24,7 +25,7 @@ class Files:
 class TensorBoard:
     """Event files in the run folder; lines behind `step` steps of an earlier start are dropped."""
 
-    def __init__(self, folder, step):
+    def __init__(self, folder, step, settings):
         from torch.utils.tensorboard import SummaryWriter  # of one rank alone, 0.16 s
 
         self.writer = SummaryWriter(folder / "tensorboard", purge_step=step + 1)
@@ -38,32 +39,14 @@ class TensorBoard:
         self.writer.close()
 
 
-class WandB:
-    """A run of Weights & Biases, continued by later starts; the WANDB_* variables steer it."""
+def weights_and_biases(folder, _step, settings):
+    """Return a logger of Weights & Biases, whose package is imported here alone."""
+    from ddp_utils.runs.wandb_logger import WandB
 
-    def __init__(self, folder, step):
-        import wandb
-
-        id_file = folder / "wandb/id.txt"
-        id_file.parent.mkdir(exist_ok=True)
-        if not id_file.exists():
-            id_file.write_text(wandb.util.generate_id())
-        project = os.environ.get("WANDB_PROJECT", "ddp-scripts")
-        settings = json.loads((folder / "config.json").read_text())  # without tokens
-        names = {"project": project, "name": folder.name, "id": id_file.read_text()}
-        quiet = wandb.Settings(silent=True, console="off")
-        self.run = wandb.init(**names, dir=folder, config=settings, settings=quiet, resume="allow")
-        self.run.define_metric("*", step_metric="step")  # after a kill, steps come again
-
-    def log(self, split, step, values):
-        named = {f"{split}/{name}": value for name, value in values.items() if name != "count"}
-        self.run.log({"step": step, **named})
-
-    def close(self):
-        self.run.finish()
+    return WandB(folder, settings)
 
 
-LOGGERS = {"tensorboard": TensorBoard, "wandb": WandB, "none": Files}
+LOGGERS = {"tensorboard": TensorBoard, "wandb": weights_and_biases, "none": Files}
 Name = Literal[tuple(LOGGERS)]  # one of these names
 
 

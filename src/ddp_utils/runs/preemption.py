@@ -157,7 +157,8 @@ def read_early(read):
             pass
     if flags_only:
         _exit(0)
-    if next(filter(None, map(os.environ.get, RANKS)), "0") == "0":
+    is_first = next(filter(None, map(os.environ.get, RANKS)), "0") == "0"
+    if is_first and sys.stdout.isatty():  # on a terminal it must not look dead
         with contextlib.suppress(OSError):
             print(f"{Path(sys.argv[0]).name}: loading torch", flush=True)
 

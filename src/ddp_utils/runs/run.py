@@ -88,6 +88,8 @@ class Run(Saving):
         self.lock = folder.lock(self.folder)
         if state.verdict != "continue" and (self.folder / "config.json").exists():
             raise UserError(folder.going_on(self.folder))  # another one was quicker
+        logger = loggers.LOGGERS[config.report_to]
+        self.logger = logger(self.folder, state.manifest["step"], settings)
         for line in state.lines:
             self.say(line)
         self.cached_files = state.cached_files
@@ -104,7 +106,6 @@ class Run(Saving):
         self.metrics = open(self.folder / "metrics.jsonl", "ab")  # noqa: SIM115
         size = self.metrics.seek(0, os.SEEK_END)
         self.metrics.seek(self.metrics.truncate(min(meta["metrics_bytes"], size)))
-        self.logger = loggers.LOGGERS[self.config.report_to](self.folder, meta["step"])
 
     # --- what happens ----------------------------------------------------------------------------
 
@@ -117,7 +118,7 @@ class Run(Saving):
         """Say what the run trains with and on; data_report.json has the whole report."""
         ranks = f"{self.world.world_size} x {self.world.device.type}"
         for name, text in {"ranks": ranks, **rows, "folder": f"{self.folder}/"}.items():
-            self.say(progress.row(name, text))
+            self.say(progress.row(name, environment.redact(text)))
         if self.world.device.type == "cpu" and self.world.local_size > os.cpu_count():
             self.say(f"warning: {self.world.local_size} processes share {os.cpu_count()} cores")
         self.write_json("data_report.json", environment.redacted(self.spec.report))

@@ -50,6 +50,7 @@ MEANINGS = {
     "win_rate": "wins / (wins + losses) against the replies before training",
     "count": "rows",
 }
+JUDGED = ("win_rate", "win_rate_low", "win_rate_high", "wins", "losses", "ties")
 BEFORE = ("reference", "base")  # of an example, whose first text is the prompt
 AFTER = ("fine-tuned", "baked")
 TORCHRUN = ("torchrun", "torch.distributed.launch", "accelerate", "deepspeed")
@@ -110,7 +111,7 @@ def _judged(summary):
     """Yield each split that a judge has compared, and its numbers."""
     for split in ("test", "val"):
         part = summary.get(split)
-        if isinstance(part, dict) and part.get("win_rate") is not None:
+        if isinstance(part, dict) and all(isinstance(part.get(key), int | float) for key in JUDGED):
             yield split, part
 
 
