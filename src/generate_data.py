@@ -188,8 +188,8 @@ def main(argv=None) -> int:
     models.check_fit(meta_model, rows)
     mark = mark_of(config, prompts, meta_model.config)
     parts = Parts(config.traj_out_file, mark)
-    total = len(questions) * config.num_sequences_per_question
-    about = f"{total} replies = {len(questions)} questions x {config.num_sequences_per_question}"
+    samples = config.num_sequences_per_question
+    about = f"{len(questions) * samples} replies = {len(questions)} questions x {samples}"
     if config.check:
         distributed.choose_device(world, config.backend)
         check_files(config, mark)
@@ -205,8 +205,11 @@ def main(argv=None) -> int:
     precision = optim.Precision.choose(world.device, "none", config.base_dtype, mixed)
     model = models.load(config.model_name, precision.weights, world.device)
     scorer = logps.Scorer(model, precision.autocast)
-    if world.is_main:
-        print(f"{about}, world_size={world.world_size} device={world.device}", flush=True)
+    ranks = f"{world.world_size} x {world.device.type}"
+    rows = {"ranks": ranks, "model": config.model_name, "prompt": x0.strip(), "replies": about}
+    for name, text in rows.items():
+        if world.is_main:
+            bar.say(progress.row(name, jsonl.printable(text)))
     try:
         sample(scorer, prompts, encoder.ends, config, world, bar, parts, done)
         lines = distributed.on_main(world, lambda: write(config, x0, questions, parts, tokenizer))
@@ -217,6 +220,10 @@ def main(argv=None) -> int:
         seconds = time.perf_counter() - start
         tokens = sum(map(len, itertools.chain(*parts.groups)))
         lines.append(f"{tokens} tokens, {seconds:.0f} s, {tokens / seconds:.0f} a second")
+        sampled = itertools.islice(itertools.chain(*parts.groups), 0, None, samples)
+        for question, reply in zip(questions[:3], sampled, strict=False):
+            text = " ".join(tokenizer.decode(reply, skip_special_tokens=True).split())
+            lines += [jsonl.printable(question)[:80], jsonl.printable(f"  {text}")[:80]]
         print(*lines, sep="\n")
     return 0
 

@@ -64,7 +64,7 @@ def read_settings(argv, world):
         config.chat_template_kwargs = jsonl.text(first, "chat_template_kwargs")
     if config.model_name == "data/demo/model" and not config.questions:
         config.questions, config.judge = DEMO_QUESTIONS, config.judge or DEMO_JUDGE
-        config.eval_every = config.eval_every or 10  # its one epoch would be one dot
+        config.eval_every = config.eval_every or 5  # its one epoch would be one dot
     return config
 
 

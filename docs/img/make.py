@@ -29,14 +29,15 @@ def main():
             test = json.loads(Path(folder, "run/summary.json").read_text())["test"]
         for axis, metric in ((left, "rewards/margins"), (middle, "rewards/chosen")):
             axis.plot([row["step"] for row in steps], [row[metric] for row in steps], color=colour)
-            axis.set(title=metric, xlabel="step")
+            axis.set(title=metric, xlabel="step", ylabel="nats")
             axis.grid(alpha=0.3)
+            axis.axhline(0, color="gray", linestyle="--", linewidth=1)  # the reference
         bars["before"] = "tab:gray", [test[f"judge/reference/{score}"] for score in SCORES]
         bars[name] = colour, [test[f"judge/policy/{score}"] for score in SCORES]
     for number, (name, (colour, heights)) in enumerate(bars.items()):
         drawn = right.bar(np.arange(3) + 0.27 * number, heights, 0.25, color=colour, label=name)
         right.bar_label(drawn, fmt="%.2f", fontsize=8)
-    right.set(title="replies to 100 held-out questions", ylim=(0, 1.12))
+    right.set(title="100 held-out questions", ylabel="share of replies", ylim=(0, 1.12))
     right.set_xticks(np.arange(3) + 0.27, SCORES.values())
     right.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     figure.savefig(ROOT / "docs/img/dpo.png", dpi=110)

@@ -40,11 +40,11 @@ PIECES = [
     Piece("attention", 120, "Attention over a shared prompt, against each response alone"),
     Piece("resume", 180, "Killed with SIGKILL and continued, `--deterministic`"),
     Piece("fp16", 120, "fp16 with a loss scale"),
-    Piece("memory", 240, "Peak memory of a step, predicted by `check_gpu.py --plan` and measured"),
-    Piece("speed:long:ours", 300, "LoRA DPO of Qwen3-8B's shape: prompts of 512, responses of 256"),
+    Piece("memory", 240, "Peak memory of a step, `check_gpu.py --plan` and measured"),
+    Piece("speed:long:ours", 300, "LoRA DPO, Qwen3-8B's shape: prompts 512, responses 256"),
     Piece("speed:long:trl", 180, "The same with TRL in its best setting"),
     Piece("speed:long:trl defaults", 180, "The same with TRL's defaults"),
-    Piece("speed:hh:ours", 300, "LoRA DPO of Qwen3-8B's shape: lengths as in HH-RLHF"),
+    Piece("speed:hh:ours", 300, "LoRA DPO, Qwen3-8B's shape: lengths as in HH-RLHF"),
     Piece("speed:hh:trl", 180, "The same with TRL in its best setting"),
     Piece("speed:hh:trl defaults", 180, "The same with TRL's defaults"),
     Piece("kernels", 270, "Where ten of the steps with long prompts go"),
@@ -59,9 +59,12 @@ PIECES = [
 
 INTRO = """# On a GPU
 
-{}. `python tests/gpu/hour.py` makes this page from `gpu.json` beside it, 40 minutes for the whole
+{}.
+
+`python tests/gpu/hour.py` makes this page from `gpu.json` beside it, 40 minutes for the whole
 list; `--minutes 9` begins nothing that may take longer, and a second start goes on with what is
-missing. It needs no network; `--dry` rehearses the list on a CPU, in a folder of its own.
+missing.
+It needs no network; `--dry` rehearses the list on a CPU, in a folder of its own.
 
 | piece | what | state | seconds |
 |---|---|---|---|

@@ -338,7 +338,7 @@ def test_the_demo_is_baked(tmp_path):
     summary, said = shell(tmp_path, *first, *runs.words("--log_every 1000 --num_samples 40"))
     assert_baked(summary, 0.95)
     assert summary["world_size"] == 2 and summary["test"]["count"] == 40
-    assert "1200 replies = 60 questions x 20, world_size=2 device=cpu" in said
+    assert "replies   1200 replies = 60 questions x 20" in said and "ranks     2 x cpu" in said
     text = (tmp_path / "results/traj_chat/distributed_output_test.txt").read_text()
     assert re.search(r"--- 1 of 40\nquestion: .*\nbase:  .*\nprompted: .*\nbaked: .*\n", text)
     _, said = shell(tmp_path, *first, *runs.words("--log_every 1000 --num_samples 40"))

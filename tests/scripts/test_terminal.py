@@ -1,46 +1,17 @@
 """What a person sees of a run: on terminals of 80 and 100 columns, in a pipe, of a failed run."""
 
-import fcntl
-import os
-import pty
 import re
-import select
-import struct
-import subprocess
 import sys
-import termios
-import time
 
 import pytest
 
 import programs
 import runs
 from conftest import ROOT
+from terminal import ESCAPE, on_a_terminal
 
 SCRIPT = str(ROOT / "src/main_distributed.py")
 SHORT = runs.words("--max_steps 6 --max_rows 96 --num_samples 4 --max_new_tokens 12")
-ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-
-
-def on_a_terminal(command, columns, folder):
-    """Run a command on a terminal; return its exit status, output, and seconds to the first."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
-    env = programs.environment() | {"TERM": "xterm"}
-    start = time.monotonic()
-    process = subprocess.Popen(command, cwd=folder, env=env, **streams)
-    os.close(theirs)
-    output = b""
-    first = None
-    while select.select([ours], [], [], 120)[0]:
-        try:
-            output += os.read(ours, 2**16)
-        except OSError:  # the last process on it has ended
-            break
-        first = first or time.monotonic() - start
-    os.close(ours)
-    return process.wait(timeout=60), output.decode(), first
 
 
 def widest(output):
@@ -67,7 +38,7 @@ def check_summary(text):
 @pytest.mark.parametrize("columns", [80, 100])
 def test_a_run_on_a_terminal(columns, tmp_path):
     command = [sys.executable, SCRIPT, *SHORT, "--result_dir", "run", "--judge", str(judge())]
-    status, output, seconds = on_a_terminal(command, columns, tmp_path)
+    status, output, seconds = on_a_terminal(command, columns, tmp_path, programs.environment())
     assert status == 0, output
     text = re.sub(r"[\r\n]+", "\n", ESCAPE.sub("", output))
     assert widest(output) <= columns, output
@@ -92,19 +63,17 @@ def test_a_run_in_a_pipe(tmp_path):
     steps = re.findall(r"^step +(\d+) \| loss .*$", done.stdout, re.M)
     assert steps == list("123456")
     assert re.search(r"^loss +dpo, beta 0.1, sft_weight 1$", done.stdout, re.M)
-    assert re.search(
-        r"^files +data/demo/preferences_train.jsonl\n +data/demo/preferences_val.jsonl",
-        done.stdout,
-        re.M,
-    )
+    paths = [f"data/demo/preferences_{split}.jsonl" for split in ("train", "val", "test")]
+    assert " ".join(["files", *paths]) in " ".join(done.stdout.split())
     check_summary(done.stdout)
 
 
 def test_a_failed_run(tmp_path):
     """The last line says what is wrong, and none of what went before is wider than a terminal."""
     flags = [*SHORT, "--result_dir", "run", "--learning_rate", "1e15", "--save_every", "1"]
+    env = programs.environment()
     flags += ["--sft_weight", "0", "--max_grad_norm", "0"]
-    status, output, _ = on_a_terminal([sys.executable, SCRIPT, *flags], 80, tmp_path)
+    status, output, _ = on_a_terminal([sys.executable, SCRIPT, *flags], 80, tmp_path, env)
     text = ESCAPE.sub("", output).replace("\r", "\n")
     assert status == 3, output
     last = text.rstrip().splitlines()[-1]

@@ -88,7 +88,7 @@ def summary(folder) -> str:
     lines.append(f"{'report':<11} {folder / 'report.html'}")
     model = _model(folder, _read(folder / "config.json"))
     if model:
-        lines.append(f"{'model':<11} {model.parent}")
+        lines.append(f"{'model':<11} {model if model.suffix == '.pt' else model.parent}")
         if model.name in ("adapter_config.json", "tokenizer_config.json"):
             lines.append(f"{'talk to it':<11} python -m ddp_utils.tools.chat {_quoted(folder)}")
     return jsonl.printable("\n".join(lines))
