@@ -296,9 +296,9 @@ def fine_tune(config, world) -> int:
     with Run(spec, config, world) as run:
         accumulation = config.gradient_accumulation_steps
         run.describe(
-            model=f"{config.model_name}, {config.fine_tuning}, {config.mixed_precision}",
+            model=f"{config.model_name}, {config.fine_tuning}",
             loss=f"{config.method}, beta {config.beta:g}" if config.objective == "dpo" else "sft",
-            strategy=strategy.name,
+            strategy=f"{strategy.name}, mixed precision {config.mixed_precision}",
             batch=f"{plan.global_batch} rows = {world.world_size} ranks x {accumulation} "
             f"accumulation x {config.micro_batch_size}",
             steps=f"{plan.steps}, learning rate {config.learning_rate:.3g}",

@@ -33,7 +33,7 @@ from ad import evaluate, windows
 from ad.darkroom import ACTIONS
 from ad.model import Distiller, Model
 from ddp_utils import NonFiniteError, UserError, distributed, files, jsonl, metrics, optim, sampler
-from ddp_utils.runs import checks
+from ddp_utils.runs import checks, progress
 from ddp_utils.runs import run as run_
 from ddp_utils.runs.folder import RunSpec
 from ddp_utils.runs.run import Run
@@ -121,7 +121,7 @@ def validate(step, policy, data, config, run):
         _, goals = config.room.split(config.env_split_seed, config.train_env_ratio)
         tried = policy.scorer.model, goals, config, config
         summary, returns, controls = evaluate.assess(*tried, controls=last)
-        run.say(evaluate.describe(summary))
+        run.say(progress.row("agent", evaluate.describe(summary)))
         run.results["test"] = summary
         values = values | summary
         if last:

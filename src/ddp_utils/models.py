@@ -11,7 +11,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, modeling_utils
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 from transformers.utils import logging
 
@@ -249,7 +249,9 @@ def save(model, tokenizer, folder, weights=None):
     """
     folder = Path(folder)
     temporary = folder.with_name(f".tmp-{folder.name}")
-    with files.writing(folder, temporary):
+    # it has no wrapper: looking for one imports DeepSpeed where that is installed, for seconds
+    no_wrapper = mock.patch.object(modeling_utils, "unwrap_model", lambda model, **_: model)
+    with files.writing(folder, temporary), no_wrapper:
         model.save_pretrained(temporary, **({"state_dict": weights} if weights else {}))
         tokenizer.save_pretrained(temporary)
         for file in temporary.glob("*.safetensors"):  # by themselves readable to their owner alone

@@ -137,7 +137,7 @@ class Saving:
 
         value = distributed.on_main(self.world, read)
         if value is None:
-            self.say(f"computing {name.replace('_', ' ')}")
+            self.say(f"making {file}")
             value = make()
             self.write_json(file, value)
             self.add_cached_file(file, {})
