@@ -18,6 +18,7 @@ from transformers.utils import logging
 from ddp_utils import UserError, distributed, files, jsonl
 
 logging.disable_progress_bar()  # a run has its own
+logging.set_verbosity_error()  # check_complete() says what the report of a load says
 
 META = torch.device("meta")  # tensors on it have a name and a shape, and no content
 # what transformers, peft and the readers of files raise on what does not fit together
@@ -36,8 +37,6 @@ def reading(place):
     def refuse(*_arguments, **_options):
         raise UserError(f"{place}: the weights are a pickle, which can run code; give safetensors")
 
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # check_complete() says what its report says
     try:
         with mock.patch.object(torch, "load", refuse):
             yield
@@ -48,8 +47,6 @@ def reading(place):
         if "huggingface.co" in says or "gated" in says:
             says += " Fetch it with hf download, a gated one after hf auth login"
         raise UserError(f"{place}: cannot be read: {says}") from error
-    finally:
-        logging.set_verbosity(verbosity)
 
 
 def first_line(error):
