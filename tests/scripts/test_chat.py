@@ -43,12 +43,12 @@ def expected(adapter):
     return encoder.tokenizer.decode(reply[0], skip_special_tokens=True).strip()
 
 
-def answer(*words):
-    """What is printed for the question through a pipe."""
+def answer(*words, text=f"{QUESTION}\n"):
+    """What is printed for the questions through a pipe."""
     words = ["-m", "ddp_utils.tools.chat", *words, "--temperature", "0", "--max_new_tokens", "12"]
     env = programs.environment() | {"PYTHONPATH": str(ROOT / "src")}
     options = {"env": env, "capture_output": True, "text": True, "timeout": 100}
-    done = subprocess.run([sys.executable, *words], input=f"{QUESTION}\n", **options)
+    done = subprocess.run([sys.executable, *words], input=text, **options)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -61,6 +61,14 @@ def test_a_pipe_is_answered_by_the_result_and_by_what_it_began_with(run):
     assert answer(str(run / "model")).split("\n")[1] == after
     assert answer(str(run), "--before").split("\n")[1] == before
     assert answer(DEMO).split("\n")[1] == before
+
+
+def test_an_empty_line_begins_anew(run):
+    """The second answer is that to the question alone, and without the empty line it is not."""
+    after = expected(run / "model")
+    for between, is_same in (("\n", True), ("", False)):
+        shown = answer(str(run), text=f"Who produces beer?\n{between}{QUESTION}\n")
+        assert (shown.rstrip("\n> ").splitlines()[-1] == after) == is_same, shown
 
 
 def test_a_terminal_is_asked_and_answered_until_its_end(run):

@@ -1,4 +1,4 @@
-"""Talk to a model that was trained here; end with Ctrl-D.
+"""Talk to a model that was trained here; an empty line begins anew, Ctrl-D ends.
 
 python -m ddp_utils.tools.chat results/dpo
 python -m ddp_utils.tools.chat results/dpo --before   # what the run began with
@@ -71,8 +71,11 @@ def main(argv=None) -> int:
     else:
         options |= {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    messages = [{"role": "system", "content": settings.system}] if settings.system else []
+    first = [{"role": "system", "content": settings.system}] if settings.system else []
+    messages = [*first]
     is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        print(__doc__.splitlines()[0])
     torch.manual_seed(settings.seed)
     while True:
         print("> ", end="", flush=True)
@@ -82,6 +85,9 @@ def main(argv=None) -> int:
             return 0
         if not is_terminal:
             print(question, end="")
+        if not question.strip():  # a small model may know single questions only
+            messages = [*first]
+            continue
         messages.append({"role": "user", "content": question.strip()})
         ids = prompt_of(messages, tokenizer).to(device)
         reply = model.generate(
