@@ -56,7 +56,10 @@ def named(name):
 def test_numbers_settings_data_and_examples_are_shown(tmp_path):
     found = Reader(page_of(a_run(tmp_path / "mine")))
     rows, text = found.rows, " ".join("".join(found.words).split())
-    assert "mine finished after 30 steps, 61 s on 2 processes, why? Curves" in text
+    assert (
+        "mine finished after 30 steps, 61 s on 2 processes, why? Loss (held out: 0.1235). Curves"
+        in text
+    )
     assert ["", "val", "test"] in rows and [*named("win_rate"), "0.75", ""] in rows
     assert [*named("loss"), "0.1235", "2"] in rows and ["wins", "", "3"] in rows
     assert rows.index([*named("win_rate"), "0.75", ""]) < rows.index([*named("count"), "10", ""])
@@ -176,7 +179,7 @@ def test_a_report_that_cannot_be_written_does_not_make_the_run_fail(tmp_path, ca
 def test_the_command_makes_it_again(tmp_path, capsys):
     (a_run(tmp_path / "run") / "metrics.jsonl").write_text('{"split":"val","step":1,"loss":1.0}\n')
     done = programs.start("-m", "ddp_utils.tools.report", "run", cwd=tmp_path)
-    result = "finished after 30 steps in 61 s\nloss        held out 1.0000\nwhy?\n"
+    result = "finished after 30 steps in 61 s\nloss        held out 0.1235\nwhy?\n"
     assert done == (0, f"{result}report      run/report.html\n", "")
     assert (tmp_path / "run/loss.png").stat().st_size > 10_000  # the curves, too
     (tmp_path / "run/loss.png").unlink()
@@ -199,10 +202,13 @@ def test_a_run_waits_for_neither_torch_nor_matplotlib():
 def test_the_result_is_said_in_lines_and_in_a_sentence(tmp_path):
     judged = {"win_rate": 0.75, "win_rate_low": 0.3, "win_rate_high": 0.95}
     judged |= {"wins": 3, "losses": 1, "ties": 6}
-    folder = put(tmp_path / "run", summary={"status": "finished", "step": 2, "test": judged})
+    val = {"loss": 0.625}  # of the best step, not the last
+    folder = put(
+        tmp_path / "run", summary={"status": "finished", "step": 2, "test": judged, "val": val}
+    )
     put(folder, examples={"test": [{"prompt": "p", "reference": "a\nb", "fine-tuned": "x" * 99}]})
     put(folder / "model", adapter_config={})
-    lines = [("train", 1, 0.75), ("train", 2, 0.5), ("val", 2, 0.625)]
+    lines = [("train", 1, 0.75), ("train", 2, 0.5), ("val", 1, 0.625), ("val", 2, 0.875)]
     lines = [{"split": split, "step": step, "loss": loss} for split, step, loss in lines]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert report.summary(folder).splitlines() == [
@@ -216,6 +222,6 @@ def test_the_result_is_said_in_lines_and_in_a_sentence(tmp_path):
         f"model       {folder}/model",
         f"talk to it  python -m ddp_utils.tools.chat {folder}",
     ]
-    sentence = "Loss went from 0.75 to 0.5, held out it is 0.625. Of 10 replies to test prompts"
+    sentence = "Loss went from 0.75 to 0.5 (held out: 0.625). Of 10 replies to test prompts"
     sentence += " the judge prefers 3 to those before training, and 1 the other way round."
     assert sentence in Reader(page_of(folder)).words

@@ -28,7 +28,8 @@ class Panel(NamedTuple):
     title: str
     unit: str  # of the y axis
     metrics: dict  # metric -> its label
-    base: str = ""  # label of a horizontal line, whose height base_line() knows
+    base: str  # label of a horizontal line
+    height: float | None = None  # of that line; None: base_line() knows
 
 
 FIGURES = {
@@ -43,30 +44,34 @@ FIGURES = {
         "nats",
         {"rewards/chosen": "chosen", "rewards/rejected": "rejected"},
         "reference",
+        0.0,
     ),
     "margins.png": Panel(
         "margin: reward of the chosen - of the rejected",
         "nats",
         {"rewards/margins": "margin"},
         "reference",
+        0.0,
     ),
     "accuracies.png": Panel(
         "pairs ranked right",
         "share of pairs",
         {"rewards/accuracies": "by reward", "logps/accuracies": "by log-prob"},
         "chance",
+        0.5,
     ),
     "accuracy.png": Panel(
-        "actions predicted", "share of actions", {"accuracy": "accuracy"}, "chance"
+        "actions predicted", "share of actions", {"accuracy": "accuracy"}, "chance", 0.2
     ),
     "in_context.png": Panel(
         "return of the last 10 episodes",
         "share of the optimum",
         {"fraction_of_optimum": "in context"},
         "optimum",
+        1.0,
     ),
     "baking.png": Panel("KL to the prompted model", "nats a token", {"kl": "KL"}, "base model"),
-    "share_baked.png": Panel("share baked", "share of the KL", {"share_baked": "baked"}, "all"),
+    "share_baked.png": Panel("baked", "share of the KL", {"share_baked": "baked"}, "all", 1.0),
 }
 STROKES = ("-", ":", "--")  # of several metrics, where the colour is that of a run
 STYLES = {"train": "-", "val": "o--", "test": "s"}
@@ -81,20 +86,18 @@ def running_mean(values, window):
 
 
 def base_line(panel, lines, config):
-    """Return the height of a panel's line, or None: of the reference, chance, or the optimum."""
-    if panel.base == "untrained":  # where the policy is its reference
-        if config.get("objective") == "sft" or config.get("method") == "simpo":
-            return None
-        if "n_transit" in config:  # distillation: five actions, equally likely
-            return math.log(5)
-        squared = 1 / (4 * config.get("beta", 1) ** 2)
-        others = {"hinge": 1.0, "ipo": squared, "ipo_sum": squared}
-        return others.get(config["method"], math.log(2)) if "method" in config else None
-    if panel.base == "base model":
+    """Return the height of a panel's line, or None: of an untrained model, chance, the optimum."""
+    if panel.height is not None:
+        return panel.height
+    if "kl" in panel.metrics:
         return next((line["kl_base"] for line in lines if "kl_base" in line), None)
-    if panel.base == "chance":
-        return 0.2 if "accuracy" in panel.metrics else 0.5
-    return 0.0 if panel.base == "reference" else 1.0
+    if "n_transit" in config:  # distillation: five actions, equally likely
+        return math.log(5)
+    if config.get("objective") == "sft" or config.get("method") in (None, "simpo"):
+        return None
+    squared = 1 / (4 * config["beta"] ** 2)
+    others = {"hinge": 1.0, "ipo": squared, "ipo_sum": squared}
+    return others.get(config["method"], math.log(2))
 
 
 def draw(folder):

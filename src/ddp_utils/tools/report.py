@@ -51,8 +51,7 @@ MEANINGS = {
     "count": "rows",
 }
 JUDGED = ("win_rate", "win_rate_low", "win_rate_high", "wins", "losses", "ties")
-BEFORE = ("reference", "base")  # of an example, whose first text is the prompt
-AFTER = ("fine-tuned", "baked")
+REPLIES = ("reference", "fine-tuned", "base", "baked")  # of an example: before and after
 TORCHRUN = ("torchrun", "torch.distributed.launch", "accelerate", "deepspeed")
 
 
@@ -94,17 +93,20 @@ def summary(folder) -> str:
     return jsonl.printable("\n".join(lines))
 
 
-def _moved(folder):
-    """Yield the name of each of SHOWN, its first, last and last held-out value, or None."""
+def _moved(folder, facts):
+    """Yield the title of each of SHOWN, its values in the first and last step, and held out.
+
+    Held out is the result's own: with save_best not that of the last step. What there is not is
+    None.
+    """
     metrics = read_metrics(folder) if (folder / "metrics.jsonl").exists() else []
+    steps = [line for line in metrics if line["split"] == "train"]
     for name, title in SHOWN.items():
-        values = {}
-        for split in ("train", "val"):
-            lines = [line for line in metrics if line["split"] == split]
-            values[split] = [line[name] for line in lines if line.get(name) is not None]
-        if values["train"] or values["val"]:
-            ends = [values["train"][0], values["train"][-1]] if values["train"] else [None, None]
-            yield title, *ends, values["val"][-1] if values["val"] else None
+        values = [line[name] for line in steps if line.get(name) is not None]
+        first, last = (values[0], values[-1]) if values else (None, None)
+        held_out = facts["val"].get(name) if isinstance(facts.get("val"), dict) else None
+        if values or held_out is not None:
+            yield title, first, last, held_out
 
 
 def _judged(summary):
@@ -118,7 +120,7 @@ def _judged(summary):
 def _numbers(folder, facts):
     """Return a line for each number that training was to move, and the win rates."""
     lines = []
-    for title, first, last, held_out in _moved(folder):
+    for title, first, last, held_out in _moved(folder, facts):
         texts = [] if first is None else [f"{first:.4f} -> {last:.4f}"]
         texts += [] if held_out is None else [f"held out {held_out:.4f}"]
         lines.append(f"{title:<11} {', '.join(texts)}")
@@ -132,11 +134,9 @@ def _numbers(folder, facts):
 def _sentence(folder, facts):
     """Return the result of a run in one or two sentences, "" without numbers."""
     parts = []
-    for title, first, last, held_out in _moved(folder):
+    for title, first, last, held_out in _moved(folder, facts):
         text = title if first is None else f"{title} went from {first:.4g} to {last:.4g}"
-        if held_out is not None:
-            text += f", held out it is {held_out:.4g}" if first is not None else f" {held_out:.4g}"
-        parts.append(text)
+        parts.append(text if held_out is None else f"{text} (held out: {held_out:.4g})")
     sentences = [f"{'; '.join(parts)}."] if parts else []
     for split, part in itertools.islice(_judged(facts), 1):
         total = part["wins"] + part["losses"] + part["ties"]
@@ -148,17 +148,19 @@ def _sentence(folder, facts):
 
 
 def _replies(examples):
-    """Return three examples, each as its prompt and a line of before -> after."""
-    rows = next(filter(None, (examples.get(split) for split in ("test", "val"))), [])
+    """Return three examples, each as its prompt and a line for each of REPLIES."""
+    rows = examples.get("test") or examples.get("val") or []
     lines = []
     for row in rows[:3]:
-        texts = [textwrap.shorten(str(text), 60, placeholder=" ...") for text in row.values()]
-        shown = dict(zip(row, texts, strict=True))
-        lines.append(f"{texts[0]}")
-        for name in (*BEFORE, *AFTER):
-            if name in shown:
-                lines.append(f"  {name:>10}  {shown[name]}")
+        lines.append(_short(next(iter(row.values()))))
+        for name in REPLIES:
+            if name in row:
+                lines.append(f"  {name:>10}  {_short(row[name])}")
     return lines
+
+
+def _short(text):
+    return textwrap.shorten(str(text), 60, placeholder=" ...")
 
 
 def _quoted(path):
