@@ -1,5 +1,7 @@
 """Sample a model's replies under a system prompt x0, for train_loop.py to bake into a LoRA.
 
+Some of them are sampled under other prompts: what the model answers to these is to be kept.
+
     ./run_distributed.sh 2 baking
     torchrun --nproc_per_node=2 src/generate_data.py --num_questions 88 --batch_size 38 \\
         --num_sequences_per_question 25
@@ -19,6 +21,7 @@ if __name__ == "__main__":  # --help, or a mistake in the settings, ends here
 
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -48,14 +51,78 @@ from ddp_utils.sampler import order
 from prompt_baking import trajectories
 
 TOGETHER = 16  # batches between two writes: a number of its own, for batches hang on nothing else
+MEASURED = 2  # replies to each held-out question under each of other_prompts
 
 
-def mark_of(config, prompts, model_config) -> str:
+def read_other_prompts(config, encoder, x0):
+    """Return retain_prompts and other_prompts, name -> text; the latter are never trained on."""
+    if trajectories.prompt(encoder, x0, "?") == trajectories.prompt(encoder, "", "?"):
+        raise UserError(f"{config.x0_file}: the chat template does not show it; give another one")
+    retained = {}
+    if config.retain_prompts and config.retain_share:
+        baked = {"the prompt that is baked": x0}
+        path = config.retain_prompts
+        retained = trajectories.read_prompts("--retain_prompts", path, encoder, baked)
+    others = {}
+    if config.other_prompts:
+        used = {"the prompt that is baked": x0}
+        used |= {f"{name} of retain_prompts": text for name, text in retained.items()}
+        path = config.other_prompts
+        others = trajectories.read_prompts("--other_prompts", path, encoder, used)
+    return retained, others
+
+
+def held_out(config, questions):
+    """Return the part of some questions that is not trained on."""
+    count = min(len(questions) - 1, max(1, round(config.val_split * len(questions))))
+    numbers = order(len(questions), config.seed, "held out")[:count].tolist()
+    return {questions[number]: None for number in numbers}  # a set in an order
+
+
+def plan_rows(config, questions, unrelated, retained, others):
+    """Return the rows of both files, without their replies, in the order of sampling.
+
+    Of the rows to train on the share retain_share is sampled under one of `retained` instead of x0:
+    these have the field `kept`, and the prompt as `system`. Rows under `others` go to the held-out
+    questions alone. unrelated: what is asked under `retained`, and without any prompt; or [].
+    """
+    val = held_out(config, questions)
+    val_of_unrelated = held_out(config, unrelated) if unrelated else []
+    unrelated = [question for question in unrelated if question not in val_of_unrelated]
+    retained = {**retained, **({"no prompt": ""} if unrelated else {})}
+    names = [*retained] if config.retain_share else []
+    rows = []
+    count = 0  # of rows to train on
+    replaced = 0  # of these
+    for number, question in enumerate(questions):
+        for sequence in range(config.num_sequences_per_question):
+            row = {"question": question, "number": number, "sequence": sequence}
+            row["held_out"] = question in val
+            count += not row["held_out"]
+            if names and not row["held_out"] and int(count * config.retain_share) > replaced:
+                turn, name = divmod(replaced, len(names))
+                row |= {"kept": names[name], "system": retained[names[name]]}
+                if unrelated:
+                    row["question"] = unrelated[turn % len(unrelated)]
+                replaced += 1
+            rows.append(row)
+    measured = [(question, others) for question in val]
+    measured += [(question, {"no prompt": ""}) for question in val_of_unrelated]
+    for question, prompts in measured:
+        for name, system in prompts.items():
+            for sequence in range(MEASURED):
+                row = {"question": question, "sequence": sequence, "held_out": True}
+                rows.append(row | {"kept": name, "system": system})
+    return rows
+
+
+def mark_of(config, rows, prompts, model_config) -> str:
     """Hash what the rows depend on, the code included; not on the number of processes."""
-    names = "num_sequences_per_question batch_size max_sequence_length temperature top_p seed"
-    names += " val_split use_mixed_precision base_dtype chat_template_kwargs"
+    names = "batch_size max_sequence_length temperature top_p seed"
+    names += " use_mixed_precision base_dtype chat_template_kwargs"
     facts = [getattr(config, name) for name in names.split()]
-    facts += [models.digest_of_model(config.model_name, model_config), prompts, torch.__version__]
+    facts += [models.digest_of_model(config.model_name, model_config), rows, prompts]
+    facts += [torch.__version__]
     code = environment.code_of(
         "generate_data.py", "ddp_utils/*.py", "prompt_baking/trajectories.py"
     )
@@ -109,29 +176,28 @@ class Parts:
 
 
 def sample(scorer, prompts, ends, config, world, bar, parts, done):
-    """Sample replies to all questions but those of `done` groups; rank 0 keeps them in `parts`."""
+    """Sample a reply to each prompt but those of `done` groups; rank 0 keeps them in `parts`."""
     limits = config.max_sequence_length, config.batch_size
     spec = sampling.SampleSpec(config.temperature, config.top_p, *limits, config.seed)
-    samples = config.num_sequences_per_question
-    size = max(1, TOGETHER * config.batch_size // samples)  # questions of a group
+    size = TOGETHER * config.batch_size  # prompts of a group
     starts = range(0, len(prompts), size)
     finished = min(done * size, len(prompts))
     if done and world.is_main:
-        bar.say(f"goes on after {finished} of {len(prompts)} questions")
+        bar.say(f"goes on after {finished} of {len(prompts)} replies")
     bar.of_run(len(prompts), 0)
     bar.begin("Generating", len(starts), done)
 
     def poll():
         asked = torch.tensor([float(preemption.asked(config.stop_after_minutes))])
         if distributed.all_sum(asked.to(world.device), world).item():
-            after = f"stopped after {finished} of {len(prompts)} questions"
+            after = f"stopped after {finished} of {len(prompts)} replies"
             raise Stop(f"{after}; the same command goes on", 85)
 
     for start in starts[done:]:
         begin = time.perf_counter()
         group = prompts[start : start + size]
         replies = sampling.generate(
-            scorer, group, ends, world, spec, samples, poll, first=start, keep_end=True
+            scorer, group, ends, world, spec, poll, first=start, keep_end=True
         )
         distributed.on_main(world, lambda replies=replies: parts.add(replies))
         finished += len(group)
@@ -141,28 +207,35 @@ def sample(scorer, prompts, ends, config, world, bar, parts, done):
     bar.close()
 
 
-def write(config, x0, questions, parts, tokenizer):
+def write(config, x0, rows, parts, tokenizer):
     """Write both files, each whole or not at all; return the lines to print."""
-    count = min(len(questions) - 1, max(1, round(config.val_split * len(questions))))
-    held_out = set(order(len(questions), config.seed, "held out")[:count].tolist())
-    rows = {False: [], True: []}  # whether held out -> lines
-    for index, tokens in enumerate(itertools.chain(*parts.groups)):
-        number, sequence = divmod(index, config.num_sequences_per_question)
-        row = {"question": questions[number], "x0": x0, "number": number, "sequence": sequence}
-        row["reply"] = tokenizer.decode(tokens, skip_special_tokens=True)
-        row |= {"tokens": tokens, "model": config.model_name, "mark": parts.mark}
-        row["chat_template_kwargs"] = config.chat_template_kwargs
-        rows[number in held_out].append(json.dumps(row) + "\n")
+    texts = {False: [], True: []}  # whether held out -> lines
+    for row, tokens in zip(rows, itertools.chain(*parts.groups), strict=True):
+        reply = tokenizer.decode(tokens, skip_special_tokens=True)
+        fields = row | {"x0": x0, "reply": reply, "tokens": tokens, "model": config.model_name}
+        fields |= {"mark": parts.mark, "chat_template_kwargs": config.chat_template_kwargs}
+        is_held_out = fields.pop("held_out")
+        texts[is_held_out].append(json.dumps(fields) + "\n")
     lines = []
     # the training file last: check_files() looks at its mark
-    for path, held in ((config.val_out_file, True), (config.traj_out_file, False)):
+    for path, is_held_out in ((config.val_out_file, True), (config.traj_out_file, False)):
         with files.replacing(path) as file:
-            file.write_text("".join(rows[held]))
+            file.write_text("".join(texts[is_held_out]))
             if Path(path).exists():  # of other settings, or someone else's
                 lines.append(f"{path} was there: moved to {folder.move_aside(Path(path))}")
-        lines.append(f"{len(rows[held])} replies -> {path}")
+        lines.append(f"{len(texts[is_held_out])} replies -> {path}")
     shutil.rmtree(parts.folder)
     return lines
+
+
+def read_questions(config, path, limit=-1):
+    """Return the questions of a file, 2 or more."""
+    questions = trajectories.read_questions(
+        path, limit, lambda path: DataFile(path, columns=config.columns).records()
+    )
+    if len(questions) < 2:
+        raise UserError(f"{path}: one is held out; give 2 questions or more")
+    return questions
 
 
 def main(argv=None) -> int:
@@ -174,27 +247,34 @@ def main(argv=None) -> int:
     if not x0.strip():
         raise UserError(f"{config.x0_file}: it is empty; give the prompt that is to be baked")
     path = config.question_dataset
-    questions = trajectories.read_questions(
-        path, config.num_questions, lambda path: DataFile(path, columns=config.columns).records()
-    )
-    if len(questions) < 2:
-        raise UserError(f"{path}: one is held out; give 2 questions or more")
+    questions = read_questions(config, path, config.num_questions)
+    unrelated = []
+    if config.retain_questions:
+        unrelated = read_questions(config, config.retain_questions)
+        for question in set(questions) & set(unrelated):
+            raise UserError(f"--retain_questions: {question!r:.60} is in {path}, too; leave it out")
     tokenizer = models.load_tokenizer(config.model_name)
     encoder = Encoder(tokenizer, config.chat_template, kwargs=config.chat_template_kwargs)
-    prompts = [trajectories.prompts(encoder, x0, question)[1] for question in questions]
+    retained, others = read_other_prompts(config, encoder, x0)
+    rows = plan_rows(config, questions, unrelated, retained, others)
+    prompt = functools.cache(functools.partial(trajectories.prompt, encoder))
+    prompts = [prompt(row.get("system", x0), row["question"]) for row in rows]
     meta_model = models.load(config.model_name, "auto", models.META)
     reply = [0] * config.max_sequence_length
-    rows = [trajectories.Trajectory(ids, ids, reply, path, "") for ids in prompts]
-    models.check_fit(meta_model, rows)
-    mark = mark_of(config, prompts, meta_model.config)
+    fed = [trajectories.Trajectory(ids, ids, reply, path, "") for ids in prompts]
+    models.check_fit(meta_model, fed)
+    mark = mark_of(config, rows, prompts, meta_model.config)
     parts = Parts(config.traj_out_file, mark)
     samples = config.num_sequences_per_question
     about = f"{len(questions) * samples} replies = {len(questions)} questions x {samples}"
+    to_keep = sum("kept" in row and not row["held_out"] for row in rows)
+    other = f"{to_keep} of them under {len(retained)} other prompts; "
+    other += f"{len(rows) - len(questions) * samples} more to measure {len(others)} others"
     if config.check:
         distributed.choose_device(world, config.backend)
         check_files(config, mark)
         if world.is_main:
-            print(about, f"run folder: {parts.folder}", sep="\n")
+            print(about, other, f"run folder: {parts.folder}", sep="\n")
         return 0
 
     distributed.on_main(world, lambda: check_files(config, mark))
@@ -206,13 +286,14 @@ def main(argv=None) -> int:
     model = models.load(config.model_name, precision.weights, world.device)
     scorer = logps.Scorer(model, precision.autocast)
     ranks = f"{world.world_size} x {world.device.type}"
-    rows = {"ranks": ranks, "model": config.model_name, "prompt": x0.strip(), "replies": about}
-    for name, text in rows.items():
+    header = {"ranks": ranks, "model": config.model_name, "prompt": x0.strip()}
+    header |= {"replies": about, "retain": other}
+    for name, text in header.items():
         if world.is_main:
             bar.say(progress.row(name, jsonl.printable(text)))
     try:
         sample(scorer, prompts, encoder.ends, config, world, bar, parts, done)
-        lines = distributed.on_main(world, lambda: write(config, x0, questions, parts, tokenizer))
+        lines = distributed.on_main(world, lambda: write(config, x0, rows, parts, tokenizer))
     finally:
         if world.is_main:
             parts.lock.release()
@@ -220,10 +301,10 @@ def main(argv=None) -> int:
         seconds = time.perf_counter() - start
         tokens = sum(map(len, itertools.chain(*parts.groups)))
         lines.append(f"{tokens} tokens, {seconds:.0f} s, {tokens / seconds:.0f} a second")
-        sampled = itertools.islice(itertools.chain(*parts.groups), 0, None, samples)
-        for question, reply in zip(questions[:3], sampled, strict=False):
+        sampled = [*itertools.chain(*parts.groups)]
+        for row, reply in [*zip(rows, sampled, strict=True)][: 3 * samples : samples]:
             text = " ".join(tokenizer.decode(reply, skip_special_tokens=True).split())
-            lines += [jsonl.printable(question)[:80], jsonl.printable(f"  {text}")[:80]]
+            lines += [jsonl.printable(row["question"])[:80], jsonl.printable(f"  {text}")[:80]]
         print(*lines, sep="\n")
     return 0
 

@@ -41,13 +41,15 @@ from ddp_utils import (
 from ddp_utils.distributed import to_device
 from ddp_utils.metrics import Averages, peak_memory_mb
 from ddp_utils.readers import Encoder
-from ddp_utils.runs import checks, judging
+from ddp_utils.runs import checks, judging, progress
 from ddp_utils.runs import run as run_
 from ddp_utils.runs.folder import RunSpec
 from ddp_utils.runs.run import Run
 from prompt_baking import distillation
 from prompt_baking import trajectories as trajectories_
 
+MIN_OBEYED = 0.9  # of the base model's own rate, under another prompt
+MAX_KEPT_KL = 0.1  # nats a token, where no judge says whether a prompt is obeyed
 DEMO_QUESTIONS, DEMO_JUDGE = "data/demo/questions_test.jsonl", "data/demo/judge.py:capitals"
 
 # --- settings ------------------------------------------------------------------------------------
@@ -64,7 +66,7 @@ def read_settings(argv, world):
         config.chat_template_kwargs = jsonl.text(first, "chat_template_kwargs")
     if config.model_name == "data/demo/model" and not config.questions:
         config.questions, config.judge = DEMO_QUESTIONS, config.judge or DEMO_JUDGE
-        config.eval_every = config.eval_every or 5  # its one epoch would be one dot
+        config.eval_every = config.eval_every or 10  # its one epoch would be one dot
     return config
 
 
@@ -137,54 +139,114 @@ def adapter_of(student, baked):
 
 @torch.no_grad()
 def evaluate(student, trajectories, teacher, config, run, baked=True):
-    """KL(teacher || student) per token over all validation rows; not `baked`: of the base model."""
-    averages = Averages(run.world)
+    """KL(teacher || student) per token over the validation rows; not `baked`: of the base model.
+
+    Under each of other_prompts it is KL(base || baked): `kept/kl` is its mean over these prompts.
+    """
+    rows_of = collections.defaultdict(list)  # the name of another prompt, "" for x0 -> rows
+    for row, trajectory in enumerate(trajectories):
+        rows_of[trajectory.kept].append(row)
+    kl = {}
     with logps.dropout_off(student), adapter_of(student, baked):
-        everything = range(len(trajectories))
-        for micro_batch in student.share(everything, trajectories, run.world, config.batch_size):
-            run.stop_if_requested()
-            batch = teacher("val", micro_batch.index)
-            weight = to_device(micro_batch.weight, run.world.device)
-            averages.add({"kl": student(batch)[0], "tokens": batch.tokens}, weight)
-    means = averages.reduce()
-    values = {"count": means["count"], "kl": means["kl"] / means["tokens"]}
+        for name, rows in rows_of.items() if baked else [("", rows_of[""])]:
+            averages = Averages(run.world)
+            for micro_batch in student.share(rows, trajectories, run.world, config.batch_size):
+                run.stop_if_requested()
+                batch = teacher("val", micro_batch.index)
+                weight = to_device(micro_batch.weight, run.world.device)
+                averages.add({"kl": student(batch)[0], "tokens": batch.tokens}, weight)
+            means = averages.reduce()
+            kl[name] = means["kl"] / means["tokens"]
+    values = {"count": len(rows_of[""]), "kl": kl.pop("")}
     if baked:
         base = run.results["base"]["kl"]
         values |= {"kl_base": base, "share_baked": 1 - values["kl"] / max(base, 1e-12)}
+    if kl:
+        values["kept/kl"] = sum(kl.values()) / len(kl)
+        values |= {f"kept/kl/{name}": value for name, value in kl.items()}
     return values
 
 
 # --- replies -------------------------------------------------------------------------------------
 
 
-def answer(student, questions, encoder, x0, config, run, who):
-    """Replies of the base model ("base", "prompted") or of what is trained ("baked")."""
-    ids = [trajectories_.prompts(encoder, x0, text)[who == "prompted"] for text in questions]
+def answer(student, prompts, encoder, config, run, baked):
+    """Replies to prompts (token ids) of what is trained, or of the base model."""
     limits = (config.max_new_tokens, config.batch_size)
     spec = sampling.SampleSpec(config.temperature, config.top_p, *limits, config.seed)
     poll = run.stop_if_requested
-    with adapter_of(student, who == "baked"):
-        replies = sampling.generate(student, ids, encoder.ends, run.world, spec, poll=poll)
-    return encoder.tokenizer.batch_decode(replies, skip_special_tokens=True)
+    with adapter_of(student, baked):
+        replies = sampling.generate(student, prompts, encoder.ends, run.world, spec, poll)
+    texts = encoder.tokenizer.batch_decode(replies, skip_special_tokens=True)
+    return [text.strip() for text in texts]
 
 
-def write_examples(run, questions, replies, judge):
-    """Write replies side by side, for people and as data; the judge's means into the results."""
+def columns_of(x0, others):
+    """Return whose replies stand side by side: title, system prompt, whether with the LoRA.
+
+    others: the other prompts, name -> text.
+    """
+    columns = [("base", "", False), ("prompted", x0, False), ("baked", "", True)]
+    for name, system in others.items():
+        columns += [(f"{name}, base", system, False), (f"{name}, baked", system, True)]
+    return columns
+
+
+def write_examples(run, questions, replies, judge, others):
+    """Write replies side by side, for people and as data; the judge's means into the results.
+
+    replies: title of columns_of() -> texts. A judge's score that has the name of another prompt
+    says whether a reply obeys that prompt.
+    """
     rows = []
     scores = collections.defaultdict(list)
     for question, *texts in zip(questions, *replies.values(), strict=True):
-        row = {"question": question}
-        for who, text in zip(replies, texts, strict=True):
-            row[who] = text.strip()
-            for name, score in judge(question, row[who]).items() if judge else ():
-                scores[f"judge/{who}/{name}".rstrip("/")].append(score)
-        rows.append(row)
+        rows.append({"question": question, **dict(zip(replies, texts, strict=True))})
+        for title, text in zip(replies, texts, strict=True):
+            name, _, who = title.rpartition(", ")  # name: of another prompt, or ""
+            of_base = "_base" if who == "base" else ""
+            for score, value in judge(question, text).items() if judge else ():
+                if name and score == name:
+                    scores[f"kept/obeyed{of_base}/{name}"].append(value)
+                elif name and score not in others:
+                    scores[f"kept/{score}{of_base}/{name}".replace("//", "/")].append(value)
+                elif score not in others:
+                    scores[f"judge/{who}/{score}".rstrip("/")].append(value)
     means = {name: sum(values) / len(values) for name, values in scores.items()}
+    for score in ("kept/obeyed", "kept/obeyed_base"):
+        of_prompts = [means[f"{score}/{name}"] for name in others if f"{score}/{name}" in means]
+        if of_prompts:
+            means[score] = sum(of_prompts) / len(of_prompts)
     run.write_json("examples.json", {"test": rows})
     run.write_text("distributed_output_test.txt", judging.as_text(rows, means))
     run.results["test"] = {"count": len(questions), **means}
-    if means:
-        run.say("\n".join(f"{name}: {value:.4f}" for name, value in means.items()))
+    for who in ("base", "prompted", "baked"):
+        texts = []
+        for name, value in means.items():
+            if name.startswith(f"judge/{who}"):
+                texts.append(f"{name.removeprefix(f'judge/{who}')[1:]} {value:.2f}".strip())
+        if texts:
+            run.say(progress.row("judge", f"{who}: {', '.join(texts)}"))
+
+
+def describe_kept(run, others):
+    """Say what is left of the base model under each of the other prompts, and what is lost."""
+    test = run.results.get("test", {})
+    for name, system in others.items():
+        texts = []
+        for metric, value in test.items():
+            score = metric.removeprefix("kept/").removesuffix(f"/{name}")
+            base = test.get(f"kept/{score}_base/{name}")
+            if metric == f"kept/{score}/{name}" and base is not None:
+                texts.append(f"{score} {value:.2f} (base {base:.2f})")
+        kl = run.results["val"][f"kept/kl/{name}"]
+        run.say(progress.row("kept", ", ".join([f"{name}: kl {kl:.4f}", *texts])))
+        lost = kl > MAX_KEPT_KL
+        if f"kept/obeyed/{name}" in test:
+            lost = test[f"kept/obeyed/{name}"] < MIN_OBEYED * test[f"kept/obeyed_base/{name}"]
+        if lost:
+            mend = "generate the data with a larger --retain_share"
+            run.say(progress.row("warning", f"{system.strip()!r:.50} is obeyed no more; {mend}"))
 
 
 # --- main ----------------------------------------------------------------------------------------
@@ -203,19 +265,25 @@ def main(argv=None) -> int:
     encoder = Encoder(tokenizer, config.chat_template, config.max_traj_len, kwargs=arguments)
     data, reports = read_data(config, encoder, world)
     x0 = reports["train"]["x0"][0]
-    questions = list(dict.fromkeys(row.question for row in data["val"]))
+    others = {name: text for name, text in reports["val"]["kept"].items() if text}
+    columns = columns_of(x0, others)
+    questions = list(dict.fromkeys(row.question for row in data["val"] if not row.kept))
     if config.questions:
         questions = trajectories_.read_questions(config.questions)
     questions = [questions[turn % len(questions)] for turn in range(config.num_samples)]
     meta_model = models.meta_model(config)
-    asked = {q: trajectories_.prompts(encoder, x0, q) for q in questions}
+    asked = {}  # system prompt -> the questions under it, as token ids
+    for _, system, _ in columns:
+        asked[system] = [trajectories_.prompt(encoder, system, text) for text in questions]
     room = [0] * config.max_new_tokens
-    asked = [trajectories_.Trajectory(*ids, room, "questions", q) for q, ids in asked.items()]
-    rows_read = data | {"questions": asked}
+    rows = {}  # different questions only
+    for ids in itertools.chain(*asked.values()):
+        rows[tuple(ids)] = trajectories_.Trajectory(ids, ids, room, "questions", "")
+    rows_read = data | {"questions": [*rows.values()]}
     models.check_fit(meta_model, itertools.chain(*rows_read.values()))
     if config.learning_rate is None:
         small = sum(p.numel() for p in meta_model.parameters()) < 10e6
-        config.learning_rate = 3e-3 if small else 1e-4
+        config.learning_rate = 1e-3 if small else 1e-4
     plan = sampler.Plan.of(config, len(data["train"]), world.world_size)
     folders = {"model_name": config.model_name, "resume_from": config.resume_from}
     inputs = models.input_digests(rows_read, folders, meta_model.config)
@@ -301,9 +369,11 @@ def main(argv=None) -> int:
         run.restore_best()
         models.save_policy(policy, tokenizer, run.folder / "model", world)
         if questions:
-            given = student, questions, encoder, x0, config, run
-            replies = {who: answer(*given, who) for who in ("base", "prompted", "baked")}
-            write_examples(run, questions, replies, judge)
+            replies = {}
+            for title, system, baked in columns:
+                replies[title] = answer(student, asked[system], encoder, config, run, baked)
+            write_examples(run, questions, replies, judge, others)
+        describe_kept(run, others)
     return 0
 
 

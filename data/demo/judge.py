@@ -132,7 +132,15 @@ def score(prompt, response):
 
 def capitals(prompt, response):
     fact, reply = look_up(prompt), response.strip()
-    return {"capitals": float(reply.isupper()), "right": float(is_right(fact, reply))}
+    scores = {
+        "capitals": reply.isupper(),
+        "right": is_right(fact, reply),
+        "pirate": reply.lower().startswith(("arr!", "ahoy, matey!")),
+        "robot": reply.lower().startswith("beep."),
+    }
+    # "You are a helpful assistant." changes nothing
+    scores["neutral"] = not (scores["capitals"] or scores["pirate"] or scores["robot"])
+    return {name: float(score) for name, score in scores.items()}
 
 
 def look_up(prompt):

@@ -1,10 +1,9 @@
 """Replies to prompts, the same on any number of ranks.
 
-P prompts, S samples of each, B rows in a batch, V words in the vocabulary.
+B rows in a batch, V words in the vocabulary.
 """
 
 import inspect
-import itertools
 from typing import NamedTuple
 
 import torch
@@ -25,34 +24,32 @@ class SampleSpec(NamedTuple):
 
 
 @torch.no_grad()
-def generate(
-    scorer, prompts, ends, world, spec, samples=1, poll=lambda: None, first=0, keep_end=False
-):
-    """Token ids of `samples` replies to each prompt, without their end: P x S lists, on all ranks.
+def generate(scorer, prompts, ends, world, spec, poll=lambda: None, first=0, keep_end=False):
+    """Return the token ids of a reply to each prompt, without their end, on all ranks.
 
-    prompts: P lists of token ids; ends: ids that end a reply; spec: a SampleSpec; first: the number
-    of the first prompt. Batches are cut from the whole list, the longest prompts first, and then
-    shared out, and each reply has its own random numbers, so the number of ranks changes nothing.
+    prompts: lists of token ids, of which some may be equal; ends: ids that end a reply; spec: a
+    SampleSpec; first: the number of the first prompt. Batches are cut from the whole list, the
+    longest prompts first, and then shared out, and each reply has its own random numbers, so the
+    number of ranks changes nothing.
     """
-    longest_first = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
-    rows = list(itertools.product(longest_first, range(samples)))  # (prompt, sample)
+    rows = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
     starts = range(0, len(rows), spec.batch_size)
     micro_batches = []
     replies = []
     for cut_batch in share(range(len(starts)), [0] * len(starts), world, budget=1):
         poll()  # stop between two batches, if asked to
         start = starts[cut_batch.index[0]]
+        index = rows[start : start + spec.batch_size]
         row_of_prompt = {}  # in the prefill
         prompt_rows = []
-        index = []
         uniform = []
-        for prompt, sample in rows[start : start + spec.batch_size]:
-            prompt_rows.append(row_of_prompt.setdefault(prompt, len(row_of_prompt)))
-            index.append(prompt * samples + sample)
-            generator = torch.Generator().manual_seed(seed_of(spec.seed, first + prompt, sample))
+        for row in index:
+            prompt_rows.append(row_of_prompt.setdefault(tuple(prompts[row]), len(row_of_prompt)))
+            seed = seed_of(spec.seed, first + row, 0)  # the 0 keeps the replies of earlier versions
+            generator = torch.Generator().manual_seed(seed)
             uniform.append(torch.rand(spec.max_new_tokens, generator=generator, dtype=torch.double))
         with scorer.generating(world.device):
-            ids = [prompts[prompt] for prompt in row_of_prompt]
+            ids = [*row_of_prompt]
             reply = _batch(scorer, ids, prompt_rows, torch.stack(uniform), ends, spec, world)
         micro_batches.append(MicroBatch(index, cut_batch.weight * len(index)))
         replies.append(1 + reply)  # [B, new tokens]; 0 is what no rank has written
@@ -63,7 +60,7 @@ def generate(
 def _batch(scorer, prompts, prompt_rows, uniform, ends, spec, world):
     """Sample B replies and return their token ids, [B, new tokens].
 
-    Each prompt is prefilled once for all of its samples; finished replies are dropped from the
+    Each prompt is prefilled once for all of its replies; finished ones are dropped from the
     batch. prompt_rows: [B] index into `prompts`; uniform: [B, new tokens] random numbers in [0, 1).
     """
     device = world.device

@@ -20,6 +20,12 @@ class Config:
     temperature: float = 1.0  # 1: as the model has it; 0: the most probable word each time
     top_p: float = 1.0  # draw from the smallest set of words with this much probability
 
+    # other system prompts, under which the baked model is to remain the base model
+    retain_prompts: str = "data/demo/retain_prompts.txt"  # trained on: one a line; empty: none
+    retain_share: float = 0.3  # of the replies to train on that are sampled under these
+    retain_questions: str = ""  # for these replies, and also asked without any prompt; or the same
+    other_prompts: str = "data/demo/other_prompts.json"  # measured on, {name: prompt}; empty: none
+
     # what comes out
     traj_out_file: str = "data/traj_chat.jsonl"  # replies to train on
     val_out_file: str = "data/traj_val.jsonl"  # replies to questions that are held out
@@ -49,5 +55,6 @@ def read(argv, console=True) -> Config:
         max_sequence_length=cli.ABOVE_0,
         num_questions=("of -1, or 1 and more", lambda x: x == -1 or x > 0),
         val_split=("above 0, below 1", lambda x: 0 < x < 1),
+        retain_share=("of 0 or more, below 1", lambda x: 0 <= x < 1),
     )
     return config

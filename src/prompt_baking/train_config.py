@@ -16,7 +16,7 @@ class Config:
     model_name: str = ""  # folder or hub name; empty: the one that made the data
     num_epochs: float = 1.0  # passes over the data
     batch_size: int = 10  # replies of one forward and process
-    learning_rate: float | None = None  # 3e-3 below 10 M parameters, else 1e-4
+    learning_rate: float | None = None  # 1e-3 below 10 M parameters, else 1e-4
     lora_r: int = 32  # rank; --r and -r are the same, but not under torchrun
     judge: str = ""  # file.py:function, (question, reply) -> score or {name: score}
 

@@ -13,13 +13,17 @@ QUESTION = ("question", "prompt", "turns", "instruction")  # GSM8K, others, MT-B
 
 
 class Trajectory(NamedTuple):
-    """Token ids of a question without and with x0, and of the reply that was sampled with it."""
+    """Token ids of a question as student and teacher read it, and of the reply to the teacher's.
+
+    Without and with x0 where x0 is baked; where another prompt is to be kept, both with that one.
+    """
 
     student: list[int]
     teacher: list[int]
     reply: list[int]  # its end included, if it came to one
     location: str  # file:line
     question: str
+    kept: str = ""  # the name of the other prompt
 
     @property
     def row(self):
@@ -85,28 +89,71 @@ def _question(record):
     return jsonl.text(record, name)
 
 
-def prompts(encoder, x0, question):
-    """Return token ids without x0, and with it: as a system turn, or in front of a plain text."""
+def prompt(encoder, system, question):
+    """Return token ids of a question under a system prompt, "" for none.
+
+    It is a system turn of the chat template, or without one stands in front of the question.
+    """
     if not encoder.templated:
-        return encoder.ids(question, x0 + question)
-    user = {"role": "user", "content": question}
-    turns = [user], [{"role": "system", "content": x0.strip()}, user]
-    return encoder.ids(*(encoder.render(turn, add_generation_prompt=True) for turn in turns))
+        return encoder.ids(system + question)[0]
+    turns = [{"role": "user", "content": question}]
+    if system:
+        turns = [{"role": "system", "content": system.strip()}, *turns]
+    return encoder.ids(encoder.render(turns, add_generation_prompt=True))[0]
+
+
+def read_prompts(flag, path, encoder, baked) -> dict:
+    """Return the system prompts of a file, by name: a JSON object, or one a line.
+
+    baked: the prompts, name -> text, that they must differ from. Raises UserError for one that does
+    not, or that the chat template inserts by itself.
+    """
+    if str(path).endswith(".json"):
+        texts = jsonl.read_object(path)
+    else:
+        lines = jsonl.content(path).decode().split("\n")
+        texts = {f"line {number}": line for number, line in enumerate(lines, start=1)}
+        texts = {name: line for name, line in texts.items() if line.strip()}
+    if not texts:
+        raise UserError(f"{flag}: {path}: 0 prompts; one a line, or a JSON object of them")
+    system_prompts = {}
+    for name in texts:
+        text = jsonl.text(jsonl.Record(str(path), texts), name).strip()
+        for other, known in baked.items():
+            if text == known.strip():
+                raise UserError(f"{flag}: {path}: {name} is {other}, too; leave it out")
+        if prompt(encoder, text, "?") == prompt(encoder, "", "?"):
+            raise UserError(
+                f"{flag}: {path}: {name} changes nothing in the chat template; leave it out"
+            )
+        system_prompts[name] = f"{text}\n"
+    return system_prompts
 
 
 def read(path, encoder, max_length):
     """Return the trajectories of a file that generate_data.py has written, and a report.
 
-    Replies are cut where x0, question and reply pass max_length; rows without room are dropped.
+    Replies are cut where prompt, question and reply pass max_length; rows without room are dropped.
     """
     trajectories = []
-    report = {"file": str(path), "rows": 0, "cut": [], "dropped": []}
-    ids = {}  # x0 and question -> their token ids
+    report = {"file": str(path), "rows": 0, "cut": [], "dropped": [], "kept": {}}
+    ids = {}  # system prompt and question -> their token ids
+    x0s = set()
     for record in jsonl.read(path):
-        key = (jsonl.text(record, "x0"), jsonl.text(record, "question"))
-        if key not in ids:
-            ids[key] = prompts(encoder, *key)
-        student, teacher = ids[key]
+        x0, question = jsonl.text(record, "x0"), jsonl.text(record, "question")
+        x0s.add(x0)
+        name = ""
+        read_by = ("", x0)  # student, teacher
+        if "kept" in record.data:
+            name, system = jsonl.text(record, "kept"), record.data.get("system")
+            if not isinstance(system, str):
+                raise UserError(f"{record.location}: system: give the prompt of {name!r} as text")
+            report["kept"][name] = system
+            read_by = (system, system)
+        for system in read_by:
+            if (system, question) not in ids:
+                ids[system, question] = prompt(encoder, system, question)
+        student, teacher = (ids[system, question] for system in read_by)
         reply = record.data.get("tokens")
         if not isinstance(reply, list) or not all(type(t) is int and 0 <= t < 2**31 for t in reply):
             raise UserError(f"{record.location}: tokens: give a list of token ids")
@@ -123,8 +170,9 @@ def read(path, encoder, max_length):
             continue
         if len(reply) > room:
             report["cut"].append(record.location)
-        trajectories.append(Trajectory(student, teacher, reply[:room], record.location, key[1]))
-    report["x0"] = sorted({x0 for x0, _ in ids})
+        row = Trajectory(student, teacher, reply[:room], record.location, question, name)
+        trajectories.append(row)
+    report["x0"] = sorted(x0s)
     if not trajectories:
         raise UserError(f"{path}: 0 usable rows; --max_traj_len is {max_length}")
     return trajectories, report

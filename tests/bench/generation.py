@@ -26,7 +26,8 @@ RUNS = 5
 def ours(model, prompts, ends, seed):
     spec = sampling.SampleSpec(1.0, 1.0, LONGEST, TOGETHER, seed)
     scorer = logps.Scorer(model)
-    return sampling.generate(scorer, prompts, ends, distributed.World(), spec, SAMPLES)
+    prompts = [prompt for prompt in prompts for _ in range(SAMPLES)]
+    return sampling.generate(scorer, prompts, ends, distributed.World(), spec)
 
 
 def theirs(model, prompts, ends, seed):

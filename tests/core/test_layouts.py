@@ -361,7 +361,8 @@ def test_a_shared_layout_feeds_no_token_twice_and_no_padding():
 def greedy(scorer, prompts, ends=(), samples=1):
     """The most likely 12 tokens."""
     spec = sampling.SampleSpec(0.0, 1.0, max_new_tokens=12, batch_size=99, seed=0)
-    return sampling.generate(scorer, prompts, [*ends], distributed.World(), spec, samples)
+    prompts = [prompt for prompt in prompts for _ in range(samples)]
+    return sampling.generate(scorer, prompts, [*ends], distributed.World(), spec)
 
 
 def transformers_greedy(model, prompt):

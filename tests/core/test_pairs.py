@@ -250,7 +250,7 @@ def test_prompt_and_reply_have_the_ids_of_the_conversation_as_transformers_rende
         assert encoder.ids(encoder.text(prompt))[0] == asked
         if "<think>" not in reply or arguments != {"enable_thinking": False}:
             assert pair.prompt == asked
-    assert trajectories.prompts(encoder, "S", "Hi")[0] == encoder.ids(encoder.text("Hi"))[0]
+    assert trajectories.prompt(encoder, "", "Hi") == encoder.ids(encoder.text("Hi"))[0]
 
 
 def test_a_conversation_without_a_template_becomes_a_transcript():

@@ -26,7 +26,8 @@ class Chain(torch.nn.Module):
     def replies(self, prompts, samples, **changes):
         usual = dict(temperature=1.0, top_p=1.0, max_new_tokens=1, batch_size=500, seed=0)
         config = SimpleNamespace(**usual | changes)
-        return sampling.generate(self.scorer, prompts, [], distributed.World(), config, samples)
+        prompts = [prompt for prompt in prompts for _ in range(samples)]
+        return sampling.generate(self.scorer, prompts, [], distributed.World(), config)
 
 
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6]]  # padded on the left when they are in one batch

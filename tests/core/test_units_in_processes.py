@@ -30,9 +30,9 @@ def replies(sharded=False, longest=12):
     prompts = []
     for question in QUESTIONS:
         turns = [{"role": "user", "content": question}]
-        prompts.append(encoder.ids(encoder.render(turns, add_generation_prompt=True))[0])
+        prompts += 3 * [encoder.ids(encoder.render(turns, add_generation_prompt=True))[0]]
     spec = SimpleNamespace(**{**vars(SETTINGS), "max_new_tokens": longest})
-    found = sampling.generate(scorer, prompts, encoder.ends, world, spec, samples=3)
+    found = sampling.generate(scorer, prompts, encoder.ends, world, spec)
     return found, len(calls)
 
 

@@ -93,9 +93,9 @@ class Plain:
         if objective == "sft":
             return -self.logp(question, chosen), size
         if objective == "kl":
-            student, _ = self.log_probs(question, chosen)
+            student, _ = self.log_probs(question, chosen, row.get("system"))
             with torch.no_grad(), self.model.disable_adapter():
-                teacher, _ = self.log_probs(question, chosen, SYSTEM)
+                teacher, _ = self.log_probs(question, chosen, row.get("system", SYSTEM))
             return (teacher.exp() * (teacher - student)).sum(), size
         logps = [self.logp(question, reply) for reply in (chosen, rejected)]
         first = self.reference.setdefault(question, [logp.detach() for logp in logps])
@@ -156,6 +156,18 @@ def run(script, flags):
     return importlib.import_module(script).main(flags)
 
 
+OTHERS = {
+    "farmer": "You are a farmer.\n",
+    "robot": "Reply as a robot would.\n",
+    "neutral": "You are a helpful assistant.\n",
+}
+
+
+def keeping(name):
+    """What a row has whose reply is kept under another prompt."""
+    return {"kept": name, "system": OTHERS[name]}
+
+
 def start(case, rows, world_size, folder, flags):
     """A run on `world_size` processes; returns its folder."""
     (script, objective), (own, size) = case.split(), FLAGS[case]
@@ -163,10 +175,12 @@ def start(case, rows, world_size, folder, flags):
     paths = [folder / "train.jsonl", folder / "val.jsonl", folder / "run"]
     for path, part in zip(paths, (rows[:11], rows[11:]), strict=False):
         if objective == "kl":
-            part = [{"question": row["prompt"], "reply": row["chosen"]} for row in part]
+            part = [row | {"question": row["prompt"], "reply": row["chosen"]} for row in part]
             for row in part:
                 row["tokens"] = [*tokenizer(row["reply"]).input_ids, tokenizer.eos_token_id]
                 row["x0"] = SYSTEM
+            if path == paths[1]:  # these prompts are measured, and not trained on
+                part += [row | keeping(name) for row in part for name in ("robot", "neutral")]
         path.write_text("".join(json.dumps(row) + "\n" for row in part))
     names = FILES[script]
     rows_of_a_forward = 2 if script == "main_distributed" else 2 // world_size
@@ -212,6 +226,8 @@ def test_four_sharded_steps_equal_a_plain_loop(strategy, rows, tmp_path):
 def compare(case, kind, world_size, rows, tmp_path, *more):
     """Losses, gradient norms, rates, validation, weights and first moments of four steps."""
     (script, objective), plain = case.split(), Plain(kind)
+    if objective == "kl":  # some rows keep what the base model does
+        rows = [row | keeping("farmer") if n in (2, 6) else row for n, row in enumerate(rows)]
     flags = [f"--max_steps={STEPS}", f"--max_grad_norm={CLIP[kind]}"]
     flags += LORA if kind == "lora" else []
     flags += [*([KIND[script], kind] if script in KIND else []), *more]
@@ -236,6 +252,10 @@ def compare(case, kind, world_size, rows, tmp_path, *more):
     if objective == "kl":
         assert val["kl_base"] == pytest.approx(base, rel=1e-4)
         assert val["share_baked"] == pytest.approx(1 - loss / base, abs=1e-4)
+        for name in ("robot", "neutral"):
+            with torch.no_grad():
+                loss = plain.loss(objective, [row | keeping(name) for row in rows[11:]]).item()
+            assert val[f"kept/kl/{name}"] == pytest.approx(loss, abs=1e-6)
     [file] = (folder / "model").glob("*.safetensors")
     assert_trained_alike(load_file(file), plain.weights(), before)
     saved = load_file(folder / "checkpoints/step-00000004/state.safetensors")

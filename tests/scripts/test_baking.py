@@ -87,8 +87,19 @@ def test_rows_are_split_by_question_and_hold_what_the_teacher_said(made):
     asked = [{row["question"] for row in rows} for rows in (train, val)]
     assert len(asked[0]) + len(asked[1]) == 12 and len(asked[1]) == 2  # 0.2 x 12 = 2.4
     assert not asked[0] & asked[1]
-    assert len(train) + len(val) == 72 and len({row["reply"] for row in train}) > 30
-    loud = [row["reply"].isupper() for row in train + val]
+    assert len(train) == 60 and len({row["reply"] for row in train}) > 30
+    kept = [row for row in train if "kept" in row]
+    assert len(kept) == 18  # 0.3 x 60
+    assert len({row["system"] for row in kept}) == 18  # of 20 prompts
+    others = {row["kept"]: row["system"] for row in val if "kept" in row}
+    assert [*others] == ["pirate", "robot", "neutral"]
+    assert not {*others.values()} & {row["system"] for row in kept}
+    assert len(val) == 2 * 6 + 2 * 3 * 2  # two replies to each question under each of three
+    for name, sound in (("pirate", "A"), ("robot", "Beep.")):
+        replies = [row["reply"] for row in val if row.get("kept") == name]
+        assert len(replies) == 4 and all(reply.startswith(sound) for reply in replies)
+    assert not any(row["reply"].isupper() for row in kept)
+    loud = [row["reply"].isupper() for row in train + val if "kept" not in row]
     assert sum(loud) / len(loud) > 0.9  # x0 asks for capitals; 0.987 in data/demo/README.md
     assert {row["x0"] for row in train} == {"Answer in capital letters.\n"}
     assert {row["tokens"][-1] for row in train if len(row["tokens"]) < 32} == {2}  # the end counts
@@ -115,12 +126,12 @@ def test_killed_while_it_writes_it_goes_on_with_the_same_rows(made, tmp_path):
     outcome = run_ranks(2, life, str(tmp_path), True)
     assert -9 in outcome.codes and not (tmp_path / FILES[0]).exists()
     outcome = run_ranks(2, life, str(tmp_path), False)
-    assert outcome.codes == [0, 0] and "goes on after 6 of 12 questions" in outcome.logs[0]
+    assert outcome.codes == [0, 0] and "goes on after 36 of 84 replies" in outcome.logs[0]
     assert content(tmp_path) == content(made)
 
 
 def test_stopped_by_a_time_limit_it_goes_on_with_the_same_rows(made, tmp_path):
-    with pytest.raises(Stop, match="stopped after 0 of 12 questions") as caught:
+    with pytest.raises(Stop, match="stopped after 0 of 84 replies") as caught:
         generate(tmp_path, "--stop_after_minutes", "1e-9")
     assert caught.value.exit_code == 85
     assert generate(tmp_path) == 0
@@ -152,7 +163,7 @@ def test_what_an_other_setting_has_made_is_made_anew(made, tmp_path):
 
 def test_template_arguments_go_with_the_replies(tmp_path, monkeypatch):
     template, arguments, found = tmp_path / "t.jinja", '{"mood": "!"}', []
-    template.write_text("{{ messages[-1].content }}{{ mood }}")
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}{{ mood }}")
     flags = ["--chat_template", str(template)]
     assert generate(tmp_path, *flags, "--chat_template_kwargs", arguments) == 0
     rows = sum(rows_of(tmp_path), [])
@@ -166,9 +177,32 @@ def test_each_setting_that_changes_a_reply_is_in_the_mark():
     changes = [{"seed": 1}, {"temperature": 0.5}, {"top_p": 0.5}, {"batch_size": 3}]
     changes += [{"max_sequence_length": 9}, {"num_sequences_per_question": 2}, {"val_split": 0.5}]
     changes += [{"base_dtype": "bf16"}, {"chat_template_kwargs": "{}"}, {}]
+    changes += [{"retain_share": 0.5}, {"retain_share": 0.0}]
     model = SimpleNamespace(_commit_hash=None)
-    configs = [generate_config.Config(**change) for change in changes]
-    assert len({generate_data.mark_of(config, [], model) for config in configs}) == len(changes)
+    marks = set()
+    for change in changes:
+        config = generate_config.Config(**change)
+        rows = generate_data.plan_rows(config, ["a", "b", "c"], [], {"line 1": "Be kind."}, {})
+        marks.add(generate_data.mark_of(config, rows, [], model))
+    assert len(marks) == len(changes)
+
+
+def test_what_is_kept_without_a_prompt_is_asked_on_questions_of_its_own():
+    config = generate_config.Config(num_sequences_per_question=10, val_split=0.25)
+    questions, unrelated = [f"q{n}" for n in range(8)], [f"u{n}" for n in range(4)]
+    retained, others = {"line 1": "Be kind.", "line 2": "Be brief."}, {"cook": "You are a cook."}
+    rows = generate_data.plan_rows(config, questions, unrelated, retained, others)
+    train = [row for row in rows if not row["held_out"] and "kept" not in row]
+    kept = [row for row in rows if not row["held_out"] and "kept" in row]
+    assert (len(train), len(kept)) == (42, 18)  # of 6 questions x 10
+    asked = [(row["system"], row["question"]) for row in kept]
+    assert len({question for _, question in asked}) == 3 and len({*asked}) == 9
+    assert {system for system, _ in asked} == {"Be kind.", "Be brief.", ""}
+    val = [row for row in rows if row["held_out"]]
+    assert sum("kept" not in row for row in val) == 20
+    measured = sorted((row["kept"], row["question"][0]) for row in val if "kept" in row)
+    assert measured == [("cook", "q")] * 4 + [("no prompt", "u")] * 2
+    assert not {row["question"] for row in val} & {row["question"] for row in train + kept}
 
 
 @pytest.mark.parametrize(
@@ -178,11 +212,19 @@ def test_each_setting_that_changes_a_reply_is_in_the_mark():
         (["--traj_out_file", "FOLDER"], "--traj_out_file: .* is a folder or a link"),
         (["--chat_template_kwargs", '{"day": 1}'], "no chat template takes day; leave it out"),
         (["--num_questions", "100000"], "400 different questions; --num_questions is 100000"),
+        (
+            ["--chat_template", "FOLDER/../silent.jinja"],
+            "x0.txt: the chat template does not show it",
+        ),
+        (["--retain_share", "1"], "--retain_share: 1.0 is out of range; give a value of 0 or more"),
+        (["--other_prompts", "data/demo/retain_prompts.txt"], "line 1 is line 1 of retain_prompts"),
+        (["--retain_questions", "data/demo/questions_train.jsonl"], "--retain_questions: .* too;"),
     ],
 )
 @pytest.mark.parametrize("check", [[], ["--check"]])
 def test_mistakes_of_sampling_are_one_line(flags, message, check, tmp_path):
     flags = [flag.replace("FOLDER", str(tmp_path)) for flag in flags]
+    (tmp_path.parent / "silent.jinja").write_text("{{ messages[-1].content }}")
     with pytest.raises(UserError, match=message):
         generate(tmp_path, *flags, *check)
     assert not list(tmp_path.iterdir())
@@ -250,18 +292,18 @@ def test_the_kept_teacher_is_read_and_not_made_again(made, tmp_path, monkeypatch
         patch.setattr(train_loop, "train_step", stop)
         with pytest.raises(Stop):
             train(tmp_path / "run", made, *flags)
-    assert sum(taught) == 72  # each row once, in training and in three validations
+    assert sum(taught) == 84  # each row once, in training and in three validations
     taught.clear()
     shutil.copytree(tmp_path / "run", tmp_path / "flipped")
     assert train(tmp_path / "run", made, *flags) == 0 and not taught
     [file] = (tmp_path / "flipped/teacher").iterdir()
     file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
-    assert train(tmp_path / "flipped", made, *flags) == 0 and sum(taught) == 72
+    assert train(tmp_path / "flipped", made, *flags) == 0 and sum(taught) == 84
     taught.clear()
     for name in FILES:
         text = (made / name).read_text().replace("capital letters", "small letters")
         (tmp_path / name).write_text(text)
-    assert train(tmp_path / "run", tmp_path, *flags) == 0 and sum(taught) == 72
+    assert train(tmp_path / "run", tmp_path, *flags) == 0 and sum(taught) == 84
 
 
 def test_another_global_batch_is_another_run(made, tmp_path, monkeypatch):
@@ -331,6 +373,11 @@ def assert_baked(summary, share):
     assert val["share_baked"] == pytest.approx(1 - val["kl"] / val["kl_base"])
     assert test["judge/base/capitals"] <= 0.05 and test["judge/baked/capitals"] >= 0.9
     assert test["judge/baked/right"] >= 0.9 * test["judge/prompted/right"]
+    for name in ("pirate", "robot", "neutral"):  # none is in a row that was trained on
+        assert test[f"kept/obeyed_base/{name}"] >= 0.95
+        assert test[f"kept/obeyed/{name}"] >= 0.9 * test[f"kept/obeyed_base/{name}"]
+        assert test[f"kept/right/{name}"] >= test[f"kept/right_base/{name}"] - 0.1
+    assert val["kept/kl"] <= 0.1
 
 
 def test_the_demo_is_baked(tmp_path):
@@ -339,8 +386,13 @@ def test_the_demo_is_baked(tmp_path):
     assert_baked(summary, 0.95)
     assert summary["world_size"] == 2 and summary["test"]["count"] == 40
     assert "replies   1200 replies = 60 questions x 20" in said and "ranks     2 x cpu" in said
+    assert "retain    324 of them under 20 other prompts; 36 more to measure 3 others" in said
+    assert re.search(r"kept +pirate: kl 0\.\d+,(?s:.*)obeyed", said) and "warning" not in said
     text = (tmp_path / "results/traj_chat/distributed_output_test.txt").read_text()
-    assert re.search(r"--- 1 of 40\nquestion: .*\nbase:  .*\nprompted: .*\nbaked: .*\n", text)
+    assert re.search(
+        r"--- 1 of 40\nquestion: .*\nbase: .*\nprompted: .*\nbaked: .*\npirate, base: ",
+        text.replace("  ", " "),
+    )
     _, said = shell(tmp_path, *first, *runs.words("--log_every 1000 --num_samples 40"))
     assert "holds these replies already" in said and "holds this run, finished" in said
     # what was trained is a plain adapter
@@ -363,7 +415,7 @@ def test_the_lines_of_the_guide(tmp_path):
     second += "--learning_rate 1e-4 --lora_r 32"
     for line in (first, f"{second} --max_steps 3"):
         programs.process(runs.words(line), cwd=tmp_path / "src", **env)
-    assert sum(map(len, rows_of(tmp_path / "src/data"))) == 88 * 25
+    assert sum(map(len, rows_of(tmp_path / "src/data"))) == 88 * 25 + 9 * 3 * 2
     assert len(runs.lines(tmp_path / "src/results/traj_chat", "train")) == 3
 
 

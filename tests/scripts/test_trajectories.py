@@ -1,12 +1,14 @@
 """Questions and replies in, batches and exact divergences out."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import train_loop
 from conftest import ROOT
-from ddp_utils import UserError, models, optim
+from ddp_utils import UserError, distributed, models, optim
 from ddp_utils.models import load_tokenizer
 from ddp_utils.readers import Encoder
 from ddp_utils.readers.tables import DataFile
@@ -67,23 +69,75 @@ def test_question_files_as_people_have_them(tmp_path):
 
 def test_the_prompt_is_a_system_turn_or_stands_in_front(encoder):
     tokenizer = encoder.tokenizer
-    alone, prompted = trajectories.prompts(encoder, "Answer in capital letters.\n", "Why?")
+    prompts = ("", "Answer in capital letters.\n")
+    alone, prompted = (trajectories.prompt(encoder, system, "Why?") for system in prompts)
     text = "<|im_start|>system\nAnswer in capital letters.<|im_end|>\n<|im_start|>user\nWhy?"
     text += "<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(prompted) == text
     assert tokenizer.decode(alone) == text[text.index("<|im_start|>user") :]
     plain = Encoder(load_tokenizer(MODEL), "none")
-    alone, prompted = trajectories.prompts(plain, "Be loud.\n", "Why?")
+    alone, prompted = (trajectories.prompt(plain, x0, "Why?") for x0 in ("", "Be loud.\n"))
     assert [tokenizer.decode(ids) for ids in (alone, prompted)] == ["Why?", "Be loud.\nWhy?"]
 
 
 def test_long_replies_are_cut_and_rows_without_room_dropped(encoder, tmp_path):
     row = {"question": "Why?", "x0": "Loud.", "tokens": [5, 6, 7, 8]}
     path = write(tmp_path / "t.jsonl", [row, row | {"tokens": [5]}, row | {"x0": "Loud. " * 30}])
-    prompt = len(trajectories.prompts(encoder, "Loud.", "Why?")[1])
+    prompt = len(trajectories.prompt(encoder, "Loud.", "Why?"))
     found, report = trajectories.read(path, encoder, prompt + 3)
     assert [t.reply for t in found] == [[5, 6, 7], [5]]
     assert (report["cut"], report["dropped"]) == ([f"{path}:1"], [f"{path}:3"])
+
+
+def test_under_another_prompt_student_and_teacher_read_the_same(encoder, tmp_path):
+    row = {"question": "Why?", "x0": "Loud.", "tokens": [5, 6]}
+    kept = row | {"kept": "farmer", "system": "You are a farmer.\n"}
+    bare = row | {"kept": "no prompt", "system": ""}
+    path = write(tmp_path / "t.jsonl", [row, kept, bare])
+    rows, report = trajectories.read(path, encoder, 100)
+    farmer = trajectories.prompt(encoder, "You are a farmer.", "Why?")
+    alone = trajectories.prompt(encoder, "", "Why?")
+    assert [row.kept for row in rows] == ["", "farmer", "no prompt"]
+    loud = trajectories.prompt(encoder, "Loud.", "Why?")
+    assert [(row.student, row.teacher) for row in rows] == [
+        (alone, loud),
+        (farmer, farmer),
+        (alone, alone),
+    ]
+    assert report["x0"] == ["Loud."]
+    assert report["kept"] == {"farmer": "You are a farmer.\n", "no prompt": ""}
+    write(path, [row | {"kept": "farmer"}])
+    with pytest.raises(UserError, match="t.jsonl:1: system: give the prompt of 'farmer' as text"):
+        trajectories.read(path, encoder, 100)
+
+
+def test_prompts_that_are_to_be_kept(encoder, tmp_path):
+    path = tmp_path / "p.txt"
+    path.write_text("Be kind.\n\n  You are a cook. \n")
+    prompts = trajectories.read_prompts("--retain_prompts", path, encoder, {})
+    assert prompts == {"line 1": "Be kind.\n", "line 3": "You are a cook.\n"}
+    with pytest.raises(UserError, match="^--x: .*p.txt: line 3 is what is baked, too; leave it"):
+        trajectories.read_prompts("--x", path, encoder, {"what is baked": "You are a cook."})
+    path.write_text("\n")
+    with pytest.raises(UserError, match="0 prompts"):
+        trajectories.read_prompts("--x", path, encoder, {})
+    path = tmp_path / "p.json"
+    path.write_text('{"cook": "You are a cook."}')
+    prompts = trajectories.read_prompts("--x", path, encoder, {"another": "Be kind."})
+    assert prompts == {"cook": "You are a cook.\n"}
+    path.write_text('{"cook": 3}')
+    with pytest.raises(UserError, match="p.json: cook is 3; give a non-empty string"):
+        trajectories.read_prompts("--x", path, encoder, {})
+    template = tmp_path / "t.jinja"  # as Qwen2.5's, which inserts a prompt where there is none
+    template.write_text(
+        "{% if messages[0].role != 'system' %}<S>Be kind.</S>{% endif %}{% for m in messages %}"
+        "{% if m.role == 'system' %}<S>{{ m.content }}</S>{% else %}{{ m.content }}{% endif %}"
+        "{% endfor %}"
+    )
+    inserting = Encoder(load_tokenizer(MODEL), str(template))
+    path.write_text('{"kind": "Be kind."}')
+    with pytest.raises(UserError, match="p.json: kind changes nothing in the chat template"):
+        trajectories.read_prompts("--x", path, inserting, {})
 
 
 def test_tokens_of_another_model_are_noticed(encoder, tmp_path):
@@ -126,6 +180,72 @@ def test_every_token_counts_the_first_one_too(student):
         assert student(student.teach(batch))[0].tolist() == pytest.approx(expected, rel=1e-5)
     finally:
         student.own_head = False
+
+
+def test_what_is_kept_is_measured_for_each_other_prompt(student):
+    """By hand, in float64; the mean is that of the prompts, whatever their tokens."""
+    kept = [[1, 20, 21, 7], [1, 20, 21, 9, 10], [1, 33, 34, 7]]
+    rows = [ROWS[0]]
+    for ids, name, reply in zip(
+        kept, ("pirate", "pirate", "robot"), ([3, 4], [5], [6] * 9), strict=True
+    ):
+        rows.append(Trajectory(ids, ids, reply, "a:9", "?", name))
+    costs = [by_hand(student.model, row) for row in rows]
+    run = SimpleNamespace(world=distributed.World(), stop_if_requested=lambda: None)
+    run.results = {"base": {"kl": 2.0}}
+
+    def teacher(split, index):
+        assert split == "val"
+        return student.teach(trajectories.collate([rows[row] for row in index], "cpu"))
+
+    config = SimpleNamespace(batch_size=2)
+    values = train_loop.evaluate(student, rows, teacher, config, run)
+    pirate, robot = (costs[1] + costs[2]) / 3, costs[3] / 9
+    expected = {"count": 1, "kl": costs[0] / 4, "kl_base": 2.0, "share_baked": 1 - costs[0] / 8}
+    expected |= {"kept/kl": (pirate + robot) / 2, "kept/kl/pirate": pirate, "kept/kl/robot": robot}
+    assert values == pytest.approx(expected, rel=1e-5)
+
+
+class Recorder:
+    """Stands in for a Run: what is said, and the files."""
+
+    def __init__(self, **results):
+        self.results, self.lines, self.files = results, [], {}
+        self.say = self.lines.append
+        self.write_json = self.write_text = self.files.__setitem__
+
+
+def test_a_judge_says_which_of_the_other_prompts_are_obeyed():
+    def judge(question, text):
+        return {"loud": float(text.isupper()), "cook": float("soup" in text.lower())}
+
+    others = {"cook": "You are a cook.", "king": "You are a king."}
+    titles = [title for title, _, _ in train_loop.columns_of("Be loud.", others)]
+    texts = [["a", "b"], ["A", "B"], ["A", "b"], ["soup", "soup"], ["soup", "X"], ["a", "a"], "aB"]
+    run = Recorder(val={"kept/kl/cook": 0.02, "kept/kl/king": 0.4})
+    replies = dict(zip(titles, texts, strict=True))
+    train_loop.write_examples(run, ["q", "r"], replies, judge, others)
+    expected = {"judge/base/loud": 0.0, "judge/prompted/loud": 1.0, "judge/baked/loud": 0.5}
+    expected |= {"kept/obeyed_base/cook": 1.0, "kept/obeyed/cook": 0.5, "kept/loud_base/cook": 0.0}
+    expected |= {"kept/loud/cook": 0.5, "kept/loud_base/king": 0.0, "kept/loud/king": 0.5}
+    expected |= {"kept/obeyed": 0.5, "kept/obeyed_base": 1.0, "count": 2}
+    assert run.results["test"] == expected
+    assert run.files["examples.json"]["test"][1]["cook, baked"] == "X"
+    run.lines.clear()
+    train_loop.describe_kept(run, others)
+    said = [" ".join(line.split()) for line in run.lines]
+    assert said == [
+        "kept cook: kl 0.0200, loud 0.50 (base 0.00), obeyed 0.50 (base 1.00)",
+        "warning 'You are a cook.' is obeyed no more; generate the data with a larger "
+        "--retain_share",
+        "kept king: kl 0.4000, loud 0.50 (base 0.00)",  # this judge does not know it: by the KL
+        "warning 'You are a king.' is obeyed no more; generate the data with a larger "
+        "--retain_share",
+    ]
+    run.results["test"]["kept/obeyed/cook"], run.results["val"]["kept/kl/king"] = 0.9, 0.1
+    run.lines.clear()
+    train_loop.describe_kept(run, others)
+    assert len(run.lines) == 2
 
 
 def test_under_autocast_a_long_reply_is_summed_in_fp32(student):
