@@ -89,17 +89,20 @@ def read_data(config, encoder, world):
 # --- step ----------------------------------------------------------------------------------------
 
 
-def train_step(policy, step, rows, trajectories, teacher, config, run):
+def train_step(policy, step, rows, trajectories, teacher, ends, config, run):
     """Forward and backward of one global batch; return its exact means. The gradient is ready."""
     world = run.world
+    if config.on_policy:
+        given = policy.scorer, rows, trajectories, step, ends, config, world
+        trajectories = distillation.own_replies(*given)
     averages = Averages(world)
     micro_batches = policy.scorer.share(rows, trajectories, world, config.batch_size)
     tokens = sum(len(trajectories[row].reply) for row in rows)  # of the global batch
     for micro_step, micro_batch in enumerate(micro_batches):
         torch.manual_seed(sampler.seed_of(config.seed, step, micro_step, world.rank))  # for dropout
         policy.sync_gradients(micro_batch is micro_batches[-1])
-        batch = teacher("train", micro_batch.index)
-        (costs,) = policy(batch)  # [B]
+        batch = teacher("train", micro_batch.index, trajectories)
+        (costs,) = policy(batch._replace(divergence=config.divergence))  # [B]
         weight = to_device(micro_batch.weight, world.device)
         # DDP averages over ranks: times world_size / tokens is the mean of the global batch
         loss = (costs * weight).sum() * (world.world_size / tokens)
@@ -249,6 +252,14 @@ def describe_kept(run, others):
             run.say(progress.row("warning", f"{system.strip()!r:.50} is obeyed no more; {mend}"))
 
 
+def begins(config):
+    """Say what an adapter that is carried on turns into."""
+    if not config.resume_from:
+        return {}
+    teacher = "the teacher is the base model without it, so what else it has learned goes"
+    return {"begins": f"{config.resume_from}; {teacher}"}
+
+
 # --- main ----------------------------------------------------------------------------------------
 
 
@@ -280,7 +291,8 @@ def main(argv=None) -> int:
     for ids in itertools.chain(*asked.values()):
         rows[tuple(ids)] = trajectories_.Trajectory(ids, ids, room, "questions", "")
     rows_read = data | {"questions": [*rows.values()]}
-    models.check_fit(meta_model, itertools.chain(*rows_read.values()))
+    longest = [row._replace(reply=room) for row in data["train"]] if config.on_policy else []
+    models.check_fit(meta_model, itertools.chain(*rows_read.values(), longest))
     if config.learning_rate is None:
         small = sum(p.numel() for p in meta_model.parameters()) < 10e6
         config.learning_rate = 1e-3 if small else 1e-4
@@ -326,6 +338,7 @@ def main(argv=None) -> int:
             batch=f"{plan.global_batch} replies = {world.world_size} ranks x {accumulation} "
             f"accumulation x {config.batch_size}",
             steps=f"{plan.steps}, learning rate {config.learning_rate:.3g}",
+            **begins(config),
             judge=config.judge or "none",
         )
 
@@ -353,8 +366,9 @@ def main(argv=None) -> int:
         for step in range(done, plan.steps):
             start = time.perf_counter()
             rows = plan.batch(step)
-            values = train_step(policy, step, rows, data["train"], teacher, config, run)
-            check_step(policy, step, values, rows, data["train"], teacher, config, world)
+            given = rows, data["train"], teacher
+            values = train_step(policy, step, *given, encoder.ends, config, run)
+            check_step(policy, step, values, *given, config, world)
             values["learning_rate"] = optimizer.param_groups[0]["lr"]
             policy.step(optimizer, schedule, values["grad_norm"])
             seconds = time.perf_counter() - start

@@ -85,6 +85,25 @@ def with_adapter(model, path, dropout=0.0):
     return model
 
 
+def fold(path, dtype, device, base="", scale=1.0, **options):
+    """Return the base model of a LoRA with `scale` times the LoRA added to its weights.
+
+    base: another one than the LoRA names; dtype, device, options: as of models.load().
+    """
+    base = base or adapter_settings(path).base_model_name_or_path
+    if not base:
+        raise UserError(f"--init_adapter: {path} does not name its base; give --base")
+    model = with_adapter(models.load(base, dtype, device, **options), path)
+    if device == models.META:  # which has no weights
+        return model.unload()
+    for layer in model.modules():
+        if hasattr(layer, "scale_layer"):
+            layer.scale_layer(scale)
+    model = model.merge_and_unload()
+    model.name_or_path = str(models.model_path(path).resolve())  # the base of what is trained on it
+    return model
+
+
 def adapt(model, settings):
     """Put a LoRA with these settings on a model."""
     with warnings.catch_warnings():

@@ -4,6 +4,7 @@ import contextlib
 import math
 import re
 import shutil
+import warnings
 from pathlib import Path
 from unittest import mock
 
@@ -114,9 +115,14 @@ def load(name, dtype, device, four_bits=None, flag="--model_name"):
     device: META compares the names and shapes in the files with the model's and reads no weight.
     four_bits: a dtype to compute in, with weights that are kept in 4 bits (needs bitsandbytes).
     flag: the setting that gave the name.
+    Of the folder of a LoRA it is the base model with that folded in.
     Raises UserError for files that cannot be read, are not complete, or hold no causal model.
     """
     place = f"{flag}: {name}"
+    if Path(model_path(name), "adapter_config.json").exists():
+        from ddp_utils import lora
+
+        return lora.fold(name, dtype, device, four_bits=four_bits, flag=flag)
     kinds = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}  # as in QLoRA
     kinds |= {"load_in_4bit": True, "bnb_4bit_compute_dtype": four_bits}
     with reading(place):
@@ -248,9 +254,12 @@ def save(model, tokenizer, folder, weights=None):
     temporary = folder.with_name(f".tmp-{folder.name}")
     # it has no wrapper: looking for one imports DeepSpeed where that is installed, for seconds
     no_wrapper = mock.patch.object(modeling_utils, "unwrap_model", lambda model, **_: model)
-    with files.writing(folder, temporary), no_wrapper:
+    with files.writing(folder, temporary), no_wrapper, warnings.catch_warnings():
+        # peft looks for the config of a base that is a folder of a LoRA, too
+        warnings.filterwarnings("ignore", "Unable to fetch|Could not find a config")
         model.save_pretrained(temporary, **({"state_dict": weights} if weights else {}))
         tokenizer.save_pretrained(temporary)
+        (temporary / "README.md").unlink(missing_ok=True)  # peft's is empty; the report writes one
         for file in temporary.glob("*.safetensors"):  # by themselves readable to their owner alone
             shutil.copymode(temporary / "tokenizer_config.json", file)
         if folder.exists():

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ddp_utils import UserError, distributed, fast, files, logps
+from ddp_utils import UserError, distributed, fast, files, logps, sampler, sampling
 from ddp_utils.logps import Pair
 from prompt_baking import kl_loss, trajectories
 
@@ -22,7 +22,7 @@ class Student(logps.Scorer):
         student = self.states(batch.student)  # [N, D]
         with self.autocasting(student):
             head = torch.nn.Identity() if self.own_head else self.parts()[1]
-            costs = kl_loss.head_kl(head, student, batch.taught)  # [N]
+            costs = kl_loss.head_divergence(head, student, batch.taught, batch.divergence)  # [N]
         rows = batch.student.cells[0]
         return (costs.new_zeros(len(batch.tokens)).index_add(0, rows, costs),)
 
@@ -65,6 +65,18 @@ def check_head(student, rows, world, cache):
     return lines
 
 
+def own_replies(student, rows, trajectories, step, ends, config, world):
+    """Return row -> its trajectory with a reply that the student samples as it is now."""
+    limits = config.max_new_tokens, config.batch_size, sampler.seed_of(config.seed, step)
+    spec = sampling.SampleSpec(config.temperature, config.top_p, *limits)
+    prompts = [trajectories[row].student for row in rows]
+    replies = sampling.generate(student, prompts, ends, world, spec, keep_end=True)
+    answered = {}
+    for row, reply in zip(rows, replies, strict=True):
+        answered[row] = trajectories[row]._replace(reply=reply)
+    return answered
+
+
 class Teacher:
     """Returns the batch of rows with what the prompted base model makes of it.
 
@@ -91,8 +103,8 @@ class Teacher:
                 )
             run.bar.of_run(run.steps, run.done)
 
-    def __call__(self, split, index):
-        rows = [self.data[split][row] for row in index]
+    def __call__(self, split, index, sampled=None):
+        rows = [(sampled or self.data[split])[row] for row in index]
         batch = trajectories.collate(rows, self.device, self.student.shared)
         if not self.files:
             return self.student.teach(batch)

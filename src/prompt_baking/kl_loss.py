@@ -1,7 +1,9 @@
-"""KL divergence of two next-token distributions from hidden states, never [N, V] twice.
+"""Divergence of two next-token distributions from hidden states, never [N, V] twice.
 
 N tokens, D width, V words, n tokens of a chunk.
 """
+
+import math
 
 import torch
 from torch import nn
@@ -11,29 +13,39 @@ from ddp_utils.fast.frozen_head import FrozenHead
 from ddp_utils.logps import CHUNK, WIDE_CHUNK
 
 
-def kl(teacher, student):
-    """KL(teacher || student) = sum p_t (log p_t - log p_s), in nats: logits [n, V] each -> [n]."""
+def divergence(teacher, student, kind="kl"):
+    """Divergence of two next-token distributions, in nats: logits [n, V] each -> [n].
+
+    kl: KL(teacher || student) = sum p_t (log p_t - log p_s); reverse_kl: KL(student || teacher);
+    jsd: half of each towards their mean (Agarwal et al., On-Policy Distillation, 2024, beta 0.5).
+    """
     teacher = teacher.float().log_softmax(-1)
     student = student.float().log_softmax(-1)
-    return (teacher.exp() * (teacher - student)).sum(-1)  # vecdot is bf16 under autocast
+    if kind == "kl":
+        return (teacher.exp() * (teacher - student)).sum(-1)  # vecdot is bf16 under autocast
+    if kind == "reverse_kl":
+        return (student.exp() * (student - teacher)).sum(-1)
+    mean = torch.logaddexp(teacher, student) - math.log(2)
+    sums = (teacher.exp() * (teacher - mean)).sum(-1) + (student.exp() * (student - mean)).sum(-1)
+    return 0.5 * sums
 
 
-def head_kl(head, student, teacher):
+def head_divergence(head, student, teacher, kind="kl"):
     """The same from hidden states [N, D] that one output layer reads -> [N] in fp32.
 
     No gradient flows to the teacher, nor to the head: it must be frozen.
     """
     size = CHUNK.get(student.device.type, WIDE_CHUNK)
     hooked = head._forward_hooks or head._forward_pre_hooks
-    if type(head) is nn.Linear and not hooked and student.requires_grad:
+    if kind == "kl" and type(head) is nn.Linear and not hooked and student.requires_grad:
         return FrozenKL.apply(student, teacher, head.weight, head.bias, size)
 
-    def chunk_kl(student, teacher):
-        return kl(head(teacher), head(student))
+    def of_chunk(student, teacher):
+        return divergence(head(teacher), head(student), kind)
 
     divergences = []
     for chunk in zip(student.split(size), teacher.split(size), strict=True):
-        divergences.append(checkpoint(chunk_kl, *chunk, use_reentrant=False))
+        divergences.append(checkpoint(of_chunk, *chunk, use_reentrant=False))
     return torch.cat(divergences)
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from ddp_utils import cli
+from ddp_utils import UserError, cli
 from ddp_utils.runs import loggers
 
 
@@ -32,6 +32,10 @@ class Config:
     chat_template_kwargs: str = ""  # as JSON: {"enable_thinking": false}; empty: as the data's
     shuffle: bool = True  # a new order in every epoch
     cache_teacher: bool = False  # keep the teacher's last hidden states on disk
+
+    # what is minimised
+    divergence: Literal["kl", "reverse_kl", "jsd"] = "kl"  # KL(teacher || student), reversed, mean
+    on_policy: bool = False  # at replies that the student samples in each step, slower
 
     # optimisation
     gradient_accumulation_steps: int = 1  # larger global batch, same memory
@@ -80,4 +84,6 @@ def read(argv, console=True) -> Config:
     aliases = {"--r": "--lora_r", "-r": "--lora_r"}
     config = cli.parse(Config, argv, console=console, aliases=aliases)
     cli.check_ranges(config, max_traj_len=("of 8 or more", lambda x: x >= 8))
+    if config.on_policy and config.cache_teacher:
+        raise UserError("--cache_teacher: with --on_policy each step has new replies; leave it out")
     return config

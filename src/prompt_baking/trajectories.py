@@ -56,6 +56,7 @@ class Batch(NamedTuple):
     student: logps.Batch
     teacher: logps.Batch  # the same replies behind x0
     taught: torch.Tensor | None = None  # [N, D] the teacher's hidden states, or its logits [N, V]
+    divergence: str = "kl"  # see kl_loss.py
 
     @property
     def tokens(self):

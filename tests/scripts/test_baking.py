@@ -273,6 +273,47 @@ def test_a_kept_teacher_is_the_teacher(size, one, made, tmp_path):
     assert len(list((tmp_path / "run/teacher").iterdir())) == size
 
 
+ON_POLICY = runs.words("--on_policy --divergence jsd --max_new_tokens 12")
+
+
+def test_on_policy_the_student_answers_itself_in_each_step(made, tmp_path, monkeypatch):
+    """At first as the base model does without the prompt; killed, it goes on to the bit."""
+    ranks(1, train, str(tmp_path / "one"), str(made), *batch(8), *ON_POLICY)
+    ranks(2, train, str(tmp_path / "two"), str(made), *batch(4), *ON_POLICY)
+    first, second = (runs.lines(tmp_path / name, "train") for name in ("one", "two"))
+    assert first[0]["loss"] == pytest.approx(second[0]["loss"], rel=1e-5)
+    for a, b in zip(first, second, strict=True):  # a word that falls the other way is rare
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-3)
+    flags = [*batch(8), *ON_POLICY, "--save_every", "2"]
+    seen, steps, step = [], [], train_loop.train_step
+
+    def stop(policy, number, *rest):
+        steps.append(number)
+        if number == 3 and steps.count(3) == 1:
+            raise Stop("stopped", 85)
+        return step(policy, number, *rest)
+
+    def own_replies(*given):
+        seen.append(own(*given))
+        return seen[-1]
+
+    own = train_loop.distillation.own_replies
+    monkeypatch.setattr(train_loop.distillation, "own_replies", own_replies)
+    monkeypatch.setattr(train_loop, "train_step", stop)
+    with pytest.raises(Stop):
+        train(tmp_path / "killed", made, *flags)
+    assert train(tmp_path / "killed", made, *flags) == 0
+    files = [tmp_path / name / "model/adapter_model.safetensors" for name in ("one", "killed")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    replies = [row for rows in seen for row in rows.values()]
+    baked = [row for row in replies[:8] if not row.kept]
+    texts = train_loop.models.load_tokenizer("data/demo/model").batch_decode(
+        [row.reply for row in baked], skip_special_tokens=True
+    )
+    assert baked and not any(text.isupper() for text in texts)  # the teacher's are in capitals
+    assert len({tuple(row.reply) for row in replies}) > 20
+
+
 def test_the_kept_teacher_is_read_and_not_made_again(made, tmp_path, monkeypatch):
     """A run that goes on reads it; one with a flipped bit and another x0 have another one."""
     taught, teach, step = [], train_loop.distillation.Student.teach, train_loop.train_step
@@ -323,6 +364,7 @@ def test_another_global_batch_is_another_run(made, tmp_path, monkeypatch):
         ({"x0": "Mixed."}, ["--val_path", "MADE"], "--val_path: .* more than one x0"),
         ({"chat_template_kwargs": '{"day": 1}'}, [], "^--chat_template_kwargs: no .* takes day"),
         ({}, ["--val_path", "TRAIN"], r"traj_chat.jsonl:1: its question is in data_path, too"),
+        ({}, ["--on_policy", "--cache_teacher"], "^--cache_teacher: with --on_policy each step"),
         ({}, ["--lora_targets", "q_proj,lm_head"], "--lora_targets: leave output layer"),
         ({}, ["--max_traj_len", "8"], "0 usable rows; --max_traj_len is 8"),
         ({"tokens": [99999], "reply": ""}, [], "token id 99999, model has"),

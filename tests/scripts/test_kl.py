@@ -40,14 +40,16 @@ def test_value_and_gradient_equal_float64(plain, bias, size, monkeypatch):
     head, student, teacher = case(bias)
     layer = head if plain else nn.Sequential(head)
     student.requires_grad_()
-    found = kl_loss.head_kl(layer, student, teacher)
+    found = kl_loss.head_divergence(layer, student, teacher)
     weights = torch.linspace(0.5, 2, N)
     (found * weights).sum().backward()
     value, gradient = oracle(head, student.detach(), teacher)
     np.testing.assert_allclose(found.detach(), value, rtol=1e-5)
     np.testing.assert_allclose(student.grad, gradient * weights[:, None].numpy(), atol=2e-6)
     with torch.no_grad():
-        np.testing.assert_allclose(kl_loss.head_kl(layer, student, teacher), value, rtol=1e-5)
+        np.testing.assert_allclose(
+            kl_loss.head_divergence(layer, student, teacher), value, rtol=1e-5
+        )
 
 
 def test_no_two_matrices_of_logits_are_kept():
@@ -55,5 +57,26 @@ def test_no_two_matrices_of_logits_are_kept():
     head, student, teacher = case(bias=False)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
-        kl_loss.head_kl(head, student.requires_grad_(), teacher)
+        kl_loss.head_divergence(head, student.requires_grad_(), teacher)
     assert kept == [(N, D)]
+
+
+@pytest.mark.parametrize("kind", ["reverse_kl", "jsd"])
+def test_other_divergences_equal_float64(kind, monkeypatch):
+    monkeypatch.setitem(kl_loss.CHUNK, "cpu", 5)
+    head, student, teacher = case(bias=True)
+    student.requires_grad_()
+    found = kl_loss.head_divergence(head, student, teacher, kind)
+    found.sum().backward()
+    states = student.detach().double().requires_grad_()
+    weight, bias = head.weight.double(), head.bias.double()
+    p, q = ((h.double() @ weight.T + bias).softmax(-1) for h in (teacher, states))
+    if kind == "reverse_kl":
+        expected = (q * (q / p).log()).sum(-1)
+    else:
+        m = (p + q) / 2
+        expected = (p * (p / m).log()).sum(-1) / 2 + (q * (q / m).log()).sum(-1) / 2
+        assert (expected < np.log(2)).all()  # its bound
+    expected.sum().backward()
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(student.grad.double(), states.grad, rtol=1e-4, atol=2e-6)

@@ -2,6 +2,7 @@
 
 python -m ddp_utils.tools.merge results/mine/model merged
 python -m ddp_utils.tools.merge results/mine/model merged --base Qwen/Qwen3-0.6B
+python -m ddp_utils.tools.merge results/traj_chat/model half --scale 0.5   # half of the effect
 """
 
 from dataclasses import dataclass
@@ -19,11 +20,12 @@ class Settings:
     adapter: tyro.conf.Positional[str]  # folder of a LoRA
     folder: tyro.conf.Positional[str]  # where the merged model goes; it must not exist
     base: str = ""  # folder or hub name of its base; empty: the one that it names
+    scale: float = 1.0  # how much of the LoRA is added: 0 is the base model
     debug: bool = False  # tracebacks for user errors, too
 
 
-def merge(adapter, folder, base=""):
-    """Save base + lora_alpha / lora_r x B A, where nothing is yet.
+def merge(adapter, folder, base="", scale=1.0):
+    """Save base + scale x lora_alpha / lora_r x B A, where nothing is yet.
 
     The tokenizer is that beside the LoRA, with the chat template of its training, or the base's.
     """
@@ -34,19 +36,16 @@ def merge(adapter, folder, base=""):
     if Path(adapter, "model/adapter_config.json").exists():
         raise UserError(f"adapter: {adapter} is a run folder; give {Path(adapter, 'model')}")
     with cli.naming({"init_adapter": "adapter", "model_name": "--base"}):
-        base = base or lora.adapter_settings(adapter).base_model_name_or_path
-        if not base:
-            raise UserError(f"adapter: {adapter} does not name its base; give --base")
-        lora.with_adapter(models.load(base, "auto", models.META), adapter)  # do they fit together?
-        model = models.load(base, "auto", torch.device("cpu"))
-        merged = lora.with_adapter(model, adapter).merge_and_unload()
+        for device in (models.META, torch.device("cpu")):  # first: do they fit together?
+            merged = lora.fold(adapter, "auto", device, base=base, scale=scale)
     tokenizer = adapter if Path(adapter, "tokenizer_config.json").exists() else base
     models.save(merged, models.load_tokenizer(tokenizer), folder)
 
 
 def main(argv=None) -> int:
     settings = cli.parse(Settings, argv)
-    merge(settings.adapter, settings.folder, settings.base)
+    cli.check_ranges(settings, scale=("of 0 or more", lambda scale: scale >= 0))
+    merge(settings.adapter, settings.folder, settings.base, settings.scale)
     print(f"{settings.folder}: from_pretrained opens it")
     return 0
 

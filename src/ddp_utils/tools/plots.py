@@ -72,6 +72,9 @@ FIGURES = {
     ),
     "baking.png": Panel("KL to the prompted model", "nats a token", {"kl": "KL"}, "base model"),
     "share_baked.png": Panel("baked", "share of the KL", {"share_baked": "baked"}, "all", 1.0),
+    "kept.png": Panel(
+        "KL to the base model under other prompts", "nats a token", {"kept/kl": "KL"}, "kept", 0.0
+    ),
 }
 STROKES = ("-", ":", "--")  # of several metrics, where the colour is that of a run
 STYLES = {"train": "-", "val": "o--", "test": "s"}

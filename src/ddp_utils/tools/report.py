@@ -1,5 +1,7 @@
 """Write report.html: what a run did, on one page that loads nothing, from the files of its folder.
 
+And the model card, README.md beside the weights.
+
     python -m ddp_utils.tools.report results/dpo               # the curves, too
     python -m ddp_utils.tools.report results/dpo --no_curves
 
@@ -28,6 +30,7 @@ SHOWN = {  # in the summary: metric -> its name there
     "logps/accuracies": "likelier",
     "accuracy": "accuracy",
     "share_baked": "share baked",
+    "kept/kl": "kept: kl",
 }
 MEANINGS = {
     "loss": "what is minimised, in nats",
@@ -45,22 +48,61 @@ MEANINGS = {
     "kl": "from the prompted model to this one, in nats a token",
     "kl_base": "from the prompted model to the base model, in nats a token",
     "share_baked": "1 - kl / kl_base",
+    "kept/kl": "from the base model to this one under other prompts, in nats a token",
+    "kept/obeyed": "share of replies that obey other prompts",
+    "kept/obeyed_base": "the same of the base model",
     "accuracy": "share of actions that are predicted",
     "fraction_of_optimum": "return of the last 10 episodes over the optimum",
     "win_rate": "wins / (wins + losses) against the replies before training",
     "count": "rows",
 }
+WHAT = {  # the card's first sentence, by what is in the command
+    "train_loop": "A LoRA into which a system prompt is baked: without the prompt the model "
+    "answers as it did with it.",
+    "main_distributed": "A language model fine-tuned on preferences ({method}).",
+    "dpo_inv": "ProteinMPNN fine-tuned on preferences between sequences ({method}).",
+    "ad.train": "A transformer that has learnt from histories of learning to find a goal.",
+    "train.py": "A language model fine-tuned by {objective}.",
+}
+LIBRARIES = {"adapter_config.json": "peft", "tokenizer_config.json": "transformers"}
 JUDGED = ("win_rate", "win_rate_low", "win_rate_high", "wins", "losses", "ties")
 REPLIES = ("reference", "fine-tuned", "base", "baked")  # of an example: before and after
 TORCHRUN = ("torchrun", "torch.distributed.launch", "accelerate", "deepspeed")
 
 
 def write(folder):
-    """Write report.html into a run folder; what is not there is left out."""
+    """Write report.html into a run folder, and its model card; what is not there is left out."""
     folder = Path(folder)
+    content = _content(folder)
     template = Path(__file__).with_suffix(".html.j2").read_text(encoding="utf-8")
     jinja = jinja2.Environment(autoescape=True, finalize=_shown, trim_blocks=True)
-    files.write_text(folder / "report.html", jinja.from_string(template).render(_content(folder)))
+    files.write_text(folder / "report.html", jinja.from_string(template).render(content))
+    if content["model"]:
+        template = Path(__file__).with_name("card.md.j2").read_text(encoding="utf-8")
+        jinja = jinja2.Environment(finalize=_shown, trim_blocks=True)  # noqa: S701 no HTML
+        card = jinja.from_string(template).render(content | _card(folder, content))
+        files.write_text(content["model"].parent / "README.md", card)
+
+
+def _card(folder, content):
+    """Return what the model card has besides the report's content."""
+    model = content["model"]
+    config = _read(folder / "config.json")
+    names = {"method": "DPO", "objective": "DPO", **config}
+    what = [text.format(**names) for name, text in WHAT.items() if name in content["command"]]
+    base = config.get("model_name") or _read(model).get("base_model_name_or_path", "")
+    library = LIBRARIES.get(model.name) or ("proteinmpnn" if model.suffix == ".pt" else "torch")
+    summary = _read(folder / "summary.json")
+    val, test = (summary.get(split) or {} for split in ("val", "test"))
+    kept = []
+    for name, value in val.items():
+        prompt = name.removeprefix("kept/kl/")
+        if prompt != name:
+            obeyed = [
+                test.get(f"kept/{score}/{prompt}", "-") for score in ("obeyed", "obeyed_base")
+            ]
+            kept.append([prompt, f"{value:.4f}", *obeyed])
+    return {"what": "".join(what[:1]), "base": base, "library": library, "kept": kept}
 
 
 def read_metrics(folder):
