@@ -225,3 +225,37 @@ def test_the_result_is_said_in_lines_and_in_a_sentence(tmp_path):
     sentence = "Loss went from 0.75 to 0.5 (held out: 0.625). Of 10 replies to test prompts"
     sentence += " the judge prefers 3 to those before training, and 1 the other way round."
     assert sentence in Reader(page_of(folder)).words
+
+
+def test_the_model_card_says_what_was_done_and_how_to_load_it(tmp_path):
+    val = {"share_baked": 0.997, "kept/kl": 0.02, "kept/kl/pirate": 0.0123}
+    test = {"kept/obeyed/pirate": 0.98, "kept/obeyed_base/pirate": 1.0}
+    folder = put(
+        tmp_path / "mine",
+        summary={"status": "finished", "step": 2, "val": val, "test": test},
+        config={"model_name": "a/base", "lora_r": 4},
+        environment={"command": "python src/train_loop.py --lora_r 4", "defaults": {"lora_r": 32}},
+    )
+    report.write(folder)  # no model yet, no card
+    assert not [*folder.rglob("README.md")]
+    put(folder / "model", adapter_config={})
+    report.write(folder)
+    card = (folder / "model/README.md").read_text()
+    assert card.startswith('---\nbase_model: "a/base"\nlibrary_name: peft\n---\n\n# mine\n')
+    for line in (
+        "A LoRA into which a system prompt is baked: without the prompt the model answers as it",
+        "Share baked (held out: 0.997); kept: kl (held out: 0.02).",
+        "| pirate | 0.0123 | 0.98 | 1.0 |",
+        'model = AutoModelForCausalLM.from_pretrained("a/base")',
+        "python src/train_loop.py --lora_r 4",
+        "| lora_r | 4 | 32 |",
+        "| share_baked | 0.997 |  |",
+    ):
+        assert line in card, line
+    (folder / "model/adapter_config.json").unlink()
+    put(folder / "model", tokenizer_config={})
+    put(folder, config={"method": "ipo"}, environment={"command": "src/main_distributed.py"})
+    report.write(folder)
+    card = (folder / "model/README.md").read_text()
+    assert "library_name: transformers" in card and "fine-tuned on preferences (ipo)." in card
+    assert "peft" not in card and 'from_pretrained("path/to/this/folder")' in card

@@ -1,5 +1,6 @@
 """Baking: the same replies and the same losses on any number of processes, killed or not."""
 
+import contextlib
 import json
 import os
 import re
@@ -443,6 +444,65 @@ def test_the_demo_is_baked(tmp_path):
 
     base = AutoModelForCausalLM.from_pretrained(ROOT / "data/demo/model", dtype=torch.float32)
     PeftModel.from_pretrained(base, tmp_path / "results/traj_chat/model")
+    card = (tmp_path / "results/traj_chat/model/README.md").read_text()
+    [code] = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    code = code.replace("path/to/this/folder", str(tmp_path / "results/traj_chat/model"))
+    code = code.replace("data/demo/model", str(ROOT / "data/demo/model"))
+    loaded = {}
+    exec(code, loaded)  # noqa: S102 our own text
+    assert loaded["model"].peft_config["default"].r == 32
+    assert "| pirate | 0.0" in card and "More Information Needed" not in card
+
+
+def weights(model):
+    return {name: tensor.double() for name, tensor in model.state_dict().items()}
+
+
+def test_a_lora_is_a_model_and_half_of_it_half_the_way():
+    """W + scale x alpha / r x B A, from the tensors of the file."""
+    from safetensors.torch import load_file
+
+    from ddp_utils import lora, models
+
+    folder = ROOT / "tests/golden/demo_adapter"
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    adapter = load_file(folder / "adapter_model.safetensors")
+    cpu = torch.device("cpu")
+    base = weights(models.load(str(ROOT / "data/demo/model"), torch.float32, cpu))
+    with contextlib.chdir(ROOT):  # it names its base from there
+        whole = weights(models.load(str(folder), torch.float32, cpu))
+        half = weights(lora.fold(folder, torch.float32, cpu, scale=0.5))
+        meta_model = models.load(str(folder), torch.float32, models.META)
+    assert not any("lora" in name for name, _ in meta_model.named_parameters())
+    moved = 0
+    for name, weight in base.items():
+        parts = f"base_model.model.{name.removesuffix('.weight')}.lora_{{}}.weight"
+        delta = 0
+        if parts.format("A") in adapter:
+            a, b = (adapter[parts.format(part)].double() for part in "AB")
+            delta = settings["lora_alpha"] / settings["r"] * b @ a
+            moved += 1
+        torch.testing.assert_close(whole[name], weight + delta, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(half[name], weight + 0.5 * delta, atol=1e-6, rtol=1e-6)
+    assert moved > 4
+
+
+def test_replies_can_be_sampled_from_a_lora(made, tmp_path):
+    """It is folded into its base, and what is baked next is a LoRA on both."""
+    adapter = shutil.copytree(ROOT / "tests/golden/demo_adapter", tmp_path / "first")
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    settings["base_model_name_or_path"] = str(ROOT / "data/demo/model")
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    models_of = Path(shutil.copytree(ROOT / "data/demo/model", tmp_path / "tokenizer"))
+    for file in models_of.glob("tokenizer*"):
+        shutil.copy(file, adapter)
+    assert generate(tmp_path, "--model_name", str(adapter)) == 0
+    assert rows_of(tmp_path)[0] != rows_of(made)[0]
+    assert train(tmp_path / "run", tmp_path, *batch(8), "--max_steps", "2") == 0
+    saved = json.loads((tmp_path / "run/model/adapter_config.json").read_text())
+    assert saved["base_model_name_or_path"] == str(adapter)
+    first, second = (runs.lines(tmp_path / "run", "train")[step]["loss"] for step in (0, 1))
+    assert first > second
 
 
 def test_the_lines_of_the_guide(tmp_path):
