@@ -298,6 +298,12 @@ def test_on_policy_the_student_answers_itself_in_each_step(made, tmp_path, monke
         seen.append(own(*given))
         return seen[-1]
 
+    def generate_replies(scorer, prompts, ends, world, spec, *rest, **options):
+        seeds.append(spec.seed)
+        return sample(scorer, prompts, ends, world, spec, *rest, **options)
+
+    seeds, sample = [], train_loop.sampling.generate
+    monkeypatch.setattr(train_loop.sampling, "generate", generate_replies)
     own = train_loop.distillation.own_replies
     monkeypatch.setattr(train_loop.distillation, "own_replies", own_replies)
     monkeypatch.setattr(train_loop, "train_step", stop)
@@ -313,6 +319,7 @@ def test_on_policy_the_student_answers_itself_in_each_step(made, tmp_path, monke
     )
     assert baked and not any(text.isupper() for text in texts)  # the teacher's are in capitals
     assert len({tuple(row.reply) for row in replies}) > 20
+    assert len({*seeds}) == 6  # of each step its own random numbers
 
 
 def test_the_kept_teacher_is_read_and_not_made_again(made, tmp_path, monkeypatch):

@@ -215,6 +215,18 @@ class Recorder:
         self.write_json = self.write_text = self.files.__setitem__
 
 
+def test_each_reply_has_its_model_and_its_prompt():
+    """Title -> system prompt, whether with the LoRA."""
+    columns = train_loop.columns_of("Be loud.", {"cook": "You are a cook."})
+    assert {title: tuple(rest) for title, *rest in columns} == {
+        "base": ("", False),
+        "prompted": ("Be loud.", False),
+        "baked": ("", True),
+        "cook, base": ("You are a cook.", False),
+        "cook, baked": ("You are a cook.", True),
+    }
+
+
 def test_a_judge_says_which_of_the_other_prompts_are_obeyed():
     def judge(question, text):
         return {"loud": float(text.isupper()), "cook": float("soup" in text.lower())}
