@@ -23,7 +23,7 @@ class Config:
     # other system prompts, under which the baked model is to remain the base model
     retain_prompts: str = "data/demo/retain_prompts.txt"  # trained on: one a line; empty: none
     retain_share: float = 0.3  # of the replies to train on that are sampled under these
-    retain_questions: str = ""  # for these replies, and also asked without any prompt; or the same
+    retain_questions: str = ""  # for these; each also asked without any prompt
     other_prompts: str = "data/demo/other_prompts.json"  # measured on, {name: prompt}; empty: none
 
     # what comes out

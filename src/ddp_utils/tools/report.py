@@ -79,7 +79,6 @@ def write(folder):
     files.write_text(folder / "report.html", jinja.from_string(template).render(content))
     if content["model"]:
         template = Path(__file__).with_name("card.md.j2").read_text(encoding="utf-8")
-        jinja = jinja2.Environment(finalize=_shown, trim_blocks=True)  # noqa: S701 no HTML
         card = jinja.from_string(template).render(content | _card(folder, content))
         files.write_text(content["model"].parent / "README.md", card)
 
