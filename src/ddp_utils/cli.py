@@ -128,7 +128,7 @@ def check_ranges(config, **rules):
 
 def loss_options(config) -> dict:
     """Return the method's options, given or default; UserError for one that it does not use."""
-    defaults = METHODS[config.method]
+    defaults = METHODS.get(config.method, {})  # a script may have more
     for name in LOSS_OPTIONS:
         if getattr(config, name) is not None and name not in defaults:
             users = ", ".join(method for method, used in METHODS.items() if name in used)

@@ -124,7 +124,7 @@ def noise(dtype, tokens):
 
 def at_reference(config):
     """The preference loss where policy = reference, or None where there is no closed form."""
-    if config.method == "simpo":
+    if config.method == "simpo" or config.method not in cli.METHODS:
         return None
     if config.method in ("ipo", "ipo_sum"):
         return 1 / (4 * config.beta**2)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
 from ddp_utils.distributed import to_device
 from ddp_utils.sampler import seed_of
@@ -87,9 +88,12 @@ class Batch(NamedTuple):
     """B pairs of one backbone of L residues, M decoding orders each: S = 2 B M sequences."""
 
     structure: list  # coords [L, 4, 3], mask, residue_idx, chain_encoding [L]
-    sequences: torch.Tensor  # [S, L]: all preferred ones, then all unpreferred
-    orders: torch.Tensor  # [S, L]
+    letters: torch.Tensor  # [S, L]: all preferred ones, then all unpreferred
+    sequences: torch.Tensor  # [S, L] what is decoded, or [S / 2, L]: that of both halves
+    orders: torch.Tensor  # [S or S / 2, L]
     targets: torch.Tensor  # [B, L] the positions that are summed
+    margins: torch.Tensor  # [B] kcal/mol
+    signs: torch.Tensor  # [B] of Pair.sign
 
 
 def tensors(backbone, device):
@@ -100,12 +104,50 @@ def tensors(backbone, device):
 def collate(pairs, config, device) -> Batch:
     """Return pairs of one backbone as one batch."""
     options = (config.decoding_order, config.num_orders, config.seed)
-    drawn = np.concatenate([orders(pair, *options) for pair in pairs])  # [B * M, L]
+    drawn = np.concatenate([orders(pair, *options) for pair in pairs])  # [S / 2, L]
     letters = np.stack([p.preferred for p in pairs] + [p.unpreferred for p in pairs])  # [2 * B, L]
     letters = letters.repeat(len(drawn) // len(pairs), axis=0)  # [S, L]
+    # nobody sees the last letter: where only that one differs, one decoding is that of both
+    is_last = config.decoding_order == "mutated_last"
+    halves = 1 if is_last and all(pair.mutated.sum() == 1 for pair in pairs) else 2
     return Batch(
         structure=tensors(pairs[0].backbone, device),
-        sequences=to_device(letters, device),
-        orders=to_device(np.concatenate([drawn, drawn]), device),
+        letters=to_device(letters, device),
+        sequences=to_device(letters[: halves * len(drawn)], device),
+        orders=to_device(np.concatenate([drawn] * halves), device),
         targets=to_device(np.stack([pair.targets for pair in pairs]), device),
+        margins=to_device([pair.margin for pair in pairs], device),
+        signs=to_device([pair.sign for pair in pairs], device),
     )
+
+
+class Scorer(nn.Module):
+    """Pairs -> summed log-probs of both sequences; what DDP wraps."""
+
+    autocast, precision = None, torch.float32
+
+    def __init__(self, model, temperature=1.0):
+        super().__init__()
+        self.model = model
+        self.temperature = temperature
+
+    def forward(self, batch):
+        """(preferred [B], unpreferred [B]), in nats, averaged over the decoding orders."""
+        encoded = self.model.encode(*batch.structure)  # once for all sequences
+        scores = self.model.decode(encoded, batch.sequences, batch.orders)
+        scores = scores.repeat(len(batch.letters) // len(scores), 1, 1)  # [S, L, 21]
+        if self.temperature != 1:
+            scores = (scores / self.temperature).log_softmax(-1)
+        picked = scores.gather(-1, batch.letters[..., None]).squeeze(-1)  # [S, L]
+        count = len(batch.targets)
+        picked = picked.view(2, count, -1, picked.shape[-1])  # [2, B, M, L]
+        sums = (picked * batch.targets[:, None]).sum(-1).mean(-1)  # [2, B]
+        return sums[0], sums[1]
+
+    def example(self, device):
+        """Return a backbone of four residues: for the throwaway pass of optim.Policy."""
+        coords = torch.arange(48.0, device=device).view(4, 4, 3)
+        ones = torch.ones(4, device=device)
+        letters = torch.arange(4, device=device).expand(2, 4)
+        structure = [coords, ones, letters[0], ones.long()]
+        return Batch(structure, letters, letters, letters, ones.bool()[None], ones[:1], ones[:1])

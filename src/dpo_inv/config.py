@@ -6,6 +6,7 @@ from typing import Literal
 from ddp_utils import UserError, cli
 from ddp_utils.runs import loggers
 
+MEASURED_METHODS = ("ddg", "listwise")  # losses of stability.py, which need a ddG
 DEMO_VAL, DEMO_MODEL = "data/input/test_data_val.json", "data/demo/protein_model.pt"
 
 
@@ -24,7 +25,9 @@ class Config:
     backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"  # by the device
 
     # objective
-    method: cli.Method = "dpo"  # the loss: docs/dpo.md
+    method: Literal[cli.Method, "ddg", "listwise"] = "dpo"  # docs/dpo.md, docs/protein_dpo.md
+    weighting: Literal["none", "margin"] = "none"  # of pairs in the loss: alike, or by their ddG
+    sft_weight: float = 0.0  # of the preferred sequence's negative log-likelihood per residue
     label_smoothing: float | None = None  # cdpo, robust: share of labels that are wrong (0.1)
     lambda_dpop: float | None = None  # dpop, dpopshift: price of a falling log-prob (50)
     lambda_shift: float | None = None  # dposhift, dpopshift: weight of the unpreferred (0.75)
@@ -35,6 +38,9 @@ class Config:
     temperature: float = 1.0  # of the log-probs in the objective
 
     # data
+    altloc: Literal["first", "occupancy"] = "first"  # which of a residue's alternative conformers
+    numbering: Literal["pdb", "sequence"] = "pdb"  # of mutations: the file's, or from 1
+    stable_ddg: Literal["negative", "positive"] = "negative"  # the sign of a stabilising ddG
     max_length: int = 500  # residues with context; longer items are dropped and counted
     max_rows: int = -1  # read only so many items of train_data
     on_bad_record: Literal["error", "skip"] = "error"  # what to do with a malformed item
@@ -70,10 +76,12 @@ def read_settings(argv, console=True) -> Config:
     aliases = {"--lr": "--learning_rate", "--no_cuda": "--backend=gloo"}
     config = cli.parse(Config, argv, console=console, aliases=aliases)
     above_0 = dict.fromkeys(("num_orders", "temperature", "max_length"), cli.ABOVE_0)
-    cli.check_ranges(config, **above_0)
+    cli.check_ranges(config, sft_weight=cli.FROM_0, **above_0)
     if not config.output_dir:
         raise UserError("--output_dir: it is empty; give a folder for the run")
     cli.loss_options(config)  # an option that the method does not use is refused
+    if config.method in MEASURED_METHODS and config.length_average:
+        raise UserError(f"--length_average: {config.method} takes summed log-probs")
     demo = config.train_data == Config.train_data
     config.val_data = config.val_data or (DEMO_VAL if demo else "")
     config.base_model_name = config.base_model_name or (DEMO_MODEL if demo else "v_48_020")

@@ -42,7 +42,9 @@ class Task(NamedTuple):
 
 def read_task(file, config) -> Task:
     """Read and check a structure against the flags; UserError with what to mend."""
-    backbone = structure.read(file, *pairs.chains_of(vars(config), "--design_chains"))
+    backbone = structure.read(
+        file, *pairs.chains_of(vars(config), "--design_chains"), altloc=config.altloc
+    )
     designed = pairs.mutable(vars(config), backbone, str(file)) & (backbone.mask > 0)
     names, letters = read_fasta(config.fasta, backbone) if config.fasta else ([], None)
     return Task(file, backbone, designed, names, letters)

@@ -18,6 +18,7 @@ class Config:
     fixed_chains: tuple[str, ...] = ()  # context with its native sequence
     mutable_positions: tuple[int, ...] = ()  # from 0 in the designed sequence; empty: all
     mutable_ranges: tuple[str, ...] = ()  # 6-17 29-39, both ends included
+    altloc: Literal["first", "occupancy"] = "first"  # which of a residue's alternative conformers
 
     # what to do with them
     num_samples: int = 10  # sequences for each structure

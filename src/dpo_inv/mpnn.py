@@ -236,6 +236,11 @@ class ProteinMPNN(nn.Module):
         try:
             saved = torch.load(file, map_location="cpu", weights_only=True)
             tensors = saved["model_state_dict"]
+            if "features.node_project_down.weight" in tensors:
+                raise ValueError("it is of LigandMPNN, which sees ligands, too")
+            if "W_v.weight" in tensors:
+                is_membrane = tensors["features.edge_embedding.weight"].shape[1] == 416
+                raise ValueError(f"it is a {'membrane' if is_membrane else 'CA-only'} model")
             layers = [name for name in tensors if name.endswith(".W1.weight")]
             model = cls(
                 hidden=len(tensors["W_e.weight"]),

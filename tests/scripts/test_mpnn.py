@@ -70,7 +70,14 @@ def changed(**changes):
 
 
 BAD = [
-    (changed(W_v__weight=torch.zeros(8, 8)), "W_v.weight"),  # a CA-only model
+    (changed(W_v__weight=torch.zeros(8, 8)), "it is a membrane model"),
+    (
+        changed(
+            W_v__weight=torch.zeros(8, 8), features__edge_embedding__weight=torch.zeros(8, 167)
+        ),
+        "it is a CA-only model",
+    ),
+    (changed(features__node_project_down__weight=torch.zeros(8, 8)), "it is of LigandMPNN"),
     (changed(W_s__weight=None), "W_s.weight"),
     (changed(W_e__weight=None), "W_e.weight"),
     (changed(W_out__bias=torch.zeros(20)), "W_out.bias"),

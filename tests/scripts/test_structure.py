@@ -44,9 +44,9 @@ THREE = pdb(("GLY", 1), ("ALA", 2), ("TRP", 3))
 def read(tmp_path):
     """Write a text to a file and read that."""
 
-    def write_and_read(text, chains=(), name="f.pdb"):
+    def write_and_read(text, chains=(), name="f.pdb", **options):
         (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-        return structure.read(tmp_path / name, chains)
+        return structure.read(tmp_path / name, chains, **options)
 
     return write_and_read
 
@@ -159,6 +159,28 @@ def test_the_first_conformer_of_each_atom_is_taken(read):
         assert backbone.sequence == "SG" and xs(backbone) == [1.5, 5.5]
     both = "".join(line(atom, altloc=k, x=float(k == "B")) for atom in ATOMS for k in "AB")
     assert read(both).coords[0, :, 0].tolist() == [0, 1.5, 1.5, 2.5]
+
+
+def test_the_most_occupied_conformer_is_taken_if_asked_for_and_never_mixed(read):
+    """B is occupied more in all; the O that it does not have is missing, not A's."""
+    text = residue("SER", 1, altloc="A", occupancy=0.4)
+    text += residue("SER", 1, altloc="B", occupancy=0.6, x=0.2, atoms=("N", "CA", "C"))
+    text += residue("GLY", 2, x=4.0)
+    assert xs(read(text, altloc="first")) == xs(read(text)) == [1.5, 5.5]
+    backbone = read(text, altloc="occupancy")
+    assert backbone.mask.tolist() == [0, 1]
+    text += residue("ALA", 3, altloc="A", occupancy=0.5, x=8.0)
+    text += residue("ALA", 3, altloc="B", occupancy=0.5, x=8.5)
+    assert xs(read(text, altloc="occupancy"))[1:] == [5.5, 9.5]  # equal ones: the first
+    text = line("N", "SER", x=0.0) + line("CA", "SER", altloc="A", occupancy=0.3)
+    text += line("CA", "SER", altloc="B", occupancy=0.7, x=0.25)
+    text += line("C", "SER") + line("O", "SER")
+    assert xs(read(text, altloc="occupancy")) == [1.75]
+
+
+def test_labels_are_the_files_own_numbers(read):
+    text = residue("GLY", 5) + residue("ALA", 5, x=4.0, icode="A") + residue("TRP", 7, x=12.0)
+    assert read(text).labels == ("5", "5A", "", "7")
 
 
 def test_a_residue_without_one_atom_stays_and_is_masked(read):

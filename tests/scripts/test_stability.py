@@ -1,0 +1,338 @@
+"""Measured stabilities: reading mutations, the losses of ddG, and comparisons that cannot flatter.
+
+Expected values are worked out by hand, by brute force, or read with gemmi alone.
+"""
+
+import csv
+import itertools
+import json
+import math
+from types import SimpleNamespace
+
+import gemmi
+import numpy as np
+import pytest
+import torch
+
+import runs
+from conftest import ROOT
+from ddp_utils import UserError
+from ddp_utils.runs import run as run_
+from dpo_inv import batches, evaluate, mpnn, pairs, run_dpo_ddp, stability
+from dpo_inv.config import Config, read_settings
+from ranks import ranks
+
+BUNDLE = ROOT / "data/input/structures/bundle_00.pdb"
+MODEL = str(ROOT / "data/demo/protein_model.pt")
+NATIVE = "".join(
+    gemmi.find_tabulated_residue(residue.name).one_letter_code
+    for residue in gemmi.read_structure(str(BUNDLE))[0][0]
+)
+
+
+def other(letter):
+    return "A" if letter != "A" else "G"
+
+
+def mutation(place):
+    """Of the place from 1 in bundle_00, whose file is numbered so, too."""
+    return f"{NATIVE[place - 1]}{place}{other(NATIVE[place - 1])}"
+
+
+def write(path, rows, names=("pdb", "chain", "mutation", "ddG")):
+    with open(path, "w", newline="") as file:
+        csv.writer(file).writerows([names, *rows])
+    return str(path)
+
+
+def read(path, **settings):
+    return pairs.read(str(path), {}, Config(**settings))
+
+
+def text(letters):
+    return "".join(mpnn.ALPHABET[letter] for letter in letters)
+
+
+# --- data ----------------------------------------------------------------------------------------
+
+
+def test_a_table_of_mutations_becomes_pairs(tmp_path):
+    rows = [[BUNDLE, "A", mutation(3), 1.5], [BUNDLE, "A", f"{mutation(3)}:{mutation(9)}", -0.5]]
+    path = write(tmp_path / "a.csv", [*rows, [BUNDLE, "A", mutation(4), 0]])
+    one, two = NATIVE[:2] + other(NATIVE[2]) + NATIVE[3:], None
+    two = one[:8] + other(NATIVE[8]) + one[9:]
+    found, report = read(path)
+    assert [(text(x.preferred), text(x.unpreferred)) for x in found] == [
+        (NATIVE, one),
+        (two, NATIVE),
+    ]
+    assert [(x.margin, x.sign) for x in found] == [(1.5, -1), (0.5, 1)]
+    assert {reason: len(items) for reason, items in report["dropped"].items()} == {"a ddG of 0": 1}
+    swapped, _ = read(path, stable_ddg="positive")
+    assert [(text(x.preferred), x.margin) for x in swapped] == [(one, 1.5), (NATIVE, 0.5)]
+    keys = ("pdb_file", "chain_id", "mutation", "ddg")
+    as_json = [dict(zip(keys, map(str, row), strict=True)) for row in rows]
+    (tmp_path / "a.json").write_text(json.dumps(as_json))
+    assert [text(x.preferred) for x in read(tmp_path / "a.json")[0]] == [NATIVE, two]
+
+
+def test_both_numberings(tmp_path):
+    """The file begins at 11, has an insertion 14A, and skips 20 to 24."""
+    structure = gemmi.read_structure(str(BUNDLE))
+    numbers = [*range(11, 15), (14, "A"), *range(15, 20), *range(25, 25 + len(NATIVE))]
+    for residue, number in zip(structure[0][0], numbers, strict=False):
+        number, icode = number if isinstance(number, tuple) else (number, " ")
+        residue.seqid = gemmi.SeqId(number, icode)
+    structure.write_pdb(str(tmp_path / "b.pdb"))
+    for numbering, labels in (("pdb", ("11", "14A", "25")), ("sequence", ("1", "5", "11"))):
+        for label, place in zip(labels, (0, 4, 10), strict=True):
+            name = f"{NATIVE[place]}{label}{other(NATIVE[place])}"
+            path = write(tmp_path / "b.csv", [["b.pdb", "A", name, 1]])
+            [pair], _ = read(path, numbering=numbering)
+            [row] = np.flatnonzero(pair.mutated)
+            assert pair.backbone.observed[:row].sum() == place
+            assert mpnn.ALPHABET[pair.unpreferred[row]] == other(NATIVE[place])
+
+
+def test_a_bad_mutation_is_one_line(tmp_path):
+    wrong = other(NATIVE[4])
+    for name, ddg, says in (
+        ("5A", 1, "mutation: 5A is not such as A23V, or A23V:L45F"),
+        ("A5X", 1, "mutation: A5X is not such as A23V"),
+        (f"{wrong}5W", 1, f"mutation: {wrong}5W: residue 5 is {NATIVE[4]}; --numbering is pdb"),
+        (f"{NATIVE[4]}999W", 1, "999W: 0 residues 999 in chain A; --numbering is pdb"),
+        (mutation(5), "n/a", "ddg: 'n/a' is no number"),
+        (mutation(5), "nan", "ddg: 'nan' is no number"),
+        ("", 1, "mutation is ''; give a non-empty string"),
+    ):
+        path = write(tmp_path / "a.csv", [[BUNDLE, "A", name, ddg]])
+        with pytest.raises(UserError) as caught:
+            read(path)
+        message = str(caught.value)
+        assert message.startswith(f"{path}:2: ") and says in message and "\n" not in message
+    path = write(
+        tmp_path / "a.csv",
+        [[BUNDLE, "A", mutation(5), 1, 7]],
+        ("pdb", "chain", "mutation", "ddG", "Ph"),
+    )
+    assert [*read(path)[1]["notes"]] == ["Ph: it is not read"]
+
+
+def test_margins_of_pairs_are_read_and_needed_where_they_count(tmp_path):
+    item = {"pdb_file": str(BUNDLE), "preferred_seq": NATIVE, "chain_id": "A"}
+    item["unpreferred_seq"] = other(NATIVE[0]) + NATIVE[1:]
+    for more, margin in (({}, math.nan), ({"margin_kcal": 1.25}, 1.25), ({"margin": "2"}, 2.0)):
+        (tmp_path / "p.json").write_text(json.dumps([item | more]))
+        [pair], _ = read(tmp_path / "p.json")
+        assert pair.margin == margin or math.isnan(margin) and math.isnan(pair.margin)
+    (tmp_path / "p.json").write_text(json.dumps([item | {"margin_kcal": -1}]))
+    with pytest.raises(UserError, match=r"margin_kcal is -1; if the other .* swap them"):
+        read(tmp_path / "p.json")
+    (tmp_path / "p.json").write_text(json.dumps([item]))
+    [pair], _ = read(tmp_path / "p.json")
+    for flags in ("--method ddg", "--method listwise", "--weighting margin"):
+        config = read_settings(runs.words(f"--train_data p.json {flags}"))
+        with pytest.raises(UserError, match=r"p.json\[0\]: no ddG, which --method .* needs"):
+            stability.check([pair], config)
+    foreign = pair._replace(margin=1.0, preferred=(pair.unpreferred + 1) % 20)
+    assert foreign.sign == 0
+    stability.check([foreign], Config(method="ddg"))
+    with pytest.raises(UserError, match="neither sequence is the structure's own"):
+        stability.check([foreign], Config(method="listwise"))
+    with pytest.raises(UserError, match="--length_average: ddg takes summed"):
+        read_settings(runs.words("--method ddg --length_average"))
+
+
+# --- losses --------------------------------------------------------------------------------------
+
+
+def test_ddg_is_a_square_by_hand():
+    preferred, unpreferred = torch.tensor([-10.0, -20.0]), torch.tensor([-12.0, -19.0])
+    found = stability.losses(
+        "ddg", preferred, unpreferred, torch.tensor([1.0, 0.5]), torch.tensor([1, -1])
+    )
+    expected = [(0.593 * 2 - 1) ** 2, (0.593 * -1 - 0.5) ** 2]
+    torch.testing.assert_close(found, torch.tensor(expected))
+
+
+def test_listwise_is_the_chance_of_drawing_in_the_measured_order():
+    """Of the wild type and three mutants, by brute force; of two it is DPO's sigma."""
+    odds = {"wild": 0.0, "a": 1.3, "b": -0.4, "c": 0.2}  # log-odds of the mutants
+    stabilities = {"wild": 0.0, "a": -1.0, "b": 0.8, "c": -2.5}
+
+    def chance(order):
+        left = [*order]
+        result = 1.0
+        for name in order:
+            result *= math.exp(odds[name]) / sum(math.exp(odds[other]) for other in left)
+            left.remove(name)
+        return result
+
+    assert sum(map(chance, itertools.permutations(odds))) == pytest.approx(1)
+    signs = torch.tensor([1 if stabilities[name] > 0 else -1 for name in "abc"])
+    gaps = torch.tensor([odds[name] for name in "abc"]) * signs
+    margins = torch.tensor([abs(stabilities[name]) for name in "abc"])
+    found = stability.losses("listwise", gaps, torch.zeros(3), margins, signs)
+    measured = sorted(odds, key=stabilities.get, reverse=True)
+    assert found.tolist() == pytest.approx([-math.log(chance(measured)) / 3] * 3, abs=1e-6)
+    one = stability.losses("listwise", gaps[:1], torch.zeros(1), margins[:1], signs[:1])
+    assert one.item() == pytest.approx(math.log1p(math.exp(-gaps[0].item())), abs=1e-6)
+
+
+def test_where_one_letter_differs_one_decoding_is_that_of_both(tmp_path):
+    rows = [[BUNDLE, "A", mutation(place), 1] for place in (3, 8)]
+    single, _ = read(write(tmp_path / "a.csv", rows))
+    double, _ = read(write(tmp_path / "b.csv", [[BUNDLE, "A", f"{mutation(3)}/{mutation(9)}", 1]]))
+    scorer = batches.Scorer(mpnn.ProteinMPNN.load(MODEL))
+    config = Config(decoding_order="mutated_last", num_orders=2)
+    once = batches.collate(single, config, "cpu")
+    assert len(once.sequences) == len(once.orders) == len(once.letters) / 2 == 4
+    twice = once._replace(sequences=once.letters, orders=once.orders.repeat(2, 1))
+    for ours, plain in zip(scorer(once), scorer(twice), strict=True):
+        torch.testing.assert_close(ours, plain, atol=1e-5, rtol=0)
+    for pairs_, order in (
+        (double, "mutated_last"),
+        (single, "random"),
+        (single + double, "mutated_last"),
+    ):
+        whole = batches.collate(pairs_, Config(decoding_order=order), "cpu")
+        assert len(whole.sequences) == len(whole.letters) == 2 * len(pairs_)
+
+
+# --- comparisons ---------------------------------------------------------------------------------
+
+
+def measured(*proteins):
+    """Pairs of proteins with these ddG each, and stabilities as log-odds: a perfect model."""
+    found = []
+    for number, ddgs in enumerate(proteins):
+        for ddg in ddgs:
+            sign = -1 if ddg > 0 else 1  # the wild type is preferred, or the mutant
+            found.append(SimpleNamespace(number=number, sign=sign, margin=abs(ddg)))
+    odds = np.array([pair.margin for pair in found])  # of the preferred one
+    return found, np.stack([odds, np.zeros(len(found))], -1)
+
+
+def test_ranks_and_spearman_by_hand():
+    assert evaluate.ranks(np.array([3.0, 1, 3, 9])).tolist() == [2.5, 1, 2.5, 4]
+    x, y = np.arange(5.0), np.array([2.0, 1, 4, 3, 5])
+    assert evaluate.spearman(x, y) == pytest.approx(1 - 6 * 4 / (5 * 24))  # sum of squares: 4
+    assert evaluate.spearman(x, x**3) == pytest.approx(1)
+    assert math.isnan(evaluate.spearman(x, np.ones(5)))
+
+
+def test_a_model_that_has_not_moved_gains_exactly_nothing():
+    found, _ = measured([1, 2, -1, 3, 0.5], [2, 1, 4, -2, 0.3, 1.1])
+    logps = np.random.default_rng(0).normal(size=(11, 2))
+    values = evaluate.compare(found, logps, logps.copy())
+    gains = {name: value for name, value in values.items() if "gain" in name}
+    assert len(gains) == 9 and set(gains.values()) == {0.0}
+
+
+def test_a_perfect_model_has_every_rank_right():
+    found, perfect = measured([1, 2, -1, 3, 0.5], [2, 1, 4, -2, 0.3, 1.1], [1, 2])
+    values = evaluate.compare(found, -perfect, perfect)
+    for name in ("own", "spearman", "spearman_per_protein"):
+        low = 0 if name == "own" else -1
+        assert values[f"{name}/before"] == pytest.approx(low)
+        assert values[f"{name}/after"] == pytest.approx(1)
+        assert values[f"{name}/gain_low"] == pytest.approx(1 - low)
+        assert values[f"{name}/gain"] == values[f"{name}/after"] - values[f"{name}/before"]
+    nothing = evaluate.compare(
+        [pair for pair in found if pair.number == 2], perfect[-2:], perfect[-2:]
+    )
+    assert "spearman_per_protein/gain" not in nothing and "own/gain_low" not in nothing
+
+
+def test_the_interval_is_over_proteins_not_over_pairs():
+    """Of two proteins of 50 pairs one gains all and one nothing: 0 to 1, however many pairs."""
+    found, perfect = measured([1.0] * 50, [1.0] * 50)
+    before = perfect.copy()
+    before[:50] *= -1
+    values = evaluate.compare(found, before, perfect)
+    assert values["own/gain"] == 0.5
+    assert (values["own/gain_low"], values["own/gain_high"]) == (0, 1)
+
+
+# --- whole runs ----------------------------------------------------------------------------------
+
+
+def table(folder):
+    """Twelve mutations of each of four bundles, with made-up ddG."""
+    random = np.random.default_rng(0)
+    rows = []
+    for number in (0, 1, 2, 4):
+        path = ROOT / f"data/input/structures/bundle_{number:02}.pdb"
+        chain = gemmi.read_structure(str(path))[0][0]
+        for index in random.choice(len(chain), 12, replace=False):
+            letter = gemmi.find_tabulated_residue(chain[index].name).one_letter_code
+            name = f"{letter}{chain[index].seqid}{other(letter)}"
+            rows.append([path, chain.name, name, round(random.normal(1, 1), 2)])
+    return write(folder / "ddg.csv", rows)
+
+
+def train(data, folder, *flags):
+    run_.write_report = lambda *_, **__: ("", "")
+    flags = [f"--train_data={data}", f"--base_model_name={MODEL}", f"--output_dir={folder}", *flags]
+    flags += runs.words("--learning_rate 1e-3 --max_steps 5 --log_every 100 --num_orders 2")
+    assert run_dpo_ddp.main(flags) == 0
+
+
+@pytest.mark.parametrize("flags", ["--method ddg", "--method listwise --weighting margin"])
+def test_the_same_on_one_two_and_four_processes(tmp_path, flags):
+    data = table(tmp_path)
+    flags = runs.words(f"{flags} --sft_weight 0.5 --decoding_order mutated_last")
+    found = []
+    for world_size in (1, 2, 4):
+        folder = tmp_path / str(world_size)
+        ranks(world_size, train, data, folder, *flags, f"--batch_size={8 // world_size}")
+        lines = runs.lines(folder)
+        assert [line["split"] for line in lines] == ["train"] * 5 + ["val"]
+        summary = json.loads((folder / "summary.json").read_text())
+        assert summary["val"]["natives/nll/before"] == summary["natives"]["nll"]
+        found.append(lines)
+    for name in ("loss", "loss/preference", "nll", "own/before", "natives/nll/after"):
+        numbers = [[line[name] for line in lines if name in line] for lines in found]
+        assert numbers[0] and numbers[1] == pytest.approx(numbers[0], abs=2e-5), name
+        assert numbers[2] == pytest.approx(numbers[0], abs=2e-5), name
+
+
+def test_the_losses_of_a_run_are_those_of_the_formula(tmp_path):
+    """The first step's, from log-probs of each sequence alone, one decoding each."""
+    data = table(tmp_path)
+    flags = "--sft_weight 0.5 --weighting margin --batch_size 8 --method ddg --num_orders 1"
+    ranks(1, train, data, tmp_path / "run", *runs.words(flags))
+    first = runs.lines(tmp_path / "run")[0]
+    config = Config(num_orders=2)
+    everything, _ = pairs.read(data, {}, config)
+    kept, _ = batches.split(everything, 0)
+    plan = SimpleNamespace(
+        steps_per_epoch=math.ceil(len(kept) / 8), shuffle=True, seed=0, global_batch=8
+    )
+    scorer = batches.Scorer(mpnn.ProteinMPNN.load(MODEL))
+    expected = []
+    for row in batches.batch(plan, kept, 0):
+        pair = kept[row]
+        scores = scorer(batches.collate([pair], config, "cpu"))
+        preferred, unpreferred = (float(score.detach()) for score in scores)
+        square = (0.593 * (preferred - unpreferred) - pair.margin) ** 2
+        expected.append(pair.margin * square - 0.5 * preferred / pair.targets.sum())
+    assert first["loss"] == pytest.approx(np.mean(expected), abs=1e-4)
+
+
+def test_evaluate_prints_a_gain_of_exactly_zero_for_the_base_itself(tmp_path, capsys):
+    out = tmp_path / "numbers.json"
+    flags = [f"--data={table(tmp_path)}", f"--output={out}", f"--base_model_name={MODEL}"]
+    assert evaluate.main([*flags, f"--model_path={MODEL}"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("gain +0.0000") == 6
+    numbers = json.loads(out.read_text())
+    assert {value for name, value in numbers.items() if "gain" in name} == {0}
+    assert (
+        0 < numbers["natives/recovery/before"] < 1 and 0 < numbers["natives/diversity/before"] < 1
+    )
+    model = mpnn.ProteinMPNN.load(MODEL)
+    torch.nn.init.normal_(model.W_out.weight)
+    model.save(tmp_path / "other.pt")
+    assert evaluate.main([*flags, f"--model_path={tmp_path / 'other.pt'}"]) == 0
+    assert "gain +0.0000" not in capsys.readouterr().out
