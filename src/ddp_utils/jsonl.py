@@ -1,7 +1,6 @@
-"""Reads json, jsonl and csv files strictly; errors begin with the place, as file:line: field."""
+"""Reads json, jsonl and gz files strictly; errors begin with the place, as file:line: field."""
 
 import codecs
-import csv
 import difflib
 import gzip
 import io
@@ -18,8 +17,6 @@ from ddp_utils import UserError, files
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_BYTES = 8 * 2**30  # of a file after decompression
-csv.field_size_limit(2**31 - 1)  # characters; its 131,072 would refuse long texts
-DELIMITERS = {".csv": ",", ".tsv": "\t"}
 # what would break a line of output in two, or cannot be printed at all
 CONTROL = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
@@ -39,15 +36,13 @@ def resolve(path) -> Path:
 
 
 def read(path, limit=-1, skip=False):
-    """Yield the records of a .jsonl, .json or .csv file, gzipped or not, at most `limit` of them.
+    """Yield the records of a .jsonl or .json file, gzipped or not, at most `limit` of them.
 
     Raises UserError if the file is absent, empty, or has a record that is not one JSON object;
     with `skip` such a line becomes a record whose data is that error.
     """
     raw = content(path)
-    if Path(path).suffix in DELIMITERS:
-        rows = _csv(path, raw)
-    elif raw.lstrip()[:1] == b"[":
+    if raw.lstrip()[:1] == b"[":
         elements = decoded(path, 1, raw)
         rows = [(f"{path}[{index}]", str(index), data) for index, data in enumerate(elements)]
     else:
@@ -61,7 +56,7 @@ def read(path, limit=-1, skip=False):
         record = Record(location, data, row)
         yield record
     if record is None:
-        raise UserError(f"{path}: 0 records; each line holds one")
+        raise UserError(f"{path}: 0 records; each line holds one JSON object")
 
 
 def digest(path) -> str:
@@ -134,21 +129,6 @@ def read_object(path) -> dict:
     if not isinstance(settings, dict):
         raise UserError(f"{path}:1: give an object, {{...}}")
     return settings
-
-
-def _csv(path, raw):
-    """Yield where each row is, its last line, and its fields, all texts; or what is wrong there."""
-    text = io.StringIO(raw.decode(), newline="")
-    rows = csv.DictReader(text, delimiter=DELIMITERS[Path(path).suffix], strict=True)
-    try:
-        for row in rows:
-            location = f"{path}:{rows.line_num}"
-            if None in row or None in row.values():
-                says = f"it has not as many fields as the first line, {len(rows.fieldnames)}"
-                row = UserError(f"{location}: {says}; quote what holds a comma")
-            yield location, str(rows.line_num), row
-    except csv.Error as error:
-        raise UserError(f"{path}:{rows.reader.line_num}: not CSV: {error}") from error
 
 
 EACH = "; each line holds one {...}, or the file one list of them"

@@ -17,7 +17,7 @@ class Config:
     val_data: str = ""  # empty: a tenth of the pairs, whole backbones
     output_dir: str = "outputs/dpo_ddp"  # models, curves, metrics, checkpoints
     base_model_name: str = ""  # a name or a .pt file; empty: v_48_020, the demo's for its data
-    base_model_dir: str = "data/weights"  # python -m dpo_inv.weights fetches into it
+    base_model_dir: str = "data/weights"  # where named models are
     learning_rate: float | None = None  # 3e-7, on the demo's data 2e-4; --lr is the same
     beta: float = 0.1  # how tightly the policy is held to the reference
     batch_size: int = 1  # pairs of one forward and process, of one backbone
@@ -25,9 +25,9 @@ class Config:
     backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"  # by the device
 
     # objective
-    method: Literal[cli.Method, "ddg", "listwise"] = "dpo"  # docs/dpo.md, docs/protein_dpo.md
+    method: Literal[cli.Method, "ddg", "listwise"] = "dpo"  # the loss
     weighting: Literal["none", "margin"] = "none"  # of pairs in the loss: alike, or by their ddG
-    sft_weight: float = 0.0  # of the preferred sequence's negative log-likelihood per residue
+    sft_weight: float = 0.0  # of the NLL per residue of the preferred sequence
     label_smoothing: float | None = None  # cdpo, robust: share of labels that are wrong (0.1)
     lambda_dpop: float | None = None  # dpop, dpopshift: price of a falling log-prob (50)
     lambda_shift: float | None = None  # dposhift, dpopshift: weight of the unpreferred (0.75)

@@ -36,9 +36,7 @@ SHOWN = {  # name -> how it is called on the terminal
 
 @dataclass
 class Config:
-    model_path: str = (
-        "outputs/dpo_ddp/best_model.pt"  # a .pt file, or the name of an official model
-    )
+    model_path: str = "outputs/dpo_ddp/best_model.pt"  # a .pt file, or an official name
     base_model_name: str = "v_48_020"  # what it is compared with
     base_model_dir: str = "data/weights"  # where named models are
     data: str = "data/input/test_data_val.json"  # pairs, or mutations and ddG: docs/protein_dpo.md
@@ -218,12 +216,12 @@ def main(argv=None) -> int:
     print(pairs_.describe("data", report))
     world = distributed.choose_device(distributed.World(), config.backend)
     scores = []
-    found = []
+    of_natives = []
     for path in paths:
         model = mpnn.ProteinMPNN.load(path).to(world.device)
         scores.append(score(model, data, config, world.device))
-        found.append(natives(model, data, config.seed, world))
-    values = {"pairs": len(data), **compare(data, *scores), **gains(*found)}
+        of_natives.append(natives(model, data, config.seed, world))
+    values = {"pairs": len(data), **compare(data, *scores), **gains(*of_natives)}
     print(describe(values))
     if config.output:
         files.write_text(config.output, json.dumps(values, indent=2) + "\n")

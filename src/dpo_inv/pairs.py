@@ -8,6 +8,7 @@ ones first.
 import collections
 import difflib
 import math
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -65,7 +66,9 @@ def read(path, backbones, config, limit=-1) -> tuple[list[Pair], dict]:
     pairs = []
     dropped = collections.defaultdict(list)  # reason -> items
     notes = collections.defaultdict(list)
-    for record in jsonl.read(path, limit, skip):
+    is_table = Path(path).suffix == ".csv"
+    records = stability.table(path, limit) if is_table else jsonl.read(path, limit, skip)
+    for record in records:
         try:
             if isinstance(record.data, UserError):
                 raise record.data

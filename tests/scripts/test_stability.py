@@ -110,6 +110,12 @@ def test_a_bad_mutation_is_one_line(tmp_path):
             read(path)
         message = str(caught.value)
         assert message.startswith(f"{path}:2: ") and says in message and "\n" not in message
+    for row in ([BUNDLE, "A"], [*"abcde"]):
+        with pytest.raises(UserError, match=":2: not as many fields as the first line has"):
+            read(write(tmp_path / "a.csv", [row]))
+    (tmp_path / "a.csv").write_text('pdb,ddG\n"a"b,1\n')
+    with pytest.raises(UserError, match=":2: not CSV: "):
+        read(tmp_path / "a.csv")
     path = write(
         tmp_path / "a.csv",
         [[BUNDLE, "A", mutation(5), 1, 7]],

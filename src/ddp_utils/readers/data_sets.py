@@ -1,22 +1,43 @@
-"""Tables -> records: what the library datasets reads: Parquet, Arrow, the hub."""
+"""Tables -> records: CSV, and what the library datasets reads: Parquet, Arrow, the hub."""
 
+import csv
+import io
 import itertools
 from pathlib import Path
 
 from ddp_utils import UserError, files, jsonl, models
 from ddp_utils.jsonl import Record
 
+csv.field_size_limit(2**31 - 1)  # characters; its 131,072 would refuse long texts
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+
 
 def read(path, limit=-1, skip=True):
     """Yield the records of a table; `skip` as of jsonl.read()."""
-    rows = itertools.islice(_load(path), limit if limit > 0 else None)
-    for number, row in enumerate(rows, start=1):
+    rows = _csv(path) if Path(path).suffix in DELIMITERS else enumerate(_load(path), start=1)
+    for number, row in itertools.islice(rows, limit if limit > 0 else None):
         yield Record(f"{path}:{number}", row, str(number))
 
 
 def digest(path) -> str:
     """Of the content of all that a table is made of."""
+    if Path(path).suffix in DELIMITERS:
+        return jsonl.digest(path)
     return " ".join(files.sha256(Path(part["filename"])) for part in _load(path).cache_files)
+
+
+def _csv(path):
+    """Yield the last line of each row, and its fields, all texts; or what is wrong with it."""
+    text = io.StringIO(jsonl.content(path).decode(), newline="")
+    rows = csv.DictReader(text, delimiter=DELIMITERS[Path(path).suffix], strict=True)
+    try:
+        for row in rows:
+            if None in row or None in row.values():
+                says = f"it has not as many fields as the first line, {len(rows.fieldnames)}"
+                row = UserError(f"{path}:{rows.line_num}: {says}; quote what holds a comma")
+            yield rows.line_num, row
+    except csv.Error as error:
+        raise UserError(f"{path}:{rows.reader.line_num}: not CSV: {error}") from error
 
 
 def _load(path):

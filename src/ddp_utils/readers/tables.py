@@ -1,6 +1,6 @@
 """Data files, and their rows of token ids: made once, and mapped from a file by all.
 
-JSON and CSV are read by jsonl.py, other tables by data_sets.py.
+JSON is read by jsonl.py, tables of other kinds by data_sets.py.
 """
 
 import array
@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from ddp_utils import UserError, files, jsonl, sampler
 
 CODE = [*sorted(Path(__file__).parent.glob("*.py")), Path(jsonl.__file__)]  # what makes the rows
-JSON = (".json", ".jsonl", ".gz", ".txt", ".csv", ".tsv")
-TABLES = (".parquet", ".arrow")
+JSON = (".json", ".jsonl", ".gz", ".txt")
+TABLES = (".parquet", ".csv", ".tsv", ".arrow")
 END, PROMPT, SIZE, LARGEST = range(4)  # columns of Rows.numbers
 
 
