@@ -9,7 +9,6 @@ exactly 0. Whatever the reference makes of the pairs does not count: only what e
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Literal
 
 import numpy as np
@@ -19,7 +18,7 @@ from ddp_utils import cli, distributed, files, sampler
 from ddp_utils.distributed import to_device
 from ddp_utils.metrics import Averages
 from ddp_utils.runs import preemption
-from dpo_inv import batches, inference, mpnn, weights
+from dpo_inv import batches, inference, inference_config, mpnn, weights
 from dpo_inv import pairs as pairs_
 
 DRAWS = 1000  # of the bootstrap
@@ -132,7 +131,7 @@ def gain(name, measure, groups) -> dict:
 
 
 @torch.no_grad()
-def natives(model, pairs, seed, world, orders=4, num_samples=8, temperature=0.1) -> dict:
+def natives(model, pairs, seed, world, orders=4) -> dict:
     """Return means over the backbones of the pairs; each rank takes its share of them.
 
     nll: of the structure's own letters, in nats per residue, over random orders. recovery,
@@ -141,16 +140,18 @@ def natives(model, pairs, seed, world, orders=4, num_samples=8, temperature=0.1)
     one_of_each = list({pair.number: pair for pair in pairs}.values())
     lengths = [len(pair.preferred) for pair in one_of_each]
     averages = Averages(world)
+    options = inference_config.Config(num_samples=8, seed=seed)
     for index, weight in sampler.share(range(len(one_of_each)), lengths, world, budget=1):
         pair = one_of_each[index[0]]
         own = mpnn.encode(pair.backbone.sequence)  # [L]
         designed = pair.backbone.in_design & (pair.backbone.mask > 0) & (own != mpnn.UNKNOWN)
-        task = inference.Task(Path(pair.name), pair.backbone, designed, [], None)
+        bias = inference.bias_of(pair.backbone, options)
+        tied = inference.tied(pair.name, pair.backbone, options)
+        task = inference.Task(Path(pair.name), pair.backbone, designed, bias, tied, [], None)
         letters = torch.from_numpy(own).to(world.device).expand(orders, -1)  # [orders, L]
         encoded = model.encode(*batches.tensors(pair.backbone, world.device))
         order = inference.orders(task, orders, seed).to(world.device)
         logps = model.decode(encoded, letters, order).gather(-1, letters[..., None])[..., 0]
-        options = SimpleNamespace(seed=seed, num_samples=num_samples, temperature=temperature)
         designs, _ = inference.sample(model, task, options, world.device)
         designs = designs.cpu()[:, designed]  # [num_samples, designed]
         differ = designs[:, None] != designs[None]  # [num_samples, num_samples, designed]
@@ -158,7 +159,7 @@ def natives(model, pairs, seed, world, orders=4, num_samples=8, temperature=0.1)
             "nll": -logps[:, designed].mean(),
             "recovery": (designs == torch.from_numpy(own[designed])).float().mean(),
             # without the diagonal, where a design is compared with itself
-            "diversity": differ.float().mean() * num_samples / (num_samples - 1),
+            "diversity": differ.float().mean() * len(designs) / (len(designs) - 1),
         }
         weight = to_device(weight, world.device)
         averages.add({k: v.to(world.device)[None] for k, v in values.items()}, weight)

@@ -5,7 +5,8 @@
         --fixed_chains A --num_samples 10 --temperature 0.1
     python -m dpo_inv.inference --model_path best_model.pt --pdb_file 5L33.pdb --fasta mine.fasta
 
-Writes STEM_sequences.json, STEM_sequences.fasta and all_results.json into output_dir.
+Writes STEM_sequences.json and .fasta, the native sequence first, STEM_probabilities.csv and
+all_results.json into output_dir.
 """
 
 import ddp_utils.runs.preemption as preemption  # before torch, whose import takes seconds
@@ -36,6 +37,8 @@ class Task(NamedTuple):
     file: Path
     structure: structure.Structure
     designed: np.ndarray  # [L] rows whose letters are drawn
+    bias: torch.Tensor  # [L, 21] added to the log-probs, -inf where a letter is not drawn
+    tied: np.ndarray  # [T, C] rows that share a letter; the others alone, C times
     names: list[str]
     letters: torch.Tensor | None  # [S, L]
 
@@ -47,7 +50,65 @@ def read_task(file, config) -> Task:
     )
     designed = pairs.mutable(vars(config), backbone, str(file)) & (backbone.mask > 0)
     names, letters = read_fasta(config.fasta, backbone) if config.fasta else ([], None)
-    return Task(file, backbone, designed, names, letters)
+    bias = bias_of(backbone, config)
+    for row in np.flatnonzero(designed & bias.isinf().all(-1).numpy()):
+        raise UserError(f"{file}: residue {backbone.labels[row]}: every letter is omitted")
+    return Task(file, backbone, designed, bias, tied(file, backbone, config), names, letters)
+
+
+def bias_of(backbone, config) -> torch.Tensor:
+    """Return what is added to the log-probs before a letter is drawn, [L, 21]."""
+    bias = torch.zeros(len(backbone.sequence), len(mpnn.ALPHABET))
+    add_bias(bias, mpnn.ALPHABET[mpnn.UNKNOWN], "X")
+    add_bias(bias, config.omit_AA, "--omit_AA")
+    for text in config.bias_AA:
+        add_bias(bias, dict([text.partition(":")[::2]]), "--bias_AA")
+    rows = {}
+    for row, label in enumerate(backbone.labels):
+        rows[backbone.chains[backbone.chain_encoding[row] - 1] + label] = row
+    for path in filter(None, (config.omit_AA_per_residue, config.bias_AA_per_residue)):
+        try:
+            of_residues = json.loads(jsonl.content(path)).items()
+        except (ValueError, AttributeError) as error:
+            raise UserError(f'{path}: not such as {{"A12": ...}}: {error}') from error
+        for residue, given in of_residues:
+            if residue not in rows:
+                raise UserError(f"{path}: no residue {residue!r:.40}; {[*rows][0]} is the first")
+            add_bias(bias[rows[residue]], given, f"{path}: {residue}")
+    return bias
+
+
+def add_bias(bias, given, location):
+    """Add {letter: number} to columns of [..., 21], or -inf for each letter of a text."""
+    try:
+        for letter in given:
+            value = float(given[letter]) if isinstance(given, dict) else -math.inf
+            if math.isnan(value) or value == math.inf:
+                raise ValueError(f"{letter} has {value}")
+            bias[..., [*mpnn.ALPHABET].index(letter)] += value
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{location}: {given!r:.60}: {error}; give A:0.5, or omit CM") from error
+
+
+def tied(file, backbone, config) -> np.ndarray:
+    """Return rows [T, C] that get one letter: those of one number in the C designed chains.
+
+    Where a row has fewer copies, as one of a fixed chain, it is there several times.
+    """
+    rows = np.arange(len(backbone.sequence))
+    if not config.homo_oligomer:
+        return rows[:, None]
+    copies = {}  # number, or row -> rows
+    for row in rows:
+        is_copy = backbone.observed[row] and backbone.in_design[row]
+        copies.setdefault(backbone.labels[row] if is_copy else int(row), []).append(row)
+    most = max(map(len, copies.values()))
+    for label, same in copies.items():
+        letters = {backbone.sequence[row] for row in same} - {"X"}
+        if most == 1 or len(letters) > 1:
+            problem = f"residue {label} is {' and '.join(sorted(letters))}"
+            raise UserError(f"{file}: {problem}; --homo_oligomer needs --design_chains of copies")
+    return np.stack([np.resize(same, most) for same in copies.values()])
 
 
 def read_fasta(path, backbone):
@@ -66,45 +127,52 @@ def read_fasta(path, backbone):
 
 
 def orders(task, samples, seed):
-    """Return random decoding orders [S, L], what is fixed first."""
+    """Return random decoding orders [S, T, C], what is fixed first."""
     generator = np.random.default_rng(seed_of(seed, task.file.name))
-    draws = generator.random((samples, len(task.designed)))
-    return torch.from_numpy(np.argsort(draws + task.designed, axis=-1))
+    draws = generator.random((samples, len(task.tied)))
+    return torch.from_numpy(task.tied[np.argsort(draws + task.designed[task.tied].any(-1))])
 
 
 @torch.no_grad()
 def sample(model, task, config, device):
-    """Return num_samples sequences [S, L] and the log-probs of their letters [S, L]."""
-    order = orders(task, config.num_samples, config.seed).to(device)
+    """Return S sequences [S, L], num_samples at each temperature, and log-probs [S, L, 21]."""
+    temperatures = torch.tensor(config.temperature).repeat_interleave(config.num_samples)  # [S]
+    order = orders(task, len(temperatures), config.seed).to(device)
     native = torch.from_numpy(mpnn.encode(task.structure.sequence)).to(device)  # [L]
     designed = torch.from_numpy(task.designed).to(device)
+    bias = task.bias.to(device)
+    temperatures = temperatures[:, None].to(device)
     generator = torch.Generator().manual_seed(seed_of(config.seed, task.file.name, "letters"))
 
-    def choose(residues, log_probs):  # [S], [S, 21]
-        scores = log_probs / config.temperature
-        scores[..., mpnn.UNKNOWN] = -math.inf
+    def choose(residues, log_probs):  # [S, C], [S, C, 21]
+        drawn = designed[residues]  # [S, C]
+        times = (residues[..., None] == residues[:, None]).sum(-1)  # [S, C] a row is there
+        weights = (drawn / times)[..., None]
+        # copies have one letter: by the mean of their log-probs, as in the official code
+        scores = torch.where(drawn[..., None], log_probs + bias[residues], 0) * weights
+        scores = scores.sum(1) / weights.sum(1).clamp_min(1e-9)  # [S, 21]
         draw = torch.rand(scores.shape, generator=generator).clamp_min(1e-30).to(device)
-        letters = (scores - torch.log(-torch.log(draw))).argmax(-1)  # Gumbel: a draw of the softmax
-        return torch.where(designed[residues], letters, native[residues])
+        # Gumbel: a draw of the softmax
+        letters = (scores / temperatures - torch.log(-torch.log(draw))).argmax(-1)  # [S]
+        return torch.where(drawn, letters[:, None], native[residues])
 
     encoded = model.encode(*batches.tensors(task.structure, device))
-    letters, log_probs = model.sample(encoded, order, choose)
-    return letters, log_probs.gather(-1, letters[..., None]).squeeze(-1)
+    return model.sample(encoded, order, choose)
 
 
 @torch.no_grad()
 def score(model, task, config, device):
-    """Return the sequences of --fasta [S, L] and their log-probs, each under the same order."""
+    """Return the sequences of --fasta [S, L] and log-probs [S, L, 21], each of the same order."""
     letters = task.letters.to(device)
     order = orders(task, 1, config.seed).to(device)
     encoded = model.encode(*batches.tensors(task.structure, device))
-    log_probs = model.decode(encoded, letters, order)  # [S, L, 21]
-    return letters, log_probs.gather(-1, letters[..., None]).squeeze(-1)
+    return letters, model.decode(encoded, letters, order)
 
 
 def summary(task, letters, log_probs) -> list[dict]:
     """Return text, score (mean negative log-prob), perplexity and recovery of each sequence."""
     native = mpnn.encode(task.structure.sequence)
+    log_probs = log_probs.gather(-1, letters[..., None])[..., 0]  # [S, L]
     entries = []
     for sequence, scores in zip(letters.cpu().numpy(), log_probs.cpu().numpy(), strict=True):
         known = task.designed & (sequence != mpnn.UNKNOWN)
@@ -113,8 +181,6 @@ def summary(task, letters, log_probs) -> list[dict]:
         known &= native != mpnn.UNKNOWN
         entry["recovery"] = float((sequence == native)[known].sum() / max(1, known.sum()))
         entries.append(entry)
-    for entry, name in zip(entries, task.names, strict=False):
-        entry["name"] = name
     return entries
 
 
@@ -133,8 +199,8 @@ def stem_of(file) -> str:
     return re.sub(r"\.(pdb|ent|cif|mmcif)(\.gz)?$", "", file.name, flags=re.I)
 
 
-def write(task, config, entries):
-    """Write STEM_sequences.json and .fasta; return what the former holds."""
+def write(task, config, native, entries, log_probs):
+    """Write STEM_sequences.json and .fasta and the table of probabilities; return the JSON."""
     stem = Path(config.output_dir, stem_of(task.file))
     chains = task.structure.chains
     designed = len(config.design_chains) or 1
@@ -147,16 +213,23 @@ def write(task, config, entries):
         "num_samples": len(entries),
         "temperature": config.temperature,
         "seed": config.seed,
+        "native": native,
         "details": entries,
     }
     files.write_text(f"{stem}_sequences.json", json.dumps(data, indent=2) + "\n")
-    drawn = "" if config.fasta else f"T={config.temperature:g} "
     text = ""
-    for number, entry in enumerate(entries):
-        name = entry.get("name", f"{stem.name}_sample_{number}")
-        text += f">{name} score={entry['score']:.4f} {drawn}seed={config.seed} "
+    for entry in (native, *entries):
+        drawn = f"T={entry['temperature']:g} " if "temperature" in entry else ""
+        text += f">{entry['name']} score={entry['score']:.4f} {drawn}seed={config.seed} "
         text += f"recovery={entry['recovery']:.4f}\n{entry['sequence']}\n"
     files.write_text(f"{stem}_sequences.fasta", text)
+    table = "chain,residue,native," + ",".join(mpnn.ALPHABET[: mpnn.UNKNOWN]) + "\n"
+    means = log_probs.exp().mean(0)[:, : mpnn.UNKNOWN].tolist()  # [L, 20]
+    for row in np.flatnonzero(task.designed):
+        chain = chains[task.structure.chain_encoding[row] - 1]
+        table += f"{chain},{task.structure.labels[row]},{task.structure.sequence[row]},"
+        table += ",".join(f"{value:.6f}" for value in means[row]) + "\n"
+    files.write_text(f"{stem}_probabilities.csv", table)
     return data
 
 
@@ -183,9 +256,18 @@ def main(argv=None) -> int:
 
     results = []
     for task in tasks:
+        native = torch.from_numpy(mpnn.encode(task.structure.sequence))[None]  # [1, L]
+        [native] = summary(task, *score(model, task._replace(letters=native), config, device))
+        native["name"] = f"{stem_of(task.file)}_native"
         letters, log_probs = (score if config.fasta else sample)(model, task, config, device)
         entries = summary(task, letters, log_probs)
-        results.append(write(task, config, entries))
+        for number, entry in enumerate(entries):
+            if config.fasta:
+                entry["name"] = task.names[number]
+            else:
+                entry["name"] = f"{stem_of(task.file)}_sample_{number}"
+                entry["temperature"] = config.temperature[number // config.num_samples]
+        results.append(write(task, config, native, entries, log_probs))
         line = f"{task.file.name}: {len(entries)} sequences"
         for name in ("perplexity", "recovery"):
             line += f", {name} {np.mean([entry[name] for entry in entries]):.3f}"

@@ -22,7 +22,12 @@ class Config:
 
     # what to do with them
     num_samples: int = 10  # sequences for each structure
-    temperature: float = 0.1  # of the letters; the lower, the surer
+    temperature: tuple[float, ...] = (0.1,)  # the lower, the surer; num_samples at each
+    homo_oligomer: bool = False  # the designed chains are copies and get one sequence
+    omit_AA: str = ""  # letters that are not drawn: CM
+    bias_AA: tuple[str, ...] = ()  # A:0.5 G:-1, added to the log-probs of these letters
+    omit_AA_per_residue: str = ""  # a JSON file, chain and number: {"A12": "CM"}
+    bias_AA_per_residue: str = ""  # a JSON file: {"A12": {"A": 0.5, "G": -1}}
     fasta: str = ""  # score these sequences instead of sampling
     output_dir: str = "outputs/inference"  # FASTA and JSON
 
@@ -38,7 +43,8 @@ def read(argv, console=True) -> Config:
     """Return the flags over the defaults; raise UserError for a value out of its range."""
     aliases = {"--no_cuda": "--backend=gloo"}
     config = cli.parse(Config, argv, console=console, aliases=aliases)
-    cli.check_ranges(config, num_samples=cli.ABOVE_0, temperature=cli.ABOVE_0)
+    above_0 = ("above 0", lambda values: min(values, default=0) > 0)
+    cli.check_ranges(config, num_samples=cli.ABOVE_0, temperature=above_0)
     if bool(config.pdb_file) == bool(config.pdb_list):
         raise UserError("--pdb_file: give one structure, or --pdb_list with one path per line")
     return config

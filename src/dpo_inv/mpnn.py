@@ -169,12 +169,15 @@ class ProteinMPNN(nn.Module):
     def decode(self, encoded, sequences, decoding_order):
         """Letters [S, L] on a backbone -> log-probs [S, L, 21] of all letters.
 
-        decoding_order [1 or S, L]: [..., t] is the residue that is decoded at time t. A residue
-        sees the letters of those before it alone.
+        decoding_order [1 or S, L]: [..., t] is the residue that is decoded at time t, or the tied
+        ones, [1 or S, T, C]. A residue sees the letters of those before it alone.
         """
-        ranks = torch.empty_like(decoding_order)
-        times = torch.arange(ranks.shape[-1], device=ranks.device).expand_as(ranks)
-        ranks = ranks.scatter_(-1, decoding_order, times)  # [1 or S, L]
+        together = decoding_order
+        if together.dim() == 2:
+            together = together[..., None]  # [1 or S, T, C]
+        ranks = torch.empty_like(sequences[: len(decoding_order)])
+        times = torch.arange(together.shape[1], device=ranks.device)[:, None].expand_as(together)
+        ranks = ranks.scatter_(-1, together.flatten(1), times.flatten(1))  # [1 or S, L]
         visible = ranks[:, encoded.neighbours] < ranks[..., None]  # [1 or S, L, K]
         # all that can be seen is one table: S * L seen rows, then L unseen ones
         first = torch.arange(0, sequences.numel(), sequences.shape[-1], device=ranks.device)  # [S]
@@ -195,25 +198,26 @@ class ProteinMPNN(nn.Module):
     def sample(self, encoded, decoding_order, choose):
         """S sequences on a backbone, letter by letter -> letters [S, L], log-probs [S, L, 21].
 
-        decoding_order [S, L], as in `decode`. choose(residues [S], log_probs [S, 21]) ->
-        letters [S]: there temperature, forbidden letters and fixed residues have their place.
-        Each of the L steps computes one residue of each sequence and nothing twice: what others
-        will see of it is kept, in place of what they saw before.
+        decoding_order [S, T, C]: at each of T times C tied residues, which do not see one another;
+        all L are there, a single one C times. choose(residues [S, C], log_probs [S, C, 21]) ->
+        letters [S, C]: there temperature, forbidden letters and fixed residues have their place.
+        Nothing is computed twice: what others will see of a residue is kept, in place of what they
+        saw before.
         """
-        samples, length = decoding_order.shape
-        each = torch.arange(samples, device=decoding_order.device)  # [S]
-        sequences = torch.zeros_like(decoding_order)
+        samples, length = len(decoding_order), len(encoded.nodes)
+        each = torch.arange(samples, device=decoding_order.device)[:, None]  # [S, 1]
+        sequences = decoding_order.new_zeros(samples, length)
         log_probs = encoded.nodes.new_zeros(samples, length, len(ALPHABET))
         tables = [layer.unseen(encoded.nodes) for layer in self.decoder_layers]  # [L, H]
         tables = [table.repeat(samples, 1, 1) for table in tables]  # [S, L, H]
-        for residues in decoding_order.unbind(-1):  # [S]
-            around = encoded.neighbours[residues]  # [S, K]
+        for residues in decoding_order.unbind(1):  # [S, C]
+            around = encoded.neighbours[residues]  # [S, C, K]
             valid = encoded.valid[residues]
             mask = encoded.mask[residues]
-            nodes = [encoded.nodes[residues]]  # [S, H], then each layer's
-            edges = encoded.edges[residues]  # [S, K, H]
+            nodes = [encoded.nodes[residues]]  # [S, C, H], then each layer's
+            edges = encoded.edges[residues]  # [S, C, K, H]
             for layer, table in zip(self.decoder_layers, tables, strict=True):
-                first = table[each[:, None], around]
+                first = table[each[..., None], around]
                 first = first + functional.linear(edges, layer.split()[1])
                 first = first + layer.own(nodes[-1])[..., None, :]
                 summed = functional.gelu(layer.W2(functional.gelu(first))) * valid[..., None]

@@ -170,7 +170,7 @@ def test_sampling_has_the_official_probabilities(config, temperature):
         return log_probs.softmax(-1)
 
     encoded = model.encode(*batched("complex", *BACKBONE))
-    sequences, found = model.sample(encoded, order[None], choose)
+    sequences, found = model.sample(encoded, order[None, :, None], choose)
     forced = model.decode(encoded, letters[None], order[None])
     assert (sequences[0] == letters).all()
     for log_probs in (found, forced):
@@ -181,13 +181,15 @@ def test_sampling_has_the_official_probabilities(config, temperature):
 def test_the_program_draws_as_often_as_the_official_probabilities_say(temperature, monkeypatch):
     """The first letter of a design, whose context is the fixed chain alone: 4000 draws of it."""
     flags = {"design_chains": ("B",), "fixed_chains": ("A",), "num_samples": 4000}
-    config = inference_config.Config(**flags, temperature=float(temperature))
+    config = inference_config.Config(**flags, temperature=(float(temperature),))
     task = inference.read_task(ROOT / "data/input/structures/bundle_03.pdb", config)
     fixed = ~torch.from_numpy(task.designed)
     for order in inference.orders(task, 9, seed=0):
-        assert fixed[order].tolist() == sorted(fixed.tolist(), reverse=True)  # they come first
+        assert fixed[order[:, 0]].tolist() == sorted(
+            fixed.tolist(), reverse=True
+        )  # they come first
     [order, native] = batched("complex", "order_rand", "S")
-    monkeypatch.setattr(inference, "orders", lambda *_: order.expand(4000, -1))
+    monkeypatch.setattr(inference, "orders", lambda *_: order[:, None].expand(4000, -1, -1))
     letters, _ = inference.sample(model_of("small", 0), task, config, "cpu")
     assert (letters[:, fixed] == native[fixed]).all()
     first = order[fixed.sum()]

@@ -67,7 +67,7 @@ def test_the_files_are_what_the_script_makes(make, tmp_path):
 
 def test_the_model_half_knows_the_rule():
     """On a validation bundle: how many of the letters that are drawn at 0.5 follow it."""
-    config = inference_config.Config(temperature=0.5, num_samples=20)
+    config = inference_config.Config(temperature=(0.5,), num_samples=20)
     task = inference.read_task(INPUT / "structures/bundle_09.pdb", config)
     letters, _ = inference.sample(mpnn.ProteinMPNN.load(MODEL), task, config, "cpu")
     core, surface = (np.isin(letters, mpnn.encode(kind)) for kind in (CORE, SURFACE))

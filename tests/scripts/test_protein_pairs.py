@@ -57,7 +57,8 @@ def test_score_and_recovery_are_of_the_designed_residues():
     task = inference.read_task(INPUT / SINGLE["pdb_file"], config)
     letters = torch.from_numpy(mpnn.encode(task.structure.sequence))[None]
     letters[0, 0] = (letters[0, 0] + 1) % 20
-    [entry] = inference.summary(task, letters, -torch.arange(1.0, letters.numel() + 1)[None])
+    scores = -torch.arange(1.0, letters.numel() + 1)[None, :, None].expand(1, -1, 21)
+    [entry] = inference.summary(task, letters, scores)
     assert (entry["score"], entry["recovery"]) == (2, 0.5)  # of 1 and 3 nats
 
 
@@ -185,7 +186,7 @@ def test_a_fixed_chain_is_copied_and_x_is_never_drawn(tmp_path):
 @torch.no_grad()
 def test_a_letter_is_drawn_last_from_the_softmax_at_its_temperature():
     """One residue is designed: it sees all others, whatever the order; a chi-square test."""
-    config = inference_config.Config(num_samples=600, temperature=2.0, mutable_positions=(5,))
+    config = inference_config.Config(num_samples=600, temperature=(2.0,), mutable_positions=(5,))
     task = inference.read_task(INPUT / SINGLE["pdb_file"], config)
     model = mpnn.ProteinMPNN.load(MODEL)
     letters, log_probs = inference.sample(model, task, config, "cpu")
@@ -195,7 +196,7 @@ def test_a_letter_is_drawn_last_from_the_softmax_at_its_temperature():
     scores = model.decode(encoded, native[None], order[None])[0, 5].double()  # [21]
     drawn = letters[:, 5]
     assert (letters == native).sum() == letters.numel() - (drawn != native[5]).sum()
-    torch.testing.assert_close(log_probs[:, 5].double(), scores[drawn], atol=1e-4, rtol=0)
+    torch.testing.assert_close(log_probs[0, 5].double(), scores, atol=1e-4, rtol=0)
     wanted = (scores[:20] / 2).softmax(-1)  # no X
     counts = torch.bincount(drawn, minlength=20).double()
     chi_square = ((counts - 600 * wanted) ** 2 / (600 * wanted)).sum()
@@ -209,9 +210,9 @@ def test_scores_of_sampled_sequences_are_read_back(tmp_path):
     (fasta,) = (tmp_path / "a").glob("*.fasta")
     inference.main([*flags, "--fasta", str(fasta), "--output_dir", str(tmp_path / "b")])
     found = [json.loads((tmp_path / x / "all_results.json").read_text())[0] for x in "ab"]
-    assert found[0]["sequences"] == found[1]["sequences"]
+    assert found[0]["sequences"] == found[1]["sequences"][1:]  # the native one is the first
     a, b = ([entry["recovery"] for entry in one["details"]] for one in found)
-    assert a == b
+    assert [1.0, *a] == b
     names = [line[1:] for line in fasta.read_text().splitlines() if line.startswith(">")]
     assert [entry["name"] for entry in found[1]["details"]] == names
     fasta.write_text("ACD\n")

@@ -70,4 +70,4 @@ def _flag(name, hint, value) -> str:
     if value in (None, "", ()):
         kind = KINDS[choices[0] if choices else hint]
         return f"--{name} {kind}{' ...' if value == () else ''}"
-    return f"--{name} {shlex.quote(str(value))}"
+    return f"--{name} {shlex.join(map(str, value if isinstance(value, tuple) else [value]))}"

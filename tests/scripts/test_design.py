@@ -1,0 +1,196 @@
+"""What dpo_inv.inference draws letters from: omitted, biased and tied ones; what it writes."""
+
+import csv
+import json
+import shutil
+
+import gemmi
+import numpy as np
+import pytest
+import torch
+
+from conftest import ROOT
+from ddp_utils import UserError
+from dpo_inv import batches, inference, inference_config, mpnn
+
+MODEL = ROOT / "data/demo/protein_model.pt"
+BUNDLE = ROOT / "data/input/structures/bundle_00.pdb"
+FREEDOM_LIMIT = 1e-3  # how unlikely a chi-square of correct draws may be
+
+
+def copies(file, *lacking):
+    """Write the bundle's chain several times, 12 Angstrom apart, each without its last residues."""
+    structure = gemmi.read_structure(str(BUNDLE))
+    chain = structure[0][0].clone()
+    del structure[0][0]
+    for number, count in enumerate(lacking):
+        copy = chain.clone()
+        copy.name = "ABC"[number]
+        for residue in copy:
+            for atom in residue:
+                atom.pos += gemmi.Position(12 * number, 0, 0)
+        for _ in range(count):
+            del copy[len(copy) - 1]
+        structure[0].add_chain(copy)
+    structure.write_pdb(str(file))
+    return file
+
+
+@pytest.fixture(scope="module")
+def dimer(tmp_path_factory):
+    return copies(tmp_path_factory.mktemp("dimer") / "dimer.pdb", 0, 1)
+
+
+def assert_drawn_from(letters, log_probs):
+    """Letters [N] fit a distribution [20]: a chi-square test on those that can be expected."""
+    wanted = len(letters) * log_probs.double().softmax(-1)
+    counts = torch.bincount(letters, minlength=20).double()
+    assert (counts[wanted == 0] == 0).all()
+    counts, wanted = counts[wanted > 0], wanted[wanted > 0]
+    chi_square = ((counts - wanted) ** 2 / wanted).sum()
+    freedom = torch.tensor((len(wanted) - 1) / 2, dtype=torch.float64)
+    assert torch.special.gammaincc(freedom, chi_square / 2) > FREEDOM_LIMIT
+
+
+def last(model, task, *rows):
+    """Log-probs [20] of a residue that sees all the others, but for those behind it in `rows`."""
+    native = torch.from_numpy(mpnn.encode(task.structure.sequence))
+    order = [row for row in range(len(native)) if row not in rows] + [*rows]
+    encoded = model.encode(*batches.tensors(task.structure, "cpu"))
+    with torch.no_grad():
+        return model.decode(encoded, native[None], torch.tensor(order)[None])[0, rows[0], :20]
+
+
+def test_omitted_letters_are_never_drawn_and_biases_are_added(tmp_path):
+    """At residue 6, the only one that is designed: softmax((log-probs + biases) / T)."""
+    omitted, biases = tmp_path / "omit.json", tmp_path / "bias.json"
+    omitted.write_text('{"A6": "DE", "A7": "K"}')
+    biases.write_text('{"A6": {"L": 1.5, "W": -0.5}, "A9": {"G": 9}}')
+    config = inference_config.Config(
+        num_samples=800,
+        temperature=(2.0,),
+        mutable_positions=(5,),
+        omit_AA="CM",
+        bias_AA=("L:-0.25", "A:1"),
+        omit_AA_per_residue=str(omitted),
+        bias_AA_per_residue=str(biases),
+    )
+    task = inference.read_task(BUNDLE, config)
+    model = mpnn.ProteinMPNN.load(MODEL)
+    letters, _ = inference.sample(model, task, config, "cpu")
+    scores = last(model, task, 5)
+    expected = {"L": 1.25, "W": -0.5, "A": 1.0} | dict.fromkeys("CMDE", -torch.inf)
+    for letter, value in expected.items():
+        scores[mpnn.ALPHABET.index(letter)] += value
+    assert_drawn_from(letters[:, 5], scores / 2)
+
+
+def test_copies_get_one_letter_from_the_mean_of_their_log_probs(dimer):
+    """Of the two copies of residue 6, neither sees the other's letter."""
+    options = {"design_chains": ("A", "B"), "homo_oligomer": True}
+    config = inference_config.Config(num_samples=2, **options)
+    length = len(inference.read_task(dimer, config).structure.sequence) // 2 + 1  # of chain A
+    config = inference_config.Config(
+        num_samples=800, temperature=(2.0,), mutable_positions=(5, length + 5), **options
+    )
+    task = inference.read_task(dimer, config)
+    model = mpnn.ProteinMPNN.load(MODEL)
+    letters, found = inference.sample(model, task, config, "cpu")
+    assert (letters[:, 5] == letters[:, length + 5]).all()
+    first = last(model, task, 5, length + 5)
+    second = last(model, task, length + 5, 5)
+    assert (first - second).abs().max() > 1e-3  # they differ, or the mean could not be told
+    torch.testing.assert_close(found[0, 5, :20], first, atol=1e-4, rtol=0)
+    assert_drawn_from(letters[:, 5], (first + second) / 2 / 2)
+
+
+def test_each_copy_counts_once_in_the_mean(tmp_path):
+    """Of three, one or two of which lack the last residues; drawn at a temperature near 0."""
+    options = {"design_chains": ("A", "B", "C"), "homo_oligomer": True}
+    config = inference_config.Config(num_samples=1, temperature=(1e-6,), **options)
+    task = inference.read_task(copies(tmp_path / "trimer.pdb", 0, 1, 2), config)
+    tables = torch.randn(20, len(task.designed), 21, generator=torch.Generator().manual_seed(0))
+    steps = []
+
+    class Model:
+        def encode(self, *_):
+            pass
+
+        def sample(self, _encoded, order, choose):
+            for residues in order.unbind(1):
+                for table in tables:
+                    letters = choose(residues, table[residues])[0].tolist()
+                    steps.append((residues[0].tolist(), table, letters))
+
+    inference.sample(Model(), task, config, "cpu")
+    assert {len({*rows}) for rows, *_ in steps} == {1, 2, 3}
+    for rows, table, letters in steps:
+        wanted = table[[*{*rows}], :20].mean(0).argmax()
+        assert letters == [wanted] * 3
+
+
+def test_all_residues_tied_decode_gives_what_was_sampled(dimer):
+    config = inference_config.Config(
+        num_samples=3, temperature=(0.5, 2.0), design_chains=("A", "B"), homo_oligomer=True
+    )
+    task = inference.read_task(dimer, config)
+    model = mpnn.ProteinMPNN.load(MODEL)
+    letters, found = inference.sample(model, task, config, "cpu")
+    length = len(task.structure.sequence) // 2 + 1
+    assert letters.shape == (6, 2 * length - 1)
+    assert (letters[:, : length - 1] == letters[:, length:]).all()
+    order = inference.orders(task, 6, config.seed)
+    assert order.shape == (6, length, 2)
+    encoded = model.encode(*batches.tensors(task.structure, "cpu"))
+    with torch.no_grad():
+        forced = model.decode(encoded, letters, order)
+    torch.testing.assert_close(found, forced, atol=1e-4, rtol=0)
+
+
+def test_what_is_written_names_temperatures_the_native_and_each_probability(tmp_path):
+    flags = ["--model_path", str(MODEL), "--pdb_file", str(BUNDLE), "--mutable_positions", "5"]
+    flags += ["--temperature", "0.5", "2", "--num_samples", "3", "--output_dir", str(tmp_path)]
+    assert inference.main(flags) == 0
+    heads = [
+        x for x in (tmp_path / "bundle_00_sequences.fasta").read_text().split("\n") if "=" in x
+    ]
+    assert heads[0].startswith(">bundle_00_native score=") and "T=" not in heads[0]
+    assert heads[0].endswith("recovery=1.0000")
+    assert [head.split("T=")[1].split()[0] for head in heads[1:]] == ["0.5"] * 3 + ["2"] * 3
+    (result,) = json.loads((tmp_path / "all_results.json").read_text())
+    assert [entry["temperature"] for entry in result["details"]] == [0.5] * 3 + [2.0] * 3
+    config = inference_config.Config(mutable_positions=(5,))
+    task = inference.read_task(BUNDLE, config)
+    expected = last(mpnn.ProteinMPNN.load(MODEL), task, 5)
+    assert result["native"]["score"] == pytest.approx(
+        -expected[mpnn.ALPHABET.index(task.structure.sequence[5])].item(), abs=1e-4
+    )
+    (row,) = csv.DictReader((tmp_path / "bundle_00_probabilities.csv").open())
+    assert (row["chain"], row["residue"], row["native"]) == ("A", "6", task.structure.sequence[5])
+    written = [float(row[letter]) for letter in mpnn.ALPHABET[:20]]
+    np.testing.assert_allclose(written, expected.exp().numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--omit_AA", "CZ"], "--omit_AA: 'CZ': 'Z' is not in list"),
+        (["--bias_AA", "A"], "--bias_AA: {'A': ''}: could not convert"),
+        (["--bias_AA", "AC:1"], "--bias_AA: {'AC': '1'}"),
+        (["--bias_AA", "A:nan"], "A has nan"),
+        (["--omit_AA", mpnn.ALPHABET[:20]], "residue 1: every letter is omitted"),
+        (["--bias_AA_per_residue", "FILE"], "FILE: no residue 'B6'; A1 is the first"),
+        (["--omit_AA_per_residue", "LIST"], "LIST: not such as"),
+        (["--homo_oligomer"], "--homo_oligomer needs --design_chains of copies"),
+    ],
+)
+def test_a_mistake_costs_one_line(flags, problem, tmp_path, monkeypatch):
+    shutil.copy(BUNDLE, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FILE").write_text('{"B6": {"A": 1}}')
+    (tmp_path / "LIST").write_text("[1]")
+    with pytest.raises(UserError) as caught:
+        inference.main(["--model_path", str(MODEL), "--pdb_file", "bundle_00.pdb", *flags])
+    message = str(caught.value)
+    assert problem in message and message.splitlines() == [message]
+    assert not (tmp_path / "outputs").exists()
