@@ -18,7 +18,7 @@ TOGETHER = 8  # a number of its own: the order must not hang on batch_size or wo
 
 
 def orders(pair, kind, count, seed) -> np.ndarray:
-    """Return decoding orders [count, L], the same in all epochs; order[t] is decoded at time t.
+    """Return decoding orders [count, T, C], the same in all epochs; order[t] comes at time t.
 
     Context first, designed positions last; `mutated_last` ends with the positions that differ.
     They depend on backbone and seed alone, so that pairs of one backbone share them.
@@ -26,12 +26,14 @@ def orders(pair, kind, count, seed) -> np.ndarray:
     last = pair.designed.astype(int)
     if kind == "mutated_last":
         last = last + pair.mutated
+    tied = pair.backbone.tied
+    last = last[tied].max(-1)  # [T]
     if kind == "sequential":
-        return np.argsort(last, kind="stable")[None]
+        return tied[None, np.argsort(last, kind="stable")]
     drawn = []
     for number in range(count):
         ties = np.random.default_rng(seed_of(seed, pair.name, number)).random(len(last))
-        drawn.append(np.lexsort((ties, last)))
+        drawn.append(tied[np.lexsort((ties, last))])
     return np.stack(drawn)
 
 
@@ -90,8 +92,10 @@ class Batch(NamedTuple):
     structure: list  # coords [L, 4, 3], mask, residue_idx, chain_encoding [L]
     letters: torch.Tensor  # [S, L]: all preferred ones, then all unpreferred
     sequences: torch.Tensor  # [S, L] what is decoded, or [S / 2, L]: that of both halves
-    orders: torch.Tensor  # [S or S / 2, L]
-    targets: torch.Tensor  # [B, L] the positions that are summed
+    orders: torch.Tensor  # [S or S / 2, T, C]
+    tied: torch.Tensor  # [T, C] rows that share a letter
+    shares: torch.Tensor  # [L] of Structure.shares
+    targets: torch.Tensor  # [B, T] the letters whose log-probs are summed
     margins: torch.Tensor  # [B] kcal/mol
     signs: torch.Tensor  # [B] of Pair.sign
 
@@ -104,17 +108,21 @@ def tensors(backbone, device):
 def collate(pairs, config, device) -> Batch:
     """Return pairs of one backbone as one batch."""
     options = (config.decoding_order, config.num_orders, config.seed)
-    drawn = np.concatenate([orders(pair, *options) for pair in pairs])  # [S / 2, L]
+    drawn = np.concatenate([orders(pair, *options) for pair in pairs])  # [S / 2, T, C]
     letters = np.stack([p.preferred for p in pairs] + [p.unpreferred for p in pairs])  # [2 * B, L]
     letters = letters.repeat(len(drawn) // len(pairs), axis=0)  # [S, L]
     # nobody sees the last letter: where only that one differs, one decoding is that of both
+    tied = pairs[0].backbone.tied
     is_last = config.decoding_order == "mutated_last"
-    halves = 1 if is_last and all(pair.mutated.sum() == 1 for pair in pairs) else 2
+    is_last = is_last and all(pair.mutated[tied].any(-1).sum() == 1 for pair in pairs)
+    halves = 1 if is_last else 2
     return Batch(
         structure=tensors(pairs[0].backbone, device),
         letters=to_device(letters, device),
         sequences=to_device(letters[: halves * len(drawn)], device),
         orders=to_device(np.concatenate([drawn] * halves), device),
+        tied=to_device(tied, device),
+        shares=to_device(pairs[0].backbone.shares, device),
         targets=to_device(np.stack([pair.targets for pair in pairs]), device),
         margins=to_device([pair.margin for pair in pairs], device),
         signs=to_device([pair.sign for pair in pairs], device),
@@ -136,11 +144,14 @@ class Scorer(nn.Module):
         encoded = self.model.encode(*batch.structure)  # once for all sequences
         scores = self.model.decode(encoded, batch.sequences, batch.orders)
         scores = scores.repeat(len(batch.letters) // len(scores), 1, 1)  # [S, L, 21]
-        if self.temperature != 1:
+        if batch.tied.shape[1] > 1:  # a letter of copies: the softmax of the mean of log-probs
+            scores = (scores * batch.shares[:, None])[:, batch.tied].sum(2)  # [S, T, 21]
+        if self.temperature != 1 or batch.tied.shape[1] > 1:
             scores = (scores / self.temperature).log_softmax(-1)
-        picked = scores.gather(-1, batch.letters[..., None]).squeeze(-1)  # [S, L]
+        letters = batch.letters[:, batch.tied[:, 0], None]  # [S, T, 1]
+        picked = scores.gather(-1, letters).squeeze(-1)  # [S, T]
         count = len(batch.targets)
-        picked = picked.view(2, count, -1, picked.shape[-1])  # [2, B, M, L]
+        picked = picked.view(2, count, -1, picked.shape[-1])  # [2, B, M, T]
         sums = (picked * batch.targets[:, None]).sum(-1).mean(-1)  # [2, B]
         return sums[0], sums[1]
 
@@ -150,4 +161,7 @@ class Scorer(nn.Module):
         ones = torch.ones(4, device=device)
         letters = torch.arange(4, device=device).expand(2, 4)
         structure = [coords, ones, letters[0], ones.long()]
-        return Batch(structure, letters, letters, letters, ones.bool()[None], ones[:1], ones[:1])
+        tied = letters[0, :, None], ones
+        return Batch(
+            structure, letters, letters, letters, *tied, ones.bool()[None], ones[:1], ones[:1]
+        )

@@ -39,6 +39,7 @@ class Config:
 
     # data
     altloc: Literal["first", "occupancy"] = "first"  # which of a residue's alternative conformers
+    homo_oligomer: bool = False  # the designed chains are copies and get one sequence
     numbering: Literal["pdb", "sequence"] = "pdb"  # of mutations: the file's, or from 1
     stable_ddg: Literal["negative", "positive"] = "negative"  # the sign of a stabilising ddG
     max_length: int = 500  # residues with context; longer items are dropped and counted

@@ -41,6 +41,7 @@ class Config:
     data: str = "data/input/test_data_val.json"  # pairs, or mutations and ddG: docs/protein_dpo.md
     decoding_order: Literal["random", "sequential", "mutated_last"] = "mutated_last"  # of residues
     num_orders: int = 1  # random orders of a pair; its log-probs are averaged over them
+    homo_oligomer: bool = False  # the designed chains are copies and get one sequence
     numbering: Literal["pdb", "sequence"] = "pdb"  # of mutations: the file's, or from 1
     stable_ddg: Literal["negative", "positive"] = "negative"  # the sign of a stabilising ddG
     altloc: Literal["first", "occupancy"] = "first"  # which of a residue's alternative conformers
@@ -146,8 +147,7 @@ def natives(model, pairs, seed, world, orders=4) -> dict:
         own = mpnn.encode(pair.backbone.sequence)  # [L]
         designed = pair.backbone.in_design & (pair.backbone.mask > 0) & (own != mpnn.UNKNOWN)
         bias = inference.bias_of(pair.backbone, options)
-        tied = inference.tied(pair.name, pair.backbone, options)
-        task = inference.Task(Path(pair.name), pair.backbone, designed, bias, tied, [], None)
+        task = inference.Task(Path(pair.name), pair.backbone, designed, bias, [], None)
         letters = torch.from_numpy(own).to(world.device).expand(orders, -1)  # [orders, L]
         encoded = model.encode(*batches.tensors(pair.backbone, world.device))
         order = inference.orders(task, orders, seed).to(world.device)

@@ -38,22 +38,20 @@ class Task(NamedTuple):
     structure: structure.Structure
     designed: np.ndarray  # [L] rows whose letters are drawn
     bias: torch.Tensor  # [L, 21] added to the log-probs, -inf where a letter is not drawn
-    tied: np.ndarray  # [T, C] rows that share a letter; the others alone, C times
     names: list[str]
     letters: torch.Tensor | None  # [S, L]
 
 
 def read_task(file, config) -> Task:
     """Read and check a structure against the flags; UserError with what to mend."""
-    backbone = structure.read(
-        file, *pairs.chains_of(vars(config), "--design_chains"), altloc=config.altloc
-    )
+    chains = pairs.chains_of(vars(config), "--design_chains")
+    backbone = structure.read(file, *chains, config.altloc, config.homo_oligomer)
     designed = pairs.mutable(vars(config), backbone, str(file)) & (backbone.mask > 0)
     names, letters = read_fasta(config.fasta, backbone) if config.fasta else ([], None)
     bias = bias_of(backbone, config)
     for row in np.flatnonzero(designed & bias.isinf().all(-1).numpy()):
         raise UserError(f"{file}: residue {backbone.labels[row]}: every letter is omitted")
-    return Task(file, backbone, designed, bias, tied(file, backbone, config), names, letters)
+    return Task(file, backbone, designed, bias, names, letters)
 
 
 def bias_of(backbone, config) -> torch.Tensor:
@@ -90,27 +88,6 @@ def add_bias(bias, given, location):
         raise UserError(f"{location}: {given!r:.60}: {error}; give A:0.5, or omit CM") from error
 
 
-def tied(file, backbone, config) -> np.ndarray:
-    """Return rows [T, C] that get one letter: those of one number in the C designed chains.
-
-    Where a row has fewer copies, as one of a fixed chain, it is there several times.
-    """
-    rows = np.arange(len(backbone.sequence))
-    if not config.homo_oligomer:
-        return rows[:, None]
-    copies = {}  # number, or row -> rows
-    for row in rows:
-        is_copy = backbone.observed[row] and backbone.in_design[row]
-        copies.setdefault(backbone.labels[row] if is_copy else int(row), []).append(row)
-    most = max(map(len, copies.values()))
-    for label, same in copies.items():
-        letters = {backbone.sequence[row] for row in same} - {"X"}
-        if most == 1 or len(letters) > 1:
-            problem = f"residue {label} is {' and '.join(sorted(letters))}"
-            raise UserError(f"{file}: {problem}; --homo_oligomer needs --design_chains of copies")
-    return np.stack([np.resize(same, most) for same in copies.values()])
-
-
 def read_fasta(path, backbone):
     """Return names, and sequences [S, L]: designed chains, then the context's own letters."""
     head, *entries = f"\n{jsonl.content(path).decode()}".split("\n>")
@@ -129,8 +106,9 @@ def read_fasta(path, backbone):
 def orders(task, samples, seed):
     """Return random decoding orders [S, T, C], what is fixed first."""
     generator = np.random.default_rng(seed_of(seed, task.file.name))
-    draws = generator.random((samples, len(task.tied)))
-    return torch.from_numpy(task.tied[np.argsort(draws + task.designed[task.tied].any(-1))])
+    tied = task.structure.tied
+    draws = generator.random((samples, len(tied)))
+    return torch.from_numpy(tied[np.argsort(draws + task.designed[tied].any(-1))])
 
 
 @torch.no_grad()
@@ -141,16 +119,15 @@ def sample(model, task, config, device):
     native = torch.from_numpy(mpnn.encode(task.structure.sequence)).to(device)  # [L]
     designed = torch.from_numpy(task.designed).to(device)
     bias = task.bias.to(device)
+    shares = torch.from_numpy(task.structure.shares)[:, None].to(device)  # [L, 1]
     temperatures = temperatures[:, None].to(device)
     generator = torch.Generator().manual_seed(seed_of(config.seed, task.file.name, "letters"))
 
     def choose(residues, log_probs):  # [S, C], [S, C, 21]
         drawn = designed[residues]  # [S, C]
-        times = (residues[..., None] == residues[:, None]).sum(-1)  # [S, C] a row is there
-        weights = (drawn / times)[..., None]
         # copies have one letter: by the mean of their log-probs, as in the official code
-        scores = torch.where(drawn[..., None], log_probs + bias[residues], 0) * weights
-        scores = scores.sum(1) / weights.sum(1).clamp_min(1e-9)  # [S, 21]
+        scores = torch.where(drawn[..., None], log_probs + bias[residues], 0)
+        scores = (scores * shares[residues]).sum(1)  # [S, 21]
         draw = torch.rand(scores.shape, generator=generator).clamp_min(1e-30).to(device)
         # Gumbel: a draw of the softmax
         letters = (scores / temperatures - torch.log(-torch.log(draw))).argmax(-1)  # [S]

@@ -34,7 +34,7 @@ class Pair(NamedTuple):
     preferred: np.ndarray  # [L] letters, of the context too
     unpreferred: np.ndarray  # [L]
     designed: np.ndarray  # [L] decoded last; the letters elsewhere are context
-    targets: np.ndarray  # [L] designed and known in both: these log-probs are summed
+    targets: np.ndarray  # [T] designed and known in both: these log-probs are summed
     margin: np.float64  # kcal/mol by which the preferred is the more stable one; NaN: not measured
 
     @property
@@ -102,7 +102,8 @@ def _pair(record, source, backbones, config, notes):
     key = (str(file), *chains_of(record.data, record.location))
     if key not in backbones:
         try:
-            backbones[key] = (len(backbones), structure.read(*key, altloc=config.altloc))
+            backbone = structure.read(*key, config.altloc, config.homo_oligomer)
+            backbones[key] = (len(backbones), backbone)
         except UserError as error:
             raise UserError(f"{record.location}: {error}") from error
     number, backbone = backbones[key]
@@ -128,21 +129,18 @@ def _pair(record, source, backbones, config, notes):
             "not mutable; add it to mutable_positions, or give the same letter in both"
         )
     designed &= backbone.mask > 0
-    targets = designed & (preferred != UNKNOWN) & (unpreferred != UNKNOWN)
-    if not (targets & (preferred != unpreferred)).any():
+    first = backbone.tied[:, 0]
+    for letters in (preferred, unpreferred):
+        if (letters[backbone.tied] != letters[first, None]).any():
+            raise UserError(f"{record.location}: the copies of --homo_oligomer are not alike")
+    targets = designed[backbone.tied].any(-1)
+    targets &= (preferred[first] != UNKNOWN) & (unpreferred[first] != UNKNOWN)
+    if not (targets & (preferred != unpreferred)[first]).any():
         raise Unusable("the same sequence twice")
     name = " ".join([file.name, *backbone.chains])
-    letters = preferred, unpreferred
-    return Pair(
-        record.location,
-        name,
-        number,
-        backbone,
-        *letters,
-        designed,
-        targets,
-        np.float64(abs(margin)),
-    )
+    backbone_of = record.location, name, number, backbone
+    masks = designed, targets
+    return Pair(*backbone_of, preferred, unpreferred, *masks, np.float64(abs(margin)))
 
 
 def chains_of(settings, location):
@@ -224,6 +222,7 @@ def mutable(settings, backbone, location):
                     f"{location}: mutable {first} to {last}; there are 0 to {count - 1}"
                 )
             mask[first : last + 1] = True
+        mask[backbone.tied] = mask[backbone.tied].any(-1, keepdims=True)  # of one copy, of all
     except (AttributeError, TypeError, ValueError) as error:
         problem = "mutable_positions are numbers, mutable_ranges pairs of them (6-17)"
         raise UserError(f"{location}: {problem}; {error}") from error

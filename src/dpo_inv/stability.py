@@ -63,6 +63,7 @@ def mutant(record, backbone, numbering):
     """
     letters = encode(backbone.sequence)
     rows = np.flatnonzero(backbone.observed & backbone.in_design)
+    rows = np.intersect1d(rows, backbone.tied[:, 0])  # one of each group of copies
     labels = [backbone.labels[row] for row in rows]
     if numbering == "sequence":
         labels = [str(place) for place in range(1, len(rows) + 1)]
@@ -79,7 +80,7 @@ def mutant(record, backbone, numbering):
         if backbone.sequence[row] != match[1]:
             problem = f"residue {label} is {backbone.sequence[row]}; --numbering is {numbering}"
             raise UserError(f"{where}: {problem}")
-        letters[row] = ALPHABET.index(match[4])
+        letters[backbone.tied[backbone.tied[:, 0] == row]] = ALPHABET.index(match[4])
     return letters
 
 

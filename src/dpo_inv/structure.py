@@ -37,12 +37,23 @@ class Structure(NamedTuple):
     in_design: np.ndarray  # [L] bool: rows of the chains to design, the first ones
     numbering: np.ndarray  # [L] int64: place in a sequence with letters for skipped numbers, too
     labels: tuple[str, ...]  # [L] the file's numbers with insertion codes, "52A"; "" in a gap
+    tied: np.ndarray  # [T, C] int64: rows that share a letter; without homo_oligomer C is 1
+
+    @property
+    def shares(self):
+        """What a row's log-probs count in the mean over the rows that it is tied to, [L]."""
+        weights = self.mask / np.bincount(self.tied.ravel())  # a row may be there several times
+        copies = weights[self.tied].sum(-1, keepdims=True)  # [T, 1]
+        shares = np.empty_like(self.mask)
+        shares[self.tied] = weights[self.tied] / np.maximum(1, copies)
+        return shares
 
 
-def read(path, design=(), fixed=(), altloc="first") -> Structure:
+def read(path, design=(), fixed=(), altloc="first", homo_oligomer=False) -> Structure:
     """Return the backbone of these chains in this order; by default of the first one by name.
 
-    Raises UserError if the file is no structure, or lacks a chain.
+    homo_oligomer: the designed chains are copies, their residues of one number share a letter.
+    Raises UserError if the file is no structure, lacks a chain, or the chains are no copies.
     """
     residues_of = _read_chains(path, altloc)
     chains = (*design, *fixed) or (min(residues_of),)
@@ -81,7 +92,7 @@ def read(path, design=(), fixed=(), altloc="first") -> Structure:
     mask = np.isfinite(coords).all((1, 2))
     if not mask.any():
         raise UserError(f"{path}: no residue has N, CA, C and O; a backbone needs all four")
-    return Structure(
+    read = Structure(
         coords=np.nan_to_num(coords).astype(np.float32),
         mask=mask.astype(np.float32),
         residue_idx=numbering + 100 * (encodings - 1),
@@ -92,7 +103,27 @@ def read(path, design=(), fixed=(), altloc="first") -> Structure:
         in_design=encodings <= max(1, len(design)),
         numbering=numbering,
         labels=tuple(labels.tolist()),
+        tied=np.arange(len(mask))[:, None],
     )
+    return read._replace(tied=_copies(path, read)) if homo_oligomer else read
+
+
+def _copies(path, read):
+    """Return rows [T, C]: those of one number in the C designed chains, or one row C times.
+
+    A row is there several times, too, where a chain lacks the residue.
+    """
+    copies = {}  # number, or row -> rows
+    for row in range(len(read.mask)):
+        is_copy = read.observed[row] and read.in_design[row]
+        copies.setdefault(read.labels[row] if is_copy else row, []).append(row)
+    most = max(map(len, copies.values()))
+    for label, rows in copies.items():
+        letters = {read.sequence[row] for row in rows} - {"X"}
+        if most == 1 or len(letters) > 1:
+            problem = f"residue {label} is {' and '.join(sorted(letters))}"
+            raise UserError(f"{path}: {problem}; --homo_oligomer needs --design_chains of copies")
+    return np.stack([np.resize(rows, most) for rows in copies.values()])
 
 
 def _read_chains(path, altloc):

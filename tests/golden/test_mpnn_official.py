@@ -92,7 +92,9 @@ def batch_of(structure):
     [order, mask, designed] = batched(structure, "order_rand", "mask", "chain_M")
     targets = (mask * designed > 0)[None]
     backbone = batched(structure, *BACKBONE)
-    return Batch(backbone, sequences, sequences, order.expand_as(sequences), targets, None, None)
+    order = order.expand_as(sequences)
+    tied = torch.arange(order.shape[1])[:, None], torch.ones(order.shape[1])
+    return Batch(backbone, sequences, sequences, order, *tied, targets, None, None)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -11,7 +11,7 @@ import torch
 
 from conftest import ROOT
 from ddp_utils import UserError
-from dpo_inv import batches, inference, inference_config, mpnn
+from dpo_inv import batches, config, inference, inference_config, mpnn, pairs
 
 MODEL = ROOT / "data/demo/protein_model.pt"
 BUNDLE = ROOT / "data/input/structures/bundle_00.pdb"
@@ -194,3 +194,81 @@ def test_a_mistake_costs_one_line(flags, problem, tmp_path, monkeypatch):
     message = str(caught.value)
     assert problem in message and message.splitlines() == [message]
     assert not (tmp_path / "outputs").exists()
+
+
+# --- tied copies in the loss ---------------------------------------------------------------------
+
+
+def read_pairs(folder, content, **options):
+    """The pairs of a file with one item (JSON), or of a text (CSV)."""
+    is_table = isinstance(content, str)
+    file = folder / ("pairs.csv" if is_table else "pairs.json")
+    file.write_text(content if is_table else json.dumps([content]))
+    settings = config.Config(homo_oligomer=True, **options)
+    return pairs.read(str(file), {}, settings)[0], settings
+
+
+def tied_log_likelihood(model, pair, letters, order):
+    """Sum over the tied residues: log-softmax of the mean of what each copy, seeing only earlier
+    groups, makes of the next letter; each copy's from a decoding of its own."""
+    encoded = model.encode(*batches.tensors(pair.backbone, "cpu"))
+    letters = torch.from_numpy(letters)
+    total = 0.0
+    for time, group in enumerate(order):
+        before = [row for earlier in order[:time] for row in dict.fromkeys(earlier)]
+        scores = []
+        for row in dict.fromkeys(group):
+            later = sorted({*range(len(letters))} - {row, *before})
+            alone = torch.tensor([[*before, row, *later]])
+            scores.append(model.decode(encoded, letters[None], alone)[0, row])
+        mean = torch.stack(scores).double().mean(0)
+        if pair.designed[group[0]]:
+            total += mean.log_softmax(-1)[letters[group[0]]].item()
+    return total
+
+
+def item_of(dimer, design=("A", "B"), changed=9):
+    """A pair of the dimer, whose second chain lacks the last residue; copies differ in one."""
+    task = inference.read_task(dimer, inference_config.Config(design_chains=design))
+    text = inference.text_of(task, mpnn.encode(task.structure.sequence))
+    other = []
+    for chain in text.split("/"):
+        letter = "W" if chain[changed] != "W" else "G"
+        other.append(chain[:changed] + letter + chain[changed + 1 :])
+    item = {"pdb_file": str(dimer), "design_chains": design}
+    return item | {"preferred_seq": text, "unpreferred_seq": "/".join(other)}
+
+
+@pytest.mark.parametrize("kind", ["random", "mutated_last"])
+@torch.no_grad()
+def test_the_loss_of_copies_is_that_of_one_letter_each(dimer, tmp_path, kind):
+    (pair,), settings = read_pairs(tmp_path, item_of(dimer), decoding_order=kind)
+    length = pair.backbone.tied.shape[0]
+    assert pair.backbone.tied.shape == (length, 2) and 2 * length - 1 == len(pair.preferred)
+    assert pair.targets.sum() == length and pair.mutated.sum() == 2
+    model = mpnn.ProteinMPNN.load(MODEL)
+    batch = batches.collate([pair], settings, torch.device("cpu"))
+    # one decoding is that of both sequences where only the last letter differs
+    assert len(batch.sequences) == (1 if kind == "mutated_last" else 2)
+    found = batches.Scorer(model)(batch)
+    (order,) = batches.orders(pair, kind, 1, settings.seed)
+    for value, letters in zip(found, (pair.preferred, pair.unpreferred), strict=True):
+        expected = tied_log_likelihood(model, pair, letters, order.tolist())
+        assert value.item() == pytest.approx(expected, rel=2e-6)
+
+
+def test_what_is_given_for_one_copy_counts_for_all(dimer, tmp_path):
+    """A mutation, and a mutable position; copies with letters of their own are refused."""
+    item = item_of(dimer)
+    letter = item["preferred_seq"][9]
+    text = f"pdb_file,design_chains,mutation,ddg\n{dimer},AB,{letter}10W,1.5\n"
+    (pair,), _ = read_pairs(tmp_path, text)
+    rows = np.flatnonzero(pair.mutated)
+    assert [pair.backbone.labels[row] for row in rows] == ["10", "10"]
+    assert {*pair.unpreferred[rows]} == {mpnn.ALPHABET.index("W")} and pair.margin == 1.5
+    (pair,), _ = read_pairs(tmp_path, item | {"mutable_positions": [9]})
+    assert (np.flatnonzero(pair.designed) == rows).all() and pair.targets.sum() == 1
+    first, second = item["unpreferred_seq"].split("/")
+    item["unpreferred_seq"] = f"{first}/{item['preferred_seq'].split('/')[1]}"
+    with pytest.raises(UserError, match=r"pairs.json\[0\]: the copies of --homo_oligomer"):
+        read_pairs(tmp_path, item)

@@ -193,7 +193,7 @@ def test_where_one_letter_differs_one_decoding_is_that_of_both(tmp_path):
     config = Config(decoding_order="mutated_last", num_orders=2)
     once = batches.collate(single, config, "cpu")
     assert len(once.sequences) == len(once.orders) == len(once.letters) / 2 == 4
-    twice = once._replace(sequences=once.letters, orders=once.orders.repeat(2, 1))
+    twice = once._replace(sequences=once.letters, orders=once.orders.repeat(2, 1, 1))
     for ours, plain in zip(scorer(once), scorer(twice), strict=True):
         torch.testing.assert_close(ours, plain, atol=1e-5, rtol=0)
     for pairs_, order in (
