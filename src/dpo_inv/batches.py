@@ -113,9 +113,8 @@ def collate(pairs, config, device) -> Batch:
     letters = letters.repeat(len(drawn) // len(pairs), axis=0)  # [S, L]
     # nobody sees the last letter: where only that one differs, one decoding is that of both
     tied = pairs[0].backbone.tied
-    is_last = config.decoding_order == "mutated_last"
-    is_last = is_last and all(pair.mutated[tied].any(-1).sum() == 1 for pair in pairs)
-    halves = 1 if is_last else 2
+    is_one = all(pair.mutated[tied].any(-1).sum() == 1 for pair in pairs)
+    halves = 1 if is_one and config.decoding_order == "mutated_last" else 2
     return Batch(
         structure=tensors(pairs[0].backbone, device),
         letters=to_device(letters, device),
@@ -161,7 +160,5 @@ class Scorer(nn.Module):
         ones = torch.ones(4, device=device)
         letters = torch.arange(4, device=device).expand(2, 4)
         structure = [coords, ones, letters[0], ones.long()]
-        tied = letters[0, :, None], ones
-        return Batch(
-            structure, letters, letters, letters, *tied, ones.bool()[None], ones[:1], ones[:1]
-        )
+        tied = letters[0, :, None], ones, ones.bool()[None]
+        return Batch(structure, letters, letters, letters, *tied, ones[:1], ones[:1])

@@ -18,10 +18,10 @@ class Config:
     output_dir: str = "outputs/dpo_ddp"  # models, curves, metrics, checkpoints
     base_model_name: str = ""  # a name or a .pt file; empty: v_48_020, the demo's for its data
     base_model_dir: str = "data/weights"  # where named models are
-    learning_rate: float | None = None  # 3e-7, on the demo's data 2e-4; --lr is the same
+    learning_rate: float | None = None  # 1e-4, on the demo's data 2e-4; --lr is the same
     beta: float = 0.1  # how tightly the policy is held to the reference
     batch_size: int = 1  # pairs of one forward and process, of one backbone
-    num_epochs: float = 10.0  # passes over the data
+    num_epochs: float | None = None  # passes over the data: 2, over the demo's 10
     backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"  # by the device
 
     # objective
@@ -87,5 +87,7 @@ def read_settings(argv, console=True) -> Config:
     config.val_data = config.val_data or (DEMO_VAL if demo else "")
     config.base_model_name = config.base_model_name or (DEMO_MODEL if demo else "v_48_020")
     if config.learning_rate is None:
-        config.learning_rate = 2e-4 if demo else 3e-7
+        config.learning_rate = 2e-4 if demo else 1e-4
+    if config.num_epochs is None:
+        config.num_epochs = 10.0 if demo else 2.0
     return config

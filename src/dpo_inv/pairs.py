@@ -18,8 +18,7 @@ from dpo_inv import stability, structure
 from dpo_inv.mpnn import ALPHABET, UNKNOWN, encode
 
 KEYS = ("pdb_file", "preferred_seq", "unpreferred_seq", "chain_id", "design_chains", "fixed_chains")
-KEYS += ("mutable_positions", "mutable_ranges")
-KEYS += ("margin", "margin_kcal")
+KEYS += ("mutable_positions", "mutable_ranges", "margin", "margin_kcal")
 MEASURED = ("pdb_file", "chain_id", "mutation", "ddg", "design_chains", "fixed_chains")
 IGNORED = ("description", "comment", "weight", "mutation", "kind", "name")
 
@@ -138,9 +137,8 @@ def _pair(record, source, backbones, config, notes):
     if not (targets & (preferred != unpreferred)[first]).any():
         raise Unusable("the same sequence twice")
     name = " ".join([file.name, *backbone.chains])
-    backbone_of = record.location, name, number, backbone
-    masks = designed, targets
-    return Pair(*backbone_of, preferred, unpreferred, *masks, np.float64(abs(margin)))
+    columns = preferred, unpreferred, designed, targets, np.float64(abs(margin))
+    return Pair(record.location, name, number, backbone, *columns)
 
 
 def chains_of(settings, location):

@@ -26,14 +26,14 @@ REACHED = {
     "train": (31, 3669),
     "train_loop": (32, 3420),
     "generate_data": (23, 2543),
-    "dpo_inv.run_dpo_ddp": (32, 3469),
-    "dpo_inv.inference": (19, 1921),
+    "dpo_inv.run_dpo_ddp": (32, 3486),
+    "dpo_inv.inference": (19, 1935),
     "ad.train": (29, 2747),
     "ad.evaluate": (18, 1454),
 }
 AFTER_THE_DEMO = (30, 3525)  # of main_distributed.py, DDP: files and lines that it has imported
 CORE = (13, 1621)  # src/ddp_utils without its rooms
-PYTHON = 10325  # outside tests
+PYTHON = 10342  # outside tests
 SHELL_LINES = 218
 GETATTR = 15  # getattr(config, ...): of names that the settings declare
 
