@@ -373,7 +373,7 @@ def test_four_steps_of_protein_dpo_equal_a_plain_loop(world_size, tmp_path):
         text = item[field] + backbone.sequence[len(item[field]) :]
         letters = torch.tensor([mpnn.ALPHABET.index(letter) for letter in text])
         sums = []
-        for order in batches.orders(pair, "mutated_last", 2, 0):
+        for order in batches.orders(pair, "mutated_last", 2, 0)[..., 0]:
             assert set(order[-int(pair.mutated.sum()) :]) == {*pair.mutated.nonzero()[0]}
             encoded = model.encode(arrays[0].double(), *arrays[1:])
             scores = model.decode(encoded, letters[None], torch.tensor(order)[None])

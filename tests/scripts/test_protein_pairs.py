@@ -137,9 +137,9 @@ def test_orders_end_with_what_is_designed_and_are_shared_by_a_backbone(tmp_path)
     assert (found != batches.orders(a, "random", 3, seed=2)).any()
     b = a._replace(preferred=a.unpreferred)
     assert (found == batches.orders(b, "random", 3, seed=1)).all()
-    last = batches.orders(a, "mutated_last", 1, seed=1)[0, -a.mutated.sum() :]
+    last = batches.orders(a, "mutated_last", 1, seed=1)[0, -a.mutated.sum() :, 0]
     assert a.mutated[last].all()
-    assert (np.diff(batches.orders(a, "sequential", 5, 0)[0][context:]) > 0).all()
+    assert (np.diff(batches.orders(a, "sequential", 5, 0)[0, context:, 0]) > 0).all()
 
 
 def test_a_split_keeps_backbones_whole_and_an_epoch_visits_each_pair_once():
