@@ -12,8 +12,6 @@ import transformers
 from ddp_utils import distributed
 from ddp_utils.sampler import MicroBatch, seed_of, share
 
-CACHE_NAMES = ("cache", "past_key_values", "cache_params")  # transformers 5.24, before, and Mamba's
-
 
 class SampleSpec(NamedTuple):
     """How replies are drawn."""
@@ -74,16 +72,14 @@ def _batch(scorer, prompts, prompt_rows, uniform, ends, spec, world):
         mask[row, width - len(prompt) :] = 1
     cache = transformers.DynamicCache(config=scorer.unwrap().config)
     takes = inspect.signature(scorer.unwrap().forward).parameters
-    cache_names = [name for name in CACHE_NAMES if name in takes]
-    if not cache_names:
-        raise TypeError(f"the forward of {type(scorer.unwrap()).__name__} takes no cache")
+    # transformers 5.24's name of it, that of earlier versions, and that of their Mamba
+    [cache_name] = {"cache", "past_key_values", "cache_params"} & takes.keys()
 
     def forward(ids, mask):
         """Return the logits of the next token, [rows, V]; mask: of all tokens fed so far."""
         positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
-        options = {"position_ids": positions, "logits_to_keep": 1}
+        options = {"position_ids": positions, "logits_to_keep": 1, cache_name: cache}
         options = {name: value for name, value in options.items() if name in takes}
-        options[cache_names[0]] = cache
         return scorer.model(ids, attention_mask=mask, use_cache=True, **options).logits[:, -1]
 
     rows = torch.tensor(prompt_rows, device=device)
