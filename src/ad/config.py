@@ -1,10 +1,11 @@
 """Settings of Algorithm Distillation: a YAML file, flags and key=value words; the guide's names."""
 
+import functools
 import os
 from dataclasses import dataclass
 from typing import Literal
 
-from ad.darkroom import Darkroom
+from ad import environments
 from ddp_utils import UserError, cli
 from ddp_utils.runs import loggers, yaml_config
 
@@ -22,17 +23,22 @@ class Config:
     use_compressed_context: bool = False  # see a whole region and the current one
     compress_interval: int = 80  # steps of a region
 
-    # task and source
+    # tasks and source
+    env: str = "darkroom"  # or darkroom_permuted, key_to_door, FrozenLake-v1 of gymnasium
     grid_size: int = 9  # cells to a side
     horizon: int = 20  # steps of an episode
-    alg_seed: int = 42  # what the source, tabular Q-learning, tries
-    source_lr: float = 0.5  # the source's learning rate
-    n_stream: int = 40  # histories of each goal; they share what they learn
-    total_source_timesteps: int = 19200  # of each goal, all its streams together
+    n_task: int = 0  # tasks to draw of the environment's; 0: all
+    source: Literal["q_learning", "posterior"] = "q_learning"  # the algorithm to distil
+    alg_seed: int = 42  # what the source tries
+    source_lr: float = 0.5  # learning rate of Q-learning
+    source_optimism: float = 0.0  # its values before it has tried anything
+    source_noise: float = 0.0  # share of random actions of posterior sampling
+    n_stream: int = 40  # histories of each task; those of Q-learning share what they learn
+    total_source_timesteps: int = 19200  # of each task, all its streams together
 
     # which histories
-    env_split_seed: int = 0  # which goals are held out
-    train_env_ratio: float = 0.9  # share of the goals to train on
+    env_split_seed: int = 0  # which tasks are held out
+    train_env_ratio: float = 0.9  # share of the tasks to train on
     train_n_stream: int = 40  # histories of each of them
     train_source_timesteps: int = 480  # of each history
 
@@ -59,7 +65,9 @@ class Config:
     eval_interval: int = 500  # steps between losses on held-out goals; 0: at the end
     gen_interval: int = 500  # steps between tries on them; 0: at the end
     eval_episodes: int = 60  # of one try, in one context
-    eval_copies: int = 8  # tries of each goal
+    eval_copies: int = 8  # tries of each task
+    eval_temperature: float = 1.0  # of the agent's actions: below 1 it keeps to likelier ones
+    eval_explore_temperature: float | None = None  # until its context holds a reward; empty: same
 
     # hardware
     num_workers: int = 0  # not needed: windows are cut on the device, there is no loader
@@ -79,13 +87,21 @@ class Config:
     check: bool = False  # read and check everything, train nothing
     debug: bool = False  # tracebacks for user errors, too
 
-    room = property(lambda self: Darkroom(self.grid_size, self.horizon))
     source_steps = property(lambda self: self.total_source_timesteps // self.n_stream)
     # what Run and optim ask for
     lr_scheduler = "cosine"
     base_dtype = "auto"
     save_every = property(lambda self: self.ckpt_interval)
     warmup_ratio = property(lambda self: self.num_warmup_steps / max(1, self.train_timesteps))
+
+    @functools.cached_property
+    def environment(self):
+        return environments.make(self.env, self.grid_size, self.horizon)
+
+    @property
+    def tasks(self):
+        """The tasks to train on and those held out."""
+        return self.environment.split(self.n_task, self.env_split_seed, self.train_env_ratio)
 
     @property
     def unit(self):
@@ -103,22 +119,33 @@ class Config:
         episodes = max(1, round(self.window / self.horizon / 4))
         return self.unit if self.use_compressed_context else episodes * self.horizon
 
-    def source(self):
+    def source_settings(self):
         """Return the settings that the histories depend on."""
-        names = "grid_size horizon alg_seed source_lr n_stream total_source_timesteps"
+        names = """env grid_size horizon n_task source alg_seed source_lr source_optimism
+        source_noise n_stream total_source_timesteps"""
         return {name: getattr(self, name) for name in names.split()}
 
 
 POSITIVE = """lr train_batch_size test_batch_size tf_n_embd tf_n_layer tf_n_head n_transit horizon
 n_stream compress_interval train_n_stream train_source_timesteps eval_episodes eval_copies
-summary_interval total_source_timesteps source_lr"""
+summary_interval total_source_timesteps source_lr eval_temperature
+eval_explore_temperature"""
 NOT_NEGATIVE = """train_timesteps num_warmup_steps eval_interval gen_interval ckpt_interval alg_seed
-env_split_seed"""
-SHARES = "tf_dropout tf_attn_dropout beta1 beta2 label_smoothing train_env_ratio"
+env_split_seed n_task source_optimism"""
+SHARES = "tf_dropout tf_attn_dropout beta1 beta2 label_smoothing train_env_ratio source_noise"
 SHARE = ("from 0 up to, not including, 1", lambda x: 0 <= x < 1)
 RANGES = dict.fromkeys(POSITIVE.split(), cli.ABOVE_0) | dict.fromkeys(SHARES.split(), SHARE)
 RANGES |= dict.fromkeys(NOT_NEGATIVE.split(), cli.FROM_0)
 RANGES["grid_size"] = ("from 2 to 16", lambda x: 2 <= x <= 16)  # a cell is one byte
+
+NOT_DONE = {  # variables in which accelerate tells a process what it is to do
+    "ACCELERATE_USE_FSDP": "FullyShardedDataParallel",
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config",
+    "ACCELERATE_IN_TPU_POD": "a TPU pod",
+    "ACCELERATE_DYNAMO_BACKEND": "torch dynamo",
+}
 
 
 def check(config):
@@ -131,8 +158,8 @@ def check(config):
         raise UserError("--output_dir: it is empty; give a folder for the run")
     if config.tf_n_embd % (2 * config.tf_n_head):
         raise UserError("--tf_n_embd: give an even multiple of tf_n_head")
-    if not all(map(len, config.room.split(config.env_split_seed, config.train_env_ratio))):
-        raise UserError("--train_env_ratio: no goal is left on one of the two sides")
+    if not all(map(len, config.tasks)):
+        raise UserError("--train_env_ratio: no task is left on one of the two sides")
     if config.train_n_stream > config.n_stream:
         raise UserError(f"--train_n_stream: there are {config.n_stream} (n_stream)")
     if config.train_source_timesteps > config.source_steps:
@@ -149,14 +176,20 @@ def check(config):
 def read(argv, console=True):
     """Return the settings: flags and key=value words, of which the last counts, over the YAML file.
 
-    What `accelerate launch --mixed_precision` says stands above all. Raises UserError, naming file
-    and line, for what is no setting or has a wrong type, before any data is read.
+    What `accelerate launch --mixed_precision` and `--cpu` say stands above all. Raises UserError,
+    naming file and line, for what is no setting or has a wrong type, before any data is read, and
+    for what accelerate is configured to do and this script does not.
     """
     flags = [flag_of(word) for word in argv]
     config, places = yaml_config.under_flags(Config, Config, flags, console)
     launcher_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if launcher_precision != "no":  # accelerate says "no" where its user has said nothing
         config.mixed_precision = launcher_precision
+    if os.environ.get("ACCELERATE_USE_CPU") == "True":
+        config.backend = "gloo"
+    for name, what in NOT_DONE.items():
+        if os.environ.get(name, "no").lower() not in ("no", "false", "0"):
+            raise UserError(f"accelerate: {what} is not done here; answer no in accelerate config")
     with cli.naming(places):
         check(cli.check_types(config))
     return config

@@ -1,8 +1,9 @@
-"""Let a distilled agent try held-out goals, learning in its context alone.
+"""Let a distilled agent try held-out tasks, learning in its context alone.
 
     python src/ad/evaluate.py --ckpt_dir runs/ad_demo
 
-Writes eval_result.npy [goals, episodes], summary.json and returns.png into ckpt_dir/evaluation.
+Writes eval_result.npy [tasks, episodes], summary.json, returns.png and tasks.png into
+ckpt_dir/evaluation.
 Guide: docs/algorithm_distillation.md.
 """
 
@@ -19,8 +20,8 @@ if __name__ == "__main__":  # --help, or a mistake in the settings, ends here
     preemption.read_early(settings.read)
 
 
+import dataclasses
 import json
-from dataclasses import asdict
 
 import numpy as np
 import torch
@@ -29,78 +30,150 @@ from safetensors.torch import load_file
 
 from ad import sources, windows
 from ad.config import Config
-from ad.darkroom import ACTIONS
-from ad.model import NONE, Cache, Model, Tokens
-from ddp_utils import UserError, distributed, jsonl
+from ad.model import Cache, Model, Tokens
+from ddp_utils import UserError, distributed, jsonl, metrics
 from ddp_utils.runs import checkpoint
 
 LAST = 10  # episodes that count as what was learnt
-LABELS = {"control_wiped": "context wiped", "control_zero_reward": "rewards hidden"}
-CONTROLS = {"control_wiped": {"wiped": True}, "control_zero_reward": {"hide_rewards": True}}
+SHARES = (60, 80, 90)  # percent of the optimum
+COPIES = 32  # learners alone of each task
+LABELS = {
+    "control_wiped": "context wiped",
+    "control_zero_reward": "rewards hidden",
+    "control_zero_action": "actions hidden",
+}
 
 
 @torch.no_grad()
-def rollout(model, config, goals, episodes, seed, wiped=False, hide_rewards=False):
-    """Return the returns [B, episodes] of sampled actions, one context for each goal [B].
+def rollout(model, config, tasks, episodes, seed, wiped=False, hide=""):
+    """Return the returns [B, episodes] of sampled actions, one context for each task [B].
 
-    Two controls of what is learnt in context. wiped: each episode has a new context; hide_rewards:
-    the model sees none of the rewards that it is paid.
+    Two controls of what is learnt in context. wiped: each episode has a new context; hide: the
+    model sees none of its "rewards", or of its "actions". config: the run's settings.
     """
-    room = config.room
-    window = room.horizon if wiped else config.window
+    environment = config.environment
+    horizon = environment.horizon
+    window = horizon if wiped else config.window
+    explore = config.eval_explore_temperature or config.eval_temperature
     rng = np.random.default_rng(seed)
-    steps = torch.arange(episodes * room.horizon + 1, device=model.head.weight.device)
-    cells = steps.new_zeros(len(goals), len(steps))
+    steps = torch.arange(episodes * horizon + 1, device=model.head.weight.device)
+    cells = steps.new_zeros(len(tasks), len(steps))
+    none = torch.full_like(cells, environment.actions)
     place = windows.places(steps, config).expand_as(cells)
-    tokens = Tokens(cells, torch.zeros_like(cells), torch.zeros_like(cells), place)
-    returns = np.zeros((len(goals), episodes))
-    cache = Cache(model, len(goals))
+    tokens = Tokens(cells, none, torch.zeros_like(cells), place)
+    returns = np.zeros((len(tasks), episodes))
+    cache = Cache(model, len(tasks))
     begin = 0  # the context is [begin, time]
-    for time in range(episodes * room.horizon):
-        if time % room.horizon == 0:
-            cell = np.full(len(goals), room.start)
+    for time in range(episodes * horizon):
+        if time % horizon == 0:
+            state = np.full(len(tasks), environment.start)
         if time - begin == window:  # full: the oldest goes, the rest is read once more
             begin += min(window, config.dropped)
             cache.length = 0
         if cache.length == 0:  # nothing came before the first token
-            tokens.action[:, begin] = NONE
+            tokens.action[:, begin] = environment.actions
             tokens.reward[:, begin] = 0
-        tokens.cell[:, time] = torch.from_numpy(cell)
+        tokens.cell[:, time] = torch.from_numpy(environment.seen[state])
         unread = slice(begin + cache.length, time + 1)
-        logits = model(Tokens(*(part[:, unread] for part in tokens)), cache)[:, -1]
-        cumulative = logits.double().softmax(-1).cumsum(-1)[:, : ACTIONS - 1].cpu().numpy()
-        action = (cumulative < rng.random((len(goals), 1))).sum(-1)
-        cell, reward = room.step(cell, action, goals)
-        tokens.action[:, time + 1] = torch.from_numpy(action)
-        if not hide_rewards:
+        logits = model(Tokens(*(part[:, unread] for part in tokens)), cache)[:, -1]  # [B, A]
+        is_rewarded = tokens.reward[:, begin : time + 1].any(-1, keepdim=True)  # [B, 1]
+        temperature = torch.where(is_rewarded, config.eval_temperature, explore)
+        probabilities = (logits.double() / temperature).softmax(-1)
+        cumulative = probabilities.cumsum(-1)[:, :-1].cpu().numpy()
+        action = (cumulative < rng.random((len(tasks), 1))).sum(-1)
+        state, reward = environment.step(state, action, tasks)
+        if hide != "actions":
+            tokens.action[:, time + 1] = torch.from_numpy(action)
+        if hide != "rewards":
             tokens.reward[:, time + 1] = torch.from_numpy(reward)
-        returns[:, time // room.horizon] += reward
+        returns[:, time // horizon] += reward
     return returns
 
 
-def assess(model, goals, run_config, config, controls=False):
-    """Try these goals; returns (summary, returns [goals, episodes], those of each control).
+def assess(model, config, compare=False):
+    """Try the held-out tasks G; return a summary, and returns [G, episodes] by name.
 
-    run_config: what the model was trained with; config: eval_episodes, eval_copies, seed.
+    config: the run's settings, with eval_episodes E, eval_copies, temperatures and seed. compare:
+    with controls, and with what the agent is to be compared with, of others().
     """
-    size = len(goals), config.eval_copies, config.eval_episodes
-    tried = np.repeat(goals, config.eval_copies)
-    results = {}
-    for name, control in {"": {}, **(CONTROLS if controls else {})}.items():
-        returns = rollout(model, run_config, tried, config.eval_episodes, config.seed, **control)
-        results[name] = returns.reshape(size).mean(1)
-    returns = results.pop("")
-    optimum = run_config.room.optimum(goals).mean()
+    environment = config.environment
+    _, tasks = config.tasks
+    optimum = environment.optimum(tasks).mean()
+    controls = {"agent": {}}
+    if compare:
+        hidden = environment.differ
+        controls["control_wiped"] = {"wiped": True}
+        controls[f"control_zero_{hidden.removesuffix('s')}"] = {"hide": hidden}
+    tried = np.repeat(tasks, config.eval_copies)
+    returns = {}
+    for name, control in controls.items():
+        result = rollout(model, config, tried, config.eval_episodes, config.seed, **control)
+        returns[name] = result.reshape(len(tasks), config.eval_copies, -1).mean(1)
+    agent = returns["agent"]
     summary = {
         "count": len(tried),
-        "return_first": returns[:, 0].mean(),
-        "return_last10": returns[:, -LAST:].mean(),
+        "return_first": agent[:, 0].mean(),
+        "return_last10": agent[:, -LAST:].mean(),
         "optimum": optimum,
-        "fraction_of_optimum": returns[:, -LAST:].mean() / optimum,
+        "fraction_of_optimum": agent[:, -LAST:].mean() / optimum,
     }
-    for name, others in results.items():
-        summary[name] = others[:, -LAST:].mean() / optimum
-    return summary, returns, results
+    for name in controls:
+        if name != "agent":
+            summary[name] = returns[name][:, -LAST:].mean() / optimum
+    if compare:
+        returns |= others(environment, tasks, config)
+        differences = (agent - returns["single"]).mean(-1) / optimum  # [G] of the areas
+        names = ("area_over_single", "area_over_single_low", "area_over_single_high")
+        square = (differences**2).mean()
+        bounds = metrics.interval(differences.mean(), square, len(tasks))
+        summary |= dict(zip(names, (differences.mean(), *bounds), strict=True))
+    for name, streams in streams_of(config).items():
+        if name in returns:
+            prefix = "" if name == "agent" else f"{name}_"
+            summary |= {f"{prefix}streams": streams}
+            summary |= progress_of(returns[name], optimum, prefix)
+    return summary, returns
+
+
+def progress_of(returns, optimum, prefix=""):
+    """Return the area under the mean curve of returns [G, E], and when it passes each share.
+
+    Both in parts of the optimum; episodes count from 1, None where a share is never passed.
+    """
+    mean = returns.mean(0) / optimum  # [E]
+    values = {f"{prefix}area": mean.mean()}
+    for share in SHARES:
+        passed = np.flatnonzero(mean >= share / 100)
+        values[f"{prefix}episodes_to_{share}"] = int(passed[0]) + 1 if len(passed) else None
+    return values
+
+
+def others(environment, tasks, config):
+    """Return by name the returns [G, E] of algorithms that learn these tasks.
+
+    "teacher": the source of the histories. "single": a tabular Q-learner with a stream of its own.
+    "shared": Q-learners whose streams share a table, if the teacher is another algorithm. As long
+    as the histories are, the first and the last stay as they are at the end of these.
+    """
+    episodes = config.eval_episodes
+    q_learning = dataclasses.replace(config, source="q_learning")
+    size = config.n_stream, config.source_steps
+    learners = {"teacher": sources.returns(environment, tasks, *size, config)}
+    if config.source != "q_learning":
+        learners["shared"] = sources.returns(environment, tasks, *size, q_learning)
+    for name, returns in learners.items():
+        longer = np.pad(returns, ((0, 0), (0, episodes)), "edge")
+        learners[name] = longer[:, :episodes]
+    size = COPIES, episodes * environment.horizon
+    learners["single"] = sources.returns(environment, tasks, *size, q_learning, shared=False)
+    return learners
+
+
+def streams_of(config):
+    """Return on how many streams each of the compared learners spends its episodes, by name."""
+    shared = config.n_stream
+    teacher = shared if config.source == "q_learning" else 1
+    return {"agent": 1, "teacher": teacher, "shared": shared, "single": 1}
 
 
 def describe(summary):
@@ -113,34 +186,67 @@ def describe(summary):
     for name, label in LABELS.items():
         if name in summary:
             line += f"; {label} {summary[name]:.0%}"
+    if "teacher_area" in summary:
+        line += f"; 80 % in episode {summary['episodes_to_80'] or 'none'}"
+        learners = {"teacher": "its teacher", "shared": "Q-learners", "single": "one Q-learner"}
+        for name, label in learners.items():
+            if f"{name}_area" in summary:
+                line += f", {label} in {summary[f'{name}_episodes_to_80'] or 'none'}"
+                streams = summary[f"{name}_streams"]
+                line += f" of each of {streams} streams" if streams > 1 else ""
     return line
 
 
-def write(folder, goals, returns, controls, config):
-    """Write eval_result.npy and returns.png: the agent, its source, chance and the optimum."""
-    np.save(folder / "eval_result.npy", returns)
-    room = config.room
-    optimum = room.optimum(goals)
-    episodes = np.arange(1, returns.shape[1] + 1)
-    alone = sources.single(room, goals, 32, len(episodes), config)
+def write(folder, returns, config):
+    """Write eval_result.npy, and how the agent learns (returns.png), and each task (tasks.png)."""
+    np.save(folder / "eval_result.npy", returns["agent"])
+    environment = config.environment
+    _, tasks = config.tasks
+    optimum = environment.optimum(tasks)
     figure = Figure(figsize=(13, 4.2), layout="constrained")
-    curves, bars = figure.subplots(1, 2)
-    curves.plot(episodes, returns.mean(0), color="tab:blue", linewidth=2, label="agent, in context")
-    curves.plot(episodes, alone, color="tab:orange", label="its source, alone")
-    for name, style in zip(controls, ("--", ":"), strict=False):
-        curves.plot(episodes, controls[name].mean(0), style, color="tab:grey", label=LABELS[name])
-    curves.axhline(optimum.mean(), color="tab:green", label="optimum")
-    curves.axhline(room.chance(goals).mean(), color="tab:red", label="random")
-    curves.set(title=f"mean return on {len(goals)} goals", xlabel="episode", ylim=(0, None))
-    names = [str(divmod(goal, room.size)) for goal in goals.tolist()]
-    last = returns[:, -LAST:].mean(1)
-    bars.bar(names, optimum, color="tab:green", alpha=0.3, label="optimum")
-    bars.bar(names, last, width=0.5, color="tab:blue", label=f"agent, last {LAST} episodes")
-    bars.set(title="return of each goal", xlabel="goal (x, y)")
-    for axis in (curves, bars):
+    curves, spent = figure.subplots(1, 2, sharey=True)
+    streams = streams_of(config)
+    teacher = f"its teacher, {config.source}"
+    teacher += f", {streams['teacher']} streams share" if streams["teacher"] > 1 else ""
+    lines = {
+        "agent": ("agent, in its context", "tab:blue", "-"),
+        "teacher": (teacher, "tab:orange", "-"),
+        "shared": (f"q_learning, {config.n_stream} streams share", "tab:purple", "-"),
+        "single": ("q_learning, a stream alone", "tab:brown", "-"),
+    }
+    for name, label in LABELS.items():
+        lines[name] = (label, "tab:grey", "--" if name == "control_wiped" else ":")
+    for name, (label, color, style) in lines.items():
+        if name in returns:
+            mean = returns[name].mean(0)  # [E]
+            # of the mean distance to the optimum: how far tasks differ in it is no error
+            spread = 1.96 * (optimum[:, None] - returns[name]).std(0) / len(tasks) ** 0.5
+            episodes = np.arange(1, len(mean) + 1)
+            curves.plot(episodes, mean, style, color=color, label=label)
+            curves.fill_between(episodes, mean - spread, mean + spread, color=color, alpha=0.15)
+            if name in streams:
+                spent.plot(episodes * streams[name], mean, style, color=color)
+    for axis in (curves, spent):
+        axis.axhline(optimum.mean(), color="tab:green", label="optimum")
+        axis.axhline(environment.chance(tasks).mean(), color="tab:red", label="random actions")
         axis.grid(alpha=0.3)
-        axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    curves.set(ylabel=f"mean return on {len(tasks)} held-out tasks", xlabel="episode of a stream")
+    curves.set_ylim(0, None)
+    spent.set(xlabel="episodes spent on a task, by all streams", xscale="log")
+    figure.legend(*curves.get_legend_handles_labels(), loc="outside right center", frameon=False)
     figure.savefig(folder / "returns.png", dpi=150)
+
+    figure = Figure(figsize=(8, 4.2), layout="constrained")
+    bars = figure.subplots()
+    order = np.argsort(-optimum, kind="stable")
+    names = [environment.names[task] for task in tasks[order]]
+    last = returns["agent"][order, -LAST:].mean(1)
+    bars.bar(names, optimum[order], color="tab:green", alpha=0.3, label="optimum")
+    bars.bar(names, last, width=0.5, color="tab:blue", label=f"agent, last {LAST} episodes")
+    bars.set(ylabel="return", xlabel="held-out task")
+    bars.tick_params("x", rotation=90, labelbottom=len(names) <= 32)
+    bars.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    figure.savefig(folder / "tasks.png", dpi=150)
 
 
 def load(folder):
@@ -149,11 +255,11 @@ def load(folder):
     try:
         config = Config(**checkpoint.read_json(folder / "config.json"))
         tensors = load_file(weights)
-    except (TypeError, UserError, FileNotFoundError):
+        model = Model(config).eval()
+        model.load_state_dict(tensors)
+    except (TypeError, UserError, FileNotFoundError, RuntimeError):
         says = f"{folder} is no finished run of src/ad/train.py; give the folder of one"
         raise UserError(f"--ckpt_dir: {says}") from None
-    model = Model(config).eval()
-    model.load_state_dict(tensors)
     return model, config
 
 
@@ -161,22 +267,25 @@ def main(argv=None) -> int:
     trial = settings.read(argv)
     run_folder = jsonl.resolve(trial.ckpt_dir)
     model, config = load(run_folder)
-    room = config.room
-    _, goals = room.split(config.env_split_seed, config.train_env_ratio)
+    given = {name: value for name, value in vars(trial).items() if value is not None}
+    del given["ckpt_dir"]
+    config = dataclasses.replace(config, **given)
     folder = run_folder / "evaluation"
     checkpoint.check_place("--ckpt_dir", folder)
     model.to(distributed.choose_device(distributed.whoami(), "auto").device)
-    summary, returns, controls = assess(model, goals, config, trial, controls=True)
+    summary, returns = assess(model, config, compare=True)
     folder.mkdir(exist_ok=True)
-    write(folder, goals, returns, controls, config)
-    summary["settings"] = asdict(trial)
+    write(folder, returns, config)
+    summary["settings"] = given
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    for goal, episodes in zip(goals.tolist(), returns, strict=True):
+    _, tasks = config.tasks
+    optimum = config.environment.optimum(tasks)
+    for task, episodes, most in zip(tasks, returns["agent"], optimum, strict=True):
         print(
-            f"goal {divmod(goal, room.size)}: mean {episodes.mean():.2f}, last {LAST} episodes "
-            f"{episodes[-LAST:].mean():.2f} of {room.optimum(goal)}"
+            f"task {config.environment.names[task]}: mean {episodes.mean():.2f}, last {LAST} "
+            f"episodes {episodes[-LAST:].mean():.2f} of {most:.2f}"
         )
-    print(f"overall mean {returns.mean():.2f}\n{describe(summary)}\n-> {folder}/")
+    print(f"overall mean {returns['agent'].mean():.2f}\n{describe(summary)}\n-> {folder}/")
     return 0
 
 

@@ -9,7 +9,9 @@ from ddp_utils import cli
 class Config:
     ckpt_dir: str = "runs/ad_demo"  # a run's folder
     eval_episodes: int = 60  # of one try, in one context
-    eval_copies: int = 8  # tries of each goal
+    eval_copies: int = 8  # tries of each task
+    eval_temperature: float | None = None  # of its actions; empty: the run's
+    eval_explore_temperature: float | None = None  # until its context holds a reward; the run's
     seed: int = 0  # of what it tries
     debug: bool = False  # tracebacks for user errors, too
 
@@ -17,5 +19,6 @@ class Config:
 def read(argv, console=True) -> Config:
     """Return the flags over the defaults; raise UserError for a value out of its range."""
     config = cli.parse(Config, argv, console=console)
-    cli.check_ranges(config, eval_episodes=cli.ABOVE_0, eval_copies=cli.ABOVE_0)
+    names = "eval_episodes eval_copies eval_temperature eval_explore_temperature"
+    cli.check_ranges(config, **dict.fromkeys(names.split(), cli.ABOVE_0))
     return config

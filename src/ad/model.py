@@ -1,7 +1,7 @@
 """The transformer of Algorithm Distillation: one token per step, an action predicted at each.
 
-Token t holds the cell of step t, and what came before: action and reward of step t - 1. B windows
-of T tokens.
+Token t holds what is seen of the state of step t, and what came before: action and reward of step
+t - 1. B windows of T tokens, A actions.
 """
 
 from typing import NamedTuple
@@ -10,17 +10,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ad.darkroom import ACTIONS
-
-NONE = ACTIONS  # the action before the first one of a window
 INSIDE, EPISODE, REGION = range(3)  # where a token stands: first of an episode, of a region
 
 
 class Tokens(NamedTuple):
     """Integers, each [B, T]."""
 
-    cell: torch.Tensor
-    action: torch.Tensor  # that led to the cell, NONE at the beginning of a window
+    cell: torch.Tensor  # what is seen of the state
+    action: torch.Tensor  # that led to it; at the beginning of a window A, for none
     reward: torch.Tensor  # of that action, 0 at the beginning of a window
     place: torch.Tensor  # INSIDE, EPISODE or REGION
 
@@ -45,35 +42,41 @@ class Cache:
 
 
 class Model(nn.Module):
-    """Pre-norm GPT with rotary positions; cells enter as x and y, so that they generalise."""
+    """Pre-norm GPT with rotary positions; cells enter as x and y, so that they generalise.
+
+    config.environment: shape of what is seen, number of actions.
+    """
 
     def __init__(self, config):
         super().__init__()
         width = config.tf_n_embd
         self.config = config
-        self.x = nn.Embedding(config.grid_size, width)
-        self.y = nn.Embedding(config.grid_size, width)
-        self.action = nn.Embedding(ACTIONS + 1, width)
+        actions = config.environment.actions
+        shape = config.environment.shape
+        self.coordinates = nn.ModuleList(nn.Embedding(size, width) for size in shape)
+        self.action = nn.Embedding(actions + 1, width)
         self.reward = nn.Embedding(2, width)
         self.place = nn.Embedding(3, width)
         self.dropout = nn.Dropout(config.tf_dropout)
         self.layers = nn.ModuleList(Layer(config, number) for number in range(config.tf_n_layer))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, ACTIONS)
+        self.head = nn.Linear(width, actions)
         for parameter in self.parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=0.02)
-        nn.init.zeros_(self.head.weight)  # the first loss is ln 5, whatever the rest is
+        nn.init.zeros_(self.head.weight)  # the first loss is ln A, whatever the rest is
         nn.init.zeros_(self.head.bias)
         angles = rotations(config.window, width // config.tf_n_head)
         self.register_buffer("angles", angles, persistent=False)  # [2, window, D / 2]
 
     def forward(self, tokens, cache=None):
-        """Tokens [B, T] -> logits [B, T, ACTIONS]; with a cache, T more tokens behind its own."""
-        x = tokens.cell // self.config.grid_size
-        y = tokens.cell % self.config.grid_size
-        hidden = self.x(x) + self.y(y) + self.action(tokens.action)
-        hidden = self.dropout(hidden + self.reward(tokens.reward) + self.place(tokens.place))
+        """Tokens [B, T] -> logits [B, T, A]; with a cache, T more tokens behind its own."""
+        hidden = self.action(tokens.action) + self.reward(tokens.reward) + self.place(tokens.place)
+        rest = tokens.cell
+        for embedding in reversed(self.coordinates):
+            hidden = hidden + embedding(rest % embedding.num_embeddings)
+            rest = rest // embedding.num_embeddings
+        hidden = self.dropout(hidden)
         begin = cache.length if cache else 0
         angles = self.angles[:, begin : begin + tokens.cell.shape[1]]
         for layer in self.layers:
@@ -144,7 +147,7 @@ class Distiller(nn.Module):
         """(tokens, actions [B, T]) -> (cross-entropy in nats, accuracy), means over T, each [B]."""
         tokens, action = batch
         with torch.autocast(action.device.type, self.autocast, enabled=self.autocast is not None):
-            logits = self.model(tokens).float()  # [B, T, ACTIONS]
+            logits = self.model(tokens).float()  # [B, T, A]
         smoothing = self.label_smoothing if self.training else 0.0
         flat = logits.flatten(0, 1), action.flatten()
         losses = F.cross_entropy(*flat, reduction="none", label_smoothing=smoothing)

@@ -1,12 +1,9 @@
-"""Tabular Q-learning of Dark Rooms, whose learning is what gets distilled.
+"""Algorithms whose learning is what gets distilled: tabular Q-learning, and posterior sampling.
 
-G goals with S streams each, all at once, H = G * S; the streams of a goal share one table, as the
-actors of A3C do. So a history improves faster than one stream alone could: see single() for that.
+H histories, T steps of each; N tasks, S states, A actions. All histories advance at once.
 """
 
 import numpy as np
-
-from ad.darkroom import ACTIONS
 
 GAMMA = 0.9  # discount; the best path is the shortest one for any below 1
 ANNEALED = 0.6  # share of a history in which epsilon falls from 1 to 0
@@ -15,27 +12,31 @@ ANNEALED = 0.6  # share of a history in which epsilon falls from 1 to 0
 class QLearning:
     """Tabular Q-learning (Watkins, 1989), epsilon-greedy, ties broken by chance.
 
-    groups: [H] the number of each history's goal, which has a table of cells and actions.
+    table_of: [H] the number of each history's table of states and actions. Histories that share
+    one learn together, as the actors of A3C do, and improve faster than one alone could.
     """
 
-    def __init__(self, room, groups, steps, rate, rng):
+    def __init__(self, environment, table_of, steps, config, rng):
         self.rng = rng
-        self.rate = rate
+        self.rate = config.source_lr
         self.annealed = ANNEALED * steps
-        self.offset = groups * room.cells  # [H]: where a history's goal has its part of the table
-        self.table = np.zeros(((groups.max() + 1) * room.cells, ACTIONS))
+        self.states = environment.after.shape[1]
+        self.offset = table_of * self.states  # [H]: where a history's table begins
+        shape = (table_of.max() + 1) * self.states, environment.actions
+        self.table = np.full(shape, config.source_optimism, dtype=float)
 
-    def act(self, time, cell):
+    def act(self, time, state):
         """Return actions [H]: random ones with probability epsilon, else the best known."""
-        ties = self.rng.random((len(cell), ACTIONS)) * 1e-6
-        action = (self.table[self.offset + cell] + ties).argmax(-1)
-        explores = self.rng.random(len(cell)) < 1 - time / self.annealed
-        action[explores] = self.rng.integers(ACTIONS, size=explores.sum())
+        actions = self.table.shape[1]
+        ties = self.rng.random((len(state), actions)) * 1e-6
+        action = (self.table[self.offset + state] + ties).argmax(-1)
+        explores = self.rng.random(len(state)) < 1 - time / self.annealed
+        action[explores] = self.rng.integers(actions, size=explores.sum())
         return action
 
-    def learn(self, cell, action, reward, after):
+    def learn(self, state, action, reward, after):
         """Move each entry by the mean of the errors of the histories [H] that met in it."""
-        entry = (self.offset + cell) * ACTIONS + action
+        entry = (self.offset + state) * self.table.shape[1] + action
         best = self.table[self.offset + after].max(-1)
         error = reward + GAMMA * best - self.table.ravel()[entry]
         counts = np.bincount(entry, minlength=self.table.size)
@@ -43,30 +44,68 @@ class QLearning:
         self.table.ravel()[:] += self.rate * (sums / np.maximum(counts, 1))
 
 
-def histories(room, goals, streams, steps, config):
-    """Return cells, actions and rewards of the source while it learns, uint8 [3, G * S, T].
+class PosteriorSampling:
+    """Act as is best in a task that could be this one (Thompson, 1933; Strens, 2000).
 
-    History g * streams + s is stream s of goals[g]; an episode begins where T is a multiple of the
-    room's horizon. config: alg_seed, source_lr.
+    Each history knows the N tasks of its kind and rules out those that its own steps contradict.
+    It draws one of the others when an episode begins and when the drawn one is ruled out.
     """
-    groups = np.repeat(np.arange(len(goals)), streams)  # [H]
-    goal = np.asarray(goals)[groups]
+
+    def __init__(self, environment, table_of, steps, config, rng):
+        self.rng = rng
+        self.noise = config.source_noise
+        self.horizon = environment.horizon
+        self.best = environment.values(np.max, np.arange(environment.count), GAMMA)  # [N, S, A]
+        outcome = environment.after * 2 + environment.reward  # [N, S, A]
+        self.outcome = np.ascontiguousarray(outcome.transpose(1, 2, 0))  # [S, A, N]
+        self.possible = np.ones((len(table_of), environment.count), dtype=bool)  # [H, N]
+        self.drawn = np.zeros(len(table_of), dtype=int)  # [H]
+
+    def act(self, time, state):
+        """Return actions [H], of which a share `noise` is random."""
+        draws = ~self.possible[np.arange(len(state)), self.drawn] | (time % self.horizon == 0)
+        odds = self.rng.random((draws.sum(), self.possible.shape[1]), dtype=np.float32)
+        self.drawn[draws] = (odds * self.possible[draws]).argmax(-1)
+        actions = self.best.shape[2]
+        ties = self.rng.random((len(state), actions)) * 1e-4
+        action = (self.best[self.drawn, state] + ties).argmax(-1)
+        explores = self.rng.random(len(state)) < self.noise
+        action[explores] = self.rng.integers(actions, size=explores.sum())
+        return action
+
+    def learn(self, state, action, reward, after):
+        """Rule out the tasks in which the step would have ended otherwise."""
+        self.possible &= self.outcome[state, action] == (after * 2 + reward)[:, None]
+
+
+SOURCES = {"q_learning": QLearning, "posterior": PosteriorSampling}
+
+
+def histories(environment, tasks, streams, steps, config, shared=True):
+    """Return states, actions and rewards of the source while it learns, uint8 [3, G * streams, T].
+
+    History g * streams + s is stream s of tasks[g]; its states are what is seen of them. An episode
+    begins where T is a multiple of the horizon. shared: the streams of a task learn together, where
+    the source can. config: source, alg_seed, source_lr, source_optimism, source_noise.
+    """
+    task = np.repeat(tasks, streams)  # [H]
+    table_of = np.arange(len(task)) // (streams if shared else 1)
     rng = np.random.default_rng(config.alg_seed)
-    source = QLearning(room, groups, steps, config.source_lr, rng)
-    history = np.empty((3, steps, len(goal)), dtype=np.uint8)
+    source = SOURCES[config.source](environment, table_of, steps, config, rng)
+    history = np.empty((3, steps, len(task)), dtype=np.uint8)
     for time in range(steps):
-        if time % room.horizon == 0:
-            cell = np.full(len(goal), room.start)
-        action = source.act(time, cell)
-        after, reward = room.step(cell, action, goal)
-        source.learn(cell, action, reward, after)
-        history[:, time] = cell, action, reward
-        cell = after
+        if time % environment.horizon == 0:
+            state = np.full(len(task), environment.start)
+        action = source.act(time, state)
+        after, reward = environment.step(state, action, task)
+        source.learn(state, action, reward, after)
+        history[:, time] = environment.seen[state], action, reward
+        state = after
     return np.ascontiguousarray(history.transpose(0, 2, 1))
 
 
-def single(room, goals, copies, episodes, config):
-    """Return the mean return [episodes] of streams that share nothing: what one learner does."""
-    goals = np.repeat(goals, copies)
-    _, _, rewards = histories(room, goals, 1, episodes * room.horizon, config)
-    return rewards.reshape(len(goals), episodes, room.horizon).sum(-1).mean(0)
+def returns(environment, tasks, streams, steps, config, shared=True):
+    """Return the mean return of each task's episodes while the source learns it, [G, episodes]."""
+    _, _, rewards = histories(environment, tasks, streams, steps, config, shared)
+    size = len(tasks), streams, steps // environment.horizon, environment.horizon
+    return rewards.reshape(size).sum(-1).mean(1)

@@ -24,13 +24,13 @@ if __name__ == "__main__":  # --help, or a mistake in the settings, ends here
 
 
 import math
+import os
 import time
 
 import torch
 from safetensors.torch import save_file
 
 from ad import evaluate, windows
-from ad.darkroom import ACTIONS
 from ad.model import Distiller, Model
 from ddp_utils import NonFiniteError, UserError, distributed, files, jsonl, metrics, optim, sampler
 from ddp_utils.runs import checks, progress
@@ -78,17 +78,17 @@ def train_step(policy, step, data, config, run):
     norm = policy.clip_grad_norm(config.max_grad_norm)
     values = run.reduce(averages, norm)
     if step == 0:
-        check_first_step(policy, values["loss"])
+        check_first_step(policy, values["loss"], config.environment.actions)
     if not math.isfinite(values["loss"]):
         raise NonFiniteError(f"step {step + 1}: the loss is not finite; lower --lr")
     return values
 
 
-def check_first_step(policy, loss):
-    """A head of zeros gives every action the same odds: the first loss is ln 5, or a bug's."""
+def check_first_step(policy, loss, actions):
+    """A head of zeros gives every action the same odds: the first loss is ln A, or a bug's."""
     bound = 1e-6 if policy.scorer.autocast is None else 1e-2
-    if abs(loss - math.log(ACTIONS)) > bound:
-        raise UserError(f"before the first step the loss is {loss:.6f}, not ln {ACTIONS}")
+    if abs(loss - math.log(actions)) > bound:
+        raise UserError(f"before the first step the loss is {loss:.6f}, not ln {actions}")
     checks.check_gradients(policy, "full")
 
 
@@ -97,7 +97,7 @@ def check_first_step(policy, loss):
 
 @torch.no_grad()
 def test(distiller, data, config):
-    """Return mean loss and accuracy on windows of held-out goals that overlap nowhere."""
+    """Return mean loss and accuracy on windows of held-out tasks that overlap nowhere."""
     history, start = data.all()
     averages = metrics.Averages(distributed.World())  # of this process alone
     for first in range(0, len(history), config.test_batch_size):
@@ -118,14 +118,12 @@ def validate(step, policy, data, config, run):
         values = test(policy.scorer, data, config)
         run.results["val"] = values
     if last or (config.gen_interval and step % config.gen_interval == 0):
-        _, goals = config.room.split(config.env_split_seed, config.train_env_ratio)
-        tried = policy.scorer.model, goals, config, config
-        summary, returns, controls = evaluate.assess(*tried, controls=last)
+        summary, returns = evaluate.assess(policy.scorer.model, config, compare=last)
         run.say(progress.row("agent", evaluate.describe(summary)))
         run.results["test"] = summary
-        values = values | summary
+        values |= {name: value for name, value in summary.items() if value is not None}
         if last:
-            evaluate.write(run.folder, goals, returns, controls, config)
+            evaluate.write(run.folder, returns, config)
     if values:
         run.log(step, values, "val")
     policy.scorer.train()
@@ -154,7 +152,7 @@ def main(argv=None) -> int:
         raise UserError("--mixed_precision: fp16 does not train on a CPU; give no, or bf16")
     path = jsonl.resolve(config.traj_file)
     if path.exists():
-        windows.read(path, config.source())  # else they are collected when all have met
+        windows.read(path, config.source_settings())  # else they are collected when all have met
     torch.manual_seed(config.seed)  # the same start on every rank
     model = Model(config)
     counts = config.train_batch_size, config.gradient_accumulation_steps, world.world_size
@@ -163,6 +161,9 @@ def main(argv=None) -> int:
     lines = []
     if config.num_workers:
         lines.append("num_workers: not needed: windows are cut on the device, there is no loader")
+    # accelerate's launcher of one process sets these two, the second if it was asked for more
+    if {"ACCELERATE_USE_CPU", "MASTER_ADDR"} <= os.environ.keys() and world.world_size == 1:
+        lines.append("accelerate: one process; more need --multi_gpu as well, on CPUs, too")
     histories = f"histories: {path}{'' if path.exists() else ', to be collected'}"
     spec = RunSpec(
         folder=Path(config.output_dir),
@@ -179,9 +180,9 @@ def main(argv=None) -> int:
     returns = distributed.on_main(
         world, lambda: [] if path.exists() else [*windows.collect(config, path)]
     )
-    arrays = distributed.on_each(world, lambda: windows.read(path, config.source()))
-    goals = config.room.split(config.env_split_seed, config.train_env_ratio)
-    data, held_out = (windows.Histories(arrays, part, config, world.device) for part in goals)
+    arrays = distributed.on_each(world, lambda: windows.read(path, config.source_settings()))
+    tasks = config.tasks
+    data, held_out = (windows.Histories(arrays, part, config, world.device) for part in tasks)
     inputs["content of traj_file"] = files.digest_of_files([path])
     steps = config.train_timesteps
 
@@ -191,7 +192,8 @@ def main(argv=None) -> int:
             run.say(f"collected {path}: return {returns[0]:.2f}, at the end {returns[-1]:.2f}")
         run.describe(
             model=f"transformer, {sum(p.numel() for p in model.parameters()):,} parameters",
-            goals=f"{data.count} histories of {len(goals[0])} goals, {len(goals[1])} held out",
+            tasks=f"{data.count} histories of {len(tasks[0])} tasks of {config.env}, "
+            f"{len(tasks[1])} held out",
             batch=f"{global_batch} windows of {config.window} steps = {world.world_size} ranks x "
             f"{counts[1]} accumulation x {counts[0]}",
             steps=f"{steps}, learning rate {config.lr:.3g}",

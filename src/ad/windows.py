@@ -3,8 +3,8 @@
 A history is what a source did while it learnt; a window is a stretch of it that begins with an
 episode. The windows of a step are a pure function of (seed, step). H histories of T steps.
 
-One .npz of three bytes a transition: state (x * grid_size + y), action, reward [H, T], n_stream
-histories of each cell as goal; meta (JSON). So all histories stay on the device.
+One .npz of three bytes a transition: state (what is seen of it), action, reward [H, T], n_stream
+histories of each task; meta (JSON). So all histories stay on the device.
 """
 
 import json
@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from ad import sources
-from ad.model import EPISODE, INSIDE, NONE, REGION, Tokens
+from ad.model import EPISODE, INSIDE, REGION, Tokens
 from ddp_utils import UserError, files
 from ddp_utils.distributed import to_device
 from ddp_utils.runs import checkpoint
@@ -27,19 +27,19 @@ ARRAYS = ("state", "action", "reward")
 
 
 def collect(config, path):
-    """Write the histories of all goals into a new file; returns the mean return of each episode.
+    """Write the histories of all tasks into a new file; returns the mean return of each episode.
 
     The file appears whole or not at all.
     """
     checkpoint.check_place("--traj_file", path)
-    room = config.room
-    goals = np.arange(room.cells)
-    history = sources.histories(room, goals, config.n_stream, config.source_steps, config)
+    tasks = config.environment.tasks(config.n_task)
+    size = config.n_stream, config.source_steps
+    history = sources.histories(config.environment, tasks, *size, config)
     arrays = dict(zip(ARRAYS, history, strict=True))
     with files.replacing(path) as file, open(file, "wb") as stream:
-        np.savez(stream, **arrays, meta=np.array(json.dumps(config.source())))
+        np.savez(stream, **arrays, meta=np.array(json.dumps(config.source_settings())))
     reward = arrays["reward"]
-    return reward.reshape(len(reward), -1, room.horizon).sum(-1).mean(0)
+    return reward.reshape(len(reward), -1, config.horizon).sum(-1).mean(0)
 
 
 def read(path, settings):
@@ -69,11 +69,12 @@ def places(time, config):
 
 
 class Histories:
-    """The histories of some goals, on a device, and windows of them."""
+    """The histories of some tasks, on a device, and windows of them."""
 
-    def __init__(self, arrays, goals, config, device):
-        goal, stream = divmod(np.arange(len(arrays["state"])), config.n_stream)
-        rows = np.flatnonzero(np.isin(goal, goals) & (stream < config.train_n_stream))
+    def __init__(self, arrays, tasks, config, device):
+        number, stream = divmod(np.arange(len(arrays["state"])), config.n_stream)
+        is_wanted = np.isin(config.environment.tasks(config.n_task), tasks)[number]
+        rows = np.flatnonzero(is_wanted & (stream < config.train_n_stream))
         steps = config.train_source_timesteps
         data = np.stack([arrays[name][rows, :steps] for name in ARRAYS])
         self.data = torch.from_numpy(data).to(device)  # [3, H, T]
@@ -102,7 +103,8 @@ class Histories:
         start = to_device(start[:, None], device)
         time = start + torch.arange(self.config.window, device=device)  # [B, T]
         cell, action, reward = self.data[:, history, time].long()
-        action_before = F.pad(action[:, :-1], (1, 0), value=NONE)
+        none = self.config.environment.actions
+        action_before = F.pad(action[:, :-1], (1, 0), value=none)
         reward_before = F.pad(reward[:, :-1], (1, 0))
         place = places(time, self.config)
         return Tokens(cell, action_before, reward_before, place), action

@@ -58,6 +58,7 @@ def test_evaluate_finds_what_the_run_has_found(one, capsys):
     flags = ["--ckpt_dir", str(one), "--eval_episodes", "6", "--eval_copies", "2"]
     assert evaluate.main(flags) == 0
     found = json.loads((one / "evaluation/summary.json").read_text())
+    assert (one / "evaluation/tasks.png").stat().st_size > 10000
     settings = found.pop("settings")
     assert (settings["eval_episodes"], settings["eval_copies"], settings["seed"]) == (6, 2, 0)
     assert found == json.loads((one / "summary.json").read_text())["test"]
@@ -67,7 +68,7 @@ def test_evaluate_finds_what_the_run_has_found(one, capsys):
     assert found["return_last10"] == pytest.approx(returns.mean())
     assert {"control_wiped", "control_zero_reward", "fraction_of_optimum"} < set(found)
     assert (one / "evaluation/returns.png").stat().st_size > 10000
-    assert len(set(re.findall(r"^goal \((\d, \d)\)", output, re.M))) == 3
+    assert len(set(re.findall(r"^task \((\d, \d)\)", output, re.M))) == 3
     with pytest.raises(UserError, match="--ckpt_dir: .* is no finished run of src/ad/train.py"):
         evaluate.main([*flags, "--ckpt_dir=tests"])
 
@@ -164,6 +165,36 @@ def test_the_launcher_s_precision_stands_above_the_file_s(histories, tmp_path):
     assert "Mixed precision: bf16" in done.stdout
 
 
+def test_what_accelerate_is_configured_to_do_and_is_not_done_is_refused(monkeypatch):
+    """By the variables that its launcher of today sets, read off a real start of each."""
+    words = ["--num_processes", "1", "--num_machines", "1", SCRIPT, "--check"]
+    for flags, what in (
+        (["--use_fsdp"], "FullyShardedDataParallel"),
+        (["--dynamo_backend", "inductor"], "torch dynamo"),
+    ):
+        done = programs.process([*ACCELERATE, *flags, *words], code=1)
+        expected = f"error: accelerate: {what} is not done here; answer no in accelerate config"
+        assert expected in done.stderr.splitlines()
+    for name in ("USE_DEEPSPEED", "USE_MEGATRON_LM", "USE_PARALLELISM_CONFIG", "IN_TPU_POD"):
+        monkeypatch.setenv(f"ACCELERATE_{name}", "true")
+        with pytest.raises(UserError, match="^accelerate: .* is not done here; answer no in"):
+            read([], True)
+        monkeypatch.setenv(f"ACCELERATE_{name}", "false")
+    assert read([], True).backend == "auto"
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
+    assert read([], True).backend == "gloo"
+
+
+def test_one_process_where_two_were_asked_for_is_said(tmp_path):
+    """Without --multi_gpu accelerate starts one, whatever --num_processes says."""
+    words = [SCRIPT, "--check", f"traj_file={tmp_path / 'x.npz'}"]
+    line = "accelerate: one process; more need --multi_gpu as well, on CPUs, too"
+    for flags, is_said in ((["--num_processes", "2"], True), (["--num_processes", "1"], False)):
+        flags += ["--num_machines", "1", "--main_process_port", "0"]
+        done = programs.process([*ACCELERATE, *flags, *words])
+        assert (line in done.stdout.splitlines()) == is_said
+
+
 def test_the_files_of_the_project_say_what_the_guide_says():
     plain = read(["--config", "config/model/ad_dr.yaml"], True)
     assert (plain.tf_n_embd, plain.tf_n_layer, plain.n_transit, plain.lr) == (64, 4, 240, 3e-4)
@@ -173,6 +204,9 @@ def test_the_files_of_the_project_say_what_the_guide_says():
     assert (compressed.use_compressed_context, compressed.compress_interval) == (True, 80)
     assert (compressed.tf_n_embd, compressed.horizon, compressed.n_stream) == (128, 20, 100)
     assert (compressed.tf_n_layer, compressed.lr) == (2, 1e-3)  # what is said last
+    for name in ("darkroom_permuted", "key_to_door"):
+        settings = read(["--config", f"config/model/{name}.yaml"], True)
+        assert (settings.env, settings.horizon) == (name, 50)
     assert Config().train_timesteps == 1500
 
 
@@ -191,7 +225,7 @@ WRONG = {
     "grid_size=17": "--grid_size: 17 is out of range; give a value from 2 to 16",
     "horizon=7": "--total_source_timesteps: give a multiple of 40 streams of episodes of 7 steps",
     "tf_n_head=5": "--tf_n_embd: give an even multiple of tf_n_head",
-    "train_env_ratio=0.999": "--train_env_ratio: no goal is left on one of the two sides",
+    "train_env_ratio=0.999": "--train_env_ratio: no task is left on one of the two sides",
     "use_compressed_context=true compress_interval=30": "--compress_interval: give w",
     "train_source_timesteps=200": "--train_source_timesteps: give a window (240) or",
     "--config=a.yaml": "a.yaml:2: n_trasit is not a setting; did you mean n_transit?",
