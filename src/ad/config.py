@@ -28,11 +28,11 @@ class Config:
     grid_size: int = 9  # cells to a side
     horizon: int = 20  # steps of an episode
     n_task: int = 0  # tasks to draw of the environment's; 0: all
-    source: Literal["q_learning", "posterior"] = "q_learning"  # the algorithm to distil
+    source: Literal["posterior", "q_learning"] = "posterior"  # the algorithm to distil
     alg_seed: int = 42  # what the source tries
     source_lr: float = 0.5  # learning rate of Q-learning
     source_optimism: float = 0.0  # its values before it has tried anything
-    source_noise: float = 0.0  # share of random actions of posterior sampling
+    source_noise: float = 0.2  # share of random actions of posterior sampling
     n_stream: int = 40  # histories of each task; those of Q-learning share what they learn
     total_source_timesteps: int = 19200  # of each task, all its streams together
 
@@ -66,8 +66,8 @@ class Config:
     gen_interval: int = 500  # steps between tries on them; 0: at the end
     eval_episodes: int = 60  # of one try, in one context
     eval_copies: int = 8  # tries of each task
-    eval_temperature: float = 1.0  # of the agent's actions: below 1 it keeps to likelier ones
-    eval_explore_temperature: float | None = None  # until its context holds a reward; empty: same
+    eval_temperature: float = 0.4  # of the agent's actions: below 1 it keeps to likelier ones
+    eval_explore_temperature: float | None = 1.0  # until its context holds a reward; empty: same
 
     # hardware
     num_workers: int = 0  # not needed: windows are cut on the device, there is no loader

@@ -36,11 +36,15 @@ from ddp_utils.runs import checkpoint
 
 LAST = 10  # episodes that count as what was learnt
 SHARES = (60, 80, 90)  # percent of the optimum
-COPIES = 32  # learners alone of each task
-LABELS = {
-    "control_wiped": "context wiped",
-    "control_zero_reward": "rewards hidden",
-    "control_zero_action": "actions hidden",
+COPIES = 32  # Q-learners alone of each task
+LINES = {  # who or what was tried: what it is called, colour and style of its curve
+    "agent": ("agent, in its context", "tab:blue", "-"),
+    "teacher": ("its teacher", "tab:orange", "-"),
+    "shared": ("Q-learners with one table", "tab:purple", "-"),
+    "single": ("one Q-learner", "tab:brown", "-"),
+    "control_wiped": ("context wiped", "tab:grey", "--"),
+    "control_zero_reward": ("rewards hidden", "tab:grey", ":"),
+    "control_zero_action": ("actions hidden", "tab:grey", ":"),
 }
 
 
@@ -94,7 +98,7 @@ def assess(model, config, compare=False):
     """Try the held-out tasks G; return a summary, and returns [G, episodes] by name.
 
     config: the run's settings, with eval_episodes E, eval_copies, temperatures and seed. compare:
-    with controls, and with what the agent is to be compared with, of others().
+    with controls, and with the learners of others().
     """
     environment = config.environment
     _, tasks = config.tasks
@@ -116,22 +120,21 @@ def assess(model, config, compare=False):
         "return_last10": agent[:, -LAST:].mean(),
         "optimum": optimum,
         "fraction_of_optimum": agent[:, -LAST:].mean() / optimum,
+        **progress_of(agent, optimum),
     }
-    for name in controls:
-        if name != "agent":
-            summary[name] = returns[name][:, -LAST:].mean() / optimum
+    for name in controls.keys() - {"agent"}:
+        summary[name] = returns[name][:, -LAST:].mean() / optimum
     if compare:
-        returns |= others(environment, tasks, config)
-        differences = (agent - returns["single"]).mean(-1) / optimum  # [G] of the areas
-        names = ("area_over_single", "area_over_single_low", "area_over_single_high")
-        square = (differences**2).mean()
-        bounds = metrics.interval(differences.mean(), square, len(tasks))
-        summary |= dict(zip(names, (differences.mean(), *bounds), strict=True))
-    for name, streams in streams_of(config).items():
-        if name in returns:
-            prefix = "" if name == "agent" else f"{name}_"
-            summary |= {f"{prefix}streams": streams}
-            summary |= progress_of(returns[name], optimum, prefix)
+        learners = others(environment, tasks, config)
+        for name, result in learners.items():
+            is_one = name == "single" or config.source != "q_learning" and name == "teacher"
+            summary[f"{name}_streams"] = 1 if is_one else config.n_stream
+            summary |= progress_of(result, optimum, f"{name}_")
+        more = (agent - learners["single"]).mean(-1) / optimum  # [G] differences of the areas
+        low, high = metrics.interval(more.mean(), (more**2).mean(), len(tasks))
+        summary |= {"area_over_single": more.mean(), "area_over_single_low": low}
+        summary |= {"area_over_single_high": high}
+        returns |= learners
     return summary, returns
 
 
@@ -151,29 +154,21 @@ def progress_of(returns, optimum, prefix=""):
 def others(environment, tasks, config):
     """Return by name the returns [G, E] of algorithms that learn these tasks.
 
-    "teacher": the source of the histories. "single": a tabular Q-learner with a stream of its own.
-    "shared": Q-learners whose streams share a table, if the teacher is another algorithm. As long
-    as the histories are, the first and the last stay as they are at the end of these.
+    "teacher": the source of the histories. "shared": Q-learners whose streams share a table, if
+    the teacher is another algorithm. Both stay as they are at the end of the histories. "single":
+    a Q-learner with a table and a stream alone.
     """
     episodes = config.eval_episodes
     q_learning = dataclasses.replace(config, source="q_learning")
-    size = config.n_stream, config.source_steps
-    learners = {"teacher": sources.returns(environment, tasks, *size, config)}
-    if config.source != "q_learning":
-        learners["shared"] = sources.returns(environment, tasks, *size, q_learning)
-    for name, returns in learners.items():
-        longer = np.pad(returns, ((0, 0), (0, episodes)), "edge")
-        learners[name] = longer[:, :episodes]
+    learners = {}
+    for name, settings_of in {"teacher": config, "shared": q_learning}.items():
+        if name == "teacher" or config.source != "q_learning":
+            size = config.n_stream, config.source_steps
+            returns = sources.returns(environment, tasks, *size, settings_of)
+            learners[name] = np.pad(returns, ((0, 0), (0, episodes)), "edge")[:, :episodes]
     size = COPIES, episodes * environment.horizon
     learners["single"] = sources.returns(environment, tasks, *size, q_learning, shared=False)
     return learners
-
-
-def streams_of(config):
-    """Return on how many streams each of the compared learners spends its episodes, by name."""
-    shared = config.n_stream
-    teacher = shared if config.source == "q_learning" else 1
-    return {"agent": 1, "teacher": teacher, "shared": shared, "single": 1}
 
 
 def describe(summary):
@@ -183,69 +178,64 @@ def describe(summary):
         f"{summary['return_last10']:.2f} in the last {LAST}; optimum {summary['optimum']:.2f} "
         f"({summary['fraction_of_optimum']:.0%})"
     )
-    for name, label in LABELS.items():
+    for name, (label, _, _) in LINES.items():
         if name in summary:
             line += f"; {label} {summary[name]:.0%}"
-    if "teacher_area" in summary:
-        line += f"; 80 % in episode {summary['episodes_to_80'] or 'none'}"
-        learners = {"teacher": "its teacher", "shared": "Q-learners", "single": "one Q-learner"}
-        for name, label in learners.items():
-            if f"{name}_area" in summary:
-                line += f", {label} in {summary[f'{name}_episodes_to_80'] or 'none'}"
-                streams = summary[f"{name}_streams"]
-                line += f" of each of {streams} streams" if streams > 1 else ""
+    line += f"; 80 % in episode {summary['episodes_to_80'] or 'none'}"
+    for name, (label, _, _) in LINES.items():
+        if f"{name}_area" in summary:
+            line += f", {label} in {summary[f'{name}_episodes_to_80'] or 'none'}"
+            streams = summary[f"{name}_streams"]
+            line += f" of {streams} streams each" if streams > 1 else ""
     return line
 
 
-def write(folder, returns, config):
-    """Write eval_result.npy, and how the agent learns (returns.png), and each task (tasks.png)."""
-    np.save(folder / "eval_result.npy", returns["agent"])
-    environment = config.environment
-    _, tasks = config.tasks
-    optimum = environment.optimum(tasks)
+def draw(file, summary, returns, optimum, chance):
+    """Draw returns [G, E] by name, per episode of a stream and per episode spent on a task.
+
+    optimum, chance: [G]. Bands: 95 % intervals over tasks of the mean distance to the optimum, for
+    how far tasks differ in that is no error.
+    """
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     curves, spent = figure.subplots(1, 2, sharey=True)
-    streams = streams_of(config)
-    teacher = f"its teacher, {config.source}"
-    teacher += f", {streams['teacher']} streams share" if streams["teacher"] > 1 else ""
-    lines = {
-        "agent": ("agent, in its context", "tab:blue", "-"),
-        "teacher": (teacher, "tab:orange", "-"),
-        "shared": (f"q_learning, {config.n_stream} streams share", "tab:purple", "-"),
-        "single": ("q_learning, a stream alone", "tab:brown", "-"),
-    }
-    for name, label in LABELS.items():
-        lines[name] = (label, "tab:grey", "--" if name == "control_wiped" else ":")
-    for name, (label, color, style) in lines.items():
+    for name, (label, color, style) in LINES.items():
         if name in returns:
+            streams = summary.get(f"{name}_streams", 1)
+            label += f", {streams} streams" if streams > 1 else ""
             mean = returns[name].mean(0)  # [E]
-            # of the mean distance to the optimum: how far tasks differ in it is no error
-            spread = 1.96 * (optimum[:, None] - returns[name]).std(0) / len(tasks) ** 0.5
+            spread = 1.96 * (optimum[:, None] - returns[name]).std(0) / len(optimum) ** 0.5
             episodes = np.arange(1, len(mean) + 1)
             curves.plot(episodes, mean, style, color=color, label=label)
             curves.fill_between(episodes, mean - spread, mean + spread, color=color, alpha=0.15)
-            if name in streams:
-                spent.plot(episodes * streams[name], mean, style, color=color)
+            if "control" not in name:
+                spent.plot(episodes * streams, mean, style, color=color)
     for axis in (curves, spent):
         axis.axhline(optimum.mean(), color="tab:green", label="optimum")
-        axis.axhline(environment.chance(tasks).mean(), color="tab:red", label="random actions")
+        axis.axhline(chance.mean(), color="tab:red", label="random actions")
         axis.grid(alpha=0.3)
-    curves.set(ylabel=f"mean return on {len(tasks)} held-out tasks", xlabel="episode of a stream")
-    curves.set_ylim(0, None)
+    curves.set(ylabel=f"mean return on {len(optimum)} held-out tasks", ylim=(0, None))
+    curves.set_xlabel("episode of a stream")
     spent.set(xlabel="episodes spent on a task, by all streams", xscale="log")
     figure.legend(*curves.get_legend_handles_labels(), loc="outside right center", frameon=False)
-    figure.savefig(folder / "returns.png", dpi=150)
+    figure.savefig(file, dpi=150)
 
+
+def write(folder, summary, returns, config):
+    """Write eval_result.npy, and how the agent learns (returns.png), and each task (tasks.png)."""
+    np.save(folder / "eval_result.npy", returns["agent"])
+    _, tasks = config.tasks
+    optimum = config.environment.optimum(tasks)
+    draw(folder / "returns.png", summary, returns, optimum, config.environment.chance(tasks))
     figure = Figure(figsize=(8, 4.2), layout="constrained")
     bars = figure.subplots()
     order = np.argsort(-optimum, kind="stable")
-    names = [environment.names[task] for task in tasks[order]]
+    names = [config.environment.names[task] for task in tasks[order]]
     last = returns["agent"][order, -LAST:].mean(1)
     bars.bar(names, optimum[order], color="tab:green", alpha=0.3, label="optimum")
     bars.bar(names, last, width=0.5, color="tab:blue", label=f"agent, last {LAST} episodes")
     bars.set(ylabel="return", xlabel="held-out task")
     bars.tick_params("x", rotation=90, labelbottom=len(names) <= 32)
-    bars.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    figure.legend(loc="outside right center", frameon=False)
     figure.savefig(folder / "tasks.png", dpi=150)
 
 
@@ -275,7 +265,7 @@ def main(argv=None) -> int:
     model.to(distributed.choose_device(distributed.whoami(), "auto").device)
     summary, returns = assess(model, config, compare=True)
     folder.mkdir(exist_ok=True)
-    write(folder, returns, config)
+    write(folder, summary, returns, config)
     summary["settings"] = given
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     _, tasks = config.tasks

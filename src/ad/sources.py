@@ -55,7 +55,10 @@ class PosteriorSampling:
         self.rng = rng
         self.noise = config.source_noise
         self.horizon = environment.horizon
-        self.best = environment.values(np.max, np.arange(environment.count), GAMMA)  # [N, S, A]
+        self.actions = environment.actions
+        values = environment.values(np.max, np.arange(environment.count), GAMMA)  # [N, S, A]
+        # of equal ones the first: by chance, a learner of these histories had less to go by
+        self.best = (values > values.max(-1, keepdims=True) - 1e-9).argmax(-1)  # [N, S]
         outcome = environment.after * 2 + environment.reward  # [N, S, A]
         self.outcome = np.ascontiguousarray(outcome.transpose(1, 2, 0))  # [S, A, N]
         self.possible = np.ones((len(table_of), environment.count), dtype=bool)  # [H, N]
@@ -66,11 +69,9 @@ class PosteriorSampling:
         draws = ~self.possible[np.arange(len(state)), self.drawn] | (time % self.horizon == 0)
         odds = self.rng.random((draws.sum(), self.possible.shape[1]), dtype=np.float32)
         self.drawn[draws] = (odds * self.possible[draws]).argmax(-1)
-        actions = self.best.shape[2]
-        ties = self.rng.random((len(state), actions)) * 1e-4
-        action = (self.best[self.drawn, state] + ties).argmax(-1)
+        action = self.best[self.drawn, state]
         explores = self.rng.random(len(state)) < self.noise
-        action[explores] = self.rng.integers(actions, size=explores.sum())
+        action[explores] = self.rng.integers(self.actions, size=explores.sum())
         return action
 
     def learn(self, state, action, reward, after):

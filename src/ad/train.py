@@ -123,7 +123,7 @@ def validate(step, policy, data, config, run):
         run.results["test"] = summary
         values |= {name: value for name, value in summary.items() if value is not None}
         if last:
-            evaluate.write(run.folder, returns, config)
+            evaluate.write(run.folder, summary, returns, config)
     if values:
         run.log(step, values, "val")
     policy.scorer.train()

@@ -56,6 +56,22 @@ train_source_timesteps=72 n_transit=24 tf_n_embd=16 tf_n_layer=2 train_timesteps
 num_warmup_steps=3 summary_interval=1 eval_interval=4 gen_interval=4 eval_episodes=6 eval_copies=2
 ckpt_interval=5 """
 LORA = "--lora_dropout=0.1"
+
+
+def distillation(words, actions=5):
+    """Algorithm Distillation on tasks of a kind."""
+    return Script(
+        "ad.train",
+        f"{AD} {words}",
+        "output_dir",
+        "gradient_accumulation_steps",
+        "train_batch_size",
+        batch=16,
+        dropout="tf_dropout=0.1 use_compressed_context=true compress_interval=12",
+        first_loss=math.log(actions),  # all of them alike
+    )
+
+
 SCRIPTS = {
     "dpo, all weights": Script(
         "main_distributed",
@@ -76,16 +92,10 @@ SCRIPTS = {
     "sft": Script("train", SFT, rows="--micro_batch_size", dropout=LORA, first_loss=None),
     "baking": Script("train_loop", BAKING, "--out_dir", dropout=LORA, first_loss=None),
     "protein": Script("dpo_inv.run_dpo_ddp", PROTEIN),
-    "distillation": Script(
-        "ad.train",
-        AD,
-        "output_dir",
-        "gradient_accumulation_steps",
-        "train_batch_size",
-        batch=16,
-        dropout="tf_dropout=0.1 use_compressed_context=true compress_interval=12",
-        first_loss=math.log(5),  # all actions alike
-    ),
+    "distillation": distillation(""),
+    "distillation, permuted": distillation("env=darkroom_permuted source_optimism=1 n_task=40"),
+    "distillation, key to door": distillation("env=key_to_door source=posterior n_task=40"),
+    "distillation, frozen lake": distillation("env=FrozenLake-v1 alg_seed=1", actions=4),
 }
 
 
@@ -108,10 +118,13 @@ def data(tmp_path_factory):
     rows = [json.loads(line) for line in lines[:50]]
     replies(folder / "train.jsonl", rows[:43])
     replies(folder / "val.jsonl", rows[43:])
-    words = AD.split()
-    windows.collect(read(words, True), folder / "histories.npz")
-    baking = [f"--data_path={folder}/train.jsonl", f"--val_path={folder}/val.jsonl"]
-    return {"baking": baking, "distillation": [f"traj_file={folder}/histories.npz"]}
+    flags = {"baking": [f"--data_path={folder}/train.jsonl", f"--val_path={folder}/val.jsonl"]}
+    for name, script in SCRIPTS.items():
+        if script.module == "ad.train":
+            file = folder / f"{name}.npz"
+            windows.collect(read(script.flags.split(), True), file)
+            flags[name] = [f"traj_file={file}"]
+    return flags
 
 
 def flags_of(name, data, size, accumulation=1, more=""):
@@ -181,7 +194,7 @@ def weights(folder):
 
 
 # each script alone or as three processes: what differs between the two is in what they share
-SIZES = list(zip(SCRIPTS, (1, 3, 1, 3, 1, 3), strict=True))
+SIZES = list(zip(SCRIPTS, (1, 3, 1, 3, 1, 3, 1, 3, 1), strict=True))
 
 
 @pytest.mark.parametrize(("name", "size"), SIZES)
