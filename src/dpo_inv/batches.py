@@ -4,17 +4,21 @@ Pairs of one backbone stay together, since it is encoded once for all of them.
 """
 
 import collections
+import itertools
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
+from ddp_utils import distributed, sampler
 from ddp_utils.distributed import to_device
-from ddp_utils.sampler import seed_of
+from ddp_utils.sampler import MicroBatch, seed_of
 from dpo_inv.pairs import Pair
 
-TOGETHER = 8  # a number of its own: the order must not hang on batch_size or world_size
+# pairs of a backbone that follow each other, and that are scored at once; a number of its own:
+# neither the order nor the list of a listwise loss may hang on batch_size or world_size
+TOGETHER = 8
 
 
 def orders(pair, kind, count, seed) -> np.ndarray:
@@ -46,12 +50,10 @@ def split(pairs, seed) -> tuple[list[Pair], list[Pair]]:
     generator = torch.Generator().manual_seed(seed_of(seed, "split"))
     backbones = sorted(sizes)
     held = set()
-    count = 0
     for index in torch.randperm(len(backbones), generator=generator).tolist():
-        size = sizes[backbones[index]]
-        if count + size <= 0.1 * len(pairs):
-            held.add(backbones[index])
-            count += size
+        more = held | {backbones[index]}
+        if sum(sizes[number] for number in more) <= 0.1 * len(pairs):
+            held = more
     if not held and len(backbones) > 1:
         held.add(min(backbones, key=sizes.get))
     train = [pair for pair in pairs if pair.number not in held]
@@ -75,15 +77,22 @@ def batch(plan, pairs, step) -> list[int]:
     An epoch is shuffled in chunks of up to TOGETHER of them.
     """
     epoch, step_of_epoch = divmod(step, plan.steps_per_epoch)
-    rows = list(range(len(pairs)))
+    rows = range(len(pairs))
     if plan.shuffle:
         generator = torch.Generator().manual_seed(seed_of(plan.seed, epoch))
         rows = torch.randperm(len(pairs), generator=generator).tolist()
         chunks = groups(rows, pairs, TOGETHER)
-        rows = []
-        for index in torch.randperm(len(chunks), generator=generator).tolist():
-            rows += chunks[index]
+        visit = torch.randperm(len(chunks), generator=generator).tolist()
+        rows = list(itertools.chain(*(chunks[index] for index in visit)))
     return rows[step_of_epoch * plan.global_batch : (step_of_epoch + 1) * plan.global_batch]
+
+
+def share(pairs, size, world) -> list[MicroBatch]:
+    """Return this rank's micro-batches of some pairs, each of at most `size` of one backbone."""
+    rows = groups(range(len(pairs)), pairs, size)
+    costs = [len(pairs[group[0]].preferred) * (1 + len(group)) for group in rows]
+    shared = sampler.share(range(len(rows)), costs, world, budget=1)
+    return [MicroBatch(rows[index], weight * len(rows[index])) for [index], weight in shared]
 
 
 class Batch(NamedTuple):
@@ -107,21 +116,21 @@ def tensors(backbone, device):
 
 def collate(pairs, config, device) -> Batch:
     """Return pairs of one backbone as one batch."""
+    backbone = pairs[0].backbone
     options = (config.decoding_order, config.num_orders, config.seed)
     drawn = np.concatenate([orders(pair, *options) for pair in pairs])  # [S / 2, T, C]
     letters = np.stack([p.preferred for p in pairs] + [p.unpreferred for p in pairs])  # [2 * B, L]
     letters = letters.repeat(len(drawn) // len(pairs), axis=0)  # [S, L]
     # nobody sees the last letter: where only that one differs, one decoding is that of both
-    tied = pairs[0].backbone.tied
-    is_one = all(pair.mutated[tied].any(-1).sum() == 1 for pair in pairs)
+    is_one = all(pair.mutated[backbone.tied].any(-1).sum() == 1 for pair in pairs)
     halves = 1 if is_one and config.decoding_order == "mutated_last" else 2
     return Batch(
-        structure=tensors(pairs[0].backbone, device),
+        structure=tensors(backbone, device),
         letters=to_device(letters, device),
         sequences=to_device(letters[: halves * len(drawn)], device),
         orders=to_device(np.concatenate([drawn] * halves), device),
-        tied=to_device(tied, device),
-        shares=to_device(pairs[0].backbone.shares, device),
+        tied=to_device(backbone.tied, device),
+        shares=to_device(backbone.shares, device),
         targets=to_device(np.stack([pair.targets for pair in pairs]), device),
         margins=to_device([pair.margin for pair in pairs], device),
         signs=to_device([pair.sign for pair in pairs], device),
@@ -162,3 +171,18 @@ class Scorer(nn.Module):
         structure = [coords, ones, letters[0], ones.long()]
         tied = letters[0, :, None], ones, ones.bool()[None]
         return Batch(structure, letters, letters, letters, *tied, ones[:1], ones[:1])
+
+
+@torch.no_grad()
+def score(scorer, pairs, config, world, poll=lambda: None):
+    """Return the log-probs of all pairs, [N, 2]; each rank scores its share.
+
+    poll: called before each forward.
+    """
+    micro_batches = share(pairs, TOGETHER, world)
+    scores = []
+    for micro_batch in micro_batches:
+        poll()
+        batch = collate([pairs[row] for row in micro_batch.index], config, world.device)
+        scores.append(torch.stack(scorer(batch), -1))  # [B, 2]
+    return distributed.gather_by_index(len(pairs), micro_batches, scores, world)

@@ -195,17 +195,6 @@ def describe(values) -> str:
 # --- main ----------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def score(model, data, config, device):
-    """Return log-probs [N, 2] of all pairs."""
-    scorer = batches.Scorer(model).to(device)
-    table = np.zeros((len(data), 2), np.float32)
-    for rows in batches.groups(range(len(data)), data, 16):
-        batch = batches.collate([data[row] for row in rows], config, device)
-        table[rows] = torch.stack(scorer(batch), -1).cpu().numpy()
-    return table
-
-
 def main(argv=None) -> int:
     config = cli.parse(Config, argv, aliases={"--no_cuda": "--backend=gloo"})
     cli.check_ranges(config, num_orders=cli.ABOVE_0, max_length=cli.ABOVE_0)
@@ -220,7 +209,7 @@ def main(argv=None) -> int:
     of_natives = []
     for path in paths:
         model = mpnn.ProteinMPNN.load(path).to(world.device)
-        scores.append(score(model, data, config, world.device))
+        scores.append(batches.score(batches.Scorer(model), data, config, world).cpu().numpy())
         of_natives.append(natives(model, data, config.seed, world))
     values = {"pairs": len(data), **compare(data, *scores), **gains(*of_natives)}
     print(describe(values))

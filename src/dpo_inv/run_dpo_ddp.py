@@ -17,7 +17,6 @@ from dpo_inv.config import read_settings
 if __name__ == "__main__":  # --help, or a mistake in the settings, ends here
     preemption.read_early(read_settings)
 
-import functools
 import hashlib
 import json
 import math
@@ -35,8 +34,7 @@ from ddp_utils.runs import checks
 from ddp_utils.runs import run as run_
 from ddp_utils.runs.folder import RunSpec
 from ddp_utils.runs.run import Run
-from dpo_inv import batches, mpnn, stability, weights
-from dpo_inv import evaluate as evaluate_
+from dpo_inv import batches, evaluate, mpnn, stability, weights
 from dpo_inv import pairs as pairs_
 from dpo_inv.batches import Scorer
 from dpo_inv.config import MEASURED_METHODS
@@ -63,19 +61,6 @@ def read_data(config, world):
     return data, reports
 
 
-def share(pairs, size, world, config) -> list[sampler.MicroBatch]:
-    """Return this rank's micro-batches of some pairs, each of one backbone; or its lists."""
-    if config.method == "listwise":  # a list must not hang on batch_size or world_size
-        size = batches.TOGETHER
-    groups = batches.groups(range(len(pairs)), pairs, size)
-    costs = [len(pairs[group[0]].preferred) * (1 + len(group)) for group in groups]
-    micro_batches = []
-    for index, weight in sampler.share(range(len(groups)), costs, world, budget=1):
-        group = groups[index[0]]
-        micro_batches.append(sampler.MicroBatch(group, weight * len(group)))
-    return micro_batches
-
-
 # --- step ----------------------------------------------------------------------------------------
 
 
@@ -83,8 +68,8 @@ def pair_losses(policy, batch, table, config):
     """Return losses [B] and metrics, each [B], of B pairs; table: reference log-probs [B, 2]."""
     preferred, unpreferred = policy(batch)  # [B], [B]
     tokens = batch.targets.sum(-1)  # [B]
-    sides = losses.LogPs(preferred, unpreferred, table[:, 0], table[:, 1], tokens, tokens)
-    per_pair, metrics = losses.preference(sides, config)
+    logps = losses.LogPs(preferred, unpreferred, *table.unbind(-1), tokens, tokens)
+    per_pair, metrics = losses.preference(logps, config)
     if config.method in MEASURED_METHODS:
         sides = preferred, unpreferred, batch.margins, batch.signs
         per_pair = stability.losses(config.method, *sides)
@@ -101,7 +86,9 @@ def train_step(policy, pairs, table, config, run):
     """Forward and backward of one global batch; return its exact means. The gradient is ready."""
     world = run.world
     averages = Averages(world)
-    micro_batches = share(pairs, config.batch_size, world, config)
+    is_list = config.method == "listwise"  # whatever batch_size says
+    size = batches.TOGETHER if is_list else config.batch_size
+    micro_batches = batches.share(pairs, size, world)
     for micro_batch in micro_batches:
         policy.sync_gradients(micro_batch is micro_batches[-1])
         batch = batches.collate([pairs[i] for i in micro_batch.index], config, world.device)
@@ -116,52 +103,40 @@ def train_step(policy, pairs, table, config, run):
     return run.reduce(averages, norm)
 
 
-def check_step(policy, step, means, pairs, table, config, run):
+def check_step(policy, step, means, pairs, table, score, config):
     """Stop before an update that a NaN or a wrong start would spoil."""
-    scored = functools.partial(score, policy.scorer, config, run, pairs)
-    checks.check_step(policy, step, means, pairs, scored, "full")
+    checks.check_step(policy, step, means, pairs, lambda: score(pairs), "full")
     if step == 0:
         tokens = [int(pair.targets.sum()) for pair in pairs]
-        checks.check_first_step(policy, means, scored(), table, tokens, pairs, config)
+        checks.check_first_step(policy, means, score(pairs), table, tokens, pairs, config)
 
 
 @torch.no_grad()
-def score(scorer, config, run, pairs):
-    """Log-probs of all pairs as they are now, shared out over the ranks: [number of pairs, 2]."""
-    scores = []
-    micro_batches = share(pairs, 16, run.world, config)
-    for micro_batch in micro_batches:
-        run.stop_if_requested()
-        batch = batches.collate([pairs[i] for i in micro_batch.index], config, run.world.device)
-        scores.append(torch.stack(scorer(batch), -1))  # [B, 2]
-    return distributed.gather_by_index(len(pairs), micro_batches, scores, run.world)
-
-
-@torch.no_grad()
-def evaluate(policy, pairs, table, config, run):
+def validate(policy, pairs, table, config, run):
     """Return exact means over all validation pairs: each counted once, whatever the world size."""
-    averages = Averages(run.world)
+    world = run.world
+    averages = Averages(world)
     losses_of_rank = []
     scores = []
-    micro_batches = share(pairs, 16, run.world, config)
+    micro_batches = batches.share(pairs, batches.TOGETHER, world)
     run.bar.begin("Validation", len(micro_batches))
     for micro_batch in micro_batches:
         run.stop_if_requested()
-        batch = batches.collate([pairs[i] for i in micro_batch.index], config, run.world.device)
+        batch = batches.collate([pairs[i] for i in micro_batch.index], config, world.device)
+        known = table[to_device(micro_batch.index, world.device)]
         # not through DDP, which would only wait for gradients
-        known = table[to_device(micro_batch.index, run.world.device)]
-        _, metrics = pair_losses(policy.scorer, batch, known, config)
-        averages.add(metrics, to_device(micro_batch.weight, run.world.device))
+        per_pair, metrics = pair_losses(policy.scorer, batch, known, config)
+        averages.add(metrics, to_device(micro_batch.weight, world.device))
         scores.append(torch.stack([metrics["logps/chosen"], metrics["logps/rejected"]], -1))
-        losses_of_rank += metrics["loss"].tolist()
+        losses_of_rank += per_pair.tolist()
         run.bar.advance(loss=losses_of_rank[-1], avg_loss=np.mean(losses_of_rank))
     values = averages.reduce()
     name = "rewards/accuracies"
     low, high = wilson(values[name] * values["count"], values["count"])
     perplexity = math.exp(values["nll"]) if values["nll"] < 700 else math.inf  # beyond it, or NaN
     values |= {f"{name}_low": low, f"{name}_high": high, "perplexity": perplexity}
-    now = distributed.gather_by_index(len(pairs), micro_batches, scores, run.world)  # [N, 2]
-    return values | evaluate_.compare(pairs, table.cpu().numpy(), now.cpu().numpy())
+    now = distributed.gather_by_index(len(pairs), micro_batches, scores, world)  # [N, 2]
+    return values | evaluate.compare(pairs, table.cpu().numpy(), now.cpu().numpy())
 
 
 # --- epochs --------------------------------------------------------------------------------------
@@ -175,10 +150,10 @@ def end_epoch(step, plan, policy, data, table, config, run):
     epoch = math.ceil(plan.epoch(step))
     names = [f"checkpoint_epoch_{epoch}.pt", "latest_model.pt"]
     if data["val"]:
-        values = evaluate(policy, data["val"], table["val"], config, run)
+        values = validate(policy, data["val"], table["val"], config, run)
         if step == plan.steps:
-            natives = evaluate_.natives(policy.scorer.model, data["val"], config.seed, run.world)
-            values |= evaluate_.gains(run.results["natives"], natives)
+            natives = evaluate.natives(policy.scorer.model, data["val"], config.seed, run.world)
+            values |= evaluate.gains(run.results["natives"], natives)
         run.results["val"] = values
         before = run.results.get("best", {"loss": math.inf})["loss"]
         if values["loss"] < before:
@@ -194,12 +169,11 @@ def end_epoch(step, plan, policy, data, table, config, run):
     if step:  # else it was to be evaluated only
         distributed.on_main(run.world, write)
     if values:
-        name = "rewards/accuracies"
-        run.say(
-            f"  Val Loss:   {values['loss']:.4f}\n  Val Accuracy: {values[name]:.4f} "
-            f"[{values[name + '_low']:.4f}, {values[name + '_high']:.4f}]\n"
-            + evaluate_.describe(values)
-        )
+        ends = ("", "_low", "_high")
+        share, low, high = (values[f"rewards/accuracies{end}"] for end in ends)
+        run.say(f"  Val Loss:   {values['loss']:.4f}")
+        run.say(f"  Val Accuracy: {share:.4f} [{low:.4f}, {high:.4f}]")
+        run.say(evaluate.describe(values))
     run.log(step, values, "val", echo=False)
 
 
@@ -262,23 +236,24 @@ def main(argv=None) -> int:
             f"Learning rate: {peak:.3g}, linear rule: "
             f"{config.learning_rate * plan.global_batch / config.base_batch_size:.3g}"
         )
-        run.describe(
-            model=config.base_model_name,
-            loss=f"{config.method}, beta {config.beta:g}",
-            steps=f"{plan.steps}, learning rate {peak:.3g}",
-        )
+        loss = f"{config.method}, beta {config.beta:g}"
+        steps = f"{plan.steps}, learning rate {peak:.3g}"
+        run.describe(model=config.base_model_name, loss=loss, steps=steps)
 
         # model
         scorer = Scorer(model, config.temperature).to(world.device)
         policy = optim.wrap(scorer, world)
+
+        def score(pairs):
+            return batches.score(scorer, pairs, config, world, run.stop_if_requested)
+
         # what the reference's log-probs depend on, beside settings and inputs of this run
         fingerprint = {"device": world.device.type, "torch": torch.__version__}
-        scored = functools.partial(score, scorer, config, run)
-        table = run.reference_logps(fingerprint, data, scored)
+        table = run.reference_logps(fingerprint, data, score)
         optimizer, schedule = optim.make_optimizer(policy, config, peak, plan.steps)
         done = run.restore(policy, optimizer, schedule)
         if data["val"] and not done:
-            run.results["natives"] = evaluate_.natives(model, data["val"], config.seed, world)
+            run.results["natives"] = evaluate.natives(model, data["val"], config.seed, world)
         optim.keep_freed_memory(world.device)
         rest = plan, policy, data, table, config, run
         end_epoch(done, *rest)
@@ -286,7 +261,6 @@ def main(argv=None) -> int:
         # loop: one turn is one optimiser step
         displacement = losses.Displacement(config, "sequences", "--method dpop")
         epochs = math.ceil(max(config.num_epochs, plan.epoch(plan.steps)))
-        epoch_losses = []
         for step in range(done, plan.steps):
             start = time.perf_counter()
             rows = sorted(batches.batch(plan, data["train"], step))
@@ -298,7 +272,7 @@ def main(argv=None) -> int:
                 run.bar.begin("Training", plan.steps_per_epoch, turn)
                 epoch_losses = []
             values = train_step(policy, pairs, known, config, run)
-            check_step(policy, step, values, pairs, known, config, run)
+            check_step(policy, step, values, pairs, known, score, config)
             values["learning_rate"] = optimizer.param_groups[0]["lr"]
             policy.step(optimizer, schedule, values["grad_norm"])
             seconds = time.perf_counter() - start

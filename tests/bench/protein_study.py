@@ -24,10 +24,10 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 import numpy as np
-import torch
 
+from ddp_utils.distributed import World
 from ddp_utils.sampler import seed_of
-from dpo_inv import evaluate, mpnn, weights
+from dpo_inv import batches, evaluate, mpnn, weights
 from dpo_inv import pairs as pairs_
 
 FOLDS = 5
@@ -63,8 +63,8 @@ def folds_of(proteins, seed) -> dict:
 
 def scores(model_file, pairs) -> np.ndarray:
     """Return log-probs [N, 2] of pairs, differing letters last."""
-    model = mpnn.ProteinMPNN.load(model_file)
-    return evaluate.score(model, pairs, evaluate.Config(), torch.device("cpu"))
+    scorer = batches.Scorer(mpnn.ProteinMPNN.load(model_file))
+    return batches.score(scorer, pairs, evaluate.Config(), World()).numpy()
 
 
 def run_fold(folder, name, seed, fold, items, pairs):
