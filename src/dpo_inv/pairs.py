@@ -17,10 +17,12 @@ from ddp_utils import UserError, jsonl
 from dpo_inv import stability, structure
 from dpo_inv.mpnn import ALPHABET, UNKNOWN, encode
 
-KEYS = ("pdb_file", "preferred_seq", "unpreferred_seq", "chain_id", "design_chains", "fixed_chains")
-KEYS += ("mutable_positions", "mutable_ranges", "margin", "margin_kcal")
-MEASURED = ("pdb_file", "chain_id", "mutation", "ddg", "design_chains", "fixed_chains")
-IGNORED = ("description", "comment", "weight", "mutation", "kind", "name")
+CHAINS = ("chain_id", "design_chains", "fixed_chains")
+KEYS = ("pdb_file", *CHAINS, "preferred_seq", "unpreferred_seq", "margin_kcal", "mutation", "ddg")
+KEYS += ("mutable_positions", "mutable_ranges")
+IGNORED = ("description", "comment", "weight", "kind", "name")
+OTHER_NAMES = {"pdb": "pdb_file", "chain": "chain_id", "mutations": "mutation", "ddG": "ddg"}
+OTHER_NAMES["margin"] = "margin_kcal"
 
 
 class Pair(NamedTuple):
@@ -85,12 +87,10 @@ def read(path, backbones, config, limit=-1) -> tuple[list[Pair], dict]:
 
 
 def _pair(record, source, backbones, config, notes):
-    is_measured = "preferred_seq" not in record.data and {"ddG", "ddg"} & record.data.keys()
-    if is_measured:
-        record = record._replace(data=stability.renamed(record.data))
-    keys = MEASURED if is_measured else KEYS
-    for key in record.data.keys() - {*keys, *IGNORED}:
-        near = difflib.get_close_matches(key, keys, n=1)
+    data = {OTHER_NAMES.get(key, key): value for key, value in record.data.items()}
+    record = record._replace(data=data)
+    for key in data.keys() - {*KEYS, *IGNORED}:
+        near = difflib.get_close_matches(key, KEYS, n=1)
         hint = f"did you mean {near[0]}?" if near else "it is not read"
         notes[f"{jsonl.shown(key)}: {hint}"].append(record.location)
     name = jsonl.text(record, "pdb_file")
@@ -98,7 +98,7 @@ def _pair(record, source, backbones, config, notes):
     file = folder / name if (folder / name).exists() else jsonl.resolve(name)
     if not file.exists():
         raise UserError(f"{record.location}: pdb_file: no file {name:.200} in {folder} or here")
-    key = (str(file), *chains_of(record.data, record.location))
+    key = (str(file), *chains_of(data, record.location))
     if key not in backbones:
         try:
             backbone = structure.read(*key, config.altloc, config.homo_oligomer)
@@ -108,7 +108,7 @@ def _pair(record, source, backbones, config, notes):
     number, backbone = backbones[key]
     if len(backbone.sequence) > config.max_length:
         raise Unusable("longer than max_length")
-    if is_measured:
+    if "ddg" in data and "preferred_seq" not in data:
         preferred = stability.mutant(record, backbone, config.numbering)
         unpreferred = encode(backbone.sequence)
         margin = stability.number(record, "ddg") * (1 if config.stable_ddg == "positive" else -1)
@@ -119,21 +119,21 @@ def _pair(record, source, backbones, config, notes):
     else:
         preferred = letters_of(record, "preferred_seq", backbone)
         unpreferred = letters_of(record, "unpreferred_seq", backbone)
-        margin = margin_of(record)
-    designed = mutable(record.data, backbone, record.location)
-    outside = np.flatnonzero((preferred != unpreferred) & ~designed)
-    if len(outside):
-        raise UserError(
-            f"{record.location}: the sequences differ at position {outside[0]} (from 0), which is "
-            "not mutable; add it to mutable_positions, or give the same letter in both"
-        )
+        margin = stability.number(record, "margin_kcal") if "margin_kcal" in data else math.nan
+        if margin < 0:
+            problem = f"margin_kcal is {margin:g}; if the other sequence is preferred, swap them"
+            raise UserError(f"{record.location}: {problem}")
+    designed = mutable(data, backbone, record.location)
+    sides = np.stack([preferred, unpreferred])  # [2, L]
+    for place in np.flatnonzero((preferred != unpreferred) & ~designed):
+        problem = f"the sequences differ at position {place} (from 0), which is not mutable"
+        mend = "add it to mutable_positions, or give the same letter in both"
+        raise UserError(f"{record.location}: {problem}; {mend}")
     designed &= backbone.mask > 0
     first = backbone.tied[:, 0]
-    for letters in (preferred, unpreferred):
-        if (letters[backbone.tied] != letters[first, None]).any():
-            raise UserError(f"{record.location}: the copies of --homo_oligomer are not alike")
-    targets = designed[backbone.tied].any(-1)
-    targets &= (preferred[first] != UNKNOWN) & (unpreferred[first] != UNKNOWN)
+    if (sides[:, backbone.tied] != sides[:, first, None]).any():
+        raise UserError(f"{record.location}: the copies of --homo_oligomer are not alike")
+    targets = designed[backbone.tied].any(-1) & (sides[:, first] != UNKNOWN).all(0)  # [T]
     if not (targets & (preferred != unpreferred)[first]).any():
         raise Unusable("the same sequence twice")
     name = " ".join([file.name, *backbone.chains])
@@ -143,31 +143,17 @@ def _pair(record, source, backbones, config, notes):
 
 def chains_of(settings, location):
     """Return the names of (designed, fixed) chains as tuples; () for the first protein chain."""
-    for field in ("design_chains", "fixed_chains", "chain_id"):
+    for field in CHAINS:
         value = settings.get(field) or ""
         is_text = isinstance(value, str | list | tuple)
         if not is_text or not all(isinstance(name, str) for name in value):
             raise UserError(f"{location}: {field}: {value!r:.60} names no chain; give a list")
-    design = tuple(settings.get("design_chains") or ())
-    fixed = tuple(settings.get("fixed_chains") or ())
-    if settings.get("chain_id"):
-        if design:
-            raise UserError(f"{location}: chain_id and design_chains; give one of them")
-        design = (settings["chain_id"],)
-    if fixed and not design:
+    chain, design, fixed = (settings.get(field) or () for field in CHAINS)
+    if chain and design:
+        raise UserError(f"{location}: chain_id and design_chains; give one of them")
+    if fixed and not (chain or design):
         raise UserError(f"{location}: fixed_chains without design_chains; name these, too")
-    return design, fixed
-
-
-def margin_of(record) -> float:
-    """Return `margin` or `margin_kcal` of a pair, NaN if it has none."""
-    for field in {"margin", "margin_kcal"} & record.data.keys():
-        margin = stability.number(record, field)
-        if margin < 0:
-            problem = f"{field} is {margin:g}; if the other sequence is preferred, swap them"
-            raise UserError(f"{record.location}: {problem}")
-        return margin
-    return math.nan
+    return (chain,) if chain else tuple(design), tuple(fixed)
 
 
 def letters_of(record, field, backbone):
@@ -187,17 +173,14 @@ def letters_of(record, field, backbone):
     common = observed & (letters != UNKNOWN)
     letters[backbone.in_design] = UNKNOWN
     length = int(backbone.numbering[backbone.in_design][-1]) + 1
-    if len(given) == observed.sum():
-        letters[observed] = given
-    elif len(given) == common.sum():
-        letters[common] = given
-    elif len(given) == length:
-        letters[observed] = given[backbone.numbering[observed]]
-    else:
-        raise UserError(
-            f"{record.location}: {field}: {len(given)} letters, the designed chains have "
-            f"{observed.sum()} residues ({length} with numbering gaps); give one letter for each"
-        )
+    if len(given) == length:
+        given = given[backbone.numbering[observed]]
+    rows = common if len(given) == common.sum() else observed
+    if len(given) != rows.sum():
+        problem = f"{len(given)} letters, the designed chains have {observed.sum()} residues"
+        mend = f"({length} with numbering gaps); give one letter for each"
+        raise UserError(f"{record.location}: {field}: {problem} {mend}")
+    letters[rows] = given
     return letters
 
 
@@ -213,12 +196,10 @@ def mutable(settings, backbone, location):
             first, last = ends.split("-") if isinstance(ends, str) else ends
             ranges.append((int(first), int(last)))
         mask = backbone.in_design & (not ranges)
-        count = backbone.in_design.sum()
+        end = backbone.in_design.sum() - 1
         for first, last in ranges:
-            if not 0 <= first <= last < count:
-                raise UserError(
-                    f"{location}: mutable {first} to {last}; there are 0 to {count - 1}"
-                )
+            if not 0 <= first <= last <= end:
+                raise UserError(f"{location}: mutable {first} to {last}; there are 0 to {end}")
             mask[first : last + 1] = True
         mask[backbone.tied] = mask[backbone.tied].any(-1, keepdims=True)  # of one copy, of all
     except (AttributeError, TypeError, ValueError) as error:

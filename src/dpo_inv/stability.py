@@ -18,7 +18,6 @@ from dpo_inv.mpnn import ALPHABET, encode
 
 KT = 0.593  # kcal/mol at 298 K
 MUTATION = re.compile(r"([A-Z])(-?\d+)([A-Z]?)([A-Z])")  # from, number, insertion code, to
-NAMES = {"pdb": "pdb_file", "chain": "chain_id", "mutations": "mutation", "ddG": "ddg"}
 
 
 # --- data ----------------------------------------------------------------------------------------
@@ -35,11 +34,6 @@ def table(path, limit=-1):
             yield jsonl.Record(location, row, str(rows.line_num))
     except csv.Error as error:
         raise UserError(f"{path}:{rows.reader.line_num}: not CSV: {error}") from error
-
-
-def renamed(data) -> dict:
-    """Return a row with a ddG under the names of our keys."""
-    return {NAMES.get(key, key): value for key, value in data.items()}
 
 
 def number(record, field) -> float:
@@ -69,17 +63,17 @@ def mutant(record, backbone, numbering):
         labels = [str(place) for place in range(1, len(rows) + 1)]
     for text in re.split(r"[\s,;:/+]+", jsonl.text(record, "mutation").strip().upper()):
         where = f"{record.location}: mutation: {jsonl.shown(text)}"
+        mend = f"--numbering is {numbering}"
         match = MUTATION.fullmatch(text)
         if not match or not {match[1], match[4]} <= {*ALPHABET[:-1]}:
             raise UserError(f"{where} is not such as A23V, or A23V:L45F")
         label = match[2] + match[3]
         if labels.count(label) != 1:
             problem = f"{labels.count(label)} residues {label} in chain {' '.join(backbone.chains)}"
-            raise UserError(f"{where}: {problem}; --numbering is {numbering}")
+            raise UserError(f"{where}: {problem}; {mend}")
         row = rows[labels.index(label)]
         if backbone.sequence[row] != match[1]:
-            problem = f"residue {label} is {backbone.sequence[row]}; --numbering is {numbering}"
-            raise UserError(f"{where}: {problem}")
+            raise UserError(f"{where}: residue {label} is {backbone.sequence[row]}; {mend}")
         letters[backbone.tied[backbone.tied[:, 0] == row]] = ALPHABET.index(match[4])
     return letters
 

@@ -58,37 +58,25 @@ def read(path, design=(), fixed=(), altloc="first", homo_oligomer=False) -> Stru
     residues_of = _read_chains(path, altloc)
     chains = (*design, *fixed) or (min(residues_of),)
     rows = []  # (letter, coordinates, whether the file has it, place, chain, label) of each
+    place = -1
     for encoding, chain in enumerate(chains, start=1):
         if chain not in residues_of:
-            raise UserError(
-                f"{path}: no protein chain {chain!r:.40}; it has {[*residues_of]!r:.200}"
-            )
+            problem = f"no protein chain {chain!r:.40}; it has {[*residues_of]!r:.200}"
+            raise UserError(f"{path}: {problem}")
         if chains.count(chain) > 1:
             raise UserError(f"{path}: chain {chain!r:.40} is asked for twice; name it once")
-        number_before = None
+        number = residues_of[chain][0].seqid.num - 1
         for residue in residues_of[chain]:
-            number = residue.seqid.num
-            # the first residue, an insertion and a step back have the next number
-            jump = 1 if number_before is None else max(1, number - number_before)
-            last = rows[-1][3] if rows else -1
+            jump = max(1, residue.seqid.num - number)  # 1 at an insertion and a step back, too
             if jump <= MAX_JUMP:
-                for place in range(last + 1, last + jump):
-                    rows.append(("X", MISSING, False, place, encoding, ""))
-            coords = MISSING.copy()
-            for atom, name in enumerate(BACKBONE):
-                if name in residue:
-                    coords[atom] = residue[name][0].pos.tolist()
-            bonds = np.linalg.norm(np.diff(coords, axis=0), axis=-1)  # [3], or NaN
-            for bond in bonds[(bonds < 0.5) | (bonds >= 2)]:  # gemmi reads what is no number as 0
-                raise UserError(
-                    f"{path}: backbone atoms of {jsonl.shown(residue.name)} {residue.seqid} are "
-                    f"{bond:.2f} Angstrom apart, 1.2 to 1.6 is usual; correct them, or take it out"
-                )
+                for skipped in range(place + 1, place + jump):
+                    rows.append(("X", MISSING, False, skipped, encoding, ""))
+            number = residue.seqid.num
+            place += jump
             letter = LETTERS.get(residue.name, "X")
-            rows.append((letter, coords, True, last + jump, encoding, str(residue.seqid)))
-            number_before = number
-    columns = map(np.array, zip(*rows, strict=True))
-    letters, coords, observed, numbering, encodings, labels = columns
+            coords = _backbone_atoms(path, residue)
+            rows.append((letter, coords, True, place, encoding, str(residue.seqid)))
+    letters, coords, observed, numbering, encodings, labels = map(np.array, zip(*rows, strict=True))
     mask = np.isfinite(coords).all((1, 2))
     if not mask.any():
         raise UserError(f"{path}: no residue has N, CA, C and O; a backbone needs all four")
@@ -106,6 +94,20 @@ def read(path, design=(), fixed=(), altloc="first", homo_oligomer=False) -> Stru
         tied=np.arange(len(mask))[:, None],
     )
     return read._replace(tied=_copies(path, read)) if homo_oligomer else read
+
+
+def _backbone_atoms(path, residue):
+    """Return the coordinates of N, CA, C, O, [4, 3], NaN where one is missing."""
+    coords = MISSING.copy()
+    for atom, name in enumerate(BACKBONE):
+        if name in residue:
+            coords[atom] = residue[name][0].pos.tolist()
+    bonds = np.linalg.norm(np.diff(coords, axis=0), axis=-1)  # [3], or NaN
+    for bond in bonds[(bonds < 0.5) | (bonds >= 2)]:  # gemmi reads what is no number as 0
+        name = f"{jsonl.shown(residue.name)} {residue.seqid}"
+        problem = f"backbone atoms of {name} are {bond:.2f} Angstrom apart, 1.2 to 1.6 is usual"
+        raise UserError(f"{path}: {problem}; correct them, or take it out")
+    return coords
 
 
 def _copies(path, read):
@@ -156,11 +158,10 @@ def _keep_most_occupied(residue):
     for atom in residue:
         occupancy[atom.altloc] = occupancy.get(atom.altloc, 0) + atom.occ
     occupancy.pop("\0", None)
-    if occupancy:
-        kept = max(occupancy, key=occupancy.get)
-        for index in reversed(range(len(residue))):
-            if residue[index].altloc not in ("\0", kept):
-                del residue[index]
+    kept = max(occupancy, key=occupancy.get, default="\0")
+    for index in reversed(range(len(residue))):
+        if residue[index].altloc not in ("\0", kept):
+            del residue[index]
 
 
 def _is_amino_acid(residue):
