@@ -34,11 +34,9 @@ def orders(pair, kind, count, seed) -> np.ndarray:
     last = last[tied].max(-1)  # [T]
     if kind == "sequential":
         return tied[None, np.argsort(last, kind="stable")]
-    drawn = []
-    for number in range(count):
-        ties = np.random.default_rng(seed_of(seed, pair.name, number)).random(len(last))
-        drawn.append(tied[np.lexsort((ties, last))])
-    return np.stack(drawn)
+    seeds = [seed_of(seed, pair.name, number) for number in range(count)]
+    ties = np.stack([np.random.default_rng(drawn).random(len(last)) for drawn in seeds])  # [M, T]
+    return tied[np.lexsort((ties, np.broadcast_to(last, ties.shape)))]
 
 
 def split(pairs, seed) -> tuple[list[Pair], list[Pair]]:
@@ -124,17 +122,10 @@ def collate(pairs, config, device) -> Batch:
     # nobody sees the last letter: where only that one differs, one decoding is that of both
     is_one = all(pair.mutated[backbone.tied].any(-1).sum() == 1 for pair in pairs)
     halves = 1 if is_one and config.decoding_order == "mutated_last" else 2
-    return Batch(
-        structure=tensors(backbone, device),
-        letters=to_device(letters, device),
-        sequences=to_device(letters[: halves * len(drawn)], device),
-        orders=to_device(np.concatenate([drawn] * halves), device),
-        tied=to_device(backbone.tied, device),
-        shares=to_device(backbone.shares, device),
-        targets=to_device(np.stack([pair.targets for pair in pairs]), device),
-        margins=to_device([pair.margin for pair in pairs], device),
-        signs=to_device([pair.sign for pair in pairs], device),
-    )
+    arrays = [letters, letters[: halves * len(drawn)], np.concatenate([drawn] * halves)]
+    arrays += [backbone.tied, backbone.shares, np.stack([pair.targets for pair in pairs])]
+    arrays += [[pair.margin for pair in pairs], [pair.sign for pair in pairs]]
+    return Batch(tensors(backbone, device), *(to_device(array, device) for array in arrays))
 
 
 class Scorer(nn.Module):
@@ -158,8 +149,7 @@ class Scorer(nn.Module):
             scores = (scores / self.temperature).log_softmax(-1)
         letters = batch.letters[:, batch.tied[:, 0], None]  # [S, T, 1]
         picked = scores.gather(-1, letters).squeeze(-1)  # [S, T]
-        count = len(batch.targets)
-        picked = picked.view(2, count, -1, picked.shape[-1])  # [2, B, M, T]
+        picked = picked.view(2, len(batch.targets), -1, picked.shape[-1])  # [2, B, M, T]
         sums = (picked * batch.targets[:, None]).sum(-1).mean(-1)  # [2, B]
         return sums[0], sums[1]
 

@@ -59,9 +59,7 @@ def distances(coords, neighbours):
 @functools.cache
 def ends(device):
     """Return the atoms [25] at both ends of each distance, copied to the device once."""
-    ids = []
-    for pair in DISTANCES.split():
-        ids.append([ATOMS.index(atom) for atom in pair.split("-")])
+    ids = [[ATOMS.index(atom) for atom in pair.split("-")] for pair in DISTANCES.split()]
     return torch.tensor(ids, device=device).unbind(1)
 
 
@@ -92,12 +90,9 @@ class Features(nn.Module):
             apart = apart.masked_fill(alien, OTHER_CHAIN)  # [L, K]
             centres = torch.linspace(2.0, 22.0, BELLS, device=coords.device) / WIDTH
             between = distances(coords, neighbours)[..., None] / WIDTH  # [L, K, 25, 1]
-            bells = between.new_empty(*between.shape[:-1], BELLS)
-            for part in slices(neighbours[None]):
-                # exp(-80) is 0 to all that follows; less is a denormal, with which all is slow
-                squared = (between[part] - centres).square_().clamp_(max=80)
-                bells[part] = squared.neg_().exp_()
-            bells = bells.flatten(-2)  # [L, K, 400]
+            # exp(-80) is 0 to all that follows; less is a denormal, with which all is slow
+            squared = (between - centres).square_().clamp_(max=80)
+            bells = squared.neg_().exp_().flatten(-2)  # [L, K, 400]
         place, radial = self.edge_embedding.weight.split([POSITIONAL, bells.shape[-1]], 1)
         steps = self.embeddings["linear"]
         table = functional.linear(steps.weight.T + steps.bias, place)  # [66, H]

@@ -172,9 +172,7 @@ class ProteinMPNN(nn.Module):
         decoding_order [1 or S, L]: [..., t] is the residue that is decoded at time t, or the tied
         ones, [1 or S, T, C]. A residue sees the letters of those before it alone.
         """
-        together = decoding_order
-        if together.dim() == 2:
-            together = together[..., None]  # [1 or S, T, C]
+        together = decoding_order.reshape(*decoding_order.shape[:2], -1)  # [1 or S, T, C]
         ranks = torch.empty_like(sequences[: len(decoding_order)])
         times = torch.arange(together.shape[1], device=ranks.device)[:, None].expand_as(together)
         ranks = ranks.scatter_(-1, together.flatten(1), times.flatten(1))  # [1 or S, L]
@@ -208,24 +206,23 @@ class ProteinMPNN(nn.Module):
         each = torch.arange(samples, device=decoding_order.device)[:, None]  # [S, 1]
         sequences = decoding_order.new_zeros(samples, length)
         log_probs = encoded.nodes.new_zeros(samples, length, len(ALPHABET))
-        tables = [layer.unseen(encoded.nodes) for layer in self.decoder_layers]  # [L, H]
-        tables = [table.repeat(samples, 1, 1) for table in tables]  # [S, L, H]
+        layers = self.decoder_layers
+        tables = [layer.unseen(encoded.nodes).repeat(samples, 1, 1) for layer in layers]
         for residues in decoding_order.unbind(1):  # [S, C]
             around = encoded.neighbours[residues]  # [S, C, K]
             valid = encoded.valid[residues]
             mask = encoded.mask[residues]
             nodes = [encoded.nodes[residues]]  # [S, C, H], then each layer's
             edges = encoded.edges[residues]  # [S, C, K, H]
-            for layer, table in zip(self.decoder_layers, tables, strict=True):
-                first = table[each[..., None], around]
-                first = first + functional.linear(edges, layer.split()[1])
+            for layer, table in zip(layers, tables, strict=True):
+                first = table[each[..., None], around] + functional.linear(edges, layer.split()[1])
                 first = first + layer.own(nodes[-1])[..., None, :]
                 summed = functional.gelu(layer.W2(functional.gelu(first))) * valid[..., None]
                 nodes.append(layer.update(nodes[-1], summed.sum(-2), valid, mask))
             log_probs[each, residues] = self.W_out(nodes[-1]).log_softmax(-1)
             letters = choose(residues, log_probs[each, residues])
             sequences[each, residues] = letters
-            for layer, table, node in zip(self.decoder_layers, tables, nodes, strict=False):
+            for layer, table, node in zip(layers, tables, nodes, strict=False):
                 table[each, residues] = layer.seen(node, letters, self.W_s.weight)
         return sequences, log_probs
 
@@ -256,10 +253,8 @@ class ProteinMPNN(nn.Module):
             model.load_state_dict(tensors)
         except UNREADABLE as error:
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise UserError(
-                f"{file}: not a ProteinMPNN checkpoint: {reason!r:.200}; give a full-backbone one "
-                "such as v_48_020.pt"
-            ) from error
+            problem = f"{file}: not a ProteinMPNN checkpoint: {reason!r:.200}"
+            raise UserError(f"{problem}; give a full-backbone one such as v_48_020.pt") from error
         return model
 
     def save(self, file):
