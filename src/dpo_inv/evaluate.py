@@ -22,6 +22,7 @@ from dpo_inv import batches, inference, inference_config, mpnn, weights
 from dpo_inv import pairs as pairs_
 
 DRAWS = 1000  # of the bootstrap
+ORDERS = 4  # in which a native sequence is scored
 FEWEST = 5  # measured mutants of a protein with a rank correlation of its own
 SHOWN = {  # name -> how it is called on the terminal
     "own": "Preferred likelier than unpreferred",
@@ -66,7 +67,8 @@ def spearman(x, y) -> float:
     """Return the rank correlation of numbers [N] and [N], NaN if all of one side are equal."""
     x = ranks(x)
     y = ranks(y)
-    return float(np.corrcoef(x, y)[0, 1]) if x.std() > 0 and y.std() > 0 else np.nan
+    differ = len(x) > 0 and x.std() > 0 and y.std() > 0
+    return float(np.corrcoef(x, y)[0, 1]) if differ else np.nan
 
 
 def compare(pairs, before, after) -> dict:
@@ -80,29 +82,27 @@ def compare(pairs, before, after) -> dict:
     signs = np.array([pair.sign for pair in pairs])
     stability = signs * np.array([pair.margin for pair in pairs])  # [N] or NaN
     known = (signs != 0) & np.isfinite(stability)
-    odds = signs * (before[:, 0] - before[:, 1]), signs * (after[:, 0] - after[:, 1])
-    right = before[:, 0] > before[:, 1], after[:, 0] > after[:, 1]
-    of_protein = [np.flatnonzero(protein == number) for number in np.unique(protein)]
-
-    def share(side, rows):
-        return right[side][rows].mean()
+    gaps = np.stack([before[:, 0] - before[:, 1], after[:, 0] - after[:, 1]])  # [2, N]
 
     def pooled(side, rows):
-        return spearman(odds[side][rows], stability[rows])
+        return spearman(signs[rows] * gaps[side, rows], stability[rows])
 
-    def mean(side, rows):
-        return each[rows, side].mean()
-
-    values = gain("own", share, of_protein)
+    of_protein = [np.flatnonzero(protein == number) for number in np.unique(protein)]
     measured = [rows[known[rows]] for rows in of_protein]
-    if known.any():
-        values |= gain("spearman", pooled, measured)
+    values = gain("own", lambda side, rows: (gaps[side, rows] > 0).mean(), of_protein)
+    values |= gain("spearman", pooled, measured)
     large = [rows for rows in measured if len(rows) >= FEWEST]
     each = np.array([(pooled(0, rows), pooled(1, rows)) for rows in large]).reshape(-1, 2)  # [P, 2]
     each = each[np.isfinite(each).all(-1)]
+    alone = np.arange(len(each))[:, None]
     if len(each):
-        values |= gain("spearman_per_protein", mean, np.arange(len(each))[:, None])
+        values |= gain("spearman_per_protein", lambda side, rows: each[rows, side].mean(), alone)
     return values
+
+
+def moved(name, before, after) -> dict:
+    """Return both numbers and what was gained, by their names in metrics.jsonl."""
+    return {f"{name}/before": before, f"{name}/after": after, f"{name}/gain": after - before}
 
 
 def gain(name, measure, groups) -> dict:
@@ -111,11 +111,9 @@ def gain(name, measure, groups) -> dict:
     side: 0 before, 1 after. groups: arrays of rows, which the bootstrap draws with replacement.
     """
     rows = np.concatenate(groups)
-    both = float(measure(0, rows)), float(measure(1, rows))
-    if not np.isfinite(both).all():  # all alike: no rank correlation
+    values = moved(name, float(measure(0, rows)), float(measure(1, rows)))
+    if not np.isfinite(values[f"{name}/gain"]):  # all alike: no rank correlation
         return {}
-    values = {f"{name}/before": both[0], f"{name}/after": both[1]}
-    values[f"{name}/gain"] = both[1] - both[0]
     generator = np.random.default_rng(0)
     gains = []
     for _ in range(DRAWS if len(groups) > 1 else 0):
@@ -132,7 +130,7 @@ def gain(name, measure, groups) -> dict:
 
 
 @torch.no_grad()
-def natives(model, pairs, seed, world, orders=4) -> dict:
+def natives(model, pairs, seed, world) -> dict:
     """Return means over the backbones of the pairs; each rank takes its share of them.
 
     nll: of the structure's own letters, in nats per residue, over random orders. recovery,
@@ -141,40 +139,35 @@ def natives(model, pairs, seed, world, orders=4) -> dict:
     one_of_each = list({pair.number: pair for pair in pairs}.values())
     lengths = [len(pair.preferred) for pair in one_of_each]
     averages = Averages(world)
-    options = inference_config.Config(num_samples=8, seed=seed)
-    for index, weight in sampler.share(range(len(one_of_each)), lengths, world, budget=1):
-        pair = one_of_each[index[0]]
-        own = mpnn.encode(pair.backbone.sequence)  # [L]
-        designed = pair.backbone.in_design & (pair.backbone.mask > 0) & (own != mpnn.UNKNOWN)
-        bias = inference.bias_of(pair.backbone, options)
-        task = inference.Task(Path(pair.name), pair.backbone, designed, bias, [], None)
-        letters = torch.from_numpy(own).to(world.device).expand(orders, -1)  # [orders, L]
-        encoded = model.encode(*batches.tensors(pair.backbone, world.device))
-        order = inference.orders(task, orders, seed).to(world.device)
-        logps = model.decode(encoded, letters, order).gather(-1, letters[..., None])[..., 0]
-        designs, _ = inference.sample(model, task, options, world.device)
-        designs = designs.cpu()[:, designed]  # [num_samples, designed]
-        differ = designs[:, None] != designs[None]  # [num_samples, num_samples, designed]
+    config = inference_config.Config(num_samples=8, seed=seed)
+    for [index], weight in sampler.share(range(len(lengths)), lengths, world, budget=1):
+        name = one_of_each[index].name
+        backbone = one_of_each[index].backbone
+        native = mpnn.encode(backbone.sequence)  # [L]
+        designed = backbone.in_design & (backbone.mask > 0) & (native != mpnn.UNKNOWN)
+        bias = inference.bias_of(backbone, config)
+        letters = torch.from_numpy(native).expand(ORDERS, -1)  # [ORDERS, L]
+        task = inference.Task(Path(name), backbone, designed, bias, [], letters)
+        letters, log_probs = inference.score(model, task, config, world.device, ORDERS)
+        designs, _ = inference.sample(model, task, config, world.device)
+        designs = designs[:, designed]  # [num_samples, designed]
+        differ = designs[:, None] != designs  # [num_samples, num_samples, designed]
         values = {
-            "nll": -logps[:, designed].mean(),
-            "recovery": (designs == torch.from_numpy(own[designed])).float().mean(),
+            "nll": -log_probs.gather(-1, letters[..., None])[:, designed].mean(),
+            "recovery": (designs == letters[0, designed]).float().mean(),
             # without the diagonal, where a design is compared with itself
             "diversity": differ.float().mean() * len(designs) / (len(designs) - 1),
         }
         weight = to_device(weight, world.device)
-        averages.add({k: v.to(world.device)[None] for k, v in values.items()}, weight)
-    values = averages.reduce()
-    values["backbones"] = values.pop("count")
-    return values
+        averages.add({key: value[None] for key, value in values.items()}, weight)
+    return averages.reduce()
 
 
 def gains(before, after) -> dict:
     """Return natives() of two models side by side, by the names of SHOWN."""
     values = {}
     for name in ("nll", "recovery", "diversity"):
-        both = before[name], after[name]
-        values |= {f"natives/{name}/before": both[0], f"natives/{name}/after": both[1]}
-        values[f"natives/{name}/gain"] = both[1] - both[0]
+        values |= moved(f"natives/{name}", before[name], after[name])
     return values
 
 
@@ -198,10 +191,8 @@ def describe(values) -> str:
 def main(argv=None) -> int:
     config = cli.parse(Config, argv, aliases={"--no_cuda": "--backend=gloo"})
     cli.check_ranges(config, num_orders=cli.ABOVE_0, max_length=cli.ABOVE_0)
-    paths = [
-        weights.path_of(name, config.base_model_dir)
-        for name in (config.base_model_name, config.model_path)
-    ]
+    names = config.base_model_name, config.model_path
+    paths = [weights.path_of(name, config.base_model_dir) for name in names]
     data, report = pairs_.read(config.data, {}, config)
     print(pairs_.describe("data", report))
     world = distributed.choose_device(distributed.World(), config.backend)

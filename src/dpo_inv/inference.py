@@ -59,17 +59,12 @@ def bias_of(backbone, config) -> torch.Tensor:
     bias = torch.zeros(len(backbone.sequence), len(mpnn.ALPHABET))
     add_bias(bias, mpnn.ALPHABET[mpnn.UNKNOWN], "X")
     add_bias(bias, config.omit_AA, "--omit_AA")
-    for text in config.bias_AA:
-        add_bias(bias, dict([text.partition(":")[::2]]), "--bias_AA")
+    add_bias(bias, dict(text.partition(":")[::2] for text in config.bias_AA), "--bias_AA")
     rows = {}
     for row, label in enumerate(backbone.labels):
         rows[backbone.chains[backbone.chain_encoding[row] - 1] + label] = row
     for path in filter(None, (config.omit_AA_per_residue, config.bias_AA_per_residue)):
-        try:
-            of_residues = json.loads(jsonl.content(path)).items()
-        except (ValueError, AttributeError) as error:
-            raise UserError(f'{path}: not such as {{"A12": ...}}: {error}') from error
-        for residue, given in of_residues:
+        for residue, given in jsonl.read_object(path).items():
             if residue not in rows:
                 raise UserError(f"{path}: no residue {residue!r:.40}; {[*rows][0]} is the first")
             add_bias(bias[rows[residue]], given, f"{path}: {residue}")
@@ -114,13 +109,13 @@ def orders(task, samples, seed):
 @torch.no_grad()
 def sample(model, task, config, device):
     """Return S sequences [S, L], num_samples at each temperature, and log-probs [S, L, 21]."""
-    temperatures = torch.tensor(config.temperature).repeat_interleave(config.num_samples)  # [S]
+    temperatures = torch.tensor(config.temperature, device=device)
+    temperatures = temperatures.repeat_interleave(config.num_samples)[:, None]  # [S, 1]
     order = orders(task, len(temperatures), config.seed).to(device)
     native = torch.from_numpy(mpnn.encode(task.structure.sequence)).to(device)  # [L]
     designed = torch.from_numpy(task.designed).to(device)
     bias = task.bias.to(device)
     shares = torch.from_numpy(task.structure.shares)[:, None].to(device)  # [L, 1]
-    temperatures = temperatures[:, None].to(device)
     generator = torch.Generator().manual_seed(seed_of(config.seed, task.file.name, "letters"))
 
     def choose(residues, log_probs):  # [S, C], [S, C, 21]
@@ -138,10 +133,10 @@ def sample(model, task, config, device):
 
 
 @torch.no_grad()
-def score(model, task, config, device):
-    """Return the sequences of --fasta [S, L] and log-probs [S, L, 21], each of the same order."""
+def score(model, task, config, device, count=1):
+    """Return the task's letters [S, L] and log-probs [S, L, 21], of 1 or S decoding orders."""
     letters = task.letters.to(device)
-    order = orders(task, 1, config.seed).to(device)
+    order = orders(task, count, config.seed).to(device)
     encoded = model.encode(*batches.tensors(task.structure, device))
     return letters, model.decode(encoded, letters, order)
 
@@ -164,11 +159,9 @@ def summary(task, letters, log_probs) -> list[dict]:
 def text_of(task, letters) -> str:
     """Return the designed chains, `/` between them, without the rows of numbering gaps."""
     rows = task.structure.observed & task.structure.in_design
-    texts = []
-    for chain in np.unique(task.structure.chain_encoding[rows]):
-        of_chain = letters[rows & (task.structure.chain_encoding == chain)]
-        texts.append("".join(mpnn.ALPHABET[letter] for letter in of_chain))
-    return "/".join(texts)
+    ends = np.flatnonzero(np.diff(task.structure.chain_encoding[rows])) + 1
+    chains = np.split(np.array([*mpnn.ALPHABET])[letters[rows]], ends)
+    return "/".join("".join(chain) for chain in chains)
 
 
 def stem_of(file) -> str:
@@ -213,10 +206,9 @@ def write(task, config, native, entries, log_probs):
 def main(argv=None) -> int:
     config = settings.read(argv)
     path = weights.path_of(config.model_path, config.base_model_dir)
-    paths = [config.pdb_file]
-    if config.pdb_list:
-        paths = jsonl.content(config.pdb_list).decode().split("\n")
-    tasks = [read_task(jsonl.resolve(file.strip()), config) for file in paths if file.strip()]
+    text = jsonl.content(config.pdb_list).decode() if config.pdb_list else config.pdb_file
+    paths = [line.strip() for line in text.split("\n") if line.strip()]
+    tasks = [read_task(jsonl.resolve(path), config) for path in paths]
     stems = [stem_of(task.file) for task in tasks]
     for stem in stems:
         if stems.count(stem) > 1:

@@ -180,7 +180,7 @@ def test_what_is_written_names_temperatures_the_native_and_each_probability(tmp_
         (["--bias_AA", "A:nan"], "A has nan"),
         (["--omit_AA", mpnn.ALPHABET[:20]], "residue 1: every letter is omitted"),
         (["--bias_AA_per_residue", "FILE"], "FILE: no residue 'B6'; A1 is the first"),
-        (["--omit_AA_per_residue", "LIST"], "LIST: not such as"),
+        (["--omit_AA_per_residue", "LIST"], "LIST:1: give an object"),
         (["--homo_oligomer"], "--homo_oligomer needs --design_chains of copies"),
     ],
 )
