@@ -86,8 +86,6 @@ def read_settings(argv, console=True) -> Config:
     demo = config.train_data == Config.train_data
     config.val_data = config.val_data or (DEMO_VAL if demo else "")
     config.base_model_name = config.base_model_name or (DEMO_MODEL if demo else "v_48_020")
-    if config.learning_rate is None:
-        config.learning_rate = 2e-4 if demo else 1e-4
-    if config.num_epochs is None:
-        config.num_epochs = 10.0 if demo else 2.0
+    config.learning_rate = config.learning_rate or (2e-4 if demo else 1e-4)  # never 0
+    config.num_epochs = config.num_epochs or (10.0 if demo else 2.0)
     return config

@@ -33,7 +33,6 @@ from ddp_utils.metrics import Averages, wilson
 from ddp_utils.runs import checks
 from ddp_utils.runs import run as run_
 from ddp_utils.runs.folder import RunSpec
-from ddp_utils.runs.run import Run
 from dpo_inv import batches, evaluate, mpnn, stability, weights
 from dpo_inv import pairs as pairs_
 from dpo_inv.batches import Scorer
@@ -212,25 +211,20 @@ def main(argv=None) -> int:
     inputs = {f"content of {split}": digest(pairs) for split, pairs in data.items()}
     inputs["global_batch"] = str(plan.global_batch)
     inputs["content of base_model_name"] = files.digest_of_files([base])
-    spec = RunSpec(
-        folder=Path(config.output_dir),
-        flag="--output_dir",
-        steps=plan.steps,
-        inputs=inputs,
-        bytes_needed=optim.bytes_to_write(model, config.keep_checkpoints + 1),
-        report=reports,
-        lines=[pairs_.describe(*report) for report in reports.items()],
-    )
+    size = optim.bytes_to_write(model, config.keep_checkpoints + 1)
+    lines = [pairs_.describe(*report) for report in reports.items()]
+    folder = Path(config.output_dir)
+    spec = RunSpec(folder, "--output_dir", plan.steps, inputs, size, reports, lines)
     if config.check:
         distributed.choose_device(world, config.backend)
         return run_.check(spec, config, world)
 
     peak = optim.learning_rate(config, plan.global_batch, world.world_size)
 
-    with Run(spec, config, world) as run:
+    with run_.Run(spec, config, world) as run:
         run.say(
-            f"Initialized DDP: rank={world.rank}, world_size={world.world_size}, "
-            f"local_rank={world.local_rank}\nUsing device: {world.device}\n"
+            f"Initialized DDP: rank=0, world_size={world.world_size}, local_rank=0\n"
+            f"Using device: {world.device}\n"
             f"Loaded {len(data['train'])} training and {len(data['val'])} validation pairs\n"
             f"Batch size per GPU: {config.batch_size}, Total batch size: {plan.global_batch}\n"
             f"Learning rate: {peak:.3g}, linear rule: "
