@@ -1,13 +1,6 @@
 """The older name of dpo_inv.run_dpo_ddp: the same program, for one process as for many."""
 
-import ddp_utils.runs.preemption as preemption  # before torch, whose import takes seconds
-
-from dpo_inv.config import read_settings
-
-if __name__ == "__main__":  # --help, or a mistake in the settings, ends here
-    preemption.read_early(read_settings)
-
-from dpo_inv.run_dpo_ddp import main
+import runpy
 
 if __name__ == "__main__":
-    preemption.run(main)
+    runpy.run_module("dpo_inv.run_dpo_ddp", run_name="__main__", alter_sys=True)

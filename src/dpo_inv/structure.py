@@ -130,10 +130,9 @@ def _copies(path, read):
 
 def _read_chains(path, altloc):
     """Return {chain: its residues in file order} of the protein chains of the first model."""
-    content = jsonl.content(path)
     chains = {}
     try:
-        structure = gemmi.read_structure_string(content)
+        structure = gemmi.read_structure_string(jsonl.content(path))
         structure.add_entity_types(overwrite=True)  # a TER within a chain does not end it
         structure.remove_ligands_and_waters()
         if altloc == "occupancy":
