@@ -161,9 +161,8 @@ class ProteinMPNN(nn.Module):
         neighbours, valid = nearest(coords[:, 1], mask, self.neighbours)
         edges = self.W_e(self.features(coords, residue_idx, chain_encoding, neighbours))
         nodes = edges.new_zeros(len(mask), edges.shape[-1])  # [L, H]
-        indices = neighbours[None]  # [1, L, K]
         for layer in self.encoder_layers:
-            nodes, edges = layer(nodes, edges, indices, valid, mask)
+            nodes, edges = layer(nodes, edges, neighbours[None], valid, mask)
         return Encoded(nodes, edges, neighbours, valid, mask)
 
     def decode(self, encoded, sequences, decoding_order):

