@@ -4,7 +4,6 @@ Pairs of one backbone stay together, since it is encoded once for all of them.
 """
 
 import collections
-import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -75,13 +74,14 @@ def batch(plan, pairs, step) -> list[int]:
     An epoch is shuffled in chunks of up to TOGETHER of them.
     """
     epoch, step_of_epoch = divmod(step, plan.steps_per_epoch)
-    rows = range(len(pairs))
+    rows = list(range(len(pairs)))
     if plan.shuffle:
         generator = torch.Generator().manual_seed(seed_of(plan.seed, epoch))
         rows = torch.randperm(len(pairs), generator=generator).tolist()
         chunks = groups(rows, pairs, TOGETHER)
-        visit = torch.randperm(len(chunks), generator=generator).tolist()
-        rows = list(itertools.chain(*(chunks[index] for index in visit)))
+        rows = []
+        for index in torch.randperm(len(chunks), generator=generator).tolist():
+            rows += chunks[index]
     return rows[step_of_epoch * plan.global_batch : (step_of_epoch + 1) * plan.global_batch]
 
 

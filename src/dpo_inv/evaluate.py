@@ -67,8 +67,7 @@ def spearman(x, y) -> float:
     """Return the rank correlation of numbers [N] and [N], NaN if all of one side are equal."""
     x = ranks(x)
     y = ranks(y)
-    differ = len(x) > 0 and x.std() > 0 and y.std() > 0
-    return float(np.corrcoef(x, y)[0, 1]) if differ else np.nan
+    return float(np.corrcoef(x, y)[0, 1]) if len(x) and x.std() > 0 and y.std() > 0 else np.nan
 
 
 def compare(pairs, before, after) -> dict:

@@ -85,8 +85,7 @@ def train_step(policy, pairs, table, config, run):
     """Forward and backward of one global batch; return its exact means. The gradient is ready."""
     world = run.world
     averages = Averages(world)
-    is_list = config.method == "listwise"  # whatever batch_size says
-    size = batches.TOGETHER if is_list else config.batch_size
+    size = batches.TOGETHER if config.method == "listwise" else config.batch_size
     micro_batches = batches.share(pairs, size, world)
     for micro_batch in micro_batches:
         policy.sync_gradients(micro_batch is micro_batches[-1])

@@ -26,7 +26,7 @@ REACHED = {
     "train": (31, 3669),
     "train_loop": (32, 3420),
     "generate_data": (23, 2543),
-    "dpo_inv.run_dpo_ddp": (32, 3399),
+    "dpo_inv.run_dpo_ddp": (32, 3397),
     "dpo_inv.inference": (19, 1896),
     "ad.train": (29, 2747),
     "ad.evaluate": (18, 1454),
