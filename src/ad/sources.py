@@ -48,7 +48,9 @@ class PosteriorSampling:
     """Act as is best in a task that could be this one (Thompson, 1933; Strens, 2000).
 
     Each history knows the N tasks of its kind and rules out those that its own steps contradict.
-    It draws one of the others when an episode begins and when the drawn one is ruled out.
+    It draws one of the others when an episode begins and when the drawn one is ruled out, and with
+    it an order of the actions, in which it takes equally good ones: who learns from its histories
+    has less to go by if these are taken by chance in each step.
     """
 
     def __init__(self, environment, table_of, steps, config, rng):
@@ -57,19 +59,20 @@ class PosteriorSampling:
         self.horizon = environment.horizon
         self.actions = environment.actions
         values = environment.values(np.max, np.arange(environment.count), GAMMA)  # [N, S, A]
-        # of equal ones the first: by chance, a learner of these histories had less to go by
-        self.best = (values > values.max(-1, keepdims=True) - 1e-9).argmax(-1)  # [N, S]
+        self.best = values > values.max(-1, keepdims=True) - 1e-9  # [N, S, A]
         outcome = environment.after * 2 + environment.reward  # [N, S, A]
         self.outcome = np.ascontiguousarray(outcome.transpose(1, 2, 0))  # [S, A, N]
         self.possible = np.ones((len(table_of), environment.count), dtype=bool)  # [H, N]
         self.drawn = np.zeros(len(table_of), dtype=int)  # [H]
+        self.order = np.zeros((len(table_of), environment.actions))  # [H, A] of equally good ones
 
     def act(self, time, state):
         """Return actions [H], of which a share `noise` is random."""
         draws = ~self.possible[np.arange(len(state)), self.drawn] | (time % self.horizon == 0)
         odds = self.rng.random((draws.sum(), self.possible.shape[1]), dtype=np.float32)
         self.drawn[draws] = (odds * self.possible[draws]).argmax(-1)
-        action = self.best[self.drawn, state]
+        self.order[draws] = 1 + self.rng.random((draws.sum(), self.actions))
+        action = (self.order * self.best[self.drawn, state]).argmax(-1)
         explores = self.rng.random(len(state)) < self.noise
         action[explores] = self.rng.integers(self.actions, size=explores.sum())
         return action
