@@ -67,7 +67,7 @@ class Config:
     eval_episodes: int = 60  # of one try, in one context
     eval_copies: int = 8  # tries of each task
     eval_temperature: float = 0.4  # of the agent's actions: below 1 it keeps to likelier ones
-    eval_explore_temperature: float | None = 1.0  # until its context holds a reward; empty: same
+    eval_explore_temperature: float = 1.0  # the same, until its context holds a reward
 
     # hardware
     num_workers: int = 0  # not needed: windows are cut on the device, there is no loader
@@ -138,14 +138,8 @@ RANGES = dict.fromkeys(POSITIVE.split(), cli.ABOVE_0) | dict.fromkeys(SHARES.spl
 RANGES |= dict.fromkeys(NOT_NEGATIVE.split(), cli.FROM_0)
 RANGES["grid_size"] = ("from 2 to 16", lambda x: 2 <= x <= 16)  # a cell is one byte
 
-NOT_DONE = {  # variables in which accelerate tells a process what it is to do
-    "ACCELERATE_USE_FSDP": "FullyShardedDataParallel",
-    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
-    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config",
-    "ACCELERATE_IN_TPU_POD": "a TPU pod",
-    "ACCELERATE_DYNAMO_BACKEND": "torch dynamo",
-}
+# what accelerate's configuration may ask for, as it tells a process in ACCELERATE_...
+NOT_DONE = "use_fsdp use_deepspeed use_megatron_lm use_parallelism_config in_tpu_pod dynamo_backend"
 
 
 def check(config):
@@ -187,9 +181,9 @@ def read(argv, console=True):
         config.mixed_precision = launcher_precision
     if os.environ.get("ACCELERATE_USE_CPU") == "True":
         config.backend = "gloo"
-    for name, what in NOT_DONE.items():
-        if os.environ.get(name, "no").lower() not in ("no", "false", "0"):
-            raise UserError(f"accelerate: {what} is not done here; answer no in accelerate config")
+    for name in NOT_DONE.split():
+        if os.environ.get(f"ACCELERATE_{name.upper()}", "no").lower() not in ("no", "false", "0"):
+            raise UserError(f"accelerate: {name} is not done here; answer no in accelerate config")
     with cli.naming(places):
         check(cli.check_types(config))
     return config

@@ -4,7 +4,7 @@ N tasks of a kind, S states, A actions; B tries at a time. Rooms have size x siz
 x * size + y.
 """
 
-import difflib
+import importlib.util
 import itertools
 from typing import NamedTuple
 
@@ -25,9 +25,8 @@ class Environment(NamedTuple):
     shape: tuple[int, ...]  # of what is seen: each of these coordinates has an embedding
     horizon: int
     names: list[str]  # of the tasks
-    differ: str  # what the tasks differ in and a control hides: "rewards", or "actions"
+    differ: str  # what the tasks differ in and a control hides: "reward", or "action"
 
-    count = property(lambda self: len(self.after))
     actions = property(lambda self: self.after.shape[2])
 
     def step(self, state, action, task):
@@ -56,13 +55,12 @@ class Environment(NamedTuple):
 
     def tasks(self, count):
         """Return the numbers of `count` tasks, always the same ones; 0: of all."""
-        return np.sort(np.random.default_rng(0).permutation(self.count)[: count or None])
+        return np.sort(np.random.default_rng(0).permutation(len(self.after))[: count or None])
 
     def split(self, count, seed, ratio):
         """Shuffle `count` tasks; return those to train on and those held out."""
         order = np.random.default_rng(seed).permutation(self.tasks(count))
-        trained = round(ratio * len(order))
-        return order[:trained], order[trained:]
+        return np.split(order, [round(ratio * len(order))])
 
 
 def moves(size):
@@ -86,7 +84,7 @@ def darkroom(size, horizon):
         shape=(size, size),
         horizon=horizon,
         names=[f"({cell // size}, {cell % size})" for cell in cells],
-        differ="rewards",
+        differ="reward",
     )
 
 
@@ -101,7 +99,7 @@ def permuted(after, reward, start, shape, horizon):
         shape=shape,
         horizon=horizon,
         names=["".join(map(str, order)) for order in orders],
-        differ="actions",
+        differ="action",
     )
 
 
@@ -131,7 +129,7 @@ def key_to_door(size, horizon):
         shape=(size, size),
         horizon=horizon,
         names=names,
-        differ="rewards",
+        differ="reward",
     )
 
 
@@ -140,35 +138,28 @@ def gymnasium_table(name, horizon):
 
     Raises UserError if there is none by this name, or if it cannot be a table of ours.
     """
+    kinds = ", ".join(KINDS)
+    if not importlib.util.find_spec("gymnasium"):
+        raise UserError(f"--env: no {name:.80}; give one of {kinds}, or pip install gymnasium")
+    import gymnasium
+
+    options = {"is_slippery": False} if name.startswith("FrozenLake") else {}
+    problem = f"--env: {name:.80} has no table P in gymnasium, or it never pays, is left to chance "
+    problem += f"or has more than 255 states (a byte); give one of {kinds}, FrozenLake-v1"
     try:
-        import gymnasium
-    except ImportError as error:
-        known = difflib.get_close_matches(name, KINDS, n=1) or KINDS
-        remedy = f"give one of {', '.join(known)}, or pip install gymnasium for its own"
-        raise UserError(f"--env: no environment {name:.80}; {remedy}") from error
-    try:
-        is_slippery = gymnasium.spec(name).id.startswith(("FrozenLake", "CliffWalking"))
-        options = {"is_slippery": False} if is_slippery else {}
-        table = gymnasium.make(name, **options).unwrapped.P
-    except (gymnasium.error.Error, AttributeError) as error:
-        problem = f"no environment {name:.80}, or it has no table P of transitions"
-        raise UserError(
-            f"--env: {problem}; give one of {', '.join(KINDS)}, FrozenLake-v1"
-        ) from error
-    shape = len(table) + 1, len(table[0])  # a state more: where an episode is over
-    after = np.full(shape, len(table))
-    reward = np.zeros(shape, bool)
-    for state, action in itertools.product(range(len(table)), range(shape[1])):
-        outcomes = table[state][action]
-        if len(outcomes) > 1:
-            raise UserError(f"--env: {name} is not deterministic, and a table of ours is")
-        [(_, next_state, paid, over)] = outcomes
-        reward[state, action] = paid > 0
-        after[state, action] = len(table) if over else next_state
-    if len(after) > 256 or not reward.any():
-        raise UserError(f"--env: {name}: more than 255 states (a byte), or none that pays")
-    start = int(gymnasium.make(name, **options).reset(seed=0)[0])
-    return permuted(after, reward, start, (len(after),), horizon)
+        played = gymnasium.make(name, **options).unwrapped
+        states, actions = len(played.P), len(played.P[0])
+        after = np.full((states + 1, actions), states)  # a state more: where an episode is over
+        reward = np.zeros(after.shape, bool)
+        for state, action in np.ndindex(states, actions):
+            [(_, next_state, paid, over)] = played.P[state][action]
+            reward[state, action] = paid > 0
+            after[state, action] = states if over else next_state
+    except (gymnasium.error.Error, AttributeError, ValueError) as error:
+        raise UserError(problem) from error
+    if not reward.any() or states > 255:
+        raise UserError(problem)
+    return permuted(after, reward, int(played.reset(seed=0)[0]), (states + 1,), horizon)
 
 
 KINDS = {

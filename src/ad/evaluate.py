@@ -2,8 +2,7 @@
 
     python src/ad/evaluate.py --ckpt_dir runs/ad_demo
 
-Writes eval_result.npy [tasks, episodes], summary.json, returns.png and tasks.png into
-ckpt_dir/evaluation.
+Writes eval_result.npy [tasks, episodes], summary.json and returns.png into ckpt_dir/evaluation.
 Guide: docs/algorithm_distillation.md.
 """
 
@@ -31,12 +30,10 @@ from safetensors.torch import load_file
 from ad import sources, windows
 from ad.config import Config
 from ad.model import Cache, Model, Tokens
-from ddp_utils import UserError, distributed, jsonl, metrics
+from ddp_utils import UserError, distributed, jsonl
 from ddp_utils.runs import checkpoint
 
 LAST = 10  # episodes that count as what was learnt
-SHARES = (60, 80, 90)  # percent of the optimum
-COPIES = 32  # Q-learners alone of each task
 LINES = {  # who or what was tried: what it is called, colour and style of its curve
     "agent": ("agent, in its context", "tab:blue", "-"),
     "teacher": ("its teacher", "tab:orange", "-"),
@@ -53,12 +50,11 @@ def rollout(model, config, tasks, episodes, seed, wiped=False, hide=""):
     """Return the returns [B, episodes] of sampled actions, one context for each task [B].
 
     Two controls of what is learnt in context. wiped: each episode has a new context; hide: the
-    model sees none of its "rewards", or of its "actions". config: the run's settings.
+    model sees no "reward", or no "action". config: the run's settings.
     """
     environment = config.environment
     horizon = environment.horizon
     window = horizon if wiped else config.window
-    explore = config.eval_explore_temperature or config.eval_temperature
     rng = np.random.default_rng(seed)
     steps = torch.arange(episodes * horizon + 1, device=model.head.weight.device)
     cells = steps.new_zeros(len(tasks), len(steps))
@@ -81,14 +77,15 @@ def rollout(model, config, tasks, episodes, seed, wiped=False, hide=""):
         unread = slice(begin + cache.length, time + 1)
         logits = model(Tokens(*(part[:, unread] for part in tokens)), cache)[:, -1]  # [B, A]
         is_rewarded = tokens.reward[:, begin : time + 1].any(-1, keepdim=True)  # [B, 1]
-        temperature = torch.where(is_rewarded, config.eval_temperature, explore)
+        temperatures = config.eval_temperature, config.eval_explore_temperature
+        temperature = torch.where(is_rewarded, *temperatures)
         probabilities = (logits.double() / temperature).softmax(-1)
         cumulative = probabilities.cumsum(-1)[:, :-1].cpu().numpy()
         action = (cumulative < rng.random((len(tasks), 1))).sum(-1)
         state, reward = environment.step(state, action, tasks)
-        if hide != "actions":
+        if hide != "action":
             tokens.action[:, time + 1] = torch.from_numpy(action)
-        if hide != "rewards":
+        if hide != "reward":
             tokens.reward[:, time + 1] = torch.from_numpy(reward)
         returns[:, time // horizon] += reward
     return returns
@@ -106,8 +103,7 @@ def assess(model, config, compare=False):
     controls = {"agent": {}}
     if compare:
         hidden = environment.differ
-        controls["control_wiped"] = {"wiped": True}
-        controls[f"control_zero_{hidden.removesuffix('s')}"] = {"hide": hidden}
+        controls |= {"control_wiped": {"wiped": True}, f"control_zero_{hidden}": {"hide": hidden}}
     tried = np.repeat(tasks, config.eval_copies)
     returns = {}
     for name, control in controls.items():
@@ -127,13 +123,9 @@ def assess(model, config, compare=False):
     if compare:
         learners = others(environment, tasks, config)
         for name, result in learners.items():
-            is_one = name == "single" or config.source != "q_learning" and name == "teacher"
-            summary[f"{name}_streams"] = 1 if is_one else config.n_stream
+            is_alone = name == "single" or (name, config.source) == ("teacher", "posterior")
+            summary[f"{name}_streams"] = 1 if is_alone else config.n_stream
             summary |= progress_of(result, optimum, f"{name}_")
-        more = (agent - learners["single"]).mean(-1) / optimum  # [G] differences of the areas
-        low, high = metrics.interval(more.mean(), (more**2).mean(), len(tasks))
-        summary |= {"area_over_single": more.mean(), "area_over_single_low": low}
-        summary |= {"area_over_single_high": high}
         returns |= learners
     return summary, returns
 
@@ -145,7 +137,7 @@ def progress_of(returns, optimum, prefix=""):
     """
     mean = returns.mean(0) / optimum  # [E]
     values = {f"{prefix}area": mean.mean()}
-    for share in SHARES:
+    for share in (60, 80, 90):
         passed = np.flatnonzero(mean >= share / 100)
         values[f"{prefix}episodes_to_{share}"] = int(passed[0]) + 1 if len(passed) else None
     return values
@@ -160,13 +152,13 @@ def others(environment, tasks, config):
     """
     episodes = config.eval_episodes
     q_learning = dataclasses.replace(config, source="q_learning")
-    learners = {}
-    for name, settings_of in {"teacher": config, "shared": q_learning}.items():
-        if name == "teacher" or config.source != "q_learning":
-            size = config.n_stream, config.source_steps
-            returns = sources.returns(environment, tasks, *size, settings_of)
-            learners[name] = np.pad(returns, ((0, 0), (0, episodes)), "edge")[:, :episodes]
-    size = COPIES, episodes * environment.horizon
+    size = config.n_stream, config.source_steps
+    learners = {"teacher": sources.returns(environment, tasks, *size, config)}
+    if config.source != "q_learning":
+        learners["shared"] = sources.returns(environment, tasks, *size, q_learning)
+    for name, returns in learners.items():
+        learners[name] = np.pad(returns, ((0, 0), (0, episodes)), "edge")[:, :episodes]
+    size = config.n_stream, episodes * environment.horizon
     learners["single"] = sources.returns(environment, tasks, *size, q_learning, shared=False)
     return learners
 
@@ -178,16 +170,23 @@ def describe(summary):
         f"{summary['return_last10']:.2f} in the last {LAST}; optimum {summary['optimum']:.2f} "
         f"({summary['fraction_of_optimum']:.0%})"
     )
+    line += f"; 80 % in episode {summary['episodes_to_80'] or 'none'}"
     for name, (label, _, _) in LINES.items():
         if name in summary:
             line += f"; {label} {summary[name]:.0%}"
-    line += f"; 80 % in episode {summary['episodes_to_80'] or 'none'}"
-    for name, (label, _, _) in LINES.items():
         if f"{name}_area" in summary:
             line += f", {label} in {summary[f'{name}_episodes_to_80'] or 'none'}"
             streams = summary[f"{name}_streams"]
             line += f" of {streams} streams each" if streams > 1 else ""
     return line
+
+
+def write(folder, summary, returns, config):
+    """Write eval_result.npy [tasks, episodes], and returns.png."""
+    np.save(folder / "eval_result.npy", returns["agent"])
+    _, tasks = config.tasks
+    limits = config.environment.optimum(tasks), config.environment.chance(tasks)
+    draw(folder / "returns.png", summary, returns, *limits)
 
 
 def draw(file, summary, returns, optimum, chance):
@@ -220,33 +219,12 @@ def draw(file, summary, returns, optimum, chance):
     figure.savefig(file, dpi=150)
 
 
-def write(folder, summary, returns, config):
-    """Write eval_result.npy, and how the agent learns (returns.png), and each task (tasks.png)."""
-    np.save(folder / "eval_result.npy", returns["agent"])
-    _, tasks = config.tasks
-    optimum = config.environment.optimum(tasks)
-    draw(folder / "returns.png", summary, returns, optimum, config.environment.chance(tasks))
-    figure = Figure(figsize=(8, 4.2), layout="constrained")
-    bars = figure.subplots()
-    order = np.argsort(-optimum, kind="stable")
-    names = [config.environment.names[task] for task in tasks[order]]
-    last = returns["agent"][order, -LAST:].mean(1)
-    bars.bar(names, optimum[order], color="tab:green", alpha=0.3, label="optimum")
-    bars.bar(names, last, width=0.5, color="tab:blue", label=f"agent, last {LAST} episodes")
-    bars.set(ylabel="return", xlabel="held-out task")
-    bars.tick_params("x", rotation=90, labelbottom=len(names) <= 32)
-    figure.legend(loc="outside right center", frameon=False)
-    figure.savefig(folder / "tasks.png", dpi=150)
-
-
 def load(folder):
     """Return (model, settings) of a run; UserError if it is no finished run of train.py."""
-    weights = folder / "model" / "model.safetensors"
     try:
         config = Config(**checkpoint.read_json(folder / "config.json"))
-        tensors = load_file(weights)
         model = Model(config).eval()
-        model.load_state_dict(tensors)
+        model.load_state_dict(load_file(folder / "model" / "model.safetensors"))
     except (TypeError, UserError, FileNotFoundError, RuntimeError):
         says = f"{folder} is no finished run of src/ad/train.py; give the folder of one"
         raise UserError(f"--ckpt_dir: {says}") from None
@@ -254,11 +232,9 @@ def load(folder):
 
 
 def main(argv=None) -> int:
-    trial = settings.read(argv)
-    run_folder = jsonl.resolve(trial.ckpt_dir)
+    given = {name: x for name, x in vars(settings.read(argv)).items() if x is not None}
+    run_folder = jsonl.resolve(given.pop("ckpt_dir"))
     model, config = load(run_folder)
-    given = {name: value for name, value in vars(trial).items() if value is not None}
-    del given["ckpt_dir"]
     config = dataclasses.replace(config, **given)
     folder = run_folder / "evaluation"
     checkpoint.check_place("--ckpt_dir", folder)
@@ -271,10 +247,8 @@ def main(argv=None) -> int:
     _, tasks = config.tasks
     optimum = config.environment.optimum(tasks)
     for task, episodes, most in zip(tasks, returns["agent"], optimum, strict=True):
-        print(
-            f"task {config.environment.names[task]}: mean {episodes.mean():.2f}, last {LAST} "
-            f"episodes {episodes[-LAST:].mean():.2f} of {most:.2f}"
-        )
+        last = f"last {LAST} episodes {episodes[-LAST:].mean():.2f} of {most:.2f}"
+        print(f"task {config.environment.names[task]}: mean {episodes.mean():.2f}, {last}")
     print(f"overall mean {returns['agent'].mean():.2f}\n{describe(summary)}\n-> {folder}/")
     return 0
 

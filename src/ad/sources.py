@@ -57,12 +57,11 @@ class PosteriorSampling:
         self.rng = rng
         self.noise = config.source_noise
         self.horizon = environment.horizon
-        self.actions = environment.actions
-        values = environment.values(np.max, np.arange(environment.count), GAMMA)  # [N, S, A]
+        values = environment.values(np.max, np.arange(len(environment.after)), GAMMA)  # [N, S, A]
         self.best = values > values.max(-1, keepdims=True) - 1e-9  # [N, S, A]
         outcome = environment.after * 2 + environment.reward  # [N, S, A]
         self.outcome = np.ascontiguousarray(outcome.transpose(1, 2, 0))  # [S, A, N]
-        self.possible = np.ones((len(table_of), environment.count), dtype=bool)  # [H, N]
+        self.possible = np.ones((len(table_of), len(values)), dtype=bool)  # [H, N]
         self.drawn = np.zeros(len(table_of), dtype=int)  # [H]
         self.order = np.zeros((len(table_of), environment.actions))  # [H, A] of equally good ones
 
@@ -71,10 +70,10 @@ class PosteriorSampling:
         draws = ~self.possible[np.arange(len(state)), self.drawn] | (time % self.horizon == 0)
         odds = self.rng.random((draws.sum(), self.possible.shape[1]), dtype=np.float32)
         self.drawn[draws] = (odds * self.possible[draws]).argmax(-1)
-        self.order[draws] = 1 + self.rng.random((draws.sum(), self.actions))
+        self.order[draws] = 1 + self.rng.random((draws.sum(), self.best.shape[2]))
         action = (self.order * self.best[self.drawn, state]).argmax(-1)
         explores = self.rng.random(len(state)) < self.noise
-        action[explores] = self.rng.integers(self.actions, size=explores.sum())
+        action[explores] = self.rng.integers(self.best.shape[2], size=explores.sum())
         return action
 
     def learn(self, state, action, reward, after):

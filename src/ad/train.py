@@ -158,20 +158,19 @@ def main(argv=None) -> int:
     counts = config.train_batch_size, config.gradient_accumulation_steps, world.world_size
     global_batch = math.prod(counts)
     inputs = {"global_batch": str(global_batch)}
-    lines = []
+    lines = [f"histories: {path}{'' if path.exists() else ', to be collected'}"]
     if config.num_workers:
         lines.append("num_workers: not needed: windows are cut on the device, there is no loader")
     # accelerate's launcher of one process sets these two, the second if it was asked for more
     if {"ACCELERATE_USE_CPU", "MASTER_ADDR"} <= os.environ.keys() and world.world_size == 1:
         lines.append("accelerate: one process; more need --multi_gpu as well, on CPUs, too")
-    histories = f"histories: {path}{'' if path.exists() else ', to be collected'}"
     spec = RunSpec(
         folder=Path(config.output_dir),
         flag="--output_dir",
         steps=config.train_timesteps,
         inputs=inputs,
         bytes_needed=optim.bytes_to_write(model, config.keep_checkpoints + 1),
-        lines=[*lines, histories],
+        lines=lines,
     )
     if config.check:
         return run_.check(spec, config, world)
@@ -192,8 +191,7 @@ def main(argv=None) -> int:
             run.say(f"collected {path}: return {returns[0]:.2f}, at the end {returns[-1]:.2f}")
         run.describe(
             model=f"transformer, {sum(p.numel() for p in model.parameters()):,} parameters",
-            tasks=f"{data.count} histories of {len(tasks[0])} tasks of {config.env}, "
-            f"{len(tasks[1])} held out",
+            tasks=f"{len(tasks[0])} of {config.env}, {len(tasks[1])} held out; {data.count} histories",
             batch=f"{global_batch} windows of {config.window} steps = {world.world_size} ranks x "
             f"{counts[1]} accumulation x {counts[0]}",
             steps=f"{steps}, learning rate {config.lr:.3g}",

@@ -38,7 +38,7 @@ def collect(config, path):
     arrays = dict(zip(ARRAYS, history, strict=True))
     with files.replacing(path) as file, open(file, "wb") as stream:
         np.savez(stream, **arrays, meta=np.array(json.dumps(config.source_settings())))
-    reward = arrays["reward"]
+    _, _, reward = history
     return reward.reshape(len(reward), -1, config.horizon).sum(-1).mean(0)
 
 

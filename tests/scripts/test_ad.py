@@ -64,7 +64,7 @@ def test_actions_move_by_one_cell_and_walls_hold():
 def test_what_the_actions_do_is_the_permuted_room_s_task():
     """Task 1 is the order 0 1 2 4 3: to stay is action 3, and -y is action 4."""
     room = environments.make("darkroom_permuted", 3, 20)
-    assert (room.count, room.names[1], room.start) == (120, "01243", 0)
+    assert (len(room.names), room.names[1], room.start) == (120, "01243", 0)
     after, reward = room.step(np.full(5, 5), np.arange(5), np.ones(5, dtype=int))
     assert (after.tolist(), reward.tolist()) == ([8, 2, 5, 5, 4], [1, 0, 0, 0, 0])
     assert room.optimum([0, 1, 119]).tolist() == [17, 17, 17]  # four steps to the other corner
@@ -72,7 +72,7 @@ def test_what_the_actions_do_is_the_permuted_room_s_task():
 
 def test_a_key_pays_once_and_then_a_door():
     room = environments.make("key_to_door", 3, 20)
-    assert (room.count, room.start, room.optimum([0, 71]).tolist()) == (72, 4, [2, 2])
+    assert (len(room.names), room.start, room.optimum([0, 71]).tolist()) == (72, 4, [2, 2])
     task = room.names.index("1 > 5")
     states = []
     rewards = []
@@ -91,7 +91,7 @@ def test_a_table_of_gymnasium_is_its_environment(monkeypatch):
     """A walk by its own step() and by the table, with holes, and the actions in order."""
     gymnasium = pytest.importorskip("gymnasium")
     table = environments.make("FrozenLake-v1", 9, 20)
-    assert (table.count, table.after.shape, table.names[0]) == (24, (24, 17, 4), "0123")
+    assert (len(table.names), table.after.shape, table.names[0]) == (24, (24, 17, 4), "0123")
     rng = np.random.default_rng(0)
     played = gymnasium.make("FrozenLake-v1", is_slippery=False)
     over = set()
@@ -111,8 +111,8 @@ def test_a_table_of_gymnasium_is_its_environment(monkeypatch):
     for name in ("Taxi-v4", "CartPole-v1", "darkrom"):
         with pytest.raises(UserError, match=f"^--env: .*{name}"):
             environments.make(name, 9, 20)
-    monkeypatch.setitem(__import__("sys").modules, "gymnasium", None)
-    with pytest.raises(UserError, match="no environment darkrom; give one of darkroom, or pip i"):
+    monkeypatch.setattr(environments.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="no darkrom; give one of darkroom, .*, or pip install"):
         environments.make("darkrom", 9, 20)
 
 
@@ -121,7 +121,7 @@ def test_optimum_and_chance_are_those_of_all_sequences_of_actions(kind):
     if kind == "FrozenLake-v1":
         pytest.importorskip("gymnasium")
     room = small(kind)
-    tasks = np.array([0, room.count // 2, room.count - 1])
+    tasks = np.array([0, len(room.names) // 2, len(room.names) - 1])
     sequences = np.array([*itertools.product(range(room.actions), repeat=room.horizon)])
     for task in tasks:
         state = np.full(len(sequences), room.start)
@@ -195,7 +195,7 @@ def test_sources_begin_at_chance_and_end_near_the_optimum_of_each_kind(kind, nam
         pytest.importorskip("gymnasium")
     room = environments.make(kind, 3, 12)
     config = Config(source=name, source_noise=0, source_optimism=0.5 * (name == "q_learning"))
-    tasks = np.arange(room.count)[:: max(1, room.count // 12)]
+    tasks = np.arange(len(room.names))[:: max(1, len(room.names) // 12)]
     state, action, reward = sources.histories(room, tasks, 20, 360, config)
     returns = reward.reshape(len(tasks), 20, 30, 12).sum(-1).mean((0, 1))
     optimum = room.optimum(tasks).mean()
@@ -353,7 +353,7 @@ def record(model, cached=True):
 
 
 @pytest.mark.parametrize("config", [PLAIN, REGIONS], ids=["plain", "regions"])
-@pytest.mark.parametrize("control", [{}, {"wiped": True}, {"hide": "rewards"}], ids=str)
+@pytest.mark.parametrize("control", [{}, {"wiped": True}, {"hide": "reward"}], ids=str)
 def test_a_try_is_the_same_without_a_cache(config, control):
     """Through many drops of the oldest part; the actions are drawn from equal odds."""
     model, goals = model_of(config), np.arange(25)
@@ -391,11 +391,11 @@ def test_what_is_hidden_is_hidden():
     model = model_of(PLAIN)
     seen = record(model)
     goals = np.full(50, ROOM.start)  # which pays those who stay
-    for hide in ("", "rewards", "actions"):
+    for hide in ("", "reward", "action"):
         seen.clear()
         assert evaluate.rollout(model, PLAIN, goals, 3, 0, hide=hide).sum() > 0
-        assert any(tokens.reward.any() for tokens in seen) == (hide != "rewards")
-        assert any((tokens.action < NONE).any() for tokens in seen) == (hide != "actions")
+        assert any(tokens.reward.any() for tokens in seen) == (hide != "reward")
+        assert any((tokens.action < NONE).any() for tokens in seen) == (hide != "action")
 
 
 def frequencies(temperature, explore, goal):
@@ -433,7 +433,7 @@ def test_the_temperature_divides_the_logits():
     """Odds of e^(2 / T) to 1, and the second temperature until the context holds a reward."""
     for temperature in (1.0, 0.5):
         odds = np.exp(np.array([0, 0, 0, 0, 2]) / temperature)
-        found = frequencies(temperature, None, 0)[0]
+        found = frequencies(temperature, temperature, 0)[0]
         assert found == pytest.approx(odds / odds.sum(), abs=0.03)
     hot = np.exp([0, 0, 0, 0, 2]) / np.exp([0, 0, 0, 0, 2]).sum()
     cold = np.exp([0, 0, 0, 0, 8]) / np.exp([0, 0, 0, 0, 8]).sum()
@@ -470,7 +470,6 @@ def test_an_agent_that_knows_the_way_gets_the_optimum():
         "agent", "control_wiped", "control_zero_reward", "teacher", "single",
     }  # fmt: skip
     assert [summary[f"episodes_to_{share}"] for share in (60, 80, 90)] == [1, 1, 1]
-    assert summary["area_over_single"] == pytest.approx(1 - summary["single_area"])
     # six streams share; after ten episodes the teacher stays as it was
     assert (summary["teacher_streams"], summary["single_streams"]) == (6, 1)
     config = dataclasses.replace(config, eval_episodes=12)

@@ -58,7 +58,6 @@ def test_evaluate_finds_what_the_run_has_found(one, capsys):
     flags = ["--ckpt_dir", str(one), "--eval_episodes", "6", "--eval_copies", "2"]
     assert evaluate.main(flags) == 0
     found = json.loads((one / "evaluation/summary.json").read_text())
-    assert (one / "evaluation/tasks.png").stat().st_size > 10000
     settings = found.pop("settings")
     assert (settings["eval_episodes"], settings["eval_copies"], settings["seed"]) == (6, 2, 0)
     assert found == json.loads((one / "summary.json").read_text())["test"]
@@ -169,8 +168,8 @@ def test_what_accelerate_is_configured_to_do_and_is_not_done_is_refused(monkeypa
     """By the variables that its launcher of today sets, read off a real start of each."""
     words = ["--num_processes", "1", "--num_machines", "1", SCRIPT, "--check"]
     for flags, what in (
-        (["--use_fsdp"], "FullyShardedDataParallel"),
-        (["--dynamo_backend", "inductor"], "torch dynamo"),
+        (["--use_fsdp"], "use_fsdp"),
+        (["--dynamo_backend", "inductor"], "dynamo_backend"),
     ):
         done = programs.process([*ACCELERATE, *flags, *words], code=1)
         expected = f"error: accelerate: {what} is not done here; answer no in accelerate config"
@@ -256,8 +255,8 @@ def test_check_trains_nothing(tmp_path, capsys):
     assert train.main([*SMALL, *place, "--check"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said == [
-        "num_workers: not needed: windows are cut on the device, there is no loader",
         f"histories: {tmp_path / 'x.npz'}, to be collected",
+        "num_workers: not needed: windows are cut on the device, there is no loader",
         f"run folder: {tmp_path / 'run'}",
     ]
     assert list(tmp_path.iterdir()) == []
