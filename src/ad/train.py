@@ -191,7 +191,7 @@ def main(argv=None) -> int:
             run.say(f"collected {path}: return {returns[0]:.2f}, at the end {returns[-1]:.2f}")
         run.describe(
             model=f"transformer, {sum(p.numel() for p in model.parameters()):,} parameters",
-            tasks=f"{len(tasks[0])} of {config.env}, {len(tasks[1])} held out; {data.count} histories",
+            tasks=f"{config.env}: {len(tasks[0])}, {len(tasks[1])} held out; {data.count} streams",
             batch=f"{global_batch} windows of {config.window} steps = {world.world_size} ranks x "
             f"{counts[1]} accumulation x {counts[0]}",
             steps=f"{steps}, learning rate {config.lr:.3g}",
