@@ -33,7 +33,7 @@ class Config:
     source_lr: float = 0.5  # learning rate of Q-learning
     source_optimism: float = 0.0  # its values before it has tried anything
     source_noise: float = 0.2  # share of random actions of posterior sampling
-    n_stream: int = 40  # histories of each task; those of Q-learning share what they learn
+    n_stream: int = 40  # histories of each task; Q-learning's share a table
     total_source_timesteps: int = 19200  # of each task, all its streams together
 
     # which histories

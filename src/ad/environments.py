@@ -117,13 +117,13 @@ def key_to_door(size, horizon):
     cells = size**2
     key, door = np.array([*itertools.permutations(range(cells), 2)]).T[..., None, None]
     to = np.broadcast_to(moves(size).astype(np.int16), (len(key), cells, len(MOVES)))
-    found = to == key
-    opened = to == door
-    after = [to + cells * found, to + cells * (1 + opened), to + 2 * cells]
+    at_key = to == key
+    at_door = to == door
+    after = [to + cells * at_key, to + cells * (1 + at_door), to + 2 * cells]
     names = [f"{a} > {b}" for a, b in zip(key.flat, door.flat, strict=True)]
     return Environment(
         after=np.concatenate(after, 1).astype(np.int16),
-        reward=np.concatenate([found, opened, np.zeros_like(found)], 1).astype(np.uint8),
+        reward=np.concatenate([at_key, at_door, np.zeros_like(at_key)], 1).astype(np.uint8),
         start=size // 2 * size + size // 2,
         seen=np.tile(np.arange(cells), 3),
         shape=(size, size),

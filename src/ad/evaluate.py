@@ -232,8 +232,9 @@ def load(folder):
 
 
 def main(argv=None) -> int:
-    given = {name: x for name, x in vars(settings.read(argv)).items() if x is not None}
-    run_folder = jsonl.resolve(given.pop("ckpt_dir"))
+    trial = settings.read(argv)
+    run_folder = jsonl.resolve(trial.ckpt_dir)
+    given = {name: x for name, x in vars(trial).items() if name != "ckpt_dir" and x is not None}
     model, config = load(run_folder)
     config = dataclasses.replace(config, **given)
     folder = run_folder / "evaluation"

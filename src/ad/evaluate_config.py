@@ -11,7 +11,7 @@ class Config:
     eval_episodes: int = 60  # of one try, in one context
     eval_copies: int = 8  # tries of each task
     eval_temperature: float | None = None  # of its actions; empty: the run's
-    eval_explore_temperature: float | None = None  # until its context holds a reward; the run's
+    eval_explore_temperature: float | None = None  # the same, until it has seen a reward
     seed: int = 0  # of what it tries
     debug: bool = False  # tracebacks for user errors, too
 
