@@ -62,7 +62,7 @@ class Config:
 
     # evaluation, on the main process
     test_batch_size: int = 512  # windows of a forward
-    eval_interval: int = 500  # steps between losses on held-out goals; 0: at the end
+    eval_interval: int = 500  # steps between losses on held-out tasks; 0: at the end
     gen_interval: int = 500  # steps between tries on them; 0: at the end
     eval_episodes: int = 60  # of one try, in one context
     eval_copies: int = 8  # tries of each task
