@@ -162,7 +162,8 @@ def main(argv=None) -> int:
     if config.num_workers:
         lines.append("num_workers: not needed: windows are cut on the device, there is no loader")
     # accelerate's launcher of one process sets these two, the second if it was asked for more
-    if {"ACCELERATE_USE_CPU", "MASTER_ADDR"} <= os.environ.keys() and world.world_size == 1:
+    is_alone = "ACCELERATE_USE_CPU" in os.environ and world.world_size == 1
+    if is_alone and "MASTER_ADDR" in os.environ:
         lines.append("accelerate: one process; more need --multi_gpu as well, on CPUs, too")
     spec = RunSpec(
         folder=Path(config.output_dir),

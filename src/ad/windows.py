@@ -34,11 +34,10 @@ def collect(config, path):
     checkpoint.check_place("--traj_file", path)
     tasks = config.environment.tasks(config.n_task)
     size = config.n_stream, config.source_steps
-    history = sources.histories(config.environment, tasks, *size, config)
-    arrays = dict(zip(ARRAYS, history, strict=True))
+    state, action, reward = sources.histories(config.environment, tasks, *size, config)
+    meta = np.array(json.dumps(config.source_settings()))
     with files.replacing(path) as file, open(file, "wb") as stream:
-        np.savez(stream, **arrays, meta=np.array(json.dumps(config.source_settings())))
-    _, _, reward = history
+        np.savez(stream, state=state, action=action, reward=reward, meta=meta)
     return reward.reshape(len(reward), -1, config.horizon).sum(-1).mean(0)
 
 
