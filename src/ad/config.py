@@ -96,6 +96,7 @@ class Config:
 
     @functools.cached_property
     def environment(self):
+        """The tables of all tasks of this kind, made once."""
         return environments.make(self.env, self.grid_size, self.horizon)
 
     @property
