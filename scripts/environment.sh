@@ -74,5 +74,5 @@ check_flags() { # what python runs (a file, or -m and a module), its flags
 # Check the settings, start the processes and end with their exit status: see launch.py.
 train() { # processes per node, then as check_flags(), which comes first
   [ ! -t 1 ] || echo "checking settings and data"
-  exec python -m ddp_utils.runs.launch "$@"
+  exec python -m ddp_utils.launch "$@"
 }

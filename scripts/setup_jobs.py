@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from setup_settings import Common, refuse, template
 
 import train_config
-from ddp_utils import cli, distributed, jsonl
-from ddp_utils.runs import yaml_config
+from ddp_utils import cli, distributed, jsonl, yaml_config
 from ddp_utils.sharding import deepspeed
 
 # What a directive may hold. sbatch and qsub cut it at blanks and line breaks whatever is quoted,

@@ -44,10 +44,10 @@ from ddp_utils import (
     optim,
     sampling,
 )
-from ddp_utils.readers import Encoder
-from ddp_utils.readers.tables import DataFile
+from ddp_utils.chat_template import Encoder
 from ddp_utils.runs import checkpoint, environment, folder, progress
 from ddp_utils.sampler import order
+from ddp_utils.tables import DataFile
 from prompt_baking import trajectories
 
 TOGETHER = 16  # batches between two writes: a number of its own, for batches hang on nothing else

@@ -27,6 +27,7 @@ import torch
 
 from ddp_utils import (
     UserError,
+    checks,
     distributed,
     fast,
     jsonl,
@@ -34,17 +35,18 @@ from ddp_utils import (
     losses,
     models,
     optim,
+    preference_data,
     sampler,
     sampling,
 )
+from ddp_utils import run as run_
+from ddp_utils.chat_template import Encoder
 from ddp_utils.distributed import to_device
+from ddp_utils.judge import as_text, load_judge, side_by_side
 from ddp_utils.metrics import Averages, Meter, interval
-from ddp_utils.readers import Encoder, preference_data
-from ddp_utils.readers.tables import DataFile
-from ddp_utils.runs import checks, judging
-from ddp_utils.runs import run as run_
+from ddp_utils.run import Run
 from ddp_utils.runs.folder import RunSpec
-from ddp_utils.runs.run import Run
+from ddp_utils.tables import DataFile
 
 DEMO = Path("data/demo")  # its model and train_data are the defaults of src/config.py
 DEMO_JUDGE = str(DEMO / "judge.py:score")
@@ -210,10 +212,8 @@ def write_examples(run, data, before, after, judge):
         pairs = data[split][: len(replies)]
         prompts = [pair.text for pair in pairs]
         expected = [pair.expected for pair in pairs]
-        examples[split], summary = judging.side_by_side(
-            prompts, before[split], replies, expected, judge
-        )
-        text = judging.as_text(examples[split], summary)
+        examples[split], summary = side_by_side(prompts, before[split], replies, expected, judge)
+        text = as_text(examples[split], summary)
         run.write_text(f"distributed_output_{split}.txt", text)
         run.results[split] |= summary
     run.write_json("examples.json", examples)
@@ -286,7 +286,7 @@ def main(argv=None) -> int:
     data, report = read_data(config, encoder, world)
     # a judge is executed: the demo's is the project's own, whatever the current folder holds
     root = jsonl.ROOT if config.judge == DEMO_JUDGE else None
-    judge = judging.load_judge(config.judge, root) if config.judge else None
+    judge = load_judge(config.judge, root) if config.judge else None
     if judge:
         for pair in data["val"][:1] + data["test"][:1]:
             judge(pair.text, pair.expected)  # one that does not know these prompts says so now

@@ -24,6 +24,7 @@ import torch
 
 from ddp_utils import (
     UserError,
+    checks,
     cli,
     distributed,
     fast,
@@ -32,17 +33,17 @@ from ddp_utils import (
     losses,
     models,
     optim,
+    preference_data,
     sampler,
 )
+from ddp_utils import run as run_
+from ddp_utils.chat_template import Encoder
 from ddp_utils.distributed import to_device
 from ddp_utils.logps import Pair
 from ddp_utils.metrics import Averages, Meter
-from ddp_utils.readers import Encoder, preference_data
-from ddp_utils.readers.tables import DataFile
-from ddp_utils.runs import checks
-from ddp_utils.runs import run as run_
+from ddp_utils.run import Run
 from ddp_utils.runs.folder import RunSpec
-from ddp_utils.runs.run import Run
+from ddp_utils.tables import DataFile
 from sft import instruction_data
 
 RATES = {  # objective and kind of fine-tuning -> learning rate from 10 M parameters on

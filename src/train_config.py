@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Literal
 
-from ddp_utils import UserError, cli
-from ddp_utils.runs import loggers, yaml_config
+from ddp_utils import UserError, cli, loggers, yaml_config
 
 
 @dataclass

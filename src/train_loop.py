@@ -29,6 +29,7 @@ import torch
 
 from ddp_utils import (
     UserError,
+    checks,
     cli,
     distributed,
     jsonl,
@@ -38,13 +39,14 @@ from ddp_utils import (
     sampler,
     sampling,
 )
+from ddp_utils import run as run_
+from ddp_utils.chat_template import Encoder
 from ddp_utils.distributed import to_device
+from ddp_utils.judge import as_text, load_judge
 from ddp_utils.metrics import Averages, peak_memory_mb
-from ddp_utils.readers import Encoder
-from ddp_utils.runs import checks, judging, progress
-from ddp_utils.runs import run as run_
+from ddp_utils.run import Run
+from ddp_utils.runs import progress
 from ddp_utils.runs.folder import RunSpec
-from ddp_utils.runs.run import Run
 from prompt_baking import distillation
 from prompt_baking import trajectories as trajectories_
 
@@ -221,7 +223,7 @@ def write_examples(run, questions, replies, judge, others):
         if of_prompts:
             means[score] = sum(of_prompts) / len(of_prompts)
     run.write_json("examples.json", {"test": rows})
-    run.write_text("distributed_output_test.txt", judging.as_text(rows, means))
+    run.write_text("distributed_output_test.txt", as_text(rows, means))
     run.results["test"] = {"count": len(questions), **means}
     for who in ("base", "prompted", "baked"):
         texts = []
@@ -302,7 +304,7 @@ def main(argv=None) -> int:
     inputs["global_batch"] = str(plan.global_batch)
     # a judge is executed: the demo's is the project's own, whatever the current folder holds
     root = jsonl.ROOT if config.judge == DEMO_JUDGE else None
-    judge = judging.load_judge(config.judge, root) if config.judge else None
+    judge = load_judge(config.judge, root) if config.judge else None
     if judge:
         inputs["content of judge"] = judge.digest
         for question in questions[:1]:

@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(items):
 def no_traces():
     """Runs in tests make no report; one that replaces it for good would blind later tests."""
     yield
-    run = sys.modules.get("ddp_utils.runs.run")
+    run = sys.modules.get("ddp_utils.run")
     assert not run or run.write_report.__module__ == run.__name__, "it has replaced write_report"
 
 

@@ -2,7 +2,7 @@
 
 import tempfile
 
-from ddp_utils.readers import preference_data, tables
+from ddp_utils import preference_data, tables
 from sft import instruction_data
 
 

@@ -9,7 +9,7 @@ import torch
 
 import main_distributed
 from ddp_utils import metrics
-from ddp_utils.runs import run as run_
+from ddp_utils import run as run_
 
 # what a comparison to the letter needs; the demo model is the default
 PAIRS = str(Path(__file__).parent / "data/pairs.jsonl")  # eight of the demo's test pairs

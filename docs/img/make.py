@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib import pyplot as plt
 
-from ddp_utils.tools import plots
+from ddp_utils import plots
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = {"plain DPO": ("0", "tab:red"), "DPO + sft_weight 1": ("1", "tab:blue")}

@@ -14,7 +14,7 @@ for number, name in enumerate(["tools", "readers", "runs", "sharding", "fast"]):
 
 
 def room_of(module):
-    """Return the room of a module of ours, "ddp_utils/runs" of ddp_utils.runs.run; else None."""
+    """Return the room of a module of ours, "ddp_utils/runs" of ddp_utils.run; else None."""
     path = SRC / module.replace(".", "/")
     if path.with_suffix(".py").exists():
         path = path.parent

@@ -12,8 +12,8 @@ import torch
 from matplotlib import pyplot as plt
 
 from ddp_utils import distributed, logps, lora, models, sampling
-from ddp_utils.readers import Encoder
-from ddp_utils.runs import judging
+from ddp_utils.chat_template import Encoder
+from ddp_utils.judge import load_judge
 from prompt_baking import trajectories
 
 SCALES = [step / 10 for step in range(11)]
@@ -25,7 +25,7 @@ def shares(folder):
     encoder = Encoder(models.load_tokenizer("data/demo/model"))
     questions = trajectories.read_questions("data/demo/questions_test.jsonl") * 3
     prompts = [trajectories.prompt(encoder, "", question) for question in questions]
-    judge = judging.load_judge("data/demo/judge.py:capitals")
+    judge = load_judge("data/demo/judge.py:capitals")
     spec = sampling.SampleSpec(1.0, 1.0, max_new_tokens=60, batch_size=100, seed=0)
     heights = []
     for scale in SCALES:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ad import environments
-from ddp_utils import UserError, cli
-from ddp_utils.runs import loggers, yaml_config
+from ddp_utils import UserError, cli, loggers, yaml_config
 
 
 @dataclass

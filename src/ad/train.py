@@ -32,11 +32,21 @@ from safetensors.torch import save_file
 
 from ad import evaluate, windows
 from ad.model import Distiller, Model
-from ddp_utils import NonFiniteError, UserError, distributed, files, jsonl, metrics, optim, sampler
-from ddp_utils.runs import checks, progress
-from ddp_utils.runs import run as run_
+from ddp_utils import (
+    NonFiniteError,
+    UserError,
+    checks,
+    distributed,
+    files,
+    jsonl,
+    metrics,
+    optim,
+    sampler,
+)
+from ddp_utils import run as run_
+from ddp_utils.run import Run
+from ddp_utils.runs import progress
 from ddp_utils.runs.folder import RunSpec
-from ddp_utils.runs.run import Run
 
 
 def banner(config, world, autocast):

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from ddp_utils import UserError, cli, jsonl
-from ddp_utils.runs import loggers
+from ddp_utils import UserError, cli, jsonl, loggers
 
 MEASURED_METHODS = ("ddg", "listwise")  # losses of stability.py, which need a ddG
 DEMO_VAL, DEMO_MODEL = "data/input/test_data_val.json", "data/demo/protein_model.pt"

@@ -27,11 +27,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ddp_utils import distributed, files, losses, metrics, optim, sampler
+from ddp_utils import checks, distributed, files, losses, metrics, optim, sampler
+from ddp_utils import run as run_
 from ddp_utils.distributed import to_device
 from ddp_utils.metrics import Averages, wilson
-from ddp_utils.runs import checks
-from ddp_utils.runs import run as run_
 from ddp_utils.runs.folder import RunSpec
 from dpo_inv import batches, evaluate, mpnn, stability, weights
 from dpo_inv import pairs as pairs_

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from ddp_utils import UserError, cli
-from ddp_utils.runs import loggers
+from ddp_utils import UserError, cli, loggers
 
 
 @dataclass

@@ -14,9 +14,8 @@ import contextlib
 from pathlib import Path
 from typing import NamedTuple
 
-from ddp_utils import UserError, files, jsonl, readers
-from ddp_utils.readers import conversations, preference_data, tables
-from ddp_utils.readers.preference_data import Shape, Unusable
+from ddp_utils import UserError, chat_template, conversations, files, jsonl, preference_data, tables
+from ddp_utils.preference_data import Shape, Unusable
 
 SHAPES = [  # the first one whose two fields (or one) a row has
     Shape("custom", ("prompt", "completion")),
@@ -128,7 +127,7 @@ def example(record, shape):
         history = _history(record) if alpaca else []
         prompt = preference_data.question(record, shape.fields[0], alpaca, history)
         reply = preference_data.response(record, shape.fields[1])
-    if not readers.reply_text(reply).strip():
+    if not chat_template.reply_text(reply).strip():
         raise Unusable("empty response")
     return prompt, reply
 
@@ -170,7 +169,7 @@ def encode(encoder, location, prompt, reply, every=True):
     if 1 not in scored:
         raise Unusable("no trained token left")
     first = scored.index(1)
-    return Text(ids[:first], ids[first:], scored[first:], location, readers.plain(opening))
+    return Text(ids[:first], ids[first:], scored[first:], location, chat_template.plain(opening))
 
 
 def _ended(encoder, turns):
@@ -224,15 +223,15 @@ def _earlier(encoder, prompt, ids):
             reply = turn["content"].strip()
             stop = whole.find(reply, len(before)) + len(reply)
             stop = whole.find(end, stop) + len(end)
-        if readers.without_space(whole[:stop]) != readers.without_space(as_last):
+        if chat_template.without_space(whole[:stop]) != chat_template.without_space(as_last):
             encoder.notes.add("only the last reply is trained")
             return []
         asked, answered = encoder.ids(before, whole[:stop])
-        start = readers.common_prefix(asked, ids)
+        start = chat_template.common_prefix(asked, ids)
         if start < len(asked):
             encoder.notes.add("merged at the seam")
         start = max(start, 1)  # nothing would predict a first token
-        spans.append((start, readers.common_prefix(answered, ids)))
+        spans.append((start, chat_template.common_prefix(answered, ids)))
     return spans
 
 

@@ -8,8 +8,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from config import Config
-from ddp_utils import UserError, cli
-from ddp_utils.runs import yaml_config
+from ddp_utils import UserError, cli, yaml_config
 
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 SWITCHES = [name for name, field in FIELDS.items() if type(field.default) is bool]

@@ -10,9 +10,9 @@ import pytest
 import reading
 import runs
 from ddp_utils import UserError
+from ddp_utils.chat_template import Encoder
 from ddp_utils.models import load_tokenizer
-from ddp_utils.readers import Encoder
-from ddp_utils.readers.tables import DataFile
+from ddp_utils.tables import DataFile
 
 ROWS = [json.loads(line) for line in Path(runs.PAIRS).read_text().splitlines()]
 COLUMNS = "prompt=question,chosen=response_j,rejected=response_k"

@@ -6,10 +6,10 @@ import pytest
 
 import reading
 from conftest import ROOT
-from ddp_utils import UserError, jsonl
+from ddp_utils import UserError, jsonl, preference_data
+from ddp_utils.chat_template import Encoder
 from ddp_utils.models import load_tokenizer
-from ddp_utils.readers import Encoder, preference_data
-from ddp_utils.readers.preference_data import Unusable
+from ddp_utils.preference_data import Unusable
 
 WHERE = "f.jsonl:7"
 TEXT = {"chosen": "x", "rejected": "y"}

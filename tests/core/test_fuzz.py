@@ -14,10 +14,9 @@ import config as config_module
 import reading
 from config import Config
 from conftest import ROOT
-from ddp_utils import UserError, cli, jsonl
+from ddp_utils import UserError, cli, jsonl, yaml_config
+from ddp_utils.chat_template import Encoder
 from ddp_utils.models import load_tokenizer
-from ddp_utils.readers import Encoder
-from ddp_utils.runs import yaml_config
 
 # what a library warns of would be a second line
 pytestmark = pytest.mark.filterwarnings("error::UserWarning")

@@ -19,8 +19,8 @@ import train_config
 from ad import config as ad_config
 from ad import evaluate_config
 from conftest import ROOT
-from ddp_utils import cli
-from ddp_utils.tools import chat, merge, plots
+from ddp_utils import cli, plots
+from ddp_utils.tools import chat, merge
 from dpo_inv import config as protein_config
 from dpo_inv import evaluate, inference_config
 from prompt_baking import generate_config

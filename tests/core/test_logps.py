@@ -10,9 +10,8 @@ from transformers import AutoModelForCausalLM
 
 import main_distributed
 from config import Config
-from ddp_utils import UserError, logps, models
+from ddp_utils import UserError, checks, logps, models
 from ddp_utils.logps import Pair
-from ddp_utils.runs import checks
 
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=97)
 WIDE = dict(intermediate_size=64, num_key_value_heads=2, max_position_embeddings=128)

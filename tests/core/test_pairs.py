@@ -11,11 +11,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import reading
 from conftest import ROOT
-from ddp_utils import UserError, logps
+from ddp_utils import UserError, logps, preference_data
+from ddp_utils.chat_template import Encoder
 from ddp_utils.logps import Pair
 from ddp_utils.models import load_tokenizer
-from ddp_utils.readers import Encoder, preference_data
-from ddp_utils.readers.preference_data import Example
+from ddp_utils.preference_data import Example
 from prompt_baking import trajectories
 
 MERGING = [("Ġ", "y"), ("a", "b"), ("Ċ", "Ċ"), ("1", "2")]  # " y", "ab", two newlines, digits

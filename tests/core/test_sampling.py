@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from ddp_utils import UserError, distributed, logps, metrics, sampling
-from ddp_utils.runs import judging
+from ddp_utils.judge import compare, load_judge
 
 
 class Chain(torch.nn.Module):
@@ -83,12 +83,12 @@ def test_wilson_interval():
 def test_wins_losses_ties_and_means_by_hand():
     policy = [{"kind": 1.0, "right": 1.0}, {"kind": 1.0, "right": 0.0}, {"kind": 0.0, "right": 1.0}]
     reference = [{"kind": 0.0, "right": 1.0}, *[{"kind": 1.0, "right": 1.0}] * 2]
-    found = judging.compare(policy, reference)
+    found = compare(policy, reference)
     assert (found["wins"], found["losses"], found["ties"]) == (1, 1, 1)
     assert found["win_rate"] == 0.5
     assert found["judge/policy/kind"] == pytest.approx(2 / 3)
     assert found["judge/reference/right"] == 1.0
-    undecided = judging.compare(policy, policy)
+    undecided = compare(policy, policy)
     assert undecided["ties"] == 3
     assert undecided["win_rate"] is undecided["win_rate_low"] is None
 
@@ -100,11 +100,11 @@ def judge_file(tmp_path, body):
 
 
 def test_a_judge_may_return_a_number_or_several(tmp_path):
-    one = judging.load_judge(judge_file(tmp_path, "def score(p, r): return len(r)"))
+    one = load_judge(judge_file(tmp_path, "def score(p, r): return len(r)"))
     assert one("p", "abc") == {"": 3.0}
-    assert "judge/policy" in judging.compare([one("p", "abc")], [one("p", "ab")])
+    assert "judge/policy" in compare([one("p", "abc")], [one("p", "ab")])
     several = "def score(p, r): return {'long': len(r) > 2, 'same': p == r}"
-    judge = judging.load_judge(judge_file(tmp_path, several))
+    judge = load_judge(judge_file(tmp_path, several))
     assert judge("p", "p") == {"long": 0.0, "same": 1.0}
 
 
@@ -121,4 +121,4 @@ UNFIT = {
 def test_a_judge_that_cannot_judge_costs_one_line(tmp_path):
     for body, message in UNFIT.items():
         with pytest.raises(UserError, match=message):
-            judging.load_judge(judge_file(tmp_path, body))("p", "r")
+            load_judge(judge_file(tmp_path, body))("p", "r")

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import runs
-from ddp_utils import UserError, files
+from ddp_utils import UserError, files, preference_data, tables
+from ddp_utils.chat_template import Encoder
 from ddp_utils.models import load_tokenizer
-from ddp_utils.readers import Encoder, preference_data, tables
-from ddp_utils.readers.tables import DataFile
+from ddp_utils.tables import DataFile
 from ranks import ranks
 from sft import instruction_data
 

@@ -11,8 +11,8 @@ import torch
 
 import programs
 from ddp_utils import NonFiniteError, distributed, logps, models, sampling
+from ddp_utils.chat_template import Encoder
 from ddp_utils.models import load_tokenizer
-from ddp_utils.readers import Encoder
 from ranks import addresses, ranks, run_ranks
 
 QUESTIONS = ["What is the capital of France?", "What is the young of a cow?", "Who makes bread?"]

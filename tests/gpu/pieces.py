@@ -84,7 +84,7 @@ def draw_pairs(count, *lengths):
 
 def script(name, words, run):
     """Lines of the training steps of one of the project's scripts, in this process."""
-    from ddp_utils.runs import run as run_
+    from ddp_utils import run as run_
 
     run_.write_report = lambda *_, **__: ("", "")
     assert importlib.import_module(name).main(words.split()) == 0

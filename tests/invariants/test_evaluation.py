@@ -13,8 +13,8 @@ import reading
 import runs
 from config import Config
 from ddp_utils import distributed, logps, models, optim
+from ddp_utils.chat_template import Encoder
 from ddp_utils.models import load_tokenizer
-from ddp_utils.readers import Encoder
 from ranks import ranks
 
 ROWS = 7

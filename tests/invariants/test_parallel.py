@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import reading
 import runs
 from ddp_utils import UserError, distributed, logps, models, optim
+from ddp_utils.chat_template import Encoder
 from ddp_utils.models import load_tokenizer
-from ddp_utils.readers import Encoder
 from ddp_utils.runs import checkpoint
 from ddp_utils.sharding import fsdp
 from ranks import ranks

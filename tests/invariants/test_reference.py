@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 import main_distributed
 import runs
 from ddp_utils import UserError, fast, files, jsonl, logps
+from ddp_utils import run as run_
 from ddp_utils.runs import checkpoint
-from ddp_utils.runs import run as run_
 from ddp_utils.runs.saving import REFERENCE
 from ranks import ranks
 

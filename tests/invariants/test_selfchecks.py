@@ -12,10 +12,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 import main_distributed
 import reading
 import runs
-from ddp_utils import distributed, logps, models, optim
+from ddp_utils import checks, distributed, logps, models, optim
+from ddp_utils.chat_template import Encoder
 from ddp_utils.models import load_tokenizer
-from ddp_utils.readers import Encoder
-from ddp_utils.runs import checks
 from ddp_utils.tools import merge
 from ranks import ranks, run_ranks
 

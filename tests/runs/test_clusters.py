@@ -201,7 +201,7 @@ def process(folder, words, **env):
 def test_a_stop_of_one_node_ends_both_with_85_and_both_go_on(node, machines, undisturbed, here):
     started = start_both(machines, here)
     cluster.wait(lambda: lines(here) >= 3, 100)
-    os.kill(process(here, "python -m ddp_utils.runs.launch", NODE_RANK=node), signal.SIGTERM)
+    os.kill(process(here, "python -m ddp_utils.launch", NODE_RANK=node), signal.SIGTERM)
     said = [one.communicate(timeout=60)[0] for one in started]
     assert [one.returncode for one in started] == [85, 85], said
     for one in start_both(machines, here):

@@ -89,7 +89,7 @@ ENDS = [  # what a rank does, exit status of the launcher, lives of the ranks
 def launcher(tmp_path, line, processes, **env):
     (tmp_path / "program.py").write_text(PROGRAM + line)
     return subprocess.Popen(
-        [sys.executable, "-m", "ddp_utils.runs.launch", processes, tmp_path / "program.py"],
+        [sys.executable, "-m", "ddp_utils.launch", processes, tmp_path / "program.py"],
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "MAX_RESTARTS": "2", **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

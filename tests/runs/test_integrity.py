@@ -8,8 +8,8 @@ from pathlib import Path
 
 import faults
 from conftest import ROOT
+from ddp_utils import plots
 from ddp_utils.runs import environment
-from ddp_utils.tools import plots
 
 
 def test_a_flipped_bit_changes_no_weight_or_is_one_line(tmp_path):

@@ -13,7 +13,7 @@ import programs
 import runs
 from conftest import ROOT
 from ddp_utils import UserError
-from ddp_utils.runs import launch as launch_py
+from ddp_utils import launch as launch_py
 from ranks import free_port
 
 SCRIPT = str(ROOT / "src/main_distributed.py")

@@ -7,7 +7,7 @@ from matplotlib import pyplot
 
 import programs
 import runs
-from ddp_utils.tools import plots
+from ddp_utils import plots
 
 PANELS = {"loss.png": 1, "rewards.png": 1, "margins.png": 1, "accuracies.png": 1}
 
@@ -130,7 +130,7 @@ def test_the_table_has_what_differs_and_counts(tmp_path, no_pixels, monkeypatch)
 def test_the_command_draws_one_run_again_and_compares_two(tmp_path):
     two(tmp_path)
     one, both, last = (
-        programs.start("-m", "ddp_utils.tools.plots", *runs.words(words), cwd=tmp_path)
+        programs.start("-m", "ddp_utils.plots", *runs.words(words), cwd=tmp_path)
         for words in ("low", "low high", "low none")
     )
     assert one == (0, "", "") and (both.returncode, both.stderr) == (0, "")

@@ -18,7 +18,7 @@ import runs
 import train_loop
 from conftest import ROOT
 from ddp_utils import Stop, UserError, distributed
-from ddp_utils.runs import run as run_
+from ddp_utils import run as run_
 from prompt_baking import generate_config
 from ranks import free_port, ranks, run_ranks
 

@@ -13,7 +13,7 @@ import torch
 import programs
 from conftest import ROOT
 from ddp_utils import UserError, distributed, logps, lora, models, sampling
-from ddp_utils.readers import Encoder
+from ddp_utils.chat_template import Encoder
 from ddp_utils.tools import chat
 
 DEMO = str(ROOT / "data/demo/model")

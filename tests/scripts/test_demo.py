@@ -12,9 +12,9 @@ import main_distributed
 import runs
 from conftest import ROOT
 from ddp_utils import distributed, logps, models, sampling
+from ddp_utils.chat_template import Encoder
+from ddp_utils.judge import load_judge
 from ddp_utils.models import load_tokenizer
-from ddp_utils.readers import Encoder
-from ddp_utils.runs import judging
 from ranks import ranks, run_ranks
 
 REPLIES = 330
@@ -48,7 +48,7 @@ def rates(model, prompts, system=None, judge="score"):
     world = distributed.World()
     replies = sampling.generate(scorer, ids, encoder.ends, world, config)
     texts = tokenizer.batch_decode(replies, skip_special_tokens=True)
-    score = judging.load_judge(f"data/demo/judge.py:{judge}")
+    score = load_judge(f"data/demo/judge.py:{judge}")
     scores = [score(p, text) for p, text in zip(prompts, texts, strict=True)]
     return {name: sum(s[name] for s in scores) / len(scores) for name in scores[0]}
 

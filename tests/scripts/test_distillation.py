@@ -15,7 +15,7 @@ from ad import evaluate, train, windows
 from ad.config import Config, read
 from conftest import ROOT
 from ddp_utils import UserError
-from ddp_utils.runs import run as run_
+from ddp_utils import run as run_
 from ranks import ranks, run_ranks
 
 BIN = Path(sys.executable).parent

@@ -12,7 +12,7 @@ import faults
 import programs
 import runs
 from conftest import ROOT
-from ddp_utils.runs import run as run_
+from ddp_utils import run as run_
 from dpo_inv import mpnn, pairs, run_dpo_ddp
 from dpo_inv.config import Config
 from ranks import ranks, run_ranks

@@ -28,8 +28,8 @@ import main_distributed
 import programs
 from conftest import ROOT
 from ddp_utils import UserError
+from ddp_utils import run as run_
 from ddp_utils.runs import checkpoint, environment
-from ddp_utils.runs import run as run_
 from ddp_utils.runs.environment import redact
 from runs import PAIRS, QUIET, words
 

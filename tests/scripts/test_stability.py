@@ -17,7 +17,7 @@ import torch
 import runs
 from conftest import ROOT
 from ddp_utils import UserError
-from ddp_utils.runs import run as run_
+from ddp_utils import run as run_
 from dpo_inv import batches, evaluate, mpnn, pairs, run_dpo_ddp, stability
 from dpo_inv.config import Config, read_settings
 from ranks import ranks

@@ -18,22 +18,21 @@ SRC = ROOT / "src"
 SOURCES = sorted(p for p in SRC.glob("**/*.py") if "egg-info" not in str(p))
 PROGRAMS = [*SOURCES, *(ROOT / f for f in ("check_gpu.py", "scripts", "data/demo", "docs/img"))]
 SCRIPTS = {p.stem for p in SRC.glob("*.py")}
-GUIDES = {"sft", "prompt_baking", "dpo_inv", "ad"}  # packages of one guide
 SHELL = sorted([*ROOT.glob("*.sh"), *ROOT.glob("scripts/*.s[hl]*")])
-# All of these numbers only fall. Script -> our files and lines of code that its imports lead to:
+# These numbers are alarms, about 5 % above what was measured. A commit that raises one says why.
+# Script -> our files and lines of code that its imports lead to:
 REACHED = {
-    "main_distributed": (29, 3446),
-    "train": (31, 3669),
-    "train_loop": (32, 3420),
-    "generate_data": (23, 2543),
-    "dpo_inv.run_dpo_ddp": (32, 3397),
-    "dpo_inv.inference": (19, 1896),
-    "ad.train": (29, 2934),
-    "ad.evaluate": (18, 1641),
+    "main_distributed": (30, 3500),
+    "train": (32, 3750),
+    "train_loop": (33, 3500),
+    "generate_data": (24, 2600),
+    "dpo_inv.run_dpo_ddp": (33, 3500),
+    "dpo_inv.inference": (20, 1950),
+    "ad.train": (30, 3000),
+    "ad.evaluate": (19, 1700),
 }
 AFTER_THE_DEMO = (30, 3525)  # of main_distributed.py, DDP: files and lines that it has imported
-CORE = (13, 1621)  # src/ddp_utils without its rooms
-PYTHON = 10436  # outside tests
+PYTHON = 10500  # outside tests
 SHELL_LINES = 218
 GETATTR = 15  # getattr(config, ...): of names that the settings declare
 
@@ -93,7 +92,7 @@ def reached(script):
     return len(names), sum(lines_of_code(MODULES[name]) for name in names)
 
 
-def test_what_a_script_reaches_only_falls():
+def test_what_a_script_reaches_stays_small():
     now = {script: reached(script) for script in REACHED}
     print(now)
     for script, (files, lines) in REACHED.items():
@@ -115,31 +114,22 @@ def test_the_demo_imports_what_it_was_asked_for(tmp_path):
     assert len(names) <= AFTER_THE_DEMO[0] and lines <= AFTER_THE_DEMO[1], (names, lines)
 
 
-def room_of(name):
-    """Of ddp_utils its room, "core" without one; else the package, or "script"."""
-    parts = name.split(".")
-    if parts[0] in SCRIPTS:
-        return "script"
-    if parts[0] != "ddp_utils":
-        return parts[0]
-    return parts[1] if MODULES[name].parent.name != "ddp_utils" else "core"
+def layer_of(name):
+    """Return which layer a module belongs to: 0 shared code, 1 a guide's package, 2 a script."""
+    top = name.partition(".")[0]
+    if top == "ddp_utils":
+        return 0
+    return 2 if top in SCRIPTS else 1
 
 
-def test_rooms_import_the_core_and_not_each_other():
-    """Core imports core; rooms core (tools runs, too); a guide's package all but another guide."""
+def test_imports_go_one_way():
+    """Scripts import guides' packages and ddp_utils; packages import themselves and ddp_utils."""
     for name, path in MODULES.items():
-        room = room_of(name)
-        allowed = {room, "core"}
-        if room == "tools":
-            allowed |= {"runs", "fast", "sharding"}
-        elif room in GUIDES:
-            allowed |= {"runs", "fast", "readers", "sharding"}
         for other in imported(path):
+            is_same_package = other.partition(".")[0] == name.partition(".")[0]
             is_settings = other in ("config", "train_config")
-            if room == "script":
-                assert room_of(other) != "tools" and (room_of(other) != "script" or is_settings)
-            else:
-                assert room_of(other) in allowed, (name, other)
+            is_downwards = layer_of(other) < layer_of(name)
+            assert is_same_package or is_settings or is_downwards, (name, other)
 
 
 def test_distillation_imports_neither_transformers_nor_peft():
@@ -149,13 +139,11 @@ def test_distillation_imports_neither_transformers_nor_peft():
     assert done.stdout == "set()\n", done
 
 
-def test_the_whole_only_shrinks():
-    core = [lines_of_code(path) for path in (SRC / "ddp_utils").glob("*.py")]
+def test_the_whole_stays_small():
     python = sum(map(lines_of_code, programs()))
     lines = "".join(path.read_text() for path in SHELL).splitlines()
     shell = sum(bool(line.strip()) and not line.lstrip().startswith("#") for line in lines)
-    print(len(core), sum(core), python, shell)
-    assert len(core) <= CORE[0] and sum(core) <= CORE[1]
+    print(python, shell)
     assert python <= PYTHON and shell <= SHELL_LINES
 
 

@@ -18,10 +18,10 @@ from test_pairs import (
 
 import reading
 from conftest import ROOT
-from ddp_utils import UserError, jsonl, logps
+from ddp_utils import UserError, jsonl, logps, preference_data
+from ddp_utils.chat_template import Encoder
 from ddp_utils.models import load_tokenizer
-from ddp_utils.readers import Encoder, preference_data
-from ddp_utils.readers.preference_data import Example
+from ddp_utils.preference_data import Example
 from sft import instruction_data
 from sft.instruction_data import Text
 

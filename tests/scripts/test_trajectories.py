@@ -9,9 +9,9 @@ import torch
 import train_loop
 from conftest import ROOT
 from ddp_utils import UserError, distributed, models, optim
+from ddp_utils.chat_template import Encoder
 from ddp_utils.models import load_tokenizer
-from ddp_utils.readers import Encoder
-from ddp_utils.readers.tables import DataFile
+from ddp_utils.tables import DataFile
 from prompt_baking import distillation, trajectories
 from prompt_baking.train_config import Config
 from prompt_baking.trajectories import Trajectory

@@ -22,9 +22,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import train
 from conftest import ROOT
 from ddp_utils import Stop, models, optim
+from ddp_utils import run as run_
 from ddp_utils.models import load_tokenizer
 from ddp_utils.runs import checkpoint, preemption
-from ddp_utils.runs import run as run_
 from ddp_utils.sharding import fsdp
 from ranks import ranks, run_ranks
 

@@ -18,7 +18,7 @@ from ddp_utils import jsonl
 
 SRC = jsonl.ROOT / "src"
 ROOMS = ("ddp_utils/*.py", "ddp_utils/runs/*.py", "ddp_utils/fast/*.py")
-ROOMS += ("ddp_utils/readers/*.py", "ddp_utils/sharding/*.py")
+ROOMS += ("ddp_utils/sharding/*.py",)
 NAME = r"(?:(?:auth|access)?token|(?:api|access|secret)?[_-]?key|secret|passw(?:or)?d|pwd"
 NAME += r"|passphrase|credentials?|sig|signature)"
 VALUE = r"""(?:"[^"]+"|'[^']+'|[^\s'"]+)"""

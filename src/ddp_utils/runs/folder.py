@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from filelock import FileLock, Timeout
 
-from ddp_utils import UserError
-from ddp_utils.runs import checkpoint, loggers
+from ddp_utils import UserError, loggers
+from ddp_utils.runs import checkpoint
 
 
 class RunSpec(NamedTuple):

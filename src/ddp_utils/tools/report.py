@@ -301,7 +301,7 @@ def main(argv=None):
     try:
         for folder in arguments.folders:
             if not arguments.no_curves:
-                from ddp_utils.tools import plots  # and matplotlib
+                from ddp_utils import plots  # and matplotlib
 
                 plots.draw(folder)
             write(folder)

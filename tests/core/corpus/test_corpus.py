@@ -22,10 +22,9 @@ import programs
 import reading
 from config import Config
 from conftest import ROOT
-from ddp_utils import UserError, models
+from ddp_utils import UserError, models, yaml_config
+from ddp_utils.chat_template import Encoder
 from ddp_utils.models import load_tokenizer
-from ddp_utils.readers import Encoder
-from ddp_utils.runs import yaml_config
 from prompt_baking import trajectories
 from ranks import run_ranks
 

@@ -1,6 +1,6 @@
 """Run a program in several processes of this node, and end with the exit status of its ranks.
 
-    python -m ddp_utils.runs.launch 4 src/main_distributed.py --beta 0.3
+    python -m ddp_utils.launch 4 src/main_distributed.py --beta 0.3
 
 The shell scripts call it. One process checks settings, data and devices for all, so that a mistake
 costs one line; then torch's elastic agent starts the ranks, with restarts. torchrun does so too,

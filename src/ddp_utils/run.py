@@ -10,8 +10,8 @@ import time
 
 import torch
 
-from ddp_utils import Stop, UserError, distributed, files, jsonl
-from ddp_utils.runs import checkpoint, environment, folder, loggers, progress
+from ddp_utils import Stop, UserError, distributed, files, jsonl, loggers
+from ddp_utils.runs import checkpoint, environment, folder, progress
 from ddp_utils.runs.saving import Saving
 
 STATUS = {0: "finished", 85: "preempted"}  # by exit status; any other: failed

@@ -54,7 +54,7 @@ class DataFile(NamedTuple):
         is_set = file.suffix in TABLES or (self.path and folder.is_dir())
         on_hub = re.fullmatch(r"[\w-]+/[\w.-]+(:\w+)?", self.path) and file.suffix not in JSON
         if is_set or (on_hub and not file.exists()):
-            from ddp_utils.readers import data_sets
+            from ddp_utils import data_sets
 
             return data_sets
         return jsonl

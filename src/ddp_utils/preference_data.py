@@ -19,9 +19,9 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from ddp_utils import UserError, jsonl, sampler
+from ddp_utils import UserError, jsonl, sampler, tables
+from ddp_utils.chat_template import reply_text
 from ddp_utils.logps import Pair
-from ddp_utils.readers import reply_text, tables
 
 SIDES = ("chosen", "rejected")
 TEXTS = ("prompt", "instruction", "question")
@@ -256,7 +256,7 @@ def prompt_and_sides(record, name):
     if name in TEXTS:
         prompt = question(record, name, name == "instruction")
         return prompt, *(response(record, side) for side in SIDES)
-    from ddp_utils.readers import conversations  # for rows of turns alone
+    from ddp_utils import conversations  # for rows of turns alone
 
     if name == "transcript":
         return conversations.transcript(record)

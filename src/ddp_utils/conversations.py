@@ -2,9 +2,8 @@
 
 import re
 
-from ddp_utils import UserError, jsonl
-from ddp_utils.readers import preference_data
-from ddp_utils.readers.preference_data import HUMAN, MORE, SIDES, WEIGHTS, Unusable
+from ddp_utils import UserError, jsonl, preference_data
+from ddp_utils.preference_data import HUMAN, MORE, SIDES, WEIGHTS, Unusable
 
 ROLES = {"human": "user", "gpt": "assistant"}
 ROLES |= {name: name for name in ("system", "developer", "user", "assistant", "tool")}

@@ -1,7 +1,7 @@
 """Curves of a run, drawn from its metrics.jsonl: a picture for each kind of quantity.
 
-python -m ddp_utils.tools.plots results/dpo                  # draw them again
-python -m ddp_utils.tools.plots results/dpo results/dpo.1    # compare: compare_*.png and a table
+python -m ddp_utils.plots results/dpo                  # draw them again
+python -m ddp_utils.plots results/dpo results/dpo.1    # compare: compare_*.png and a table
 """
 
 import itertools
