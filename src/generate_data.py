@@ -41,10 +41,10 @@ from ddp_utils import (
     jsonl,
     logps,
     models,
-    optim,
     sampling,
 )
 from ddp_utils.chat_template import Encoder
+from ddp_utils.policy import Precision
 from ddp_utils.runs import checkpoint, environment, folder, progress
 from ddp_utils.sampler import order
 from ddp_utils.tables import DataFile
@@ -282,7 +282,7 @@ def main(argv=None) -> int:
     start = time.perf_counter()
     bar = progress.Bar(world.is_main)
     mixed = "auto" if config.use_mixed_precision else "no"
-    precision = optim.Precision.choose(world.device, "none", config.base_dtype, mixed)
+    precision = Precision.choose(world.device, "none", config.base_dtype, mixed)
     model = models.load(config.model_name, precision.weights, world.device)
     scorer = logps.Scorer(model, precision.autocast)
     ranks = f"{world.world_size} x {world.device.type}"

@@ -34,16 +34,24 @@ from ddp_utils import (
     logps,
     losses,
     models,
-    optim,
     preference_data,
     sampler,
     sampling,
+    sharding,
 )
 from ddp_utils import run as run_
 from ddp_utils.chat_template import Encoder
 from ddp_utils.distributed import to_device
 from ddp_utils.judge import as_text, load_judge, side_by_side
 from ddp_utils.metrics import Averages, Meter, interval
+from ddp_utils.policy import (
+    Precision,
+    Strategy,
+    bytes_to_write,
+    check_same_precision,
+    learning_rate,
+    make_optimizer,
+)
 from ddp_utils.run import Run
 from ddp_utils.runs.folder import RunSpec
 from ddp_utils.tables import DataFile
@@ -224,13 +232,13 @@ def write_examples(run, data, before, after, judge):
 
 def strategy_of(config):
     """How the ranks share the work."""
-    return optim.Strategy(config.strategy)
+    return Strategy(config.strategy)
 
 
 def precision_of(config, device):
     """In which types the model computes."""
     mixed = "auto" if config.use_mixed_precision else "no"
-    return optim.Precision.choose(device, config.fine_tuning, config.base_dtype, mixed)
+    return Precision.choose(device, config.fine_tuning, config.base_dtype, mixed)
 
 
 def load_scored(config, data, precision, run):
@@ -262,13 +270,13 @@ def load_scored(config, data, precision, run):
         host = torch.device("cpu") if config.strategy == "fsdp" else world.device
         model = models.load(config.reference_model, precision.weights, host)
         scorer = logps.Scorer(model, precision.autocast)
-        other = optim.wrap(scorer, world, strategy, trained=False)
+        other = sharding.wrap(scorer, world, strategy, trained=False)
         known = reference_of(other, config.reference_model)
         del model, scorer, other
         gc.collect()
     torch.manual_seed(config.seed)  # the same fresh LoRA on every rank
     model = models.load_policy(config, world.device, precision, config.strategy != "ddp")
-    policy = optim.wrap(logps.Scorer(model, precision.autocast), world, strategy)
+    policy = sharding.wrap(logps.Scorer(model, precision.autocast), world, strategy)
     return policy, reference_of(policy, config.model_name, config.init_adapter) or known
 
 
@@ -308,7 +316,7 @@ def main(argv=None) -> int:
         flag="--result_dir",
         steps=plan.steps,
         inputs=inputs_of(config, data, meta_model, judge),
-        bytes_needed=optim.bytes_to_write(meta_model, checkpoints, lora_r),
+        bytes_needed=bytes_to_write(meta_model, checkpoints, lora_r),
         report=report,
         lines=[preference_data.describe(split, part) for split, part in report.items()],
         model_folder=Path(config.output_dir) if config.output_dir else None,
@@ -320,8 +328,8 @@ def main(argv=None) -> int:
         return run_.check(spec, config, world)
 
     precision = precision_of(config, world.device)
-    optim.check_same_precision(precision, world)
-    peak = optim.learning_rate(config, plan.global_batch, world.world_size)
+    check_same_precision(precision, world)
+    peak = learning_rate(config, plan.global_batch, world.world_size)
 
     with Run(spec, config, world) as run:
         accumulation = config.gradient_accumulation_steps
@@ -339,11 +347,10 @@ def main(argv=None) -> int:
         # model
         policy, ref_logps = load_scored(config, data, precision, run)
         before = run.once("reference_replies", lambda: answer(policy, data, encoder, config, run))
-        optimizer, schedule = optim.make_optimizer(policy, config, peak, plan.steps)
+        optimizer, schedule = make_optimizer(policy, config, peak, plan.steps)
         displacement = losses.Displacement(config)
         meter = Meter(policy.scorer, world)
         done = run.restore(policy, optimizer, schedule)
-        optim.keep_freed_memory(world.device)
 
         def evaluated(split):
             return evaluate(policy, split, data, ref_logps, config, world, run.stop_if_requested)

@@ -32,15 +32,22 @@ from ddp_utils import (
     logps,
     losses,
     models,
-    optim,
     preference_data,
     sampler,
+    sharding,
 )
 from ddp_utils import run as run_
 from ddp_utils.chat_template import Encoder
 from ddp_utils.distributed import to_device
 from ddp_utils.logps import Pair
 from ddp_utils.metrics import Averages, Meter
+from ddp_utils.policy import (
+    Precision,
+    Strategy,
+    bytes_to_write,
+    check_same_precision,
+    make_optimizer,
+)
 from ddp_utils.run import Run
 from ddp_utils.runs.folder import RunSpec
 from ddp_utils.tables import DataFile
@@ -200,7 +207,7 @@ def choose_numbers(config, meta_model, world):
 def precision_of(config, device):
     """In which types the model computes."""
     kinds = (config.fine_tuning, config.base_dtype, config.mixed_precision)
-    return optim.Precision.choose(device, *kinds)
+    return Precision.choose(device, *kinds)
 
 
 def strategy_of(config):
@@ -210,7 +217,7 @@ def strategy_of(config):
     nothing = kind == "fsdp" and options.strategy == "NO_SHARD"
     if nothing or (kind == "deepspeed" and not options.get("zero_optimization", {}).get("stage")):
         kind = "ddp"
-    return optim.Strategy(kind, options, config.grad_reduce_dtype, config.bucket_mb)
+    return Strategy(kind, options, config.grad_reduce_dtype, config.bucket_mb)
 
 
 def load(config, data, precision, run):
@@ -219,7 +226,7 @@ def load(config, data, precision, run):
     torch.manual_seed(config.seed)  # the same fresh LoRA on every rank
     kind = {"sharded": config.strategy != "ddp", "in_4_bits": config.type == "qlora"}
     model = models.load_policy(config, world.device, precision, **kind)
-    policy = optim.wrap(logps.Scorer(model, precision.autocast), world, strategy_of(config))
+    policy = sharding.wrap(logps.Scorer(model, precision.autocast), world, strategy_of(config))
     scorer = policy.scorer
     scorer.max_tokens = config.micro_batch_tokens or math.inf
     pairs = as_pairs(data["train"].extremes())
@@ -281,7 +288,7 @@ def fine_tune(config, world) -> int:
         flag="--output_dir",
         steps=plan.steps,
         inputs=inputs,
-        bytes_needed=optim.bytes_to_write(meta_model, checkpoints, lora_r),
+        bytes_needed=bytes_to_write(meta_model, checkpoints, lora_r),
         report=report,
         lines=lines,
         save_best=config.save_best,
@@ -290,7 +297,7 @@ def fine_tune(config, world) -> int:
     if config.check:
         return run_.check(spec, config, world)
 
-    optim.check_same_precision(precision, world)
+    check_same_precision(precision, world)
     if config.use_fsdp:
         fsdp.check_nodes(config.sharding, world)
 
@@ -307,11 +314,10 @@ def fine_tune(config, world) -> int:
 
         # model
         policy, ref_logps = load(config, data, precision, run)
-        optimizer, schedule = optim.make_optimizer(policy, config, config.learning_rate, plan.steps)
+        optimizer, schedule = make_optimizer(policy, config, config.learning_rate, plan.steps)
         displacement = losses.Displacement(config)
         meter = Meter(policy.scorer, world)
         done = run.restore(policy, optimizer, schedule)
-        optim.keep_freed_memory(world.device)
 
         def validate(step):
             is_due = bool(data["val"]) and plan.due(config.eval_every, step)

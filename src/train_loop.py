@@ -35,7 +35,6 @@ from ddp_utils import (
     jsonl,
     logps,
     models,
-    optim,
     sampler,
     sampling,
 )
@@ -44,6 +43,7 @@ from ddp_utils.chat_template import Encoder
 from ddp_utils.distributed import to_device
 from ddp_utils.judge import as_text, load_judge
 from ddp_utils.metrics import Averages, peak_memory_mb
+from ddp_utils.policy import Policy, Precision, bytes_to_write, check_same_precision, make_optimizer
 from ddp_utils.run import Run
 from ddp_utils.runs import progress
 from ddp_utils.runs.folder import RunSpec
@@ -319,7 +319,7 @@ def main(argv=None) -> int:
         flag="--out_dir",
         steps=plan.steps,
         inputs=inputs,
-        bytes_needed=optim.bytes_to_write(meta_model, checkpoints, config.lora_r),
+        bytes_needed=bytes_to_write(meta_model, checkpoints, config.lora_r),
         report=reports,
         lines=described,
         save_best=config.save_best,
@@ -329,8 +329,8 @@ def main(argv=None) -> int:
         return run_.check(spec, config, world)
 
     mixed = "auto" if config.use_mixed_precision else "no"
-    precision = optim.Precision.choose(world.device, "lora", config.base_dtype, mixed)
-    optim.check_same_precision(precision, world)
+    precision = Precision.choose(world.device, "lora", config.base_dtype, mixed)
+    check_same_precision(precision, world)
 
     with Run(spec, config, world) as run:
         accumulation = config.gradient_accumulation_steps
@@ -353,10 +353,9 @@ def main(argv=None) -> int:
         teacher = distillation.Teacher(student, data, config, run)
         base = run.once("base", lambda: evaluate(student, data["val"], teacher, config, run, False))
         run.say(f"base model without the prompt: kl {base['kl']:.4f} nats a token")
-        policy = optim.wrap(student, world)
-        optimizer, schedule = optim.make_optimizer(policy, config, config.learning_rate, plan.steps)
+        policy = Policy(student, world)
+        optimizer, schedule = make_optimizer(policy, config, config.learning_rate, plan.steps)
         done = run.restore(policy, optimizer, schedule)
-        optim.keep_freed_memory(world.device)
         run.results["base"] = base
 
         def validate(step):

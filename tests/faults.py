@@ -13,7 +13,8 @@ import torch
 
 import main_distributed
 import runs
-from ddp_utils import logps, optim
+from ddp_utils import logps
+from ddp_utils.policy import Policy
 from ddp_utils.runs import preemption
 from ddp_utils.sharding import deepspeed_engine
 from ranks import run_ranks
@@ -81,7 +82,7 @@ def _mine(rank):
 def at_backward(rank, step, action):
     """action(loss) -> loss in the backward of a step, counted from 0 in this life."""
     turn, is_last = [0], [False]
-    for policy in (optim.Policy, deepspeed_engine.ZeroPolicy):
+    for policy in (Policy, deepspeed_engine.ZeroPolicy):
         spoil(policy, rank, step, action, turn, is_last)
 
 

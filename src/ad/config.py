@@ -87,7 +87,7 @@ class Config:
     debug: bool = False  # tracebacks for user errors, too
 
     source_steps = property(lambda self: self.total_source_timesteps // self.n_stream)
-    # what Run and optim ask for
+    # what Run and policy ask for
     lr_scheduler = "cosine"
     base_dtype = "auto"
     save_every = property(lambda self: self.ckpt_interval)

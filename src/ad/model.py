@@ -155,6 +155,6 @@ class Distiller(nn.Module):
         return losses.view(action.shape).mean(-1), correct.mean(-1)
 
     def example(self, device):
-        """Return a window of two steps, for the throwaway pass of optim.Policy."""
+        """Return a window of two steps, for the throwaway pass of policy.Policy."""
         zeros = torch.zeros(1, 2, dtype=torch.long, device=device)
         return Tokens(zeros, zeros, zeros, zeros), zeros

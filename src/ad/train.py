@@ -40,10 +40,10 @@ from ddp_utils import (
     files,
     jsonl,
     metrics,
-    optim,
     sampler,
 )
 from ddp_utils import run as run_
+from ddp_utils.policy import Policy, Precision, bytes_to_write, check_same_precision, make_optimizer
 from ddp_utils.run import Run
 from ddp_utils.runs import progress
 from ddp_utils.runs.folder import RunSpec
@@ -156,7 +156,7 @@ def main(argv=None) -> int:
         world = distributed.choose_device(world, config.backend)
     else:
         world = distributed.init_process_group(world, config.backend, config.timeout_minutes)
-    precision = optim.Precision.choose(world.device, mixed=config.mixed_precision)
+    precision = Precision.choose(world.device, mixed=config.mixed_precision)
     autocast = precision.autocast
     if autocast == torch.float16 and world.device.type == "cpu":
         raise UserError("--mixed_precision: fp16 does not train on a CPU; give no, or bf16")
@@ -180,13 +180,13 @@ def main(argv=None) -> int:
         flag="--output_dir",
         steps=config.train_timesteps,
         inputs=inputs,
-        bytes_needed=optim.bytes_to_write(model, config.keep_checkpoints + 1),
+        bytes_needed=bytes_to_write(model, config.keep_checkpoints + 1),
         lines=lines,
     )
     if config.check:
         return run_.check(spec, config, world)
 
-    optim.check_same_precision(precision, world)
+    check_same_precision(precision, world)
     returns = distributed.on_main(
         world, lambda: [] if path.exists() else [*windows.collect(config, path)]
     )
@@ -210,10 +210,9 @@ def main(argv=None) -> int:
 
         # model
         betas = config.beta1, config.beta2
-        policy = optim.wrap(Distiller(model, autocast, config.label_smoothing), world)
-        optimizer, schedule = optim.make_optimizer(policy, config, config.lr, steps, betas)
+        policy = Policy(Distiller(model, autocast, config.label_smoothing), world)
+        optimizer, schedule = make_optimizer(policy, config, config.lr, steps, betas)
         done = run.restore(policy, optimizer, schedule)
-        optim.keep_freed_memory(world.device)
         validate(done, policy, held_out, config, run)
 
         # loop: one turn is one optimiser step

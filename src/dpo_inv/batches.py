@@ -154,7 +154,7 @@ class Scorer(nn.Module):
         return sums[0], sums[1]
 
     def example(self, device):
-        """Return a backbone of four residues: for the throwaway pass of optim.Policy."""
+        """Return a backbone of four residues: for the throwaway pass of policy.Policy."""
         coords = torch.arange(48.0, device=device).view(4, 4, 3)
         ones = torch.ones(4, device=device)
         letters = torch.arange(4, device=device).expand(2, 4)

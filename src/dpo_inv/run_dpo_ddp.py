@@ -27,10 +27,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ddp_utils import checks, distributed, files, losses, metrics, optim, sampler
+from ddp_utils import checks, distributed, files, losses, metrics, sampler
 from ddp_utils import run as run_
 from ddp_utils.distributed import to_device
 from ddp_utils.metrics import Averages, wilson
+from ddp_utils.policy import Policy, bytes_to_write, learning_rate, make_optimizer
 from ddp_utils.runs.folder import RunSpec
 from dpo_inv import batches, evaluate, mpnn, stability, weights
 from dpo_inv import pairs as pairs_
@@ -209,7 +210,7 @@ def main(argv=None) -> int:
     inputs = {f"content of {split}": digest(pairs) for split, pairs in data.items()}
     inputs["global_batch"] = str(plan.global_batch)
     inputs["content of base_model_name"] = files.digest_of_files([base])
-    size = optim.bytes_to_write(model, config.keep_checkpoints + 1)
+    size = bytes_to_write(model, config.keep_checkpoints + 1)
     lines = [pairs_.describe(*report) for report in reports.items()]
     folder = Path(config.output_dir)
     spec = RunSpec(folder, "--output_dir", plan.steps, inputs, size, reports, lines)
@@ -217,7 +218,7 @@ def main(argv=None) -> int:
         distributed.choose_device(world, config.backend)
         return run_.check(spec, config, world)
 
-    peak = optim.learning_rate(config, plan.global_batch, world.world_size)
+    peak = learning_rate(config, plan.global_batch, world.world_size)
 
     with run_.Run(spec, config, world) as run:
         run.say(
@@ -234,7 +235,7 @@ def main(argv=None) -> int:
 
         # model
         scorer = Scorer(model, config.temperature).to(world.device)
-        policy = optim.wrap(scorer, world)
+        policy = Policy(scorer, world)
 
         def score(pairs):
             return batches.score(scorer, pairs, config, world, run.stop_if_requested)
@@ -242,11 +243,10 @@ def main(argv=None) -> int:
         # what the reference's log-probs depend on, beside settings and inputs of this run
         fingerprint = {"device": world.device.type, "torch": torch.__version__}
         table = run.reference_logps(fingerprint, data, score)
-        optimizer, schedule = optim.make_optimizer(policy, config, peak, plan.steps)
+        optimizer, schedule = make_optimizer(policy, config, peak, plan.steps)
         done = run.restore(policy, optimizer, schedule)
         if data["val"] and not done:
             run.results["natives"] = evaluate.natives(model, data["val"], config.seed, world)
-        optim.keep_freed_memory(world.device)
         rest = plan, policy, data, table, config, run
         end_epoch(done, *rest)
 

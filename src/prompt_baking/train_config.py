@@ -74,7 +74,7 @@ class Config:
     check: bool = False  # read and check everything, train nothing
     debug: bool = False  # tracebacks for user errors, too
 
-    fine_tuning = "lora"  # not a setting: what lora.py and optim.py ask for
+    fine_tuning = "lora"  # not a setting: what lora.py and policy.py ask for
     init_adapter = property(lambda self: self.resume_from)
 
 

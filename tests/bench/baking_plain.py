@@ -83,14 +83,15 @@ def plain_loop(folder, rows):
 def our_loop(folder, rows, kept=False):
     """train_loop.py's step, its teacher kept on disk or not."""
     import train_loop
-    from ddp_utils import distributed, models, optim
+    from ddp_utils import distributed, models
+    from ddp_utils.policy import Policy, Precision, make_optimizer
     from ddp_utils.runs import progress
     from prompt_baking import distillation, trajectories
     from prompt_baking.train_config import Config
 
     config = Config(model_name=str(folder), cache_teacher=kept, batch_size=ROWS)
     torch.manual_seed(0)
-    precision = optim.Precision.choose(torch.device("cpu"), "lora")
+    precision = Precision.choose(torch.device("cpu"), "lora")
     model = models.load_policy(config, torch.device("cpu"), precision)
     student = distillation.Student(model)
     world = distributed.World()
@@ -109,8 +110,8 @@ def our_loop(folder, rows, kept=False):
         done=0,
     )
     teacher = distillation.Teacher(student, data, config, run)
-    policy = optim.wrap(student, world)
-    optimizer, schedule = optim.make_optimizer(policy, config, 3e-3, 1000)
+    policy = Policy(student, world)
+    optimizer, schedule = make_optimizer(policy, config, 3e-3, 1000)
     schedule.lr_lambdas = [lambda done: 1.0] * len(schedule.lr_lambdas)
     optimizer.param_groups[0]["lr"] = 3e-3
 

@@ -161,11 +161,11 @@ def train_trl(spec, rows, record):
 def train_ours(spec, rows, record):
     import limit
 
-    from ddp_utils import optim
+    from ddp_utils.policy import Policy
 
     script = importlib.import_module("train" if spec["sft"] else "main_distributed")
 
-    make_optimizer, step = optim.make_optimizer, optim.Policy.step
+    make_optimizer, step = script.make_optimizer, Policy.step
 
     def last_before_the_loop(*arguments):
         made = make_optimizer(*arguments)
@@ -176,7 +176,7 @@ def train_ours(spec, rows, record):
         step(*arguments)
         record.step_ends()
 
-    optim.make_optimizer, optim.Policy.step = last_before_the_loop, last_of_a_step
+    script.make_optimizer, Policy.step = last_before_the_loop, last_of_a_step
     products = limit.Products()
     if spec["count"]:
         train_step = script.train_step

@@ -18,8 +18,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import main_distributed
 from config import Config
-from ddp_utils import UserError, distributed, logps, models, optim, sampling
+from ddp_utils import UserError, distributed, logps, models, sampling
 from ddp_utils.fast import by_sequence, shared_prefix
+from ddp_utils.policy import Precision
 
 PLAIN = SIZES | PAD | dict(max_position_embeddings=64)
 WIDE = PLAIN | dict(intermediate_size=64, num_key_value_heads=2)
@@ -92,7 +93,7 @@ def checked(model, pairs=PAIRS):
         patch.setattr(models, "load_policy", lambda *_: model)
         patch.setattr(logps, "fingerprint", lambda *_: None)
         run = SimpleNamespace(say=said.append, world=world, reference_logps=lambda *_: None)
-        precision = optim.Precision(torch.float32, None)
+        precision = Precision(torch.float32, None)
         data = {"train": SimpleNamespace(extremes=lambda: pairs)}
         policy, _ = main_distributed.load_scored(Config(), data, precision, run)
     scorer = policy.scorer

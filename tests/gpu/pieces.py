@@ -146,14 +146,15 @@ def attention(_folder):
     root mean square of the responses.
     """
     from config import Config
-    from ddp_utils import distributed, fast, logps, models, optim
+    from ddp_utils import distributed, fast, logps, models
     from ddp_utils.fast import by_sequence
+    from ddp_utils.policy import Precision
 
     pairs = draw_pairs(8, 60, 20, 30) + draw_pairs(4, 9, 1, 40)
 
     def measure(device, dtype, shared, config):
         with without_files(config):  # on the CPU: all have the same weights
-            precision = optim.Precision(torch.float32, None)
+            precision = Precision(torch.float32, None)
             cpu = torch.device("cpu")
             settings = Config(fine_tuning="lora", lean=shared)
             model = models.load_policy(settings, cpu, precision)
@@ -229,10 +230,10 @@ def fp16(folder):
     """The loss scale as it starts, and so large that the first gradients overflow."""
     if DRY:
         raise Skip("needs CUDA: a CPU is slow at fp16, and src/train.py refuses it there")
-    from ddp_utils import optim
+    from ddp_utils.policy import LossScale
 
-    allows = optim.LossScale.allows_step
-    begin = optim.LossScale.__init__
+    allows = LossScale.allows_step
+    begin = LossScale.__init__
     exact = None
     for name, exponent in (("no", 0), ("fp16", 16), ("fp16", 32)):
         run = folder / f"{name}{exponent}"
@@ -250,7 +251,7 @@ def fp16(folder):
         words = f"""--config {ROOT}/config.yaml --objective dpo --type full --max_steps 40
             --train_data {ROOT}/data/demo/preferences_train.jsonl --mixed_precision {name}
             --learning_rate 3e-4 --warmup_ratio 0 --report_to none --output_dir {run}"""
-        with mock.patch.multiple(optim.LossScale, __init__=start, allows_step=spy):
+        with mock.patch.multiple(LossScale, __init__=start, allows_step=spy):
             curve = [line["loss"] for line in script("train", words, run)]
         exact = exact or curve
         row = {"mixed precision": name, "scale": f"2^{exponent}", "steps skipped": sum(skips)}
@@ -266,7 +267,8 @@ def memory(_folder):
     """The peak of three steps above what there was before the model, and what --plan expects."""
     import main_distributed
     from config import Config
-    from ddp_utils import distributed, logps, losses, metrics, models, optim
+    from ddp_utils import distributed, logps, losses, metrics, models
+    from ddp_utils.policy import Policy, make_optimizer
     from ddp_utils.tools import memory_plan
 
     world = distributed.World(device=DEVICE)
@@ -277,8 +279,8 @@ def memory(_folder):
         model = models.load_policy(config, DEVICE, precision)
         scorer = logps.Scorer(model, precision.autocast)
         scorer.set_layout(shared=True)
-        policy = optim.wrap(scorer, world)
-        optimizer, schedule = optim.make_optimizer(policy, config, 1e-4, 3)
+        policy = Policy(scorer, world)
+        optimizer, schedule = make_optimizer(policy, config, 1e-4, 3)
         for _ in range(3):
             batch = scorer.collate(rows, DEVICE)
             policy.backward(losses.pair_losses(policy, batch, known, config)[0].mean())
@@ -456,7 +458,7 @@ def generation(folder):
 def sharding(folder):
     """src/train.py on all weights, in a group of one rank; what it would save is left out."""
     import train
-    from ddp_utils import models, optim
+    from ddp_utils import models, sharding
     from ddp_utils.runs.saving import Saving
     from ddp_utils.sharding.fsdp import FsdpPolicy
 
@@ -475,7 +477,7 @@ def sharding(folder):
     store = torch.distributed.HashStore()
     backend = "gloo" if DRY else "nccl"
     torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
-    wrap = optim.wrap
+    wrap = sharding.wrap
 
     def wrap_one(scorer, world, strategy):  # one rank is else left to DDP
         if strategy.kind == "fsdp":
@@ -493,7 +495,7 @@ def sharding(folder):
         with contextlib.ExitStack() as stack:
             if package != "bitsandbytes":
                 stack.enter_context(without_files(shape(SHAPES["0.6B"])))
-            stack.enter_context(mock.patch.object(optim, "wrap", wrap_one))
+            stack.enter_context(mock.patch.object(sharding, "wrap", wrap_one))
             stack.enter_context(mock.patch.object(models, "save_policy"))
             stack.enter_context(mock.patch.object(Saving, "save"))
             lines = script(train.__name__, f"{words} {flags} --output_dir {run}", run)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from conftest import TESTS
-from ddp_utils import optim
+from ddp_utils.policy import Policy
 from ranks import ranks
 
 sys.path.append(str(TESTS / "invariants"))
@@ -36,7 +36,7 @@ def second_step(name, folder, flags):
     counter = Counter()
     steps = []
     micro_batches = []
-    backward = optim.Policy.backward
+    backward = Policy.backward
     adamw = torch.optim.AdamW
 
     def counted(policy, loss):
@@ -56,7 +56,7 @@ def second_step(name, folder, flags):
         return train_step(*arguments)
 
     script.train_step = watched
-    optim.Policy.backward = counted
+    Policy.backward = counted
     torch.optim.AdamW = fused
     with pytest.raises(Enough):
         scripts.life(name, folder, flags)

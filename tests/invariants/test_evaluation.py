@@ -12,9 +12,10 @@ import main_distributed
 import reading
 import runs
 from config import Config
-from ddp_utils import distributed, logps, models, optim
+from ddp_utils import distributed, logps, models
 from ddp_utils.chat_template import Encoder
 from ddp_utils.models import load_tokenizer
+from ddp_utils.policy import Policy
 from ranks import ranks
 
 ROWS = 7
@@ -38,7 +39,7 @@ def evaluations(path, reference):
     tokenizer = load_tokenizer("data/demo/model")
     data, _ = reading.pairs(path, Encoder(tokenizer))
     model = AutoModelForCausalLM.from_pretrained(models.model_path("data/demo/model"))
-    policy = optim.wrap(logps.Scorer(model).float(), world, trained=False)
+    policy = Policy(logps.Scorer(model).float(), world, trained=False)
     results = []
     for batch_size in (1, 2, 3):
         config = Config(batch_size=batch_size * world.world_size, beta=0.3)

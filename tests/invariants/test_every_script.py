@@ -20,7 +20,8 @@ import train
 from ad import evaluate, windows
 from ad.config import read
 from conftest import ROOT
-from ddp_utils import UserError, optim
+from ddp_utils import UserError
+from ddp_utils.policy import Policy
 from ranks import ranks, run_ranks
 
 DEMO = ROOT / "data/demo"
@@ -141,7 +142,7 @@ def life(name, folder, flags, fault=None):
     runs.hurry()
     evaluate.write = lambda *_: None  # a picture
     first = []
-    take = optim.Policy.step
+    take = Policy.step
 
     def spy(policy, *arguments):
         if not first:
@@ -149,7 +150,7 @@ def life(name, folder, flags, fault=None):
             first.append(torch.cat([g.flatten().double() for g in gradients if g is not None]))
         take(policy, *arguments)
 
-    optim.Policy.step = spy
+    Policy.step = spy
     if fault:
         fault[0](*fault[1:])
     script = SCRIPTS[name]

@@ -12,9 +12,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import reading
 import runs
-from ddp_utils import UserError, distributed, logps, models, optim
+from ddp_utils import UserError, distributed, logps, models
 from ddp_utils.chat_template import Encoder
 from ddp_utils.models import load_tokenizer
+from ddp_utils.policy import LossScale, Policy, Precision, decay, learning_rate, make_optimizer
 from ddp_utils.runs import checkpoint
 from ddp_utils.sharding import fsdp
 from ranks import ranks
@@ -31,11 +32,11 @@ def policy_and_pairs(fine_tuning="lora"):
     world = distributed.init_process_group(distributed.whoami())
     torch.manual_seed(0)
     config = SimpleNamespace(**{**vars(SETTINGS), "fine_tuning": fine_tuning})
-    precision = optim.Precision.choose(world.device, fine_tuning)
+    precision = Precision.choose(world.device, fine_tuning)
     model = models.load_policy(config, world.device, precision)
-    policy = optim.wrap(logps.Scorer(model, precision.autocast), world)
+    policy = Policy(logps.Scorer(model, precision.autocast), world)
     data, _ = reading.pairs(runs.PAIRS, Encoder(load_tokenizer("data/demo/model")))
-    optimizer, schedule = optim.make_optimizer(policy, config, 1e-3, 10)
+    optimizer, schedule = make_optimizer(policy, config, 1e-3, 10)
     return world, policy, optimizer, schedule, data
 
 
@@ -120,11 +121,11 @@ def test_gradients_travel_with_the_last_micro_batch_only():
 
 
 def test_the_loss_scale_halves_after_an_overflow_and_doubles_after_2000_good_steps():
-    scale = optim.LossScale(enabled=True)
+    scale = LossScale(enabled=True)
     assert scale.scale == 65536
     assert not scale.allows_step(float("inf")) and scale.scale == 32768
     assert all(scale.allows_step(1.0) for _ in range(2000)) and scale.scale == 65536
-    off = optim.LossScale(enabled=False)
+    off = LossScale(enabled=False)
     assert off.allows_step(float("nan")) and off.scale == 1.0
 
 
@@ -133,7 +134,7 @@ def test_under_a_loss_scale_gradients_and_steps_are_those_without(monkeypatch):
     for scaled in (False, True):
         parts = policy_and_pairs()
         if scaled:
-            parts[1].loss_scale = optim.LossScale(enabled=True)
+            parts[1].loss_scale = LossScale(enabled=True)
         losses = [one_step(*parts) for _ in range(3)]
         found.append((losses, list(parts[1].trainable().values())))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
@@ -148,14 +149,14 @@ SCHEDULE = {  # 10 steps, 2 of warm-up
 
 def test_the_schedule_by_hand():
     for kind, rates in SCHEDULE.items():
-        found = {done: optim.decay(kind, done, steps=10, warmup=2) for done in rates}
+        found = {done: decay(kind, done, steps=10, warmup=2) for done in rates}
         assert found == pytest.approx(rates)
 
 
 def test_the_peak_rate_by_hand():
     def peak(scaling):
         config = SimpleNamespace(learning_rate=1e-5, base_batch_size=16, lr_scaling=scaling)
-        return optim.learning_rate(config, global_batch=64, world_size=8)
+        return learning_rate(config, global_batch=64, world_size=8)
 
     expected = {"linear": 4e-5, "sqrt": 2e-5, "world_size": 8e-5, "none": 1e-5}
     assert {scaling: peak(scaling) for scaling in expected} == pytest.approx(expected)

@@ -12,9 +12,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 import main_distributed
 import reading
 import runs
-from ddp_utils import checks, distributed, logps, models, optim
+from ddp_utils import checks, distributed, logps, models
 from ddp_utils.chat_template import Encoder
 from ddp_utils.models import load_tokenizer
+from ddp_utils.policy import LossScale, Policy, Precision
 from ddp_utils.tools import merge
 from ranks import ranks, run_ranks
 
@@ -54,7 +55,7 @@ def broken(kind, folder):
 
         models.load_policy = unfrozen
     elif kind == "adapter that cannot learn":
-        backward = optim.Policy.backward
+        backward = Policy.backward
 
         def cut(policy, loss):
             backward(policy, loss)
@@ -62,7 +63,7 @@ def broken(kind, folder):
                 if "lora_B" in name:
                     parameter.grad.zero_()
 
-        optim.Policy.backward = cut
+        Policy.backward = cut
     elif kind == "loss of another reference":
         checks.check_reference = lambda *arguments: None
         score = logps.score
@@ -140,9 +141,9 @@ def test_complaint_14_the_reference_of_an_sft_adapter_is_that_adapter(mode, tmp_
 
 def too_large_for_fp16(folder, *flags):
     """A CPU that computes in fp16, and a loss whose scaled gradient overflows there."""
-    half = optim.Precision(torch.float32, torch.float16)
-    optim.Precision.choose = lambda *_: half
-    scales, begin, allows = [], optim.LossScale.__init__, optim.LossScale.allows_step
+    half = Precision(torch.float32, torch.float16)
+    Precision.choose = lambda *_: half
+    scales, begin, allows = [], LossScale.__init__, LossScale.allows_step
 
     def lower(self, enabled):  # by itself it begins at 65536: more such steps
         begin(self, enabled)
@@ -152,7 +153,7 @@ def too_large_for_fp16(folder, *flags):
         scales.append(self.scale)
         return allows(self, grad_norm)
 
-    optim.LossScale.__init__, optim.LossScale.allows_step = lower, spy
+    LossScale.__init__, LossScale.allows_step = lower, spy
     return runs.train(folder, [*runs.FULL, *flags]), scales
 
 
@@ -199,7 +200,7 @@ def mixed_gpus(folder):
     """Rank 1 has a GPU without bf16."""
     has_bf16 = os.environ["RANK"] == "0"
     half = torch.bfloat16 if has_bf16 else torch.float16
-    optim.Precision.choose = lambda *_: optim.Precision(torch.float32, half)
+    Precision.choose = lambda *_: Precision(torch.float32, half)
     return runs.train(folder, [*runs.FULL, *SHORT])
 
 

@@ -183,7 +183,7 @@ def test_f8_a_number_that_is_not_finite_stops_all_ranks_before_the_step(where, v
 
 def spoil_weights(step):
     """An update that makes weights infinite: the loss of the next step would tell, too late."""
-    take, turn = faults.optim.Policy.step, [0]
+    take, turn = faults.Policy.step, [0]
 
     def faulty(policy, *rest):
         take(policy, *rest)
@@ -191,7 +191,7 @@ def spoil_weights(step):
         if turn[0] == step:
             next(iter(policy.trainable().values())).data[0, 0] = float("inf")
 
-    faults.optim.Policy.step = faulty
+    faults.Policy.step = faulty
 
 
 def test_f8_no_checkpoint_ever_holds_a_weight_that_is_not_finite(tmp_path):

@@ -12,8 +12,9 @@ import transformers
 import check_gpu
 from config import Config
 from conftest import ROOT
-from ddp_utils import UserError, optim
+from ddp_utils import UserError
 from ddp_utils.logps import Pair
+from ddp_utils.policy import Precision
 from ddp_utils.tools import memory_plan
 
 D, E, H, V, R = 64, 128, 32, 4096, 4  # width, MLP, head, vocabulary, LoRA rank
@@ -37,7 +38,7 @@ def need_of(rows=1, device="cpu", layers=2, lengths=(20, 11, 16), **changes):
 
     kind = torch.device("cpu" if device == "cpu" else "xpu")
     mixed = "auto" if config.use_mixed_precision else "no"
-    precision = optim.Precision.choose(kind, config.fine_tuning, config.base_dtype, mixed)
+    precision = Precision.choose(kind, config.fine_tuning, config.base_dtype, mixed)
     return memory_plan.need(config, model_config, [pair] * rows, one_side, precision, device)
 
 

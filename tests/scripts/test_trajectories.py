@@ -8,9 +8,10 @@ import torch
 
 import train_loop
 from conftest import ROOT
-from ddp_utils import UserError, distributed, models, optim
+from ddp_utils import UserError, distributed, models
 from ddp_utils.chat_template import Encoder
 from ddp_utils.models import load_tokenizer
+from ddp_utils.policy import Precision
 from ddp_utils.tables import DataFile
 from prompt_baking import distillation, trajectories
 from prompt_baking.train_config import Config
@@ -29,7 +30,7 @@ def student():
     """The demo's model under a LoRA that is not zero."""
     torch.manual_seed(0)
     config = Config(model_name=MODEL, lora_r=4)
-    precision = optim.Precision.choose(torch.device("cpu"), "lora", config.base_dtype)
+    precision = Precision.choose(torch.device("cpu"), "lora", config.base_dtype)
     model = models.load_policy(config, torch.device("cpu"), precision)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from conftest import ROOT
-from ddp_utils import UserError, models, optim
+from ddp_utils import UserError, models
 from ddp_utils.distributed import World
+from ddp_utils.policy import Precision
 from ddp_utils.sharding import deepspeed, fsdp
 
 sys.path.append(str(ROOT / "scripts"))
@@ -244,7 +245,7 @@ def test_qlora_asks_for_four_bits_and_lora_does_not(monkeypatch):
     ):
         config = {"model_name": "data/demo/model", "type": kind, "fine_tuning": "lora"}
         cpu = torch.device("cpu")
-        precision = optim.Precision.choose(cpu, "lora", mixed=autocast)
+        precision = Precision.choose(cpu, "lora", mixed=autocast)
         with pytest.raises(UserError, match="enough"):
             is_4_bits = kind == "qlora"
             models.load_policy(SimpleNamespace(**config), cpu, precision, in_4_bits=is_4_bits)

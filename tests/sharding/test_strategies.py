@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import train
 from conftest import ROOT
-from ddp_utils import Stop, models, optim
+from ddp_utils import Stop, models, sharding
 from ddp_utils import run as run_
 from ddp_utils.models import load_tokenizer
 from ddp_utils.runs import checkpoint, preemption
@@ -312,7 +312,7 @@ def test_hybrid_shard_on_nodes_of_unequal_size_is_refused(data, tmp_path):
 
 def held(folder, flags):
     """Share of the parameters' numbers that this rank holds at the end, and its peak memory."""
-    found, wrap = [], optim.wrap
+    found, wrap = [], sharding.wrap
 
     def measure(policy):
         fsdp.reshard(policy.scorer)
@@ -328,7 +328,7 @@ def held(folder, flags):
         policy.full_weights = lambda: (measure(policy), weights())[1]
         return policy
 
-    optim.wrap = spy
+    sharding.wrap = spy
     run_.write_report = lambda *_, **__: ("", "")
     before = int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
     assert train.main([*words(QUIET), *flags, "--output_dir", str(folder / "run")]) == 0

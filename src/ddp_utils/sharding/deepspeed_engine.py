@@ -11,7 +11,7 @@ import warnings
 import torch
 import torch.distributed
 
-from ddp_utils.optim import LossScale, Policy, check_names, float_trained, parameter_groups
+from ddp_utils.policy import LossScale, Policy, check_names, float_trained, parameter_groups
 from ddp_utils.sharding.deepspeed import stage
 
 STATES = {"parameter": None, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}  # DeepSpeed's names

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ddp_utils import UserError, distributed
-from ddp_utils.optim import DTYPES, Policy, float_trained
+from ddp_utils.policy import DTYPES, Policy, float_trained
 from ddp_utils.sharding import json_settings
 
 PRECISIONS = {"BFLOAT16": "bf16", "FLOAT16": "fp16", "NO": "no"}

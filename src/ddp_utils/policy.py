@@ -1,13 +1,11 @@
 """The policy: a scorer that is trained on all ranks, with AdamW and its schedule.
 
-Policy is that of one process and of DDP. FSDP and DeepSpeed have theirs in sharding/, with the same
-methods, and are imported only where a Strategy names them.
+Policy is the policy of one process and of DDP. FSDP and DeepSpeed have their own in sharding/, with
+the same methods; `sharding.wrap` returns the one that a Strategy names.
 """
 
 import contextlib
-import ctypes
 import math
-import os
 from typing import NamedTuple
 
 import torch
@@ -83,22 +81,6 @@ class LossScale:
         return finite
 
 
-def wrap(scorer, world, strategy=DDP, trained=True):
-    """Return the Policy of a scorer under a Strategy; all ranks must call this, and its methods.
-
-    trained: False for a reference model, which only scores.
-    """
-    if strategy.kind == "deepspeed":
-        from ddp_utils.sharding.deepspeed_engine import ZeroPolicy
-
-        return ZeroPolicy(scorer, world, strategy)
-    if strategy.kind == "fsdp" and world.world_size > 1:
-        from ddp_utils.sharding.fsdp import FsdpPolicy
-
-        return FsdpPolicy(scorer, world, strategy, trained)
-    return Policy(scorer, world, strategy, trained)
-
-
 class Policy:
     """A scorer on each rank's device, under DistributedDataParallel if there are several ranks.
 
@@ -107,7 +89,7 @@ class Policy:
 
     is_sharded = False
 
-    def __init__(self, scorer, world, strategy, trained=True):
+    def __init__(self, scorer, world, strategy=DDP, trained=True):
         self.scorer = scorer
         self.loss_scale = LossScale(scorer.autocast == torch.float16)
         self.ddp = None
@@ -347,18 +329,6 @@ def make_optimizer(policy, config, peak, steps, betas=(0.9, 0.999)):
         optimizer, lambda done: decay(config.lr_scheduler, done, steps, warmup)
     )
     return optimizer, schedule
-
-
-def keep_freed_memory(device):
-    """Tell glibc to keep the memory that a step on a CPU frees, since the next one needs as much.
-
-    It saves 2 to 5 % of a step. With MALLOC_TRIM_THRESHOLD_ in the environment nothing is changed.
-    """
-    libc = ctypes.CDLL(None)
-    set_option = getattr(libc, "mallopt", None)  # other C libraries have none
-    if device.type == "cpu" and set_option and "MALLOC_TRIM_THRESHOLD_" not in os.environ:
-        set_option(-4, 0)  # M_MMAP_MAX: large blocks are not mapped, which goes back when freed
-        set_option(-1, 2**31 - 1)  # M_TRIM_THRESHOLD, bytes
 
 
 def parameter_groups(parameters, weight_decay):
