@@ -8,7 +8,8 @@ for models whose attention cannot be steered). A response's last token is only a
 import contextlib
 import itertools
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -23,53 +24,103 @@ CHUNK = {"cpu": 256}  # tokens whose logits are held at once: with fewer, produc
 WIDE_CHUNK = 1024  # a GPU wants more, and has the memory
 
 
+class ModelInput(NamedTuple):
+    """Token ids of one sequence, and where the predictions of its response are."""
+
+    input_ids: list[int]  # without the response's last token, which is only a target
+    hidden_index: Sequence[int]  # for each target, the position whose hidden state predicts it
+
+
+class PackedInput(NamedTuple):
+    """Token ids of one example as a part of a packed row: [prompt | chosen | rejected]."""
+
+    input_ids: list[int]
+    position_ids: list[int]
+    span: tuple[int, int, int]  # numbers of prompt, chosen and rejected tokens in input_ids
+    hidden_index: list[Sequence[int]]  # as in ModelInput, for each response
+
+
+class Example(Protocol):
+    """One row of training data as token ids: a preference pair, an SFT text or a trajectory.
+
+    It has one or two responses. The last token of a response is a target, but never an input.
+    """
+
+    @property
+    def location(self) -> str:
+        """The row's place in the data, `file:line`."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of prompt and response; with two responses, of the longer sequence."""
+
+    @property
+    def targets(self) -> list[list[int]]:
+        """The tokens whose log-probs are computed, for each response."""
+
+    def num_forward_tokens(self, shared: bool) -> int:
+        """Return the number of tokens that the model processes.
+
+        shared: two responses share one copy of their prompt.
+        """
+
+    def to_padded(self) -> list[ModelInput]:
+        """Return the sequences of a padded batch, one per response."""
+
+    def to_packed(self) -> PackedInput:
+        """Return the example as a part of a packed row."""
+
+
 class Pair(NamedTuple):
-    """Token ids of one preference; chosen and rejected end with the token that ends a reply."""
+    """Token ids of one preference. Chosen and rejected end with the end-of-turn token."""
 
     prompt: list[int]
     chosen: list[int]
     rejected: list[int]
     location: str  # file:line
-    text: str  # the prompt as the data file has it, without template
-    expected: str = ""  # the chosen response as the data file has it
+    text: str  # the prompt as it is in the data file, without the chat template
+    expected: str = ""  # the chosen response as it is in the data file
 
     @property
-    def tokens(self):
-        return 2 * len(self.prompt) + len(self.chosen) + len(self.rejected)
-
-    @property
-    def row(self):
-        """Tokens of the longer text."""
+    def num_tokens(self) -> int:
         return len(self.prompt) + max(len(self.chosen), len(self.rejected))
 
-    def num_forward_tokens(self, shared):
-        """Tokens that go through the model: the prompt once or twice, no response's last one."""
-        return self.tokens - 2 - (len(self.prompt) if shared else 0)
-
     @property
-    def targets(self):
-        """The tokens whose log-probs are asked for: one list a side."""
+    def targets(self) -> list[list[int]]:
         return [self.chosen, self.rejected]
 
     @property
-    def lengths(self):
-        """Tokens of each part, of which the data report has the means."""
-        return {side: len(getattr(self, side)) for side in ("prompt", "chosen", "rejected")}
+    def lengths(self) -> dict[str, int]:
+        """Numbers of tokens whose means are in the data report."""
+        return {name: len(getattr(self, name)) for name in ("prompt", "chosen", "rejected")}
 
-    def rows(self):
-        """As rows of a padded batch, one a side: what is fed, and the place before each target."""
-        first = len(self.prompt) - 1  # the prompt's last token predicts the response's first
-        rows = []
-        for side in self.targets:
-            rows.append((self.prompt + side[:-1], range(first, first + len(side))))
-        return rows
+    def num_forward_tokens(self, shared: bool) -> int:
+        prompts = 1 if shared else 2
+        return prompts * len(self.prompt) + len(self.chosen) - 1 + len(self.rejected) - 1
 
-    def packed_row(self):
-        """As one stretch of a packed row: fed ids, positions, span (P, C, R), places a side."""
+    def to_padded(self) -> list[ModelInput]:
+        first = len(self.prompt) - 1  # the prompt's last token predicts the first target
+        sequences = []
+        for response in self.targets:
+            hidden_index = range(first, first + len(response))
+            sequences.append(ModelInput(self.prompt + response[:-1], hidden_index))
+        return sequences
+
+    def to_packed(self) -> PackedInput:
         p, c, r = len(self.prompt), len(self.chosen) - 1, len(self.rejected) - 1
-        ids = self.prompt + self.chosen[:-1] + self.rejected[:-1]
-        places = [range(p - 1, p + c), [p - 1, *range(p + c, p + c + r)]]
-        return ids, [*range(p + c), *range(p, p + r)], (p, c, r), places
+        input_ids = self.prompt + self.chosen[:-1] + self.rejected[:-1]
+        position_ids = [*range(p + c), *range(p, p + r)]  # both responses follow the prompt
+        of_chosen = range(p - 1, p + c)
+        of_rejected = [p - 1, *range(p + c, p + c + r)]
+        return PackedInput(input_ids, position_ids, (p, c, r), [of_chosen, of_rejected])
+
+
+def pack_single(sequence: ModelInput) -> PackedInput:
+    """Return a sequence with only one response as a part of a packed row."""
+    length = len(sequence.input_ids)
+    return PackedInput(
+        sequence.input_ids, [*range(length)], (length, 0, 0), [sequence.hidden_index]
+    )
 
 
 class Batch(NamedTuple):
@@ -105,7 +156,7 @@ def collate(pairs, device="cpu", shared=False) -> Batch:
     responses = by_side([pair.targets for pair in pairs])
     lengths = [len(response) for response in responses]
     rows = []
-    columns = []
+    columns: list[int] = []
     targets = []
     for row, response in enumerate(responses):
         rows += [row] * len(response)
@@ -123,13 +174,13 @@ def by_side(table):
 
 def _padded(pairs):
     """Token ids [S * B, T], padded with 0, and scored places."""
-    rows = by_side([pair.rows() for pair in pairs])
-    width = max(len(fed) for fed, _ in rows)
+    sequences = by_side([pair.to_padded() for pair in pairs])
+    width = max(len(sequence.input_ids) for sequence in sequences)
     ids = []
     hidden_index = []
-    for number, (fed, places) in enumerate(rows):
-        ids.append(fed + [0] * (width - len(fed)))
-        hidden_index += [number * width + place for place in places]
+    for row, sequence in enumerate(sequences):
+        ids.append(sequence.input_ids + [0] * (width - len(sequence.input_ids)))
+        hidden_index += [row * width + position for position in sequence.hidden_index]
     return ids, hidden_index
 
 

@@ -104,9 +104,10 @@ class Meter:
 
     def read(self, pairs, seconds) -> dict:
         """The metrics of a step on these pairs, the global batch."""
+        tokens = sum(p.num_forward_tokens(shared=False) + len(p.targets) for p in pairs)
         values = {
             "seconds": seconds,
-            "tokens_per_second": sum(pair.tokens for pair in pairs) / seconds,
+            "tokens_per_second": tokens / seconds,
             "peak_memory_mb": peak_memory_mb(self.world.device),
         }
         if self.peak:

@@ -238,9 +238,9 @@ def check_fit(model, rows):
         largest = max(map(max, pair[:3]))
         if largest >= words:
             raise UserError(f"{pair.location}: token id {largest}, model has {words}")
-        if pair.row > positions:
+        if pair.num_tokens > positions:
             raise UserError(
-                f"{pair.location}: {pair.row} tokens, the model has {positions} positions; "
+                f"{pair.location}: {pair.num_tokens} tokens, the model has {positions} positions; "
                 f"give --max_length {positions}"
             )
 

@@ -153,7 +153,7 @@ def write(file, path, rows):
         row = row._replace(location=row.location.removeprefix(path))  # which may be moved
         content += json.dumps(row, separators=(",", ":")).encode()
         largest = max(map(max, filter(None, row[:3])))
-        numbers.extend((len(content), sampler.seed_of(row.text), row.row, largest))
+        numbers.extend((len(content), sampler.seed_of(row.text), row.num_tokens, largest))
     content = torch.frombuffer(content, dtype=torch.uint8)
     save_file({"json": content, "numbers": torch.tensor(numbers).view(-1, 4)}, file)
 

@@ -8,12 +8,15 @@ from typing import NamedTuple
 import torch
 
 from ddp_utils import UserError, jsonl, logps
+from ddp_utils.logps import ModelInput, PackedInput, pack_single
 
 QUESTION = ("question", "prompt", "turns", "instruction")  # GSM8K, others, MT-Bench, Alpaca
 
 
 class Trajectory(NamedTuple):
     """Token ids of a question as student and teacher read it, and of the reply to the teacher's.
+
+    It is a logps.Example, whose input is the student's.
 
     Without and with x0 where x0 is baked; where another prompt is to be kept, both with that one.
     """
@@ -26,28 +29,25 @@ class Trajectory(NamedTuple):
     kept: str = ""  # the name of the other prompt
 
     @property
-    def row(self):
-        """Tokens of the longer text."""
+    def num_tokens(self) -> int:
         return len(self.teacher) + len(self.reply)
 
-    def num_forward_tokens(self, shared):
-        """Tokens that go through the model: of the longer text, since padding is by its length."""
-        return self.row - 1
-
     @property
-    def targets(self):
-        """The tokens that are predicted, as the one side that a row has."""
+    def targets(self) -> list[list[int]]:
         return [self.reply]
 
-    def rows(self):
-        """As the student's row of a padded batch: what is fed, and the index before each target."""
-        first = len(self.student) - 1
-        return [(self.student + self.reply[:-1], range(first, first + len(self.reply)))]
+    def num_forward_tokens(self, shared: bool) -> int:
+        """Return the tokens of the longer input, the teacher's: padding is by its length."""
+        return self.num_tokens - 1
 
-    def packed_row(self):
-        """As one stretch of a packed row: fed ids, positions, span (P, C, R), hidden index."""
-        [(ids, hidden_index)] = self.rows()
-        return ids, [*range(len(ids))], (len(ids), 0, 0), [hidden_index]
+    def to_padded(self) -> list[ModelInput]:
+        """Return the student's sequence of a padded batch."""
+        first = len(self.student) - 1
+        hidden_index = range(first, first + len(self.reply))
+        return [ModelInput(self.student + self.reply[:-1], hidden_index)]
+
+    def to_packed(self) -> PackedInput:
+        return pack_single(self.to_padded()[0])
 
 
 class Batch(NamedTuple):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ddp_utils import UserError, chat_template, conversations, files, jsonl, preference_data, tables
+from ddp_utils.logps import ModelInput, PackedInput, pack_single
 from ddp_utils.preference_data import Shape, Unusable
 
 SHAPES = [  # the first one whose two fields (or one) a row has
@@ -28,7 +29,7 @@ SHAPES = [  # the first one whose two fields (or one) a row has
 
 
 class Text(NamedTuple):
-    """Token ids of one text: what is only read first, and the rest, some of which is trained."""
+    """Token ids of one text, a logps.Example: the prompt, and a reply that is trained in part."""
 
     prompt: list[int]  # everything before the first trained token; at least one token
     reply: list[int]  # the rest
@@ -37,11 +38,8 @@ class Text(NamedTuple):
     text: str  # the first question as the data file has it: rows are split by it
 
     @property
-    def row(self):
-        """Tokens of the whole text."""
+    def num_tokens(self) -> int:
         return len(self.prompt) + len(self.reply)
-
-    tokens = row
 
     @property
     def trained(self):
@@ -54,24 +52,19 @@ class Text(NamedTuple):
         return {"prompt": len(self.prompt), "reply": len(self.reply), "trained": self.trained}
 
     @property
-    def targets(self):
-        """The trained tokens, as the one side that a text has."""
+    def targets(self) -> list[list[int]]:
         return [[token for token, on in zip(self.reply, self.scored, strict=True) if on]]
 
-    def num_forward_tokens(self, shared):
-        """Tokens that go through the model: the last one is only a target."""
-        return self.row - 1
+    def num_forward_tokens(self, shared: bool) -> int:
+        return self.num_tokens - 1
 
-    def rows(self):
-        """As the row of a padded batch: what is fed, and the index before each target."""
+    def to_padded(self) -> list[ModelInput]:
         before = len(self.prompt) - 1
         hidden_index = [before + index for index, on in enumerate(self.scored) if on]
-        return [((self.prompt + self.reply)[:-1], hidden_index)]
+        return [ModelInput((self.prompt + self.reply)[:-1], hidden_index)]
 
-    def packed_row(self):
-        """As one stretch of a packed row: fed ids, positions, span (P, C, R), hidden index."""
-        [(ids, hidden_index)] = self.rows()
-        return ids, [*range(len(ids))], (len(ids), 0, 0), [hidden_index]
+    def to_packed(self) -> PackedInput:
+        return pack_single(self.to_padded()[0])
 
 
 def read(source, encoder):

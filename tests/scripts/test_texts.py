@@ -347,8 +347,8 @@ def test_no_text_is_too_long_or_without_a_trained_token(template, said, max_leng
     text = instruction_data.encode(encoder, "f:1", talk(*said[:-1]), said[-1])
     whole = instruction_data.encode(Encoder(tok), "f:1", talk(*said[:-1]), said[-1])
     shown(encoder, text)
-    assert text.row <= max_length
-    assert (text == whole) == (whole.row <= max_length) == (not encoder.notes)
+    assert text.num_tokens <= max_length
+    assert (text == whole) == (whole.num_tokens <= max_length) == (not encoder.notes)
 
 
 def test_without_room_for_a_reply_a_row_is_dropped(tmp_path):

@@ -18,7 +18,7 @@ def self_test(scorer, pairs, layout, world) -> list[str]:
     "separate") on the shortest and the two longest ones, where windows show.
     Raises UserError if the layout was insisted upon and cannot be had.
     """
-    pairs = sorted(pairs, key=lambda pair: pair.row)
+    pairs = sorted(pairs, key=lambda pair: pair.num_tokens)
     with logps.dropout_off(scorer):
         lines = [check_head(scorer, pairs[:2], world.device)]
         if layout != "separate":

@@ -46,7 +46,7 @@ def pack(pairs, device):
     spans = []
     places_of_pairs = []
     for pair in pairs:
-        fed, order, span, sides = pair.packed_row()
+        fed, order, span, sides = pair.to_packed()
         shifted = []
         for places in sides:
             shifted.append([len(ids) + place for place in places])

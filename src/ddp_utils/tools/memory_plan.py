@@ -251,7 +251,7 @@ def lines(script, path, ranks, nodes, device, memory):
     kind = f"a LoRA of rank {config.lora_r}" if config.fine_tuning == "lora" else "all weights"
     yield f"plan      {path}: {config.model_name}, {kind}"
     yield f"on        {ranks} x GPU with {memory / GIB:.1f} GiB, 0.50 of it in use"
-    yield f"rows      {len(rows)}, the longest {max(row.row for row in rows)} tokens"
+    yield f"rows      {len(rows)}, the longest {max(row.num_tokens for row in rows)} tokens"
     yield LINE.format(*HEAD)
     largest = {}  # strategy -> the largest micro-batch that fits
     for name in STRATEGIES:
@@ -267,7 +267,7 @@ def lines(script, path, ranks, nodes, device, memory):
         yield LINE.format(name + (" <" if name == asked else ""), *cells, largest[name])
     yield LEGEND
     plan = sampler.Plan.of(config, len(rows), ranks)
-    tokens = sum(row.tokens for row in rows)
+    tokens = sum(row.num_forward_tokens(shared=False) + len(row.targets) for row in rows)
     batch = f"{ranks} ranks x {config.gradient_accumulation_steps} x {micro}"
     yield f"steps     {plan.steps} of {plan.global_batch} rows = {batch}; {tokens} tokens an epoch"
     if not any(largest.values()):
