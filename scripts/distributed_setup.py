@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "src"))  # nothing is 
 from setup_jobs import Launcher, Pbs, Slurm, launcher, pbs, slurm
 from setup_settings import DeepSpeed, Fsdp, deepspeed, fsdp, refuse
 
-from ddp_utils import UserError, cli, distributed, files, jsonl
+from ddp_utils import UserError, cli, data, distributed
 from ddp_utils.runs import preemption
 
 MARK = "# Written by scripts/distributed_setup.py"  # a script without it is someone else's
@@ -45,7 +45,7 @@ def write(path, text, is_script, force):
         ours = MARK.encode() in held[:200] if is_script else held[:1] == b"{"
         says = "holds what this program did not write; give another name, or --force"
         refuse(held and not ours, f"{location} {says}")
-        with files.replacing(file) as temporary:  # a reader never sees half a file
+        with data.write_file(file) as temporary:  # a reader never sees half a file
             temporary.write_bytes(os.fsencode(text))
             temporary.chmod(0o755 if is_script else 0o644)
     except OSError as error:
@@ -67,7 +67,7 @@ def main(argv=None):
     made = make(options)
     if isinstance(made, str):
         shell, body = made.split("\n", 1)
-        made_by = jsonl.CONTROL.sub("?", shlex.join(words))
+        made_by = data.CONTROL.sub("?", shlex.join(words))
         text = f"{shell}\n{MARK}, which overwrites it:\n#     {made_by}\n{body}"
     else:
         text = json.dumps(made, indent=2) + "\n"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from setup_settings import Common, refuse, template
 
 import train_config
-from ddp_utils import cli, distributed, jsonl, yaml_config
+from ddp_utils import cli, data, distributed, yaml_config
 from ddp_utils.sharding import deepspeed
 
 # What a directive may hold. sbatch and qsub cut it at blanks and line breaks whatever is quoted,
@@ -144,7 +144,7 @@ def filled(name, options, **places):
 
     A directive whose value is empty is left out.
     """
-    named = {"path": options.output, "project": str(jsonl.ROOT), "cwd": os.getcwd()}
+    named = {"path": options.output, "project": str(data.ROOT), "cwd": os.getcwd()}
     named = {name: shlex.quote(place) for name, place in named.items()} | vars(options) | places
     text = re.sub(r"@(\w+[.]sh[.]in)@\n", lambda file: template(file[1]), template(f"{name}.sh.in"))
     ends = r"(?m)^#(?:SBATCH|PBS) .*@([a-z_]+)@\n"  # with a place

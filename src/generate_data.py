@@ -36,9 +36,8 @@ import torch
 from ddp_utils import (
     Stop,
     UserError,
+    data,
     distributed,
-    files,
-    jsonl,
     logps,
     models,
     sampling,
@@ -166,7 +165,7 @@ class Parts:
         text = self.file.read_text() if self.file.exists() else ""
         text = text[: text.rfind("\n") + 1]  # a kill may cut the last line
         self.groups = [json.loads(line) for line in text.splitlines()]
-        files.write_text(self.file, text)
+        data.write_text(self.file, text)
         return len(self.groups)
 
     def add(self, replies):
@@ -219,7 +218,7 @@ def write(config, x0, rows, parts, tokenizer):
     lines = []
     # the training file last: check_files() looks at its mark
     for path, is_held_out in ((config.val_out_file, True), (config.traj_out_file, False)):
-        with files.replacing(path) as file:
+        with data.write_file(path) as file:
             file.write_text("".join(texts[is_held_out]))
             if Path(path).exists():  # of other settings, or someone else's
                 lines.append(f"{path} was there: moved to {folder.move_aside(Path(path))}")
@@ -243,7 +242,7 @@ def main(argv=None) -> int:
     config = settings.read(argv, world.is_main)
     if not config.check:
         world = distributed.init_process_group(world, config.backend, config.timeout_minutes)
-    x0 = jsonl.content(config.x0_file).decode()
+    x0 = data.content(config.x0_file)
     if not x0.strip():
         raise UserError(f"{config.x0_file}: it is empty; give the prompt that is to be baked")
     path = config.question_dataset
@@ -290,7 +289,7 @@ def main(argv=None) -> int:
     header |= {"replies": about, "retain": other}
     for name, text in header.items():
         if world.is_main:
-            bar.say(progress.row(name, jsonl.printable(text)))
+            bar.say(progress.row(name, data.printable(text)))
     try:
         sample(scorer, prompts, encoder.ends, config, world, bar, parts, done)
         lines = distributed.on_main(world, lambda: write(config, x0, rows, parts, tokenizer))
@@ -304,7 +303,7 @@ def main(argv=None) -> int:
         sampled = [*itertools.chain(*parts.groups)]
         for row, reply in [*zip(rows, sampled, strict=True)][: 3 * samples : samples]:
             text = " ".join(tokenizer.decode(reply, skip_special_tokens=True).split())
-            lines += [jsonl.printable(row["question"])[:80], jsonl.printable(f"  {text}")[:80]]
+            lines += [data.printable(row["question"])[:80], data.printable(f"  {text}")[:80]]
         print(*lines, sep="\n")
     return 0
 

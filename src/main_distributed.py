@@ -30,7 +30,6 @@ from ddp_utils import (
     checks,
     distributed,
     fast,
-    jsonl,
     logps,
     losses,
     models,
@@ -41,6 +40,7 @@ from ddp_utils import (
 )
 from ddp_utils import run as run_
 from ddp_utils.chat_template import Encoder
+from ddp_utils.data import ROOT
 from ddp_utils.distributed import to_device
 from ddp_utils.judge import as_text, load_judge, side_by_side
 from ddp_utils.metrics import Averages, Meter, interval
@@ -293,7 +293,7 @@ def main(argv=None) -> int:
     encoder = Encoder(tokenizer, config.chat_template, *shape)
     data, report = read_data(config, encoder, world)
     # a judge is executed: the demo's is the project's own, whatever the current folder holds
-    root = jsonl.ROOT if config.judge == DEMO_JUDGE else None
+    root = ROOT if config.judge == DEMO_JUDGE else None
     judge = load_judge(config.judge, root) if config.judge else None
     if judge:
         for pair in data["val"][:1] + data["test"][:1]:

@@ -28,7 +28,6 @@ from ddp_utils import (
     cli,
     distributed,
     fast,
-    files,
     logps,
     losses,
     models,
@@ -38,6 +37,7 @@ from ddp_utils import (
 )
 from ddp_utils import run as run_
 from ddp_utils.chat_template import Encoder
+from ddp_utils.data import digest_of_files
 from ddp_utils.distributed import to_device
 from ddp_utils.logps import Pair
 from ddp_utils.metrics import Averages, Meter
@@ -277,7 +277,7 @@ def fine_tune(config, world) -> int:
         remark = fsdp.layers_of(meta_model, config.sharding)[1]
         lines += [remark] if remark else []
     if config.sharding:  # as the JSON has it, before its "auto" is filled in
-        digest = files.digest_of_files([], config.sharding)
+        digest = digest_of_files([], config.sharding)
         inputs[f"content of {config.strategy}_config"] = digest
     precision = choose_numbers(config, meta_model, world)
     strategy = strategy_of(config)

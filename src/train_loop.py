@@ -32,12 +32,12 @@ from ddp_utils import (
     checks,
     cli,
     distributed,
-    jsonl,
     logps,
     models,
     sampler,
     sampling,
 )
+from ddp_utils import data as data_files
 from ddp_utils import run as run_
 from ddp_utils.chat_template import Encoder
 from ddp_utils.distributed import to_device
@@ -62,10 +62,10 @@ def read_settings(argv, world):
     config = settings.read(argv, world.is_main)
     with cli.naming({"init_adapter": "--resume_from"}):
         models.inherit_adapter_config(config)
-    [first] = jsonl.read(config.data_path, 1)
-    config.model_name = config.model_name or jsonl.text(first, "model")
+    [first] = data_files.read(config.data_path, 1)
+    config.model_name = config.model_name or data_files.text(first, "model")
     if not config.chat_template_kwargs and first.data.get("chat_template_kwargs"):
-        config.chat_template_kwargs = jsonl.text(first, "chat_template_kwargs")
+        config.chat_template_kwargs = data_files.text(first, "chat_template_kwargs")
     if config.model_name == "data/demo/model" and not config.questions:
         config.questions, config.judge = DEMO_QUESTIONS, config.judge or DEMO_JUDGE
         config.eval_every = config.eval_every or 10  # its one epoch would be one dot
@@ -303,7 +303,7 @@ def main(argv=None) -> int:
     inputs = models.input_digests(rows_read, folders, meta_model.config)
     inputs["global_batch"] = str(plan.global_batch)
     # a judge is executed: the demo's is the project's own, whatever the current folder holds
-    root = jsonl.ROOT if config.judge == DEMO_JUDGE else None
+    root = data_files.ROOT if config.judge == DEMO_JUDGE else None
     judge = load_judge(config.judge, root) if config.judge else None
     if judge:
         inputs["content of judge"] = judge.digest
@@ -336,7 +336,7 @@ def main(argv=None) -> int:
         accumulation = config.gradient_accumulation_steps
         run.describe(
             model=f"{config.model_name}, lora r={config.lora_r}",
-            prompt=jsonl.printable(x0.strip()),
+            prompt=data_files.printable(x0.strip()),
             batch=f"{plan.global_batch} replies = {world.world_size} ranks x {accumulation} "
             f"accumulation x {config.batch_size}",
             steps=f"{plan.steps}, learning rate {config.learning_rate:.3g}",

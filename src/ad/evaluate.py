@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 from ad import sources, windows
 from ad.config import Config
 from ad.model import Cache, Model, Tokens
-from ddp_utils import UserError, distributed, jsonl
+from ddp_utils import UserError, data, distributed
 from ddp_utils.runs import checkpoint
 
 LAST = 10  # episodes that count as what was learnt
@@ -233,7 +233,7 @@ def load(folder):
 
 def main(argv=None) -> int:
     trial = settings.read(argv)
-    run_folder = jsonl.resolve(trial.ckpt_dir)
+    run_folder = data.resolve(trial.ckpt_dir)
     given = {name: x for name, x in vars(trial).items() if name != "ckpt_dir" and x is not None}
     model, config = load(run_folder)
     config = dataclasses.replace(config, **given)

@@ -37,12 +37,11 @@ from ddp_utils import (
     UserError,
     checks,
     distributed,
-    files,
-    jsonl,
     metrics,
     sampler,
 )
 from ddp_utils import run as run_
+from ddp_utils.data import digest_of_files, resolve
 from ddp_utils.policy import Policy, Precision, bytes_to_write, check_same_precision, make_optimizer
 from ddp_utils.run import Run
 from ddp_utils.runs import progress
@@ -160,7 +159,7 @@ def main(argv=None) -> int:
     autocast = precision.autocast
     if autocast == torch.float16 and world.device.type == "cpu":
         raise UserError("--mixed_precision: fp16 does not train on a CPU; give no, or bf16")
-    path = jsonl.resolve(config.traj_file)
+    path = resolve(config.traj_file)
     if path.exists():
         windows.read(path, config.source_settings())  # else they are collected when all have met
     torch.manual_seed(config.seed)  # the same start on every rank
@@ -193,7 +192,7 @@ def main(argv=None) -> int:
     arrays = distributed.on_each(world, lambda: windows.read(path, config.source_settings()))
     tasks = config.tasks
     data, held_out = (windows.Histories(arrays, part, config, world.device) for part in tasks)
-    inputs["content of traj_file"] = files.digest_of_files([path])
+    inputs["content of traj_file"] = digest_of_files([path])
     steps = config.train_timesteps
 
     with Run(spec, config, world) as run:

@@ -18,7 +18,8 @@ from torch.nn import functional as F
 
 from ad import sources
 from ad.model import EPISODE, INSIDE, REGION, Tokens
-from ddp_utils import UserError, files
+from ddp_utils import UserError
+from ddp_utils.data import write_file
 from ddp_utils.distributed import to_device
 from ddp_utils.runs import checkpoint
 
@@ -36,7 +37,7 @@ def collect(config, path):
     size = config.n_stream, config.source_steps
     state, action, reward = sources.histories(config.environment, tasks, *size, config)
     meta = np.array(json.dumps(config.source_settings()))
-    with files.replacing(path) as file, open(file, "wb") as stream:
+    with write_file(path) as file, open(file, "wb") as stream:
         np.savez(stream, state=state, action=action, reward=reward, meta=meta)
     return reward.reshape(len(reward), -1, config.horizon).sum(-1).mean(0)
 

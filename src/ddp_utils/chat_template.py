@@ -13,7 +13,7 @@ import re
 import transformers
 from jinja2 import TemplateError
 
-from ddp_utils import UserError, jsonl, models
+from ddp_utils import UserError, data, models
 from ddp_utils.logps import Pair
 
 # what a template would leave out in silence if it has not the word
@@ -39,9 +39,9 @@ class Encoder:
         self.notes = set()
         self.row_kwargs = {}
         if chat_template not in ("auto", "none"):
-            if not jsonl.resolve(chat_template).is_file():
+            if not data.resolve(chat_template).is_file():
                 raise UserError(f"--chat_template: no file {chat_template}; or give auto, or none")
-            tokenizer.chat_template = jsonl.content(chat_template).decode()
+            tokenizer.chat_template = data.content(chat_template)
         self.templated = chat_template != "none" and bool(tokenizer.chat_template)
         self.words = set(re.findall(r"\w+", tokenizer.chat_template) if self.templated else ())
         self.kwargs = self.arguments(kwargs or {}, "--chat_template_kwargs")
@@ -85,12 +85,12 @@ class Encoder:
         """Return an object, perhaps of a JSON text; UserError for a name that no template takes."""
         mend = 'give an object, such as {"enable_thinking": false}'
         if isinstance(value, str):
-            value = jsonl.decoded(place, 1, value.encode(), f"; {mend}")
+            value = data.decode(value, place, hint=f"; {mend}")
         if not isinstance(value, dict):
             raise UserError(f"{place}: {mend}")
         for name in value:
             if name not in self.words or name in ("messages", "add_generation_prompt"):
-                says = f"no chat template takes {jsonl.shown(name)}; leave it out"
+                says = f"no chat template takes {data.shown(name)}; leave it out"
                 raise UserError(f"{place}: {says}")
         return value
 

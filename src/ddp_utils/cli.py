@@ -13,7 +13,7 @@ import warnings
 
 import tyro
 
-from ddp_utils import UserError, jsonl
+from ddp_utils import UserError, data
 
 ALIASES = {"--validate_only": "--check", "--dry_run": "--check"}
 COLUMNS = re.compile(r"(\w+=[^=,]+(,\w+=[^=,]+)*)?")  # ours=theirs,ours=theirs
@@ -111,7 +111,7 @@ def check_type(name, hint, value):
     fits = value in wanted if is_choice else kinds & {*wanted}
     # NaN is not below what torch can hold, either
     fits = fits and not (isinstance(value, int | float) and not abs(value) < 2**63)
-    if not fits or jsonl.CONTROL.search(str(value)):
+    if not fits or data.CONTROL.search(str(value)):
         valid = f"a valid {getattr(hint, '__name__', hint)}"
         choices = " or ".join(map(repr, wanted)) if is_choice else valid
         raise UserError(f"{name}: {reprlib.repr(value):.100} is not {choices}")
@@ -143,7 +143,7 @@ def unknown(name, known):
     """'x is not a setting; did you mean y?'"""
     near = difflib.get_close_matches(name.lower(), known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known):.200}"
-    return f"{jsonl.shown(name)} is not a setting; {hint}"
+    return f"{data.shown(name)} is not a setting; {hint}"
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 import re
 
-from ddp_utils import UserError, jsonl, preference_data
+from ddp_utils import UserError, data, preference_data
 from ddp_utils.preference_data import HUMAN, MORE, SIDES, WEIGHTS, Unusable
 
 ROLES = {"human": "user", "gpt": "assistant"}
@@ -68,7 +68,7 @@ def turns_of(record, field, role="assistant"):
     """Return the messages of a field; a text is one of `role`."""
     value = record.data.get(field)
     if field not in record.data or isinstance(value, str):
-        read = preference_data.response if role == "assistant" else jsonl.text
+        read = preference_data.response if role == "assistant" else data.text
         return [{"role": role, "content": read(record, field)}]
     if isinstance(value, dict):
         value = [value]
@@ -91,8 +91,8 @@ def turns_of(record, field, role="assistant"):
         content = _text(record, f"{path}.{name}", turn.get(name), more)
         last = number + 1 == len(value)
         may_be_empty = ROLES[role] == "assistant" and (last or more)
-        read = preference_data.response if may_be_empty else jsonl.text
-        read(jsonl.Record(record.location, {f"{path}.{name}": content}), f"{path}.{name}")
+        read = preference_data.response if may_be_empty else data.text
+        read(data.Record(record.location, {f"{path}.{name}": content}), f"{path}.{name}")
         turns.append({"role": ROLES[role], "content": content, **more})
         if 0 in map(turn.get, WEIGHTS):
             turns[-1]["weight"] = 0
@@ -125,7 +125,7 @@ def _calls(record, path, calls):
             raise preference_data.error(record, path, calls, hint)
         arguments = function.get("arguments")
         if isinstance(arguments, str):
-            arguments = jsonl.decoded(f"{record.location}: {path}", 1, arguments.encode())
+            arguments = data.decode(arguments, f"{record.location}: {path}")
         made.append({**call, "function": {**function, "arguments": arguments}})
     return made
 

@@ -5,15 +5,15 @@ import io
 import itertools
 from pathlib import Path
 
-from ddp_utils import UserError, files, jsonl, models
-from ddp_utils.jsonl import Record
+from ddp_utils import UserError, data, models
+from ddp_utils.data import Record
 
 csv.field_size_limit(2**31 - 1)  # characters; its 131,072 would refuse long texts
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 
 
 def read(path, limit=-1, skip=True):
-    """Yield the records of a table; `skip` as of jsonl.read()."""
+    """Yield the records of a table; `skip` as of data.read()."""
     rows = _csv(path) if Path(path).suffix in DELIMITERS else enumerate(_load(path), start=1)
     for number, row in itertools.islice(rows, limit if limit > 0 else None):
         yield Record(f"{path}:{number}", row, str(number))
@@ -22,13 +22,13 @@ def read(path, limit=-1, skip=True):
 def digest(path) -> str:
     """Of the content of all that a table is made of."""
     if Path(path).suffix in DELIMITERS:
-        return jsonl.digest(path)
-    return " ".join(files.sha256(Path(part["filename"])) for part in _load(path).cache_files)
+        return data.sha256(data.existing_file(path))
+    return " ".join(data.sha256(Path(part["filename"])) for part in _load(path).cache_files)
 
 
 def _csv(path):
     """Yield the last line of each row, and its fields, all texts; or what is wrong with it."""
-    text = io.StringIO(jsonl.content(path).decode(), newline="")
+    text = io.StringIO(data.content(path), newline="")
     rows = csv.DictReader(text, delimiter=DELIMITERS[Path(path).suffix], strict=True)
     try:
         for row in rows:
@@ -52,9 +52,9 @@ def _load(path):
         raise UserError(f"{path}: {says}") from error
     datasets.disable_progress_bars()
     name, _, split = path.partition(":")
-    file = jsonl.resolve(name)
+    file = data.resolve(name)
     if file.suffix in (".parquet", ".arrow"):
-        jsonl.existing(name)
+        data.existing_file(name)
     try:
         if file.is_file():
             table = datasets.load_dataset(file.suffix[1:], data_files=str(file))

@@ -4,7 +4,7 @@ import importlib.util
 import inspect
 import numbers
 
-from ddp_utils import UserError, files, jsonl
+from ddp_utils import UserError, data
 from ddp_utils.metrics import wilson
 
 
@@ -15,7 +15,7 @@ def load_judge(spec, root=None):
     that `spec` starts from; the current one if not given. Its `digest` is that of the file.
     """
     path, _, name = spec.rpartition(":")
-    file = (root / path if root else jsonl.resolve(path)) if path else None
+    file = (root / path if root else data.resolve(path)) if path else None
     if not file or not file.is_file():
         raise UserError(f"--judge: {spec!r} is not file.py:function")
     module_spec = importlib.util.spec_from_file_location(f"judge_{file.stem}", file)
@@ -35,7 +35,7 @@ def load_judge(spec, root=None):
             raise UserError(f"--judge: {spec} returned {scores!r:.60}; a number or a dict of them")
         return {key: float(score) for key, score in scores.items()}
 
-    judge.digest = files.sha256(file)
+    judge.digest = data.sha256(file)
 
     return judge
 

@@ -17,7 +17,8 @@ import transformers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ddp_utils import distributed, files, models, sampler
+from ddp_utils import distributed, models, sampler
+from ddp_utils.data import digest_of_rows
 from ddp_utils.distributed import to_device
 
 CHUNK = {"cpu": 256}  # tokens whose logits are held at once: with fewer, products get slow;
@@ -345,5 +346,5 @@ def fingerprint(scorer, data, names, device) -> dict:
     for what, name in zip(("model", "adapter"), names, strict=False):
         facts[what] = models.digest_of_model(name, scorer.unwrap().config) if name else ""
     for split, pairs in data.items():
-        facts[f"rows of {split}"] = files.digest_of_rows(pairs)
+        facts[f"rows of {split}"] = digest_of_rows(pairs)
     return {name: str(value) for name, value in facts.items()}

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 from transformers.utils import logging
 
-from ddp_utils import UserError, distributed, files, jsonl
+from ddp_utils import UserError, distributed
+from ddp_utils.data import digest_of_files, digest_of_rows, resolve, writing
 
 logging.disable_progress_bar()  # a run has its own
 logging.set_verbosity_error()  # check_complete() says what the report of a load says
@@ -74,7 +75,7 @@ def check_complete(place, missing, unexpected, misshapen):
 
 def model_path(name):
     """A folder, from the current one or the project's root, or else a name on the hub."""
-    folder = jsonl.resolve(name)
+    folder = resolve(name)
     if folder.is_dir():
         return folder
     if str(name).startswith((".", "/", "~")) or str(name).count("/") > 1:
@@ -91,7 +92,7 @@ def load_tokenizer(name):
 def digest_of_model(name, settings) -> str:
     """By the files of a folder, or by the commit of the hub that `settings` came from."""
     parts = sorted(file for file in Path(model_path(name)).glob("*") if file.is_file())
-    return files.digest_of_files(parts, *([] if parts else [name, settings._commit_hash]))
+    return digest_of_files(parts, *([] if parts else [name, settings._commit_hash]))
 
 
 def input_digests(data, folders, settings) -> dict:
@@ -102,7 +103,7 @@ def input_digests(data, folders, settings) -> dict:
     """
     digests = {}
     for split, rows in data.items():
-        digests[f"content of {split}"] = files.digest_of_rows(rows)
+        digests[f"content of {split}"] = digest_of_rows(rows)
     for name, folder in folders.items():
         if folder:
             digests[f"content of {name}"] = digest_of_model(folder, settings)
@@ -254,7 +255,7 @@ def save(model, tokenizer, folder, weights=None):
     temporary = folder.with_name(f".tmp-{folder.name}")
     # it has no wrapper: looking for one imports DeepSpeed where that is installed, for seconds
     no_wrapper = mock.patch.object(modeling_utils, "unwrap_model", lambda model, **_: model)
-    with files.writing(folder, temporary), no_wrapper, warnings.catch_warnings():
+    with writing(folder, temporary), no_wrapper, warnings.catch_warnings():
         # peft looks for the config of a base that is a folder of a LoRA, too
         warnings.filterwarnings("ignore", "Unable to fetch|Could not find a config")
         model.save_pretrained(temporary, **({"state_dict": weights} if weights else {}))

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from ddp_utils import UserError, jsonl, sampler, tables
+from ddp_utils import UserError, data, sampler, tables
 from ddp_utils.chat_template import reply_text
 from ddp_utils.logps import Pair
 
@@ -133,7 +133,7 @@ def collect(report, source, encoder, find, make):
         raise UserError(f"{source.path}: 0 usable rows of {count}: {reasons}")
     report |= {
         "format": shape.kind,
-        "fields_not_read": ", ".join(sorted(map(jsonl.shown, not_read))),
+        "fields_not_read": ", ".join(sorted(map(data.shown, not_read))),
         "template": encoder.templated,
         "rows": count,
         "used": used,
@@ -234,7 +234,7 @@ def row_kwargs(record, encoder):
     if not tools:
         return arguments
     if isinstance(tools, str):
-        tools = jsonl.decoded(f"{record.location}: tools", 1, tools.encode())
+        tools = data.decode(tools, f"{record.location}: tools")
     if not isinstance(tools, list):
         raise error(record, "tools", tools, "give a list of JSON schemas")
     return encoder.arguments({**arguments, "tools": tools}, f"{record.location}: tools")
@@ -265,7 +265,7 @@ def prompt_and_sides(record, name):
 
 def question(record, field, has_input, history=()):
     """Return the prompt of a field: a text, or messages where something stands before it."""
-    text = "\n".join([jsonl.text(record, field), *(optional(record, "input") * has_input)])
+    text = "\n".join([data.text(record, field), *(optional(record, "input") * has_input)])
     before = [*system_of(record), *history]
     return [*before, {"role": "user", "content": text}] if before else text
 
@@ -273,7 +273,7 @@ def question(record, field, has_input, history=()):
 def response(record, field):
     """Return a text that may be empty: such a row is counted, not refused."""
     value = record.data.get(field)
-    return value if isinstance(value, str) and not value.strip() else jsonl.text(record, field)
+    return value if isinstance(value, str) and not value.strip() else data.text(record, field)
 
 
 def system_of(record):
@@ -283,7 +283,7 @@ def system_of(record):
 def optional(record, field):
     """Return [text], or [] where it is absent: tables write null or "" there."""
     value = record.data.get(field)
-    return [] if value is None or not str(value).strip() else [jsonl.text(record, field)]
+    return [] if value is None or not str(value).strip() else [data.text(record, field)]
 
 
 def text_only(record, path, value, weights=(None, 1)):

@@ -10,7 +10,8 @@ import time
 
 import torch
 
-from ddp_utils import Stop, UserError, distributed, files, jsonl, loggers
+from ddp_utils import Stop, UserError, distributed, loggers
+from ddp_utils.data import printable, write_text
 from ddp_utils.runs import checkpoint, environment, folder, progress
 from ddp_utils.runs.saving import Saving
 
@@ -172,7 +173,7 @@ class Run(Saving):
     def write_text(self, name, text):
         """Write a text for people into the run folder, without what a terminal would obey."""
         if self.world.is_main:
-            (self.folder / name).write_text(jsonl.printable(text), encoding="utf-8")
+            (self.folder / name).write_text(printable(text), encoding="utf-8")
 
     def write_summary(self, status, code):
         """summary.json: how it stands, and what it measured."""
@@ -188,7 +189,7 @@ class Run(Saving):
         self._write("summary.json", summary | self.results)
 
     def _write(self, name, data):
-        files.write_text(self.folder / name, json.dumps(data, indent=2) + "\n")
+        write_text(self.folder / name, json.dumps(data, indent=2) + "\n")
 
     def __enter__(self):
         return self

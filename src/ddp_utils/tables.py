@@ -1,6 +1,6 @@
 """Data files, and their rows of token ids: made once, and mapped from a file by all.
 
-JSON is read by jsonl.py, tables of other kinds by data_sets.py.
+JSON is read by data.py, tables of other kinds by data_sets.py.
 """
 
 import array
@@ -17,9 +17,9 @@ from filelock import FileLock
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ddp_utils import UserError, files, jsonl, sampler
+from ddp_utils import UserError, data, sampler
 
-CODE = [*sorted(Path(__file__).parent.glob("*.py")), Path(jsonl.__file__)]  # what makes the rows
+CODE = sorted(Path(__file__).parent.glob("*.py"))  # what makes the rows
 JSON = (".json", ".jsonl", ".gz", ".txt")
 TABLES = (".parquet", ".csv", ".tsv", ".arrow")
 END, PROMPT, SIZE, LARGEST = range(4)  # columns of Rows.numbers
@@ -47,17 +47,24 @@ class DataFile(NamedTuple):
                 record = record._replace(data=data)
             yield record
 
+    def digest(self):
+        """Return a digest of the content of the file."""
+        reader = self.reader()
+        if reader is data:
+            return data.sha256(data.existing_file(self.path))
+        return reader.digest(self.path)
+
     def reader(self):
         """Return the module that reads such a file."""
-        file = jsonl.resolve(self.path)
-        folder = jsonl.resolve(self.path.partition(":")[0])  # perhaps with a split behind it
+        file = data.resolve(self.path)
+        folder = data.resolve(self.path.partition(":")[0])  # perhaps with a split behind it
         is_set = file.suffix in TABLES or (self.path and folder.is_dir())
         on_hub = re.fullmatch(r"[\w-]+/[\w.-]+(:\w+)?", self.path) and file.suffix not in JSON
         if is_set or (on_hub and not file.exists()):
             from ddp_utils import data_sets
 
             return data_sets
-        return jsonl
+        return data
 
 
 class Rows:
@@ -119,7 +126,7 @@ def read(kind, source, facts, make):
     Raises UserError if the folder cannot be written.
     """
     path, cache, *more = source
-    facts += [kind._fields, source.reader().digest(path), files.digest_of_files(CODE), more]
+    facts += [kind._fields, source.digest(), data.digest_of_files(CODE), more]
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
     file = Path(cache) / f"{Path(path).stem}-{key}.safetensors"
     about = file.with_suffix(".json")
@@ -131,10 +138,10 @@ def read(kind, source, facts, make):
                 manifest = _intact(file, about)  # another process has made them
                 if not manifest:
                     report = {}
-                    with files.replacing(file) as temporary:
+                    with data.write_file(file) as temporary:
                         write(temporary, path, make(report))
-                    manifest = {"sha256": files.sha256(file), "report": report}
-                    files.write_text(about, json.dumps(manifest))
+                    manifest = {"sha256": data.sha256(file), "report": report}
+                    data.write_text(about, json.dumps(manifest))
     except OSError as error:
         says = f"--cache_dir: {cache} cannot be written: {error.strerror}; give another folder"
         raise UserError(says) from error
@@ -162,6 +169,6 @@ def _intact(file, about) -> dict:
     """Return the hash and report written beside rows, {} if a file is absent or damaged."""
     try:
         manifest = json.loads(about.read_text())
-        return manifest if files.sha256(file) == manifest["sha256"] else {}
+        return manifest if data.sha256(file) == manifest["sha256"] else {}
     except (OSError, ValueError, LookupError, TypeError):
         return {}

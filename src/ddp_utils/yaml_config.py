@@ -8,7 +8,7 @@ import typing
 
 from ruamel import yaml
 
-from ddp_utils import UserError, cli, jsonl
+from ddp_utils import UserError, cli, data
 
 
 def under_flags(config_class, file_class, argv, console):
@@ -42,7 +42,7 @@ def from_yaml(config_class, path, places):
     places: a dict that gets `section.name` -> `path:line: section.name` of what the file says.
     Raises UserError with file and line for an unknown or double key, a wrong type, an alias or tag.
     """
-    text = jsonl.content(path).decode()
+    text = data.content(path)
     reader = yaml.YAML(typ="safe", pure=True)
     depth = 0
     with located(path, text):

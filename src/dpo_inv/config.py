@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from ddp_utils import UserError, cli, jsonl, loggers
+from ddp_utils import UserError, cli, data, loggers
 
 MEASURED_METHODS = ("ddg", "listwise")  # losses of stability.py, which need a ddG
 DEMO_VAL, DEMO_MODEL = "data/input/test_data_val.json", "data/demo/protein_model.pt"
@@ -82,7 +82,7 @@ def read_settings(argv, console=True) -> Config:
     cli.loss_options(config)  # an option that the method does not use is refused
     if config.method in MEASURED_METHODS and config.length_average:
         raise UserError(f"--length_average: {config.method} takes summed log-probs")
-    demo = jsonl.resolve(config.train_data) == jsonl.resolve(Config.train_data)
+    demo = data.resolve(config.train_data) == data.resolve(Config.train_data)
     config.val_data = config.val_data or (DEMO_VAL if demo else "")
     config.base_model_name = config.base_model_name or (DEMO_MODEL if demo else "v_48_020")
     config.learning_rate = config.learning_rate or (2e-4 if demo else 1e-4)  # never 0

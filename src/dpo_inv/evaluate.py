@@ -14,7 +14,8 @@ from typing import Literal
 import numpy as np
 import torch
 
-from ddp_utils import cli, distributed, files, sampler
+from ddp_utils import cli, distributed, sampler
+from ddp_utils.data import write_text
 from ddp_utils.distributed import to_device
 from ddp_utils.metrics import Averages
 from ddp_utils.runs import preemption
@@ -204,7 +205,7 @@ def main(argv=None) -> int:
     values = {"pairs": len(data), **compare(data, *scores), **gains(*of_natives)}
     print(describe(values))
     if config.output:
-        files.write_text(config.output, json.dumps(values, indent=2) + "\n")
+        write_text(config.output, json.dumps(values, indent=2) + "\n")
     return 0
 
 

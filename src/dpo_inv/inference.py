@@ -25,7 +25,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ddp_utils import UserError, distributed, files, jsonl
+from ddp_utils import UserError, distributed
+from ddp_utils.data import Record, content, read_json, resolve, shown, write_text
 from ddp_utils.runs import checkpoint
 from ddp_utils.sampler import seed_of
 from dpo_inv import batches, mpnn, pairs, structure, weights
@@ -64,7 +65,7 @@ def bias_of(backbone, config) -> torch.Tensor:
     for row, label in enumerate(backbone.labels):
         rows[backbone.chains[backbone.chain_encoding[row] - 1] + label] = row
     for path in filter(None, (config.omit_AA_per_residue, config.bias_AA_per_residue)):
-        for residue, given in jsonl.read_object(path).items():
+        for residue, given in read_json(path).items():
             if residue not in rows:
                 raise UserError(f"{path}: no residue {residue!r:.40}; {[*rows][0]} is the first")
             add_bias(bias[rows[residue]], given, f"{path}: {residue}")
@@ -85,14 +86,14 @@ def add_bias(bias, given, location):
 
 def read_fasta(path, backbone):
     """Return names, and sequences [S, L]: designed chains, then the context's own letters."""
-    head, *entries = f"\n{jsonl.content(path).decode()}".split("\n>")
+    head, *entries = f"\n{content(path)}".split("\n>")
     if head.strip() or not entries:
         raise UserError(f"{path}:1: no FASTA file; give lines with > and letters below them")
     names = []
     sequences = []
     for entry in entries:
         name, _, text = entry.partition("\n")
-        record = jsonl.Record(f"{path}: {jsonl.shown(name.strip())}", {"sequence": text})
+        record = Record(f"{path}: {shown(name.strip())}", {"sequence": text})
         names.append(name.strip())
         sequences.append(pairs.letters_of(record, "sequence", backbone))
     return names, torch.from_numpy(np.stack(sequences))
@@ -186,29 +187,29 @@ def write(task, config, native, entries, log_probs):
         "native": native,
         "details": entries,
     }
-    files.write_text(f"{stem}_sequences.json", json.dumps(data, indent=2) + "\n")
+    write_text(f"{stem}_sequences.json", json.dumps(data, indent=2) + "\n")
     text = ""
     for entry in (native, *entries):
         drawn = f"T={entry['temperature']:g} " if "temperature" in entry else ""
         text += f">{entry['name']} score={entry['score']:.4f} {drawn}seed={config.seed} "
         text += f"recovery={entry['recovery']:.4f}\n{entry['sequence']}\n"
-    files.write_text(f"{stem}_sequences.fasta", text)
+    write_text(f"{stem}_sequences.fasta", text)
     table = "chain,residue,native," + ",".join(mpnn.ALPHABET[: mpnn.UNKNOWN]) + "\n"
     means = log_probs.exp().mean(0)[:, : mpnn.UNKNOWN].tolist()  # [L, 20]
     for row in np.flatnonzero(task.designed):
         chain = chains[task.structure.chain_encoding[row] - 1]
         table += f"{chain},{task.structure.labels[row]},{task.structure.sequence[row]},"
         table += ",".join(f"{value:.6f}" for value in means[row]) + "\n"
-    files.write_text(f"{stem}_probabilities.csv", table)
+    write_text(f"{stem}_probabilities.csv", table)
     return data
 
 
 def main(argv=None) -> int:
     config = settings.read(argv)
     path = weights.path_of(config.model_path, config.base_model_dir)
-    text = jsonl.content(config.pdb_list).decode() if config.pdb_list else config.pdb_file
+    text = content(config.pdb_list) if config.pdb_list else config.pdb_file
     paths = [line.strip() for line in text.split("\n") if line.strip()]
-    tasks = [read_task(jsonl.resolve(path), config) for path in paths]
+    tasks = [read_task(resolve(path), config) for path in paths]
     stems = [stem_of(task.file) for task in tasks]
     for stem in stems:
         if stems.count(stem) > 1:
@@ -241,7 +242,7 @@ def main(argv=None) -> int:
         for name in ("perplexity", "recovery"):
             line += f", {name} {np.mean([entry[name] for entry in entries]):.3f}"
         print(line)
-    files.write_text(folder / "all_results.json", json.dumps(results, indent=2) + "\n")
+    write_text(folder / "all_results.json", json.dumps(results, indent=2) + "\n")
     print(f"-> {config.output_dir}/")
     return 0
 

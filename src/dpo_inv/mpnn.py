@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ddp_utils import UserError, files
+from ddp_utils import UserError, data
 from dpo_inv.edges import Features, nearest, network, rows
 
 ALPHABET = "ACDEFGHIKLMNPQRSTVWYX"  # X: unknown or missing
@@ -262,5 +262,5 @@ class ProteinMPNN(nn.Module):
         content["model_state_dict"] = {name: x.cpu() for name, x in self.state_dict().items()}
         archive = io.BytesIO()  # torch gives the error of a full disk no number
         torch.save(content, archive)
-        with files.replacing(file) as temporary:
+        with data.write_file(file) as temporary:
             temporary.write_bytes(archive.getvalue())

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ddp_utils import UserError, jsonl
+from ddp_utils import UserError, data
 from dpo_inv import stability, structure
 from dpo_inv.mpnn import ALPHABET, UNKNOWN, encode
 
@@ -68,7 +68,7 @@ def read(path, backbones, config, limit=-1) -> tuple[list[Pair], dict]:
     dropped = collections.defaultdict(list)  # reason -> items
     notes = collections.defaultdict(list)
     is_table = Path(path).suffix == ".csv"
-    records = stability.table(path, limit) if is_table else jsonl.read(path, limit, skip)
+    records = stability.table(path, limit) if is_table else data.read(path, limit, skip)
     for record in records:
         try:
             if isinstance(record.data, UserError):
@@ -87,15 +87,15 @@ def read(path, backbones, config, limit=-1) -> tuple[list[Pair], dict]:
 
 
 def _pair(record, source, backbones, config, notes):
-    data = {OTHER_NAMES.get(key, key): value for key, value in record.data.items()}
-    record = record._replace(data=data)
-    for key in data.keys() - {*KEYS, *IGNORED}:
+    fields = {OTHER_NAMES.get(key, key): value for key, value in record.data.items()}
+    record = record._replace(data=fields)
+    for key in fields.keys() - {*KEYS, *IGNORED}:
         near = difflib.get_close_matches(key, KEYS, n=1)
         hint = f"did you mean {near[0]}?" if near else "it is not read"
-        notes[f"{jsonl.shown(key)}: {hint}"].append(record.location)
-    name = jsonl.text(record, "pdb_file")
-    folder = jsonl.resolve(source).parent
-    file = folder / name if (folder / name).exists() else jsonl.resolve(name)
+        notes[f"{data.shown(key)}: {hint}"].append(record.location)
+    name = data.text(record, "pdb_file")
+    folder = data.resolve(source).parent
+    file = folder / name if (folder / name).exists() else data.resolve(name)
     if not file.exists():
         raise UserError(f"{record.location}: pdb_file: no file {name:.200} in {folder} or here")
     key = (str(file), *chains_of(data, record.location), config.altloc, config.homo_oligomer)
@@ -161,7 +161,7 @@ def letters_of(record, field, backbone):
     The text has a letter for each residue of the designed chains; or for each number, skipped ones
     included; or for each residue that is not modified. Raises UserError if it does not fit.
     """
-    text = "".join(jsonl.text(record, field).split())  # FASTA has line breaks
+    text = "".join(data.text(record, field).split())  # FASTA has line breaks
     text = text.upper().replace("/", "").replace("-", "X")
     strange = sorted({*text} - {*ALPHABET})
     if strange:

@@ -27,8 +27,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ddp_utils import checks, distributed, files, losses, metrics, sampler
+from ddp_utils import checks, distributed, losses, metrics, sampler
 from ddp_utils import run as run_
+from ddp_utils.data import digest_of_files
 from ddp_utils.distributed import to_device
 from ddp_utils.metrics import Averages, wilson
 from ddp_utils.policy import Policy, bytes_to_write, learning_rate, make_optimizer
@@ -209,7 +210,7 @@ def main(argv=None) -> int:
     model = mpnn.ProteinMPNN.load(base)
     inputs = {f"content of {split}": digest(pairs) for split, pairs in data.items()}
     inputs["global_batch"] = str(plan.global_batch)
-    inputs["content of base_model_name"] = files.digest_of_files([base])
+    inputs["content of base_model_name"] = digest_of_files([base])
     size = bytes_to_write(model, config.keep_checkpoints + 1)
     lines = [pairs_.describe(*report) for report in reports.items()]
     folder = Path(config.output_dir)

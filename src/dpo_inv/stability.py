@@ -13,7 +13,7 @@ import re
 import numpy as np
 import torch
 
-from ddp_utils import UserError, jsonl
+from ddp_utils import UserError, data
 from dpo_inv.mpnn import ALPHABET, encode
 
 KT = 0.593  # kcal/mol at 298 K
@@ -25,13 +25,13 @@ MUTATION = re.compile(r"([A-Z])(-?\d+)([A-Z]?)([A-Z])")  # from, number, inserti
 
 def table(path, limit=-1):
     """Yield the records of a CSV file, all texts; one of another length is a UserError."""
-    rows = csv.DictReader(io.StringIO(jsonl.content(path).decode(), newline=""), strict=True)
+    rows = csv.DictReader(io.StringIO(data.content(path), newline=""), strict=True)
     try:
         for row in itertools.islice(rows, limit if limit > 0 else None):
             location = f"{path}:{rows.line_num}"
             if None in row or None in row.values():
                 row = UserError(f"{location}: not as many fields as the first line has")
-            yield jsonl.Record(location, row, str(rows.line_num))
+            yield data.Record(location, row, str(rows.line_num))
     except csv.Error as error:
         raise UserError(f"{path}:{rows.reader.line_num}: not CSV: {error}") from error
 
@@ -62,8 +62,8 @@ def mutant(record, backbone, numbering):
     if numbering == "sequence":
         labels = [str(place) for place in range(1, len(rows) + 1)]
     mend = f"--numbering is {numbering}"
-    for text in re.split(r"[\s,;:/+]+", jsonl.text(record, "mutation").strip().upper()):
-        where = f"{record.location}: mutation: {jsonl.shown(text)}"
+    for text in re.split(r"[\s,;:/+]+", data.text(record, "mutation").strip().upper()):
+        where = f"{record.location}: mutation: {data.shown(text)}"
         match = MUTATION.fullmatch(text)
         if not match or not {match[1], match[4]} <= {*ALPHABET[:-1]}:
             raise UserError(f"{where} is not such as A23V, or A23V:L45F")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import gemmi
 import numpy as np
 
-from ddp_utils import UserError, jsonl
+from ddp_utils import UserError, data
 
 MAX_JUMP = 32  # from one number to the next, above which the rows between are left out
 BACKBONE = ("N", "CA", "C", "O")
@@ -104,7 +104,7 @@ def _backbone_atoms(path, residue):
             coords[atom] = residue[name][0].pos.tolist()
     bonds = np.linalg.norm(np.diff(coords, axis=0), axis=-1)  # [3], or NaN
     for bond in bonds[(bonds < 0.5) | (bonds >= 2)]:  # gemmi reads what is no number as 0
-        name = f"{jsonl.shown(residue.name)} {residue.seqid}"
+        name = f"{data.shown(residue.name)} {residue.seqid}"
         problem = f"backbone atoms of {name} are {bond:.2f} Angstrom apart, 1.2 to 1.6 is usual"
         raise UserError(f"{path}: {problem}; correct them, or take it out")
     return coords
@@ -132,7 +132,7 @@ def _read_chains(path, altloc):
     """Return {chain: its residues in file order} of the protein chains of the first model."""
     chains = {}
     try:
-        structure = gemmi.read_structure_string(jsonl.content(path))
+        structure = gemmi.read_structure_string(data.content(path))
         structure.add_entity_types(overwrite=True)  # a TER within a chain does not end it
         structure.remove_ligands_and_waters()
         if altloc == "occupancy":

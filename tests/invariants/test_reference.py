@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import main_distributed
 import runs
-from ddp_utils import UserError, fast, files, jsonl, logps
+from ddp_utils import UserError, data, fast, logps
 from ddp_utils import run as run_
 from ddp_utils.runs import checkpoint
 from ddp_utils.runs.saving import REFERENCE
@@ -78,7 +78,7 @@ def test_log_probs_of_something_else_are_refused(made, tmp_path):
 
 def test_another_model_under_the_same_name_is_refused(tmp_path):
     model = tmp_path / "model"
-    shutil.copytree(jsonl.resolve("data/demo/model"), model)
+    shutil.copytree(data.resolve("data/demo/model"), model)
     flags = ["--model_name", str(model)]
     assert train(tmp_path / "runs/a", *flags)[0] == 24
     flags += ["--reference_logps", str(tmp_path / "runs/a")]
@@ -130,7 +130,7 @@ def test_a_table_that_is_not_this_policys_is_refused_at_step_0(made, tmp_path):
     tables = {k: v + 0.01 for k, v in load_file(folder / REFERENCE).items()}
     save_file(tables, folder / REFERENCE)
     entry = checkpoint.read_manifest(folder)["files"][REFERENCE]
-    entry["sha256"] = files.sha256(folder / REFERENCE)
+    entry["sha256"] = data.sha256(folder / REFERENCE)
     checkpoint.write_manifest(folder, {"files": {REFERENCE: entry}})
     with pytest.raises(UserError, match="differs from the reference's by 0.01"):
         train(tmp_path / "b", "--reference_logps", str(folder))

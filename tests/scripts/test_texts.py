@@ -18,7 +18,7 @@ from test_pairs import (
 
 import reading
 from conftest import ROOT
-from ddp_utils import UserError, jsonl, logps, preference_data
+from ddp_utils import UserError, data, logps, preference_data
 from ddp_utils.chat_template import Encoder
 from ddp_utils.models import load_tokenizer
 from ddp_utils.preference_data import Example
@@ -91,7 +91,7 @@ KINDS = [  # names of fields -> the kind
 
 def test_the_fields_tell_the_kind_or_are_named(tmp_path):
     for names, kind in KINDS:
-        record = jsonl.Record("f:1", dict.fromkeys(names.split(), 1))
+        record = data.Record("f:1", dict.fromkeys(names.split(), 1))
         assert instruction_data.find_shape(record).kind == kind
     row = {"answer": "3", "question": "2", "request": "Tell me.", "story": "Once."}
     found, report = read(

@@ -52,7 +52,7 @@ def refused(module, content):
 
 def test_what_is_no_json_object_is_refused():
     for module in (fsdp, deepspeed):
-        assert refused(module, "[1]").startswith("j.json:1: give an object, {...}")
+        assert refused(module, "[1]").startswith("j.json:1: expected an object, {...}")
         assert refused(module, '{"a\\nb": 1}').startswith("j.json:1: 'a\\nb' is not a setting; ")
 
 

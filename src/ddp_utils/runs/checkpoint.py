@@ -14,7 +14,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 
 from ddp_utils import UserError
-from ddp_utils.files import fsync, sha256, write_text, writing
+from ddp_utils.data import fsync, sha256, write_text, writing
 
 MANIFEST = "manifest.json"
 STATE = "state.safetensors"

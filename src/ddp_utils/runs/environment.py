@@ -14,9 +14,9 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-from ddp_utils import jsonl
+from ddp_utils import data
 
-SRC = jsonl.ROOT / "src"
+SRC = data.ROOT / "src"
 ROOMS = ("ddp_utils/*.py", "ddp_utils/runs/*.py", "ddp_utils/fast/*.py")
 ROOMS += ("ddp_utils/sharding/*.py",)
 NAME = r"(?:(?:auth|access)?token|(?:api|access|secret)?[_-]?key|secret|passw(?:or)?d|pwd"
@@ -54,7 +54,7 @@ def describe(config, world) -> dict:
     from ddp_utils import metrics
 
     git = shutil.which("git")
-    command = [git, "-C", str(jsonl.ROOT), "rev-parse", "HEAD"]
+    command = [git, "-C", str(data.ROOT), "rev-parse", "HEAD"]
     commit = git and subprocess.run(command, capture_output=True, text=True).stdout.strip()
     fields = {field.name: field.default for field in dataclasses.fields(config)}
     changed = {name: value for name, value in fields.items() if getattr(config, name) != value}

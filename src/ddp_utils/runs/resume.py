@@ -7,7 +7,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from ddp_utils import UserError, distributed, files
+from ddp_utils import UserError, data, distributed
 from ddp_utils.runs import checkpoint
 from ddp_utils.runs.folder import FolderState, lock
 
@@ -180,6 +180,6 @@ def logps_of(folder, name, fingerprint) -> Path:
         if entry.get("fingerprint", {}).get(fact) != value:
             raise UserError(f"{flag}: {folder} has another {fact}; leave it out")
     path = Path(folder) / name
-    if files.sha256(path) != entry["sha256"]:
+    if data.sha256(path) != entry["sha256"]:
         raise UserError(f"{flag}: {path} is damaged; leave it out")
     return path

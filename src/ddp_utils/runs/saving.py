@@ -8,7 +8,8 @@ import time
 import torch
 from safetensors.torch import load_file, save_file
 
-from ddp_utils import NonFiniteError, Stop, distributed, files
+from ddp_utils import NonFiniteError, Stop, distributed
+from ddp_utils.data import sha256
 from ddp_utils.runs import checkpoint, preemption
 
 REFERENCE = "reference_logps.safetensors"
@@ -183,7 +184,7 @@ class Saving:
         entry = self.cached_files.get(name)
         if entry is None or entry.get("fingerprint") != fingerprint:
             return None
-        if path.is_file() and files.sha256(path) == entry["sha256"]:
+        if path.is_file() and sha256(path) == entry["sha256"]:
             return path
         self.say(f"warning: {path} does not match its sha256: it is made again")
         return None
@@ -191,6 +192,6 @@ class Saving:
     def add_cached_file(self, name, fingerprint):
         """Remember a file that has just been written, with its hash, for later starts."""
         if self.world.is_main:
-            digest = files.sha256(self.folder / name)
+            digest = sha256(self.folder / name)
             self.cached_files[name] = {"sha256": digest, "fingerprint": fingerprint}
             checkpoint.write_manifest(self.folder, {"files": self.cached_files})

@@ -3,7 +3,7 @@
 import torch
 
 from ddp_utils import distributed
-from ddp_utils.files import writing
+from ddp_utils.data import writing
 from ddp_utils.runs import checkpoint
 
 

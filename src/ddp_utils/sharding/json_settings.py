@@ -1,6 +1,6 @@
 """The one loader of FSDP's and DeepSpeed's JSON: each key is known, and each value has its type."""
 
-from ddp_utils import UserError, cli, jsonl
+from ddp_utils import UserError, cli, data
 
 
 def read(path, hints, may_be_auto=()) -> dict:
@@ -10,7 +10,7 @@ def read(path, hints, may_be_auto=()) -> dict:
     is refused the reason. may_be_auto: keys that may hold "auto" instead.
     Raises UserError with file and line for an unknown key, or a value of another type.
     """
-    settings = jsonl.read_object(path)
+    settings = data.read_json(path)
     _check(settings, hints, may_be_auto, path, "")
     return settings
 
@@ -47,7 +47,7 @@ def take(config, given, path, places):
 
 def line_of(name, path) -> str:
     """Return `path:line` of a key in a JSON file; a dotted name is a key inside others."""
-    text = jsonl.content(path).decode()
+    text = data.content(path)
     at = 0
     for key in name.split("."):
         at = max(at, text.find(f'"{key}"', at))

@@ -13,7 +13,7 @@ import tyro
 from jinja2 import TemplateError
 from transformers import TextStreamer
 
-from ddp_utils import UserError, cli, distributed, jsonl, lora, models
+from ddp_utils import UserError, cli, data, distributed, lora, models
 from ddp_utils.runs import checkpoint, preemption
 
 
@@ -30,7 +30,7 @@ class Settings:
 
 def load(folder, before, device):
     """Return the model of a run, or of a model folder, and its tokenizer."""
-    run = jsonl.resolve(folder)
+    run = data.resolve(folder)
     result = run / "model" if (run / "model").is_dir() else run
     base, adapter = str(result), ""
     if before:

@@ -8,7 +8,7 @@ import argparse
 import re
 from pathlib import Path
 
-from ddp_utils import UserError, files
+from ddp_utils import UserError, data
 
 SRC = Path(__file__).resolve().parents[2]
 SETTINGS = {  # script -> the module of its settings
@@ -46,8 +46,8 @@ def copy(script, target):
         text = re.sub(r"^sys\.path\.append\(.*\n", path, text, flags=re.M)
     else:
         text = text.replace(FIRST, f"import sys\n\n{path}\n{FIRST}", 1)
-    files.write_text(target, text)
-    files.write_text(settings, read(module))
+    data.write_text(target, text)
+    data.write_text(settings, read(module))
     return target, settings
 
 

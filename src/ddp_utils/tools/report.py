@@ -20,7 +20,7 @@ from pathlib import Path
 
 import jinja2
 
-from ddp_utils import UserError, files, jsonl
+from ddp_utils import UserError, data
 
 FIRST = ("win_rate", "share_baked", "fraction_of_optimum", "accuracy", "loss")  # on top
 SHOWN = {  # in the summary: metric -> its name there
@@ -76,11 +76,11 @@ def write(folder):
     content = _content(folder)
     template = Path(__file__).with_suffix(".html.j2").read_text(encoding="utf-8")
     jinja = jinja2.Environment(autoescape=True, finalize=_shown, trim_blocks=True)
-    files.write_text(folder / "report.html", jinja.from_string(template).render(content))
+    data.write_text(folder / "report.html", jinja.from_string(template).render(content))
     if content["model"]:
         template = Path(__file__).with_name("card.md.j2").read_text(encoding="utf-8")
         card = jinja.from_string(template).render(content | _card(folder, content))
-        files.write_text(content["model"].parent / "README.md", card)
+        data.write_text(content["model"].parent / "README.md", card)
 
 
 def _card(folder, content):
@@ -131,7 +131,7 @@ def summary(folder) -> str:
         lines.append(f"{'model':<11} {model if model.suffix == '.pt' else model.parent}")
         if model.name in ("adapter_config.json", "tokenizer_config.json"):
             lines.append(f"{'talk to it':<11} python -m ddp_utils.tools.chat {_quoted(folder)}")
-    return jsonl.printable("\n".join(lines))
+    return data.printable("\n".join(lines))
 
 
 def _moved(folder, facts):
@@ -209,7 +209,7 @@ def _quoted(path):
 
 
 def _shown(value):
-    return jsonl.printable(value) if type(value) is str else value  # not what is escaped already
+    return data.printable(value) if type(value) is str else value  # not what is escaped already
 
 
 def _content(folder):
@@ -246,7 +246,7 @@ def _content(folder):
 def _read(path):
     """Return the object in a JSON file, an empty one if it cannot be read."""
     with contextlib.suppress(UserError):
-        return jsonl.read_object(path)
+        return data.read_json(path)
     return {}
 
 
