@@ -46,7 +46,6 @@ from ddp_utils.judge import as_text, load_judge, side_by_side
 from ddp_utils.metrics import Averages, Meter, interval
 from ddp_utils.policy import (
     Precision,
-    Strategy,
     bytes_to_write,
     check_same_precision,
     learning_rate,
@@ -232,7 +231,7 @@ def write_examples(run, data, before, after, judge):
 
 def strategy_of(config):
     """How the ranks share the work."""
-    return Strategy(config.strategy)
+    return sharding.choose(config.strategy)
 
 
 def precision_of(config, device):
@@ -321,7 +320,7 @@ def main(argv=None) -> int:
         lines=[preference_data.describe(split, part) for split, part in report.items()],
         model_folder=Path(config.output_dir) if config.output_dir else None,
         save_best=config.save_best,
-        shares=strategy.shares(config.fine_tuning, world.world_size),
+        shares=strategy.shard_layout(config.fine_tuning, world.world_size),
     )
     if config.check:
         distributed.choose_device(world, config.backend)
@@ -329,7 +328,12 @@ def main(argv=None) -> int:
 
     precision = precision_of(config, world.device)
     check_same_precision(precision, world)
-    peak = learning_rate(config, plan.global_batch, world.world_size)
+    peak = learning_rate(
+        config.learning_rate,
+        config.lr_scaling,
+        plan.global_batch / config.base_batch_size,
+        world.world_size,
+    )
 
     with Run(spec, config, world) as run:
         accumulation = config.gradient_accumulation_steps
@@ -347,7 +351,14 @@ def main(argv=None) -> int:
         # model
         policy, ref_logps = load_scored(config, data, precision, run)
         before = run.once("reference_replies", lambda: answer(policy, data, encoder, config, run))
-        optimizer, schedule = make_optimizer(policy, config, peak, plan.steps)
+        optimizer, schedule = make_optimizer(
+            policy,
+            peak,
+            plan.steps,
+            config.lr_scheduler,
+            config.warmup_ratio,
+            config.weight_decay,
+        )
         displacement = losses.Displacement(config)
         meter = Meter(policy.scorer, world)
         done = run.restore(policy, optimizer, schedule)

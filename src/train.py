@@ -43,7 +43,6 @@ from ddp_utils.logps import Pair
 from ddp_utils.metrics import Averages, Meter
 from ddp_utils.policy import (
     Precision,
-    Strategy,
     bytes_to_write,
     check_same_precision,
     make_optimizer,
@@ -212,12 +211,9 @@ def precision_of(config, device):
 
 def strategy_of(config):
     """How the ranks share the work; what shards nothing is DDP."""
-    kind = config.strategy
-    options = config.sharding
-    nothing = kind == "fsdp" and options.strategy == "NO_SHARD"
-    if nothing or (kind == "deepspeed" and not options.get("zero_optimization", {}).get("stage")):
-        kind = "ddp"
-    return Strategy(kind, options, config.grad_reduce_dtype, config.bucket_mb)
+    return sharding.choose(
+        config.strategy, config.sharding, config.grad_reduce_dtype, config.bucket_mb
+    )
 
 
 def load(config, data, precision, run):
@@ -292,7 +288,7 @@ def fine_tune(config, world) -> int:
         report=report,
         lines=lines,
         save_best=config.save_best,
-        shares=strategy.shares(config.fine_tuning, world.world_size),
+        shares=strategy.shard_layout(config.fine_tuning, world.world_size),
     )
     if config.check:
         return run_.check(spec, config, world)
@@ -314,7 +310,14 @@ def fine_tune(config, world) -> int:
 
         # model
         policy, ref_logps = load(config, data, precision, run)
-        optimizer, schedule = make_optimizer(policy, config, config.learning_rate, plan.steps)
+        optimizer, schedule = make_optimizer(
+            policy,
+            config.learning_rate,
+            plan.steps,
+            config.lr_scheduler,
+            config.warmup_ratio,
+            config.weight_decay,
+        )
         displacement = losses.Displacement(config)
         meter = Meter(policy.scorer, world)
         done = run.restore(policy, optimizer, schedule)

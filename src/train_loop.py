@@ -354,7 +354,14 @@ def main(argv=None) -> int:
         base = run.once("base", lambda: evaluate(student, data["val"], teacher, config, run, False))
         run.say(f"base model without the prompt: kl {base['kl']:.4f} nats a token")
         policy = Policy(student, world)
-        optimizer, schedule = make_optimizer(policy, config, config.learning_rate, plan.steps)
+        optimizer, schedule = make_optimizer(
+            policy,
+            config.learning_rate,
+            plan.steps,
+            config.lr_scheduler,
+            config.warmup_ratio,
+            config.weight_decay,
+        )
         done = run.restore(policy, optimizer, schedule)
         run.results["base"] = base
 

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ddp_utils.policy import ScorerModule
+
 INSIDE, EPISODE, REGION = range(3)  # where a token stands: first of an episode, of a region
 
 
@@ -134,7 +136,7 @@ def rotate(states, angles):
     return torch.cat([one * cosine - two * sine, two * cosine + one * sine], dim=-1)
 
 
-class Distiller(nn.Module):
+class Distiller(ScorerModule):
     """Windows -> mean loss and accuracy of each; what DDP wraps."""
 
     def __init__(self, model, autocast=None, label_smoothing=0.0):

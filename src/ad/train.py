@@ -210,7 +210,9 @@ def main(argv=None) -> int:
         # model
         betas = config.beta1, config.beta2
         policy = Policy(Distiller(model, autocast, config.label_smoothing), world)
-        optimizer, schedule = make_optimizer(policy, config, config.lr, steps, betas)
+        optimizer, schedule = make_optimizer(
+            policy, config.lr, steps, "cosine", config.warmup_ratio, config.weight_decay, betas
+        )
         done = run.restore(policy, optimizer, schedule)
         validate(done, policy, held_out, config, run)
 

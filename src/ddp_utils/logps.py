@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from ddp_utils import distributed, models, sampler
 from ddp_utils.data import digest_of_rows
 from ddp_utils.distributed import to_device
+from ddp_utils.policy import ScorerModule
 
 CHUNK = {"cpu": 256}  # tokens whose logits are held at once: with fewer, products get slow;
 WIDE_CHUNK = 1024  # a GPU wants more, and has the memory
@@ -185,7 +186,7 @@ def _padded(pairs):
     return ids, hidden_index
 
 
-class Scorer(nn.Module):
+class Scorer(ScorerModule):
     """A causal language model that answers with log-probs: the only thing that is ever wrapped."""
 
     def __init__(self, model, autocast=None):

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 
 from ddp_utils import distributed, sampler
 from ddp_utils.distributed import to_device
+from ddp_utils.policy import ScorerModule
 from ddp_utils.sampler import MicroBatch, seed_of
 from dpo_inv.pairs import Pair
 
@@ -128,10 +128,10 @@ def collate(pairs, config, device) -> Batch:
     return Batch(tensors(backbone, device), *(to_device(array, device) for array in arrays))
 
 
-class Scorer(nn.Module):
+class Scorer(ScorerModule):
     """Pairs -> summed log-probs of both sequences; what DDP wraps."""
 
-    autocast, precision = None, torch.float32
+    autocast = None
 
     def __init__(self, model, temperature=1.0):
         super().__init__()

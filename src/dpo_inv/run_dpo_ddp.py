@@ -219,7 +219,12 @@ def main(argv=None) -> int:
         distributed.choose_device(world, config.backend)
         return run_.check(spec, config, world)
 
-    peak = learning_rate(config, plan.global_batch, world.world_size)
+    peak = learning_rate(
+        config.learning_rate,
+        config.lr_scaling,
+        plan.global_batch / config.base_batch_size,
+        world.world_size,
+    )
 
     with run_.Run(spec, config, world) as run:
         run.say(
@@ -244,7 +249,14 @@ def main(argv=None) -> int:
         # what the reference's log-probs depend on, beside settings and inputs of this run
         fingerprint = {"device": world.device.type, "torch": torch.__version__}
         table = run.reference_logps(fingerprint, data, score)
-        optimizer, schedule = make_optimizer(policy, config, peak, plan.steps)
+        optimizer, schedule = make_optimizer(
+            policy,
+            peak,
+            plan.steps,
+            config.lr_scheduler,
+            config.warmup_ratio,
+            config.weight_decay,
+        )
         done = run.restore(policy, optimizer, schedule)
         if data["val"] and not done:
             run.results["natives"] = evaluate.natives(model, data["val"], config.seed, world)

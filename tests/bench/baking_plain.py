@@ -111,7 +111,9 @@ def our_loop(folder, rows, kept=False):
     )
     teacher = distillation.Teacher(student, data, config, run)
     policy = Policy(student, world)
-    optimizer, schedule = make_optimizer(policy, config, 3e-3, 1000)
+    optimizer, schedule = make_optimizer(
+        policy, 3e-3, 1000, config.lr_scheduler, config.warmup_ratio, config.weight_decay
+    )
     schedule.lr_lambdas = [lambda done: 1.0] * len(schedule.lr_lambdas)
     optimizer.param_groups[0]["lr"] = 3e-3
 

@@ -25,7 +25,7 @@ from config import Config
 from conftest import ROOT
 from ddp_utils import distributed, logps, losses, models, sharding
 from ddp_utils.logps import Pair
-from ddp_utils.policy import Strategy, make_optimizer
+from ddp_utils.policy import make_optimizer
 from ddp_utils.runs import preemption
 from ddp_utils.sharding import fsdp
 from ddp_utils.tools import memory_plan
@@ -85,8 +85,8 @@ def train(case, config, rows, world):
     scorer = logps.Scorer(model, precision.autocast)
     scorer.set_layout(shared=True)
     options = fsdp.Settings(fsdp_sharding_strategy=case[1].split()[-1])
-    policy = sharding.wrap(scorer, world, Strategy(config.strategy, options))
-    optimizer, schedule = make_optimizer(policy, config, 1e-4, 3)
+    policy = sharding.wrap(scorer, world, sharding.choose(config.strategy, options))
+    optimizer, schedule = make_optimizer(policy, 1e-4, 3, "constant", 0.0, 0.0)
     for _ in range(3):
         batch = scorer.collate(rows, world.device)
         per_pair, metrics = losses.pair_losses(policy, batch, torch.zeros(len(rows), 2), config)

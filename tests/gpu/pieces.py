@@ -280,7 +280,7 @@ def memory(_folder):
         scorer = logps.Scorer(model, precision.autocast)
         scorer.set_layout(shared=True)
         policy = Policy(scorer, world)
-        optimizer, schedule = make_optimizer(policy, config, 1e-4, 3)
+        optimizer, schedule = make_optimizer(policy, 1e-4, 3, "constant", 0.0, 0.0)
         for _ in range(3):
             batch = scorer.collate(rows, DEVICE)
             policy.backward(losses.pair_losses(policy, batch, known, config)[0].mean())

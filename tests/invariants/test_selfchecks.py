@@ -207,7 +207,7 @@ def mixed_gpus(folder):
 def test_ranks_of_different_precision_refuse_to_train(tmp_path):
     outcome = run_ranks(2, mixed_gpus, str(tmp_path))
     assert outcome.codes == [2, 2]
-    assert outcome.logs[0].startswith("error: 1 of 2 GPUs have bf16; give --no_use_mixed_precision")
+    assert outcome.logs[0].startswith("error: mixed precision: 1 of 2 GPUs support bf16")
 
 
 def slow_reader(folder):

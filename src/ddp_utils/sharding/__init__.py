@@ -1,9 +1,37 @@
 """Policies that shard weights, gradients or optimizer states, imported only when they are used."""
 
-from ddp_utils.policy import DDP, Policy
+from typing import Any
+
+from ddp_utils.distributed import World
+from ddp_utils.policy import DDP, Policy, ScorerModule, Strategy
 
 
-def wrap(scorer, world, strategy=DDP, trained=True) -> Policy:
+def choose(
+    kind: str, options: Any = None, grad_reduce_dtype: str = "fp32", bucket_mb: float | None = None
+) -> Strategy:
+    """Return the Strategy of `ddp`, `fsdp` or `deepspeed`; it is DDP if nothing is sharded.
+
+    options: for fsdp its Settings (None: the defaults), for deepspeed the object in its JSON file.
+    """
+    if kind == "fsdp":
+        from ddp_utils.sharding import fsdp
+
+        settings = options or fsdp.Settings()
+        if settings.strategy != "NO_SHARD":
+            name = f"FSDP {settings.strategy}"
+            return Strategy(kind, name, settings, grad_reduce_dtype, None, not settings.one_file)
+    if kind == "deepspeed":
+        from ddp_utils.sharding import deepspeed
+
+        stage = deepspeed.stage(options)
+        if stage > 0:
+            return Strategy(kind, f"ZeRO-{stage}", options, saves_shards=True)
+    return Strategy(grad_reduce_dtype=grad_reduce_dtype, bucket_mb=bucket_mb)
+
+
+def wrap(
+    scorer: ScorerModule, world: World, strategy: Strategy = DDP, trained: bool = True
+) -> Policy:
     """Return the policy of a scorer under a Strategy; all ranks must call this, and its methods.
 
     trained: False for a reference model, which only scores.
@@ -11,7 +39,7 @@ def wrap(scorer, world, strategy=DDP, trained=True) -> Policy:
     if strategy.kind == "deepspeed":
         from ddp_utils.sharding.deepspeed_engine import ZeroPolicy
 
-        return ZeroPolicy(scorer, world, strategy)
+        return ZeroPolicy(scorer, world, strategy, trained)
     if strategy.kind == "fsdp" and world.world_size > 1:
         from ddp_utils.sharding.fsdp import FsdpPolicy
 

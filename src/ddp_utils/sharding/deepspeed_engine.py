@@ -11,7 +11,7 @@ import warnings
 import torch
 import torch.distributed
 
-from ddp_utils.policy import LossScale, Policy, check_names, float_trained, parameter_groups
+from ddp_utils.policy import LossScale, Policy, cast_trained_to_fp32, check_names, parameter_groups
 from ddp_utils.sharding.deepspeed import stage
 
 STATES = {"parameter": None, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}  # DeepSpeed's names
@@ -37,12 +37,12 @@ class ZeroPolicy(Policy):
 
     is_sharded = True
 
-    def __init__(self, scorer, world, strategy):
-        self.scorer = scorer
+    def set_up(self, world, strategy, trained):
+        scorer = self.scorer
         self.loss_scale = LossScale(enabled=False)  # DeepSpeed has its own
         self.is_stage_3 = stage(strategy.options) == 3
         if scorer.autocast is None:  # else its weights become half ones, with fp32 copies to train
-            float_trained(scorer)
+            cast_trained_to_fp32(scorer)
         deepspeed = import_deepspeed(world.device.type)
         if not torch.distributed.is_initialized():  # one process can still offload to the host
             store = torch.distributed.HashStore()
@@ -130,11 +130,11 @@ class ZeroPolicy(Policy):
             self.engine.optimizer._hp_optimizer_states_linked = False
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
 
-    def state(self, optimizer, shared=""):
-        """As of a Policy; shared: this rank's shares, under numbers."""
+    def state(self, optimizer, sharded=False):
+        """As of a Policy; sharded: this rank's shares, under numbers."""
         self.link_states()
         tensors = {}
-        if shared:
+        if sharded:
             for number, share in enumerate(self.shares()):
                 states = {"parameter": share.detach(), **optimizer.state[share]}
                 tensors |= {f"{kind}/{number}": value for kind, value in states.items()}
@@ -149,10 +149,10 @@ class ZeroPolicy(Policy):
             tensors["zero_loss_scale"] = torch.tensor(facts, dtype=torch.float64)
         return tensors
 
-    def load_tensors(self, optimizer, tensors, shared):
+    def load_tensors(self, optimizer, tensors, sharded):
         zero = self.engine.optimizer
         parameters = self.trainable()
-        if not shared:  # else shares are numbered
+        if not sharded:  # else shares are numbered
             check_names(parameters, tensors)
         steps = [value for key, value in tensors.items() if key.startswith("step/")]
         for share in self.shares():
@@ -163,7 +163,7 @@ class ZeroPolicy(Policy):
             kind, _, name = key.partition("/")
             if kind not in STATES:
                 continue
-            if shared:
+            if sharded:
                 share = self.shares()[int(name)]
                 states = {"parameter": share, **optimizer.state[share]}
                 states[kind].copy_(value)

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ddp_utils import UserError, distributed
-from ddp_utils.policy import DTYPES, Policy, float_trained
+from ddp_utils.policy import DTYPES, Policy, cast_trained_to_fp32
 from ddp_utils.sharding import json_settings
 
 PRECISIONS = {"BFLOAT16": "bf16", "FLOAT16": "fp16", "NO": "no"}
@@ -97,14 +97,11 @@ class FsdpPolicy(Policy):
 
     is_sharded = True
 
-    def place(self, world, strategy):
-        settings = strategy.options or Settings()
+    def set_up(self, world, strategy, trained):
+        settings = strategy.options
         shard(self.scorer, settings, world, DTYPES[strategy.grad_reduce_dtype])
         with torch.no_grad():  # FSDP must see the root first; checks go to parts of it
             self.scorer(self.scorer.example(world.device))
-
-    def distribute(self, world, strategy):
-        """FSDP reduces gradients itself, in each backward."""
 
     def trainable(self):
         reshard(self.scorer)
@@ -122,22 +119,19 @@ class FsdpPolicy(Policy):
         finally:
             reshard(self.scorer)
 
-    def full_parameter(self, parameter):
-        return self.whole(parameter.detach())
-
-    def whole(self, tensor):
+    def gather_tensor(self, tensor):
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
-    def saved(self, tensor, shared):
-        if shared:
+    def to_saved(self, tensor, sharded):
+        if sharded:
             return local(tensor)
-        whole = self.whole(tensor)
+        whole = self.gather_tensor(tensor)
         return whole if distributed.is_first() else None
 
-    def loaded(self, value, like, shared):
+    def from_saved(self, value, like, sharded):
         """Return a tensor that was saved, a rank's share or whole, shared out as `like` is."""
         mesh = like.device_mesh
-        if shared:
+        if sharded:
             shape = {"shape": like.shape, "stride": like.stride(), "run_check": False}
             return DTensor.from_local(value.to(like.device), mesh, like.placements, **shape)
         value = value.to(mesh.device_type)
@@ -169,10 +163,10 @@ def shard(scorer, settings, world, reduce_dtype=torch.float32):
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type != "cpu")
     layers, _ = layers_of(scorer.unwrap(), settings)
     for layer in layers:
-        float_trained(layer)
+        cast_trained_to_fp32(layer)
         is_freed = settings.strategy != "SHARD_GRAD_OP"
         fully_shard(layer, **options, reshard_after_forward=is_freed)
-    float_trained(scorer)
+    cast_trained_to_fp32(scorer)
     # the root's own parameters, embedding and head, are gathered once for forward and backward
     fully_shard(scorer, **options, reshard_after_forward=False)
     if settings.fsdp_forward_prefetch:
