@@ -34,7 +34,6 @@ SRC = Path(__file__).resolve().parent / "src"
 sys.path.insert(0, str(SRC))  # the project need not be installed
 
 from ddp_utils import distributed  # noqa: E402
-from ddp_utils.runs import preemption  # noqa: E402
 
 GIB = 2**30
 SETTINGS = ("CUDA_", "NCCL_", "GLOO_", "TORCH_DISTRIBUTED_", "OMP_")  # prefixes of what is shown
@@ -228,4 +227,4 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    preemption.run(main)
+    distributed.run(main)

@@ -2,60 +2,65 @@
 # Fine-tune a language model on preference pairs, or bake a prompt into it, on several processes of
 # one or more nodes.
 #
-#     ./run_distributed.sh [num_gpus=2] [dpo] [flags of src/main_distributed.py]
-#     ./run_distributed.sh [num_gpus=2] baking [flags of generate_data.py --] [of train_loop.py]
+#     ./run_distributed.sh [num_gpus] [dpo] [flags of src/main_distributed.py]
+#     ./run_distributed.sh [num_gpus] baking [flags of generate_data.py --] [of train_loop.py]
 #
+# Without num_gpus it starts one process per GPU, at most 2, or two CPU processes.
 # Several nodes: export NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, and start it on each.
-# The same command goes on with a run that was stopped or killed. A process that dies is started
-# again, with all others, up to MAX_RESTARTS times (3), from the last checkpoint.
+# To resume a run that was stopped or killed, run the same command again. If a process is killed, all
+# are restarted from the last checkpoint, up to MAX_RESTARTS times (3).
 # Exit status: 0 done, 2 wrong input, 3 loss not finite, 4 could not write, 85 stopped and saved
-# (start it again), 1 anything else.
+# (run it again), 130 Ctrl-C, 1 anything else.
 set -euo pipefail
 
 here=$(dirname "${BASH_SOURCE[0]}")
+# In a batch job this script may be a copy in a spool folder.
 [ -f "$here/scripts/environment.sh" ] || here=${PBS_O_WORKDIR:-${SLURM_SUBMIT_DIR:-.}}
 # shellcheck source=scripts/environment.sh
 . "$here/scripts/environment.sh"
+use_environment
 
-processes "$@" # sets processes and words
-what=dpo
-if [[ "${words[0]:-}" =~ ^[a-z]+$ ]]; then
-  what=${words[0]}
-  unset "words[0]"
+processes=auto what=dpo
+if [[ "${1:-}" =~ ^[0-9]+$ ]]; then
+  processes=$1
+  shift
+fi
+if [[ "${1:-}" =~ ^[a-z]+$ ]]; then
+  what=$1
+  shift
 fi
 case $what in
-  dpo) script=main_distributed.py ;;
-  baking) script=train_loop.py ;;
+  dpo) programs=("$root/src/main_distributed.py") ;;
+  baking) programs=("$root/src/generate_data.py" "$root/src/train_loop.py") ;;
   *)
-    echo "error: $what: not known; give dpo, baking, or flags" >&2
+    echo "error: $what: unknown program; use dpo, baking, or flags" >&2
     exit 2
     ;;
 esac
-if asked_for_help "$@"; then
-  [ "$what" = dpo ] || python "$root/src/generate_data.py" --help
-  exec python "$root/src/$script" --help
+if has_word "-h|--help" "$@"; then
+  print_usage
+  for program in "${programs[@]}"; do python "$program" --help; done
+  exit
 fi
-if [ "$what" = baking ]; then # flags before -- are of generate_data.py
-  first=() rest=() behind=
-  for word in ${words[@]+"${words[@]}"}; do
-    if [ "$word" = -- ]; then
-      first=(${rest[@]+"${rest[@]}"}) rest=() behind=yes
-    else
-      rest+=("$word")
-    fi
+if [ "$what" = dpo ]; then
+  exec python -m ddp_utils.launch "$processes" "${programs[@]}" "$@"
+fi
+
+# baking: flags before a -- are those of generate_data.py
+generate=("${programs[0]}") train=("${programs[1]}")
+if has_word -- "$@"; then
+  while [ "$1" != -- ]; do
+    generate+=("$1")
+    shift
   done
-  # a typo behind -- costs one line now, not after the sampling
-  (check_flags "$root/src/$script" ${rest[@]+"${rest[@]}"}) || {
-    [ -n "$behind" ] || echo "flags of generate_data.py stand in front of a --" >&2
-    exit 2
-  }
-  check_flags "$root/src/generate_data.py" ${first[@]+"${first[@]}"}
-  if [[ " ${words[*]-} " =~ \ --check\  ]]; then # the data of the second is not there yet
-    exec python "$root/src/generate_data.py" ${first[@]+"${first[@]}"} --check
-  fi
-  words=(${first[@]+"${first[@]}"} --then "$root/src/$script" ${rest[@]+"${rest[@]}"})
-  script=generate_data.py
-else
-  check_flags "$root/src/$script" ${words[@]+"${words[@]}"}
+  shift
 fi
-train "$processes" "$root/src/$script" ${words[@]+"${words[@]}"} # none: old bash calls it unset
+train+=("$@")
+if has_word "--check|--validate_only|--dry_run" "$@" "${generate[@]}"; then
+  # the data of the second program does not exist yet
+  exec python -m ddp_utils.launch "$processes" "${generate[@]}" --check
+fi
+# A mistake in the flags of the second program is an error now, not after the sampling.
+python -c "import sys; sys.argv.pop(0); from ddp_utils import cli
+from prompt_baking import train_config; cli.check_flags(train_config.read)" "${train[@]}"
+exec python -m ddp_utils.launch "$processes" "${generate[@]}" --then "${train[@]}"

@@ -22,7 +22,6 @@ from setup_jobs import Launcher, Pbs, Slurm, launcher, pbs, slurm
 from setup_settings import DeepSpeed, Fsdp, deepspeed, fsdp, refuse
 
 from ddp_utils import UserError, cli, data, distributed
-from ddp_utils.runs import preemption
 
 MARK = "# Written by scripts/distributed_setup.py"  # a script without it is someone else's
 COMMANDS = {  # flags, maker, the guide's name, what to do with the file
@@ -77,4 +76,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    preemption.run(main)
+    distributed.run(main)

@@ -1,40 +1,35 @@
-# Sourced by the run_*.sh: the project's root, an environment with torch, threads per process.
+# Sourced by the run_*.sh: the project's root and a Python environment with torch.
 # shellcheck shell=bash
 
-# In a job the script may run from a spool folder: then the project is where it was submitted.
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+if [ -n "${PBS_O_WORKDIR:-}" ]; then
+  cd "$PBS_O_WORKDIR" || exit
+fi
 
-[ -z "${PBS_O_WORKDIR:-}" ] || cd "$PBS_O_WORKDIR" || exit
-
-# A first word that is a number says how many processes a node has: 2 without it.
-# shellcheck disable=SC2034 # words is for who calls
-processes() {
-  processes=2 words=("$@")
-  if [[ "${1:-}" =~ ^[0-9]+$ ]]; then
-    processes=$1 words=("${@:2}")
-  fi
-}
-
-# The active environment if it has torch (module, conda, venv), else .venv, made once.
+# Use the active environment if it has torch (module, conda, venv), otherwise .venv, created once.
+# Old packages in the active environment are an error.
 use_environment() {
   local status=0
   python - "$root/requirements.txt" >&2 2>/dev/null <<'PYTHON' || status=$?
-import importlib.util as modules, re, sys
+import importlib.util
+import re
+import sys
 from importlib import metadata
-for name, floor in re.findall(r"(?m)^([\w-]+)>=([\d.]+)", open(sys.argv[1]).read()):
-    # looking for torch, not importing it, which takes seconds
-    if name == "torch" and not modules.find_spec(name):
+
+for name, oldest in re.findall(r"(?m)^([\w-]+)>=([\d.]+)", open(sys.argv[1]).read()):
+    if name == "torch" and not importlib.util.find_spec(name):
         sys.exit(1)
     try:
         version = metadata.version(name)
-    except metadata.PackageNotFoundError:  # a module may bring torch without its metadata
-        version = "none"
-        if modules.find_spec(name):
+    except metadata.PackageNotFoundError:
+        if importlib.util.find_spec(name):  # a module may provide torch without its metadata
             continue
-    oldest, numbers = ([*map(int, re.findall(r"\d+", v))] for v in (floor, version))
-    if numbers[:len(oldest)] < oldest:
-        print(f"error: {name}: {version} is installed, {floor} or newer is needed; "
-              f"python -m pip install '{name}>={floor}'")
+        version = "none"
+    wanted = [int(number) for number in oldest.split(".")]
+    installed = [int(number) for number in re.findall(r"\d+", version)]
+    if installed[: len(wanted)] < wanted:
+        print(f"error: {name}: {version} is installed, {oldest} or newer is needed; "
+              f"python -m pip install '{name}>={oldest}'")
         sys.exit(2)
 PYTHON
   [ "$status" -ne 2 ] || exit 2
@@ -42,37 +37,26 @@ PYTHON
     if [ ! -f "$root/.venv/ready" ]; then
       echo "setting up $root/.venv (once)"
       python3 -m venv "$root/.venv"
-      (cd "$root" && .venv/bin/pip install -q -r requirements.txt) # its `-e .` is seen from here
+      (cd "$root" && .venv/bin/pip install -q -r requirements.txt) # its `-e .` is relative
       touch "$root/.venv/ready"
     fi
     export PATH="$root/.venv/bin:$PATH"
   fi
-  # an environment with torch need not have this project installed, or has another copy of it
+  # The environment need not have this project installed, or may have another copy of it.
   export PYTHONPATH="$root/src${PYTHONPATH:+:$PYTHONPATH}"
 }
 
-# With --help among the words it prints the head of the script that was called, and succeeds.
-asked_for_help() {
+# Print the comment at the top of the script that was called.
+print_usage() {
+  sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+  echo
+}
+
+# Return 0 if one of the words fits a pattern of alternatives: has_word "-h|--help" "$@"
+has_word() {
   local word
-  for word in "$@"; do
-    if [ "$word" = -h ] || [ "$word" = --help ]; then
-      sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
-      echo
-      use_environment
-      return 0
-    fi
+  for word in "${@:2}"; do
+    [[ "|$1|" != *"|$word|"* ]] || return 0
   done
   return 1
-}
-
-# End here for a mistake in the flags of a program, before torch is imported.
-check_flags() { # what python runs (a file, or -m and a module), its flags
-  use_environment
-  FLAGS_ONLY=1 python "$@" || exit
-}
-
-# Check the settings, start the processes and end with their exit status: see launch.py.
-train() { # processes per node, then as check_flags(), which comes first
-  [ ! -t 1 ] || echo "checking settings and data"
-  exec python -m ddp_utils.launch "$@"
 }

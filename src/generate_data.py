@@ -12,12 +12,13 @@ Guide: docs/prompt_baking.md. The rows are the same for any number of processes;
 stopped or killed goes on with the same command.
 """
 
-import ddp_utils.runs.preemption as preemption  # before torch, whose import takes seconds
-
 import prompt_baking.generate_config as settings
+from ddp_utils import cli
 
-if __name__ == "__main__":  # --help, or a mistake in the settings, ends here
-    preemption.read_early(settings.read)
+if __name__ == "__main__":
+    cli.check_flags(
+        settings.read
+    )  # --help and mistakes in the settings end here, before torch is imported
 
 
 import contextlib
@@ -187,7 +188,7 @@ def sample(scorer, prompts, ends, config, world, bar, parts, done):
     bar.begin("Generating", len(starts), done)
 
     def poll():
-        asked = torch.tensor([float(preemption.asked(config.stop_after_minutes))])
+        asked = torch.tensor([float(distributed.stop_requested(config.stop_after_minutes))])
         if distributed.all_sum(asked.to(world.device), world).item():
             after = f"stopped after {finished} of {len(prompts)} replies"
             raise Stop(f"{after}; the same command goes on", 85)
@@ -309,4 +310,4 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    preemption.run(main)
+    distributed.run(main)

@@ -7,12 +7,13 @@
 Settings: src/config.py. Results: results/dpo/ (see results/README.md).
 """
 
-import ddp_utils.runs.preemption as preemption  # before torch, whose import takes seconds
-
 import config as settings
+from ddp_utils import cli
 
-if __name__ == "__main__":  # --help, or a mistake in the settings, ends here
-    preemption.read_early(settings.read)
+if __name__ == "__main__":
+    cli.check_flags(
+        settings.read
+    )  # --help and mistakes in the settings end here, before torch is imported
 
 
 import dataclasses
@@ -401,4 +402,4 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    preemption.run(main)
+    distributed.run(main)

@@ -7,12 +7,13 @@
 Each setting of the file is a flag, too: --learning_rate 1e-4. Guide: docs/strategies.md.
 """
 
-import ddp_utils.runs.preemption as preemption  # before torch, whose import takes seconds
-
 import train_config
+from ddp_utils import cli
 
-if __name__ == "__main__":  # --help, or a mistake in the settings, ends here
-    preemption.read_early(train_config.read)
+if __name__ == "__main__":
+    cli.check_flags(
+        train_config.read
+    )  # --help and mistakes in the settings end here, before torch is imported
 
 
 import math
@@ -354,4 +355,4 @@ def fine_tune(config, world) -> int:
 
 
 if __name__ == "__main__":
-    preemption.run(main)
+    distributed.run(main)

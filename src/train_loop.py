@@ -10,12 +10,13 @@ the prompt. Loss: KL(teacher || student) at every token of replies that the teac
 (Bhargava et al., Prompt Baking, 2024). Data: generate_data.py. Guide: docs/prompt_baking.md.
 """
 
-import ddp_utils.runs.preemption as preemption  # before torch, whose import takes seconds
-
 import prompt_baking.train_config as settings
+from ddp_utils import cli
 
-if __name__ == "__main__":  # --help, or a mistake in the settings, ends here
-    preemption.read_early(settings.read)
+if __name__ == "__main__":
+    cli.check_flags(
+        settings.read
+    )  # --help and mistakes in the settings end here, before torch is imported
 
 
 import collections
@@ -400,4 +401,4 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    preemption.run(main)
+    distributed.run(main)

@@ -13,9 +13,8 @@ import torch
 
 import main_distributed
 import runs
-from ddp_utils import logps
+from ddp_utils import distributed, logps
 from ddp_utils.policy import Policy
-from ddp_utils.runs import preemption
 from ddp_utils.sharding import deepspeed_engine
 from ranks import run_ranks
 
@@ -189,7 +188,7 @@ def run_out_of_time(rank, step):
     """As if an hour had passed."""
 
     def later(loss):
-        preemption._start -= 3600
+        distributed._started -= 3600
         return loss
 
     at_backward(rank, step, later)
@@ -211,4 +210,4 @@ if __name__ == "__main__":  # under a launcher: FAULT="kill_in_backward 1 6", in
         name, *numbers = fault.split()
         globals()[name](*(int(word) if word.isdecimal() else float(word) for word in numbers))
     torch.set_num_threads(1)
-    preemption.run(main_distributed.main)
+    distributed.run(main_distributed.main)

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from ddp_utils.runs import preemption
+from ddp_utils import distributed
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
@@ -132,4 +132,4 @@ def _rank(log, env, sender, fn, args):
         sender.send_bytes(pickle.dumps(fn(*args)))
         return 0
 
-    preemption.run(main)
+    distributed.run(main)

@@ -11,12 +11,13 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # where nothing is installed
 
-import ddp_utils.runs.preemption as preemption  # before torch, whose import takes seconds
-
 import ad.evaluate_config as settings
+from ddp_utils import cli
 
-if __name__ == "__main__":  # --help, or a mistake in the settings, ends here
-    preemption.read_early(settings.read)
+if __name__ == "__main__":
+    cli.check_flags(
+        settings.read
+    )  # --help and mistakes in the settings end here, before torch is imported
 
 
 import dataclasses
@@ -255,4 +256,4 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    preemption.run(main)
+    distributed.run(main)

@@ -15,12 +15,11 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # where nothing is installed
 
-import ddp_utils.runs.preemption as preemption  # before torch, whose import takes seconds
-
 from ad.config import read
+from ddp_utils import cli
 
-if __name__ == "__main__":  # --help, or a mistake in the settings, ends here
-    preemption.read_early(read)
+if __name__ == "__main__":
+    cli.check_flags(read)  # --help and mistakes in the settings end here, before torch is imported
 
 
 import math
@@ -244,4 +243,4 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    preemption.run(main)
+    distributed.run(main)

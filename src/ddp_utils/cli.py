@@ -53,6 +53,28 @@ LOSS_OPTIONS = ("label_smoothing", "lambda_dpop", "lambda_shift", "simpo_gamma")
 FIXED_LENGTH_METHODS = ("ipo", "ipo_sum", "simpo")  # averaged or summed by definition
 
 
+LOCAL_RANKS = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+
+
+def check_flags(read: typing.Callable[[list[str]], object]) -> None:
+    """Call read(argv), so that --help and mistakes in the settings end this process quickly.
+
+    Scripts call it before they import torch, which takes seconds. Of several processes on a node
+    only the first one prints. With --debug, main() raises the error, with its traceback.
+    """
+    local_rank = next((os.environ[name] for name in LOCAL_RANKS if os.environ.get(name)), "0")
+    prints = local_rank == "0"
+    stdout = sys.stdout if prints else io.StringIO()
+    stderr = sys.stderr if prints else io.StringIO()
+    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+        try:
+            read(sys.argv[1:])
+        except UserError as error:
+            if "--debug" not in sys.argv:
+                print(f"error: {error}", file=sys.stderr)
+                sys.exit(error.exit_code)
+
+
 def parse(config_class, argv=None, console=True, aliases=None, default=None, command=""):
     """Read flags over the dataclass's defaults, or over `default`, an instance of it.
 

@@ -17,8 +17,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.ticker import MaxNLocator  # noqa: E402
 
-from ddp_utils import UserError, cli  # noqa: E402
-from ddp_utils.runs import preemption, resume
+from ddp_utils import UserError, cli, distributed  # noqa: E402
+from ddp_utils.runs import resume
 from ddp_utils.tools.report import read_metrics  # noqa: E402
 
 
@@ -202,4 +202,4 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    preemption.run(main)
+    distributed.run(main)

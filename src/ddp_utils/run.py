@@ -195,7 +195,7 @@ class Run(Saving):
         return self
 
     def __exit__(self, kind, error, _trace):
-        code = distributed.exit_code(distributed.write_error(error) or error)
+        code = distributed.exit_code(error)
         try:
             if self.world.is_main:
                 self._close(error, code)

@@ -18,7 +18,6 @@ from ddp_utils import cli, distributed, sampler
 from ddp_utils.data import write_text
 from ddp_utils.distributed import to_device
 from ddp_utils.metrics import Averages
-from ddp_utils.runs import preemption
 from dpo_inv import batches, inference, inference_config, mpnn, weights
 from dpo_inv import pairs as pairs_
 
@@ -210,4 +209,4 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    preemption.run(main)
+    distributed.run(main)

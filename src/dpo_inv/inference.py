@@ -9,12 +9,13 @@ Writes STEM_sequences.json and .fasta, the native sequence first, STEM_probabili
 all_results.json into output_dir.
 """
 
-import ddp_utils.runs.preemption as preemption  # before torch, whose import takes seconds
-
 import dpo_inv.inference_config as settings
+from ddp_utils import cli
 
-if __name__ == "__main__":  # --help, or a mistake in the settings, ends here
-    preemption.read_early(settings.read)
+if __name__ == "__main__":
+    cli.check_flags(
+        settings.read
+    )  # --help and mistakes in the settings end here, before torch is imported
 
 import json
 import math
@@ -248,4 +249,4 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    preemption.run(main)
+    distributed.run(main)

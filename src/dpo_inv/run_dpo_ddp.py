@@ -10,12 +10,13 @@
 Guide: docs/protein_dpo.md. Results: output_dir (see results/README.md).
 """
 
-import ddp_utils.runs.preemption as preemption  # before torch, whose import takes seconds
-
+from ddp_utils import cli
 from dpo_inv.config import read_settings
 
-if __name__ == "__main__":  # --help, or a mistake in the settings, ends here
-    preemption.read_early(read_settings)
+if __name__ == "__main__":
+    cli.check_flags(
+        read_settings
+    )  # --help and mistakes in the settings end here, before torch is imported
 
 import hashlib
 import json
@@ -297,4 +298,4 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    preemption.run(main)
+    distributed.run(main)

@@ -229,9 +229,9 @@ def work(spec):
     if spec["kind"] != "ours":
         return train(train_trl)
     sys.path.insert(0, str(SRC))
-    from ddp_utils.runs import preemption
+    from ddp_utils import distributed
 
-    preemption.run(lambda: train(train_ours))
+    distributed.run(lambda: train(train_ours))
 
 
 # --- measuring -----------------------------------------------------------------------------------

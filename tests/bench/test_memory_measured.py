@@ -26,7 +26,6 @@ from conftest import ROOT
 from ddp_utils import distributed, logps, losses, models, sharding
 from ddp_utils.logps import Pair
 from ddp_utils.policy import make_optimizer
-from ddp_utils.runs import preemption
 from ddp_utils.sharding import fsdp
 from ddp_utils.tools import memory_plan
 from ranks import free_port
@@ -157,4 +156,4 @@ def test_predicted_memory_is_within_15_percent_of_measured(number, tmp_path):
 
 
 if __name__ == "__main__":
-    preemption.run(lambda: measure(int(sys.argv[1]), Path(sys.argv[2])))
+    distributed.run(lambda: measure(int(sys.argv[1]), Path(sys.argv[2])))

@@ -75,7 +75,9 @@ BACKENDS = [  # what the machine has, --backend -> device and backend; None: ref
 def test_auto_is_a_look_up_and_anything_else_to_the_letter(monkeypatch):
     for has, backend, expected in BACKENDS:
         counts = dict.fromkeys(has.split(), 2)
-        monkeypatch.setattr("ddp_utils.distributed._count", lambda kind, n=counts: n.get(kind, 0))
+        monkeypatch.setattr(
+            "ddp_utils.distributed.device_count", lambda kind, n=counts: n.get(kind, 0)
+        )
         if expected is None:
             with pytest.raises(UserError, match="needs a"):
                 distributed.choose_device(World(), backend)
@@ -97,7 +99,7 @@ MEET = [
 NOWHERE = [
     (TWO_NODES, "", "several nodes; export MASTER_ADDR"),
     (ONE_NODE, "MASTER_PORT=99999", "MASTER_PORT: '99999' is not a port"),
-    (ONE_NODE, "MASTER_PORT=http", "MASTER_PORT: 'http' is not a port"),
+    (ONE_NODE, "MASTER_PORT=http", "MASTER_PORT: 'http' is not a number"),
 ]
 
 

@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 import programs
 from conftest import ROOT
 from ddp_utils import NonFiniteError, distributed
-from ddp_utils.runs import preemption
 from ranks import free_port, ranks, run_ranks
 
 
@@ -29,7 +28,7 @@ def ddp_steps(failing=-1):
 
 
 def as_program():
-    preemption.run(lambda: ddp_steps(1))
+    distributed.run(lambda: ddp_steps(1))
 
 
 def test_complaint_23_groups_in_a_row_end_with_status_0_and_complete_logs():
@@ -115,7 +114,10 @@ def test_the_launchers_of_all_nodes_end_with_one_status(tmp_path):
 
 
 WRONG = [  # what one of two processes is told -> what its line says
-    ({"MASTER_ADDR": "no-such-host.invalid"}, "could not meet the 2 processes at no-such-host"),
+    (
+        {"MASTER_ADDR": "no-such-host.invalid"},
+        "could not connect to the 2 processes at no-such-host",
+    ),
     ({"RANK": "1", "LOCAL_RANK": "0"}, "check MASTER_ADDR"),
     ({"MASTER_PORT": "taken"}, " is in use on "),
 ]
@@ -124,8 +126,8 @@ WRONG = [  # what one of two processes is told -> what its line says
 @pytest.mark.parametrize(("env", "message"), WRONG, ids=str)
 def test_a_group_that_cannot_meet_costs_one_line(env, message):
     """And no C++ frames, which TCPStore prints at each attempt."""
-    code = "from ddp_utils import distributed as d\nfrom ddp_utils.runs import preemption\n"
-    code += "preemption.run(lambda: d.init_process_group(d.whoami()) and 0)"
+    code = "from ddp_utils import distributed as d\n"
+    code += "d.run(lambda: d.init_process_group(d.whoami()) and 0)"
     told = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     told |= {"MASTER_PORT": str(free_port()), "DDP_JOIN_SECONDS": "2", **env}
     with socket.create_server(("", 0)) as taken:
@@ -160,7 +162,11 @@ def test_what_rank_0_finds_is_known_to_all():
     ("how", "code", "line"),
     [
         ("mistake", 3, "error: a mistake\n"),
-        ("full", 4, "error: somewhere/file: No space left on device; make room, the same comm"),
+        (
+            "full",
+            4,
+            "error: somewhere/file: No space left on device; free some space and run the s",
+        ),
     ],
 )
 def test_where_rank_0_fails_all_end_with_its_status_and_it_alone_speaks(how, code, line):

@@ -96,8 +96,8 @@ def test_a_logger_that_is_not_there(tmp_path):
     hide = "import importlib.util as u, sys; find = u.find_spec; "
     hide += "u.find_spec = lambda name, *a: None if name == 'wandb' else find(name, *a); "
     hide += f"sys.path.insert(0, {str(ROOT / 'src')!r}); sys.argv = ['x', *sys.argv[1:]]; "
-    hide += "import main_distributed; from ddp_utils.runs import preemption; "
-    hide += "preemption.run(main_distributed.main)"
+    hide += "import main_distributed; from ddp_utils import distributed; "
+    hide += "distributed.run(main_distributed.main)"
     words = [sys.executable, "-c", hide, *TINY, "--report_to", "wandb"]
     for flags in ([], ["--check"]):
         done = programs.process([*words, *flags], code=2, cwd=tmp_path)

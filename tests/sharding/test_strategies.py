@@ -21,10 +21,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import train
 from conftest import ROOT
-from ddp_utils import Stop, models, sharding
+from ddp_utils import Stop, distributed, models, sharding
 from ddp_utils import run as run_
 from ddp_utils.models import load_tokenizer
-from ddp_utils.runs import checkpoint, preemption
+from ddp_utils.runs import checkpoint
 from ddp_utils.sharding import fsdp
 from ranks import ranks, run_ranks
 
@@ -400,4 +400,4 @@ def main():
 
 
 if __name__ == "__main__":  # under torchrun, which the allocator's settings reach
-    preemption.run(main)
+    distributed.run(main)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from ddp_utils import NonFiniteError, Stop, distributed
 from ddp_utils.data import sha256
-from ddp_utils.runs import checkpoint, preemption
+from ddp_utils.runs import checkpoint
 
 REFERENCE = "reference_logps.safetensors"
 SAVE_MINUTES = 15  # between two checkpoints, where save_every leaves it open
@@ -105,7 +105,7 @@ class Saving:
         was asked to stop, and whether the last checkpoint is too old."""
         waited = time.perf_counter() - self.saved_at
         late = self.config.save_every == 0 and waited > SAVE_MINUTES * 60
-        summed = {"asked": preemption.asked(self.config.stop_after_minutes)}
+        summed = {"asked": distributed.stop_requested(self.config.stop_after_minutes)}
         summed["late"] = late and self.world.is_main
         means = averages.reduce(summed, {"grad_norm": grad_norm})
         self.is_to_stop = means.pop("asked") > 0
@@ -114,13 +114,11 @@ class Saving:
 
     def stop_if_requested(self):
         """Between two forwards, on all ranks: if one was asked to stop, save and stop together."""
-        asked = float(preemption.asked(self.config.stop_after_minutes))
+        asked = float(distributed.stop_requested(self.config.stop_after_minutes))
         votes = torch.tensor([asked], device=self.world.device)
         self._save_or_stop(False, distributed.all_sum(votes, self.world).item() > 0)
 
     def _save_or_stop(self, due, stop):
-        if stop:
-            preemption.saving()
         if self.training and (stop or due):
             self.save()
         if stop:

@@ -14,7 +14,7 @@ from jinja2 import TemplateError
 from transformers import TextStreamer
 
 from ddp_utils import UserError, cli, data, distributed, lora, models
-from ddp_utils.runs import checkpoint, preemption
+from ddp_utils.runs import checkpoint
 
 
 @dataclass
@@ -98,4 +98,4 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    preemption.run(main)
+    distributed.run(main)

@@ -19,7 +19,7 @@ SETTINGS = {  # script -> the module of its settings
     "dpo_inv.run_dpo_ddp": "dpo_inv.config",
     "ad.train": "ad.config",
 }
-FIRST = "import ddp_utils.runs.preemption"  # of the imports of each script
+FIRST = "from ddp_utils import cli\n"  # of the imports of each script
 
 
 def copy(script, target):

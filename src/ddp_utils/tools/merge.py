@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 import tyro
 
-from ddp_utils import UserError, cli, lora, models
-from ddp_utils.runs import checkpoint, preemption
+from ddp_utils import UserError, cli, distributed, lora, models
+from ddp_utils.runs import checkpoint
 
 
 @dataclass
@@ -51,4 +51,4 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    preemption.run(main)
+    distributed.run(main)
