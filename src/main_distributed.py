@@ -44,6 +44,7 @@ from ddp_utils.chat_template import Encoder
 from ddp_utils.data import ROOT
 from ddp_utils.distributed import to_device
 from ddp_utils.judge import as_text, load_judge, side_by_side
+from ddp_utils.losses import LossSpec
 from ddp_utils.metrics import Averages, Meter, interval
 from ddp_utils.policy import (
     Precision,
@@ -128,13 +129,13 @@ def train_step(policy, step, rows, data, ref_logps, config, run):
     world = run.world
     pairs = data["train"]
     averages = Averages(world)
-    micro_batches = policy.scorer.share(rows, pairs, world, rows_per_rank(config, world))
+    micro_batches = policy.scorer.micro_batches(rows, pairs, world, rows_per_rank(config, world))
     for micro_step, micro_batch in enumerate(micro_batches):
         torch.manual_seed(sampler.seed_of(config.seed, step, micro_step, world.rank))  # for dropout
         policy.sync_gradients(micro_batch is micro_batches[-1])
         batch = policy.scorer.collate([pairs[i] for i in micro_batch.index], world.device)
         known = ref_logps["train"][to_device(micro_batch.index, world.device)]  # [B, 2]
-        per_pair, metrics = losses.pair_losses(policy, batch, known, config)
+        per_pair, metrics = losses.pair_losses(policy, batch, known, LossSpec.of(config))
         weight = to_device(micro_batch.weight, world.device)
         # DDP averages over ranks: times world_size / global count is the mean of the global batch
         loss = (per_pair * weight).sum() * (world.world_size / len(rows))
@@ -176,12 +177,14 @@ def evaluate(policy, split, data, ref_logps, config, world, stop_if_requested=la
     averages = Averages(world)
     scorer = policy.scorer  # DDP would only wait for gradients
     with logps.dropout_off(scorer):
-        micro_batches = scorer.share(range(len(pairs)), pairs, world, rows_per_rank(config, world))
+        micro_batches = scorer.micro_batches(
+            range(len(pairs)), pairs, world, rows_per_rank(config, world)
+        )
         for micro_batch in micro_batches:
             stop_if_requested()
             batch = scorer.collate([pairs[i] for i in micro_batch.index], world.device)
             known = ref_logps[split][to_device(micro_batch.index, world.device)]
-            _, metrics = losses.pair_losses(scorer, batch, known, config)
+            _, metrics = losses.pair_losses(scorer, batch, known, LossSpec.of(config))
             metrics["squares"] = metrics["rewards/margins"].double() ** 2
             averages.add(metrics, to_device(micro_batch.weight, world.device))
     values = averages.reduce()
@@ -360,7 +363,7 @@ def main(argv=None) -> int:
             config.warmup_ratio,
             config.weight_decay,
         )
-        displacement = losses.Displacement(config)
+        displacement = losses.Displacement(config.method)
         meter = Meter(policy.scorer, world)
         done = run.restore(policy, optimizer, schedule)
 

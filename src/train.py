@@ -41,6 +41,7 @@ from ddp_utils.chat_template import Encoder
 from ddp_utils.data import digest_of_files
 from ddp_utils.distributed import to_device
 from ddp_utils.logps import Pair
+from ddp_utils.losses import LossSpec
 from ddp_utils.metrics import Averages, Meter
 from ddp_utils.policy import (
     Precision,
@@ -110,7 +111,7 @@ def row_losses(policy, batch, ref_logps, config):
     if config.objective == "sft":
         (token_sums,) = policy(batch)  # [B]: summed over the trained tokens
         return -token_sums, {"loss": -token_sums, "size": batch.tokens[0]}
-    per_row, metrics = losses.pair_losses(policy, batch, ref_logps, config)
+    per_row, metrics = losses.pair_losses(policy, batch, ref_logps, LossSpec.of(config))
     return per_row, {**metrics, "size": torch.ones_like(per_row)}
 
 
@@ -128,7 +129,7 @@ def train_step(policy, step, rows, data, ref_logps, config, run):
     count = len(rows)  # what the loss is divided by: pairs, or tokens that are trained
     if config.objective == "sft":
         count = sum(train[row].trained for row in rows)
-    micro_batches = scorer.share(rows, train, world, config.micro_batch_size)
+    micro_batches = scorer.micro_batches(rows, train, world, config.micro_batch_size)
     for micro_step, micro_batch in enumerate(micro_batches):
         torch.manual_seed(sampler.seed_of(config.seed, step, micro_step, world.rank))  # for dropout
         policy.sync_gradients(micro_batch is micro_batches[-1])
@@ -172,7 +173,9 @@ def evaluate(policy, rows, ref_logps, config, run):
     averages = Averages(world)
     scorer = policy.scorer
     with logps.dropout_off(scorer):
-        for micro_batch in scorer.share(range(len(rows)), rows, world, config.micro_batch_size):
+        for micro_batch in scorer.micro_batches(
+            range(len(rows)), rows, world, config.micro_batch_size
+        ):
             run.stop_if_requested()
             batch = scorer.collate([rows[row] for row in micro_batch.index], world.device)
             index = to_device(micro_batch.index, world.device)
@@ -319,7 +322,7 @@ def fine_tune(config, world) -> int:
             config.warmup_ratio,
             config.weight_decay,
         )
-        displacement = losses.Displacement(config)
+        displacement = losses.Displacement(config.method)
         meter = Meter(policy.scorer, world)
         done = run.restore(policy, optimizer, schedule)
 

@@ -99,7 +99,7 @@ def train_step(policy, step, rows, trajectories, teacher, ends, config, run):
         given = policy.scorer, rows, trajectories, step, ends, config, world
         trajectories = distillation.own_replies(*given)
     averages = Averages(world)
-    micro_batches = policy.scorer.share(rows, trajectories, world, config.batch_size)
+    micro_batches = policy.scorer.micro_batches(rows, trajectories, world, config.batch_size)
     tokens = sum(len(trajectories[row].reply) for row in rows)  # of the global batch
     for micro_step, micro_batch in enumerate(micro_batches):
         torch.manual_seed(sampler.seed_of(config.seed, step, micro_step, world.rank))  # for dropout
@@ -123,7 +123,7 @@ def check_step(policy, step, means, rows, trajectories, teacher, config, world):
 
     @torch.no_grad()
     def score(baked=True):  # [global batch, 1]
-        micro_batches = policy.scorer.share(rows, trajectories, world, config.batch_size)
+        micro_batches = policy.scorer.micro_batches(rows, trajectories, world, config.batch_size)
         costs = []
         with logps.dropout_off(policy.scorer), adapter_of(policy.scorer, baked):
             for micro_batch in micro_batches:
@@ -156,7 +156,9 @@ def evaluate(student, trajectories, teacher, config, run, baked=True):
     with logps.dropout_off(student), adapter_of(student, baked):
         for name, rows in rows_of.items() if baked else [("", rows_of[""])]:
             averages = Averages(run.world)
-            for micro_batch in student.share(rows, trajectories, run.world, config.batch_size):
+            for micro_batch in student.micro_batches(
+                rows, trajectories, run.world, config.batch_size
+            ):
                 run.stop_if_requested()
                 batch = teacher("val", micro_batch.index)
                 weight = to_device(micro_batch.weight, run.world.device)

@@ -17,10 +17,11 @@ import transformers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ddp_utils import distributed, models, sampler
+from ddp_utils import distributed, models
 from ddp_utils.data import digest_of_rows
 from ddp_utils.distributed import to_device
 from ddp_utils.policy import ScorerModule
+from ddp_utils.sampler import MicroBatch, assign_micro_batches
 
 CHUNK = {"cpu": 256}  # tokens whose logits are held at once: with fewer, products get slow;
 WIDE_CHUNK = 1024  # a GPU wants more, and has the memory
@@ -246,10 +247,12 @@ class Scorer(ScorerModule):
         """The batch of these pairs in this scorer's layout."""
         return collate(pairs, device, self.shared)
 
-    def share(self, rows, pairs, world, budget):
-        """This rank's micro-batches of these rows of `pairs`, by the tokens that will be fed."""
-        lengths = {row: pairs[row].num_forward_tokens(self.shared) for row in rows}
-        return sampler.share(rows, lengths, world, budget, not self.shared, self.max_tokens)
+    def micro_batches(self, rows, examples, world, micro_batch_size) -> list[MicroBatch]:
+        """Return this rank's micro-batches of some rows of `examples`, by the tokens processed."""
+        lengths = {row: examples[row].num_forward_tokens(self.shared) for row in rows}
+        return assign_micro_batches(
+            rows, lengths, world, micro_batch_size, not self.shared, self.max_tokens
+        )
 
     @contextlib.contextmanager
     def generating(self, device):
@@ -316,7 +319,7 @@ def dropout_off(module):
 @torch.no_grad()
 def score(scorer, pairs, world, budget, poll=lambda: None):
     """Log-probs of all pairs as they are now, shared out over the ranks: [number of pairs, 2]."""
-    micro_batches = scorer.share(range(len(pairs)), pairs, world, budget)
+    micro_batches = scorer.micro_batches(range(len(pairs)), pairs, world, budget)
     scores = []
     with dropout_off(scorer):
         for micro_batch in micro_batches:

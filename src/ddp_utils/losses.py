@@ -1,4 +1,4 @@
-"""The DPO family as pure functions of summed log-probs. B pairs; every argument and result is [B].
+"""The DPO family as pure functions of summed log-probs. Tensors are [B], one value per pair.
 
 log-ratio of a response   log pi(y|x) - log pi_ref(y|x)         `chosen - ref_chosen`
 z                         beta * (chosen log-ratio - rejected log-ratio)
@@ -16,70 +16,94 @@ dpopshift   both of these
 simpo       -log sigma(beta * (chosen - rejected) - simpo_gamma), log-probs per token, no
             reference                                           Meng et al. 2024, eq. 6
 
-Their names and options are in cli.py, which no settings have to import torch for.
+The names and options of the methods are in cli.py, so that reading settings does not import torch.
 """
 
-import collections
 import math
-from typing import NamedTuple
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from ddp_utils import cli
 
+if TYPE_CHECKING:
+    from ddp_utils.logps import Batch
+    from ddp_utils.policy import Policy, ScorerModule
+
 
 class LogPs(NamedTuple):
-    """What a loss is made of, each [B]: summed log-probs and how many tokens were summed."""
+    """The inputs of a loss, each [B]: summed log-probs and the numbers of summed tokens."""
 
-    chosen: torch.Tensor
-    rejected: torch.Tensor
-    ref_chosen: torch.Tensor
-    ref_rejected: torch.Tensor
-    chosen_tokens: torch.Tensor
-    rejected_tokens: torch.Tensor
+    chosen: Tensor
+    rejected: Tensor
+    ref_chosen: Tensor
+    ref_rejected: Tensor
+    chosen_tokens: Tensor
+    rejected_tokens: Tensor
 
 
-def preference(logps: LogPs, config, noise=1e-3):
-    """Losses [B] of one method, without the SFT term, and metrics, each [B].
+class LossSpec(NamedTuple):
+    """The method and its options. The default of an option that no method uses has no effect."""
 
-    `noise` is how far, in nats, two scorings of the same response may differ: dpop's penalty
-    starts there, or its factor of 50 would turn rounding into a loss.
+    method: str = "dpo"
+    beta: float = 0.1
+    length_average: bool = False  # divide each log-ratio by the tokens of its response
+    sft_weight: float = 0.0  # of the SFT term, see `sft`
+    label_smoothing: float = 0.0
+    lambda_dpop: float = 0.0
+    lambda_shift: float = 1.0
+    simpo_gamma: float = 0.0
+
+    @classmethod
+    def of(cls, config) -> "LossSpec":
+        """Return the loss of a script's settings."""
+        general = config.method, config.beta, config.length_average, config.sft_weight
+        return cls(*general, **cli.loss_options(config))
+
+
+def preference(
+    logps: LogPs, spec: LossSpec, noise: float | Tensor = 1e-3
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of each pair, without the SFT term, and its metrics, each [B].
+
+    noise: difference, in nats, that two computations of the same log-prob may have. The penalty of
+    dpop starts there; otherwise its factor of 50 would turn rounding errors into a loss.
     """
-    used = cli.loss_options(config)
     chosen_ratio = logps.chosen - logps.ref_chosen
     rejected_ratio = logps.rejected - logps.ref_rejected
-    rewards = config.beta * chosen_ratio, config.beta * rejected_ratio
-    if config.method == "simpo":
+    rewards = spec.beta * chosen_ratio, spec.beta * rejected_ratio
+    if spec.method == "simpo":
         chosen_ratio = logps.chosen / logps.chosen_tokens
         rejected_ratio = logps.rejected / logps.rejected_tokens
-        rewards = config.beta * chosen_ratio, config.beta * rejected_ratio
-    elif config.method == "ipo" or config.length_average:
+        rewards = spec.beta * chosen_ratio, spec.beta * rejected_ratio
+    elif spec.method == "ipo" or spec.length_average:
         chosen_ratio = chosen_ratio / logps.chosen_tokens
         rejected_ratio = rejected_ratio / logps.rejected_tokens
 
-    z = config.beta * (chosen_ratio - used.get("lambda_shift", 1.0) * rejected_ratio)
-    if "lambda_dpop" in used:
-        fell = logps.ref_chosen - logps.chosen > noise
-        z = z - config.beta * used["lambda_dpop"] * torch.where(fell, -chosen_ratio, 0.0)
+    z = spec.beta * (chosen_ratio - spec.lambda_shift * rejected_ratio)
+    if spec.lambda_dpop:
+        has_fallen = logps.ref_chosen - logps.chosen > noise
+        z = z - spec.beta * spec.lambda_dpop * torch.where(has_fallen, -chosen_ratio, 0.0)
 
-    if config.method == "cdpo":
-        e = used["label_smoothing"]
+    e = spec.label_smoothing
+    if spec.method == "cdpo":
         losses = -(1 - e) * logsigmoid(z) - e * logsigmoid(-z)
-    elif config.method == "robust":
-        e = used["label_smoothing"]
+    elif spec.method == "robust":
         losses = (-(1 - e) * logsigmoid(z) + e * logsigmoid(-z)) / (1 - 2 * e)
-    elif config.method in ("ipo", "ipo_sum"):
-        losses = (chosen_ratio - rejected_ratio - 1 / (2 * config.beta)) ** 2
-    elif config.method == "hinge":
+    elif spec.method in ("ipo", "ipo_sum"):
+        losses = (chosen_ratio - rejected_ratio - 1 / (2 * spec.beta)) ** 2
+    elif spec.method == "hinge":
         losses = torch.relu(1 - z)
     else:
-        losses = -logsigmoid(z - used.get("simpo_gamma", 0.0))
+        losses = -logsigmoid(z - spec.simpo_gamma)
     return losses, _metrics(logps, *rewards)
 
 
-def _metrics(logps, chosen_rewards, rejected_rewards):
-    """The names that the DPO paper's code and TRL print."""
+def _metrics(logps: LogPs, chosen_rewards: Tensor, rejected_rewards: Tensor) -> dict[str, Tensor]:
+    """Return the metrics under the names that the DPO paper's code and TRL use."""
     margins = chosen_rewards - rejected_rewards
     return {
         "rewards/chosen": chosen_rewards,
@@ -91,62 +115,77 @@ def _metrics(logps, chosen_rewards, rejected_rewards):
     }
 
 
-def sft(logps: LogPs):
-    """Negative log-likelihood per token of the chosen response, [B] (TRL's rpo_alpha term)."""
+def sft(logps: LogPs) -> Tensor:
+    """Return the negative log-likelihood per token of the chosen response, [B] (TRL: rpo_alpha)."""
     return -logps.chosen / logps.chosen_tokens
 
 
-def pair_losses(policy, batch, ref_logps, config):
-    """Score B pairs with the policy; return losses [B] and metrics, name -> [B].
+def pair_losses(
+    scorer: "ScorerModule | Policy", batch: "Batch", ref_logps: Tensor, spec: LossSpec
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Score B pairs; return their losses [B], with the SFT term, and metrics, name -> [B].
 
-    ref_logps: the reference's log-probs, [B, 2]. config.sft_weight adds the SFT term.
+    ref_logps: log-probs of the reference, [B, 2].
     """
-    chosen, rejected = policy(batch)  # [B], [B]: summed over the response
+    chosen, rejected = scorer(batch)  # [B], [B]
     logps = LogPs(chosen, rejected, *ref_logps.unbind(-1), *batch.tokens)
-    losses, metrics = preference(logps, config, noise(policy.precision, logps.chosen_tokens))
-    if config.sft_weight:
+    losses, metrics = preference(logps, spec, noise(scorer.precision, logps.chosen_tokens))
+    if spec.sft_weight:
         metrics |= {"loss/preference": losses, "loss/sft": sft(logps)}
-        losses = losses + config.sft_weight * metrics["loss/sft"]
+        losses = losses + spec.sft_weight * metrics["loss/sft"]
     return losses, {"loss": losses, **metrics}
 
 
-def noise(dtype, tokens):
-    """How far, in nats, two exact scorings of `tokens` tokens [B] may differ by rounding alone.
+def noise(dtype: torch.dtype, tokens: Tensor) -> Tensor:
+    """Return the difference, in nats, that rounding may cause between two scorings, [B].
 
-    fp32: 1e-3 a response. bf16 and fp16 round logits of about 10 to 2^-6; errors of many tokens
-    add up like their square root. Measured in bf16 on 20 real and 100 demo pairs on a CPU, alone
-    against in a batch: at most 0.2 of this.
+    tokens: [B] of each response. fp32: 1e-3 per response. bf16 and fp16 round logits of about 10 to
+    2^-6; the errors of many tokens add up like their square root. Measured in bf16 on a CPU for 20
+    real and 100 demo pairs, alone and in a batch: at most 0.2 of this bound.
     """
     if dtype == torch.float32:
         return torch.full_like(tokens, 1e-3, dtype=torch.float32)
     return 0.05 * tokens.float().sqrt()
 
 
-def at_reference(config):
-    """The preference loss where policy = reference, or None where there is no closed form."""
-    if config.method == "simpo" or config.method not in cli.METHODS:
+def at_reference(spec: LossSpec) -> float | None:
+    """Return the preference loss where policy and reference are equal.
+
+    None if the method has no closed form there, or is not one of this file.
+    """
+    if spec.method == "simpo" or spec.method not in cli.METHODS:
         return None
-    if config.method in ("ipo", "ipo_sum"):
-        return 1 / (4 * config.beta**2)
-    return 1.0 if config.method == "hinge" else math.log(2)
+    if spec.method in ("ipo", "ipo_sum"):
+        return 1 / (4 * spec.beta**2)
+    return 1.0 if spec.method == "hinge" else math.log(2)
 
 
 class Displacement:
-    """Notices, once, that the chosen responses have become less likely than at the start."""
+    """Detect, once per run, that the chosen responses become less likely than at the start.
 
-    def __init__(self, config, rows="responses", mend="--sft_weight 1 or --method dpop"):
-        self.rows = rows
-        self.mend = mend
-        self.watch = config.method != "simpo"
-        self.recent = collections.deque(maxlen=10)
+    responses: their name in the warning; remedy: settings that prevent it.
+    """
 
-    def seen(self, reward):
-        """A warning once `rewards/chosen`, mean of five to ten steps, is below -0.01, else None."""
+    def __init__(
+        self,
+        method: str,
+        responses: str = "responses",
+        remedy: str = "--sft_weight 1 or --method dpop",
+    ):
+        self.responses = responses
+        self.remedy = remedy
+        self.is_watching = method != "simpo"  # which has no reference
+        self.recent: deque[float] = deque(maxlen=10)
+
+    def seen(self, reward: float) -> str | None:
+        """Return a warning if the last five to ten `rewards/chosen` have a mean below -0.01."""
         self.recent.append(reward)
-        if not self.watch or len(self.recent) < 5 or sum(self.recent) > -0.01 * len(self.recent):
+        has_fallen = sum(self.recent) <= -0.01 * len(self.recent)
+        if not self.is_watching or len(self.recent) < 5 or not has_fallen:
             return None
-        self.watch = False
+        self.is_watching = False
         return (
-            f"warning: the chosen {self.rows} have become less likely than under the reference "
-            f"(likelihood displacement: DPO may push both sides down); {self.mend} holds them up"
+            f"warning: the chosen {self.responses} have become less likely than under the "
+            "reference (likelihood displacement: DPO may lower both log-probabilities); "
+            f"{self.remedy} prevents this"
         )

@@ -1,92 +1,110 @@
-"""Which rows a step trains on: computed for the whole data set, and only then shared out.
+"""Choose the rows of each step and split them over ranks.
 
-A step is a pure function of (seed, step): resuming needs no sampler state, and the global batch
-is the same for any number of processes. B rows in a micro-batch.
+A step is a pure function of (seed, step): resuming needs no sampler state. The global batch is
+computed for the whole data set and only then split, so it is the same for any number of processes.
+B rows in a micro-batch.
 """
 
 import functools
 import hashlib
 import heapq
 import math
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ddp_utils import UserError
+from ddp_utils.distributed import World
 
 
 class MicroBatch(NamedTuple):
-    """Rows of one forward and backward on one rank; a filler has weight 0."""
+    """The rows of one forward and backward pass on one rank. A filler row has weight 0."""
 
-    index: list[int]  # [B] into the data set
+    index: list[int]  # type: ignore[assignment]  # [B] into the data set
     weight: list[float]  # [B]
 
 
-def seed_of(*numbers) -> int:
-    """One 63-bit seed from several numbers, such as (seed, step, micro_step, rank)."""
+def seed_of(*numbers: int | str) -> int:
+    """Return one 63-bit seed for several numbers, such as (seed, step, micro_step, rank)."""
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
-@functools.lru_cache(maxsize=2)  # of a million rows it takes longer than a small step
-def order(count, seed, epoch, shuffle=True):
-    """The order in which an epoch visits `count` rows, [count], an array of numpy."""
+@functools.lru_cache(maxsize=2)  # for a million rows it takes longer than a small training step
+def order(count: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
+    """Return the order in which an epoch visits `count` rows, [count]."""
     generator = torch.Generator().manual_seed(seed_of(seed, epoch))
     visit = torch.randperm(count, generator=generator) if shuffle else torch.arange(count)
     return visit.numpy()
 
 
-def share(rows, lengths, world, budget, padded=False, tokens=math.inf) -> list[MicroBatch]:
-    """This rank's micro-batches of one global batch: at most `budget` rows and `tokens` each.
+def assign_micro_batches(
+    rows: Collection[int],
+    lengths: Mapping[int, int] | Sequence[int],
+    world: World,
+    micro_batch_size: int,
+    padded: bool = False,
+    max_tokens: float = math.inf,
+) -> list[MicroBatch]:
+    """Return this rank's micro-batches of a global batch; every rank gets the same number of them.
 
-    Every rank gets the same number of them, since each is a forward that the others wait for;
-    where its rows do not suffice, a filler repeats the shortest one with weight 0. A row of more
-    than `tokens` is alone. lengths: row -> tokens. Micro-batches get equal shares of tokens; or, if
-    their rows will be `padded` to one length, rows of like length. Ranks get equal shares of both.
+    In the backward pass all ranks wait for each other. A rank with too few rows gets a filler: the
+    shortest row with weight 0.
+
+    rows: the global batch; lengths: tokens of each row; micro_batch_size: most rows of a
+    micro-batch; padded: the rows of a micro-batch will be padded to one length, so rows of similar
+    length come together, otherwise micro-batches get about the same number of tokens; max_tokens:
+    most tokens of a micro-batch. A row with more tokens gets a micro-batch of its own.
     """
     longest_first = sorted(rows, key=lambda row: (-lengths[row], row))
-    ranks = world.world_size
-    if padded and longest_first and tokens < math.inf:  # each row takes the longest one's
-        budget = max(1, min(budget, tokens // lengths[longest_first[0]]))
-    micro_steps = math.ceil(math.ceil(len(longest_first) / ranks) / budget)
+    size = micro_batch_size
+    if padded and longest_first and max_tokens < math.inf:  # each row is padded to the longest one
+        size = max(1, min(size, int(max_tokens // lengths[longest_first[0]])))
+    micro_steps = math.ceil(math.ceil(len(longest_first) / world.world_size) / size)
+    if padded:  # deal the rows to the ranks in turn
+        own = longest_first[world.rank :: world.world_size]
+        parts = [own[step * size : (step + 1) * size] for step in range(micro_steps)]
+    else:
+        bins = _fill_bins(longest_first, lengths, micro_steps * world.world_size, size)
+        while any(_is_too_long(part, lengths, max_tokens) for part in bins):
+            micro_steps += 1
+            bins = _fill_bins(longest_first, lengths, micro_steps * world.world_size, size)
+        parts = []
+        for step in range(micro_steps):
+            of_step = bins[step * world.world_size : (step + 1) * world.world_size]
+            # in alternating order, so that no rank always gets the bin with the most tokens
+            parts.append(of_step[:: -1 if step % 2 else 1][world.rank])
     filler = MicroBatch(longest_first[-1:], [0.0])
-    own = longest_first[world.rank :: ranks]
-    bins = [] if padded else _balanced(longest_first, lengths, micro_steps * ranks, budget)
-    while any(len(rows) > 1 and sum(lengths[row] for row in rows) > tokens for rows in bins):
-        micro_steps += 1
-        bins = _balanced(longest_first, lengths, micro_steps * ranks, budget)
-    micro_batches = []
-    for step in range(micro_steps):
-        if padded:
-            index = own[step * budget : (step + 1) * budget]
-        else:  # to and fro, so that no rank always gets the largest
-            place = ranks - 1 - world.rank if step % 2 else world.rank
-            index = bins[step * ranks + place]
-        micro_batches.append(MicroBatch(index, [1.0] * len(index)) if index else filler)
-    return micro_batches
+    return [MicroBatch(part, [1.0] * len(part)) if part else filler for part in parts]
 
 
-def _balanced(longest_first, lengths, count, budget):
-    """Put each row into the bin of `count` that has the fewest tokens; the fullest bin first."""
-    bins = [[] for _ in range(count)]
+def _is_too_long(part, lengths, max_tokens) -> bool:
+    return len(part) > 1 and sum(lengths[row] for row in part) > max_tokens
+
+
+def _fill_bins(longest_first, lengths, count: int, bin_size: int) -> list[list[int]]:
+    """Put each row into the bin with the fewest tokens; return the bins, the fullest first."""
+    bins: list[list[int]] = [[] for _ in range(count)]
     heap = [(0, number) for number in range(count)]  # (tokens, number of the bin)
     for row in longest_first:
         tokens, number = heapq.heappop(heap)
         bins[number].append(row)
-        if len(bins[number]) < budget:
+        if len(bins[number]) < bin_size:
             heapq.heappush(heap, (tokens + lengths[row], number))
-    return sorted(bins, key=lambda rows: -sum(lengths[row] for row in rows))
+    return sorted(bins, key=lambda part: -sum(lengths[row] for row in part))
 
 
-def check_enough_rows(path, count, world):
+def check_enough_rows(path: str, count: int, world: World) -> None:
     """Raise UserError if there are fewer rows than processes."""
     if count < world.world_size:
-        says = f"{count} usable rows for {world.world_size} processes; start at most {count}"
-        raise UserError(f"{path}: {says}")
+        problem = f"{count} usable rows for {world.world_size} processes"
+        raise UserError(f"{path}: {problem}; start at most {count} processes")
 
 
 class Plan(NamedTuple):
-    """The global batches of a run; an epoch's last one is what is left of the rows."""
+    """The global batches of a run. The last one of an epoch has the remaining rows."""
 
     rows: int  # in the data set
     global_batch: int
@@ -96,35 +114,45 @@ class Plan(NamedTuple):
     max_steps: int = -1
 
     @classmethod
-    def of(cls, config, rows, ranks=1):
-        """What the usual settings ask for; ranks: of them, where batch_size counts per process."""
+    def of(cls, config, rows: int, ranks: int = 1) -> "Plan":
+        """Return the plan of a script's settings.
+
+        ranks: number of processes, for scripts whose batch_size counts rows per process.
+        """
         global_batch = config.batch_size * ranks * config.gradient_accumulation_steps
         settings = config.seed, config.shuffle, config.num_epochs, config.max_steps
         return cls(rows, global_batch, *settings)
 
     @property
-    def steps_per_epoch(self):
+    def steps_per_epoch(self) -> int:
         return math.ceil(self.rows / self.global_batch)
 
     @property
-    def steps(self):
-        """Optimiser steps of the whole run."""
+    def steps(self) -> int:
+        """Optimizer steps of the run."""
         if self.max_steps >= 0:
             return self.max_steps
         # rounded first: 100 steps x 1.1 epochs is 110.00000000000001
         return math.ceil(round(self.steps_per_epoch * self.num_epochs, 6))
 
-    def epoch(self, step) -> float:
-        """Passes over the data after `step` steps."""
+    def epoch(self, step: int) -> float:
+        """Return the passes over the data after `step` steps."""
         return step / self.steps_per_epoch
 
-    def batch(self, step) -> list[int]:
-        """The global batch of a step; the first step is 0."""
+    def batch(self, step: int) -> list[int]:
+        """Return the global batch of a step; the first step is 0."""
         epoch, number = divmod(step, self.steps_per_epoch)
         first = number * self.global_batch
         visit = order(self.rows, self.seed, epoch, self.shuffle)
         return visit[first : first + self.global_batch].tolist()
 
-    def due(self, every, step) -> bool:
-        """Whether something is due after `step` steps: each `every`, or epoch if 0, and at last."""
+    def rows_used(self) -> np.ndarray:
+        """Return the rows that the run trains on, sorted."""
+        if self.steps >= self.steps_per_epoch:  # an epoch visits all rows
+            return np.arange(self.rows)
+        visit = order(self.rows, self.seed, 0, self.shuffle)
+        return np.sort(visit[: self.steps * self.global_batch])
+
+    def due(self, every: int, step: int) -> bool:
+        """Return whether to act after `step` steps: each `every`, or epoch if 0, and at the end."""
         return step % (every or self.steps_per_epoch) == 0 or step == self.steps

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from ddp_utils import distributed
-from ddp_utils.sampler import MicroBatch, seed_of, share
+from ddp_utils.sampler import MicroBatch, assign_micro_batches, seed_of
 
 
 class SampleSpec(NamedTuple):
@@ -36,7 +36,7 @@ def generate(scorer, prompts, ends, world, spec, poll=lambda: None, first=0, kee
     starts = range(0, len(rows), spec.batch_size)
     micro_batches = []
     replies = []
-    for cut_batch in share(range(len(starts)), [0] * len(starts), world, budget=1):
+    for cut_batch in assign_micro_batches(range(len(starts)), [0] * len(starts), world, 1):
         poll()  # stop between two batches, if asked to
         start = starts[cut_batch.index[0]]
         index = rows[start : start + spec.batch_size]

@@ -89,7 +89,7 @@ def share(pairs, size, world) -> list[MicroBatch]:
     """Return this rank's micro-batches of some pairs, each of at most `size` of one backbone."""
     rows = groups(range(len(pairs)), pairs, size)
     costs = [len(pairs[group[0]].preferred) * (1 + len(group)) for group in rows]
-    shared = sampler.share(range(len(rows)), costs, world, budget=1)
+    shared = sampler.assign_micro_batches(range(len(rows)), costs, world, 1)
     return [MicroBatch(rows[index], weight * len(rows[index])) for [index], weight in shared]
 
 

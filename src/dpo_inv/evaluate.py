@@ -139,7 +139,7 @@ def natives(model, pairs, seed, world) -> dict:
     lengths = [len(pair.preferred) for pair in one_of_each]
     averages = Averages(world)
     config = inference_config.Config(num_samples=8, seed=seed)
-    for [index], weight in sampler.share(range(len(lengths)), lengths, world, budget=1):
+    for [index], weight in sampler.assign_micro_batches(range(len(lengths)), lengths, world, 1):
         name = one_of_each[index].name
         backbone = one_of_each[index].backbone
         native = mpnn.encode(backbone.sequence)  # [L]

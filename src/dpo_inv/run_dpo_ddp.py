@@ -70,7 +70,7 @@ def pair_losses(policy, batch, table, config):
     preferred, unpreferred = policy(batch)  # [B], [B]
     tokens = batch.targets.sum(-1)  # [B]
     logps = losses.LogPs(preferred, unpreferred, *table.unbind(-1), tokens, tokens)
-    per_pair, metrics = losses.preference(logps, config)
+    per_pair, metrics = losses.preference(logps, losses.LossSpec.of(config))
     if config.method in MEASURED_METHODS:
         sides = preferred, unpreferred, batch.margins, batch.signs
         per_pair = stability.losses(config.method, *sides)
@@ -265,7 +265,7 @@ def main(argv=None) -> int:
         end_epoch(done, *rest)
 
         # loop: one turn is one optimiser step
-        displacement = losses.Displacement(config, "sequences", "--method dpop")
+        displacement = losses.Displacement(config.method, "sequences", "--method dpop")
         epochs = math.ceil(max(config.num_epochs, plan.epoch(plan.steps)))
         for step in range(done, plan.steps):
             start = time.perf_counter()

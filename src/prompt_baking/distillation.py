@@ -134,7 +134,7 @@ class Teacher:
         world = run.world
         states = {}  # "split/row" -> [n, D]
         for split, rows in self.data.items():
-            micro_batches = self.student.share(range(len(rows)), rows, world, size)
+            micro_batches = self.student.micro_batches(range(len(rows)), rows, world, size)
             run.bar.begin(f"Teacher, {split}", len(micro_batches))
             for micro_batch in micro_batches:
                 run.stop_if_requested()

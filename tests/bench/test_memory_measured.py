@@ -88,7 +88,9 @@ def train(case, config, rows, world):
     optimizer, schedule = make_optimizer(policy, 1e-4, 3, "constant", 0.0, 0.0)
     for _ in range(3):
         batch = scorer.collate(rows, world.device)
-        per_pair, metrics = losses.pair_losses(policy, batch, torch.zeros(len(rows), 2), config)
+        per_pair, metrics = losses.pair_losses(
+            policy, batch, torch.zeros(len(rows), 2), losses.LossSpec.of(config)
+        )
         policy.backward(per_pair.mean())
         del per_pair, metrics
         policy.step(optimizer, schedule, policy.clip_grad_norm(1.0).item())
@@ -137,7 +139,7 @@ def predicted(number, folder):
     config = config_of(case, folder / "model")
 
     def losses_of(*arguments):
-        return losses.pair_losses(*arguments, config)
+        return losses.pair_losses(*arguments, losses.LossSpec.of(config))
 
     rows = rows_of(case, case[4][4])
     precision = main_distributed.precision_of(config, torch.device("cpu"))

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp_utils.distributed import World
-from ddp_utils.sampler import Plan, order, seed_of, share
+from ddp_utils.sampler import Plan, assign_micro_batches, order, seed_of
 
 
 def shares(rows, lengths, world_size, budget, *options):
     """The micro-batches of every rank."""
     worlds = [World(rank=rank, world_size=world_size) for rank in range(world_size)]
-    return [share(rows, lengths, world, budget, *options) for world in worlds]
+    return [assign_micro_batches(rows, lengths, world, budget, *options) for world in worlds]
 
 
 def trained(parts):
@@ -152,6 +152,18 @@ STEPS = {  # rows, batch, epochs, max_steps -> steps
     (10, 3, 1, 50): 50,
     (100, 1, 1.1, -1): 110,  # 110.00000000000001 in floats
 }
+
+
+def test_the_rows_used_by_a_run_are_those_of_its_steps():
+    plan = Plan(10, 3, seed=4, max_steps=2)
+    trained_on = plan.batch(0) + plan.batch(1)
+    assert plan.rows_used().tolist() == sorted(trained_on) and len(trained_on) == 6
+    # in the order of the file: steps 0 and 1 have rows 0 to 5; the last of 4 steps has row 9
+    by_hand = {0: [], 2: [0, 1, 2, 3, 4, 5], 3: [*range(9)], 4: [*range(10)], 99: [*range(10)]}
+    for steps, rows in by_hand.items():
+        plan = Plan(10, 3, seed=4, shuffle=False, max_steps=steps)
+        assert plan.rows_used().tolist() == rows
+    assert Plan(10, 3, 4, num_epochs=2.5).rows_used().tolist() == [*range(10)]
 
 
 def test_steps_of_a_run_and_when_something_is_due():

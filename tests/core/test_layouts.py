@@ -352,7 +352,7 @@ def test_a_shared_layout_feeds_no_token_twice_and_no_padding():
         fed = 0
         for rank in range(ranks):
             world = SimpleNamespace(rank=rank, world_size=ranks)
-            for part in scorer.share(range(len(PAIRS)), PAIRS, world, 2):
+            for part in scorer.micro_batches(range(len(PAIRS)), PAIRS, world, 2):
                 fed += scorer.collate([PAIRS[row] for row in part.index], "cpu").ids.numel()
         totals[ranks, shared] = fed
     assert totals[1, True] == totals[3, True] == real

@@ -12,7 +12,7 @@ import torch
 from config import Config
 from ddp_utils import UserError
 from ddp_utils.cli import METHODS, loss_options
-from ddp_utils.losses import Displacement, LogPs, at_reference, preference, sft
+from ddp_utils.losses import Displacement, LogPs, LossSpec, at_reference, preference, sft
 
 ALL = ["dpo", "cdpo", "robust", "ipo", "ipo_sum", "hinge", "dpop", "dposhift", "dpopshift", "simpo"]
 AVERAGEABLE = ["dpo", "cdpo", "robust", "hinge", "dpop", "dposhift", "dpopshift"]
@@ -86,12 +86,12 @@ def logps_of(rows, dtype=torch.float64):
 def loss_and_gradients(config, rows, dtype=torch.float64):
     logps = logps_of(rows, dtype)
     sides = logps.chosen.requires_grad_(), logps.rejected.requires_grad_()
-    losses, _ = preference(logps, config, NOISE)
+    losses, _ = preference(logps, LossSpec.of(config), NOISE)
     return losses.detach(), *torch.autograd.grad(losses.sum(), sides)
 
 
 def one_loss(config, *row):
-    return preference(logps_of([row]), config, NOISE)[0].item()
+    return preference(logps_of([row]), LossSpec.of(config), NOISE)[0].item()
 
 
 def check_against_hand(config, rows):
@@ -127,7 +127,7 @@ def test_the_dpop_penalty_is_beta_lambda_times_a_fall_beyond_the_callers_noise()
     pair = logps_of([(-10.25, -12.0, -10.0, -11.0, 4, 4)])
     config = settings("dpop", beta=0.1, lambda_dpop=50.0)
     for noise, z in ((0.1, -1.175), (0.5, 0.075)):
-        loss = preference(pair, config, noise)[0].item()
+        loss = preference(pair, LossSpec.of(config), noise)[0].item()
         assert loss == pytest.approx(math.log(1 + math.exp(-z)), rel=1e-12)
 
 
@@ -139,7 +139,9 @@ def test_the_loss_at_the_reference_has_its_closed_form(method):
         wanted = {"hinge": 1.0, "simpo": None}.get(method, math.log(2))
         if method in ("ipo", "ipo_sum"):
             wanted = 1 / (4 * beta * beta)
-        assert at_reference(config) == (None if wanted is None else pytest.approx(wanted))
+        assert at_reference(LossSpec.of(config)) == (
+            None if wanted is None else pytest.approx(wanted)
+        )
         if wanted is not None:
             assert one_loss(config, *row) == pytest.approx(wanted, rel=1e-12)
 
@@ -184,18 +186,18 @@ def test_the_metrics_are_beta_times_the_summed_log_ratios_whatever_the_loss():
         "logps/rejected": [-11.0, -4.0, -9.0],
     }
     for method in ("dpo", "ipo", "dposhift", "dpop"):
-        _, metrics = preference(logps_of(rows), settings(method, beta=0.5))
+        _, metrics = preference(logps_of(rows), LossSpec(method, beta=0.5))
         assert {name: values.tolist() for name, values in metrics.items()} == expected
 
 
 def test_rewards_of_simpo_are_beta_times_log_probs_per_token():
-    _, metrics = preference(logps_of([(-8.0, -11.0, -1.0, -1.0, 4, 5)]), settings("simpo", beta=2))
+    _, metrics = preference(logps_of([(-8.0, -11.0, -1.0, -1.0, 4, 5)]), LossSpec("simpo", beta=2))
     assert metrics["rewards/chosen"].item() == pytest.approx(2 * -8 / 4)
     assert metrics["rewards/rejected"].item() == pytest.approx(2 * -11 / 5)
 
 
 def warnings_of(rewards, method="dpo"):
-    watch = Displacement(Config(method=method))
+    watch = Displacement(method)
     return [(step, line) for step, reward in enumerate(rewards, 1) if (line := watch.seen(reward))]
 
 

@@ -283,7 +283,9 @@ def memory(_folder):
         optimizer, schedule = make_optimizer(policy, 1e-4, 3, "constant", 0.0, 0.0)
         for _ in range(3):
             batch = scorer.collate(rows, DEVICE)
-            policy.backward(losses.pair_losses(policy, batch, known, config)[0].mean())
+            policy.backward(
+                losses.pair_losses(policy, batch, known, losses.LossSpec.of(config))[0].mean()
+            )
             policy.step(optimizer, schedule, policy.clip_grad_norm(1.0).item())
 
     shapes = list(SHAPES.items())[: 1 if DRY else 2]
@@ -299,7 +301,7 @@ def memory(_folder):
         peak = metrics.peak_memory_mb(DEVICE) / 2**10 - before
 
         def losses_of(*arguments, config=config):
-            return losses.pair_losses(*arguments, config)
+            return losses.pair_losses(*arguments, losses.LossSpec.of(config))
 
         need = memory_plan.need(config, settings, rows, losses_of, precision, DEVICE.type)
         plan = sum(memory_plan.share(need, "DDP", 1)) / 2**30
