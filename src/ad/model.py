@@ -1,55 +1,57 @@
-"""The transformer of Algorithm Distillation: one token per step, an action predicted at each.
+"""The transformer of Algorithm Distillation: one token per step, from which it predicts an action.
 
-Token t holds what is seen of the state of step t, and what came before: action and reward of step
-t - 1. B windows of T tokens, A actions.
+Token t holds the observation of step t, and the action and the reward of step t - 1. B windows of T
+tokens, A actions, D width of an attention head.
 """
 
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ad.config import Config
 from ddp_utils.policy import ScorerModule
 
-INSIDE, EPISODE, REGION = range(3)  # where a token stands: first of an episode, of a region
+INSIDE, EPISODE, REGION = range(3)  # where a token is: inside, or first of an episode or a region
 
 
 class Tokens(NamedTuple):
-    """Integers, each [B, T]."""
+    """The input of the model; integers, each [B, T]."""
 
-    cell: torch.Tensor  # what is seen of the state
-    action: torch.Tensor  # that led to it; at the beginning of a window A, for none
-    reward: torch.Tensor  # of that action, 0 at the beginning of a window
-    place: torch.Tensor  # INSIDE, EPISODE or REGION
+    cell: Tensor  # observation of the state
+    action: Tensor  # the action that led to it; A for none, at the first token of a window
+    reward: Tensor  # the reward of that action; 0 at the first token of a window
+    place: Tensor  # INSIDE, EPISODE or REGION
 
 
 class Cache:
-    """Keys and values of the tokens seen so far, of all layers."""
+    """Keys and values of the tokens so far, in all layers."""
 
-    def __init__(self, model, batch):
-        layers = model.config.tf_n_layer
-        heads = model.config.tf_n_head
-        sizes = batch, heads, model.config.window, model.config.tf_n_embd // heads
+    def __init__(self, model: "Model", batch: int):
+        config = model.config
+        heads = config.tf_n_head
+        sizes = batch, heads, config.window, config.tf_n_embd // heads
         # [layers, 2, B, heads, window, D]
-        self.keys_and_values = model.head.weight.new_zeros(layers, 2, *sizes)
+        self.keys_and_values = model.head.weight.new_zeros(config.tf_n_layer, 2, *sizes)
         self.length = 0
 
-    def add(self, layer, key, value):
-        """Keep these, each [B, heads, T, D]; returns the keys and values of all tokens so far."""
+    def add(self, layer: int, key: Tensor, value: Tensor) -> Tensor:
+        """Append keys and values [B, heads, T, D]; return those of all tokens so far, stacked."""
         end = self.length + key.shape[-2]
-        kept = self.keys_and_values[layer, :, :, :, :end]
-        kept[:, :, :, self.length :] = torch.stack([key, value])
-        return kept
+        so_far = self.keys_and_values[layer, :, :, :, :end]
+        so_far[:, :, :, self.length :] = torch.stack([key, value])
+        return so_far
 
 
 class Model(nn.Module):
-    """Pre-norm GPT with rotary positions; cells enter as x and y, so that they generalise.
+    """A pre-norm GPT with rotary positions.
 
-    config.environment: shape of what is seen, number of actions.
+    The coordinates of an observation have separate embeddings, so that the model generalizes to
+    cells that it has not seen.
     """
 
-    def __init__(self, config):
+    def __init__(self, config: Config):
         super().__init__()
         width = config.tf_n_embd
         self.config = config
@@ -66,16 +68,16 @@ class Model(nn.Module):
         for parameter in self.parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=0.02)
-        nn.init.zeros_(self.head.weight)  # the first loss is ln A, whatever the rest is
+        nn.init.zeros_(self.head.weight)  # so that the first loss is exactly ln A
         nn.init.zeros_(self.head.bias)
         angles = rotations(config.window, width // config.tf_n_head)
         self.register_buffer("angles", angles, persistent=False)  # [2, window, D / 2]
 
-    def forward(self, tokens, cache=None):
-        """Tokens [B, T] -> logits [B, T, A]; with a cache, T more tokens behind its own."""
+    def forward(self, tokens: Tokens, cache: Cache | None = None) -> Tensor:
+        """Return logits [B, T, A]. With a cache, the T tokens follow those in the cache."""
         hidden = self.action(tokens.action) + self.reward(tokens.reward) + self.place(tokens.place)
         rest = tokens.cell
-        for embedding in reversed(self.coordinates):
+        for embedding in reversed(self.coordinates):  # the last coordinate varies fastest
             hidden = hidden + embedding(rest % embedding.num_embeddings)
             rest = rest // embedding.num_embeddings
         hidden = self.dropout(hidden)
@@ -89,9 +91,12 @@ class Model(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and a feed-forward network, each behind a norm and added."""
+    """Attention and a feed-forward network, each with a norm before it and a residual connection.
 
-    def __init__(self, config, number):
+    number: of the layer, for the cache.
+    """
+
+    def __init__(self, config: Config, number: int):
         super().__init__()
         width = config.tf_n_embd
         self.number = number
@@ -106,7 +111,8 @@ class Layer(nn.Module):
         self.down = nn.Linear(inner, width)
         self.dropout = nn.Dropout(config.tf_dropout)
 
-    def forward(self, hidden, angles, cache):
+    def forward(self, hidden: Tensor, angles: Tensor, cache: Cache | None) -> Tensor:
+        """Return the hidden states [B, T, width] after this layer; angles: [2, T, D / 2]."""
         batch, length, _ = hidden.shape
         qkv = self.qkv(self.norm(hidden)).view(batch, length, 3, self.heads, -1)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)  # [B, heads, T, D]
@@ -115,38 +121,43 @@ class Layer(nn.Module):
         if cache:
             key, value = cache.add(self.number, key, value)
         drop = self.attention_dropout if self.training else 0.0
-        causal = length > 1  # one token sees all before it
-        seen = F.scaled_dot_product_attention(query, key, value, dropout_p=drop, is_causal=causal)
-        hidden = hidden + self.dropout(self.out(seen.transpose(1, 2).reshape(hidden.shape)))
+        causal = length > 1  # a single token attends to all tokens before it
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=drop, is_causal=causal)
+        hidden = hidden + self.dropout(self.out(mixed.transpose(1, 2).reshape(hidden.shape)))
         inner = F.gelu(self.up(self.norm_inner(hidden)))
         return hidden + self.dropout(self.down(inner))
 
 
-def rotations(length, width):
-    """Return cosines and sines of rotary positions [2, T, D / 2] (Su et al., 2021)."""
+def rotations(length: int, width: int) -> Tensor:
+    """Return the cosines and sines of rotary positions [2, T, D / 2] (Su et al., 2021)."""
     rates = 10000.0 ** (-torch.arange(0, width, 2) / width)
     angles = torch.outer(torch.arange(length), rates)
     return torch.stack([angles.cos(), angles.sin()])
 
 
-def rotate(states, angles):
-    """Turn pairs of the halves of [B, heads, T, D] by their position's angle."""
+def rotate(states: Tensor, angles: Tensor) -> Tensor:
+    """Rotate [B, heads, T, D]: element i of the first half with element i of the second half."""
     cosine, sine = angles.to(states.dtype)
     one, two = states.chunk(2, dim=-1)
     return torch.cat([one * cosine - two * sine, two * cosine + one * sine], dim=-1)
 
 
 class Distiller(ScorerModule):
-    """Windows -> mean loss and accuracy of each; what DDP wraps."""
+    """The model with its loss: the module that DDP wraps."""
 
-    def __init__(self, model, autocast=None, label_smoothing=0.0):
+    def __init__(
+        self, model: Model, autocast: torch.dtype | None = None, label_smoothing: float = 0.0
+    ):
         super().__init__()
         self.model = model
         self.autocast = autocast
         self.label_smoothing = label_smoothing
 
-    def forward(self, batch):
-        """(tokens, actions [B, T]) -> (cross-entropy in nats, accuracy), means over T, each [B]."""
+    def forward(self, batch: tuple[Tokens, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the mean cross-entropy (nats) and the mean accuracy of each window, [B] each.
+
+        batch: tokens, and the actions to predict [B, T].
+        """
         tokens, action = batch
         with torch.autocast(action.device.type, self.autocast, enabled=self.autocast is not None):
             logits = self.model(tokens).float()  # [B, T, A]
@@ -156,7 +167,7 @@ class Distiller(ScorerModule):
         correct = (logits.argmax(-1) == action).float()
         return losses.view(action.shape).mean(-1), correct.mean(-1)
 
-    def example(self, device):
-        """Return a window of two steps, for the throwaway pass of policy.Policy."""
+    def example(self, device: torch.device) -> tuple[Tokens, Tensor]:
+        """Return a batch of one window of two steps, which the policy uses for a trial pass."""
         zeros = torch.zeros(1, 2, dtype=torch.long, device=device)
         return Tokens(zeros, zeros, zeros, zeros), zeros

@@ -1,4 +1,4 @@
-"""Distil how an algorithm learns into a transformer that then learns in its context alone.
+"""Train a transformer to imitate a learning algorithm, so that it learns in its context.
 
     accelerate launch src/ad/train.py                                     # the demo
     accelerate launch --multi_gpu --num_processes 2 src/ad/train.py --config config/model/ad_dr.yaml
@@ -6,14 +6,15 @@
     python src/ad/train.py                                                # one process
 
 Loss: cross-entropy of the source's action at every step of a window of its learning history
-(Laskin et al., In-context Reinforcement Learning with Algorithm Distillation, 2022). Histories are
-collected first if there are none. Guide: docs/algorithm_distillation.md. Results: output_dir.
+(Laskin et al., In-context Reinforcement Learning with Algorithm Distillation, 2022). If the file of
+histories does not exist, they are collected first. Settings: src/ad/config.py. Results: output_dir.
+Guide: docs/algorithm_distillation.md.
 """
 
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # where nothing is installed
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # works without an installed package
 
 from ad.config import read
 from ddp_utils import cli
@@ -30,25 +31,23 @@ import torch
 from safetensors.torch import save_file
 
 from ad import evaluate, windows
+from ad.config import Config
 from ad.model import Distiller, Model
-from ddp_utils import (
-    NonFiniteError,
-    UserError,
-    checks,
-    distributed,
-    metrics,
-    sampler,
-)
+from ad.windows import Histories
+from ddp_utils import NonFiniteError, UserError, checks, distributed, metrics, sampler
 from ddp_utils import run as run_
 from ddp_utils.data import digest_of_files, resolve
+from ddp_utils.distributed import World
 from ddp_utils.policy import Policy, Precision, bytes_to_write, check_same_precision, make_optimizer
 from ddp_utils.run import Run
 from ddp_utils.runs import progress
 from ddp_utils.runs.folder import RunSpec
 
+# --- settings and data ---------------------------------------------------------------------------
 
-def banner(config, world, autocast):
-    """Return what the guide prints, to the letter."""
+
+def banner(config: Config, world: World, autocast: torch.dtype | None) -> str:
+    """Return the configuration as the guide prints it."""
     kinds = {"cpu": "MULTI_CPU", "cuda": "MULTI_GPU", "xpu": "MULTI_XPU"}
     precisions = {None: "no", torch.float16: "fp16", torch.bfloat16: "bf16"}
     rule = "=" * 60
@@ -63,11 +62,43 @@ Main process device: {world.device}
 {rule}"""
 
 
+def choose_precision(config: Config, world: World) -> Precision:
+    """Return the precision of training; raise UserError for fp16 on a CPU."""
+    precision = Precision.choose(world.device, mixed=config.mixed_precision)
+    if precision.autocast == torch.float16 and world.device.type == "cpu":
+        raise UserError("--mixed_precision: fp16 is not supported on a CPU; use no or bf16")
+    return precision
+
+
+def notes(config: Config, world: World, path: Path) -> list[str]:
+    """Return lines about the data and about settings that have no effect."""
+    lines = [f"histories: {path}{'' if path.exists() else ', to be collected'}"]
+    if config.num_workers:
+        lines.append("num_workers: ignored; windows are cut on the device, without a data loader")
+    # accelerate sets both for one process, the second one only if several were requested
+    is_single = "ACCELERATE_USE_CPU" in os.environ and "MASTER_ADDR" in os.environ
+    if is_single and world.world_size == 1:
+        lines.append("accelerate: only one process; add --multi_gpu to start several, on CPUs too")
+    return lines
+
+
+def load_histories(config: Config, path: Path, world: World) -> tuple[list[Histories], list[float]]:
+    """Return the histories of the training and of the held-out tasks, collecting them if needed.
+
+    Also returns the mean return of each episode if they were collected.
+    """
+    returns = distributed.on_main(
+        world, lambda: [] if path.exists() else [*windows.collect(config, path)]
+    )
+    arrays = distributed.on_each(world, lambda: windows.read(path, config.source_settings()))
+    return [Histories(arrays, part, config, world.device) for part in config.tasks], returns
+
+
 # --- step ----------------------------------------------------------------------------------------
 
 
-def train_step(policy, step, data, config, run):
-    """Forward and backward of one global batch; return its exact means. The gradient is ready."""
+def train_step(policy: Policy, step: int, data: Histories, config: Config, run: Run) -> dict:
+    """Run forward and backward for one global batch; return its means over all ranks."""
     world = run.world
     size = config.train_batch_size
     accumulation = config.gradient_accumulation_steps
@@ -80,34 +111,34 @@ def train_step(policy, step, data, config, run):
         rows = slice(first, first + size)
         policy.sync_gradients(micro_step == accumulation - 1)
         losses, correct = policy(data.batch(history[rows], start[rows]))  # [B], [B]
-        # DDP averages over ranks: times world_size / count is the mean of the global batch
+        # DDP averages over ranks: times world_size / count is the mean over the global batch
         policy.backward(losses.sum() * (world.world_size / count))
         averages.add({"loss": losses, "accuracy": correct}, torch.ones_like(losses))
     norm = policy.clip_grad_norm(config.max_grad_norm)
-    values = run.reduce(averages, norm)
+    return run.reduce(averages, norm)
+
+
+def check_step(policy: Policy, step: int, loss: float, config: Config) -> None:
+    """Stop before an update from a wrong start or with a non-finite loss."""
     if step == 0:
-        check_first_step(policy, values["loss"], config.environment.actions)
-    if not math.isfinite(values["loss"]):
+        # the head is zero, so that all actions have the same probability
+        expected = math.log(config.environment.actions)
+        bound = 1e-6 if policy.scorer.autocast is None else 1e-2
+        if abs(loss - expected) > bound:
+            raise UserError(f"before the first step the loss is {loss:.6f}, not {expected:.6f}")
+        checks.check_gradients(policy, "full")
+    if not math.isfinite(loss):
         raise NonFiniteError(f"step {step + 1}: the loss is not finite; lower --lr")
-    return values
-
-
-def check_first_step(policy, loss, actions):
-    """A head of zeros gives every action the same odds: the first loss is ln A, or a bug's."""
-    bound = 1e-6 if policy.scorer.autocast is None else 1e-2
-    if abs(loss - math.log(actions)) > bound:
-        raise UserError(f"before the first step the loss is {loss:.6f}, not ln {actions}")
-    checks.check_gradients(policy, "full")
 
 
 # --- evaluation, on the main process -------------------------------------------------------------
 
 
 @torch.no_grad()
-def test(distiller, data, config):
-    """Return mean loss and accuracy on windows of held-out tasks that overlap nowhere."""
+def held_out_loss(distiller: Distiller, data: Histories, config: Config) -> dict:
+    """Return the mean loss and accuracy on all non-overlapping windows of held-out tasks."""
     history, start = data.all()
-    averages = metrics.Averages(distributed.World())  # of this process alone
+    averages = metrics.Averages(World())  # of this process only
     for first in range(0, len(history), config.test_batch_size):
         rows = slice(first, first + config.test_batch_size)
         losses, correct = distiller(data.batch(history[rows], start[rows]))
@@ -115,38 +146,44 @@ def test(distiller, data, config):
     return averages.reduce()
 
 
-def validate(step, policy, data, config, run):
-    """Evaluate what is due after `step` steps, if the run has not yet; everything at the end."""
-    last = step == config.train_timesteps
-    if not run.world.is_main or run.validated >= step > 0 or not (step or last):
+def is_due(interval: int, step: int, config: Config) -> bool:
+    """Return whether something is due after `step` steps: at multiples, and after the last one."""
+    return step == config.train_timesteps or (interval > 0 and step % interval == 0)
+
+
+def validate(step: int, policy: Policy, data: Histories, config: Config, run: Run) -> None:
+    """Evaluate what is due after `step` steps, unless it was done before a restart."""
+    is_last = step == config.train_timesteps
+    is_done = run.validated >= step > 0
+    if not run.world.is_main or is_done or (step == 0 and not is_last):
         return
     policy.scorer.eval()
     values = {}
-    if last or (config.eval_interval and step % config.eval_interval == 0):
-        values = test(policy.scorer, data, config)
+    if is_due(config.eval_interval, step, config):
+        values = held_out_loss(policy.scorer, data, config)
         run.results["val"] = values
-    if last or (config.gen_interval and step % config.gen_interval == 0):
-        summary, returns = evaluate.assess(policy.scorer.model, config, compare=last)
+    if is_due(config.gen_interval, step, config):
+        summary, returns = evaluate.evaluate_agent(policy.scorer.model, config, compare=is_last)
         run.say(progress.row("agent", evaluate.describe(summary)))
         run.results["test"] = summary
         values |= {name: value for name, value in summary.items() if value is not None}
-        if last:
+        if is_last:
             evaluate.write(run.folder, summary, returns, config)
     if values:
         run.log(step, values, "val")
     policy.scorer.train()
 
 
-def save(model, folder):
-    """Write the weights under their own names; config.json of the run says what they belong to."""
+# --- main ----------------------------------------------------------------------------------------
+
+
+def save_model(model: Model, folder: Path) -> None:
+    """Write the weights; config.json of the run describes the architecture."""
     folder.mkdir(exist_ok=True)
     save_file(model.state_dict(), folder / "model.safetensors")
 
 
-# --- main ----------------------------------------------------------------------------------------
-
-
-def main(argv=None) -> int:
+def main(argv: list[str] | None = None) -> int:
     # setup
     world = distributed.whoami(argv=sys.argv)
     config = read(sys.argv[1:] if argv is None else argv, world.is_main)
@@ -154,91 +191,75 @@ def main(argv=None) -> int:
         world = distributed.choose_device(world, config.backend)
     else:
         world = distributed.init_process_group(world, config.backend, config.timeout_minutes)
-    precision = Precision.choose(world.device, mixed=config.mixed_precision)
-    autocast = precision.autocast
-    if autocast == torch.float16 and world.device.type == "cpu":
-        raise UserError("--mixed_precision: fp16 does not train on a CPU; give no, or bf16")
+    precision = choose_precision(config, world)
     path = resolve(config.traj_file)
-    if path.exists():
-        windows.read(path, config.source_settings())  # else they are collected when all have met
-    torch.manual_seed(config.seed)  # the same start on every rank
+    if path.exists():  # finds a mistake before the others are waited for
+        windows.read(path, config.source_settings())
+    torch.manual_seed(config.seed)  # the same initial weights on every rank
     model = Model(config)
-    counts = config.train_batch_size, config.gradient_accumulation_steps, world.world_size
-    global_batch = math.prod(counts)
+    accumulation, steps = config.gradient_accumulation_steps, config.train_timesteps
+    global_batch = config.train_batch_size * accumulation * world.world_size
     inputs = {"global_batch": str(global_batch)}
-    lines = [f"histories: {path}{'' if path.exists() else ', to be collected'}"]
-    if config.num_workers:
-        lines.append("num_workers: not needed: windows are cut on the device, there is no loader")
-    # accelerate's launcher of one process sets these two, the second if it was asked for more
-    is_alone = "ACCELERATE_USE_CPU" in os.environ and world.world_size == 1
-    if is_alone and "MASTER_ADDR" in os.environ:
-        lines.append("accelerate: one process; more need --multi_gpu as well, on CPUs, too")
     spec = RunSpec(
         folder=Path(config.output_dir),
         flag="--output_dir",
-        steps=config.train_timesteps,
+        steps=steps,
         inputs=inputs,
         bytes_needed=bytes_to_write(model, config.keep_checkpoints + 1),
-        lines=lines,
+        lines=notes(config, world, path),
     )
     if config.check:
         return run_.check(spec, config, world)
 
+    # data
     check_same_precision(precision, world)
-    returns = distributed.on_main(
-        world, lambda: [] if path.exists() else [*windows.collect(config, path)]
-    )
-    arrays = distributed.on_each(world, lambda: windows.read(path, config.source_settings()))
-    tasks = config.tasks
-    data, held_out = (windows.Histories(arrays, part, config, world.device) for part in tasks)
+    (data, held_out), returns = load_histories(config, path, world)
     inputs["content of traj_file"] = digest_of_files([path])
-    steps = config.train_timesteps
 
     with Run(spec, config, world) as run:
-        run.say(banner(config, world, autocast))
+        run.say(banner(config, world, precision.autocast))
         if returns:
             run.say(f"collected {path}: return {returns[0]:.2f}, at the end {returns[-1]:.2f}")
         run.describe(
             model=f"transformer, {sum(p.numel() for p in model.parameters()):,} parameters",
-            tasks=f"{config.env}: {len(tasks[0])}, {len(tasks[1])} held out; {data.count} streams",
+            tasks=f"{config.env}: {data.tasks}, {held_out.tasks} held out; {data.count} streams",
             batch=f"{global_batch} windows of {config.window} steps = {world.world_size} ranks x "
-            f"{counts[1]} accumulation x {counts[0]}",
+            f"{accumulation} accumulation x {config.train_batch_size}",
             steps=f"{steps}, learning rate {config.lr:.3g}",
         )
 
         # model
+        distiller = Distiller(model, precision.autocast, config.label_smoothing)
+        policy = Policy(distiller, world)
         betas = config.beta1, config.beta2
-        policy = Policy(Distiller(model, autocast, config.label_smoothing), world)
         optimizer, schedule = make_optimizer(
             policy, config.lr, steps, "cosine", config.warmup_ratio, config.weight_decay, betas
         )
         done = run.restore(policy, optimizer, schedule)
         validate(done, policy, held_out, config, run)
 
-        # loop: one turn is one optimiser step
-        then, before = time.perf_counter(), done
+        # loop: one iteration is one optimizer step
+        seconds = []  # of the steps since the last line of metrics
         for step in range(done, steps):
-            now = step + 1
+            start = time.perf_counter()
             values = train_step(policy, step, data, config, run)
-            rate = optimizer.param_groups[0]["lr"]
+            check_step(policy, step, values["loss"], config)
+            values["learning_rate"] = optimizer.param_groups[0]["lr"]
             policy.step(optimizer, schedule, values["grad_norm"])
-            run.bar.reach(now)
-            if step == 0 or now % config.summary_interval == 0 or now == steps:
-                seconds = (time.perf_counter() - then) / (now - before)
-                values |= {"learning_rate": rate, "seconds": seconds}
-                values["tokens_per_second"] = global_batch * config.window / seconds
+            seconds.append(time.perf_counter() - start)
+            run.bar.reach(step + 1)
+            if step == 0 or is_due(config.summary_interval, step + 1, config):
+                values["seconds"] = sum(seconds) / len(seconds)
+                values["tokens_per_second"] = global_batch * config.window / values["seconds"]
                 values["peak_memory_mb"] = metrics.peak_memory_mb(world.device)
-                run.log(now, values)
-                then, before = time.perf_counter(), now
-            paused = time.perf_counter()
-            validate(now, policy, held_out, config, run)
-            due = now == steps or (config.ckpt_interval and now % config.ckpt_interval == 0)
-            run.step = now
-            run.save_if_due(bool(due))
-            then += time.perf_counter() - paused  # neither counts as a step's time
+                run.log(step + 1, values)
+                seconds = []
+            validate(step + 1, policy, held_out, config, run)
+            run.step = step + 1
+            run.save_if_due(is_due(config.ckpt_interval, step + 1, config))
 
-        # result
-        distributed.on_main(world, lambda: save(model, run.folder / "model"))
+        # results
+        distributed.on_main(world, lambda: save_model(model, run.folder / "model"))
     return 0
 
 

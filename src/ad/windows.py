@@ -1,67 +1,71 @@
-"""Histories on the disk and in memory, and the windows of a step.
+"""Learning histories on disk and in memory, and the windows of a training step.
 
-A history is what a source did while it learnt; a window is a stretch of it that begins with an
-episode. The windows of a step are a pure function of (seed, step). H histories of T steps.
+A history records what a source did while it learned. A window is a stretch of a history that begins
+with an episode. The windows of a step are a pure function of (seed, step). H histories of T steps,
+B windows.
 
-One .npz of three bytes a transition: state (what is seen of it), action, reward [H, T], n_stream
-histories of each task; meta (JSON). So all histories stay on the device.
+A file of histories is an .npz with the uint8 arrays state (the observation), action and reward,
+each [H, T], n_stream histories for each task, and meta (JSON). It is small enough that all
+histories stay on the device.
 """
 
 import json
 import math
 import zipfile
 import zlib
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch.nn import functional as F
 
 from ad import sources
+from ad.config import Config
 from ad.model import EPISODE, INSIDE, REGION, Tokens
 from ddp_utils import UserError
 from ddp_utils.data import write_file
 from ddp_utils.distributed import to_device
 from ddp_utils.runs import checkpoint
 
-ANCHORED = 0.2  # share of the windows that begin where their history does
+Array = np.ndarray
+Arrays = dict[str, Array]  # name -> [H, T]
+ANCHORED = 0.2  # fraction of the windows that begin at the first step of their history
 ARRAYS = ("state", "action", "reward")
 
 
-def collect(config, path):
-    """Write the histories of all tasks into a new file; returns the mean return of each episode.
-
-    The file appears whole or not at all.
-    """
+def collect(config: Config, path: Path) -> Array:
+    """Write the histories of all tasks to a new file; return the mean return of each episode."""
     checkpoint.check_place("--traj_file", path)
     tasks = config.environment.tasks(config.n_task)
-    size = config.n_stream, config.source_steps
-    state, action, reward = sources.histories(config.environment, tasks, *size, config)
+    state, action, reward = sources.histories(config, tasks, config.n_stream, config.source_steps)
     meta = np.array(json.dumps(config.source_settings()))
     with write_file(path) as file, open(file, "wb") as stream:
         np.savez(stream, state=state, action=action, reward=reward, meta=meta)
     return reward.reshape(len(reward), -1, config.horizon).sum(-1).mean(0)
 
 
-def read(path, settings):
-    """Return the arrays of a file by name; settings: those that its histories depend on.
+def read(path: Path, settings: dict) -> Arrays:
+    """Return the arrays of a file.
 
-    Raises UserError if the file is damaged, another one, or collected with other settings.
+    settings: config.source_settings(), on which the histories depend. Raises UserError if the file
+    is damaged, is not a file of histories, or was collected with other settings.
     """
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in ARRAYS}
             collected = json.loads(str(file["meta"]))
     except (EOFError, zipfile.BadZipFile, zlib.error, ValueError, KeyError) as error:
-        raise UserError(f"{path}: damaged, or no file of histories; remove it") from error
+        problem = "is damaged or is not a file of histories"
+        raise UserError(f"--traj_file: {path} {problem}; remove it to collect it again") from error
     for name, value in settings.items():
         if collected.get(name) != value:
-            other = f"{path} has {name} {collected.get(name)}, these settings {value}"
-            raise UserError(f"--traj_file: {other}; give its own, or another name to collect anew")
+            problem = f"{path} was collected with {name} {collected.get(name)} (expected {value})"
+            raise UserError(f"--traj_file: {problem}; use {name} of the file, or another file name")
     return arrays
 
 
-def places(time, config):
-    """Return for each step whether it begins a region, begins an episode, or is inside."""
+def places(time: torch.Tensor, config: Config) -> torch.Tensor:
+    """Return for each step of a history whether it begins a region, begins an episode, or not."""
     place = torch.where(time % config.horizon == 0, EPISODE, INSIDE)
     if config.use_compressed_context:
         place = torch.where(time % config.compress_interval == 0, REGION, place)
@@ -69,42 +73,42 @@ def places(time, config):
 
 
 class Histories:
-    """The histories of some tasks, on a device, and windows of them."""
+    """The histories of some tasks on a device, cut into windows."""
 
-    def __init__(self, arrays, tasks, config, device):
+    def __init__(self, arrays: Arrays, tasks: Array, config: Config, device: torch.device):
         number, stream = divmod(np.arange(len(arrays["state"])), config.n_stream)
-        is_wanted = np.isin(config.environment.tasks(config.n_task), tasks)[number]
-        rows = np.flatnonzero(is_wanted & (stream < config.train_n_stream))
+        is_selected = np.isin(config.environment.tasks(config.n_task), tasks)[number]
+        rows = np.flatnonzero(is_selected & (stream < config.train_n_stream))
         steps = config.train_source_timesteps
         data = np.stack([arrays[name][rows, :steps] for name in ARRAYS])
         self.data = torch.from_numpy(data).to(device)  # [3, H, T]
         self.config = config
+        self.tasks = len(tasks)
         self.count = len(rows)
-        self.starts = (steps - config.window) // config.unit + 1  # in one history
+        self.starts = (steps - config.window) // config.unit + 1  # per history
 
-    def draw(self, seed, step, count):
-        """Return history and first step [count] of each window in a training step's batch."""
+    def draw(self, seed: int, step: int, count: int) -> tuple[Array, Array]:
+        """Return the history and the first step, [count] each, of the windows of a global batch."""
         rng = np.random.default_rng([seed, step])
         history = rng.integers(self.count, size=count)
         start = rng.integers(self.starts, size=count) * self.config.unit
         return history, np.where(rng.random(count) < ANCHORED, 0, start)
 
-    def all(self):
-        """Return history and first step of windows that overlap nowhere, for the validation."""
+    def all(self) -> tuple[Array, Array]:
+        """Return the history and the first step of all windows that do not overlap."""
         unit = self.config.unit
         apart = math.ceil(self.config.window / unit) * unit  # each begins with an episode
         starts = np.arange(0, self.config.train_source_timesteps - self.config.window + 1, apart)
         return np.repeat(np.arange(self.count), len(starts)), np.tile(starts, self.count)
 
-    def batch(self, history, start):
-        """Return Tokens and the actions to predict, each [B, T]."""
+    def batch(self, history: Array, start: Array) -> tuple[Tokens, torch.Tensor]:
+        """Return the tokens of windows [B] and the actions to predict [B, T]."""
         device = self.data.device
         history = to_device(history[:, None], device)
         start = to_device(start[:, None], device)
         time = start + torch.arange(self.config.window, device=device)  # [B, T]
         cell, action, reward = self.data[:, history, time].long()
-        none = self.config.environment.actions
-        action_before = F.pad(action[:, :-1], (1, 0), value=none)
+        no_action = self.config.environment.actions
+        action_before = F.pad(action[:, :-1], (1, 0), value=no_action)
         reward_before = F.pad(reward[:, :-1], (1, 0))
-        place = places(time, self.config)
-        return Tokens(cell, action_before, reward_before, place), action
+        return Tokens(cell, action_before, reward_before, places(time, self.config)), action

@@ -28,10 +28,10 @@ def main(picture, folders):
     parts = []  # returns by name, optimum and chance of each run
     for folder in folders:
         model, config = evaluate.load(Path(folder))
-        summary, returns = evaluate.assess(model, config, compare=True)
+        summary, returns = evaluate.evaluate_agent(model, config, compare=True)
         _, tasks = config.tasks
         environment = config.environment
-        parts.append((returns, environment.optimum(tasks), environment.chance(tasks)))
+        parts.append((returns, environment.optimum(tasks), environment.random_return(tasks)))
         numbers = [f"{name} {summary[name]:.3f}" for name in summary if "control" in name]
         print(
             f"{folder}: last ten {summary['fraction_of_optimum']:.3f}, area {summary['area']:.3f}, "
@@ -43,7 +43,7 @@ def main(picture, folders):
     pooled = {}
     for name in returns_of[0]:
         pooled[name] = np.concatenate([returns[name] for returns in returns_of])  # [G, E]
-        found = evaluate.progress_of(pooled[name], optimum.mean())
+        found = evaluate.learning_speed(pooled[name], optimum.mean())
         to_80 = found["episodes_to_80"]
         spent = summary.get(f"{name}_streams", 1) * to_80 if to_80 else None
         print(

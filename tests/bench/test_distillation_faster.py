@@ -119,7 +119,7 @@ def test_keys_and_values_that_are_kept_make_tries_five_times_faster():
         if not cached:
             model.forward = lambda tokens, cache: forward(model, tokens)
         start = time.process_time()
-        evaluate.rollout(model, Config(), np.arange(32), 12, 0)
+        evaluate.rollout(model, Config(eval_episodes=12), np.arange(32))
         seconds.append(time.process_time() - start)
     print(f"240 steps of 32 tries: {seconds[0]:.2f} CPU seconds, {seconds[1]:.2f} without a cache")
     assert seconds[1] >= 5 * BUSY * seconds[0]
