@@ -39,13 +39,14 @@ from ddp_utils import (
     UserError,
     data,
     distributed,
+    loggers,
     logps,
     models,
     sampling,
 )
 from ddp_utils.chat_template import Encoder
 from ddp_utils.policy import Precision
-from ddp_utils.runs import checkpoint, environment, folder, progress
+from ddp_utils.run import check_writable, code_digests, lock, move_aside
 from ddp_utils.sampler import order
 from ddp_utils.tables import DataFile
 from prompt_baking import trajectories
@@ -123,10 +124,7 @@ def mark_of(config, rows, prompts, model_config) -> str:
     facts = [getattr(config, name) for name in names.split()]
     facts += [models.digest_of_model(config.model_name, model_config), rows, prompts]
     facts += [torch.__version__]
-    code = environment.code_of(
-        "generate_data.py", "ddp_utils/*.py", "prompt_baking/trajectories.py"
-    )
-    facts += sorted(code.items())
+    facts += sorted(code_digests().items())
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
@@ -145,7 +143,7 @@ def check_files(config, mark):
     if mark_in(train) == mark_in(val) == mark:
         raise Stop(f"{train} holds these replies already", 0)
     for flag, path in paths.items():
-        checkpoint.check_place(flag, Path(f"{path}.parts"))
+        check_writable(flag, Path(f"{path}.parts"))
         if os.path.isdir(path) or os.path.islink(path):
             raise UserError(f"{flag}: {path} is a folder or a link; give the name of a file")
 
@@ -162,7 +160,7 @@ class Parts:
     def open(self) -> int:
         """Lock the folder and take over the whole groups of a stopped run; return their number."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.lock = folder.lock(self.folder)
+        self.lock = lock(self.folder)
         text = self.file.read_text() if self.file.exists() else ""
         text = text[: text.rfind("\n") + 1]  # a kill may cut the last line
         self.groups = [json.loads(line) for line in text.splitlines()]
@@ -184,7 +182,6 @@ def sample(scorer, prompts, ends, config, world, bar, parts, done):
     finished = min(done * size, len(prompts))
     if done and world.is_main:
         bar.say(f"goes on after {finished} of {len(prompts)} replies")
-    bar.of_run(len(prompts), 0)
     bar.begin("Generating", len(starts), done)
 
     def poll():
@@ -222,7 +219,7 @@ def write(config, x0, rows, parts, tokenizer):
         with data.write_file(path) as file:
             file.write_text("".join(texts[is_held_out]))
             if Path(path).exists():  # of other settings, or someone else's
-                lines.append(f"{path} was there: moved to {folder.move_aside(Path(path))}")
+                lines.append(f"{path} was there: moved to {move_aside(Path(path))}")
         lines.append(f"{len(texts[is_held_out])} replies -> {path}")
     shutil.rmtree(parts.folder)
     return lines
@@ -280,7 +277,7 @@ def main(argv=None) -> int:
     distributed.on_main(world, lambda: check_files(config, mark))
     done = distributed.on_main(world, parts.open)
     start = time.perf_counter()
-    bar = progress.Bar(world.is_main)
+    bar = loggers.Bar(world.is_main)
     mixed = "auto" if config.use_mixed_precision else "no"
     precision = Precision.choose(world.device, "none", config.base_dtype, mixed)
     model = models.load(config.model_name, precision.weights, world.device)
@@ -290,7 +287,7 @@ def main(argv=None) -> int:
     header |= {"replies": about, "retain": other}
     for name, text in header.items():
         if world.is_main:
-            bar.say(progress.row(name, data.printable(text)))
+            bar.say(loggers.row(name, data.printable(text)))
     try:
         sample(scorer, prompts, encoder.ends, config, world, bar, parts, done)
         lines = distributed.on_main(world, lambda: write(config, x0, rows, parts, tokenizer))

@@ -39,7 +39,6 @@ from ddp_utils import (
     sampling,
     sharding,
 )
-from ddp_utils import run as run_
 from ddp_utils.chat_template import Encoder
 from ddp_utils.data import ROOT
 from ddp_utils.distributed import to_device
@@ -53,8 +52,7 @@ from ddp_utils.policy import (
     learning_rate,
     make_optimizer,
 )
-from ddp_utils.run import Run
-from ddp_utils.runs.folder import RunSpec
+from ddp_utils.run import Run, RunSpec, check
 from ddp_utils.tables import DataFile
 
 DEMO = Path("data/demo")  # its model and train_data are the defaults of src/config.py
@@ -267,7 +265,7 @@ def load_scored(config, data, precision, run):
                 run.say(line)
         if known is None:
             facts = logps.fingerprint(scorer, data, names, world.device)
-            return run.reference_logps(facts, data, score, config.reference_logps)
+            return run.reference_logps(facts, data, score)
 
     if config.reference_model:
         host = torch.device("cpu") if config.strategy == "fsdp" else world.device
@@ -324,11 +322,11 @@ def main(argv=None) -> int:
         lines=[preference_data.describe(split, part) for split, part in report.items()],
         model_folder=Path(config.output_dir) if config.output_dir else None,
         save_best=config.save_best,
-        shares=strategy.shard_layout(config.fine_tuning, world.world_size),
+        shard_layout=strategy.shard_layout(config.fine_tuning, world.world_size),
     )
     if config.check:
         distributed.choose_device(world, config.backend)
-        return run_.check(spec, config, world)
+        return check(spec, config, world)
 
     precision = precision_of(config, world.device)
     check_same_precision(precision, world)

@@ -36,7 +36,6 @@ from ddp_utils import (
     sampler,
     sharding,
 )
-from ddp_utils import run as run_
 from ddp_utils.chat_template import Encoder
 from ddp_utils.data import digest_of_files
 from ddp_utils.distributed import to_device
@@ -49,8 +48,7 @@ from ddp_utils.policy import (
     check_same_precision,
     make_optimizer,
 )
-from ddp_utils.run import Run
-from ddp_utils.runs.folder import RunSpec
+from ddp_utils.run import Run, RunSpec, check
 from ddp_utils.tables import DataFile
 from sft import instruction_data
 
@@ -241,7 +239,7 @@ def load(config, data, precision, run):
 
     names = (config.model_name, config.init_adapter)
     facts = logps.fingerprint(scorer, data, names, world.device)
-    return policy, run.reference_logps(facts, data, score, config.reference_logps)
+    return policy, run.reference_logps(facts, data, score)
 
 
 def main(argv=None) -> int:
@@ -292,10 +290,10 @@ def fine_tune(config, world) -> int:
         report=report,
         lines=lines,
         save_best=config.save_best,
-        shares=strategy.shard_layout(config.fine_tuning, world.world_size),
+        shard_layout=strategy.shard_layout(config.fine_tuning, world.world_size),
     )
     if config.check:
-        return run_.check(spec, config, world)
+        return check(spec, config, world)
 
     check_same_precision(precision, world)
     if config.use_fsdp:

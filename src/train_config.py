@@ -117,8 +117,6 @@ class Config(Output, Distributed, Dataset, Training, FineTuning, Model):
     config: str = "config.yaml"  # the YAML file; flags go before it
     deepspeed: str = ""  # as use_deepspeed with this deepspeed_config
     restart: bool = False  # move an unfinished run aside instead of going on with it
-    same_code: bool = False  # go on though the code has changed: the change moves no number
-    reference_logps: str = ""  # run folder whose log-probs of the reference are read
     check: bool = False  # read and check everything, train nothing
     debug: bool = False  # tracebacks for user errors, too
 

@@ -33,21 +33,19 @@ from ddp_utils import (
     checks,
     cli,
     distributed,
+    loggers,
     logps,
     models,
     sampler,
     sampling,
 )
 from ddp_utils import data as data_files
-from ddp_utils import run as run_
 from ddp_utils.chat_template import Encoder
 from ddp_utils.distributed import to_device
 from ddp_utils.judge import as_text, load_judge
 from ddp_utils.metrics import Averages, peak_memory_mb
 from ddp_utils.policy import Policy, Precision, bytes_to_write, check_same_precision, make_optimizer
-from ddp_utils.run import Run
-from ddp_utils.runs import progress
-from ddp_utils.runs.folder import RunSpec
+from ddp_utils.run import Run, RunSpec, check
 from prompt_baking import distillation
 from prompt_baking import trajectories as trajectories_
 
@@ -234,7 +232,7 @@ def write_examples(run, questions, replies, judge, others):
             if name.startswith(f"judge/{who}"):
                 texts.append(f"{name.removeprefix(f'judge/{who}')[1:]} {value:.2f}".strip())
         if texts:
-            run.say(progress.row("judge", f"{who}: {', '.join(texts)}"))
+            run.say(loggers.row("judge", f"{who}: {', '.join(texts)}"))
 
 
 def describe_kept(run, others):
@@ -248,13 +246,13 @@ def describe_kept(run, others):
             if metric == f"kept/{score}/{name}" and base is not None:
                 texts.append(f"{score} {value:.2f} (base {base:.2f})")
         kl = run.results["val"][f"kept/kl/{name}"]
-        run.say(progress.row("kept", ", ".join([f"{name}: kl {kl:.4f}", *texts])))
+        run.say(loggers.row("kept", ", ".join([f"{name}: kl {kl:.4f}", *texts])))
         lost = kl > MAX_KEPT_KL
         if f"kept/obeyed/{name}" in test:
             lost = test[f"kept/obeyed/{name}"] < MIN_OBEYED * test[f"kept/obeyed_base/{name}"]
         if lost:
             mend = "generate the data with a larger --retain_share"
-            run.say(progress.row("warning", f"{system.strip()!r:.50} is obeyed no more; {mend}"))
+            run.say(loggers.row("warning", f"{system.strip()!r:.50} is obeyed no more; {mend}"))
 
 
 def begins(config):
@@ -329,7 +327,7 @@ def main(argv=None) -> int:
     )
     if config.check:
         distributed.choose_device(world, config.backend)
-        return run_.check(spec, config, world)
+        return check(spec, config, world)
 
     mixed = "auto" if config.use_mixed_precision else "no"
     precision = Precision.choose(world.device, "lora", config.base_dtype, mixed)

@@ -140,7 +140,7 @@ def spoil_loss(_rank, step, value):
 
 def kill_while_saving(call, number):
     """SIGKILL of the writer at the number-th call of a function, such as `os.rename`."""
-    before_call("runs.checkpoint." + call, number, die)
+    before_call("checkpoints." + call, number, die)
 
 
 def signal_before(name, number, which, rank=None):
@@ -201,7 +201,7 @@ def limit_files(number, size):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
-    before_call("runs.checkpoint.save_file", number, limit)
+    before_call("checkpoints.save_file", number, limit)
 
 
 if __name__ == "__main__":  # under a launcher: FAULT="kill_in_backward 1 6", in the first life only

@@ -79,7 +79,6 @@ class Config:
     keep_checkpoints: int = 2  # the newest ones; older ones are removed
     stop_after_minutes: float = 0.0  # save and end with status 85; 0: no limit
     restart: bool = False  # move an unfinished run aside instead of going on with it
-    same_code: bool = False  # go on though the code has changed: the change moves no number
     report_to: loggers.Name = "tensorboard"  # live curves, or files alone
     seed: int = 0  # order of the windows, start of the model
     deterministic: bool = False  # deterministic kernels, slower

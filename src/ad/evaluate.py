@@ -30,7 +30,7 @@ from ad import sources, windows
 from ad.config import Config
 from ad.model import Cache, Model, Tokens
 from ddp_utils import UserError, data, distributed
-from ddp_utils.runs import checkpoint
+from ddp_utils.run import check_writable, read_json
 
 Array = np.ndarray
 Returns = dict[str, Array]  # what is evaluated -> mean return of each task and episode [G, E]
@@ -232,7 +232,7 @@ def draw(file: Path, summary: dict, returns: Returns, optimum: Array, random: Ar
 def load(folder: Path) -> tuple[Model, Config]:
     """Return the model and the settings of a run; raise UserError if the run has not finished."""
     try:
-        config = Config(**checkpoint.read_json(folder / "config.json"))
+        config = Config(**read_json(folder / "config.json"))
         model = Model(config).eval()
         model.load_state_dict(load_file(folder / "model" / "model.safetensors"))
     except (TypeError, UserError, FileNotFoundError, RuntimeError):
@@ -249,7 +249,7 @@ def main(argv: list[str] | None = None) -> int:
     model, config = load(run_folder)
     config = dataclasses.replace(config, **changed)
     folder = run_folder / "evaluation"
-    checkpoint.check_place("--ckpt_dir", folder)
+    check_writable("--ckpt_dir", folder)
     model.to(distributed.choose_device(distributed.whoami(), "auto").device)
 
     # evaluation

@@ -34,14 +34,11 @@ from ad import evaluate, windows
 from ad.config import Config
 from ad.model import Distiller, Model
 from ad.windows import Histories
-from ddp_utils import NonFiniteError, UserError, checks, distributed, metrics, sampler
-from ddp_utils import run as run_
+from ddp_utils import NonFiniteError, UserError, checks, distributed, loggers, metrics, sampler
 from ddp_utils.data import digest_of_files, resolve
 from ddp_utils.distributed import World
 from ddp_utils.policy import Policy, Precision, bytes_to_write, check_same_precision, make_optimizer
-from ddp_utils.run import Run
-from ddp_utils.runs import progress
-from ddp_utils.runs.folder import RunSpec
+from ddp_utils.run import Run, RunSpec, check
 
 # --- settings and data ---------------------------------------------------------------------------
 
@@ -164,7 +161,7 @@ def validate(step: int, policy: Policy, data: Histories, config: Config, run: Ru
         run.results["val"] = values
     if is_due(config.gen_interval, step, config):
         summary, returns = evaluate.evaluate_agent(policy.scorer.model, config, compare=is_last)
-        run.say(progress.row("agent", evaluate.describe(summary)))
+        run.say(loggers.row("agent", evaluate.describe(summary)))
         run.results["test"] = summary
         values |= {name: value for name, value in summary.items() if value is not None}
         if is_last:
@@ -209,7 +206,7 @@ def main(argv: list[str] | None = None) -> int:
         lines=notes(config, world, path),
     )
     if config.check:
-        return run_.check(spec, config, world)
+        return check(spec, config, world)
 
     # data
     check_same_precision(precision, world)

@@ -25,7 +25,7 @@ from ad.model import EPISODE, INSIDE, REGION, Tokens
 from ddp_utils import UserError
 from ddp_utils.data import write_file
 from ddp_utils.distributed import to_device
-from ddp_utils.runs import checkpoint
+from ddp_utils.run import check_writable
 
 Array = np.ndarray
 Arrays = dict[str, Array]  # name -> [H, T]
@@ -35,7 +35,7 @@ ARRAYS = ("state", "action", "reward")
 
 def collect(config: Config, path: Path) -> Array:
     """Write the histories of all tasks to a new file; return the mean return of each episode."""
-    checkpoint.check_place("--traj_file", path)
+    check_writable("--traj_file", path)
     tasks = config.environment.tasks(config.n_task)
     state, action, reward = sources.histories(config, tasks, config.n_stream, config.source_steps)
     meta = np.array(json.dumps(config.source_settings()))

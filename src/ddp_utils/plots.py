@@ -1,25 +1,21 @@
-"""Curves of a run, drawn from its metrics.jsonl: a picture for each kind of quantity.
+"""Curves of a run, drawn from its metrics.jsonl: one picture for each kind of quantity.
 
 python -m ddp_utils.plots results/dpo                  # draw them again
-python -m ddp_utils.plots results/dpo results/dpo.1    # compare: compare_*.png and a table
+python -m ddp_utils.plots results/dpo results/dpo.1    # compare runs: compare_*.png
 """
 
-import itertools
+import argparse
+import contextlib
+import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib
-import tyro
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402
-from matplotlib.ticker import MaxNLocator  # noqa: E402
-
-from ddp_utils import UserError, cli, distributed  # noqa: E402
-from ddp_utils.runs import resume
-from ddp_utils.tools.report import read_metrics  # noqa: E402
+from ddp_utils import UserError
 
 
 class Panel(NamedTuple):
@@ -27,74 +23,50 @@ class Panel(NamedTuple):
 
     title: str
     unit: str  # of the y axis
-    metrics: dict  # metric -> its label
-    base: str  # label of a horizontal line
-    height: float | None = None  # of that line; None: base_line() knows
+    metrics: dict[str, str]  # metric -> its label
+    base: str  # the label of a horizontal line
+    height: float | None = None  # of that line; None: see base_line()
 
 
+PAIRS, TOKENS, OPTIMUM = "fraction of pairs", "nats per token", "fraction of the optimum"
+LOSSES = {"loss": "loss", "loss/preference": "preference", "loss/sft": "SFT, per token"}
+REWARDS = {"rewards/chosen": "chosen", "rewards/rejected": "rejected"}
+ACCURACIES = {"rewards/accuracies": "by reward", "logps/accuracies": "by log-prob"}
 FIGURES = {
-    "loss.png": Panel(
-        "loss",
-        "nats",
-        {"loss": "loss", "loss/preference": "preference", "loss/sft": "SFT, a token"},
-        "untrained",
-    ),
-    "rewards.png": Panel(
-        "rewards: beta x log-ratio to the reference",
-        "nats",
-        {"rewards/chosen": "chosen", "rewards/rejected": "rejected"},
-        "reference",
-        0.0,
-    ),
-    "margins.png": Panel(
-        "margin: reward of the chosen - of the rejected",
-        "nats",
-        {"rewards/margins": "margin"},
-        "reference",
-        0.0,
-    ),
-    "accuracies.png": Panel(
-        "pairs ranked right",
-        "share of pairs",
-        {"rewards/accuracies": "by reward", "logps/accuracies": "by log-prob"},
-        "chance",
-        0.5,
-    ),
-    "accuracy.png": Panel(
-        "actions predicted", "share of actions", {"accuracy": "accuracy"}, "chance", 0.2
-    ),
-    "in_context.png": Panel(
-        "return of the last 10 episodes",
-        "share of the optimum",
-        {"fraction_of_optimum": "in context"},
-        "optimum",
-        1.0,
-    ),
-    "baking.png": Panel("KL to the prompted model", "nats a token", {"kl": "KL"}, "base model"),
-    "share_baked.png": Panel("baked", "share of the KL", {"share_baked": "baked"}, "all", 1.0),
-    "kept.png": Panel(
-        "KL to the base model under other prompts", "nats a token", {"kept/kl": "KL"}, "kept", 0.0
-    ),
+    "loss": Panel("loss", "nats", LOSSES, "untrained"),
+    "rewards": Panel("rewards: beta x log-ratio to the reference", "nats", REWARDS, "reference", 0),
+    "margins": Panel("reward margin", "nats", {"rewards/margins": "margin"}, "reference", 0),
+    "accuracies": Panel("pairs ranked correctly", PAIRS, ACCURACIES, "chance", 0.5),
+    "accuracy": Panel("actions", "fraction of actions", {"accuracy": "accuracy"}, "chance", 0.2),
+    "in_context": Panel("last 10 episodes", OPTIMUM, {"fraction_of_optimum": "return"}, "best", 1),
+    "baking": Panel("KL to the prompted model", TOKENS, {"kl": "KL"}, "base model"),
+    "share_baked": Panel("baked", "fraction of the KL", {"share_baked": "baked"}, "all", 1),
+    "kept": Panel("KL under other prompts", TOKENS, {"kept/kl": "KL"}, "base model", 0),
 }
-STROKES = ("-", ":", "--")  # of several metrics, where the colour is that of a run
 STYLES = {"train": "-", "val": "o--", "test": "s"}
 
 
-def running_mean(values, window):
-    """Mean of up to `window` values that end at each place."""
-    means = []
-    for end in range(1, len(values) + 1):
-        means.append(sum(values[max(0, end - window) : end]) / min(end, window))
-    return means
+def read_metrics(folder: str | Path) -> list[dict]:
+    """Return the lines of metrics.jsonl; damaged lines are left out."""
+    path = Path(folder) / "metrics.jsonl"
+    if not path.is_file():
+        raise UserError(f"{folder}: no metrics.jsonl in this folder; use a run folder")
+    lines = []
+    for text in path.read_bytes().split(b"\n"):
+        with contextlib.suppress(ValueError):
+            line = json.loads(text)
+            if isinstance(line, dict) and {"split", "step"} <= line.keys():
+                lines.append(line)
+    return lines
 
 
-def base_line(panel, lines, config):
-    """Return the height of a panel's line, or None: of an untrained model, chance, the optimum."""
+def base_line(panel: Panel, lines: list[dict], config: dict) -> float | None:
+    """Return the value of an untrained model, of chance, or of the optimum; None if unknown."""
     if panel.height is not None:
         return panel.height
     if "kl" in panel.metrics:
         return next((line["kl_base"] for line in lines if "kl_base" in line), None)
-    if "n_transit" in config:  # distillation: five actions, equally likely
+    if "n_transit" in config:  # distillation: five equally likely actions
         return math.log(5)
     if config.get("objective") == "sft" or config.get("method") in (None, "simpo"):
         return None
@@ -103,103 +75,73 @@ def base_line(panel, lines, config):
     return others.get(config["method"], math.log(2))
 
 
-def draw(folder):
-    """Write those of FIGURES for which there are numbers into the run folder."""
-    _figures({"": read_metrics(folder)}, Path(folder), resume.read_json(folder, "config.json"))
-
-
-def compare(folders):
-    """Draw the curves of runs over one another, compare_*.png; return a table of differences."""
+def draw(folders: list[str | Path], target: Path, prefix: str = "") -> None:
+    """Draw the curves of one run, or of several over each other, as PREFIX*.png into `target`."""
     runs = {str(folder): read_metrics(folder) for folder in folders}
-    _figures(runs, Path(), {}, "compare_")
-    columns = []
-    for folder in runs:
-        texts = {}
-        for name, value in resume.read_json(folder, "config.json").items():
-            if name not in resume.FREE:
-                texts[name] = str(value) or "-"
-        for split, values in resume.read_json(folder).items():
-            for name in values if isinstance(values, dict) else ():
-                texts[f"{split} {name}"] = "-" if values[name] is None else f"{values[name]:.4g}"
-        columns.append(texts)
-    rows = [["", *runs]]
-    for name in dict.fromkeys(itertools.chain(*columns)):
-        texts = [column.get(name, "") for column in columns]
-        if len({*texts}) > 1:
-            rows.append([name, *texts])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-    return "\n".join(lines)
-
-
-def _figures(runs, folder, config, prefix=""):
-    """runs: name -> lines. Of several runs each has a colour, of one run each metric.
-
-    config: the settings of one run, for its base lines.
-    """
-    present = set().union(*itertools.chain(*runs.values()))
-    several = len(runs) > 1
-    for file, panel in FIGURES.items():
-        if not present & panel.metrics.keys():
+    for name, panel in FIGURES.items():
+        figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+        axis = figure.subplots()
+        count = 0
+        for folder, lines in runs.items():
+            for metric, label in panel.metrics.items():
+                label = label if len(runs) == 1 else f"{folder}, {label}"
+                count += draw_curve(axis, lines, metric, label, f"C{count % 10}")
+        if not count:
             continue
-        figure, axis = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
-        for run, (name, lines) in enumerate(runs.items()):
-            height = None if several else base_line(panel, lines, config)
+        config_file = Path(folders[0]) / "config.json"
+        if len(runs) == 1 and config_file.exists():
+            height = base_line(panel, lines, json.loads(config_file.read_text(encoding="utf-8")))
             if height is not None:
-                style = {"color": "gray", "linestyle": "--", "linewidth": 1}
-                axis.axhline(height, label=f"{panel.base}: {height:.3g}", **style)
-            for turn, (metric, label) in enumerate(panel.metrics.items()):
-                if several:
-                    label = f"{name}, {label}"
-                colour = f"C{run % 10}" if several else f"C{turn}"
-                _curve(axis, lines, metric, label, colour, STROKES[turn * several])
-        limits = (-0.02, 1.02) if "share" in panel.unit else None
-        names = {"title": panel.title, "ylabel": panel.unit, "ylim": limits}
-        axis.set(xlabel="step (circles: val, squares: test)", **names)
+                axis.axhline(height, label=f"{panel.base}: {height:.3g}", color="gray", ls="--")
+        axis.set(title=panel.title, xlabel="step (circles: val, squares: test)", ylabel=panel.unit)
+        if panel.unit.startswith("fraction"):
+            axis.set_ylim(-0.02, 1.02)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
         axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
-        figure.savefig(folder / f"{prefix}{file}", dpi=150)
-        plt.close(figure)
+        figure.savefig(target / f"{prefix}{name}.png", dpi=150)
 
 
-def _curve(axis, lines, metric, label, colour, line):
-    """Training: raw values faint, running mean strong. Validation and test: markers."""
+def draw_curve(axis: Axes, lines: list[dict], metric: str, label: str, color: str) -> bool:
+    """Draw a metric; return whether there are values.
+
+    Training values are faint and their running mean is strong; other splits are markers.
+    """
     for split, style in STYLES.items():
-        points = []
-        for row in lines:
-            if row["split"] == split and row.get(metric) is not None:
-                points.append((row["step"], row[metric]))
-        if not points:
-            continue
-        steps, values = zip(*points, strict=True)
-        if split == "train":
-            axis.plot(steps, values, line, color=colour, alpha=0.25, linewidth=1)
-            means = running_mean(values, max(1, len(values) // 20))
-            axis.plot(steps, means, line, color=colour, label=label)
+        rows = [row for row in lines if row["split"] == split and row.get(metric) is not None]
+        steps, values = [row["step"] for row in rows], [row[metric] for row in rows]
+        if rows and split == "train":
+            axis.plot(steps, values, style, color=color, alpha=0.25, linewidth=1)
+            values = running_mean(values, max(1, len(values) // 20))
+        if rows:
+            edge = "black" if split == "test" else color
+            axis.plot(steps, values, style, color=edge, markerfacecolor=color, label=label)
+            label = "_"  # the legend has one entry for all splits
+    return label == "_"
+
+
+def running_mean(values: list[float], window: int) -> list[float]:
+    """Return the mean of up to `window` values that end at each position."""
+    means = []
+    for end in range(1, len(values) + 1):
+        means.append(sum(values[max(0, end - window) : end]) / min(end, window))
+    return means
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Draw the curves of one run again, or compare several."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("folders", nargs="+", help="run folders: one, or several to compare")
+    folders = parser.parse_args(argv).folders
+    try:
+        if len(folders) == 1:
+            draw(folders, Path(folders[0]))
         else:
-            edge = "black" if split == "test" else colour
-            axis.plot(steps, values, style, color=edge, markerfacecolor=colour, label=label)
-        label = "_"  # which a legend leaves out: one entry for all splits
-
-
-@dataclass
-class Settings:
-    folders: tyro.conf.Positional[tuple[str, ...]]  # run folders: one, or several to compare
-    debug: bool = False  # tracebacks for user errors, too
-
-
-def main(argv=None) -> int:
-    settings = cli.parse(Settings, argv)
-    if not settings.folders:
-        raise UserError("give one run folder to draw, or several to compare")
-    if len(settings.folders) == 1:
-        draw(settings.folders[0])
-        return 0
-    print(compare(settings.folders))
-    print("-> compare_*.png")
-    return 0
+            draw(folders, Path(), "compare_")
+            print("-> compare_*.png")
+    except (UserError, OSError) as error:
+        parser.exit(2, f"error: {error}\n")
 
 
 if __name__ == "__main__":
-    distributed.run(main)
+    main()

@@ -1,200 +1,416 @@
-"""The run folder: settings, environment, metrics, curves and a summary, written by rank 0 alone."""
+"""The run folder: settings, environment, metrics, checkpoints, and how the run ended.
 
+To resume an unfinished run, run the same command again. Rank 0 alone writes and prints, except that
+each rank writes its own part of a sharded checkpoint.
+"""
+
+import ast
 import dataclasses
+import hashlib
 import json
 import math
 import os
+import platform
+import re
+import shlex
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from filelock import FileLock, Timeout
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from ddp_utils import Stop, UserError, distributed, loggers
-from ddp_utils.data import printable, write_text
-from ddp_utils.runs import checkpoint, environment, folder, progress
-from ddp_utils.runs.saving import Saving
+from ddp_utils import (
+    NonFiniteError,
+    Stop,
+    UserError,
+    checkpoints,
+    data,
+    distributed,
+    loggers,
+    metrics,
+)
+from ddp_utils.distributed import World
+from ddp_utils.policy import Policy
 
-STATUS = {0: "finished", 85: "preempted"}  # by exit status; any other: failed
-FINISHED = "{} holds this run, finished: the same settings, the same data"
+SRC = data.ROOT / "src"
+REFERENCE = "reference_logps.safetensors"
+SAVE_MINUTES = 15  # between two checkpoints if save_every is 0
+STATUS = {0: "finished", 85: "preempted"}  # by exit status; any other is "failed"
+FINISHED = "{}: this run is already finished (same settings and data)"
+
+# settings that may differ when a run is resumed: they change no number that is already written
+FREE = {"check", "debug", "restart", "log_every", "save_every", "keep_checkpoints", "cache_dir"}
+FREE |= {"result_dir", "out_dir", "output_dir", "stop_after_minutes", "timeout_minutes"}
+FREE |= {"config", "deepspeed", "report_to", "bucket_mb", "num_workers"}
+FREE |= {"ckpt_interval", "eval_interval", "gen_interval", "summary_interval"}
+ANNOUNCED = {"max_steps", "num_epochs", "train_timesteps", "save_best"}  # and a line is printed
+ANNOUNCED |= {"strategy", "use_fsdp", "fsdp_config", "use_deepspeed", "deepspeed_config"}
+ANNOUNCED |= {"content of fsdp_config", "content of deepspeed_config"}
+# parts of the environment that change numbers only by rounding
+ROUNDING = ("world_size", "device", "threads", "versions")
+# where these count per process, the inputs have their product with the number of processes
+PER_PROCESS = {"batch_size", "micro_batch_size", "train_batch_size", "gradient_accumulation_steps"}
 
 
-def check(spec, config, world) -> int:
-    """Print what a run would do, on rank 0, for --check; nothing is written. Return 0."""
-    settings = environment.redacted(dataclasses.asdict(config))
-    described = {"code": environment.code()}
-    state = folder.inspect(spec, settings, described, config.restart, config.same_code)
-    lines = [*state.lines, f"run folder: {spec.folder}"]
-    if state.verdict == "finished":
-        lines = [FINISHED.format(spec.folder)]
+class RunSpec(NamedTuple):
+    """What a run will do, before a model is loaded."""
+
+    folder: Path
+    flag: str  # the setting that names the folder
+    steps: int  # optimizer steps of the full run
+    inputs: dict[str, str]  # name -> digest of everything that the run reads
+    bytes_needed: int  # on the disk, at least
+    report: dict[str, Any] = {}  # on the data, for data_report.json
+    lines: Sequence[str] = ()  # on the data, to print
+    model_folder: Path | None = None  # for the model, if not in the run folder
+    save_best: bool = False  # keep the weights of the lowest validation loss
+    shard_layout: str = ""  # how ranks split a checkpoint; "": rank 0 writes all of it
+
+
+class RunConfig(Protocol):
+    """The settings that a Run reads."""
+
+    seed: int
+    restart: bool
+    deterministic: bool
+    save_every: int  # steps; 0: every 15 minutes
+    keep_checkpoints: int
+    stop_after_minutes: float
+    report_to: loggers.Name
+
+
+# --- the environment -----------------------------------------------------------------------------
+
+
+def environment(config: RunConfig, world: World) -> dict[str, Any]:
+    """Return what is needed to repeat a run; no environment variable is read."""
+    fields = {field.name: field.default for field in dataclasses.fields(config)}
+    code = code_digests()
+    return {
+        "command": shlex.join(sys.orig_argv),
+        "launcher": world.launcher,
+        "world_size": world.world_size,
+        "backend": world.backend,
+        "device": metrics.device_name(world.device),
+        "git_commit": git("rev-parse", "HEAD"),
+        "git_dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": metadata.version("transformers"),
+            "peft": metadata.version("peft"),
+        },
+        "code_digest": hashlib.sha256(json.dumps(code, sort_keys=True).encode()).hexdigest()[:16],
+        "code": code,
+        "seed": config.seed,
+        "threads": torch.get_num_threads(),
+        "host": platform.node(),
+        "pid": os.getpid(),
+        "start": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "defaults": {k: v for k, v in fields.items() if getattr(config, k) != v},
+    }
+
+
+def git(*arguments: str) -> str | None:
+    """Return what a git command prints about the project; None if that fails."""
+    program = shutil.which("git")
+    if not program:
+        return None
+    command = [program, "-C", str(data.ROOT), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def code_digests() -> dict[str, str]:
+    """Return a digest of the statements in each file of the project that this run may import.
+
+    Keys are paths below src, or the name of the script if it is elsewhere.
+    """
+    files = {file for file in SRC.glob("ddp_utils/**/*.py") if "tools" not in file.parts}
+    for name, module in list(sys.modules.items()):
+        file = Path(getattr(module, "__file__", None) or "")
+        if file.suffix == ".py" and (name == "__main__" or SRC in file.parents):
+            files.add(file)
+    digests = {}
+    for file in sorted(files):
+        name = str(file.relative_to(SRC)) if SRC in file.parents else file.name
+        statements = ast.unparse(ast.parse(file.read_text(encoding="utf-8")))
+        digests[name] = hashlib.sha256(statements.encode()).hexdigest()[:16]
+    return digests
+
+
+def without_users(text: str) -> str:
+    """Return the text without the user and password in URLs."""
+    return re.sub(r"(:/{1,2})[^/?#\s'\"]+@", r"\1", text)
+
+
+# --- the folder ----------------------------------------------------------------------------------
+
+
+class FolderState(NamedTuple):
+    """What a folder means for the run that is about to start in it."""
+
+    action: str = "start"  # or "resume", "move aside", "finished"
+    lines: Sequence[str] = ()  # to print
+    manifest: dict[str, Any] = {"step": 0, "metrics_bytes": 0}  # of the checkpoint to resume from
+
+
+def check(spec: RunSpec, config: RunConfig, world: World) -> int:
+    """Print, on rank 0, what a run would do; nothing is written. Return 0."""
+    state = inspect(spec, settings_of(config), environment(config, world), config.restart)
+    lines = [*spec.lines, *state.lines, f"run folder: {spec.folder}"]
+    if state.action == "finished":
+        lines = [*spec.lines, FINISHED.format(spec.folder)]
     if world.is_main:
-        print(*spec.lines, *lines, sep="\n")
+        print(*lines, sep="\n")
     return 0
 
 
-class Run(Saving):
-    """One run folder. A context manager: leaving it says in summary.json how the run ended.
+def settings_of(config: RunConfig) -> dict[str, Any]:
+    """Return the settings as they are in config.json."""
+    return json.loads(without_users(json.dumps(dataclasses.asdict(config))))
 
-    A folder that holds an unfinished run with the same settings and inputs is continued: see
-    resume.py. spec: a RunSpec; config: seed, save_every, keep_checkpoints, stop_after_minutes,
-    restart, same_code, deterministic.
+
+def inspect(spec: RunSpec, settings: dict, facts: dict, restart: bool = False) -> FolderState:
+    """Compare a folder with the run that is about to start in it; nothing is written.
+
+    settings: as settings_of() returns them; facts: as environment() returns them.
+    Raises UserError if the folder cannot be written, or holds a run that cannot be resumed.
+    """
+    folder = spec.folder
+    loggers.check(settings["report_to"])
+    check_writable(spec.flag, folder, spec.bytes_needed)
+    state = FolderState()
+    if (folder / "config.json").exists():
+        state = inspect_earlier_run(spec, settings, facts, restart)
+    elif (folder / "checkpoints").exists():
+        raise UserError(f"{folder}: has checkpoints but no config.json; use another folder")
+    if spec.model_folder and state.action != "finished":
+        check_model_folder(spec.model_folder, folder, state.action == "resume")
+    return state
+
+
+def inspect_earlier_run(spec: RunSpec, settings: dict, facts: dict, restart: bool) -> FolderState:
+    """Compare the run in a folder with one that is about to start; see inspect()."""
+    folder = spec.folder
+    if (folder / ".lock").exists():
+        lock(folder).release()
+    saved_facts = read_json(folder / "environment.json")
+    free = FREE | PER_PROCESS if "global_batch" in spec.inputs else FREE
+    changed = differences(read_json(folder / "config.json"), settings, free)
+    changed += differences(saved_facts.get("inputs", {}), spec.inputs)
+    summary = {}
+    if (folder / "summary.json").exists():
+        summary = read_json(folder / "summary.json")
+    is_finished = summary.get("status") == "finished"
+    # a process that the launcher has started again has the same flags
+    is_again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    is_again = is_again and summary.get("run_id") == os.environ.get("TORCHELASTIC_RUN_ID")
+    if (restart and not is_again) or (is_finished and changed):
+        return FolderState("move aside")
+    if is_finished:
+        return FolderState("finished")
+    path, damaged = checkpoints.find_newest(folder / "checkpoints")
+    lines = [f"warning: {bad} is not used: {problem}" for bad, problem in damaged]
+    if not path and damaged:
+        raise UserError(
+            f"{damaged[0][0]}: {damaged[0][1]}, and there is no intact checkpoint; "
+            "use --restart to move this run aside and start from scratch"
+        )
+    if not path and changed:  # nothing is lost
+        return FolderState("move aside", lines)
+    check_resumable(spec, path, changed)
+    manifest = checkpoints.read_manifest(path) if path else FolderState().manifest
+    lines += [f"{line}, from here on" for line in changed]
+    for line in differences({name: saved_facts.get(name) for name in ROUNDING}, facts):
+        lines.append(f"{line}; results are equal up to rounding")
+    saved_code = saved_facts.get("code", {})
+    edited = [name for name in saved_code if facts["code"].get(name) != saved_code[name]]
+    if edited:
+        lines.append(f"warning: the code has changed since the last start: {', '.join(edited)}")
+    lines.append(f"{folder}: this run is not finished: resumes after step {manifest['step']}")
+    return FolderState("resume", lines, manifest)
+
+
+def check_resumable(spec: RunSpec, path: Path | None, changed: Sequence[str]) -> None:
+    """Raise UserError if an unfinished run has other settings, is longer, or has other ranks."""
+    conflicts = [line for line in changed if line.partition(":")[0] not in ANNOUNCED]
+    if conflicts:
+        raise UserError(
+            f"{spec.folder} has an unfinished run with other settings: {', '.join(conflicts)}; "
+            "use the old ones to resume it, --restart to start from scratch, or another folder"
+        )
+    if not path:
+        return
+    manifest = checkpoints.read_manifest(path)
+    if manifest["step"] > spec.steps:
+        raise UserError(
+            f"--max_steps: {spec.folder} has already done {manifest['step']} steps, "
+            f"expected at most {spec.steps}; use a larger number"
+        )
+    layout = manifest["shard_layout"]
+    if layout and layout != spec.shard_layout:
+        raise UserError(
+            f"{path}: each process saved its own part: {layout}; this run is "
+            f"{spec.shard_layout or 'another strategy, or one process'}; "
+            "use the same strategy and the same number of processes"
+        )
+
+
+def differences(saved: dict, now: dict, free: set[str] | frozenset = frozenset()) -> list[str]:
+    """Return `name: saved -> now` for each value that differs; new names do not count."""
+    names = [name for name in saved if name in now and name not in free]
+    return [f"{name}: {saved[name]} -> {now[name]}" for name in names if saved[name] != now[name]]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file of a run folder; raise UserError if that fails."""
+    try:
+        return data.read_json(path)
+    except UserError as error:
+        raise UserError(f"{error}; move {path.parent} away, or use another folder") from error
+
+
+def check_writable(flag: str, folder: Path, needed: int = 0) -> None:
+    """Raise UserError if `needed` bytes cannot be written to a folder, which may not exist yet.
+
+    Symbolic links are not supported: where others may write, they could lead to other files.
+    """
+    try:
+        links = [path for path in (folder, *folder.glob("*")) if path.is_symlink()]
+    except OSError as error:  # the name is too long, or the folder cannot be read
+        named = f"{flag}: {str(folder)[:80]}"
+        raise UserError(f"{named}: {error.strerror}; use another folder") from error
+    if links:
+        raise UserError(f"{flag}: {links[0]} is a symbolic link; use a folder without any")
+    parent = folder
+    while not (parent.exists() or parent.is_symlink()):
+        parent = parent.parent
+    if not parent.is_dir():
+        raise UserError(f"{flag}: {parent} is not a folder")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UserError(f"{flag}: {parent} cannot be written; use another folder")
+    free = shutil.disk_usage(parent).free
+    if free < needed:
+        raise UserError(
+            f"{flag}: {free >> 20} MiB are free at {parent}, checkpoints and model need "
+            f"{needed >> 20}; use a smaller --keep_checkpoints, or another folder"
+        )
+
+
+def check_model_folder(output: Path, folder: Path, is_resumed: bool) -> None:
+    """Raise UserError if writing the model to `output` would replace other files."""
+    check_writable("--output_dir", output)
+    model, target, run = (path.resolve() for path in (folder / "model", output, folder))
+    if target != model and (run.is_relative_to(target) or target.is_relative_to(run)):
+        raise UserError(f"--output_dir: {output} contains the run, or is in it; use another folder")
+    saved = read_json(folder / "config.json").get("output_dir") if is_resumed else None
+    if (saved is None or Path(saved) != output) and any(output.glob("*")):
+        raise UserError(f"--output_dir: {output} is not empty; use another folder")
+
+
+def lock(folder: Path) -> FileLock:
+    """Lock a folder until this process ends; raise UserError if another process has locked it."""
+    held = FileLock(Path(folder) / ".lock", timeout=0)
+    try:
+        held.acquire()
+    except Timeout:
+        raise UserError(in_use(folder)) from None
+    return held
+
+
+def in_use(folder: Path) -> str:
+    """Return a line that names the run which has locked a folder."""
+    who = "another run"
+    if (Path(folder) / "environment.json").exists():
+        run = read_json(Path(folder) / "environment.json")
+        who = f"a run on {run.get('host')} (process {run.get('pid')}, since {run.get('start')})"
+    return f"{folder} is in use by {who}; wait until it ends, or use another folder"
+
+
+def move_aside(path: Path) -> Path:
+    """Rename a file or folder to the first free name of NAME.1, NAME.2, ..."""
+    number = 1
+    while path.with_name(f"{path.name}.{number}").exists():
+        number += 1
+    return path.rename(path.with_name(f"{path.name}.{number}"))
+
+
+# --- the run -------------------------------------------------------------------------------------
+
+
+class Run:
+    """One run in its folder, new or resumed. A context manager: leaving it writes summary.json.
+
+    Methods are called on all ranks, unless they say otherwise.
     """
 
-    def __init__(self, spec, config, world):
+    def __init__(self, spec: RunSpec, config: RunConfig, world: World):
         self.spec = spec
         self.config = config
         self.world = world
         self.folder = spec.folder
         self.checkpoints = spec.folder / "checkpoints"
         self.steps = spec.steps
-        self.start = time.perf_counter()
-        self.results = {}  # split -> the numbers of its last evaluation
-        self.validated = 0  # steps before that of val
-        self.val_of_best = {}  # of the lowest validation loss, with save_best
-        self.training = None
+        self.start = time.perf_counter()  # minus the seconds of earlier starts
         self.save_seconds = 0.0
-        self.is_to_stop = False  # as all ranks have agreed in the last step
-        self.is_late = False
-        self.cached_files = {}  # name -> hash and fingerprint of what later starts may read
-        self.metrics = None
-        self.logger = None
-        self.lock = None
-        self.bar = progress.Bar(world.is_main)
+        self.results: dict[str, Any] = {}  # split -> the numbers of its last evaluation
+        self.validated = 0  # steps before the last validation
+        self.best_validation: dict[str, float] = {}  # with save_best
+        self.training: tuple[Policy, Any, Any] | None = None  # with optimizer and schedule
+        self.must_stop = False  # as all ranks have agreed in the last step
+        self.must_save = False
+        self.metrics: Any = None  # these three exist on rank 0 only
+        self.logger: Any = None
+        self.lock: Any = None
+        self.bar = loggers.Bar(world.is_main)
         if config.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or CUDA refuses to start
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUDA requires this
             torch.use_deterministic_algorithms(True)
-        # steps before this start, and the mark of the checkpoint that has them
-        self.done, self.manifest_hash = distributed.on_main(world, self._open)
-        self.saved = self.done
-        self.step = self.done
+        self.done = distributed.on_main(world, self._open)  # steps of earlier starts
+        self.step = self.saved = self.done
         self.saved_at = time.perf_counter()
 
-    def _open(self):
-        """Lock, move aside or continue; return the steps already done and the checkpoint's mark.
-
-        Raises Stop if there is nothing left to do.
-        """
-        config = self.config
-        settings = environment.redacted(dataclasses.asdict(config))
-        described = environment.describe(config, self.world)
-        state = folder.inspect(self.spec, settings, described, config.restart, config.same_code)
-        if state.verdict == "finished":
+    def _open(self) -> int:
+        """Create, resume or replace the folder, on rank 0; raise Stop if nothing is left to do."""
+        settings = settings_of(self.config)
+        facts = environment(self.config, self.world)
+        state = inspect(self.spec, settings, facts, self.config.restart)
+        if state.action == "finished":
             raise Stop(FINISHED.format(self.folder), 0)
-        if state.verdict == "aside":
-            held = folder.lock(self.folder)
-            moved = folder.move_aside(self.folder)
-            self.say(f"{self.folder} held an earlier run: moved to {moved}")
+        if state.action == "move aside":
+            held = lock(self.folder)
+            self.say(f"{self.folder} has an earlier run: moved to {move_aside(self.folder)}")
             held.release()
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.lock = folder.lock(self.folder)
-        if state.verdict != "continue" and (self.folder / "config.json").exists():
-            raise UserError(folder.going_on(self.folder))  # another one was quicker
-        logger = loggers.LOGGERS[config.report_to]
-        self.logger = logger(self.folder, state.manifest["step"], settings)
+        self.lock = lock(self.folder)
+        if state.action != "resume" and (self.folder / "config.json").exists():
+            raise UserError(in_use(self.folder))  # another process was faster
+        self.step = state.manifest["step"]
+        self.logger = loggers.make(self.config.report_to, self.folder, self.step, settings)
         for line in state.lines:
             self.say(line)
-        self.cached_files = state.cached_files
-        self.step = state.manifest["step"]
-        self._write("environment.json", described | {"inputs": self.spec.inputs})
+        self._write("environment.json", facts | {"inputs": self.spec.inputs})
         self.write_summary("running", 0)
-        self._write("config.json", settings)  # last: from here on there is a run
-        self._open_metrics(state.manifest)
-        self.bar.of_run(self.steps, self.step)
-        return self.step, checkpoint.manifest_hash(state.checkpoint) if state.checkpoint else ""
+        self._write("config.json", settings)  # last: a folder with this file has a run
+        self.metrics = open(self.folder / "metrics.jsonl", "ab", buffering=0)  # noqa: SIM115
+        size = min(state.manifest["metrics_bytes"], self.metrics.seek(0, os.SEEK_END))
+        self.metrics.truncate(size)  # the steps after the checkpoint are done again
+        self.bar.begin("", self.steps, self.step)
+        return self.step
 
-    def _open_metrics(self, meta):
-        """Open metrics.jsonl; what came after the checkpoint is cut off, and comes again."""
-        self.metrics = open(self.folder / "metrics.jsonl", "ab")  # noqa: SIM115
-        size = self.metrics.seek(0, os.SEEK_END)
-        self.metrics.seek(self.metrics.truncate(min(meta["metrics_bytes"], size)))
-
-    # --- what happens ----------------------------------------------------------------------------
-
-    def say(self, line):
-        """One line to the user, above the progress bar if there is one; silence elsewhere."""
-        if self.world.is_main:
-            self.bar.say(line)
-
-    def describe(self, **rows):
-        """Say what the run trains with and on; data_report.json has the whole report."""
-        ranks = f"{self.world.world_size} x {self.world.device.type}"
-        for name, text in {"ranks": ranks, **rows, "folder": f"{self.folder}/"}.items():
-            self.say(progress.row(name, environment.redact(text)))
-        if self.world.device.type == "cpu" and self.world.local_size > os.cpu_count():
-            self.say(f"warning: {self.world.local_size} processes share {os.cpu_count()} cores")
-        self.write_json("data_report.json", environment.redacted(self.spec.report))
-        for line in self.spec.lines:
-            self.say(progress.row("data", line))
-
-    def validate(self, step, due, evaluate):
-        """Log evaluate() if that is due after `step` steps and an earlier start has not done it."""
-        if due and (self.validated < step or step == self.steps == 0):
-            values = evaluate()
-            self.results["val"] = values
-            self.log(step, values, "val")
-
-    def log(self, step, values, split="train", echo=True):
-        """Append one line of metrics: file in full precision, TensorBoard, fixed columns."""
-        if split != "test":
-            self.step = step
-        if split == "val":
-            self.validated = step
-            loss = values.get("loss", values.get("kl"))
-            lowest = self.results.get("best", {"loss": math.inf})["loss"]
-            if self.spec.save_best and loss < lowest:
-                self.results["best"] = {"loss": loss, "step": step}
-                self.val_of_best = dict(values)
-        if not self.world.is_main:
-            return
-        line = {"split": split, "step": step}
-        for name, value in values.items():
-            line[name] = value if math.isfinite(value) else None  # JSON has no NaN
-        self.metrics.write((json.dumps(line) + "\n").encode())
-        self.logger.log(split, step, values)
-        self._flush()
-        texts = progress.columns(values)
-        if split == "train":
-            self.bar.reach(step, texts)
-        if echo and not (split == "train" and self.bar.speaks):
-            title = f"step {step:5d}" if split == "train" else f"{split:>10}"
-            self.say(" | ".join([title, *texts]))
-
-    def _flush(self):
-        try:
-            self.metrics.flush()
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, self.metrics.name) from error
-
-    def write_json(self, name, data):
-        """Write a file of plain data into the run folder."""
-        if self.world.is_main:
-            self._write(name, data)
-
-    def write_text(self, name, text):
-        """Write a text for people into the run folder, without what a terminal would obey."""
-        if self.world.is_main:
-            (self.folder / name).write_text(printable(text), encoding="utf-8")
-
-    def write_summary(self, status, code):
-        """summary.json: how it stands, and what it measured."""
-        summary = {
-            "status": status,
-            "exit_code": code,
-            "run_id": os.environ.get("TORCHELASTIC_RUN_ID"),  # the same when it is started again
-            "step": self.step,
-            "world_size": self.world.world_size,
-            "seconds": round(time.perf_counter() - self.start, 3),
-            "save_seconds": round(self.save_seconds, 3),
-        }
-        self._write("summary.json", summary | self.results)
-
-    def _write(self, name, data):
-        write_text(self.folder / name, json.dumps(data, indent=2) + "\n")
-
-    def __enter__(self):
+    def __enter__(self) -> "Run":
         return self
 
-    def __exit__(self, kind, error, _trace):
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         code = distributed.exit_code(error)
         try:
             if self.world.is_main:
@@ -203,7 +419,7 @@ class Run(Saving):
             if error is None:
                 raise
 
-    def _close(self, error, code):
+    def _close(self, error: BaseException | None, code: int) -> None:
         self.write_summary(STATUS.get(code, "failed"), code)
         lines, problem = write_report(self.folder, with_curves=error is None)
         if problem:
@@ -215,19 +431,297 @@ class Run(Saving):
         if error is None:
             self.say(lines.replace(str(self.folder.resolve()), str(self.folder)))
         elif self.saved and code != 85:
-            self.say(f"the same command goes on after step {self.saved}")
+            self.say(f"run the same command to resume after step {self.saved}")
+
+    # --- messages and files ----------------------------------------------------------------------
+
+    def say(self, line: str) -> None:
+        """Print one line on rank 0."""
+        if self.world.is_main:
+            self.bar.say(line)
+
+    def describe(self, **rows: str) -> None:
+        """Print what the run trains, with what, and on which data; write data_report.json."""
+        ranks = f"{self.world.world_size} x {self.world.device.type}"
+        for name, text in {"ranks": ranks, **rows, "folder": f"{self.folder}/"}.items():
+            self.say(loggers.row(name, without_users(text)))
+        cores = os.cpu_count() or 1
+        if self.world.device.type == "cpu" and self.world.local_size > cores:
+            self.say(f"warning: {self.world.local_size} processes use {cores} cores")
+        self.write_json("data_report.json", self.spec.report)
+        for line in self.spec.lines:
+            self.say(loggers.row("data", without_users(line)))
+
+    def log(
+        self, step: int, values: dict[str, float], split: str = "train", echo: bool = True
+    ) -> None:
+        """Append one line to metrics.jsonl in full precision; echo: print it as well."""
+        if split != "test":
+            self.step = step
+        if split == "val":
+            self._note_validation(step, values)
+        if not self.world.is_main:
+            return
+        line: dict[str, Any] = {"split": split, "step": step}
+        for name, value in values.items():
+            line[name] = value if math.isfinite(value) else None  # JSON has no NaN
+        self.metrics.write((json.dumps(line) + "\n").encode())
+        self.logger.log(split, step, values)
+        texts = loggers.columns(values)
+        if split == "train":
+            self.bar.reach(step, texts if len(texts) < 4 else [texts[0], *texts[-2:]])
+        if echo and not (split == "train" and self.bar.is_shown):
+            title = f"step {step:5d}" if split == "train" else f"{split:>10}"
+            self.say(" | ".join([title, *texts]))
+
+    def _note_validation(self, step: int, values: dict[str, float]) -> None:
+        self.validated = step
+        loss = values.get("loss", values.get("kl"))
+        lowest = self.results.get("best", {"loss": math.inf})["loss"]
+        if self.spec.save_best and loss is not None and loss < lowest:
+            self.results["best"] = {"loss": loss, "step": step}
+            self.best_validation = dict(values)
+
+    def validate(self, step: int, is_due: bool, evaluate: Callable[[], dict[str, float]]) -> None:
+        """Log evaluate() if it is due and no earlier start of the run has logged it."""
+        if is_due and (self.validated < step or step == self.steps == 0):
+            values = evaluate()
+            self.results["val"] = values
+            self.log(step, values, "val")
+
+    def write_json(self, name: str, content: Any) -> None:
+        """Write plain data to a file of the run folder, on rank 0."""
+        if self.world.is_main:
+            self._write(name, content)
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a text to a file of the run folder, on rank 0, without control characters."""
+        if self.world.is_main:
+            data.write_text(self.folder / name, data.printable(text))
+
+    def write_summary(self, status: str, code: int) -> None:
+        """Write the status of the run and its results to summary.json, on rank 0."""
+        summary = {
+            "status": status,
+            "exit_code": code,
+            "run_id": os.environ.get("TORCHELASTIC_RUN_ID"),  # of the launcher and its restarts
+            "step": self.step,
+            "world_size": self.world.world_size,
+            "seconds": round(time.perf_counter() - self.start, 3),
+            "save_seconds": round(self.save_seconds, 3),
+        }
+        self._write("summary.json", summary | self.results)
+
+    def _write(self, name: str, content: Any) -> None:
+        text = without_users(json.dumps(content, indent=2))
+        data.write_text(self.folder / name, text + "\n")
+
+    # --- checkpoints -----------------------------------------------------------------------------
+
+    def restore(self, policy: Policy, optimizer: Any, schedule: Any) -> int:
+        """Load the newest checkpoint, if there is one; return the number of steps done."""
+        self.training = (policy, optimizer, schedule)
+        if not self.done:
+            return 0
+        checkpoints.check_visible(checkpoints.path_of(self.checkpoints, self.done), self.world)
+        manifest = self._load(self.done)
+        self.validated = manifest["validated"]
+        self.results = manifest["results"] | self.results
+        self.best_validation = manifest["best_validation"]
+        self.start -= manifest["seconds"]
+        self.save_seconds = manifest["save_seconds"]
+        if self.best not in (None, self.done):
+            self._check_best()
+        return self.done
+
+    def _load(self, step: int) -> dict[str, Any]:
+        path = checkpoints.path_of(self.checkpoints, step)
+        tensors, manifest = checkpoints.read(path, self.world.rank)
+        policy, optimizer, schedule = self.training
+        policy.load_state(optimizer, schedule, tensors, step, manifest["shard_layout"])
+        return manifest
+
+    @property
+    def best(self) -> int | None:
+        """The step with the lowest validation loss, whose checkpoint is kept, with save_best."""
+        return self.results.get("best", {}).get("step") if self.spec.save_best else None
+
+    def _check_best(self) -> None:
+        path = checkpoints.path_of(self.checkpoints, self.best)
+        problem = distributed.on_main(self.world, lambda: checkpoints.find_problem(path))
+        if problem:
+            raise UserError(f"{path}: {problem}; without --save_best the last weights are used")
+
+    def restore_best(self) -> int:
+        """Load the weights with the lowest validation loss, with save_best; return their step."""
+        if self.best in (None, self.step):
+            return self.step
+        self.save()  # a run that is killed after this resumes from its last step
+        self._check_best()
+        self._load(self.best)
+        self.results["val"] = self.best_validation
+        loss = self.results["best"]["loss"]
+        self.say(f"save_best: back to step {self.best}, validation loss {loss:.4f}")
+        return self.best
+
+    def save(self) -> None:
+        """Write a checkpoint of the steps done, and remove the oldest."""
+        if self.saved == self.step:
+            return
+        start = time.perf_counter()
+        policy, optimizer, _ = self.training
+        tensors = policy.state(optimizer, self.spec.shard_layout)
+        distributed.on_each(self.world, lambda: check_finite(tensors, self.step))
+        facts: dict[str, Any] = {
+            "world_size": self.world.world_size,
+            "shard_layout": self.spec.shard_layout,
+            "validated": self.validated,
+            "results": self.results,
+            "best_validation": self.best_validation,
+            "seconds": time.perf_counter() - self.start,
+            "save_seconds": self.save_seconds,
+        }
+        if self.world.is_main:
+            os.fsync(self.metrics.fileno())  # before a checkpoint contains its size
+            facts["metrics_bytes"] = self.metrics.seek(0, os.SEEK_END)
+        is_sharded = bool(self.spec.shard_layout)
+        checkpoints.write(self.checkpoints, self.step, tensors, facts, self.world, is_sharded)
+        if self.world.is_main:
+            keep = self.config.keep_checkpoints
+            checkpoints.remove_old(self.checkpoints, keep, self.step, self.best)
+        self.saved = self.step
+        self.saved_at = time.perf_counter()
+        self.save_seconds += self.saved_at - start
+
+    def reduce(self, averages: metrics.Averages, grad_norm: Tensor) -> dict[str, float]:
+        """Return the means of a step and its gradient norm.
+
+        The same reduction tells all ranks whether one was asked to stop, and whether the last
+        checkpoint is too old.
+        """
+        age = time.perf_counter() - self.saved_at
+        is_late = self.config.save_every == 0 and age > 60 * SAVE_MINUTES
+        votes = {
+            "stop": distributed.stop_requested(self.config.stop_after_minutes),
+            "save": is_late and self.world.is_main,
+        }
+        means = averages.reduce(votes, {"grad_norm": grad_norm})
+        self.must_stop = means.pop("stop") > 0
+        self.must_save = means.pop("save") > 0
+        return means
+
+    def save_if_due(self, is_due: bool) -> None:
+        """After each step, save if it is due; save and raise Stop if a rank was asked to stop."""
+        if is_due or self.must_save or self.must_stop or self.best == self.step:
+            self.save()
+        self._stop_if_agreed()
+
+    def stop_if_requested(self) -> None:
+        """Between two forwards, save and raise Stop if a rank was asked to stop."""
+        vote = torch.tensor(
+            [float(distributed.stop_requested(self.config.stop_after_minutes))],
+            device=self.world.device,
+        )
+        self.must_stop = distributed.all_sum(vote, self.world).item() > 0
+        if self.must_stop and self.training:
+            self.save()
+        self._stop_if_agreed()
+
+    def _stop_if_agreed(self) -> None:
+        if self.must_stop:
+            raise Stop(f"stopped after step {self.step}; run the same command to resume", 85)
+
+    # --- results that are computed once ----------------------------------------------------------
+
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
+        """Return make(), plain data; later starts of this run read it from the folder."""
+        file = f"{name}.json"
+
+        def read() -> Any:
+            path = self.cached_file(file, {})
+            return json.loads(path.read_text(encoding="utf-8")) if path else None
+
+        value = distributed.on_main(self.world, read)
+        if value is None:
+            self.say(f"making {file}")
+            value = make()
+            self.write_json(file, value)
+            self.add_cached_file(file, {})
+        return value
+
+    def reference_logps(
+        self, fingerprint: dict, examples: dict[str, Any], score: Callable[[Any], Tensor]
+    ) -> dict[str, Tensor]:
+        """Return the log-probs of each split under the reference, [pairs, 2], scored once a run.
+
+        fingerprint: what they depend on besides settings and inputs, as plain data.
+        score(pairs): their log-probs under the policy before its first step.
+        """
+        path = self.folder / REFERENCE
+        is_stored = distributed.on_main(
+            self.world, lambda: self.cached_file(REFERENCE, fingerprint) is not None
+        )
+        stored = load_file(path) if is_stored and self.world.is_main else {}
+        tables = {}
+        for split, pairs in examples.items():
+            if not pairs:
+                continue
+            if is_stored:  # from rank 0 to all
+                table = stored.get(split, torch.zeros(len(pairs), 2))
+                tables[split] = distributed.all_sum(table.to(self.world.device), self.world)
+            else:
+                self.say(f"scoring {len(pairs)} pairs of {split} with the reference")
+                tables[split] = score(pairs)
+        if self.world.is_main and not is_stored:
+            with data.write_file(path) as file:
+                save_file({name: table.cpu().contiguous() for name, table in tables.items()}, file)
+            self.add_cached_file(REFERENCE, fingerprint)
+        return tables
+
+    def cached_file(self, name: str, fingerprint: dict) -> Path | None:
+        """Return the path of a file that an earlier start has stored, on rank 0.
+
+        None if there is none, if it depends on something else, or if it is damaged.
+        """
+        path = self.folder / name
+        try:
+            entry = data.read_json(facts_of(path))
+        except UserError:
+            return None
+        if entry.get("fingerprint") != fingerprint or not path.is_file():
+            return None
+        if data.sha256(path) != entry.get("sha256"):
+            self.say(f"warning: {path} does not match its SHA-256; it is computed again")
+            return None
+        return path
+
+    def add_cached_file(self, name: str, fingerprint: dict) -> None:
+        """Store what a file that was just written depends on, for later starts, on rank 0."""
+        if self.world.is_main:
+            path = self.folder / name
+            facts = {"sha256": data.sha256(path), "fingerprint": fingerprint}
+            data.write_json(facts_of(path), facts)
 
 
-def write_report(folder, with_curves) -> tuple[str, str]:
-    """Draw the curves and write report.html, as a person may do later.
+def facts_of(path: Path) -> Path:
+    """Return the path of the SHA-256 and the fingerprint of a cached file."""
+    return path.with_suffix(".facts.json")
 
-    Return the result in a few lines, and what went wrong.
 
-    In a process of its own: no rank has to import what draws.
+def check_finite(tensors: dict[str, Tensor], step: int) -> None:
+    """Raise NonFiniteError if a tensor of a checkpoint is NaN or infinite."""
+    for name, tensor in tensors.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise NonFiniteError(f"after step {step} {name} is not finite; it was not saved")
+
+
+def write_report(folder: Path, with_curves: bool) -> tuple[str, str]:
+    """Write report.html and the curves; return the results in a few lines, and what went wrong.
+
+    This starts a process, so that no error in a plot can end the run.
     """
     command = [sys.executable, "-m", "ddp_utils.tools.report", str(folder.resolve())]
     if not with_curves:
         command.append("--no_curves")
-    # where the package is found, installed or not
-    done = subprocess.run(command, cwd=environment.SRC, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=SRC, capture_output=True, text=True)
     return done.stdout.rstrip(), done.stderr.strip()[-200:] if done.returncode else ""

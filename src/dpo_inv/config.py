@@ -61,7 +61,6 @@ class Config:
     keep_checkpoints: int = 2  # the newest ones; older ones are removed
     stop_after_minutes: float = 0.0  # save and end with status 85; 0: no limit
     restart: bool = False  # move an unfinished run aside instead of going on with it
-    same_code: bool = False  # go on though the code has changed: the change moves no number
     timeout_minutes: float = 30.0  # how long a rank waits for the others
     log_every: int = 1  # steps between printed lines; metrics.jsonl has all
     report_to: loggers.Name = "tensorboard"  # live curves, or files alone

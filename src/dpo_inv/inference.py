@@ -28,7 +28,7 @@ import torch
 
 from ddp_utils import UserError, distributed
 from ddp_utils.data import Record, content, read_json, resolve, shown, write_text
-from ddp_utils.runs import checkpoint
+from ddp_utils.run import check_writable
 from ddp_utils.sampler import seed_of
 from dpo_inv import batches, mpnn, pairs, structure, weights
 
@@ -216,7 +216,7 @@ def main(argv=None) -> int:
         if stems.count(stem) > 1:
             raise UserError(f"{config.pdb_list}: {stem} is there twice; rename one of its files")
     folder = Path(config.output_dir)
-    checkpoint.check_place("--output_dir", folder)
+    check_writable("--output_dir", folder)
     device = distributed.choose_device(distributed.World(), config.backend).device
     model = mpnn.ProteinMPNN.load(path).to(device)
     if config.check:

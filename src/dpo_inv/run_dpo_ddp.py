@@ -29,12 +29,11 @@ import numpy as np
 import torch
 
 from ddp_utils import checks, distributed, losses, metrics, sampler
-from ddp_utils import run as run_
 from ddp_utils.data import digest_of_files
 from ddp_utils.distributed import to_device
 from ddp_utils.metrics import Averages, wilson
 from ddp_utils.policy import Policy, bytes_to_write, learning_rate, make_optimizer
-from ddp_utils.runs.folder import RunSpec
+from ddp_utils.run import Run, RunSpec, check
 from dpo_inv import batches, evaluate, mpnn, stability, weights
 from dpo_inv import pairs as pairs_
 from dpo_inv.batches import Scorer
@@ -218,7 +217,7 @@ def main(argv=None) -> int:
     spec = RunSpec(folder, "--output_dir", plan.steps, inputs, size, reports, lines)
     if config.check:
         distributed.choose_device(world, config.backend)
-        return run_.check(spec, config, world)
+        return check(spec, config, world)
 
     peak = learning_rate(
         config.learning_rate,
@@ -227,7 +226,7 @@ def main(argv=None) -> int:
         world.world_size,
     )
 
-    with run_.Run(spec, config, world) as run:
+    with Run(spec, config, world) as run:
         run.say(
             f"Initialized DDP: rank=0, world_size={world.world_size}, local_rank=0\n"
             f"Using device: {world.device}\n"

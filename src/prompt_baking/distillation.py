@@ -102,7 +102,7 @@ class Teacher:
                     f"{run.folder}/teacher: not all ranks' files are here; "
                     "the run folder must be on a disk that all nodes share"
                 )
-            run.bar.of_run(run.steps, run.done)
+            run.bar.begin("", run.steps, run.done)
 
     def __call__(self, split, index, sampled=None):
         rows = [(sampled or self.data[split])[row] for row in index]
@@ -117,7 +117,8 @@ class Teacher:
         """Open the files of all ranks; return whether each rank has all rows."""
 
         def intact():
-            names = [name for name in run.cached_files if name.startswith("teacher/")]
+            files = (run.folder / "teacher").glob("*.safetensors")
+            names = [f"teacher/{file.name}" for file in files]
             return [name for name in names if run.cached_file(name, fingerprint)]
 
         for name in distributed.on_main(run.world, intact):

@@ -66,7 +66,6 @@ class Config:
     save_best: bool = False  # end with the weights of the lowest validation loss
     stop_after_minutes: float = 0.0  # save and end with status 85; 0: no limit
     restart: bool = False  # move an unfinished run aside instead of going on with it
-    same_code: bool = False  # go on though the code has changed: the change moves no number
     log_every: int = 1  # steps between printed lines; metrics.jsonl has all
     report_to: loggers.Name = "tensorboard"  # live curves, or files alone
     seed: int = 0  # order of the data, start of the LoRA

@@ -83,9 +83,8 @@ def plain_loop(folder, rows):
 def our_loop(folder, rows, kept=False):
     """train_loop.py's step, its teacher kept on disk or not."""
     import train_loop
-    from ddp_utils import distributed, models
+    from ddp_utils import distributed, loggers, models
     from ddp_utils.policy import Policy, Precision, make_optimizer
-    from ddp_utils.runs import progress
     from prompt_baking import distillation, trajectories
     from prompt_baking.train_config import Config
 
@@ -101,11 +100,10 @@ def our_loop(folder, rows, kept=False):
         world=world,
         reduce=lambda averages, norm: averages.reduce(equal={"grad_norm": norm}),
         folder=folder,
-        cached_files=cached,
         cached_file=lambda name, _: name in cached,
         add_cached_file=cached.__setitem__,
         stop_if_requested=lambda: None,
-        bar=progress.Bar(False),
+        bar=loggers.Bar(False),
         steps=0,
         done=0,
     )

@@ -461,7 +461,7 @@ def sharding(folder):
     """src/train.py on all weights, in a group of one rank; what it would save is left out."""
     import train
     from ddp_utils import models, sharding
-    from ddp_utils.runs.saving import Saving
+    from ddp_utils.run import Run
     from ddp_utils.sharding.fsdp import FsdpPolicy
 
     zero = {f"offload_{what}": {"device": "cpu"} for what in ("optimizer", "param")}
@@ -499,7 +499,7 @@ def sharding(folder):
                 stack.enter_context(without_files(shape(SHAPES["0.6B"])))
             stack.enter_context(mock.patch.object(sharding, "wrap", wrap_one))
             stack.enter_context(mock.patch.object(models, "save_policy"))
-            stack.enter_context(mock.patch.object(Saving, "save"))
+            stack.enter_context(mock.patch.object(Run, "save"))
             lines = script(train.__name__, f"{words} {flags} --output_dir {run}", run)
         curve = [line["loss"] for line in lines]
         row = {"strategy": name, "s a step": seconds(lines), "last loss": curve[-1]}

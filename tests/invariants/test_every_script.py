@@ -211,7 +211,7 @@ def test_stopped_and_killed_it_goes_on_to_the_bit(name, size, data, tmp_path):
     which = signal.SIGTERM if size == 1 else signal.SIGUSR1
     outcome = start(size, name, run, flags, (faults.signal_in_backward, size - 1, 3, which))
     assert outcome.codes == [85] * size, outcome.logs
-    said = "stopped after step 4; the same command goes on from there\n"
+    said = "stopped after step 4; run the same command to resume\n"
     assert outcome.logs[0].endswith(said)
     assert outcome.logs[1:] == [""] * (size - 1)
     summary = faults.summary(run)
@@ -220,7 +220,7 @@ def test_stopped_and_killed_it_goes_on_to_the_bit(name, size, data, tmp_path):
     assert outcome.codes[-1] == -9 and 0 not in outcome.codes, outcome.logs
     assert faults.steps(run)[-1] == 5
     outcome = faults.finished(start(size, name, run, flags))
-    assert "is not finished: goes on after step 5" in outcome.logs[0]
+    assert "is not finished: resumes after step 5" in outcome.logs[0]
     assert weights(run) == weights(whole)
     assert faults.numbers(run) == faults.numbers(whole)
     assert [line["step"] for line in runs.lines(run, "train")] == list(range(1, STEPS + 1))

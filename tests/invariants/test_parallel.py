@@ -12,11 +12,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import reading
 import runs
-from ddp_utils import UserError, distributed, logps, models
+from ddp_utils import UserError, checkpoints, distributed, logps, models
 from ddp_utils.chat_template import Encoder
 from ddp_utils.models import load_tokenizer
 from ddp_utils.policy import LossScale, Policy, Precision, decay, learning_rate, make_optimizer
-from ddp_utils.runs import checkpoint
 from ddp_utils.sharding import fsdp
 from ranks import ranks
 
@@ -57,15 +56,15 @@ def save_after_two(folder, fine_tuning):
         one_step(*parts)
     tensors = parts[1].state(parts[2])
     if parts[0].is_main:
-        checkpoint.write(folder, 2, tensors, {})
+        checkpoints.write(folder, 2, tensors, {})
     return [one_step(*parts) for _ in range(3)]
 
 
 def load_and_go_on(folder, fine_tuning):
     parts = policy_and_pairs(fine_tuning)
-    path, skipped = checkpoint.find(folder)
+    path, skipped = checkpoints.find_newest(folder)
     assert skipped == []
-    tensors, manifest = checkpoint.read(path)
+    tensors, manifest = checkpoints.read(path)
     assert manifest["step"] == 2
     parts[1].load_state(*parts[2:4], tensors, 2)
     return [one_step(*parts) for _ in range(3)]
@@ -74,7 +73,7 @@ def load_and_go_on(folder, fine_tuning):
 @pytest.mark.parametrize("fine_tuning", ["lora", "full"])
 def test_complaint_24_a_state_saved_on_4_ranks_goes_on_on_1_and_2(fine_tuning, tmp_path):
     expected = ranks(4, save_after_two, str(tmp_path), fine_tuning)[0]
-    names = checkpoint.read(checkpoint.find(tmp_path)[0])[0]
+    names = checkpoints.read(checkpoints.find_newest(tmp_path)[0])[0]
     assert not [name for name in names if "module." in name or "_orig_mod" in name]
     kinds = {name.split("/")[0] for name in names}
     assert kinds == {"parameter", "exp_avg", "exp_avg_sq", "step", "loss_scale"}
@@ -93,7 +92,7 @@ def test_a_state_of_another_kind_of_training_is_refused(tmp_path):
     ranks(1, save_after_two, str(tmp_path), "full")
     _, policy, *parts, _ = policy_and_pairs("lora")
     with pytest.raises(UserError, match="the checkpoint trains .*, this run does not"):
-        policy.load_state(*parts, checkpoint.read(checkpoint.find(tmp_path)[0])[0], 2)
+        policy.load_state(*parts, checkpoints.read(checkpoints.find_newest(tmp_path)[0])[0], 2)
 
 
 def reductions():

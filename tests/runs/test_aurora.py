@@ -82,7 +82,7 @@ def test_the_body_trains_on_two_nodes_and_goes_on_when_it_is_run_again(job):
 
     assert job(*steps, PER_NODE="2").returncode == 0  # run again it has the same number
     out = (job.folder / "logs/dpo_ddp_123.out").read_text()
-    assert "goes on after step" in out and out.count("Initialized DDP") == 2
+    assert "resumes after step" in out and out.count("Initialized DDP") == 2
     assert [line["step"] for line in runs.lines(folder, "train")] == [1, 2, 3]
     # a walltime of half an hour, less five minutes
     assert json.loads((folder / "config.json").read_text())["stop_after_minutes"] == 25

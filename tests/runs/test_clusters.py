@@ -165,7 +165,7 @@ def test_a_slurm_job_that_is_signalled_saves_is_queued_again_and_goes_on(slurm, 
     saved = json.loads((here / "run/summary.json").read_text())
     assert saved["exit_code"] == 85 and 3 <= saved["step"] < STEPS
     said = ends(slurm, job, here)  # in both lives
-    assert f"goes on after step {saved['step']}\n" in said
+    assert f"resumes after step {saved['step']}\n" in said
     assert "Traceback" not in said
     assert about(here) == ("srun", 2, "finished")
     assert numbers(here) == undisturbed

@@ -17,7 +17,7 @@ import faults
 import programs
 import runs
 from conftest import ROOT
-from ddp_utils.runs import checkpoint
+from ddp_utils import checkpoints
 from ranks import addresses
 
 LORA = faults.MODES["lora"]
@@ -84,7 +84,7 @@ def test_f1_torchrun_restarts_a_killed_rank_and_the_weights_are_the_same(undistu
     with launched([*TORCHRUN, FAULTY], folder, FAULT="kill_in_backward 0 7") as process:
         assert process.wait(90) == 0, process.log.read_text()
     log = process.log.read_text()
-    assert "is not finished: goes on after step 5" in log and "Traceback" not in log
+    assert "is not finished: resumes after step 5" in log and "Traceback" not in log
     assert faults.is_equal(folder, undisturbed)
 
 
@@ -124,11 +124,11 @@ def test_f3_sigterm_to_the_shell_script_saves_and_ends_with_85(long_run, tmp_pat
     stopped = faults.summary(folder)
     assert stopped["status"] == "preempted" and 3 <= stopped["step"] < 60
     outcome = faults.finished(faults.start(2, folder, *LORA, *LONG))
-    assert f"goes on after step {stopped['step']}" in outcome.logs[0]
+    assert f"resumes after step {stopped['step']}" in outcome.logs[0]
     assert faults.is_equal(folder, long_run)
     with launched([SCRIPT, "2"], folder, *LONG) as process:  # finished: nothing is launched
         assert process.wait(90) == 0
-    assert process.log.read_text().endswith("finished: the same settings, the same data\n")
+    assert process.log.read_text().endswith("already finished (same settings and data)\n")
 
 
 def test_f18_ctrl_c_ends_with_130_and_the_same_command_goes_on(long_run, tmp_path):
@@ -139,9 +139,9 @@ def test_f18_ctrl_c_ends_with_130_and_the_same_command_goes_on(long_run, tmp_pat
         os.killpg(process.pid, signal.SIGINT)  # what a terminal does
         assert process.wait(90) == 130, process.log.read_text()
         cluster.wait(lambda: all(state(pid) == "Z" for pid in ranks), 60)
-    assert checkpoint.find(folder / "checkpoints")[1] == []
+    assert checkpoints.find_newest(folder / "checkpoints")[1] == []
     outcome = faults.finished(faults.start(2, folder, *LORA, *LONG))
-    assert "is not finished: goes on after step" in outcome.logs[0]
+    assert "is not finished: resumes after step" in outcome.logs[0]
     assert faults.is_equal(folder, long_run)
 
 

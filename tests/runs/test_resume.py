@@ -12,7 +12,7 @@ import torch
 import faults
 import runs
 from conftest import ROOT
-from ddp_utils.runs import checkpoint
+from ddp_utils import checkpoints
 from ranks import CONTEXT
 
 
@@ -59,7 +59,7 @@ def test_f2_f19_killed_while_saving(moment, made, tmp_path):
         flags, newest = [*flags, "--save_every", "3"], 9
     outcome = faults.start(1, folder, *flags, fault=(faults.kill_while_saving, call, number))
     assert outcome.codes == [-9]
-    assert checkpoint.find(folder / "checkpoints") == (
+    assert checkpoints.find_newest(folder / "checkpoints") == (
         folder / f"checkpoints/step-{newest:08d}",
         [],
     )
@@ -72,8 +72,8 @@ def write_back_to_back(folder):
     """Checkpoints of one number in all places, its own step, as fast as they can be written."""
     for step in range(1, 10_000):
         tensors = {str(place): torch.full((50_000,), float(step)) for place in range(4)}
-        checkpoint.write(folder, step, tensors, {})
-        checkpoint.rotate(folder, 2, step)
+        checkpoints.write(folder, step, tensors, {})
+        checkpoints.remove_old(folder, 2, step)
 
 
 def test_24_kills_of_the_writer_leave_24_loadable_states(tmp_path):
@@ -91,11 +91,11 @@ def test_24_kills_of_the_writer_leave_24_loadable_states(tmp_path):
         process.kill()
         process.join()
         left_half += bool(list(folder.glob(".tmp-*")))
-        path, skipped = checkpoint.find(folder)
+        path, skipped = checkpoints.find_newest(folder)
         assert skipped == []
-        tensors, manifest = checkpoint.read(path)
+        tensors, manifest = checkpoints.read(path)
         assert {t.unique().item() for t in tensors.values()} == {float(manifest["step"])}
-        checkpoint.rotate(folder, 1, manifest["step"])
+        checkpoints.remove_old(folder, 1, manifest["step"])
         assert [entry.name for entry in folder.iterdir()] == [path.name]
     assert left_half > 5  # or the kills did not hit
 
@@ -114,7 +114,7 @@ def test_f5_a_damaged_checkpoint_is_skipped_and_named(made, killed):
         outcome = faults.finished(faults.start(1, folder, *faults.MODES["lora"], *flags))
         (line,) = [line for line in outcome.logs[0].splitlines() if line.startswith("warning:")]
         assert f"{folder}/checkpoints/step-00000010 is left out: state.safetensors does" in line
-        assert "goes on after step 5" in outcome.logs[0]
+        assert "resumes after step 5" in outcome.logs[0]
     assert faults.is_equal(folder, made("undisturbed", "lora", 1))
 
 
@@ -161,7 +161,7 @@ def test_f7_an_unfinished_run_does_not_go_on_with_other_settings(flags, killed):
     outcome = faults.start(2, folder, *faults.MODES["lora"], *flags)
     assert outcome.codes == [2, 2]
     assert outcome.logs[1] == "" and outcome.logs[0].count("\n") == 1
-    assert outcome.logs[0].startswith(f"error: {folder} holds an unfinished run with other settin")
+    assert outcome.logs[0].startswith(f"error: {folder} has an unfinished run with other settin")
     assert OTHERS[flags] in outcome.logs[0]
     assert times(folder) == before
 
@@ -211,9 +211,9 @@ def test_a_run_that_goes_on_with_another_output_dir_replaces_no_files(killed, tm
     flags = [*faults.MODES["full"], "--output_dir"]
     outcome = faults.start(2, folder, *flags, str(precious))
     assert outcome.codes == [2, 2]
-    assert f"error: --output_dir: {precious} is not empty; give another folder" in outcome.logs[0]
+    assert f"error: --output_dir: {precious} is not empty; use another folder" in outcome.logs[0]
     assert (precious / "thesis.txt").read_text() == "years"
-    for last in ("goes on after step", f"{folder} holds this run, finished"):
+    for last in ("resumes after step", f"{folder} this run is already finished"):
         outcome = faults.finished(faults.start(2, folder, *flags, str(tmp_path / "new")))
         assert last in outcome.logs[0]
     assert (tmp_path / "new/model.safetensors").exists()
@@ -247,7 +247,7 @@ def test_a_run_of_other_code_is_refused_or_moved_aside(killed, made):
     edit(folder / "environment.json", other)
     assert "finished" in faults.finished(faults.start(1, folder, *mode, "--same_code")).logs[0]
     again = faults.finished(faults.start(1, folder, *mode)).logs[0]
-    assert f"held an earlier run: moved to {folder}.1" in again
+    assert f"has an earlier run: moved to {folder}.1" in again
     assert faults.is_equal(folder, made("undisturbed", "lora", 1))
 
 
@@ -261,14 +261,14 @@ def test_a_finished_run_says_so_and_ends_with_0(made):
     before = times(folder)
     outcome = faults.start(2, folder, *faults.MODES["lora"])
     assert outcome.codes == [0, 0] and outcome.logs[1] == ""
-    said = f"{folder} holds this run, finished: the same settings, the same data\n"
+    said = f"{folder} this run is already already finished (same settings and data)\n"
     assert outcome.logs[0] == said and times(folder) == before
 
 
 def test_restart_moves_an_unfinished_run_aside(killed, made):
     folder = killed("lora", 1)
     outcome = faults.finished(faults.start(1, folder, *faults.MODES["lora"], "--restart"))
-    assert f"held an earlier run: moved to {folder}.1" in outcome.logs[0]
+    assert f"has an earlier run: moved to {folder}.1" in outcome.logs[0]
     assert "goes on" not in outcome.logs[0]
     assert faults.is_equal(folder, made("undisturbed", "lora", 1))
     assert faults.steps(f"{folder}.1") == [5, 10]
@@ -281,5 +281,5 @@ def test_an_unfinished_run_without_a_checkpoint_begins_again_or_makes_way(tmp_pa
     other = faults.start(1, folder, *flags, "--beta", "0.3", fault=(faults.kill_in_backward, 0, 2))
     assert f"moved to {folder}.1" in other.logs[0]
     again = faults.start(1, folder, *flags, "--beta", "0.3")
-    assert "goes on after step 0" in faults.finished(again).logs[0]
+    assert "resumes after step 0" in faults.finished(again).logs[0]
     assert [line["step"] for line in runs.lines(folder, "train")] == list(range(1, 13))

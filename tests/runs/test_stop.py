@@ -15,8 +15,8 @@ import pytest
 import faults
 import programs
 import runs
-from ddp_utils.runs import checkpoint
-from ddp_utils.runs.folder import lock
+from ddp_utils import checkpoints
+from ddp_utils.run import lock
 
 LORA = faults.MODES["lora"]
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
@@ -25,7 +25,7 @@ TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
 def goes_on(folder, expected, step, *flags):
     """The same command finishes the run, with the numbers of one that was never disturbed."""
     outcome = faults.finished(faults.start(2, folder, *LORA, *flags))
-    assert f"is not finished: goes on after step {step}" in outcome.logs[0]
+    assert f"is not finished: resumes after step {step}" in outcome.logs[0]
     return faults.is_equal(folder, expected)
 
 
@@ -36,7 +36,7 @@ PLACES = {  # call before which rank 1 gets the signal -> steps that are kept
     "the reference pass": ("logps.score", 1, 0),
     "an evaluation": ("main_distributed.evaluate", 2, 8),
     "the test": ("main_distributed.evaluate", 4, 12),
-    "saving": ("runs.checkpoint.write", 1, 5),
+    "saving": ("checkpoints.write", 1, 5),
 }
 
 
@@ -59,7 +59,7 @@ def test_f3_a_signal_is_heard_in_generation(tmp_path):
     outcome = faults.start(2, tmp_path / "a/run", *flags, fault=fault)
     assert outcome.codes == [85, 85], outcome.logs
     assert (
-        "goes on after step" in faults.finished(faults.start(2, tmp_path / "a/run", *flags)).logs[0]
+        "resumes after step" in faults.finished(faults.start(2, tmp_path / "a/run", *flags)).logs[0]
     )
     faults.finished(faults.start(2, tmp_path / "b/run", *flags))
     name = "distributed_output_test.txt"
@@ -172,11 +172,13 @@ def test_f8_a_number_that_is_not_finite_stops_all_ranks_before_the_step(where, v
     assert "step 7" in line and "no step was taken" in line
     if where == "loss":
         assert "preferences_train.jsonl:" in line  # the row
-    assert "the same command goes on after step 5" in outcome.logs[0] and outcome.logs[1] == ""
+    assert (
+        "run the same command to resume after step 5" in outcome.logs[0] and outcome.logs[1] == ""
+    )
     found = faults.summary(folder)
     assert (found["status"], found["exit_code"]) == ("failed", 3)
-    path, skipped = checkpoint.find(folder / "checkpoints")
-    tensors, manifest = checkpoint.read(path)
+    path, skipped = checkpoints.find_newest(folder / "checkpoints")
+    tensors, manifest = checkpoints.read(path)
     assert manifest["step"] == 5 and skipped == []
     assert all(bool(tensor.isfinite().all()) for tensor in tensors.values())
 
@@ -248,7 +250,7 @@ def test_f15_a_second_run_in_the_folder_is_refused_and_told_whose_it_is(undistur
     assert outcome.codes == [2, 2] and outcome.logs[1] == ""
     assert outcome.logs[0] == (
         f"error: {folder} is in use by a run on {platform.node()} (process "
-        f"{before['pid']}, since {before['start']}); wait for it, or give another folder\n"
+        f"{before['pid']}, since {before['start']}); wait until it ends, or use another folder\n"
     )
     faults.finished(faults.start(2, folder, *LORA))  # and is free again
 
@@ -263,5 +265,5 @@ def test_f15_of_two_that_start_together_one_runs(tmp_path):
     (ran,) = [end for end in ends if "ranks     1 x cpu" in end.logs[0]]
     assert ran.codes == [0]
     for end in [end for end in ends if end is not ran]:  # refused, or too late to find it at work
-        word, code = ("is in use by", 2) if end.codes == [2] else ("finished: the same", 0)
+        word, code = ("is in use by", 2) if end.codes == [2] else ("already finished", 0)
         assert end.codes == [code] and word in end.logs[0]

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -140,37 +141,19 @@ def test_an_optimiser_of_ones_own(changed):
 
 # --- copy ----------------------------------------------------------------------------------------
 
-COPY = [sys.executable, "-m", "ddp_utils.tools.copy"]
+
+def test_a_copied_script_runs_as_it_is(tmp_path):
+    """`cp src/main_distributed.py src/my_dpo.py`, then start the copy."""
+    tree = Path(shutil.copytree(ROOT / "src", tmp_path / "src"))
+    (tmp_path / "data").symlink_to(ROOT / "data")
+    shutil.copy(tree / "main_distributed.py", tree / "my_dpo.py")
+    flags = [*words_of_a_tiny_run(), "--result_dir", "mine"]
+    env = {"PYTHONPATH": ""}
+    programs.process([sys.executable, "src/my_dpo.py", *flags], cwd=tmp_path, **env)
+    environment = json.loads((tmp_path / "mine/environment.json").read_text())
+    assert "my_dpo.py" in environment["code"]
+    assert json.loads((tmp_path / "mine/summary.json").read_text())["status"] == "finished"
 
 
-@pytest.mark.parametrize(
-    ("script", "flags"),
-    [
-        ("main_distributed", "--max_rows 8 --batch_size 4 --max_steps 1 --num_samples 0"),
-        ("ad.train", "--check"),
-        ("dpo_inv.run_dpo_ddp", "--check"),
-    ],
-)
-def test_a_script_that_is_taken_away_runs_with_its_own_settings(script, flags, tmp_path):
-    programs.process([*COPY, script, "my_own.py"], cwd=tmp_path)
-    settings = tmp_path / "my_own_config.py"
-    text = settings.read_text()
-    assert "    seed: int = 0 " in text
-    settings.write_text(text.replace("    seed: int = 0 ", "    seed: int = 7 "))
-    done = programs.process([sys.executable, "my_own.py", "--help"], cwd=tmp_path)
-    assert re.search(r"seed.* 7\b", done.stdout)
-    programs.process([sys.executable, "my_own.py", *flags.split()], cwd=tmp_path)
-    if "max_steps" in flags:
-        assert json.loads((tmp_path / "results/dpo/config.json").read_text())["seed"] == 7
-
-
-def test_copy_overwrites_nothing(tmp_path):
-    (tmp_path / "there.py").write_text("mine")
-    for words, problem in [
-        (["main_distributed", "there.py"], "it is there"),
-        (["main", "other.py"], "no such script"),
-        (["train", "not-a-module.py"], "name of a module"),
-    ]:
-        done = programs.process([*COPY, *words], code=2, cwd=tmp_path)
-        assert problem in done.stderr and done.stderr.startswith("error: ")
-    assert [path.name for path in tmp_path.iterdir()] == ["there.py"]
+def words_of_a_tiny_run():
+    return runs.words("--max_rows 8 --batch_size 4 --max_steps 1 --num_samples 0 --report_to none")

@@ -21,10 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import train
 from conftest import ROOT
-from ddp_utils import Stop, distributed, models, sharding
+from ddp_utils import Stop, checkpoints, distributed, models, sharding
 from ddp_utils import run as run_
 from ddp_utils.models import load_tokenizer
-from ddp_utils.runs import checkpoint
 from ddp_utils.sharding import fsdp
 from ranks import ranks, run_ranks
 
@@ -256,12 +255,12 @@ def test_shares_of_another_strategy_are_refused(then, data, tmp_path):
     assert len(mistakes) == 1
     assert "FSDP FULL_SHARD on 2 processes" in mistakes[0], mistakes
     assert not any("Traceback" in log for log in outcome.logs)
-    path, skipped = checkpoint.find(tmp_path / "run" / "checkpoints")
+    path, skipped = checkpoints.find_newest(tmp_path / "run" / "checkpoints")
     assert (path.name, skipped) == ("step-00000001", [])
     shares = ["state-00000-of-00002.safetensors", "state-00001-of-00002.safetensors"]
-    assert sorted(checkpoint.read_manifest(path)["files"]) == shares
+    assert sorted(checkpoints.read_manifest(path)["files"]) == shares
     (path / shares[1]).unlink()
-    assert checkpoint.find(path.parent)[0] is None  # half a state is none
+    assert checkpoints.find_newest(path.parent)[0] is None  # half a state is none
 
 
 def changed(folder, flags):
@@ -285,9 +284,9 @@ def test_a_json_that_has_changed_is_noticed(data, tmp_path):
     flags += ["--use_fsdp", "--fsdp_config", str(tmp_path / "f.json")]
     _, second, third, last = ranks(1, changed, tmp_path, flags)[0]
     assert re.search(r"\ncontent of fsdp_config: \w+ -> \w+, from here on\n", second), second
-    assert "goes on after step 1\n" in second
+    assert "resumes after step 1\n" in second
     assert third == ""  # finished: the same settings
-    assert "held an earlier run: moved to" in last
+    assert "has an earlier run: moved to" in last
 
 
 def on_nodes(sizes, folder, flags):

@@ -14,7 +14,7 @@ from jinja2 import TemplateError
 from transformers import TextStreamer
 
 from ddp_utils import UserError, cli, data, distributed, lora, models
-from ddp_utils.runs import checkpoint
+from ddp_utils.run import read_json
 
 
 @dataclass
@@ -34,7 +34,7 @@ def load(folder, before, device):
     result = run / "model" if (run / "model").is_dir() else run
     base, adapter = str(result), ""
     if before:
-        settings = checkpoint.read_json(run / "config.json")
+        settings = read_json(run / "config.json")
         if "model_name" not in settings:
             raise UserError(f"--before: {folder} is no run of a language model; leave it out")
         base = settings["model_name"]

@@ -12,7 +12,7 @@ import torch
 import tyro
 
 from ddp_utils import UserError, cli, distributed, lora, models
-from ddp_utils.runs import checkpoint
+from ddp_utils.run import check_writable
 
 
 @dataclass
@@ -32,7 +32,7 @@ def merge(adapter, folder, base="", scale=1.0):
     folder = Path(folder)
     if folder.exists():
         raise UserError(f"{folder} is there already; give another folder")
-    checkpoint.check_place("folder", folder)
+    check_writable("folder", folder)
     if Path(adapter, "model/adapter_config.json").exists():
         raise UserError(f"adapter: {adapter} is a run folder; give {Path(adapter, 'model')}")
     with cli.naming({"init_adapter": "adapter", "model_name": "--base"}):

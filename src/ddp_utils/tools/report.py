@@ -1,29 +1,32 @@
 """Write report.html: what a run did, on one page that loads nothing, from the files of its folder.
 
-And the model card, README.md beside the weights.
+It also writes the model card, README.md beside the weights, and prints the results.
 
-    python -m ddp_utils.tools.report results/dpo               # the curves, too
+    python -m ddp_utils.tools.report results/dpo               # draws the curves as well
     python -m ddp_utils.tools.report results/dpo --no_curves
 
-A run starts it at its end: so neither torch nor transformers nor matplotlib is imported here.
+A run starts this program when it ends. It imports neither torch nor transformers.
 """
 
 import argparse
 import base64
 import contextlib
-import itertools
-import json
 import re
 import shlex
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jinja2
+from huggingface_hub import ModelCard, ModelCardData
 
-from ddp_utils import UserError, data
+from ddp_utils import UserError, data, plots
 
+FILES = ("summary", "config", "environment", "data_report", "examples")
+HERE = Path(__file__).parent
 FIRST = ("win_rate", "share_baked", "fraction_of_optimum", "accuracy", "loss")  # on top
-SHOWN = {  # in the summary: metric -> its name there
+PRINTED = {  # metric -> its name in the results that are printed
     "loss": "loss",
     "kl": "kl",
     "rewards/accuracies": "accuracy",
@@ -33,124 +36,123 @@ SHOWN = {  # in the summary: metric -> its name there
     "kept/kl": "kept: kl",
 }
 MEANINGS = {
-    "loss": "what is minimised, in nats",
+    "loss": "the training objective, in nats",
     "rewards/chosen": "beta x log-ratio of the chosen responses to the reference",
-    "rewards/rejected": "the same of the rejected ones",
-    "rewards/margins": "chosen - rejected",
-    "rewards/accuracies": "share of pairs whose margin is above 0",
-    "logps/chosen": "log-prob of a chosen response, in nats",
-    "logps/rejected": "log-prob of a rejected response, in nats",
-    "logps/accuracies": "share of pairs whose preferred side is the likelier one",
+    "rewards/rejected": "beta x log-ratio of the rejected responses to the reference",
+    "rewards/margins": "reward of the chosen minus reward of the rejected response",
+    "rewards/accuracies": "fraction of pairs whose margin is above 0",
+    "logps/chosen": "log-probability of a chosen response, in nats",
+    "logps/rejected": "log-probability of a rejected response, in nats",
+    "logps/accuracies": "fraction of pairs whose preferred response is more likely",
     "loss/preference": "the loss without the SFT term",
-    "loss/sft": "negative log-prob of the chosen responses, in nats a token",
-    "nll": "negative log-prob of the preferred sequences, in nats a residue",
+    "loss/sft": "negative log-likelihood of the chosen responses, in nats per token",
+    "nll": "negative log-likelihood of the preferred sequences, in nats per residue",
     "perplexity": "exp(nll)",
-    "kl": "from the prompted model to this one, in nats a token",
-    "kl_base": "from the prompted model to the base model, in nats a token",
-    "share_baked": "1 - kl / kl_base",
-    "kept/kl": "from the base model to this one under other prompts, in nats a token",
-    "kept/obeyed": "share of replies that obey other prompts",
-    "kept/obeyed_base": "the same of the base model",
-    "accuracy": "share of actions that are predicted",
-    "fraction_of_optimum": "return of the last 10 episodes over the optimum",
+    "kl": "KL divergence from the prompted model to this one, in nats per token",
+    "kl_base": "KL divergence from the prompted model to the base model, in nats per token",
+    "share_baked": "1 - kl / kl_base: the fraction of the prompt's effect that is in the weights",
+    "kept/kl": "KL divergence from the base model under other prompts, in nats per token",
+    "kept/obeyed": "fraction of replies that follow other prompts",
+    "kept/obeyed_base": "fraction of the base model's replies that follow other prompts",
+    "accuracy": "fraction of actions that are predicted correctly",
+    "fraction_of_optimum": "return of the last 10 episodes divided by the optimal return",
     "win_rate": "wins / (wins + losses) against the replies before training",
     "count": "rows",
 }
-WHAT = {  # the card's first sentence, by what is in the command
-    "train_loop": "A LoRA into which a system prompt is baked: without the prompt the model "
-    "answers as it did with it.",
+KINDS = {  # word of the command -> the first sentence of the model card
+    "train_loop": "A LoRA with a baked-in system prompt: without the prompt the model answers "
+    "as it did with it.",
     "main_distributed": "A language model fine-tuned on preferences ({method}).",
     "dpo_inv": "ProteinMPNN fine-tuned on preferences between sequences ({method}).",
-    "ad.train": "A transformer that has learnt from histories of learning to find a goal.",
-    "train.py": "A language model fine-tuned by {objective}.",
+    "ad.train": "A transformer trained on learning histories, which learns in context.",
+    "ad/train": "A transformer trained on learning histories, which learns in context.",
+    "train.py": "A language model fine-tuned with {objective}.",
 }
-LIBRARIES = {"adapter_config.json": "peft", "tokenizer_config.json": "transformers"}
+LOAD_PEFT = """from peft import AutoPeftModelForCausalLM
+from transformers import AutoTokenizer
+
+model = AutoPeftModelForCausalLM.from_pretrained("{0}")
+tokenizer = AutoTokenizer.from_pretrained("{0}")
+"""
+LOAD_TRANSFORMERS = """from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{0}")
+tokenizer = AutoTokenizer.from_pretrained("{0}")
+"""
+LOAD_SAFETENSORS = """from safetensors.torch import load_file
+
+weights = load_file("{0}/model.safetensors")
+"""
+LOAD_PROTEINMPNN = """import torch
+
+checkpoint = torch.load("{0}", weights_only=True)  # the format of the official ProteinMPNN
+"""
 JUDGED = ("win_rate", "win_rate_low", "win_rate_high", "wins", "losses", "ties")
 REPLIES = ("reference", "fine-tuned", "base", "baked")  # of an example: before and after
 TORCHRUN = ("torchrun", "torch.distributed.launch", "accelerate", "deepspeed")
 
 
-def write(folder):
-    """Write report.html into a run folder, and its model card; what is not there is left out."""
-    folder = Path(folder)
-    content = _content(folder)
-    template = Path(__file__).with_suffix(".html.j2").read_text(encoding="utf-8")
-    jinja = jinja2.Environment(autoescape=True, finalize=_shown, trim_blocks=True)
-    data.write_text(folder / "report.html", jinja.from_string(template).render(content))
-    if content["model"]:
-        template = Path(__file__).with_name("card.md.j2").read_text(encoding="utf-8")
-        card = jinja.from_string(template).render(content | _card(folder, content))
-        data.write_text(content["model"].parent / "README.md", card)
+class Model(NamedTuple):
+    """The model that a run has saved."""
+
+    path: Path  # of its folder, or of the .pt file
+    library: str
+    load: str  # Python code with {0} for the path
 
 
-def _card(folder, content):
-    """Return what the model card has besides the report's content."""
-    model = content["model"]
-    config = _read(folder / "config.json")
-    names = {"method": "DPO", "objective": "DPO", **config}
-    what = [text.format(**names) for name, text in WHAT.items() if name in content["command"]]
-    base = config.get("model_name") or _read(model).get("base_model_name_or_path", "")
-    library = LIBRARIES.get(model.name) or ("proteinmpnn" if model.suffix == ".pt" else "torch")
-    summary = _read(folder / "summary.json")
-    val, test = (summary.get(split) or {} for split in ("val", "test"))
-    kept = []
-    for name, value in val.items():
-        prompt = name.removeprefix("kept/kl/")
-        if prompt != name:
-            obeyed = [
-                test.get(f"kept/{score}/{prompt}", "-") for score in ("obeyed", "obeyed_base")
-            ]
-            kept.append([prompt, f"{value:.4f}", *obeyed])
-    return {"what": "".join(what[:1]), "base": base, "library": library, "kept": kept}
+class Table(NamedTuple):
+    """A table of texts."""
+
+    title: str
+    head: list[str]  # names of the columns
+    rows: list[tuple[str, list[str]]]  # name and texts of each row
 
 
-def read_metrics(folder):
-    """Return the lines of metrics.jsonl as dicts; those that are damaged or cut are left out."""
-    path = Path(folder) / "metrics.jsonl"
-    if not path.is_file():
-        raise UserError(f"{folder}: no metrics.jsonl here; give a run folder")
-    lines = []
-    for line in path.read_bytes().split(b"\n"):
-        with contextlib.suppress(ValueError):
-            values = json.loads(line)
-            if isinstance(values, dict) and {"split", "step"} <= values.keys():
-                lines.append(values)
-    return lines
+def read_run(folder: Path) -> dict[str, dict]:
+    """Return the objects in FILES; one that is missing or damaged is empty."""
+    run = {}
+    for name in FILES:
+        run[name] = {}
+        with contextlib.suppress(UserError):
+            run[name] = data.read_json(folder / f"{name}.json")
+    return run
 
 
-def summary(folder) -> str:
-    """Return the result of a run as lines of 80 columns: numbers, three replies, where to look."""
-    facts = _read(folder / "summary.json")
-    seconds = facts.get("seconds")
-    took = f" in {seconds:.0f} s" if isinstance(seconds, int | float) else ""
-    lines = [f"{facts.get('status', 'no summary')} after {facts.get('step', 0)} steps{took}"]
-    lines += _numbers(folder, facts) + _replies(_read(folder / "examples.json"))
-    lines.append(f"{'report':<11} {folder / 'report.html'}")
-    model = _model(folder, _read(folder / "config.json"))
-    if model:
-        lines.append(f"{'model':<11} {model if model.suffix == '.pt' else model.parent}")
-        if model.name in ("adapter_config.json", "tokenizer_config.json"):
-            lines.append(f"{'talk to it':<11} python -m ddp_utils.tools.chat {_quoted(folder)}")
-    return data.printable("\n".join(lines))
+def find_model(folder: Path, config: dict) -> Model | None:
+    """Return the model that a run has saved, or None."""
+    own = "result_dir" in config and config.get("output_dir")
+    model = Path(own or folder / "model")
+    for name, library, load in (
+        ("adapter_config.json", "peft", LOAD_PEFT),
+        ("tokenizer_config.json", "transformers", LOAD_TRANSFORMERS),
+        ("model.safetensors", "safetensors", LOAD_SAFETENSORS),
+    ):
+        if (model / name).exists():
+            return Model(model, library, load)
+    for name in ("best_model.pt", "latest_model.pt"):
+        if (folder / name).exists():
+            return Model(folder / name, "proteinmpnn", LOAD_PROTEINMPNN)
+    return None
 
 
-def _moved(folder, facts):
-    """Yield the title of each of SHOWN, its values in the first and last step, and held out.
+# --- the results ---------------------------------------------------------------------------------
 
-    Held out is the result's own: with save_best not that of the last step. What there is not is
-    None.
+
+def changes(folder: Path, summary: dict) -> Iterator[tuple[str, float | None, float | None, Any]]:
+    """Yield the name of each printed metric, its first, its last, and its held-out value.
+
+    The held-out value is of the weights that are saved. What does not exist is None.
     """
-    metrics = read_metrics(folder) if (folder / "metrics.jsonl").exists() else []
-    steps = [line for line in metrics if line["split"] == "train"]
-    for name, title in SHOWN.items():
-        values = [line[name] for line in steps if line.get(name) is not None]
+    lines = plots.read_metrics(folder) if (folder / "metrics.jsonl").exists() else []
+    for metric, name in PRINTED.items():
+        values = [x[metric] for x in lines if x["split"] == "train" and x.get(metric) is not None]
         first, last = (values[0], values[-1]) if values else (None, None)
-        held_out = facts["val"].get(name) if isinstance(facts.get("val"), dict) else None
+        held_out = summary["val"].get(metric) if isinstance(summary.get("val"), dict) else None
         if values or held_out is not None:
-            yield title, first, last, held_out
+            yield name, first, last, held_out
 
 
-def _judged(summary):
+def judged(summary: dict) -> Iterator[tuple[str, dict]]:
     """Yield each split that a judge has compared, and its numbers."""
     for split in ("test", "val"):
         part = summary.get(split)
@@ -158,122 +160,146 @@ def _judged(summary):
             yield split, part
 
 
-def _numbers(folder, facts):
-    """Return a line for each number that training was to move, and the win rates."""
-    lines = []
-    for title, first, last, held_out in _moved(folder, facts):
+def result_lines(folder: Path, run: dict[str, dict]) -> str:
+    """Return the results of a run for a terminal of 80 columns: numbers, replies, and paths."""
+    summary = run["summary"]
+    seconds = summary.get("seconds")
+    took = f" in {seconds:.0f} s" if isinstance(seconds, int | float) else ""
+    lines = [f"{summary.get('status', 'no summary')} after {summary.get('step', 0)} steps{took}"]
+    for name, first, last, held_out in changes(folder, summary):
         texts = [] if first is None else [f"{first:.4f} -> {last:.4f}"]
         texts += [] if held_out is None else [f"held out {held_out:.4f}"]
-        lines.append(f"{title:<11} {', '.join(texts)}")
-    for split, part in _judged(facts):
+        lines.append(f"{name:<11} {', '.join(texts)}")
+    for split, part in judged(summary):
         bounds = f"[{part['win_rate_low']:.2f}, {part['win_rate_high']:.2f}]"
         pairs = f"{part['wins']} better, {part['losses']} worse, {part['ties']} equal"
         lines.append(f"{'win rate':<11} {part['win_rate']:.2f} {bounds}, {split}: {pairs}")
-    return lines
+    for row in (run["examples"].get("test") or run["examples"].get("val") or [])[:3]:
+        lines.append(shorten(next(iter(row.values()))))
+        lines += [f"  {name:>10}  {shorten(row[name])}" for name in REPLIES if name in row]
+    lines.append(f"{'report':<11} {folder / 'report.html'}")
+    model = find_model(folder, run["config"])
+    if model:
+        lines.append(f"{'model':<11} {model.path}")
+        if model.library in ("peft", "transformers"):
+            quoted = shlex.quote(str(folder))
+            lines.append(f"{'talk to it':<11} python -m ddp_utils.tools.chat {quoted}")
+    return data.printable("\n".join(lines))
 
 
-def _sentence(folder, facts):
-    """Return the result of a run in one or two sentences, "" without numbers."""
-    parts = []
-    for title, first, last, held_out in _moved(folder, facts):
-        text = title if first is None else f"{title} went from {first:.4g} to {last:.4g}"
-        parts.append(text if held_out is None else f"{text} (held out: {held_out:.4g})")
-    sentences = [f"{'; '.join(parts)}."] if parts else []
-    for split, part in itertools.islice(_judged(facts), 1):
-        total = part["wins"] + part["losses"] + part["ties"]
-        sentences.append(
-            f"Of {total} replies to {split} prompts the judge prefers {part['wins']} to those "
-            f"before training, and {part['losses']} the other way round."
-        )
-    return " ".join(sentence[0].upper() + sentence[1:] for sentence in sentences)
-
-
-def _replies(examples):
-    """Return three examples, each as its prompt and a line for each of REPLIES."""
-    rows = examples.get("test") or examples.get("val") or []
-    lines = []
-    for row in rows[:3]:
-        lines.append(_short(next(iter(row.values()))))
-        for name in REPLIES:
-            if name in row:
-                lines.append(f"  {name:>10}  {_short(row[name])}")
-    return lines
-
-
-def _short(text):
+def shorten(text: Any) -> str:
+    """Return a text in one line of at most 60 columns."""
     return textwrap.shorten(str(text), 60, placeholder=" ...")
 
 
-def _quoted(path):
-    return shlex.quote(str(path))
+def result_sentence(folder: Path, summary: dict) -> str:
+    """Return the results of a run in one or two sentences, "" without numbers."""
+    parts = []
+    for name, first, last, held_out in changes(folder, summary):
+        text = name if first is None else f"{name} went from {first:.4g} to {last:.4g}"
+        parts.append(text if held_out is None else f"{text} (held out: {held_out:.4g})")
+    sentence = f"{'; '.join(parts)}." if parts else ""
+    for split, part in judged(summary):
+        total = part["wins"] + part["losses"] + part["ties"]
+        judgment = f"Of {total} replies to {split} prompts, the judge prefers {part['wins']} to"
+        sentence += f" {judgment} the reply before training; in {part['losses']} it is the reverse."
+        break
+    return sentence[:1].upper() + sentence[1:]
 
 
-def _shown(value):
-    return data.printable(value) if type(value) is str else value  # not what is escaped already
+# --- report and card -----------------------------------------------------------------------------
 
 
-def _content(folder):
-    """Return all that the template shows."""
-    summary = _read(folder / "summary.json")
-    config = _read(folder / "config.json")
-    environment = _read(folder / "environment.json")
+def write(folder: Path, run: dict[str, dict]) -> None:
+    """Write report.html into a run folder, and the model card beside the weights."""
+    content = content_of(folder, run)
+    jinja = jinja2.Environment(autoescape=True, finalize=shown, trim_blocks=True)
+    template = jinja.from_string((HERE / "report.html.j2").read_text(encoding="utf-8"))
+    data.write_text(folder / "report.html", template.render(content))
+    model = content["model"]
+    if not model:
+        return
+    config, command = run["config"], content["command"]
+    names = {"method": "DPO", "objective": "DPO", **config}
+    kinds = [text.format(**names) for word, text in KINDS.items() if word in command]
+    metadata = ModelCardData(library_name=model.library)
+    if config.get("model_name"):
+        metadata.base_model = portable(config["model_name"])
+    card = ModelCard.from_template(
+        metadata, template_path=HERE / "card.md.j2", what="".join(kinds[:1]), **content
+    )
+    parent = model.path if model.path.is_dir() else model.path.parent
+    data.write_text(parent / "README.md", data.printable(str(card)))
+
+
+def content_of(folder: Path, run: dict[str, dict]) -> dict[str, Any]:
+    """Return what the templates show."""
+    summary, config, environment = run["summary"], run["config"], dict(run["environment"])
     defaults = environment.pop("defaults", {})
     environment["code"] = f"{len(environment.get('code', {}))} files"
     numbers = {name: part for name, part in summary.items() if isinstance(part, dict)}
     facts = environment | {name: fact for name, fact in summary.items() if name not in numbers}
+    command = command_of(facts)
+    own_folder = next((config[key] for key in ("result_dir", "out_dir") if key in config), None)
+    own_folder = portable(own_folder or config.get("output_dir") or folder.name)
+    model = find_model(folder, config)
+    load = ""
+    if model:
+        is_inside = model.path.is_relative_to(folder)
+        path = f"{own_folder}/{model.path.relative_to(folder)}" if is_inside else model.path.name
+        load = model.load.format(path)
     pictures = {}
     for path in sorted(folder.glob("*.png"), key=lambda path: (path.stem != "loss", path.stem)):
         pictures[path.stem] = base64.b64encode(path.read_bytes()).decode()
+    others = {name: value for name, value in config.items() if name not in defaults}
+    changed = {"value": {name: config.get(name) for name in defaults}, "default": defaults}
     return {
-        "folder": folder,
+        "name": folder.absolute().name,
         "facts": facts,
-        "numbers": _table(numbers),
-        "meanings": MEANINGS,
-        "result": _sentence(folder, summary),
-        "changed": _table({"here": {k: config.get(k) for k in defaults}, "default": defaults}),
-        "settings": _table({"": {k: v for k, v in config.items() if k not in defaults}}),
+        "sentence": result_sentence(folder, summary),
         "pictures": pictures,
-        "examples": _read(folder / "examples.json"),
-        "data": _table(_read(folder / "data_report.json")),
-        "environment": _table({"": facts}),
-        "command": _command(facts),
-        "model": _model(folder, config),
-        "parts": re.compile(r"(?<=[/_])").split,  # where a long name may go on in the next line
-        "quoted": _quoted,
+        "examples": run["examples"],
+        "numbers": table("Numbers", numbers),
+        "meanings": MEANINGS,
+        "changed": table("Settings that are not at their defaults", changed),
+        "more": [
+            table("Other settings", {"": others}),
+            table("Data", run["data_report"]),
+            table("Environment", {"": facts}),
+        ],
+        "command": command,
+        "model": model,
+        "load": load,
     }
 
 
-def _read(path):
-    """Return the object in a JSON file, an empty one if it cannot be read."""
-    with contextlib.suppress(UserError):
-        return data.read_json(path)
-    return {}
+def table(title: str, columns: dict[str, dict]) -> Table:
+    """Return {column: {row: value}} as a table; nested objects become rows."""
+    flat = {name: dict(flatten(values)) for name, values in columns.items()}
+    names = dict.fromkeys(name for texts in flat.values() for name in texts)
+    rows = []
+    for name in sorted(names, key=lambda name: name not in FIRST):
+        rows.append((name, [texts.get(name, "") for texts in flat.values()]))
+    return Table(title, [*filter(None, flat)], rows)
 
 
-def _table(columns):
-    """{column: {row: value}} -> (columns, [(row, its texts)]); objects in objects become rows."""
-    flat = [dict(_flat(values)) for values in columns.values()]
-    rows = sorted(dict.fromkeys(itertools.chain(*flat)), key=lambda row: row not in FIRST)
-    return [*columns], [(row, [values.get(row, "") for values in flat]) for row in rows]
-
-
-def _flat(values, before=""):
+def flatten(values: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield the name and the text of each value."""
     for name, value in values.items() if isinstance(values, dict) else [("", values)]:
         if value and isinstance(value, dict):
-            yield from _flat(value, f"{before}{name} ")
+            yield from flatten(value, f"{prefix}{name} ")
         elif isinstance(value, float):
-            yield before + name, f"{value:.4g}"
+            yield prefix + name, f"{value:.4g}"
         elif isinstance(value, list):
             more = f" and {len(value) - 12} more" if len(value) > 12 else ""
-            yield before + name, ", ".join(map(str, value[:12])) + more
+            yield prefix + name, portable(", ".join(map(str, value[:12])) + more)
         else:
-            yield before + name, "-" if value in (None, "", {}) else str(value)
+            yield prefix + name, "-" if value in (None, "", {}) else portable(str(value))
 
 
-def _command(facts):
-    """Return what started the run, to be pasted."""
-    command = str(facts.get("command", "")).replace(" --restart", "")
+def command_of(facts: dict) -> str:
+    """Return the command that started the run, to be pasted."""
+    command = portable(str(facts.get("command", "")).replace(" --restart", ""))
     launcher = facts.get("launcher", "python")
     count = facts.get("world_size", 1)
     if launcher in ("python", "environment") or not command:
@@ -284,28 +310,30 @@ def _command(facts):
     return f"{'mpiexec' if launcher == 'pals' else launcher} -n {count} {command}"
 
 
-def _model(folder, config):
-    """Return the first file there is that says what kind of model was saved, or None."""
-    own = "result_dir" in config and config.get("output_dir")
-    names = ("adapter_config.json", "tokenizer_config.json", "model.safetensors")
-    paths = [Path(own or folder / "model") / name for name in names]
-    paths += [folder / "best_model.pt", folder / "latest_model.pt"]
-    return next((path for path in paths if path.exists()), None)
+def portable(text: str) -> str:
+    """Return the text without the folders of this machine: relative to the project, or names."""
+    text = text.replace(f"{data.ROOT}/", "")
+    return re.sub(r"(?<![\w./~:-])/(?:[^\s/'\"]+/)*([^\s/'\"]+)", r"\1", text)
 
 
-def main(argv=None):
+def shown(value: Any) -> Any:
+    """Return a text without control characters; text that is escaped already as it is."""
+    return data.printable(value) if type(value) is str else value
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Write the report of each run folder and print its results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("folders", nargs="+", help="run folders, such as results/dpo")
-    parser.add_argument("--no_curves", action="store_true", help="take the curves as they are")
+    parser.add_argument("--no_curves", action="store_true", help="keep the curves as they are")
     arguments = parser.parse_args(argv)
     try:
-        for folder in arguments.folders:
+        for folder in map(Path, arguments.folders):
             if not arguments.no_curves:
-                from ddp_utils import plots  # and matplotlib
-
-                plots.draw(folder)
-            write(folder)
-            print(summary(Path(folder)))
+                plots.draw([folder], folder)
+            run = read_run(folder)
+            write(folder, run)
+            print(result_lines(folder, run))
     except (UserError, OSError) as error:
         parser.exit(2, f"error: {error}\n")
 
