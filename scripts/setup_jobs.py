@@ -81,7 +81,7 @@ def launcher(options):
     nodes = options.num_nodes
     rank = options.node_rank
     port = options.master_port
-    cli.check_ranges(options, master_port=("from 1 to 65535", lambda x: 0 <= x <= 65535))
+    cli.check_ranges(options, master_port=(">= 0 and <= 65535", lambda x: 0 <= x <= 65535))
     check_plain("master_addr", options.master_addr)
     refuse(not 0 <= rank < nodes, f"--node_rank: {rank} of {nodes} nodes; give 0 to {nodes - 1}")
     says = "--master_addr: several nodes need a place to meet; give the host of node 0"
@@ -160,10 +160,11 @@ def command(options):
     cli.check_ranges(options, num_nodes=cli.ABOVE_0, num_gpus_per_node=cli.ABOVE_0)
     flags = [f"--config={options.config}"]
     if options.use_deepspeed:
-        in_file = yaml_config.from_yaml(train_config.Sections, options.config, {}).distributed
-        flags.append(f"--deepspeed={in_file.deepspeed_config or 'config/ds_config.json'}")
+        in_file = yaml_config.read(train_config.Sections, options.config)
+        named = in_file["deepspeed_config"].value if "deepspeed_config" in in_file else ""
+        flags.append(f"--deepspeed={named or 'config/ds_config.json'}")
     world = distributed.World(world_size=options.num_nodes * options.num_gpus_per_node)
-    config = train_config.merged(flags, world.is_main)
+    config = train_config.merged(flags)
     if config.use_deepspeed:
         deepspeed.total_batch_size(config.sharding, config, world.world_size)
     return shlex.join(flags), config

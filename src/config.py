@@ -91,16 +91,16 @@ class Config:
     debug: bool = False  # tracebacks for user errors, too
 
 
-def read(argv, console=True) -> Config:
+def read(argv: list[str]) -> Config:
     """Return the flags over the defaults; raise UserError for a value out of its range."""
-    config = cli.parse(Config, argv, console=console)
+    config = cli.parse(Config, argv)
     check(config)
     return config
 
 
 def check(config):
     """Raise UserError for a value out of its range, or two that do not go together."""
-    cli.check_ranges(config, sft_weight=cli.FROM_0, max_length=("of 8 or more", lambda x: x >= 8))
+    cli.check_ranges(config, sft_weight=cli.FROM_0, max_length=(">= 8", lambda x: x >= 8))
     cli.loss_options(config)  # an option that the method does not use is refused
     if not config.result_dir:
         raise UserError("--result_dir: it is empty; give a folder for the run")

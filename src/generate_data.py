@@ -237,7 +237,7 @@ def read_questions(config, path, limit=-1):
 
 def main(argv=None) -> int:
     world = distributed.whoami(argv=sys.argv)
-    config = settings.read(argv, world.is_main)
+    config = settings.read(argv)
     if not config.check:
         world = distributed.init_process_group(world, config.backend, config.timeout_minutes)
     x0 = data.content(config.x0_file)

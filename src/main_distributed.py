@@ -63,7 +63,7 @@ DEMO_JUDGE = str(DEMO / "judge.py:score")
 
 def read_settings(argv, world):
     """Flags over src/config.py, checked before anything is read."""
-    config = settings.read(argv, world.is_main)
+    config = settings.read(argv)
     models.inherit_adapter_config(config)
     if config.batch_size * config.gradient_accumulation_steps < world.world_size:
         raise UserError(

@@ -244,8 +244,8 @@ def load(config, data, precision, run):
 
 def main(argv=None) -> int:
     world = distributed.whoami(argv=sys.argv)
-    config = train_config.read(argv, world.is_main)
-    with cli.naming(config.places):
+    config = train_config.read(argv)
+    with cli.located(config.places):
         return fine_tune(config, world)
 
 

@@ -134,20 +134,20 @@ class Config(Output, Distributed, Dataset, Training, FineTuning, Model):
         return "deepspeed" if self.use_deepspeed else "fsdp" if self.use_fsdp else "ddp"
 
 
-def read(argv, console=True) -> Config:
+def read(argv: list[str]) -> Config:
     """Return the checked settings: flags over the YAML file over DeepSpeed's or FSDP's JSON.
 
     Raises UserError for what is out of range, given twice and differently, or without effect.
     """
-    config = merged(argv, console)
-    with cli.naming(config.places):
+    config = merged(argv)
+    with cli.located(config.places):
         check(config)
     return config
 
 
-def merged(argv, console=True) -> Config:
+def merged(argv: list[str]) -> Config:
     """Return the settings of flags, YAML and JSON; other rules are not checked yet."""
-    config, places = yaml_config.under_flags(Config, Sections, argv, console)
+    config, places = yaml_config.under_flags(Config, Sections, argv)
     config.places = places
     choose_sharding(config, places)
     return config
@@ -195,8 +195,8 @@ def check(config):
         micro_batch_size=cli.ABOVE_0,
         micro_batch_tokens=cli.FROM_0,
         bucket_mb=cli.ABOVE_0,
-        max_length=("of 8 or more", lambda x: x >= 8),
-        val_share=("from 0 to 0.5", lambda x: 0 <= x <= 0.5),
+        max_length=(">= 8", lambda x: x >= 8),
+        val_share=(">= 0 and <= 0.5", lambda x: 0 <= x <= 0.5),
         sft_weight=cli.FROM_0,
     )
     cli.loss_options(config)  # an option that the method does not use is refused

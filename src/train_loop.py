@@ -58,8 +58,8 @@ DEMO_QUESTIONS, DEMO_JUDGE = "data/demo/questions_test.jsonl", "data/demo/judge.
 
 def read_settings(argv, world):
     """Flags over the defaults, checked before anything is read."""
-    config = settings.read(argv, world.is_main)
-    with cli.naming({"init_adapter": "--resume_from"}):
+    config = settings.read(argv)
+    with cli.located({"init_adapter": "--resume_from"}):
         models.inherit_adapter_config(config)
     [first] = data_files.read(config.data_path, 1)
     config.model_name = config.model_name or data_files.text(first, "model")

@@ -17,11 +17,11 @@ L residues, S sequences.
 import json
 import math
 import random
+import sys
 from pathlib import Path
 
 import numpy as np
 import torch
-import tyro
 
 from dpo_inv import mpnn, structure
 
@@ -187,7 +187,7 @@ def train(model, rng):
         schedule.step()
 
 
-def main(folder: tyro.conf.Positional[Path] = Path(__file__).parents[1]):
+def main(folder: Path = Path(__file__).parents[1]):
     make_structures(folder)
     make_pairs(folder)
     torch.set_num_threads(1)  # so that sums are always taken in the same order
@@ -198,4 +198,4 @@ def main(folder: tyro.conf.Positional[Path] = Path(__file__).parents[1]):
 
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__.splitlines()[0])
+    main(*map(Path, sys.argv[1:]))

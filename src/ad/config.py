@@ -132,10 +132,10 @@ eval_explore_temperature"""
 NOT_NEGATIVE = """train_timesteps num_warmup_steps eval_interval gen_interval ckpt_interval alg_seed
 env_split_seed n_task source_optimism"""
 SHARES = "tf_dropout tf_attn_dropout beta1 beta2 label_smoothing train_env_ratio source_noise"
-SHARE = ("from 0 up to, not including, 1", lambda x: 0 <= x < 1)
+SHARE = (">= 0 and < 1", lambda x: 0 <= x < 1)
 RANGES = dict.fromkeys(POSITIVE.split(), cli.ABOVE_0) | dict.fromkeys(SHARES.split(), SHARE)
 RANGES |= dict.fromkeys(NOT_NEGATIVE.split(), cli.FROM_0)
-RANGES["grid_size"] = ("from 2 to 16", lambda x: 2 <= x <= 16)  # a cell is one byte
+RANGES["grid_size"] = (">= 2 and <= 16", lambda x: 2 <= x <= 16)  # a cell is one byte
 
 # what accelerate's configuration may ask for, as it tells a process in ACCELERATE_...
 NOT_DONE = "use_fsdp use_deepspeed use_megatron_lm use_parallelism_config in_tpu_pod dynamo_backend"
@@ -166,7 +166,7 @@ def check(config):
         raise UserError(f"--train_source_timesteps: give a window ({config.window}) or more")
 
 
-def read(argv, console=True):
+def read(argv: list[str]):
     """Return the settings: flags and key=value words, of which the last counts, over the YAML file.
 
     What `accelerate launch --mixed_precision` and `--cpu` say stands above all. Raises UserError,
@@ -174,7 +174,7 @@ def read(argv, console=True):
     for what accelerate is configured to do and this script does not.
     """
     flags = [flag_of(word) for word in argv]
-    config, places = yaml_config.under_flags(Config, Config, flags, console)
+    config, places = yaml_config.under_flags(Config, Config, flags)
     launcher_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if launcher_precision != "no":  # accelerate says "no" where its user has said nothing
         config.mixed_precision = launcher_precision
@@ -183,7 +183,7 @@ def read(argv, console=True):
     for name in NOT_DONE.split():
         if os.environ.get(f"ACCELERATE_{name.upper()}", "no").lower() not in ("no", "false", "0"):
             raise UserError(f"accelerate: {name} is not done here; answer no in accelerate config")
-    with cli.naming(places):
+    with cli.located(places):
         check(cli.check_types(config))
     return config
 

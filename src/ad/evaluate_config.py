@@ -16,9 +16,9 @@ class Config:
     debug: bool = False  # tracebacks for user errors, too
 
 
-def read(argv, console=True) -> Config:
+def read(argv: list[str]) -> Config:
     """Return the flags over the defaults; raise UserError for a value out of its range."""
-    config = cli.parse(Config, argv, console=console)
+    config = cli.parse(Config, argv)
     names = "eval_episodes eval_copies eval_temperature eval_explore_temperature"
     cli.check_ranges(config, **dict.fromkeys(names.split(), cli.ABOVE_0))
     return config

@@ -1,42 +1,255 @@
-"""One dataclass is a script's settings, its flags and its --help."""
+"""Command lines: a dataclass defines the settings of a script, its flags and its --help text.
 
+The comment behind a field is its help, and a comment line above fields is the heading of their
+group. A field without a default is a positional argument.
+"""
+
+import argparse
 import contextlib
+import dataclasses
 import difflib
+import inspect
 import io
 import os
 import re
 import reprlib
+import shlex
 import sys
 import types
 import typing
-import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
 
-import tyro
-
-from ddp_utils import UserError, data
+from ddp_utils import SettingError, UserError, data
 
 ALIASES = {"--validate_only": "--check", "--dry_run": "--check"}
-COLUMNS = re.compile(r"(\w+=[^=,]+(,\w+=[^=,]+)*)?")  # ours=theirs,ours=theirs
-ABOVE_0 = ("above 0", lambda x: x > 0)
-FROM_0 = ("of 0 or more", lambda x: x >= 0)
-# what the settings of all scripts have in common: description, and who fits it
-POSITIVE = "beta learning_rate batch_size base_batch_size gradient_accumulation_steps num_epochs "
-POSITIVE += "lora_r lora_alpha lambda_shift keep_checkpoints max_new_tokens log_every"
-NOT_NEGATIVE = "seed weight_decay max_grad_norm eval_every save_every stop_after_minutes "
-NOT_NEGATIVE += "num_samples temperature lambda_dpop simpo_gamma"
-RANGES = dict.fromkeys(POSITIVE.split(), ABOVE_0) | dict.fromkeys(NOT_NEGATIVE.split(), FROM_0)
-RANGES |= {
-    "timeout_minutes": ("above 0, up to 100,000", lambda x: 0 < x <= 1e5),
-    "top_p": ("above 0, at most 1", lambda x: 0 < x <= 1),
-    "max_steps": ("of -1 or more", lambda x: x >= -1),
-    "max_rows": ("of -1, or 1 and more", lambda x: x == -1 or x > 0),
-    "columns": ("such as prompt=question,chosen=response_j", COLUMNS.fullmatch),
-    "label_smoothing": ("from 0 up to, not including, 0.5", lambda x: 0 <= x < 0.5),
-    "lora_dropout": ("from 0 up to, not including, 1", lambda x: 0 <= x < 1),
-    "warmup_ratio": ("from 0 to 1", lambda x: 0 <= x <= 1),
+LOCAL_RANKS = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+
+# --- flags ---------------------------------------------------------------------------------------
+
+
+def check_flags(read: Callable[[list[str]], object]) -> None:
+    """Call read(flags), and exit for --help or a UserError, before a script imports torch.
+
+    Of several processes on a node only the first one prints. With --debug, main() raises the error.
+    """
+    local_rank = next((os.environ[name] for name in LOCAL_RANKS if os.environ.get(name)), "0")
+    prints = local_rank == "0"
+    try:
+        with contextlib.redirect_stdout(sys.stdout if prints else io.StringIO()):
+            read(sys.argv[1:])
+    except UserError as error:
+        if "--debug" not in sys.argv:
+            if prints:
+                print(f"error: {error}", file=sys.stderr)
+            sys.exit(error.exit_code)
+
+
+def parse(
+    config_class: type,
+    argv: Sequence[str] | None = None,
+    aliases: dict[str, str] | None = None,
+    command: str = "",
+) -> Any:
+    """Return an instance of the dataclass: its defaults, changed by the flags.
+
+    aliases: other spelling -> flag, with or without a value; command: a word before the flags.
+    Raises UserError for an unknown flag, or a flag or default of a wrong type.
+    """
+    return check_types(config_class(**given(config_class, argv, aliases, command)))
+
+
+def given(
+    config_class: type,
+    argv: Sequence[str] | None = None,
+    aliases: dict[str, str] | None = None,
+    command: str = "",
+) -> dict[str, Any]:
+    """Return the values that the flags set; of several equal flags, the last one counts."""
+    hints = typing.get_type_hints(config_class)
+    spellings = {**ALIASES, **(aliases or {})}
+    words = []
+    for word in sys.argv[1:] if argv is None else argv:
+        name, equals, value = word.partition("=")
+        if name.startswith("--"):
+            name = f"--{name[2:].replace('-', '_')}"
+        if name != "--local_rank":  # torch.distributed.launch and deepspeed append it
+            words.append(spellings.get(name, name) + equals + value)
+    namespace, stray = _parser(config_class, hints, command).parse_known_args(words)
+    for word in stray:
+        if word.startswith("--"):
+            raise UserError(unknown(word.partition("=")[0], [f"--{name}" for name in hints]))
+        raise UserError(f"{data.shown(word)} is not a flag; see --help")
+    values = {name: _convert(text, hints[name]) for name, text in vars(namespace).items()}
+    for name, value in values.items():
+        check_type(f"--{name}", hints[name], value)
+    return values
+
+
+def _convert(value: Any, hint: Any) -> Any:
+    """Return what the text of a flag means; check_type reports a text without a meaning."""
+    if isinstance(value, list):
+        return tuple(_convert(text, typing.get_args(hint)[0]) for text in value)
+    if isinstance(hint, types.UnionType):
+        return None if value == "None" else _convert(value, typing.get_args(hint)[0])
+    if hint in (int, float):
+        with contextlib.suppress(ValueError):
+            return hint(value)
+    if isinstance(value, str) and value.startswith("~/"):  # a shell leaves --flag=~/x as it is
+        return os.path.expanduser(value)
+    return value
+
+
+# --- help ----------------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> typing.NoReturn:
+        raise UserError(message.removeprefix("argument "))
+
+
+class _Switch(argparse.Action):
+    def __call__(self, parser, namespace, values, option_string=None):
+        setattr(namespace, self.dest, option_string == f"--{self.dest}")
+
+
+def _parser(config_class: type, hints: dict[str, Any], command: str) -> argparse.ArgumentParser:
+    about = inspect.getdoc(config_class) or ""
+    if about.startswith(f"{config_class.__name__}("):  # the text that dataclass() writes
+        about = (sys.modules["__main__"].__doc__ or "").strip()
+    fields = dataclasses.fields(config_class)
+    positional = [field.name for field in fields if field.default is dataclasses.MISSING]
+    parser = _Parser(
+        usage=" ".join(["%(prog)s", *command.split(), *positional, "[settings]"]),
+        description=about.replace("%", "%%"),
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=80),
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    groups: dict[str, Any] = {}
+    comments = _comments(config_class)
+    for field in fields:
+        heading, text = comments[field.name]
+        if heading not in groups:
+            groups[heading] = parser.add_argument_group(heading)
+        add = groups[heading].add_argument
+        hint = hints[field.name]
+        kinds = typing.get_args(hint) or (hint,)
+        if typing.get_origin(hint) is Literal:
+            text += f"; one of {', '.join(kinds)}"
+        if field.name in positional:
+            add(field.name, help=text)
+            continue
+        default = field.default if isinstance(field.default, tuple) else [field.default]
+        text = f"{text} (default: {shlex.join(map(str, default))})".replace("%", "%%")
+        if hint is bool:
+            add(f"--{field.name}", f"--no_{field.name}", action=_Switch, nargs=0, help=text)
+        else:
+            nargs = "*" if typing.get_origin(hint) is tuple else None
+            metavar = {int: "INT", float: "NUMBER"}.get(kinds[0], "TEXT")
+            add(f"--{field.name}", metavar=metavar, nargs=nargs, help=text)
+    return parser
+
+
+def _comments(config_class: type) -> dict[str, tuple[str, str]]:
+    """Return field -> (heading of its group, help), from the source; a first definition counts."""
+    comments: dict[str, tuple[str, str]] = {}
+    for part in reversed(config_class.__mro__[:-1]):
+        heading = "settings"
+        for line in inspect.getsource(part).splitlines():
+            field = re.fullmatch(r"    (\w+): .*?(?:  # (.*))?", line)
+            if line.startswith("    # "):
+                heading = line[6:]
+            elif field:
+                comments.setdefault(field[1], (heading, field[2] or ""))
+    return comments
+
+
+# --- checks --------------------------------------------------------------------------------------
+
+
+def check_types(config: Any) -> Any:
+    """Return the settings; raise UserError for a wrong type, which an edited file can have."""
+    for name, hint in typing.get_type_hints(type(config)).items():
+        check_type(f"--{name}", hint, getattr(config, name))
+    return config
+
+
+def check_type(place: str, hint: Any, value: Any) -> None:
+    """Raise UserError, which begins with `place`, for a value that does not fit the type hint."""
+    args = typing.get_args(hint)
+    if typing.get_origin(hint) is tuple and isinstance(value, tuple):
+        for part in value:
+            check_type(place, args[0], part)
+        return
+    kinds = args or (hint,)
+    expected = f"a valid {getattr(hint, '__name__', hint)}"
+    fits = type(value) in kinds or (type(value) is int and float in kinds)
+    if typing.get_origin(hint) is Literal:
+        fits = value in args
+        expected = " or ".join(map(repr, args))
+    if isinstance(value, int | float) and not abs(value) < 2**63:  # NaN is not below it, either
+        fits = False
+    if not fits or data.CONTROL.search(str(value)):
+        raise UserError(f"{place}: {reprlib.repr(value):.100} is not {expected}")
+
+
+def unknown(name: str, known: Sequence[str]) -> str:
+    """Return 'x is not a setting; did you mean y?'."""
+    near = [other for other in known if other.startswith(name)]
+    near += difflib.get_close_matches(name.lower(), known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(known):.200}"
+    return f"{data.shown(name)} is not a setting; {hint}"
+
+
+@contextlib.contextmanager
+def located(places: dict[str, str]) -> Iterator[None]:
+    """Within it, an error about a setting begins with the file and line, or flag, that set it."""
+    try:
+        yield
+    except UserError as error:
+        text = str(error)
+        for name, place in places.items():
+            if re.match(f"--{name}\\b", text):
+                error.args = (text.replace(f"--{name}", place, 1),)
+        raise
+
+
+Range = tuple[str, Callable[[Any], bool]]  # what a value must be, and whether it is
+ABOVE_0: Range = ("> 0", lambda x: x > 0)
+FROM_0: Range = (">= 0", lambda x: x >= 0)
+POSITIVE = """beta learning_rate batch_size base_batch_size gradient_accumulation_steps num_epochs
+lora_r lora_alpha lambda_shift keep_checkpoints max_new_tokens log_every"""
+NOT_NEGATIVE = """seed weight_decay max_grad_norm eval_every save_every stop_after_minutes
+num_samples temperature lambda_dpop simpo_gamma"""
+RANGES: dict[str, Range] = {  # of settings that several scripts have
+    **dict.fromkeys(POSITIVE.split(), ABOVE_0),
+    **dict.fromkeys(NOT_NEGATIVE.split(), FROM_0),
+    "timeout_minutes": ("> 0 and <= 100,000", lambda x: 0 < x <= 1e5),
+    "top_p": ("> 0 and <= 1", lambda x: 0 < x <= 1),
+    "max_steps": (">= -1", lambda x: x >= -1),
+    "max_rows": ("-1 or >= 1", lambda x: x == -1 or x > 0),
+    "columns": (
+        "pairs such as prompt=question,chosen=response_j",
+        re.compile(r"(\w+=[^=,]+(,\w+=[^=,]+)*)?").fullmatch,
+    ),
+    "label_smoothing": (">= 0 and < 0.5", lambda x: 0 <= x < 0.5),
+    "lora_dropout": (">= 0 and < 1", lambda x: 0 <= x < 1),
+    "warmup_ratio": (">= 0 and <= 1", lambda x: 0 <= x <= 1),
 }
 
-METHODS = {  # loss of losses.py -> its options and their defaults
+
+def check_ranges(config: Any, **ranges: Range) -> None:
+    """Raise UserError for a field out of its range: one of RANGES, or of `beta=cli.ABOVE_0`."""
+    for name, (expected, is_in_range) in {**RANGES, **ranges}.items():
+        value = vars(config).get(name)
+        if value is not None and not is_in_range(value):
+            raise SettingError(name, f"{value} is out of range (expected {expected})")
+
+
+# --- options of the losses -----------------------------------------------------------------------
+
+METHODS: dict[str, dict[str, float]] = {  # loss of losses.py -> its options and their defaults
     "dpo": {},
     "cdpo": {"label_smoothing": 0.1},
     "robust": {"label_smoothing": 0.1},
@@ -48,132 +261,23 @@ METHODS = {  # loss of losses.py -> its options and their defaults
     "dpopshift": {"lambda_dpop": 50.0, "lambda_shift": 0.75},
     "simpo": {"simpo_gamma": 0.5},
 }
-Method = typing.Literal[tuple(METHODS)]  # one of these names
+Method = Literal[tuple(METHODS)]  # type: ignore[valid-type]
 LOSS_OPTIONS = ("label_smoothing", "lambda_dpop", "lambda_shift", "simpo_gamma")
-FIXED_LENGTH_METHODS = ("ipo", "ipo_sum", "simpo")  # averaged or summed by definition
+FIXED_LENGTH_METHODS = ("ipo", "ipo_sum", "simpo")  # they average or sum by definition
 
 
-LOCAL_RANKS = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
-
-
-def check_flags(read: typing.Callable[[list[str]], object]) -> None:
-    """Call read(argv), so that --help and mistakes in the settings end this process quickly.
-
-    Scripts call it before they import torch, which takes seconds. Of several processes on a node
-    only the first one prints. With --debug, main() raises the error, with its traceback.
-    """
-    local_rank = next((os.environ[name] for name in LOCAL_RANKS if os.environ.get(name)), "0")
-    prints = local_rank == "0"
-    stdout = sys.stdout if prints else io.StringIO()
-    stderr = sys.stderr if prints else io.StringIO()
-    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
-        try:
-            read(sys.argv[1:])
-        except UserError as error:
-            if "--debug" not in sys.argv:
-                print(f"error: {error}", file=sys.stderr)
-                sys.exit(error.exit_code)
-
-
-def parse(config_class, argv=None, console=True, aliases=None, default=None, command=""):
-    """Read flags over the dataclass's defaults, or over `default`, an instance of it.
-
-    command: the word between the program and its flags, if it has several. tyro prints its own
-    box and exits 2 on a wrong flag. `--local-rank=N`, which torch.distributed.launch and deepspeed
-    append, is swallowed.
-    """
-    names = {key.replace("-", "_"): name for key, name in {**ALIASES, **(aliases or {})}.items()}
-    command = f"{typed()} {command}".rstrip()
-    words = []
-    for word in sys.argv[1:] if argv is None else argv:
-        name, equals, text = word.partition("=")
-        if name.replace("-", "_") != "__local_rank":
-            words.append(names.get(name.replace("-", "_"), name) + equals + text)
-    if {"-h", "--help"} & {*words}:
-        from ddp_utils.tools import help
-
-        if console:
-            with contextlib.suppress(BrokenPipeError):  # | head
-                print(help.text(config_class, default, command))
-        raise SystemExit(0)
-    # tyro 1.0 prints its "Value error" even if it must not
-    stderr = contextlib.redirect_stderr(sys.stderr if console else io.StringIO())
-    with warnings.catch_warnings(), stderr:
-        warnings.simplefilter("ignore")  # defaults of a wrong type: check_types says it in one line
-        options = {"use_underscores": True, "console_outputs": console, "prog": command}
-        options |= {"default": default} if default else {}
-        config = tyro.cli(config_class, args=words, **options)
-    for name, value in list(vars(config).items()):
-        if isinstance(value, str) and value.startswith("~/"):  # no shell expands --flag=~/x
-            setattr(config, name, os.path.expanduser(value))
-    return check_types(config)
-
-
-def typed() -> str:
-    """What was typed: `python -m dpo_inv.run_dpo_ddp` or a file, from the current folder."""
-    spec = sys.modules["__main__"].__spec__
-    return f"python -m {spec.name}" if spec else f"python {os.path.relpath(sys.argv[0] or '-')}"
-
-
-def check_types(config):
-    """Refuse values of another type, which an edited config file can hold, and NaN or infinity."""
-    for name, hint in typing.get_type_hints(type(config)).items():
-        check_type(f"--{name}", hint, getattr(config, name))
-    return config
-
-
-def check_type(name, hint, value):
-    if typing.get_origin(hint) is tuple and isinstance(value, tuple):
-        for part in value:
-            check_type(name, typing.get_args(hint)[0], part)
-        return
-    is_choice = typing.get_origin(hint) is typing.Literal
-    wanted = typing.get_args(hint) if is_choice or isinstance(hint, types.UnionType) else (hint,)
-    kinds = {type(value), float} if type(value) is int else {type(value)}
-    fits = value in wanted if is_choice else kinds & {*wanted}
-    # NaN is not below what torch can hold, either
-    fits = fits and not (isinstance(value, int | float) and not abs(value) < 2**63)
-    if not fits or data.CONTROL.search(str(value)):
-        valid = f"a valid {getattr(hint, '__name__', hint)}"
-        choices = " or ".join(map(repr, wanted)) if is_choice else valid
-        raise UserError(f"{name}: {reprlib.repr(value):.100} is not {choices}")
-
-
-def check_ranges(config, **rules):
-    """UserError for a field out of its range: RANGES, and `beta=("above 0", lambda x: x > 0)`."""
-    known = {name: RANGES[name] for name in vars(config) if name in RANGES}
-    for name, (description, fits) in (known | rules).items():
-        value = getattr(config, name)
-        if value is not None and not fits(value):
-            raise UserError(f"--{name}: {value} is out of range; give a value {description}")
-
-
-def loss_options(config) -> dict:
-    """Return the method's options, given or default; UserError for one that it does not use."""
-    defaults = METHODS.get(config.method, {})  # a script may have more
+def loss_options(config: Any) -> dict[str, float]:
+    """Return the options of config.method; raise UserError for one that the method does not use."""
+    options = dict(METHODS.get(config.method, {}))  # a script may have methods of its own
     for name in LOSS_OPTIONS:
-        if getattr(config, name) is not None and name not in defaults:
+        value = getattr(config, name)
+        if value is None:
+            continue
+        if name not in options:
             users = ", ".join(method for method, used in METHODS.items() if name in used)
-            raise UserError(f"--{name}: {config.method} does not use it; it belongs to {users}")
+            raise SettingError(name, f"{config.method} does not use it; it belongs to {users}")
+        options[name] = value
     if config.length_average and config.method in FIXED_LENGTH_METHODS:
-        raise UserError(f"--length_average: {config.method} fixes how its log-probs are summed")
-    given = {name: getattr(config, name) for name in defaults}
-    return {name: defaults[name] if value is None else value for name, value in given.items()}
-
-
-def unknown(name, known):
-    """'x is not a setting; did you mean y?'"""
-    near = difflib.get_close_matches(name.lower(), known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known):.200}"
-    return f"{data.shown(name)} is not a setting; {hint}"
-
-
-@contextlib.contextmanager
-def naming(places):
-    """Within it an error that begins with a flag names the place that gave the setting instead."""
-    try:
-        yield
-    except UserError as error:
-        place = re.sub(r"^--(\w+)", lambda flag: places.get(flag[1], flag[0]), str(error))
-        error.args = place, *error.args[1:]
-        raise
+        problem = f"{config.method} fixes how its log-probs are summed; leave it out"
+        raise SettingError("length_average", problem)
+    return options

@@ -70,10 +70,10 @@ class Config:
     debug: bool = False  # tracebacks for user errors, too
 
 
-def read_settings(argv, console=True) -> Config:
+def read_settings(argv: list[str]) -> Config:
     """Flags over the defaults, checked before anything is read."""
     aliases = {"--lr": "--learning_rate", "--no_cuda": "--backend=gloo"}
-    config = cli.parse(Config, argv, console=console, aliases=aliases)
+    config = cli.parse(Config, argv, aliases=aliases)
     above_0 = dict.fromkeys(("num_orders", "temperature", "max_length"), cli.ABOVE_0)
     cli.check_ranges(config, sft_weight=cli.FROM_0, **above_0)
     if not config.output_dir:

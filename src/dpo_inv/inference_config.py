@@ -32,18 +32,17 @@ class Config:
     output_dir: str = "outputs/inference"  # FASTA and JSON
 
     # run
-    # by the device; --no_cuda is --backend gloo
-    backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"
+    backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"  # --no_cuda: gloo
     seed: int = 0  # decoding orders and letters
     check: bool = False  # read and check everything, write nothing
     debug: bool = False  # tracebacks for user errors, too
 
 
-def read(argv, console=True) -> Config:
+def read(argv: list[str]) -> Config:
     """Return the flags over the defaults; raise UserError for a value out of its range."""
     aliases = {"--no_cuda": "--backend=gloo"}
-    config = cli.parse(Config, argv, console=console, aliases=aliases)
-    above_0 = ("above 0", lambda values: min(values, default=0) > 0)
+    config = cli.parse(Config, argv, aliases=aliases)
+    above_0 = ("> 0", lambda values: min(values, default=0) > 0)
     cli.check_ranges(config, num_samples=cli.ABOVE_0, temperature=above_0)
     if bool(config.pdb_file) == bool(config.pdb_list):
         raise UserError("--pdb_file: give one structure, or --pdb_list with one path per line")

@@ -199,7 +199,7 @@ def train_loss(folder, after, until):
 def main(argv=None) -> int:
     # setup
     world = distributed.whoami(argv=sys.argv)
-    config = read_settings(argv, world.is_main)
+    config = read_settings(argv)
     if not config.check:
         world = distributed.init_process_group(world, config.backend, config.timeout_minutes)
 

@@ -46,15 +46,15 @@ class Config:
     debug: bool = False  # tracebacks for user errors, too
 
 
-def read(argv, console=True) -> Config:
+def read(argv: list[str]) -> Config:
     """Return the flags over the defaults; raise UserError for a value out of its range."""
-    config = cli.parse(Config, argv, console=console)
+    config = cli.parse(Config, argv)
     cli.check_ranges(
         config,
         num_sequences_per_question=cli.ABOVE_0,
         max_sequence_length=cli.ABOVE_0,
-        num_questions=("of -1, or 1 and more", lambda x: x == -1 or x > 0),
-        val_split=("above 0, below 1", lambda x: 0 < x < 1),
-        retain_share=("of 0 or more, below 1", lambda x: 0 <= x < 1),
+        num_questions=("-1 or >= 1", lambda x: x == -1 or x > 0),
+        val_split=("> 0 and < 1", lambda x: 0 < x < 1),
+        retain_share=(">= 0 and < 1", lambda x: 0 <= x < 1),
     )
     return config

@@ -44,7 +44,7 @@ class Config:
     weight_decay: float = 0.0  # AdamW, on matrices
     max_grad_norm: float = 1.0  # clip the gradient to this norm; 0: do not
 
-    # replies without the prompt, with it, and of the baked model, for judge and reader
+    # example replies without the system prompt, with it, and after baking
     questions: str = ""  # other questions; empty: those of val_path
     num_samples: int = 100  # replies, to one question after the other; 0: none
     max_new_tokens: int = 128  # of a reply
@@ -77,11 +77,11 @@ class Config:
     init_adapter = property(lambda self: self.resume_from)
 
 
-def read(argv, console=True) -> Config:
+def read(argv: list[str]) -> Config:
     """Return the flags over the defaults; raise UserError for a value out of its range."""
     aliases = {"--r": "--lora_r", "-r": "--lora_r"}
-    config = cli.parse(Config, argv, console=console, aliases=aliases)
-    cli.check_ranges(config, max_traj_len=("of 8 or more", lambda x: x >= 8))
+    config = cli.parse(Config, argv, aliases=aliases)
+    cli.check_ranges(config, max_traj_len=(">= 8", lambda x: x >= 8))
     if config.on_policy and config.cache_teacher:
         raise UserError("--cache_teacher: with --on_policy each step has new replies; leave it out")
     return config

@@ -1,21 +1,44 @@
-"""Settings: every field is a flag with help, wrong values are refused, YAML fills a dataclass."""
+"""Command lines: each field is a flag, mistakes are one line, help shows comments and defaults."""
 
+import ast
 import dataclasses
+import importlib
+import inspect
+import re
+import shlex
 import sys
+import typing
 from dataclasses import dataclass
 
 import pytest
 from torch.distributed.run import get_args_parser
 
+import programs
+import train_config
+from ad import config as ad_config
+from ad import evaluate_config
 from config import Config
+from conftest import ROOT
 from ddp_utils import UserError, cli, yaml_config
+from ddp_utils.tools import chat, merge
+from dpo_inv import config as protein_config
+from dpo_inv import evaluate, inference_config
+from prompt_baking import generate_config
+from prompt_baking import train_config as bake_config
+
+sys.path.append(str(ROOT / "scripts"))
+distributed_setup = importlib.import_module("distributed_setup")
 
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
-SWITCHES = [name for name, field in FIELDS.items() if type(field.default) is bool]
+CONFIGS = [Config, train_config.Config, ad_config.Config, evaluate_config.Config]
+CONFIGS += [protein_config.Config, inference_config.Config, evaluate.Config]
+CONFIGS += [generate_config.Config, bake_config.Config]
+CONFIGS += [chat.Settings, merge.Settings]
+CONFIGS += [flags for flags, *_ in distributed_setup.COMMANDS.values()]
 
 
 def changed(*flags):
-    """The settings that differ from the file's."""
+    """Return the settings that differ from the defaults."""
     values = dataclasses.asdict(cli.parse(Config, flags))
     return {name: value for name, value in values.items() if value != FIELDS[name].default}
 
@@ -24,118 +47,196 @@ def changed(*flags):
 
 
 def other_value(name):
-    """A flag's words and the value they stand for, unlike the default."""
-    default, choices = FIELDS[name].default, FIELDS[name].type
+    """Return the words of a flag and their value, which is not the default."""
+    default, hint = FIELDS[name].default, FIELDS[name].type
     if type(default) is bool:
         return [f"--no_{name}" if default else f"--{name}"], not default
-    if "Literal" in str(choices):
-        value = choices.__args__[-1]
-        return [f"--{name}", value], value
-    if type(default) is str:
-        return [f"--{name}", "some thing"], "some thing"
-    return [f"--{name}", "3"], 3
+    value = "3" if hint in (int, float, float | None) else "some thing"
+    if typing.get_origin(hint) is typing.Literal:
+        [value, *_] = [choice for choice in typing.get_args(hint) if choice != default]
+    return [f"--{name}", value], 3 if value == "3" else value
 
 
-def test_every_field_is_a_flag():
-    for name in FIELDS:
-        words, value = other_value(name)
-        if value == FIELDS[name].default:  # the last choice is the default
-            value = FIELDS[name].type.__args__[0]
-            words[1] = value
-        assert changed(*words) == {name: value}
-    for name in SWITCHES:
-        for word, value in [(f"--{name}", True), (f"--no_{name}", False)]:
-            assert getattr(cli.parse(Config, [word]), name) is value
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_field_is_a_flag(name):
+    words, value = other_value(name)
+    assert changed(*words) == {name: value}
+    if type(FIELDS[name].default) is bool:
+        assert [getattr(cli.parse(Config, [f"--{no}{name}"]), name) for no in ("", "no_")] == [1, 0]
 
 
-READ = [
-    (["--beta=0.5"], {"beta": 0.5}),
-    (["--learning_rate", "1e-5"], {"learning_rate": 1e-5}),
-    (["--learning-rate=1e-5", "--batch_size", "+4"], {"learning_rate": 1e-5, "batch_size": 4}),
-    (["--max_rows", "-1", "--max_steps", "-1"], {}),
-    (["--train_data", ""], {"train_data": ""}),
-    (["--output_dir=--x"], {"output_dir": "--x"}),
-    (["--label_smoothing", "0"], {"label_smoothing": 0.0}),
-    (["--result_dir=~/x", "--judge", "~x"], {"result_dir": "/home/me/x", "judge": "~x"}),
-    *(([flag], {"check": True}) for flag in ("--check", "--validate_only", "--validate-only")),
-    *(([flag], {"check": True}) for flag in ("--dry_run", "--dry-run")),
-]
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        ("--beta=0.5", {"beta": 0.5}),
+        ("--learning_rate 1e-5", {"learning_rate": 1e-5}),
+        ("--learning-rate=1e-5 --batch_size +4", {"learning_rate": 1e-5, "batch_size": 4}),
+        ("--max_rows -1 --max_steps -1", {}),
+        ("--train_data ''", {"train_data": ""}),
+        ("--output_dir=--x", {"output_dir": "--x"}),
+        ("--label_smoothing 0", {"label_smoothing": 0.0}),
+        ("--label_smoothing 0.1 --label_smoothing None", {}),
+        ("--beta 1 --beta 2 --no_shuffle --shuffle", {"beta": 2.0}),
+        ("--result_dir=~/x --judge ~x", {"result_dir": "/home/me/x", "judge": "~x"}),
+        ("--check", {"check": True}),
+        ("--validate_only", {"check": True}),
+        ("--dry-run", {"check": True}),
+        ("--local-rank=1 --beta 0.7 --no_shuffle", {"beta": 0.7, "shuffle": False}),
+        ("--beta 0.7 --local_rank=1 --no_shuffle", {"beta": 0.7, "shuffle": False}),
+    ],
+)
+def test_flags_become_values_of_their_type(flags, expected, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert changed(*shlex.split(flags)) == expected
 
 
-def test_flags_are_read_as_their_type(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")  # which no shell puts into --flag=~/x
-    for flags, settings in READ:
-        assert changed(*flags) == settings
-    for words in (["--local-rank=1"], ["--local_rank=1"]):
-        for place in (0, 2):  # what launchers append is swallowed
-            flags = ["--beta", "0.7", "--no_shuffle"]
-            flags[place:place] = words
-            assert changed(*flags) == {"beta": 0.7, "shuffle": False}
-
-
-def test_without_flags_the_file_counts(monkeypatch):
+def test_lists_positional_arguments_and_aliases(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["script.py"])
     assert cli.parse(Config) == Config()
     monkeypatch.setattr(sys, "argv", ["script.py", "--beta", "0.3"])
     assert cli.parse(Config) == Config(beta=0.3)
-    aliases = {"--lr": "--learning_rate"}
-    assert cli.parse(Config, ["--lr", "1"], aliases=aliases).learning_rate == 1
-    assert cli.parse(Config, ["--dry_run"], aliases=aliases).check
-
-
-def test_an_abbreviation_is_no_flag_and_only_the_main_rank_says_so(capsys):
-    """More wrong flags: tests/core/corpus/flags/box.txt."""
-    for flag in ("--model", "--bet", "--gradient_acc", "--chec"):
-        for console in (True, False):
-            with pytest.raises(SystemExit) as caught:
-                cli.parse(Config, [flag, "1"], console=console)
-            assert caught.value.code == 2
-            said = capsys.readouterr()
-            assert flag in said.err if console else said == ("", "")
+    words = "--temperature 0.1 1 --mutable_positions 3 -4 --fixed_chains --seed 5"
+    found = cli.parse(inference_config.Config, words.split())
+    assert (found.temperature, found.mutable_positions) == ((0.1, 1.0), (3, -4))
+    assert (found.fixed_chains, found.seed) == ((), 5)
+    with pytest.raises(UserError, match="the following arguments are required: folder"):
+        cli.parse(chat.Settings, ["--before"])
+    aliases = {"--lr": "--learning_rate", "-r": "--lora_r", "--no_cuda": "--backend=gloo"}
+    found = cli.parse(Config, ["--lr=1", "-r", "4", "--no-cuda", "--dry_run"], aliases=aliases)
+    assert (found.learning_rate, found.lora_r, found.backend, found.check) == (1, 4, "gloo", True)
 
 
 def test_torchruns_own_parser_lets_every_flag_through():
-    """argparse takes --n for --nnodes, even after the script."""
+    """argparse reads --n as --nnodes, even after the script."""
     for name in FIELDS:
         words = ["script.py", f"--{name}", "1", f"--{name}=1", f"--no_{name}"]
         parsed = get_args_parser().parse_args(words)
         assert [parsed.training_script, *parsed.training_script_args] == words
 
 
-# --- types and ranges ----------------------------------------------------------------------------
+# --- mistakes; of single flags: tests/core/corpus/flags/expected.txt -----------------------------
 
 
-def edited(name, value):
-    """The settings with another default, as after an edit of the file."""
-    return dataclass(
-        type("Config", (Config,), {name: value, "__annotations__": {name: FIELDS[name].type}})
-    )
+@dataclass
+class Edited(Config):
+    beta: float = "0.1"  # type: ignore[assignment]
 
 
 WRONG = {
     "learning_rate": ["1e-4"],
-    "beta": [None, True, float("nan")],
-    "batch_size": [16.0, True],
+    "beta": [None, True, float("nan"), float("-inf"), 2.0**63],
+    "batch_size": [16.0, True, -(2**63)],
     "shuffle": ["no", 1],
     "method": ["ppo", None],
-    "model_name": [3, None],
+    "model_name": [3, None, "a\nb", "\ud800"],
     "label_smoothing": ["0.1"],
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_wrong_type_in_an_edited_file_is_one_line(capsys, name):
+def test_a_wrong_type_in_an_edited_file_is_one_line(name):
     for value in WRONG[name]:
         with pytest.raises(UserError) as caught:
-            cli.parse(edited(name, value), [])
+            cli.check_types(dataclasses.replace(Config(), **{name: value}))
         message = str(caught.value)
-        assert message.startswith(f"--{name}: ") and repr(value) in message and "\n" not in message
-        assert capsys.readouterr() == ("", "")
+        assert message.startswith(f"--{name}: {value!r} is not ") and "\n" not in message
+    assert cli.check_types(Config(beta=1)).beta == 1
+    with pytest.raises(UserError, match="--beta: '0.1' is not a valid float"):
+        cli.parse(Edited, [])
 
 
 def test_yaml_that_is_not_there_is_one_line(tmp_path):
-    """What is in it: tests/core/corpus; sections: tests/scripts/test_train_config.py."""
+    """Its content: tests/core/corpus; sections: tests/scripts/test_train_config.py."""
     for name in ("nofile.yaml", "."):
         with pytest.raises(UserError, match="nofile|directory"):
-            yaml_config.from_yaml(Config, tmp_path / name, {})
+            yaml_config.read(Config, tmp_path / name)
+
+
+def test_a_mistake_names_the_place_of_its_setting():
+    places = {"beta": "c.yaml:3: training.beta", "bet": "wrong"}
+    with pytest.raises(UserError) as caught, cli.located(places):
+        cli.check_ranges(Config(beta=0))
+    assert str(caught.value) == "c.yaml:3: training.beta: 0 is out of range (expected > 0)"
+    with pytest.raises(UserError, match="^--seed: -1 is out of range"), cli.located(places):
+        cli.check_ranges(Config(seed=-1))
+
+
+# --- help ----------------------------------------------------------------------------------------
+
+
+def help_of(config_class, capsys):
+    """Return field -> (its flags, its help on one line) and the headings."""
+    with pytest.raises(SystemExit, match="0"):
+        cli.parse(config_class, ["-h"])
+    lines = capsys.readouterr().out.splitlines()
+    lines = lines[lines.index("options:") + 2 :]
+    assert max(map(len, lines)) <= 80
+    headings = [line.rstrip(":") for line in lines if re.match(r"\S", line)]
+    entries = re.findall(r"(?m)^  (?=\S)(.+(?:\n {4}.+)*)", "\n".join(lines))
+    parts = [re.match(r"(.+?)(?:  |\n)\s*([\s\S]+)", entry).groups() for entry in entries]
+    parts = [(flags, " ".join(text.split())) for flags, text in parts]
+    return {re.search(r"\w+", flags)[0]: (flags, text) for flags, text in parts}, headings
+
+
+@pytest.mark.parametrize("config_class", CONFIGS)
+def test_help_shows_the_comment_and_the_default_of_each_field(config_class, capsys):
+    """Comments as another reader finds them: the syntax tree, first definition first."""
+    shown, headings = help_of(config_class, capsys)
+    comments = {}
+    for part in reversed(config_class.__mro__[:-1]):
+        source = inspect.getsource(part)
+        lines = source.splitlines()
+        for node in ast.parse(source).body[0].body:
+            if isinstance(node, ast.AnnAssign):
+                comment = lines[node.end_lineno - 1].partition("  # ")[2]
+                comments.setdefault(node.target.id, comment)
+                above = lines[node.lineno - 2]
+                assert not above.startswith("    # ") or above[6:] in headings
+    assert list(shown) == [field.name for field in dataclasses.fields(config_class)]
+    words, positional = [], []
+    for field in dataclasses.fields(config_class):
+        flags, text = shown[field.name]
+        assert comments[field.name] and text.startswith(comments[field.name])
+        default = re.search(r"\(default: ?(.*)\)$", text)
+        if not default:
+            positional.append("word")
+        elif field.type is bool or field.type == "bool":
+            assert flags == f"--{field.name}, --no_{field.name}"
+            words.append(f"--{field.name}" if default[1] == "True" else f"--no_{field.name}")
+        else:
+            words += [f"--{field.name}", *shlex.split(default[1])]
+    assert words
+    # passed as flags, the defaults in the help change nothing
+    assert cli.parse(config_class, positional + words) == cli.parse(config_class, positional)
+
+
+PROGRAMS = {  # and a value that is out of range
+    "src/main_distributed.py": "--label_smoothing 0.1",
+    "src/train.py": "--micro_batch_size 0",
+    "src/generate_data.py": "--val_split 1",
+    "src/train_loop.py": "--max_traj_len 1",
+    "-m dpo_inv.run_dpo_ddp": "--temperature 0",
+    "-m dpo_inv.run_dpo": "--beta nan",
+    "-m dpo_inv.inference": "--num_samples 1",
+    "src/ad/train.py": "--grid_size 1",
+    "src/ad/evaluate.py": "--eval_copies 0",
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help_and_wrong_settings_need_no_torch(program, tmp_path):
+    """Here the import of torch or transformers ends a process."""
+    for name in ("torch", "transformers"):
+        (tmp_path / f"{name}.py").write_text("import os\nos._exit(77)\n")
+    env = {"PYTHONPATH": f"{tmp_path}:{ROOT / 'src'}"}
+    command = [sys.executable, *program.split()]
+    shown = programs.process([*command, "--help"], **env)
+    assert "usage: " in shown.stdout and not shown.stderr
+    assert shown.stdout.splitlines()[2].endswith(".")  # what the program does, in a sentence
+    refused = programs.process([*command, *PROGRAMS[program].split()], 2, **env)
+    assert re.fullmatch(r"error: --\w+: .+\n", refused.stderr) and not refused.stdout
+    programs.process([*command, "--debug", "--x"], 77, **env)  # main() raises it, with a traceback
+    for rank, line in (("0", "error: --x is not a setting; "), ("1", "")):
+        done = programs.process([*command, "--x"], 2, **env, LOCAL_RANK=rank)
+        assert not done.stdout and done.stderr.startswith(line) and bool(done.stderr) == bool(line)
+    assert not programs.process([*command, "--help"], **env, LOCAL_RANK="1").stdout

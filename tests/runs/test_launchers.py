@@ -93,7 +93,7 @@ def test_help_of_the_shell_script_is_its_own_and_that_of_what_it_starts(words, p
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("Fine-tune a language model on preference pairs, or bake")
     usages = [line for line in done.stdout.splitlines() if line.startswith("usage: ")]
-    assert usages == [f"usage: python {program} [settings]" for program in programs]
+    assert usages == [f"usage: {os.path.basename(program)} [settings]" for program in programs]
     assert "  --learning_rate NUMBER " in done.stdout
 
 

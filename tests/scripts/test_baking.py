@@ -217,7 +217,7 @@ def test_what_is_kept_without_a_prompt_is_asked_on_questions_of_its_own():
             ["--chat_template", "FOLDER/../silent.jinja"],
             "x0.txt: the chat template does not show it",
         ),
-        (["--retain_share", "1"], "--retain_share: 1.0 is out of range; give a value of 0 or more"),
+        (["--retain_share", "1"], "--retain_share: 1.0 is out of range (expected >= 0 and < 1)"),
         (["--other_prompts", "data/demo/retain_prompts.txt"], "line 1 is line 1 of retain_prompts"),
         (["--retain_questions", "data/demo/questions_train.jsonl"], "--retain_questions: .* too;"),
     ],

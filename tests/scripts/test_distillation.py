@@ -236,8 +236,8 @@ def test_accelerate_reads_the_configurations():
 
 
 WRONG = {
-    "lr=0": "--lr: 0.0 is out of range; give a value above 0",
-    "grid_size=17": "--grid_size: 17 is out of range; give a value from 2 to 16",
+    "lr=0": "--lr: 0.0 is out of range (expected > 0)",
+    "grid_size=17": "--grid_size: 17 is out of range (expected >= 2 and <= 16)",
     "horizon=7": "--total_source_timesteps: give a multiple of 40 streams of episodes of 7 steps",
     "tf_n_head=5": "--tf_n_embd: give an even multiple of tf_n_head",
     "train_env_ratio=0.999": "--train_env_ratio: no task is left on one of the two sides",

@@ -9,7 +9,6 @@ import sys
 from dataclasses import dataclass
 
 import torch
-import tyro
 from jinja2 import TemplateError
 from transformers import TextStreamer
 
@@ -19,7 +18,7 @@ from ddp_utils.run import read_json
 
 @dataclass
 class Settings:
-    folder: tyro.conf.Positional[str]  # of a run, such as results/dpo, or of a model
+    folder: str  # of a run, such as results/dpo, or of a model
     before: bool = False  # talk to the model that the run began with
     system: str = ""  # a system prompt
     temperature: float = 1.0  # 0: the most probable word each time

@@ -241,7 +241,7 @@ def lines(script, path, ranks, nodes, device, memory):
     script: the module train; path: its YAML file; the rest: what machine() returns.
     """
     world = World(world_size=ranks, local_size=ranks // nodes)
-    config = script.train_config.read(["--config", path], world.is_main)
+    config = script.train_config.read(["--config", path])
     if config.type == "qlora":
         raise UserError(f"{path}: fine_tuning.type: 4-bit weights cannot be planned; plan lora")
     rows = script.read_data(config, script.encoder_of(config), world)[0]["train"]

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import tyro
 
 from ddp_utils import UserError, cli, distributed, lora, models
 from ddp_utils.run import check_writable
@@ -17,8 +16,8 @@ from ddp_utils.run import check_writable
 
 @dataclass
 class Settings:
-    adapter: tyro.conf.Positional[str]  # folder of a LoRA
-    folder: tyro.conf.Positional[str]  # where the merged model goes; it must not exist
+    adapter: str  # folder of a LoRA
+    folder: str  # where the merged model goes; it must not exist
     base: str = ""  # folder or hub name of its base; empty: the one that it names
     scale: float = 1.0  # how much of the LoRA is added: 0 is the base model
     debug: bool = False  # tracebacks for user errors, too
@@ -35,7 +34,7 @@ def merge(adapter, folder, base="", scale=1.0):
     check_writable("folder", folder)
     if Path(adapter, "model/adapter_config.json").exists():
         raise UserError(f"adapter: {adapter} is a run folder; give {Path(adapter, 'model')}")
-    with cli.naming({"init_adapter": "adapter", "model_name": "--base"}):
+    with cli.located({"init_adapter": "adapter", "model_name": "--base"}):
         for device in (models.META, torch.device("cpu")):  # first: do they fit together?
             merged = lora.fold(adapter, "auto", device, base=base, scale=scale)
     tokenizer = adapter if Path(adapter, "tokenizer_config.json").exists() else base
@@ -44,7 +43,7 @@ def merge(adapter, folder, base="", scale=1.0):
 
 def main(argv=None) -> int:
     settings = cli.parse(Settings, argv)
-    cli.check_ranges(settings, scale=("of 0 or more", lambda scale: scale >= 0))
+    cli.check_ranges(settings, scale=cli.FROM_0)
     merge(settings.adapter, settings.folder, settings.base, settings.scale)
     print(f"{settings.folder}: from_pretrained opens it")
     return 0
