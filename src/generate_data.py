@@ -41,6 +41,7 @@ from ddp_utils import (
     distributed,
     loggers,
     logps,
+    lora,
     models,
     sampling,
 )
@@ -256,7 +257,7 @@ def main(argv=None) -> int:
     rows = plan_rows(config, questions, unrelated, retained, others)
     prompt = functools.cache(functools.partial(trajectories.prompt, encoder))
     prompts = [prompt(row.get("system", x0), row["question"]) for row in rows]
-    meta_model = models.load(config.model_name, "auto", models.META)
+    meta_model = lora.load(config.model_name, "auto", models.META)
     reply = [0] * config.max_sequence_length
     fed = [trajectories.Trajectory(ids, ids, reply, path, "") for ids in prompts]
     models.check_fit(meta_model, fed)
@@ -280,7 +281,7 @@ def main(argv=None) -> int:
     bar = loggers.Bar(world.is_main)
     mixed = "auto" if config.use_mixed_precision else "no"
     precision = Precision.choose(world.device, "none", config.base_dtype, mixed)
-    model = models.load(config.model_name, precision.weights, world.device)
+    model = lora.load(config.model_name, precision.weights, world.device)
     scorer = logps.Scorer(model, precision.autocast)
     ranks = f"{world.world_size} x {world.device.type}"
     header = {"ranks": ranks, "model": config.model_name, "prompt": x0.strip()}

@@ -32,6 +32,7 @@ from ddp_utils import (
     distributed,
     fast,
     logps,
+    lora,
     losses,
     models,
     preference_data,
@@ -64,7 +65,8 @@ DEMO_JUDGE = str(DEMO / "judge.py:score")
 def read_settings(argv, world):
     """Flags over src/config.py, checked before anything is read."""
     config = settings.read(argv)
-    models.inherit_adapter_config(config)
+    if config.init_adapter and config.fine_tuning == "lora":
+        lora.inherit_config(config, config.init_adapter)
     if config.batch_size * config.gradient_accumulation_steps < world.world_size:
         raise UserError(
             f"--batch_size: {config.batch_size} pairs for {world.world_size} processes; "
@@ -112,7 +114,7 @@ def inputs_of(config, data, meta_model, judge):
     names = ("model_name", "init_adapter", "reference_model")
     folders = {name: getattr(config, name) for name in names}
     if config.reference_model:  # its names and shapes, before there is a run folder
-        models.load(config.reference_model, "auto", models.META, flag="--reference_model")
+        lora.load(config.reference_model, "auto", models.META, flag="--reference_model")
     inputs = models.input_digests(data, folders, meta_model.config)
     if judge:
         inputs["content of judge"] = judge.digest
@@ -231,6 +233,15 @@ def write_examples(run, data, before, after, judge):
 # --- main ----------------------------------------------------------------------------------------
 
 
+def adapter_of(config) -> lora.LoraSpec | None:
+    """Return the LoRA that is trained, or that is merged before all weights are trained."""
+    merge = config.fine_tuning == "full"
+    if merge and not config.init_adapter:
+        return None
+    shape = config.lora_r, config.lora_alpha, config.lora_dropout, config.lora_targets
+    return lora.LoraSpec(*shape, config.init_adapter, merge)
+
+
 def strategy_of(config):
     """How the ranks share the work."""
     return sharding.choose(config.strategy)
@@ -269,14 +280,22 @@ def load_scored(config, data, precision, run):
 
     if config.reference_model:
         host = torch.device("cpu") if config.strategy == "fsdp" else world.device
-        model = models.load(config.reference_model, precision.weights, host)
+        model = lora.load(config.reference_model, precision.weights, host)
         scorer = logps.Scorer(model, precision.autocast)
         other = sharding.wrap(scorer, world, strategy, trained=False)
         known = reference_of(other, config.reference_model)
         del model, scorer, other
         gc.collect()
     torch.manual_seed(config.seed)  # the same fresh LoRA on every rank
-    model = models.load_policy(config, world.device, precision, config.strategy != "ddp")
+    model = lora.load_policy(
+        config.model_name,
+        adapter_of(config),
+        precision,
+        world.device,
+        sharded=config.strategy != "ddp",
+        gradient_checkpointing=config.use_gradient_checkpointing,
+        memory_efficient=config.lean,
+    )
     policy = sharding.wrap(logps.Scorer(model, precision.autocast), world, strategy)
     return policy, reference_of(policy, config.model_name, config.init_adapter) or known
 
@@ -301,7 +320,7 @@ def main(argv=None) -> int:
             judge(pair.text, pair.expected)  # one that does not know these prompts says so now
 
     # what the run will do, before a weight is read
-    meta_model = models.meta_model(config)
+    meta_model = lora.meta_model(config.model_name, adapter_of(config))
     for rows in filter(None, data.values()):
         models.check_fit(meta_model, rows.extremes())
     if config.learning_rate is None:

@@ -30,6 +30,7 @@ from ddp_utils import (
     distributed,
     fast,
     logps,
+    lora,
     losses,
     models,
     preference_data,
@@ -211,6 +212,15 @@ def precision_of(config, device):
     return Precision.choose(device, *kinds)
 
 
+def adapter_of(config) -> lora.LoraSpec | None:
+    """Return the LoRA that is trained, or that is merged before all weights are trained."""
+    merge = config.fine_tuning == "full"
+    if merge and not config.init_adapter:
+        return None
+    shape = config.lora_r, config.lora_alpha, config.lora_dropout, config.lora_targets
+    return lora.LoraSpec(*shape, config.init_adapter, merge)
+
+
 def strategy_of(config):
     """How the ranks share the work; what shards nothing is DDP."""
     return sharding.choose(
@@ -222,8 +232,16 @@ def load(config, data, precision, run):
     """The policy, tried out, and for DPO the reference's log-probs: the policy before step 0."""
     world = run.world
     torch.manual_seed(config.seed)  # the same fresh LoRA on every rank
-    kind = {"sharded": config.strategy != "ddp", "in_4_bits": config.type == "qlora"}
-    model = models.load_policy(config, world.device, precision, **kind)
+    model = lora.load_policy(
+        config.model_name,
+        adapter_of(config),
+        precision,
+        world.device,
+        sharded=config.strategy != "ddp",
+        in_4_bits=config.type == "qlora",
+        gradient_checkpointing=config.gradient_checkpointing,
+        memory_efficient=config.lean,
+    )
     policy = sharding.wrap(logps.Scorer(model, precision.autocast), world, strategy_of(config))
     scorer = policy.scorer
     scorer.max_tokens = config.micro_batch_tokens or math.inf
@@ -251,7 +269,8 @@ def main(argv=None) -> int:
 
 def fine_tune(config, world) -> int:
     # setup
-    models.inherit_adapter_config(config)
+    if config.init_adapter and config.fine_tuning == "lora":
+        lora.inherit_config(config, config.init_adapter)
     world = distributed.choose_device(world, config.backend)
     if not config.check:
         world = distributed.init_process_group(world, config.backend, config.timeout_minutes)
@@ -262,7 +281,7 @@ def fine_tune(config, world) -> int:
     lines = [preference_data.describe(split, part) for split, part in report.items()]
 
     # what the run will do, before a weight is read
-    meta_model = models.meta_model(config)
+    meta_model = lora.meta_model(config.model_name, adapter_of(config))
     for rows in filter(None, data.values()):
         models.check_fit(meta_model, rows.extremes())
     plan = sampler.Plan.of(config, len(data["train"]), world.world_size)

@@ -35,6 +35,7 @@ from ddp_utils import (
     distributed,
     loggers,
     logps,
+    lora,
     models,
     sampler,
     sampling,
@@ -59,8 +60,9 @@ DEMO_QUESTIONS, DEMO_JUDGE = "data/demo/questions_test.jsonl", "data/demo/judge.
 def read_settings(argv, world):
     """Flags over the defaults, checked before anything is read."""
     config = settings.read(argv)
-    with cli.located({"init_adapter": "--resume_from"}):
-        models.inherit_adapter_config(config)
+    if config.resume_from:
+        with cli.located({"init_adapter": "--resume_from"}):
+            lora.inherit_config(config, config.resume_from)
     [first] = data_files.read(config.data_path, 1)
     config.model_name = config.model_name or data_files.text(first, "model")
     if not config.chat_template_kwargs and first.data.get("chat_template_kwargs"):
@@ -128,7 +130,7 @@ def check_step(policy, step, means, rows, trajectories, teacher, config, world):
                 costs.append(policy.scorer(teacher("train", micro_batch.index))[0][:, None])
         return distributed.gather_by_index(len(trajectories), micro_batches, costs, world)[rows]
 
-    checks.check_step(policy, step, means, batch_rows, score, config.fine_tuning)
+    checks.check_step(policy, step, means, batch_rows, score, "lora")
     if step == 0 and not config.resume_from:
         locations = [row.location for row in batch_rows]
         base = score(baked=False)
@@ -285,7 +287,9 @@ def main(argv=None) -> int:
     if config.questions:
         questions = trajectories_.read_questions(config.questions)
     questions = [questions[turn % len(questions)] for turn in range(config.num_samples)]
-    meta_model = models.meta_model(config)
+    shape = config.lora_r, config.lora_alpha, config.lora_dropout, config.lora_targets
+    adapter = lora.LoraSpec(*shape, config.resume_from)
+    meta_model = lora.meta_model(config.model_name, adapter)
     asked = {}  # system prompt -> the questions under it, as token ids
     for _, system, _ in columns:
         asked[system] = [trajectories_.prompt(encoder, system, text) for text in questions]
@@ -347,7 +351,14 @@ def main(argv=None) -> int:
 
         # model
         torch.manual_seed(config.seed)  # the same fresh LoRA on every rank
-        model = models.load_policy(config, world.device, precision)
+        model = lora.load_policy(
+            config.model_name,
+            adapter,
+            precision,
+            world.device,
+            gradient_checkpointing=config.use_gradient_checkpointing,
+            memory_efficient=config.lean,
+        )
         student = distillation.Student(model, precision.autocast).to(world.device)
         for line in distillation.check_head(student, data["train"], world, config.cache_teacher):
             run.say(line)

@@ -73,9 +73,6 @@ class Config:
     check: bool = False  # read and check everything, train nothing
     debug: bool = False  # tracebacks for user errors, too
 
-    fine_tuning = "lora"  # not a setting: what lora.py and policy.py ask for
-    init_adapter = property(lambda self: self.resume_from)
-
 
 def read(argv: list[str]) -> Config:
     """Return the flags over the defaults; raise UserError for a value out of its range."""

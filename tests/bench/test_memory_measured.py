@@ -23,7 +23,7 @@ if __name__ == "__main__":
 import main_distributed
 from config import Config
 from conftest import ROOT
-from ddp_utils import distributed, logps, losses, models, sharding
+from ddp_utils import distributed, logps, lora, losses, sharding
 from ddp_utils.logps import Pair
 from ddp_utils.policy import make_optimizer
 from ddp_utils.sharding import fsdp
@@ -80,7 +80,15 @@ def memory(field):
 def train(case, config, rows, world):
     """Three steps as main_distributed.py takes them."""
     precision = main_distributed.precision_of(config, world.device)
-    model = models.load_policy(config, world.device, precision, config.strategy != "ddp")
+    model = lora.load_policy(
+        config.model_name,
+        main_distributed.adapter_of(config),
+        precision,
+        world.device,
+        sharded=config.strategy != "ddp",
+        gradient_checkpointing=config.use_gradient_checkpointing,
+        memory_efficient=config.lean,
+    )
     scorer = logps.Scorer(model, precision.autocast)
     scorer.set_layout(shared=True)
     options = fsdp.Settings(fsdp_sharding_strategy=case[1].split()[-1])

@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import main_distributed
 from config import Config
-from ddp_utils import UserError, distributed, logps, models, sampling
+from ddp_utils import UserError, distributed, logps, lora, models, sampling
 from ddp_utils.fast import by_sequence, shared_prefix
 from ddp_utils.policy import Precision
 
@@ -90,7 +90,7 @@ def checked(model, pairs=PAIRS):
     """A scorer as main_distributed makes it, and what the self-tests of head and layout say."""
     said, world = [], distributed.World(0, 1, 0, torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(models, "load_policy", lambda *_: model)
+        patch.setattr(lora, "load_policy", lambda *_, **__: model)
         patch.setattr(logps, "fingerprint", lambda *_: None)
         run = SimpleNamespace(say=said.append, world=world, reference_logps=lambda *_: None)
         precision = Precision(torch.float32, None)

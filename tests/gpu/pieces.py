@@ -60,7 +60,7 @@ def without_files(config):
 
     from ddp_utils import models
 
-    def load(_name, dtype, device, *_):
+    def load(_name, dtype, device, **_options):
         torch.manual_seed(0)
         kind = torch.float32 if dtype == "auto" else dtype
         with device:  # 28 layers are drawn in a moment on a GPU
@@ -145,8 +145,9 @@ def attention(_folder):
     In bf16 a shared prompt may be no further from them than twice what separate rows are. nats:
     root mean square of the responses.
     """
+    import main_distributed
     from config import Config
-    from ddp_utils import distributed, fast, logps, models
+    from ddp_utils import distributed, fast, logps, lora
     from ddp_utils.fast import by_sequence
     from ddp_utils.policy import Precision
 
@@ -157,7 +158,8 @@ def attention(_folder):
             precision = Precision(torch.float32, None)
             cpu = torch.device("cpu")
             settings = Config(fine_tuning="lora", lean=shared)
-            model = models.load_policy(settings, cpu, precision)
+            adapter = main_distributed.adapter_of(settings)
+            model = lora.load_policy("", adapter, precision, cpu, memory_efficient=shared)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:  # at 0 there would be no gradient by A
                 parameter.data.fill_(0.01)
@@ -267,7 +269,7 @@ def memory(_folder):
     """The peak of three steps above what there was before the model, and what --plan expects."""
     import main_distributed
     from config import Config
-    from ddp_utils import distributed, logps, losses, metrics, models
+    from ddp_utils import distributed, logps, lora, losses, metrics
     from ddp_utils.policy import Policy, make_optimizer
     from ddp_utils.tools import memory_plan
 
@@ -276,7 +278,10 @@ def memory(_folder):
     known = torch.zeros(4, 2, device=DEVICE)
 
     def train(config, precision):
-        model = models.load_policy(config, DEVICE, precision)
+        adapter = main_distributed.adapter_of(config)
+        model = lora.load_policy(
+            "", adapter, precision, DEVICE, gradient_checkpointing=config.use_gradient_checkpointing
+        )
         scorer = logps.Scorer(model, precision.autocast)
         scorer.set_layout(shared=True)
         policy = Policy(scorer, world)

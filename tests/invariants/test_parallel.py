@@ -1,7 +1,5 @@
 """Wrap, backward, clip, step, state: on one rank and several, and what travels between them."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -12,27 +10,20 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import reading
 import runs
-from ddp_utils import UserError, checkpoints, distributed, logps, models
+from ddp_utils import UserError, checkpoints, distributed, logps, lora
 from ddp_utils.chat_template import Encoder
 from ddp_utils.models import load_tokenizer
 from ddp_utils.policy import LossScale, Policy, Precision, decay, learning_rate, make_optimizer
 from ddp_utils.sharding import fsdp
 from ranks import ranks
 
-SETTINGS = SimpleNamespace(
-    **dict(weight_decay=0.0, warmup_ratio=0.0, lr_scheduler="linear", max_grad_norm=1.0),
-    **dict(model_name="data/demo/model", fine_tuning="lora", init_adapter="", lora_dropout=0.0),
-    **dict(lora_r=4, lora_alpha=8, lora_targets="q_proj,v_proj", base_dtype="auto"),
-    **dict(use_mixed_precision=True, use_gradient_checkpointing=False, lean=True),
-)
-
 
 def policy_and_pairs(fine_tuning="lora"):
     world = distributed.init_process_group(distributed.whoami())
     torch.manual_seed(0)
-    config = SimpleNamespace(**{**vars(SETTINGS), "fine_tuning": fine_tuning})
     precision = Precision.choose(world.device, fine_tuning)
-    model = models.load_policy(config, world.device, precision)
+    adapter = lora.LoraSpec(4, 8, 0.0, "q_proj,v_proj") if fine_tuning == "lora" else None
+    model = lora.load_policy("data/demo/model", adapter, precision, world.device)
     policy = Policy(logps.Scorer(model, precision.autocast), world)
     data, _ = reading.pairs(runs.PAIRS, Encoder(load_tokenizer("data/demo/model")))
     optimizer, schedule = make_optimizer(policy, 1e-3, 10, "linear", 0.0, 0.0)

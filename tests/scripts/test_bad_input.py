@@ -35,8 +35,8 @@ CASES = {  # flags -> what the line says; DATA stands for a file of good rows
     "--output_dir DIR": "--output_dir: DIR is not empty",
     "--result_dir a/b --output_dir a": "--output_dir: a holds the run, or is in it",
     "--result_dir a/b --output_dir a/b/checkpoints": "--output_dir: a/b/checkpoints holds the run",
-    f"{CARRY_ON} --lora_r 8": "--lora_r: the adapter that is carried on has 3; leave it out",
-    f"{CARRY_ON} --lora_targets q_proj": "--lora_targets: the adapter that is carried on has down_",
+    f"{CARRY_ON} --lora_r 8": "--lora_r: the adapter in init_adapter has 3; leave it out",
+    f"{CARRY_ON} --lora_targets q_proj": "--lora_targets: the adapter in init_adapter has down_",
     "--backend nccl --check": "--backend nccl needs a cuda device, this machine has none",
     "--lora_r 8 --check": "--lora_r: there is no adapter; give --fine_tuning lora, or leave it",
 }
@@ -91,7 +91,10 @@ def test_what_is_no_adapter_is_not_merged(tmp_path):
 
 DAMAGE = {  # what happens to the tensors of a file -> what the line says
     "a layer is missing": (lambda t: {k: t[k] for k in t if ".2." not in k}, "tensors are missing"),
-    "one tensor too many": (lambda t: t | {"extra": torch.ones(1)}, "1 tensors are not known (ext"),
+    "one tensor too many": (
+        lambda t: t | {"extra": torch.ones(1)},
+        "tensors are unexpected (ext",
+    ),
     "half of it": (lambda t: dict(sorted(t.items())[::2]), "tensors are missing"),
     "of a wider base": (lambda t: {k: torch.cat([v] * 2) for k, v in t.items()}, "another shape"),
 }

@@ -147,7 +147,7 @@ def test_an_adapter_that_is_carried_on_has_its_own_rank(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
     (tmp_path / "rows.jsonl").write_text('{"model": "data/demo/model"}')
     flags = ["--resume_from", str(tmp_path), "--data_path", str(tmp_path / "rows.jsonl")]
-    with pytest.raises(UserError, match="--lora_r: the adapter that is carried on has 4; leave"):
+    with pytest.raises(UserError, match="--lora_r: the adapter in init_adapter has 4; leave"):
         train_loop.read_settings([*flags, "--lora_r", "8"], distributed.World())
     config = train_loop.read_settings(flags, distributed.World())
     assert (config.lora_r, config.lora_alpha) == (4, 8)
@@ -389,15 +389,15 @@ def test_mistakes_are_one_line(change, flags, message, made, tmp_path):
 
 
 def test_a_lora_that_is_not_fresh_is_noticed_before_the_first_step(made, tmp_path, monkeypatch):
-    def loaded(*arguments):
-        model = load(*arguments)
+    def loaded(*arguments, **options):
+        model = load(*arguments, **options)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.data.fill_(0.01)
         return model
 
-    load = train_loop.models.load_policy
-    monkeypatch.setattr(train_loop.models, "load_policy", loaded)
+    load = train_loop.lora.load_policy
+    monkeypatch.setattr(train_loop.lora, "load_policy", loaded)
     with pytest.raises(UserError, match=r"jsonl:\d+: before the first step the policy's log-prob"):
         train(tmp_path / "run", made, *batch(8))
 
@@ -477,9 +477,9 @@ def test_a_lora_is_a_model_and_half_of_it_half_the_way():
     cpu = torch.device("cpu")
     base = weights(models.load(str(ROOT / "data/demo/model"), torch.float32, cpu))
     with contextlib.chdir(ROOT):  # it names its base from there
-        whole = weights(models.load(str(folder), torch.float32, cpu))
-        half = weights(lora.fold(folder, torch.float32, cpu, scale=0.5))
-        meta_model = models.load(str(folder), torch.float32, models.META)
+        whole = weights(lora.load(str(folder), torch.float32, cpu))
+        half = weights(lora.load_merged(folder, torch.float32, cpu, scale=0.5))
+        meta_model = lora.load(str(folder), torch.float32, models.META)
     assert not any("lora" in name for name, _ in meta_model.named_parameters())
     moved = 0
     for name, weight in base.items():

@@ -18,7 +18,7 @@ import programs
 import train
 import train_config
 from conftest import ROOT
-from ddp_utils import UserError, models
+from ddp_utils import UserError, lora, models
 from ddp_utils.sharding import deepspeed
 
 TINY = "dataset: {max_rows: 40}\n"  # of the demo, the default
@@ -76,9 +76,9 @@ RATES = {  # of models from 10 M parameters on
 
 def test_the_default_learning_rates(monkeypatch):
     """As docs/dpo.md has them for preferences; 1e-3 for a model of less than 10 M parameters."""
-    seen, own = [], models.meta_model
+    seen, own = [], lora.meta_model
 
-    def wide(config):
+    def wide(*_):
         settings = AutoConfig.from_pretrained(ROOT / "data/demo/model", intermediate_size=8192)
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(settings)  # 13 M
@@ -90,7 +90,7 @@ def test_the_default_learning_rates(monkeypatch):
         data = ["--train_data", f"data/demo/{name}.jsonl", "--max_rows", "40", "--check"]
         config = ["--config", str(ROOT / "config.yaml")] if script is train else []
         for meta_model, expected in ((wide, rate), (own, 1e-3)):
-            monkeypatch.setattr(models, "meta_model", meta_model)
+            monkeypatch.setattr(lora, "meta_model", meta_model)
             assert script.main([*config, *flags.split(), *data]) == 0
             assert seen.pop() == expected, flags
 

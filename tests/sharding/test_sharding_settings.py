@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from conftest import ROOT
-from ddp_utils import UserError, models
+from ddp_utils import UserError, lora, models
 from ddp_utils.distributed import World
 from ddp_utils.policy import Precision
 from ddp_utils.sharding import deepspeed, fsdp
@@ -118,8 +118,7 @@ def test_only_what_is_sharded_can_be_offloaded():
 
 
 def test_named_layers_are_sharded_else_the_models_own():
-    own = {"model_name": "data/demo/model", "fine_tuning": "full", "init_adapter": ""}
-    qwen = models.meta_model(SimpleNamespace(**own))
+    qwen = lora.meta_model("data/demo/model", None)
     for names, kind, count, says in (
         ([], "Qwen3DecoderLayer", 4, None),
         (GUIDES, "Qwen3DecoderLayer", 4, f"no {', '.join(GUIDES)}; it has Qwen3DecoderLayer"),
@@ -243,10 +242,10 @@ def test_qlora_asks_for_four_bits_and_lora_does_not(monkeypatch):
         ("qlora", "fp16", four_bits | {"bnb_4bit_compute_dtype": torch.float16}),
         ("lora", "no", None),
     ):
-        config = {"model_name": "data/demo/model", "type": kind, "fine_tuning": "lora"}
         cpu = torch.device("cpu")
         precision = Precision.choose(cpu, "lora", mixed=autocast)
         with pytest.raises(UserError, match="enough"):
             is_4_bits = kind == "qlora"
-            models.load_policy(SimpleNamespace(**config), cpu, precision, in_4_bits=is_4_bits)
+            model = "data/demo/model"
+            lora.load_policy(model, lora.LoraSpec(), precision, cpu, in_4_bits=is_4_bits)
         assert asked["quantization_config"] == wanted

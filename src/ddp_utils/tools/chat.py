@@ -40,7 +40,7 @@ def load(folder, before, device):
         adapter = settings.get("init_adapter") or settings.get("resume_from", "")
     elif (result / "adapter_config.json").exists():
         base, adapter = lora.adapter_settings(result).base_model_name_or_path, str(result)
-    model = models.load(base, "auto", device, flag="folder")
+    model = lora.load(base, "auto", device, flag="folder")
     tokenizer = models.load_tokenizer(adapter or base)
     return (lora.with_adapter(model, adapter) if adapter else model).eval(), tokenizer
 

@@ -17,7 +17,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from ddp_utils import UserError, fast, logps, models, sampler
+from ddp_utils import UserError, fast, logps, lora, models, sampler
 from ddp_utils.distributed import World
 from ddp_utils.fast import memory_efficient
 from ddp_utils.sharding import fsdp
@@ -85,7 +85,8 @@ def build(config, precision, model_config) -> logps.Scorer:
     if config.use_gradient_checkpointing:
         models.checkpoint_activations(model)
     if config.fine_tuning == "lora":
-        model = models.add_adapter(model, config)
+        shape = config.lora_r, config.lora_alpha, config.lora_dropout, config.lora_targets
+        model = lora.add(model, lora.LoraSpec(*shape, config.init_adapter))
     if config.lean:  # apply() would compare numbers: here each module is taken at its word
         for module in model.modules():
             if memory_efficient._function(module):

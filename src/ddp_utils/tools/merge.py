@@ -36,7 +36,7 @@ def merge(adapter, folder, base="", scale=1.0):
         raise UserError(f"adapter: {adapter} is a run folder; give {Path(adapter, 'model')}")
     with cli.located({"init_adapter": "adapter", "model_name": "--base"}):
         for device in (models.META, torch.device("cpu")):  # first: do they fit together?
-            merged = lora.fold(adapter, "auto", device, base=base, scale=scale)
+            merged = lora.load_merged(adapter, "auto", device, base=base, scale=scale)
     tokenizer = adapter if Path(adapter, "tokenizer_config.json").exists() else base
     models.save(merged, models.load_tokenizer(tokenizer), folder)
 
