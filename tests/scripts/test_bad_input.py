@@ -50,7 +50,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "full/model.safetensors").write_text("precious")
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
-    monkeypatch.setattr("ddp_utils.distributed._count", lambda kind: 0)  # on any machine
+    monkeypatch.setattr("ddp_utils.distributed.device_count", lambda kind: 0)  # on any machine
     return tmp_path
 
 
