@@ -8,7 +8,6 @@ from shlex import split as words
 import torch
 
 import main_distributed
-from ddp_utils import metrics
 from ddp_utils import run as run_
 
 # what a comparison to the letter needs; the demo model is the default
@@ -22,7 +21,6 @@ LORA = words("--fine_tuning lora --learning_rate 1e-3")
 def hurry():
     """Leave out of the runs of this process what their tests do not look at."""
     run_.write_report = lambda *_, **__: ("", "")  # a second
-    metrics.peak_flops = lambda device, dtype: None  # 0.2 s: what a matrix product reaches, for mfu
     torch.set_num_threads(1)
 
 

@@ -1,39 +1,41 @@
-"""Exact means over rows that are spread over ranks and micro-batches, and how sure they are."""
+"""Exact means over rows on all ranks, confidence intervals, and the throughput of a step."""
 
 import math
-import os
-import platform
 import resource
 import sys
-import time
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ddp_utils import distributed
+from ddp_utils.distributed import World
 
 
 class Averages:
     """Exact means over the rows of all ranks: sums on the device, reduced once."""
 
-    def __init__(self, world):
+    def __init__(self, world: World):
         self.world = world
-        self.sums = None
-        self.names = ()
+        self.sums: Any = None  # [names], in float64
+        self.names: list[str] = []
 
-    def add(self, values, weight):
-        """Add name -> [B]; weight [B] is 0 for rows that only fill a micro-batch."""
-        self.names = ("count", *values)
+    def add(self, values: dict[str, Tensor], weight: Tensor):
+        """Add name -> [B]; weight [B] is 0 for rows that only fill up a micro-batch."""
+        self.names = ["count", *values]
         rows = torch.stack([torch.ones_like(weight), *values.values()]).double()  # [names, B]
-        # where, not a product: the NaN of a filler must not count
+        # not a product with the weight: a row of weight 0 may be NaN
         sums = torch.where(weight > 0, rows, 0.0).sum(-1).detach()
         self.sums = sums if self.sums is None else self.sums + sums
 
-    def reduce(self, summed=None, equal=None) -> dict:
-        """Return the means over the rows of all ranks, and their `count`: one copy to the host.
+    def reduce(
+        self, summed: dict[str, float] | None = None, equal: dict[str, Tensor] | None = None
+    ) -> dict[str, Any]:
+        """Return the means over the rows of all ranks and their `count`, in one collective.
 
-        With them go `summed`, name -> number to be summed over the ranks, and `equal`, name ->
-        tensor of one element that is the same on all of them.
+        summed: further numbers to be summed over the ranks; equal: tensors of one element that
+        are equal on all ranks. Both are returned as well, with one copy to the host for all.
         """
         summed = summed or {}
         equal = equal or {}
@@ -48,8 +50,8 @@ class Averages:
         return values | {"count": int(numbers[0])}
 
 
-def interval(mean, mean_of_squares, count):
-    """95 % confidence interval of a mean of `count` values (normal approximation)."""
+def interval(mean: float, mean_of_squares: float, count: int) -> tuple[float, float]:
+    """Return the 95 % confidence interval of a mean of `count` values (normal approximation)."""
     if count < 2:
         return mean, mean
     deviation = math.sqrt(max(0.0, mean_of_squares - mean**2) * count / (count - 1))
@@ -57,104 +59,96 @@ def interval(mean, mean_of_squares, count):
     return mean - half, mean + half
 
 
-def wilson(wins, count, z=1.96):
-    """Wilson's 95 % interval of a share (Wilson 1927); (None, None) without a decided pair."""
+def wilson(wins: float, count: float, z: float = 1.96) -> tuple[float | None, float | None]:
+    """Return the 95 % interval of a fraction (Wilson 1927); (None, None) if `count` is 0."""
     if not count:
         return None, None
-    share = wins / count
+    fraction = wins / count
     spread = z**2 / count
-    middle = (share + spread / 2) / (1 + spread)
-    half = z * math.sqrt(share * (1 - share) / count + spread / (4 * count)) / (1 + spread)
+    middle = (fraction + spread / 2) / (1 + spread)
+    variance = fraction * (1 - fraction) / count
+    half = z * math.sqrt(variance + spread / (4 * count)) / (1 + spread)
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
 # --- throughput -----------------------------------------------------------------------------------
 
-# FLOP/s with half-precision and with fp32 operands, dense, from the makers' data sheets; of a
-# Max 1550 ("PVC") one of its two tiles, which is what Aurora counts as a device
-PEAKS = {
-    "A100": (312e12, 19.5e12),
-    "H100": (989e12, 67e12),
-    "H200": (989e12, 67e12),
-    "Max 1550": (416e12, 26e12),
-}
+# FLOP/s of dense half-precision products, from the data sheets; for a Max 1550 of one of its two
+# tiles, which is what Aurora counts as a device
+PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "Max 1550": 416e12}
 
 
 class Meter:
-    """Seconds, tokens and mfu of a step.
+    """Measure seconds, tokens and MFU of a step.
 
-    Tokens are those of both texts of a pair, prompt + chosen and prompt + rejected, however few
-    of them go through the model: so tokens_per_second compares with other trainers'.
+    Tokens are those of both texts of a pair, prompt + chosen and prompt + rejected, even if the
+    model processes fewer: so tokens_per_second is comparable with other trainers.
 
-    mfu is the arithmetic that the pairs need at the least, over what the device could have done.
-    Needed are 4 FLOP a token and frozen weight (forward, and backward to the input), 6 if it is
-    trained; the prompt counts once, the head for responses only; attention is left out.
+    mfu is the least arithmetic that the pairs need, divided by what the GPU could have done: 4 FLOP
+    per token and frozen weight (forward, and backward to the input), 6 if it is trained. The prompt
+    counts once, the head for responses only; attention is left out. There is none in fp32, nor
+    on a device that is not in PEAKS.
     """
 
-    def __init__(self, scorer, world):
+    def __init__(self, scorer: Any, world: World):
+        self.world = world
         backbone, head = scorer.parts()
         embeddings = {m.weight for m in backbone.modules() if isinstance(m, nn.Embedding)}
-        # under ZeRO-3 a parameter is empty until it is asked for
-        weights = [p for p in backbone.parameters() if p not in embeddings and _axes(p) > 1]
-        known = head is not None and not any(_axes(p) > 2 for p in weights)  # no fused experts
-        self.peak = known and peak_flops(world.device, scorer.precision)
-        self.per_token = flops_per_token(weights)
-        self.per_target = flops_per_token(head.parameters()) if known else 0
-        self.world = world
+        weights = [p for p in backbone.parameters() if p not in embeddings and _ndim(p) > 1]
+        has_fused_experts = any(_ndim(p) > 2 for p in weights)  # not all of them are used
+        self.peak = None
+        if head is not None and not has_fused_experts:
+            self.peak = peak_flops(world.device, scorer.precision)
+            self.per_token = flops_per_token(weights)
+            self.per_target = flops_per_token(head.parameters())
 
-    def read(self, pairs, seconds) -> dict:
-        """The metrics of a step on these pairs, the global batch."""
-        tokens = sum(p.num_forward_tokens(shared=False) + len(p.targets) for p in pairs)
+    def read(self, rows: Sequence[Any], seconds: float) -> dict[str, float]:
+        """Return the metrics of a step on these rows, the global batch (see logps.Example)."""
+        tokens = sum(row.num_forward_tokens(shared=False) + len(row.targets) for row in rows)
         values = {
             "seconds": seconds,
             "tokens_per_second": tokens / seconds,
             "peak_memory_mb": peak_memory_mb(self.world.device),
         }
         if self.peak:
-            needed = 0
-            for pair in pairs:
-                needed += pair.num_forward_tokens(shared=True) * self.per_token
-                needed += sum(map(len, pair.targets)) * self.per_target
-            values["mfu"] = needed / (seconds * self.peak * self.world.world_size)
+            flops = 0
+            for row in rows:
+                flops += row.num_forward_tokens(shared=True) * self.per_token
+                flops += sum(map(len, row.targets)) * self.per_target
+            values["mfu"] = flops / (seconds * self.peak * self.world.world_size)
         return values
 
 
-def flops_per_token(parameters):
-    """FLOP of forward and backward: 4 a frozen weight, 6 a trained one."""
+def flops_per_token(parameters: Iterable[Any]) -> int:
+    """Return the FLOP of forward and backward: 4 per frozen weight, 6 per trained one."""
     flops = 0
-    for p in parameters:
-        flops += getattr(p, "ds_numel", p.numel()) * (6 if p.requires_grad else 4)
+    for parameter in parameters:
+        # under ZeRO-3 a parameter is empty until it is used
+        size = getattr(parameter, "ds_numel", parameter.numel())
+        flops += size * (6 if parameter.requires_grad else 4)
     return flops
 
 
-def _axes(parameter):
+def _ndim(parameter: Any) -> int:
     return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def peak_flops(device, dtype):
-    """FLOP/s of a device: the data sheet's; of a CPU what a matrix product reaches; else None."""
-    if device.type != "cpu":
-        for name, peaks in PEAKS.items():
-            if name in device_name(device):
-                return peaks[dtype == torch.float32]
-        return None
-    matrix = torch.ones(1024, 1024, dtype=dtype)
-    seconds = []
-    for _ in range(4):  # the first one warms up
-        start = time.perf_counter()
-        matrix @ matrix
-        seconds.append(time.perf_counter() - start)
-    return 2 * 1024**3 / min(seconds)
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Return the FLOP/s in a GPU's data sheet; None in fp32 or for another device."""
+    name = device_name(device)
+    peaks = [peak for gpu, peak in PEAKS.items() if gpu in name and dtype != torch.float32]
+    return peaks[0] if peaks else None
 
 
-def device_name(device):
+def device_name(device: torch.device) -> str:
+    """Return the name of a GPU, or "cpu"."""
     if device.type == "cpu":
-        return f"cpu ({platform.machine()}, {os.cpu_count()} cores)"
+        return "cpu"
     return getattr(torch, device.type).get_device_name(device)
 
 
-def peak_memory_mb(device):
-    """Peak memory of this process: allocated on the GPU, resident on a CPU."""
+def peak_memory_mb(device: torch.device) -> float:
+    """Return the peak memory of this process in MiB: allocated on a GPU, resident on a CPU."""
     if device.type == "cpu":
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak / (2**20 if sys.platform == "darwin" else 2**10)
