@@ -322,13 +322,14 @@ def on_each(world: World, fn: Callable[[], Any]) -> Any:
     except (UserError, OSError) as error:
         problem = user_error(error)
     codes = torch.zeros(world.world_size, device=world.device)
-    codes[world.rank] = exit_code(problem)
+    if problem is not None:
+        codes[world.rank] = 1 + exit_code(problem)  # the status of a Stop may be 0
     failed = all_sum(codes, world).nonzero().flatten().tolist()
     if not failed:
         return result
     if problem is not None and failed[0] == world.rank:
         raise problem
-    raise Stop("", int(codes[failed[0]]))  # that rank prints why
+    raise Stop("", int(codes[failed[0]]) - 1)  # that rank prints why
 
 
 def _broadcast_text(text: str, world: World, rank: int) -> str:

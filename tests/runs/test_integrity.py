@@ -1,5 +1,6 @@
-"""A run belongs to its files and to its code: flipped bits and edited sources are noticed."""
+"""A run records its code, and flipped bits in its files are detected."""
 
+import json
 import random
 import shutil
 import subprocess
@@ -7,9 +8,9 @@ import sys
 from pathlib import Path
 
 import faults
+import programs
 from conftest import ROOT
 from ddp_utils import plots
-from ddp_utils.runs import environment
 
 
 def test_a_flipped_bit_changes_no_weight_or_is_one_line(tmp_path):
@@ -48,31 +49,30 @@ def test_a_flipped_bit_changes_no_weight_or_is_one_line(tmp_path):
     assert went_on
 
 
-def test_the_digest_of_code_is_of_what_it_does(tmp_path):
-    """Comments, blank lines and spaces at the end do not count; a string with a # does."""
-    file = tmp_path / "code.py"
-
-    def digest(text):
-        file.write_text(text)
-        return environment.digest_of_code(file)
-
-    same = ["x = '#1'\ny = 2\n", "# why\n\nx = '#1'  # one\n\n\ny = 2 \n", "x = '#1'\ny = 2  #"]
-    assert len({digest(text) for text in same}) == 1
-    others = ["x = '#2'\ny = 2\n", "x = '#1'\ny = -2\n", "x = '#1'\nif x:\n    y = 2\n"]
-    assert len({digest(text) for text in [same[0], *others]}) == 4
+def digests_of(script, folder, text):
+    """Return the code digests of a run of a script that has this text."""
+    (folder / "mine.py").write_text(text + script)
+    command = [sys.executable, str(folder / "mine.py")]
+    env = programs.environment() | {"PYTHONPATH": f"{ROOT}/src"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
-def test_the_code_of_a_run_is_also_what_it_imports_later():
-    """Attention over packed rows, a LoRA's backward: imported when a run comes to them."""
-    command = [
-        sys.executable,
-        "-c",
-        "import main_distributed as main; print(*main.run_.environment.code())",
-    ]
-    done = subprocess.run(command, cwd=ROOT / "src", capture_output=True, text=True)
-    rooms = {str(path.relative_to(ROOT / "src")) for path in ROOT.glob("src/ddp_utils/**/*.py")}
-    named = {*done.stdout.split()}
-    assert {name for name in rooms if "/tools/" not in name} | {"main_distributed.py"} <= named
+def test_the_code_of_a_run_is_its_script_and_all_that_it_may_import(tmp_path):
+    """Comments and blank lines do not count; a string with a # does.
+
+    Attention over packed rows and the backward of a LoRA are imported when a run needs them.
+    """
+    script = "\nimport json\nfrom ddp_utils import run\nprint(json.dumps(run.code_digests()))\n"
+    one, same, other = (
+        digests_of(script, tmp_path, text)
+        for text in ("x = '#1'", "# why\n\nx = '#1'  # one\n", "x = '#2'")
+    )
+    modules = {str(path.relative_to(ROOT / "src")) for path in ROOT.glob("src/ddp_utils/**/*.py")}
+    assert one.keys() == {name for name in modules if "/tools/" not in name} | {"mine.py"}
+    assert one == same
+    assert {name for name in one if one[name] != other[name]} == {"mine.py"}
 
 
 def test_a_damaged_line_of_metrics_is_left_out(tmp_path):

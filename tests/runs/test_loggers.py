@@ -101,5 +101,7 @@ def test_a_logger_that_is_not_there(tmp_path):
     words = [sys.executable, "-c", hide, *TINY, "--report_to", "wandb"]
     for flags in ([], ["--check"]):
         done = programs.process([*words, *flags], code=2, cwd=tmp_path)
-        assert done.stderr == "error: --report_to wandb: it is not installed; pip install wandb\n"
+        assert (
+            done.stderr == "error: --report_to wandb: it is not installed; run pip install wandb\n"
+        )
     assert not (tmp_path / "run").exists()
