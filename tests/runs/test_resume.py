@@ -45,7 +45,7 @@ def killed(made, tmp_path):
 MOMENTS = {  # call of the writer in its second save, of step 10 -> newest checkpoint afterwards
     "before the data": ("save_file", 2, 5),
     "after the data, before the manifest": ("write_manifest", 2, 5),
-    "before the rename": ("os.replace", 8, 5),
+    "before the rename": ("contextlib.ExitStack.close", 2, 5),
     "after the rename": ("remove_old", 2, 10),
 }
 
