@@ -1,30 +1,33 @@
-"""Pairs -> summed log-probs, exactly, and every token paid for once.
+"""Summed log-probabilities of the responses of preference pairs, SFT texts and trajectories.
 
-B pairs, R rows, T tokens, N scored tokens, D width, V words. A pair is one stretch of a packed
-row (layout "shared", see fast/shared_prefix.py), or two rows that repeat the prompt ("separate",
-for models whose attention cannot be steered). A response's last token is only a target: not fed.
+A batch of pairs is one packed row in which each prompt occurs once (fast/shared_prefix.py), or,
+for models whose attention does not support that, two padded rows per pair.
+
+B examples, S responses per example, R rows, T tokens, N target tokens, D width, V vocabulary size.
 """
 
 import contextlib
 import itertools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ddp_utils import distributed, models
-from ddp_utils.data import digest_of_rows
-from ddp_utils.distributed import to_device
+from ddp_utils import distributed
+from ddp_utils.distributed import World, to_device
 from ddp_utils.policy import ScorerModule
 from ddp_utils.sampler import MicroBatch, assign_micro_batches
 
-CHUNK = {"cpu": 256}  # tokens whose logits are held at once: with fewer, products get slow;
-WIDE_CHUNK = 1024  # a GPU wants more, and has the memory
+# number of tokens whose logits exist at the same time: with fewer, matrix products get slow
+CHUNK = {"cpu": 256}
+WIDE_CHUNK = 1024  # on a GPU
+
+T = TypeVar("T")
 
 
 class ModelInput(NamedTuple):
@@ -127,57 +130,68 @@ def pack_single(sequence: ModelInput) -> PackedInput:
 
 
 class Batch(NamedTuple):
-    """B pairs as token ids, and whose log-probs are asked for; S sides: a text has one."""
+    """B examples as tensors. S: responses per example; N: target tokens of all responses.
 
-    ids: torch.Tensor  # [R, T]
-    hidden_index: torch.Tensor  # [N] places among the R * T hidden states: each predicts ...
-    targets: torch.Tensor  # [N] ... this token
-    cells: torch.Tensor  # [2, N] its response (all chosen, then all rejected) and place in it
-    tokens: torch.Tensor  # [S, B] scored tokens of the chosen and the rejected responses
-    longest: int  # of these
-    layout: dict  # what the model must be told of a packed row
-
-
-def collate(pairs, device="cpu", shared=False) -> Batch:
-    """B pairs as one packed row; or as a row a side padded on the right, where no token looks.
-
-    So no mask is needed, and attention keeps its fast path. Padding is by length, not by token id.
-    Texts (sft/instruction_data.py) are pairs with one side.
+    Responses are in the order: first responses (chosen) of all examples, then second ones.
     """
 
-    def put(numbers):  # numpy reads a list in a third of torch's time
+    ids: Tensor  # [R, T]
+    hidden_index: Tensor  # [N] into the R * T hidden states: each predicts a target
+    targets: Tensor  # [N] token ids
+    cells: Tensor  # [2, N] of each target: number of its response, and its position there
+    tokens: Tensor  # [S, B] number of targets of each response
+    longest: int  # the largest of these
+    model_kwargs: dict[str, Any]  # further arguments of the model, for a packed row
+
+
+def collate(
+    examples: Sequence[Example], device: torch.device | str = "cpu", shared: bool = False
+) -> Batch:
+    """Return B examples as one packed row, or as S * B right-padded rows.
+
+    Causal attention never sees the padding, so no mask is needed and attention keeps its fast path.
+
+    shared: pack the examples, each with one copy of its prompt.
+    """
+
+    def put(numbers) -> Tensor:  # numpy reads a list in a third of torch's time
         return to_device(np.array(numbers), device)
 
     if shared:
         from ddp_utils.fast import shared_prefix
 
-        ids, hidden_index, positions, packing = shared_prefix.pack(pairs, torch.device(device))
-        layout = {"position_ids": put([positions]), "packing": packing}
+        ids, hidden_index, position_ids, spans = _pack(examples)
+        packing = shared_prefix.Packing(spans, torch.device(device))
+        model_kwargs = {"position_ids": put(position_ids), "packing": packing}
     else:
-        ids, hidden_index = _padded(pairs)
-        layout = {}
-    responses = by_side([pair.targets for pair in pairs])
+        ids, hidden_index = _pad(examples)
+        model_kwargs = {}
+    responses = by_response([example.targets for example in examples])
     lengths = [len(response) for response in responses]
-    rows = []
+    rows: list[int] = []
     columns: list[int] = []
-    targets = []
-    for row, response in enumerate(responses):
-        rows += [row] * len(response)
-        columns += range(len(response))
-        targets += response
-    tokens = put(lengths).view(-1, len(pairs))
-    cells = put([rows, columns])
-    return Batch(put(ids), put(hidden_index), put(targets), cells, tokens, max(lengths), layout)
+    for row, length in enumerate(lengths):
+        rows += [row] * length
+        columns += range(length)
+    return Batch(
+        ids=put(ids),
+        hidden_index=put(hidden_index),
+        targets=put(list(itertools.chain(*responses))),
+        cells=put([rows, columns]),
+        tokens=put(lengths).view(-1, len(examples)),
+        longest=max(lengths),
+        model_kwargs=model_kwargs,
+    )
 
 
-def by_side(table):
-    """B lists of S things -> all of the first side, then all of the second."""
+def by_response(table: Sequence[Sequence[T]]) -> list[T]:
+    """Turn B lists of S items into one list: the first items of all lists, then the second ones."""
     return list(itertools.chain(*zip(*table, strict=True)))
 
 
-def _padded(pairs):
-    """Token ids [S * B, T], padded with 0, and scored places."""
-    sequences = by_side([pair.to_padded() for pair in pairs])
+def _pad(examples: Sequence[Example]) -> tuple[list[list[int]], list[int]]:
+    """Return token ids [S * B, T], padded with 0, and the hidden_index of all targets."""
+    sequences = by_response([example.to_padded() for example in examples])
     width = max(len(sequence.input_ids) for sequence in sequences)
     ids = []
     hidden_index = []
@@ -187,54 +201,76 @@ def _padded(pairs):
     return ids, hidden_index
 
 
-class Scorer(ScorerModule):
-    """A causal language model that answers with log-probs: the only thing that is ever wrapped."""
+def _pack(examples: Sequence[Example]) -> tuple[list[list[int]], list[int], list[list[int]], list]:
+    """Return token ids [1, T], hidden_index [N], position ids [1, T] and spans of a packed row."""
+    ids: list[int] = []
+    position_ids: list[int] = []
+    spans = []
+    hidden_index = []  # for each example, for each response
+    for example in examples:
+        packed = example.to_packed()
+        start = len(ids)
+        of_example = []
+        for positions in packed.hidden_index:
+            of_example.append([start + position for position in positions])
+        hidden_index.append(of_example)
+        ids += packed.input_ids
+        position_ids += packed.position_ids
+        spans.append(packed.span)
+    flat_index = list(itertools.chain(*by_response(hidden_index)))
+    return [ids], flat_index, [position_ids], spans
 
-    def __init__(self, model, autocast=None):
+
+class Scorer(ScorerModule):
+    """A causal language model that returns log-probs. This module is wrapped by DDP or FSDP."""
+
+    def __init__(self, model: Any, autocast: torch.dtype | None = None):
         super().__init__()
         self.model = model
         self.autocast = autocast  # torch.bfloat16, torch.float16 or None
-        self.own_head = False  # True: take the model's logits as they are (see fast/__init__.py)
-        self.max_tokens = math.inf  # of one forward; a row with more is alone
-        self.shared = False  # True: pairs as stretches of packed rows (see fast/__init__.py)
-        self.attention = model.config._attn_implementation  # of separate rows and of generation
-        self.gathered = contextlib.nullcontext  # of a layer whose weights are used by themselves
+        self.full_logits = False  # use the model's logits of all tokens, see fast/__init__.py
+        self.max_tokens = math.inf  # of one micro-batch; a longer example gets one of its own
+        self.shared = False  # pack the examples of a batch, see fast/__init__.py
+        self.attention = model.config._attn_implementation  # of padded rows and of generation
+        self.gathered = contextlib.nullcontext  # a context in which a sharded layer is complete
 
-    @property
-    def precision(self):
-        """What it computes in."""
-        return self.autocast or next(self.model.parameters()).dtype
-
-    def forward(self, batch):
-        """Summed log-probs of chosen and rejected, or of a text alone, [B] each, in fp32."""
+    def forward(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Return the summed log-probs of the first and second responses, S tensors [B] in fp32."""
         token_logps = self.token_logps(batch)  # [N]
         table = token_logps.new_zeros(batch.tokens.numel(), batch.longest)
-        table = table.index_put(tuple(batch.cells), token_logps).view(*batch.tokens.shape, -1)
-        return tuple(side.sum(-1) for side in table)
+        table = table.index_put(tuple(batch.cells), token_logps)
+        responses = table.view(*batch.tokens.shape, -1)  # [S, B, longest]
+        return tuple(response.sum(-1) for response in responses)
 
-    def token_logps(self, batch):
-        """Log-probs of the scored tokens, [N] in fp32."""
-        with torch.autocast(batch.ids.device.type, self.autocast, enabled=bool(self.autocast)):
-            if self.own_head:
-                logits = self.model(input_ids=batch.ids, **batch.layout).logits.flatten(0, 1)
-                return picked_logps(logits.index_select(0, batch.hidden_index), batch.targets)
-            backbone, head = self.parts()
-            output = backbone(input_ids=batch.ids, use_cache=False, **batch.layout)
-            # [N, D]; not an index in brackets, whose backward sorts the places
+    def token_logps(self, batch: Batch) -> Tensor:
+        """Return the log-probs of the target tokens, [N] in fp32."""
+        with self.autocasting(batch.ids.device):
+            if self.full_logits:
+                logits = self.model(input_ids=batch.ids, **batch.model_kwargs).logits
+                predicting = logits.flatten(0, 1).index_select(0, batch.hidden_index)  # [N, V]
+                return picked_logps(predicting, batch.targets)
+            backbone, head = self.backbone_and_head()
+            output = backbone(input_ids=batch.ids, use_cache=False, **batch.model_kwargs)
+            # [N, D]; index_select, because the backward of hidden[index] sorts the index
             hidden = output.last_hidden_state.flatten(0, 1).index_select(0, batch.hidden_index)
             with self.gathered(head):
                 return head_logps(head, hidden, batch.targets)
 
-    def unwrap(self):
-        """The language model without peft around it."""
-        return self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
+    def autocasting(self, device: torch.device) -> torch.autocast:
+        """Return the context in which the model computes."""
+        return torch.autocast(device.type, self.autocast, enabled=self.autocast is not None)
 
-    def parts(self):
-        """The transformer and its output layer, with whatever adapters stand in them."""
+    def unwrap(self) -> Any:
+        """Return the transformers model, without peft's wrapper."""
+        model: Any = self.model
+        return model.get_base_model() if hasattr(model, "peft_config") else model
+
+    def backbone_and_head(self) -> tuple[Any, Any]:
+        """Return the transformer and its output layer, with the adapters inside them."""
         return self.unwrap().base_model, self.unwrap().get_output_embeddings()
 
-    def set_layout(self, shared):
-        """From now on, pairs are stretches of packed rows, or separate rows."""
+    def set_layout(self, shared: bool) -> None:
+        """Pack the examples of the following batches, or pad them."""
         self.shared = shared
         attention = self.attention
         if shared:
@@ -243,68 +279,90 @@ class Scorer(ScorerModule):
             attention = shared_prefix.NAME
         self.unwrap().set_attn_implementation(attention)
 
-    def collate(self, pairs, device):
-        """The batch of these pairs in this scorer's layout."""
-        return collate(pairs, device, self.shared)
+    def collate(self, examples: Sequence[Example], device: torch.device | str) -> Batch:
+        """Return the batch of these examples in this scorer's layout."""
+        return collate(examples, device, self.shared)
 
-    def micro_batches(self, rows, examples, world, micro_batch_size) -> list[MicroBatch]:
-        """Return this rank's micro-batches of some rows of `examples`, by the tokens processed."""
+    def micro_batches(
+        self, rows: Collection[int], examples: Sequence[Example], world: World, size: int
+    ) -> list[MicroBatch]:
+        """Return this rank's micro-batches, of up to `size` rows, of some rows of `examples`."""
         lengths = {row: examples[row].num_forward_tokens(self.shared) for row in rows}
-        return assign_micro_batches(
-            rows, lengths, world, micro_batch_size, not self.shared, self.max_tokens
-        )
+        padded = not self.shared
+        return assign_micro_batches(rows, lengths, world, size, padded, self.max_tokens)
 
     @contextlib.contextmanager
-    def generating(self, device):
-        """Within it the model continues texts: separate rows, in its own precision, in eval().
+    def generating(self, device: torch.device) -> Iterator[None]:
+        """Prepare the model for generation: padded rows, eval mode, its own precision.
 
-        Nothing is trained here, and checkpointing would do without the cache.
+        With gradient checkpointing in training mode, transformers would not use the cache.
         """
         shared = self.shared
         self.set_layout(shared=False)
         self.model.eval()
         try:
-            with torch.autocast(device.type, self.autocast, enabled=bool(self.autocast)):
+            with self.autocasting(device):
                 yield
         finally:
             self.model.train()
             self.set_layout(shared)
 
-    def example(self, device):
-        """The smallest batch there is: one pair of one-token responses."""
+    def example(self, device: torch.device) -> Batch:
+        """Return the smallest possible batch: one pair of one-token responses."""
         return self.collate([Pair([0], [0], [0], "", "")], device)
 
+    def numerics(self, device: torch.device) -> dict[str, str]:
+        """Return what log-probs depend on besides model and data: precision, kernels, versions."""
+        facts = {
+            "dtype": next(self.model.parameters()).dtype,
+            "autocast": self.autocast,
+            "matmul_precision": torch.get_float32_matmul_precision(),
+            "device": device.type,
+            "prompt shared": self.shared,
+            "full logits": self.full_logits,
+            "memory-efficient modules": sum(
+                hasattr(m, "is_memory_efficient") for m in self.model.modules()
+            ),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        }
+        return {name: str(value) for name, value in facts.items()}
 
-def picked_logps(logits, targets):
-    """log softmax of [N, V] logits at [N] targets, in fp32 -> [N]."""
+
+def picked_logps(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the log softmax, in fp32, of logits [N, V] at targets [N], [N]."""
     return logits.float().log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
 
 
-def head_logps(head, hidden, targets):
-    """The same from hidden states [N, D], a chunk of logits at a time.
+def head_logps(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+    """Return the log-probs [N] of targets [N] from hidden states [N, D].
 
-    A frozen head's gradient is known in the forward. Else the backward makes the logits again, but
-    for the last chunk, whose turn is first: it would need their memory at once.
+    Only the logits of one chunk of tokens exist at a time. If the head is frozen, the gradient is
+    computed in the forward pass. Otherwise the backward pass recomputes the logits of each chunk
+    but the last: that one is needed first, when nothing else occupies its memory.
     """
     size = CHUNK.get(hidden.device.type, WIDE_CHUNK)
-    trained = any(parameter.requires_grad for parameter in head.parameters())
-    hooked = head._forward_hooks or head._forward_pre_hooks
-    if type(head) is nn.Linear and not (trained or hooked) and hidden.requires_grad:
+    is_trained = any(parameter.requires_grad for parameter in head.parameters())
+    has_hooks = head._forward_hooks or head._forward_pre_hooks
+    if type(head) is nn.Linear and not is_trained and not has_hooks and hidden.requires_grad:
         from ddp_utils.fast.frozen_head import FrozenHead
 
         return FrozenHead.apply(hidden, targets, head.weight, head.bias, size)
 
-    def part(states, labels):
+    def of_chunk(states: Tensor, labels: Tensor) -> Tensor:
         return picked_logps(head(states), labels)
 
     *chunks, last = zip(hidden.split(size), targets.split(size), strict=True)
-    token_logps = [checkpoint(part, *chunk, use_reentrant=False) for chunk in chunks]
-    return torch.cat([*token_logps, part(*last)])
+    token_logps = [checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks]
+    return torch.cat([*token_logps, of_chunk(*last)])
 
 
 @contextlib.contextmanager
-def dropout_off(module):
-    """p = 0 in every dropout layer; not eval(), which would switch gradient checkpointing off."""
+def dropout_off(module: nn.Module) -> Iterator[None]:
+    """Set p = 0 in every dropout layer.
+
+    eval() would do more: it also disables gradient checkpointing.
+    """
     layers = [layer for layer in module.modules() if isinstance(layer, nn.Dropout)]
     before = [layer.p for layer in layers]
     try:
@@ -317,38 +375,30 @@ def dropout_off(module):
 
 
 @torch.no_grad()
-def score(scorer, pairs, world, budget, poll=lambda: None):
-    """Log-probs of all pairs as they are now, shared out over the ranks: [number of pairs, 2]."""
-    micro_batches = scorer.micro_batches(range(len(pairs)), pairs, world, budget)
+def score(
+    scorer: Scorer,
+    examples: Sequence[Example],
+    world: World,
+    micro_batch_size: int,
+    stop_if_requested: Callable[[], None] = lambda: None,
+    rows: Sequence[int] | np.ndarray | None = None,
+) -> Tensor:
+    """Return the summed log-probs of all examples, without dropout, [number of examples, S].
+
+    The examples are split over the ranks; every rank returns the complete table.
+
+    rows: the examples to score, such as Plan.rows_used(); those of the others are NaN.
+    """
+    used = np.arange(len(examples)) if rows is None else np.asarray(rows, dtype=int)
+    micro_batches = scorer.micro_batches(used.tolist(), examples, world, micro_batch_size)
     scores = []
     with dropout_off(scorer):
         for micro_batch in micro_batches:
-            poll()  # stop between two batches, if asked to
-            batch = scorer.collate([pairs[i] for i in micro_batch.index], world.device)
-            scores.append(torch.stack(scorer(batch), -1))  # [B, 2]
-    return distributed.gather_by_index(len(pairs), micro_batches, scores, world)
-
-
-def fingerprint(scorer, data, names, device) -> dict:
-    """What the log-probs of these pairs depend on: their tokens, the model's files, the numerics.
-
-    names: folders or hub names of the model and its adapter.
-    """
-    # forwards that fast/memory_efficient.py has replaced: see fast/memory_efficient.py
-    replaced = sum("forward" in vars(module) for module in scorer.model.modules())
-    facts = {
-        "dtype": next(scorer.model.parameters()).dtype,
-        "autocast": scorer.autocast,
-        "matmul_precision": torch.get_float32_matmul_precision(),
-        "device": device.type,
-        "prompt shared": scorer.shared,
-        "full logits": scorer.own_head,
-        "replaced forwards": replaced,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-    for what, name in zip(("model", "adapter"), names, strict=False):
-        facts[what] = models.digest_of_model(name, scorer.unwrap().config) if name else ""
-    for split, pairs in data.items():
-        facts[f"rows of {split}"] = digest_of_rows(pairs)
-    return {name: str(value) for name, value in facts.items()}
+            stop_if_requested()
+            batch = scorer.collate([examples[row] for row in micro_batch.index], world.device)
+            scores.append(torch.stack(scorer(batch), -1))  # [B, S]
+    if not scores:
+        return torch.full((len(examples), 2), torch.nan, device=world.device)
+    table = distributed.gather_by_index(len(examples), micro_batches, scores, world)
+    table[np.setdiff1d(np.arange(len(examples)), used)] = torch.nan
+    return table

@@ -1,31 +1,36 @@
-"""A head that is not trained: its gradient is known in the forward.
+"""A frozen output layer, whose gradient is computed in the forward pass.
 
-N scored tokens, D width, V words.
+N target tokens, D width, V vocabulary size, n tokens of a chunk.
 """
 
 import torch
 
 
 class FrozenHead(torch.autograd.Function):
-    """Log-probs of a head that is not trained: two matrix products a token, no logits kept.
+    """Log-probs of a frozen head: two matrix products per token, and no logits are stored.
 
-    The derivative of a token's log-prob by its hidden state, W[target] - softmax(W h) W, depends
-    on what follows by one factor a token only: it is made here, while the logits are at hand.
+    The derivative of a token's log-prob by its hidden state is W[target] - softmax(W h) W. What
+    follows in the backward pass only multiplies it by one factor per token, so it is computed in
+    the forward pass, where the logits exist.
     """
 
     @staticmethod
     def forward(ctx, hidden, targets, weight, bias, size):
+        """Return the log-probs [N] of targets [N]; size: tokens per chunk.
+
+        hidden [N, D], weight [V, D], bias [V] or None.
+        """
         device = hidden.device.type
         half = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         weight = weight.to(half or weight.dtype)
         token_logps = hidden.new_empty(len(targets), 1, dtype=torch.float32)
-        falls = torch.empty_like(hidden)  # [N, D] the derivative with the opposite sign
-        # one pair of buffers for all chunks: to ask for fresh memory costs more than a softmax
-        room = min(size, len(targets)), len(weight)
-        logits = weight.new_empty(room)
-        probs = hidden.new_empty(room, dtype=torch.float32)
-        parts = (t.split(size) for t in (hidden, targets[:, None], token_logps, falls))
-        for states, labels, logps, fall in zip(*parts, strict=True):
+        descents = torch.empty_like(hidden)  # [N, D] the negative derivative
+        # one pair of buffers for all chunks: allocating new ones takes longer than a softmax
+        buffer_shape = min(size, len(targets)), len(weight)
+        logits = weight.new_empty(buffer_shape)
+        probs = hidden.new_empty(buffer_shape, dtype=torch.float32)
+        parts = (t.split(size) for t in (hidden, targets[:, None], token_logps, descents))
+        for states, labels, logps, descent in zip(*parts, strict=True):
             logits = logits[: len(states)]  # [n, V]
             probs = probs[: len(states)]
             torch.mm(states.to(weight.dtype), weight.T, out=logits)
@@ -36,11 +41,11 @@ class FrozenHead(torch.autograd.Function):
             logps.copy_(logits.gather(-1, labels)).sub_(logits.amax(-1, keepdim=True))
             logps.add_(probs.amax(-1, keepdim=True).log())
             probs.scatter_add_(-1, labels, -torch.ones_like(logps))
-            fall.copy_(probs.to(weight.dtype) @ weight)
-        ctx.save_for_backward(falls)
+            descent.copy_(probs.to(weight.dtype) @ weight)
+        ctx.save_for_backward(descents)
         return token_logps.squeeze(-1)
 
     @staticmethod
     def backward(ctx, gradient):
-        (falls,) = ctx.saved_tensors
-        return (falls * -gradient[:, None]).to(falls.dtype), None, None, None, None
+        (descents,) = ctx.saved_tensors
+        return (descents * -gradient[:, None]).to(descents.dtype), None, None, None, None

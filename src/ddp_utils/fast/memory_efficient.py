@@ -1,24 +1,26 @@
-"""The same numbers with less kept for the backward, for a LoRA over a frozen base.
+"""Store fewer activations for the backward pass of a LoRA over a frozen base; same numbers.
 
-D and E input and output features, R rank. Autograd keeps, for each operation, what its own backward
-asks for; a backward written for several operations together makes the cheap ones again.
+Autograd stores what the backward of each single operation needs. The functions here cover several
+operations at once and recompute the cheap ones in the backward pass.
+
+D and E input and output features, R rank.
 """
 
 import copy
-import types
+from typing import Any
 
 import torch
 from peft.tuners import lora
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 
 class _Linear(torch.autograd.Function):
-    """inputs W' + b + scale (inputs A') B', the inputs being x, or silu(x) up if there is an up.
+    """inputs W' + b + scale (inputs A') B' for inputs x, or silu(x) * up if `up` is not None.
 
-    x, up [..., D], W [E, D], b [E], A [R, D], B [E, R] -> [..., E]. W and b are frozen. The low
-    rank is computed in A's dtype, as in peft, and under autocast in autocast's.
+    x, up [..., D], W [E, D], b [E], A [R, D], B [E, R] -> [..., E]. W and b are frozen. As in peft,
+    the low-rank part is computed in A's dtype, and under autocast in the dtype of autocast.
     """
 
     @staticmethod
@@ -36,19 +38,19 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         x, up, weight, A, B, low = ctx.saved_tensors
-        for_x, for_up, _, _, for_A, for_B, _ = ctx.needs_input_grad
+        needs_x, needs_up, _, _, needs_A, needs_B, _ = ctx.needs_input_grad
         grad_x = grad_up = grad_A = grad_B = None
         with torch.autocast(grad.device.type, enabled=False):  # dtypes are those of the forward
             narrow = grad.to(low.dtype)  # [..., E]
             grad_low = narrow @ B.to(low.dtype)  # [..., R]
             silu = None if up is None else F.silu(x)
-            if for_B:
+            if needs_B:
                 grad_B = narrow.flatten(0, -2).T @ low.flatten(0, -2) * ctx.scale  # [E, R]
-            if for_A:
+            if needs_A:
                 inputs = (x if up is None else silu * up).to(low.dtype)
                 grad_A = grad_low.flatten(0, -2).T @ inputs.flatten(0, -2) * ctx.scale  # [R, D]
                 del inputs
-            if for_x or for_up:
+            if needs_x or needs_up:
                 grad_x = grad @ weight.to(grad.dtype)  # [..., D]
                 _add_product(grad_x, grad_low, A.to(low.dtype), ctx.scale)
                 if up is not None:
@@ -57,24 +59,24 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_up, None, None, grad_A, grad_B, None
 
 
-def _add_product(total, left, right, scale):
-    """total [..., E] += scale left [..., R] @ right [R, E], rounded once to the dtype of total."""
+def _add_product(total: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
+    """Add scale * left [..., R] @ right [R, E] to total [..., E], rounding once to its dtype."""
     total = total.view(-1, total.shape[-1])
-    # where the dtypes agree, .to() gives total itself and nothing is copied
+    # if the dtypes are equal, .to() returns total itself and nothing is copied
     total.copy_(total.to(left.dtype).addmm_(left.flatten(0, -2), right, alpha=scale))
 
 
 class _Norm(torch.autograd.Function):
     """weight x / rms(x) over the last dimension: x [..., D], weight [D], frozen -> [..., D].
 
-    Keeps what it returns, which a LoRA behind it keeps anyway, and divides by the weight.
+    Stores its output, which the LoRA that reads it stores anyway, and divides it by the weight.
     """
 
     @staticmethod
     def forward(ctx, x, weight, eps):
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)  # [..., 1]
-        output = weight * (wide * scale).to(x.dtype)  # as transformers rounds it
+        output = weight * (wide * scale).to(x.dtype)  # rounded as in transformers
         ctx.save_for_backward(output, weight, scale)
         return output
 
@@ -88,81 +90,121 @@ class _Norm(torch.autograd.Function):
         return grad.addcmul_(unit, along, value=-1).mul_(scale), None, None
 
 
-def _adapted(module):
-    """[W, b, A, B, scale] of a LoRA linear that is the plain formula right now, else None."""
-    if type(module) is not lora.Linear or module.disable_adapters or module.merged:
+# --- modules -------------------------------------------------------------------------------------
+
+
+class Efficient(nn.Module):
+    """Base of the classes below, each of which is put before the class of an existing module.
+
+    What changes later (adapters disabled or merged, weights trained) is noticed in each call, which
+    then uses the original forward.
+    """
+
+    is_memory_efficient = True
+
+
+class EfficientLora(Efficient):
+    def forward(self, x, *args, **kwargs):
+        adapter = _plain_adapter(self)
+        if adapter is None or args or kwargs:
+            return super().forward(x, *args, **kwargs)
+        return _Linear.apply(x, None, *adapter)
+
+
+class EfficientSwiGLU(Efficient):
+    def forward(self, x):
+        adapter = _plain_adapter(self.down_proj)
+        if adapter is None:
+            return super().forward(x)
+        return _Linear.apply(self.gate_proj(x), self.up_proj(x), *adapter)
+
+
+class EfficientNorm(Efficient):
+    def forward(self, x, *args, **kwargs):
+        if self.weight.requires_grad or args or kwargs:
+            return super().forward(x, *args, **kwargs)
+        return _Norm.apply(x, self.weight, _epsilon(self))
+
+
+def _plain_adapter(module: Any) -> list[Any] | None:
+    """Return [W, b, A, B, scale] of a LoRA linear if it computes just their formula now."""
+    if not isinstance(module, lora.Linear) or module.disable_adapters or module.merged:
         return None
     names = module.active_adapters
     base = module.base_layer
     if len(names) != 1 or names[0] not in module.lora_A or names[0] in module.lora_variant:
         return None
     A, B, dropout = (part[names[0]] for part in (module.lora_A, module.lora_B, module.lora_dropout))
-    frozen = type(base) is nn.Linear and not any(p.requires_grad for p in base.parameters())
-    hooked = any(m._forward_hooks or m._forward_pre_hooks for m in (base, A, B))
-    if hooked or not frozen or not isinstance(dropout, nn.Identity) or B.bias is not None:
+    is_frozen = type(base) is nn.Linear and not any(p.requires_grad for p in base.parameters())
+    has_hooks = any(m._forward_hooks or m._forward_pre_hooks for m in (base, A, B))
+    if has_hooks or not is_frozen or not isinstance(dropout, nn.Identity) or B.bias is not None:
         return None
     return [base.weight, base.bias, A.weight, B.weight, module.scaling[names[0]]]
 
 
-def _function(module):
-    """What the module does to x, as one of the functions above, if it is one right now."""
-    adapted = _adapted(module)
-    if adapted:
-        return lambda x: _Linear.apply(x, None, *adapted)
+def _epsilon(norm: nn.Module) -> float | None:
+    return getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None)
+
+
+def _find_class(module: Any) -> type[Efficient] | None:
+    """Return the class above that computes what this module computes, if there is one."""
+    if _plain_adapter(module):
+        return EfficientLora
     if {"gate_proj", "up_proj", "down_proj", "act_fn"} <= module._modules.keys():
-        parts = type(module.act_fn).__name__.startswith("SiLU") and _adapted(module.down_proj)
-        return parts and (lambda x: _Linear.apply(module.gate_proj(x), module.up_proj(x), *parts))
-    if type(module).__name__.endswith("RMSNorm") and not module.weight.requires_grad:
-        eps = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)
-        return eps and (lambda x: _Norm.apply(x, module.weight, eps))
+        is_silu = type(module.act_fn).__name__.startswith("SiLU")
+        return EfficientSwiGLU if is_silu and _plain_adapter(module.down_proj) else None
+    is_frozen_norm = type(module).__name__.endswith("RMSNorm") and not module.weight.requires_grad
+    return EfficientNorm if is_frozen_norm and _epsilon(module) else None
 
 
-def _forward(self, x, *args, **kwargs):
-    function = None if args or kwargs else _function(self)
-    return function(x) if function else type(self).forward(self, x, *args, **kwargs)
-
-
-def _agrees(module):
-    """Does a copy of the module with random weights answer the same, gradients included?"""
-    generator = torch.Generator().manual_seed(0)  # the run's own random numbers stay as they are
+def _agree(module: nn.Module, new_class: type[nn.Module]) -> bool:
+    """Return whether a copy with random weights computes the same in both classes."""
+    generator = torch.Generator().manual_seed(0)  # does not change the state of the global one
     trial = copy.deepcopy(module)
     for weight in trial.parameters():
-        if weight.requires_grad or weight.ndim == 1:  # B of a fresh LoRA is 0, a norm's weight 1
+        if weight.requires_grad or weight.ndim == 1:  # B of a new LoRA is 0, a norm's weight is 1
             weight.data.copy_(torch.randn(weight.shape, generator=generator))
     like = next(trial.parameters())  # [D] or [E, D]
     x = torch.randn(2, 3, like.shape[-1], generator=generator).to(like).requires_grad_()
-    wanted = [x, *(p for p in trial.parameters() if p.requires_grad)]
+    inputs = [x, *(p for p in trial.parameters() if p.requires_grad)]
     outcomes = []
-    with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
-        for answer in (trial.forward, types.MethodType(_forward, trial)):
+    for trial.__class__ in (type(module), new_class):
+        with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
             try:
-                y = answer(x)
-            except (TypeError, RuntimeError):  # it wants other inputs
+                y = trial.forward(x)
+            except (TypeError, RuntimeError):  # its forward has other arguments
                 return False
-            outcomes.append([y, *torch.autograd.grad(y, wanted, y.detach())])
+            outcomes.append([y, *torch.autograd.grad(y, inputs, y.detach())])
     bound = 1e-5 if x.dtype.itemsize > 2 else 2e-2
     pairs = zip(*outcomes, strict=True)
-    return all((own - ours).abs().max() <= bound * own.abs().max() for own, ours in pairs)
+    return all((old - new).abs().max() <= bound * old.abs().max() for old, new in pairs)
 
 
-def apply(model):
-    """Give every module that qualifies a forward that keeps less; returns how many got one.
+def apply(model: nn.Module, verify: bool = True) -> int:
+    """Replace the forward of all modules that qualify; return their number.
 
-    LoRA linears without dropout over a frozen nn.Linear, SwiGLU blocks whose down_proj is one, and
-    RMSNorms with a frozen weight without zeros. The first of each class is tried against its own
-    forward, and the class is left alone if values or gradients differ. What changes later (adapters
-    disabled or merged, weights unfrozen) is seen at each call, which then takes the module's own
-    forward. Call it with the adapter in place and active. Parameters and state_dict stay the same.
+    These are LoRA linears without dropout over a frozen nn.Linear, SwiGLU blocks whose down_proj is
+    one, and RMSNorms with a frozen weight without zeros. Call this with the adapter in place and
+    active. As in FSDP2, modules get another class; parameters and state_dict stay the same.
+    `module.__class__ = module.__class__.__bases__[1]` restores a module.
+
+    verify: compare values and gradients with those of the original forward, once per class of
+    module; modules whose numbers differ do not qualify.
     """
-    verdicts = {}
+    classes: dict[tuple, type[nn.Module] | None] = {}  # original class and dtype -> new class
     count = 0
     for module in model.modules():
-        if "forward" not in vars(module) and _function(module):
-            kind = type(module), next(module.parameters()).dtype
-            if kind not in verdicts:
-                verdicts[kind] = _agrees(module)
-            # a norm divides by its weight; the others have none of their own
-            if verdicts[kind] and all(w.all() for w in module.parameters(recurse=False)):
-                module.forward = types.MethodType(_forward, module)
-                count += 1
+        efficient = None if isinstance(module, Efficient) else _find_class(module)
+        if efficient is None:
+            continue
+        original = type(module)
+        key = original, next(module.parameters()).dtype
+        if key not in classes:
+            new_class = type(f"{efficient.__name__}_{original.__name__}", (efficient, original), {})
+            classes[key] = new_class if not verify or _agree(module, new_class) else None
+        # only a norm has weights of its own here; its backward divides by them
+        no_zeros = not verify or all(w.all() for w in module.parameters(recurse=False))
+        if classes[key] and no_zeros:
+            module.__class__ = classes[key]  # type: ignore[assignment]
+            count += 1
     return count

@@ -1,73 +1,60 @@
-"""The shared prompt: a pair is one stretch [prompt | chosen | rejected] of a row of many.
+"""The shared prompt: several pairs in one row, each as [prompt | chosen | rejected].
 
-Rejected tokens see the prompt and themselves, never chosen, and their positions go on from the
-prompt. What the layers compute is what they compute for two rows; the prompt is computed once.
-P, C, R: fed tokens of prompt, chosen, rejected; T tokens of the row; H heads, K key heads, D wide.
+Rejected tokens see the prompt and themselves, never chosen, and their positions follow the prompt.
+The layers compute the same as for two rows, but the prompt is computed once.
+P, C, R: numbers of prompt, chosen and rejected tokens of a pair (the last token of a response is
+not an input); T tokens of the row, H heads, K key heads, D head size.
 Idea: Wang & Hegde 2024, arXiv 2410.20305.
 """
 
-import itertools
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
-
-from ddp_utils import logps
 
 NAME = "shared_prompt"  # among transformers' attention implementations
 
 
 class Packing:
-    """Where the stretches of a packed row lie, and what attention needs to know of them."""
+    """Where the pairs of a packed row are, for the attention of its layers."""
 
-    def __init__(self, spans, device):
+    def __init__(self, spans: Sequence[tuple[int, int, int]], device: torch.device):
         self.spans = spans  # (P, C, R) of each pair
         self.device = device
-        self.cuts = []  # sum T
+        self.cuts: list[int] = []  # lengths of [prompt | chosen] and of rejected of each pair
         for p, c, r in spans:
             self.cuts += [p + c, r]
-        self.masks = {}
-        self.sequences = None  # of by_sequence.py, made once
-        self.calls = 0  # of attend
+        self.masks: dict[tuple, Tensor] = {}
+        self.sequences: Any = None  # of by_sequence.py, which computes them once
+        self.calls = 0  # of `attend`
 
-    def mask(self, queries, keys, window):
-        """The last `queries` of `keys` positions look back at most `window`: [queries, keys]."""
+    def mask(self, queries: int, keys: int, window: int | None) -> Tensor:
+        """Return which keys the last `queries` of `keys` positions see, [queries, keys].
+
+        window: a position sees so many positions, itself included; None: all before it.
+        """
         if (queries, keys, window) not in self.masks:
-            place = torch.arange(keys, device=self.device)
-            back = place[-queries:, None] - place
+            position = torch.arange(keys, device=self.device)
+            back = position[-queries:, None] - position
             self.masks[queries, keys, window] = (back >= 0) & (back < (window or keys))
         return self.masks[queries, keys, window]
 
 
-def pack(pairs, device):
-    """B pairs -> token ids [1, T], scored places [N], positions [T], and their Packing."""
-    ids = []
-    positions = []
-    spans = []
-    places_of_pairs = []
-    for pair in pairs:
-        fed, order, span, sides = pair.to_packed()
-        shifted = []
-        for places in sides:
-            shifted.append([len(ids) + place for place in places])
-        places_of_pairs.append(shifted)
-        ids += fed
-        positions += order
-        spans.append(span)
-    hidden_index = list(itertools.chain(*logps.by_side(places_of_pairs)))
-    return [ids], hidden_index, positions, Packing(spans, device)
-
-
 def attend(
-    module, query, key, value, _mask, dropout=0.0, scaling=None, packing=None, softcap=None,
-    s_aux=None, sliding_window=None, **_unused,
-):  # fmt: skip
-    """Attention of a packed row, called by transformers' layers: [1, H, T, D] -> [1, T, H, D].
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask, dropout: float = 0.0,
+    scaling: float | None = None, packing: Packing | None = None, softcap: float | None = None,
+    s_aux: Tensor | None = None, sliding_window: int | None = None, **_unused,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Return the attention [1, T, H, D] of a packed row; called by transformers' layers.
 
-    Raises NotImplementedError for what neither kernel can do.
+    query: [1, H, T, D]; key, value: [1, K, T, D]. Raises NotImplementedError for options that
+    neither kernel supports.
     """
     if packing is None:
-        raise NotImplementedError("its layers do not say which tokens belong together")
+        raise NotImplementedError("its layers do not pass on which tokens belong together")
     if dropout or softcap is not None or s_aux is not None:
         raise NotImplementedError("its attention has a soft-cap, sinks or dropout")
     packing.calls += 1
@@ -84,11 +71,18 @@ def attend(
         return kernel(query, key, value, packing, scaling, sliding_window).to(half), None
 
 
-def _by_pair(query, key, value, packing, scale, window):
-    """Two calls of scaled dot-product attention a pair, on any device."""
-    options = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
+def _by_pair(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
+    """Call scaled dot-product attention twice per pair, on any device; arguments as in `attend`."""
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
     outputs = []
-    # split, not slices: their backward would fill a tensor as long as the row for each of them
+    # split, not slices: the backward of each slice would fill a tensor as long as the row
     queries = query.split(packing.cuts, dim=2)
     keys = key.split(packing.cuts, dim=2)
     values = value.split(packing.cuts, dim=2)
@@ -96,16 +90,18 @@ def _by_pair(query, key, value, packing, scale, window):
         q = queries[2 * number]  # of prompt and chosen
         k = keys[2 * number]
         v = values[2 * number]
-        how = {"is_causal": True}
+        visible: dict[str, Any] = {"is_causal": True}
         if window is not None and window < p + c:
-            how = {"attn_mask": packing.mask(p + c, p + c, window)}
-        outputs.append(scaled_dot_product_attention(q, k, v, **how, **options).transpose(1, 2))
+            visible = {"attn_mask": packing.mask(p + c, p + c, window)}
+        output = scaled_dot_product_attention(q, k, v, **visible, **options)
+        outputs.append(output.transpose(1, 2))
         if r:
             q = queries[2 * number + 1]  # of rejected, which sees the prompt and itself
             k = torch.cat([k[:, :, :p], keys[2 * number + 1]], 2)
             v = torch.cat([v[:, :, :p], values[2 * number + 1]], 2)
-            how = {"attn_mask": packing.mask(r, p + r, window)}
-            outputs.append(scaled_dot_product_attention(q, k, v, **how, **options).transpose(1, 2))
+            visible = {"attn_mask": packing.mask(r, p + r, window)}
+            output = scaled_dot_product_attention(q, k, v, **visible, **options)
+            outputs.append(output.transpose(1, 2))
     return torch.cat(outputs, 1)
 
 

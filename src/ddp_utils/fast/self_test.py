@@ -1,0 +1,147 @@
+"""Faster ways to compute the same log-probs, tried on real pairs of the model before they are used.
+
+The fast head computes the logits of the target tokens only; the shared layout computes the prompt
+of a pair once. A model that does not support one of them falls back to the plain way.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ddp_utils import UserError, distributed, logps
+from ddp_utils.distributed import World
+from ddp_utils.logps import Pair, Scorer
+
+# what a model may raise if it does not know packed rows, or computes attention in its own way
+UNSUPPORTED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+def choose_head_and_layout(
+    scorer: Scorer, pairs: Sequence[Pair], layout: str, world: World
+) -> list[str]:
+    """Choose head and layout of the scorer by trying them on real pairs; return lines to print.
+
+    The head is tried on the two shortest pairs, since full logits are large. The layout is tried on
+    the shortest pair and the two longest ones, which are the ones that exceed attention windows.
+
+    layout: "auto", "shared" or "separate". Raises UserError if the model does not support "shared".
+    """
+    pairs = sorted(pairs, key=lambda pair: pair.num_tokens)
+    with logps.dropout_off(scorer):
+        head_problem = check_head(scorer, pairs[:2], world.device)
+        layout_problem = None
+        if layout != "separate":
+            layout_problem = check_layout(scorer, [pairs[0], *pairs[-2:]], world.device)
+    problems = [problem for problem in (head_problem, layout_problem) if problem]
+    # if one rank falls back, all do: ranks with different layouts would deadlock
+    votes = torch.tensor([scorer.full_logits, not scorer.shared], device=world.device)
+    full_logits, separate = distributed.all_sum(votes.float(), world).tolist()
+    scorer.full_logits = full_logits > 0
+    scorer.set_layout(shared=separate == 0)
+    if layout == "shared" and separate:
+        reason = layout_problem or "not supported on every rank"
+        raise UserError(f"--layout shared: {reason}; use auto")
+    return problems
+
+
+@torch.no_grad()
+def check_head(scorer: Scorer, pairs: Sequence[Pair], device: torch.device) -> str | None:
+    """Compare our log-probs, of a padded batch, with the model's own logits of each row alone.
+
+    If they differ, use the model's logits from now on and return a line to print.
+    """
+
+    def with_fast_head() -> Tensor:
+        scorer.full_logits = False
+        return scorer.token_logps(logps.collate(pairs, device))
+
+    def with_full_logits() -> Tensor:
+        scorer.full_logits = True
+        texts = [(pair.prompt, pair.chosen) for pair in pairs]
+        texts += [(pair.prompt, pair.rejected) for pair in pairs]
+        found = []
+        for prompt, response in texts:
+            one_token = [0]  # in place of the other response; its log-prob is cut off
+            batch = logps.collate([Pair(prompt, response, one_token, "", "")], device)
+            found.append(scorer.token_logps(batch)[:-1])
+        return torch.cat(found)
+
+    backbone, head = scorer.backbone_and_head()
+    reason: str | None = "it has no separate output layer"
+    if head is not None and backbone is not scorer.unwrap():
+        reason = _find_difference(scorer, pairs, device, with_fast_head, with_full_logits)
+    scorer.full_logits = reason is not None
+    if reason is None:
+        return None
+    return f"the head is not a plain layer ({reason}): using the model's full logits"
+
+
+@torch.no_grad()
+def check_layout(scorer: Scorer, pairs: Sequence[Pair], device: torch.device) -> str | None:
+    """Compare the log-probs of a packed row with those of padded rows; set the layout.
+
+    If they differ, or the model does not support packed rows, return a line to print.
+    """
+    num_layers = scorer.unwrap().config.get_text_config().num_hidden_layers
+
+    def packed() -> Tensor:
+        scorer.set_layout(shared=True)
+        batch = scorer.collate(pairs, device)
+        token_logps = scorer.token_logps(batch)
+        num_calls = batch.model_kwargs["packing"].calls
+        if num_calls != num_layers:
+            raise TypeError(f"{num_calls} of {num_layers} layers use the attention of packed rows")
+        return token_logps
+
+    def padded() -> Tensor:
+        scorer.set_layout(shared=False)
+        return scorer.token_logps(scorer.collate(pairs, device))
+
+    try:
+        reason = _find_difference(scorer, pairs, device, padded, packed)
+    except UNSUPPORTED as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
+    scorer.set_layout(shared=reason is None)
+    if reason is None:
+        return None
+    return f"the prompt cannot be shared ({reason}): separate rows"
+
+
+def _find_difference(
+    scorer: Scorer,
+    pairs: Sequence[Pair],
+    device: torch.device,
+    compute: Callable[[], Tensor],
+    compute_otherwise: Callable[[], Tensor],
+) -> str | None:
+    """Return how two ways to compute the same log-probs [N] differ, None if they agree.
+
+    They are compared twice: with the logits as they are, and with logits scaled to 100. Before
+    training, a small model has logits near 0; a soft-cap, a scaling or a wrong attention changes
+    its log-probs visibly only if they are scaled. In fp32 the largest difference of a token counts;
+    in half precision rounding moves single tokens, so there the root mean square counts.
+    """
+    is_exact = scorer.precision == torch.float32
+    head = scorer.backbone_and_head()[1]
+    prompt = torch.tensor([pairs[0].prompt], device=device)
+    with scorer.autocasting(device):
+        scale = 100 / scorer.model(input_ids=prompt).logits.abs().max().item()
+    for factor, bound in ((1.0, 1e-3 if is_exact else 0.1), (scale, 1e-2 if is_exact else 3.0)):
+        with scaled_logits(head, factor) if head else contextlib.nullcontext():
+            gaps = compute() - compute_otherwise()  # [N]
+        gap = (gaps.abs().max() if is_exact else gaps.square().mean().sqrt()).item()
+        if not gap <= bound:  # also if it is NaN
+            return f"log-probs of a token differ by {gap:.3g} nats, logits x {factor:.3g}"
+    return None
+
+
+@contextlib.contextmanager
+def scaled_logits(head: nn.Module, factor: float) -> Iterator[None]:
+    """Multiply the output of the head, as in a model that is more certain."""
+    handle = head.register_forward_hook(lambda _module, _inputs, output: output * factor)
+    try:
+        yield
+    finally:
+        handle.remove()
