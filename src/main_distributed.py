@@ -30,7 +30,6 @@ from ddp_utils import (
     UserError,
     checks,
     distributed,
-    fast,
     logps,
     lora,
     losses,
@@ -43,6 +42,7 @@ from ddp_utils import (
 from ddp_utils.chat_template import Encoder
 from ddp_utils.data import ROOT
 from ddp_utils.distributed import to_device
+from ddp_utils.fast.self_test import choose_head_and_layout
 from ddp_utils.judge import as_text, load_judge, side_by_side
 from ddp_utils.losses import LossSpec
 from ddp_utils.metrics import Averages, Meter, interval
@@ -262,7 +262,7 @@ def load_scored(config, data, precision, run):
     strategy = strategy_of(config)
     known = None
 
-    def reference_of(policy, *names):
+    def reference_of(policy):
         """Try the model on real pairs, and score the reference with it unless that is done."""
         scorer = policy.scorer
 
@@ -272,10 +272,12 @@ def load_scored(config, data, precision, run):
             )
 
         with policy.gathered():
-            for line in fast.self_test(scorer, data["train"].extremes(), config.layout, world):
+            for line in choose_head_and_layout(
+                scorer, data["train"].extremes(), config.layout, world
+            ):
                 run.say(line)
         if known is None:
-            facts = logps.fingerprint(scorer, data, names, world.device)
+            facts = scorer.numerics(world.device)
             return run.reference_logps(facts, data, score)
 
     if config.reference_model:
@@ -283,7 +285,7 @@ def load_scored(config, data, precision, run):
         model = lora.load(config.reference_model, precision.weights, host)
         scorer = logps.Scorer(model, precision.autocast)
         other = sharding.wrap(scorer, world, strategy, trained=False)
-        known = reference_of(other, config.reference_model)
+        known = reference_of(other)
         del model, scorer, other
         gc.collect()
     torch.manual_seed(config.seed)  # the same fresh LoRA on every rank
@@ -297,7 +299,7 @@ def load_scored(config, data, precision, run):
         memory_efficient=config.lean,
     )
     policy = sharding.wrap(logps.Scorer(model, precision.autocast), world, strategy)
-    return policy, reference_of(policy, config.model_name, config.init_adapter) or known
+    return policy, reference_of(policy) or known
 
 
 def main(argv=None) -> int:

@@ -28,7 +28,6 @@ from ddp_utils import (
     checks,
     cli,
     distributed,
-    fast,
     logps,
     lora,
     losses,
@@ -40,6 +39,7 @@ from ddp_utils import (
 from ddp_utils.chat_template import Encoder
 from ddp_utils.data import digest_of_files
 from ddp_utils.distributed import to_device
+from ddp_utils.fast.self_test import choose_head_and_layout
 from ddp_utils.logps import Pair
 from ddp_utils.losses import LossSpec
 from ddp_utils.metrics import Averages, Meter
@@ -247,7 +247,7 @@ def load(config, data, precision, run):
     scorer.max_tokens = config.micro_batch_tokens or math.inf
     pairs = as_pairs(data["train"].extremes())
     with policy.gathered():
-        for line in fast.self_test(scorer, pairs, config.layout, world):
+        for line in choose_head_and_layout(scorer, pairs, config.layout, world):
             run.say(line)
     if config.objective == "sft":
         return policy, None
@@ -255,9 +255,7 @@ def load(config, data, precision, run):
     def score(pairs):
         return logps.score(scorer, pairs, world, config.micro_batch_size, run.stop_if_requested)
 
-    names = (config.model_name, config.init_adapter)
-    facts = logps.fingerprint(scorer, data, names, world.device)
-    return policy, run.reference_logps(facts, data, score)
+    return policy, run.reference_logps(scorer.numerics(world.device), data, score)
 
 
 def main(argv=None) -> int:

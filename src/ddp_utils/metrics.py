@@ -92,7 +92,7 @@ class Meter:
 
     def __init__(self, scorer: Any, world: World):
         self.world = world
-        backbone, head = scorer.parts()
+        backbone, head = scorer.backbone_and_head()
         embeddings = {m.weight for m in backbone.modules() if isinstance(m, nn.Embedding)}
         weights = [p for p in backbone.parameters() if p not in embeddings and _ndim(p) > 1]
         has_fused_experts = any(_ndim(p) > 2 for p in weights)  # not all of them are used

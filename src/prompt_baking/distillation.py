@@ -9,8 +9,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ddp_utils import UserError, distributed, fast, logps, sampler, sampling
+from ddp_utils import UserError, distributed, logps, sampler, sampling
 from ddp_utils.data import write_file
+from ddp_utils.fast.self_test import choose_head_and_layout
 from ddp_utils.logps import Pair
 from prompt_baking import kl_loss, trajectories
 
@@ -21,23 +22,20 @@ class Student(logps.Scorer):
     def forward(self, batch):
         """([B],): what each reply costs, summed over its tokens, in nats."""
         student = self.states(batch.student)  # [N, D]
-        with self.autocasting(student):
-            head = torch.nn.Identity() if self.own_head else self.parts()[1]
+        with self.autocasting(student.device):
+            head = torch.nn.Identity() if self.full_logits else self.backbone_and_head()[1]
             costs = kl_loss.head_divergence(head, student, batch.taught, batch.divergence)  # [N]
         rows = batch.student.cells[0]
         return (costs.new_zeros(len(batch.tokens)).index_add(0, rows, costs),)
 
-    def autocasting(self, tensor):
-        return torch.autocast(tensor.device.type, self.autocast, enabled=bool(self.autocast))
-
     def states(self, batch):
         """The last hidden states that predict the replies [N, D]; of an odd head logits [N, V]."""
-        with self.autocasting(batch.ids):
-            if self.own_head:
-                states = self.model(input_ids=batch.ids, **batch.layout).logits
+        with self.autocasting(batch.ids.device):
+            if self.full_logits:
+                states = self.model(input_ids=batch.ids, **batch.model_kwargs).logits
             else:
-                backbone = self.parts()[0]
-                output = backbone(input_ids=batch.ids, use_cache=False, **batch.layout)
+                backbone = self.backbone_and_head()[0]
+                output = backbone(input_ids=batch.ids, use_cache=False, **batch.model_kwargs)
                 states = output.last_hidden_state
             return states.flatten(0, 1).index_select(0, batch.hidden_index)
 
@@ -54,14 +52,14 @@ class Student(logps.Scorer):
 
 def check_head(student, rows, world, cache):
     """Test the head on real rows, with the same outcome on every rank; return lines to print."""
-    for layer in (student.parts()[1], student.unwrap().get_input_embeddings()):
+    for layer in (student.backbone_and_head()[1], student.unwrap().get_input_embeddings()):
         if layer and any(parameter.requires_grad for parameter in layer.parameters()):
             raise UserError(
                 "--lora_targets: leave output layer and embedding to teacher and student"
             )
     pairs = [Pair(row.student, row.reply, row.reply, "", "") for row in rows[:2]]
-    lines = fast.self_test(student, pairs, "auto", world)
-    if student.own_head and cache:
+    lines = choose_head_and_layout(student, pairs, "auto", world)
+    if student.full_logits and cache:
         raise UserError("--cache_teacher: the head is not a plain layer; leave it out")
     return lines
 
@@ -94,7 +92,7 @@ class Teacher:
         self.files = {}  # "split/row" -> the open file that has its states
         if not config.cache_teacher:
             return
-        fingerprint = logps.fingerprint(student, data, [config.model_name], self.device)
+        fingerprint = student.numerics(self.device)
         if not self._open(run, fingerprint):
             self._write(run, fingerprint, config.batch_size)
             if not self._open(run, fingerprint):

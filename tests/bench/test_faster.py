@@ -16,8 +16,8 @@ from peft import LoraConfig, get_peft_model
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from ddp_utils import fast, logps
-from ddp_utils.fast import memory_efficient
+from ddp_utils import logps
+from ddp_utils.fast import memory_efficient, self_test
 from ddp_utils.logps import Pair
 
 BARS = {"long": 2.8, "ragged": 5.0, "bigv": 4.5}  # of TRL 1.16; a shared machine gets 0.8 of them
@@ -86,8 +86,8 @@ def step(score, pairs, model):
 def test_a_step_is_that_much_faster_than_the_plain_layout(case):
     pairs, ours, theirs = some_pairs(case), tiny(case), tiny(case)
     scorer = logps.Scorer(ours)
-    assert fast.check_head(scorer, pairs[:2], "cpu") is None
-    assert fast.check_layout(scorer, pairs[:2], "cpu") is None
+    assert self_test.check_head(scorer, pairs[:2], "cpu") is None
+    assert self_test.check_layout(scorer, pairs[:2], "cpu") is None
     memory_efficient.apply(ours)
     ratios = []
     for turn in range(6):

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ddp_utils import fast, logps
+from ddp_utils import logps
+from ddp_utils.fast.self_test import scaled_logits
 
 WORDS, WIDTH, CHUNK = 5000, 32, 64
 
@@ -139,7 +140,7 @@ def test_a_frozen_head_stays_finite_where_log_softmax_does(sign, small_chunks):
 def test_a_hook_on_a_frozen_head_is_not_passed_over():
     """The self-tests blow logits up by one; so must they be where a gradient is wanted."""
     head, hidden, targets = head_case(5, False)
-    with fast.amplified(head, 3.0):
+    with scaled_logits(head, 3.0):
         found = value_and_gradient(logps.head_logps, head, hidden, targets)
     head.weight.mul_(3.0)
     assert max(errors(found, in_float64(head, hidden, targets))) < 1e-6

@@ -16,11 +16,8 @@ from peft import LoraConfig, get_peft_model
 from test_logps import PAD, SIZES, build, by_hand, some_pairs
 from torch.nn.functional import scaled_dot_product_attention
 
-import main_distributed
-from config import Config
-from ddp_utils import UserError, distributed, logps, lora, models, sampling
-from ddp_utils.fast import by_sequence, shared_prefix
-from ddp_utils.policy import Precision
+from ddp_utils import UserError, distributed, logps, models, sampling
+from ddp_utils.fast import by_sequence, self_test, shared_prefix
 
 PLAIN = SIZES | PAD | dict(max_position_embeddings=64)
 WIDE = PLAIN | dict(intermediate_size=64, num_key_value_heads=2)
@@ -44,8 +41,8 @@ SCALED = dict(attention_multiplier=0.3, residual_multiplier=0.5, embedding_multi
 
 SHARES = ""
 SEEN = r"log-probs of a token differ by \S+ nats"  # by comparing, as nothing was raised
-ELSEWHERE = r"of \d layers let their attention be steered"
-RAISED = r"(?:soft-cap, sinks or dropout|do not say which tokens)"  # by packing.attend
+ELSEWHERE = r"of \d layers use the attention of packed rows"
+RAISED = r"(?:soft-cap, sinks or dropout|do not pass on which tokens)"  # by packing.attend
 MODELS = {  # what the line must contain that says why the prompt is not shared
     "llama": (transformers.LlamaConfig(**WIDE), SHARES),
     "qwen2": (transformers.Qwen2Config(**WIDE), SHARES),
@@ -87,21 +84,13 @@ PAIRS = some_pairs((7, 5, 9), (1, 1, 4), (11, 8, 6), (4, 6, 1), (9, 12, 17), (1,
 
 
 def checked(model, pairs=PAIRS):
-    """A scorer as main_distributed makes it, and what the self-tests of head and layout say."""
-    said, world = [], distributed.World(0, 1, 0, torch.device("cpu"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lora, "load_policy", lambda *_, **__: model)
-        patch.setattr(logps, "fingerprint", lambda *_: None)
-        run = SimpleNamespace(say=said.append, world=world, reference_logps=lambda *_: None)
-        precision = Precision(torch.float32, None)
-        data = {"train": SimpleNamespace(extremes=lambda: pairs)}
-        policy, _ = main_distributed.load_scored(Config(), data, precision, run)
-    scorer = policy.scorer
-    head, layout = (
-        [line for line in said if line.startswith(f"the {of}")] for of in ("head", "prompt")
-    )
-    assert len(said) == len(head) + len(layout) and scorer.shared == (not layout)
-    return scorer, *(lines[0] if lines else "" for lines in (head, layout))
+    """Return a scorer, and what the self-tests of head and layout print, "" if they pass."""
+    scorer = logps.Scorer(model)
+    lines = self_test.choose_head_and_layout(scorer, pairs, "auto", distributed.World())
+    [head] = [line for line in lines if line.startswith("the head")] or [""]
+    [layout] = [line for line in lines if line.startswith("the prompt")] or [""]
+    assert len(lines) == bool(head) + bool(layout) and scorer.shared == (not layout)
+    return scorer, head, layout
 
 
 @torch.no_grad()
@@ -215,14 +204,14 @@ def windowless(*inputs):
 
 def positions_go_on(monkeypatch):
     """Give rejected the positions behind chosen, not behind the prompt."""
-    right = shared_prefix.pack
+    right = logps._pack
 
-    def wrong(pairs, device):
-        ids, places, _, packing = right(pairs, device)
-        order = [at for span in packing.spans for at in range(sum(span))]
-        return ids, places, order, packing
+    def wrong(pairs):
+        ids, places, _, spans = right(pairs)
+        order = [at for span in spans for at in range(sum(span))]
+        return ids, places, [order], spans
 
-    monkeypatch.setattr(shared_prefix, "pack", wrong)
+    monkeypatch.setattr(logps, "_pack", wrong)
 
 
 CONTROLS = {"llama": 1.0, "gpt2": 0.02, "mistral, window": 1.0}

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import main_distributed
 from config import Config
-from ddp_utils import UserError, checks, logps, models
+from ddp_utils import UserError, checks, distributed, logps, models
 from ddp_utils.logps import Pair
 
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=97)
@@ -87,8 +87,8 @@ def test_a_packed_row_by_hand():
     batch = logps.collate(pairs, shared=True)
     #                             prompt chosen rejected | prompt rejected
     assert batch.ids.tolist() == [[7, 8, 1, 2, 4, 9, 3, 2]]
-    assert batch.layout["position_ids"].tolist() == [[0, 1, 2, 3, 2, 0, 1, 2]]
-    assert batch.layout["packing"].spans == [(2, 2, 1), (1, 0, 2)]
+    assert batch.model_kwargs["position_ids"].tolist() == [[0, 1, 2, 3, 2, 0, 1, 2]]
+    assert batch.model_kwargs["packing"].spans == [(2, 2, 1), (1, 0, 2)]
     #                              7 8 -> 1 2 3, 9 -> 6, 7 8 -> 4 5, 9 -> 3 2 1
     assert batch.hidden_index.tolist() == [1, 2, 3, 5, 1, 4, 5, 6, 7]
     assert batch.targets.tolist() == [1, 2, 3, 6, 4, 5, 3, 2, 1]
@@ -166,12 +166,28 @@ def test_a_cpu_computes_in_bf16_only_where_it_is_asked_for():
         assert main_distributed.precision_of(config, torch.device("cpu")) == expected
 
 
-def test_the_precision_is_among_the_facts_of_the_reference():
-    """Weights, and what is computed in; of another one the log-probs are others."""
-    marks = set()
+def test_the_precision_is_among_the_facts_that_log_probs_depend_on():
+    """Both the dtype of the weights and that of autocast."""
+    found = set()
     for weights in (torch.float32, torch.bfloat16):
         for autocast in (None, torch.bfloat16, torch.float16):
             scorer = logps.Scorer(build(LLAMA).to(weights), autocast)
-            facts = logps.fingerprint(scorer, {}, [], torch.device("cpu"))
-            marks.add(str(sorted(facts.items())))
-    assert len(marks) == 6
+            found.add(str(scorer.numerics(torch.device("cpu"))))
+    assert len(found) == 6
+
+
+def test_only_the_rows_that_are_used_are_scored():
+    scorer = logps.Scorer(build(LLAMA))
+    scored = []
+    scorer.register_forward_pre_hook(lambda _, inputs: scored.append(inputs[0].tokens.shape[1]))
+    expected = logps.score(scorer, PAIRS, distributed.World(), 2)
+    by_hand_ = torch.stack([by_hand(build(LLAMA), pair) for pair in PAIRS])
+    torch.testing.assert_close(expected.double(), by_hand_, rtol=1e-5, atol=1e-4)
+    assert sum(scored) == 3
+    for rows in ([], [1], [0, 2], [0, 1, 2]):
+        scored.clear()
+        found = logps.score(scorer, PAIRS, distributed.World(), 2, rows=rows)
+        assert sum(scored) == len(rows) and found.shape == (3, 2)
+        torch.testing.assert_close(found[rows], expected[rows])
+        unused = [row for row in range(3) if row not in rows]
+        assert found[unused].isnan().all()

@@ -147,8 +147,8 @@ def attention(_folder):
     """
     import main_distributed
     from config import Config
-    from ddp_utils import distributed, fast, logps, lora
-    from ddp_utils.fast import by_sequence
+    from ddp_utils import distributed, logps, lora
+    from ddp_utils.fast import by_sequence, self_test
     from ddp_utils.policy import Precision
 
     pairs = draw_pairs(8, 60, 20, 30) + draw_pairs(4, 9, 1, 40)
@@ -166,7 +166,9 @@ def attention(_folder):
         scorer = logps.Scorer(model, None if dtype == torch.float32 else dtype).to(device)
         note = "separate"
         if shared:
-            lines = fast.self_test(scorer, pairs, "auto", distributed.World(device=device))
+            lines = self_test.choose_head_and_layout(
+                scorer, pairs, "auto", distributed.World(device=device)
+            )
             note = "; ".join(lines) or "shared"
         with mock.patch.object(
             by_sequence, "attend_by_sequence", wraps=by_sequence.attend_by_sequence

@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 
 import main_distributed
 import runs
-from ddp_utils import UserError, fast, logps
+from ddp_utils import UserError, logps
 from ddp_utils import run as run_
+from ddp_utils.fast import self_test
 from ddp_utils.run import REFERENCE, facts_of
 from ranks import ranks
 
@@ -101,7 +102,7 @@ def test_a_table_that_is_not_of_this_policy_is_an_error_at_step_0(made, tmp_path
 
 
 def test_a_layout_that_cannot_be_had_is_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(fast, "check_layout", lambda *_: "the prompt cannot be shared (windy)")
+    monkeypatch.setattr(self_test, "check_layout", lambda *_: "the prompt cannot be shared (windy)")
     with pytest.raises(UserError, match="--layout shared: the prompt cannot be shared"):
         train(tmp_path / "a", "--layout", "shared")
     train(tmp_path / "b")
@@ -110,7 +111,7 @@ def test_a_layout_that_cannot_be_had_is_one_line(tmp_path, monkeypatch, capsys):
 
 
 def one_rank_refuses(folder):
-    check = fast.check_layout
+    check = self_test.check_layout
 
     def windy(scorer, pairs, device):
         line = check(scorer, pairs, device)
@@ -119,7 +120,7 @@ def one_rank_refuses(folder):
             return "windy"
         return line
 
-    fast.check_layout = windy
+    self_test.check_layout = windy
     seen, set_layout = [], logps.Scorer.set_layout
 
     def watch(scorer, shared):

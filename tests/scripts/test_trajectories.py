@@ -177,11 +177,11 @@ def test_every_token_counts_the_first_one_too(student):
     expected = [by_hand(student.model, row) for row in ROWS]
     assert min(expected) > 0.01
     assert student(batch)[0].tolist() == pytest.approx(expected, rel=1e-5)
-    student.own_head = True  # as of a model whose head is not plain
+    student.full_logits = True  # as of a model whose head is not plain
     try:
         assert student(student.teach(batch))[0].tolist() == pytest.approx(expected, rel=1e-5)
     finally:
-        student.own_head = False
+        student.full_logits = False
 
 
 def test_what_is_kept_is_measured_for_each_other_prompt(student):

@@ -17,9 +17,9 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from ddp_utils import UserError, fast, logps, lora, models, sampler
+from ddp_utils import UserError, logps, lora, models, sampler
 from ddp_utils.distributed import World
-from ddp_utils.fast import memory_efficient
+from ddp_utils.fast import memory_efficient, self_test
 from ddp_utils.sharding import fsdp
 
 GIB = 2**30
@@ -87,17 +87,15 @@ def build(config, precision, model_config) -> logps.Scorer:
     if config.fine_tuning == "lora":
         shape = config.lora_r, config.lora_alpha, config.lora_dropout, config.lora_targets
         model = lora.add(model, lora.LoraSpec(*shape, config.init_adapter))
-    if config.lean:  # apply() would compare numbers: here each module is taken at its word
-        for module in model.modules():
-            if memory_efficient._function(module):
-                module.forward = types.MethodType(memory_efficient._forward, module)
+    if config.lean:
+        memory_efficient.apply(model, verify=False)  # tensors on the meta device have no numbers
     return logps.Scorer(model.train(), precision.autocast)
 
 
 def peaks_of(scorer, rows, row_losses, device, shared) -> dict:
     """Return the most bytes of a step on top of weights, gradients and moments."""
-    backbone, head = scorer.parts()
-    scorer.own_head = backbone is scorer.unwrap() or head is None
+    backbone, head = scorer.backbone_and_head()
+    scorer.full_logits = backbone is scorer.unwrap() or head is None
     scorer.set_layout(shared)
     if shared and device != "cpu" and scorer.precision.itemsize == 2:
         scorer.unwrap().set_attn_implementation("attend_on_gpu")
@@ -122,7 +120,7 @@ def peaks_of(scorer, rows, row_losses, device, shared) -> dict:
         with tracker:
             batch = scorer.collate(rows, CPU)
             loss = row_losses(scorer, batch, torch.zeros(len(rows), 2))[0].sum()
-            if shared and not batch.layout["packing"].calls:
+            if shared and not batch.model_kwargs["packing"].calls:
                 raise TypeError("its attention cannot be steered")
             loss.backward()
         return {"backward": total("peak") - held, "step": step}
@@ -169,7 +167,7 @@ def need(config, model_config, rows, row_losses, precision, device="cpu") -> typ
             with mock.patch.dict(logps.CHUNK, cpu=chunk):
                 peaks = peaks_of(scorer, rows, row_losses, device, shared)
             return types.SimpleNamespace(**sizes, **peaks)
-        except fast.REFUSALS as error:  # as in a run: who cannot share repeats the prompt
+        except self_test.UNSUPPORTED as error:  # as in a run: who cannot share repeats the prompt
             reason = models.first_line(error)
     raise UserError(f"{config.model_name}: no step without contents: {reason}")
 
