@@ -20,11 +20,8 @@ here=$(dirname "${BASH_SOURCE[0]}")
 . "$here/scripts/environment.sh"
 use_environment
 
-processes=auto what=dpo
-if [[ "${1:-}" =~ ^[0-9]+$ ]]; then
-  processes=$1
-  shift
-fi
+what=dpo processes=$(processes_of "$@")
+[[ ! "${1:-}" =~ ^[0-9]+$ ]] || shift
 if [[ "${1:-}" =~ ^[a-z]+$ ]]; then
   what=$1
   shift

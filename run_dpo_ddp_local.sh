@@ -14,11 +14,8 @@ here=$(dirname "${BASH_SOURCE[0]}")
 . "$here/scripts/environment.sh"
 use_environment
 
-processes=auto
-if [[ "${1:-}" =~ ^[0-9]+$ ]]; then
-  processes=$1
-  shift
-fi
+processes=$(processes_of "$@")
+[[ ! "${1:-}" =~ ^[0-9]+$ ]] || shift
 if has_word "-h|--help" "$@"; then
   print_usage
   exec python -m dpo_inv.run_dpo_ddp --help

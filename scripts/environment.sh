@@ -60,3 +60,13 @@ has_word() {
   done
   return 1
 }
+
+# Print the number of processes per node: the first word if it is a number, otherwise one process
+# per GPU, at most two, or two CPU processes.
+processes_of() {
+  if [[ "${1:-}" =~ ^[0-9]+$ ]]; then
+    echo "$1"
+  else
+    python -c "import torch; print(min(torch.accelerator.device_count(), 2) or 2)"
+  fi
+}

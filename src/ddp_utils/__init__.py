@@ -1,8 +1,8 @@
-"""What the training scripts share: the plumbing and the mathematics, never the loop."""
+"""Modules that the training scripts share: everything except the training loops."""
 
 
 class UserError(Exception):
-    """A mistake that its maker can mend: one line on stderr, no traceback, this exit status."""
+    """A mistake that the user can fix: one line on stderr, no traceback, exit status 2."""
 
     exit_code = 2
 
@@ -23,14 +23,24 @@ class NonFiniteError(UserError):
 
 
 class WriteError(UserError):
-    """A file could not be written: the disk is full, the quota used up, the folder read-only."""
+    """A file could not be written: the disk is full or read-only, or a quota is used up."""
 
     exit_code = 4
 
 
 class Stop(UserError):
-    """An end that is no mistake, one line on stdout: 0 nothing left to do, 85 stopped and saved."""
+    """A normal end, one line on stdout: 0 for nothing left to do, 85 for stopped and saved."""
 
-    def __init__(self, line, exit_code):
+    def __init__(self, line: str, exit_code: int) -> None:
         super().__init__(line)
         self.exit_code = exit_code
+
+
+def parse_number(name: str, text: str, lowest: int = 0, highest: int = 2**31) -> int:
+    """Return the number in a text, such as an environment variable.
+
+    Raises UserError if it is not a whole number from lowest to highest.
+    """
+    if not text.isdecimal() or not lowest <= int(text) <= highest:
+        raise UserError(f"{name}: '{text}' must be a whole number from {lowest} to {highest}")
+    return int(text)

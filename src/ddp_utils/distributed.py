@@ -10,7 +10,6 @@ import errno
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import sys
@@ -18,13 +17,12 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from ddp_utils import Stop, UserError, WriteError
+from ddp_utils import Stop, UserError, WriteError, parse_number
 
 # The names in which each launcher stores the rank, the world size, the rank on the node and the
 # number of processes on the node. A launcher is only recognized if the first three are set: users
@@ -75,7 +73,7 @@ def whoami(env: Mapping[str, str] = os.environ, argv: Sequence[str] = ()) -> Wor
     for launcher, all_names in LAUNCHERS.items():
         names = [_first_set(env, either.split("|")) for either in all_names.split()]
         if all(names[:3]):
-            rank, world_size, local_rank = (_integer(env, name) for name in names[:3])
+            rank, world_size, local_rank = (parse_number(name, env[name]) for name in names[:3])
             # Slurm writes "2(x3)": two tasks on each of three nodes
             local = re.match(r"\d+", env.get(names[3], ""))
             local_size = int(local.group()) if local else local_rank + 1
@@ -87,14 +85,6 @@ def whoami(env: Mapping[str, str] = os.environ, argv: Sequence[str] = ()) -> Wor
 
 def _first_set(env: Mapping[str, str], names: list[str]) -> str:
     return next((name for name in names if env.get(name)), "")
-
-
-def _integer(env: Mapping[str, str], name: str, default: str = "") -> int:
-    """Return the number in an environment variable; raise UserError if it is not one."""
-    text = env.get(name) or default
-    if not text.isdecimal():
-        raise UserError(f"{name}: '{text}' is not a number; it must be a whole number")
-    return int(text)
 
 
 def _who_set_rank(env: Mapping[str, str], argv: Sequence[str]) -> str:
@@ -205,37 +195,26 @@ def meeting_point(world: World, env: Mapping[str, str] = os.environ) -> tuple[st
     job = (env.get("SLURM_JOB_ID") or env.get("PBS_JOBID") or "").split(".")[0]
     parent = os.getppid() if world.is_one_node else 9500
     seed = int(re.sub(r"\D", "", job) or parent)
-    port = _integer(env, "MASTER_PORT", str(20000 + seed % 10000))
-    if not 0 < port < 65536:
-        raise UserError(f"MASTER_PORT: '{port}' is not a port; it must be from 1 to 65535")
-    return address or "127.0.0.1", port
+    port = env.get("MASTER_PORT") or str(20000 + seed % 10000)
+    return address or "127.0.0.1", parse_number("MASTER_PORT", port, 1, 65535)
 
 
 def _open_store(world: World, address: str, port: int) -> dist.Store:
     """Return the key-value store of the group: the launcher's if it has one, or rank 0's."""
-    seconds = _integer(os.environ, "DDP_JOIN_SECONDS", "50")
+    seconds = parse_number("DDP_JOIN_SECONDS", os.environ.get("DDP_JOIN_SECONDS") or "50", 1)
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     options: dict[str, Any] = {"is_master": world.is_main and not has_agent}
-    if options["is_master"]:
-        open_file = os.environ.get("MASTER_LISTEN_FD")  # launch.py has opened the port
-        options["master_listen_fd"] = int(open_file or _listen(world, address, port))
+    if options["is_master"] and "MASTER_LISTEN_FD" in os.environ:  # launch.py opened the port
+        options["master_listen_fd"] = int(os.environ["MASTER_LISTEN_FD"])
+    elif options["is_master"]:  # for this machine only, unless there are several nodes
+        family = socket.getaddrinfo(address, port)[0][0]
+        host = address if world.is_one_node else ""
+        options["master_listen_fd"] = socket.create_server((host, port), family=family).detach()
     _wait_for_listener(address, port, seconds)
     timeout = timedelta(seconds=seconds)
     store = dist.TCPStore(address, port, world.world_size, timeout=timeout, **options)
-    if not has_agent:
-        return store
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the agent's store stays
-    return dist.PrefixStore(f"attempt_{attempt}", store)
-
-
-def _listen(world: World, address: str, port: int) -> int:
-    """Open the port of rank 0: only for this machine, unless there are several nodes."""
-    if world.is_one_node:
-        family = socket.getaddrinfo(address, port)[0][0]
-        return socket.create_server((address, port), family=family).detach()
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    return socket.create_server(("", port), family=family, dualstack_ipv6=both).detach()
+    # an agent keeps its store for all attempts
+    return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
 
 
 def _wait_for_listener(address: str, port: int, seconds: float) -> None:
@@ -251,7 +230,7 @@ def _wait_for_listener(address: str, port: int, seconds: float) -> None:
 
 
 def _why_not_connected(error: Exception, world: World, address: str, port: int) -> str:
-    if "EADDRINUSE" in str(error) or getattr(error, "errno", None) == errno.EADDRINUSE:
+    if "in use" in str(error):
         host = socket.gethostname()
         return f"MASTER_PORT: {port} is in use on {host}; export another MASTER_PORT"
     reason = str(error).splitlines()[0][:160]
@@ -416,46 +395,45 @@ def user_error(error: BaseException) -> BaseException:
     """Return a WriteError for an OSError of a full or read-only disk, any other error as it is."""
     if not isinstance(error, OSError) or error.errno not in DISK_ERRORS:
         return error
-    place = free = ""
-    if error.filename:
-        place = f"{error.filename}: "
-        folder = Path(error.filename).parent
-        if folder.is_dir():
-            free = f" ({shutil.disk_usage(folder).free >> 20} MiB free)"
-    line = f"{place}{error.strerror}{free}; free some space and run the same command to resume"
-    problem = WriteError(line)
+    place = f"{error.filename}: " if error.filename else ""
+    advice = "free some space and run the same command to resume"
+    problem = WriteError(f"{place}{error.strerror}; {advice}")
     problem.__cause__ = error
     return problem
 
 
 def report(error: BaseException) -> None:
-    """Print why this process ends, once for all ranks: in general the first to fail prints."""
-    world = whoami()
+    """Print why this process ends, unless another rank of the group does."""
     is_mistake = isinstance(error, UserError)
-    if isinstance(error, KeyboardInterrupt) or (is_mistake and not str(error)):
-        return
-    if isinstance(error, RuntimeError) and LOST_PEER.search(f"{type(error)} {error}"):
-        if world.local_rank == 0:
-            reason = str(error).splitlines()[0][:160]
-            line = "lost the connection to another rank, which has ended or does not answer"
-            print(f"error: rank {world.rank} {line} ({reason})", file=sys.stderr)
-    elif not _is_first_to_fail(world.local_rank == 0 or not is_mistake):
+    is_silent = isinstance(error, KeyboardInterrupt) or (is_mistake and not str(error))
+    if _store is None:
+        prints = whoami().local_rank == 0 or not is_mistake
+    else:
+        prints = _is_first_to_fail(_store, is_silent)
+    if is_silent or not prints:
         pass
     elif isinstance(error, Stop):
         print(error)
     elif is_mistake and "--debug" not in sys.argv:
         print(f"error: {error}", file=sys.stderr)
+    elif isinstance(error, RuntimeError) and LOST_PEER.search(f"{type(error)} {error}"):
+        reason = str(error).splitlines()[0][:160]
+        line = "lost the connection to another rank, which has ended or does not answer"
+        print(f"error: rank {whoami().rank} {line} ({reason})", file=sys.stderr)
     else:
         traceback.print_exception(error)
-    if world.is_main and _store is not None:
-        time.sleep(1)  # this process keeps the store, in which other ranks that fail look now
+    if _store is not None and whoami().is_main:
+        deadline = time.monotonic() + 5  # this rank keeps the store: the others need it, too
+        while time.monotonic() < deadline and _store.add("ended", 0) < whoami().world_size:
+            time.sleep(0.05)
 
 
-def _is_first_to_fail(default: bool) -> bool:
-    """Return whether no other rank has failed before; the default if there is no group."""
-    if _store is None:
-        return default
+def _is_first_to_fail(store: dist.Store, is_silent: bool) -> bool:
+    """Return whether no other rank has failed before; those that follow only lost a peer."""
     try:
-        return _store.add("failures", 1) == 1
-    except RuntimeError:  # rank 0, which keeps the store, has ended
+        _wait_for_listener(*meeting_point(whoami()), seconds=0)  # without it, C++ frames
+        is_first = not is_silent and store.add("printed", 1) == 1
+        store.add("ended", 1)
+        return is_first
+    except (OSError, RuntimeError):  # rank 0, which keeps the store, has ended
         return False

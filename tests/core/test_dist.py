@@ -98,8 +98,8 @@ MEET = [
 ]
 NOWHERE = [
     (TWO_NODES, "", "several nodes; export MASTER_ADDR"),
-    (ONE_NODE, "MASTER_PORT=99999", "MASTER_PORT: '99999' is not a port"),
-    (ONE_NODE, "MASTER_PORT=http", "MASTER_PORT: 'http' is not a number"),
+    (ONE_NODE, "MASTER_PORT=99999", "MASTER_PORT: '99999' must be a whole number from 1"),
+    (ONE_NODE, "MASTER_PORT=http", "MASTER_PORT: 'http' must be a whole number"),
 ]
 
 

@@ -1,9 +1,12 @@
-"""How a group ends: cleanly many times in a row, or with the one traceback that explains it."""
+"""How a group of processes ends: exit statuses, the one line or traceback, and no orphans."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,12 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import programs
 from conftest import ROOT
-from ddp_utils import NonFiniteError, distributed
+from ddp_utils import NonFiniteError, UserError, distributed
 from ranks import free_port, ranks, run_ranks
 
 
 def ddp_steps(failing=-1):
-    """The shape that aborts at exit without dist.run: DDP, all-reduces, the end."""
+    """The shape that aborts at exit without os._exit: DDP, all-reduces, the end."""
     world = distributed.init_process_group(distributed.whoami())
     model = DistributedDataParallel(torch.nn.Linear(64, 64))
     for step in range(3):
@@ -31,39 +34,36 @@ def as_program():
     distributed.run(lambda: ddp_steps(1))
 
 
-def test_complaint_23_groups_in_a_row_end_with_status_0_and_complete_logs():
+def test_groups_in_a_row_end_with_status_0_and_complete_logs():
     for _ in range(15):
         outcome = run_ranks(2, ddp_steps)
         assert outcome.codes == [0, 0], outcome.logs
         assert outcome.logs == ["done 0\n", "done 1\n"]
 
 
-def test_complaint_23_ten_exceptions_on_rank_1_end_with_that_traceback_alone():
+def test_an_exception_on_rank_1_ends_with_its_traceback_alone():
     for _ in range(9):
         outcome = run_ranks(2, ddp_steps, 1)
-        assert all(code not in (0, None) for code in outcome.codes)
-        assert "Traceback" not in outcome.logs[0]  # it only lost its peer
+        assert outcome.codes == [1, 1]
+        assert outcome.logs[0] == ""  # it only lost the connection to rank 1
         assert outcome.logs[1].rstrip().endswith("ValueError: the weights fell off")
 
 
-def test_complaint_23_torchrun_reports_the_exception_of_rank_1_last(tmp_path):
+def test_torchrun_shows_the_exception_of_rank_1(tmp_path):
     script = tmp_path / "steps.py"
     script.write_text("import test_exits as t\nt.as_program()")
     path = f"{ROOT}/src:{ROOT}/tests:{ROOT}/tests/runs"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = programs.process([*command, script], 1, PYTHONPATH=path)
-    last = done.stderr[done.stderr.rindex("Traceback (most recent call last)") :]
-    assert "ValueError: the weights fell off" in last
-    assert "onnection" not in done.stderr  # nor any gloo message of rank 0
+    assert done.stderr.count("ValueError: the weights fell off") == 1
 
+
+# --- the launcher --------------------------------------------------------------------------------
 
 PROGRAM = """
-import os, signal, sys
-if "--check" in sys.argv:
-    print("run folder: here")
-    sys.exit()
-rank, life = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-print(f"life {life} rank {rank}", flush=True)
+import os, signal, sys, time
+rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+print(f"attempt {attempt} rank {rank} process {os.getpid()}\\n", end="", flush=True)
 """
 # rank 1 prints a signal that comes within a second
 WRITES = """
@@ -71,24 +71,21 @@ signal.pthread_sigmask(signal.SIG_BLOCK, [15])
 print(rank and signal.sigtimedwait([15], 1))
 sys.exit(85)
 """
-BUG = """
-with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
-    file.write('{"message": "a bug"}')
-sys.exit(1)
-"""
-ENDS = [  # what a rank does, exit status of the launcher, lives of the ranks
+ENDS = [  # what a rank does, exit status of the launcher, number of attempts
     ("sys.exit([1, 3][rank])", 3, 1),
     (WRITES, 85, 1),
-    ("os.kill(os.getpid(), 9 * (rank == 1 and life == 0))", 0, 2),
-    (BUG, 1, 1),
-    ("sys.exit(1)", 1, 3),
+    ("os.kill(os.getpid(), 9 * (rank == 1 and attempt == 0))", 0, 2),
+    ("os.kill(os.getpid(), 11)", 1, 3),
+    ("sys.exit(1)", 1, 1),
 ]
 
 
-def launcher(tmp_path, line, processes, **env):
+def launcher(tmp_path, line, *options, **env):
+    """Start two processes of PROGRAM and a line."""
     (tmp_path / "program.py").write_text(PROGRAM + line)
+    command = [sys.executable, "-m", "ddp_utils.launch", "2", tmp_path / "program.py", *options]
     return subprocess.Popen(
-        [sys.executable, "-m", "ddp_utils.launch", processes, tmp_path / "program.py"],
+        command,
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "MAX_RESTARTS": "2", **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -96,86 +93,160 @@ def launcher(tmp_path, line, processes, **env):
     )
 
 
-@pytest.mark.parametrize(("line", "status", "lives"), ENDS, ids=["3", "85", "9", "bug", "1"])
-def test_the_launcher_ends_with_the_status_of_its_ranks(line, status, lives, tmp_path):
-    """Restarted is what a restart may mend; a rank that is at its last lines is left in peace."""
-    process = launcher(tmp_path, line, "2")
+@pytest.mark.parametrize(
+    ("line", "status", "attempts"), ENDS, ids=["3", "85", "-9", "always -11", "1"]
+)
+def test_the_launcher_ends_with_the_status_of_its_ranks(line, status, attempts, tmp_path):
+    """Only killed ranks are restarted; a rank that is still writing is not disturbed."""
+    process = launcher(tmp_path, line)
     output = process.communicate(timeout=60)[0]
     assert process.returncode == status, output
-    assert output.count("life ") == 2 * lives and "sig" not in output and "torch" not in output
+    assert output.count("attempt ") == 2 * attempts and "siginfo" not in output
 
 
-def test_the_launchers_of_all_nodes_end_with_one_status(tmp_path):
-    """Rank 1 alone cannot write; rank 0 waits for it until it is asked to stop."""
-    env = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    line = "sys.exit(4) if rank else signal.pause()"
-    nodes = [launcher(tmp_path, line, "1", **env, NODE_RANK=node) for node in "01"]
-    assert [(node.communicate(timeout=60), node.returncode)[1] for node in nodes] == [4, 4]
+SAVES = """
+def stop(*_):
+    time.sleep(0.5 * rank)
+    os._exit(85)
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, stop)
+try:
+    print("ready", flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
 
 
-WRONG = [  # what one of two processes is told -> what its line says
-    (
-        {"MASTER_ADDR": "no-such-host.invalid"},
-        "could not connect to the 2 processes at no-such-host",
-    ),
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 85), (signal.SIGUSR1, 85), (signal.SIGINT, 130)]
+)
+def test_signals_reach_all_ranks(number, status, tmp_path):
+    process = launcher(tmp_path, SAVES, "--then", tmp_path / "program.py")
+    seen = ""
+    while seen.count("ready") < 2:
+        seen += process.stdout.readline()
+    process.send_signal(number)
+    rest = process.communicate(timeout=20)[0]
+    assert process.returncode == status
+    assert "attempt" not in rest  # neither a restart nor the next program
+
+
+def test_programs_run_one_after_another_until_one_fails(tmp_path):
+    process = launcher(tmp_path, "sys.exit(3 * attempt)", "--then", tmp_path / "program.py")
+    assert process.communicate(timeout=60)[0].count("attempt 0 ") == 4
+    process = launcher(tmp_path, "sys.exit(3)", "--then", tmp_path / "program.py")
+    assert process.communicate(timeout=60)[0].count("attempt 0 ") == 2
+    assert process.returncode == 3
+
+
+RANK = "from ddp_utils import distributed\ndistributed.run(lambda: time.sleep(60))"
+
+
+def alive(pids):
+    """Those of some processes that have not ended; a zombie has."""
+    states = {}
+    for pid in pids:
+        status = Path(f"/proc/{pid}/stat")
+        if status.exists():
+            states[pid] = status.read_text().rpartition(")")[2].split()[0]
+    return [pid for pid, state in states.items() if state != "Z"]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.3, 1.0, 3.0, 6.0])
+def test_a_launcher_that_is_killed_leaves_no_orphan(seconds, tmp_path):
+    """Whether its ranks are starting, importing torch, or working."""
+    process = launcher(tmp_path, RANK)
+    started = [process.stdout.readline() for _ in range(2)]
+    pids = [int(line.split()[-1]) for line in started]
+    time.sleep(seconds)
+    process.kill()
+    deadline = time.monotonic() + 30
+    while alive(pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert alive(pids) == []
+
+
+# --- a group that cannot connect -----------------------------------------------------------------
+
+WRONG = [  # environment of one of two processes -> its message
+    ({"MASTER_ADDR": "no-such-host.invalid"}, "could not connect to the 2 processes at no-such"),
     ({"RANK": "1", "LOCAL_RANK": "0"}, "check MASTER_ADDR"),
     ({"MASTER_PORT": "taken"}, " is in use on "),
+    ({"DDP_JOIN_SECONDS": "soon"}, "error: DDP_JOIN_SECONDS: 'soon' must be a whole number"),
 ]
 
 
 @pytest.mark.parametrize(("env", "message"), WRONG, ids=str)
-def test_a_group_that_cannot_meet_costs_one_line(env, message):
+def test_a_group_that_cannot_connect_costs_one_line(env, message):
     """And no C++ frames, which TCPStore prints at each attempt."""
     code = "from ddp_utils import distributed as d\n"
     code += "d.run(lambda: d.init_process_group(d.whoami()) and 0)"
-    told = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    told |= {"MASTER_PORT": str(free_port()), "DDP_JOIN_SECONDS": "2", **env}
+    set_ = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    set_ |= {"MASTER_PORT": str(free_port()), "DDP_JOIN_SECONDS": "2", **env}
     with socket.create_server(("", 0)) as taken:
         if env == {"MASTER_PORT": "taken"}:
-            told["MASTER_PORT"] = str(taken.getsockname()[1])
-        done = programs.process([sys.executable, "-c", code], 2, cwd=ROOT / "src", **told)
+            set_["MASTER_PORT"] = str(taken.getsockname()[1])
+        done = programs.process([sys.executable, "-c", code], 2, cwd=ROOT / "src", **set_)
     assert message in done.stderr and done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
 
 
-def on_main(how):
+# --- errors on one rank --------------------------------------------------------------------------
+
+
+def on_one(rank, how):
+    """on_main() or on_each(), where one rank fails."""
     world = distributed.init_process_group(distributed.whoami())
 
     def only_here():
-        assert world.is_main
-        if how == "mistake":
-            raise NonFiniteError("a mistake")
-        if how == "full":
-            raise OSError(28, "No space left on device", "somewhere/file")
-        if how == "bug":
-            raise ZeroDivisionError("the weights fell off")
+        if world.rank == rank:
+            if how == "mistake":
+                raise NonFiniteError("a mistake")
+            if how == "full":
+                raise OSError(28, "No space left on device", "somewhere/file")
+            if how == "bug":
+                raise ZeroDivisionError("the weights fell off")
         return {"text": "é", "numbers": [1, 2.5, None]}
 
-    return distributed.on_main(world, only_here)
+    if rank == 0:
+        return distributed.on_main(world, only_here)
+    return distributed.on_each(world, only_here)
 
 
-def test_what_rank_0_finds_is_known_to_all():
-    assert ranks(3, on_main, "fine") == [{"text": "é", "numbers": [1, 2.5, None]}] * 3
+def test_the_result_of_rank_0_is_returned_on_all():
+    assert ranks(3, on_one, 0, "fine") == [{"text": "é", "numbers": [1, 2.5, None]}] * 3
 
 
 @pytest.mark.parametrize(
     ("how", "code", "line"),
     [
         ("mistake", 3, "error: a mistake\n"),
-        (
-            "full",
-            4,
-            "error: somewhere/file: No space left on device; free some space and run the s",
-        ),
+        ("full", 4, "error: somewhere/file: No space left on device; free some space and run "),
     ],
 )
-def test_where_rank_0_fails_all_end_with_its_status_and_it_alone_speaks(how, code, line):
-    outcome = run_ranks(3, on_main, how)
+@pytest.mark.parametrize("rank", [0, 2])
+def test_if_one_rank_fails_all_end_with_its_status_and_it_alone_prints(how, code, line, rank):
+    outcome = run_ranks(3, on_one, rank, how)
     assert outcome.codes == [code] * 3
-    assert outcome.logs[0].startswith(line) and outcome.logs[1:] == ["", ""]
+    assert outcome.logs[rank].startswith(line), outcome.logs
+    assert [log for log in outcome.logs if log] == [outcome.logs[rank]]
 
 
 def test_a_bug_on_rank_0_keeps_its_traceback():
-    outcome = run_ranks(2, on_main, "bug")
+    outcome = run_ranks(2, on_one, 0, "bug")
     assert outcome.codes == [1, 1] and "Traceback" not in outcome.logs[1]
     assert outcome.logs[0].rstrip().endswith("ZeroDivisionError: the weights fell off")
+
+
+def mistake_on_all(with_group):
+    if with_group:
+        distributed.init_process_group(distributed.whoami())
+    raise UserError("--beta: must be > 0")
+
+
+@pytest.mark.parametrize("with_group", [False, True])
+def test_a_mistake_that_all_ranks_find_is_printed_once(with_group):
+    outcome = run_ranks(3, mistake_on_all, with_group)
+    assert outcome.codes == [2, 2, 2]
+    assert "".join(outcome.logs) == "error: --beta: must be > 0\n"
