@@ -49,7 +49,6 @@ from ddp_utils.chat_template import Encoder
 from ddp_utils.policy import Precision
 from ddp_utils.run import check_writable, code_digests, lock, move_aside
 from ddp_utils.sampler import order
-from ddp_utils.tables import DataFile
 from prompt_baking import trajectories
 
 TOGETHER = 16  # batches between two writes: a number of its own, for batches hang on nothing else
@@ -229,7 +228,7 @@ def write(config, x0, rows, parts, tokenizer):
 def read_questions(config, path, limit=-1):
     """Return the questions of a file, 2 or more."""
     questions = trajectories.read_questions(
-        path, limit, lambda path: DataFile(path, columns=config.columns).records()
+        path, limit, functools.partial(data.read, columns=config.columns)
     )
     if len(questions) < 2:
         raise UserError(f"{path}: one is held out; give 2 questions or more")

@@ -40,7 +40,7 @@ from ddp_utils import (
     sharding,
 )
 from ddp_utils.chat_template import Encoder
-from ddp_utils.data import ROOT
+from ddp_utils.data import ROOT, DataFile
 from ddp_utils.distributed import to_device
 from ddp_utils.fast.self_test import choose_head_and_layout
 from ddp_utils.judge import as_text, load_judge, side_by_side
@@ -54,7 +54,6 @@ from ddp_utils.policy import (
     make_optimizer,
 )
 from ddp_utils.run import Run, RunSpec, check
-from ddp_utils.tables import DataFile
 
 DEMO = Path("data/demo")  # its model and train_data are the defaults of src/config.py
 DEMO_JUDGE = str(DEMO / "judge.py:score")

@@ -37,7 +37,7 @@ from ddp_utils import (
     sharding,
 )
 from ddp_utils.chat_template import Encoder
-from ddp_utils.data import digest_of_files
+from ddp_utils.data import DataFile, digest_of_files
 from ddp_utils.distributed import to_device
 from ddp_utils.fast.self_test import choose_head_and_layout
 from ddp_utils.logps import Pair
@@ -50,7 +50,6 @@ from ddp_utils.policy import (
     make_optimizer,
 )
 from ddp_utils.run import Run, RunSpec, check
-from ddp_utils.tables import DataFile
 from sft import instruction_data
 
 RATES = {  # objective and kind of fine-tuning -> learning rate from 10 M parameters on

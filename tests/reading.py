@@ -2,7 +2,7 @@
 
 import tempfile
 
-from ddp_utils import preference_data, tables
+from ddp_utils import data, preference_data
 from sft import instruction_data
 
 
@@ -18,11 +18,11 @@ def texts(path, encoder, *options, **more):
 
 def _read(reader, path, encoder, *options, **more):
     with tempfile.TemporaryDirectory() as cache:
-        rows, report = reader.read(tables.DataFile(str(path), cache, *options, **more), encoder)
+        rows, report = reader.read(data.DataFile(str(path), cache, *options, **more), encoder)
         return list(rows), report
 
 
 def mapped(path, rows):
     """These rows as those of a file, mapped from `path`."""
-    tables.write(path, "f", rows)
-    return tables.Rows(type(rows[0]), "f", path, "digest")
+    data.write_rows(path, "f", rows)
+    return data.Rows(type(rows[0]), "f", path, "digest")

@@ -1,4 +1,4 @@
-"""A row's texts -> token ids of prompt, chosen and rejected.
+"""The texts of a row -> token ids of prompt, chosen and rejected.
 
 The three share one prompt: the common prefix of the tokens of prompt, prompt + chosen and
 prompt + rejected. Where a tokenizer merges across the boundary, the merged token belongs to the
@@ -6,9 +6,11 @@ response, so that no response token is lost and no prompt token is trained.
 """
 
 import contextlib
+import copy
 import json
 import os.path
 import re
+from typing import Any, NamedTuple
 
 import transformers
 from jinja2 import TemplateError
@@ -16,182 +18,200 @@ from jinja2 import TemplateError
 from ddp_utils import UserError, data, models
 from ddp_utils.logps import Pair
 
-# what a template would leave out in silence if it has not the word
-IN_TEMPLATES = {"tool", "developer", "tools", "tool_calls", "reasoning_content"}
+Prompt = str | list[dict]  # a user's text, or messages that end with a user's turn
+Reply = str | dict  # a text, or a message that has more than text
+
+# what a template silently leaves out if it does not mention it
+NEED_SUPPORT = {"tool", "developer", "tools", "tool_calls", "reasoning_content"}
 PLAIN_ROLES = {"system": "\n\nSystem:", "user": "\n\nHuman:", "assistant": "\n\nAssistant:"}
 
 
-class Encoder:
-    """Turns one row into a Pair: template, prompt boundary, end of the reply, truncation.
+class Encoded(NamedTuple):
+    """A Pair, and what the data report counts: "truncated", "second BOS removed", ..."""
 
-    chat_template: "auto" (the tokenizer's, if it has one), "none", or a .jinja file. kwargs: what
-    the template is given besides the messages, a JSON object as text. `notes` collects what was
-    mended, the reader of a file counts and clears them after each row; and sets `row_kwargs`, what
-    the row gives its template.
+    pair: Pair
+    notes: set[str]
+
+
+class Encoder:
+    """Encodes a row as a Pair: template, prompt boundary, end of the reply, truncation.
+
+    chat_template: "auto" (the tokenizer's, if it has one), "none", or a .jinja file.
+    max_length: in tokens, of a prompt and a response.
+    truncation: "keep_end" or "keep_start" of the prompt.
+    kwargs: arguments of the template besides the messages, as the text of a JSON object.
     """
 
     def __init__(
-        self, tokenizer, chat_template="auto", max_length=1024, truncation="keep_end", kwargs=""
-    ):
+        self,
+        tokenizer: Any,
+        chat_template: str = "auto",
+        max_length: int = 1024,
+        truncation: str = "keep_end",
+        kwargs: str = "",
+    ) -> None:
         self.tokenizer = tokenizer
         self.max_length = max_length
         self.keep_end = truncation == "keep_end"
-        self.notes = set()
-        self.row_kwargs = {}
         if chat_template not in ("auto", "none"):
             if not data.resolve(chat_template).is_file():
-                raise UserError(f"--chat_template: no file {chat_template}; or give auto, or none")
+                hint = "use a .jinja file, auto or none"
+                raise UserError(f"--chat_template: no file {chat_template}; {hint}")
             tokenizer.chat_template = data.content(chat_template)
         self.templated = chat_template != "none" and bool(tokenizer.chat_template)
-        self.words = set(re.findall(r"\w+", tokenizer.chat_template) if self.templated else ())
-        self.kwargs = self.arguments(kwargs or {}, "--chat_template_kwargs")
-        special = sorted(tokenizer.all_special_tokens, key=len, reverse=True)
-        self.special = re.compile("|".join(map(re.escape, special)) or "(?!)")
-        self.end = tokenizer.eos_token_id
-        self.behind = ""  # what the template writes behind a reply
+        template = tokenizer.chat_template if self.templated else ""
+        self.template_words = set(re.findall(r"\w+", template))
+        self.end = tokenizer.eos_token_id  # the token that ends a reply, or None
+        self.after_reply = ""  # the template's text after a reply
+        self.kwargs = self.check_arguments(kwargs or {}, "--chat_template_kwargs")
         if self.templated:
-            self._try_template()
-        tokenizer("")  # whose backend then neither truncates nor pads
+            self._find_end_of_reply()
+        tokenizer("")  # after this, its backend neither truncates nor pads
+
+    def with_arguments(self, arguments: dict) -> "Encoder":
+        """Return an encoder whose template gets more arguments, such as the tools of one row."""
+        encoder = copy.copy(self)
+        encoder.kwargs = {**self.kwargs, **arguments}
+        return encoder
 
     def facts(self) -> list:
         """Return what the token ids depend on, besides rows and code."""
-        words = sorted(self.tokenizer.get_vocab().items())
+        vocabulary = sorted(self.tokenizer.get_vocab().items())
         if self.tokenizer.is_fast:
-            words = self.tokenizer.backend_tokenizer.to_str()
-        special = self.tokenizer.special_tokens_map
+            vocabulary = self.tokenizer.backend_tokenizer.to_str()
         template = self.tokenizer.chat_template if self.templated else ""
-        shape = self.kwargs, self.max_length, self.keep_end
-        return [words, special, template, *shape, transformers.__version__]
+        settings = self.kwargs, self.max_length, self.keep_end
+        special = self.tokenizer.special_tokens_map
+        return [vocabulary, special, template, *settings, transformers.__version__]
 
     @property
-    def ends(self):
-        """Token ids at which a sampled reply is over."""
+    def ends(self) -> list[int]:
+        """Return the token ids at which a sampled reply is over."""
         ends = dict.fromkeys((self.end, self.tokenizer.eos_token_id))  # self.end first
         return [token for token in ends if token is not None]
 
-    def render(self, messages, **options):
+    def render(self, messages: list[dict], **options: Any) -> str:
         """Return the template's text; without a system role, its text precedes the first turn."""
         try:
-            options |= self.kwargs | self.row_kwargs
+            options |= self.kwargs
             return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        except (TemplateError, *models.FAULTS) as error:  # it is a program
+        except (TemplateError, *models.FAULTS) as error:  # a template is a program
             if messages[0]["role"] != "system" or len(messages) < 2:
                 raise UserError(f"--chat_template: {models.first_line(error)}") from error
             system, first, *rest = messages
             first = {**first, "content": f"{system['content']}\n\n{first['content']}"}
             return self.render([first, *rest], **options)
 
-    def arguments(self, value, place):
-        """Return an object, perhaps of a JSON text; UserError for a name that no template takes."""
-        mend = 'give an object, such as {"enable_thinking": false}'
+    def check_arguments(self, value: str | dict, place: str) -> dict:
+        """Return arguments, perhaps given as JSON; raise UserError for one the template lacks."""
+        hint = 'use an object, such as {"enable_thinking": false}'
         if isinstance(value, str):
-            value = data.decode(value, place, hint=f"; {mend}")
+            value = data.decode(value, place, hint=f"; {hint}")
         if not isinstance(value, dict):
-            raise UserError(f"{place}: {mend}")
+            raise UserError(f"{place}: {hint}")
         for name in value:
-            if name not in self.words or name in ("messages", "add_generation_prompt"):
-                says = f"no chat template takes {data.shown(name)}; leave it out"
-                raise UserError(f"{place}: {says}")
+            if name not in self.template_words or name in ("messages", "add_generation_prompt"):
+                problem = f"the chat template does not use {data.shown(name)}; remove it"
+                raise UserError(f"{place}: {problem}")
         return value
 
-    def check_shown(self, turns):
-        """Raise UserError for what the template, or the plain transcript, has no word for."""
-        for turn in turns:
-            for name in IN_TEMPLATES & {*turn, turn["role"]} - self.words:
-                raise UserError(f"{name} is not in the chat template; give --chat_template FILE")
+    def check_supported(self, messages: list[dict]) -> None:
+        """Raise UserError for a role or field that the template would silently leave out."""
+        for message in messages:
+            for name in NEED_SUPPORT & {*message, message["role"]} - self.template_words:
+                hint = "use another --chat_template"
+                raise UserError(f"the chat template does not support {name}; {hint}")
 
-    def _try_template(self):
-        """Set `behind` and `end`, and add to `words`, by rendering a reply."""
-        turns = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "@@@"}]
-        with contextlib.suppress(UserError):  # one that writes whatever role there is
-            if "@@@" in self.render([{"role": "@", "content": "@@@"}, *turns[:1]]):
-                self.words |= {"tool", "developer"}
-        self.behind = self.render(turns).rsplit("@@@", 1)[-1]
-        ids = self.tokenizer(self.behind, add_special_tokens=False).input_ids
+    def _find_end_of_reply(self) -> None:
+        """Set `after_reply` and `end` by rendering a reply; also test for any roles."""
+        question = {"role": "user", "content": "u"}
+        with contextlib.suppress(UserError):
+            if "@@@" in self.render([{"role": "@", "content": "@@@"}, question]):
+                self.template_words |= {"tool", "developer"}  # it renders every role
+        rendered = self.render([question, {"role": "assistant", "content": "@@@"}])
+        self.after_reply = rendered.rsplit("@@@", 1)[-1]
+        ids = self.tokenizer(self.after_reply, add_special_tokens=False).input_ids
         special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
         self.end = next((token for token in ids if token in special), self.end)
 
-    def text(self, prompt):
+    def text(self, prompt: Prompt) -> str:
         """Return what the model reads before it replies."""
-        self.check_shown(prompt if isinstance(prompt, list) else ())
+        self.check_supported(prompt if isinstance(prompt, list) else [])
         if self.templated:
             return self.render(messages_of(prompt), add_generation_prompt=True)
         if isinstance(prompt, str):
             return prompt
-        text = "".join(f"{PLAIN_ROLES[turn['role']]} {turn['content']}" for turn in prompt)
-        return text + PLAIN_ROLES["assistant"]
+        turns = [f"{PLAIN_ROLES[turn['role']]} {turn['content']}" for turn in prompt]
+        return "".join(turns) + PLAIN_ROLES["assistant"]
 
-    def joined(self, prompt, reply, text):
-        """Return a prompt and a reply to it as one text; `text` is that of the prompt alone."""
-        turn = reply if isinstance(reply, dict) else {"role": "assistant", "content": reply}
-        self.check_shown([turn])
-        if self.templated:
-            whole = self.render([*messages_of(prompt), turn]).removesuffix(self.behind)
-            # a template may write the prompt otherwise once there is a reply
-            if whole.startswith(text) or whole.startswith(self.render(messages_of(prompt))):
-                return whole
-            return whole if isinstance(reply, dict) else text + reply
-        return text + reply if isinstance(prompt, str) else f"{text} {reply}"
+    def text_with_reply(self, prompt: Prompt, reply: Reply, text: str) -> str:
+        """Return a prompt and a reply as one text, which ends with the reply.
 
-    def ids(self, *texts):
-        """Return the token ids of texts with at most one BOS: a template may render a second one.
-
-        The others begin like the first one. Up to its last special token they are tokenized once if
-        a template rendered it: a tokenizer splits a text at these before all else.
+        text: of the prompt.
         """
-        start = stop = 0
-        for match in self.special.finditer(texts[0]) if self.templated else ():
-            start, stop = match.span()
-        shared = texts[0][:stop]
-        if not all(text.startswith(shared) for text in texts):
-            start, shared = 0, ""
-        head, *rests = self.tokenize(shared, *(text[start:] for text in texts))
-        bos = self.tokenizer.bos_token_id
-        ids_of_texts = []
-        for rest in rests:
-            ids = head[:-1] + rest  # the special token is in both
-            while bos is not None and ids[:2] == [bos, bos]:
-                ids = ids[1:]
-                self.notes.add("second BOS removed")
-            ids_of_texts.append(ids)
-        return ids_of_texts
+        message = reply if isinstance(reply, dict) else {"role": "assistant", "content": reply}
+        self.check_supported([message])
+        if not self.templated:
+            return text + reply if isinstance(prompt, str) else f"{text} {reply}"
+        messages = messages_of(prompt)
+        full = self.render([*messages, message]).removesuffix(self.after_reply)
+        # a template may render the prompt differently once there is a reply
+        same_prompt = full.startswith(text) or full.startswith(self.render(messages))
+        return full if same_prompt or isinstance(reply, dict) else text + reply
 
-    def tokenize(self, *texts):
-        """Return the token ids of each text."""
-        options = {"add_special_tokens": not self.templated}
+    def ids(self, *texts: str) -> list[list[int]]:
+        """Return the token ids of each text, with at most one BOS: a template may add a second."""
+        return [self._without_second_bos(ids) for ids in self._tokenize(texts)]
+
+    def _tokenize(self, texts: tuple[str, ...]) -> list[list[int]]:
+        add_special = not self.templated
         if not self.tokenizer.is_fast:
-            return self.tokenizer([*texts], verbose=False, **options).input_ids
-        # without offsets, which take as long again
-        encodings = self.tokenizer.backend_tokenizer.encode_batch_fast(texts, **options)
+            return self.tokenizer([*texts], verbose=False, add_special_tokens=add_special).input_ids
+        # without the offsets of tokens in the text, which take as long again
+        backend = self.tokenizer.backend_tokenizer
+        encodings = backend.encode_batch_fast(texts, add_special_tokens=add_special)
         return [encoding.ids for encoding in encodings]
 
-    def encode(self, example):
-        """Return the Pair of a preference_data.Example."""
-        _, prompt, chosen, rejected = example
+    def _without_second_bos(self, ids: list[int]) -> list[int]:
+        bos = self.tokenizer.bos_token_id
+        while bos is not None and ids[:2] == [bos, bos]:
+            ids = ids[1:]
+        return ids
+
+    def encode(self, location: str, prompt: Prompt, chosen: Reply, rejected: Reply) -> Encoded:
+        """Return the Pair of a prompt and two replies, which may be equal (for SFT)."""
+        notes = set()
         text = self.text(prompt)
-        replies = [chosen] if chosen == rejected else [chosen, rejected]  # equal: to imitate (sft)
-        wholes = [self.joined(prompt, reply, text) for reply in replies]
-        prompt_ids, *whole_ids = self.ids(text, *wholes)
-        boundary = common_prefix(prompt_ids, *whole_ids)
+        replies = [chosen] if chosen == rejected else [chosen, rejected]
+        full_texts = [self.text_with_reply(prompt, reply, text) for reply in replies]
+        tokenized = self._tokenize((text, *full_texts))
+        prompt_ids, *full_ids = map(self._without_second_bos, tokenized)
+        if [prompt_ids, *full_ids] != tokenized:
+            notes.add("second BOS removed")
+        boundary = common_prefix(prompt_ids, *full_ids)
         if boundary == 0:  # nothing before the first response token would predict it
-            mend = "has no token of its own; lengthen it"
-            raise UserError(f"{example.location}: prompt {text!r:.40} {mend}")
+            raise UserError(f"prompt: {text!r:.40} has no token of its own; use a longer one")
         if boundary < len(prompt_ids):
-            self.notes.add("merged at the seam")
-        sides = [self.ended(ids[boundary:]) for ids in (whole_ids[0], whole_ids[-1])]
-        parts = self.cut(prompt_ids[:boundary], *sides)
-        if parts != (prompt_ids[:boundary], *sides):
-            self.notes.add("truncated")
-        return Pair(*parts, example.location, plain(prompt), reply_text(chosen))
+            notes.add("merged at the seam")
+        responses = [ids[boundary:] for ids in (full_ids[0], full_ids[-1])]
+        ended = [self.with_end(response) for response in responses]
+        if any(response and response[-1] in self.ends for response in responses):
+            notes.add("end token in the text")
+        parts = self.truncate(prompt_ids[:boundary], *ended)
+        if parts != (prompt_ids[:boundary], *ended):
+            notes.add("truncated")
+        return Encoded(Pair(*parts, location, plain_text(prompt), reply_text(chosen)), notes)
 
-    def ended(self, response):
-        """Return the response with exactly one end token, if there is one, which is trained."""
-        while response and response[-1] in self.ends:
-            response = response[:-1]
-            self.notes.add("end token in the text")
-        return response if self.end is None else [*response, self.end]
+    def with_end(self, response: list[int]) -> list[int]:
+        """Return the response with exactly one end token, which is trained, if there is one."""
+        length = len(response)
+        while length and response[length - 1] in self.ends:
+            length -= 1
+        return response[:length] + ([] if self.end is None else [self.end])
 
-    def cut(self, prompt, chosen, rejected):
+    def truncate(
+        self, prompt: list[int], chosen: list[int], rejected: list[int]
+    ) -> tuple[list[int], list[int], list[int]]:
         """Shorten the prompt first, to a quarter of max_length at least, then the responses."""
         room = self.max_length - max(len(chosen), len(rejected))
         room = max(room, min(len(prompt), self.max_length // 4), 1)
@@ -203,20 +223,20 @@ class Encoder:
         return prompt, chosen[:room], rejected[:room]
 
 
-def messages_of(prompt):
-    """A prompt as a conversation: a text is the user's."""
+def messages_of(prompt: Prompt) -> list[dict]:
+    """Return a prompt as messages; a text is the user's."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
-def reply_text(reply):
-    """Return the text of a reply: of a message its content or, if that is empty, its tool calls."""
+def reply_text(reply: Reply) -> str:
+    """Return the content of a reply, or its tool calls if the content is empty."""
     if isinstance(reply, str):
         return reply
     return reply["content"] or json.dumps(reply.get("tool_calls", ""))
 
 
-def plain(prompt):
-    """A prompt as text: of a single question just that, of a conversation all turns."""
+def plain_text(prompt: Prompt) -> str:
+    """Return a prompt without a template: the text of a single question, or all turns."""
     if isinstance(prompt, str):
         return prompt
     if len(prompt) == 1:
@@ -224,10 +244,6 @@ def plain(prompt):
     return "\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
 
 
-def common_prefix(*sequences):
+def common_prefix(*sequences: list[int]) -> int:
     """Return how many leading items all sequences share."""
     return len(os.path.commonprefix(sequences))
-
-
-def without_space(text):
-    return "".join(text.split())

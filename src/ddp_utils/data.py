@@ -1,9 +1,12 @@
-"""Data files: strict JSON with file:line in every error, and files that are written atomically."""
+"""Data files: strict JSON with file:line in every error, atomic writes, and rows of token ids.
+
+Rows are encoded once per node and kept in a file that all processes map into memory.
+"""
 
 import array
-import codecs
 import contextlib
 import difflib
+import functools
 import gzip
 import hashlib
 import itertools
@@ -13,19 +16,25 @@ import re
 import reprlib
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors import SafetensorError
+import numpy as np
+from filelock import FileLock
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from ddp_utils import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
-MAX_BYTES = 8 * 2**30  # of a file after decompression
 # characters that would break a line of output in two, or that cannot be printed
 CONTROL = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 ONE_OBJECT_PER_LINE = "; each line must hold one {...}, or the file one list of them"
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+OTHER_SUFFIXES = (*DELIMITERS, ".json", ".jsonl", ".gz", ".txt")  # not of a data set on the hub
+ENCODERS = ("data", "data_sets", "preference_data", "conversations", "chat_template", "logps")
+CODE = [Path(__file__).with_name(f"{name}.py") for name in ENCODERS]  # that makes token ids
 
 
 class Record(NamedTuple):
@@ -34,6 +43,16 @@ class Record(NamedTuple):
     location: str  # `file:line`, or `file[index]` if the file is one list
     data: dict
     row: str = ""  # the line or the index, for reports
+
+
+class DataFile(NamedTuple):
+    """A data file, or a data set of the hub, and how it is read."""
+
+    path: str
+    cache: Path | None = None  # folder for the token ids
+    limit: int = -1  # number of rows; -1: all
+    on_bad_record: str = "error"  # or "skip"
+    columns: str = ""  # other names of fields: ours=theirs,ours=theirs
 
 
 # --- reading -------------------------------------------------------------------------------------
@@ -52,66 +71,91 @@ def existing_file(path: str | Path) -> Path:
         folders = " and in ".join(dict.fromkeys(map(str, (Path.cwd(), ROOT))))
         raise UserError(f"{str(path) or repr('')}: no such file; looked in {folders}")
     if not file.is_file():
-        raise UserError(f"{path}: not a regular file but a directory, pipe or device")
+        raise UserError(f"{path}: not a regular file but a folder, pipe or device")
     return file
 
 
 def content(path: str | Path) -> str:
-    """Return the text of a file, decompressed and without a byte order mark.
-
-    Raises UserError if the file cannot be read, is not UTF-8, or is larger than MAX_BYTES.
-    """
+    """Return the text of a file, decompressed and without a byte order mark."""
     file = existing_file(path)
     try:
-        size = file.stat().st_size
-        raw = file.read_bytes() if size <= MAX_BYTES else b""
-        if raw.startswith(b"\x1f\x8b"):  # the magic number of gzip; the name may not end in .gz
-            with gzip.open(file) as stream:
-                raw = stream.read(MAX_BYTES + 1)
+        raw = file.read_bytes()
+        if raw.startswith(b"\x1f\x8b"):  # gzip, whatever the file's name is
+            raw = gzip.decompress(raw)
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{path}:{line}: byte {error.start} is not UTF-8; convert it") from error
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
-    if max(size, len(raw)) > MAX_BYTES:
-        raise UserError(f"{path}: more than {MAX_BYTES:,} bytes; unpack or split it")
-    raw = raw.removeprefix(codecs.BOM_UTF8)
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        raise UserError(f"{path}:{line}: byte {error.start} is not UTF-8; convert it") from error
 
 
-def read(path: str | Path, limit: int = -1, skip: bool = False) -> Iterator[Record]:
-    """Yield the records of a .jsonl or .json file, gzipped or not, at most `limit` of them.
+def read(
+    path: str | Path, limit: int = -1, skip: bool = False, columns: str = ""
+) -> Iterator[Record]:
+    """Yield the records of a JSON, JSON Lines or CSV file, or of a data set; at most `limit`.
 
-    Raises UserError if the file is absent, empty, or has a record that is not one JSON object;
-    with `skip` such a line becomes a record whose data is that error.
+    Raises UserError if the file is absent or empty, or if a record is not one JSON object; with
+    `skip` such a line becomes a record whose data is that error.
+    columns: as in DataFile; records have our names.
     """
+    theirs = dict(pair.split("=") for pair in columns.split(",") if pair)
+    ours = {column: name for name, column in theirs.items()}
     record = None
-    for location, row, data in itertools.islice(_rows(path), limit if limit > 0 else None):
+    for location, row, data in itertools.islice(_rows(str(path)), limit if limit > 0 else None):
         if not isinstance(data, dict | UserError):
             data = UserError(f"{location}: not a JSON object; each record must be one {{...}}")
         if isinstance(data, UserError) and not skip:
             raise data
+        if ours and isinstance(data, dict):
+            # a column with the name that another column gets would hide that one
+            kept = {name: data[name] for name in data if name in ours or name not in theirs}
+            data = {ours.get(name, name): value for name, value in kept.items()}
         record = Record(location, data, row)
         yield record
     if record is None:
         raise UserError(f"{path}: 0 records; each line must hold one JSON object")
 
 
-def _rows(path: str | Path) -> Iterator[tuple[str, str, Any]]:
+def _rows(path: str) -> Iterator[tuple[str, str, Any]]:
     """Yield the location, the number, and the JSON value (or the UserError) of each row."""
-    text = content(path)
-    if text.lstrip().startswith("["):
-        for index, data in enumerate(decode(text, path)):
-            yield f"{path}[{index}]", str(index), data
-        return
+    if is_data_set(path):
+        from ddp_utils import data_sets
+
+        rows = enumerate(data_sets.load(path, resolve), start=1)
+    elif Path(path).suffix in DELIMITERS:
+        from ddp_utils import data_sets
+
+        rows = data_sets.read_csv(path, content(path), DELIMITERS[Path(path).suffix])
+    else:
+        text = content(path)
+        if text.lstrip().startswith("["):
+            for index, data in enumerate(decode(text, path)):
+                yield f"{path}[{index}]", str(index), data
+            return
+        rows = _json_lines(path, text)
+    for number, data in rows:
+        yield f"{path}:{number}", str(number), data
+
+
+def _json_lines(path: str, text: str) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
-                data = decode(line, path, number, ONE_OBJECT_PER_LINE)
+                yield number, decode(line, path, number, ONE_OBJECT_PER_LINE)
             except UserError as error:
-                data = error
-            yield f"{path}:{number}", str(number), data
+                yield number, error
+
+
+def is_data_set(path: str) -> bool:
+    """Return whether the library datasets reads it: Parquet, Arrow, a folder, a name on the hub."""
+    file = resolve(path)
+    if file.suffix in (".parquet", ".arrow"):
+        return True
+    if path and resolve(path.partition(":")[0]).is_dir():  # a split may follow behind the colon
+        return True
+    is_hub_name = re.fullmatch(r"[\w-]+/[\w.-]+(:\w+)?", path)
+    return bool(is_hub_name) and file.suffix not in OTHER_SUFFIXES and not file.exists()
 
 
 def read_json(path: str | Path) -> dict:
@@ -158,17 +202,22 @@ DECODER = json.JSONDecoder(parse_constant=_reject_constant, object_pairs_hook=_r
 def text(record: Record, field: str) -> str:
     """Return the non-empty string in a field; raise UserError if there is none."""
     if field not in record.data:
-        hint = f"found: {', '.join(map(shown, record.data)) or '-':.200}"
+        hint = f"fields found: {', '.join(map(shown, record.data)) or '-':.200}"
         for name in difflib.get_close_matches(field, record.data, n=1):
-            hint = f"rename {name!r}, if that is meant"
-        raise UserError(f"{record.location}: {field} is missing; {hint}")
+            hint = f"rename {name!r} if that is the field"
+        raise UserError(f"{record.location}: {field}: missing; {hint}")
     value = record.data[field]
     if not isinstance(value, str) or not value.strip():
-        hint = f"{reprlib.repr(value):.100}; give a non-empty string"
-        raise UserError(f"{record.location}: {field} is {hint}")
+        raise wrong_value(record, field, value, "a non-empty string")
     if re.search("[\0\ud800-\udfff]", value):
-        raise UserError(f"{record.location}: {field} has a NUL or half a surrogate pair; remove it")
+        raise UserError(f"{record.location}: {field}: remove the NUL or half surrogate pair")
     return value
+
+
+def wrong_value(record: Record, field: str, value: Any, expected: str) -> UserError:
+    """Return the error for a field whose value is not what is expected."""
+    problem = f"must be {expected}, not {reprlib.repr(value):.100}"
+    return UserError(f"{record.location}: {field}: {problem}")
 
 
 def shown(name: str) -> str:
@@ -182,11 +231,6 @@ def printable(text: str) -> str:
 
 
 # --- writing -------------------------------------------------------------------------------------
-
-
-def temporary_of(path: str | Path) -> Path:
-    """Return the path under which a file or folder is written before it is renamed."""
-    return Path(path).with_name(f".tmp-{Path(path).name}")
 
 
 @contextlib.contextmanager
@@ -222,10 +266,14 @@ def write_folder(path: str | Path, clear: bool = True) -> Iterator[Path]:
         for file in filter(Path.is_file, temporary.rglob("*")):
             file.chmod(file.stat().st_mode | mode)
             fsync(file)
-        fsync(temporary)
         _remove(path)
         os.replace(temporary, path)
         fsync(path.parent)
+
+
+def temporary_of(path: str | Path) -> Path:
+    """Return the path under which a file or folder is written before it is renamed."""
+    return Path(path).with_name(f".tmp-{Path(path).name}")
 
 
 @contextlib.contextmanager
@@ -237,11 +285,11 @@ def _removed_on_error(path: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             _remove(temporary_of(path))
         number = getattr(error, "errno", None)
-        if isinstance(error, SafetensorError):
-            number = re.search(r"os error (\d+)|$", str(error))[1]
-        if not isinstance(error, OSError | SafetensorError) or not number:
+        if isinstance(error, SafetensorError):  # has the number only in its text
+            number = int(re.search(r"os error (\d+)|$", str(error))[1] or 0)
+        if not number or not isinstance(error, OSError | SafetensorError):
             raise
-        raise OSError(int(number), os.strerror(int(number)), str(path)) from error
+        raise OSError(number, os.strerror(number), str(path)) from error
 
 
 def _remove(path: Path) -> None:
@@ -312,8 +360,143 @@ def digest_of_rows(rows: Any) -> str:
     """Return a digest of the token ids of all rows; rows kept in a file have one already."""
     if hasattr(rows, "digest"):
         return rows.digest
-    digest = hashlib.sha256()
+    ids = [row[:3] for row in rows]
+    return hashlib.sha256(repr(ids).encode()).hexdigest()[:16]
+
+
+# --- rows of token ids ---------------------------------------------------------------------------
+
+# columns of Rows.table: where the row's three lists of token ids and its texts end in the file, a
+# number that is the same for equal prompts, the length of the longer sequence, the largest id
+COLUMNS = ("first", "second", "third", "texts", "prompt", "num_tokens", "largest_id")
+ROW = np.dtype([(name, np.int64) for name in COLUMNS])
+
+
+class Rows:
+    """Rows of token ids in a file that all processes map into memory.
+
+    A row is a NamedTuple of three lists of token ids, its location in the data file, and texts.
+    It is made when it is asked for.
+
+    kind: the NamedTuple; path: the data file; file: written by write_rows(); digest: of its
+    content; index: [rows] which rows of the file, by default all.
+    """
+
+    def __init__(
+        self, kind: type, path: str, file: Path, digest: str, index: np.ndarray | None = None
+    ) -> None:
+        self.kind = kind
+        self.path = path
+        self.file = file
+        self.digest = digest
+        with safe_open(file, "pt") as tensors:  # "np" would read the file into memory
+            self.ids = tensors.get_tensor("ids").numpy()
+            self.texts = tensors.get_tensor("texts").numpy()
+            self.table = tensors.get_tensor("table").numpy().view(ROW)[:, 0]
+        self.index = np.arange(1, len(self.table)) if index is None else index
+        self.make = functools.lru_cache(1024)(self._make)  # a step uses each row several times
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, row: int | slice) -> Any:
+        if isinstance(row, slice):
+            return [self[number] for number in range(len(self))[row]]
+        return self.make(self.index[row].item())
+
+    def _make(self, row: int) -> Any:
+        before, entry = self.table[row - 1], self.table[row]
+        bounds = before["third"], entry["first"], entry["second"], entry["third"]
+        lists = [self.ids[start:stop].tolist() for start, stop in itertools.pairwise(bounds)]
+        texts = self.texts[before["texts"] : entry["texts"]].tobytes()
+        location, *texts = json.loads(texts)
+        return self.kind(*lists, f"{self.path}{location}", *texts)
+
+    @property
+    def prompts(self) -> np.ndarray:
+        """Return a number for each row, [rows], that is the same for equal prompts."""
+        return self.table["prompt"][self.index]
+
+    def extremes(self) -> list:
+        """Return the two shortest and the two longest rows and the one with the largest id."""
+        table = self.table[self.index]
+        by_length = np.argsort(table["num_tokens"], kind="stable")
+        rows = [*by_length[:2], *by_length[-2:], table["largest_id"].argmax()]
+        return [self[row] for row in dict.fromkeys(rows)]
+
+    def select(self, mask: np.ndarray) -> "Rows":
+        """Return the rows where a mask [rows] is True."""
+        index = self.index[mask]
+        digest = hashlib.sha256(self.digest.encode() + index.tobytes()).hexdigest()
+        return Rows(self.kind, self.path, self.file, digest, index)
+
+
+def write_rows(file: Path, path: str, rows: Iterable) -> None:
+    """Write rows for Rows; their locations are stored without `path`, since the file may move."""
+    from ddp_utils.sampler import seed_of  # imports torch, for which --help need not wait
+
+    ids = array.array("i")
+    texts = bytearray()
+    table = array.array("q", [0] * len(COLUMNS))  # begins with an empty row, whose ends are 0
     for row in rows:
-        ids = *row[0], -1, *row[1], -1, *row[2], -2
-        digest.update(array.array("q", ids))
-    return digest.hexdigest()[:16]
+        for part in row[:3]:
+            ids.extend(part)
+            table.append(len(ids))
+        texts += json.dumps([row.location.removeprefix(path), *row[4:]]).encode()
+        largest = max(itertools.chain(*row[:3]))
+        table.extend((len(texts), seed_of(row.text), row.num_tokens, largest))
+    arrays = {"ids": np.array(ids), "texts": np.frombuffer(texts, np.uint8)}
+    arrays["table"] = np.array(table).reshape(-1, len(COLUMNS))
+    save_file(arrays, file)
+
+
+def cached_rows(
+    kind: type, source: DataFile, facts: list, make: Callable[[dict], Iterable]
+) -> tuple[Rows, dict]:
+    """Return the Rows of a data file, and the report on it, from the cache.
+
+    make: if they are not in the cache, make(report) yields the rows and fills in the report. One
+    process of a node does so, the others wait.
+    facts: what the rows depend on besides the file and its settings.
+    Raises UserError if the folder cannot be written.
+    """
+    path, cache, *settings = source
+    facts = [kind._fields, digest_of_data(path), digest_of_files(CODE), *settings, *facts]
+    key = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+    file = Path(cache) / f"{Path(path).stem}-{key}.safetensors"
+    about = file.with_suffix(".json")
+    saved = _read_intact(file, about)
+    try:
+        if not saved:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(file.with_suffix(".lock")):
+                saved = _read_intact(file, about)  # another process may have made them
+                if not saved:
+                    report = {}
+                    with write_file(file) as temporary:
+                        write_rows(temporary, path, make(report))
+                    saved = {"sha256": sha256(file), "report": report}
+                    write_json(about, saved)
+    except OSError as error:
+        problem = f"{cache} cannot be written: {error.strerror}; use another folder"
+        raise UserError(f"--cache_dir: {problem}") from error
+    return Rows(kind, path, file, saved["sha256"]), {"file": path, **saved["report"]}
+
+
+def _read_intact(file: Path, about: Path) -> dict:
+    """Return the digest and the report beside a file of rows; {} if one is absent or damaged."""
+    try:
+        saved = json.loads(about.read_text())
+        return saved if sha256(file) == saved["sha256"] else {}
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}
+
+
+def digest_of_data(path: str) -> str:
+    """Return a digest of the content of a data file or data set."""
+    if not is_data_set(path):
+        return sha256(existing_file(path))
+    from ddp_utils import data_sets
+
+    files = data_sets.load(path, resolve).cache_files
+    return " ".join(sha256(part["filename"]) for part in files)

@@ -1,149 +1,164 @@
-"""Preference files as people have them -> one Example per row; the fields tell the format.
+"""Preference files of many formats -> pairs of token ids; the fields of a row tell the format.
 
-prompt       {"prompt", "chosen", "rejected"}: texts, and perhaps a "system" text
-instruction  {"instruction", "chosen", "rejected"}, and perhaps "input" and "system"
-question     {"question", "chosen", "rejected"}, and perhaps "system"
+prompt       {"prompt", "chosen", "rejected"}: texts, optionally a "system" text
+instruction  {"instruction", "chosen", "rejected"}, optionally "input" and "system"
+question     {"question", "chosen", "rejected"}, optionally "system"
 messages     like prompt, but any of the three is a list of {"role", "content"}; chosen and rejected
              may hold the whole conversation, with or without a prompt (UltraFeedback)
-sharegpt     {"conversations", "chosen", "rejected"} of {"from", "value"}, and perhaps "system"
+sharegpt     {"conversations", "chosen", "rejected"} of {"from", "value"}, optionally "system"
 transcript   {"chosen", "rejected"}: texts of "\\n\\nHuman:" and "\\n\\nAssistant:" turns (HH)
 openai       {"input": {"messages"}, "preferred_output", "non_preferred_output"}
 """
 
 import collections
 import difflib
-import reprlib
 import threading
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
-from ddp_utils import UserError, data, sampler, tables
-from ddp_utils.chat_template import reply_text
+from ddp_utils import UserError, data, sampler
+from ddp_utils.chat_template import Encoded, Encoder, Prompt, Reply, reply_text
+from ddp_utils.data import DataFile, Record, Rows
 from ddp_utils.logps import Pair
 
 SIDES = ("chosen", "rejected")
 TEXTS = ("prompt", "instruction", "question")
-FIELDS = {name: (name, *SIDES) for name in TEXTS}  # format -> what a row must have
+FIELDS = {name: (name, *SIDES) for name in TEXTS}  # format -> fields that a row must have
 FIELDS["sharegpt"] = ("conversations", *SIDES)
 FIELDS["openai"] = ("input", "preferred_output", "non_preferred_output")
-NOT_TEXT = ("function_call", "image", "images", "audio", "audios", "video", "videos")
+MEDIA = ("function_call", "image", "images", "audio", "audios", "video", "videos")
 WEIGHTS = ("weight", "loss_weight", "train", "loss", "label")  # of a row or message: 1, true or 0
-MORE = ("reasoning_content", "tool_calls", "tool_call_id")  # what a template may show of a message
-ARGUMENTS = ("tools", "chat_template_kwargs")  # what a row may give its template
-WHOLE = {"content", *MORE, *ARGUMENTS}  # fields whose own fields have other names
-MESSAGE = {"role", "from", "value", "messages", *WHOLE, *WEIGHTS}  # what is read of one
+ARGUMENTS = ("tools", "chat_template_kwargs")  # arguments of the chat template for one row
 HUMAN = "\n\nHuman:"  # begins a transcript
 
 
-class Example(NamedTuple):
-    """One preference, checked."""
-
-    location: str  # file:line
-    prompt: str | list  # plain text, or [{"role", "content"}, ...] that ends with a user's turn
-    chosen: str | dict  # a turn if there is more to it than text
-    rejected: str | dict
-
-
 class Unusable(Exception):
-    """A well-formed row that teaches nothing; its text is the reason, to count such rows by."""
+    """A well-formed row that nothing can be learned from; the text is the reason, for counting."""
 
 
 class Shape(NamedTuple):
     """How the rows of a file are written."""
 
-    kind: str  # as the report calls it
-    fields: tuple  # what is read of a row, besides "system"
-    format: str = ""  # of preferences
+    name: str  # for the report
+    fields: tuple[str, ...]  # that are read, besides "system"
+    preference: str = ""  # the format of a preference
 
 
-def read(source, encoder):
-    """Return the usable pairs of a DataFile, as Rows, and its report.
+# --- a file --------------------------------------------------------------------------------------
 
-    Rows that cannot teach (equal sides, empty responses, prompts that differ) are dropped and
-    counted; malformed ones raise UserError, or with "skip" are counted, too.
+
+def read(source: DataFile, encoder: Encoder) -> tuple[Rows, dict]:
+    """Return the usable pairs of a file, and the report on it.
+
+    Rows that teach nothing (equal or empty responses, prompts that differ) are dropped and counted.
+    Malformed rows raise UserError; with on_bad_record="skip" they are dropped and counted, too.
     """
 
-    def make(record, shape):
-        pair = encoder.encode(example(record, shape.format))
+    def encode(record: Record, shape: Shape, encoder: Encoder) -> Encoded:
+        prompt, chosen, rejected = texts_of(record, shape.name)
+        encoded = encoder.encode(record.location, prompt, chosen, rejected)
+        pair = encoded.pair
         if not (pair.chosen and pair.rejected):  # a tokenizer may drop letters and have no end
             raise Unusable("empty response")
         if pair.chosen == pair.rejected:
             raise Unusable("identical once cut")
-        return pair
+        return encoded
 
-    def pairs(report):
+    def pairs(report: dict) -> Iterator[Pair]:
         longer = 0
-        for pair in collect(report, source, encoder, find_shape, make):
+        for pair in encode_rows(report, source, encoder, find_shape, encode):
             longer += len(pair.chosen) > len(pair.rejected)
             yield pair
         report["chosen_is_longer"] = round(longer / report["used"], 3)
 
-    return tables.read(Pair, source, encoder.facts(), pairs)
+    return data.cached_rows(Pair, source, encoder.facts(), pairs)
 
 
-def collect(report, source, encoder, find, make):
-    """Yield make(record, shape) of each usable row, and report what is worth knowing of them.
+def encode_rows(
+    report: dict,
+    source: DataFile,
+    encoder: Encoder,
+    find_shape: Callable[[Record], Shape],
+    encode: Callable[[Record, Shape, Encoder], tuple[Any, set[str]]],
+) -> Iterator:
+    """Yield the usable rows of a file and fill in the report.
 
-    find: returns the Shape of the first row. Raises UserError if a row is malformed (with "skip"
-    it is dropped), or if no row is usable.
+    find_shape: called with the first well-formed row.
+    encode: returns a row and notes on it, or raises Unusable or UserError.
+    Raises UserError if a row is malformed (unless these are skipped), or if no row is usable.
     """
     shape = first_error = None
     count = used = 0
     not_read = set()
     seen = set()
-    tokens = collections.Counter()  # part of a row -> its tokens in all rows
+    tokens = collections.Counter()  # part of a row -> tokens in all rows
     dropped = collections.defaultdict(list)  # reason -> rows
-    counts = collections.defaultdict(list)  # what was mended -> rows
-    tqdm.set_lock(threading.RLock())  # its default is a semaphore, which os._exit would leak
-    for record in tqdm(source.records(), "Tokenizing", disable=None, leave=False, unit=" rows"):
+    noted = collections.defaultdict(list)  # note -> rows
+    tqdm.set_lock(threading.RLock())  # the default lock is a semaphore, which os._exit would leak
+    records = data.read(source.path, source.limit, skip=True, columns=source.columns)
+    for record in tqdm(records, "Tokenizing", disable=None, leave=False, unit=" rows"):
         count += 1
-        encoder.notes.clear()
         try:
             if isinstance(record.data, UserError):
                 raise record.data
-            shape = shape or find(record)
-            encoder.row_kwargs = row_kwargs(record, encoder)
-            row = make(record, shape)
-            prompt, one, other = map(tuple, row[:3])
-            if hash((prompt, one, other)) in seen:
-                encoder.notes.add("same as an earlier row")
-            if hash((prompt, other, one)) in seen:
-                encoder.notes.add("opposite of an earlier row")
-            seen.add(hash((prompt, one, other)))
-            yield row
-            used += 1
-            tokens.update(row.lengths)
-            not_read |= unread(record.data, {*shape.fields, "system", *WEIGHTS, *ARGUMENTS})
+            shape = shape or find_shape(record)
+            arguments = template_arguments(record, encoder)
+            row, notes = encode(record, shape, encoder.with_arguments(arguments))
         except Unusable as reason:
             dropped[str(reason)].append(record.row)
+            continue
         except UserError as error:
-            if not str(error).startswith(source.path):  # of its template
+            if not str(error).startswith(source.path):  # the chat template's have no location
                 error = UserError(f"{record.location}: {error}")
             first_error = first_error or error
             dropped["malformed"].append(record.row)
-        for note in sorted(encoder.notes):
-            counts[note].append(record.row)
+            continue
+        yield row
+        used += 1
+        tokens.update(row.lengths)
+        not_read |= fields_not_read(record, shape)
+        for note in sorted(notes | _repeats(row, seen)):
+            noted[note].append(record.row)
     if first_error and source.on_bad_record == "error":
-        skip = f"skip {len(dropped['malformed'])} of {count} rows: --on_bad_record skip"
-        raise UserError(f"{first_error}, or {skip}" if used else str(first_error))
+        hint = f"; or skip {len(dropped['malformed'])} of {count} rows with --on_bad_record skip"
+        raise UserError(f"{first_error}{hint if used else ''}")
     if not used:
         reasons = ", ".join(f"{len(rows)} {reason}" for reason, rows in dropped.items())
         raise UserError(f"{source.path}: 0 usable rows of {count}: {reasons}")
     report |= {
-        "format": shape.kind,
+        "format": shape.name,
         "fields_not_read": ", ".join(sorted(map(data.shown, not_read))),
         "template": encoder.templated,
         "rows": count,
         "used": used,
         "dropped": dropped,
-        **counts,
+        **noted,
         "mean_tokens": {part: round(total / used, 1) for part, total in tokens.items()},
     }
 
 
-def describe(split, report):
+def fields_not_read(record: Record, shape: Shape) -> set[str]:
+    """Return the names of the fields that hold something and are not read."""
+    names = record.data.keys() - {*shape.fields, "system", *WEIGHTS, *ARGUMENTS}
+    return {name for name in names if record.data[name] not in (None, "", [], {})}
+
+
+def _repeats(row: Any, seen: set[int]) -> set[str]:
+    """Return notes on a row that is in `seen`, or whose responses are there swapped; add it."""
+    prompt, one, other = map(tuple, row[:3])
+    notes = set()
+    if hash((prompt, one, other)) in seen:
+        notes.add("same as an earlier row")
+    if hash((prompt, other, one)) in seen:
+        notes.add("opposite of an earlier row")
+    seen.add(hash((prompt, one, other)))
+    return notes
+
+
+def describe(split: str, report: dict) -> str:
     """Return the report of one file as one line."""
     line = f"{split}: {report['rows']} rows of {report['format']}, {report['used']} used"
     if "split" in report:
@@ -163,143 +178,133 @@ def describe(split, report):
     return line
 
 
-def split_by_prompt(rows, seed, shares=(0.85, 0.05, 0.10)):
-    """Cut rows into train, validation and test so that no prompt stands in two of them."""
+def split_by_prompt(
+    rows: Rows, seed: int, fractions: tuple[float, ...] = (0.85, 0.05, 0.10)
+) -> list[Rows]:
+    """Split rows into training, validation and test data such that no prompt is in two of them."""
     prompts, prompt_of = np.unique(rows.prompts, return_inverse=True)
-    edges = np.round(np.cumsum(shares[:-1]) * len(prompts)).astype(int)
+    edges = np.round(np.cumsum(fractions[:-1]) * len(prompts)).astype(int)
     parts = np.split(sampler.order(len(prompts), seed, epoch=-1), edges)
     return [rows.select(np.isin(prompt_of, part)) for part in parts]
 
 
-def find_shape(record) -> Shape:
+# --- a row ---------------------------------------------------------------------------------------
+
+
+def find_shape(record: Record) -> Shape:
     """Return the Shape of a preference."""
     name = find_format(record)
     fields = FIELDS.get(name, FIELDS["prompt"])
     return Shape(name, (*fields, "input") if name == "instruction" else fields, name)
 
 
-def find_format(record) -> str:
-    """Return the name of the format that has the fields of this record."""
-    data = record.data
-    sides = [data.get(side) for side in SIDES]
-    if data.keys() >= set(SIDES) and list in map(type, [data.get("prompt"), *sides]):
+def find_format(record: Record) -> str:
+    """Return the name of the format that has the fields of a record."""
+    responses = [record.data.get(side) for side in SIDES]
+    has_responses = record.data.keys() >= set(SIDES)
+    values = [record.data.get("prompt"), *responses]
+    if has_responses and any(isinstance(value, list) for value in values):
         return "messages"
     for name, fields in FIELDS.items():
-        if data.keys() >= set(fields):
+        if record.data.keys() >= set(fields):
             return name
-    if any(str(side).startswith(HUMAN) for side in sides):
+    if any(str(response).startswith(HUMAN) for response in responses):
         return "transcript"
-    raise unknown(record, FIELDS.values())
+    raise unknown_format(record, FIELDS.values())
 
 
-def unknown(record, shapes) -> UserError:
-    """Say which fields a record has, and what it lacks to be of the nearest shape (its fields)."""
+def unknown_format(record: Record, formats: Collection[tuple[str, ...]]) -> UserError:
+    """Return an error with the fields of a record, and the field that the nearest format lacks."""
     names = [repr(key)[1:-1][:40] for key in record.data]
-    known = sum(shapes, ())
-    meant = set()
+    alike = set()
     for name in names:
-        meant.update(difflib.get_close_matches(name, known, n=1))
-    nearest = max(shapes, key=lambda fields: len(meant & set(fields)))
+        alike.update(difflib.get_close_matches(name, sum(formats, ()), n=1))
+    nearest = max(formats, key=lambda fields: len(alike & set(fields)))
     missing = next(field for field in nearest if field not in record.data)
-    nearest = f"nearest is {', '.join(nearest)}: {missing} is missing"
-    nearest += f"; or name yours: --columns {missing}=..."
-    return UserError(f"{record.location}: fields found: {', '.join(names) or '-':.200}; {nearest}")
+    problem = f"nearest is {', '.join(nearest)}: {missing} is missing"
+    hint = f"use --columns {missing}=... for another name"
+    found = f"fields found: {', '.join(names) or '-':.200}"
+    return UserError(f"{record.location}: {found}; {problem}; {hint}")
 
 
-def unread(data, fields, path="") -> set:
-    """Return the dotted paths that nothing reads: of fields of a row, and of its messages."""
-    names = set()
-    for key, value in data.items():
-        is_read = key in fields or (key == "name" and data.get("role") == "tool")
-        if is_read and key in WHOLE:
-            continue
-        if not is_read and value not in (None, "", [], {}):  # tables have null or ""
-            names.add(path + key)
-        elif isinstance(value, dict):
-            names |= unread(value, MESSAGE, f"{path}{key}.")
-        elif isinstance(value, list):
-            for item in value:
-                if isinstance(item, dict):
-                    names |= unread(item, MESSAGE, f"{path}{key}[].")
-    return names
-
-
-def row_kwargs(record, encoder):
-    """Return what a row gives its template besides messages: tools, and chat_template_kwargs."""
+def template_arguments(record: Record, encoder: Encoder) -> dict:
+    """Return a row's arguments for the chat template: its tools and chat_template_kwargs."""
     tools, arguments = map(record.data.get, ARGUMENTS)
-    if isinstance(record.data.get("input"), dict):  # OpenAI's
+    if isinstance(record.data.get("input"), dict):  # of the format openai
         tools = record.data["input"].get("tools")
     place = f"{record.location}: chat_template_kwargs"
-    arguments = encoder.arguments(arguments or {}, place)
+    arguments = encoder.check_arguments(arguments or {}, place)
     if not tools:
         return arguments
     if isinstance(tools, str):
         tools = data.decode(tools, f"{record.location}: tools")
     if not isinstance(tools, list):
-        raise error(record, "tools", tools, "give a list of JSON schemas")
-    return encoder.arguments({**arguments, "tools": tools}, f"{record.location}: tools")
+        raise data.wrong_value(record, "tools", tools, "a list of JSON schemas")
+    return encoder.check_arguments({**arguments, "tools": tools}, f"{record.location}: tools")
 
 
-def example(record, name) -> Example:
-    """Read a record in the named format; UserError if malformed, Unusable if it teaches nothing."""
-    prompt, chosen, rejected = prompt_and_sides(record, name)
+def texts_of(record: Record, format: str) -> tuple[Prompt, Reply, Reply]:
+    """Return prompt, chosen and rejected of a record; Unusable if nothing is learned from them."""
+    prompt, chosen, rejected = prompt_and_responses(record, format)
     if not reply_text(chosen).strip() or not reply_text(rejected).strip():
         raise Unusable("empty response")
     if chosen == rejected:
         raise Unusable("identical")
-    return Example(record.location, prompt, chosen, rejected)
+    return prompt, chosen, rejected
 
 
-def prompt_and_sides(record, name):
+def prompt_and_responses(record: Record, format: str) -> tuple[Prompt, Reply, Reply]:
     """Return prompt, chosen and rejected of a record in the named format."""
-    text_only(record, "", record.data)
-    if name in TEXTS:
-        prompt = question(record, name, name == "instruction")
-        return prompt, *(response(record, side) for side in SIDES)
-    from ddp_utils import conversations  # for rows of turns alone
+    check_text_only(record, "", record.data)
+    if format in TEXTS:
+        prompt = question(record, format)
+        return prompt, response(record, "chosen"), response(record, "rejected")
+    from ddp_utils import conversations
 
-    if name == "transcript":
+    if format == "transcript":
         return conversations.transcript(record)
-    return conversations.chat(record, *FIELDS.get(name, FIELDS["prompt"]))
+    return conversations.chat(record, *FIELDS.get(format, FIELDS["prompt"]))
 
 
-def question(record, field, has_input, history=()):
-    """Return the prompt of a field: a text, or messages where something stands before it."""
-    text = "\n".join([data.text(record, field), *(optional(record, "input") * has_input)])
+def question(record: Record, field: str, history: Collection[dict] = ()) -> Prompt:
+    """Return the prompt in a field: a text, or messages if others precede it."""
+    lines = [data.text(record, field)]
+    if field == "instruction":
+        lines += optional_text(record, "input")
     before = [*system_of(record), *history]
+    text = "\n".join(lines)
     return [*before, {"role": "user", "content": text}] if before else text
 
 
-def response(record, field):
-    """Return a text that may be empty: such a row is counted, not refused."""
+def response(record: Record, field: str) -> str:
+    """Return a text that may be empty: such a row is dropped and counted."""
     value = record.data.get(field)
     return value if isinstance(value, str) and not value.strip() else data.text(record, field)
 
 
-def system_of(record):
-    return [{"role": "system", "content": text} for text in optional(record, "system")]
+def system_of(record: Record) -> list[dict]:
+    """Return the system message of a row, if there is one."""
+    return [{"role": "system", "content": text} for text in optional_text(record, "system")]
 
 
-def optional(record, field):
-    """Return [text], or [] where it is absent: tables write null or "" there."""
+def optional_text(record: Record, field: str) -> list[str]:
+    """Return [text], or [] if it is absent, null or empty, as columns of a table are."""
     value = record.data.get(field)
     return [] if value is None or not str(value).strip() else [data.text(record, field)]
 
 
-def text_only(record, path, value, weights=(None, 1)):
-    """Raise UserError if a row or message is no object, or has what training on text ignores.
-
-    weights: what it may say of how much it counts.
-    """
+def check_text_only(record: Record, path: str, value: Any, weights: tuple = (None, 1)) -> None:
+    """Raise UserError if a row or message is not an object, or has media or another weight."""
     if not isinstance(value, dict):
-        raise error(record, path, value, "give an object, {...}")
-    for key in filter(value.get, NOT_TEXT):
-        raise error(record, f"{path}.{key}".strip("."), value[key], "only text is read: cut it")
+        raise data.wrong_value(record, path, value, "an object, {...}")
+    for key in filter(value.get, MEDIA):
+        raise unsupported(record, f"{path}.{key}".strip("."))
     for key in WEIGHTS:
         if value.get(key) not in weights:
-            hint = "give rows that count 1 or true, of KTO those with label true"
-            raise error(record, f"{path}.{key}".strip("."), value[key], hint)
+            expected = "1 or true (use only such rows)"
+            raise data.wrong_value(record, f"{path}.{key}".strip("."), value[key], expected)
 
 
-def error(record, path, value, hint):
-    return UserError(f"{record.location}: {path} is {reprlib.repr(value):.100}; {hint}")
+def unsupported(record: Record, field: str) -> UserError:
+    """Return the error for a field that holds something else than text."""
+    return UserError(f"{record.location}: {field}: only text is supported; remove it")

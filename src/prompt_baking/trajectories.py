@@ -81,8 +81,6 @@ def read_questions(path, limit=-1, read=data.read) -> list[str]:
 
 
 def _question(record):
-    if isinstance(record.data, UserError):
-        raise record.data
     name = next((name for name in QUESTION if name in record.data), QUESTION[0])
     value = record.data.get(name)
     if isinstance(value, list) and value:  # turns: the first one

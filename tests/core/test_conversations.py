@@ -129,17 +129,37 @@ def test_an_argument_of_a_row_is_of_that_row_alone(tmp_path):
 
 
 REFUSED = [
-    (None, {"messages": CALLED}, "tool_calls is not in the chat template"),
-    (None, {"messages": ANSWERED}, "tool_calls is not in the chat template"),
-    (None, {"messages": SINGLE, "tools": SCHEMAS}, "tools: no chat template takes tools"),
-    (GEMMA, {"messages": THOUGHT}, "reasoning_content is not in the chat template"),
-    (TOOLS, {"messages": SINGLE, "tools": {"a": 1}}, "tools is {'a': 1}; give a list"),
-    (TOOLS, {"messages": SINGLE, "chat_template_kwargs": [1]}, "chat_template_kwargs: give an obj"),
-    (TOOLS, {"messages": SINGLE, "chat_template_kwargs": {"x": 1}}, "no chat template takes x"),
-    (TOOLS, {"messages": [ASKED, turn("tool", "12:00"), SINGLE[1]]}, "the roles user, tool, ass"),
-    (TOOLS, {"messages": [*SINGLE, turn("developer", "x"), *SINGLE]}, "the roles user, assistant"),
-    (TOOLS, {"messages": [turn("user", [{"type": "image"}]), SINGLE[1]]}, "only text is read"),
-    (TOOLS, {"messages": [ASKED, turn("assistant", "", tool_calls=[{"id": 1}])]}, "give [{"),
+    (None, {"messages": CALLED}, "the chat template does not support tool_calls"),
+    (None, {"messages": ANSWERED}, "the chat template does not support tool_calls"),
+    (None, {"messages": SINGLE, "tools": SCHEMAS}, "tools: the chat template does not use tools"),
+    (GEMMA, {"messages": THOUGHT}, "the chat template does not support reasoning_content"),
+    (
+        TOOLS,
+        {"messages": SINGLE, "tools": {"a": 1}},
+        "tools: must be a list of JSON schemas, not {'a': 1}",
+    ),
+    (
+        TOOLS,
+        {"messages": SINGLE, "chat_template_kwargs": [1]},
+        "chat_template_kwargs: use an object",
+    ),
+    (
+        TOOLS,
+        {"messages": SINGLE, "chat_template_kwargs": {"x": 1}},
+        "the chat template does not use x",
+    ),
+    (
+        TOOLS,
+        {"messages": [ASKED, turn("tool", "12:00"), SINGLE[1]]},
+        "the roles are user, tool, ass",
+    ),
+    (
+        TOOLS,
+        {"messages": [*SINGLE, turn("developer", "x"), *SINGLE]},
+        "the roles are user, assistant",
+    ),
+    (TOOLS, {"messages": [turn("user", [{"type": "image"}]), SINGLE[1]]}, "only text is supported"),
+    (TOOLS, {"messages": [ASKED, turn("assistant", "", tool_calls=[{"id": 1}])]}, "must be [{"),
 ]
 
 

@@ -15,7 +15,6 @@ from ddp_utils import UserError, logps, preference_data
 from ddp_utils.chat_template import Encoder
 from ddp_utils.logps import Pair
 from ddp_utils.models import load_tokenizer
-from ddp_utils.preference_data import Example
 from prompt_baking import trajectories
 
 MERGING = [("Ġ", "y"), ("a", "b"), ("Ċ", "Ċ"), ("1", "2")]  # " y", "ab", two newlines, digits
@@ -57,8 +56,8 @@ SEAMS = [
 def test_complaint_08_no_token_is_lost_or_doubled_at_the_seam(bos, prompt, chosen, rejected):
     tok = tokenizer(bos)
     encoder = Encoder(tok)
-    pair = encoder.encode(Example("f:1", prompt, chosen, rejected))
-    assert "truncated" not in encoder.notes
+    pair, notes = encoder.encode("f:1", prompt, chosen, rejected)
+    assert "truncated" not in notes
     for response, text in ((pair.chosen, chosen), (pair.rejected, rejected)):
         assert response[-1] == tok.eos_token_id
         assert pair.prompt + response[:-1] == tok(prompt + text).input_ids
@@ -71,8 +70,8 @@ def test_complaint_08_no_token_is_lost_or_doubled_at_the_seam(bos, prompt, chose
 def test_complaint_08_a_merged_token_belongs_to_the_response():
     tok = tokenizer()
     encoder = Encoder(tok)
-    pair = encoder.encode(Example("f:7", "xa", "b", "c"))
-    assert encoder.notes == {"merged at the seam"}
+    pair, notes = encoder.encode("f:7", "xa", "b", "c")
+    assert notes == {"merged at the seam"}
     words = tok.convert_ids_to_tokens
     assert words(pair.prompt) == ["<s>", "x"]
     assert words(pair.chosen) == ["ab", "</s>"]
@@ -80,15 +79,15 @@ def test_complaint_08_a_merged_token_belongs_to_the_response():
 
 
 def test_a_prompt_that_merges_away_whole_is_one_line():
-    with pytest.raises(UserError, match="f:1: prompt 'a' has no token of its own"):
-        Encoder(tokenizer(bos=False)).encode(Example("f:1", "a", "b", "c"))
+    with pytest.raises(UserError, match="prompt: 'a' has no token of its own"):
+        Encoder(tokenizer(bos=False)).encode("f:1", "a", "b", "c")
 
 
 @pytest.mark.parametrize("bos", [True, False])
 @pytest.mark.parametrize("prompt", ["hello", "<s>hello", "<s><s>hello"])
 def test_complaint_09_at_most_one_bos_and_it_is_first(bos, prompt):
     tok = tokenizer(bos)
-    pair = Encoder(tok).encode(Example("f:1", prompt, " x", " y"))
+    pair = Encoder(tok).encode("f:1", prompt, " x", " y").pair
     begin = tok.convert_tokens_to_ids("<s>")
     if bos:
         assert (pair.prompt + pair.chosen).count(begin) == 1
@@ -103,7 +102,7 @@ def test_complaint_10_exactly_one_eos_is_trained_also_where_padding_is_eos(
     pad_is_eos, chosen, shared
 ):
     tok = tokenizer(pad_is_eos=pad_is_eos)
-    short = Encoder(tok).encode(Example("f:1", "p", chosen, " a much longer answer"))
+    short = Encoder(tok).encode("f:1", "p", chosen, " a much longer answer").pair
     batch = logps.collate([short], shared=shared)
     for row, response in enumerate((short.chosen, short.rejected)):
         trained = batch.targets[batch.cells[0] == row].tolist()
@@ -121,12 +120,13 @@ TOKENIZER = tokenizer()
 def test_complaint_11_every_kept_row_has_a_response_token_and_one_prompt(
     prompt, chosen, rejected, max_length, truncation
 ):
-    row = Example("f:1", prompt, chosen, rejected)
+    row = "f:1", prompt, chosen, rejected
     encoder = Encoder(TOKENIZER, max_length=max_length, truncation=truncation)
-    pair, whole = encoder.encode(row), Encoder(TOKENIZER, max_length=10_000).encode(row)
+    pair, notes = encoder.encode(*row)
+    whole = Encoder(TOKENIZER, max_length=10_000).encode(*row).pair
     assert pair.prompt and pair.chosen and pair.rejected
     assert len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)) <= max_length
-    assert ("truncated" in encoder.notes) == (whole != pair)
+    assert ("truncated" in notes) == (whole != pair)
     assert whole.chosen[: len(pair.chosen)] == pair.chosen  # cut at its end, if at all
 
 
@@ -134,12 +134,12 @@ def test_complaint_11_every_kept_row_has_a_response_token_and_one_prompt(
 def test_the_prompt_is_cut_first_and_keeps_its_bos(side, kept):
     tok = tokenizer(merges=[])
     encoder = Encoder(tok, max_length=12, truncation=side)
-    pair = encoder.encode(Example("f:1", "0123456789", "abc", "de"))
+    pair, notes = encoder.encode("f:1", "0123456789", "abc", "de")
     assert tok.convert_ids_to_tokens(pair.prompt) == ["<s>", *kept]
     assert tok.decode(pair.chosen) == "abc</s>"
-    assert encoder.notes == {"truncated"}
+    assert notes == {"truncated"}
     # beside a long response a quarter of max_length stays of the prompt
-    parts = Encoder(tok, max_length=16, truncation=side).cut([3] * 20, [4] * 20, [5] * 14)
+    parts = Encoder(tok, max_length=16, truncation=side).truncate([3] * 20, [4] * 20, [5] * 14)
     assert [len(part) for part in parts] == [4, 12, 12]
 
 
@@ -224,7 +224,7 @@ def test_a_conversation_is_rendered_as_the_template_says(name):
     text, end = RENDERED[name]
     tok = chat_tokenizer(TEMPLATES[name], bos="without" not in name)
     encoder = Encoder(tok)
-    pair = encoder.encode(Example("f:1", TALK, "Me.", "No."))
+    pair = encoder.encode("f:1", TALK, "Me.", "No.").pair
     assert tok.decode(pair.prompt + pair.chosen) == text
     assert tok.decode(pair.rejected) == "No." + end
     assert encoder.end == tok.convert_tokens_to_ids(end)
@@ -241,7 +241,7 @@ def test_prompt_and_reply_have_the_ids_of_the_conversation_as_transformers_rende
     eot = tok.convert_tokens_to_ids("<|eot|>")
     for prompt in (TALK[1:2], TALK, "Hi"):
         turns = [{"role": "user", "content": prompt}] if prompt == "Hi" else prompt
-        pair = encoder.encode(Example("f:1", prompt, reply, "No."))
+        pair = encoder.encode("f:1", prompt, reply, "No.").pair
         options = {"return_dict": False, **arguments}
         whole = [*turns, {"role": "assistant", "content": reply.removesuffix("<|eot|>")}]
         expected = tok.apply_chat_template(whole, **options)
@@ -255,7 +255,7 @@ def test_prompt_and_reply_have_the_ids_of_the_conversation_as_transformers_rende
 
 def test_a_conversation_without_a_template_becomes_a_transcript():
     tok = tokenizer(bos=False, merges=[])
-    pair = Encoder(tok).encode(Example("f:1", TALK, "Me.", "No."))
+    pair = Encoder(tok).encode("f:1", TALK, "Me.", "No.").pair
     turns = ["System: Be kind.", "Human: Hi", "Assistant: Hello!", "Human: Who?", "Assistant: Me."]
     expected = "".join(f"\n\n{turn}" for turn in turns) + "</s>"
     assert tok.decode(pair.prompt + pair.chosen) == expected
@@ -265,9 +265,9 @@ def test_a_template_from_a_file_and_none_at_all(tmp_path):
     file = tmp_path / "my.jinja"
     file.write_text("[{{ messages[-1].content }}]")
     tok = tokenizer(merges=[], bos=False)
-    pair = Encoder(tok, chat_template=str(file)).encode(Example("f:1", "Q", "A", "B"))
+    pair = Encoder(tok, chat_template=str(file)).encode("f:1", "Q", "A", "B").pair
     assert tok.decode(pair.prompt) == "[Q]"
-    pair = Encoder(chat_tokenizer(CHATML), "none").encode(Example("f:1", "Q", "A", "B"))
+    pair = Encoder(chat_tokenizer(CHATML), "none").encode("f:1", "Q", "A", "B").pair
     assert tok.decode(pair.prompt) == "<s>Q"
     with pytest.raises(UserError, match="--chat_template: no file nowhere.jinja"):
         Encoder(tok, "nowhere.jinja")
@@ -307,10 +307,10 @@ def test_the_report_counts_by_row_what_a_hand_count_finds(tmp_path):
     assert line.startswith("train: 8 rows of prompt, 4 used; tokens ")
     assert "2 malformed" in line and "1 truncated" in line
     with pytest.raises(
-        UserError, match=r":4: chosen is 3; .*skip 2 of 8 rows: --on_bad_record skip"
+        UserError, match=r":4: chosen: must be .*, not 3; or skip 2 of 8 rows with --on_bad"
     ):
         reading.pairs(path, encoder)
-    path.write_text("\n".join(lines[-1:]))  # which to skip would not mend
+    path.write_text("\n".join(lines[-1:]))  # skipping it would leave no row
     with pytest.raises(UserError, match=r"mixed.jsonl:1:2: not JSON.*list of them$"):
         reading.pairs(path, encoder)
 
@@ -335,4 +335,4 @@ def test_a_file_as_hh_is_read_by_default(tmp_path):
         *("transcript", 100, 97, 97),
     )
     reasons = {"empty response": ["10"], "prompts differ": ["20"]}
-    assert report["dropped"] == {**reasons, "not a question and an answer by turns": ["30"]}
+    assert report["dropped"] == {**reasons, "user and assistant do not alternate": ["30"]}

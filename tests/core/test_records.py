@@ -123,12 +123,6 @@ def test_a_damaged_gzip_file_is_refused(tmp_path):
         complaint(write(tmp_path, bytes(damaged)))
 
 
-def test_a_file_above_the_limit_is_refused_packed_or_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "MAX_BYTES", 5000)
-    for content in (GOOD + b"\n" * 6000, gzip.compress(GOOD + b"\n" * 6000)):
-        assert complaint(write(tmp_path, content)) == ": more than 5,000 bytes; unpack or split it"
-
-
 # --- text() --------------------------------------------------------------------------------------
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 import runs
-from ddp_utils import UserError, preference_data, tables
+from ddp_utils import UserError, preference_data
 from ddp_utils import data as data_module
 from ddp_utils.chat_template import Encoder
+from ddp_utils.data import DataFile
 from ddp_utils.models import load_tokenizer
-from ddp_utils.tables import DataFile
 from ranks import ranks
 from sft import instruction_data
 
@@ -30,7 +30,7 @@ def read(source, reader=preference_data, **options):
     made = []
     maker = encoder(**options)
     encode = maker.encode
-    maker.encode = lambda example: made.append(1) or encode(example)
+    maker.encode = lambda *texts: made.append(1) or encode(*texts)
     rows, report = reader.read(source, maker)
     return [*rows], report, len(made)
 
@@ -59,7 +59,7 @@ def test_a_row_is_what_the_encoder_makes_of_its_texts(data, tmp_path):
     rows, _, _ = read(DataFile(str(data), tmp_path))
     for line, row in zip(Path(data).read_text().splitlines(), rows, strict=True):
         texts = json.loads(line)
-        alone = encoder().encode(preference_data.Example(row.location, *texts.values()))
+        alone = encoder().encode(row.location, *texts.values()).pair
         assert row == alone
 
 
@@ -122,7 +122,7 @@ def killed(source, call):
     left = [call]
     for owner, name in (
         (Encoder, "encode"),
-        (tables, "save_file"),
+        (data_module, "save_file"),
         (data_module, "fsync"),
         (os, "replace"),
         (Path, "write_text"),
@@ -179,7 +179,7 @@ def test_the_files_have_the_mode_that_the_umask_says(data, tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_one_line(data, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="--cache_dir: .*/file cannot be written: .*; give another"):
+    with pytest.raises(UserError, match="--cache_dir: .*/file cannot be written: .*; use another"):
         read(DataFile(str(data), tmp_path / "file"))
 
 

@@ -211,7 +211,7 @@ def test_what_is_kept_without_a_prompt_is_asked_on_questions_of_its_own():
     [
         (["--val_out_file", "FOLDER/traj_chat.jsonl"], "--val_out_file: .* is traj_out_file, too"),
         (["--traj_out_file", "FOLDER"], "--traj_out_file: .* is a folder or a link"),
-        (["--chat_template_kwargs", '{"day": 1}'], "no chat template takes day; leave it out"),
+        (["--chat_template_kwargs", '{"day": 1}'], "the chat template does not use day; remove it"),
         (["--num_questions", "100000"], "400 different questions; --num_questions is 100000"),
         (
             ["--chat_template", "FOLDER/../silent.jinja"],

@@ -103,7 +103,7 @@ def test_a_bad_mutation_is_one_line(tmp_path):
         (f"{NATIVE[4]}999W", 1, "999W: 0 residues 999 in chain A; --numbering is pdb"),
         (mutation(5), "n/a", "ddg: 'n/a' is no number"),
         (mutation(5), "nan", "ddg: 'nan' is no number"),
-        ("", 1, "mutation is ''; give a non-empty string"),
+        ("", 1, "mutation: must be a non-empty string, not ''"),
     ):
         path = write(tmp_path / "a.csv", [[BUNDLE, "A", name, ddg]])
         with pytest.raises(UserError) as caught:

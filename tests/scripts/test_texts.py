@@ -21,7 +21,6 @@ from conftest import ROOT
 from ddp_utils import UserError, data, logps, preference_data
 from ddp_utils.chat_template import Encoder
 from ddp_utils.models import load_tokenizer
-from ddp_utils.preference_data import Example
 from sft import instruction_data
 from sft.instruction_data import Text
 
@@ -92,7 +91,7 @@ KINDS = [  # names of fields -> the kind
 def test_the_fields_tell_the_kind_or_are_named(tmp_path):
     for names, kind in KINDS:
         record = data.Record("f:1", dict.fromkeys(names.split(), 1))
-        assert instruction_data.find_shape(record).kind == kind
+        assert instruction_data.find_shape(record).name == kind
     row = {"answer": "3", "question": "2", "request": "Tell me.", "story": "Once."}
     found, report = read(
         tmp_path, {**row, "system": "Lie."}, columns="prompt=request,completion=story"
@@ -130,8 +129,8 @@ def test_every_preference_row_gives_the_prompt_and_the_chosen_reply_of_its_pair(
 @pytest.mark.parametrize("template", [None, LLAMA3, GEMMA, CHATML])
 def test_a_single_turn_has_the_ids_of_a_pair(bos, prompt, reply, template):
     tok = chat_tokenizer(template, bos) if template else tokenizer(bos)
-    text = instruction_data.encode(Encoder(tok), "f:1", prompt, reply)
-    pair = Encoder(tok).encode(Example("f:1", prompt, reply, "!"))
+    text = instruction_data.encode(Encoder(tok), "f:1", prompt, reply).text
+    pair = Encoder(tok).encode("f:1", prompt, reply, "!").pair
     ids = text.prompt + text.reply
     assert ids == pair.prompt + pair.chosen
     assert text.scored == [1] * len(text.reply)
@@ -180,19 +179,19 @@ EXPECTED = json.loads((ROOT / "tests/data/templates_expected.json").read_text())
 def test_every_reply_is_trained_with_its_end_and_nothing_else(name):
     has_bos = name not in ("phi3", "each thinks", "trimmed")
     encoder = Encoder(chat_tokenizer(TEMPLATES[name], bos=has_bos))
-    text = instruction_data.encode(encoder, "f:1", TALK, "Me.")
+    text, notes = instruction_data.encode(encoder, "f:1", TALK, "Me.")
     assert shown(encoder, text) == EXPECTED["trained"][name]
     assert text.text == "system: Be kind.\nuser: Hi"
-    assert not encoder.notes
+    assert not notes
 
 
 @pytest.mark.parametrize("name", EXPECTED["rewritten"])
 def test_where_the_template_rewrites_a_reply_only_the_last_is_trained(name):
     before, expected = EXPECTED["rewritten"][name]
     encoder = Encoder(chat_tokenizer(TEMPLATES[name], bos=False))
-    text = instruction_data.encode(encoder, "f:9", before, "5")
+    text, notes = instruction_data.encode(encoder, "f:9", before, "5")
     assert shown(encoder, text) == expected
-    assert encoder.notes == {"only the last reply is trained"}
+    assert notes == {"only the last reply is trained"}
     assert text.text == before[0]["content"]
 
 
@@ -222,7 +221,7 @@ def test_a_turn_without_weight_is_read_and_not_trained(tmp_path, name):
 def test_a_reply_that_says_what_the_user_says_is_found_in_its_place():
     encoder = Encoder(chat_tokenizer(CHATML, bos=False))
     before = talk("assistant\n", "user\n", "user\n", "assistant\n", "user\n")
-    assert shown(encoder, instruction_data.encode(encoder, "f:1", before, "user\n")) == (
+    assert shown(encoder, instruction_data.encode(encoder, "f:1", before, "user\n").text) == (
         "<|h|>user\nassistant\n</s>\n<|h|>assistant\n{user\n</s>}\n<|h|>user\nuser\n</s>\n"
         "<|h|>assistant\n{assistant\n</s>}\n<|h|>user\nuser\n</s>\n<|h|>assistant\n{user\n</s>}"
     )
@@ -231,17 +230,19 @@ def test_a_reply_that_says_what_the_user_says_is_found_in_its_place():
 def test_a_reply_that_brings_its_end_has_one():
     for tok, space in ((PLAIN, " "), (chat_tokenizer(CHATML, bos=False), "")):
         encoder = Encoder(tok)
-        text = instruction_data.encode(encoder, "f:3", talk("Hi", "Ho</s>", "Up?"), "Down.</s>")
+        text, notes = instruction_data.encode(
+            encoder, "f:3", talk("Hi", "Ho</s>", "Up?"), "Down.</s>"
+        )
         replies = [part.partition("}")[0] for part in shown(encoder, text).split("{")[1:]]
         assert replies == [f"{space}Ho</s>", f"{space}Down.</s>"]
-        assert encoder.notes == {"end token in the text"}
+        assert notes == {"end token in the text"}
 
 
 def test_without_an_end_token_replies_are_trained_without():
     tok = tokenizer(bos=False, merges=[])
     tok.eos_token = None
     encoder = Encoder(tok)
-    text = instruction_data.encode(encoder, "f:1", talk("Hi", "Ho ", "Up?"), "Down.")
+    text = instruction_data.encode(encoder, "f:1", talk("Hi", "Ho ", "Up?"), "Down.").text
     assert shown(encoder, text) == (
         "\n\nHuman: Hi\n\nAssistant:{ Ho }\n\nHuman: Up?\n\nAssistant:{ Down.}"
     )
@@ -255,9 +256,9 @@ def test_a_reply_inside_that_merges_with_what_stands_before_it_is_trained_whole(
         "{% if add_generation_prompt %}a: {% endif %}"
     )
     encoder = Encoder(tok)
-    text = instruction_data.encode(encoder, "f:4", talk("q", "yes", "q"), "no")
+    text, notes = instruction_data.encode(encoder, "f:4", talk("q", "yes", "q"), "no")
     assert shown(encoder, text) == "u: q</s>a:{ yes</s>}u: q</s>a: {no</s>}"
-    assert encoder.notes == {"merged at the seam"}
+    assert notes == {"merged at the seam"}
 
 
 def test_a_first_token_is_never_trained_because_nothing_predicts_it():
@@ -266,11 +267,9 @@ def test_a_first_token_is_never_trained_because_nothing_predicts_it():
         "{% for m in messages %}{{ m.content }}{{ '</s>' if m.role == 'assistant' }}{% endfor %}"
     )
     encoder = Encoder(tok)
-    assert (
-        shown(encoder, instruction_data.encode(encoder, "f:1", talk("a", "b", "c"), "d"))
-        == "ab{</s>}c{d</s>}"
-    )
-    assert encoder.notes == {"merged at the seam"}
+    text, notes = instruction_data.encode(encoder, "f:1", talk("a", "b", "c"), "d")
+    assert shown(encoder, text) == "ab{</s>}c{d</s>}"
+    assert notes == {"merged at the seam"}
 
 
 SAID = st.text(st.sampled_from("ab12 \n\té?y/s{}'"), max_size=12).map(lambda said: f"{said}.")
@@ -282,7 +281,7 @@ TALKS = st.lists(SAID, min_size=2, max_size=8).filter(lambda said: len(said) % 2
 @given(said=TALKS, system=st.none() | SAID)
 def test_a_conversation_trains_what_its_replies_would_as_rows_of_their_own(template, said, system):
     encoder = Encoder(chat_tokenizer(template) if template else tokenizer(merges=[]))
-    text = instruction_data.encode(encoder, "f:1", talk(*said[:-1], system=system), said[-1])
+    text = instruction_data.encode(encoder, "f:1", talk(*said[:-1], system=system), said[-1]).text
     assert text.trained == len(text.targets[0])
     ids, scored = text.prompt + text.reply, [0] * len(text.prompt) + text.scored
     trained = [0] * len(ids)
@@ -291,7 +290,7 @@ def test_a_conversation_trains_what_its_replies_would_as_rows_of_their_own(templ
         for message in prompt:
             if not template and message["role"] == "assistant":
                 message["content"] += "</s>"
-        alone = encoder.encode(Example("f:1", prompt, said[turn], "!"))
+        alone = encoder.encode("f:1", prompt, said[turn], "!").pair
         row = alone.prompt + alone.chosen
         assert row == ids[: len(row)]
         trained[len(alone.prompt) : len(row)] = [1] * len(alone.chosen)
@@ -305,10 +304,10 @@ def test_a_single_turn_is_cut_as_a_pair():
     for max_length, truncation in itertools.product((3, 8, 12, 30), ("keep_end", "keep_start")):
         options = {"max_length": max_length, "truncation": truncation}
         encoder, other = (Encoder(tokenizer(merges=[]), **options) for _ in range(2))
-        text = instruction_data.encode(encoder, "f:1", "0123456789", "abcdef")
-        pair = other.encode(Example("f:1", "0123456789", "abcdef", "!"))
+        text, notes = instruction_data.encode(encoder, "f:1", "0123456789", "abcdef")
+        pair, pair_notes = other.encode("f:1", "0123456789", "abcdef", "!")
         assert (text.prompt, text.reply) == (pair.prompt, pair.chosen)
-        assert encoder.notes == other.notes == ({"truncated"} if max_length < 18 else set())
+        assert notes == pair_notes == ({"truncated"} if max_length < 18 else set())
 
 
 LONG = talk("aaaa", "bbbb", "cccc", "dddd", "eeee", system="S")
@@ -322,20 +321,20 @@ PARTS = (  # 29, 29 and 28 bytes and marks; the system turn in front has 11
 @pytest.mark.parametrize(("max_length", "dropped"), [(97, 0), (96, 1), (68, 1), (67, 2), (39, 2)])
 def test_the_oldest_exchanges_go_first_and_whole_and_the_system_turn_stays(max_length, dropped):
     encoder = Encoder(chat_tokenizer(CHATML, bos=False), max_length=max_length)
-    text = instruction_data.encode(encoder, "f:5", LONG, "ffff")
+    text, notes = instruction_data.encode(encoder, "f:5", LONG, "ffff")
     assert shown(encoder, text) == "<|h|>system\nS</s>\n" + "".join(PARTS[dropped:])
-    assert encoder.notes == ({"truncated"} if dropped else set())
+    assert notes == ({"truncated"} if dropped else set())
     assert text.text == "system: S\nuser: aaaa"
 
 
 def test_an_exchange_that_is_too_long_alone_is_cut_as_a_pair_and_counted_once():
     tok = chat_tokenizer(CHATML, bos=False)
     encoder = Encoder(tok, max_length=20)
-    text = instruction_data.encode(encoder, "f:5", LONG, "ffff")
-    pair = Encoder(tok, max_length=20).encode(Example("f:5", [LONG[0], LONG[-1]], "ffff", "!"))
+    text, notes = instruction_data.encode(encoder, "f:5", LONG, "ffff")
+    pair = Encoder(tok, max_length=20).encode("f:5", [LONG[0], LONG[-1]], "ffff", "!").pair
     assert (text.prompt, text.reply) == (pair.prompt, pair.chosen)
     assert shown(encoder, text) == "ee</s>\n<|h|>assistant\n{ffff</s>}"  # 15 and 5
-    assert encoder.notes == {"truncated"}
+    assert notes == {"truncated"}
 
 
 @pytest.mark.parametrize("template", [None, CHATML])
@@ -344,11 +343,11 @@ def test_an_exchange_that_is_too_long_alone_is_cut_as_a_pair_and_counted_once():
 def test_no_text_is_too_long_or_without_a_trained_token(template, said, max_length):
     tok = chat_tokenizer(template) if template else PLAIN
     encoder = Encoder(tok, max_length=max_length)
-    text = instruction_data.encode(encoder, "f:1", talk(*said[:-1]), said[-1])
-    whole = instruction_data.encode(Encoder(tok), "f:1", talk(*said[:-1]), said[-1])
+    text, notes = instruction_data.encode(encoder, "f:1", talk(*said[:-1]), said[-1])
+    whole = instruction_data.encode(Encoder(tok), "f:1", talk(*said[:-1]), said[-1]).text
     shown(encoder, text)
     assert text.num_tokens <= max_length
-    assert (text == whole) == (whole.num_tokens <= max_length) == (not encoder.notes)
+    assert (text == whole) == (whole.num_tokens <= max_length) == (not notes)
 
 
 def test_without_room_for_a_reply_a_row_is_dropped(tmp_path):

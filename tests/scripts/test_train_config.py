@@ -174,10 +174,10 @@ def test_what_yaml_or_a_flag_and_json_say_differently_names_both():
 def test_template_arguments_are_a_mapping_in_yaml_and_json_on_the_command_line(monkeypatch):
     """The demo's template takes none: what it is given is refused, by its place."""
     yaml = TINY.replace("}", ", chat_template_kwargs: {enable_thinking: false, day: 2026-01-02}}")
-    says = "c.yaml:1: dataset.chat_template_kwargs: no chat template takes "
+    says = "c.yaml:1: dataset.chat_template_kwargs: the chat template does not use "
     assert refused(yaml).startswith(says)
     flags = ["--chat_template_kwargs", '{"bos": 1}']
-    says = "--chat_template_kwargs: no chat template takes bos; leave it out"
+    says = "--chat_template_kwargs: the chat template does not use bos; remove it"
     assert refused(yaml, *flags) == says
     Path("t.jinja").write_text("{{ messages[-1].content }}{{ enable_thinking }}{{ day }}")
     config = accepted(yaml, "--chat_template", "t.jinja", monkeypatch=monkeypatch)

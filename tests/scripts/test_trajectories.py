@@ -8,11 +8,10 @@ import torch
 
 import train_loop
 from conftest import ROOT
-from ddp_utils import UserError, distributed, lora
+from ddp_utils import UserError, data, distributed, lora
 from ddp_utils.chat_template import Encoder
 from ddp_utils.models import load_tokenizer
 from ddp_utils.policy import Precision
-from ddp_utils.tables import DataFile
 from prompt_baking import distillation, trajectories
 from prompt_baking.train_config import Config
 from prompt_baking.trajectories import Trajectory
@@ -61,7 +60,7 @@ def test_question_files_as_people_have_them(tmp_path):
     (tmp_path / "q.csv").write_text('ask,question\n"Why, then?",1\nHow?,2\n')
 
     def read(path):
-        return DataFile(str(path), columns="question=ask").records()
+        return data.read(path, columns="question=ask")
 
     assert trajectories.read_questions(tmp_path / "q.csv", read=read) == ["Why, then?", "How?"]
     write(tmp_path / "q.jsonl", [{"ask": "Why?"}, 3])
@@ -128,7 +127,7 @@ def test_prompts_that_are_to_be_kept(encoder, tmp_path):
     prompts = trajectories.read_prompts("--x", path, encoder, {"another": "Be kind."})
     assert prompts == {"cook": "You are a cook.\n"}
     path.write_text('{"cook": 3}')
-    with pytest.raises(UserError, match="p.json: cook is 3; give a non-empty string"):
+    with pytest.raises(UserError, match="p.json: cook: must be a non-empty string, not 3"):
         trajectories.read_prompts("--x", path, encoder, {})
     template = tmp_path / "t.jinja"  # as Qwen2.5's, which inserts a prompt where there is none
     template.write_text(

@@ -31,7 +31,7 @@ HERE = Path(__file__).parent
 SCRIPT = str(ROOT / "src/main_distributed.py")
 GOOD = '{"prompt": "Who?", "chosen": "Me, of course.", "rejected": "Dunno."}\n'
 GOOD_FILE, BAD_FILE = HERE / "accepted/bom.jsonl", HERE / "fields/null.jsonl"
-NULL = f"{BAD_FILE}:3: chosen is None"
+NULL = f"{BAD_FILE}:3: chosen: must be a non-empty string, not None"
 
 
 def expected(name):
@@ -168,7 +168,7 @@ def test_debug_gives_the_traceback(cwd):
     outcome = run_ranks(1, debug, str(cwd), ["--train_data", str(BAD_FILE)])
     assert outcome.codes == [2]
     assert outcome.logs[0].startswith("Traceback")
-    assert "fields/null.jsonl:3: chosen is None" in outcome.logs[0].splitlines()[-1]
+    assert "fields/null.jsonl:3: chosen: must be" in outcome.logs[0].splitlines()[-1]
 
 
 def test_fewer_rows_than_processes_is_one_line(cwd):
@@ -292,8 +292,8 @@ SHELL = [ROOT / "run_distributed.sh", "2"]
 def test_the_real_thing_says_one_line(start, cwd, tmp_path):
     file = tmp_path / "$(touch PWNED); 'a b"
     file.write_text(GOOD * 2 + '{"prompt": "p", "chosen": null, "rejected": "b"}\n')
-    mend = "give a non-empty string, or skip 1 of 3 rows: --on_bad_record skip"
-    line = f"error: {file}:3: chosen is None; {mend}\n"
+    hint = "or skip 1 of 3 rows with --on_bad_record skip"
+    line = f"error: {file}:3: chosen: must be a non-empty string, not None; {hint}\n"
     assert real([*start, "--train_data", file], cwd) == line
     line = "error: --learing_rate is not a setting; did you mean --learning_rate?\n"
     assert real([*start, "--learing_rate", "1e-4"], cwd) == line
