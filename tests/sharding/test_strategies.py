@@ -204,10 +204,11 @@ def as_pals(folder, flags):
     return run(folder, flags)
 
 
-def test_zero_where_the_launcher_sets_no_local_rank(data, alone, tmp_path):
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_zero_where_the_launcher_sets_no_local_rank(strategy, data, alone, tmp_path):
     pytest.importorskip("deepspeed", reason="pip install -r requirements-deepspeed.txt")
     flags = [*data["sft"], *batch(2), "--type", "lora", "--max_steps", "3"]
-    found = ranks(2, as_pals, tmp_path, [*flags, *settings(tmp_path, "zero2")], timeout=200)
+    found = ranks(2, as_pals, tmp_path, [*flags, *settings(tmp_path, strategy)], timeout=200)
     same(found[0][0], alone("sft", "lora", 3))
 
 
@@ -372,6 +373,7 @@ def test_a_full_fine_tuning_of_100_m_parameters_needs_less_memory(strategy, data
     ("strategy", "objective", "bound"),
     [
         ("FULL_SHARD", "dpo", 5e-3),
+        ("zero1", "dpo", 5e-3),
         ("zero2", "sft", 2e-2),
         pytest.param("zero3", "dpo", 5e-3, marks=pytest.mark.show),
         pytest.param("zero2", "dpo", 5e-3, marks=pytest.mark.show),
