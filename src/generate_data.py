@@ -46,8 +46,9 @@ from ddp_utils import (
     sampling,
 )
 from ddp_utils.chat_template import Encoder
+from ddp_utils.checkpoints import check_writable, lock, move_aside
 from ddp_utils.policy import Precision
-from ddp_utils.run import check_writable, code_digests, lock, move_aside
+from ddp_utils.run import code_digests
 from ddp_utils.sampler import order
 from prompt_baking import trajectories
 

@@ -30,7 +30,7 @@ from ad import sources, windows
 from ad.config import Config
 from ad.model import Cache, Model, Tokens
 from ddp_utils import UserError, data, distributed
-from ddp_utils.run import check_writable, read_json
+from ddp_utils.checkpoints import check_writable, read_json
 
 Array = np.ndarray
 Returns = dict[str, Array]  # what is evaluated -> mean return of each task and episode [G, E]

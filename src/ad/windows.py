@@ -23,9 +23,9 @@ from ad import sources
 from ad.config import Config
 from ad.model import EPISODE, INSIDE, REGION, Tokens
 from ddp_utils import UserError
+from ddp_utils.checkpoints import check_writable
 from ddp_utils.data import write_file
 from ddp_utils.distributed import to_device
-from ddp_utils.run import check_writable
 
 Array = np.ndarray
 Arrays = dict[str, Array]  # name -> [H, T]

@@ -17,13 +17,12 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
-from filelock import FileLock, Timeout
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -37,6 +36,7 @@ from ddp_utils import (
     loggers,
     metrics,
 )
+from ddp_utils.checkpoints import RunSpec, inspect, lock, move_aside
 from ddp_utils.distributed import World
 from ddp_utils.policy import Policy
 
@@ -45,34 +45,6 @@ REFERENCE = "reference_logps.safetensors"
 SAVE_MINUTES = 15  # between two checkpoints if save_every is 0
 STATUS = {0: "finished", 85: "preempted"}  # by exit status; any other is "failed"
 FINISHED = "{}: this run is already finished (same settings and data)"
-
-# settings that may differ when a run is resumed: they change no number that is already written
-FREE = {"check", "debug", "restart", "log_every", "save_every", "keep_checkpoints", "cache_dir"}
-FREE |= {"result_dir", "out_dir", "output_dir", "stop_after_minutes", "timeout_minutes"}
-FREE |= {"config", "deepspeed", "report_to", "bucket_mb", "num_workers"}
-FREE |= {"ckpt_interval", "eval_interval", "gen_interval", "summary_interval"}
-ANNOUNCED = {"max_steps", "num_epochs", "train_timesteps", "save_best"}  # and a line is printed
-ANNOUNCED |= {"strategy", "use_fsdp", "fsdp_config", "use_deepspeed", "deepspeed_config"}
-ANNOUNCED |= {"content of fsdp_config", "content of deepspeed_config"}
-# parts of the environment that change numbers only by rounding
-ROUNDING = ("world_size", "device", "threads", "versions")
-# where these count per process, the inputs have their product with the number of processes
-PER_PROCESS = {"batch_size", "micro_batch_size", "train_batch_size", "gradient_accumulation_steps"}
-
-
-class RunSpec(NamedTuple):
-    """What a run will do, before a model is loaded."""
-
-    folder: Path
-    flag: str  # the setting that names the folder
-    steps: int  # optimizer steps of the full run
-    inputs: dict[str, str]  # name -> digest of everything that the run reads
-    bytes_needed: int  # on the disk, at least
-    report: dict[str, Any] = {}  # on the data, for data_report.json
-    lines: Sequence[str] = ()  # on the data, to print
-    model_folder: Path | None = None  # for the model, if not in the run folder
-    save_best: bool = False  # keep the weights of the lowest validation loss
-    shard_layout: str = ""  # how ranks split a checkpoint; "": rank 0 writes all of it
 
 
 class RunConfig(Protocol):
@@ -152,17 +124,6 @@ def without_users(text: str) -> str:
     return re.sub(r"(:/{1,2})[^/?#\s'\"]+@", r"\1", text)
 
 
-# --- the folder ----------------------------------------------------------------------------------
-
-
-class FolderState(NamedTuple):
-    """What a folder means for the run that is about to start in it."""
-
-    action: str = "start"  # or "resume", "move aside", "finished"
-    lines: Sequence[str] = ()  # to print
-    manifest: dict[str, Any] = {"step": 0, "metrics_bytes": 0}  # of the checkpoint to resume from
-
-
 def check(spec: RunSpec, config: RunConfig, world: World) -> int:
     """Print, on rank 0, what a run would do; nothing is written. Return 0."""
     state = inspect(spec, settings_of(config), environment(config, world), config.restart)
@@ -177,171 +138,6 @@ def check(spec: RunSpec, config: RunConfig, world: World) -> int:
 def settings_of(config: RunConfig) -> dict[str, Any]:
     """Return the settings as they are in config.json."""
     return json.loads(without_users(json.dumps(dataclasses.asdict(config))))
-
-
-def inspect(spec: RunSpec, settings: dict, facts: dict, restart: bool = False) -> FolderState:
-    """Compare a folder with the run that is about to start in it; nothing is written.
-
-    settings: as settings_of() returns them; facts: as environment() returns them.
-    Raises UserError if the folder cannot be written, or holds a run that cannot be resumed.
-    """
-    folder = spec.folder
-    loggers.check(settings["report_to"])
-    check_writable(spec.flag, folder, spec.bytes_needed)
-    state = FolderState()
-    if (folder / "config.json").exists():
-        state = inspect_earlier_run(spec, settings, facts, restart)
-    elif (folder / "checkpoints").exists():
-        raise UserError(f"{folder}: has checkpoints but no config.json; use another folder")
-    if spec.model_folder and state.action != "finished":
-        check_model_folder(spec.model_folder, folder, state.action == "resume")
-    return state
-
-
-def inspect_earlier_run(spec: RunSpec, settings: dict, facts: dict, restart: bool) -> FolderState:
-    """Compare the run in a folder with one that is about to start; see inspect()."""
-    folder = spec.folder
-    if (folder / ".lock").exists():
-        lock(folder).release()
-    saved_facts = read_json(folder / "environment.json")
-    free = FREE | PER_PROCESS if "global_batch" in spec.inputs else FREE
-    changed = differences(read_json(folder / "config.json"), settings, free)
-    changed += differences(saved_facts.get("inputs", {}), spec.inputs)
-    summary = {}
-    if (folder / "summary.json").exists():
-        summary = read_json(folder / "summary.json")
-    is_finished = summary.get("status") == "finished"
-    # a process that the launcher has started again has the same flags
-    is_again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    is_again = is_again and summary.get("run_id") == os.environ.get("TORCHELASTIC_RUN_ID")
-    if (restart and not is_again) or (is_finished and changed):
-        return FolderState("move aside")
-    if is_finished:
-        return FolderState("finished")
-    path, damaged = checkpoints.find_newest(folder / "checkpoints")
-    lines = [f"warning: {bad} is not used: {problem}" for bad, problem in damaged]
-    if not path and damaged:
-        raise UserError(
-            f"{damaged[0][0]}: {damaged[0][1]}, and there is no intact checkpoint; "
-            "use --restart to move this run aside and start from scratch"
-        )
-    if not path and changed:  # nothing is lost
-        return FolderState("move aside", lines)
-    check_resumable(spec, path, changed)
-    manifest = checkpoints.read_manifest(path) if path else FolderState().manifest
-    lines += [f"{line}, from here on" for line in changed]
-    for line in differences({name: saved_facts.get(name) for name in ROUNDING}, facts):
-        lines.append(f"{line}; results are equal up to rounding")
-    saved_code = saved_facts.get("code", {})
-    edited = [name for name in saved_code if facts["code"].get(name) != saved_code[name]]
-    if edited:
-        lines.append(f"warning: the code has changed since the last start: {', '.join(edited)}")
-    lines.append(f"{folder}: this run is not finished: resumes after step {manifest['step']}")
-    return FolderState("resume", lines, manifest)
-
-
-def check_resumable(spec: RunSpec, path: Path | None, changed: Sequence[str]) -> None:
-    """Raise UserError if an unfinished run has other settings, is longer, or has other ranks."""
-    conflicts = [line for line in changed if line.partition(":")[0] not in ANNOUNCED]
-    if conflicts:
-        raise UserError(
-            f"{spec.folder} has an unfinished run with other settings: {', '.join(conflicts)}; "
-            "use the old ones to resume it, --restart to start from scratch, or another folder"
-        )
-    if not path:
-        return
-    manifest = checkpoints.read_manifest(path)
-    if manifest["step"] > spec.steps:
-        raise UserError(
-            f"--max_steps: {spec.folder} has already done {manifest['step']} steps, "
-            f"expected at most {spec.steps}; use a larger number"
-        )
-    layout = manifest["shard_layout"]
-    if layout and layout != spec.shard_layout:
-        raise UserError(
-            f"{path}: each process saved its own part: {layout}; this run is "
-            f"{spec.shard_layout or 'another strategy, or one process'}; "
-            "use the same strategy and the same number of processes"
-        )
-
-
-def differences(saved: dict, now: dict, free: set[str] | frozenset = frozenset()) -> list[str]:
-    """Return `name: saved -> now` for each value that differs; new names do not count."""
-    names = [name for name in saved if name in now and name not in free]
-    return [f"{name}: {saved[name]} -> {now[name]}" for name in names if saved[name] != now[name]]
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file of a run folder; raise UserError if that fails."""
-    try:
-        return data.read_json(path)
-    except UserError as error:
-        raise UserError(f"{error}; move {path.parent} away, or use another folder") from error
-
-
-def check_writable(flag: str, folder: Path, needed: int = 0) -> None:
-    """Raise UserError if `needed` bytes cannot be written to a folder, which may not exist yet.
-
-    Symbolic links are not supported: where others may write, they could lead to other files.
-    """
-    try:
-        links = [path for path in (folder, *folder.glob("*")) if path.is_symlink()]
-    except OSError as error:  # the name is too long, or the folder cannot be read
-        named = f"{flag}: {str(folder)[:80]}"
-        raise UserError(f"{named}: {error.strerror}; use another folder") from error
-    if links:
-        raise UserError(f"{flag}: {links[0]} is a symbolic link; use a folder without any")
-    parent = folder
-    while not (parent.exists() or parent.is_symlink()):
-        parent = parent.parent
-    if not parent.is_dir():
-        raise UserError(f"{flag}: {parent} is not a folder")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise UserError(f"{flag}: {parent} cannot be written; use another folder")
-    free = shutil.disk_usage(parent).free
-    if free < needed:
-        raise UserError(
-            f"{flag}: {free >> 20} MiB are free at {parent}, checkpoints and model need "
-            f"{needed >> 20}; use a smaller --keep_checkpoints, or another folder"
-        )
-
-
-def check_model_folder(output: Path, folder: Path, is_resumed: bool) -> None:
-    """Raise UserError if writing the model to `output` would replace other files."""
-    check_writable("--output_dir", output)
-    model, target, run = (path.resolve() for path in (folder / "model", output, folder))
-    if target != model and (run.is_relative_to(target) or target.is_relative_to(run)):
-        raise UserError(f"--output_dir: {output} contains the run, or is in it; use another folder")
-    saved = read_json(folder / "config.json").get("output_dir") if is_resumed else None
-    if (saved is None or Path(saved) != output) and any(output.glob("*")):
-        raise UserError(f"--output_dir: {output} is not empty; use another folder")
-
-
-def lock(folder: Path) -> FileLock:
-    """Lock a folder until this process ends; raise UserError if another process has locked it."""
-    held = FileLock(Path(folder) / ".lock", timeout=0)
-    try:
-        held.acquire()
-    except Timeout:
-        raise UserError(in_use(folder)) from None
-    return held
-
-
-def in_use(folder: Path) -> str:
-    """Return a line that names the run which has locked a folder."""
-    who = "another run"
-    if (Path(folder) / "environment.json").exists():
-        run = read_json(Path(folder) / "environment.json")
-        who = f"a run on {run.get('host')} (process {run.get('pid')}, since {run.get('start')})"
-    return f"{folder} is in use by {who}; wait until it ends, or use another folder"
-
-
-def move_aside(path: Path) -> Path:
-    """Rename a file or folder to the first free name of NAME.1, NAME.2, ..."""
-    number = 1
-    while path.with_name(f"{path.name}.{number}").exists():
-        number += 1
-    return path.rename(path.with_name(f"{path.name}.{number}"))
 
 
 # --- the run -------------------------------------------------------------------------------------
@@ -393,8 +189,8 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = lock(self.folder)
         if state.action != "resume" and (self.folder / "config.json").exists():
-            raise UserError(in_use(self.folder))  # another process was faster
-        self.step = state.manifest["step"]
+            raise UserError(checkpoints.in_use(self.folder))  # another process was faster
+        self.step = state.step
         self.logger = loggers.make(self.config.report_to, self.folder, self.step, settings)
         for line in state.lines:
             self.say(line)
@@ -402,7 +198,7 @@ class Run:
         self.write_summary("running", 0)
         self._write("config.json", settings)  # last: a folder with this file has a run
         self.metrics = open(self.folder / "metrics.jsonl", "ab", buffering=0)  # noqa: SIM115
-        size = min(state.manifest["metrics_bytes"], self.metrics.seek(0, os.SEEK_END))
+        size = min(state.metrics_bytes, self.metrics.seek(0, os.SEEK_END))
         self.metrics.truncate(size)  # the steps after the checkpoint are done again
         self.bar.begin("", self.steps, self.step)
         return self.step
@@ -566,7 +362,7 @@ class Run:
 
     def save(self) -> None:
         """Write a checkpoint of the steps done, and remove the oldest."""
-        if self.saved == self.step:
+        if self.saved == self.step or self.training is None:
             return
         start = time.perf_counter()
         policy, optimizer, _ = self.training
@@ -614,22 +410,16 @@ class Run:
         """After each step, save if it is due; save and raise Stop if a rank was asked to stop."""
         if is_due or self.must_save or self.must_stop or self.best == self.step:
             self.save()
-        self._stop_if_agreed()
+        if self.must_stop:
+            raise Stop(f"stopped after step {self.step}; run the same command to resume", 85)
 
     def stop_if_requested(self) -> None:
         """Between two forwards, save and raise Stop if a rank was asked to stop."""
-        vote = torch.tensor(
-            [float(distributed.stop_requested(self.config.stop_after_minutes))],
-            device=self.world.device,
-        )
+        is_asked = distributed.stop_requested(self.config.stop_after_minutes)
+        vote = torch.tensor([float(is_asked)], device=self.world.device)
         self.must_stop = distributed.all_sum(vote, self.world).item() > 0
-        if self.must_stop and self.training:
-            self.save()
-        self._stop_if_agreed()
-
-    def _stop_if_agreed(self) -> None:
         if self.must_stop:
-            raise Stop(f"stopped after step {self.step}; run the same command to resume", 85)
+            self.save_if_due(False)
 
     # --- results that are computed once ----------------------------------------------------------
 

@@ -27,8 +27,8 @@ import numpy as np
 import torch
 
 from ddp_utils import UserError, distributed
+from ddp_utils.checkpoints import check_writable
 from ddp_utils.data import Record, content, read_json, resolve, shown, write_text
-from ddp_utils.run import check_writable
 from ddp_utils.sampler import seed_of
 from dpo_inv import batches, mpnn, pairs, structure, weights
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from ddp_utils import UserError, WriteError, checkpoints, data
-from ddp_utils import run as run_
 from ddp_utils.checkpoints import STATE
 
 TENSORS = {
@@ -188,18 +187,18 @@ def test_an_unfinished_run_cannot_be_resumed_with_any_other_setting(module, tmp_
     settings = json.loads(json.dumps(settings))  # no tuples
     (tmp_path / "config.json").write_text(json.dumps(settings))
     (tmp_path / "environment.json").write_text("{}")
-    facts = {"shard_layout": ""}
+    facts = {"shard_layout": "", "metrics_bytes": 0}
     checkpoints.write(tmp_path / "checkpoints", 4, {"w": torch.ones(1)}, facts)
-    spec = run_.RunSpec(tmp_path, "--result_dir", 9, {}, 0)
+    spec = checkpoints.RunSpec(tmp_path, "--result_dir", 9, {}, 0)
     code = {"code": {}}
-    assert run_.inspect(spec, settings, code).action == "resume"
+    assert checkpoints.inspect(spec, settings, code).action == "resume"
     for name in settings.keys() - {"result_dir", "out_dir", "output_dir"}:
         changed = settings | {name: "another"}
         if name in MAY_CHANGE:
-            assert run_.inspect(spec, changed, code).action == "resume", name
+            assert checkpoints.inspect(spec, changed, code).action == "resume", name
         else:
             with pytest.raises(UserError, match=f"unfinished run .* {name}: .* -> another;"):
-                run_.inspect(spec, changed, code)
+                checkpoints.inspect(spec, changed, code)
     (tmp_path / "summary.json").write_text('{"status": "finished"}')
-    assert run_.inspect(spec, settings, code).action == "finished"
-    assert run_.inspect(spec, settings | {"seed": 7}, code).action == "move aside"
+    assert checkpoints.inspect(spec, settings, code).action == "finished"
+    assert checkpoints.inspect(spec, settings | {"seed": 7}, code).action == "move aside"

@@ -1,9 +1,9 @@
-"""Curves: four pictures from a metrics.jsonl, with the lines where the numbers are; compared."""
+"""Curves: four pictures of a metrics.jsonl, whose lines have the values of the file."""
 
 import json
 
 import pytest
-from matplotlib import pyplot
+from matplotlib.figure import Figure
 
 import programs
 import runs
@@ -39,12 +39,12 @@ def no_pixels(monkeypatch):
         kept[path.name] = figure.axes
         path.touch()
 
-    monkeypatch.setattr(pyplot.Figure, "savefig", keep)
+    monkeypatch.setattr(Figure, "savefig", keep)
     return kept
 
 
 def test_the_curves_are_the_numbers_of_the_file(tmp_path, no_pixels):
-    plots.draw(folder_with(tmp_path, RUN))
+    plots.draw([folder_with(tmp_path, RUN)], tmp_path)
     assert {name: len(found) for name, found in no_pixels.items()} == PANELS
     raw, mean, val, test = no_pixels["loss.png"][0].lines
     steps, losses = range(1, 41), [0.7 - 0.01 * step for step in range(1, 41)]
@@ -68,15 +68,15 @@ def test_base_lines_are_where_an_untrained_model_stands():
         ({"n_transit": 60}, 1.609438),
         ({}, None),
     ]:
-        found = plots.base_line(figures["loss.png"], [], config)
+        found = plots.base_line(figures["loss"], [], config)
         assert found == (height and pytest.approx(height, abs=1e-6)), config
     lines = [{"kl": 1.0}, {"kl": 0.5, "kl_base": 2.5}]
     for name, height in [
-        ("baking.png", 2.5),
-        ("margins.png", 0.0),
-        ("accuracies.png", 0.5),
-        ("accuracy.png", 0.2),
-        ("in_context.png", 1.0),
+        ("baking", 2.5),
+        ("margins", 0.0),
+        ("accuracies", 0.5),
+        ("accuracy", 0.2),
+        ("in_context", 1.0),
     ]:
         assert plots.base_line(figures[name], lines, {}) == height, name
 
@@ -84,11 +84,11 @@ def test_base_lines_are_where_an_untrained_model_stands():
 def test_axes_have_names_units_and_whole_steps(tmp_path, no_pixels):
     """Of a run of four steps, where half steps would be drawn."""
     (tmp_path / "config.json").write_text(json.dumps({"method": "dpo", "beta": 0.1}))
-    plots.draw(folder_with(tmp_path, RUN[:4]))
+    plots.draw([folder_with(tmp_path, RUN[:4])], tmp_path)
     assert {*no_pixels} == {*PANELS}
     for name, (axis,) in no_pixels.items():
         assert axis.get_xlabel().startswith("step") and axis.get_title(), name
-        assert axis.get_ylabel() in ("nats", "share of pairs"), name
+        assert axis.get_ylabel() in ("nats", "fraction of pairs"), name
         low, high = axis.get_xlim()
         shown = [tick for tick in axis.get_xticks() if low <= tick <= high]
         assert shown and all(tick == int(tick) for tick in shown), name
@@ -98,43 +98,27 @@ def test_axes_have_names_units_and_whole_steps(tmp_path, no_pixels):
         ), name
 
 
-def run_folder(folder, loss, settings, **numbers):
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(settings))
-    (folder / "summary.json").write_text(json.dumps({"status": "finished", **numbers}))
-    lines = [line("train", 1, loss), line("train", 2, loss / 2), line("val", 2, loss / 2)]
-    return folder_with(folder, lines)
-
-
-def two(tmp_path):
-    usual = {"beta": 0.1, "judge": "", "result_dir": "a", "log_every": 1}
-    first = run_folder(tmp_path / "low", 1.0, usual, val={"loss": 0.5, "win_rate": 0.25, "nll": 9})
-    others = {"beta": 0.3, "judge": "j.py:f", "result_dir": "b", "log_every": 9, "lora_r": 8}
-    return first, run_folder(tmp_path / "high", 3.0, others, val={"loss": 1.5, "win_rate": None})
-
-
-def test_the_table_has_what_differs_and_counts(tmp_path, no_pixels, monkeypatch):
-    two(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    assert plots.compare(["low", "high"]).splitlines() == [
-        "              low   high",
-        "beta          0.1   0.3",
-        "judge         -     j.py:f",
-        "val loss      0.5   1.5",
-        "val win_rate  0.25  -",
-        "val nll       9",
-        "lora_r              8",
-    ]
-
-
-def test_the_command_draws_one_run_again_and_compares_two(tmp_path):
-    two(tmp_path)
+def test_the_command_draws_one_run_or_compares_two(tmp_path):
+    for name, reward in (("low", 0.1), ("high", 0.3)):
+        (tmp_path / name).mkdir()
+        folder_with(tmp_path / name, [line("train", 1, 1.0, reward), line("val", 2, 0.5, reward)])
     one, both, last = (
         programs.start("-m", "ddp_utils.plots", *runs.words(words), cwd=tmp_path)
         for words in ("low", "low high", "low none")
     )
-    assert one == (0, "", "") and (both.returncode, both.stderr) == (0, "")
-    assert both.stdout.startswith("              low   high\n")
-    assert last == (2, "", "error: none: no metrics.jsonl here; give a run folder\n")
+    assert one == (0, "", "") and both == (0, "-> compare_*.png\n", "")
+    assert last == (2, "", "error: none: no metrics.jsonl in this folder; use a run folder\n")
     assert {path.name for path in tmp_path.glob("low/*.png")} == {*PANELS}
     assert {path.name for path in tmp_path.glob("*.png")} == {f"compare_{name}" for name in PANELS}
+
+
+def test_each_compared_run_has_its_color_and_its_name(tmp_path, no_pixels):
+    for name in ("low", "high"):
+        (tmp_path / name).mkdir()
+        folder_with(tmp_path / name, RUN[:4])
+    plots.draw([tmp_path / "low", tmp_path / "high"], tmp_path, "compare_")
+    [axis] = no_pixels["compare_margins.png"]
+    named = {drawn.get_label(): drawn.get_color() for drawn in axis.lines}
+    named = {label: color for label, color in named.items() if not label.startswith("_")}
+    assert [*named] == [f"{tmp_path / name}, margin" for name in ("low", "high")]
+    assert len({*named.values()}) == 2

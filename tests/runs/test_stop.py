@@ -13,7 +13,7 @@ import faults
 import programs
 import runs
 from ddp_utils import checkpoints
-from ddp_utils.run import lock
+from ddp_utils.checkpoints import lock
 
 LORA = faults.MODES["lora"]
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1

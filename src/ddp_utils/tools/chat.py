@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 from transformers import TextStreamer
 
 from ddp_utils import UserError, cli, data, distributed, lora, models
-from ddp_utils.run import read_json
+from ddp_utils.checkpoints import read_json
 
 
 @dataclass

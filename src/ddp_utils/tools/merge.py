@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from ddp_utils import UserError, cli, distributed, lora, models
-from ddp_utils.run import check_writable
+from ddp_utils.checkpoints import check_writable
 
 
 @dataclass
