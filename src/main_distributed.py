@@ -209,7 +209,7 @@ def answer(policy, data, encoder, config, run):
                     encoder.ends,
                     run.world,
                     spec,
-                    poll=run.stop_if_requested,
+                    stop_if_requested=run.stop_if_requested,
                 )
             replies[split] = encoder.tokenizer.batch_decode(ids, skip_special_tokens=True)
     return replies

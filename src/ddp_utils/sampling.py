@@ -1,129 +1,168 @@
-"""Replies to prompts, the same on any number of ranks.
+"""Sample replies to prompts; the replies are the same on any number of ranks.
 
-B rows in a batch, V words in the vocabulary.
+B replies of a batch, V vocabulary size.
 """
 
 import inspect
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import transformers
+from torch import Tensor
 
 from ddp_utils import distributed
+from ddp_utils.distributed import World
+from ddp_utils.logps import Scorer
 from ddp_utils.sampler import MicroBatch, assign_micro_batches, seed_of
 
 
 class SampleSpec(NamedTuple):
-    """How replies are drawn."""
+    """How replies are sampled."""
 
-    temperature: float  # 0: the most probable word each time
+    temperature: float  # 0: the most probable token each time
     top_p: float
     max_new_tokens: int
-    batch_size: int  # replies of one forward
+    batch_size: int  # replies of one forward pass
     seed: int
 
 
 @torch.no_grad()
-def generate(scorer, prompts, ends, world, spec, poll=lambda: None, first=0, keep_end=False):
-    """Return the token ids of a reply to each prompt, without their end, on all ranks.
+def generate(
+    scorer: Scorer,
+    prompts: Sequence[Sequence[int]],
+    ends: Collection[int],
+    world: World,
+    spec: SampleSpec,
+    stop_if_requested: Callable[[], None] = lambda: None,
+    first: int = 0,
+    keep_end: bool = False,
+) -> list[list[int]]:
+    """Return the token ids of a reply to each prompt, on all ranks.
 
-    prompts: lists of token ids, of which some may be equal; ends: ids that end a reply; spec: a
-    SampleSpec; first: the number of the first prompt. Batches are cut from the whole list, the
-    longest prompts first, and then shared out, and each reply has its own random numbers, so the
-    number of ranks changes nothing.
+    Batches are cut from the complete list, the longest prompts first, and then split over the
+    ranks; each reply has its own random numbers. So the number of ranks changes nothing.
+
+    prompts: token ids; equal prompts get different replies. ends: token ids that end a reply.
+    first: number of the first prompt, for a list that is one part of a longer one. keep_end: the
+    replies include the token that ends them.
     """
     rows = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
     starts = range(0, len(rows), spec.batch_size)
     micro_batches = []
     replies = []
-    for cut_batch in assign_micro_batches(range(len(starts)), [0] * len(starts), world, 1):
-        poll()  # stop between two batches, if asked to
-        start = starts[cut_batch.index[0]]
+    for assigned in assign_micro_batches(range(len(starts)), [0] * len(starts), world, 1):
+        stop_if_requested()
+        start = starts[assigned.index[0]]
         index = rows[start : start + spec.batch_size]
-        row_of_prompt = {}  # in the prefill
-        prompt_rows = []
-        uniform = []
-        for row in index:
-            prompt_rows.append(row_of_prompt.setdefault(tuple(prompts[row]), len(row_of_prompt)))
-            seed = seed_of(spec.seed, first + row, 0)  # the 0 keeps the replies of earlier versions
-            generator = torch.Generator().manual_seed(seed)
-            uniform.append(torch.rand(spec.max_new_tokens, generator=generator, dtype=torch.double))
+        uniform = [_random_numbers(first + row, spec) for row in index]
         with scorer.generating(world.device):
-            ids = [*row_of_prompt]
-            reply = _batch(scorer, ids, prompt_rows, torch.stack(uniform), ends, spec, world)
-        micro_batches.append(MicroBatch(index, cut_batch.weight * len(index)))
-        replies.append(1 + reply)  # [B, new tokens]; 0 is what no rank has written
+            reply = _sample_batch(
+                scorer, [prompts[row] for row in index], torch.stack(uniform), ends, spec, world
+            )
+        micro_batches.append(MicroBatch(index, assigned.weight * len(index)))
+        replies.append(1 + reply)  # [B, new tokens]; 0 marks what no rank has written
     table = distributed.gather_by_index(len(rows), micro_batches, replies, world).long() - 1
     return [_until_end(reply, ends, keep_end) for reply in table.tolist()]
 
 
-def _batch(scorer, prompts, prompt_rows, uniform, ends, spec, world):
-    """Sample B replies and return their token ids, [B, new tokens].
+def _random_numbers(number: int, spec: SampleSpec) -> Tensor:
+    """Return the random numbers in [0, 1) of one reply, one per token."""
+    seed = seed_of(spec.seed, number, 0)  # the constant 0 keeps the results in docs/ reproducible
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(spec.max_new_tokens, generator=generator, dtype=torch.double)
 
-    Each prompt is prefilled once for all of its replies; finished ones are dropped from the
-    batch. prompt_rows: [B] index into `prompts`; uniform: [B, new tokens] random numbers in [0, 1).
+
+def _sample_batch(
+    scorer: Scorer,
+    prompts: Sequence[Sequence[int]],
+    uniform: Tensor,
+    ends: Collection[int],
+    spec: SampleSpec,
+    world: World,
+) -> Tensor:
+    """Return the token ids of B replies, [B, new tokens].
+
+    Each different prompt is processed once for all of its replies. Finished replies leave the
+    batch. uniform: random numbers in [0, 1), [B, new tokens].
     """
     device = world.device
+    model = scorer.unwrap()
+    parameters = inspect.signature(model.forward).parameters
+    cache: Any = transformers.DynamicCache(config=model.config)
+
+    def next_logits(ids: Tensor, mask: Tensor) -> Tensor:
+        """Return the logits of the next token, [rows, V]; mask: of all tokens so far."""
+        positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+        options = {"position_ids": positions, "logits_to_keep": 1}
+        options[_cache_argument(parameters)] = cache
+        options = {name: value for name, value in options.items() if name in parameters}
+        return scorer.model(ids, attention_mask=mask, use_cache=True, **options).logits[:, -1]
+
+    numbers: dict[tuple[int, ...], int] = {}  # of the different prompts
+    prompt_rows = [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts]
+    ids, mask = (tensor.to(device) for tensor in _pad_left(list(numbers)))
+    rows = torch.tensor(prompt_rows, device=device)
+    logits = next_logits(ids, mask)[rows]
+    mask = mask[rows]
+    if len(prompts) > len(numbers):
+        cache.reorder_cache(rows)
+    uniform = uniform.to(device)
+    replies = torch.zeros(uniform.shape, dtype=torch.long, device=device)
+    reply_index = torch.arange(len(rows), device=device)  # of each row of the batch, in `replies`
+    unfinished = torch.ones_like(rows, dtype=torch.bool)
+    end_ids = torch.tensor(list(ends), dtype=torch.long, device=device)
+    is_sharded = hasattr(scorer, "unshard")  # FSDP: all ranks call the model equally often
+    for step in range(spec.max_new_tokens):
+        tokens = sample_tokens(logits, uniform[reply_index, step], spec)
+        replies[reply_index, step] = tokens
+        unfinished = unfinished & ~torch.isin(tokens, end_ids)
+        rows = unfinished.nonzero()[:, 0]
+        num_left = len(rows)
+        if is_sharded:
+            num_left = int(distributed.all_sum(torch.tensor(num_left, device=device), world))
+        if num_left == 0 or step + 1 == spec.max_new_tokens:
+            break
+        if len(rows) == 0:  # other ranks still sample: continue with a reply that is cut later
+            rows = torch.zeros(1, dtype=torch.long, device=device)
+        if len(rows) < len(tokens):
+            cache.reorder_cache(rows)
+        mask = torch.nn.functional.pad(mask[rows], (0, 1), value=1)
+        reply_index = reply_index[rows]
+        unfinished = unfinished[rows]
+        logits = next_logits(tokens[rows, None], mask)
+    return replies
+
+
+def _cache_argument(parameters: Mapping[str, Any]) -> str:
+    """Return the name under which a model's forward expects its cache."""
+    if "cache" in parameters:  # transformers >= 5.24
+        return "cache"
+    if "past_key_values" in parameters:  # earlier versions
+        return "past_key_values"
+    return "cache_params"  # Mamba in earlier versions
+
+
+def _pad_left(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Return token ids and attention mask, each [prompts, longest prompt]."""
     width = max(map(len, prompts))
-    ids = torch.zeros(len(prompts), width, dtype=torch.long)  # padded on the left
+    ids = torch.zeros(len(prompts), width, dtype=torch.long)
     mask = torch.zeros_like(ids)
     for row, prompt in enumerate(prompts):
         ids[row, width - len(prompt) :] = torch.tensor(prompt)
         mask[row, width - len(prompt) :] = 1
-    cache = transformers.DynamicCache(config=scorer.unwrap().config)
-    takes = inspect.signature(scorer.unwrap().forward).parameters
-    # transformers 5.24's name of it, that of earlier versions, and that of their Mamba
-    [cache_name] = {"cache", "past_key_values", "cache_params"} & takes.keys()
-
-    def forward(ids, mask):
-        """Return the logits of the next token, [rows, V]; mask: of all tokens fed so far."""
-        positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
-        options = {"position_ids": positions, "logits_to_keep": 1, cache_name: cache}
-        options = {name: value for name, value in options.items() if name in takes}
-        return scorer.model(ids, attention_mask=mask, use_cache=True, **options).logits[:, -1]
-
-    rows = torch.tensor(prompt_rows, device=device)
-    mask = mask.to(device)
-    logits = forward(ids.to(device), mask)[rows]
-    mask = mask[rows]
-    if len(rows) > len(prompts):
-        cache.reorder_cache(rows)
-    uniform = uniform.to(device)
-    replies = torch.zeros(uniform.shape, dtype=torch.long, device=device)
-    reply_rows = torch.arange(len(rows), device=device)  # index into `replies` of each row
-    unfinished = torch.ones_like(rows, dtype=torch.bool)
-    ends = torch.tensor(ends, dtype=torch.long, device=device)
-    is_sharded = hasattr(scorer, "unshard")  # FSDP: ranks go on until all are done
-    for step in range(spec.max_new_tokens):
-        tokens = sample_tokens(logits, uniform[reply_rows, step], spec)
-        replies[reply_rows, step] = tokens
-        unfinished = unfinished & ~torch.isin(tokens, ends)
-        rows = unfinished.nonzero()[:, 0]
-        left = len(rows)
-        if is_sharded:
-            left = distributed.all_sum(torch.tensor(left, device=device), world).item()
-        if left == 0 or step + 1 == spec.max_new_tokens:
-            break
-        if len(rows) == 0:
-            rows = torch.zeros(1, dtype=torch.long, device=device)  # one waits; its rest is cut
-        if len(rows) < len(tokens):
-            cache.reorder_cache(rows)
-        mask = torch.nn.functional.pad(mask[rows], (0, 1), value=1)
-        reply_rows = reply_rows[rows]
-        unfinished = unfinished[rows]
-        logits = forward(tokens[rows, None], mask)
-    return replies
+    return ids, mask
 
 
-def sample_tokens(logits, uniform, spec):
-    """Sample a token for each row of logits [B, V] by inverting its cumulative distribution; [B].
+def sample_tokens(logits: Tensor, uniform: Tensor, spec: SampleSpec) -> Tensor:
+    """Sample a token for each row of logits [B, V] by inverting its cumulative distribution, [B].
 
-    uniform: [B] random numbers in [0, 1).
+    uniform: random numbers in [0, 1), [B].
     """
     if spec.temperature == 0:
         return logits.argmax(-1)
     probabilities = (logits.float() / spec.temperature).softmax(-1)  # [B, V]
-    if spec.top_p < 1:  # keep the fewest tokens that have so much probability
+    if spec.top_p < 1:  # keep the fewest tokens that together have this probability
         likeliest, tokens = probabilities.sort(descending=True, stable=True)
         before = likeliest.cumsum(-1) - likeliest
         probabilities = probabilities.scatter(-1, tokens, likeliest * (before < spec.top_p))
@@ -131,7 +170,8 @@ def sample_tokens(logits, uniform, spec):
     return torch.searchsorted(sums, uniform[:, None] * sums[:, -1:], right=True).squeeze(-1)
 
 
-def _until_end(reply, ends, keep):
+def _until_end(reply: list[int], ends: Collection[int], keep: bool) -> list[int]:
+    """Cut a reply before, or behind, the first token that ends it."""
     for length, token in enumerate(reply):
         if token in ends:
             return reply[: length + keep]
