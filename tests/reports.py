@@ -60,6 +60,6 @@ def a_run(folder, texts=("why?",), **summary):
 
 
 def page_of(folder):
-    """What report.write() writes there."""
-    report.write(folder)
+    """Write the report of a folder and return it."""
+    report.write(folder, report.read_run(folder))
     return (folder / "report.html").read_text(encoding="utf-8")

@@ -6,12 +6,12 @@ tests/runs/test_report_in_a_browser.py has how it looks.
 import html
 import json
 import re
-import shlex
 import subprocess
 import sys
 from html.parser import HTMLParser
 
 import pytest
+from huggingface_hub import ModelCard
 
 import main_distributed
 import programs
@@ -49,10 +49,6 @@ class Reader(HTMLParser):
             self.rows[-1].append("".join(self.cell))
 
 
-def named(name):
-    return [name, report.MEANINGS[name]]
-
-
 def test_numbers_settings_data_and_examples_are_shown(tmp_path):
     found = Reader(page_of(a_run(tmp_path / "mine")))
     rows, text = found.rows, " ".join("".join(found.words).split())
@@ -60,15 +56,26 @@ def test_numbers_settings_data_and_examples_are_shown(tmp_path):
         "mine finished after 30 steps, 61 s on 2 processes, why? Loss (held out: 0.1235). Curves"
         in text
     )
-    assert ["", "val", "test"] in rows and [*named("win_rate"), "0.75", ""] in rows
-    assert [*named("loss"), "0.1235", "2"] in rows and ["wins", "", "3"] in rows
-    assert rows.index([*named("win_rate"), "0.75", ""]) < rows.index([*named("count"), "10", ""])
-    assert ["not at their defaults", "here", "default"] in rows
-    assert ["beta", "0.3", "0.1"] in rows and ["judge", "why?", "-"] in rows
-    assert ["train_data", "why?"] in rows and ["shuffle", "True"] in rows
-    assert ["rows", "9"] in rows and "0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 18 more" in text
-    assert ["versions torch", "2.13.0"] in rows
-    assert ["prompt", "why?"] in rows and "the other 3 settings" in text
+    for row in (
+        ["", "val", "test"],
+        ["win_rate", report.MEANINGS["win_rate"], "0.75", ""],
+        ["loss", report.MEANINGS["loss"], "0.1235", "2"],
+        ["wins", "", "", "3"],
+        ["", "value", "default"],
+        ["beta", "", "0.3", "0.1"],
+        ["judge", "", "why?", "-"],
+        ["train_data", "", "why?"],
+        ["shuffle", "", "True"],
+        ["rows", "", "9"],
+        ["versions torch", "", "2.13.0"],
+        ["prompt", "why?"],
+    ):
+        assert row in rows, row
+    first, last = (
+        next(n for n, row in enumerate(rows) if row[:1] == [x]) for x in ("win_rate", "count")
+    )
+    assert first < last
+    assert "0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 18 more" in text
     pictures = [attributes["alt"] for tag, attributes in found.tags if tag == "img"]
     assert pictures == ["curves: loss", "curves: returns", "curves: rewards"]
 
@@ -82,8 +89,8 @@ def test_a_hostile_text_is_shown_and_does_nothing(tmp_path):
         page = page_of(a_run(tmp_path / f"{number}", texts))
         found = Reader(page)
         tame = Reader(page_of(a_run(tmp_path / f"tame {number}", ["why?"] * len(texts))))
-        tags = [tag for tag, _ in found.tags if tag not in ("wbr", "div", "dt", "dd")]
-        assert tags == [tag for tag, _ in tame.tags if tag not in ("wbr", "div", "dt", "dd")], text
+        tags = [tag for tag, _ in found.tags if tag not in ("div", "dt", "dd")]
+        assert tags == [tag for tag, _ in tame.tags if tag not in ("div", "dt", "dd")], text
         shown = re.sub("[\0\x1b\ud800]", "\ufffd", texts[0])
         assert "".join(found.words).count(shown) >= 5
         for tag, attributes in found.tags:
@@ -104,15 +111,20 @@ FILES = ("summary", "config", "environment", "data_report", "examples")
 
 
 def test_what_is_missing_or_no_object_is_left_out(tmp_path):
-    heads = {"summary": "Numbers", "data_report": "Data", "examples": "Examples", "*": "Curves"}
+    heads = {
+        "summary": "<h2>Numbers",
+        "data_report": "<summary>Data",
+        "examples": "<h2>Examples",
+        "*": "<h2>Curves",
+    }
     for name in (*FILES, "*"):
         folder = a_run(tmp_path / name.replace("*", "all"))
         for path in folder.glob("*" if name == "*" else f"{name}.json"):
             path.unlink()
         page = page_of(folder)
         for file, head in heads.items():
-            assert (f"<h2>{head}</h2>" in page) == (name not in (file, "*")), head
-        assert "Settings" in page and "None" not in page and "Undefined" not in page
+            assert (head in page) == (name not in (file, "*")), head
+        assert "<h2>Commands" in page and "None" not in page and "Undefined" not in page
         for content in (b"", b"{", b"[]", b"\xff"):
             (folder / f"{name}.json".replace("*", "config")).write_bytes(content)
             assert "<h2>Commands</h2>" in page_of(folder)
@@ -136,19 +148,41 @@ COMMANDS = [
 def test_the_command_is_the_one_that_started_it():
     for launcher, command, shown in COMMANDS:
         facts = {"launcher": launcher, "command": command, "world_size": 3}
-        assert report._command(facts) == shown
+        assert report.command_of(facts) == shown
 
 
-def test_a_model_elsewhere_and_a_name_with_a_quote(tmp_path):
-    folder, elsewhere = tmp_path / "it's", tmp_path / "my model"
+PATHS = {
+    f"python -u {ROOT}/src/train.py --x 1": "python -u src/train.py --x 1",
+    "/opt/venv/bin/python a.py": "python a.py",
+    "a.py --model_name /data/secret/qwen --lr=/x/y": "a.py --model_name qwen --lr=y",
+    "results/dpo ~/x/y https://host/a/b 1/2": "results/dpo ~/x/y https://host/a/b 1/2",
+}
+
+
+def test_no_folder_of_this_machine_is_in_report_or_card(tmp_path):
+    for text, shown in PATHS.items():
+        assert report.portable(text) == shown
+    folder = a_run(tmp_path / "run")
+    put(folder / "model", tokenizer_config={})
+    names = {"result_dir": "run", "model_name": "base", "train_data": "rows.jsonl"}
+    put(folder, config={key: f"{tmp_path}/{name}" for key, name in names.items()})
+    put(folder, data_report={"train": {"file": f"{tmp_path}/rows.jsonl"}})
+    put(folder, environment={"command": f"{tmp_path}/bin/python {tmp_path}/my.py"})
+    page = page_of(folder)
+    card = (folder / "model/README.md").read_text()
+    assert str(tmp_path) not in page + card and "<pre>python my.py" in page
+    assert "base_model: base\n" in card
+    assert 'from_pretrained("run/model")' in html.unescape(page)
+
+
+def test_a_model_that_is_not_in_the_run_folder(tmp_path):
+    folder, elsewhere = tmp_path / "run", tmp_path / "my_model"
     put(elsewhere, tokenizer_config={})
-    put(folder, config={"result_dir": "x", "output_dir": str(elsewhere)})
-    assert f'from_pretrained("{elsewhere}")' in html.unescape(page_of(folder))
+    put(folder, config={"result_dir": "results/x", "output_dir": str(elsewhere)})
+    assert 'from_pretrained("my_model")' in html.unescape(page_of(folder))
     put(folder / "model", adapter_config={})
-    put(folder, config={"output_dir": str(elsewhere)})  # of another script: the run folder
-    page = html.unescape(page_of(folder))
-    assert json.loads(re.search(r"from_pretrained\((.*)\)", page)[1]) == f"{folder}/model"
-    assert f"ddp_utils.tools.merge {shlex.quote(str(folder / 'model'))} merged" in page
+    put(folder, config={"output_dir": "results/y"})  # of another script: the run folder
+    assert 'from_pretrained("results/y/model")' in html.unescape(page_of(folder))
 
 
 # --- as a part of a run --------------------------------------------------------------------------
@@ -161,11 +195,11 @@ def test_a_run_writes_it_and_a_stopped_one_says_how_to_go_on(tmp_path):
     with pytest.raises(Stop):
         main_distributed.main([*TINY, "--result_dir", f"{folder}", "--stop_after_minutes=1e-9"])
     page = (folder / "report.html").read_text()
-    assert "preempted after" in page and "exit status 85" in page and "Go on from" in page
+    assert "preempted after" in page and "exit status 85" in page and "Resume from" in page
     assert main_distributed.main([*TINY, "--result_dir", f"{folder}"]) == 0
     page = (folder / "report.html").read_text()
-    assert "finished after 1 step," in page and ">The same run once more" in page
-    assert ["max_steps", "1", "-1"] in Reader(page).rows  # against the script's default
+    assert "finished after 1 step," in page and ">Run it again" in page
+    assert ["max_steps", "", "1", "-1"] in Reader(page).rows  # against the script's default
     assert not list(folder.glob(".tmp-*"))
 
 
@@ -187,13 +221,13 @@ def test_the_command_makes_it_again(tmp_path, capsys):
     assert not (tmp_path / "run/loss.png").exists()
     with pytest.raises(SystemExit, match="2"):
         report.main(["nowhere"])
-    assert capsys.readouterr().err.startswith("error: nowhere: no metrics.jsonl here; give a run")
+    assert capsys.readouterr().err.startswith("error: nowhere: no metrics.jsonl in this folder")
 
 
-def test_a_run_waits_for_neither_torch_nor_matplotlib():
-    code = "import sys, ddp_utils.tools.report; print({'torch', 'matplotlib'} & {*sys.modules})"
+def test_it_imports_no_torch():
+    code = "import sys, ddp_utils.tools.report; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "src", capture_output=True)
-    assert done.stdout == b"set()\n", done.stderr
+    assert done.stdout == b"False\n", done.stderr
 
 
 # --- the result in a few lines -------------------------------------------------------------------
@@ -211,7 +245,7 @@ def test_the_result_is_said_in_lines_and_in_a_sentence(tmp_path):
     lines = [("train", 1, 0.75), ("train", 2, 0.5), ("val", 1, 0.625), ("val", 2, 0.875)]
     lines = [{"split": split, "step": step, "loss": loss} for split, step, loss in lines]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert report.summary(folder).splitlines() == [
+    assert report.result_lines(folder, report.read_run(folder)).splitlines() == [
         "finished after 2 steps",
         "loss        0.7500 -> 0.5000, held out 0.6250",
         "win rate    0.75 [0.30, 0.95], test: 3 better, 1 worse, 6 equal",
@@ -222,40 +256,41 @@ def test_the_result_is_said_in_lines_and_in_a_sentence(tmp_path):
         f"model       {folder}/model",
         f"talk to it  python -m ddp_utils.tools.chat {folder}",
     ]
-    sentence = "Loss went from 0.75 to 0.5 (held out: 0.625). Of 10 replies to test prompts"
-    sentence += " the judge prefers 3 to those before training, and 1 the other way round."
+    sentence = "Loss went from 0.75 to 0.5 (held out: 0.625). Of 10 replies to test prompts, the"
+    sentence += " judge prefers 3 to the reply before training; in 1 it is the reverse."
     assert sentence in Reader(page_of(folder)).words
 
 
-def test_the_model_card_says_what_was_done_and_how_to_load_it(tmp_path):
+def test_the_model_card_describes_the_training_and_how_to_load_it(tmp_path):
+    """Its metadata are read by the Hub's own class."""
     val = {"share_baked": 0.997, "kept/kl": 0.02, "kept/kl/pirate": 0.0123}
-    test = {"kept/obeyed/pirate": 0.98, "kept/obeyed_base/pirate": 1.0}
     folder = put(
         tmp_path / "mine",
-        summary={"status": "finished", "step": 2, "val": val, "test": test},
-        config={"model_name": "a/base", "lora_r": 4},
+        summary={"status": "finished", "step": 2, "val": val},
+        config={"model_name": "a/base", "lora_r": 4, "out_dir": "results/mine"},
         environment={"command": "python src/train_loop.py --lora_r 4", "defaults": {"lora_r": 32}},
     )
-    report.write(folder)  # no model yet, no card
+    report.write(folder, report.read_run(folder))  # no model yet, no card
     assert not [*folder.rglob("README.md")]
     put(folder / "model", adapter_config={})
-    report.write(folder)
-    card = (folder / "model/README.md").read_text()
-    assert card.startswith('---\nbase_model: "a/base"\nlibrary_name: peft\n---\n\n# mine\n')
+    report.write(folder, report.read_run(folder))
+    card = ModelCard.load(folder / "model/README.md")
+    assert (card.data.base_model, card.data.library_name) == ("a/base", "peft")
     for line in (
-        "A LoRA into which a system prompt is baked: without the prompt the model answers as it",
+        "# mine",
+        "A LoRA with a baked-in system prompt: without the prompt the model answers as it",
         "Share baked (held out: 0.997); kept: kl (held out: 0.02).",
-        "| pirate | 0.0123 | 0.98 | 1.0 |",
-        'model = AutoModelForCausalLM.from_pretrained("a/base")',
+        'model = AutoPeftModelForCausalLM.from_pretrained("results/mine/model")',
         "python src/train_loop.py --lora_r 4",
-        "| lora_r | 4 | 32 |",
-        "| share_baked | 0.997 |  |",
+        "| setting | value | default |\n|---|---|---|\n| lora_r | 4 | 32 |",
+        f"| share_baked | 0.997 | {report.MEANINGS['share_baked']} |",
+        "| kept/kl/pirate | 0.0123 |",
     ):
-        assert line in card, line
+        assert line in card.content, line
     (folder / "model/adapter_config.json").unlink()
     put(folder / "model", tokenizer_config={})
     put(folder, config={"method": "ipo"}, environment={"command": "src/main_distributed.py"})
-    report.write(folder)
-    card = (folder / "model/README.md").read_text()
-    assert "library_name: transformers" in card and "fine-tuned on preferences (ipo)." in card
-    assert "peft" not in card and 'from_pretrained("path/to/this/folder")' in card
+    report.write(folder, report.read_run(folder))
+    card = ModelCard.load(folder / "model/README.md")
+    assert card.data.library_name == "transformers" and card.data.base_model is None
+    assert "fine-tuned on preferences (ipo)." in card.content and "peft" not in card.content
