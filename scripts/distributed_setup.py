@@ -1,30 +1,32 @@
-"""Write what distributed training needs: DeepSpeed or FSDP settings, and the script that starts it.
+"""Write files for distributed training: settings of DeepSpeed or FSDP, and scripts that start it.
 
     python scripts/distributed_setup.py deepspeed --zero_stage 2 --offload_optimizer --bf16
     python scripts/distributed_setup.py fsdp --sharding_strategy FULL_SHARD
     python scripts/distributed_setup.py launcher --num_gpus_per_node 4 --use_deepspeed
     python scripts/distributed_setup.py slurm --num_nodes 4 --num_gpus_per_node 8
     python scripts/distributed_setup.py pbs --num_nodes 2 --account mine --time_limit 02:00:00
+    python scripts/distributed_setup.py slurm --script src/main_distributed.py --flags="--beta 0.3"
 
-All flags: `slurm --help`. Everything is checked before anything is written, and a file appears
-whole or not at all. Exit status: 0 written, 2 wrong input, 4 could not write.
+All flags: `slurm --help`. Everything is checked before anything is written. Exit status: 0 written,
+2 wrong input, 4 could not write.
 """
 
 import json
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "src"))  # nothing is installed
 
 from setup_jobs import Launcher, Pbs, Slurm, launcher, pbs, slurm
-from setup_settings import DeepSpeed, Fsdp, deepspeed, fsdp, refuse
+from setup_settings import DeepSpeed, Fsdp, deepspeed, fsdp, require
 
 from ddp_utils import UserError, cli, data, distributed
 
-MARK = "# Written by scripts/distributed_setup.py"  # a script without it is someone else's
-COMMANDS = {  # flags, maker, the guide's name, what to do with the file
+HEADER = "# Written by scripts/distributed_setup.py"  # other scripts are not overwritten
+COMMANDS: dict[str, tuple] = {  # flags, function, the guide's file name, how to use the file
     "deepspeed": (DeepSpeed, deepspeed, "config/ds_config.json", "src/train.py --deepspeed {}"),
     "fsdp": (Fsdp, fsdp, "config/fsdp_config.json", "fsdp_config: {} in the YAML file"),
     "launcher": (Launcher, launcher, "", "bash {}"),
@@ -33,44 +35,44 @@ COMMANDS = {  # flags, maker, the guide's name, what to do with the file
 }
 
 
-def write(path, text, is_script, force):
-    """Put a whole file in its place; what someone else wrote there stays, unless forced."""
+def write(path: str, text: str, is_script: bool, force: bool) -> None:
+    """Write a complete file; do not overwrite files of other programs, unless forced."""
     file = Path(path).expanduser()
     location = f"--output: {path[:80]}"
     try:
-        is_other = file.exists() and not file.is_file()
-        refuse(is_other, f"{location} is not a regular file; give another name")
-        held = file.read_bytes().lstrip() if file.exists() and not force else b""
-        ours = MARK.encode() in held[:200] if is_script else held[:1] == b"{"
-        says = "holds what this program did not write; give another name, or --force"
-        refuse(held and not ours, f"{location} {says}")
-        with data.write_file(file) as temporary:  # a reader never sees half a file
+        require(file.is_file() or not file.exists(), f"{location} is not a file; use another name")
+        old = file.read_bytes().lstrip() if file.exists() and not force else b""
+        is_ours = HEADER.encode() in old[:200] if is_script else old[:1] == b"{"
+        message = "was not written by this program; use another name, or --force"
+        require(not old or is_ours, f"{location} {message}")
+        with data.write_file(file) as temporary:
             temporary.write_bytes(os.fsencode(text))
-            temporary.chmod(0o755 if is_script else 0o644)
+        file.chmod(0o755 if is_script else 0o644)
     except OSError as error:
-        wrong = UserError(f"{location}: {error.strerror}; give another name")
-        raise distributed.write_error(error) or wrong from error
+        wrong_name = UserError(f"{location}: {error.strerror}; use another name")
+        is_full_disk = distributed.exit_code(error) == 4
+        raise distributed.user_error(error) if is_full_disk else wrong_name from error
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] in (["-h"], ["--help"]):
         print(__doc__)
         return 0
-    command, *rest = words or [""]
-    says = f"COMMAND: {command[:40]!r} is not known; give one of {', '.join(COMMANDS)}"
-    refuse(command not in COMMANDS, says)
-    flags, make, name, use = COMMANDS[command]
-    options = cli.parse(flags, rest, command=command)
+    command, *flags = words or [""]
+    message = f"COMMAND: {command[:40]!r} is unknown; use one of {', '.join(COMMANDS)}"
+    require(command in COMMANDS, message)
+    config_class, make, name, use = COMMANDS[command]
+    options = cli.parse(config_class, flags, command=command)
     options.output = options.output or name
-    made = make(options)
-    if isinstance(made, str):
-        shell, body = made.split("\n", 1)
-        made_by = data.CONTROL.sub("?", shlex.join(words))
-        text = f"{shell}\n{MARK}, which overwrites it:\n#     {made_by}\n{body}"
+    content = make(options)
+    if isinstance(content, str):
+        shell, body = content.split("\n", 1)
+        written_by = data.CONTROL.sub("?", shlex.join(words))
+        text = f"{shell}\n{HEADER}, which overwrites it:\n#     {written_by}\n{body}"
     else:
-        text = json.dumps(made, indent=2) + "\n"
-    write(options.output, text, isinstance(made, str), options.force)
+        text = json.dumps(content, indent=2) + "\n"
+    write(options.output, text, isinstance(content, str), options.force)
     print(f"wrote {options.output}; next: {use.format(shlex.quote(options.output))}")
     return 0
 

@@ -1,31 +1,39 @@
-"""The scripts that start training: on a node, from Slurm, from PBS; their texts are in templates/.
+"""Scripts that start training: on one node, from Slurm, from PBS. Their texts are in templates/.
 
-A place in a template is @name@; @name.sh.in@ is the whole of that file.
+A template has places such as @num_nodes@; @environment.sh.in@ includes that template.
 """
 
 import os
 import re
 import shlex
 from dataclasses import dataclass
+from typing import Literal
 
-from setup_settings import Common, refuse, template
+from setup_settings import Common, require, template
 
 import train_config
-from ddp_utils import cli, data, distributed, yaml_config
+from ddp_utils import UserError, cli, data, yaml_config
 from ddp_utils.sharding import deepspeed
 
-# What a directive may hold. sbatch and qsub cut it at blanks and line breaks whatever is quoted,
-# so that these would make another directive of it, or a command.
+# What a directive may contain: sbatch and qsub split it at blanks and line breaks, even in quotes.
 PLAIN = re.compile(r"(?!-)[A-Za-z0-9_.,:/=%@+-]{1,200}")
+
+
+LanguageScript = Literal[
+    "src/train.py", "src/main_distributed.py", "src/generate_data.py", "src/train_loop.py"
+]
+OtherScript = Literal["src/ad/train.py", "dpo_inv.run_dpo_ddp"]
 
 
 @dataclass
 class Run(Common):
-    # what it starts
+    # the program
+    script: Literal[LanguageScript, OtherScript] = "src/train.py"  # what is started
     config: str = "config.yaml"  # settings of src/train.py
+    flags: str = ""  # more flags of the script: --flags="--seed 1 --beta 0.3"
     num_nodes: int = 1  # machines
-    num_gpus_per_node: int = 4  # processes on each, one per GPU
-    use_deepspeed: bool = False  # with the YAML's deepspeed_config, else config/ds_config.json
+    num_gpus_per_node: int = 4  # processes per node, one per GPU
+    use_deepspeed: bool = False  # src/train.py: deepspeed_config of the YAML, or the default file
 
 
 @dataclass
@@ -33,8 +41,8 @@ class Launcher(Run):
     """A script that starts the processes of one node: scripts/run_training.sh."""
 
     # several nodes
-    master_addr: str = ""  # host of node 0, needed for several nodes
-    master_port: int = 0  # of node 0; 0: 29500 on several nodes, a free one on one
+    master_addr: str = ""  # host of node 0, required for several nodes
+    master_port: int = 0  # of node 0; 0: 29500 on several nodes, a free one on one node
     node_rank: int = 0  # which node the script is for, from 0
 
 
@@ -43,155 +51,156 @@ class Slurm(Run):
     """A job for sbatch: scripts/slurm_job.sh."""
 
     num_nodes: int = 4  # machines
-    num_gpus_per_node: int = 8  # processes on each, one per GPU
+    num_gpus_per_node: int = 8  # processes per node, one per GPU
     # the queue
     time_limit: str = "48:00:00"  # hours:minutes:seconds
     partition: str = "gpu"  # queue; empty: the default one
-    account: str = ""  # project that pays
-    job_name: str = "llm_finetune"  # what the queue shows
-    cpus_per_task: int = 8  # cores of a process
-    mem_per_gpu: str = "32G"  # host memory of a process
+    account: str = ""  # project that is charged
+    job_name: str = "llm_finetune"  # name in the queue
+    cpus_per_task: int = 8  # cores per process
+    mem_per_gpu: str = "32G"  # host memory per process
     # its environment
-    modules: str = "cuda/12.2 anaconda3"  # to `module load`; empty: none
-    conda_env: str = "llm_finetuning"  # to activate; empty: the environment that is active
+    modules: str = "cuda/12.2 anaconda3"  # for `module load`; empty: none
+    conda_env: str = "llm_finetuning"  # to activate; empty: the active environment
 
 
 @dataclass
 class Pbs(Slurm):
-    """A job for qsub, on Aurora unless told else: scripts/pbs_job.sh.
+    """A job for qsub, by default on Aurora: scripts/pbs_job.sh. Its mpiexec is PALS or MPICH."""
 
-    The mpiexec there must be that of PALS or MPICH.
-    """
-
-    num_gpus_per_node: int = 12  # processes on each, one per GPU or tile
+    num_gpus_per_node: int = 12  # processes per node, one per GPU or tile
     partition: str = "capacity"  # queue; empty: the default one
-    cpus_per_task: int = 4  # cores of a process
-    modules: str = "frameworks"  # to `module load`; empty: none
-    conda_env: str = ""  # to activate; empty: the environment that is active
-    # PBS alone
-    system: str = "aurora"  # whole nodes of this one; empty: so many cores, GPUs and memory
-    filesystems: str = "home:flare"  # that the job needs; empty: not said
+    cpus_per_task: int = 4  # cores per process
+    modules: str = "frameworks"  # for `module load`; empty: none
+    conda_env: str = ""  # to activate; empty: the active environment
+    # only PBS
+    system: str = "aurora"  # complete nodes of this system; empty: request cores, GPUs and memory
+    filesystems: str = "home:flare"  # required by the job; empty: not requested
 
 
 # --- the scripts ---------------------------------------------------------------------------------
 
 
-def launcher(options):
-    train, _ = command(options)
-    nodes = options.num_nodes
-    rank = options.node_rank
-    port = options.master_port
+def launcher(options: Launcher) -> str:
+    """Return the script of one node."""
     cli.check_ranges(options, master_port=(">= 0 and <= 65535", lambda x: 0 <= x <= 65535))
+    nodes, rank = options.num_nodes, options.node_rank
     check_plain("master_addr", options.master_addr)
-    refuse(not 0 <= rank < nodes, f"--node_rank: {rank} of {nodes} nodes; give 0 to {nodes - 1}")
-    says = "--master_addr: several nodes need a place to meet; give the host of node 0"
-    refuse(nodes > 1 and not options.master_addr, says)
-    meeting = f" MASTER_PORT={port}" if port else ""
+    command = command_of(options)
+    require(0 <= rank < nodes, f"--node_rank: {rank} is out of range (expected 0 to {nodes - 1})")
+    address = options.master_addr
+    require(nodes == 1 or address, "--master_addr: required for several nodes: the host of node 0")
+    port = f" MASTER_PORT={options.master_port}" if options.master_port else ""
     if nodes > 1:
-        port = port or '"${MASTER_PORT:-29500}"'
-        meeting = f" MASTER_ADDR={shlex.quote(options.master_addr)} MASTER_PORT={port}"
-    node = f"run_training_node{rank}.sh" if nodes > 1 else "run_training.sh"
-    options.output = options.output or f"scripts/{node}"
-    return filled("launcher", options, meeting=meeting, train=train)
+        port = port or ' MASTER_PORT="${MASTER_PORT:-29500}"'
+        port = f" MASTER_ADDR={shlex.quote(address)}{port}"
+    name = f"run_training_node{rank}.sh" if nodes > 1 else "run_training.sh"
+    options.output = options.output or f"scripts/{name}"
+    return filled("launcher.sh.in", options, meeting=port, command=command)
 
 
-def slurm(options):
-    train, config, total = job(options)
-    modules = environment(options, "nccl.sh.in", config)
-    login = " -l" if options.modules else ""  # `module` comes with a login shell
-    # its --signal is for the tasks: with B: it would be for the script
-    places = {"lead": lead(total), "environment": modules, "login": login}
-    return filled("slurm", options, train=f'{train} "$@"', **places)
+def slurm(options: Slurm) -> str:
+    """Return the job script for sbatch."""
+    command = command_of(options)
+    login = " -l" if options.modules else ""  # `module` is defined in a login shell
+    return filled("slurm.sh.in", options, command=command, login=login, **job(options, "nccl"))
 
 
-def pbs(options):
+def pbs(options: Pbs) -> str:
+    """Return the job script for qsub."""
     check_plain("system", options.system)
     check_plain("filesystems", options.filesystems)
-    train, config, total = job(options)
-    defaults = "oneccl.sh.in" if options.system == "aurora" else "nccl.sh.in"
-    stop = f"--stop_after_minutes={(total - lead(total)) / 60:g}"
+    places = job(options, "oneccl" if options.system == "aurora" else "nccl")
+    minutes = (seconds(options.time_limit) - int(places["lead"])) / 60
+    command = f"{command_of(options)} --stop_after_minutes={minutes:g}"
     gpus = options.num_gpus_per_node
     memory = f"{gpus * int(options.mem_per_gpu[:-1])}{options.mem_per_gpu[-1].lower()}b"
     chunk = f"ncpus={gpus * options.cpus_per_task}:ngpus={gpus}:mpiprocs={gpus}:mem={memory}"
     if options.system:
         chunk = f"system={options.system}"
-    places = {"environment": environment(options, defaults, config), "chunk": chunk}
-    return filled("pbs", options, lead=lead(total), train=f"{train} {stop}", **places)
+    return filled("pbs.sh.in", options, command=command, chunk=chunk, **places)
 
 
-def lead(total):
-    """Return how many seconds before its end a job is told to stop."""
-    return min(300, total // 2)
+def job(options: Slurm, library: str) -> dict[str, str]:
+    """Return what fills places of both kinds of jobs, after a check of the flags.
 
-
-def environment(options, defaults, config):
-    """Return the lines of a job that load modules and set variables; defaults: a template."""
-    lines = [f"module load {name}" for name in options.modules.split()]
-    if options.conda_env:
-        lines += ["# shellcheck source=/dev/null", f"source activate {options.conda_env}"]
-    if lines:
-        lines = ["set +u # modules and conda ask for variables that are not set", *lines, "set -u"]
-    cores = options.cpus_per_task
-    lines += ["use_environment", f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{cores}}}"']
-    for line in template(defaults).splitlines():  # the guide's; what the user exported stays
-        if not (config.use_fsdp and "CUDA_DEVICE_MAX_CONNECTIONS" in line):
-            lines.append(line)
-    return "\n".join(lines)
-
-
-def filled(name, options, **places):
-    """Return a template with what a user gave: quoted, or held against PLAIN.
-
-    A directive whose value is empty is left out.
+    library: template with the default settings of the communication library.
     """
-    named = {"path": options.output, "project": str(data.ROOT), "cwd": os.getcwd()}
-    named = {name: shlex.quote(place) for name, place in named.items()} | vars(options) | places
-    text = re.sub(r"@(\w+[.]sh[.]in)@\n", lambda file: template(file[1]), template(f"{name}.sh.in"))
-    ends = r"(?m)^#(?:SBATCH|PBS) .*@([a-z_]+)@\n"  # with a place
-    text = re.sub(ends, lambda line: line[0] if named[line[1]] else "", text)
-    return re.sub("@([a-z_]+)@", lambda place: str(named[place[1]]), text)
-
-
-# --- what the user gave --------------------------------------------------------------------------
-
-
-def command(options):
-    """Return the flags of src/train.py, quoted, and its settings, which must fit each other."""
-    cli.check_ranges(options, num_nodes=cli.ABOVE_0, num_gpus_per_node=cli.ABOVE_0)
-    flags = [f"--config={options.config}"]
-    if options.use_deepspeed:
-        in_file = yaml_config.read(train_config.Sections, options.config)
-        named = in_file["deepspeed_config"].value if "deepspeed_config" in in_file else ""
-        flags.append(f"--deepspeed={named or 'config/ds_config.json'}")
-    world = distributed.World(world_size=options.num_nodes * options.num_gpus_per_node)
-    config = train_config.merged(flags)
-    if config.use_deepspeed:
-        deepspeed.total_batch_size(config.sharding, config, world.world_size)
-    return shlex.join(flags), config
-
-
-def job(options):
-    """Return the flags of src/train.py, quoted, its settings, and the seconds of the job."""
     cli.check_ranges(options, cpus_per_task=cli.ABOVE_0)
     for name in ("partition", "account", "job_name", "conda_env"):
         check_plain(name, getattr(options, name))
     for word in options.modules.split(" "):
         check_plain("modules", word)
-    says = f"--mem_per_gpu: {options.mem_per_gpu!r:.40} is no size; give 32G, or so many K, M, T"
-    refuse(not re.fullmatch("[1-9][0-9]{0,6}[KMGT]", options.mem_per_gpu), says)
-    return *command(options), seconds(options.time_limit)
+    is_size = re.fullmatch("[1-9][0-9]{0,6}[KMGT]", options.mem_per_gpu)
+    require(is_size, f"--mem_per_gpu: {options.mem_per_gpu!r:.40} is not a size (expected 32G)")
+    lines = [f"module load {name}" for name in options.modules.split()]
+    if options.conda_env:
+        lines += ["# shellcheck source=/dev/null", f"source activate {options.conda_env}"]
+    if lines:
+        lines = ["set +u # modules and conda read variables that are not set", *lines, "set -u"]
+    lines.append("use_environment")
+    lines.append(f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{options.cpus_per_task}}}"')
+    lines.append(template(f"{library}.sh.in").rstrip())
+    lead = min(300, seconds(options.time_limit) // 2)  # the job stops so long before its end
+    return {"environment": "\n".join(lines), "lead": str(lead)}
 
 
-def check_plain(name, value):
-    """Raise UserError for a value that holds more than PLAIN."""
-    says = "cannot stand in a job script; use letters, digits, _.,:/=%@+- (- not first)"
-    refuse(value and not PLAIN.fullmatch(value), f"--{name}: {value[:60]!r} {says}")
+def filled(name: str, options: Run, **places: str) -> str:
+    """Return a template with the values of the flags, which are quoted or match PLAIN.
+
+    A directive with an empty value is left out.
+    """
+    quoted = {"path": options.output, "project": str(data.ROOT), "cwd": os.getcwd()}
+    values = {key: shlex.quote(text) for key, text in quoted.items()} | vars(options) | places
+    text = re.sub(r"@(\w+[.]sh[.]in)@\n", lambda file: template(file[1]), template(name))
+    directive = r"(?m)^#(?:SBATCH|PBS) .*@([a-z_]+)@\n"
+    text = re.sub(directive, lambda line: line[0] if values[line[1]] else "", text)
+    return re.sub("@([a-z_]+)@", lambda place: str(values[place[1]]), text)
 
 
-def seconds(text):
+# --- the values of the flags ---------------------------------------------------------------------
+
+
+def command_of(options: Run) -> str:
+    """Return the script and its flags, quoted; check the settings of src/train.py."""
+    cli.check_ranges(options, num_nodes=cli.ABOVE_0, num_gpus_per_node=cli.ABOVE_0)
+    try:
+        flags = shlex.split(options.flags)
+    except ValueError as error:
+        raise UserError(f"--flags: {error}; quote it as in a shell") from None
+    if options.script == "src/train.py":
+        flags = [*train_flags(options), *flags]
+    else:
+        require(not options.use_deepspeed, f"--use_deepspeed: not available for {options.script}")
+    program = f'"$project/{options.script}"' if "/" in options.script else f"-m {options.script}"
+    return f"{program} {shlex.join(flags)}".rstrip()
+
+
+def train_flags(options: Run) -> list[str]:
+    """Return the flags of src/train.py; its settings, and those of DeepSpeed, must be valid."""
+    flags = [f"--config={options.config}"]
+    if options.use_deepspeed:
+        in_file = yaml_config.read(train_config.Sections, options.config)
+        named = in_file["deepspeed_config"].value if "deepspeed_config" in in_file else ""
+        flags.append(f"--deepspeed={named or 'config/ds_config.json'}")
+    config = train_config.merged(flags)
+    if config.use_deepspeed:
+        world_size = options.num_nodes * options.num_gpus_per_node
+        deepspeed.total_batch_size(config.sharding, config, world_size)
+    return flags
+
+
+def check_plain(name: str, value: str) -> None:
+    """Raise UserError for a value with other characters than PLAIN."""
+    expected = "must consist of letters, digits and _.,:/=%@+- (- not first)"
+    require(not value or PLAIN.fullmatch(value), f"--{name}: {value[:60]!r} {expected}")
+
+
+def seconds(text: str) -> int:
     """Return the seconds in hours:minutes:seconds."""
-    form = re.fullmatch("([0-9]{1,5}):([0-9]{2}):([0-9]{2})", text)
-    hours, minutes, rest = map(int, form.groups()) if form else (0, 0, 0)
+    match = re.fullmatch("([0-9]{1,5}):([0-9]{2}):([0-9]{2})", text)
+    hours, minutes, rest = map(int, match.groups()) if match else (0, 0, 0)
     total = 3600 * hours + 60 * minutes + rest
-    refuse(total < 60, f"--time_limit: {text[:40]!r} is no hours:minutes:seconds from a minute on")
+    expected = "is not hours:minutes:seconds of at least one minute"
+    require(total >= 60, f"--time_limit: {text[:40]!r} {expected}")
     return total

@@ -91,7 +91,7 @@ def test_help_of_the_shell_script_is_its_own_and_that_of_what_it_starts(words, p
     assert done.stdout.startswith("Fine-tune a language model on preference pairs, or bake")
     usages = [line for line in done.stdout.splitlines() if line.startswith("usage: ")]
     assert usages == [f"usage: {os.path.basename(program)} [settings]" for program in programs]
-    assert "  --learning_rate NUMBER " in done.stdout
+    assert "  --learning_rate NUMBER" in done.stdout
 
 
 def test_check_of_the_shell_script_says_all_once(tmp_path):
@@ -144,7 +144,7 @@ def test_the_shell_script_trains_and_two_nodes_meet_by_environment(
         (["1", "NNODES=2", "NODE_RANK=0"], "error: MASTER_ADDR is not set"),
         (["2", "MASTER_PORT=99999"], "error: MASTER_PORT: '99999' must be a whole number from 1 "),
         (["2", "DDP_JOIN_SECONDS=abc"], "error: DDP_JOIN_SECONDS: 'abc' must be a whole number "),
-        (["2", "baking", "--num_epochs", "0"], "error: --num_epochs: 0 is out of range"),
+        (["2", "baking", "--num_epochs", "0"], "error: --num_epochs: 0.0 is out of range"),
     ],
 )
 def test_a_mistake_costs_one_line(arguments, message, tmp_path):

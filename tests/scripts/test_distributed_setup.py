@@ -1,4 +1,4 @@
-"""scripts/distributed_setup.py: what it writes and refuses, and what bash makes of its scripts.
+"""scripts/distributed_setup.py: what it writes and rejects, and what bash makes of its scripts.
 
 Expected files are guide 2's and those in tests/golden/scripts, read by a person when they change;
 tests/runs/test_clusters.py runs them. Here hostile values meet stand-ins for srun, python and the
@@ -135,7 +135,7 @@ def test_a_job_is_told_to_stop_five_minutes_before_its_end_or_in_the_middle():
         make("pbs --output=job", f"--time_limit={limit}")
         assert f"#PBS -l walltime={limit}\n" in Path("job").read_text()
     for limit in ("", "x", "90", "1:2:3:4", "48h", "１:00:00", "0:00:59"):
-        says = f"--time_limit: {limit!r} is no hours:minutes:seconds from a minute on"
+        says = f"--time_limit: {limit!r} is not hours:minutes:seconds of at least one minute"
         assert refused("slurm", f"--time_limit={limit}") == says
 
 
@@ -207,7 +207,7 @@ def attack(command, flag, value, start):
     """What a script starts that was made with this value, or None if the value is refused."""
     if flag == "--config" and value in NAMES:
         Path(value).parent.mkdir(parents=True, exist_ok=True)
-        Path(value).write_text(f"{setup.MARK}\n{YAML}")  # --output may take the name again
+        Path(value).write_text(f"{setup.HEADER}\n{YAML}")  # --output may take the name again
     words = [command, f"{flag}={value}"]
     words += [] if flag == "--output" else ["--output=made"]
     words += ["--num_nodes=2"] if flag == "--master_addr" else []
@@ -237,11 +237,13 @@ def test_no_hostile_value_executes_and_each_is_carried_or_refused(
             attacked += 1
             taken = {value: attack(command, f"--{name}", value, start) for value in HOSTILE}
             taken = {value: done for value, done in taken.items() if done}
-            safe = {"config": NAMES, "output": NAMES, "modules": HOSTILE[:1]}.get(name, [])
+            quoted = [value for value in HOSTILE if value not in ("it's", HOSTILE[6])]
+            safe = {"config": NAMES, "output": NAMES, "modules": HOSTILE[:1], "flags": quoted}
+            safe = safe.get(name, [])
             assert [*taken] == safe, (command, name)
             if name == "config":
                 assert all(f"--config={value}" in taken[value] for value in taken)
-    assert attacked == 25  # every flag that is a text
+    assert attacked == 28  # every flag that is a text
     # what is swallowed stands in a comment
     make("slurm --modules= --conda_env=", "--local-rank=x\ntouch PWN6 #")
     start("scripts/slurm_job.sh")
@@ -251,7 +253,7 @@ def test_no_hostile_value_executes_and_each_is_carried_or_refused(
         script = folder / "scripts/environment.sh"
         script.write_bytes((ROOT / "scripts/environment.sh").read_bytes())
         monkeypatch.chdir(folder)
-        monkeypatch.setattr(setup.jsonl, "ROOT", folder)
+        monkeypatch.setattr(setup.data, "ROOT", folder)
         Path("config.yaml").write_text(YAML)
         make("slurm")
         words = start("scripts/slurm_job.sh")
@@ -268,27 +270,44 @@ def test_no_letter_that_means_something_to_a_shell_is_in_a_directive():
 # --- refusals and files ---------------------------------------------------------------------------
 
 REFUSED = {
-    "deepspeed --zero_stage 4": "--zero_stage: 4 is out of range; give 0, 1, 2 or 3",
-    "deepspeed --bf16 --fp16": "--fp16: --bf16 is given too; give one of them",
-    "deepspeed --offload_param": "--offload_param: only with --zero_stage 3",
-    "deepspeed --zero_stage 0 --offload_optimizer": "--offload_optimizer: not with --zero_stage 0",
+    "deepspeed --zero_stage 4": "--zero_stage: 4 is out of range (expected 0, 1, 2 or 3)",
+    "deepspeed --bf16 --fp16": "--fp16: use only one of --bf16 and --fp16",
+    "deepspeed --offload_param": "--offload_param: needs --zero_stage 3",
+    "deepspeed --zero_stage 0 --offload_optimizer": "--offload_optimizer: needs --zero_stage >= 1",
     "launcher --use_deepspeed --config fsdp.yaml": "--deepspeed and fsdp.yaml:8: distributed.use_f",
-    "launcher --node_rank 1": "--node_rank: 1 of 1 nodes; give 0 to 0",
-    "launcher --num_nodes 2": "--master_addr: several nodes need a place to meet; give",
+    "launcher --node_rank 1": "--node_rank: 1 is out of range (expected 0 to 0)",
+    "launcher --num_nodes 2": "--master_addr: required for several nodes",
     "launcher --master_port 65536": "--master_port: 65536 is out of range",
     "launcher --num_gpus_per_node 0": "--num_gpus_per_node: 0 is out of range",
+    'launcher --flags "it\'s"': "--flags: No closing quotation; quote it as in a shell",
+    "slurm --script src/ad/train.py --use_deepspeed": "--use_deepspeed: not available for src/ad",
+    "slurm --script train.py": "--script: ",
     "slurm --config nowhere.yaml": "nowhere.yaml: no such file; looked in ",
-    "slurm --mem_per_gpu 32GB": "--mem_per_gpu: '32GB' is no size; give 32G",
-    "slurm --partition 'a b'": "--partition: 'a b' cannot stand in a job script; use letters",
-    "pbs --filesystems 'a b'": "--filesystems: 'a b' cannot stand in a job script; use letters",
-    "fsdp --output config.yaml": "--output: config.yaml holds what this program did not",
-    "fsdp --output config": "--output: config is not a regular file; give another name",
+    "slurm --mem_per_gpu 32GB": "--mem_per_gpu: '32GB' is not a size (expected 32G)",
+    "slurm --partition 'a b'": "--partition: 'a b' must consist of letters, digits and ",
+    "pbs --filesystems 'a b'": "--filesystems: 'a b' must consist of letters, digits and ",
+    "fsdp --output config.yaml": "--output: config.yaml was not written by this program",
+    "fsdp --output config": "--output: config is not a file; use another name",
 }
 
 
 def test_refused_with_one_line_and_nothing_written():
     for line, says in REFUSED.items():
         assert refused(line).startswith(says), line
+
+
+@pytest.mark.parametrize("command", ["slurm", "pbs", "launcher"])
+@pytest.mark.parametrize(
+    ("script", "program"),
+    [
+        ("src/main_distributed.py", '"$project/src/main_distributed.py"'),
+        ("dpo_inv.run_dpo_ddp", "-m dpo_inv.run_dpo_ddp"),
+    ],
+)
+def test_any_script_can_be_started_with_its_flags(command, script, program):
+    words = ["--output=job", "--config=nowhere", "--flags=--seed 1 --x='a b'"]
+    make(f"{command} --script {script}", *words)
+    assert f"{program} --seed 1 '--x=a b'" in Path("job").read_text()
 
 
 def test_the_yaml_file_and_the_json_of_deepspeed_must_fit():

@@ -2,16 +2,14 @@
 # Written by scripts/distributed_setup.py, which overwrites it:
 #     launcher --config config.yaml --num_gpus_per_node 4 --output=one.sh
 # Node 0 of 1. Start it there: bash one.sh [more flags of src/train.py]
-# The same command goes on with a run that was stopped. Exit status: as run_distributed.sh.
-#
-# Torch's agent starts the processes, for DeepSpeed too: `deepspeed --node_rank` would want --no_ssh
-# and a hostfile. On one node the port is a free one: two runs with one number would meet.
+# Run the same command to resume a run that was stopped. Exit status: as in run_distributed.sh.
 set -euo pipefail
 
 project=PROJECT
 # shellcheck source=/dev/null
 . "$project/scripts/environment.sh"
-cd HERE # paths are seen from here
+cd HERE # paths are relative to it
+use_environment
 
 export NNODES=1 NODE_RANK=0
-train 4 "$project/src/train.py" --config=config.yaml "$@"
+exec python -m ddp_utils.launch 4 "$project/src/train.py" --config=config.yaml "$@"

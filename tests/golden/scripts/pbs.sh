@@ -3,14 +3,13 @@
 #     pbs --account mine --output=pbs.sh
 # Submit it: qsub pbs.sh
 #
-# 300 s before the time limit it saves and ends with 85, "stopped and saved". PBS does not queue
-# it again for that: have the next one wait for it, which goes on from the last checkpoint.
+# 300 s before the time limit, the run saves and ends with 85. PBS does not queue it again: submit
+# the next job with a dependency, and it resumes from the last checkpoint.
 #
 #     qsub -W depend=afternotok:<jobid> pbs.sh
 #
-# So does a job that PBS runs again because a node failed (-r y). Another walltime: make the script
-# again. Mended in the guide's example, which is for Slurm: a process per GPU and no launcher in it,
-# a port from the job's number, TORCH_NCCL_ASYNC_ERROR_HANDLING.
+# A job that PBS runs again after a node has failed (-r y) resumes as well. For another walltime,
+# generate the script again.
 #PBS -A mine
 #PBS -N llm_finetune
 #PBS -q capacity
@@ -25,9 +24,9 @@ set -euo pipefail
 project=PROJECT
 # shellcheck source=/dev/null
 . "$project/scripts/environment.sh"
-cd HERE # paths are seen from here
+cd HERE # paths are relative to it
 
-set +u # modules and conda ask for variables that are not set
+set +u # modules and conda read variables that are not set
 module load frameworks
 set -u
 use_environment
@@ -38,15 +37,11 @@ export CCL_KVS_MODE="${CCL_KVS_MODE:-mpi}"
 export FI_MR_CACHE_MONITOR="${FI_MR_CACHE_MONITOR:-userfaultfd}"
 
 job=${PBS_JOBID:?submit it with qsub}
-job=${job%%.*} world=$(($(sort -u "$PBS_NODEFILE" | wc -l) * 12))
-first=$(head -n 1 "$PBS_NODEFILE")
-export MASTER_ADDR="${MASTER_ADDR:-$first}"
-export MASTER_PORT="${MASTER_PORT:-$((20000 + 10#${job//[!0-9]/} % 10000))}"
-
-# one process checks for all: a mistake is one line
-command=(python "$project/src/train.py" --config=config.yaml --stop_after_minutes=2875)
-RANK=0 LOCAL_RANK=0 WORLD_SIZE=$world LOCAL_WORLD_SIZE=12 \
-  "${command[@]}" --check >/dev/null
-
-export WORLD_SIZE=$world LOCAL_WORLD_SIZE=12 # PALS does not document its own
-exec mpiexec -n "$world" -ppn 12 --hostfile "$PBS_NODEFILE" "${command[@]}"
+job=${job%%.*}
+MASTER_ADDR="${MASTER_ADDR:-$(head -n 1 "$PBS_NODEFILE")}"
+MASTER_PORT="${MASTER_PORT:-$((20000 + 10#${job//[!0-9]/} % 10000))}"
+# PALS does not document variables for the number of processes
+WORLD_SIZE=$(($(sort -u "$PBS_NODEFILE" | wc -l) * 12))
+LOCAL_WORLD_SIZE=12
+export MASTER_ADDR MASTER_PORT WORLD_SIZE LOCAL_WORLD_SIZE
+exec mpiexec -n "$WORLD_SIZE" -ppn 12 --hostfile "$PBS_NODEFILE" python "$project/src/train.py" --config=config.yaml --stop_after_minutes=2875
