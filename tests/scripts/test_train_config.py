@@ -167,8 +167,8 @@ def test_what_yaml_or_a_flag_and_json_say_differently_names_both():
             (TINY, [f"--{name}", str(value)], f"--{name}"),
         ):
             message = refused(text, *flags, *more, json_file=content)
-            assert message.startswith(f"{place} is {value}, j.json:{line}: {first}{key} says ")
-            assert message.endswith("; make them equal, or leave one of them open")
+            assert message.startswith(f"{place} is {value}, but j.json:{line}: {first}{key} is ")
+            assert message.endswith("; make them equal, or leave one of them out")
 
 
 def test_template_arguments_are_a_mapping_in_yaml_and_json_on_the_command_line(monkeypatch):

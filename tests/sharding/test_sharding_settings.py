@@ -107,8 +107,8 @@ def test_what_deepspeed_cannot_be_given_is_refused():
 
 def test_only_what_is_sharded_can_be_offloaded():
     for stage, name, device, says in (
-        (2, "offload_param", "cpu", "offload_param: only with stage 3 and up"),
-        (0, "offload_optimizer", "cpu", "offload_optimizer: only with stage 1 and up"),
+        (2, "offload_param", "cpu", "offload_param: it needs stage 3 or higher"),
+        (0, "offload_optimizer", "cpu", "offload_optimizer: it needs stage 1 or higher"),
         (3, "offload_optimizer", "nvme", "device: 'nvme' is not 'cpu' or 'none'"),
     ):
         content = {"zero_optimization": {"stage": stage, name: {"device": device}}}
@@ -130,7 +130,9 @@ def test_named_layers_are_sharded_else_the_models_own():
         assert line is None if says is None else says in line
     whole = read(fsdp, {"fsdp_auto_wrap_policy": "NO_WRAP", WRAP: GUIDES})
     assert fsdp.layers_of(qwen, whole) == ([], None)
-    with pytest.raises(UserError, match="give their class"):  # it does not say what its layers are
+    with pytest.raises(
+        UserError, match="use the class of its layers"
+    ):  # it does not say what its layers are
         fsdp.layers_of(torch.nn.Linear(1, 1), read(fsdp, FSDP))
 
 
@@ -206,7 +208,7 @@ def test_a_product_that_is_not_right_is_refused():
     with pytest.raises(UserError) as caught:
         deepspeed.filled(content, settings(micro=3, steps=4), World(world_size=2), 100)
     says = "train_batch_size is 512, but 2 ranks x 4 accumulation x 3 = 24"
-    assert str(caught.value) == f'j.json:3: {says}; or write "auto"'
+    assert str(caught.value) == f'j.json:3: {says}; use that, or "auto"'
 
 
 def test_a_precision_that_is_switched_off_or_not_the_only_one_is_refused():

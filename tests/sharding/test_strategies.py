@@ -302,8 +302,8 @@ def test_hybrid_shard_on_nodes_of_unequal_size_is_refused(data, tmp_path):
     outcome = run_ranks(4, on_nodes, [2, 2, 1, 1], tmp_path, flags, timeout=60)
     assert outcome.codes == [2] * 4, outcome.logs
     mistakes = [line for log in outcome.logs for line in log.splitlines() if "error: " in line]
-    says = "error: HYBRID_SHARD: 4 processes, 2 of them on this node; start as many on each node"
-    assert mistakes == [says]
+    says = "HYBRID_SHARD: 4 processes, 2 of them on this node; start the same number on each node"
+    assert mistakes == [f"error: {says}"]
     assert not (tmp_path / "run").exists()
 
 

@@ -1,18 +1,20 @@
-"""Fully sharded data parallel (FSDP2): parameters, gradients and optimizer states in equal shares.
+"""Fully sharded data parallel (FSDP2): each rank holds a shard of every parameter.
 
-What accelerate writes for FSDP, in JSON, is read key by key: it has its effect, or is refused.
+The JSON that accelerate writes for FSDP is read: each key has its effect, or raises an error.
 """
 
 import contextlib
 from dataclasses import dataclass
-from typing import Literal, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ddp_utils import UserError, distributed
+from ddp_utils.distributed import World
 from ddp_utils.policy import DTYPES, Policy, cast_trained_to_fp32
 from ddp_utils.sharding import json_settings
 
@@ -22,60 +24,68 @@ Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
 
 @dataclass
 class Settings:
-    """The JSON of FSDP, under the names that accelerate gives it."""
+    """The JSON of FSDP, with accelerate's names."""
 
     fsdp_sharding_strategy: Sharding = "FULL_SHARD"
     fsdp_mixed_precision: Literal["BFLOAT16", "FLOAT16", "NO", None] = None
-    # classes to be sharded one by one, a list or with commas; empty: the model's own
+    # classes to be sharded one by one, a list or separated by commas; empty: the model's own
     fsdp_transformer_layer_cls_to_wrap: list | str | None = None
     fsdp_auto_wrap_policy: Literal["TRANSFORMER_BASED_WRAP", "NO_WRAP"] = "TRANSFORMER_BASED_WRAP"
-    fsdp_offload_params: bool = False  # all that is sharded waits in the host's memory
+    fsdp_offload_params: bool = False  # keep all shards in the host's memory
     fsdp_activation_checkpointing: bool = False
-    fsdp_forward_prefetch: bool = False  # ask for the next layer while this one computes
-    # of a full fine-tuning: a file a rank, or one file, which any number of ranks can read
+    fsdp_forward_prefetch: bool = False  # gather the next layer while this one computes
+    # checkpoints of full fine-tuning: a file per rank, or one file for any number of ranks
     fsdp_state_dict_type: Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"] = "SHARDED_STATE_DICT"
-    # FSDP2 knows no other way, or it makes no difference:
+    # FSDP2 supports only these values, or they make no difference:
     fsdp_backward_prefetch_policy: Literal["BACKWARD_PRE"] = "BACKWARD_PRE"
     fsdp_cuda_graphs: Literal[False] = False
     fsdp_sync_module_states: bool = True  # every rank reads the same weights
-    fsdp_use_orig_params: bool = True  # parameters stay themselves
+    fsdp_use_orig_params: bool = True
     fsdp_cpu_ram_efficient_loading: bool = True  # weights are mapped from their files
     fsdp_version: Literal[2] = 2
 
-    strategy = property(lambda self: self.fsdp_sharding_strategy)
-    one_file = property(lambda self: self.fsdp_state_dict_type == "FULL_STATE_DICT")
-    precision = property(lambda self: PRECISIONS.get(self.fsdp_mixed_precision))
+    @property
+    def strategy(self) -> str:
+        return self.fsdp_sharding_strategy
 
     @property
-    def layers(self):
+    def one_file(self) -> bool:
+        return self.fsdp_state_dict_type == "FULL_STATE_DICT"
+
+    @property
+    def precision(self) -> str | None:
+        return PRECISIONS.get(self.fsdp_mixed_precision or "")
+
+    @property
+    def layers(self) -> list[str]:
         names = self.fsdp_transformer_layer_cls_to_wrap or []
         return names.replace(",", " ").split() if isinstance(names, str) else names
 
 
-def read(path) -> Settings:
-    """Return the settings in a JSON file, without a path the defaults.
+def read(path: str) -> Settings:
+    """Return the settings in a JSON file; without a path, the defaults.
 
-    Raises UserError for what is unknown, or would have no effect.
+    Raises UserError for a key or value that is unknown or would have no effect.
     """
     return Settings(**json_settings.read(path, get_type_hints(Settings))) if path else Settings()
 
 
-def layers_of(model, settings):
-    """Return the modules to be sharded one by one, and a line for people or None.
+def layers_of(model: nn.Module, settings: Settings) -> tuple[list[nn.Module], str | None]:
+    """Return the modules that are sharded one by one, and a line to be printed or None.
 
-    Classes that the JSON names and the model lacks are passed over: the guides name those of
-    several models. Where it has none of them, its own layers are taken.
+    Classes in the JSON that the model does not have are ignored: the guides list those of several
+    models. If it has none of them, the layers are those that the model itself names.
     """
     if settings.fsdp_auto_wrap_policy == "NO_WRAP":
         return [], None
-    known = {type(module).__name__ for module in model.modules()}
-    named = known & set(settings.layers)
-    own = known & set(getattr(model, "_no_split_modules", None) or ())
+    existing = {type(module).__name__ for module in model.modules()}
+    named = existing & set(settings.layers)
+    own = existing & set(getattr(model, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in (named or own)]
     if not layers:
         raise UserError(
-            "fsdp_transformer_layer_cls_to_wrap: the model has none of these, and does not say "
-            "what its layers are; give their class"
+            "fsdp_transformer_layer_cls_to_wrap: the model has none of these, and does not name "
+            "its layers; use the class of its layers"
         )
     if named or not settings.layers:
         return layers, None
@@ -83,24 +93,27 @@ def layers_of(model, settings):
     return layers, f"fsdp: the model has no {names}; it has {', '.join(sorted(own))}"
 
 
-def mesh_of(settings, world):
-    """All ranks in a row; for HYBRID_SHARD [nodes, ranks of a node]: shards stay in their node."""
-    kind, size = world.device.type, world.world_size
+def check_nodes(settings: Settings, world: World):
+    """Raise UserError if HYBRID_SHARD has nodes with different numbers of processes."""
     if settings.strategy != "HYBRID_SHARD":
-        return init_device_mesh(kind, (size,))
-    shape = (size // world.local_size, world.local_size)
-    return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+        return
+    size, here = world.world_size, world.local_size
+    total, squares = distributed.all_sum(torch.tensor([here, here**2], device=world.device), world)
+    if total**2 != size * squares:  # the same on all ranks, unlike a check of the local number
+        raise UserError(
+            f"HYBRID_SHARD: {size} processes, {here} of them on this node; "
+            "start the same number on each node"
+        )
 
 
 class FsdpPolicy(Policy):
-    """A scorer of which each rank holds a share."""
+    """A scorer of which each rank holds a shard."""
 
     is_sharded = True
 
     def set_up(self, world, strategy, trained):
-        settings = strategy.options
-        shard(self.scorer, settings, world, DTYPES[strategy.grad_reduce_dtype])
-        with torch.no_grad():  # FSDP must see the root first; checks go to parts of it
+        shard(self.scorer, strategy.options, world, DTYPES[strategy.grad_reduce_dtype])
+        with torch.no_grad():  # the first forward must be the root's, before calls to its parts
             self.scorer(self.scorer.example(world.device))
 
     def trainable(self):
@@ -108,12 +121,13 @@ class FsdpPolicy(Policy):
         return super().trainable()
 
     def step(self, optimizer, schedule, grad_norm):
-        reshard(self.scorer)  # whoever has scored since the backward has left weights gathered
+        reshard(self.scorer)  # a forward since the backward has left weights gathered
         super().step(optimizer, schedule, grad_norm)
 
     @contextlib.contextmanager
     def gathered(self):
-        self.scorer.unshard()
+        scorer: Any = self.scorer
+        scorer.unshard()
         try:
             yield
         finally:
@@ -125,11 +139,11 @@ class FsdpPolicy(Policy):
     def to_saved(self, tensor, sharded):
         if sharded:
             return local(tensor)
-        whole = self.gather_tensor(tensor)
-        return whole if distributed.is_first() else None
+        full = self.gather_tensor(tensor)
+        return full if distributed.is_first() else None
 
     def from_saved(self, value, like, sharded):
-        """Return a tensor that was saved, a rank's share or whole, shared out as `like` is."""
+        """Return a saved tensor, a shard or a full one, as a DTensor with the shards of `like`."""
         mesh = like.device_mesh
         if sharded:
             shape = {"shape": like.shape, "stride": like.stride(), "run_check": False}
@@ -138,25 +152,23 @@ class FsdpPolicy(Policy):
         return distribute_tensor(value, mesh, like.placements, src_data_rank=None).to(like.device)
 
 
-def check_nodes(settings, world):
-    """HYBRID_SHARD shares out within a node and copies across: all must have as many processes."""
+def make_mesh(settings: Settings, world: World) -> DeviceMesh:
+    """Return the mesh of all ranks; for HYBRID_SHARD [nodes, ranks per node]."""
+    kind, size = world.device.type, world.world_size
     if settings.strategy != "HYBRID_SHARD":
-        return
-    size, here = world.world_size, world.local_size
-    total, squares = distributed.all_sum(torch.tensor([here, here**2], device=world.device), world)
-    if total**2 != size * squares:  # all ranks see the same: a rank's own numbers may fit
-        says = f"HYBRID_SHARD: {size} processes, {here} of them on this node"
-        raise UserError(f"{says}; start as many on each node")
+        return init_device_mesh(kind, (size,))
+    shape = (size // world.local_size, world.local_size)
+    return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
 
 
-def shard(scorer, settings, world, reduce_dtype=torch.float32):
+def shard(scorer: Any, settings: Settings, world: World, reduce_dtype: torch.dtype = torch.float32):
     """Shard the scorer's parameters in place, layer by layer, moving them to the device.
 
-    reduce_dtype: in which gradients travel.
+    reduce_dtype: in which gradients are communicated.
     """
-    options = {
-        "mesh": mesh_of(settings, world),
-        # batches are integers: there is nothing to cast, and the sums that come out are fp32
+    options: dict[str, Any] = {
+        "mesh": make_mesh(settings, world),
+        # no input is cast: they are integers; the sums that a forward returns stay fp32
         "mp_policy": MixedPrecisionPolicy(scorer.autocast, reduce_dtype, cast_forward_inputs=False),
     }
     if settings.fsdp_offload_params:
@@ -172,19 +184,19 @@ def shard(scorer, settings, world, reduce_dtype=torch.float32):
     if settings.fsdp_forward_prefetch:
         for layer, following in zip(layers, layers[1:], strict=False):
             layer.set_modules_to_forward_prefetch([following])
-    if settings.fsdp_offload_params:  # buffers are not offloaded
+    if settings.fsdp_offload_params:  # FSDP does not move buffers to the device
         for module in scorer.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(world.device))
 
 
-def reshard(scorer):
-    """Back to shares, for the optimizer: evaluation leaves the root, and others, gathered."""
+def reshard(scorer: nn.Module):
+    """Free the gathered weights that a forward has left, since AdamW updates shards."""
     for module in scorer.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-def local(tensor):
-    """This rank's share of a tensor."""
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

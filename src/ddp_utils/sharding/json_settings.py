@@ -1,13 +1,16 @@
-"""The one loader of FSDP's and DeepSpeed's JSON: each key is known, and each value has its type."""
+"""Read the JSON of FSDP and DeepSpeed: every key must be known, and every value have its type."""
+
+from collections.abc import Collection
+from typing import Any
 
 from ddp_utils import UserError, cli, data
 
 
-def read(path, hints, may_be_auto=()) -> dict:
-    """Return the object that a JSON file holds.
+def read(path: str, hints: dict[str, Any], may_be_auto: Collection[str] = ()) -> dict[str, Any]:
+    """Return the object in a JSON file.
 
-    hints: name -> type, as of a field of settings; for an object a dict of its own; for a key that
-    is refused the reason. may_be_auto: keys that may hold "auto" instead.
+    hints: key -> type of its value, as in a dataclass; for an object a dict of its own; for a key
+    that is not supported the reason. may_be_auto: keys that may be "auto" instead.
     Raises UserError with file and line for an unknown key, or a value of another type.
     """
     settings = data.read_json(path)
@@ -15,7 +18,9 @@ def read(path, hints, may_be_auto=()) -> dict:
     return settings
 
 
-def _check(settings, hints, may_be_auto, path, prefix):
+def _check(
+    settings: dict, hints: dict[str, Any], may_be_auto: Collection[str], path: str, prefix: str
+):
     for key, value in settings.items():
         name = prefix + key
         line = line_of(name, path)
@@ -31,24 +36,29 @@ def _check(settings, hints, may_be_auto, path, prefix):
             cli.check_type(f"{line}: {name}", hint, value)
 
 
-def take(config, given, path, places):
-    """Take settings from the JSON, name -> (key, value); flags and YAML must give the same."""
-    for name, (key, value) in given.items():
+def take(config: Any, found: dict[str, tuple], path: str, places: dict[str, str]):
+    """Set settings to their values in the JSON; flags and YAML must have the same.
+
+    found: setting -> (key, value) in the JSON; places: setting -> file and line, or flag.
+    """
+    for name, (key, value) in found.items():
         if value in (None, "auto"):
             continue
         place = f"{line_of(key, path)}: {key}"
-        ours = getattr(config, name)
-        if name in places and ours not in ("auto", value):
-            both = f"{places[name]} is {ours}, {place} says {value}"
-            raise UserError(f"{both}; make them equal, or leave one of them open")
+        other = getattr(config, name)
+        if name in places and other not in ("auto", value):
+            raise UserError(
+                f"{places[name]} is {other}, but {place} is {value}; make them equal, "
+                "or leave one of them out"
+            )
         setattr(config, name, value)
         places[name] = place
 
 
-def line_of(name, path) -> str:
-    """Return `path:line` of a key in a JSON file; a dotted name is a key inside others."""
+def line_of(name: str, path: str) -> str:
+    """Return `path:line` of a key in a JSON file; a dotted name is a key of an inner object."""
     text = data.content(path)
-    at = 0
+    position = 0
     for key in name.split("."):
-        at = max(at, text.find(f'"{key}"', at))
-    return f"{path}:{1 + text.count(chr(10), 0, at)}"
+        position = max(position, text.find(f'"{key}"', position))
+    return f"{path}:{1 + text.count(chr(10), 0, position)}"
