@@ -1,22 +1,21 @@
-"""Bake a system prompt into a LoRA: without the prompt the model answers as with it.
+"""Bake a system prompt into a LoRA: without the prompt, the model answers as if it had read it.
 
     ./run_distributed.sh 2 baking
     torchrun --nproc_per_node=2 src/train_loop.py --num_epochs 3 --batch_size 10 \\
         --learning_rate 1e-4 --lora_r 32
     python src/train_loop.py                             # one process, no launcher
 
-Student: the model with the LoRA, without the prompt. Teacher: the same model without the LoRA, with
-the prompt. Loss: KL(teacher || student) at every token of replies that the teacher has sampled
-(Bhargava et al., Prompt Baking, 2024). Data: generate_data.py. Guide: docs/prompt_baking.md.
+The student is the model with the LoRA and without the prompt; the teacher is the same model without
+the LoRA and with the prompt. The loss is KL(teacher || student) at every token of replies that the
+teacher has sampled (Bhargava et al., Prompt Baking, 2024). Data: generate_data.py. Settings:
+src/prompt_baking/train_config.py. Guide: docs/prompt_baking.md.
 """
 
 import prompt_baking.train_config as settings
 from ddp_utils import cli
 
 if __name__ == "__main__":
-    cli.check_flags(
-        settings.read
-    )  # --help and mistakes in the settings end here, before torch is imported
+    cli.check_flags(settings.read)  # --help and mistakes end here, before torch is imported
 
 
 import collections
@@ -24,41 +23,41 @@ import contextlib
 import itertools
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
+from torch import nn
 
-from ddp_utils import (
-    UserError,
-    checks,
-    cli,
-    distributed,
-    loggers,
-    logps,
-    lora,
-    models,
-    sampler,
-    sampling,
-)
+from ddp_utils import UserError, checks, distributed, logps, lora, models, sampler, sampling
 from ddp_utils import data as data_files
 from ddp_utils.chat_template import Encoder
-from ddp_utils.distributed import to_device
-from ddp_utils.judge import as_text, load_judge
+from ddp_utils.distributed import World, to_device
+from ddp_utils.judge import load_judge
 from ddp_utils.metrics import Averages, peak_memory_mb
 from ddp_utils.policy import Policy, Precision, bytes_to_write, check_same_precision, make_optimizer
 from ddp_utils.run import Run, RunSpec, check
-from prompt_baking import distillation
-from prompt_baking import trajectories as trajectories_
+from prompt_baking import replies, trajectories
+from prompt_baking.distillation import Student, Teacher, check_head, own_replies
+from prompt_baking.replies import Column, Texts
+from prompt_baking.train_config import Config
+from prompt_baking.trajectories import Trajectory
 
-MIN_OBEYED = 0.9  # of the base model's own rate, under another prompt
-MAX_KEPT_KL = 0.1  # nats a token, where no judge says whether a prompt is obeyed
-DEMO_QUESTIONS, DEMO_JUDGE = "data/demo/questions_test.jsonl", "data/demo/judge.py:capitals"
+Data = dict[str, list[Trajectory]]  # "train" and "val" -> rows
+DEMO_QUESTIONS = "data/demo/questions_test.jsonl"
+DEMO_JUDGE = "data/demo/judge.py:capitals"
 
-# --- settings ------------------------------------------------------------------------------------
+# --- settings and data ---------------------------------------------------------------------------
 
 
-def read_settings(argv, world):
-    """Flags over the defaults, checked before anything is read."""
+def lora_of(config: Config) -> lora.LoraSpec:
+    """Return the adapter of the settings."""
+    shape = config.lora_r, config.lora_alpha, config.lora_dropout, config.lora_targets
+    return lora.LoraSpec(*shape, config.resume_from)
+
+
+def read_settings(argv: list[str] | None) -> Config:
+    """Return the settings; what they leave open is taken from the first row of the data."""
     config = settings.read(argv)
     if config.resume_from:
         with cli.located({"init_adapter": "--resume_from"}):
@@ -69,45 +68,99 @@ def read_settings(argv, world):
         config.chat_template_kwargs = data_files.text(first, "chat_template_kwargs")
     if config.model_name == "data/demo/model" and not config.questions:
         config.questions, config.judge = DEMO_QUESTIONS, config.judge or DEMO_JUDGE
-        config.eval_every = config.eval_every or 10  # its one epoch would be one dot
+        config.eval_every = config.eval_every or 10  # otherwise the curve would have one point
     return config
 
 
-def read_data(config, encoder, world):
-    """{"train": trajectories, "val": trajectories} and their reports."""
+def read_data(config: Config, encoder: Encoder, world: World) -> tuple[Data, dict]:
+    """Return the training and validation rows, and a report on each file."""
     data = {}
     reports = {}
     for split, path in (("train", config.data_path), ("val", config.val_path)):
-        data[split], reports[split] = trajectories_.read(path, encoder, config.max_traj_len)
+        data[split], reports[split] = trajectories.read(path, encoder, config.max_traj_len)
     if len({*reports["train"]["x0"], *reports["val"]["x0"]}) > 1:
-        raise UserError("--val_path: data_path and it hold more than one x0; bake one at a time")
-    seen = {row.question for row in data["train"]}
+        raise UserError(
+            "--val_path: more than one x0 in data_path and val_path; bake one at a time"
+        )
+    questions = {row.question for row in data["train"]}
     for row in data["val"]:
-        if row.question in seen:
-            raise UserError(f"{row.location}: its question is in data_path, too; split by question")
+        if row.question in questions:
+            raise UserError(f"{row.location}: question: it is also in data_path; split by question")
     sampler.check_enough_rows(config.data_path, len(data["train"]), world)
     return data, reports
+
+
+def describe_data(data: Data, reports: dict) -> list[str]:
+    """Return one line per split."""
+    lines = []
+    for split, report in reports.items():
+        count = f"{len(report['cut'])} cut, {len(report['dropped'])} dropped"
+        lines.append(f"{split}: {len(data[split])} replies of {report['file']}; {count}")
+    return lines
+
+
+def read_questions(config: Config, data: Data) -> list[str]:
+    """Return num_samples questions for the example replies; a short list is repeated."""
+    questions = list(dict.fromkeys(row.question for row in data["val"] if not row.kept))
+    if config.questions:
+        questions = trajectories.read_questions(config.questions)
+    return [questions[number % len(questions)] for number in range(config.num_samples)]
+
+
+def longest_rows(config: Config, data: Data, prompts: Texts) -> Data:
+    """Return the rows with new replies of max_new_tokens, whose lengths must fit into the model."""
+    reply = [0] * config.max_new_tokens
+    questions = []
+    for ids in itertools.chain(*prompts.values()):
+        questions.append(Trajectory(ids, ids, reply, "questions", ""))
+    own = [row._replace(reply=reply) for row in data["train"]] if config.on_policy else []
+    return {"questions": questions, "on_policy": own}
+
+
+def default_learning_rate(model: nn.Module) -> float:
+    """Return a higher rate for models below 10 M parameters."""
+    return 1e-3 if sum(p.numel() for p in model.parameters()) < 10e6 else 1e-4
+
+
+def inputs_of(
+    config: Config, rows: Data, global_batch: int, judge: Callable | None, meta_model: nn.Module
+) -> dict[str, str]:
+    """Return the digests of everything that the run depends on."""
+    folders = {"model_name": config.model_name, "resume_from": config.resume_from}
+    inputs = models.input_digests(rows, folders, meta_model.config)
+    inputs["global_batch"] = str(global_batch)
+    if judge:
+        inputs["content of judge"] = judge.digest
+    return inputs
 
 
 # --- step ----------------------------------------------------------------------------------------
 
 
-def train_step(policy, step, rows, trajectories, teacher, ends, config, run):
-    """Forward and backward of one global batch; return its exact means. The gradient is ready."""
+def train_step(
+    policy: Policy,
+    step: int,
+    rows: list[int],
+    examples: Mapping[int, Trajectory] | list[Trajectory],
+    teacher: Teacher,
+    config: Config,
+    run: Run,
+) -> dict:
+    """Run forward and backward for one global batch; return its means over all ranks.
+
+    examples: row -> Trajectory, of at least these rows.
+    """
     world = run.world
-    if config.on_policy:
-        given = policy.scorer, rows, trajectories, step, ends, config, world
-        trajectories = distillation.own_replies(*given)
     averages = Averages(world)
-    micro_batches = policy.scorer.micro_batches(rows, trajectories, world, config.batch_size)
-    tokens = sum(len(trajectories[row].reply) for row in rows)  # of the global batch
+    micro_batches = policy.scorer.micro_batches(rows, examples, world, config.batch_size)
+    tokens = sum(len(examples[row].reply) for row in rows)  # of the global batch
     for micro_step, micro_batch in enumerate(micro_batches):
         torch.manual_seed(sampler.seed_of(config.seed, step, micro_step, world.rank))  # for dropout
         policy.sync_gradients(micro_batch is micro_batches[-1])
-        batch = teacher("train", micro_batch.index, trajectories)
+        batch = teacher("train", micro_batch.index, examples)
         (costs,) = policy(batch._replace(divergence=config.divergence))  # [B]
         weight = to_device(micro_batch.weight, world.device)
-        # DDP averages over ranks: times world_size / tokens is the mean of the global batch
+        # DDP averages over ranks: times world_size / tokens is the mean over the global batch
         loss = (costs * weight).sum() * (world.world_size / tokens)
         policy.backward(loss)
         averages.add({"cost": costs, "tokens": batch.tokens}, weight)
@@ -117,18 +170,29 @@ def train_step(policy, step, rows, trajectories, teacher, ends, config, run):
     return means | {"tokens": tokens}
 
 
-def check_step(policy, step, means, rows, trajectories, teacher, config, world):
-    """Stop before an update that a NaN or a wrong start would spoil."""
-    batch_rows = [trajectories[row] for row in rows]
+def check_step(
+    policy: Policy,
+    step: int,
+    means: dict,
+    rows: list[int],
+    data: Data,
+    teacher: Teacher,
+    config: Config,
+    world: World,
+) -> None:
+    """Stop before an update from a wrong start or with a loss that is not finite."""
+    examples = data["train"]
+    batch_rows = [examples[row] for row in rows]
 
     @torch.no_grad()
-    def score(baked=True):  # [global batch, 1]
-        micro_batches = policy.scorer.micro_batches(rows, trajectories, world, config.batch_size)
+    def score(baked: bool = True) -> torch.Tensor:  # [global batch, 1]
+        micro_batches = policy.scorer.micro_batches(rows, examples, world, config.batch_size)
         costs = []
         with logps.dropout_off(policy.scorer), adapter_of(policy.scorer, baked):
             for micro_batch in micro_batches:
-                costs.append(policy.scorer(teacher("train", micro_batch.index))[0][:, None])
-        return distributed.gather_by_index(len(trajectories), micro_batches, costs, world)[rows]
+                batch = teacher("train", micro_batch.index, examples)
+                costs.append(policy.scorer(batch)[0][:, None])
+        return distributed.gather_by_index(len(examples), micro_batches, costs, world)[rows]
 
     checks.check_step(policy, step, means, batch_rows, score, "lora")
     if step == 0 and not config.resume_from:
@@ -138,33 +202,43 @@ def check_step(policy, step, means, rows, trajectories, teacher, config, world):
         checks.check_reference(score(), base, checks.noise(policy.precision, tokens), locations)
 
 
-def adapter_of(student, baked):
-    """The context in which the model has its LoRA, or not."""
+def adapter_of(student: Student, baked: bool) -> contextlib.AbstractContextManager:
+    """Return a context in which the model has its LoRA, or in which it is the base model."""
     return contextlib.nullcontext() if baked else student.model.disable_adapter()
 
 
-@torch.no_grad()
-def evaluate(student, trajectories, teacher, config, run, baked=True):
-    """KL(teacher || student) per token over the validation rows; not `baked`: of the base model.
+# --- evaluation ----------------------------------------------------------------------------------
 
-    Under each of other_prompts it is KL(base || baked): `kept/kl` is its mean over these prompts.
+
+@torch.no_grad()
+def mean_kl(teacher: Teacher, rows: list[int], data: Data, config: Config, run: Run) -> float:
+    """Return KL(teacher || student) in nats per token, over some of the validation rows."""
+    student, world = teacher.student, run.world
+    averages = Averages(world)
+    for micro_batch in student.micro_batches(rows, data["val"], world, config.batch_size):
+        run.stop_if_requested()
+        batch = teacher("val", micro_batch.index, data["val"])
+        weight = to_device(micro_batch.weight, world.device)
+        averages.add({"kl": student(batch)[0], "tokens": batch.tokens}, weight)
+    means = averages.reduce()
+    return means["kl"] / means["tokens"]
+
+
+def evaluate(teacher: Teacher, data: Data, config: Config, run: Run, baked: bool = True) -> dict:
+    """Return the KL of the validation rows; baked=False: of the base model.
+
+    Under each of other_prompts it is KL(base || baked); `kept/kl` is its mean over these prompts.
     """
-    rows_of = collections.defaultdict(list)  # the name of another prompt, "" for x0 -> rows
-    for row, trajectory in enumerate(trajectories):
-        rows_of[trajectory.kept].append(row)
+    student = teacher.student
+    rows_of = collections.defaultdict(list)  # name of the other prompt, "" for x0 -> rows
+    for row, example in enumerate(data["val"]):
+        rows_of[example.kept].append(row)
+    if not baked:
+        rows_of = {"": rows_of[""]}
     kl = {}
     with logps.dropout_off(student), adapter_of(student, baked):
-        for name, rows in rows_of.items() if baked else [("", rows_of[""])]:
-            averages = Averages(run.world)
-            for micro_batch in student.micro_batches(
-                rows, trajectories, run.world, config.batch_size
-            ):
-                run.stop_if_requested()
-                batch = teacher("val", micro_batch.index)
-                weight = to_device(micro_batch.weight, run.world.device)
-                averages.add({"kl": student(batch)[0], "tokens": batch.tokens}, weight)
-            means = averages.reduce()
-            kl[name] = means["kl"] / means["tokens"]
+        for name, rows in rows_of.items():
+            kl[name] = mean_kl(teacher, rows, data, config, run)
     values = {"count": len(rows_of[""]), "kl": kl.pop("")}
     if baked:
         base = run.results["base"]["kl"]
@@ -175,158 +249,89 @@ def evaluate(student, trajectories, teacher, config, run, baked=True):
     return values
 
 
-# --- replies -------------------------------------------------------------------------------------
+# --- example replies -----------------------------------------------------------------------------
 
 
-def answer(student, prompts, encoder, config, run, baked):
-    """Replies to prompts (token ids) of what is trained, or of the base model."""
+def answer(
+    student: Student,
+    columns: list[Column],
+    prompts: Texts,
+    encoder: Encoder,
+    config: Config,
+    run: Run,
+) -> Texts:
+    """Return the replies of all columns; prompts: title of a column -> token ids."""
     limits = (config.max_new_tokens, config.batch_size)
     spec = sampling.SampleSpec(config.temperature, config.top_p, *limits, config.seed)
     poll = run.stop_if_requested
-    with adapter_of(student, baked):
-        replies = sampling.generate(student, prompts, encoder.ends, run.world, spec, poll)
-    texts = encoder.tokenizer.batch_decode(replies, skip_special_tokens=True)
-    return [text.strip() for text in texts]
-
-
-def columns_of(x0, others):
-    """Return whose replies stand side by side: title, system prompt, whether with the LoRA.
-
-    others: the other prompts, name -> text.
-    """
-    columns = [("base", "", False), ("prompted", x0, False), ("baked", "", True)]
-    for name, system in others.items():
-        columns += [(f"{name}, base", system, False), (f"{name}, baked", system, True)]
-    return columns
-
-
-def write_examples(run, questions, replies, judge, others):
-    """Write replies side by side, for people and as data; the judge's means into the results.
-
-    replies: title of columns_of() -> texts. A judge's score that has the name of another prompt
-    says whether a reply obeys that prompt.
-    """
-    rows = []
-    scores = collections.defaultdict(list)
-    for question, *texts in zip(questions, *replies.values(), strict=True):
-        rows.append({"question": question, **dict(zip(replies, texts, strict=True))})
-        for title, text in zip(replies, texts, strict=True):
-            name, _, who = title.rpartition(", ")  # name: of another prompt, or ""
-            of_base = "_base" if who == "base" else ""
-            for score, value in judge(question, text).items() if judge else ():
-                if name and score == name:
-                    scores[f"kept/obeyed{of_base}/{name}"].append(value)
-                elif name and score not in others:
-                    scores[f"kept/{score}{of_base}/{name}".replace("//", "/")].append(value)
-                elif score not in others:
-                    scores[f"judge/{who}/{score}".rstrip("/")].append(value)
-    means = {name: sum(values) / len(values) for name, values in scores.items()}
-    for score in ("kept/obeyed", "kept/obeyed_base"):
-        of_prompts = [means[f"{score}/{name}"] for name in others if f"{score}/{name}" in means]
-        if of_prompts:
-            means[score] = sum(of_prompts) / len(of_prompts)
-    run.write_json("examples.json", {"test": rows})
-    run.write_text("distributed_output_test.txt", as_text(rows, means))
-    run.results["test"] = {"count": len(questions), **means}
-    for who in ("base", "prompted", "baked"):
-        texts = []
-        for name, value in means.items():
-            if name.startswith(f"judge/{who}"):
-                texts.append(f"{name.removeprefix(f'judge/{who}')[1:]} {value:.2f}".strip())
-        if texts:
-            run.say(loggers.row("judge", f"{who}: {', '.join(texts)}"))
-
-
-def describe_kept(run, others):
-    """Say what is left of the base model under each of the other prompts, and what is lost."""
-    test = run.results.get("test", {})
-    for name, system in others.items():
-        texts = []
-        for metric, value in test.items():
-            score = metric.removeprefix("kept/").removesuffix(f"/{name}")
-            base = test.get(f"kept/{score}_base/{name}")
-            if metric == f"kept/{score}/{name}" and base is not None:
-                texts.append(f"{score} {value:.2f} (base {base:.2f})")
-        kl = run.results["val"][f"kept/kl/{name}"]
-        run.say(loggers.row("kept", ", ".join([f"{name}: kl {kl:.4f}", *texts])))
-        lost = kl > MAX_KEPT_KL
-        if f"kept/obeyed/{name}" in test:
-            lost = test[f"kept/obeyed/{name}"] < MIN_OBEYED * test[f"kept/obeyed_base/{name}"]
-        if lost:
-            mend = "generate the data with a larger --retain_share"
-            run.say(loggers.row("warning", f"{system.strip()!r:.50} is obeyed no more; {mend}"))
-
-
-def begins(config):
-    """Say what an adapter that is carried on turns into."""
-    if not config.resume_from:
-        return {}
-    teacher = "the teacher is the base model without it, so what else it has learned goes"
-    return {"begins": f"{config.resume_from}; {teacher}"}
+    texts = {}
+    for column in columns:
+        ids = prompts[column.title]
+        with adapter_of(student, column.baked):
+            ids = sampling.generate(student, ids, encoder.ends, run.world, spec, poll)
+        decoded = encoder.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        texts[column.title] = [text.strip() for text in decoded]
+    return texts
 
 
 # --- main ----------------------------------------------------------------------------------------
 
 
-def main(argv=None) -> int:
+def load_teacher(config: Config, data: Data, precision: Precision, run: Run) -> Teacher:
+    """Load the base model with a fresh LoRA, which is the student of the teacher returned."""
+    world = run.world
+    torch.manual_seed(config.seed)  # the same LoRA on every rank
+    model = lora.load_policy(
+        config.model_name,
+        lora_of(config),
+        precision,
+        world.device,
+        gradient_checkpointing=config.use_gradient_checkpointing,
+        memory_efficient=config.lean,
+    )
+    student = Student(model, precision.autocast).to(world.device)
+    for line in check_head(student, data["train"], world, config.cache_teacher):
+        run.say(line)
+    return Teacher(student, data, config, run)
+
+
+def main(argv: list[str] | None = None) -> int:
     # setup
     world = distributed.whoami(argv=sys.argv)
-    config = read_settings(argv, world)
+    config = read_settings(argv)
     if not config.check:
         world = distributed.init_process_group(world, config.backend, config.timeout_minutes)
 
     # data
     tokenizer = models.load_tokenizer(config.model_name)
-    arguments = config.chat_template_kwargs
-    encoder = Encoder(tokenizer, config.chat_template, config.max_traj_len, kwargs=arguments)
+    kwargs = config.chat_template_kwargs
+    encoder = Encoder(tokenizer, config.chat_template, config.max_traj_len, kwargs=kwargs)
     data, reports = read_data(config, encoder, world)
     x0 = reports["train"]["x0"][0]
     others = {name: text for name, text in reports["val"]["kept"].items() if text}
-    columns = columns_of(x0, others)
-    questions = list(dict.fromkeys(row.question for row in data["val"] if not row.kept))
-    if config.questions:
-        questions = trajectories_.read_questions(config.questions)
-    questions = [questions[turn % len(questions)] for turn in range(config.num_samples)]
-    shape = config.lora_r, config.lora_alpha, config.lora_dropout, config.lora_targets
-    adapter = lora.LoraSpec(*shape, config.resume_from)
-    meta_model = lora.meta_model(config.model_name, adapter)
-    asked = {}  # system prompt -> the questions under it, as token ids
-    for _, system, _ in columns:
-        asked[system] = [trajectories_.prompt(encoder, system, text) for text in questions]
-    room = [0] * config.max_new_tokens
-    rows = {}  # different questions only
-    for ids in itertools.chain(*asked.values()):
-        rows[tuple(ids)] = trajectories_.Trajectory(ids, ids, room, "questions", "")
-    rows_read = data | {"questions": [*rows.values()]}
-    longest = [row._replace(reply=room) for row in data["train"]] if config.on_policy else []
-    models.check_fit(meta_model, itertools.chain(*rows_read.values(), longest))
-    if config.learning_rate is None:
-        small = sum(p.numel() for p in meta_model.parameters()) < 10e6
-        config.learning_rate = 1e-3 if small else 1e-4
-    plan = sampler.Plan.of(config, len(data["train"]), world.world_size)
-    folders = {"model_name": config.model_name, "resume_from": config.resume_from}
-    inputs = models.input_digests(rows_read, folders, meta_model.config)
-    inputs["global_batch"] = str(plan.global_batch)
-    # a judge is executed: the demo's is the project's own, whatever the current folder holds
+    columns = replies.columns_of(x0, others)
+    questions = read_questions(config, data)
+    prompts = replies.prompts_of(columns, questions, encoder)
+    # a judge is executed: that of the demo must be in this project, not in the current folder
     root = data_files.ROOT if config.judge == DEMO_JUDGE else None
     judge = load_judge(config.judge, root) if config.judge else None
-    if judge:
-        inputs["content of judge"] = judge.digest
-        for question in questions[:1]:
-            judge(question, "")  # one that does not know these questions says so now
-    described = []
-    for split, report in reports.items():
-        count = f"{len(report['cut'])} cut, {len(report['dropped'])} dropped"
-        described.append(f"{split}: {len(data[split])} replies of {report['file']}; {count}")
+    for question in questions[:1] if judge else ():
+        judge(question, "")  # a judge that does not support these questions fails here
+    meta_model = lora.meta_model(config.model_name, lora_of(config))
+    rows = data | longest_rows(config, data, prompts)
+    models.check_fit(meta_model, itertools.chain(*rows.values()))
+    if config.learning_rate is None:
+        config.learning_rate = default_learning_rate(meta_model)
+    plan = sampler.Plan.of(config, len(data["train"]), world.world_size)
     checkpoints = config.keep_checkpoints + 1 + config.save_best
     spec = RunSpec(
         folder=Path(config.out_dir),
         flag="--out_dir",
         steps=plan.steps,
-        inputs=inputs,
+        inputs=inputs_of(config, rows, plan.global_batch, judge, meta_model),
         bytes_needed=bytes_to_write(meta_model, checkpoints, config.lora_r),
         report=reports,
-        lines=described,
+        lines=describe_data(data, reports),
         save_best=config.save_best,
     )
     if config.check:
@@ -339,56 +344,41 @@ def main(argv=None) -> int:
 
     with Run(spec, config, world) as run:
         accumulation = config.gradient_accumulation_steps
+        start = f", initialized from {config.resume_from}" if config.resume_from else ""
         run.describe(
-            model=f"{config.model_name}, lora r={config.lora_r}",
+            model=f"{config.model_name}, lora r={config.lora_r}{start}",
             prompt=data_files.printable(x0.strip()),
             batch=f"{plan.global_batch} replies = {world.world_size} ranks x {accumulation} "
             f"accumulation x {config.batch_size}",
             steps=f"{plan.steps}, learning rate {config.learning_rate:.3g}",
-            **begins(config),
             judge=config.judge or "none",
         )
 
         # model
-        torch.manual_seed(config.seed)  # the same fresh LoRA on every rank
-        model = lora.load_policy(
-            config.model_name,
-            adapter,
-            precision,
-            world.device,
-            gradient_checkpointing=config.use_gradient_checkpointing,
-            memory_efficient=config.lean,
-        )
-        student = distillation.Student(model, precision.autocast).to(world.device)
-        for line in distillation.check_head(student, data["train"], world, config.cache_teacher):
-            run.say(line)
-        teacher = distillation.Teacher(student, data, config, run)
-        base = run.once("base", lambda: evaluate(student, data["val"], teacher, config, run, False))
-        run.say(f"base model without the prompt: kl {base['kl']:.4f} nats a token")
+        teacher = load_teacher(config, data, precision, run)
+        student = teacher.student
+        base = run.once("base", lambda: evaluate(teacher, data, config, run, baked=False))
+        run.say(f"base model without the prompt: kl {base['kl']:.4f} nats per token")
         policy = Policy(student, world)
-        optimizer, schedule = make_optimizer(
-            policy,
-            config.learning_rate,
-            plan.steps,
-            config.lr_scheduler,
-            config.warmup_ratio,
-            config.weight_decay,
-        )
+        schedule_of = config.lr_scheduler, config.warmup_ratio, config.weight_decay
+        optimizer, schedule = make_optimizer(policy, config.learning_rate, plan.steps, *schedule_of)
         done = run.restore(policy, optimizer, schedule)
         run.results["base"] = base
 
-        def validate(step):
+        def validate(step: int) -> None:
             is_due = plan.due(config.eval_every, step)
-            run.validate(step, is_due, lambda: evaluate(student, data["val"], teacher, config, run))
+            run.validate(step, is_due, lambda: evaluate(teacher, data, config, run))
 
-        # loop: one turn is one optimizer step
+        # loop: one iteration is one optimizer step
         validate(done)
         for step in range(done, plan.steps):
             start = time.perf_counter()
             rows = plan.batch(step)
-            given = rows, data["train"], teacher
-            values = train_step(policy, step, *given, encoder.ends, config, run)
-            check_step(policy, step, values, *given, config, world)
+            examples = data["train"]
+            if config.on_policy:
+                examples = own_replies(student, rows, examples, step, encoder.ends, config, world)
+            values = train_step(policy, step, rows, examples, teacher, config, run)
+            check_step(policy, step, values, rows, data, teacher, config, world)
             values["learning_rate"] = optimizer.param_groups[0]["lr"]
             policy.step(optimizer, schedule, values["grad_norm"])
             seconds = time.perf_counter() - start
@@ -403,11 +393,10 @@ def main(argv=None) -> int:
         run.restore_best()
         models.save_policy(policy, tokenizer, run.folder / "model", world)
         if questions:
-            replies = {}
-            for title, system, baked in columns:
-                replies[title] = answer(student, asked[system], encoder, config, run, baked)
-            write_examples(run, questions, replies, judge, others)
-        describe_kept(run, others)
+            texts = answer(student, columns, prompts, encoder, config, run)
+            means = replies.judged(judge, columns, questions, texts) if judge else {}
+            replies.write(run, questions, texts, means)
+        replies.describe_kept(run, others)
     return 0
 
 

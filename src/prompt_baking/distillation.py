@@ -1,26 +1,33 @@
-"""A LoRA learns from its own base model, which reads the system prompt that the LoRA does not.
+"""The student with the LoRA, and its teacher: the same model without the LoRA, which is prompted.
 
-B rows, T tokens, N tokens of all replies, D width, V words.
+B rows, T tokens, N tokens of all replies, D width, V vocabulary size.
 """
 
 import contextlib
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from ddp_utils import UserError, distributed, logps, sampler, sampling
 from ddp_utils.data import write_file
+from ddp_utils.distributed import World
 from ddp_utils.fast.self_test import choose_head_and_layout
 from ddp_utils.logps import Pair
+from ddp_utils.run import Run
 from prompt_baking import kl_loss, trajectories
+from prompt_baking.train_config import Config
+from prompt_baking.trajectories import Batch, Trajectory
 
 
 class Student(logps.Scorer):
-    """What DDP wraps."""
+    """The model with its divergence from the teacher: the module that DDP wraps."""
 
-    def forward(self, batch):
-        """([B],): what each reply costs, summed over its tokens, in nats."""
+    def forward(self, batch: Batch) -> tuple[Tensor]:
+        """Return the divergence of each reply [B], in nats, summed over its tokens."""
         student = self.states(batch.student)  # [N, D]
         with self.autocasting(student.device):
             head = torch.nn.Identity() if self.full_logits else self.backbone_and_head()[1]
@@ -28,8 +35,11 @@ class Student(logps.Scorer):
         rows = batch.student.cells[0]
         return (costs.new_zeros(len(batch.tokens)).index_add(0, rows, costs),)
 
-    def states(self, batch):
-        """The last hidden states that predict the replies [N, D]; of an odd head logits [N, V]."""
+    def states(self, batch: logps.Batch) -> Tensor:
+        """Return the last hidden states that predict the replies [N, D].
+
+        If the output layer is not a plain one, return the model's logits [N, V].
+        """
         with self.autocasting(batch.ids.device):
             if self.full_logits:
                 states = self.model(input_ids=batch.ids, **batch.model_kwargs).logits
@@ -40,70 +50,84 @@ class Student(logps.Scorer):
             return states.flatten(0, 1).index_select(0, batch.hidden_index)
 
     @torch.no_grad()
-    def teach(self, batch):
-        """The batch with what the prompted base model makes of it."""
+    def teach(self, batch: Batch) -> Batch:
+        """Return the batch with the states of the prompted base model."""
         with self.model.disable_adapter():
             return batch._replace(taught=self.states(batch.teacher))
 
-    def example(self, device):
-        row = trajectories.Trajectory([0], [0], [0], "", "")
+    def example(self, device: torch.device) -> Batch:
+        row = Trajectory([0], [0], [0], "", "")
         return self.teach(trajectories.collate([row], device, self.shared))
 
 
-def check_head(student, rows, world, cache):
-    """Test the head on real rows, with the same outcome on every rank; return lines to print."""
+def check_head(
+    student: Student, rows: list[Trajectory], world: World, cache_teacher: bool
+) -> list[str]:
+    """Test the output layer on real rows; return lines to print.
+
+    Raises UserError if output layer or embedding are trained, or cannot be used with a cache.
+    """
     for layer in (student.backbone_and_head()[1], student.unwrap().get_input_embeddings()):
         if layer and any(parameter.requires_grad for parameter in layer.parameters()):
-            raise UserError(
-                "--lora_targets: leave output layer and embedding to teacher and student"
-            )
+            problem = "output layer and embedding cannot be trained (the teacher uses them as well)"
+            raise UserError(f"--lora_targets: {problem}; leave them out")
     pairs = [Pair(row.student, row.reply, row.reply, "", "") for row in rows[:2]]
     lines = choose_head_and_layout(student, pairs, "auto", world)
-    if student.full_logits and cache:
-        raise UserError("--cache_teacher: the head is not a plain layer; leave it out")
+    if student.full_logits and cache_teacher:
+        problem = "not supported for this model, whose output layer is not a plain one"
+        raise UserError(f"--cache_teacher: {problem}; leave it out")
     return lines
 
 
-def own_replies(student, rows, trajectories, step, ends, config, world):
-    """Return row -> its trajectory with a reply that the student samples as it is now."""
+def own_replies(
+    student: Student,
+    rows: list[int],
+    examples: list[Trajectory],
+    step: int,
+    ends: set[int],
+    config: Config,
+    world: World,
+) -> dict[int, Trajectory]:
+    """Sample a new reply of the student to each of some rows; return row -> trajectory."""
     limits = config.max_new_tokens, config.batch_size, sampler.seed_of(config.seed, step)
     spec = sampling.SampleSpec(config.temperature, config.top_p, *limits)
-    prompts = [trajectories[row].student for row in rows]
+    prompts = [examples[row].student for row in rows]
     replies = sampling.generate(student, prompts, ends, world, spec, keep_end=True)
-    answered = {}
+    sampled = {}
     for row, reply in zip(rows, replies, strict=True):
-        answered[row] = trajectories[row]._replace(reply=reply)
-    return answered
+        sampled[row] = examples[row]._replace(reply=reply)
+    return sampled
 
 
 class Teacher:
-    """Returns the batch of rows with what the prompted base model makes of it.
+    """Makes batches that contain the states of the prompted base model.
 
-    Computed whenever it is asked for, or with cache_teacher once: its last hidden states are kept,
-    D numbers a token instead of V, since the head, which both share, is frozen. There is one file
-    a rank in the run folder, named in its manifest with what the states depend on.
-    data: split -> trajectories.
+    The states are computed for each batch. With cache_teacher they are computed once and stored in
+    the run folder, one file per rank: the last hidden states, D numbers per token instead of V,
+    since student and teacher have the same output layer.
     """
 
-    def __init__(self, student, data, config, run):
+    def __init__(self, student: Student, data: dict, config: Config, run: Run):
         self.student = student
-        self.data = data
         self.device = run.world.device
-        self.files = {}  # "split/row" -> the open file that has its states
+        self.files: dict[str, Any] = {}  # "split/row" -> the open file with its states
         if not config.cache_teacher:
             return
+        count = sum(map(len, data.values()))
         fingerprint = student.numerics(self.device)
-        if not self._open(run, fingerprint):
-            self._write(run, fingerprint, config.batch_size)
-            if not self._open(run, fingerprint):
-                raise UserError(
-                    f"{run.folder}/teacher: not all ranks' files are here; "
-                    "the run folder must be on a disk that all nodes share"
-                )
-            run.bar.begin("", run.steps, run.done)
+        if self._open(run, fingerprint, count):
+            return
+        self.files.clear()
+        self._write(run, fingerprint, data, config.batch_size)
+        if not self._open(run, fingerprint, count):
+            problem = "the files of some ranks are missing"
+            raise UserError(
+                f"{run.folder}/teacher: {problem}; use a folder that all nodes can read"
+            )
 
-    def __call__(self, split, index, sampled=None):
-        rows = [(sampled or self.data[split])[row] for row in index]
+    def __call__(self, split: str, index: Sequence[int], examples: Any) -> Batch:
+        """Return the batch of the rows `index` of a split; examples: row -> Trajectory."""
+        rows = [examples[row] for row in index]
         batch = trajectories.collate(rows, self.device, self.student.shared)
         if not self.files:
             return self.student.teach(batch)
@@ -111,44 +135,44 @@ class Teacher:
         states = torch.cat([self.files[name].get_tensor(name) for name in names])  # [N, D]
         return batch._replace(taught=states.to(self.device))
 
-    def _open(self, run, fingerprint):
-        """Open the files of all ranks; return whether each rank has all rows."""
+    def _open(self, run: Run, fingerprint: dict, count: int) -> bool:
+        """Open the intact files of all ranks; return whether every rank has all `count` rows."""
 
-        def intact():
-            files = (run.folder / "teacher").glob("*.safetensors")
-            names = [f"teacher/{file.name}" for file in files]
+        def intact() -> list[str]:
+            paths = (run.folder / "teacher").glob("*.safetensors")
+            names = [f"teacher/{path.name}" for path in paths]
             return [name for name in names if run.cached_file(name, fingerprint)]
 
         for name in distributed.on_main(run.world, intact):
-            with contextlib.suppress(OSError):  # not on this node
+            with contextlib.suppress(OSError):  # this node does not see the file
                 file = safe_open(run.folder / name, framework="pt")
                 self.files |= dict.fromkeys(file.keys(), file)
-        missing = sum(map(len, self.data.values())) - len(self.files)
-        missing = torch.tensor([float(missing)], device=self.device)
+        missing = torch.tensor([float(count - len(self.files))], device=self.device)
         return distributed.all_sum(missing, run.world).item() == 0
 
-    def _write(self, run, fingerprint, size):
-        """Compute this rank's share of the states and write them into its file."""
-        self.files.clear()
+    def _write(self, run: Run, fingerprint: dict, data: dict, size: int) -> None:
+        """Compute the states of this rank's rows, and write them to its file."""
         world = run.world
         states = {}  # "split/row" -> [n, D]
-        for split, rows in self.data.items():
+        for split, rows in data.items():
             micro_batches = self.student.micro_batches(range(len(rows)), rows, world, size)
             run.bar.begin(f"Teacher, {split}", len(micro_batches))
             for micro_batch in micro_batches:
                 run.stop_if_requested()
-                batch = self(split, micro_batch.index)
+                batch = self(split, micro_batch.index, rows)
                 parts = batch.taught.split(batch.tokens.tolist())
                 for row, part in zip(micro_batch.index, parts, strict=True):
                     states[f"{split}/{row}"] = part.cpu().clone()
                 run.bar.advance()
-        name = f"{world.rank:05d}-of-{world.world_size:05d}.safetensors"
+        run.bar.begin("", run.steps, run.done)
+        names = []
+        for rank in range(world.world_size):
+            names.append(f"teacher/{rank:05d}-of-{world.world_size:05d}.safetensors")
 
-        def write():
-            with write_file(run.folder / "teacher" / name) as temporary:
+        def write() -> None:
+            with write_file(run.folder / names[world.rank]) as temporary:
                 save_file(states, temporary)
 
         distributed.on_each(world, write)
-        for rank in range(world.world_size):
-            name = f"teacher/{rank:05d}-of-{world.world_size:05d}.safetensors"
+        for name in names:
             run.add_cached_file(name, fingerprint)

@@ -31,12 +31,12 @@ FILES = "traj_chat.jsonl", "traj_val.jsonl"
 @pytest.fixture(autouse=True)
 def as_before(monkeypatch):
     """What generate() and train() change for speed, some of them in this process, is put back."""
-    monkeypatch.setattr(generate_data, "TOGETHER", generate_data.TOGETHER)
+    monkeypatch.setattr(generate_data, "GROUP", generate_data.GROUP)
     monkeypatch.setattr(run_, "write_report", run_.write_report)
 
 
 def generate(folder, *flags, fault=None, together=3):
-    generate_data.TOGETHER = together
+    generate_data.GROUP = together
     torch.set_num_threads(1)
     if fault:
         fault()
@@ -108,15 +108,15 @@ def test_rows_are_split_by_question_and_hold_what_the_teacher_said(made):
 
 def kill_after(groups):
     """SIGKILL in the middle of writing a group."""
-    add = generate_data.Parts.add
+    add = generate_data.PartialReplies.append
 
     def kill(self, replies):
         if len(self.groups) == groups:
-            self.file.open("a").write('{"mark": "')
+            self.file.open("a").write("[[1, 2")
             os.kill(os.getpid(), signal.SIGKILL)
         add(self, replies)
 
-    generate_data.Parts.add = kill
+    generate_data.PartialReplies.append = kill
 
 
 def life(folder, killed):
@@ -127,7 +127,7 @@ def test_killed_while_it_writes_it_goes_on_with_the_same_rows(made, tmp_path):
     outcome = run_ranks(2, life, str(tmp_path), True)
     assert -9 in outcome.codes and not (tmp_path / FILES[0]).exists()
     outcome = run_ranks(2, life, str(tmp_path), False)
-    assert outcome.codes == [0, 0] and "goes on after 36 of 84 replies" in outcome.logs[0]
+    assert outcome.codes == [0, 0] and "resumed after 36 of 84 replies" in outcome.logs[0]
     assert content(tmp_path) == content(made)
 
 
@@ -137,7 +137,7 @@ def test_stopped_by_a_time_limit_it_goes_on_with_the_same_rows(made, tmp_path):
     assert caught.value.exit_code == 85
     assert generate(tmp_path) == 0
     assert content(tmp_path) == content(made)
-    with pytest.raises(Stop, match="holds these replies already") as caught:
+    with pytest.raises(Stop, match="these replies are already finished") as caught:
         generate(tmp_path)
     assert caught.value.exit_code == 0
 
@@ -148,8 +148,8 @@ def test_an_adapter_that_is_carried_on_has_its_own_rank(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"model": "data/demo/model"}')
     flags = ["--resume_from", str(tmp_path), "--data_path", str(tmp_path / "rows.jsonl")]
     with pytest.raises(UserError, match="--lora_r: the adapter in init_adapter has 4; leave"):
-        train_loop.read_settings([*flags, "--lora_r", "8"], distributed.World())
-    config = train_loop.read_settings(flags, distributed.World())
+        train_loop.read_settings([*flags, "--lora_r", "8"])
+    config = train_loop.read_settings(flags)
     assert (config.lora_r, config.lora_alpha) == (4, 8)
 
 
@@ -169,7 +169,7 @@ def test_template_arguments_go_with_the_replies(tmp_path, monkeypatch):
     assert generate(tmp_path, *flags, "--chat_template_kwargs", arguments) == 0
     rows = sum(rows_of(tmp_path), [])
     assert {row["chat_template_kwargs"] for row in rows} == {arguments}
-    monkeypatch.setattr(train_loop.run_, "check", lambda spec, config, world: found.append(config))
+    monkeypatch.setattr(train_loop, "check", lambda spec, config, world: found.append(config))
     train(tmp_path / "run", tmp_path, *flags, "--check")
     assert found[0].chat_template_kwargs == arguments
 
@@ -184,7 +184,7 @@ def test_each_setting_that_changes_a_reply_is_in_the_mark():
     for change in changes:
         config = generate_config.Config(**change)
         rows = generate_data.plan_rows(config, ["a", "b", "c"], [], {"line 1": "Be kind."}, {})
-        marks.add(generate_data.mark_of(config, rows, [], model))
+        marks.add(generate_data.hash_of(config, rows, [], model))
     assert len(marks) == len(changes)
 
 
@@ -209,15 +209,18 @@ def test_what_is_kept_without_a_prompt_is_asked_on_questions_of_its_own():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--val_out_file", "FOLDER/traj_chat.jsonl"], "--val_out_file: .* is traj_out_file, too"),
+        (
+            ["--val_out_file", "FOLDER/traj_chat.jsonl"],
+            "--val_out_file: .* is also the traj_out_file",
+        ),
         (["--traj_out_file", "FOLDER"], "--traj_out_file: .* is a folder or a link"),
         (["--chat_template_kwargs", '{"day": 1}'], "the chat template does not use day; remove it"),
         (["--num_questions", "100000"], "400 different questions; --num_questions is 100000"),
         (
             ["--chat_template", "FOLDER/../silent.jinja"],
-            "x0.txt: the chat template does not show it",
+            "x0.txt: the chat template ignores this system prompt",
         ),
-        (["--retain_share", "1"], "--retain_share: 1.0 is out of range (expected >= 0 and < 1)"),
+        (["--retain_share", "1"], r"--retain_share: 1.0 is out of range \(expected >= 0 and < 1\)"),
         (["--other_prompts", "data/demo/retain_prompts.txt"], "line 1 is line 1 of retain_prompts"),
         (["--retain_questions", "data/demo/questions_train.jsonl"], "--retain_questions: .* too;"),
     ],
@@ -271,7 +274,7 @@ def test_a_kept_teacher_is_the_teacher(size, one, made, tmp_path):
     flags = [*batch(8 // size), "--max_steps", "8", "--cache_teacher"]
     ranks(size, train, str(tmp_path / "run"), str(made), *flags)
     assert_same_losses(tmp_path / "run", one)
-    assert len(list((tmp_path / "run/teacher").iterdir())) == size
+    assert len(list((tmp_path / "run/teacher").glob("*.safetensors"))) == size
 
 
 ON_POLICY = runs.words("--on_policy --divergence jsd --max_new_tokens 12")
@@ -304,8 +307,8 @@ def test_on_policy_the_student_answers_itself_in_each_step(made, tmp_path, monke
 
     seeds, sample = [], train_loop.sampling.generate
     monkeypatch.setattr(train_loop.sampling, "generate", generate_replies)
-    own = train_loop.distillation.own_replies
-    monkeypatch.setattr(train_loop.distillation, "own_replies", own_replies)
+    own = train_loop.own_replies
+    monkeypatch.setattr(train_loop, "own_replies", own_replies)
     monkeypatch.setattr(train_loop, "train_step", stop)
     with pytest.raises(Stop):
         train(tmp_path / "killed", made, *flags)
@@ -324,7 +327,7 @@ def test_on_policy_the_student_answers_itself_in_each_step(made, tmp_path, monke
 
 def test_the_kept_teacher_is_read_and_not_made_again(made, tmp_path, monkeypatch):
     """A run that goes on reads it; one with a flipped bit and another x0 have another one."""
-    taught, teach, step = [], train_loop.distillation.Student.teach, train_loop.train_step
+    taught, teach, step = [], train_loop.Student.teach, train_loop.train_step
 
     def count(self, batch):
         taught.append(len(batch.tokens))
@@ -335,7 +338,7 @@ def test_the_kept_teacher_is_read_and_not_made_again(made, tmp_path, monkeypatch
             raise Stop("stopped", 85)
         return step(policy, number, *rest)
 
-    monkeypatch.setattr(train_loop.distillation.Student, "teach", count)
+    monkeypatch.setattr(train_loop.Student, "teach", count)
     flags = ["--cache_teacher", *batch(8), "--save_every", "1"]
     with monkeypatch.context() as patch:
         patch.setattr(train_loop, "train_step", stop)
@@ -345,7 +348,7 @@ def test_the_kept_teacher_is_read_and_not_made_again(made, tmp_path, monkeypatch
     taught.clear()
     shutil.copytree(tmp_path / "run", tmp_path / "flipped")
     assert train(tmp_path / "run", made, *flags) == 0 and not taught
-    [file] = (tmp_path / "flipped/teacher").iterdir()
+    [file] = (tmp_path / "flipped/teacher").glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
     assert train(tmp_path / "flipped", made, *flags) == 0 and sum(taught) == 84
     taught.clear()
@@ -358,7 +361,7 @@ def test_the_kept_teacher_is_read_and_not_made_again(made, tmp_path, monkeypatch
 def test_another_global_batch_is_another_run(made, tmp_path, monkeypatch):
     """On fewer processes the same flags would visit rows again: it must not go on in silence."""
     specs = []
-    monkeypatch.setattr(train_loop.run_, "check", lambda spec, *_: specs.append(spec))
+    monkeypatch.setattr(train_loop, "check", lambda spec, *_: specs.append(spec))
     for size in "12":
         for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", size)):
             monkeypatch.setenv(name, value)
@@ -369,11 +372,15 @@ def test_another_global_batch_is_another_run(made, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "flags", "message"),
     [
-        ({"x0": "Mixed."}, ["--val_path", "MADE"], "--val_path: .* more than one x0"),
+        ({"x0": "Mixed."}, ["--val_path", "MADE"], "--val_path: more than one x0"),
         ({"chat_template_kwargs": '{"day": 1}'}, [], "^--chat_template_kwargs: no .* takes day"),
-        ({}, ["--val_path", "TRAIN"], r"traj_chat.jsonl:1: its question is in data_path, too"),
+        ({}, ["--val_path", "TRAIN"], r"traj_chat.jsonl:1: question: it is also in data_path"),
         ({}, ["--on_policy", "--cache_teacher"], "^--cache_teacher: with --on_policy each step"),
-        ({}, ["--lora_targets", "q_proj,lm_head"], "--lora_targets: leave output layer"),
+        (
+            {},
+            ["--lora_targets", "q_proj,lm_head"],
+            "--lora_targets: output layer and embedding cannot",
+        ),
         ({}, ["--max_traj_len", "8"], "0 usable rows; --max_traj_len is 8"),
         ({"tokens": [99999], "reply": ""}, [], "token id 99999, model has"),
     ],
@@ -531,4 +538,4 @@ def test_the_lines_of_the_guide(tmp_path):
 def test_the_rank_has_three_names(made):
     for flag in ("-r", "--r", "--lora_r"):
         flags = [flag, "4", "--data_path", str(made / FILES[0])]
-        assert train_loop.read_settings(flags, distributed.World()).lora_r == 4
+        assert train_loop.read_settings(flags).lora_r == 4

@@ -12,7 +12,7 @@ from ddp_utils import UserError, data, distributed, lora
 from ddp_utils.chat_template import Encoder
 from ddp_utils.models import load_tokenizer
 from ddp_utils.policy import Precision
-from prompt_baking import distillation, trajectories
+from prompt_baking import distillation, replies, trajectories
 from prompt_baking.train_config import Config
 from prompt_baking.trajectories import Trajectory
 
@@ -183,32 +183,30 @@ def test_every_token_counts_the_first_one_too(student):
         student.full_logits = False
 
 
-def test_what_is_kept_is_measured_for_each_other_prompt(student):
-    """By hand, in float64; the mean is that of the prompts, whatever their tokens."""
-    kept = [[1, 20, 21, 7], [1, 20, 21, 9, 10], [1, 33, 34, 7]]
+def test_kl_is_measured_for_each_other_prompt(student):
+    """By hand, in float64; the mean is that of the prompts, whatever their numbers of tokens."""
     rows = [ROWS[0]]
-    for ids, name, reply in zip(
-        kept, ("pirate", "pirate", "robot"), ([3, 4], [5], [6] * 9), strict=True
+    for ids, name, reply in (
+        ([1, 20, 21, 7], "pirate", [3, 4]),
+        ([1, 20, 21, 9, 10], "pirate", [5]),
+        ([1, 33, 34, 7], "robot", [6] * 9),
     ):
         rows.append(Trajectory(ids, ids, reply, "a:9", "?", name))
     costs = [by_hand(student.model, row) for row in rows]
     run = SimpleNamespace(world=distributed.World(), stop_if_requested=lambda: None)
+    run.bar = None
     run.results = {"base": {"kl": 2.0}}
-
-    def teacher(split, index):
-        assert split == "val"
-        return student.teach(trajectories.collate([rows[row] for row in index], "cpu"))
-
-    config = SimpleNamespace(batch_size=2)
-    values = train_loop.evaluate(student, rows, teacher, config, run)
+    config = Config(batch_size=2)
+    teacher = distillation.Teacher(student, {"val": rows}, config, run)
+    values = train_loop.evaluate(teacher, {"val": rows}, config, run)
     pirate, robot = (costs[1] + costs[2]) / 3, costs[3] / 9
     expected = {"count": 1, "kl": costs[0] / 4, "kl_base": 2.0, "share_baked": 1 - costs[0] / 8}
     expected |= {"kept/kl": (pirate + robot) / 2, "kept/kl/pirate": pirate, "kept/kl/robot": robot}
     assert values == pytest.approx(expected, rel=1e-5)
 
 
-class Recorder:
-    """Stands in for a Run: what is said, and the files."""
+class FakeRun:
+    """Records what a Run would print and write."""
 
     def __init__(self, **results):
         self.results, self.lines, self.files = results, [], {}
@@ -216,48 +214,47 @@ class Recorder:
         self.write_json = self.write_text = self.files.__setitem__
 
 
-def test_each_reply_has_its_model_and_its_prompt():
-    """Title -> system prompt, whether with the LoRA."""
-    columns = train_loop.columns_of("Be loud.", {"cook": "You are a cook."})
-    assert {title: tuple(rest) for title, *rest in columns} == {
-        "base": ("", False),
-        "prompted": ("Be loud.", False),
-        "baked": ("", True),
-        "cook, base": ("You are a cook.", False),
-        "cook, baked": ("You are a cook.", True),
-    }
+def test_each_column_has_its_prompt_and_its_model():
+    columns = replies.columns_of("Be loud.", {"cook": "You are a cook."})
+    assert [(column.title, column.system, column.baked) for column in columns] == [
+        ("base", "", False),
+        ("prompted", "Be loud.", False),
+        ("baked", "", True),
+        ("cook, base", "You are a cook.", False),
+        ("cook, baked", "You are a cook.", True),
+    ]
 
 
-def test_a_judge_says_which_of_the_other_prompts_are_obeyed():
+def test_a_judge_measures_which_of_the_other_prompts_are_obeyed():
     def judge(question, text):
         return {"loud": float(text.isupper()), "cook": float("soup" in text.lower())}
 
     others = {"cook": "You are a cook.", "king": "You are a king."}
-    titles = [title for title, _, _ in train_loop.columns_of("Be loud.", others)]
+    columns = replies.columns_of("Be loud.", others)
     texts = [["a", "b"], ["A", "B"], ["A", "b"], ["soup", "soup"], ["soup", "X"], ["a", "a"], "aB"]
-    run = Recorder(val={"kept/kl/cook": 0.02, "kept/kl/king": 0.4})
-    replies = dict(zip(titles, texts, strict=True))
-    train_loop.write_examples(run, ["q", "r"], replies, judge, others)
+    texts = {column.title: text for column, text in zip(columns, texts, strict=True)}
+    run = FakeRun(val={"kept/kl/cook": 0.02, "kept/kl/king": 0.4})
+    means = replies.judged(judge, columns, ["q", "r"], texts)
+    replies.write(run, ["q", "r"], texts, means)
     expected = {"judge/base/loud": 0.0, "judge/prompted/loud": 1.0, "judge/baked/loud": 0.5}
     expected |= {"kept/obeyed_base/cook": 1.0, "kept/obeyed/cook": 0.5, "kept/loud_base/cook": 0.0}
     expected |= {"kept/loud/cook": 0.5, "kept/loud_base/king": 0.0, "kept/loud/king": 0.5}
     expected |= {"kept/obeyed": 0.5, "kept/obeyed_base": 1.0, "count": 2}
     assert run.results["test"] == expected
     assert run.files["examples.json"]["test"][1]["cook, baked"] == "X"
+    assert " ".join(run.lines[-1].split()) == "judge baked: loud 0.50"
     run.lines.clear()
-    train_loop.describe_kept(run, others)
-    said = [" ".join(line.split()) for line in run.lines]
-    assert said == [
-        "kept cook: kl 0.0200, loud 0.50 (base 0.00), obeyed 0.50 (base 1.00)",
-        "warning 'You are a cook.' is obeyed no more; generate the data with a larger "
-        "--retain_share",
-        "kept king: kl 0.4000, loud 0.50 (base 0.00)",  # this judge does not know it: by the KL
-        "warning 'You are a king.' is obeyed no more; generate the data with a larger "
-        "--retain_share",
+    replies.describe_kept(run, others)
+    fix = "generate the data with a larger --retain_share"
+    assert [" ".join(line.split()) for line in run.lines] == [
+        "kept cook: kl 0.0200, obeyed 0.50 (base 1.00)",
+        f"warning 'You are a cook.' is no longer obeyed; {fix}",
+        "kept king: kl 0.4000",  # the judge has no score for it: the KL decides
+        f"warning 'You are a king.' is no longer obeyed; {fix}",
     ]
     run.results["test"]["kept/obeyed/cook"], run.results["val"]["kept/kl/king"] = 0.9, 0.1
     run.lines.clear()
-    train_loop.describe_kept(run, others)
+    replies.describe_kept(run, others)
     assert len(run.lines) == 2
 
 

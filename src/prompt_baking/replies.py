@@ -1,0 +1,108 @@
+"""The example replies of a baked model: with and without prompts, side by side, and judged.
+
+Other prompts are system prompts under which the baked model should remain the base model.
+"""
+
+import collections
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ddp_utils import loggers
+from ddp_utils.chat_template import Encoder
+from ddp_utils.judge import as_text
+from ddp_utils.run import Run
+from prompt_baking import trajectories
+
+MIN_OBEYED = 0.9  # of the base model's rate at which another prompt is obeyed
+MAX_KEPT_KL = 0.1  # nats per token, if no judge measures whether a prompt is obeyed
+Texts = dict[str, list]  # title of a column -> its texts or token ids
+
+
+class Column(NamedTuple):
+    """Replies to all questions from one model under one system prompt."""
+
+    title: str
+    system: str
+    baked: bool  # with the LoRA
+    metric: str  # name of the mean of a judge's score, with * for the score
+    other: str = ""  # name of the system prompt if it is one of other_prompts
+
+
+def columns_of(x0: str, others: dict[str, str]) -> list[Column]:
+    """Return the columns of the example replies; others: name -> system prompt."""
+    columns = [
+        Column("base", "", False, "judge/base/*"),
+        Column("prompted", x0, False, "judge/prompted/*"),
+        Column("baked", "", True, "judge/baked/*"),
+    ]
+    for name, system in others.items():
+        columns.append(Column(f"{name}, base", system, False, f"kept/*_base/{name}", name))
+        columns.append(Column(f"{name}, baked", system, True, f"kept/*/{name}", name))
+    return columns
+
+
+def prompts_of(columns: list[Column], questions: list[str], encoder: Encoder) -> Texts:
+    """Return the questions of each column as token ids."""
+    prompts = {}
+    for column in columns:
+        ids = [trajectories.prompt(encoder, column.system, question) for question in questions]
+        prompts[column.title] = ids
+    return prompts
+
+
+def judged(
+    judge: Callable, columns: list[Column], questions: list[str], replies: Texts
+) -> dict[str, float]:
+    """Return the judge's mean scores.
+
+    A score with the name of another prompt measures whether replies obey that prompt.
+    """
+    others = [column.other for column in columns if column.other and column.baked]
+    values = collections.defaultdict(list)
+    for column in columns:
+        for question, text in zip(questions, replies[column.title], strict=True):
+            for score, value in judge(question, text).items():
+                if score == column.other or score not in others:
+                    score = "obeyed" if score and score == column.other else score
+                    values[column.metric.replace("*", score, 1).rstrip("/")].append(value)
+    means = {name: sum(scores) / len(scores) for name, scores in values.items()}
+    for name in ("kept/obeyed", "kept/obeyed_base"):
+        of_prompts = [means[f"{name}/{other}"] for other in others if f"{name}/{other}" in means]
+        if of_prompts:
+            means[name] = sum(of_prompts) / len(of_prompts)
+    return means
+
+
+def write(run: Run, questions: list[str], replies: Texts, means: dict) -> None:
+    """Write the replies side by side, for people and as data, and print the judge's means."""
+    rows = []
+    for question, *texts in zip(questions, *replies.values(), strict=True):
+        rows.append({"question": question, **dict(zip(replies, texts, strict=True))})
+    run.write_json("examples.json", {"test": rows})
+    run.write_text("distributed_output_test.txt", as_text(rows, means))
+    run.results["test"] = {"count": len(questions), **means}
+    for title in ("base", "prompted", "baked"):
+        prefix = f"judge/{title}"
+        texts = []
+        for name, value in means.items():
+            if name.startswith(prefix):
+                texts.append(f"{name.removeprefix(prefix)[1:]} {value:.2f}".strip())
+        if texts:
+            run.say(loggers.row("judge", f"{title}: {', '.join(texts)}"))
+
+
+def describe_kept(run: Run, others: dict[str, str]) -> None:
+    """Print how well the base model is kept under each of other_prompts; warn if it is not."""
+    test = run.results.get("test", {})
+    for name, system in others.items():
+        kl = run.results["val"][f"kept/kl/{name}"]
+        text = f"{name}: kl {kl:.4f}"
+        is_lost = kl > MAX_KEPT_KL
+        if f"kept/obeyed/{name}" in test:
+            obeyed, by_base = test[f"kept/obeyed/{name}"], test[f"kept/obeyed_base/{name}"]
+            text += f", obeyed {obeyed:.2f} (base {by_base:.2f})"
+            is_lost = obeyed < MIN_OBEYED * by_base
+        run.say(loggers.row("kept", text))
+        if is_lost:
+            fix = "generate the data with a larger --retain_share"
+            run.say(loggers.row("warning", f"{system.strip()!r:.50} is no longer obeyed; {fix}"))
