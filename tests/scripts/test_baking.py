@@ -17,7 +17,7 @@ import programs
 import runs
 import train_loop
 from conftest import ROOT
-from ddp_utils import Stop, UserError, distributed
+from ddp_utils import Stop, UserError
 from ddp_utils import run as run_
 from prompt_baking import generate_config
 from ranks import free_port, ranks, run_ranks
