@@ -227,7 +227,7 @@ def strategy_of(config):
     )
 
 
-def load(config, data, precision, run):
+def load(config, plan, data, precision, run):
     """The policy, tried out, and for DPO the reference's log-probs: the policy before step 0."""
     world = run.world
     torch.manual_seed(config.seed)  # the same fresh LoRA on every rank
@@ -251,10 +251,12 @@ def load(config, data, precision, run):
     if config.objective == "sft":
         return policy, None
 
-    def score(pairs):
-        return logps.score(scorer, pairs, world, config.micro_batch_size, run.stop_if_requested)
+    def score(pairs, rows):
+        size = config.micro_batch_size
+        return logps.score(scorer, pairs, world, size, run.stop_if_requested, rows)
 
-    return policy, run.reference_logps(scorer.numerics(world.device), data, score)
+    rows = {"train": plan.rows_used()}
+    return policy, run.reference_logps(scorer.numerics(world.device), data, rows, score)
 
 
 def main(argv=None) -> int:
@@ -327,7 +329,7 @@ def fine_tune(config, world) -> int:
         )
 
         # model
-        policy, ref_logps = load(config, data, precision, run)
+        policy, ref_logps = load(config, plan, data, precision, run)
         optimizer, schedule = make_optimizer(
             policy,
             config.learning_rate,

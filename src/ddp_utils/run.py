@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
@@ -440,13 +440,21 @@ class Run:
         return value
 
     def reference_logps(
-        self, fingerprint: dict, examples: dict[str, Any], score: Callable[[Any], Tensor]
+        self,
+        numerics: dict[str, Any],
+        examples: dict[str, Any],
+        rows: dict[str, Sequence[int]],
+        score: Callable[[Any, Sequence[int]], Tensor],
     ) -> dict[str, Tensor]:
-        """Return the log-probs of each split under the reference, [pairs, 2], scored once a run.
+        """Return the log-probs of each split under the reference, [examples, S], scored once a run.
 
-        fingerprint: what they depend on besides settings and inputs, as plain data.
-        score(pairs): their log-probs under the policy before its first step.
+        numerics: what they depend on besides settings and inputs, as plain data.
+        rows: split -> the examples that the run uses; splits without an entry are used completely.
+        score(examples, rows): log-probs under the policy before its first step; NaN for other rows.
         """
+        rows = {split: range(len(all_rows)) for split, all_rows in examples.items()} | rows
+        counts = {f"rows of {split}": len(used) for split, used in rows.items()}
+        fingerprint = numerics | counts
         path = self.folder / REFERENCE
         is_stored = distributed.on_main(
             self.world, lambda: self.cached_file(REFERENCE, fingerprint) is not None
@@ -460,8 +468,10 @@ class Run:
                 table = stored.get(split, torch.zeros(len(pairs), 2))
                 tables[split] = distributed.all_sum(table.to(self.world.device), self.world)
             else:
-                self.say(f"scoring {len(pairs)} pairs of {split} with the reference")
-                tables[split] = score(pairs)
+                used = rows[split]
+                number = f"{len(used)} of {len(pairs)}" if len(used) < len(pairs) else len(used)
+                self.say(f"scoring {number} pairs of {split} with the reference")
+                tables[split] = score(pairs, used)
         if self.world.is_main and not is_stored:
             with data.write_file(path) as file:
                 save_file({name: table.cpu().contiguous() for name, table in tables.items()}, file)

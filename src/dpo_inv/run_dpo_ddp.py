@@ -243,12 +243,12 @@ def main(argv=None) -> int:
         scorer = Scorer(model, config.temperature).to(world.device)
         policy = Policy(scorer, world)
 
-        def score(pairs):
+        def score(pairs, _rows):
             return batches.score(scorer, pairs, config, world, run.stop_if_requested)
 
         # what the reference's log-probs depend on, beside settings and inputs of this run
         fingerprint = {"device": world.device.type, "torch": torch.__version__}
-        table = run.reference_logps(fingerprint, data, score)
+        table = run.reference_logps(fingerprint, data, {}, score)
         optimizer, schedule = make_optimizer(
             policy,
             peak,

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,13 +41,14 @@ def evaluations(path, reference):
     data, _ = reading.pairs(path, Encoder(tokenizer))
     model = AutoModelForCausalLM.from_pretrained(models.model_path("data/demo/model"))
     policy = Policy(logps.Scorer(model).float(), world, trained=False)
+    run = SimpleNamespace(world=world, stop_if_requested=lambda: None)
     results = []
     for batch_size in (1, 2, 3):
         config = Config(batch_size=batch_size * world.world_size, beta=0.3)
         with torch.no_grad():
             results.append(
                 main_distributed.evaluate(
-                    policy, "test", {"test": data}, {"test": reference}, config, world
+                    policy, "test", {"test": data}, {"test": reference}, config, run
                 )
             )
     return results

@@ -132,6 +132,58 @@ def test_imports_go_one_way():
             assert is_same_package or is_settings or is_downwards, (name, other)
 
 
+def imported_anywhere(path):
+    """Return the names of our modules that a file imports, inside functions too."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names & MODULES.keys()
+
+
+def test_no_modules_import_each_other():
+    """There is no import cycle, not even through imports inside functions."""
+    imports = {name: imported_anywhere(path) - {name} for name, path in MODULES.items()}
+    while True:  # remove modules that import nothing of what is left; a cycle remains
+        leaves = {name for name, others in imports.items() if not others & imports.keys()}
+        if not leaves:
+            break
+        imports = {name: others for name, others in imports.items() if name not in leaves}
+    cycles = {name: others & imports.keys() for name, others in imports.items()}
+    assert not cycles, cycles
+
+
+def public_functions(tree, prefix=""):
+    """Yield the name and node of each public function and method, also of nested classes."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            yield from public_functions(node, f"{prefix}{node.name}.")
+        elif isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            yield prefix + node.name, node
+
+
+def test_public_functions_have_type_hints():
+    untyped = []
+    for path in programs():
+        for name, node in public_functions(ast.parse(path.read_text())):
+            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            arguments += filter(None, [node.args.vararg, node.args.kwarg])
+            names = [a.arg for a in arguments if a.annotation is None]
+            names = [name for name in names if name not in ("self", "cls")]
+            if names or node.returns is None:
+                untyped.append(f"{path.relative_to(ROOT)}:{node.lineno}: {name}")
+    assert not untyped, "\n".join([str(len(untyped)), *untyped])
+
+
+def test_mypy_is_content():
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "src"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+
+
 def test_distillation_imports_neither_transformers_nor_peft():
     names = "print({'transformers', 'peft', 'accelerate'} & sys.modules.keys())"
     command = [sys.executable, "-c", f"import sys, ad.train; {names}"]
