@@ -23,11 +23,12 @@ Reply = str | dict  # a text, or a message that has more than text
 
 # what a template silently leaves out if it does not mention it
 NEED_SUPPORT = {"tool", "developer", "tools", "tool_calls", "reasoning_content"}
+TEMPLATE_ERRORS: tuple = (TemplateError, *models.FAULTS)  # a template is a program
 PLAIN_ROLES = {"system": "\n\nSystem:", "user": "\n\nHuman:", "assistant": "\n\nAssistant:"}
 
 
 class Encoded(NamedTuple):
-    """A Pair, and what the data report counts: "truncated", "second BOS removed", ..."""
+    """A Pair, and what the data report counts: "truncated", "merged at the seam", ..."""
 
     pair: Pair
     notes: set[str]
@@ -66,7 +67,6 @@ class Encoder:
         self.kwargs = self.check_arguments(kwargs or {}, "--chat_template_kwargs")
         if self.templated:
             self._find_end_of_reply()
-        tokenizer("")  # after this, its backend neither truncates nor pads
 
     def with_arguments(self, arguments: dict) -> "Encoder":
         """Return an encoder whose template gets more arguments, such as the tools of one row."""
@@ -95,7 +95,7 @@ class Encoder:
         try:
             options |= self.kwargs
             return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        except (TemplateError, *models.FAULTS) as error:  # a template is a program
+        except TEMPLATE_ERRORS as error:
             if messages[0]["role"] != "system" or len(messages) < 2:
                 raise UserError(f"--chat_template: {models.first_line(error)}") from error
             system, first, *rest = messages
@@ -152,42 +152,30 @@ class Encoder:
         message = reply if isinstance(reply, dict) else {"role": "assistant", "content": reply}
         self.check_supported([message])
         if not self.templated:
-            return text + reply if isinstance(prompt, str) else f"{text} {reply}"
+            return f"{text}{reply}" if isinstance(prompt, str) else f"{text} {reply}"
         messages = messages_of(prompt)
         full = self.render([*messages, message]).removesuffix(self.after_reply)
         # a template may render the prompt differently once there is a reply
         same_prompt = full.startswith(text) or full.startswith(self.render(messages))
-        return full if same_prompt or isinstance(reply, dict) else text + reply
+        return full if same_prompt or isinstance(reply, dict) else f"{text}{reply}"
 
     def ids(self, *texts: str) -> list[list[int]]:
         """Return the token ids of each text, with at most one BOS: a template may add a second."""
-        return [self._without_second_bos(ids) for ids in self._tokenize(texts)]
-
-    def _tokenize(self, texts: tuple[str, ...]) -> list[list[int]]:
-        add_special = not self.templated
-        if not self.tokenizer.is_fast:
-            return self.tokenizer([*texts], verbose=False, add_special_tokens=add_special).input_ids
-        # without the offsets of tokens in the text, which take as long again
-        backend = self.tokenizer.backend_tokenizer
-        encodings = backend.encode_batch_fast(texts, add_special_tokens=add_special)
-        return [encoding.ids for encoding in encodings]
-
-    def _without_second_bos(self, ids: list[int]) -> list[int]:
         bos = self.tokenizer.bos_token_id
-        while bos is not None and ids[:2] == [bos, bos]:
-            ids = ids[1:]
-        return ids
+        add_bos = not self.templated
+        ids_of_texts = self.tokenizer([*texts], add_special_tokens=add_bos, verbose=False).input_ids
+        for ids in ids_of_texts:
+            while bos is not None and ids[:2] == [bos, bos]:
+                del ids[0]
+        return ids_of_texts
 
     def encode(self, location: str, prompt: Prompt, chosen: Reply, rejected: Reply) -> Encoded:
         """Return the Pair of a prompt and two replies, which may be equal (for SFT)."""
-        notes = set()
+        notes: set[str] = set()
         text = self.text(prompt)
         replies = [chosen] if chosen == rejected else [chosen, rejected]
         full_texts = [self.text_with_reply(prompt, reply, text) for reply in replies]
-        tokenized = self._tokenize((text, *full_texts))
-        prompt_ids, *full_ids = map(self._without_second_bos, tokenized)
-        if [prompt_ids, *full_ids] != tokenized:
-            notes.add("second BOS removed")
+        prompt_ids, *full_ids = self.ids(text, *full_texts)
         boundary = common_prefix(prompt_ids, *full_ids)
         if boundary == 0:  # nothing before the first response token would predict it
             raise UserError(f"prompt: {text!r:.40} has no token of its own; use a longer one")

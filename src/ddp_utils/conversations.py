@@ -20,7 +20,7 @@ def chat(record: Record, field: str, *sides: str) -> tuple[Prompt, Reply, Reply]
     A response that begins with the assistant continues the prompt; any other one includes it.
     """
     if field == "input":  # OpenAI's
-        value = record.data.get(field)
+        value: Any = record.data.get(field)
         preference_data.check_text_only(record, field, value)
         field = "input.messages"
         record = record._replace(data={**record.data, field: value.get("messages")})
@@ -44,7 +44,7 @@ def chat(record: Record, field: str, *sides: str) -> tuple[Prompt, Reply, Reply]
     stated = [_without_weight(turn) for turn in stated]
     if prompts[0] != prompts[1] or prompts[0][: len(stated)] != stated:
         raise Unusable("prompts differ")
-    return prompts[0], *replies
+    return prompts[0], replies[0], replies[1]
 
 
 def _without_weight(turn: dict) -> dict:
@@ -119,9 +119,11 @@ def _content(record: Record, path: str, content: Any, more: dict) -> str:
     if content is None and more:
         return ""
     if isinstance(content, list):
-        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        if not all(isinstance(text, str) for text in texts):
-            raise unsupported(record, path)
+        texts = []
+        for part in content:
+            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+                raise unsupported(record, path)
+            texts.append(part["text"])
         return "".join(texts)
     if not isinstance(content, str):
         raise data.wrong_value(record, path, content, "a string (only text is supported)")

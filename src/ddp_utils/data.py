@@ -119,14 +119,15 @@ def read(
 
 def _rows(path: str) -> Iterator[tuple[str, str, Any]]:
     """Yield the location, the number, and the JSON value (or the UserError) of each row."""
-    if is_data_set(path):
+    delimiter = DELIMITERS.get(Path(path).suffix)
+    rows: Iterable[tuple[int, Any]]
+    if delimiter or is_data_set(path):
         from ddp_utils import data_sets
 
-        rows = enumerate(data_sets.load(path, resolve), start=1)
-    elif Path(path).suffix in DELIMITERS:
-        from ddp_utils import data_sets
-
-        rows = data_sets.read_csv(path, content(path), DELIMITERS[Path(path).suffix])
+        if delimiter:
+            rows = data_sets.read_csv(path, content(path), delimiter)
+        else:
+            rows = enumerate(data_sets.load(path, resolve), start=1)
     else:
         text = content(path)
         if text.lstrip().startswith("["):
@@ -250,17 +251,13 @@ def write_file(path: str | Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def write_folder(path: str | Path, clear: bool = True) -> Iterator[Path]:
-    """Yield a temporary folder to write to; at the end it replaces `path` and is on the disk.
-
-    clear: start empty; with False, files that other ranks have written there are kept.
-    """
+def write_folder(path: str | Path) -> Iterator[Path]:
+    """Yield a temporary folder to write to; at the end it replaces `path` and is on the disk."""
     path = Path(path)
     temporary = temporary_of(path)
     with _removed_on_error(path):
-        if clear:
-            _remove(temporary)
-        temporary.mkdir(parents=True, exist_ok=not clear)
+        _remove(temporary)
+        temporary.mkdir(parents=True)
         yield temporary
         mode = temporary.stat().st_mode & 0o666
         for file in filter(Path.is_file, temporary.rglob("*")):
@@ -284,10 +281,11 @@ def _removed_on_error(path: Path) -> Iterator[None]:
     except BaseException as error:
         with contextlib.suppress(OSError):
             _remove(temporary_of(path))
-        number = getattr(error, "errno", None)
-        if isinstance(error, SafetensorError):  # has the number only in its text
-            number = int(re.search(r"os error (\d+)|$", str(error))[1] or 0)
-        if not number or not isinstance(error, OSError | SafetensorError):
+        number = error.errno if isinstance(error, OSError) else None
+        if isinstance(error, SafetensorError):  # the number is only in the text
+            found = re.search(r"os error (\d+)", str(error))
+            number = int(found[1]) if found else None
+        if not number:
             raise
         raise OSError(number, os.strerror(number), str(path)) from error
 
@@ -298,14 +296,6 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def writing(target, temporary, fresh=True):  # for runs/, until run.py uses write_folder()
-    if fresh:
-        _remove(temporary)
-    with _removed_on_error(Path(target)):
-        yield
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -378,18 +368,16 @@ class Rows:
     A row is a NamedTuple of three lists of token ids, its location in the data file, and texts.
     It is made when it is asked for.
 
-    kind: the NamedTuple; path: the data file; file: written by write_rows(); digest: of its
-    content; index: [rows] which rows of the file, by default all.
+    kind: the NamedTuple; path: the data file; file: written by write_rows(); index: [rows] which
+    rows of the file, by default all.
     """
 
-    def __init__(
-        self, kind: type, path: str, file: Path, digest: str, index: np.ndarray | None = None
-    ) -> None:
+    def __init__(self, kind: type, path: str, file: Path, index: np.ndarray | None = None) -> None:
         self.kind = kind
         self.path = path
         self.file = file
-        self.digest = digest
         with safe_open(file, "pt") as tensors:  # "np" would read the file into memory
+            self.metadata = tensors.metadata()
             self.ids = tensors.get_tensor("ids").numpy()
             self.texts = tensors.get_tensor("texts").numpy()
             self.table = tensors.get_tensor("table").numpy().view(ROW)[:, 0]
@@ -409,8 +397,13 @@ class Rows:
         bounds = before["third"], entry["first"], entry["second"], entry["third"]
         lists = [self.ids[start:stop].tolist() for start, stop in itertools.pairwise(bounds)]
         texts = self.texts[before["texts"] : entry["texts"]].tobytes()
-        location, *texts = json.loads(texts)
-        return self.kind(*lists, f"{self.path}{location}", *texts)
+        location, *others = json.loads(texts)
+        return self.kind(*lists, f"{self.path}{location}", *others)
+
+    @property
+    def digest(self) -> str:
+        """Return a digest of the token ids and of which rows these are."""
+        return hashlib.sha256(self.metadata["digest"].encode() + self.index.tobytes()).hexdigest()
 
     @property
     def prompts(self) -> np.ndarray:
@@ -426,13 +419,14 @@ class Rows:
 
     def select(self, mask: np.ndarray) -> "Rows":
         """Return the rows where a mask [rows] is True."""
-        index = self.index[mask]
-        digest = hashlib.sha256(self.digest.encode() + index.tobytes()).hexdigest()
-        return Rows(self.kind, self.path, self.file, digest, index)
+        return Rows(self.kind, self.path, self.file, self.index[mask])
 
 
-def write_rows(file: Path, path: str, rows: Iterable) -> None:
-    """Write rows for Rows; their locations are stored without `path`, since the file may move."""
+def write_rows(file: Path, path: str, rows: Iterable, report: dict) -> None:
+    """Write rows for Rows, and the report, which may be filled in while they are made.
+
+    Locations are written without `path`, since the data file may move.
+    """
     from ddp_utils.sampler import seed_of  # imports torch, for which --help need not wait
 
     ids = array.array("i")
@@ -447,7 +441,8 @@ def write_rows(file: Path, path: str, rows: Iterable) -> None:
         table.extend((len(texts), seed_of(row.text), row.num_tokens, largest))
     arrays = {"ids": np.array(ids), "texts": np.frombuffer(texts, np.uint8)}
     arrays["table"] = np.array(table).reshape(-1, len(COLUMNS))
-    save_file(arrays, file)
+    digest = hashlib.sha256(arrays["ids"].tobytes() + arrays["table"].tobytes()).hexdigest()
+    save_file(arrays, file, {"digest": digest, "report": json.dumps(report)})
 
 
 def cached_rows(
@@ -458,38 +453,28 @@ def cached_rows(
     make: if they are not in the cache, make(report) yields the rows and fills in the report. One
     process of a node does so, the others wait.
     facts: what the rows depend on besides the file and its settings.
-    Raises UserError if the folder cannot be written.
+    Raises UserError if the folder cannot be written, or if the file in the cache is damaged.
     """
     path, cache, *settings = source
-    facts = [kind._fields, digest_of_data(path), digest_of_files(CODE), *settings, *facts]
+    facts = [kind.__name__, digest_of_data(path), digest_of_files(CODE), *settings, *facts]
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
-    file = Path(cache) / f"{Path(path).stem}-{key}.safetensors"
-    about = file.with_suffix(".json")
-    saved = _read_intact(file, about)
+    file = Path(cache or ".") / f"{Path(path).stem}-{key}.safetensors"
     try:
-        if not saved:
+        if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(file.with_suffix(".lock")):
-                saved = _read_intact(file, about)  # another process may have made them
-                if not saved:
-                    report = {}
+                if not file.exists():  # another process may have made it
+                    report: dict = {}
                     with write_file(file) as temporary:
-                        write_rows(temporary, path, make(report))
-                    saved = {"sha256": sha256(file), "report": report}
-                    write_json(about, saved)
+                        write_rows(temporary, path, make(report), report)
     except OSError as error:
         problem = f"{cache} cannot be written: {error.strerror}; use another folder"
         raise UserError(f"--cache_dir: {problem}") from error
-    return Rows(kind, path, file, saved["sha256"]), {"file": path, **saved["report"]}
-
-
-def _read_intact(file: Path, about: Path) -> dict:
-    """Return the digest and the report beside a file of rows; {} if one is absent or damaged."""
     try:
-        saved = json.loads(about.read_text())
-        return saved if sha256(file) == saved["sha256"] else {}
-    except (OSError, ValueError, LookupError, TypeError):
-        return {}
+        rows = Rows(kind, path, file)
+    except SafetensorError as error:
+        raise UserError(f"{file}: damaged; delete it and start again") from error
+    return rows, {"file": path, **json.loads(rows.metadata["report"])}
 
 
 def digest_of_data(path: str) -> str:

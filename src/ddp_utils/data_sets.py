@@ -21,9 +21,11 @@ def read_csv(path: str, text: str, delimiter: str) -> Iterator[tuple[int, dict |
     try:
         for row in rows:
             if None in row or None in row.values():
-                problem = f"expected {len(rows.fieldnames)} fields as in the first line"
-                row = UserError(f"{path}:{rows.line_num}: {problem}; quote fields with a comma")
-            yield rows.line_num, row
+                problem = f"expected {len(rows.fieldnames or ())} fields as in the first line"
+                hint = "quote fields with a comma"
+                yield rows.line_num, UserError(f"{path}:{rows.line_num}: {problem}; {hint}")
+            else:
+                yield rows.line_num, row
     except csv.Error as error:
         raise UserError(f"{path}:{rows.reader.line_num}: not CSV: {error}") from error
 

@@ -90,11 +90,11 @@ def encode_rows(
     encode: returns a row and notes on it, or raises Unusable or UserError.
     Raises UserError if a row is malformed (unless these are skipped), or if no row is usable.
     """
-    shape = first_error = None
+    shape: Shape | None = None
+    first_error = None
     count = used = 0
-    not_read = set()
-    seen = set()
-    tokens = collections.Counter()  # part of a row -> tokens in all rows
+    not_read: set[str] = set()
+    tokens: collections.Counter = collections.Counter()  # part of a row -> tokens in all rows
     dropped = collections.defaultdict(list)  # reason -> rows
     noted = collections.defaultdict(list)  # note -> rows
     tqdm.set_lock(threading.RLock())  # the default lock is a semaphore, which os._exit would leak
@@ -120,12 +120,12 @@ def encode_rows(
         used += 1
         tokens.update(row.lengths)
         not_read |= fields_not_read(record, shape)
-        for note in sorted(notes | _repeats(row, seen)):
+        for note in sorted(notes):
             noted[note].append(record.row)
     if first_error and source.on_bad_record == "error":
         hint = f"; or skip {len(dropped['malformed'])} of {count} rows with --on_bad_record skip"
         raise UserError(f"{first_error}{hint if used else ''}")
-    if not used:
+    if not used or not shape:
         reasons = ", ".join(f"{len(rows)} {reason}" for reason, rows in dropped.items())
         raise UserError(f"{source.path}: 0 usable rows of {count}: {reasons}")
     report |= {
@@ -144,18 +144,6 @@ def fields_not_read(record: Record, shape: Shape) -> set[str]:
     """Return the names of the fields that hold something and are not read."""
     names = record.data.keys() - {*shape.fields, "system", *WEIGHTS, *ARGUMENTS}
     return {name for name in names if record.data[name] not in (None, "", [], {})}
-
-
-def _repeats(row: Any, seen: set[int]) -> set[str]:
-    """Return notes on a row that is in `seen`, or whose responses are there swapped; add it."""
-    prompt, one, other = map(tuple, row[:3])
-    notes = set()
-    if hash((prompt, one, other)) in seen:
-        notes.add("same as an earlier row")
-    if hash((prompt, other, one)) in seen:
-        notes.add("opposite of an earlier row")
-    seen.add(hash((prompt, one, other)))
-    return notes
 
 
 def describe(split: str, report: dict) -> str:
@@ -214,17 +202,15 @@ def find_format(record: Record) -> str:
 
 
 def unknown_format(record: Record, formats: Collection[tuple[str, ...]]) -> UserError:
-    """Return an error with the fields of a record, and the field that the nearest format lacks."""
+    """Return an error with the fields of a record, and what the nearest format has and it lacks."""
     names = [repr(key)[1:-1][:40] for key in record.data]
-    alike = set()
-    for name in names:
-        alike.update(difflib.get_close_matches(name, sum(formats, ()), n=1))
+    known = [field for fields in formats for field in fields]
+    alike = {match for name in names for match in difflib.get_close_matches(name, known, n=1)}
     nearest = max(formats, key=lambda fields: len(alike & set(fields)))
     missing = next(field for field in nearest if field not in record.data)
-    problem = f"nearest is {', '.join(nearest)}: {missing} is missing"
-    hint = f"use --columns {missing}=... for another name"
-    found = f"fields found: {', '.join(names) or '-':.200}"
-    return UserError(f"{record.location}: {found}; {problem}; {hint}")
+    problem = f"fields found: {', '.join(names) or '-':.200}; nearest is {', '.join(nearest)}"
+    hint = f"{missing} is missing; use --columns {missing}=... for another name"
+    return UserError(f"{record.location}: {problem}: {hint}")
 
 
 def template_arguments(record: Record, encoder: Encoder) -> dict:

@@ -161,10 +161,9 @@ def encode(
     is truncated like a pair. Raises Unusable if no trained token is left.
     only_last: train only the last reply.
     """
-    notes = set()
+    notes: set[str] = set()
     opening = prompt  # until the first question
-    is_conversation = isinstance(prompt, list) and not only_last
-    if is_conversation:
+    if isinstance(prompt, list) and not only_last:
         opening = prompt[: _questions(prompt)[0] + 1]
         ended, notes = _with_ends(encoder, prompt)
         prompt = _drop_exchanges(encoder, ended, reply)
@@ -173,7 +172,7 @@ def encode(
     pair, pair_notes = encoder.encode(location, prompt, reply, reply)
     ids = pair.prompt + pair.chosen
     scored = [0] * len(pair.prompt) + [1] * len(pair.chosen)
-    if is_conversation:
+    if isinstance(prompt, list) and not only_last:
         spans, span_notes = _earlier_replies(encoder, prompt, ids)
         for start, stop in spans:
             scored[start:stop] = [1] * (stop - start)

@@ -301,7 +301,6 @@ def test_the_report_counts_by_row_what_a_hand_count_finds(tmp_path):
     assert report["merged at the seam"] == ["5"]
     assert report["end token in the text"] == ["6"]
     assert report["truncated"] == ["7"]
-    assert report["second BOS removed"] == ["7"]
     assert report["chosen_is_longer"] == 0.25
     line = preference_data.describe("train", report)
     assert line.startswith("train: 8 rows of prompt, 4 used; tokens ")

@@ -385,13 +385,12 @@ def test_the_report_counts_by_row_what_a_hand_count_finds(tmp_path):
         "rows": 8,
         "used": 4,
         "dropped": {"empty response": ["1"], "malformed": ["3", "6", "7"]},
-        "same as an earlier row": ["4"],
         "truncated": ["5", "8"],
         "mean_tokens": {"prompt": 6.8, "reply": 7.8, "trained": 7.8},  # 2 2 10 13; 7 7 10 7
     }
     assert preference_data.describe("train", report) == (
         "train: 8 rows of alpaca, 4 used; tokens 6.8 prompt, 7.8 reply, 7.8 trained; "
-        "1 empty response; 3 malformed; 1 same as an earlier row; 2 truncated; no chat template; "
+        "1 empty response; 3 malformed; 2 truncated; no chat template; "
         "not read: source"
     )
 
