@@ -146,7 +146,7 @@ def find_problem(path: Path) -> str | None:
 
 def find_newest(folder: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
     """Return the newest intact checkpoint, and newer ones with what is wrong with them."""
-    damaged = []
+    damaged: list[tuple[Path, str]] = []
     for path in sorted(all_in(folder), key=step_of, reverse=True):
         problem = find_problem(path)
         if problem is None:

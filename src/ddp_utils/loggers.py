@@ -95,8 +95,8 @@ def columns(values: dict[str, float]) -> list[str]:
 
 def row(name: str, text: str) -> str:
     """Return a name and its text, wrapped to the width of a terminal."""
-    options = {"width": WIDTH, "subsequent_indent": " " * 10, "break_on_hyphens": False}
-    return textwrap.fill(f"{name:<9} {text}", **options)
+    text = f"{name:<9} {text}"
+    return textwrap.fill(text, WIDTH, subsequent_indent=" " * 10, break_on_hyphens=False)
 
 
 # --- loggers besides metrics.jsonl ---------------------------------------------------------------

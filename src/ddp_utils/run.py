@@ -62,7 +62,7 @@ class RunConfig(Protocol):
 # --- the environment -----------------------------------------------------------------------------
 
 
-def environment(config: RunConfig, world: World) -> dict[str, Any]:
+def environment(config: Any, world: World) -> dict[str, Any]:
     """Return what is needed to repeat a run; no environment variable is read."""
     fields = {field.name: field.default for field in dataclasses.fields(config)}
     code = code_digests()
@@ -135,7 +135,7 @@ def check(spec: RunSpec, config: RunConfig, world: World) -> int:
     return 0
 
 
-def settings_of(config: RunConfig) -> dict[str, Any]:
+def settings_of(config: Any) -> dict[str, Any]:
     """Return the settings as they are in config.json."""
     return json.loads(without_users(json.dumps(dataclasses.asdict(config))))
 
@@ -161,7 +161,7 @@ class Run:
         self.results: dict[str, Any] = {}  # split -> the numbers of its last evaluation
         self.validated = 0  # steps before the last validation
         self.best_validation: dict[str, float] = {}  # with save_best
-        self.training: tuple[Policy, Any, Any] | None = None  # with optimizer and schedule
+        self.training: Any = None  # policy, optimizer and schedule, once they exist
         self.must_stop = False  # as all ranks have agreed in the last step
         self.must_save = False
         self.metrics: Any = None  # these three exist on rank 0 only
@@ -331,14 +331,14 @@ class Run:
         return self.done
 
     def _load(self, step: int) -> dict[str, Any]:
+        policy, optimizer, schedule = self.training
         path = checkpoints.path_of(self.checkpoints, step)
         tensors, manifest = checkpoints.read(path, self.world.rank)
-        policy, optimizer, schedule = self.training
         policy.load_state(optimizer, schedule, tensors, step, manifest["shard_layout"])
         return manifest
 
     @property
-    def best(self) -> int | None:
+    def best(self) -> Any:
         """The step with the lowest validation loss, whose checkpoint is kept, with save_best."""
         return self.results.get("best", {}).get("step") if self.spec.save_best else None
 

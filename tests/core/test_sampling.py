@@ -112,7 +112,7 @@ UNFIT = {
     "": "has no function score",
     "score = 3": "has no function score",
     "def score(a): return 1": r"no function score\(prompt, response\)",
-    "def score(a, b): return 'good'": "returned {'': 'good'}; a number or a dict",
+    "def score(a, b): return 'good'": "returned {'': 'good'} (expected a number or",
     "def score(a, b): return {}": "returned {}",
     "def score(a, b): raise ValueError('unknown question')": "on 'p': unknown question",
 }

@@ -59,7 +59,7 @@ def test_a_loss_of_ones_own(changed):
     losses = changed / "src/ddp_utils/losses.py"
     losses.write_text(losses.read_text().replace('1.0 if "hinge" in', '0.5 if "hinge" in'))
     _, done = train(changed, "--method", "squared_hinge", "--restart", code=2)
-    assert "losses.at_reference() is to return it" in done.stderr
+    assert "return its value from losses.at_reference()" in done.stderr
 
 
 @pytest.mark.parametrize("changed", ["Data"], indirect=True)
