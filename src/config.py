@@ -1,113 +1,113 @@
-"""Settings of src/main_distributed.py: edit src/config.py or give any as a flag: --beta 0.3."""
+"""Settings of src/main_distributed.py: edit the defaults here, or use flags such as --beta 0.3."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from ddp_utils import UserError, cli, loggers
+from ddp_utils import SettingError, cli, loggers
 
 
 @dataclass
 class Config:
-    # what people change first
-    model_name: str = "data/demo/model"  # folder or hub name
-    train_data: str = "data/demo/preferences_train.jsonl"  # .jsonl or .json; see docs/dpo.md
-    val_data: str = ""  # empty, as is test_data: 5 % of train_data's prompts
-    test_data: str = ""  # and 10 % of them; the demo has files of its own
-    result_dir: str = "results/dpo"  # curves, metrics, examples, checkpoints
-    method: cli.Method = "dpo"  # the loss: docs/dpo.md
-    beta: float = 0.1  # how tightly the policy is held to the reference
-    learning_rate: float | None = None  # 1e-3 below 10 M parameters, else 1e-6 (full), 1e-5 (lora)
-    batch_size: int = 16  # pairs of one forward over all GPUs; divided by their number
-    num_epochs: float = 2.0  # passes over the data
+    # most used settings
+    model_name: str = "data/demo/model"  # folder or Hugging Face name of the model
+    train_data: str = "data/demo/preferences_train.jsonl"  # preference pairs; see docs/dpo.md
+    val_data: str = ""  # validation pairs; empty: 5 % of the prompts in train_data
+    test_data: str = ""  # test pairs; empty: 10 % of the prompts in train_data
+    result_dir: str = "results/dpo"  # folder for metrics, plots, example replies and checkpoints
+    method: cli.Method = "dpo"  # loss function; see docs/dpo.md
+    beta: float = 0.1  # strength of the KL penalty; higher keeps the policy closer to the reference
+    learning_rate: float | None = None  # None: 1e-3 below 10 M parameters, else 1e-6; LoRA: 1e-5
+    batch_size: int = 16  # pairs per forward pass, summed over all processes
+    num_epochs: float = 2.0  # passes over the training data
 
     # model
-    fine_tuning: Literal["full", "lora"] = "full"  # train all weights, or an adapter
-    lora_r: int = 16  # rank
-    lora_alpha: int = 32  # the adapter's output counts lora_alpha / lora_r
-    lora_dropout: float = 0.0  # 0 keeps runs equal on any number of GPUs
-    lora_targets: str = "all-linear"  # or layer names: q_proj,v_proj
-    init_adapter: str = ""  # a LoRA to carry on from, such as one from SFT
-    reference_model: str = ""  # another reference; empty: the policy before step 0
-    output_dir: str = ""  # the fine-tuned model; empty: result_dir/model
+    fine_tuning: Literal["full", "lora"] = "full"  # train all weights or a LoRA adapter
+    lora_r: int = 16  # rank of the LoRA
+    lora_alpha: int = 32  # the output of the LoRA is scaled by lora_alpha / lora_r
+    lora_dropout: float = 0.0  # dropout in the LoRA; 0 gives equal results on any number of GPUs
+    lora_targets: str = "all-linear"  # layers with a LoRA: all-linear, or names: q_proj,v_proj
+    init_adapter: str = ""  # LoRA to continue from, for example from supervised fine-tuning
+    reference_model: str = ""  # reference model; empty: the policy before training
+    output_dir: str = ""  # folder for the fine-tuned model; empty: result_dir/model
 
     # data
-    chat_template: str = "auto"  # auto: the tokenizer's, if it has one; none; or a .jinja file
-    chat_template_kwargs: str = ""  # what the template takes, as JSON: {"enable_thinking": false}
-    max_length: int = 1024  # tokens of prompt + response
-    truncation: Literal["keep_end", "keep_start"] = "keep_end"  # which part of a long prompt stays
-    max_rows: int = -1  # read only so many rows of train_data
-    shuffle: bool = True  # a new order in every epoch
-    on_bad_record: Literal["error", "skip"] = "error"  # what to do with a malformed row
-    columns: str = ""  # fields under other names: prompt=question,chosen=response_j
-    cache_dir: str = ""  # token ids, for later starts; empty: .tokens beside result_dir
+    chat_template: str = "auto"  # auto: from the tokenizer, if it has one; none; or a .jinja file
+    chat_template_kwargs: str = ""  # template arguments as JSON, such as {"enable_thinking": false}
+    max_length: int = 1024  # maximum tokens of prompt + response
+    truncation: Literal["keep_end", "keep_start"] = "keep_end"  # part of a long prompt that is kept
+    max_rows: int = -1  # use only the first rows of train_data; -1: all
+    shuffle: bool = True  # shuffle the data in every epoch
+    on_bad_record: Literal["error", "skip"] = "error"  # stop at a malformed row, or skip it
+    columns: str = ""  # other names of data fields, such as prompt=question,chosen=response_j
+    cache_dir: str = ""  # cache of token ids; empty: the folder .tokens next to result_dir
 
-    # loss
-    label_smoothing: float | None = None  # cdpo, robust: share of labels that are wrong (0.1)
-    lambda_dpop: float | None = None  # dpop, dpopshift: price of a falling chosen log-prob (50)
-    lambda_shift: float | None = None  # dposhift, dpopshift: weight of the rejected one (0.75)
-    simpo_gamma: float | None = None  # simpo: the margin it asks for (0.5)
-    sft_weight: float | None = None  # adds this x -log-prob of the chosen per token; demo 1, else 0
-    length_average: bool = False  # log-probs per token instead of summed
+    # loss options
+    label_smoothing: float | None = None  # cdpo, robust: fraction of wrong labels (None: 0.1)
+    lambda_dpop: float | None = None  # dpop, dpopshift: weight of the penalty (None: 50)
+    lambda_shift: float | None = None  # dposhift, dpopshift: weight of rejected (None: 0.75)
+    simpo_gamma: float | None = None  # simpo: target reward margin (None: 0.5)
+    sft_weight: float | None = None  # weight of the NLL of the chosen response (None: 0; demo: 1)
+    length_average: bool = False  # average log-probs over response tokens instead of summing
 
-    # optimisation
-    gradient_accumulation_steps: int = 1  # larger global batch, same memory
-    max_steps: int = -1  # -1: by num_epochs; 0: evaluate only
-    lr_scaling: Literal["linear", "sqrt", "world_size", "none"] = "linear"  # with the global batch
-    base_batch_size: int = 16  # the global batch that learning_rate is meant for
-    lr_scheduler: Literal["constant", "linear", "cosine"] = "linear"  # after the warm-up
-    warmup_ratio: float = 0.1  # share of the steps in which the rate rises
-    weight_decay: float = 0.0  # AdamW, on matrices
-    max_grad_norm: float = 1.0  # clip the gradient to this norm; 0: do not
+    # optimization
+    gradient_accumulation_steps: int = 1  # forward passes per optimizer step
+    max_steps: int = -1  # optimizer steps; -1: from num_epochs; 0: evaluate only
+    lr_scaling: Literal["linear", "sqrt", "world_size", "none"] = "linear"  # see docs/dpo.md
+    base_batch_size: int = 16  # global batch size for which learning_rate is meant
+    lr_scheduler: Literal["constant", "linear", "cosine"] = "linear"  # schedule after the warm-up
+    warmup_ratio: float = 0.1  # fraction of the steps for the linear warm-up
+    weight_decay: float = 0.0  # AdamW weight decay of weight matrices
+    max_grad_norm: float = 1.0  # clip the gradient norm at this value; 0: no clipping
 
-    # example replies, before and after training
-    num_samples: int = 100  # prompts of validation and test data that are answered; 0: none
-    max_new_tokens: int = 128  # of a reply
-    temperature: float = 1.0  # 0: the most probable word each time
-    top_p: float = 1.0  # draw from the smallest set of words with this much probability
-    judge: str = ""  # file.py:function, (prompt, response) -> score or {name: score}
+    # example replies before and after training
+    num_samples: int = 100  # validation and test prompts to answer; 0: none
+    max_new_tokens: int = 128  # maximum tokens per reply
+    temperature: float = 1.0  # sampling temperature; 0: greedy decoding
+    top_p: float = 1.0  # nucleus sampling: smallest set of tokens with this probability
+    judge: str = ""  # file.py:function that maps (prompt, response) to a score or {name: score}
 
     # precision and hardware
-    use_mixed_precision: bool = True  # bf16 where the GPU has it, else fp16; fp32 on a CPU
-    base_dtype: Literal["auto", "fp32", "bf16"] = "auto"  # frozen weights under a LoRA
-    layout: Literal["auto", "shared", "separate"] = "auto"  # prompt once, or once per response
-    lean: bool = True  # LoRA: keep less for the backward, in the same numbers
-    use_gradient_checkpointing: bool = False  # less memory, one more forward
-    strategy: Literal["ddp", "fsdp"] = "ddp"  # a model on each GPU, or shared out over all of them
-    backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"  # by the device
-    timeout_minutes: float = 30.0  # how long a rank waits for the others
+    use_mixed_precision: bool = True  # bf16 if the GPU supports it, else fp16; fp32 on a CPU
+    base_dtype: Literal["auto", "fp32", "bf16"] = "auto"  # precision of frozen weights under a LoRA
+    layout: Literal["auto", "shared", "separate"] = "auto"  # compute a pair's prompt once, or twice
+    lean: bool = True  # store fewer activations for LoRA; results are unchanged
+    use_gradient_checkpointing: bool = False  # recompute activations to save memory; slower
+    strategy: Literal["ddp", "fsdp"] = "ddp"  # replicate the model on each GPU, or shard it
+    backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"  # auto: by device
+    timeout_minutes: float = 30.0  # time limit of a collective operation
 
     # run
     eval_every: int = 0  # steps between validations; 0: after each epoch
-    save_every: int = 0  # steps between checkpoints; 0: each epoch and every 15 minutes
-    keep_checkpoints: int = 2  # the newest ones; older ones are removed
-    save_best: bool = False  # end with the weights of the lowest validation loss
-    stop_after_minutes: float = 0.0  # save and end with status 85; 0: no limit
-    restart: bool = False  # move an unfinished run aside instead of going on with it
-    log_every: int = 1  # steps between printed lines; metrics.jsonl has all
-    report_to: loggers.Name = "tensorboard"  # live curves, or files alone
-    seed: int = 0  # order of the data, split, start of the LoRA
-    deterministic: bool = False  # deterministic kernels, slower
-    check: bool = False  # read and check everything, train nothing
-    debug: bool = False  # tracebacks for user errors, too
+    save_every: int = 0  # steps between checkpoints; 0: after each epoch and every 15 minutes
+    keep_checkpoints: int = 2  # number of most recent checkpoints to keep
+    save_best: bool = False  # save the weights with the lowest validation loss
+    stop_after_minutes: float = 0.0  # save and exit with status 85 after this time; 0: no limit
+    restart: bool = False  # start from scratch; an unfinished run is moved aside
+    log_every: int = 1  # steps between printed lines; metrics.jsonl has every step
+    report_to: loggers.Name = "tensorboard"  # logger in addition to metrics.jsonl and plots
+    seed: int = 0  # random seed of data order, data split and LoRA initialization
+    deterministic: bool = False  # use deterministic kernels; slower
+    check: bool = False  # read and check everything, then exit without training
+    debug: bool = False  # show a traceback for user errors
 
 
 def read(argv: list[str]) -> Config:
-    """Return the flags over the defaults; raise UserError for a value out of its range."""
+    """Return the defaults, changed by flags; raise UserError for values that cannot be used."""
     config = cli.parse(Config, argv)
     check(config)
     return config
 
 
-def check(config):
-    """Raise UserError for a value out of its range, or two that do not go together."""
+def check(config: Config) -> None:
+    """Raise UserError for a value out of its range, or for values that exclude each other."""
     cli.check_ranges(config, sft_weight=cli.FROM_0, max_length=(">= 8", lambda x: x >= 8))
-    cli.loss_options(config)  # an option that the method does not use is refused
+    cli.loss_options(config)
     if not config.result_dir:
-        raise UserError("--result_dir: it is empty; give a folder for the run")
+        raise SettingError("result_dir", "it is empty; use a folder for the run")
     if config.fine_tuning == "full" and config.base_dtype == "bf16":
-        raise UserError("--base_dtype bf16: full fine-tuning trains fp32 weights; use auto or fp32")
+        raise SettingError("base_dtype", "full fine-tuning trains fp32 weights; use auto or fp32")
     for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_targets"):
         if config.fine_tuning == "full" and getattr(config, name) != getattr(Config, name):
-            raise UserError(f"--{name}: there is no adapter; give --fine_tuning lora, or leave it")
+            raise SettingError(name, "there is no LoRA; use --fine_tuning lora, or leave it out")
     if config.method == "simpo" and config.reference_model:
-        raise UserError("--reference_model: simpo has no reference; leave it out")
+        raise SettingError("reference_model", "simpo has no reference; leave it out")

@@ -1,102 +1,102 @@
-"""Settings of src/train.py: the sections of its YAML file; each setting is a flag, too."""
+"""Settings of src/train.py: the sections of its YAML file; each setting is also a flag."""
 
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Literal
 
-from ddp_utils import UserError, cli, loggers, yaml_config
+from ddp_utils import SettingError, UserError, cli, loggers, yaml_config
 
 
 @dataclass
 class Model:
     # section model
-    model_name: str = "data/demo/model"  # folder or hub name
-    init_adapter: str = ""  # a LoRA to carry on from
-    base_dtype: Literal["auto", "fp32", "bf16"] = "auto"  # frozen weights under a LoRA
+    model_name: str = "data/demo/model"  # folder or Hugging Face name of the model
+    init_adapter: str = ""  # LoRA to continue from
+    base_dtype: Literal["auto", "fp32", "bf16"] = "auto"  # precision of frozen weights under a LoRA
 
 
 @dataclass
 class FineTuning:
     # section fine_tuning
-    type: Literal["lora", "full", "qlora"] = "lora"  # an adapter, all weights, or on 4-bit weights
-    lora_r: int = 16  # rank
-    lora_alpha: int = 32  # the adapter's output counts lora_alpha / lora_r
-    lora_dropout: float = 0.0  # 0 keeps runs equal on any number of GPUs
-    lora_targets: str = "all-linear"  # or layer names: q_proj,v_proj
+    type: Literal["lora", "full", "qlora"] = "lora"  # train an adapter or all weights; 4-bit LoRA
+    lora_r: int = 16  # rank of the LoRA
+    lora_alpha: int = 32  # the output of the LoRA is scaled by lora_alpha / lora_r
+    lora_dropout: float = 0.0  # dropout in the LoRA; 0 gives equal results on any number of GPUs
+    lora_targets: str = "all-linear"  # layers with a LoRA: all-linear, or names: q_proj,v_proj
 
 
 @dataclass
 class Training:
     # section training
-    objective: Literal["sft", "dpo"] = "sft"  # imitate replies, or prefer one of two
-    micro_batch_size: int = 4  # rows of one forward and process
-    micro_batch_tokens: int = 0  # split these where they have more tokens; 0: do not
-    num_epochs: float = 3.0  # passes over the data
-    max_steps: int = -1  # -1: by num_epochs; 0: evaluate only
-    learning_rate: float | None = None  # 1e-3 below 10 M parameters, else by objective and type
-    lr_scheduler: Literal["constant", "linear", "cosine"] = "cosine"  # after the warm-up
-    warmup_ratio: float = 0.1  # share of the steps in which the rate rises
-    weight_decay: float = 0.0  # AdamW, on matrices
-    max_grad_norm: float = 1.0  # clip the gradient to this norm; 0: do not
-    mixed_precision: Literal["auto", "no", "fp16", "bf16"] = "auto"  # auto: by the GPU; CPU: no
-    gradient_checkpointing: bool = False  # less memory, one more forward
-    lean: bool = True  # LoRA: keep less for the backward, in the same numbers
-    layout: Literal["auto", "shared", "separate"] = "auto"  # rows without padding, or with
-    seed: int = 0  # order of the data, split, start of the LoRA
-    shuffle: bool = True  # a new order in every epoch
-    deterministic: bool = False  # deterministic kernels, slower
+    objective: Literal["sft", "dpo"] = "sft"  # supervised fine-tuning, or preference optimization
+    micro_batch_size: int = 4  # rows per forward pass and process
+    micro_batch_tokens: int = 0  # split a micro-batch with more tokens; 0: no limit
+    num_epochs: float = 3.0  # passes over the training data
+    max_steps: int = -1  # optimizer steps; -1: from num_epochs; 0: evaluate only
+    learning_rate: float | None = None  # None: 1e-3 below 10 M parameters, else by objective, type
+    lr_scheduler: Literal["constant", "linear", "cosine"] = "cosine"  # schedule after the warm-up
+    warmup_ratio: float = 0.1  # fraction of the steps for the linear warm-up
+    weight_decay: float = 0.0  # AdamW weight decay of weight matrices
+    max_grad_norm: float = 1.0  # clip the gradient norm at this value; 0: no clipping
+    mixed_precision: Literal["auto", "no", "fp16", "bf16"] = "auto"  # auto: by GPU; no on a CPU
+    gradient_checkpointing: bool = False  # recompute activations to save memory; slower
+    lean: bool = True  # store fewer activations for LoRA; results are unchanged
+    layout: Literal["auto", "shared", "separate"] = "auto"  # rows packed without padding, or padded
+    seed: int = 0  # random seed of data order, data split and LoRA initialization
+    shuffle: bool = True  # shuffle the data in every epoch
+    deterministic: bool = False  # use deterministic kernels; slower
     # section training, objective dpo
-    method: cli.Method = "dpo"  # the loss: docs/dpo.md
-    beta: float = 0.1  # how tightly the policy is held to the reference
-    label_smoothing: float | None = None  # cdpo, robust: share of labels that are wrong (0.1)
-    lambda_dpop: float | None = None  # dpop, dpopshift: price of a falling chosen log-prob (50)
-    lambda_shift: float | None = None  # dposhift, dpopshift: weight of the rejected one (0.75)
-    simpo_gamma: float | None = None  # simpo: the margin it asks for (0.5)
-    sft_weight: float = 0.0  # adds this x -log-prob of the chosen per token
-    length_average: bool = False  # log-probs per token instead of summed
+    method: cli.Method = "dpo"  # loss function; see docs/dpo.md
+    beta: float = 0.1  # strength of the KL penalty; higher keeps the policy closer to the reference
+    label_smoothing: float | None = None  # cdpo, robust: fraction of wrong labels (None: 0.1)
+    lambda_dpop: float | None = None  # dpop, dpopshift: weight of the penalty (None: 50)
+    lambda_shift: float | None = None  # dposhift, dpopshift: weight of rejected (None: 0.75)
+    simpo_gamma: float | None = None  # simpo: target reward margin (None: 0.5)
+    sft_weight: float = 0.0  # weight of the NLL of the chosen response, per token
+    length_average: bool = False  # average log-probs over response tokens instead of summing
 
 
 @dataclass
 class Dataset:
     # section dataset
-    train_data: str = "data/demo/instructions.jsonl"  # .json or .jsonl
-    val_data: str = ""  # empty: val_share of train_data
-    val_share: float = 0.05  # of the prompts, if val_data is empty; 0: none
-    chat_template: str = "auto"  # auto: the tokenizer's, if it has one; none; or a .jinja file
-    chat_template_kwargs: str = ""  # what the template takes, as JSON: {"enable_thinking": false}
-    max_length: int = 1024  # tokens of prompt + response
-    truncation: Literal["keep_end", "keep_start"] = "keep_end"  # which part of a long prompt stays
-    max_rows: int = -1  # read only so many rows of train_data
-    on_bad_record: Literal["error", "skip"] = "error"  # what to do with a malformed row
-    columns: str = ""  # fields under other names: prompt=question,chosen=response_j
-    cache_dir: str = ""  # token ids, for later starts; empty: .tokens beside output_dir
+    train_data: str = "data/demo/instructions.jsonl"  # training data; see docs/strategies.md
+    val_data: str = ""  # validation data; empty: val_share of train_data
+    val_share: float = 0.05  # fraction of the prompts for validation without val_data; 0: none
+    chat_template: str = "auto"  # auto: from the tokenizer, if it has one; none; or a .jinja file
+    chat_template_kwargs: str = ""  # template arguments as JSON, such as {"enable_thinking": false}
+    max_length: int = 1024  # maximum tokens of prompt + response
+    truncation: Literal["keep_end", "keep_start"] = "keep_end"  # part of a long prompt that is kept
+    max_rows: int = -1  # use only the first rows of train_data; -1: all
+    on_bad_record: Literal["error", "skip"] = "error"  # stop at a malformed row, or skip it
+    columns: str = ""  # other names of data fields, such as prompt=question,chosen=response_j
+    cache_dir: str = ""  # cache of token ids; empty: the folder .tokens next to output_dir
 
 
 @dataclass
 class Distributed:
     # section distributed
-    use_deepspeed: bool = False  # ZeRO, as deepspeed_config says
-    deepspeed_config: str = ""  # JSON of scripts/distributed_setup.py deepspeed
-    use_fsdp: bool = False  # FSDP2, as fsdp_config says
-    fsdp_config: str = ""  # JSON of scripts/distributed_setup.py fsdp; empty: FULL_SHARD
-    gradient_accumulation_steps: int = 1  # larger global batch, same memory
-    bucket_mb: float = 25.0  # DDP: gradients that travel together
-    grad_reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"  # DDP, FSDP: in which they travel
-    backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"  # by the device
-    timeout_minutes: float = 30.0  # how long a rank waits for the others
+    use_deepspeed: bool = False  # shard with DeepSpeed ZeRO, according to deepspeed_config
+    deepspeed_config: str = ""  # JSON file from scripts/distributed_setup.py deepspeed
+    use_fsdp: bool = False  # shard with FSDP2, according to fsdp_config
+    fsdp_config: str = ""  # JSON file from scripts/distributed_setup.py fsdp; empty: FULL_SHARD
+    gradient_accumulation_steps: int = 1  # forward passes per optimizer step
+    bucket_mb: float = 25.0  # DDP: size of a gradient bucket in MB
+    grad_reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"  # DDP, FSDP: gradients in transfer
+    backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"  # auto: by device
+    timeout_minutes: float = 30.0  # time limit of a collective operation
 
 
 @dataclass
 class Output:
     # section output
-    output_dir: str = "results/train"  # model, curves, metrics, checkpoints
-    report_to: loggers.Name = "tensorboard"  # live curves, or files alone
+    output_dir: str = "results/train"  # folder for model, metrics, plots and checkpoints
+    report_to: loggers.Name = "tensorboard"  # logger in addition to metrics.jsonl and plots
     eval_every: int = 0  # steps between validations; 0: after each epoch
-    save_every: int = 0  # steps between checkpoints; 0: each epoch and every 15 minutes
-    keep_checkpoints: int = 2  # the newest ones; older ones are removed
-    save_best: bool = False  # end with the weights of the lowest validation loss
-    log_every: int = 1  # steps between printed lines; metrics.jsonl has all
-    stop_after_minutes: float = 0.0  # save and end with status 85; 0: no limit
+    save_every: int = 0  # steps between checkpoints; 0: after each epoch and every 15 minutes
+    keep_checkpoints: int = 2  # number of most recent checkpoints to keep
+    save_best: bool = False  # save the weights with the lowest validation loss
+    log_every: int = 1  # steps between printed lines; metrics.jsonl has every step
+    stop_after_minutes: float = 0.0  # save and exit with status 85 after this time; 0: no limit
 
 
 @dataclass
@@ -113,31 +113,36 @@ class Sections:
 
 @dataclass
 class Config(Output, Distributed, Dataset, Training, FineTuning, Model):
-    # flags alone: they belong to a start, not to a run
-    config: str = "config.yaml"  # the YAML file; flags go before it
-    deepspeed: str = ""  # as use_deepspeed with this deepspeed_config
-    restart: bool = False  # move an unfinished run aside instead of going on with it
-    check: bool = False  # read and check everything, train nothing
-    debug: bool = False  # tracebacks for user errors, too
+    # flags only: they belong to one start of the script, not to the run
+    config: str = "config.yaml"  # YAML file; flags override its values
+    deepspeed: str = ""  # JSON file; stands for use_deepspeed and deepspeed_config
+    restart: bool = False  # start from scratch; an unfinished run is moved aside
+    check: bool = False  # read and check everything, then exit without training
+    debug: bool = False  # show a traceback for user errors
 
-    # not settings:
-    sharding = None  # what FSDP or DeepSpeed is told
-    places = {}  # setting -> file and line, or flag, that gave it
-    reference_model = ""  # the policy before step 0
-    # what lora.py and others ask for
-    batch_size = property(lambda self: self.micro_batch_size)
-    fine_tuning = property(lambda self: "full" if self.type == "full" else "lora")
-    use_gradient_checkpointing = property(lambda self: self.gradient_checkpointing)
+    # read() sets these two
+    sharding = None  # content of the JSON file of FSDP or DeepSpeed
+    places = {}  # setting -> `file:line: section.name`, or the flag that set it
 
     @property
-    def strategy(self):
-        return "deepspeed" if self.use_deepspeed else "fsdp" if self.use_fsdp else "ddp"
+    def strategy(self) -> str:
+        if self.use_deepspeed:
+            return "deepspeed"
+        return "fsdp" if self.use_fsdp else "ddp"
+
+    @property
+    def fine_tuning(self) -> str:
+        return "full" if self.type == "full" else "lora"
+
+    @property
+    def batch_size(self) -> int:
+        return self.micro_batch_size
 
 
 def read(argv: list[str]) -> Config:
-    """Return the checked settings: flags over the YAML file over DeepSpeed's or FSDP's JSON.
+    """Return the checked settings: flags over the YAML file over the JSON file.
 
-    Raises UserError for what is out of range, given twice and differently, or without effect.
+    Raises UserError for values out of range, without effect, or different in two places.
     """
     config = merged(argv)
     with cli.located(config.places):
@@ -146,31 +151,27 @@ def read(argv: list[str]) -> Config:
 
 
 def merged(argv: list[str]) -> Config:
-    """Return the settings of flags, YAML and JSON; other rules are not checked yet."""
-    config, places = yaml_config.under_flags(Config, Sections, argv)
-    config.places = places
-    choose_sharding(config, places)
+    """Return the settings of flags, YAML and JSON; `check` is not called."""
+    config, config.places = yaml_config.under_flags(Config, Sections, argv)
+    read_sharding(config, config.places)
     return config
 
 
-def choose_sharding(config, places):
-    """Read the JSON of the strategy: it gives what neither flags nor YAML do.
-
-    places: setting -> file and line, or flag, that gave it.
-    """
+def read_sharding(config: Config, places: dict[str, str]) -> None:
+    """Read the JSON file of FSDP or DeepSpeed; it sets what neither flags nor YAML set."""
     if config.deepspeed:
         config.use_deepspeed = True
         config.deepspeed_config = config.deepspeed
         places["use_deepspeed"] = "--deepspeed"
     for kind in ("deepspeed", "fsdp"):
         place = places.get(f"{kind}_config", "")
-        # a file that waits beside `use_fsdp: false` is no mistake, a flag is
-        is_waiting = f"use_{kind}" in places and not place.startswith("--")
-        if place and not getattr(config, f"use_{kind}") and not is_waiting:
-            raise UserError(f"{place} has no effect alone; give use_{kind}, too")
+        # a YAML file may name a JSON file for later, next to `use_fsdp: false`
+        is_for_later = f"use_{kind}" in places and not place.startswith("--")
+        if place and not getattr(config, f"use_{kind}") and not is_for_later:
+            raise UserError(f"{place}: it has no effect without use_{kind}; set use_{kind}, too")
     if config.use_deepspeed and config.use_fsdp:
         both = f"{places['use_deepspeed']} and {places['use_fsdp']}"
-        raise UserError(f"{both} exclude each other; leave one of them out")
+        raise UserError(f"{both} exclude each other; use one of them")
     if config.use_fsdp:
         from ddp_utils.sharding import fsdp, json_settings
 
@@ -182,14 +183,14 @@ def choose_sharding(config, places):
         from ddp_utils.sharding import deepspeed, json_settings
 
         if not config.deepspeed_config:
-            raise UserError(f"{places['use_deepspeed']}: give deepspeed_config, too")
+            raise UserError(f"{places['use_deepspeed']}: set deepspeed_config, too")
         config.sharding = deepspeed.read(config.deepspeed_config)
         given = deepspeed.given(config.sharding)
         json_settings.take(config, given, config.deepspeed_config, places)
 
 
-def check(config):
-    """Raise UserError for a value out of its range, or two that do not go together."""
+def check(config: Config) -> None:
+    """Raise UserError for a value out of its range, or for values that exclude each other."""
     cli.check_ranges(
         config,
         micro_batch_size=cli.ABOVE_0,
@@ -199,21 +200,20 @@ def check(config):
         val_share=(">= 0 and <= 0.5", lambda x: 0 <= x <= 0.5),
         sft_weight=cli.FROM_0,
     )
-    cli.loss_options(config)  # an option that the method does not use is refused
+    cli.loss_options(config)
     if not config.output_dir:
-        raise UserError("--output_dir: it is empty; give a path")
+        raise SettingError("output_dir", "it is empty; use a folder for the run")
     if config.type == "full" and config.base_dtype == "bf16":
-        raise UserError("--base_dtype bf16: full fine-tuning trains fp32 weights; use auto or fp32")
+        raise SettingError("base_dtype", "full fine-tuning trains fp32 weights; use auto or fp32")
     if config.type == "qlora" and config.strategy != "ddp":
-        raise UserError(f"--type: {config.strategy} cannot shard 4-bit weights; give lora")
+        raise SettingError("type", f"{config.strategy} cannot shard 4-bit weights; use lora")
     if config.type == "qlora":
         import torch
 
         if not (torch.cuda.is_available() and find_spec("bitsandbytes")):
-            raise UserError("--type: qlora needs bitsandbytes and a CUDA device; give lora")
+            raise SettingError("type", "qlora needs bitsandbytes and a CUDA device; use lora")
     if config.strategy == "deepspeed" and config.grad_reduce_dtype != "fp32":
-        says = "DeepSpeed's is communication_data_type in its JSON; leave it out"
-        raise UserError(f"--grad_reduce_dtype: {says}")
+        raise SettingError("grad_reduce_dtype", "use communication_data_type in DeepSpeed's JSON")
     for name, usual in (("method", "dpo"), ("sft_weight", 0), ("length_average", False)):
         if config.objective == "sft" and getattr(config, name) != usual:
-            raise UserError(f"--{name}: it belongs to objective dpo; leave it out")
+            raise SettingError(name, "it needs objective dpo; leave it out")

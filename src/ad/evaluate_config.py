@@ -1,4 +1,4 @@
-"""Settings of ad/evaluate.py: edit them here, or give any as a flag."""
+"""Settings of ad/evaluate.py: edit the defaults here, or use flags."""
 
 from dataclasses import dataclass
 
@@ -7,18 +7,18 @@ from ddp_utils import cli
 
 @dataclass
 class Config:
-    ckpt_dir: str = "runs/ad_demo"  # a run's folder
-    eval_episodes: int = 60  # of one try, in one context
-    eval_copies: int = 8  # tries of each task
-    eval_temperature: float | None = None  # of its actions; empty: the run's
-    eval_explore_temperature: float | None = None  # the same, until it has seen a reward
-    seed: int = 0  # of what it tries
-    debug: bool = False  # tracebacks for user errors, too
+    ckpt_dir: str = "runs/ad_demo"  # folder of a finished run
+    eval_episodes: int = 60  # episodes per trial, all in one context
+    eval_copies: int = 8  # trials per task
+    eval_temperature: float | None = None  # sampling temperature of actions; None: as in the run
+    eval_explore_temperature: float | None = None  # before the first reward; None: as in the run
+    seed: int = 0  # random seed of the actions
+    debug: bool = False  # show a traceback for user errors
 
 
 def read(argv: list[str]) -> Config:
-    """Return the flags over the defaults; raise UserError for a value out of its range."""
+    """Return the defaults, changed by flags; raise UserError for a value out of its range."""
     config = cli.parse(Config, argv)
-    names = "eval_episodes eval_copies eval_temperature eval_explore_temperature"
-    cli.check_ranges(config, **dict.fromkeys(names.split(), cli.ABOVE_0))
+    names = ("eval_episodes", "eval_copies", "eval_temperature", "eval_explore_temperature")
+    cli.check_ranges(config, **dict.fromkeys(names, cli.ABOVE_0))
     return config

@@ -1,49 +1,48 @@
-"""Settings of dpo_inv.inference: edit them here, or give any as a flag."""
+"""Settings of dpo_inv.inference: edit the defaults here, or use flags."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from ddp_utils import UserError, cli
+from ddp_utils import SettingError, cli
 
 
 @dataclass
 class Config:
     # model and structures
-    model_path: str = "v_48_020"  # a .pt file, or the name of an official model
-    base_model_dir: str = "data/weights"  # where named models are
-    pdb_file: str = ""  # one structure
-    pdb_list: str = ""  # or a text file with one path per line
-    chain_id: str = ""  # the designed chain; empty: the first protein chain
-    design_chains: tuple[str, ...] = ()  # or several
-    fixed_chains: tuple[str, ...] = ()  # context with its native sequence
-    mutable_positions: tuple[int, ...] = ()  # from 0 in the designed sequence; empty: all
-    mutable_ranges: tuple[str, ...] = ()  # 6-17 29-39, both ends included
-    altloc: Literal["first", "occupancy"] = "first"  # which of a residue's alternative conformers
+    model_path: str = "v_48_020"  # .pt file, or name of an official model
+    base_model_dir: str = "data/weights"  # folder with the .pt files of named models
+    pdb_file: str = ""  # one PDB file
+    pdb_list: str = ""  # text file with one path of a PDB file per line
+    chain_id: str = ""  # chain to design; empty: the first protein chain
+    design_chains: tuple[str, ...] = ()  # several chains to design
+    fixed_chains: tuple[str, ...] = ()  # chains that keep their native sequence, as context
+    mutable_positions: tuple[int, ...] = ()  # positions to design, from 0; empty: all
+    mutable_ranges: tuple[str, ...] = ()  # ranges of positions, including both ends: 6-17 29-39
+    altloc: Literal["first", "occupancy"] = "first"  # choice among alternative residue positions
 
-    # what to do with them
-    num_samples: int = 10  # sequences for each structure
-    temperature: tuple[float, ...] = (0.1,)  # the lower, the surer; num_samples at each
-    homo_oligomer: bool = False  # the designed chains are copies and get one sequence
-    omit_AA: str = ""  # letters that are not drawn: CM
-    bias_AA: tuple[str, ...] = ()  # A:0.5 G:-1, added to the log-probs of these letters
-    omit_AA_per_residue: str = ""  # a JSON file, chain and number: {"A12": "CM"}
-    bias_AA_per_residue: str = ""  # a JSON file: {"A12": {"A": 0.5, "G": -1}}
-    fasta: str = ""  # score these sequences instead of sampling
-    output_dir: str = "outputs/inference"  # FASTA and JSON
+    # designs
+    num_samples: int = 10  # sequences per structure and temperature
+    temperature: tuple[float, ...] = (0.1,)  # sampling temperatures; lower is less diverse
+    homo_oligomer: bool = False  # design identical chains with one common sequence
+    omit_AA: str = ""  # amino acids that are never sampled, such as CM
+    bias_AA: tuple[str, ...] = ()  # added to the log-probs of amino acids, such as A:0.5 G:-1
+    omit_AA_per_residue: str = ""  # JSON file: chain and residue number -> letters, {"A12": "CM"}
+    bias_AA_per_residue: str = ""  # JSON file such as {"A12": {"A": 0.5, "G": -1}}
+    fasta: str = ""  # FASTA file with sequences to score instead of sampling
+    output_dir: str = "outputs/inference"  # folder for FASTA, JSON and CSV files
 
     # run
     backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"  # --no_cuda: gloo
-    seed: int = 0  # decoding orders and letters
-    check: bool = False  # read and check everything, write nothing
-    debug: bool = False  # tracebacks for user errors, too
+    seed: int = 0  # random seed of decoding orders and samples
+    check: bool = False  # read and check everything, then exit without writing
+    debug: bool = False  # show a traceback for user errors
 
 
 def read(argv: list[str]) -> Config:
-    """Return the flags over the defaults; raise UserError for a value out of its range."""
-    aliases = {"--no_cuda": "--backend=gloo"}
-    config = cli.parse(Config, argv, aliases=aliases)
+    """Return the defaults, changed by flags; raise UserError for values that cannot be used."""
+    config = cli.parse(Config, argv, aliases={"--no_cuda": "--backend=gloo"})
     above_0 = ("> 0", lambda values: min(values, default=0) > 0)
     cli.check_ranges(config, num_samples=cli.ABOVE_0, temperature=above_0)
     if bool(config.pdb_file) == bool(config.pdb_list):
-        raise UserError("--pdb_file: give one structure, or --pdb_list with one path per line")
+        raise SettingError("pdb_file", "use either pdb_file or pdb_list")
     return config

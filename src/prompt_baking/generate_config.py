@@ -1,4 +1,4 @@
-"""Settings of src/generate_data.py: edit them here, or give any as a flag."""
+"""Settings of src/generate_data.py: edit the defaults here, or use flags."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,46 +8,46 @@ from ddp_utils import cli
 
 @dataclass
 class Config:
-    # what people change first
-    model_name: str = "data/demo/model"  # folder or hub name
-    x0_file: str = "data/demo/x0.txt"  # the system prompt that is to be baked
-    question_dataset: str = "data/demo/questions_train.jsonl"  # with question; or .txt, one a line
-    columns: str = ""  # fields under other names: question=prompt
-    num_questions: int = 88  # the first so many; -1: all
-    num_sequences_per_question: int = 25  # replies to each
-    batch_size: int = 38  # replies of one forward and process
-    max_sequence_length: int = 128  # new tokens of a reply, at most
-    temperature: float = 1.0  # 1: as the model has it; 0: the most probable word each time
-    top_p: float = 1.0  # draw from the smallest set of words with this much probability
+    # most used settings
+    model_name: str = "data/demo/model"  # folder or Hugging Face name of the model
+    x0_file: str = "data/demo/x0.txt"  # text file with the system prompt to bake
+    question_dataset: str = "data/demo/questions_train.jsonl"  # .jsonl, or .txt with lines
+    columns: str = ""  # other names of data fields, such as question=prompt
+    num_questions: int = 88  # use only the first questions; -1: all
+    num_sequences_per_question: int = 25  # replies per question
+    batch_size: int = 38  # replies per forward pass and process
+    max_sequence_length: int = 128  # maximum tokens per reply
+    temperature: float = 1.0  # sampling temperature; 0: greedy decoding
+    top_p: float = 1.0  # nucleus sampling: smallest set of tokens with this probability
 
-    # other system prompts, under which the baked model is to remain the base model
-    retain_prompts: str = "data/demo/retain_prompts.txt"  # trained on: one a line; empty: none
-    retain_share: float = 0.3  # of the replies to train on that are sampled under these
-    retain_questions: str = ""  # for these; each also asked without any prompt
-    other_prompts: str = "data/demo/other_prompts.json"  # measured on, {name: prompt}; empty: none
+    # other system prompts, with which the model should not change
+    retain_prompts: str = "data/demo/retain_prompts.txt"  # for training, one per line; empty: none
+    retain_share: float = 0.3  # fraction of the training replies that use these prompts
+    retain_questions: str = ""  # questions for these prompts and for no prompt
+    other_prompts: str = "data/demo/other_prompts.json"  # for evaluation: {name: prompt}
 
-    # what comes out
-    traj_out_file: str = "data/traj_chat.jsonl"  # replies to train on
-    val_out_file: str = "data/traj_val.jsonl"  # replies to questions that are held out
-    val_split: float = 0.1  # share of the questions that is held out
+    # output
+    traj_out_file: str = "data/traj_chat.jsonl"  # replies for training
+    val_out_file: str = "data/traj_val.jsonl"  # replies to held-out questions
+    val_split: float = 0.1  # fraction of held-out questions
 
     # model and hardware
-    chat_template: str = "auto"  # auto: the tokenizer's, if it has one; none; or a .jinja file
-    chat_template_kwargs: str = ""  # what the template takes, as JSON: {"enable_thinking": false}
-    use_mixed_precision: bool = True  # bf16 where the GPU has it, else fp16; fp32 on a CPU
-    base_dtype: Literal["auto", "fp32", "bf16"] = "auto"  # of the weights
-    backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"  # by the device
-    timeout_minutes: float = 30.0  # how long a rank waits for the others
+    chat_template: str = "auto"  # auto: from the tokenizer, if it has one; none; or a .jinja file
+    chat_template_kwargs: str = ""  # template arguments as JSON, such as {"enable_thinking": false}
+    use_mixed_precision: bool = True  # bf16 if the GPU supports it, else fp16; fp32 on a CPU
+    base_dtype: Literal["auto", "fp32", "bf16"] = "auto"  # precision of the weights
+    backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"  # auto: by device
+    timeout_minutes: float = 30.0  # time limit of a collective operation
 
     # run
-    stop_after_minutes: float = 0.0  # keep what there is and end with status 85; 0: no limit
-    seed: int = 0  # of the replies and of the split
-    check: bool = False  # read and check everything, sample nothing
-    debug: bool = False  # tracebacks for user errors, too
+    stop_after_minutes: float = 0.0  # save and exit with status 85 after this time; 0: no limit
+    seed: int = 0  # random seed of replies and data split
+    check: bool = False  # read and check everything, then exit without sampling
+    debug: bool = False  # show a traceback for user errors
 
 
 def read(argv: list[str]) -> Config:
-    """Return the flags over the defaults; raise UserError for a value out of its range."""
+    """Return the defaults, changed by flags; raise UserError for a value out of its range."""
     config = cli.parse(Config, argv)
     cli.check_ranges(
         config,

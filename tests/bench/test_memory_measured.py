@@ -20,8 +20,7 @@ import transformers
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).parents[1])]
 
-import main_distributed
-from config import Config
+import train as script
 from conftest import ROOT
 from ddp_utils import distributed, logps, lora, losses, sharding
 from ddp_utils.logps import Pair
@@ -29,6 +28,7 @@ from ddp_utils.policy import make_optimizer
 from ddp_utils.sharding import fsdp
 from ddp_utils.tools import memory_plan
 from ranks import free_port
+from train_config import Config
 
 WITHIN = 0.15
 CASES = [  # fine-tuning, strategy, ranks; model, its sizes; lengths of a pair's parts, pairs
@@ -58,7 +58,7 @@ def settings_of(kind, sizes):
 
 def config_of(case, folder):
     tool = case[1].split()[0].lower()
-    changes = {"fine_tuning": case[0], "strategy": tool, "sft_weight": 0.0}
+    changes = {"type": case[0], "use_fsdp": tool == "fsdp", "use_deepspeed": tool == "deepspeed"}
     return dataclasses.replace(Config(), model_name=str(folder), **changes)
 
 
@@ -78,15 +78,15 @@ def memory(field):
 
 
 def train(case, config, rows, world):
-    """Three steps as main_distributed.py takes them."""
-    precision = main_distributed.precision_of(config, world.device)
+    """Three steps as src/train.py takes them."""
+    precision = script.precision_of(config, world.device)
     model = lora.load_policy(
         config.model_name,
-        main_distributed.adapter_of(config),
+        script.adapter_of(config),
         precision,
         world.device,
         sharded=config.strategy != "ddp",
-        gradient_checkpointing=config.use_gradient_checkpointing,
+        gradient_checkpointing=config.gradient_checkpointing,
         memory_efficient=config.lean,
     )
     scorer = logps.Scorer(model, precision.autocast)
@@ -150,7 +150,7 @@ def predicted(number, folder):
         return losses.pair_losses(*arguments, losses.LossSpec.of(config))
 
     rows = rows_of(case, case[4][4])
-    precision = main_distributed.precision_of(config, torch.device("cpu"))
+    precision = script.precision_of(config, torch.device("cpu"))
     model_config = settings_of(case[3], case[4])
     need = memory_plan.need(config, model_config, rows, losses_of, precision)
     return sum(memory_plan.share(need, case[1], case[2])) / 2**20

@@ -196,7 +196,8 @@ def test_help_shows_the_comment_and_the_default_of_each_field(config_class, caps
     words, positional = [], []
     for field in dataclasses.fields(config_class):
         flags, text = shown[field.name]
-        assert comments[field.name] and text.startswith(comments[field.name])
+        assert comments[field.name]
+        assert text.replace("- ", "-").startswith(comments[field.name].replace("- ", "-"))
         default = re.search(r"\(default: ?(.*)\)$", text)
         if not default:
             positional.append("word")

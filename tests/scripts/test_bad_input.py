@@ -25,7 +25,7 @@ CARRY_ON = f"--fine_tuning lora --init_adapter {ADAPTER} --check"
 CASES = {  # flags -> what the line says; DATA stands for a file of good rows
     "--method ipo --length_average": "--length_average: ipo fixes how its log-probs are summed",
     "--method simpo --reference_model x": "--reference_model: simpo has no reference",
-    "--fine_tuning full --base_dtype bf16": "--base_dtype bf16: full fine-tuning trains fp32",
+    "--fine_tuning full --base_dtype bf16": "--base_dtype: full fine-tuning trains fp32",
     "--model_name ./nothing": "--model_name: there is no folder ./nothing",
     "--model_name no-such-model-here": "--model_name: no tokenizer at no-such-model-here",
     "--train_data DATA --judge data/demo/judge.py:score --test_data DATA": (
@@ -33,12 +33,12 @@ CASES = {  # flags -> what the line says; DATA stands for a file of good rows
     ),
     "--fine_tuning lora --init_adapter .": "--init_adapter: .: cannot be read: Can't find",
     "--output_dir DIR": "--output_dir: DIR is not empty",
-    "--result_dir a/b --output_dir a": "--output_dir: a holds the run, or is in it",
-    "--result_dir a/b --output_dir a/b/checkpoints": "--output_dir: a/b/checkpoints holds the run",
+    "--result_dir a/b --output_dir a": "--output_dir: a contains the run, or is in it",
+    "--result_dir a/b --output_dir a/b/checkpoints": "--output_dir: a/b/checkpoints contains",
     f"{CARRY_ON} --lora_r 8": "--lora_r: the adapter in init_adapter has 3; leave it out",
     f"{CARRY_ON} --lora_targets q_proj": "--lora_targets: the adapter in init_adapter has down_",
     "--backend nccl --check": "--backend nccl needs a cuda device, this machine has none",
-    "--lora_r 8 --check": "--lora_r: there is no adapter; give --fine_tuning lora, or leave it",
+    "--lora_r 8 --check": "--lora_r: there is no LoRA; use --fine_tuning lora, or leave it out",
 }
 
 
@@ -80,7 +80,7 @@ def test_what_is_no_adapter_is_not_merged(tmp_path):
     (run / "model/adapter_config.json").write_text("{}")
     for source, target, says in (
         (MODEL, merged, "adapter: .*data/demo/model: .*adapter_config.json"),
-        (nameless, merged, "adapter: .*/nameless does not name its base; give --base"),
+        (nameless, merged, "adapter: .*/nameless does not name its base model; use --base"),
         (run, merged, "/run is a run folder; give .*/run/model"),
         (MODEL, run, "run is there already; give another folder"),
     ):
@@ -180,7 +180,7 @@ def test_an_architecture_that_cannot_be_trained_so_is_one_line(folder):
     bert = transformers.BertLMHeadModel(transformers.BertConfig(**small, **heads))
     mamba = transformers.MambaForCausalLM(transformers.MambaConfig(**small, state_size=4))
     expected = {
-        "bert": (bert, "full", "bert reads a text in both directions; give a causal model"),
+        "bert": (bert, "full", "bert reads a text in both directions; use a causal model"),
         "mamba": (mamba, "lora", "cannot be read: "),
     }
     for name, (model, fine_tuning, says) in expected.items():

@@ -32,7 +32,7 @@ eval_episodes=6 eval_copies=2 ckpt_interval=5"""
 @pytest.fixture(scope="module")
 def histories(tmp_path_factory):
     path = tmp_path_factory.mktemp("histories") / "histories.npz"
-    windows.collect(read(SMALL, True), path)
+    windows.collect(read(SMALL), path)
     return path
 
 
@@ -188,16 +188,16 @@ def test_features_of_accelerate_that_are_not_supported_are_errors(monkeypatch):
         (["--dynamo_backend", "inductor"], "dynamo_backend"),
     ):
         done = programs.process([*ACCELERATE, *flags, *words], code=1)
-        expected = f"error: accelerate: {what} is not done here; answer no in accelerate config"
+        expected = f"error: accelerate: {what} is not supported; use no in accelerate config"
         assert expected in done.stderr.splitlines()
     for name in ("USE_DEEPSPEED", "USE_MEGATRON_LM", "USE_PARALLELISM_CONFIG", "IN_TPU_POD"):
         monkeypatch.setenv(f"ACCELERATE_{name}", "true")
-        with pytest.raises(UserError, match="^accelerate: .* is not done here; answer no in"):
-            read([], True)
+        with pytest.raises(UserError, match="^accelerate: .* is not supported; use no in"):
+            read([])
         monkeypatch.setenv(f"ACCELERATE_{name}", "false")
-    assert read([], True).backend == "auto"
+    assert read([]).backend == "auto"
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
-    assert read([], True).backend == "gloo"
+    assert read([]).backend == "gloo"
 
 
 @pytest.mark.parametrize("size", ["1", "2"])
@@ -211,16 +211,16 @@ def test_a_note_is_printed_if_accelerate_starts_one_process_instead_of_two(size,
 
 
 def test_the_yaml_files_have_the_settings_of_the_guide():
-    plain = read(["--config", "config/model/ad_dr.yaml"], True)
+    plain = read(["--config", "config/model/ad_dr.yaml"])
     assert (plain.tf_n_embd, plain.tf_n_layer, plain.n_transit, plain.lr) == (64, 4, 240, 3e-4)
     assert (plain.train_batch_size, plain.test_batch_size) == (512, 2048)
     both = ["--config", "config/model/ad_dr_compressed.yaml"]
-    compressed = read([*both, "tf_n_layer=2", "--lr", "1e-3"], True)
+    compressed = read([*both, "tf_n_layer=2", "--lr", "1e-3"])
     assert (compressed.use_compressed_context, compressed.compress_interval) == (True, 80)
     assert (compressed.tf_n_embd, compressed.horizon, compressed.n_stream) == (128, 20, 100)
     assert (compressed.tf_n_layer, compressed.lr) == (2, 1e-3)  # the last ones count
     for name in ("darkroom_permuted", "key_to_door"):
-        settings = read(["--config", f"config/model/{name}.yaml"], True)
+        settings = read(["--config", f"config/model/{name}.yaml"])
         assert (settings.env, settings.horizon) == (name, 50)
     assert Config().train_timesteps == 1500
 
@@ -238,11 +238,11 @@ def test_accelerate_reads_the_configurations():
 WRONG = {
     "lr=0": "--lr: 0.0 is out of range (expected > 0)",
     "grid_size=17": "--grid_size: 17 is out of range (expected >= 2 and <= 16)",
-    "horizon=7": "--total_source_timesteps: give a multiple of 40 streams of episodes of 7 steps",
-    "tf_n_head=5": "--tf_n_embd: give an even multiple of tf_n_head",
-    "train_env_ratio=0.999": "--train_env_ratio: no task is left on one of the two sides",
-    "use_compressed_context=true compress_interval=30": "--compress_interval: give w",
-    "train_source_timesteps=200": "--train_source_timesteps: give a window (240) or",
+    "horizon=7": "--total_source_timesteps: it must be a multiple of n_stream x horizon = 280",
+    "tf_n_head=5": "--tf_n_embd: it must be an even multiple of tf_n_head",
+    "train_env_ratio=0.999": "--train_env_ratio: no task is left for training, or none is",
+    "use_compressed_context=true compress_interval=30": "--compress_interval: it must be a m",
+    "train_source_timesteps=200": "--train_source_timesteps: it must be >= the context le",
     "--config=a.yaml": "a.yaml:2: n_trasit is not a setting; did you mean n_transit?",
     "--config=a.yaml lr=1": "a.yaml:2: n_trasit is not",
     "--config=b.yaml": "b.yaml:1: lr: 0 is out of range",
@@ -256,7 +256,7 @@ def test_a_mistake_is_one_line(tmp_path, monkeypatch):
     Path("b.yaml").write_text("lr: 0\n")
     for words, message in WRONG.items():
         with pytest.raises(UserError, match="^" + re.escape(message)):
-            read(words.split(), True)
+            read(words.split())
 
 
 def test_histories_of_other_settings_are_an_error(histories, tmp_path):

@@ -10,12 +10,12 @@ import torch
 import transformers
 
 import check_gpu
-from config import Config
 from conftest import ROOT
 from ddp_utils import UserError
 from ddp_utils.logps import Pair
 from ddp_utils.policy import Precision
 from ddp_utils.tools import memory_plan
+from train_config import Config
 
 D, E, H, V, R = 64, 128, 32, 4096, 4  # width, MLP, head, vocabulary, LoRA rank
 LAYER = 4 * D * D + 3 * D * E + 2 * D  # of a Llama: q, k, v, o; gate, up, down; norms
@@ -30,15 +30,14 @@ def need_of(rows=1, device="cpu", layers=2, lengths=(20, 11, 16), **changes):
         **{"hidden_size": D, "intermediate_size": E, "num_hidden_layers": layers, "vocab_size": V},
         **{"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": H},
     )
-    config = Config(**{"fine_tuning": "full", "lora_targets": "all-linear", "lora_r": R} | changes)
+    config = Config(**{"type": "full", "lora_targets": "all-linear", "lora_r": R} | changes)
     pair = Pair(*([3] * length for length in lengths), "", "")
 
     def one_side(scorer, batch, _reference):
         return (sum(scorer(batch)),)
 
     kind = torch.device("cpu" if device == "cpu" else "xpu")
-    mixed = "auto" if config.use_mixed_precision else "no"
-    precision = Precision.choose(kind, config.fine_tuning, config.base_dtype, mixed)
+    precision = Precision.choose(kind, config.fine_tuning, config.base_dtype, "auto")
     return memory_plan.need(config, model_config, [pair] * rows, one_side, precision, device)
 
 
@@ -50,7 +49,7 @@ def test_sizes_of_a_full_fine_tuning_and_of_a_lora_on_bf16_weights():
     assert (full.root_gradients, full.copies, full.width) == (full.root, 0, 4)
     # of the largest matrix: root and quotient
     assert full.step == pytest.approx(2 * 4 * V * D, rel=1e-2)
-    lora = need_of(fine_tuning="lora", base_dtype="bf16")
+    lora = need_of(type="lora", base_dtype="bf16")
     assert (lora.gradients, lora.root_gradients) == (4 * 2 * LORA, 0)
     assert lora.weights == 2 * (2 * LAYER + ROOT_SIZE) + 4 * 2 * LORA
     assert (lora.width, lora.root, lora.copies) == (2, 2 * ROOT_SIZE, 2 * 2 * LORA)
@@ -58,7 +57,7 @@ def test_sizes_of_a_full_fine_tuning_and_of_a_lora_on_bf16_weights():
 
 def test_checkpointing_keeps_the_input_of_each_layer():
     fed = 3 * (20 + 10 + 15)  # of each response the last token is a target only
-    many = {"lengths": (20, 11, 16), "use_gradient_checkpointing": True, "fine_tuning": "lora"}
+    many = {"lengths": (20, 11, 16), "gradient_checkpointing": True, "type": "lora"}
     three, four = (need_of(3, layers=layers, **many) for layers in (3, 4))
     assert four.backward - three.backward == 4 * fed * D
 
@@ -71,7 +70,7 @@ def test_a_frozen_head_holds_logits_and_probabilities():
         ("cuda", 160, 320, 2 + 4 + 2),
     ):
         need = need_of(
-            device=device, layers=1, lengths=(20, each, each), fine_tuning="lora", layout="shared"
+            device=device, layers=1, lengths=(20, each, each), type="lora", layout="shared"
         )
         assert 1 <= need.backward / (width * tokens * V) < 1.25, device
 

@@ -145,7 +145,7 @@ def test_margins_of_pairs_are_read_and_needed_where_they_count(tmp_path):
     stability.check([foreign], Config(method="ddg"))
     with pytest.raises(UserError, match="neither sequence is the structure's own"):
         stability.check([foreign], Config(method="listwise"))
-    with pytest.raises(UserError, match="--length_average: ddg takes summed"):
+    with pytest.raises(UserError, match="--length_average: ddg needs sums"):
         read_settings(runs.words("--method ddg --length_average"))
 
 

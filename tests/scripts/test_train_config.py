@@ -58,7 +58,7 @@ def refused(text, *flags, json_file=None):
 def accepted(text, *flags, json_file=None, monkeypatch):
     """The settings that main() ends up with."""
     found = []
-    monkeypatch.setattr(train.run_, "check", lambda spec, config, world: found.append(config) or 0)
+    monkeypatch.setattr(train, "check", lambda spec, config, world: found.append(config) or 0)
     write(text, json_file)
     assert train.main(["--config", "c.yaml", *flags, "--check"]) == 0
     return found[0]
@@ -85,7 +85,7 @@ def test_the_default_learning_rates(monkeypatch):
 
     for (script, flags), rate in RATES.items():
         check = lambda spec, config, world: seen.append(config.learning_rate) or 0  # noqa: E731
-        monkeypatch.setattr(script.run_, "check", check)
+        monkeypatch.setattr(script, "check", check)
         name = "instructions" if "sft" in flags else "preferences_train"
         data = ["--train_data", f"data/demo/{name}.jsonl", "--max_rows", "40", "--check"]
         config = ["--config", str(ROOT / "config.yaml")] if script is train else []
@@ -105,12 +105,15 @@ MISTAKES = [
     ("distributed:\n  use_fsdp: yes", ":2: distributed.use_fsdp: 'yes' is not a valid bool"),
     ("fine_tuning: {type: lora2}", ":1: fine_tuning.type: 'lora2' is not 'lora' or 'full' or"),
     ("training:\n  seed: 1\n  micro_batch_size: 0", ":3: training.micro_batch_size: 0 is out"),
-    ("output:\n  output_dir: ''", ":2: output.output_dir: it is empty; give a path"),
-    ("training:\n  method: hinge", ":2: training.method: it belongs to objective dpo; leave"),
+    ("output:\n  output_dir: ''", ":2: output.output_dir: it is empty; use a fo"),
+    ("training:\n  method: hinge", ":2: training.method: it needs objective dpo; leave it out"),
     ("dataset:\n  columns: a", ":2: dataset.columns: a is out of range (expected pairs such"),
-    ("fine_tuning:\n  type: full\nmodel:\n  base_dtype: bf16", ":4: model.base_dtype bf16: f"),
-    ("distributed:\n  use_deepspeed: true", ":2: distributed.use_deepspeed: give deepspeed_c"),
-    ("distributed:\n  fsdp_config: j.json", ":2: distributed.fsdp_config has no effect alone"),
+    (
+        "fine_tuning:\n  type: full\nmodel:\n  base_dtype: bf16",
+        ":4: model.base_dtype: full fi",
+    ),
+    ("distributed:\n  use_deepspeed: true", ":2: distributed.use_deepspeed: set deepspeed_con"),
+    ("distributed:\n  fsdp_config: j.json", ":2: distributed.fsdp_config: it has no effect w"),
     (
         "distributed:\n  use_fsdp: true\n  use_deepspeed: true",
         ":3: distributed.use_deepspeed and c.yaml:2: distributed.use_fsdp exclude each",
@@ -118,7 +121,7 @@ MISTAKES = [
     # what is found when data and model are looked at, and the place for the run
     ("model:\n  model_name: nowhere", ":2: model.model_name: no "),
     ("model:\n\n  init_adapter: nowhere", ":3: model.init_adapter: nowhere"),
-    ("fine_tuning: {lora_targets: q}", ":1: fine_tuning.lora_targets: no layer q; there are"),
+    ("fine_tuning: {lora_targets: q}", ":1: fine_tuning.lora_targets: no layer q (expected"),
     ("training:\n  mixed_precision: fp16", ":2: training.mixed_precision fp16: a CPU is slow"),
     ("output:\n  output_dir: c.yaml", ":2: output.output_dir: c.yaml is not a folder"),
     ("distributed: {backend: nccl}", ":1: distributed.backend nccl needs a cuda device, this"),
@@ -131,12 +134,12 @@ def test_a_mistake_names_the_line_or_the_flag():
     for text, flags, says in (
         ("distributed: {use_fsdp: true}", ZERO, "--deepspeed and c.yaml:1: distributed.use_fsdp"),
         (TINY, [*ZERO, "--use_fsdp"], "--deepspeed and --use_fsdp exclude each other"),
-        (TINY, ["--use_deepspeed"], "--use_deepspeed: give deepspeed_config, too"),
-        ("distributed: {use_fsdp: false}", FULLY[1:], "--fsdp_config has no effect alone"),
+        (TINY, ["--use_deepspeed"], "--use_deepspeed: set deepspeed_config, too"),
+        ("distributed: {use_fsdp: false}", FULLY[1:], "--fsdp_config: it has no effect without"),
         ("training: {learning_rate: 1e-4}", ["--learning_rate=0"], "--learning_rate: 0.0 is out"),
         (TINY, ["--mixed_precision", "fp16"], "--mixed_precision fp16: a CPU is slow at it"),
-        (TINY, ["--type=qlora", *FULLY], "--type: fsdp cannot shard 4-bit weights; give lora"),
-        (TINY, ["--type=qlora", *ZERO], "--type: deepspeed cannot shard 4-bit weights; give lora"),
+        (TINY, ["--type=qlora", *FULLY], "--type: fsdp cannot shard 4-bit weights; use lora"),
+        (TINY, ["--type=qlora", *ZERO], "--type: deepspeed cannot shard 4-bit weights; use lora"),
     ):
         assert refused(text, *flags, json_file={}).startswith(says)
     for content, says in (  # of a number in the JSON
@@ -247,7 +250,7 @@ def test_the_shipped_file_holds_the_defaults():
 
 
 def test_qlora_needs_bitsandbytes_and_a_gpu(monkeypatch):
-    says = "c.yaml:2: fine_tuning.type: qlora needs bitsandbytes and a CUDA device; give lora"
+    says = "c.yaml:2: fine_tuning.type: qlora needs bitsandbytes and a CUDA device; use lora"
     for installed, cuda in ((False, True), (True, False), (True, True)):
         monkeypatch.setattr(train_config, "find_spec", lambda name, has=installed: has)
         monkeypatch.setattr(torch.cuda, "is_available", lambda has=cuda: has)

@@ -82,7 +82,7 @@ def meta_model(model_config, dtype=None):
 def build(config, precision, model_config) -> logps.Scorer:
     """Return the Scorer that a run would load, on the meta device."""
     model = models.no_dropout(meta_model(model_config, precision.weights))
-    if config.use_gradient_checkpointing:
+    if config.gradient_checkpointing:
         models.checkpoint_activations(model)
     if config.fine_tuning == "lora":
         shape = config.lora_r, config.lora_alpha, config.lora_dropout, config.lora_targets
