@@ -148,7 +148,7 @@ def test_a_wrong_type_in_an_edited_file_is_one_line(name):
 def test_yaml_that_is_not_there_is_one_line(tmp_path):
     """Its content: tests/core/corpus; sections: tests/scripts/test_train_config.py."""
     for name in ("nofile.yaml", "."):
-        with pytest.raises(UserError, match="nofile|directory"):
+        with pytest.raises(UserError, match="nofile|not a regular file"):
             yaml_config.read(Config, tmp_path / name)
 
 
