@@ -30,14 +30,15 @@ class DeepSpeed(Common):
     fp16: bool = False  # for GPUs without bf16; the loss scale is dynamic
 
 
+Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
+
+
 @dataclass
 class Fsdp(Common):
     """Settings of FSDP: config/fsdp_config.json, for distributed.fsdp_config in the YAML file."""
 
     # content of the file
-    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] = (
-        "FULL_SHARD"  # see docs/strategies.md
-    )
+    sharding_strategy: Sharding = "FULL_SHARD"  # see docs/strategies.md
     mixed_precision: Literal["BFLOAT16", "FLOAT16", "NO"] = "BFLOAT16"  # in forward and backward
 
 
