@@ -1,16 +1,16 @@
-"""Show what this machine has for training, what to mend, and the command to start with.
+"""Show the hardware for training, warnings with their fixes, and the command to start with.
 
-    python check_gpu.py            # some lines; the last one is the command
+    python check_gpu.py            # a few lines; the last one is the command
     python check_gpu.py --json     # the same as one JSON object
-    python check_gpu.py --bench    # and how fast the first device computes and copies
-    torchrun --standalone --nproc_per_node=8 check_gpu.py --bench   # all of them, and all-reduce
+    python check_gpu.py --bench    # also measure the first device: compute and copies
+    torchrun --standalone --nproc_per_node=8 check_gpu.py --bench   # all devices, and all-reduce
     python check_gpu.py --plan config.yaml --gpus 8 --gpu_memory 80   # does src/train.py fit?
-    $(python check_gpu.py | tail -n 1)                 # start with that command
-    CUDA_VISIBLE_DEVICES=0,1 python check_gpu.py       # as if only these two GPUs were there
+    $(python check_gpu.py | tail -n 1)                 # start training with that command
+    CUDA_VISIBLE_DEVICES=0,1 python check_gpu.py       # only these two GPUs
 
-Devices are counted as the training counts them: after CUDA_VISIBLE_DEVICES, CUDA before XPU.
-Facts and advice are about the node of rank 0. Exit status: 0, whatever the machine has; 2 for a
-wrong flag, an environment without torch, or processes that cannot meet.
+Devices are selected as in training: CUDA_VISIBLE_DEVICES is respected, CUDA has priority over XPU.
+Facts and advice are about the node of rank 0. Exit status: 0 whatever the hardware; 2 for a wrong
+flag, an environment without torch, or processes that cannot connect.
 """
 
 import argparse
@@ -21,8 +21,10 @@ import re
 import shutil
 import sys
 import timeit
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 if importlib.util.find_spec("torch") is None:
     print("error: no torch in this environment; ./run_distributed.sh makes one", file=sys.stderr)
@@ -30,24 +32,24 @@ if importlib.util.find_spec("torch") is None:
 
 import torch
 
-SRC = Path(__file__).resolve().parent / "src"
-sys.path.insert(0, str(SRC))  # the project need not be installed
+sys.path.insert(0, str(Path(__file__).resolve().parent / "src"))  # may not be installed
 
 from ddp_utils import distributed  # noqa: E402
 
 GIB = 2**30
-SETTINGS = ("CUDA_", "NCCL_", "GLOO_", "TORCH_DISTRIBUTED_", "OMP_")  # prefixes of what is shown
-TABLES = ("devices", "rates", "all_reduces")  # a line for each row
+DRIVER, PCI = "/proc/driver/nvidia", "/sys/bus/pci/devices"  # where Linux lists NVIDIA GPUs
+SETTINGS = ("CUDA_", "NCCL_", "GLOO_", "TORCH_DISTRIBUTED_", "OMP_")  # prefixes of variables
+TABLES = ("devices", "rates", "all_reduces")  # facts with one line per row
 RATES = ("bf16_tflops", "fp32_tflops", "host_gb_per_s")
 
 
-def collect_facts(env=os.environ) -> dict:
-    """Return what this machine has. Memory is in GiB; None is unknown."""
+def collect_facts(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Return the hardware and software of this machine. Memory is in GiB; None is unknown."""
     kind = next((kind for kind in ("cuda", "xpu") if getattr(torch, kind).is_available()), "cpu")
     devices = []
     if kind != "cpu":
-        unit = getattr(torch, kind)
-        devices = [describe_device(unit, index) for index in range(unit.device_count())]
+        module = getattr(torch, kind)
+        devices = [describe_device(module, index) for index in range(module.device_count())]
     group = torch.distributed
     backends = [n for n in ("gloo", "nccl", "xccl") if getattr(group, f"is_{n}_available")()]
     has_nccl = kind == "cuda" and "nccl" in backends
@@ -68,17 +70,17 @@ def collect_facts(env=os.environ) -> dict:
     }
 
 
-def describe_device(unit, index) -> dict:
-    """Return the properties of a device of unit, which is torch.cuda or torch.xpu."""
-    name = unit.get_device_properties(index).name
-    free, total = (round(size / GIB, 2) for size in unit.mem_get_info(index))
-    with unit.device(index):  # is_bf16_supported() asks the current device
-        bf16 = bool(unit.is_bf16_supported(including_emulation=False))
+def describe_device(module: Any, index: int) -> dict[str, Any]:
+    """Return the properties of a device of module, which is torch.cuda or torch.xpu."""
+    free, total = (round(size / GIB, 2) for size in module.mem_get_info(index))
+    with module.device(index):  # is_bf16_supported() is about the current device
+        bf16 = bool(module.is_bf16_supported(including_emulation=False))
+    name = module.get_device_properties(index).name
     memory = {"memory_gib": total, "memory_free_gib": free}
     return {"index": index, "name": name, **memory, "bf16": bf16}
 
 
-def nvidia_facts(proc="/proc/driver/nvidia", pci="/sys/bus/pci/devices") -> dict:
+def nvidia_facts(proc: str = DRIVER, pci: str = PCI) -> dict[str, Any]:
     """Return the driver, the NVIDIA GPUs in this machine, and why torch cannot use them."""
     version = Path(proc, "version")
     driver = re.search(r"\d+\.[\d.]+", version.read_text()) if version.exists() else None
@@ -94,7 +96,7 @@ def nvidia_facts(proc="/proc/driver/nvidia", pci="/sys/bus/pci/devices") -> dict
     return {"driver": driver and driver[0], "nvidia_gpus": gpus, "cuda_error": problem}
 
 
-def advise(facts) -> dict:
+def advise(facts: dict[str, Any]) -> dict[str, Any]:
     """Return the number of processes, the precision, the warnings and the command."""
     devices = facts["devices"]
     processes = len(devices) or min(2, facts["cores"])
@@ -104,42 +106,39 @@ def advise(facts) -> dict:
     return {
         "processes": processes,
         "precision": precision,
-        "warnings": [*device_warnings(facts), *host_warnings(facts, processes)],
+        "warnings": list(warnings_of(facts, processes)),
         "command": f"./run_distributed.sh {processes}",
     }
 
 
-def device_warnings(facts):
-    """Yield which GPUs torch cannot use, are cut by MIG, differ, or are in use by others."""
+def warnings_of(facts: dict[str, Any], processes: int) -> Iterator[str]:
+    """Yield a warning for each problem of GPUs, cores and shared memory, with its fix."""
+    devices = facts["devices"]
     if facts["kind"] == "cpu" and facts["nvidia_gpus"]:
-        mend = "look at CUDA_VISIBLE_DEVICES and the driver, ask for them (docker: --gpus all)"
-        yield f"{facts['nvidia_gpus']} NVIDIA GPUs are not used: {facts['cuda_error']}; {mend}"
-    names = dict.fromkeys(f"{d['name']} ({d['memory_gib']:.0f} GiB)" for d in facts["devices"])
+        fix = "check CUDA_VISIBLE_DEVICES and the driver, request GPUs (docker: --gpus all)"
+        yield f"{facts['nvidia_gpus']} NVIDIA GPUs are not used: {facts['cuda_error']}; {fix}"
+    names = dict.fromkeys(f"{d['name']} ({d['memory_gib']:.0f} GiB)" for d in devices)
     if len(names) > 1:
         yield f"the devices differ: {', '.join(names)}; choose a batch_size for the smallest"
-    for d in facts["devices"]:
+    for d in devices:
         if " MIG " in d["name"]:
-            yield f"GPU {d['index']} is cut by MIG, NCCL joins no slices; undo: nvidia-smi -mig 0"
+            fix = "NCCL cannot connect slices; to undo it: nvidia-smi -mig 0"
+            yield f"GPU {d['index']} is a MIG slice; {fix}"
         if d["memory_free_gib"] < 0.9 * d["memory_gib"]:
-            mend = "GiB; stop what runs there, lower batch_size, or leave it out"
-            yield f"free on GPU {d['index']}: {d['memory_free_gib']} of {d['memory_gib']} {mend}"
-
-
-def host_warnings(facts, processes):
-    """Yield what there is too little of: cores, shared memory."""
+            free = f"{d['memory_free_gib']} of {d['memory_gib']} GiB are free on GPU {d['index']}"
+            yield f"{free}; stop other programs on it, lower batch_size, or do not use it"
     if facts["cores"] < processes:
-        yield f"{processes} processes share {facts['cores']} cores; ask for one each at least"
+        yield f"{processes} processes share {facts['cores']} cores; request one core for each"
     free = facts["shm_free_gib"]
-    if len(facts["devices"]) > 1 and free is not None and free < 1:
-        yield f"/dev/shm has {free} GiB free and NCCL uses it; free 1 GiB (docker: --shm-size=2g)"
+    if len(devices) > 1 and free is not None and free < 1:
+        yield f"/dev/shm has {free} GiB free, NCCL needs it; free 1 GiB (docker: --shm-size=2g)"
 
 
-def show(facts, advice) -> str:
+def show(facts: dict[str, Any], advice: dict[str, Any]) -> str:
     """Return a line for each fact, device, rate and warning; the last line is the command."""
     lines = []
     for name, value in facts.items():
-        rows = value if name in TABLES else [value]
-        for row in rows or [None]:
+        for row in (value if name in TABLES else [value]) or [None]:
             if isinstance(row, dict):
                 row = [f"{key}={item}" for key, item in row.items()]
             text = ", ".join(map(str, row)) if isinstance(row, list) else row
@@ -149,27 +148,30 @@ def show(facts, advice) -> str:
     return "\n".join([*lines, advice["command"]])
 
 
-def bench(world) -> dict:
-    """Measure the device of each rank; with several ranks all-reduces, too."""
+# --- speed ---------------------------------------------------------------------------------------
+
+
+def bench(world: distributed.World) -> dict[str, Any]:
+    """Measure the device of each rank, and with several ranks all-reduces."""
     ranks = world.world_size
-    table = torch.zeros(ranks, 3, dtype=torch.float64, device=world.device)
+    table = torch.zeros(ranks, len(RATES), dtype=torch.float64, device=world.device)
     table[world.rank] = torch.tensor(device_rates(world.device))
     all_reduces = []
-    for size in (2**20, 2**24, 2**27) if ranks > 1 else []:
+    for size in (2**20, 2**24, 2**27) if ranks > 1 else ():
         block = torch.zeros(size // 4, device=world.device)
         seconds = seconds_of(partial(distributed.all_sum, block, world), world.device)
-        ms = round(1000 * seconds, 2)
-        bus = round(size / seconds / 1e9 * 2 * (ranks - 1) / ranks, 2)  # GB/s of each link
-        all_reduces.append({"mib": size >> 20, "ms": ms, "bus_gb_per_s": bus})
+        bus = size / seconds / 1e9 * 2 * (ranks - 1) / ranks  # GB/s of each link
+        row = {"mib": size >> 20, "ms": round(1000 * seconds, 2), "bus_gb_per_s": round(bus, 2)}
+        all_reduces.append(row)
     rows = distributed.all_sum(table, world).round(decimals=3).tolist()
     rates = [dict(zip(RATES, row, strict=True)) for row in rows]
     return {"ranks": ranks, "rates": rates, "all_reduces": all_reduces}
 
 
-def seconds_of(work, device):
-    """Return the seconds of work() on this device, the least of seven times."""
+def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
+    """Return the seconds of work() on this device, the minimum of seven measurements."""
 
-    def step():
+    def step() -> None:
         work()
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
@@ -177,8 +179,8 @@ def seconds_of(work, device):
     return min(timeit.repeat(step, number=1, repeat=7))
 
 
-def device_rates(device) -> list:
-    """Return what RATES names: matrix products in bf16 and in fp32, a copy from the host."""
+def device_rates(device: torch.device) -> list[float]:
+    """Return the RATES of a device: matrix products in bf16 and in fp32, a copy from the host."""
     side = 1024 if device.type == "cpu" else 8192
     rates = []
     for dtype in (torch.bfloat16, torch.float32):
@@ -189,23 +191,26 @@ def device_rates(device) -> list:
     return [*rates, block.nbytes / seconds_of(partial(copy.copy_, block), device) / 1e9]
 
 
-def plan_lines(args, report):
+# --- main ----------------------------------------------------------------------------------------
+
+
+def plan_lines(args: argparse.Namespace, facts: dict[str, Any]) -> Iterator[str]:
     """Return the lines of --plan, which is about src/train.py."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads it when imported: no downloads
     import train
     from ddp_utils.tools import memory_plan
 
-    machine = memory_plan.machine(report, args.gpus, args.gpu_memory)
+    machine = memory_plan.machine(facts, args.gpus, args.gpu_memory)
     return memory_plan.lines(train, args.plan, *machine)
 
 
-def main(argv=None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument("--bench", action="store_true", help="measure: compute, copy, all-reduce")
-    parser.add_argument("--plan", metavar="config.yaml", help="does this run of src/train.py fit?")
-    parser.add_argument("--gpus", type=int, help="--plan: for so many of them, not those here")
-    parser.add_argument("--gpu_memory", type=float, help="--plan: for GPUs of so many GiB")
+    parser.add_argument("--bench", action="store_true", help="measure compute, copy, all-reduce")
+    parser.add_argument("--plan", metavar="config.yaml", help="does a run of src/train.py fit?")
+    parser.add_argument("--gpus", type=int, help="--plan: number of GPUs")
+    parser.add_argument("--gpu_memory", type=float, help="--plan: memory of a GPU in GiB")
     args = parser.parse_args(argv)
     if args.plan and (args.json or args.bench):
         parser.error("--json and --bench: no effect with --plan")

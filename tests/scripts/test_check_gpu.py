@@ -119,7 +119,7 @@ def test_gpus_that_torch_does_not_see_are_not_passed_over(machine):
     problem = "Torch not compiled with CUDA enabled"
     _, advice = machine(nvidia_gpus=4, cuda_error=problem)
     (warning,) = advice["warnings"]
-    assert warning.startswith(f"4 NVIDIA GPUs are not used: {problem}; look at CUDA_V")
+    assert warning.startswith(f"4 NVIDIA GPUs are not used: {problem}; check CUDA_V")
     assert advice["command"] == "./run_distributed.sh 2"
     assert machine(nvidia_gpus=0, cuda_error=problem)[1]["warnings"] == []
     assert machine([H100], driver=None)[1]["warnings"] == []
@@ -127,9 +127,9 @@ def test_gpus_that_torch_does_not_see_are_not_passed_over(machine):
 
 def test_too_little_room_is_remarked(machine):
     (warning,) = machine([H100] * 4, cores=3)[1]["warnings"]
-    assert warning.startswith("4 processes share 3 cores; ask")
+    assert warning.startswith("4 processes share 3 cores; request")
     (warning,) = machine([H100] * 4, shm_free_gib=0.06)[1]["warnings"]
-    assert warning.startswith("/dev/shm has 0.06 GiB free and NCCL uses it; ")
+    assert warning.startswith("/dev/shm has 0.06 GiB free, NCCL needs it; ")
     assert machine([H100] * 4, shm_free_gib=None)[1]["warnings"] == []  # no such folder
     assert machine([H100], shm_free_gib=0.06)[1]["warnings"] == []  # nobody to share with
     facts, _ = machine([H100], env={"NCCL_IB_DISABLE": "1", "HF_TOKEN": "secret"})
@@ -141,10 +141,14 @@ def test_a_gpu_that_is_in_use_is_named(machine):
     free = Fake(**vars(H100) | {"free": 72})
     assert machine([H100, free])[1]["warnings"] == []
     (warning,) = machine([H100, busy])[1]["warnings"]
-    assert warning.startswith("free on GPU 1: 71.9 of 80.0 GiB; stop what runs there, lower")
+    assert warning.startswith(
+        "71.9 of 80.0 GiB are free on GPU 1; stop other programs on it, lower"
+    )
     slice_ = Fake(**vars(H100) | {"name": "NVIDIA H100 80GB HBM3 MIG 1g.10gb"})
     (warning,) = machine([slice_])[1]["warnings"]
-    assert warning == "GPU 0 is cut by MIG, NCCL joins no slices; undo: nvidia-smi -mig 0"
+    assert (
+        warning == "GPU 0 is a MIG slice; NCCL cannot connect slices; to undo it: nvidia-smi -mig 0"
+    )
     large = Fake(**vars(A100) | {"total": 80, "free": 79.5})
     (warning,) = machine([A100, large])[1]["warnings"]
     assert warning.startswith("the devices differ: A100 (40 GiB), A100 (80 GiB); ")
