@@ -238,7 +238,7 @@ def test_the_guides_settings_fit_its_yaml(monkeypatch):
             config = accepted(TINY + text + more, monkeypatch=monkeypatch)
             assert (config.strategy, config.mixed_precision) == (strategy, "bf16")
             if strategy == "fsdp":
-                assert config.sharding.strategy == "FULL_SHARD"
+                assert config.sharding.fsdp_sharding_strategy == "FULL_SHARD"
             else:
                 assert (config.gradient_accumulation_steps, config.max_grad_norm) == (16, 0.3)
                 assert "auto" not in json.dumps(config.sharding)

@@ -71,7 +71,6 @@ def test_what_the_keys_of_fsdp_say():
         ("fsdp_mixed_precision", None, "precision", None),
         (WRAP, "A, B", "layers", ["A", "B"]),
         (WRAP, None, "layers", []),
-        ("fsdp_state_dict_type", "FULL_STATE_DICT", "one_file", True),
     ):
         assert getattr(read(fsdp, {key: value}), name) == wanted
 

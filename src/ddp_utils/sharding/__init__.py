@@ -17,9 +17,10 @@ def choose(
         from ddp_utils.sharding import fsdp
 
         settings = options or fsdp.Settings()
-        if settings.strategy != "NO_SHARD":
-            name = f"FSDP {settings.strategy}"
-            return Strategy(kind, name, settings, grad_reduce_dtype, None, not settings.one_file)
+        name = settings.fsdp_sharding_strategy
+        saves_shards = settings.fsdp_state_dict_type == "SHARDED_STATE_DICT"
+        if name != "NO_SHARD":
+            return Strategy(kind, f"FSDP {name}", settings, grad_reduce_dtype, None, saves_shards)
     if kind == "deepspeed":
         from ddp_utils.sharding import deepspeed
 

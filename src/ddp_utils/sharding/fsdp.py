@@ -19,14 +19,14 @@ from ddp_utils.policy import DTYPES, Policy, cast_trained_to_fp32
 from ddp_utils.sharding import json_settings
 
 PRECISIONS = {"BFLOAT16": "bf16", "FLOAT16": "fp16", "NO": "no"}
-Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
+Kind = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
 
 
 @dataclass
 class Settings:
     """The JSON of FSDP, with accelerate's names."""
 
-    fsdp_sharding_strategy: Sharding = "FULL_SHARD"
+    fsdp_sharding_strategy: Kind = "FULL_SHARD"
     fsdp_mixed_precision: Literal["BFLOAT16", "FLOAT16", "NO", None] = None
     # classes to be sharded one by one, a list or separated by commas; empty: the model's own
     fsdp_transformer_layer_cls_to_wrap: list | str | None = None
@@ -43,14 +43,6 @@ class Settings:
     fsdp_use_orig_params: bool = True
     fsdp_cpu_ram_efficient_loading: bool = True  # weights are mapped from their files
     fsdp_version: Literal[2] = 2
-
-    @property
-    def strategy(self) -> str:
-        return self.fsdp_sharding_strategy
-
-    @property
-    def one_file(self) -> bool:
-        return self.fsdp_state_dict_type == "FULL_STATE_DICT"
 
     @property
     def precision(self) -> str | None:
@@ -70,7 +62,7 @@ def read(path: str) -> Settings:
     return Settings(**json_settings.read(path, get_type_hints(Settings))) if path else Settings()
 
 
-def layers_of(model: nn.Module, settings: Settings) -> tuple[list[nn.Module], str | None]:
+def layers_of(model: nn.Module, settings: Settings) -> tuple[list[Any], str | None]:
     """Return the modules that are sharded one by one, and a line to be printed or None.
 
     Classes in the JSON that the model does not have are ignored: the guides list those of several
@@ -95,7 +87,7 @@ def layers_of(model: nn.Module, settings: Settings) -> tuple[list[nn.Module], st
 
 def check_nodes(settings: Settings, world: World):
     """Raise UserError if HYBRID_SHARD has nodes with different numbers of processes."""
-    if settings.strategy != "HYBRID_SHARD":
+    if settings.fsdp_sharding_strategy != "HYBRID_SHARD":
         return
     size, here = world.world_size, world.local_size
     total, squares = distributed.all_sum(torch.tensor([here, here**2], device=world.device), world)
@@ -155,7 +147,7 @@ class FsdpPolicy(Policy):
 def make_mesh(settings: Settings, world: World) -> DeviceMesh:
     """Return the mesh of all ranks; for HYBRID_SHARD [nodes, ranks per node]."""
     kind, size = world.device.type, world.world_size
-    if settings.strategy != "HYBRID_SHARD":
+    if settings.fsdp_sharding_strategy != "HYBRID_SHARD":
         return init_device_mesh(kind, (size,))
     shape = (size // world.local_size, world.local_size)
     return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
@@ -176,7 +168,7 @@ def shard(scorer: Any, settings: Settings, world: World, reduce_dtype: torch.dty
     layers, _ = layers_of(scorer.unwrap(), settings)
     for layer in layers:
         cast_trained_to_fp32(layer)
-        is_freed = settings.strategy != "SHARD_GRAD_OP"
+        is_freed = settings.fsdp_sharding_strategy != "SHARD_GRAD_OP"
         fully_shard(layer, **options, reshard_after_forward=is_freed)
     cast_trained_to_fp32(scorer)
     # the root's own parameters, embedding and head, are gathered once for forward and backward
