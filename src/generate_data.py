@@ -115,13 +115,13 @@ def plan_rows(
     replaced = 0  # of these
     for number, question in enumerate(questions):
         for sequence in range(config.num_sequences_per_question):
-            row = {"question": question, "number": number, "sequence": sequence}
+            row: dict[str, Any] = {"question": question, "number": number, "sequence": sequence}
             row["held_out"] = question in val
             trained += not row["held_out"]
             is_due = int(trained * config.retain_share) > replaced
             if names and is_due and not row["held_out"]:
-                turn, name = divmod(replaced, len(names))
-                row |= {"kept": names[name], "system": retained[names[name]]}
+                turn, index = divmod(replaced, len(names))
+                row |= {"kept": names[index], "system": retained[names[index]]}
                 if unrelated:
                     row["question"] = unrelated[turn % len(unrelated)]
                 replaced += 1
@@ -141,7 +141,12 @@ def plan_rows(
 
 def hash_of(config: Config, rows: list[dict], prompts: list[list[int]], model_config: Any) -> str:
     """Return a hash of everything that the replies depend on, except the number of processes."""
-    facts = [config.batch_size, config.max_sequence_length, config.temperature, config.top_p]
+    facts: list[Any] = [
+        config.batch_size,
+        config.max_sequence_length,
+        config.temperature,
+        config.top_p,
+    ]
     facts += [config.seed, config.use_mixed_precision, config.base_dtype]
     facts += [config.chat_template_kwargs, rows, prompts, torch.__version__]
     facts += [models.digest_of_model(config.model_name, model_config)]
@@ -234,7 +239,7 @@ def sample(
         replies = sampling.generate(
             scorer, group, ends, world, spec, poll, first=start, keep_end=True
         )
-        distributed.on_main(world, lambda replies=replies: parts.append(replies))
+        distributed.on_main(world, functools.partial(parts.append, replies))
         finished += len(group)
         tokens = sum(map(len, replies))
         bar.advance(tokens_per_second=tokens / (time.perf_counter() - begin))

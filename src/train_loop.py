@@ -23,8 +23,9 @@ import contextlib
 import itertools
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,6 +45,7 @@ from prompt_baking.train_config import Config
 from prompt_baking.trajectories import Trajectory
 
 Data = dict[str, list[Trajectory]]  # "train" and "val" -> rows
+Rows = Mapping[int, Trajectory] | list[Trajectory]
 DEMO_QUESTIONS = "data/demo/questions_test.jsonl"
 DEMO_JUDGE = "data/demo/judge.py:capitals"
 
@@ -123,7 +125,7 @@ def default_learning_rate(model: nn.Module) -> float:
 
 
 def inputs_of(
-    config: Config, rows: Data, global_batch: int, judge: Callable | None, meta_model: nn.Module
+    config: Config, rows: Data, global_batch: int, judge: Any, meta_model: Any
 ) -> dict[str, str]:
     """Return the digests of everything that the run depends on."""
     folders = {"model_name": config.model_name, "resume_from": config.resume_from}
@@ -141,7 +143,7 @@ def train_step(
     policy: Policy,
     step: int,
     rows: list[int],
-    examples: Mapping[int, Trajectory] | list[Trajectory],
+    examples: Rows,
     teacher: Teacher,
     config: Config,
     run: Run,
@@ -152,7 +154,7 @@ def train_step(
     """
     world = run.world
     averages = Averages(world)
-    micro_batches = policy.scorer.micro_batches(rows, examples, world, config.batch_size)
+    micro_batches = teacher.student.micro_batches(rows, examples, world, config.batch_size)
     tokens = sum(len(examples[row].reply) for row in rows)  # of the global batch
     for micro_step, micro_batch in enumerate(micro_batches):
         torch.manual_seed(sampler.seed_of(config.seed, step, micro_step, world.rank))  # for dropout
@@ -181,17 +183,18 @@ def check_step(
     world: World,
 ) -> None:
     """Stop before an update from a wrong start or with a loss that is not finite."""
+    student = teacher.student
     examples = data["train"]
     batch_rows = [examples[row] for row in rows]
 
     @torch.no_grad()
     def score(baked: bool = True) -> torch.Tensor:  # [global batch, 1]
-        micro_batches = policy.scorer.micro_batches(rows, examples, world, config.batch_size)
+        micro_batches = student.micro_batches(rows, examples, world, config.batch_size)
         costs = []
-        with logps.dropout_off(policy.scorer), adapter_of(policy.scorer, baked):
+        with logps.dropout_off(student), adapter_of(student, baked):
             for micro_batch in micro_batches:
                 batch = teacher("train", micro_batch.index, examples)
-                costs.append(policy.scorer(batch)[0][:, None])
+                costs.append(student(batch)[0][:, None])
         return distributed.gather_by_index(len(examples), micro_batches, costs, world)[rows]
 
     checks.check_step(policy, step, means, batch_rows, score, "lora")
@@ -230,15 +233,16 @@ def evaluate(teacher: Teacher, data: Data, config: Config, run: Run, baked: bool
     Under each of other_prompts it is KL(base || baked); `kept/kl` is its mean over these prompts.
     """
     student = teacher.student
-    rows_of = collections.defaultdict(list)  # name of the other prompt, "" for x0 -> rows
+    rows_of: dict[str, list[int]] = collections.defaultdict(
+        list
+    )  # name of the other prompt, "" for x0 -> rows
     for row, example in enumerate(data["val"]):
         rows_of[example.kept].append(row)
-    if not baked:
-        rows_of = {"": rows_of[""]}
+    names = [*rows_of] if baked else [""]
     kl = {}
     with logps.dropout_off(student), adapter_of(student, baked):
-        for name, rows in rows_of.items():
-            kl[name] = mean_kl(teacher, rows, data, config, run)
+        for name in names:
+            kl[name] = mean_kl(teacher, rows_of[name], data, config, run)
     values = {"count": len(rows_of[""]), "kl": kl.pop("")}
     if baked:
         base = run.results["base"]["kl"]
@@ -315,11 +319,11 @@ def main(argv: list[str] | None = None) -> int:
     # a judge is executed: that of the demo must be in this project, not in the current folder
     root = data_files.ROOT if config.judge == DEMO_JUDGE else None
     judge = load_judge(config.judge, root) if config.judge else None
-    for question in questions[:1] if judge else ():
-        judge(question, "")  # a judge that does not support these questions fails here
+    if judge and questions:
+        judge(questions[0], "")  # a judge that does not support these questions fails here
     meta_model = lora.meta_model(config.model_name, lora_of(config))
-    rows = data | longest_rows(config, data, prompts)
-    models.check_fit(meta_model, itertools.chain(*rows.values()))
+    all_rows = data | longest_rows(config, data, prompts)
+    models.check_fit(meta_model, itertools.chain(*all_rows.values()))
     if config.learning_rate is None:
         config.learning_rate = default_learning_rate(meta_model)
     plan = sampler.Plan.of(config, len(data["train"]), world.world_size)
@@ -328,7 +332,7 @@ def main(argv: list[str] | None = None) -> int:
         folder=Path(config.out_dir),
         flag="--out_dir",
         steps=plan.steps,
-        inputs=inputs_of(config, rows, plan.global_batch, judge, meta_model),
+        inputs=inputs_of(config, all_rows, plan.global_batch, judge, meta_model),
         bytes_needed=bytes_to_write(meta_model, checkpoints, config.lora_r),
         report=reports,
         lines=describe_data(data, reports),
@@ -344,9 +348,9 @@ def main(argv: list[str] | None = None) -> int:
 
     with Run(spec, config, world) as run:
         accumulation = config.gradient_accumulation_steps
-        start = f", initialized from {config.resume_from}" if config.resume_from else ""
+        origin = f", initialized from {config.resume_from}" if config.resume_from else ""
         run.describe(
-            model=f"{config.model_name}, lora r={config.lora_r}{start}",
+            model=f"{config.model_name}, lora r={config.lora_r}{origin}",
             prompt=data_files.printable(x0.strip()),
             batch=f"{plan.global_batch} replies = {world.world_size} ranks x {accumulation} "
             f"accumulation x {config.batch_size}",
@@ -374,9 +378,11 @@ def main(argv: list[str] | None = None) -> int:
         for step in range(done, plan.steps):
             start = time.perf_counter()
             rows = plan.batch(step)
-            examples = data["train"]
+            examples: Rows = data["train"]
             if config.on_policy:
-                examples = own_replies(student, rows, examples, step, encoder.ends, config, world)
+                examples = own_replies(
+                    student, rows, data["train"], step, encoder.ends, config, world
+                )
             values = train_step(policy, step, rows, examples, teacher, config, run)
             check_step(policy, step, values, rows, data, teacher, config, world)
             values["learning_rate"] = optimizer.param_groups[0]["lr"]

@@ -7,7 +7,7 @@ size x size cells; cell (x, y) has the number x * size + y.
 import importlib.util
 import itertools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -157,7 +157,7 @@ def from_gymnasium(name: str, horizon: int) -> Environment:
     )
     options = {"is_slippery": False} if name.startswith("FrozenLake") else {}
     try:
-        env = gymnasium.make(name, **options).unwrapped
+        env: Any = gymnasium.make(name, **options).unwrapped
         states, actions = len(env.P), len(env.P[0])
         next_state = np.full((states + 1, actions), states)  # one more: the episode is over
         reward = np.zeros(next_state.shape, bool)

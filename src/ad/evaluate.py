@@ -105,7 +105,7 @@ def evaluate_agent(model: Model, config: Config, compare: bool = False) -> tuple
     environment = config.environment
     _, tasks = config.tasks
     optimum = environment.optimum(tasks).mean()
-    variants = {"agent": {}}
+    variants: dict[str, dict] = {"agent": {}}
     if compare:
         hidden = environment.varies
         variants |= {"control_wiped": {"wiped": True}, f"control_zero_{hidden}": {"hide": hidden}}

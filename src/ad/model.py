@@ -51,6 +51,8 @@ class Model(nn.Module):
     cells that it has not seen.
     """
 
+    angles: Tensor  # [2, window, D / 2]
+
     def __init__(self, config: Config):
         super().__init__()
         width = config.tf_n_embd
@@ -71,15 +73,16 @@ class Model(nn.Module):
         nn.init.zeros_(self.head.weight)  # so that the first loss is exactly ln A
         nn.init.zeros_(self.head.bias)
         angles = rotations(config.window, width // config.tf_n_head)
-        self.register_buffer("angles", angles, persistent=False)  # [2, window, D / 2]
+        self.register_buffer("angles", angles, persistent=False)
 
     def forward(self, tokens: Tokens, cache: Cache | None = None) -> Tensor:
         """Return logits [B, T, A]. With a cache, the T tokens follow those in the cache."""
         hidden = self.action(tokens.action) + self.reward(tokens.reward) + self.place(tokens.place)
         rest = tokens.cell
-        for embedding in reversed(self.coordinates):  # the last coordinate varies fastest
-            hidden = hidden + embedding(rest % embedding.num_embeddings)
-            rest = rest // embedding.num_embeddings
+        sizes = self.config.environment.shape
+        for size, embedding in zip(sizes[::-1], reversed(self.coordinates), strict=True):
+            hidden = hidden + embedding(rest % size)  # the last coordinate varies fastest
+            rest = rest // size
         hidden = self.dropout(hidden)
         begin = cache.length if cache else 0
         angles = self.angles[:, begin : begin + tokens.cell.shape[1]]

@@ -88,7 +88,10 @@ class PosteriorSampling:
         self.possible &= self.outcome[state, action] == (next_state * 2 + reward)[:, None]
 
 
-SOURCES = {"q_learning": QLearning, "posterior": PosteriorSampling}
+SOURCES: dict[str, type[QLearning] | type[PosteriorSampling]] = {
+    "q_learning": QLearning,
+    "posterior": PosteriorSampling,
+}
 
 
 def histories(

@@ -26,6 +26,7 @@ if __name__ == "__main__":
 import math
 import os
 import time
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -154,13 +155,14 @@ def validate(step: int, policy: Policy, data: Histories, config: Config, run: Ru
     is_done = run.validated >= step > 0
     if not run.world.is_main or is_done or (step == 0 and not is_last):
         return
-    policy.scorer.eval()
+    distiller: Any = policy.scorer
+    distiller.eval()
     values = {}
     if is_due(config.eval_interval, step, config):
-        values = held_out_loss(policy.scorer, data, config)
+        values = held_out_loss(distiller, data, config)
         run.results["val"] = values
     if is_due(config.gen_interval, step, config):
-        summary, returns = evaluate.evaluate_agent(policy.scorer.model, config, compare=is_last)
+        summary, returns = evaluate.evaluate_agent(distiller.model, config, compare=is_last)
         run.say(loggers.row("agent", evaluate.describe(summary)))
         run.results["test"] = summary
         values |= {name: value for name, value in summary.items() if value is not None}
@@ -168,7 +170,7 @@ def validate(step: int, policy: Policy, data: Histories, config: Config, run: Ru
             evaluate.write(run.folder, summary, returns, config)
     if values:
         run.log(step, values, "val")
-    policy.scorer.train()
+    distiller.train()
 
 
 # --- main ----------------------------------------------------------------------------------------

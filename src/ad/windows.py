@@ -104,10 +104,10 @@ class Histories:
     def batch(self, history: Array, start: Array) -> tuple[Tokens, torch.Tensor]:
         """Return the tokens of windows [B] and the actions to predict [B, T]."""
         device = self.data.device
-        history = to_device(history[:, None], device)
-        start = to_device(start[:, None], device)
-        time = start + torch.arange(self.config.window, device=device)  # [B, T]
-        cell, action, reward = self.data[:, history, time].long()
+        rows = to_device(history[:, None], device)
+        time = to_device(start[:, None], device)
+        time = time + torch.arange(self.config.window, device=device)  # [B, T]
+        cell, action, reward = self.data[:, rows, time].long()
         no_action = self.config.environment.actions
         action_before = F.pad(action[:, :-1], (1, 0), value=no_action)
         reward_before = F.pad(reward[:, :-1], (1, 0))

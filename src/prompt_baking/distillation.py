@@ -26,8 +26,13 @@ from prompt_baking.trajectories import Batch, Trajectory
 class Student(logps.Scorer):
     """The model with its divergence from the teacher: the module that DDP wraps."""
 
-    def forward(self, batch: Batch) -> tuple[Tensor]:
-        """Return the divergence of each reply [B], in nats, summed over its tokens."""
+    model: Any  # of peft
+
+    def forward(self, batch: Any) -> tuple[Tensor]:
+        """Return the divergence of each reply [B], in nats, summed over its tokens.
+
+        batch: trajectories.Batch.
+        """
         student = self.states(batch.student)  # [N, D]
         with self.autocasting(student.device):
             head = torch.nn.Identity() if self.full_logits else self.backbone_and_head()[1]
@@ -55,7 +60,7 @@ class Student(logps.Scorer):
         with self.model.disable_adapter():
             return batch._replace(taught=self.states(batch.teacher))
 
-    def example(self, device: torch.device) -> Batch:
+    def example(self, device: torch.device) -> Any:
         row = Trajectory([0], [0], [0], "", "")
         return self.teach(trajectories.collate([row], device, self.shared))
 
@@ -84,7 +89,7 @@ def own_replies(
     rows: list[int],
     examples: list[Trajectory],
     step: int,
-    ends: set[int],
+    ends: list[int],
     config: Config,
     world: World,
 ) -> dict[int, Trajectory]:
@@ -160,7 +165,7 @@ class Teacher:
             for micro_batch in micro_batches:
                 run.stop_if_requested()
                 batch = self(split, micro_batch.index, rows)
-                parts = batch.taught.split(batch.tokens.tolist())
+                parts = torch.split(batch.taught, batch.tokens.tolist())
                 for row, part in zip(micro_batch.index, parts, strict=True):
                     states[f"{split}/{row}"] = part.cpu().clone()
                 run.bar.advance()

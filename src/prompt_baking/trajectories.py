@@ -1,29 +1,31 @@
-"""What a model says under a system prompt x0: questions with and without it, and the replies.
+"""Replies of a model under a system prompt x0, and the questions with and without x0.
 
-B rows, N tokens of all replies.
+B rows, N tokens of all replies, D width, V vocabulary size.
 """
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 
 from ddp_utils import UserError, data, logps
+from ddp_utils.chat_template import Encoder
 from ddp_utils.logps import ModelInput, PackedInput, pack_single
 
 QUESTION = ("question", "prompt", "turns", "instruction")  # GSM8K, others, MT-Bench, Alpaca
 
 
 class Trajectory(NamedTuple):
-    """Token ids of a question as student and teacher read it, and of the reply to the teacher's.
+    """Token ids of a question and its reply. It is a logps.Example, whose input is the student's.
 
-    It is a logps.Example, whose input is the student's.
-
-    Without and with x0 where x0 is baked; where another prompt is to be kept, both with that one.
+    The student reads the question without x0, the teacher with x0. In a retention row both read it
+    with another prompt, under which the model should not change.
     """
 
     student: list[int]
     teacher: list[int]
-    reply: list[int]  # its end included, if it came to one
+    reply: list[int]  # with the end-of-turn token, unless it was cut
     location: str  # file:line
     question: str
     kept: str = ""  # the name of the other prompt
@@ -51,23 +53,25 @@ class Trajectory(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """B rows as the student and as the teacher reads them."""
+    """B rows as inputs of the student and of the teacher."""
 
     student: logps.Batch
-    teacher: logps.Batch  # the same replies behind x0
-    taught: torch.Tensor | None = None  # [N, D] the teacher's hidden states, or its logits [N, V]
+    teacher: logps.Batch  # with the same replies
+    taught: Any = None  # [N, D] the teacher's hidden states, or its logits [N, V]; once computed
     divergence: str = "kl"  # see kl_loss.py
 
     @property
-    def tokens(self):
-        """Tokens of each reply [B]."""
+    def tokens(self) -> torch.Tensor:
+        """Numbers of tokens of the replies [B]."""
         return self.student.tokens[0]
 
 
-def read_questions(path, limit=-1, read=data.read) -> list[str]:
-    """Return the different questions in a file of records, or in a .txt with one a line.
+def read_questions(
+    path: str, limit: int = -1, read: Callable[[str], Iterable[data.Record]] = data.read
+) -> list[str]:
+    """Return the different questions in a file of records, or in a .txt file with one per line.
 
-    read: yields the records of a path. Raises UserError if there are fewer than `limit`.
+    read: returns the records of a path. Raises UserError if there are fewer than `limit`.
     """
     if str(path).endswith(".txt"):
         questions = [line.strip() for line in data.content(path).split("\n")]
@@ -75,23 +79,23 @@ def read_questions(path, limit=-1, read=data.read) -> list[str]:
         questions = [_question(record) for record in read(path)]
     questions = list(dict.fromkeys(text for text in questions if text))
     if not questions or len(questions) < limit:
-        wanted = f"; --num_questions is {limit}; give -1 for all" if limit > 0 else ""
-        raise UserError(f"{path}: {len(questions)} different questions{wanted}")
+        expected = f" (expected {limit}); use --num_questions -1 for all" if limit > 0 else ""
+        raise UserError(f"{path}: {len(questions)} different questions{expected}")
     return questions[:limit] if limit > 0 else questions
 
 
-def _question(record):
+def _question(record: data.Record) -> str:
     name = next((name for name in QUESTION if name in record.data), QUESTION[0])
     value = record.data.get(name)
-    if isinstance(value, list) and value:  # turns: the first one
+    if isinstance(value, list) and value:  # the first one of several turns
         record = data.Record(record.location, {name: value[0]})
     return data.text(record, name)
 
 
-def prompt(encoder, system, question):
-    """Return token ids of a question under a system prompt, "" for none.
+def prompt(encoder: Encoder, system: str, question: str) -> list[int]:
+    """Return the token ids of a question under a system prompt; "": without one.
 
-    It is a system turn of the chat template, or without one stands in front of the question.
+    Without a chat template, the system prompt is written in front of the question.
     """
     if not encoder.templated:
         return encoder.ids(system + question)[0]
@@ -101,75 +105,63 @@ def prompt(encoder, system, question):
     return encoder.ids(encoder.render(turns, add_generation_prompt=True))[0]
 
 
-def read_prompts(flag, path, encoder, baked) -> dict:
-    """Return the system prompts of a file, by name: a JSON object, or one a line.
+def read_prompts(flag: str, path: str, encoder: Encoder, used: dict[str, str]) -> dict[str, str]:
+    """Return the system prompts of a file by name: a JSON object, or one prompt per line.
 
-    baked: the prompts, name -> text, that they must differ from. Raises UserError for one that does
-    not, or that the chat template inserts by itself.
+    Raises UserError for a prompt that is one of `used` (name -> text), or that the chat template
+    adds by itself.
     """
     if str(path).endswith(".json"):
         texts = data.read_json(path)
     else:
-        lines = data.content(path).split("\n")
-        texts = {f"line {number}": line for number, line in enumerate(lines, start=1)}
-        texts = {name: line for name, line in texts.items() if line.strip()}
+        lines = enumerate(data.content(path).split("\n"), start=1)
+        texts = {f"line {number}": line for number, line in lines if line.strip()}
     if not texts:
-        raise UserError(f"{flag}: {path}: 0 prompts; one a line, or a JSON object of them")
+        raise UserError(f"{flag}: {path}: 0 prompts (expected one per line, or a JSON object)")
     system_prompts = {}
     for name in texts:
         text = data.text(data.Record(str(path), texts), name).strip()
-        for other, known in baked.items():
-            if text == known.strip():
-                raise UserError(f"{flag}: {path}: {name} is {other}, too; leave it out")
+        for other, other_text in used.items():
+            if text == other_text.strip():
+                raise UserError(f"{flag}: {path}: {name}: it is also {other}; remove it")
         if prompt(encoder, text, "?") == prompt(encoder, "", "?"):
-            raise UserError(
-                f"{flag}: {path}: {name} changes nothing in the chat template; leave it out"
-            )
+            problem = "it has no effect in the chat template"
+            raise UserError(f"{flag}: {path}: {name}: {problem}; remove it")
         system_prompts[name] = f"{text}\n"
     return system_prompts
 
 
-def read(path, encoder, max_length):
-    """Return the trajectories of a file that generate_data.py has written, and a report.
+def read(path: str, encoder: Encoder, max_length: int) -> tuple[list[Trajectory], dict[str, Any]]:
+    """Return the trajectories in a file of generate_data.py, and a report.
 
-    Replies are cut where prompt, question and reply pass max_length; rows without room are dropped.
+    Replies are cut so that prompt, question and reply have at most max_length tokens. Rows whose
+    prompt and question are as long as that are dropped.
     """
     trajectories = []
-    report = {"file": str(path), "rows": 0, "cut": [], "dropped": [], "kept": {}}
-    ids = {}  # system prompt and question -> their token ids
+    report: dict[str, Any] = {"file": str(path), "cut": [], "dropped": [], "kept": {}}
+    cached_prompt = functools.cache(functools.partial(prompt, encoder))
     x0s = set()
     for record in data.read(path):
         x0, question = data.text(record, "x0"), data.text(record, "question")
         x0s.add(x0)
-        name = ""
-        read_by = ("", x0)  # student, teacher
+        name, read_by = "", ("", x0)  # by student and teacher
         if "kept" in record.data:
             name, system = data.text(record, "kept"), record.data.get("system")
             if not isinstance(system, str):
-                raise UserError(f"{record.location}: system: give the prompt of {name!r} as text")
+                raise UserError(
+                    f"{record.location}: system: the text of prompt {name!r} is missing"
+                )
             report["kept"][name] = system
             read_by = (system, system)
-        for system in read_by:
-            if (system, question) not in ids:
-                ids[system, question] = prompt(encoder, system, question)
-        student, teacher = (ids[system, question] for system in read_by)
-        reply = record.data.get("tokens")
-        if not isinstance(reply, list) or not all(type(t) is int and 0 <= t < 2**31 for t in reply):
-            raise UserError(f"{record.location}: tokens: give a list of token ids")
-        text = encoder.tokenizer.decode(reply, skip_special_tokens=True)
-        if record.data.get("reply", text) != text:
-            raise UserError(
-                f"{record.location}: tokens: they spell {text!r:.40}, not the reply; they are of "
-                "another model; give that as --model_name, or generate anew"
-            )
-        room = max_length - len(teacher)
-        report["rows"] += 1
-        if room < 1 or not reply:
+        student, teacher = (cached_prompt(system, question) for system in read_by)
+        reply = read_reply(record, encoder)
+        available = max_length - len(teacher)
+        if available < 1 or not reply:
             report["dropped"].append(record.location)
             continue
-        if len(reply) > room:
+        if len(reply) > available:
             report["cut"].append(record.location)
-        row = Trajectory(student, teacher, reply[:room], record.location, question, name)
+        row = Trajectory(student, teacher, reply[:available], record.location, question, name)
         trajectories.append(row)
     report["x0"] = sorted(x0s)
     if not trajectories:
@@ -177,7 +169,21 @@ def read(path, encoder, max_length):
     return trajectories, report
 
 
-def collate(rows, device, shared=False) -> Batch:
-    """Return the batch of these trajectories; a reply's last token is not fed."""
+def read_reply(record: data.Record, encoder: Encoder) -> list[int]:
+    """Return the token ids of a reply; raise UserError if they are not those of its text."""
+    reply = record.data.get("tokens")
+    if not isinstance(reply, list) or not all(type(t) is int and 0 <= t < 2**31 for t in reply):
+        raise UserError(f"{record.location}: tokens: expected a list of token ids")
+    text = encoder.tokenizer.decode(reply, skip_special_tokens=True)
+    if record.data.get("reply", text) != text:
+        raise UserError(
+            f"{record.location}: tokens: their text is {text!r:.40}, not the reply; use the model "
+            "that made them as --model_name, or generate them again"
+        )
+    return reply
+
+
+def collate(rows: list[Trajectory], device: torch.device, shared: bool = False) -> Batch:
+    """Return the batch of these trajectories; shared: as packed rows (see logps.collate)."""
     prompted = [row._replace(student=row.teacher) for row in rows]
     return Batch(logps.collate(rows, device, shared), logps.collate(prompted, device, shared))

@@ -215,14 +215,20 @@ def test_what_is_kept_without_a_prompt_is_asked_on_questions_of_its_own():
         ),
         (["--traj_out_file", "FOLDER"], "--traj_out_file: .* is a folder or a link"),
         (["--chat_template_kwargs", '{"day": 1}'], "the chat template does not use day; remove it"),
-        (["--num_questions", "100000"], "400 different questions; --num_questions is 100000"),
+        (["--num_questions", "100000"], r"400 different questions \(expected 100000\)"),
         (
             ["--chat_template", "FOLDER/../silent.jinja"],
             "x0.txt: the chat template ignores this system prompt",
         ),
         (["--retain_share", "1"], r"--retain_share: 1.0 is out of range \(expected >= 0 and < 1\)"),
-        (["--other_prompts", "data/demo/retain_prompts.txt"], "line 1 is line 1 of retain_prompts"),
-        (["--retain_questions", "data/demo/questions_train.jsonl"], "--retain_questions: .* too;"),
+        (
+            ["--other_prompts", "data/demo/retain_prompts.txt"],
+            "line 1: it is also line 1 of retain_prompts",
+        ),
+        (
+            ["--retain_questions", "data/demo/questions_train.jsonl"],
+            "--retain_questions: .* too; remove it",
+        ),
     ],
 )
 @pytest.mark.parametrize("check", [[], ["--check"]])

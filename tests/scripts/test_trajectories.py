@@ -53,7 +53,7 @@ def test_question_files_as_people_have_them(tmp_path):
         path = write(tmp_path / "q.jsonl", [row, {"question": "How?"}, row])
         assert trajectories.read_questions(path) == ["Why?", "How?"]  # each once
         assert trajectories.read_questions(path, 1) == ["Why?"]
-    with pytest.raises(UserError, match="2 different questions; --num_questions is 3"):
+    with pytest.raises(UserError, match="2 different questions \\(expected 3\\); use"):
         trajectories.read_questions(path, 3)
     (tmp_path / "q.txt").write_text("Why?\n\n  How?  \r\nWhy?\n")
     assert trajectories.read_questions(tmp_path / "q.txt") == ["Why?", "How?"]
@@ -108,7 +108,9 @@ def test_under_another_prompt_student_and_teacher_read_the_same(encoder, tmp_pat
     assert report["x0"] == ["Loud."]
     assert report["kept"] == {"farmer": "You are a farmer.\n", "no prompt": ""}
     write(path, [row | {"kept": "farmer"}])
-    with pytest.raises(UserError, match="t.jsonl:1: system: give the prompt of 'farmer' as text"):
+    with pytest.raises(
+        UserError, match="t.jsonl:1: system: the text of prompt 'farmer' is missing"
+    ):
         trajectories.read(path, encoder, 100)
 
 
@@ -117,7 +119,7 @@ def test_prompts_that_are_to_be_kept(encoder, tmp_path):
     path.write_text("Be kind.\n\n  You are a cook. \n")
     prompts = trajectories.read_prompts("--retain_prompts", path, encoder, {})
     assert prompts == {"line 1": "Be kind.\n", "line 3": "You are a cook.\n"}
-    with pytest.raises(UserError, match="^--x: .*p.txt: line 3 is what is baked, too; leave it"):
+    with pytest.raises(UserError, match="^--x: .*p.txt: line 3: it is also what is baked; remove"):
         trajectories.read_prompts("--x", path, encoder, {"what is baked": "You are a cook."})
     path.write_text("\n")
     with pytest.raises(UserError, match="0 prompts"):
@@ -137,7 +139,7 @@ def test_prompts_that_are_to_be_kept(encoder, tmp_path):
     )
     inserting = Encoder(load_tokenizer(MODEL), str(template))
     path.write_text('{"kind": "Be kind."}')
-    with pytest.raises(UserError, match="p.json: kind changes nothing in the chat template"):
+    with pytest.raises(UserError, match="p.json: kind: it has no effect in the chat template"):
         trajectories.read_prompts("--x", path, inserting, {})
 
 
@@ -146,7 +148,9 @@ def test_tokens_of_another_model_are_noticed(encoder, tmp_path):
     row["tokens"] = encoder.ids("Because.")[0]
     assert trajectories.read(write(tmp_path / "t.jsonl", [row]), encoder, 100)[0]
     row["tokens"] = row["tokens"][::-1]
-    with pytest.raises(UserError, match=r"t.jsonl:1: tokens: they spell .* of another model"):
+    with pytest.raises(
+        UserError, match=r"t.jsonl:1: tokens: their text is .* use the model that made them"
+    ):
         trajectories.read(write(tmp_path / "t.jsonl", [row]), encoder, 100)
 
 
