@@ -7,7 +7,7 @@ to answer in two manners, courteous or curt, one as likely as the other, and to 
 under a system prompt. Of each fact, one of the four questions is held out: no training set
 asks it in any frame; validation and test sets ask nothing else.
 
-B samples, T tokens, V words in the vocabulary.
+B samples, T tokens, V vocabulary size.
 """
 
 import itertools

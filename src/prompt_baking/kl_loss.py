@@ -1,20 +1,20 @@
-"""Divergence of two next-token distributions from hidden states, never [N, V] twice.
+"""Divergence of two next-token distributions from hidden states, without two [N, V] matrices.
 
-N tokens, D width, V words, n tokens of a chunk.
+N tokens, D width, V vocabulary size, n tokens of a chunk.
 """
 
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ddp_utils.fast.frozen_head import FrozenHead
 from ddp_utils.logps import CHUNK, WIDE_CHUNK
 
 
-def divergence(teacher, student, kind="kl"):
-    """Divergence of two next-token distributions, in nats: logits [n, V] each -> [n].
+def divergence(teacher: Tensor, student: Tensor, kind: str = "kl") -> Tensor:
+    """Return the divergence [n] of two next-token distributions, in nats; logits [n, V] each.
 
     kl: KL(teacher || student) = sum p_t (log p_t - log p_s); reverse_kl: KL(student || teacher);
     jsd: half of each towards their mean (Agarwal et al., On-Policy Distillation, 2024, beta 0.5).
@@ -30,10 +30,10 @@ def divergence(teacher, student, kind="kl"):
     return 0.5 * sums
 
 
-def head_divergence(head, student, teacher, kind="kl"):
-    """The same from hidden states [N, D] that one output layer reads -> [N] in fp32.
+def head_divergence(head: nn.Module, student: Tensor, teacher: Tensor, kind: str = "kl") -> Tensor:
+    """Return the divergence [N] in fp32 from the hidden states [N, D] of one output layer.
 
-    No gradient flows to the teacher, nor to the head: it must be frozen.
+    The head must be frozen: no gradient is computed for it, nor for the teacher.
     """
     size = CHUNK.get(student.device.type, WIDE_CHUNK)
     hooked = head._forward_hooks or head._forward_pre_hooks
@@ -50,7 +50,7 @@ def head_divergence(head, student, teacher, kind="kl"):
 
 
 class FrozenKL(FrozenHead):
-    """KL under a head that is not trained: three matrix products a token, no logits kept.
+    """KL under a frozen head: three matrix products per token, and no logits are stored.
 
     What the backward of FrozenHead needs is the derivative by the student's hidden state with the
     opposite sign, (p_t - p_s) W. It is computed while both distributions are at hand.
