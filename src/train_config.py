@@ -152,7 +152,8 @@ def read(argv: list[str]) -> Config:
 
 def merged(argv: list[str]) -> Config:
     """Return the settings of flags, YAML and JSON; `check` is not called."""
-    config, config.places = yaml_config.under_flags(Config, Sections, argv)
+    config, places = yaml_config.under_flags(Config, Sections, argv)
+    config.places = places
     read_sharding(config, config.places)
     return config
 

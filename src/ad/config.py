@@ -95,7 +95,7 @@ class Config:
         return environments.make(self.env, self.grid_size, self.horizon)
 
     @property
-    def tasks(self) -> tuple[Any, Any]:
+    def tasks(self) -> list[Any]:
         """The training tasks and the held-out tasks."""
         return self.environment.split(self.n_task, self.env_split_seed, self.train_env_ratio)
 

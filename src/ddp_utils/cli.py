@@ -231,7 +231,7 @@ RANGES: dict[str, Range] = {  # of settings that several scripts have
     "max_rows": ("-1 or >= 1", lambda x: x == -1 or x > 0),
     "columns": (
         "pairs such as prompt=question,chosen=response_j",
-        re.compile(r"(\w+=[^=,]+(,\w+=[^=,]+)*)?").fullmatch,
+        lambda x: re.fullmatch(r"(\w+=[^=,]+(,\w+=[^=,]+)*)?", x) is not None,
     ),
     "label_smoothing": (">= 0 and < 0.5", lambda x: 0 <= x < 0.5),
     "lora_dropout": (">= 0 and < 1", lambda x: 0 <= x < 1),
@@ -261,7 +261,10 @@ METHODS: dict[str, dict[str, float]] = {  # loss of losses.py -> its options and
     "dpopshift": {"lambda_dpop": 50.0, "lambda_shift": 0.75},
     "simpo": {"simpo_gamma": 0.5},
 }
-Method = Literal[tuple(METHODS)]  # type: ignore[valid-type]
+if typing.TYPE_CHECKING:
+    Method = str
+else:
+    Method = Literal[tuple(METHODS)]  # one of these names
 LOSS_OPTIONS = ("label_smoothing", "lambda_dpop", "lambda_shift", "simpo_gamma")
 FIXED_LENGTH_METHODS = ("ipo", "ipo_sum", "simpo")  # they average or sum by definition
 

@@ -25,7 +25,7 @@ class _Constructor(yaml.RoundTripConstructor):
 _Constructor.add_constructor("tag:yaml.org,2002:timestamp", _Constructor.construct_yaml_str)
 
 
-def under_flags(config_class: type, file_class: type, argv: list[str]) -> tuple[Any, dict]:
+def under_flags(config_class: Any, file_class: type, argv: list[str]) -> tuple[Any, dict]:
     """Return the settings of flags over the YAML file that `--config` names, and their places.
 
     file_class: the dataclass of the file; its sections have the fields of config_class.
@@ -78,7 +78,7 @@ def _section(
     if not isinstance(content, yaml.CommentedMap):
         raise UserError(f"{place} must contain `name: value` lines")
     hints = typing.get_type_hints(config_class)
-    settings = {}
+    settings: dict[str, Setting] = {}
     for key, value in content.items():
         line = f"{path}:{content.lc.key(key)[0] + 1}: {prefix}"
         if key not in hints:

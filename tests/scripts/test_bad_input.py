@@ -75,18 +75,20 @@ def test_a_bad_setting_costs_one_line_and_writes_nothing(flags, folder):
 
 def test_what_is_no_adapter_is_not_merged(tmp_path):
     nameless, run, merged = (tmp_path / name for name in ("nameless", "run", "merged"))
+    shutil.copytree(ADAPTER, run / "model")
     edit(nameless, ADAPTER, "adapter_config.json", base_model_name_or_path=None)
-    (run / "model").mkdir(parents=True)
-    (run / "model/adapter_config.json").write_text("{}")
     for source, target, says in (
         (MODEL, merged, "adapter: .*data/demo/model: .*adapter_config.json"),
         (nameless, merged, "adapter: .*/nameless does not name its base model; use --base"),
-        (run, merged, "/run is a run folder; give .*/run/model"),
-        (MODEL, run, "run is there already; give another folder"),
+        (MODEL, run, "^folder: .*/run exists; use another folder"),
     ):
         with pytest.raises(UserError, match=says):
             merge.merge(source, target)
     assert not merged.exists()
+    for source, target in ((run, merged), (run / "model", tmp_path / "same")):  # each is accepted
+        merge.merge(source, target, base=str(MODEL))
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("merged", "same")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0] | weights[1])
 
 
 DAMAGE = {  # what happens to the tensors of a file -> what the line says

@@ -109,5 +109,5 @@ def test_the_conversation_so_far_is_the_prompt():
 
 
 def test_a_model_folder_has_no_before():
-    with pytest.raises(UserError, match="--before: .* is no run of a language model; leave it out"):
+    with pytest.raises(UserError, match="--before: .* is not a run of a language model"):
         chat.load(DEMO, True, torch.device("cpu"))

@@ -1,33 +1,34 @@
-"""Talk to a model that was trained here; an empty line begins anew, Ctrl-D ends.
+"""Chat with a trained model; an empty line starts a new conversation, Ctrl-D ends.
 
 python -m ddp_utils.tools.chat results/dpo
-python -m ddp_utils.tools.chat results/dpo --before   # what the run began with
+python -m ddp_utils.tools.chat results/dpo --before   # the model before training
 echo "Where is the cat?" | python -m ddp_utils.tools.chat results/dpo --temperature 0
 """
 
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jinja2 import TemplateError
 from transformers import TextStreamer
 
-from ddp_utils import UserError, cli, data, distributed, lora, models
+from ddp_utils import SettingError, cli, data, distributed, lora, models
 from ddp_utils.checkpoints import read_json
 
 
 @dataclass
 class Settings:
-    folder: str  # of a run, such as results/dpo, or of a model
-    before: bool = False  # talk to the model that the run began with
-    system: str = ""  # a system prompt
-    temperature: float = 1.0  # 0: the most probable word each time
-    max_new_tokens: int = 256  # of a reply
-    seed: int = 0  # of the replies
-    debug: bool = False  # tracebacks for user errors, too
+    folder: str  # run folder such as results/dpo, or model folder
+    before: bool = False  # chat with the model before training
+    system: str = ""  # system prompt
+    temperature: float = 1.0  # sampling temperature; 0: greedy decoding
+    max_new_tokens: int = 256  # maximum tokens per reply
+    seed: int = 0  # random seed of the replies
+    debug: bool = False  # show a traceback for user errors
 
 
-def load(folder, before, device):
+def load(folder: str, before: bool, device: torch.device) -> tuple[Any, Any]:
     """Return the model of a run, or of a model folder, and its tokenizer."""
     run = data.resolve(folder)
     result = run / "model" if (run / "model").is_dir() else run
@@ -35,7 +36,8 @@ def load(folder, before, device):
     if before:
         settings = read_json(run / "config.json")
         if "model_name" not in settings:
-            raise UserError(f"--before: {folder} is no run of a language model; leave it out")
+            problem = f"{folder} is not a run of a language model; leave it out"
+            raise SettingError("before", problem)
         base = settings["model_name"]
         adapter = settings.get("init_adapter") or settings.get("resume_from", "")
     elif (result / "adapter_config.json").exists():
@@ -45,8 +47,8 @@ def load(folder, before, device):
     return (lora.with_adapter(model, adapter) if adapter else model).eval(), tokenizer
 
 
-def prompt_of(messages, tokenizer):
-    """Return the token ids [1, T] of a conversation; without a chat template its bare texts."""
+def prompt_of(messages: list[dict[str, str]], tokenizer: Any) -> torch.Tensor:
+    """Return the token ids [1, T] of a conversation; without a chat template, of its texts."""
     text = "\n".join(message["content"] for message in messages)
     if tokenizer.chat_template:
         try:
@@ -54,12 +56,12 @@ def prompt_of(messages, tokenizer):
                 messages, tokenize=False, add_generation_prompt=True
             )
         except TemplateError as error:
-            raise UserError(f"--system: {models.first_line(error)}; leave it out") from error
+            raise SettingError("system", f"{models.first_line(error)}; leave it out") from error
     special = not tokenizer.chat_template
     return tokenizer(text, add_special_tokens=special, return_tensors="pt").input_ids
 
 
-def main(argv=None) -> int:
+def main(argv: list[str] | None = None) -> int:
     settings = cli.parse(Settings, argv)
     cli.check_ranges(settings)
     device = distributed.choose_device(distributed.World(), "auto").device
@@ -84,7 +86,7 @@ def main(argv=None) -> int:
             return 0
         if not is_terminal:
             print(question, end="")
-        if not question.strip():  # a small model may know single questions only
+        if not question.strip():  # a small model may be trained on single questions only
             messages = [*first]
             continue
         messages.append({"role": "user", "content": question.strip()})

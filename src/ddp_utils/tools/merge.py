@@ -1,8 +1,8 @@
-"""Fold a LoRA into its base model: a plain model in a folder of its own.
+"""Merge a LoRA into its base model, and save the result as a plain model folder.
 
-python -m ddp_utils.tools.merge results/mine/model merged
-python -m ddp_utils.tools.merge results/mine/model merged --base Qwen/Qwen3-0.6B
-python -m ddp_utils.tools.merge results/traj_chat/model half --scale 0.5   # half of the effect
+python -m ddp_utils.tools.merge results/mine merged          # a run, or its folder model
+python -m ddp_utils.tools.merge results/mine merged --base Qwen/Qwen3-0.6B
+python -m ddp_utils.tools.merge results/traj_chat half --scale 0.5   # half of the effect
 """
 
 from dataclasses import dataclass
@@ -16,36 +16,37 @@ from ddp_utils.checkpoints import check_writable
 
 @dataclass
 class Settings:
-    adapter: str  # folder of a LoRA
-    folder: str  # where the merged model goes; it must not exist
-    base: str = ""  # folder or hub name of its base; empty: the one that it names
-    scale: float = 1.0  # how much of the LoRA is added: 0 is the base model
-    debug: bool = False  # tracebacks for user errors, too
+    adapter: str  # run folder, or folder of a LoRA
+    folder: str  # folder for the merged model; it must not exist
+    base: str = ""  # folder or Hugging Face name of the base model; empty: the LoRA's own
+    scale: float = 1.0  # factor of the LoRA; 0 gives the base model
+    debug: bool = False  # show a traceback for user errors
 
 
-def merge(adapter, folder, base="", scale=1.0):
-    """Save base + scale x lora_alpha / lora_r x B A, where nothing is yet.
+def merge(adapter: str | Path, folder: str | Path, base: str = "", scale: float = 1.0) -> None:
+    """Save base + scale x lora_alpha / lora_r x B A in a new folder.
 
-    The tokenizer is that beside the LoRA, with the chat template of its training, or the base's.
+    The tokenizer is the one next to the LoRA, with the chat template of its training; otherwise the
+    tokenizer of the base model.
     """
     folder = Path(folder)
     if folder.exists():
-        raise UserError(f"{folder} is there already; give another folder")
+        raise UserError(f"folder: {folder} exists; use another folder")
     check_writable("folder", folder)
     if Path(adapter, "model/adapter_config.json").exists():
-        raise UserError(f"adapter: {adapter} is a run folder; give {Path(adapter, 'model')}")
+        adapter = Path(adapter, "model")
     with cli.located({"init_adapter": "adapter", "model_name": "--base"}):
-        for device in (models.META, torch.device("cpu")):  # first: do they fit together?
+        for device in (models.META, torch.device("cpu")):  # the first pass checks, without weights
             merged = lora.load_merged(adapter, "auto", device, base=base, scale=scale)
     tokenizer = adapter if Path(adapter, "tokenizer_config.json").exists() else base
     models.save(merged, models.load_tokenizer(tokenizer), folder)
 
 
-def main(argv=None) -> int:
+def main(argv: list[str] | None = None) -> int:
     settings = cli.parse(Settings, argv)
     cli.check_ranges(settings, scale=cli.FROM_0)
     merge(settings.adapter, settings.folder, settings.base, settings.scale)
-    print(f"{settings.folder}: from_pretrained opens it")
+    print(f"{settings.folder}: load it with from_pretrained")
     return 0
 
 
