@@ -172,9 +172,10 @@ def test_debug_gives_the_traceback(cwd):
 
 
 def test_fewer_rows_than_processes_is_one_line(cwd):
+    too_few = "--batch_size: 1 pairs are too few for 2 processes (expected at least 2)"
     for flags, says in {
-        "--batch_size=1": "--batch_size: 1 pairs for 2 processes; give at least 2",
-        "--max_rows=1": f"{GOOD_FILE}: 1 usable rows for 2 processes; start at most 1",
+        "--batch_size=1": f"{too_few}; use a larger batch",
+        "--max_rows=1": f"{GOOD_FILE}: 1 usable rows for 2 processes; start at most 1 processes",
     }.items():
         assert on_two(cwd, ["--train_data", str(GOOD_FILE), flags]) == f"error: {says}\n"
 
@@ -212,7 +213,7 @@ MODELS = {  # which file, what becomes of it -> what the line says
     "fewer positions than tokens": (
         "config.json",
         lambda content: content.update(max_position_embeddings=8),
-        "FILE:1: 17 tokens, the model has 8 positions; give --max_length 8",
+        "FILE:1: 17 tokens, the model has 8 positions; use --max_length 8",
     ),
     "a template of the model's own that fails": (
         "tokenizer_config.json",
