@@ -10,20 +10,19 @@ With --sft it is src/train.py with SFTTrainer, on prompts and chosen responses.
 Rules of measurement:
 - Both sides train the same rows in the same order from the same weights, and their losses must
   agree in every step (exit status 1 if not): a speed is believed only then.
-- One thread per process. What counts is CPU time of the process, since wall time depends on who
-  else uses the machine. The first step is dropped.
-- The sides alternate, A B A B; a ratio is that of neighbours: median [smallest, largest].
+- One thread per process. CPU time of the process is measured, since wall time depends on other
+  users of the machine. The first step is dropped.
+- The sides alternate, A B A B; ratios are those of neighbors: median [smallest, largest].
 - A ratio above 1 means that A needs more than B. It is CPU time per token of both responses with
-  their prompts, which is the time per step wherever both sides see the same batches.
-- Each row twice: with glibc's malloc as it is, and with one that keeps what it was once given, on
-  both sides (ours asks for that by itself, so it gains nothing from the second).
-- The limit is the time of our step's matrix products alone: limit.py. A share of 1 is all of it.
-- Memory: the highest point of the loop above what was resident when it began (weights, LoRA,
-  reference), in a run of its own, in which malloc gives back at once what is freed.
-- TRL runs in its best setting: no gradient checkpointing, reference computed beforehand. Of SFT
-  there are two, with padding and without; both train on responses alone.
-- On a GPU (--cases 8b 8b_hh --dtypes bf16) it is seconds by the clock, after synchronising, and
-  the most that torch had allocated, weights included; both sides hold the base in bf16.
+  their prompts, which is the time per step if both sides see the same batches.
+- The lower bound of a step is the time of its matrix products alone (limit.py); the fraction is
+  this bound divided by the measured time.
+- Memory is the highest point of the loop above the resident memory at its start (weights, LoRA,
+  reference), in a separate run in which malloc returns freed memory at once.
+- TRL runs in its best setting: no gradient checkpointing, reference computed beforehand. SFT has
+  two rows, with padding and without; both train on responses only.
+- On a GPU (--cases 8b 8b_hh --dtypes bf16) it is wall time, after synchronizing, and the most that
+  torch had allocated, weights included; both sides hold the base in bf16.
 """
 
 import argparse
@@ -54,7 +53,6 @@ QUIET = {
     "HF_HUB_OFFLINE": "1",
 }
 TIDY_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-MALLOC = {"glibc": {}, "keeping": {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "2147483647"}}
 
 # --- the two sides, each in a process of its own -------------------------------------------------
 
@@ -167,8 +165,8 @@ def train_ours(spec, rows, record):
 
     make_optimizer, step = script.make_optimizer, Policy.step
 
-    def last_before_the_loop(*arguments):
-        made = make_optimizer(*arguments)
+    def last_before_the_loop(*arguments, **named):
+        made = make_optimizer(*arguments, **named)
         record.loop_begins()
         return made
 
@@ -245,8 +243,11 @@ class Arm(NamedTuple):
     pairs: int = 4  # of a step, over all processes
 
 
-def measure(arm, case, dtype, args, malloc=None, count=False, products=()):
-    """Run one side once -> what it recorded, with CPU time summed over its processes."""
+def measure(arm, case, dtype, args, malloc=(), count=False, products=()):
+    """Run one side once; return what it recorded, with CPU time summed over its processes.
+
+    malloc: environment variables of glibc; count: record the matrix products; products: time these.
+    """
     rows = arm.pairs * args.steps
     spec = arm._asdict() | {"case": str(case), "dtype": dtype, "rows": rows, "steps": args.steps}
     spec |= {"count": count, "products": products, "sft": args.sft}
@@ -254,7 +255,7 @@ def measure(arm, case, dtype, args, malloc=None, count=False, products=()):
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={arm.processes}"]
     command = [python, *(torchrun if arm.processes > 1 else []), str(Path(__file__).resolve())]
     with tempfile.TemporaryDirectory(prefix="dpo_vs_trl_") as folder:
-        env = os.environ | QUIET | (malloc or {}) | {"HF_DATASETS_CACHE": f"{folder}/datasets"}
+        env = os.environ | QUIET | dict(malloc) | {"HF_DATASETS_CACHE": f"{folder}/datasets"}
         command += ["--arm", json.dumps(spec)]
         done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
         if done.returncode:
@@ -271,36 +272,29 @@ def measure(arm, case, dtype, args, malloc=None, count=False, products=()):
 
 
 def compare(arms, case, dtype, args):
-    """The rows of two arms: one for each malloc, all runs alternating."""
+    """Return one row of the table, of two arms that alternate."""
     on_gpu = case.name.rpartition("-")[0] in GPU_CASES
     first, second = arms
     memory_runs = [measure(first, case, dtype, args, TIDY_MALLOC)]
     memory_runs.append(measure(second, case, dtype, args, TIDY_MALLOC, count=not on_gpu))
     products = memory_runs[1].pop("products")
-    runs = {name: [] for name in (["glibc"] if on_gpu else args.malloc)}
+    pairs = []
     for _ in range(args.repeats):
-        for name, pairs in runs.items():
-            other = measure(first, case, dtype, args, MALLOC[name])
-            pairs.append((other, measure(second, case, dtype, args, MALLOC[name], False, products)))
-    return [row_of(arms, case, dtype, name, runs[name], memory_runs) for name in runs]
-
-
-def row_of(arms, case, dtype, malloc, pairs, memory_runs):
-    """One row of the table."""
+        other = measure(first, case, dtype, args)
+        pairs.append((other, measure(second, case, dtype, args, products=products)))
     if any(a["tokens"] != b["tokens"] for a, b in pairs):
         sys.exit(f"{case.name}: {arms[0].name} and {arms[1].name} had different tokens")
     losses = [zip(a["losses"], b["losses"], strict=True) for a, b in pairs]
     gap = max(abs(a - b) for a, b in itertools.chain(*losses))
     seconds = [[run["s_per_step"] for run in runs] for runs in zip(*pairs, strict=True)]
     growth = [run["growth_mb"] for run in memory_runs]
-    shares = [b.get("limit", 0) * arms[1].processes / b["s_per_step"] for _, b in pairs]
+    fractions = [b.get("limit", 0) * arms[1].processes / b["s_per_step"] for _, b in pairs]
     return {
         "case": case.name.rpartition("-")[0],
         "dtype": dtype,
-        "malloc": malloc,
         "arms": [arm.name for arm in arms],
         "s_per_step": [statistics.median(runs) for runs in seconds],
-        "share_of_limit": statistics.median(shares),
+        "fraction_of_bound": statistics.median(fractions),
         "ratios": [a["s_per_token"] / b["s_per_token"] for a, b in pairs],
         "memory_mb": growth,
         "memory_ratio": growth[0] / growth[1],
@@ -311,7 +305,7 @@ def row_of(arms, case, dtype, malloc, pairs, memory_runs):
 
 
 def comparisons(args):
-    """The pairs of arms that the flags ask for."""
+    """Return the pairs of arms that the flags select."""
     ours, found = Arm("ours", flags=args.ours), []
     if args.sft:
         return [(Arm(f"TRL, {kind}", f"trl {kind}"), ours) for kind in ("padded", "padding-free")]
@@ -339,14 +333,14 @@ def spread(row):
 
 def table(rows):
     """The rows in Markdown."""
-    head = ["case", "dtype", "malloc", "A", "B", "seconds per step A", "B", "A / B", "B's share"]
+    head = ["case", "dtype", "A", "B", "seconds per step A", "B", "A / B", "bound / B"]
     head += ["memory A", "B", "A / B", "worst loss difference"]
     lines = [head, ["---"] * len(head)]
     for row in rows:
         gap, (ratio, low, high) = row["loss_difference"], spread(row)
-        line = [row["case"], row["dtype"], row["malloc"], *row["arms"]]
+        line = [row["case"], row["dtype"], *row["arms"]]
         line += [f"{seconds:.3f}" for seconds in row["s_per_step"]]
-        line += [f"**{ratio:.2f}** [{low:.2f}, {high:.2f}]", f"{row['share_of_limit']:.2f}"]
+        line += [f"**{ratio:.2f}** [{low:.2f}, {high:.2f}]", f"{row['fraction_of_bound']:.2f}"]
         line += [f"{size:.0f} MB" for size in row["memory_mb"]]
         lines.append([*line, f"{row['memory_ratio']:.2f}", "-" if gap is None else f"{gap:.1e}"])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -369,8 +363,7 @@ def draw_bars(rows, path):
     axis.axvline(1, color="black", linewidth=1)
     names = []
     for row in rows:
-        malloc = ", both keep memory" if row["malloc"] == "keeping" else ""
-        names.append(f"{row['case']} {row['dtype']}, {' / '.join(row['arms'])}{malloc}")
+        names.append(f"{row['case']} {row['dtype']}, {' / '.join(row['arms'])}")
     axis.set_yticks(range(len(rows)), names)
     axis.invert_yaxis()
     axis.set(xlabel="ratio of time", xlim=(0, 1.15 * max(max(1, *spread(row)) for row in rows)))
@@ -391,7 +384,6 @@ def read_flags():
     add("--processes", type=int, nargs="+", default=[], help="ours, 1 against so many processes")
     add("--cases", nargs="+", choices=CASES | GPU_CASES, default=list(CASES))
     add("--dtypes", nargs="+", choices=TOLERANCE, default=list(TOLERANCE))
-    add("--malloc", nargs="+", choices=MALLOC, default=list(MALLOC))
     add("--repeats", type=int, default=5, help="pairs of runs")
     add("--steps", type=int, default=6, help="of a run; the first one is dropped")
     add("--cache", default=f"{tempfile.gettempdir()}/dpo_vs_trl_cases", help="of the cases")
@@ -404,7 +396,7 @@ def read_flags():
     if (args.trl_defaults or args.sft) and not args.trl_python:
         parser.error("TRL's rows need --trl_python")
     if not (args.arm or comparisons(args)):
-        parser.error("give --trl_python, --layouts or --processes")
+        parser.error("use --trl_python, --layouts or --processes")
     return args
 
 
@@ -418,7 +410,7 @@ def measure_all(args):
     for name, dtype in itertools.product(args.cases, args.dtypes):
         case = make_case(name, os.path.abspath(args.cache))
         for arms in comparisons(args):
-            report["rows"] += compare(arms, case, dtype, args)
+            report["rows"].append(compare(arms, case, dtype, args))
             if args.out:
                 Path(args.out).write_text(json.dumps(report, indent=1) + "\n")
     return report
@@ -434,7 +426,7 @@ def main():
         draw_bars(report["rows"], args.picture)
     gaps = [(row["loss_difference"] or 0) / TOLERANCE[row["dtype"]] for row in report["rows"]]
     if max(gaps) > 1:
-        print("the losses differ: believe no speed above", file=sys.stderr)
+        print("the losses differ: the times above are not comparable", file=sys.stderr)
     return int(max(gaps) > 1)
 
 

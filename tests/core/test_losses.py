@@ -11,7 +11,7 @@ import torch
 
 from config import Config
 from ddp_utils import UserError
-from ddp_utils.cli import METHODS, loss_options
+from ddp_utils.cli import METHODS
 from ddp_utils.losses import Displacement, LogPs, LossSpec, at_reference, preference, sft
 
 ALL = ["dpo", "cdpo", "robust", "ipo", "ipo_sum", "hinge", "dpop", "dposhift", "dpopshift", "simpo"]
@@ -33,33 +33,34 @@ def log_sigma(z):
     return -math.log1p(math.exp(-z)) if z >= 0 else z - math.log1p(math.exp(z))
 
 
-def settings(method, **given):
+def spec_of(method, **options):
+    """Return the loss with the options of OPTIONS that the method uses."""
     used = {name: value for name, (value, users) in OPTIONS.items() if method in users}
-    return Config(method=method, **{**used, **given})
+    return LossSpec(method, **{**used, **options})
 
 
-def by_hand(config, chosen, rejected, ref_chosen, ref_rejected, chosen_tokens, rejected_tokens):
+def by_hand(spec, chosen, rejected, ref_chosen, ref_rejected, chosen_tokens, rejected_tokens):
     """Loss of one pair, d loss / d chosen, d loss / d rejected."""
-    average = config.length_average or config.method in ("ipo", "simpo")
+    average = spec.length_average or spec.method in ("ipo", "simpo")
     a, b = (1 / chosen_tokens, 1 / rejected_tokens) if average else (1.0, 1.0)
-    beta, e = config.beta, config.label_smoothing
-    if config.method == "simpo":
-        z = beta * (a * chosen - b * rejected) - config.simpo_gamma
+    beta, e = spec.beta, spec.label_smoothing
+    if spec.method == "simpo":
+        z = beta * (a * chosen - b * rejected) - spec.simpo_gamma
         return -log_sigma(z), (sigma(z) - 1) * beta * a, -(sigma(z) - 1) * beta * b
     u, v = a * (chosen - ref_chosen), b * (rejected - ref_rejected)
-    if config.method.startswith("ipo"):
+    if spec.method.startswith("ipo"):
         h = u - v - 1 / (2 * beta)
         return h * h, 2 * h * a, -2 * h * b
-    shift = config.lambda_shift if config.method in ("dposhift", "dpopshift") else 1.0
+    shift = spec.lambda_shift if spec.method in ("dposhift", "dpopshift") else 1.0
     z, dz_du, dz_dv = beta * (u - shift * v), beta, -beta * shift
-    if config.method in ("dpop", "dpopshift") and ref_chosen - chosen > NOISE:
-        z, dz_du = z + beta * config.lambda_dpop * u, beta + beta * config.lambda_dpop
-    if config.method == "cdpo":
+    if spec.method in ("dpop", "dpopshift") and ref_chosen - chosen > NOISE:
+        z, dz_du = z + beta * spec.lambda_dpop * u, beta + beta * spec.lambda_dpop
+    if spec.method == "cdpo":
         loss, slope = -(1 - e) * log_sigma(z) - e * log_sigma(-z), sigma(z) - (1 - e)
-    elif config.method == "robust":
+    elif spec.method == "robust":
         loss = (-(1 - e) * log_sigma(z) + e * log_sigma(-z)) / (1 - 2 * e)
         slope = ((1 - e) * (sigma(z) - 1) - e * sigma(z)) / (1 - 2 * e)
-    elif config.method == "hinge":
+    elif spec.method == "hinge":
         loss, slope = max(0.0, 1 - z), -1.0 if z < 1 else 0.0
     else:
         loss, slope = -log_sigma(z), sigma(z) - 1
@@ -83,90 +84,95 @@ def logps_of(rows, dtype=torch.float64):
     return LogPs(*columns)
 
 
-def loss_and_gradients(config, rows, dtype=torch.float64):
+def loss_and_gradients(spec, rows, dtype=torch.float64):
     logps = logps_of(rows, dtype)
-    sides = logps.chosen.requires_grad_(), logps.rejected.requires_grad_()
-    losses, _ = preference(logps, LossSpec.of(config), NOISE)
-    return losses.detach(), *torch.autograd.grad(losses.sum(), sides)
+    inputs = logps.chosen.requires_grad_(), logps.rejected.requires_grad_()
+    losses, _ = preference(logps, spec, NOISE)
+    return losses.detach(), *torch.autograd.grad(losses.sum(), inputs)
 
 
-def one_loss(config, *row):
-    return preference(logps_of([row]), LossSpec.of(config), NOISE)[0].item()
-
-
-def check_against_hand(config, rows):
-    found = loss_and_gradients(config, rows)
-    wanted = zip(*(by_hand(config, *row) for row in rows), strict=True)
-    hand = tuple(torch.tensor(column, dtype=torch.float64) for column in wanted)
-    torch.testing.assert_close(found, hand, rtol=1e-9, atol=1e-9)
+def check_against_hand(spec, rows):
+    found = loss_and_gradients(spec, rows)
+    expected = zip(*(by_hand(spec, *row) for row in rows), strict=True)
+    tensors = tuple(torch.tensor(column, dtype=torch.float64) for column in expected)
+    torch.testing.assert_close(found, tensors, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("spread", [1, 30, 6000])
 @pytest.mark.parametrize("method", ALL)
 def test_value_and_gradient_equal_the_closed_form(method, spread):
-    check_against_hand(settings(method, beta=0.1), some_pairs(spread))
+    check_against_hand(spec_of(method, beta=0.1), some_pairs(spread))
 
 
 def test_length_average_divides_each_log_ratio_by_its_own_tokens():
     for method in AVERAGEABLE:
-        check_against_hand(settings(method, beta=0.5, length_average=True), some_pairs(30))
+        check_against_hand(spec_of(method, beta=0.5, length_average=True), some_pairs(30))
 
 
-@pytest.mark.parametrize("method", ALL)
-def test_margins_of_500_stay_finite_in_single_precision(method):
-    config = settings(method, beta=1.0)
-    sides = [(450.0, -60.0), (-550.0, -60.0), (-50.0, 440.0)]
-    rows = [(*side, -50.0, -60.0, 1, 1) for side in sides]
-    for ours in loss_and_gradients(config, rows, torch.float32):
-        assert torch.isfinite(ours).all()
-        assert ours.dtype == torch.float32
+def test_margins_of_500_stay_finite_in_single_precision():
+    margins = [(450.0, -60.0), (-550.0, -60.0), (-50.0, 440.0)]
+    rows = [(*logps, -50.0, -60.0, 1, 1) for logps in margins]
+    for method in ALL:
+        for found in loss_and_gradients(spec_of(method, beta=1.0), rows, torch.float32):
+            assert torch.isfinite(found).all() and found.dtype == torch.float32, method
 
 
-def test_the_dpop_penalty_is_beta_lambda_times_a_fall_beyond_the_callers_noise():
-    # fell by 0.25: z = 0.1 * (-0.25 + 1) = 0.075, and 0.1 * 50 * 0.25 = 1.25 less if penalised
+def test_the_dpop_penalty_is_beta_lambda_times_a_fall_beyond_the_noise():
+    # fell by 0.25: z = 0.1 * (-0.25 + 1) = 0.075, and 0.1 * 50 * 0.25 = 1.25 less if penalized
     pair = logps_of([(-10.25, -12.0, -10.0, -11.0, 4, 4)])
-    config = settings("dpop", beta=0.1, lambda_dpop=50.0)
+    spec = LossSpec("dpop", beta=0.1, lambda_dpop=50.0)
     for noise, z in ((0.1, -1.175), (0.5, 0.075)):
-        loss = preference(pair, LossSpec.of(config), noise)[0].item()
+        loss = preference(pair, spec, noise)[0].item()
         assert loss == pytest.approx(math.log(1 + math.exp(-z)), rel=1e-12)
 
 
 @pytest.mark.parametrize("method", ALL)
 def test_the_loss_at_the_reference_has_its_closed_form(method):
-    row = (-7.0, -9.0, -7.0, -9.0, 3, 5)
+    pair = logps_of([(-7.0, -9.0, -7.0, -9.0, 3, 5)])
     for beta in (0.05, 0.1, 2.0):
-        config = settings(method, beta=beta)
-        wanted = {"hinge": 1.0, "simpo": None}.get(method, math.log(2))
+        expected = {"hinge": 1.0, "simpo": None}.get(method, math.log(2))
         if method in ("ipo", "ipo_sum"):
-            wanted = 1 / (4 * beta * beta)
-        assert at_reference(LossSpec.of(config)) == (
-            None if wanted is None else pytest.approx(wanted)
-        )
-        if wanted is not None:
-            assert one_loss(config, *row) == pytest.approx(wanted, rel=1e-12)
+            expected = 1 / (4 * beta * beta)
+        spec = spec_of(method, beta=beta)
+        if expected is None:
+            assert at_reference(spec) is None
+            continue
+        assert at_reference(spec) == pytest.approx(expected, rel=1e-12)
+        assert preference(pair, spec)[0].item() == pytest.approx(expected, rel=1e-12)
+    assert at_reference(LossSpec("of a script")) is None
 
 
-def test_an_option_is_taken_by_its_methods_and_refused_by_the_others():
-    """0 counts as given; what is left out has the documented default."""
+def test_an_option_is_an_error_for_methods_that_do_not_use_it():
+    """0 counts as given."""
     assert list(METHODS) == ALL
     for method in ALL:
         for option, (value, users) in OPTIONS.items():
             for given in (value, 0.0):
                 config = Config(method=method, **{option: given})
                 if method in users:
-                    assert loss_options(config)[option] == given
+                    assert getattr(LossSpec.of(config), option) == given
                     continue
                 with pytest.raises(UserError, match=f"^--{option}: {method} ") as caught:
-                    loss_options(config)
-                named = str(caught.value).partition("belongs to")[2].split(",")
-                assert {name.strip() for name in named} == users
+                    LossSpec.of(config)
+                assert [user for user in users if user not in str(caught.value)] == []
     for method in set(ALL) - set(AVERAGEABLE):
         with pytest.raises(UserError, match=f"--length_average: {method}"):
-            loss_options(Config(method=method, length_average=True))
-    defaults = {"dpo": {}, "cdpo": {"label_smoothing": 0.1}, "robust": {"label_smoothing": 0.1}}
-    defaults |= {"dpopshift": {"lambda_dpop": 50.0, "lambda_shift": 0.75}}
-    defaults |= {"simpo": {"simpo_gamma": 0.5}}
-    assert {method: loss_options(Config(method=method)) for method in defaults} == defaults
+            LossSpec.of(Config(method=method, length_average=True))
+
+
+def test_an_option_that_is_left_out_has_the_documented_default():
+    documented = {
+        "dpo": LossSpec("dpo", beta=0.3),
+        "cdpo": LossSpec("cdpo", beta=0.3, label_smoothing=0.1),
+        "robust": LossSpec("robust", beta=0.3, label_smoothing=0.1),
+        "dpopshift": LossSpec("dpopshift", beta=0.3, lambda_dpop=50.0, lambda_shift=0.75),
+        "simpo": LossSpec("simpo", beta=0.3, simpo_gamma=0.5),
+    }
+    for method, spec in documented.items():
+        for weight in (0.0, 1.5):
+            config = Config(method=method, beta=0.3, sft_weight=weight)
+            assert LossSpec.of(config) == spec._replace(sft_weight=weight)
+    assert LossSpec.of(Config(length_average=True)).length_average
 
 
 def test_the_sft_term_is_the_mean_negative_log_prob_of_the_chosen_tokens():
@@ -197,13 +203,17 @@ def test_rewards_of_simpo_are_beta_times_log_probs_per_token():
 
 
 def warnings_of(rewards, method="dpo"):
-    watch = Displacement(method)
-    return [(step, line) for step, reward in enumerate(rewards, 1) if (line := watch.seen(reward))]
+    """Return (step, warning) of each warning."""
+    displacement = Displacement(method)
+    lines = [displacement.seen(reward) for reward in rewards]
+    return [(step, line) for step, line in enumerate(lines, start=1) if line]
 
 
-def test_a_falling_chosen_response_is_told_once_with_the_two_ways_out():
+def test_the_warning_that_chosen_responses_become_less_likely_comes_once():
     [(_, line)] = warnings_of([-0.1] * 40)
     assert "--method dpop" in line and "--sft_weight" in line and "\n" not in line
+    # only recent steps count: of ten, 7 * 1 + 3 * -3 is the first sum below 0
+    assert [step for step, _ in warnings_of([1.0] * 100 + [-3.0] * 10)] == [103]
 
 
 def test_no_warning_while_the_mean_of_recent_steps_is_not_below_0():
@@ -211,6 +221,4 @@ def test_no_warning_while_the_mean_of_recent_steps_is_not_below_0():
     too_few = [-9.0] * 4
     for rewards in (too_few, [0.0] * 40, [0.1] * 40, one_bad_batch, [0.2, -0.1] * 20):
         assert warnings_of(rewards) == []
-    assert warnings_of([-5.0] * 40, "simpo") == []  # it has no reference to fall below
-    # only recent steps count: of ten, 7 * 1 + 3 * -3 is the first sum below 0
-    assert [step for step, _ in warnings_of([1.0] * 100 + [-3.0] * 10)] == [103]
+    assert warnings_of([-5.0] * 40, "simpo") == []  # it has no reference
