@@ -21,7 +21,7 @@ The names and options of the methods are in cli.py, so that reading settings doe
 
 import math
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,7 +61,8 @@ class LossSpec(NamedTuple):
     def of(cls, config) -> "LossSpec":
         """Return the loss of a script's settings."""
         general = config.method, config.beta, config.length_average, config.sft_weight
-        return cls(*general, **cli.loss_options(config))
+        options: dict[str, Any] = dict(cli.loss_options(config))
+        return cls(*general, **options)
 
 
 def preference(

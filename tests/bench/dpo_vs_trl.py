@@ -159,11 +159,13 @@ def train_trl(spec, rows, record):
 def train_ours(spec, rows, record):
     import limit
 
-    from ddp_utils.policy import Policy
+    from ddp_utils import policy as policies
 
     script = importlib.import_module("train" if spec["sft"] else "main_distributed")
 
-    make_optimizer, step = script.make_optimizer, Policy.step
+    # one script uses it through its module, the other by its name
+    owner = script if spec["sft"] else policies
+    make_optimizer, step = owner.make_optimizer, policies.Policy.step
 
     def last_before_the_loop(*arguments, **named):
         made = make_optimizer(*arguments, **named)
@@ -174,7 +176,7 @@ def train_ours(spec, rows, record):
         step(*arguments)
         record.step_ends()
 
-    script.make_optimizer, Policy.step = last_before_the_loop, last_of_a_step
+    owner.make_optimizer, policies.Policy.step = last_before_the_loop, last_of_a_step
     products = limit.Products()
     if spec["count"]:
         train_step = script.train_step

@@ -111,8 +111,8 @@ def test_a_judge_may_return_a_number_or_several(tmp_path):
 UNFIT = {
     "": "has no function score",
     "score = 3": "has no function score",
-    "def score(a): return 1": r"no function score\(prompt, response\)",
-    "def score(a, b): return 'good'": "returned {'': 'good'} (expected a number or",
+    "def score(a): return 1": r"no function score\(prompt, reply\)",
+    "def score(a, b): return 'good'": r"returned {'': 'good'} \(expected a number or",
     "def score(a, b): return {}": "returned {}",
     "def score(a, b): raise ValueError('unknown question')": "on 'p': unknown question",
 }
