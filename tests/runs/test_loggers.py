@@ -52,7 +52,7 @@ def history(folder):
     return steps
 
 
-def test_weights_and_biases_offline_in_two_lives(tmp_path):
+def test_weights_and_biases_offline_in_two_starts(tmp_path):
     """All steps of a run that was continued, under one id; nothing leaves the machine."""
     pytest.importorskip("wandb")
     offline = {"WANDB_MODE": "offline", "WANDB_API_KEY": ""}
