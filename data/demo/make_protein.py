@@ -192,7 +192,7 @@ def main(folder: Path = Path(__file__).parents[1]):
     make_pairs(folder)
     torch.set_num_threads(1)  # so that sums are always taken in the same order
     torch.manual_seed(SEED)
-    model = mpnn.ProteinMPNN(hidden=32, encoder_layers=1, decoder_layers=1, neighbours=16)
+    model = mpnn.ProteinMPNN(hidden=32, encoder_layers=1, decoder_layers=1, neighbors=16)
     train(model, random.Random(SEED))
     model.save(folder / "demo/protein_model.pt")
 

@@ -1,160 +1,214 @@
-"""Which pairs a step trains on, and in which order their residues are decoded.
+"""Choose the pairs of each step and the decoding orders of their residues, and score pairs.
 
-Pairs of one backbone stay together, since it is encoded once for all of them.
+Pairs of one backbone stay together, so that the backbone is encoded once for all of them.
 """
 
-import collections
-from typing import NamedTuple
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ddp_utils import distributed, sampler
-from ddp_utils.distributed import to_device
+from ddp_utils.distributed import World, to_device
 from ddp_utils.policy import ScorerModule
-from ddp_utils.sampler import MicroBatch, seed_of
+from ddp_utils.sampler import MicroBatch, Plan, seed_of
+from dpo_inv.mpnn import ProteinMPNN
 from dpo_inv.pairs import Pair
+from dpo_inv.structure import Structure
 
-# pairs of a backbone that follow each other, and that are scored at once; a number of its own:
-# neither the order nor the list of a listwise loss may hang on batch_size or world_size
-TOGETHER = 8
+# Most pairs of a backbone that follow each other in an epoch, and that are scored together. It is a
+# constant, because neither the order of the data nor the list of a listwise loss may depend on
+# batch_size or on the number of processes.
+GROUP_SIZE = 8
 
 
-def orders(pair, kind, count, seed) -> np.ndarray:
-    """Return decoding orders [count, T, C], the same in all epochs; order[t] comes at time t.
+class OrderOptions(NamedTuple):
+    """How decoding orders are drawn."""
 
-    Context first, designed positions last; `mutated_last` ends with the positions that differ.
-    They depend on backbone and seed alone, so that pairs of one backbone share them.
+    kind: str = "random"  # random, sequential, mutated_last
+    count: int = 1  # random orders per pair
+    seed: int = 0
+
+    @classmethod
+    def of(cls, config: Any) -> "OrderOptions":
+        """Return the options in a script's settings."""
+        return cls(config.decoding_order, config.num_orders, config.seed)
+
+
+def decoding_orders(pair: Pair, options: OrderOptions) -> np.ndarray:
+    """Return the decoding orders [M, T, C] of a pair, the same in all epochs.
+
+    order[t] are the tied positions that are decoded at time t. The context comes first, then the
+    designed positions; `mutated_last` ends with the positions that differ. Orders depend on the
+    backbone and the seed only, so pairs of one backbone have the same ones.
     """
-    last = pair.designed.astype(int)
-    if kind == "mutated_last":
-        last = last + pair.mutated
     tied = pair.backbone.tied
-    last = last[tied].max(-1)  # [T]
-    if kind == "sequential":
-        return tied[None, np.argsort(last, kind="stable")]
-    seeds = [seed_of(seed, pair.name, number) for number in range(count)]
-    ties = np.stack([np.random.default_rng(drawn).random(len(last)) for drawn in seeds])  # [M, T]
-    return tied[np.lexsort((ties, np.broadcast_to(last, ties.shape)))]
+    stage = pair.designed.astype(int)  # [L] positions of a later stage are decoded later
+    if options.kind == "mutated_last":
+        stage = stage + pair.mutated
+    stage = stage[tied].max(-1)  # [T]
+    if options.kind == "sequential":
+        return tied[None, np.argsort(stage, kind="stable")]
+    draws = []
+    for number in range(options.count):
+        generator = np.random.default_rng(seed_of(options.seed, pair.name, number))
+        draws.append(generator.random(len(stage)))
+    return tied[np.lexsort((np.stack(draws), np.broadcast_to(stage, (len(draws), len(stage)))))]
 
 
-def split(pairs, seed) -> tuple[list[Pair], list[Pair]]:
-    """Return (training, validation): whole backbones, drawn by the seed, up to a tenth of pairs.
+def split(pairs: Sequence[Pair], seed: int) -> tuple[list[Pair], list[Pair]]:
+    """Return training and validation pairs: up to a tenth of the pairs, whole backbones at random.
 
-    At least one, the smallest, if there are two.
+    If there are two or more backbones, at least one, the smallest, is for validation.
     """
-    sizes = collections.Counter(pair.number for pair in pairs)
+    sizes = Counter(pair.number for pair in pairs)
     generator = torch.Generator().manual_seed(seed_of(seed, "split"))
     backbones = sorted(sizes)
-    held = set()
+    held_out: set[int] = set()
+    count = 0
     for index in torch.randperm(len(backbones), generator=generator).tolist():
-        more = held | {backbones[index]}
-        if sum(sizes[number] for number in more) <= 0.1 * len(pairs):
-            held = more
-    if not held and len(backbones) > 1:
-        held.add(min(backbones, key=sizes.get))
-    train = [pair for pair in pairs if pair.number not in held]
-    return train, [pair for pair in pairs if pair.number in held]
+        if count + sizes[backbones[index]] <= 0.1 * len(pairs):
+            held_out.add(backbones[index])
+            count += sizes[backbones[index]]
+    if not held_out and len(backbones) > 1:
+        held_out.add(min(backbones, key=sizes.__getitem__))
+    train = [pair for pair in pairs if pair.number not in held_out]
+    return train, [pair for pair in pairs if pair.number in held_out]
 
 
-def groups(rows, pairs, size) -> list[list[int]]:
-    """Return the rows by backbone, in their order, at most `size` each."""
-    by_backbone = collections.defaultdict(list)
+def group_by_backbone(rows: Iterable[int], pairs: Sequence[Pair], size: int) -> list[list[int]]:
+    """Return rows of `pairs` in groups of at most `size` with the same backbone, in their order."""
+    by_backbone = defaultdict(list)
     for row in rows:
         by_backbone[pairs[row].number].append(row)
-    cut = []
+    groups = []
     for same in by_backbone.values():
-        cut += [same[start : start + size] for start in range(0, len(same), size)]
-    return cut
+        groups += [same[start : start + size] for start in range(0, len(same), size)]
+    return groups
 
 
-def batch(plan, pairs, step) -> list[int]:
-    """Return the rows of a step, as sampler.Plan.batch, but pairs of a backbone stay together.
+def epoch_order(plan: Plan, pairs: Sequence[Pair], epoch: int) -> list[int]:
+    """Return the rows in the order of an epoch, which shuffles groups of up to GROUP_SIZE pairs."""
+    if not plan.shuffle:
+        return list(range(len(pairs)))
+    generator = torch.Generator().manual_seed(seed_of(plan.seed, epoch))
+    shuffled = torch.randperm(len(pairs), generator=generator).tolist()
+    groups = group_by_backbone(shuffled, pairs, GROUP_SIZE)
+    rows = []
+    for index in torch.randperm(len(groups), generator=generator).tolist():
+        rows += groups[index]
+    return rows
 
-    An epoch is shuffled in chunks of up to TOGETHER of them.
-    """
+
+def global_batch(plan: Plan, pairs: Sequence[Pair], step: int) -> list[int]:
+    """Return the rows of a step, like Plan.batch, but with pairs of one backbone together."""
     epoch, step_of_epoch = divmod(step, plan.steps_per_epoch)
-    rows = list(range(len(pairs)))
-    if plan.shuffle:
-        generator = torch.Generator().manual_seed(seed_of(plan.seed, epoch))
-        rows = torch.randperm(len(pairs), generator=generator).tolist()
-        chunks = groups(rows, pairs, TOGETHER)
-        rows = []
-        for index in torch.randperm(len(chunks), generator=generator).tolist():
-            rows += chunks[index]
-    return rows[step_of_epoch * plan.global_batch : (step_of_epoch + 1) * plan.global_batch]
+    start = step_of_epoch * plan.global_batch
+    return epoch_order(plan, pairs, epoch)[start : start + plan.global_batch]
 
 
-def share(pairs, size, world) -> list[MicroBatch]:
-    """Return this rank's micro-batches of some pairs, each of at most `size` of one backbone."""
-    rows = groups(range(len(pairs)), pairs, size)
-    costs = [len(pairs[group[0]].preferred) * (1 + len(group)) for group in rows]
-    shared = sampler.assign_micro_batches(range(len(rows)), costs, world, 1)
-    return [MicroBatch(rows[index], weight * len(rows[index])) for [index], weight in shared]
+def rows_used(plan: Plan, pairs: Sequence[Pair]) -> list[int]:
+    """Return the rows that the run trains on, like Plan.rows_used."""
+    if plan.steps >= plan.steps_per_epoch:
+        return list(range(len(pairs)))
+    return sorted(epoch_order(plan, pairs, 0)[: plan.steps * plan.global_batch])
+
+
+def micro_batches(
+    pairs: Sequence[Pair], size: int, world: World, used: Sequence[int] | None = None
+) -> list[MicroBatch]:
+    """Return this rank's micro-batches of all pairs: at most `size` pairs of one backbone each.
+
+    used: omit micro-batches with none of these rows.
+    """
+    groups = group_by_backbone(range(len(pairs)), pairs, size)
+    if used is not None:
+        wanted = {*used}
+        groups = [group for group in groups if not wanted.isdisjoint(group)]
+    costs = [len(pairs[group[0]].preferred) * (1 + len(group)) for group in groups]
+    assigned = sampler.assign_micro_batches(range(len(groups)), costs, world, 1)
+    return [MicroBatch(groups[index], weight * len(groups[index])) for [index], weight in assigned]
 
 
 class Batch(NamedTuple):
-    """B pairs of one backbone of L residues, M decoding orders each: S = 2 B M sequences."""
+    """B pairs of one backbone of L positions with M decoding orders each: S = 2 B M sequences."""
 
-    structure: list  # coords [L, 4, 3], mask, residue_idx, chain_encoding [L]
-    letters: torch.Tensor  # [S, L]: all preferred ones, then all unpreferred
-    sequences: torch.Tensor  # [S, L] what is decoded, or [S / 2, L]: that of both halves
-    orders: torch.Tensor  # [S or S / 2, T, C]
-    tied: torch.Tensor  # [T, C] rows that share a letter
-    shares: torch.Tensor  # [L] of Structure.shares
-    targets: torch.Tensor  # [B, T] the letters whose log-probs are summed
-    margins: torch.Tensor  # [B] kcal/mol
-    signs: torch.Tensor  # [B] of Pair.sign
+    structure: list[Tensor]  # coords [L, 4, 3], mask, residue_idx, chain_encoding [L]
+    sequences: Tensor  # [S, L]: all preferred ones, then all unpreferred ones
+    decoded: Tensor  # [S, L], or [S / 2, L] if the log-probs of both halves are the same
+    orders: Tensor  # [S or S / 2, T, C]
+    tied: Tensor  # [T, C] positions that share a letter
+    tied_weights: Tensor  # [L] see Structure.tied_weights
+    targets: Tensor  # [B, T] the letters whose log-probs are summed
+    margins: Tensor  # [B] kcal/mol
+    signs: Tensor  # [B] see Pair.sign
 
 
-def tensors(backbone, device):
-    """Return coords, mask, residue_idx and chain_encoding of a Structure."""
+def structure_tensors(backbone: Structure, device: torch.device | str) -> list[Tensor]:
+    """Return coords, mask, residue_idx and chain_encoding, the arguments of ProteinMPNN.encode."""
     return [to_device(array, device) for array in backbone[:4]]
 
 
-def collate(pairs, config, device) -> Batch:
+def collate(pairs: Sequence[Pair], options: OrderOptions, device: torch.device | str) -> Batch:
     """Return pairs of one backbone as one batch."""
     backbone = pairs[0].backbone
-    options = (config.decoding_order, config.num_orders, config.seed)
-    drawn = np.concatenate([orders(pair, *options) for pair in pairs])  # [S / 2, T, C]
-    letters = np.stack([p.preferred for p in pairs] + [p.unpreferred for p in pairs])  # [2 * B, L]
-    letters = letters.repeat(len(drawn) // len(pairs), axis=0)  # [S, L]
-    # nobody sees the last letter: where only that one differs, one decoding is that of both
-    is_one = all(pair.mutated[backbone.tied].any(-1).sum() == 1 for pair in pairs)
-    halves = 1 if is_one and config.decoding_order == "mutated_last" else 2
-    arrays = [letters, letters[: halves * len(drawn)], np.concatenate([drawn] * halves)]
-    arrays += [backbone.tied, backbone.shares, np.stack([pair.targets for pair in pairs])]
-    arrays += [[pair.margin for pair in pairs], [pair.sign for pair in pairs]]
-    return Batch(tensors(backbone, device), *(to_device(array, device) for array in arrays))
+    orders = np.concatenate([decoding_orders(pair, options) for pair in pairs])  # [S / 2, T, C]
+    sequences = np.stack([p.preferred for p in pairs] + [p.unpreferred for p in pairs])  # [2 B, L]
+    sequences = sequences.repeat(len(orders) // len(pairs), axis=0)  # [S, L]
+    # No residue sees the letter that is decoded last: where only that one differs, both sequences
+    # have the same log-probs.
+    differ_once = all(pair.mutated[backbone.tied].any(-1).sum() == 1 for pair in pairs)
+    halves = 1 if differ_once and options.kind == "mutated_last" else 2
+    return Batch(
+        structure_tensors(backbone, device),
+        to_device(sequences, device),
+        to_device(sequences[: halves * len(orders)], device),
+        to_device(np.concatenate([orders] * halves), device),
+        to_device(backbone.tied, device),
+        to_device(backbone.tied_weights, device),
+        to_device(np.stack([pair.targets for pair in pairs]), device),
+        to_device([pair.margin for pair in pairs], device),
+        to_device([pair.sign for pair in pairs], device),
+    )
 
 
 class Scorer(ScorerModule):
-    """Pairs -> summed log-probs of both sequences; what DDP wraps."""
+    """A ProteinMPNN that returns summed log-probs of pairs; the module that DDP wraps.
+
+    temperature: divides the log-probs before they are normalized again.
+    """
 
     autocast = None
 
-    def __init__(self, model, temperature=1.0):
+    def __init__(self, model: ProteinMPNN, temperature: float = 1.0):
         super().__init__()
-        self.model = model
+        self.model: ProteinMPNN = model
         self.temperature = temperature
 
-    def forward(self, batch):
-        """(preferred [B], unpreferred [B]), in nats, averaged over the decoding orders."""
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return log p of the preferred and of the unpreferred sequences, [B] each, in nats.
+
+        They are summed over the targets and averaged over the decoding orders.
+        """
         encoded = self.model.encode(*batch.structure)  # once for all sequences
-        scores = self.model.decode(encoded, batch.sequences, batch.orders)
-        scores = scores.repeat(len(batch.letters) // len(scores), 1, 1)  # [S, L, 21]
-        if batch.tied.shape[1] > 1:  # a letter of copies: the softmax of the mean of log-probs
-            scores = (scores * batch.shares[:, None])[:, batch.tied].sum(2)  # [S, T, 21]
-        if self.temperature != 1 or batch.tied.shape[1] > 1:
-            scores = (scores / self.temperature).log_softmax(-1)
-        letters = batch.letters[:, batch.tied[:, 0], None]  # [S, T, 1]
-        picked = scores.gather(-1, letters).squeeze(-1)  # [S, T]
+        log_probs = self.model.decode(encoded, batch.decoded, batch.orders)
+        log_probs = log_probs.repeat(len(batch.sequences) // len(log_probs), 1, 1)  # [S, L, 21]
+        has_copies = batch.tied.shape[1] > 1
+        if has_copies:  # the letter of tied positions: the softmax of the mean of their log-probs
+            log_probs = (log_probs * batch.tied_weights[:, None])[:, batch.tied].sum(2)  # [S, T,21]
+        if self.temperature != 1 or has_copies:
+            log_probs = (log_probs / self.temperature).log_softmax(-1)
+        letters = batch.sequences[:, batch.tied[:, 0], None]  # [S, T, 1]
+        picked = log_probs.gather(-1, letters).squeeze(-1)  # [S, T]
         picked = picked.view(2, len(batch.targets), -1, picked.shape[-1])  # [2, B, M, T]
         sums = (picked * batch.targets[:, None]).sum(-1).mean(-1)  # [2, B]
         return sums[0], sums[1]
 
-    def example(self, device):
-        """Return a backbone of four residues: for the throwaway pass of policy.Policy."""
+    def example(self, device: torch.device) -> Batch:
+        """Return a made-up backbone of four residues, for the unused first pass of Policy."""
         coords = torch.arange(48.0, device=device).view(4, 4, 3)
         ones = torch.ones(4, device=device)
         letters = torch.arange(4, device=device).expand(2, 4)
@@ -164,15 +218,26 @@ class Scorer(ScorerModule):
 
 
 @torch.no_grad()
-def score(scorer, pairs, config, world, poll=lambda: None):
-    """Return the log-probs of all pairs, [N, 2]; each rank scores its share.
+def score(
+    scorer: Scorer,
+    pairs: Sequence[Pair],
+    options: OrderOptions,
+    world: World,
+    stop_if_requested: Callable[[], None] = lambda: None,
+    used: Sequence[int] | None = None,
+) -> Tensor:
+    """Return the log-probs of all pairs, [N, 2]; the ranks split the work.
 
-    poll: called before each forward.
+    stop_if_requested: called before each forward. used: score only these rows and those that are
+    scored together with them; others are NaN.
     """
-    micro_batches = share(pairs, TOGETHER, world)
-    scores = []
-    for micro_batch in micro_batches:
-        poll()
-        batch = collate([pairs[row] for row in micro_batch.index], config, world.device)
-        scores.append(torch.stack(scorer(batch), -1))  # [B, 2]
-    return distributed.gather_by_index(len(pairs), micro_batches, scores, world)
+    assigned = micro_batches(pairs, GROUP_SIZE, world, used)
+    if not assigned:
+        return torch.full((len(pairs), 2), torch.nan, device=world.device)
+    log_probs = []
+    for micro_batch in assigned:
+        stop_if_requested()
+        batch = collate([pairs[row] for row in micro_batch.index], options, world.device)
+        log_probs.append(torch.stack(scorer(batch), -1))  # [B, 2]
+    table = distributed.gather_by_index(len(pairs), assigned, log_probs, world)
+    return table.masked_fill(table == 0, torch.nan)  # rows that were not scored

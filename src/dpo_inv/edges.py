@@ -1,71 +1,76 @@
-"""What residues that are near each other see of one another: distances, features, messages.
+"""Edges between neighboring residues: geometry, features, and the network that passes messages.
 
-No gradient flows into coordinates. An edge carries nothing that a residue can carry, and most of
-the work of ProteinMPNN, two products an edge and layer, is one autograd function here.
+Nothing is stored per edge that can be computed per residue. Most of the work of ProteinMPNN, two
+matrix products per edge and layer, is in one autograd function. No gradient flows into coordinates.
 
-S sequences on a backbone of L residues, K neighbours of each, H hidden.
+S sequences on a backbone of L residues with K neighbors each; H hidden features.
 """
 
 import functools
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
-MOST_APART = 32  # residues along the chain: further ones are all alike
-OTHER_CHAIN = 2 * MOST_APART + 1  # the number in place of a distance along the chain
+MAX_OFFSET = 32  # residues along the chain; larger offsets are treated alike
+OTHER_CHAIN = 2 * MAX_OFFSET + 1  # the code for a neighbor in another chain
 ATOMS = ["N", "CA", "C", "O", "CB"]
-DISTANCES = (  # from this atom of the residue to that one of its neighbour: the order of W_e's rows
+DISTANCES = (  # from an atom of the residue to one of its neighbor, in the order of the weights
     "CA-CA N-N C-C O-O CB-CB CA-N CA-C CA-O CA-CB N-C N-O N-CB "
     "CB-C CB-O O-C N-CA C-CA O-CA CB-CA C-N O-N CB-N C-CB O-CB C-O"
 )
-BELLS = 16  # radial basis functions of a distance, centred 2 to 22 Angstrom
-WIDTH = 20 / BELLS  # Angstrom
-POSITIONAL = 16  # features of the distance along the chain
-IN_CACHE = 1536  # edges that a CPU has in hand at once
+NUM_RBF = 16  # radial basis functions per distance, with centers from 2 to 22 Angstrom
+RBF_WIDTH = 20 / NUM_RBF  # Angstrom
+POSITIONAL = 16  # features of the offset along the chain
+EDGES_IN_CACHE = 1536  # edges that a CPU processes at once
 
 
 # --- geometry ------------------------------------------------------------------------------------
 
 
-def nearest(alphas, mask, most):
-    """The K <= `most` nearest CA of each: [L, 3], [L] -> indices and validity [L, K].
+def nearest(alphas: Tensor, mask: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Return indices and validity, [L, K], of the K <= `most` nearest residues of each residue.
 
-    A structure with fewer residues than K has invalid neighbours, so that it gives the same alone
-    as beside a longer one. (The official code lets them take part in the decoder.)
+    alphas: CA coordinates, [L, 3]; mask: [L]. If a structure has fewer residues than K, the rest of
+    its neighbors is invalid, so padding never changes a result. (In the official code such
+    neighbors take part in the decoder.)
     """
-    # exact differences: the fast way, by products, is wrong by 0.01 Angstrom
+    # the fast mode, by matrix products, has errors of 0.01 Angstrom
     apart = torch.cdist(alphas, alphas, compute_mode="donot_use_mm_for_euclid_dist")  # [L, L]
     apart = apart.masked_fill_(~mask.bool(), torch.inf)
-    apart, neighbours = apart.topk(min(most, len(mask)), largest=False)
-    return neighbours, apart.isfinite() * mask[:, None]
+    apart, neighbors = apart.topk(min(most, len(mask)), largest=False)
+    return neighbors, apart.isfinite() * mask[:, None]
 
 
-def distances(coords, neighbours):
-    """25 distances of each edge, in Angstrom: [L, 4, 3], [L, K] -> [L, K, 25]."""
+def distances(coords: Tensor, neighbors: Tensor) -> Tensor:
+    """Return the 25 distances of each edge in Angstrom, [L, K, 25].
+
+    coords: [L, 4, 3] of N, CA, C, O; neighbors: [L, K].
+    """
     n, alpha, c, _ = coords.unbind(1)
     b = alpha - n
     a = c - alpha
     beta = -0.58273431 * b.cross(a, dim=-1) + 0.56802827 * b - 0.54067466 * a + alpha
     atoms = torch.cat([coords, beta[:, None]], 1)  # [L, 5, 3]
-    across = rows(atoms.flatten(1), neighbours).unflatten(-1, (5, 3))  # [L, K, 5, 3]
-    here, there = ends(coords.device)
-    squared = across.new_zeros(*neighbours.shape, len(here))
-    for axis in range(3):  # [L, K, 25, 3] would be the largest tensor of all
+    across = gather_rows(atoms.flatten(1), neighbors).unflatten(-1, (5, 3))  # [L, K, 5, 3]
+    here, there = _distance_ends(coords.device)
+    squared = across.new_zeros(*neighbors.shape, len(here))
+    for axis in range(3):  # one axis at a time: [L, K, 25, 3] would be the largest tensor of all
         squared += (atoms[:, None, here, axis] - across[..., there, axis]).square_()
     return squared.add_(1e-6).sqrt_()
 
 
 @functools.cache
-def ends(device):
-    """Return the atoms [25] at both ends of each distance, copied to the device once."""
+def _distance_ends(device: torch.device) -> tuple[Tensor, ...]:
+    """Return the two atoms of each distance, [25] each; they are copied to a device only once."""
     ids = [[ATOMS.index(atom) for atom in pair.split("-")] for pair in DISTANCES.split()]
     return torch.tensor(ids, device=device).unbind(1)
 
 
-def rows(table, indices):
-    """Rows [N, H] at indices [...] -> [..., H]."""
-    # index_select: its backward is much faster than that of table[indices]
+def gather_rows(table: Tensor, indices: Tensor) -> Tensor:
+    """Return the rows of a table [N, H] at indices [...], [..., H]."""
+    # the backward of index_select is much faster than that of table[indices]
     return table.index_select(0, indices.flatten()).unflatten(0, indices.shape)
 
 
@@ -73,52 +78,66 @@ def rows(table, indices):
 
 
 class Features(nn.Module):
-    """Geometry -> edges [L, K, H]. No gradient flows into coordinates."""
+    """Compute edge features [L, K, H] from the geometry."""
 
-    def __init__(self, hidden):
+    def __init__(self, hidden: int):
         super().__init__()
         self.embeddings = nn.ModuleDict({"linear": nn.Linear(OTHER_CHAIN + 1, POSITIONAL)})
-        width = POSITIONAL + BELLS * len(DISTANCES.split())
+        width = POSITIONAL + NUM_RBF * len(DISTANCES.split())
         self.edge_embedding = nn.Linear(width, hidden, bias=False)
         self.norm_edges = nn.LayerNorm(hidden)
 
-    def forward(self, coords, residue_idx, chain_encoding, neighbours):
+    def forward(
+        self, coords: Tensor, residue_idx: Tensor, chain_encoding: Tensor, neighbors: Tensor
+    ) -> Tensor:
         with torch.no_grad():
-            apart = residue_idx[:, None] - residue_idx[neighbours]
-            apart = (apart + MOST_APART).clamp(0, 2 * MOST_APART)
-            alien = chain_encoding[:, None] != chain_encoding[neighbours]
-            apart = apart.masked_fill(alien, OTHER_CHAIN)  # [L, K]
-            centres = torch.linspace(2.0, 22.0, BELLS, device=coords.device) / WIDTH
-            between = distances(coords, neighbours)[..., None] / WIDTH  # [L, K, 25, 1]
-            # exp(-80) is 0 to all that follows; less is a denormal, with which all is slow
-            squared = (between - centres).square_().clamp_(max=80)
-            bells = squared.neg_().exp_().flatten(-2)  # [L, K, 400]
-        place, radial = self.edge_embedding.weight.split([POSITIONAL, bells.shape[-1]], 1)
-        steps = self.embeddings["linear"]
-        table = functional.linear(steps.weight.T + steps.bias, place)  # [66, H]
-        return self.norm_edges(functional.linear(bells, radial) + rows(table, apart))
+            offset = residue_idx[:, None] - residue_idx[neighbors]
+            offset = (offset + MAX_OFFSET).clamp(0, 2 * MAX_OFFSET)
+            in_other_chain = chain_encoding[:, None] != chain_encoding[neighbors]
+            offset = offset.masked_fill(in_other_chain, OTHER_CHAIN)  # [L, K]
+            centers = torch.linspace(2.0, 22.0, NUM_RBF, device=coords.device) / RBF_WIDTH
+            scaled = distances(coords, neighbors)[..., None] / RBF_WIDTH  # [L, K, 25, 1]
+            # exp(-80) counts as 0; smaller results would be denormal numbers, which are slow
+            squared = (scaled - centers).square_().clamp_(max=80)
+            rbf = squared.neg_().exp_().flatten(-2)  # [L, K, 400]
+        positional, radial = self.edge_embedding.weight.split([POSITIONAL, rbf.shape[-1]], 1)
+        linear = self.embeddings["linear"]
+        of_offset = functional.linear(linear.weight.T + linear.bias, positional)  # [66, H]
+        return self.norm_edges(functional.linear(rbf, radial) + gather_rows(of_offset, offset))
 
 
 class EdgeNetwork(torch.autograd.Function):
-    """gelu(W2 gelu(first)) of every edge, summed over a residue's valid ones: most of the work.
+    """Compute gelu(W2 gelu(first)) of every edge, summed over the valid edges of each residue.
 
-    `first`, what W1 makes of an edge, is the sum of three shares: its own product, one of its
-    residue and one of the neighbour, a row of a table. A few residues at a time, so that all
-    products stay in the processor's cache; and nothing is kept but what gelu's derivative needs.
+    `first`, the output of W1, is the sum of three terms: of the edge, of its residue, and of the
+    neighbor. A few residues are processed at a time, so that all products stay in the CPU cache;
+    only the inputs of gelu are kept for the backward pass.
     """
 
     @staticmethod
-    def forward(ctx, table, indices, edges, own, between, weight, bias, valid, keep):
-        """Shares of neighbours [R, H] at indices [S, L, K], edges [L, K, H] and their part of W1,
-        own shares [1 or S, L, H], W2, valid [L, K] -> sums [S, L, H].
+    def forward(
+        ctx: Any,
+        table: Tensor,
+        indices: Tensor,
+        edges: Tensor,
+        own: Tensor,
+        edge_weight: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        valid: Tensor | None,
+        keep: bool,
+    ) -> Tensor:
+        """Return the sums [S, L, H], or without `valid` the messages themselves, [S, L, K, H].
 
-        Without `valid` nothing is summed -> [S, L, K, H].
+        table: terms of neighbors, [R, H]; indices: the neighbors' rows in it, [S, L, K]; edges:
+        [L, K, H]; own: terms of the residues, [1 or S, L, H]; edge_weight: the columns of W1 for
+        edges; weight, bias: of W2; valid: [L, K]; keep: whether there will be a backward pass.
         """
         outputs = own.new_empty(indices.shape[: 2 if valid is not None else 3] + weight.shape[:1])
         ctx.kept = []
-        for part in slices(indices):
-            first = rows(table, indices[:, part])  # [S, l, K, H]
-            first.add_(edges[part] @ between.T).add_(own[:, part, None])
+        for part in _blocks(indices):
+            first = gather_rows(table, indices[:, part])  # [S, l, K, H]
+            first.add_(edges[part] @ edge_weight.T).add_(own[:, part, None])
             second = functional.linear(functional.gelu(first), weight, bias)
             message = functional.gelu(second)
             if valid is not None:
@@ -126,17 +145,17 @@ class EdgeNetwork(torch.autograd.Function):
             outputs[:, part] = message
             if keep:
                 ctx.kept.append((part, first, second))
-        ctx.save_for_backward(table, indices, edges, own, between, weight, valid)
+        ctx.save_for_backward(table, indices, edges, own, edge_weight, weight, valid)
         return outputs
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, gradient):
-        table, indices, edges, own, between, weight, valid = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        table, indices, edges, own, edge_weight, weight, valid = ctx.saved_tensors
         to_table = torch.zeros_like(table)
         to_own = torch.zeros_like(own)
         to_edges = torch.empty_like(edges)
-        to_between = torch.zeros_like(between)
+        to_edge_weight = torch.zeros_like(edge_weight)
         to_weight = torch.zeros_like(weight)
         to_bias = weight.new_zeros(len(weight))
         gelu_backward = torch.ops.aten.gelu_backward
@@ -151,19 +170,29 @@ class EdgeNetwork(torch.autograd.Function):
             to_table.index_add_(0, indices[:, part].flatten(), down.flatten(0, -2))
             to_own[:, part] = down.sum(-2).sum_to_size(to_own[:, part].shape)
             down = down.sum(0)  # [l, K, H]
-            to_between += down.flatten(0, -2).T @ edges[part].flatten(0, -2)
-            to_edges[part] = down @ between
-        return to_table, None, to_edges, to_own, to_between, to_weight, to_bias, None, None
+            to_edge_weight += down.flatten(0, -2).T @ edges[part].flatten(0, -2)
+            to_edges[part] = down @ edge_weight
+        return to_table, None, to_edges, to_own, to_edge_weight, to_weight, to_bias, None, None
 
 
-def slices(indices):
-    """Residues of [S, L, K] edges by the handful on a CPU, whose cache is small; else all."""
-    samples, length, most = indices.shape
-    size = max(1, IN_CACHE // (samples * most)) if indices.device.type == "cpu" else length
+def _blocks(indices: Tensor) -> list[slice]:
+    """Return which of the L residues of [S, L, K] edges to process together: all, on a GPU."""
+    samples, length, neighbors = indices.shape
+    size = length
+    if indices.device.type == "cpu":
+        size = max(1, EDGES_IN_CACHE // (samples * neighbors))
     return [slice(start, start + size) for start in range(0, length, size)]
 
 
-def network(second, table, indices, edges, own, between, valid=None):
-    """Apply EdgeNetwork with the weight and bias of the layer `second`."""
-    inputs = (table, indices, edges, own, between, second.weight, second.bias, valid)
+def edge_network(
+    second: nn.Linear,
+    table: Tensor,
+    indices: Tensor,
+    edges: Tensor,
+    own: Tensor,
+    edge_weight: Tensor,
+    valid: Tensor | None = None,
+) -> Tensor:
+    """Apply EdgeNetwork; second: the layer W2."""
+    inputs = (table, indices, edges, own, edge_weight, second.weight, second.bias, valid)
     return EdgeNetwork.apply(*inputs, torch.is_grad_enabled())

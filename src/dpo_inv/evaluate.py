@@ -2,11 +2,13 @@
 
     python -m dpo_inv.evaluate --model_path outputs/dpo_ddp/best_model.pt --data held_out.csv
 
-Before -> after, and the gain with its 95 % interval over proteins; a model that has not moved gains
-exactly 0. Whatever the reference makes of the pairs does not count: only what each model prefers.
+Prints each measure before -> after, and the gain with its 95 % confidence interval over proteins.
+A model compared with itself gains exactly 0. Only the preferences of each model itself count, not
+those relative to a reference.
 """
 
-import json
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,16 +17,20 @@ import numpy as np
 import torch
 
 from ddp_utils import cli, distributed, sampler
-from ddp_utils.data import write_text
-from ddp_utils.distributed import to_device
+from ddp_utils.data import write_json
+from ddp_utils.distributed import World, to_device
 from ddp_utils.metrics import Averages
-from dpo_inv import batches, inference, inference_config, mpnn, weights
-from dpo_inv import pairs as pairs_
+from dpo_inv import batches, inference, inference_config, mpnn, pairs, weights
+from dpo_inv.batches import OrderOptions
+from dpo_inv.mpnn import ProteinMPNN
+from dpo_inv.pairs import Pair
 
 DRAWS = 1000  # of the bootstrap
-ORDERS = 4  # in which a native sequence is scored
-FEWEST = 5  # measured mutants of a protein with a rank correlation of its own
-SHOWN = {  # name -> how it is called on the terminal
+ORDERS = 4  # random orders in which a native sequence is scored
+DESIGNS = 8  # sequences that are designed for each backbone
+DESIGN_TEMPERATURE = 0.1
+MIN_MUTANTS = 5  # with a ddG, for a rank correlation within a protein
+LABELS = {  # measure -> its name on the terminal
     "own": "Preferred likelier than unpreferred",
     "spearman": "Spearman with ddG, all mutants",
     "spearman_per_protein": "Spearman with ddG, mean of proteins",
@@ -57,68 +63,81 @@ class Config:
 # --- statistics ----------------------------------------------------------------------------------
 
 
-def ranks(values):
-    """Return the ranks [N] of numbers [N], from 1; equal ones share their mean rank."""
+def ranks(values: np.ndarray) -> np.ndarray:
+    """Return the ranks [N] of numbers [N], from 1; equal numbers get their mean rank."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     return (counts.cumsum() - (counts - 1) / 2)[inverse]
 
 
-def spearman(x, y) -> float:
-    """Return the rank correlation of numbers [N] and [N], NaN if all of one side are equal."""
+def spearman(x: np.ndarray, y: np.ndarray) -> float:
+    """Return the rank correlation of x [N] and y [N]; NaN if all of x or all of y are equal."""
     x = ranks(x)
     y = ranks(y)
-    return float(np.corrcoef(x, y)[0, 1]) if len(x) and x.std() > 0 and y.std() > 0 else np.nan
+    is_defined = len(x) > 0 and x.std() > 0 and y.std() > 0
+    return float(np.corrcoef(x, y)[0, 1]) if is_defined else np.nan
 
 
-def compare(pairs, before, after) -> dict:
-    """Return what two models prefer, from their log-probs [N, 2], and the gain, by name.
+def compare(rows: Sequence[Pair], before: np.ndarray, after: np.ndarray) -> dict[str, float]:
+    """Return what two models prefer, and the gain of the second, from their log-probs [N, 2].
 
-    own: share of pairs whose preferred sequence is the likelier one. spearman: rank correlation of
-    a mutant's log-odds and its measured stability, over all mutants; spearman_per_protein: mean
-    over the proteins with at least FEWEST. Intervals: bootstrap over proteins, not over pairs.
+    own: fraction of pairs whose preferred sequence is the likelier one. spearman: rank correlation
+    of a mutant's log-odds and its measured stability over all mutants; spearman_per_protein: mean
+    over the proteins with at least MIN_MUTANTS. The bootstrap draws proteins, not pairs.
     """
-    protein = np.array([pair.number for pair in pairs])
-    signs = np.array([pair.sign for pair in pairs])
-    stability = signs * np.array([pair.margin for pair in pairs])  # [N] or NaN
-    known = (signs != 0) & np.isfinite(stability)
+    protein = np.array([pair.number for pair in rows])
+    signs = np.array([pair.sign for pair in rows])
+    stability = signs * np.array([pair.margin for pair in rows])  # [N], NaN if not measured
+    is_measured = (signs != 0) & np.isfinite(stability)
     gaps = np.stack([before[:, 0] - before[:, 1], after[:, 0] - after[:, 1]])  # [2, N]
 
-    def pooled(side, rows):
-        return spearman(signs[rows] * gaps[side, rows], stability[rows])
+    def own(model: int, chosen: np.ndarray) -> float:
+        return (gaps[model, chosen] > 0).mean()
+
+    def correlation(model: int, chosen: np.ndarray) -> float:
+        return spearman(signs[chosen] * gaps[model, chosen], stability[chosen])
 
     of_protein = [np.flatnonzero(protein == number) for number in np.unique(protein)]
-    measured = [rows[known[rows]] for rows in of_protein]
-    values = gain("own", lambda side, rows: (gaps[side, rows] > 0).mean(), of_protein)
-    values |= gain("spearman", pooled, measured)
-    large = [rows for rows in measured if len(rows) >= FEWEST]
-    each = np.array([(pooled(0, rows), pooled(1, rows)) for rows in large]).reshape(-1, 2)  # [P, 2]
-    each = each[np.isfinite(each).all(-1)]
-    alone = np.arange(len(each))[:, None]
-    if len(each):
-        values |= gain("spearman_per_protein", lambda side, rows: each[rows, side].mean(), alone)
+    measured = [indices[is_measured[indices]] for indices in of_protein]
+    values = gain("own", own, of_protein)
+    values |= gain("spearman", correlation, measured)
+    within = []
+    for indices in measured:
+        if len(indices) >= MIN_MUTANTS:
+            both = correlation(0, indices), correlation(1, indices)
+            if np.isfinite(both).all():
+                within.append(both)
+    if within:
+        table = np.array(within)  # [proteins, 2]
+        proteins = list(np.arange(len(table))[:, None])
+        mean = "spearman_per_protein"
+        values |= gain(mean, lambda model, chosen: table[chosen, model].mean(), proteins)
     return values
 
 
-def moved(name, before, after) -> dict:
-    """Return both numbers and what was gained, by their names in metrics.jsonl."""
+def before_and_after(name: str, before: float, after: float) -> dict[str, float]:
+    """Return both numbers and the gain under their names in metrics.jsonl."""
     return {f"{name}/before": before, f"{name}/after": after, f"{name}/gain": after - before}
 
 
-def gain(name, measure, groups) -> dict:
-    """Return measure(side, rows) before and after, its gain, and the interval over groups of rows.
+def gain(
+    name: str, measure: Callable[[int, np.ndarray], float], groups: Sequence[np.ndarray]
+) -> dict[str, float]:
+    """Return a measure of both models, its gain, and the bootstrap interval of the gain.
 
-    side: 0 before, 1 after. groups: arrays of rows, which the bootstrap draws with replacement.
+    measure(model, indices): model 0 is the one before. groups: indices of pairs; the bootstrap
+    draws groups with replacement. Returns {} if the measure is not defined.
     """
-    rows = np.concatenate(groups)
-    values = moved(name, float(measure(0, rows)), float(measure(1, rows)))
-    if not np.isfinite(values[f"{name}/gain"]):  # all alike: no rank correlation
+    indices = np.concatenate(groups)
+    before, after = float(measure(0, indices)), float(measure(1, indices))
+    if not np.isfinite(after - before):
         return {}
+    values = before_and_after(name, before, after)
     generator = np.random.default_rng(0)
     gains = []
     for _ in range(DRAWS if len(groups) > 1 else 0):
         drawn = generator.integers(len(groups), size=len(groups))
-        rows = np.concatenate([groups[index] for index in drawn])
-        gains.append(measure(1, rows) - measure(0, rows))
+        indices = np.concatenate([groups[index] for index in drawn])
+        gains.append(measure(1, indices) - measure(0, indices))
     if gains:
         low, high = np.nanquantile(gains, (0.025, 0.975))
         values |= {f"{name}/gain_low": float(low), f"{name}/gain_high": float(high)}
@@ -129,54 +148,53 @@ def gain(name, measure, groups) -> dict:
 
 
 @torch.no_grad()
-def natives(model, pairs, seed, world) -> dict:
-    """Return means over the backbones of the pairs; each rank takes its share of them.
+def natives(model: ProteinMPNN, rows: Sequence[Pair], seed: int, world: World) -> dict[str, float]:
+    """Return means over the backbones of some pairs; the ranks split the work.
 
-    nll: of the structure's own letters, in nats per residue, over random orders. recovery,
-    diversity: share of a design's letters that are native ones, and that differ between designs.
+    nll: of the native sequence, in nats per residue, over random orders. recovery: fraction of the
+    letters of designs that are native. diversity: fraction of letters in which two designs differ.
     """
-    one_of_each = list({pair.number: pair for pair in pairs}.values())
+    one_of_each = list({pair.number: pair for pair in rows}.values())
     lengths = [len(pair.preferred) for pair in one_of_each]
     averages = Averages(world)
-    config = inference_config.Config(num_samples=8, seed=seed)
     for [index], weight in sampler.assign_micro_batches(range(len(lengths)), lengths, world, 1):
-        name = one_of_each[index].name
         backbone = one_of_each[index].backbone
         native = mpnn.encode(backbone.sequence)  # [L]
         designed = backbone.in_design & (backbone.mask > 0) & (native != mpnn.UNKNOWN)
-        bias = inference.bias_of(backbone, config)
-        letters = torch.from_numpy(native).expand(ORDERS, -1)  # [ORDERS, L]
-        task = inference.Task(Path(name), backbone, designed, bias, [], letters)
-        letters, log_probs = inference.score(model, task, config, world.device, ORDERS)
-        designs, _ = inference.sample(model, task, config, world.device)
-        designs = designs[:, designed]  # [num_samples, designed]
-        differ = designs[:, None] != designs  # [num_samples, num_samples, designed]
+        bias = inference.read_bias(backbone, inference_config.Config())
+        task = inference.Task(Path(one_of_each[index].name), backbone, designed, bias)
+        letters = torch.from_numpy(native).expand(ORDERS, -1).to(world.device)  # [ORDERS, L]
+        log_probs = inference.score(model, task, letters, seed, world.device, ORDERS)
+        temperatures = torch.full((DESIGNS,), DESIGN_TEMPERATURE)
+        designs, _ = inference.sample(model, task, temperatures, seed, world.device)
+        designs = designs[:, designed]  # [DESIGNS, designed]
+        differ = designs[:, None] != designs  # [DESIGNS, DESIGNS, designed]
         values = {
             "nll": -log_probs.gather(-1, letters[..., None])[:, designed].mean(),
             "recovery": (designs == letters[0, designed]).float().mean(),
             # without the diagonal, where a design is compared with itself
             "diversity": differ.float().mean() * len(designs) / (len(designs) - 1),
         }
-        weight = to_device(weight, world.device)
-        averages.add({key: value[None] for key, value in values.items()}, weight)
+        per_backbone = {name: value[None] for name, value in values.items()}
+        averages.add(per_backbone, to_device(weight, world.device))
     return averages.reduce()
 
 
-def gains(before, after) -> dict:
-    """Return natives() of two models side by side, by the names of SHOWN."""
+def gains(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """Return natives() of two models under the names of LABELS."""
     values = {}
     for name in ("nll", "recovery", "diversity"):
-        values |= moved(f"natives/{name}", before[name], after[name])
+        values |= before_and_after(f"natives/{name}", before[name], after[name])
     return values
 
 
-def describe(values) -> str:
-    """Return before -> after, gain and interval of all that was compared, a line each."""
+def describe(values: dict[str, float]) -> str:
+    """Return before -> after, gain and interval of each measure, one per line."""
     lines = []
-    for name, text in SHOWN.items():
+    for name, label in LABELS.items():
         if f"{name}/gain" in values:
-            before, after, gain = (values[f"{name}/{key}"] for key in ("before", "after", "gain"))
-            line = f"  {text}: {before:.4f} -> {after:.4f}, gain {gain:+.4f}"
+            before, after = values[f"{name}/before"], values[f"{name}/after"]
+            line = f"  {label}: {before:.4f} -> {after:.4f}, gain {values[f'{name}/gain']:+.4f}"
             if f"{name}/gain_low" in values:
                 low, high = values[f"{name}/gain_low"], values[f"{name}/gain_high"]
                 line += f" [{low:+.4f}, {high:+.4f}]"
@@ -187,24 +205,27 @@ def describe(values) -> str:
 # --- main ----------------------------------------------------------------------------------------
 
 
-def main(argv=None) -> int:
-    config = cli.parse(Config, argv, aliases={"--no_cuda": "--backend=gloo"})
+def main(argv: list[str] | None = None) -> int:
+    config = cli.parse(
+        Config, sys.argv[1:] if argv is None else argv, aliases={"--no_cuda": "--backend=gloo"}
+    )
     cli.check_ranges(config, num_orders=cli.ABOVE_0, max_length=cli.ABOVE_0)
     names = config.base_model_name, config.model_path
     paths = [weights.path_of(name, config.base_model_dir) for name in names]
-    data, report = pairs_.read(config.data, {}, config)
-    print(pairs_.describe("data", report))
+    rows, report = pairs.read(config.data, {}, pairs.ReadOptions.of(config))
+    print(pairs.describe("data", report))
     world = distributed.choose_device(distributed.World(), config.backend)
     scores = []
     of_natives = []
     for path in paths:
-        model = mpnn.ProteinMPNN.load(path).to(world.device)
-        scores.append(batches.score(batches.Scorer(model), data, config, world).cpu().numpy())
-        of_natives.append(natives(model, data, config.seed, world))
-    values = {"pairs": len(data), **compare(data, *scores), **gains(*of_natives)}
+        model = ProteinMPNN.load(path).to(world.device)
+        log_probs = batches.score(batches.Scorer(model), rows, OrderOptions.of(config), world)
+        scores.append(log_probs.cpu().numpy())
+        of_natives.append(natives(model, rows, config.seed, world))
+    values = {"pairs": len(rows), **compare(rows, *scores), **gains(*of_natives)}
     print(describe(values))
     if config.output:
-        write_text(config.output, json.dumps(values, indent=2) + "\n")
+        write_json(config.output, values)
     return 0
 
 

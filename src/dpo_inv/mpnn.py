@@ -1,57 +1,63 @@
-"""ProteinMPNN, after the paper (Dauparas et al., Science 378, 49, 2022): backbone -> sequence.
+"""ProteinMPNN (Dauparas et al., Science 378, 49, 2022): sequences that fold into a backbone.
 
-The same tensors under the same names as the official code, and the same numbers, so that official
-checkpoints load and the official tools read what is saved here. What differs is the way: the
-backbone is encoded once for all sequences that are scored on it, and an edge carries nothing that
-a residue can carry. There is no dropout: it would tell the policy from its reference.
+Parameters have the names and shapes of the official code, and outputs are the same: official
+checkpoints load here, and official tools read the checkpoints that are saved here. Two things
+differ: the backbone is encoded once for all sequences that are scored on it, and nothing is stored
+per edge that can be computed per residue. There is no dropout, because the policy must equal its
+reference at the start.
 
-S sequences on a backbone of L residues, K neighbours of each, H hidden.
+S sequences on a backbone of L residues with K neighbors each; H hidden features.
 """
 
 import io
-from typing import NamedTuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from ddp_utils import UserError, data
-from dpo_inv.edges import Features, nearest, network, rows
+from dpo_inv.edges import Features, edge_network, gather_rows, nearest
 
 ALPHABET = "ACDEFGHIKLMNPQRSTVWYX"  # X: unknown or missing
 UNKNOWN = ALPHABET.index("X")
-SCALE = 30  # what a sum of messages is divided by, however many neighbours there are
-# what torch raises for a file of another kind; the first, which it does not export, for one that
-# holds more than tensors and numbers
+SCALE = 30  # divides each sum of messages, whatever the number of neighbors
+# what torch.load raises for other files; UnpicklingError if a file has more than tensors and
+# numbers
 UNREADABLE = (torch.serialization.pickle.UnpicklingError, OSError, EOFError, LookupError)
 UNREADABLE += (AttributeError, RuntimeError, TypeError, ValueError)
 
 
-def encode(text) -> np.ndarray:
-    """Return letters of ALPHABET as numbers 0..20, [L]."""
+def encode(text: str) -> np.ndarray:
+    """Return the letters of a sequence as indices into ALPHABET, [L]."""
     return np.array([ALPHABET.index(letter) for letter in text], dtype=np.int64)
 
 
 class Encoded(NamedTuple):
-    """What the decoder must know of a backbone."""
+    """An encoded backbone: the inputs of the decoder."""
 
-    nodes: torch.Tensor  # [L, H]
-    edges: torch.Tensor  # [L, K, H]
-    neighbours: torch.Tensor  # [L, K] the nearest first, each residue its own first
-    valid: torch.Tensor  # [L, K] 1.0 where both residues are there, else 0.0
-    mask: torch.Tensor  # [L] 1.0 where all four atoms are there
+    nodes: Tensor  # [L, H]
+    edges: Tensor  # [L, K, H]
+    neighbors: Tensor  # [L, K] indices; the first neighbor of a residue is the residue itself
+    valid: Tensor  # [L, K] 1.0 where both residues are known, otherwise 0.0
+    mask: Tensor  # [L] 1.0 where all four atoms are known
 
 
 # --- layers --------------------------------------------------------------------------------------
 
 
 class Layer(nn.Module):
-    """What both kinds of layers have: a message along each edge, then residue by residue."""
+    """The parts that encoder and decoder layers share: W1 to W3, and the update of the nodes.
 
-    def __init__(self, hidden, parts):
+    inputs: number of H-dimensional vectors that a message is computed from.
+    """
+
+    def __init__(self, hidden: int, inputs: int):
         super().__init__()
-        self.W1 = nn.Linear(parts * hidden, hidden)
+        self.W1 = nn.Linear(inputs * hidden, hidden)
         self.W2 = nn.Linear(hidden, hidden)
         self.W3 = nn.Linear(hidden, hidden)
         self.norm1 = nn.LayerNorm(hidden)
@@ -59,9 +65,12 @@ class Layer(nn.Module):
         self.dense = nn.ModuleDict({"W_in": nn.Linear(hidden, 4 * hidden)})
         self.dense["W_out"] = nn.Linear(4 * hidden, hidden)
 
-    def update(self, nodes, summed, valid, mask):
-        """Nodes [..., H] and the sum of their gelu(W2 ...) over valid edges -> nodes [..., H]."""
-        # W3 after the sum: linear in the messages, and K times fewer of them
+    def update(self, nodes: Tensor, summed: Tensor, valid: Tensor, mask: Tensor) -> Tensor:
+        """Return the new nodes [..., H].
+
+        summed: sums of gelu(W2 ...) over the valid edges, [..., H].
+        """
+        # W3 is linear, so it is applied after the sum, to K times fewer vectors
         message = functional.linear(summed, self.W3.weight)
         message = message + self.W3.bias * valid.sum(-1, keepdim=True)
         nodes = self.norm1(nodes + message / SCALE)
@@ -70,73 +79,92 @@ class Layer(nn.Module):
 
 
 class EncoderLayer(Layer):
-    """Nodes, then edges; a message sees the node, the edge and the neighbour."""
+    """Update nodes, then edges; a message depends on the node, the edge and the neighbor."""
 
-    def __init__(self, hidden):
-        super().__init__(hidden, parts=3)
+    def __init__(self, hidden: int):
+        super().__init__(hidden, inputs=3)
         self.W11 = nn.Linear(3 * hidden, hidden)
         self.W12 = nn.Linear(hidden, hidden)
         self.W13 = nn.Linear(hidden, hidden)
         self.norm3 = nn.LayerNorm(hidden)
 
-    def forward(self, nodes, edges, indices, valid, mask):
-        summed = self.along(self.W1, self.W2, nodes, edges, indices, valid)[0]
+    def forward(
+        self, nodes: Tensor, edges: Tensor, neighbors: Tensor, valid: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        summed = self.messages(self.W1, self.W2, nodes, edges, neighbors, valid)[0]
         nodes = self.update(nodes, summed, valid, mask)
-        change = self.W13(self.along(self.W11, self.W12, nodes, edges, indices)[0])
+        change = self.W13(self.messages(self.W11, self.W12, nodes, edges, neighbors)[0])
         return nodes, self.norm3(edges + change)
 
-    def along(self, linear, second, nodes, edges, indices, valid=None):
-        """The network on [node | edge | neighbour's node], which are not laid side by side.
+    def messages(
+        self,
+        first: nn.Linear,
+        second: nn.Linear,
+        nodes: Tensor,
+        edges: Tensor,
+        neighbors: Tensor,
+        valid: Tensor | None = None,
+    ) -> Tensor:
+        """Apply two layers to [node | edge | neighbor's node] of every edge; see EdgeNetwork.
 
-        A node's products are made once, not once an edge.
+        The three are not concatenated: the products of nodes are computed once per residue.
         """
-        to_node, between, to_neighbour = linear.weight.chunk(3, 1)
-        table = functional.linear(nodes, to_neighbour)
-        own = functional.linear(nodes, to_node, linear.bias)[None]
-        return network(second, table, indices, edges, own, between, valid)
+        for_node, for_edge, for_neighbor = first.weight.chunk(3, 1)
+        table = functional.linear(nodes, for_neighbor)
+        own = functional.linear(nodes, for_node, first.bias)[None]
+        return edge_network(second, table, neighbors[None], edges, own, for_edge, valid)
 
 
 class DecoderLayer(Layer):
-    """A message sees the node, the edge and, of those decoded before, the letter and the node.
+    """Update nodes; a message depends on the node, the edge and the neighbor.
 
-    Of the others it sees the encoder's node.
+    The neighbor's letter and node are used if it is decoded before the node, otherwise its node
+    from the encoder.
     """
 
-    def __init__(self, hidden):
-        super().__init__(hidden, parts=4)
+    def __init__(self, hidden: int):
+        super().__init__(hidden, inputs=4)
 
-    def split(self):
-        """W1's columns for the node, the edge, the neighbour's letter and the neighbour."""
+    def blocks(self) -> tuple[Tensor, ...]:
+        """Return W1's columns for the node, the edge, the neighbor's letter and its node."""
         return self.W1.weight.chunk(4, 1)
 
-    def own(self, nodes):
-        """A node's share in the messages to itself: [..., H] -> [..., H]."""
-        return functional.linear(nodes, self.split()[0], self.W1.bias)
+    def own_term(self, nodes: Tensor) -> Tensor:
+        """Return the nodes' terms in the messages to themselves, [..., H]."""
+        return functional.linear(nodes, self.blocks()[0], self.W1.bias)
 
-    def unseen(self, nodes):
-        """Its share in messages to those decoded before: encoder's nodes [..., H] -> [..., H]."""
-        return functional.linear(nodes, self.split()[3])
+    def undecoded_term(self, encoder_nodes: Tensor) -> Tensor:
+        """Return the terms of residues in messages to those decoded before them, [..., H]."""
+        return functional.linear(encoder_nodes, self.blocks()[3])
 
-    def seen(self, nodes, sequences, embedding):
-        """Its share in messages to those decoded later: [..., H], letters [...] -> [..., H]."""
-        letters = functional.linear(embedding, self.split()[2])  # [21, H]
-        return rows(letters, sequences) + functional.linear(nodes, self.split()[3])
+    def decoded_term(self, nodes: Tensor, letters: Tensor, embedding: Tensor) -> Tensor:
+        """Return the terms of residues in messages to those decoded after them, [..., H].
+
+        nodes: [..., H]; letters: [...]; embedding: of the letters, [21, H].
+        """
+        of_letter = functional.linear(embedding, self.blocks()[2])  # [21, H]
+        return gather_rows(of_letter, letters) + functional.linear(nodes, self.blocks()[3])
 
 
 # --- model ---------------------------------------------------------------------------------------
 
 
 class ProteinMPNN(nn.Module):
-    """log p(sequence | backbone), one letter after the other, in any order.
+    """log p(sequence | backbone), autoregressive in any decoding order.
 
-    hidden: width. neighbours: K, how many residues one sees. Weights are drawn at random; see
-    `load`.
+    hidden: H. neighbors: K. The weights are random; see `load`.
     """
 
-    def __init__(self, hidden=128, encoder_layers=3, decoder_layers=3, neighbours=48):
+    def __init__(
+        self,
+        hidden: int = 128,
+        encoder_layers: int = 3,
+        decoder_layers: int = 3,
+        neighbors: int = 48,
+    ):
         super().__init__()
-        self.neighbours = neighbours
-        self.noise_level = 0.0  # Angstrom with which the weights were trained: for the checkpoint
+        self.neighbors = neighbors
+        self.noise_level = 0.0  # Angstrom, in the training of the weights; kept for the checkpoint
         self.features = Features(hidden)
         self.W_e = nn.Linear(hidden, hidden)
         self.W_s = nn.Embedding(len(ALPHABET), hidden)
@@ -149,118 +177,129 @@ class ProteinMPNN(nn.Module):
 
     # scoring
 
-    def encode(self, coords, mask, residue_idx, chain_encoding) -> Encoded:
-        """A backbone -> what `decode` needs; once for all sequences on it.
+    def encode(
+        self, coords: Tensor, mask: Tensor, residue_idx: Tensor, chain_encoding: Tensor
+    ) -> Encoded:
+        """Encode a backbone, once for all sequences on it.
 
-        coords [L, 4, 3] in Angstrom: N, CA, C, O. mask [L]: 1 where all four are known; what
-        coords hold elsewhere does not matter. residue_idx [L]: numbers of which only differences
-        within a chain count. chain_encoding [L]: the chain's number.
+        coords: N, CA, C, O in Angstrom, [L, 4, 3]. mask: 1 where all four are known, [L]; other
+        coordinates are ignored. residue_idx: residue numbers, [L]; only differences within a chain
+        matter. chain_encoding: the number of the chain, [L].
         """
         mask = mask.to(coords.dtype)
         coords = coords.where(mask[..., None, None].bool(), 0.0)
-        neighbours, valid = nearest(coords[:, 1], mask, self.neighbours)
-        edges = self.W_e(self.features(coords, residue_idx, chain_encoding, neighbours))
+        neighbors, valid = nearest(coords[:, 1], mask, self.neighbors)
+        edges = self.W_e(self.features(coords, residue_idx, chain_encoding, neighbors))
         nodes = edges.new_zeros(len(mask), edges.shape[-1])  # [L, H]
         for layer in self.encoder_layers:
-            nodes, edges = layer(nodes, edges, neighbours[None], valid, mask)
-        return Encoded(nodes, edges, neighbours, valid, mask)
+            nodes, edges = layer(nodes, edges, neighbors, valid, mask)
+        return Encoded(nodes, edges, neighbors, valid, mask)
 
-    def decode(self, encoded, sequences, decoding_order):
-        """Letters [S, L] on a backbone -> log-probs [S, L, 21] of all letters.
+    def decode(self, encoded: Encoded, sequences: Tensor, decoding_order: Tensor) -> Tensor:
+        """Return the log-probs of all letters at each position of given sequences, [S, L, 21].
 
-        decoding_order [1 or S, L]: [..., t] is the residue that is decoded at time t, or the tied
-        ones, [1 or S, T, C]. A residue sees the letters of those before it alone.
+        sequences: [S, L]. decoding_order: [1 or S, L], where [..., t] is the residue that is
+        decoded at time t, or [1 or S, T, C] with C tied residues. A position sees only the letters
+        of positions that are decoded before it.
         """
-        together = decoding_order.reshape(*decoding_order.shape[:2], -1)  # [1 or S, T, C]
+        tied = decoding_order.reshape(*decoding_order.shape[:2], -1)  # [1 or S, T, C]
         ranks = torch.empty_like(sequences[: len(decoding_order)])
-        times = torch.arange(together.shape[1], device=ranks.device)[:, None].expand_as(together)
-        ranks = ranks.scatter_(-1, together.flatten(1), times.flatten(1))  # [1 or S, L]
-        visible = ranks[:, encoded.neighbours] < ranks[..., None]  # [1 or S, L, K]
-        # all that can be seen is one table: S * L seen rows, then L unseen ones
-        first = torch.arange(0, sequences.numel(), sequences.shape[-1], device=ranks.device)  # [S]
-        seen = encoded.neighbours + first[:, None, None]
-        indices = torch.where(visible, seen, encoded.neighbours + sequences.numel())  # [S, L, K]
+        times = torch.arange(tied.shape[1], device=ranks.device)[:, None].expand_as(tied)
+        ranks = ranks.scatter_(-1, tied.flatten(1), times.flatten(1))  # [1 or S, L]
+        is_decoded = ranks[:, encoded.neighbors] < ranks[..., None]  # [1 or S, L, K]
+        # one table has the terms of all neighbors: first S * L decoded ones, then L undecoded ones
+        starts = torch.arange(0, sequences.numel(), sequences.shape[-1], device=ranks.device)  # [S]
+        decoded = encoded.neighbors + starts[:, None, None]
+        undecoded = encoded.neighbors + sequences.numel()
+        indices = torch.where(is_decoded, decoded, undecoded)  # [S, L, K]
         nodes = encoded.nodes[None]  # [1, L, H], then [S, L, H]
         for layer in self.decoder_layers:
-            table = layer.seen(nodes, sequences, self.W_s.weight)  # [S, L, H]
-            table = torch.cat([table.flatten(0, 1), layer.unseen(encoded.nodes)])
-            shares = encoded.edges, layer.own(nodes), layer.split()[1]
-            summed = network(layer.W2, table, indices, *shares, encoded.valid)
+            table = layer.decoded_term(nodes, sequences, self.W_s.weight)  # [S, L, H]
+            table = torch.cat([table.flatten(0, 1), layer.undecoded_term(encoded.nodes)])
+            terms = encoded.edges, layer.own_term(nodes), layer.blocks()[1]
+            summed = edge_network(layer.W2, table, indices, *terms, encoded.valid)
             nodes = layer.update(nodes, summed, encoded.valid, encoded.mask)
         return self.W_out(nodes).log_softmax(-1)
 
     # sampling
 
     @torch.no_grad()
-    def sample(self, encoded, decoding_order, choose):
-        """S sequences on a backbone, letter by letter -> letters [S, L], log-probs [S, L, 21].
+    def sample(
+        self, encoded: Encoded, decoding_order: Tensor, choose: Callable[[Tensor, Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Draw S sequences letter by letter; return letters [S, L] and log-probs [S, L, 21].
 
-        decoding_order [S, T, C]: at each of T times C tied residues, which do not see one another;
-        all L are there, a single one C times. choose(residues [S, C], log_probs [S, C, 21]) ->
-        letters [S, C]: there temperature, forbidden letters and fixed residues have their place.
-        Nothing is computed twice: what others will see of a residue is kept, in place of what they
-        saw before.
+        decoding_order: [S, T, C], C tied residues at each of T times, which do not see one another;
+        every residue occurs, and an untied one C times. choose(residues [S, C], log_probs
+        [S, C, 21]) returns letters [S, C]; it applies temperature, biases and fixed residues.
+        The terms of neighbors are cached, and replaced when a residue is decoded.
         """
         samples, length = len(decoding_order), len(encoded.nodes)
         each = torch.arange(samples, device=decoding_order.device)[:, None]  # [S, 1]
         sequences = decoding_order.new_zeros(samples, length)
         log_probs = encoded.nodes.new_zeros(samples, length, len(ALPHABET))
         layers = self.decoder_layers
-        tables = [layer.unseen(encoded.nodes).repeat(samples, 1, 1) for layer in layers]
+        tables = [layer.undecoded_term(encoded.nodes).repeat(samples, 1, 1) for layer in layers]
         for residues in decoding_order.unbind(1):  # [S, C]
-            around = encoded.neighbours[residues]  # [S, C, K]
+            around = encoded.neighbors[residues]  # [S, C, K]
             valid = encoded.valid[residues]
             mask = encoded.mask[residues]
-            nodes = [encoded.nodes[residues]]  # [S, C, H], then each layer's
+            nodes = [encoded.nodes[residues]]  # [S, C, H], then those of each layer
             edges = encoded.edges[residues]  # [S, C, K, H]
             for layer, table in zip(layers, tables, strict=True):
-                first = table[each[..., None], around] + functional.linear(edges, layer.split()[1])
-                first = first + layer.own(nodes[-1])[..., None, :]
+                of_edges = functional.linear(edges, layer.blocks()[1])
+                first = table[each[..., None], around] + of_edges
+                first = first + layer.own_term(nodes[-1])[..., None, :]
                 summed = functional.gelu(layer.W2(functional.gelu(first))) * valid[..., None]
                 nodes.append(layer.update(nodes[-1], summed.sum(-2), valid, mask))
             log_probs[each, residues] = self.W_out(nodes[-1]).log_softmax(-1)
             letters = choose(residues, log_probs[each, residues])
             sequences[each, residues] = letters
             for layer, table, node in zip(layers, tables, nodes, strict=False):
-                table[each, residues] = layer.seen(node, letters, self.W_s.weight)
+                table[each, residues] = layer.decoded_term(node, letters, self.W_s.weight)
         return sequences, log_probs
 
     # files
 
     @classmethod
-    def load(cls, file):
-        """Return the model of an official .pt file, in fp32 on the CPU.
+    def load(cls, file: str | Path) -> "ProteinMPNN":
+        """Return the model in an official .pt file, in fp32 on the CPU.
 
         Raises UserError if it is not a full-backbone ProteinMPNN.
         """
         try:
             saved = torch.load(file, map_location="cpu", weights_only=True)
             tensors = saved["model_state_dict"]
-            if "features.node_project_down.weight" in tensors:
-                raise ValueError("it is of LigandMPNN, which sees ligands, too")
-            if "W_v.weight" in tensors:
-                is_membrane = tensors["features.edge_embedding.weight"].shape[1] == 416
-                raise ValueError(f"it is a {'membrane' if is_membrane else 'CA-only'} model")
+            _check_kind(tensors)
             layers = [name for name in tensors if name.endswith(".W1.weight")]
             model = cls(
                 hidden=len(tensors["W_e.weight"]),
                 encoder_layers=sum("encoder" in name for name in layers),
                 decoder_layers=sum("decoder" in name for name in layers),
-                neighbours=int(saved["num_edges"]),
+                neighbors=int(saved["num_edges"]),
             )
             model.noise_level = float(saved.get("noise_level", 0))
             model.load_state_dict(tensors)
         except UNREADABLE as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             problem = f"{file}: not a ProteinMPNN checkpoint: {reason!r:.200}"
-            raise UserError(f"{problem}; give a full-backbone one such as v_48_020.pt") from error
+            raise UserError(f"{problem}; use a full-backbone one such as v_48_020.pt") from error
         return model
 
-    def save(self, file):
-        """Write what `load` and the official code read: all of it, or nothing."""
-        content = {"num_edges": self.neighbours, "noise_level": self.noise_level}
+    def save(self, file: str | Path) -> None:
+        """Write a checkpoint that `load` and the official code read, atomically."""
+        content: dict[str, Any] = {"num_edges": self.neighbors, "noise_level": self.noise_level}
         content["model_state_dict"] = {name: x.cpu() for name, x in self.state_dict().items()}
-        archive = io.BytesIO()  # torch gives the error of a full disk no number
+        archive = io.BytesIO()  # torch.save to a full disk raises an error without an errno
         torch.save(content, archive)
         with data.write_file(file) as temporary:
             temporary.write_bytes(archive.getvalue())
+
+
+def _check_kind(tensors: dict[str, Tensor]) -> None:
+    """Raise ValueError for the weights of a related model that is not supported."""
+    if "features.node_project_down.weight" in tensors:
+        raise ValueError("LigandMPNN is not supported")
+    if "W_v.weight" in tensors:
+        is_membrane = tensors["features.edge_embedding.weight"].shape[1] == 416
+        raise ValueError(f"{'membrane' if is_membrane else 'CA-only'} models are not supported")

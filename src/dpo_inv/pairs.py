@@ -1,80 +1,112 @@
-"""Preferences, or measured stabilities -> pairs on backbones, checked.
+"""Read preference pairs of sequences, or mutations with a ddG, and check them.
 
-An item (specs of its keys: docs/protein_dpo.md) names a structure, its designed chains, and two
-sequences of these; or mutations and their ddG. L residues in all chains that are read, designed
-ones first.
+An item names a structure, its designed chains and two sequences of these, or mutations and their
+ddG; docs/protein_dpo.md lists its fields. A sequence has L positions: those of all chains that are
+read, designed chains first.
 """
 
-import collections
 import difflib
+import hashlib
 import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ddp_utils import UserError, data
-from dpo_inv import stability, structure
+from ddp_utils.data import Record
+from dpo_inv import mutations, structure
 from dpo_inv.mpnn import ALPHABET, UNKNOWN, encode
+from dpo_inv.structure import Structure
 
 CHAINS = ("chain_id", "design_chains", "fixed_chains")
-KEYS = ("pdb_file", *CHAINS, "preferred_seq", "unpreferred_seq", "margin_kcal", "mutation", "ddg")
-KEYS += ("mutable_positions", "mutable_ranges")
+FIELDS = ("pdb_file", *CHAINS, "preferred_seq", "unpreferred_seq", "margin_kcal", "mutation", "ddg")
+FIELDS += ("mutable_positions", "mutable_ranges")
 IGNORED = ("description", "comment", "weight", "kind", "name")
-OTHER_NAMES = {"pdb": "pdb_file", "chain": "chain_id", "mutations": "mutation", "ddG": "ddg"}
-OTHER_NAMES["margin"] = "margin_kcal"
+ALIASES = {"pdb": "pdb_file", "chain": "chain_id", "mutations": "mutation", "ddG": "ddg"}
+ALIASES["margin"] = "margin_kcal"
 
 
 class Pair(NamedTuple):
-    """Two sequences for one backbone, and where they may differ."""
+    """Two sequences for one backbone."""
 
     location: str  # file:line of the item
-    name: str  # of the backbone: file and chains
+    name: str  # of the backbone: file and chains; the seed of its decoding orders
     number: int  # of the backbone among those that were read
-    backbone: structure.Structure
-    preferred: np.ndarray  # [L] letters, of the context too
+    backbone: Structure
+    preferred: np.ndarray  # [L] letters as numbers, including the context
     unpreferred: np.ndarray  # [L]
-    designed: np.ndarray  # [L] decoded last; the letters elsewhere are context
-    targets: np.ndarray  # [T] designed and known in both: these log-probs are summed
-    margin: np.float64  # kcal/mol by which the preferred is the more stable one; NaN: not measured
+    designed: np.ndarray  # [L] bool: decoded last; the letters elsewhere are context
+    targets: np.ndarray  # [T] bool: designed, and known in both; these log-probs are summed
+    margin: np.float64  # |ddG| in kcal/mol, the advantage of `preferred`; NaN: not measured
 
     @property
-    def mutated(self):
-        return self.preferred != self.unpreferred  # [L]
+    def mutated(self) -> np.ndarray:
+        """Return where the two sequences differ, [L] bool."""
+        return self.preferred != self.unpreferred
 
     @property
-    def sign(self):
-        """1 if the unpreferred sequence is the structure's own where they differ, -1 if the
-        preferred one is, else 0."""
-        own = encode(self.backbone.sequence)[self.mutated]
-        if (self.unpreferred[self.mutated] == own).all():
+    def sign(self) -> int:
+        """Return 1 if the unpreferred sequence is the wild type, -1 if the preferred one is, or 0.
+
+        The wild type is the structure's own sequence; only mutated positions are compared.
+        """
+        wild_type = encode(self.backbone.sequence)[self.mutated]
+        if (self.unpreferred[self.mutated] == wild_type).all():
             return 1
-        return -1 if (self.preferred[self.mutated] == own).all() else 0
+        return -1 if (self.preferred[self.mutated] == wild_type).all() else 0
 
 
-class Unusable(Exception):
-    """A well-formed item that teaches nothing; its text is the reason, to count such items by."""
+class ReadOptions(NamedTuple):
+    """How items are read; each field is a setting of the same name."""
+
+    max_length: int = 500
+    altloc: str = "first"
+    homo_oligomer: bool = False
+    numbering: str = "pdb"
+    stable_ddg: str = "negative"
+    on_bad_record: str = "error"
+
+    @classmethod
+    def of(cls, config: Any) -> "ReadOptions":
+        """Return the options in a script's settings."""
+        return cls(**{name: vars(config)[name] for name in cls._fields})
 
 
-def read(path, backbones, config, limit=-1) -> tuple[list[Pair], dict]:
-    """Return the pairs of a .json or .jsonl file, and a report on them.
+class UnusableItem(Exception):
+    """A well-formed item that is not used. Its text is the reason, by which items are counted."""
 
-    backbones: what structure.read() was given -> (number, Structure); new ones are added. config:
-    max_length, on_bad_record, altloc, numbering, stable_ddg. limit: read so many items.
-    Raises UserError for the first malformed item (with "skip" it is dropped), or if none is usable.
+
+def read(
+    path: str, backbones: dict, options: ReadOptions, limit: int = -1
+) -> tuple[list[Pair], dict]:
+    """Return the pairs of a .json, .jsonl or .csv file, and a report on its items.
+
+    backbones: the structures read so far, to which new ones are added: arguments of
+    structure.read -> (number, Structure). limit: read only the first items.
+    Raises UserError for the first malformed item (with on_bad_record="skip" it is dropped), or if
+    no item is usable.
     """
-    skip = config.on_bad_record == "skip"
+    skip = options.on_bad_record == "skip"
     pairs = []
-    dropped = collections.defaultdict(list)  # reason -> items
-    notes = collections.defaultdict(list)
-    is_table = Path(path).suffix == ".csv"
-    records = stability.table(path, limit) if is_table else data.read(path, limit, skip)
+    dropped: dict[str, list[str]] = defaultdict(list)  # reason -> locations of items
+    notes: dict[str, list[str]] = defaultdict(list)
+    is_csv = Path(path).suffix == ".csv"
+    records = mutations.read_csv(path, limit) if is_csv else data.read(path, limit, skip)
     for record in records:
         try:
             if isinstance(record.data, UserError):
                 raise record.data
-            pairs.append(_pair(record, path, backbones, config, notes))
-        except Unusable as reason:
+            fields = {ALIASES.get(key, key): value for key, value in record.data.items()}
+            record = record._replace(data=fields)
+            for key in fields.keys() - {*FIELDS, *IGNORED}:
+                similar = difflib.get_close_matches(key, FIELDS, n=1)
+                note = f"did you mean {similar[0]}?" if similar else "it is not read"
+                notes[f"{data.shown(key)}: {note}"].append(record.location)
+            pairs.append(_pair(record, path, backbones, options))
+        except UnusableItem as reason:
             dropped[str(reason)].append(record.location)
         except UserError:
             if not skip:
@@ -86,129 +118,172 @@ def read(path, backbones, config, limit=-1) -> tuple[list[Pair], dict]:
     return pairs, {"file": str(path), "used": len(pairs), "dropped": dropped, "notes": notes}
 
 
-def _pair(record, source, backbones, config, notes):
-    fields = {OTHER_NAMES.get(key, key): value for key, value in record.data.items()}
-    record = record._replace(data=fields)
-    for key in fields.keys() - {*KEYS, *IGNORED}:
-        near = difflib.get_close_matches(key, KEYS, n=1)
-        hint = f"did you mean {near[0]}?" if near else "it is not read"
-        notes[f"{data.shown(key)}: {hint}"].append(record.location)
+def _pair(record: Record, source: str, backbones: dict, options: ReadOptions) -> Pair:
+    """Return the pair of one item; raise UserError or UnusableItem."""
+    file, number, backbone = _backbone(record, source, backbones, options)
+    if len(backbone.sequence) > options.max_length:
+        raise UnusableItem("longer than max_length")
+    preferred, unpreferred, margin = _sequences(record, backbone, options)
+    designed = mutable(record.data, backbone, record.location)
+    for position in np.flatnonzero((preferred != unpreferred) & ~designed):
+        problem = f"the sequences differ at position {position} (from 0), which is not mutable"
+        hint = "add it to mutable_positions, or use the same letter in both"
+        raise UserError(f"{record.location}: {problem}; {hint}")
+    designed &= backbone.mask > 0
+    both = np.stack([preferred, unpreferred])  # [2, L]
+    first = backbone.tied[:, 0]
+    if (both[:, backbone.tied] != both[:, first, None]).any():
+        raise UserError(f"{record.location}: the copies of --homo_oligomer differ")
+    targets = designed[backbone.tied].any(-1) & (both[:, first] != UNKNOWN).all(0)  # [T]
+    if not (targets & (preferred != unpreferred)[first]).any():
+        raise UnusableItem("the same sequence twice")
+    return Pair(
+        location=record.location,
+        name=" ".join([file.name, *backbone.chains]),
+        number=number,
+        backbone=backbone,
+        preferred=preferred,
+        unpreferred=unpreferred,
+        designed=designed,
+        targets=targets,
+        margin=np.float64(margin),
+    )
+
+
+def _backbone(
+    record: Record, source: str, backbones: dict, options: ReadOptions
+) -> tuple[Path, int, Structure]:
+    """Return the file, the number and the structure of an item's backbone."""
     name = data.text(record, "pdb_file")
     folder = data.resolve(source).parent
     file = folder / name if (folder / name).exists() else data.resolve(name)
     if not file.exists():
         raise UserError(f"{record.location}: pdb_file: no file {name:.200} in {folder} or here")
-    key = (str(file), *chains_of(data, record.location), config.altloc, config.homo_oligomer)
+    design, fixed = chains_of(record.data, record.location)
+    key = str(file), design, fixed, options.altloc, options.homo_oligomer
     if key not in backbones:
         try:
             backbones[key] = len(backbones), structure.read(*key)
         except UserError as error:
             raise UserError(f"{record.location}: {error}") from error
-    number, backbone = backbones[key]
-    if len(backbone.sequence) > config.max_length:
-        raise Unusable("longer than max_length")
-    if "ddg" in data and "preferred_seq" not in data:
-        preferred = stability.mutant(record, backbone, config.numbering)
-        unpreferred = encode(backbone.sequence)
-        margin = stability.number(record, "ddg") * (1 if config.stable_ddg == "positive" else -1)
-        if margin < 0:
-            preferred, unpreferred = unpreferred, preferred
-        if margin == 0:
-            raise Unusable("a ddG of 0")
-    else:
-        preferred = letters_of(record, "preferred_seq", backbone)
-        unpreferred = letters_of(record, "unpreferred_seq", backbone)
-        margin = stability.number(record, "margin_kcal") if "margin_kcal" in data else math.nan
-        if margin < 0:
-            problem = f"margin_kcal is {margin:g}; if the other sequence is preferred, swap them"
-            raise UserError(f"{record.location}: {problem}")
-    designed = mutable(data, backbone, record.location)
-    for place in np.flatnonzero((preferred != unpreferred) & ~designed):
-        problem = f"the sequences differ at position {place} (from 0), which is not mutable"
-        mend = "add it to mutable_positions, or give the same letter in both"
-        raise UserError(f"{record.location}: {problem}; {mend}")
-    designed &= backbone.mask > 0
-    first = backbone.tied[:, 0]
-    sides = np.stack([preferred, unpreferred])  # [2, L]
-    if (sides[:, backbone.tied] != sides[:, first, None]).any():
-        raise UserError(f"{record.location}: the copies of --homo_oligomer are not alike")
-    targets = designed[backbone.tied].any(-1) & (sides[:, first] != UNKNOWN).all(0)  # [T]
-    if not (targets & (preferred != unpreferred)[first]).any():
-        raise Unusable("the same sequence twice")
-    name = " ".join([file.name, *backbone.chains])
-    columns = preferred, unpreferred, designed, targets, np.float64(abs(margin))
-    return Pair(record.location, name, number, backbone, *columns)
+    return file, *backbones[key]
 
 
-def chains_of(settings, location):
-    """Return the names of (designed, fixed) chains as tuples; () for the first protein chain."""
-    for field in CHAINS:
-        value = settings.get(field) or ""
-        is_text = isinstance(value, str | list | tuple)
-        if not is_text or not all(isinstance(name, str) for name in value):
-            raise UserError(f"{location}: {field}: {value!r:.60} names no chain; give a list")
-    chain, design, fixed = (settings.get(field) or () for field in CHAINS)
-    if chain and design:
-        raise UserError(f"{location}: chain_id and design_chains; give one of them")
-    if fixed and not (chain or design):
-        raise UserError(f"{location}: fixed_chains without design_chains; name these, too")
-    return (chain,) if chain else tuple(design), tuple(fixed)
+def _sequences(
+    record: Record, backbone: Structure, options: ReadOptions
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """Return the preferred and the unpreferred sequence, [L] each, and the margin in kcal/mol."""
+    if "ddg" in record.data and "preferred_seq" not in record.data:
+        mutant = mutations.mutant(record, backbone, options.numbering)
+        wild_type = encode(backbone.sequence)
+        ddg = mutations.read_number(record, "ddg")
+        if ddg == 0:
+            raise UnusableItem("a ddG of 0")
+        is_stabilizing = (ddg > 0) == (options.stable_ddg == "positive")
+        both = (mutant, wild_type) if is_stabilizing else (wild_type, mutant)
+        return *both, abs(ddg)
+    preferred = parse_sequence(record, "preferred_seq", backbone)
+    unpreferred = parse_sequence(record, "unpreferred_seq", backbone)
+    if "margin_kcal" not in record.data:
+        return preferred, unpreferred, math.nan
+    margin = mutations.read_number(record, "margin_kcal")
+    if margin < 0:
+        hint = "if the other sequence is preferred, swap them"
+        raise UserError(f"{record.location}: margin_kcal is {margin:g} (expected >= 0); {hint}")
+    return preferred, unpreferred, margin
 
 
-def letters_of(record, field, backbone):
-    """Return the letters [L] of one side, X in the rows of gaps, the context's own, as numbers.
+def parse_sequence(record: Record, field: str, backbone: Structure) -> np.ndarray:
+    """Return the sequence in a field as numbers [L]: X in gaps, the structure's own in the context.
 
-    The text has a letter for each residue of the designed chains; or for each number, skipped ones
-    included; or for each residue that is not modified. Raises UserError if it does not fit.
+    The text must have one letter for each residue of the designed chains, or for each residue
+    number including skipped ones, or for each residue that is not modified; otherwise UserError.
     """
     text = "".join(data.text(record, field).split())  # FASTA has line breaks
     text = text.upper().replace("/", "").replace("-", "X")
-    strange = sorted({*text} - {*ALPHABET})
-    if strange:
-        raise UserError(f"{record.location}: {field}: {', '.join(strange)!r} not in {ALPHABET}")
-    given = encode(text)
-    letters = encode(backbone.sequence)
+    invalid = sorted({*text} - {*ALPHABET})
+    if invalid:
+        raise UserError(f"{record.location}: {field}: {', '.join(invalid)!r} not in {ALPHABET}")
+    letters = encode(text)
+    sequence = encode(backbone.sequence)
     observed = backbone.observed & backbone.in_design
-    common = observed & (letters != UNKNOWN)
-    letters[backbone.in_design] = UNKNOWN
+    unmodified = observed & (sequence != UNKNOWN)
+    sequence[backbone.in_design] = UNKNOWN
     length = int(backbone.numbering[backbone.in_design][-1]) + 1
-    if len(given) == length:
-        given = given[backbone.numbering[observed]]
-    rows = common if len(given) == common.sum() else observed
-    if len(given) != rows.sum():
-        problem = f"{len(given)} letters, the designed chains have {observed.sum()} residues"
-        mend = f"({length} with numbering gaps); give one letter for each"
-        raise UserError(f"{record.location}: {field}: {problem} {mend}")
-    letters[rows] = given
-    return letters
+    if len(letters) == length:
+        letters = letters[backbone.numbering[observed]]
+    positions = unmodified if len(letters) == unmodified.sum() else observed
+    if len(letters) != positions.sum():
+        problem = f"{len(letters)} letters, but the designed chains have {observed.sum()} residues"
+        hint = f"({length} with numbering gaps); use one letter for each"
+        raise UserError(f"{record.location}: {field}: {problem} {hint}")
+    sequence[positions] = letters
+    return sequence
 
 
-def mutable(settings, backbone, location):
-    """Return a mask [L] of where letters may differ: the designed chains, or what is named of them.
+def chains_of(settings: Mapping, location: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of the designed and of the fixed chains; () for the first protein chain."""
+    for field in CHAINS:
+        value = settings.get(field) or ""
+        is_names = isinstance(value, str | list | tuple) and all(isinstance(x, str) for x in value)
+        if not is_names:
+            raise UserError(f"{location}: {field}: {value!r:.60} (expected a list of chain names)")
+    chain, design, fixed = (settings.get(field) or () for field in CHAINS)
+    if chain and design:
+        raise UserError(f"{location}: chain_id and design_chains; use only one of them")
+    if fixed and not (chain or design):
+        raise UserError(f"{location}: fixed_chains without design_chains; name these as well")
+    return (chain,) if chain else tuple(design), tuple(fixed)
 
-    mutable_positions: numbers from 0 in the designed sequence. mutable_ranges: [first, last] or
-    "first-last", both included. What one of them names is mutable.
+
+def mutable(settings: Mapping, backbone: Structure, location: str) -> np.ndarray:
+    """Return where letters may differ, [L] bool: all designed chains, or the named positions.
+
+    mutable_positions: positions in the designed chains, from 0. mutable_ranges: [first, last] or
+    "first-last", both inclusive. The two are combined.
     """
     try:
         ranges = [(position, position) for position in settings.get("mutable_positions") or ()]
         for ends in settings.get("mutable_ranges") or ():
             first, last = ends.split("-") if isinstance(ends, str) else ends
             ranges.append((int(first), int(last)))
-        mask = backbone.in_design & (not ranges)
+        mask = np.zeros_like(backbone.in_design) if ranges else backbone.in_design.copy()
         end = backbone.in_design.sum() - 1
         for first, last in ranges:
             if not 0 <= first <= last <= end:
-                raise UserError(f"{location}: mutable {first} to {last}; there are 0 to {end}")
+                raise UserError(f"{location}: mutable {first} to {last} (expected 0 to {end})")
             mask[first : last + 1] = True
-        mask[backbone.tied] = mask[backbone.tied].any(-1, keepdims=True)  # of one copy, of all
+        mask[backbone.tied] = mask[backbone.tied].any(-1, keepdims=True)  # all copies of a position
     except (AttributeError, TypeError, ValueError) as error:
-        problem = "mutable_positions are numbers, mutable_ranges pairs of them (6-17)"
+        problem = "mutable_positions must be numbers, mutable_ranges pairs of them (6-17)"
         raise UserError(f"{location}: {problem}; {error}") from error
     return mask
 
 
-def describe(split, report) -> str:
-    """Return the report of one file as one line."""
-    notes = [f"{len(items)} {reason}" for reason, items in report["dropped"].items()]
-    notes += [f"{len(items)} items: {note}" for note, items in report["notes"].items()]
-    return "; ".join([f"{split}: {report['used']} pairs of {report['file']}", *notes])
+def check_margins(pairs: Iterable[Pair], method: str, weighting: str) -> None:
+    """Raise UserError for the first pair without the ddG or the wild type that the loss needs."""
+    for pair in pairs:
+        if math.isnan(pair.margin):
+            problem = f"no ddG, but --method {method} --weighting {weighting} needs one"
+            raise UserError(f"{pair.location}: {problem}; add margin_kcal, or mutation and ddg")
+        if method == "listwise" and pair.sign == 0:
+            problem = "neither sequence is the structure's own where they differ"
+            raise UserError(f"{pair.location}: {problem}; use --method ddg, which accepts this")
+
+
+def digest(pairs: Iterable[Pair]) -> str:
+    """Return a digest of everything but the model that the log-probs of these pairs depend on."""
+    sha256 = hashlib.sha256()
+    for pair in pairs:
+        sha256.update(f"{pair.name}\n".encode())
+        for array in (*pair[4:], *pair.backbone[:4]):
+            sha256.update(array.tobytes())
+    return sha256.hexdigest()[:16]
+
+
+def describe(split: str, report: dict) -> str:
+    """Return the report on one file as one line."""
+    parts = [f"{split}: {report['used']} pairs of {report['file']}"]
+    parts += [f"{len(items)} {reason}" for reason, items in report["dropped"].items()]
+    parts += [f"{len(items)} items: {note}" for note, items in report["notes"].items()]
+    return "; ".join(parts)

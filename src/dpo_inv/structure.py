@@ -1,13 +1,17 @@
-"""Read backbones from PDB and mmCIF files, gzipped or not: model 1, protein chains.
+"""Read backbones from PDB and mmCIF files, gzipped or not: protein chains of the first model.
 
-Of several conformers of a residue the first is taken, as in the official parser, or with
-altloc="occupancy" the one whose atoms are occupied most; atoms of two are never mixed.
+If a residue has alternative conformers, the first one is used, as in the official parser; with
+altloc="occupancy" it is the one with the highest occupancy. Atoms of two conformers are never
+mixed.
 
-The L rows are the residues of the wanted chains in file order, and a masked X for each number that
-a gap skips, as in the official parser. A jump of more than 32 numbers changes residue_idx alone:
-all residues further apart than that are alike to the model.
+A Structure has L positions: the residues of the requested chains in file order, and a masked X for
+each residue number that a gap skips, as in the official parser. A gap of more than 32 numbers adds
+no positions and changes residue_idx only, because ProteinMPNN treats all residues that are further
+apart alike.
 """
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import gemmi
@@ -15,131 +19,161 @@ import numpy as np
 
 from ddp_utils import UserError, data
 
-MAX_JUMP = 32  # from one number to the next, above which the rows between are left out
+MAX_GAP = 32  # largest step from one residue number to the next that is filled with positions
 BACKBONE = ("N", "CA", "C", "O")
 STANDARD = {gemmi.expand_one_letter(x, gemmi.ResidueKind.AA): x for x in "ACDEFGHIKLMNPQRSTVWY"}
-# a modified residue is X but for MSE; the others are how molecular dynamics calls protons, bridges
+# modified residues are X, except MSE; the other names are protonation states and disulfide bonds in
+# files from molecular dynamics
 LETTERS = STANDARD | {"MSE": "M", "CYX": "C", "CYM": "C", "ASH": "D", "GLH": "E", "LYN": "K"}
 LETTERS |= dict.fromkeys(("HID", "HIE", "HIP", "HSD", "HSE", "HSP"), "H")
-MISSING = np.full((4, 3), np.nan)  # N, CA, C, O of a residue that the file does not have
+MISSING = np.full((4, 3), np.nan)  # the coordinates of a position without a residue
+
+
+class Position(NamedTuple):
+    """One of the L positions: a residue of the file, or a number that a gap skips."""
+
+    number: int  # index in a sequence that has a letter for skipped numbers, too
+    chain: int  # 1, 2, ...
+    observed: bool = False  # whether the file has this residue
+    letter: str = "X"
+    label: str = ""  # the file's residue number and insertion code, such as 52A
+    coords: np.ndarray = MISSING  # [4, 3] N, CA, C, O in Angstrom; NaN where an atom is missing
 
 
 class Structure(NamedTuple):
-    """The backbone of some chains, one after the other."""
+    """The backbone of one or several chains."""
 
     coords: np.ndarray  # [L, 4, 3] float32: N, CA, C, O in Angstrom; 0 where missing
-    mask: np.ndarray  # [L] float32: 1 if all four atoms are there
-    residue_idx: np.ndarray  # [L] int64: place over all chains, + 100 with each further chain
+    mask: np.ndarray  # [L] float32: 1 if all four atoms are known
+    residue_idx: np.ndarray  # [L] int64: index over all chains, + 100 with each further chain
     chain_encoding: np.ndarray  # [L] int64: 1, 2, ...
     sequence: str  # L letters of ACDEFGHIKLMNPQRSTVWYX
     chains: tuple[str, ...]
-    observed: np.ndarray  # [L] bool: the file has this residue; False for the rows of a gap
-    in_design: np.ndarray  # [L] bool: rows of the chains to design, the first ones
-    numbering: np.ndarray  # [L] int64: place in a sequence with letters for skipped numbers, too
-    labels: tuple[str, ...]  # [L] the file's numbers with insertion codes, "52A"; "" in a gap
-    tied: np.ndarray  # [T, C] int64: rows that share a letter; without homo_oligomer C is 1
+    observed: np.ndarray  # [L] bool: the file has this residue; False in a gap
+    in_design: np.ndarray  # [L] bool: positions of the designed chains, which come first
+    numbering: np.ndarray  # [L] int64: Position.number
+    labels: tuple[str, ...]  # [L] Position.label
+    tied: np.ndarray  # [T, C] int64: positions that share a letter; C is 1 without homo_oligomer
 
     @property
-    def shares(self):
-        """What a row's log-probs count in the mean over the rows that it is tied to, [L]."""
-        weights = self.mask / np.bincount(self.tied.ravel())  # a row may be there several times
-        copies = weights[self.tied].sum(-1, keepdims=True)  # [T, 1]
-        shares = np.empty_like(self.mask)
-        shares[self.tied] = weights[self.tied] / np.maximum(1, copies)
-        return shares
+    def tied_weights(self) -> np.ndarray:
+        """Return the weight of each position in the mean over the positions tied to it, [L]."""
+        # a position may be listed several times in its group
+        weights = self.mask / np.bincount(self.tied.ravel())
+        totals = weights[self.tied].sum(-1, keepdims=True)  # [T, 1]
+        normalized = np.empty_like(self.mask)
+        normalized[self.tied] = weights[self.tied] / np.maximum(1, totals)
+        return normalized
 
 
-def read(path, design=(), fixed=(), altloc="first", homo_oligomer=False) -> Structure:
-    """Return the backbone of these chains in this order; by default of the first one by name.
+def read(
+    path: str | Path,
+    design: Sequence[str] = (),
+    fixed: Sequence[str] = (),
+    altloc: str = "first",
+    homo_oligomer: bool = False,
+) -> Structure:
+    """Return the backbone of the named chains in this order; by default of the first chain by name.
 
-    homo_oligomer: the designed chains are copies, their residues of one number share a letter.
-    Raises UserError if the file is no structure, lacks a chain, or the chains are no copies.
+    homo_oligomer: the designed chains are copies, and residues with the same number are tied.
+    Raises UserError if the file is not a structure, lacks a chain, or the chains are not copies.
     """
     residues_of = _read_chains(path, altloc)
     chains = (*design, *fixed) or (min(residues_of),)
-    rows = []  # (letter, coordinates, whether the file has it, place, chain, label) of each
-    place = -1
-    for encoding, chain in enumerate(chains, start=1):
+    positions: list[Position] = []
+    for number, chain in enumerate(chains, start=1):
         if chain not in residues_of:
             problem = f"no protein chain {chain!r:.40}; it has {[*residues_of]!r:.200}"
             raise UserError(f"{path}: {problem}")
         if chains.count(chain) > 1:
-            raise UserError(f"{path}: chain {chain!r:.40} is asked for twice; name it once")
-        number = residues_of[chain][0].seqid.num - 1
-        for residue in residues_of[chain]:
-            jump = max(1, residue.seqid.num - number)  # 1 at an insertion and a step back, too
-            if jump <= MAX_JUMP:
-                for skipped in range(place + 1, place + jump):
-                    rows.append(("X", MISSING, False, skipped, encoding, ""))
-            number = residue.seqid.num
-            place += jump
-            letter = LETTERS.get(residue.name, "X")
-            coords = _backbone_atoms(path, residue)
-            rows.append((letter, coords, True, place, encoding, str(residue.seqid)))
-    letters, coords, observed, numbering, encodings, labels = map(np.array, zip(*rows, strict=True))
+            raise UserError(f"{path}: chain {chain!r:.40} is requested twice; name it once")
+        first = positions[-1].number + 1 if positions else 0
+        positions += _positions(path, residues_of[chain], number, first)
+    columns = map(np.array, zip(*positions, strict=True))
+    numbering, chain_encoding, observed, letters, labels, coords = columns
     mask = np.isfinite(coords).all((1, 2))
     if not mask.any():
-        raise UserError(f"{path}: no residue has N, CA, C and O; a backbone needs all four")
-    read = Structure(
+        raise UserError(f"{path}: no residue has N, CA, C and O; use a file with all four atoms")
+    structure = Structure(
         coords=np.nan_to_num(coords).astype(np.float32),
         mask=mask.astype(np.float32),
-        residue_idx=numbering + 100 * (encodings - 1),
-        chain_encoding=encodings,
+        residue_idx=numbering + 100 * (chain_encoding - 1),
+        chain_encoding=chain_encoding,
         sequence="".join(letters),
         chains=chains,
         observed=observed,
-        in_design=encodings <= max(1, len(design)),
+        in_design=chain_encoding <= max(1, len(design)),
         numbering=numbering,
         labels=tuple(labels.tolist()),
         tied=np.arange(len(mask))[:, None],
     )
-    return read._replace(tied=_copies(path, read)) if homo_oligomer else read
+    return structure._replace(tied=_tie_copies(path, structure)) if homo_oligomer else structure
 
 
-def _backbone_atoms(path, residue):
-    """Return the coordinates of N, CA, C, O, [4, 3], NaN where one is missing."""
+def _positions(
+    path: str | Path, residues: list[gemmi.Residue], chain: int, first: int
+) -> list[Position]:
+    """Return the positions of one chain; `first` is the number of its first residue."""
+    positions: list[Position] = []
+    number = first - 1
+    previous = residues[0].seqid.num - 1
+    for residue in residues:
+        # insertion codes repeat a number, and some files step back: such residues still follow
+        step = max(1, residue.seqid.num - previous)
+        if step <= MAX_GAP:
+            positions += [Position(skipped, chain) for skipped in range(number + 1, number + step)]
+        number += step
+        previous = residue.seqid.num
+        letter = LETTERS.get(residue.name, "X")
+        coords = _backbone_coords(path, residue)
+        positions.append(Position(number, chain, True, letter, str(residue.seqid), coords))
+    return positions
+
+
+def _backbone_coords(path: str | Path, residue: gemmi.Residue) -> np.ndarray:
+    """Return the coordinates of N, CA, C and O, [4, 3], NaN where an atom is missing."""
     coords = MISSING.copy()
-    for atom, name in enumerate(BACKBONE):
+    for index, name in enumerate(BACKBONE):
         if name in residue:
-            coords[atom] = residue[name][0].pos.tolist()
+            coords[index] = residue[name][0].pos.tolist()
     bonds = np.linalg.norm(np.diff(coords, axis=0), axis=-1)  # [3], or NaN
-    for bond in bonds[(bonds < 0.5) | (bonds >= 2)]:  # gemmi reads what is no number as 0
+    for bond in bonds[(bonds < 0.5) | (bonds >= 2)]:  # gemmi reads invalid numbers as 0
         name = f"{data.shown(residue.name)} {residue.seqid}"
-        problem = f"backbone atoms of {name} are {bond:.2f} Angstrom apart, 1.2 to 1.6 is usual"
-        raise UserError(f"{path}: {problem}; correct them, or take it out")
+        problem = f"backbone atoms of {name} are {bond:.2f} Angstrom apart (expected 1.2 to 1.6)"
+        raise UserError(f"{path}: {problem}; correct or remove them")
     return coords
 
 
-def _copies(path, read):
-    """Return rows [T, C]: those of one number in the C designed chains, or one row C times.
+def _tie_copies(path: str | Path, structure: Structure) -> np.ndarray:
+    """Return the tied positions [T, C]: residues with the same number in the C designed chains.
 
-    A row is there several times, too, where a chain lacks the residue.
+    Where a chain lacks the residue, and outside the designed chains, positions are repeated.
     """
-    copies = {}  # number, or row -> rows
-    for row in range(len(read.mask)):
-        is_copy = read.observed[row] and read.in_design[row]
-        copies.setdefault(read.labels[row] if is_copy else row, []).append(row)
-    most = max(map(len, copies.values()))
-    for label, rows in copies.items():
-        letters = {read.sequence[row] for row in rows} - {"X"}
+    groups: dict[str | int, list[int]] = {}  # label, or position if it is not designed
+    for position, label in enumerate(structure.labels):
+        is_designed = structure.observed[position] and structure.in_design[position]
+        groups.setdefault(label if is_designed else position, []).append(position)
+    most = max(map(len, groups.values()))
+    for label, group in groups.items():
+        letters = {structure.sequence[position] for position in group} - {"X"}
         if most == 1 or len(letters) > 1:
             problem = f"residue {label} is {' and '.join(sorted(letters))}"
             raise UserError(f"{path}: {problem}; --homo_oligomer needs --design_chains of copies")
-    return np.stack([np.resize(rows, most) for rows in copies.values()])
+    return np.stack([np.resize(group, most) for group in groups.values()])
 
 
-def _read_chains(path, altloc):
-    """Return {chain: its residues in file order} of the protein chains of the first model."""
+def _read_chains(path: str | Path, altloc: str) -> dict[str, list[gemmi.Residue]]:
+    """Return the residues, in file order, of each protein chain of the first model."""
     chains = {}
     try:
         structure = gemmi.read_structure_string(data.content(path))
-        structure.add_entity_types(overwrite=True)  # a TER within a chain does not end it
+        structure.add_entity_types(overwrite=True)  # a TER within a chain must not end it
         structure.remove_ligands_and_waters()
         if altloc == "occupancy":
             for chain in structure[0]:
                 for residue in chain:
-                    _keep_most_occupied(residue)
-        structure.remove_alternative_conformations()
+                    _keep_highest_occupancy(residue)
+        structure.remove_alternative_conformations()  # keeps the first
         for chain in structure[0]:
             residues = [residue for residue in chain if _is_amino_acid(residue)]
             if residues:
@@ -147,23 +181,23 @@ def _read_chains(path, altloc):
     except (RuntimeError, ValueError, IndexError) as error:  # gemmi's messages have many lines
         raise UserError(f"{path}: not a PDB or mmCIF file: {str(error)!r:.100}") from error
     if not chains:
-        raise UserError(f"{path}: no protein chain; give a file with one")
+        raise UserError(f"{path}: no protein chain; use a file with one")
     return chains
 
 
-def _keep_most_occupied(residue):
-    """Remove the atoms of the conformers that are occupied less; of equal ones the first stays."""
-    occupancy = {}  # conformer -> sum over its atoms; "\0" is what all have in common
+def _keep_highest_occupancy(residue: gemmi.Residue) -> None:
+    """Remove all conformers but the one with the highest total occupancy (ties: the first)."""
+    occupancy: dict[str, float] = {}  # sum over the atoms of each conformer
     for atom in residue:
-        occupancy[atom.altloc] = occupancy.get(atom.altloc, 0) + atom.occ
-    occupancy.pop("\0", None)
-    kept = max(occupancy, key=occupancy.get, default="\0")
+        if atom.altloc != "\0":  # an atom of all conformers
+            occupancy[atom.altloc] = occupancy.get(atom.altloc, 0) + atom.occ
+    kept = max(occupancy, key=occupancy.__getitem__, default="\0")
     for index in reversed(range(len(residue))):
         if residue[index].altloc not in ("\0", kept):
             del residue[index]
 
 
-def _is_amino_acid(residue):
-    """Whether it is one, known or not, with a number; not a cap or a nucleotide."""
-    known = gemmi.find_tabulated_residue(residue.name).is_amino_acid()
-    return residue.seqid.num is not None and (known or "CA" in residue)
+def _is_amino_acid(residue: gemmi.Residue) -> bool:
+    """Return whether this is a numbered amino acid, known or not; no cap and no nucleotide."""
+    is_known = gemmi.find_tabulated_residue(residue.name).is_amino_acid()
+    return residue.seqid.num is not None and (is_known or "CA" in residue)

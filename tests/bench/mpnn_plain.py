@@ -13,9 +13,9 @@ PAIRS = "NN CC OO BB AN AC AO AB NC NO NB BC BO OC NA CA OA BA CN ON BN CB OB CO
 
 
 class Features(nn.Module):
-    def __init__(self, hidden, neighbours):
+    def __init__(self, hidden, neighbors):
         super().__init__()
-        self.neighbours = neighbours
+        self.neighbors = neighbors
         self.embeddings = nn.ModuleDict({"linear": nn.Linear(66, 16)})
         self.edge_embedding = nn.Linear(416, hidden, bias=False)
         self.norm_edges = nn.LayerNorm(hidden)
@@ -28,7 +28,7 @@ class Features(nn.Module):
         both = mask[:, :, None] * mask[:, None]  # [1, L, L]
         apart = both * pairwise(a, a)
         apart = apart + (1 - both) * apart.amax(-1, keepdim=True)
-        nearest, where = apart.topk(min(self.neighbours, len(mask[0])), largest=False)
+        nearest, where = apart.topk(min(self.neighbors, len(mask[0])), largest=False)
         atoms = {"N": n, "A": a, "C": c, "O": o, "B": b}
         radial = [bells(nearest)]
         for first, second in map(tuple, PAIRS.split()):
@@ -50,7 +50,7 @@ def bells(apart):
     return torch.exp(-(((apart[..., None] - centres) / 1.25) ** 2))
 
 
-def neighbours_of(nodes, where):
+def neighbors_of(nodes, where):
     """[1, L, H], [1, L, K] -> [1, L, K, H]."""
     flat = where.flatten(1)[..., None].expand(-1, -1, nodes.shape[-1])
     return nodes.gather(1, flat).view(*where.shape, -1)
@@ -95,15 +95,15 @@ class Layer(nn.Module):
         return self.norm2(nodes + self.dense(nodes)) * mask[..., None]
 
     def edges(self, nodes, edges, where):
-        inputs = beside(nodes, torch.cat([edges, neighbours_of(nodes, where)], -1))
+        inputs = beside(nodes, torch.cat([edges, neighbors_of(nodes, where)], -1))
         hidden = functional.gelu(self.W12(functional.gelu(self.W11(inputs))))
         return self.norm3(edges + self.W13(hidden))
 
 
 class Plain(nn.Module):
-    def __init__(self, hidden=128, encoder_layers=3, decoder_layers=3, neighbours=48):
+    def __init__(self, hidden=128, encoder_layers=3, decoder_layers=3, neighbors=48):
         super().__init__()
-        self.features = Features(hidden, neighbours)
+        self.features = Features(hidden, neighbors)
         self.W_e = nn.Linear(hidden, hidden)
         self.W_s = nn.Embedding(21, hidden)
         encoder = [Layer(hidden, 3, True) for _ in range(encoder_layers)]
@@ -115,20 +115,20 @@ class Plain(nn.Module):
         """As ProteinMPNN.log_probs, one structure: [1, L, ...] -> [1, L, 21]."""
         edges, where = self.features(coords, mask, residue_idx, chain_encoding)
         edges, nodes = self.W_e(edges), edges.new_zeros(*mask.shape, edges.shape[-1])
-        attend = mask[..., None] * neighbours_of(mask[..., None], where)[..., 0]
+        attend = mask[..., None] * neighbors_of(mask[..., None], where)[..., 0]
         for layer in self.encoder_layers:
-            inputs = torch.cat([edges, neighbours_of(nodes, where)], -1)
+            inputs = torch.cat([edges, neighbors_of(nodes, where)], -1)
             nodes = layer.nodes(nodes, inputs, mask, attend)
             edges = layer.edges(nodes, edges, where)
-        letters = neighbours_of(self.W_s(sequence), where)  # [1, L, K, H]
+        letters = neighbors_of(self.W_s(sequence), where)  # [1, L, K, H]
         placed = functional.one_hot(decoding_order).float()  # [1, time, residue]
         earlier = 1 - torch.triu(torch.ones(len(mask[0]), len(mask[0])))  # [time, time]
         seen = torch.einsum("ij,biq,bjp->bqp", earlier, placed, placed).gather(2, where)
         seen, mask3 = seen[..., None], mask[..., None, None]
-        known = torch.cat([edges, torch.zeros_like(letters), neighbours_of(nodes, where)], -1)
+        known = torch.cat([edges, torch.zeros_like(letters), neighbors_of(nodes, where)], -1)
         known = mask3 * (1 - seen) * known
         for layer in self.decoder_layers:
-            inputs = torch.cat([edges, letters, neighbours_of(nodes, where)], -1)
+            inputs = torch.cat([edges, letters, neighbors_of(nodes, where)], -1)
             nodes = layer.nodes(nodes, mask3 * seen * inputs + known, mask)
         return self.W_out(nodes).log_softmax(-1)
 

@@ -64,7 +64,7 @@ def folds_of(proteins, seed) -> dict:
 def scores(model_file, pairs) -> np.ndarray:
     """Return log-probs [N, 2] of pairs, differing letters last."""
     scorer = batches.Scorer(mpnn.ProteinMPNN.load(model_file))
-    return batches.score(scorer, pairs, evaluate.Config(), World()).numpy()
+    return batches.score(scorer, pairs, batches.OrderOptions("mutated_last"), World()).numpy()
 
 
 def run_fold(folder, name, seed, fold, items, pairs):
@@ -188,7 +188,7 @@ def main():
     items = json.loads(options.data.read_text())
     for item in items:
         item["pdb_file"] = str(options.data.resolve().parent / item["pdb_file"])
-    pairs, _ = pairs_.read(str(options.data), {}, evaluate.Config())
+    pairs, _ = pairs_.read(str(options.data), {}, pairs_.ReadOptions())
     assert len(pairs) == len(items)
     folder = options.folder
     folder.mkdir(parents=True, exist_ok=True)

@@ -18,10 +18,10 @@ from torch.nn import functional
 from bench import mpnn_plain
 from conftest import ROOT
 from dpo_inv import inference, inference_config, structure
-from dpo_inv.batches import Batch
+from dpo_inv.batches import Batch, Scorer
 from dpo_inv.config import Config
+from dpo_inv.losses import pair_losses
 from dpo_inv.mpnn import ALPHABET, ProteinMPNN, encode
-from dpo_inv.run_dpo_ddp import Scorer, pair_losses
 from golden import seeded
 
 HERE = Path(__file__).parent
@@ -182,17 +182,17 @@ def test_sampling_has_the_official_probabilities(config, temperature):
 @pytest.mark.parametrize("temperature", ["0.1", "1.0"])
 def test_the_program_draws_as_often_as_the_official_probabilities_say(temperature, monkeypatch):
     """The first letter of a design, whose context is the fixed chain alone: 4000 draws of it."""
-    flags = {"design_chains": ("B",), "fixed_chains": ("A",), "num_samples": 4000}
-    config = inference_config.Config(**flags, temperature=(float(temperature),))
+    config = inference_config.Config(design_chains=("B",), fixed_chains=("A",))
     task = inference.read_task(ROOT / "data/input/structures/bundle_03.pdb", config)
     fixed = ~torch.from_numpy(task.designed)
-    for order in inference.orders(task, 9, seed=0):
+    for order in inference.random_orders(task, 9, seed=0):
         assert fixed[order[:, 0]].tolist() == sorted(
             fixed.tolist(), reverse=True
         )  # they come first
     [order, native] = batched("complex", "order_rand", "S")
-    monkeypatch.setattr(inference, "orders", lambda *_: order[:, None].expand(4000, -1, -1))
-    letters, _ = inference.sample(model_of("small", 0), task, config, "cpu")
+    monkeypatch.setattr(inference, "random_orders", lambda *_: order[:, None].expand(4000, -1, -1))
+    temperatures = torch.full((4000,), float(temperature))
+    letters, _ = inference.sample(model_of("small", 0), task, temperatures, 0, "cpu")
     assert (letters[:, fixed] == native[fixed]).all()
     first = order[fixed.sum()]
     expected = tensors()[f"small/complex/T{temperature}/probs"][first]
@@ -205,7 +205,7 @@ def test_what_is_saved_is_what_the_official_code_reads(config, tmp_path):
     given = model_of(config, 0)
     given.save(tmp_path / "weights.pt")
     again = ProteinMPNN.load(tmp_path / "weights.pt")
-    assert (again.neighbours, again.noise_level) == (given.neighbours, given.noise_level)
+    assert (again.neighbors, again.noise_level) == (given.neighbors, given.noise_level)
     shapes = {name: str(list(tensor.shape)) for name, tensor in again.state_dict().items()}
     assert shapes == NUMBERS[f"{config}/shapes"]
     for name, tensor in given.state_dict().items():

@@ -56,7 +56,7 @@ def last(model, task, *rows):
     """Log-probs [20] of a residue that sees all the others, but for those behind it in `rows`."""
     native = torch.from_numpy(mpnn.encode(task.structure.sequence))
     order = [row for row in range(len(native)) if row not in rows] + [*rows]
-    encoded = model.encode(*batches.tensors(task.structure, "cpu"))
+    encoded = model.encode(*batches.structure_tensors(task.structure, "cpu"))
     with torch.no_grad():
         return model.decode(encoded, native[None], torch.tensor(order)[None])[0, rows[0], :20]
 
@@ -67,8 +67,6 @@ def test_omitted_letters_are_never_drawn_and_biases_are_added(tmp_path):
     omitted.write_text('{"A6": "DE", "A7": "K"}')
     biases.write_text('{"A6": {"L": 1.5, "W": -0.5}, "A9": {"G": 9}}')
     config = inference_config.Config(
-        num_samples=800,
-        temperature=(2.0,),
         mutable_positions=(5,),
         omit_AA="CM",
         bias_AA=("L:-0.25", "A:1"),
@@ -77,7 +75,7 @@ def test_omitted_letters_are_never_drawn_and_biases_are_added(tmp_path):
     )
     task = inference.read_task(BUNDLE, config)
     model = mpnn.ProteinMPNN.load(MODEL)
-    letters, _ = inference.sample(model, task, config, "cpu")
+    letters, _ = inference.sample(model, task, torch.full((800,), 2.0), 0, "cpu")
     scores = last(model, task, 5)
     expected = {"L": 1.25, "W": -0.5, "A": 1.0} | dict.fromkeys("CMDE", -torch.inf)
     for letter, value in expected.items():
@@ -88,14 +86,12 @@ def test_omitted_letters_are_never_drawn_and_biases_are_added(tmp_path):
 def test_copies_get_one_letter_from_the_mean_of_their_log_probs(dimer):
     """Of the two copies of residue 6, neither sees the other's letter."""
     options = {"design_chains": ("A", "B"), "homo_oligomer": True}
-    config = inference_config.Config(num_samples=2, **options)
+    config = inference_config.Config(**options)
     length = len(inference.read_task(dimer, config).structure.sequence) // 2 + 1  # of chain A
-    config = inference_config.Config(
-        num_samples=800, temperature=(2.0,), mutable_positions=(5, length + 5), **options
-    )
+    config = inference_config.Config(mutable_positions=(5, length + 5), **options)
     task = inference.read_task(dimer, config)
     model = mpnn.ProteinMPNN.load(MODEL)
-    letters, found = inference.sample(model, task, config, "cpu")
+    letters, found = inference.sample(model, task, torch.full((800,), 2.0), 0, "cpu")
     assert (letters[:, 5] == letters[:, length + 5]).all()
     first = last(model, task, 5, length + 5)
     second = last(model, task, length + 5, 5)
@@ -107,7 +103,7 @@ def test_copies_get_one_letter_from_the_mean_of_their_log_probs(dimer):
 def test_each_copy_counts_once_in_the_mean(tmp_path):
     """Of three, one or two of which lack the last residues; drawn at a temperature near 0."""
     options = {"design_chains": ("A", "B", "C"), "homo_oligomer": True}
-    config = inference_config.Config(num_samples=1, temperature=(1e-6,), **options)
+    config = inference_config.Config(**options)
     task = inference.read_task(copies(tmp_path / "trimer.pdb", 0, 1, 2), config)
     tables = torch.randn(20, len(task.designed), 21, generator=torch.Generator().manual_seed(0))
     steps = []
@@ -122,7 +118,7 @@ def test_each_copy_counts_once_in_the_mean(tmp_path):
                     letters = choose(residues, table[residues])[0].tolist()
                     steps.append((residues[0].tolist(), table, letters))
 
-    inference.sample(Model(), task, config, "cpu")
+    inference.sample(Model(), task, torch.tensor([1e-6]), 0, "cpu")
     assert {len({*rows}) for rows, *_ in steps} == {1, 2, 3}
     for rows, table, letters in steps:
         wanted = table[[*{*rows}], :20].mean(0).argmax()
@@ -130,18 +126,16 @@ def test_each_copy_counts_once_in_the_mean(tmp_path):
 
 
 def test_all_residues_tied_decode_gives_what_was_sampled(dimer):
-    config = inference_config.Config(
-        num_samples=3, temperature=(0.5, 2.0), design_chains=("A", "B"), homo_oligomer=True
-    )
+    config = inference_config.Config(design_chains=("A", "B"), homo_oligomer=True)
     task = inference.read_task(dimer, config)
     model = mpnn.ProteinMPNN.load(MODEL)
-    letters, found = inference.sample(model, task, config, "cpu")
+    letters, found = inference.sample(model, task, torch.tensor([0.5, 2.0] * 3), 0, "cpu")
     length = len(task.structure.sequence) // 2 + 1
     assert letters.shape == (6, 2 * length - 1)
     assert (letters[:, : length - 1] == letters[:, length:]).all()
-    order = inference.orders(task, 6, config.seed)
+    order = inference.random_orders(task, 6, 0)
     assert order.shape == (6, length, 2)
-    encoded = model.encode(*batches.tensors(task.structure, "cpu"))
+    encoded = model.encode(*batches.structure_tensors(task.structure, "cpu"))
     with torch.no_grad():
         forced = model.decode(encoded, letters, order)
     torch.testing.assert_close(found, forced, atol=1e-4, rtol=0)
@@ -179,8 +173,8 @@ def test_what_is_written_names_temperatures_the_native_and_each_probability(tmp_
         (["--bias_AA", "AC:1"], "--bias_AA: {'AC': '1'}"),
         (["--bias_AA", "A:nan"], "A has nan"),
         (["--omit_AA", mpnn.ALPHABET[:20]], "residue 1: every letter is omitted"),
-        (["--bias_AA_per_residue", "FILE"], "FILE: no residue 'B6'; A1 is the first"),
-        (["--omit_AA_per_residue", "LIST"], "LIST:1: give an object"),
+        (["--bias_AA_per_residue", "FILE"], "FILE: no residue 'B6'; the first is A1"),
+        (["--omit_AA_per_residue", "LIST"], "LIST:1: expected an object"),
         (["--homo_oligomer"], "--homo_oligomer needs --design_chains of copies"),
     ],
 )
@@ -205,13 +199,13 @@ def read_pairs(folder, content, **options):
     file = folder / ("pairs.csv" if is_table else "pairs.json")
     file.write_text(content if is_table else json.dumps([content]))
     settings = config.Config(homo_oligomer=True, **options)
-    return pairs.read(str(file), {}, settings)[0], settings
+    return pairs.read(str(file), {}, pairs.ReadOptions.of(settings))[0], settings
 
 
 def tied_log_likelihood(model, pair, letters, order):
     """Sum over the tied residues: log-softmax of the mean of what each copy, seeing only earlier
     groups, makes of the next letter; each copy's from a decoding of its own."""
-    encoded = model.encode(*batches.tensors(pair.backbone, "cpu"))
+    encoded = model.encode(*batches.structure_tensors(pair.backbone, "cpu"))
     letters = torch.from_numpy(letters)
     total = 0.0
     for time, group in enumerate(order):
@@ -247,11 +241,11 @@ def test_the_loss_of_copies_is_that_of_one_letter_each(dimer, tmp_path, kind):
     assert pair.backbone.tied.shape == (length, 2) and 2 * length - 1 == len(pair.preferred)
     assert pair.targets.sum() == length and pair.mutated.sum() == 2
     model = mpnn.ProteinMPNN.load(MODEL)
-    batch = batches.collate([pair], settings, torch.device("cpu"))
+    batch = batches.collate([pair], batches.OrderOptions.of(settings), "cpu")
     # one decoding is that of both sequences where only the last letter differs
-    assert len(batch.sequences) == (1 if kind == "mutated_last" else 2)
+    assert len(batch.decoded) == (1 if kind == "mutated_last" else 2)
     found = batches.Scorer(model)(batch)
-    (order,) = batches.orders(pair, kind, 1, settings.seed)
+    (order,) = batches.decoding_orders(pair, batches.OrderOptions(kind))
     for value, letters in zip(found, (pair.preferred, pair.unpreferred), strict=True):
         expected = tied_log_likelihood(model, pair, letters, order.tolist())
         assert value.item() == pytest.approx(expected, rel=2e-6)
@@ -270,5 +264,5 @@ def test_what_is_given_for_one_copy_counts_for_all(dimer, tmp_path):
     assert (np.flatnonzero(pair.designed) == rows).all() and pair.targets.sum() == 1
     first, second = item["unpreferred_seq"].split("/")
     item["unpreferred_seq"] = f"{first}/{item['preferred_seq'].split('/')[1]}"
-    with pytest.raises(UserError, match=r"pairs.json\[0\]: the copies of --homo_oligomer"):
+    with pytest.raises(UserError, match=r"pairs.json\[0\]: the copies of --homo_oligomer differ"):
         read_pairs(tmp_path, item)

@@ -37,8 +37,8 @@ def order_of(length, seed=0):
 @torch.no_grad()
 @pytest.mark.parametrize("length", [20, 61, 106])
 def test_missing_residues_change_nothing(length):
-    """Whatever stands in their coordinates, and with fewer residues than neighbours, too."""
-    mpnn, parts, sequences = model(neighbours=48), backbone(length), letters(2, 120)
+    """Whatever stands in their coordinates, and with fewer residues than neighbors, too."""
+    mpnn, parts, sequences = model(neighbors=48), backbone(length), letters(2, 120)
     order = torch.cat([order_of(length), torch.arange(length, 120)])[None]
     alone = mpnn.decode(mpnn.encode(*parts), sequences[:, :length], order[:, :length])
     padded = [torch.cat([x, x[:1].repeat_interleave(120 - length, 0)]) for x in parts]
@@ -51,7 +51,7 @@ def test_missing_residues_change_nothing(length):
 @torch.no_grad()
 @pytest.mark.parametrize("place", [0, 13, 29])
 def test_a_letter_changes_only_what_is_decoded_later(place):
-    mpnn, order, sequence = model(neighbours=30), order_of(30), letters(30)
+    mpnn, order, sequence = model(neighbors=30), order_of(30), letters(30)
     encoded = mpnn.encode(*backbone(30))
     other = sequence.clone()
     other[order[place]] = (other[order[place]] + 1) % 20
@@ -63,21 +63,21 @@ def test_a_letter_changes_only_what_is_decoded_later(place):
 
 def changed(**changes):
     """A checkpoint with some tensors replaced; None removes one."""
-    tensors = model(hidden=8, neighbours=4).state_dict()
+    tensors = model(hidden=8, neighbors=4).state_dict()
     tensors |= {name.replace("__", "."): value for name, value in changes.items()}
     tensors = {name: value for name, value in tensors.items() if value is not None}
     return {"num_edges": 4, "noise_level": 0.1, "model_state_dict": tensors}
 
 
 BAD = [
-    (changed(W_v__weight=torch.zeros(8, 8)), "it is a membrane model"),
+    (changed(W_v__weight=torch.zeros(8, 8)), "membrane models are not supported"),
     (
         changed(
             W_v__weight=torch.zeros(8, 8), features__edge_embedding__weight=torch.zeros(8, 167)
         ),
-        "it is a CA-only model",
+        "CA-only models are not supported",
     ),
-    (changed(features__node_project_down__weight=torch.zeros(8, 8)), "it is of LigandMPNN"),
+    (changed(features__node_project_down__weight=torch.zeros(8, 8)), "LigandMPNN is not supported"),
     (changed(W_s__weight=None), "W_s.weight"),
     (changed(W_e__weight=None), "W_e.weight"),
     (changed(W_out__bias=torch.zeros(20)), "W_out.bias"),

@@ -8,11 +8,12 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from conftest import ROOT
 from dpo_inv import inference, inference_config, mpnn, structure
 from dpo_inv import pairs as pairs_
-from dpo_inv.config import Config
+from dpo_inv.pairs import ReadOptions
 
 INPUT = ROOT / "data/input"
 STRUCTURES = sorted(INPUT.glob("structures/*.pdb"))
@@ -67,9 +68,11 @@ def test_the_files_are_what_the_script_makes(make, tmp_path):
 
 def test_the_model_half_knows_the_rule():
     """On a validation bundle: how many of the letters that are drawn at 0.5 follow it."""
-    config = inference_config.Config(temperature=(0.5,), num_samples=20)
+    config = inference_config.Config()
     task = inference.read_task(INPUT / "structures/bundle_09.pdb", config)
-    letters, _ = inference.sample(mpnn.ProteinMPNN.load(MODEL), task, config, "cpu")
+    letters, _ = inference.sample(
+        mpnn.ProteinMPNN.load(MODEL), task, torch.full((20,), 0.5), 0, "cpu"
+    )
     core, surface = (np.isin(letters, mpnn.encode(kind)) for kind in (CORE, SURFACE))
     wanted = np.where(points_inwards(task.structure.coords) < 0, core, surface)  # [S, L]
     assert 0.7 <= wanted.mean() <= 0.9
@@ -107,5 +110,5 @@ def test_every_kind_of_item_is_there_and_no_backbone_is_in_both_files():
 
 def test_all_pairs_are_read_without_a_remark():
     for name, count in (("real", 400), ("val", 60)):
-        found, report = pairs_.read(INPUT / f"test_data_{name}.json", {}, Config())
+        found, report = pairs_.read(INPUT / f"test_data_{name}.json", {}, ReadOptions())
         assert len(found) == count and not report["dropped"] and not report["notes"]

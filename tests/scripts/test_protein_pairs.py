@@ -11,7 +11,8 @@ from conftest import ROOT
 from ddp_utils import UserError
 from ddp_utils.sampler import Plan
 from dpo_inv import batches, inference, inference_config, mpnn, pairs, structure
-from dpo_inv.config import Config
+from dpo_inv.batches import OrderOptions
+from dpo_inv.pairs import ReadOptions
 
 INPUT = ROOT / "data/input"
 MODEL = str(ROOT / "data/demo/protein_model.pt")
@@ -25,7 +26,7 @@ def read(folder, *items, **settings):
     items = [{**item, "pdb_file": str(INPUT / item["pdb_file"])} for item in items]
     path = Path(folder) / "items.json"
     path.write_text(json.dumps(items))
-    return pairs.read(str(path), {}, Config(**settings))
+    return pairs.read(str(path), {}, ReadOptions(**settings))
 
 
 def plain(**changes):
@@ -58,7 +59,7 @@ def test_score_and_recovery_are_of_the_designed_residues():
     letters = torch.from_numpy(mpnn.encode(task.structure.sequence))[None]
     letters[0, 0] = (letters[0, 0] + 1) % 20
     scores = -torch.arange(1.0, letters.numel() + 1)[None, :, None].expand(1, -1, 21)
-    [entry] = inference.summary(task, letters, scores)
+    [entry] = inference.summarize(task, letters, scores)
     assert (entry["score"], entry["recovery"]) == (2, 0.5)  # of 1 and 3 nats
 
 
@@ -66,18 +67,18 @@ TEXT = SINGLE["preferred_seq"]
 OTHER = ("A" if TEXT[0] != "A" else "L") + TEXT[1:]
 REFUSED = [  # changes of an item, what the line says
     ({"pdb_file": "nothing.pdb"}, "pdb_file: no file"),
-    ({"preferred_seq": TEXT[:-1]}, f"preferred_seq: {len(TEXT) - 1} letters, the designed"),
+    ({"preferred_seq": TEXT[:-1]}, f"preferred_seq: {len(TEXT) - 1} letters, but the designed"),
     ({"preferred_seq": "U" + TEXT[1:-1] + "Z"}, "preferred_seq: 'U, Z' not in ACDEF"),
-    ({"chain_id": "A", "design_chains": ["A"]}, "chain_id and design_chains; give one"),
-    ({"design_chains": 1}, "design_chains: 1 names no chain; give a list"),
+    ({"chain_id": "A", "design_chains": ["A"]}, "chain_id and design_chains; use only one"),
+    ({"design_chains": 1}, "design_chains: 1 (expected a list of chain names)"),
     ({"chain_id": "Q"}, "no protein chain 'Q'; it has ['A']"),
-    ({"chain_id": "A", "fixed_chains": ["A"]}, "chain 'A' is asked for twice"),
+    ({"chain_id": "A", "fixed_chains": ["A"]}, "chain 'A' is requested twice"),
     (
         {"preferred_seq": TEXT, "unpreferred_seq": OTHER, "mutable_positions": [1]},
         "the sequences differ at position 0 (from 0), which is not mutable",
     ),
-    ({"mutable_ranges": [[3, 999]]}, "mutable 3 to 999; there are 0 to"),
-    ({"mutable_positions": "x"}, "mutable_positions are numbers, mutable_ranges pairs of them"),
+    ({"mutable_ranges": [[3, 999]]}, "mutable 3 to 999 (expected 0 to"),
+    ({"mutable_positions": "x"}, "mutable_positions must be numbers, mutable_ranges pairs of them"),
 ]
 
 
@@ -130,27 +131,33 @@ def test_orders_end_with_what_is_designed_and_are_shared_by_a_backbone(tmp_path)
     (a,), _ = read(tmp_path, COMPLEX)
     context = (~a.designed).sum()
     assert 0 < context < len(a.designed)
-    found = batches.orders(a, "random", 3, seed=1)
+
+    def orders(pair, *options):
+        return batches.decoding_orders(pair, OrderOptions(*options))
+
+    found = orders(a, "random", 3, 1)
     assert (np.sort(found[..., 0]) == [np.arange(len(a.designed))] * 3).all()
     assert not a.designed[found[:, :context]].any()
-    assert (found == batches.orders(a, "random", 3, seed=1)).all()
-    assert (found != batches.orders(a, "random", 3, seed=2)).any()
+    assert (found == orders(a, "random", 3, 1)).all()
+    assert (found != orders(a, "random", 3, 2)).any()
     b = a._replace(preferred=a.unpreferred)
-    assert (found == batches.orders(b, "random", 3, seed=1)).all()
-    last = batches.orders(a, "mutated_last", 1, seed=1)[0, -a.mutated.sum() :, 0]
+    assert (found == orders(b, "random", 3, 1)).all()
+    last = orders(a, "mutated_last", 1, 1)[0, -a.mutated.sum() :, 0]
     assert a.mutated[last].all()
-    assert (np.diff(batches.orders(a, "sequential", 5, 0)[0, context:, 0]) > 0).all()
+    assert (np.diff(orders(a, "sequential", 5, 0)[0, context:, 0]) > 0).all()
 
 
 def test_a_split_keeps_backbones_whole_and_an_epoch_visits_each_pair_once():
-    found, _ = pairs.read(str(INPUT / "test_data_real.json"), {}, Config())
+    found, _ = pairs.read(str(INPUT / "test_data_real.json"), {}, ReadOptions())
     train, val = batches.split(found, seed=3)
     assert len(train) + len(val) == len(found) and 0.02 < len(val) / len(found) < 0.12
     assert not {p.number for p in train} & {p.number for p in val}
     plan = Plan(len(train), len(train), seed=0)
-    order = batches.batch(plan, train, 0)
-    assert sorted(order) == list(range(len(train))) and order != batches.batch(plan, train, 1)
-    for group in batches.groups(order[:32], train, 4):
+    order = batches.global_batch(plan, train, 0)
+    assert sorted(order) == list(range(len(train))) and order != batches.global_batch(
+        plan, train, 1
+    )
+    for group in batches.group_by_backbone(order[:32], train, 4):
         assert len({train[row].number for row in group}) == 1 and len(group) <= 4
 
 
@@ -186,13 +193,13 @@ def test_a_fixed_chain_is_copied_and_x_is_never_drawn(tmp_path):
 @torch.no_grad()
 def test_a_letter_is_drawn_last_from_the_softmax_at_its_temperature():
     """One residue is designed: it sees all others, whatever the order; a chi-square test."""
-    config = inference_config.Config(num_samples=600, temperature=(2.0,), mutable_positions=(5,))
+    config = inference_config.Config(mutable_positions=(5,))
     task = inference.read_task(INPUT / SINGLE["pdb_file"], config)
     model = mpnn.ProteinMPNN.load(MODEL)
-    letters, log_probs = inference.sample(model, task, config, "cpu")
+    letters, log_probs = inference.sample(model, task, torch.full((600,), 2.0), 0, "cpu")
     native = torch.from_numpy(mpnn.encode(task.structure.sequence))
     order = torch.tensor([*range(5), *range(6, len(native)), 5])  # [L]
-    encoded = model.encode(*batches.tensors(task.structure, "cpu"))
+    encoded = model.encode(*batches.structure_tensors(task.structure, "cpu"))
     scores = model.decode(encoded, native[None], order[None])[0, 5].double()  # [21]
     drawn = letters[:, 5]
     assert (letters == native).sum() == letters.numel() - (drawn != native[5]).sum()
@@ -216,7 +223,7 @@ def test_scores_of_sampled_sequences_are_read_back(tmp_path):
     names = [line[1:] for line in fasta.read_text().splitlines() if line.startswith(">")]
     assert [entry["name"] for entry in found[1]["details"]] == names
     fasta.write_text("ACD\n")
-    with pytest.raises(UserError, match="fasta:1: no FASTA file; give lines with >"):
+    with pytest.raises(UserError, match="fasta:1: not a FASTA file .expected >"):
         inference.main([*flags, "--fasta", str(fasta), "--output_dir", str(tmp_path / "c")])
 
 
@@ -239,7 +246,7 @@ def test_two_structures_of_one_name_are_refused(tmp_path):
         copy = tmp_path / folder / "same.pdb"
         copy.write_bytes((INPUT / SINGLE["pdb_file"]).read_bytes())
     (tmp_path / "list.txt").write_text("".join(f"{tmp_path}/{x}/same.pdb\n" for x in "ab"))
-    with pytest.raises(UserError, match="same is there twice; rename one of its files"):
+    with pytest.raises(UserError, match="same occurs twice; rename one of the files"):
         inference.main(["--model_path", MODEL, "--pdb_list", str(tmp_path / "list.txt")])
     names = ["1abc.pdb", "1abc.A.pdb", "1abc.cif.gz", "x.ENT"]
     assert [inference.stem_of(Path(n)) for n in names] == ["1abc", "1abc.A", "1abc", "x"]

@@ -20,7 +20,8 @@ import runs
 from conftest import ROOT
 from ddp_utils.distributed import World
 from ddp_utils.metrics import wilson
-from dpo_inv import batches, mpnn, run_dpo_ddp
+from dpo_inv import batches, mpnn, pairs, run_dpo_ddp
+from dpo_inv.batches import OrderOptions
 from dpo_inv.config import Config
 from ranks import ranks
 
@@ -73,7 +74,7 @@ def native_loss(model, backbone, noise=0.0):
     """Mean negative log-prob of the native letters in a random decoding order."""
     letters = torch.from_numpy(mpnn.encode(backbone.sequence))
     known = torch.from_numpy(backbone.mask > 0) & (letters != mpnn.UNKNOWN)
-    coords, *others = batches.tensors(backbone, "cpu")
+    coords, *others = batches.structure_tensors(backbone, "cpu")
     encoded = model.encode(coords + noise * torch.randn_like(coords), *others)
     order = torch.randperm(len(letters))
     scores = model.decode(encoded, letters[None], order[None])[0]
@@ -119,8 +120,8 @@ def plain_logps(model, pairs, seed):
     """log p of preferred and unpreferred, one sequence after the other, in float64: [N, 2]."""
     logps = []
     for pair in pairs:
-        encoded = model.encode(*batches.tensors(pair.backbone, "cpu"))
-        order = torch.from_numpy(batches.orders(pair, "random", 1, seed))
+        encoded = model.encode(*batches.structure_tensors(pair.backbone, "cpu"))
+        order = torch.from_numpy(batches.decoding_orders(pair, OrderOptions(seed=seed)))
         for letters in (torch.from_numpy(pair.preferred), torch.from_numpy(pair.unpreferred)):
             scores = model.decode(encoded, letters[None], order)[0].double()
             logps.append(scores.gather(-1, letters[:, None])[pair.targets].sum().item())
@@ -136,8 +137,8 @@ def check_run(launch, data, seed, passes, folder, *flags):
     first, summary = dpo(launch, data, folder, "--seed", seed, *flags)
     # the run trained on what was looked at here
     inputs = json.loads((folder / "run/environment.json").read_text())["inputs"]
-    assert inputs["content of val"] == run_dpo_ddp.digest(val)
-    assert inputs["content of train"] == run_dpo_ddp.digest(found["train"])
+    assert inputs["content of val"] == pairs.digest(val)
+    assert inputs["content of train"] == pairs.digest(found["train"])
     # from the weights given, with the policy its reference; pre-trained is better than any guess
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert (math.exp(first["nll"]) < 20) == bool(passes), first

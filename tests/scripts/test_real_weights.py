@@ -108,8 +108,8 @@ def test_samples_are_as_the_official_ones(official, ours):
         many(coords), draw, many(letters), many(designed), many(encoding), many(residues),
         mask=many(mask), **options,
     )["S"]  # fmt: skip
-    config = inference_config.Config(num_samples=count, temperature=(0.5,), seed=1)
-    found, _ = inference.sample(ours, inference.read_task(path, config), config, "cpu")
+    task = inference.read_task(path, inference_config.Config())
+    found, _ = inference.sample(ours, task, torch.full((count,), 0.5), 1, "cpu")
 
     def shares(sequences):  # [N, L] -> [L, 21]
         return torch.nn.functional.one_hot(sequences, 21).double().mean(0)

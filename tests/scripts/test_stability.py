@@ -18,7 +18,8 @@ import runs
 from conftest import ROOT
 from ddp_utils import UserError
 from ddp_utils import run as run_
-from dpo_inv import batches, evaluate, mpnn, pairs, run_dpo_ddp, stability
+from dpo_inv import batches, evaluate, losses, mpnn, pairs, run_dpo_ddp
+from dpo_inv.batches import OrderOptions
 from dpo_inv.config import Config, read_settings
 from ranks import ranks
 
@@ -46,7 +47,7 @@ def write(path, rows, names=("pdb", "chain", "mutation", "ddG")):
 
 
 def read(path, **settings):
-    return pairs.read(str(path), {}, Config(**settings))
+    return pairs.read(str(path), {}, pairs.ReadOptions(**settings))
 
 
 def text(letters):
@@ -97,12 +98,12 @@ def test_both_numberings(tmp_path):
 def test_a_bad_mutation_is_one_line(tmp_path):
     wrong = other(NATIVE[4])
     for name, ddg, says in (
-        ("5A", 1, "mutation: 5A is not such as A23V, or A23V:L45F"),
-        ("A5X", 1, "mutation: A5X is not such as A23V"),
+        ("5A", 1, "mutation: 5A is not a mutation (expected A23V, or A23V:L45F)"),
+        ("A5X", 1, "mutation: A5X is not a mutation"),
         (f"{wrong}5W", 1, f"mutation: {wrong}5W: residue 5 is {NATIVE[4]}; --numbering is pdb"),
         (f"{NATIVE[4]}999W", 1, "999W: 0 residues 999 in chain A; --numbering is pdb"),
-        (mutation(5), "n/a", "ddg: 'n/a' is no number"),
-        (mutation(5), "nan", "ddg: 'nan' is no number"),
+        (mutation(5), "n/a", "ddg: 'n/a' is not a number"),
+        (mutation(5), "nan", "ddg: 'nan' is not a number"),
         ("", 1, "mutation: must be a non-empty string, not ''"),
     ):
         path = write(tmp_path / "a.csv", [[BUNDLE, "A", name, ddg]])
@@ -111,7 +112,7 @@ def test_a_bad_mutation_is_one_line(tmp_path):
         message = str(caught.value)
         assert message.startswith(f"{path}:2: ") and says in message and "\n" not in message
     for row in ([BUNDLE, "A"], [*"abcde"]):
-        with pytest.raises(UserError, match=":2: not as many fields as the first line has"):
+        with pytest.raises(UserError, match=":2: the number of fields differs from the first line"):
             read(write(tmp_path / "a.csv", [row]))
     (tmp_path / "a.csv").write_text('pdb,ddG\n"a"b,1\n')
     with pytest.raises(UserError, match=":2: not CSV: "):
@@ -132,19 +133,19 @@ def test_margins_of_pairs_are_read_and_needed_where_they_count(tmp_path):
         [pair], _ = read(tmp_path / "p.json")
         assert pair.margin == margin or math.isnan(margin) and math.isnan(pair.margin)
     (tmp_path / "p.json").write_text(json.dumps([item | {"margin_kcal": -1}]))
-    with pytest.raises(UserError, match=r"margin_kcal is -1; if the other .* swap them"):
+    with pytest.raises(UserError, match=r"margin_kcal is -1 .* swap them"):
         read(tmp_path / "p.json")
     (tmp_path / "p.json").write_text(json.dumps([item]))
     [pair], _ = read(tmp_path / "p.json")
     for flags in ("--method ddg", "--method listwise", "--weighting margin"):
         config = read_settings(runs.words(f"--train_data p.json {flags}"))
-        with pytest.raises(UserError, match=r"p.json\[0\]: no ddG, which --method .* needs"):
-            stability.check([pair], config)
+        with pytest.raises(UserError, match=r"p.json\[0\]: no ddG, but --method .* needs one"):
+            pairs.check_margins([pair], config.method, config.weighting)
     foreign = pair._replace(margin=1.0, preferred=(pair.unpreferred + 1) % 20)
     assert foreign.sign == 0
-    stability.check([foreign], Config(method="ddg"))
+    pairs.check_margins([foreign], "ddg", "none")
     with pytest.raises(UserError, match="neither sequence is the structure's own"):
-        stability.check([foreign], Config(method="listwise"))
+        pairs.check_margins([foreign], "listwise", "none")
     with pytest.raises(UserError, match="--length_average: ddg needs sums"):
         read_settings(runs.words("--method ddg --length_average"))
 
@@ -154,9 +155,7 @@ def test_margins_of_pairs_are_read_and_needed_where_they_count(tmp_path):
 
 def test_ddg_is_a_square_by_hand():
     preferred, unpreferred = torch.tensor([-10.0, -20.0]), torch.tensor([-12.0, -19.0])
-    found = stability.losses(
-        "ddg", preferred, unpreferred, torch.tensor([1.0, 0.5]), torch.tensor([1, -1])
-    )
+    found = losses.ddg(preferred - unpreferred, torch.tensor([1.0, 0.5]), torch.tensor([1, -1]))
     expected = [(0.593 * 2 - 1) ** 2, (0.593 * -1 - 0.5) ** 2]
     torch.testing.assert_close(found, torch.tensor(expected))
 
@@ -178,10 +177,10 @@ def test_listwise_is_the_chance_of_drawing_in_the_measured_order():
     signs = torch.tensor([1 if stabilities[name] > 0 else -1 for name in "abc"])
     gaps = torch.tensor([odds[name] for name in "abc"]) * signs
     margins = torch.tensor([abs(stabilities[name]) for name in "abc"])
-    found = stability.losses("listwise", gaps, torch.zeros(3), margins, signs)
+    found = losses.listwise(gaps, margins, signs)
     measured = sorted(odds, key=stabilities.get, reverse=True)
     assert found.tolist() == pytest.approx([-math.log(chance(measured)) / 3] * 3, abs=1e-6)
-    one = stability.losses("listwise", gaps[:1], torch.zeros(1), margins[:1], signs[:1])
+    one = losses.listwise(gaps[:1], margins[:1], signs[:1])
     assert one.item() == pytest.approx(math.log1p(math.exp(-gaps[0].item())), abs=1e-6)
 
 
@@ -190,10 +189,10 @@ def test_where_one_letter_differs_one_decoding_is_that_of_both(tmp_path):
     single, _ = read(write(tmp_path / "a.csv", rows))
     double, _ = read(write(tmp_path / "b.csv", [[BUNDLE, "A", f"{mutation(3)}/{mutation(9)}", 1]]))
     scorer = batches.Scorer(mpnn.ProteinMPNN.load(MODEL))
-    config = Config(decoding_order="mutated_last", num_orders=2)
-    once = batches.collate(single, config, "cpu")
-    assert len(once.sequences) == len(once.orders) == len(once.letters) / 2 == 4
-    twice = once._replace(sequences=once.letters, orders=once.orders.repeat(2, 1, 1))
+    options = OrderOptions("mutated_last", 2)
+    once = batches.collate(single, options, "cpu")
+    assert len(once.decoded) == len(once.orders) == len(once.sequences) / 2 == 4
+    twice = once._replace(decoded=once.sequences, orders=once.orders.repeat(2, 1, 1))
     for ours, plain in zip(scorer(once), scorer(twice), strict=True):
         torch.testing.assert_close(ours, plain, atol=1e-5, rtol=0)
     for pairs_, order in (
@@ -201,8 +200,8 @@ def test_where_one_letter_differs_one_decoding_is_that_of_both(tmp_path):
         (single, "random"),
         (single + double, "mutated_last"),
     ):
-        whole = batches.collate(pairs_, Config(decoding_order=order), "cpu")
-        assert len(whole.sequences) == len(whole.letters) == 2 * len(pairs_)
+        whole = batches.collate(pairs_, OrderOptions(order), "cpu")
+        assert len(whole.decoded) == len(whole.sequences) == 2 * len(pairs_)
 
 
 # --- comparisons ---------------------------------------------------------------------------------
@@ -310,16 +309,16 @@ def test_the_losses_of_a_run_are_those_of_the_formula(tmp_path):
     ranks(1, train, data, tmp_path / "run", *runs.words(flags))
     first = runs.lines(tmp_path / "run")[0]
     config = Config(num_orders=2)
-    everything, _ = pairs.read(data, {}, config)
+    everything, _ = pairs.read(data, {}, pairs.ReadOptions.of(config))
     kept, _ = batches.split(everything, 0)
     plan = SimpleNamespace(
         steps_per_epoch=math.ceil(len(kept) / 8), shuffle=True, seed=0, global_batch=8
     )
     scorer = batches.Scorer(mpnn.ProteinMPNN.load(MODEL))
     expected = []
-    for row in batches.batch(plan, kept, 0):
+    for row in batches.global_batch(plan, kept, 0):
         pair = kept[row]
-        scores = scorer(batches.collate([pair], config, "cpu"))
+        scores = scorer(batches.collate([pair], OrderOptions.of(config), "cpu"))
         preferred, unpreferred = (float(score.detach()) for score in scores)
         square = (0.593 * (preferred - unpreferred) - pair.margin) ** 2
         expected.append(pair.margin * square - 0.5 * preferred / pair.targets.sum())

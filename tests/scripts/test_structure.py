@@ -234,9 +234,9 @@ BAD = [
     (cif(*ROWS)[:-30], NO_STRUCTURE),
     (THREE[: 4 * 67] + THREE[:40], NO_STRUCTURE),  # a line that was cut
     ("MODEL 1\n" + THREE + "MODEL 2\n", NO_STRUCTURE),
-    (line("P", " DA") + line("C", " DA"), "no protein chain; give a file with one"),
+    (line("P", " DA") + line("C", " DA"), "no protein chain; use a file with one"),
     (THREE.replace(THREE.splitlines()[5][30:38], "********"), "backbone atoms of ALA "),
-    (line() + line(number=2), "no residue has N, CA, C and O; a backbone needs all four"),
+    (line() + line(number=2), "no residue has N, CA, C and O; use a file with all four atoms"),
 ]
 
 
@@ -251,7 +251,7 @@ def test_a_file_that_is_no_backbone(read):
         )
     assert refused(read, residue(chain=" "), ["A"]) == "no protein chain 'A'; it has ['']"
     said = refused(read, text, ["A", "b", "A"])
-    assert said == "chain 'A' is asked for twice; name it once"
+    assert said == "chain 'A' is requested twice; name it once"
 
 
 def test_windows_line_ends_gzip_and_a_bom_change_nothing(read):

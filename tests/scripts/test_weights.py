@@ -38,7 +38,7 @@ def test_a_name_is_looked_up_in_the_folder_and_a_path_is_taken_as_it_is(tmp_path
     monkeypatch.chdir(tmp_path)
     assert weights.path_of(file.name).samefile(file)
     problem = refused(weights.path_of, "v_48_010", tmp_path)
-    assert problem.endswith(f"no weights v_48_010 there; install them with: {weights.INSTALL}")
+    assert problem.endswith(f"no weights v_48_010; install them with: {weights.INSTALL}")
     assert "no such file" in refused(weights.path_of, str(tmp_path / "my.pt"), tmp_path)
     for content in (CONTENT + b"x", CONTENT[:-1], b"?" + CONTENT[1:]):
         file.write_bytes(content)
