@@ -263,6 +263,7 @@ def write_folder(path: str | Path) -> Iterator[Path]:
         for file in filter(Path.is_file, temporary.rglob("*")):
             file.chmod(file.stat().st_mode | mode)
             fsync(file)
+        fsync(temporary)  # the names in it
         _remove(path)
         os.replace(temporary, path)
         fsync(path.parent)

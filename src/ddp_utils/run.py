@@ -397,7 +397,7 @@ class Run:
         """
         age = time.perf_counter() - self.saved_at
         is_late = self.config.save_every == 0 and age > 60 * SAVE_MINUTES
-        votes = {
+        votes: dict[str, float] = {
             "stop": distributed.stop_requested(self.config.stop_after_minutes),
             "save": is_late and self.world.is_main,
         }

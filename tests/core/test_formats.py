@@ -125,22 +125,15 @@ def test_many_ways_to_write_one_conversation_give_one_example():
 
 
 def test_fields_that_are_not_read_are_named(tmp_path):
-    marked = {**user("1"), "name": "Ann", "weight": 0, "tool_calls": None, "tags": [0]}
-    chosen = {**assistant("x"), "annotations": "Hm.", "weight": 1, "train": True}
+    marked = {**user("1"), "name": "Ann", "weight": 0, "tool_calls": None}
+    chosen = {**assistant("x"), "weight": 1, "train": True}
     row = {"prompt": [marked], "chosen": [chosen], "rejected": [assistant("y")]}
-    whole = {"chosen": [user("1"), chosen], "rejected": [user("1"), assistant("y")]}
-    assert read({**row, **whole}) == ([user("1")], "x", "y")
-    row |= {"weight": 1, "label": True, "loss": None, "metadata": {"source": "web"}}
-    other = {"input": {"messages": [marked], "n": 1}, "preferred_output": [chosen]}
-    other |= {"non_preferred_output": [assistant("y")], "sytem": "s", "system": "s", "prompt": None}
+    assert read(row) == ([user("1")], "x", "y")
+    row |= {"label": True, "loss": None, "metadata": {"source": "web"}, "sytem": "s", "tags": []}
+    (tmp_path / "f.jsonl").write_text(json.dumps(row))
     encoder = Encoder(load_tokenizer("data/demo/model"))
-    for line, names in (
-        (row, "metadata"),
-        (other, "sytem"),
-    ):
-        (tmp_path / "f.jsonl").write_text(json.dumps(line))
-        pairs, report = reading.pairs(tmp_path / "f.jsonl", encoder)
-        assert len(pairs) == 1 and report["fields_not_read"] == names
+    pairs, report = reading.pairs(tmp_path / "f.jsonl", encoder)
+    assert len(pairs) == 1 and report["fields_not_read"] == "metadata, sytem"
 
 
 def test_conversations_that_part_before_the_last_message_are_unusable():

@@ -7,14 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 import reading
 from conftest import ROOT
 from ddp_utils import UserError, logps, preference_data
 from ddp_utils.chat_template import Encoder
 from ddp_utils.logps import Pair
-from ddp_utils.models import load_tokenizer
 from prompt_baking import trajectories
 
 MERGING = [("Ġ", "y"), ("a", "b"), ("Ċ", "Ċ"), ("1", "2")]  # " y", "ab", two newlines, digits
@@ -158,21 +157,6 @@ def test_splits_share_no_prompt_and_do_not_depend_on_the_order_of_rows(tmp_path)
     assert prompts(data, 1)[2] != test
 
 
-def test_pairs_of_the_demo_keep_every_token():
-    path = ROOT / "data/demo/preferences_test.jsonl"
-    rows_of_file = list(map(json.loads, path.read_text().splitlines()))
-    demo = AutoTokenizer.from_pretrained(ROOT / "data/demo/model")
-    for tok in (demo, tokenizer(bos=True), tokenizer(bos=False)):
-        found, _ = reading.pairs(path, Encoder(tok, chat_template="none"))
-        assert len(found) == 100
-        for pair, row in zip(found, rows_of_file, strict=True):
-            assert pair.prompt + pair.chosen[:-1] == tok(row["prompt"] + row["chosen"]).input_ids
-            whole = tok(row["prompt"] + row["rejected"]).input_ids
-            assert pair.prompt + pair.rejected[:-1] == whole
-            assert pair.chosen.count(tok.eos_token_id) == 1
-            assert pair.prompt.count(tok.bos_token_id) == (tok.bos_token_id is not None)
-
-
 # --- chat templates ------------------------------------------------------------------------------
 
 LLAMA3 = (
@@ -281,57 +265,23 @@ def test_the_report_counts_by_row_what_a_hand_count_finds(tmp_path):
     found = [
         {"prompt": "p", "chosen": "a longer one", "rejected": "b"},
         {"prompt": "p", "chosen": "same", "rejected": "same"},
-        {"prompt": "q", "chosen": "", "rejected": "b"},
         {"prompt": "q", "chosen": 3, "rejected": "b"},
         {"prompt": "xa", "chosen": "b", "rejected": "cc"},  # merges at the seam
         {"prompt": "r", "chosen": "x</s>", "rejected": "yyy"},  # brings its own end
         {"prompt": "<s>r", "chosen": "x", "rejected": "yyyyyyyyyyyyyyyyyyyyyyyyyyyyyy"},
     ]
-    lines = [*map(json.dumps, found), "{not json"]
-    path.write_text("\n".join(lines))
+    path.write_text("\n".join([*map(json.dumps, found), "{not json"]))
     encoder = Encoder(tokenizer(), max_length=20)
     kept, report = reading.pairs(path, encoder, on_bad_record="skip")
-    assert [pair.location.rsplit(":", 1)[1] for pair in kept] == ["1", "5", "6", "7"]
-    assert (report["rows"], report["used"], report["format"]) == (8, 4, "prompt")
-    assert report["dropped"] == {
-        "identical": ["2"],
-        "empty response": ["3"],
-        "malformed": ["4", "8"],
-    }
-    assert report["merged at the seam"] == ["5"]
-    assert report["end token in the text"] == ["6"]
-    assert report["truncated"] == ["7"]
-    assert report["chosen_is_longer"] == 0.25
+    assert [pair.location.rsplit(":", 1)[1] for pair in kept] == ["1", "4", "5", "6"]
+    assert report["dropped"] == {"identical": ["2"], "malformed": ["3", "7"]}
+    notes = [report[note] for note in ("merged at the seam", "end token in the text", "truncated")]
+    assert notes == [["4"], ["5"], ["6"]] and report["chosen_is_longer"] == 0.25
     line = preference_data.describe("train", report)
-    assert line.startswith("train: 8 rows of prompt, 4 used; tokens ")
+    assert line.startswith("train: 7 rows of prompt, 4 used; tokens ")
     assert "2 malformed" in line and "1 truncated" in line
-    with pytest.raises(
-        UserError, match=r":4: chosen: must be .*, not 3; or skip 2 of 8 rows with --on_bad"
-    ):
+    with pytest.raises(UserError, match=":3: chosen: .*; or skip 2 of 7 rows with --on_bad_record"):
         reading.pairs(path, encoder)
-    path.write_text("\n".join(lines[-1:]))  # skipping it would leave no row
+    path.write_text("{not json")  # skipping it would leave no row
     with pytest.raises(UserError, match=r"mixed.jsonl:1:2: not JSON.*list of them$"):
         reading.pairs(path, encoder)
-
-
-def test_a_file_as_hh_is_read_by_default(tmp_path):
-    """Its files have rows with two turns of one side, with other prompts and empty answers."""
-    lines = []
-    for number in range(1, 101):
-        prompt = f"\n\nHuman: May I {number}?\n\nAssistant: Why?\n\nHuman: So.\n\nAssistant:"
-        chosen, rejected = f"{prompt} No.", f"{prompt} Yes."
-        if number == 10:
-            rejected = prompt
-        elif number == 20:
-            chosen = f"{prompt} No.\n\nAssistant: Never."
-        elif number == 30:
-            chosen, rejected = (f"{prompt} Well.\n\nAssistant: {end}" for end in ("No.", "Yes."))
-        lines.append(json.dumps({"chosen": chosen, "rejected": rejected}))
-    path = tmp_path / "harmless.jsonl"
-    path.write_text("\n".join(lines))
-    found, report = reading.pairs(path, Encoder(load_tokenizer("data/demo/model")))
-    assert (report["format"], report["rows"], report["used"], len(found)) == (
-        *("transcript", 100, 97, 97),
-    )
-    reasons = {"empty response": ["10"], "prompts differ": ["20"]}
-    assert report["dropped"] == {**reasons, "user and assistant do not alternate": ["30"]}

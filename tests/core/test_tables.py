@@ -165,18 +165,3 @@ def test_a_folder_that_cannot_be_written_is_one_line(data, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="--cache_dir: .*/file cannot be written: .*; use another"):
         read(DataFile(str(data), tmp_path / "file"))
-
-
-def twice(folder):
-    """The metrics of two runs, the second of which finds the cache of the first."""
-    flags = [*runs.LORA, "--train_data", runs.PAIRS, "--batch_size", "4", "--max_steps", "2"]
-    flags += ["--cache_dir", f"{folder}/cache", "--layout", "separate"]
-    return [runs.losses(runs.train(f"{folder}/{name}", flags) or []) for name in ("a", "b")]
-
-
-def test_losses_are_the_same_with_and_without_the_cache_on_1_2_and_4(tmp_path):
-    one = ranks(1, twice, str(tmp_path / "1"))[0]
-    assert one[0] == one[1] and len(one[0]) == 2
-    for world_size in (2, 4):
-        first, second = ranks(world_size, twice, str(tmp_path / str(world_size)))[0]
-        assert first == second == pytest.approx(one[0], abs=1e-6)

@@ -10,7 +10,6 @@ from test_pairs import (
     CHATML,
     GEMMA,
     LLAMA3,
-    SEAMS,
     THINKING,
     chat_tokenizer,
     tokenizer,
@@ -110,32 +109,6 @@ def test_every_preference_row_gives_the_prompt_and_the_chosen_reply_of_its_pair(
     for pair in expected:
         assert same[pair.location] == (pair.prompt, pair.chosen, pair.text)
     assert all(text.trained == len(text.reply) for text in found)
-
-
-# --- one question, one reply: as a pair ----------------------------------------------------------
-
-
-@pytest.mark.parametrize("bos", [True, False])
-@pytest.mark.parametrize(
-    ("prompt", "reply"),
-    [
-        *(seam[:2] for seam in SEAMS),
-        ("<s>two", " begins"),
-        ("an end", " of its own</s></s>"),
-        (talk("Hi", system="Be kind."), "Hello."),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("template", [None, LLAMA3, GEMMA, CHATML])
-def test_a_single_turn_has_the_ids_of_a_pair(bos, prompt, reply, template):
-    tok = chat_tokenizer(template, bos) if template else tokenizer(bos)
-    text = instruction_data.encode(Encoder(tok), "f:1", prompt, reply).text
-    pair = Encoder(tok).encode("f:1", prompt, reply, "!").pair
-    ids = text.prompt + text.reply
-    assert ids == pair.prompt + pair.chosen
-    assert text.scored == [1] * len(text.reply)
-    assert ids[:2] != tok.convert_tokens_to_ids(["<s>", "<s>"])
-    assert text.reply[-1] == Encoder(tok).end and text.reply.count(Encoder(tok).end) == 1
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -298,16 +271,6 @@ def test_a_conversation_trains_what_its_replies_would_as_rows_of_their_own(templ
 
 
 # --- truncation ----------------------------------------------------------------------------------
-
-
-def test_a_single_turn_is_cut_as_a_pair():
-    for max_length, truncation in itertools.product((3, 8, 12, 30), ("keep_end", "keep_start")):
-        options = {"max_length": max_length, "truncation": truncation}
-        encoder, other = (Encoder(tokenizer(merges=[]), **options) for _ in range(2))
-        text, notes = instruction_data.encode(encoder, "f:1", "0123456789", "abcdef")
-        pair, pair_notes = other.encode("f:1", "0123456789", "abcdef", "!")
-        assert (text.prompt, text.reply) == (pair.prompt, pair.chosen)
-        assert notes == pair_notes == ({"truncated"} if max_length < 18 else set())
 
 
 LONG = talk("aaaa", "bbbb", "cccc", "dddd", "eeee", system="S")
