@@ -284,8 +284,8 @@ def _removed_on_error(path: Path) -> Iterator[None]:
             _remove(temporary_of(path))
         number = error.errno if isinstance(error, OSError) else None
         if isinstance(error, SafetensorError):  # the number is only in the text
-            found = re.search(r"os error (\d+)", str(error))
-            number = int(found[1]) if found else None
+            match = re.search(r"os error (\d+)", str(error))
+            number = int(match[1]) if match else None
         if not number:
             raise
         raise OSError(number, os.strerror(number), str(path)) from error

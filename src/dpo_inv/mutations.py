@@ -76,8 +76,8 @@ def mutant(record: Record, structure: Structure, numbering: str) -> np.ndarray:
             raise UserError(f"{where}: {count} residues {label} in chain {chains}; {hint}")
         position = positions[labels.index(label)]
         if structure.sequence[position] != match[1]:
-            found = structure.sequence[position]
-            raise UserError(f"{where}: residue {label} is {found}; {hint}")
+            residue = structure.sequence[position]
+            raise UserError(f"{where}: residue {label} is {residue}; {hint}")
         copies = structure.tied[structure.tied[:, 0] == position]
         letters[copies] = ALPHABET.index(match[4])
     return letters

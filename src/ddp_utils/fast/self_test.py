@@ -61,12 +61,12 @@ def check_head(scorer: Scorer, pairs: Sequence[Pair], device: torch.device) -> s
         scorer.full_logits = True
         texts = [(pair.prompt, pair.chosen) for pair in pairs]
         texts += [(pair.prompt, pair.rejected) for pair in pairs]
-        found = []
+        scores = []
         for prompt, response in texts:
             one_token = [0]  # in place of the other response; its log-prob is cut off
             batch = logps.collate([Pair(prompt, response, one_token, "", "")], device)
-            found.append(scorer.token_logps(batch)[:-1])
-        return torch.cat(found)
+            scores.append(scorer.token_logps(batch)[:-1])
+        return torch.cat(scores)
 
     backbone, head = scorer.backbone_and_head()
     reason: str | None = "it has no separate output layer"
