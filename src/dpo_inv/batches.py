@@ -29,7 +29,7 @@ class OrderOptions(NamedTuple):
     """How decoding orders are drawn."""
 
     kind: str = "random"  # random, sequential, mutated_last
-    count: int = 1  # random orders per pair
+    num_orders: int = 1  # random orders per pair
     seed: int = 0
 
     @classmethod
@@ -53,7 +53,7 @@ def decoding_orders(pair: Pair, options: OrderOptions) -> np.ndarray:
     if options.kind == "sequential":
         return tied[None, np.argsort(stage, kind="stable")]
     draws = []
-    for number in range(options.count):
+    for number in range(options.num_orders):
         generator = np.random.default_rng(seed_of(options.seed, pair.name, number))
         draws.append(generator.random(len(stage)))
     return tied[np.lexsort((np.stack(draws), np.broadcast_to(stage, (len(draws), len(stage)))))]

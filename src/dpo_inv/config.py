@@ -5,7 +5,7 @@ from typing import Literal
 
 from ddp_utils import SettingError, cli, data, loggers
 
-MEASURED_METHODS = ("ddg", "listwise")  # losses of stability.py, which need a ddG of each pair
+MEASURED_METHODS = ("ddg", "listwise")  # losses of dpo_inv/losses.py, which need a ddG of each pair
 DEMO_VAL, DEMO_MODEL = "data/input/test_data_val.json", "data/demo/protein_model.pt"
 
 

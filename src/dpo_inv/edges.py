@@ -101,8 +101,8 @@ class Features(nn.Module):
             squared = (scaled - centers).square_().clamp_(max=80)
             rbf = squared.neg_().exp_().flatten(-2)  # [L, K, 400]
         positional, radial = self.edge_embedding.weight.split([POSITIONAL, rbf.shape[-1]], 1)
-        linear = self.embeddings["linear"]
-        of_offset = functional.linear(linear.weight.T + linear.bias, positional)  # [66, H]
+        weight, bias = self.embeddings["linear"].parameters()
+        of_offset = functional.linear(weight.T + bias, positional)  # [66, H]
         return self.norm_edges(functional.linear(rbf, radial) + gather_rows(of_offset, offset))
 
 

@@ -182,7 +182,7 @@ def natives(model: ProteinMPNN, rows: Sequence[Pair], seed: int, world: World) -
 
 def gains(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
     """Return natives() of two models under the names of LABELS."""
-    values = {}
+    values: dict[str, float] = {}
     for name in ("nll", "recovery", "diversity"):
         values |= before_and_after(f"natives/{name}", before[name], after[name])
     return values

@@ -24,7 +24,8 @@ def pair_losses(
     """
     preferred, unpreferred = scorer(batch)  # [B], [B]
     residues = batch.targets.sum(-1)  # [B]
-    logps = LogPs(preferred, unpreferred, *ref_logps.unbind(-1), residues, residues)
+    ref_preferred, ref_unpreferred = ref_logps.unbind(-1)
+    logps = LogPs(preferred, unpreferred, ref_preferred, ref_unpreferred, residues, residues)
     losses, metrics = preference(logps, LossSpec.of(config))
     if config.method in MEASURED_METHODS:
         loss = {"ddg": ddg, "listwise": listwise}[config.method]

@@ -25,10 +25,10 @@ from dpo_inv.edges import Features, edge_network, gather_rows, nearest
 ALPHABET = "ACDEFGHIKLMNPQRSTVWYX"  # X: unknown or missing
 UNKNOWN = ALPHABET.index("X")
 SCALE = 30  # divides each sum of messages, whatever the number of neighbors
-# what torch.load raises for other files; UnpicklingError if a file has more than tensors and
-# numbers
-UNREADABLE = (torch.serialization.pickle.UnpicklingError, OSError, EOFError, LookupError)
-UNREADABLE += (AttributeError, RuntimeError, TypeError, ValueError)
+UNREADABLE: tuple[type[Exception], ...] = (  # what torch.load and `load` raise for other files
+    torch.serialization.pickle.UnpicklingError,  # for a file with more than tensors and numbers
+    *(OSError, EOFError, LookupError, AttributeError, RuntimeError, TypeError, ValueError),
+)
 
 
 def encode(text: str) -> np.ndarray:
@@ -168,8 +168,12 @@ class ProteinMPNN(nn.Module):
         self.features = Features(hidden)
         self.W_e = nn.Linear(hidden, hidden)
         self.W_s = nn.Embedding(len(ALPHABET), hidden)
-        self.encoder_layers = nn.ModuleList(EncoderLayer(hidden) for _ in range(encoder_layers))
-        self.decoder_layers = nn.ModuleList(DecoderLayer(hidden) for _ in range(decoder_layers))
+        self.encoder_layers: Any = nn.ModuleList(
+            EncoderLayer(hidden) for _ in range(encoder_layers)
+        )
+        self.decoder_layers: Any = nn.ModuleList(
+            DecoderLayer(hidden) for _ in range(decoder_layers)
+        )
         self.W_out = nn.Linear(hidden, len(ALPHABET))
         for parameter in self.parameters():
             if parameter.dim() > 1:

@@ -10,6 +10,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -30,9 +31,10 @@ def read_csv(path: str, limit: int = -1) -> Iterator[Record]:
     try:
         for row in itertools.islice(rows, limit if limit > 0 else None):
             location = f"{path}:{rows.line_num}"
+            fields: Any = row
             if None in row or None in row.values():
-                row = UserError(f"{location}: the number of fields differs from the first line")
-            yield Record(location, row, str(rows.line_num))
+                fields = UserError(f"{location}: the number of fields differs from the first line")
+            yield Record(location, fields, str(rows.line_num))
     except csv.Error as error:
         raise UserError(f"{path}:{rows.reader.line_num}: not CSV: {error}") from error
 

@@ -22,8 +22,8 @@ from dpo_inv.mpnn import ALPHABET, UNKNOWN, encode
 from dpo_inv.structure import Structure
 
 CHAINS = ("chain_id", "design_chains", "fixed_chains")
-FIELDS = ("pdb_file", *CHAINS, "preferred_seq", "unpreferred_seq", "margin_kcal", "mutation", "ddg")
-FIELDS += ("mutable_positions", "mutable_ranges")
+FIELDS = ["pdb_file", *CHAINS, "preferred_seq", "unpreferred_seq", "margin_kcal", "mutation", "ddg"]
+FIELDS += ["mutable_positions", "mutable_ranges"]
 IGNORED = ("description", "comment", "weight", "kind", "name")
 ALIASES = {"pdb": "pdb_file", "chain": "chain_id", "mutations": "mutation", "ddG": "ddg"}
 ALIASES["margin"] = "margin_kcal"

@@ -19,8 +19,9 @@ if __name__ == "__main__":
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -86,7 +87,15 @@ def train_step(
     return run.reduce(averages, policy.clip_grad_norm(config.max_grad_norm))
 
 
-def check_step(policy, step, means, rows: list[Pair], ref_logps, score, config: Config) -> None:
+def check_step(
+    policy: Policy,
+    step: int,
+    means: dict[str, float],
+    rows: list[Pair],
+    ref_logps: Tensor,
+    score: Callable[[list[Pair]], Tensor],
+    config: Config,
+) -> None:
     """Raise an error before an update with a NaN, or from a policy that is not its reference."""
     checks.check_step(policy, step, means, rows, lambda: score(rows), "full")
     if step == 0:
@@ -98,11 +107,10 @@ def check_step(policy, step, means, rows: list[Pair], ref_logps, score, config: 
 
 
 @torch.no_grad()
-def validate(policy: Policy, step: int, data, ref_logps, config: Config, run: Run) -> dict:
+def validate(
+    scorer: Scorer, step: int, rows: list[Pair], ref_logps: Tensor, config: Config, run: Run
+) -> dict[str, float]:
     """Return exact means over all validation pairs: each counts once, on any number of ranks."""
-    rows: list[Pair] = data["val"]
-    if not rows:
-        return {}
     world = run.world
     averages = Averages(world)
     rank_losses: list[float] = []
@@ -113,8 +121,8 @@ def validate(policy: Policy, step: int, data, ref_logps, config: Config, run: Ru
         run.stop_if_requested()
         some = [rows[index] for index in micro_batch.index]
         batch = batches.collate(some, OrderOptions.of(config), world.device)
-        known = ref_logps["val"][to_device(micro_batch.index, world.device)]  # [B, 2]
-        per_pair, values = pair_losses(policy.scorer, batch, known, config)
+        known = ref_logps[to_device(micro_batch.index, world.device)]  # [B, 2]
+        per_pair, values = pair_losses(scorer, batch, known, config)
         averages.add(values, to_device(micro_batch.weight, world.device))
         scores.append(torch.stack([values["logps/chosen"], values["logps/rejected"]], -1))
         rank_losses += per_pair.tolist()
@@ -126,14 +134,30 @@ def validate(policy: Policy, step: int, data, ref_logps, config: Config, run: Ru
     means |= {f"{name}_low": low, f"{name}_high": high}
     # the exponential of more than 709 is not a float
     means["perplexity"] = math.exp(means["nll"]) if means["nll"] < 700 else math.inf
-    means |= evaluate.compare(rows, ref_logps["val"].cpu().numpy(), after.cpu().numpy())
+    means |= evaluate.compare(rows, ref_logps.cpu().numpy(), after.cpu().numpy())
     if step == run.steps:
-        natives = evaluate.natives(policy.scorer.model, rows, config.seed, world)
+        natives = evaluate.natives(scorer.model, rows, config.seed, world)
         means |= evaluate.gains(run.results["natives"], natives)
     return means
 
 
 # --- main ----------------------------------------------------------------------------------------
+
+
+def make_spec(
+    config: Config, data: dict[str, list[Pair]], report: dict, model: mpnn.ProteinMPNN, steps: int
+) -> RunSpec:
+    """Return what the run will read and write; a run is only resumed if its inputs are the same."""
+    inputs = {f"content of {split}": pairs.digest(rows) for split, rows in data.items()}
+    return RunSpec(
+        folder=Path(config.output_dir),
+        flag="--output_dir",
+        steps=steps,
+        inputs=inputs,
+        bytes_needed=bytes_to_write(model, config.keep_checkpoints + 1),
+        report=report,
+        lines=[pairs.describe(split, part) for split, part in report.items()],
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -148,24 +172,15 @@ def main(argv: list[str] | None = None) -> int:
     base = weights.path_of(config.base_model_name, config.base_model_dir)
     model = mpnn.ProteinMPNN.load(base)
     plan = sampler.Plan.of(config, len(data["train"]), world.world_size)
-    inputs = {"global_batch": str(plan.global_batch)}
-    inputs["content of base_model_name"] = digest_of_files([base])
-    for split, rows in data.items():
-        inputs[f"content of {split}"] = pairs.digest(rows)
-    spec = RunSpec(
-        folder=Path(config.output_dir),
-        flag="--output_dir",
-        steps=plan.steps,
-        inputs=inputs,
-        bytes_needed=bytes_to_write(model, config.keep_checkpoints + 1),
-        report=report,
-        lines=[pairs.describe(split, part) for split, part in report.items()],
-    )
+    spec = make_spec(config, data, report, model, plan.steps)
+    spec.inputs["global_batch"] = str(plan.global_batch)
+    spec.inputs["content of base_model_name"] = digest_of_files([base])
     if config.check:
         distributed.choose_device(world, config.backend)
         return check(spec, config, world)
     ratio = plan.global_batch / config.base_batch_size
-    peak = learning_rate(config.learning_rate, config.lr_scaling, ratio, world.world_size)
+    rate: Any = config.learning_rate  # read_settings has replaced None
+    peak = learning_rate(rate, config.lr_scaling, ratio, world.world_size)
 
     with Run(spec, config, world) as run:
         run.say(
@@ -173,7 +188,7 @@ def main(argv: list[str] | None = None) -> int:
             f"Using device: {world.device}\n"
             f"Loaded {len(data['train'])} training and {len(data['val'])} validation pairs\n"
             f"Batch size per GPU: {config.batch_size}, Total batch size: {plan.global_batch}\n"
-            f"Learning rate: {peak:.3g}, linear rule: {config.learning_rate * ratio:.3g}"
+            f"Learning rate: {peak:.3g}, linear rule: {rate * ratio:.3g}"
         )
         run.describe(
             model=config.base_model_name,
@@ -190,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
             return batches.score(scorer, rows, orders, world, run.stop_if_requested, used)
 
         depends_on = {"device": world.device.type, "torch": torch.__version__}
-        used = {"train": batches.rows_used(plan, data["train"])}
+        used: dict[str, Sequence[int]] = {"train": batches.rows_used(plan, data["train"])}
         ref_logps = run.reference_logps(depends_on, data, used, score)
         schedule_options = config.lr_scheduler, config.warmup_ratio, config.weight_decay
         optimizer, schedule = make_optimizer(policy, peak, plan.steps, *schedule_options)
@@ -200,7 +215,9 @@ def main(argv: list[str] | None = None) -> int:
 
         def end_epoch(step: int) -> None:
             if epochs.has_ended(step, plan, run):
-                values = validate(policy, step, data, ref_logps, config, run)
+                values = {}
+                if data["val"]:
+                    values = validate(scorer, step, data["val"], ref_logps["val"], config, run)
                 epochs.end(step, plan, model, values, run)
 
         end_epoch(done)  # if the run was stopped in a validation

@@ -12,7 +12,7 @@ apart alike.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import gemmi
 import numpy as np
@@ -110,9 +110,7 @@ def read(
     return structure._replace(tied=_tie_copies(path, structure)) if homo_oligomer else structure
 
 
-def _positions(
-    path: str | Path, residues: list[gemmi.Residue], chain: int, first: int
-) -> list[Position]:
+def _positions(path: str | Path, residues: list[Any], chain: int, first: int) -> list[Position]:
     """Return the positions of one chain; `first` is the number of its first residue."""
     positions: list[Position] = []
     number = first - 1
@@ -154,15 +152,15 @@ def _tie_copies(path: str | Path, structure: Structure) -> np.ndarray:
         is_designed = structure.observed[position] and structure.in_design[position]
         groups.setdefault(label if is_designed else position, []).append(position)
     most = max(map(len, groups.values()))
-    for label, group in groups.items():
+    for key, group in groups.items():
         letters = {structure.sequence[position] for position in group} - {"X"}
         if most == 1 or len(letters) > 1:
-            problem = f"residue {label} is {' and '.join(sorted(letters))}"
+            problem = f"residue {key} is {' and '.join(sorted(letters))}"
             raise UserError(f"{path}: {problem}; --homo_oligomer needs --design_chains of copies")
     return np.stack([np.resize(group, most) for group in groups.values()])
 
 
-def _read_chains(path: str | Path, altloc: str) -> dict[str, list[gemmi.Residue]]:
+def _read_chains(path: str | Path, altloc: str) -> dict[str, list[Any]]:
     """Return the residues, in file order, of each protein chain of the first model."""
     chains = {}
     try:
