@@ -112,7 +112,7 @@ UNFIT = {
     "": "has no function score",
     "score = 3": "has no function score",
     "def score(a): return 1": r"no function score\(prompt, reply\)",
-    "def score(a, b): return 'good'": r"returned {'': 'good'} \(expected a number or",
+    "def score(a, b): return 'good'": r"returned {'': 'good'} \(expected a number",
     "def score(a, b): return {}": "returned {}",
     "def score(a, b): raise ValueError('unknown question')": "on 'p': unknown question",
 }

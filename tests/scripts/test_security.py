@@ -484,8 +484,8 @@ def test_no_file_and_no_line_of_a_run_holds_a_secret(tmp_path, monkeypatch, capf
     folder = f"https:/someone:{PASSWORD}@host"
     red = Path(PAIRS).read_bytes().replace(b'"prompt": "', b'"prompt": "\\u001b[31m')
     put(tmp_path / folder / "pairs.jsonl", red)
-    flags = ["--train_data", f"https://someone:{PASSWORD}@host/pairs.jsonl"]
-    flags += ["--val_data", PAIRS, "--fine_tuning", "lora"]
+    flags = ["--val_data", f"https://someone:{PASSWORD}@host/pairs.jsonl"]
+    flags += ["--fine_tuning", "lora"]
     flags += words("--num_samples 1 --max_new_tokens 2")
     monkeypatch.setattr(sys, "orig_argv", ["python", "main_distributed.py", *flags])
     assert attempt(tmp_path, *flags) is None

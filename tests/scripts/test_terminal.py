@@ -38,11 +38,10 @@ def check_summary(text):
 @pytest.mark.parametrize("columns", [80, 100])
 def test_a_run_on_a_terminal(columns, tmp_path):
     command = [sys.executable, SCRIPT, *SHORT, "--result_dir", "run", "--judge", str(judge())]
-    status, output, seconds = on_a_terminal(command, columns, tmp_path, programs.environment())
+    status, output = on_a_terminal(command, columns, tmp_path, programs.environment())
     assert status == 0, output
     text = re.sub(r"[\r\n]+", "\n", ESCAPE.sub("", output))
     assert widest(output) <= columns, output
-    assert seconds < 2
     assert re.search(r"6/6 \|.*\| 00:\d\d<.*loss +\d\.\d{4}", text)  # one live line
     assert "\nstep " not in text  # and no second one for the same steps
     for name in ("ranks", "model", "loss", "batch", "steps", "files", "judge", "folder", "data"):
@@ -72,7 +71,7 @@ def test_a_failed_run(tmp_path):
     flags = [*SHORT, "--result_dir", "run", "--learning_rate", "1e15", "--save_every", "1"]
     env = programs.environment()
     flags += ["--sft_weight", "0", "--max_grad_norm", "0"]
-    status, output, _ = on_a_terminal([sys.executable, SCRIPT, *flags], 80, tmp_path, env)
+    status, output = on_a_terminal([sys.executable, SCRIPT, *flags], 80, tmp_path, env)
     text = ESCAPE.sub("", output).replace("\r", "\n")
     assert status == 3, output
     last = text.rstrip().splitlines()[-1]

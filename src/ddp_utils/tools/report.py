@@ -110,7 +110,7 @@ class Table(NamedTuple):
 
 def read_run(folder: Path) -> dict[str, dict]:
     """Return the objects in FILES; one that is missing or damaged is empty."""
-    run = {}
+    run: dict[str, dict] = {}
     for name in FILES:
         run[name] = {}
         with contextlib.suppress(UserError):
@@ -226,7 +226,7 @@ def write(folder: Path, run: dict[str, dict]) -> None:
     if config.get("model_name"):
         metadata.base_model = portable(config["model_name"])
     card = ModelCard.from_template(
-        metadata, template_path=HERE / "card.md.j2", what="".join(kinds[:1]), **content
+        metadata, template_path=str(HERE / "card.md.j2"), what="".join(kinds[:1]), **content
     )
     parent = model.path if model.path.is_dir() else model.path.parent
     data.write_text(parent / "README.md", data.printable(str(card)))
@@ -245,12 +245,13 @@ def content_of(folder: Path, run: dict[str, dict]) -> dict[str, Any]:
     model = find_model(folder, config)
     load = ""
     if model:
-        is_inside = model.path.is_relative_to(folder)
-        path = f"{own_folder}/{model.path.relative_to(folder)}" if is_inside else model.path.name
-        load = model.load.format(path)
+        location = model.path.name
+        if model.path.is_relative_to(folder):
+            location = f"{own_folder}/{model.path.relative_to(folder)}"
+        load = model.load.format(location)
     pictures = {}
-    for path in sorted(folder.glob("*.png"), key=lambda path: (path.stem != "loss", path.stem)):
-        pictures[path.stem] = base64.b64encode(path.read_bytes()).decode()
+    for file in sorted(folder.glob("*.png"), key=lambda file: (file.stem != "loss", file.stem)):
+        pictures[file.stem] = base64.b64encode(file.read_bytes()).decode()
     others = {name: value for name, value in config.items() if name not in defaults}
     changed = {"value": {name: config.get(name) for name in defaults}, "default": defaults}
     return {
