@@ -379,7 +379,11 @@ def test_another_global_batch_is_another_run(made, tmp_path, monkeypatch):
     ("change", "flags", "message"),
     [
         ({"x0": "Mixed."}, ["--val_path", "MADE"], "--val_path: more than one x0"),
-        ({"chat_template_kwargs": '{"day": 1}'}, [], "^--chat_template_kwargs: the chat template does not use day"),
+        (
+            {"chat_template_kwargs": '{"day": 1}'},
+            [],
+            "^--chat_template_kwargs: the chat template does not use day",
+        ),
         ({}, ["--val_path", "TRAIN"], r"traj_chat.jsonl:1: question: it is also in data_path"),
         ({}, ["--on_policy", "--cache_teacher"], "^--cache_teacher: on_policy has new replies"),
         (
