@@ -204,10 +204,10 @@ def find_format(record: Record) -> str:
 def unknown_format(record: Record, formats: Collection[tuple[str, ...]]) -> UserError:
     """Return an error with the fields of a record, and what the nearest format has and it lacks."""
     names = [repr(key)[1:-1][:40] for key in record.data]
-    known = set().union(*formats)
-    alike = {
-        match for name in names for match in difflib.get_close_matches(name, sorted(known), n=1)
-    }
+    known = sorted(set().union(*formats))
+    alike: set[str] = set()
+    for name in names:
+        alike.update(difflib.get_close_matches(name, known, n=1))
     nearest = max(formats, key=lambda fields: len(alike & set(fields)))
     missing = next(field for field in nearest if field not in record.data)
     problem = f"fields found: {', '.join(names) or '-':.200}; nearest is {', '.join(nearest)}"

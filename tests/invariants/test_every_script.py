@@ -123,7 +123,7 @@ def data(tmp_path_factory):
     for name, script in SCRIPTS.items():
         if script.module == "ad.train":
             file = folder / f"{name}.npz"
-            windows.collect(read(script.flags.split(), True), file)
+            windows.collect(read(script.flags.split()), file)
             flags[name] = [f"traj_file={file}"]
     return flags
 
