@@ -185,8 +185,8 @@ def test_a8_no_process_outlives_a_launcher_that_is_killed(tmp_path):
                 time.sleep(moments.uniform(0, 10))
             process.kill()
             process.wait()
-            # a rank that waits for a group ends by itself after 50
-            cluster.wait(lambda mark=mark: not marked(mark), seconds=45)
+            # a rank that waits for a group ends by itself after 50 s
+            cluster.wait(lambda mark=mark: not marked(mark), seconds=90)
         finally:
             for pid in marked(mark):
                 with contextlib.suppress(ProcessLookupError):
