@@ -277,7 +277,9 @@ def content_of(folder: Path, run: dict[str, dict]) -> dict[str, Any]:
 def table(title: str, columns: dict[str, dict]) -> Table:
     """Return {column: {row: value}} as a table; nested objects become rows."""
     flat = {name: dict(flatten(values)) for name, values in columns.items()}
-    names = dict.fromkeys(name for texts in flat.values() for name in texts)
+    names: dict[str, None] = {}  # in the order of their first appearance
+    for texts in flat.values():
+        names.update(dict.fromkeys(texts))
     rows = []
     for name in sorted(names, key=lambda name: name not in FIRST):
         rows.append((name, [texts.get(name, "") for texts in flat.values()]))
