@@ -62,7 +62,7 @@ def write(
         if world.rank >= len(names):
             return ""
         path = temporary / names[world.rank]
-        with data.write_file(path) as file:
+        with data.write_file(path, target) as file:
             save_file({name: value.contiguous().cpu() for name, value in tensors.items()}, file)
         return data.sha256(path)
 

@@ -235,11 +235,14 @@ def printable(text: str) -> str:
 
 
 @contextlib.contextmanager
-def write_file(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary path to write to; at the end it replaces `path` and is on the disk."""
+def write_file(path: str | Path, target: Path | None = None) -> Iterator[Path]:
+    """Yield a temporary path to write to; at the end it replaces `path` and is on the disk.
+
+    target: the path that errors of the disk name, if `path` itself is temporary.
+    """
     path = Path(path)
     temporary = temporary_of(path)
-    with _removed_on_error(path):
+    with _removed_on_error(path, target):
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove(temporary)
         temporary.touch(exist_ok=False)  # fails if somebody else creates a link here
@@ -275,7 +278,7 @@ def temporary_of(path: str | Path) -> Path:
 
 
 @contextlib.contextmanager
-def _removed_on_error(path: Path) -> Iterator[None]:
+def _removed_on_error(path: Path, target: Path | None = None) -> Iterator[None]:
     """Remove the temporary file or folder on an error; make errors of the disk name `path`."""
     try:
         yield
@@ -288,7 +291,7 @@ def _removed_on_error(path: Path) -> Iterator[None]:
             number = int(match[1]) if match else None
         if not number:
             raise
-        raise OSError(number, os.strerror(number), str(path)) from error
+        raise OSError(number, os.strerror(number), str(target or path)) from error
 
 
 def _remove(path: Path) -> None:
