@@ -410,6 +410,8 @@ def report(error: BaseException) -> None:
         prints = whoami().local_rank == 0 or not is_mistake
     else:
         prints = _is_first_to_fail(_store, is_silent)
+    if isinstance(error, Stop):  # all ranks stop together
+        prints = whoami().is_main
     if is_silent or not prints:
         pass
     elif isinstance(error, Stop):
