@@ -260,7 +260,7 @@ class Run:
             return
         line: dict[str, Any] = {"split": split, "step": step}
         for name, value in values.items():
-            line[name] = value if math.isfinite(value) else None  # JSON has no NaN
+            line[name] = finite(value)
         self.metrics.write((json.dumps(line) + "\n").encode())
         self.logger.log(split, step, values)
         texts = loggers.columns(values)
@@ -297,7 +297,7 @@ class Run:
 
     def write_summary(self, status: str, code: int) -> None:
         """Write the status of the run and its results to summary.json, on rank 0."""
-        summary = {
+        summary: dict[str, Any] = {
             "status": status,
             "exit_code": code,
             "run_id": os.environ.get("TORCHELASTIC_RUN_ID"),  # of the launcher and its restarts
@@ -306,7 +306,9 @@ class Run:
             "seconds": round(time.perf_counter() - self.start, 3),
             "save_seconds": round(self.save_seconds, 3),
         }
-        self._write("summary.json", summary | self.results)
+        for split, values in self.results.items():
+            summary[split] = {name: finite(value) for name, value in values.items()}
+        self._write("summary.json", summary)
 
     def _write(self, name: str, content: Any) -> None:
         text = without_users(json.dumps(content, indent=2))
@@ -506,6 +508,12 @@ class Run:
 def facts_of(path: Path) -> Path:
     """Return the path of the SHA-256 and the fingerprint of a cached file."""
     return path.with_suffix(".facts.json")
+
+
+def finite(value: Any) -> Any:
+    """Return the value, but None for NaN and infinity, which JSON does not have."""
+    is_finite = not isinstance(value, float) or math.isfinite(value)
+    return value if is_finite else None
 
 
 def check_finite(tensors: dict[str, Tensor], step: int) -> None:

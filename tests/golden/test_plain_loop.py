@@ -311,7 +311,7 @@ def distil(words):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_four_steps_of_distillation_equal_a_plain_loop(world_size, tmp_path):
     """Windows and model are the project's own: tests/scripts/test_ad.py has them by hand."""
-    config = read_settings(AD.split(), True)
+    config = read_settings(AD.split())
     windows.collect(config, tmp_path / "h.npz")
     words = [*AD.split(), f"train_batch_size={4 // world_size}", f"output_dir={tmp_path}/run"]
     ranks(world_size, distil, [*words, f"traj_file={tmp_path}/h.npz"])

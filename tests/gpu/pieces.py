@@ -299,6 +299,7 @@ def memory(_folder):
     kinds = itertools.product(shapes, ("lora", "full"), (False, True))
     for (name, sizes), kind, checkpoints in [(("warm-up", SMALL), "lora", False), *kinds]:
         config = Config(fine_tuning=kind, use_gradient_checkpointing=checkpoints, sft_weight=0.0)
+        config.gradient_checkpointing = checkpoints  # its name in the settings of train.py
         precision = main_distributed.precision_of(config, DEVICE)
         settings = shape(sizes)
         forget()

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from conftest import TESTS
+from ddp_utils import policy as policy_module
 from ddp_utils.policy import Policy
 from ranks import ranks
 
@@ -37,7 +38,7 @@ def second_step(name, folder, flags):
     steps = []
     micro_batches = []
     backward = Policy.backward
-    adamw = torch.optim.AdamW
+    adamw = policy_module.AdamW
 
     def counted(policy, loss):
         micro_batches.append(len(steps))
@@ -57,7 +58,7 @@ def second_step(name, folder, flags):
 
     script.train_step = watched
     Policy.backward = counted
-    torch.optim.AdamW = fused
+    policy_module.AdamW = fused
     with pytest.raises(Enough):
         scripts.life(name, folder, flags)
     return counter.lines, micro_batches.count(2)

@@ -314,8 +314,8 @@ def test_a_damaged_best_is_told_before_the_training(best_of, tmp_path):
     outcome = start(1, name, run, flags)
     assert outcome.codes == [2]
     assert outcome.logs[0].splitlines()[-1] == (
-        f"error: {file.parent}: state.safetensors does not match its sha256; "
-        "without --save_best the last model is kept"
+        f"error: {file.parent}: state.safetensors does not match its SHA-256; "
+        "without --save_best the last weights are used"
     )
     outcome = faults.finished(start(1, name, run, [*flags, "--no_save_best"]))
     assert "save_best: True -> False, from here on" in outcome.logs[0]

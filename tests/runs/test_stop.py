@@ -52,7 +52,7 @@ def test_f3_a_signal_is_heard_in(place, undisturbed, tmp_path):
 def test_f3_a_signal_is_heard_in_generation(tmp_path):
     """After the last step; the replies are those of an undisturbed run."""
     flags = [*LORA, *runs.words("--num_samples 4 --batch_size 2 --max_new_tokens 8 --max_steps 2")]
-    fault = (faults.signal_before, "sampling._batch", 3, TERM, 1)
+    fault = (faults.signal_before, "sampling._sample_batch", 3, TERM, 1)
     outcome = faults.start(2, tmp_path / "a/run", *flags, fault=fault)
     assert outcome.codes == [85, 85], outcome.logs
     assert (

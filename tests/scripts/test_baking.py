@@ -470,7 +470,7 @@ def test_the_demo_is_baked(tmp_path):
     PeftModel.from_pretrained(base, tmp_path / "results/traj_chat/model")
     card = (tmp_path / "results/traj_chat/model/README.md").read_text()
     [code] = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
-    code = code.replace("path/to/this/folder", str(tmp_path / "results/traj_chat/model"))
+    code = code.replace("results/traj_chat/model", str(tmp_path / "results/traj_chat/model"))
     code = code.replace("data/demo/model", str(ROOT / "data/demo/model"))
     loaded = {}
     exec(code, loaded)  # noqa: S102 our own text
