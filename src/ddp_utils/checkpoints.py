@@ -210,7 +210,8 @@ class RunSpec(NamedTuple):
     report: dict[str, Any] = {}  # on the data, for data_report.json
     lines: Sequence[str] = ()  # on the data, to print
     model_folder: Path | None = None  # for the model, if not in the run folder
-    save_best: bool = False  # keep the weights of the lowest validation loss
+    # keep the weights of the lowest validation loss; None: the script does so by itself
+    save_best: bool | None = None
     shard_layout: str = ""  # how ranks split a checkpoint; "": rank 0 writes all of it
 
 

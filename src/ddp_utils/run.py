@@ -326,6 +326,8 @@ class Run:
         self.validated = manifest["validated"]
         self.results = manifest["results"] | self.results
         self.best_validation = manifest["best_validation"]
+        if self.spec.save_best is False:  # an earlier start may have had it
+            self.results.pop("best", None)
         self.start -= manifest["seconds"]
         self.save_seconds = manifest["save_seconds"]
         if self.best not in (None, self.done):

@@ -475,7 +475,7 @@ def test_the_demo_is_baked(tmp_path):
     loaded = {}
     exec(code, loaded)  # noqa: S102 our own text
     assert loaded["model"].peft_config["default"].r == 32
-    assert "| pirate | 0.0" in card and "More Information Needed" not in card
+    assert "| kept/kl | " in card and "More Information Needed" not in card
 
 
 def weights(model):
