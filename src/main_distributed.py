@@ -37,15 +37,18 @@ from ddp_utils import (
     sampling,
     sharding,
 )
+from ddp_utils import judge as judges
 from ddp_utils import policy as policies
 from ddp_utils import preference_data as preferences
+from ddp_utils import run as runs
 from ddp_utils.chat_template import Encoder
 from ddp_utils.data import ROOT, DataFile
 from ddp_utils.distributed import World, to_device
-from ddp_utils.fast.self_test import choose_head_and_layout
 from ddp_utils.metrics import Averages, Meter, interval
 from ddp_utils.policy import Policy, Precision
-from ddp_utils.run import Run, RunSpec, check
+from ddp_utils.run import Run
+
+Tables = dict[str, Tensor]  # split -> log-probs of chosen and rejected, [pairs, 2]
 
 DEMO = Path("data/demo")  # the default model and train_data of src/config.py are there
 DEMO_JUDGE = str(DEMO / "judge.py:score")
@@ -76,15 +79,14 @@ def read_settings(argv: Sequence[str] | None, world: World) -> settings.Config:
 
 def read_data(config: settings.Config, encoder: Encoder, world: World) -> tuple[dict, dict]:
     """Return {"train": pairs, "val": pairs, "test": pairs}, and a report on each file."""
-    data: dict[str, Any] = {"train": [], "val": [], "test": []}
-    report = {}
     cache = config.cache_dir or Path(config.result_dir).parent / ".tokens"
     paths = {"train": config.train_data, "val": config.val_data, "test": config.test_data}
-    for split, path in paths.items():
-        if path or split == "train":
-            limit = config.max_rows if split == "train" else -1
-            file = DataFile(path, cache, limit, config.on_bad_record, config.columns)
-            data[split], report[split] = preferences.read(file, encoder)
+    data: dict[str, Any] = dict.fromkeys(paths, [])
+    report = {}
+    for split in [split for split in paths if paths[split] or split == "train"]:
+        limit = config.max_rows if split == "train" else -1
+        file = DataFile(paths[split], cache, limit, config.on_bad_record, config.columns)
+        data[split], report[split] = preferences.read(file, encoder)
     if not config.val_data and not config.test_data:
         parts = preferences.split_by_prompt(data["train"], config.seed)
         data = dict(zip(data, parts, strict=True))
@@ -108,7 +110,7 @@ def micro_batch_size(config: settings.Config, world: World) -> int:
 
 
 def train_step(
-    policy: Policy, step: int, rows: list[int], data: dict, ref_logps: dict, config: Any, run: Run
+    policy: Policy, step: int, rows: list, data: dict, ref_logps: Tables, config: Any, run: Run
 ) -> dict[str, float]:
     """Compute the gradient of one global batch, clipped, and return the exact means of its pairs.
 
@@ -135,29 +137,6 @@ def train_step(
     return run.reduce(averages, grad_norm)
 
 
-def check_step(
-    policy: Policy,
-    step: int,
-    means: dict,
-    rows: list[int],
-    data: dict,
-    ref_logps: dict,
-    config: Any,
-    world: World,
-) -> None:
-    """Raise an error before an update with a NaN, or from a wrong starting point."""
-    pairs = [data["train"][row] for row in rows]
-
-    def score() -> Tensor:  # [global batch, 2]
-        return logps.score(policy.scorer, pairs, world, micro_batch_size(config, world))
-
-    checks.check_step(policy, step, means, pairs, score, config.fine_tuning)
-    if step == 0 and has_known_loss(config):
-        tokens = [max(len(pair.chosen), len(pair.rejected)) for pair in pairs]
-        known = ref_logps["train"][rows]
-        checks.check_first_step(policy, means, score(), known, tokens, pairs, config)
-
-
 def has_known_loss(config: settings.Config) -> bool:
     """Return whether the first loss has a closed form, since policy and reference are equal."""
     has_other_dropout = bool(config.lora_dropout and config.init_adapter)
@@ -167,7 +146,7 @@ def has_known_loss(config: settings.Config) -> bool:
 
 @torch.no_grad()
 def evaluate(
-    policy: Policy, split: str, data: dict, ref_logps: dict, config: Any, run: Run
+    policy: Policy, split: str, data: dict, ref_logps: Tables, config: Any, run: Run
 ) -> dict[str, float]:
     """Return exact means over a split: every pair counts once, on any number of ranks."""
     pairs = data[split]
@@ -209,45 +188,18 @@ def generate_replies(
     return replies
 
 
-def load_judge(config: settings.Config, data: dict) -> Any:
+def load_judge(config: settings.Config, data: dict) -> judges.Judge | None:
     """Return the judge of replies, or None; it is tried on a pair of each split."""
     if not config.judge:
         return None
-    from ddp_utils import judge
-
     # a judge is code: the demo's is the project's own, whatever the current folder contains
-    function = judge.load_judge(config.judge, ROOT if config.judge == DEMO_JUDGE else None)
+    judge = judges.load_judge(config.judge, ROOT if config.judge == DEMO_JUDGE else None)
     for pair in data["val"][:1] + data["test"][:1]:
-        function(pair.text, pair.expected)
-    return function
-
-
-def write_examples(run: Run, data: dict, before: dict, after: dict, judge: Any) -> None:
-    """Write the replies before and after training, and what the judge says of them."""
-    from ddp_utils.judge import as_text, side_by_side
-
-    examples = {}
-    for split, replies in after.items():
-        pairs = data[split][: len(replies)]
-        prompts = [pair.text for pair in pairs]
-        expected = [pair.expected for pair in pairs]
-        rows, summary = side_by_side(prompts, before[split], replies, expected, judge)
-        run.write_text(f"distributed_output_{split}.txt", as_text(rows, summary))
-        run.results[split] |= summary
-        examples[split] = rows
-    run.write_json("examples.json", examples)
+        judge(pair.text, pair.expected)
+    return judge
 
 
 # --- models --------------------------------------------------------------------------------------
-
-
-def adapter_of(config: settings.Config) -> lora.LoraSpec | None:
-    """Return the LoRA that is trained, or merged before all weights are trained; None without."""
-    merge = config.fine_tuning == "full"
-    if merge and not config.init_adapter:
-        return None
-    shape = config.lora_r, config.lora_alpha, config.lora_dropout, config.lora_targets
-    return lora.LoraSpec(*shape, config.init_adapter, merge)
 
 
 def precision_of(config: settings.Config, device: torch.device) -> Precision:
@@ -256,41 +208,33 @@ def precision_of(config: settings.Config, device: torch.device) -> Precision:
     return Precision.choose(device, config.fine_tuning, config.base_dtype, mixed)
 
 
+def prepare(
+    model: Any, config: Any, precision: Precision, data: dict, run: Run, trained: bool = True
+) -> Policy:
+    """Distribute a model over the ranks."""
+    strategy, pairs = sharding.choose(config.strategy), data["train"].extremes()
+    return sharding.prepare(model, precision, strategy, pairs, config.layout, run, trained)
+
+
 def load_policy(config: settings.Config, precision: Precision, data: dict, run: Run) -> Policy:
-    """Load the model to be trained, and distribute it over the ranks."""
+    """Load the model to be trained, on all ranks."""
     torch.manual_seed(config.seed)  # the same new LoRA on every rank
     model = lora.load_policy(
         config.model_name,
-        adapter_of(config),
+        lora.LoraSpec.of(config),
         precision,
         run.world.device,
         sharded=config.strategy != "ddp",
         gradient_checkpointing=config.use_gradient_checkpointing,
         memory_efficient=config.lean,
     )
-    return wrap(model, precision, config, data, run)
-
-
-def wrap(
-    model: Any, precision: Precision, config: Any, data: dict, run: Run, trained: bool = True
-) -> Policy:
-    """Distribute a model, and try the fast ways to score it on real pairs before they are used."""
-    scorer = logps.Scorer(model, precision.autocast)
-    policy = sharding.wrap(scorer, run.world, sharding.choose(config.strategy), trained)
-    with policy.gathered():
-        pairs = data["train"].extremes()
-        for line in choose_head_and_layout(scorer, pairs, config.layout, run.world):
-            run.say(line)
-    return policy
+    return prepare(model, config, precision, data, run)
 
 
 def score_reference(
     policy: Policy, plan: sampler.Plan, data: dict, config: Any, run: Run
-) -> dict[str, Tensor]:
-    """Return split -> log-probs under a policy before its first step, [pairs, 2].
-
-    Only the pairs that the run uses are scored; the log-probs of the others are NaN.
-    """
+) -> Tables:
+    """Return the log-probs of a policy before its first step; NaN for pairs that are not used."""
     size = micro_batch_size(config, run.world)
 
     def score(pairs: Any, rows: Sequence[int]) -> Tensor:
@@ -300,23 +244,17 @@ def score_reference(
     return run.reference_logps(numerics, data, {"train": plan.rows_used()}, score)
 
 
-def load_and_score(
+def score_reference_model(
     config: settings.Config, precision: Precision, plan: sampler.Plan, data: dict, run: Run
-) -> tuple[Policy, dict[str, Tensor]]:
-    """Return the policy, and the log-probs of the reference: the policy before step 0.
-
-    Another reference model is loaded, scored and freed before the policy is loaded.
-    """
-    if not config.reference_model:
-        policy = load_policy(config, precision, data, run)
-        return policy, score_reference(policy, plan, data, config, run)
+) -> Tables:
+    """Load another reference model, score it, and free it before the policy is loaded."""
     host = torch.device("cpu") if config.strategy == "fsdp" else run.world.device
     model = lora.load(config.reference_model, precision.weights, host)
-    reference = wrap(model, precision, config, data, run, trained=False)
+    reference = prepare(model, config, precision, data, run, trained=False)
     ref_logps = score_reference(reference, plan, data, config, run)
     del model, reference
     gc.collect()
-    return load_policy(config, precision, data, run), ref_logps
+    return ref_logps
 
 
 # --- main ----------------------------------------------------------------------------------------
@@ -324,9 +262,9 @@ def load_and_score(
 
 def describe_run(
     config: settings.Config, data: dict, report: dict, plan: sampler.Plan, judge: Any, world: World
-) -> RunSpec:
+) -> runs.RunSpec:
     """Check models and data against each other, before a weight is read; describe the run."""
-    adapter = adapter_of(config)
+    adapter = lora.LoraSpec.of(config)
     meta_model = lora.meta_model(config.model_name, adapter)
     for pairs in filter(None, data.values()):
         models.check_fit(meta_model, pairs.extremes())
@@ -343,7 +281,7 @@ def describe_run(
     checkpoints = config.keep_checkpoints + 1 + config.save_best
     lora_r = config.lora_r if config.fine_tuning == "lora" else None
     strategy = sharding.choose(config.strategy)
-    return RunSpec(
+    return runs.RunSpec(
         folder=Path(config.result_dir),
         flag="--result_dir",
         steps=plan.steps,
@@ -375,7 +313,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     spec = describe_run(config, data, report, plan, judge, world)
     if config.check:
         distributed.choose_device(world, config.backend)
-        return check(spec, config, world)
+        return runs.check(spec, config, world)
 
     precision = precision_of(config, world.device)
     policies.check_same_precision(precision, world)
@@ -398,12 +336,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             run.say("step 0: the loss has no closed form here, only gradients are checked")
 
         # model
-        policy, ref_logps = load_and_score(config, precision, plan, data, run)
-        before = run.once(
-            "reference_replies", lambda: generate_replies(policy, data, encoder, config, run)
-        )
-        schedule_spec = (config.lr_scheduler, config.warmup_ratio, config.weight_decay)
-        optimizer, schedule = policies.make_optimizer(policy, peak_rate, plan.steps, *schedule_spec)
+        if config.reference_model:
+            ref_logps = score_reference_model(config, precision, plan, data, run)
+        policy = load_policy(config, precision, data, run)
+        if not config.reference_model:  # the reference is the policy before step 0
+            ref_logps = score_reference(policy, plan, data, config, run)
+
+        def replies() -> dict[str, list[str]]:
+            return generate_replies(policy, data, encoder, config, run)
+
+        before = run.once("reference_replies", replies)
+        optim = (config.lr_scheduler, config.warmup_ratio, config.weight_decay)
+        optimizer, schedule = policies.make_optimizer(policy, peak_rate, plan.steps, *optim)
         displacement = losses.Displacement(config.method)
         meter = Meter(policy.scorer, world)
         done = run.restore(policy, optimizer, schedule)
@@ -420,12 +364,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             start = time.perf_counter()
             rows = plan.batch(step)
             values = train_step(policy, step, rows, data, ref_logps, config, run)
-            check_step(policy, step, values, rows, data, ref_logps, config, world)
+            pairs = [data["train"][row] for row in rows]
+            known = ref_logps["train"][rows] if has_known_loss(config) else None  # [B, 2]
+            size = micro_batch_size(config, world)
+            checks.check_pairs(policy, step, values, pairs, known, config, world, size)
             values["learning_rate"] = optimizer.param_groups[0]["lr"]
             policy.step(optimizer, schedule, values["grad_norm"])
             values["epoch"] = plan.epoch(step + 1)
-            seconds = time.perf_counter() - start
-            values |= meter.read([data["train"][row] for row in rows], seconds)
+            values |= meter.read(pairs, time.perf_counter() - start)
             run.log(step + 1, values, echo=(step + 1) % config.log_every == 0)
             warning = displacement.seen(values["rewards/chosen"])
             if warning:
@@ -439,8 +385,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if data[split] and split not in run.results:  # the last step has evaluated val
                 run.results[split] = evaluate(policy, split, data, ref_logps, config, run)
                 run.log(last, run.results[split], split)
-        after = generate_replies(policy, data, encoder, config, run)
-        write_examples(run, data, before, after, judge)
+        judges.write_examples(run, data, before, replies(), judge)
         models.save_policy(policy, tokenizer, spec.model_folder or run.folder / "model", world)
     return 0
 

@@ -1,58 +1,44 @@
-"""Fine-tune a language model as a YAML file says: SFT or DPO, on DDP, FSDP or DeepSpeed ZeRO.
+"""Fine-tune a language model according to a YAML file: SFT or DPO, on DDP, FSDP or DeepSpeed ZeRO.
 
     python src/train.py --config config.yaml             # one process, no launcher
     torchrun --standalone --nproc_per_node=4 src/train.py --config config.yaml
     deepspeed --num_gpus 4 src/train.py --config config.yaml --deepspeed config/ds_config.json
 
-Each setting of the file is a flag, too: --learning_rate 1e-4. Guide: docs/strategies.md.
+Each setting of the file is also a flag: --learning_rate 1e-4. Guide: docs/strategies.md.
 """
 
 import train_config
 from ddp_utils import cli
 
-if __name__ == "__main__":
-    cli.check_flags(
-        train_config.read
-    )  # --help and mistakes in the settings end here, before torch is imported
-
+if __name__ == "__main__":  # --help and mistakes in the settings end here, before torch is imported
+    cli.check_flags(train_config.read)
 
 import math
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from ddp_utils import (
-    UserError,
-    checks,
-    cli,
-    distributed,
-    logps,
-    lora,
-    losses,
-    models,
-    preference_data,
-    sampler,
-    sharding,
-)
+from ddp_utils import UserError, checks, distributed, logps, lora, losses, models, sampler, sharding
+from ddp_utils import policy as policies
+from ddp_utils import preference_data as preferences
+from ddp_utils import run as runs
 from ddp_utils.chat_template import Encoder
 from ddp_utils.data import DataFile, digest_of_files
-from ddp_utils.distributed import to_device
-from ddp_utils.fast.self_test import choose_head_and_layout
+from ddp_utils.distributed import World, to_device
 from ddp_utils.logps import Pair
-from ddp_utils.losses import LossSpec
 from ddp_utils.metrics import Averages, Meter
-from ddp_utils.policy import (
-    Precision,
-    bytes_to_write,
-    check_same_precision,
-    make_optimizer,
-)
-from ddp_utils.run import Run, RunSpec, check
+from ddp_utils.policy import Policy, Precision
+from ddp_utils.run import Run
 from sft import instruction_data
+from train_config import Config
 
-RATES = {  # objective and kind of fine-tuning -> learning rate from 10 M parameters on
+Tables = dict[str, Tensor]  # split -> log-probs of chosen and rejected, [pairs, 2]
+LEARNING_RATES = {  # objective and kind of fine-tuning -> default for 10 M parameters or more
     ("sft", "lora"): 2e-4,
     ("sft", "full"): 2e-5,
     ("dpo", "lora"): 1e-5,
@@ -62,69 +48,72 @@ RATES = {  # objective and kind of fine-tuning -> learning rate from 10 M parame
 # --- data ----------------------------------------------------------------------------------------
 
 
-def encoder_of(config):
-    """What turns rows into token ids."""
+def encoder_of(config: Config) -> Encoder:
+    """Return what turns texts into token ids."""
     tokenizer = models.load_tokenizer(config.model_name)
     shape = config.max_length, config.truncation, config.chat_template_kwargs
     return Encoder(tokenizer, config.chat_template, *shape)
 
 
-def read_data(config, encoder, world):
-    """{"train": rows, "val": rows}, each a Text or a Pair, and their reports."""
+def read_data(config: Config, encoder: Encoder, world: World) -> tuple[dict, dict]:
+    """Return {"train": rows, "val": rows}, each a Text or a Pair, and a report on each file."""
     cache = config.cache_dir or Path(config.output_dir).parent / ".tokens"
-    reader = preference_data if config.objective == "dpo" else instruction_data
+    read = preferences.read if config.objective == "dpo" else instruction_data.read
 
-    def read(path, limit=-1):
-        source = DataFile(path, cache, limit, config.on_bad_record, config.columns)
-        return reader.read(source, encoder)
+    def read_file(path: str, limit: int = -1) -> tuple[Any, dict]:
+        file = DataFile(path, cache, limit, config.on_bad_record, config.columns)
+        return read(file, encoder)
 
-    train, report = read(config.train_data, config.max_rows)
+    train, report = read_file(config.train_data, config.max_rows)
     data = {"train": train, "val": []}
     reports = {"train": report}
     if config.val_data:
-        data["val"], reports["val"] = read(config.val_data)
+        data["val"], reports["val"] = read_file(config.val_data)
     elif config.val_share:
-        shares = (1 - config.val_share, config.val_share)
-        parts = preference_data.split_by_prompt(train, config.seed, shares)
-        data = {"train": parts[0], "val": parts[1]}
-        report["split"] = {"train": len(parts[0]), "val": len(parts[1])}
+        fractions = (1 - config.val_share, config.val_share)
+        data["train"], data["val"] = preferences.split_by_prompt(train, config.seed, fractions)
+        report["split"] = {split: len(rows) for split, rows in data.items()}
     if config.save_best and not data["val"]:
-        raise UserError("--save_best: there is no validation data; give val_data or val_share")
+        raise UserError("--save_best: there is no validation data; use val_data or val_share")
     sampler.check_enough_rows(config.train_data, len(data["train"]), world)
     return data, reports
-
-
-def as_pairs(rows):
-    """Rows that the self-test can try a model on."""
-    if isinstance(rows[0], Pair):
-        return rows
-    return [Pair(row.prompt, row.reply, row.reply, row.location, row.text) for row in rows]
 
 
 # --- step ----------------------------------------------------------------------------------------
 
 
-def row_losses(policy, batch, ref_logps, config):
-    """B rows -> losses [B] and metrics, each [B]; ref_logps: log-probs [B, 2] of pairs."""
+def row_losses(
+    policy: Any, batch: logps.Batch, ref_logps: Tensor | None, config: Config
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of each row [B] and its metrics, each [B].
+
+    ref_logps: log-probs of the reference, [B, 2], for pairs. The metric "size" of a row is what the
+    loss is divided by: 1 for a pair, the number of trained tokens for a text.
+    """
     if config.objective == "sft":
-        (token_sums,) = policy(batch)  # [B]: summed over the trained tokens
-        return -token_sums, {"loss": -token_sums, "size": batch.tokens[0]}
-    per_row, metrics = losses.pair_losses(policy, batch, ref_logps, LossSpec.of(config))
+        (summed,) = policy(batch)  # [B]: log-probs summed over the trained tokens
+        return -summed, {"loss": -summed, "size": batch.tokens[0]}
+    per_row, metrics = losses.pair_losses(policy, batch, ref_logps, losses.LossSpec.of(config))
     return per_row, {**metrics, "size": torch.ones_like(per_row)}
 
 
-def divided(means):
-    """The means over rows with the loss as it is divided: over pairs or tokens."""
+def divide_loss(means: dict[str, float]) -> dict[str, float]:
+    """Return the means over rows, with the loss per pair or per trained token."""
     return means | {"loss": means["loss"] / means.pop("size")}
 
 
-def train_step(policy, step, rows, data, ref_logps, config, run):
-    """Forward and backward of one global batch; return its exact means. The gradient is ready."""
+def train_step(
+    policy: Policy, step: int, rows: list, data: dict, ref_logps: Any, config: Config, run: Run
+) -> dict[str, float]:
+    """Compute the gradient of one global batch, clipped, and return the exact means of its rows.
+
+    rows: of the training data; ref_logps: split -> log-probs of the reference; None for SFT.
+    """
     world = run.world
     train = data["train"]
     averages = Averages(world)
     scorer = policy.scorer
-    count = len(rows)  # what the loss is divided by: pairs, or tokens that are trained
+    count = len(rows)  # what the loss is divided by: pairs, or trained tokens
     if config.objective == "sft":
         count = sum(train[row].trained for row in rows)
     micro_batches = scorer.micro_batches(rows, train, world, config.micro_batch_size)
@@ -135,68 +124,62 @@ def train_step(policy, step, rows, data, ref_logps, config, run):
         index = to_device(micro_batch.index, world.device)
         known = ref_logps["train"][index] if ref_logps else None  # [B, 2]
         per_row, metrics = row_losses(policy, batch, known, config)
-        weight = to_device(micro_batch.weight, world.device)
+        weight = to_device(micro_batch.weight, world.device)  # [B]; 0 for padding rows
         # gradients are averaged over ranks: times world_size / global count is the global mean
         loss = (per_row * weight).sum() * (world.world_size / count)
         policy.backward(loss)
         averages.add(metrics, weight)
-    norm = policy.clip_grad_norm(config.max_grad_norm)
-    return divided(run.reduce(averages, norm))
-
-
-def check_step(policy, step, means, rows, data, ref_logps, config, world):
-    """Stop before an update that a NaN or a wrong start would spoil."""
-    batch_rows = [data["train"][row] for row in rows]
-
-    def score():  # [global batch, sides]
-        return logps.score(policy.scorer, batch_rows, world, config.micro_batch_size)
-
-    checks.check_step(policy, step, means, batch_rows, score, config.fine_tuning)
-    if step == 0 and ref_logps and not no_closed_form(config):
-        tokens = [max(len(pair.chosen), len(pair.rejected)) for pair in batch_rows]
-        known = ref_logps["train"][rows]
-        checks.check_first_step(policy, means, score(), known, tokens, batch_rows, config)
-
-
-def no_closed_form(config):
-    """Runs whose first loss is not known beforehand: only their gradients are checked."""
-    adapter_with_dropout = config.lora_dropout and config.init_adapter
-    return config.objective == "sft" or config.method == "simpo" or bool(adapter_with_dropout)
+    grad_norm = policy.clip_grad_norm(config.max_grad_norm)
+    return divide_loss(run.reduce(averages, grad_norm))
 
 
 @torch.no_grad()
-def evaluate(policy, rows, ref_logps, config, run):
-    """Return exact means over all rows: each counted once, whatever the number of ranks."""
+def evaluate(
+    policy: Policy, rows: Any, ref_logps: Any, config: Config, run: Run
+) -> dict[str, float]:
+    """Return exact means over validation rows: each counts once, on any number of ranks."""
     world = run.world
     averages = Averages(world)
     scorer = policy.scorer
+    size = config.micro_batch_size
     with logps.dropout_off(scorer):
-        for micro_batch in scorer.micro_batches(
-            range(len(rows)), rows, world, config.micro_batch_size
-        ):
+        for micro_batch in scorer.micro_batches(range(len(rows)), rows, world, size):
             run.stop_if_requested()
             batch = scorer.collate([rows[row] for row in micro_batch.index], world.device)
             index = to_device(micro_batch.index, world.device)
             known = ref_logps["val"][index] if ref_logps else None
             _, metrics = row_losses(scorer, batch, known, config)
             averages.add(metrics, to_device(micro_batch.weight, world.device))
-    return divided(averages.reduce())
+    return divide_loss(averages.reduce())
 
 
-# --- main ----------------------------------------------------------------------------------------
+# --- models --------------------------------------------------------------------------------------
 
 
-def choose_numbers(config, meta_model, world):
-    """Settle what hangs on model and device, DeepSpeed's "auto" too; return the Precision."""
+def precision_of(config: Config, device: torch.device) -> Precision:
+    """Return the dtypes of weights and computation."""
+    kinds = (config.fine_tuning, config.base_dtype, config.mixed_precision)
+    return Precision.choose(device, *kinds)
+
+
+def strategy_of(config: Config) -> policies.Strategy:
+    """Return how the ranks split the work; a strategy that shards nothing is DDP."""
+    communication = (config.grad_reduce_dtype, config.bucket_mb)
+    return sharding.choose(config.strategy, config.sharding, *communication)
+
+
+def fill_in_settings(config: Config, meta_model: Any, world: World) -> Precision:
+    """Set what depends on model and device, also "auto" in DeepSpeed's JSON; return the dtypes."""
     if config.learning_rate is None:
-        small = sum(p.numel() for p in meta_model.parameters()) < 10e6
-        config.learning_rate = 1e-3 if small else RATES[config.objective, config.fine_tuning]
+        is_small = sum(p.numel() for p in meta_model.parameters()) < 10e6
+        default = LEARNING_RATES[config.objective, config.fine_tuning]
+        config.learning_rate = 1e-3 if is_small else default
     precision = precision_of(config, world.device)
     if config.mixed_precision == "auto":
         names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
         config.mixed_precision = names.get(precision.autocast, "no")
     if config.mixed_precision == "fp16" and world.device.type == "cpu":
-        raise UserError("--mixed_precision fp16: a CPU is slow at it; give bf16, or no")
+        raise UserError("--mixed_precision fp16: slow on a CPU; use bf16 or no")
     if config.use_deepspeed:
         from ddp_utils.sharding import deepspeed
 
@@ -205,68 +188,88 @@ def choose_numbers(config, meta_model, world):
     return precision
 
 
-def precision_of(config, device):
-    """In which types the model computes."""
-    kinds = (config.fine_tuning, config.base_dtype, config.mixed_precision)
-    return Precision.choose(device, *kinds)
-
-
-def adapter_of(config) -> lora.LoraSpec | None:
-    """Return the LoRA that is trained, or that is merged before all weights are trained."""
-    merge = config.fine_tuning == "full"
-    if merge and not config.init_adapter:
-        return None
-    shape = config.lora_r, config.lora_alpha, config.lora_dropout, config.lora_targets
-    return lora.LoraSpec(*shape, config.init_adapter, merge)
-
-
-def strategy_of(config):
-    """How the ranks share the work; what shards nothing is DDP."""
-    return sharding.choose(
-        config.strategy, config.sharding, config.grad_reduce_dtype, config.bucket_mb
-    )
-
-
-def load(config, plan, data, precision, run):
-    """The policy, tried out, and for DPO the reference's log-probs: the policy before step 0."""
-    world = run.world
-    torch.manual_seed(config.seed)  # the same fresh LoRA on every rank
+def load_policy(config: Config, precision: Precision, data: dict, run: Run) -> Policy:
+    """Load the model to be trained, on all ranks."""
+    torch.manual_seed(config.seed)  # the same new LoRA on every rank
     model = lora.load_policy(
         config.model_name,
-        adapter_of(config),
+        lora.LoraSpec.of(config),
         precision,
-        world.device,
+        run.world.device,
         sharded=config.strategy != "ddp",
         in_4_bits=config.type == "qlora",
         gradient_checkpointing=config.gradient_checkpointing,
         memory_efficient=config.lean,
     )
-    policy = sharding.wrap(logps.Scorer(model, precision.autocast), world, strategy_of(config))
-    scorer = policy.scorer
-    scorer.max_tokens = config.micro_batch_tokens or math.inf
-    pairs = as_pairs(data["train"].extremes())
-    with policy.gathered():
-        for line in choose_head_and_layout(scorer, pairs, config.layout, world):
-            run.say(line)
-    if config.objective == "sft":
-        return policy, None
-
-    def score(pairs, rows):
-        size = config.micro_batch_size
-        return logps.score(scorer, pairs, world, size, run.stop_if_requested, rows)
-
-    rows = {"train": plan.rows_used()}
-    return policy, run.reference_logps(scorer.numerics(world.device), data, rows, score)
+    pairs = data["train"].extremes()
+    if config.objective == "sft":  # fast scoring is tried on pairs
+        pairs = [Pair(row.prompt, row.reply, row.reply, row.location, row.text) for row in pairs]
+    policy = sharding.prepare(model, precision, strategy_of(config), pairs, config.layout, run)
+    policy.scorer.max_tokens = config.micro_batch_tokens or math.inf
+    return policy
 
 
-def main(argv=None) -> int:
+def score_reference(
+    policy: Policy, plan: sampler.Plan, data: dict, config: Config, run: Run
+) -> Tables:
+    """Return the log-probs of a policy before its first step; NaN for pairs that are not used."""
+    size = config.micro_batch_size
+
+    def score(pairs: Any, rows: Sequence[int]) -> Tensor:
+        return logps.score(policy.scorer, pairs, run.world, size, run.stop_if_requested, rows)
+
+    numerics = policy.scorer.numerics(run.world.device)
+    return run.reference_logps(numerics, data, {"train": plan.rows_used()}, score)
+
+
+# --- main ----------------------------------------------------------------------------------------
+
+
+def describe_run(
+    config: Config, data: dict, report: dict, plan: sampler.Plan, world: World
+) -> tuple[runs.RunSpec, Precision]:
+    """Check model and data against each other, before a weight is read; describe the run."""
+    meta_model = lora.meta_model(config.model_name, lora.LoraSpec.of(config))
+    for rows in filter(None, data.values()):
+        models.check_fit(meta_model, rows.extremes())
+    folders = {"model_name": config.model_name, "init_adapter": config.init_adapter}
+    inputs = models.input_digests(data, folders, meta_model.config)
+    inputs["global_batch"] = str(plan.global_batch)
+    lines = [preferences.describe(split, part) for split, part in report.items()]
+    if config.use_fsdp:
+        from ddp_utils.sharding import fsdp
+
+        remark = fsdp.layers_of(meta_model, config.sharding)[1]
+        lines += [remark] if remark else []
+    if config.sharding:  # as in the JSON, before its "auto" is filled in
+        inputs[f"content of {config.strategy}_config"] = digest_of_files([], config.sharding)
+    precision = fill_in_settings(config, meta_model, world)
+    checkpoints = config.keep_checkpoints + 1 + config.save_best
+    lora_r = config.lora_r if config.fine_tuning == "lora" else None
+    spec = runs.RunSpec(
+        folder=Path(config.output_dir),
+        flag="--output_dir",
+        steps=plan.steps,
+        inputs=inputs,
+        bytes_needed=policies.bytes_to_write(meta_model, checkpoints, lora_r),
+        report=report,
+        lines=lines,
+        save_best=config.save_best,
+        shard_layout=strategy_of(config).shard_layout(config.fine_tuning, world.world_size),
+    )
+    return spec, precision
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the script with these flags, or with those of the command line; return 0."""
     world = distributed.whoami(argv=sys.argv)
     config = train_config.read(argv)
-    with cli.located(config.places):
+    with cli.located(config.places):  # an error about a setting names the line of the YAML file
         return fine_tune(config, world)
 
 
-def fine_tune(config, world) -> int:
+def fine_tune(config: Config, world: World) -> int:
+    """Train as the settings say; return 0."""
     # setup
     if config.init_adapter and config.fine_tuning == "lora":
         lora.inherit_config(config, config.init_adapter)
@@ -277,44 +280,15 @@ def fine_tune(config, world) -> int:
     # data
     encoder = encoder_of(config)
     data, report = read_data(config, encoder, world)
-    lines = [preference_data.describe(split, part) for split, part in report.items()]
-
-    # what the run will do, before a weight is read
-    meta_model = lora.meta_model(config.model_name, adapter_of(config))
-    for rows in filter(None, data.values()):
-        models.check_fit(meta_model, rows.extremes())
     plan = sampler.Plan.of(config, len(data["train"]), world.world_size)
-    folders = {"model_name": config.model_name, "init_adapter": config.init_adapter}
-    inputs = models.input_digests(data, folders, meta_model.config)
-    inputs["global_batch"] = str(plan.global_batch)
+    spec, precision = describe_run(config, data, report, plan, world)
+    if config.check:
+        return runs.check(spec, config, world)
+
+    policies.check_same_precision(precision, world)
     if config.use_fsdp:
         from ddp_utils.sharding import fsdp
 
-        remark = fsdp.layers_of(meta_model, config.sharding)[1]
-        lines += [remark] if remark else []
-    if config.sharding:  # as the JSON has it, before its "auto" is filled in
-        digest = digest_of_files([], config.sharding)
-        inputs[f"content of {config.strategy}_config"] = digest
-    precision = choose_numbers(config, meta_model, world)
-    strategy = strategy_of(config)
-    checkpoints = config.keep_checkpoints + 1 + config.save_best
-    lora_r = config.lora_r if config.fine_tuning == "lora" else None
-    spec = RunSpec(
-        folder=Path(config.output_dir),
-        flag="--output_dir",
-        steps=plan.steps,
-        inputs=inputs,
-        bytes_needed=bytes_to_write(meta_model, checkpoints, lora_r),
-        report=report,
-        lines=lines,
-        save_best=config.save_best,
-        shard_layout=strategy.shard_layout(config.fine_tuning, world.world_size),
-    )
-    if config.check:
-        return check(spec, config, world)
-
-    check_same_precision(precision, world)
-    if config.use_fsdp:
         fsdp.check_nodes(config.sharding, world)
 
     with Run(spec, config, world) as run:
@@ -322,27 +296,27 @@ def fine_tune(config, world) -> int:
         run.describe(
             model=f"{config.model_name}, {config.fine_tuning}",
             loss=f"{config.method}, beta {config.beta:g}" if config.objective == "dpo" else "sft",
-            strategy=f"{strategy.name}, mixed precision {config.mixed_precision}",
+            strategy=f"{strategy_of(config).name}, mixed precision {config.mixed_precision}",
             batch=f"{plan.global_batch} rows = {world.world_size} ranks x {accumulation} "
             f"accumulation x {config.micro_batch_size}",
             steps=f"{plan.steps}, learning rate {config.learning_rate:.3g}",
         )
 
         # model
-        policy, ref_logps = load(config, plan, data, precision, run)
-        optimizer, schedule = make_optimizer(
-            policy,
-            config.learning_rate,
-            plan.steps,
-            config.lr_scheduler,
-            config.warmup_ratio,
-            config.weight_decay,
-        )
+        policy = load_policy(config, precision, data, run)
+        ref_logps = None
+        if config.objective == "dpo":  # the reference is the policy before step 0
+            ref_logps = score_reference(policy, plan, data, config, run)
+        has_other_dropout = bool(config.lora_dropout and config.init_adapter)
+        has_known_loss = ref_logps and config.method != "simpo" and not has_other_dropout
+        optim = (config.lr_scheduler, config.warmup_ratio, config.weight_decay)
+        rate = config.learning_rate
+        optimizer, schedule = policies.make_optimizer(policy, rate, plan.steps, *optim)
         displacement = losses.Displacement(config.method)
         meter = Meter(policy.scorer, world)
         done = run.restore(policy, optimizer, schedule)
 
-        def validate(step):
+        def validate(step: int) -> None:
             is_due = bool(data["val"]) and plan.due(config.eval_every, step)
             run.validate(
                 step, is_due, lambda: evaluate(policy, data["val"], ref_logps, config, run)
@@ -353,13 +327,15 @@ def fine_tune(config, world) -> int:
         for step in range(done, plan.steps):
             start = time.perf_counter()
             rows = plan.batch(step)
+            examples = [data["train"][row] for row in rows]
             values = train_step(policy, step, rows, data, ref_logps, config, run)
-            check_step(policy, step, values, rows, data, ref_logps, config, world)
+            known = ref_logps["train"][rows] if has_known_loss else None  # [B, 2]
+            size = config.micro_batch_size
+            checks.check_pairs(policy, step, values, examples, known, config, world, size)
             values["learning_rate"] = optimizer.param_groups[0]["lr"]
             policy.step(optimizer, schedule, values["grad_norm"])
             values["epoch"] = plan.epoch(step + 1)
-            seconds = time.perf_counter() - start
-            values |= meter.read([data["train"][row] for row in rows], seconds)
+            values |= meter.read(examples, time.perf_counter() - start)
             run.log(step + 1, values, echo=(step + 1) % config.log_every == 0)
             warning = displacement.seen(values["rewards/chosen"]) if ref_logps else None
             if warning:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ddp_utils import UserError, data
 from ddp_utils.metrics import wilson
+from ddp_utils.run import Run
 
 Scores = dict[str, float]  # name -> score of one reply; the first decides who wins
 Judge = Callable[[str, str], Scores]  # of a prompt and a reply; with the attribute `digest`
@@ -95,6 +96,25 @@ def side_by_side(
             policy.append(new)
             reference.append(old)
     return rows, compare(policy, reference) if policy else {}
+
+
+def write_examples(
+    run: Run, pairs_of: dict, before: dict, after: dict, judge: Judge | None
+) -> None:
+    """Write the replies before and after training, and what the judge says of them.
+
+    pairs_of: split -> pairs; before, after: split -> replies to its first prompts.
+    """
+    examples = {}
+    for split, replies in after.items():
+        pairs = pairs_of[split][: len(replies)]
+        prompts = [pair.text for pair in pairs]
+        expected = [pair.expected for pair in pairs]
+        rows, summary = side_by_side(prompts, before[split], replies, expected, judge)
+        run.write_text(f"distributed_output_{split}.txt", as_text(rows, summary))
+        run.results[split] |= summary
+        examples[split] = rows
+    run.write_json("examples.json", examples)
 
 
 def as_text(rows: Sequence[dict[str, str]], summary: dict[str, float | None]) -> str:

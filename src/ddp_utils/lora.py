@@ -26,6 +26,15 @@ class LoraSpec(NamedTuple):
     init_adapter: str = ""  # folder of a LoRA to start from, instead of a new one
     merge: bool = False  # merge init_adapter into the model, and train all weights
 
+    @classmethod
+    def of(cls, config: Any) -> "LoraSpec | None":
+        """Return the adapter in a script's settings, or None if there is none."""
+        merge = config.fine_tuning == "full"
+        if merge and not config.init_adapter:
+            return None
+        shape = config.lora_r, config.lora_alpha, config.lora_dropout, config.lora_targets
+        return cls(*shape, config.init_adapter, merge)
+
 
 def inherit_config(config: Any, init_adapter: str):
     """Set lora_r, lora_alpha and lora_targets of `config` to those of an existing adapter.

@@ -82,7 +82,7 @@ def train(case, config, rows, world):
     precision = script.precision_of(config, world.device)
     model = lora.load_policy(
         config.model_name,
-        script.adapter_of(config),
+        lora.LoraSpec.of(config),
         precision,
         world.device,
         sharded=config.strategy != "ddp",

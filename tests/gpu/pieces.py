@@ -145,7 +145,6 @@ def attention(_folder):
     In bf16 a shared prompt may be no further from them than twice what separate rows are. nats:
     root mean square of the responses.
     """
-    import main_distributed
     from config import Config
     from ddp_utils import distributed, logps, lora
     from ddp_utils.fast import by_sequence, self_test
@@ -158,7 +157,7 @@ def attention(_folder):
             precision = Precision(torch.float32, None)
             cpu = torch.device("cpu")
             settings = Config(fine_tuning="lora", lean=shared)
-            adapter = main_distributed.adapter_of(settings)
+            adapter = lora.LoraSpec.of(settings)
             model = lora.load_policy("", adapter, precision, cpu, memory_efficient=shared)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:  # at 0 there would be no gradient by A
@@ -280,7 +279,7 @@ def memory(_folder):
     known = torch.zeros(4, 2, device=DEVICE)
 
     def train(config, precision):
-        adapter = main_distributed.adapter_of(config)
+        adapter = lora.LoraSpec.of(config)
         model = lora.load_policy(
             "", adapter, precision, DEVICE, gradient_checkpointing=config.use_gradient_checkpointing
         )

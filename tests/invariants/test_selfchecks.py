@@ -189,7 +189,7 @@ def test_another_reference_model_is_scored_in_its_place(tmp_path):
 def test_complaint_17_trainable_parameters_are_fp32_on_a_bf16_base(mode):
     config = main_distributed.settings.Config(fine_tuning=mode, base_dtype="bf16")
     precision = main_distributed.precision_of(config, torch.device("cpu"))
-    adapter = main_distributed.adapter_of(config)
+    adapter = lora.LoraSpec.of(config)
     model = lora.load_policy(config.model_name, adapter, precision, torch.device("cpu"))
     trained = [p for p in model.parameters() if p.requires_grad]
     assert trained and {p.dtype for p in trained} == {torch.float32}

@@ -58,7 +58,7 @@ def refused(text, *flags, json_file=None):
 def accepted(text, *flags, json_file=None, monkeypatch):
     """The settings that main() ends up with."""
     found = []
-    monkeypatch.setattr(train, "check", lambda spec, config, world: found.append(config) or 0)
+    monkeypatch.setattr(train.runs, "check", lambda spec, config, world: found.append(config) or 0)
     write(text, json_file)
     assert train.main(["--config", "c.yaml", *flags, "--check"]) == 0
     return found[0]
@@ -85,7 +85,7 @@ def test_the_default_learning_rates(monkeypatch):
 
     for (script, flags), rate in RATES.items():
         check = lambda spec, config, world: seen.append(config.learning_rate) or 0  # noqa: E731
-        monkeypatch.setattr(script, "check", check)
+        monkeypatch.setattr(script.runs, "check", check)
         name = "instructions" if "sft" in flags else "preferences_train"
         data = ["--train_data", f"data/demo/{name}.jsonl", "--max_rows", "40", "--check"]
         config = ["--config", str(ROOT / "config.yaml")] if script is train else []
@@ -122,7 +122,7 @@ MISTAKES = [
     ("model:\n  model_name: nowhere", ":2: model.model_name: no "),
     ("model:\n\n  init_adapter: nowhere", ":3: model.init_adapter: nowhere"),
     ("fine_tuning: {lora_targets: q}", ":1: fine_tuning.lora_targets: no layer q (expected"),
-    ("training:\n  mixed_precision: fp16", ":2: training.mixed_precision fp16: a CPU is slow"),
+    ("training:\n  mixed_precision: fp16", ":2: training.mixed_precision fp16: slow on a CPU"),
     ("output:\n  output_dir: c.yaml", ":2: output.output_dir: c.yaml is not a folder"),
     ("distributed: {backend: nccl}", ":1: distributed.backend nccl needs a cuda device, this"),
 ]
@@ -137,7 +137,7 @@ def test_a_mistake_names_the_line_or_the_flag():
         (TINY, ["--use_deepspeed"], "--use_deepspeed: set deepspeed_config, too"),
         ("distributed: {use_fsdp: false}", FULLY[1:], "--fsdp_config: it has no effect without"),
         ("training: {learning_rate: 1e-4}", ["--learning_rate=0"], "--learning_rate: 0.0 is out"),
-        (TINY, ["--mixed_precision", "fp16"], "--mixed_precision fp16: a CPU is slow at it"),
+        (TINY, ["--mixed_precision", "fp16"], "--mixed_precision fp16: slow on a CPU"),
         (TINY, ["--type=qlora", *FULLY], "--type: fsdp cannot shard 4-bit weights; use lora"),
         (TINY, ["--type=qlora", *ZERO], "--type: deepspeed cannot shard 4-bit weights; use lora"),
     ):

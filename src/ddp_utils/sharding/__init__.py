@@ -1,9 +1,15 @@
 """Policies that shard weights, gradients or optimizer states, imported only when they are used."""
 
+from collections.abc import Sequence
 from typing import Any
 
+from torch import nn
+
 from ddp_utils.distributed import World
-from ddp_utils.policy import DDP, Policy, ScorerModule, Strategy
+from ddp_utils.fast.self_test import choose_head_and_layout
+from ddp_utils.logps import Pair, Scorer
+from ddp_utils.policy import DDP, Policy, Precision, ScorerModule, Strategy
+from ddp_utils.run import Run
 
 
 def choose(
@@ -28,6 +34,27 @@ def choose(
         if stage > 0:
             return Strategy(kind, f"ZeRO-{stage}", options, saves_shards=True)
     return Strategy(grad_reduce_dtype=grad_reduce_dtype, bucket_mb=bucket_mb)
+
+
+def prepare(
+    model: nn.Module,
+    precision: Precision,
+    strategy: Strategy,
+    pairs: Sequence[Pair],
+    layout: str,
+    run: Run,
+    trained: bool = True,
+) -> Policy:
+    """Distribute a model over the ranks, and try on pairs how fast it can be scored.
+
+    layout: as in choose_head_and_layout(); trained: False for a reference model.
+    """
+    scorer = Scorer(model, precision.autocast)
+    policy = wrap(scorer, run.world, strategy, trained)
+    with policy.gathered():
+        for line in choose_head_and_layout(scorer, pairs, layout, run.world):
+            run.say(line)
+    return policy
 
 
 def wrap(
