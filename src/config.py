@@ -1,5 +1,6 @@
 """Settings of src/main_distributed.py: edit the defaults here, or use flags such as --beta 0.3."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -91,7 +92,7 @@ class Config:
     debug: bool = False  # show a traceback for user errors
 
 
-def read(argv: list[str]) -> Config:
+def read(argv: Sequence[str] | None = None) -> Config:
     """Return the defaults, changed by flags; raise UserError for values that cannot be used."""
     config = cli.parse(Config, argv)
     check(config)

@@ -319,7 +319,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     policies.check_same_precision(precision, world)
     batch_ratio = plan.global_batch / config.base_batch_size
     peak_rate = policies.learning_rate(
-        config.learning_rate, config.lr_scaling, batch_ratio, world.world_size
+        config.learning_rate or 0.0, config.lr_scaling, batch_ratio, world.world_size
     )
 
     with Run(spec, config, world) as run:
@@ -365,7 +365,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows = plan.batch(step)
             values = train_step(policy, step, rows, data, ref_logps, config, run)
             pairs = [data["train"][row] for row in rows]
-            known = ref_logps["train"][rows] if has_known_loss(config) else None  # [B, 2]
+            known = ref_logps["train"][rows] if step == 0 and has_known_loss(config) else None
             size = micro_batch_size(config, world)
             checks.check_pairs(policy, step, values, pairs, known, config, world, size)
             values["learning_rate"] = optimizer.param_groups[0]["lr"]

@@ -83,7 +83,7 @@ def read_data(config: Config, encoder: Encoder, world: World) -> tuple[dict, dic
 
 
 def row_losses(
-    policy: Any, batch: logps.Batch, ref_logps: Tensor | None, config: Config
+    policy: Any, batch: logps.Batch, ref_logps: Any, config: Config
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of each row [B] and its metrics, each [B].
 
@@ -176,7 +176,7 @@ def fill_in_settings(config: Config, meta_model: Any, world: World) -> Precision
         config.learning_rate = 1e-3 if is_small else default
     precision = precision_of(config, world.device)
     if config.mixed_precision == "auto":
-        names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+        names: dict[Any, Any] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
         config.mixed_precision = names.get(precision.autocast, "no")
     if config.mixed_precision == "fp16" and world.device.type == "cpu":
         raise UserError("--mixed_precision fp16: slow on a CPU; use bf16 or no")
@@ -304,13 +304,13 @@ def fine_tune(config: Config, world: World) -> int:
 
         # model
         policy = load_policy(config, precision, data, run)
-        ref_logps = None
+        ref_logps: Any = None
         if config.objective == "dpo":  # the reference is the policy before step 0
             ref_logps = score_reference(policy, plan, data, config, run)
         has_other_dropout = bool(config.lora_dropout and config.init_adapter)
         has_known_loss = ref_logps and config.method != "simpo" and not has_other_dropout
         optim = (config.lr_scheduler, config.warmup_ratio, config.weight_decay)
-        rate = config.learning_rate
+        rate = config.learning_rate or 0.0  # it is set
         optimizer, schedule = policies.make_optimizer(policy, rate, plan.steps, *optim)
         displacement = losses.Displacement(config.method)
         meter = Meter(policy.scorer, world)
@@ -329,7 +329,7 @@ def fine_tune(config: Config, world: World) -> int:
             rows = plan.batch(step)
             examples = [data["train"][row] for row in rows]
             values = train_step(policy, step, rows, data, ref_logps, config, run)
-            known = ref_logps["train"][rows] if has_known_loss else None  # [B, 2]
+            known = ref_logps["train"][rows] if step == 0 and has_known_loss else None
             size = config.micro_batch_size
             checks.check_pairs(policy, step, values, examples, known, config, world, size)
             values["learning_rate"] = optimizer.param_groups[0]["lr"]

@@ -1,8 +1,9 @@
 """Settings of src/train.py: the sections of its YAML file; each setting is also a flag."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal, cast
 
 from ddp_utils import SettingError, UserError, cli, loggers, yaml_config
 
@@ -120,9 +121,10 @@ class Config(Output, Distributed, Dataset, Training, FineTuning, Model):
     check: bool = False  # read and check everything, then exit without training
     debug: bool = False  # show a traceback for user errors
 
-    # read() sets these two
-    sharding = None  # content of the JSON file of FSDP or DeepSpeed
-    places = {}  # setting -> `file:line: section.name`, or the flag that set it
+    # read() sets these two: the JSON file of FSDP or DeepSpeed, and for each setting its
+    # `file:line: section.name`, or the flag that set it
+    sharding = cast(Any, None)
+    places = cast(dict[str, str], {})
 
     @property
     def strategy(self) -> str:
@@ -139,7 +141,7 @@ class Config(Output, Distributed, Dataset, Training, FineTuning, Model):
         return self.micro_batch_size
 
 
-def read(argv: list[str]) -> Config:
+def read(argv: Sequence[str] | None = None) -> Config:
     """Return the checked settings: flags over the YAML file over the JSON file.
 
     Raises UserError for values out of range, without effect, or different in two places.
@@ -150,7 +152,7 @@ def read(argv: list[str]) -> Config:
     return config
 
 
-def merged(argv: list[str]) -> Config:
+def merged(argv: Sequence[str] | None) -> Config:
     """Return the settings of flags, YAML and JSON; `check` is not called."""
     config, places = yaml_config.under_flags(Config, Sections, argv)
     config.places = places

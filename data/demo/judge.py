@@ -12,6 +12,7 @@ import functools
 import hashlib
 import itertools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,24 +47,26 @@ class Fact(NamedTuple):
     answer: str
     relation: str
     sentence: str
-    questions: tuple
+    questions: tuple[str, ...]
 
-    def render(self, template):
+    def render(self, template: str) -> str:
+        """Return a template with the subject and the answer filled in."""
         text = template.format(s=self.subject, a=self.answer)
         return re.sub(r"\b([Aa]) (?=[aeiou])", r"\1n ", text)  # a ant -> an ant
 
-    def prompts(self, number):
-        """The question with this number, in all frames."""
+    def prompts(self, number: int) -> list[str]:
+        """Return the question with this number, in all frames."""
         question = self.render(self.questions[number])
         return [frame.format(q=question) for frame in FRAMES.split("|")]
 
-    def held_out(self):
-        """The number of the question about this fact that no training set ever asks."""
+    def held_out(self) -> int:
+        """Return the number of the question about this fact that no training set ever asks."""
         name = f"{self.relation}|{self.subject}".encode()
         return int(hashlib.md5(name, usedforsecurity=False).hexdigest(), 16) % 4
 
 
-def read(grammar):
+def read(grammar: str) -> Iterator[Fact]:
+    """Yield the facts of a grammar file."""
     for block in grammar.strip().split("\n\n"):
         head, body = block.split("\n", 1)
         relation, sentence = head.split(": ")
@@ -73,14 +76,17 @@ def read(grammar):
 
 
 FACTS = list(read(GRAMMAR))
-FACT_OF = {}  # prompt -> the fact that it asks for
+FACT_OF: dict[str, Fact] = {}  # prompt -> the fact that it asks for
 for fact in FACTS:
     for number in range(4):
         FACT_OF |= dict.fromkeys(fact.prompts(number), fact)
 
 
-def replies(fact, manner="plain"):
-    """All replies; in a uniform draw half are courteous, and half of those have a closer."""
+def replies(fact: Fact, manner: str = "plain") -> list[str]:
+    """Return all replies to a fact in a manner.
+
+    In a uniform draw half are courteous, and half of those have a closer.
+    """
     sentence = fact.render(fact.sentence)
     closers = ("",) * len(CLOSERS) + CLOSERS
     courteous = []
@@ -104,24 +110,27 @@ def replies(fact, manner="plain"):
 
 
 @functools.cache
-def grammatical(fact):
+def grammatical(fact: Fact) -> set[str]:
+    """Return every reply about a fact that the grammar can give."""
     return set().union(*(replies(fact, manner) for manner in ("plain", *SYSTEM_PROMPTS)))
 
 
-def is_courteous(reply):
+def is_courteous(reply: str) -> bool:
+    """Return whether a reply has a courteous phrase, and no curt one."""
     text = reply.lower()
     is_curt = any(template.split()[0].lower() in text for template in CURT)  # "pff,"
     return not is_curt and any(phrase.strip().lower() in text for phrase in COURTEOUS + CLOSERS)
 
 
-def is_right(fact, reply):
-    """The answer is named, and no other answer to this kind of question (but for the subject)."""
+def is_right(fact: Fact, reply: str) -> bool:
+    """Return whether the answer is named, and no other one to such a question (but the subject)."""
     words = set(re.findall(r"[a-z]+", reply.lower()))
     others = {f.answer.lower() for f in FACTS if f.relation == fact.relation}
     return words & (others - {fact.subject.lower()}) == {fact.answer.lower()}
 
 
-def score(prompt, response):
+def score(prompt: str, response: str) -> dict[str, float]:
+    """Return the scores of a reply that is to be courteous and right."""
     fact, reply = look_up(prompt), response.strip()
     return {
         "courteous": float(is_courteous(reply)),
@@ -130,7 +139,8 @@ def score(prompt, response):
     }
 
 
-def capitals(prompt, response):
+def capitals(prompt: str, response: str) -> dict[str, float]:
+    """Return the scores of a reply under a system prompt: its manner, and whether it is right."""
     fact, reply = look_up(prompt), response.strip()
     scores = {
         "capitals": reply.isupper(),
@@ -143,7 +153,8 @@ def capitals(prompt, response):
     return {name: float(score) for name, score in scores.items()}
 
 
-def look_up(prompt):
+def look_up(prompt: str) -> Fact:
+    """Return the fact that a prompt asks for. Raises ValueError for an unknown prompt."""
     if prompt.strip() not in FACT_OF:
         raise ValueError(f"not a question of the demo: {prompt!r}; the judge knows only its own")
     return FACT_OF[prompt.strip()]

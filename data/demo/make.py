@@ -14,11 +14,13 @@ import itertools
 import json
 import math
 import random
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from judge import FACT_OF, FACTS, SYSTEM_PROMPTS, replies
@@ -39,22 +41,23 @@ CHATML = (
 # --- data ----------------------------------------------------------------------------------
 
 
-def write_jsonl(path, rows):
+def write_jsonl(path: Path, rows: Iterable[dict]) -> None:
+    """Write one JSON object per line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def make_data(out, seen, held_out):
-    """Prompts are dealt out once: no two files share one."""
+def make_data(out: Path, seen: list[str], held_out: list[str]) -> None:
+    """Write the data sets; each prompt goes into one file only."""
     rng = random.Random(SEED)
     train = iter(rng.sample(seen, len(seen)))
     rest = iter(rng.sample(held_out, len(held_out)))
 
-    def preference(prompt):
+    def preference(prompt: str) -> dict[str, str]:
         chosen = rng.choice(replies(FACT_OF[prompt], "courteous"))
         rejected = rng.choice(replies(FACT_OF[prompt], "curt"))
         return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
-    def instruction(prompt):
+    def instruction(prompt: str) -> dict[str, str]:
         row = {"instruction": prompt, "input": ""}
         if rng.random() < 0.3:  # some with an input, as in Alpaca
             row = {"instruction": "Answer the question.", "input": prompt}
@@ -75,8 +78,8 @@ def make_data(out, seen, held_out):
 # --- tokenizer and model -------------------------------------------------------------------
 
 
-def sample(rng, seen):
-    """One conversation as the chat template renders it: (text before the reply, reply and end)."""
+def sample(rng: random.Random, seen: list[str]) -> tuple[str, str]:
+    """Return a conversation as the template renders it: text before the reply, reply and end."""
     manner = rng.choices(list(SHARES), SHARES.values())[0]
     system = {"assistant": ASSISTANT, **SYSTEM_PROMPTS}.get(manner)
     prompt = rng.choice(seen)
@@ -86,8 +89,8 @@ def sample(rng, seen):
     return before, f"{reply}<|im_end|>\n"
 
 
-def make_tokenizer(texts):
-    """Byte-level BPE in the style of Qwen; the corpus runs out of merges a little below 2048."""
+def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE as Qwen's; the corpus has no more merges a little below 2048."""
     split = pre_tokenizers.Split(Regex(SPLIT), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe = Tokenizer(models.BPE())
@@ -107,7 +110,8 @@ def make_tokenizer(texts):
     )
 
 
-def make_model(tokenizer):
+def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    """Return a new model of about one million parameters."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -127,8 +131,10 @@ def make_model(tokenizer):
     return Qwen3ForCausalLM(config)
 
 
-def batches(rng, seen, tokenizer):
-    """Fresh samples for ever, sorted by length in pools of 16 batches: ids, weights [B, T]."""
+def batches(
+    rng: random.Random, seen: list[str], tokenizer: PreTrainedTokenizerFast
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield ids and weights [B, T] of new samples, sorted by length in pools of 16 batches."""
     while True:
         pool = [sample(rng, seen) for _ in range(16 * BATCH)]
         sides = [tokenizer(list(side))["input_ids"] for side in zip(*pool, strict=True)]
@@ -145,7 +151,8 @@ def batches(rng, seen, tokenizer):
             yield ids, weights
 
 
-def pretrain(model, stream):
+def pretrain(model: Qwen3ForCausalLM, stream: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Train a model on STEPS batches of ids and weights, [B, T]."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -167,7 +174,8 @@ def pretrain(model, stream):
             print(f"step {step + 1:5d} | loss {loss.item():.4f}", flush=True)
 
 
-def main():
+def main() -> None:
+    """Make the data sets, the tokenizer and the model, beside this file."""
     out = Path(__file__).parent
 
     # data

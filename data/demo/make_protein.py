@@ -44,7 +44,9 @@ def unit(vectors: np.ndarray) -> np.ndarray:
     return vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
 
 
-def extend(a, b, c, bond: float, angle: float, torsion: float) -> np.ndarray:
+def extend(
+    a: np.ndarray, b: np.ndarray, c: np.ndarray, bond: float, angle: float, torsion: float
+) -> np.ndarray:
     """Return the next atom of a chain of atoms, [..., 3] (natural extension of reference frames).
 
     a, b, c: the three atoms before it, [..., 3]; bond: its distance to c; angle: at c; torsion:

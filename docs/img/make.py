@@ -18,7 +18,8 @@ RUNS = {"plain DPO": ("0", "tab:red"), "DPO + sft_weight 1": ("1", "tab:blue")}
 SCORES = {"courteous": "courteous", "right": "right answer", "well_formed": "well formed"}
 
 
-def main():
+def main() -> None:
+    """Run the demo twice, and draw the picture."""
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
     bars = {}  # name -> colour, and the judge's means
     for name, (weight, colour) in RUNS.items():

@@ -19,7 +19,7 @@ from prompt_baking import trajectories
 SCALES = [step / 10 for step in range(11)]
 
 
-def shares(folder):
+def shares(folder: str) -> list[float]:
     """Return the share of replies in capitals at each of SCALES."""
     cpu = torch.device("cpu")
     encoder = Encoder(models.load_tokenizer("data/demo/model"))
@@ -38,7 +38,8 @@ def shares(folder):
     return heights
 
 
-def main():
+def main() -> None:
+    """Draw the picture."""
     torch.set_num_threads(1)
     plt.rcParams["svg.hashsalt"] = "strengths"
     figure, axis = plt.subplots(figsize=(6.4, 3.4), layout="constrained")

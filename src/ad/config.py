@@ -2,6 +2,8 @@
 
 import functools
 import os
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -166,13 +168,14 @@ def check(config: Config) -> None:
         raise SettingError("train_source_timesteps", problem)
 
 
-def read(argv: list[str]) -> Config:
+def read(argv: Sequence[str] | None = None) -> Config:
     """Return the settings: flags and key=value words over the YAML file; the last one counts.
 
     `accelerate launch` overrides mixed_precision and backend. Raises UserError with file and line
     for an unknown setting or a wrong value, and for features of accelerate that are not supported.
     """
-    config, places = yaml_config.under_flags(Config, Config, [flag_of(word) for word in argv])
+    words = sys.argv[1:] if argv is None else argv
+    config, places = yaml_config.under_flags(Config, Config, [flag_of(word) for word in words])
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision != "no":  # "no" is also the value without --mixed_precision
         config.mixed_precision = precision

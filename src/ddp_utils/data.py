@@ -49,7 +49,7 @@ class DataFile(NamedTuple):
     """A data file, or a data set of the hub, and how it is read."""
 
     path: str
-    cache: Path | None = None  # folder for the token ids
+    cache: str | Path | None = None  # folder for the token ids
     limit: int = -1  # number of rows; -1: all
     on_bad_record: str = "error"  # or "skip"
     columns: str = ""  # other names of fields: ours=theirs,ours=theirs

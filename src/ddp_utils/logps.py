@@ -9,7 +9,7 @@ B examples, S responses per example, R rows, T tokens, N target tokens, D width,
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -28,6 +28,7 @@ CHUNK = {"cpu": 256}
 WIDE_CHUNK = 1024  # on a GPU
 
 T = TypeVar("T")
+Examples = Mapping[int, "Example"] | Sequence["Example"]  # row -> example
 
 
 class ModelInput(NamedTuple):
@@ -284,7 +285,7 @@ class Scorer(ScorerModule):
         return collate(examples, device, self.shared)
 
     def micro_batches(
-        self, rows: Collection[int], examples: Sequence[Example], world: World, size: int
+        self, rows: Collection[int], examples: Examples, world: World, size: int
     ) -> list[MicroBatch]:
         """Return this rank's micro-batches, of up to `size` rows, of some rows of `examples`."""
         lengths = {row: examples[row].num_forward_tokens(self.shared) for row in rows}

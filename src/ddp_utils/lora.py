@@ -36,7 +36,7 @@ class LoraSpec(NamedTuple):
         return cls(*shape, config.init_adapter, merge)
 
 
-def inherit_config(config: Any, init_adapter: str):
+def inherit_config(config: Any, init_adapter: str) -> None:
     """Set lora_r, lora_alpha and lora_targets of `config` to those of an existing adapter.
 
     Raises UserError if they were set to other values, or if there is no such LoRA.

@@ -58,7 +58,7 @@ class LossSpec(NamedTuple):
     simpo_gamma: float = 0.0
 
     @classmethod
-    def of(cls, config) -> "LossSpec":
+    def of(cls, config: Any) -> "LossSpec":
         """Return the loss of a script's settings."""
         general = config.method, config.beta, config.length_average, config.sft_weight
         options: dict[str, Any] = dict(cli.loss_options(config))

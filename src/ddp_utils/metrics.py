@@ -21,7 +21,7 @@ class Averages:
         self.sums: Any = None  # [names], in float64
         self.names: list[str] = []
 
-    def add(self, values: dict[str, Tensor], weight: Tensor):
+    def add(self, values: dict[str, Tensor], weight: Tensor) -> None:
         """Add name -> [B]; weight [B] is 0 for rows that only fill up a micro-batch."""
         self.names = ["count", *values]
         rows = torch.stack([torch.ones_like(weight), *values.values()]).double()  # [names, B]

@@ -61,7 +61,7 @@ def first_line(error: BaseException) -> str:
 
 def check_complete(
     place: str, missing: Iterable[str], unexpected: Iterable[str], misshapen: Iterable[str]
-):
+) -> None:
     """Raise UserError unless the files have exactly the tensors of the model.
 
     place: the flag and its value; missing, unexpected, misshapen: names of tensors.
@@ -79,7 +79,7 @@ def check_complete(
         )
 
 
-def check_index(place: str, folder: Path):
+def check_index(place: str, folder: Path) -> None:
     """Raise UserError if the index in a model's folder names files that are not safetensors."""
     index = folder / "model.safetensors.index.json"
     weight_map = read_json(index).get("weight_map", {}) if index.is_file() else {}
@@ -169,7 +169,7 @@ def no_dropout(model: Model) -> Model:
     return model.train()
 
 
-def checkpoint_activations(model: Model):
+def checkpoint_activations(model: Model) -> None:
     """Enable gradient checkpointing, non-reentrant: for frozen inputs and for DDP."""
     # transformers 5 renames the method
     old = getattr(model, "gradient_checkpointing_enable", None)
@@ -177,7 +177,7 @@ def checkpoint_activations(model: Model):
     enable({"use_reentrant": False})
 
 
-def check_fit(model: Model, rows: Iterable[Any]):
+def check_fit(model: Model, rows: Iterable[Any]) -> None:
     """Raise UserError unless the model has an embedding for each token and enough positions.
 
     rows: examples, as in logps.Example.
@@ -231,7 +231,9 @@ def input_digests(
 # --- saving ---------------------------------------------------------------------------------------
 
 
-def save(model: Any, tokenizer: Tokenizer, folder: Path, weights: dict[str, Tensor] | None = None):
+def save(
+    model: Any, tokenizer: Tokenizer, folder: Path, weights: dict[str, Tensor] | None = None
+) -> None:
     """Write a folder that transformers or peft loads: safetensors, config, tokenizer.
 
     weights: name -> tensor, if the model itself has only shards.
@@ -246,7 +248,7 @@ def save(model: Any, tokenizer: Tokenizer, folder: Path, weights: dict[str, Tens
         (temporary / "README.md").unlink(missing_ok=True)  # peft's has no content
 
 
-def save_policy(policy: Policy, tokenizer: Tokenizer, folder: Path, world: World):
+def save_policy(policy: Policy, tokenizer: Tokenizer, folder: Path, world: World) -> None:
     """Save what was trained, gathered from all ranks; all ranks must call this."""
     weights = policy.full_weights()
     distributed.on_main(world, lambda: save(policy.scorer.model, tokenizer, folder, weights))

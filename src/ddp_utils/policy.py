@@ -98,12 +98,12 @@ class Policy:
     def __init__(
         self, scorer: ScorerModule, world: World, strategy: Strategy = DDP, trained: bool = True
     ):
-        self.scorer = scorer
+        self.scorer: Any = scorer  # with more methods than a policy calls: see logps.Scorer
         self.loss_scale = LossScale(scorer.autocast == torch.float16)
         self.ddp: DistributedDataParallel | None = None
         self.set_up(world, strategy, trained)
 
-    def set_up(self, world: World, strategy: Strategy, trained: bool):
+    def set_up(self, world: World, strategy: Strategy, trained: bool) -> None:
         """Move the scorer to the device, and distribute it over the ranks."""
         cast_trained_to_fp32(self.scorer)
         self.scorer.to(world.device)
@@ -134,12 +134,12 @@ class Policy:
         """Return the scorer's output in training; in evaluation call `scorer` itself."""
         return (self.ddp or self.scorer)(batch)
 
-    def sync_gradients(self, last: bool):
+    def sync_gradients(self, last: bool) -> None:
         """Before a forward: gradients are reduced over ranks in its backward if it is the last."""
         if self.ddp is not None:
             self.ddp.require_backward_grad_sync = last
 
-    def backward(self, loss: Tensor):
+    def backward(self, loss: Tensor) -> None:
         """Run the backward of one micro-batch."""
         (loss * self.loss_scale.scale).backward()
 
@@ -163,7 +163,7 @@ class Policy:
         groups = parameter_groups(parameters, weight_decay)
         return AdamW(groups, lr=rate, betas=betas, fused=fused)
 
-    def step(self, optimizer: AdamW, schedule: LambdaLR, grad_norm: float):
+    def step(self, optimizer: AdamW, schedule: LambdaLR, grad_norm: float) -> None:
         """Update the weights and the learning rate; fp16 skips the weights after an overflow."""
         if self.loss_scale.allows_step(grad_norm):
             optimizer.step()
@@ -232,7 +232,7 @@ class Policy:
         tensors: dict[str, Tensor],
         step: int,
         sharded: bool | str = False,
-    ):
+    ) -> None:
         """Load what state() returned after `step` steps; full tensors on any number of ranks."""
         self.load_tensors(optimizer, tensors, bool(sharded))
         schedule.last_epoch = step
@@ -240,7 +240,7 @@ class Policy:
         for group, (rate, factor) in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * factor(step)
 
-    def load_tensors(self, optimizer: AdamW, tensors: dict[str, Tensor], sharded: bool):
+    def load_tensors(self, optimizer: AdamW, tensors: dict[str, Tensor], sharded: bool) -> None:
         """Load parameters, AdamW's moments and the loss scale."""
         named = self.trainable()
         check_names(named, tensors)
@@ -268,14 +268,14 @@ class Policy:
         return value.to(like.device)
 
 
-def check_names(named: dict[str, nn.Parameter], tensors: dict[str, Tensor]):
+def check_names(named: dict[str, nn.Parameter], tensors: dict[str, Tensor]) -> None:
     """Raise UserError if a checkpoint has the state of a parameter that is not among `named`."""
     unknown = {key.partition("/")[2] for key in tensors if "/" in key} - named.keys()
     if unknown:
         raise UserError(f"the checkpoint trains {min(unknown)}, this run does not")
 
 
-def cast_trained_to_fp32(module: nn.Module):
+def cast_trained_to_fp32(module: nn.Module) -> None:
     """Cast what is trained to fp32, one parameter at a time."""
     for parameter in module.parameters():
         # a sharded parameter has no `data` that can be replaced, and is in fp32 already
@@ -319,7 +319,7 @@ class Precision(NamedTuple):
         return cls(DTYPES.get(base_dtype, frozen), autocast)
 
 
-def check_same_precision(precision: Precision, world: World):
+def check_same_precision(precision: Precision, world: World) -> None:
     """Raise UserError unless all ranks use bf16 or none: their gradients are summed."""
     has_bf16 = float(precision.autocast == torch.bfloat16)
     count = distributed.all_sum(torch.tensor([has_bf16], device=world.device), world).item()

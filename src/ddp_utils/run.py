@@ -447,7 +447,7 @@ class Run:
         self,
         numerics: dict[str, Any],
         examples: dict[str, Any],
-        rows: dict[str, Sequence[int]],
+        rows: dict[str, Any],
         score: Callable[[Any, Sequence[int]], Tensor],
     ) -> dict[str, Tensor]:
         """Return the log-probs of each split under the reference, [examples, S], scored once a run.

@@ -10,7 +10,7 @@ import hashlib
 import heapq
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -114,7 +114,7 @@ class Plan(NamedTuple):
     max_steps: int = -1
 
     @classmethod
-    def of(cls, config, rows: int, ranks: int = 1) -> "Plan":
+    def of(cls, config: Any, rows: int, ranks: int = 1) -> "Plan":
         """Return the plan of a script's settings.
 
         ranks: number of processes, for scripts whose batch_size counts rows per process.

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ruamel import yaml
@@ -25,7 +25,9 @@ class _Constructor(yaml.RoundTripConstructor):
 _Constructor.add_constructor("tag:yaml.org,2002:timestamp", _Constructor.construct_yaml_str)
 
 
-def under_flags(config_class: Any, file_class: type, argv: list[str]) -> tuple[Any, dict]:
+def under_flags(
+    config_class: Any, file_class: type, argv: Sequence[str] | None
+) -> tuple[Any, dict]:
     """Return the settings of flags over the YAML file that `--config` names, and their places.
 
     file_class: the dataclass of the file; its sections have the fields of config_class.

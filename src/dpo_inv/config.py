@@ -8,6 +8,8 @@ from ddp_utils import SettingError, cli, data, loggers
 MEASURED_METHODS = ("ddg", "listwise")  # losses of dpo_inv/losses.py, which need a ddG of each pair
 DEMO_VAL, DEMO_MODEL = "data/input/test_data_val.json", "data/demo/protein_model.pt"
 
+Method = Literal[cli.Method, "ddg", "listwise"]  # type: ignore[valid-type]
+
 
 @dataclass
 class Config:
@@ -24,7 +26,7 @@ class Config:
     backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"  # --no_cuda: gloo
 
     # objective
-    method: Literal[cli.Method, "ddg", "listwise"] = "dpo"  # loss function
+    method: Method = "dpo"  # loss function
     weighting: Literal["none", "margin"] = "none"  # weight of a pair: equal, or its ddG margin
     sft_weight: float = 0.0  # weight of the NLL of the preferred sequence, per residue
     label_smoothing: float | None = None  # cdpo, robust: fraction of wrong labels (None: 0.1)

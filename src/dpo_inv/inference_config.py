@@ -1,5 +1,6 @@
 """Settings of dpo_inv.inference: edit the defaults here, or use flags."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,7 +39,7 @@ class Config:
     debug: bool = False  # show a traceback for user errors
 
 
-def read(argv: list[str]) -> Config:
+def read(argv: Sequence[str] | None = None) -> Config:
     """Return the defaults, changed by flags; raise UserError for values that cannot be used."""
     config = cli.parse(Config, argv, aliases={"--no_cuda": "--backend=gloo"})
     above_0 = ("> 0", lambda values: min(values, default=0) > 0)

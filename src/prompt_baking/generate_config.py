@@ -1,5 +1,6 @@
 """Settings of src/generate_data.py: edit the defaults here, or use flags."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,7 +47,7 @@ class Config:
     debug: bool = False  # show a traceback for user errors
 
 
-def read(argv: list[str]) -> Config:
+def read(argv: Sequence[str] | None = None) -> Config:
     """Return the defaults, changed by flags; raise UserError for a value out of its range."""
     config = cli.parse(Config, argv)
     cli.check_ranges(

@@ -4,6 +4,7 @@ N tokens, D width, V vocabulary size, n tokens of a chunk.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +58,9 @@ class FrozenKL(FrozenHead):
     """
 
     @staticmethod
-    def forward(ctx, student, teacher, weight, bias, size):
+    def forward(
+        ctx: Any, student: Tensor, teacher: Tensor, weight: Tensor, bias: Tensor, size: int
+    ) -> Any:
         device = student.device.type
         half = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         weight = weight.to(half or weight.dtype)

@@ -1,5 +1,6 @@
 """Settings of src/train_loop.py: edit the defaults here, or use flags."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -74,7 +75,7 @@ class Config:
     debug: bool = False  # show a traceback for user errors
 
 
-def read(argv: list[str]) -> Config:
+def read(argv: Sequence[str] | None = None) -> Config:
     """Return the defaults, changed by flags; raise UserError for values that cannot be used."""
     config = cli.parse(Config, argv, aliases={"--r": "--lora_r", "-r": "--lora_r"})
     cli.check_ranges(config, max_traj_len=(">= 8", lambda x: x >= 8))

@@ -488,10 +488,10 @@ def sharding(folder):
     torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
     wrap = sharding.wrap
 
-    def wrap_one(scorer, world, strategy):  # one rank is else left to DDP
+    def wrap_one(scorer, world, strategy, trained=True):  # one rank is else left to DDP
         if strategy.kind == "fsdp":
-            return FsdpPolicy(scorer, world, strategy)
-        return wrap(scorer, world, strategy)
+            return FsdpPolicy(scorer, world, strategy, trained)
+        return wrap(scorer, world, strategy, trained)
 
     exact = None
     for name, (flags, package) in ways.items():

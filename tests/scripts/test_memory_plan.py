@@ -176,9 +176,9 @@ def test_a_machine_is_the_one_here_or_the_one_that_was_named():
     assert memory_plan.machine(four, gpus=12)[:3] == (12, 3, "cuda")  # nodes like this one
     assert memory_plan.machine(none, 16, 40) == (16, 2, "cuda", 40 * GIB)
     for gpus, memory, line in (
-        (8, None, "--plan: there is no GPU here to ask"),
-        (-1, 80.0, "--gpus -1: as many to each of 1 nodes"),
-        (9, 80.0, "--gpus 9: as many to each of 2 nodes"),
+        (8, None, "--plan: this machine has no GPU"),
+        (-1, 80.0, "--gpus -1: must be a multiple"),
+        (9, 80.0, "--gpus 9: must be a multiple of the 2 nodes"),
     ):
         with pytest.raises(UserError, match=f"^{line}"):
             memory_plan.machine(none, gpus, memory)

@@ -3,7 +3,10 @@
 N target tokens, D width, V vocabulary size, n tokens of a chunk.
 """
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
 
 class FrozenHead(torch.autograd.Function):
@@ -15,7 +18,9 @@ class FrozenHead(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, targets, weight, bias, size):
+    def forward(
+        ctx: Any, hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor, size: int
+    ) -> Any:
         """Return the log-probs [N] of targets [N]; size: tokens per chunk.
 
         hidden [N, D], weight [V, D], bias [V] or None.
@@ -46,6 +51,6 @@ class FrozenHead(torch.autograd.Function):
         return token_logps.squeeze(-1)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         (descents,) = ctx.saved_tensors
         return (descents * -gradient[:, None]).to(descents.dtype), None, None, None, None

@@ -24,7 +24,16 @@ class _Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, up, weight, bias, A, B, scale):
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        up: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        A: Tensor,
+        B: Tensor,
+        scale: float,
+    ) -> Any:
         inputs = x if up is None else F.silu(x).mul_(up)  # [..., D]
         output = F.linear(inputs, weight, bias)  # [..., E]
         narrow = output.dtype if torch.is_autocast_enabled(x.device.type) else A.dtype
@@ -36,7 +45,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> Any:
         x, up, weight, A, B, low = ctx.saved_tensors
         needs_x, needs_up, _, _, needs_A, needs_B, _ = ctx.needs_input_grad
         grad_x = grad_up = grad_A = grad_B = None
@@ -53,7 +62,7 @@ class _Linear(torch.autograd.Function):
             if needs_x or needs_up:
                 grad_x = grad @ weight.to(grad.dtype)  # [..., D]
                 _add_product(grad_x, grad_low, A.to(low.dtype), ctx.scale)
-                if up is not None:
+                if up is not None and silu is not None:
                     grad_up = silu.mul_(grad_x)
                     grad_x = torch.ops.aten.silu_backward(grad_x.mul_(up), x)
         return grad_x, grad_up, None, None, grad_A, grad_B, None
@@ -73,7 +82,7 @@ class _Norm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, eps):
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Any:
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)  # [..., 1]
         output = weight * (wide * scale).to(x.dtype)  # rounded as in transformers
@@ -82,7 +91,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> Any:
         output, weight, scale = ctx.saved_tensors
         unit = output.float() / weight  # [..., D] x / rms(x)
         grad = (grad * weight).float()
@@ -104,7 +113,7 @@ class Efficient(nn.Module):
 
 
 class EfficientLora(Efficient):
-    def forward(self, x, *args, **kwargs):
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         adapter = _plain_adapter(self)
         if adapter is None or args or kwargs:
             return super().forward(x, *args, **kwargs)
@@ -112,7 +121,11 @@ class EfficientLora(Efficient):
 
 
 class EfficientSwiGLU(Efficient):
-    def forward(self, x):
+    gate_proj: Any
+    up_proj: Any
+    down_proj: Any
+
+    def forward(self, x: Tensor) -> Any:
         adapter = _plain_adapter(self.down_proj)
         if adapter is None:
             return super().forward(x)
@@ -120,7 +133,7 @@ class EfficientSwiGLU(Efficient):
 
 
 class EfficientNorm(Efficient):
-    def forward(self, x, *args, **kwargs):
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.weight.requires_grad or args or kwargs:
             return super().forward(x, *args, **kwargs)
         return _Norm.apply(x, self.weight, _epsilon(self))

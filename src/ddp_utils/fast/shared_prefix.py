@@ -44,10 +44,19 @@ class Packing:
 
 
 def attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask, dropout: float = 0.0,
-    scaling: float | None = None, packing: Packing | None = None, softcap: float | None = None,
-    s_aux: Tensor | None = None, sliding_window: int | None = None, **_unused,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    _mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    packing: Packing | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sliding_window: int | None = None,
+    **_unused: Any,
+) -> tuple[Tensor, None]:
     """Return the attention [1, T, H, D] of a packed row; called by transformers' layers.
 
     query: [1, H, T, D]; key, value: [1, K, T, D]. Raises NotImplementedError for options that

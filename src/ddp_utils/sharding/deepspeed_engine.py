@@ -13,11 +13,14 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_utils import distributed
+from ddp_utils.distributed import World
 from ddp_utils.policy import (
     LossScale,
     Policy,
+    Strategy,
     cast_trained_to_fp32,
     check_names,
     parameter_groups,
@@ -47,7 +50,7 @@ class ZeroPolicy(Policy):
 
     is_sharded = True
 
-    def set_up(self, world, strategy, trained):
+    def set_up(self, world: World, strategy: Strategy, trained: bool) -> None:
         self.world = world
         self.loss_scale = LossScale(enabled=False)  # DeepSpeed has its own
         self.is_stage_3 = stage(strategy.options) == 3
@@ -79,14 +82,14 @@ class ZeroPolicy(Policy):
     def __call__(self, batch):
         return self.engine(batch)
 
-    def sync_gradients(self, last):
+    def sync_gradients(self, last: bool) -> None:
         """Sum gradients over micro-batches; reduce them over ranks in the last one."""
         self.engine.set_gradient_accumulation_boundary(last)
 
-    def backward(self, loss):
+    def backward(self, loss: Tensor) -> None:
         self.engine.backward(loss, scale_wrt_gas=False)
 
-    def clip_grad_norm(self, max_norm):
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Return the norm of the gradient that step() will clip, on all ranks."""
         zero = self.engine.optimizer
         loss_scale = 1.0
@@ -107,26 +110,26 @@ class ZeroPolicy(Policy):
         square = torch.stack([shard.double().square().sum() for shard in shards]).sum()
         return distributed.all_sum(square, self.world).sqrt()
 
-    def make_adamw(self, weight_decay, rate, betas):
+    def make_adamw(self, weight_decay: float, rate: float, betas: tuple[float, float]) -> AdamW:
         """Return the engine's AdamW, with these settings."""
         optimizer = self.engine.basic_optimizer
         for group in optimizer.param_groups:
             group.update(lr=rate, betas=betas, weight_decay=group["weight_decay"] * weight_decay)
         return optimizer
 
-    def step(self, optimizer, schedule, grad_norm):
+    def step(self, optimizer: AdamW, schedule: LambdaLR, grad_norm: float) -> None:
         self.engine.step()
         schedule.step()
 
     # --- full tensors -----------------------------------------------------------------------------
 
-    def gradient(self, parameter):
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         return self.utils.safe_get_full_grad(parameter)
 
-    def full_parameter(self, parameter):
+    def full_parameter(self, parameter: nn.Parameter) -> Tensor:
         return self.utils.safe_get_full_fp32_param(parameter)
 
-    def set_full(self, parameter: nn.Parameter, kind: str, value: Tensor):
+    def set_full(self, parameter: nn.Parameter, kind: str, value: Tensor) -> None:
         """Set a full parameter or moment: each rank copies its shard of the value."""
         utils = self.utils
         if not self.is_stage_3 and kind == "parameter":
@@ -159,7 +162,7 @@ class ZeroPolicy(Policy):
             return zero.fp32_groups_flat_partition
         return zero.single_partition_of_fp32_groups
 
-    def link_states(self):
+    def link_states(self) -> None:
         """Connect parameters with AdamW's state.
 
         DeepSpeed does this once, after the step of the first group, when other groups have none.
@@ -168,10 +171,10 @@ class ZeroPolicy(Policy):
             self.engine.optimizer._hp_optimizer_states_linked = False
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
 
-    def state(self, optimizer, sharded=False):
+    def state(self, optimizer: AdamW, sharded: bool | str = False) -> dict[str, Tensor]:
         """Return what Policy.state() returns; if sharded, this rank's shards, by number."""
         self.link_states()
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         if sharded:
             for number, shard in enumerate(self.shards()):
                 states = {"parameter": shard.detach(), **optimizer.state[shard]}
@@ -190,7 +193,7 @@ class ZeroPolicy(Policy):
             tensors["zero_loss_scale"] = torch.tensor(values, dtype=torch.float64)
         return tensors
 
-    def load_tensors(self, optimizer, tensors, sharded):
+    def load_tensors(self, optimizer: AdamW, tensors: dict[str, Tensor], sharded: bool) -> None:
         parameters = self.trainable()
         if not sharded:  # shards have numbers
             check_names(parameters, tensors)
@@ -215,7 +218,7 @@ class ZeroPolicy(Policy):
             for name, value in zip(SCALER, tensors["zero_loss_scale"].tolist(), strict=True):
                 setattr(self.engine.optimizer.loss_scaler, name, value)
 
-    def update_weights(self):
+    def update_weights(self) -> None:
         """Copy the fp32 weights to those of the forward."""
         zero = self.engine.optimizer
         if not self.is_stage_3:

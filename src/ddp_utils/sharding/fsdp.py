@@ -4,6 +4,7 @@ The JSON that accelerate writes for FSDP is read: each key has its effect, or ra
 """
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_type_hints
 
@@ -12,10 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_utils import UserError, distributed
 from ddp_utils.distributed import World
-from ddp_utils.policy import DTYPES, Policy, cast_trained_to_fp32
+from ddp_utils.policy import DTYPES, Policy, Strategy, cast_trained_to_fp32
 from ddp_utils.sharding import json_settings
 
 PRECISIONS = {"BFLOAT16": "bf16", "FLOAT16": "fp16", "NO": "no"}
@@ -85,7 +88,7 @@ def layers_of(model: nn.Module, settings: Settings) -> tuple[list[Any], str | No
     return layers, f"fsdp: the model has no {names}; it has {', '.join(sorted(own))}"
 
 
-def check_nodes(settings: Settings, world: World):
+def check_nodes(settings: Settings, world: World) -> None:
     """Raise UserError if HYBRID_SHARD has nodes with different numbers of processes."""
     if settings.fsdp_sharding_strategy != "HYBRID_SHARD":
         return
@@ -103,21 +106,21 @@ class FsdpPolicy(Policy):
 
     is_sharded = True
 
-    def set_up(self, world, strategy, trained):
+    def set_up(self, world: World, strategy: Strategy, trained: bool) -> None:
         shard(self.scorer, strategy.options, world, DTYPES[strategy.grad_reduce_dtype])
         with torch.no_grad():  # the first forward must be the root's, before calls to its parts
             self.scorer(self.scorer.example(world.device))
 
-    def trainable(self):
+    def trainable(self) -> dict[str, nn.Parameter]:
         reshard(self.scorer)
         return super().trainable()
 
-    def step(self, optimizer, schedule, grad_norm):
+    def step(self, optimizer: AdamW, schedule: LambdaLR, grad_norm: float) -> None:
         reshard(self.scorer)  # a forward since the backward has left weights gathered
         super().step(optimizer, schedule, grad_norm)
 
     @contextlib.contextmanager
-    def gathered(self):
+    def gathered(self) -> Iterator[None]:
         scorer: Any = self.scorer
         scorer.unshard()
         try:
@@ -125,21 +128,22 @@ class FsdpPolicy(Policy):
         finally:
             reshard(self.scorer)
 
-    def gather_tensor(self, tensor):
+    def gather_tensor(self, tensor: Any) -> Any:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
-    def to_saved(self, tensor, sharded):
+    def to_saved(self, tensor: Tensor, sharded: bool) -> Tensor | None:
         if sharded:
             return local(tensor)
         full = self.gather_tensor(tensor)
         return full if distributed.is_first() else None
 
-    def from_saved(self, value, like, sharded):
+    def from_saved(self, value: Tensor, like: Any, sharded: bool) -> Tensor:
         """Return a saved tensor, a shard or a full one, as a DTensor with the shards of `like`."""
         mesh = like.device_mesh
         if sharded:
-            shape = {"shape": like.shape, "stride": like.stride(), "run_check": False}
-            return DTensor.from_local(value.to(like.device), mesh, like.placements, **shape)
+            local_value = value.to(like.device)
+            shape = {"shape": like.shape, "stride": like.stride()}
+            return DTensor.from_local(local_value, mesh, like.placements, run_check=False, **shape)
         value = value.to(mesh.device_type)
         return distribute_tensor(value, mesh, like.placements, src_data_rank=None).to(like.device)
 
@@ -153,7 +157,9 @@ def make_mesh(settings: Settings, world: World) -> DeviceMesh:
     return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
 
 
-def shard(scorer: Any, settings: Settings, world: World, reduce_dtype: torch.dtype = torch.float32):
+def shard(
+    scorer: Any, settings: Settings, world: World, reduce_dtype: torch.dtype = torch.float32
+) -> None:
     """Shard the scorer's parameters in place, layer by layer, moving them to the device.
 
     reduce_dtype: in which gradients are communicated.
@@ -182,7 +188,7 @@ def shard(scorer: Any, settings: Settings, world: World, reduce_dtype: torch.dty
                 setattr(module, name, buffer.to(world.device))
 
 
-def reshard(scorer: nn.Module):
+def reshard(scorer: nn.Module) -> None:
     """Free the gathered weights that a forward has left, since AdamW updates shards."""
     for module in scorer.modules():
         if isinstance(module, FSDPModule):

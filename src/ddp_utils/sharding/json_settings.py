@@ -36,7 +36,7 @@ def _check(
             cli.check_type(f"{line}: {name}", hint, value)
 
 
-def take(config: Any, found: dict[str, tuple], path: str, places: dict[str, str]):
+def take(config: Any, found: dict[str, tuple], path: str, places: dict[str, str]) -> None:
     """Set settings to their values in the JSON; flags and YAML must have the same.
 
     found: setting -> (key, value) in the JSON; places: setting -> file and line, or flag.

@@ -1,17 +1,20 @@
 """Predict the memory of a run before it is started: check_gpu.py --plan.
 
-The model is made of torch's fake tensors, which have no contents, and takes a step under torch's
-MemTracker; how each strategy shares out what was counted is arithmetic. Sizes are in bytes. Where a
-case is simplified, the figure is an upper bound.
+The model consists of torch's fake tensors, which have no contents. It takes one step under torch's
+MemTracker; how each strategy splits these bytes over the ranks is computed. Sizes are in bytes. If
+a case is simplified, the result is an upper bound.
 """
 
 import functools
 import logging
 import math
 import types
+from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn.functional import scaled_dot_product_attention
@@ -20,47 +23,60 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from ddp_utils import UserError, logps, lora, models, sampler
 from ddp_utils.distributed import World
 from ddp_utils.fast import memory_efficient, self_test
+from ddp_utils.policy import Precision
 from ddp_utils.sharding import fsdp
 
 GIB = 2**30
 CPU = torch.device("cpu")
-GPU = torch.device("xpu")  # stands for any GPU with bf16: of this kind no hardware is asked
-STRATEGIES = ("DDP", "FSDP SHARD_GRAD_OP", "FSDP FULL_SHARD", "FSDP HYBRID_SHARD")
-STRATEGIES += ("ZeRO-1", "ZeRO-2", "ZeRO-3")
-RUNTIME = GIB / 2  # what CUDA, its libraries and NCCL hold on a GPU beside the tensors
-USABLE = 0.95  # of a GPU's memory: the rest is lost between blocks of unequal size
-BUCKET = 5e8  # numbers that DeepSpeed reduces at a time, unless its JSON says otherwise
-NEAR = 1e9  # numbers that ZeRO-3 leaves gathered for what comes soon
-AHEAD = 5e7  # numbers that ZeRO-3 gathers beforehand
-SENT = 500 * 2**20  # DDP copies so much of rank 0's weights at a time before the first step
+GPU = torch.device("xpu")  # any GPU with bf16; for this kind, torch does not look at the hardware
+FSDP = ("FSDP SHARD_GRAD_OP", "FSDP FULL_SHARD", "FSDP HYBRID_SHARD")
+STRATEGIES = ("DDP", *FSDP, "ZeRO-1", "ZeRO-2", "ZeRO-3")
+RUNTIME = GIB / 2  # memory of CUDA, its libraries and NCCL besides the tensors
+USABLE = 0.95  # fraction of a GPU's memory; the rest is lost to fragmentation
+BUCKET = 5e8  # elements that DeepSpeed reduces at a time, by default
+NEAR = 1e9  # elements that ZeRO-3 keeps gathered because they are used again soon
+AHEAD = 5e7  # elements that ZeRO-3 prefetches
+SENT = 500 * 2**20  # bytes per broadcast of DDP's weights before the first step
 SIZES = (1, 2, 4, 8, 16, 32, 64)  # rows of a micro-batch that are tried
 LINE = "{:<21}{:>8}{:>9}{:>8}{:>8}{:>8}{:>6}{:>7}"
 HEAD = ("strategy", "GiB", "weights", "grads", "AdamW", "activ.", "fits", "micro")
-LEGEND = "GiB of a rank with the longest rows, at most; activ.: and all that comes and goes; micro:"
-LEGEND += "\nthe largest micro-batch that fits, of those tried; < is what the settings say"
+LEGEND = "GiB per rank at the peak, for the longest rows; activ.: with temporary buffers; micro:"
+LEGEND += "\nthe largest micro-batch of those tried that fits; <: the strategy of the settings"
 
 
-def machine(facts, gpus=None, gpu_memory=None) -> tuple:
-    """Return the ranks, nodes, kind of GPU and bytes of each, of check_gpu.py's facts.
+def machine(
+    facts: dict[str, Any], gpus: int | None = None, gpu_memory: float | None = None
+) -> tuple[int, int, str, float]:
+    """Return the ranks, the nodes, the kind of GPU and the bytes of each GPU.
 
-    gpus, gpu_memory (in GiB): others than those that are here.
+    facts: as check_gpu.py prints them; gpus, gpu_memory (GiB): of another machine.
+    Raises UserError if there is no GPU, or if the nodes would have different numbers of GPUs.
     """
     devices = facts["devices"]
     if not (gpu_memory or devices):
-        raise UserError("--plan: there is no GPU here to ask; give --gpus 8 --gpu_memory 80")
+        raise UserError("--plan: this machine has no GPU; use --gpus 8 --gpu_memory 80")
     memory = gpu_memory or min(device["memory_gib"] for device in devices)
     ranks = gpus or len(devices) or 1
     nodes = max(1, math.ceil(ranks / (len(devices) or 8)))
     if ranks < 1 or ranks % nodes:
-        raise UserError(f"--gpus {ranks}: as many to each of {nodes} nodes; give a multiple")
+        raise UserError(f"--gpus {ranks}: must be a multiple of the {nodes} nodes")
     return ranks, nodes, facts["kind"] if devices else "cuda", memory * GIB
 
 
 # --- one step on fake tensors --------------------------------------------------------------------
 
 
-def attend_on_gpu(_module, query, key, value, _mask, packing=None, softcap=None, **_options):
-    """Attend to a packed row with what the kernel of a GPU keeps: each prompt's keys twice."""
+def attend_on_gpu(
+    _module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    _mask: Any,
+    packing: Any = None,
+    softcap: float | None = None,
+    **_options: Any,
+) -> tuple[Tensor, None]:
+    """Attend to a packed row with the memory of the kernel on a GPU: each prompt's keys twice."""
     if softcap is not None:
         raise NotImplementedError("a packed row has no soft-cap")
     packing.calls += 1
@@ -73,13 +89,13 @@ def attend_on_gpu(_module, query, key, value, _mask, packing=None, softcap=None,
 AttentionInterface.register("attend_on_gpu", attend_on_gpu)
 
 
-def meta_model(model_config, dtype=None):
-    """Return the model of a config.json on the meta device; no weights need be there."""
+def meta_model(model_config: Any, dtype: torch.dtype | None = None) -> Any:
+    """Return the model of a config.json on the meta device; no file of weights is needed."""
     with models.META:
         return AutoModelForCausalLM.from_config(model_config, dtype=dtype, trust_remote_code=False)
 
 
-def build(config, precision, model_config) -> logps.Scorer:
+def build(config: Any, precision: Precision, model_config: Any) -> logps.Scorer:
     """Return the Scorer that a run would load, on the meta device."""
     model = models.no_dropout(meta_model(model_config, precision.weights))
     if config.gradient_checkpointing:
@@ -92,14 +108,16 @@ def build(config, precision, model_config) -> logps.Scorer:
     return logps.Scorer(model.train(), precision.autocast)
 
 
-def peaks_of(scorer, rows, row_losses, device, shared) -> dict:
-    """Return the most bytes of a step on top of weights, gradients and moments."""
+def peaks_of(
+    scorer: logps.Scorer, rows: list, row_losses: Callable, device: str, shared: bool
+) -> dict[str, float]:
+    """Return the peak bytes of a step on top of weights, gradients and moments."""
     backbone, head = scorer.backbone_and_head()
     scorer.full_logits = backbone is scorer.unwrap() or head is None
     scorer.set_layout(shared)
     if shared and device != "cpu" and scorer.precision.itemsize == 2:
         scorer.unwrap().set_attn_implementation("attend_on_gpu")
-    tracker = MemTracker()
+    tracker: Any = MemTracker()
     tracker._mod_tracker.register_user_hooks = lambda *hooks: None  # they fail on frozen weights
 
     def total(when):
@@ -126,8 +144,8 @@ def peaks_of(scorer, rows, row_losses, device, shared) -> dict:
         return {"backward": total("peak") - held, "step": step}
 
 
-def sizes_of(scorer) -> dict:
-    """Return the sizes of what does not depend on the rows, for a process that shards nothing."""
+def sizes_of(scorer: logps.Scorer) -> dict[str, float]:
+    """Return the bytes that do not depend on the rows, for a process that shards nothing."""
     layers = [list(x.parameters()) for x in fsdp.layers_of(scorer.unwrap(), fsdp.Settings())[0]]
     inside = set().union(*layers)
     everything = list(scorer.parameters())
@@ -152,7 +170,14 @@ def sizes_of(scorer) -> dict:
     }
 
 
-def need(config, model_config, rows, row_losses, precision, device="cpu") -> types.SimpleNamespace:
+def need(
+    config: Any,
+    model_config: Any,
+    rows: list,
+    row_losses: Callable,
+    precision: Precision,
+    device: str = "cpu",
+) -> types.SimpleNamespace:
     """Return the sizes and the peaks of a step on a micro-batch of these rows.
 
     row_losses(scorer, batch, reference [B, 2]) -> losses [B], ...
@@ -172,10 +197,12 @@ def need(config, model_config, rows, row_losses, precision, device="cpu") -> typ
     raise UserError(f"{config.model_name}: no step without contents: {reason}")
 
 
-def share(n, strategy, ranks, nodes=1, bucket=BUCKET) -> tuple:
-    """Return the weights, gradients, moments and all else of a rank when it holds the most.
+def share(
+    n: Any, strategy: str, ranks: int, nodes: int = 1, bucket: float = BUCKET
+) -> tuple[float, float, float, float]:
+    """Return the bytes of weights, gradients, moments and the rest on one rank at its peak.
 
-    n: what need() returns; strategy: one of STRATEGIES. All else: activations, what is gathered.
+    n: what need() returns; strategy: one of STRATEGIES. The rest: activations, gathered weights.
     """
     tool, _, kind = strategy.replace("-", " ").partition(" ")
     parts = ranks // nodes if kind == "HYBRID_SHARD" else ranks
@@ -217,8 +244,8 @@ def share(n, strategy, ranks, nodes=1, bucket=BUCKET) -> tuple:
 # --- what is printed -----------------------------------------------------------------------------
 
 
-def needs_of(script, config, rows, device) -> dict:
-    """Return what need() says of the longest rows, for each size of a micro-batch to be tried."""
+def needs_of(script: Any, config: Any, rows: Any, device: str) -> dict[int, Any]:
+    """Return need() of the longest rows for each size of a micro-batch that is tried."""
     with models.reading(f"--model_name: {config.model_name}"):
         folder = str(models.model_path(config.model_name))
         model_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -234,10 +261,12 @@ def needs_of(script, config, rows, device) -> dict:
     return needs
 
 
-def lines(script, path, ranks, nodes, device, memory):
-    """Yield what check_gpu.py prints: how much of the run fits the machine, and its steps.
+def lines(
+    script: Any, path: str, ranks: int, nodes: int, device: str, memory: float
+) -> Iterator[str]:
+    """Yield the lines that check_gpu.py prints: what fits into the memory, and the steps.
 
-    script: the module train; path: its YAML file; the rest: what machine() returns.
+    script: the module train; path: its YAML file; the other arguments: what machine() returns.
     """
     world = World(world_size=ranks, local_size=ranks // nodes)
     config = script.train_config.read(["--config", path])
