@@ -1,10 +1,5 @@
-"""Curves of a run, drawn from its metrics.jsonl: one picture for each kind of quantity.
+"""Curves of a run, drawn from its metrics.jsonl: one picture for each kind of quantity."""
 
-python -m ddp_utils.plots results/dpo                  # draw them again
-python -m ddp_utils.plots results/dpo results/dpo.1    # compare runs: compare_*.png
-"""
-
-import argparse
 import contextlib
 import json
 import math
@@ -75,21 +70,19 @@ def base_line(panel: Panel, lines: list[dict], config: dict) -> float | None:
     return others.get(config["method"], math.log(2))
 
 
-def draw(folders: list[str | Path], target: Path, prefix: str = "") -> None:
-    """Draw the curves of one run, or of several over each other, as PREFIX*.png into `target`."""
-    runs = {str(folder): read_metrics(folder) for folder in folders}
+def draw(folder: Path) -> None:
+    """Draw the curves of a run as PNG files in its folder."""
+    lines = read_metrics(folder)
     for name, panel in FIGURES.items():
         figure = Figure(figsize=(6.4, 3.8), layout="constrained")
         axis = figure.subplots()
         count = 0
-        for folder, lines in runs.items():
-            for metric, label in panel.metrics.items():
-                label = label if len(runs) == 1 else f"{folder}, {label}"
-                count += draw_curve(axis, lines, metric, label, f"C{count % 10}")
+        for metric, label in panel.metrics.items():
+            count += draw_curve(axis, lines, metric, label, f"C{count}")
         if not count:
             continue
-        config_file = Path(folders[0]) / "config.json"
-        if len(runs) == 1 and config_file.exists():
+        config_file = folder / "config.json"
+        if config_file.exists():
             height = base_line(panel, lines, json.loads(config_file.read_text(encoding="utf-8")))
             if height is not None:
                 axis.axhline(height, label=f"{panel.base}: {height:.3g}", color="gray", ls="--")
@@ -99,7 +92,7 @@ def draw(folders: list[str | Path], target: Path, prefix: str = "") -> None:
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
         axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
-        figure.savefig(target / f"{prefix}{name}.png", dpi=150)
+        figure.savefig(folder / f"{name}.png", dpi=150)
 
 
 def draw_curve(axis: Axes, lines: list[dict], metric: str, label: str, color: str) -> bool:
@@ -126,22 +119,3 @@ def running_mean(values: list[float], window: int) -> list[float]:
     for end in range(1, len(values) + 1):
         means.append(sum(values[max(0, end - window) : end]) / min(end, window))
     return means
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Draw the curves of one run again, or compare several."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("folders", nargs="+", help="run folders: one, or several to compare")
-    folders = parser.parse_args(argv).folders
-    try:
-        if len(folders) == 1:
-            draw(folders, Path(folders[0]))
-        else:
-            draw(folders, Path(), "compare_")
-            print("-> compare_*.png")
-    except (UserError, OSError) as error:
-        parser.exit(2, f"error: {error}\n")
-
-
-if __name__ == "__main__":
-    main()

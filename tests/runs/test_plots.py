@@ -5,8 +5,6 @@ import json
 import pytest
 from matplotlib.figure import Figure
 
-import programs
-import runs
 from ddp_utils import plots
 
 PANELS = {"loss.png": 1, "rewards.png": 1, "margins.png": 1, "accuracies.png": 1}
@@ -44,7 +42,7 @@ def no_pixels(monkeypatch):
 
 
 def test_the_curves_are_the_numbers_of_the_file(tmp_path, no_pixels):
-    plots.draw([folder_with(tmp_path, RUN)], tmp_path)
+    plots.draw(folder_with(tmp_path, RUN))
     assert {name: len(found) for name, found in no_pixels.items()} == PANELS
     raw, mean, val, test = no_pixels["loss.png"][0].lines
     steps, losses = range(1, 41), [0.7 - 0.01 * step for step in range(1, 41)]
@@ -84,7 +82,7 @@ def test_base_lines_are_where_an_untrained_model_stands():
 def test_axes_have_names_units_and_whole_steps(tmp_path, no_pixels):
     """Of a run of four steps, where half steps would be drawn."""
     (tmp_path / "config.json").write_text(json.dumps({"method": "dpo", "beta": 0.1}))
-    plots.draw([folder_with(tmp_path, RUN[:4])], tmp_path)
+    plots.draw(folder_with(tmp_path, RUN[:4]))
     assert {*no_pixels} == {*PANELS}
     for name, (axis,) in no_pixels.items():
         assert axis.get_xlabel().startswith("step") and axis.get_title(), name
@@ -96,29 +94,3 @@ def test_axes_have_names_units_and_whole_steps(tmp_path, no_pixels):
             "untrained" in text or "reference" in text or "chance" in text
             for text in (entry.get_text() for entry in axis.get_legend().get_texts())
         ), name
-
-
-def test_the_command_draws_one_run_or_compares_two(tmp_path):
-    for name, reward in (("low", 0.1), ("high", 0.3)):
-        (tmp_path / name).mkdir()
-        folder_with(tmp_path / name, [line("train", 1, 1.0, reward), line("val", 2, 0.5, reward)])
-    one, both, last = (
-        programs.start("-m", "ddp_utils.plots", *runs.words(words), cwd=tmp_path)
-        for words in ("low", "low high", "low none")
-    )
-    assert one == (0, "", "") and both == (0, "-> compare_*.png\n", "")
-    assert last == (2, "", "error: none: no metrics.jsonl in this folder; use a run folder\n")
-    assert {path.name for path in tmp_path.glob("low/*.png")} == {*PANELS}
-    assert {path.name for path in tmp_path.glob("*.png")} == {f"compare_{name}" for name in PANELS}
-
-
-def test_each_compared_run_has_its_color_and_its_name(tmp_path, no_pixels):
-    for name in ("low", "high"):
-        (tmp_path / name).mkdir()
-        folder_with(tmp_path / name, RUN[:4])
-    plots.draw([tmp_path / "low", tmp_path / "high"], tmp_path, "compare_")
-    [axis] = no_pixels["compare_margins.png"]
-    named = {drawn.get_label(): drawn.get_color() for drawn in axis.lines}
-    named = {label: color for label, color in named.items() if not label.startswith("_")}
-    assert [*named] == [f"{tmp_path / name}, margin" for name in ("low", "high")]
-    assert len({*named.values()}) == 2

@@ -3,7 +3,6 @@
 tests/runs/test_report_in_a_browser.py has how it looks.
 """
 
-import html
 import json
 import re
 import subprocess
@@ -34,9 +33,6 @@ class Reader(HTMLParser):
         self.tags.append((tag, dict(attributes)))
         if tag in ("tr", "div"):
             self.rows.append([])
-        elif tag == "small":  # the meaning of a number, behind its name
-            self.handle_endtag("th")
-            self.cell = []
         elif tag in ("th", "td", "dt", "dd"):
             self.cell = []
 
@@ -58,16 +54,16 @@ def test_numbers_settings_data_and_examples_are_shown(tmp_path):
     )
     for row in (
         ["", "val", "test"],
-        ["win_rate", report.MEANINGS["win_rate"], "0.75", ""],
-        ["loss", report.MEANINGS["loss"], "0.1235", "2"],
-        ["wins", "", "", "3"],
+        ["win_rate", "0.75", ""],
+        ["loss", "0.1235", "2"],
+        ["wins", "", "3"],
         ["", "value", "default"],
-        ["beta", "", "0.3", "0.1"],
-        ["judge", "", "why?", "-"],
-        ["train_data", "", "why?"],
-        ["shuffle", "", "True"],
-        ["rows", "", "9"],
-        ["versions torch", "", "2.13.0"],
+        ["beta", "0.3", "0.1"],
+        ["judge", "why?", "-"],
+        ["train_data", "why?"],
+        ["shuffle", "True"],
+        ["rows", "9"],
+        ["versions torch", "2.13.0"],
         ["prompt", "why?"],
     ):
         assert row in rows, row
@@ -172,17 +168,17 @@ def test_no_folder_of_this_machine_is_in_report_or_card(tmp_path):
     card = (folder / "model/README.md").read_text()
     assert str(tmp_path) not in page + card and "<pre>python my.py" in page
     assert "base_model: base\n" in card
-    assert 'from_pretrained("run/model")' in html.unescape(page)
+    assert "<pre>run/model</pre>" in page
 
 
 def test_a_model_that_is_not_in_the_run_folder(tmp_path):
     folder, elsewhere = tmp_path / "run", tmp_path / "my_model"
     put(elsewhere, tokenizer_config={})
     put(folder, config={"result_dir": "results/x", "output_dir": str(elsewhere)})
-    assert 'from_pretrained("my_model")' in html.unescape(page_of(folder))
+    assert "<pre>my_model</pre>" in page_of(folder)
     put(folder / "model", adapter_config={})
     put(folder, config={"output_dir": "results/y"})  # of another script: the run folder
-    assert 'from_pretrained("results/y/model")' in html.unescape(page_of(folder))
+    assert "<pre>results/y/model</pre>" in page_of(folder)
 
 
 # --- as a part of a run --------------------------------------------------------------------------
@@ -199,7 +195,7 @@ def test_a_run_writes_it_and_a_stopped_one_says_how_to_go_on(tmp_path):
     assert main_distributed.main([*TINY, "--result_dir", f"{folder}"]) == 0
     page = (folder / "report.html").read_text()
     assert "finished after 1 step," in page and ">Run it again" in page
-    assert ["max_steps", "", "1", "-1"] in Reader(page).rows  # against the script's default
+    assert ["max_steps", "1", "-1"] in Reader(page).rows  # against the script's default
     assert not list(folder.glob(".tmp-*"))
 
 
@@ -261,7 +257,7 @@ def test_the_result_is_said_in_lines_and_in_a_sentence(tmp_path):
     assert sentence in Reader(page_of(folder)).words
 
 
-def test_the_model_card_describes_the_training_and_how_to_load_it(tmp_path):
+def test_the_model_card_describes_the_training(tmp_path):
     """Its metadata are read by the Hub's own class."""
     val = {"share_baked": 0.997, "kept/kl": 0.02, "kept/kl/pirate": 0.0123}
     folder = put(
@@ -280,10 +276,9 @@ def test_the_model_card_describes_the_training_and_how_to_load_it(tmp_path):
         "# mine",
         "A LoRA with a baked-in system prompt: without the prompt the model answers as it",
         "Share baked (held out: 0.997); kept: kl (held out: 0.02).",
-        'model = AutoPeftModelForCausalLM.from_pretrained("results/mine/model")',
         "python src/train_loop.py --lora_r 4",
         "| setting | value | default |\n|---|---|---|\n| lora_r | 4 | 32 |",
-        f"| share_baked | 0.997 | {report.MEANINGS['share_baked']} |",
+        "| share_baked | 0.997 |",
         "| kept/kl/pirate | 0.0123 |",
     ):
         assert line in card.content, line

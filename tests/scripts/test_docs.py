@@ -43,7 +43,6 @@ ELSEWHERE = {
     "python src/ad/evaluate.py": "tests/scripts/test_distillation.py",
     "python -m dpo_inv.inference": "tests/scripts/test_protein.py",
     "python -m dpo_inv.evaluate": "tests/scripts/test_stability.py",
-    "python -m ddp_utils.plots": "tests/runs/test_plots.py",
     "python -m ddp_utils.tools.report": "tests/runs/test_report.py",
     "python tests/bench/": "tests/bench",
     "bash scripts/run_training.sh": "tests/runs/test_clusters.py",

@@ -35,30 +35,6 @@ PRINTED = {  # metric -> its name in the results that are printed
     "share_baked": "share baked",
     "kept/kl": "kept: kl",
 }
-MEANINGS = {
-    "loss": "the training objective, in nats",
-    "rewards/chosen": "beta x log-ratio of the chosen responses to the reference",
-    "rewards/rejected": "beta x log-ratio of the rejected responses to the reference",
-    "rewards/margins": "reward of the chosen minus reward of the rejected response",
-    "rewards/accuracies": "fraction of pairs whose margin is above 0",
-    "logps/chosen": "log-probability of a chosen response, in nats",
-    "logps/rejected": "log-probability of a rejected response, in nats",
-    "logps/accuracies": "fraction of pairs whose preferred response is more likely",
-    "loss/preference": "the loss without the SFT term",
-    "loss/sft": "negative log-likelihood of the chosen responses, in nats per token",
-    "nll": "negative log-likelihood of the preferred sequences, in nats per residue",
-    "perplexity": "exp(nll)",
-    "kl": "KL divergence from the prompted model to this one, in nats per token",
-    "kl_base": "KL divergence from the prompted model to the base model, in nats per token",
-    "share_baked": "1 - kl / kl_base: the fraction of the prompt's effect that is in the weights",
-    "kept/kl": "KL divergence from the base model under other prompts, in nats per token",
-    "kept/obeyed": "fraction of replies that follow other prompts",
-    "kept/obeyed_base": "fraction of the base model's replies that follow other prompts",
-    "accuracy": "fraction of actions that are predicted correctly",
-    "fraction_of_optimum": "return of the last 10 episodes divided by the optimal return",
-    "win_rate": "wins / (wins + losses) against the replies before training",
-    "count": "rows",
-}
 KINDS = {  # word of the command -> the first sentence of the model card
     "train_loop": "A LoRA with a baked-in system prompt: without the prompt the model answers "
     "as it did with it.",
@@ -68,25 +44,11 @@ KINDS = {  # word of the command -> the first sentence of the model card
     "ad/train": "A transformer trained on learning histories, which learns in context.",
     "train.py": "A language model fine-tuned with {objective}.",
 }
-LOAD_PEFT = """from peft import AutoPeftModelForCausalLM
-from transformers import AutoTokenizer
-
-model = AutoPeftModelForCausalLM.from_pretrained("{0}")
-tokenizer = AutoTokenizer.from_pretrained("{0}")
-"""
-LOAD_TRANSFORMERS = """from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("{0}")
-tokenizer = AutoTokenizer.from_pretrained("{0}")
-"""
-LOAD_SAFETENSORS = """from safetensors.torch import load_file
-
-weights = load_file("{0}/model.safetensors")
-"""
-LOAD_PROTEINMPNN = """import torch
-
-checkpoint = torch.load("{0}", weights_only=True)  # the format of the official ProteinMPNN
-"""
+LIBRARIES = {  # a file of a model's folder -> what loads the folder
+    "adapter_config.json": "peft",
+    "tokenizer_config.json": "transformers",
+    "model.safetensors": "safetensors",
+}
 JUDGED = ("win_rate", "win_rate_low", "win_rate_high", "wins", "losses", "ties")
 REPLIES = ("reference", "fine-tuned", "base", "baked")  # of an example: before and after
 TORCHRUN = ("torchrun", "torch.distributed.launch", "accelerate", "deepspeed")
@@ -97,7 +59,6 @@ class Model(NamedTuple):
 
     path: Path  # of its folder, or of the .pt file
     library: str
-    load: str  # Python code with {0} for the path
 
 
 class Table(NamedTuple):
@@ -122,16 +83,12 @@ def find_model(folder: Path, config: dict) -> Model | None:
     """Return the model that a run has saved, or None."""
     own = "result_dir" in config and config.get("output_dir")
     model = Path(own or folder / "model")
-    for name, library, load in (
-        ("adapter_config.json", "peft", LOAD_PEFT),
-        ("tokenizer_config.json", "transformers", LOAD_TRANSFORMERS),
-        ("model.safetensors", "safetensors", LOAD_SAFETENSORS),
-    ):
+    for name, library in LIBRARIES.items():
         if (model / name).exists():
-            return Model(model, library, load)
+            return Model(model, library)
     for name in ("best_model.pt", "latest_model.pt"):
         if (folder / name).exists():
-            return Model(folder / name, "proteinmpnn", LOAD_PROTEINMPNN)
+            return Model(folder / name, "proteinmpnn")
     return None
 
 
@@ -243,12 +200,11 @@ def content_of(folder: Path, run: dict[str, dict]) -> dict[str, Any]:
     own_folder = next((config[key] for key in ("result_dir", "out_dir") if key in config), None)
     own_folder = portable(own_folder or config.get("output_dir") or folder.name)
     model = find_model(folder, config)
-    load = ""
+    location = ""
     if model:
         location = model.path.name
         if model.path.is_relative_to(folder):
             location = f"{own_folder}/{model.path.relative_to(folder)}"
-        load = model.load.format(location)
     pictures = {}
     for file in sorted(folder.glob("*.png"), key=lambda file: (file.stem != "loss", file.stem)):
         pictures[file.stem] = base64.b64encode(file.read_bytes()).decode()
@@ -261,7 +217,6 @@ def content_of(folder: Path, run: dict[str, dict]) -> dict[str, Any]:
         "pictures": pictures,
         "examples": run["examples"],
         "numbers": table("Numbers", numbers),
-        "meanings": MEANINGS,
         "changed": table("Settings that are not at their defaults", changed),
         "more": [
             table("Other settings", {"": others}),
@@ -270,7 +225,7 @@ def content_of(folder: Path, run: dict[str, dict]) -> dict[str, Any]:
         ],
         "command": command,
         "model": model,
-        "load": load,
+        "location": location,
     }
 
 
@@ -333,7 +288,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         for folder in map(Path, arguments.folders):
             if not arguments.no_curves:
-                plots.draw([folder], folder)
+                plots.draw(folder)
             run = read_run(folder)
             write(folder, run)
             print(result_lines(folder, run))
