@@ -25,18 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_utils import (
-    UserError,
-    checks,
-    distributed,
-    logps,
-    lora,
-    losses,
-    models,
-    sampler,
-    sampling,
-    sharding,
-)
+from ddp_utils import checks, distributed, logps, lora, losses, models, sampler, sampling, sharding
 from ddp_utils import judge as judges
 from ddp_utils import policy as policies
 from ddp_utils import preference_data as preferences
@@ -57,16 +46,11 @@ LEARNING_RATES = {"full": 1e-6, "lora": 1e-5}  # defaults for models of 10 M par
 # --- settings and data ---------------------------------------------------------------------------
 
 
-def read_settings(argv: Sequence[str] | None, world: World) -> settings.Config:
+def read_settings(argv: Sequence[str] | None) -> settings.Config:
     """Return the flags over the defaults of src/config.py, checked before anything is read."""
     config = settings.read(argv)
     if config.init_adapter:
         lora.inherit_config(config, config.init_adapter)
-    if config.batch_size * config.gradient_accumulation_steps < world.world_size:
-        raise UserError(
-            f"--batch_size: {config.batch_size} pairs are too few for {world.world_size} "
-            f"processes (expected at least {world.world_size}); use a larger batch"
-        )
     is_demo = config.train_data == settings.Config.train_data
     if is_demo and not (config.val_data or config.test_data):
         config.val_data = str(DEMO / "preferences_val.jsonl")
@@ -91,13 +75,11 @@ def read_data(config: settings.Config, encoder: Encoder, world: World) -> tuple[
         parts = preferences.split_by_prompt(data["train"], config.seed)
         data = dict(zip(data, parts, strict=True))
         report["train"]["split"] = {split: len(pairs) for split, pairs in data.items()}
-    if config.save_best and not data["val"]:
-        raise UserError("--save_best: there is no validation data; use --val_data FILE")
     for split in report.keys() - {"train"}:
         repeated = np.isin(data[split].prompts, data["train"].prompts).nonzero()[0]
         locations = [data[split][row].location for row in repeated]
         report[split]["prompts also in train_data"] = locations
-    sampler.check_enough_rows(config.train_data, len(data["train"]), world)
+    sampler.check_enough_rows(config.train_data, data, world, config.save_best)
     return data, report
 
 
@@ -174,16 +156,15 @@ def generate_replies(
     policy: Policy, data: dict, encoder: Encoder, config: settings.Config, run: Run
 ) -> dict[str, list[str]]:
     """Return split -> replies to its first prompts, the same on all ranks."""
-    limits = (config.max_new_tokens, config.batch_size)
-    spec = sampling.SampleSpec(config.temperature, config.top_p, *limits, config.seed)
+    limits = config.max_new_tokens, config.batch_size, config.seed
+    spec = sampling.SampleSpec(config.temperature, config.top_p, *limits)
+    poll = run.stop_if_requested
     replies = {}
     for split in ("val", "test"):
         prompts = [pair.prompt for pair in data[split][: config.num_samples]]
         if prompts:
             with policy.gathered():
-                ids = sampling.generate(
-                    policy.scorer, prompts, encoder.ends, run.world, spec, run.stop_if_requested
-                )
+                ids = sampling.generate(policy.scorer, prompts, encoder.ends, run.world, spec, poll)
             replies[split] = encoder.tokenizer.batch_decode(ids, skip_special_tokens=True)
     return replies
 
@@ -273,8 +254,8 @@ def describe_run(
         config.learning_rate = 1e-3 if is_small else LEARNING_RATES[config.fine_tuning]
     if config.reference_model:
         lora.load(config.reference_model, "auto", models.META, flag="--reference_model")
-    names = ("model_name", "init_adapter", "reference_model")
-    folders = {name: getattr(config, name) for name in names}
+    folders = {"model_name": config.model_name, "init_adapter": config.init_adapter}
+    folders["reference_model"] = config.reference_model
     inputs = models.input_digests(data, folders, meta_model.config)
     if judge:
         inputs["content of judge"] = judge.digest
@@ -299,7 +280,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the script with these flags, or with those of the command line; return 0."""
     # setup
     world = distributed.whoami(argv=sys.argv)
-    config = read_settings(argv, world)
+    config = read_settings(argv)
     if not config.check:
         world = distributed.init_process_group(world, config.backend, config.timeout_minutes)
 
@@ -317,23 +298,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     precision = precision_of(config, world.device)
     policies.check_same_precision(precision, world)
-    batch_ratio = plan.global_batch / config.base_batch_size
-    peak_rate = policies.learning_rate(
-        config.learning_rate or 0.0, config.lr_scaling, batch_ratio, world.world_size
-    )
+    scaling = config.lr_scaling, plan.global_batch / config.base_batch_size, world.world_size
+    peak_rate = policies.learning_rate(config.learning_rate or 0.0, *scaling)
 
     with Run(spec, config, world) as run:
-        accumulation = config.gradient_accumulation_steps
         run.describe(
             model=f"{config.model_name}, {config.fine_tuning}",
             loss=f"{config.method}, beta {config.beta:g}, sft_weight {config.sft_weight:g}",
-            batch=f"{plan.global_batch} pairs = {config.batch_size} x {accumulation} accumulation",
-            steps=f"{plan.steps}, learning rate {peak_rate:.3g}",
+            steps=f"{plan.steps} of {plan.global_batch} pairs, learning rate {peak_rate:.3g}",
             files=" ".join(filter(None, (config.train_data, config.val_data, config.test_data))),
-            judge=config.judge or "none",
         )
-        if not has_known_loss(config):
-            run.say("step 0: the loss has no closed form here, only gradients are checked")
 
         # model
         if config.reference_model:
@@ -352,11 +326,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         meter = Meter(policy.scorer, world)
         done = run.restore(policy, optimizer, schedule)
 
+        def evaluate_split(split: str = "val") -> dict[str, float]:
+            return evaluate(policy, split, data, ref_logps, config, run)
+
         def validate(step: int) -> None:
             is_due = bool(data["val"]) and plan.due(config.eval_every, step)
-            run.validate(
-                step, is_due, lambda: evaluate(policy, "val", data, ref_logps, config, run)
-            )
+            run.validate(step, is_due, evaluate_split)
 
         # loop: one turn is one optimizer step
         validate(done)
@@ -383,7 +358,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         last = run.restore_best()
         for split in ("val", "test"):
             if data[split] and split not in run.results:  # the last step has evaluated val
-                run.results[split] = evaluate(policy, split, data, ref_logps, config, run)
+                run.results[split] = evaluate_split(split)
                 run.log(last, run.results[split], split)
         judges.write_examples(run, data, before, replies(), judge)
         models.save_policy(policy, tokenizer, spec.model_folder or run.folder / "model", world)

@@ -73,9 +73,7 @@ def read_data(config: Config, encoder: Encoder, world: World) -> tuple[dict, dic
         fractions = (1 - config.val_share, config.val_share)
         data["train"], data["val"] = preferences.split_by_prompt(train, config.seed, fractions)
         report["split"] = {split: len(rows) for split, rows in data.items()}
-    if config.save_best and not data["val"]:
-        raise UserError("--save_best: there is no validation data; use val_data or val_share")
-    sampler.check_enough_rows(config.train_data, len(data["train"]), world)
+    sampler.check_enough_rows(config.train_data, data, world, config.save_best)
     return data, reports
 
 

@@ -88,7 +88,7 @@ def read_data(config: Config, encoder: Encoder, world: World) -> tuple[Data, dic
     for row in data["val"]:
         if row.question in questions:
             raise UserError(f"{row.location}: question: it is also in data_path; split by question")
-    sampler.check_enough_rows(config.data_path, len(data["train"]), world)
+    sampler.check_enough_rows(config.data_path, data, world)
     return data, reports
 
 

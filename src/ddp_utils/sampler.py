@@ -9,7 +9,7 @@ import functools
 import hashlib
 import heapq
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Sized
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -96,8 +96,13 @@ def _fill_bins(longest_first, lengths, count: int, bin_size: int) -> list[list[i
     return sorted(bins, key=lambda part: -sum(lengths[row] for row in part))
 
 
-def check_enough_rows(path: str, count: int, world: World) -> None:
-    """Raise UserError if there are fewer rows than processes."""
+def check_enough_rows(
+    path: str, data: Mapping[str, Sized], world: World, save_best: bool = False
+) -> None:
+    """Raise UserError for fewer training rows than processes, or no validation for save_best."""
+    count = len(data["train"])
+    if save_best and not data["val"]:
+        raise UserError("--save_best: there is no validation data; use --val_data FILE")
     if count < world.world_size:
         problem = f"{count} usable rows for {world.world_size} processes"
         raise UserError(f"{path}: {problem}; start at most {count} processes")

@@ -59,7 +59,7 @@ def read_data(config: Config, world: World) -> tuple[dict[str, list[Pair]], dict
         report["used"] = len(data["train"])
     if config.method in MEASURED_METHODS or config.weighting == "margin":
         pairs.check_margins(data["train"] + data["val"], config.method, config.weighting)
-    sampler.check_enough_rows(config.train_data, len(data["train"]), world)
+    sampler.check_enough_rows(config.train_data, data, world)
     return data, reports
 
 

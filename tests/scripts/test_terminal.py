@@ -44,7 +44,7 @@ def test_a_run_on_a_terminal(columns, tmp_path):
     assert widest(output) <= columns, output
     assert re.search(r"\| 6/6 \[\d\d:\d\d<.*loss +\d\.\d{4}", text)  # one live line
     assert "\nstep " not in text  # and no second one for the same steps
-    for name in ("ranks", "model", "loss", "batch", "steps", "files", "judge", "folder", "data"):
+    for name in ("ranks", "model", "loss", "steps", "files", "folder", "data"):
         assert re.search(rf"^{name} ", text, re.M), name
     check_summary(text)
 
