@@ -25,7 +25,6 @@ import itertools
 import json
 import os
 import shutil
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -284,7 +283,7 @@ def examples(rows: list[dict], replies: list[list[int]], tokenizer: Any) -> list
 
 def main(argv: list[str] | None = None) -> int:
     # setup
-    world = distributed.whoami(argv=sys.argv)
+    world = distributed.whoami()
     config = settings.read(argv)
     if not config.check:
         world = distributed.init_process_group(world, config.backend, config.timeout_minutes)

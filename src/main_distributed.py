@@ -15,7 +15,6 @@ if __name__ == "__main__":  # --help and mistakes in the settings end here, befo
 
 import gc
 import math
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -279,7 +278,7 @@ def describe_run(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the script with these flags, or with those of the command line; return 0."""
     # setup
-    world = distributed.whoami(argv=sys.argv)
+    world = distributed.whoami()
     config = read_settings(argv)
     if not config.check:
         world = distributed.init_process_group(world, config.backend, config.timeout_minutes)

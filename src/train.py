@@ -14,7 +14,6 @@ if __name__ == "__main__":  # --help and mistakes in the settings end here, befo
     cli.check_flags(train_config.read)
 
 import math
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -260,7 +259,7 @@ def describe_run(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the script with these flags, or with those of the command line; return 0."""
-    world = distributed.whoami(argv=sys.argv)
+    world = distributed.whoami()
     config = train_config.read(argv)
     with cli.located(config.places):  # an error about a setting names the line of the YAML file
         return fine_tune(config, world)

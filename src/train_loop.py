@@ -21,7 +21,6 @@ if __name__ == "__main__":
 import collections
 import contextlib
 import itertools
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -301,7 +300,7 @@ def load_teacher(config: Config, data: Data, precision: Precision, run: Run) -> 
 
 def main(argv: list[str] | None = None) -> int:
     # setup
-    world = distributed.whoami(argv=sys.argv)
+    world = distributed.whoami()
     config = read_settings(argv)
     if not config.check:
         world = distributed.init_process_group(world, config.backend, config.timeout_minutes)

@@ -184,7 +184,7 @@ def save_model(model: Model, folder: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     # setup
-    world = distributed.whoami(argv=sys.argv)
+    world = distributed.whoami()
     config = read(sys.argv[1:] if argv is None else argv)
     if config.check:
         world = distributed.choose_device(world, config.backend)

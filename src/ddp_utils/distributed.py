@@ -5,7 +5,6 @@ one process on a CPU there is no group, and every function here still works.
 """
 
 import contextlib
-import ctypes
 import errno
 import json
 import os
@@ -21,15 +20,20 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ddp_utils import Stop, UserError, WriteError, parse_number
 
 # The names in which each launcher stores the rank, the world size, the rank on the node and the
-# number of processes on the node. A launcher is only recognized if the first three are set: users
-# export WORLD_SIZE by hand, and the batch step of Slurm has SLURM_PROCID but no
+# number of processes on the node, then names that only this launcher sets. All but the fourth must
+# be set: users export WORLD_SIZE by hand, and the batch step of Slurm has SLURM_PROCID but no
 # SLURM_STEP_NUM_TASKS. PALS documents the ranks but not the size: any of three names is read.
+RANKS = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE"
 LAUNCHERS = {
-    "torchrun": "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE",
+    "accelerate": f"{RANKS} ACCELERATE_MIXED_PRECISION",
+    "deepspeed": f"{RANKS} CROSS_SIZE",
+    "torchrun": f"{RANKS} TORCHELASTIC_RUN_ID",  # and ddp_utils/launch.py
+    "environment": RANKS,
     "pals": "PALS_RANKID PMI_SIZE|PALS_SIZE|WORLD_SIZE PALS_LOCAL_RANKID "
     "PALS_LOCAL_SIZE|LOCAL_WORLD_SIZE",
     "mpirun": "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK "
@@ -40,10 +44,8 @@ LAUNCHERS = {
 BINDERS = {"pals", "mpirun", "mpiexec", "srun"}  # may show each process one GPU of its own
 # "ccl" was the name of Intel's backend before torch had its own
 BACKENDS = {"nccl": "cuda", "xccl": "xpu", "ccl": "xpu", "xpu": "xpu", "gloo": "cpu"}
+Device = torch.device | str
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
-LOST_PEER = re.compile(
-    r"gloo|nccl|xccl|connection (closed|reset|refused)|broken pipe|timed out", re.I
-)
 
 
 class World(NamedTuple):
@@ -68,36 +70,17 @@ class World(NamedTuple):
         return self.local_size == self.world_size
 
 
-def whoami(env: Mapping[str, str] = os.environ, argv: Sequence[str] = ()) -> World:
+def whoami(env: Mapping[str, str] = os.environ) -> World:
     """Return the place of this process as its launcher describes it; start nothing."""
     for launcher, all_names in LAUNCHERS.items():
-        names = [_first_set(env, either.split("|")) for either in all_names.split()]
-        if all(names[:3]):
+        names = [next(filter(env.get, either.split("|")), "") for either in all_names.split()]
+        if all(names[:3] + names[4:]):
             rank, world_size, local_rank = (parse_number(name, env[name]) for name in names[:3])
             # Slurm writes "2(x3)": two tasks on each of three nodes
             local = re.match(r"\d+", env.get(names[3], ""))
             local_size = int(local.group()) if local else local_rank + 1
-            if launcher == "torchrun":
-                launcher = _who_set_rank(env, argv)
             return World(rank, world_size, local_rank, local_size, launcher)
     return World()
-
-
-def _first_set(env: Mapping[str, str], names: list[str]) -> str:
-    return next((name for name in names if env.get(name)), "")
-
-
-def _who_set_rank(env: Mapping[str, str], argv: Sequence[str]) -> str:
-    """Return which launcher set RANK: several use the names of torchrun."""
-    if "LAUNCHER_PID" in env:
-        return "run_distributed"  # ddp_utils/launch.py
-    if "ACCELERATE_MIXED_PRECISION" in env:
-        return "accelerate"
-    if "CROSS_SIZE" in env:
-        return "deepspeed"
-    if any(word.startswith("--local-rank") for word in argv):
-        return "torch.distributed.launch"
-    return "torchrun" if "TORCHELASTIC_RUN_ID" in env else "environment"
 
 
 # --- device --------------------------------------------------------------------------------------
@@ -111,28 +94,18 @@ def choose_device(world: World, backend: str = "auto") -> World:
     kind = BACKENDS.get(backend, "cpu")
     use_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
     if backend == "auto" and not use_cpu:
-        kind = next((kind for kind in ("cuda", "xpu") if device_count(kind)), "cpu")
-    name = {"cuda": "nccl", "xpu": "xccl", "cpu": "gloo"}[kind]
+        kind = next(filter(device_count, ("cuda", "xpu")), "cpu")
+    world = world._replace(backend=dist.get_default_backend_for_device(kind))
     if kind == "cpu":
-        return world._replace(device=torch.device("cpu"), backend=name)
-    index = device_index(world, kind, device_count(kind), backend)
-    return world._replace(device=torch.device(kind, index), backend=name)
-
-
-def device_index(world: World, kind: str, count: int, backend: str) -> int:
-    """Return which of this node's `count` devices belongs to this process."""
+        return world._replace(device=torch.device("cpu"))
+    count = device_count(kind)
     if count == 0:
-        raise UserError(
-            f"--backend {backend} needs a {kind} device, this machine has none; use auto"
-        )
-    if count == 1 and world.launcher in BINDERS:  # the launcher shows each process its own
-        return 0
-    if world.local_size > count:
-        raise UserError(
-            f"{world.local_size} processes on a node with {count} {kind} devices; "
-            f"start at most {count} per node"
-        )
-    return world.local_rank
+        raise UserError(f"--backend {backend}: this machine has no {kind} device; use auto")
+    has_own = count == 1 and world.launcher in BINDERS  # the launcher shows each process its own
+    if world.local_size > count and not has_own:
+        problem = f"{world.local_size} processes on a node with {count} {kind} devices"
+        raise UserError(f"{problem}; start at most {count} per node")
+    return world._replace(device=torch.device(kind, 0 if has_own else world.local_rank))
 
 
 def device_count(kind: str) -> int:
@@ -149,105 +122,66 @@ _store: dist.Store | None = None  # through which the ranks found each other
 def init_process_group(world: World, backend: str = "auto", timeout_minutes: float = 30.0) -> World:
     """Choose the device and connect to the other processes: the first thing that a script does.
 
-    Raises UserError within a minute if they cannot be reached, or if the port is in use.
+    Raises UserError within two minutes if they cannot be reached, or if the port is in use.
     """
     global _store
     world = choose_device(world, backend)
-    if world.device.type != "cpu":
+    is_cpu = world.device.type == "cpu"
+    if not is_cpu:
         torch.accelerator.set_device_index(world.device)
-    if world.world_size == 1 or dist.is_initialized():
+    if world.world_size == 1:
         return world
-    address, port = meeting_point(world)
     if world.is_one_node and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no need to resolve the host name
-    # With DETAIL, gloo gets a wrapper on which DDP crashes (torch 2.13): the group is created one
-    # level lower, and DDP's own checks stay at DETAIL.
-    level = dist.get_debug_level()
-    if world.backend == "gloo" and level == dist.DebugLevel.DETAIL:
-        dist.set_debug_level(dist.DebugLevel.INFO)
+    if is_cpu and dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        dist.set_debug_level(dist.DebugLevel.INFO)  # DDP crashes with DETAIL on gloo (torch 2.13)
+    address, port = meeting_point(world)
     timeout = timedelta(minutes=timeout_minutes)
+    options: dict[str, Any] = {"rank": world.rank, "world_size": world.world_size}
+    options["device_id"] = None if is_cpu else world.device
     try:
         _store = _open_store(world, address, port)
         _store.set_timeout(timeout)
-        dist.init_process_group(
-            world.backend,
-            store=_store,
-            rank=world.rank,
-            world_size=world.world_size,
-            timeout=timeout,
-            device_id=None if world.device.type == "cpu" else world.device,
-        )
-    except (dist.DistError, RuntimeError, OSError) as error:
-        raise UserError(_why_not_connected(error, world, address, port)) from error
-    dist.set_debug_level(level)
+        dist.init_process_group(world.backend, store=_store, timeout=timeout, **options)
+    except (RuntimeError, OSError) as error:
+        reason = str(error).splitlines()[0][:160]
+        raise UserError(
+            f"rank {world.rank} could not connect to the {world.world_size} processes at "
+            f"{address}:{port} ({reason}); export a MASTER_ADDR that all can reach and a free "
+            "MASTER_PORT; for several networks GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, for "
+            "nodes that start slowly DDP_JOIN_SECONDS"
+        ) from error
     return world
 
 
 def meeting_point(world: World, env: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Return address and port of rank 0's store: exported ones, or derived from the job."""
-    address = env.get("MASTER_ADDR")
+    """Return address and port of rank 0's store; on one node neither need be exported."""
+    address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
     if not address and not world.is_one_node:
-        raise UserError(
-            f"MASTER_ADDR is not set and {world.launcher} started {world.world_size} processes on "
-            "several nodes; export MASTER_ADDR=<host of rank 0> and a free MASTER_PORT"
-        )
-    # without a port: the same number on every rank, and another one for every job
-    job = (env.get("SLURM_JOB_ID") or env.get("PBS_JOBID") or "").split(".")[0]
-    parent = os.getppid() if world.is_one_node else 9500
-    seed = int(re.sub(r"\D", "", job) or parent)
-    port = env.get("MASTER_PORT") or str(20000 + seed % 10000)
+        raise UserError("MASTER_ADDR: not set; export the host of rank 0, and a free MASTER_PORT")
+    # the processes of one node have the same parent
+    port = port or (str(20000 + os.getppid() % 10000) if world.is_one_node else "29500")
     return address or "127.0.0.1", parse_number("MASTER_PORT", port, 1, 65535)
 
 
 def _open_store(world: World, address: str, port: int) -> dist.Store:
     """Return the key-value store of the group: the launcher's if it has one, or rank 0's."""
     seconds = parse_number("DDP_JOIN_SECONDS", os.environ.get("DDP_JOIN_SECONDS") or "50", 1)
-    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    options: dict[str, Any] = {"is_master": world.is_main and not has_agent}
-    if options["is_master"] and "MASTER_LISTEN_FD" in os.environ:  # launch.py opened the port
-        options["master_listen_fd"] = int(os.environ["MASTER_LISTEN_FD"])
-    elif options["is_master"]:  # for this machine only, unless there are several nodes
-        family = socket.getaddrinfo(address, port)[0][0]
-        host = address if world.is_one_node else ""
-        options["master_listen_fd"] = socket.create_server((host, port), family=family).detach()
-    _wait_for_listener(address, port, seconds)
-    timeout = timedelta(seconds=seconds)
-    store = dist.TCPStore(address, port, world.world_size, timeout=timeout, **options)
+    is_server = world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    options: dict[str, Any] = {"is_master": is_server, "timeout": timedelta(seconds=seconds)}
+    if is_server and world.is_one_node:  # TCPStore itself would listen on every network
+        opened = os.environ.get("MASTER_LISTEN_FD")  # by launch.py
+        listener = opened or socket.create_server((address, port)).detach()
+        options["master_listen_fd"] = int(listener)
+    store = dist.TCPStore(address, port, world.world_size, **options)
     # an agent keeps its store for all attempts
     return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-
-
-def _wait_for_listener(address: str, port: int, seconds: float) -> None:
-    """Wait until a process listens on a port: TCPStore itself prints C++ frames while it waits."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            return socket.create_connection((address, port), timeout=5).close()
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-        time.sleep(0.2)
-
-
-def _why_not_connected(error: Exception, world: World, address: str, port: int) -> str:
-    if "in use" in str(error):
-        host = socket.gethostname()
-        return f"MASTER_PORT: {port} is in use on {host}; export another MASTER_PORT"
-    reason = str(error).splitlines()[0][:160]
-    return (
-        f"rank {world.rank} could not connect to the {world.world_size} processes at "
-        f"{address}:{port} ({reason}); check MASTER_ADDR, MASTER_PORT and firewall; with several "
-        "networks export GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, for nodes that start slowly "
-        "DDP_JOIN_SECONDS"
-    )
 
 
 # --- collectives ---------------------------------------------------------------------------------
 
 
-def to_device(
-    values: Any, device: torch.device | str, dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def to_device(values: Any, device: Device, dtype: torch.dtype | None = None) -> Tensor:
     """Copy numbers to a device, without waiting for the copy."""
     device = torch.device(device)
     tensor = torch.as_tensor(values, dtype=dtype)
@@ -255,7 +189,7 @@ def to_device(
     return tensor.to(device, non_blocking=True)
 
 
-def all_sum(tensor: torch.Tensor, world: World) -> torch.Tensor:
+def all_sum(tensor: Tensor, world: World) -> Tensor:
     """Sum a tensor over all ranks, in place."""
     if world.world_size > 1:
         dist.all_reduce(tensor)
@@ -268,8 +202,8 @@ def is_first() -> bool:
 
 
 def gather_by_index(
-    count: int, micro_batches: Sequence[Any], values: Sequence[torch.Tensor], world: World
-) -> torch.Tensor:
+    count: int, micro_batches: Sequence[Any], values: Sequence[Tensor], world: World
+) -> Tensor:
     """Return a table [count, K] of the values that all ranks have computed, on all ranks.
 
     micro_batches: those of this rank; values: [B, K] for each of them. One rank writes each row, so
@@ -290,7 +224,10 @@ def on_main(world: World, fn: Callable[[], Any]) -> Any:
     result = on_each(world, lambda: fn() if world.is_main else None)
     if world.world_size == 1:
         return result
-    return json.loads(_broadcast_text(json.dumps(result), world, 0))
+    text = torch.tensor([*json.dumps(result).encode()], dtype=torch.uint8, device=world.device)
+    size = all_sum(torch.tensor(len(text) if world.is_main else 0, device=world.device), world)
+    text = text if world.is_main else text.new_zeros(int(size))
+    return json.loads(bytes(all_sum(text, world).tolist()))
 
 
 def on_each(world: World, fn: Callable[[], Any]) -> Any:
@@ -300,26 +237,14 @@ def on_each(world: World, fn: Callable[[], Any]) -> Any:
         result = fn()
     except (UserError, OSError) as error:
         problem = user_error(error)
-    codes = torch.zeros(world.world_size, device=world.device)
+    code = torch.tensor(-1 if problem is None else exit_code(problem), device=world.device)
+    if world.world_size > 1:
+        dist.all_reduce(code, dist.ReduceOp.MAX)
     if problem is not None:
-        codes[world.rank] = 1 + exit_code(problem)  # the status of a Stop may be 0
-    failed = all_sum(codes, world).nonzero().flatten().tolist()
-    if not failed:
-        return result
-    if problem is not None and failed[0] == world.rank:
         raise problem
-    raise Stop("", int(codes[failed[0]]) - 1)  # that rank prints why
-
-
-def _broadcast_text(text: str, world: World, rank: int) -> str:
-    """Return the text of one rank on all ranks."""
-    data = f"{text}\n".encode()  # at least one byte
-    size = torch.tensor([len(data)], device=world.device)
-    dist.broadcast(size, src=rank)
-    block = bytearray(data if world.rank == rank else int(size))
-    characters = torch.frombuffer(block, dtype=torch.uint8).to(world.device)  # [size]
-    dist.broadcast(characters, src=rank)
-    return bytes(characters.cpu().numpy()).decode()[:-1]
+    if code >= 0:
+        raise SystemExit(int(code))  # the rank that has failed prints why
+    return result
 
 
 # --- how a process ends --------------------------------------------------------------------------
@@ -336,41 +261,24 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     fails first. The process ends with os._exit: threads of gloo may abort the interpreter while it
     shuts down, after all work is done (torch 2.13, Python 3.11).
     """
-    global _started
-    _started = time.monotonic()
+    global _launcher_pid
     code = 1
     try:
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, lambda number, _frame: _signals.append(number))
-        _end_with_launcher(whoami().launcher)
+        if whoami().launcher not in ("python", "environment"):  # a shell may end before
+            _launcher_pid = os.getppid()
         code = main() or 0
         if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
     except BaseException as error:
         code = exit_code(error)
         report(user_error(error))
     finally:
-        for stream in filter(None, (sys.stdout, sys.stderr)):  # None: the stream was closed
-            with contextlib.suppress(OSError):  # the reader of the pipe has ended
-                stream.flush()
+        with contextlib.suppress(OSError):  # the reader of the pipe has ended
+            sys.stdout.flush()
         os._exit(code)
-
-
-def _end_with_launcher(launcher: str) -> None:
-    """Let Linux kill this process when its launcher ends, so that no rank is left behind."""
-    global _launcher_pid
-    if launcher in ("python", "environment"):
-        return  # a process that was started by a shell may outlive it
-    _launcher_pid = os.getppid()
-    # The signal comes when the thread that started this process ends: for other launchers this may
-    # be a thread that ends early.
-    if launcher not in BINDERS and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.environ.get("LAUNCHER_PID", str(_launcher_pid)) != str(os.getppid()):
-        os._exit(1)  # launch.py has ended already
 
 
 def stop_requested(minutes: float = 0.0) -> bool:
@@ -384,11 +292,11 @@ def stop_requested(minutes: float = 0.0) -> bool:
 
 def exit_code(error: BaseException | None) -> int:
     """Return the exit status for an exception, or for None."""
-    if error is None:
-        return 0
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 1
     if isinstance(error, KeyboardInterrupt):
         return 130
-    return getattr(user_error(error), "exit_code", 1)
+    return getattr(user_error(error), "exit_code", 1) if error else 0
 
 
 def user_error(error: BaseException) -> BaseException:
@@ -397,45 +305,34 @@ def user_error(error: BaseException) -> BaseException:
         return error
     place = f"{error.filename}: " if error.filename else ""
     advice = "free some space and run the same command to resume"
-    problem = WriteError(f"{place}{error.strerror}; {advice}")
-    problem.__cause__ = error
-    return problem
+    return WriteError(f"{place}{error.strerror}; {advice}").with_traceback(error.__traceback__)
 
 
 def report(error: BaseException) -> None:
     """Print why this process ends, unless another rank of the group does."""
-    is_mistake = isinstance(error, UserError)
-    is_silent = isinstance(error, KeyboardInterrupt) or (is_mistake and not str(error))
-    if _store is None:
-        prints = whoami().local_rank == 0 or not is_mistake
-    else:
-        prints = _is_first_to_fail(_store, is_silent)
-    if isinstance(error, Stop):  # all ranks stop together
-        prints = whoami().is_main
-    if is_silent or not prints:
-        pass
-    elif isinstance(error, Stop):
+    if isinstance(error, Stop) and whoami().is_main:  # all ranks stop together
         print(error)
-    elif is_mistake and "--debug" not in sys.argv:
+    is_silent = isinstance(error, (Stop, SystemExit, KeyboardInterrupt))
+    lost_peer = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+    if is_silent or not _is_first_to_fail(error, lost_peer):
+        pass
+    elif isinstance(error, UserError) and "--debug" not in sys.argv:
         print(f"error: {error}", file=sys.stderr)
-    elif isinstance(error, RuntimeError) and LOST_PEER.search(f"{type(error)} {error}"):
-        reason = str(error).splitlines()[0][:160]
+    elif lost_peer:
         line = "lost the connection to another rank, which has ended or does not answer"
+        reason = str(error).splitlines()[0][:160]
         print(f"error: rank {whoami().rank} {line} ({reason})", file=sys.stderr)
     else:
         traceback.print_exception(error)
     if _store is not None and whoami().is_main:
-        deadline = time.monotonic() + 5  # this rank keeps the store: the others need it, too
-        while time.monotonic() < deadline and _store.add("ended", 0) < whoami().world_size:
-            time.sleep(0.05)
+        time.sleep(1)  # the others ask the store of this rank whether they are the first
 
 
-def _is_first_to_fail(store: dist.Store, is_silent: bool) -> bool:
-    """Return whether no other rank has failed before; those that follow only lost a peer."""
+def _is_first_to_fail(error: BaseException, lost_peer: bool) -> bool:
+    """Return whether this rank is the first of its group, or of its node without a group."""
+    if _store is None:
+        return whoami().local_rank == 0 or not isinstance(error, UserError)
     try:
-        _wait_for_listener(*meeting_point(whoami()), seconds=0)  # without it, C++ frames
-        is_first = not is_silent and store.add("printed", 1) == 1
-        store.add("ended", 1)
-        return is_first
-    except (OSError, RuntimeError):  # rank 0, which keeps the store, has ended
-        return False
+        return _store.add("failed", 1) == 1
+    except RuntimeError:  # rank 0, which keeps the store, has ended
+        return not lost_peer

@@ -7,6 +7,7 @@ The run_*.sh call it. If a signal kills a rank, all ranks are restarted, up to M
 not restarted. --then separates programs that run one after another.
 """
 
+import ctypes
 import math
 import os
 import signal
@@ -15,11 +16,11 @@ import subprocess
 import sys
 import time
 from types import FrameType
+from typing import Any
 
 from ddp_utils import UserError, parse_number
 
-FAILURE_SECONDS = 30  # for the other ranks to end, after one has failed
-STOP_SECONDS = 300  # for all ranks to save and end, after a signal
+END_SECONDS = 120  # for all ranks to save and end, after one has failed, or a signal
 
 ranks: list[subprocess.Popen] = []  # the processes of this node
 received: list[int] = []  # signals
@@ -32,33 +33,37 @@ def forward(signal_number: int, _frame: FrameType | None) -> None:
         rank.send_signal(signal_number)
 
 
+def end_with_launcher() -> None:
+    """Let Linux kill a rank, which calls this, when the launcher ends, even by SIGKILL."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def start(program: tuple[str, ...], processes: int, nodes: int, node: int, attempt: int) -> None:
     """Start the ranks of this node; what the user has exported keeps its value."""
     threads = max(1, (os.cpu_count() or 1) // processes)
     env = {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
     env |= {"WORLD_SIZE": str(nodes * processes), "LOCAL_WORLD_SIZE": str(processes)}
-    env |= {"LAUNCHER_PID": str(os.getpid()), "TORCHELASTIC_RUN_ID": str(os.getpid())}
-    env["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
+    env |= {"TORCHELASTIC_RUN_ID": str(os.getpid()), "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+    command = [sys.executable, "-u", *program]
+    options: dict[str, Any] = {"start_new_session": True, "preexec_fn": end_with_launcher}
     ranks.clear()
     with socket.create_server(("127.0.0.1", 0)) as listener:  # rank 0 accepts its connections
         if nodes == 1 and "MASTER_PORT" not in os.environ:
             env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
             env["MASTER_LISTEN_FD"] = str(listener.fileno())
+            options["pass_fds"] = [listener.fileno()]
         for local_rank in range(processes):
             env |= {"RANK": str(node * processes + local_rank), "LOCAL_RANK": str(local_rank)}
-            command = [sys.executable, "-u", *program]
-            files = [listener.fileno()] if local_rank == 0 else []
-            rank = subprocess.Popen(command, env=env, pass_fds=files, start_new_session=True)
-            ranks.append(rank)
+            ranks.append(subprocess.Popen(command, env=env, **options))
 
 
 def wait() -> list[int]:
     """Wait for the ranks; return their exit statuses, -9 for a rank that was killed."""
     deadline = math.inf
     while any(rank.poll() is None for rank in ranks):
-        has_failed = any(rank.returncode for rank in ranks)
-        seconds = FAILURE_SECONDS if has_failed else STOP_SECONDS if received else math.inf
-        deadline = min(deadline, time.monotonic() + seconds)
+        if received or any(rank.returncode for rank in ranks):
+            deadline = min(deadline, time.monotonic() + END_SECONDS)
         if time.monotonic() > deadline:
             for rank in ranks:
                 rank.kill()

@@ -162,7 +162,7 @@ def make_spec(
 
 def main(argv: list[str] | None = None) -> int:
     # setup
-    world = distributed.whoami(argv=sys.argv)
+    world = distributed.whoami()
     config = read_settings(sys.argv[1:] if argv is None else argv)
     if not config.check:
         world = distributed.init_process_group(world, config.backend, config.timeout_minutes)

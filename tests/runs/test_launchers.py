@@ -60,7 +60,7 @@ def launch(name, folder):
     descriptions = [line for line in done.stdout.splitlines() if line.startswith("ranks ")]
     assert len(descriptions) == 1  # the other ranks are silent
     environment = json.loads((folder / "environment.json").read_text())
-    assert environment["launcher"] == name
+    assert environment["launcher"] == ("torchrun" if name == "torch.distributed.launch" else name)
     assert environment["world_size"] == (1 if name == "python" else 2)
     assert [line["step"] for line in runs.lines(folder, "train")] == [1, 2, 3]
     summary = json.loads((folder / "summary.json").read_text())
@@ -141,7 +141,7 @@ def test_the_shell_script_trains_and_two_nodes_meet_by_environment(
         (["2", "NNODES=two"], "error: NNODES: 'two' must be a whole number from 1 to "),
         (["2", "NNODES=2"], "error: NODE_RANK: '' must be a whole number from 0 to 1\n"),
         (["2", "NNODES=2", "NODE_RANK=2"], "error: NODE_RANK: '2' must be a whole number from "),
-        (["1", "NNODES=2", "NODE_RANK=0"], "error: MASTER_ADDR is not set"),
+        (["1", "NNODES=2", "NODE_RANK=0"], "error: MASTER_ADDR: not set; export"),
         (["2", "MASTER_PORT=99999"], "error: MASTER_PORT: '99999' must be a whole number from 1 "),
         (["2", "DDP_JOIN_SECONDS=abc"], "error: DDP_JOIN_SECONDS: 'abc' must be a whole number "),
         (["2", "baking", "--num_epochs", "0"], "error: --num_epochs: 0.0 is out of range"),
