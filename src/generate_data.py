@@ -18,12 +18,9 @@ if __name__ == "__main__":
     cli.check_flags(settings.read)  # --help and mistakes end here, before torch is imported
 
 
-import contextlib
 import functools
 import hashlib
-import itertools
 import json
-import os
 import shutil
 import time
 from pathlib import Path
@@ -31,8 +28,7 @@ from typing import Any
 
 import torch
 
-from ddp_utils import Stop, UserError, distributed, loggers, logps, lora, models, sampling
-from ddp_utils import data as data_files
+from ddp_utils import Stop, UserError, data, distributed, loggers, logps, lora, models, sampling
 from ddp_utils.chat_template import Encoder
 from ddp_utils.checkpoints import check_writable, lock, move_aside
 from ddp_utils.distributed import World
@@ -44,13 +40,14 @@ from prompt_baking.generate_config import Config
 GROUP = 16  # batches between two writes; it does not change the replies
 MEASURED = 2  # replies to each held-out question under each of other_prompts
 Prompts = dict[str, str]  # name -> system prompt
+Replies = list[list[int]]  # token ids
 
 # --- settings and data ---------------------------------------------------------------------------
 
 
 def read_questions(config: Config, path: str, limit: int = -1) -> list[str]:
     """Return at least two different questions, of which one will be held out."""
-    read = functools.partial(data_files.read, columns=config.columns)
+    read = functools.partial(data.read, columns=config.columns)
     questions = trajectories.read_questions(path, limit, read)
     if len(questions) < 2:
         raise UserError(f"{path}: one question (expected at least 2, since one is held out)")
@@ -63,7 +60,7 @@ def read_unrelated_questions(config: Config, questions: list[str]) -> list[str]:
         return []
     unrelated = read_questions(config, config.retain_questions)
     for question in set(questions) & set(unrelated):
-        problem = f"{question!r:.60} is in {config.question_dataset}, too"
+        problem = f"{question!r:.60} is in question_dataset, too"
         raise UserError(f"--retain_questions: {problem}; remove it")
     return unrelated
 
@@ -74,15 +71,14 @@ def read_other_prompts(config: Config, encoder: Encoder, x0: str) -> tuple[Promp
         problem = "the chat template ignores this system prompt"
         raise UserError(f"{config.x0_file}: {problem}; use another one, or another template")
     used = {"the prompt that is baked": x0}
-    retained = {}
+    retained: Prompts = {}
+    others: Prompts = {}
+    read = trajectories.read_prompts
     if config.retain_prompts and config.retain_share:
-        path = config.retain_prompts
-        retained = trajectories.read_prompts("--retain_prompts", path, encoder, used)
+        retained = read("--retain_prompts", config.retain_prompts, encoder, used)
         used |= {f"{name} of retain_prompts": text for name, text in retained.items()}
-    others = {}
     if config.other_prompts:
-        path = config.other_prompts
-        others = trajectories.read_prompts("--other_prompts", path, encoder, used)
+        others = read("--other_prompts", config.other_prompts, encoder, used)
     return retained, others
 
 
@@ -138,14 +134,10 @@ def plan_rows(
 # --- replies that are sampled so far -------------------------------------------------------------
 
 
-def hash_of(config: Config, rows: list[dict], prompts: list[list[int]], model_config: Any) -> str:
+def hash_of(config: Config, rows: list[dict], prompts: Replies, model_config: Any) -> str:
     """Return a hash of everything that the replies depend on, except the number of processes."""
-    facts: list[Any] = [
-        config.batch_size,
-        config.max_sequence_length,
-        config.temperature,
-        config.top_p,
-    ]
+    limits = config.batch_size, config.max_sequence_length
+    facts: list[Any] = [*limits, config.temperature, config.top_p]
     facts += [config.seed, config.use_mixed_precision, config.base_dtype]
     facts += [config.chat_template_kwargs, rows, prompts, torch.__version__]
     facts += [models.digest_of_model(config.model_name, model_config)]
@@ -154,128 +146,87 @@ def hash_of(config: Config, rows: list[dict], prompts: list[list[int]], model_co
 
 def hash_in(path: Path) -> str | None:
     """Return the hash in the first row of a file, None if there is none."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError), open(path) as file:
-        return json.loads(file.readline())["settings_hash"]
-    return None
+    try:
+        with open(path) as file:
+            return json.loads(file.readline())["settings_hash"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def check_files(config: Config, settings_hash: str) -> None:
     """Raise Stop if both files are finished, UserError if they cannot be written."""
-    paths = {"--traj_out_file": config.traj_out_file, "--val_out_file": config.val_out_file}
-    train, val = map(Path, paths.values())
+    train, val = Path(config.traj_out_file), Path(config.val_out_file)
     if train.resolve() == val.resolve():
         raise UserError(f"--val_out_file: {val} is also the traj_out_file; use another name")
     if hash_in(train) == hash_in(val) == settings_hash:
         raise Stop(f"{train}: these replies are already finished (same settings and data)", 0)
-    for flag, path in paths.items():
+    for flag, path in (("--traj_out_file", train), ("--val_out_file", val)):
         check_writable(flag, Path(f"{path}.parts"))
-        if os.path.isdir(path) or os.path.islink(path):
+        if path.is_dir() or path.is_symlink():
             raise UserError(f"{flag}: {path} is a folder or a link; use the name of a file")
 
 
-class PartialReplies:
-    """The replies so far, in groups, in a folder beside the file that they will become."""
+def read_groups(file: Path) -> list[Replies]:
+    """Return the complete groups, one per line, and remove a line that was cut by a kill."""
+    text = file.read_text() if file.exists() else ""
+    text = text[: text.rfind("\n") + 1]
+    data.write_text(file, text)
+    return [json.loads(line) for line in text.splitlines()]
 
-    def __init__(self, path: str, settings_hash: str):
-        self.folder = Path(f"{path}.{settings_hash}.parts")
-        self.file = self.folder / "replies.jsonl"
-        self.settings_hash = settings_hash
-        self.groups: list[list[list[int]]] = []
 
-    def open(self) -> int:
-        """Lock the folder, and read the complete groups in it; return their number."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.lock = lock(self.folder)
-        text = self.file.read_text() if self.file.exists() else ""
-        text = text[: text.rfind("\n") + 1]  # the last line may be cut
-        self.groups = [json.loads(line) for line in text.splitlines()]
-        data_files.write_text(self.file, text)
-        return len(self.groups)
-
-    def append(self, group: list[list[int]]) -> None:
-        """Add the token ids of a group of replies."""
-        self.groups.append(group)
-        with open(self.file, "a") as file:
-            file.write(json.dumps(group) + "\n")
-
-    def replies(self) -> list[list[int]]:
-        """Return the token ids of all replies so far."""
-        return [*itertools.chain(*self.groups)]
+def append_group(file: Path, group: Replies) -> None:
+    """Add a group of replies to the file of complete groups."""
+    with open(file, "a") as stream:
+        stream.write(json.dumps(group) + "\n")
 
 
 # --- sampling ------------------------------------------------------------------------------------
 
 
 def sample(
-    scorer: logps.Scorer,
-    prompts: list[list[int]],
-    ends: Any,
-    config: Config,
-    world: World,
-    parts: PartialReplies,
-    done: int,
-) -> None:
-    """Sample a reply to each prompt, except those of the first `done` groups, into `parts`."""
+    scorer: logps.Scorer, prompts: Replies, ends: Any, config: Config, world: World, file: Path
+) -> Replies:
+    """Return a reply to each prompt; file: of the groups that are complete."""
     limits = config.max_sequence_length, config.batch_size
     spec = sampling.SampleSpec(config.temperature, config.top_p, *limits, config.seed)
     size = GROUP * config.batch_size
     starts = range(0, len(prompts), size)
-    finished = min(done * size, len(prompts))
+    groups = distributed.on_main(world, lambda: read_groups(file))
+    replies: Replies = sum(groups, [])
     bar = loggers.Bar(world.is_main)
-    if done and world.is_main:
-        bar.say(f"resumed after {finished} of {len(prompts)} replies")
-    bar.begin("Generating", len(starts), done)
+    if groups and world.is_main:
+        bar.say(f"resumed after {len(replies)} of {len(prompts)} replies")
+    bar.begin("Generating", len(starts), len(groups))
 
     def poll() -> None:
         vote = torch.tensor([float(distributed.stop_requested(config.stop_after_minutes))])
         if distributed.all_sum(vote.to(world.device), world).item():
-            state = f"stopped after {finished} of {len(prompts)} replies"
+            state = f"stopped after {len(replies)} of {len(prompts)} replies"
             raise Stop(f"{state}; run the same command to resume", 85)
 
-    for start in starts[done:]:
+    for start in starts[len(groups) :]:
         begin = time.perf_counter()
-        group = prompts[start : start + size]
-        replies = sampling.generate(
-            scorer, group, ends, world, spec, poll, first=start, keep_end=True
-        )
-        distributed.on_main(world, functools.partial(parts.append, replies))
-        finished += len(group)
-        tokens = sum(map(len, replies))
-        bar.advance(tokens_per_second=tokens / (time.perf_counter() - begin))
+        part = prompts[start : start + size]
+        group = sampling.generate(scorer, part, ends, world, spec, poll, start, keep_end=True)
+        distributed.on_main(world, functools.partial(append_group, file, group))
+        replies += group
+        bar.advance(tokens_per_second=sum(map(len, group)) / (time.perf_counter() - begin))
     poll()
     bar.close()
+    return replies
 
 
-def write(
-    config: Config, x0: str, rows: list[dict], parts: PartialReplies, tokenizer: Any
-) -> list[str]:
-    """Write both files atomically; return lines to print."""
-    texts: dict[bool, list[str]] = {False: [], True: []}  # whether held out -> lines
-    for row, tokens in zip(rows, parts.replies(), strict=True):
-        reply = tokenizer.decode(tokens, skip_special_tokens=True)
-        fields = row | {"x0": x0, "reply": reply, "tokens": tokens, "model": config.model_name}
-        fields |= {"settings_hash": parts.settings_hash}
-        fields |= {"chat_template_kwargs": config.chat_template_kwargs}
-        is_held_out = fields.pop("held_out")
-        texts[is_held_out].append(json.dumps(fields) + "\n")
+def write(path: str, is_held_out: bool, rows: list[dict]) -> None:
+    """Write the rows that are held out, or those that are not, and print their number."""
+    if Path(path).exists():  # from other settings, or not from this script
+        print(f"{path} already exists: moved to {move_aside(Path(path))}")
     lines = []
-    for path, is_held_out in ((config.val_out_file, True), (config.traj_out_file, False)):
-        if Path(path).exists():  # from other settings, or not from this script
-            lines.append(f"{path} already exists: moved to {move_aside(Path(path))}")
-        data_files.write_text(path, "".join(texts[is_held_out]))
-        lines.append(f"{len(texts[is_held_out])} replies -> {path}")
-    shutil.rmtree(parts.folder)
-    return lines
-
-
-def examples(rows: list[dict], replies: list[list[int]], tokenizer: Any) -> list[str]:
-    """Return some questions and their replies as lines of at most 80 characters."""
-    lines = []
-    for row, reply in zip(rows, replies, strict=True):
-        text = " ".join(tokenizer.decode(reply, skip_special_tokens=True).split())
-        for line in (row["question"], f"  {text}"):
-            lines.append(data_files.printable(line)[:80])
-    return lines
+    for row in rows:
+        fields = dict(row)
+        if fields.pop("held_out") == is_held_out:
+            lines.append(json.dumps(fields) + "\n")
+    data.write_text(path, "".join(lines))
+    print(f"{len(lines)} replies -> {path}")
 
 
 # --- main ----------------------------------------------------------------------------------------
@@ -289,7 +240,7 @@ def main(argv: list[str] | None = None) -> int:
         world = distributed.init_process_group(world, config.backend, config.timeout_minutes)
 
     # data
-    x0 = data_files.content(config.x0_file)
+    x0 = data.content(config.x0_file)
     if not x0.strip():
         raise UserError(f"{config.x0_file}: the file is empty (expected a system prompt)")
     questions = read_questions(config, config.question_dataset, config.num_questions)
@@ -301,13 +252,12 @@ def main(argv: list[str] | None = None) -> int:
     prompt = functools.cache(functools.partial(trajectories.prompt, encoder))
     prompts = [prompt(row.get("system", x0), row["question"]) for row in rows]
     meta_model = lora.load(config.model_name, "auto", models.META)
-    reply = [0] * config.max_sequence_length
+    longest = [0] * config.max_sequence_length
     path = config.question_dataset
-    models.check_fit(
-        meta_model, [trajectories.Trajectory(ids, ids, reply, path, "") for ids in prompts]
-    )
+    examples = [trajectories.Trajectory(ids, ids, longest, path, "") for ids in prompts]
+    models.check_fit(meta_model, examples)
     settings_hash = hash_of(config, rows, prompts, meta_model.config)
-    parts = PartialReplies(config.traj_out_file, settings_hash)
+    folder = Path(f"{config.traj_out_file}.{settings_hash}.parts")
     samples = config.num_sequences_per_question
     count = len(questions) * samples
     kept = sum("kept" in row and not row["held_out"] for row in rows)
@@ -318,17 +268,20 @@ def main(argv: list[str] | None = None) -> int:
         distributed.choose_device(world, config.backend)
         check_files(config, settings_hash)
         if world.is_main:
-            print(about, retain, f"run folder: {parts.folder}", sep="\n")
+            print(about, retain, sep="\n")
         return 0
 
-    distributed.on_main(world, lambda: check_files(config, settings_hash))
-    done = distributed.on_main(world, parts.open)
-    start = time.perf_counter()
-    header = {"ranks": f"{world.world_size} x {world.device.type}", "model": config.model_name}
-    header |= {"prompt": x0.strip(), "replies": about, "retain": retain}
-    if world.is_main:
+    def begin() -> None:
+        check_files(config, settings_hash)
+        folder.mkdir(parents=True, exist_ok=True)
+        locks.append(lock(folder))
+        header = {"ranks": f"{world.world_size} x {world.device.type}", "model": config.model_name}
+        header |= {"prompt": x0.strip(), "replies": about, "retain": retain}
         for name, text in header.items():
-            print(loggers.row(name, data_files.printable(text)), flush=True)
+            print(loggers.row(name, data.printable(text)), flush=True)
+
+    locks: list[Any] = []  # of rank 0
+    distributed.on_main(world, begin)
 
     # model
     mixed = "auto" if config.use_mixed_precision else "no"
@@ -336,20 +289,28 @@ def main(argv: list[str] | None = None) -> int:
     model = lora.load(config.model_name, precision.weights, world.device)
     scorer = logps.Scorer(model, precision.autocast)
 
-    # loop, and results
+    # loop
     try:
-        sample(scorer, prompts, encoder.ends, config, world, parts, done)
-        lines = distributed.on_main(world, lambda: write(config, x0, rows, parts, tokenizer))
+        replies = sample(scorer, prompts, encoder.ends, config, world, folder / "replies.jsonl")
     finally:
-        if world.is_main:
-            parts.lock.release()
-    if world.is_main:
-        seconds = time.perf_counter() - start
-        replies = parts.replies()
-        tokens = sum(map(len, replies))
-        lines.append(f"{tokens} tokens, {seconds:.0f} s, {tokens / seconds:.0f} tokens/s")
-        shown = slice(0, 3 * samples, samples)
-        print(*lines, *examples(rows[shown], replies[shown], tokenizer), sep="\n")
+        for held in locks:
+            held.release()
+
+    # results
+    texts = tokenizer.batch_decode(replies, skip_special_tokens=True)
+    for row, reply, tokens in zip(rows, texts, replies, strict=True):
+        row |= {"x0": x0, "reply": reply, "tokens": tokens, "model": config.model_name}
+        row["settings_hash"] = settings_hash
+        row["chat_template_kwargs"] = config.chat_template_kwargs
+
+    def finish() -> None:
+        write(config.val_out_file, True, rows)
+        write(config.traj_out_file, False, rows)
+        shutil.rmtree(folder)
+        for row in rows[: 3 * samples : samples]:
+            print(data.printable(f"{row['question']} -> {' '.join(row['reply'].split())}")[:80])
+
+    distributed.on_main(world, finish)
     return 0
 
 

@@ -19,17 +19,14 @@ if __name__ == "__main__":
 
 
 import collections
-import contextlib
 import itertools
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from ddp_utils import UserError, checks, distributed, logps, lora, models, sampler, sampling
+from ddp_utils import UserError, checks, distributed, logps, lora, models, sampler
 from ddp_utils import data as data_files
 from ddp_utils.chat_template import Encoder
 from ddp_utils.distributed import World, to_device
@@ -38,13 +35,12 @@ from ddp_utils.metrics import Averages, peak_memory_mb
 from ddp_utils.policy import Policy, Precision, bytes_to_write, check_same_precision, make_optimizer
 from ddp_utils.run import Run, RunSpec, check
 from prompt_baking import replies, trajectories
-from prompt_baking.distillation import Student, Teacher, check_head, own_replies
-from prompt_baking.replies import Column, Texts
+from prompt_baking.distillation import Student, Teacher, adapter_of, check_head, own_replies
 from prompt_baking.train_config import Config
 from prompt_baking.trajectories import Trajectory
 
 Data = dict[str, list[Trajectory]]  # "train" and "val" -> rows
-Rows = Mapping[int, Trajectory] | list[Trajectory]
+Rows = Any  # row -> trajectory: a list of all rows, or a dictionary of some
 DEMO_QUESTIONS = "data/demo/questions_test.jsonl"
 DEMO_JUDGE = "data/demo/judge.py:capitals"
 
@@ -91,15 +87,6 @@ def read_data(config: Config, encoder: Encoder, world: World) -> tuple[Data, dic
     return data, reports
 
 
-def describe_data(data: Data, reports: dict) -> list[str]:
-    """Return one line per split."""
-    lines = []
-    for split, report in reports.items():
-        count = f"{len(report['cut'])} cut, {len(report['dropped'])} dropped"
-        lines.append(f"{split}: {len(data[split])} replies of {report['file']}; {count}")
-    return lines
-
-
 def read_questions(config: Config, data: Data) -> list[str]:
     """Return num_samples questions for the example replies; a short list is repeated."""
     questions = list(dict.fromkeys(row.question for row in data["val"] if not row.kept))
@@ -108,19 +95,12 @@ def read_questions(config: Config, data: Data) -> list[str]:
     return [questions[number % len(questions)] for number in range(config.num_samples)]
 
 
-def longest_rows(config: Config, data: Data, prompts: Texts) -> Data:
+def longest_rows(config: Config, data: Data, prompts: list[list[int]]) -> Data:
     """Return the rows with new replies of max_new_tokens, whose lengths must fit into the model."""
     reply = [0] * config.max_new_tokens
-    questions = []
-    for ids in itertools.chain(*prompts.values()):
-        questions.append(Trajectory(ids, ids, reply, "questions", ""))
+    questions = [Trajectory(ids, ids, reply, "questions", "") for ids in prompts]
     own = [row._replace(reply=reply) for row in data["train"]] if config.on_policy else []
     return {"questions": questions, "on_policy": own}
-
-
-def default_learning_rate(model: nn.Module) -> float:
-    """Return a higher rate for models below 10 M parameters."""
-    return 1e-3 if sum(p.numel() for p in model.parameters()) < 10e6 else 1e-4
 
 
 def inputs_of(
@@ -139,18 +119,10 @@ def inputs_of(
 
 
 def train_step(
-    policy: Policy,
-    step: int,
-    rows: list[int],
-    examples: Rows,
-    teacher: Teacher,
-    config: Config,
-    run: Run,
+    policy: Policy, step: int, rows: list[int], examples: Rows, teacher: Teacher, run: Run
 ) -> dict:
-    """Run forward and backward for one global batch; return its means over all ranks.
-
-    examples: row -> Trajectory, of at least these rows.
-    """
+    """Run forward and backward for one global batch; return its means over all ranks."""
+    config = teacher.config
     world = run.world
     averages = Averages(world)
     micro_batches = teacher.student.micro_batches(rows, examples, world, config.batch_size)
@@ -172,18 +144,10 @@ def train_step(
 
 
 def check_step(
-    policy: Policy,
-    step: int,
-    means: dict,
-    rows: list[int],
-    data: Data,
-    teacher: Teacher,
-    config: Config,
-    world: World,
+    policy: Policy, step: int, means: dict, rows: list[int], examples: Rows, teacher: Teacher
 ) -> None:
     """Stop before an update from a wrong start or with a loss that is not finite."""
-    student = teacher.student
-    examples = data["train"]
+    student, config, world = teacher.student, teacher.config, teacher.world
     batch_rows = [examples[row] for row in rows]
 
     @torch.no_grad()
@@ -204,44 +168,38 @@ def check_step(
         checks.check_reference(score(), base, checks.noise(policy.precision, tokens), locations)
 
 
-def adapter_of(student: Student, baked: bool) -> contextlib.AbstractContextManager:
-    """Return a context in which the model has its LoRA, or in which it is the base model."""
-    return contextlib.nullcontext() if baked else student.model.disable_adapter()
-
-
 # --- evaluation ----------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def mean_kl(teacher: Teacher, rows: list[int], data: Data, config: Config, run: Run) -> float:
+def mean_kl(teacher: Teacher, rows: list[int], examples: Rows, run: Run) -> float:
     """Return KL(teacher || student) in nats per token, over some of the validation rows."""
     student, world = teacher.student, run.world
     averages = Averages(world)
-    for micro_batch in student.micro_batches(rows, data["val"], world, config.batch_size):
+    for micro_batch in student.micro_batches(rows, examples, world, teacher.config.batch_size):
         run.stop_if_requested()
-        batch = teacher("val", micro_batch.index, data["val"])
+        batch = teacher("val", micro_batch.index, examples)
         weight = to_device(micro_batch.weight, world.device)
         averages.add({"kl": student(batch)[0], "tokens": batch.tokens}, weight)
     means = averages.reduce()
     return means["kl"] / means["tokens"]
 
 
-def evaluate(teacher: Teacher, data: Data, config: Config, run: Run, baked: bool = True) -> dict:
+def evaluate(teacher: Teacher, examples: list[Trajectory], run: Run, baked: bool = True) -> dict:
     """Return the KL of the validation rows; baked=False: of the base model.
 
     Under each of other_prompts it is KL(base || baked); `kept/kl` is its mean over these prompts.
     """
     student = teacher.student
-    rows_of: dict[str, list[int]] = collections.defaultdict(
-        list
-    )  # name of the other prompt, "" for x0 -> rows
-    for row, example in enumerate(data["val"]):
+    # name of the other prompt, "" for x0 -> rows
+    rows_of: dict[str, list[int]] = collections.defaultdict(list)
+    for row, example in enumerate(examples):
         rows_of[example.kept].append(row)
     names = [*rows_of] if baked else [""]
     kl = {}
     with logps.dropout_off(student), adapter_of(student, baked):
         for name in names:
-            kl[name] = mean_kl(teacher, rows_of[name], data, config, run)
+            kl[name] = mean_kl(teacher, rows_of[name], examples, run)
     values = {"count": len(rows_of[""]), "kl": kl.pop("")}
     if baked:
         base = run.results["base"]["kl"]
@@ -252,31 +210,6 @@ def evaluate(teacher: Teacher, data: Data, config: Config, run: Run, baked: bool
     return values
 
 
-# --- example replies -----------------------------------------------------------------------------
-
-
-def answer(
-    student: Student,
-    columns: list[Column],
-    prompts: Texts,
-    encoder: Encoder,
-    config: Config,
-    run: Run,
-) -> Texts:
-    """Return the replies of all columns; prompts: title of a column -> token ids."""
-    limits = (config.max_new_tokens, config.batch_size)
-    spec = sampling.SampleSpec(config.temperature, config.top_p, *limits, config.seed)
-    poll = run.stop_if_requested
-    texts = {}
-    for column in columns:
-        ids = prompts[column.title]
-        with adapter_of(student, column.baked):
-            ids = sampling.generate(student, ids, encoder.ends, run.world, spec, poll)
-        decoded = encoder.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        texts[column.title] = [text.strip() for text in decoded]
-    return texts
-
-
 # --- main ----------------------------------------------------------------------------------------
 
 
@@ -284,14 +217,10 @@ def load_teacher(config: Config, data: Data, precision: Precision, run: Run) -> 
     """Load the base model with a fresh LoRA, which is the student of the teacher returned."""
     world = run.world
     torch.manual_seed(config.seed)  # the same LoRA on every rank
-    model = lora.load_policy(
-        config.model_name,
-        lora_of(config),
-        precision,
-        world.device,
-        gradient_checkpointing=config.use_gradient_checkpointing,
-        memory_efficient=config.lean,
-    )
+    memory = {"gradient_checkpointing": config.use_gradient_checkpointing}
+    memory["memory_efficient"] = config.lean
+    adapter = lora_of(config)
+    model = lora.load_policy(config.model_name, adapter, precision, world.device, **memory)
     student = Student(model, precision.autocast).to(world.device)
     for line in check_head(student, data["train"], world, config.cache_teacher):
         run.say(line)
@@ -314,7 +243,9 @@ def main(argv: list[str] | None = None) -> int:
     others = {name: text for name, text in reports["val"]["kept"].items() if text}
     columns = replies.columns_of(x0, others)
     questions = read_questions(config, data)
-    prompts = replies.prompts_of(columns, questions, encoder)
+    prompts = []
+    for column, question in itertools.product(columns, questions):
+        prompts.append(trajectories.prompt(encoder, column.system, question))
     # a judge is executed: that of the demo must be in this project, not in the current folder
     root = data_files.ROOT if config.judge == DEMO_JUDGE else None
     judge = load_judge(config.judge, root) if config.judge else None
@@ -324,8 +255,14 @@ def main(argv: list[str] | None = None) -> int:
     all_rows = data | longest_rows(config, data, prompts)
     models.check_fit(meta_model, itertools.chain(*all_rows.values()))
     if config.learning_rate is None:
-        config.learning_rate = default_learning_rate(meta_model)
+        # a higher rate for models below 10 M parameters
+        is_small = sum(p.numel() for p in meta_model.parameters()) < 10e6
+        config.learning_rate = 1e-3 if is_small else 1e-4
     plan = sampler.Plan.of(config, len(data["train"]), world.world_size)
+    lines = []
+    for split, report in reports.items():
+        count = f"{len(report['cut'])} cut, {len(report['dropped'])} dropped"
+        lines.append(f"{split}: {len(data[split])} replies of {report['file']}; {count}")
     checkpoints = config.keep_checkpoints + 1 + config.save_best
     spec = RunSpec(
         folder=Path(config.out_dir),
@@ -334,7 +271,7 @@ def main(argv: list[str] | None = None) -> int:
         inputs=inputs_of(config, all_rows, plan.global_batch, judge, meta_model),
         bytes_needed=bytes_to_write(meta_model, checkpoints, config.lora_r),
         report=reports,
-        lines=describe_data(data, reports),
+        lines=lines,
         save_best=config.save_best,
     )
     if config.check:
@@ -359,10 +296,9 @@ def main(argv: list[str] | None = None) -> int:
 
         # model
         teacher = load_teacher(config, data, precision, run)
-        student = teacher.student
-        base = run.once("base", lambda: evaluate(teacher, data, config, run, baked=False))
+        base = run.once("base", lambda: evaluate(teacher, data["val"], run, baked=False))
         run.say(f"base model without the prompt: kl {base['kl']:.4f} nats per token")
-        policy = Policy(student, world)
+        policy = Policy(teacher.student, world)
         schedule_of = config.lr_scheduler, config.warmup_ratio, config.weight_decay
         optimizer, schedule = make_optimizer(policy, config.learning_rate, plan.steps, *schedule_of)
         done = run.restore(policy, optimizer, schedule)
@@ -370,7 +306,7 @@ def main(argv: list[str] | None = None) -> int:
 
         def validate(step: int) -> None:
             is_due = plan.due(config.eval_every, step)
-            run.validate(step, is_due, lambda: evaluate(teacher, data, config, run))
+            run.validate(step, is_due, lambda: evaluate(teacher, data["val"], run))
 
         # loop: one iteration is one optimizer step
         validate(done)
@@ -379,11 +315,9 @@ def main(argv: list[str] | None = None) -> int:
             rows = plan.batch(step)
             examples: Rows = data["train"]
             if config.on_policy:
-                examples = own_replies(
-                    student, rows, data["train"], step, encoder.ends, config, world
-                )
-            values = train_step(policy, step, rows, examples, teacher, config, run)
-            check_step(policy, step, values, rows, data, teacher, config, world)
+                examples = own_replies(teacher, rows, data["train"], step, encoder.ends)
+            values = train_step(policy, step, rows, examples, teacher, run)
+            check_step(policy, step, values, rows, data["train"], teacher)
             values["learning_rate"] = optimizer.param_groups[0]["lr"]
             policy.step(optimizer, schedule, values["grad_norm"])
             seconds = time.perf_counter() - start
@@ -398,7 +332,7 @@ def main(argv: list[str] | None = None) -> int:
         run.restore_best()
         models.save_policy(policy, tokenizer, run.folder / "model", world)
         if questions:
-            texts = answer(student, columns, prompts, encoder, config, run)
+            texts = replies.sample(teacher, columns, questions, encoder, run)
             means = replies.judged(judge, columns, questions, texts) if judge else {}
             replies.write(run, questions, texts, means)
         replies.describe_kept(run, others)

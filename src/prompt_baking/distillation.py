@@ -84,24 +84,9 @@ def check_head(
     return lines
 
 
-def own_replies(
-    student: Student,
-    rows: list[int],
-    examples: list[Trajectory],
-    step: int,
-    ends: list[int],
-    config: Config,
-    world: World,
-) -> dict[int, Trajectory]:
-    """Sample a new reply of the student to each of some rows; return row -> trajectory."""
-    limits = config.max_new_tokens, config.batch_size, sampler.seed_of(config.seed, step)
-    spec = sampling.SampleSpec(config.temperature, config.top_p, *limits)
-    prompts = [examples[row].student for row in rows]
-    replies = sampling.generate(student, prompts, ends, world, spec, keep_end=True)
-    sampled = {}
-    for row, reply in zip(rows, replies, strict=True):
-        sampled[row] = examples[row]._replace(reply=reply)
-    return sampled
+def adapter_of(student: Student, baked: bool) -> contextlib.AbstractContextManager:
+    """Return a context in which the model has its LoRA, or in which it is the base model."""
+    return contextlib.nullcontext() if baked else student.model.disable_adapter()
 
 
 class Teacher:
@@ -114,6 +99,8 @@ class Teacher:
 
     def __init__(self, student: Student, data: dict, config: Config, run: Run):
         self.student = student
+        self.config = config
+        self.world = run.world
         self.device = run.world.device
         self.files: dict[str, Any] = {}  # "split/row" -> the open file with its states
         if not config.cache_teacher:
@@ -125,10 +112,8 @@ class Teacher:
         self.files.clear()
         self._write(run, fingerprint, data, config.batch_size)
         if not self._open(run, fingerprint, count):
-            problem = "the files of some ranks are missing"
-            raise UserError(
-                f"{run.folder}/teacher: {problem}; use a folder that all nodes can read"
-            )
+            problem = "the files of some ranks are missing; use a folder that all nodes can read"
+            raise UserError(f"{run.folder}/teacher: {problem}")
 
     def __call__(self, split: str, index: Sequence[int], examples: Any) -> Batch:
         """Return the batch of the rows `index` of a split; examples: row -> Trajectory."""
@@ -170,9 +155,8 @@ class Teacher:
                     states[f"{split}/{row}"] = part.cpu().clone()
                 run.bar.advance()
         run.bar.begin("", run.steps, run.done)
-        names = []
-        for rank in range(world.world_size):
-            names.append(f"teacher/{rank:05d}-of-{world.world_size:05d}.safetensors")
+        size = world.world_size
+        names = [f"teacher/{rank:05d}-of-{size:05d}.safetensors" for rank in range(size)]
 
         def write() -> None:
             with write_file(run.folder / names[world.rank]) as temporary:
@@ -181,3 +165,19 @@ class Teacher:
         distributed.on_each(world, write)
         for name in names:
             run.add_cached_file(name, fingerprint)
+
+
+def own_replies(
+    teacher: Teacher, rows: list[int], examples: list[Trajectory], step: int, ends: Any
+) -> dict[int, Trajectory]:
+    """Sample a new reply of the student to each of some rows; return row -> trajectory."""
+    config = teacher.config
+    limits = config.max_new_tokens, config.batch_size, sampler.seed_of(config.seed, step)
+    spec = sampling.SampleSpec(config.temperature, config.top_p, *limits)
+    prompts = [examples[row].student for row in rows]
+    world = teacher.world
+    replies = sampling.generate(teacher.student, prompts, ends, world, spec, keep_end=True)
+    sampled = {}
+    for row, reply in zip(rows, replies, strict=True):
+        sampled[row] = examples[row]._replace(reply=reply)
+    return sampled

@@ -4,18 +4,18 @@ Other prompts are system prompts under which the baked model should remain the b
 """
 
 import collections
-from collections.abc import Callable
 from typing import NamedTuple
 
-from ddp_utils import loggers
+from ddp_utils import loggers, sampling
 from ddp_utils.chat_template import Encoder
-from ddp_utils.judge import as_text
+from ddp_utils.judge import Judge, as_text
 from ddp_utils.run import Run
 from prompt_baking import trajectories
+from prompt_baking.distillation import Teacher, adapter_of
 
 MIN_OBEYED = 0.9  # of the base model's rate at which another prompt is obeyed
 MAX_KEPT_KL = 0.1  # nats per token, if no judge measures whether a prompt is obeyed
-Texts = dict[str, list]  # title of a column -> its texts or token ids
+Texts = dict[str, list[str]]  # title of a column -> its replies
 
 
 class Column(NamedTuple):
@@ -41,33 +41,41 @@ def columns_of(x0: str, others: dict[str, str]) -> list[Column]:
     return columns
 
 
-def prompts_of(columns: list[Column], questions: list[str], encoder: Encoder) -> Texts:
-    """Return the questions of each column as token ids."""
-    prompts = {}
+def sample(
+    teacher: Teacher, columns: list[Column], questions: list[str], encoder: Encoder, run: Run
+) -> Texts:
+    """Return the replies of all columns to the questions."""
+    config, student, poll = teacher.config, teacher.student, run.stop_if_requested
+    limits = config.max_new_tokens, config.batch_size
+    spec = sampling.SampleSpec(config.temperature, config.top_p, *limits, config.seed)
+    texts = {}
     for column in columns:
-        ids = [trajectories.prompt(encoder, column.system, question) for question in questions]
-        prompts[column.title] = ids
-    return prompts
+        prompts = [trajectories.prompt(encoder, column.system, text) for text in questions]
+        with adapter_of(student, column.baked):
+            ids = sampling.generate(student, prompts, encoder.ends, run.world, spec, poll)
+        decoded = encoder.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        texts[column.title] = [text.strip() for text in decoded]
+    return texts
 
 
 def judged(
-    judge: Callable, columns: list[Column], questions: list[str], replies: Texts
+    judge: Judge, columns: list[Column], questions: list[str], replies: Texts
 ) -> dict[str, float]:
     """Return the judge's mean scores.
 
     A score with the name of another prompt measures whether replies obey that prompt.
     """
-    others = [column.other for column in columns if column.other and column.baked]
+    others = {column.other for column in columns if column.other}
     values = collections.defaultdict(list)
     for column in columns:
         for question, text in zip(questions, replies[column.title], strict=True):
             for score, value in judge(question, text).items():
-                if score == column.other or score not in others:
-                    score = "obeyed" if score and score == column.other else score
-                    values[column.metric.replace("*", score, 1).rstrip("/")].append(value)
+                name = "obeyed" if column.other and score == column.other else score
+                if name not in others:
+                    values[column.metric.replace("*", name, 1).rstrip("/")].append(value)
     means = {name: sum(scores) / len(scores) for name, scores in values.items()}
     for name in ("kept/obeyed", "kept/obeyed_base"):
-        of_prompts = [means[f"{name}/{other}"] for other in others if f"{name}/{other}" in means]
+        of_prompts = [value for metric, value in means.items() if metric.startswith(f"{name}/")]
         if of_prompts:
             means[name] = sum(of_prompts) / len(of_prompts)
     return means
@@ -81,14 +89,9 @@ def write(run: Run, questions: list[str], replies: Texts, means: dict) -> None:
     run.write_json("examples.json", {"test": rows})
     run.write_text("distributed_output_test.txt", as_text(rows, means))
     run.results["test"] = {"count": len(questions), **means}
-    for title in ("base", "prompted", "baked"):
-        prefix = f"judge/{title}"
-        texts = []
-        for name, value in means.items():
-            if name.startswith(prefix):
-                texts.append(f"{name.removeprefix(prefix)[1:]} {value:.2f}".strip())
-        if texts:
-            run.say(loggers.row("judge", f"{title}: {', '.join(texts)}"))
+    for name, value in means.items():
+        if name.startswith("judge/"):
+            run.say(loggers.row("judge", f"{name.removeprefix('judge/')} {value:.2f}"))
 
 
 def describe_kept(run: Run, others: dict[str, str]) -> None:

@@ -118,7 +118,7 @@ def our_loop(folder, rows, kept=False):
 
     def step():
         everything = range(len(rows))
-        found = train_loop.train_step(policy, 1, everything, data["train"], teacher, config, run)
+        found = train_loop.train_step(policy, 1, everything, data["train"], teacher, run)
         policy.step(optimizer, schedule, found["grad_norm"])
         return found["loss"]
 

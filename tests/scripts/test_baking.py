@@ -108,15 +108,15 @@ def test_rows_are_split_by_question_and_hold_what_the_teacher_said(made):
 
 def kill_after(groups):
     """SIGKILL in the middle of writing a group."""
-    add = generate_data.PartialReplies.append
+    append_group = generate_data.append_group
 
-    def kill(self, replies):
-        if len(self.groups) == groups:
-            self.file.open("a").write("[[1, 2")
+    def kill(file, group):
+        if file.read_text().count("\n") == groups:
+            file.open("a").write("[[1, 2")
             os.kill(os.getpid(), signal.SIGKILL)
-        add(self, replies)
+        append_group(file, group)
 
-    generate_data.PartialReplies.append = kill
+    generate_data.append_group = kill
 
 
 def life(folder, killed):

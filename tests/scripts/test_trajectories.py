@@ -202,7 +202,7 @@ def test_kl_is_measured_for_each_other_prompt(student):
     run.results = {"base": {"kl": 2.0}}
     config = Config(batch_size=2)
     teacher = distillation.Teacher(student, {"val": rows}, config, run)
-    values = train_loop.evaluate(teacher, {"val": rows}, config, run)
+    values = train_loop.evaluate(teacher, rows, run)
     pirate, robot = (costs[1] + costs[2]) / 3, costs[3] / 9
     expected = {"count": 1, "kl": costs[0] / 4, "kl_base": 2.0, "share_baked": 1 - costs[0] / 8}
     expected |= {"kept/kl": (pirate + robot) / 2, "kept/kl/pirate": pirate, "kept/kl/robot": robot}
@@ -246,7 +246,7 @@ def test_a_judge_measures_which_of_the_other_prompts_are_obeyed():
     expected |= {"kept/obeyed": 0.5, "kept/obeyed_base": 1.0, "count": 2}
     assert run.results["test"] == expected
     assert run.files["examples.json"]["test"][1]["cook, baked"] == "X"
-    assert " ".join(run.lines[-1].split()) == "judge baked: loud 0.50"
+    assert " ".join(run.lines[-1].split()) == "judge baked/loud 0.50"
     run.lines.clear()
     replies.describe_kept(run, others)
     fix = "generate the data with a larger --retain_share"
