@@ -264,16 +264,11 @@ def main(argv: list[str] | None = None) -> int:
         count = f"{len(report['cut'])} cut, {len(report['dropped'])} dropped"
         lines.append(f"{split}: {len(data[split])} replies of {report['file']}; {count}")
     checkpoints = config.keep_checkpoints + 1 + config.save_best
-    spec = RunSpec(
-        folder=Path(config.out_dir),
-        flag="--out_dir",
-        steps=plan.steps,
-        inputs=inputs_of(config, all_rows, plan.global_batch, judge, meta_model),
-        bytes_needed=bytes_to_write(meta_model, checkpoints, config.lora_r),
-        report=reports,
-        lines=lines,
-        save_best=config.save_best,
-    )
+    inputs = inputs_of(config, all_rows, plan.global_batch, judge, meta_model)
+    size = bytes_to_write(meta_model, checkpoints, config.lora_r)
+    folder = Path(config.out_dir)
+    spec = RunSpec(folder, "--out_dir", plan.steps, inputs, size, reports, lines)
+    spec = spec._replace(save_best=config.save_best)
     if config.check:
         distributed.choose_device(world, config.backend)
         return check(spec, config, world)

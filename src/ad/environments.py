@@ -82,16 +82,10 @@ def darkroom(size: int, horizon: int) -> Environment:
     """Reward each step that ends on one invisible cell, the task (Laskin et al., 2022)."""
     cells = np.arange(size**2)
     next_state = np.broadcast_to(moves(size), (len(cells), len(cells), len(MOVES)))
-    return Environment(
-        next_state=next_state,
-        reward=(next_state == cells[:, None, None]).astype(np.uint8),
-        start=size // 2 * size + size // 2,
-        observation=cells,
-        shape=(size, size),
-        horizon=horizon,
-        names=[f"({cell // size}, {cell % size})" for cell in cells],
-        varies="reward",
-    )
+    reward = (next_state == cells[:, None, None]).astype(np.uint8)
+    start = size // 2 * size + size // 2
+    names = [f"({cell // size}, {cell % size})" for cell in cells]
+    return Environment(next_state, reward, start, cells, (size, size), horizon, names, "reward")
 
 
 def permuted(
@@ -99,16 +93,11 @@ def permuted(
 ) -> Environment:
     """Return one table [S, A] under all orders of its actions; the order is the task."""
     orders = np.array([*itertools.permutations(range(next_state.shape[1]))])  # [N, A]
-    return Environment(
-        next_state=next_state[:, orders].swapaxes(0, 1),
-        reward=reward[:, orders].swapaxes(0, 1).astype(np.uint8),
-        start=start,
-        observation=np.arange(len(next_state)),
-        shape=shape,
-        horizon=horizon,
-        names=["".join(map(str, order)) for order in orders],
-        varies="action",
-    )
+    observation = np.arange(len(next_state))
+    next_state = next_state[:, orders].swapaxes(0, 1)
+    reward = reward[:, orders].swapaxes(0, 1).astype(np.uint8)
+    names = ["".join(map(str, order)) for order in orders]
+    return Environment(next_state, reward, start, observation, shape, horizon, names, "action")
 
 
 def darkroom_permuted(size: int, horizon: int) -> Environment:
@@ -127,17 +116,13 @@ def key_to_door(size: int, horizon: int) -> Environment:
     to = np.broadcast_to(moves(size).astype(np.int16), (len(key), cells, len(MOVES)))
     at_key = to == key
     at_door = to == door
-    next_state = [to + cells * at_key, to + cells * (1 + at_door), to + 2 * cells]
-    return Environment(
-        next_state=np.concatenate(next_state, 1).astype(np.int16),
-        reward=np.concatenate([at_key, at_door, np.zeros_like(at_key)], 1).astype(np.uint8),
-        start=size // 2 * size + size // 2,
-        observation=np.tile(np.arange(cells), 3),
-        shape=(size, size),
-        horizon=horizon,
-        names=[f"{a} > {b}" for a, b in zip(key.flat, door.flat, strict=True)],
-        varies="reward",
-    )
+    parts = [to + cells * at_key, to + cells * (1 + at_door), to + 2 * cells]
+    next_state = np.concatenate(parts, 1).astype(np.int16)
+    reward = np.concatenate([at_key, at_door, np.zeros_like(at_key)], 1).astype(np.uint8)
+    start = size // 2 * size + size // 2
+    seen = np.tile(np.arange(cells), 3)
+    names = [f"{a} > {b}" for a, b in zip(key.flat, door.flat, strict=True)]
+    return Environment(next_state, reward, start, seen, (size, size), horizon, names, "reward")
 
 
 def from_gymnasium(name: str, horizon: int) -> Environment:
@@ -145,16 +130,13 @@ def from_gymnasium(name: str, horizon: int) -> Environment:
 
     Raises UserError if gymnasium has no environment of this name, or none that fits into a table.
     """
-    kinds = ", ".join(KINDS)
+    expected = f"(expected {', '.join(KINDS)}, or an environment of gymnasium"
     if not importlib.util.find_spec("gymnasium"):
-        expected = f"(expected {kinds}, or an environment of gymnasium)"
-        raise UserError(f"--env: {name:.80} is unknown {expected}; pip install gymnasium")
+        raise UserError(f"--env: {name:.80} is unknown {expected}); pip install gymnasium")
     import gymnasium
 
-    unsupported = UserError(
-        f"--env: {name:.80} is not supported (expected {kinds}, or an environment of gymnasium "
-        "with a deterministic table P, a reward and at most 255 states); use FrozenLake-v1"
-    )
+    expected += " with a deterministic table P, a reward and at most 255 states)"
+    unsupported = UserError(f"--env: {name:.80} is not supported {expected}; use FrozenLake-v1")
     options = {"is_slippery": False} if name.startswith("FrozenLake") else {}
     try:
         env: Any = gymnasium.make(name, **options).unwrapped
@@ -172,11 +154,7 @@ def from_gymnasium(name: str, horizon: int) -> Environment:
     return permuted(next_state, reward, int(env.reset(seed=0)[0]), (states + 1,), horizon)
 
 
-KINDS = {
-    "darkroom": darkroom,
-    "darkroom_permuted": darkroom_permuted,
-    "key_to_door": key_to_door,
-}
+KINDS = {kind.__name__: kind for kind in (darkroom, darkroom_permuted, key_to_door)}
 
 
 def make(name: str, size: int, horizon: int) -> Environment:

@@ -15,9 +15,7 @@ import ad.evaluate_config as settings
 from ddp_utils import cli
 
 if __name__ == "__main__":
-    cli.check_flags(
-        settings.read
-    )  # --help and mistakes in the settings end here, before torch is imported
+    cli.check_flags(settings.read)  # --help and mistakes end here, before torch is imported
 
 
 import dataclasses
@@ -58,8 +56,7 @@ def rollout(
     any "action". Both are controls of what it learns in context.
     """
     environment = config.environment
-    episodes = config.eval_episodes
-    horizon = config.horizon
+    episodes, horizon = config.eval_episodes, config.horizon
     window = horizon if wiped else config.window
     rng = np.random.default_rng(config.seed)
     steps = torch.arange(episodes * horizon + 1, device=model.head.weight.device)
@@ -163,8 +160,7 @@ def baselines(config: Config, tasks: Array) -> dict[str, tuple[Array, int]]:
     for name, learner in learners.items():
         returns = sources.returns(learner, tasks, config.n_stream, config.source_steps)
         returns = np.pad(returns, ((0, 0), (0, episodes)), "edge")[:, :episodes]
-        streams = config.n_stream if learner.source == "q_learning" else 1
-        results[name] = returns, streams
+        results[name] = returns, config.n_stream if learner.source == "q_learning" else 1
     steps = episodes * config.horizon
     single = sources.returns(q_learning, tasks, config.n_stream, steps, common_table=False)
     return results | {"single": (single, 1)}
@@ -188,9 +184,9 @@ def write(folder: Path, summary: dict, returns: Returns, config: Config) -> None
     """Write eval_result.npy [tasks, episodes] and returns.png."""
     np.save(folder / "eval_result.npy", returns["agent"])
     _, tasks = config.tasks
-    optimum = config.environment.optimum(tasks)
-    random = config.environment.random_return(tasks)
-    draw(folder / "returns.png", summary, returns, optimum, random)
+    environment = config.environment
+    bounds = environment.optimum(tasks), environment.random_return(tasks)
+    draw(folder / "returns.png", summary, returns, *bounds)
 
 
 def draw(file: Path, summary: dict, returns: Returns, optimum: Array, random: Array) -> None:

@@ -88,10 +88,8 @@ class PosteriorSampling:
         self.possible &= self.outcome[state, action] == (next_state * 2 + reward)[:, None]
 
 
-SOURCES: dict[str, type[QLearning] | type[PosteriorSampling]] = {
-    "q_learning": QLearning,
-    "posterior": PosteriorSampling,
-}
+Source = QLearning | PosteriorSampling
+SOURCES: dict[str, type[Source]] = {"q_learning": QLearning, "posterior": PosteriorSampling}
 
 
 def histories(

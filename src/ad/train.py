@@ -71,8 +71,6 @@ def choose_precision(config: Config, world: World) -> Precision:
 def notes(config: Config, world: World, path: Path) -> list[str]:
     """Return lines about the data and about settings that have no effect."""
     lines = [f"histories: {path}{'' if path.exists() else ', to be collected'}"]
-    if config.num_workers:
-        lines.append("num_workers: ignored; windows are cut on the device, without a data loader")
     # accelerate sets both for one process, the second one only if several were requested
     is_single = "ACCELERATE_USE_CPU" in os.environ and "MASTER_ADDR" in os.environ
     if is_single and world.world_size == 1:
@@ -85,9 +83,11 @@ def load_histories(config: Config, path: Path, world: World) -> tuple[list[Histo
 
     Also returns the mean return of each episode if they were collected.
     """
-    returns = distributed.on_main(
-        world, lambda: [] if path.exists() else [*windows.collect(config, path)]
-    )
+
+    def collect() -> list[float]:
+        return [] if path.exists() else [*windows.collect(config, path)]
+
+    returns = distributed.on_main(world, collect)
     arrays = distributed.on_each(world, lambda: windows.read(path, config.source_settings()))
     return [Histories(arrays, part, config, world.device) for part in config.tasks], returns
 
@@ -199,14 +199,9 @@ def main(argv: list[str] | None = None) -> int:
     accumulation, steps = config.gradient_accumulation_steps, config.train_timesteps
     global_batch = config.train_batch_size * accumulation * world.world_size
     inputs = {"global_batch": str(global_batch)}
-    spec = RunSpec(
-        folder=Path(config.output_dir),
-        flag="--output_dir",
-        steps=steps,
-        inputs=inputs,
-        bytes_needed=bytes_to_write(model, config.keep_checkpoints + 1),
-        lines=notes(config, world, path),
-    )
+    size = bytes_to_write(model, config.keep_checkpoints + 1)
+    lines = notes(config, world, path)
+    spec = RunSpec(Path(config.output_dir), "--output_dir", steps, inputs, size, lines=lines)
     if config.check:
         return check(spec, config, world)
 
@@ -230,10 +225,8 @@ def main(argv: list[str] | None = None) -> int:
         # model
         distiller = Distiller(model, precision.autocast, config.label_smoothing)
         policy = Policy(distiller, world)
-        betas = config.beta1, config.beta2
-        optimizer, schedule = make_optimizer(
-            policy, config.lr, steps, "cosine", config.warmup_ratio, config.weight_decay, betas
-        )
+        decay = config.warmup_ratio, config.weight_decay, (config.beta1, config.beta2)
+        optimizer, schedule = make_optimizer(policy, config.lr, steps, "cosine", *decay)
         done = run.restore(policy, optimizer, schedule)
         validate(done, policy, held_out, config, run)
 

@@ -17,7 +17,7 @@ import programs
 import runs
 import train_loop
 from conftest import ROOT
-from ddp_utils import Stop, UserError
+from ddp_utils import Stop, UserError, sampling
 from ddp_utils import run as run_
 from prompt_baking import generate_config
 from ranks import free_port, ranks, run_ranks
@@ -311,8 +311,8 @@ def test_on_policy_the_student_answers_itself_in_each_step(made, tmp_path, monke
         seeds.append(spec.seed)
         return sample(scorer, prompts, ends, world, spec, *rest, **options)
 
-    seeds, sample = [], train_loop.sampling.generate
-    monkeypatch.setattr(train_loop.sampling, "generate", generate_replies)
+    seeds, sample = [], sampling.generate
+    monkeypatch.setattr(sampling, "generate", generate_replies)
     own = train_loop.own_replies
     monkeypatch.setattr(train_loop, "own_replies", own_replies)
     monkeypatch.setattr(train_loop, "train_step", stop)
