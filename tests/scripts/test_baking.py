@@ -468,14 +468,6 @@ def test_the_demo_is_baked(tmp_path):
 
     base = AutoModelForCausalLM.from_pretrained(ROOT / "data/demo/model", dtype=torch.float32)
     PeftModel.from_pretrained(base, tmp_path / "results/traj_chat/model")
-    card = (tmp_path / "results/traj_chat/model/README.md").read_text()
-    [code] = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
-    code = code.replace("results/traj_chat/model", str(tmp_path / "results/traj_chat/model"))
-    code = code.replace("data/demo/model", str(ROOT / "data/demo/model"))
-    loaded = {}
-    exec(code, loaded)  # noqa: S102 our own text
-    assert loaded["model"].peft_config["default"].r == 32
-    assert "| kept/kl | " in card and "More Information Needed" not in card
 
 
 def weights(model):
