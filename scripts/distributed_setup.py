@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     message = f"COMMAND: {command[:40]!r} is unknown; use one of {', '.join(COMMANDS)}"
     require(command in COMMANDS, message)
     config_class, make, name, use = COMMANDS[command]
-    options = cli.parse(config_class, flags, command=command)
+    options = cli.parse(config_class, flags)
     options.output = options.output or name
     content = make(options)
     if isinstance(content, str):

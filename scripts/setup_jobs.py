@@ -180,10 +180,10 @@ def train_flags(options: Run) -> list[str]:
     """Return the flags of src/train.py; its settings, and those of DeepSpeed, must be valid."""
     flags = [f"--config={options.config}"]
     if options.use_deepspeed:
-        in_file = yaml_config.read(train_config.Sections, options.config)
-        named = in_file["deepspeed_config"].value if "deepspeed_config" in in_file else ""
-        flags.append(f"--deepspeed={named or 'config/ds_config.json'}")
-    config = train_config.merged(flags)
+        in_file, _ = yaml_config.read(train_config.SECTIONS, options.config)
+        named = in_file.get("deepspeed_config") or "config/ds_config.json"
+        flags.append(f"--deepspeed={named}")
+    config = train_config.read(flags)
     if config.use_deepspeed:
         world_size = options.num_nodes * options.num_gpus_per_node
         deepspeed.total_batch_size(config.sharding, config, world_size)

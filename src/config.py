@@ -101,10 +101,9 @@ def read(argv: Sequence[str] | None = None) -> Config:
 
 def check(config: Config) -> None:
     """Raise UserError for a value out of its range, or for values that exclude each other."""
-    cli.check_ranges(config, sft_weight=cli.FROM_0, max_length=(">= 8", lambda x: x >= 8))
+    at_least_8 = (">= 8", lambda x: x >= 8)
+    cli.check_ranges(config, result_dir=cli.FOLDER, sft_weight=cli.FROM_0, max_length=at_least_8)
     cli.loss_options(config)
-    if not config.result_dir:
-        raise SettingError("result_dir", "it is empty; use a folder for the run")
     if config.fine_tuning == "full" and config.base_dtype == "bf16":
         raise SettingError("base_dtype", "full fine-tuning trains fp32 weights; use auto or fp32")
     for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_targets"):

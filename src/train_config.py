@@ -1,11 +1,11 @@
 """Settings of src/train.py: the sections of its YAML file; each setting is also a flag."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Literal, cast
 
-from ddp_utils import SettingError, UserError, cli, loggers, yaml_config
+from ddp_utils import SettingError, cli, loggers, yaml_config
 
 
 @dataclass
@@ -100,16 +100,9 @@ class Output:
     stop_after_minutes: float = 0.0  # save and exit with status 85 after this time; 0: no limit
 
 
-@dataclass
-class Sections:
-    """The YAML file."""
-
-    model: Model = field(default_factory=Model)
-    fine_tuning: FineTuning = field(default_factory=FineTuning)
-    training: Training = field(default_factory=Training)
-    dataset: Dataset = field(default_factory=Dataset)
-    distributed: Distributed = field(default_factory=Distributed)
-    output: Output = field(default_factory=Output)
+# the sections of the YAML file
+SECTIONS = {"model": Model, "fine_tuning": FineTuning, "training": Training}
+SECTIONS |= {"dataset": Dataset, "distributed": Distributed, "output": Output}
 
 
 @dataclass
@@ -146,50 +139,40 @@ def read(argv: Sequence[str] | None = None) -> Config:
 
     Raises UserError for values out of range, without effect, or different in two places.
     """
-    config = merged(argv)
-    with cli.located(config.places):
+    config, places = yaml_config.under_flags(Config, SECTIONS, argv)
+    config.places = places
+    with cli.located(places):
+        read_sharding(config)
         check(config)
     return config
 
 
-def merged(argv: Sequence[str] | None) -> Config:
-    """Return the settings of flags, YAML and JSON; `check` is not called."""
-    config, places = yaml_config.under_flags(Config, Sections, argv)
-    config.places = places
-    read_sharding(config, config.places)
-    return config
-
-
-def read_sharding(config: Config, places: dict[str, str]) -> None:
+def read_sharding(config: Config) -> None:
     """Read the JSON file of FSDP or DeepSpeed; it sets what neither flags nor YAML set."""
     if config.deepspeed:
         config.use_deepspeed = True
         config.deepspeed_config = config.deepspeed
-        places["use_deepspeed"] = "--deepspeed"
-    for kind in ("deepspeed", "fsdp"):
-        place = places.get(f"{kind}_config", "")
-        # a YAML file may name a JSON file for later, next to `use_fsdp: false`
-        is_for_later = f"use_{kind}" in places and not place.startswith("--")
-        if place and not getattr(config, f"use_{kind}") and not is_for_later:
-            raise UserError(f"{place}: it has no effect without use_{kind}; set use_{kind}, too")
-    if config.use_deepspeed and config.use_fsdp:
-        both = f"{places['use_deepspeed']} and {places['use_fsdp']}"
-        raise UserError(f"{both} exclude each other; use one of them")
+        config.places["use_deepspeed"] = "--deepspeed"
+    for kind in ("deepspeed", "fsdp"):  # `use_fsdp: false` keeps the file's name for later
+        if getattr(config, f"{kind}_config") and f"use_{kind}" not in config.places:
+            raise SettingError(f"{kind}_config", f"it has no effect without use_{kind}")
+    if config.use_fsdp and config.use_deepspeed:
+        raise SettingError("use_fsdp", f"{config.places['use_deepspeed']} is set, too; use one")
     if config.use_fsdp:
         from ddp_utils.sharding import fsdp, json_settings
 
         config.sharding = fsdp.read(config.fsdp_config)
         config.gradient_checkpointing |= config.sharding.fsdp_activation_checkpointing
         given = {"mixed_precision": ("fsdp_mixed_precision", config.sharding.precision)}
-        json_settings.take(config, given, config.fsdp_config, places)
+        json_settings.take(config, given, config.fsdp_config, config.places)
     if config.use_deepspeed:
         from ddp_utils.sharding import deepspeed, json_settings
 
         if not config.deepspeed_config:
-            raise UserError(f"{places['use_deepspeed']}: set deepspeed_config, too")
+            raise SettingError("use_deepspeed", "set deepspeed_config, too")
         config.sharding = deepspeed.read(config.deepspeed_config)
         given = deepspeed.given(config.sharding)
-        json_settings.take(config, given, config.deepspeed_config, places)
+        json_settings.take(config, given, config.deepspeed_config, config.places)
 
 
 def check(config: Config) -> None:
@@ -202,21 +185,18 @@ def check(config: Config) -> None:
         max_length=(">= 8", lambda x: x >= 8),
         val_share=(">= 0 and <= 0.5", lambda x: 0 <= x <= 0.5),
         sft_weight=cli.FROM_0,
+        output_dir=cli.FOLDER,
     )
     cli.loss_options(config)
-    if not config.output_dir:
-        raise SettingError("output_dir", "it is empty; use a folder for the run")
     if config.type == "full" and config.base_dtype == "bf16":
         raise SettingError("base_dtype", "full fine-tuning trains fp32 weights; use auto or fp32")
-    if config.type == "qlora" and config.strategy != "ddp":
-        raise SettingError("type", f"{config.strategy} cannot shard 4-bit weights; use lora")
     if config.type == "qlora":
-        import torch
-
-        if not (torch.cuda.is_available() and find_spec("bitsandbytes")):
-            raise SettingError("type", "qlora needs bitsandbytes and a CUDA device; use lora")
+        if config.strategy != "ddp":
+            raise SettingError("type", f"{config.strategy} cannot shard 4-bit weights; use lora")
+        if not find_spec("bitsandbytes"):
+            raise SettingError("type", "qlora needs bitsandbytes; install it, or use lora")
     if config.strategy == "deepspeed" and config.grad_reduce_dtype != "fp32":
         raise SettingError("grad_reduce_dtype", "use communication_data_type in DeepSpeed's JSON")
-    for name, usual in (("method", "dpo"), ("sft_weight", 0), ("length_average", False)):
-        if config.objective == "sft" and getattr(config, name) != usual:
+    for name in ("method", "sft_weight", "length_average"):
+        if config.objective == "sft" and getattr(config, name) != getattr(Config, name):
             raise SettingError(name, "it needs objective dpo; leave it out")

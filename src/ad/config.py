@@ -143,13 +143,11 @@ dynamo_backend"""
 
 def check(config: Config) -> None:
     """Raise UserError for a value out of its range, or for values that exclude each other."""
-    cli.check_ranges(config, **RANGES)
+    cli.check_ranges(config, output_dir=cli.FOLDER, **RANGES)
     horizon = config.horizon
     if config.total_source_timesteps % (config.n_stream * horizon):
         problem = f"it must be a multiple of n_stream x horizon = {config.n_stream * horizon}"
         raise SettingError("total_source_timesteps", problem)
-    if not config.output_dir:
-        raise SettingError("output_dir", "it is empty; use a folder for the run")
     if config.tf_n_embd % (2 * config.tf_n_head):
         raise SettingError("tf_n_embd", "it must be an even multiple of tf_n_head")
     if not all(map(len, config.tasks)):
@@ -175,7 +173,9 @@ def read(argv: Sequence[str] | None = None) -> Config:
     for an unknown setting or a wrong value, and for features of accelerate that are not supported.
     """
     words = sys.argv[1:] if argv is None else argv
-    config, places = yaml_config.under_flags(Config, Config, [flag_of(word) for word in words])
+    config, places = yaml_config.under_flags(
+        Config, Config.__annotations__, [flag_of(word) for word in words]
+    )
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision != "no":  # "no" is also the value without --mixed_precision
         config.mixed_precision = precision

@@ -74,12 +74,9 @@ class Config:
 
 def read_settings(argv: list[str]) -> Config:
     """Return the defaults, changed by flags; raise UserError for values that cannot be used."""
-    aliases = {"--lr": "--learning_rate", "--no_cuda": "--backend=gloo"}
-    config = cli.parse(Config, argv, aliases=aliases)
+    config = cli.parse(Config, argv)
     above_0 = dict.fromkeys(("num_orders", "temperature", "max_length"), cli.ABOVE_0)
-    cli.check_ranges(config, sft_weight=cli.FROM_0, **above_0)
-    if not config.output_dir:
-        raise SettingError("output_dir", "it is empty; use a folder for the run")
+    cli.check_ranges(config, output_dir=cli.FOLDER, sft_weight=cli.FROM_0, **above_0)
     cli.loss_options(config)
     if config.method in MEASURED_METHODS and config.length_average:
         raise SettingError("length_average", f"{config.method} needs sums; leave it out")

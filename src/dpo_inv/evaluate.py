@@ -7,7 +7,6 @@ A model compared with itself gains exactly 0. Only the preferences of each model
 those relative to a reference.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,9 +205,7 @@ def describe(values: dict[str, float]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    config = cli.parse(
-        Config, sys.argv[1:] if argv is None else argv, aliases={"--no_cuda": "--backend=gloo"}
-    )
+    config = cli.parse(Config, argv)
     cli.check_ranges(config, num_orders=cli.ABOVE_0, max_length=cli.ABOVE_0)
     names = config.base_model_name, config.model_path
     paths = [weights.path_of(name, config.base_model_dir) for name in names]

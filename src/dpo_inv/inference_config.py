@@ -41,7 +41,7 @@ class Config:
 
 def read(argv: Sequence[str] | None = None) -> Config:
     """Return the defaults, changed by flags; raise UserError for values that cannot be used."""
-    config = cli.parse(Config, argv, aliases={"--no_cuda": "--backend=gloo"})
+    config = cli.parse(Config, argv)
     above_0 = ("> 0", lambda values: min(values, default=0) > 0)
     cli.check_ranges(config, num_samples=cli.ABOVE_0, temperature=above_0)
     if bool(config.pdb_file) == bool(config.pdb_list):

@@ -77,7 +77,7 @@ class Config:
 
 def read(argv: Sequence[str] | None = None) -> Config:
     """Return the defaults, changed by flags; raise UserError for values that cannot be used."""
-    config = cli.parse(Config, argv, aliases={"--r": "--lora_r", "-r": "--lora_r"})
+    config = cli.parse(Config, argv)
     cli.check_ranges(config, max_traj_len=(">= 8", lambda x: x >= 8))
     if config.on_policy and config.cache_teacher:
         raise SettingError("cache_teacher", "on_policy has new replies in each step; leave it out")

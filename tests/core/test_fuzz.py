@@ -184,4 +184,4 @@ lines = st.tuples(fields, st.sampled_from([": ", ":", ": &a ", ":\n  "]), st.sam
 @given(st.lists(lines.map("".join), max_size=3).map("\n".join))
 def test_any_lines_of_yaml(file, text):
     file.write_text(text)
-    taken(lambda path: yaml_config.read(Config, path), file)
+    taken(lambda path: yaml_config.read(Config.__annotations__, path), file)

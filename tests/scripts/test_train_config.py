@@ -105,9 +105,9 @@ MISTAKES = [
     ("distributed:\n  use_fsdp: yes", ":2: distributed.use_fsdp: 'yes' is not a valid bool"),
     ("fine_tuning: {type: lora2}", ":1: fine_tuning.type: 'lora2' is not 'lora' or 'full' or"),
     ("training:\n  seed: 1\n  micro_batch_size: 0", ":3: training.micro_batch_size: 0 is out"),
-    ("output:\n  output_dir: ''", ":2: output.output_dir: it is empty; use a fo"),
+    ("output:\n  output_dir: ''", ":2: output.output_dir: '' is out of range (expected a fol"),
     ("training:\n  method: hinge", ":2: training.method: it needs objective dpo; leave it out"),
-    ("dataset:\n  columns: a", ":2: dataset.columns: a is out of range (expected pairs such"),
+    ("dataset:\n  columns: a", ":2: dataset.columns: 'a' is out of range (expected pairs such"),
     (
         "fine_tuning:\n  type: full\nmodel:\n  base_dtype: bf16",
         ":4: model.base_dtype: full fi",
@@ -116,7 +116,7 @@ MISTAKES = [
     ("distributed:\n  fsdp_config: j.json", ":2: distributed.fsdp_config: it has no effect w"),
     (
         "distributed:\n  use_fsdp: true\n  use_deepspeed: true",
-        ":3: distributed.use_deepspeed and c.yaml:2: distributed.use_fsdp exclude each",
+        ":2: distributed.use_fsdp: c.yaml:3: distributed.use_deepspeed is set, too",
     ),
     # what is found when data and model are looked at, and the place for the run
     ("model:\n  model_name: nowhere", ":2: model.model_name: no "),
@@ -132,10 +132,10 @@ def test_a_mistake_names_the_line_or_the_flag():
     for text, says in MISTAKES:
         assert refused(text).startswith(f"c.yaml{says}")
     for text, flags, says in (
-        ("distributed: {use_fsdp: true}", ZERO, "--deepspeed and c.yaml:1: distributed.use_fsdp"),
-        (TINY, [*ZERO, "--use_fsdp"], "--deepspeed and --use_fsdp exclude each other"),
+        ("distributed: {use_fsdp: true}", ZERO, "c.yaml:1: distributed.use_fsdp: --deepspeed is"),
+        (TINY, [*ZERO, "--use_fsdp"], "--use_fsdp: --deepspeed is set, too"),
         (TINY, ["--use_deepspeed"], "--use_deepspeed: set deepspeed_config, too"),
-        ("distributed: {use_fsdp: false}", FULLY[1:], "--fsdp_config: it has no effect without"),
+        (TINY, FULLY[1:], "--fsdp_config: it has no effect without use_fsdp"),
         ("training: {learning_rate: 1e-4}", ["--learning_rate=0"], "--learning_rate: 0.0 is out"),
         (TINY, ["--mixed_precision", "fp16"], "--mixed_precision fp16: slow on a CPU"),
         (TINY, ["--type=qlora", *FULLY], "--type: fsdp cannot shard 4-bit weights; use lora"),
@@ -249,11 +249,10 @@ def test_the_shipped_file_holds_the_defaults():
     assert dataclasses.replace(shipped, config="config.yaml") == train_config.Config()
 
 
-def test_qlora_needs_bitsandbytes_and_a_gpu(monkeypatch):
-    says = "c.yaml:2: fine_tuning.type: qlora needs bitsandbytes and a CUDA device; use lora"
-    for installed, cuda in ((False, True), (True, False), (True, True)):
-        monkeypatch.setattr(train_config, "find_spec", lambda name, has=installed: has)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda has=cuda: has)
-        if not (installed and cuda):
-            assert refused("fine_tuning:\n  type: qlora") == says
+def test_qlora_needs_bitsandbytes(monkeypatch):
+    monkeypatch.setattr(train_config, "find_spec", lambda name: None)
+    assert refused("fine_tuning:\n  type: qlora").startswith(
+        "c.yaml:2: fine_tuning.type: qlora needs"
+    )
+    monkeypatch.setattr(train_config, "find_spec", lambda name: True)
     assert train_config.read(["--config", "c.yaml"]).fine_tuning == "lora"
