@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp_utils import distributed
 from ddp_utils.distributed import World, to_device
+from ddp_utils.fast import frozen_head, shared_prefix
 from ddp_utils.policy import ScorerModule
 from ddp_utils.sampler import MicroBatch, assign_micro_batches
 
@@ -27,24 +28,8 @@ from ddp_utils.sampler import MicroBatch, assign_micro_batches
 CHUNK = {"cpu": 256}
 WIDE_CHUNK = 1024  # on a GPU
 
-T = TypeVar("T")
+Device = torch.device | str
 Examples = Mapping[int, "Example"] | Sequence["Example"]  # row -> example
-
-
-class ModelInput(NamedTuple):
-    """Token ids of one sequence, and where the predictions of its response are."""
-
-    input_ids: list[int]  # without the response's last token, which is only a target
-    hidden_index: Sequence[int]  # for each target, the position whose hidden state predicts it
-
-
-class PackedInput(NamedTuple):
-    """Token ids of one example as a part of a packed row: [prompt | chosen | rejected]."""
-
-    input_ids: list[int]
-    position_ids: list[int]
-    span: tuple[int, int, int]  # numbers of prompt, chosen and rejected tokens in input_ids
-    hidden_index: list[Sequence[int]]  # as in ModelInput, for each response
 
 
 class Example(Protocol):
@@ -58,24 +43,26 @@ class Example(Protocol):
         """The row's place in the data, `file:line`."""
 
     @property
-    def num_tokens(self) -> int:
-        """Length of prompt and response; with two responses, of the longer sequence."""
+    def prompt(self) -> list[int]:
+        """Token ids before the responses; at least one."""
 
     @property
-    def targets(self) -> list[list[int]]:
-        """The tokens whose log-probs are computed, for each response."""
+    def responses(self) -> list[list[int]]:
+        """Token ids of each response."""
+
+    @property
+    def targets(self) -> list[Sequence[int]]:
+        """For each response, the indices of the tokens whose log-probs are computed."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of prompt and response; with two responses, of the longer sequence."""
 
     def num_forward_tokens(self, shared: bool) -> int:
         """Return the number of tokens that the model processes.
 
         shared: two responses share one copy of their prompt.
         """
-
-    def to_padded(self) -> list[ModelInput]:
-        """Return the sequences of a padded batch, one per response."""
-
-    def to_packed(self) -> PackedInput:
-        """Return the example as a part of a packed row."""
 
 
 class Pair(NamedTuple):
@@ -89,12 +76,16 @@ class Pair(NamedTuple):
     expected: str = ""  # the chosen response as it is in the data file
 
     @property
-    def num_tokens(self) -> int:
-        return len(self.prompt) + max(len(self.chosen), len(self.rejected))
+    def responses(self) -> list[list[int]]:
+        return [self.chosen, self.rejected]
 
     @property
-    def targets(self) -> list[list[int]]:
-        return [self.chosen, self.rejected]
+    def targets(self) -> list[Sequence[int]]:
+        return [range(len(self.chosen)), range(len(self.rejected))]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + max(len(self.chosen), len(self.rejected))
 
     @property
     def lengths(self) -> dict[str, int]:
@@ -104,30 +95,6 @@ class Pair(NamedTuple):
     def num_forward_tokens(self, shared: bool) -> int:
         prompts = 1 if shared else 2
         return prompts * len(self.prompt) + len(self.chosen) - 1 + len(self.rejected) - 1
-
-    def to_padded(self) -> list[ModelInput]:
-        first = len(self.prompt) - 1  # the prompt's last token predicts the first target
-        sequences = []
-        for response in self.targets:
-            hidden_index = range(first, first + len(response))
-            sequences.append(ModelInput(self.prompt + response[:-1], hidden_index))
-        return sequences
-
-    def to_packed(self) -> PackedInput:
-        p, c, r = len(self.prompt), len(self.chosen) - 1, len(self.rejected) - 1
-        input_ids = self.prompt + self.chosen[:-1] + self.rejected[:-1]
-        position_ids = [*range(p + c), *range(p, p + r)]  # both responses follow the prompt
-        of_chosen = range(p - 1, p + c)
-        of_rejected = [p - 1, *range(p + c, p + c + r)]
-        return PackedInput(input_ids, position_ids, (p, c, r), [of_chosen, of_rejected])
-
-
-def pack_single(sequence: ModelInput) -> PackedInput:
-    """Return a sequence with only one response as a part of a packed row."""
-    length = len(sequence.input_ids)
-    return PackedInput(
-        sequence.input_ids, [*range(length)], (length, 0, 0), [sequence.hidden_index]
-    )
 
 
 class Batch(NamedTuple):
@@ -145,9 +112,7 @@ class Batch(NamedTuple):
     model_kwargs: dict[str, Any]  # further arguments of the model, for a packed row
 
 
-def collate(
-    examples: Sequence[Example], device: torch.device | str = "cpu", shared: bool = False
-) -> Batch:
+def collate(examples: Sequence[Example], device: Device = "cpu", shared: bool = False) -> Batch:
     """Return B examples as one packed row, or as S * B right-padded rows.
 
     Causal attention never sees the padding, so no mask is needed and attention keeps its fast path.
@@ -155,71 +120,76 @@ def collate(
     shared: pack the examples, each with one copy of its prompt.
     """
 
-    def put(numbers) -> Tensor:  # numpy reads a list in a third of torch's time
+    def put(numbers: list) -> Tensor:  # numpy reads a list in a third of torch's time
         return to_device(np.array(numbers), device)
 
+    model_kwargs = {}
     if shared:
-        from ddp_utils.fast import shared_prefix
-
-        ids, hidden_index, position_ids, spans = _pack(examples)
+        ids, starts, position_ids, spans = _pack(examples)
         packing = shared_prefix.Packing(spans, torch.device(device))
         model_kwargs = {"position_ids": put(position_ids), "packing": packing}
     else:
-        ids, hidden_index = _pad(examples)
-        model_kwargs = {}
-    responses = by_response([example.targets for example in examples])
-    lengths = [len(response) for response in responses]
+        ids, starts = _pad(examples)
+    hidden_index: list[int] = []
+    targets: list[int] = []
     rows: list[int] = []
     columns: list[int] = []
-    for row, length in enumerate(lengths):
-        rows += [row] * length
-        columns += range(length)
-    return Batch(
-        ids=put(ids),
-        hidden_index=put(hidden_index),
-        targets=put(list(itertools.chain(*responses))),
-        cells=put([rows, columns]),
-        tokens=put(lengths).view(-1, len(examples)),
-        longest=max(lengths),
-        model_kwargs=model_kwargs,
-    )
+    responses = by_response([example.responses for example in examples])
+    index = by_response([example.targets for example in examples])
+    for row, (prompt_end, start) in enumerate(starts):
+        # the prompt's last token predicts the first token of the response
+        predicting = [prompt_end, *range(start, start + len(responses[row]) - 1)]
+        hidden_index += [predicting[i] for i in index[row]]
+        targets += [responses[row][i] for i in index[row]]
+        rows += [row] * len(index[row])
+        columns += range(len(index[row]))
+    lengths = put([len(indices) for indices in index]).view(-1, len(examples))
+    tensors = put(ids), put(hidden_index), put(targets), put([rows, columns]), lengths
+    return Batch(*tensors, max(map(len, index)), model_kwargs)
 
 
-def by_response(table: Sequence[Sequence[T]]) -> list[T]:
+def by_response(table: Sequence[Sequence[Any]]) -> list[Any]:
     """Turn B lists of S items into one list: the first items of all lists, then the second ones."""
     return list(itertools.chain(*zip(*table, strict=True)))
 
 
-def _pad(examples: Sequence[Example]) -> tuple[list[list[int]], list[int]]:
-    """Return token ids [S * B, T], padded with 0, and the hidden_index of all targets."""
-    sequences = by_response([example.to_padded() for example in examples])
-    width = max(len(sequence.input_ids) for sequence in sequences)
-    ids = []
-    hidden_index = []
-    for row, sequence in enumerate(sequences):
-        ids.append(sequence.input_ids + [0] * (width - len(sequence.input_ids)))
-        hidden_index += [row * width + position for position in sequence.hidden_index]
-    return ids, hidden_index
+def _pad(examples: Sequence[Example]) -> tuple[list, list[tuple[int, int]]]:
+    """Return token ids [S * B, T], padded with 0.
+
+    Also return, for each response, where the prompt's last and the response's first token are.
+    """
+    responses = by_response([example.responses for example in examples])
+    prompts = by_response([[example.prompt] * len(example.responses) for example in examples])
+    rows = [prompt + response[:-1] for prompt, response in zip(prompts, responses, strict=True)]
+    width = max(map(len, rows))
+    starts = [row * width + len(prompt) for row, prompt in enumerate(prompts)]
+    ids = [row + [0] * (width - len(row)) for row in rows]
+    return ids, [(start - 1, start) for start in starts]
 
 
-def _pack(examples: Sequence[Example]) -> tuple[list[list[int]], list[int], list[list[int]], list]:
-    """Return token ids [1, T], hidden_index [N], position ids [1, T] and spans of a packed row."""
+def _pack(examples: Sequence[Example]) -> tuple[list, list[tuple[int, int]], list, list]:
+    """Return token ids [1, T] of a packed row, and starts as in `_pad`.
+
+    Also return position ids [1, T] and, for each example, the numbers of tokens in its parts.
+    """
     ids: list[int] = []
     position_ids: list[int] = []
     spans = []
-    hidden_index = []  # for each example, for each response
+    starts = []  # for each example, for each response
     for example in examples:
-        packed = example.to_packed()
-        start = len(ids)
-        of_example = []
-        for positions in packed.hidden_index:
-            of_example.append([start + position for position in positions])
-        hidden_index.append(of_example)
-        ids += packed.input_ids
-        position_ids += packed.position_ids
-        spans.append(packed.span)
-    flat_index = list(itertools.chain(*by_response(hidden_index)))
-    return [ids], flat_index, [position_ids], spans
+        ids += example.prompt
+        prompt_end = len(ids) - 1
+        length = len(example.prompt)
+        position_ids += range(length)
+        starts.append([])
+        span = [length]
+        for response in example.responses:
+            starts[-1].append((prompt_end, len(ids)))
+            ids += response[:-1]
+            position_ids += range(length, length + len(response) - 1)
+            span.append(len(response) - 1)
+        spans.append((*span, 0)[:3])  # a single response has no rejected tokens
+    return [ids], by_response(starts), [position_ids], spans
 
 
 class Scorer(ScorerModule):
@@ -229,9 +199,9 @@ class Scorer(ScorerModule):
         super().__init__()
         self.model = model
         self.autocast = autocast  # torch.bfloat16, torch.float16 or None
-        self.full_logits = False  # use the model's logits of all tokens, see fast/__init__.py
+        self.full_logits = False  # use the model's logits of all tokens, see fast/self_test.py
         self.max_tokens = math.inf  # of one micro-batch; a longer example gets one of its own
-        self.shared = False  # pack the examples of a batch, see fast/__init__.py
+        self.shared = False  # pack the examples of a batch, see fast/self_test.py
         self.attention = model.config._attn_implementation  # of padded rows and of generation
         self.gathered = contextlib.nullcontext  # a context in which a sharded layer is complete
 
@@ -246,16 +216,27 @@ class Scorer(ScorerModule):
     def token_logps(self, batch: Batch) -> Tensor:
         """Return the log-probs of the target tokens, [N] in fp32."""
         with self.autocasting(batch.ids.device):
+            states = self.states(batch)
             if self.full_logits:
-                logits = self.model(input_ids=batch.ids, **batch.model_kwargs).logits
-                predicting = logits.flatten(0, 1).index_select(0, batch.hidden_index)  # [N, V]
-                return picked_logps(predicting, batch.targets)
-            backbone, head = self.backbone_and_head()
-            output = backbone(input_ids=batch.ids, use_cache=False, **batch.model_kwargs)
-            # [N, D]; index_select, because the backward of hidden[index] sorts the index
-            hidden = output.last_hidden_state.flatten(0, 1).index_select(0, batch.hidden_index)
+                return picked_logps(states, batch.targets)
+            head = self.backbone_and_head()[1]
             with self.gathered(head):
-                return head_logps(head, hidden, batch.targets)
+                return head_logps(head, states, batch.targets)
+
+    def states(self, batch: Batch) -> Tensor:
+        """Return the last hidden states that predict the targets, [N, D].
+
+        With full_logits, return the model's logits instead, [N, V].
+        """
+        with self.autocasting(batch.ids.device):
+            if self.full_logits:
+                states = self.model(input_ids=batch.ids, **batch.model_kwargs).logits
+            else:
+                backbone = self.backbone_and_head()[0]
+                output = backbone(input_ids=batch.ids, use_cache=False, **batch.model_kwargs)
+                states = output.last_hidden_state
+        # not states[index], whose backward sorts the index
+        return states.flatten(0, 1).index_select(0, batch.hidden_index)
 
     def autocasting(self, device: torch.device) -> torch.autocast:
         """Return the context in which the model computes."""
@@ -273,14 +254,9 @@ class Scorer(ScorerModule):
     def set_layout(self, shared: bool) -> None:
         """Pack the examples of the following batches, or pad them."""
         self.shared = shared
-        attention = self.attention
-        if shared:
-            from ddp_utils.fast import shared_prefix
+        self.unwrap().set_attn_implementation(shared_prefix.NAME if shared else self.attention)
 
-            attention = shared_prefix.NAME
-        self.unwrap().set_attn_implementation(attention)
-
-    def collate(self, examples: Sequence[Example], device: torch.device | str) -> Batch:
+    def collate(self, examples: Sequence[Example], device: Device) -> Batch:
         """Return the batch of these examples in this scorer's layout."""
         return collate(examples, device, self.shared)
 
@@ -289,8 +265,7 @@ class Scorer(ScorerModule):
     ) -> list[MicroBatch]:
         """Return this rank's micro-batches, of up to `size` rows, of some rows of `examples`."""
         lengths = {row: examples[row].num_forward_tokens(self.shared) for row in rows}
-        padded = not self.shared
-        return assign_micro_batches(rows, lengths, world, size, padded, self.max_tokens)
+        return assign_micro_batches(rows, lengths, world, size, not self.shared, self.max_tokens)
 
     @contextlib.contextmanager
     def generating(self, device: torch.device) -> Iterator[None]:
@@ -314,20 +289,16 @@ class Scorer(ScorerModule):
 
     def numerics(self, device: torch.device) -> dict[str, str]:
         """Return what log-probs depend on besides model and data: precision, kernels, versions."""
-        facts = {
-            "dtype": next(self.model.parameters()).dtype,
-            "autocast": self.autocast,
+        return {
+            "dtype": str(next(self.model.parameters()).dtype),
+            "autocast": str(self.autocast),
             "matmul_precision": torch.get_float32_matmul_precision(),
             "device": device.type,
-            "prompt shared": self.shared,
-            "full logits": self.full_logits,
-            "memory-efficient modules": sum(
-                hasattr(m, "is_memory_efficient") for m in self.model.modules()
-            ),
+            "layout": "shared" if self.shared else "separate",
+            "head": "full logits" if self.full_logits else "fast",
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         }
-        return {name: str(value) for name, value in facts.items()}
 
 
 def picked_logps(logits: Tensor, targets: Tensor) -> Tensor:
@@ -346,9 +317,7 @@ def head_logps(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
     is_trained = any(parameter.requires_grad for parameter in head.parameters())
     has_hooks = head._forward_hooks or head._forward_pre_hooks
     if type(head) is nn.Linear and not is_trained and not has_hooks and hidden.requires_grad:
-        from ddp_utils.fast.frozen_head import FrozenHead
-
-        return FrozenHead.apply(hidden, targets, head.weight, head.bias, size)
+        return frozen_head.FrozenHead.apply(hidden, targets, head.weight, head.bias, size)
 
     def of_chunk(states: Tensor, labels: Tensor) -> Tensor:
         return picked_logps(head(states), labels)
@@ -382,7 +351,7 @@ def score(
     world: World,
     micro_batch_size: int,
     stop_if_requested: Callable[[], None] = lambda: None,
-    rows: Sequence[int] | np.ndarray | None = None,
+    rows: Sequence[int] | None = None,
 ) -> Tensor:
     """Return the summed log-probs of all examples, without dropout, [number of examples, S].
 
@@ -390,16 +359,16 @@ def score(
 
     rows: the examples to score, such as Plan.rows_used(); those of the others are NaN.
     """
-    used = np.arange(len(examples)) if rows is None else np.asarray(rows, dtype=int)
-    micro_batches = scorer.micro_batches(used.tolist(), examples, world, micro_batch_size)
+    rows = list(range(len(examples)) if rows is None else rows)
+    table = torch.full((len(examples), len(examples[0].responses)), torch.nan, device=world.device)
+    if not rows:
+        return table
+    micro_batches = scorer.micro_batches(rows, examples, world, micro_batch_size)
     scores = []
     with dropout_off(scorer):
         for micro_batch in micro_batches:
             stop_if_requested()
             batch = scorer.collate([examples[row] for row in micro_batch.index], world.device)
             scores.append(torch.stack(scorer(batch), -1))  # [B, S]
-    if not scores:
-        return torch.full((len(examples), 2), torch.nan, device=world.device)
-    table = distributed.gather_by_index(len(examples), micro_batches, scores, world)
-    table[np.setdiff1d(np.arange(len(examples)), used)] = torch.nan
+    table[rows] = distributed.gather_by_index(len(examples), micro_batches, scores, world)[rows]
     return table

@@ -40,20 +40,6 @@ class Student(logps.Scorer):
         rows = batch.student.cells[0]
         return (costs.new_zeros(len(batch.tokens)).index_add(0, rows, costs),)
 
-    def states(self, batch: logps.Batch) -> Tensor:
-        """Return the last hidden states that predict the replies [N, D].
-
-        If the output layer is not a plain one, return the model's logits [N, V].
-        """
-        with self.autocasting(batch.ids.device):
-            if self.full_logits:
-                states = self.model(input_ids=batch.ids, **batch.model_kwargs).logits
-            else:
-                backbone = self.backbone_and_head()[0]
-                output = backbone(input_ids=batch.ids, use_cache=False, **batch.model_kwargs)
-                states = output.last_hidden_state
-            return states.flatten(0, 1).index_select(0, batch.hidden_index)
-
     @torch.no_grad()
     def teach(self, batch: Batch) -> Batch:
         """Return the batch with the states of the prompted base model."""

@@ -4,14 +4,13 @@ B rows, N tokens of all replies, D width, V vocabulary size.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ddp_utils import UserError, data, logps
 from ddp_utils.chat_template import Encoder
-from ddp_utils.logps import ModelInput, PackedInput, pack_single
 
 QUESTION = ("question", "prompt", "turns", "instruction")  # GSM8K, others, MT-Bench, Alpaca
 
@@ -35,21 +34,20 @@ class Trajectory(NamedTuple):
         return len(self.teacher) + len(self.reply)
 
     @property
-    def targets(self) -> list[list[int]]:
+    def prompt(self) -> list[int]:
+        return self.student
+
+    @property
+    def responses(self) -> list[list[int]]:
         return [self.reply]
+
+    @property
+    def targets(self) -> list[Sequence[int]]:
+        return [range(len(self.reply))]
 
     def num_forward_tokens(self, shared: bool) -> int:
         """Return the tokens of the longer input, the teacher's: padding is by its length."""
         return self.num_tokens - 1
-
-    def to_padded(self) -> list[ModelInput]:
-        """Return the student's sequence of a padded batch."""
-        first = len(self.student) - 1
-        hidden_index = range(first, first + len(self.reply))
-        return [ModelInput(self.student + self.reply[:-1], hidden_index)]
-
-    def to_packed(self) -> PackedInput:
-        return pack_single(self.to_padded()[0])
 
 
 class Batch(NamedTuple):

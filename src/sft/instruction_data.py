@@ -11,13 +11,13 @@ it: the same tokens as if each reply were a row of its own.
 """
 
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from ddp_utils import UserError, conversations, data, preference_data
 from ddp_utils.chat_template import Encoder, Prompt, Reply, common_prefix, plain_text, reply_text
 from ddp_utils.data import DataFile, Record, Rows
-from ddp_utils.logps import ModelInput, PackedInput, pack_single
 from ddp_utils.preference_data import Shape, Unusable
 
 SHAPES = [  # the first one whose two fields (or one) a row has
@@ -54,19 +54,15 @@ class Text(NamedTuple):
         return {"prompt": len(self.prompt), "reply": len(self.reply), "trained": self.trained}
 
     @property
-    def targets(self) -> list[list[int]]:
-        return [[token for token, on in zip(self.reply, self.scored, strict=True) if on]]
+    def responses(self) -> list[list[int]]:
+        return [self.reply]
+
+    @property
+    def targets(self) -> list[Sequence[int]]:
+        return [[index for index, on in enumerate(self.scored) if on]]
 
     def num_forward_tokens(self, shared: bool) -> int:
         return self.num_tokens - 1
-
-    def to_padded(self) -> list[ModelInput]:
-        before = len(self.prompt) - 1
-        hidden_index = [before + index for index, on in enumerate(self.scored) if on]
-        return [ModelInput((self.prompt + self.reply)[:-1], hidden_index)]
-
-    def to_packed(self) -> PackedInput:
-        return pack_single(self.to_padded()[0])
 
 
 class Encoded(NamedTuple):
