@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ddp_utils import SettingError, cli, loggers
+from ddp_utils import SettingError, cli
 
 
 @dataclass
@@ -85,7 +85,7 @@ class Config:
     stop_after_minutes: float = 0.0  # save and exit with status 85 after this time; 0: no limit
     restart: bool = False  # start from scratch; an unfinished run is moved aside
     log_every: int = 1  # steps between printed lines; metrics.jsonl has every step
-    report_to: loggers.Name = "tensorboard"  # logger in addition to metrics.jsonl and plots
+    report_to: Literal["tensorboard", "wandb", "none"] = "tensorboard"  # logger besides the files
     seed: int = 0  # random seed of data order, data split and LoRA initialization
     deterministic: bool = False  # use deterministic kernels; slower
     check: bool = False  # read and check everything, then exit without training

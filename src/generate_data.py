@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from ddp_utils import Stop, UserError, data, distributed, loggers, logps, lora, models, sampling
+from ddp_utils import Stop, UserError, data, distributed, logps, lora, models, sampling, terminal
 from ddp_utils.chat_template import Encoder
 from ddp_utils.checkpoints import check_writable, lock, move_aside
 from ddp_utils.distributed import World
@@ -193,7 +193,7 @@ def sample(
     starts = range(0, len(prompts), size)
     groups = distributed.on_main(world, lambda: read_groups(file))
     replies: Replies = sum(groups, [])
-    bar = loggers.Bar(world.is_main)
+    bar = terminal.Bar(world.is_main)
     if groups and world.is_main:
         bar.say(f"resumed after {len(replies)} of {len(prompts)} replies")
     bar.begin("Generating", len(starts), len(groups))
@@ -278,7 +278,7 @@ def main(argv: list[str] | None = None) -> int:
         header = {"ranks": f"{world.world_size} x {world.device.type}", "model": config.model_name}
         header |= {"prompt": x0.strip(), "replies": about, "retain": retain}
         for name, text in header.items():
-            print(loggers.row(name, data.printable(text)), flush=True)
+            print(terminal.row(name, data.printable(text)), flush=True)
 
     locks: list[Any] = []  # of rank 0
     distributed.on_main(world, begin)

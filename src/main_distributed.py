@@ -263,7 +263,6 @@ def describe_run(
     strategy = sharding.choose(config.strategy)
     return runs.RunSpec(
         folder=Path(config.result_dir),
-        flag="--result_dir",
         steps=plan.steps,
         inputs=inputs,
         bytes_needed=policies.bytes_to_write(meta_model, checkpoints, lora_r),

@@ -245,7 +245,6 @@ def describe_run(
     lora_r = config.lora_r if config.fine_tuning == "lora" else None
     spec = runs.RunSpec(
         folder=Path(config.output_dir),
-        flag="--output_dir",
         steps=plan.steps,
         inputs=inputs,
         bytes_needed=policies.bytes_to_write(meta_model, checkpoints, lora_r),

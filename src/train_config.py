@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Literal, cast
 
-from ddp_utils import SettingError, cli, loggers, yaml_config
+from ddp_utils import SettingError, cli, yaml_config
 
 
 @dataclass
@@ -91,7 +91,7 @@ class Distributed:
 class Output:
     # section output
     output_dir: str = "results/train"  # folder for model, metrics, plots and checkpoints
-    report_to: loggers.Name = "tensorboard"  # logger in addition to metrics.jsonl and plots
+    report_to: Literal["tensorboard", "wandb", "none"] = "tensorboard"  # logger besides the files
     eval_every: int = 0  # steps between validations; 0: after each epoch
     save_every: int = 0  # steps between checkpoints; 0: after each epoch and every 15 minutes
     keep_checkpoints: int = 2  # number of most recent checkpoints to keep

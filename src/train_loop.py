@@ -267,7 +267,7 @@ def main(argv: list[str] | None = None) -> int:
     inputs = inputs_of(config, all_rows, plan.global_batch, judge, meta_model)
     size = bytes_to_write(meta_model, checkpoints, config.lora_r)
     folder = Path(config.out_dir)
-    spec = RunSpec(folder, "--out_dir", plan.steps, inputs, size, reports, lines)
+    spec = RunSpec(folder, plan.steps, inputs, size, reports, lines)
     spec = spec._replace(save_best=config.save_best)
     if config.check:
         distributed.choose_device(world, config.backend)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ad import environments
-from ddp_utils import SettingError, UserError, cli, loggers, yaml_config
+from ddp_utils import SettingError, UserError, cli, yaml_config
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Config:
     keep_checkpoints: int = 2  # number of most recent checkpoints to keep
     stop_after_minutes: float = 0.0  # save and exit with status 85 after this time; 0: no limit
     restart: bool = False  # start from scratch; an unfinished run is moved aside
-    report_to: loggers.Name = "tensorboard"  # logger in addition to metrics.jsonl and plots
+    report_to: Literal["tensorboard", "wandb", "none"] = "tensorboard"  # logger besides the files
     seed: int = 0  # random seed of window order and model initialization
     deterministic: bool = False  # use deterministic kernels; slower
     check: bool = False  # read and check everything, then exit without training

@@ -28,7 +28,7 @@ from ad import sources, windows
 from ad.config import Config
 from ad.model import Cache, Model, Tokens
 from ddp_utils import UserError, data, distributed
-from ddp_utils.checkpoints import check_writable, read_json
+from ddp_utils.checkpoints import check_writable
 
 Array = np.ndarray
 Returns = dict[str, Array]  # what is evaluated -> mean return of each task and episode [G, E]
@@ -228,7 +228,7 @@ def draw(file: Path, summary: dict, returns: Returns, optimum: Array, random: Ar
 def load(folder: Path) -> tuple[Model, Config]:
     """Return the model and the settings of a run; raise UserError if the run has not finished."""
     try:
-        config = Config(**read_json(folder / "config.json"))
+        config = Config(**data.read_json(folder / "config.json"))
         model = Model(config).eval()
         model.load_state_dict(load_file(folder / "model" / "model.safetensors"))
     except (TypeError, UserError, FileNotFoundError, RuntimeError):

@@ -35,7 +35,7 @@ from ad import evaluate, windows
 from ad.config import Config
 from ad.model import Distiller, Model
 from ad.windows import Histories
-from ddp_utils import NonFiniteError, UserError, checks, distributed, loggers, metrics, sampler
+from ddp_utils import NonFiniteError, UserError, checks, distributed, metrics, sampler, terminal
 from ddp_utils.data import digest_of_files, resolve
 from ddp_utils.distributed import World
 from ddp_utils.policy import Policy, Precision, bytes_to_write, check_same_precision, make_optimizer
@@ -163,7 +163,7 @@ def validate(step: int, policy: Policy, data: Histories, config: Config, run: Ru
         run.results["val"] = values
     if is_due(config.gen_interval, step, config):
         summary, returns = evaluate.evaluate_agent(distiller.model, config, compare=is_last)
-        run.say(loggers.row("agent", evaluate.describe(summary)))
+        run.say(terminal.row("agent", evaluate.describe(summary)))
         run.results["test"] = summary
         values |= {name: value for name, value in summary.items() if value is not None}
         if is_last:
@@ -201,7 +201,7 @@ def main(argv: list[str] | None = None) -> int:
     inputs = {"global_batch": str(global_batch)}
     size = bytes_to_write(model, config.keep_checkpoints + 1)
     lines = notes(config, world, path)
-    spec = RunSpec(Path(config.output_dir), "--output_dir", steps, inputs, size, lines=lines)
+    spec = RunSpec(Path(config.output_dir), steps, inputs, size, lines=lines)
     if config.check:
         return check(spec, config, world)
 

@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ddp_utils import UserError, data, distributed, loggers
+from ddp_utils import UserError, data, distributed
 from ddp_utils.distributed import World
 
 MANIFEST = "manifest.json"
@@ -33,50 +33,45 @@ FREE += " num_workers ckpt_interval eval_interval gen_interval summary_interval"
 ANNOUNCED = "max_steps num_epochs train_timesteps save_best strategy use_fsdp fsdp_config"
 ANNOUNCED += " use_deepspeed deepspeed_config"
 # where these count per process, the inputs have their product with the number of processes
-PER_PROCESS = "batch_size micro_batch_size train_batch_size gradient_accumulation_steps"
+PER_PROCESS = " batch_size micro_batch_size train_batch_size gradient_accumulation_steps"
 # parts of the environment that change numbers only by rounding
 ROUNDING = ("world_size", "device", "threads", "versions")
 
 
 def write(
-    folder: str | Path,
-    step: int,
-    tensors: dict[str, Tensor],
-    facts: dict[str, Any],
-    world: World = ALONE,
-    is_sharded: bool = False,
+    folder: Path, step: int, tensors: dict[str, Tensor], facts: dict[str, Any], world: World = ALONE
 ) -> Path:
     """Write folder/step-N atomically; all ranks must call this.
 
-    tensors: on rank 0 the full state; if it is sharded, on each rank its own part.
+    tensors: on rank 0 the full state, or on each rank its own part if there is a `shard_layout`.
     facts: plain data for the manifest. On an error nothing is left behind.
     """
     target = path_of(folder, step)
     temporary = data.temporary_of(target)
     names = [STATE]
-    if is_sharded:
+    if facts.get("shard_layout"):
         ranks = range(world.world_size)
         names = [f"state-{rank:05d}-of-{world.world_size:05d}.safetensors" for rank in ranks]
+    digests = torch.zeros(world.world_size, 32, device=world.device)  # SHA-256 of each rank's file
 
-    def write_own_file() -> str:
-        if world.rank >= len(names):
-            return ""
-        path = temporary / names[world.rank]
-        with data.write_file(path, target) as file:
-            save_file({name: value.contiguous().cpu() for name, value in tensors.items()}, file)
-        return data.sha256(path)
+    def write_own_file() -> None:
+        if world.rank < len(names):
+            path = temporary / names[world.rank]
+            with data.write_file(path, target) as file:
+                save_file({name: value.contiguous().cpu() for name, value in tensors.items()}, file)
+            digests[world.rank] = torch.tensor([*bytes.fromhex(data.sha256(path))])
 
-    # the folder is open on rank 0 until all ranks have written their files
+    # rank 0 creates the folder before all ranks write their files, and renames it afterwards
     with contextlib.ExitStack() as stack:
         distributed.on_main(world, lambda: str(stack.enter_context(data.write_folder(target))))
-        digest = distributed.on_each(world, write_own_file)
-        digests = gather_digests(digest, world) if is_sharded else [digest]
+        distributed.on_each(world, write_own_file)
+        gathered = distributed.all_sum(digests, world).byte().tolist()
 
         def finish() -> None:
             files = {}
-            for name, digest in zip(names, digests, strict=True):
+            for name, digest in zip(names, gathered, strict=False):
                 size = (temporary / name).stat().st_size
-                files[name] = {"size": size, "sha256": digest}
+                files[name] = {"size": size, "sha256": bytes(digest).hex()}
             write_manifest(temporary, {**facts, "step": step, "files": files})
             stack.close()
 
@@ -84,16 +79,9 @@ def write(
     return target
 
 
-def gather_digests(digest: str, world: World) -> list[str]:
-    """Return the SHA-256 of every rank's file on all ranks."""
-    table = torch.zeros(world.world_size, 32, device=world.device)
-    table[world.rank] = torch.tensor([*bytes.fromhex(digest)], dtype=torch.float32)
-    return [bytes(row).hex() for row in distributed.all_sum(table, world).byte().tolist()]
-
-
-def path_of(folder: str | Path, step: int) -> Path:
+def path_of(folder: Path, step: int) -> Path:
     """Return the path of the checkpoint after `step` steps."""
-    return Path(folder) / f"step-{step:08d}"
+    return folder / f"step-{step:08d}"
 
 
 def step_of(path: Path) -> int:
@@ -107,17 +95,10 @@ def write_manifest(folder: Path, content: dict[str, Any]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a folder; raise ValueError if it is missing or damaged."""
-    path = Path(folder) / MANIFEST
-    if not path.is_file():
-        raise ValueError(f"{MANIFEST} is missing")
-    try:
-        content = json.loads(path.read_bytes())
-        is_intact = content.pop("sha256") == digest_of(content)
-    except (ValueError, KeyError, AttributeError, TypeError):  # not JSON, or not an object
-        is_intact = False
-    if not is_intact:
-        raise ValueError(f"{MANIFEST} does not match its SHA-256")
+    """Return the manifest of a folder; raise ValueError if it is damaged."""
+    content = json.loads((folder / MANIFEST).read_bytes())
+    if content.pop("sha256") != digest_of(content):
+        raise ValueError
     return content
 
 
@@ -130,15 +111,11 @@ def find_problem(path: Path) -> str | None:
     """Return what is wrong with a checkpoint, or None if it is intact."""
     try:
         manifest = read_manifest(path)
-        if manifest["step"] != step_of(path):
-            return f"it was written after step {manifest['step']} and renamed"
         for name, file in manifest["files"].items():
-            if (path / name).stat().st_size != file["size"]:
-                return f"{name} does not have its size"
             if data.sha256(path / name) != file["sha256"]:
                 return f"{name} does not match its SHA-256"
-    except ValueError as error:
-        return str(error)
+    except (ValueError, KeyError, AttributeError, TypeError):  # not JSON, or other content
+        return f"{MANIFEST} does not match its SHA-256"
     except OSError as error:
         return f"{Path(error.filename).name}: {error.strerror}"
     return None
@@ -147,7 +124,7 @@ def find_problem(path: Path) -> str | None:
 def find_newest(folder: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
     """Return the newest intact checkpoint, and newer ones with what is wrong with them."""
     damaged: list[tuple[Path, str]] = []
-    for path in sorted(all_in(folder), key=step_of, reverse=True):
+    for path in reversed(all_in(folder)):
         problem = find_problem(path)
         if problem is None:
             return path, damaged
@@ -160,6 +137,11 @@ def read(path: Path, rank: int = 0) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
     rank: whose file is read, if each rank has its own.
     """
+    if not path.exists():
+        raise UserError(
+            f"{path}: rank {rank} does not see the checkpoint that rank 0 sees; "
+            "the run folder must be on a disk that all nodes can read"
+        )
     manifest = read_manifest(path)
     names = sorted(manifest["files"])
     return load_file(path / names[rank if len(names) > 1 else 0]), manifest
@@ -168,32 +150,18 @@ def read(path: Path, rank: int = 0) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def remove_old(folder: Path, keep: int, step: int, best: int | None = None) -> None:
     """Remove all but the newest `keep` checkpoints and the one of the best step.
 
-    step: the newest intact checkpoint; later ones are damaged and go first.
+    step: the newest intact checkpoint; later ones are damaged and are removed as well.
     """
-    ordered = sorted(all_in(folder), key=lambda path: (step_of(path) <= step, step_of(path)))
-    old = [path for path in ordered[:-keep] if step_of(path) != best]
-    for path in (*old, *Path(folder).glob(".tmp-step-*")):
+    paths = all_in(folder)
+    kept = [path for path in paths if step_of(path) <= step][-keep:]
+    old = [path for path in paths if path not in kept and step_of(path) != best]
+    for path in (*old, *folder.glob(".tmp-step-*")):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def all_in(folder: Path) -> list[Path]:
-    """Return the paths of all checkpoints in a folder, in no order."""
-    paths = Path(folder).glob("step-*")
-    return [path for path in paths if path.name.removeprefix("step-").isdecimal()]
-
-
-def check_visible(path: Path, world: World) -> None:
-    """Raise UserError unless this rank sees the checkpoint that rank 0 sees."""
-
-    def read_own() -> str:
-        manifest = path / MANIFEST
-        return manifest.read_text(encoding="utf-8") if manifest.is_file() else ""
-
-    if read_own() != distributed.on_main(world, read_own):
-        raise UserError(
-            f"{path}: rank {world.rank} does not see the checkpoint that rank 0 sees; "
-            "the run folder must be on a disk that all nodes can read"
-        )
+    """Return the paths of all checkpoints in a folder, the oldest first."""
+    return sorted(folder.glob("step-" + 8 * "[0-9]"))
 
 
 # --- the folder of a run -------------------------------------------------------------------------
@@ -203,7 +171,6 @@ class RunSpec(NamedTuple):
     """What a run will do, before a model is loaded."""
 
     folder: Path
-    flag: str  # the setting that names the folder
     steps: int  # optimizer steps of the full run
     inputs: dict[str, str]  # name -> digest of everything that the run reads
     bytes_needed: int  # on the disk, at least
@@ -230,162 +197,111 @@ def inspect(spec: RunSpec, settings: dict, facts: dict, restart: bool = False) -
     settings: as settings_of() returns them; facts: as environment() returns them.
     Raises UserError if the folder cannot be written, or holds a run that cannot be resumed.
     """
-    folder = spec.folder
-    loggers.check(settings["report_to"])
-    check_writable(spec.flag, folder, spec.bytes_needed)
-    state = FolderState()
-    if (folder / "config.json").exists():
-        state = inspect_earlier_run(spec, settings, facts, restart)
-    elif (folder / "checkpoints").exists():
-        raise UserError(f"{folder}: has checkpoints but no config.json; use another folder")
+    check_writable("run folder", spec.folder, spec.bytes_needed)
+    state, saved = FolderState(), {}
+    if (spec.folder / "config.json").exists():
+        saved = data.read_json(spec.folder / "config.json")
+        state = inspect_earlier_run(spec, saved, settings, facts, restart)
     if spec.model_folder and state.action != "finished":
-        check_model_folder(spec.model_folder, folder, state.action == "resume")
+        is_own = state.action == "resume" and saved.get("output_dir") == str(spec.model_folder)
+        check_model_folder(spec.model_folder, spec.folder, is_own)
     return state
 
 
-def inspect_earlier_run(spec: RunSpec, settings: dict, facts: dict, restart: bool) -> FolderState:
-    """Compare the run in a folder with one that is about to start; see inspect()."""
+def inspect_earlier_run(
+    spec: RunSpec, saved: dict, settings: dict, facts: dict, restart: bool
+) -> FolderState:
+    """Compare the run in a folder, which has the settings `saved`, with one about to start."""
     folder = spec.folder
-    if (folder / ".lock").exists():
-        lock(folder).release()
-    saved_facts = read_json(folder / "environment.json")
-    summary_file = folder / "summary.json"
-    summary = read_json(summary_file) if summary_file.exists() else {}
-    free = f"{FREE} {PER_PROCESS}" if "global_batch" in spec.inputs else FREE
-    changed = differences(read_json(folder / "config.json"), settings, free.split())
-    changed += differences(saved_facts.get("inputs", {}), spec.inputs)
-    is_finished = summary.get("status") == "finished"
-    # a process that the launcher has started again has the same flags
-    is_again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    is_again = is_again and summary.get("run_id") == os.environ.get("TORCHELASTIC_RUN_ID")
-    if (restart and not is_again) or (is_finished and changed):
+    saved_facts = data.read_json(folder / "environment.json")
+    free = FREE + PER_PROCESS if "global_batch" in spec.inputs else FREE
+    changed = differences(saved, settings, free.split())
+    changed |= differences(saved_facts.get("inputs", {}), spec.inputs)
+    is_finished = data.read_json(folder / "summary.json").get("status") == "finished"
+    is_first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    if (restart and is_first_start) or (is_finished and changed):
         return FolderState("move aside")
     if is_finished:
-        return FolderState("finished")
+        line = f"{folder}: this run is already finished (same settings and data)"
+        return FolderState("finished", [line])
 
     path, damaged = find_newest(folder / "checkpoints")
+    problems = [f"{bad} is not used: {problem}" for bad, problem in damaged]
     if damaged and not path:
-        raise UserError(
-            f"{damaged[0][0]}: {damaged[0][1]}, and there is no intact checkpoint; "
-            "use --restart to move this run aside and start from scratch"
-        )
+        raise UserError(f"{problems[0]}; no checkpoint is intact; use --restart to start again")
     if changed and not path:  # nothing is lost
         return FolderState("move aside")
-    check_settings(folder, changed)
     manifest = read_manifest(path) if path else {"step": 0, "metrics_bytes": 0}
-    check_length(spec, manifest)
-    lines = [f"warning: {bad} is not used: {problem}" for bad, problem in damaged]
-    lines += [f"{line}, from here on" for line in changed]
-    for line in differences({name: saved_facts.get(name) for name in ROUNDING}, facts):
-        lines.append(f"{line}; results are equal up to rounding")
-    saved_code = saved_facts.get("code", {})
-    edited = [name for name in saved_code if facts["code"].get(name) != saved_code[name]]
-    if edited:
-        lines.append(f"warning: the code has changed since the last start: {', '.join(edited)}")
-    lines.append(f"{folder}: this run is not finished: resumes after step {manifest['step']}")
-    return FolderState("resume", lines, manifest["step"], manifest["metrics_bytes"])
-
-
-def differences(saved: dict, now: dict, free: Sequence[str] = ()) -> list[str]:
-    """Return `name: saved -> now` for each value that differs; new names do not count."""
-    names = [name for name in saved if name in now and name not in free]
-    return [f"{name}: {saved[name]} -> {now[name]}" for name in names if saved[name] != now[name]]
-
-
-def check_settings(folder: Path, changed: Sequence[str]) -> None:
-    """Raise UserError if an unfinished run has other settings that change its numbers."""
-    conflicts = []
-    for line in changed:
-        name = line.partition(":")[0].removeprefix("content of ")
-        if name not in ANNOUNCED.split():
-            conflicts.append(line)
+    step, layout = manifest["step"], manifest.get("shard_layout")
+    conflicts = [line for name, line in changed.items() if name not in ANNOUNCED.split()]
+    if step > spec.steps:
+        conflicts.append(f"max_steps: {step} are done -> {spec.steps}")
+    if layout and layout != spec.shard_layout:
+        conflicts.append(f"parts of a checkpoint: {layout} -> {spec.shard_layout or 'one file'}")
     if conflicts:
         raise UserError(
             f"{folder} has an unfinished run with other settings: {', '.join(conflicts)}; "
             "use the old ones to resume it, --restart to start from scratch, or another folder"
         )
+    lines = [f"warning: {problem}" for problem in problems]
+    lines += [f"{line}, from here on" for line in changed.values()]
+    for name, line in differences(saved_facts, facts).items():
+        if name in ROUNDING:
+            lines.append(f"{line}; results are equal up to rounding")
+    edited = differences(saved_facts.get("code", {}), facts["code"])
+    if edited:
+        lines.append(f"warning: the code has changed since the last start: {', '.join(edited)}")
+    lines.append(f"{folder}: this run is not finished: resumes after step {step}")
+    return FolderState("resume", lines, step, manifest["metrics_bytes"])
 
 
-def check_length(spec: RunSpec, manifest: dict[str, Any]) -> None:
-    """Raise UserError if a checkpoint is of a longer run, or of ranks that split it otherwise."""
-    step = manifest["step"]
-    if step > spec.steps:
-        raise UserError(
-            f"--max_steps: {spec.folder} has already done {step} steps, expected at most "
-            f"{spec.steps}; use a larger number"
-        )
-    layout = manifest.get("shard_layout")
-    if layout and layout != spec.shard_layout:
-        raise UserError(
-            f"{spec.folder}: each process has saved its own part: {layout}; this run is "
-            f"{spec.shard_layout or 'another strategy, or one process'}; "
-            "use the same strategy and the same number of processes"
-        )
+def differences(saved: dict, now: dict, free: Sequence[str] = ()) -> dict[str, str]:
+    """Return name -> `name: saved -> now` of each value that differs; new names do not count."""
+    lines = {}
+    for name, value in saved.items():
+        if name in now and name not in free and value != now[name]:
+            lines[name.removeprefix("content of ")] = f"{name}: {value} -> {now[name]}"
+    return lines
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file of a run folder; raise UserError if that fails."""
-    try:
-        return data.read_json(path)
-    except UserError as error:
-        raise UserError(f"{error}; move {path.parent} away, or use another folder") from error
-
-
-def check_writable(flag: str, folder: Path, needed: int = 0) -> None:
+def check_writable(place: str, folder: Path, needed: int = 0) -> None:
     """Raise UserError if `needed` bytes cannot be written to a folder, which may not exist yet.
 
     Symbolic links are not supported: where others may write, they could lead to other files.
+    place: what errors begin with, such as the flag that names the folder.
     """
-    try:
-        has_links = folder.is_symlink() or any(path.is_symlink() for path in folder.glob("*"))
-    except OSError as error:  # the name is too long, or the folder cannot be read
-        reason = f"{str(folder)[:80]}: {error.strerror}"
-        raise UserError(f"{flag}: {reason}; use another folder") from error
-    if has_links:
-        raise UserError(f"{flag}: {folder} is or has a symbolic link; use another folder")
-    parent = folder
-    while not (parent.exists() or parent.is_symlink()):
-        parent = parent.parent
-    if not parent.is_dir():
-        raise UserError(f"{flag}: {parent} is not a folder")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise UserError(f"{flag}: {parent} cannot be written; use another folder")
+    if folder.is_symlink() or any(path.is_symlink() for path in folder.glob("*")):
+        raise UserError(f"{place}: {folder} is or has a symbolic link; use another folder")
+    parent = next(path for path in (folder, *folder.parents) if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise UserError(f"{place}: {parent} is not a folder that you can write; use another one")
     free = shutil.disk_usage(parent).free
     if free < needed:
         raise UserError(
-            f"{flag}: {free >> 20} MiB are free at {parent}, checkpoints and model need "
-            f"{needed >> 20}; use a smaller --keep_checkpoints, or another folder"
+            f"{place}: {free >> 20} MiB are free at {parent}, the run needs {needed >> 20}; "
+            "use a smaller --keep_checkpoints, or another folder"
         )
 
 
-def check_model_folder(output: Path, folder: Path, is_resumed: bool) -> None:
-    """Raise UserError if writing the model to `output` would replace other files."""
+def check_model_folder(output: Path, folder: Path, is_own: bool) -> None:
+    """Raise UserError if the model of the run in `folder` would replace other files in `output`."""
     check_writable("--output_dir", output)
     model, target, run = (path.resolve() for path in (folder / "model", output, folder))
     if target != model and (run.is_relative_to(target) or target.is_relative_to(run)):
         raise UserError(f"--output_dir: {output} contains the run, or is in it; use another folder")
-    saved = read_json(folder / "config.json").get("output_dir") if is_resumed else None
-    if (saved is None or Path(saved) != output) and any(output.glob("*")):
+    if not is_own and any(output.glob("*")):
         raise UserError(f"--output_dir: {output} is not empty; use another folder")
 
 
 def lock(folder: Path) -> FileLock:
     """Lock a folder until this process ends; raise UserError if another process has locked it."""
-    held = FileLock(Path(folder) / ".lock", timeout=0)
+    held = FileLock(folder / ".lock", timeout=0)
     try:
         held.acquire()
     except Timeout:
-        raise UserError(in_use(folder)) from None
+        where = f"its host and process are in {folder}/environment.json"
+        raise UserError(f"{folder} is in use by another run; {where}") from None
     return held
-
-
-def in_use(folder: Path) -> str:
-    """Return a line that names the run which has locked a folder."""
-    who = "another run"
-    if (Path(folder) / "environment.json").exists():
-        run = read_json(Path(folder) / "environment.json")
-        who = f"a run on {run.get('host')} (process {run.get('pid')}, since {run.get('start')})"
-    return f"{folder} is in use by {who}; wait until it ends, or use another folder"
 
 
 def move_aside(path: Path) -> Path:

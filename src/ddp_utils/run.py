@@ -4,9 +4,8 @@ To resume an unfinished run, run the same command again. Rank 0 alone writes and
 each rank writes its own part of a sharded checkpoint.
 """
 
-import ast
+import contextlib
 import dataclasses
-import hashlib
 import json
 import math
 import os
@@ -20,43 +19,34 @@ import time
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ddp_utils import (
-    NonFiniteError,
-    Stop,
-    UserError,
-    checkpoints,
-    data,
-    distributed,
-    loggers,
-    metrics,
-)
-from ddp_utils.checkpoints import RunSpec, inspect, lock, move_aside
+from ddp_utils import NonFiniteError, Stop, UserError, checkpoints, data, distributed, metrics
+from ddp_utils.checkpoints import RunSpec
 from ddp_utils.distributed import World
 from ddp_utils.policy import Policy
+from ddp_utils.terminal import Bar, columns, row
 
 SRC = data.ROOT / "src"
 REFERENCE = "reference_logps.safetensors"
 SAVE_MINUTES = 15  # between two checkpoints if save_every is 0
 STATUS = {0: "finished", 85: "preempted"}  # by exit status; any other is "failed"
-FINISHED = "{}: this run is already finished (same settings and data)"
+Values = dict[str, float]  # metric -> value
 
 
 class RunConfig(Protocol):
     """The settings that a Run reads."""
 
-    seed: int
     restart: bool
     deterministic: bool
     save_every: int  # steps; 0: every 15 minutes
     keep_checkpoints: int
     stop_after_minutes: float
-    report_to: loggers.Name
+    report_to: Literal["tensorboard", "wandb", "none"]
 
 
 # --- the environment -----------------------------------------------------------------------------
@@ -64,8 +54,8 @@ class RunConfig(Protocol):
 
 def environment(config: Any, world: World) -> dict[str, Any]:
     """Return what is needed to repeat a run; no environment variable is read."""
-    fields = {field.name: field.default for field in dataclasses.fields(config)}
-    code = code_digests()
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    packages = ("torch", "transformers", "peft")
     return {
         "command": shlex.join(sys.orig_argv),
         "launcher": world.launcher,
@@ -74,20 +64,14 @@ def environment(config: Any, world: World) -> dict[str, Any]:
         "device": metrics.device_name(world.device),
         "git_commit": git("rev-parse", "HEAD"),
         "git_dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": metadata.version("transformers"),
-            "peft": metadata.version("peft"),
-        },
-        "code_digest": hashlib.sha256(json.dumps(code, sort_keys=True).encode()).hexdigest()[:16],
-        "code": code,
-        "seed": config.seed,
+        "versions": {name: metadata.version(name) for name in packages},
+        "python": platform.python_version(),
+        "code": code_digests(),
         "threads": torch.get_num_threads(),
         "host": platform.node(),
         "pid": os.getpid(),
         "start": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "defaults": {k: v for k, v in fields.items() if getattr(config, k) != v},
+        "defaults": {k: v for k, v in defaults.items() if getattr(config, k) != v},
     }
 
 
@@ -102,20 +86,17 @@ def git(*arguments: str) -> str | None:
 
 
 def code_digests() -> dict[str, str]:
-    """Return a digest of the statements in each file of the project that this run may import.
+    """Return a digest of each file of code that this run may import, below src, and of its script.
 
-    Keys are paths below src, or the name of the script if it is elsewhere.
+    All files of ddp_utils count: some are imported only when they are needed.
     """
-    files = {file for file in SRC.glob("ddp_utils/**/*.py") if "tools" not in file.parts}
-    for name, module in list(sys.modules.items()):
-        file = Path(getattr(module, "__file__", None) or "")
-        if file.suffix == ".py" and (name == "__main__" or SRC in file.parents):
-            files.add(file)
-    digests = {}
-    for file in sorted(files):
-        name = str(file.relative_to(SRC)) if SRC in file.parents else file.name
-        statements = ast.unparse(ast.parse(file.read_text(encoding="utf-8")))
-        digests[name] = hashlib.sha256(statements.encode()).hexdigest()[:16]
+    loaded = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
+    files = {*SRC.glob("ddp_utils/**/*.py")}
+    files |= {path for path in map(Path, filter(None, loaded)) if SRC in path.parents}
+    digests = {str(path.relative_to(SRC)): data.sha256(path)[:16] for path in sorted(files)}
+    script = Path(sys.argv[0]).resolve()
+    if script.suffix == ".py" and script not in files:
+        digests[script.name] = data.sha256(script)[:16]
     return digests
 
 
@@ -126,12 +107,10 @@ def without_users(text: str) -> str:
 
 def check(spec: RunSpec, config: RunConfig, world: World) -> int:
     """Print, on rank 0, what a run would do; nothing is written. Return 0."""
-    state = inspect(spec, settings_of(config), environment(config, world), config.restart)
-    lines = [*spec.lines, *state.lines, f"run folder: {spec.folder}"]
-    if state.action == "finished":
-        lines = [*spec.lines, FINISHED.format(spec.folder)]
+    facts = environment(config, world)
+    state = checkpoints.inspect(spec, settings_of(config), facts, config.restart)
     if world.is_main:
-        print(*lines, sep="\n")
+        print(*spec.lines, *state.lines, f"run folder: {spec.folder}", sep="\n")
     return 0
 
 
@@ -150,53 +129,45 @@ class Run:
     """
 
     def __init__(self, spec: RunSpec, config: RunConfig, world: World):
-        self.spec = spec
-        self.config = config
-        self.world = world
-        self.folder = spec.folder
+        self.spec, self.config, self.world = spec, config, world
+        self.folder, self.steps = spec.folder, spec.steps
         self.checkpoints = spec.folder / "checkpoints"
-        self.steps = spec.steps
-        self.start = time.perf_counter()  # minus the seconds of earlier starts
-        self.save_seconds = 0.0
         self.results: dict[str, Any] = {}  # split -> the numbers of its last evaluation
         self.validated = 0  # steps before the last validation
-        self.best_validation: dict[str, float] = {}  # with save_best
+        self.best_validation: Values = {}  # with save_best
         self.training: Any = None  # policy, optimizer and schedule, once they exist
-        self.must_stop = False  # as all ranks have agreed in the last step
-        self.must_save = False
-        self.metrics: Any = None  # these three exist on rank 0 only
-        self.logger: Any = None
-        self.lock: Any = None
-        self.bar = loggers.Bar(world.is_main)
+        self.must_stop = self.must_save = False  # as all ranks have agreed in the last step
+        self.bar = Bar(world.is_main)
+        self.start = self.saved_at = time.perf_counter()  # start: minus seconds of earlier starts
         if config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUDA requires this
             torch.use_deterministic_algorithms(True)
         self.done = distributed.on_main(world, self._open)  # steps of earlier starts
         self.step = self.saved = self.done
-        self.saved_at = time.perf_counter()
 
     def _open(self) -> int:
         """Create, resume or replace the folder, on rank 0; raise Stop if nothing is left to do."""
+        from ddp_utils import loggers
+
         settings = settings_of(self.config)
         facts = environment(self.config, self.world)
-        state = inspect(self.spec, settings, facts, self.config.restart)
+        state = checkpoints.inspect(self.spec, settings, facts, self.config.restart)
         if state.action == "finished":
-            raise Stop(FINISHED.format(self.folder), 0)
+            raise Stop(state.lines[0], 0)
         if state.action == "move aside":
-            held = lock(self.folder)
-            self.say(f"{self.folder} has an earlier run: moved to {move_aside(self.folder)}")
+            held = checkpoints.lock(self.folder)
+            moved = checkpoints.move_aside(self.folder)
+            self.say(f"{self.folder} has an earlier run: moved to {moved}")
             held.release()
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.lock = lock(self.folder)
-        if state.action != "resume" and (self.folder / "config.json").exists():
-            raise UserError(checkpoints.in_use(self.folder))  # another process was faster
+        self.lock = checkpoints.lock(self.folder)
         self.step = state.step
         self.logger = loggers.make(self.config.report_to, self.folder, self.step, settings)
         for line in state.lines:
             self.say(line)
-        self._write("environment.json", facts | {"inputs": self.spec.inputs})
+        self.write_json("environment.json", facts | {"inputs": self.spec.inputs})
         self.write_summary("running", 0)
-        self._write("config.json", settings)  # last: a folder with this file has a run
+        self.write_json("config.json", settings)  # last: a folder with this file has a run
         self.metrics = open(self.folder / "metrics.jsonl", "ab", buffering=0)  # noqa: SIM115
         size = min(state.metrics_bytes, self.metrics.seek(0, os.SEEK_END))
         self.metrics.truncate(size)  # the steps after the checkpoint are done again
@@ -207,23 +178,17 @@ class Run:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if not self.world.is_main:
+            return
         code = distributed.exit_code(error)
-        try:
-            if self.world.is_main:
-                self._close(error, code)
-        except OSError:  # on a full disk; the first error counts
-            if error is None:
-                raise
-
-    def _close(self, error: BaseException | None, code: int) -> None:
-        self.write_summary(STATUS.get(code, "failed"), code)
-        lines, problem = write_report(self.folder, with_curves=error is None)
-        if problem:
-            self.say(f"warning: no report.html: {problem}")
         self.bar.close()
         self.logger.close()
         self.metrics.close()
+        self.write_summary(STATUS.get(code, "failed"), code)
+        lines, problem = write_report(self.folder, with_curves=error is None)
         self.lock.release()
+        if problem:
+            self.say(f"warning: no report.html: {problem}")
         if error is None:
             self.say(lines.replace(str(self.folder.resolve()), str(self.folder)))
         elif self.saved and code != 85:
@@ -239,56 +204,44 @@ class Run:
     def describe(self, **rows: str) -> None:
         """Print what the run trains, with what, and on which data; write data_report.json."""
         ranks = f"{self.world.world_size} x {self.world.device.type}"
-        for name, text in {"ranks": ranks, **rows, "folder": f"{self.folder}/"}.items():
-            self.say(loggers.row(name, without_users(text)))
-        cores = os.cpu_count() or 1
-        if self.world.device.type == "cpu" and self.world.local_size > cores:
-            self.say(f"warning: {self.world.local_size} processes use {cores} cores")
+        lines = [*{"ranks": ranks, **rows, "folder": f"{self.folder}/"}.items()]
+        for name, text in [*lines, *(("data", line) for line in self.spec.lines)]:
+            self.say(row(name, without_users(text)))
         self.write_json("data_report.json", self.spec.report)
-        for line in self.spec.lines:
-            self.say(loggers.row("data", without_users(line)))
 
-    def log(
-        self, step: int, values: dict[str, float], split: str = "train", echo: bool = True
-    ) -> None:
+    def log(self, step: int, values: Values, split: str = "train", echo: bool = True) -> None:
         """Append one line to metrics.jsonl in full precision; echo: print it as well."""
         if split != "test":
             self.step = step
         if split == "val":
-            self._note_validation(step, values)
+            self.validated = step
+            loss = values.get("loss", values.get("kl", math.inf))
+            if self.spec.save_best and loss < self.results.get("best", {"loss": math.inf})["loss"]:
+                self.results["best"] = {"loss": loss, "step": step}
+                self.best_validation = dict(values)
         if not self.world.is_main:
             return
-        line: dict[str, Any] = {"split": split, "step": step}
-        for name, value in values.items():
-            line[name] = finite(value)
+        line = {"split": split, "step": step, **finite(values)}
         self.metrics.write((json.dumps(line) + "\n").encode())
         self.logger.log(split, step, values)
-        texts = loggers.columns(values)
+        texts = columns(values)
         if split == "train":
-            self.bar.reach(step, texts if len(texts) < 4 else [texts[0], *texts[-2:]])
+            self.bar.reach(step, "  ".join(texts[:3]))
         if echo and not (split == "train" and self.bar.is_shown):
             title = f"step {step:5d}" if split == "train" else f"{split:>10}"
             self.say(" | ".join([title, *texts]))
 
-    def _note_validation(self, step: int, values: dict[str, float]) -> None:
-        self.validated = step
-        loss = values.get("loss", values.get("kl"))
-        lowest = self.results.get("best", {"loss": math.inf})["loss"]
-        if self.spec.save_best and loss is not None and loss < lowest:
-            self.results["best"] = {"loss": loss, "step": step}
-            self.best_validation = dict(values)
-
-    def validate(self, step: int, is_due: bool, evaluate: Callable[[], dict[str, float]]) -> None:
+    def validate(self, step: int, is_due: bool, evaluate: Callable[[], Values]) -> None:
         """Log evaluate() if it is due and no earlier start of the run has logged it."""
         if is_due and (self.validated < step or step == self.steps == 0):
-            values = evaluate()
-            self.results["val"] = values
-            self.log(step, values, "val")
+            self.results["val"] = evaluate()
+            self.log(step, self.results["val"], "val")
 
     def write_json(self, name: str, content: Any) -> None:
         """Write plain data to a file of the run folder, on rank 0."""
         if self.world.is_main:
-            self._write(name, content)
+            text = without_users(json.dumps(content, indent=2))
+            data.write_text(self.folder / name, text + "\n")
 
     def write_text(self, name: str, text: str) -> None:
         """Write a text to a file of the run folder, on rank 0, without control characters."""
@@ -297,41 +250,25 @@ class Run:
 
     def write_summary(self, status: str, code: int) -> None:
         """Write the status of the run and its results to summary.json, on rank 0."""
-        summary: dict[str, Any] = {
-            "status": status,
-            "exit_code": code,
-            "run_id": os.environ.get("TORCHELASTIC_RUN_ID"),  # of the launcher and its restarts
-            "step": self.step,
-            "world_size": self.world.world_size,
-            "seconds": round(time.perf_counter() - self.start, 3),
-            "save_seconds": round(self.save_seconds, 3),
-        }
-        for split, values in self.results.items():
-            summary[split] = {name: finite(value) for name, value in values.items()}
-        self._write("summary.json", summary)
-
-    def _write(self, name: str, content: Any) -> None:
-        text = without_users(json.dumps(content, indent=2))
-        data.write_text(self.folder / name, text + "\n")
+        results = {split: finite(values) for split, values in self.results.items()}
+        facts = {"status": status, "exit_code": code, "step": self.step}
+        seconds = round(time.perf_counter() - self.start, 3)
+        facts |= {"world_size": self.world.world_size, "seconds": seconds}
+        self.write_json("summary.json", facts | results)
 
     # --- checkpoints -----------------------------------------------------------------------------
 
     def restore(self, policy: Policy, optimizer: Any, schedule: Any) -> int:
         """Load the newest checkpoint, if there is one; return the number of steps done."""
         self.training = (policy, optimizer, schedule)
-        if not self.done:
-            return 0
-        checkpoints.check_visible(checkpoints.path_of(self.checkpoints, self.done), self.world)
-        manifest = self._load(self.done)
-        self.validated = manifest["validated"]
-        self.results = manifest["results"] | self.results
-        self.best_validation = manifest["best_validation"]
-        if self.spec.save_best is False:  # an earlier start may have had it
-            self.results.pop("best", None)
-        self.start -= manifest["seconds"]
-        self.save_seconds = manifest["save_seconds"]
-        if self.best not in (None, self.done):
-            self._check_best()
+        if self.done:
+            manifest = self._load(self.done)
+            self.validated = manifest["validated"]
+            self.best_validation = manifest["best_validation"]
+            self.results = manifest["results"] | self.results
+            if self.spec.save_best is False:  # an earlier start may have had it
+                self.results.pop("best", None)
+            self.start -= manifest["seconds"]
         return self.done
 
     def _load(self, step: int) -> dict[str, Any]:
@@ -346,18 +283,15 @@ class Run:
         """The step with the lowest validation loss, whose checkpoint is kept, with save_best."""
         return self.results.get("best", {}).get("step") if self.spec.save_best else None
 
-    def _check_best(self) -> None:
-        path = checkpoints.path_of(self.checkpoints, self.best)
-        problem = distributed.on_main(self.world, lambda: checkpoints.find_problem(path))
-        if problem:
-            raise UserError(f"{path}: {problem}; without --save_best the last weights are used")
-
     def restore_best(self) -> int:
         """Load the weights with the lowest validation loss, with save_best; return their step."""
         if self.best in (None, self.step):
             return self.step
         self.save()  # a run that is killed after this resumes from its last step
-        self._check_best()
+        path = checkpoints.path_of(self.checkpoints, self.best)
+        problem = distributed.on_main(self.world, lambda: checkpoints.find_problem(path))
+        if problem:
+            raise UserError(f"{path}: {problem}; without --save_best the last weights are used")
         self._load(self.best)
         self.results["val"] = self.best_validation
         loss = self.results["best"]["loss"]
@@ -368,7 +302,6 @@ class Run:
         """Write a checkpoint of the steps done, and remove the oldest."""
         if self.saved == self.step or self.training is None:
             return
-        start = time.perf_counter()
         policy, optimizer, _ = self.training
         tensors = policy.state(optimizer, self.spec.shard_layout)
         distributed.on_each(self.world, lambda: check_finite(tensors, self.step))
@@ -379,21 +312,18 @@ class Run:
             "results": self.results,
             "best_validation": self.best_validation,
             "seconds": time.perf_counter() - self.start,
-            "save_seconds": self.save_seconds,
         }
         if self.world.is_main:
             os.fsync(self.metrics.fileno())  # before a checkpoint contains its size
             facts["metrics_bytes"] = self.metrics.seek(0, os.SEEK_END)
-        is_sharded = bool(self.spec.shard_layout)
-        checkpoints.write(self.checkpoints, self.step, tensors, facts, self.world, is_sharded)
+        checkpoints.write(self.checkpoints, self.step, tensors, facts, self.world)
         if self.world.is_main:
             keep = self.config.keep_checkpoints
             checkpoints.remove_old(self.checkpoints, keep, self.step, self.best)
         self.saved = self.step
         self.saved_at = time.perf_counter()
-        self.save_seconds += self.saved_at - start
 
-    def reduce(self, averages: metrics.Averages, grad_norm: Tensor) -> dict[str, float]:
+    def reduce(self, averages: metrics.Averages, grad_norm: Tensor) -> Values:
         """Return the means of a step and its gradient norm.
 
         The same reduction tells all ranks whether one was asked to stop, and whether the last
@@ -401,10 +331,8 @@ class Run:
         """
         age = time.perf_counter() - self.saved_at
         is_late = self.config.save_every == 0 and age > 60 * SAVE_MINUTES
-        votes: dict[str, float] = {
-            "stop": distributed.stop_requested(self.config.stop_after_minutes),
-            "save": is_late and self.world.is_main,
-        }
+        is_asked = distributed.stop_requested(self.config.stop_after_minutes)
+        votes: Values = {"stop": is_asked, "save": is_late and self.world.is_main}
         means = averages.reduce(votes, {"grad_norm": grad_norm})
         self.must_stop = means.pop("stop") > 0
         self.must_save = means.pop("save") > 0
@@ -433,11 +361,10 @@ class Run:
 
         def read() -> Any:
             path = self.cached_file(file, {})
-            return json.loads(path.read_text(encoding="utf-8")) if path else None
+            return data.read_json(path) if path else None
 
         value = distributed.on_main(self.world, read)
         if value is None:
-            self.say(f"making {file}")
             value = make()
             self.write_json(file, value)
             self.add_cached_file(file, {})
@@ -456,30 +383,24 @@ class Run:
         rows: split -> the examples that the run uses; splits without an entry are used completely.
         score(examples, rows): log-probs under the policy before its first step; NaN for other rows.
         """
-        rows = {split: range(len(all_rows)) for split, all_rows in examples.items()} | rows
-        counts = {f"rows of {split}": len(used) for split, used in rows.items()}
-        fingerprint = numerics | counts
+        examples = {split: pairs for split, pairs in examples.items() if pairs}
+        rows = {split: rows.get(split, range(len(pairs))) for split, pairs in examples.items()}
+        fingerprint = numerics | {f"rows of {split}": len(used) for split, used in rows.items()}
         path = self.folder / REFERENCE
-        is_stored = distributed.on_main(
-            self.world, lambda: self.cached_file(REFERENCE, fingerprint) is not None
-        )
-        stored = load_file(path) if is_stored and self.world.is_main else {}
         tables = {}
+        if distributed.on_main(self.world, lambda: bool(self.cached_file(REFERENCE, fingerprint))):
+            stored = load_file(path) if self.world.is_main else {}
+            for split, pairs in examples.items():  # from rank 0 to all
+                table = stored.get(split, torch.zeros(len(pairs), 2)).to(self.world.device)
+                tables[split] = distributed.all_sum(table, self.world)
+            return tables
         for split, pairs in examples.items():
-            if not pairs:
-                continue
-            if is_stored:  # from rank 0 to all
-                table = stored.get(split, torch.zeros(len(pairs), 2))
-                tables[split] = distributed.all_sum(table.to(self.world.device), self.world)
-            else:
-                used = rows[split]
-                number = f"{len(used)} of {len(pairs)}" if len(used) < len(pairs) else len(used)
-                self.say(f"scoring {number} pairs of {split} with the reference")
-                tables[split] = score(pairs, used)
-        if self.world.is_main and not is_stored:
+            self.say(f"scoring {len(rows[split])} of {len(pairs)} pairs of {split}")
+            tables[split] = score(pairs, rows[split])
+        if self.world.is_main:
             with data.write_file(path) as file:
                 save_file({name: table.cpu().contiguous() for name, table in tables.items()}, file)
-            self.add_cached_file(REFERENCE, fingerprint)
+        self.add_cached_file(REFERENCE, fingerprint)
         return tables
 
     def cached_file(self, name: str, fingerprint: dict) -> Path | None:
@@ -488,16 +409,10 @@ class Run:
         None if there is none, if it depends on something else, or if it is damaged.
         """
         path = self.folder / name
-        try:
-            entry = data.read_json(facts_of(path))
-        except UserError:
-            return None
-        if entry.get("fingerprint") != fingerprint or not path.is_file():
-            return None
-        if data.sha256(path) != entry.get("sha256"):
-            self.say(f"warning: {path} does not match its SHA-256; it is computed again")
-            return None
-        return path
+        with contextlib.suppress(UserError, FileNotFoundError):
+            facts = {"sha256": data.sha256(path), "fingerprint": fingerprint}
+            return path if data.read_json(facts_of(path)) == facts else None
+        return None
 
     def add_cached_file(self, name: str, fingerprint: dict) -> None:
         """Store what a file that was just written depends on, for later starts, on rank 0."""
@@ -512,10 +427,10 @@ def facts_of(path: Path) -> Path:
     return path.with_suffix(".facts.json")
 
 
-def finite(value: Any) -> Any:
-    """Return the value, but None for NaN and infinity, which JSON does not have."""
-    is_finite = not isinstance(value, float) or math.isfinite(value)
-    return value if is_finite else None
+def finite(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values, but None for NaN and infinity, which JSON does not have."""
+    pairs = values.items()
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in pairs}
 
 
 def check_finite(tensors: dict[str, Tensor], step: int) -> None:

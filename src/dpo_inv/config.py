@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from ddp_utils import SettingError, cli, data, loggers
+from ddp_utils import SettingError, cli, data
 
 MEASURED_METHODS = ("ddg", "listwise")  # losses of dpo_inv/losses.py, which need a ddG of each pair
 DEMO_VAL, DEMO_MODEL = "data/input/test_data_val.json", "data/demo/protein_model.pt"
@@ -65,7 +65,7 @@ class Config:
     restart: bool = False  # start from scratch; an unfinished run is moved aside
     timeout_minutes: float = 30.0  # time limit of a collective operation
     log_every: int = 1  # steps between printed lines; metrics.jsonl has every step
-    report_to: loggers.Name = "tensorboard"  # logger in addition to metrics.jsonl and plots
+    report_to: Literal["tensorboard", "wandb", "none"] = "tensorboard"  # logger besides the files
     seed: int = 0  # random seed of data split, data order and decoding orders
     deterministic: bool = False  # use deterministic kernels; slower
     check: bool = False  # read and check everything, then exit without training

@@ -151,7 +151,6 @@ def make_spec(
     inputs = {f"content of {split}": pairs.digest(rows) for split, rows in data.items()}
     return RunSpec(
         folder=Path(config.output_dir),
-        flag="--output_dir",
         steps=steps,
         inputs=inputs,
         bytes_needed=bytes_to_write(model, config.keep_checkpoints + 1),

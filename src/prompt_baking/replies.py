@@ -6,7 +6,7 @@ Other prompts are system prompts under which the baked model should remain the b
 import collections
 from typing import NamedTuple
 
-from ddp_utils import loggers, sampling
+from ddp_utils import sampling, terminal
 from ddp_utils.chat_template import Encoder
 from ddp_utils.judge import Judge, as_text
 from ddp_utils.run import Run
@@ -91,7 +91,7 @@ def write(run: Run, questions: list[str], replies: Texts, means: dict) -> None:
     run.results["test"] = {"count": len(questions), **means}
     for name, value in means.items():
         if name.startswith("judge/"):
-            run.say(loggers.row("judge", f"{name.removeprefix('judge/')} {value:.2f}"))
+            run.say(terminal.row("judge", f"{name.removeprefix('judge/')} {value:.2f}"))
 
 
 def describe_kept(run: Run, others: dict[str, str]) -> None:
@@ -105,7 +105,7 @@ def describe_kept(run: Run, others: dict[str, str]) -> None:
             obeyed, by_base = test[f"kept/obeyed/{name}"], test[f"kept/obeyed_base/{name}"]
             text += f", obeyed {obeyed:.2f} (base {by_base:.2f})"
             is_lost = obeyed < MIN_OBEYED * by_base
-        run.say(loggers.row("kept", text))
+        run.say(terminal.row("kept", text))
         if is_lost:
             fix = "generate the data with a larger --retain_share"
-            run.say(loggers.row("warning", f"{system.strip()!r:.50} is no longer obeyed; {fix}"))
+            run.say(terminal.row("warning", f"{system.strip()!r:.50} is no longer obeyed; {fix}"))

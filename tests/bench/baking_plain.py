@@ -83,7 +83,7 @@ def plain_loop(folder, rows):
 def our_loop(folder, rows, kept=False):
     """train_loop.py's step, its teacher kept on disk or not."""
     import train_loop
-    from ddp_utils import distributed, loggers, lora
+    from ddp_utils import distributed, lora, terminal
     from ddp_utils.policy import Policy, Precision, make_optimizer
     from prompt_baking import distillation, trajectories
     from prompt_baking.train_config import Config
@@ -104,7 +104,7 @@ def our_loop(folder, rows, kept=False):
         cached_file=lambda name, _: name in cached,
         add_cached_file=cached.__setitem__,
         stop_if_requested=lambda: None,
-        bar=loggers.Bar(False),
+        bar=terminal.Bar(False),
         steps=0,
         done=0,
     )

@@ -123,7 +123,7 @@ def test_f5_without_any_whole_checkpoint_nothing_begins_anew_in_silence(killed):
     before = sorted(folder.rglob("*"))
     outcome = faults.start(1, folder, *faults.MODES["lora"])
     assert outcome.codes == [2]
-    assert "there is no intact checkpoint; use --restart" in outcome.logs[0]
+    assert "no checkpoint is intact; use --restart" in outcome.logs[0]
     assert outcome.logs[0].count("\n") == 1 and sorted(folder.rglob("*")) == before
 
 
@@ -246,7 +246,7 @@ def test_a_resumed_run_names_the_code_that_has_changed(killed, made):
 
 def test_a_shorter_run_than_what_is_done_is_refused(killed):
     outcome = faults.start(1, killed("lora", 1), *faults.MODES["lora"], "--max_steps", "9")
-    assert outcome.codes == [2] and "has already done 10 steps" in outcome.logs[0]
+    assert outcome.codes == [2] and "max_steps: 10 are done -> 9" in outcome.logs[0]
 
 
 def test_a_finished_run_says_so_and_ends_with_0(made):

@@ -14,7 +14,6 @@ from jinja2 import TemplateError
 from transformers import TextStreamer
 
 from ddp_utils import SettingError, cli, data, distributed, lora, models
-from ddp_utils.checkpoints import read_json
 
 
 @dataclass
@@ -34,7 +33,7 @@ def load(folder: str, before: bool, device: torch.device) -> tuple[Any, Any]:
     result = run / "model" if (run / "model").is_dir() else run
     base, adapter = str(result), ""
     if before:
-        settings = read_json(run / "config.json")
+        settings = data.read_json(run / "config.json")
         if "model_name" not in settings:
             problem = f"{folder} is not a run of a language model; leave it out"
             raise SettingError("before", problem)
