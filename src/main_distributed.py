@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_utils import checks, distributed, logps, lora, losses, models, sampler, sampling, sharding
+from ddp_utils import checks, distributed, logps, lora, losses, models, parallel, sampler, sampling
 from ddp_utils import judge as judges
 from ddp_utils import policy as policies
 from ddp_utils import preference_data as preferences
@@ -192,8 +192,9 @@ def prepare(
     model: Any, config: Any, precision: Precision, data: dict, run: Run, trained: bool = True
 ) -> Policy:
     """Distribute a model over the ranks."""
-    strategy, pairs = sharding.choose(config.strategy), data["train"].extremes()
-    return sharding.prepare(model, precision, strategy, pairs, config.layout, run, trained)
+    strategy, pairs = parallel.choose(config.strategy), data["train"].extremes()
+    scorer = logps.Scorer(model, precision.autocast)
+    return parallel.prepare(scorer, strategy, pairs, config.layout, run, trained)
 
 
 def load_policy(config: settings.Config, precision: Precision, data: dict, run: Run) -> Policy:
@@ -252,7 +253,8 @@ def describe_run(
         is_small = sum(p.numel() for p in meta_model.parameters()) < 10e6
         config.learning_rate = 1e-3 if is_small else LEARNING_RATES[config.fine_tuning]
     if config.reference_model:
-        lora.load(config.reference_model, "auto", models.META, flag="--reference_model")
+        with cli.located({"model_name": "--reference_model"}):
+            lora.load(config.reference_model, "auto", models.META)
     folders = {"model_name": config.model_name, "init_adapter": config.init_adapter}
     folders["reference_model"] = config.reference_model
     inputs = models.input_digests(data, folders, meta_model.config)
@@ -260,7 +262,7 @@ def describe_run(
         inputs["content of judge"] = judge.digest
     checkpoints = config.keep_checkpoints + 1 + config.save_best
     lora_r = config.lora_r if config.fine_tuning == "lora" else None
-    strategy = sharding.choose(config.strategy)
+    strategy = parallel.choose(config.strategy)
     return runs.RunSpec(
         folder=Path(config.result_dir),
         steps=plan.steps,
@@ -295,7 +297,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return runs.check(spec, config, world)
 
     precision = precision_of(config, world.device)
-    policies.check_same_precision(precision, world)
     scaling = config.lr_scaling, plan.global_batch / config.base_batch_size, world.world_size
     peak_rate = policies.learning_rate(config.learning_rate or 0.0, *scaling)
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_utils import UserError, checks, distributed, logps, lora, losses, models, sampler, sharding
+from ddp_utils import UserError, checks, distributed, logps, lora, losses, models, parallel, sampler
 from ddp_utils import policy as policies
 from ddp_utils import preference_data as preferences
 from ddp_utils import run as runs
@@ -162,7 +162,7 @@ def precision_of(config: Config, device: torch.device) -> Precision:
 def strategy_of(config: Config) -> policies.Strategy:
     """Return how the ranks split the work; a strategy that shards nothing is DDP."""
     communication = (config.grad_reduce_dtype, config.bucket_mb)
-    return sharding.choose(config.strategy, config.sharding, *communication)
+    return parallel.choose(config.strategy, config.sharding, *communication)
 
 
 def fill_in_settings(config: Config, meta_model: Any, world: World) -> Precision:
@@ -201,7 +201,8 @@ def load_policy(config: Config, precision: Precision, data: dict, run: Run) -> P
     pairs = data["train"].extremes()
     if config.objective == "sft":  # fast scoring is tried on pairs
         pairs = [Pair(row.prompt, row.reply, row.reply, row.location, row.text) for row in pairs]
-    policy = sharding.prepare(model, precision, strategy_of(config), pairs, config.layout, run)
+    scorer = logps.Scorer(model, precision.autocast)
+    policy = parallel.prepare(scorer, strategy_of(config), pairs, config.layout, run, True)
     policy.scorer.max_tokens = config.micro_batch_tokens or math.inf
     return policy
 
@@ -233,11 +234,6 @@ def describe_run(
     inputs = models.input_digests(data, folders, meta_model.config)
     inputs["global_batch"] = str(plan.global_batch)
     lines = [preferences.describe(split, part) for split, part in report.items()]
-    if config.use_fsdp:
-        from ddp_utils.sharding import fsdp
-
-        remark = fsdp.layers_of(meta_model, config.sharding)[1]
-        lines += [remark] if remark else []
     if config.sharding:  # as in the JSON, before its "auto" is filled in
         inputs[f"content of {config.strategy}_config"] = digest_of_files([], config.sharding)
     precision = fill_in_settings(config, meta_model, world)
@@ -280,12 +276,6 @@ def fine_tune(config: Config, world: World) -> int:
     spec, precision = describe_run(config, data, report, plan, world)
     if config.check:
         return runs.check(spec, config, world)
-
-    policies.check_same_precision(precision, world)
-    if config.use_fsdp:
-        from ddp_utils.sharding import fsdp
-
-        fsdp.check_nodes(config.sharding, world)
 
     with Run(spec, config, world) as run:
         accumulation = config.gradient_accumulation_steps

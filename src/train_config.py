@@ -164,7 +164,7 @@ def read_sharding(config: Config) -> None:
         config.sharding = fsdp.read(config.fsdp_config)
         config.gradient_checkpointing |= config.sharding.fsdp_activation_checkpointing
         given = {"mixed_precision": ("fsdp_mixed_precision", config.sharding.precision)}
-        json_settings.take(config, given, config.fsdp_config, config.places)
+        json_settings.set_from_json(config, given, config.fsdp_config, config.places)
     if config.use_deepspeed:
         from ddp_utils.sharding import deepspeed, json_settings
 
@@ -172,7 +172,7 @@ def read_sharding(config: Config) -> None:
             raise SettingError("use_deepspeed", "set deepspeed_config, too")
         config.sharding = deepspeed.read(config.deepspeed_config)
         given = deepspeed.given(config.sharding)
-        json_settings.take(config, given, config.deepspeed_config, config.places)
+        json_settings.set_from_json(config, given, config.deepspeed_config, config.places)
 
 
 def check(config: Config) -> None:

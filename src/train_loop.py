@@ -32,7 +32,7 @@ from ddp_utils.chat_template import Encoder
 from ddp_utils.distributed import World, to_device
 from ddp_utils.judge import load_judge
 from ddp_utils.metrics import Averages, peak_memory_mb
-from ddp_utils.policy import Policy, Precision, bytes_to_write, check_same_precision, make_optimizer
+from ddp_utils.policy import Policy, Precision, bytes_to_write, make_optimizer
 from ddp_utils.run import Run, RunSpec, check
 from prompt_baking import replies, trajectories
 from prompt_baking.distillation import Student, Teacher, adapter_of, check_head, own_replies
@@ -275,7 +275,6 @@ def main(argv: list[str] | None = None) -> int:
 
     mixed = "auto" if config.use_mixed_precision else "no"
     precision = Precision.choose(world.device, "lora", config.base_dtype, mixed)
-    check_same_precision(precision, world)
 
     with Run(spec, config, world) as run:
         accumulation = config.gradient_accumulation_steps

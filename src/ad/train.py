@@ -38,7 +38,7 @@ from ad.windows import Histories
 from ddp_utils import NonFiniteError, UserError, checks, distributed, metrics, sampler, terminal
 from ddp_utils.data import digest_of_files, resolve
 from ddp_utils.distributed import World
-from ddp_utils.policy import Policy, Precision, bytes_to_write, check_same_precision, make_optimizer
+from ddp_utils.policy import Policy, Precision, bytes_to_write, make_optimizer
 from ddp_utils.run import Run, RunSpec, check
 
 # --- settings and data ---------------------------------------------------------------------------
@@ -206,7 +206,6 @@ def main(argv: list[str] | None = None) -> int:
         return check(spec, config, world)
 
     # data
-    check_same_precision(precision, world)
     (data, held_out), returns = load_histories(config, path, world)
     inputs["content of traj_file"] = digest_of_files([path])
 

@@ -232,12 +232,13 @@ def inspect_earlier_run(
     if changed and not path:  # nothing is lost
         return FolderState("move aside")
     manifest = read_manifest(path) if path else {"step": 0, "metrics_bytes": 0}
-    step, layout = manifest["step"], manifest.get("shard_layout")
+    step, layout = manifest["step"], manifest.get("shard_layout", "")
     conflicts = [line for name, line in changed.items() if name not in ANNOUNCED.split()]
     if step > spec.steps:
         conflicts.append(f"max_steps: {step} are done -> {spec.steps}")
-    if layout and layout != spec.shard_layout:
-        conflicts.append(f"parts of a checkpoint: {layout} -> {spec.shard_layout or 'one file'}")
+    if layout != spec.shard_layout:
+        change = f"{layout or 'one file'} -> {spec.shard_layout or 'one file'}"
+        conflicts.append(f"parts of a checkpoint: {change}")
     if conflicts:
         raise UserError(
             f"{folder} has an unfinished run with other settings: {', '.join(conflicts)}; "

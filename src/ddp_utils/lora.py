@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from ddp_utils import UserError, models
+from ddp_utils.models import Dtype, Name
 from ddp_utils.policy import Precision
 
 
@@ -55,12 +56,12 @@ def inherit_config(config: Any, init_adapter: str) -> None:
 
 
 def load(
-    name: str | Path, dtype: torch.dtype | str, device: torch.device, **options: Any
+    name: Name, dtype: Dtype, device: torch.device, four_bits: torch.dtype | None = None
 ) -> PreTrainedModel:
     """Load a model as models.load() does; the LoRA in a folder is merged into its base model."""
     if Path(models.model_path(name), "adapter_config.json").exists():
-        return load_merged(name, dtype, device, **options)
-    return models.load(name, dtype, device, **options)
+        return load_merged(name, dtype, device, four_bits=four_bits)
+    return models.load(name, dtype, device, four_bits)
 
 
 def meta_model(name: str, adapter: LoraSpec | None) -> PreTrainedModel:
@@ -95,16 +96,14 @@ def load_policy(
         device = torch.device("cpu")
         dtype = dtype if adapter else "auto"
     four_bits = (precision.autocast or dtype) if in_4_bits else None
-    model = load(name, dtype, device, four_bits=four_bits)
+    model = load(name, dtype, device, four_bits)
     if gradient_checkpointing:
         models.checkpoint_activations(model)
     if not adapter:
         return model.train()
     adapted = add(model, adapter)
     if adapter.merge:
-        model = adapted.merge_and_unload()
-        model.requires_grad_(True)
-        return model.train()
+        return adapted.merge_and_unload().requires_grad_(True).train()
     if memory_efficient:
         from ddp_utils.fast import memory_efficient as layers
 
@@ -113,21 +112,16 @@ def load_policy(
 
 
 def load_merged(
-    path: str | Path,
-    dtype: torch.dtype | str,
-    device: torch.device,
-    base: str = "",
-    scale: float = 1.0,
-    **options: Any,
+    path: Name, dtype: Dtype, device: torch.device, base: str = "", scale: float = 1.0, **more: Any
 ) -> PreTrainedModel:
     """Load the base model of a LoRA and add `scale` times the LoRA to its weights.
 
-    base: use this one instead of the one that the LoRA names; options: of models.load().
+    base: use this one instead of the one that the LoRA names; more: for models.load().
     """
     base = base or adapter_settings(path).base_model_name_or_path
     if not base:
         raise UserError(f"--init_adapter: {path} does not name its base model; use --base")
-    adapted = with_adapter(load(base, dtype, device, **options), path)
+    adapted = with_adapter(load(base, dtype, device, **more), path)
     if device == models.META:  # there are no weights to be merged
         return adapted.unload()
     for layer in adapted.modules():
@@ -153,23 +147,18 @@ def add(model: PreTrainedModel, spec: LoraSpec) -> Any:
     targets: Any = spec.targets
     if targets != "all-linear":
         targets = [name.strip() for name in targets.split(",")]
-        names = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()} - {""}
-        layers = sorted(name for name in names if name.endswith("proj")) or sorted(names)
-        for target in targets:
-            if target not in names:
-                raise UserError(f"--lora_targets: no layer {target} (expected {', '.join(layers)})")
-    settings = LoraConfig(
-        r=spec.r,
-        lora_alpha=spec.alpha,
-        lora_dropout=spec.dropout,
-        target_modules=targets,
-        task_type="CAUSAL_LM",
-    )
+        names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+        unknown = set(targets) - names
+        if unknown:
+            layers = ", ".join(sorted(name for name in names if name.endswith("proj")))
+            raise UserError(f"--lora_targets: no layer {min(unknown)} (expected {layers})")
+    shape: Any = {"r": spec.r, "lora_alpha": spec.alpha, "lora_dropout": spec.dropout}
+    settings = LoraConfig(target_modules=targets, task_type="CAUSAL_LM", **shape)
     with models.reading(f"--model_name: {model.name_or_path}"):  # peft does not support all models
         return _adapt(model, settings)
 
 
-def adapter_settings(path: str | Path, dropout: float = 0.0) -> Any:
+def adapter_settings(path: Name, dropout: float = 0.0) -> Any:
     """Return the peft settings of a plain LoRA, with the dropout of this run."""
     from peft import PeftConfig
 
@@ -186,7 +175,7 @@ def adapter_settings(path: str | Path, dropout: float = 0.0) -> Any:
     return settings
 
 
-def with_adapter(model: PreTrainedModel, path: str | Path, dropout: float = 0.0) -> Any:
+def with_adapter(model: PreTrainedModel, path: Name, dropout: float = 0.0) -> Any:
     """Return a peft model with the LoRA in a folder.
 
     Raises UserError unless its tensors are exactly those that its settings ask for on this model.

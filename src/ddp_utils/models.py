@@ -5,28 +5,29 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PretrainedConfig
 from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 from transformers.utils import logging
 
-from ddp_utils import UserError, distributed
-from ddp_utils.data import digest_of_files, digest_of_rows, read_json, resolve, write_folder
+from ddp_utils import UserError, data, distributed
 from ddp_utils.distributed import World
-from ddp_utils.policy import Policy
+from ddp_utils.policy import Policy, Tensors
 
 logging.disable_progress_bar()  # a run has its own
 logging.set_verbosity_error()  # check_complete() raises an error instead of a warning
 
+Name = str | Path  # of a model: a folder, or a name on the hub
+Dtype = torch.dtype | str | None
 META = torch.device("meta")  # tensors on it have a name and a shape, and no content
 # the exceptions of transformers, peft and the file readers for files that do not fit together
 FAULTS: tuple[type[Exception], ...] = (ArithmeticError, AssertionError, AttributeError, ImportError)
@@ -60,7 +61,7 @@ def first_line(error: BaseException) -> str:
 
 
 def check_complete(
-    place: str, missing: Iterable[str], unexpected: Iterable[str], misshapen: Iterable[str]
+    place: str, missing: Collection[str], unexpected: Collection[str], misshapen: Collection[str]
 ) -> None:
     """Raise UserError unless the files have exactly the tensors of the model.
 
@@ -68,32 +69,28 @@ def check_complete(
     """
     kinds = {"are missing": missing, "have another shape": misshapen, "are unexpected": unexpected}
     problems = []
-    for kind, unsorted in kinds.items():
-        names = sorted(unsorted)
+    for kind, names in kinds.items():
         if names:
-            first = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-            problems.append(f"{len(names)} tensors {kind} ({first})")
+            problems.append(f"{len(names)} tensors {kind} ({', '.join(sorted(names)[:3])})")
     if problems:
-        raise UserError(
-            f"{place}: {'; '.join(problems)}; use weights and config.json of the same model"
-        )
+        advice = "use weights and config.json of the same model"
+        raise UserError(f"{place}: {'; '.join(problems)}; {advice}")
 
 
 def check_index(place: str, folder: Path) -> None:
     """Raise UserError if the index in a model's folder names files that are not safetensors."""
     index = folder / "model.safetensors.index.json"
-    weight_map = read_json(index).get("weight_map", {}) if index.is_file() else {}
-    for file in weight_map.values():
-        if not str(file).endswith(".safetensors"):
-            raise UserError(f"{place}: {index.name}: {file} is not safetensors; convert it")
+    weight_map = data.read_json(index).get("weight_map", {}) if index.is_file() else {}
+    if not all(str(file).endswith(".safetensors") for file in weight_map.values()):
+        raise UserError(f"{place}: {index.name} names files that are not safetensors; convert them")
 
 
 # --- loading --------------------------------------------------------------------------------------
 
 
-def model_path(name: str | Path) -> str:
+def model_path(name: Name) -> str:
     """Return a folder, relative to the current one or to the project, or else a name on the hub."""
-    folder = resolve(name)
+    folder = data.resolve(name)
     if folder.is_dir():
         return str(folder)
     if str(name).startswith((".", "/", "~")) or str(name).count("/") > 1:
@@ -101,36 +98,25 @@ def model_path(name: str | Path) -> str:
     return str(name)
 
 
-def load_tokenizer(name: str | Path) -> Tokenizer:
+def load_tokenizer(name: Name) -> Tokenizer:
     """Return the tokenizer in a folder or on the hub."""
     with reading(f"--model_name: no tokenizer at {name}"):
         return AutoTokenizer.from_pretrained(model_path(name), trust_remote_code=False)
 
 
 def load(
-    name: str | Path,
-    dtype: torch.dtype | str,
-    device: torch.device,
-    four_bits: torch.dtype | None = None,
-    flag: str = "--model_name",
+    name: Name, dtype: Dtype, device: torch.device, four_bits: torch.dtype | None = None
 ) -> Model:
     """Load a model from safetensors, without dropout, directly onto the device.
 
     device: META compares the names and shapes in the files with the model's and reads no weight.
     four_bits: keep the weights in 4 bits and compute in this dtype (needs bitsandbytes).
-    flag: the setting that contains the name.
     Raises UserError for files that cannot be read, are not complete, or hold no causal model.
     """
-    place = f"{flag}: {name}"
+    place = f"--model_name: {name}"
     check_index(place, Path(model_path(name)))
-    quantization = None
-    if four_bits:
-        quantization = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",  # as in QLoRA
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=four_bits,
-        )
+    kinds: dict[str, Any] = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    kinds |= {"load_in_4bit": True, "bnb_4bit_compute_dtype": four_bits}  # as in QLoRA
     with reading(place):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             model_path(name),
@@ -138,7 +124,7 @@ def load(
             device_map=None if device.type == "cpu" else {"": device},
             use_safetensors=True,
             trust_remote_code=False,
-            quantization_config=quantization,
+            quantization_config=BitsAndBytesConfig(**kinds) if four_bits else None,
             ignore_mismatched_sizes=True,  # check_complete() raises an error for them
             output_loading_info=True,
         )
@@ -203,44 +189,37 @@ def check_fit(model: Model, rows: Iterable[Any]) -> None:
 # --- what a run has read --------------------------------------------------------------------------
 
 
-def digest_of_model(name: str | Path, settings: PretrainedConfig) -> str:
-    """Return a digest of the files in a folder, or of the hub commit that `settings` are from."""
+def digest_of_model(name: Name, config: PretrainedConfig) -> str:
+    """Return a digest of the files in a folder, or of the hub commit that `config` is from."""
     files = sorted(file for file in Path(model_path(name)).glob("*") if file.is_file())
-    if files:
-        return digest_of_files(files)
-    return digest_of_files([], name, settings._commit_hash)
+    commit = () if files else (name, config._commit_hash)
+    return data.digest_of_files(files, *commit)
 
 
-def input_digests(
-    data: dict[str, Any], folders: dict[str, str], settings: PretrainedConfig
-) -> dict[str, str]:
+def input_digests(rows: dict, folders: dict[str, str], config: PretrainedConfig) -> dict[str, str]:
     """Return digests of what a run reads; a resumed run must read the same.
 
-    data: split -> rows of token ids; folders: setting -> folder or hub name of a model, or "";
-    settings: the config of the model.
+    rows: split -> rows of token ids; folders: setting -> folder or hub name of a model, or "";
+    config: of the model.
     """
-    digests = {}
-    for split, rows in data.items():
-        digests[f"content of {split}"] = digest_of_rows(rows)
+    digests = {f"content of {split}": data.digest_of_rows(part) for split, part in rows.items()}
     for name, folder in folders.items():
         if folder:
-            digests[f"content of {name}"] = digest_of_model(folder, settings)
+            digests[f"content of {name}"] = digest_of_model(folder, config)
     return digests
 
 
 # --- saving ---------------------------------------------------------------------------------------
 
 
-def save(
-    model: Any, tokenizer: Tokenizer, folder: Path, weights: dict[str, Tensor] | None = None
-) -> None:
+def save(model: Any, tokenizer: Tokenizer, folder: Path, weights: Tensors | None = None) -> None:
     """Write a folder that transformers or peft loads: safetensors, config, tokenizer.
 
     weights: name -> tensor, if the model itself has only shards.
     """
     # where DeepSpeed is installed, transformers imports it here, and it prints
     silence = contextlib.redirect_stdout(io.StringIO())
-    with write_folder(folder) as temporary, silence, warnings.catch_warnings():
+    with data.write_folder(folder) as temporary, silence, warnings.catch_warnings():
         # peft also looks for the config of the base model, which may be the folder of a LoRA
         warnings.filterwarnings("ignore", "Unable to fetch|Could not find a config")
         model.save_pretrained(temporary, state_dict=weights)

@@ -1,12 +1,11 @@
 """The policy: a scorer that is trained on all ranks, with AdamW and its schedule.
 
 `Policy` declares every method that scripts call, and implements them for one process and for DDP.
-FsdpPolicy and ZeroPolicy in sharding/ override them; `sharding.wrap` chooses one of the three.
+FsdpPolicy and ZeroPolicy in sharding/ override them; `parallel.wrap` chooses one of the three.
 """
 
 import contextlib
 import math
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,14 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from ddp_utils import UserError, distributed
+from ddp_utils import distributed
 from ddp_utils.distributed import World
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-HOOKS = {  # DDP: the dtype in which gradients are communicated
-    "bf16": default_hooks.bf16_compress_hook,
-    "fp16": default_hooks.fp16_compress_hook,
-}
+Tensors = dict[str, Tensor]  # name -> tensor
+Betas = tuple[float, float]  # of AdamW
 
 
 class ScorerModule(nn.Module):
@@ -43,24 +40,24 @@ class ScorerModule(nn.Module):
 
 
 class Strategy(NamedTuple):
-    """How a scorer is trained on several ranks; sharding.choose() makes those that shard."""
+    """How a scorer is trained on several ranks; parallel.choose() makes those that shard."""
 
     kind: str = "ddp"  # fsdp, deepspeed
     name: str = "DDP"  # as it is printed: FSDP FULL_SHARD, ZeRO-2
     options: Any = None  # fsdp: its Settings; deepspeed: the object in its JSON file
     grad_reduce_dtype: str = "fp32"  # in which gradients are communicated: fp32, bf16, fp16
     bucket_mb: float | None = None  # DDP: MiB of gradients per collective; None: the default
-    saves_shards: bool = False  # every rank saves its own shard of a full fine-tuning
+    saves_shards: bool = False  # every rank saves its own shards
 
     def shard_layout(self, fine_tuning: str, world_size: int) -> str:
         """Return the strategy and number of ranks that can load a sharded checkpoint.
 
-        Return "" if rank 0 saves full tensors, which any number of ranks can load. A LoRA is
-        small: its tensors are saved in full under every strategy.
+        Return "" if rank 0 saves full tensors, which any number of ranks can load: always under
+        DDP, and under FSDP for a LoRA, which is small.
         """
-        if not self.saves_shards or fine_tuning == "lora" or world_size == 1:
+        if self.kind == "fsdp" and (fine_tuning == "lora" or world_size == 1):
             return ""
-        return f"{self.name} on {world_size} processes"
+        return f"{self.name} on {world_size} processes" if self.saves_shards else ""
 
 
 DDP = Strategy()
@@ -109,15 +106,14 @@ class Policy:
         self.scorer.to(world.device)
         if world.world_size == 1 or not trained:
             return
+        devices = None if world.device.type == "cpu" else [world.device]
         self.ddp = DistributedDataParallel(
-            self.scorer,
-            device_ids=None if world.device.type == "cpu" else [world.device],
-            gradient_as_bucket_view=True,
-            bucket_cap_mb=strategy.bucket_mb,
+            self.scorer, devices, gradient_as_bucket_view=True, bucket_cap_mb=strategy.bucket_mb
         )
         self.ddp.broadcast_buffers = False  # no buffer is trained (the argument is deprecated)
         if strategy.grad_reduce_dtype != "fp32":
-            self.ddp.register_comm_hook(None, HOOKS[strategy.grad_reduce_dtype])
+            name = f"{strategy.grad_reduce_dtype}_compress_hook"
+            self.ddp.register_comm_hook(None, getattr(default_hooks, name))
         # DDP reorders its buckets after the first backward. With one unused pass before the first
         # step, every step, also the first one after a resume, sums in the same order.
         (torch.stack(self(self.scorer.example(world.device))).sum() * 0).backward()
@@ -156,12 +152,11 @@ class Policy:
         """Return whether fp16 overflowed: the step will be skipped and the loss scale halved."""
         return self.scorer.autocast == torch.float16 and not math.isfinite(norm)
 
-    def make_adamw(self, weight_decay: float, rate: float, betas: tuple[float, float]) -> AdamW:
+    def make_adamw(self, weight_decay: float, rate: float, betas: Betas) -> AdamW:
         """Return an AdamW of all trained parameters."""
-        parameters = list(self.trainable().values())
-        fused = parameters[0].device.type == "cuda"
-        groups = parameter_groups(parameters, weight_decay)
-        return AdamW(groups, lr=rate, betas=betas, fused=fused)
+        groups = parameter_groups(self.trainable(), weight_decay)
+        is_fused = groups[0]["params"][0].device.type == "cuda"
+        return AdamW(groups, lr=rate, betas=betas, fused=is_fused)
 
     def step(self, optimizer: AdamW, schedule: LambdaLR, grad_norm: float) -> None:
         """Update the weights and the learning rate; fp16 skips the weights after an overflow."""
@@ -193,7 +188,7 @@ class Policy:
         """Return the full gradient between backward and step; None if there is none."""
         return self.gather_tensor(parameter.grad)
 
-    def full_weights(self) -> dict[str, Tensor] | None:
+    def full_weights(self) -> Tensors | None:
         """Return name -> full trained weight on rank 0; None if the model itself has them."""
         if not self.is_sharded:
             return None
@@ -204,20 +199,20 @@ class Policy:
                 weights[name] = weight.cpu()
         return weights
 
-    # --- checkpoints ------------------------------------------------------------------------------
+    # --- checkpoints: `layout` is Strategy.shard_layout -------------------------------------------
 
-    def state(self, optimizer: AdamW, sharded: bool | str = False) -> dict[str, Tensor]:
+    def state(self, optimizer: AdamW, layout: str = "") -> Tensors:
         """Return all tensors that the next step depends on.
 
         These are `parameter/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`, `step/NAME` of everything
-        that is trained, and `loss_scale`. If `sharded`, each rank gets its own shards; otherwise
-        rank 0 gets full tensors.
+        that is trained, and `loss_scale`: with a layout this rank's shards, otherwise full tensors
+        on rank 0.
         """
         tensors = {}
         for name, parameter in self.trainable().items():
             states = {"parameter": parameter.detach(), **optimizer.state[parameter]}
             for key, tensor in states.items():
-                value = self.to_saved(tensor, bool(sharded))
+                value = self.to_saved(tensor, layout)
                 if value is not None:
                     tensors[f"{key}/{name}"] = value
         values = [self.loss_scale.scale, self.loss_scale.good_steps]
@@ -226,53 +221,42 @@ class Policy:
 
     @torch.no_grad()
     def load_state(
-        self,
-        optimizer: AdamW,
-        schedule: LambdaLR,
-        tensors: dict[str, Tensor],
-        step: int,
-        sharded: bool | str = False,
+        self, optimizer: AdamW, schedule: LambdaLR, tensors: Tensors, step: int, layout: str = ""
     ) -> None:
         """Load what state() returned after `step` steps; full tensors on any number of ranks."""
-        self.load_tensors(optimizer, tensors, bool(sharded))
+        self.load_tensors(optimizer, tensors, layout)
         schedule.last_epoch = step
         rates = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
         for group, (rate, factor) in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * factor(step)
 
-    def load_tensors(self, optimizer: AdamW, tensors: dict[str, Tensor], sharded: bool) -> None:
+    def load_tensors(self, optimizer: AdamW, tensors: Tensors, layout: str) -> None:
         """Load parameters, AdamW's moments and the loss scale."""
         named = self.trainable()
-        check_names(named, tensors)
         is_fused = optimizer.defaults.get("fused")  # a fused AdamW counts steps on the device
         for key, value in tensors.items():
             kind, _, name = key.partition("/")
             if key == "loss_scale":
                 self.loss_scale.scale = value[0].item()
                 self.loss_scale.good_steps = int(value[1])
-            elif kind == "parameter":
-                named[name].copy_(self.from_saved(value, named[name], sharded))
+                continue
+            parameter = named[name]
+            if kind == "parameter":
+                parameter.copy_(self.from_saved(value, parameter, layout))
             elif kind == "step":
-                device = named[name].device if is_fused else "cpu"
-                optimizer.state[named[name]][kind] = value.to(device, copy=True)
-            elif name:  # a moment; DeepSpeed's loss scale has no name
-                moment = self.from_saved(value, named[name], sharded).clone()
-                optimizer.state[named[name]][kind] = moment
+                device = parameter.device if is_fused else "cpu"
+                optimizer.state[parameter][kind] = value.to(device, copy=True)
+            else:
+                moment = self.from_saved(value, parameter, layout)
+                optimizer.state[parameter][kind] = moment.clone()
 
-    def to_saved(self, tensor: Tensor, sharded: bool) -> Tensor | None:
+    def to_saved(self, tensor: Tensor, layout: str) -> Tensor | None:
         """Return what this rank saves of a tensor, or None."""
         return tensor
 
-    def from_saved(self, value: Tensor, like: Tensor, sharded: bool) -> Tensor:
+    def from_saved(self, value: Tensor, like: Tensor, layout: str) -> Tensor:
         """Return a saved tensor on the device, and with the shards, of `like`."""
         return value.to(like.device)
-
-
-def check_names(named: dict[str, nn.Parameter], tensors: dict[str, Tensor]) -> None:
-    """Raise UserError if a checkpoint has the state of a parameter that is not among `named`."""
-    unknown = {key.partition("/")[2] for key in tensors if "/" in key} - named.keys()
-    if unknown:
-        raise UserError(f"the checkpoint trains {min(unknown)}, this run does not")
 
 
 def cast_trained_to_fp32(module: nn.Module) -> None:
@@ -319,17 +303,6 @@ class Precision(NamedTuple):
         return cls(DTYPES.get(base_dtype, frozen), autocast)
 
 
-def check_same_precision(precision: Precision, world: World) -> None:
-    """Raise UserError unless all ranks use bf16 or none: their gradients are summed."""
-    has_bf16 = float(precision.autocast == torch.bfloat16)
-    count = distributed.all_sum(torch.tensor([has_bf16], device=world.device), world).item()
-    if 0 < count < world.world_size:
-        raise UserError(
-            f"mixed precision: {count:.0f} of {world.world_size} GPUs support bf16 (expected all "
-            "or none); use GPUs of one kind, or turn mixed precision off"
-        )
-
-
 # --- AdamW and its schedule -----------------------------------------------------------------------
 
 
@@ -338,13 +311,8 @@ def learning_rate(rate: float, lr_scaling: str, batch_ratio: float, world_size: 
 
     batch_ratio: global batch over the batch size for which `rate` was chosen.
     """
-    factors = {
-        "linear": batch_ratio,
-        "sqrt": math.sqrt(batch_ratio),
-        "world_size": world_size,
-        "none": 1.0,
-    }
-    return rate * factors[lr_scaling]
+    factors = {"linear": batch_ratio, "sqrt": math.sqrt(batch_ratio), "world_size": world_size}
+    return rate * factors.get(lr_scaling, 1.0)
 
 
 def decay(kind: str, done: int, steps: int, warmup: int) -> float:
@@ -366,7 +334,7 @@ def make_optimizer(
     lr_scheduler: str,
     warmup_ratio: float,
     weight_decay: float,
-    betas: tuple[float, float] = (0.9, 0.999),
+    betas: Betas = (0.9, 0.999),
 ) -> tuple[AdamW, LambdaLR]:
     """Return AdamW and its schedule over `steps` steps.
 
@@ -378,12 +346,13 @@ def make_optimizer(
     return optimizer, schedule
 
 
-def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict]:
+def parameter_groups(trainable: dict[str, nn.Parameter], weight_decay: float) -> list[dict]:
     """Return groups for AdamW: matrices with weight decay, norms and biases without."""
-    parameters = list(parameters)
+    matrices = [parameter for parameter in trainable.values() if parameter.ndim >= 2]
+    others = [parameter for parameter in trainable.values() if parameter.ndim < 2]
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 

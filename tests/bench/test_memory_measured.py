@@ -22,7 +22,7 @@ if __name__ == "__main__":
 
 import train as script
 from conftest import ROOT
-from ddp_utils import distributed, logps, lora, losses, sharding
+from ddp_utils import distributed, logps, lora, losses, parallel
 from ddp_utils.logps import Pair
 from ddp_utils.policy import make_optimizer
 from ddp_utils.sharding import fsdp
@@ -92,7 +92,7 @@ def train(case, config, rows, world):
     scorer = logps.Scorer(model, precision.autocast)
     scorer.set_layout(shared=True)
     options = fsdp.Settings(fsdp_sharding_strategy=case[1].split()[-1])
-    policy = sharding.wrap(scorer, world, sharding.choose(config.strategy, options))
+    policy = parallel.wrap(scorer, world, parallel.choose(config.strategy, options))
     optimizer, schedule = make_optimizer(policy, 1e-4, 3, "constant", 0.0, 0.0)
     for _ in range(3):
         batch = scorer.collate(rows, world.device)

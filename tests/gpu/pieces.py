@@ -467,7 +467,7 @@ def generation(folder):
 def sharding(folder):
     """src/train.py on all weights, in a group of one rank; what it would save is left out."""
     import train
-    from ddp_utils import models, sharding
+    from ddp_utils import models, parallel
     from ddp_utils.run import Run
     from ddp_utils.sharding.fsdp import FsdpPolicy
 
@@ -486,7 +486,7 @@ def sharding(folder):
     store = torch.distributed.HashStore()
     backend = "gloo" if DRY else "nccl"
     torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
-    wrap = sharding.wrap
+    wrap = parallel.wrap
 
     def wrap_one(scorer, world, strategy, trained=True):  # one rank is else left to DDP
         if strategy.kind == "fsdp":
@@ -504,7 +504,7 @@ def sharding(folder):
         with contextlib.ExitStack() as stack:
             if package != "bitsandbytes":
                 stack.enter_context(without_files(shape(SHAPES["0.6B"])))
-            stack.enter_context(mock.patch.object(sharding, "wrap", wrap_one))
+            stack.enter_context(mock.patch.object(parallel, "wrap", wrap_one))
             stack.enter_context(mock.patch.object(models, "save_policy"))
             stack.enter_context(mock.patch.object(Run, "save"))
             lines = script(train.__name__, f"{words} {flags} --output_dir {run}", run)

@@ -104,34 +104,18 @@ def test_what_deepspeed_cannot_be_given_is_refused():
         assert says in message
 
 
-def test_only_what_is_sharded_can_be_offloaded():
-    for stage, name, device, says in (
-        (2, "offload_param", "cpu", "offload_param: it needs stage 3 or higher"),
-        (0, "offload_optimizer", "cpu", "offload_optimizer: it needs stage 1 or higher"),
-        (3, "offload_optimizer", "nvme", "device: 'nvme' is not 'cpu' or 'none'"),
-    ):
-        content = {"zero_optimization": {"stage": stage, name: {"device": device}}}
-        assert says in refused(deepspeed, content)
-    content = {"zero_optimization": {"stage": 2, "offload_param": {"device": "none"}}}
-    assert read(deepspeed, content) == content
-
-
 def test_named_layers_are_sharded_else_the_models_own():
     qwen = lora.meta_model("data/demo/model", None)
-    for names, kind, count, says in (
-        ([], "Qwen3DecoderLayer", 4, None),
-        (GUIDES, "Qwen3DecoderLayer", 4, f"no {', '.join(GUIDES)}; it has Qwen3DecoderLayer"),
-        (["GemmaDecoderLayer", "Qwen3MLP"], "Qwen3MLP", 4, None),
+    for names, kind in (
+        ([], "Qwen3DecoderLayer"),
+        (GUIDES, "Qwen3DecoderLayer"),
+        (["GemmaDecoderLayer", "Qwen3MLP"], "Qwen3MLP"),
     ):
-        settings = fsdp.Settings(fsdp_transformer_layer_cls_to_wrap=names)
-        layers, line = fsdp.layers_of(qwen, settings)
-        assert [type(layer).__name__ for layer in layers] == [kind] * count
-        assert line is None if says is None else says in line
-    whole = read(fsdp, {"fsdp_auto_wrap_policy": "NO_WRAP", WRAP: GUIDES})
-    assert fsdp.layers_of(qwen, whole) == ([], None)
-    with pytest.raises(
-        UserError, match="use the class of its layers"
-    ):  # it does not say what its layers are
+        layers = fsdp.layers_of(qwen, fsdp.Settings(fsdp_transformer_layer_cls_to_wrap=names))
+        assert [type(layer).__name__ for layer in layers] == [kind] * 4
+    in_one_piece = read(fsdp, {"fsdp_auto_wrap_policy": "NO_WRAP", WRAP: GUIDES})
+    assert fsdp.layers_of(qwen, in_one_piece) == []
+    with pytest.raises(UserError, match="use the class of its layers"):  # it names no layers
         fsdp.layers_of(torch.nn.Linear(1, 1), read(fsdp, FSDP))
 
 
@@ -141,8 +125,7 @@ def test_precision_is_what_the_sections_say():
         (True, None, "bf16"),
         (None, True, "fp16"),
         ("auto", "auto", None),
-        (False, False, "no"),
-        (False, None, "no"),  # what DeepSpeed makes of it
+        (False, False, None),
         (False, True, "fp16"),
         ("auto", False, None),
     ):
@@ -191,14 +174,9 @@ def test_every_auto_of_a_generated_file_is_filled_in():
             assert offloaded == [on_host if asked else None for asked in (optimizer, param)]
 
 
-def test_the_buckets_are_integers():
-    parts = deepspeed.filled(read(deepspeed, DEEPSPEED), settings("bf16"), World(), 100)
-    buckets = [parts["zero_optimization"][f"{n}_bucket_size"] for n in ("reduce", "allgather")]
-    assert str(buckets) == "[500000000, 500000000]"
-    # an "auto" bucket is what a square matrix holds
-    ready = deepspeed.filled(
-        {"zero_optimization": {"reduce_bucket_size": "auto"}}, settings(), World(), 100
-    )
+def test_an_auto_bucket_is_what_a_square_matrix_holds():
+    content = {"zero_optimization": {"reduce_bucket_size": "auto"}}
+    ready = deepspeed.filled(content, settings(), World(), 100)
     assert ready["zero_optimization"] == {"reduce_bucket_size": 10_000}
 
 
@@ -212,8 +190,8 @@ def test_a_product_that_is_not_right_is_refused():
 
 def test_a_precision_that_is_switched_off_or_not_the_only_one_is_refused():
     for bf16, fp16, says in (
-        (True, True, "j.json:6: fp16.enabled is true, but mixed_precision is bf16"),
-        (False, "auto", "j.json:3: bf16.enabled is false, but mixed_precision is bf16"),
+        (True, True, "j.json:6: mixed_precision is bf16, which differs from fp16.enabled"),
+        (False, "auto", "j.json:3: mixed_precision is bf16, which differs from bf16.enabled"),
     ):
         content = {"bf16": {"enabled": bf16}, "fp16": {"enabled": fp16}}
         with pytest.raises(UserError, match=says):

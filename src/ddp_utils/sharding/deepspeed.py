@@ -17,7 +17,7 @@ BUCKETS = {  # what transformers replaces "auto" with; width: of the hidden stat
     "stage3_prefetch_bucket_size": lambda width: int(0.9 * width**2),
     "stage3_param_persistence_threshold": lambda width: 10 * width,
 }
-FIRST_STAGE = {"offload_optimizer": 1, "offload_param": 3}  # the lowest stage that can offload it
+OFFLOAD = {"device": Literal["cpu", "none"], "pin_memory": bool}
 FP16 = "loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale"
 SIZES = "sub_group_size stage3_max_live_parameters stage3_max_reuse_distance"
 SWITCHES = """contiguous_gradients overlap_comm reduce_scatter allgather_partitions
@@ -40,7 +40,7 @@ KEYS: dict[str, Any] = {
         "stage": Literal[0, 1, 2, 3],
         **dict.fromkeys([*BUCKETS, *SIZES.split()], float),
         **dict.fromkeys(SWITCHES.split(), bool),
-        **dict.fromkeys(FIRST_STAGE, {"device": Literal["cpu", "none"], "pin_memory": bool}),
+        **dict.fromkeys(("offload_optimizer", "offload_param"), OFFLOAD),
     },
     "optimizer": "src/train.py makes the optimizer, AdamW",
     "scheduler": "src/train.py makes the schedule: training.lr_scheduler",
@@ -54,15 +54,8 @@ MAY_BE_AUTO = {"train_batch_size", "enabled", *SAME, *BUCKETS}
 
 
 def read(path: str) -> dict[str, Any]:
-    """Return DeepSpeed's settings; raise UserError for a key that is unknown or has no effect."""
-    settings = json_settings.read(path, KEYS, MAY_BE_AUTO)
-    zero = settings.get("zero_optimization", {})
-    for key, first in FIRST_STAGE.items():
-        if zero.get(key, {}).get("device") == "cpu" and stage(settings) < first:
-            name = f"zero_optimization.{key}"
-            line = json_settings.line_of(name, path)
-            raise UserError(f"{line}: {name}: it needs stage {first} or higher")
-    return settings
+    """Return DeepSpeed's settings; raise UserError for a key that is unknown or not supported."""
+    return json_settings.read(path, KEYS, MAY_BE_AUTO)
 
 
 def stage(settings: dict[str, Any]) -> int:
@@ -73,29 +66,22 @@ def stage(settings: dict[str, Any]) -> int:
 def given(settings: dict[str, Any]) -> dict[str, tuple]:
     """Return the settings of src/train.py in the JSON: name -> (key, value or "auto")."""
     values = {name: (key, settings.get(key, "auto")) for key, name in SAME.items()}
-    switches = {}
-    for kind in ("bf16", "fp16"):
-        if kind in settings:
-            switches[kind] = settings[kind].get("enabled")
-    enabled = [kind for kind, switch in switches.items() if switch is True]
-    if enabled:
-        values["mixed_precision"] = (f"{enabled[0]}.enabled", enabled[0])
-    elif set(switches.values()) == {False}:
-        values["mixed_precision"] = ("bf16.enabled", "no")
+    for kind in ("fp16", "bf16"):
+        if settings.get(kind, {}).get("enabled") is True:
+            values["mixed_precision"] = (f"{kind}.enabled", kind)
     return values
 
 
 def total_batch_size(settings: dict[str, Any], config: Any, world_size: int) -> int:
     """Return the rows of a step; raise UserError if the JSON has another number."""
-    product = world_size * config.gradient_accumulation_steps * config.micro_batch_size
+    accumulation, size = config.gradient_accumulation_steps, config.micro_batch_size
+    product = world_size * accumulation * size
     total = settings.get("train_batch_size", "auto")
     if total not in ("auto", product):
         line = json_settings.line_of("train_batch_size", config.deepspeed_config)
-        raise UserError(
-            f"{line}: train_batch_size is {total}, but {world_size} ranks "
-            f"x {config.gradient_accumulation_steps} accumulation x {config.micro_batch_size} "
-            f'= {product}; use that, or "auto"'
-        )
+        factors = f"{world_size} ranks x {accumulation} accumulation x {size} = {product}"
+        problem = f"train_batch_size is {total}, but {factors}"
+        raise UserError(f'{line}: {problem}; use that, or "auto"')
     return product
 
 
@@ -107,24 +93,18 @@ def filled(settings: dict[str, Any], config: Any, world: World, width: int) -> d
     """
     if stage(settings) and not find_spec("deepspeed"):
         raise UserError("DeepSpeed is not installed; pip install -r requirements-deepspeed.txt")
-    zero = dict(settings.get("zero_optimization", {}))
-    for key, value in zero.items():
-        if value == "auto":
-            zero[key] = BUCKETS[key](width)
-        elif type(value) is float:  # 5e8 in JSON
-            zero[key] = int(value)
-    ready: dict[str, Any] = {
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": 10**9,
-    }
+    ready: dict[str, Any] = {"zero_allow_untested_optimizer": True, "steps_per_print": 10**9}
+    ready["zero_force_ds_cpu_optimizer"] = False
     if config.mixed_precision == "bf16":  # sums over micro-batches and ranks in fp32, as in DDP
         ready["data_types"] = {"grad_accum_dtype": "fp32"}
         ready["communication_data_type"] = "fp32"
     ready |= settings
     ready |= {key: getattr(config, name) for key, name in SAME.items()}
     ready["train_batch_size"] = total_batch_size(settings, config, world.world_size)
-    ready["zero_optimization"] = zero
+    zero = ready["zero_optimization"] = dict(settings.get("zero_optimization", {}))
+    for key, value in zero.items():
+        if value == "auto":
+            zero[key] = BUCKETS[key](width)
     for kind in ("bf16", "fp16"):
         ready[kind] = precision_section(settings.get(kind, {}), kind, config)
     return ready
@@ -132,15 +112,12 @@ def filled(settings: dict[str, Any], config: Any, world: World, width: int) -> d
 
 def precision_section(section: dict[str, Any], kind: str, config: Any) -> dict[str, Any]:
     """Return the section `bf16` or `fp16`; raise UserError if mixed_precision differs from it."""
-    enabled = config.mixed_precision == kind
-    if section.get("enabled", "auto") not in ("auto", enabled):
+    is_enabled = config.mixed_precision == kind
+    if section.get("enabled", "auto") not in ("auto", is_enabled):
         line = json_settings.line_of(f"{kind}.enabled", config.deepspeed_config)
-        switch = str(not enabled).lower()
-        raise UserError(
-            f"{line}: {kind}.enabled is {switch}, but mixed_precision is "
-            f"{config.mixed_precision}; make them equal"
-        )
-    if not enabled:
+        problem = f"mixed_precision is {config.mixed_precision}, which differs from {kind}.enabled"
+        raise UserError(f"{line}: {problem}; make them equal")
+    if not is_enabled:
         return {"enabled": False}
     # a bf16 step whose gradient is not finite is skipped; fp16 has a loss scale for that
     default = {"check_grad_overflow": True} if kind == "bf16" else {}

@@ -21,13 +21,12 @@ from ddp_utils.policy import (
     LossScale,
     Policy,
     Strategy,
+    Tensors,
     cast_trained_to_fp32,
-    check_names,
     parameter_groups,
 )
 from ddp_utils.sharding.deepspeed import stage
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter")  # state of its loss scale for fp16
 
 
@@ -66,7 +65,7 @@ class ZeroPolicy(Policy):
             torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
         deepspeed.init_distributed(dist_init_required=False, auto_mpi_discovery=False)
         # the settings of AdamW follow in make_adamw()
-        optimizer = AdamW(parameter_groups(self.trainable().values(), weight_decay=1.0), lr=1.0)
+        optimizer = AdamW(parameter_groups(self.trainable(), weight_decay=1.0), lr=1.0)
         if self.is_stage_3:
             # shards the weights in the host's memory, one parameter at a time
             deepspeed.zero.Init(module=self.scorer, config_dict_or_path=strategy.options)
@@ -129,23 +128,6 @@ class ZeroPolicy(Policy):
     def full_parameter(self, parameter: nn.Parameter) -> Tensor:
         return self.utils.safe_get_full_fp32_param(parameter)
 
-    def set_full(self, parameter: nn.Parameter, kind: str, value: Tensor) -> None:
-        """Set a full parameter or moment: each rank copies its shard of the value."""
-        utils = self.utils
-        if not self.is_stage_3 and kind == "parameter":
-            utils.safe_set_full_fp32_param(parameter, value)
-        elif not self.is_stage_3:
-            utils.safe_set_full_optimizer_state(parameter, value, kind)
-        else:
-            # DeepSpeed's functions for full tensors fail if the last shard is padded
-            size = utils.safe_get_local_fp32_param(parameter).numel()
-            shard = value.flatten()[size * self.world.rank :][:size]
-            shard = nn.functional.pad(shard, (0, size - shard.numel()))
-            if kind == "parameter":
-                utils.safe_set_local_fp32_param(parameter, shard)
-            else:
-                utils.safe_set_local_optimizer_state(parameter, shard, kind)
-
     # --- checkpoints ------------------------------------------------------------------------------
 
     @property
@@ -162,61 +144,32 @@ class ZeroPolicy(Policy):
             return zero.fp32_groups_flat_partition
         return zero.single_partition_of_fp32_groups
 
-    def link_states(self) -> None:
-        """Connect parameters with AdamW's state.
-
-        DeepSpeed does this once, after the step of the first group, when other groups have none.
-        """
-        if not self.is_stage_3:
-            self.engine.optimizer._hp_optimizer_states_linked = False
-            self.engine.optimizer._lazy_init_hp_params_optimizer_state()
-
-    def state(self, optimizer: AdamW, sharded: bool | str = False) -> dict[str, Tensor]:
-        """Return what Policy.state() returns; if sharded, this rank's shards, by number."""
-        self.link_states()
-        tensors: dict[str, Tensor] = {}
-        if sharded:
-            for number, shard in enumerate(self.shards()):
-                states = {"parameter": shard.detach(), **optimizer.state[shard]}
-                tensors |= {f"{kind}/{number}": value for kind, value in states.items()}
-        else:
-            step = optimizer.state[self.shards()[0]]["step"]
-            for name, parameter in self.trainable().items():
-                tensors[f"parameter/{name}"] = self.full_parameter(parameter).cpu()
-                for kind in MOMENTS:
-                    moment = self.utils.safe_get_full_optimizer_state(parameter, kind)
-                    tensors[f"{kind}/{name}"] = moment.cpu()
-                tensors[f"step/{name}"] = step.clone()
+    def state(self, optimizer: AdamW, layout: str = "") -> Tensors:
+        """Return this rank's shards, by number: `parameter/0`, `exp_avg/0`, ..., and loss scale."""
+        tensors: Tensors = {}
+        for number, shard in enumerate(self.shards()):
+            states = {"parameter": shard.detach(), **optimizer.state[shard]}
+            tensors |= {f"{kind}/{number}": value for kind, value in states.items()}
         if self.engine.fp16_enabled():
             scaler = self.engine.optimizer.loss_scaler
             values = [float(getattr(scaler, name, 0)) for name in SCALER]  # a static one has fewer
-            tensors["zero_loss_scale"] = torch.tensor(values, dtype=torch.float64)
+            tensors["loss_scale"] = torch.tensor(values, dtype=torch.float64)
         return tensors
 
-    def load_tensors(self, optimizer: AdamW, tensors: dict[str, Tensor], sharded: bool) -> None:
-        parameters = self.trainable()
-        if not sharded:  # shards have numbers
-            check_names(parameters, tensors)
+    def load_tensors(self, optimizer: AdamW, tensors: Tensors, layout: str) -> None:
         shards = self.shards()
-        [step, *_] = [value for key, value in tensors.items() if key.startswith("step/")]
-        for shard in shards:
-            moments = {kind: torch.zeros_like(shard) for kind in MOMENTS}
-            optimizer.state[shard] = {"step": step.clone(), **moments}
-        self.link_states()
         for key, value in tensors.items():
-            kind, _, name = key.partition("/")
-            if kind not in ("parameter", *MOMENTS):
-                continue
-            if not sharded:
-                self.set_full(parameters[name], kind, value)
+            kind, _, number = key.partition("/")
+            if key == "loss_scale":
+                for name, state in zip(SCALER, value.tolist(), strict=True):
+                    setattr(self.engine.optimizer.loss_scaler, name, state)
             elif kind == "parameter":
-                shards[int(name)].copy_(value)
-            else:
-                optimizer.state[shards[int(name)]][kind].copy_(value)
+                shards[int(number)].copy_(value)
+            else:  # AdamW counts steps on the CPU
+                shard = shards[int(number)]
+                device = "cpu" if kind == "step" else shard.device
+                optimizer.state[shard][kind] = value.to(device, copy=True)
         self.update_weights()
-        if "zero_loss_scale" in tensors and self.engine.fp16_enabled():
-            for name, value in zip(SCALER, tensors["zero_loss_scale"].tolist(), strict=True):
-                setattr(self.engine.optimizer.loss_scaler, name, value)
 
     def update_weights(self) -> None:
         """Copy the fp32 weights to those of the forward."""

@@ -65,40 +65,21 @@ def read(path: str) -> Settings:
     return Settings(**json_settings.read(path, get_type_hints(Settings))) if path else Settings()
 
 
-def layers_of(model: nn.Module, settings: Settings) -> tuple[list[Any], str | None]:
-    """Return the modules that are sharded one by one, and a line to be printed or None.
+def layers_of(model: nn.Module, settings: Settings) -> list[Any]:
+    """Return the modules that are sharded one by one.
 
     Classes in the JSON that the model does not have are ignored: the guides list those of several
     models. If it has none of them, the layers are those that the model itself names.
     """
     if settings.fsdp_auto_wrap_policy == "NO_WRAP":
-        return [], None
+        return []
     existing = {type(module).__name__ for module in model.modules()}
-    named = existing & set(settings.layers)
-    own = existing & set(getattr(model, "_no_split_modules", None) or ())
-    layers = [module for module in model.modules() if type(module).__name__ in (named or own)]
-    if not layers:
-        raise UserError(
-            "fsdp_transformer_layer_cls_to_wrap: the model has none of these, and does not name "
-            "its layers; use the class of its layers"
-        )
-    if named or not settings.layers:
-        return layers, None
-    names = ", ".join(settings.layers)
-    return layers, f"fsdp: the model has no {names}; it has {', '.join(sorted(own))}"
-
-
-def check_nodes(settings: Settings, world: World) -> None:
-    """Raise UserError if HYBRID_SHARD has nodes with different numbers of processes."""
-    if settings.fsdp_sharding_strategy != "HYBRID_SHARD":
-        return
-    size, here = world.world_size, world.local_size
-    total, squares = distributed.all_sum(torch.tensor([here, here**2], device=world.device), world)
-    if total**2 != size * squares:  # the same on all ranks, unlike a check of the local number
-        raise UserError(
-            f"HYBRID_SHARD: {size} processes, {here} of them on this node; "
-            "start the same number on each node"
-        )
+    own = set(getattr(model, "_no_split_modules", None) or ())
+    names = existing & set(settings.layers) or existing & own
+    if not names:
+        key = "fsdp_transformer_layer_cls_to_wrap"
+        raise UserError(f"{key}: the model has none of these; use the class of its layers")
+    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 class FsdpPolicy(Policy):
@@ -131,21 +112,20 @@ class FsdpPolicy(Policy):
     def gather_tensor(self, tensor: Any) -> Any:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
-    def to_saved(self, tensor: Tensor, sharded: bool) -> Tensor | None:
-        if sharded:
+    def to_saved(self, tensor: Tensor, layout: str) -> Tensor | None:
+        if layout:
             return local(tensor)
         full = self.gather_tensor(tensor)
         return full if distributed.is_first() else None
 
-    def from_saved(self, value: Tensor, like: Any, sharded: bool) -> Tensor:
+    def from_saved(self, value: Tensor, like: Any, layout: str) -> Tensor:
         """Return a saved tensor, a shard or a full one, as a DTensor with the shards of `like`."""
-        mesh = like.device_mesh
-        if sharded:
-            local_value = value.to(like.device)
-            shape = {"shape": like.shape, "stride": like.stride()}
-            return DTensor.from_local(local_value, mesh, like.placements, run_check=False, **shape)
+        mesh, placements = like.device_mesh, like.placements
+        if layout:
+            shape = {"shape": like.shape, "stride": like.stride(), "run_check": False}
+            return DTensor.from_local(value.to(like.device), mesh, placements, **shape)
         value = value.to(mesh.device_type)
-        return distribute_tensor(value, mesh, like.placements, src_data_rank=None).to(like.device)
+        return distribute_tensor(value, mesh, placements, src_data_rank=None).to(like.device)
 
 
 def make_mesh(settings: Settings, world: World) -> DeviceMesh:
@@ -171,7 +151,7 @@ def shard(
     }
     if settings.fsdp_offload_params:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type != "cpu")
-    layers, _ = layers_of(scorer.unwrap(), settings)
+    layers = layers_of(scorer.unwrap(), settings)
     for layer in layers:
         cast_trained_to_fp32(layer)
         is_freed = settings.fsdp_sharding_strategy != "SHARD_GRAD_OP"

@@ -20,37 +20,36 @@ def read(path: str, hints: dict[str, Any], may_be_auto: Collection[str] = ()) ->
 
 def _check(
     settings: dict, hints: dict[str, Any], may_be_auto: Collection[str], path: str, prefix: str
-):
+) -> None:
     for key, value in settings.items():
         name = prefix + key
         line = line_of(name, path)
+        hint: Any = hints.get(key)
         if key not in hints:
             raise UserError(f"{line}: {cli.unknown(key, list(hints))}")
-        hint = hints[key]
         if isinstance(hint, str):
             raise UserError(f"{line}: {name}: {hint}; leave it out")
-        if isinstance(hint, dict):
-            cli.check_type(f"{line}: {name}", dict, value)
+        if value == "auto" and key in may_be_auto:
+            continue
+        is_section = isinstance(hint, dict)
+        cli.check_type(f"{line}: {name}", dict if is_section else hint, value)
+        if is_section:
             _check(value, hint, may_be_auto, path, f"{name}.")
-        elif value != "auto" or key not in may_be_auto:
-            cli.check_type(f"{line}: {name}", hint, value)
 
 
-def take(config: Any, found: dict[str, tuple], path: str, places: dict[str, str]) -> None:
+def set_from_json(config: Any, values: dict[str, Any], path: str, places: dict[str, str]) -> None:
     """Set settings to their values in the JSON; flags and YAML must have the same.
 
-    found: setting -> (key, value) in the JSON; places: setting -> file and line, or flag.
+    values: setting -> (key, value) in the JSON; places: setting -> file and line, or flag.
     """
-    for name, (key, value) in found.items():
+    for name, (key, value) in values.items():
         if value in (None, "auto"):
             continue
         place = f"{line_of(key, path)}: {key}"
         other = getattr(config, name)
         if name in places and other not in ("auto", value):
-            raise UserError(
-                f"{places[name]} is {other}, but {place} is {value}; make them equal, "
-                "or leave one of them out"
-            )
+            conflict = f"{places[name]} is {other}, but {place} is {value}"
+            raise UserError(f"{conflict}; make them equal, or leave one of them out")
         setattr(config, name, value)
         places[name] = place
 

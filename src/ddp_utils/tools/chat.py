@@ -41,7 +41,8 @@ def load(folder: str, before: bool, device: torch.device) -> tuple[Any, Any]:
         adapter = settings.get("init_adapter") or settings.get("resume_from", "")
     elif (result / "adapter_config.json").exists():
         base, adapter = lora.adapter_settings(result).base_model_name_or_path, str(result)
-    model = lora.load(base, "auto", device, flag="folder")
+    with cli.located({"model_name": "folder"}):
+        model = lora.load(base, "auto", device)
     tokenizer = models.load_tokenizer(adapter or base)
     return (lora.with_adapter(model, adapter) if adapter else model).eval(), tokenizer
 

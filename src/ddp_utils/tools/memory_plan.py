@@ -146,7 +146,7 @@ def peaks_of(
 
 def sizes_of(scorer: logps.Scorer) -> dict[str, float]:
     """Return the bytes that do not depend on the rows, for a process that shards nothing."""
-    layers = [list(x.parameters()) for x in fsdp.layers_of(scorer.unwrap(), fsdp.Settings())[0]]
+    layers = [list(x.parameters()) for x in fsdp.layers_of(scorer.unwrap(), fsdp.Settings())]
     inside = set().union(*layers)
     everything = list(scorer.parameters())
     root = [p for p in everything if p not in inside]
