@@ -202,7 +202,7 @@ def main(folder: Path = Path(__file__).parents[1]) -> None:
     make_pairs(folder)
     torch.set_num_threads(1)  # so that sums have the same order everywhere
     torch.manual_seed(SEED)
-    model = mpnn.ProteinMPNN(hidden=32, encoder_layers=1, decoder_layers=1, neighbors=16)
+    model = mpnn.ProteinMPNN(hidden=32, layers=1, neighbors=16)
     train(model, Random(SEED))
     model.save(folder / "demo/protein_model.pt")
 

@@ -5,7 +5,7 @@ Pairs of one backbone stay together, so that the backbone is encoded once for al
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from ddp_utils import distributed, sampler
 from ddp_utils.distributed import World, to_device
 from ddp_utils.policy import ScorerModule
 from ddp_utils.sampler import MicroBatch, Plan, seed_of
+from dpo_inv.config import PairSettings
 from dpo_inv.mpnn import ProteinMPNN
 from dpo_inv.pairs import Pair
 from dpo_inv.structure import Structure
@@ -25,20 +26,7 @@ from dpo_inv.structure import Structure
 GROUP_SIZE = 8
 
 
-class OrderOptions(NamedTuple):
-    """How decoding orders are drawn."""
-
-    kind: str = "random"  # random, sequential, mutated_last
-    num_orders: int = 1  # random orders per pair
-    seed: int = 0
-
-    @classmethod
-    def of(cls, config: Any) -> "OrderOptions":
-        """Return the options in a script's settings."""
-        return cls(config.decoding_order, config.num_orders, config.seed)
-
-
-def decoding_orders(pair: Pair, options: OrderOptions) -> np.ndarray:
+def decoding_orders(pair: Pair, settings: PairSettings) -> np.ndarray:
     """Return the decoding orders [M, T, C] of a pair, the same in all epochs.
 
     order[t] are the tied positions that are decoded at time t. The context comes first, then the
@@ -47,14 +35,14 @@ def decoding_orders(pair: Pair, options: OrderOptions) -> np.ndarray:
     """
     tied = pair.backbone.tied
     stage = pair.designed.astype(int)  # [L] positions of a later stage are decoded later
-    if options.kind == "mutated_last":
+    if settings.decoding_order == "mutated_last":
         stage = stage + pair.mutated
     stage = stage[tied].max(-1)  # [T]
-    if options.kind == "sequential":
+    if settings.decoding_order == "sequential":
         return tied[None, np.argsort(stage, kind="stable")]
     draws = []
-    for number in range(options.num_orders):
-        generator = np.random.default_rng(seed_of(options.seed, pair.name, number))
+    for number in range(settings.num_orders):
+        generator = np.random.default_rng(seed_of(settings.seed, pair.name, number))
         draws.append(generator.random(len(stage)))
     return tied[np.lexsort((np.stack(draws), np.broadcast_to(stage, (len(draws), len(stage)))))]
 
@@ -152,27 +140,24 @@ def structure_tensors(backbone: Structure, device: torch.device | str) -> list[T
     return [to_device(array, device) for array in backbone[:4]]
 
 
-def collate(pairs: Sequence[Pair], options: OrderOptions, device: torch.device | str) -> Batch:
+def collate(pairs: Sequence[Pair], settings: PairSettings, device: torch.device | str) -> Batch:
     """Return pairs of one backbone as one batch."""
     backbone = pairs[0].backbone
-    orders = np.concatenate([decoding_orders(pair, options) for pair in pairs])  # [S / 2, T, C]
+    orders = np.concatenate([decoding_orders(pair, settings) for pair in pairs])  # [S / 2, T, C]
     sequences = np.stack([p.preferred for p in pairs] + [p.unpreferred for p in pairs])  # [2 B, L]
     sequences = sequences.repeat(len(orders) // len(pairs), axis=0)  # [S, L]
     # No residue sees the letter that is decoded last: where only that one differs, both sequences
     # have the same log-probs.
     differ_once = all(pair.mutated[backbone.tied].any(-1).sum() == 1 for pair in pairs)
-    halves = 1 if differ_once and options.kind == "mutated_last" else 2
-    return Batch(
-        structure_tensors(backbone, device),
-        to_device(sequences, device),
-        to_device(sequences[: halves * len(orders)], device),
-        to_device(np.concatenate([orders] * halves), device),
-        to_device(backbone.tied, device),
-        to_device(backbone.tied_weights, device),
-        to_device(np.stack([pair.targets for pair in pairs]), device),
-        to_device([pair.margin for pair in pairs], device),
-        to_device([pair.sign for pair in pairs], device),
-    )
+    halves = 1 if differ_once and settings.decoding_order == "mutated_last" else 2
+    decoded = sequences[: halves * len(orders)]
+    orders = np.concatenate([orders] * halves)
+    targets = np.stack([pair.targets for pair in pairs])
+    margins = np.array([pair.margin for pair in pairs])
+    signs = np.array([pair.sign for pair in pairs])
+    arrays = sequences, decoded, orders, backbone.tied, backbone.tied_weights, targets
+    tensors = [to_device(array, device) for array in (*arrays, margins, signs)]
+    return Batch(structure_tensors(backbone, device), *tensors)
 
 
 class Scorer(ScorerModule):
@@ -221,7 +206,7 @@ class Scorer(ScorerModule):
 def score(
     scorer: Scorer,
     pairs: Sequence[Pair],
-    options: OrderOptions,
+    settings: PairSettings,
     world: World,
     stop_if_requested: Callable[[], None] = lambda: None,
     used: Sequence[int] | None = None,
@@ -237,7 +222,7 @@ def score(
     log_probs = []
     for micro_batch in assigned:
         stop_if_requested()
-        batch = collate([pairs[row] for row in micro_batch.index], options, world.device)
+        batch = collate([pairs[row] for row in micro_batch.index], settings, world.device)
         log_probs.append(torch.stack(scorer(batch), -1))  # [B, 2]
     table = distributed.gather_by_index(len(pairs), assigned, log_probs, world)
     return table.masked_fill(table == 0, torch.nan)  # rows that were not scored

@@ -12,18 +12,40 @@ Method = Literal[cli.Method, "ddg", "listwise"]  # type: ignore[valid-type]
 
 
 @dataclass
-class Config:
+class PairSettings:
+    """Settings of training and of dpo_inv.evaluate: how pairs are read and decoded."""
+
+    # most used settings
+    base_model_name: str = ""  # name or .pt file; empty: v_48_020, or the demo model for demo data
+    base_model_dir: str = "data/weights"  # folder with the .pt files of named models
+    backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"  # --no_cuda: gloo
+
+    # objective
+    decoding_order: Literal["random", "sequential", "mutated_last"] = "random"  # of the residues
+    num_orders: int = 1  # random decoding orders per pair, over which log-probs are averaged
+
+    # data
+    homo_oligomer: bool = False  # design identical chains with one common sequence
+    numbering: Literal["pdb", "sequence"] = "pdb"  # residue numbers of mutations: PDB, or from 1
+    stable_ddg: Literal["negative", "positive"] = "negative"  # sign of a stabilizing ddG
+    max_length: int = 500  # maximum residues with context; longer items are dropped and counted
+    on_bad_record: Literal["error", "skip"] = "error"  # stop at a malformed item, or skip it
+
+    # run
+    seed: int = 0  # random seed of data split, data order, decoding orders and designs
+    debug: bool = False  # show a traceback for user errors
+
+
+@dataclass
+class Config(PairSettings):
     # most used settings
     train_data: str = "data/input/test_data_real.json"  # preference pairs; see docs/protein_dpo.md
     val_data: str = ""  # validation pairs; empty: all pairs of a tenth of the backbones
     output_dir: str = "outputs/dpo_ddp"  # folder for models, metrics, plots and checkpoints
-    base_model_name: str = ""  # name or .pt file; empty: v_48_020, or the demo model for demo data
-    base_model_dir: str = "data/weights"  # folder with the .pt files of named models
     learning_rate: float | None = None  # None: 1e-4, for the demo data 2e-4; --lr is an alias
     beta: float = 0.1  # strength of the KL penalty; higher keeps the policy closer to the reference
     batch_size: int = 1  # pairs per forward pass and process; a batch has one backbone
     num_epochs: float | None = None  # passes over the training data; None: 2, for the demo data 10
-    backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"  # --no_cuda: gloo
 
     # objective
     method: Method = "dpo"  # loss function
@@ -34,18 +56,10 @@ class Config:
     lambda_shift: float | None = None  # dposhift, dpopshift: weight of rejected (None: 0.75)
     simpo_gamma: float | None = None  # simpo: target reward margin (None: 0.5)
     length_average: bool = False  # average log-probs over residues instead of summing
-    decoding_order: Literal["random", "sequential", "mutated_last"] = "random"  # of the residues
-    num_orders: int = 1  # random decoding orders per pair, over which log-probs are averaged
     temperature: float = 1.0  # temperature of the log-probs in the loss
 
     # data
-    altloc: Literal["first", "occupancy"] = "first"  # choice among alternative residue positions
-    homo_oligomer: bool = False  # design identical chains with one common sequence
-    numbering: Literal["pdb", "sequence"] = "pdb"  # residue numbers of mutations: PDB, or from 1
-    stable_ddg: Literal["negative", "positive"] = "negative"  # sign of a stabilizing ddG
-    max_length: int = 500  # maximum residues with context; longer items are dropped and counted
     max_rows: int = -1  # use only the first items of train_data; -1: all
-    on_bad_record: Literal["error", "skip"] = "error"  # stop at a malformed item, or skip it
     shuffle: bool = True  # shuffle the data in every epoch
 
     # optimization
@@ -66,10 +80,8 @@ class Config:
     timeout_minutes: float = 30.0  # time limit of a collective operation
     log_every: int = 1  # steps between printed lines; metrics.jsonl has every step
     report_to: Literal["tensorboard", "wandb", "none"] = "tensorboard"  # logger besides the files
-    seed: int = 0  # random seed of data split, data order and decoding orders
     deterministic: bool = False  # use deterministic kernels; slower
     check: bool = False  # read and check everything, then exit without training
-    debug: bool = False  # show a traceback for user errors
 
 
 def read_settings(argv: list[str]) -> Config:

@@ -87,13 +87,12 @@ class Features(nn.Module):
         self.edge_embedding = nn.Linear(width, hidden, bias=False)
         self.norm_edges = nn.LayerNorm(hidden)
 
-    def forward(
-        self, coords: Tensor, residue_idx: Tensor, chain_encoding: Tensor, neighbors: Tensor
-    ) -> Tensor:
+    def forward(self, neighbors: Tensor, coords: Tensor, numbers: Tensor, chain: Tensor) -> Tensor:
+        """Return the features of the edges to the neighbors; see ProteinMPNN.encode."""
         with torch.no_grad():
-            offset = residue_idx[:, None] - residue_idx[neighbors]
+            offset = numbers[:, None] - numbers[neighbors]
             offset = (offset + MAX_OFFSET).clamp(0, 2 * MAX_OFFSET)
-            in_other_chain = chain_encoding[:, None] != chain_encoding[neighbors]
+            in_other_chain = chain[:, None] != chain[neighbors]
             offset = offset.masked_fill(in_other_chain, OTHER_CHAIN)  # [L, K]
             centers = torch.linspace(2.0, 22.0, NUM_RBF, device=coords.device) / RBF_WIDTH
             scaled = distances(coords, neighbors)[..., None] / RBF_WIDTH  # [L, K, 25, 1]
@@ -115,24 +114,13 @@ class EdgeNetwork(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        table: Tensor,
-        indices: Tensor,
-        edges: Tensor,
-        own: Tensor,
-        edge_weight: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        valid: Tensor | None,
-        keep: bool,
-    ) -> Tensor:
+    def forward(ctx: Any, valid: Tensor | None, keep: bool, *inputs: Tensor) -> Tensor:
         """Return the sums [S, L, H], or without `valid` the messages themselves, [S, L, K, H].
 
-        table: terms of neighbors, [R, H]; indices: the neighbors' rows in it, [S, L, K]; edges:
-        [L, K, H]; own: terms of the residues, [1 or S, L, H]; edge_weight: the columns of W1 for
-        edges; weight, bias: of W2; valid: [L, K]; keep: whether there will be a backward pass.
+        valid: [L, K]; keep: whether there will be a backward pass; inputs: those of `edge_network`
+        and the weight and the bias of W2.
         """
+        table, indices, edges, own, edge_weight, weight, bias = inputs
         outputs = own.new_empty(indices.shape[: 2 if valid is not None else 3] + weight.shape[:1])
         ctx.kept = []
         for part in _blocks(indices):
@@ -145,19 +133,15 @@ class EdgeNetwork(torch.autograd.Function):
             outputs[:, part] = message
             if keep:
                 ctx.kept.append((part, first, second))
-        ctx.save_for_backward(table, indices, edges, own, edge_weight, weight, valid)
+        ctx.save_for_backward(valid, *inputs)
         return outputs
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        table, indices, edges, own, edge_weight, weight, valid = ctx.saved_tensors
-        to_table = torch.zeros_like(table)
-        to_own = torch.zeros_like(own)
-        to_edges = torch.empty_like(edges)
-        to_edge_weight = torch.zeros_like(edge_weight)
-        to_weight = torch.zeros_like(weight)
-        to_bias = weight.new_zeros(len(weight))
+        valid, table, indices, edges, own, edge_weight, weight, bias = ctx.saved_tensors
+        to_table, to_edges, to_own = map(torch.zeros_like, (table, edges, own))
+        to_edge_weight, to_weight, to_bias = map(torch.zeros_like, (edge_weight, weight, bias))
         gelu_backward = torch.ops.aten.gelu_backward
         for part, first, second in ctx.kept:
             down = gradient[:, part]
@@ -172,7 +156,8 @@ class EdgeNetwork(torch.autograd.Function):
             down = down.sum(0)  # [l, K, H]
             to_edge_weight += down.flatten(0, -2).T @ edges[part].flatten(0, -2)
             to_edges[part] = down @ edge_weight
-        return to_table, None, to_edges, to_own, to_edge_weight, to_weight, to_bias, None, None
+        to_inputs = to_table, None, to_edges, to_own, to_edge_weight, to_weight, to_bias
+        return None, None, *to_inputs
 
 
 def _blocks(indices: Tensor) -> list[slice]:
@@ -184,15 +169,11 @@ def _blocks(indices: Tensor) -> list[slice]:
     return [slice(start, start + size) for start in range(0, length, size)]
 
 
-def edge_network(
-    second: nn.Linear,
-    table: Tensor,
-    indices: Tensor,
-    edges: Tensor,
-    own: Tensor,
-    edge_weight: Tensor,
-    valid: Tensor | None = None,
-) -> Tensor:
-    """Apply EdgeNetwork; second: the layer W2."""
-    inputs = (table, indices, edges, own, edge_weight, second.weight, second.bias, valid)
-    return EdgeNetwork.apply(*inputs, torch.is_grad_enabled())
+def edge_network(second: nn.Linear, valid: Tensor | None, *terms: Tensor) -> Tensor:
+    """Apply EdgeNetwork with W2 = `second`.
+
+    terms: the table with the terms of the neighbors, [R, H]; the neighbors' rows in it, [S, L, K];
+    the edges, [L, K, H]; the terms of the residues, [1 or S, L, H]; the columns of W1 for edges.
+    """
+    keep = torch.is_grad_enabled()
+    return EdgeNetwork.apply(valid, keep, *terms, second.weight, second.bias)

@@ -21,13 +21,6 @@ def begin(step: int, plan: Plan, run: Run) -> None:
     run.bar.begin("Training", plan.steps_per_epoch, step_of_epoch)
 
 
-def has_ended(step: int, plan: Plan, run: Run) -> bool:
-    """Return whether an epoch ends after `step` steps that no earlier start has evaluated."""
-    if step == 0:
-        return plan.steps == 0  # a run that only evaluates
-    return plan.due(0, step) and run.validated < step
-
-
 def end(step: int, plan: Plan, model: ProteinMPNN, values: dict[str, float], run: Run) -> None:
     """Write the models of the epoch that ends after `step` steps, and print and log its summary.
 

@@ -15,12 +15,11 @@ from typing import Literal
 import numpy as np
 import torch
 
-from ddp_utils import cli, distributed, sampler
-from ddp_utils.data import write_json
+from ddp_utils import cli, data, distributed, sampler
 from ddp_utils.distributed import World, to_device
 from ddp_utils.metrics import Averages
 from dpo_inv import batches, inference, inference_config, mpnn, pairs, weights
-from dpo_inv.batches import OrderOptions
+from dpo_inv.config import PairSettings
 from dpo_inv.mpnn import ProteinMPNN
 from dpo_inv.pairs import Pair
 
@@ -40,23 +39,15 @@ LABELS = {  # measure -> its name on the terminal
 
 
 @dataclass
-class Config:
+class Config(PairSettings):
+    # most used settings
     model_path: str = "outputs/dpo_ddp/best_model.pt"  # a .pt file, or an official name
-    base_model_name: str = "v_48_020"  # what it is compared with
-    base_model_dir: str = "data/weights"  # where named models are
+    base_model_name: str = "v_48_020"  # the model that it is compared with
     data: str = "data/input/test_data_val.json"  # pairs, or mutations and ddG: docs/protein_dpo.md
-    decoding_order: Literal["random", "sequential", "mutated_last"] = "mutated_last"  # of residues
-    num_orders: int = 1  # random orders of a pair; its log-probs are averaged over them
-    homo_oligomer: bool = False  # the designed chains are copies and get one sequence
-    numbering: Literal["pdb", "sequence"] = "pdb"  # of mutations: the file's, or from 1
-    stable_ddg: Literal["negative", "positive"] = "negative"  # the sign of a stabilising ddG
-    altloc: Literal["first", "occupancy"] = "first"  # which of a residue's alternative conformers
-    max_length: int = 500  # residues with context; longer items are dropped and counted
-    on_bad_record: Literal["error", "skip"] = "error"  # what to do with a malformed item
-    backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"  # by the device
-    seed: int = 0  # decoding orders, designs, bootstrap
     output: str = ""  # a JSON file with the same numbers
-    debug: bool = False  # tracebacks for user errors, too
+
+    # objective
+    decoding_order: Literal["random", "sequential", "mutated_last"] = "mutated_last"
 
 
 # --- statistics ----------------------------------------------------------------------------------
@@ -97,20 +88,15 @@ def compare(rows: Sequence[Pair], before: np.ndarray, after: np.ndarray) -> dict
 
     of_protein = [np.flatnonzero(protein == number) for number in np.unique(protein)]
     measured = [indices[is_measured[indices]] for indices in of_protein]
-    values = gain("own", own, of_protein)
-    values |= gain("spearman", correlation, measured)
-    within = []
-    for indices in measured:
-        if len(indices) >= MIN_MUTANTS:
-            both = correlation(0, indices), correlation(1, indices)
-            if np.isfinite(both).all():
-                within.append(both)
-    if within:
-        table = np.array(within)  # [proteins, 2]
-        proteins = list(np.arange(len(table))[:, None])
-        mean = "spearman_per_protein"
-        values |= gain(mean, lambda model, chosen: table[chosen, model].mean(), proteins)
-    return values
+    values = gain("own", own, of_protein) | gain("spearman", correlation, measured)
+    large = [indices for indices in measured if len(indices) >= MIN_MUTANTS]
+    within = np.array([(correlation(0, indices), correlation(1, indices)) for indices in large])
+    within = within[np.isfinite(within).all(-1)] if large else within  # [proteins, 2]
+
+    def mean(model: int, chosen: np.ndarray) -> float:
+        return within[chosen, model].mean()
+
+    return values | gain("spearman_per_protein", mean, list(np.arange(len(within))[:, None]))
 
 
 def before_and_after(name: str, before: float, after: float) -> dict[str, float]:
@@ -126,6 +112,8 @@ def gain(
     measure(model, indices): model 0 is the one before. groups: indices of pairs; the bootstrap
     draws groups with replacement. Returns {} if the measure is not defined.
     """
+    if not groups:
+        return {}
     indices = np.concatenate(groups)
     before, after = float(measure(0, indices)), float(measure(1, indices))
     if not np.isfinite(after - before):
@@ -156,21 +144,23 @@ def natives(model: ProteinMPNN, rows: Sequence[Pair], seed: int, world: World) -
     one_of_each = list({pair.number: pair for pair in rows}.values())
     lengths = [len(pair.preferred) for pair in one_of_each]
     averages = Averages(world)
+    settings = inference_config.Config(seed=seed)
     for [index], weight in sampler.assign_micro_batches(range(len(lengths)), lengths, world, 1):
         backbone = one_of_each[index].backbone
-        native = mpnn.encode(backbone.sequence)  # [L]
-        designed = backbone.in_design & (backbone.mask > 0) & (native != mpnn.UNKNOWN)
-        bias = inference.read_bias(backbone, inference_config.Config())
-        task = inference.Task(Path(one_of_each[index].name), backbone, designed, bias)
-        letters = torch.from_numpy(native).expand(ORDERS, -1).to(world.device)  # [ORDERS, L]
-        log_probs = inference.score(model, task, letters, seed, world.device, ORDERS)
-        temperatures = torch.full((DESIGNS,), DESIGN_TEMPERATURE)
-        designs, _ = inference.sample(model, task, temperatures, seed, world.device)
+        native = inference.native_letters(backbone).to(world.device)  # [L]
+        is_known = mpnn.encode(backbone.sequence) != mpnn.UNKNOWN
+        designed = backbone.in_design & (backbone.mask > 0) & is_known
+        task = inference.Task("", Path(one_of_each[index].name), backbone, designed)
+        letters = native.expand(ORDERS, -1)  # [ORDERS, L]
+        orders = inference.random_orders(task, ORDERS, seed).to(world.device)
+        log_probs = inference.score(model, task, letters, orders)
+        temperatures = torch.full((DESIGNS,), DESIGN_TEMPERATURE, device=world.device)
+        designs, _ = inference.sample(model, task, temperatures, settings)
         designs = designs[:, designed]  # [DESIGNS, designed]
         differ = designs[:, None] != designs  # [DESIGNS, DESIGNS, designed]
         values = {
             "nll": -log_probs.gather(-1, letters[..., None])[:, designed].mean(),
-            "recovery": (designs == letters[0, designed]).float().mean(),
+            "recovery": (designs == native[designed]).float().mean(),
             # without the diagonal, where a design is compared with itself
             "diversity": differ.float().mean() * len(designs) / (len(designs) - 1),
         }
@@ -205,24 +195,25 @@ def describe(values: dict[str, float]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the script with these flags, or with those of the command line; return 0."""
     config = cli.parse(Config, argv)
     cli.check_ranges(config, num_orders=cli.ABOVE_0, max_length=cli.ABOVE_0)
     names = config.base_model_name, config.model_path
     paths = [weights.path_of(name, config.base_model_dir) for name in names]
-    rows, report = pairs.read(config.data, {}, pairs.ReadOptions.of(config))
+    rows, report = pairs.read(config.data, {}, config)
     print(pairs.describe("data", report))
     world = distributed.choose_device(distributed.World(), config.backend)
     scores = []
     of_natives = []
     for path in paths:
         model = ProteinMPNN.load(path).to(world.device)
-        log_probs = batches.score(batches.Scorer(model), rows, OrderOptions.of(config), world)
+        log_probs = batches.score(batches.Scorer(model), rows, config, world)
         scores.append(log_probs.cpu().numpy())
         of_natives.append(natives(model, rows, config.seed, world))
     values = {"pairs": len(rows), **compare(rows, *scores), **gains(*of_natives)}
     print(describe(values))
     if config.output:
-        write_json(config.output, values)
+        data.write_json(config.output, values)
     return 0
 
 

@@ -1,10 +1,14 @@
 """Settings of dpo_inv.inference: edit the defaults here, or use flags."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from ddp_utils import SettingError, cli
+
+LETTERS = "ACDEFGHIKLMNPQRSTVWY"
+BIAS = re.compile(rf"[{LETTERS}]:[-+]?\d*\.?\d+")  # a letter and a number
 
 
 @dataclass
@@ -19,7 +23,6 @@ class Config:
     fixed_chains: tuple[str, ...] = ()  # chains that keep their native sequence, as context
     mutable_positions: tuple[int, ...] = ()  # positions to design, from 0; empty: all
     mutable_ranges: tuple[str, ...] = ()  # ranges of positions, including both ends: 6-17 29-39
-    altloc: Literal["first", "occupancy"] = "first"  # choice among alternative residue positions
 
     # designs
     num_samples: int = 10  # sequences per structure and temperature
@@ -27,8 +30,6 @@ class Config:
     homo_oligomer: bool = False  # design identical chains with one common sequence
     omit_AA: str = ""  # amino acids that are never sampled, such as CM
     bias_AA: tuple[str, ...] = ()  # added to the log-probs of amino acids, such as A:0.5 G:-1
-    omit_AA_per_residue: str = ""  # JSON file: chain and residue number -> letters, {"A12": "CM"}
-    bias_AA_per_residue: str = ""  # JSON file such as {"A12": {"A": 0.5, "G": -1}}
     fasta: str = ""  # FASTA file with sequences to score instead of sampling
     output_dir: str = "outputs/inference"  # folder for FASTA, JSON and CSV files
 
@@ -42,8 +43,13 @@ class Config:
 def read(argv: Sequence[str] | None = None) -> Config:
     """Return the defaults, changed by flags; raise UserError for values that cannot be used."""
     config = cli.parse(Config, argv)
-    above_0 = ("> 0", lambda values: min(values, default=0) > 0)
-    cli.check_ranges(config, num_samples=cli.ABOVE_0, temperature=above_0)
+    ranges: dict[str, cli.Range] = {
+        "num_samples": cli.ABOVE_0,
+        "temperature": ("> 0", lambda values: min(values, default=0) > 0),
+        "omit_AA": (f"some, but not all, of {LETTERS}", lambda x: {*x} < {*LETTERS}),
+        "bias_AA": ("such as A:0.5 G:-1", lambda texts: all(map(BIAS.fullmatch, texts))),
+    }
+    cli.check_ranges(config, **ranges)
     if bool(config.pdb_file) == bool(config.pdb_list):
         raise SettingError("pdb_file", "use either pdb_file or pdb_list")
     return config

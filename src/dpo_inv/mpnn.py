@@ -88,31 +88,26 @@ class EncoderLayer(Layer):
         self.W13 = nn.Linear(hidden, hidden)
         self.norm3 = nn.LayerNorm(hidden)
 
-    def forward(
-        self, nodes: Tensor, edges: Tensor, neighbors: Tensor, valid: Tensor, mask: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        summed = self.messages(self.W1, self.W2, nodes, edges, neighbors, valid)[0]
-        nodes = self.update(nodes, summed, valid, mask)
-        change = self.W13(self.messages(self.W11, self.W12, nodes, edges, neighbors)[0])
-        return nodes, self.norm3(edges + change)
+    def forward(self, encoded: Encoded) -> Encoded:
+        """Return the backbone with new nodes and edges."""
+        summed = self.messages(self.W1, self.W2, encoded, encoded.valid)[0]
+        nodes = self.update(encoded.nodes, summed, encoded.valid, encoded.mask)
+        encoded = encoded._replace(nodes=nodes)
+        change = self.W13(self.messages(self.W11, self.W12, encoded)[0])
+        return encoded._replace(edges=self.norm3(encoded.edges + change))
 
     def messages(
-        self,
-        first: nn.Linear,
-        second: nn.Linear,
-        nodes: Tensor,
-        edges: Tensor,
-        neighbors: Tensor,
-        valid: Tensor | None = None,
+        self, first: nn.Linear, second: nn.Linear, encoded: Encoded, valid: Tensor | None = None
     ) -> Tensor:
         """Apply two layers to [node | edge | neighbor's node] of every edge; see EdgeNetwork.
 
         The three are not concatenated: the products of nodes are computed once per residue.
         """
         for_node, for_edge, for_neighbor = first.weight.chunk(3, 1)
-        table = functional.linear(nodes, for_neighbor)
-        own = functional.linear(nodes, for_node, first.bias)[None]
-        return edge_network(second, table, neighbors[None], edges, own, for_edge, valid)
+        table = functional.linear(encoded.nodes, for_neighbor)
+        own = functional.linear(encoded.nodes, for_node, first.bias)[None]
+        neighbors = encoded.neighbors[None]
+        return edge_network(second, valid, table, neighbors, encoded.edges, own, for_edge)
 
 
 class DecoderLayer(Layer):
@@ -152,28 +147,19 @@ class DecoderLayer(Layer):
 class ProteinMPNN(nn.Module):
     """log p(sequence | backbone), autoregressive in any decoding order.
 
-    hidden: H. neighbors: K. The weights are random; see `load`.
+    hidden: H; layers: number in the encoder and in the decoder; neighbors: K. The weights are
+    random; see `load`.
     """
 
-    def __init__(
-        self,
-        hidden: int = 128,
-        encoder_layers: int = 3,
-        decoder_layers: int = 3,
-        neighbors: int = 48,
-    ):
+    def __init__(self, hidden: int = 128, layers: int = 3, neighbors: int = 48):
         super().__init__()
         self.neighbors = neighbors
         self.noise_level = 0.0  # Angstrom, in the training of the weights; kept for the checkpoint
         self.features = Features(hidden)
         self.W_e = nn.Linear(hidden, hidden)
         self.W_s = nn.Embedding(len(ALPHABET), hidden)
-        self.encoder_layers: Any = nn.ModuleList(
-            EncoderLayer(hidden) for _ in range(encoder_layers)
-        )
-        self.decoder_layers: Any = nn.ModuleList(
-            DecoderLayer(hidden) for _ in range(decoder_layers)
-        )
+        self.encoder_layers: Any = nn.ModuleList(EncoderLayer(hidden) for _ in range(layers))
+        self.decoder_layers: Any = nn.ModuleList(DecoderLayer(hidden) for _ in range(layers))
         self.W_out = nn.Linear(hidden, len(ALPHABET))
         for parameter in self.parameters():
             if parameter.dim() > 1:
@@ -193,11 +179,12 @@ class ProteinMPNN(nn.Module):
         mask = mask.to(coords.dtype)
         coords = coords.where(mask[..., None, None].bool(), 0.0)
         neighbors, valid = nearest(coords[:, 1], mask, self.neighbors)
-        edges = self.W_e(self.features(coords, residue_idx, chain_encoding, neighbors))
+        edges = self.W_e(self.features(neighbors, coords, residue_idx, chain_encoding))
         nodes = edges.new_zeros(len(mask), edges.shape[-1])  # [L, H]
+        encoded = Encoded(nodes, edges, neighbors, valid, mask)
         for layer in self.encoder_layers:
-            nodes, edges = layer(nodes, edges, neighbors, valid, mask)
-        return Encoded(nodes, edges, neighbors, valid, mask)
+            encoded = layer(encoded)
+        return encoded
 
     def decode(self, encoded: Encoded, sequences: Tensor, decoding_order: Tensor) -> Tensor:
         """Return the log-probs of all letters at each position of given sequences, [S, L, 21].
@@ -220,8 +207,8 @@ class ProteinMPNN(nn.Module):
         for layer in self.decoder_layers:
             table = layer.decoded_term(nodes, sequences, self.W_s.weight)  # [S, L, H]
             table = torch.cat([table.flatten(0, 1), layer.undecoded_term(encoded.nodes)])
-            terms = encoded.edges, layer.own_term(nodes), layer.blocks()[1]
-            summed = edge_network(layer.W2, table, indices, *terms, encoded.valid)
+            terms = table, indices, encoded.edges, layer.own_term(nodes), layer.blocks()[1]
+            summed = edge_network(layer.W2, encoded.valid, *terms)
             nodes = layer.update(nodes, summed, encoded.valid, encoded.mask)
         return self.W_out(nodes).log_softmax(-1)
 
@@ -274,19 +261,12 @@ class ProteinMPNN(nn.Module):
         try:
             saved = torch.load(file, map_location="cpu", weights_only=True)
             tensors = saved["model_state_dict"]
-            _check_kind(tensors)
-            layers = [name for name in tensors if name.endswith(".W1.weight")]
-            model = cls(
-                hidden=len(tensors["W_e.weight"]),
-                encoder_layers=sum("encoder" in name for name in layers),
-                decoder_layers=sum("decoder" in name for name in layers),
-                neighbors=int(saved["num_edges"]),
-            )
+            layers = sum("decoder_layers" in name and ".W1.weight" in name for name in tensors)
+            model = cls(len(tensors["W_e.weight"]), layers, int(saved["num_edges"]))
             model.noise_level = float(saved.get("noise_level", 0))
             model.load_state_dict(tensors)
         except UNREADABLE as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            problem = f"{file}: not a ProteinMPNN checkpoint: {reason!r:.200}"
+            problem = f"{file}: not a ProteinMPNN checkpoint: {' '.join(str(error).split()):.200}"
             raise UserError(f"{problem}; use a full-backbone one such as v_48_020.pt") from error
         return model
 
@@ -298,12 +278,3 @@ class ProteinMPNN(nn.Module):
         torch.save(content, archive)
         with data.write_file(file) as temporary:
             temporary.write_bytes(archive.getvalue())
-
-
-def _check_kind(tensors: dict[str, Tensor]) -> None:
-    """Raise ValueError for the weights of a related model that is not supported."""
-    if "features.node_project_down.weight" in tensors:
-        raise ValueError("LigandMPNN is not supported")
-    if "W_v.weight" in tensors:
-        is_membrane = tensors["features.edge_embedding.weight"].shape[1] == 416
-        raise ValueError(f"{'membrane' if is_membrane else 'CA-only'} models are not supported")

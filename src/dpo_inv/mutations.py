@@ -1,16 +1,12 @@
-"""Read measured stabilities: mutations with a ddG, from CSV files.
+"""Read measured stabilities: mutations with a ddG.
 
 ddG: the folding free energy of the mutant minus that of the wild type, in kcal/mol; positive if the
 mutant is less stable, as in FireProtDB.
 """
 
-import csv
-import io
-import itertools
+import contextlib
 import math
 import re
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -19,37 +15,17 @@ from ddp_utils.data import Record
 from dpo_inv.mpnn import ALPHABET, encode
 from dpo_inv.structure import Structure
 
-MUTATION = re.compile(r"([A-Z])(-?\d+)([A-Z]?)([A-Z])")  # from, number, insertion code, to
-
-
-def read_csv(path: str, limit: int = -1) -> Iterator[Record]:
-    """Yield the rows of a CSV file, at most `limit`; all values are strings.
-
-    A row with too many or too few fields becomes a record whose data is a UserError.
-    """
-    rows = csv.DictReader(io.StringIO(data.content(path), newline=""), strict=True)
-    try:
-        for row in itertools.islice(rows, limit if limit > 0 else None):
-            location = f"{path}:{rows.line_num}"
-            fields: Any = row
-            if None in row or None in row.values():
-                fields = UserError(f"{location}: the number of fields differs from the first line")
-            yield Record(location, fields, str(rows.line_num))
-    except csv.Error as error:
-        raise UserError(f"{path}:{rows.reader.line_num}: not CSV: {error}") from error
+# from a letter, at a number with an insertion code, to a letter
+MUTATION = re.compile(rf"([{ALPHABET[:-1]}])(-?\d+[A-Z]?)([{ALPHABET[:-1]}])")
 
 
 def read_number(record: Record, field: str) -> float:
     """Return a field, a number or a string, as a finite number; raise UserError otherwise."""
     value = record.data[field]
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        problem = f"{field}: {str(value)!r:.40} is not a number (expected kcal/mol)"
-        raise UserError(f"{record.location}: {problem}; correct or remove the row")
-    return number
+    with contextlib.suppress(TypeError, ValueError):
+        if not isinstance(value, bool) and math.isfinite(float(value)):
+            return float(value)
+    raise data.wrong_value(record, field, value, "a number, in kcal/mol")
 
 
 def mutant(record: Record, structure: Structure, numbering: str) -> np.ndarray:
@@ -69,17 +45,15 @@ def mutant(record: Record, structure: Structure, numbering: str) -> np.ndarray:
     for text in re.split(r"[\s,;:/+]+", data.text(record, "mutation").strip().upper()):
         where = f"{record.location}: mutation: {data.shown(text)}"
         match = MUTATION.fullmatch(text)
-        if not match or not {match[1], match[4]} <= {*ALPHABET[:-1]}:
+        if not match:
             raise UserError(f"{where} is not a mutation (expected A23V, or A23V:L45F)")
-        label = match[2] + match[3]
-        count = labels.count(label)
-        if count != 1:
-            chains = " ".join(structure.chains)
-            raise UserError(f"{where}: {count} residues {label} in chain {chains}; {hint}")
+        label = match[2]
+        if labels.count(label) != 1:
+            raise UserError(f"{where}: {labels.count(label)} residues {label}; {hint}")
         position = positions[labels.index(label)]
-        if structure.sequence[position] != match[1]:
-            residue = structure.sequence[position]
+        residue = structure.sequence[position]
+        if residue != match[1]:
             raise UserError(f"{where}: residue {label} is {residue}; {hint}")
         copies = structure.tied[structure.tied[:, 0] == position]
-        letters[copies] = ALPHABET.index(match[4])
+        letters[copies] = ALPHABET.index(match[3])
     return letters

@@ -5,19 +5,19 @@ ddG; docs/protein_dpo.md lists its fields. A sequence has L positions: those of 
 read, designed chains first.
 """
 
-import difflib
 import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ddp_utils import UserError, data
 from ddp_utils.data import Record
 from dpo_inv import mutations, structure
+from dpo_inv.config import PairSettings
 from dpo_inv.mpnn import ALPHABET, UNKNOWN, encode
 from dpo_inv.structure import Structure
 
@@ -59,28 +59,12 @@ class Pair(NamedTuple):
         return -1 if (self.preferred[self.mutated] == wild_type).all() else 0
 
 
-class ReadOptions(NamedTuple):
-    """How items are read; each field is a setting of the same name."""
-
-    max_length: int = 500
-    altloc: str = "first"
-    homo_oligomer: bool = False
-    numbering: str = "pdb"
-    stable_ddg: str = "negative"
-    on_bad_record: str = "error"
-
-    @classmethod
-    def of(cls, config: Any) -> "ReadOptions":
-        """Return the options in a script's settings."""
-        return cls(**{name: vars(config)[name] for name in cls._fields})
-
-
 class UnusableItem(Exception):
     """A well-formed item that is not used. Its text is the reason, by which items are counted."""
 
 
 def read(
-    path: str, backbones: dict, options: ReadOptions, limit: int = -1
+    path: str, backbones: dict, settings: PairSettings, limit: int = -1
 ) -> tuple[list[Pair], dict]:
     """Return the pairs of a .json, .jsonl or .csv file, and a report on its items.
 
@@ -89,23 +73,19 @@ def read(
     Raises UserError for the first malformed item (with on_bad_record="skip" it is dropped), or if
     no item is usable.
     """
-    skip = options.on_bad_record == "skip"
+    skip = settings.on_bad_record == "skip"
     pairs = []
     dropped: dict[str, list[str]] = defaultdict(list)  # reason -> locations of items
     notes: dict[str, list[str]] = defaultdict(list)
-    is_csv = Path(path).suffix == ".csv"
-    records = mutations.read_csv(path, limit) if is_csv else data.read(path, limit, skip)
-    for record in records:
+    for record in data.read(path, limit, skip):
         try:
             if isinstance(record.data, UserError):
                 raise record.data
             fields = {ALIASES.get(key, key): value for key, value in record.data.items()}
             record = record._replace(data=fields)
             for key in fields.keys() - {*FIELDS, *IGNORED}:
-                similar = difflib.get_close_matches(key, FIELDS, n=1)
-                note = f"did you mean {similar[0]}?" if similar else "it is not read"
-                notes[f"{data.shown(key)}: {note}"].append(record.location)
-            pairs.append(_pair(record, path, backbones, options))
+                notes[f"{data.shown(key)} is not read"].append(record.location)
+            pairs.append(_pair(record, path, backbones, settings))
         except UnusableItem as reason:
             dropped[str(reason)].append(record.location)
         except UserError:
@@ -118,17 +98,16 @@ def read(
     return pairs, {"file": str(path), "used": len(pairs), "dropped": dropped, "notes": notes}
 
 
-def _pair(record: Record, source: str, backbones: dict, options: ReadOptions) -> Pair:
+def _pair(record: Record, source: str, backbones: dict, settings: PairSettings) -> Pair:
     """Return the pair of one item; raise UserError or UnusableItem."""
-    file, number, backbone = _backbone(record, source, backbones, options)
-    if len(backbone.sequence) > options.max_length:
+    file, number, backbone = _backbone(record, source, backbones, settings)
+    if len(backbone.sequence) > settings.max_length:
         raise UnusableItem("longer than max_length")
-    preferred, unpreferred, margin = _sequences(record, backbone, options)
+    preferred, unpreferred, margin = _sequences(record, backbone, settings)
     designed = mutable(record.data, backbone, record.location)
     for position in np.flatnonzero((preferred != unpreferred) & ~designed):
         problem = f"the sequences differ at position {position} (from 0), which is not mutable"
-        hint = "add it to mutable_positions, or use the same letter in both"
-        raise UserError(f"{record.location}: {problem}; {hint}")
+        raise UserError(f"{record.location}: {problem}; add it to mutable_positions")
     designed &= backbone.mask > 0
     both = np.stack([preferred, unpreferred])  # [2, L]
     first = backbone.tied[:, 0]
@@ -137,21 +116,13 @@ def _pair(record: Record, source: str, backbones: dict, options: ReadOptions) ->
     targets = designed[backbone.tied].any(-1) & (both[:, first] != UNKNOWN).all(0)  # [T]
     if not (targets & (preferred != unpreferred)[first]).any():
         raise UnusableItem("the same sequence twice")
-    return Pair(
-        location=record.location,
-        name=" ".join([file.name, *backbone.chains]),
-        number=number,
-        backbone=backbone,
-        preferred=preferred,
-        unpreferred=unpreferred,
-        designed=designed,
-        targets=targets,
-        margin=np.float64(margin),
-    )
+    name = " ".join([file.name, *backbone.chains])
+    arrays = preferred, unpreferred, designed, targets, np.float64(margin)
+    return Pair(record.location, name, number, backbone, *arrays)
 
 
 def _backbone(
-    record: Record, source: str, backbones: dict, options: ReadOptions
+    record: Record, source: str, backbones: dict, settings: PairSettings
 ) -> tuple[Path, int, Structure]:
     """Return the file, the number and the structure of an item's backbone."""
     name = data.text(record, "pdb_file")
@@ -160,7 +131,7 @@ def _backbone(
     if not file.exists():
         raise UserError(f"{record.location}: pdb_file: no file {name:.200} in {folder} or here")
     design, fixed = chains_of(record.data, record.location)
-    key = str(file), design, fixed, options.altloc, options.homo_oligomer
+    key = str(file), design, fixed, settings.homo_oligomer
     if key not in backbones:
         try:
             backbones[key] = len(backbones), structure.read(*key)
@@ -170,16 +141,16 @@ def _backbone(
 
 
 def _sequences(
-    record: Record, backbone: Structure, options: ReadOptions
+    record: Record, backbone: Structure, settings: PairSettings
 ) -> tuple[np.ndarray, np.ndarray, float]:
     """Return the preferred and the unpreferred sequence, [L] each, and the margin in kcal/mol."""
     if "ddg" in record.data and "preferred_seq" not in record.data:
-        mutant = mutations.mutant(record, backbone, options.numbering)
+        mutant = mutations.mutant(record, backbone, settings.numbering)
         wild_type = encode(backbone.sequence)
         ddg = mutations.read_number(record, "ddg")
         if ddg == 0:
             raise UnusableItem("a ddG of 0")
-        is_stabilizing = (ddg > 0) == (options.stable_ddg == "positive")
+        is_stabilizing = (ddg > 0) == (settings.stable_ddg == "positive")
         both = (mutant, wild_type) if is_stabilizing else (wild_type, mutant)
         return *both, abs(ddg)
     preferred = parse_sequence(record, "preferred_seq", backbone)
@@ -188,8 +159,7 @@ def _sequences(
         return preferred, unpreferred, math.nan
     margin = mutations.read_number(record, "margin_kcal")
     if margin < 0:
-        hint = "if the other sequence is preferred, swap them"
-        raise UserError(f"{record.location}: margin_kcal is {margin:g} (expected >= 0); {hint}")
+        raise data.wrong_value(record, "margin_kcal", margin, ">= 0 (or swap the two sequences)")
     return preferred, unpreferred, margin
 
 
@@ -224,10 +194,9 @@ def parse_sequence(record: Record, field: str, backbone: Structure) -> np.ndarra
 def chains_of(settings: Mapping, location: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the names of the designed and of the fixed chains; () for the first protein chain."""
     for field in CHAINS:
-        value = settings.get(field) or ""
-        is_names = isinstance(value, str | list | tuple) and all(isinstance(x, str) for x in value)
-        if not is_names:
-            raise UserError(f"{location}: {field}: {value!r:.60} (expected a list of chain names)")
+        names = settings.get(field) or ""
+        if not isinstance(names, str | list | tuple) or {*map(type, names)} - {str}:
+            raise UserError(f"{location}: {field}: {names!r:.60} (expected a list of chain names)")
     chain, design, fixed = (settings.get(field) or () for field in CHAINS)
     if chain and design:
         raise UserError(f"{location}: chain_id and design_chains; use only one of them")
@@ -251,7 +220,7 @@ def mutable(settings: Mapping, backbone: Structure, location: str) -> np.ndarray
         end = backbone.in_design.sum() - 1
         for first, last in ranges:
             if not 0 <= first <= last <= end:
-                raise UserError(f"{location}: mutable {first} to {last} (expected 0 to {end})")
+                raise ValueError(f"{first}-{last} is not within 0-{end}")
             mask[first : last + 1] = True
         mask[backbone.tied] = mask[backbone.tied].any(-1, keepdims=True)  # all copies of a position
     except (AttributeError, TypeError, ValueError) as error:

@@ -16,10 +16,11 @@ from dpo_inv.config import read_settings
 if __name__ == "__main__":
     cli.check_flags(read_settings)  # --help and mistakes end here, before torch is imported
 
+import functools
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,30 +29,33 @@ import torch
 from torch import Tensor
 
 from ddp_utils import checks, distributed, metrics, sampler
+from ddp_utils import policy as policies
+from ddp_utils import run as runs
 from ddp_utils.data import digest_of_files
 from ddp_utils.distributed import World, to_device
 from ddp_utils.losses import Displacement
-from ddp_utils.metrics import Averages
-from ddp_utils.policy import Policy, bytes_to_write, learning_rate, make_optimizer
-from ddp_utils.run import Run, RunSpec, check
-from dpo_inv import batches, epochs, evaluate, mpnn, pairs, weights
-from dpo_inv.batches import OrderOptions, Scorer
+from ddp_utils.policy import Policy
+from ddp_utils.run import Run
+from dpo_inv import batches, epochs, evaluate, pairs, weights
+from dpo_inv.batches import Scorer
 from dpo_inv.config import MEASURED_METHODS, Config
 from dpo_inv.losses import pair_losses
-from dpo_inv.pairs import Pair, ReadOptions
+from dpo_inv.mpnn import ProteinMPNN
+from dpo_inv.pairs import Pair
+
+Data = dict[str, list[Pair]]  # train and val -> their pairs
 
 # --- data ----------------------------------------------------------------------------------------
 
 
-def read_data(config: Config, world: World) -> tuple[dict[str, list[Pair]], dict[str, dict]]:
-    """Return {"train": pairs, "val": pairs}, and a report on each file."""
+def read_data(config: Config, world: World) -> tuple[Data, dict[str, dict]]:
+    """Return the pairs of both splits, and a report on each file."""
     backbones: dict = {}
-    options = ReadOptions.of(config)
-    train, report = pairs.read(config.train_data, backbones, options, config.max_rows)
+    train, report = pairs.read(config.train_data, backbones, config, config.max_rows)
     data = {"train": train, "val": []}
     reports = {"train": report}
     if config.val_data:
-        data["val"], reports["val"] = pairs.read(config.val_data, backbones, options)
+        data["val"], reports["val"] = pairs.read(config.val_data, backbones, config)
     elif len(train) >= 10:
         data["train"], data["val"] = batches.split(train, config.seed)
         names = sorted({pair.name for pair in data["val"]})
@@ -71,13 +75,12 @@ def train_step(
 ) -> dict[str, float]:
     """Run forward and backward on a global batch; return its exact means. The gradient is ready."""
     world = run.world
-    averages = Averages(world)
+    averages = metrics.Averages(world)
     size = batches.GROUP_SIZE if config.method == "listwise" else config.batch_size
     micro_batches = batches.micro_batches(rows, size, world)
     for micro_batch in micro_batches:
         policy.sync_gradients(micro_batch is micro_batches[-1])
-        some = [rows[index] for index in micro_batch.index]
-        batch = batches.collate(some, OrderOptions.of(config), world.device)
+        batch = batches.collate([rows[i] for i in micro_batch.index], config, world.device)
         known = ref_logps[to_device(micro_batch.index, world.device)]  # [B, 2]
         per_pair, values = pair_losses(policy, batch, known, config)
         weight = to_device(micro_batch.weight, world.device)
@@ -85,22 +88,6 @@ def train_step(
         policy.backward((per_pair * weight).sum() * (world.world_size / len(rows)))
         averages.add(values, weight)
     return run.reduce(averages, policy.clip_grad_norm(config.max_grad_norm))
-
-
-def check_step(
-    policy: Policy,
-    step: int,
-    means: dict[str, float],
-    rows: list[Pair],
-    ref_logps: Tensor,
-    score: Callable[[list[Pair]], Tensor],
-    config: Config,
-) -> None:
-    """Raise an error before an update with a NaN, or from a policy that is not its reference."""
-    checks.check_step(policy, step, means, rows, lambda: score(rows), "full")
-    if step == 0:
-        residues = [int(pair.targets.sum()) for pair in rows]
-        checks.check_first_step(policy, means, score(rows), ref_logps, residues, rows, config)
 
 
 # --- evaluation ----------------------------------------------------------------------------------
@@ -112,15 +99,14 @@ def validate(
 ) -> dict[str, float]:
     """Return exact means over all validation pairs: each counts once, on any number of ranks."""
     world = run.world
-    averages = Averages(world)
+    averages = metrics.Averages(world)
     rank_losses: list[float] = []
     scores = []
     micro_batches = batches.micro_batches(rows, batches.GROUP_SIZE, world)
     run.bar.begin("Validation", len(micro_batches))
     for micro_batch in micro_batches:
         run.stop_if_requested()
-        some = [rows[index] for index in micro_batch.index]
-        batch = batches.collate(some, OrderOptions.of(config), world.device)
+        batch = batches.collate([rows[i] for i in micro_batch.index], config, world.device)
         known = ref_logps[to_device(micro_batch.index, world.device)]  # [B, 2]
         per_pair, values = pair_losses(scorer, batch, known, config)
         averages.add(values, to_device(micro_batch.weight, world.device))
@@ -144,22 +130,8 @@ def validate(
 # --- main ----------------------------------------------------------------------------------------
 
 
-def make_spec(
-    config: Config, data: dict[str, list[Pair]], report: dict, model: mpnn.ProteinMPNN, steps: int
-) -> RunSpec:
-    """Return what the run will read and write; a run is only resumed if its inputs are the same."""
-    inputs = {f"content of {split}": pairs.digest(rows) for split, rows in data.items()}
-    return RunSpec(
-        folder=Path(config.output_dir),
-        steps=steps,
-        inputs=inputs,
-        bytes_needed=bytes_to_write(model, config.keep_checkpoints + 1),
-        report=report,
-        lines=[pairs.describe(split, part) for split, part in report.items()],
-    )
-
-
 def main(argv: list[str] | None = None) -> int:
+    """Run the script with these flags, or with those of the command line; return 0."""
     # setup
     world = distributed.whoami()
     config = read_settings(sys.argv[1:] if argv is None else argv)
@@ -169,17 +141,25 @@ def main(argv: list[str] | None = None) -> int:
     # data
     data, report = read_data(config, world)
     base = weights.path_of(config.base_model_name, config.base_model_dir)
-    model = mpnn.ProteinMPNN.load(base)
+    model = ProteinMPNN.load(base)
     plan = sampler.Plan.of(config, len(data["train"]), world.world_size)
-    spec = make_spec(config, data, report, model, plan.steps)
-    spec.inputs["global_batch"] = str(plan.global_batch)
-    spec.inputs["content of base_model_name"] = digest_of_files([base])
+    inputs = {f"content of {split}": pairs.digest(rows) for split, rows in data.items()}
+    inputs["global_batch"] = str(plan.global_batch)
+    inputs["content of base_model_name"] = digest_of_files([base])
+    spec = runs.RunSpec(
+        folder=Path(config.output_dir),
+        steps=plan.steps,
+        inputs=inputs,
+        bytes_needed=policies.bytes_to_write(model, config.keep_checkpoints + 1),
+        report=report,
+        lines=[pairs.describe(split, part) for split, part in report.items()],
+    )
     if config.check:
         distributed.choose_device(world, config.backend)
-        return check(spec, config, world)
+        return runs.check(spec, config, world)
     ratio = plan.global_batch / config.base_batch_size
     rate: Any = config.learning_rate  # read_settings has replaced None
-    peak = learning_rate(rate, config.lr_scaling, ratio, world.world_size)
+    peak = policies.learning_rate(rate, config.lr_scaling, ratio, world.world_size)
 
     with Run(spec, config, world) as run:
         run.say(
@@ -189,31 +169,29 @@ def main(argv: list[str] | None = None) -> int:
             f"Batch size per GPU: {config.batch_size}, Total batch size: {plan.global_batch}\n"
             f"Learning rate: {peak:.3g}, linear rule: {rate * ratio:.3g}"
         )
-        run.describe(
-            model=config.base_model_name,
-            loss=f"{config.method}, beta {config.beta:g}",
-            steps=f"{plan.steps}, learning rate {peak:.3g}",
-        )
+        loss = f"{config.method}, beta {config.beta:g}"
+        steps = f"{plan.steps}, learning rate {peak:.3g}"
+        run.describe(model=config.base_model_name, loss=loss, steps=steps)
 
         # model
         scorer = Scorer(model, config.temperature).to(world.device)
         policy = Policy(scorer, world)
 
         def score(rows: list[Pair], used: Sequence[int] | None = None) -> Tensor:  # [rows, 2]
-            orders = OrderOptions.of(config)
-            return batches.score(scorer, rows, orders, world, run.stop_if_requested, used)
+            return batches.score(scorer, rows, config, world, run.stop_if_requested, used)
 
         depends_on = {"device": world.device.type, "torch": torch.__version__}
-        used: dict[str, Sequence[int]] = {"train": batches.rows_used(plan, data["train"])}
+        used = {"train": batches.rows_used(plan, data["train"])}
         ref_logps = run.reference_logps(depends_on, data, used, score)
         schedule_options = config.lr_scheduler, config.warmup_ratio, config.weight_decay
-        optimizer, schedule = make_optimizer(policy, peak, plan.steps, *schedule_options)
+        optimizer, schedule = policies.make_optimizer(policy, peak, plan.steps, *schedule_options)
         done = run.restore(policy, optimizer, schedule)
         if data["val"] and not done:
             run.results["natives"] = evaluate.natives(model, data["val"], config.seed, world)
 
         def end_epoch(step: int) -> None:
-            if epochs.has_ended(step, plan, run):
+            is_new = run.validated < step or step == plan.steps == 0
+            if plan.due(0, step) and is_new:
                 values = {}
                 if data["val"]:
                     values = validate(scorer, step, data["val"], ref_logps["val"], config, run)
@@ -233,7 +211,11 @@ def main(argv: list[str] | None = None) -> int:
                 epochs.begin(step, plan, run)
                 epoch_losses = []
             values = train_step(policy, rows, known, config, run)
-            check_step(policy, step, values, rows, known, score, config)
+            checks.check_step(policy, step, values, rows, functools.partial(score, rows), "full")
+            if step == 0:
+                residues = [int(pair.targets.sum()) for pair in rows]
+                now = score(rows)
+                checks.check_first_step(policy, values, now, known, residues, rows, config)
             values["learning_rate"] = optimizer.param_groups[0]["lr"]
             policy.step(optimizer, schedule, values["grad_norm"])
             seconds = time.perf_counter() - start

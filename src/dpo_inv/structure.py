@@ -1,8 +1,7 @@
 """Read backbones from PDB and mmCIF files, gzipped or not: protein chains of the first model.
 
-If a residue has alternative conformers, the first one is used, as in the official parser; with
-altloc="occupancy" it is the one with the highest occupancy. Atoms of two conformers are never
-mixed.
+If a residue has alternative conformers, the first one is used, as in the official parser. Atoms of
+two conformers are never mixed.
 
 A Structure has L positions: the residues of the requested chains in file order, and a masked X for
 each residue number that a gap skips, as in the official parser. A gap of more than 32 numbers adds
@@ -70,7 +69,6 @@ def read(
     path: str | Path,
     design: Sequence[str] = (),
     fixed: Sequence[str] = (),
-    altloc: str = "first",
     homo_oligomer: bool = False,
 ) -> Structure:
     """Return the backbone of the named chains in this order; by default of the first chain by name.
@@ -78,15 +76,13 @@ def read(
     homo_oligomer: the designed chains are copies, and residues with the same number are tied.
     Raises UserError if the file is not a structure, lacks a chain, or the chains are not copies.
     """
-    residues_of = _read_chains(path, altloc)
+    residues_of = _read_chains(path)
     chains = (*design, *fixed) or (min(residues_of),)
     positions: list[Position] = []
     for number, chain in enumerate(chains, start=1):
-        if chain not in residues_of:
-            problem = f"no protein chain {chain!r:.40}; it has {[*residues_of]!r:.200}"
-            raise UserError(f"{path}: {problem}")
-        if chains.count(chain) > 1:
-            raise UserError(f"{path}: chain {chain!r:.40} is requested twice; name it once")
+        if chain not in residues_of or chains.count(chain) > 1:
+            problem = f"no protein chain {chain!r:.40}, or it is named twice"
+            raise UserError(f"{path}: {problem}; its chains are {[*residues_of]!r:.200}")
         first = positions[-1].number + 1 if positions else 0
         positions += _positions(path, residues_of[chain], number, first)
     columns = map(np.array, zip(*positions, strict=True))
@@ -95,17 +91,17 @@ def read(
     if not mask.any():
         raise UserError(f"{path}: no residue has N, CA, C and O; use a file with all four atoms")
     structure = Structure(
-        coords=np.nan_to_num(coords).astype(np.float32),
-        mask=mask.astype(np.float32),
-        residue_idx=numbering + 100 * (chain_encoding - 1),
-        chain_encoding=chain_encoding,
-        sequence="".join(letters),
-        chains=chains,
-        observed=observed,
-        in_design=chain_encoding <= max(1, len(design)),
-        numbering=numbering,
-        labels=tuple(labels.tolist()),
-        tied=np.arange(len(mask))[:, None],
+        np.nan_to_num(coords).astype(np.float32),
+        mask.astype(np.float32),
+        numbering + 100 * (chain_encoding - 1),
+        chain_encoding,
+        "".join(letters),
+        chains,
+        observed,
+        chain_encoding <= max(1, len(design)),
+        numbering,
+        tuple(labels.tolist()),
+        np.arange(len(mask))[:, None],
     )
     return structure._replace(tied=_tie_copies(path, structure)) if homo_oligomer else structure
 
@@ -160,39 +156,22 @@ def _tie_copies(path: str | Path, structure: Structure) -> np.ndarray:
     return np.stack([np.resize(group, most) for group in groups.values()])
 
 
-def _read_chains(path: str | Path, altloc: str) -> dict[str, list[Any]]:
+def _read_chains(path: str | Path) -> dict[str, list[Any]]:
     """Return the residues, in file order, of each protein chain of the first model."""
     chains = {}
     try:
         structure = gemmi.read_structure_string(data.content(path))
         structure.add_entity_types(overwrite=True)  # a TER within a chain must not end it
         structure.remove_ligands_and_waters()
-        if altloc == "occupancy":
-            for chain in structure[0]:
-                for residue in chain:
-                    _keep_highest_occupancy(residue)
         structure.remove_alternative_conformations()  # keeps the first
         for chain in structure[0]:
-            residues = [residue for residue in chain if _is_amino_acid(residue)]
-            if residues:
-                chains[chain.name] = residues
+            chains[chain.name] = [residue for residue in chain if _is_amino_acid(residue)]
     except (RuntimeError, ValueError, IndexError) as error:  # gemmi's messages have many lines
         raise UserError(f"{path}: not a PDB or mmCIF file: {str(error)!r:.100}") from error
+    chains = {name: residues for name, residues in chains.items() if residues}
     if not chains:
         raise UserError(f"{path}: no protein chain; use a file with one")
     return chains
-
-
-def _keep_highest_occupancy(residue: gemmi.Residue) -> None:
-    """Remove all conformers but the one with the highest total occupancy (ties: the first)."""
-    occupancy: dict[str, float] = {}  # sum over the atoms of each conformer
-    for atom in residue:
-        if atom.altloc != "\0":  # an atom of all conformers
-            occupancy[atom.altloc] = occupancy.get(atom.altloc, 0) + atom.occ
-    kept = max(occupancy, key=occupancy.__getitem__, default="\0")
-    for index in reversed(range(len(residue))):
-        if residue[index].altloc not in ("\0", kept):
-            del residue[index]
 
 
 def _is_amino_acid(residue: gemmi.Residue) -> bool:

@@ -101,13 +101,13 @@ class Layer(nn.Module):
 
 
 class Plain(nn.Module):
-    def __init__(self, hidden=128, encoder_layers=3, decoder_layers=3, neighbors=48):
+    def __init__(self, hidden=128, layers=3, neighbors=48):
         super().__init__()
         self.features = Features(hidden, neighbors)
         self.W_e = nn.Linear(hidden, hidden)
         self.W_s = nn.Embedding(21, hidden)
-        encoder = [Layer(hidden, 3, True) for _ in range(encoder_layers)]
-        decoder = [Layer(hidden, 4, False) for _ in range(decoder_layers)]
+        encoder = [Layer(hidden, 3, True) for _ in range(layers)]
+        decoder = [Layer(hidden, 4, False) for _ in range(layers)]
         self.encoder_layers, self.decoder_layers = nn.ModuleList(encoder), nn.ModuleList(decoder)
         self.W_out = nn.Linear(hidden, 21)
 

@@ -29,6 +29,7 @@ from ddp_utils.distributed import World
 from ddp_utils.sampler import seed_of
 from dpo_inv import batches, evaluate, mpnn, weights
 from dpo_inv import pairs as pairs_
+from dpo_inv.config import PairSettings
 
 FOLDS = 5
 EPOCHS = 2
@@ -64,7 +65,9 @@ def folds_of(proteins, seed) -> dict:
 def scores(model_file, pairs) -> np.ndarray:
     """Return log-probs [N, 2] of pairs, differing letters last."""
     scorer = batches.Scorer(mpnn.ProteinMPNN.load(model_file))
-    return batches.score(scorer, pairs, batches.OrderOptions("mutated_last"), World()).numpy()
+    return batches.score(
+        scorer, pairs, PairSettings(decoding_order="mutated_last"), World()
+    ).numpy()
 
 
 def run_fold(folder, name, seed, fold, items, pairs):
@@ -188,7 +191,7 @@ def main():
     items = json.loads(options.data.read_text())
     for item in items:
         item["pdb_file"] = str(options.data.resolve().parent / item["pdb_file"])
-    pairs, _ = pairs_.read(str(options.data), {}, pairs_.ReadOptions())
+    pairs, _ = pairs_.read(str(options.data), {}, PairSettings())
     assert len(pairs) == len(items)
     folder = options.folder
     folder.mkdir(parents=True, exist_ok=True)

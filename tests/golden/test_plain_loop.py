@@ -22,8 +22,7 @@ from ad.config import read as read_settings
 from ad.model import Model
 from conftest import ROOT
 from dpo_inv import batches, mpnn, pairs, structure
-from dpo_inv.batches import OrderOptions
-from dpo_inv.pairs import ReadOptions
+from dpo_inv.config import PairSettings
 from ranks import ranks
 
 MODEL = str(ROOT / "data/demo/model")
@@ -362,7 +361,8 @@ def test_four_steps_of_protein_dpo_equal_a_plain_loop(world_size, tmp_path):
     words += f"--log_every 1000 --batch_size {2 // world_size}"
     ranks(world_size, run, "dpo_inv.run_dpo_ddp", words.split())
     model = mpnn.ProteinMPNN.load(ROOT / "data/demo/protein_model.pt").double()
-    named = [pairs.read(tmp_path / f"{name}.json", {}, ReadOptions())[0] for name in SPLITS]
+    named = [pairs.read(tmp_path / f"{name}.json", {}, PairSettings())[0] for name in SPLITS]
+    settings = PairSettings(decoding_order="mutated_last", num_orders=2)
     named, reference = sum(named, []), {}
     preferred, means = [], []  # log-probs of the preferred sequences of a batch, and their mean
 
@@ -373,7 +373,7 @@ def test_four_steps_of_protein_dpo_equal_a_plain_loop(world_size, tmp_path):
         text = item[field] + backbone.sequence[len(item[field]) :]
         letters = torch.tensor([mpnn.ALPHABET.index(letter) for letter in text])
         sums = []
-        for order in batches.decoding_orders(pair, OrderOptions("mutated_last", 2))[..., 0]:
+        for order in batches.decoding_orders(pair, settings)[..., 0]:
             assert set(order[-int(pair.mutated.sum()) :]) == {*pair.mutated.nonzero()[0]}
             encoded = model.encode(arrays[0].double(), *arrays[1:])
             scores = model.decode(encoded, letters[None], torch.tensor(order)[None])

@@ -1,6 +1,5 @@
 """What dpo_inv.inference draws letters from: omitted, biased and tied ones; what it writes."""
 
-import csv
 import json
 import shutil
 
@@ -61,21 +60,13 @@ def last(model, task, *rows):
         return model.decode(encoded, native[None], torch.tensor(order)[None])[0, rows[0], :20]
 
 
-def test_omitted_letters_are_never_drawn_and_biases_are_added(tmp_path):
+def test_omitted_letters_are_never_drawn_and_biases_are_added():
     """At residue 6, the only one that is designed: softmax((log-probs + biases) / T)."""
-    omitted, biases = tmp_path / "omit.json", tmp_path / "bias.json"
-    omitted.write_text('{"A6": "DE", "A7": "K"}')
-    biases.write_text('{"A6": {"L": 1.5, "W": -0.5}, "A9": {"G": 9}}')
-    config = inference_config.Config(
-        mutable_positions=(5,),
-        omit_AA="CM",
-        bias_AA=("L:-0.25", "A:1"),
-        omit_AA_per_residue=str(omitted),
-        bias_AA_per_residue=str(biases),
-    )
+    biases = ("L:1.25", "A:1", "W:-.5")
+    config = inference_config.Config(mutable_positions=(5,), omit_AA="CMDE", bias_AA=biases)
     task = inference.read_task(BUNDLE, config)
     model = mpnn.ProteinMPNN.load(MODEL)
-    letters, _ = inference.sample(model, task, torch.full((800,), 2.0), 0, "cpu")
+    letters, _ = inference.sample(model, task, torch.full((800,), 2.0), config)
     scores = last(model, task, 5)
     expected = {"L": 1.25, "W": -0.5, "A": 1.0} | dict.fromkeys("CMDE", -torch.inf)
     for letter, value in expected.items():
@@ -91,7 +82,7 @@ def test_copies_get_one_letter_from_the_mean_of_their_log_probs(dimer):
     config = inference_config.Config(mutable_positions=(5, length + 5), **options)
     task = inference.read_task(dimer, config)
     model = mpnn.ProteinMPNN.load(MODEL)
-    letters, found = inference.sample(model, task, torch.full((800,), 2.0), 0, "cpu")
+    letters, found = inference.sample(model, task, torch.full((800,), 2.0), config)
     assert (letters[:, 5] == letters[:, length + 5]).all()
     first = last(model, task, 5, length + 5)
     second = last(model, task, length + 5, 5)
@@ -118,7 +109,7 @@ def test_each_copy_counts_once_in_the_mean(tmp_path):
                     letters = choose(residues, table[residues])[0].tolist()
                     steps.append((residues[0].tolist(), table, letters))
 
-    inference.sample(Model(), task, torch.tensor([1e-6]), 0, "cpu")
+    inference.sample(Model(), task, torch.tensor([1e-6]), config)
     assert {len({*rows}) for rows, *_ in steps} == {1, 2, 3}
     for rows, table, letters in steps:
         wanted = table[[*{*rows}], :20].mean(0).argmax()
@@ -129,7 +120,7 @@ def test_all_residues_tied_decode_gives_what_was_sampled(dimer):
     config = inference_config.Config(design_chains=("A", "B"), homo_oligomer=True)
     task = inference.read_task(dimer, config)
     model = mpnn.ProteinMPNN.load(MODEL)
-    letters, found = inference.sample(model, task, torch.tensor([0.5, 2.0] * 3), 0, "cpu")
+    letters, found = inference.sample(model, task, torch.tensor([0.5, 2.0] * 3), config)
     length = len(task.structure.sequence) // 2 + 1
     assert letters.shape == (6, 2 * length - 1)
     assert (letters[:, : length - 1] == letters[:, length:]).all()
@@ -141,7 +132,7 @@ def test_all_residues_tied_decode_gives_what_was_sampled(dimer):
     torch.testing.assert_close(found, forced, atol=1e-4, rtol=0)
 
 
-def test_what_is_written_names_temperatures_the_native_and_each_probability(tmp_path):
+def test_what_is_written_names_temperatures_and_the_native(tmp_path):
     flags = ["--model_path", str(MODEL), "--pdb_file", str(BUNDLE), "--mutable_positions", "5"]
     flags += ["--temperature", "0.5", "2", "--num_samples", "3", "--output_dir", str(tmp_path)]
     assert inference.main(flags) == 0
@@ -159,30 +150,22 @@ def test_what_is_written_names_temperatures_the_native_and_each_probability(tmp_
     assert result["native"]["score"] == pytest.approx(
         -expected[mpnn.ALPHABET.index(task.structure.sequence[5])].item(), abs=1e-4
     )
-    (row,) = csv.DictReader((tmp_path / "bundle_00_probabilities.csv").open())
-    assert (row["chain"], row["residue"], row["native"]) == ("A", "6", task.structure.sequence[5])
-    written = [float(row[letter]) for letter in mpnn.ALPHABET[:20]]
-    np.testing.assert_allclose(written, expected.exp().numpy(), atol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        (["--omit_AA", "CZ"], "--omit_AA: 'CZ': 'Z' is not in list"),
-        (["--bias_AA", "A"], "--bias_AA: {'A': ''}: could not convert"),
-        (["--bias_AA", "AC:1"], "--bias_AA: {'AC': '1'}"),
-        (["--bias_AA", "A:nan"], "A has nan"),
-        (["--omit_AA", mpnn.ALPHABET[:20]], "residue 1: every letter is omitted"),
-        (["--bias_AA_per_residue", "FILE"], "FILE: no residue 'B6'; the first is A1"),
-        (["--omit_AA_per_residue", "LIST"], "LIST:1: expected an object"),
+        (["--omit_AA", "CZ"], "--omit_AA: CZ is out of range (expected some, but not all, of ACD"),
+        (["--omit_AA", mpnn.ALPHABET[:20]], "--omit_AA: "),
+        (["--bias_AA", "A"], "--bias_AA: ('A',) is out of range (expected such as A:0.5 G:-1)"),
+        (["--bias_AA", "AC:1"], "--bias_AA: "),
+        (["--bias_AA", "A:nan"], "--bias_AA: "),
         (["--homo_oligomer"], "--homo_oligomer needs --design_chains of copies"),
     ],
 )
 def test_a_mistake_costs_one_line(flags, problem, tmp_path, monkeypatch):
     shutil.copy(BUNDLE, tmp_path)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "FILE").write_text('{"B6": {"A": 1}}')
-    (tmp_path / "LIST").write_text("[1]")
     with pytest.raises(UserError) as caught:
         inference.main(["--model_path", str(MODEL), "--pdb_file", "bundle_00.pdb", *flags])
     message = str(caught.value)
@@ -199,7 +182,7 @@ def read_pairs(folder, content, **options):
     file = folder / ("pairs.csv" if is_table else "pairs.json")
     file.write_text(content if is_table else json.dumps([content]))
     settings = config.Config(homo_oligomer=True, **options)
-    return pairs.read(str(file), {}, pairs.ReadOptions.of(settings))[0], settings
+    return pairs.read(str(file), {}, settings)[0], settings
 
 
 def tied_log_likelihood(model, pair, letters, order):
@@ -241,11 +224,11 @@ def test_the_loss_of_copies_is_that_of_one_letter_each(dimer, tmp_path, kind):
     assert pair.backbone.tied.shape == (length, 2) and 2 * length - 1 == len(pair.preferred)
     assert pair.targets.sum() == length and pair.mutated.sum() == 2
     model = mpnn.ProteinMPNN.load(MODEL)
-    batch = batches.collate([pair], batches.OrderOptions.of(settings), "cpu")
+    batch = batches.collate([pair], settings, "cpu")
     # one decoding is that of both sequences where only the last letter differs
     assert len(batch.decoded) == (1 if kind == "mutated_last" else 2)
     found = batches.Scorer(model)(batch)
-    (order,) = batches.decoding_orders(pair, batches.OrderOptions(kind))
+    (order,) = batches.decoding_orders(pair, settings)
     for value, letters in zip(found, (pair.preferred, pair.unpreferred), strict=True):
         expected = tied_log_likelihood(model, pair, letters, order.tolist())
         assert value.item() == pytest.approx(expected, rel=2e-6)

@@ -14,7 +14,7 @@ import runs
 from conftest import ROOT
 from ddp_utils import run as run_
 from dpo_inv import mpnn, pairs, run_dpo_ddp
-from dpo_inv.pairs import ReadOptions
+from dpo_inv.config import PairSettings
 from ranks import ranks, run_ranks
 from scripts.test_protein_real import plain_logps
 
@@ -55,7 +55,7 @@ def test_simpo_has_no_first_loss_to_be_checked(tmp_path):
 
 def test_decoding_orders_of_other_names_are_other_pairs():
     """They are drawn by the structure's name: log-probs of one may not be read for the other."""
-    found, _ = pairs.read(DATA, {}, ReadOptions(), 2)
+    found, _ = pairs.read(DATA, {}, PairSettings(), 2)
     others = [pair._replace(name=f"other_{pair.name}") for pair in found]
     assert pairs.digest(found) != pairs.digest(others)
 
@@ -95,7 +95,7 @@ def life(folder, flags, fault):
 
 def test_the_validation_is_exact(one):
     """Against the saved models, pair by pair, each alone and summed in float64."""
-    found, _ = pairs.read(VAL, {}, ReadOptions())
+    found, _ = pairs.read(VAL, {}, PairSettings())
     models = [mpnn.ProteinMPNN.load(path) for path in (one / "latest_model.pt", MODEL)]
     after, before = (plain_logps(model, found, seed=0) for model in models)  # [N, 2]
     z = 0.1 * (after - before) @ [1, -1]

@@ -13,7 +13,7 @@ import torch
 from conftest import ROOT
 from dpo_inv import inference, inference_config, mpnn, structure
 from dpo_inv import pairs as pairs_
-from dpo_inv.pairs import ReadOptions
+from dpo_inv.config import PairSettings
 
 INPUT = ROOT / "data/input"
 STRUCTURES = sorted(INPUT.glob("structures/*.pdb"))
@@ -70,9 +70,8 @@ def test_the_model_half_knows_the_rule():
     """On a validation bundle: how many of the letters that are drawn at 0.5 follow it."""
     config = inference_config.Config()
     task = inference.read_task(INPUT / "structures/bundle_09.pdb", config)
-    letters, _ = inference.sample(
-        mpnn.ProteinMPNN.load(MODEL), task, torch.full((20,), 0.5), 0, "cpu"
-    )
+    model = mpnn.ProteinMPNN.load(MODEL)
+    letters, _ = inference.sample(model, task, torch.full((20,), 0.5), config)
     core, surface = (np.isin(letters, mpnn.encode(kind)) for kind in (CORE, SURFACE))
     wanted = np.where(points_inwards(task.structure.coords) < 0, core, surface)  # [S, L]
     assert 0.7 <= wanted.mean() <= 0.9
@@ -110,5 +109,5 @@ def test_every_kind_of_item_is_there_and_no_backbone_is_in_both_files():
 
 def test_all_pairs_are_read_without_a_remark():
     for name, count in (("real", 400), ("val", 60)):
-        found, report = pairs_.read(INPUT / f"test_data_{name}.json", {}, ReadOptions())
+        found, report = pairs_.read(INPUT / f"test_data_{name}.json", {}, PairSettings())
         assert len(found) == count and not report["dropped"] and not report["notes"]

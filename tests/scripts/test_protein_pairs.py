@@ -11,8 +11,7 @@ from conftest import ROOT
 from ddp_utils import UserError
 from ddp_utils.sampler import Plan
 from dpo_inv import batches, inference, inference_config, mpnn, pairs, structure
-from dpo_inv.batches import OrderOptions
-from dpo_inv.pairs import ReadOptions
+from dpo_inv.config import PairSettings
 
 INPUT = ROOT / "data/input"
 MODEL = str(ROOT / "data/demo/protein_model.pt")
@@ -26,7 +25,7 @@ def read(folder, *items, **settings):
     items = [{**item, "pdb_file": str(INPUT / item["pdb_file"])} for item in items]
     path = Path(folder) / "items.json"
     path.write_text(json.dumps(items))
-    return pairs.read(str(path), {}, ReadOptions(**settings))
+    return pairs.read(str(path), {}, PairSettings(**settings))
 
 
 def plain(**changes):
@@ -59,7 +58,7 @@ def test_score_and_recovery_are_of_the_designed_residues():
     letters = torch.from_numpy(mpnn.encode(task.structure.sequence))[None]
     letters[0, 0] = (letters[0, 0] + 1) % 20
     scores = -torch.arange(1.0, letters.numel() + 1)[None, :, None].expand(1, -1, 21)
-    [entry] = inference.summarize(task, letters, scores)
+    [entry] = inference.summarize(task, ["one"], letters, scores)
     assert (entry["score"], entry["recovery"]) == (2, 0.5)  # of 1 and 3 nats
 
 
@@ -71,13 +70,13 @@ REFUSED = [  # changes of an item, what the line says
     ({"preferred_seq": "U" + TEXT[1:-1] + "Z"}, "preferred_seq: 'U, Z' not in ACDEF"),
     ({"chain_id": "A", "design_chains": ["A"]}, "chain_id and design_chains; use only one"),
     ({"design_chains": 1}, "design_chains: 1 (expected a list of chain names)"),
-    ({"chain_id": "Q"}, "no protein chain 'Q'; it has ['A']"),
-    ({"chain_id": "A", "fixed_chains": ["A"]}, "chain 'A' is requested twice"),
+    ({"chain_id": "Q"}, "no protein chain 'Q', or it is named twice; its chains are ['A']"),
+    ({"chain_id": "A", "fixed_chains": ["A"]}, "chain 'A', or it is named twice"),
     (
         {"preferred_seq": TEXT, "unpreferred_seq": OTHER, "mutable_positions": [1]},
         "the sequences differ at position 0 (from 0), which is not mutable",
     ),
-    ({"mutable_ranges": [[3, 999]]}, "mutable 3 to 999 (expected 0 to"),
+    ({"mutable_ranges": [[3, 999]]}, "pairs of them (6-17); 3-999 is not within 0-"),
     ({"mutable_positions": "x"}, "mutable_positions must be numbers, mutable_ranges pairs of them"),
 ]
 
@@ -97,7 +96,7 @@ def test_what_teaches_nothing_is_dropped_and_counted(tmp_path):
     same = plain(unpreferred_seq=SINGLE["preferred_seq"], mutable_postions=[1])
     found, report = read(tmp_path, SINGLE, same)
     assert len(found) == 1 and list(report["dropped"]) == ["the same sequence twice"]
-    assert list(report["notes"]) == ["mutable_postions: did you mean mutable_positions?"]
+    assert list(report["notes"]) == ["mutable_postions is not read"]
     with pytest.raises(UserError, match="0 usable pairs: 1 longer than max_length, as .*\\[0\\]$"):
         read(tmp_path, SINGLE, max_length=10)
 
@@ -132,8 +131,9 @@ def test_orders_end_with_what_is_designed_and_are_shared_by_a_backbone(tmp_path)
     context = (~a.designed).sum()
     assert 0 < context < len(a.designed)
 
-    def orders(pair, *options):
-        return batches.decoding_orders(pair, OrderOptions(*options))
+    def orders(pair, kind, count, seed):
+        settings = PairSettings(decoding_order=kind, num_orders=count, seed=seed)
+        return batches.decoding_orders(pair, settings)
 
     found = orders(a, "random", 3, 1)
     assert (np.sort(found[..., 0]) == [np.arange(len(a.designed))] * 3).all()
@@ -148,7 +148,7 @@ def test_orders_end_with_what_is_designed_and_are_shared_by_a_backbone(tmp_path)
 
 
 def test_a_split_keeps_backbones_whole_and_an_epoch_visits_each_pair_once():
-    found, _ = pairs.read(str(INPUT / "test_data_real.json"), {}, ReadOptions())
+    found, _ = pairs.read(str(INPUT / "test_data_real.json"), {}, PairSettings())
     train, val = batches.split(found, seed=3)
     assert len(train) + len(val) == len(found) and 0.02 < len(val) / len(found) < 0.12
     assert not {p.number for p in train} & {p.number for p in val}
@@ -196,7 +196,7 @@ def test_a_letter_is_drawn_last_from_the_softmax_at_its_temperature():
     config = inference_config.Config(mutable_positions=(5,))
     task = inference.read_task(INPUT / SINGLE["pdb_file"], config)
     model = mpnn.ProteinMPNN.load(MODEL)
-    letters, log_probs = inference.sample(model, task, torch.full((600,), 2.0), 0, "cpu")
+    letters, log_probs = inference.sample(model, task, torch.full((600,), 2.0), config)
     native = torch.from_numpy(mpnn.encode(task.structure.sequence))
     order = torch.tensor([*range(5), *range(6, len(native)), 5])  # [L]
     encoded = model.encode(*batches.structure_tensors(task.structure, "cpu"))
@@ -248,5 +248,3 @@ def test_two_structures_of_one_name_are_refused(tmp_path):
     (tmp_path / "list.txt").write_text("".join(f"{tmp_path}/{x}/same.pdb\n" for x in "ab"))
     with pytest.raises(UserError, match="same occurs twice; rename one of the files"):
         inference.main(["--model_path", MODEL, "--pdb_list", str(tmp_path / "list.txt")])
-    names = ["1abc.pdb", "1abc.A.pdb", "1abc.cif.gz", "x.ENT"]
-    assert [inference.stem_of(Path(n)) for n in names] == ["1abc", "1abc.A", "1abc", "x"]

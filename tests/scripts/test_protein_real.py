@@ -21,8 +21,7 @@ from conftest import ROOT
 from ddp_utils.distributed import World
 from ddp_utils.metrics import wilson
 from dpo_inv import batches, mpnn, pairs, run_dpo_ddp
-from dpo_inv.batches import OrderOptions
-from dpo_inv.config import Config
+from dpo_inv.config import Config, PairSettings
 from ranks import ranks
 
 ACCURACY = "rewards/accuracies"
@@ -121,7 +120,7 @@ def plain_logps(model, pairs, seed):
     logps = []
     for pair in pairs:
         encoded = model.encode(*batches.structure_tensors(pair.backbone, "cpu"))
-        order = torch.from_numpy(batches.decoding_orders(pair, OrderOptions(seed=seed)))
+        order = torch.from_numpy(batches.decoding_orders(pair, PairSettings(seed=seed)))
         for letters in (torch.from_numpy(pair.preferred), torch.from_numpy(pair.unpreferred)):
             scores = model.decode(encoded, letters[None], order)[0].double()
             logps.append(scores.gather(-1, letters[:, None])[pair.targets].sum().item())

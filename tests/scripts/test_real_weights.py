@@ -108,8 +108,9 @@ def test_samples_are_as_the_official_ones(official, ours):
         many(coords), draw, many(letters), many(designed), many(encoding), many(residues),
         mask=many(mask), **options,
     )["S"]  # fmt: skip
-    task = inference.read_task(path, inference_config.Config())
-    found, _ = inference.sample(ours, task, torch.full((count,), 0.5), 1, "cpu")
+    config = inference_config.Config(seed=1)
+    task = inference.read_task(path, config)
+    found, _ = inference.sample(ours, task, torch.full((count,), 0.5), config)
 
     def shares(sequences):  # [N, L] -> [L, 21]
         return torch.nn.functional.one_hot(sequences, 21).double().mean(0)

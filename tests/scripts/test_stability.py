@@ -19,8 +19,7 @@ from conftest import ROOT
 from ddp_utils import UserError
 from ddp_utils import run as run_
 from dpo_inv import batches, evaluate, losses, mpnn, pairs, run_dpo_ddp
-from dpo_inv.batches import OrderOptions
-from dpo_inv.config import Config, read_settings
+from dpo_inv.config import Config, PairSettings, read_settings
 from ranks import ranks
 
 BUNDLE = ROOT / "data/input/structures/bundle_00.pdb"
@@ -47,7 +46,7 @@ def write(path, rows, names=("pdb", "chain", "mutation", "ddG")):
 
 
 def read(path, **settings):
-    return pairs.read(str(path), {}, pairs.ReadOptions(**settings))
+    return pairs.read(str(path), {}, PairSettings(**settings))
 
 
 def text(letters):
@@ -101,9 +100,9 @@ def test_a_bad_mutation_is_one_line(tmp_path):
         ("5A", 1, "mutation: 5A is not a mutation (expected A23V, or A23V:L45F)"),
         ("A5X", 1, "mutation: A5X is not a mutation"),
         (f"{wrong}5W", 1, f"mutation: {wrong}5W: residue 5 is {NATIVE[4]}; --numbering is pdb"),
-        (f"{NATIVE[4]}999W", 1, "999W: 0 residues 999 in chain A; --numbering is pdb"),
-        (mutation(5), "n/a", "ddg: 'n/a' is not a number"),
-        (mutation(5), "nan", "ddg: 'nan' is not a number"),
+        (f"{NATIVE[4]}999W", 1, "999W: 0 residues 999; --numbering is pdb"),
+        (mutation(5), "n/a", "ddg: must be a number, in kcal/mol, not 'n/a'"),
+        (mutation(5), "nan", "ddg: must be a number, in kcal/mol, not 'nan'"),
         ("", 1, "mutation: must be a non-empty string, not ''"),
     ):
         path = write(tmp_path / "a.csv", [[BUNDLE, "A", name, ddg]])
@@ -112,7 +111,7 @@ def test_a_bad_mutation_is_one_line(tmp_path):
         message = str(caught.value)
         assert message.startswith(f"{path}:2: ") and says in message and "\n" not in message
     for row in ([BUNDLE, "A"], [*"abcde"]):
-        with pytest.raises(UserError, match=":2: the number of fields differs from the first line"):
+        with pytest.raises(UserError, match=":2: expected 4 fields as in the first line"):
             read(write(tmp_path / "a.csv", [row]))
     (tmp_path / "a.csv").write_text('pdb,ddG\n"a"b,1\n')
     with pytest.raises(UserError, match=":2: not CSV: "):
@@ -122,7 +121,7 @@ def test_a_bad_mutation_is_one_line(tmp_path):
         [[BUNDLE, "A", mutation(5), 1, 7]],
         ("pdb", "chain", "mutation", "ddG", "Ph"),
     )
-    assert [*read(path)[1]["notes"]] == ["Ph: it is not read"]
+    assert [*read(path)[1]["notes"]] == ["Ph is not read"]
 
 
 def test_margins_of_pairs_are_read_and_needed_where_they_count(tmp_path):
@@ -133,7 +132,7 @@ def test_margins_of_pairs_are_read_and_needed_where_they_count(tmp_path):
         [pair], _ = read(tmp_path / "p.json")
         assert pair.margin == margin or math.isnan(margin) and math.isnan(pair.margin)
     (tmp_path / "p.json").write_text(json.dumps([item | {"margin_kcal": -1}]))
-    with pytest.raises(UserError, match=r"margin_kcal is -1 .* swap them"):
+    with pytest.raises(UserError, match=r"margin_kcal: must be >= 0 \(or swap .*\), not -1"):
         read(tmp_path / "p.json")
     (tmp_path / "p.json").write_text(json.dumps([item]))
     [pair], _ = read(tmp_path / "p.json")
@@ -189,7 +188,7 @@ def test_where_one_letter_differs_one_decoding_is_that_of_both(tmp_path):
     single, _ = read(write(tmp_path / "a.csv", rows))
     double, _ = read(write(tmp_path / "b.csv", [[BUNDLE, "A", f"{mutation(3)}/{mutation(9)}", 1]]))
     scorer = batches.Scorer(mpnn.ProteinMPNN.load(MODEL))
-    options = OrderOptions("mutated_last", 2)
+    options = PairSettings(decoding_order="mutated_last", num_orders=2)
     once = batches.collate(single, options, "cpu")
     assert len(once.decoded) == len(once.orders) == len(once.sequences) / 2 == 4
     twice = once._replace(decoded=once.sequences, orders=once.orders.repeat(2, 1, 1))
@@ -200,7 +199,7 @@ def test_where_one_letter_differs_one_decoding_is_that_of_both(tmp_path):
         (single, "random"),
         (single + double, "mutated_last"),
     ):
-        whole = batches.collate(pairs_, OrderOptions(order), "cpu")
+        whole = batches.collate(pairs_, PairSettings(decoding_order=order), "cpu")
         assert len(whole.decoded) == len(whole.sequences) == 2 * len(pairs_)
 
 
@@ -309,7 +308,7 @@ def test_the_losses_of_a_run_are_those_of_the_formula(tmp_path):
     ranks(1, train, data, tmp_path / "run", *runs.words(flags))
     first = runs.lines(tmp_path / "run")[0]
     config = Config(num_orders=2)
-    everything, _ = pairs.read(data, {}, pairs.ReadOptions.of(config))
+    everything, _ = pairs.read(data, {}, config)
     kept, _ = batches.split(everything, 0)
     plan = SimpleNamespace(
         steps_per_epoch=math.ceil(len(kept) / 8), shuffle=True, seed=0, global_batch=8
@@ -318,7 +317,7 @@ def test_the_losses_of_a_run_are_those_of_the_formula(tmp_path):
     expected = []
     for row in batches.global_batch(plan, kept, 0):
         pair = kept[row]
-        scores = scorer(batches.collate([pair], OrderOptions.of(config), "cpu"))
+        scores = scorer(batches.collate([pair], config, "cpu"))
         preferred, unpreferred = (float(score.detach()) for score in scores)
         square = (0.593 * (preferred - unpreferred) - pair.margin) ** 2
         expected.append(pair.margin * square - 0.5 * preferred / pair.targets.sum())
