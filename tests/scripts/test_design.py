@@ -155,7 +155,10 @@ def test_what_is_written_names_temperatures_and_the_native(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        (["--omit_AA", "CZ"], "--omit_AA: 'CZ' is out of range (expected some, but not all, of ACD"),
+        (
+            ["--omit_AA", "CZ"],
+            "--omit_AA: 'CZ' is out of range (expected some, but not all, of ACD",
+        ),
         (["--omit_AA", mpnn.ALPHABET[:20]], "--omit_AA: "),
         (["--bias_AA", "A"], "--bias_AA: ('A',) is out of range (expected such as A:0.5 G:-1)"),
         (["--bias_AA", "AC:1"], "--bias_AA: "),
