@@ -236,7 +236,7 @@ def inspect_earlier_run(
     conflicts = [line for name, line in changed.items() if name not in ANNOUNCED.split()]
     if step > spec.steps:
         conflicts.append(f"max_steps: {step} are done -> {spec.steps}")
-    if layout != spec.shard_layout:
+    if path and layout != spec.shard_layout:
         change = f"{layout or 'one file'} -> {spec.shard_layout or 'one file'}"
         conflicts.append(f"parts of a checkpoint: {change}")
     if conflicts:
