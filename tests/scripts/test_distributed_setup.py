@@ -274,7 +274,7 @@ REFUSED = {
     "deepspeed --bf16 --fp16": "--fp16: use only one of --bf16 and --fp16",
     "deepspeed --offload_param": "--offload_param: needs --zero_stage 3",
     "deepspeed --zero_stage 0 --offload_optimizer": "--offload_optimizer: needs --zero_stage >= 1",
-    "launcher --use_deepspeed --config fsdp.yaml": "fsdp.yaml:8: distributed.use_fsdp: --deepspeed is set",
+    "launcher --use_deepspeed --config fsdp.yaml": "fsdp.yaml:8: distributed.use_fsdp: --deep",
     "launcher --node_rank 1": "--node_rank: 1 is out of range (expected 0 to 0)",
     "launcher --num_nodes 2": "--master_addr: required for several nodes",
     "launcher --master_port 65536": "--master_port: 65536 is out of range",
