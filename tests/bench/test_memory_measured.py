@@ -152,7 +152,7 @@ def predicted(number, folder):
     rows = rows_of(case, case[4][4])
     precision = script.precision_of(config, torch.device("cpu"))
     model_config = settings_of(case[3], case[4])
-    need = memory_plan.need(config, model_config, rows, losses_of, precision)
+    need = memory_plan.need(config, precision, model_config, rows, losses_of)
     return sum(memory_plan.share(need, case[1], case[2])) / 2**20
 
 

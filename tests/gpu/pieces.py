@@ -310,7 +310,7 @@ def memory(_folder):
         def losses_of(*arguments, config=config):
             return losses.pair_losses(*arguments, losses.LossSpec.of(config))
 
-        need = memory_plan.need(config, settings, rows, losses_of, precision, DEVICE.type)
+        need = memory_plan.need(config, precision, settings, rows, losses_of, DEVICE.type)
         plan = sum(memory_plan.share(need, "DDP", 1)) / 2**30
         row = {"shape": name, "trained": kind, "checkpointing": checkpoints}
         row |= {"measured GiB": peak, "predicted GiB": plan}
