@@ -1,8 +1,8 @@
 """Replies before and after training side by side, and a judge that compares them."""
 
-import importlib.util
 import inspect
 import numbers
+import runpy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from ddp_utils.metrics import wilson
 from ddp_utils.run import Run
 
 Scores = dict[str, float]  # name -> score of one reply; the first decides who wins
+Summary = dict[str, float | None]  # of all replies
 Judge = Callable[[str, str], Scores]  # of a prompt and a reply; with the attribute `digest`
 
 
@@ -22,15 +23,10 @@ def load_judge(spec: str, root: Path | None = None) -> Judge:
     root: the folder in which the file is; None: as for data files.
     """
     path, _, name = spec.rpartition(":")
-    file = (root / path if root else data.resolve(path)) if path else None
-    module_spec = None
-    if file and file.is_file():
-        module_spec = importlib.util.spec_from_file_location(f"judge_{file.stem}", file)
-    if not file or not module_spec or not module_spec.loader:
+    file = root / path if root else data.resolve(path)
+    if not path or not file.is_file():
         raise UserError(f"--judge: {spec!r} is not file.py:function")
-    module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
-    function = getattr(module, name, None)
+    function = runpy.run_path(str(file)).get(name)
     if not callable(function) or len(inspect.signature(function).parameters) != 2:
         raise UserError(f"--judge: {file.name} has no function {name}(prompt, reply)")
 
@@ -42,20 +38,20 @@ def load_judge(spec: str, root: Path | None = None) -> Judge:
         if not isinstance(scores, dict):
             scores = {"": scores}
         if not scores or not all(isinstance(x, numbers.Real) for x in scores.values()):
-            problem = f"{spec} returned {scores!r:.60} (expected a number or {{name: number}})"
-            raise UserError(f"--judge: {problem}")
+            expected = "expected a number or {name: number}"
+            raise UserError(f"--judge: {spec} returned {scores!r:.60} ({expected})")
         return {key: float(score) for key, score in scores.items()}
 
     judge.digest = data.sha256(file)  # type: ignore[attr-defined]
     return judge
 
 
-def compare(policy: Sequence[Scores], reference: Sequence[Scores]) -> dict[str, float | None]:
+def compare(policy: Sequence[Scores], reference: Sequence[Scores]) -> Summary:
     """Return mean scores and the win rate of the policy's replies over the reference's.
 
     A reply wins if its first score is above that of the other reply to the same prompt.
     """
-    summary: dict[str, float | None] = {}
+    summary: Summary = {}
     for who, replies in (("policy", policy), ("reference", reference)):
         for name in replies[0]:
             mean = sum(scores[name] for scores in replies) / len(replies)
@@ -76,56 +72,37 @@ def verdict(policy: Scores, reference: Scores) -> str:
     return "win" if policy[first] > reference[first] else "loss"
 
 
-def side_by_side(
-    prompts: Sequence[str],
-    before: Sequence[str],
-    after: Sequence[str],
-    expected: Sequence[str],
-    judge: Judge | None = None,
-) -> tuple[list[dict[str, str]], dict[str, float | None]]:
-    """Return the texts for each prompt, and with a judge the summary of compare()."""
-    rows = []
-    policy, reference = [], []  # scores
-    for texts in zip(prompts, before, after, expected, strict=True):
-        prompt, was, now, wanted = (text.strip() for text in texts)
-        rows.append({"prompt": prompt, "reference": was, "fine-tuned": now, "expected": wanted})
-        if judge:
-            new, old = judge(prompt, now), judge(prompt, was)
-            shown = (f"{name} {old[name]:g} -> {new[name]:g}".strip() for name in new)
-            rows[-1]["verdict"] = f"{verdict(new, old)} ({', '.join(shown)})"
-            policy.append(new)
-            reference.append(old)
-    return rows, compare(policy, reference) if policy else {}
-
-
 def write_examples(
     run: Run, pairs_of: dict, before: dict, after: dict, judge: Judge | None
 ) -> None:
-    """Write the replies before and after training, and what the judge says of them.
+    """Write the replies before and after training side by side; a judge compares them.
 
     pairs_of: split -> pairs; before, after: split -> replies to its first prompts.
     """
     examples = {}
     for split, replies in after.items():
-        pairs = pairs_of[split][: len(replies)]
-        prompts = [pair.text for pair in pairs]
-        expected = [pair.expected for pair in pairs]
-        rows, summary = side_by_side(prompts, before[split], replies, expected, judge)
+        rows, scores = [], []
+        for pair, *texts in zip(pairs_of[split], before[split], replies, strict=False):
+            prompt, was, now, wanted = (t.strip() for t in (pair.text, *texts, pair.expected))
+            rows.append({"prompt": prompt, "reference": was, "fine-tuned": now, "expected": wanted})
+            if judge:
+                new, old = judge(prompt, now), judge(prompt, was)
+                shown = (f"{name} {old[name]:g} -> {new[name]:g}".strip() for name in new)
+                rows[-1]["verdict"] = f"{verdict(new, old)} ({', '.join(shown)})"
+                scores.append((new, old))
+        summary = compare(*zip(*scores, strict=True)) if scores else {}
         run.write_text(f"distributed_output_{split}.txt", as_text(rows, summary))
         run.results[split] |= summary
         examples[split] = rows
     run.write_json("examples.json", examples)
 
 
-def as_text(rows: Sequence[dict[str, str]], summary: dict[str, float | None]) -> str:
+def as_text(rows: Sequence[dict[str, str]], summary: Summary) -> str:
     """Return the judge's summary and the texts for each prompt, for people."""
     lines = []
     for name, value in summary.items():
         lines.append(f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")
-    blocks = ["\n".join([*lines, ""])] if lines else []
     for number, row in enumerate(rows, start=1):
-        width = 1 + max(map(len, row))
-        lines = [f"--- {number} of {len(rows)}"]
-        lines += [f"{name + ':':{width}} {text}" for name, text in row.items()]
-        blocks.append("\n".join([*lines, ""]))
-    return "\n".join(blocks)
+        lines += ["", f"--- {number} of {len(rows)}"]
+        lines += [f"{name + ':':12} {text}" for name, text in row.items()]
+    return "\n".join([*lines, ""]).lstrip("\n")
