@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,8 +18,8 @@ class Panel(NamedTuple):
     title: str
     unit: str  # of the y axis
     metrics: dict[str, str]  # metric -> its label
-    base: str  # the label of a horizontal line
-    height: float | None = None  # of that line; None: see base_line()
+    base: str = ""  # the label of a horizontal line, if there is one
+    height: float = 0.0  # of that line
 
 
 PAIRS, TOKENS, OPTIMUM = "fraction of pairs", "nats per token", "fraction of the optimum"
@@ -28,15 +27,15 @@ LOSSES = {"loss": "loss", "loss/preference": "preference", "loss/sft": "SFT, per
 REWARDS = {"rewards/chosen": "chosen", "rewards/rejected": "rejected"}
 ACCURACIES = {"rewards/accuracies": "by reward", "logps/accuracies": "by log-prob"}
 FIGURES = {
-    "loss": Panel("loss", "nats", LOSSES, "untrained"),
-    "rewards": Panel("rewards: beta x log-ratio to the reference", "nats", REWARDS, "reference", 0),
-    "margins": Panel("reward margin", "nats", {"rewards/margins": "margin"}, "reference", 0),
+    "loss": Panel("loss", "nats", LOSSES),
+    "rewards": Panel("rewards: beta x log-ratio to the reference", "nats", REWARDS, "reference"),
+    "margins": Panel("reward margin", "nats", {"rewards/margins": "margin"}, "reference"),
     "accuracies": Panel("pairs ranked correctly", PAIRS, ACCURACIES, "chance", 0.5),
     "accuracy": Panel("actions", "fraction of actions", {"accuracy": "accuracy"}, "chance", 0.2),
     "in_context": Panel("last 10 episodes", OPTIMUM, {"fraction_of_optimum": "return"}, "best", 1),
-    "baking": Panel("KL to the prompted model", TOKENS, {"kl": "KL"}, "base model"),
+    "baking": Panel("KL to the prompted model", TOKENS, {"kl": "baked", "kl_base": "base model"}),
     "share_baked": Panel("baked", "fraction of the KL", {"share_baked": "baked"}, "all", 1),
-    "kept": Panel("KL under other prompts", TOKENS, {"kept/kl": "KL"}, "base model", 0),
+    "kept": Panel("KL under other prompts", TOKENS, {"kept/kl": "KL"}, "base model"),
 }
 STYLES = {"train": "-", "val": "o--", "test": "s"}
 
@@ -55,37 +54,19 @@ def read_metrics(folder: str | Path) -> list[dict]:
     return lines
 
 
-def base_line(panel: Panel, lines: list[dict], config: dict) -> float | None:
-    """Return the value of an untrained model, of chance, or of the optimum; None if unknown."""
-    if panel.height is not None:
-        return panel.height
-    if "kl" in panel.metrics:
-        return next((line["kl_base"] for line in lines if "kl_base" in line), None)
-    if "n_transit" in config:  # distillation: five equally likely actions
-        return math.log(5)
-    if config.get("objective") == "sft" or config.get("method") in (None, "simpo"):
-        return None
-    squared = 1 / (4 * config["beta"] ** 2)
-    others = {"hinge": 1.0, "ipo": squared, "ipo_sum": squared}
-    return others.get(config["method"], math.log(2))
-
-
 def draw(folder: Path) -> None:
     """Draw the curves of a run as PNG files in its folder."""
     lines = read_metrics(folder)
     for name, panel in FIGURES.items():
         figure = Figure(figsize=(6.4, 3.8), layout="constrained")
         axis = figure.subplots()
-        count = 0
-        for metric, label in panel.metrics.items():
-            count += draw_curve(axis, lines, metric, label, f"C{count}")
-        if not count:
+        for number, (metric, label) in enumerate(panel.metrics.items()):
+            draw_curve(axis, lines, metric, label, f"C{number}")
+        if not axis.lines:
             continue
-        config_file = folder / "config.json"
-        if config_file.exists():
-            height = base_line(panel, lines, json.loads(config_file.read_text(encoding="utf-8")))
-            if height is not None:
-                axis.axhline(height, label=f"{panel.base}: {height:.3g}", color="gray", ls="--")
+        if panel.base:
+            label = f"{panel.base}: {panel.height:g}"
+            axis.axhline(panel.height, label=label, color="gray", ls="--")
         axis.set(title=panel.title, xlabel="step (circles: val, squares: test)", ylabel=panel.unit)
         if panel.unit.startswith("fraction"):
             axis.set_ylim(-0.02, 1.02)
@@ -95,27 +76,17 @@ def draw(folder: Path) -> None:
         figure.savefig(folder / f"{name}.png", dpi=150)
 
 
-def draw_curve(axis: Axes, lines: list[dict], metric: str, label: str, color: str) -> bool:
-    """Draw a metric; return whether there are values.
-
-    Training values are faint and their running mean is strong; other splits are markers.
-    """
+def draw_curve(axis: Axes, lines: list[dict], metric: str, label: str, color: str) -> None:
+    """Draw a metric: training values faint, their running mean strong, other splits as markers."""
     for split, style in STYLES.items():
         rows = [row for row in lines if row["split"] == split and row.get(metric) is not None]
         steps, values = [row["step"] for row in rows], [row[metric] for row in rows]
         if rows and split == "train":
             axis.plot(steps, values, style, color=color, alpha=0.25, linewidth=1)
-            values = running_mean(values, max(1, len(values) // 20))
+            window = max(1, len(values) // 20)
+            parts = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
+            values = [sum(part) / len(part) for part in parts]
         if rows:
             edge = "black" if split == "test" else color
             axis.plot(steps, values, style, color=edge, markerfacecolor=color, label=label)
             label = "_"  # the legend has one entry for all splits
-    return label == "_"
-
-
-def running_mean(values: list[float], window: int) -> list[float]:
-    """Return the mean of up to `window` values that end at each position."""
-    means = []
-    for end in range(1, len(values) + 1):
-        means.append(sum(values[max(0, end - window) : end]) / min(end, window))
-    return means

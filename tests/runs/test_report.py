@@ -48,10 +48,8 @@ class Reader(HTMLParser):
 def test_numbers_settings_data_and_examples_are_shown(tmp_path):
     found = Reader(page_of(a_run(tmp_path / "mine")))
     rows, text = found.rows, " ".join("".join(found.words).split())
-    assert (
-        "mine finished after 30 steps, 61 s on 2 processes, why? Loss (held out: 0.1235). Curves"
-        in text
-    )
+    start = "mine finished after 30 steps, 61 s on 2 processes, why? loss held out 0.1235 Curves"
+    assert start in text
     for row in (
         ["", "val", "test"],
         ["win_rate", "0.75", ""],
@@ -126,27 +124,6 @@ def test_what_is_missing_or_no_object_is_left_out(tmp_path):
             assert "<h2>Commands</h2>" in page_of(folder)
 
 
-# --- commands ------------------------------------------------------------------------------------
-
-
-COMMANDS = [
-    ("python", "python a.py --restart --x 1", "python a.py --x 1"),
-    ("environment", "python a.py", "python a.py"),
-    ("torchrun", "/b/python3.11 -u a.py", "torchrun --standalone --nproc_per_node=3 a.py"),
-    ("torchrun", "python -u -m d.r", "torchrun --standalone --nproc_per_node=3 -m d.r"),
-    ("deepspeed", "python -u a.py", "torchrun --standalone --nproc_per_node=3 a.py"),
-    ("srun", "python a.py", "srun -n 3 python a.py"),
-    ("pals", "python a.py", "mpiexec -n 3 python a.py"),
-    ("srun", "", ""),
-]
-
-
-def test_the_command_is_the_one_that_started_it():
-    for launcher, command, shown in COMMANDS:
-        facts = {"launcher": launcher, "command": command, "world_size": 3}
-        assert report.command_of(facts) == shown
-
-
 PATHS = {
     f"python -u {ROOT}/src/train.py --x 1": "python -u src/train.py --x 1",
     "/opt/venv/bin/python a.py": "python a.py",
@@ -168,7 +145,7 @@ def test_no_folder_of_this_machine_is_in_report_or_card(tmp_path):
     card = (folder / "model/README.md").read_text()
     assert str(tmp_path) not in page + card and "<pre>python my.py" in page
     assert "base_model: base\n" in card
-    assert "<pre>run/model</pre>" in page
+    assert "<pre>model</pre>" in page
 
 
 def test_a_model_that_is_not_in_the_run_folder(tmp_path):
@@ -176,9 +153,6 @@ def test_a_model_that_is_not_in_the_run_folder(tmp_path):
     put(elsewhere, tokenizer_config={})
     put(folder, config={"result_dir": "results/x", "output_dir": str(elsewhere)})
     assert "<pre>my_model</pre>" in page_of(folder)
-    put(folder / "model", adapter_config={})
-    put(folder, config={"output_dir": "results/y"})  # of another script: the run folder
-    assert "<pre>results/y/model</pre>" in page_of(folder)
 
 
 # --- as a part of a run --------------------------------------------------------------------------
@@ -229,7 +203,7 @@ def test_it_imports_no_torch():
 # --- the result in a few lines -------------------------------------------------------------------
 
 
-def test_the_result_is_said_in_lines_and_in_a_sentence(tmp_path):
+def test_the_result_is_said_in_lines(tmp_path):
     judged = {"win_rate": 0.75, "win_rate_low": 0.3, "win_rate_high": 0.95}
     judged |= {"wins": 3, "losses": 1, "ties": 6}
     val = {"loss": 0.625}  # of the best step, not the last
@@ -241,10 +215,14 @@ def test_the_result_is_said_in_lines_and_in_a_sentence(tmp_path):
     lines = [("train", 1, 0.75), ("train", 2, 0.5), ("val", 1, 0.625), ("val", 2, 0.875)]
     lines = [{"split": split, "step": step, "loss": loss} for split, step, loss in lines]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert report.result_lines(folder, report.read_run(folder)).splitlines() == [
-        "finished after 2 steps",
+    results = [
         "loss        0.7500 -> 0.5000, held out 0.6250",
         "win rate    0.75 [0.30, 0.95], test: 3 better, 1 worse, 6 equal",
+    ]
+    assert "\n".join(results) in Reader(page_of(folder)).words
+    assert report.result_lines(folder, report.read_run(folder)).splitlines() == [
+        "finished after 2 steps",
+        *results,
         "p",
         "   reference  a b",
         "  fine-tuned  ...",
@@ -252,9 +230,6 @@ def test_the_result_is_said_in_lines_and_in_a_sentence(tmp_path):
         f"model       {folder}/model",
         f"talk to it  python -m ddp_utils.tools.chat {folder}",
     ]
-    sentence = "Loss went from 0.75 to 0.5 (held out: 0.625). Of 10 replies to test prompts, the"
-    sentence += " judge prefers 3 to the reply before training; in 1 it is the reverse."
-    assert sentence in Reader(page_of(folder)).words
 
 
 def test_the_model_card_describes_the_training(tmp_path):
@@ -274,8 +249,8 @@ def test_the_model_card_describes_the_training(tmp_path):
     assert (card.data.base_model, card.data.library_name) == ("a/base", "peft")
     for line in (
         "# mine",
-        "A LoRA with a baked-in system prompt: without the prompt the model answers as it",
-        "Share baked (held out: 0.997); kept: kl (held out: 0.02).",
+        "A model trained from a/base with this command (",
+        "- share baked held out 0.9970",
         "python src/train_loop.py --lora_r 4",
         "| setting | value | default |\n|---|---|---|\n| lora_r | 4 | 32 |",
         "| share_baked | 0.997 |",
@@ -284,8 +259,8 @@ def test_the_model_card_describes_the_training(tmp_path):
         assert line in card.content, line
     (folder / "model/adapter_config.json").unlink()
     put(folder / "model", tokenizer_config={})
-    put(folder, config={"method": "ipo"}, environment={"command": "src/main_distributed.py"})
+    put(folder, config={"method": "ipo"})
     report.write(folder, report.read_run(folder))
     card = ModelCard.load(folder / "model/README.md")
     assert card.data.library_name == "transformers" and card.data.base_model is None
-    assert "fine-tuned on preferences (ipo)." in card.content and "peft" not in card.content
+    assert "peft" not in card.content

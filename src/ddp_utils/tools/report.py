@@ -35,23 +35,12 @@ PRINTED = {  # metric -> its name in the results that are printed
     "share_baked": "share baked",
     "kept/kl": "kept: kl",
 }
-KINDS = {  # word of the command -> the first sentence of the model card
-    "train_loop": "A LoRA with a baked-in system prompt: without the prompt the model answers "
-    "as it did with it.",
-    "main_distributed": "A language model fine-tuned on preferences ({method}).",
-    "dpo_inv": "ProteinMPNN fine-tuned on preferences between sequences ({method}).",
-    "ad.train": "A transformer trained on learning histories, which learns in context.",
-    "ad/train": "A transformer trained on learning histories, which learns in context.",
-    "train.py": "A language model fine-tuned with {objective}.",
-}
 LIBRARIES = {  # a file of a model's folder -> what loads the folder
     "adapter_config.json": "peft",
     "tokenizer_config.json": "transformers",
     "model.safetensors": "safetensors",
 }
-JUDGED = ("win_rate", "win_rate_low", "win_rate_high", "wins", "losses", "ties")
 REPLIES = ("reference", "fine-tuned", "base", "baked")  # of an example: before and after
-TORCHRUN = ("torchrun", "torch.distributed.launch", "accelerate", "deepspeed")
 
 
 class Model(NamedTuple):
@@ -95,42 +84,35 @@ def find_model(folder: Path, config: dict) -> Model | None:
 # --- the results ---------------------------------------------------------------------------------
 
 
-def changes(folder: Path, summary: dict) -> Iterator[tuple[str, float | None, float | None, Any]]:
-    """Yield the name of each printed metric, its first, its last, and its held-out value.
+def results(folder: Path, summary: dict) -> list[str]:
+    """Return a line with the first, the last and the held-out value of each printed metric.
 
-    The held-out value is of the weights that are saved. What does not exist is None.
+    The held-out value is of the weights that are saved. A judge adds a line with the win rate.
     """
+    texts = []
     lines = plots.read_metrics(folder) if (folder / "metrics.jsonl").exists() else []
+    parts = {split: part for split, part in summary.items() if isinstance(part, dict)}
     for metric, name in PRINTED.items():
         values = [x[metric] for x in lines if x["split"] == "train" and x.get(metric) is not None]
-        first, last = (values[0], values[-1]) if values else (None, None)
-        held_out = summary["val"].get(metric) if isinstance(summary.get("val"), dict) else None
-        if values or held_out is not None:
-            yield name, first, last, held_out
-
-
-def judged(summary: dict) -> Iterator[tuple[str, dict]]:
-    """Yield each split that a judge has compared, and its numbers."""
-    for split in ("test", "val"):
-        part = summary.get(split)
-        if isinstance(part, dict) and all(isinstance(part.get(key), int | float) for key in JUDGED):
-            yield split, part
+        numbers = [f"{values[0]:.4f} -> {values[-1]:.4f}"] if values else []
+        held_out = parts.get("val", {}).get(metric)
+        numbers += [] if held_out is None else [f"held out {held_out:.4f}"]
+        if numbers:
+            texts.append(f"{name:<11} {', '.join(numbers)}")
+    for split, part in parts.items():
+        if part.get("win_rate") is not None and "ties" in part:
+            bounds = f"[{part['win_rate_low']:.2f}, {part['win_rate_high']:.2f}]"
+            pairs = f"{part['wins']} better, {part['losses']} worse, {part['ties']} equal"
+            texts.append(f"{'win rate':<11} {part['win_rate']:.2f} {bounds}, {split}: {pairs}")
+    return texts
 
 
 def result_lines(folder: Path, run: dict[str, dict]) -> str:
     """Return the results of a run for a terminal of 80 columns: numbers, replies, and paths."""
     summary = run["summary"]
-    seconds = summary.get("seconds")
-    took = f" in {seconds:.0f} s" if isinstance(seconds, int | float) else ""
+    took = f" in {summary['seconds']:.0f} s" if "seconds" in summary else ""
     lines = [f"{summary.get('status', 'no summary')} after {summary.get('step', 0)} steps{took}"]
-    for name, first, last, held_out in changes(folder, summary):
-        texts = [] if first is None else [f"{first:.4f} -> {last:.4f}"]
-        texts += [] if held_out is None else [f"held out {held_out:.4f}"]
-        lines.append(f"{name:<11} {', '.join(texts)}")
-    for split, part in judged(summary):
-        bounds = f"[{part['win_rate_low']:.2f}, {part['win_rate_high']:.2f}]"
-        pairs = f"{part['wins']} better, {part['losses']} worse, {part['ties']} equal"
-        lines.append(f"{'win rate':<11} {part['win_rate']:.2f} {bounds}, {split}: {pairs}")
+    lines += results(folder, summary)
     for row in (run["examples"].get("test") or run["examples"].get("val") or [])[:3]:
         lines.append(shorten(next(iter(row.values()))))
         lines += [f"  {name:>10}  {shorten(row[name])}" for name in REPLIES if name in row]
@@ -149,21 +131,6 @@ def shorten(text: Any) -> str:
     return textwrap.shorten(str(text), 60, placeholder=" ...")
 
 
-def result_sentence(folder: Path, summary: dict) -> str:
-    """Return the results of a run in one or two sentences, "" without numbers."""
-    parts = []
-    for name, first, last, held_out in changes(folder, summary):
-        text = name if first is None else f"{name} went from {first:.4g} to {last:.4g}"
-        parts.append(text if held_out is None else f"{text} (held out: {held_out:.4g})")
-    sentence = f"{'; '.join(parts)}." if parts else ""
-    for split, part in judged(summary):
-        total = part["wins"] + part["losses"] + part["ties"]
-        judgment = f"Of {total} replies to {split} prompts, the judge prefers {part['wins']} to"
-        sentence += f" {judgment} the reply before training; in {part['losses']} it is the reverse."
-        break
-    return sentence[:1].upper() + sentence[1:]
-
-
 # --- report and card -----------------------------------------------------------------------------
 
 
@@ -174,19 +141,11 @@ def write(folder: Path, run: dict[str, dict]) -> None:
     template = jinja.from_string((HERE / "report.html.j2").read_text(encoding="utf-8"))
     data.write_text(folder / "report.html", template.render(content))
     model = content["model"]
-    if not model:
-        return
-    config, command = run["config"], content["command"]
-    names = {"method": "DPO", "objective": "DPO", **config}
-    kinds = [text.format(**names) for word, text in KINDS.items() if word in command]
-    metadata = ModelCardData(library_name=model.library)
-    if config.get("model_name"):
-        metadata.base_model = portable(config["model_name"])
-    card = ModelCard.from_template(
-        metadata, template_path=str(HERE / "card.md.j2"), what="".join(kinds[:1]), **content
-    )
-    parent = model.path if model.path.is_dir() else model.path.parent
-    data.write_text(parent / "README.md", data.printable(str(card)))
+    if model:
+        metadata = ModelCardData(library_name=model.library, base_model=content["base"])
+        card = ModelCard.from_template(metadata, template_path=str(HERE / "card.md.j2"), **content)
+        parent = model.path if model.path.is_dir() else model.path.parent
+        data.write_text(parent / "README.md", data.printable(str(card)))
 
 
 def content_of(folder: Path, run: dict[str, dict]) -> dict[str, Any]:
@@ -196,15 +155,7 @@ def content_of(folder: Path, run: dict[str, dict]) -> dict[str, Any]:
     environment["code"] = f"{len(environment.get('code', {}))} files"
     numbers = {name: part for name, part in summary.items() if isinstance(part, dict)}
     facts = environment | {name: fact for name, fact in summary.items() if name not in numbers}
-    command = command_of(facts)
-    own_folder = next((config[key] for key in ("result_dir", "out_dir") if key in config), None)
-    own_folder = portable(own_folder or config.get("output_dir") or folder.name)
     model = find_model(folder, config)
-    location = ""
-    if model:
-        location = model.path.name
-        if model.path.is_relative_to(folder):
-            location = f"{own_folder}/{model.path.relative_to(folder)}"
     pictures = {}
     for file in sorted(folder.glob("*.png"), key=lambda file: (file.stem != "loss", file.stem)):
         pictures[file.stem] = base64.b64encode(file.read_bytes()).decode()
@@ -212,8 +163,9 @@ def content_of(folder: Path, run: dict[str, dict]) -> dict[str, Any]:
     changed = {"value": {name: config.get(name) for name in defaults}, "default": defaults}
     return {
         "name": folder.absolute().name,
+        "base": portable(config.get("model_name") or "") or None,
         "facts": facts,
-        "sentence": result_sentence(folder, summary),
+        "results": results(folder, summary),
         "pictures": pictures,
         "examples": run["examples"],
         "numbers": table("Numbers", numbers),
@@ -223,9 +175,9 @@ def content_of(folder: Path, run: dict[str, dict]) -> dict[str, Any]:
             table("Data", run["data_report"]),
             table("Environment", {"": facts}),
         ],
-        "command": command,
+        "command": portable(str(facts.get("command", "")).replace(" --restart", "")),
         "model": model,
-        "location": location,
+        "location": portable(str(model.path)) if model else "",
     }
 
 
@@ -253,19 +205,6 @@ def flatten(values: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
             yield prefix + name, portable(", ".join(map(str, value[:12])) + more)
         else:
             yield prefix + name, "-" if value in (None, "", {}) else portable(str(value))
-
-
-def command_of(facts: dict) -> str:
-    """Return the command that started the run, to be pasted."""
-    command = portable(str(facts.get("command", "")).replace(" --restart", ""))
-    launcher = facts.get("launcher", "python")
-    count = facts.get("world_size", 1)
-    if launcher in ("python", "environment") or not command:
-        return command
-    if launcher in TORCHRUN:
-        script = re.sub(r"^\S*python[\d.]*( -u)? ", "", command)
-        return f"torchrun --standalone --nproc_per_node={count} {script}"
-    return f"{'mpiexec' if launcher == 'pals' else launcher} -n {count} {command}"
 
 
 def portable(text: str) -> str:
