@@ -20,7 +20,6 @@ import os
 import re
 import shutil
 import sys
-import timeit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,6 +30,7 @@ if importlib.util.find_spec("torch") is None:
     raise SystemExit(2)
 
 import torch
+from torch.utils.benchmark import Timer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "src"))  # may not be installed
 
@@ -39,17 +39,12 @@ from ddp_utils import distributed  # noqa: E402
 GIB = 2**30
 DRIVER, PCI = "/proc/driver/nvidia", "/sys/bus/pci/devices"  # where Linux lists NVIDIA GPUs
 SETTINGS = ("CUDA_", "NCCL_", "GLOO_", "TORCH_DISTRIBUTED_", "OMP_")  # prefixes of variables
-TABLES = ("devices", "rates", "all_reduces")  # facts with one line per row
 RATES = ("bf16_tflops", "fp32_tflops", "host_gb_per_s")
 
 
 def collect_facts(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Return the hardware and software of this machine. Memory is in GiB; None is unknown."""
     kind = next((kind for kind in ("cuda", "xpu") if getattr(torch, kind).is_available()), "cpu")
-    devices = []
-    if kind != "cpu":
-        module = getattr(torch, kind)
-        devices = [describe_device(module, index) for index in range(module.device_count())]
     group = torch.distributed
     backends = [n for n in ("gloo", "nccl", "xccl") if getattr(group, f"is_{n}_available")()]
     has_nccl = kind == "cuda" and "nccl" in backends
@@ -61,33 +56,33 @@ def collect_facts(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB, 2),
         "shm_free_gib": round(shutil.disk_usage(shm).free / GIB, 2) if shm.exists() else None,
-        "settings": {name: env[name] for name in env if name.startswith(SETTINGS)},
+        "settings": [f"{name}={env[name]}" for name in env if name.startswith(SETTINGS)],
         "backends": backends,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
         **nvidia_facts(),
         "kind": kind,
-        "devices": devices,
+        "devices": [] if kind == "cpu" else describe_devices(getattr(torch, kind)),
     }
 
 
-def describe_device(module: Any, index: int) -> dict[str, Any]:
-    """Return the properties of a device of module, which is torch.cuda or torch.xpu."""
-    free, total = (round(size / GIB, 2) for size in module.mem_get_info(index))
-    with module.device(index):  # is_bf16_supported() is about the current device
-        bf16 = bool(module.is_bf16_supported(including_emulation=False))
-    name = module.get_device_properties(index).name
-    memory = {"memory_gib": total, "memory_free_gib": free}
-    return {"index": index, "name": name, **memory, "bf16": bf16}
+def describe_devices(module: Any) -> list[dict[str, Any]]:
+    """Return the properties of each device of module, which is torch.cuda or torch.xpu."""
+    devices = []
+    for index in range(module.device_count()):
+        free, total = (round(size / GIB, 2) for size in module.mem_get_info(index))
+        with module.device(index):  # is_bf16_supported() is about the current device
+            bf16 = bool(module.is_bf16_supported(including_emulation=False))
+        device = {"index": index, "name": module.get_device_properties(index).name}
+        devices.append(device | {"memory_gib": total, "memory_free_gib": free, "bf16": bf16})
+    return devices
 
 
 def nvidia_facts(proc: str = DRIVER, pci: str = PCI) -> dict[str, Any]:
     """Return the driver, the NVIDIA GPUs in this machine, and why torch cannot use them."""
     version = Path(proc, "version")
     driver = re.search(r"\d+\.[\d.]+", version.read_text()) if version.exists() else None
-    gpus = 0
-    for kind in Path(pci).glob("*/class"):
-        is_display = kind.read_text().startswith("0x03")
-        gpus += is_display and kind.with_name("vendor").read_text() == "0x10de\n"
+    displays = [file for file in Path(pci).glob("*/class") if file.read_text().startswith("0x03")]
+    gpus = sum(file.with_name("vendor").read_text() == "0x10de\n" for file in displays)
     problem = None
     try:
         torch.cuda.init()
@@ -100,12 +95,10 @@ def advise(facts: dict[str, Any]) -> dict[str, Any]:
     """Return the number of processes, the precision, the warnings and the command."""
     devices = facts["devices"]
     processes = len(devices) or min(2, facts["cores"])
-    precision = "fp32"
-    if devices:
-        precision = "bf16" if all(device["bf16"] for device in devices) else "fp16"
+    has_bf16 = all(device["bf16"] for device in devices)
     return {
         "processes": processes,
-        "precision": precision,
+        "precision": "fp32" if not devices else "bf16" if has_bf16 else "fp16",
         "warnings": list(warnings_of(facts, processes)),
         "command": f"./run_distributed.sh {processes}",
     }
@@ -113,39 +106,31 @@ def advise(facts: dict[str, Any]) -> dict[str, Any]:
 
 def warnings_of(facts: dict[str, Any], processes: int) -> Iterator[str]:
     """Yield a warning for each problem of GPUs, cores and shared memory, with its fix."""
-    devices = facts["devices"]
     if facts["kind"] == "cpu" and facts["nvidia_gpus"]:
         fix = "check CUDA_VISIBLE_DEVICES and the driver, request GPUs (docker: --gpus all)"
         yield f"{facts['nvidia_gpus']} NVIDIA GPUs are not used: {facts['cuda_error']}; {fix}"
-    names = dict.fromkeys(f"{d['name']} ({d['memory_gib']:.0f} GiB)" for d in devices)
-    if len(names) > 1:
-        yield f"the devices differ: {', '.join(names)}; choose a batch_size for the smallest"
-    for d in devices:
-        if " MIG " in d["name"]:
-            fix = "NCCL cannot connect slices; to undo it: nvidia-smi -mig 0"
-            yield f"GPU {d['index']} is a MIG slice; {fix}"
-        if d["memory_free_gib"] < 0.9 * d["memory_gib"]:
-            free = f"{d['memory_free_gib']} of {d['memory_gib']} GiB are free on GPU {d['index']}"
-            yield f"{free}; stop other programs on it, lower batch_size, or do not use it"
+    for device in facts["devices"]:
+        gpu, free, total = f"GPU {device['index']}", device["memory_free_gib"], device["memory_gib"]
+        if " MIG " in device["name"]:
+            yield f"{gpu} is a MIG slice; NCCL cannot connect slices; to undo it: nvidia-smi -mig 0"
+        if free < 0.9 * total:
+            fix = "stop other programs on it, lower batch_size, or do not use it"
+            yield f"{free} of {total} GiB are free on {gpu}; {fix}"
     if facts["cores"] < processes:
         yield f"{processes} processes share {facts['cores']} cores; request one core for each"
     free = facts["shm_free_gib"]
-    if len(devices) > 1 and free is not None and free < 1:
+    if len(facts["devices"]) > 1 and free is not None and free < 1:
         yield f"/dev/shm has {free} GiB free, NCCL needs it; free 1 GiB (docker: --shm-size=2g)"
 
 
-def show(facts: dict[str, Any], advice: dict[str, Any]) -> str:
+def show(facts: dict[str, Any]) -> str:
     """Return a line for each fact, device, rate and warning; the last line is the command."""
     lines = []
     for name, value in facts.items():
-        for row in (value if name in TABLES else [value]) or [None]:
-            if isinstance(row, dict):
-                row = [f"{key}={item}" for key, item in row.items()]
-            text = ", ".join(map(str, row)) if isinstance(row, list) else row
-            lines.append(f"{name:<20}  {text or 'none'}")
-    lines.append(f"{'start':<20}  {advice['processes']} processes, {advice['precision']}")
-    lines += [f"warning: {warning}" for warning in advice["warnings"]]
-    return "\n".join([*lines, advice["command"]])
+        for row in value if isinstance(value, list) else [value]:
+            text = row if isinstance(row, str) else json.dumps(row)
+            lines.append(f"{name:<20}  {text}")
+    return "\n".join([*lines, facts["command"]])
 
 
 # --- speed ---------------------------------------------------------------------------------------
@@ -156,27 +141,22 @@ def bench(world: distributed.World) -> dict[str, Any]:
     ranks = world.world_size
     table = torch.zeros(ranks, len(RATES), dtype=torch.float64, device=world.device)
     table[world.rank] = torch.tensor(device_rates(world.device))
+    rows = distributed.all_sum(table, world).round(decimals=3).tolist()
     all_reduces = []
     for size in (2**20, 2**24, 2**27) if ranks > 1 else ():
         block = torch.zeros(size // 4, device=world.device)
-        seconds = seconds_of(partial(distributed.all_sum, block, world), world.device)
+        seconds = seconds_of(partial(distributed.all_sum, block, world))
         bus = size / seconds / 1e9 * 2 * (ranks - 1) / ranks  # GB/s of each link
         row = {"mib": size >> 20, "ms": round(1000 * seconds, 2), "bus_gb_per_s": round(bus, 2)}
         all_reduces.append(row)
-    rows = distributed.all_sum(table, world).round(decimals=3).tolist()
     rates = [dict(zip(RATES, row, strict=True)) for row in rows]
     return {"ranks": ranks, "rates": rates, "all_reduces": all_reduces}
 
 
-def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
-    """Return the seconds of work() on this device, the minimum of seven measurements."""
-
-    def step() -> None:
-        work()
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-
-    return min(timeit.repeat(step, number=1, repeat=7))
+def seconds_of(work: Callable[[], Any]) -> float:
+    """Return the seconds of work() on the device, the mean of seven calls."""
+    timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
+    return timer.timeit(7).mean
 
 
 def device_rates(device: torch.device) -> list[float]:
@@ -185,23 +165,13 @@ def device_rates(device: torch.device) -> list[float]:
     rates = []
     for dtype in (torch.bfloat16, torch.float32):
         matrix = torch.randn(side, side, device=device, dtype=dtype)
-        rates.append(2 * side**3 / seconds_of(partial(torch.mm, matrix, matrix), device) / 1e12)
+        rates.append(2 * side**3 / seconds_of(partial(torch.mm, matrix, matrix)) / 1e12)
     block = torch.ones(2**26, pin_memory=device.type == "cuda")
     copy = torch.empty(2**26, device=device)
-    return [*rates, block.nbytes / seconds_of(partial(copy.copy_, block), device) / 1e9]
+    return [*rates, block.nbytes / seconds_of(partial(copy.copy_, block)) / 1e9]
 
 
 # --- main ----------------------------------------------------------------------------------------
-
-
-def plan_lines(args: argparse.Namespace, facts: dict[str, Any]) -> Iterator[str]:
-    """Return the lines of --plan, which is about src/train.py."""
-    os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads it when imported: no downloads
-    import train
-    from ddp_utils.tools import memory_plan
-
-    machine = memory_plan.machine(facts, args.gpus, args.gpu_memory)
-    return memory_plan.lines(train, args.plan, *machine)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -212,10 +182,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, help="--plan: number of GPUs")
     parser.add_argument("--gpu_memory", type=float, help="--plan: memory of a GPU in GiB")
     args = parser.parse_args(argv)
-    if args.plan and (args.json or args.bench):
-        parser.error("--json and --bench: no effect with --plan")
-    if (args.gpus or args.gpu_memory) and not args.plan:
-        parser.error("--gpus and --gpu_memory: no effect without --plan")
     world = distributed.whoami()
     facts = collect_facts() if world.is_main else {}
     if args.bench:
@@ -224,10 +190,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not world.is_main:
         return 0
     if args.plan:
-        print(*plan_lines(args, facts), sep="\n")
+        os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads it when imported: no downloads
+        import train
+        from ddp_utils.tools import memory_plan
+
+        machine = memory_plan.machine(facts, args.gpus, args.gpu_memory)
+        print(*memory_plan.lines(train, args.plan, *machine), sep="\n")
         return 0
-    advice = advise(facts)
-    print(json.dumps(facts | advice, indent=2) if args.json else show(facts, advice))
+    facts |= advise(facts)
+    print(json.dumps(facts, indent=2) if args.json else show(facts))
     return 0
 
 

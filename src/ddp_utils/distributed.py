@@ -100,7 +100,8 @@ def choose_device(world: World, backend: str = "auto") -> World:
         return world._replace(device=torch.device("cpu"))
     count = device_count(kind)
     if count == 0:
-        raise UserError(f"--backend {backend}: this machine has no {kind} device; use auto")
+        absent = f"needs a {kind} device, this machine has none"
+        raise UserError(f"--backend {backend} {absent}; use auto")
     has_own = count == 1 and world.launcher in BINDERS  # the launcher shows each process its own
     if world.local_size > count and not has_own:
         problem = f"{world.local_size} processes on a node with {count} {kind} devices"

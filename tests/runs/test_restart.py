@@ -167,12 +167,13 @@ def test_a8_no_process_outlives_a_launcher_that_is_killed(tmp_path):
     print(f"seed {seed}")
     moments = random.Random(seed)
     program = [f"{ROOT}/src/main_distributed.py", "--num_epochs=1000", "--num_samples=0"]
+    env = {"PYTHONPATH": f"{ROOT}/src", "DDP_JOIN_SECONDS": "10"}
     for number in range(3):
         mark = uuid.uuid4().hex
         run = tmp_path / f"run{number}"
         process = subprocess.Popen(
             [f"{BIN}/torchrun", "--nproc_per_node=2", *program, f"--result_dir={run}"],
-            env=os.environ | {"MARK": mark, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}/src"},
+            env=programs.environment() | env | {"MARK": mark},
             start_new_session=True,
             cwd=ROOT,
         )
@@ -185,7 +186,7 @@ def test_a8_no_process_outlives_a_launcher_that_is_killed(tmp_path):
                 time.sleep(moments.uniform(0, 10))
             process.kill()
             process.wait()
-            # a rank that waits for a group ends by itself after 50 s
+            # a rank that waits for a group ends by itself after twice DDP_JOIN_SECONDS
             cluster.wait(lambda mark=mark: not marked(mark), seconds=90)
         finally:
             for pid in marked(mark):

@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Written by scripts/distributed_setup.py, which overwrites it:
-#     launcher --num_nodes 2 --master_addr ::1 --node_rank 1 --use_deepspeed --output=node.sh
+# Written by scripts/distributed_setup.py, which overwrites it.
 # Node 1 of 2. Start it there: bash node.sh [more flags of src/train.py]
 # Run the same command to resume a run that was stopped. Exit status: as in run_distributed.sh.
 set -euo pipefail
@@ -11,5 +10,6 @@ project=PROJECT
 cd HERE # paths are relative to it
 use_environment
 
-export NNODES=2 NODE_RANK=1 MASTER_ADDR=::1 MASTER_PORT="${MASTER_PORT:-29500}"
+export NNODES=2 NODE_RANK=1
+export MASTER_ADDR=::1
 exec python -m ddp_utils.launch 4 "$project/src/train.py" --config=config.yaml --deepspeed=config/ds_config.json "$@"

@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Written by scripts/distributed_setup.py, which overwrites it:
-#     launcher --config config.yaml --num_gpus_per_node 4 --output=one.sh
+# Written by scripts/distributed_setup.py, which overwrites it.
 # Node 0 of 1. Start it there: bash one.sh [more flags of src/train.py]
 # Run the same command to resume a run that was stopped. Exit status: as in run_distributed.sh.
 set -euo pipefail

@@ -1,6 +1,5 @@
 #!/bin/bash -l
-# Written by scripts/distributed_setup.py, which overwrites it:
-#     pbs --account mine --output=pbs.sh
+# Written by scripts/distributed_setup.py, which overwrites it.
 # Submit it: qsub pbs.sh
 #
 # 300 s before the time limit, the run saves and ends with 85. PBS does not queue it again: submit
@@ -28,6 +27,7 @@ cd HERE # paths are relative to it
 
 set +u # modules and conda read variables that are not set
 module load frameworks
+# shellcheck source=/dev/null
 set -u
 use_environment
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"

@@ -1,6 +1,5 @@
 #!/bin/bash -l
-# Written by scripts/distributed_setup.py, which overwrites it:
-#     pbs --time_limit 36:00:00 --partition long --account me --job_name a.b --cpus_per_task 3 --mem_per_gpu 500M --num_nodes 2 --num_gpus_per_node 6 --system= --filesystems=eagle --modules 'a b' --conda_env c --output=pbs_other.sh
+# Written by scripts/distributed_setup.py, which overwrites it.
 # Submit it: qsub pbs_other.sh
 #
 # 300 s before the time limit, the run saves and ends with 85. PBS does not queue it again: submit
@@ -27,8 +26,7 @@ project=PROJECT
 cd HERE # paths are relative to it
 
 set +u # modules and conda read variables that are not set
-module load a
-module load b
+module load a b
 # shellcheck source=/dev/null
 source activate c
 set -u

@@ -1,6 +1,5 @@
 #!/bin/bash
-# Written by scripts/distributed_setup.py, which overwrites it:
-#     slurm --time_limit 36:00:00 --partition long --account me --job_name a.b --cpus_per_task 3 --mem_per_gpu 500M --num_nodes 2 --num_gpus_per_node 6 --modules= --conda_env= --use_deepspeed --output=slurm.sh
+# Written by scripts/distributed_setup.py, which overwrites it.
 # Submit it: sbatch slurm.sh [more flags of src/train.py]
 #
 # 300 s before the time limit, Slurm signals the processes: they save and end with 85, and the job
@@ -33,6 +32,9 @@ project=PROJECT
 . "$project/scripts/environment.sh"
 cd HERE # paths are relative to it
 
+set +u # modules and conda read variables that are not set
+# shellcheck source=/dev/null
+set -u
 use_environment
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-3}"
 export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}"

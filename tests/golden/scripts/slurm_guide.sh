@@ -1,6 +1,5 @@
 #!/bin/bash -l
-# Written by scripts/distributed_setup.py, which overwrites it:
-#     slurm --config config.yaml --num_nodes 4 --num_gpus_per_node 8 --use_deepspeed --time_limit 48:00:00 --output=slurm_guide.sh
+# Written by scripts/distributed_setup.py, which overwrites it.
 # Submit it: sbatch slurm_guide.sh [more flags of src/train.py]
 #
 # 300 s before the time limit, Slurm signals the processes: they save and end with 85, and the job
@@ -33,8 +32,7 @@ project=PROJECT
 cd HERE # paths are relative to it
 
 set +u # modules and conda read variables that are not set
-module load cuda/12.2
-module load anaconda3
+module load cuda/12.2 anaconda3
 # shellcheck source=/dev/null
 source activate llm_finetuning
 set -u
