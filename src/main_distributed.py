@@ -75,9 +75,9 @@ def read_data(config: settings.Config, encoder: Encoder, world: World) -> tuple[
         data = dict(zip(data, parts, strict=True))
         report["train"]["split"] = {split: len(pairs) for split, pairs in data.items()}
     for split in report.keys() - {"train"}:
-        repeated = np.isin(data[split].prompts, data["train"].prompts).nonzero()[0]
-        locations = [data[split][row].location for row in repeated]
-        report[split]["prompts also in train_data"] = locations
+        repeated = np.isin(data[split].prompts, data["train"].prompts)
+        if repeated.any():
+            report[split]["notes"]["prompts also in train_data"] = int(repeated.sum())
     sampler.check_enough_rows(config.train_data, data, world, config.save_best)
     return data, report
 

@@ -24,5 +24,5 @@ def _read(reader, path, encoder, *options, **more):
 
 def mapped(path, rows):
     """These rows as those of a file, mapped from `path`."""
-    data.write_rows(path, "f", rows, {})
-    return data.Rows(type(rows[0]), "f", path)
+    data.write_rows(path, rows, {})
+    return data.Rows(type(rows[0]), path)

@@ -10,28 +10,21 @@ import copy
 import json
 import os.path
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import transformers
 from jinja2 import TemplateError
 
 from ddp_utils import UserError, data, models
+from ddp_utils.data import Prompt, Reply
 from ddp_utils.logps import Pair
-
-Prompt = str | list[dict]  # a user's text, or messages that end with a user's turn
-Reply = str | dict  # a text, or a message that has more than text
 
 # what a template silently leaves out if it does not mention it
 NEED_SUPPORT = {"tool", "developer", "tools", "tool_calls", "reasoning_content"}
 TEMPLATE_ERRORS: tuple = (TemplateError, *models.FAULTS)  # a template is a program
 PLAIN_ROLES = {"system": "\n\nSystem:", "user": "\n\nHuman:", "assistant": "\n\nAssistant:"}
 
-
-class Encoded(NamedTuple):
-    """A Pair, and what the data report counts: "truncated", "merged at the seam", ..."""
-
-    pair: Pair
-    notes: set[str]
+Ids = list[int]  # token ids
 
 
 class Encoder:
@@ -55,13 +48,10 @@ class Encoder:
         self.max_length = max_length
         self.keep_end = truncation == "keep_end"
         if chat_template not in ("auto", "none"):
-            if not data.resolve(chat_template).is_file():
-                hint = "use a .jinja file, auto or none"
-                raise UserError(f"--chat_template: no file {chat_template}; {hint}")
             tokenizer.chat_template = data.content(chat_template)
         self.templated = chat_template != "none" and bool(tokenizer.chat_template)
-        template = tokenizer.chat_template if self.templated else ""
-        self.template_words = set(re.findall(r"\w+", template))
+        self.template = tokenizer.chat_template if self.templated else ""
+        self.template_words = set(re.findall(r"\w+", self.template))
         self.end = tokenizer.eos_token_id  # the token that ends a reply, or None
         self.after_reply = ""  # the template's text after a reply
         self.kwargs = self.check_arguments(kwargs or {}, "--chat_template_kwargs")
@@ -79,13 +69,12 @@ class Encoder:
         vocabulary = sorted(self.tokenizer.get_vocab().items())
         if self.tokenizer.is_fast:
             vocabulary = self.tokenizer.backend_tokenizer.to_str()
-        template = self.tokenizer.chat_template if self.templated else ""
-        settings = self.kwargs, self.max_length, self.keep_end
         special = self.tokenizer.special_tokens_map
-        return [vocabulary, special, template, *settings, transformers.__version__]
+        settings = self.template, self.kwargs, self.max_length, self.keep_end
+        return [vocabulary, special, *settings, transformers.__version__]
 
     @property
-    def ends(self) -> list[int]:
+    def ends(self) -> Ids:
         """Return the token ids at which a sampled reply is over."""
         ends = dict.fromkeys((self.end, self.tokenizer.eos_token_id))  # self.end first
         return [token for token in ends if token is not None]
@@ -104,16 +93,14 @@ class Encoder:
 
     def check_arguments(self, value: str | dict, place: str) -> dict:
         """Return arguments, perhaps given as JSON; raise UserError for one the template lacks."""
-        hint = 'use an object, such as {"enable_thinking": false}'
-        if isinstance(value, str):
-            value = data.decode(value, place, hint=f"; {hint}")
-        if not isinstance(value, dict):
-            raise UserError(f"{place}: {hint}")
-        for name in value:
+        arguments = data.decode(value, place) if isinstance(value, str) else value
+        if not isinstance(arguments, dict):
+            raise UserError(f'{place}: must be an object, such as {{"enable_thinking": false}}')
+        for name in arguments:
             if name not in self.template_words or name in ("messages", "add_generation_prompt"):
                 problem = f"the chat template does not use {data.shown(name)}; remove it"
                 raise UserError(f"{place}: {problem}")
-        return value
+        return arguments
 
     def check_supported(self, messages: list[dict]) -> None:
         """Raise UserError for a role or field that the template would silently leave out."""
@@ -159,7 +146,7 @@ class Encoder:
         same_prompt = full.startswith(text) or full.startswith(self.render(messages))
         return full if same_prompt or isinstance(reply, dict) else f"{text}{reply}"
 
-    def ids(self, *texts: str) -> list[list[int]]:
+    def ids(self, *texts: str) -> list[Ids]:
         """Return the token ids of each text, with at most one BOS: a template may add a second."""
         bos = self.tokenizer.bos_token_id
         add_bos = not self.templated
@@ -169,9 +156,13 @@ class Encoder:
                 del ids[0]
         return ids_of_texts
 
-    def encode(self, location: str, prompt: Prompt, chosen: Reply, rejected: Reply) -> Encoded:
-        """Return the Pair of a prompt and two replies, which may be equal (for SFT)."""
-        notes: set[str] = set()
+    def encode(
+        self, location: str, prompt: Prompt, chosen: Reply, rejected: Reply
+    ) -> tuple[Pair, set[str]]:
+        """Return the Pair of a prompt and two replies, which may be equal (for SFT), and notes.
+
+        notes: what the data report counts, "truncated" or "merged at the seam".
+        """
         text = self.text(prompt)
         replies = [chosen] if chosen == rejected else [chosen, rejected]
         full_texts = [self.text_with_reply(prompt, reply, text) for reply in replies]
@@ -179,27 +170,22 @@ class Encoder:
         boundary = common_prefix(prompt_ids, *full_ids)
         if boundary == 0:  # nothing before the first response token would predict it
             raise UserError(f"prompt: {text!r:.40} has no token of its own; use a longer one")
-        if boundary < len(prompt_ids):
-            notes.add("merged at the seam")
-        responses = [ids[boundary:] for ids in (full_ids[0], full_ids[-1])]
-        ended = [self.with_end(response) for response in responses]
-        if any(response and response[-1] in self.ends for response in responses):
-            notes.add("end token in the text")
-        parts = self.truncate(prompt_ids[:boundary], *ended)
-        if parts != (prompt_ids[:boundary], *ended):
+        notes = {"merged at the seam"} if boundary < len(prompt_ids) else set()
+        responses = [self.with_end(ids[boundary:]) for ids in (full_ids[0], full_ids[-1])]
+        parts = prompt_ids[:boundary], responses[0], responses[1]
+        truncated = self.truncate(*parts)
+        if truncated != parts:
             notes.add("truncated")
-        return Encoded(Pair(*parts, location, plain_text(prompt), reply_text(chosen)), notes)
+        return Pair(*truncated, location, plain_text(prompt), plain_text(chosen)), notes
 
-    def with_end(self, response: list[int]) -> list[int]:
+    def with_end(self, response: Ids) -> Ids:
         """Return the response with exactly one end token, which is trained, if there is one."""
         length = len(response)
         while length and response[length - 1] in self.ends:
             length -= 1
         return response[:length] + ([] if self.end is None else [self.end])
 
-    def truncate(
-        self, prompt: list[int], chosen: list[int], rejected: list[int]
-    ) -> tuple[list[int], list[int], list[int]]:
+    def truncate(self, prompt: Ids, chosen: Ids, rejected: Ids) -> tuple[Ids, Ids, Ids]:
         """Shorten the prompt first, to a quarter of max_length at least, then the responses."""
         room = self.max_length - max(len(chosen), len(rejected))
         room = max(room, min(len(prompt), self.max_length // 4), 1)
@@ -216,22 +202,17 @@ def messages_of(prompt: Prompt) -> list[dict]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
-def reply_text(reply: Reply) -> str:
-    """Return the content of a reply, or its tool calls if the content is empty."""
-    if isinstance(reply, str):
-        return reply
-    return reply["content"] or json.dumps(reply.get("tool_calls", ""))
+def plain_text(turns: Prompt | Reply) -> str:
+    """Return a prompt or reply without a template: the text of a single turn, or all turns."""
+    if isinstance(turns, str):
+        return turns
+    if isinstance(turns, dict):
+        return turns["content"] or json.dumps(turns.get("tool_calls", ""))
+    if len(turns) == 1:
+        return turns[0]["content"]
+    return "\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
 
 
-def plain_text(prompt: Prompt) -> str:
-    """Return a prompt without a template: the text of a single question, or all turns."""
-    if isinstance(prompt, str):
-        return prompt
-    if len(prompt) == 1:
-        return prompt[0]["content"]
-    return "\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
-
-
-def common_prefix(*sequences: list[int]) -> int:
+def common_prefix(*sequences: Ids) -> int:
     """Return how many leading items all sequences share."""
     return len(os.path.commonprefix(sequences))

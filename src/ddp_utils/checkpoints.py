@@ -57,7 +57,7 @@ def write(
     def write_own_file() -> None:
         if world.rank < len(names):
             path = temporary / names[world.rank]
-            with data.write_file(path, target) as file:
+            with data.write_file(path) as file:
                 save_file({name: value.contiguous().cpu() for name, value in tensors.items()}, file)
             digests[world.rank] = torch.tensor([*bytes.fromhex(data.sha256(path))])
 

@@ -3,14 +3,13 @@
 import re
 from typing import Any
 
-from ddp_utils import UserError, data, preference_data
-from ddp_utils.chat_template import Prompt, Reply
-from ddp_utils.data import Record
-from ddp_utils.preference_data import HUMAN, SIDES, WEIGHTS, Unusable, unsupported
+from ddp_utils import UserError, data
+from ddp_utils.data import Prompt, Record, Reply, Unusable
 
+HUMAN = "\n\nHuman:"  # begins a transcript
+TURN = re.compile(r"(?s)\n\n(Human|Assistant):(.*?)(?=\n\n(?:Human|Assistant):|\Z)")
 ROLES = {"human": "user", "gpt": "assistant"}
 ROLES |= {name: name for name in ("system", "developer", "user", "assistant", "tool")}
-TURN = re.compile(r"(?s)\n\n(Human|Assistant):(.*?)(?=\n\n(?:Human|Assistant):|\Z)")
 MORE = ("reasoning_content", "tool_calls", "tool_call_id")  # what a template may show of a message
 
 
@@ -21,14 +20,14 @@ def chat(record: Record, field: str, *sides: str) -> tuple[Prompt, Reply, Reply]
     """
     if field == "input":  # OpenAI's
         value: Any = record.data.get(field)
-        preference_data.check_text_only(record, field, value)
+        data.check_text_only(record, "input", value)
         field = "input.messages"
         record = record._replace(data={**record.data, field: value.get("messages")})
-    system = preference_data.system_of(record)
+    system = data.system_of(record)
     before = system
     if field != "prompt" or record.data.get(field) is not None:
         turns = system + messages_of(record, field, "user")
-        before = check_order(record, field, turns, "user")
+        before = _without_weights(check_order(record, field, turns, "user"))
     prompts = []
     replies = []
     for side in sides:
@@ -37,26 +36,25 @@ def chat(record: Record, field: str, *sides: str) -> tuple[Prompt, Reply, Reply]
         *prompt, reply = check_order(record, side, turns, "assistant")
         if "weight" in reply:
             raise UserError(f"{record.location}: {side}: the weight of its reply must not be 0")
-        prompts.append([_without_weight(turn) for turn in prompt])
+        prompts.append(_without_weights(prompt))
         replies.append(reply_of(reply))
     # a prompt that is one text repeats a turn of conversations that are complete
     stated = before if isinstance(record.data.get(field), list) else []
-    stated = [_without_weight(turn) for turn in stated]
     if prompts[0] != prompts[1] or prompts[0][: len(stated)] != stated:
         raise Unusable("prompts differ")
     return prompts[0], replies[0], replies[1]
 
 
-def _without_weight(turn: dict) -> dict:
-    """Return a turn of a prompt, of which nothing is trained."""
-    return {name: value for name, value in turn.items() if name != "weight"}
+def _without_weights(turns: list[dict]) -> list[dict]:
+    """Return the turns of a prompt, none of which is trained."""
+    return [{name: turn[name] for name in turn if name != "weight"} for turn in turns]
 
 
-def transcript(record: Record) -> tuple[Prompt, Reply, Reply]:
+def transcript(record: Record, *sides: str) -> tuple[Prompt, Reply, Reply]:
     """Return prompt, chosen and rejected of two texts of turns."""
     conversations = {}
-    for side in SIDES:
-        text = preference_data.response(record, side)
+    for side in sides:
+        text = data.text(record, side, may_be_empty=True)
         if not text.strip():
             raise Unusable("empty response")
         if not text.startswith(HUMAN):
@@ -65,10 +63,8 @@ def transcript(record: Record) -> tuple[Prompt, Reply, Reply]:
             {"role": ROLES[role.lower()], "content": content.strip()}
             for role, content in TURN.findall(text)
         ]
-    if conversations["chosen"][:-1] != conversations["rejected"][:-1]:
-        raise Unusable("prompts differ")
     try:
-        return chat(record._replace(data=conversations), "prompt", *SIDES)
+        return chat(record._replace(data=conversations), "prompt", *sides)
     except UserError as error:  # a few rows of HH
         raise Unusable("user and assistant do not alternate") from error
 
@@ -80,67 +76,62 @@ def messages_of(record: Record, field: str, role: str = "assistant") -> list[dic
     """
     value = record.data.get(field)
     if field not in record.data or isinstance(value, str):
-        read = preference_data.response if role == "assistant" else data.text
-        return [{"role": role, "content": read(record, field)}]
-    if isinstance(value, dict):
-        value = [value]
+        content = data.text(record, field, may_be_empty=role == "assistant")
+        return [{"role": role, "content": content}]
+    value = [value] if isinstance(value, dict) else value
     if not isinstance(value, list) or not value:
         raise data.wrong_value(record, field, value, "a list of messages")
     messages = []
-    for number, message in enumerate(value):
-        is_last = number + 1 == len(value)
-        messages.append(_message(record, f"{field}[{number}]", message, is_last))
+    for number, message in enumerate(value, start=1):
+        place = f"{field}[{number - 1}]"
+        messages.append(_message(record, place, message, is_last=number == len(value)))
     return messages
 
 
-def _message(record: Record, path: str, message: Any, is_last: bool) -> dict:
-    preference_data.check_text_only(record, path, message, weights=(None, 0, 1))
+def _message(record: Record, place: str, message: Any, is_last: bool) -> dict:
+    data.check_text_only(record, place, message, weights=(None, 0, 1))
     name = "from" if "from" in message else "role"
     role = ROLES.get(str(message.get(name)))
     if not role:
         expected = "system, developer, user, assistant or tool"
-        raise data.wrong_value(record, f"{path}.{name}", message.get(name), expected)
+        raise data.wrong_value(record, f"{place}.{name}", message.get(name), expected)
     names = (*MORE, "name") if role == "tool" else MORE
     more = {key: message[key] for key in names if message.get(key)}
     if "tool_calls" in more:
-        more["tool_calls"] = _tool_calls(record, f"{path}.tool_calls", more["tool_calls"])
-    name = f"{path}.value" if "value" in message else f"{path}.content"
-    content = _content(record, name, message.get(name.removeprefix(f"{path}.")), more)
-    may_be_empty = role == "assistant" and (is_last or more)
-    read = preference_data.response if may_be_empty else data.text
-    read(record._replace(data={name: content}), name)
-    if any(message.get(key) == 0 for key in WEIGHTS):
+        more["tool_calls"] = _tool_calls(record, f"{place}.tool_calls", more["tool_calls"])
+    name = "value" if "value" in message else "content"
+    content = message.get(name)
+    if content is None and more:
+        content = ""
+    if isinstance(content, list):
+        content = "".join(_text_of_part(record, f"{place}.{name}", part) for part in content)
+    may_be_empty = role == "assistant" and (is_last or bool(more))
+    data.text(
+        Record(record.location, {f"{place}.{name}": content}), f"{place}.{name}", may_be_empty
+    )
+    if any(message.get(key) == 0 for key in data.WEIGHTS):
         more["weight"] = 0
     return {"role": role, "content": content, **more}
 
 
-def _content(record: Record, path: str, content: Any, more: dict) -> str:
-    """Return the text of a message, or of its parts; "" where it has tool calls or a thought."""
-    if content is None and more:
-        return ""
-    if isinstance(content, list):
-        texts = []
-        for part in content:
-            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-                raise unsupported(record, path)
-            texts.append(part["text"])
-        return "".join(texts)
-    if not isinstance(content, str):
-        raise data.wrong_value(record, path, content, "a string (only text is supported)")
-    return content
+def _text_of_part(record: Record, place: str, part: Any) -> str:
+    """Return the text of a part of a content, {"type": "text", "text": ...}."""
+    if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+        raise UserError(f"{record.location}: {place}: only text is supported; remove it")
+    return part["text"]
 
 
-def _tool_calls(record: Record, path: str, calls: Any) -> list[dict]:
+def _tool_calls(record: Record, place: str, calls: Any) -> list[dict]:
     """Return tool calls whose arguments are objects, as templates need; OpenAI's are texts."""
     made = []
     for call in calls if isinstance(calls, list) else [calls]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or "name" not in function:
             expected = '[{"function": {"name": ..., "arguments": {...}}}]'
-            raise data.wrong_value(record, path, calls, expected)
+            raise data.wrong_value(record, place, calls, expected)
         arguments = function.get("arguments")
         if isinstance(arguments, str):
-            arguments = data.decode(arguments, f"{record.location}: {path}")
+            arguments = data.decode(arguments, f"{record.location}: {place}")
         made.append({**call, "function": {**function, "arguments": arguments}})
     return made
 

@@ -5,7 +5,6 @@ Rows are encoded once per node and kept in a file that all processes map into me
 
 import array
 import contextlib
-import difflib
 import functools
 import gzip
 import hashlib
@@ -30,11 +29,19 @@ from ddp_utils import UserError
 ROOT = Path(__file__).resolve().parents[2]
 # characters that would break a line of output in two, or that cannot be printed
 CONTROL = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-ONE_OBJECT_PER_LINE = "; each line must hold one {...}, or the file one list of them"
+TEMPORARY = ".tmp-"  # the name of a file or folder begins with it until all is written
+ONE_OBJECT_PER_LINE = "each line must hold one {...}, or the file one list of them"
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
-OTHER_SUFFIXES = (*DELIMITERS, ".json", ".jsonl", ".gz", ".txt")  # not of a data set on the hub
-ENCODERS = ("data", "data_sets", "preference_data", "conversations", "chat_template", "logps")
-CODE = [Path(__file__).with_name(f"{name}.py") for name in ENCODERS]  # that makes token ids
+MEDIA = ("function_call", "image", "images", "audio", "audios", "video", "videos")
+WEIGHTS = ("weight", "loss_weight", "train", "loss", "label")  # of a row or message: 1, true or 0
+
+
+Prompt = str | list[dict]  # a user's text, or messages that end with a user's turn
+Reply = str | dict  # a text, or a message that has more than text
+
+
+class Unusable(Exception):
+    """A well-formed row that nothing can be learned from; the text is the reason, for counting."""
 
 
 class Record(NamedTuple):
@@ -42,14 +49,13 @@ class Record(NamedTuple):
 
     location: str  # `file:line`, or `file[index]` if the file is one list
     data: dict
-    row: str = ""  # the line or the index, for reports
 
 
 class DataFile(NamedTuple):
     """A data file, or a data set of the hub, and how it is read."""
 
     path: str
-    cache: str | Path | None = None  # folder for the token ids
+    cache: str | Path  # folder for the token ids
     limit: int = -1  # number of rows; -1: all
     on_bad_record: str = "error"  # or "skip"
     columns: str = ""  # other names of fields: ours=theirs,ours=theirs
@@ -67,11 +73,9 @@ def resolve(path: str | Path) -> Path:
 def existing_file(path: str | Path) -> Path:
     """Return the resolved path of a regular file; raise UserError if there is none."""
     file = resolve(path)
-    if not str(path) or not os.path.exists(file):
-        folders = " and in ".join(dict.fromkeys(map(str, (Path.cwd(), ROOT))))
-        raise UserError(f"{str(path) or repr('')}: no such file; looked in {folders}")
-    if not file.is_file():
-        raise UserError(f"{path}: not a regular file but a folder, pipe or device")
+    if not os.path.isfile(file):
+        problem = f"no such file (expected a regular file in {Path.cwd()} or {ROOT})"
+        raise UserError(f"{str(path) or repr('')}: {problem}")
     return file
 
 
@@ -87,7 +91,7 @@ def content(path: str | Path) -> str:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise UserError(f"{path}:{line}: byte {error.start} is not UTF-8; convert it") from error
     except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+        raise UserError(f"{path}: {error}") from error
 
 
 def read(
@@ -100,63 +104,58 @@ def read(
     columns: as in DataFile; records have our names.
     """
     theirs = dict(pair.split("=") for pair in columns.split(",") if pair)
-    ours = {column: name for name, column in theirs.items()}
+    renamed = {*theirs, *theirs.values()}
     record = None
-    for location, row, data in itertools.islice(_rows(str(path)), limit if limit > 0 else None):
-        if not isinstance(data, dict | UserError):
+    for location, data in itertools.islice(_rows(str(path)), limit if limit > 0 else None):
+        if isinstance(data, dict):
+            # a column with the name that another column gets would hide that one
+            kept = {name: value for name, value in data.items() if name not in renamed}
+            data = kept | {name: data[column] for name, column in theirs.items() if column in data}
+        elif not isinstance(data, UserError):
             data = UserError(f"{location}: not a JSON object; each record must be one {{...}}")
         if isinstance(data, UserError) and not skip:
             raise data
-        if ours and isinstance(data, dict):
-            # a column with the name that another column gets would hide that one
-            kept = {name: data[name] for name in data if name in ours or name not in theirs}
-            data = {ours.get(name, name): value for name, value in kept.items()}
-        record = Record(location, data, row)
+        record = Record(location, data)
         yield record
     if record is None:
         raise UserError(f"{path}: 0 records; each line must hold one JSON object")
 
 
-def _rows(path: str) -> Iterator[tuple[str, str, Any]]:
-    """Yield the location, the number, and the JSON value (or the UserError) of each row."""
+def _rows(path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the location and the JSON value (or the UserError) of each row."""
     delimiter = DELIMITERS.get(Path(path).suffix)
-    rows: Iterable[tuple[int, Any]]
     if delimiter or is_data_set(path):
         from ddp_utils import data_sets
 
         if delimiter:
-            rows = data_sets.read_csv(path, content(path), delimiter)
+            yield from data_sets.read_csv(path, content(path), delimiter)
         else:
-            rows = enumerate(data_sets.load(path, resolve), start=1)
-    else:
-        text = content(path)
-        if text.lstrip().startswith("["):
-            for index, data in enumerate(decode(text, path)):
-                yield f"{path}[{index}]", str(index), data
-            return
-        rows = _json_lines(path, text)
-    for number, data in rows:
-        yield f"{path}:{number}", str(number), data
-
-
-def _json_lines(path: str, text: str) -> Iterator[tuple[int, Any]]:
+            for number, row in enumerate(data_sets.load(path, resolve), start=1):
+                yield f"{path}:{number}", row
+        return
+    text = content(path)
+    if text.lstrip().startswith("["):
+        for index, value in enumerate(decode(text, path)):
+            yield f"{path}[{index}]", value
+        return
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
-                yield number, decode(line, path, number, ONE_OBJECT_PER_LINE)
+                yield f"{path}:{number}", decode(line, path, number)
             except UserError as error:
-                yield number, error
+                yield f"{path}:{number}", UserError(f"{error}; {ONE_OBJECT_PER_LINE}")
 
 
 def is_data_set(path: str) -> bool:
-    """Return whether the library datasets reads it: Parquet, Arrow, a folder, a name on the hub."""
-    file = resolve(path)
-    if file.suffix in (".parquet", ".arrow"):
+    """Return whether the library datasets reads it: Parquet, Arrow, a folder, a name on the hub.
+
+    A split may follow after a colon; a name on the hub that has a dot needs one.
+    """
+    folder = path.partition(":")[0]
+    if path.endswith((".parquet", ".arrow")) or (folder and os.path.isdir(resolve(folder))):
         return True
-    if path and resolve(path.partition(":")[0]).is_dir():  # a split may follow behind the colon
-        return True
-    is_hub_name = re.fullmatch(r"[\w-]+/[\w.-]+(:\w+)?", path)
-    return bool(is_hub_name) and file.suffix not in OTHER_SUFFIXES and not file.exists()
+    is_hub_name = re.fullmatch(r"[\w-]+/([\w-]+|[\w.-]+:\w+)", path)
+    return bool(is_hub_name) and not os.path.exists(resolve(path))
 
 
 def read_json(path: str | Path) -> dict:
@@ -167,7 +166,7 @@ def read_json(path: str | Path) -> dict:
     return data
 
 
-def decode(text: str, path: str | Path, line: int = 1, hint: str = "") -> Any:
+def decode(text: str, path: str | Path, line: int = 1) -> Any:
     """Return the value of JSON text that begins on a line of a file.
 
     Raises UserError with the place of a syntax error, a duplicate key, or a NaN.
@@ -176,12 +175,11 @@ def decode(text: str, path: str | Path, line: int = 1, hint: str = "") -> Any:
         return DECODER.decode(text)
     except json.JSONDecodeError as error:
         line += error.lineno - 1
-        raise UserError(f"{path}:{line}:{error.colno}: not JSON: {error.msg}{hint}") from error
+        raise UserError(f"{path}:{line}:{error.colno}: not JSON: {error.msg}") from error
     except (ValueError, RecursionError) as error:
-        reason = str(error).partition(";")[0]  # the rest is advice to programmers
         # the decoder does not report on which of several lines the error is
         location = path if "\n" in text.strip() else f"{path}:{line}"
-        raise UserError(f"{location}: not JSON: {reason}") from error
+        raise UserError(f"{location}: not JSON: {error}") from error
 
 
 def _reject_constant(word: str) -> None:
@@ -200,25 +198,50 @@ def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict:
 DECODER = json.JSONDecoder(parse_constant=_reject_constant, object_pairs_hook=_reject_duplicates)
 
 
-def text(record: Record, field: str) -> str:
-    """Return the non-empty string in a field; raise UserError if there is none."""
+def text(record: Record, field: str, may_be_empty: bool = False) -> str:
+    """Return the string in a field; raise UserError if there is none."""
+    value = record.data.get(field)
     if field not in record.data:
-        hint = f"fields found: {', '.join(map(shown, record.data)) or '-':.200}"
-        for name in difflib.get_close_matches(field, record.data, n=1):
-            hint = f"rename {name!r} if that is the field"
-        raise UserError(f"{record.location}: {field}: missing; {hint}")
-    value = record.data[field]
-    if not isinstance(value, str) or not value.strip():
+        raise UserError(f"{record.location}: {field}: missing; fields found: {names_of(record)}")
+    if not isinstance(value, str) or not (value.strip() or may_be_empty):
         raise wrong_value(record, field, value, "a non-empty string")
     if re.search("[\0\ud800-\udfff]", value):
         raise UserError(f"{record.location}: {field}: remove the NUL or half surrogate pair")
     return value
 
 
+def system_of(record: Record) -> list[dict]:
+    """Return the system message of a row, if there is one."""
+    return [{"role": "system", "content": text} for text in optional_text(record, "system")]
+
+
+def optional_text(record: Record, field: str) -> list[str]:
+    """Return [text], or [] if it is absent, null or empty, as columns of a table are."""
+    value = record.data.get(field)
+    return [] if value is None or not str(value).strip() else [text(record, field)]
+
+
+def check_text_only(record: Record, path: str, value: Any, weights: tuple = (None, 1)) -> None:
+    """Raise UserError if a row or message is not an object, or has media or another weight."""
+    if not isinstance(value, dict):
+        raise wrong_value(record, path, value, "an object, {...}")
+    place = f"{path}." if path else ""
+    for key in filter(value.get, MEDIA):
+        raise UserError(f"{record.location}: {place}{key}: only text is supported; remove it")
+    for key in WEIGHTS:
+        if value.get(key) not in weights:
+            raise wrong_value(record, place + key, value[key], "1 or true (use only such rows)")
+
+
 def wrong_value(record: Record, field: str, value: Any, expected: str) -> UserError:
     """Return the error for a field whose value is not what is expected."""
     problem = f"must be {expected}, not {reprlib.repr(value):.100}"
     return UserError(f"{record.location}: {field}: {problem}")
+
+
+def names_of(record: Record) -> str:
+    """Return the names of the fields of a record, for a message."""
+    return f"{', '.join(map(shown, record.data)) or '-':.200}"
 
 
 def shown(name: str) -> str:
@@ -234,72 +257,52 @@ def printable(text: str) -> str:
 # --- writing -------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def write_file(path: str | Path, target: Path | None = None) -> Iterator[Path]:
-    """Yield a temporary path to write to; at the end it replaces `path` and is on the disk.
-
-    target: the path that errors of the disk name, if `path` itself is temporary.
-    """
-    path = Path(path)
-    temporary = temporary_of(path)
-    with _removed_on_error(path, target):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _remove(temporary)
-        temporary.touch(exist_ok=False)  # fails if somebody else creates a link here
-        mode = temporary.stat().st_mode
-        yield temporary
-        temporary.chmod(mode)  # safetensors makes files that only their owner may read
-        fsync(temporary)
-        os.replace(temporary, path)
-
-
-@contextlib.contextmanager
-def write_folder(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary folder to write to; at the end it replaces `path` and is on the disk."""
-    path = Path(path)
-    temporary = temporary_of(path)
-    with _removed_on_error(path):
-        _remove(temporary)
-        temporary.mkdir(parents=True)
-        yield temporary
-        mode = temporary.stat().st_mode & 0o666
-        for file in filter(Path.is_file, temporary.rglob("*")):
-            file.chmod(file.stat().st_mode | mode)
-            fsync(file)
-        fsync(temporary)  # the names in it
-        _remove(path)
-        os.replace(temporary, path)
-        fsync(path.parent)
-
-
 def temporary_of(path: str | Path) -> Path:
     """Return the path under which a file or folder is written before it is renamed."""
-    return Path(path).with_name(f".tmp-{Path(path).name}")
+    return Path(path).with_name(f"{TEMPORARY}{Path(path).name}")
 
 
 @contextlib.contextmanager
-def _removed_on_error(path: Path, target: Path | None = None) -> Iterator[None]:
-    """Remove the temporary file or folder on an error; make errors of the disk name `path`."""
+def write_file(path: str | Path, is_folder: bool = False) -> Iterator[Path]:
+    """Yield a temporary file to write to; at the end it replaces `path` and is on the disk."""
+    path = Path(path)
+    temporary = temporary_of(path)
     try:
-        yield
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove(temporary)
+        if is_folder:
+            temporary.mkdir()
+        else:
+            temporary.touch(exist_ok=False)  # fails if somebody else creates a link here
+        mode = temporary.stat().st_mode & 0o666
+        yield temporary
+        for file in (*temporary.rglob("*"), temporary):
+            if file.is_file():
+                file.chmod(mode)  # safetensors makes files that only their owner may read
+            fsync(file)
+        if is_folder:
+            _remove(path)
+        os.replace(temporary, path)
+        fsync(path.parent)
     except BaseException as error:
         with contextlib.suppress(OSError):
-            _remove(temporary_of(path))
-        number = error.errno if isinstance(error, OSError) else None
-        if isinstance(error, SafetensorError):  # the number is only in the text
-            match = re.search(r"os error (\d+)", str(error))
-            number = int(match[1]) if match else None
-        if not number:
+            _remove(temporary)
+        # in an error of safetensors the number is only in the text
+        number = re.search(r"(?:Errno|os error) (\d+)", str(error))
+        if not number or not isinstance(error, OSError | SafetensorError):
             raise
-        raise OSError(number, os.strerror(number), str(target or path)) from error
+        code = int(number[1])
+        # the file may be in a folder that is temporary as well
+        raise OSError(code, os.strerror(code), str(path).replace(TEMPORARY, "")) from error
+
+
+write_folder = functools.partial(write_file, is_folder=True)
 
 
 def _remove(path: Path) -> None:
     """Remove a file, a link or a folder, if there is one; what a link points to stays."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)  # does nothing to a file or link
+    path.unlink(missing_ok=True)
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -351,11 +354,12 @@ def digest_of_files(files: Iterable[Path], *more: Any) -> str:
 
 
 def digest_of_rows(rows: Any) -> str:
-    """Return a digest of the token ids of all rows; rows kept in a file have one already."""
-    if hasattr(rows, "digest"):
-        return rows.digest
-    ids = [row[:3] for row in rows]
-    return hashlib.sha256(repr(ids).encode()).hexdigest()[:16]
+    """Return a digest of the token ids of all rows; of rows kept in a file it is stored there."""
+    if isinstance(rows, Rows):
+        facts: Any = rows.metadata["digest"], rows.index.tobytes()
+    else:
+        facts = [row[:3] for row in rows]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
 # --- rows of token ids ---------------------------------------------------------------------------
@@ -372,13 +376,12 @@ class Rows:
     A row is a NamedTuple of three lists of token ids, its location in the data file, and texts.
     It is made when it is asked for.
 
-    kind: the NamedTuple; path: the data file; file: written by write_rows(); index: [rows] which
-    rows of the file, by default all.
+    kind: the NamedTuple; file: written by write_rows(); index: [rows] which rows of the file, by
+    default all.
     """
 
-    def __init__(self, kind: type, path: str, file: Path, index: np.ndarray | None = None) -> None:
+    def __init__(self, kind: type, file: Path, index: np.ndarray | None = None) -> None:
         self.kind = kind
-        self.path = path
         self.file = file
         with safe_open(file, "pt") as tensors:  # "np" would read the file into memory
             self.metadata = tensors.metadata()
@@ -401,13 +404,7 @@ class Rows:
         bounds = before["third"], entry["first"], entry["second"], entry["third"]
         lists = [self.ids[start:stop].tolist() for start, stop in itertools.pairwise(bounds)]
         texts = self.texts[before["texts"] : entry["texts"]].tobytes()
-        location, *others = json.loads(texts)
-        return self.kind(*lists, f"{self.path}{location}", *others)
-
-    @property
-    def digest(self) -> str:
-        """Return a digest of the token ids and of which rows these are."""
-        return hashlib.sha256(self.metadata["digest"].encode() + self.index.tobytes()).hexdigest()
+        return self.kind(*lists, *json.loads(texts))
 
     @property
     def prompts(self) -> np.ndarray:
@@ -423,14 +420,11 @@ class Rows:
 
     def select(self, mask: np.ndarray) -> "Rows":
         """Return the rows where a mask [rows] is True."""
-        return Rows(self.kind, self.path, self.file, self.index[mask])
+        return Rows(self.kind, self.file, self.index[mask])
 
 
-def write_rows(file: Path, path: str, rows: Iterable, report: dict) -> None:
-    """Write rows for Rows, and the report, which may be filled in while they are made.
-
-    Locations are written without `path`, since the data file may move.
-    """
+def write_rows(file: Path, rows: Iterable, report: dict) -> None:
+    """Write rows for Rows, and the report, which may be filled in while they are made."""
     from ddp_utils.sampler import seed_of  # imports torch, for which --help need not wait
 
     ids = array.array("i")
@@ -440,12 +434,13 @@ def write_rows(file: Path, path: str, rows: Iterable, report: dict) -> None:
         for part in row[:3]:
             ids.extend(part)
             table.append(len(ids))
-        texts += json.dumps([row.location.removeprefix(path), *row[4:]]).encode()
+        texts += json.dumps(row[3:]).encode()
         largest = max(itertools.chain(*row[:3]))
         table.extend((len(texts), seed_of(row.text), row.num_tokens, largest))
     arrays = {"ids": np.array(ids), "texts": np.frombuffer(texts, np.uint8)}
     arrays["table"] = np.array(table).reshape(-1, len(COLUMNS))
-    digest = hashlib.sha256(arrays["ids"].tobytes() + arrays["table"].tobytes()).hexdigest()
+    ends = arrays["table"][:, :3]  # the digest does not depend on where the data file is
+    digest = hashlib.sha256(arrays["ids"].tobytes() + ends.tobytes()).hexdigest()
     save_file(arrays, file, {"digest": digest, "report": json.dumps(report)})
 
 
@@ -456,28 +451,25 @@ def cached_rows(
 
     make: if they are not in the cache, make(report) yields the rows and fills in the report. One
     process of a node does so, the others wait.
-    facts: what the rows depend on besides the file and its settings.
+    facts: what the rows depend on besides the file, its settings and the code.
     Raises UserError if the folder cannot be written, or if the file in the cache is damaged.
     """
+    code = digest_of_files(sorted((ROOT / "src").glob("*/*.py")))
     path, cache, *settings = source
-    facts = [kind.__name__, digest_of_data(path), digest_of_files(CODE), *settings, *facts]
+    facts = [kind.__name__, path, digest_of_data(path), code, *settings, *facts]
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
-    file = Path(cache or ".") / f"{Path(path).stem}-{key}.safetensors"
+    file = Path(cache) / f"{Path(path).stem}-{key}.safetensors"
     try:
-        if not file.exists():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(file.with_suffix(".lock")):
-                if not file.exists():  # another process may have made it
-                    report: dict = {}
-                    with write_file(file) as temporary:
-                        write_rows(temporary, path, make(report), report)
-    except OSError as error:
-        problem = f"{cache} cannot be written: {error.strerror}; use another folder"
-        raise UserError(f"--cache_dir: {problem}") from error
-    try:
-        rows = Rows(kind, path, file)
-    except SafetensorError as error:
-        raise UserError(f"{file}: damaged; delete it and start again") from error
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(file.with_suffix(".lock")):
+            if not file.exists():
+                report: dict = {}
+                with write_file(file) as temporary:
+                    write_rows(temporary, make(report), report)
+        rows = Rows(kind, file)
+    except (OSError, SafetensorError) as error:
+        hint = "delete it, or use another folder"
+        raise UserError(f"--cache_dir: {file}: {error}; {hint}") from error
     return rows, {"file": path, **json.loads(rows.metadata["report"])}
 
 
@@ -487,5 +479,4 @@ def digest_of_data(path: str) -> str:
         return sha256(existing_file(path))
     from ddp_utils import data_sets
 
-    files = data_sets.load(path, resolve).cache_files
-    return " ".join(sha256(part["filename"]) for part in files)
+    return " ".join(sha256(part["filename"]) for part in data_sets.load(path, resolve).cache_files)

@@ -11,21 +11,22 @@ from typing import Any
 
 from ddp_utils import UserError
 
-csv.field_size_limit(2**31 - 1)  # characters; the default of 131,072 is too small for long texts
 LOADING_ERRORS = (ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 
 
-def read_csv(path: str, text: str, delimiter: str) -> Iterator[tuple[int, dict | UserError]]:
-    """Yield the last line of each row, and its fields as texts or what is wrong with it."""
+def read_csv(path: str, text: str, delimiter: str) -> Iterator[tuple[str, dict | UserError]]:
+    """Yield the location of the last line of each row, and its fields, all of them texts."""
+    csv.field_size_limit(2**31 - 1)  # characters; the default is too small for long texts
     rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     try:
         for row in rows:
+            location = f"{path}:{rows.line_num}"
             if None in row or None in row.values():
-                problem = f"expected {len(rows.fieldnames or ())} fields as in the first line"
-                hint = "quote fields with a comma"
-                yield rows.line_num, UserError(f"{path}:{rows.line_num}: {problem}; {hint}")
+                names = rows.fieldnames or []
+                problem = f"expected {len(names)} fields as in the first line; quote commas in text"
+                yield location, UserError(f"{location}: {problem}")
             else:
-                yield rows.line_num, row
+                yield location, row
     except csv.Error as error:
         raise UserError(f"{path}:{rows.reader.line_num}: not CSV: {error}") from error
 
@@ -43,21 +44,12 @@ def load(path: str, resolve: Callable[[str], Path]) -> Any:
     datasets.disable_progress_bars()
     name, _, split = path.partition(":")
     file = resolve(name)
+    place: dict[str, Any] = {"path": str(file) if file.is_dir() else name}
+    if file.suffix in (".parquet", ".arrow"):
+        place = {"path": file.suffix[1:], "data_files": str(file)}
     try:
-        if file.suffix in (".parquet", ".arrow"):
-            data = datasets.load_dataset(file.suffix[1:], data_files=str(file))
-        elif (file / "dataset_dict.json").exists() or (file / "state.json").exists():
-            data = datasets.load_from_disk(str(file))
-        else:
-            data = datasets.load_dataset(str(file) if file.is_dir() else name)
+        return datasets.load_dataset(**place, split=split or "train")
     except (datasets.exceptions.DatasetsError, *LOADING_ERRORS) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         problem = f"neither a file nor a data set: {reason}"
         raise UserError(f"{path}: {problem}; without access to the hub, use a file") from error
-    if not isinstance(data, dict):
-        return data
-    split = split or "train"
-    if split not in data:
-        others = ", ".join(f"{name}:{other}" for other in data)
-        raise UserError(f"{path}: no split {split}; use {others}")
-    return data[split]

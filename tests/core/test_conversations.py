@@ -136,12 +136,12 @@ REFUSED = [
     (
         TOOLS,
         {"messages": SINGLE, "tools": {"a": 1}},
-        "tools: must be a list of JSON schemas, not {'a': 1}",
+        "--chat_template: Tools should either be a JSON schema",
     ),
     (
         TOOLS,
         {"messages": SINGLE, "chat_template_kwargs": [1]},
-        "chat_template_kwargs: use an object",
+        "chat_template_kwargs: must be an object",
     ),
     (
         TOOLS,

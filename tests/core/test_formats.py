@@ -8,8 +8,8 @@ import reading
 from conftest import ROOT
 from ddp_utils import UserError, data, preference_data
 from ddp_utils.chat_template import Encoder
+from ddp_utils.data import Unusable
 from ddp_utils.models import load_tokenizer
-from ddp_utils.preference_data import Unusable
 
 WHERE = "f.jsonl:7"
 TEXT = {"chosen": "x", "rejected": "y"}
@@ -30,7 +30,7 @@ def read(row, name=None):
     """(prompt, chosen, rejected) of a row, or the reason why it is unusable."""
     record = data.Record(WHERE, row)
     try:
-        return preference_data.texts_of(record, name or preference_data.find_format(record))
+        return preference_data.texts_of(record, name or preference_data.find_format(record).name)
     except Unusable as reason:
         return str(reason)
 
@@ -52,7 +52,7 @@ FORMATS = [*preference_data.FIELDS, "messages", "transcript"]
 @pytest.mark.parametrize("file", FILES)
 def test_each_format_is_found_and_read_as_written_by_hand(file):
     found = list(data.read(ROOT / "tests/data/formats" / file))
-    name = preference_data.find_format(found[0])
+    name = preference_data.find_format(found[0]).name
     assert name == file.partition(".")[0]
     rows = [read(record.data, name) for record in found]
     assert [row if isinstance(row, str) else [*row] for row in rows] == FILES[file]
@@ -79,8 +79,11 @@ NAMED = [
 
 def test_the_fields_tell_the_format():
     for row, name in NAMED:
-        assert preference_data.find_format(data.Record(WHERE, row)) == name
-        assert preference_data.find_format(data.Record(WHERE, dict(reversed(row.items())))) == name
+        assert preference_data.find_format(data.Record(WHERE, row)).name == name
+        assert (
+            preference_data.find_format(data.Record(WHERE, dict(reversed(row.items())))).name
+            == name
+        )
 
 
 # --- texts ---------------------------------------------------------------------------------------
@@ -173,7 +176,7 @@ TRANSCRIPTS = [
     (HI, "\n\nHuman: Ho\n\nAssistant: Hello.", "prompts differ"),
     (HI + "\n\nHuman: q\n\nAssistant: a", HI, "prompts differ"),
     (f"{HI}\n\nHuman: a", f"{HI}\n\nHuman: b", UNORDERED),
-    (f"{HI}\n\nHuman: a", "\n\nHuman: Hi\n\nAssistant: Ho.", "prompts differ"),
+    (f"{HI}\n\nHuman: a", "\n\nHuman: Hi\n\nAssistant: Ho.", UNORDERED),
     (f"{HI}\n\nAssistant: x", f"{HI}\n\nAssistant: y", UNORDERED),
     ("\n\nHuman: \n\nAssistant: x", "\n\nHuman:\n\nAssistant: y", UNORDERED),
 ]

@@ -51,7 +51,7 @@ def test_good_files_packed_or_not_are_read_with_the_place_of_each_record(tmp_pat
     for raw, places in READ.items():
         for content in (raw, gzip.compress(raw)):
             file = write(tmp_path, content, "f.txt")
-            rows = [(f"{file}{place}", {"a": "x"}, place.strip("[:]")) for place in places]
+            rows = [(f"{file}{place}", {"a": "x"}) for place in places]
             assert read(file) == rows
             assert read(file, limit=1) == rows[:1]
             assert read(file, limit=9) == rows
@@ -70,11 +70,11 @@ def test_a_relative_path_is_looked_up_here_first_and_then_in_the_project(tmp_pat
     monkeypatch.chdir(here)
     monkeypatch.setattr(data, "ROOT", project)
     message = refused(read, "f.jsonl")
-    assert message == f"f.jsonl: no such file; looked in {here} and in {project}"
+    assert message == f"f.jsonl: no such file (expected a regular file in {here} or {project})"
     write(project, b'{"a": "project"}')
     assert read("f.jsonl")[0].data == {"a": "project"}
     write(here, b'{"a": "here"}')
-    assert read("f.jsonl")[0] == ("f.jsonl:1", {"a": "here"}, "1")
+    assert read("f.jsonl")[0] == ("f.jsonl:1", {"a": "here"})
 
 
 # --- what is refused: more in corpus/ ------------------------------------------------------------

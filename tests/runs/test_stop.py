@@ -76,7 +76,8 @@ def test_f4_a_file_that_cannot_grow_ends_with_4_and_no_litter(undisturbed, tmp_p
     outcome = faults.start(2, folder, *LORA, fault=(faults.limit_files, 2, 100_000))
     assert outcome.codes == [4, 4], outcome.logs
     (line,) = [line for line in outcome.logs[0].splitlines() if line.startswith("error:")]
-    assert f"{folder}/checkpoints/step-00000010: File too large; free some space" in line
+    file = folder / "checkpoints/step-00000010/state.safetensors"
+    assert f"{file}: File too large; free some space" in line
     assert "Traceback" not in outcome.logs[0] and outcome.logs[1] == ""
     assert (faults.summary(folder)["status"], faults.summary(folder)["exit_code"]) == ("failed", 4)
     assert faults.steps(folder) == [5] and not list((folder / "checkpoints").glob(".*"))

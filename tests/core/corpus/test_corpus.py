@@ -110,9 +110,9 @@ CLASSES.append(
     {
         "validation": ([f"--train_data={GOOD_FILE}", f"--val_data={BAD_FILE}"], NULL),
         "test": ([f"--train_data={GOOD_FILE}", f"--test_data={BAD_FILE}"], NULL),
-        "absent": (["--train_data=x"], "x: no such file; looked in "),
+        "absent": (["--train_data=x"], "x: no such file (expected a regular file in "),
         "a folder": (["--train_data=/"], "/: neither a file nor a data set"),
-        "stdin": (["--train_data=/dev/stdin"], "/dev/stdin: not a regular file"),
+        "stdin": (["--train_data=/dev/stdin"], "/dev/stdin: no such file (expected a regular file"),
         "escape sequence": (["--train_data=a\x1b[31mb"], "--train_data: '"),
     }
 )
@@ -289,7 +289,7 @@ SHELL = [ROOT / "run_distributed.sh", "2"]
 def test_the_real_thing_says_one_line(start, cwd, tmp_path):
     file = tmp_path / "$(touch PWNED); 'a b"
     file.write_text(GOOD * 2 + '{"prompt": "p", "chosen": null, "rejected": "b"}\n')
-    hint = "or skip 1 of 3 rows with --on_bad_record skip"
+    hint = "or use --on_bad_record skip"
     line = f"error: {file}:3: chosen: must be a non-empty string, not None; {hint}\n"
     assert real([*start, "--train_data", file], cwd) == line
     line = "error: --learing_rate is not a setting; did you mean --learning_rate?\n"
