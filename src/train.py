@@ -13,7 +13,6 @@ from ddp_utils import cli
 if __name__ == "__main__":  # --help and mistakes in the settings end here, before torch is imported
     cli.check_flags(train_config.read)
 
-import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -202,9 +201,7 @@ def load_policy(config: Config, precision: Precision, data: dict, run: Run) -> P
     if config.objective == "sft":  # fast scoring is tried on pairs
         pairs = [Pair(row.prompt, row.reply, row.reply, row.location, row.text) for row in pairs]
     scorer = logps.Scorer(model, precision.autocast)
-    policy = parallel.prepare(scorer, strategy_of(config), pairs, config.layout, run, True)
-    policy.scorer.max_tokens = config.micro_batch_tokens or math.inf
-    return policy
+    return parallel.prepare(scorer, strategy_of(config), pairs, config.layout, run, True)
 
 
 def score_reference(

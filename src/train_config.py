@@ -31,7 +31,6 @@ class Training:
     # section training
     objective: Literal["sft", "dpo"] = "sft"  # supervised fine-tuning, or preference optimization
     micro_batch_size: int = 4  # rows per forward pass and process
-    micro_batch_tokens: int = 0  # split a micro-batch with more tokens; 0: no limit
     num_epochs: float = 3.0  # passes over the training data
     max_steps: int = -1  # optimizer steps; -1: from num_epochs; 0: evaluate only
     learning_rate: float | None = None  # None: 1e-3 below 10 M parameters, else by objective, type
@@ -180,7 +179,6 @@ def check(config: Config) -> None:
     cli.check_ranges(
         config,
         micro_batch_size=cli.ABOVE_0,
-        micro_batch_tokens=cli.FROM_0,
         bucket_mb=cli.ABOVE_0,
         max_length=(">= 8", lambda x: x >= 8),
         val_share=(">= 0 and <= 0.5", lambda x: 0 <= x <= 0.5),

@@ -8,7 +8,6 @@ B examples, S responses per example, R rows, T tokens, N target tokens, D width,
 
 import contextlib
 import itertools
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -175,7 +174,7 @@ def _pack(examples: Sequence[Example]) -> tuple[list, list[tuple[int, int]], lis
     ids: list[int] = []
     position_ids: list[int] = []
     spans = []
-    starts = []  # for each example, for each response
+    starts: list[list[tuple[int, int]]] = []  # for each example, for each response
     for example in examples:
         ids += example.prompt
         prompt_end = len(ids) - 1
@@ -200,7 +199,6 @@ class Scorer(ScorerModule):
         self.model = model
         self.autocast = autocast  # torch.bfloat16, torch.float16 or None
         self.full_logits = False  # use the model's logits of all tokens, see fast/self_test.py
-        self.max_tokens = math.inf  # of one micro-batch; a longer example gets one of its own
         self.shared = False  # pack the examples of a batch, see fast/self_test.py
         self.attention = model.config._attn_implementation  # of padded rows and of generation
         self.gathered = contextlib.nullcontext  # a context in which a sharded layer is complete
@@ -265,7 +263,7 @@ class Scorer(ScorerModule):
     ) -> list[MicroBatch]:
         """Return this rank's micro-batches, of up to `size` rows, of some rows of `examples`."""
         lengths = {row: examples[row].num_forward_tokens(self.shared) for row in rows}
-        return assign_micro_batches(rows, lengths, world, size, not self.shared, self.max_tokens)
+        return assign_micro_batches(rows, lengths, world, size, padded=not self.shared)
 
     @contextlib.contextmanager
     def generating(self, device: torch.device) -> Iterator[None]:

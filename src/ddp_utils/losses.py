@@ -28,10 +28,10 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from ddp_utils import cli
+from ddp_utils.policy import Policy, ScorerModule
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # logps imports transformers, which proteins do without
     from ddp_utils.logps import Batch
-    from ddp_utils.policy import Policy, ScorerModule
 
 
 class LogPs(NamedTuple):
@@ -51,7 +51,7 @@ class LossSpec(NamedTuple):
     method: str = "dpo"
     beta: float = 0.1
     length_average: bool = False  # divide each log-ratio by the tokens of its response
-    sft_weight: float = 0.0  # of the SFT term, see `sft`
+    sft_weight: float = 0.0  # of the SFT term, see `pair_losses`
     label_smoothing: float = 0.0
     lambda_dpop: float = 0.0
     lambda_shift: float = 1.0
@@ -60,8 +60,8 @@ class LossSpec(NamedTuple):
     @classmethod
     def of(cls, config: Any) -> "LossSpec":
         """Return the loss of a script's settings."""
+        options: dict[str, Any] = {**cli.loss_options(config)}
         general = config.method, config.beta, config.length_average, config.sft_weight
-        options: dict[str, Any] = dict(cli.loss_options(config))
         return cls(*general, **options)
 
 
@@ -73,14 +73,14 @@ def preference(
     noise: difference, in nats, that two computations of the same log-prob may have. The penalty of
     dpop starts there; otherwise its factor of 50 would turn rounding errors into a loss.
     """
-    chosen_ratio = logps.chosen - logps.ref_chosen
-    rejected_ratio = logps.rejected - logps.ref_rejected
-    rewards = spec.beta * chosen_ratio, spec.beta * rejected_ratio
     if spec.method == "simpo":
         chosen_ratio = logps.chosen / logps.chosen_tokens
         rejected_ratio = logps.rejected / logps.rejected_tokens
-        rewards = spec.beta * chosen_ratio, spec.beta * rejected_ratio
-    elif spec.method == "ipo" or spec.length_average:
+    else:
+        chosen_ratio = logps.chosen - logps.ref_chosen
+        rejected_ratio = logps.rejected - logps.ref_rejected
+    rewards = spec.beta * chosen_ratio, spec.beta * rejected_ratio
+    if spec.method == "ipo" or spec.length_average:
         chosen_ratio = chosen_ratio / logps.chosen_tokens
         rejected_ratio = rejected_ratio / logps.rejected_tokens
 
@@ -100,13 +100,9 @@ def preference(
         losses = torch.relu(1 - z)
     else:
         losses = -logsigmoid(z - spec.simpo_gamma)
-    return losses, _metrics(logps, *rewards)
-
-
-def _metrics(logps: LogPs, chosen_rewards: Tensor, rejected_rewards: Tensor) -> dict[str, Tensor]:
-    """Return the metrics under the names that the DPO paper's code and TRL use."""
+    chosen_rewards, rejected_rewards = rewards
     margins = chosen_rewards - rejected_rewards
-    return {
+    return losses, {  # under the names that the DPO paper's code and TRL use
         "rewards/chosen": chosen_rewards,
         "rewards/rejected": rejected_rewards,
         "rewards/margins": margins,
@@ -116,23 +112,19 @@ def _metrics(logps: LogPs, chosen_rewards: Tensor, rejected_rewards: Tensor) -> 
     }
 
 
-def sft(logps: LogPs) -> Tensor:
-    """Return the negative log-likelihood per token of the chosen response, [B] (TRL: rpo_alpha)."""
-    return -logps.chosen / logps.chosen_tokens
-
-
 def pair_losses(
-    scorer: "ScorerModule | Policy", batch: "Batch", ref_logps: Tensor, spec: LossSpec
+    scorer: ScorerModule | Policy, batch: "Batch", ref_logps: Tensor, spec: LossSpec
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Score B pairs; return their losses [B], with the SFT term, and metrics, name -> [B].
+    """Score B pairs; return their losses [B] and metrics, name -> [B].
 
-    ref_logps: log-probs of the reference, [B, 2].
+    The loss includes the SFT term: sft_weight times the negative log-likelihood per token of the
+    chosen response (rpo_alpha of TRL). ref_logps: log-probs of the reference, [B, 2].
     """
     chosen, rejected = scorer(batch)  # [B], [B]
     logps = LogPs(chosen, rejected, *ref_logps.unbind(-1), *batch.tokens)
     losses, metrics = preference(logps, spec, noise(scorer.precision, logps.chosen_tokens))
     if spec.sft_weight:
-        metrics |= {"loss/preference": losses, "loss/sft": sft(logps)}
+        metrics |= {"loss/preference": losses, "loss/sft": -chosen / logps.chosen_tokens}
         losses = losses + spec.sft_weight * metrics["loss/sft"]
     return losses, {"loss": losses, **metrics}
 
@@ -162,19 +154,10 @@ def at_reference(spec: LossSpec) -> float | None:
 
 
 class Displacement:
-    """Detect, once per run, that the chosen responses become less likely than at the start.
+    """Detect, once per run, that the chosen responses become less likely than at the start."""
 
-    responses: their name in the warning; remedy: settings that prevent it.
-    """
-
-    def __init__(
-        self,
-        method: str,
-        responses: str = "responses",
-        remedy: str = "--sft_weight 1 or --method dpop",
-    ):
-        self.responses = responses
-        self.remedy = remedy
+    def __init__(self, method: str, chosen: str = "chosen responses"):
+        self.chosen = chosen  # their name in the warning
         self.is_watching = method != "simpo"  # which has no reference
         self.recent: deque[float] = deque(maxlen=10)
 
@@ -186,7 +169,7 @@ class Displacement:
             return None
         self.is_watching = False
         return (
-            f"warning: the chosen {self.responses} have become less likely than under the "
-            "reference (likelihood displacement: DPO may lower both log-probabilities); "
-            f"{self.remedy} prevents this"
+            f"warning: the {self.chosen} have become less likely than under the reference "
+            "(likelihood displacement: DPO may lower both log-probabilities); "
+            "--sft_weight 1 or --method dpop prevents this"
         )

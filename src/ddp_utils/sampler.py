@@ -18,6 +18,8 @@ import torch
 from ddp_utils import UserError
 from ddp_utils.distributed import World
 
+Lengths = Mapping[int, int] | Sequence[int]  # row -> number of tokens
+
 
 class MicroBatch(NamedTuple):
     """The rows of one forward and backward pass on one rank. A filler row has weight 0."""
@@ -41,57 +43,44 @@ def order(count: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray
 
 
 def assign_micro_batches(
-    rows: Collection[int],
-    lengths: Mapping[int, int] | Sequence[int],
-    world: World,
-    micro_batch_size: int,
-    padded: bool = False,
-    max_tokens: float = math.inf,
+    rows: Collection[int], lengths: Lengths, world: World, size: int, padded: bool = False
 ) -> list[MicroBatch]:
     """Return this rank's micro-batches of a global batch; every rank gets the same number of them.
 
     In the backward pass all ranks wait for each other. A rank with too few rows gets a filler: the
     shortest row with weight 0.
 
-    rows: the global batch; lengths: tokens of each row; micro_batch_size: most rows of a
-    micro-batch; padded: the rows of a micro-batch will be padded to one length, so rows of similar
-    length come together, otherwise micro-batches get about the same number of tokens; max_tokens:
-    most tokens of a micro-batch. A row with more tokens gets a micro-batch of its own.
+    rows: the global batch; lengths: tokens of each row; size: most rows of a micro-batch; padded:
+    the rows of a micro-batch will be padded to one length, so rows of similar length come together,
+    otherwise micro-batches get about the same number of tokens.
     """
+    ranks = world.world_size
     longest_first = sorted(rows, key=lambda row: (-lengths[row], row))
-    size = micro_batch_size
-    if padded and longest_first and max_tokens < math.inf:  # each row is padded to the longest one
-        size = max(1, min(size, int(max_tokens // lengths[longest_first[0]])))
-    micro_steps = math.ceil(math.ceil(len(longest_first) / world.world_size) / size)
+    micro_steps = math.ceil(math.ceil(len(longest_first) / ranks) / size)
+    parts = []
     if padded:  # deal the rows to the ranks in turn
-        own = longest_first[world.rank :: world.world_size]
+        own = longest_first[world.rank :: ranks]
         parts = [own[step * size : (step + 1) * size] for step in range(micro_steps)]
     else:
-        bins = _fill_bins(longest_first, lengths, micro_steps * world.world_size, size)
-        while any(_is_too_long(part, lengths, max_tokens) for part in bins):
-            micro_steps += 1
-            bins = _fill_bins(longest_first, lengths, micro_steps * world.world_size, size)
-        parts = []
+        bins = _fill_bins(longest_first, lengths, micro_steps * ranks, size)
         for step in range(micro_steps):
-            of_step = bins[step * world.world_size : (step + 1) * world.world_size]
+            of_step = bins[step * ranks : (step + 1) * ranks]
             # in alternating order, so that no rank always gets the bin with the most tokens
             parts.append(of_step[:: -1 if step % 2 else 1][world.rank])
     filler = MicroBatch(longest_first[-1:], [0.0])
     return [MicroBatch(part, [1.0] * len(part)) if part else filler for part in parts]
 
 
-def _is_too_long(part, lengths, max_tokens) -> bool:
-    return len(part) > 1 and sum(lengths[row] for row in part) > max_tokens
-
-
-def _fill_bins(longest_first, lengths, count: int, bin_size: int) -> list[list[int]]:
+def _fill_bins(
+    longest_first: list[int], lengths: Lengths, count: int, size: int
+) -> list[list[int]]:
     """Put each row into the bin with the fewest tokens; return the bins, the fullest first."""
     bins: list[list[int]] = [[] for _ in range(count)]
     heap = [(0, number) for number in range(count)]  # (tokens, number of the bin)
     for row in longest_first:
         tokens, number = heapq.heappop(heap)
         bins[number].append(row)
-        if len(bins[number]) < bin_size:
+        if len(bins[number]) < size:
             heapq.heappush(heap, (tokens + lengths[row], number))
     return sorted(bins, key=lambda part: -sum(lengths[row] for row in part))
 
@@ -151,12 +140,12 @@ class Plan(NamedTuple):
         visit = order(self.rows, self.seed, epoch, self.shuffle)
         return visit[first : first + self.global_batch].tolist()
 
-    def rows_used(self) -> np.ndarray:
+    def rows_used(self) -> list[int]:
         """Return the rows that the run trains on, sorted."""
         if self.steps >= self.steps_per_epoch:  # an epoch visits all rows
-            return np.arange(self.rows)
+            return list(range(self.rows))
         visit = order(self.rows, self.seed, 0, self.shuffle)
-        return np.sort(visit[: self.steps * self.global_batch])
+        return sorted(visit[: self.steps * self.global_batch].tolist())
 
     def due(self, every: int, step: int) -> bool:
         """Return whether to act after `step` steps: each `every`, or epoch if 0, and at the end."""

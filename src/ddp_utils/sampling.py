@@ -3,18 +3,23 @@
 B replies of a batch, V vocabulary size.
 """
 
+import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ddp_utils import distributed
 from ddp_utils.distributed import World
 from ddp_utils.logps import Scorer
 from ddp_utils.sampler import MicroBatch, assign_micro_batches, seed_of
+
+Ids = Collection[int]
+Prompts = Sequence[Sequence[int]]  # token ids
 
 
 class SampleSpec(NamedTuple):
@@ -30,8 +35,8 @@ class SampleSpec(NamedTuple):
 @torch.no_grad()
 def generate(
     scorer: Scorer,
-    prompts: Sequence[Sequence[int]],
-    ends: Collection[int],
+    prompts: Prompts,
+    ends: Ids,
     world: World,
     spec: SampleSpec,
     stop_if_requested: Callable[[], None] = lambda: None,
@@ -55,11 +60,10 @@ def generate(
         stop_if_requested()
         start = starts[assigned.index[0]]
         index = rows[start : start + spec.batch_size]
-        uniform = [_random_numbers(first + row, spec) for row in index]
+        uniform = torch.stack([_random_numbers(first + row, spec) for row in index])
+        batch = [prompts[row] for row in index]
         with scorer.generating(world.device):
-            reply = _sample_batch(
-                scorer, [prompts[row] for row in index], torch.stack(uniform), ends, spec, world
-            )
+            reply = _sample_batch(scorer, batch, uniform, ends, spec, world)
         micro_batches.append(MicroBatch(index, assigned.weight * len(index)))
         replies.append(1 + reply)  # [B, new tokens]; 0 marks what no rank has written
     table = distributed.gather_by_index(len(rows), micro_batches, replies, world).long() - 1
@@ -74,12 +78,7 @@ def _random_numbers(number: int, spec: SampleSpec) -> Tensor:
 
 
 def _sample_batch(
-    scorer: Scorer,
-    prompts: Sequence[Sequence[int]],
-    uniform: Tensor,
-    ends: Collection[int],
-    spec: SampleSpec,
-    world: World,
+    scorer: Scorer, prompts: Prompts, uniform: Tensor, ends: Ids, spec: SampleSpec, world: World
 ) -> Tensor:
     """Return the token ids of B replies, [B, new tokens].
 
@@ -88,30 +87,32 @@ def _sample_batch(
     """
     device = world.device
     model = scorer.unwrap()
-    parameters = inspect.signature(model.forward).parameters
     cache: Any = transformers.DynamicCache(config=model.config)
+    accepted = inspect.signature(model.forward).parameters
+    # a model has one of these; the first one since transformers 5.24, the last one is Mamba's
+    names = [name for name in ("cache", "past_key_values", "cache_params") if name in accepted]
 
     def next_logits(ids: Tensor, mask: Tensor) -> Tensor:
         """Return the logits of the next token, [rows, V]; mask: of all tokens so far."""
         positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
-        options = {"position_ids": positions, "logits_to_keep": 1}
-        options[_cache_argument(parameters)] = cache
-        options = {name: value for name, value in options.items() if name in parameters}
+        options = {"position_ids": positions, "logits_to_keep": 1, names[0]: cache}
+        options = {name: value for name, value in options.items() if name in accepted}
         return scorer.model(ids, attention_mask=mask, use_cache=True, **options).logits[:, -1]
 
-    numbers: dict[tuple[int, ...], int] = {}  # of the different prompts
-    prompt_rows = [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts]
-    ids, mask = (tensor.to(device) for tensor in _pad_left(list(numbers)))
-    rows = torch.tensor(prompt_rows, device=device)
+    different = list(dict.fromkeys(map(tuple, prompts)))
+    pad = functools.partial(pad_sequence, batch_first=True, padding_side="left")
+    ids = pad([torch.tensor(prompt) for prompt in different]).to(device)  # [prompts, longest one]
+    mask = pad([torch.ones(len(prompt), dtype=torch.long) for prompt in different]).to(device)
+    rows = torch.tensor([different.index(tuple(prompt)) for prompt in prompts], device=device)
     logits = next_logits(ids, mask)[rows]
     mask = mask[rows]
-    if len(prompts) > len(numbers):
+    if len(prompts) > len(different):
         cache.reorder_cache(rows)
     uniform = uniform.to(device)
     replies = torch.zeros(uniform.shape, dtype=torch.long, device=device)
     reply_index = torch.arange(len(rows), device=device)  # of each row of the batch, in `replies`
     unfinished = torch.ones_like(rows, dtype=torch.bool)
-    end_ids = torch.tensor(list(ends), dtype=torch.long, device=device)
+    end_ids = torch.tensor([*ends], dtype=torch.long, device=device)
     is_sharded = hasattr(scorer, "unshard")  # FSDP: all ranks call the model equally often
     for step in range(spec.max_new_tokens):
         tokens = sample_tokens(logits, uniform[reply_index, step], spec)
@@ -134,26 +135,6 @@ def _sample_batch(
     return replies
 
 
-def _cache_argument(parameters: Mapping[str, Any]) -> str:
-    """Return the name under which a model's forward expects its cache."""
-    if "cache" in parameters:  # transformers >= 5.24
-        return "cache"
-    if "past_key_values" in parameters:  # earlier versions
-        return "past_key_values"
-    return "cache_params"  # Mamba in earlier versions
-
-
-def _pad_left(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Return token ids and attention mask, each [prompts, longest prompt]."""
-    width = max(map(len, prompts))
-    ids = torch.zeros(len(prompts), width, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) :] = torch.tensor(prompt)
-        mask[row, width - len(prompt) :] = 1
-    return ids, mask
-
-
 def sample_tokens(logits: Tensor, uniform: Tensor, spec: SampleSpec) -> Tensor:
     """Sample a token for each row of logits [B, V] by inverting its cumulative distribution, [B].
 
@@ -170,7 +151,7 @@ def sample_tokens(logits: Tensor, uniform: Tensor, spec: SampleSpec) -> Tensor:
     return torch.searchsorted(sums, uniform[:, None] * sums[:, -1:], right=True).squeeze(-1)
 
 
-def _until_end(reply: list[int], ends: Collection[int], keep: bool) -> list[int]:
+def _until_end(reply: list[int], ends: Ids, keep: bool) -> list[int]:
     """Cut a reply before, or behind, the first token that ends it."""
     for length, token in enumerate(reply):
         if token in ends:

@@ -200,7 +200,7 @@ def main(argv: list[str] | None = None) -> int:
         end_epoch(done)  # if the run was stopped in a validation
 
         # loop: one iteration is one optimizer step
-        displacement = Displacement(config.method, "sequences", "--method dpop")
+        displacement = Displacement(config.method, "preferred sequences")
         epoch_losses: list[float] = []
         for step in range(done, plan.steps):
             start = time.perf_counter()

@@ -188,7 +188,8 @@ def visible(spans, window, chosen=False, others=False):
 def dense(**mistakes):
     """Attention of a packed row in one piece, in place of packing._by_pair."""
 
-    def kernel(query, key, value, packed, scale, window):
+    def kernel(tensors, packed, scale, window):
+        query, key, value = tensors
         mask = visible(packed.spans, window, **mistakes)
         options = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
         found = scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
@@ -323,7 +324,7 @@ def compare_kernels(spans, window, heads, scale):
     slope = torch.randn(1, shape[0], heads, 8, generator=generator)
     outcomes = []
     for kernel in (by_sequence.attend_by_sequence, shared_prefix._by_pair, dense()):
-        found = kernel(*inputs, shared_prefix.Packing(spans, torch.device("cpu")), scale, window)
+        found = kernel(inputs, shared_prefix.Packing(spans, torch.device("cpu")), scale, window)
         outcomes.append([found, *torch.autograd.grad(found, inputs, slope)])
     for route in outcomes[:2]:
         for found, expected in zip(route, outcomes[2], strict=True):

@@ -6,71 +6,58 @@ T tokens of the row, H heads, K key heads, D head size.
 
 import inspect
 import itertools
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, int32
 from torch.nn.attention.varlen import varlen_attn
 
 from ddp_utils.distributed import to_device
+from ddp_utils.fast.shared_prefix import Packing
 
 # torch 2.11 supports fewer key heads than heads without this argument
 HAS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
 GROUPED = {"enable_gqa": True} if HAS_GQA_FLAG else {}
 
 
-class Sequences(NamedTuple):
-    """The sequences of a packed row as arguments of varlen_attn."""
+def find_sequences(packing: Packing) -> tuple[Tensor, tuple[Any, ...]]:
+    """Return the sequences of a packed row as arguments of varlen_attn.
 
-    key_index: Tensor  # positions of all keys in the row; the prompt's occur twice
-    query_bounds: Tensor  # [sequences + 1]
-    key_bounds: Tensor  # [sequences + 1]
-    max_queries: int
-    max_keys: int
-
-
-def find_sequences(spans: Iterable[tuple[int, int, int]], device: torch.device) -> Sequences:
-    """Return the sequences of a row with pairs of (P, C, R) tokens."""
+    These are the positions of all keys in the row, where the prompt's occur twice; and the bounds
+    of queries and of keys, [sequences + 1] each, and their largest numbers.
+    """
     key_index: list[int] = []
-    num_queries = []
+    num_queries = [tokens for tokens in packing.cuts if tokens]
     num_keys = []
     start = 0
-    for p, c, r in spans:
+    for p, c, r in packing.spans:
         middle = start + p + c
         key_index += range(start, middle)
-        num_queries.append(p + c)
         num_keys.append(p + c)
         if r:
             key_index += [*range(start, start + p), *range(middle, middle + r)]
-            num_queries.append(r)
             num_keys.append(p + r)
         start = middle + r
 
     def bounds(sizes: list[int]) -> Tensor:
-        return to_device([0, *itertools.accumulate(sizes)], device, torch.int32)
+        return to_device([0, *itertools.accumulate(sizes)], packing.device, int32)
 
     lengths = bounds(num_queries), bounds(num_keys), max(num_queries), max(num_keys)
-    return Sequences(to_device(key_index, device), *lengths)
+    return to_device(key_index, packing.device), lengths
 
 
 def attend_by_sequence(
-    query: Tensor, key: Tensor, value: Tensor, packing: Any, scale: float | None, window: int | None
+    tensors: list[Tensor], packing: Packing, scale: float | None, window: int | None
 ) -> Tensor:
-    """Return the attention [1, T, H, D] of queries [1, H, T, D] to keys and values [1, K, T, D].
-
-    packing: a shared_prefix.Packing.
-    """
+    """Return the attention [1, T, H, D] of queries [1, H, T, D] to keys and values [1, K, T, D]."""
     if packing.sequences is None:
-        packing.sequences = find_sequences(packing.spans, packing.device)
-    sequences: Sequences = packing.sequences
-    query, key, value = (t[0].transpose(0, 1) for t in (query, key, value))  # [T, H, D], [T, K, D]
+        packing.sequences = find_sequences(packing)
+    key_index, lengths = packing.sequences
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in tensors)  # [T, H, D], [T, K, D]
+    # not key[index]: its backward sorts the index and adds up one key after the other
+    key = key.index_select(0, key_index)
+    value = value.index_select(0, key_index)
     # number of visible tokens to the left and to the right; -1: all. None to the right is causal
     look_back = (-1 if window is None else window - 1, 0)
-    # not key[index]: its backward sorts the index and adds up one key after the other
-    key = key.index_select(0, sequences.key_index)
-    value = value.index_select(0, sequences.key_index)
-    bounds: Any = sequences[1:]
     options: dict[str, Any] = {"scale": scale, "window_size": look_back} | GROUPED
-    output: Any = varlen_attn(query, key, value, *bounds, **options)  # [T, H, D]
+    output: Any = varlen_attn(query, key, value, *lengths, **options)  # [T, H, D]
     return output[None]

@@ -25,28 +25,21 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        up: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        A: Tensor,
-        B: Tensor,
-        scale: float,
+        ctx: Any, x: Tensor, up: Any, W: Tensor, b: Any, A: Tensor, B: Tensor, scale: float
     ) -> Any:
         inputs = x if up is None else F.silu(x).mul_(up)  # [..., D]
-        output = F.linear(inputs, weight, bias)  # [..., E]
+        output = F.linear(inputs, W, b)  # [..., E]
         narrow = output.dtype if torch.is_autocast_enabled(x.device.type) else A.dtype
         low = F.linear(inputs.to(narrow), A.to(narrow))  # [..., R]
         _add_product(output, low, B.to(narrow).T, scale)
-        ctx.save_for_backward(x, up, weight, A, B, low)
+        ctx.save_for_backward(x, up, W, A, B, low)
         ctx.scale = scale
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        x, up, weight, A, B, low = ctx.saved_tensors
+        x, up, W, A, B, low = ctx.saved_tensors
         needs_x, needs_up, _, _, needs_A, needs_B, _ = ctx.needs_input_grad
         grad_x = grad_up = grad_A = grad_B = None
         with torch.autocast(grad.device.type, enabled=False):  # dtypes are those of the forward
@@ -60,7 +53,7 @@ class _Linear(torch.autograd.Function):
                 grad_A = grad_low.flatten(0, -2).T @ inputs.flatten(0, -2) * ctx.scale  # [R, D]
                 del inputs
             if needs_x or needs_up:
-                grad_x = grad @ weight.to(grad.dtype)  # [..., D]
+                grad_x = grad @ W.to(grad.dtype)  # [..., D]
                 _add_product(grad_x, grad_low, A.to(low.dtype), ctx.scale)
                 if up is not None and silu is not None:
                     grad_up = silu.mul_(grad_x)
@@ -108,8 +101,6 @@ class Efficient(nn.Module):
     What changes later (adapters disabled or merged, weights trained) is noticed in each call, which
     then uses the original forward.
     """
-
-    is_memory_efficient = True
 
 
 class EfficientLora(Efficient):

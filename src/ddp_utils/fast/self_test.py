@@ -6,6 +6,7 @@ of a pair once. A model that does not support one of them falls back to the plai
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,8 @@ from ddp_utils import UserError, distributed, logps
 from ddp_utils.distributed import World
 from ddp_utils.logps import Pair, Scorer
 
-# what a model may raise if it does not know packed rows, or computes attention in its own way
+Way = Callable[[], Tensor]  # computes log-probs [N]
+# what a model may raise if it does not support packed rows, or computes attention in its own way
 UNSUPPORTED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
@@ -54,24 +56,24 @@ def check_head(scorer: Scorer, pairs: Sequence[Pair], device: torch.device) -> s
     """
 
     def with_fast_head() -> Tensor:
-        scorer.full_logits = False
         return scorer.token_logps(logps.collate(pairs, device))
 
     def with_full_logits() -> Tensor:
-        scorer.full_logits = True
+        scores = []
         texts = [(pair.prompt, pair.chosen) for pair in pairs]
         texts += [(pair.prompt, pair.rejected) for pair in pairs]
-        scores = []
         for prompt, response in texts:
-            one_token = [0]  # in place of the other response; its log-prob is cut off
-            batch = logps.collate([Pair(prompt, response, one_token, "", "")], device)
-            scores.append(scorer.token_logps(batch)[:-1])
+            ids = torch.tensor([prompt + response[:-1]], device=device)
+            with scorer.autocasting(device):
+                logits = scorer.model(input_ids=ids).logits[0, len(prompt) - 1 :]
+            scores.append(logps.picked_logps(logits, torch.tensor(response, device=device)))
         return torch.cat(scores)
 
+    scorer.full_logits = False
     backbone, head = scorer.backbone_and_head()
     reason: str | None = "it has no separate output layer"
     if head is not None and backbone is not scorer.unwrap():
-        reason = _find_difference(scorer, pairs, device, with_fast_head, with_full_logits)
+        reason = _find_difference(scorer, pairs, device, [with_fast_head, with_full_logits])
     scorer.full_logits = reason is not None
     if reason is None:
         return None
@@ -86,21 +88,18 @@ def check_layout(scorer: Scorer, pairs: Sequence[Pair], device: torch.device) ->
     """
     num_layers = scorer.unwrap().config.get_text_config().num_hidden_layers
 
-    def packed() -> Tensor:
-        scorer.set_layout(shared=True)
+    def in_layout(shared: bool) -> Tensor:
+        scorer.set_layout(shared)
         batch = scorer.collate(pairs, device)
         token_logps = scorer.token_logps(batch)
-        num_calls = batch.model_kwargs["packing"].calls
+        num_calls = batch.model_kwargs["packing"].calls if shared else num_layers
         if num_calls != num_layers:
             raise TypeError(f"{num_calls} of {num_layers} layers use the attention of packed rows")
         return token_logps
 
-    def padded() -> Tensor:
-        scorer.set_layout(shared=False)
-        return scorer.token_logps(scorer.collate(pairs, device))
-
     try:
-        reason = _find_difference(scorer, pairs, device, padded, packed)
+        layouts = [partial(in_layout, False), partial(in_layout, True)]
+        reason = _find_difference(scorer, pairs, device, layouts)
     except UNSUPPORTED as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
     scorer.set_layout(shared=reason is None)
@@ -110,11 +109,7 @@ def check_layout(scorer: Scorer, pairs: Sequence[Pair], device: torch.device) ->
 
 
 def _find_difference(
-    scorer: Scorer,
-    pairs: Sequence[Pair],
-    device: torch.device,
-    compute: Callable[[], Tensor],
-    compute_otherwise: Callable[[], Tensor],
+    scorer: Scorer, pairs: Sequence[Pair], device: torch.device, ways: Sequence[Way]
 ) -> str | None:
     """Return how two ways to compute the same log-probs [N] differ, None if they agree.
 
@@ -130,7 +125,7 @@ def _find_difference(
         scale = 100 / scorer.model(input_ids=prompt).logits.abs().max().item()
     for factor, bound in ((1.0, 1e-3 if is_exact else 0.1), (scale, 1e-2 if is_exact else 3.0)):
         with scaled_logits(head, factor) if head else contextlib.nullcontext():
-            gaps = compute() - compute_otherwise()  # [N]
+            gaps = ways[0]() - ways[1]()  # [N]
         gap = (gaps.abs().max() if is_exact else gaps.square().mean().sqrt()).item()
         if not gap <= bound:  # also if it is NaN
             return f"log-probs of a token differ by {gap:.3g} nats, logits x {factor:.3g}"

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention as attention
 from transformers import AttentionInterface
 
 NAME = "shared_prompt"  # among transformers' attention implementations
@@ -72,46 +72,38 @@ def attend(
     half = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
     # a CPU is faster, and more exact, in fp32: measured 5.1 instead of 6.7 ms at P + C = 319
     wide = torch.promote_types(half, torch.float32) if device == "cpu" else half
-    query, key, value = (tensor.to(wide) for tensor in (query, key, value))
+    tensors = [tensor.to(wide) for tensor in (query, key, value)]
     kernel = _by_pair
     if device == "cuda" and wide.itemsize == 2:
         from ddp_utils.fast.by_sequence import attend_by_sequence as kernel
     with torch.autocast(device, enabled=False):
-        return kernel(query, key, value, packing, scaling, sliding_window).to(half), None
+        return kernel(tensors, packing, scaling, sliding_window).to(half), None
 
 
 def _by_pair(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packing: Packing,
-    scale: float | None,
-    window: int | None,
+    tensors: list[Tensor], packing: Packing, scale: float | None, window: int | None
 ) -> Tensor:
-    """Call scaled dot-product attention twice per pair, on any device; arguments as in `attend`."""
-    options: dict[str, Any] = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
-    outputs = []
+    """Call scaled dot-product attention twice per pair, on any device.
+
+    tensors: queries, keys and values; arguments and result as in `attend`.
+    """
     # split, not slices: the backward of each slice would fill a tensor as long as the row
-    queries = query.split(packing.cuts, dim=2)
-    keys = key.split(packing.cuts, dim=2)
-    values = value.split(packing.cuts, dim=2)
+    queries, keys, values = (tensor.split(packing.cuts, dim=2) for tensor in tensors)
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": len(queries[0][0]) != len(keys[0][0])}
+    outputs = []
     for number, (p, c, r) in enumerate(packing.spans):
-        q = queries[2 * number]  # of prompt and chosen
-        k = keys[2 * number]
-        v = values[2 * number]
+        chosen, rejected = 2 * number, 2 * number + 1
+        k, v = keys[chosen], values[chosen]  # of prompt and chosen
         visible: dict[str, Any] = {"is_causal": True}
         if window is not None and window < p + c:
             visible = {"attn_mask": packing.mask(p + c, p + c, window)}
-        output = scaled_dot_product_attention(q, k, v, **visible, **options)
-        outputs.append(output.transpose(1, 2))
-        if r:
-            q = queries[2 * number + 1]  # of rejected, which sees the prompt and itself
-            k = torch.cat([k[:, :, :p], keys[2 * number + 1]], 2)
-            v = torch.cat([v[:, :, :p], values[2 * number + 1]], 2)
-            visible = {"attn_mask": packing.mask(r, p + r, window)}
-            output = scaled_dot_product_attention(q, k, v, **visible, **options)
-            outputs.append(output.transpose(1, 2))
-    return torch.cat(outputs, 1)
+        outputs.append(attention(queries[chosen], k, v, **visible, **options))
+        if r:  # rejected sees the prompt and itself
+            k = torch.cat([k[:, :, :p], keys[rejected]], 2)
+            v = torch.cat([v[:, :, :p], values[rejected]], 2)
+            mask = packing.mask(r, p + r, window)
+            outputs.append(attention(queries[rejected], k, v, attn_mask=mask, **options))
+    return torch.cat([output.transpose(1, 2) for output in outputs], 1)
 
 
 AttentionInterface.register(NAME, attend)
