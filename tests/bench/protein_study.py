@@ -141,7 +141,7 @@ def compare(pairs, before, after) -> dict:
         of_seeds = [evaluate.spearman(of_seed[rows], stability[rows]) for of_seed in odds[side]]
         return np.mean(of_seeds)
 
-    large = [rows for rows in groups if len(rows) >= evaluate.FEWEST]
+    large = [rows for rows in groups if len(rows) >= evaluate.MIN_MUTANTS]
     each = np.array([(pooled(0, rows), pooled(1, rows)) for rows in large])  # [proteins, 2]
     values = evaluate.gain("own", own, groups) | evaluate.gain("pooled", pooled, groups)
     alone = list(np.arange(len(each))[:, None])

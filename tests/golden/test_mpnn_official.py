@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional
 
-from bench import mpnn_plain
 from conftest import ROOT
 from dpo_inv import inference, inference_config, structure
 from dpo_inv.batches import Batch, Scorer
@@ -80,10 +79,6 @@ def test_log_probs_equal_the_official_ones(name):
     native, mutated = model.decode(encoded, torch.stack(batched(structure, "S", "S_mut")), orders)
     same(native, f"{name}/native_rand", known)
     same(mutated, f"{name}/mut_id", known)
-    plain = mpnn_plain.Plain(*SIZES[config])  # the benchmark is against an honest opponent
-    plain.load_state_dict(model.state_dict())
-    inputs = batched(structure, *BACKBONE, "S", "order_rand")
-    same(plain(*(value[None] for value in inputs))[0], f"{name}/native_rand", known)
 
 
 def batch_of(structure):

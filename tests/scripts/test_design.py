@@ -60,16 +60,24 @@ def last(model, task, *rows):
         return model.decode(encoded, native[None], torch.tensor(order)[None])[0, rows[0], :20]
 
 
-def test_omitted_letters_are_never_drawn_and_biases_are_added():
+BIAS = {"L": 1.25, "A": 1.0, "W": -0.5}
+BIASED = {"omit_AA": "CMDE", "bias_AA": [f"{letter}:{value}" for letter, value in BIAS.items()]}
+
+
+@pytest.mark.parametrize("options", [{}, BIASED])
+def test_a_letter_is_drawn_from_the_softmax_at_its_temperature(options):
     """At residue 6, the only one that is designed: softmax((log-probs + biases) / T)."""
-    biases = ("L:1.25", "A:1", "W:-.5")
-    config = inference_config.Config(mutable_positions=(5,), omit_AA="CMDE", bias_AA=biases)
+    config = inference_config.Config(mutable_positions=(5,), **options)
     task = inference.read_task(BUNDLE, config)
     model = mpnn.ProteinMPNN.load(MODEL)
-    letters, _ = inference.sample(model, task, torch.full((800,), 2.0), config)
+    letters, log_probs = inference.sample(model, task, torch.full((800,), 2.0), config)
     scores = last(model, task, 5)
-    expected = {"L": 1.25, "W": -0.5, "A": 1.0} | dict.fromkeys("CMDE", -torch.inf)
-    for letter, value in expected.items():
+    torch.testing.assert_close(log_probs[0, 5, :20], scores, atol=1e-4, rtol=0)
+    native = inference.native_letters(task.structure)
+    others = [row for row in range(len(native)) if row != 5]
+    assert (letters[:, others] == native[others]).all()
+    biases = {**BIAS, **dict.fromkeys(BIASED["omit_AA"], -torch.inf)} if options else {}
+    for letter, value in biases.items():
         scores[mpnn.ALPHABET.index(letter)] += value
     assert_drawn_from(letters[:, 5], scores / 2)
 

@@ -1,6 +1,7 @@
 """Preference items: every check of theirs, decoding orders, groups of one backbone; inference."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -72,10 +73,7 @@ REFUSED = [  # changes of an item, what the line says
     ({"design_chains": 1}, "design_chains: 1 (expected a list of chain names)"),
     ({"chain_id": "Q"}, "no protein chain 'Q', or it is named twice; its chains are ['A']"),
     ({"chain_id": "A", "fixed_chains": ["A"]}, "chain 'A', or it is named twice"),
-    (
-        {"preferred_seq": TEXT, "unpreferred_seq": OTHER, "mutable_positions": [1]},
-        "the sequences differ at position 0 (from 0), which is not mutable",
-    ),
+    ({"unpreferred_seq": OTHER, "mutable_positions": [1]}, "differ at position 0 (from 0), which"),
     ({"mutable_ranges": [[3, 999]]}, "pairs of them (6-17); 3-999 is not within 0-"),
     ({"mutable_positions": "x"}, "mutable_positions must be numbers, mutable_ranges pairs of them"),
 ]
@@ -153,10 +151,8 @@ def test_a_split_keeps_backbones_whole_and_an_epoch_visits_each_pair_once():
     assert len(train) + len(val) == len(found) and 0.02 < len(val) / len(found) < 0.12
     assert not {p.number for p in train} & {p.number for p in val}
     plan = Plan(len(train), len(train), seed=0)
-    order = batches.global_batch(plan, train, 0)
-    assert sorted(order) == list(range(len(train))) and order != batches.global_batch(
-        plan, train, 1
-    )
+    order, next_order = (batches.global_batch(plan, train, step) for step in (0, 1))
+    assert sorted(order) == list(range(len(train))) and order != next_order
     for group in batches.group_by_backbone(order[:32], train, 4):
         assert len({train[row].number for row in group}) == 1 and len(group) <= 4
 
@@ -190,27 +186,6 @@ def test_a_fixed_chain_is_copied_and_x_is_never_drawn(tmp_path):
     assert text == (tmp_path / "all_results.json").read_text()  # the seed decides
 
 
-@torch.no_grad()
-def test_a_letter_is_drawn_last_from_the_softmax_at_its_temperature():
-    """One residue is designed: it sees all others, whatever the order; a chi-square test."""
-    config = inference_config.Config(mutable_positions=(5,))
-    task = inference.read_task(INPUT / SINGLE["pdb_file"], config)
-    model = mpnn.ProteinMPNN.load(MODEL)
-    letters, log_probs = inference.sample(model, task, torch.full((600,), 2.0), config)
-    native = torch.from_numpy(mpnn.encode(task.structure.sequence))
-    order = torch.tensor([*range(5), *range(6, len(native)), 5])  # [L]
-    encoded = model.encode(*batches.structure_tensors(task.structure, "cpu"))
-    scores = model.decode(encoded, native[None], order[None])[0, 5].double()  # [21]
-    drawn = letters[:, 5]
-    assert (letters == native).sum() == letters.numel() - (drawn != native[5]).sum()
-    torch.testing.assert_close(log_probs[0, 5].double(), scores, atol=1e-4, rtol=0)
-    wanted = (scores[:20] / 2).softmax(-1)  # no X
-    counts = torch.bincount(drawn, minlength=20).double()
-    chi_square = ((counts - 600 * wanted) ** 2 / (600 * wanted)).sum()
-    freedom = torch.tensor(19 / 2, dtype=torch.float64)
-    assert torch.special.gammaincc(freedom, chi_square / 2) > 1e-3
-
-
 def test_scores_of_sampled_sequences_are_read_back(tmp_path):
     flags = ["--model_path", MODEL, "--pdb_file", str(INPUT / SINGLE["pdb_file"])]
     inference.main([*flags, "--num_samples", "2", "--output_dir", str(tmp_path / "a")])
@@ -229,22 +204,20 @@ def test_scores_of_sampled_sequences_are_read_back(tmp_path):
 
 def test_a_check_of_inference_says_what_would_be_designed(tmp_path, capsys):
     """Structures and model are read, nothing is written."""
-    flags = ["--pdb_file", str(INPUT / SINGLE["pdb_file"]), "--output_dir"]
-    assert inference.main(["--model_path", MODEL, *flags, str(tmp_path / "new"), "--check"]) == 0
-    count = len(SINGLE["preferred_seq"])
+    flags = ["--model_path", MODEL, "--pdb_file", str(INPUT / SINGLE["pdb_file"]), "--output_dir"]
+    assert inference.main([*flags, str(tmp_path / "new"), "--check"]) == 0
     name = Path(SINGLE["pdb_file"]).name
-    assert capsys.readouterr().out == f"{name}: chains A, {count} residues are designed\n"
+    assert capsys.readouterr().out == f"{name}: chains A, {len(TEXT)} residues are designed\n"
     assert not (tmp_path / "new").exists()
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="--output_dir: .*/file is not a folder"):
-        inference.main(["--model_path", MODEL, *flags, str(tmp_path / "file")])
+        inference.main([*flags, str(tmp_path / "file")])
 
 
-def test_two_structures_of_one_name_are_refused(tmp_path):
+def test_two_structures_of_one_name_are_an_error(tmp_path):
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
-        copy = tmp_path / folder / "same.pdb"
-        copy.write_bytes((INPUT / SINGLE["pdb_file"]).read_bytes())
-    (tmp_path / "list.txt").write_text("".join(f"{tmp_path}/{x}/same.pdb\n" for x in "ab"))
-    with pytest.raises(UserError, match="same occurs twice; rename one of the files"):
+        shutil.copy(INPUT / SINGLE["pdb_file"], tmp_path / folder / "same.A.pdb")
+    (tmp_path / "list.txt").write_text("".join(f"{tmp_path}/{x}/same.A.pdb\n" for x in "ab"))
+    with pytest.raises(UserError, match="same.A occurs twice; rename one of the files"):
         inference.main(["--model_path", MODEL, "--pdb_list", str(tmp_path / "list.txt")])
