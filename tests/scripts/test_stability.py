@@ -18,6 +18,7 @@ import runs
 from conftest import ROOT
 from ddp_utils import UserError
 from ddp_utils import run as run_
+from ddp_utils.sampler import Plan
 from dpo_inv import batches, evaluate, losses, mpnn, pairs, run_dpo_ddp
 from dpo_inv.config import Config, PairSettings, read_settings
 from ranks import ranks
@@ -62,10 +63,8 @@ def test_a_table_of_mutations_becomes_pairs(tmp_path):
     one, two = NATIVE[:2] + other(NATIVE[2]) + NATIVE[3:], None
     two = one[:8] + other(NATIVE[8]) + one[9:]
     found, report = read(path)
-    assert [(text(x.preferred), text(x.unpreferred)) for x in found] == [
-        (NATIVE, one),
-        (two, NATIVE),
-    ]
+    texts = [(text(x.preferred), text(x.unpreferred)) for x in found]
+    assert texts == [(NATIVE, one), (two, NATIVE)]
     assert [(x.margin, x.sign) for x in found] == [(1.5, -1), (0.5, 1)]
     assert {reason: len(items) for reason, items in report["dropped"].items()} == {"a ddG of 0": 1}
     swapped, _ = read(path, stable_ddg="positive")
@@ -110,17 +109,10 @@ def test_a_bad_mutation_is_one_line(tmp_path):
             read(path)
         message = str(caught.value)
         assert message.startswith(f"{path}:2: ") and says in message and "\n" not in message
-    for row in ([BUNDLE, "A"], [*"abcde"]):
-        with pytest.raises(UserError, match=":2: expected 4 fields as in the first line"):
-            read(write(tmp_path / "a.csv", [row]))
-    (tmp_path / "a.csv").write_text('pdb,ddG\n"a"b,1\n')
-    with pytest.raises(UserError, match=":2: not CSV: "):
-        read(tmp_path / "a.csv")
-    path = write(
-        tmp_path / "a.csv",
-        [[BUNDLE, "A", mutation(5), 1, 7]],
-        ("pdb", "chain", "mutation", "ddG", "Ph"),
-    )
+    with pytest.raises(UserError, match=":2: expected 4 fields as in the first line"):
+        read(write(tmp_path / "a.csv", [[BUNDLE, "A"]]))
+    names = "pdb", "chain", "mutation", "ddG", "Ph"
+    path = write(tmp_path / "a.csv", [[BUNDLE, "A", mutation(5), 1, 7]], names)
     assert [*read(path)[1]["notes"]] == ["Ph is not read"]
 
 
@@ -194,13 +186,10 @@ def test_where_one_letter_differs_one_decoding_is_that_of_both(tmp_path):
     twice = once._replace(decoded=once.sequences, orders=once.orders.repeat(2, 1, 1))
     for ours, plain in zip(scorer(once), scorer(twice), strict=True):
         torch.testing.assert_close(ours, plain, atol=1e-5, rtol=0)
-    for pairs_, order in (
-        (double, "mutated_last"),
-        (single, "random"),
-        (single + double, "mutated_last"),
-    ):
-        whole = batches.collate(pairs_, PairSettings(decoding_order=order), "cpu")
-        assert len(whole.decoded) == len(whole.sequences) == 2 * len(pairs_)
+    last = "mutated_last"
+    for rows, order in ((double, last), (single, "random"), (single + double, last)):
+        batch = batches.collate(rows, PairSettings(decoding_order=order), "cpu")
+        assert len(batch.decoded) == len(batch.sequences) == 2 * len(rows)
 
 
 # --- comparisons ---------------------------------------------------------------------------------
@@ -242,9 +231,7 @@ def test_a_perfect_model_has_every_rank_right():
         assert values[f"{name}/after"] == pytest.approx(1)
         assert values[f"{name}/gain_low"] == pytest.approx(1 - low)
         assert values[f"{name}/gain"] == values[f"{name}/after"] - values[f"{name}/before"]
-    nothing = evaluate.compare(
-        [pair for pair in found if pair.number == 2], perfect[-2:], perfect[-2:]
-    )
+    nothing = evaluate.compare(found[-2:], perfect[-2:], perfect[-2:])
     assert "spearman_per_protein/gain" not in nothing and "own/gain_low" not in nothing
 
 
@@ -310,9 +297,7 @@ def test_the_losses_of_a_run_are_those_of_the_formula(tmp_path):
     config = Config(num_orders=2)
     everything, _ = pairs.read(data, {}, config)
     kept, _ = batches.split(everything, 0)
-    plan = SimpleNamespace(
-        steps_per_epoch=math.ceil(len(kept) / 8), shuffle=True, seed=0, global_batch=8
-    )
+    plan = Plan(len(kept), 8, seed=0)
     scorer = batches.Scorer(mpnn.ProteinMPNN.load(MODEL))
     expected = []
     for row in batches.global_batch(plan, kept, 0):
@@ -332,9 +317,8 @@ def test_evaluate_prints_a_gain_of_exactly_zero_for_the_base_itself(tmp_path, ca
     assert printed.count("gain +0.0000") == 6
     numbers = json.loads(out.read_text())
     assert {value for name, value in numbers.items() if "gain" in name} == {0}
-    assert (
-        0 < numbers["natives/recovery/before"] < 1 and 0 < numbers["natives/diversity/before"] < 1
-    )
+    for name in ("recovery", "diversity"):
+        assert 0 < numbers[f"natives/{name}/before"] < 1
     model = mpnn.ProteinMPNN.load(MODEL)
     torch.nn.init.normal_(model.W_out.weight)
     model.save(tmp_path / "other.pt")

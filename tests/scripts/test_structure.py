@@ -18,13 +18,12 @@ ATOMS = {"N": (0, 0, 0), "CA": (1.5, 0, 0), "C": (1.5, 1.5, 0), "O": (2.5, 2, 0)
 
 
 def line(atom="CA", name="ALA", chain="A", number=1, x=0.0, **more):
-    """One ATOM line; `more`: altloc, icode, record, serial, occupancy."""
-    get = {"altloc": " ", "icode": " ", "record": "ATOM", "serial": 1, "occupancy": 1.0} | more
+    """One ATOM line; `more`: altloc, icode, record, serial."""
+    get = {"altloc": " ", "icode": " ", "record": "ATOM", "serial": 1} | more
     dx, dy, dz = ATOMS.get(atom, (9, 9, 9))
-    return (
-        f"{get['record']:6}{get['serial']:>5}  {atom:3}{get['altloc']}{name:>3} {chain}{number:>4}"
-        f"{get['icode']}   {x + dx:8.3f}{dy:8.3f}{dz:8.3f}{get['occupancy']:6.2f}  0.00\n"
-    )
+    start = f"{get['record']:6}{get['serial']:>5}  {atom:3}{get['altloc']}{name:>3} {chain}"
+    place = f"{x + dx:8.3f}{dy:8.3f}{dz:8.3f}"
+    return f"{start}{number:>4}{get['icode']}   {place}  1.00  0.00\n"
 
 
 def residue(name="ALA", number=1, chain="A", x=0.0, atoms=("N", "CA", "C", "O"), **more):
@@ -153,8 +152,7 @@ def test_which_residues_come_out(read):
 def test_the_first_conformer_of_each_atom_is_taken(read):
     """As in the official parser; a second name of one number is a conformer, too."""
     for letters in ("AB", " B", "21"):
-        text = residue("SER", 1, altloc=letters[0], occupancy=0.3)
-        text += residue("THR", 1, altloc=letters[1], occupancy=0.7, x=0.2)
+        text = residue("SER", 1, altloc=letters[0]) + residue("THR", 1, altloc=letters[1], x=0.2)
         backbone = read(text + residue("GLY", 2, x=4.0))
         assert backbone.sequence == "SG" and xs(backbone) == [1.5, 5.5]
     both = "".join(line(atom, altloc=k, x=float(k == "B")) for atom in ATOMS for k in "AB")
