@@ -36,8 +36,7 @@ def merge(adapter: str | Path, folder: str | Path, base: str = "", scale: float 
     if Path(adapter, "model/adapter_config.json").exists():
         adapter = Path(adapter, "model")
     with cli.located({"init_adapter": "adapter", "model_name": "--base"}):
-        for device in (models.META, torch.device("cpu")):  # the first pass checks, without weights
-            merged = lora.load_merged(adapter, "auto", device, base=base, scale=scale)
+        merged = lora.load_merged(adapter, "auto", torch.device("cpu"), base=base, scale=scale)
     tokenizer = adapter if Path(adapter, "tokenizer_config.json").exists() else base
     models.save(merged, models.load_tokenizer(tokenizer), folder)
 
