@@ -25,32 +25,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ddp_utils import UserError, checks, distributed, logps, lora, models, sampler
 from ddp_utils import data as data_files
+from ddp_utils import policy as policies
 from ddp_utils.chat_template import Encoder
 from ddp_utils.distributed import World, to_device
-from ddp_utils.judge import load_judge
+from ddp_utils.judge import Judge, load_judge
 from ddp_utils.metrics import Averages, peak_memory_mb
-from ddp_utils.policy import Policy, Precision, bytes_to_write, make_optimizer
+from ddp_utils.policy import Policy, Precision
 from ddp_utils.run import Run, RunSpec, check
 from prompt_baking import replies, trajectories
-from prompt_baking.distillation import Student, Teacher, adapter_of, check_head, own_replies
+from prompt_baking.distillation import Student, Teacher, check_head, own_replies
 from prompt_baking.train_config import Config
 from prompt_baking.trajectories import Trajectory
 
 Data = dict[str, list[Trajectory]]  # "train" and "val" -> rows
-Rows = Any  # row -> trajectory: a list of all rows, or a dictionary of some
+Examples = Any  # row -> trajectory: a list of all rows, or a dictionary of some
 DEMO_QUESTIONS = "data/demo/questions_test.jsonl"
 DEMO_JUDGE = "data/demo/judge.py:capitals"
 
 # --- settings and data ---------------------------------------------------------------------------
-
-
-def lora_of(config: Config) -> lora.LoraSpec:
-    """Return the adapter of the settings."""
-    shape = config.lora_r, config.lora_alpha, config.lora_dropout, config.lora_targets
-    return lora.LoraSpec(*shape, config.resume_from)
 
 
 def read_settings(argv: list[str] | None) -> Config:
@@ -69,16 +65,19 @@ def read_settings(argv: list[str] | None) -> Config:
     return config
 
 
-def read_data(config: Config, encoder: Encoder, world: World) -> tuple[Data, dict]:
+def lora_of(config: Config) -> lora.LoraSpec:
+    """Return the adapter of the settings."""
+    shape = config.lora_r, config.lora_alpha, config.lora_dropout, config.lora_targets
+    return lora.LoraSpec(*shape, config.resume_from)
+
+
+def read_data(config: Config, encoder: Encoder, world: World) -> tuple[Data, dict[str, dict]]:
     """Return the training and validation rows, and a report on each file."""
-    data = {}
-    reports = {}
+    data, reports = {}, {}
     for split, path in (("train", config.data_path), ("val", config.val_path)):
         data[split], reports[split] = trajectories.read(path, encoder, config.max_traj_len)
     if len({*reports["train"]["x0"], *reports["val"]["x0"]}) > 1:
-        raise UserError(
-            "--val_path: more than one x0 in data_path and val_path; bake one at a time"
-        )
+        raise UserError("--val_path: more than one x0 in both files; bake one at a time")
     questions = {row.question for row in data["train"]}
     for row in data["val"]:
         if row.question in questions:
@@ -95,31 +94,22 @@ def read_questions(config: Config, data: Data) -> list[str]:
     return [questions[number % len(questions)] for number in range(config.num_samples)]
 
 
-def longest_rows(config: Config, data: Data, prompts: list[list[int]]) -> Data:
-    """Return the rows with new replies of max_new_tokens, whose lengths must fit into the model."""
-    reply = [0] * config.max_new_tokens
-    questions = [Trajectory(ids, ids, reply, "questions", "") for ids in prompts]
-    own = [row._replace(reply=reply) for row in data["train"]] if config.on_policy else []
-    return {"questions": questions, "on_policy": own}
-
-
-def inputs_of(
-    config: Config, rows: Data, global_batch: int, judge: Any, meta_model: Any
-) -> dict[str, str]:
-    """Return the digests of everything that the run depends on."""
-    folders = {"model_name": config.model_name, "resume_from": config.resume_from}
-    inputs = models.input_digests(rows, folders, meta_model.config)
-    inputs["global_batch"] = str(global_batch)
-    if judge:
-        inputs["content of judge"] = judge.digest
-    return inputs
+def read_judge(config: Config, questions: list[str]) -> Judge | None:
+    """Return the judge of replies, or None; it is tried on a question."""
+    if not config.judge:
+        return None
+    # a judge is code: the demo's is the project's own, whatever the current folder contains
+    judge = load_judge(config.judge, data_files.ROOT if config.judge == DEMO_JUDGE else None)
+    for question in questions[:1]:
+        judge(question, "")
+    return judge
 
 
 # --- step ----------------------------------------------------------------------------------------
 
 
 def train_step(
-    policy: Policy, step: int, rows: list[int], examples: Rows, teacher: Teacher, run: Run
+    policy: Policy, step: int, rows: list[int], examples: Examples, teacher: Teacher, run: Run
 ) -> dict:
     """Run forward and backward for one global batch; return its means over all ranks."""
     config = teacher.config
@@ -137,24 +127,23 @@ def train_step(
         loss = (costs * weight).sum() * (world.world_size / tokens)
         policy.backward(loss)
         averages.add({"cost": costs, "tokens": batch.tokens}, weight)
-    norm = policy.clip_grad_norm(config.max_grad_norm)
-    means = run.reduce(averages, norm)
+    means = run.reduce(averages, policy.clip_grad_norm(config.max_grad_norm))
     means["loss"] = means.pop("cost") / means.pop("tokens")
     return means | {"tokens": tokens}
 
 
 def check_step(
-    policy: Policy, step: int, means: dict, rows: list[int], examples: Rows, teacher: Teacher
+    policy: Policy, step: int, means: dict, rows: list[int], examples: list, teacher: Teacher
 ) -> None:
     """Stop before an update from a wrong start or with a loss that is not finite."""
     student, config, world = teacher.student, teacher.config, teacher.world
     batch_rows = [examples[row] for row in rows]
 
     @torch.no_grad()
-    def score(baked: bool = True) -> torch.Tensor:  # [global batch, 1]
+    def score(baked: bool = True) -> Tensor:  # [global batch, 1]
         micro_batches = student.micro_batches(rows, examples, world, config.batch_size)
         costs = []
-        with logps.dropout_off(student), adapter_of(student, baked):
+        with logps.dropout_off(student), student.adapter(baked):
             for micro_batch in micro_batches:
                 batch = teacher("train", micro_batch.index, examples)
                 costs.append(student(batch)[0][:, None])
@@ -162,9 +151,9 @@ def check_step(
 
     checks.check_step(policy, step, means, batch_rows, score, "lora")
     if step == 0 and not config.resume_from:
-        locations = [row.location for row in batch_rows]
         base = score(baked=False)
         tokens = torch.tensor([len(row.reply) for row in batch_rows], device=world.device)
+        locations = [row.location for row in batch_rows]
         checks.check_reference(score(), base, checks.noise(policy.precision, tokens), locations)
 
 
@@ -172,7 +161,7 @@ def check_step(
 
 
 @torch.no_grad()
-def mean_kl(teacher: Teacher, rows: list[int], examples: Rows, run: Run) -> float:
+def mean_kl(teacher: Teacher, rows: list[int], examples: Examples, run: Run) -> float:
     """Return KL(teacher || student) in nats per token, over some of the validation rows."""
     student, world = teacher.student, run.world
     averages = Averages(world)
@@ -191,14 +180,12 @@ def evaluate(teacher: Teacher, examples: list[Trajectory], run: Run, baked: bool
     Under each of other_prompts it is KL(base || baked); `kept/kl` is its mean over these prompts.
     """
     student = teacher.student
-    # name of the other prompt, "" for x0 -> rows
-    rows_of: dict[str, list[int]] = collections.defaultdict(list)
+    rows_of = collections.defaultdict(list)  # name of the other prompt, "" for x0 -> rows
     for row, example in enumerate(examples):
         rows_of[example.kept].append(row)
-    names = [*rows_of] if baked else [""]
     kl = {}
-    with logps.dropout_off(student), adapter_of(student, baked):
-        for name in names:
+    with logps.dropout_off(student), student.adapter(baked):
+        for name in rows_of if baked else [""]:
             kl[name] = mean_kl(teacher, rows_of[name], examples, run)
     values = {"count": len(rows_of[""]), "kl": kl.pop("")}
     if baked:
@@ -213,6 +200,36 @@ def evaluate(teacher: Teacher, examples: list[Trajectory], run: Run, baked: bool
 # --- main ----------------------------------------------------------------------------------------
 
 
+def describe_run(
+    config: Config, data: Data, reports: dict[str, dict], prompts: list, judge: Any, plan: Any
+) -> RunSpec:
+    """Check model and data against each other, before a weight is read; describe the run.
+
+    prompts: token ids to which example replies are sampled.
+    """
+    meta_model = lora.meta_model(config.model_name, lora_of(config))
+    reply = [0] * config.max_new_tokens
+    asked = [Trajectory(ids, ids, reply, "questions", "") for ids in prompts]
+    models.check_fit(meta_model, itertools.chain(*data.values(), asked))
+    if config.learning_rate is None:
+        is_small = sum(p.numel() for p in meta_model.parameters()) < 10e6
+        config.learning_rate = 1e-3 if is_small else 1e-4
+    folders = {"model_name": config.model_name, "resume_from": config.resume_from}
+    inputs = models.input_digests(data | {"questions": asked}, folders, meta_model.config)
+    inputs["global_batch"] = str(plan.global_batch)
+    if judge:
+        inputs["content of judge"] = judge.digest
+    lines = []
+    for split, report in reports.items():
+        count = f"{len(report['cut'])} cut, {len(report['dropped'])} dropped"
+        lines.append(f"{split}: {len(data[split])} replies of {report['file']}; {count}")
+    checkpoints = config.keep_checkpoints + 1 + config.save_best
+    size = policies.bytes_to_write(meta_model, checkpoints, config.lora_r)
+    folder = Path(config.out_dir)
+    spec = RunSpec(folder, plan.steps, inputs, size, reports, lines)
+    return spec._replace(save_best=config.save_best)
+
+
 def load_teacher(config: Config, data: Data, precision: Precision, run: Run) -> Teacher:
     """Load the base model with a fresh LoRA, which is the student of the teacher returned."""
     world = run.world
@@ -222,12 +239,12 @@ def load_teacher(config: Config, data: Data, precision: Precision, run: Run) -> 
     adapter = lora_of(config)
     model = lora.load_policy(config.model_name, adapter, precision, world.device, **memory)
     student = Student(model, precision.autocast).to(world.device)
-    for line in check_head(student, data["train"], world, config.cache_teacher):
-        run.say(line)
+    check_head(student, data["train"], config, run)
     return Teacher(student, data, config, run)
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the script with these flags, or with those of the command line; return 0."""
     # setup
     world = distributed.whoami()
     config = read_settings(argv)
@@ -240,35 +257,14 @@ def main(argv: list[str] | None = None) -> int:
     encoder = Encoder(tokenizer, config.chat_template, config.max_traj_len, kwargs=kwargs)
     data, reports = read_data(config, encoder, world)
     x0 = reports["train"]["x0"][0]
-    others = {name: text for name, text in reports["val"]["kept"].items() if text}
+    others = reports["val"]["kept"]
     columns = replies.columns_of(x0, others)
     questions = read_questions(config, data)
-    prompts = []
-    for column, question in itertools.product(columns, questions):
-        prompts.append(trajectories.prompt(encoder, column.system, question))
-    # a judge is executed: that of the demo must be in this project, not in the current folder
-    root = data_files.ROOT if config.judge == DEMO_JUDGE else None
-    judge = load_judge(config.judge, root) if config.judge else None
-    if judge and questions:
-        judge(questions[0], "")  # a judge that does not support these questions fails here
-    meta_model = lora.meta_model(config.model_name, lora_of(config))
-    all_rows = data | longest_rows(config, data, prompts)
-    models.check_fit(meta_model, itertools.chain(*all_rows.values()))
-    if config.learning_rate is None:
-        # a higher rate for models below 10 M parameters
-        is_small = sum(p.numel() for p in meta_model.parameters()) < 10e6
-        config.learning_rate = 1e-3 if is_small else 1e-4
+    pairs = itertools.product(columns, questions)
+    prompts = [trajectories.prompt(encoder, column.system, text) for column, text in pairs]
+    judge = read_judge(config, questions)
     plan = sampler.Plan.of(config, len(data["train"]), world.world_size)
-    lines = []
-    for split, report in reports.items():
-        count = f"{len(report['cut'])} cut, {len(report['dropped'])} dropped"
-        lines.append(f"{split}: {len(data[split])} replies of {report['file']}; {count}")
-    checkpoints = config.keep_checkpoints + 1 + config.save_best
-    inputs = inputs_of(config, all_rows, plan.global_batch, judge, meta_model)
-    size = bytes_to_write(meta_model, checkpoints, config.lora_r)
-    folder = Path(config.out_dir)
-    spec = RunSpec(folder, plan.steps, inputs, size, reports, lines)
-    spec = spec._replace(save_best=config.save_best)
+    spec = describe_run(config, data, reports, prompts, judge, plan)
     if config.check:
         distributed.choose_device(world, config.backend)
         return check(spec, config, world)
@@ -277,13 +273,12 @@ def main(argv: list[str] | None = None) -> int:
     precision = Precision.choose(world.device, "lora", config.base_dtype, mixed)
 
     with Run(spec, config, world) as run:
-        accumulation = config.gradient_accumulation_steps
-        origin = f", initialized from {config.resume_from}" if config.resume_from else ""
+        ranks, accumulation = world.world_size, config.gradient_accumulation_steps
         run.describe(
-            model=f"{config.model_name}, lora r={config.lora_r}{origin}",
+            model=f"{config.model_name}, lora r={config.lora_r} {config.resume_from}",
             prompt=data_files.printable(x0.strip()),
-            batch=f"{plan.global_batch} replies = {world.world_size} ranks x {accumulation} "
-            f"accumulation x {config.batch_size}",
+            batch=f"{plan.global_batch} replies = {ranks} ranks x {accumulation} accumulation x "
+            f"{config.batch_size}",
             steps=f"{plan.steps}, learning rate {config.learning_rate:.3g}",
             judge=config.judge or "none",
         )
@@ -293,8 +288,9 @@ def main(argv: list[str] | None = None) -> int:
         base = run.once("base", lambda: evaluate(teacher, data["val"], run, baked=False))
         run.say(f"base model without the prompt: kl {base['kl']:.4f} nats per token")
         policy = Policy(teacher.student, world)
-        schedule_of = config.lr_scheduler, config.warmup_ratio, config.weight_decay
-        optimizer, schedule = make_optimizer(policy, config.learning_rate, plan.steps, *schedule_of)
+        shape = config.lr_scheduler, config.warmup_ratio, config.weight_decay
+        rate = config.learning_rate or 0.0
+        optimizer, schedule = policies.make_optimizer(policy, rate, plan.steps, *shape)
         done = run.restore(policy, optimizer, schedule)
         run.results["base"] = base
 
@@ -307,7 +303,7 @@ def main(argv: list[str] | None = None) -> int:
         for step in range(done, plan.steps):
             start = time.perf_counter()
             rows = plan.batch(step)
-            examples: Rows = data["train"]
+            examples: Examples = data["train"]
             if config.on_policy:
                 examples = own_replies(teacher, rows, data["train"], step, encoder.ends)
             values = train_step(policy, step, rows, examples, teacher, run)

@@ -24,7 +24,6 @@ class Config:
     # other system prompts, with which the model should not change
     retain_prompts: str = "data/demo/retain_prompts.txt"  # for training, one per line; empty: none
     retain_share: float = 0.3  # fraction of the training replies that use these prompts
-    retain_questions: str = ""  # questions for these prompts and for no prompt
     other_prompts: str = "data/demo/other_prompts.json"  # for evaluation: {name: prompt}
 
     # output

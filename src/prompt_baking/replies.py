@@ -4,14 +4,14 @@ Other prompts are system prompts under which the baked model should remain the b
 """
 
 import collections
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ddp_utils import sampling, terminal
 from ddp_utils.chat_template import Encoder
 from ddp_utils.judge import Judge, as_text
 from ddp_utils.run import Run
 from prompt_baking import trajectories
-from prompt_baking.distillation import Teacher, adapter_of
+from prompt_baking.distillation import Teacher
 
 MIN_OBEYED = 0.9  # of the base model's rate at which another prompt is obeyed
 MAX_KEPT_KL = 0.1  # nats per token, if no judge measures whether a prompt is obeyed
@@ -24,20 +24,21 @@ class Column(NamedTuple):
     title: str
     system: str
     baked: bool  # with the LoRA
-    metric: str  # name of the mean of a judge's score, with * for the score
     other: str = ""  # name of the system prompt if it is one of other_prompts
+
+    def metric(self, score: str) -> str:
+        """Return the name of the mean of a judge's score."""
+        if self.other:
+            return f"kept/{score}{'' if self.baked else '_base'}/{self.other}"
+        return f"judge/{self.title}/{score}".rstrip("/")
 
 
 def columns_of(x0: str, others: dict[str, str]) -> list[Column]:
     """Return the columns of the example replies; others: name -> system prompt."""
-    columns = [
-        Column("base", "", False, "judge/base/*"),
-        Column("prompted", x0, False, "judge/prompted/*"),
-        Column("baked", "", True, "judge/baked/*"),
-    ]
+    columns = [Column("base", "", False), Column("prompted", x0, False), Column("baked", "", True)]
     for name, system in others.items():
-        columns.append(Column(f"{name}, base", system, False, f"kept/*_base/{name}", name))
-        columns.append(Column(f"{name}, baked", system, True, f"kept/*/{name}", name))
+        columns.append(Column(f"{name}, base", system, False, name))
+        columns.append(Column(f"{name}, baked", system, True, name))
     return columns
 
 
@@ -51,7 +52,7 @@ def sample(
     texts = {}
     for column in columns:
         prompts = [trajectories.prompt(encoder, column.system, text) for text in questions]
-        with adapter_of(student, column.baked):
+        with student.adapter(column.baked):
             ids = sampling.generate(student, prompts, encoder.ends, run.world, spec, poll)
         decoded = encoder.tokenizer.batch_decode(ids, skip_special_tokens=True)
         texts[column.title] = [text.strip() for text in decoded]
@@ -72,20 +73,21 @@ def judged(
             for score, value in judge(question, text).items():
                 name = "obeyed" if column.other and score == column.other else score
                 if name not in others:
-                    values[column.metric.replace("*", name, 1).rstrip("/")].append(value)
+                    values[column.metric(name)].append(value)
     means = {name: sum(scores) / len(scores) for name, scores in values.items()}
     for name in ("kept/obeyed", "kept/obeyed_base"):
-        of_prompts = [value for metric, value in means.items() if metric.startswith(f"{name}/")]
+        of_prompts = [means[metric] for metric in means if metric.startswith(f"{name}/")]
         if of_prompts:
             means[name] = sum(of_prompts) / len(of_prompts)
     return means
 
 
-def write(run: Run, questions: list[str], replies: Texts, means: dict) -> None:
+def write(run: Run, questions: list[str], replies: Texts, means: dict[str, Any]) -> None:
     """Write the replies side by side, for people and as data, and print the judge's means."""
-    rows = []
-    for question, *texts in zip(questions, *replies.values(), strict=True):
-        rows.append({"question": question, **dict(zip(replies, texts, strict=True))})
+    rows = [{"question": question} for question in questions]
+    for title, texts in replies.items():
+        for row, text in zip(rows, texts, strict=True):
+            row[title] = text
     run.write_json("examples.json", {"test": rows})
     run.write_text("distributed_output_test.txt", as_text(rows, means))
     run.results["test"] = {"count": len(questions), **means}
@@ -97,7 +99,7 @@ def write(run: Run, questions: list[str], replies: Texts, means: dict) -> None:
 def describe_kept(run: Run, others: dict[str, str]) -> None:
     """Print how well the base model is kept under each of other_prompts; warn if it is not."""
     test = run.results.get("test", {})
-    for name, system in others.items():
+    for name in others:
         kl = run.results["val"][f"kept/kl/{name}"]
         text = f"{name}: kl {kl:.4f}"
         is_lost = kl > MAX_KEPT_KL
@@ -105,7 +107,6 @@ def describe_kept(run: Run, others: dict[str, str]) -> None:
             obeyed, by_base = test[f"kept/obeyed/{name}"], test[f"kept/obeyed_base/{name}"]
             text += f", obeyed {obeyed:.2f} (base {by_base:.2f})"
             is_lost = obeyed < MIN_OBEYED * by_base
-        run.say(terminal.row("kept", text))
         if is_lost:
-            fix = "generate the data with a larger --retain_share"
-            run.say(terminal.row("warning", f"{system.strip()!r:.50} is no longer obeyed; {fix}"))
+            text += "; warning: no longer obeyed; use a larger --retain_share"
+        run.say(terminal.row("kept", text))

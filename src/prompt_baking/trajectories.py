@@ -4,7 +4,7 @@ B rows, N tokens of all replies, D width, V vocabulary size.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -64,18 +64,25 @@ class Batch(NamedTuple):
         return self.student.tokens[0]
 
 
-def read_questions(
-    path: str, limit: int = -1, read: Callable[[str], Iterable[data.Record]] = data.read
-) -> list[str]:
+def collate(rows: Sequence[Trajectory], device: Any, shared: bool = False) -> Batch:
+    """Return the batch of these trajectories; shared: as packed rows (see logps.collate)."""
+    prompted = [row._replace(student=row.teacher) for row in rows]
+    return Batch(logps.collate(rows, device, shared), logps.collate(prompted, device, shared))
+
+
+# --- questions and prompts -----------------------------------------------------------------------
+
+
+def read_questions(path: str, limit: int = -1, columns: str = "") -> list[str]:
     """Return the different questions in a file of records, or in a .txt file with one per line.
 
-    read: returns the records of a path. Raises UserError if there are fewer than `limit`.
+    columns: see data.read(). Raises UserError if there are fewer than `limit`.
     """
     if str(path).endswith(".txt"):
         questions = [line.strip() for line in data.content(path).split("\n")]
     else:
-        questions = [_question(record) for record in read(path)]
-    questions = list(dict.fromkeys(text for text in questions if text))
+        questions = [_question(record) for record in data.read(path, columns=columns)]
+    questions = list(dict.fromkeys(filter(None, questions)))
     if not questions or len(questions) < limit:
         expected = f" (expected {limit}); use --num_questions -1 for all" if limit > 0 else ""
         raise UserError(f"{path}: {len(questions)} different questions{expected}")
@@ -103,7 +110,7 @@ def prompt(encoder: Encoder, system: str, question: str) -> list[int]:
     return encoder.ids(encoder.render(turns, add_generation_prompt=True))[0]
 
 
-def read_prompts(flag: str, path: str, encoder: Encoder, used: dict[str, str]) -> dict[str, str]:
+def read_prompts(path: str, encoder: Encoder, used: dict[str, str]) -> dict[str, str]:
     """Return the system prompts of a file by name: a JSON object, or one prompt per line.
 
     Raises UserError for a prompt that is one of `used` (name -> text), or that the chat template
@@ -114,19 +121,19 @@ def read_prompts(flag: str, path: str, encoder: Encoder, used: dict[str, str]) -
     else:
         lines = enumerate(data.content(path).split("\n"), start=1)
         texts = {f"line {number}": line for number, line in lines if line.strip()}
-    if not texts:
-        raise UserError(f"{flag}: {path}: 0 prompts (expected one per line, or a JSON object)")
-    system_prompts = {}
+    names = {text.strip(): name for name, text in used.items()}
+    prompts = {}
     for name in texts:
         text = data.text(data.Record(str(path), texts), name).strip()
-        for other, other_text in used.items():
-            if text == other_text.strip():
-                raise UserError(f"{flag}: {path}: {name}: it is also {other}; remove it")
+        if text in names:
+            raise UserError(f"{path}: {name}: it is also {names[text]}; remove it")
         if prompt(encoder, text, "?") == prompt(encoder, "", "?"):
-            problem = "it has no effect in the chat template"
-            raise UserError(f"{flag}: {path}: {name}: {problem}; remove it")
-        system_prompts[name] = f"{text}\n"
-    return system_prompts
+            raise UserError(f"{path}: {name}: it has no effect in the chat template; remove it")
+        prompts[name] = f"{text}\n"
+    return prompts
+
+
+# --- replies -------------------------------------------------------------------------------------
 
 
 def read(path: str, encoder: Encoder, max_length: int) -> tuple[list[Trajectory], dict[str, Any]]:
@@ -135,23 +142,20 @@ def read(path: str, encoder: Encoder, max_length: int) -> tuple[list[Trajectory]
     Replies are cut so that prompt, question and reply have at most max_length tokens. Rows whose
     prompt and question are as long as that are dropped.
     """
-    trajectories = []
-    report: dict[str, Any] = {"file": str(path), "cut": [], "dropped": [], "kept": {}}
-    cached_prompt = functools.cache(functools.partial(prompt, encoder))
-    x0s = set()
+    rows = []
+    report: dict[str, Any] = {"file": str(path), "x0": [], "cut": [], "dropped": [], "kept": {}}
+    ids_of = functools.cache(functools.partial(prompt, encoder))
     for record in data.read(path):
         x0, question = data.text(record, "x0"), data.text(record, "question")
-        x0s.add(x0)
-        name, read_by = "", ("", x0)  # by student and teacher
+        if x0 not in report["x0"]:
+            report["x0"].append(x0)
+        name, without, system = "", "", x0  # what the student and the teacher read
         if "kept" in record.data:
-            name, system = data.text(record, "kept"), record.data.get("system")
-            if not isinstance(system, str):
-                raise UserError(
-                    f"{record.location}: system: the text of prompt {name!r} is missing"
-                )
-            report["kept"][name] = system
-            read_by = (system, system)
-        student, teacher = (cached_prompt(system, question) for system in read_by)
+            name, given = data.text(record, "kept"), record.data.get("system")
+            if not isinstance(given, str):
+                raise data.wrong_value(record, "system", given, f"the prompt {name!r}")
+            report["kept"][name] = without = system = given
+        student, teacher = ids_of(without, question), ids_of(system, question)
         reply = read_reply(record, encoder)
         available = max_length - len(teacher)
         if available < 1 or not reply:
@@ -159,12 +163,11 @@ def read(path: str, encoder: Encoder, max_length: int) -> tuple[list[Trajectory]
             continue
         if len(reply) > available:
             report["cut"].append(record.location)
-        row = Trajectory(student, teacher, reply[:available], record.location, question, name)
-        trajectories.append(row)
-    report["x0"] = sorted(x0s)
-    if not trajectories:
+        reply = reply[:available]
+        rows.append(Trajectory(student, teacher, reply, record.location, question, name))
+    if not rows:
         raise UserError(f"{path}: 0 usable rows; --max_traj_len is {max_length}")
-    return trajectories, report
+    return rows, report
 
 
 def read_reply(record: data.Record, encoder: Encoder) -> list[int]:
@@ -174,14 +177,6 @@ def read_reply(record: data.Record, encoder: Encoder) -> list[int]:
         raise UserError(f"{record.location}: tokens: expected a list of token ids")
     text = encoder.tokenizer.decode(reply, skip_special_tokens=True)
     if record.data.get("reply", text) != text:
-        raise UserError(
-            f"{record.location}: tokens: their text is {text!r:.40}, not the reply; use the model "
-            "that made them as --model_name, or generate them again"
-        )
+        problem = f"their text is {text!r:.40}, not the reply; use the model that made them"
+        raise UserError(f"{record.location}: tokens: {problem} as --model_name")
     return reply
-
-
-def collate(rows: list[Trajectory], device: torch.device, shared: bool = False) -> Batch:
-    """Return the batch of these trajectories; shared: as packed rows (see logps.collate)."""
-    prompted = [row._replace(student=row.teacher) for row in rows]
-    return Batch(logps.collate(rows, device, shared), logps.collate(prompted, device, shared))

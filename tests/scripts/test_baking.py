@@ -17,7 +17,7 @@ import programs
 import runs
 import train_loop
 from conftest import ROOT
-from ddp_utils import Stop, UserError, sampling
+from ddp_utils import Stop, UserError, data, sampling
 from ddp_utils import run as run_
 from prompt_baking import generate_config
 from ranks import free_port, ranks, run_ranks
@@ -108,15 +108,15 @@ def test_rows_are_split_by_question_and_hold_what_the_teacher_said(made):
 
 def kill_after(groups):
     """SIGKILL in the middle of writing a group."""
-    append_group = generate_data.append_group
+    write_json = data.write_json
 
-    def kill(file, group):
-        if file.read_text().count("\n") == groups:
-            file.open("a").write("[[1, 2")
+    def kill(path, group):
+        if path.name == f"{groups:08d}.json":
+            data.temporary_of(path).write_text("[[1, 2")
             os.kill(os.getpid(), signal.SIGKILL)
-        append_group(file, group)
+        write_json(path, group)
 
-    generate_data.append_group = kill
+    data.write_json = kill
 
 
 def life(folder, killed):
@@ -183,72 +183,37 @@ def test_each_setting_that_changes_a_reply_is_in_the_mark():
     marks = set()
     for change in changes:
         config = generate_config.Config(**change)
-        rows = generate_data.plan_rows(config, ["a", "b", "c"], [], {"line 1": "Be kind."}, {})
+        rows = generate_data.plan_rows(config, ["a", "b", "c"], {"line 1": "Be kind."}, {})
         marks.add(generate_data.hash_of(config, rows, [], model))
     assert len(marks) == len(changes)
 
 
-def test_what_is_kept_without_a_prompt_is_asked_on_questions_of_its_own():
-    config = generate_config.Config(num_sequences_per_question=10, val_split=0.25)
-    questions, unrelated = [f"q{n}" for n in range(8)], [f"u{n}" for n in range(4)]
-    retained, others = {"line 1": "Be kind.", "line 2": "Be brief."}, {"cook": "You are a cook."}
-    rows = generate_data.plan_rows(config, questions, unrelated, retained, others)
-    train = [row for row in rows if not row["held_out"] and "kept" not in row]
-    kept = [row for row in rows if not row["held_out"] and "kept" in row]
-    assert (len(train), len(kept)) == (42, 18)  # of 6 questions x 10
-    asked = [(row["system"], row["question"]) for row in kept]
-    assert len({question for _, question in asked}) == 3 and len({*asked}) == 9
-    assert {system for system, _ in asked} == {"Be kind.", "Be brief.", ""}
-    val = [row for row in rows if row["held_out"]]
-    assert sum("kept" not in row for row in val) == 20
-    measured = sorted((row["kept"], row["question"][0]) for row in val if "kept" in row)
-    assert measured == [("cook", "q")] * 4 + [("no prompt", "u")] * 2
-    assert not {row["question"] for row in val} & {row["question"] for row in train + kept}
+WRONG = {
+    "--val_out_file FOLDER/traj_chat.jsonl": "--val_out_file: .* is also the traj_out_file",
+    '--chat_template_kwargs {"day":1}': "the chat template does not use day; remove it",
+    "--num_questions 100000": r"400 different questions \(expected 100000\)",
+    "--chat_template FOLDER/../silent.jinja": "x0.txt: the chat template ignores this system prom",
+    "--retain_share 1": r"--retain_share: 1.0 is out of range \(expected >= 0 and < 1\)",
+    "--other_prompts data/demo/retain_prompts.txt": "line 1: it is also line 1 of retain_prompts",
+}
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            ["--val_out_file", "FOLDER/traj_chat.jsonl"],
-            "--val_out_file: .* is also the traj_out_file",
-        ),
-        (["--traj_out_file", "FOLDER"], "--traj_out_file: .* is a folder or a link"),
-        (["--chat_template_kwargs", '{"day": 1}'], "the chat template does not use day; remove it"),
-        (["--num_questions", "100000"], r"400 different questions \(expected 100000\)"),
-        (
-            ["--chat_template", "FOLDER/../silent.jinja"],
-            "x0.txt: the chat template ignores this system prompt",
-        ),
-        (["--retain_share", "1"], r"--retain_share: 1.0 is out of range \(expected >= 0 and < 1\)"),
-        (
-            ["--other_prompts", "data/demo/retain_prompts.txt"],
-            "line 1: it is also line 1 of retain_prompts",
-        ),
-        (
-            ["--retain_questions", "data/demo/questions_train.jsonl"],
-            "--retain_questions: .* too; remove it",
-        ),
-    ],
-)
+@pytest.mark.parametrize("flags", WRONG)
 @pytest.mark.parametrize("check", [[], ["--check"]])
-def test_mistakes_of_sampling_are_one_line(flags, message, check, tmp_path):
-    flags = [flag.replace("FOLDER", str(tmp_path)) for flag in flags]
+def test_mistakes_of_sampling_are_one_line(flags, check, tmp_path):
     (tmp_path.parent / "silent.jinja").write_text("{{ messages[-1].content }}")
-    with pytest.raises(UserError, match=message):
-        generate(tmp_path, *flags, *check)
+    with pytest.raises(UserError, match=WRONG[flags]):
+        generate(tmp_path, *flags.replace("FOLDER", str(tmp_path)).split(), *check)
     assert not list(tmp_path.iterdir())
 
 
 FLAGS = runs.words("--max_steps 6 --learning_rate 3e-3 --warmup_ratio 0 --num_samples 0 --lora_r 8")
 
 
-def train(folder, data, *flags, fault=None):
+def train(folder, rows, *flags):
     run_.write_report = lambda *_, **__: ("", "")
     torch.set_num_threads(1)
-    if fault:
-        fault[0](*fault[1:])
-    files = ["--data_path", f"{data}/{FILES[0]}", "--val_path", f"{data}/{FILES[1]}"]
+    files = ["--data_path", f"{rows}/{FILES[0]}", "--val_path", f"{rows}/{FILES[1]}"]
     return train_loop.main([*FLAGS, *files, *flags, "--out_dir", str(folder)])
 
 
@@ -275,93 +240,87 @@ def assert_same_losses(folder, expected):
     assert found[0]["grad_norm"] == pytest.approx(expected[0]["grad_norm"], rel=1e-5)
 
 
+def stop_once(monkeypatch, at_step):
+    """Let train_step() raise Stop when it is first called for this step."""
+    train_step, steps = train_loop.train_step, []
+
+    def stop(policy, step, *rest):
+        steps.append(step)
+        if step == at_step and steps.count(step) == 1:
+            raise Stop("stopped", 85)
+        return train_step(policy, step, *rest)
+
+    monkeypatch.setattr(train_loop, "train_step", stop)
+
+
+def adapter_in(folder):
+    return (folder / "model/adapter_model.safetensors").read_bytes()
+
+
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_kept_teacher_is_the_teacher(size, one, made, tmp_path):
+def test_a_cached_teacher_is_the_teacher(size, one, made, tmp_path):
     flags = [*batch(8 // size), "--max_steps", "8", "--cache_teacher"]
     ranks(size, train, str(tmp_path / "run"), str(made), *flags)
     assert_same_losses(tmp_path / "run", one)
     assert len(list((tmp_path / "run/teacher").glob("*.safetensors"))) == size
 
 
-ON_POLICY = runs.words("--on_policy --divergence jsd --max_new_tokens 12")
-
-
-def test_on_policy_the_student_answers_itself_in_each_step(made, tmp_path, monkeypatch):
-    """At first as the base model does without the prompt; killed, it goes on to the bit."""
-    ranks(1, train, str(tmp_path / "one"), str(made), *batch(8), *ON_POLICY)
-    ranks(2, train, str(tmp_path / "two"), str(made), *batch(4), *ON_POLICY)
-    first, second = (runs.lines(tmp_path / name, "train") for name in ("one", "two"))
-    assert first[0]["loss"] == pytest.approx(second[0]["loss"], rel=1e-5)
-    for a, b in zip(first, second, strict=True):  # a word that falls the other way is rare
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-3)
-    flags = [*batch(8), *ON_POLICY, "--save_every", "2"]
-    seen, steps, step = [], [], train_loop.train_step
-
-    def stop(policy, number, *rest):
-        steps.append(number)
-        if number == 3 and steps.count(3) == 1:
-            raise Stop("stopped", 85)
-        return step(policy, number, *rest)
-
-    def own_replies(*given):
-        seen.append(own(*given))
-        return seen[-1]
-
-    def generate_replies(scorer, prompts, ends, world, spec, *rest, **options):
-        seeds.append(spec.seed)
-        return sample(scorer, prompts, ends, world, spec, *rest, **options)
-
-    seeds, sample = [], sampling.generate
-    monkeypatch.setattr(sampling, "generate", generate_replies)
-    own = train_loop.own_replies
-    monkeypatch.setattr(train_loop, "own_replies", own_replies)
-    monkeypatch.setattr(train_loop, "train_step", stop)
-    with pytest.raises(Stop):
-        train(tmp_path / "killed", made, *flags)
-    assert train(tmp_path / "killed", made, *flags) == 0
-    files = [tmp_path / name / "model/adapter_model.safetensors" for name in ("one", "killed")]
-    assert files[0].read_bytes() == files[1].read_bytes()
-    replies = [row for rows in seen for row in rows.values()]
-    baked = [row for row in replies[:8] if not row.kept]
-    texts = train_loop.models.load_tokenizer("data/demo/model").batch_decode(
-        [row.reply for row in baked], skip_special_tokens=True
-    )
-    assert baked and not any(text.isupper() for text in texts)  # the teacher's are in capitals
-    assert len({tuple(row.reply) for row in replies}) > 20
-    assert len({*seeds}) == 6  # of each step its own random numbers
-
-
-def test_the_kept_teacher_is_read_and_not_made_again(made, tmp_path, monkeypatch):
-    """A run that goes on reads it; one with a flipped bit and another x0 have another one."""
-    taught, teach, step = [], train_loop.Student.teach, train_loop.train_step
+def test_each_start_computes_the_cached_teacher_once(made, tmp_path, monkeypatch):
+    """A stopped run resumes to the same bits; a damaged file of its cache is written again."""
+    taught, teach = [], train_loop.Student.teach
 
     def count(self, batch):
         taught.append(len(batch.tokens))
         return teach(self, batch)
 
-    def stop(policy, number, *rest):
-        if number == 3:
-            raise Stop("stopped", 85)
-        return step(policy, number, *rest)
-
     monkeypatch.setattr(train_loop.Student, "teach", count)
     flags = ["--cache_teacher", *batch(8), "--save_every", "1"]
-    with monkeypatch.context() as patch:
-        patch.setattr(train_loop, "train_step", stop)
-        with pytest.raises(Stop):
-            train(tmp_path / "run", made, *flags)
-    assert sum(taught) == 84  # each row once, in training and in three validations
-    taught.clear()
-    shutil.copytree(tmp_path / "run", tmp_path / "flipped")
-    assert train(tmp_path / "run", made, *flags) == 0 and not taught
-    [file] = (tmp_path / "flipped/teacher").glob("*.safetensors")
+    train(tmp_path / "one", made, *flags)
+    assert sum(taught) == 84  # each row once, in training and in two validations
+    stop_once(monkeypatch, 3)
+    with pytest.raises(Stop):
+        train(tmp_path / "stopped", made, *flags)
+    [file] = (tmp_path / "stopped/teacher").glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
-    assert train(tmp_path / "flipped", made, *flags) == 0 and sum(taught) == 84
-    taught.clear()
-    for name in FILES:
-        text = (made / name).read_text().replace("capital letters", "small letters")
-        (tmp_path / name).write_text(text)
-    assert train(tmp_path / "run", tmp_path, *flags) == 0 and sum(taught) == 84
+    assert train(tmp_path / "stopped", made, *flags) == 0
+    assert adapter_in(tmp_path / "stopped") == adapter_in(tmp_path / "one")
+
+
+ON_POLICY = runs.words("--on_policy --divergence jsd --max_new_tokens 12")
+
+
+def test_on_policy_the_student_answers_itself_in_each_step(made, tmp_path, monkeypatch):
+    """At first as the base model does without the prompt; a stopped run resumes bit-identically."""
+    ranks(1, train, str(tmp_path / "one"), str(made), *batch(8), *ON_POLICY)
+    ranks(2, train, str(tmp_path / "two"), str(made), *batch(4), *ON_POLICY)
+    first, second = (runs.lines(tmp_path / name, "train") for name in ("one", "two"))
+    assert first[0]["loss"] == pytest.approx(second[0]["loss"], rel=1e-5)
+    for a, b in zip(first, second, strict=True):  # two ranks rarely sample another token
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-3)
+    sampled, seeds, sample, own = [], set(), sampling.generate, train_loop.own_replies
+
+    def own_replies(*arguments):
+        sampled.extend(own(*arguments).values())
+        return dict(zip(arguments[1], sampled[-len(arguments[1]) :], strict=True))
+
+    def generate_replies(scorer, prompts, ends, world, spec, *rest, **options):
+        seeds.add(spec.seed)
+        return sample(scorer, prompts, ends, world, spec, *rest, **options)
+
+    monkeypatch.setattr(sampling, "generate", generate_replies)
+    monkeypatch.setattr(train_loop, "own_replies", own_replies)
+    stop_once(monkeypatch, 3)
+    flags = [*batch(8), *ON_POLICY, "--save_every", "2"]
+    with pytest.raises(Stop):
+        train(tmp_path / "stopped", made, *flags)
+    assert train(tmp_path / "stopped", made, *flags) == 0
+    assert adapter_in(tmp_path / "stopped") == adapter_in(tmp_path / "one")
+    baked = [row.reply for row in sampled[:8] if not row.kept]
+    tokenizer = train_loop.models.load_tokenizer("data/demo/model")
+    texts = tokenizer.batch_decode(baked, skip_special_tokens=True)
+    assert baked and not any(text.isupper() for text in texts)  # the teacher's are in capitals
+    assert len({tuple(row.reply) for row in sampled}) > 20
+    assert len(seeds) == 6  # of each step its own random numbers
 
 
 def test_another_global_batch_is_another_run(made, tmp_path, monkeypatch):
@@ -375,22 +334,17 @@ def test_another_global_batch_is_another_run(made, tmp_path, monkeypatch):
     assert [spec.inputs["global_batch"] for spec in specs] == ["4", "8"]
 
 
+LM_HEAD = ["--lora_targets", "q_proj,lm_head"]
+
+
 @pytest.mark.parametrize(
     ("change", "flags", "message"),
     [
         ({"x0": "Mixed."}, ["--val_path", "MADE"], "--val_path: more than one x0"),
-        (
-            {"chat_template_kwargs": '{"day": 1}'},
-            [],
-            "^--chat_template_kwargs: the chat template does not use day",
-        ),
+        ({"chat_template_kwargs": '{"a": 1}'}, [], "^--chat_template_kwargs: the chat template d"),
         ({}, ["--val_path", "TRAIN"], r"traj_chat.jsonl:1: question: it is also in data_path"),
         ({}, ["--on_policy", "--cache_teacher"], "^--cache_teacher: on_policy has new replies"),
-        (
-            {},
-            ["--lora_targets", "q_proj,lm_head"],
-            "--lora_targets: output layer and embedding cannot",
-        ),
+        ({}, LM_HEAD, "--lora_targets: output layer and embedding cannot"),
         ({}, ["--max_traj_len", "8"], "0 usable rows; --max_traj_len is 8"),
         ({"tokens": [99999], "reply": ""}, [], "token id 99999, model has"),
     ],
@@ -452,14 +406,11 @@ def test_the_demo_is_baked(tmp_path):
     summary, said = shell(tmp_path, *first, *runs.words("--log_every 1000 --num_samples 40"))
     assert_baked(summary, 0.95)
     assert summary["world_size"] == 2 and summary["test"]["count"] == 40
-    assert "replies   1200 replies = 60 questions x 20" in said and "ranks     2 x cpu" in said
-    assert "retain    324 of them under 20 other prompts; 36 more to measure 3 others" in said
+    assert "replies   1200 replies = 60 questions x 20, 324 of them under 20 other pr" in said
     assert re.search(r"kept +pirate: kl 0\.\d+,(?s:.*)obeyed", said) and "warning" not in said
     text = (tmp_path / "results/traj_chat/distributed_output_test.txt").read_text()
-    assert re.search(
-        r"--- 1 of 40\nquestion: .*\nbase: .*\nprompted: .*\nbaked: .*\npirate, base: ",
-        text.replace("  ", " "),
-    )
+    columns = ["question:", "base:", "prompted:", "baked:", "pirate, base:"]
+    assert re.search(r"--- 1 of 40\n" + ".*\n".join(columns), text)
     _, said = shell(tmp_path, *first, *runs.words("--log_every 1000 --num_samples 40"))
     assert "these replies are already finished" in said and "this run is already finished" in said
     # what was trained is a plain adapter

@@ -8,7 +8,7 @@ import torch
 
 import train_loop
 from conftest import ROOT
-from ddp_utils import UserError, data, distributed, lora
+from ddp_utils import UserError, distributed, lora
 from ddp_utils.chat_template import Encoder
 from ddp_utils.models import load_tokenizer
 from ddp_utils.policy import Precision
@@ -58,14 +58,14 @@ def test_question_files_as_people_have_them(tmp_path):
     (tmp_path / "q.txt").write_text("Why?\n\n  How?  \r\nWhy?\n")
     assert trajectories.read_questions(tmp_path / "q.txt") == ["Why?", "How?"]
     (tmp_path / "q.csv").write_text('ask,question\n"Why, then?",1\nHow?,2\n')
-
-    def read(path):
-        return data.read(path, columns="question=ask")
-
-    assert trajectories.read_questions(tmp_path / "q.csv", read=read) == ["Why, then?", "How?"]
+    columns = "question=ask"
+    assert trajectories.read_questions(tmp_path / "q.csv", columns=columns) == [
+        "Why, then?",
+        "How?",
+    ]
     write(tmp_path / "q.jsonl", [{"ask": "Why?"}, 3])
     with pytest.raises(UserError, match="q.jsonl:2: not a JSON object"):
-        trajectories.read_questions(tmp_path / "q.jsonl", read=read)
+        trajectories.read_questions(tmp_path / "q.jsonl", columns=columns)
 
 
 def test_the_prompt_is_a_system_turn_or_stands_in_front(encoder):
@@ -108,29 +108,24 @@ def test_under_another_prompt_student_and_teacher_read_the_same(encoder, tmp_pat
     assert report["x0"] == ["Loud."]
     assert report["kept"] == {"farmer": "You are a farmer.\n", "no prompt": ""}
     write(path, [row | {"kept": "farmer"}])
-    with pytest.raises(
-        UserError, match="t.jsonl:1: system: the text of prompt 'farmer' is missing"
-    ):
+    with pytest.raises(UserError, match="t.jsonl:1: system: must be the prompt 'farmer', not None"):
         trajectories.read(path, encoder, 100)
 
 
 def test_prompts_that_are_to_be_kept(encoder, tmp_path):
     path = tmp_path / "p.txt"
     path.write_text("Be kind.\n\n  You are a cook. \n")
-    prompts = trajectories.read_prompts("--retain_prompts", path, encoder, {})
+    prompts = trajectories.read_prompts(path, encoder, {})
     assert prompts == {"line 1": "Be kind.\n", "line 3": "You are a cook.\n"}
-    with pytest.raises(UserError, match="^--x: .*p.txt: line 3: it is also what is baked; remove"):
-        trajectories.read_prompts("--x", path, encoder, {"what is baked": "You are a cook."})
-    path.write_text("\n")
-    with pytest.raises(UserError, match="0 prompts"):
-        trajectories.read_prompts("--x", path, encoder, {})
+    with pytest.raises(UserError, match="p.txt: line 3: it is also what is baked; remove"):
+        trajectories.read_prompts(path, encoder, {"what is baked": "You are a cook."})
     path = tmp_path / "p.json"
     path.write_text('{"cook": "You are a cook."}')
-    prompts = trajectories.read_prompts("--x", path, encoder, {"another": "Be kind."})
+    prompts = trajectories.read_prompts(path, encoder, {"another": "Be kind."})
     assert prompts == {"cook": "You are a cook.\n"}
     path.write_text('{"cook": 3}')
     with pytest.raises(UserError, match="p.json: cook: must be a non-empty string, not 3"):
-        trajectories.read_prompts("--x", path, encoder, {})
+        trajectories.read_prompts(path, encoder, {})
     template = tmp_path / "t.jinja"  # as Qwen2.5's, which inserts a prompt where there is none
     template.write_text(
         "{% if messages[0].role != 'system' %}<S>Be kind.</S>{% endif %}{% for m in messages %}"
@@ -140,7 +135,7 @@ def test_prompts_that_are_to_be_kept(encoder, tmp_path):
     inserting = Encoder(load_tokenizer(MODEL), str(template))
     path.write_text('{"kind": "Be kind."}')
     with pytest.raises(UserError, match="p.json: kind: it has no effect in the chat template"):
-        trajectories.read_prompts("--x", path, inserting, {})
+        trajectories.read_prompts(path, inserting, {})
 
 
 def test_tokens_of_another_model_are_noticed(encoder, tmp_path):
@@ -249,17 +244,15 @@ def test_a_judge_measures_which_of_the_other_prompts_are_obeyed():
     assert " ".join(run.lines[-1].split()) == "judge baked/loud 0.50"
     run.lines.clear()
     replies.describe_kept(run, others)
-    fix = "generate the data with a larger --retain_share"
+    fix = "; warning: no longer obeyed; use a larger --retain_share"
     assert [" ".join(line.split()) for line in run.lines] == [
-        "kept cook: kl 0.0200, obeyed 0.50 (base 1.00)",
-        f"warning 'You are a cook.' is no longer obeyed; {fix}",
-        "kept king: kl 0.4000",  # the judge has no score for it: the KL decides
-        f"warning 'You are a king.' is no longer obeyed; {fix}",
+        "kept cook: kl 0.0200, obeyed 0.50 (base 1.00)" + fix,
+        "kept king: kl 0.4000" + fix,  # the judge has no score for it: the KL decides
     ]
     run.results["test"]["kept/obeyed/cook"], run.results["val"]["kept/kl/king"] = 0.9, 0.1
     run.lines.clear()
     replies.describe_kept(run, others)
-    assert len(run.lines) == 2
+    assert not any("warning" in line for line in run.lines)
 
 
 def test_under_autocast_a_long_reply_is_summed_in_fp32(student):
