@@ -32,8 +32,7 @@ def replies(sharded=False, longest=12):
         turns = [{"role": "user", "content": question}]
         prompts += 3 * [encoder.ids(encoder.render(turns, add_generation_prompt=True))[0]]
     spec = SimpleNamespace(**{**vars(SETTINGS), "max_new_tokens": longest})
-    found = sampling.generate(scorer, prompts, encoder.ends, world, spec)
-    return found, len(calls)
+    return sampling.generate(scorer, prompts, encoder.ends, world, spec), len(calls)
 
 
 def test_the_same_replies_on_1_2_and_3_ranks():
@@ -54,27 +53,18 @@ def test_ranks_that_gather_layers_together_wait_for_the_longest_reply():
     assert len(calls[True]) == 1 < len(calls[False]) and calls[True] == {max(calls[False])}
 
 
-linux = pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="reads /proc")
-
-
 def sockets_of_a_group():
-    """Addresses at which the group can be reached, and the interface that gloo was told."""
+    """Addresses at which the group can be reached, and the interface that gloo uses."""
     world = distributed.init_process_group(distributed.whoami())
     distributed.all_sum(torch.ones(2), world)
     return addresses(), os.environ.get("GLOO_SOCKET_IFNAME")
 
 
-@linux
+@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="reads /proc")
 def test_a_group_of_one_node_can_be_reached_from_this_node_alone():
-    for group, interface in ranks(2, sockets_of_a_group):
-        assert group == {"127.0.0.1"}
-        assert interface == "lo"
-
-
-@linux
-def test_an_interface_that_the_user_chose_stays():
+    assert ranks(2, sockets_of_a_group) == [({"127.0.0.1"}, "lo")] * 2
     outcome = run_ranks(2, sockets_of_a_group, env={"GLOO_SOCKET_IFNAME": "lo,lo"})
-    assert [result[1] for result in outcome.results] == ["lo,lo", "lo,lo"], outcome.logs
+    assert [result[1] for result in outcome.results] == ["lo,lo"] * 2, outcome.logs  # the user's
 
 
 def fails_on(rank):
@@ -91,9 +81,7 @@ def test_an_error_on_one_rank_is_printed_once_and_ends_all():
     for rank in (0, 1):
         outcome = run_ranks(2, fails_on, rank)
         assert outcome.codes == [NonFiniteError.exit_code] * 2
-        printed = [
-            log.count("error: parameter/x is not finite; not saved\n") for log in outcome.logs
-        ]
+        printed = [log.count("error: parameter/x is not finite") for log in outcome.logs]
         assert printed == [1 - rank, rank]
 
 

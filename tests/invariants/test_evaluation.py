@@ -34,31 +34,30 @@ def seven_rows(folder):
     return path
 
 
+def load(path):
+    data, _ = reading.pairs(path, Encoder(load_tokenizer("data/demo/model")))
+    return data, AutoModelForCausalLM.from_pretrained(models.model_path("data/demo/model"))
+
+
 def evaluations(path, reference):
     """main_distributed.evaluate of a policy against a table that is not its own log-probs."""
     world = distributed.init_process_group(distributed.whoami())
-    tokenizer = load_tokenizer("data/demo/model")
-    data, _ = reading.pairs(path, Encoder(tokenizer))
-    model = AutoModelForCausalLM.from_pretrained(models.model_path("data/demo/model"))
+    data, model = load(path)
     policy = Policy(logps.Scorer(model).float(), world, trained=False)
     run = SimpleNamespace(world=world, stop_if_requested=lambda: None)
+    tables = {"test": data}, {"test": reference}
     results = []
     for batch_size in (1, 2, 3):
         config = Config(batch_size=batch_size * world.world_size, beta=0.3)
         with torch.no_grad():
-            results.append(
-                main_distributed.evaluate(
-                    policy, "test", {"test": data}, {"test": reference}, config, run
-                )
-            )
+            results.append(main_distributed.evaluate(policy, "test", *tables, config, run))
     return results
 
 
 def float64_means(path, reference):
     """Each pair alone, full logits, float64 throughout; the closed form of the DPO loss."""
-    tokenizer = load_tokenizer("data/demo/model")
-    data, _ = reading.pairs(path, Encoder(tokenizer))
-    model = AutoModelForCausalLM.from_pretrained(models.model_path("data/demo/model")).double()
+    data, model = load(path)
+    model.double()
     sums = dict.fromkeys(NAMES, 0.0)
     for row, pair in enumerate(data):
         with torch.no_grad():

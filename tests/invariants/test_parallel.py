@@ -31,52 +31,45 @@ def policy_and_pairs(fine_tuning="lora"):
 
 
 def one_step(world, policy, optimizer, schedule, data):
-    """A step on all pairs, shared out; returns the loss of the global batch."""
-    mine = data[world.rank :: world.world_size]
+    """A step on all pairs, split over the ranks -> the loss of the global batch."""
     policy.sync_gradients(True)
-    chosen, rejected = policy(logps.collate(mine))
+    chosen, rejected = policy(logps.collate(data[world.rank :: world.world_size]))
     loss = (rejected - chosen).sum() / len(data)
     policy.backward(loss * world.world_size)
     policy.step(optimizer, schedule, policy.clip_grad_norm(1.0).item())
     return distributed.all_sum(loss.detach(), world).item()
 
 
-def save_after_two(folder, fine_tuning):
+def three_steps(folder, fine_tuning, is_resumed):
+    """Save a state after two steps, or load it -> the losses of the next three steps."""
     parts = policy_and_pairs(fine_tuning)
-    for _ in range(2):
-        one_step(*parts)
-    tensors = parts[1].state(parts[2])
-    if parts[0].is_main:
-        checkpoints.write(folder, 2, tensors, {})
-    return [one_step(*parts) for _ in range(3)]
-
-
-def load_and_go_on(folder, fine_tuning):
-    parts = policy_and_pairs(fine_tuning)
-    path, skipped = checkpoints.find_newest(folder)
-    assert skipped == []
-    tensors, manifest = checkpoints.read(path)
-    assert manifest["step"] == 2
-    parts[1].load_state(*parts[2:4], tensors, 2)
+    world, policy, optimizer, schedule, _ = parts
+    if is_resumed:
+        path, skipped = checkpoints.find_newest(folder)
+        tensors, manifest = checkpoints.read(path)
+        assert (manifest["step"], skipped) == (2, [])
+        policy.load_state(optimizer, schedule, tensors, 2)
+    else:
+        for _ in range(2):
+            one_step(*parts)
+        tensors = policy.state(optimizer)
+        if world.is_main:
+            checkpoints.write(folder, 2, tensors, {})
     return [one_step(*parts) for _ in range(3)]
 
 
 @pytest.mark.parametrize("fine_tuning", ["lora", "full"])
-def test_complaint_24_a_state_saved_on_4_ranks_goes_on_on_1_and_2(fine_tuning, tmp_path):
-    expected = ranks(4, save_after_two, str(tmp_path), fine_tuning)[0]
+def test_complaint_24_a_state_saved_on_4_ranks_is_loaded_on_1_and_2(fine_tuning, tmp_path):
+    expected = ranks(4, three_steps, tmp_path, fine_tuning, False)[0]
     names = checkpoints.read(checkpoints.find_newest(tmp_path)[0])[0]
     assert not [name for name in names if "module." in name or "_orig_mod" in name]
     kinds = {name.split("/")[0] for name in names}
     assert kinds == {"parameter", "exp_avg", "exp_avg_sq", "step", "loss_scale"}
     for world_size in (1, 2, 4):
-        found = ranks(world_size, load_and_go_on, str(tmp_path), fine_tuning)[0]
-        assert found == pytest.approx(expected, rel=1e-5)
-    fresh = ranks(1, load_nothing, fine_tuning)[0]  # the control: without the state
-    assert abs(fresh - expected[0]) > 1e-3 * abs(expected[0])
-
-
-def load_nothing(fine_tuning):
-    return one_step(*policy_and_pairs(fine_tuning))
+        losses = ranks(world_size, three_steps, tmp_path, fine_tuning, True)[0]
+        assert losses == pytest.approx(expected, rel=1e-5)
+    first_loss = one_step(*policy_and_pairs(fine_tuning))  # without the state it is another
+    assert abs(first_loss - expected[0]) > 1e-3 * abs(expected[0])
 
 
 def reductions():
@@ -112,15 +105,13 @@ def test_the_loss_scale_halves_after_an_overflow_and_doubles_after_2000_good_ste
     assert off.allows_step(float("nan")) and off.scale == 1.0
 
 
-def test_under_a_loss_scale_gradients_and_steps_are_those_without(monkeypatch):
-    found = []
-    for scaled in (False, True):
+def test_under_a_loss_scale_steps_are_those_without():
+    curves = []
+    for is_scaled in (False, True):
         parts = policy_and_pairs()
-        if scaled:
-            parts[1].loss_scale = LossScale(enabled=True)
-        losses = [one_step(*parts) for _ in range(3)]
-        found.append((losses, list(parts[1].trainable().values())))
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
+        parts[1].loss_scale = LossScale(is_scaled)
+        curves.append([one_step(*parts) for _ in range(3)])
+    assert curves[0] == pytest.approx(curves[1], rel=1e-6)
 
 
 SCHEDULE = {  # 10 steps, 2 of warm-up
@@ -142,41 +133,40 @@ def test_the_peak_rate_by_hand():
         assert learning_rate(1e-5, scaling, 64 / 16, world_size=8) == pytest.approx(rate)
 
 
-KEPT = {  # what FSDP is told, processes of a node -> what a rank of two keeps of a layer
-    "FULL_SHARD": (fsdp.Settings(), 2, (0.5, True, 3, torch.bfloat16, False)),
-    "SHARD_GRAD_OP": (fsdp.Settings("SHARD_GRAD_OP"), 2, (0.5, False, 3, torch.bfloat16, False)),
-    "HYBRID_SHARD": (fsdp.Settings("HYBRID_SHARD"), 1, (1.0, True, 3, torch.bfloat16, False)),
-    "one piece": (
-        fsdp.Settings(fsdp_auto_wrap_policy="NO_WRAP"),
-        2,
-        (0.5, False, 1, torch.bfloat16, False),
-    ),
-    "offload": (fsdp.Settings(fsdp_offload_params=True), 2, (0.5, True, 3, torch.bfloat16, True)),
+KEPT = {  # settings of FSDP -> what a rank of two keeps of a layer, see below
+    (): (0.5, True, 3, False),
+    (("fsdp_sharding_strategy", "SHARD_GRAD_OP"),): (0.5, False, 3, False),
+    (("fsdp_sharding_strategy", "HYBRID_SHARD"),): (1.0, True, 3, False),
+    (("fsdp_auto_wrap_policy", "NO_WRAP"),): (0.5, False, 1, False),
+    (("fsdp_offload_params", True),): (0.5, True, 3, True),
 }
 
 
 def kept_by_fsdp():
-    """Share of its numbers, whether it is shared out again after a forward, how many parts are
-    sharded by themselves, the dtype that computes, and whether it waits in the host's memory."""
+    """For each of KEPT: the part of a weight that this rank has, whether it is sharded again after
+    a forward, how many modules are sharded one by one, and whether shards are on the host."""
     world, kept = distributed.init_process_group(distributed.whoami()), []
-    for settings, local_size, _ in KEPT.values():
+    for options in KEPT:
+        settings = fsdp.Settings(**dict(options))
+        is_hybrid = settings.fsdp_sharding_strategy == "HYBRID_SHARD"
         sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=2, vocab_size=12)
         model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
         scorer, dtypes = logps.Scorer(model, torch.bfloat16), []
-        weight = model.model.layers[0].mlp.up_proj
-        weight.register_forward_pre_hook(lambda module, _: dtypes.append(module.weight.dtype))  # noqa: B023
-        fsdp.shard(scorer, settings, world._replace(local_size=local_size))
-        share = fsdp.local(weight.weight).numel() / weight.weight.numel()
+        layer = model.model.layers[0].mlp.up_proj
+        layer.register_forward_pre_hook(lambda module, _: dtypes.append(module.weight.dtype))  # noqa: B023
+        fsdp.shard(scorer, settings, world._replace(local_size=1 if is_hybrid else 2))
+        fraction = fsdp.local(layer.weight).numel() / layer.weight.numel()
         with torch.no_grad():
             scorer(scorer.example(world.device))
-        parts = [module for module in scorer.modules() if isinstance(module, FSDPModule)]
-        group = parts[-1]._get_fsdp_state()._fsdp_param_group
-        offloaded = group.fsdp_params[0].offload_to_cpu
-        again = isinstance(weight.weight, DTensor)
-        kept.append((share, again, len(parts), dtypes[0], offloaded))
+        assert dtypes[0] == torch.bfloat16
+        modules = [module for module in scorer.modules() if isinstance(module, FSDPModule)]
+        group = modules[-1]._get_fsdp_state()._fsdp_param_group
+        is_sharded_again = isinstance(layer.weight, DTensor)
+        on_host = group.fsdp_params[0].offload_to_cpu
+        kept.append((fraction, is_sharded_again, len(modules), on_host))
     return kept
 
 
 def test_fsdp_keeps_what_its_strategy_says():
     for kept in ranks(2, kept_by_fsdp):
-        assert kept == [expected for _, _, expected in KEPT.values()]
+        assert kept == list(KEPT.values())
