@@ -62,7 +62,8 @@ def _become(words, cwd, env, out, err, seconds):
         signal.alarm(seconds)  # a lock that a thread held before the fork is never released
         os.dup2(out.fileno(), 1)
         os.dup2(err.fileno(), 2)
-        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)  # as Python opens it
         warnings.showwarning = _warn
         os.environ.update(env)
         os.chdir(cwd)

@@ -1,4 +1,7 @@
-"""Settings that do not go together, each one line; single values and data: tests/core/corpus."""
+"""User errors, one line each: all kinds of them, settings that conflict, and damaged models.
+
+Many more bad values and data files are in tests/core/corpus.
+"""
 
 import json
 import shutil
@@ -21,45 +24,71 @@ GOOD = {"prompt": "Who?", "chosen": "Me, of course.", "rejected": "Dunno."}
 ROOT = Path(__file__).parents[2]
 ADAPTER = ROOT / "tests/golden/demo_adapter"
 MODEL = ROOT / "data/demo/model"
-CARRY_ON = f"--fine_tuning lora --init_adapter {ADAPTER} --check"
-CASES = {  # flags -> what the line says; DATA stands for a file of good rows
-    "--method ipo --length_average": "--length_average: ipo fixes how its log-probs are summed",
-    "--method simpo --reference_model x": "--reference_model: simpo has no reference",
-    "--fine_tuning full --base_dtype bf16": "--base_dtype: full fine-tuning trains fp32",
-    "--model_name ./nothing": "--model_name: there is no folder ./nothing",
-    "--model_name no-such-model-here": "--model_name: no tokenizer at no-such-model-here",
-    "--train_data DATA --judge data/demo/judge.py:score --test_data DATA": (
-        "--judge: data/demo/judge.py:score on 'Who?': not a question of the demo"
+JUDGE = "data/demo/judge.py:score"
+YAML = f"--config {ROOT}/config.yaml"
+LORA, INIT = "--fine_tuning lora", "--init_adapter "
+USER_ERRORS = {  # kind -> flags, and how the line begins; DIR is a folder with the files below
+    "flag": ("--learing_rate 1", "--learing_rate is not a setting; did you mean --learning_rate?"),
+    "choice": ("--method DPO", "--method: invalid choice: 'DPO' (choose from "),
+    "file": ("--train_data no.jsonl", "no.jsonl: no such file (expected a regular file in "),
+    "row": ("--train_data DIR/bad.jsonl", "DIR/bad.jsonl:2: chosen: must be a non-empty string"),
+    "model": ("--model_name ./nothing", "--model_name: there is no folder ./nothing"),
+    "model on the hub": ("--model_name no-such", "--model_name: no tokenizer at no-such"),
+    "adapter": (f"{LORA} --init_adapter .", "--init_adapter: .: cannot be read: Can't find"),
+    "rank of an adapter": (f"{LORA} {INIT}{ADAPTER} --lora_r 8", "--lora_r: the adapter in init_"),
+    "template": ("--chat_template DIR/t.jinja", "--chat_template: 'question' is undefined"),
+    "device": (
+        "--backend nccl --check",
+        "--backend nccl needs a cuda device, this machine has none",
     ),
-    "--fine_tuning lora --init_adapter .": "--init_adapter: .: cannot be read: Can't find",
-    "--output_dir DIR": "--output_dir: DIR is not empty",
-    "--result_dir a/b --output_dir a": "--output_dir: a contains the run, or is in it",
-    "--result_dir a/b --output_dir a/b/checkpoints": "--output_dir: a/b/checkpoints contains",
-    f"{CARRY_ON} --lora_r 8": "--lora_r: the adapter in init_adapter has 3; leave it out",
-    f"{CARRY_ON} --lora_targets q_proj": "--lora_targets: the adapter in init_adapter has down_",
-    "--backend nccl --check": "--backend nccl needs a cuda device, this machine has none",
-    "--lora_r 8 --check": "--lora_r: there is no LoRA; use --fine_tuning lora, or leave it out",
+    "judge": (f"--judge {JUDGE} --test_data DIR/good.jsonl", f"--judge: {JUDGE} on 'Who?': not a"),
+    "method": (
+        "--method ipo --length_average",
+        "--length_average: ipo fixes how its log-probs are",
+    ),
+    "reference": (
+        "--method simpo --reference_model x",
+        "--reference_model: simpo has no reference",
+    ),
+    "dtype": ("--base_dtype bf16 --fine_tuning full", "--base_dtype: full fine-tuning trains fp32"),
+    "lora": (
+        "--lora_r 8 --check",
+        "--lora_r: there is no LoRA; use --fine_tuning lora, or leave it",
+    ),
+    "output": ("--output_dir DIR/full", "--output_dir: DIR/full is not empty"),
+    "output around the run": (
+        "--result_dir a/b --output_dir a",
+        "--output_dir: a contains the run",
+    ),
 }
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An empty working folder beside one with a file of good rows."""
-    (tmp_path / "data.jsonl").write_text("\n".join([json.dumps(GOOD)] * 3))
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full/model.safetensors").write_text("precious")
+    """Return a folder with data files; the working folder is an empty one in it."""
+    rows = [json.dumps(GOOD)] * 3
+    (tmp_path / "good.jsonl").write_text("\n".join(rows))
+    (tmp_path / "bad.jsonl").write_text(rows[0] + "\n" + json.dumps({**GOOD, "chosen": None}))
+    (tmp_path / "t.jinja").write_text("{{ question.text }}")
+    (tmp_path / "full/file").mkdir(parents=True)
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     monkeypatch.setattr("ddp_utils.distributed.device_count", lambda kind: 0)  # on any machine
     return tmp_path
 
 
-def fill(text, folder):
-    return text.replace("DATA", str(folder / "data.jsonl")).replace("DIR", str(folder / "full"))
+@pytest.mark.parametrize("kind", USER_ERRORS)
+def test_a_user_error_is_one_line_on_stderr_and_status_2(kind, folder):
+    flags, beginning = (text.replace("DIR", str(folder)) for text in USER_ERRORS[kind])
+    ended = programs.start(ROOT / "src/main_distributed.py", *flags.split(), cwd=folder / "empty")
+    assert ended.returncode == 2, ended
+    assert ended.stderr.startswith(f"error: {beginning}"), ended.stderr
+    assert ended.stderr.count("\n") == 1 and "Traceback" not in ended.stdout + ended.stderr
+    assert programs.left(folder / "empty") == []
 
 
-def refused(main, flags, folder):
-    """The one line that refuses these flags, before anything is written."""
+def error_of(main, flags, folder):
+    """Return the one line with which a program ends, before anything is written."""
     with pytest.raises(UserError) as caught:
         main(flags)
     assert "\n" not in str(caught.value)
@@ -67,13 +96,7 @@ def refused(main, flags, folder):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("flags", CASES)
-def test_a_bad_setting_costs_one_line_and_writes_nothing(flags, folder):
-    line = refused(main_distributed.main, fill(flags, folder).split(), folder)
-    assert line.startswith(fill(CASES[flags], folder))
-
-
-def test_what_is_no_adapter_is_not_merged(tmp_path):
+def test_only_an_adapter_can_be_merged(tmp_path):
     nameless, run, merged = (tmp_path / name for name in ("nameless", "run", "merged"))
     shutil.copytree(ADAPTER, run / "model")
     edit(nameless, ADAPTER, "adapter_config.json", base_model_name_or_path=None)
@@ -93,17 +116,14 @@ def test_what_is_no_adapter_is_not_merged(tmp_path):
 
 DAMAGE = {  # what happens to the tensors of a file -> what the line says
     "a layer is missing": (lambda t: {k: t[k] for k in t if ".2." not in k}, "tensors are missing"),
-    "one tensor too many": (
-        lambda t: t | {"extra": torch.ones(1)},
-        "tensors are unexpected (ext",
-    ),
+    "one tensor too many": (lambda t: t | {"extra": torch.ones(1)}, "tensors are unexpected (ext"),
     "half of it": (lambda t: dict(sorted(t.items())[::2]), "tensors are missing"),
     "of a wider base": (lambda t: {k: torch.cat([v] * 2) for k, v in t.items()}, "another shape"),
 }
 
 
 def damaged(source, folder, how):
-    """A copy of a model's or an adapter's folder, with other tensors in it."""
+    """Return a copy of a model's or an adapter's folder, with other tensors in it."""
     shutil.copytree(source, folder)
     (file,) = folder.glob("*model.safetensors")
     tensors = DAMAGE[how][0](load_file(file))
@@ -113,7 +133,7 @@ def damaged(source, folder, how):
 
 @pytest.fixture(scope="module")
 def replies(tmp_path_factory):
-    """Flags of train_loop.py for a few rows of replies."""
+    """Return flags of train_loop.py for a few rows of replies."""
     folder = tmp_path_factory.mktemp("replies")
     for name in ("train", "val"):
         row = {"question": name, "x0": "Shout.", "reply": "#$", "tokens": [5, 6]}
@@ -122,19 +142,17 @@ def replies(tmp_path_factory):
 
 
 @pytest.mark.parametrize("how", DAMAGE)
-def test_weights_that_are_not_the_models_are_refused_by_every_program(how, folder, replies, capfd):
+def test_every_program_rejects_weights_that_do_not_fit_the_model(how, folder, replies, capfd):
     model = damaged(MODEL, folder / "model", how)
     adapter = damaged(ADAPTER, folder / "adapter", how)
     programs = {
         main_distributed: [
             f"--model_name {model}",
             f"--reference_model {model}",
-            f"--fine_tuning lora --init_adapter {adapter}",
+            f"{LORA} {INIT}{adapter}",
             f"--fine_tuning full --init_adapter {adapter}",
         ],
-        train: [
-            f"--config {ROOT}/config.yaml {s}" for s in (f"--model_name {model}", INIT + adapter)
-        ],
+        train: [f"{YAML} --model_name {model}", f"{YAML} {INIT}{adapter}"],
         train_loop: [
             f"--model_name {model} {replies}",
             f"--model_name {MODEL} --resume_from {adapter} {replies}",
@@ -144,36 +162,35 @@ def test_weights_that_are_not_the_models_are_refused_by_every_program(how, folde
     }
     for program, lines in programs.items():
         for flags in lines:
-            line = refused(program.main, flags.split(), folder)
+            line = error_of(program.main, flags.split(), folder)
             place = adapter if adapter in flags else model
             assert f": {place}: " in line and DAMAGE[how][1] in line, (program, flags)
     assert capfd.readouterr().err == ""
 
 
 def edit(folder, source, file, **changes):
-    """A copy of a folder, one of its JSON files with other values."""
+    """Return a copy of a folder, one of its JSON files with other values."""
     shutil.copytree(source, folder)
     values = json.loads((folder / file).read_text()) | changes
     (folder / file).write_text(json.dumps(values))
     return str(folder)
 
 
-ODD = [  # a model's config.json, or an adapter's settings, that nothing can be made of
+ODD = [  # a model's config.json, or an adapter's settings, that cannot be used
     ("config.json", {"hidden_size": -1}),
     ("config.json", {"model_type": "perpetuum"}),
     ("adapter_config.json", {"bias": "perhaps"}),
     ("adapter_config.json", {"target_modules": ["nowhere"]}),
     ("adapter_config.json", {"init_lora_weights": "pissa"}),
 ]
-INIT = "--init_adapter "
 
 
 def test_settings_that_make_no_model_are_one_line(folder):
     for number, (file, changes) in enumerate(ODD):
         is_adapter = file == "adapter_config.json"
         place = edit(folder / str(number), ADAPTER if is_adapter else MODEL, file, **changes)
-        flags = f"--fine_tuning lora {INIT}" if is_adapter else "--model_name "
-        assert place in refused(main_distributed.main, [*flags.split(), place, "--check"], folder)
+        flags = f"{LORA} {INIT}" if is_adapter else "--model_name "
+        assert place in error_of(main_distributed.main, [*flags.split(), place, "--check"], folder)
 
 
 def test_an_architecture_that_cannot_be_trained_so_is_one_line(folder):
@@ -190,5 +207,5 @@ def test_an_architecture_that_cannot_be_trained_so_is_one_line(folder):
         for file in MODEL.glob("*token*"):
             shutil.copy(file, folder / name)
         flags = ["--model_name", str(folder / name), "--fine_tuning", fine_tuning, "--check"]
-        line = refused(main_distributed.main, flags, folder)
+        line = error_of(main_distributed.main, flags, folder)
         assert line.startswith(f"--model_name: {folder / name}: {says}")
