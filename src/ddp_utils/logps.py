@@ -169,25 +169,23 @@ def _pad(examples: Sequence[Example]) -> tuple[list, list[tuple[int, int]]]:
 def _pack(examples: Sequence[Example]) -> tuple[list, list[tuple[int, int]], list, list]:
     """Return token ids [1, T] of a packed row, and starts as in `_pad`.
 
-    Also return position ids [1, T] and, for each example, the numbers of tokens in its parts.
+    Also return position ids [1, T] and, for each example, the numbers of prompt, chosen and
+    rejected tokens. A single response counts as chosen.
     """
     ids: list[int] = []
     position_ids: list[int] = []
     spans = []
-    starts: list[list[tuple[int, int]]] = []  # for each example, for each response
+    starts = []  # for each example, for each response
     for example in examples:
+        lengths = [len(response) - 1 for response in example.responses]
+        p, c, r = len(example.prompt), lengths[0], sum(lengths[1:])
+        start = len(ids) + p
+        starts.append([(start - 1, start), (start - 1, start + c)][: len(example.responses)])
         ids += example.prompt
-        prompt_end = len(ids) - 1
-        length = len(example.prompt)
-        position_ids += range(length)
-        starts.append([])
-        span = [length]
         for response in example.responses:
-            starts[-1].append((prompt_end, len(ids)))
             ids += response[:-1]
-            position_ids += range(length, length + len(response) - 1)
-            span.append(len(response) - 1)
-        spans.append((*span, 0)[:3])  # a single response has no rejected tokens
+        position_ids += [*range(p + c), *range(p, p + r)]  # both responses follow the prompt
+        spans.append((p, c, r))
     return [ids], by_response(starts), [position_ids], spans
 
 

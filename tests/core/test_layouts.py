@@ -1,13 +1,13 @@
-"""Pairs as stretches of packed rows against each row alone; the self-tests; the frozen head.
+"""Packed rows against each row alone; the self-tests of head and layout; replies.
 
-P, C, R: fed tokens of prompt, chosen, rejected; T of a packed row; H heads, K key heads, D wide;
-N scored tokens, V words.
+P, C, R: numbers of prompt, chosen and rejected tokens of a pair; T of a packed row; H heads, K key
+heads, D head size.
 """
 
 import copy
 import itertools
 import re
-from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -166,82 +166,76 @@ def test_a_model_that_does_not_name_its_backbone_is_scored_by_its_own_logits():
 
 
 def visible(spans, window, chosen=False, others=False):
-    """[T, T]: may this token of a packed row look at that one? Written token by token."""
-    tokens = [
-        (turn, part, position)
-        for turn, (p, c, r) in enumerate(spans)
-        for part, start, length in (("p", 0, p), ("c", p, c), ("r", p, r))
-        for position in range(start, start + length)
-    ]
+    """Return which tokens of a packed row see which, [T, T], written token by token.
+
+    Faults: chosen: rejected sees chosen; others: a pair sees the pairs before it.
+    """
+    tokens = []
+    for pair, (p, c, r) in enumerate(spans):
+        tokens += [(pair, "p", place) for place in range(p)]
+        tokens += [(pair, "c", p + place) for place in range(c)]
+        tokens += [(pair, "r", p + place) for place in range(r)]
     table = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
     for here, there in itertools.product(range(len(tokens)), repeat=2):
-        (turn, part, position), (other, of, back) = tokens[here], tokens[there]
-        table[here, there] = (
-            there <= here
-            and (turn == other or others)
-            and (chosen or (part, of) != ("r", "c"))
-            and (window is None or position - back < window)
-        )
+        (pair, part, place), (other, other_part, other_place) = tokens[here], tokens[there]
+        in_pair = pair == other or others
+        in_response = chosen or (part, other_part) != ("r", "c")
+        in_window = window is None or place - other_place < window
+        table[here, there] = there <= here and in_pair and in_response and in_window
     return table
 
 
-def dense(**mistakes):
-    """Attention of a packed row in one piece, in place of packing._by_pair."""
+def dense(has_window=True, **faults):
+    """Return the attention of a packed row in one piece, in place of shared_prefix._by_pair."""
 
-    def kernel(tensors, packed, scale, window):
-        query, key, value = tensors
-        mask = visible(packed.spans, window, **mistakes)
-        options = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
-        found = scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
-        return found.transpose(1, 2)
+    def kernel(tensors, packing, scale, window):
+        mask = visible(packing.spans, window if has_window else None, **faults)
+        is_grouped = tensors[0].shape[1] != tensors[1].shape[1]
+        output = scaled_dot_product_attention(
+            *tensors, attn_mask=mask, scale=scale, enable_gqa=is_grouped
+        )
+        return output.transpose(1, 2)
 
     return kernel
 
 
-def windowless(*inputs):
-    """The same without the window."""
-    return dense()(*inputs[:-1], None)
+PACK = logps._pack
 
 
-def positions_go_on(monkeypatch):
-    """Give rejected the positions behind chosen, not behind the prompt."""
-    right = logps._pack
-
-    def wrong(pairs):
-        ids, places, _, spans = right(pairs)
-        order = [at for span in spans for at in range(sum(span))]
-        return ids, places, [order], spans
-
-    monkeypatch.setattr(logps, "_pack", wrong)
+def positions_behind_chosen(pairs):
+    """Pack pairs, with positions of rejected tokens that follow chosen, not the prompt."""
+    ids, starts, _, spans = PACK(pairs)
+    position_ids = []
+    for span in spans:
+        position_ids += range(sum(span))
+    return ids, starts, [position_ids], spans
 
 
 CONTROLS = {"llama": 1.0, "gpt2": 0.02, "mistral, window": 1.0}
 
 
 @pytest.mark.parametrize("name", CONTROLS)
-def test_the_self_test_sees_a_mistake_in_attention_or_positions(name, monkeypatch):
-    """Also where the weights are so small that log-probs hardly feel it yet.
+def test_the_self_test_detects_a_fault_in_attention_or_positions(name, monkeypatch):
+    """This includes weights so small that log-probs hardly change.
 
-    Angles do nothing while queries and keys are nearly 0: there, weights that are not so small.
+    Positions have no effect where queries and keys are nearly 0: there, weights are larger.
     """
-    mistakes = [dense(chosen=True), dense(others=True)] + [windowless] * ("window" in name)
-    for mistake, factor in itertools.product(mistakes, (0.02, 3.0)):
+    faults = [dense(chosen=True), dense(others=True)] + [dense(False)] * ("window" in name)
+    cases = [(shared_prefix, "_by_pair", *case) for case in itertools.product(faults, (0.02, 3.0))]
+    cases += [(logps, "_pack", positions_behind_chosen, scale) for scale in (CONTROLS[name], 3.0)]
+    for module, function, fault, factor in cases:
         with monkeypatch.context() as patch:
-            patch.setattr(shared_prefix, "_by_pair", mistake)
+            patch.setattr(module, function, fault)
             _, _, line = checked(build(MODELS[name][0], factor))
-        assert re.search(SEEN, line), factor
-    positions_go_on(monkeypatch)
-    for factor in (CONTROLS[name], 3.0):
-        _, _, line = checked(build(MODELS[name][0], factor))
-        assert re.search(SEEN, line), factor
+        assert re.search(SEEN, line), (function, factor)
 
 
 def gradients(scorer, shared):
-    """Of a sum in which every response has its own weight: {name: gradient}."""
+    """Return name -> gradient of a sum in which every response has its own weight."""
     scorer.set_layout(shared)
     scorer.zero_grad()
-    found = torch.stack(scorer(scorer.collate(PAIRS, "cpu")))  # [2, B]
-    (found * torch.linspace(-1, 2, found.numel()).view_as(found)).sum().backward()
+    sums = torch.stack(scorer(scorer.collate(PAIRS, "cpu")))  # [2, B]
+    (sums * torch.linspace(-1, 2, sums.numel()).view_as(sums)).sum().backward()
     return {name: p.grad.clone() for name, p in scorer.named_parameters() if p.requires_grad}
 
 
@@ -249,7 +243,7 @@ def gradients(scorer, shared):
 @pytest.mark.parametrize("use_lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "mistral, window"])
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")
-def test_gradients_equal_those_of_separate_rows(name, use_lora, checkpointing, monkeypatch):
+def test_gradients_equal_those_of_separate_rows(name, use_lora, checkpointing):
     """Complaint 06: of rows whose activations are all kept; of each parameter."""
     model = build(MODELS[name][0], 3.0)
     if use_lora:
@@ -258,43 +252,37 @@ def test_gradients_equal_those_of_separate_rows(name, use_lora, checkpointing, m
         for key, parameter in model.named_parameters():
             if "lora_B" in key:  # B = 0 would hide what reaches A
                 parameter.data.normal_()
-    calls, kernel = [], shared_prefix._by_pair
-    monkeypatch.setattr(
-        shared_prefix, "_by_pair", lambda *inputs: (calls.append(1), kernel(*inputs))[1]
-    )
     scorer = logps.Scorer(model.train())
     expected = gradients(scorer, shared=False)
     if checkpointing:
         models.checkpoint_activations(model)
-    found = gradients(scorer, shared=True)
-    assert len(calls) == 2 * (1 + checkpointing)  # a layer attends once more in the backward
+    with mock.patch.object(shared_prefix, "_by_pair", wraps=shared_prefix._by_pair) as kernel:
+        packed = gradients(scorer, shared=True)
+    assert kernel.call_count == 2 * (1 + checkpointing)  # a layer attends again in the backward
     total = torch.cat([gradient.flatten() for gradient in expected.values()]).norm()
     for key, gradient in expected.items():
         assert gradient.any(), key
-        # plus: the gradient of a key's bias is 0 but for rounding
-        assert (found[key] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-7 * total, key
+        # plus: the gradient of a key's bias is 0 up to rounding
+        assert (packed[key] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-7 * total, key
 
 
-def varlen_by_hand(
-    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa
-):
+def varlen_by_hand(query, key, value, query_bounds, key_bounds, max_q, max_k, **options):
     """torch.nn.attention.varlen as documented: [T, H, D] and [T, K, D], a loop over sequences."""
-    assert window_size[1] == 0 and enable_gqa
-    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
-    assert max_q == cu_seq_q.diff().max() and max_k == cu_seq_k.diff().max()
-    assert cu_seq_q[-1] == len(query) and cu_seq_k[-1] == len(key) == len(value)
-    found, group = [], query.shape[1] // key.shape[1]
-    for q, k, v in zip(
-        query.split(cu_seq_q.diff().tolist()),
-        *(tensor.split(cu_seq_k.diff().tolist()) for tensor in (key, value)),
-        strict=True,
-    ):
-        k, v = (tensor.repeat_interleave(group, 1) for tensor in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q, k) * (scale or q.shape[-1] ** -0.5)
+    look_back, look_ahead = options["window_size"]
+    assert look_ahead == 0 and options["enable_gqa"]
+    assert query_bounds.dtype == key_bounds.dtype == torch.int32
+    query_sizes, key_sizes = query_bounds.diff().tolist(), key_bounds.diff().tolist()
+    assert (max_q, max_k) == (max(query_sizes), max(key_sizes))
+    group = query.shape[1] // key.shape[1]
+    keys, values = (t.repeat_interleave(group, 1).split(key_sizes) for t in (key, value))
+    outputs = []
+    for q, k, v in zip(query.split(query_sizes), keys, values, strict=True):
+        scores = torch.einsum("qhd,khd->hqk", q, k) * (options["scale"] or q.shape[-1] ** -0.5)
         back = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
-        seen = (back >= 0) & ((window_size[0] < 0) | (back <= window_size[0]))
-        found.append(torch.einsum("hqk,khd->qhd", scores.where(seen, -torch.inf).softmax(-1), v))
-    return torch.cat(found)
+        is_visible = (back >= 0) & ((look_back < 0) | (back <= look_back))
+        weights = scores.where(is_visible, -torch.inf).softmax(-1)
+        outputs.append(torch.einsum("hqk,khd->qhd", weights, v))
+    return torch.cat(outputs)
 
 
 SPANS = [
@@ -316,37 +304,32 @@ def test_one_call_for_all_sequences_equals_two_calls_a_pair(monkeypatch):
 
 def compare_kernels(spans, window, heads, scale):
     generator = torch.Generator().manual_seed(3)
-    shape = [sum(map(sum, spans)), 8]
-    inputs = [
-        torch.randn(1, number, *shape, generator=generator).requires_grad_()
-        for number in (heads, 2, 2)
-    ]
-    slope = torch.randn(1, shape[0], heads, 8, generator=generator)
+    tokens = sum(map(sum, spans))
+    tensors = []
+    for count in (heads, 2, 2):
+        tensors.append(torch.randn(1, count, tokens, 8, generator=generator).requires_grad_())
+    slope = torch.randn(1, tokens, heads, 8, generator=generator)
     outcomes = []
-    for kernel in (by_sequence.attend_by_sequence, shared_prefix._by_pair, dense()):
-        found = kernel(inputs, shared_prefix.Packing(spans, torch.device("cpu")), scale, window)
-        outcomes.append([found, *torch.autograd.grad(found, inputs, slope)])
-    for route in outcomes[:2]:
-        for found, expected in zip(route, outcomes[2], strict=True):
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    for kernel in (dense(), by_sequence.attend_by_sequence, shared_prefix._by_pair):
+        packing = shared_prefix.Packing(spans, torch.device("cpu"))
+        output = kernel(tensors, packing, scale, window)
+        outcomes.append([output, *torch.autograd.grad(output, tensors, slope)])
+    for outcome in outcomes[1:]:
+        torch.testing.assert_close(outcome, outcomes[0], rtol=1e-5, atol=1e-5)
 
 
-def test_a_shared_layout_feeds_no_token_twice_and_no_padding():
-    """P + C + R a pair, summed over all ranks and micro-batches; separate rows feed more."""
-    real = sum(len(p.prompt) + len(p.chosen) - 1 + len(p.rejected) - 1 for p in PAIRS)
-    assert sum(pair.num_forward_tokens(shared=True) for pair in PAIRS) == real
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_packed_rows_contain_no_token_twice_and_no_padding(ranks):
+    """They have P + C + R tokens per pair, summed over all ranks and micro-batches."""
     scorer = logps.Scorer(build(MODELS["llama"][0], 1.0))
-    totals = {}
-    for ranks, shared in itertools.product((1, 3), (True, False)):
+    totals = {True: 0, False: 0}
+    for shared, rank in itertools.product(totals, range(ranks)):
         scorer.set_layout(shared)
-        fed = 0
-        for rank in range(ranks):
-            world = SimpleNamespace(rank=rank, world_size=ranks)
-            for part in scorer.micro_batches(range(len(PAIRS)), PAIRS, world, 2):
-                fed += scorer.collate([PAIRS[row] for row in part.index], "cpu").ids.numel()
-        totals[ranks, shared] = fed
-    assert totals[1, True] == totals[3, True] == real
-    assert totals[1, False] > real and totals[3, False] > real
+        world = distributed.World(rank=rank, world_size=ranks)
+        for part in scorer.micro_batches(range(len(PAIRS)), PAIRS, world, 2):
+            totals[shared] += scorer.collate([PAIRS[row] for row in part.index], "cpu").ids.numel()
+    minimum = sum(len(p.prompt) + len(p.chosen) - 1 + len(p.rejected) - 1 for p in PAIRS)
+    assert totals[True] == minimum < totals[False]
 
 
 def greedy(scorer, prompts, ends=(), samples=1):

@@ -1,4 +1,4 @@
-"""The lean forwards against peft and transformers themselves: values, gradients, what they keep."""
+"""Memory-efficient layers against peft and transformers: values, gradients, stored bytes."""
 
 import copy
 import itertools
@@ -17,20 +17,19 @@ from ddp_utils import models
 from ddp_utils.fast import memory_efficient
 
 COMMON = SIZES | WIDE | PAD
-MODELS = {  # with how many modules become lean: linears, SwiGLU blocks, norms
+MODELS = {  # and how many modules are replaced: linears, SwiGLU blocks, norms
     "llama": (transformers.LlamaConfig(**COMMON, attention_bias=True), 14 + 2 + 5),
     "qwen3": (transformers.Qwen3Config(**COMMON, head_dim=8), 14 + 2 + 9),
     "mistral": (transformers.MistralConfig(**COMMON), 14 + 2 + 5),
     "phi-3": (transformers.Phi3Config(**COMMON), 8 + 0 + 5),
     "granite": (transformers.GraniteConfig(**COMMON), 14 + 2 + 5),
-    "olmo-2": (transformers.Olmo2Config(**COMMON), 14 + 2 + 9),
     "gemma-2": (transformers.Gemma2Config(**COMMON, head_dim=8), 14 + 0 + 0),
 }
 IDS = torch.randint(3, 97, (2, 11), generator=torch.Generator().manual_seed(2))
 
 
 def tiny(name, dtype=torch.float32, **options):
-    """A random model under a LoRA that says something; norms' weights are not 1."""
+    """Return a random model with a LoRA that is not 0; norms' weights are not 1."""
     torch.manual_seed(0)
     model = models.no_dropout(AutoModelForCausalLM.from_config(MODELS[name][0], dtype=dtype))
     settings = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", **options)
@@ -42,7 +41,7 @@ def tiny(name, dtype=torch.float32, **options):
 
 
 def outcome(model):
-    """Log-probs [2, 11, 97] and the gradients of their (weighted) sum."""
+    """Return log-probs [2, 11, 97] and the gradients of their (weighted) sum, by name."""
     logps = model(input_ids=IDS, use_cache=False).logits.float().log_softmax(-1)
     model.zero_grad()
     (logps * torch.linspace(-1, 1, 97)).sum().backward()
@@ -51,7 +50,7 @@ def outcome(model):
 
 
 def distance(ours, theirs):
-    """The largest relative error, in the 2-norm, of log-probs and gradients."""
+    """Return the largest relative error, in the 2-norm, of log-probs and gradients."""
     pairs = [(ours[0], theirs[0]), *((ours[1][key], theirs[1][key]) for key in theirs[1])]
     return max(((a - b).norm() / b.norm()).item() for a, b in pairs)
 
@@ -61,17 +60,16 @@ def test_models_answer_and_learn_as_before(name):
     model = tiny(name)
     before = outcome(model)
     assert memory_efficient.apply(model) == MODELS[name][1]
-    plain = outcome(model)
-    assert distance(plain, before) < 1e-5
+    replaced = outcome(model)
+    assert distance(replaced, before) < 1e-5
     models.checkpoint_activations(model)
-    assert distance(outcome(model), plain) == 0
+    assert distance(outcome(model), replaced) == 0
     with model.disable_adapter():
         off = model(input_ids=IDS).logits
         for module in model.modules():  # restore them, as the docstring of apply() says
             if isinstance(module, memory_efficient.Efficient):
                 module.__class__ = module.__class__.__bases__[1]
         torch.testing.assert_close(off, model(input_ids=IDS).logits)
-    assert all(type(module).__module__ != memory_efficient.__name__ for module in model.modules())
     assert distance(outcome(model), before) == 0
 
 
@@ -106,37 +104,34 @@ def test_linear_in_float64():
         assert torch.autograd.gradcheck(linear, (x, up, A, B))
 
 
-def test_norm_is_the_same_to_the_bit_and_its_gradient_that_of_float64():
-    own = LlamaRMSNorm(16).requires_grad_(False)
-    own.weight.copy_(random(16))
-    x = random(4, 3, 16).float().detach().requires_grad_()
-    slope = random(4, 3, 16).float().detach()
-    for dtype in (torch.float32, torch.bfloat16):
-        norm, value = copy.deepcopy(own).to(dtype), x.to(dtype)
-        y = memory_efficient._Norm.apply(value, norm.weight, 1e-6)
-        assert torch.equal(y, norm(value))
-        wide = value.detach().double().requires_grad_()
-        exact = F.rms_norm(wide, (16,), norm.weight.double(), 1e-6)
-        (expected,) = torch.autograd.grad(exact, wide, slope.double())
-        (found,) = torch.autograd.grad(y, value, slope.to(dtype))
-        error = (found - expected).norm() / expected.norm()
-        assert error < (1e-6 if dtype == torch.float32 else 1e-2)
+@pytest.mark.parametrize("dtype,bound", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_norm_is_bit_identical_and_its_gradient_that_of_float64(dtype, bound):
+    norm = LlamaRMSNorm(16).requires_grad_(False)
+    norm.weight.copy_(random(16, grad=False))
+    norm = norm.to(dtype)
+    x, slope = (random(4, 3, 16).detach().to(dtype) for _ in range(2))
+    x.requires_grad_()
+    y = memory_efficient._Norm.apply(x, norm.weight, 1e-6)
+    assert torch.equal(y, norm(x))
+    wide = x.detach().double().requires_grad_()
+    exact = F.rms_norm(wide, (16,), norm.weight.double(), 1e-6)
+    (expected,) = torch.autograd.grad(exact, wide, slope.double())
+    (gradient,) = torch.autograd.grad(y, x, slope)
+    assert (gradient - expected).norm() < bound * expected.norm()
 
 
 class OddRMSNorm(LlamaRMSNorm):
-    """Nearly the real one."""
-
     def forward(self, x):
         return super().forward(x) + 1e-3 * x
 
 
-class CenteredRMSNorm(LlamaRMSNorm):
+class GatedRMSNorm(LlamaRMSNorm):
     def forward(self, x, gate):
         return super().forward(x) * gate
 
 
 def test_an_unknown_norm_or_a_zero_weight_or_full_fine_tuning_is_left_alone():
-    norms = nn.ModuleList([OddRMSNorm(8), CenteredRMSNorm(8), LlamaRMSNorm(8), LlamaRMSNorm(8)])
+    norms = nn.ModuleList([OddRMSNorm(8), GatedRMSNorm(8), LlamaRMSNorm(8), LlamaRMSNorm(8)])
     assert memory_efficient.apply(norms) == 0  # trainable
     norms.requires_grad_(False)
     norms[3].weight[0] = 0  # cannot be divided by
@@ -159,7 +154,7 @@ def test_a_lora_that_is_not_plain_is_left_alone():
         torch.testing.assert_close(model(input_ids=IDS).logits, before)
 
 
-def test_generating_saving_and_merging_go_on_as_before(tmp_path):
+def test_generation_saving_and_merging_work_as_before(tmp_path):
     model = tiny("qwen3").eval()
     options = dict(max_new_tokens=8, do_sample=False)
     keys, text = set(model.state_dict()), model.generate(input_ids=IDS, **options)
@@ -168,14 +163,14 @@ def test_generating_saving_and_merging_go_on_as_before(tmp_path):
     assert set(model.state_dict()) == keys
     assert torch.equal(model.generate(input_ids=IDS, **options), text)
     model.save_pretrained(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} >= {"adapter_model.safetensors"}
+    assert (tmp_path / "adapter_model.safetensors").exists()
     merged = model.merge_and_unload()
     torch.testing.assert_close(merged(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-5)
 
 
-def kept(model):
-    """Bytes that autograd holds between forward and backward, without the parameters."""
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+def stored_bytes(model):
+    """Return the bytes that autograd holds between forward and backward, without the parameters."""
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     storages = {}
 
     def note(tensor):
@@ -185,12 +180,12 @@ def kept(model):
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         output = model.base_model.model.model(input_ids=IDS, use_cache=False)
     assert output.last_hidden_state.requires_grad
-    return sum(t.untyped_storage().nbytes() for at, t in storages.items() if at not in own)
+    return sum(t.untyped_storage().nbytes() for at, t in storages.items() if at not in parameters)
 
 
-@pytest.mark.parametrize("dtype,share", [(torch.float32, 0.75), (torch.bfloat16, 0.5)])
-def test_less_is_kept(dtype, share):
+@pytest.mark.parametrize("dtype,fraction", [(torch.float32, 0.75), (torch.bfloat16, 0.5)])
+def test_less_is_stored(dtype, fraction):
     model = tiny("qwen3", dtype)
-    before = kept(model)
+    before = stored_bytes(model)
     memory_efficient.apply(model)
-    assert kept(model) < share * before
+    assert stored_bytes(model) < fraction * before

@@ -1,9 +1,7 @@
-"""Sampling that does not depend on neighbours; judges; win rates.
+"""Sampling, which does not depend on other replies of the batch; judges; win rates.
 
 tests/core/test_units_in_processes.py has the replies of the demo model, on 1, 2 and 3 ranks.
 """
-
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,21 +11,20 @@ from ddp_utils import UserError, distributed, logps, metrics, sampling
 from ddp_utils.judge import compare, load_judge
 
 
-class Chain(torch.nn.Module):
-    """Stands in for a Scorer: the model's own generate on a random Llama of 12 words."""
+def tiny_scorer():
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1)
+    sizes |= dict(num_attention_heads=2, vocab_size=12, initializer_range=0.15)
+    return logps.Scorer(transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)))
 
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1)
-        sizes |= dict(num_attention_heads=2, vocab_size=12, initializer_range=0.15)
-        self.scorer = logps.Scorer(transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)))
 
-    def replies(self, prompts, samples, **changes):
-        usual = dict(temperature=1.0, top_p=1.0, max_new_tokens=1, batch_size=500, seed=0)
-        config = SimpleNamespace(**usual | changes)
-        prompts = [prompt for prompt in prompts for _ in range(samples)]
-        return sampling.generate(self.scorer, prompts, [], distributed.World(), config)
+def sample(scorer, count, batch_size=500, max_new_tokens=1, temperature=1.0, top_p=1.0):
+    """Return `count` replies to each of PROMPTS."""
+    prompts = []
+    for prompt in PROMPTS:
+        prompts += [prompt] * count
+    spec = sampling.SampleSpec(temperature, top_p, max_new_tokens, batch_size, seed=0)
+    return sampling.generate(scorer, prompts, [], distributed.World(), spec)
 
 
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6]]  # padded on the left when they are in one batch
@@ -35,32 +32,30 @@ PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6]]  # padded on the left when they are in 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (0.7, 0.8)])
 def test_words_are_drawn_as_often_as_the_closed_form_says(temperature, top_p):
-    """A chi-square test of 3000 first words after each prompt, in float64."""
-    chain = Chain()
-    replies = chain.replies(PROMPTS, 3000, temperature=temperature, top_p=top_p)
+    """A chi-square test of 3000 first tokens after each prompt, in float64."""
+    scorer = tiny_scorer()
+    replies = torch.tensor(sample(scorer, 3000, temperature=temperature, top_p=top_p))
     for number, prompt in enumerate(PROMPTS):
         with torch.no_grad():
-            logits = chain.scorer.model(torch.tensor([prompt])).logits[0, -1].double()
-        probabilities = (logits / temperature).exp()
-        likeliest = (probabilities / probabilities.sum()).sort(descending=True)
+            logits = scorer.model(torch.tensor([prompt])).logits[0, -1].double()
+        likeliest = (logits / temperature).softmax(0).sort(descending=True)
         before = likeliest.values.cumsum(0) - likeliest.values
         kept = likeliest.values * (before < top_p)  # the smallest set that has so much
-        kept = (kept / kept.sum())[likeliest.indices.argsort()]  # [12]
-        drawn = [reply[0] for reply in replies[3000 * number : 3000 * (number + 1)]]
-        counts = torch.tensor([drawn.count(word) for word in range(12)])
-        assert not counts[kept == 0].any()
-        expected = 3000 * kept[kept > 0]
-        chi_square = ((counts[kept > 0] - expected) ** 2 / expected).sum()
-        freedom = torch.tensor(len(expected) - 1.0, dtype=torch.float64)
-        assert 3 <= freedom <= 11 and (freedom == 11) == (top_p == 1)
-        assert torch.special.gammaincc(freedom / 2, chi_square / 2) > 1e-3, number
+        expected = 3000 * (kept / kept.sum())[likeliest.indices.argsort()]  # [12]
+        counts = replies[3000 * number : 3000 * (number + 1), 0].bincount(minlength=12)
+        is_kept = expected > 0
+        assert not counts[~is_kept].any() and is_kept.all() == (top_p == 1)
+        terms = (counts - expected)[is_kept] ** 2 / expected[is_kept]
+        half_freedom = torch.tensor((len(terms) - 1) / 2, dtype=torch.float64)
+        assert half_freedom >= 1.5
+        assert torch.special.gammaincc(half_freedom, terms.sum() / 2) > 1e-3, number
 
 
 def test_a_batch_draws_what_one_prompt_at_a_time_draws():
-    chain = Chain()
-    changes = dict(max_new_tokens=12, temperature=0.7, top_p=0.8)
-    together = chain.replies(PROMPTS, 4, **changes)
-    assert together == chain.replies(PROMPTS, 4, batch_size=1, **changes)
+    scorer = tiny_scorer()
+    options = dict(max_new_tokens=12, temperature=0.7, top_p=0.8)
+    together = sample(scorer, 4, **options)
+    assert together == sample(scorer, 4, batch_size=1, **options)
     assert len({tuple(reply) for reply in together}) > 6
 
 
