@@ -260,14 +260,11 @@ def describe_run(
     inputs = models.input_digests(data, folders, meta_model.config)
     if judge:
         inputs["content of judge"] = judge.digest
-    checkpoints = config.keep_checkpoints + 1 + config.save_best
-    lora_r = config.lora_r if config.fine_tuning == "lora" else None
     strategy = parallel.choose(config.strategy)
     return runs.RunSpec(
         folder=Path(config.result_dir),
         steps=plan.steps,
         inputs=inputs,
-        bytes_needed=policies.bytes_to_write(meta_model, checkpoints, lora_r),
         report=report,
         lines=[preferences.describe(split, part) for split, part in report.items()],
         model_folder=Path(config.output_dir) if config.output_dir else None,

@@ -234,13 +234,10 @@ def describe_run(
     if config.sharding:  # as in the JSON, before its "auto" is filled in
         inputs[f"content of {config.strategy}_config"] = digest_of_files([], config.sharding)
     precision = fill_in_settings(config, meta_model, world)
-    checkpoints = config.keep_checkpoints + 1 + config.save_best
-    lora_r = config.lora_r if config.fine_tuning == "lora" else None
     spec = runs.RunSpec(
         folder=Path(config.output_dir),
         steps=plan.steps,
         inputs=inputs,
-        bytes_needed=policies.bytes_to_write(meta_model, checkpoints, lora_r),
         report=report,
         lines=lines,
         save_best=config.save_best,

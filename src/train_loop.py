@@ -223,11 +223,8 @@ def describe_run(
     for split, report in reports.items():
         count = f"{len(report['cut'])} cut, {len(report['dropped'])} dropped"
         lines.append(f"{split}: {len(data[split])} replies of {report['file']}; {count}")
-    checkpoints = config.keep_checkpoints + 1 + config.save_best
-    size = policies.bytes_to_write(meta_model, checkpoints, config.lora_r)
-    folder = Path(config.out_dir)
-    spec = RunSpec(folder, plan.steps, inputs, size, reports, lines)
-    return spec._replace(save_best=config.save_best)
+    folder, save_best = Path(config.out_dir), config.save_best
+    return RunSpec(folder, plan.steps, inputs, reports, lines, save_best=save_best)
 
 
 def load_teacher(config: Config, data: Data, precision: Precision, run: Run) -> Teacher:

@@ -38,7 +38,7 @@ from ad.windows import Histories
 from ddp_utils import NonFiniteError, UserError, checks, distributed, metrics, sampler, terminal
 from ddp_utils.data import digest_of_files, resolve
 from ddp_utils.distributed import World
-from ddp_utils.policy import Policy, Precision, bytes_to_write, make_optimizer
+from ddp_utils.policy import Policy, Precision, make_optimizer
 from ddp_utils.run import Run, RunSpec, check
 
 # --- settings and data ---------------------------------------------------------------------------
@@ -199,9 +199,8 @@ def main(argv: list[str] | None = None) -> int:
     accumulation, steps = config.gradient_accumulation_steps, config.train_timesteps
     global_batch = config.train_batch_size * accumulation * world.world_size
     inputs = {"global_batch": str(global_batch)}
-    size = bytes_to_write(model, config.keep_checkpoints + 1)
     lines = notes(config, world, path)
-    spec = RunSpec(Path(config.output_dir), steps, inputs, size, lines=lines)
+    spec = RunSpec(Path(config.output_dir), steps, inputs, lines=lines)
     if config.check:
         return check(spec, config, world)
 

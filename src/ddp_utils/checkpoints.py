@@ -173,7 +173,6 @@ class RunSpec(NamedTuple):
     folder: Path
     steps: int  # optimizer steps of the full run
     inputs: dict[str, str]  # name -> digest of everything that the run reads
-    bytes_needed: int  # on the disk, at least
     report: dict[str, Any] = {}  # on the data, for data_report.json
     lines: Sequence[str] = ()  # on the data, to print
     model_folder: Path | None = None  # for the model, if not in the run folder
@@ -197,48 +196,38 @@ def inspect(spec: RunSpec, settings: dict, facts: dict, restart: bool = False) -
     settings: as settings_of() returns them; facts: as environment() returns them.
     Raises UserError if the folder cannot be written, or holds a run that cannot be resumed.
     """
-    check_writable("run folder", spec.folder, spec.bytes_needed)
-    state, saved = FolderState(), {}
-    if (spec.folder / "config.json").exists():
-        saved = data.read_json(spec.folder / "config.json")
-        state = inspect_earlier_run(spec, saved, settings, facts, restart)
-    if spec.model_folder and state.action != "finished":
-        is_own = state.action == "resume" and saved.get("output_dir") == str(spec.model_folder)
-        check_model_folder(spec.model_folder, spec.folder, is_own)
-    return state
-
-
-def inspect_earlier_run(
-    spec: RunSpec, saved: dict, settings: dict, facts: dict, restart: bool
-) -> FolderState:
-    """Compare the run in a folder, which has the settings `saved`, with one about to start."""
     folder = spec.folder
+    check_writable("run folder", folder)
+    if not (folder / "config.json").exists():
+        check_model_folder(spec)
+        return FolderState()
+    saved = data.read_json(folder / "config.json")
     saved_facts = data.read_json(folder / "environment.json")
     free = FREE + PER_PROCESS if "global_batch" in spec.inputs else FREE
     changed = differences(saved, settings, free.split())
     changed |= differences(saved_facts.get("inputs", {}), spec.inputs)
     is_finished = data.read_json(folder / "summary.json").get("status") == "finished"
     is_first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-    if (restart and is_first_start) or (is_finished and changed):
-        return FolderState("move aside")
-    if is_finished:
+    is_new = (restart and is_first_start) or (is_finished and bool(changed))
+    if is_finished and not is_new:
         line = f"{folder}: this run is already finished (same settings and data)"
         return FolderState("finished", [line])
-
     path, damaged = find_newest(folder / "checkpoints")
     problems = [f"{bad} is not used: {problem}" for bad, problem in damaged]
+    if is_new or (changed and not path and not damaged):
+        check_model_folder(spec)  # the earlier run is moved aside, but not its model
+        return FolderState("move aside")
     if damaged and not path:
         raise UserError(f"{problems[0]}; no checkpoint is intact; use --restart to start again")
-    if changed and not path:  # nothing is lost
-        return FolderState("move aside")
+    if saved.get("output_dir") != settings.get("output_dir"):
+        check_model_folder(spec)
     manifest = read_manifest(path) if path else {"step": 0, "metrics_bytes": 0}
-    step, layout = manifest["step"], manifest.get("shard_layout", "")
+    step, layout = manifest["step"], manifest.get("shard_layout")
     conflicts = [line for name, line in changed.items() if name not in ANNOUNCED.split()]
     if step > spec.steps:
         conflicts.append(f"max_steps: {step} are done -> {spec.steps}")
-    if path and layout != spec.shard_layout:
-        change = f"{layout or 'one file'} -> {spec.shard_layout or 'one file'}"
-        conflicts.append(f"parts of a checkpoint: {change}")
+    if layout and layout != spec.shard_layout:
+        conflicts.append(f"parts of a checkpoint: {layout} -> {spec.shard_layout or 'one file'}")
     if conflicts:
         raise UserError(
             f"{folder} has an unfinished run with other settings: {', '.join(conflicts)}; "
@@ -265,8 +254,8 @@ def differences(saved: dict, now: dict, free: Sequence[str] = ()) -> dict[str, s
     return lines
 
 
-def check_writable(place: str, folder: Path, needed: int = 0) -> None:
-    """Raise UserError if `needed` bytes cannot be written to a folder, which may not exist yet.
+def check_writable(place: str, folder: Path) -> None:
+    """Raise UserError if a folder, which may not exist yet, cannot be written.
 
     Symbolic links are not supported: where others may write, they could lead to other files.
     place: what errors begin with, such as the flag that names the folder.
@@ -276,21 +265,18 @@ def check_writable(place: str, folder: Path, needed: int = 0) -> None:
     parent = next(path for path in (folder, *folder.parents) if path.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise UserError(f"{place}: {parent} is not a folder that you can write; use another one")
-    free = shutil.disk_usage(parent).free
-    if free < needed:
-        raise UserError(
-            f"{place}: {free >> 20} MiB are free at {parent}, the run needs {needed >> 20}; "
-            "use a smaller --keep_checkpoints, or another folder"
-        )
 
 
-def check_model_folder(output: Path, folder: Path, is_own: bool) -> None:
-    """Raise UserError if the model of the run in `folder` would replace other files in `output`."""
+def check_model_folder(spec: RunSpec) -> None:
+    """Raise UserError if writing the model to its own folder would replace other files."""
+    if not spec.model_folder:
+        return
+    output = spec.model_folder
     check_writable("--output_dir", output)
-    model, target, run = (path.resolve() for path in (folder / "model", output, folder))
+    model, target, run = (p.resolve() for p in (spec.folder / "model", output, spec.folder))
     if target != model and (run.is_relative_to(target) or target.is_relative_to(run)):
         raise UserError(f"--output_dir: {output} contains the run, or is in it; use another folder")
-    if not is_own and any(output.glob("*")):
+    if any(output.glob("*")):
         raise UserError(f"--output_dir: {output} is not empty; use another folder")
 
 

@@ -355,15 +355,3 @@ def parameter_groups(trainable: dict[str, nn.Parameter], weight_decay: float) ->
         {"params": others, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
-
-
-def bytes_to_write(meta_model: nn.Module, checkpoints: int, lora_r: int | None = None) -> int:
-    """Return the bytes of a model and its checkpoints: fp32 weights, and AdamW's two moments.
-
-    meta_model: on the meta device; lora_r: rank of the LoRA, if only that is trained.
-    """
-    trained = sum(p.numel() for p in meta_model.parameters())
-    if lora_r:
-        linear = [m for m in meta_model.modules() if isinstance(m, nn.Linear)]
-        trained = sum(lora_r * (m.in_features + m.out_features) for m in linear)
-    return 4 * trained * (1 + 3 * checkpoints)

@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -33,6 +33,7 @@ from ddp_utils.terminal import Bar, columns, row
 
 SRC = data.ROOT / "src"
 REFERENCE = "reference_logps.safetensors"
+FACTS = ".facts.json"  # suffix of the file with the SHA-256 and the fingerprint of a cached file
 SAVE_MINUTES = 15  # between two checkpoints if save_every is 0
 STATUS = {0: "finished", 85: "preempted"}  # by exit status; any other is "failed"
 Values = dict[str, float]  # metric -> value
@@ -65,7 +66,6 @@ def environment(config: Any, world: World) -> dict[str, Any]:
         "git_commit": git("rev-parse", "HEAD"),
         "git_dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
         "versions": {name: metadata.version(name) for name in packages},
-        "python": platform.python_version(),
         "code": code_digests(),
         "threads": torch.get_num_threads(),
         "host": platform.node(),
@@ -306,7 +306,6 @@ class Run:
         tensors = policy.state(optimizer, self.spec.shard_layout)
         distributed.on_each(self.world, lambda: check_finite(tensors, self.step))
         facts: dict[str, Any] = {
-            "world_size": self.world.world_size,
             "shard_layout": self.spec.shard_layout,
             "validated": self.validated,
             "results": self.results,
@@ -357,25 +356,16 @@ class Run:
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
         """Return make(), plain data; later starts of this run read it from the folder."""
-        file = f"{name}.json"
-
-        def read() -> Any:
-            path = self.cached_file(file, {})
-            return data.read_json(path) if path else None
-
-        value = distributed.on_main(self.world, read)
-        if value is None:
-            value = make()
-            self.write_json(file, value)
-            self.add_cached_file(file, {})
+        path = self.folder / f"{name}.json"
+        if distributed.on_main(self.world, lambda: self.is_cached(path.name, {})):
+            return distributed.on_main(self.world, lambda: data.read_json(path))
+        value = make()
+        self.write_json(path.name, value)
+        self.add_to_cache(path.name, {})
         return value
 
     def reference_logps(
-        self,
-        numerics: dict[str, Any],
-        examples: dict[str, Any],
-        rows: dict[str, Any],
-        score: Callable[[Any, Sequence[int]], Tensor],
+        self, numerics: dict, examples: dict, rows: dict, score: Callable[..., Tensor]
     ) -> dict[str, Tensor]:
         """Return the log-probs of each split under the reference, [examples, S], scored once a run.
 
@@ -388,7 +378,7 @@ class Run:
         fingerprint = numerics | {f"rows of {split}": len(used) for split, used in rows.items()}
         path = self.folder / REFERENCE
         tables = {}
-        if distributed.on_main(self.world, lambda: bool(self.cached_file(REFERENCE, fingerprint))):
+        if distributed.on_main(self.world, lambda: self.is_cached(REFERENCE, fingerprint)):
             stored = load_file(path) if self.world.is_main else {}
             for split, pairs in examples.items():  # from rank 0 to all
                 table = stored.get(split, torch.zeros(len(pairs), 2)).to(self.world.device)
@@ -400,31 +390,26 @@ class Run:
         if self.world.is_main:
             with data.write_file(path) as file:
                 save_file({name: table.cpu().contiguous() for name, table in tables.items()}, file)
-        self.add_cached_file(REFERENCE, fingerprint)
+        self.add_to_cache(REFERENCE, fingerprint)
         return tables
 
-    def cached_file(self, name: str, fingerprint: dict) -> Path | None:
-        """Return the path of a file that an earlier start has stored, on rank 0.
+    def is_cached(self, name: str, fingerprint: dict) -> bool:
+        """Return, on rank 0, whether an earlier start has written this file, and it is intact.
 
-        None if there is none, if it depends on something else, or if it is damaged.
+        fingerprint: what its content depends on besides settings and inputs, as plain data.
         """
         path = self.folder / name
         with contextlib.suppress(UserError, FileNotFoundError):
             facts = {"sha256": data.sha256(path), "fingerprint": fingerprint}
-            return path if data.read_json(facts_of(path)) == facts else None
-        return None
+            return data.read_json(path.with_suffix(FACTS)) == facts
+        return False
 
-    def add_cached_file(self, name: str, fingerprint: dict) -> None:
-        """Store what a file that was just written depends on, for later starts, on rank 0."""
+    def add_to_cache(self, name: str, fingerprint: dict) -> None:
+        """Let later starts use a file that was just written, on rank 0; see is_cached()."""
         if self.world.is_main:
             path = self.folder / name
             facts = {"sha256": data.sha256(path), "fingerprint": fingerprint}
-            data.write_json(facts_of(path), facts)
-
-
-def facts_of(path: Path) -> Path:
-    """Return the path of the SHA-256 and the fingerprint of a cached file."""
-    return path.with_suffix(".facts.json")
+            data.write_json(path.with_suffix(FACTS), facts)
 
 
 def finite(values: dict[str, Any]) -> dict[str, Any]:

@@ -150,7 +150,6 @@ def main(argv: list[str] | None = None) -> int:
         folder=Path(config.output_dir),
         steps=plan.steps,
         inputs=inputs,
-        bytes_needed=policies.bytes_to_write(model, config.keep_checkpoints + 1),
         report=report,
         lines=[pairs.describe(split, part) for split, part in report.items()],
     )

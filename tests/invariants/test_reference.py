@@ -15,7 +15,7 @@ import main_distributed
 import runs
 from ddp_utils import UserError, logps, run
 from ddp_utils.fast import self_test
-from ddp_utils.run import REFERENCE, facts_of
+from ddp_utils.run import FACTS, REFERENCE
 from ranks import ranks
 
 FLAGS = [*runs.QUIET, *runs.words("--max_rows 12 --batch_size 4 --max_steps 2")]
@@ -81,7 +81,7 @@ def test_damaged_log_probs_are_computed_again(folder):
 
 
 def edit_facts(folder, edit):
-    file = facts_of(folder / REFERENCE)
+    file = (folder / REFERENCE).with_suffix(FACTS)
     facts = json.loads(file.read_text())
     edit(facts)
     file.write_text(json.dumps(facts))

@@ -182,7 +182,7 @@ def test_an_unfinished_run_cannot_be_resumed_with_any_other_setting(module, tmp_
         (tmp_path / f"{name}.json").write_text("{}")
     facts = {"shard_layout": "", "metrics_bytes": 0}
     checkpoints.write(tmp_path / "checkpoints", 4, {"w": torch.ones(1)}, facts)
-    spec = checkpoints.RunSpec(tmp_path, 9, {}, 0)
+    spec = checkpoints.RunSpec(tmp_path, 9, {})
     code = {"code": {}}
     assert checkpoints.inspect(spec, settings, code).action == "resume"
     for name in settings.keys() - {"result_dir", "out_dir", "output_dir"}:

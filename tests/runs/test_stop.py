@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import faults
-import programs
 import runs
 from ddp_utils import checkpoints
 from ddp_utils.checkpoints import lock
@@ -101,14 +100,6 @@ def disk(tmp_path):
     yield mount
     for place in mounted:
         subprocess.run(["umount", str(place)], check=True)
-
-
-def test_f4_a_disk_that_is_too_small_is_found_before_the_model_is_loaded(disk):
-    place = disk("size=12m")
-    outcome = faults.start(1, place / "run", *faults.MODES["full"])
-    assert outcome.codes == [2] and outcome.logs[0].count("\n") == 1
-    assert f"error: run folder: 11 MiB are free at {place}, the run needs " in outcome.logs[0]
-    assert not programs.left(place)
 
 
 def test_f14_a_folder_that_cannot_be_written_is_found_before_the_model_is_loaded(disk, tmp_path):
