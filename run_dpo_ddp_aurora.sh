@@ -8,15 +8,15 @@
 #PBS -k doe
 #PBS -j oe
 #PBS -r y
-# Fine-tune ProteinMPNN on Aurora. Name your project above and your data below, then, from here:
+# Fine-tune ProteinMPNN on Aurora. Set your project above and your data below, then, in this folder:
 #
 #     qsub run_dpo_ddp_aurora.sh
-#     qsub -W depend=afternotok:<jobid> run_dpo_ddp_aurora.sh   # go on when its time is up
-#     qsub -l select=1 -v PER_NODE=6 run_dpo_ddp_aurora.sh      # a process a GPU, not a tile
+#     qsub -W depend=afternotok:<jobid> run_dpo_ddp_aurora.sh   # resume it after its time limit
+#     qsub -l select=1 -v PER_NODE=6 run_dpo_ddp_aurora.sh      # one process per GPU, not per tile
 #
-# What it prints: logs/dpo_ddp_<jobid>.out and .err. Set-up of the machine: docs/protein_dpo.md.
-# A job that PBS runs again goes on where the last checkpoint is, and so does the next one with the
-# same flags. Exit status as run_distributed.sh: 85 is "stopped and saved".
+# Output: logs/dpo_ddp_<jobid>.out and .err. Set-up of the machine: docs/protein_dpo.md. A job that
+# PBS runs again, and the next job with the same flags, resume from the last checkpoint. The exit
+# status is that of run_distributed.sh: 85 is "stopped and saved".
 flags=(
   --train_data data/input/test_data_real.json
   --output_dir outputs/dpo_ddp_aurora
@@ -32,31 +32,31 @@ mkdir -p logs
 job=${PBS_JOBID%%.*}
 exec >>"logs/dpo_ddp_$job.out" 2>>"logs/dpo_ddp_$job.err"
 
-# environment: torch from the module, the rest from a venv upon it
+# environment: torch from the module, the other packages from a venv
 module load frameworks
-# shellcheck disable=SC1091 # it is made on the machine
+# shellcheck disable=SC1091 # it exists only on Aurora
 [ ! -f .venv/bin/activate ] || . .venv/bin/activate
 set -u
 
-# processes: 12 tiles of a node, or 6 GPUs; the cores that are near each
+# processes: 12 tiles per node, or 6 GPUs, and the cores near each
 per_node=${PER_NODE:-12}
 nodes=$(sort -u "$PBS_NODEFILE" | wc -l)
 case $per_node in
   12) bind=list:4-7:8-11:12-15:16-19:20-23:24-27:56-59:60-63:64-67:68-71:72-75:76-79 ;;
   6)
     bind=list:4-11:12-19:20-27:56-63:64-71:72-79
-    export ZE_FLAT_DEVICE_HIERARCHY=COMPOSITE # the module says FLAT: a device for each tile
+    export ZE_FLAT_DEVICE_HIERARCHY=COMPOSITE # the module sets FLAT: one device per tile
     ;;
   [1-9] | 1[01]) bind=none ;;
   *)
-    echo "error: PER_NODE: $per_node; give 12 (tiles), 6 (GPUs), or fewer tiles" >&2
+    echo "error: PER_NODE: $per_node; use 12 (tiles), 6 (GPUs), or fewer tiles" >&2
     exit 2
     ;;
 esac
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((48 / per_node))}"
 export WORLD_SIZE=$((nodes * per_node)) LOCAL_WORLD_SIZE=$per_node # PALS does not document them
 
-# where rank 0 is met: the first node, over the fast network where it has a name there
+# rank 0 is on the first node; the fast network is used if the node has a name there
 first=$(head -n 1 "$PBS_NODEFILE")
 fast=${first%%.*}.hsn.cm.aurora.alcf.anl.gov
 export MASTER_ADDR="${MASTER_ADDR:-$(getent hosts "$fast" >/dev/null && echo "$fast" || echo "$first")}"
@@ -64,7 +64,7 @@ export MASTER_PORT="${MASTER_PORT:-$((20000 + 10#${job//[!0-9]/} % 10000))}"
 export CCL_PROCESS_LAUNCHER="${CCL_PROCESS_LAUNCHER:-pmix}" CCL_ATL_TRANSPORT="${CCL_ATL_TRANSPORT:-mpi}"
 export CCL_KVS_MODE="${CCL_KVS_MODE:-mpi}" FI_MR_CACHE_MONITOR="${FI_MR_CACHE_MONITOR:-userfaultfd}"
 
-# five minutes before the time is up it saves and ends with 85, whatever signals PBS sends
+# five minutes before the time limit it saves and ends with 85, whatever signals PBS sends
 limit=$(qstat -f "$PBS_JOBID" 2>/dev/null | sed -n 's/.*Resource_List.walltime = //p' || true)
 if [[ "$limit" =~ ^([0-9]+):([0-9]+):[0-9]+$ ]]; then
   minutes=$((10#${BASH_REMATCH[1]} * 60 + 10#${BASH_REMATCH[2]} - 5))

@@ -1,9 +1,9 @@
 """Two machines on this host, n1 and n2: each with a name and a network, Slurm and qsub on both.
 
-They are namespaces of Linux. What they run sees the host's files, but for /etc/hosts, which names
-them, and /etc/profile, which is a cluster's. It needs root and touches nothing outside its folder.
-All processes have one ancestor, which ends when this process closes a pipe or dies, and the kernel
-ends the others with it: none can be left.
+They are namespaces of Linux. Their programs see the host's files, except /etc/hosts, which names
+them, and /etc/profile, which is a cluster's. This needs root and touches nothing outside its
+folder. All processes have one ancestor, which ends when this process closes a pipe or dies, and the
+kernel ends the others with it: none can be left. Below are helpers to find and end processes.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 ADDRESSES = {"n1": "10.99.0.1", "n2": "10.99.0.2"}
@@ -68,9 +69,9 @@ class Machines:
         second = self.first.stdout.readline().strip()
         if not second:
             pytest.skip(f"needs root, to make namespaces: {self.first.communicate()[1]}")
-        mine = f"/proc/{self.first.pid}/ns"
+        namespaces = f"/proc/{self.first.pid}/ns"
         enter = ["nsenter", f"--target={self.first.pid}", "--mount", "--net", "--uts"]
-        enter.append(f"--pid={mine}/pid_for_children")
+        enter.append(f"--pid={namespaces}/pid_for_children")
         self.enter = {
             "n1": enter,
             "n2": [*enter, "nsenter", f"--target={second}", "--net", "--uts"],
@@ -84,14 +85,11 @@ class Machines:
         return subprocess.Popen(command, **options)
 
     def run(self, node, *command, timeout=30, **options):
-        """What a command on a node says; it must end with 0."""
+        """The output of a command on a node; it must end with 0."""
         process = self.start(node, *command, **options)
-        said = process.communicate(timeout=timeout)[0]
-        assert process.returncode == 0, f"{shlex.join(map(str, command))}: {said}"
-        return said
-
-    def close(self):
-        self.first.communicate()  # closes the pipe
+        output = process.communicate(timeout=timeout)[0]
+        assert process.returncode == 0, f"{shlex.join(map(str, command))}: {output}"
+        return output
 
 
 @contextlib.contextmanager
@@ -100,7 +98,7 @@ def machines(folder):
     try:
         yield started
     finally:
-        started.close()
+        started.first.communicate()  # closes the pipe
 
 
 # --- Slurm, and the qsub that Debian has for it --------------------------------------------------
@@ -128,7 +126,7 @@ SlurmdParameters=config_overrides
 NodeName=n[1-2] CPUs=16 RealMemory=64000 Gres=gpu:1 State=UNKNOWN
 PartitionName=gpu Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP
 """
-# what PBS itself gives a job and the qsub for Slurm does not: runs before each task and the script
+# PBS itself sets this variable, the qsub for Slurm does not. Slurm runs it before the script.
 PROLOG = """#!/bin/bash
 file={folder}/nodes.$SLURM_JOB_ID
 scontrol show hostnames "$SLURM_JOB_NODELIST" >"$file"
@@ -174,24 +172,50 @@ class Slurm:
         return self.machines.run(node, *command, env=env, **options)
 
     def job(self, number):
-        """What `scontrol show job` says of a job, as a dictionary."""
+        """The fields of `scontrol show job`."""
         words = self.run("scontrol", "--oneliner", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
 
-def end(folder):
-    """SIGKILL for every process that works in a folder, such as a run that a test gave up."""
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has just ended
-            if Path(os.readlink(process / "cwd")).is_relative_to(folder):
-                os.kill(int(process.name), signal.SIGKILL)
+def alive(pids):
+    """Those of some processes that have not ended; a zombie has."""
+    running = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                running.append(pid)
+    return running
+
+
+def descendants(pid):
+    """Process ids of children, their children and so on."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [process.pid for process in psutil.Process(pid).children(recursive=True)]
+    return []
+
+
+def kill(pids):
+    """End processes, some of which may have ended already."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def processes(fits):
+    """Ids of the processes for which fits(psutil.Process) is true."""
+    result = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if fits(process):
+                result.append(process.pid)
+    return alive(result)
 
 
 def wait(condition, seconds, step=0.1):
     """Until condition() is true; returns what it is. TimeoutError after so many seconds."""
     deadline = time.monotonic() + seconds
-    while not (found := condition()):
+    while not (value := condition()):
         if time.monotonic() > deadline:
             raise TimeoutError(f"nothing came within {seconds} s")
         time.sleep(step)
-    return found
+    return value

@@ -5,21 +5,22 @@ instead of the seconds that importing them takes. Each rank ends through dist.ru
 """
 
 import contextlib
-import ipaddress
 import multiprocessing
 import os
 import pickle
 import signal
 import socket
-import struct
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 from ddp_utils import distributed
 
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as ddp_utils/launch.py
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
@@ -59,13 +60,13 @@ def run_ranks(world_size, fn, *args, timeout=60, env=None) -> Outcome:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         names = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **(env or {})}
+        names |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
         processes, pipes = [], []
         for rank in range(world_size):
-            mine = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
-            mine = {k: str(v) for k, v in (mine | {"LOCAL_WORLD_SIZE": world_size}).items()}
+            names |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             receiver, sender = CONTEXT.Pipe(duplex=False)
             log = f"{folder}/{rank}.log"
-            process = CONTEXT.Process(target=_rank, args=(log, {**names, **mine}, sender, fn, args))
+            process = CONTEXT.Process(target=_rank, args=(log, {**names}, sender, fn, args))
             process.start()
             sender.close()
             processes.append(process)
@@ -89,22 +90,10 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def addresses(pid="self"):
-    """Local IP address of every TCP socket of a process."""
-    mine = set()
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        if link.is_symlink():  # the one that listed this folder is gone
-            mine.add(os.readlink(link))
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            number, inode = fields[1].split(":")[0], fields[9]
-            if f"socket:[{inode}]" in mine:
-                numbers = (int(number[at : at + 8], 16) for at in range(0, len(number), 8))
-                address = ipaddress.ip_address(b"".join(struct.pack("=I", n) for n in numbers))
-                found.add(str(getattr(address, "ipv4_mapped", None) or address))
-    return found
+def addresses(pid=None):
+    """Local IP address of every TCP socket of a process; None: of this one."""
+    sockets = psutil.Process(pid).net_connections("tcp")
+    return {socket.laddr.ip.removeprefix("::ffff:") for socket in sockets}
 
 
 def _receive(pipe, deadline):

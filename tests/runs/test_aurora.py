@@ -12,8 +12,8 @@ import runs
 from conftest import ROOT
 
 SCRIPT = ROOT / "run_dpo_ddp_aurora.sh"
-# Of PALS, what hydra does not know: --cpu-bind is written down and left out, its ranks are named
-# as PALS names them, and nothing says how many there are.
+# A stand-in for PALS: it records and removes --cpu-bind, which hydra does not know, names the ranks
+# as PALS does, and sets no variable with their number.
 MPIEXEC = """#!/bin/bash
 words=()
 while [ "$1" != python ]; do
@@ -66,7 +66,7 @@ def job(tmp_path):
     return run
 
 
-def test_the_body_trains_on_two_nodes_and_goes_on_when_it_is_run_again(job):
+def test_the_body_trains_on_two_nodes_and_resumes_when_it_is_run_again(job):
     if not Path("/usr/bin/mpiexec.mpich").exists():
         pytest.skip("mpiexec.mpich is not installed")
     steps = runs.words("--log_every 1000 --max_rows 16 --max_steps 3")
@@ -95,11 +95,11 @@ def test_the_body_trains_on_two_nodes_and_goes_on_when_it_is_run_again(job):
         ("6", "list:4-11:12-19:20-27:56-63:64-71:72-79 COMPOSITE"),
     ],
 )
-def test_tiles_or_gpus_have_the_cores_that_are_near(per_node, bound, job):
-    """Against ALCF's page on binding: GPUs 0 to 2 hang on socket 0, 3 to 5 on socket 1."""
-    said = 'echo "$OMP_NUM_THREADS $WORLD_SIZE $MASTER_ADDR $MASTER_PORT" "$@" >words'
+def test_tiles_and_gpus_are_bound_to_near_cores(per_node, bound, job):
+    """Against ALCF's page on binding: GPUs 0 to 2 are at socket 0, 3 to 5 at socket 1."""
+    record = 'echo "$OMP_NUM_THREADS $WORLD_SIZE $MASTER_ADDR $MASTER_PORT" "$@" >words'
     (job.folder / ".venv/bin/mpiexec").write_text(
-        MPIEXEC.replace("exec mpiexec.mpich", f"{said}; exit; :")
+        MPIEXEC.replace("exec mpiexec.mpich", f"{record}; exit; :")
     )
     env = {"PER_NODE": per_node, "ZE_FLAT_DEVICE_HIERARCHY": "FLAT"}
     env |= {"BACKEND": "", "MASTER_PORT": "2345"} if per_node == "6" else {}
@@ -113,9 +113,13 @@ def test_tiles_or_gpus_have_the_cores_that_are_near(per_node, bound, job):
     assert words[4:9] == ["python", "-m", "dpo_inv.run_dpo_ddp", "--backend", backend]
 
 
-def test_mistakes_are_one_line(job):
-    assert "PER_NODE: 13; give 12 (tiles), 6 (GPUs)" in error_of(job, PER_NODE="13")
-    assert "PER_NODE: x$(touch bad)" in error_of(job, PER_NODE="x$(touch bad)")
+def test_a_mistake_is_one_line_and_runs_nothing(job):
+    for value in ("13", "x$(touch bad)"):
+        done = job(PER_NODE=value)
+        error = (job.folder / "logs/dpo_ddp_123.err").read_text()
+        assert done.returncode == 2, done.stdout + done.stderr + error
+        line = error.splitlines()[-1]
+        assert line == f"error: PER_NODE: {value}; use 12 (tiles), 6 (GPUs), or fewer tiles"
     assert not (job.folder / "bad").exists()
     away = job.folder / "away/from"
     away.mkdir(parents=True)
@@ -124,19 +128,9 @@ def test_mistakes_are_one_line(job):
     assert done.stderr == f"error: {away}: submit it from the project's folder\n"
 
 
-def error_of(job, **env):
-    done = job(**env)
-    error = (job.folder / "logs/dpo_ddp_123.err").read_text()
-    assert done.returncode == 2, done.stdout + done.stderr + error
-    return error.splitlines()[-1]
-
-
-# --- header --------------------------------------------------------------------------------------
-
-
-HEADER = [  # the guide's directives, and what ALCF's page demands since
+HEADER = [  # the guide's directives, and those that ALCF's page requires
     "-A <your_project>",
-    "-q capacity",  # takes 1 to 16 nodes for more than the hour of debug
+    "-q capacity",  # for 1 to 16 nodes, for more than the hour of debug
     "-l select=2:system=aurora,place=scatter",
     "-l walltime=02:00:00",
     "-l filesystems=home:flare",
@@ -144,11 +138,8 @@ HEADER = [  # the guide's directives, and what ALCF's page demands since
 ]
 
 
-def test_the_header_is_what_aurora_asks_for():
+def test_the_header_has_the_directives_of_aurora_and_the_guide_s_name_is_the_same_file():
     first, *lines = SCRIPT.read_text().partition("\n# ")[0].splitlines()
     assert first == "#!/bin/bash -l"  # `module` comes with a login shell
     assert {f"#PBS {option}" for option in HEADER} <= {*lines}
-
-
-def test_the_name_of_the_guide_is_the_same_file():
     assert (ROOT / "scripts/run_dpo_ddp_aurora.sh").resolve() == SCRIPT

@@ -1,7 +1,7 @@
-"""src/train.py as clusters start it: the generated scripts on two machines, and every launcher.
+"""src/train.py as clusters start it: the generated scripts on two machines.
 
-The machines are tests/cluster.py's: n1 and n2, with a real Slurm and its qsub. Two processes are
-always one run: the same losses to the last digit, however they were started or stopped.
+The machines are tests/cluster.py's: n1 and n2, with a real Slurm and its qsub. The losses of two
+processes are bit-identical, however they were started or stopped.
 """
 
 import contextlib
@@ -48,8 +48,8 @@ output:
 
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory):
-    with cluster.machines(tmp_path_factory.mktemp("two")) as found:
-        yield found
+    with cluster.machines(tmp_path_factory.mktemp("two")) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
@@ -60,53 +60,64 @@ def slurm(machines):
 @pytest.fixture
 def here(tmp_path):
     """A folder with settings, to start in."""
-    yield settle(tmp_path)
-    cluster.end(tmp_path)
-
-
-def settle(folder):
-    (folder / "config.yaml").write_text(YAML)
-    return folder
+    (tmp_path / "config.yaml").write_text(YAML)
+    yield tmp_path
+    cluster.kill(cluster.processes(lambda one: Path(one.cwd()).is_relative_to(tmp_path)))
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """The lines of a run of two processes of torchrun on one machine."""
-    folder = settle(tmp_path_factory.mktemp("undisturbed"))
+    folder = tmp_path_factory.mktemp("undisturbed")
+    (folder / "config.yaml").write_text(YAML)
     torchrun = [BIN / "torchrun", "--standalone", "--nproc_per_node=2"]
     programs.process([*torchrun, TRAIN, "--config", "config.yaml"], cwd=folder)
     assert about(folder) == ("torchrun", 2, "finished")
-    return numbers(folder)
-
-
-def numbers(folder):
     return faults.numbers(folder / "run")
 
 
 def about(folder):
-    """(launcher, processes, how it ended) of a run."""
-    found = [json.loads((folder / f"run/{n}.json").read_text()) for n in ("environment", "summary")]
-    return found[0]["launcher"], found[0]["world_size"], found[1]["status"]
+    """(launcher, processes, status) of a run."""
+    environment, summary = (
+        json.loads((folder / f"run/{name}.json").read_text()) for name in ("environment", "summary")
+    )
+    return environment["launcher"], environment["world_size"], summary["status"]
+
+
+def has_logged(folder):
+    metrics = folder / "run/metrics.jsonl"
+    return lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 3
 
 
 def generate(folder, line):
-    """distributed_setup.py on a line of flags, in a folder; the script that it wrote."""
-    said = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+    """Call distributed_setup.py with a line of flags; return the name of the script."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
         patch.chdir(folder)
         assert setup.main(shlex.split(line)) == 0
-    return said.getvalue().split()[1].rstrip(";")
+    return out.getvalue().split()[1].rstrip(";")
 
 
-def finished(process, timeout=100):
-    said = process.communicate(timeout=timeout)[0]
-    assert process.returncode == 0, said
-    assert "Traceback" not in said
-    return said
+# --- Slurm and PBS -------------------------------------------------------------------------------
 
-
+SLURM = "slurm --num_nodes 2 --num_gpus_per_node 1 --modules '' --conda_env '' --time_limit "
 AD = "grid_size=5 n_stream=2 total_source_timesteps=800 train_n_stream=2 n_transit=40 tf_n_embd=16 "
 AD += "train_source_timesteps=400 tf_n_layer=1 train_timesteps=4 num_warmup_steps=1 eval_episodes=4"
+
+
+def submit(slurm, program, folder, *words):
+    """Submit a script with sbatch or qsub; return the job's number."""
+    output = slurm.run(program, *words, env=ENV, cwd=folder)
+    return output.split()[-1]  # "Submitted batch job 1", or "1"
+
+
+def output_of(slurm, job, folder):
+    """Wait until a job ends with 0; return its output."""
+    running = ("PENDING", "RUNNING", "COMPLETING")
+    cluster.wait(lambda: slurm.job(job)["JobState"] not in running, 100)
+    output = "".join(file.read_text() for file in sorted(folder.glob(f"*[-oe]{job}*")))
+    assert slurm.job(job)["JobState"] == "COMPLETED", output
+    assert slurm.job(job)["ExitCode"] == "0:0" and "Traceback" not in output, output
+    return output
 
 
 def test_distillation_trains_in_a_slurm_job(slurm, here):
@@ -115,60 +126,34 @@ def test_distillation_trains_in_a_slurm_job(slurm, here):
     sizes = ["--nodes=2", "--ntasks-per-node=1", "--gres=gpu:1", "--cpus-per-task=1"]
     script = ROOT / "scripts/multi_gpu_train.slurm"
     words = [*shlex.split(AD), f"traj_file={here / 'x.npz'}", "output_dir=run"]
-    said = slurm.run("sbatch", *sizes, script, *words, env=ENV, cwd=here)
-    said = ends(slurm, said.split()[-1], here)
-    assert said.count("Number of processes: 2\nDistributed type: DistributedType.MULTI_CPU") == 1
+    output = output_of(slurm, submit(slurm, "sbatch", here, *sizes, script, *words), here)
+    assert output.count("Number of processes: 2\nDistributed type: DistributedType.MULTI_CPU") == 1
     assert about(here) == ("srun", 2, "finished")
 
 
-# --- Slurm ---------------------------------------------------------------------------------------
-
-SLURM = "slurm --num_nodes 2 --num_gpus_per_node 1 --modules '' --conda_env '' --time_limit "
-
-
-def state(slurm, job):
-    return slurm.job(job)["JobState"]
-
-
-def is_queued_again(slurm, job):
-    """For two minutes, here for three seconds: the last life's permit has to run out."""
+def test_a_slurm_job_that_is_signalled_saves_is_queued_again_and_resumes(slurm, undisturbed, here):
+    job = submit(slurm, "sbatch", here, generate(here, SLURM + "00:10:00"))
+    cluster.wait(has_logged(here), 100)
+    slurm.run("scancel", "--signal=USR1", job)
+    # Slurm starts it after two minutes, here after three seconds
     queued = {"JobState": "PENDING", "Restarts": "1", "Reason": "BeginTime"}
     cluster.wait(lambda: queued.items() <= slurm.job(job).items(), 150)
     slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now+3seconds")
-
-
-def ends(slurm, job, folder, wanted=("COMPLETED", "0:0")):
-    """The job's end, its state and exit status as wanted; what it has said until then."""
-    cluster.wait(lambda: state(slurm, job) not in ("PENDING", "RUNNING", "COMPLETING"), 100)
-    said = "".join(file.read_text() for file in sorted(folder.glob(f"*[-oe]{job}*")))
-    assert (state(slurm, job), slurm.job(job)["ExitCode"]) == wanted, said
-    return said
-
-
-def submit(slurm, program, folder, line):
-    """Generate a script and give it to sbatch or qsub; the job's number."""
-    said = slurm.run(program, generate(folder, line), env=ENV, cwd=folder)
-    return said.split()[-1]  # "Submitted batch job 1", or "1"
-
-
-def lines(folder):
-    file = folder / "run/metrics.jsonl"
-    return len(file.read_text().splitlines()) if file.exists() else 0
-
-
-def test_a_slurm_job_that_is_signalled_saves_is_queued_again_and_goes_on(slurm, undisturbed, here):
-    job = submit(slurm, "sbatch", here, SLURM + "00:10:00")
-    cluster.wait(lambda: lines(here) >= 3, 100)
-    slurm.run("scancel", "--signal=USR1", job)
-    is_queued_again(slurm, job)
     assert about(here) == ("srun", 2, "preempted")
     saved = json.loads((here / "run/summary.json").read_text())
     assert saved["exit_code"] == 85 and 3 <= saved["step"] < STEPS
-    said = ends(slurm, job, here)  # in both lives
-    assert f"resumes after step {saved['step']}\n" in said
-    assert "Traceback" not in said
+    assert f"resumes after step {saved['step']}\n" in output_of(slurm, job, here)
     assert about(here) == ("srun", 2, "finished")
-    assert numbers(here) == undisturbed
+    assert faults.numbers(here / "run") == undisturbed
+
+
+def test_a_pbs_job_runs_on_two_machines(slurm, undisturbed, here):
+    """With MPICH in place of PALS; /etc/profile of the machines defines `module`."""
+    cluster.need(**{"mpiexec.mpich": "mpich"})
+    flags = "pbs --num_nodes 2 --num_gpus_per_node 1 --partition gpu --time_limit 00:10:00"
+    output_of(slurm, submit(slurm, "qsub", here, generate(here, flags)), here)
+    assert about(here) == ("mpiexec", 2, "finished")
+    assert faults.numbers(here / "run") == undisturbed
 
 
 # --- two machines --------------------------------------------------------------------------------
@@ -183,59 +168,30 @@ def start_both(machines, folder):
     return [machines.start(node, "bash", script, env=ENV, cwd=folder) for node, script in nodes]
 
 
-def process(folder, words, **env):
-    """The process that works in a folder, has words in its command line and these variables."""
-
-    def fits(path):
-        with contextlib.suppress(OSError):  # it has just ended
-            has = (path / "environ").read_text(errors="replace").split("\0")
-            told = (path / "cmdline").read_text(errors="replace").replace("\0", " ")
-            in_it = os.readlink(path / "cwd") == str(folder)
-            return in_it and told.startswith(words) and {f"{k}={env[k]}" for k in env} <= {*has}
-
-    return min(int(path.name) for path in Path("/proc").glob("[0-9]*") if fits(path))
-
-
 @pytest.mark.show
-@pytest.mark.parametrize("node", [0, 1])
-def test_a_stop_of_one_node_ends_both_with_85_and_both_go_on(node, machines, undisturbed, here):
+@pytest.mark.parametrize("node", ["0", "1"])
+def test_a_stop_of_one_node_ends_both_with_85_and_both_resume(node, machines, undisturbed, here):
     started = start_both(machines, here)
-    cluster.wait(lambda: lines(here) >= 3, 100)
-    os.kill(process(here, "python -m ddp_utils.launch", NODE_RANK=node), signal.SIGTERM)
-    said = [one.communicate(timeout=60)[0] for one in started]
-    assert [one.returncode for one in started] == [85, 85], said
-    for one in start_both(machines, here):
-        finished(one)
-    assert numbers(here) == undisturbed
+    cluster.wait(has_logged(here), 100)
 
+    def is_launcher(process):
+        is_here = process.cwd() == str(here) and "ddp_utils.launch" in process.cmdline()
+        return is_here and process.environ().get("NODE_RANK") == node
 
-@pytest.mark.show
-def test_a_process_that_dies_on_the_second_node_is_started_again(machines, undisturbed, here):
+    os.kill(min(cluster.processes(is_launcher)), signal.SIGTERM)
+    outputs = [process.communicate(timeout=60)[0] for process in started]
+    assert [process.returncode for process in started] == [85, 85], outputs
     started = start_both(machines, here)
-    cluster.wait(lambda: lines(here) >= 3, 100)
-    os.kill(process(here, "/", RANK="1"), signal.SIGKILL)
-    assert [(one.communicate(timeout=100), one.returncode)[1] for one in started] == [0, 0]
-    assert numbers(here) == undisturbed
-
-
-# --- PBS -----------------------------------------------------------------------------------------
-
-
-def test_a_pbs_job_runs_on_two_machines(slurm, undisturbed, here):
-    """With MPICH in place of PALS; `module` is what /etc/profile of the machines makes it."""
-    cluster.need(**{"mpiexec.mpich": "mpich"})
-    flags = "pbs --num_nodes 2 --num_gpus_per_node 1 --partition gpu --time_limit 00:10:00"
-    job = submit(slurm, "qsub", here, flags)
-    ends(slurm, job, here)
-    assert about(here) == ("mpiexec", 2, "finished")
-    assert numbers(here) == undisturbed
+    outputs = [process.communicate(timeout=100)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0], outputs
+    assert faults.numbers(here / "run") == undisturbed
 
 
 # --- scripts/environment.sh ----------------------------------------------------------------------
 
 
 def test_the_environment_is_made_from_any_folder(tmp_path):
-    """requirements.txt ends with `-e .`, which pip sees from where it is started."""
+    """requirements.txt ends with `-e .`, which is relative to the folder where pip is started."""
     script = tmp_path / "project/scripts/environment.sh"
     script.parent.mkdir(parents=True)
     script.symlink_to(ROOT / "scripts/environment.sh")

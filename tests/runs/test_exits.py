@@ -6,19 +6,19 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+import cluster
 import programs
 from conftest import ROOT
 from ddp_utils import NonFiniteError, UserError, distributed
 from ranks import free_port, ranks, run_ranks
 
 
-def ddp_steps(failing=-1):
+def ddp_steps(failing):
     """The shape that aborts at exit without os._exit: DDP, all-reduces, the end."""
     world = distributed.init_process_group(distributed.whoami())
     model = DistributedDataParallel(torch.nn.Linear(64, 64))
@@ -27,16 +27,11 @@ def ddp_steps(failing=-1):
         if step == 1 and world.rank == failing:
             raise ValueError("the weights fell off")
     print("done", world.rank)
-    return world.rank
-
-
-def as_program():
-    distributed.run(lambda: ddp_steps(1))
 
 
 def test_groups_in_a_row_end_with_status_0_and_complete_logs():
     for _ in range(15):
-        outcome = run_ranks(2, ddp_steps)
+        outcome = run_ranks(2, ddp_steps, None)
         assert outcome.codes == [0, 0], outcome.logs
         assert outcome.logs == ["done 0\n", "done 1\n"]
 
@@ -47,15 +42,6 @@ def test_an_exception_on_rank_1_ends_with_its_traceback_alone():
         assert outcome.codes == [1, 1]
         assert outcome.logs[0] == ""  # it only lost the connection to rank 1
         assert outcome.logs[1].rstrip().endswith("ValueError: the weights fell off")
-
-
-def test_torchrun_shows_the_exception_of_rank_1(tmp_path):
-    script = tmp_path / "steps.py"
-    script.write_text("import test_exits as t\nt.as_program()")
-    path = f"{ROOT}/src:{ROOT}/tests:{ROOT}/tests/runs"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = programs.process([*command, script], 1, PYTHONPATH=path)
-    assert done.stderr.count("ValueError: the weights fell off") == 1
 
 
 # --- the launcher --------------------------------------------------------------------------------
@@ -142,28 +128,15 @@ def test_programs_run_one_after_another_until_one_fails(tmp_path):
 RANK = "from ddp_utils import distributed\ndistributed.run(lambda: time.sleep(60))"
 
 
-def alive(pids):
-    """Those of some processes that have not ended; a zombie has."""
-    states = {}
-    for pid in pids:
-        status = Path(f"/proc/{pid}/stat")
-        if status.exists():
-            states[pid] = status.read_text().rpartition(")")[2].split()[0]
-    return [pid for pid, state in states.items() if state != "Z"]
-
-
 @pytest.mark.parametrize("seconds", [0.0, 0.3, 1.0, 3.0, 6.0])
 def test_a_launcher_that_is_killed_leaves_no_orphan(seconds, tmp_path):
     """Whether its ranks are starting, importing torch, or working."""
     process = launcher(tmp_path, RANK)
-    started = [process.stdout.readline() for _ in range(2)]
-    pids = [int(line.split()[-1]) for line in started]
+    lines = [process.stdout.readline() for _ in range(2)]
+    pids = [int(line.split()[-1]) for line in lines]
     time.sleep(seconds)
     process.kill()
-    deadline = time.monotonic() + 30
-    while alive(pids) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert alive(pids) == []
+    cluster.wait(lambda: not cluster.alive(pids), 30)
 
 
 # --- a group that cannot connect -----------------------------------------------------------------
@@ -195,48 +168,43 @@ def test_a_group_that_cannot_connect_ends_with_one_line_and_no_traceback(env, me
 # --- errors on one rank --------------------------------------------------------------------------
 
 
-def on_one(rank, how):
+PROBLEMS = {  # exception -> exit status of all ranks, beginning and end of the only log
+    "mistake": (3, "error: a mistake\n", "a mistake\n"),
+    "full": (4, "error: somewhere/file: No space left on device; free some space and run ", "\n"),
+    "bug": (1, "Traceback", "ZeroDivisionError: the weights fell off\n"),
+}
+
+
+def on_one(rank, problem):
     """on_main() or on_each(), where one rank fails."""
     world = distributed.init_process_group(distributed.whoami())
 
     def only_here():
         if world.rank == rank:
-            if how == "mistake":
+            if problem == "mistake":
                 raise NonFiniteError("a mistake")
-            if how == "full":
+            if problem == "full":
                 raise OSError(28, "No space left on device", "somewhere/file")
-            if how == "bug":
+            if problem == "bug":
                 raise ZeroDivisionError("the weights fell off")
         return {"text": "é", "numbers": [1, 2.5, None]}
 
-    if rank == 0:
-        return distributed.on_main(world, only_here)
-    return distributed.on_each(world, only_here)
+    return (distributed.on_main if rank == 0 else distributed.on_each)(world, only_here)
 
 
 def test_the_result_of_rank_0_is_returned_on_all():
-    assert ranks(3, on_one, 0, "fine") == [{"text": "é", "numbers": [1, 2.5, None]}] * 3
+    assert ranks(3, on_one, 0, "none") == [{"text": "é", "numbers": [1, 2.5, None]}] * 3
 
 
-@pytest.mark.parametrize(
-    ("how", "code", "line"),
-    [
-        ("mistake", 3, "error: a mistake\n"),
-        ("full", 4, "error: somewhere/file: No space left on device; free some space and run "),
-    ],
-)
+@pytest.mark.parametrize("problem", PROBLEMS)
 @pytest.mark.parametrize("rank", [0, 2])
-def test_if_one_rank_fails_all_end_with_its_status_and_it_alone_prints(how, code, line, rank):
-    outcome = run_ranks(3, on_one, rank, how)
+def test_if_one_rank_fails_all_end_with_its_status_and_it_alone_prints(problem, rank):
+    code, first, last = PROBLEMS[problem]
+    outcome = run_ranks(3, on_one, rank, problem)
     assert outcome.codes == [code] * 3
-    assert outcome.logs[rank].startswith(line), outcome.logs
-    assert [log for log in outcome.logs if log] == [outcome.logs[rank]]
-
-
-def test_a_bug_on_rank_0_keeps_its_traceback():
-    outcome = run_ranks(2, on_one, 0, "bug")
-    assert outcome.codes == [1, 1] and "Traceback" not in outcome.logs[1]
-    assert outcome.logs[0].rstrip().endswith("ZeroDivisionError: the weights fell off")
+    log = outcome.logs[rank]
+    assert log.startswith(first) and log.endswith(last), outcome.logs
+    assert [log for log in outcome.logs if log] == [log]
 
 
 def mistake_on_all(with_group):
@@ -246,7 +214,7 @@ def mistake_on_all(with_group):
 
 
 @pytest.mark.parametrize("with_group", [False, True])
-def test_a_mistake_that_all_ranks_find_is_printed_once(with_group):
+def test_a_mistake_on_all_ranks_is_printed_once(with_group):
     outcome = run_ranks(3, mistake_on_all, with_group)
     assert outcome.codes == [2, 2, 2]
     assert "".join(outcome.logs) == "error: --beta: must be > 0\n"

@@ -44,35 +44,13 @@ def launched(command, folder, *flags, **env):
     try:
         yield process
     finally:
-        for pid in [process.pid, *descendants(process.pid)]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        cluster.kill([process.pid, *cluster.descendants(process.pid)])
         process.wait()
-
-
-def descendants(pid):
-    """Process ids of children, their children and so on."""
-    parents = {}
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            fields = entry.read_text().rsplit(")", 1)[1].split()
-            if fields[0] != "Z":
-                parents.setdefault(int(fields[1]), []).append(int(entry.parent.name))
-    found = list(parents.get(pid, []))
-    for child in found:
-        found += parents.get(child, [])
-    return found
 
 
 def has_logged(folder, count):
     metrics = folder / "metrics.jsonl"
     return lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= count
-
-
-def state(pid):
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    return "Z"
 
 
 # --- restarts ------------------------------------------------------------------------------------
@@ -117,7 +95,7 @@ def test_f3_sigterm_to_the_shell_script_saves_and_ends_with_85(long_run, tmp_pat
     folder = tmp_path / "run"
     with launched([SCRIPT, "2"], folder, *LONG) as process:
         cluster.wait(has_logged(folder, 4), 120)
-        sockets = [addresses(pid) for pid in descendants(process.pid)]
+        sockets = [addresses(pid) for pid in cluster.descendants(process.pid)]
         process.send_signal(signal.SIGTERM)
         assert process.wait(90) == 85, process.log.read_text()
     assert set().union(*sockets) == {"127.0.0.1"}  # torchrun's too
@@ -135,10 +113,10 @@ def test_f18_ctrl_c_ends_with_130_and_the_same_command_goes_on(long_run, tmp_pat
     folder = tmp_path / "run"
     with launched([SCRIPT, "2"], folder, *LONG, "--save_every", "1") as process:
         cluster.wait(has_logged(folder, 4), 120)
-        ranks = descendants(process.pid)
+        ranks = cluster.descendants(process.pid)
         os.killpg(process.pid, signal.SIGINT)  # what a terminal does
         assert process.wait(90) == 130, process.log.read_text()
-        cluster.wait(lambda: all(state(pid) == "Z" for pid in ranks), 60)
+        cluster.wait(lambda: not cluster.alive(ranks), 60)
     assert checkpoints.find_newest(folder / "checkpoints")[1] == []
     outcome = faults.finished(faults.start(2, folder, *LORA, *LONG))
     assert "is not finished: resumes after step" in outcome.logs[0]
@@ -146,16 +124,6 @@ def test_f18_ctrl_c_ends_with_130_and_the_same_command_goes_on(long_run, tmp_pat
 
 
 # --- nothing is left behind ----------------------------------------------------------------------
-
-
-def marked(mark):
-    """Processes with this word in their environment, whoever has adopted them."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if mark.encode() in path.read_bytes() and state(path.parent.name) != "Z":
-                found.append(int(path.parent.name))
-    return found
 
 
 def test_a8_no_process_outlives_a_launcher_that_is_killed(tmp_path):
@@ -167,19 +135,19 @@ def test_a8_no_process_outlives_a_launcher_that_is_killed(tmp_path):
     print(f"seed {seed}")
     moments = random.Random(seed)
     program = [f"{ROOT}/src/main_distributed.py", "--num_epochs=1000", "--num_samples=0"]
-    env = {"PYTHONPATH": f"{ROOT}/src", "DDP_JOIN_SECONDS": "10"}
     for number in range(3):
-        mark = uuid.uuid4().hex
-        run = tmp_path / f"run{number}"
-        process = subprocess.Popen(
-            [f"{BIN}/torchrun", "--nproc_per_node=2", *program, f"--result_dir={run}"],
-            env=programs.environment() | env | {"MARK": mark},
-            start_new_session=True,
-            cwd=ROOT,
-        )
+        mark, run = uuid.uuid4().hex, tmp_path / f"run{number}"
+        env = {"MARK": mark, "PYTHONPATH": f"{ROOT}/src", "DDP_JOIN_SECONDS": "10"}
+        command = [f"{BIN}/torchrun", "--nproc_per_node=2", *program, f"--result_dir={run}"]
+        env = programs.environment() | env
+        process = subprocess.Popen(command, env=env, start_new_session=True, cwd=ROOT)
+
+        def left(mark=mark):
+            return cluster.processes(lambda one: one.environ().get("MARK") == mark)
+
         try:
             if number == 0:
-                cluster.wait(lambda process=process: descendants(process.pid), 60, 0.01)
+                cluster.wait(lambda process=process: cluster.descendants(process.pid), 60, 0.01)
             elif number == 1:
                 cluster.wait(lambda run=run: any(run.glob("metrics.jsonl")), 120)
             else:
@@ -187,8 +155,6 @@ def test_a8_no_process_outlives_a_launcher_that_is_killed(tmp_path):
             process.kill()
             process.wait()
             # a rank that waits for a group ends by itself after twice DDP_JOIN_SECONDS
-            cluster.wait(lambda mark=mark: not marked(mark), seconds=90)
+            cluster.wait(lambda left=left: not left(), 90)
         finally:
-            for pid in marked(mark):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            cluster.kill(left())
