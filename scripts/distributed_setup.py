@@ -188,8 +188,8 @@ def launcher(options: Launcher) -> str:
 def slurm(options: Slurm) -> str:
     """Return the job script for sbatch."""
     command = command_of(options)
-    shell = "/bin/bash -l" if options.modules else "/bin/bash"  # -l: a login shell has `module`
-    return filled("slurm.sh.in", options, command=command, shell=shell, **job(options, "nccl"))
+    bash = "/bin/bash -l" if options.modules else "/bin/bash"  # -l: a login shell has `module`
+    return filled("slurm.sh.in", options, command=command, bash=bash, **job(options, "nccl"))
 
 
 def pbs(options: Pbs) -> str:

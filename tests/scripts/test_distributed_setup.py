@@ -272,7 +272,7 @@ ERRORS = {
     'launcher --flags "it\'s"': "--flags: No closing quotation; quote it as in a shell",
     "slurm --script src/ad/train.py --use_deepspeed": "--use_deepspeed: not available for src/ad",
     "slurm --script train.py": "--script: ",
-    "slurm --config nowhere.yaml": "nowhere.yaml: no such file; looked in ",
+    "slurm --config nowhere.yaml": "nowhere.yaml: no such file",
     "slurm --mem_per_gpu 32GB": "--mem_per_gpu: '32GB' is not a size (expected 32G)",
     "slurm --partition 'a b'": "--partition: 'a b' must consist of letters, digits and ",
     "pbs --filesystems 'a b'": "--filesystems: 'a b' must consist of letters, digits and ",

@@ -1,8 +1,8 @@
 """Nothing that is read executes, nothing secret is written.
 
 The rules of the code are checked on its syntax tree. The rest are runs of one step among canaries:
-files that make a folder when they are executed, in every place that a run reads from. That nobody
-outside the node is listened to is seen in tests/core/test_units_in_processes.py.
+files that make a folder when they are executed, in every place that a run reads from. Sockets:
+tests/core/test_units_in_processes.py.
 """
 
 import ast
@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,70 +49,65 @@ EXECUTES = re.compile(  # what can run a file's content, a message's or a text's
 )
 AUTO = re.compile(r"(transformers|peft)\.(.*\.)?Auto\w+\.from_(pretrained|config)")
 AUTO_WEIGHTS = re.compile(r".*\.Auto(?!Config|Tokenizer)\w+\.from_pretrained")
-KEYWORDS = dict.fromkeys(("trust_remote_code", "shell", "allow_pickle"), ["False"])  # or not given
+KEYWORDS = dict.fromkeys(("trust_remote_code", "shell", "allow_pickle"), ["False"])  # or absent
 KEYWORDS |= {"use_safetensors": ["True"], "weights_only": ["True"], "typ": ["'rt'", "'safe'"]}
 
 
 def named(tree):
-    """Every import, name and attribute with its full name: `import torch as t` makes t.load
+    """Return node -> full name of each import, name and attribute: `import torch as t` makes t.load
     torch.load."""
-    stands_for = {}
+    names, stands_for = {}, {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
             for alias in node.names:
-                yield node, f"{module}{alias.name}"
-                top = alias.name.split(".")[0]  # what `import torch.distributed` defines
-                full = f"{module}{alias.name}" if module or alias.asname else top
-                stands_for[alias.asname or (alias.name if module else top)] = full
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name | ast.Attribute):
-            yield node, full_name(node, stands_for)
+                names[alias] = f"{module}{alias.name}"
+                local = (
+                    alias.asname or alias.name.split(".")[0]
+                )  # `import torch.distributed`: torch
+                stands_for[local] = names[alias] if module or alias.asname else local
 
+    def full_name(node):
+        if isinstance(node, ast.Attribute):
+            return f"{full_name(node.value)}.{node.attr}"
+        return stands_for.get(node.id, f"?{node.id}") if isinstance(node, ast.Name) else "?"
 
-def full_name(node, stands_for):
-    if isinstance(node, ast.Attribute):
-        return f"{full_name(node.value, stands_for)}.{node.attr}"
-    return stands_for.get(node.id, f"?{node.id}") if isinstance(node, ast.Name) else "?"
+    uses = [node for node in ast.walk(tree) if isinstance(node, ast.Name | ast.Attribute)]
+    return names | {node: full_name(node) for node in uses}
 
 
 def dangers(code):
-    """What in this source could execute what it reads, or swallow every error: line: what."""
+    """Return `line: what` in this source could execute what it reads, swallow every error, or use
+    os.environ, which holds the user's tokens, in another way than asking for one name."""
     tree = ast.parse(code)
-    names = list(named(tree))
-    found = [(node, name) for node, name in names if EXECUTES.fullmatch(name)]
-    names = dict(names)
+    names = named(tree)
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    bad = []
+    for node, name in names.items():
+        parent = parents[node]
+        is_one = isinstance(parent, ast.Subscript | ast.Compare | ast.arguments)  # env=os.environ
+        is_one |= isinstance(parent, ast.Attribute) and parent.attr in ("get", "setdefault", "pop")
+        if EXECUTES.fullmatch(name) or (name in ("os.environ", "os.environb") and not is_one):
+            bad.append((node, name))
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and node.value == "trust_remote_code":
-            found.append((node, "a keyword in disguise"))
+            bad.append((node, "a keyword in disguise"))
         elif isinstance(node, ast.ExceptHandler) and catches_all(node.type):
-            found.append((node, "catches everything"))
+            bad.append((node, "catches everything"))
         elif isinstance(node, ast.Call):
             name = names.get(node.func, "")
             if name == "contextlib.suppress" and any(map(catches_all, node.args)):
-                found.append((node, "catches everything"))
+                bad.append((node, "catches everything"))
             given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
             needed = {"trust_remote_code"} if AUTO.fullmatch(name) else set()
             needed |= {"use_safetensors"} if AUTO_WEIGHTS.fullmatch(name) else set()
             wrong = {word for word in KEYWORDS if given.get(word) not in (None, *KEYWORDS[word])}
-            found += [(node, f"{name}: {word}") for word in wrong | (needed - given.keys())]
-    return [f"{node.lineno}: {what}" for node, what in found]
+            bad += [(node, f"{name}: {word}") for word in wrong | (needed - given.keys())]
+    return [f"{node.lineno}: {what}" for node, what in bad]
 
 
 def catches_all(kind):
     return kind is None or any(getattr(n, "id", None) == "Exception" for n in ast.walk(kind))
-
-
-def dumps_of_the_environment(code):
-    """Uses of os.environ other than asking for one name: it holds the user's tokens."""
-    tree = ast.parse(code)
-    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    for node, name in named(tree):
-        parent = parents[node]
-        one = isinstance(parent, ast.Subscript | ast.Compare | ast.arguments)  # env=os.environ
-        one |= isinstance(parent, ast.Attribute) and parent.attr in ("get", "setdefault", "pop")
-        if name in ("os.environ", "os.environb") and not one:
-            yield f"{node.lineno}: {ast.unparse(parent)}"
 
 
 # the official ProteinMPNN weights are pickles: read with torch's restricted reader, literally so
@@ -126,7 +121,7 @@ def test_no_code_can_execute_what_it_reads_or_dumps_the_environment():
             code = code.replace(RESTRICTED, "{}")
         if name == "src/ddp_utils/launch.py":  # which starts the ranks in its own environment
             code = code.replace(", **os.environ}", "}", 1)
-        assert [*dangers(code), *dumps_of_the_environment(code)] == [], name
+        assert dangers(code) == [], name
 
 
 BAD = r"""
@@ -179,8 +174,7 @@ def test_each_danger_is_seen_and_nothing_else():
     for text, is_bad in ((BAD, True), (GOOD, False)):
         for snippet in text.strip().split("\n"):
             code = snippet.replace("\\n", "\n")
-            seen = [*dangers(code), *dumps_of_the_environment(code)]
-            assert bool(seen) == is_bad, snippet
+            assert bool(dangers(code)) == is_bad, snippet
 
 
 def test_bandit_is_content():
@@ -200,11 +194,10 @@ FLOORS = {  # the last version with a hole that data can reach
 
 def test_no_version_with_a_known_hole_is_allowed():
     lines = [line.split("#")[0].strip() for line in (ROOT / "requirements.txt").open()]
-    found = [Requirement(line) for line in lines if line[:1].isalpha()]
-    asked = {requirement.name: requirement for requirement in found}
-    assert FLOORS.keys() - {"filelock"} <= asked.keys()
-    for name in FLOORS.keys() & asked.keys():
-        assert FLOORS[name] not in asked[name].specifier
+    requirements = [Requirement(line) for line in lines if line[:1].isalpha()]
+    allowed = {requirement.name: requirement.specifier for requirement in requirements}
+    for name, version in FLOORS.items():
+        assert version not in allowed[name], name
 
 
 # --- canaries ------------------------------------------------------------------------------------
@@ -215,15 +208,7 @@ PICKLES = words("pytorch_model.bin adapter_model.bin training_args.bin optimizer
 PICKLES += words("model.pt rng_state_0.pth consolidated.00.pth .metadata __0_0.distcp")
 SCRIPTS = words("custom.py modeling_qwen3.py tokenization.py judge.py data.py config.py")
 SCRIPTS += words("__init__.py sitecustomize.py custom_generate/generate.py")
-
-
-class Canary(NamedTuple):
-    """The three ways to hide code in a file, and the folder that it makes if it is executed."""
-
-    sings: Path
-    pickle: bytes
-    archive: bytes  # as torch.save writes it
-    script: bytes
+AUTO_MAP = {"AutoConfig": "custom.Evil", "AutoModelForCausalLM": "custom.Evil"}
 
 
 class Evil:
@@ -234,12 +219,23 @@ class Evil:
         return os.mkdir, (self.folder,)
 
 
+def saved(content):
+    file = io.BytesIO()
+    torch.save(content, file)
+    return file.getvalue()
+
+
 @pytest.fixture
 def canary(tmp_path):
-    sings, archive = tmp_path / "canary", io.BytesIO()
-    torch.save({"weight": Evil(sings)}, archive)
-    script = f"import os\nos.mkdir({str(sings)!r})\n".encode()
-    return Canary(sings, pickle.dumps({"weight": Evil(sings)}), archive.getvalue(), script)
+    """Ways to hide code in a file, and the folder that it makes if it is executed."""
+    sings = tmp_path / "canary"
+    return SimpleNamespace(
+        sings=sings,
+        pickle=pickle.dumps({"weight": Evil(sings)}),
+        archive=saved({"weight": Evil(sings)}),
+        harmless=saved({"base_model.model.model.embed_tokens.weight": torch.zeros(1)}),
+        script=f"import os\nos.mkdir({str(sings)!r})\n".encode(),
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -257,7 +253,7 @@ def edit(path, **values):
 
 
 def surround(folder, canary):
-    """A canary under every name that some program would open beside what we read."""
+    """Put a canary under every name that some program would open beside what we read."""
     for number, name in enumerate(PICKLES):
         put(folder / name, canary.archive if number % 2 else canary.pickle)
     for name in SCRIPTS:
@@ -265,7 +261,7 @@ def surround(folder, canary):
 
 
 def attempt(folder, *flags):
-    """None if a run with these flags ends well, else the one line that refuses it."""
+    """Return None if a run with these flags finishes, otherwise its one line of error."""
     try:
         assert main_distributed.main([*FLAGS, *flags, "--result_dir", f"{folder}/runs/run"]) == 0
     except UserError as error:
@@ -283,93 +279,69 @@ def test_the_canaries_would_sing(canary):
         canary.sings.rmdir()
 
 
-def test_what_lies_beside_the_files_that_are_read_is_left_alone(tmp_path, canary, monkeypatch):
-    model, adapter, data = tmp_path / "model", tmp_path / "adapter", tmp_path / "data"
-    shutil.copytree(MODEL, model)
-    shutil.copytree(ADAPTER, adapter)
-    data.mkdir()
-    shutil.copy(PAIRS, data)
-    for folder in (model, adapter, data, tmp_path / "runs/run", tmp_path / "runs/other"):
+def test_files_beside_those_that_are_read_are_ignored(tmp_path, canary, monkeypatch):
+    model = Path(shutil.copytree(MODEL, tmp_path / "model"))
+    adapter = Path(shutil.copytree(ADAPTER, tmp_path / "adapter"))
+    data = tmp_path / "data/pairs.jsonl"
+    put(data, Path(PAIRS).read_bytes())
+    for folder in (model, adapter, data.parent, tmp_path / "runs/run"):
         surround(folder, canary)
-    auto = {"AutoConfig": "custom.Evil", "AutoModelForCausalLM": "custom.Evil"}
-    edit(model / "config.json", auto_map=auto)
+    edit(model / "config.json", auto_map=AUTO_MAP)
     edit(model / "tokenizer_config.json", auto_map={"AutoTokenizer": ["custom.Evil"] * 2})
     edit(model / "generation_config.json", custom_generate="custom_generate")
     auto = {"base_model_class": "Evil", "parent_library": "custom"}
     edit(adapter / "adapter_config.json", auto_mapping=auto, base_model_name_or_path=str(model))
-    put(tmp_path / "runs/other/reference_logps.safetensors", canary.pickle)
     monkeypatch.chdir(model)
-    flags = ["--model_name", str(model), "--init_adapter", str(adapter), "--fine_tuning", "lora"]
-    flags += ["--reference_model", str(model), "--train_data", str(data / "pairs.jsonl")]
-    flags += words("--num_samples 1 --max_new_tokens 2")
-    assert attempt(tmp_path, *flags) is None
+    flags = f"--model_name {model} --init_adapter {adapter} --fine_tuning lora --train_data {data}"
+    flags += f" --reference_model {model} --num_samples 1 --max_new_tokens 2"
+    assert attempt(tmp_path, *words(flags)) is None
     assert not canary.sings.exists()
 
 
-def pickles_alone(folder, canary):
-    """Of a model and of an adapter."""
-    weights = "adapter_model" if (folder / "adapter_config.json").exists() else "model"
-    (folder / f"{weights}.safetensors").unlink()
-    surround(folder, canary)
-
-
-def index_of_pickles(folder, canary):
-    """transformers 5 opens what an index names, whatever use_safetensors says."""
-    (folder / "model.safetensors").unlink()
-    put(folder / "shard.bin", canary.archive)
-    put(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": {"w": "shard.bin"}})
-
-
-def class_of_its_own(folder, canary):
-    surround(folder, canary)
-    auto = {"AutoConfig": "custom.Evil", "AutoModelForCausalLM": "custom.Evil"}
-    edit(folder / "config.json", model_type="evil", auto_map=auto)
-
-
-def harmless_pickle(folder, canary):
-    """Not even one that holds nothing but tensors: there is one format, and no exceptions."""
-    weights = {"base_model.model.model.embed_tokens.weight": torch.zeros(1)}
-    (folder / "adapter_model.safetensors").unlink()
-    torch.save(weights, folder / "adapter_model.bin")
-
-
-def module_by_name(folder, canary):
-    """peft#3085: imported before it was looked at."""
-    put(folder / "evil_core.py", canary.script)
-    edit(folder / "adapter_config.json", megatron_core="evil_core", megatron_config={"a": 1})
-
-
-def cache_by_name(folder, canary):
-    put(folder / "cache.pt", canary.archive)
-    cache = {"cache_file": str(folder / "cache.pt")}
-    edit(folder / "adapter_config.json", init_lora_weights="corda", corda_config=cache)
-
-
-def pickle_in_disguise(folder, canary):
-    (weights,) = folder.glob("*model.safetensors")
-    put(weights, canary.archive)
-
-
-MODELS = [pickles_alone, index_of_pickles, class_of_its_own, pickle_in_disguise]
-ADAPTERS = [pickles_alone, harmless_pickle, module_by_name, cache_by_name, pickle_in_disguise]
-ATTACKS = {f"--model_name {attack.__name__}": (MODEL, attack) for attack in MODELS}
-ATTACKS["--reference_model index_of_pickles"] = MODEL, index_of_pickles
-for attack in ADAPTERS:
-    for kind in ("lora", "full"):
-        ATTACKS[f"--fine_tuning {kind} --init_adapter {attack.__name__}"] = ADAPTER, attack
+INDEX = {"metadata": {}, "weight_map": {"w": "shard.bin"}}
+CORDA = {"init_lora_weights": "corda", "corda_config": {"cache_file": "cache.pt"}}
+MODULE = {"megatron_core": "evil_core", "megatron_config": {"a": 1}}
+IN_DISGUISE = {"model.safetensors": "archive", "adapter_model.safetensors": "archive"}
+# without its weights?, and what is added beside all canaries: a kind of canary, or values of a JSON
+ATTACKS = {
+    "model pickles": (True, {}),
+    # transformers 5 opens what an index names, whatever use_safetensors says
+    "model index": (True, {"shard.bin": "archive", "model.safetensors.index.json": INDEX}),
+    "model class": (False, {"config.json": {"model_type": "evil", "auto_map": AUTO_MAP}}),
+    "model in_disguise": (True, IN_DISGUISE),
+    "adapter pickles": (True, {}),
+    # not even a pickle that holds only tensors: there is one format, and no exceptions
+    "adapter harmless": (True, {"adapter_model.bin": "harmless"}),
+    # peft#3085: imported before it was checked
+    "adapter module": (False, {"evil_core.py": "script", "adapter_config.json": MODULE}),
+    "adapter cache": (False, {"cache.pt": "archive", "adapter_config.json": CORDA}),
+    "adapter in_disguise": (True, IN_DISGUISE),
+}
+FLAGS_OF = {"model": ["--model_name", "--reference_model"]}
+FLAGS_OF["adapter"] = [f"--fine_tuning {kind} --init_adapter" for kind in ("lora", "full")]
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_a_folder_that_would_execute_is_refused(name, tmp_path, canary, monkeypatch):
-    source, attack = ATTACKS[name]
-    folder = Path(shutil.copytree(source, tmp_path / "folder"))
-    attack(folder, canary)
+def test_a_folder_that_would_execute_is_an_error(name, tmp_path, canary, monkeypatch):
+    kind = name.split()[0]
+    without_weights, additions = ATTACKS[name]
+    folder = Path(shutil.copytree(MODEL if kind == "model" else ADAPTER, tmp_path / "folder"))
+    for weights in folder.glob("*.safetensors") if without_weights else ():
+        weights.unlink()
+    surround(folder, canary)
+    for file, content in additions.items():
+        if isinstance(content, dict):
+            edit(folder / file, **content)
+        else:
+            put(folder / file, getattr(canary, content))
     monkeypatch.syspath_prepend(folder)  # python -m looks in the current folder
-    line = attempt(tmp_path, *name.split()[:-1], str(folder))
-    assert not canary.sings.exists() and str(folder) in line
+    monkeypatch.chdir(folder)
+    for flags in FLAGS_OF[kind]:
+        line = attempt(tmp_path, *flags.split(), str(folder))
+        assert not canary.sings.exists() and str(folder) in line, flags
 
 
-def test_a_data_file_that_is_a_pickle_is_refused(tmp_path, canary):
+def test_a_data_file_that_is_a_pickle_is_an_error(tmp_path, canary):
     contents = {"rows.pt": canary.pickle, "rows.jsonl": canary.archive}
     contents["rows.jsonl.gz"] = gzip.compress(canary.pickle)
     for name, content in contents.items():
@@ -413,8 +385,8 @@ def test_a_judge_that_nobody_named_is_not_run(tmp_path, canary, monkeypatch):
 # --- checkpoints ---------------------------------------------------------------------------------
 
 
-def test_a_run_does_not_go_on_from_a_pickle(tmp_path, canary):
-    """A manifest that vouches for it lies beside it, among pickles."""
+def test_a_run_is_not_resumed_from_a_pickle(tmp_path, canary):
+    """Its manifest is correct, and pickles are beside it."""
     assert attempt(tmp_path) is None
     run = tmp_path / "runs/run"
     shutil.rmtree(run / "checkpoints", ignore_errors=True)
@@ -423,15 +395,14 @@ def test_a_run_does_not_go_on_from_a_pickle(tmp_path, canary):
     surround(path, canary)
     surround(run, canary)
     put(path / checkpoints.STATE, canary.pickle)
-    digest = hashlib.sha256(canary.pickle).hexdigest()
-    file = {"size": len(canary.pickle), "sha256": digest}
+    file = {"size": len(canary.pickle), "sha256": hashlib.sha256(canary.pickle).hexdigest()}
     manifest = checkpoints.read_manifest(path)
     checkpoints.write_manifest(path, manifest | {"files": {checkpoints.STATE: file}})
     assert checkpoints.find_problem(path) is None
     with pytest.raises((SafetensorError, UserError, ValueError)):
         checkpoints.read(path)
     put(path / checkpoints.MANIFEST, canary.pickle)
-    edit(run / "summary.json", status="failed")  # so that it is gone on with
+    edit(run / "summary.json", status="failed")  # so that it is resumed
     line = attempt(tmp_path, "--max_steps", "2")
     assert not canary.sings.exists() and "step-00000001" in line
 
@@ -473,7 +444,6 @@ SECRETS = {  # environment variables
     "SLURM_JWT": "eyJhbGciOiJIUzI1NiJ9.canary.canary",
 }
 PASSWORD = "s3cr3tpassw0rd"
-ALL = [*SECRETS.values(), PASSWORD]
 
 
 def test_no_file_and_no_line_of_a_run_holds_a_secret(tmp_path, monkeypatch, capfd):
@@ -485,14 +455,13 @@ def test_no_file_and_no_line_of_a_run_holds_a_secret(tmp_path, monkeypatch, capf
     red = Path(PAIRS).read_bytes().replace(b'"prompt": "', b'"prompt": "\\u001b[31m')
     put(tmp_path / folder / "pairs.jsonl", red)
     flags = ["--val_data", f"https://someone:{PASSWORD}@host/pairs.jsonl"]
-    flags += ["--fine_tuning", "lora"]
-    flags += words("--num_samples 1 --max_new_tokens 2")
+    flags += words("--fine_tuning lora --num_samples 1 --max_new_tokens 2")
     monkeypatch.setattr(sys, "orig_argv", ["python", "main_distributed.py", *flags])
     assert attempt(tmp_path, *flags) is None
-    written = {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()}
+    written = {path: path.read_bytes() for path in Path("runs/run").rglob("*") if path.is_file()}
     written |= dict(zip(("stdout", "stderr"), map(str.encode, capfd.readouterr()), strict=True))
     assert len(written) > 8
-    found = {str(name) for name, text in written.items() if any(s.encode() in text for s in ALL)}
-    assert found == set()
+    for secret in (*SECRETS.values(), PASSWORD):
+        assert [name for name, text in written.items() if secret.encode() in text] == []
     (text,) = Path("runs/run").glob("*_val.txt")
     assert "\ufffd[31m" in text.read_text() and "\x1b" not in text.read_text()
