@@ -36,17 +36,17 @@ NAMES = {letter: name for name, letter in structure.STANDARD.items()}  # K -> LY
 BUNDLES = ["AA", "AAA", "AAAA", "ABB", "A-A", "AAA", "AABB", "A-A-A-A", "AAA", "AAA", "ABB", "A-A"]
 PAIRS = {"real": (range(9), 400), "val": (range(9, 12), 60)}  # bundles and number of pairs
 
+Array = np.ndarray
+
 # --- backbones -----------------------------------------------------------------------------------
 
 
-def unit(vectors: np.ndarray) -> np.ndarray:
+def unit(vectors: Array) -> Array:
     """Return vectors [..., 3] divided by their lengths."""
     return vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
 
 
-def extend(
-    a: np.ndarray, b: np.ndarray, c: np.ndarray, bond: float, angle: float, torsion: float
-) -> np.ndarray:
+def extend(a: Array, b: Array, c: Array, bond: float, angle: float, torsion: float) -> Array:
     """Return the next atom of a chain of atoms, [..., 3] (natural extension of reference frames).
 
     a, b, c: the three atoms before it, [..., 3]; bond: its distance to c; angle: at c; torsion:
@@ -59,7 +59,7 @@ def extend(
     return c + bond * (math.sin(angle) * sideways - math.cos(angle) * x)
 
 
-def helix(length: int, phi: float = -57, psi: float = -47, omega: float = 180) -> np.ndarray:
+def helix(length: int, phi: float = -57, psi: float = -47, omega: float = 180) -> Array:
     """Return N, CA, C, O of an ideal alpha helix along the z axis, centered: [length, 4, 3]."""
     chain = [np.array([-0.7, 1.3, 0.0]), np.array([0.0, 0.0, 0.0]), np.array([1.458, 0.0, 0.0])]
     for _ in range(length + 1):
@@ -75,7 +75,7 @@ def helix(length: int, phi: float = -57, psi: float = -47, omega: float = 180) -
     return (np.stack([n, alpha, c, oxygen], 1) - center) @ np.stack([x, np.cross(z, x), z]).T
 
 
-def bundle(rng: Random, helices: int) -> list[np.ndarray]:
+def bundle(rng: Random, helices: int) -> list[Array]:
     """Return helices in a ring around the z axis, [length, 4, 3] each."""
     length = rng.randint(*{2: (16, 20), 3: (13, 20), 4: (13, 17)}[helices])
     radius = rng.uniform(9.2, 9.8) / (2 * math.sin(math.pi / helices))
@@ -86,16 +86,15 @@ def bundle(rng: Random, helices: int) -> list[np.ndarray]:
         rotation = np.array([[cosine, sine, 0], [-sine, cosine, 0], [0, 0, 1]])
         atoms = helix(length - rng.randint(0, 1)) @ rotation
         atoms *= [1, -1, -1] if number % 2 else [1, 1, 1]  # every second one is upside down
-        direction = 2 * math.pi * number / helices
-        x, y = radius * math.cos(direction), radius * math.sin(direction)
-        shift = [x, y, rng.uniform(-1, 1)]
-        bundled.append((atoms + shift).round(3) + 0.0)  # as in a PDB file; no -0.000
+        angle = 2 * math.pi * number / helices
+        place = [radius * math.cos(angle), radius * math.sin(angle), rng.uniform(-1, 1)]
+        bundled.append((atoms + place).round(3) + 0.0)  # as in a PDB file; no -0.000
     return bundled
 
 
-def is_core(coords: np.ndarray) -> np.ndarray:
+def is_core(coords: Array) -> Array:
     """Return whether each residue is a core residue, [L]; coords: [L, 4, 3]."""
-    n, alpha, c = coords[:, 0], coords[:, 1], coords[:, 2]
+    n, alpha, c, _ = coords.swapaxes(0, 1)
     beta = extend(n, c, alpha, 1.53, 110.5, 122.6)
     return np.hypot(*beta[:, :2].T) < np.hypot(*alpha[:, :2].T)
 
@@ -111,8 +110,7 @@ def pdb(number: int, rng: Random) -> str:
     chains = BUNDLES[number].replace("-", "")
     skipped = 3 if "-" in BUNDLES[number] else 0
     lines = [f"REMARK   1 BUNDLE {number:02d}: COMPUTED, AROUND THE Z AXIS"]
-    serial = 0
-    last = 0  # residue number
+    serial, last = 0, 0  # numbers of an atom and of a residue
     helices = bundle(rng, len(chains))
     for chain, next_chain, atoms in zip(chains, chains[1:] + " ", helices, strict=True):
         for residue_number, residue in enumerate(atoms, start=last + 1):
@@ -120,8 +118,8 @@ def pdb(number: int, rng: Random) -> str:
             for atom, xyz in zip(structure.BACKBONE, residue, strict=True):
                 serial += 1
                 identity = f"{serial:5d}  {atom:<3} {name} {chain}{residue_number:4d}"
-                position = "".join(f"{value:8.3f}" for value in xyz)
-                lines.append(f"ATOM  {identity}    {position}  1.00  0.00          {atom[0]:>2}  ")
+                place = "".join(f"{value:8.3f}" for value in xyz)
+                lines.append(f"ATOM  {identity}    {place}  1.00  0.00          {atom[0]:>2}  ")
         last = residue_number + skipped
         if chain != next_chain:
             serial += 1
@@ -132,10 +130,11 @@ def pdb(number: int, rng: Random) -> str:
 
 def make_structures(folder: Path) -> None:
     """Write the PDB files."""
-    (folder / "input/structures").mkdir(parents=True, exist_ok=True)
+    structures = folder / "input/structures"
+    structures.mkdir(parents=True, exist_ok=True)
     for number in range(len(BUNDLES)):
-        path = folder / f"input/structures/bundle_{number:02d}.pdb"
-        path.write_text(pdb(number, Random(SEED + number)))
+        text = pdb(number, Random(SEED + number))
+        (structures / f"bundle_{number:02d}.pdb").write_text(text)
 
 
 # --- pairs ---------------------------------------------------------------------------------------
@@ -147,10 +146,10 @@ def make_pair(rng: Random, folder: Path, number: int) -> dict:
     is_complex = "B" in BUNDLES[number]
     backbone = structure.read(folder / "input" / item["pdb_file"], "B" if is_complex else "A")
     core = is_core(backbone.coords[backbone.observed])
-    sequence = []
-    for is_core_residue, native in zip(core, backbone.sequence.replace("X", ""), strict=True):
-        is_varied = rng.random() < 0.3
-        sequence.append(draw_letter(rng, is_core_residue, NOISE) if is_varied else native)
+    sequence = [*backbone.sequence.replace("X", "")]
+    for place in range(len(core)):
+        if rng.random() < 0.3:
+            sequence[place] = draw_letter(rng, core[place], NOISE)
     places = rng.sample(range(len(core)), rng.randint(3, 8))
     for side in ("preferred", "unpreferred"):
         for place in places:
@@ -159,8 +158,8 @@ def make_pair(rng: Random, folder: Path, number: int) -> dict:
     item |= {"design_chains": ["B"], "fixed_chains": ["A"]} if is_complex else {"chain_id": "A"}
     item["description"] = f"{len(places)} residues by the rule, and against it"
     if "-" not in BUNDLES[number] and rng.random() < 0.2:
-        mutable = {*places, *rng.sample(range(len(core)), len(core) // 2)}
-        item["mutable_positions"] = sorted(mutable)
+        others = rng.sample(range(len(core)), len(core) // 2)
+        item["mutable_positions"] = sorted({*places, *others})
     return item
 
 
@@ -184,14 +183,12 @@ def train(model: mpnn.ProteinMPNN, rng: Random) -> None:
         coords = np.concatenate(bundle(rng, rng.randint(2, 4)))
         core = is_core(coords)
         numbers = torch.arange(len(core))  # one chain without gaps
-        backbone = torch.from_numpy(coords).float(), torch.ones(numbers.shape)
-        encoded = model.encode(*backbone, numbers, torch.ones_like(numbers))
+        ones = torch.ones_like(numbers)
+        encoded = model.encode(torch.from_numpy(coords).float(), ones, numbers, ones)
         texts = [[draw_letter(rng, x, NOISE) for x in core] for _ in range(SEQUENCES)]
         letters = torch.from_numpy(np.stack([mpnn.encode(text) for text in texts]))  # [S, L]
-        orders = torch.rand(letters.shape).argsort(-1)
-        log_probs = model.decode(encoded, letters, orders)
-        loss = -log_probs.gather(-1, letters[..., None]).mean()
-        loss.backward()
+        log_probs = model.decode(encoded, letters, torch.rand(letters.shape).argsort(-1))
+        (-log_probs.gather(-1, letters[..., None]).mean()).backward()
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()

@@ -23,6 +23,8 @@ from dpo_inv.config import PairSettings
 from dpo_inv.mpnn import ProteinMPNN
 from dpo_inv.pairs import Pair
 
+Measure = Callable[[int, np.ndarray], float]  # (model, indices of pairs) -> a number
+
 DRAWS = 1000  # of the bootstrap
 ORDERS = 4  # random orders in which a native sequence is scored
 DESIGNS = 8  # sequences that are designed for each backbone
@@ -104,9 +106,7 @@ def before_and_after(name: str, before: float, after: float) -> dict[str, float]
     return {f"{name}/before": before, f"{name}/after": after, f"{name}/gain": after - before}
 
 
-def gain(
-    name: str, measure: Callable[[int, np.ndarray], float], groups: Sequence[np.ndarray]
-) -> dict[str, float]:
+def gain(name: str, measure: Measure, groups: list[np.ndarray]) -> dict[str, float]:
     """Return a measure of both models, its gain, and the bootstrap interval of the gain.
 
     measure(model, indices): model 0 is the one before. groups: indices of pairs; the bootstrap

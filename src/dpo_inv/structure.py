@@ -25,6 +25,7 @@ STANDARD = {gemmi.expand_one_letter(x, gemmi.ResidueKind.AA): x for x in "ACDEFG
 # files from molecular dynamics
 LETTERS = STANDARD | {"MSE": "M", "CYX": "C", "CYM": "C", "ASH": "D", "GLH": "E", "LYN": "K"}
 LETTERS |= dict.fromkeys(("HID", "HIE", "HIP", "HSD", "HSE", "HSP"), "H")
+Names = Sequence[str]  # of chains
 MISSING = np.full((4, 3), np.nan)  # the coordinates of a position without a residue
 
 
@@ -66,10 +67,7 @@ class Structure(NamedTuple):
 
 
 def read(
-    path: str | Path,
-    design: Sequence[str] = (),
-    fixed: Sequence[str] = (),
-    homo_oligomer: bool = False,
+    path: str | Path, design: Names = (), fixed: Names = (), homo_oligomer: bool = False
 ) -> Structure:
     """Return the backbone of the named chains in this order; by default of the first chain by name.
 
@@ -86,23 +84,17 @@ def read(
         first = positions[-1].number + 1 if positions else 0
         positions += _positions(path, residues_of[chain], number, first)
     columns = map(np.array, zip(*positions, strict=True))
-    numbering, chain_encoding, observed, letters, labels, coords = columns
+    numbering, chain_encoding, observed, letters, names, coords = columns
     mask = np.isfinite(coords).all((1, 2))
     if not mask.any():
         raise UserError(f"{path}: no residue has N, CA, C and O; use a file with all four atoms")
-    structure = Structure(
-        np.nan_to_num(coords).astype(np.float32),
-        mask.astype(np.float32),
-        numbering + 100 * (chain_encoding - 1),
-        chain_encoding,
-        "".join(letters),
-        chains,
-        observed,
-        chain_encoding <= max(1, len(design)),
-        numbering,
-        tuple(labels.tolist()),
-        np.arange(len(mask))[:, None],
-    )
+    coords = np.nan_to_num(coords).astype(np.float32)
+    residue_idx = numbering + 100 * (chain_encoding - 1)
+    backbone = coords, mask.astype(np.float32), residue_idx, chain_encoding
+    in_design = chain_encoding <= max(1, len(design))
+    sequence, labels = "".join(letters), tuple(names.tolist())
+    tied = np.arange(len(mask))[:, None]
+    structure = Structure(*backbone, sequence, chains, observed, in_design, numbering, labels, tied)
     return structure._replace(tied=_tie_copies(path, structure)) if homo_oligomer else structure
 
 
@@ -158,17 +150,19 @@ def _tie_copies(path: str | Path, structure: Structure) -> np.ndarray:
 
 def _read_chains(path: str | Path) -> dict[str, list[Any]]:
     """Return the residues, in file order, of each protein chain of the first model."""
-    chains = {}
     try:
         structure = gemmi.read_structure_string(data.content(path))
         structure.add_entity_types(overwrite=True)  # a TER within a chain must not end it
         structure.remove_ligands_and_waters()
         structure.remove_alternative_conformations()  # keeps the first
-        for chain in structure[0]:
-            chains[chain.name] = [residue for residue in chain if _is_amino_acid(residue)]
+        model = structure[0]
     except (RuntimeError, ValueError, IndexError) as error:  # gemmi's messages have many lines
         raise UserError(f"{path}: not a PDB or mmCIF file: {str(error)!r:.100}") from error
-    chains = {name: residues for name, residues in chains.items() if residues}
+    chains = {}
+    for chain in model:
+        residues = [residue for residue in chain if _is_amino_acid(residue)]
+        if residues:
+            chains[chain.name] = residues
     if not chains:
         raise UserError(f"{path}: no protein chain; use a file with one")
     return chains
