@@ -1,16 +1,14 @@
-"""Bad input of every class costs one line and status 2, on one process and on two; good is read.
+"""Bad input of every class is one line and status 2, on one process and on two; good is read.
 
 A folder holds the files of one class. A line of its expected.txt is a file and perhaps flags, a
-tab, and how the error line begins; FILE stands for the path that was given. In flags/ there are
-no files. Each case runs in the tests' process, and one of each class as two ranks as well.
+tab, and how the error line begins; FILE is the path that was used. flags/ has no files. Each case
+runs in the tests' process, and one of each class as two ranks as well.
 """
 
 import json
 import os
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -28,48 +26,41 @@ from prompt_baking import trajectories
 from ranks import run_ranks
 
 HERE = Path(__file__).parent
-SCRIPT = str(ROOT / "src/main_distributed.py")
+SCRIPT = ROOT / "src/main_distributed.py"
 GOOD = '{"prompt": "Who?", "chosen": "Me, of course.", "rejected": "Dunno."}\n'
 GOOD_FILE, BAD_FILE = HERE / "accepted/bom.jsonl", HERE / "fields/null.jsonl"
 NULL = f"{BAD_FILE}:3: chosen: must be a non-empty string, not None"
 
 
-def expected(name):
-    """{case: what the line says} of one class, or of another list in its folder."""
-    file = HERE / name if name.endswith(".txt") else HERE / name / "expected.txt"
-    return dict(line.split("\t") for line in file.read_text().splitlines())
+def listed(name):
+    """Return {case: how its line begins} of one class."""
+    lines = (HERE / name / "expected.txt").read_text().splitlines()
+    return dict(line.split("\t") for line in lines)
 
 
 def stored(name, flag="--train_data"):
-    """name of a case -> its flags and what the line says, of one class."""
+    """Return {name of a case: (its flags, how its line begins)} of one class with files."""
     cases = {}
-    for case, says in expected(name).items():
+    for case, beginning in listed(name).items():
         file, *flags = case.split()
         path = str(HERE / name / file)
-        cases[f"{name}/{file}"] = [flag, path, *flags], says.replace("FILE", path)
+        cases[f"{name}/{file}"] = [flag, path, *flags], beginning.replace("FILE", path)
     return cases
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nothing_is_written():
-    before = {path: path.lstat().st_mtime_ns for path in HERE.rglob("*.*")}
-    yield
-    assert before == {path: path.lstat().st_mtime_ns for path in HERE.rglob("*.*")}
 
 
 @pytest.fixture
 def cwd(tmp_path, monkeypatch):
-    """An empty working folder."""
+    """Return an empty working folder."""
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
     return tmp_path / "cwd"
 
 
 def train(flags):
-    """What src/main_distributed.py does, told on if it loads a model."""
+    """Run src/main_distributed.py, but fail if it loads a model."""
 
     def load(*args, device_map=None, **kwargs):
-        if device_map != {"": models.META}:  # where names and shapes are looked at
+        if device_map != {"": models.META}:  # only names and shapes are read
             raise SystemError("LOADED")
         return original(*args, device_map=device_map, **kwargs)
 
@@ -79,16 +70,22 @@ def train(flags):
         return main_distributed.main(flags)
 
 
-def refused(flags, says, cwd):
+def train_in(folder, flags):
+    os.chdir(folder)
+    return train(flags)
+
+
+def error_of(function, *args):
+    """Return the one line with which a function fails."""
     with pytest.raises(UserError) as caught:
-        train(flags)
+        function(*args)
     message = str(caught.value)
-    assert message.startswith(says)
-    assert message.splitlines() == [message] and not programs.left(cwd)
+    assert message.splitlines() == [message] and len(message) < 500
+    return message
 
 
-def on_two(folder, flags):
-    """What two processes print, each of which ends with status 2 and writes nothing."""
+def log_of_two(folder, flags):
+    """Return what two processes print that both end with status 2 and write nothing."""
     outcome = run_ranks(2, train_in, str(folder), flags)
     log = "".join(outcome.logs)
     assert outcome.codes == [2, 2], log
@@ -96,21 +93,15 @@ def on_two(folder, flags):
     return log
 
 
-def train_in(folder, flags):
-    os.chdir(folder)
-    return train(flags)
-
-
-# --- what is refused -----------------------------------------------------------------------------
+# --- what is an error ----------------------------------------------------------------------------
 
 CLASSES = [stored(name) for name in ("json", "encoding", "preference", "length", "fields")]
 CLASSES.append(stored("template", "--chat_template"))
-CLASSES.append({flags: (shlex.split(flags), says) for flags, says in expected("flags").items()})
+CLASSES.append({flags: (shlex.split(flags), text) for flags, text in listed("flags").items()})
 CLASSES.append(
     {
         "validation": ([f"--train_data={GOOD_FILE}", f"--val_data={BAD_FILE}"], NULL),
         "test": ([f"--train_data={GOOD_FILE}", f"--test_data={BAD_FILE}"], NULL),
-        "absent": (["--train_data=x"], "x: no such file (expected a regular file in "),
         "a folder": (["--train_data=/"], "/: neither a file nor a data set"),
         "stdin": (["--train_data=/dev/stdin"], "/dev/stdin: no such file (expected a regular file"),
         "escape sequence": (["--train_data=a\x1b[31mb"], "--train_data: '"),
@@ -121,26 +112,25 @@ CASES = {name: case for cases in CLASSES for name, case in cases.items()}
 
 @pytest.mark.parametrize("case", CASES)
 def test_bad_input_is_one_line(case, cwd):
-    refused(*CASES[case], cwd)
+    flags, beginning = CASES[case]
+    assert error_of(train, flags).startswith(beginning)
+    assert not programs.left(cwd)
 
 
 @pytest.mark.parametrize("case", [next(iter(cases)) for cases in CLASSES])
 def test_bad_input_is_one_line_of_two_processes(case, cwd):
-    flags, says = CASES[case]
-    log = on_two(cwd, flags)
-    assert log.startswith(f"error: {says}") and log.count("\n") == 1 and log.endswith("\n")
+    flags, beginning = CASES[case]
+    log = log_of_two(cwd, flags)
+    assert log.startswith(f"error: {beginning}") and log.count("\n") == 1 and log.endswith("\n")
 
 
 def test_bad_yaml_is_one_line():
-    for (_, path), says in stored("yaml").values():
-        with pytest.raises(UserError) as caught:
-            yaml_config.read(Config.__annotations__, path)
-        message = str(caught.value)
-        assert message.startswith(says) and message.splitlines() == [message]
+    for (_, path), beginning in stored("yaml").values():
+        assert error_of(yaml_config.read, Config.__annotations__, path).startswith(beginning)
 
 
 def test_each_bad_row_is_one_line_that_names_the_field(tmp_path):
-    """A line of rows.txt: the reader, what it says somewhere in its line, and the rows."""
+    """A line of rows.txt: the reader, a part of its message, and the rows."""
     encoder = Encoder(load_tokenizer("data/demo/model"))
     readers = {
         "preference": lambda path: reading.pairs(path, encoder),
@@ -150,44 +140,46 @@ def test_each_bad_row_is_one_line_that_names_the_field(tmp_path):
     }
     path = tmp_path / "rows.jsonl"
     for line in (HERE / "rows.txt").read_text().splitlines():
-        reader, says, *rows = line.split("\t")
+        reader, part, *rows = line.split("\t")
         path.write_text("\n".join(rows))
-        with pytest.raises(UserError) as caught:
-            readers[reader](path)
-        message = str(caught.value)
-        assert message.startswith(f"{path}:") and says in message, line
-        assert "\n" not in message and len(message) < 400
+        message = error_of(readers[reader], path)
+        assert message.startswith(f"{path}:") and part in message, line
 
 
-def debug(folder, flags):
-    sys.argv.append("--debug")
-    return train_in(folder, flags)
-
-
-def test_debug_gives_the_traceback(cwd):
-    outcome = run_ranks(1, debug, str(cwd), ["--train_data", str(BAD_FILE)])
-    assert outcome.codes == [2]
-    assert outcome.logs[0].startswith("Traceback")
-    assert "fields/null.jsonl:3: chosen: must be" in outcome.logs[0].splitlines()[-1]
+def test_debug_prints_the_traceback(cwd):
+    ended = programs.start(SCRIPT, "--train_data", BAD_FILE, "--debug", cwd=cwd)
+    lines = ended.stderr.splitlines()
+    assert ended.returncode == 2 and lines[0].startswith("Traceback")
+    assert "fields/null.jsonl:3: chosen: must be" in lines[-1]
 
 
 def test_fewer_rows_than_processes_is_one_line(cwd):
-    output = on_two(cwd, ["--train_data", str(GOOD_FILE), "--max_rows=1"])
-    expected = f"{GOOD_FILE}: 1 usable rows for 2 processes; start at most 1 processes"
-    assert output == f"error: {expected}\n"
+    log = log_of_two(cwd, ["--train_data", str(GOOD_FILE), "--max_rows=1"])
+    line = f"{GOOD_FILE}: 1 usable rows for 2 processes; start at most 1 processes"
+    assert log == f"error: {line}\n"
+
+
+def test_the_shell_script_prints_one_line_whatever_the_file_is_called(cwd, tmp_path):
+    file = tmp_path / "$(touch PWNED); 'a b"
+    file.write_text(GOOD * 2 + '{"prompt": "p", "chosen": null, "rejected": "b"}\n')
+    command = [ROOT / "run_distributed.sh", "2", "--train_data", file]
+    done = programs.process(command, code=2, cwd=cwd)
+    line = "chosen: must be a non-empty string, not None; or use --on_bad_record skip"
+    assert (done.stdout, done.stderr) == ("", f"error: {file}:3: {line}\n")
+    assert not programs.left(cwd)
 
 
 # --- tokenizer and model -------------------------------------------------------------------------
 
 
-def model(data, file, change):
-    """Flags for a copy of the demo's model, one of its JSON files changed."""
-    shutil.copytree(ROOT / "data/demo/model", data)
-    content = json.loads((data / file).read_text())
+def model(folder, file, change):
+    """Return flags for a copy of the demo's model, one of its JSON files changed."""
+    shutil.copytree(ROOT / "data/demo/model", folder)
+    content = json.loads((folder / file).read_text())
     text = change(content)
-    (data / file).write_text(json.dumps(content) if text is None else text)
-    (data / "rows.jsonl").write_text(GOOD * 20)
-    return ["--model_name", str(data), "--train_data", f"{data}/rows.jsonl"]
+    (folder / file).write_text(json.dumps(content) if text is None else text)
+    (folder / "rows.jsonl").write_text(GOOD * 20)
+    return ["--model_name", str(folder), "--train_data", f"{folder}/rows.jsonl"]
 
 
 def add_token(tokenizer):
@@ -196,25 +188,18 @@ def add_token(tokenizer):
     tokenizer["added_tokens"].append(token)
 
 
-MODELS = {  # which file, what becomes of it -> what the line says
-    "fewer embeddings than tokens": (
-        "config.json",
-        lambda content: content.update(vocab_size=100),
-        "--model_name: ",
-    ),
-    "an added token and no embedding": (
-        "tokenizer.json",
-        add_token,
-        "FILE:1: token id 2014, model has 2014",
-    ),
-    "fewer positions than tokens": (
-        "config.json",
-        lambda content: content.update(max_position_embeddings=8),
-        "FILE:1: 17 tokens, the model has 8 positions; use --max_length 8",
-    ),
-    "a template of the model's own that fails": (
+def update(**changes):
+    return lambda content: content.update(changes)
+
+
+TOO_LONG = "FILE:1: 17 tokens, the model has 8 positions; use --max_length 8"
+MODELS = {  # damage -> file, change of it, how the line begins
+    "few embeddings": ("config.json", update(vocab_size=100), "--model_name: "),
+    "an added token": ("tokenizer.json", add_token, "FILE:1: token id 2014, model has 2014"),
+    "few positions": ("config.json", update(max_position_embeddings=8), TOO_LONG),
+    "a template that fails": (
         "tokenizer_config.json",
-        lambda content: content.update(chat_template="{{ 1 / 0 }}"),
+        update(chat_template="{{ 1 / 0 }}"),
         "--chat_template: division by zero",
     ),
     "cut short": (
@@ -225,36 +210,35 @@ MODELS = {  # which file, what becomes of it -> what the line says
 }
 
 
-@pytest.mark.parametrize("what", MODELS)
-def test_a_model_that_does_not_fit_is_one_line(what, cwd, tmp_path):
-    *changes, says = MODELS[what]
-    flags = model(tmp_path / "model", *changes)
-    refused(flags, says.replace("FILE", f"{tmp_path}/model/rows.jsonl"), cwd)
+@pytest.mark.parametrize("damage", MODELS)
+def test_a_model_that_does_not_fit_is_one_line(damage, cwd, tmp_path):
+    *changes, beginning = MODELS[damage]
+    message = error_of(train, model(tmp_path / "model", *changes))
+    assert message.startswith(beginning.replace("FILE", f"{tmp_path}/model/rows.jsonl"))
+    assert not programs.left(cwd)
 
 
 # --- what must be accepted -----------------------------------------------------------------------
 
 
-def test_good_data_is_read_and_what_is_odd_in_it_is_counted(cwd, capfd):
-    for flags, says in stored("accepted").values():
+def test_good_data_is_read_and_unusual_rows_are_counted(cwd, capfd):
+    for flags, part in stored("accepted").values():
         assert train([*flags, "--check"]) == 0
-        assert says in capfd.readouterr().out and not programs.left(cwd), flags
+        assert part in capfd.readouterr().out and not programs.left(cwd), flags
 
 
-def test_tokenizers_without_pad_end_or_template_are_taken(cwd, tmp_path, capfd):
-    """And one that pads with its end of text: responses are masked by length, not by id."""
+def test_a_tokenizer_needs_no_pad_token_end_token_or_template(cwd, tmp_path, capfd):
+    """It may also pad with its end token: responses are masked by length, not by id."""
     changes = [{"pad_token": None}, {"eos_token": None}, {"chat_template": None}]
     changes += [{"pad_token": "<|im_end|>"}, {"eos_token": None, "chat_template": None}]
     for number, change in enumerate(changes):
-        folder = tmp_path / str(number)
-        flags = model(folder, "tokenizer_config.json", lambda content, c=change: content.update(c))
+        flags = model(tmp_path / str(number), "tokenizer_config.json", update(**change))
         assert train([*flags, "--check"]) == 0
         assert "20 used" in capfd.readouterr().out
 
 
 YAML = {  # as YAML 1.2 reads it, where 1.1 reads something else
     "learning_rate: 1e-4": {"learning_rate": 0.0001},
-    "learning_rate: 5E-5": {"learning_rate": 0.00005},
     "batch_size: 010": {"batch_size": 10},
     "result_dir: no": {"result_dir": "no"},
     "result_dir: 12:30:00": {"result_dir": "12:30:00"},
@@ -268,29 +252,3 @@ def test_yaml_is_version_1_2(tmp_path):
     for text, settings in YAML.items():
         (tmp_path / "c.yaml").write_text(text, encoding="utf-8", newline="")
         assert yaml_config.read(Config.__annotations__, tmp_path / "c.yaml")[0] == settings
-
-
-# --- the real thing ------------------------------------------------------------------------------
-
-
-def real(command, cwd):
-    """Stderr of a command of the documentation, started in an empty folder."""
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "Traceback" not in done.stderr and not programs.left(cwd)
-    return done.stderr
-
-
-SHELL = [ROOT / "run_distributed.sh", "2"]
-
-
-@pytest.mark.parametrize("start", [[sys.executable, SCRIPT], SHELL], ids=["python", "shell"])
-def test_the_real_thing_says_one_line(start, cwd, tmp_path):
-    file = tmp_path / "$(touch PWNED); 'a b"
-    file.write_text(GOOD * 2 + '{"prompt": "p", "chosen": null, "rejected": "b"}\n')
-    hint = "or use --on_bad_record skip"
-    line = f"error: {file}:3: chosen: must be a non-empty string, not None; {hint}\n"
-    assert real([*start, "--train_data", file], cwd) == line
-    line = "error: --learing_rate is not a setting; did you mean --learning_rate?\n"
-    assert real([*start, "--learing_rate", "1e-4"], cwd) == line
