@@ -27,6 +27,7 @@ from safetensors.numpy import save_file
 from ddp_utils import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
+AnyPath = str | Path
 # characters that would break a line of output in two, or that cannot be printed
 CONTROL = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 TEMPORARY = ".tmp-"  # the name of a file or folder begins with it until all is written
@@ -55,7 +56,7 @@ class DataFile(NamedTuple):
     """A data file, or a data set of the hub, and how it is read."""
 
     path: str
-    cache: str | Path  # folder for the token ids
+    cache: AnyPath  # folder for the token ids
     limit: int = -1  # number of rows; -1: all
     on_bad_record: str = "error"  # or "skip"
     columns: str = ""  # other names of fields: ours=theirs,ours=theirs
@@ -64,13 +65,13 @@ class DataFile(NamedTuple):
 # --- reading -------------------------------------------------------------------------------------
 
 
-def resolve(path: str | Path) -> Path:
+def resolve(path: AnyPath) -> Path:
     """Return a path relative to the current folder if it exists there, else to the project root."""
     expanded = Path(os.path.expanduser(path))  # Path.expanduser() would replace ./~ as well
     return expanded if os.path.exists(expanded) else ROOT / expanded
 
 
-def existing_file(path: str | Path) -> Path:
+def existing_file(path: AnyPath) -> Path:
     """Return the resolved path of a regular file; raise UserError if there is none."""
     file = resolve(path)
     if not os.path.isfile(file):
@@ -79,7 +80,7 @@ def existing_file(path: str | Path) -> Path:
     return file
 
 
-def content(path: str | Path) -> str:
+def content(path: AnyPath) -> str:
     """Return the text of a file, decompressed and without a byte order mark."""
     file = existing_file(path)
     try:
@@ -94,9 +95,7 @@ def content(path: str | Path) -> str:
         raise UserError(f"{path}: {error}") from error
 
 
-def read(
-    path: str | Path, limit: int = -1, skip: bool = False, columns: str = ""
-) -> Iterator[Record]:
+def read(path: AnyPath, limit: int = -1, skip: bool = False, columns: str = "") -> Iterator[Record]:
     """Yield the records of a JSON, JSON Lines or CSV file, or of a data set; at most `limit`.
 
     Raises UserError if the file is absent or empty, or if a record is not one JSON object; with
@@ -158,7 +157,7 @@ def is_data_set(path: str) -> bool:
     return bool(is_hub_name) and not os.path.exists(resolve(path))
 
 
-def read_json(path: str | Path) -> dict:
+def read_json(path: AnyPath) -> dict:
     """Return the object in a JSON file; raise UserError if it is not strict JSON or no object."""
     data = decode(content(path), path)
     if not isinstance(data, dict):
@@ -166,7 +165,7 @@ def read_json(path: str | Path) -> dict:
     return data
 
 
-def decode(text: str, path: str | Path, line: int = 1) -> Any:
+def decode(text: str, path: AnyPath, line: int = 1) -> Any:
     """Return the value of JSON text that begins on a line of a file.
 
     Raises UserError with the place of a syntax error, a duplicate key, or a NaN.
@@ -257,13 +256,13 @@ def printable(text: str) -> str:
 # --- writing -------------------------------------------------------------------------------------
 
 
-def temporary_of(path: str | Path) -> Path:
+def temporary_of(path: AnyPath) -> Path:
     """Return the path under which a file or folder is written before it is renamed."""
     return Path(path).with_name(f"{TEMPORARY}{Path(path).name}")
 
 
 @contextlib.contextmanager
-def write_file(path: str | Path, is_folder: bool = False) -> Iterator[Path]:
+def write_file(path: AnyPath, is_folder: bool = False) -> Iterator[Path]:
     """Yield a temporary file to write to; at the end it replaces `path` and is on the disk."""
     path = Path(path)
     temporary = temporary_of(path)
@@ -305,18 +304,18 @@ def _remove(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def write_text(path: str | Path, text: str) -> None:
+def write_text(path: AnyPath, text: str) -> None:
     """Write a text file atomically."""
     with write_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
-def write_json(path: str | Path, data: Any) -> None:
+def write_json(path: AnyPath, data: Any) -> None:
     """Write plain data as indented JSON, atomically."""
     write_text(path, json.dumps(data, indent=2) + "\n")
 
 
-def fsync(path: str | Path) -> None:
+def fsync(path: AnyPath) -> None:
     """Flush a file or folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -328,7 +327,7 @@ def fsync(path: str | Path) -> None:
 # --- digests -------------------------------------------------------------------------------------
 
 
-def sha256(path: str | Path) -> str:
+def sha256(path: AnyPath) -> str:
     """Return the SHA-256 of a file in hexadecimal digits."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:

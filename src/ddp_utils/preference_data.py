@@ -40,6 +40,10 @@ class Format(NamedTuple):
     preference: str = ""  # name of the format, if the rows are preferences
 
 
+# returns a row as token ids and notes on it, or raises Unusable or UserError
+Encode = Callable[[Record, Format, Encoder], tuple[Any, set[str]]]
+
+
 # --- a file --------------------------------------------------------------------------------------
 
 
@@ -64,16 +68,11 @@ def encode(record: Record, format: Format, encoder: Encoder) -> tuple[Pair, set[
 
 
 def encode_rows(
-    source: DataFile,
-    encoder: Encoder,
-    find_format: Callable[[Record], Format],
-    encode: Callable[[Record, Format, Encoder], tuple[Any, set[str]]],
-    report: dict,
+    source: DataFile, encoder: Encoder, find_format: Callable, encode: Encode, report: dict
 ) -> Iterator:
     """Yield the usable rows of a file and fill in the report.
 
-    find_format: called with the first well-formed row.
-    encode: returns a row and notes on it, or raises Unusable or UserError.
+    find_format: returns the Format of the first well-formed row.
     Raises UserError if a row is malformed (unless these are skipped), or if no row is usable.
     """
     format: Format | None = None
@@ -105,11 +104,12 @@ def encode_rows(
         used += 1
         tokens.update(row.lengths)
         notes.update(notes_on_row)
-        not_read |= fields_not_read(record, format)
+        for name in record.data.keys() - {*format.fields, "system", *data.WEIGHTS, *ARGUMENTS}:
+            if record.data[name] not in (None, "", [], {}):
+                not_read.add(name)
     count = used + dropped.total()
     if not format or not used:
-        reasons = ", ".join(f"{rows} {reason}" for reason, rows in dropped.items())
-        raise UserError(f"{source.path}: 0 usable rows of {count}: {reasons}")
+        raise UserError(f"{source.path}: 0 usable rows of {count}: {_listed(dropped)}")
     report |= {
         "format": format.name,
         "fields_not_read": ", ".join(sorted(map(data.shown, not_read))),
@@ -120,12 +120,6 @@ def encode_rows(
         "notes": notes,
         "mean_tokens": {part: round(total / used, 1) for part, total in tokens.items()},
     }
-
-
-def fields_not_read(record: Record, format: Format) -> set[str]:
-    """Return the names of the fields that hold something and are not read."""
-    names = record.data.keys() - {*format.fields, "system", *data.WEIGHTS, *ARGUMENTS}
-    return {name for name in names if record.data[name] not in (None, "", [], {})}
 
 
 def describe(split: str, report: dict) -> str:

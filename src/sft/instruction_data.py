@@ -71,9 +71,8 @@ def read(source: DataFile, encoder: Encoder) -> tuple[Rows, dict]:
     Rows without a reply are dropped and counted. Malformed rows raise UserError; with
     on_bad_record="skip" they are dropped and counted, too.
     """
-    make = functools.partial(
-        preference_data.encode_rows, source, encoder, find_format, encode_record
-    )
+    encode_rows = preference_data.encode_rows
+    make = functools.partial(encode_rows, source, encoder, find_format, encode_record)
     return data.cached_rows(Text, source, encoder.facts(), make)
 
 
