@@ -128,45 +128,27 @@ def test_an_argument_of_a_row_is_of_that_row_alone(tmp_path):
     assert report["fields_not_read"] == ""
 
 
-REFUSED = [
-    (None, {"messages": CALLED}, "the chat template does not support tool_calls"),
-    (None, {"messages": ANSWERED}, "the chat template does not support tool_calls"),
+NO_TOOLS = "the chat template does not support tool_calls"
+IMAGE = turn("user", [{"type": "image"}])
+UNSUPPORTED = [  # template, row, a part of the message
+    (None, {"messages": CALLED}, NO_TOOLS),
+    (None, {"messages": ANSWERED}, NO_TOOLS),
     (None, {"messages": SINGLE, "tools": SCHEMAS}, "tools: the chat template does not use tools"),
     (GEMMA, {"messages": THOUGHT}, "the chat template does not support reasoning_content"),
-    (
-        TOOLS,
-        {"messages": SINGLE, "tools": {"a": 1}},
-        "--chat_template: Tools should either be a JSON schema",
-    ),
-    (
-        TOOLS,
-        {"messages": SINGLE, "chat_template_kwargs": [1]},
-        "chat_template_kwargs: must be an object",
-    ),
-    (
-        TOOLS,
-        {"messages": SINGLE, "chat_template_kwargs": {"x": 1}},
-        "the chat template does not use x",
-    ),
-    (
-        TOOLS,
-        {"messages": [ASKED, turn("tool", "12:00"), SINGLE[1]]},
-        "the roles are user, tool, ass",
-    ),
-    (
-        TOOLS,
-        {"messages": [*SINGLE, turn("developer", "x"), *SINGLE]},
-        "the roles are user, assistant",
-    ),
-    (TOOLS, {"messages": [turn("user", [{"type": "image"}]), SINGLE[1]]}, "only text is supported"),
+    (TOOLS, {"messages": SINGLE, "tools": {"a": 1}}, "--chat_template: Tools should either be a"),
+    (TOOLS, {"messages": SINGLE, "chat_template_kwargs": [1]}, "_kwargs: must be an object"),
+    (TOOLS, {"messages": SINGLE, "chat_template_kwargs": {"x": 1}}, "template does not use x"),
+    (TOOLS, {"messages": [ASKED, turn("tool", "1"), SINGLE[1]]}, "the roles are user, tool, ass"),
+    (TOOLS, {"messages": [*SINGLE, turn("developer", "x"), *SINGLE]}, "the roles are user, ass"),
+    (TOOLS, {"messages": [IMAGE, SINGLE[1]]}, "only text is supported"),
     (TOOLS, {"messages": [ASKED, turn("assistant", "", tool_calls=[{"id": 1}])]}, "must be [{"),
 ]
 
 
 def test_what_cannot_be_rendered_is_one_line_with_its_row(tmp_path):
-    for template, row, says in REFUSED:
+    for template, row, part in UNSUPPORTED:
         with pytest.raises(UserError) as caught:
             read(tmp_path, row, template)
         message = str(caught.value)
-        assert message.startswith(f"{tmp_path}/rows.jsonl:1: ") and says in message, message
+        assert message.startswith(f"{tmp_path}/rows.jsonl:1: ") and part in message, message
         assert len(message.splitlines()) == 1

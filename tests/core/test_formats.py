@@ -35,7 +35,7 @@ def read(row, name=None):
         return str(reason)
 
 
-def complaint(row, name=None):
+def error_of(row, name=None):
     with pytest.raises(UserError) as caught:
         read(row, name)
     message = str(caught.value)
@@ -59,7 +59,7 @@ def test_each_format_is_found_and_read_as_written_by_hand(file):
     assert {name.partition(".")[0] for name in FILES} == {*FORMATS}
 
 
-# --- the format is told by the fields ------------------------------------------------------------
+# --- the fields decide about the format -----------------------------------------------------------
 
 
 NAMED = [
@@ -89,7 +89,7 @@ def test_the_fields_tell_the_format():
 # --- texts ---------------------------------------------------------------------------------------
 
 
-def test_texts_are_kept_as_they_stand_and_a_system_text_makes_messages_of_the_prompt():
+def test_texts_are_not_changed_and_a_system_text_makes_messages_of_the_prompt():
     row = {"prompt": " a\n", "chosen": "  b \n", "rejected": "\tc"}
     assert read(row) == (" a\n", "  b \n", "\tc")
     for name in ("prompt", "instruction", "question"):
@@ -139,7 +139,7 @@ def test_fields_that_are_not_read_are_named(tmp_path):
     assert len(pairs) == 1 and report["fields_not_read"] == "metadata, sytem"
 
 
-def test_conversations_that_part_before_the_last_message_are_unusable():
+def test_conversations_that_differ_before_the_last_message_are_unusable():
     first = [user("1"), assistant("x")]
     for chosen, rejected in (
         (first, [user("2"), assistant("y")]),
@@ -160,11 +160,12 @@ HI = "\n\nHuman: Hi\n\nAssistant: Hello."
 
 
 UNORDERED = "user and assistant do not alternate"
+QUESTION = f"{HI}\n\nHuman: q: Human: ?"
 TRANSCRIPTS = [
     ("\n\nHuman: q\n\nAssistant: a ", "\n\nHuman:q\n\nAssistant:b", ([user("q")], "a", "b")),
     (
-        f"{HI}\n\nHuman: q: Human: ?\n\nAssistant: x\n\ny",
-        f"{HI}\n\nHuman: q: Human: ?\n\nAssistant: Assistant: z\nHuman: w",
+        f"{QUESTION}\n\nAssistant: x\n\ny",
+        f"{QUESTION}\n\nAssistant: Assistant: z\nHuman: w",
         (
             [user("Hi"), assistant("Hello."), user("q: Human: ?")],
             "x\n\ny",
@@ -176,13 +177,12 @@ TRANSCRIPTS = [
     (HI, "\n\nHuman: Ho\n\nAssistant: Hello.", "prompts differ"),
     (HI + "\n\nHuman: q\n\nAssistant: a", HI, "prompts differ"),
     (f"{HI}\n\nHuman: a", f"{HI}\n\nHuman: b", UNORDERED),
-    (f"{HI}\n\nHuman: a", "\n\nHuman: Hi\n\nAssistant: Ho.", UNORDERED),
     (f"{HI}\n\nAssistant: x", f"{HI}\n\nAssistant: y", UNORDERED),
     ("\n\nHuman: \n\nAssistant: x", "\n\nHuman:\n\nAssistant: y", UNORDERED),
 ]
 
 
-def test_transcripts_part_at_the_last_turn_of_the_assistant():
+def test_transcripts_are_split_before_the_last_turn_of_the_assistant():
     for chosen, rejected, expected in TRANSCRIPTS:
         assert read({"chosen": chosen, "rejected": rejected}) == expected
         if isinstance(expected, str):
@@ -194,50 +194,36 @@ def test_transcripts_part_at_the_last_turn_of_the_assistant():
 
 def in_every_format(chosen, rejected):
     texts = {"chosen": chosen, "rejected": rejected}
+    messages = {side: [assistant(text)] for side, text in texts.items()}
+    turns = {side: {"from": "gpt", "value": text} for side, text in texts.items()}
+    openai = {"preferred_output": messages["chosen"], "non_preferred_output": messages["rejected"]}
     return {
         "prompt": {"prompt": "q", **texts},
         "instruction": {"instruction": "q", **texts},
         "question": {"question": "q", **texts},
-        "messages": {
-            "prompt": [user("q")],
-            "chosen": [assistant(chosen)],
-            "rejected": [assistant(rejected)],
-        },
-        "sharegpt": {
-            "conversations": [{"from": "human", "value": "q"}],
-            "chosen": {"from": "gpt", "value": chosen},
-            "rejected": {"from": "gpt", "value": rejected},
-        },
-        "transcript": {
-            "chosen": f"\n\nHuman: q\n\nAssistant: {chosen}",
-            "rejected": f"\n\nHuman: q\n\nAssistant: {rejected}",
-        },
-        "openai": {
-            "input": {"messages": [user("q")]},
-            "preferred_output": [assistant(chosen)],
-            "non_preferred_output": [assistant(rejected)],
-        },
+        "messages": {"prompt": [user("q")], **messages},
+        "sharegpt": {"conversations": [{"from": "human", "value": "q"}], **turns},
+        "transcript": {side: f"\n\nHuman: q\n\nAssistant: {texts[side]}" for side in texts},
+        "openai": {"input": {"messages": [user("q")]}, **openai},
     }
 
 
-def test_what_is_unusable_or_refused_is_so_in_every_format():
+def test_rows_are_unusable_for_the_same_reasons_in_every_format():
     for name in FORMATS:
         assert read(in_every_format("x", "y")[name])[1:] == ("x", "y")
         assert read(in_every_format("x", "x")[name]) == "identical"
         for sides in (("x", ""), ("\n\t", "x"), (" ", "\u3000")):
             assert read(in_every_format(*sides)[name]) == "empty response"
         for sides in (("a\0", "x"), ("x", "\ud800b")):
-            assert "remove the NUL or half surrogate pair" in complaint(
-                in_every_format(*sides)[name]
-            )
+            assert "remove the NUL or half surrogate" in error_of(in_every_format(*sides)[name])
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_each_missing_or_null_field_is_refused_in_every_format(name):
+def test_each_missing_or_null_field_is_named_in_every_format(name):
     row = in_every_format("x", "y")[name]
     for field in row:
         if (name, field) == ("messages", "prompt"):
             continue  # may be absent: then the responses hold the whole conversation
-        assert field in complaint({**row, field: None}, name)
+        assert field in error_of({**row, field: None}, name)
         without = {key: value for key, value in row.items() if key != field}
-        assert field in complaint(without, name)
+        assert field in error_of(without, name)
