@@ -181,10 +181,10 @@ class Run:
         if not self.world.is_main:
             return
         code = distributed.exit_code(error)
+        self.write_summary(STATUS.get(code, "failed"), code)
         self.bar.close()
         self.logger.close()
         self.metrics.close()
-        self.write_summary(STATUS.get(code, "failed"), code)
         lines, problem = write_report(self.folder, with_curves=error is None)
         self.lock.release()
         if problem:

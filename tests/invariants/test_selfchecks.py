@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 
 import pytest
 import torch
@@ -195,17 +194,3 @@ def test_complaint_17_trainable_parameters_are_fp32_on_a_bf16_base(mode):
     if mode == "lora":
         frozen = {p.dtype for p in model.parameters() if not p.requires_grad}
         assert frozen == {torch.bfloat16}
-
-
-def mixed_gpus(folder):
-    """Rank 1 has a GPU without bf16."""
-    has_bf16 = os.environ["RANK"] == "0"
-    half = torch.bfloat16 if has_bf16 else torch.float16
-    Precision.choose = lambda *_: Precision(torch.float32, half)
-    return runs.train(folder, [*runs.FULL, *SHORT])
-
-
-def test_ranks_of_different_precision_refuse_to_train(tmp_path):
-    outcome = run_ranks(2, mixed_gpus, str(tmp_path))
-    assert outcome.codes == [2, 2]
-    assert outcome.logs[0].startswith("error: mixed precision: 1 of 2 GPUs support bf16")
