@@ -301,8 +301,8 @@ def test_a_stop_within_a_validation_does_not_lose_it(best_of, tmp_path):
     assert faults.summary(run)["val"] == faults.summary(whole)["val"]
 
 
-def test_a_damaged_best_is_told_before_the_training(best_of, tmp_path):
-    """One flipped bit would load silently. Without save_best the same run goes on to its end."""
+def test_a_damaged_best_is_an_error(best_of, tmp_path):
+    """A flipped bit would load silently. Without save_best the same run continues to its end."""
     run = tmp_path / "run"
     name, flags = best_of("dpo, all weights")
     fault = faults.signal_before, "main_distributed.train_step", 10, signal.SIGTERM
