@@ -180,10 +180,8 @@ def check_fit(model: Model, rows: Iterable[Any]) -> None:
         if largest >= vocabulary_size:
             raise UserError(f"{row.location}: token id {largest}, model has {vocabulary_size}")
         if row.num_tokens > positions:
-            raise UserError(
-                f"{row.location}: {row.num_tokens} tokens, the model has {positions} positions; "
-                f"use --max_length {positions}"
-            )
+            problem = f"{row.num_tokens} tokens, the model has {positions} positions"
+            raise UserError(f"{row.location}: {problem}; use --max_length {positions}")
 
 
 # --- what a run has read --------------------------------------------------------------------------

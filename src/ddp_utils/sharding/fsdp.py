@@ -4,7 +4,6 @@ The JSON that accelerate writes for FSDP is read: each key has its effect, or ra
 """
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_type_hints
 
@@ -100,14 +99,11 @@ class FsdpPolicy(Policy):
         reshard(self.scorer)  # a forward since the backward has left weights gathered
         super().step(optimizer, schedule, grad_norm)
 
-    @contextlib.contextmanager
-    def gathered(self) -> Iterator[None]:
-        scorer: Any = self.scorer
-        scorer.unshard()
-        try:
-            yield
-        finally:
-            reshard(self.scorer)
+    def gathered(self) -> contextlib.ExitStack:
+        self.scorer.unshard()
+        stack = contextlib.ExitStack()
+        stack.callback(reshard, self.scorer)  # at the end of the with statement
+        return stack
 
     def gather_tensor(self, tensor: Any) -> Any:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
