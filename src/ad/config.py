@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ad import environments
-from ddp_utils import SettingError, UserError, cli, yaml_config
+from ddp_utils import UserError, cli, yaml_config
 
 
 @dataclass
@@ -119,11 +119,11 @@ class Config:
 
     def source_settings(self) -> dict[str, Any]:
         """Return the settings that determine the histories."""
-        names = """env grid_size horizon n_task source alg_seed source_lr source_optimism
-        source_noise n_stream total_source_timesteps"""
-        return {name: getattr(self, name) for name in names.split()}
+        return {name: getattr(self, name) for name in SOURCE_SETTINGS.split()}
 
 
+SOURCE_SETTINGS = """env grid_size horizon n_task source alg_seed source_lr source_optimism
+source_noise n_stream total_source_timesteps"""
 POSITIVE = """lr train_batch_size test_batch_size tf_n_embd tf_n_layer tf_n_head n_transit horizon
 n_stream compress_interval train_n_stream train_source_timesteps eval_episodes eval_copies
 summary_interval total_source_timesteps source_lr eval_temperature eval_explore_temperature"""
@@ -144,26 +144,22 @@ dynamo_backend"""
 def check(config: Config) -> None:
     """Raise UserError for a value out of its range, or for values that exclude each other."""
     cli.check_ranges(config, output_dir=cli.FOLDER, **RANGES)
-    horizon = config.horizon
-    if config.total_source_timesteps % (config.n_stream * horizon):
-        problem = f"it must be a multiple of n_stream x horizon = {config.n_stream * horizon}"
-        raise SettingError("total_source_timesteps", problem)
-    if config.tf_n_embd % (2 * config.tf_n_head):
-        raise SettingError("tf_n_embd", "it must be an even multiple of tf_n_head")
-    if not all(map(len, config.tasks)):
-        raise SettingError("train_env_ratio", "no task is left for training, or none is held out")
-    if config.train_n_stream > config.n_stream:
-        raise SettingError("train_n_stream", f"it must be <= n_stream ({config.n_stream})")
-    if config.train_source_timesteps > config.source_steps:
-        problem = f"it must be <= total_source_timesteps / n_stream ({config.source_steps})"
-        raise SettingError("train_source_timesteps", problem)
-    if config.n_transit < horizon:
-        raise SettingError("n_transit", f"it must be >= horizon ({horizon})")
-    if config.use_compressed_context and config.compress_interval % horizon:
-        raise SettingError("compress_interval", f"it must be a multiple of horizon ({horizon})")
-    if config.window > config.train_source_timesteps:
-        problem = f"it must be >= the context length ({config.window})"
-        raise SettingError("train_source_timesteps", problem)
+    horizon, window, steps = config.horizon, config.window, config.source_steps
+    per_task = config.n_stream * horizon
+    multiple = f"a multiple of n_stream x horizon ({per_task})"
+    limits = f">= the context length ({window}) and <= total_source_timesteps / n_stream ({steps})"
+    rules: dict[str, cli.Range] = {
+        "total_source_timesteps": (multiple, lambda x: x % per_task == 0),
+        "tf_n_embd": ("an even multiple of tf_n_head", lambda x: x % (2 * config.tf_n_head) == 0),
+        "train_env_ratio": ("some tasks on each side", lambda _: all(map(len, config.tasks))),
+        "train_n_stream": (f"<= n_stream ({config.n_stream})", lambda x: x <= config.n_stream),
+        "n_transit": (f">= horizon ({horizon})", lambda x: x >= horizon),
+        "train_source_timesteps": (limits, lambda x: window <= x <= steps),
+    }
+    if config.use_compressed_context:
+        multiple = f"a multiple of horizon ({horizon})"
+        rules["compress_interval"] = (multiple, lambda x: x % horizon == 0)
+    cli.check_ranges(config, **rules)
 
 
 def read(argv: Sequence[str] | None = None) -> Config:
@@ -172,10 +168,8 @@ def read(argv: Sequence[str] | None = None) -> Config:
     `accelerate launch` overrides mixed_precision and backend. Raises UserError with file and line
     for an unknown setting or a wrong value, and for features of accelerate that are not supported.
     """
-    words = sys.argv[1:] if argv is None else argv
-    config, places = yaml_config.under_flags(
-        Config, Config.__annotations__, [flag_of(word) for word in words]
-    )
+    words = [flag_of(word) for word in (sys.argv[1:] if argv is None else argv)]
+    config, places = yaml_config.under_flags(Config, Config.__annotations__, words)
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision != "no":  # "no" is also the value without --mixed_precision
         config.mixed_precision = precision

@@ -26,7 +26,6 @@ class Environment(NamedTuple):
     observation: Array  # [S] what the agent sees of a state: a number below prod(shape)
     shape: tuple[int, ...]  # sizes of the coordinates of an observation; each has an embedding
     horizon: int
-    names: list[str]  # of the tasks
     varies: str  # what differs between tasks, and what a control hides: "reward" or "action"
 
     @property
@@ -84,8 +83,7 @@ def darkroom(size: int, horizon: int) -> Environment:
     next_state = np.broadcast_to(moves(size), (len(cells), len(cells), len(MOVES)))
     reward = (next_state == cells[:, None, None]).astype(np.uint8)
     start = size // 2 * size + size // 2
-    names = [f"({cell // size}, {cell % size})" for cell in cells]
-    return Environment(next_state, reward, start, cells, (size, size), horizon, names, "reward")
+    return Environment(next_state, reward, start, cells, (size, size), horizon, "reward")
 
 
 def permuted(
@@ -96,8 +94,7 @@ def permuted(
     observation = np.arange(len(next_state))
     next_state = next_state[:, orders].swapaxes(0, 1)
     reward = reward[:, orders].swapaxes(0, 1).astype(np.uint8)
-    names = ["".join(map(str, order)) for order in orders]
-    return Environment(next_state, reward, start, observation, shape, horizon, names, "action")
+    return Environment(next_state, reward, start, observation, shape, horizon, "action")
 
 
 def darkroom_permuted(size: int, horizon: int) -> Environment:
@@ -121,8 +118,7 @@ def key_to_door(size: int, horizon: int) -> Environment:
     reward = np.concatenate([at_key, at_door, np.zeros_like(at_key)], 1).astype(np.uint8)
     start = size // 2 * size + size // 2
     seen = np.tile(np.arange(cells), 3)
-    names = [f"{a} > {b}" for a, b in zip(key.flat, door.flat, strict=True)]
-    return Environment(next_state, reward, start, seen, (size, size), horizon, names, "reward")
+    return Environment(next_state, reward, start, seen, (size, size), horizon, "reward")
 
 
 def from_gymnasium(name: str, horizon: int) -> Environment:
@@ -130,14 +126,14 @@ def from_gymnasium(name: str, horizon: int) -> Environment:
 
     Raises UserError if gymnasium has no environment of this name, or none that fits into a table.
     """
-    expected = f"(expected {', '.join(KINDS)}, or an environment of gymnasium"
+    expected = f"expected {', '.join(KINDS)}, or after pip install gymnasium an environment with a"
+    expected += " deterministic table P, a reward and at most 255 states, such as FrozenLake-v1"
+    unsupported = UserError(f"--env: {name:.80} is not supported ({expected})")
+    options = {"is_slippery": False} if name.startswith("FrozenLake") else {}
     if not importlib.util.find_spec("gymnasium"):
-        raise UserError(f"--env: {name:.80} is unknown {expected}); pip install gymnasium")
+        raise unsupported
     import gymnasium
 
-    expected += " with a deterministic table P, a reward and at most 255 states)"
-    unsupported = UserError(f"--env: {name:.80} is not supported {expected}; use FrozenLake-v1")
-    options = {"is_slippery": False} if name.startswith("FrozenLake") else {}
     try:
         env: Any = gymnasium.make(name, **options).unwrapped
         states, actions = len(env.P), len(env.P[0])

@@ -19,6 +19,7 @@ if __name__ == "__main__":
 
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import torch
@@ -102,15 +103,13 @@ def evaluate_agent(model: Model, config: Config, compare: bool = False) -> tuple
     environment = config.environment
     _, tasks = config.tasks
     optimum = environment.optimum(tasks).mean()
-    variants: dict[str, dict] = {"agent": {}}
-    if compare:
-        hidden = environment.varies
-        variants |= {"control_wiped": {"wiped": True}, f"control_zero_{hidden}": {"hide": hidden}}
     repeated = np.repeat(tasks, config.eval_copies)
-    returns = {}
-    for name, options in variants.items():
-        result = rollout(model, config, repeated, **options)
-        returns[name] = result.reshape(len(tasks), config.eval_copies, -1).mean(1)
+
+    def mean_returns(**control: Any) -> Array:  # [G, E]
+        result = rollout(model, config, repeated, **control)
+        return result.reshape(len(tasks), config.eval_copies, -1).mean(1)
+
+    returns = {"agent": mean_returns()}
     agent = returns["agent"]
     summary = {
         "count": len(repeated),
@@ -121,8 +120,11 @@ def evaluate_agent(model: Model, config: Config, compare: bool = False) -> tuple
         **learning_speed(agent, optimum),
     }
     if compare:
-        for name in [*variants][1:]:
-            summary[name] = returns[name][:, -LAST:].mean() / optimum
+        hidden = environment.varies
+        controls = {"control_wiped": mean_returns(wiped=True)}
+        controls[f"control_zero_{hidden}"] = mean_returns(hide=hidden)
+        summary |= {name: controls[name][:, -LAST:].mean() / optimum for name in controls}
+        returns |= controls
         for name, (result, streams) in baselines(config, tasks).items():
             returns[name] = result
             summary[f"{name}_streams"] = streams
@@ -151,14 +153,14 @@ def baselines(config: Config, tasks: Array) -> dict[str, tuple[Array, int]]:
     the teacher is another algorithm. After the end of the histories both keep their last return.
     "single": one Q-learner with its own table.
     """
-    episodes = config.eval_episodes
+    episodes, steps = config.eval_episodes, config.source_steps
     q_learning = dataclasses.replace(config, source="q_learning")
     learners = {"teacher": config}
     if config.source != "q_learning":
         learners["shared"] = q_learning
     results = {}
     for name, learner in learners.items():
-        returns = sources.returns(learner, tasks, config.n_stream, config.source_steps)
+        returns = sources.returns(learner, tasks, config.n_stream, steps)
         returns = np.pad(returns, ((0, 0), (0, episodes)), "edge")[:, :episodes]
         results[name] = returns, config.n_stream if learner.source == "q_learning" else 1
     steps = episodes * config.horizon
@@ -172,12 +174,10 @@ def baselines(config: Config, tasks: Array) -> dict[str, tuple[Array, int]]:
 def describe(summary: dict) -> str:
     """Return the summary as one line of text."""
     first, last = summary["return_first"], summary["return_last10"]
-    parts = [f"return {first:.2f} in the first episode, {last:.2f} in the last {LAST}"]
-    parts.append(f"optimum {summary['optimum']:.2f} ({summary['fraction_of_optimum']:.0%})")
-    for name, (label, _, _) in CURVES.items():
-        if name in summary:
-            parts.append(f"{label} {summary[name]:.0%}")
-    return "; ".join(parts)
+    text = f"return {first:.2f} in the first episode, {last:.2f} in the last {LAST}; optimum "
+    text += f"{summary['optimum']:.2f} ({summary['fraction_of_optimum']:.0%})"
+    controls = [f"; {CURVES[name][0]} {summary[name]:.0%}" for name in CURVES if name in summary]
+    return text + "".join(controls)
 
 
 def write(folder: Path, summary: dict, returns: Returns, config: Config) -> None:
@@ -214,11 +214,11 @@ def draw(file: Path, summary: dict, returns: Returns, optimum: Array, random: Ar
         axis.axhline(optimum.mean(), color="tab:green", label="optimum")
         axis.axhline(random.mean(), color="tab:red", label="random actions")
         axis.grid(alpha=0.3)
-    per_stream.set(ylabel=f"mean return on {len(optimum)} held-out tasks", ylim=(0, None))
-    per_stream.set_xlabel("episode of a stream")
+    ylabel = f"mean return on {len(optimum)} held-out tasks"
+    per_stream.set(xlabel="episode of a stream", ylabel=ylabel, ylim=(0, None))
     per_task.set(xlabel="episodes spent on a task, by all streams", xscale="log")
-    handles = per_stream.get_legend_handles_labels()
-    figure.legend(*handles, loc="outside right center", frameon=False)
+    legend = per_stream.get_legend_handles_labels()
+    figure.legend(*legend, loc="outside right center", frameon=False)
     figure.savefig(file, dpi=150)
 
 
@@ -238,7 +238,7 @@ def load(folder: Path) -> tuple[Model, Config]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    # setup
+    """Evaluate a run with these flags, or with those of the command line; return 0."""
     flags = vars(settings.read(argv))
     run_folder = data.resolve(flags.pop("ckpt_dir"))
     changed = {name: value for name, value in flags.items() if value is not None}
@@ -247,20 +247,10 @@ def main(argv: list[str] | None = None) -> int:
     folder = run_folder / "evaluation"
     check_writable("--ckpt_dir", folder)
     model.to(distributed.choose_device(distributed.whoami(), "auto").device)
-
-    # evaluation
     summary, returns = evaluate_agent(model, config, compare=True)
-
-    # results
     folder.mkdir(exist_ok=True)
     write(folder, summary, returns, config)
-    summary["settings"] = changed
-    data.write_json(folder / "summary.json", summary)
-    _, tasks = config.tasks
-    optimum = config.environment.optimum(tasks)
-    for task, episodes, best in zip(tasks, returns["agent"], optimum, strict=True):
-        last = f"last {LAST} episodes {episodes[-LAST:].mean():.2f} of {best:.2f}"
-        print(f"task {config.environment.names[task]}: mean {episodes.mean():.2f}, {last}")
+    data.write_json(folder / "summary.json", summary | {"settings": changed})
     print(f"overall mean {returns['agent'].mean():.2f}\n{describe(summary)}\n-> {folder}/")
     return 0
 

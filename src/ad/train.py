@@ -60,16 +60,8 @@ Main process device: {world.device}
 {rule}"""
 
 
-def choose_precision(config: Config, world: World) -> Precision:
-    """Return the precision of training; raise UserError for fp16 on a CPU."""
-    precision = Precision.choose(world.device, mixed=config.mixed_precision)
-    if precision.autocast == torch.float16 and world.device.type == "cpu":
-        raise UserError("--mixed_precision: fp16 is not supported on a CPU; use no or bf16")
-    return precision
-
-
-def notes(config: Config, world: World, path: Path) -> list[str]:
-    """Return lines about the data and about settings that have no effect."""
+def describe_data(config: Config, world: World, path: Path) -> list[str]:
+    """Return lines about the histories, and about processes that accelerate has not started."""
     lines = [f"histories: {path}{'' if path.exists() else ', to be collected'}"]
     # accelerate sets both for one process, the second one only if several were requested
     is_single = "ACCELERATE_USE_CPU" in os.environ and "MASTER_ADDR" in os.environ
@@ -78,18 +70,17 @@ def notes(config: Config, world: World, path: Path) -> list[str]:
     return lines
 
 
-def load_histories(config: Config, path: Path, world: World) -> tuple[list[Histories], list[float]]:
-    """Return the histories of the training and of the held-out tasks, collecting them if needed.
+def load_histories(config: Config, path: Path, world: World) -> list[Histories]:
+    """Return the histories of the training and the held-out tasks; collect them if needed."""
 
-    Also returns the mean return of each episode if they were collected.
-    """
+    def collect() -> None:
+        if not path.exists():
+            returns = windows.collect(config, path)
+            print(f"collected {path}: return {returns[0]:.2f}, at the end {returns[-1]:.2f}")
 
-    def collect() -> list[float]:
-        return [] if path.exists() else [*windows.collect(config, path)]
-
-    returns = distributed.on_main(world, collect)
+    distributed.on_main(world, collect)
     arrays = distributed.on_each(world, lambda: windows.read(path, config.source_settings()))
-    return [Histories(arrays, part, config, world.device) for part in config.tasks], returns
+    return [Histories(arrays, part, config, world.device) for part in config.tasks]
 
 
 # --- step ----------------------------------------------------------------------------------------
@@ -146,26 +137,24 @@ def held_out_loss(distiller: Distiller, data: Histories, config: Config) -> dict
 
 def is_due(interval: int, step: int, config: Config) -> bool:
     """Return whether something is due after `step` steps: at multiples, and after the last one."""
-    return step == config.train_timesteps or (interval > 0 and step % interval == 0)
+    return step == config.train_timesteps or (step > 0 and interval > 0 and step % interval == 0)
 
 
 def validate(step: int, policy: Policy, data: Histories, config: Config, run: Run) -> None:
     """Evaluate what is due after `step` steps, unless it was done before a restart."""
-    is_last = step == config.train_timesteps
-    is_done = run.validated >= step > 0
-    if not run.world.is_main or is_done or (step == 0 and not is_last):
+    if not run.world.is_main or run.validated >= step > 0:
         return
     distiller: Any = policy.scorer
     distiller.eval()
     values = {}
     if is_due(config.eval_interval, step, config):
-        values = held_out_loss(distiller, data, config)
-        run.results["val"] = values
+        values = run.results["val"] = held_out_loss(distiller, data, config)
     if is_due(config.gen_interval, step, config):
+        is_last = step == config.train_timesteps
         summary, returns = evaluate.evaluate_agent(distiller.model, config, compare=is_last)
         run.say(terminal.row("agent", evaluate.describe(summary)))
         run.results["test"] = summary
-        values |= {name: value for name, value in summary.items() if value is not None}
+        values = values | {name: value for name, value in summary.items() if value is not None}
         if is_last:
             evaluate.write(run.folder, summary, returns, config)
     if values:
@@ -183,14 +172,17 @@ def save_model(model: Model, folder: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the script with these flags, or with those of the command line; return 0."""
     # setup
     world = distributed.whoami()
-    config = read(sys.argv[1:] if argv is None else argv)
+    config = read(argv)
     if config.check:
         world = distributed.choose_device(world, config.backend)
     else:
         world = distributed.init_process_group(world, config.backend, config.timeout_minutes)
-    precision = choose_precision(config, world)
+    precision = Precision.choose(world.device, mixed=config.mixed_precision)
+    if precision.autocast == torch.float16 and world.device.type == "cpu":
+        raise UserError("--mixed_precision: fp16 is not supported on a CPU; use no or bf16")
     path = resolve(config.traj_file)
     if path.exists():  # finds a mistake before the others are waited for
         windows.read(path, config.source_settings())
@@ -199,19 +191,17 @@ def main(argv: list[str] | None = None) -> int:
     accumulation, steps = config.gradient_accumulation_steps, config.train_timesteps
     global_batch = config.train_batch_size * accumulation * world.world_size
     inputs = {"global_batch": str(global_batch)}
-    lines = notes(config, world, path)
+    lines = describe_data(config, world, path)
     spec = RunSpec(Path(config.output_dir), steps, inputs, lines=lines)
     if config.check:
         return check(spec, config, world)
 
     # data
-    (data, held_out), returns = load_histories(config, path, world)
+    data, held_out = load_histories(config, path, world)
     inputs["content of traj_file"] = digest_of_files([path])
 
     with Run(spec, config, world) as run:
         run.say(banner(config, world, precision.autocast))
-        if returns:
-            run.say(f"collected {path}: return {returns[0]:.2f}, at the end {returns[-1]:.2f}")
         run.describe(
             model=f"transformer, {sum(p.numel() for p in model.parameters()):,} parameters",
             tasks=f"{config.env}: {data.tasks}, {held_out.tasks} held out; {data.count} streams",

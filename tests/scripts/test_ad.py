@@ -79,7 +79,7 @@ def test_actions_move_by_one_cell_and_walls_stop_them():
 def test_the_order_of_actions_is_the_task_of_darkroom_permuted():
     """Task 1 is the order 0 1 2 4 3: action 3 stays, and action 4 moves to -y."""
     grid = make("darkroom_permuted", 3, 20)
-    assert (len(grid.names), grid.names[1], grid.start) == (120, "01243", 0)
+    assert (len(grid.reward), grid.start) == (120, 0)
     state, reward = grid.step(np.full(5, 5), np.arange(5), np.ones(5, dtype=int))
     assert (state.tolist(), reward.tolist()) == ([8, 2, 5, 5, 4], [1, 0, 0, 0, 0])
     assert grid.optimum([0, 1, 119]).tolist() == [17, 17, 17]  # four steps to the other corner
@@ -87,8 +87,8 @@ def test_the_order_of_actions_is_the_task_of_darkroom_permuted():
 
 def test_a_key_is_rewarded_once_and_then_a_door():
     grid = make("key_to_door", 3, 20)
-    assert (len(grid.names), grid.start, grid.optimum([0, 71]).tolist()) == (72, 4, [2, 2])
-    task = grid.names.index("1 > 5")
+    assert (len(grid.reward), grid.start, grid.optimum([0, 71]).tolist()) == (72, 4, [2, 2])
+    task = [*itertools.permutations(range(9), 2)].index((1, 5))
     states = []
     rewards = []
     state = np.array([grid.start])
@@ -107,7 +107,7 @@ def test_a_table_of_gymnasium_equals_its_environment(monkeypatch):
     gymnasium = pytest.importorskip("gymnasium")
     table = make("FrozenLake-v1", 9, 20)
     shape = table.next_state.shape
-    assert (len(table.names), shape, table.names[0]) == (24, (24, 17, 4), "0123")
+    assert shape == (24, 17, 4)
     rng = np.random.default_rng(0)
     env = gymnasium.make("FrozenLake-v1", is_slippery=False)
     last_rewards = set()
@@ -126,18 +126,18 @@ def test_a_table_of_gymnasium_equals_its_environment(monkeypatch):
     assert last_rewards == {0, 1}
     assert table.step(np.array([16]), np.array([2]), np.array([7]))[0] == 16  # it remains over
     for name in ("Taxi-v4", "CartPole-v1", "darkrom"):
-        with pytest.raises(UserError, match=f"^--env: {name} is not supported"):
+        with pytest.raises(UserError, match=f"^--env: {name} is not supported .expected darkroom"):
             make(name, 9, 20)
     monkeypatch.setattr(environments.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"darkrom is unknown \(expected darkroom, .*pip install"):
-        environments.make("darkrom", 9, 20)
+    with pytest.raises(UserError, match="^--env: FrozenLake-v1 .*after pip install gymnasium"):
+        environments.make("FrozenLake-v1", 9, 20)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_optimum_and_random_return_equal_an_enumeration_of_all_action_sequences(kind):
     grid = make(kind, 2 if kind == "key_to_door" else 3, 4 if kind[0] == "d" else 6)
     sequences = np.array([*itertools.product(range(grid.actions), repeat=grid.horizon)])
-    for task in (0, len(grid.names) // 2, len(grid.names) - 1):
+    for task in (0, len(grid.reward) // 2, len(grid.reward) - 1):
         state = np.full(len(sequences), grid.start)
         returns = np.zeros(len(sequences))
         for actions in sequences.T:
@@ -210,7 +210,7 @@ def test_sources_start_at_chance_and_end_near_the_optimum(kind, name):
     grid = make(kind, 3, 12)
     config = Config(env=kind, grid_size=3, horizon=12, source=name, source_noise=0)
     config.source_optimism = 0.5 if name == "q_learning" else 0.0
-    tasks = np.arange(len(grid.names))[:: max(1, len(grid.names) // 12)]
+    tasks = np.arange(len(grid.reward))[:: max(1, len(grid.reward) // 12)]
     state, action, reward = sources.histories(config, tasks, 20, 360)
     returns = reward.reshape(len(tasks), 20, 30, 12).sum(-1).mean((0, 1))
     optimum = grid.optimum(tasks).mean()

@@ -65,7 +65,6 @@ def test_evaluate_reproduces_the_evaluation_of_the_run(one, capsys):
     assert found["return_last10"] == pytest.approx(returns.mean())
     assert {"control_wiped", "control_zero_reward", "fraction_of_optimum"} < set(found)
     assert (one / "evaluation/returns.png").stat().st_size > 10000
-    assert len(set(re.findall(r"^task \((\d, \d)\)", output, re.M))) == 3
     with pytest.raises(UserError, match="--ckpt_dir: .* is not a finished run of src/ad/train.py"):
         evaluate.main([*flags, "--ckpt_dir=tests"])
 
@@ -238,13 +237,12 @@ def test_accelerate_reads_the_configurations():
 WRONG = {
     "lr=0": "--lr: 0.0 is out of range (expected > 0)",
     "grid_size=17": "--grid_size: 17 is out of range (expected >= 2 and <= 16)",
-    "horizon=7": "--total_source_timesteps: it must be a multiple of n_stream x horizon = 280",
-    "tf_n_head=5": "--tf_n_embd: it must be an even multiple of tf_n_head",
-    "train_env_ratio=0.999": "--train_env_ratio: no task is left for training, or none is",
-    "use_compressed_context=true compress_interval=30": "--compress_interval: it must be a m",
-    "train_source_timesteps=200": "--train_source_timesteps: it must be >= the context le",
-    "--config=a.yaml": "a.yaml:2: n_trasit is not a setting; did you mean n_transit?",
-    "--config=a.yaml lr=1": "a.yaml:2: n_trasit is not",
+    "horizon=7": "--total_source_timesteps: 19200 is out of range (expected a multiple of n_str",
+    "tf_n_head=5": "--tf_n_embd: 32 is out of range (expected an even multiple of tf_n_head)",
+    "train_env_ratio=0.999": "--train_env_ratio: 0.999 is out of range (expected some tasks on",
+    "use_compressed_context=true compress_interval=30": "--compress_interval: 30 is out of range",
+    "train_source_timesteps=200": "--train_source_timesteps: 200 is out of range (expected >= the",
+    "--config=a.yaml lr=1": "a.yaml:2: n_trasit is not a setting; did you mean n_transit?",
     "--config=b.yaml": "b.yaml:1: lr: 0 is out of range",
     "--config=b.yaml num_workers=4 lr=-1": "--lr: -1.0 is out of range",
 }
