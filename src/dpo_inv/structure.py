@@ -150,19 +150,18 @@ def _tie_copies(path: str | Path, structure: Structure) -> np.ndarray:
 
 def _read_chains(path: str | Path) -> dict[str, list[Any]]:
     """Return the residues, in file order, of each protein chain of the first model."""
+    chains = {}
     try:
         structure = gemmi.read_structure_string(data.content(path))
         structure.add_entity_types(overwrite=True)  # a TER within a chain must not end it
         structure.remove_ligands_and_waters()
         structure.remove_alternative_conformations()  # keeps the first
-        model = structure[0]
+        for chain in structure[0]:
+            residues = [residue for residue in chain if _is_amino_acid(residue)]
+            if residues:
+                chains[chain.name] = residues
     except (RuntimeError, ValueError, IndexError) as error:  # gemmi's messages have many lines
         raise UserError(f"{path}: not a PDB or mmCIF file: {str(error)!r:.100}") from error
-    chains = {}
-    for chain in model:
-        residues = [residue for residue in chain if _is_amino_acid(residue)]
-        if residues:
-            chains[chain.name] = residues
     if not chains:
         raise UserError(f"{path}: no protein chain; use a file with one")
     return chains
