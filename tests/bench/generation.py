@@ -14,11 +14,11 @@ import time
 
 import torch
 import transformers
-from cases import SMALL, draw
+from cases import HH, SMALL, draw
+from torch.nn.utils.rnn import pad_sequence
 
 from ddp_utils import distributed, logps, sampling
 
-LENGTHS = (110, 0.7, 8, 512)  # log-normal: median, sigma, from, to
 SAMPLES, TOGETHER, LONGEST = 4, 16, 128
 RUNS = 5
 
@@ -38,12 +38,10 @@ def theirs(model, prompts, ends, seed):
     by_length = sorted(prompts, key=len)
     replies = []
     for start in range(0, len(prompts), TOGETHER // SAMPLES):
-        part = by_length[start : start + TOGETHER // SAMPLES]
-        width = max(map(len, part))
-        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in part])
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in part])
-        rows = model.generate(ids, attention_mask=mask, **options)[:, width:].tolist()
-        for row in rows:
+        part = [torch.tensor(prompt) for prompt in by_length[start : start + TOGETHER // SAMPLES]]
+        ids = pad_sequence(part, True, -1, "left")
+        rows = model.generate(ids.clamp_min(0), attention_mask=(ids >= 0).long(), **options)
+        for row in rows[:, ids.shape[1] :].tolist():
             length = next((place for place, word in enumerate(row) if word in ends), len(row))
             replies.append(row[:length])
     return replies
@@ -64,7 +62,7 @@ def main():
         dice = random.Random(0)
         prompts = []
         for _ in range(64):
-            prompts.append([dice.randrange(words) for _ in range(draw(dice, LENGTHS))])
+            prompts.append([dice.randrange(words) for _ in range(draw(dice, HH[0]))])
         ends = list(range(words // 50))
         times = {ours: [], theirs: []}
         for seed in range(RUNS):

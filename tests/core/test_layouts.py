@@ -332,15 +332,14 @@ def test_packed_rows_contain_no_token_twice_and_no_padding(ranks):
     assert totals[True] == minimum < totals[False]
 
 
-def greedy(scorer, prompts, ends=(), samples=1):
-    """The most likely 12 tokens."""
+def greedy(scorer, prompts, ends=()):
+    """Return the 12 most probable tokens after each prompt."""
     spec = sampling.SampleSpec(0.0, 1.0, max_new_tokens=12, batch_size=99, seed=0)
-    prompts = [prompt for prompt in prompts for _ in range(samples)]
     return sampling.generate(scorer, prompts, [*ends], distributed.World(), spec)
 
 
 def transformers_greedy(model, prompt):
-    """The same by the library, of one prompt alone."""
+    """Return the same from the library, of one prompt alone."""
     ids = torch.tensor([prompt])
     model.generation_config.eos_token_id = None
     return model.eval().generate(ids, max_new_tokens=12, do_sample=False)[0, len(prompt) :].tolist()
@@ -349,18 +348,17 @@ def transformers_greedy(model, prompt):
 @pytest.mark.parametrize("shared", [False, True], ids=["separate", "shared"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral, window"])
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")
-def test_generation_does_not_depend_on_the_layout_and_leaves_it(name, shared):
-    """The most likely tokens are those of the model before any layout was chosen."""
-    expected = transformers_greedy(build(MODELS[name][0], 3.0), PAIRS[2].prompt)
+def test_generation_does_not_depend_on_the_layout_and_restores_it(name, shared):
+    """The most probable tokens are those of the model before any layout was chosen."""
     model = build(MODELS[name][0], 3.0)
+    expected = transformers_greedy(build(MODELS[name][0], 3.0), PAIRS[2].prompt)
     scorer = logps.Scorer(get_peft_model(model, LoraConfig(r=4, target_modules="all-linear")))
     scorer.set_layout(shared)  # B = 0: the same model
-    attention = scorer.unwrap().config._attn_implementation
-    assert (attention == shared_prefix.NAME) == shared
     before = scorer(scorer.collate(PAIRS, "cpu"))[0]
     assert greedy(scorer, [PAIRS[2].prompt]) == [expected] and len(expected) == 12
     assert scorer.shared == shared and scorer.training
-    assert scorer.unwrap().config._attn_implementation == attention
+    attention = scorer.unwrap().config._attn_implementation
+    assert (attention == shared_prefix.NAME) == shared
     assert torch.equal(scorer(scorer.collate(PAIRS, "cpu"))[0], before)
 
 
@@ -368,11 +366,10 @@ def test_generation_does_not_depend_on_the_layout_and_leaves_it(name, shared):
 def test_replies_are_those_of_transformers_whatever_the_cache(name):
     """Padded on the left, two replies a prompt, of which some leave the batch before others."""
     model = build(MODELS[name][0], 3.0)
-    prompts = [pair.prompt for pair in PAIRS[:4]]
-    expected = [transformers_greedy(model, prompt) for prompt in prompts]
-    twice = [reply for reply in expected for _ in range(2)]
-    assert greedy(logps.Scorer(model), prompts, samples=2) == twice
+    prompts = [pair.prompt for pair in PAIRS[:4]] * 2
+    expected = [transformers_greedy(model, prompt) for prompt in prompts[:4]] * 2
+    assert greedy(logps.Scorer(model), prompts) == expected
     end = expected[1][5]
-    cut = [reply[: (reply + [end]).index(end)] for reply in twice]
-    assert greedy(logps.Scorer(model), prompts, [end], samples=2) == cut
+    cut = [reply[: (reply + [end]).index(end)] for reply in expected]
+    assert greedy(logps.Scorer(model), prompts, [end]) == cut
     assert len({*map(len, cut)}) > 1 or name != "llama"

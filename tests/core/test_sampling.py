@@ -88,18 +88,17 @@ def test_wins_losses_ties_and_means_by_hand():
     assert undecided["win_rate"] is undecided["win_rate_low"] is None
 
 
-def judge_file(tmp_path, body):
+def load(tmp_path, body):
     path = tmp_path / "j.py"
     path.write_text(body)
-    return f"{path}:score"
+    return load_judge(f"{path}:score")
 
 
 def test_a_judge_may_return_a_number_or_several(tmp_path):
-    one = load_judge(judge_file(tmp_path, "def score(p, r): return len(r)"))
-    assert one("p", "abc") == {"": 3.0}
-    assert "judge/policy" in compare([one("p", "abc")], [one("p", "ab")])
-    several = "def score(p, r): return {'long': len(r) > 2, 'same': p == r}"
-    judge = load_judge(judge_file(tmp_path, several))
+    judge = load(tmp_path, "def score(p, r): return len(r)")
+    assert judge("p", "abc") == {"": 3.0}
+    assert "judge/policy" in compare([judge("p", "abc")], [judge("p", "ab")])
+    judge = load(tmp_path, "def score(p, r): return {'long': len(r) > 2, 'same': p == r}")
     assert judge("p", "p") == {"long": 0.0, "same": 1.0}
 
 
@@ -113,7 +112,7 @@ UNFIT = {
 }
 
 
-def test_a_judge_that_cannot_judge_costs_one_line(tmp_path):
-    for body, message in UNFIT.items():
-        with pytest.raises(UserError, match=message):
-            load_judge(judge_file(tmp_path, body))("p", "r")
+@pytest.mark.parametrize("body", UNFIT)
+def test_a_judge_that_cannot_judge_costs_one_line(tmp_path, body):
+    with pytest.raises(UserError, match=UNFIT[body]):
+        load(tmp_path, body)("p", "r")

@@ -1,7 +1,9 @@
-"""What dpo_inv.inference draws letters from: omitted, biased and tied ones; what it writes."""
+"""Letters that dpo_inv.inference samples: omitted, biased and tied ones; its output files."""
 
+import itertools
 import json
 import shutil
+from dataclasses import replace
 
 import gemmi
 import numpy as np
@@ -14,7 +16,8 @@ from dpo_inv import batches, config, inference, inference_config, mpnn, pairs
 
 MODEL = ROOT / "data/demo/protein_model.pt"
 BUNDLE = ROOT / "data/input/structures/bundle_00.pdb"
-FREEDOM_LIMIT = 1e-3  # how unlikely a chi-square of correct draws may be
+MONOMER = inference_config.Config(mutable_positions=(5,))  # residue 6
+DIMER = inference_config.Config(design_chains=("A", "B"), homo_oligomer=True)
 
 
 def copies(file, *lacking):
@@ -36,23 +39,27 @@ def copies(file, *lacking):
 
 
 @pytest.fixture(scope="module")
+def model():
+    return mpnn.ProteinMPNN.load(MODEL)
+
+
+@pytest.fixture(scope="module")
 def dimer(tmp_path_factory):
     return copies(tmp_path_factory.mktemp("dimer") / "dimer.pdb", 0, 1)
 
 
 def assert_drawn_from(letters, log_probs):
-    """Letters [N] fit a distribution [20]: a chi-square test on those that can be expected."""
-    wanted = len(letters) * log_probs.double().softmax(-1)
+    """Check that letters [N] fit a distribution [20]: a chi-square test."""
+    expected = len(letters) * log_probs.double().softmax(-1)
     counts = torch.bincount(letters, minlength=20).double()
-    assert (counts[wanted == 0] == 0).all()
-    counts, wanted = counts[wanted > 0], wanted[wanted > 0]
-    chi_square = ((counts - wanted) ** 2 / wanted).sum()
-    freedom = torch.tensor((len(wanted) - 1) / 2, dtype=torch.float64)
-    assert torch.special.gammaincc(freedom, chi_square / 2) > FREEDOM_LIMIT
+    assert (counts[expected == 0] == 0).all()
+    terms = ((counts - expected) ** 2 / expected)[expected > 0]
+    freedom = torch.tensor((len(terms) - 1) / 2, dtype=torch.float64)
+    assert torch.special.gammaincc(freedom, terms.sum() / 2) > 1e-3
 
 
 def last(model, task, *rows):
-    """Log-probs [20] of a residue that sees all the others, but for those behind it in `rows`."""
+    """Return log-probs [20] of rows[0], which sees all residues but the others in `rows`."""
     native = torch.from_numpy(mpnn.encode(task.structure.sequence))
     order = [row for row in range(len(native)) if row not in rows] + [*rows]
     encoded = model.encode(*batches.structure_tensors(task.structure, "cpu"))
@@ -65,11 +72,10 @@ BIASED = {"omit_AA": "CMDE", "bias_AA": [f"{letter}:{value}" for letter, value i
 
 
 @pytest.mark.parametrize("options", [{}, BIASED])
-def test_a_letter_is_drawn_from_the_softmax_at_its_temperature(options):
-    """At residue 6, the only one that is designed: softmax((log-probs + biases) / T)."""
-    config = inference_config.Config(mutable_positions=(5,), **options)
+def test_a_letter_is_drawn_from_the_softmax_at_its_temperature(options, model):
+    """Only residue 6 is designed, from softmax((log-probs + biases) / T)."""
+    config = replace(MONOMER, **options)
     task = inference.read_task(BUNDLE, config)
-    model = mpnn.ProteinMPNN.load(MODEL)
     letters, log_probs = inference.sample(model, task, torch.full((800,), 2.0), config)
     scores = last(model, task, 5)
     torch.testing.assert_close(log_probs[0, 5, :20], scores, atol=1e-4, rtol=0)
@@ -82,27 +88,23 @@ def test_a_letter_is_drawn_from_the_softmax_at_its_temperature(options):
     assert_drawn_from(letters[:, 5], scores / 2)
 
 
-def test_copies_get_one_letter_from_the_mean_of_their_log_probs(dimer):
+def test_copies_get_one_letter_from_the_mean_of_their_log_probs(dimer, model):
     """Of the two copies of residue 6, neither sees the other's letter."""
-    options = {"design_chains": ("A", "B"), "homo_oligomer": True}
-    config = inference_config.Config(**options)
-    length = len(inference.read_task(dimer, config).structure.sequence) // 2 + 1  # of chain A
-    config = inference_config.Config(mutable_positions=(5, length + 5), **options)
+    length = len(inference.read_task(dimer, DIMER).structure.sequence) // 2 + 1  # of chain A
+    config = replace(DIMER, mutable_positions=(5, length + 5))
     task = inference.read_task(dimer, config)
-    model = mpnn.ProteinMPNN.load(MODEL)
-    letters, found = inference.sample(model, task, torch.full((800,), 2.0), config)
+    letters, log_probs = inference.sample(model, task, torch.full((800,), 2.0), config)
     assert (letters[:, 5] == letters[:, length + 5]).all()
     first = last(model, task, 5, length + 5)
     second = last(model, task, length + 5, 5)
-    assert (first - second).abs().max() > 1e-3  # they differ, or the mean could not be told
-    torch.testing.assert_close(found[0, 5, :20], first, atol=1e-4, rtol=0)
+    assert (first - second).abs().max() > 1e-3  # otherwise the mean is no test
+    torch.testing.assert_close(log_probs[0, 5, :20], first, atol=1e-4, rtol=0)
     assert_drawn_from(letters[:, 5], (first + second) / 2 / 2)
 
 
 def test_each_copy_counts_once_in_the_mean(tmp_path):
     """Of three, one or two of which lack the last residues; drawn at a temperature near 0."""
-    options = {"design_chains": ("A", "B", "C"), "homo_oligomer": True}
-    config = inference_config.Config(**options)
+    config = replace(DIMER, design_chains=("A", "B", "C"))
     task = inference.read_task(copies(tmp_path / "trimer.pdb", 0, 1, 2), config)
     tables = torch.randn(20, len(task.designed), 21, generator=torch.Generator().manual_seed(0))
     steps = []
@@ -112,23 +114,19 @@ def test_each_copy_counts_once_in_the_mean(tmp_path):
             pass
 
         def sample(self, _encoded, order, choose):
-            for residues in order.unbind(1):
-                for table in tables:
-                    letters = choose(residues, table[residues])[0].tolist()
-                    steps.append((residues[0].tolist(), table, letters))
+            for rows, table in itertools.product(order.unbind(1), tables):
+                letters = choose(rows, table[rows])[0].tolist()
+                steps.append((rows[0].tolist(), table, letters))
 
     inference.sample(Model(), task, torch.tensor([1e-6]), config)
     assert {len({*rows}) for rows, *_ in steps} == {1, 2, 3}
     for rows, table, letters in steps:
-        wanted = table[[*{*rows}], :20].mean(0).argmax()
-        assert letters == [wanted] * 3
+        assert letters == [table[[*{*rows}], :20].mean(0).argmax()] * 3
 
 
-def test_all_residues_tied_decode_gives_what_was_sampled(dimer):
-    config = inference_config.Config(design_chains=("A", "B"), homo_oligomer=True)
-    task = inference.read_task(dimer, config)
-    model = mpnn.ProteinMPNN.load(MODEL)
-    letters, found = inference.sample(model, task, torch.tensor([0.5, 2.0] * 3), config)
+def test_all_residues_tied_decode_to_what_was_sampled(dimer, model):
+    task = inference.read_task(dimer, DIMER)
+    letters, log_probs = inference.sample(model, task, torch.tensor([0.5, 2.0] * 3), DIMER)
     length = len(task.structure.sequence) // 2 + 1
     assert letters.shape == (6, 2 * length - 1)
     assert (letters[:, : length - 1] == letters[:, length:]).all()
@@ -137,36 +135,29 @@ def test_all_residues_tied_decode_gives_what_was_sampled(dimer):
     encoded = model.encode(*batches.structure_tensors(task.structure, "cpu"))
     with torch.no_grad():
         forced = model.decode(encoded, letters, order)
-    torch.testing.assert_close(found, forced, atol=1e-4, rtol=0)
+    torch.testing.assert_close(log_probs, forced, atol=1e-4, rtol=0)
 
 
-def test_what_is_written_names_temperatures_and_the_native(tmp_path):
+def test_files_contain_temperatures_and_the_native_sequence(tmp_path, model):
     flags = ["--model_path", str(MODEL), "--pdb_file", str(BUNDLE), "--mutable_positions", "5"]
     flags += ["--temperature", "0.5", "2", "--num_samples", "3", "--output_dir", str(tmp_path)]
     assert inference.main(flags) == 0
-    heads = [
-        x for x in (tmp_path / "bundle_00_sequences.fasta").read_text().split("\n") if "=" in x
-    ]
-    assert heads[0].startswith(">bundle_00_native score=") and "T=" not in heads[0]
-    assert heads[0].endswith("recovery=1.0000")
-    assert [head.split("T=")[1].split()[0] for head in heads[1:]] == ["0.5"] * 3 + ["2"] * 3
+    lines = (tmp_path / "bundle_00_sequences.fasta").read_text().splitlines()
+    native, *others = [line for line in lines if "=" in line]
+    assert native.startswith(">bundle_00_native score=") and "T=" not in native
+    assert native.endswith("recovery=1.0000")
+    assert [line.split("T=")[1].split()[0] for line in others] == ["0.5"] * 3 + ["2"] * 3
     (result,) = json.loads((tmp_path / "all_results.json").read_text())
     assert [entry["temperature"] for entry in result["details"]] == [0.5] * 3 + [2.0] * 3
-    config = inference_config.Config(mutable_positions=(5,))
-    task = inference.read_task(BUNDLE, config)
-    expected = last(mpnn.ProteinMPNN.load(MODEL), task, 5)
-    assert result["native"]["score"] == pytest.approx(
-        -expected[mpnn.ALPHABET.index(task.structure.sequence[5])].item(), abs=1e-4
-    )
+    task = inference.read_task(BUNDLE, MONOMER)
+    score = -last(model, task, 5)[mpnn.ALPHABET.index(task.structure.sequence[5])].item()
+    assert result["native"]["score"] == pytest.approx(score, abs=1e-4)
 
 
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        (
-            ["--omit_AA", "CZ"],
-            "--omit_AA: 'CZ' is out of range (expected some, but not all, of ACD",
-        ),
+        (["--omit_AA", "CZ"], "--omit_AA: 'CZ' is out of range (expected some, but not all, of"),
         (["--omit_AA", mpnn.ALPHABET[:20]], "--omit_AA: "),
         (["--bias_AA", "A"], "--bias_AA: ('A',) is out of range (expected such as A:0.5 G:-1)"),
         (["--bias_AA", "AC:1"], "--bias_AA: "),
@@ -188,7 +179,7 @@ def test_a_mistake_costs_one_line(flags, problem, tmp_path, monkeypatch):
 
 
 def read_pairs(folder, content, **options):
-    """The pairs of a file with one item (JSON), or of a text (CSV)."""
+    """Return the pairs of a file with one item (JSON), or of a text (CSV)."""
     is_table = isinstance(content, str)
     file = folder / ("pairs.csv" if is_table else "pairs.json")
     file.write_text(content if is_table else json.dumps([content]))
@@ -197,8 +188,10 @@ def read_pairs(folder, content, **options):
 
 
 def tied_log_likelihood(model, pair, letters, order):
-    """Sum over the tied residues: log-softmax of the mean of what each copy, seeing only earlier
-    groups, makes of the next letter; each copy's from a decoding of its own."""
+    """Return the sum over tied residues of the log-softmax of the mean of the copies' log-probs.
+
+    Each copy has a decoding of its own, in which it sees only earlier groups.
+    """
     encoded = model.encode(*batches.structure_tensors(pair.backbone, "cpu"))
     letters = torch.from_numpy(letters)
     total = 0.0
@@ -215,38 +208,36 @@ def tied_log_likelihood(model, pair, letters, order):
     return total
 
 
-def item_of(dimer, design=("A", "B"), changed=9):
-    """A pair of the dimer, whose second chain lacks the last residue; copies differ in one."""
-    task = inference.read_task(dimer, inference_config.Config(design_chains=design))
+def item_of(dimer, changed=9):
+    """Return a pair of the dimer, whose sequences differ in one letter of each chain."""
+    task = inference.read_task(dimer, replace(DIMER, homo_oligomer=False))
     text = inference.text_of(task, mpnn.encode(task.structure.sequence))
     other = []
     for chain in text.split("/"):
         letter = "W" if chain[changed] != "W" else "G"
         other.append(chain[:changed] + letter + chain[changed + 1 :])
-    item = {"pdb_file": str(dimer), "design_chains": design}
+    item = {"pdb_file": str(dimer), "design_chains": ("A", "B")}
     return item | {"preferred_seq": text, "unpreferred_seq": "/".join(other)}
 
 
 @pytest.mark.parametrize("kind", ["random", "mutated_last"])
 @torch.no_grad()
-def test_the_loss_of_copies_is_that_of_one_letter_each(dimer, tmp_path, kind):
+def test_the_loss_of_copies_is_that_of_one_letter_each(dimer, tmp_path, model, kind):
     (pair,), settings = read_pairs(tmp_path, item_of(dimer), decoding_order=kind)
     length = pair.backbone.tied.shape[0]
     assert pair.backbone.tied.shape == (length, 2) and 2 * length - 1 == len(pair.preferred)
     assert pair.targets.sum() == length and pair.mutated.sum() == 2
-    model = mpnn.ProteinMPNN.load(MODEL)
     batch = batches.collate([pair], settings, "cpu")
     # one decoding is that of both sequences where only the last letter differs
     assert len(batch.decoded) == (1 if kind == "mutated_last" else 2)
-    found = batches.Scorer(model)(batch)
+    sums = batches.Scorer(model)(batch)
     (order,) = batches.decoding_orders(pair, settings)
-    for value, letters in zip(found, (pair.preferred, pair.unpreferred), strict=True):
+    for value, letters in zip(sums, (pair.preferred, pair.unpreferred), strict=True):
         expected = tied_log_likelihood(model, pair, letters, order.tolist())
         assert value.item() == pytest.approx(expected, rel=2e-6)
 
 
-def test_what_is_given_for_one_copy_counts_for_all(dimer, tmp_path):
-    """A mutation, and a mutable position; copies with letters of their own are refused."""
+def test_a_mutation_or_mutable_position_of_one_copy_is_that_of_all(dimer, tmp_path):
     item = item_of(dimer)
     letter = item["preferred_seq"][9]
     text = f"pdb_file,design_chains,mutation,ddg\n{dimer},AB,{letter}10W,1.5\n"

@@ -6,7 +6,6 @@ of a pair once. A model that does not support one of them falls back to the plai
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -32,20 +31,18 @@ def choose_head_and_layout(
     """
     pairs = sorted(pairs, key=lambda pair: pair.num_tokens)
     with logps.dropout_off(scorer):
-        head_problem = check_head(scorer, pairs[:2], world.device)
-        layout_problem = None
+        problems = [check_head(scorer, pairs[:2], world.device)]
         if layout != "separate":
-            layout_problem = check_layout(scorer, [pairs[0], *pairs[-2:]], world.device)
-    problems = [problem for problem in (head_problem, layout_problem) if problem]
+            problems.append(check_layout(scorer, [pairs[0], *pairs[-2:]], world.device))
     # if one rank falls back, all do: ranks with different layouts would deadlock
     votes = torch.tensor([scorer.full_logits, not scorer.shared], device=world.device)
     full_logits, separate = distributed.all_sum(votes.float(), world).tolist()
     scorer.full_logits = full_logits > 0
     scorer.set_layout(shared=separate == 0)
     if layout == "shared" and separate:
-        reason = layout_problem or "not supported on every rank"
+        reason = problems[1] or "not supported on every rank"
         raise UserError(f"--layout shared: {reason}; use auto")
-    return problems
+    return [problem for problem in problems if problem]
 
 
 @torch.no_grad()
@@ -98,7 +95,7 @@ def check_layout(scorer: Scorer, pairs: Sequence[Pair], device: torch.device) ->
         return token_logps
 
     try:
-        layouts = [partial(in_layout, False), partial(in_layout, True)]
+        layouts = [lambda: in_layout(False), lambda: in_layout(True)]
         reason = _find_difference(scorer, pairs, device, layouts)
     except UNSUPPORTED as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
