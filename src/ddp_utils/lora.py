@@ -61,7 +61,7 @@ def load(
     """Load a model as models.load() does; the LoRA in a folder is merged into its base model."""
     if Path(models.model_path(name), "adapter_config.json").exists():
         return load_merged(name, dtype, device, four_bits=four_bits)
-    return models.load(name, dtype, device, four_bits)
+    return models.load(name, dtype, device, four_bits=four_bits)
 
 
 def meta_model(name: str, adapter: LoraSpec | None) -> PreTrainedModel:
