@@ -106,9 +106,8 @@ def train_step(
         torch.manual_seed(sampler.seed_of(config.seed, step, micro_step, world.rank))  # for dropout
         policy.sync_gradients(micro_batch is micro_batches[-1])
         batch = policy.scorer.collate([pairs[i] for i in micro_batch.index], world.device)
-        batch_ref_logps = ref_logps["train"][to_device(micro_batch.index, world.device)]  # [B, 2]
-        loss_spec = losses.LossSpec.of(config)
-        per_pair, metrics = losses.pair_losses(policy, batch, batch_ref_logps, loss_spec)
+        known = ref_logps["train"][to_device(micro_batch.index, world.device)]  # [B, 2]
+        per_pair, metrics = losses.pair_losses(policy, batch, known, losses.LossSpec.of(config))
         weight = to_device(micro_batch.weight, world.device)  # [B]; 0 for padding pairs
         # DDP averages over ranks: times world_size / global count is the mean of the global batch
         loss = (per_pair * weight).sum() * (world.world_size / len(rows))
@@ -120,9 +119,8 @@ def train_step(
 
 def has_known_loss(config: settings.Config) -> bool:
     """Return whether the first loss has a closed form, since policy and reference are equal."""
-    has_other_dropout = bool(config.lora_dropout and config.init_adapter)
-    has_other_reference = config.method == "simpo" or bool(config.reference_model)
-    return not (has_other_reference or has_other_dropout)
+    has_other_reference = config.method == "simpo" or config.reference_model
+    return not has_other_reference and not (config.lora_dropout and config.init_adapter)
 
 
 @torch.no_grad()
@@ -245,8 +243,7 @@ def describe_run(
     config: settings.Config, data: dict, report: dict, plan: sampler.Plan, judge: Any, world: World
 ) -> runs.RunSpec:
     """Check models and data against each other, before a weight is read; describe the run."""
-    adapter = lora.LoraSpec.of(config)
-    meta_model = lora.meta_model(config.model_name, adapter)
+    meta_model = lora.meta_model(config.model_name, lora.LoraSpec.of(config))
     for pairs in filter(None, data.values()):
         models.check_fit(meta_model, pairs.extremes())
     if config.learning_rate is None:
@@ -320,6 +317,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         optimizer, schedule = policies.make_optimizer(policy, peak_rate, plan.steps, *optim)
         displacement = losses.Displacement(config.method)
         meter = Meter(policy.scorer, world)
+        size = micro_batch_size(config, world)
         done = run.restore(policy, optimizer, schedule)
 
         def evaluate_split(split: str = "val") -> dict[str, float]:
@@ -337,7 +335,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             values = train_step(policy, step, rows, data, ref_logps, config, run)
             pairs = [data["train"][row] for row in rows]
             known = ref_logps["train"][rows] if step == 0 and has_known_loss(config) else None
-            size = micro_batch_size(config, world)
             checks.check_pairs(policy, step, values, pairs, known, config, world, size)
             values["learning_rate"] = optimizer.param_groups[0]["lr"]
             policy.step(optimizer, schedule, values["grad_norm"])
