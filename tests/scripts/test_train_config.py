@@ -1,7 +1,7 @@
-"""Settings of src/train.py: flags over YAML over JSON, and the one line that a mistake costs.
+"""Settings of src/train.py: flags over YAML over JSON, and the one line of error of a mistake.
 
-main() runs in this process with --check, in an empty folder, to which it must add nothing; that
-no model is loaded is seen to. JSON files are written a key a line.
+main() runs in this process with --check, in an empty folder, to which it must add nothing, and
+must not load a model. JSON files are written with one key per line.
 """
 
 import dataclasses
@@ -43,8 +43,8 @@ def write(text, json_file):
         Path("j.json").write_text(json.dumps(json_file, indent=1))
 
 
-def refused(text, *flags, json_file=None):
-    """The one line that refuses YAML, flags and JSON; nothing is written."""
+def error_of(text, *flags, json_file=None):
+    """Return the one line of error for YAML, flags and JSON; nothing is written."""
     write(text, json_file)
     before = programs.left(Path())
     with pytest.raises(UserError) as caught:
@@ -56,7 +56,7 @@ def refused(text, *flags, json_file=None):
 
 
 def accepted(text, *flags, json_file=None, monkeypatch):
-    """The settings that main() ends up with."""
+    """Return the settings that main() uses."""
     found = []
     monkeypatch.setattr(train.runs, "check", lambda spec, config, world: found.append(config) or 0)
     write(text, json_file)
@@ -95,68 +95,59 @@ def test_the_default_learning_rates(monkeypatch):
             assert seen.pop() == expected, flags
 
 
-MISTAKES = [
-    # what is found as it is read
+MISTAKES = [  # YAML, and the error; mistakes in a flat file: tests/core/corpus/yaml
+    # found while settings are read
     ("modle: {}", ":1: modle is not a setting; did you mean model?"),
     ("micro_batch_size: 4", ":1: micro_batch_size is not a setting; expected one of model, fi"),
     ("\noutput:\n\n  save_evry: 2", ":4: output.save_evry is not a setting; did you mean sa"),
-    ("dataset:\n  max_rows: 1\n  max_rows: 2", ':3: found duplicate key "max_rows"'),
     ("training:\n  micro_batch_size: '4'", ":2: training.micro_batch_size: '4' is not a valid"),
-    ("distributed:\n  use_fsdp: yes", ":2: distributed.use_fsdp: 'yes' is not a valid bool"),
-    ("fine_tuning: {type: lora2}", ":1: fine_tuning.type: 'lora2' is not 'lora' or 'full' or"),
     ("training:\n  seed: 1\n  micro_batch_size: 0", ":3: training.micro_batch_size: 0 is out"),
     ("output:\n  output_dir: ''", ":2: output.output_dir: '' is out of range (expected a fol"),
     ("training:\n  method: hinge", ":2: training.method: it needs objective dpo; leave it out"),
     ("dataset:\n  columns: a", ":2: dataset.columns: 'a' is out of range (expected pairs such"),
-    (
-        "fine_tuning:\n  type: full\nmodel:\n  base_dtype: bf16",
-        ":4: model.base_dtype: full fi",
-    ),
+    ("model: {base_dtype: bf16}\nfine_tuning: {type: full}", ":1: model.base_dtype: full fi"),
     ("distributed:\n  use_deepspeed: true", ":2: distributed.use_deepspeed: set deepspeed_con"),
     ("distributed:\n  fsdp_config: j.json", ":2: distributed.fsdp_config: it has no effect w"),
-    (
-        "distributed:\n  use_fsdp: true\n  use_deepspeed: true",
-        ":2: distributed.use_fsdp: c.yaml:3: distributed.use_deepspeed is set, too",
-    ),
-    # what is found when data and model are looked at, and the place for the run
+    # found with data, model and the folder of the run
     ("model:\n  model_name: nowhere", ":2: model.model_name: no "),
     ("model:\n\n  init_adapter: nowhere", ":3: model.init_adapter: nowhere"),
     ("fine_tuning: {lora_targets: q}", ":1: fine_tuning.lora_targets: no layer q (expected"),
     ("training:\n  mixed_precision: fp16", ":2: training.mixed_precision fp16: slow on a CPU"),
-    ("output:\n  output_dir: c.yaml", ":2: output.output_dir: c.yaml is not a folder"),
     ("distributed: {backend: nccl}", ":1: distributed.backend nccl needs a cuda device, this"),
+]
+FLAGS = [  # YAML, flags, and the error
+    ("distributed: {use_fsdp: true}", ZERO, "c.yaml:1: distributed.use_fsdp: --deepspeed is"),
+    (TINY, [*ZERO, "--use_fsdp"], "--use_fsdp: --deepspeed is set, too"),
+    (TINY, ["--use_deepspeed"], "--use_deepspeed: set deepspeed_config, too"),
+    (TINY, FULLY[1:], "--fsdp_config: it has no effect without use_fsdp"),
+    ("training: {learning_rate: 1e-4}", ["--learning_rate=0"], "--learning_rate: 0.0 is out"),
+    (TINY, ["--mixed_precision", "fp16"], "--mixed_precision fp16: slow on a CPU"),
+    (TINY, ["--type=qlora", *FULLY], "--type: fsdp cannot shard 4-bit weights; use lora"),
+    (TINY, ["--type=qlora", *ZERO], "--type: deepspeed cannot shard 4-bit weights; use lora"),
+]
+JSON = [  # a number in DeepSpeed's file, and the error
+    ({"train_micro_batch_size_per_gpu": 0}, "train_micro_batch_size_per_gpu: 0 is out of ran"),
+    ({"gradient_clipping": -1}, "gradient_clipping: -1 is out of range"),
+    ({"train_batch_size": 512}, "train_batch_size is 512, but 1 ranks x 1 accumulation x 4 ="),
 ]
 
 
 def test_a_mistake_names_the_line_or_the_flag():
-    for text, says in MISTAKES:
-        assert refused(text).startswith(f"c.yaml{says}")
-    for text, flags, says in (
-        ("distributed: {use_fsdp: true}", ZERO, "c.yaml:1: distributed.use_fsdp: --deepspeed is"),
-        (TINY, [*ZERO, "--use_fsdp"], "--use_fsdp: --deepspeed is set, too"),
-        (TINY, ["--use_deepspeed"], "--use_deepspeed: set deepspeed_config, too"),
-        (TINY, FULLY[1:], "--fsdp_config: it has no effect without use_fsdp"),
-        ("training: {learning_rate: 1e-4}", ["--learning_rate=0"], "--learning_rate: 0.0 is out"),
-        (TINY, ["--mixed_precision", "fp16"], "--mixed_precision fp16: slow on a CPU"),
-        (TINY, ["--type=qlora", *FULLY], "--type: fsdp cannot shard 4-bit weights; use lora"),
-        (TINY, ["--type=qlora", *ZERO], "--type: deepspeed cannot shard 4-bit weights; use lora"),
-    ):
-        assert refused(text, *flags, json_file={}).startswith(says)
-    for content, says in (  # of a number in the JSON
-        ({"train_micro_batch_size_per_gpu": 0}, "train_micro_batch_size_per_gpu: 0 is out of ran"),
-        ({"gradient_clipping": -1}, "gradient_clipping: -1 is out of range"),
-        ({"train_batch_size": 512}, "train_batch_size is 512, but 1 ranks x 1 accumulation x 4 ="),
-    ):
-        assert refused(TINY, *ZERO, json_file=content).startswith(f"j.json:2: {says}")
+    for text, message in MISTAKES:
+        assert error_of(text).startswith(f"c.yaml{message}"), text
+    for text, flags, message in FLAGS:
+        assert error_of(text, *flags, json_file={}).startswith(message), flags
+    for content, message in JSON:
+        assert error_of(TINY, *ZERO, json_file=content).startswith(f"j.json:2: {message}")
 
 
-def test_a_file_waits_beside_a_strategy_that_is_switched_off(monkeypatch):
+def test_the_file_of_a_strategy_that_is_switched_off_is_ignored(monkeypatch):
     text = TINY + "distributed:\n  deepspeed_config: none.json\n"
     for more, flags in (("  use_deepspeed: false\n", []), ("", ["--no_use_deepspeed"])):
         assert accepted(text + more, *flags, monkeypatch=monkeypatch).strategy == "ddp"
 
 
-def test_what_yaml_or_a_flag_and_json_say_differently_names_both():
+def test_different_values_in_yaml_or_a_flag_and_in_json_are_an_error_that_names_both():
     for name, value, content, line, key in (
         ("micro_batch_size", 4, {"train_micro_batch_size_per_gpu": 2}, 2, ""),
         ("max_grad_norm", 1.0, {"gradient_clipping": 0.3}, 2, ""),
@@ -169,19 +160,19 @@ def test_what_yaml_or_a_flag_and_json_say_differently_names_both():
             (f"training:\n  seed: 1\n  {name}: {value}", [], f"c.yaml:3: training.{name}"),
             (TINY, [f"--{name}", str(value)], f"--{name}"),
         ):
-            message = refused(text, *flags, *more, json_file=content)
+            message = error_of(text, *flags, *more, json_file=content)
             assert message.startswith(f"{place} is {value}, but j.json:{line}: {first}{key} is ")
             assert message.endswith("; make them equal, or leave one of them out")
 
 
 def test_template_arguments_are_a_mapping_in_yaml_and_json_on_the_command_line(monkeypatch):
-    """The demo's template takes none: what it is given is refused, by its place."""
+    """The demo's template uses none: each one is an error that names its place."""
     yaml = TINY.replace("}", ", chat_template_kwargs: {enable_thinking: false, day: 2026-01-02}}")
     says = "c.yaml:1: dataset.chat_template_kwargs: the chat template does not use "
-    assert refused(yaml).startswith(says)
+    assert error_of(yaml).startswith(says)
     flags = ["--chat_template_kwargs", '{"bos": 1}']
     says = "--chat_template_kwargs: the chat template does not use bos; remove it"
-    assert refused(yaml, *flags) == says
+    assert error_of(yaml, *flags) == says
     Path("t.jinja").write_text("{{ messages[-1].content }}{{ enable_thinking }}{{ day }}")
     config = accepted(yaml, "--chat_template", "t.jinja", monkeypatch=monkeypatch)
     wanted = {"enable_thinking": False, "day": "2026-01-02"}
@@ -244,14 +235,14 @@ def test_the_guides_settings_fit_its_yaml(monkeypatch):
                 assert "auto" not in json.dumps(config.sharding)
 
 
-def test_the_shipped_file_holds_the_defaults():
+def test_config_yaml_has_the_defaults():
     shipped = train_config.read(["--config", str(ROOT / "config.yaml")])
     assert dataclasses.replace(shipped, config="config.yaml") == train_config.Config()
 
 
 def test_qlora_needs_bitsandbytes(monkeypatch):
     monkeypatch.setattr(train_config, "find_spec", lambda name: None)
-    assert refused("fine_tuning:\n  type: qlora").startswith(
+    assert error_of("fine_tuning:\n  type: qlora").startswith(
         "c.yaml:2: fine_tuning.type: qlora needs"
     )
     monkeypatch.setattr(train_config, "find_spec", lambda name: True)
