@@ -1,15 +1,14 @@
 """Predicted against measured peak memory: eight settings drawn once, 10 to 300 M parameters.
 
-Measured is the most that a rank holds in three steps above what it held before there was a model,
-in processes in which malloc gives back at once what is freed; a smaller model of the same kind
-comes first, so that what the libraries load with their first step does not count.
+Measured is the peak of a rank in three steps minus its memory before there was a model; malloc
+returns freed memory at once. A smaller model of the same kind is trained first, so that what the
+libraries load with their first step does not count.
 """
 
 import dataclasses
+import functools
 import gc
-import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,14 +19,13 @@ import transformers
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).parents[1])]
 
+import programs
 import train as script
-from conftest import ROOT
 from ddp_utils import distributed, logps, lora, losses, parallel
 from ddp_utils.logps import Pair
 from ddp_utils.policy import make_optimizer
 from ddp_utils.sharding import fsdp
 from ddp_utils.tools import memory_plan
-from ranks import free_port
 from train_config import Config
 
 WITHIN = 0.15
@@ -57,9 +55,8 @@ def settings_of(kind, sizes):
 
 
 def config_of(case, folder):
-    tool = case[1].split()[0].lower()
-    changes = {"type": case[0], "use_fsdp": tool == "fsdp", "use_deepspeed": tool == "deepspeed"}
-    return dataclasses.replace(Config(), model_name=str(folder), **changes)
+    is_fsdp = case[1] != "DDP"
+    return dataclasses.replace(Config(), model_name=str(folder), type=case[0], use_fsdp=is_fsdp)
 
 
 def rows_of(case, vocabulary):
@@ -72,23 +69,16 @@ def rows_of(case, vocabulary):
 
 
 def memory(field):
-    """MiB of this process: VmRSS now, VmHWM at the most."""
+    """Return the MiB of this process: VmRSS now, VmHWM at the peak."""
     status = Path("/proc/self/status").read_text()
     return int(status.split(f"{field}:")[1].split()[0]) / 1024
 
 
 def train(case, config, rows, world):
-    """Three steps as src/train.py takes them."""
+    """Train three steps as src/train.py does."""
     precision = script.precision_of(config, world.device)
-    model = lora.load_policy(
-        config.model_name,
-        lora.LoraSpec.of(config),
-        precision,
-        world.device,
-        sharded=config.strategy != "ddp",
-        gradient_checkpointing=config.gradient_checkpointing,
-        memory_efficient=config.lean,
-    )
+    adapter, sharded = lora.LoraSpec.of(config), config.strategy != "ddp"
+    model = lora.load_policy(config.model_name, adapter, precision, world.device, sharded=sharded)
     scorer = logps.Scorer(model, precision.autocast)
     scorer.set_layout(shared=True)
     options = fsdp.Settings(fsdp_sharding_strategy=case[1].split()[-1])
@@ -96,64 +86,50 @@ def train(case, config, rows, world):
     optimizer, schedule = make_optimizer(policy, 1e-4, 3, "constant", 0.0, 0.0)
     for _ in range(3):
         batch = scorer.collate(rows, world.device)
-        per_pair, metrics = losses.pair_losses(
-            policy, batch, torch.zeros(len(rows), 2), losses.LossSpec.of(config)
-        )
+        reference = torch.zeros(len(rows), 2)
+        per_pair = losses.pair_losses(policy, batch, reference, losses.LossSpec.of(config))[0]
         policy.backward(per_pair.mean())
-        del per_pair, metrics
+        del per_pair
         policy.step(optimizer, schedule, policy.clip_grad_norm(1.0).item())
 
 
 def measure(number, folder):
-    """What a rank of this case holds at the most, to standard output."""
+    """Print the peak memory of a rank of this case."""
     case = CASES[number]
     torch.set_num_threads(1)
     world = distributed.init_process_group(distributed.whoami(), timeout_minutes=5)
     train(case, config_of(case, folder / "tiny"), rows_of(case, 512), world)
     gc.collect()
     before = memory("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts from here
     train(case, config_of(case, folder / "model"), rows_of(case, case[4][4]), world)
     print(f"held {memory('VmHWM') - before}", flush=True)
     return 0
 
 
 def measured(number, folder):
-    """MiB: the most that one of the ranks holds."""
+    """Return the MiB of the rank that needs most."""
     _, _, ranks, kind, sizes, *_ = CASES[number]
     for name, shape in (("tiny", TINY), ("model", sizes)):
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(settings_of(kind, shape))
         model.save_pretrained(folder / name)
-    del model
-    gc.collect()
-    names = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    names |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    command = [sys.executable, __file__, str(number), str(folder)]
-    running = []
-    for rank in range(ranks):
-        env = os.environ | TIDY | QUIET | names | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        running.append(
-            subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        )
-    outputs = [process.communicate(timeout=300)[0] for process in running]
-    assert [process.returncode for process in running] == [0] * ranks
-    return max(float(text.rpartition("held ")[2]) for text in outputs)
+    command = ["torchrun", "--standalone", f"--nproc_per_node={ranks}", __file__, number, folder]
+    done = programs.process(command, **TIDY, **QUIET)
+    peaks = [float(line.removeprefix("held ")) for line in done.stdout.splitlines()]
+    assert len(peaks) == ranks
+    return max(peaks)
 
 
 def predicted(number, folder):
-    """MiB, by memory_plan.py."""
+    """Return the MiB that memory_plan.py predicts."""
     case = CASES[number]
     config = config_of(case, folder / "model")
-
-    def losses_of(*arguments):
-        return losses.pair_losses(*arguments, losses.LossSpec.of(config))
-
-    rows = rows_of(case, case[4][4])
     precision = script.precision_of(config, torch.device("cpu"))
-    model_config = settings_of(case[3], case[4])
-    need = memory_plan.need(config, precision, model_config, rows, losses_of)
-    return sum(memory_plan.share(need, case[1], case[2])) / 2**20
+    row_losses = functools.partial(losses.pair_losses, spec=losses.LossSpec.of(config))
+    rows, model_config = rows_of(case, case[4][4]), settings_of(*case[3:5])
+    need = memory_plan.need(config, precision, model_config, rows, row_losses)
+    return sum(memory_plan.share(need, *case[1:3])) / 2**20
 
 
 @pytest.mark.show
