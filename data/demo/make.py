@@ -96,12 +96,10 @@ def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=2048,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=sorted(byte_level.alphabet()),
-        show_progress=False,
-    )
+    names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = sorted(byte_level.alphabet())
+    options = {"vocab_size": 2048, "special_tokens": names, "initial_alphabet": alphabet}
+    trainer = trainers.BpeTrainer(**options, show_progress=False)
     bpe.train_from_iterator(texts, trainer)
     special = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     special["additional_special_tokens"] = ["<|im_start|>"]
@@ -112,23 +110,13 @@ def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     """Return a new model of about one million parameters."""
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        head_dim=32,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_hidden_layers=4,
-        max_position_embeddings=512,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-        tie_word_embeddings=True,
-        initializer_range=0.04,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return Qwen3ForCausalLM(config)
+    shape = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4}
+    shape |= {"head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shape |= {"vocab_size": len(tokenizer), "max_position_embeddings": 512}
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    options = {"tie_word_embeddings": True, "initializer_range": 0.04, "bos_token_id": None}
+    return Qwen3ForCausalLM(Qwen3Config(**shape, rope_parameters=rope, **options, **ends))
 
 
 def batches(
@@ -170,8 +158,6 @@ def pretrain(model: Qwen3ForCausalLM, stream: Iterable[tuple[Tensor, Tensor]]) -
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if (step + 1) % 100 == 0:
-            print(f"step {step + 1:5d} | loss {loss.item():.4f}", flush=True)
 
 
 def main() -> None:

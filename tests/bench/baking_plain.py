@@ -6,6 +6,7 @@ and student in full, the teacher at every step.
     python tests/bench/baking_plain.py plain demo # one side of one case, as JSON
 """
 
+import functools
 import json
 import resource
 import statistics
@@ -38,16 +39,9 @@ def make(shape, folder):
     """A random model in `folder` and the rows of a step."""
     hidden, layers, words, x0, question, reply = SHAPES[shape]
     torch.manual_seed(0)
-    settings = Qwen3Config(
-        vocab_size=words,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=hidden // 4,
-        tie_word_embeddings=True,
-    )
+    shape = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": hidden // 4}
+    settings = Qwen3Config(vocab_size=words, tie_word_embeddings=True, **shape)
     Qwen3ForCausalLM(settings).save_pretrained(folder)
     draw = torch.randint(3, words, (ROWS, x0 + question + reply)).tolist()
     return [(row[x0 : x0 + question], row[: x0 + question], row[x0 + question :]) for row in draw]
@@ -57,9 +51,8 @@ def plain_loop(folder, rows):
     """What people write: pad on the right, both logits, kl_div over the reply's places."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model = get_peft_model(
-        model, LoraConfig(r=32, lora_alpha=64, target_modules=TARGETS, task_type="CAUSAL_LM")
-    )
+    adapter = LoraConfig(r=32, lora_alpha=64, target_modules=TARGETS, task_type="CAUSAL_LM")
+    model = get_peft_model(model, adapter)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
     student = torch.tensor([s + r for s, _, r in rows])
     teacher = torch.tensor([t + r for _, t, r in rows])
@@ -83,7 +76,7 @@ def plain_loop(folder, rows):
 def our_loop(folder, rows, kept=False):
     """train_loop.py's step, its teacher kept on disk or not."""
     import train_loop
-    from ddp_utils import distributed, lora, terminal
+    from ddp_utils import distributed, lora
     from ddp_utils.policy import Policy, Precision, make_optimizer
     from prompt_baking import distillation, trajectories
     from prompt_baking.train_config import Config
@@ -96,25 +89,11 @@ def our_loop(folder, rows, kept=False):
     student = distillation.Student(model)
     world = distributed.World()
     data = {"train": [trajectories.Trajectory(*row, "", "") for row in rows]}
-    cached = {}
-    run = SimpleNamespace(
-        world=world,
-        reduce=lambda averages, norm: averages.reduce(equal={"grad_norm": norm}),
-        folder=folder,
-        is_cached=lambda name, _: name in cached,
-        add_to_cache=cached.__setitem__,
-        stop_if_requested=lambda: None,
-        bar=terminal.Bar(False),
-        steps=0,
-        done=0,
-    )
+    run = SimpleNamespace(world=world, folder=folder, say=print, stop_if_requested=lambda: None)
+    run.reduce = lambda averages, norm: averages.reduce(equal={"grad_norm": norm})
     teacher = distillation.Teacher(student, data, config, run)
     policy = Policy(student, world)
-    optimizer, schedule = make_optimizer(
-        policy, 3e-3, 1000, config.lr_scheduler, config.warmup_ratio, config.weight_decay
-    )
-    schedule.lr_lambdas = [lambda done: 1.0] * len(schedule.lr_lambdas)
-    optimizer.param_groups[0]["lr"] = 3e-3
+    optimizer, schedule = make_optimizer(policy, 3e-3, 1000, "constant", 0.0, config.weight_decay)
 
     def step():
         everything = range(len(rows))
@@ -132,9 +111,9 @@ def measure(side, shape):
         folder = Path(name)
         rows = make(shape, folder)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        step = (
-            plain_loop(folder, rows) if side == "plain" else our_loop(folder, rows, side == "kept")
-        )
+        loops = {"plain": plain_loop, "ours": our_loop}
+        loops["kept"] = functools.partial(our_loop, kept=True)
+        step = loops[side](folder, rows)
         losses, seconds = [], []
         for _ in range(STEPS.get(shape, 6)):
             start = time.process_time()
@@ -144,23 +123,23 @@ def measure(side, shape):
     return {"seconds": seconds[1:], "losses": losses, "mib": peak / 1024}
 
 
+def measured(side, shape):
+    """What measure() returns in a process of its own."""
+    command = [sys.executable, __file__, side, shape]
+    output = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL)
+    return json.loads(output.splitlines()[-1])
+
+
 def compare(shape, ours, turns=5):
     """Ratios plain / ours of CPU time, one for each turn, and of memory."""
-    ratios, memory, command = [], [], [sys.executable, __file__]
+    ratios, memory = [], []
     for _ in range(turns):
-        plain, found = (
-            json.loads(
-                subprocess.check_output(
-                    command + [side, shape], text=True, stderr=subprocess.DEVNULL
-                ).splitlines()[-1]
-            )
-            for side in ("plain", ours)
-        )
-        for a, b in zip(plain["losses"], found["losses"], strict=True):
-            assert abs(a - b) <= 1e-4 * plain["losses"][0], (plain["losses"], found["losses"])
-        medians = [statistics.median(side["seconds"]) for side in (plain, found)]
+        plain, other = measured("plain", shape), measured(ours, shape)
+        for a, b in zip(plain["losses"], other["losses"], strict=True):
+            assert abs(a - b) <= 1e-4 * plain["losses"][0], (plain["losses"], other["losses"])
+        medians = [statistics.median(side["seconds"]) for side in (plain, other)]
         ratios.append(medians[0] / medians[1])
-        memory.append((plain["mib"], found["mib"]))
+        memory.append((plain["mib"], other["mib"]))
     return ratios, memory
 
 

@@ -8,28 +8,18 @@ import numpy as np
 import pytest
 import torch
 
+import runs
 from ad import environments, evaluate, sources, windows
-from ad.config import Config
+from ad.config import Config, read
 from ad.model import EPISODE, INSIDE, REGION, Cache, Model, Tokens, rotate
 from ad.model import rotations as rotations_of
 from ddp_utils import UserError
 
 # windows of three episodes, of which one is dropped; 25 goals, 6 streams of 10 episodes
-PLAIN = Config(
-    grid_size=5,
-    horizon=4,
-    n_transit=12,
-    n_stream=6,
-    total_source_timesteps=240,
-    source="q_learning",
-    eval_temperature=1.0,
-    train_n_stream=6,
-    train_source_timesteps=40,
-    tf_n_embd=16,
-    tf_n_layer=2,
-    tf_n_head=2,
-    tf_n_inner=32,
-)
+WORDS = """grid_size=5 horizon=4 n_transit=12 n_stream=6 total_source_timesteps=240
+source=q_learning eval_temperature=1.0 train_n_stream=6 train_source_timesteps=40 tf_n_embd=16
+tf_n_layer=2 tf_n_head=2 tf_n_inner=32"""
+PLAIN = read(runs.words(WORDS))
 # two regions of two episodes
 REGIONS = dataclasses.replace(PLAIN, use_compressed_context=True, compress_interval=8)
 ACTIONS = NO_ACTION = 5
@@ -89,9 +79,7 @@ def test_a_key_is_rewarded_once_and_then_a_door():
     grid = make("key_to_door", 3, 20)
     assert (len(grid.reward), grid.start, grid.optimum([0, 71]).tolist()) == (72, 4, [2, 2])
     task = [*itertools.permutations(range(9), 2)].index((1, 5))
-    states = []
-    rewards = []
-    state = np.array([grid.start])
+    states, rewards, state = [], [], np.array([grid.start])
     # the door, without the key: nothing; the key; the key again; the door; the key, done
     for action in (2, 3, 1, 4, 0, 2, 3, 1):
         state, reward = grid.step(state, np.array([action]), np.array([task]))
@@ -299,17 +287,12 @@ def test_validation_windows_begin_with_an_episode_and_do_not_overlap(arrays):
     assert start.tolist() == [0, 12, 24] * 12
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, (240, 20, 60)),
-        ({"n_transit": 90}, (90, 20, 20)),
-        ({"use_compressed_context": True, "compress_interval": 80}, (160, 80, 80)),
-    ],
-)
-def test_a_full_window_drops_complete_episodes(options, expected):
-    config = Config(**options)
-    assert (config.window, config.unit, config.dropped) == expected
+def test_a_full_window_drops_complete_episodes():
+    regions = {"use_compressed_context": True, "compress_interval": 80}
+    cases = [({}, (240, 20, 60)), ({"n_transit": 90}, (90, 20, 20)), (regions, (160, 80, 80))]
+    for options, expected in cases:
+        config = Config(**options)
+        assert (config.window, config.unit, config.dropped) == expected
 
 
 # --- model ---------------------------------------------------------------------------------------
@@ -441,9 +424,8 @@ class Fixed(Model):
 def frequencies(temperature, explore, goal):
     """Return how often a Fixed model takes each action in the middle cell, step by step."""
     environment = PLAIN.environment
-    config = dataclasses.replace(
-        PLAIN, eval_temperature=temperature, eval_explore_temperature=explore
-    )
+    temperatures = {"eval_temperature": temperature, "eval_explore_temperature": explore}
+    config = dataclasses.replace(PLAIN, **temperatures)
     fractions = []
 
     class Counting:
@@ -516,9 +498,5 @@ def test_episodes_to_a_level_are_counted_from_one():
     """Levels of the mean over tasks, None if never reached; the area is the mean over episodes."""
     fractions = [0.1, 0.6, 0.5, 0.85, 0.7]
     speed = evaluate.learning_speed(np.array([fractions]) * 17, 17.0, "x_")
-    assert speed == {
-        "x_area": pytest.approx(0.55),
-        "x_episodes_to_60": 2,
-        "x_episodes_to_80": 4,
-        "x_episodes_to_90": None,
-    }
+    reached = {"x_episodes_to_60": 2, "x_episodes_to_80": 4, "x_episodes_to_90": None}
+    assert speed == {"x_area": pytest.approx(0.55), **reached}
