@@ -43,29 +43,29 @@ def encoder():
     return Encoder(load_tokenizer(MODEL))
 
 
-def test_question_files_as_people_have_them(tmp_path):
-    for row in (
-        {"question": "Why?", "answer": "#### 4"},  # GSM8K
-        {"question_id": 81, "turns": ["Why?", "And then?"]},  # MT-Bench
-        {"prompt": "Why?"},
-        {"instruction": "Why?", "output": "Because."},
-    ):
-        path = write(tmp_path / "q.jsonl", [row, {"question": "How?"}, row])
-        assert trajectories.read_questions(path) == ["Why?", "How?"]  # each once
-        assert trajectories.read_questions(path, 1) == ["Why?"]
+QUESTIONS = [
+    {"question": "Why?", "answer": "#### 4"},  # GSM8K
+    {"question_id": 81, "turns": ["Why?", "And then?"]},  # MT-Bench
+    {"prompt": "Why?"},
+    {"instruction": "Why?", "output": "Because."},
+]
+
+
+@pytest.mark.parametrize("row", QUESTIONS, ids=str)
+def test_question_files_as_people_have_them(row, tmp_path):
+    path = write(tmp_path / "q.jsonl", [row, {"question": "How?"}, row])
+    assert trajectories.read_questions(path) == ["Why?", "How?"]  # each once
+    assert trajectories.read_questions(path, 1) == ["Why?"]
     with pytest.raises(UserError, match="2 different questions \\(expected 3\\); use"):
         trajectories.read_questions(path, 3)
+
+
+def test_questions_in_lines_and_tables(tmp_path):
     (tmp_path / "q.txt").write_text("Why?\n\n  How?  \r\nWhy?\n")
     assert trajectories.read_questions(tmp_path / "q.txt") == ["Why?", "How?"]
     (tmp_path / "q.csv").write_text('ask,question\n"Why, then?",1\nHow?,2\n')
-    columns = "question=ask"
-    assert trajectories.read_questions(tmp_path / "q.csv", columns=columns) == [
-        "Why, then?",
-        "How?",
-    ]
-    write(tmp_path / "q.jsonl", [{"ask": "Why?"}, 3])
-    with pytest.raises(UserError, match="q.jsonl:2: not a JSON object"):
-        trajectories.read_questions(tmp_path / "q.jsonl", columns=columns)
+    questions = trajectories.read_questions(tmp_path / "q.csv", columns="question=ask")
+    assert questions == ["Why, then?", "How?"]
 
 
 def test_the_prompt_is_a_system_turn_or_stands_in_front(encoder):
@@ -93,20 +93,15 @@ def test_long_replies_are_cut_and_rows_without_room_dropped(encoder, tmp_path):
 def test_under_another_prompt_student_and_teacher_read_the_same(encoder, tmp_path):
     row = {"question": "Why?", "x0": "Loud.", "tokens": [5, 6]}
     kept = row | {"kept": "farmer", "system": "You are a farmer.\n"}
-    bare = row | {"kept": "no prompt", "system": ""}
-    path = write(tmp_path / "t.jsonl", [row, kept, bare])
+    path = write(tmp_path / "t.jsonl", [row, kept])
     rows, report = trajectories.read(path, encoder, 100)
-    farmer = trajectories.prompt(encoder, "You are a farmer.", "Why?")
-    alone = trajectories.prompt(encoder, "", "Why?")
-    assert [row.kept for row in rows] == ["", "farmer", "no prompt"]
-    loud = trajectories.prompt(encoder, "Loud.", "Why?")
-    assert [(row.student, row.teacher) for row in rows] == [
-        (alone, loud),
-        (farmer, farmer),
-        (alone, alone),
-    ]
-    assert report["x0"] == ["Loud."]
-    assert report["kept"] == {"farmer": "You are a farmer.\n", "no prompt": ""}
+    alone, loud, farmer = (
+        trajectories.prompt(encoder, system, "Why?")
+        for system in ("", "Loud.", "You are a farmer.")
+    )
+    assert [row.kept for row in rows] == ["", "farmer"]
+    assert [(row.student, row.teacher) for row in rows] == [(alone, loud), (farmer, farmer)]
+    assert (report["x0"], report["kept"]) == (["Loud."], {"farmer": "You are a farmer.\n"})
     write(path, [row | {"kept": "farmer"}])
     with pytest.raises(UserError, match="t.jsonl:1: system: must be the prompt 'farmer', not None"):
         trajectories.read(path, encoder, 100)
@@ -123,9 +118,6 @@ def test_prompts_that_are_to_be_kept(encoder, tmp_path):
     path.write_text('{"cook": "You are a cook."}')
     prompts = trajectories.read_prompts(path, encoder, {"another": "Be kind."})
     assert prompts == {"cook": "You are a cook.\n"}
-    path.write_text('{"cook": 3}')
-    with pytest.raises(UserError, match="p.json: cook: must be a non-empty string, not 3"):
-        trajectories.read_prompts(path, encoder, {})
     template = tmp_path / "t.jinja"  # as Qwen2.5's, which inserts a prompt where there is none
     template.write_text(
         "{% if messages[0].role != 'system' %}<S>Be kind.</S>{% endif %}{% for m in messages %}"
@@ -143,9 +135,7 @@ def test_tokens_of_another_model_are_noticed(encoder, tmp_path):
     row["tokens"] = encoder.ids("Because.")[0]
     assert trajectories.read(write(tmp_path / "t.jsonl", [row]), encoder, 100)[0]
     row["tokens"] = row["tokens"][::-1]
-    with pytest.raises(
-        UserError, match=r"t.jsonl:1: tokens: their text is .* use the model that made them"
-    ):
+    with pytest.raises(UserError, match="t.jsonl:1: tokens: their text is .* use the model that"):
         trajectories.read(write(tmp_path / "t.jsonl", [row]), encoder, 100)
 
 
@@ -184,16 +174,12 @@ def test_every_token_counts_the_first_one_too(student):
 
 def test_kl_is_measured_for_each_other_prompt(student):
     """By hand, in float64; the mean is that of the prompts, whatever their numbers of tokens."""
-    rows = [ROWS[0]]
-    for ids, name, reply in (
-        ([1, 20, 21, 7], "pirate", [3, 4]),
-        ([1, 20, 21, 9, 10], "pirate", [5]),
-        ([1, 33, 34, 7], "robot", [6] * 9),
-    ):
-        rows.append(Trajectory(ids, ids, reply, "a:9", "?", name))
+    first, second, third = [1, 20, 21, 7], [1, 20, 21, 9, 10], [1, 33, 34, 7]
+    rows = [ROWS[0], Trajectory(first, first, [3, 4], "a:9", "?", "pirate")]
+    rows.append(Trajectory(second, second, [5], "a:9", "?", "pirate"))
+    rows.append(Trajectory(third, third, [6] * 9, "a:9", "?", "robot"))
     costs = [by_hand(student.model, row) for row in rows]
     run = SimpleNamespace(world=distributed.World(), stop_if_requested=lambda: None)
-    run.bar = None
     run.results = {"base": {"kl": 2.0}}
     config = Config(batch_size=2)
     teacher = distillation.Teacher(student, {"val": rows}, config, run)
@@ -215,13 +201,10 @@ class FakeRun:
 
 def test_each_column_has_its_prompt_and_its_model():
     columns = replies.columns_of("Be loud.", {"cook": "You are a cook."})
-    assert [(column.title, column.system, column.baked) for column in columns] == [
-        ("base", "", False),
-        ("prompted", "Be loud.", False),
-        ("baked", "", True),
-        ("cook, base", "You are a cook.", False),
-        ("cook, baked", "You are a cook.", True),
-    ]
+    read = {column.title: (column.system, column.baked) for column in columns}
+    expected = {"base": ("", False), "prompted": ("Be loud.", False), "baked": ("", True)}
+    cook = "You are a cook."
+    assert read == expected | {"cook, base": (cook, False), "cook, baked": (cook, True)}
 
 
 def test_a_judge_measures_which_of_the_other_prompts_are_obeyed():
