@@ -1,4 +1,4 @@
-"""Texts to imitate: which tokens are trained, for each kind of row, template and length."""
+"""Supervised fine-tuning: which tokens are trained, for each format, template and length."""
 
 import itertools
 import json
@@ -6,43 +6,39 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_pairs import (
-    CHATML,
-    GEMMA,
-    LLAMA3,
-    THINKING,
-    chat_tokenizer,
-    tokenizer,
-)
+from test_pairs import CHATML, GEMMA, LLAMA3, THINKING, chat_tokenizer, tokenizer
 
 import reading
 from conftest import ROOT
 from ddp_utils import UserError, data, logps, preference_data
 from ddp_utils.chat_template import Encoder
-from ddp_utils.models import load_tokenizer
 from sft import instruction_data
 from sft.instruction_data import Text
 
 PLAIN = tokenizer(bos=False, merges=[])  # bytes: decoding gives back each letter
 
 
-def talk(*said, system=None):
-    """Messages from what user and assistant say by turns."""
+def talk(*texts, system=None):
+    """Return messages in which user and assistant alternate."""
     roles = itertools.cycle(("user", "assistant"))
-    turns = [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]
+    turns = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
     return [{"role": "system", "content": system}, *turns] if system else turns
 
 
 def shown(encoder, text):
-    """The text with what is trained in {braces}."""
+    """Return the text with its trained parts in {braces}."""
     assert text.prompt and text.scored[0] == 1 and set(text.scored) <= {0, 1}
-    assert len(text.scored) == len(text.reply)
-    runs = itertools.groupby(
-        zip(text.prompt + text.reply, [0] * len(text.prompt) + text.scored, strict=True),
-        key=lambda token: token[1],
-    )
-    said = [(on, encoder.tokenizer.decode([token for token, _ in run])) for on, run in runs]
-    return "".join(f"{{{part}}}" if on else part for on, part in said)
+    tokens = text.prompt + text.reply
+    scored = [0] * len(text.prompt) + text.scored
+    parts = []
+    for on, group in itertools.groupby(zip(tokens, scored, strict=True), key=lambda pair: pair[1]):
+        part = encoder.tokenizer.decode([token for token, _ in group])
+        parts.append(f"{{{part}}}" if on else part)
+    return "".join(parts)
+
+
+def encode(encoder, prompt, reply):
+    return instruction_data.encode(encoder, "f:1", prompt, reply)
 
 
 def written(tmp_path, *rows):
@@ -52,10 +48,10 @@ def written(tmp_path, *rows):
 
 
 def read(tmp_path, *rows, template=None, **options):
-    """(each text as shown, the report) of these rows, in bytes."""
+    """Return each text as shown, and the report on these rows; a token is a byte."""
     encoder = Encoder(chat_tokenizer(template, bos=False) if template else PLAIN)
-    found, report = reading.texts(written(tmp_path, *rows), encoder, **options)
-    return [shown(encoder, text) for text in found], report
+    texts, report = reading.texts(written(tmp_path, *rows), encoder, **options)
+    return [shown(encoder, text) for text in texts], report
 
 
 # --- kinds of rows -------------------------------------------------------------------------------
@@ -87,28 +83,34 @@ KINDS = [  # names of fields -> the kind
 ]
 
 
-def test_the_fields_tell_the_kind_or_are_named(tmp_path):
-    for names, kind in KINDS:
-        record = data.Record("f:1", dict.fromkeys(names.split(), 1))
-        assert instruction_data.find_format(record).name == kind
-    row = {"answer": "3", "question": "2", "request": "Tell me.", "story": "Once."}
-    found, report = read(
-        tmp_path, {**row, "system": "Lie."}, columns="prompt=request,completion=story"
-    )
-    assert found == ["\n\nSystem: Lie.\n\nHuman: Tell me.\n\nAssistant:{ Once.</s>}"]
+@pytest.mark.parametrize(("names", "kind"), KINDS)
+def test_the_fields_decide_about_the_kind(names, kind):
+    record = data.Record("f:1", dict.fromkeys(names.split(), 1))
+    assert instruction_data.find_format(record).name == kind
+
+
+def test_fields_that_are_not_read_are_named(tmp_path):
+    row = {
+        "answer": "3",
+        "question": "2",
+        "request": "Tell me.",
+        "story": "Once.",
+        "system": "Lie.",
+    }
+    texts, report = read(tmp_path, row, columns="prompt=request,completion=story")
+    assert texts == ["\n\nSystem: Lie.\n\nHuman: Tell me.\n\nAssistant:{ Once.</s>}"]
     assert report["fields_not_read"] == "answer, question"
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "tests/data/formats").iterdir()), ids=str)
-def test_every_preference_row_gives_the_prompt_and_the_chosen_reply_of_its_pair(file):
+def test_a_preference_trains_the_chosen_reply_of_its_pair(file):
     encoder = Encoder(PLAIN)
-    found, report = reading.texts(file, encoder)
+    texts, report = reading.texts(file, encoder)
     assert report["format"] == "preference"
-    expected, _ = reading.pairs(file, encoder)
-    same = {text.location: (text.prompt, text.reply, text.text) for text in found}
-    for pair in expected:
-        assert same[pair.location] == (pair.prompt, pair.chosen, pair.text)
-    assert all(text.trained == len(text.reply) for text in found)
+    texts = {text.location: (text.prompt, text.reply, text.scored, text.text) for text in texts}
+    for pair in reading.pairs(file, encoder)[0]:
+        scored = [1] * len(pair.chosen)
+        assert texts[pair.location] == (pair.prompt, pair.chosen, scored, pair.text)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -152,19 +154,17 @@ EXPECTED = json.loads((ROOT / "tests/data/templates_expected.json").read_text())
 def test_every_reply_is_trained_with_its_end_and_nothing_else(name):
     has_bos = name not in ("phi3", "each thinks", "trimmed")
     encoder = Encoder(chat_tokenizer(TEMPLATES[name], bos=has_bos))
-    text, notes = instruction_data.encode(encoder, "f:1", TALK, "Me.")
-    assert shown(encoder, text) == EXPECTED["trained"][name]
+    text, notes = encode(encoder, TALK, "Me.")
+    assert (shown(encoder, text), notes) == (EXPECTED["trained"][name], set())
     assert text.text == "system: Be kind.\nuser: Hi"
-    assert not notes
 
 
 @pytest.mark.parametrize("name", EXPECTED["rewritten"])
 def test_where_the_template_rewrites_a_reply_only_the_last_is_trained(name):
     before, expected = EXPECTED["rewritten"][name]
     encoder = Encoder(chat_tokenizer(TEMPLATES[name], bos=False))
-    text, notes = instruction_data.encode(encoder, "f:9", before, "5")
-    assert shown(encoder, text) == expected
-    assert notes == {"only the last reply is trained"}
+    text, notes = encode(encoder, before, "5")
+    assert (shown(encoder, text), notes) == (expected, {"only the last reply is trained"})
     assert text.text == before[0]["content"]
 
 
@@ -191,78 +191,69 @@ def test_a_turn_without_weight_is_read_and_not_trained(tmp_path, name):
         assert report["dropped"] == {"no reply to train": 1}
 
 
-def test_a_reply_that_says_what_the_user_says_is_found_in_its_place():
-    encoder = Encoder(chat_tokenizer(CHATML, bos=False))
-    before = talk("assistant\n", "user\n", "user\n", "assistant\n", "user\n")
-    assert shown(encoder, instruction_data.encode(encoder, "f:1", before, "user\n")[0]) == (
+SHORT = "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}</s>{% endfor %}"
+SHORT += "{% if add_generation_prompt %}a: {% endif %}"
+BARE = "{% for m in messages %}{{ m.content }}{{ '</s>' if m.role == 'assistant' }}{% endfor %}"
+SAME = ("assistant\n", "user\n", "user\n", "assistant\n", "user\n")
+TURNS = [  # template, settings of the tokenizer, prompt, reply, what is {trained}
+    (  # a reply is found at its place, also if the user writes the same
+        *(CHATML, {}, SAME, "user\n"),
         "<|h|>user\nassistant\n</s>\n<|h|>assistant\n{user\n</s>}\n<|h|>user\nuser\n</s>\n"
-        "<|h|>assistant\n{assistant\n</s>}\n<|h|>user\nuser\n</s>\n<|h|>assistant\n{user\n</s>}"
-    )
+        "<|h|>assistant\n{assistant\n</s>}\n<|h|>user\nuser\n</s>\n<|h|>assistant\n{user\n</s>}",
+    ),
+    (  # a reply that has an end token in its text has one end token
+        *(CHATML, {}, ("Hi", "Ho</s>", "Up?"), "Down.</s>"),
+        "<|h|>user\nHi</s>\n<|h|>assistant\n{Ho</s>}\n<|h|>user\nUp?</s>\n"
+        "<|h|>assistant\n{Down.</s>}",
+    ),
+    (
+        *(None, {}, ("Hi", "Ho</s>", "Up?"), "Down.</s>"),
+        "\n\nHuman: Hi\n\nAssistant:{ Ho</s>}\n\nHuman: Up?\n\nAssistant:{ Down.</s>}",
+    ),
+    (  # without an end token replies are trained without
+        *(None, {"eos_token": None}, ("Hi", "Ho ", "Up?"), "Down."),
+        "\n\nHuman: Hi\n\nAssistant:{ Ho }\n\nHuman: Up?\n\nAssistant:{ Down.}",
+    ),
+    (  # a token that merges prompt and reply is trained
+        *(SHORT, {"merges": [("Ġ", "y"), ("Ċ", "Ċ")]}, ("q", "yes", "q"), "no"),
+        "u: q</s>a:{ yes</s>}u: q</s>a: {no</s>}",
+    ),
+    # a first token is never trained, since nothing predicts it
+    (BARE, {"merges": [("a", "b")]}, ("a", "b", "c"), "d", "ab{</s>}c{d</s>}"),
+]
 
 
-def test_a_reply_that_brings_its_end_has_one():
-    for tok, space in ((PLAIN, " "), (chat_tokenizer(CHATML, bos=False), "")):
-        encoder = Encoder(tok)
-        text, notes = instruction_data.encode(
-            encoder, "f:3", talk("Hi", "Ho</s>", "Up?"), "Down.</s>"
-        )
-        replies = [part.partition("}")[0] for part in shown(encoder, text).split("{")[1:]]
-        assert replies == [f"{space}Ho</s>", f"{space}Down.</s>"]
-        assert not notes
-
-
-def test_without_an_end_token_replies_are_trained_without():
-    tok = tokenizer(bos=False, merges=[])
-    tok.eos_token = None
+@pytest.mark.parametrize(("template", "options", "turns", "reply", "expected"), TURNS)
+def test_replies_are_trained_with_one_end_token(template, options, turns, reply, expected):
+    options = dict(options)
+    merges = options.pop("merges", [])
+    tok = tokenizer(bos=False, merges=merges) if merges else chat_tokenizer(template, bos=False)
+    tok.chat_template = template
+    for name, value in options.items():
+        setattr(tok, name, value)
     encoder = Encoder(tok)
-    text = instruction_data.encode(encoder, "f:1", talk("Hi", "Ho ", "Up?"), "Down.")[0]
-    assert shown(encoder, text) == (
-        "\n\nHuman: Hi\n\nAssistant:{ Ho }\n\nHuman: Up?\n\nAssistant:{ Down.}"
-    )
+    assert shown(encoder, encode(encoder, talk(*turns), reply)[0]) == expected
 
 
-def test_a_reply_inside_that_merges_with_what_stands_before_it_is_trained_whole():
-    encoder = Encoder(tokenizer(bos=False, merges=[("Ġ", "y"), ("Ċ", "Ċ")]))
-    tok = encoder.tokenizer
-    tok.chat_template = (
-        "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}</s>{% endfor %}"
-        "{% if add_generation_prompt %}a: {% endif %}"
-    )
-    encoder = Encoder(tok)
-    text, notes = instruction_data.encode(encoder, "f:4", talk("q", "yes", "q"), "no")
-    assert shown(encoder, text) == "u: q</s>a:{ yes</s>}u: q</s>a: {no</s>}"
-    assert not notes
-
-
-def test_a_first_token_is_never_trained_because_nothing_predicts_it():
-    tok = tokenizer(bos=False)  # merges a and b
-    tok.chat_template = (
-        "{% for m in messages %}{{ m.content }}{{ '</s>' if m.role == 'assistant' }}{% endfor %}"
-    )
-    encoder = Encoder(tok)
-    text, notes = instruction_data.encode(encoder, "f:1", talk("a", "b", "c"), "d")
-    assert shown(encoder, text) == "ab{</s>}c{d</s>}"
-
-
-SAID = st.text(st.sampled_from("ab12 \n\té?y/s{}'"), max_size=12).map(lambda said: f"{said}.")
-TALKS = st.lists(SAID, min_size=2, max_size=8).filter(lambda said: len(said) % 2 == 0)
+WORDS = st.text(st.sampled_from("ab12 \n\té?y/s{}'"), max_size=12).map(lambda text: f"{text}.")
+TALKS = st.lists(WORDS, min_size=2, max_size=8).filter(lambda texts: len(texts) % 2 == 0)
 
 
 @pytest.mark.parametrize("template", [None, LLAMA3, GEMMA, CHATML, EACH])
 @settings(max_examples=30, deadline=None)
-@given(said=TALKS, system=st.none() | SAID)
-def test_a_conversation_trains_what_its_replies_would_as_rows_of_their_own(template, said, system):
+@given(texts=TALKS, system=st.none() | WORDS)
+def test_a_conversation_trains_the_tokens_of_its_replies_as_separate_rows(template, texts, system):
     encoder = Encoder(chat_tokenizer(template) if template else tokenizer(merges=[]))
-    text = instruction_data.encode(encoder, "f:1", talk(*said[:-1], system=system), said[-1])[0]
+    text = encode(encoder, talk(*texts[:-1], system=system), texts[-1])[0]
     assert text.trained == len(text.targets[0])
     ids, scored = text.prompt + text.reply, [0] * len(text.prompt) + text.scored
     trained = [0] * len(ids)
-    for turn in range(1, len(said), 2):
-        prompt = talk(*said[:turn], system=system)
+    for turn in range(1, len(texts), 2):
+        prompt = talk(*texts[:turn], system=system)
         for message in prompt:
             if not template and message["role"] == "assistant":
                 message["content"] += "</s>"
-        alone = encoder.encode("f:1", prompt, said[turn], "!")[0]
+        alone = encoder.encode("f:1", prompt, texts[turn], "!")[0]
         row = alone.prompt + alone.chosen
         assert row == ids[: len(row)]
         trained[len(alone.prompt) : len(row)] = [1] * len(alone.chosen)
@@ -283,16 +274,16 @@ PARTS = (  # 29, 29 and 28 bytes and marks; the system turn in front has 11
 @pytest.mark.parametrize(("max_length", "dropped"), [(97, 0), (96, 1), (68, 1), (67, 2), (39, 2)])
 def test_the_oldest_exchanges_go_first_and_whole_and_the_system_turn_stays(max_length, dropped):
     encoder = Encoder(chat_tokenizer(CHATML, bos=False), max_length=max_length)
-    text, notes = instruction_data.encode(encoder, "f:5", LONG, "ffff")
+    text, notes = encode(encoder, LONG, "ffff")
     assert shown(encoder, text) == "<|h|>system\nS</s>\n" + "".join(PARTS[dropped:])
     assert notes == ({"truncated"} if dropped else set())
     assert text.text == "system: S\nuser: aaaa"
 
 
-def test_an_exchange_that_is_too_long_alone_is_cut_as_a_pair_and_counted_once():
+def test_an_exchange_that_is_too_long_is_truncated_like_a_pair():
     tok = chat_tokenizer(CHATML, bos=False)
     encoder = Encoder(tok, max_length=20)
-    text, notes = instruction_data.encode(encoder, "f:5", LONG, "ffff")
+    text, notes = encode(encoder, LONG, "ffff")
     pair = Encoder(tok, max_length=20).encode("f:5", [LONG[0], LONG[-1]], "ffff", "!")[0]
     assert (text.prompt, text.reply) == (pair.prompt, pair.chosen)
     assert shown(encoder, text) == "ee</s>\n<|h|>assistant\n{ffff</s>}"  # 15 and 5
@@ -301,18 +292,18 @@ def test_an_exchange_that_is_too_long_alone_is_cut_as_a_pair_and_counted_once():
 
 @pytest.mark.parametrize("template", [None, CHATML])
 @settings(max_examples=60, deadline=None)
-@given(said=TALKS, max_length=st.integers(2, 120))
-def test_no_text_is_too_long_or_without_a_trained_token(template, said, max_length):
+@given(texts=TALKS, max_length=st.integers(2, 120))
+def test_no_text_is_too_long_or_without_a_trained_token(template, texts, max_length):
     tok = chat_tokenizer(template) if template else PLAIN
     encoder = Encoder(tok, max_length=max_length)
-    text, notes = instruction_data.encode(encoder, "f:1", talk(*said[:-1]), said[-1])
-    whole = instruction_data.encode(Encoder(tok), "f:1", talk(*said[:-1]), said[-1])[0]
+    text, notes = encode(encoder, talk(*texts[:-1]), texts[-1])
+    whole = encode(Encoder(tok), talk(*texts[:-1]), texts[-1])[0]
     shown(encoder, text)
     assert text.num_tokens <= max_length
     assert (text == whole) == (whole.num_tokens <= max_length) == (not notes)
 
 
-def test_without_room_for_a_reply_a_row_is_dropped(tmp_path):
+def test_a_row_without_space_for_a_reply_is_dropped(tmp_path):
     with pytest.raises(UserError, match="0 usable rows of 1: 1 no trained token left"):
         path = written(tmp_path, {"prompt": "ab", "completion": "c"})
         reading.texts(path, Encoder(PLAIN, max_length=1))
@@ -355,25 +346,3 @@ def test_the_report_counts_by_row_what_a_hand_count_finds(tmp_path):
         "1 empty response; 3 malformed; 2 truncated; no chat template; "
         "not read: source"
     )
-
-
-# --- whole files ---------------------------------------------------------------------------------
-
-
-def test_the_files_of_the_demo_are_read_whole():
-    """Token for token what the template of the model makes of each row."""
-    tok = load_tokenizer(ROOT / "data/demo/model")
-    for file, count, asked, more, reply in (
-        ("instructions.jsonl", 300, "instruction", "input", "output"),
-        ("preferences_train.jsonl", 800, "prompt", "", "chosen"),
-    ):
-        path = ROOT / "data/demo" / file
-        found, report = reading.texts(path, Encoder(tok, max_length=10_000))
-        source = [json.loads(line) for line in path.read_text().splitlines()]
-        assert len(source) == len(found) == report["used"] == count
-        for row, text in zip(source, found, strict=True):
-            question = row[asked] + (f"\n{row[more]}" if row.get(more) else "")
-            whole = tok.apply_chat_template(talk(question, row[reply]), tokenize=False)
-            ids = tok(whole.removesuffix("\n"), add_special_tokens=False).input_ids
-            assert text.prompt + text.reply == ids
-            assert text.scored == [1] * len(text.reply)
