@@ -1,4 +1,4 @@
-"""Runs of src/main_distributed.py that are killed, stopped or starved, and what must be left."""
+"""Faults for runs of src/main_distributed.py: kills, signals, full disks, NaN, hangs."""
 
 import hashlib
 import importlib
@@ -25,11 +25,11 @@ MODES = {"full": runs.FULL, "lora": [*runs.LORA, "--lora_dropout", "0.1"]}
 
 
 def start(world_size, folder, *flags, fault=None, env=None, timeout=120):
-    """One life of a run in its own processes -> Outcome. fault: (function, *arguments) of below."""
-    return run_ranks(world_size, _life, str(folder), flags, fault, timeout=timeout, env=env)
+    """Run a script in its own processes -> Outcome. fault: (function below, *arguments)."""
+    return run_ranks(world_size, _run, str(folder), flags, fault, timeout=timeout, env=env)
 
 
-def _life(folder, flags, fault):
+def _run(folder, flags, fault):
     runs.hurry()
     if fault:
         fault[0](*fault[1:])
@@ -38,25 +38,25 @@ def _life(folder, flags, fault):
 
 
 def finished(outcome):
-    """The outcome, after checking that all its ranks ended with 0."""
+    """Return the outcome, after a check that all ranks ended with 0."""
     assert set(outcome.codes) == {0}, outcome.logs
     return outcome
 
 
 def digest(folder):
-    """sha256 of the weights that a run has ended with."""
+    """sha256 of the final weights of a run."""
     (weights,) = Path(folder).glob("model/*.safetensors")
     return hashlib.sha256(weights.read_bytes()).hexdigest()
 
 
 def numbers(folder):
-    """The lines of metrics.jsonl without what hangs on the clock."""
+    """The lines of metrics.jsonl without values that depend on the time."""
     clock = {"seconds", "tokens_per_second", "peak_memory_mb", "mfu"}
     return [{k: v for k, v in line.items() if k not in clock} for line in runs.lines(folder)]
 
 
 def is_equal(folder, expected):
-    """Weights to the bit, and every line of the metrics."""
+    """Check that weights and all lines of the metrics are bit-identical."""
     assert digest(folder) == digest(expected)
     assert numbers(folder) == numbers(expected)
     return True
@@ -74,7 +74,7 @@ def steps(folder):
 # --- faults --------------------------------------------------------------------------------------
 
 
-def _mine(rank):
+def _is_rank(rank):
     return rank in (None, int(os.environ["RANK"]))
 
 
@@ -93,7 +93,7 @@ def spoil(policy, rank, step, action, turn, is_last):
         sync(self, last)
 
     def faulty(self, loss):
-        if turn[0] == step and _mine(rank):
+        if turn[0] == step and _is_rank(rank):
             loss = action(loss)
         turn[0] += is_last[0]
         backward(self, loss)
@@ -145,7 +145,7 @@ def kill_while_saving(call, number):
 
 def signal_before(name, number, which, rank=None):
     """A signal to this process right before the number-th call of a function."""
-    if _mine(rank):
+    if _is_rank(rank):
         before_call(name, number, lambda: os.kill(os.getpid(), which))
 
 

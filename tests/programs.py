@@ -1,7 +1,7 @@
-"""start("src/train.py", "--check"): how that program ends, in 0.1 s; Python itself takes 1 to 4 s.
+"""start("src/train.py", "--check") runs a program in 0.1 s; Python itself needs 1 to 4 s.
 
-It is a fork of the tests' process, which has imported what the program would. The program's file
-is run as __main__, with its last two lines, and ends through dist.run, as it does for a user.
+The program is a fork of the tests' process, which has already imported its modules. Its file is run
+as __main__, with its last two lines, and ends through distributed.run, as it does for a user.
 tests/scripts/test_programs.py compares the two.
 """
 
@@ -37,7 +37,7 @@ def start(*words, cwd=".", env=None, seconds=60) -> Ended:
 
 
 def environment():
-    """Of a user who has activated this environment, in a shell that no launcher has started."""
+    """The variables of a user who has activated this environment, without those of launchers."""
     names = "RANK WORLD LOCAL MASTER PMI PALS PBS OMPI SLURM TORCHELASTIC ACCEL NODE NNODES"
     launchers = tuple(names.split())
     clean = {name: text for name, text in os.environ.items() if not name.startswith(launchers)}
@@ -55,7 +55,7 @@ def process(command, code=0, cwd=ROOT, timeout=600, **env):
 
 
 def _become(words, cwd, env, out, err, seconds):
-    """The life of the fork: whatever happens, it does not go on with the tests."""
+    """Run the program in the fork, which never returns to the tests."""
     code = 1
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -87,12 +87,12 @@ def _become(words, cwd, env, out, err, seconds):
 
 
 def _warn(message, category, *_):
-    """pytest would keep it; those that Python itself does not show are not shown."""
+    """Print a warning, which pytest would keep, unless Python itself does not show it."""
     if not issubclass(category, (DeprecationWarning, PendingDeprecationWarning, ResourceWarning)):
         print(f"{category.__name__}: {message}", file=sys.stderr)
 
 
 def left(folder):
-    """What was written, but for the token ids of a file that is in order itself."""
+    """The files in a folder, except cached token ids."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     return sorted(file for file in files if file.parent.name != ".tokens")

@@ -46,7 +46,7 @@ class Outcome(NamedTuple):
 
 
 def ranks(world_size, fn, *args, timeout=60) -> list:
-    """Results of fn(*args) on each rank; a rank that fails fails the test with all logs."""
+    """Results of fn(*args) on each rank; if a rank fails, the test fails with all logs."""
     outcome = run_ranks(world_size, fn, *args, timeout=timeout)
     assert outcome.codes == [0] * world_size, "\n".join(
         f"--- rank {rank}: exit {code}\n{log}"
@@ -56,7 +56,7 @@ def ranks(world_size, fn, *args, timeout=60) -> list:
 
 
 def run_ranks(world_size, fn, *args, timeout=60, env=None) -> Outcome:
-    """The same, for groups that are meant to fail: nothing is asserted, everything is returned."""
+    """The same for groups that may fail: nothing is asserted, everything is returned."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         names = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **(env or {})}
@@ -104,8 +104,8 @@ def _receive(pipe, deadline):
 
 
 def _rank(log, env, sender, fn, args):
-    """The life of one rank, from the fork server to os._exit."""
-    os.setpgid(0, 0)  # a group of its own: killed whole, with whatever it has started
+    """Run one rank, from the fork server to os._exit."""
+    os.setpgid(0, 0)  # a process group, which is killed with all processes that it has started
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(handle, 1)
     os.dup2(handle, 2)

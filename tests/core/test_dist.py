@@ -1,4 +1,4 @@
-"""Who am I under each launcher, which device, where to meet: environments in, answers out."""
+"""Ranks, devices and addresses, from the environment that each launcher sets."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Programs as processes of their own end as in tests/programs.py, by which the unit tests do it."""
+"""tests/programs.py: a program in a fork ends like one in a process of its own."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ import programs
 import train
 from conftest import ROOT
 
-# which a fork must have imported, or it would take as long
+# a fork is only fast if its parent has imported them
 assert ddp_utils.tools.merge and train
 
 
@@ -29,13 +29,13 @@ def test_a_fork_ends_as_the_program():
 
 def test_a_fork_that_raises_shows_the_traceback(tmp_path):
     (tmp_path / "program.py").write_text("1 / 0")
-    code, _, said = programs.start("program.py", cwd=tmp_path)
-    assert code == 1 and said.endswith("ZeroDivisionError: division by zero\n")
+    code, _, error = programs.start("program.py", cwd=tmp_path)
+    assert code == 1 and error.endswith("ZeroDivisionError: division by zero\n")
 
 
 def test_distributed_setup_writes_where_it_is_called(tmp_path):
     """From any folder, without src/ on the path."""
     words = ("fsdp", "--sharding_strategy", "FULL_SHARD")
-    code, said, wrong = process(str(ROOT / "scripts/distributed_setup.py"), *words, cwd=tmp_path)
-    assert (code, wrong) == (0, "") and "config/fsdp_config.json" in said
+    code, output, error = process(str(ROOT / "scripts/distributed_setup.py"), *words, cwd=tmp_path)
+    assert (code, error) == (0, "") and "config/fsdp_config.json" in output
     assert [*tmp_path.rglob("*.json")] == [tmp_path / "config/fsdp_config.json"]
