@@ -29,8 +29,7 @@ class Cache:
     """Keys and values of the tokens so far, in all layers."""
 
     def __init__(self, model: "Model", batch: int):
-        config = model.config
-        heads = config.tf_n_head
+        config, heads = model.config, model.config.tf_n_head
         sizes = batch, heads, config.window, config.tf_n_embd // heads
         # [layers, 2, B, heads, window, D]
         self.keys_and_values = model.head.weight.new_zeros(config.tf_n_layer, 2, *sizes)
@@ -55,9 +54,8 @@ class Model(nn.Module):
 
     def __init__(self, config: Config):
         super().__init__()
-        width = config.tf_n_embd
+        width, actions = config.tf_n_embd, config.environment.actions
         self.config = config
-        actions = config.environment.actions
         shape = config.environment.shape
         self.coordinates = nn.ModuleList(nn.Embedding(size, width) for size in shape)
         self.action = nn.Embedding(actions + 1, width)
@@ -72,8 +70,7 @@ class Model(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
         nn.init.zeros_(self.head.weight)  # so that the first loss is exactly ln A
         nn.init.zeros_(self.head.bias)
-        angles = rotations(config.window, width // config.tf_n_head)
-        self.register_buffer("angles", angles, persistent=False)
+        self.register_buffer("angles", rotations(config.window, width // config.tf_n_head), False)
 
     def forward(self, tokens: Tokens, cache: Cache | None = None) -> Tensor:
         """Return logits [B, T, A]. With a cache, the T tokens follow those in the cache."""
@@ -119,8 +116,7 @@ class Layer(nn.Module):
         batch, length, _ = hidden.shape
         qkv = self.qkv(self.norm(hidden)).view(batch, length, 3, self.heads, -1)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)  # [B, heads, T, D]
-        query = rotate(query, angles)
-        key = rotate(key, angles)
+        query, key = rotate(query, angles), rotate(key, angles)
         if cache:
             key, value = cache.add(self.number, key, value)
         drop = self.attention_dropout if self.training else 0.0

@@ -89,8 +89,7 @@ def load_histories(config: Config, path: Path, world: World) -> list[Histories]:
 def train_step(policy: Policy, step: int, data: Histories, config: Config, run: Run) -> dict:
     """Run forward and backward for one global batch; return its means over all ranks."""
     world = run.world
-    size = config.train_batch_size
-    accumulation = config.gradient_accumulation_steps
+    size, accumulation = config.train_batch_size, config.gradient_accumulation_steps
     count = size * accumulation * world.world_size
     history, start = data.draw(config.seed, step, count)
     averages = metrics.Averages(world)
@@ -103,8 +102,7 @@ def train_step(policy: Policy, step: int, data: Histories, config: Config, run: 
         # DDP averages over ranks: times world_size / count is the mean over the global batch
         policy.backward(losses.sum() * (world.world_size / count))
         averages.add({"loss": losses, "accuracy": correct}, torch.ones_like(losses))
-    norm = policy.clip_grad_norm(config.max_grad_norm)
-    return run.reduce(averages, norm)
+    return run.reduce(averages, policy.clip_grad_norm(config.max_grad_norm))
 
 
 def check_step(policy: Policy, step: int, loss: float, config: Config) -> None:
