@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from ddp_utils import distributed
+from ddp_utils import UserError, distributed
 from ddp_utils.distributed import World
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -84,6 +84,15 @@ class LossScale:
         return finite
 
 
+def check_same_precision(autocast: torch.dtype | None, world: World) -> None:
+    """Raise UserError unless all ranks compute in bf16 or none does: their gradients are summed."""
+    count = torch.tensor([float(autocast == torch.bfloat16)], device=world.device)
+    with_bf16 = int(distributed.all_sum(count, world).item())
+    if 0 < with_bf16 < world.world_size:
+        problem = f"{with_bf16} of {world.world_size} GPUs support bf16 (expected all or none)"
+        raise UserError(f"mixed precision: {problem}; use GPUs of one kind, or turn it off")
+
+
 class Policy:
     """A scorer on the device of each rank, wrapped in DistributedDataParallel on several ranks.
 
@@ -95,6 +104,7 @@ class Policy:
     def __init__(
         self, scorer: ScorerModule, world: World, strategy: Strategy = DDP, trained: bool = True
     ):
+        check_same_precision(scorer.autocast, world)
         self.scorer: Any = scorer  # with more methods than a policy calls: see logps.Scorer
         self.loss_scale = LossScale(scorer.autocast == torch.float16)
         self.ddp: DistributedDataParallel | None = None

@@ -3,9 +3,12 @@
 import os
 
 import pytest
+import torch
 
 from ddp_utils import UserError, distributed
 from ddp_utils.distributed import World
+from ddp_utils.policy import check_same_precision
+from ranks import run_ranks
 
 
 def env_of(text):
@@ -104,3 +107,16 @@ def test_where_the_ranks_meet():
         else:
             with pytest.raises(UserError, match=expected):
                 distributed.meeting_point(world, env_of(text))
+
+
+def compute_in(*dtypes):
+    world = distributed.init_process_group(distributed.whoami(), "gloo")
+    check_same_precision(dtypes[world.rank], world)
+
+
+def test_gpus_with_and_without_bf16_are_one_line():
+    outcome = run_ranks(2, compute_in, torch.bfloat16, torch.float16)
+    line = "error: mixed precision: 1 of 2 GPUs support bf16 (expected all or none); "
+    assert outcome.codes == [2, 2]
+    assert outcome.logs == [line + "use GPUs of one kind, or turn it off\n", ""]
+    assert run_ranks(2, compute_in, torch.bfloat16, torch.bfloat16).codes == [0, 0]

@@ -12,15 +12,14 @@ from torch import Tensor, int32
 from torch.nn.attention.varlen import varlen_attn
 
 from ddp_utils.distributed import to_device
-from ddp_utils.fast.shared_prefix import Packing
 
 # torch 2.11 supports fewer key heads than heads without this argument
 HAS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
 GROUPED = {"enable_gqa": True} if HAS_GQA_FLAG else {}
 
 
-def find_sequences(packing: Packing) -> tuple[Tensor, tuple[Any, ...]]:
-    """Return the sequences of a packed row as arguments of varlen_attn.
+def find_sequences(packing: Any) -> tuple[Tensor, tuple[Any, ...]]:
+    """Return the sequences of a shared_prefix.Packing as arguments of varlen_attn.
 
     These are the positions of all keys in the row, where the prompt's occur twice; and the bounds
     of queries and of keys, [sequences + 1] each, and their largest numbers.
@@ -46,7 +45,7 @@ def find_sequences(packing: Packing) -> tuple[Tensor, tuple[Any, ...]]:
 
 
 def attend_by_sequence(
-    tensors: list[Tensor], packing: Packing, scale: float | None, window: int | None
+    tensors: list[Tensor], packing: Any, scale: float | None, window: int | None
 ) -> Tensor:
     """Return the attention [1, T, H, D] of queries [1, H, T, D] to keys and values [1, K, T, D]."""
     if packing.sequences is None:
