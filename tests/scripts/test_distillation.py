@@ -267,6 +267,7 @@ def test_check_trains_nothing(tmp_path, capsys):
     assert train.main([*SMALL, *place, "--check"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"histories: {tmp_path / 'x.npz'}, to be collected",
+        "num_workers: ignored; windows are cut on the device, without a data loader",
         f"run folder: {tmp_path / 'run'}",
     ]
     assert list(tmp_path.iterdir()) == []
