@@ -182,6 +182,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, help="--plan: number of GPUs")
     parser.add_argument("--gpu_memory", type=float, help="--plan: memory of a GPU in GiB")
     args = parser.parse_args(argv)
+    if args.plan and (args.json or args.bench):
+        parser.error("--plan: use it without --json and --bench")
+    if (args.gpus or args.gpu_memory) and not args.plan:
+        parser.error("--gpus, --gpu_memory: they need --plan")
     world = distributed.whoami()
     facts = collect_facts() if world.is_main else {}
     if args.bench:

@@ -9,7 +9,7 @@
 
 All flags: `slurm --help`. Everything is checked before anything is written. The texts of the files
 are in templates/, with places such as @num_nodes@; @project.sh.in@ includes that template. Exit
-status: 0 written, 2 wrong input.
+status: 0 written, 2 wrong input, 4 could not write.
 """
 
 import json
@@ -299,6 +299,8 @@ def write(path: str, text: str, force: bool) -> None:
             temporary.write_bytes(os.fsencode(text))
         file.chmod(0o755 if is_script else 0o644)
     except OSError as error:
+        if error.errno in distributed.DISK_ERRORS:
+            raise  # status 4
         raise UserError(f"{location}: {error.strerror}; use another name") from error
 
 

@@ -131,6 +131,8 @@ def check_files(config: Config, settings_hash: str) -> None:
     if is_finished(train, settings_hash) and is_finished(val, settings_hash):
         raise Stop(f"{train}: these replies are already finished (same settings and data)", 0)
     for flag, path in paths.items():
+        if not path or Path(path).is_dir() or Path(path).is_symlink():
+            raise UserError(f"{flag}: {path!r} is a folder or a link; use the name of a file")
         files.check_writable(flag, Path(f"{path}.parts"))
 
 
@@ -162,36 +164,35 @@ def sample(
     config: Config,
     world: World,
     parts: Path,
-) -> Replies:
-    """Return a reply to each prompt; parts: folder of the groups that are complete."""
+) -> None:
+    """Sample a reply to each prompt, in groups, each in a file of the folder `parts`."""
     limits = config.max_sequence_length, config.batch_size
     spec = sampling.SampleSpec(config.temperature, config.top_p, *limits, config.seed)
     size = GROUP * config.batch_size
     starts = range(0, len(prompts), size)
-    groups = distributed.on_main(world, lambda: read_groups(parts))
-    replies: Replies = sum(groups, [])
+    groups = distributed.on_main(world, lambda: len(read_groups(parts)))  # of earlier starts
+    done = min(groups * size, len(prompts))
     bar = terminal.Bar(world.is_main)
     if groups and world.is_main:
-        bar.say(f"resumed after {len(replies)} of {len(prompts)} replies")
-    bar.begin("Generating", len(starts), len(groups))
+        bar.say(f"resumed after {done} of {len(prompts)} replies")
+    bar.begin("Generating", len(starts), groups)
 
     def poll() -> None:
         vote = torch.tensor([float(distributed.stop_requested(config.stop_after_minutes))])
         if distributed.all_sum(vote.to(world.device), world).item():
-            state = f"stopped after {len(replies)} of {len(prompts)} replies"
+            state = f"stopped after {done} of {len(prompts)} replies"
             raise Stop(f"{state}; run the same command to resume", 85)
 
-    for number in range(len(groups), len(starts)):
+    for number in range(groups, len(starts)):
         first = starts[number]
         part = prompts[first : first + size]
         group = sampling.generate(scorer, part, ends, world, spec, poll, first, keep_end=True)
         file = parts / f"{number:08d}.json"
         distributed.on_main(world, functools.partial(data.write_json, file, group))
-        replies += group
+        done += len(group)
         bar.advance()
     poll()
     bar.close()
-    return replies
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -254,25 +255,23 @@ def main(argv: list[str] | None = None) -> int:
     scorer = logps.Scorer(model, precision.autocast)
 
     # loop
-    try:
-        replies = sample(scorer, prompts, encoder.ends, config, world, folder)
-    finally:
-        if lock:
-            lock.release()
+    sample(scorer, prompts, encoder.ends, config, world, folder)
 
     # results
-    texts = tokenizer.batch_decode(replies, skip_special_tokens=True)
-    for row, reply, tokens in zip(rows, texts, replies, strict=True):
-        row |= {"x0": x0, "reply": reply, "tokens": tokens, "model": config.model_name}
-        row["settings_hash"] = settings_hash
-        row["chat_template_kwargs"] = config.chat_template_kwargs
-
     def finish() -> None:
+        replies: Replies = sum(read_groups(folder), [])
+        texts = tokenizer.batch_decode(replies, skip_special_tokens=True)
+        for row, reply, tokens in zip(rows, texts, replies, strict=True):
+            row |= {"x0": x0, "reply": reply, "tokens": tokens, "model": config.model_name}
+            row["settings_hash"] = settings_hash
+            row["chat_template_kwargs"] = config.chat_template_kwargs
         write(config.val_out_file, True, rows)
         write(config.traj_out_file, False, rows)
         shutil.rmtree(folder)
 
     distributed.on_main(world, finish)
+    if lock:
+        lock.release()
     return 0
 
 

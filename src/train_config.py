@@ -152,8 +152,11 @@ def read_sharding(config: Config) -> None:
         config.use_deepspeed = True
         config.deepspeed_config = config.deepspeed
         config.places["use_deepspeed"] = "--deepspeed"
-    for kind in ("deepspeed", "fsdp"):  # `use_fsdp: false` keeps the file's name for later
-        if getattr(config, f"{kind}_config") and f"use_{kind}" not in config.places:
+    for kind in ("deepspeed", "fsdp"):  # in YAML `use_fsdp: false` keeps the file's name for later
+        is_flag = config.places.get(f"{kind}_config", "").startswith("--")
+        is_for_later = f"use_{kind}" in config.places and not is_flag
+        is_used = getattr(config, f"use_{kind}") or is_for_later
+        if getattr(config, f"{kind}_config") and not is_used:
             raise SettingError(f"{kind}_config", f"it has no effect without use_{kind}")
     if config.use_fsdp and config.use_deepspeed:
         raise SettingError("use_fsdp", f"{config.places['use_deepspeed']} is set, too; use one")

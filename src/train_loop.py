@@ -210,7 +210,8 @@ def describe_run(
     meta_model = lora.meta_model(config.model_name, lora_of(config))
     reply = [0] * config.max_new_tokens
     asked = [Trajectory(ids, ids, reply, "questions", "") for ids in prompts]
-    models.check_fit(meta_model, itertools.chain(*data.values(), asked))
+    own = [row._replace(reply=reply) for row in data["train"]] if config.on_policy else []
+    models.check_fit(meta_model, itertools.chain(*data.values(), asked, own))
     if config.learning_rate is None:
         is_small = sum(p.numel() for p in meta_model.parameters()) < 10e6
         config.learning_rate = 1e-3 if is_small else 1e-4

@@ -48,6 +48,9 @@ class Encoder:
         self.max_length = max_length
         self.keep_end = truncation == "keep_end"
         if chat_template not in ("auto", "none"):
+            if not data.resolve(chat_template).is_file():
+                problem = f"no file {chat_template}; use a .jinja file, auto or none"
+                raise UserError(f"--chat_template: {problem}")
             tokenizer.chat_template = data.content(chat_template)
         self.templated = chat_template != "none" and bool(tokenizer.chat_template)
         self.template = tokenizer.chat_template if self.templated else ""

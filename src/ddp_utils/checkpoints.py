@@ -199,6 +199,8 @@ def inspect(spec: RunSpec, settings: dict, facts: dict, restart: bool = False) -
     folder = spec.folder
     check_writable("run folder", folder)
     if not (folder / "config.json").exists():
+        if (folder / "checkpoints").exists():
+            raise UserError(f"{folder}: has checkpoints but no config.json; use another folder")
         check_model_folder(spec)
         return FolderState()
     saved = data.read_json(folder / "config.json")
@@ -207,8 +209,10 @@ def inspect(spec: RunSpec, settings: dict, facts: dict, restart: bool = False) -
     changed = differences(saved, settings, free.split())
     changed |= differences(saved_facts.get("inputs", {}), spec.inputs)
     is_finished = data.read_json(folder / "summary.json").get("status") == "finished"
-    is_first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-    is_new = (restart and is_first_start) or (is_finished and bool(changed))
+    # a process that the launcher has started again has the same flags
+    run_id = facts.get("run_id")
+    is_again = run_id is not None and saved_facts.get("run_id") == run_id
+    is_new = (restart and not is_again) or (is_finished and bool(changed))
     if is_finished and not is_new:
         line = f"{folder}: this run is already finished (same settings and data)"
         return FolderState("finished", [line])
@@ -226,8 +230,11 @@ def inspect(spec: RunSpec, settings: dict, facts: dict, restart: bool = False) -
     conflicts = [line for name, line in changed.items() if name not in ANNOUNCED.split()]
     if step > spec.steps:
         conflicts.append(f"max_steps: {step} are done -> {spec.steps}")
-    if layout and layout != spec.shard_layout:
-        conflicts.append(f"parts of a checkpoint: {layout} -> {spec.shard_layout or 'one file'}")
+    # FSDP can also read one file, DeepSpeed cannot
+    has_parts = layout or (path and spec.shard_layout.startswith("ZeRO"))
+    if has_parts and layout != spec.shard_layout:
+        parts = f"{layout or 'one file'} -> {spec.shard_layout or 'one file'}"
+        conflicts.append(f"parts of a checkpoint: {parts}")
     if conflicts:
         raise UserError(
             f"{folder} has an unfinished run with other settings: {', '.join(conflicts)}; "
@@ -238,7 +245,8 @@ def inspect(spec: RunSpec, settings: dict, facts: dict, restart: bool = False) -
     for name, line in differences(saved_facts, facts).items():
         if name in ROUNDING:
             lines.append(f"{line}; results are equal up to rounding")
-    edited = differences(saved_facts.get("code", {}), facts["code"])
+    saved_code = saved_facts.get("code", {})
+    edited = [name for name in saved_code if facts["code"].get(name) != saved_code[name]]
     if edited:
         lines.append(f"warning: the code has changed since the last start: {', '.join(edited)}")
     lines.append(f"{folder}: this run is not finished: resumes after step {step}")
@@ -260,9 +268,16 @@ def check_writable(place: str, folder: Path) -> None:
     Symbolic links are not supported: where others may write, they could lead to other files.
     place: what errors begin with, such as the flag that names the folder.
     """
-    if folder.is_symlink() or any(path.is_symlink() for path in folder.glob("*")):
+    try:
+        has_links = folder.is_symlink() or any(path.is_symlink() for path in folder.glob("*"))
+        parent = folder
+        while not (parent.exists() or parent.is_symlink()):
+            parent = parent.parent
+    except OSError as error:  # the name is too long, or the folder cannot be read
+        problem = f"{str(folder)[:80]}: {error.strerror}"
+        raise UserError(f"{place}: {problem}; use another folder") from error
+    if has_links:
         raise UserError(f"{place}: {folder} is or has a symbolic link; use another folder")
-    parent = next(path for path in (folder, *folder.parents) if path.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise UserError(f"{place}: {parent} is not a folder that you can write; use another one")
 

@@ -148,9 +148,11 @@ def check_type(place: str, hint: Any, value: Any) -> None:
     """Raise UserError, which begins with `place`, for a value that does not fit the type hint."""
     kinds = typing.get_args(hint) or (hint,)
     is_choice = typing.get_origin(hint) is Literal
-    for part in value if typing.get_origin(hint) is tuple else [value]:
+    is_list = typing.get_origin(hint) is tuple
+    for part in value if is_list and isinstance(value, tuple) else [value]:
         fits = part in kinds if is_choice else type(part) in kinds
         fits |= type(part) is int and float in kinds
+        fits &= isinstance(value, tuple) or not is_list
         is_huge = isinstance(part, int | float) and not abs(part) < 2**63  # NaN is not below it
         if not fits or is_huge or data.CONTROL.search(str(part)):
             expected = f"a valid {getattr(hint, '__name__', hint)}"

@@ -52,7 +52,7 @@ def _without_weights(turns: list[dict]) -> list[dict]:
 
 def transcript(record: Record, *sides: str) -> tuple[Prompt, Reply, Reply]:
     """Return prompt, chosen and rejected of two texts of turns."""
-    conversations = {}
+    conversations = {name: record.data[name] for name in ("system",) if record.data.get(name)}
     for side in sides:
         text = data.text(record, side, may_be_empty=True)
         if not text.strip():

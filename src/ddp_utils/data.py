@@ -459,16 +459,19 @@ def cached_rows(
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
     file = Path(cache) / f"{Path(path).stem}-{key}.safetensors"
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(file.with_suffix(".lock")):
-            if not file.exists():
-                report: dict = {}
-                with write_file(file) as temporary:
-                    write_rows(temporary, make(report), report)
+        if not file.exists():  # otherwise the folder may be one that this user cannot write
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(file.with_suffix(".lock")):
+                if not file.exists():
+                    report: dict = {}
+                    with write_file(file) as temporary:
+                        write_rows(temporary, make(report), report)
         rows = Rows(kind, file)
-    except (OSError, SafetensorError) as error:
-        hint = "delete it, or use another folder"
-        raise UserError(f"--cache_dir: {file}: {error}; {hint}") from error
+    except SafetensorError as error:
+        raise UserError(f"{file}: {error}; delete it") from error
+    except OSError as error:
+        hint = f"{error.strerror}; use another folder"
+        raise UserError(f"--cache_dir: {cache} cannot be written: {hint}") from error
     return rows, {"file": path, **json.loads(rows.metadata["report"])}
 
 

@@ -172,7 +172,8 @@ def _open_store(world: World, address: str, port: int) -> dist.Store:
     options: dict[str, Any] = {"is_master": is_server, "timeout": timedelta(seconds=seconds)}
     if is_server and world.is_one_node:  # TCPStore itself would listen on every network
         opened = os.environ.get("MASTER_LISTEN_FD")  # by launch.py
-        listener = opened or socket.create_server((address, port)).detach()
+        family = socket.getaddrinfo(address, port)[0][0]
+        listener = opened or socket.create_server((address, port), family=family).detach()
         options["master_listen_fd"] = int(listener)
     store = dist.TCPStore(address, port, world.world_size, **options)
     # an agent keeps its store for all attempts
@@ -277,7 +278,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         code = exit_code(error)
         report(user_error(error))
     finally:
-        with contextlib.suppress(OSError):  # the reader of the pipe has ended
+        with contextlib.suppress(OSError, AttributeError):  # stdout is closed
             sys.stdout.flush()
         os._exit(code)
 
@@ -336,4 +337,4 @@ def _is_first_to_fail(error: BaseException, lost_peer: bool) -> bool:
     try:
         return _store.add("failed", 1) == 1
     except RuntimeError:  # rank 0, which keeps the store, has ended
-        return not lost_peer
+        return not lost_peer and not isinstance(error, UserError)

@@ -8,6 +8,15 @@ from typing import Any
 from ddp_utils import UserError
 
 
+def check(kind: str) -> None:
+    """Raise UserError if the package of a logger is missing."""
+    if kind == "wandb":
+        try:
+            import wandb  # noqa: F401
+        except ImportError as error:
+            raise UserError("--report_to wandb: run pip install wandb") from error
+
+
 class NoLogger:
     """No logger: only metrics.jsonl and the pictures."""
 
@@ -38,10 +47,7 @@ class WandB(NoLogger):
     """A run of Weights & Biases, configured by the WANDB_* variables; later starts continue it."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]):
-        try:
-            import wandb
-        except ImportError as error:
-            raise UserError("--report_to wandb: run pip install wandb") from error
+        import wandb
 
         id_file = folder / "wandb/id.txt"
         id_file.parent.mkdir(exist_ok=True)

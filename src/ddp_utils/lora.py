@@ -147,10 +147,11 @@ def add(model: PreTrainedModel, spec: LoraSpec) -> Any:
     targets: Any = spec.targets
     if targets != "all-linear":
         targets = [name.strip() for name in targets.split(",")]
-        names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+        names = {name.rpartition(".")[2] for name, _ in model.named_modules()} - {""}
         unknown = set(targets) - names
         if unknown:
-            layers = ", ".join(sorted(name for name in names if name.endswith("proj")))
+            projections = [name for name in names if name.endswith("proj")]
+            layers = ", ".join(sorted(projections or names))
             raise UserError(f"--lora_targets: no layer {min(unknown)} (expected {layers})")
     shape: Any = {"r": spec.r, "lora_alpha": spec.alpha, "lora_dropout": spec.dropout}
     settings = LoraConfig(target_modules=targets, task_type="CAUSAL_LM", **shape)

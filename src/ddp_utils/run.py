@@ -54,18 +54,19 @@ class RunConfig(Protocol):
 
 
 def environment(config: Any, world: World) -> dict[str, Any]:
-    """Return what is needed to repeat a run; no environment variable is read."""
+    """Return what is needed to repeat a run."""
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
-    packages = ("torch", "transformers", "peft")
+    versions = {name: metadata.version(name) for name in ("transformers", "peft")}
     return {
         "command": shlex.join(sys.orig_argv),
         "launcher": world.launcher,
+        "run_id": os.environ.get("TORCHELASTIC_RUN_ID"),  # of the launcher and its restarts
         "world_size": world.world_size,
         "backend": world.backend,
         "device": metrics.device_name(world.device),
         "git_commit": git("rev-parse", "HEAD"),
         "git_dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
-        "versions": {name: metadata.version(name) for name in packages},
+        "versions": {"torch": torch.__version__, **versions},
         "code": code_digests(),
         "threads": torch.get_num_threads(),
         "host": platform.node(),
@@ -154,6 +155,7 @@ class Run:
         state = checkpoints.inspect(self.spec, settings, facts, self.config.restart)
         if state.action == "finished":
             raise Stop(state.lines[0], 0)
+        loggers.check(self.config.report_to)
         if state.action == "move aside":
             held = checkpoints.lock(self.folder)
             moved = checkpoints.move_aside(self.folder)
@@ -178,8 +180,14 @@ class Run:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if not self.world.is_main:
-            return
+        try:
+            if self.world.is_main:
+                self._close(error)
+        except OSError:  # on a full disk; the first error counts
+            if error is None:
+                raise
+
+    def _close(self, error: BaseException | None) -> None:
         code = distributed.exit_code(error)
         self.write_summary(STATUS.get(code, "failed"), code)
         self.bar.close()
@@ -274,7 +282,12 @@ class Run:
     def _load(self, step: int) -> dict[str, Any]:
         policy, optimizer, schedule = self.training
         path = checkpoints.path_of(self.checkpoints, step)
-        tensors, manifest = checkpoints.read(path, self.world.rank)
+        rank = self.world.rank
+        tensors, manifest = distributed.on_each(self.world, lambda: checkpoints.read(path, rank))
+        digest = checkpoints.digest_of(manifest)
+        if digest != distributed.on_main(self.world, lambda: digest):
+            problem = f"rank {rank} has another checkpoint than rank 0"
+            raise UserError(f"{path}: {problem}; use a folder that all nodes can read")
         policy.load_state(optimizer, schedule, tensors, step, manifest["shard_layout"])
         return manifest
 

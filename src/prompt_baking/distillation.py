@@ -103,9 +103,15 @@ class Teacher:
                 save_file(states, temporary)
 
         distributed.on_each(self.world, write)
-        for path in paths:
-            file = safe_open(path, framework="pt")
-            self.files |= dict.fromkeys(file.keys(), file)
+
+        def open_all() -> None:
+            for path in paths:
+                if not path.exists():
+                    raise UserError(f"{path}: not there; use a folder that all nodes can read")
+                file = safe_open(path, framework="pt")
+                self.files |= dict.fromkeys(file.keys(), file)
+
+        distributed.on_each(self.world, open_all)
 
 
 def check_head(student: Student, rows: list[Trajectory], config: Config, run: Run) -> None:

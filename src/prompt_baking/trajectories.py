@@ -121,6 +121,8 @@ def read_prompts(path: str, encoder: Encoder, used: dict[str, str]) -> dict[str,
     else:
         lines = enumerate(data.content(path).split("\n"), start=1)
         texts = {f"line {number}": line for number, line in lines if line.strip()}
+    if not texts:
+        raise UserError(f"{path}: 0 prompts (expected one per line, or a JSON object)")
     names = {text.strip(): name for name, text in used.items()}
     prompts = {}
     for name in texts:
@@ -154,13 +156,15 @@ def read(path: str, encoder: Encoder, max_length: int) -> tuple[list[Trajectory]
             name, given = data.text(record, "kept"), record.data.get("system")
             if not isinstance(given, str):
                 raise data.wrong_value(record, "system", given, f"the prompt {name!r}")
-            report["kept"][name] = without = system = given
+            without = system = given
         student, teacher = ids_of(without, question), ids_of(system, question)
         reply = read_reply(record, encoder)
         available = max_length - len(teacher)
         if available < 1 or not reply:
             report["dropped"].append(record.location)
             continue
+        if name:
+            report["kept"][name] = system
         if len(reply) > available:
             report["cut"].append(record.location)
         reply = reply[:available]

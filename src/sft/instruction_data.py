@@ -81,8 +81,9 @@ def read(source: DataFile, encoder: Encoder) -> tuple[Rows, dict]:
 
 def find_format(record: Record) -> Format:
     """Return the format of a row."""
-    with contextlib.suppress(UserError):
-        return preference_data.find_format(record)._replace(name="preference")
+    if not record.data.keys() >= {"prompt", "completion"}:  # even beside a preference
+        with contextlib.suppress(UserError):
+            return preference_data.find_format(record)._replace(name="preference")
     for format in FORMATS:
         if record.data.keys() >= set(format.fields[:2]):
             return format

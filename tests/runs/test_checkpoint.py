@@ -190,3 +190,60 @@ def test_an_unfinished_run_cannot_be_resumed_with_any_other_setting(module, tmp_
     (tmp_path / "summary.json").write_text('{"status": "finished"}')
     assert checkpoints.inspect(spec, settings, code).action == "finished"
     assert checkpoints.inspect(spec, settings | {"seed": 7}, code).action == "move aside"
+
+
+def unfinished(folder, facts, layout=""):
+    """Make the folder of a run that was killed after step 4; return its RunSpec."""
+    contents = {"config": {"seed": 1}, "environment": facts, "summary": {}}
+    for name, content in contents.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    manifest = {"shard_layout": layout, "metrics_bytes": 0}
+    checkpoints.write(folder / "checkpoints", 4, {"w": torch.ones(1)}, manifest)
+    return checkpoints.RunSpec(folder, 9, {})
+
+
+def test_checkpoints_without_settings_are_not_resumed(tmp_path):
+    spec = unfinished(tmp_path, {})
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(UserError, match="has checkpoints but no config.json; use another folder"):
+        checkpoints.inspect(spec, {"seed": 1}, {"code": {}})
+
+
+def test_restart_counts_once_for_all_starts_of_a_launcher(tmp_path):
+    spec = unfinished(tmp_path, {"run_id": "7"})
+    for run_id, action in (("7", "resume"), ("8", "move aside"), (None, "move aside")):
+        facts = {"code": {}, "run_id": run_id}
+        assert checkpoints.inspect(spec, {"seed": 1}, facts, restart=True).action == action
+
+
+def test_a_script_of_another_name_is_changed_code(tmp_path):
+    spec = unfinished(tmp_path, {"code": {"main_distributed.py": "a", "ddp_utils/run.py": "b"}})
+    now = {"my_dpo.py": "a", "ddp_utils/run.py": "b"}
+    lines = checkpoints.inspect(spec, {"seed": 1}, {"code": now}).lines
+    assert lines[0].endswith("the code has changed since the last start: main_distributed.py")
+
+
+LAYOUTS = [  # of the checkpoint and of the run -> whether it can be read
+    ("", "FSDP FULL_SHARD on 2 processes", True),
+    ("", "ZeRO-3 on 2 processes", False),
+    ("ZeRO-3 on 2 processes", "ZeRO-3 on 2 processes", True),
+    ("ZeRO-3 on 2 processes", "ZeRO-3 on 4 processes", False),
+    ("FSDP FULL_SHARD on 2 processes", "", False),
+]
+
+
+@pytest.mark.parametrize(("saved", "now", "is_readable"), LAYOUTS)
+def test_how_ranks_have_split_a_checkpoint(saved, now, is_readable, tmp_path):
+    spec = unfinished(tmp_path, {}, saved)._replace(shard_layout=now)
+    if is_readable:
+        assert checkpoints.inspect(spec, {"seed": 1}, {"code": {}}).action == "resume"
+    else:
+        line = f"parts of a checkpoint: {saved or 'one file'} -> {now or 'one file'}"
+        with pytest.raises(UserError, match=line):
+            checkpoints.inspect(spec, {"seed": 1}, {"code": {}})
+
+
+def test_a_folder_below_a_broken_link_is_one_line(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="run folder: .*link is not a folder that you can write"):
+        checkpoints.check_writable("run folder", tmp_path / "link/run")

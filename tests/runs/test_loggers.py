@@ -73,4 +73,4 @@ def test_a_logger_that_is_not_there(tmp_path, monkeypatch):
     """A package that cannot be imported costs one line."""
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match="^--report_to wandb: run pip install wandb$"):
-        loggers.make("wandb", tmp_path, 0, {})
+        loggers.check("wandb")

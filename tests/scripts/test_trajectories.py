@@ -116,6 +116,9 @@ def test_prompts_that_are_to_be_kept(encoder, tmp_path):
         trajectories.read_prompts(path, encoder, {"what is baked": "You are a cook."})
     path = tmp_path / "p.json"
     path.write_text('{"cook": "You are a cook."}')
+    (tmp_path / "none.txt").write_text("\n")
+    with pytest.raises(UserError, match="none.txt: 0 prompts"):
+        trajectories.read_prompts(tmp_path / "none.txt", encoder, {})
     prompts = trajectories.read_prompts(path, encoder, {"another": "Be kind."})
     assert prompts == {"cook": "You are a cook.\n"}
     template = tmp_path / "t.jinja"  # as Qwen2.5's, which inserts a prompt where there is none

@@ -129,6 +129,10 @@ def make_mesh(settings: Settings, world: World) -> DeviceMesh:
     kind, size = world.device.type, world.world_size
     if settings.fsdp_sharding_strategy != "HYBRID_SHARD":
         return init_device_mesh(kind, (size,))
+    sizes = torch.tensor([world.local_size, world.local_size**2], device=world.device)
+    total, squares = distributed.all_sum(sizes, world).tolist()
+    if total**2 != size * squares:  # the variance of the nodes' sizes is not 0
+        raise UserError("HYBRID_SHARD: start the same number of processes on each node")
     shape = (size // world.local_size, world.local_size)
     return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
 
