@@ -300,7 +300,7 @@ def write(path: str, text: str, force: bool) -> None:
         file.chmod(0o755 if is_script else 0o644)
     except OSError as error:
         if error.errno in distributed.DISK_ERRORS:
-            raise  # status 4
+            raise distributed.user_error(error) from error  # status 4
         raise UserError(f"{location}: {error.strerror}; use another name") from error
 
 

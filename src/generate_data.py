@@ -254,10 +254,7 @@ def main(argv: list[str] | None = None) -> int:
     model = lora.load(config.model_name, precision.weights, world.device)
     scorer = logps.Scorer(model, precision.autocast)
 
-    # loop
-    sample(scorer, prompts, encoder.ends, config, world, folder)
-
-    # results
+    # replies
     def finish() -> None:
         replies: Replies = sum(read_groups(folder), [])
         texts = tokenizer.batch_decode(replies, skip_special_tokens=True)
@@ -269,9 +266,12 @@ def main(argv: list[str] | None = None) -> int:
         write(config.traj_out_file, False, rows)
         shutil.rmtree(folder)
 
-    distributed.on_main(world, finish)
-    if lock:
-        lock.release()
+    try:
+        sample(scorer, prompts, encoder.ends, config, world, folder)
+        distributed.on_main(world, finish)
+    finally:
+        if lock:
+            lock.release()
     return 0
 
 

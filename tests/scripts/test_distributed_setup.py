@@ -81,12 +81,12 @@ def files():
     return {str(p): p.read_bytes() if p.is_file() else "" for p in Path(".").rglob("*")}
 
 
-def error_of(line, *more):
+def error_of(line, *more, status=2):
     """The one line of the error for these flags, after a check that nothing was written."""
     before = files()
     with pytest.raises(UserError) as caught:
         make(line, *more)
-    assert caught.value.exit_code == 2
+    assert caught.value.exit_code == status
     assert files() == before
     message = str(caught.value)
     assert "\n" not in message and len(message) < 400
@@ -322,4 +322,4 @@ def test_a_file_is_complete_or_unchanged(monkeypatch):
     for place, name in ((Path, "write_bytes"), (os, "replace")):
         with monkeypatch.context() as patch:
             patch.setattr(place, name, full)
-            assert "No space left on device" in error_of("slurm --account other")
+            assert "No space left on device" in error_of("slurm --account other", status=4)
