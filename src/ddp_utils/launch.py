@@ -20,7 +20,8 @@ from typing import Any
 
 from ddp_utils import UserError, parse_number
 
-END_SECONDS = 120  # for all ranks to save and end, after one has failed, or a signal
+SAVE_SECONDS = 120  # after a signal, for all ranks to save and end
+END_SECONDS = 30  # after one rank has ended with an error, for the others, which may wait for it
 
 ranks: list[subprocess.Popen] = []  # the processes of this node
 received: list[int] = []  # signals
@@ -62,7 +63,9 @@ def wait() -> list[int]:
     """Wait for the ranks; return their exit statuses, -9 for a rank that was killed."""
     deadline = math.inf
     while any(rank.poll() is None for rank in ranks):
-        if received or any(rank.returncode for rank in ranks):
+        if received:
+            deadline = min(deadline, time.monotonic() + SAVE_SECONDS)
+        elif any(rank.returncode for rank in ranks):
             deadline = min(deadline, time.monotonic() + END_SECONDS)
         if time.monotonic() > deadline:
             for rank in ranks:
