@@ -244,9 +244,7 @@ def test_a_template_from_a_file_and_none_at_all(tmp_path):
     assert tok.decode(pair.prompt) == "[Q]"
     pair = Encoder(chat_tokenizer(CHATML), "none").encode("f:1", "Q", "A", "B")[0]
     assert tok.decode(pair.prompt) == "<s>Q"
-    with pytest.raises(
-        UserError, match="^--chat_template: no file nowhere.jinja; use a .jinja file"
-    ):
+    with pytest.raises(UserError, match="^--chat_template: no file nowhere.jinja; use"):
         Encoder(tok, "nowhere.jinja")
 
 
