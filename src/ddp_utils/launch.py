@@ -62,7 +62,7 @@ def start(program: tuple[str, ...], processes: int, nodes: int, node: int, attem
 def wait() -> list[int]:
     """Wait for the ranks; return their exit statuses, -9 for a rank that was killed."""
     deadline = math.inf
-    while any(rank.poll() is None for rank in ranks):
+    while None in [rank.poll() for rank in ranks]:  # each of them is asked in every turn
         if received:
             deadline = min(deadline, time.monotonic() + SAVE_SECONDS)
         elif any(rank.returncode for rank in ranks):

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import cluster
 import programs
 from conftest import ROOT
-from ddp_utils import NonFiniteError, UserError, distributed
+from ddp_utils import NonFiniteError, UserError, distributed, launch
 from ranks import free_port, ranks, run_ranks
 
 
@@ -85,6 +85,17 @@ def test_a_rank_that_is_still_saving_is_not_disturbed(tmp_path):
     process = launcher(tmp_path, "time.sleep(2 * rank)\nprint('saved')\nsys.exit(85)")
     output = process.communicate(timeout=60)[0]
     assert (process.returncode, output.count("saved")) == (85, 2)
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_ranks_that_wait_for_a_dead_one_are_killed(dead, monkeypatch):
+    """Whichever rank died: it may be the one that the launcher asks last."""
+    monkeypatch.setattr(launch, "END_SECONDS", 1)
+    monkeypatch.setattr(launch, "ranks", [subprocess.Popen(["sleep", "30"]) for _ in range(2)])
+    launch.ranks[dead].kill()
+    start = time.monotonic()
+    assert launch.wait() == [-signal.SIGKILL] * 2
+    assert time.monotonic() - start < 10
 
 
 SAVES = """
