@@ -44,6 +44,8 @@ ELSEWHERE = {
     "qsub": "tests/runs/test_aurora.py",
     "pip install": "README.md",
     "python -c 'import datasets": None,
+    ". .venv/bin/activate": None,
+    "export NNODES": "tests/runs/test_launchers.py",
     "module load": None,
     "python -m venv --system": None,
     "grep -v": None,
