@@ -240,10 +240,15 @@ def score_reference_model(
 
 
 def describe_run(
-    config: settings.Config, data: dict, report: dict, plan: sampler.Plan, judge: Any, world: World
+    config: settings.Config,
+    meta_model: Any,
+    data: dict,
+    report: dict,
+    plan: sampler.Plan,
+    judge: Any,
+    world: World,
 ) -> runs.RunSpec:
     """Check models and data against each other, before a weight is read; describe the run."""
-    meta_model = lora.meta_model(config.model_name, lora.LoraSpec.of(config))
     for pairs in filter(None, data.values()):
         models.check_fit(meta_model, pairs.extremes())
     if config.learning_rate is None:
@@ -285,7 +290,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     data, report = read_data(config, encoder, world)
     judge = load_judge(config, data)
     plan = sampler.Plan.of(config, len(data["train"]))
-    spec = describe_run(config, data, report, plan, judge, world)
+    meta_model = lora.meta_model(config.model_name, lora.LoraSpec.of(config))
+    spec = describe_run(config, meta_model, data, report, plan, judge, world)
     if config.check:
         distributed.choose_device(world, config.backend)
         return runs.check(spec, config, world)
@@ -353,8 +359,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             if data[split] and split not in run.results:  # the last step has evaluated val
                 run.results[split] = evaluate_split(split)
                 run.log(last, run.results[split], split)
+        models.round_weights(policy, meta_model)
         judges.write_examples(run, data, before, replies(), judge)
-        models.save_policy(policy, tokenizer, spec.model_folder or run.folder / "model", world)
+        folder = spec.model_folder or run.folder / "model"
+        models.save_policy(policy, meta_model, encoder, folder, world)
     return 0
 
 

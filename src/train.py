@@ -221,10 +221,9 @@ def score_reference(
 
 
 def describe_run(
-    config: Config, data: dict, report: dict, plan: sampler.Plan, world: World
+    config: Config, meta_model: Any, data: dict, report: dict, plan: sampler.Plan, world: World
 ) -> tuple[runs.RunSpec, Precision]:
     """Check model and data against each other, before a weight is read; describe the run."""
-    meta_model = lora.meta_model(config.model_name, lora.LoraSpec.of(config))
     for rows in filter(None, data.values()):
         models.check_fit(meta_model, rows.extremes())
     folders = {"model_name": config.model_name, "init_adapter": config.init_adapter}
@@ -271,7 +270,8 @@ def fine_tune(config: Config, world: World) -> int:
     encoder = encoder_of(config)
     data, report = read_data(config, encoder, world)
     plan = sampler.Plan.of(config, len(data["train"]), world.world_size)
-    spec, precision = describe_run(config, data, report, plan, world)
+    meta_model = lora.meta_model(config.model_name, lora.LoraSpec.of(config))
+    spec, precision = describe_run(config, meta_model, data, report, plan, world)
     if config.check:
         return runs.check(spec, config, world)
 
@@ -329,7 +329,7 @@ def fine_tune(config: Config, world: World) -> int:
 
         # results
         run.restore_best()
-        models.save_policy(policy, encoder.tokenizer, run.folder / "model", world)
+        models.save_policy(policy, meta_model, encoder, run.folder / "model", world)
     return 0
 
 

@@ -201,13 +201,18 @@ def evaluate(teacher: Teacher, examples: list[Trajectory], run: Run, baked: bool
 
 
 def describe_run(
-    config: Config, data: Data, reports: dict[str, dict], prompts: list, judge: Any, plan: Any
+    config: Config,
+    meta_model: Any,
+    data: Data,
+    reports: dict[str, dict],
+    prompts: list,
+    judge: Any,
+    plan: Any,
 ) -> RunSpec:
     """Check model and data against each other, before a weight is read; describe the run.
 
     prompts: token ids to which example replies are sampled.
     """
-    meta_model = lora.meta_model(config.model_name, lora_of(config))
     reply = [0] * config.max_new_tokens
     asked = [Trajectory(ids, ids, reply, "questions", "") for ids in prompts]
     own = [row._replace(reply=reply) for row in data["train"]] if config.on_policy else []
@@ -262,7 +267,8 @@ def main(argv: list[str] | None = None) -> int:
     prompts = [trajectories.prompt(encoder, column.system, text) for column, text in pairs]
     judge = read_judge(config, questions)
     plan = sampler.Plan.of(config, len(data["train"]), world.world_size)
-    spec = describe_run(config, data, reports, prompts, judge, plan)
+    meta_model = lora.meta_model(config.model_name, lora_of(config))
+    spec = describe_run(config, meta_model, data, reports, prompts, judge, plan)
     if config.check:
         distributed.choose_device(world, config.backend)
         return check(spec, config, world)
@@ -318,7 +324,7 @@ def main(argv: list[str] | None = None) -> int:
 
         # results
         run.restore_best()
-        models.save_policy(policy, tokenizer, run.folder / "model", world)
+        models.save_policy(policy, meta_model, encoder, run.folder / "model", world)
         if questions:
             texts = replies.sample(teacher, columns, questions, encoder, run)
             means = replies.judged(judge, columns, questions, texts) if judge else {}

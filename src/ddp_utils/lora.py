@@ -128,7 +128,7 @@ def load_merged(
         if hasattr(layer, "scale_layer"):
             layer.scale_layer(scale)
     model = adapted.merge_and_unload()
-    model.name_or_path = str(Path(models.model_path(path)).resolve())  # a later LoRA's base model
+    model.name_or_path = models.model_path(path)  # the base model of a later LoRA
     return model
 
 

@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from ddp_utils import UserError, data, distributed
 from ddp_utils.distributed import World
-from ddp_utils.policy import Policy, Tensors
+from ddp_utils.policy import Policy, Tensors, untied_state
 
 logging.disable_progress_bar()  # a run has its own
 logging.set_verbosity_error()  # check_complete() raises an error instead of a warning
@@ -89,10 +89,10 @@ def check_index(place: str, folder: Path) -> None:
 
 
 def model_path(name: Name) -> str:
-    """Return a folder, relative to the current one or to the project, or else a name on the hub."""
+    """Return the absolute path of a folder, which is looked up as data are, or a hub name."""
     folder = data.resolve(name)
     if folder.is_dir():
-        return str(folder)
+        return str(folder.resolve())  # peft records it as the base of an adapter
     if str(name).startswith((".", "/", "~")) or str(name).count("/") > 1:
         raise UserError(f"--model_name: there is no folder {name}; use a folder or a hub name")
     return str(name)
@@ -110,6 +110,7 @@ def load(
     """Load a model from safetensors, without dropout, directly onto the device.
 
     device: META compares the names and shapes in the files with the model's and reads no weight.
+    Such a model keeps the settings of its files, including dropout, for save().
     four_bits: keep the weights in 4 bits and compute in this dtype (needs bitsandbytes).
     Raises UserError for files that cannot be read, are not complete, or hold no causal model.
     """
@@ -135,7 +136,7 @@ def load(
     if is_encoder and not getattr(model.config, "is_decoder", False):
         kind = model.config.model_type
         raise UserError(f"{place}: {kind} reads a text in both directions; use a causal model")
-    return no_dropout(model)
+    return model if device == META else no_dropout(model)
 
 
 def no_dropout(model: Model) -> Model:
@@ -210,22 +211,68 @@ def input_digests(rows: dict, folders: dict[str, str], config: PretrainedConfig)
 # --- saving ---------------------------------------------------------------------------------------
 
 
-def save(model: Any, tokenizer: Tokenizer, folder: Path, weights: Tensors | None = None) -> None:
+@torch.no_grad()
+def round_weights(policy: Policy, base: Model) -> None:
+    """Round the trained weights as save() does, so that the last replies are the result's."""
+    dtypes = {name: tensor.dtype for name, tensor in base.state_dict().items()}
+    for name, parameter in policy.trainable().items():
+        if name in dtypes:  # not the weights of an adapter, which stay fp32
+            parameter.copy_(parameter.to(dtypes[name]))
+
+
+def save(
+    model: Any, base: Model, encoder: Any, folder: Path, weights: Tensors | None = None
+) -> None:
     """Write a folder that transformers or peft loads: safetensors, config, tokenizer.
 
-    weights: name -> tensor, if the model itself has only shards.
+    The settings and the dtypes of all weights but an adapter's are those of the base model's files.
+
+    base: on META, see load(); encoder: the chat_template.Encoder of the training; weights: name ->
+    full tensor, if the model itself has only shards.
     """
     # where DeepSpeed is installed, transformers imports it here, and it prints
     silence = contextlib.redirect_stdout(io.StringIO())
     with data.write_folder(folder) as temporary, silence, warnings.catch_warnings():
         # peft also looks for the config of the base model, which may be the folder of a LoRA
         warnings.filterwarnings("ignore", "Unable to fetch|Could not find a config")
-        model.save_pretrained(temporary, state_dict=weights)
-        tokenizer.save_pretrained(temporary)
+        if isinstance(model, Model):
+            # merging an adapter may have untied the head from the embedding
+            base.config.tie_word_embeddings = model.config.tie_word_embeddings
+            dtypes = {name: tensor.dtype for name, tensor in base.state_dict().items()}
+            weights = weights or untied_state(model)
+            for name, weight in weights.items():
+                weights[name] = weight.detach().to("cpu", dtypes[name])
+            base.save_pretrained(temporary, state_dict=weights)
+        else:
+            model.save_pretrained(temporary, state_dict=weights)
+            base.generation_config.save_pretrained(temporary)
+        add_ends(temporary, encoder.ends)
+        encoder.tokenizer.save_pretrained(temporary)
         (temporary / "README.md").unlink(missing_ok=True)  # peft's has no content
 
 
-def save_policy(policy: Policy, tokenizer: Tokenizer, folder: Path, world: World) -> None:
-    """Save what was trained, gathered from all ranks; all ranks must call this."""
+def all_ends(ends: Iterable[int], own: int | list[int] | None) -> list[int]:
+    """Return the token ids that end a reply: `ends`, then the eos_token_id of a model's config."""
+    own = own if isinstance(own, list) else [own] if own is not None else []
+    return [*dict.fromkeys([*ends, *own])]
+
+
+def add_ends(folder: Path, ends: Iterable[int]) -> None:
+    """Add the token ids at which the run ended a reply to the config files of a saved model."""
+    for file in (folder / "config.json", folder / "generation_config.json"):
+        if file.exists():  # edited as JSON, since transformers does not save all that it loads
+            settings = data.read_json(file)
+            own = settings.get("eos_token_id")
+            complete = all_ends(ends, own)
+            if len(complete) > len(all_ends([], own)):
+                settings["eos_token_id"] = complete if len(complete) > 1 else complete[0]
+                data.write_json(file, settings)
+
+
+def save_policy(policy: Policy, base: Model, encoder: Any, folder: Path, world: World) -> None:
+    """Save what was trained, gathered from all ranks; all ranks must call this.
+
+    base, encoder: as in save().
+    """
     weights = policy.full_weights()
-    distributed.on_main(world, lambda: save(policy.scorer.model, tokenizer, folder, weights))
+    distributed.on_main(world, lambda: save(policy.scorer.model, base, encoder, folder, weights))

@@ -190,7 +190,7 @@ class Policy:
         """Return the full tensor of which each rank has a shard."""
         return tensor
 
-    def full_parameter(self, parameter: nn.Parameter) -> Tensor:
+    def full_parameter(self, parameter: Tensor) -> Tensor:
         """Return the full weight in fp32."""
         return self.gather_tensor(parameter.detach())
 
@@ -199,12 +199,18 @@ class Policy:
         return self.gather_tensor(parameter.grad)
 
     def full_weights(self) -> Tensors | None:
-        """Return name -> full trained weight on rank 0; None if the model itself has them."""
+        """Return name -> full weight on rank 0: of an adapter, or all that a model's files contain.
+
+        Return None if the model is not sharded, and has them itself.
+        """
         if not self.is_sharded:
             return None
+        named: Tensors = {**self.trainable()}
+        if not hasattr(self.scorer.model, "peft_config"):
+            named = untied_state(self.scorer.model)  # with what is frozen
         weights = {}
-        for name, parameter in self.trainable().items():
-            weight = self.full_parameter(parameter)
+        for name, tensor in named.items():
+            weight = self.full_parameter(tensor)
             if distributed.is_first():
                 weights[name] = weight.cpu()
         return weights
@@ -267,6 +273,12 @@ class Policy:
     def from_saved(self, value: Tensor, like: Tensor, layout: str) -> Tensor:
         """Return a saved tensor on the device, and with the shards, of `like`."""
         return value.to(like.device)
+
+
+def untied_state(model: nn.Module) -> Tensors:
+    """Return name -> parameter or saved buffer, each once: a tied weight under its first name."""
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: named[name] for name in model.state_dict() if name in named}
 
 
 def cast_trained_to_fp32(module: nn.Module) -> None:

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import runs
 import train
-from ddp_utils import checkpoints, models, run
+from ddp_utils import checkpoints, distributed, logps, models, parallel, run
 from ddp_utils.sharding import fsdp
 from ranks import ranks, run_ranks
 
@@ -79,7 +79,8 @@ def data(tmp_path_factory):
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained("data/demo/model")
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # as most are saved
-    models.save(model, models.load_tokenizer("data/demo/model"), folder)
+    for part in (model, models.load_tokenizer("data/demo/model")):
+        part.save_pretrained(folder)
     files = {"sft": "instructions.jsonl", "dpo": "preferences_train.jsonl"}
     return {
         objective: [*words(f"--objective {objective} --max_rows 100"), "--model_name", str(folder)]
@@ -262,6 +263,35 @@ def test_each_of_four_ranks_has_a_quarter_of_the_parameters(strategy, data, tmp_
     flags += settings(tmp_path, strategy)
     fractions = ranks(4, fraction_of_the_model, tmp_path, flags, timeout=200)
     assert max(fractions) <= 0.3, fractions
+
+
+# --- what is saved --------------------------------------------------------------------------------
+
+
+def gathered_weights(path, strategy, options):
+    """Shard a model with a frozen embedding and a buffer -> what rank 0 would save, and the model."""
+    model = models.load(path, torch.float32, torch.device("cpu"))
+    model.model.register_buffer("counts", torch.arange(5.0))
+    model.get_input_embeddings().requires_grad_(False)
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    world = distributed.init_process_group(distributed.whoami(), "gloo", 1)
+    policy = parallel.wrap(logps.Scorer(model), world, parallel.choose(strategy, options))
+    return policy.full_weights(), expected
+
+
+ZERO_3 = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True}
+ZERO_3 |= {"zero_force_ds_cpu_optimizer": False, "zero_optimization": {"stage": 3}}
+
+
+@pytest.mark.parametrize(("strategy", "options"), [("fsdp", None), ("deepspeed", ZERO_3)])
+def test_frozen_weights_and_buffers_are_saved_too(strategy, options, data):
+    needs("zero3" if options else "FULL_SHARD")
+    path = data["sft"][data["sft"].index("--model_name") + 1]
+    weights, expected = ranks(2, gathered_weights, path, strategy, options, timeout=100)[0]
+    expected.pop("lm_head.weight")  # the embedding
+    assert weights.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(weights[name], tensor), name
 
 
 # --- half precision -------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ class ZeroPolicy(Policy):
         if self.scorer.autocast is None:  # in half precision DeepSpeed keeps fp32 copies itself
             cast_trained_to_fp32(self.scorer)
         deepspeed = import_deepspeed(world.device.type)
-        self.utils = deepspeed.utils
+        self.utils, self.zero = deepspeed.utils, deepspeed.zero
         # DeepSpeed reads this variable, which srun and PALS do not set
         os.environ.setdefault("LOCAL_RANK", str(world.local_rank))
         if not torch.distributed.is_initialized():  # one process can still offload to the host
@@ -125,8 +125,11 @@ class ZeroPolicy(Policy):
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         return self.utils.safe_get_full_grad(parameter)
 
-    def full_parameter(self, parameter: nn.Parameter) -> Tensor:
-        return self.utils.safe_get_full_fp32_param(parameter)
+    def full_parameter(self, parameter: Tensor) -> Tensor:
+        if parameter.requires_grad:
+            return self.utils.safe_get_full_fp32_param(parameter)
+        with self.zero.GatheredParameters([parameter], enabled=self.is_stage_3):
+            return parameter.clone()  # frozen, or a buffer
 
     # --- checkpoints ------------------------------------------------------------------------------
 

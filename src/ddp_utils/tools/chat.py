@@ -14,6 +14,7 @@ from jinja2 import TemplateError
 from transformers import TextStreamer
 
 from ddp_utils import SettingError, cli, data, distributed, lora, models
+from ddp_utils.chat_template import Encoder
 
 
 @dataclass
@@ -61,7 +62,9 @@ def main(argv: list[str] | None = None) -> int:
     device = distributed.choose_device(distributed.World(), "auto").device
     model, tokenizer = load(settings.folder, settings.before, device)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    ends = models.all_ends(Encoder(tokenizer).ends, model.generation_config.eos_token_id)
     options = {"max_new_tokens": settings.max_new_tokens, "pad_token_id": tokenizer.eos_token_id}
+    options["eos_token_id"] = ends or None
     options |= {"do_sample": settings.temperature > 0, "temperature": settings.temperature or None}
     options |= {"top_k": None, "top_p": None, "streamer": streamer}
     first = [{"role": "system", "content": settings.system}] if settings.system else []

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from ddp_utils import UserError, cli, distributed, lora, models
+from ddp_utils.chat_template import Encoder
 from ddp_utils.checkpoints import check_writable
 
 
@@ -36,9 +37,10 @@ def merge(adapter: str | Path, folder: str | Path, base: str = "", scale: float 
     if Path(adapter, "model/adapter_config.json").exists():
         adapter = Path(adapter, "model")
     with cli.located({"init_adapter": "adapter", "model_name": "--base"}):
+        original = lora.load_merged(adapter, "auto", models.META, base=base)
         merged = lora.load_merged(adapter, "auto", torch.device("cpu"), base=base, scale=scale)
     tokenizer = adapter if Path(adapter, "tokenizer_config.json").exists() else base
-    models.save(merged, models.load_tokenizer(tokenizer), folder)
+    models.save(merged, original, Encoder(models.load_tokenizer(tokenizer)), folder)
 
 
 def main(argv: list[str] | None = None) -> int:
