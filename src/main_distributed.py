@@ -268,7 +268,7 @@ def describe_run(
         steps=plan.steps,
         inputs=inputs,
         report=report,
-        lines=[preferences.describe(split, part) for split, part in report.items()],
+        lines=preferences.describe_all(report, data),
         model_folder=Path(config.output_dir) if config.output_dir else None,
         save_best=config.save_best,
         shard_layout=strategy.shard_layout(config.fine_tuning, world.world_size),
@@ -285,7 +285,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     # data
     tokenizer = models.load_tokenizer(config.model_name)
-    shape = config.max_length, config.truncation, config.chat_template_kwargs
+    shape = config.max_length, config.truncation, config.chat_template_kwargs, config.keep_thoughts
     encoder = Encoder(tokenizer, config.chat_template, *shape)
     data, report = read_data(config, encoder, world)
     judge = load_judge(config, data)

@@ -49,7 +49,7 @@ LEARNING_RATES = {  # objective and kind of fine-tuning -> default for 10 M para
 def encoder_of(config: Config) -> Encoder:
     """Return what turns texts into token ids."""
     tokenizer = models.load_tokenizer(config.model_name)
-    shape = config.max_length, config.truncation, config.chat_template_kwargs
+    shape = config.max_length, config.truncation, config.chat_template_kwargs, config.keep_thoughts
     return Encoder(tokenizer, config.chat_template, *shape)
 
 
@@ -233,7 +233,7 @@ def describe_run(
         from ddp_utils.sharding import fsdp
 
         fsdp.layers_of(meta_model, config.sharding or fsdp.Settings())  # an error for none
-    lines = [preferences.describe(split, part) for split, part in report.items()]
+    lines = preferences.describe_all(report, data)
     if config.sharding:  # as in the JSON, before its "auto" is filled in
         inputs[f"content of {config.strategy}_config"] = digest_of_files([], config.sharding)
     precision = fill_in_settings(config, meta_model, world)

@@ -62,8 +62,9 @@ class Dataset:
     train_data: str = "data/demo/instructions.jsonl"  # training data; see docs/strategies.md
     val_data: str = ""  # validation data; empty: val_share of train_data
     val_share: float = 0.05  # fraction of the prompts for validation without val_data; 0: none
-    chat_template: str = "auto"  # auto: from the tokenizer, if it has one; none; or a .jinja file
+    chat_template: str = "auto"  # auto: the tokenizer's, if any; none; .jinja file; or its name
     chat_template_kwargs: str = ""  # template arguments as JSON, such as {"enable_thinking": false}
+    keep_thoughts: bool = False  # append a reply as written where the template drops text of it
     max_length: int = 1024  # maximum tokens of prompt + response
     truncation: Literal["keep_end", "keep_start"] = "keep_end"  # part of a long prompt that is kept
     max_rows: int = -1  # use only the first rows of train_data; -1: all

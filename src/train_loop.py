@@ -30,7 +30,7 @@ from torch import Tensor
 from ddp_utils import UserError, checks, distributed, logps, lora, models, sampler
 from ddp_utils import data as data_files
 from ddp_utils import policy as policies
-from ddp_utils.chat_template import Encoder
+from ddp_utils.chat_template import Encoder, truncation_warning
 from ddp_utils.distributed import World, to_device
 from ddp_utils.judge import Judge, load_judge
 from ddp_utils.metrics import Averages, peak_memory_mb
@@ -229,6 +229,7 @@ def describe_run(
     for split, report in reports.items():
         count = f"{len(report['cut'])} cut, {len(report['dropped'])} dropped"
         lines.append(f"{split}: {len(data[split])} replies of {report['file']}; {count}")
+        lines += truncation_warning(split, len(report["cut"]), len(data[split]), "--max_traj_len")
     folder, save_best = Path(config.out_dir), config.save_best
     return RunSpec(folder, plan.steps, inputs, reports, lines, save_best=save_best)
 

@@ -10,6 +10,7 @@ import copy
 import json
 import os.path
 import re
+import reprlib
 from typing import Any
 
 import transformers
@@ -20,7 +21,7 @@ from ddp_utils.data import Prompt, Reply
 from ddp_utils.logps import Pair
 
 # what a template silently leaves out if it does not mention it
-NEED_SUPPORT = {"tool", "developer", "tools", "tool_calls", "reasoning_content"}
+NEED_SUPPORT = {"system", "developer", "tool", "tools", "tool_calls", "reasoning_content"}
 TEMPLATE_ERRORS: tuple = (TemplateError, *models.FAULTS)  # a template is a program
 PLAIN_ROLES = {"system": "\n\nSystem:", "user": "\n\nHuman:", "assistant": "\n\nAssistant:"}
 
@@ -30,10 +31,12 @@ Ids = list[int]  # token ids
 class Encoder:
     """Encodes a row as a Pair: template, prompt boundary, end of the reply, truncation.
 
-    chat_template: "auto" (the tokenizer's, if it has one), "none", or a .jinja file.
+    chat_template: "auto" (the tokenizer's, if it has one), "none", a .jinja file, or the name of
+    one of several templates of the tokenizer.
     max_length: in tokens, of a prompt and a response.
     truncation: "keep_end" or "keep_start" of the prompt.
     kwargs: arguments of the template besides the messages, as the text of a JSON object.
+    keep_thoughts: append a reply as it is written where the template drops text of it.
     """
 
     def __init__(
@@ -43,19 +46,17 @@ class Encoder:
         max_length: int = 1024,
         truncation: str = "keep_end",
         kwargs: str = "",
+        keep_thoughts: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.max_length = max_length
         self.keep_end = truncation == "keep_end"
-        if chat_template not in ("auto", "none"):
-            if not data.resolve(chat_template).is_file():
-                problem = f"no file {chat_template}; use a .jinja file, auto or none"
-                raise UserError(f"--chat_template: {problem}")
-            tokenizer.chat_template = data.content(chat_template)
-        self.templated = chat_template != "none" and bool(tokenizer.chat_template)
-        self.template = tokenizer.chat_template if self.templated else ""
-        self.template_words = set(re.findall(r"\w+", self.template))
+        self.keep_thoughts = keep_thoughts
+        self.template = choose_template(tokenizer, chat_template)
+        self.templated = bool(self.template)
+        self.template_words = {"system", *re.findall(r"\w+", self.template)}
         self.end = tokenizer.eos_token_id  # the token that ends a reply, or None
+        self.earlier_end = self.end  # the token that ends a reply that is not the last one
         self.after_reply = ""  # the template's text after a reply
         self.kwargs = self.check_arguments(kwargs or {}, "--chat_template_kwargs")
         if self.templated:
@@ -73,20 +74,20 @@ class Encoder:
         if self.tokenizer.is_fast:
             vocabulary = self.tokenizer.backend_tokenizer.to_str()
         special = self.tokenizer.special_tokens_map
-        settings = self.template, self.kwargs, self.max_length, self.keep_end
+        settings = self.template, self.kwargs, self.max_length, self.keep_end, self.keep_thoughts
         return [vocabulary, special, *settings, transformers.__version__]
 
     @property
     def ends(self) -> Ids:
         """Return the token ids at which a sampled reply is over."""
-        ends = dict.fromkeys((self.end, self.tokenizer.eos_token_id))  # self.end first
+        ends = dict.fromkeys((self.end, self.earlier_end, self.tokenizer.eos_token_id))
         return [token for token in ends if token is not None]
 
     def render(self, messages: list[dict], **options: Any) -> str:
         """Return the template's text; without a system role, its text precedes the first turn."""
         try:
-            options |= self.kwargs
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
+            options |= {"chat_template": self.template, "tokenize": False, **self.kwargs}
+            return self.tokenizer.apply_chat_template(messages, **options)
         except TEMPLATE_ERRORS as error:
             if messages[0]["role"] != "system" or len(messages) < 2:
                 raise UserError(f"--chat_template: {models.first_line(error)}") from error
@@ -102,6 +103,8 @@ class Encoder:
         for name in arguments:
             if name not in self.template_words or name in ("messages", "add_generation_prompt"):
                 problem = f"the chat template does not use {data.shown(name)}; remove it"
+                if isinstance(self.tokenizer.chat_template, dict):
+                    problem += f", or choose --chat_template: {listed(self.tokenizer)}"
                 raise UserError(f"{place}: {problem}")
         return arguments
 
@@ -113,16 +116,31 @@ class Encoder:
                 raise UserError(f"the chat template does not support {name}; {hint}")
 
     def _find_end_of_reply(self) -> None:
-        """Set `after_reply` and `end` by rendering a reply; also test for any roles."""
+        """Set the ends of replies by rendering some; also find out which roles are rendered."""
         question = {"role": "user", "content": "u"}
-        with contextlib.suppress(UserError):
-            if "@@@" in self.render([{"role": "@", "content": "@@@"}, question]):
-                self.template_words |= {"tool", "developer"}  # it renders every role
-        rendered = self.render([question, {"role": "assistant", "content": "@@@"}])
+        reply = {"role": "assistant", "content": "@@@"}
+        self.template_words.discard("system")
+        for role, supported in (("@", {"tool", "developer"}), ("system", {"system"})):
+            with contextlib.suppress(UserError):
+                if "@@@" in self.render([{"role": role, "content": "@@@"}, question]):
+                    self.template_words |= supported
+        rendered = self.render([question, reply])
         self.after_reply = rendered.rsplit("@@@", 1)[-1]
-        ids = self.tokenizer(self.after_reply, add_special_tokens=False).input_ids
+        self.end = next(iter(self._special_ids(self.after_reply)), self.end)
+        self.earlier_end = self.end
+        with contextlib.suppress(UserError):  # some templates end the last reply differently
+            rendered = self.render([question, reply, {"role": "user", "content": "~~~"}])
+            ends = self._special_ids(rendered.rpartition("@@@")[2].partition("~~~")[0])
+            asked, before = self.text([question]), self.render([question])
+            openings = self._special_ids(asked.removeprefix(before))  # of the assistant's turn
+            if self.end not in ends:
+                self.earlier_end = next((t for t in ends if t not in openings), self.end)
+
+    def _special_ids(self, text: str) -> Ids:
+        """Return the special tokens in a text."""
         special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
-        self.end = next((token for token in ids if token in special), self.end)
+        ids = self.tokenizer(text, add_special_tokens=False).input_ids
+        return [token for token in ids if token in special]
 
     def text(self, prompt: Prompt) -> str:
         """Return what the model reads before it replies."""
@@ -137,7 +155,8 @@ class Encoder:
     def text_with_reply(self, prompt: Prompt, reply: Reply, text: str) -> str:
         """Return a prompt and a reply as one text, which ends with the reply.
 
-        text: of the prompt.
+        text: of the prompt. Raises UserError if the template drops text of the reply, unless
+        thoughts are kept.
         """
         message = reply if isinstance(reply, dict) else {"role": "assistant", "content": reply}
         self.check_supported([message])
@@ -147,7 +166,14 @@ class Encoder:
         full = self.render([*messages, message]).removesuffix(self.after_reply)
         # a template may render the prompt differently once there is a reply
         same_prompt = full.startswith(text) or full.startswith(self.render(messages))
-        return full if same_prompt or isinstance(reply, dict) else f"{text}{reply}"
+        lost = lost_text(message, text, full)
+        if isinstance(reply, str) and (not same_prompt or (lost and self.keep_thoughts)):
+            return continued(text, reply)
+        if lost:
+            shown = reprlib.repr(full[len(os.path.commonprefix([text, full])) :])
+            problem = f"reply: the chat template renders {reprlib.repr(lost)} as {shown}"
+            raise UserError(f"{problem}; use --keep_thoughts, or another --chat_template")
+        return full
 
     def ids(self, *texts: str) -> list[Ids]:
         """Return the token ids of each text, with at most one BOS: a template may add a second."""
@@ -164,7 +190,7 @@ class Encoder:
     ) -> tuple[Pair, set[str]]:
         """Return the Pair of a prompt and two replies, which may be equal (for SFT), and notes.
 
-        notes: what the data report counts, "truncated" or "merged at the seam".
+        It is not truncated. notes: what the data report counts about the prompt's end.
         """
         text = self.text(prompt)
         replies = [chosen] if chosen == rejected else [chosen, rejected]
@@ -173,13 +199,13 @@ class Encoder:
         boundary = common_prefix(prompt_ids, *full_ids)
         if boundary == 0:  # nothing before the first response token would predict it
             raise UserError(f"prompt: {text!r:.40} has no token of its own; use a longer one")
-        notes = {"merged at the seam"} if boundary < len(prompt_ids) else set()
-        responses = [self.with_end(ids[boundary:]) for ids in (full_ids[0], full_ids[-1])]
-        parts = prompt_ids[:boundary], responses[0], responses[1]
-        truncated = self.truncate(*parts)
-        if truncated != parts:
-            notes.add("truncated")
-        return Pair(*truncated, location, plain_text(prompt), plain_text(chosen)), notes
+        notes = set()
+        if boundary < len(prompt_ids):
+            is_merged = all(full.startswith(text) for full in full_texts)
+            notes.add("merged at the seam" if is_merged else "without all of the generation prompt")
+        first, second = [self.with_end(ids[boundary:]) for ids in (full_ids[0], full_ids[-1])]
+        texts = plain_text(prompt), plain_text(chosen)
+        return Pair(prompt_ids[:boundary], first, second, location, *texts), notes
 
     def with_end(self, response: Ids) -> Ids:
         """Return the response with exactly one end token, which is trained, if there is one."""
@@ -188,16 +214,83 @@ class Encoder:
             length -= 1
         return response[:length] + ([] if self.end is None else [self.end])
 
-    def truncate(self, prompt: Ids, chosen: Ids, rejected: Ids) -> tuple[Ids, Ids, Ids]:
+    def truncate(self, pair: Pair) -> Pair:
         """Shorten the prompt first, to a quarter of max_length at least, then the responses."""
-        room = self.max_length - max(len(chosen), len(rejected))
+        if pair.num_tokens <= self.max_length:
+            return pair
+        prompt = pair.prompt
+        room = self.max_length - max(len(pair.chosen), len(pair.rejected))
         room = max(room, min(len(prompt), self.max_length // 4), 1)
         if len(prompt) > room:
             bos = prompt[:1] if prompt[0] == self.tokenizer.bos_token_id and room > 1 else []
             tail = prompt[len(prompt) - room + len(bos) :]
             prompt = bos + tail if self.keep_end else prompt[:room]
         room = self.max_length - len(prompt)
-        return prompt, chosen[:room], rejected[:room]
+        chosen, rejected = pair.chosen[:room], pair.rejected[:room]
+        return pair._replace(prompt=prompt, chosen=chosen, rejected=rejected)
+
+
+def choose_template(tokenizer: Any, choice: str) -> str:
+    """Return the text of the chosen chat template, or "", and make it the tokenizer's default."""
+    templates = tokenizer.chat_template or {}
+    if isinstance(templates, str):
+        templates = {"default": templates}
+    name = "default" if choice == "auto" else choice
+    if choice == "none" or (choice == "auto" and not templates):
+        return ""
+    if name in templates:
+        template = templates[name]
+    elif data.resolve(name).is_file():
+        template = data.content(name)
+    else:
+        names = f"; the tokenizer's templates are {listed(tokenizer)}" if templates else ""
+        problem = f"no file {name}; use a .jinja file, auto or none"
+        raise UserError(f"--chat_template: {problem}{names}")
+    templates = {**templates, "default": template}
+    tokenizer.chat_template = templates if len(templates) > 1 else template
+    return template
+
+
+def listed(tokenizer: Any) -> str:
+    """Return the names of a tokenizer's chat templates, for a message."""
+    templates = tokenizer.chat_template
+    return ", ".join(templates) if isinstance(templates, dict) else "default"
+
+
+def lost_text(message: dict, text: str, full: str) -> str:
+    """Return the part of a reply that is not in its rendering, except for white space, or "".
+
+    text: of the prompt; full: of the prompt and the reply.
+    """
+    calls = message.get("tool_calls") or []
+    parts = [message["content"], message.get("reasoning_content")]
+    start = len(os.path.commonprefix([text, full]))
+    for part in filter(None, [*parts, *(call["function"]["name"] for call in calls)]):
+        # the prompt's text may end with the beginning of the reply, such as <think>
+        if without_space(part) not in without_space(full[max(0, start - len(part)) :]):
+            return part
+    return ""
+
+
+def continued(text: str, reply: str) -> str:
+    """Return the reply after the text; an opening <think> of both is there once."""
+    opening = re.match(r"\s*(<\w+>)\s*", reply)
+    if opening and text.rstrip().endswith(opening[1]):
+        reply = reply[opening.end() :]
+    return text + reply
+
+
+def without_space(text: str) -> str:
+    """Return the text without white space, which templates change."""
+    return "".join(text.split())
+
+
+def truncation_warning(split: str, truncated: int, rows: int, flag: str) -> list[str]:
+    """Return a warning of one line, or none, about the rows that are longer than a flag allows."""
+    if truncated <= 0.1 * rows:
+        return []
+    hint = "a larger value needs more memory and time"
+    return [f"warning: {split}: {truncated} of {rows} rows are longer than {flag}; {hint}"]
 
 
 def messages_of(prompt: Prompt) -> list[dict]:

@@ -123,6 +123,7 @@ def _text_of_part(record: Record, place: str, part: Any) -> str:
 
 def _tool_calls(record: Record, place: str, calls: Any) -> list[dict]:
     """Return tool calls whose arguments are objects, as templates need; OpenAI's are texts."""
+    data.check_finite(record, place, calls)
     made = []
     for call in calls if isinstance(calls, list) else [calls]:
         function = call.get("function", call) if isinstance(call, dict) else None

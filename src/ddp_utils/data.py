@@ -134,13 +134,13 @@ def _rows(path: str) -> Iterator[tuple[str, Any]]:
         return
     text = content(path)
     if text.lstrip().startswith("["):
-        for index, value in enumerate(decode(text, path)):
+        for index, value in enumerate(decode(text, path, decoder=ROWS)):
             yield f"{path}[{index}]", value
         return
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
-                yield f"{path}:{number}", decode(line, path, number)
+                yield f"{path}:{number}", decode(line, path, number, ROWS)
             except UserError as error:
                 yield f"{path}:{number}", UserError(f"{error}; {ONE_OBJECT_PER_LINE}")
 
@@ -165,22 +165,6 @@ def read_json(path: AnyPath) -> dict:
     return data
 
 
-def decode(text: str, path: AnyPath, line: int = 1) -> Any:
-    """Return the value of JSON text that begins on a line of a file.
-
-    Raises UserError with the place of a syntax error, a duplicate key, or a NaN.
-    """
-    try:
-        return DECODER.decode(text)
-    except json.JSONDecodeError as error:
-        line += error.lineno - 1
-        raise UserError(f"{path}:{line}:{error.colno}: not JSON: {error.msg}") from error
-    except (ValueError, RecursionError) as error:
-        # the decoder does not report on which of several lines the error is
-        location = path if "\n" in text.strip() else f"{path}:{line}"
-        raise UserError(f"{location}: not JSON: {error}") from error
-
-
 def _reject_constant(word: str) -> None:
     raise ValueError(f"{word} is not a JSON number")
 
@@ -194,7 +178,25 @@ def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict:
     return data
 
 
-DECODER = json.JSONDecoder(parse_constant=_reject_constant, object_pairs_hook=_reject_duplicates)
+# the rows of a data file may have NaN in fields that are not read
+ROWS = json.JSONDecoder(object_pairs_hook=_reject_duplicates)
+STRICT = json.JSONDecoder(object_pairs_hook=_reject_duplicates, parse_constant=_reject_constant)
+
+
+def decode(text: str, path: AnyPath, line: int = 1, decoder: json.JSONDecoder = STRICT) -> Any:
+    """Return the value of JSON text that begins on a line of a file.
+
+    Raises UserError with the place of a syntax error, a duplicate key, or (STRICT) a NaN.
+    """
+    try:
+        return decoder.decode(text)
+    except json.JSONDecodeError as error:
+        line += error.lineno - 1
+        raise UserError(f"{path}:{line}:{error.colno}: not JSON: {error.msg}") from error
+    except (ValueError, RecursionError) as error:
+        # the decoder does not report on which of several lines the error is
+        location = path if "\n" in text.strip() else f"{path}:{line}"
+        raise UserError(f"{location}: not JSON: {error}") from error
 
 
 def text(record: Record, field: str, may_be_empty: bool = False) -> str:
@@ -230,6 +232,14 @@ def check_text_only(record: Record, path: str, value: Any, weights: tuple = (Non
     for key in WEIGHTS:
         if value.get(key) not in weights:
             raise wrong_value(record, place + key, value[key], "1 or true (use only such rows)")
+
+
+def check_finite(record: Record, field: str, value: Any) -> None:
+    """Raise UserError if NaN or infinity is somewhere in a value."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError as error:
+        raise wrong_value(record, field, value, "without NaN and infinity") from error
 
 
 def wrong_value(record: Record, field: str, value: Any, expected: str) -> UserError:

@@ -10,17 +10,20 @@ transcript   {"chosen", "rejected"}: texts of "\\n\\nHuman:" and "\\n\\nAssistan
 openai       {"input": {"messages"}, "preferred_output", "non_preferred_output"}
 """
 
+import contextlib
 import functools
+import math
+import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sized
 from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
 from ddp_utils import UserError, data, sampler
-from ddp_utils.chat_template import Encoder, plain_text
+from ddp_utils.chat_template import Encoder, plain_text, truncation_warning
 from ddp_utils.data import DataFile, Prompt, Record, Reply, Rows, Unusable
 from ddp_utils.logps import Pair
 
@@ -30,6 +33,12 @@ FIELDS = {name: (name, *SIDES) for name in TEXTS}  # format -> fields that a row
 FIELDS["sharegpt"] = ("conversations", *SIDES)
 FIELDS["openai"] = ("input", "preferred_output", "non_preferred_output")
 ARGUMENTS = ("tools", "chat_template_kwargs")  # arguments of the chat template for one row
+# fields of public data sets that tell, row by row, which of two responses is better
+WINNERS = r"labels|winner(_\w+)?|choice|better|preferred|(better|safer)_response_id"
+WINNERS += r"|(\w+_)?preference(_strength)?|(\w+_)?(score|rating|rank|reward)_[ab012]"
+WINNERS += r"|\w+_[ab012]_(score|rating|rank|reward)"
+# fields that tell how good the chosen response is, on its own or compared to the rejected one
+SCORES = r"(chosen[-_])?((overall|mean|avg|rm)_)?(score|rating|reward|margin)([-_]chosen)?"
 
 
 class Format(NamedTuple):
@@ -40,8 +49,8 @@ class Format(NamedTuple):
     preference: str = ""  # name of the format, if the rows are preferences
 
 
-# returns a row as token ids and notes on it, or raises Unusable or UserError
-Encode = Callable[[Record, Format, Encoder], tuple[Any, set[str]]]
+# returns a row as token ids, truncated and whole, and notes; or raises Unusable or UserError
+Encode = Callable[[Record, Format, Encoder], tuple[Any, Any, set[str]]]
 
 
 # --- a file --------------------------------------------------------------------------------------
@@ -57,14 +66,18 @@ def read(source: DataFile, encoder: Encoder) -> tuple[Rows, dict]:
     return data.cached_rows(Pair, source, encoder.facts(), make)
 
 
-def encode(record: Record, format: Format, encoder: Encoder) -> tuple[Pair, set[str]]:
-    """Return the Pair of a record and notes; raise Unusable if nothing is learned from it."""
-    pair, notes = encoder.encode(record.location, *texts_of(record, format.preference))
+def encode(record: Record, format: Format, encoder: Encoder) -> tuple[Pair, Pair, set[str]]:
+    """Return the Pair of a record, the same before truncation, and notes.
+
+    Raises Unusable if nothing is learned from it.
+    """
+    whole, notes = encoder.encode(record.location, *texts_of(record, format.preference))
+    pair = encoder.truncate(whole)
     if not (pair.chosen and pair.rejected):  # a tokenizer may drop letters and have no end
         raise Unusable("empty response")
     if pair.chosen == pair.rejected:
         raise Unusable("identical once cut")
-    return pair, notes
+    return pair, whole, notes
 
 
 def encode_rows(
@@ -79,7 +92,8 @@ def encode_rows(
     used = 0
     dropped: Counter = Counter()  # reason -> number of rows
     notes: Counter = Counter()
-    tokens: Counter = Counter()  # part of a row -> tokens in all rows
+    tokens: Counter = Counter()  # part of a row -> tokens in all rows, before truncation
+    chosen_longer = 0
     not_read: set[str] = set()
     tqdm.set_lock(threading.RLock())  # the default lock is a semaphore, which os._exit would leak
     records = data.read(source.path, source.limit, skip=True, columns=source.columns)
@@ -89,7 +103,7 @@ def encode_rows(
                 raise record.data
             format = format or find_format(record)
             arguments = template_arguments(record, encoder)
-            row, notes_on_row = encode(record, format, encoder.with_arguments(arguments))
+            row, whole, notes_on_row = encode(record, format, encoder.with_arguments(arguments))
         except Unusable as reason:
             dropped[str(reason)] += 1
             continue
@@ -102,8 +116,10 @@ def encode_rows(
             continue
         yield row
         used += 1
-        tokens.update(row.lengths)
-        notes.update(notes_on_row)
+        lengths = whole.lengths
+        tokens.update(lengths)
+        chosen_longer += lengths.get("chosen", 0) > lengths.get("rejected", 0)
+        notes.update(notes_on_row | ({"truncated"} if row != whole else set()))
         for name in record.data.keys() - {*format.fields, "system", *data.WEIGHTS, *ARGUMENTS}:
             if record.data[name] not in (None, "", [], {}):
                 not_read.add(name)
@@ -120,6 +136,19 @@ def encode_rows(
         "notes": notes,
         "mean_tokens": {part: round(total / used, 1) for part, total in tokens.items()},
     }
+    if "chosen" in tokens:
+        report["chosen_longer"] = round(chosen_longer / used, 3)
+
+
+def describe_all(reports: dict[str, dict], data: dict[str, Sized]) -> list[str]:
+    """Return a line for each file, and warnings about truncated or absent rows."""
+    lines = [describe(split, report) for split, report in reports.items()]
+    for split, report in reports.items():
+        truncated = report["notes"].get("truncated", 0)
+        lines += truncation_warning(split, truncated, report["used"], "--max_length")
+    if not data["val"]:
+        lines.append("warning: 0 validation rows; use --val_data FILE, or more rows")
+    return lines
 
 
 def describe(split: str, report: dict) -> str:
@@ -128,6 +157,8 @@ def describe(split: str, report: dict) -> str:
     if "split" in report:
         line += f", split into {_listed(report['split'])}"
     parts = [line, f"tokens {_listed(report['mean_tokens'])}"]
+    if "chosen_longer" in report:
+        parts.append(f"chosen longer in {report['chosen_longer']:.1%}".replace("%", " %"))
     parts += [f"{rows} {name}" for name, rows in {**report["dropped"], **report["notes"]}.items()]
     if not report["template"]:
         parts.append("no chat template")
@@ -184,7 +215,9 @@ def template_arguments(record: Record, encoder: Encoder) -> dict:
     place = f"{record.location}: tools"
     if isinstance(tools, str):
         tools = data.decode(tools, place)
-    return arguments | encoder.check_arguments({"tools": tools} if tools else {}, place)
+    arguments |= encoder.check_arguments({"tools": tools} if tools else {}, place)
+    data.check_finite(record, "tools or chat_template_kwargs", arguments)
+    return arguments
 
 
 def texts_of(record: Record, format: str) -> tuple[Prompt, Reply, Reply]:
@@ -197,9 +230,40 @@ def texts_of(record: Record, format: str) -> tuple[Prompt, Reply, Reply]:
     return prompt, chosen, rejected
 
 
+def check_direction(record: Record) -> None:
+    """Raise UserError if a field that is not trained tells that chosen may be the worse response.
+
+    Which response a field such as winner names depends on the file: it can only be "chosen".
+    """
+    for name, value in record.data.items():
+        is_wrong = False
+        if re.fullmatch(WINNERS, name, re.IGNORECASE):
+            is_wrong = value not in (None, "", [], "chosen")
+        elif re.fullmatch(SCORES, name, re.IGNORECASE):
+            other = record.data.get(name.replace("chosen", "rejected"))
+            if isinstance(value, list) and len(value) == 2:
+                value, other = value
+            is_single = "chosen" not in name and other is value
+            is_wrong = _number(value) <= 0 if is_single else _number(value) < _number(other)
+        if is_wrong:
+            problem = f"{record.data[name]!r:.40} does not tell that chosen is the better response"
+            hint = (
+                f"swap the two, or, if it means something else, --columns other={data.shown(name)}"
+            )
+            raise UserError(f"{record.location}: {data.shown(name)}: {problem}; {hint}")
+
+
+def _number(value: Any) -> float:
+    """Return a number, which CSV has as a text; anything else as NaN."""
+    with contextlib.suppress(TypeError, ValueError):
+        return float(value)
+    return math.nan
+
+
 def prompt_and_responses(record: Record, format: str) -> tuple[Prompt, Reply, Reply]:
     """Return prompt, chosen and rejected of a record in the named format."""
     data.check_text_only(record, "", record.data)
+    check_direction(record)
     if format in TEXTS:
         prompt = question(record, format)
         chosen, rejected = (data.text(record, side, may_be_empty=True) for side in SIDES)

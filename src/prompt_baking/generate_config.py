@@ -32,7 +32,7 @@ class Config:
     val_split: float = 0.1  # fraction of held-out questions
 
     # model and hardware
-    chat_template: str = "auto"  # auto: from the tokenizer, if it has one; none; or a .jinja file
+    chat_template: str = "auto"  # auto: the tokenizer's, if any; none; .jinja file; or its name
     chat_template_kwargs: str = ""  # template arguments as JSON, such as {"enable_thinking": false}
     use_mixed_precision: bool = True  # bf16 if the GPU supports it, else fp16; fp32 on a CPU
     base_dtype: Literal["auto", "fp32", "bf16"] = "auto"  # precision of the weights

@@ -28,7 +28,7 @@ class Config:
 
     # data
     max_traj_len: int = 1024  # maximum tokens of system prompt + question + reply
-    chat_template: str = "auto"  # auto: from the tokenizer, if it has one; none; or a .jinja file
+    chat_template: str = "auto"  # auto: the tokenizer's, if any; none; .jinja file; or its name
     chat_template_kwargs: str = ""  # template arguments as JSON; empty: as in the data
     shuffle: bool = True  # shuffle the data in every epoch
     cache_teacher: bool = False  # cache the last hidden states of the teacher on disk

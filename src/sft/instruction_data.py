@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ddp_utils import UserError, conversations, data, preference_data
-from ddp_utils.chat_template import Encoder, common_prefix, plain_text
+from ddp_utils.chat_template import Encoder, common_prefix, plain_text, without_space
 from ddp_utils.data import DataFile, Prompt, Record, Reply, Rows, Unusable
+from ddp_utils.logps import Pair
 from ddp_utils.preference_data import Format
 
 FORMATS = [  # the first one whose two fields (or one) a row has
@@ -91,8 +92,8 @@ def find_format(record: Record) -> Format:
     raise preference_data.unknown_format(record, expected)
 
 
-def encode_record(record: Record, format: Format, encoder: Encoder) -> tuple[Text, set[str]]:
-    """Return the Text of a row and notes; raise Unusable if it has no reply."""
+def encode_record(record: Record, format: Format, encoder: Encoder) -> tuple[Text, Text, set[str]]:
+    """Return the Text of a row as encode() does; raise Unusable if it has no reply."""
     prompt, reply = prompt_and_reply(record, format)
     if not plain_text(reply).strip():
         raise Unusable("empty response")
@@ -140,40 +141,49 @@ def _history(record: Record) -> list[dict]:
 
 def encode(
     encoder: Encoder, location: str, prompt: Prompt, reply: Reply, only_last: bool = False
-) -> tuple[Text, set[str]]:
-    """Return the Text of a prompt and its reply, and notes as Encoder.encode().
+) -> tuple[Text, Text, set[str]]:
+    """Return the Text of a prompt and its reply, the same before truncation, and notes.
 
     Replies in the prompt are trained, too, unless only the last one shall be (only_last). A
     conversation that is too long loses its oldest exchanges, but keeps its system turn; the rest
     is truncated like a pair. Raises Unusable if no trained token is left.
     """
     turns = prompt if isinstance(prompt, list) and not only_last else []
-    opening = fitted = prompt
-    if turns:
-        opening = turns[: _questions(turns)[0] + 1]
-        turns = _with_one_end(encoder, turns)
-        fitted = _drop_exchanges(encoder, turns, reply)
-    pair, notes = encoder.encode(location, fitted, reply, reply)
+    question = plain_text(turns[: _questions(turns)[0] + 1] if turns else prompt)
+    fitted = turns = _with_one_end(encoder, turns)
+    pair, notes = encoder.encode(location, turns or prompt, reply, reply)
+    pair = pair._replace(text=question)
+    whole = text = _text(encoder, pair, turns, notes)
+    if whole.num_tokens > encoder.max_length:
+        if turns:
+            fitted = _drop_exchanges(encoder, turns, reply)
+            pair, notes = encoder.encode(location, fitted, reply, reply)
+            pair = pair._replace(text=question)
+        text = _text(encoder, encoder.truncate(pair), fitted, notes)
+    return text, whole, notes
+
+
+def _text(encoder: Encoder, pair: Pair, turns: list[dict], notes: set[str]) -> Text:
+    """Return the Text of a pair's prompt and chosen reply; replies in the turns are trained, too.
+
+    Add to the notes if they cannot be.
+    """
     ids = pair.prompt + pair.chosen
     scored = [0] * len(pair.prompt) + [1] * len(pair.chosen)
-    if isinstance(fitted, list) and turns:
-        if fitted != turns:
-            notes.add("truncated")
-        spans = _earlier_replies(encoder, fitted, ids)
-        if spans is None:
-            notes.add("only the last reply is trained")
-        for start, stop in spans or []:
-            scored[start:stop] = [1] * (stop - start)
+    spans = _earlier_replies(encoder, turns, ids) if turns else []
+    if spans is None:
+        notes.add("only the last reply is trained")
+    for start, stop in spans or []:
+        scored[start:stop] = [1] * (stop - start)
     if 1 not in scored:
         raise Unusable("no trained token left")
     first = scored.index(1)
-    text = Text(ids[:first], ids[first:], scored[first:], location, plain_text(opening))
-    return text, notes
+    return Text(ids[:first], ids[first:], scored[first:], pair.location, pair.text)
 
 
 def _with_one_end(encoder: Encoder, turns: list[dict]) -> list[dict]:
     """Return turns whose replies have one end token, or none if the template adds it."""
-    end = _end_text(encoder)
+    end = _text_of(encoder, encoder.end)
     ended = []
     for turn in turns:
         if turn["role"] == "assistant":
@@ -210,7 +220,8 @@ def _earlier_replies(
     """
     full_text = encoder.text(turns)
     spans = []
-    end = _end_text(encoder) if encoder.templated else ""  # without a template replies have it
+    # without a template replies have their end
+    end = _text_of(encoder, encoder.earlier_end) if encoder.templated else ""
     for number, turn in enumerate(turns):
         if turn["role"] != "assistant" or "weight" in turn:
             continue
@@ -222,7 +233,7 @@ def _earlier_replies(
             content = turn["content"].strip()
             stop = full_text.find(content, len(before)) + len(content)
             stop = full_text.find(end, stop) + len(end)
-        if _without_space(full_text[:stop]) != _without_space(as_last):
+        if without_space(full_text[:stop]) != without_space(as_last):
             return None
         ids_before, ids_with_reply = encoder.ids(before, full_text[:stop])
         start = max(common_prefix(ids_before, ids), 1)  # nothing would predict a first token
@@ -230,10 +241,6 @@ def _earlier_replies(
     return spans
 
 
-def _end_text(encoder: Encoder) -> str:
-    """Return the text of the token that ends a reply, or ""."""
-    return "" if encoder.end is None else encoder.tokenizer.decode([encoder.end])
-
-
-def _without_space(text: str) -> str:
-    return "".join(text.split())
+def _text_of(encoder: Encoder, token: int | None) -> str:
+    """Return the text of a token, or "" if there is none."""
+    return "" if token is None else encoder.tokenizer.decode([token])

@@ -129,12 +129,18 @@ def test_an_argument_of_a_row_is_of_that_row_alone(tmp_path):
 
 
 NO_TOOLS = "the chat template does not support tool_calls"
+LOSSY = "{# tool_calls reasoning_content #}" + LLAMA3
+NO_SYSTEM = LLAMA3.replace("in messages", "in messages if m.role != 'system'")
 IMAGE = turn("user", [{"type": "image"}])
 UNSUPPORTED = [  # template, row, a part of the message
     (None, {"messages": CALLED}, NO_TOOLS),
     (None, {"messages": ANSWERED}, NO_TOOLS),
     (None, {"messages": SINGLE, "tools": SCHEMAS}, "tools: the chat template does not use tools"),
     (GEMMA, {"messages": THOUGHT}, "the chat template does not support reasoning_content"),
+    (LOSSY, {"messages": CALLED}, "reply: the chat template renders 'time' as ''"),
+    (LOSSY, {"messages": THOUGHT}, "reply: the chat template renders 'Hm.' as 'Noon.'"),
+    (NO_SYSTEM, {"messages": [turn("system", "Be kind."), *SINGLE]}, "does not support system"),
+    (TOOLS, {"messages": SINGLE, "tools": [float("nan")]}, "tools or chat_template_kwargs: must"),
     (TOOLS, {"messages": SINGLE, "tools": {"a": 1}}, "--chat_template: Tools should either be a"),
     (TOOLS, {"messages": SINGLE, "chat_template_kwargs": [1]}, "_kwargs: must be an object"),
     (TOOLS, {"messages": SINGLE, "chat_template_kwargs": {"x": 1}}, "template does not use x"),

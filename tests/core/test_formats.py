@@ -86,6 +86,52 @@ def test_the_fields_tell_the_format():
         )
 
 
+# --- which response is better ---------------------------------------------------------------------
+
+WRONG = [  # fields of public data sets whose rows prefer either of two responses
+    {"labels": 0, "score_A": 3, "score_B": 9},  # SHP
+    {"winner": "model_b"},  # Chatbot Arena
+    {"better_response_id": 1},  # PKU-SafeRLHF
+    {"overall_preference": -2},  # HelpSteer3
+    {"preference_strength": 1},  # HelpSteer2
+    {"score_0": "0.5", "score_1": "-0.5"},  # WebGPT, from CSV
+    {"choice": 1},  # summaries from feedback
+    {"preference": 2},  # AlpacaFarm
+    {"conv_A_rating": 1.0, "conv_B_rating": 3.0},  # Unified-Feedback
+    {"score_chosen": 8.0, "score_rejected": 8.5},  # UltraFeedback
+    {"chosen-rating": "9", "rejected-rating": "10"},
+    {"rating": [8.0, 9.0]},
+    {"score": -1},
+    {"label": False},  # KTO
+]
+RIGHT = [{"score_chosen": 8.5, "score_rejected": 8.5}, {"chosen_score": 5}, {"rating": [9, 8]}]
+RIGHT += [
+    {"score": 0.7},
+    {"preference": "chosen"},
+    {"label": True},
+    {"labels": []},
+    {"score": None},
+]
+
+
+@pytest.mark.parametrize("more", WRONG, ids=str)
+def test_a_field_that_prefers_the_other_response_is_an_error(more, tmp_path):
+    row = {"prompt": "q", **TEXT, **more}
+    assert error_of(row).startswith(f"{next(iter(more))}: ")
+    (tmp_path / "f.jsonl").write_text(json.dumps(row))
+    encoder = Encoder(load_tokenizer("data/demo/model"))
+    for reader in (reading.pairs, reading.texts):
+        with pytest.raises(UserError, match=f"f.jsonl:1: {next(iter(more))}: "):
+            reader(tmp_path / "f.jsonl", encoder)
+    columns = ",".join(f"other{number}={name}" for number, name in enumerate(more))
+    assert len(reading.pairs(tmp_path / "f.jsonl", encoder, columns=columns)[0]) == 1
+
+
+def test_a_field_that_prefers_the_chosen_response_is_accepted():
+    for more in RIGHT:
+        assert read({"prompt": "q", **TEXT, **more}) == ("q", "x", "y")
+
+
 # --- texts ---------------------------------------------------------------------------------------
 
 

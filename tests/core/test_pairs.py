@@ -55,8 +55,8 @@ SEAMS = [
 def test_complaint_08_no_token_is_lost_or_doubled_at_the_seam(bos, prompt, chosen, rejected):
     tok = tokenizer(bos)
     encoder = Encoder(tok)
-    pair, notes = encoder.encode("f:1", prompt, chosen, rejected)
-    assert "truncated" not in notes
+    pair = encoder.encode("f:1", prompt, chosen, rejected)[0]
+    assert encoder.truncate(pair) is pair
     for response, text in ((pair.chosen, chosen), (pair.rejected, rejected)):
         assert response[-1] == tok.eos_token_id
         assert pair.prompt + response[:-1] == tok(prompt + text).input_ids
@@ -112,11 +112,12 @@ def test_complaint_11_every_kept_row_has_a_response_token_and_one_prompt(
     prompt, chosen, rejected, max_length, truncation
 ):
     row = "f:1", prompt, chosen, rejected
-    pair, notes = Encoder(TOKENIZER, "auto", max_length, truncation).encode(*row)
-    whole = Encoder(TOKENIZER, max_length=10_000).encode(*row)[0]
+    encoder = Encoder(TOKENIZER, "auto", max_length, truncation)
+    whole = encoder.encode(*row)[0]
+    pair = encoder.truncate(whole)
     assert pair.prompt and pair.chosen and pair.rejected
     assert len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)) <= max_length
-    assert ("truncated" in notes) == (whole != pair)
+    assert (whole == pair) == (whole.num_tokens <= max_length)
     assert whole.chosen[: len(pair.chosen)] == pair.chosen  # cut at its end, if at all
 
 
@@ -124,13 +125,13 @@ def test_complaint_11_every_kept_row_has_a_response_token_and_one_prompt(
 def test_the_prompt_is_cut_first_and_keeps_its_bos(side, kept):
     tok = tokenizer(merges=[])
     encoder = Encoder(tok, max_length=12, truncation=side)
-    pair, notes = encoder.encode("f:1", "0123456789", "abc", "de")
+    pair = encoder.truncate(encoder.encode("f:1", "0123456789", "abc", "de")[0])
     assert tok.convert_ids_to_tokens(pair.prompt) == ["<s>", *kept]
     assert tok.decode(pair.chosen) == "abc</s>"
-    assert notes == {"truncated"}
     # beside a long response a quarter of max_length stays of the prompt
-    parts = Encoder(tok, max_length=16, truncation=side).truncate([3] * 20, [4] * 20, [5] * 14)
-    assert [len(part) for part in parts] == [4, 12, 12]
+    pair = Pair([3] * 20, [4] * 20, [5] * 14, "f:1", "")
+    pair = Encoder(tok, max_length=16, truncation=side).truncate(pair)
+    assert [len(part) for part in pair[:3]] == [4, 12, 12]
 
 
 def test_splits_share_no_prompt_and_do_not_depend_on_the_order_of_rows(tmp_path):
@@ -248,6 +249,50 @@ def test_a_template_from_a_file_and_none_at_all(tmp_path):
         Encoder(tok, "nowhere.jinja")
 
 
+R1 = (  # drops the thought of a reply, and opens one for a new reply
+    "{% for m in messages %}{% if m.role == 'user' %}<|h|>{{ m.content }}{% else %}<|/h|>"
+    "{{ m.content.split('</think>')[-1] }}<|eot|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|/h|><think>\n{% endif %}"
+)
+THOUGHTS = [  # reply -> prompt, reply and end as they are trained
+    ("<think>\nhm\n</think>\n\n4", "<|h|>2+2?<|/h|><think>\n", "hm\n</think>\n\n4<|eot|>"),
+    (" <think> hm</think>4", "<|h|>2+2?<|/h|><think>\n", "hm</think>4<|eot|>"),
+    ("hm\n</think>4", "<|h|>2+2?<|/h|><think>\n", "hm\n</think>4<|eot|>"),
+]
+
+
+@pytest.mark.parametrize(("reply", "prompt", "trained"), THOUGHTS)
+def test_a_thought_that_the_template_drops_is_an_error_or_kept(reply, prompt, trained):
+    tok = chat_tokenizer(R1, bos=False)
+    with pytest.raises(UserError, match=r"^reply: the chat template renders .*hm.* as '.*4'; use"):
+        Encoder(tok).encode("f:1", "2+2?", "4", reply)
+    encoder = Encoder(tok, keep_thoughts=True)
+    pair, notes = encoder.encode("f:1", "2+2?", reply, "<think>\n5")
+    assert (tok.decode(pair.prompt), tok.decode(pair.chosen), notes) == (prompt, trained, set())
+    # a reply without a thought is trained as the template renders it
+    pair, notes = encoder.encode("f:1", "2+2?", "4", "5")
+    assert tok.decode(pair.prompt + pair.chosen) == "<|h|>2+2?<|/h|>4<|eot|>"
+    assert notes == {"without all of the generation prompt"}
+
+
+NAMED = {"default": CHATML, "tool_use": "{{ tools }}" + LLAMA3}
+
+
+@pytest.mark.parametrize(("choice", "name"), [("auto", "default"), ("tool_use", "tool_use")])
+def test_one_of_several_templates_is_used_and_all_are_saved(choice, name, tmp_path):
+    tok = chat_tokenizer(dict(NAMED))
+    expected = tok.apply_chat_template(TALK, chat_template=name, return_dict=False)
+    encoder = Encoder(tok, choice)
+    assert encoder.ids(encoder.render(TALK))[0] == expected
+    tok.save_pretrained(tmp_path)
+    saved = PreTrainedTokenizerFast.from_pretrained(tmp_path).chat_template
+    assert saved == {**NAMED, "default": NAMED[name]}
+    with pytest.raises(UserError, match="no file rag; .* the tokenizer's .* are default, tool_use"):
+        Encoder(tok, "rag")
+    with pytest.raises(UserError, match="no file default; use a .jinja file, auto or none"):
+        Encoder(chat_tokenizer({"rag": CHATML}))
+
+
 # --- report --------------------------------------------------------------------------------------
 
 
@@ -269,9 +314,17 @@ def test_the_report_counts_by_row_what_a_hand_count_finds(tmp_path):
     assert report["notes"] == {"merged at the seam": 1, "truncated": 1}
     line = preference_data.describe("train", report)
     assert line.startswith("train: 7 rows of prompt, 4 used; tokens ")
+    # with <s> and the end, before truncation: 13 and 2, 2 and 4, 2 and 4, 2 and 31
+    assert report["mean_tokens"] == {"prompt": 2, "chosen": 4.8, "rejected": 10.2}
+    assert "; chosen longer in 25.0 %; " in line
     assert "2 malformed" in line and "1 truncated" in line
     with pytest.raises(UserError, match=":3: chosen: .*; or use --on_bad_record skip"):
         reading.pairs(path, encoder)
+    [warning] = preference_data.describe_all({"train": report}, {"val": kept})[1:]
+    assert warning.startswith("warning: train: 1 of 4 rows are longer than --max_length; ")
+    report["notes"] = {}
+    warnings = preference_data.describe_all({"train": report}, {"val": []})[1:]
+    assert warnings == ["warning: 0 validation rows; use --val_data FILE, or more rows"]
     path.write_text("{not json")  # skipping it would leave no row
     with pytest.raises(UserError, match=r"mixed.jsonl:1:2: not JSON.*list of them;"):
         reading.pairs(path, encoder)

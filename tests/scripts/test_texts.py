@@ -6,7 +6,7 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_pairs import CHATML, GEMMA, LLAMA3, THINKING, chat_tokenizer, tokenizer
+from test_pairs import CHATML, GEMMA, LLAMA3, R1, THINKING, chat_tokenizer, tokenizer
 
 import reading
 from conftest import ROOT
@@ -38,7 +38,8 @@ def shown(encoder, text):
 
 
 def encode(encoder, prompt, reply):
-    return instruction_data.encode(encoder, "f:1", prompt, reply)
+    text, whole, notes = instruction_data.encode(encoder, "f:1", prompt, reply)
+    return text, notes | ({"truncated"} if text != whole else set())
 
 
 def written(tmp_path, *rows):
@@ -140,11 +141,21 @@ NUMBERED = (  # turns are counted from the last one
 )
 COUNTED = "{{ messages | length }}{% for m in messages %}{{ m.content }}<|eot|>{% endfor %}"
 UNENDED = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+OLMO = (  # the last reply ends with another token than the earlier ones
+    "{% for m in messages %}<|h|>{{ m.role }}\n{{ m.content }}"
+    "{% if m.role == 'assistant' and loop.last %}{{ eos_token }}{% else %}<|eot|>\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|h|>assistant\n{% endif %}"
+)
+GLM = (  # a reply ends where the user's turn begins
+    "{% for m in messages %}{{ '<|/h|>' if m.role == 'assistant' else '<|h|>' }}\n{{ m.content }}"
+    "{% endfor %}{% if add_generation_prompt %}<|/h|>\n{% endif %}"
+)
 TALK = talk("Hi", "Hello! ", "Who?", system="Be kind.")
 
 
 TEMPLATES = {"llama3": LLAMA3, "gemma": GEMMA, "llama2": LLAMA2, "phi3": PHI3, "each thinks": EACH}
 TEMPLATES |= {"a thought": THINKING, "thinking": THINKING}  # no thought before the reply inside
+TEMPLATES |= {"olmo": OLMO, "glm": GLM}
 TEMPLATES |= {"numbered": NUMBERED, "counted": COUNTED, "unended": UNENDED}
 TEMPLATES["trimmed"] = CHATML.replace("m.content", "m.content | trim")
 EXPECTED = json.loads((ROOT / "tests/data/templates_expected.json").read_text())
@@ -157,6 +168,23 @@ def test_every_reply_is_trained_with_its_end_and_nothing_else(name):
     text, notes = encode(encoder, TALK, "Me.")
     assert (shown(encoder, text), notes) == (EXPECTED["trained"][name], set())
     assert text.text == "system: Be kind.\nuser: Hi"
+
+
+def test_sampling_stops_at_each_end_that_is_trained():
+    for template, ends in ((OLMO, ["</s>", "<|eot|>"]), (GLM, ["</s>", "<|h|>"])):
+        tok = chat_tokenizer(template)
+        assert Encoder(tok).ends == tok.convert_tokens_to_ids(ends)
+
+
+def test_a_thought_in_an_earlier_reply_is_an_error_or_not_trained():
+    tok = chat_tokenizer(R1, bos=False)
+    turns = talk("2+2?", "<think>hm</think>4", "+1?")
+    with pytest.raises(UserError, match="reply: the chat template renders '<think>hm</think>4' as"):
+        encode(Encoder(tok), turns, "5")
+    encoder = Encoder(tok, keep_thoughts=True)
+    text, notes = encode(encoder, turns, "<think>so</think>5")
+    expected = "<|h|>2+2?<|/h|>4<|eot|><|h|>+1?<|/h|><think>\n{so</think>5<|eot|>}"
+    assert (shown(encoder, text), notes) == (expected, {"only the last reply is trained"})
 
 
 @pytest.mark.parametrize("name", EXPECTED["rewritten"])
@@ -284,7 +312,7 @@ def test_an_exchange_that_is_too_long_is_truncated_like_a_pair():
     tok = chat_tokenizer(CHATML, bos=False)
     encoder = Encoder(tok, max_length=20)
     text, notes = encode(encoder, LONG, "ffff")
-    pair = Encoder(tok, max_length=20).encode("f:5", [LONG[0], LONG[-1]], "ffff", "!")[0]
+    pair = encoder.truncate(encoder.encode("f:5", [LONG[0], LONG[-1]], "ffff", "!")[0])
     assert (text.prompt, text.reply) == (pair.prompt, pair.chosen)
     assert shown(encoder, text) == "ee</s>\n<|h|>assistant\n{ffff</s>}"  # 15 and 5
     assert notes == {"truncated"}
@@ -339,10 +367,11 @@ def test_the_report_counts_by_row_what_a_hand_count_finds(tmp_path):
         "used": 4,
         "dropped": {"empty response": 1, "malformed": 3},
         "notes": {"truncated": 2},
-        "mean_tokens": {"prompt": 6.8, "reply": 7.8, "trained": 7.8},  # 2 2 10 13; 7 7 10 7
+        # of whole texts: 2 2 30 22; 7 7 10 34; 7 7 10 10
+        "mean_tokens": {"prompt": 14.0, "reply": 14.5, "trained": 8.5},
     }
     assert preference_data.describe("train", report) == (
-        "train: 8 rows of alpaca, 4 used; tokens 6.8 prompt, 7.8 reply, 7.8 trained; "
+        "train: 8 rows of alpaca, 4 used; tokens 14 prompt, 14.5 reply, 8.5 trained; "
         "1 empty response; 3 malformed; 2 truncated; no chat template; "
         "not read: source"
     )
