@@ -229,6 +229,9 @@ def main(argv: list[str] | None = None) -> int:
     config = settings.read(sys.argv[1:] if argv is None else argv)
     path = weights.path_of(config.model_path, config.base_model_dir)
     tasks = read_tasks(config)
+    for task in tasks:
+        if task.structure.note:
+            print(f"warning: {task.structure.note}")
     folder = Path(config.output_dir)
     checkpoints.check_writable("--output_dir", folder)
     device = distributed.choose_device(distributed.World(), config.backend).device

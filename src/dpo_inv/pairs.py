@@ -8,7 +8,7 @@ read, designed chains first.
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +27,14 @@ FIELDS += ["mutable_positions", "mutable_ranges"]
 IGNORED = ("description", "comment", "weight", "kind", "name")
 ALIASES = {"pdb": "pdb_file", "chain": "chain_id", "mutations": "mutation", "ddG": "ddg"}
 ALIASES["margin"] = "margin_kcal"
+DIRECTIONS = (
+    "label",
+    "labels",
+    "preference",
+    "score",
+    "winner",
+)  # may say which sequence is better
+MEASURED = "the ddG of the mutation in kcal/mol (--stable_ddg positive: above 0 is more stable)"
 
 
 class Pair(NamedTuple):
@@ -77,15 +85,22 @@ def read(
     pairs = []
     dropped: dict[str, list[str]] = defaultdict(list)  # reason -> locations of items
     notes: dict[str, list[str]] = defaultdict(list)
+    signs = []  # of the mutants with a ddG: 1 if the mutant is the stabler one, otherwise -1
     for record in data.read(path, limit, skip):
         try:
             if isinstance(record.data, UserError):
                 raise record.data
             fields = {ALIASES.get(key, key): value for key, value in record.data.items()}
+            if len(fields) < len(record.data):
+                raise UserError(f"{record.location}: two names of one field, such as ddG and ddg")
             record = record._replace(data=fields)
             for key in fields.keys() - {*FIELDS, *IGNORED}:
                 notes[f"{data.shown(key)} is not read"].append(record.location)
             pairs.append(_pair(record, path, backbones, settings))
+            if "preferred_seq" not in fields:
+                signs.append(pairs[-1].sign)
+            elif "ddg" in fields:
+                notes["ddg is not read next to preferred_seq"].append(record.location)
         except UnusableItem as reason:
             dropped[str(reason)].append(record.location)
         except UserError:
@@ -95,7 +110,28 @@ def read(
     if not pairs:
         reasons = [f"{len(items)} {reason}, as {items[0]}" for reason, items in dropped.items()]
         raise UserError(f"{path}: 0 usable pairs: {'; '.join(reasons)}")
-    return pairs, {"file": str(path), "used": len(pairs), "dropped": dropped, "notes": notes}
+    report = {"file": str(path), "used": len(pairs), "dropped": dropped, "notes": notes}
+    return pairs, report | {"warnings": _warnings(pairs, signs, settings)}
+
+
+def _warnings(pairs: Sequence[Pair], signs: Sequence[int], settings: PairSettings) -> list[str]:
+    """Return what is unusual in the pairs of a file; signs: see `read`."""
+    warnings = []
+    if len(signs) >= 5 and 2 * signs.count(1) > len(signs):
+        other = "negative" if settings.stable_ddg == "positive" else "positive"
+        problem = f"{signs.count(1)} of {len(signs)} mutants are more stable than the wild type"
+        warnings.append(f"{problem}; if ddG has the other sign here, use --stable_ddg {other}")
+    seen = {(pair.number, pair.preferred.tobytes(), pair.unpreferred.tobytes()) for pair in pairs}
+    swapped = [
+        (pair.number, pair.unpreferred.tobytes(), pair.preferred.tobytes()) for pair in pairs
+    ]
+    count = len(seen.intersection(swapped))
+    if count:
+        warnings.append(f"{count} pairs contradict each other; keep one of two equal mutations")
+    notes = sorted({pair.backbone.note for pair in pairs} - {""})
+    if notes:
+        warnings.append(f"{len(notes)} structures such as {notes[0]}")
+    return warnings
 
 
 def _pair(record: Record, source: str, backbones: dict, settings: PairSettings) -> Pair:
@@ -144,7 +180,14 @@ def _sequences(
     record: Record, backbone: Structure, settings: PairSettings
 ) -> tuple[np.ndarray, np.ndarray, float]:
     """Return the preferred and the unpreferred sequence, [L] each, and the margin in kcal/mol."""
-    if "ddg" in record.data and "preferred_seq" not in record.data:
+    for field in DIRECTIONS:
+        if field in record.data:
+            hint = "remove it; preferred_seq and unpreferred_seq, or ddg, say which is better"
+            raise UserError(f"{record.location}: {field}: not supported; {hint}")
+    if "preferred_seq" not in record.data:
+        if "ddg" not in record.data:
+            problem = f"missing, and no preferred_seq; fields found: {data.names_of(record)}"
+            raise UserError(f"{record.location}: ddg: {problem} (expected {MEASURED})")
         mutant = mutations.mutant(record, backbone, settings.numbering)
         wild_type = encode(backbone.sequence)
         ddg = mutations.read_number(record, "ddg")
@@ -251,8 +294,8 @@ def digest(pairs: Iterable[Pair]) -> str:
 
 
 def describe(split: str, report: dict) -> str:
-    """Return the report on one file as one line."""
+    """Return the report on one file as one line, and one for each warning."""
     parts = [f"{split}: {report['used']} pairs of {report['file']}"]
     parts += [f"{len(items)} {reason}" for reason, items in report["dropped"].items()]
     parts += [f"{len(items)} items: {note}" for note, items in report["notes"].items()]
-    return "; ".join(parts)
+    return "\nwarning: ".join(["; ".join(parts), *report["warnings"]])

@@ -59,7 +59,8 @@ def read_data(config: Config, world: World) -> tuple[Data, dict[str, dict]]:
     elif len(train) >= 10:
         data["train"], data["val"] = batches.split(train, config.seed)
         names = sorted({pair.name for pair in data["val"]})
-        reports["val"] = report | {"used": len(data["val"]), "held_out": names}
+        held_out = {"used": len(data["val"]), "held_out": names, "warnings": []}
+        reports["val"] = report | held_out
         report["used"] = len(data["train"])
     if config.method in MEASURED_METHODS or config.weighting == "margin":
         pairs.check_margins(data["train"] + data["val"], config.method, config.weighting)

@@ -1,7 +1,8 @@
 """Read backbones from PDB and mmCIF files, gzipped or not: protein chains of the first model.
 
-If a residue has alternative conformers, the first one is used, as in the official parser. Atoms of
-two conformers are never mixed.
+If a residue has alternative conformers, the first one is used, as in the official parser
+(parse_PDB_biounits of github.com/dauparas/ProteinMPNN). Atoms of two conformers are never mixed.
+The official parser reads ATOM records and MSE; Structure.note names what is read differently here.
 
 A Structure has L positions: the residues of the requested chains in file order, and a masked X for
 each residue number that a gap skips, as in the official parser. A gap of more than 32 numbers adds
@@ -26,6 +27,7 @@ STANDARD = {gemmi.expand_one_letter(x, gemmi.ResidueKind.AA): x for x in "ACDEFG
 LETTERS = STANDARD | {"MSE": "M", "CYX": "C", "CYM": "C", "ASH": "D", "GLH": "E", "LYN": "K"}
 LETTERS |= dict.fromkeys(("HID", "HIE", "HIP", "HSD", "HSE", "HSP"), "H")
 Names = Sequence[str]  # of chains
+Residues = list[tuple[Any, str]]  # residues of a chain, and their letters: "" if they are not read
 MISSING = np.full((4, 3), np.nan)  # the coordinates of a position without a residue
 
 
@@ -54,6 +56,7 @@ class Structure(NamedTuple):
     numbering: np.ndarray  # [L] int64: Position.number
     labels: tuple[str, ...]  # [L] Position.label
     tied: np.ndarray  # [T, C] int64: positions that share a letter; C is 1 without homo_oligomer
+    note: str = ""  # what the user should know about how the file was read, in one line
 
     @property
     def tied_weights(self) -> np.ndarray:
@@ -77,12 +80,14 @@ def read(
     residues_of = _read_chains(path)
     chains = (*design, *fixed) or (min(residues_of),)
     positions: list[Position] = []
+    notes: list[str] = []
     for number, chain in enumerate(chains, start=1):
         if chain not in residues_of or chains.count(chain) > 1:
             problem = f"no protein chain {chain!r:.40}, or it is named twice"
             raise UserError(f"{path}: {problem}; its chains are {[*residues_of]!r:.200}")
         first = positions[-1].number + 1 if positions else 0
         positions += _positions(path, residues_of[chain], number, first)
+        notes += _differences(chain, residues_of[chain])
     columns = map(np.array, zip(*positions, strict=True))
     numbering, chain_encoding, observed, letters, names, coords = columns
     mask = np.isfinite(coords).all((1, 2))
@@ -92,31 +97,41 @@ def read(
     residue_idx = numbering + 100 * (chain_encoding - 1)
     backbone = coords, mask.astype(np.float32), residue_idx, chain_encoding
     in_design = chain_encoding <= max(1, len(design))
-    sequence, labels = "".join(letters), tuple(names.tolist())
     tied = np.arange(len(mask))[:, None]
-    structure = Structure(*backbone, sequence, chains, observed, in_design, numbering, labels, tied)
+    hint = "see 'Official parser' in docs/protein_dpo.md"
+    note = f"{Path(path).name}: {', '.join(notes):.200}; {hint}" if notes else ""
+    sequence, labels = "".join(letters), tuple(names.tolist())
+    structure = Structure(
+        *backbone, sequence, chains, observed, in_design, numbering, labels, tied, note
+    )
     return structure._replace(tied=_tie_copies(path, structure)) if homo_oligomer else structure
 
 
-def _positions(path: str | Path, residues: list[Any], chain: int, first: int) -> list[Position]:
+def _positions(path: str | Path, residues: Residues, chain: int, first: int) -> list[Position]:
     """Return the positions of one chain; `first` is the number of its first residue."""
     positions: list[Position] = []
+    labels: set[str] = set()
     number = first - 1
-    previous = residues[0].seqid.num - 1
-    for residue in residues:
+    previous = 0
+    for residue, letter in residues:
+        if not letter:
+            continue
+        label = str(residue.seqid)
+        if label in labels or len({(atom.name, atom.altloc) for atom in residue}) < len(residue):
+            problem = f"residue {label} occurs twice in one chain"
+            raise UserError(f"{path}: {problem}; use different chain names for different molecules")
         # insertion codes repeat a number, and some files step back: such residues still follow
-        step = max(1, residue.seqid.num - previous)
+        step = max(1, residue.seqid.num - previous) if labels else 1
         if step <= MAX_GAP:
             positions += [Position(skipped, chain) for skipped in range(number + 1, number + step)]
         number += step
         previous = residue.seqid.num
-        letter = LETTERS.get(residue.name, "X")
-        coords = _backbone_coords(path, residue)
-        positions.append(Position(number, chain, True, letter, str(residue.seqid), coords))
+        labels.add(label)
+        positions.append(Position(number, chain, True, letter, label, _coords(path, residue)))
     return positions
 
 
-def _backbone_coords(path: str | Path, residue: gemmi.Residue) -> np.ndarray:
+def _coords(path: str | Path, residue: gemmi.Residue) -> np.ndarray:
     """Return the coordinates of N, CA, C and O, [4, 3], NaN where an atom is missing."""
     coords = MISSING.copy()
     for index, name in enumerate(BACKBONE):
@@ -131,35 +146,45 @@ def _backbone_coords(path: str | Path, residue: gemmi.Residue) -> np.ndarray:
 
 
 def _tie_copies(path: str | Path, structure: Structure) -> np.ndarray:
-    """Return the tied positions [T, C]: residues with the same number in the C designed chains.
+    """Return the tied positions [T, C]: the same residue of the C designed chains.
 
-    Where a chain lacks the residue, and outside the designed chains, positions are repeated.
+    These are residues with the same number. If numbers continue from chain to chain, they are
+    residues at the same distance from the first one of their chain. Where a chain lacks the
+    residue, and outside the designed chains, positions are repeated.
     """
+    is_tied = structure.observed & structure.in_design
+    labels = np.array(structure.labels)
+    chains = [
+        is_tied & (structure.chain_encoding == number)
+        for number in {*structure.chain_encoding[is_tied]}
+    ]
+    places = [structure.numbering[chain] - structure.numbering[chain][0] for chain in chains]
+    common = set.intersection(*({*labels[chain]} for chain in chains))
+    if 2 * len(common) < len(places[0]) and len({place[-1] for place in places}) == 1:
+        labels[is_tied] = np.concatenate(places) + 1
     groups: dict[str | int, list[int]] = {}  # label, or position if it is not designed
-    for position, label in enumerate(structure.labels):
-        is_designed = structure.observed[position] and structure.in_design[position]
-        groups.setdefault(label if is_designed else position, []).append(position)
+    for position, label in enumerate(labels.tolist()):
+        groups.setdefault(label if is_tied[position] else position, []).append(position)
     most = max(map(len, groups.values()))
     for key, group in groups.items():
         letters = {structure.sequence[position] for position in group} - {"X"}
         if most == 1 or len(letters) > 1:
             problem = f"residue {key} is {' and '.join(sorted(letters))}"
-            raise UserError(f"{path}: {problem}; --homo_oligomer needs --design_chains of copies")
+            hint = "copies: the same residue numbers, or numbers that continue over equal chains"
+            raise UserError(f"{path}: {problem}; --homo_oligomer needs --design_chains of {hint}")
     return np.stack([np.resize(group, most) for group in groups.values()])
 
 
-def _read_chains(path: str | Path) -> dict[str, list[Any]]:
-    """Return the residues, in file order, of each protein chain of the first model."""
+def _read_chains(path: str | Path) -> dict[str, Residues]:
+    """Return the residues, in file order, of each chain of the first model with amino acids."""
     chains = {}
     try:
         structure = gemmi.read_structure_string(data.content(path))
-        structure.add_entity_types(overwrite=True)  # a TER within a chain must not end it
-        structure.remove_ligands_and_waters()
-        structure.remove_alternative_conformations()  # keeps the first
         for chain in structure[0]:
-            residues = [residue for residue in chain if _is_amino_acid(residue)]
-            if residues:
-                chains[chain.name] = residues
+            residues = [*chain.first_conformer()]
+            letters = _letters(residues)
+            if any(letters):
+                chains[chain.name] = [*zip(residues, letters, strict=True)]
     except (RuntimeError, ValueError, IndexError) as error:  # gemmi's messages have many lines
         raise UserError(f"{path}: not a PDB or mmCIF file: {str(error)!r:.100}") from error
     if not chains:
@@ -167,7 +192,50 @@ def _read_chains(path: str | Path) -> dict[str, list[Any]]:
     return chains
 
 
+def _letters(residues: list[Any]) -> list[str]:
+    """Return the letter of each residue of a chain, or "" if it is not part of the protein.
+
+    The protein ends with the last amino acid that is an ATOM record, is marked as a polymer (in
+    mmCIF by its entity, in PDB by a later TER) or, in a file without such marks, is close to the
+    one before. Amino acids after it are ligands.
+    """
+    letters = []
+    end = 0  # of the protein in `letters`
+    previous = None
+    for residue in residues:
+        letter = LETTERS.get(residue.name, "X") if _is_amino_acid(residue) else ""
+        letters.append(letter)
+        if letter:
+            kind = residue.entity_type
+            is_marked = residue.het_flag == "A" or kind == gemmi.EntityType.Polymer
+            if is_marked or (kind == gemmi.EntityType.Unknown and _are_close(previous, residue)):
+                end = len(letters)
+                previous = residue
+    return letters[:end] + [""] * (len(letters) - end)
+
+
 def _is_amino_acid(residue: gemmi.Residue) -> bool:
     """Return whether this is a numbered amino acid, known or not; no cap and no nucleotide."""
     is_known = gemmi.find_tabulated_residue(residue.name).is_amino_acid()
-    return residue.seqid.num is not None and (is_known or "CA" in residue)
+    return residue.seqid.num is not None and (is_known or "CA" in residue and "C" in residue)
+
+
+def _are_close(residue: gemmi.Residue | None, other: gemmi.Residue) -> bool:
+    """Return whether the distance of CA is that of neighbors in a chain, about 3.8 Angstrom."""
+    first, second = residue and residue.get_ca(), other.get_ca()
+    return bool(first and second and first.pos.dist(second.pos) < 4.5)
+
+
+def _differences(name: str, residues: Residues) -> list[str]:
+    """Return what the official parser reads differently, and amino acids that are not read."""
+    differences = []
+    for residue, letter in residues:
+        is_skipped = residue.het_flag == "H" and residue.name != "MSE"
+        official = "" if is_skipped else (STANDARD | {"MSE": "M"}).get(residue.name, "X")
+        if letter != official or not letter and _is_amino_acid(residue):
+            reading = f"as {letter}" if letter else "skipped"
+            differences.append(f"{data.shown(residue.name)} {name}{residue.seqid} {reading}")
+    numbers = [(residue.seqid.num, residue.seqid.icode) for residue, letter in residues if letter]
+    if numbers != sorted(numbers):
+        differences.append(f"chain {name} in file order, not by number")
+    return differences

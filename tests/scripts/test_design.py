@@ -220,6 +220,38 @@ def item_of(dimer, changed=9):
     return item | {"preferred_seq": text, "unpreferred_seq": "/".join(other)}
 
 
+def renumbered(dimer, file, numbers):
+    """Write the dimer with these functions of the residue numbers of its chains."""
+    structure = gemmi.read_structure(str(dimer))
+    for chain, number in zip(structure[0], numbers, strict=True):
+        for residue in chain:
+            residue.seqid = gemmi.SeqId(number(residue.seqid.num), " ")
+    structure.write_pdb(str(file))
+    return file
+
+
+def test_copies_whose_numbers_continue_are_tied_by_place(tmp_path, model):
+    """As by the official make_tied_positions_dict.py; a gap in both chains is a row in both."""
+    length = len(inference.read_task(BUNDLE, MONOMER).structure.sequence)
+    dimer = copies(tmp_path / "dimer.pdb", 0, 0)
+    numbers = {  # of chain A, chain B, and rows of each chain
+        "same": (lambda n: n, lambda n: n, length),
+        "continued": (lambda n: n, lambda n: n + length, length),
+        "overlapping": (lambda n: n, lambda n: n + length - 3, length),
+        "gap": (lambda n: n + 5 * (n > 9), lambda n: n + 5 * (n > 9) + 100, length + 5),
+    }
+    for name, (*functions, rows) in numbers.items():
+        file = renumbered(dimer, tmp_path / f"{name}.pdb", functions)
+        backbone = inference.read_task(file, DIMER).structure
+        pairs_of_rows = [[row, row + rows] for row in range(rows) if backbone.observed[row]]
+        assert backbone.tied[backbone.observed[backbone.tied[:, 0]]].tolist() == pairs_of_rows, name
+    shorter = renumbered(copies(dimer, 0, 1), tmp_path / "s.pdb", numbers["continued"][:2])
+    with pytest.raises(
+        UserError, match="--homo_oligomer needs .* copies: the same residue numbers"
+    ):
+        inference.read_task(shorter, DIMER)
+
+
 @pytest.mark.parametrize("kind", ["random", "mutated_last"])
 @torch.no_grad()
 def test_the_loss_of_copies_is_that_of_one_letter_each(dimer, tmp_path, model, kind):

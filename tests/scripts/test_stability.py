@@ -116,6 +116,68 @@ def test_a_bad_mutation_is_one_line(tmp_path):
     assert [*read(path)[1]["notes"]] == ["Ph is not read"]
 
 
+@pytest.mark.parametrize(
+    ("stabilizing", "flag", "warned"),
+    [
+        (7, "negative", "positive"),
+        (7, "positive", ""),
+        (1, "negative", ""),
+        (1, "positive", "negative"),
+    ],
+)
+def test_a_table_with_the_other_sign_is_recognized(tmp_path, stabilizing, flag, warned):
+    """Of eight mutants; as in the mega-scale set, where a positive ddG is more stable."""
+    rows = [[BUNDLE, "A", mutation(n), -1 if n <= stabilizing else 2] for n in range(1, 9)]
+    found, report = read(write(tmp_path / "a.csv", rows), stable_ddg=flag)
+    assert sum(text(pair.preferred) != NATIVE for pair in found) == (7 if warned else 1)
+    *_, line = pairs.describe("train", report).split("\n")
+    assert (
+        line.startswith("train: ")
+        if not warned
+        else line
+        == (
+            "warning: 7 of 8 mutants are more stable than the wild type; "
+            f"if ddG has the other sign here, use --stable_ddg {warned}"
+        )
+    )
+    assert not read(write(tmp_path / "b.csv", rows[:4]), stable_ddg=flag)[1]["warnings"]  # too few
+
+
+def test_pairs_that_contradict_each_other_are_counted(tmp_path):
+    rows = [
+        [BUNDLE, "A", mutation(n), ddg] for n, ddg in ((3, 1), (4, 1), (3, -0.5), (5, 2), (5, 1))
+    ]
+    [warning] = read(write(tmp_path / "a.csv", rows))[1]["warnings"]
+    assert warning.startswith("2 pairs contradict each other; ")
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (
+            ("mutation", "DMS_score"),
+            "ddg: missing, and no preferred_seq; fields found: pdb_file, ch",
+        ),
+        (
+            ("mutation", "ddG_ML"),
+            "mutation, ddG_ML (expected the ddG of the mutation in kcal/mol (-",
+        ),
+        (("mutant", "ddG"), "mutation: missing; fields found: pdb_file, chain_id, mutant, ddg"),
+        (("ddG", "ddg"), "two names of one field, such as ddG and ddg"),
+        (
+            ("preference", "ddg"),
+            "preference: not supported; remove it; preferred_seq and unpreferre",
+        ),
+    ],
+)
+def test_columns_of_other_tools_name_the_way_out(tmp_path, names, says):
+    path = write(tmp_path / "a.csv", [[BUNDLE, "A", mutation(3), 1]], ("pdb", "chain", *names))
+    with pytest.raises(UserError) as caught:
+        read(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}:2: ") and says in message and "\n" not in message
+
+
 def test_margins_of_pairs_are_read_and_needed_where_they_count(tmp_path):
     item = {"pdb_file": str(BUNDLE), "preferred_seq": NATIVE, "chain_id": "A"}
     item["unpreferred_seq"] = other(NATIVE[0]) + NATIVE[1:]

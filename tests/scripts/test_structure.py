@@ -149,6 +149,57 @@ def test_which_residues_come_out(read):
             assert backbone.sequence == "GX" and backbone.mask.all() and xs(backbone) == [1.5, 5.5]
 
 
+def het(name, number, x=None):
+    return residue(name, number, record="HETATM", x=4.0 * number - 4 if x is None else x)
+
+
+PROTEIN = pdb(("GLY", 1), ("ALA", 2)).removesuffix("TER\n")
+READ_WHOLE = [  # a file, its letters, and what the note says of it
+    *(
+        (
+            PROTEIN + het(name, 3) + residue("TRP", 4, x=12.0),
+            f"GA{letter}W",
+            f"{name} A3 as {letter}",
+        )
+        for name, letter in (("SEC", "X"), ("UNK", "X"), ("GLY", "G"), ("PYL", "X"), ("CSO", "X"))
+    ),
+    (PROTEIN + het("MSE", 3) + het("SEC", 4) + "TER\n", "GAMX", "SEC A4 as X"),
+    (PROTEIN + het("SEC", 3), "GAX", "SEC A3 as X"),  # without a TER, at the distance of a neighbor
+    (PROTEIN + "TER\n" + het("SEC", 3), "GA", "SEC A3 skipped"),
+    (PROTEIN + LIGAND, "GA", "GLU A9 skipped"),
+    # two molecules in one chain, with and without a TER, and with a modified residue in the second
+    (PROTEIN + "TER\n" + residue("TRP", 51, x=50.0) + "TER\n", "GAW", ""),
+    (PROTEIN + residue("TRP", 51, x=50.0) + het("SEP", 52, 54.0) + "TER\n", "GAWX", "SEP A52 as X"),
+    (PROTEIN + "TER\n" + het("SEP", 51, 50.0) + residue("TRP", 52, x=54.0), "GAXW", "SEP A51 as X"),
+    # protein and DNA in one chain, caps, other names of histidine, and a step back
+    (residue(" DA", 1, atoms=("P", "C")) + residue("GLY", 2), "G", "DA A1 skipped"),
+    (
+        line("C", "ACE", number=0) + PROTEIN + line("N", "NH2", number=3),
+        "GA",
+        "ACE A0 skipped, NH2 A3",
+    ),
+    (PROTEIN + residue("HID", 3), "GAH", "HID A3 as H"),
+    (residue("TRP", 51, x=50.0) + PROTEIN, "WGA", "chain A in file order, not by number"),
+]
+
+
+def test_every_amino_acid_of_the_protein_is_read(read):
+    for text, letters, note in READ_WHOLE:
+        backbone = read(text)
+        assert "".join(np.array([*backbone.sequence])[backbone.observed]) == letters, text
+        assert backbone.mask.sum() == backbone.observed.sum() == len(letters)
+        assert note in backbone.note and bool(note) == bool(backbone.note), text
+
+
+def test_a_number_that_occurs_twice_is_an_error(read):
+    """gemmi merges both residues if their names are equal."""
+    for again in (PROTEIN, PROTEIN.replace("ALA", "SER"), "TER\n" + PROTEIN):
+        said = refused(read, PROTEIN + residue("TRP", 3, x=9.0) + again)
+        assert said.startswith("residue 1 occurs twice in one chain; use different chain names"), (
+            said
+        )
+
+
 def test_the_first_conformer_of_each_atom_is_taken(read):
     """As in the official parser; a second name of one number is a conformer, too."""
     for letters in ("AB", " B", "21"):
