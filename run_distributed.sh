@@ -20,8 +20,8 @@ here=$(dirname "${BASH_SOURCE[0]}")
 . "$here/scripts/environment.sh"
 use_environment
 
-what=dpo processes=$(processes_of "$@")
-[[ ! "${1:-}" =~ ^[0-9]+$ ]] || shift
+what=dpo number=${1:-}
+[[ ! "$number" =~ ^[0-9]+$ ]] || shift
 if [[ "${1:-}" =~ ^[a-z]+$ ]]; then
   what=$1
   shift
@@ -29,16 +29,14 @@ fi
 case $what in
   dpo) programs=("$root/src/main_distributed.py") ;;
   baking) programs=("$root/src/generate_data.py" "$root/src/train_loop.py") ;;
-  *)
-    echo "error: $what: unknown program; use dpo, baking, or flags" >&2
-    exit 2
-    ;;
+  *) fail "$what: unknown program; use dpo, baking, or flags" ;;
 esac
 if has_word "-h|--help" "$@"; then
   print_usage
   for program in "${programs[@]}"; do python "$program" --help; done
   exit
 fi
+processes=$(processes_of "$number")
 if [ "$what" = dpo ]; then
   exec python -m ddp_utils.launch "$processes" "${programs[@]}" "$@"
 fi

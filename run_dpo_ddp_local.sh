@@ -14,10 +14,10 @@ here=$(dirname "${BASH_SOURCE[0]}")
 . "$here/scripts/environment.sh"
 use_environment
 
-processes=$(processes_of "$@")
-[[ ! "${1:-}" =~ ^[0-9]+$ ]] || shift
+number=${1:-}
+[[ ! "$number" =~ ^[0-9]+$ ]] || shift
 if has_word "-h|--help" "$@"; then
   print_usage
   exec python -m dpo_inv.run_dpo_ddp --help
 fi
-exec python -m ddp_utils.launch "$processes" -m dpo_inv.run_dpo_ddp "$@"
+exec python -m ddp_utils.launch "$(processes_of "$number")" -m dpo_inv.run_dpo_ddp "$@"

@@ -36,8 +36,11 @@ PYTHON
   if [ "$status" -ne 0 ]; then
     if [ ! -f "$root/.venv/ready" ]; then
       echo "setting up $root/.venv (once)"
-      python3 -m venv "$root/.venv"
-      (cd "$root" && .venv/bin/pip install -q -r requirements.txt) # its `-e .` is relative
+      local needs="Python >= 3.10 with venv (Debian, Ubuntu: apt install python3-venv)"
+      { python3 -c "import ensurepip, sys; sys.exit(sys.version_info < (3, 10))" 2>/dev/null &&
+        python3 -m venv "$root/.venv"; } || fail "$root/.venv: needs $needs; or activate another one"
+      (cd "$root" && .venv/bin/pip install -q -r requirements.txt) || # its `-e .` is relative
+        fail "pip install -r requirements.txt: see above; or activate an environment with torch"
       touch "$root/.venv/ready"
     fi
     export PATH="$root/.venv/bin:$PATH"
@@ -45,6 +48,8 @@ PYTHON
   # The environment need not have this project installed, or may have another copy of it.
   export PYTHONPATH="$root/src${PYTHONPATH:+:$PYTHONPATH}"
 }
+
+fail() { echo "error: $1" >&2 && exit 2; }
 
 # Print the comment at the top of the script that was called.
 print_usage() {
@@ -61,12 +66,14 @@ has_word() {
   return 1
 }
 
-# Print the number of processes per node: the first word if it is a number, otherwise one process
-# per GPU, at most two, or two CPU processes.
+# Print the number of processes per node: the word if it is a number, otherwise one process per GPU,
+# at most two, or two CPU processes; a line on stderr says which.
 processes_of() {
-  if [[ "${1:-}" =~ ^[0-9]+$ ]]; then
+  if [[ "$1" =~ ^[0-9]+$ ]]; then
     echo "$1"
   else
-    python -c "import torch; print(min(torch.accelerator.device_count(), 2) or 2)"
+    python -c "import sys, torch; gpus = torch.accelerator.device_count(); print(min(gpus, 2) or 2)
+where = f'{min(gpus, 2)} of {gpus} GPUs; for all: $0 {gpus}' if gpus else '2 CPU processes'
+print(f'starting on {where}', file=sys.stderr)"
   fi
 }

@@ -36,14 +36,18 @@ def load(path: str, resolve: Callable[[str], Path]) -> Any:
 
     Raises UserError if the library is not installed, cannot read it, or finds no such split.
     """
+    from ddp_utils import hub
+
+    name, _, split = path.partition(":")
+    file = resolve(name)
+    if not file.exists():
+        hub.connect()  # before datasets is imported, which reads what this sets
     try:
         import datasets
     except ImportError as error:
         hint = "pip install -r requirements-data.txt, or use JSON"
         raise UserError(f"{path}: needs the library datasets; {hint}") from error
     datasets.disable_progress_bars()
-    name, _, split = path.partition(":")
-    file = resolve(name)
     place: dict[str, Any] = {"path": str(file) if file.is_dir() else name}
     if file.suffix in (".parquet", ".arrow"):
         place = {"path": file.suffix[1:], "data_files": str(file)}
@@ -52,4 +56,6 @@ def load(path: str, resolve: Callable[[str], Path]) -> Any:
     except (datasets.exceptions.DatasetsError, *LOADING_ERRORS) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         problem = f"neither a file nor a data set: {reason}"
-        raise UserError(f"{path}: {problem}; without access to the hub, use a file") from error
+        hint = "if it is gated or private, run `hf auth login`; otherwise use a file"
+        of_hub = hub.explain(name, error, "dataset")
+        raise UserError(f"{path}: {of_hub or f'{problem}; {hint}'}") from error

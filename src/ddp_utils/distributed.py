@@ -41,6 +41,8 @@ LAUNCHERS = {
     "mpiexec": "PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS",
     "srun": "SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_LOCALID SLURM_STEP_TASKS_PER_NODE",
 }
+COMPLETE = {"environment", "pals", "mpirun"}  # set all of their names, or none
+SHELLS = {"bash", "csh", "fish", "sh", "tcsh", "zsh"}  # `srun --pty bash` is a job of this name
 BINDERS = {"pals", "mpirun", "mpiexec", "srun"}  # may show each process one GPU of its own
 # "ccl" was the name of Intel's backend before torch had its own
 BACKENDS = {"nccl": "cuda", "xccl": "xpu", "ccl": "xpu", "xpu": "xpu", "gloo": "cpu"}
@@ -71,15 +73,34 @@ class World(NamedTuple):
 
 
 def whoami(env: Mapping[str, str] = os.environ) -> World:
-    """Return the place of this process as its launcher describes it; start nothing."""
+    """Return the place of this process as its launcher describes it; start nothing.
+
+    Raises UserError for variables of processes that do not exist: a program may inherit some from
+    an earlier group, or run in a shell that srun has started.
+    """
+    problem = ""
     for launcher, all_names in LAUNCHERS.items():
         names = [next(filter(env.get, either.split("|")), "") for either in all_names.split()]
+        one_process = f"for one process run: unset {names[0]}"
         if all(names[:3] + names[4:]):
             rank, world_size, local_rank = (parse_number(name, env[name]) for name in names[:3])
+            if rank >= world_size:
+                problem = f"{names[0]}: {rank} must be less than {names[1]}, which is {world_size}"
+                raise UserError(f"{problem}; {one_process}")
+            is_job = env.get("SLURM_STEP_ID", "0") == "0"  # not a later step that a shell starts
+            is_shell = is_job and env.get("SLURM_JOB_NAME") in SHELLS or os.isatty(0)
+            if launcher == "srun" and world_size > 1 and is_shell:
+                many = f"for {world_size} run: srun --job-name=mine python ..."
+                raise UserError(f"srun has started {world_size} shells; {one_process}; {many}")
             # Slurm writes "2(x3)": two tasks on each of three nodes
             local = re.match(r"\d+", env.get(names[3], ""))
             local_size = int(local.group()) if local else local_rank + 1
             return World(rank, world_size, local_rank, local_size, launcher)
+        if launcher in COMPLETE and names[0]:
+            missing = all_names.split()[names.index("")].replace("|", " or ")
+            problem = f"{names[0]} is set, but {missing} is not; export it, or {one_process}"
+    if problem:
+        raise UserError(problem)
     return World()
 
 
@@ -103,9 +124,11 @@ def choose_device(world: World, backend: str = "auto") -> World:
         absent = f"needs a {kind} device, this machine has none"
         raise UserError(f"--backend {backend} {absent}; use auto")
     has_own = count == 1 and world.launcher in BINDERS  # the launcher shows each process its own
-    if world.local_size > count and not has_own:
-        problem = f"{world.local_size} processes on a node with {count} {kind} devices"
-        raise UserError(f"{problem}; start at most {count} per node")
+    processes = max(world.local_size, world.local_rank + 1)
+    if processes > count and not has_own:
+        problem = f"{processes} processes on a node with {count} {kind} devices"
+        on_cpu = "or --backend gloo for processes on the CPU"
+        raise UserError(f"{problem}; start at most {count} per node, {on_cpu}")
     return world._replace(device=torch.device(kind, 0 if has_own else world.local_rank))
 
 
@@ -150,7 +173,8 @@ def init_process_group(world: World, backend: str = "auto", timeout_minutes: flo
             f"rank {world.rank} could not connect to the {world.world_size} processes at "
             f"{address}:{port} ({reason}); export a MASTER_ADDR that all can reach and a free "
             "MASTER_PORT; for several networks GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, for "
-            "nodes that start slowly DDP_JOIN_SECONDS"
+            "nodes that start slowly DDP_JOIN_SECONDS; for one process unset the variables of "
+            f"{world.launcher}, such as {LAUNCHERS[world.launcher].split()[0]}"
         ) from error
     return world
 
@@ -253,6 +277,7 @@ def on_each(world: World, fn: Callable[[], Any]) -> Any:
 
 _started = time.monotonic()
 _launcher_pid: int | None = None
+_world = World()
 _signals: list[int] = []  # each SIGTERM and SIGUSR1 that this process has received
 
 
@@ -263,12 +288,14 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     fails first. The process ends with os._exit: threads of gloo may abort the interpreter while it
     shuts down, after all work is done (torch 2.13, Python 3.11).
     """
-    global _launcher_pid
+    global _launcher_pid, _world
     code = 1
     try:
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, lambda number, _frame: _signals.append(number))
-        if whoami().launcher not in ("python", "environment"):  # a shell may end before
+        with contextlib.suppress(UserError):  # main() raises it, unless it needs no other rank
+            _world = whoami()
+        if _world.launcher not in ("python", "environment"):  # a shell may end before
             _launcher_pid = os.getppid()
         code = main() or 0
         if dist.is_initialized():
@@ -312,7 +339,7 @@ def user_error(error: BaseException) -> BaseException:
 
 def report(error: BaseException) -> None:
     """Print why this process ends, unless another rank of the group does."""
-    if isinstance(error, Stop) and whoami().is_main:  # all ranks stop together
+    if isinstance(error, Stop) and _world.is_main:  # all ranks stop together
         print(error)
     is_silent = isinstance(error, (Stop, SystemExit, KeyboardInterrupt))
     lost_peer = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
@@ -323,17 +350,17 @@ def report(error: BaseException) -> None:
     elif lost_peer:
         line = "lost the connection to another rank, which has ended or does not answer"
         reason = str(error).splitlines()[0][:160]
-        print(f"error: rank {whoami().rank} {line} ({reason})", file=sys.stderr)
+        print(f"error: rank {_world.rank} {line} ({reason})", file=sys.stderr)
     else:
         traceback.print_exception(error)
-    if _store is not None and whoami().is_main:
+    if _store is not None and _world.is_main:
         time.sleep(1)  # the others ask the store of this rank whether they are the first
 
 
 def _is_first_to_fail(error: BaseException, lost_peer: bool) -> bool:
     """Return whether this rank is the first of its group, or of its node without a group."""
     if _store is None:
-        return whoami().local_rank == 0 or not isinstance(error, UserError)
+        return _world.local_rank == 0 or not isinstance(error, UserError)
     try:
         return _store.add("failed", 1) == 1
     except RuntimeError:  # rank 0, which keeps the store, has ended

@@ -97,6 +97,10 @@ def main(count: str, *program: str) -> int:
 if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, forward)
+    if len(sys.argv) < 3:
+        is_help = sys.argv[1:] in (["-h"], ["--help"])
+        print(__doc__.strip(), file=sys.stdout if is_help else sys.stderr)
+        sys.exit(0 if is_help else 2)
     try:
         sys.exit(main(*sys.argv[1:]))
     except UserError as error:

@@ -49,10 +49,10 @@ def reading(place: str) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except FAULTS as error:
-        message = first_line(error)
-        if "huggingface.co" in message or "gated" in message:
-            message += " Run hf download; if the model is gated, hf auth login first"
-        raise UserError(f"{place}: cannot be read: {message}") from error
+        from ddp_utils import hub  # it is not needed for folders
+
+        of_hub = hub.explain(place.rpartition(" ")[2], error)
+        raise UserError(f"{place}: {of_hub or 'cannot be read: ' + first_line(error)}") from error
 
 
 def first_line(error: BaseException) -> str:
@@ -95,6 +95,9 @@ def model_path(name: Name) -> str:
         return str(folder.resolve())  # peft records it as the base of an adapter
     if str(name).startswith((".", "/", "~")) or str(name).count("/") > 1:
         raise UserError(f"--model_name: there is no folder {name}; use a folder or a hub name")
+    from ddp_utils import hub  # it is not needed for folders
+
+    hub.connect()
     return str(name)
 
 

@@ -128,6 +128,6 @@ def test_a_data_set_that_is_not_there_is_one_line(library, tmp_path, monkeypatch
     (tmp_path / "bad.parquet").write_text("no table")
     for name in ("empty", "bad.parquet", "no.parquet"):
         assert error_of(tmp_path / name).startswith(": neither a file nor a data set: ")
-    assert "Couldn't reach 'some/set'" in error_of("some/set:train")
+    assert "neither a folder nor in the cache" in error_of("some/set:train")
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert "pip install -r requirements-data.txt, or use JSON" in error_of("some/set")

@@ -42,13 +42,45 @@ def test_each_launcher_is_read_from_its_own_names():
         assert distributed.whoami(env_of(text))[:5] == expected, text
 
 
+ONE = "for one process run: unset "
+CONTRADICTIONS = {  # environment of a process that is alone -> what is wrong, and the way out
+    "RANK=1 WORLD_SIZE=2": f"RANK is set, but LOCAL_RANK is not; export it, or {ONE}RANK",
+    "RANK=0": f"RANK is set, but WORLD_SIZE is not; export it, or {ONE}RANK",
+    "RANK=5 WORLD_SIZE=1 LOCAL_RANK=0": f"RANK: 5 must be less than WORLD_SIZE, which is 1; {ONE}",
+    PALS: "PALS_RANKID is set, but PMI_SIZE or PALS_SIZE or WORLD_SIZE is not; ",
+    "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2": "but OMPI_COMM_WORLD_LOCAL_RANK is not; ",
+    SRUN + " SLURM_JOB_NAME=bash": f"srun has started 6 shells; {ONE}SLURM_PROCID; for 6 run: srun",
+}
+ALONE = {  # the same with what the message advises, and what is no contradiction
+    "WORLD_SIZE=2 RANK= LOCAL_RANK=0": (0, 1, 0, 1, "python"),
+    SRUN + " SLURM_JOB_NAME=bash SLURM_PROCID=": (0, 1, 0, 1, "python"),
+    SRUN + " SLURM_JOB_NAME=mine": (2, 6, 0, 2, "srun"),
+    SRUN + " SLURM_JOB_NAME=bash SLURM_STEP_ID=1": (2, 6, 0, 2, "srun"),  # srun in that shell
+    SRUN + " SLURM_JOB_NAME=bash SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1": (0, 1, 0, 2, "srun"),
+    OPENMPI + "RANK=5 WORLD_SIZE=8": (5, 8, 1, 2, "mpirun"),  # its user has exported two of three
+}
+
+
+def test_variables_of_processes_that_do_not_exist_are_one_line(monkeypatch):
+    for text, message in CONTRADICTIONS.items():
+        with pytest.raises(UserError) as error:
+            distributed.whoami(env_of(text))
+        assert message in str(error.value)
+    for text, expected in ALONE.items():
+        assert distributed.whoami(env_of(text))[:5] == expected, text
+    monkeypatch.setattr(os, "isatty", lambda descriptor: descriptor == 0)  # of any other job
+    with pytest.raises(UserError, match="srun has started 6 shells"):
+        distributed.whoami(env_of(SRUN + " SLURM_JOB_NAME=mine"))
+
+
 DEVICES = [  # launcher, local rank, processes of the node, its GPUs -> which is this rank's
     ("torchrun", 3, 4, 4, 3),
     ("torchrun", 1, 2, 8, 1),
     ("srun", 1, 4, 1, 0),  # --gpus-per-task=1: each task sees one device, its own
     ("srun", 1, 4, 4, 1),
     ("torchrun", 3, 4, 2, "4 processes on a node with 2 cuda devices; start at most 2"),
-    ("torchrun", 0, 2, 1, "2 processes on a node with 1 cuda devices; start at most 1"),
+    ("torchrun", 0, 2, 1, "start at most 1 per node, or --backend gloo for processes on the CPU"),
+    ("environment", 3, 1, 2, "4 processes on a node with 2 cuda devices"),  # LOCAL_RANK=3
     ("torchrun", 0, 1, 0, "--backend nccl needs a cuda device"),
 ]
 
