@@ -160,7 +160,7 @@ def write(path: str, is_held_out: bool, rows: list[dict]) -> None:
 def sample(
     scorer: logps.Scorer,
     prompts: Replies,
-    ends: list[int],
+    encoder: Encoder,
     config: Config,
     world: World,
     parts: Path,
@@ -168,6 +168,7 @@ def sample(
     """Sample a reply to each prompt, in groups, each in a file of the folder `parts`."""
     limits = config.max_sequence_length, config.batch_size
     spec = sampling.SampleSpec(config.temperature, config.top_p, *limits, config.seed)
+    ends = sampling.ends_of(scorer, encoder)
     size = GROUP * config.batch_size
     starts = range(0, len(prompts), size)
     groups = distributed.on_main(world, lambda: len(read_groups(parts)))  # of earlier starts
@@ -220,7 +221,7 @@ def main(argv: list[str] | None = None) -> int:
     meta_model = lora.load(config.model_name, "auto", models.META)
     longest = [0] * config.max_sequence_length
     examples = [trajectories.Trajectory(ids, ids, longest, path, "") for ids in prompts]
-    models.check_fit(meta_model, examples)
+    models.check_fit(meta_model, examples, "a smaller --max_sequence_length")
     settings_hash = hash_of(config, rows, prompts, meta_model.config)
     count = len(questions) * config.num_sequences_per_question
     kept = sum("kept" in row and not row["held_out"] for row in rows)
@@ -267,7 +268,7 @@ def main(argv: list[str] | None = None) -> int:
         shutil.rmtree(folder)
 
     try:
-        sample(scorer, prompts, encoder.ends, config, world, folder)
+        sample(scorer, prompts, encoder, config, world, folder)
         distributed.on_main(world, finish)
     finally:
         if lock:

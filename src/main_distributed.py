@@ -155,13 +155,14 @@ def generate_replies(
     """Return split -> replies to its first prompts, the same on all ranks."""
     limits = config.max_new_tokens, config.batch_size, config.seed
     spec = sampling.SampleSpec(config.temperature, config.top_p, *limits)
-    poll = run.stop_if_requested
+    scorer, poll = policy.scorer, run.stop_if_requested
+    ends = sampling.ends_of(scorer, encoder)
     replies = {}
     for split in ("val", "test"):
         prompts = [pair.prompt for pair in data[split][: config.num_samples]]
         if prompts:
             with policy.gathered():
-                ids = sampling.generate(policy.scorer, prompts, encoder.ends, run.world, spec, poll)
+                ids = sampling.generate(scorer, prompts, ends, run.world, spec, poll)
             replies[split] = encoder.tokenizer.batch_decode(ids, skip_special_tokens=True)
     return replies
 
@@ -251,6 +252,11 @@ def describe_run(
     """Check models and data against each other, before a weight is read; describe the run."""
     for pairs in filter(None, data.values()):
         models.check_fit(meta_model, pairs.extremes())
+    reply = [0] * config.max_new_tokens
+    for split in ("val", "test"):
+        asked = data[split][: config.num_samples]
+        sampled = [pair._replace(chosen=reply, rejected=reply) for pair in asked]
+        models.check_fit(meta_model, sampled, "a smaller --max_new_tokens or --max_length")
     if config.learning_rate is None:
         is_small = sum(p.numel() for p in meta_model.parameters()) < 10e6
         config.learning_rate = 1e-3 if is_small else LEARNING_RATES[config.fine_tuning]

@@ -216,7 +216,8 @@ def describe_run(
     reply = [0] * config.max_new_tokens
     asked = [Trajectory(ids, ids, reply, "questions", "") for ids in prompts]
     own = [row._replace(reply=reply) for row in data["train"]] if config.on_policy else []
-    models.check_fit(meta_model, itertools.chain(*data.values(), asked, own))
+    models.check_fit(meta_model, itertools.chain(*data.values()), "a smaller --max_traj_len")
+    models.check_fit(meta_model, [*asked, *own], "a smaller --max_new_tokens")
     if config.learning_rate is None:
         is_small = sum(p.numel() for p in meta_model.parameters()) < 10e6
         config.learning_rate = 1e-3 if is_small else 1e-4
@@ -310,7 +311,7 @@ def main(argv: list[str] | None = None) -> int:
             rows = plan.batch(step)
             examples: Examples = data["train"]
             if config.on_policy:
-                examples = own_replies(teacher, rows, data["train"], step, encoder.ends)
+                examples = own_replies(teacher, rows, data["train"], step, encoder)
             values = train_step(policy, step, rows, examples, teacher, run)
             check_step(policy, step, values, rows, data["train"], teacher)
             values["learning_rate"] = optimizer.param_groups[0]["lr"]

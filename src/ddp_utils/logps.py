@@ -16,6 +16,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import GenerationConfig
 
 from ddp_utils import distributed
 from ddp_utils.distributed import World, to_device
@@ -200,6 +201,7 @@ class Scorer(ScorerModule):
         self.shared = False  # pack the examples of a batch, see fast/self_test.py
         self.attention = model.config._attn_implementation  # of padded rows and of generation
         self.gathered = contextlib.nullcontext  # a context in which a sharded layer is complete
+        self.way: Any = None  # how the model generates, see sampling.choose_way()
 
     def forward(self, batch: Batch) -> tuple[Tensor, ...]:
         """Return the summed log-probs of the first and second responses, S tensors [B] in fp32."""
@@ -267,15 +269,19 @@ class Scorer(ScorerModule):
     def generating(self, device: torch.device) -> Iterator[None]:
         """Prepare the model for generation: padded rows, eval mode, its own precision.
 
-        With gradient checkpointing in training mode, transformers would not use the cache.
+        With gradient checkpointing in training mode, transformers would not use the cache. Settings
+        of the model such as a repetition penalty are off: replies show its own distribution.
         """
         shared = self.shared
         self.set_layout(shared=False)
         self.model.eval()
+        model = self.unwrap()
+        settings, model.generation_config = model.generation_config, GenerationConfig()
         try:
             with self.autocasting(device):
                 yield
         finally:
+            model.generation_config = settings
             self.model.train()
             self.set_layout(shared)
 

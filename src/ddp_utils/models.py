@@ -167,10 +167,10 @@ def checkpoint_activations(model: Model) -> None:
     enable({"use_reentrant": False})
 
 
-def check_fit(model: Model, rows: Iterable[Any]) -> None:
+def check_fit(model: Model, rows: Iterable[Any], fix: str = "") -> None:
     """Raise UserError unless the model has an embedding for each token and enough positions.
 
-    rows: examples, as in logps.Example.
+    rows: examples, as in logps.Example. fix: the end of the message, "use ...".
     """
     embedding: Any = model.get_input_embeddings()
     vocabulary_size = embedding.weight.shape[0]
@@ -185,7 +185,8 @@ def check_fit(model: Model, rows: Iterable[Any]) -> None:
             raise UserError(f"{row.location}: token id {largest}, model has {vocabulary_size}")
         if row.num_tokens > positions:
             problem = f"{row.num_tokens} tokens, the model has {positions} positions"
-            raise UserError(f"{row.location}: {problem}; use --max_length {positions}")
+            fix = fix or f"--max_length {positions}"
+            raise UserError(f"{row.location}: {problem}; use {fix}")
 
 
 # --- what a run has read --------------------------------------------------------------------------

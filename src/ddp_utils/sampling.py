@@ -1,6 +1,6 @@
 """Sample replies to prompts; the replies are the same on any number of ranks.
 
-B replies of a batch, V vocabulary size.
+transformers generates, with our random numbers. B replies of a batch, V vocabulary size.
 """
 
 import functools
@@ -9,17 +9,20 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import transformers
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig
 
-from ddp_utils import distributed
+from ddp_utils import UserError, distributed, models
+from ddp_utils.chat_template import Encoder
 from ddp_utils.distributed import World
+from ddp_utils.fast.self_test import UNSUPPORTED
 from ddp_utils.logps import Scorer
 from ddp_utils.sampler import MicroBatch, assign_micro_batches, seed_of
 
 Ids = Collection[int]
-Prompts = Sequence[Sequence[int]]  # token ids
+Prompts = Sequence[list[int]]  # token ids
 
 
 class SampleSpec(NamedTuple):
@@ -32,6 +35,22 @@ class SampleSpec(NamedTuple):
     seed: int
 
 
+class Way(NamedTuple):
+    """How the model is called."""
+
+    batched: bool  # several prompts at a time, padded on the left
+    cached: bool  # a forward pass processes only the newest token of each reply
+    effect: str  # printed, unless it is the fastest way
+
+
+FASTEST = Way(True, True, "")
+WAYS = [
+    FASTEST,
+    Way(False, True, "one prompt at a time, which is slower"),
+    Way(False, False, "one prompt at a time and without a cache, which is slow"),
+]
+
+
 @torch.no_grad()
 def generate(
     scorer: Scorer,
@@ -42,6 +61,7 @@ def generate(
     stop_if_requested: Callable[[], None] = lambda: None,
     first: int = 0,
     keep_end: bool = False,
+    streamer: Any = None,
 ) -> list[list[int]]:
     """Return the token ids of a reply to each prompt, on all ranks.
 
@@ -50,24 +70,34 @@ def generate(
 
     prompts: token ids; equal prompts get different replies. ends: token ids that end a reply.
     first: number of the first prompt, for a list that is one part of a longer one. keep_end: the
-    replies include the token that ends them.
+    replies include the token that ends them. streamer: of transformers, for a single prompt.
     """
+    if scorer.way is None:
+        choose_way(scorer, prompts, spec.max_new_tokens, world)
+    size = spec.batch_size if scorer.way.batched else 1
     rows = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
-    starts = range(0, len(rows), spec.batch_size)
+    starts = range(0, len(rows), size)
     micro_batches = []
     replies = []
     for assigned in assign_micro_batches(range(len(starts)), [0] * len(starts), world, 1):
         stop_if_requested()
         start = starts[assigned.index[0]]
-        index = rows[start : start + spec.batch_size]
+        index = rows[start : start + size]
         uniform = torch.stack([_random_numbers(first + row, spec) for row in index])
         batch = [prompts[row] for row in index]
-        with scorer.generating(world.device):
-            reply = _sample_batch(scorer, batch, uniform, ends, spec, world)
+        options = {"streamer": streamer, "eos_token_id": [*ends] or None}
+        sampled = _sample_batch(scorer, batch, uniform, spec, world, **options)
+        reply = sampled[:, len(batch[0]) :]  # [B, new tokens]
+        reply = pad(reply, (0, spec.max_new_tokens - reply.shape[1]))
         micro_batches.append(MicroBatch(index, assigned.weight * len(index)))
-        replies.append(1 + reply)  # [B, new tokens]; 0 marks what no rank has written
+        replies.append(1 + reply)  # 0 marks what no rank has written
     table = distributed.gather_by_index(len(rows), micro_batches, replies, world).long() - 1
     return [_until_end(reply, ends, keep_end) for reply in table.tolist()]
+
+
+def ends_of(scorer: Scorer, encoder: Encoder) -> list[int]:
+    """Return the token ids that end a reply: those of the encoder and of the model's settings."""
+    return models.all_ends(encoder.ends, scorer.unwrap().generation_config.eos_token_id)
 
 
 def _random_numbers(number: int, spec: SampleSpec) -> Tensor:
@@ -78,61 +108,38 @@ def _random_numbers(number: int, spec: SampleSpec) -> Tensor:
 
 
 def _sample_batch(
-    scorer: Scorer, prompts: Prompts, uniform: Tensor, ends: Ids, spec: SampleSpec, world: World
-) -> Tensor:
-    """Return the token ids of B replies, [B, new tokens].
+    scorer: Scorer,
+    prompts: Prompts,
+    uniform: Tensor,
+    spec: SampleSpec,
+    world: World,
+    streamer: Any = None,
+    **options: Any,
+) -> Any:
+    """Return what transformers generates: [B, length of the longest prompt + new tokens].
 
-    Each different prompt is processed once for all of its replies. Finished replies leave the
-    batch. uniform: random numbers in [0, 1), [B, new tokens].
+    uniform: random numbers in [0, 1), [B, new tokens]. options: of its GenerationConfig.
     """
-    device = world.device
-    model = scorer.unwrap()
-    cache: Any = transformers.DynamicCache(config=model.config)
-    accepted = inspect.signature(model.forward).parameters
-    # a model has one of these; the first one since transformers 5.24, the last one is Mamba's
-    names = [name for name in ("cache", "past_key_values", "cache_params") if name in accepted]
+    padded = functools.partial(pad_sequence, batch_first=True, padding_side="left")
+    ids = padded([torch.tensor(prompt) for prompt in prompts]).to(world.device)
+    mask = padded([torch.ones(len(prompt), dtype=torch.long) for prompt in prompts])
+    uniform = uniform.to(world.device)
 
-    def next_logits(ids: Tensor, mask: Tensor) -> Tensor:
-        """Return the logits of the next token, [rows, V]; mask: of all tokens so far."""
-        positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
-        options = {"position_ids": positions, "logits_to_keep": 1, names[0]: cache}
-        options = {name: value for name, value in options.items() if name in accepted}
-        return scorer.model(ids, attention_mask=mask, use_cache=True, **options).logits[:, -1]
+    def only_sampled(so_far: Tensor, logits: Tensor) -> Tensor:
+        """Return logits from which transformers can choose only the token that is sampled here."""
+        tokens = sample_tokens(logits, uniform[:, so_far.shape[1] - ids.shape[1]], spec)
+        return torch.full_like(logits, -torch.inf).scatter(1, tokens[:, None], 0.0)
 
-    different = list(dict.fromkeys(map(tuple, prompts)))
-    pad = functools.partial(pad_sequence, batch_first=True, padding_side="left")
-    ids = pad([torch.tensor(prompt) for prompt in different]).to(device)  # [prompts, longest one]
-    mask = pad([torch.ones(len(prompt), dtype=torch.long) for prompt in different]).to(device)
-    rows = torch.tensor([different.index(tuple(prompt)) for prompt in prompts], device=device)
-    logits = next_logits(ids, mask)[rows]
-    mask = mask[rows]
-    if len(prompts) > len(different):
-        cache.reorder_cache(rows)
-    uniform = uniform.to(device)
-    replies = torch.zeros(uniform.shape, dtype=torch.long, device=device)
-    reply_index = torch.arange(len(rows), device=device)  # of each row of the batch, in `replies`
-    unfinished = torch.ones_like(rows, dtype=torch.bool)
-    end_ids = torch.tensor([*ends], dtype=torch.long, device=device)
-    is_sharded = hasattr(scorer, "unshard")  # FSDP: all ranks call the model equally often
-    for step in range(spec.max_new_tokens):
-        tokens = sample_tokens(logits, uniform[reply_index, step], spec)
-        replies[reply_index, step] = tokens
-        unfinished = unfinished & ~torch.isin(tokens, end_ids)
-        rows = unfinished.nonzero()[:, 0]
-        num_left = len(rows)
-        if is_sharded:
-            num_left = int(distributed.all_sum(torch.tensor(num_left, device=device), world))
-        if num_left == 0 or step + 1 == spec.max_new_tokens:
-            break
-        if len(rows) == 0:  # other ranks still sample: continue with a reply that is cut later
-            rows = torch.zeros(1, dtype=torch.long, device=device)
-        if len(rows) < len(tokens):
-            cache.reorder_cache(rows)
-        mask = torch.nn.functional.pad(mask[rows], (0, 1), value=1)
-        reply_index = reply_index[rows]
-        unfinished = unfinished[rows]
-        logits = next_logits(tokens[rows, None], mask)
-    return replies
+    options |= {"max_new_tokens": spec.max_new_tokens, "use_cache": scorer.way.cached}
+    with scorer.generating(world.device):
+        return scorer.unwrap().generate(
+            ids,
+            GenerationConfig(do_sample=False, pad_token_id=0, **options),
+            attention_mask=mask.to(world.device),
+            logits_processor=[only_sampled],
+            synced_gpus=hasattr(scorer, "unshard"),  # FSDP: all ranks call the model equally often
+            streamer=streamer,
+        )
 
 
 def sample_tokens(logits: Tensor, uniform: Tensor, spec: SampleSpec) -> Tensor:
@@ -157,3 +164,59 @@ def _until_end(reply: list[int], ends: Ids, keep: bool) -> list[int]:
         if token in ends:
             return reply[: length + keep]
     return reply
+
+
+# --- self-test -----------------------------------------------------------------------------------
+
+
+def choose_way(scorer: Scorer, prompts: Prompts, max_new_tokens: int, world: World) -> None:
+    """Set the fastest way to generate that equals the plain forward, the same on all ranks.
+
+    It is tried on the longest prompt, which may exceed an attention window, and its second half.
+    Raises UserError if no way equals the plain forward.
+    """
+    longest = max(prompts, key=len)
+    tried = [longest, longest[len(longest) // 2 :]]
+    spec = SampleSpec(0.0, 1.0, min(max_new_tokens, 6), batch_size=2, seed=0)
+    reason = ""
+    for way in WAYS:
+        scorer.way = way
+        try:
+            problem = _difference(scorer, tried, spec, world)
+        except UNSUPPORTED as error:
+            problem = models.first_line(error)
+        vote = torch.tensor(float(problem != ""), device=world.device)
+        if not distributed.all_sum(vote, world).item():
+            if way is not FASTEST and world.is_main:
+                print(f"warning: replies: {way.effect} ({reason})", flush=True)
+            return
+        reason = problem or "not supported on every rank"
+    raise UserError(f"the model cannot generate replies here ({reason}); use --num_samples 0")
+
+
+def _difference(scorer: Scorer, prompts: Prompts, spec: SampleSpec, world: World) -> str:
+    """Return how the logits of generated tokens differ from the plain forward, "" if they agree.
+
+    The plain forward has no cache and no padding. Logits are compared instead of tokens, since
+    rounding decides between two tokens of almost equal probability. In half precision the bound is
+    wide.
+    """
+    size = spec.max_new_tokens
+    accepted = inspect.signature(scorer.unwrap().forward).parameters
+    last = {"logits_to_keep": size} if "logits_to_keep" in accepted else {}
+    bound = 1e-4 if scorer.precision == torch.float32 else 0.05
+    logged = {"output_logits": True, "return_dict_in_generate": True}
+    for batch in [prompts] if scorer.way.batched else [[prompt] for prompt in prompts]:
+        uniform = torch.zeros(len(batch), size)
+        output = _sample_batch(scorer, batch, uniform, spec, world, **logged)
+        generated = torch.stack(output.logits, 1)  # [B, new tokens, V]
+        replies = output.sequences[:, -size:].tolist()
+        for prompt, reply, logits in zip(batch, replies, generated, strict=True):
+            ids = torch.tensor([prompt + reply[:-1]], device=world.device)
+            with scorer.generating(world.device):
+                output = scorer.model(ids, use_cache=False, **last)
+            plain = output.logits[0, -size:].float()  # [new tokens, V]
+            gap = (logits - plain).square().mean().sqrt() / plain.amax(-1).abs().mean()
+            if not gap.item() <= bound:  # also if it is NaN
+                return f"logits differ by {gap.item():.2g} of the largest one"
+    return ""

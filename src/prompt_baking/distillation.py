@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ddp_utils import UserError, distributed, logps, sampler, sampling
+from ddp_utils.chat_template import Encoder
 from ddp_utils.data import write_file
 from ddp_utils.fast.self_test import choose_head_and_layout
 from ddp_utils.logps import Pair
@@ -131,7 +132,7 @@ def check_head(student: Student, rows: list[Trajectory], config: Config, run: Ru
 
 
 def own_replies(
-    teacher: Teacher, rows: list[int], examples: list[Trajectory], step: int, ends: list[int]
+    teacher: Teacher, rows: list[int], examples: list[Trajectory], step: int, encoder: Encoder
 ) -> dict[int, Trajectory]:
     """Sample a new reply of the student to each of some rows; return row -> trajectory."""
     config = teacher.config
@@ -139,6 +140,7 @@ def own_replies(
     spec = sampling.SampleSpec(config.temperature, config.top_p, *limits)
     prompts = [examples[row].student for row in rows]
     world = teacher.world
+    ends = sampling.ends_of(teacher.student, encoder)
     replies = sampling.generate(teacher.student, prompts, ends, world, spec, keep_end=True)
     sampled = {}
     for row, reply in zip(rows, replies, strict=True):

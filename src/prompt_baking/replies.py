@@ -49,11 +49,12 @@ def sample(
     config, student, poll = teacher.config, teacher.student, run.stop_if_requested
     limits = config.max_new_tokens, config.batch_size
     spec = sampling.SampleSpec(config.temperature, config.top_p, *limits, config.seed)
+    ends = sampling.ends_of(student, encoder)
     texts = {}
     for column in columns:
         prompts = [trajectories.prompt(encoder, column.system, text) for text in questions]
         with student.adapter(column.baked):
-            ids = sampling.generate(student, prompts, encoder.ends, run.world, spec, poll)
+            ids = sampling.generate(student, prompts, ends, run.world, spec, poll)
         decoded = encoder.tokenizer.batch_decode(ids, skip_special_tokens=True)
         texts[column.title] = [text.strip() for text in decoded]
     return texts

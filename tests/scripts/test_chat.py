@@ -66,14 +66,15 @@ def test_an_empty_line_starts_a_new_conversation(run):
 
 
 def test_the_conversation_so_far_is_the_prompt():
-    tokenizer = models.load_tokenizer(DEMO)
+    encoder = Encoder(models.load_tokenizer(DEMO))
+    tokenizer = encoder.tokenizer
     turns = [("system", "Be brief."), ("user", "a"), ("assistant", "b"), ("user", "c")]
     messages = [{"role": role, "content": content} for role, content in turns]
-    ids = chat.prompt_of(messages, tokenizer)
+    ids = chat.prompt_of(messages, encoder)
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert tokenizer.decode(ids[0]) == rendered and "Be brief." in rendered
-    tokenizer.chat_template = None
-    assert tokenizer.decode(chat.prompt_of(messages, tokenizer)[0]).endswith("Be brief.\na\nb\nc")
+    assert tokenizer.decode(ids) == rendered and "Be brief." in rendered
+    ids = chat.prompt_of(messages, Encoder(tokenizer, "none"))
+    assert tokenizer.decode(ids).endswith("Be brief.\na\nb\nc")
 
 
 def test_a_model_folder_has_no_before():

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from transformers import TextStreamer
 
-from ddp_utils import SettingError, cli, data, distributed, lora, models
+from ddp_utils import SettingError, cli, data, distributed, lora, models, sampling
 from ddp_utils.chat_template import Encoder
+from ddp_utils.logps import Pair, Scorer
+
+DEFAULTS: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": 256}
 
 
 @dataclass
@@ -22,61 +24,65 @@ class Settings:
     folder: str  # run folder such as results/dpo, or model folder
     before: bool = False  # chat with the model before training
     system: str = ""  # system prompt
-    temperature: float = 1.0  # sampling temperature; 0: greedy decoding
-    max_new_tokens: int = 256  # maximum tokens per reply
+    temperature: float | None = None  # sampling temperature; 0: greedy; None: as in the run, or 1
+    top_p: float | None = None  # nucleus sampling; None: as in the run, or 1
+    max_new_tokens: int | None = None  # maximum tokens per reply; None: as in the run, or 256
     seed: int = 0  # random seed of the replies
     debug: bool = False  # show a traceback for user errors
 
 
-def load(folder: str, before: bool, device: torch.device) -> tuple[Any, Any]:
-    """Return the model of a run, or of a model folder, and its tokenizer."""
-    run = data.resolve(folder)
-    name = str(run / "model" if (run / "model").is_dir() else run)
+def load(folder: str, before: bool, device: torch.device) -> tuple[Any, Encoder, dict[str, Any]]:
+    """Return the model of a run, or of a model folder, its encoder, and the run's settings."""
+    path = data.resolve(folder)
+    config = path / "config.json"
+    run = data.read_json(config) if config.is_file() else {}
+    if "model_name" not in run:  # config.json is that of a model
+        run = {}
+    name = result = str(path / "model" if (path / "model").is_dir() else path)
     if before:
-        settings = data.read_json(run / "config.json")
-        if "model_name" not in settings:
+        if not run:
             problem = f"{folder} is not a run of a language model; leave it out"
             raise SettingError("before", problem)
-        adapter = settings.get("init_adapter") or settings.get("resume_from")
-        name = adapter or settings["model_name"]
+        name = run.get("init_adapter") or run.get("resume_from") or run["model_name"]
     with cli.located({"model_name": "folder", "init_adapter": "folder"}):
         model = lora.load(name, "auto", device)
-    return model.eval(), models.load_tokenizer(name)
+        tokenizer = models.load_tokenizer(result)  # its chat template is that of the training
+    template = "none" if run.get("chat_template") == "none" else "auto"
+    return model, Encoder(tokenizer, template, kwargs=run.get("chat_template_kwargs", "")), run
 
 
-def prompt_of(messages: list[dict[str, str]], tokenizer: Any) -> torch.Tensor:
-    """Return the token ids [1, T] of a conversation; without a chat template, of its texts."""
-    if not tokenizer.chat_template:
-        text = "\n".join(message["content"] for message in messages)
-        return tokenizer(text, return_tensors="pt").input_ids
-    try:
-        options = {"add_generation_prompt": True, "return_tensors": "pt"}
-        return tokenizer.apply_chat_template(messages, **options)["input_ids"]
-    except TemplateError as error:
-        raise SettingError("system", f"{models.first_line(error)}; leave it out") from error
+def prompt_of(messages: list[dict[str, str]], encoder: Encoder) -> list[int]:
+    """Return the token ids of a conversation; without a chat template, of its texts."""
+    if encoder.templated:
+        return encoder.ids(encoder.text(messages))[0]
+    return encoder.ids("\n".join(message["content"] for message in messages))[0]
 
 
 def main(argv: list[str] | None = None) -> int:
     settings = cli.parse(Settings, argv)
     cli.check_ranges(settings)
-    device = distributed.choose_device(distributed.World(), "auto").device
-    model, tokenizer = load(settings.folder, settings.before, device)
-    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    ends = models.all_ends(Encoder(tokenizer).ends, model.generation_config.eos_token_id)
-    options = {"max_new_tokens": settings.max_new_tokens, "pad_token_id": tokenizer.eos_token_id}
-    options["eos_token_id"] = ends or None
-    options |= {"do_sample": settings.temperature > 0, "temperature": settings.temperature or None}
-    options |= {"top_k": None, "top_p": None, "streamer": streamer}
+    world = distributed.choose_device(distributed.World(), "auto")
+    model, encoder, run = load(settings.folder, settings.before, world.device)
+    values = DEFAULTS | {name: run[name] for name in DEFAULTS if name in run}
+    values |= {name: vars(settings)[name] for name in DEFAULTS if vars(settings)[name] is not None}
+    spec = sampling.SampleSpec(**values, batch_size=1, seed=settings.seed)
+    scorer = Scorer(model)
+    ends = sampling.ends_of(scorer, encoder)
+    streamer = TextStreamer(encoder.tokenizer, skip_prompt=True, skip_special_tokens=True)
     first = [{"role": "system", "content": settings.system}] if settings.system else []
     messages = [*first]
-    torch.manual_seed(settings.seed)
+    longest = [0] * spec.max_new_tokens
     print("> ", end="", flush=True)
-    for line in sys.stdin:
+    for number, line in enumerate(sys.stdin):
         messages.append({"role": "user", "content": line.strip()})
         if line.strip():
-            ids = prompt_of(messages, tokenizer).to(device)
-            reply = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-            text = tokenizer.decode(reply[0, ids.shape[1] :], skip_special_tokens=True)
+            prompt = prompt_of(messages, encoder)
+            fix = "an empty line to start a new one, or a smaller --max_new_tokens"
+            models.check_fit(model, [Pair(prompt, longest, longest, "the conversation", "")], fix)
+            [reply] = sampling.generate(
+                scorer, [prompt], ends, world, spec, first=number, streamer=streamer
+            )
+            text = encoder.tokenizer.decode(reply, skip_special_tokens=True)
             messages.append({"role": "assistant", "content": text.strip()})
         else:  # a small model may be trained on single questions only
             messages = [*first]
