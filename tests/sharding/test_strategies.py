@@ -269,7 +269,7 @@ def test_each_of_four_ranks_has_a_quarter_of_the_parameters(strategy, data, tmp_
 
 
 def gathered_weights(path, strategy, options):
-    """Shard a model with a frozen embedding and a buffer -> what rank 0 would save, and the model."""
+    """Shard a model with a frozen embedding and a buffer -> what rank 0 would save, the model."""
     model = models.load(path, torch.float32, torch.device("cpu"))
     model.model.register_buffer("counts", torch.arange(5.0))
     model.get_input_embeddings().requires_grad_(False)
