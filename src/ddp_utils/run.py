@@ -59,6 +59,7 @@ def environment(config: Any, world: World) -> dict[str, Any]:
     versions = {name: metadata.version(name) for name in ("transformers", "peft")}
     return {
         "command": shlex.join(sys.orig_argv),
+        "directory": os.getcwd(),
         "launcher": world.launcher,
         "run_id": os.environ.get("TORCHELASTIC_RUN_ID"),  # of the launcher and its restarts
         "world_size": world.world_size,

@@ -14,7 +14,7 @@ import main_distributed
 import programs
 import runs
 from conftest import ROOT
-from ddp_utils import Stop
+from ddp_utils import Stop, cli
 from ddp_utils.tools import report
 from reports import HOSTILE, a_run, page_of, put
 
@@ -132,7 +132,7 @@ def test_no_folder_of_this_machine_is_in_report_or_card(tmp_path):
     page = page_of(folder)
     card = (folder / "model/README.md").read_text()
     assert str(tmp_path) not in page + card and "<pre>python my.py" in page
-    assert "base_model: base\n" in card
+    assert "base_model:" not in card and "A model trained from base with" in card
     assert "<pre>model</pre>" in page
 
 
@@ -226,6 +226,7 @@ def test_the_model_card_describes_the_training(tmp_path):
     report.write(folder, report.read_run(folder))
     card = ModelCard.load(folder / "model/README.md")
     assert (card.data.base_model, card.data.library_name) == ("a/base", "peft")
+    assert (card.data.license, card.data.datasets) == ("unknown", [])  # to be filled in
     for line in (
         "# mine",
         "A model trained from a/base with this command (",
@@ -243,3 +244,41 @@ def test_the_model_card_describes_the_training(tmp_path):
     card = ModelCard.load(folder / "model/README.md")
     assert card.data.library_name == "transformers" and card.data.base_model is None
     assert "peft" not in card.content
+
+
+CARDS = [  # settings and a file of the model's folder, tags, and keys of the citations
+    ({"method": "dpo"}, "tokenizer_config", ["dpo"], ["rafailov2023direct"]),
+    ({"method": "ipo_sum"}, "adapter_config", ["ipo", "lora"], ["azar2024general", "hu2022lora"]),
+    (
+        {"method": "dpo", "objective": "sft", "type": "qlora"},
+        "adapter_config",
+        ["sft", "qlora"],
+        ["hu2022lora", "dettmers2023qlora"],
+    ),
+    (
+        {"divergence": "kl"},
+        "adapter_config",
+        ["prompt-baking", "lora"],
+        ["hu2022lora", "bhargava2024prompt"],
+    ),
+    ({"traj_file": "x"}, "model", ["algorithm-distillation"], ["laskin2023incontext"]),
+]
+
+
+@pytest.mark.parametrize(("config", "file", "tags", "citations"), CARDS)
+def test_tags_and_citations_name_the_method(config, file, tags, citations, tmp_path):
+    folder = put(tmp_path / "mine", config={**config, "model_name": "data/demo/model"})
+    put(folder / "model", **{file: {}})
+    if file == "model":
+        (folder / "model/model.json").rename(folder / "model/model.safetensors")
+    report.write(folder, report.read_run(folder))
+    card = ModelCard.load(folder / "model/README.md")
+    assert card.data.tags == tags and card.data.base_model is None
+    assert re.findall(r"^@\w+\{(\w+),$", card.content, re.M) == citations
+    assert ("base_model_name_or_path" in card.content) == (file == "adapter_config")
+
+
+def test_each_method_has_a_citation():
+    text = (report.HERE / "citations.bib").read_text()
+    cited = re.findall(r"\S+", " ".join(re.findall(r"^% (.*)$", text, re.M)))
+    assert {method.partition("_")[0] for method in cli.METHODS} <= {*cited}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCardData
 
 from ddp_utils import UserError, data, plots
 
@@ -40,6 +40,12 @@ LIBRARIES = {  # a file of a model's folder -> what loads the folder
     "tokenizer_config.json": "transformers",
     "model.safetensors": "safetensors",
 }
+TAGS = {  # a setting of only one script -> tag
+    "divergence": "prompt-baking",
+    "traj_file": "algorithm-distillation",
+    "base_model_dir": "proteinmpnn",
+}
+HUB_NAME = r"[\w-][\w.-]*(/[\w-][\w.-]*)?"
 REPLIES = ("reference", "fine-tuned", "base", "baked")  # of an example: before and after
 
 
@@ -142,10 +148,41 @@ def write(folder: Path, run: dict[str, dict]) -> None:
     data.write_text(folder / "report.html", template.render(content))
     model = content["model"]
     if model:
-        metadata = ModelCardData(library_name=model.library, base_model=content["base"])
-        card = ModelCard.from_template(metadata, template_path=str(HERE / "card.md.j2"), **content)
+        card = jinja2.Template((HERE / "card.md.j2").read_text(encoding="utf-8"))
+        text = card.render(content | card_content(model, content, run))
         parent = model.path if model.path.is_dir() else model.path.parent
-        data.write_text(parent / "README.md", data.printable(str(card)))
+        data.write_text(parent / "README.md", data.printable(text))
+
+
+def card_content(model: Model, content: dict, run: dict[str, dict]) -> dict[str, Any]:
+    """Return what only the model card shows."""
+    config = run["config"]
+    tags = [tag for setting, tag in TAGS.items() if setting in config]
+    method = "sft" if config.get("objective") == "sft" else config.get("method", "")
+    tags.append(method.partition("_")[0])  # ipo_sum is a kind of IPO
+    if model.library == "peft":
+        tags.append("qlora" if config.get("type") == "qlora" else "lora")
+    base = config.get("model_name") or ""
+    folder = Path(run["environment"].get("directory", ""), base)
+    is_local = folder.is_dir() or data.resolve(base).is_dir() or not re.fullmatch(HUB_NAME, base)
+    metadata = ModelCardData(
+        base_model=None if is_local else base,  # the Hub does not accept the path of a folder
+        library_name=model.library,
+        model_name=content["name"],
+        pipeline_tag="text-generation" if model.library in ("peft", "transformers") else None,
+        tags=[*filter(None, tags)],
+    )
+    entries = []
+    for entry in (HERE / "citations.bib").read_text(encoding="utf-8").split("\n\n"):
+        methods, _, text = entry.partition("\n")
+        if {*methods.split()} & {*tags}:
+            entries.append(text.strip())
+    return {
+        "metadata": metadata.to_yaml(),
+        "is_local": is_local,
+        "template_arguments": config.get("chat_template_kwargs"),
+        "citations": "\n\n".join(entries),
+    }
 
 
 def content_of(folder: Path, run: dict[str, dict]) -> dict[str, Any]:
@@ -163,7 +200,7 @@ def content_of(folder: Path, run: dict[str, dict]) -> dict[str, Any]:
     changed = {"value": {name: config.get(name) for name in defaults}, "default": defaults}
     return {
         "name": folder.absolute().name,
-        "base": portable(config.get("model_name") or "") or None,
+        "base": portable(config.get("model_name") or config.get("base_model_name") or "") or None,
         "facts": facts,
         "results": results(folder, summary),
         "pictures": pictures,
