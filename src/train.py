@@ -176,11 +176,18 @@ def fill_in_settings(config: Config, meta_model: Any, world: World) -> Precision
         config.mixed_precision = names.get(precision.autocast, "no")
     if config.mixed_precision == "fp16" and world.device.type == "cpu":
         raise UserError("--mixed_precision fp16: slow on a CPU; use bf16 or no")
+    is_cpu_ddp = strategy_of(config).kind == "ddp" and world.device.type == "cpu"
+    if config.grad_reduce_dtype == "bf16" and is_cpu_ddp:
+        raise UserError("--grad_reduce_dtype bf16: DDP supports it on GPUs only; use fp16 or fp32")
     if config.use_deepspeed:
         from ddp_utils.sharding import deepspeed
 
         width = meta_model.config.get_text_config().hidden_size
         config.sharding = deepspeed.filled(config.sharding, config, world, width)
+        if deepspeed.stage(config.sharding):
+            from ddp_utils.sharding import deepspeed_engine
+
+            deepspeed_engine.check_values(config.sharding, config.deepspeed_config, world)
     return precision
 
 
@@ -233,7 +240,7 @@ def describe_run(
         from ddp_utils.sharding import fsdp
 
         fsdp.layers_of(meta_model, config.sharding or fsdp.Settings())  # an error for none
-    lines = preferences.describe_all(report, data)
+    lines = preferences.describe_all(report, data) + config.notes
     if config.sharding:  # as in the JSON, before its "auto" is filled in
         inputs[f"content of {config.strategy}_config"] = digest_of_files([], config.sharding)
     precision = fill_in_settings(config, meta_model, world)

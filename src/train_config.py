@@ -114,9 +114,10 @@ class Config(Output, Distributed, Dataset, Training, FineTuning, Model):
     check: bool = False  # read and check everything, then exit without training
     debug: bool = False  # show a traceback for user errors
 
-    # read() sets these two: the JSON file of FSDP or DeepSpeed, and for each setting its
-    # `file:line: section.name`, or the flag that set it
+    # read() sets these: the JSON file of FSDP or DeepSpeed, warnings about its keys, and for each
+    # setting its `file:line: section.name`, or the flag that set it
     sharding = cast(Any, None)
+    notes = cast(list[str], [])
     places = cast(dict[str, str], {})
 
     @property
@@ -164,7 +165,7 @@ def read_sharding(config: Config) -> None:
     if config.use_fsdp:
         from ddp_utils.sharding import fsdp, json_settings
 
-        config.sharding = fsdp.read(config.fsdp_config)
+        config.sharding, config.notes = fsdp.read(config.fsdp_config)
         config.gradient_checkpointing |= config.sharding.fsdp_activation_checkpointing
         given = {"mixed_precision": ("fsdp_mixed_precision", config.sharding.precision)}
         json_settings.set_from_json(config, given, config.fsdp_config, config.places)
@@ -173,7 +174,7 @@ def read_sharding(config: Config) -> None:
 
         if not config.deepspeed_config:
             raise SettingError("use_deepspeed", "set deepspeed_config, too")
-        config.sharding = deepspeed.read(config.deepspeed_config)
+        config.sharding, config.notes = deepspeed.read(config.deepspeed_config)
         given = deepspeed.given(config.sharding)
         json_settings.set_from_json(config, given, config.deepspeed_config, config.places)
 

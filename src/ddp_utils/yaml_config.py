@@ -1,9 +1,10 @@
 """Settings files: YAML 1.2 for dataclasses, with the file and line of each mistake."""
 
+import contextlib
 import dataclasses
 import json
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ruamel import yaml
@@ -37,9 +38,6 @@ def read(hints: Hints, path: str) -> tuple[dict[str, Any], Places]:
     Raises UserError with file and line for an unknown or duplicate key, a wrong type, an alias or
     a tag.
     """
-    text = data.content(path)
-    reader = yaml.YAML(pure=True)
-    reader.Constructor = _Constructor
     values: dict[str, Any] = {}
     places: Places = {}
 
@@ -59,15 +57,38 @@ def read(hints: Hints, path: str) -> tuple[dict[str, Any], Places]:
             cli.check_type(line + key, hints[key], value)
             values[key], places[key] = value, line + key
 
+    with _errors_with_lines(path):
+        add(hints, _parse(path), f"{path}:1: the file")
+    return values, places
+
+
+def load(path: str) -> dict[str, Any]:
+    """Return the mapping in a YAML file as plain data; raise UserError with file and line."""
+    with _errors_with_lines(path):
+        content = json.loads(json.dumps(_parse(path)))
+    if not isinstance(content, dict):
+        raise UserError(f"{path}:1: the file must contain `name: value` lines")
+    return content
+
+
+def _parse(path: str) -> Any:
+    text = data.content(path)
+    reader = yaml.YAML(pure=True)
+    reader.Constructor = _Constructor
+    _check_events(reader.parse(text), path)
+    return reader.load(text)
+
+
+@contextlib.contextmanager
+def _errors_with_lines(path: str) -> Iterator[None]:
     try:
-        _check_events(reader.parse(text), path)
-        add(hints, reader.load(text), f"{path}:1: the file")
+        yield
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
-        line = mark.line if mark else text.count("\n", 0, getattr(error, "position", 0))
+        position = getattr(error, "position", 0)
+        line = mark.line if mark else data.content(path).count("\n", 0, position)
         problem = (getattr(error, "problem", None) or str(error)).splitlines()[0]
         raise UserError(f"{path}:{line + 1}: {problem:.200}") from error
-    return values, places
 
 
 def _check_events(events: Iterable[Any], path: str) -> None:

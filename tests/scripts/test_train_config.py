@@ -19,7 +19,7 @@ import train
 import train_config
 from conftest import ROOT
 from ddp_utils import UserError, lora, models
-from ddp_utils.sharding import deepspeed
+from ddp_utils.sharding import deepspeed, deepspeed_engine
 
 TINY = "dataset: {max_rows: 40}\n"  # of the demo, the default
 ZERO, FULLY = ["--deepspeed", "j.json"], ["--use_fsdp", "--fsdp_config", "j.json"]
@@ -35,6 +35,7 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(models, "load", load)
     monkeypatch.setattr(deepspeed, "find_spec", lambda name: True)  # DeepSpeed itself is not needed
+    monkeypatch.setattr(deepspeed_engine, "check_values", lambda *_: None)
 
 
 def write(text, json_file):
@@ -122,6 +123,7 @@ FLAGS = [  # YAML, flags, and the error
     (TINY, FULLY[1:], "--fsdp_config: it has no effect without use_fsdp"),
     ("training: {learning_rate: 1e-4}", ["--learning_rate=0"], "--learning_rate: 0.0 is out"),
     (TINY, ["--mixed_precision", "fp16"], "--mixed_precision fp16: slow on a CPU"),
+    (TINY, ["--grad_reduce_dtype=bf16"], "--grad_reduce_dtype bf16: DDP supports it on GPUs only"),
     (TINY, ["--type=qlora", *FULLY], "--type: fsdp cannot shard 4-bit weights; use lora"),
     (TINY, ["--type=qlora", *ZERO], "--type: deepspeed cannot shard 4-bit weights; use lora"),
 ]
@@ -151,6 +153,7 @@ def test_different_values_in_yaml_or_a_flag_and_in_json_are_an_error_that_names_
     for name, value, content, line, key in (
         ("micro_batch_size", 4, {"train_micro_batch_size_per_gpu": 2}, 2, ""),
         ("max_grad_norm", 1.0, {"gradient_clipping": 0.3}, 2, ""),
+        ("learning_rate", 0.1, {"optimizer": {"params": {"lr": 0.2}}}, 4, ".params.lr"),
         ("mixed_precision", "bf16", {"fp16": {"enabled": True}}, 3, ".enabled"),
         ("mixed_precision", "no", {"fsdp_mixed_precision": "BFLOAT16"}, 2, ""),
     ):
@@ -183,8 +186,10 @@ def test_flags_over_yaml_over_json_over_defaults(monkeypatch):
     text = TINY + "training: {micro_batch_size: 2, max_steps: 7, learning_rate: 0.1}\n"
     content = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 16}
     content |= {"gradient_clipping": 0.3, "zero_optimization": {"stage": 2}}
+    content["optimizer"] = {"type": "Adam", "params": {"lr": "auto", "weight_decay": 0.07}}
     flags = [*ZERO, "--micro_batch_size", "3", "--learning_rate=0.2"]
     config = accepted(text, *flags, json_file=content, monkeypatch=monkeypatch)
+    assert config.weight_decay == 0.07 and "optimizer" not in config.sharding
     assert (config.micro_batch_size, config.learning_rate, config.max_steps) == (3, 0.2, 7)
     assert (config.gradient_accumulation_steps, config.max_grad_norm) == (16, 0.3)
     assert config.sharding["train_micro_batch_size_per_gpu"] == 3

@@ -21,7 +21,7 @@ from ddp_utils import checkpoints, distributed, logps, models, parallel, run
 from ddp_utils.sharding import fsdp
 from ranks import ranks, run_ranks
 
-FSDP = ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
+FSDP = ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "NO_SHARD"]
 OPTIONS = {  # of FSDP's JSON
     "offload": {"fsdp_offload_params": True},
     "checkpointing": {"fsdp_activation_checkpointing": True, "fsdp_forward_prefetch": True},
@@ -117,6 +117,7 @@ SUITE = [
     ("FULL_SHARD", "lora", "dpo", 4),
     ("SHARD_GRAD_OP", "lora", "sft", 2),
     ("HYBRID_SHARD", "full", "dpo", 2),
+    ("HYBRID_SHARD_ZERO2", "lora", "dpo", 2),
     ("NO_SHARD", "full", "sft", 2),
     ("zero1", "full", "dpo", 2),
     ("zero2", "lora", "sft", 4),
@@ -157,6 +158,30 @@ def test_one_loss_curve_of_20_steps(strategy, world_size, kind, objective, data,
     flags = [*data[objective], "--type", kind, "--max_steps", "20", *batch(world_size)]
     flags += settings(tmp_path, strategy)
     same(losses_of(world_size, tmp_path / "run", flags), alone(objective, kind, 20))
+
+
+CPU = {"device": "cpu", "pin_memory": False}
+REAL_KEYS = {  # of other people's files, whose effect is not that of the strategies above
+    "zero1 adamw": {"stage": 1, "contiguous_gradients": False, "round_robin_gradients": True},
+    "zero2 old": {"stage": 2, "cpu_offload": True, "parameter_alignment": True}
+    | {"round_robin_gradients": True, "use_multi_rank_bucket_allreduce": False},
+    "zero3 plus": {"stage": 3, "zero_hpz_partition_size": 2, "sub_group_size": 0}
+    | {"max_live_parameters": 0, "max_reuse_distance": 0, "prefetch_bucket_size": "auto"}
+    | {"stage3_allgather_sequential": True, "leaf_module": {"classes": ["Qwen3MLP"]}}
+    | {"offload_optimizer": CPU, "stage3_param_persistence_threshold": 0},
+}
+
+
+@pytest.mark.parametrize("name", REAL_KEYS)
+def test_keys_of_real_files_train_as_without_them(name, data, alone, tmp_path):
+    """The learning rate is that of the file's AdamW."""
+    pytest.importorskip("deepspeed", reason="pip install -r requirements-deepspeed.txt")
+    adamw = {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.0, "betas": "auto"}}
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": REAL_KEYS[name], "optimizer": adamw}))
+    flags = [*data["sft"], *batch(2), "--type", "full", "--max_steps", "2"]
+    flags += ["--deepspeed", str(path)]
+    same(losses_of(2, tmp_path / "run", flags), alone("sft", "full", 2))
 
 
 # --- stopped, killed, changed ---------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from ddp_utils import UserError
 from ddp_utils.distributed import World
 from ddp_utils.sharding import json_settings
+from ddp_utils.sharding.json_settings import Fixed, fixed
 
 BUCKETS = {  # what transformers replaces "auto" with; width: of the hidden states
     "reduce_bucket_size": lambda width: width**2,
@@ -17,45 +18,98 @@ BUCKETS = {  # what transformers replaces "auto" with; width: of the hidden stat
     "stage3_prefetch_bucket_size": lambda width: int(0.9 * width**2),
     "stage3_param_persistence_threshold": lambda width: 10 * width,
 }
-OFFLOAD = {"device": Literal["cpu", "none"], "pin_memory": bool}
-FP16 = "loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale"
-SIZES = "sub_group_size stage3_max_live_parameters stage3_max_reuse_distance"
-SWITCHES = """contiguous_gradients overlap_comm reduce_scatter allgather_partitions
-round_robin_gradients stage3_gather_16bit_weights_on_model_save"""
-# DeepSpeed itself ignores an unknown key at the top, or raises an exception without its line
+BUCKETS |= {name.removeprefix("stage3_"): size for name, size in BUCKETS.items()}
+OTHER_TRAINING = "it is not supported, and would change the training"
+FP32_ADAMW = "AdamW updates fp32 weights here, in the host's memory if they are offloaded"
+# Checkpoints are written by the run. round_robin_gradients: DeepSpeed then looks for gradients and
+# weights in the wrong shards. The others fail where weights are gathered around a part of a model.
+ZERO_WITHOUT_EFFECT = """elastic_checkpoint load_from_fp32_weights pipeline_loading_checkpoint
+save_muon_momentum_buffer_in_memory round_robin_gradients stage3_module_granularity_threshold
+module_granularity_threshold enable_sanity_checks"""
+ALWAYS_ON = """stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save
+stage3_gather_fp16_weights_on_model_save compute_grad_norm"""
+ZERO_NOT_SUPPORTED = """zero_quantized_weights zero_quantized_nontrainable_weights zenflow
+zero_quantized_gradients zeropp_loco_param mics_shard_size mics_hierarchical_params_gather"""
+WITHOUT_EFFECT = """wall_clock_breakdown memory_breakdown dump_state flops_profiler comms_logger
+comms_config timers log_level aio checkpoint nebula datastates_checkpointing autotuning compile
+hybrid_engine prescale_gradients gradient_predivide_factor disable_allgather disable_python_gc
+dataloader_drop_last vocabulary_size seq_parallel_communication_data_type sparse_gradients
+graph_harvesting zero_force_ds_cpu_optimizer"""
+NOT_SUPPORTED = """amp torch_autocast fp8 compression_training quantize_training elasticity
+weight_quantization eigenvalue sparse_attention progressive_layer_drop curriculum_learning
+data_efficiency tensor_parallel sequence_parallel expert_parallel pipeline zenflow"""
+OFFLOAD = {
+    "device": Literal["cpu", "none"],
+    **fixed("nvme_path buffer_count buffer_size max_in_cpu pipeline_read pipeline_write fast_init"),
+    "ratio": Fixed(1, error=FP32_ADAMW),
+    "super_offload": Fixed(error=FP32_ADAMW),
+    "*": object,
+}
+HALF = {  # bf16 and fp16
+    "enabled": bool,
+    **fixed("auto_cast immediate_grad_update"),
+    **fixed("bf16_master_weights_and_grads bf16_optimizer_states", error=FP32_ADAMW),
+    "fp16_master_weights_and_grads": Fixed(error=FP32_ADAMW),
+    "*": object,
+}
+# DeepSpeed's models check other keys of inner objects, "*"; it ignores other keys at the top
 KEYS: dict[str, Any] = {
     "train_batch_size": int,
     "train_micro_batch_size_per_gpu": int,
     "gradient_accumulation_steps": int,
     "gradient_clipping": float,
-    "steps_per_print": float,
-    "wall_clock_breakdown": bool,
     "zero_allow_untested_optimizer": bool,
-    "zero_force_ds_cpu_optimizer": Literal[False],  # AdamW is torch's
     "communication_data_type": Literal["fp32", "bf16", "fp16"],
-    **dict.fromkeys(("data_types", "comms_logger", "flops_profiler"), dict),
-    "bf16": {"enabled": bool, "check_grad_overflow": bool},
-    "fp16": {"enabled": bool, **dict.fromkeys(FP16.split(), float)},
+    "gradient_allreduce_op": Literal["mean"],
+    "data_types": {"grad_accum_dtype": Literal["fp32"]},
+    "bf16": HALF,
+    "fp16": HALF,
     "zero_optimization": {
         "stage": Literal[0, 1, 2, 3],
-        **dict.fromkeys([*BUCKETS, *SIZES.split()], float),
-        **dict.fromkeys(SWITCHES.split(), bool),
         **dict.fromkeys(("offload_optimizer", "offload_param"), OFFLOAD),
+        "zero_hpz_partition_size": int,
+        **fixed(ALWAYS_ON, True),
+        **fixed(ZERO_WITHOUT_EFFECT),
+        **fixed(ZERO_NOT_SUPPORTED, error=OTHER_TRAINING),
+        "*": object,
     },
-    "optimizer": "src/train.py makes the optimizer, AdamW",
-    "scheduler": "src/train.py makes the schedule: training.lr_scheduler",
+    "optimizer": {
+        "type": Literal["AdamW", "Adam", "adamw", "adam"],
+        "params": {
+            "lr": float,
+            "weight_decay": float,
+            "betas": Fixed([0.9, 0.999]),
+            "eps": Fixed(1e-8),
+            "adam_w_mode": Literal[True],
+            **fixed("torch_adam bias_correction fused", True),
+        },
+        "legacy_fusion": Fixed(),
+    },
+    "scheduler": Fixed(None, instead="lr_scheduler and warmup_ratio"),
+    "steps_per_print": Fixed(instead="log_every"),
+    **fixed("tensorboard wandb csv_monitor comet monitor_config", instead="report_to"),
+    "activation_checkpointing": Fixed(instead="gradient_checkpointing"),
+    **fixed(WITHOUT_EFFECT),
+    **fixed(NOT_SUPPORTED, error=OTHER_TRAINING),
 }
 SAME = {  # key of the JSON -> setting of src/train.py
     "train_micro_batch_size_per_gpu": "micro_batch_size",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "max_grad_norm",
 }
-MAY_BE_AUTO = {"train_batch_size", "enabled", *SAME, *BUCKETS}
+IN_OPTIMIZER = {"lr": "learning_rate", "weight_decay": "weight_decay"}
+MAY_BE_AUTO = {"train_batch_size", "enabled", *SAME, *IN_OPTIMIZER}
 
 
-def read(path: str) -> dict[str, Any]:
-    """Return DeepSpeed's settings; raise UserError for a key that is unknown or not supported."""
-    return json_settings.read(path, KEYS, MAY_BE_AUTO)
+def read(path: str) -> tuple[dict[str, Any], list[str]]:
+    """Return DeepSpeed's settings, and a warning about keys without an effect.
+
+    Raises UserError for a key that is unknown or not supported.
+    """
+    settings = json_settings.load(path)
+    if "bfloat16" in settings:  # its name in old files
+        settings["bf16"] = settings.pop("bfloat16")
+    return json_settings.read(path, settings, KEYS, MAY_BE_AUTO)
 
 
 def stage(settings: dict[str, Any]) -> int:
@@ -66,6 +120,9 @@ def stage(settings: dict[str, Any]) -> int:
 def given(settings: dict[str, Any]) -> dict[str, tuple]:
     """Return the settings of src/train.py in the JSON: name -> (key, value or "auto")."""
     values = {name: (key, settings.get(key, "auto")) for key, name in SAME.items()}
+    params = settings.get("optimizer", {}).get("params", {})
+    for key, name in IN_OPTIMIZER.items():
+        values[name] = (f"optimizer.params.{key}", params.get(key, "auto"))
     for kind in ("fp16", "bf16"):
         if settings.get(kind, {}).get("enabled") is True:
             values["mixed_precision"] = (f"{kind}.enabled", kind)
@@ -94,19 +151,24 @@ def filled(settings: dict[str, Any], config: Any, world: World, width: int) -> d
     if stage(settings) and not find_spec("deepspeed"):
         raise UserError("DeepSpeed is not installed; pip install -r requirements-deepspeed.txt")
     ready: dict[str, Any] = {"zero_allow_untested_optimizer": True, "steps_per_print": 10**9}
-    ready["zero_force_ds_cpu_optimizer"] = False
     if config.mixed_precision == "bf16":  # sums over micro-batches and ranks in fp32, as in DDP
         ready["data_types"] = {"grad_accum_dtype": "fp32"}
         ready["communication_data_type"] = "fp32"
-    ready |= settings
+    ready |= settings | {"zero_force_ds_cpu_optimizer": False}  # AdamW is torch's
+    ready.pop("optimizer", None)
     ready |= {key: getattr(config, name) for key, name in SAME.items()}
     ready["train_batch_size"] = total_batch_size(settings, config, world.world_size)
     zero = ready["zero_optimization"] = dict(settings.get("zero_optimization", {}))
-    for key, value in zero.items():
-        if value == "auto":
+    for key, value in zero.items():  # DeepSpeed has defaults for other keys that are "auto"
+        if value == "auto" and key in BUCKETS:
             zero[key] = BUCKETS[key](width)
     for kind in ("bf16", "fp16"):
         ready[kind] = precision_section(settings.get(kind, {}), kind, config)
+    group_size = min(zero.get("zero_hpz_partition_size", 1), world.world_size)
+    if group_size > 1 and world.world_size % group_size:
+        line = json_settings.line_of("zero_hpz_partition_size", config.deepspeed_config)
+        problem = f"zero_hpz_partition_size {group_size} does not divide {world.world_size} ranks"
+        raise UserError(f"{line}: {problem}; use the number of GPUs of a node")
     return ready
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from ddp_utils import distributed
+from ddp_utils import UserError, distributed
 from ddp_utils.distributed import World
 from ddp_utils.policy import (
     LossScale,
@@ -25,6 +25,7 @@ from ddp_utils.policy import (
     cast_trained_to_fp32,
     parameter_groups,
 )
+from ddp_utils.sharding import json_settings
 from ddp_utils.sharding.deepspeed import stage
 
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter")  # state of its loss scale for fp16
@@ -42,6 +43,23 @@ def import_deepspeed(device: str) -> Any:
     # a C++ extension for shared memory between processes takes minutes to compile; gloo does it
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
+
+
+def check_values(settings: dict[str, Any], path: str, world: World) -> None:
+    """Raise UserError for a key or value that DeepSpeed's own models do not accept."""
+    runtime = import_deepspeed(world.device.type).runtime
+    precision = runtime.precision_config
+    models = {"bf16": precision.DeepSpeedBF16Config, "fp16": precision.DeepSpeedFP16Config}
+    models["zero_optimization"] = runtime.zero.config.DeepSpeedZeroConfig
+    for section, model in models.items():
+        try:
+            model(**settings[section])
+        except (ValueError, AssertionError) as error:  # most are pydantic's, with details
+            plain: dict[str, Any] = {"loc": (), "msg": str(error)}
+            first = error.errors()[0] if hasattr(error, "errors") else plain
+            name = ".".join([section, *map(str, first["loc"])])
+            place = json_settings.line_of(name, path)
+            raise UserError(f"{place}: {name}: {first['msg']}") from error
 
 
 class ZeroPolicy(Policy):

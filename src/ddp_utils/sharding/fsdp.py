@@ -1,11 +1,11 @@
 """Fully sharded data parallel (FSDP2): each rank holds a shard of every parameter.
 
-The JSON that accelerate writes for FSDP is read: each key has its effect, or raises an error.
+accelerate's files for FSDP are read: each key has its effect, or is reported.
 """
 
 import contextlib
 from dataclasses import dataclass
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -19,17 +19,21 @@ from ddp_utils import UserError, distributed
 from ddp_utils.distributed import World
 from ddp_utils.policy import DTYPES, Policy, Strategy, cast_trained_to_fp32
 from ddp_utils.sharding import json_settings
+from ddp_utils.sharding.json_settings import Fixed, fixed
 
+# in this order accelerate also numbers them, from 1
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+Kind = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
 PRECISIONS = {"BFLOAT16": "bf16", "FLOAT16": "fp16", "NO": "no"}
-Kind = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
+PRECISIONS |= {"BF16": "bf16", "FP16": "fp16", "FP32": "no"}
 
 
 @dataclass
 class Settings:
-    """The JSON of FSDP, with accelerate's names."""
+    """The settings of FSDP, with accelerate's names."""
 
     fsdp_sharding_strategy: Kind = "FULL_SHARD"
-    fsdp_mixed_precision: Literal["BFLOAT16", "FLOAT16", "NO", None] = None
+    fsdp_mixed_precision: Literal["BFLOAT16", "FLOAT16", "BF16", "FP16", "FP32", "NO", None] = None
     # classes to be sharded one by one, a list or separated by commas; empty: the model's own
     fsdp_transformer_layer_cls_to_wrap: list | str | None = None
     fsdp_auto_wrap_policy: Literal["TRANSFORMER_BASED_WRAP", "NO_WRAP"] = "TRANSFORMER_BASED_WRAP"
@@ -38,13 +42,6 @@ class Settings:
     fsdp_forward_prefetch: bool = False  # gather the next layer while this one computes
     # checkpoints of full fine-tuning: a file per rank, or one file for any number of ranks
     fsdp_state_dict_type: Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"] = "SHARDED_STATE_DICT"
-    # FSDP2 supports only these values, or they make no difference:
-    fsdp_backward_prefetch_policy: Literal["BACKWARD_PRE"] = "BACKWARD_PRE"
-    fsdp_cuda_graphs: Literal[False] = False
-    fsdp_sync_module_states: bool = True  # every rank reads the same weights
-    fsdp_use_orig_params: bool = True
-    fsdp_cpu_ram_efficient_loading: bool = True  # weights are mapped from their files
-    fsdp_version: Literal[2] = 2
 
     @property
     def precision(self) -> str | None:
@@ -56,12 +53,81 @@ class Settings:
         return names.replace(",", " ").split() if isinstance(names, str) else names
 
 
-def read(path: str) -> Settings:
-    """Return the settings in a JSON file; without a path, the defaults.
+OTHER_NAMES = {
+    "fsdp_reshard_after_forward": "fsdp_sharding_strategy",
+    "fsdp_mixed_precision_policy": "fsdp_mixed_precision",
+    "fsdp_cpu_offload": "fsdp_offload_params",
+    "fsdp_transformer_cls_names_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
+}
+HINTS: dict[str, Any] = get_type_hints(Settings) | {
+    "fsdp_version": Fixed(2),
+    **fixed("fsdp_backward_prefetch fsdp_backward_prefetch_policy", "BACKWARD_PRE"),
+    # FSDP2 trains the original parameters; every rank maps the same weights from their files
+    **fixed("fsdp_use_orig_params fsdp_sync_module_states fsdp_limit_all_gathers", True),
+    "fsdp_cpu_ram_efficient_loading": Fixed(True),
+    "fsdp_final_state_dict_type": Fixed("FULL_STATE_DICT"),  # of the model that is saved at the end
+    **fixed("fsdp_cuda_graphs fsdp_activation_checkpointing_offload fsdp_xla_fsdp_v2"),
+    **fixed("fsdp_xla_fsdp_settings fsdp_xla_fsdp_grad_ckpt"),
+    "fsdp_min_num_params": Fixed(instead="fsdp_transformer_layer_cls_to_wrap"),
+    "fsdp_ignored_modules": Fixed(error="FSDP shards all modules here"),
+    "fsdp_xla": Fixed(error="TPUs are not supported"),
+}
+HINTS |= {name: HINTS[ours] for name, ours in OTHER_NAMES.items()}
+HINTS |= {name.removeprefix("fsdp_"): hint for name, hint in HINTS.items()}  # as in transformers
+ACCELERATE: dict[str, Any] = {  # its whole configuration file
+    "distributed_type": Literal["FSDP"],
+    "mixed_precision": Literal["no", "fp16", "bf16", None],
+    "fsdp_config": HINTS,
+    **fixed("parallelism_config fp8_config megatron_lm_config", error="it is not supported"),
+    "*": Fixed(instead="the options of the launcher"),
+}
 
-    Raises UserError for a key or value that is unknown or would have no effect.
+
+def read(path: str) -> tuple[Settings, list[str]]:
+    """Return the settings in a JSON or YAML file, and a warning about keys without an effect.
+
+    The file has the keys of FSDP, or is accelerate's, which has them in its `fsdp_config`. Without
+    a path, return the defaults. Raises UserError for a key or value that is not supported.
     """
-    return Settings(**json_settings.read(path, get_type_hints(Settings))) if path else Settings()
+    if not path:
+        return Settings(), []
+    content = json_settings.load(path)
+    if "distributed_type" in content or "fsdp_config" in content:
+        content["fsdp_config"] = normalized(content.get("fsdp_config") or {})
+        kept, notes = json_settings.read(path, content, ACCELERATE)
+        section = kept["fsdp_config"]
+        if kept.get("mixed_precision"):
+            section["mixed_precision"] = kept["mixed_precision"].upper()
+    else:
+        section, notes = json_settings.read(path, normalized(content), HINTS)
+    values: dict[str, Any] = {}
+    keys: dict[str, str] = {}  # the spelling of each setting in the file
+    for key, value in section.items():
+        name = "fsdp_" + key.removeprefix("fsdp_")
+        name = OTHER_NAMES.get(name, name)
+        if values.setdefault(name, value) != value:
+            problem = f"{key} is {value}, but {keys[name]} is {values[name]}; use only one of them"
+            raise UserError(f"{json_settings.line_of(key, path)}: {problem}")
+        keys[name] = key
+    return Settings(**values), notes
+
+
+def normalized(section: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings with strategies by name, names in upper case, and real booleans."""
+    written = {}
+    for key, value in section.items():
+        hint = HINTS.get(key)
+        if value in ("true", "false"):  # as in the documentation of transformers
+            value = value == "true"
+        is_strategy = hint is HINTS["fsdp_sharding_strategy"]
+        if is_strategy and isinstance(value, bool):  # of fsdp_reshard_after_forward in FSDP2
+            value = "FULL_SHARD" if value else "SHARD_GRAD_OP"
+        elif is_strategy and str(value) in "12345":
+            value = STRATEGIES[int(value) - 1]
+        elif isinstance(value, str) and (isinstance(hint, Fixed) or get_origin(hint) is Literal):
+            value = value.upper()
+        written[key] = value
+    return written
 
 
 def layers_of(model: nn.Module, settings: Settings) -> list[Any]:
@@ -127,7 +193,7 @@ class FsdpPolicy(Policy):
 def make_mesh(settings: Settings, world: World) -> DeviceMesh:
     """Return the mesh of all ranks; for HYBRID_SHARD [nodes, ranks per node]."""
     kind, size = world.device.type, world.world_size
-    if settings.fsdp_sharding_strategy != "HYBRID_SHARD":
+    if not settings.fsdp_sharding_strategy.startswith("HYBRID_SHARD"):
         return init_device_mesh(kind, (size,))
     sizes = torch.tensor([world.local_size, world.local_size**2], device=world.device)
     total, squares = distributed.all_sum(sizes, world).tolist()
@@ -154,7 +220,7 @@ def shard(
     layers = layers_of(scorer.unwrap(), settings)
     for layer in layers:
         cast_trained_to_fp32(layer)
-        is_freed = settings.fsdp_sharding_strategy != "SHARD_GRAD_OP"
+        is_freed = settings.fsdp_sharding_strategy not in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
         fully_shard(layer, **options, reshard_after_forward=is_freed)
     cast_trained_to_fp32(scorer)
     # the root's own parameters, embedding and head, are gathered once for forward and backward

@@ -1,0 +1,261 @@
+"""Settings files that people have: --check accepts each, or names the key and the reason.
+
+The keys and values are those of DeepSpeed's files in LLaMA-Factory (31 files), axolotl (9),
+transformers (4), accelerate (6) and DeepSpeedExamples, and of accelerate's and transformers' files
+for FSDP. Rows that differ in numbers only are one row. What a key does comes from the documentation
+of these projects; what DeepSpeed rejects, from its own models where it is installed.
+"""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import train
+from ddp_utils import UserError
+from ddp_utils.sharding import deepspeed, deepspeed_engine
+
+AUTO = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
+AUTO |= {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}
+AUTO |= {"bf16": {"enabled": "auto"}, "wall_clock_breakdown": False}
+FP16 = {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16}
+FACTORY = AUTO | {"fp16": FP16 | {"hysteresis": 2, "min_loss_scale": 1}}
+FACTORY |= {"zero_allow_untested_optimizer": True}
+ZERO2 = {"stage": 2, "allgather_partitions": True, "allgather_bucket_size": 5e8}
+ZERO2 |= {"overlap_comm": False, "reduce_scatter": True, "reduce_bucket_size": 5e8}
+ROBIN = ZERO2 | {"contiguous_gradients": True, "round_robin_gradients": True}
+ZERO3 = {"stage": 3, "sub_group_size": 1e9, "reduce_bucket_size": "auto", "overlap_comm": True}
+ZERO3 |= {"stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}
+ZERO3 |= {"stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9}
+GATHER = {"stage3_gather_16bit_weights_on_model_save": True}
+CPU = {"device": "cpu", "pin_memory": True}
+NVME = {"device": "nvme", "nvme_path": "/nvme", "buffer_count": 4, "pin_memory": True}
+ADAMW = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto"}}
+WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_num_steps": "auto"}}
+QUIET = {"comms_config": {"verbose": False}, "comms_logger": {"enabled": False}}
+PREFETCH = {"prefetch_bucket_size": "auto", "param_persistence_threshold": "auto"}
+CHAT = {"stage3_param_persistence_threshold": 1e4, "memory_efficient_linear": False}
+CHAT |= {"offload_param": {"device": "none"}, "offload_optimizer": {"device": "none"}}
+ONE_BIT = {"type": "OneBitAdam", "params": {"lr": 1e-5, "freeze_step": 2000}}
+OFF = {name: {"enabled": False} for name in ("amp", "flops_profiler", "hybrid_engine")}
+OFF |= {"elasticity": {"enabled": False}, "zero_force_ds_cpu_optimizer": False}
+PARTITION = {"activation_checkpointing": {"partition_activations": True, "profile": False}}
+TRAINING = "it is not supported, and would change the training; leave it out"
+SCHEDULE = "scheduler (use lr_scheduler and warmup_ratio)"
+FP32 = "AdamW updates fp32 weights here, in the host's memory if they are offloaded; leave it out"
+
+
+def zero(settings, **more):
+    return {"zero_optimization": settings | more}
+
+
+DEEPSPEED = {  # file: content, the warning or the error; an error begins with the key
+    "LLaMA-Factory z0": (FACTORY | zero(ROBIN, stage=0), "zero_optimization.round_robin_gradients"),
+    "LLaMA-Factory z2": (
+        FACTORY | zero(ROBIN) | QUIET | {"monitor_config": {"enabled": True, "tag": "a"}},
+        "zero_optimization.round_robin_gradients; monitor_config (use report_to)",
+    ),
+    "LLaMA-Factory z2 autotp": (
+        {"_comment": "a"} | FACTORY | zero(ROBIN) | {"tensor_parallel": {"autotp_size": 2}},
+        f"tensor_parallel: {TRAINING}",
+    ),
+    "LLaMA-Factory z3": (FACTORY | zero(ZERO3 | GATHER), ""),
+    "LLaMA-Factory z3 offload": (
+        FACTORY | zero(ZERO3 | GATHER, offload_optimizer=CPU, offload_param=CPU),
+        "",
+    ),
+    "LLaMA-Factory partial offload": (
+        FACTORY | zero(ZERO3, offload_optimizer=CPU) | {"zero_force_ds_cpu_optimizer": True},
+        "zero_force_ds_cpu_optimizer",
+    ),
+    "LLaMA-Factory fp8": (FACTORY | {"fp8": {"enabled": True}} | zero(ZERO3), f"fp8: {TRAINING}"),
+    "LLaMA-Factory gaudi": (
+        AUTO | zero(ROBIN, stage=1) | {"timers": {"throughput": {"enabled": True}}},
+        "zero_optimization.round_robin_gradients, timers",
+    ),
+    "LLaMA-Factory alst": (
+        AUTO | zero(ZERO3) | {"sequence_parallel": {"enabled": True, "size": 4}},
+        f"sequence_parallel: {TRAINING}",
+    ),
+    "LLaMA-Factory autotune": (
+        FACTORY | zero(ZERO3) | {"autotuning": {"enabled": True, "fast": True}},
+        "autotuning",
+    ),
+    "LLaMA-Factory quantized": (
+        FACTORY | zero(ZERO3, zero_quantized_gradients=True),
+        f"zero_optimization.zero_quantized_gradients: {TRAINING}",
+    ),
+    "LLaMA-Factory granularity": (
+        FACTORY | PARTITION | zero(ZERO3, stage3_module_granularity_threshold=16),
+        "activation_checkpointing (use gradient_checkpointing); "
+        "zero_optimization.stage3_module_granularity_threshold",
+    ),
+    "LLaMA-Factory fp32 sums": (
+        FACTORY | zero(ZERO3) | {"data_types": {"grad_accum_dtype": "fp32"}},
+        "",
+    ),
+    "axolotl zero1": (
+        AUTO | zero({"stage": 1, "overlap_comm": True}) | {"optimizer": ADAMW},
+        "",
+    ),
+    "axolotl zero1 compile": (
+        AUTO | zero({"stage": 1}) | {"compile": {"disable": False, "backend": "inductor"}},
+        "compile",
+    ),
+    "axolotl zero2": (
+        AUTO | zero(ZERO2, offload_optimizer={"device": "cpu"}) | {"fp16": {"auto_cast": False}},
+        "",
+    ),
+    "axolotl zero3 bf16": (
+        AUTO | zero({"stage": 3, "max_live_parameters": 0, "max_reuse_distance": 0} | PREFETCH),
+        "",
+    ),
+    "transformers zero2": (
+        AUTO | zero(ZERO2) | {"optimizer": ADAMW, "scheduler": WARMUP, "steps_per_print": 2000},
+        f"{SCHEDULE}; steps_per_print (use log_every)",
+    ),
+    "transformers zero3 bf16": (
+        {"bfloat16": {"enabled": "auto"}}
+        | zero(ZERO3, stage3_gather_fp16_weights_on_model_save=True),
+        "",
+    ),
+    "accelerate stage 3": (
+        AUTO | zero(ZERO3, stage3_gather_16bit_weights_on_model_save="auto", sub_group_size="auto"),
+        "",
+    ),
+    "accelerate alst": (
+        AUTO | zero({"stage": 3}) | {"seq_parallel_communication_data_type": "bf16"},
+        "seq_parallel_communication_data_type",
+    ),
+    "DeepSpeed-Chat": (
+        AUTO | zero({"stage": 3} | CHAT) | OFF | {"prescale_gradients": False},
+        "",
+    ),
+    "ZeRO++": (
+        AUTO | zero(ZERO3, zero_hpz_partition_size=8, zero_quantized_weights=False),
+        "",
+    ),
+    "DeepSpeedExamples nvme": (
+        AUTO | zero(ZERO3, offload_param=NVME) | {"aio": {"queue_depth": 32}},
+        "zero_optimization.offload_param.device: 'nvme' is not 'cpu' or 'none'",
+    ),
+    "DeepSpeedExamples one bit": (
+        AUTO | {"optimizer": ONE_BIT},
+        "optimizer.type: 'OneBitAdam' is not 'AdamW' or 'Adam' or 'adamw' or 'adam'",
+    ),
+    "DeepSpeedExamples ZenFlow": (
+        AUTO | zero(ZERO2, zenflow={"topk_ratio": 0.1}),
+        f"zero_optimization.zenflow: {TRAINING}",
+    ),
+    "DeepSpeedExamples Megatron": (
+        AUTO | zero({"stage": 2, "cpu_offload": True, "reduce_bucket_size": 50000000}),
+        "",
+    ),
+    "DeepSpeedExamples bing_bert": (
+        AUTO | {"prescale_gradients": True, "gradient_predivide_factor": 8},
+        "prescale_gradients, gradient_predivide_factor",
+    ),
+    "Twin-Flow": (
+        AUTO | zero(ZERO3, offload_optimizer=CPU | {"ratio": 0.3}),
+        f"zero_optimization.offload_optimizer.ratio: {FP32}",
+    ),
+    "bf16 without a copy": (
+        AUTO | {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+        f"bf16.bf16_master_weights_and_grads: {FP32}",
+    ),
+}
+
+CLUSTER = {"compute_environment": "LOCAL_MACHINE", "debug": False, "distributed_type": "FSDP"}
+CLUSTER |= {"downcast_bf16": "no", "num_processes": 8, "tpu_env": [], "use_cpu": False}
+V1 = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_backward_prefetch": "BACKWARD_PRE"}
+V1 |= {"fsdp_cpu_ram_efficient_loading": True, "fsdp_forward_prefetch": False}
+V1 |= {"fsdp_sync_module_states": True, "fsdp_use_orig_params": True, "fsdp_offload_params": False}
+V2 = {"fsdp_version": 2, "fsdp_reshard_after_forward": True, "fsdp_offload_params": False}
+TRANSFORMERS = {"backward_prefetch": "backward_pre", "forward_prefetch": "true", "xla": False}
+TRANSFORMERS |= {"use_orig_params": "true", "min_num_params": 0, "limit_all_gathers": True}
+LAUNCHER = "compute_environment, num_processes (use the options of the launcher)"
+FSDP = {  # file: content, the warning or the error, and the strategy
+    "accelerate 1": (CLUSTER | {"fsdp_config": V1}, LAUNCHER, "FULL_SHARD"),
+    "accelerate 2": (CLUSTER | {"fsdp_config": V2}, LAUNCHER, "FULL_SHARD"),
+    "accelerate before": (
+        V1 | {"fsdp_sharding_strategy": 2, "fsdp_backward_prefetch_policy": "NO_PREFETCH"},
+        "fsdp_backward_prefetch_policy",
+        "SHARD_GRAD_OP",
+    ),
+    "not freed": (V2 | {"fsdp_reshard_after_forward": False}, "", "SHARD_GRAD_OP"),
+    "by name": (
+        V1 | {"fsdp_reshard_after_forward": "HYBRID_SHARD_ZERO2", "fsdp_version": 1},
+        "fsdp_version",
+        "HYBRID_SHARD_ZERO2",
+    ),
+    "transformers": (TRANSFORMERS | {"reshard_after_forward": "full_shard"}, "", "FULL_SHARD"),
+    "transformers 5": (
+        {"version": 2, "cpu_offload": False, "state_dict_type": "FULL_STATE_DICT"},
+        "",
+        "FULL_SHARD",
+    ),
+    "original parameters": (
+        {"fsdp_use_orig_params": False, "fsdp_min_num_params": 10},
+        "fsdp_use_orig_params; fsdp_min_num_params (use fsdp_transformer_layer_cls_to_wrap)",
+        "FULL_SHARD",
+    ),
+    "two strategies": (
+        V2 | {"fsdp_sharding_strategy": "NO_SHARD"},
+        "fsdp_sharding_strategy is NO_SHARD, but fsdp_reshard_after_forward is FULL_SHARD; use on",
+        None,
+    ),
+    "parallelism": (
+        CLUSTER | {"fsdp_config": V2, "parallelism_config": {"parallelism_config_tp_size": 2}},
+        "parallelism_config: it is not supported; leave it out",
+        None,
+    ),
+    "another type": (
+        {"distributed_type": "MULTI_GPU"},
+        "distributed_type: 'MULTI_GPU' is no",
+        None,
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("empty.yaml").write_text("training: {}\n")
+    if not find_spec("deepspeed"):  # then the values are unchecked
+        monkeypatch.setattr(deepspeed, "find_spec", lambda name: True)
+        monkeypatch.setattr(deepspeed_engine, "check_values", lambda *_: None)
+
+
+def check(flags, path, capsys):
+    """What --check says about the keys of a file: its error, or its warning, without the path."""
+    rows = ["--max_rows", "40", "--config", "empty.yaml"]
+    try:
+        train.main([*rows, *flags, path, "--check"])
+    except UserError as error:
+        return str(error).partition(": ")[2]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    return "".join(lines).removeprefix(f"warning: {path}: no effect here: ")
+
+
+@pytest.mark.parametrize("name", DEEPSPEED)
+def test_a_file_of_deepspeed(name, capsys):
+    content, expected = DEEPSPEED[name]
+    Path("ds.json").write_text(json.dumps(content, indent=1))
+    assert check(["--deepspeed"], "ds.json", capsys) == expected
+
+
+@pytest.mark.parametrize("suffix", ["json", "yaml"])
+@pytest.mark.parametrize("name", FSDP)
+def test_a_file_of_fsdp(name, suffix, capsys, monkeypatch):
+    content, expected, strategy = FSDP[name]
+    Path(f"fsdp.{suffix}").write_text(json.dumps(content, indent=1))  # which is YAML, too
+    configs = []
+    own = train.runs.check
+    monkeypatch.setattr(train.runs, "check", lambda *all: configs.append(all[1]) or own(*all))
+    says = check(["--use_fsdp", "--fsdp_config"], f"fsdp.{suffix}", capsys)
+    if strategy:
+        assert says == expected
+        assert configs[0].sharding.fsdp_sharding_strategy == strategy
+    else:
+        assert says.startswith(expected) and not configs
