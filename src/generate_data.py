@@ -212,7 +212,7 @@ def main(argv: list[str] | None = None) -> int:
     questions = trajectories.read_questions(path, config.num_questions, config.columns)
     if len(questions) < 2:
         raise UserError(f"{path}: one question (expected at least 2, since one is held out)")
-    tokenizer = models.load_tokenizer(config.model_name)
+    tokenizer = lora.load_tokenizer(config.model_name)
     encoder = Encoder(tokenizer, config.chat_template, kwargs=config.chat_template_kwargs)
     retained, others = read_other_prompts(config, encoder, x0)
     rows = plan_rows(config, questions, retained, others)

@@ -290,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         world = distributed.init_process_group(world, config.backend, config.timeout_minutes)
 
     # data
-    tokenizer = models.load_tokenizer(config.model_name)
+    tokenizer = lora.load_tokenizer(config.model_name, config.init_adapter)
     shape = config.max_length, config.truncation, config.chat_template_kwargs, config.keep_thoughts
     encoder = Encoder(tokenizer, config.chat_template, *shape)
     data, report = read_data(config, encoder, world)

@@ -48,7 +48,7 @@ LEARNING_RATES = {  # objective and kind of fine-tuning -> default for 10 M para
 
 def encoder_of(config: Config) -> Encoder:
     """Return what turns texts into token ids."""
-    tokenizer = models.load_tokenizer(config.model_name)
+    tokenizer = lora.load_tokenizer(config.model_name, config.init_adapter)
     shape = config.max_length, config.truncation, config.chat_template_kwargs, config.keep_thoughts
     return Encoder(tokenizer, config.chat_template, *shape)
 
@@ -269,6 +269,9 @@ def fine_tune(config: Config, world: World) -> int:
     # setup
     if config.init_adapter and config.fine_tuning == "lora":
         lora.inherit_config(config, config.init_adapter)
+    if config.type == "qlora" and lora.is_adapter(config.model_name):
+        advice = "merge it first: python -m ddp_utils.tools.merge"
+        raise UserError(f"--type: a LoRA cannot be merged into 4-bit weights; {advice}")
     world = distributed.choose_device(world, config.backend)
     if not config.check:
         world = distributed.init_process_group(world, config.backend, config.timeout_minutes)

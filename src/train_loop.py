@@ -53,8 +53,7 @@ def read_settings(argv: list[str] | None) -> Config:
     """Return the settings; what they leave open is taken from the first row of the data."""
     config = settings.read(argv)
     if config.resume_from:
-        with cli.located({"init_adapter": "--resume_from"}):
-            lora.inherit_config(config, config.resume_from)
+        lora.inherit_config(config, config.resume_from)
     [first] = data_files.read(config.data_path, 1)
     config.model_name = config.model_name or data_files.text(first, "model")
     if not config.chat_template_kwargs and first.data.get("chat_template_kwargs"):
@@ -250,6 +249,12 @@ def load_teacher(config: Config, data: Data, precision: Precision, run: Run) -> 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the script with these flags, or with those of the command line; return 0."""
+    with cli.located({"init_adapter": "--resume_from"}):
+        return bake(argv)
+
+
+def bake(argv: list[str] | None) -> int:
+    """Train as the settings say; return 0."""
     # setup
     world = distributed.whoami()
     config = read_settings(argv)
@@ -257,7 +262,7 @@ def main(argv: list[str] | None = None) -> int:
         world = distributed.init_process_group(world, config.backend, config.timeout_minutes)
 
     # data
-    tokenizer = models.load_tokenizer(config.model_name)
+    tokenizer = lora.load_tokenizer(config.model_name, config.resume_from)
     kwargs = config.chat_template_kwargs
     encoder = Encoder(tokenizer, config.chat_template, config.max_traj_len, kwargs=kwargs)
     data, reports = read_data(config, encoder, world)

@@ -39,14 +39,18 @@ def load(folder: str, before: bool, device: torch.device) -> tuple[Any, Encoder,
     if "model_name" not in run:  # config.json is that of a model
         run = {}
     name = result = str(path / "model" if (path / "model").is_dir() else path)
+    adapter = ""
     if before:
         if not run:
             problem = f"{folder} is not a run of a language model; leave it out"
             raise SettingError("before", problem)
-        name = run.get("init_adapter") or run.get("resume_from") or run["model_name"]
+        name, adapter = run["model_name"], run.get("init_adapter") or run.get("resume_from")
     with cli.located({"model_name": "folder", "init_adapter": "folder"}):
-        model = lora.load(name, "auto", device)
-        tokenizer = models.load_tokenizer(result)  # its chat template is that of the training
+        if adapter:
+            model = lora.load_merged(adapter, "auto", device, base=name)
+        else:
+            model = lora.load(name, "auto", device)
+        tokenizer = lora.load_tokenizer(result)  # its chat template is that of the training
     template = "none" if run.get("chat_template") == "none" else "auto"
     return model, Encoder(tokenizer, template, kwargs=run.get("chat_template_kwargs", "")), run
 

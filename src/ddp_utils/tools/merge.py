@@ -39,8 +39,8 @@ def merge(adapter: str | Path, folder: str | Path, base: str = "", scale: float 
     with cli.located({"init_adapter": "adapter", "model_name": "--base"}):
         original = lora.load_merged(adapter, "auto", models.META, base=base)
         merged = lora.load_merged(adapter, "auto", torch.device("cpu"), base=base, scale=scale)
-    tokenizer = adapter if Path(adapter, "tokenizer_config.json").exists() else base
-    models.save(merged, original, Encoder(models.load_tokenizer(tokenizer)), folder)
+    tokenizer = lora.own_tokenizer(adapter, lora.load_tokenizer(base or lora.base_of(adapter)))
+    models.save(merged, original, Encoder(tokenizer), folder)
 
 
 def main(argv: list[str] | None = None) -> int:
