@@ -21,7 +21,8 @@ from ddp_utils.data import Prompt, Reply
 from ddp_utils.logps import Pair
 
 # what a template silently leaves out if it does not mention it
-NEED_SUPPORT = {"system", "developer", "tool", "tools", "tool_calls", "reasoning_content"}
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of a field of a message
+NEED_SUPPORT = {"system", "developer", "tool", "tools", "tool_calls", *THOUGHTS}
 TEMPLATE_ERRORS: tuple = (TemplateError, *models.FAULTS)  # a template is a program
 PLAIN_ROLES = {"system": "\n\nSystem:", "user": "\n\nHuman:", "assistant": "\n\nAssistant:"}
 
@@ -57,10 +58,12 @@ class Encoder:
         self.template_words = {"system", *re.findall(r"\w+", self.template)}
         self.end = tokenizer.eos_token_id  # the token that ends a reply, or None
         self.earlier_end = self.end  # the token that ends a reply that is not the last one
-        self.after_reply = ""  # the template's text after a reply
+        self.stops: list = []  # more tokens at which sampling stops
+        self.before_reply = ""  # the template's text between a prompt and a reply
+        self.after_reply = ""
         self.kwargs = self.check_arguments(kwargs or {}, "--chat_template_kwargs")
         if self.templated:
-            self._find_end_of_reply()
+            self._find_ends_of_replies()
 
     def with_arguments(self, arguments: dict) -> "Encoder":
         """Return an encoder whose template gets more arguments, such as the tools of one row."""
@@ -80,7 +83,7 @@ class Encoder:
     @property
     def ends(self) -> Ids:
         """Return the token ids at which a sampled reply is over."""
-        ends = dict.fromkeys((self.end, self.earlier_end, self.tokenizer.eos_token_id))
+        ends = dict.fromkeys((self.end, *self.stops, self.tokenizer.eos_token_id))
         return [token for token in ends if token is not None]
 
     def render(self, messages: list[dict], **options: Any) -> str:
@@ -115,8 +118,8 @@ class Encoder:
                 hint = "use another --chat_template"
                 raise UserError(f"the chat template does not support {name}; {hint}")
 
-    def _find_end_of_reply(self) -> None:
-        """Set the ends of replies by rendering some; also find out which roles are rendered."""
+    def _find_ends_of_replies(self) -> None:
+        """Set what precedes and ends a reply by rendering some; also find the roles supported."""
         question = {"role": "user", "content": "u"}
         reply = {"role": "assistant", "content": "@@@"}
         self.template_words.discard("system")
@@ -124,17 +127,28 @@ class Encoder:
             with contextlib.suppress(UserError):
                 if "@@@" in self.render([{"role": role, "content": "@@@"}, question]):
                     self.template_words |= supported
+        asked = self.text([question])
         rendered = self.render([question, reply])
+        self.before_reply = rendered.rpartition("@@@")[0].removeprefix(asked)
         self.after_reply = rendered.rsplit("@@@", 1)[-1]
         self.end = next(iter(self._special_ids(self.after_reply)), self.end)
         self.earlier_end = self.end
-        with contextlib.suppress(UserError):  # some templates end the last reply differently
-            rendered = self.render([question, reply, {"role": "user", "content": "~~~"}])
-            ends = self._special_ids(rendered.rpartition("@@@")[2].partition("~~~")[0])
-            asked, before = self.text([question]), self.render([question])
-            openings = self._special_ids(asked.removeprefix(before))  # of the assistant's turn
-            if self.end not in ends:
-                self.earlier_end = next((t for t in ends if t not in openings), self.end)
+        with contextlib.suppress(UserError):
+            self._find_earlier_end(question, reply, asked)
+
+    def _find_earlier_end(self, question: dict, reply: dict, asked: str) -> None:
+        """Set the token that ends a reply before another question; templates may vary it."""
+        rendered = self.render([question, reply, {"role": "user", "content": "~~~"}])
+        ends = self._special_ids(rendered.rpartition("@@@")[2].partition("~~~")[0])
+        openings = self._special_ids(asked.removeprefix(self.render([question])))
+        if self.end not in ends:
+            self.earlier_end = next((end for end in ends if end not in openings), self.end)
+        # sampling stops there as well, unless it also ends a thought
+        thought = {name: "t" for name in THOUGHTS}
+        rendered = self.render([question, {**reply, **thought}]).partition("@@@")[0]
+        inside = rendered[len(os.path.commonprefix([asked, rendered])) :]
+        if self.earlier_end not in self._special_ids(inside):
+            self.stops.append(self.earlier_end)
 
     def _special_ids(self, text: str) -> Ids:
         """Return the special tokens in a text."""
@@ -168,6 +182,8 @@ class Encoder:
         same_prompt = full.startswith(text) or full.startswith(self.render(messages))
         lost = lost_text(message, text, full)
         if isinstance(reply, str) and (not same_prompt or (lost and self.keep_thoughts)):
+            if self.before_reply.isspace():  # the reply begins with it, as in " Yes."
+                reply = self.before_reply + reply.lstrip()
             return continued(text, reply)
         if lost:
             shown = reprlib.repr(full[len(os.path.commonprefix([text, full])) :])
@@ -262,10 +278,10 @@ def lost_text(message: dict, text: str, full: str) -> str:
 
     text: of the prompt; full: of the prompt and the reply.
     """
-    calls = message.get("tool_calls") or []
-    parts = [message["content"], message.get("reasoning_content")]
+    parts = [message.get(name) for name in ("content", *THOUGHTS)]
+    parts += [call["function"]["name"] for call in message.get("tool_calls", [])]
     start = len(os.path.commonprefix([text, full]))
-    for part in filter(None, [*parts, *(call["function"]["name"] for call in calls)]):
+    for part in filter(None, parts):
         # the prompt's text may end with the beginning of the reply, such as <think>
         if without_space(part) not in without_space(full[max(0, start - len(part)) :]):
             return part

@@ -4,13 +4,14 @@ import re
 from typing import Any
 
 from ddp_utils import UserError, data
+from ddp_utils.chat_template import THOUGHTS
 from ddp_utils.data import Prompt, Record, Reply, Unusable
 
 HUMAN = "\n\nHuman:"  # begins a transcript
 TURN = re.compile(r"(?s)\n\n(Human|Assistant):(.*?)(?=\n\n(?:Human|Assistant):|\Z)")
 ROLES = {"human": "user", "gpt": "assistant"}
 ROLES |= {name: name for name in ("system", "developer", "user", "assistant", "tool")}
-MORE = ("reasoning_content", "tool_calls", "tool_call_id")  # what a template may show of a message
+MORE = (*THOUGHTS, "tool_calls", "tool_call_id")  # what a template may show of a message
 
 
 def chat(record: Record, field: str, *sides: str) -> tuple[Prompt, Reply, Reply]:

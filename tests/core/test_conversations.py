@@ -139,6 +139,7 @@ UNSUPPORTED = [  # template, row, a part of the message
     (GEMMA, {"messages": THOUGHT}, "the chat template does not support reasoning_content"),
     (LOSSY, {"messages": CALLED}, "reply: the chat template renders 'time' as ''"),
     (LOSSY, {"messages": THOUGHT}, "reply: the chat template renders 'Hm.' as 'Noon.'"),
+    (GEMMA, {"messages": [ASKED, turn("assistant", "1", thinking="Hm.")]}, "support thinking"),
     (NO_SYSTEM, {"messages": [turn("system", "Be kind."), *SINGLE]}, "does not support system"),
     (TOOLS, {"messages": SINGLE, "tools": [float("nan")]}, "tools or chat_template_kwargs: must"),
     (TOOLS, {"messages": SINGLE, "tools": {"a": 1}}, "--chat_template: Tools should either be a"),

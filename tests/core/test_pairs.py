@@ -275,6 +275,23 @@ def test_a_thought_that_the_template_drops_is_an_error_or_kept(reply, prompt, tr
     assert notes == {"without all of the generation prompt"}
 
 
+MOVING = (  # in the manner of Mistral: the system text is in the last turn, if that is the user's
+    "{% set s = messages[0].content + '\n\n' if messages[0].role == 'system' else '' %}"
+    "{% for m in messages %}{% if m.role == 'user' %}[{{ (s if loop.last else '') + m.content }}]"
+    "{% elif m.role == 'assistant' %} {{ m.content | trim }}<|eot|>{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("prompt", ["Hi", TALK[:2], TALK])
+@pytest.mark.parametrize("reply", ["Me.", " Me."])
+def test_a_template_that_moves_the_system_turn_writes_the_same_replies(prompt, reply):
+    tok = chat_tokenizer(MOVING, bos=False)
+    pair = Encoder(tok).encode("f:1", prompt, reply, "No.")[0]
+    turns = [{"role": "user", "content": prompt}] if prompt == "Hi" else prompt
+    assert pair.prompt == tok.apply_chat_template(turns, return_dict=False)
+    assert [tok.decode(ids) for ids in pair[1:3]] == [" Me.<|eot|>", " No.<|eot|>"]
+
+
 NAMED = {"default": CHATML, "tool_use": "{{ tools }}" + LLAMA3}
 
 

@@ -171,7 +171,12 @@ def test_every_reply_is_trained_with_its_end_and_nothing_else(name):
 
 
 def test_sampling_stops_at_each_end_that_is_trained():
-    for template, ends in ((OLMO, ["</s>", "<|eot|>"]), (GLM, ["</s>", "<|h|>"])):
+    # a token that ends a thought does not end the reply
+    thinks = OLMO.replace(
+        "{{ m.content }}", "{{ m.thinking }}{{ '<|eot|>' if m.thinking }}{{ m.content }}"
+    )
+    cases = (OLMO, ["</s>", "<|eot|>"]), (GLM, ["</s>", "<|h|>"]), (thinks, ["</s>"])
+    for template, ends in cases:
         tok = chat_tokenizer(template)
         assert Encoder(tok).ends == tok.convert_tokens_to_ids(ends)
 
