@@ -12,6 +12,7 @@ from huggingface_hub.utils import logging
 
 # Seconds for an answer of the hub
 SECONDS = float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or 3)
+IS_OFF = constants.HF_HUB_OFFLINE  # as the user has set it
 HUB_ERRORS = (errors.HfHubHTTPError, ConnectionError, errors.LocalEntryNotFoundError)
 
 
@@ -52,8 +53,7 @@ def explain(name: str, error: BaseException | None, kind: str = "model") -> str:
         )
     if isinstance(cause, errors.HfHubHTTPError):
         return f"the hub answers {str(cause).splitlines()[0][:150]}; if it denies access, {login}"
-    is_set = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE")
-    problem = "HF_HUB_OFFLINE is set" if is_set else f"{constants.ENDPOINT} does not answer"
+    problem = "HF_HUB_OFFLINE is set" if IS_OFF else f"{constants.ENDPOINT} does not answer"
     return (
         f"neither a folder nor in the cache {constants.HF_HUB_CACHE}, and {problem}; where there "
         f"is a network, run `hf download {name} --type {kind}` (for a gated {kind} `hf auth login` "

@@ -1,5 +1,6 @@
 """Chat with the result of a run."""
 
+import json
 import subprocess
 import sys
 
@@ -80,3 +81,28 @@ def test_the_conversation_so_far_is_the_prompt():
 def test_a_model_folder_has_no_before():
     with pytest.raises(UserError, match="--before: .* is not a run of a language model"):
         chat.load(DEMO, True, torch.device("cpu"))
+
+
+def test_a_folder_without_a_model_is_one_line(tmp_path):
+    (tmp_path / "run").mkdir()
+    settings = {"result_dir": str(tmp_path / "run"), "output_dir": ""}
+    (tmp_path / "run/config.json").write_text(json.dumps(settings))
+    (tmp_path / "run/summary.json").write_text('{"status": "preempted", "step": 7}')
+    for folder, says in (
+        ("no", "folder: there is no folder .*no .expected one such as results/dpo"),
+        (
+            "run",
+            "folder: the run .*run is preempted after step 7 and has no model; run its command",
+        ),
+    ):
+        with pytest.raises(UserError, match=says):
+            chat.load(str(tmp_path / folder), False, torch.device("cpu"))
+
+
+def test_a_model_in_a_folder_of_its_own_is_used(tmp_path):
+    """--output_dir of main_distributed.py is not inside the run."""
+    settings = {"result_dir": str(tmp_path), "output_dir": DEMO}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    (tmp_path / "summary.json").write_text("{}")
+    model, *_ = chat.load(str(tmp_path), False, torch.device("cpu"))
+    assert torch.equal(model.lm_head.weight, models.load(DEMO, "auto", model.device).lm_head.weight)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import TextStreamer
 
-from ddp_utils import SettingError, cli, data, distributed, lora, models, sampling
+from ddp_utils import SettingError, checkpoints, cli, data, distributed, lora, models, sampling
 from ddp_utils.chat_template import Encoder
 from ddp_utils.logps import Pair, Scorer
 
@@ -33,12 +33,11 @@ class Settings:
 
 def load(folder: str, before: bool, device: torch.device) -> tuple[Any, Encoder, dict[str, Any]]:
     """Return the model of a run, or of a model folder, its encoder, and the run's settings."""
-    path = data.resolve(folder)
-    config = path / "config.json"
+    name = result = str(checkpoints.model_folder("folder", folder))
+    config = data.resolve(folder) / "config.json"
     run = data.read_json(config) if config.is_file() else {}
     if "model_name" not in run:  # config.json is that of a model
         run = {}
-    name = result = str(path / "model" if (path / "model").is_dir() else path)
     adapter = ""
     if before:
         if not run:

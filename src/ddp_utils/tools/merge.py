@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from ddp_utils import UserError, cli, distributed, lora, models
+from ddp_utils import UserError, cli, data, distributed, lora, models
 from ddp_utils.chat_template import Encoder
-from ddp_utils.checkpoints import check_writable
+from ddp_utils.checkpoints import check_writable, model_folder
 
 
 @dataclass
@@ -34,8 +34,10 @@ def merge(adapter: str | Path, folder: str | Path, base: str = "", scale: float 
     if folder.exists():
         raise UserError(f"folder: {folder} exists; use another folder")
     check_writable("folder", folder)
-    if Path(adapter, "model/adapter_config.json").exists():
-        adapter = Path(adapter, "model")
+    if data.resolve(adapter).parent.is_dir():  # otherwise it is a name on the hub
+        adapter = model_folder("adapter", str(adapter))
+        if any(adapter.glob("model*.safetensors")):
+            raise UserError(f"adapter: {adapter} is a full model; only a LoRA can be merged")
     with cli.located({"init_adapter": "adapter", "model_name": "--base"}):
         original = lora.load_merged(adapter, "auto", models.META, base=base)
         merged = lora.load_merged(adapter, "auto", torch.device("cpu"), base=base, scale=scale)
