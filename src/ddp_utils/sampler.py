@@ -9,7 +9,7 @@ import functools
 import hashlib
 import heapq
 import math
-from collections.abc import Collection, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -106,6 +106,7 @@ class Plan(NamedTuple):
     shuffle: bool = True
     num_epochs: float = 1
     max_steps: int = -1
+    order: Callable[..., np.ndarray] = order
 
     @classmethod
     def of(cls, config: Any, rows: int, ranks: int = 1) -> "Plan":
@@ -137,14 +138,14 @@ class Plan(NamedTuple):
         """Return the global batch of a step; the first step is 0."""
         epoch, number = divmod(step, self.steps_per_epoch)
         first = number * self.global_batch
-        visit = order(self.rows, self.seed, epoch, self.shuffle)
+        visit = self.order(self.rows, self.seed, epoch, self.shuffle)
         return visit[first : first + self.global_batch].tolist()
 
     def rows_used(self) -> list[int]:
         """Return the rows that the run trains on, sorted."""
         if self.steps >= self.steps_per_epoch:  # an epoch visits all rows
             return list(range(self.rows))
-        visit = order(self.rows, self.seed, 0, self.shuffle)
+        visit = self.order(self.rows, self.seed, 0, self.shuffle)
         return sorted(visit[: self.steps * self.global_batch].tolist())
 
     def due(self, every: int, step: int) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ddp_utils import distributed, sampler
 from ddp_utils.distributed import World, to_device
 from ddp_utils.policy import ScorerModule
-from ddp_utils.sampler import MicroBatch, Plan, seed_of
+from ddp_utils.sampler import MicroBatch, seed_of
 from dpo_inv.config import PairSettings
 from dpo_inv.mpnn import ProteinMPNN
 from dpo_inv.pairs import Pair
@@ -78,31 +78,17 @@ def group_by_backbone(rows: Iterable[int], pairs: Sequence[Pair], size: int) -> 
     return groups
 
 
-def epoch_order(plan: Plan, pairs: Sequence[Pair], epoch: int) -> list[int]:
-    """Return the rows in the order of an epoch, which shuffles groups of up to GROUP_SIZE pairs."""
-    if not plan.shuffle:
-        return list(range(len(pairs)))
-    generator = torch.Generator().manual_seed(seed_of(plan.seed, epoch))
-    shuffled = torch.randperm(len(pairs), generator=generator).tolist()
+def epoch_order(
+    pairs: Sequence[Pair], count: int, seed: int, epoch: int, shuffle: bool
+) -> np.ndarray:
+    """Return the order of an epoch, as sampler.order, which shuffles groups of GROUP_SIZE pairs."""
+    if not shuffle:
+        return np.arange(count)
+    generator = torch.Generator().manual_seed(seed_of(seed, epoch))
+    shuffled = torch.randperm(count, generator=generator).tolist()
     groups = group_by_backbone(shuffled, pairs, GROUP_SIZE)
-    rows = []
-    for index in torch.randperm(len(groups), generator=generator).tolist():
-        rows += groups[index]
-    return rows
-
-
-def global_batch(plan: Plan, pairs: Sequence[Pair], step: int) -> list[int]:
-    """Return the rows of a step, like Plan.batch, but with pairs of one backbone together."""
-    epoch, step_of_epoch = divmod(step, plan.steps_per_epoch)
-    start = step_of_epoch * plan.global_batch
-    return epoch_order(plan, pairs, epoch)[start : start + plan.global_batch]
-
-
-def rows_used(plan: Plan, pairs: Sequence[Pair]) -> list[int]:
-    """Return the rows that the run trains on, like Plan.rows_used."""
-    if plan.steps >= plan.steps_per_epoch:
-        return list(range(len(pairs)))
-    return sorted(epoch_order(plan, pairs, 0)[: plan.steps * plan.global_batch])
+    visit = torch.randperm(len(groups), generator=generator).tolist()
+    return np.concatenate([groups[index] for index in visit])
 
 
 def micro_batches(

@@ -63,6 +63,8 @@ def read_task(file: Path, config: Config) -> Task:
     """Return the task for one structure."""
     design, fixed = pairs.chains_of(vars(config), "--design_chains")
     backbone = structure.read(file, design, fixed, config.homo_oligomer)
+    if backbone.note:
+        print(f"warning: {backbone.note}")
     designed = pairs.mutable(vars(config), backbone, str(file)) & (backbone.mask > 0)
     # 1abc for 1abc.pdb and 1abc.cif.gz, 1abc.A for 1abc.A.pdb
     stem = re.sub(r"\.(pdb|ent|cif|mmcif)(\.gz)?$", "", file.name, flags=re.I)
@@ -229,9 +231,6 @@ def main(argv: list[str] | None = None) -> int:
     config = settings.read(sys.argv[1:] if argv is None else argv)
     path = weights.path_of(config.model_path, config.base_model_dir)
     tasks = read_tasks(config)
-    for task in tasks:
-        if task.structure.note:
-            print(f"warning: {task.structure.note}")
     folder = Path(config.output_dir)
     checkpoints.check_writable("--output_dir", folder)
     device = distributed.choose_device(distributed.World(), config.backend).device

@@ -2,11 +2,14 @@
 
 An item names a structure, its designed chains and two sequences of these, or mutations and their
 ddG; docs/protein_dpo.md lists its fields. A sequence has L positions: those of all chains that are
-read, designed chains first.
+read, designed chains first. The ddG is the folding free energy of the mutant minus that of the wild
+type, in kcal/mol: positive if the mutant is less stable, as in FireProtDB.
 """
 
+import contextlib
 import hashlib
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +19,7 @@ import numpy as np
 
 from ddp_utils import UserError, data
 from ddp_utils.data import Record
-from dpo_inv import mutations, structure
+from dpo_inv import structure
 from dpo_inv.config import PairSettings
 from dpo_inv.mpnn import ALPHABET, UNKNOWN, encode
 from dpo_inv.structure import Structure
@@ -25,16 +28,11 @@ CHAINS = ("chain_id", "design_chains", "fixed_chains")
 FIELDS = ["pdb_file", *CHAINS, "preferred_seq", "unpreferred_seq", "margin_kcal", "mutation", "ddg"]
 FIELDS += ["mutable_positions", "mutable_ranges"]
 IGNORED = ("description", "comment", "weight", "kind", "name")
+# a mutation: from a letter, at a number with an insertion code, to a letter
+MUTATION = re.compile(rf"([{ALPHABET[:-1]}])(-?\d+[A-Z]?)([{ALPHABET[:-1]}])")
 ALIASES = {"pdb": "pdb_file", "chain": "chain_id", "mutations": "mutation", "ddG": "ddg"}
 ALIASES["margin"] = "margin_kcal"
-DIRECTIONS = (
-    "label",
-    "labels",
-    "preference",
-    "score",
-    "winner",
-)  # may say which sequence is better
-MEASURED = "the ddG of the mutation in kcal/mol (--stable_ddg positive: above 0 is more stable)"
+DIRECTIONS = ("label", "labels", "preference", "score", "winner")  # which sequence is better
 
 
 class Pair(NamedTuple):
@@ -180,30 +178,72 @@ def _sequences(
     record: Record, backbone: Structure, settings: PairSettings
 ) -> tuple[np.ndarray, np.ndarray, float]:
     """Return the preferred and the unpreferred sequence, [L] each, and the margin in kcal/mol."""
-    for field in DIRECTIONS:
-        if field in record.data:
-            hint = "remove it; preferred_seq and unpreferred_seq, or ddg, say which is better"
-            raise UserError(f"{record.location}: {field}: not supported; {hint}")
     if "preferred_seq" not in record.data:
         if "ddg" not in record.data:
             problem = f"missing, and no preferred_seq; fields found: {data.names_of(record)}"
-            raise UserError(f"{record.location}: ddg: {problem} (expected {MEASURED})")
-        mutant = mutations.mutant(record, backbone, settings.numbering)
+            raise UserError(
+                f"{record.location}: ddg: {problem} (expected kcal/mol; --stable_ddg is its sign)"
+            )
+        mutant = mutant_of(record, backbone, settings.numbering)
         wild_type = encode(backbone.sequence)
-        ddg = mutations.read_number(record, "ddg")
+        ddg = read_number(record, "ddg")
         if ddg == 0:
             raise UnusableItem("a ddG of 0")
         is_stabilizing = (ddg > 0) == (settings.stable_ddg == "positive")
         both = (mutant, wild_type) if is_stabilizing else (wild_type, mutant)
         return *both, abs(ddg)
+    for field in DIRECTIONS:
+        if field in record.data:
+            hint = "remove it, or swap the two sequences where it names the second one"
+            raise UserError(f"{record.location}: {field}: not supported; {hint}")
     preferred = parse_sequence(record, "preferred_seq", backbone)
     unpreferred = parse_sequence(record, "unpreferred_seq", backbone)
     if "margin_kcal" not in record.data:
         return preferred, unpreferred, math.nan
-    margin = mutations.read_number(record, "margin_kcal")
+    margin = read_number(record, "margin_kcal")
     if margin < 0:
         raise data.wrong_value(record, "margin_kcal", margin, ">= 0 (or swap the two sequences)")
     return preferred, unpreferred, margin
+
+
+def read_number(record: Record, field: str) -> float:
+    """Return a field, a number or a string, as a finite number; raise UserError otherwise."""
+    value = record.data[field]
+    with contextlib.suppress(TypeError, ValueError):
+        if not isinstance(value, bool) and math.isfinite(float(value)):
+            return float(value)
+    raise data.wrong_value(record, field, value, "a number, in kcal/mol")
+
+
+def mutant_of(record: Record, backbone: Structure, numbering: str) -> np.ndarray:
+    """Return the structure's own sequence with the mutations of a record, [L].
+
+    Mutations are written A23V or A23V:L45F. numbering: "pdb" for residue numbers of the file, with
+    insertion codes (A52BV), "sequence" for positions in the designed chains, from 1.
+    Raises UserError if a mutation does not fit the backbone.
+    """
+    letters = encode(backbone.sequence)
+    positions = np.flatnonzero(backbone.observed & backbone.in_design)
+    positions = np.intersect1d(positions, backbone.tied[:, 0])  # one of each group of copies
+    labels = [backbone.labels[position] for position in positions]
+    if numbering == "sequence":
+        labels = [str(number) for number in range(1, len(positions) + 1)]
+    hint = f"--numbering is {numbering}"
+    for text in re.split(r"[\s,;:/+]+", data.text(record, "mutation").strip().upper()):
+        where = f"{record.location}: mutation: {data.shown(text)}"
+        match = MUTATION.fullmatch(text)
+        if not match:
+            raise UserError(f"{where} is not a mutation (expected A23V, or A23V:L45F)")
+        label = match[2]
+        if labels.count(label) != 1:
+            raise UserError(f"{where}: {labels.count(label)} residues {label}; {hint}")
+        position = positions[labels.index(label)]
+        residue = backbone.sequence[position]
+        if residue != match[1]:
+            raise UserError(f"{where}: residue {label} is {residue}; {hint}")
+        copies = backbone.tied[backbone.tied[:, 0] == position]
+        letters[copies] = ALPHABET.index(match[3])
+    return letters
 
 
 def parse_sequence(record: Record, field: str, backbone: Structure) -> np.ndarray:

@@ -64,6 +64,8 @@ def read_data(config: Config, world: World) -> tuple[Data, dict[str, dict]]:
         report["used"] = len(data["train"])
     if config.method in MEASURED_METHODS or config.weighting == "margin":
         pairs.check_margins(data["train"] + data["val"], config.method, config.weighting)
+    if not data["val"]:
+        report["warnings"].append("0 validation pairs; use --val_data FILE, or more structures")
     sampler.check_enough_rows(config.train_data, data, world)
     return data, reports
 
@@ -144,6 +146,7 @@ def main(argv: list[str] | None = None) -> int:
     base = weights.path_of(config.base_model_name, config.base_model_dir)
     model = ProteinMPNN.load(base)
     plan = sampler.Plan.of(config, len(data["train"]), world.world_size)
+    plan = plan._replace(order=functools.partial(batches.epoch_order, data["train"]))
     inputs = {f"content of {split}": pairs.digest(rows) for split, rows in data.items()}
     inputs["global_batch"] = str(plan.global_batch)
     inputs["content of base_model_name"] = digest_of_files([base])
@@ -181,7 +184,7 @@ def main(argv: list[str] | None = None) -> int:
             return batches.score(scorer, rows, config, world, run.stop_if_requested, used)
 
         depends_on = {"device": world.device.type, "torch": torch.__version__}
-        used = {"train": batches.rows_used(plan, data["train"])}
+        used = {"train": plan.rows_used()}
         ref_logps = run.reference_logps(depends_on, data, used, score)
         schedule_options = config.lr_scheduler, config.warmup_ratio, config.weight_decay
         optimizer, schedule = policies.make_optimizer(policy, peak, plan.steps, *schedule_options)
@@ -204,7 +207,7 @@ def main(argv: list[str] | None = None) -> int:
         epoch_losses: list[float] = []
         for step in range(done, plan.steps):
             start = time.perf_counter()
-            indices = sorted(batches.global_batch(plan, data["train"], step))
+            indices = sorted(plan.batch(step))
             rows = [data["train"][index] for index in indices]
             known = ref_logps["train"][to_device(indices, world.device)]  # [global batch, 2]
             if step == done or step % plan.steps_per_epoch == 0:

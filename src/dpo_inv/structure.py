@@ -148,29 +148,25 @@ def _coords(path: str | Path, residue: gemmi.Residue) -> np.ndarray:
 def _tie_copies(path: str | Path, structure: Structure) -> np.ndarray:
     """Return the tied positions [T, C]: the same residue of the C designed chains.
 
-    These are residues with the same number. If numbers continue from chain to chain, they are
-    residues at the same distance from the first one of their chain. Where a chain lacks the
-    residue, and outside the designed chains, positions are repeated.
+    These are residues with the same number. If no number occurs twice, as where numbers continue
+    from chain to chain, they are residues equally far from the first one of their chain. Where a
+    chain lacks the residue, and outside the designed chains, positions are repeated.
     """
-    is_tied = structure.observed & structure.in_design
-    labels = np.array(structure.labels)
-    chains = [
-        is_tied & (structure.chain_encoding == number)
-        for number in {*structure.chain_encoding[is_tied]}
-    ]
-    places = [structure.numbering[chain] - structure.numbering[chain][0] for chain in chains]
-    common = set.intersection(*({*labels[chain]} for chain in chains))
-    if 2 * len(common) < len(places[0]) and len({place[-1] for place in places}) == 1:
-        labels[is_tied] = np.concatenate(places) + 1
+    is_designed = structure.observed & structure.in_design
+    sizes = np.bincount(structure.chain_encoding[is_designed])[1:]  # residues of each chain
+    labels = np.array(structure.labels, "U9")
+    if len({*labels[is_designed]}) == len(labels[is_designed]) and len({*sizes}) == 1:
+        places = structure.numbering[is_designed].reshape(len(sizes), -1)
+        labels[is_designed] = (places - places[:, :1] + 1).ravel()
     groups: dict[str | int, list[int]] = {}  # label, or position if it is not designed
     for position, label in enumerate(labels.tolist()):
-        groups.setdefault(label if is_tied[position] else position, []).append(position)
+        groups.setdefault(label if is_designed[position] else position, []).append(position)
     most = max(map(len, groups.values()))
     for key, group in groups.items():
         letters = {structure.sequence[position] for position in group} - {"X"}
         if most == 1 or len(letters) > 1:
-            problem = f"residue {key} is {' and '.join(sorted(letters))}"
-            hint = "copies: the same residue numbers, or numbers that continue over equal chains"
+            problem = f"residue {key} is {' and '.join(sorted(letters))} in {len(group)} chains"
+            hint = "copies, with the same numbers or with numbers that continue and equal lengths"
             raise UserError(f"{path}: {problem}; --homo_oligomer needs --design_chains of {hint}")
     return np.stack([np.resize(group, most) for group in groups.values()])
 

@@ -237,7 +237,6 @@ def test_copies_whose_numbers_continue_are_tied_by_place(tmp_path, model):
     numbers = {  # of chain A, chain B, and rows of each chain
         "same": (lambda n: n, lambda n: n, length),
         "continued": (lambda n: n, lambda n: n + length, length),
-        "overlapping": (lambda n: n, lambda n: n + length - 3, length),
         "gap": (lambda n: n + 5 * (n > 9), lambda n: n + 5 * (n > 9) + 100, length + 5),
     }
     for name, (*functions, rows) in numbers.items():
@@ -247,7 +246,8 @@ def test_copies_whose_numbers_continue_are_tied_by_place(tmp_path, model):
         assert backbone.tied[backbone.observed[backbone.tied[:, 0]]].tolist() == pairs_of_rows, name
     shorter = renumbered(copies(dimer, 0, 1), tmp_path / "s.pdb", numbers["continued"][:2])
     with pytest.raises(
-        UserError, match="--homo_oligomer needs .* copies: the same residue numbers"
+        UserError,
+        match="residue 1 is . in 1 chains; --homo_oligomer needs .* copies, with the same",
     ):
         inference.read_task(shorter, DIMER)
 

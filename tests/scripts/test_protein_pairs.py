@@ -1,5 +1,6 @@
 """Preference items: every check of theirs, decoding orders, groups of one backbone; inference."""
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -75,6 +76,7 @@ REFUSED = [  # changes of an item, what the line says
     ({"chain_id": "A", "fixed_chains": ["A"]}, "chain 'A', or it is named twice"),
     ({"unpreferred_seq": OTHER, "mutable_positions": [1]}, "differ at position 0 (from 0), which"),
     ({"mutable_ranges": [[3, 999]]}, "pairs of them (6-17); 3-999 is not within 0-"),
+    ({"preference": 1}, "preference: not supported; remove it, or swap the two sequences where"),
     ({"mutable_positions": "x"}, "mutable_positions must be numbers, mutable_ranges pairs of them"),
 ]
 
@@ -150,8 +152,9 @@ def test_a_split_keeps_backbones_whole_and_an_epoch_visits_each_pair_once():
     train, val = batches.split(found, seed=3)
     assert len(train) + len(val) == len(found) and 0.02 < len(val) / len(found) < 0.12
     assert not {p.number for p in train} & {p.number for p in val}
-    plan = Plan(len(train), len(train), seed=0)
-    order, next_order = (batches.global_batch(plan, train, step) for step in (0, 1))
+    order = functools.partial(batches.epoch_order, train)
+    plan = Plan(len(train), len(train), seed=0, order=order)
+    order, next_order = (plan.batch(step) for step in (0, 1))
     assert sorted(order) == list(range(len(train))) and order != next_order
     for group in batches.group_by_backbone(order[:32], train, 4):
         assert len({train[row].number for row in group}) == 1 and len(group) <= 4

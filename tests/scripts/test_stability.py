@@ -4,6 +4,7 @@ Expected values are worked out by hand, by brute force, or read with gemmi alone
 """
 
 import csv
+import functools
 import itertools
 import json
 import math
@@ -160,14 +161,10 @@ def test_pairs_that_contradict_each_other_are_counted(tmp_path):
         ),
         (
             ("mutation", "ddG_ML"),
-            "mutation, ddG_ML (expected the ddG of the mutation in kcal/mol (-",
+            "mutation, ddG_ML (expected kcal/mol; --stable_ddg is its sign)",
         ),
         (("mutant", "ddG"), "mutation: missing; fields found: pdb_file, chain_id, mutant, ddg"),
         (("ddG", "ddg"), "two names of one field, such as ddG and ddg"),
-        (
-            ("preference", "ddg"),
-            "preference: not supported; remove it; preferred_seq and unpreferre",
-        ),
     ],
 )
 def test_columns_of_other_tools_name_the_way_out(tmp_path, names, says):
@@ -359,10 +356,10 @@ def test_the_losses_of_a_run_are_those_of_the_formula(tmp_path):
     config = Config(num_orders=2)
     everything, _ = pairs.read(data, {}, config)
     kept, _ = batches.split(everything, 0)
-    plan = Plan(len(kept), 8, seed=0)
+    plan = Plan(len(kept), 8, seed=0, order=functools.partial(batches.epoch_order, kept))
     scorer = batches.Scorer(mpnn.ProteinMPNN.load(MODEL))
     expected = []
-    for row in batches.global_batch(plan, kept, 0):
+    for row in plan.batch(0):
         pair = kept[row]
         scores = scorer(batches.collate([pair], config, "cpu"))
         preferred, unpreferred = (float(score.detach()) for score in scores)
