@@ -4,6 +4,7 @@ Scripts are called with --check, which parses, reads and checks everything and t
 that train with these commands are in the other files of this folder, one for each guide.
 """
 
+import math
 import re
 import shlex
 import subprocess
@@ -147,6 +148,22 @@ def test_the_snippet_of_the_readme_loads_a_result(tmp_path):
     assert programs.start(ROOT / "src/main_distributed.py", *flags, cwd=tmp_path).returncode == 0
     shown = programs.process([sys.executable, "-c", snippet], cwd=tmp_path).stdout
     assert "Where is the cat?" in shown
+
+
+def test_the_script_of_the_api_page_trains_alike_on_one_and_two_processes(tmp_path):
+    """As it is written, but with its own folder; the first loss is ln 2."""
+    (script,) = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "docs/api.md").read_text(), re.M | re.S
+    )
+    (tmp_path / "my_dpo.py").write_text(script)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    outputs = []
+    for command in ([], launch):
+        done = programs.process([sys.executable, *command, "my_dpo.py"], cwd=tmp_path)
+        outputs.append([float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)])
+    assert outputs[0][0] == pytest.approx(math.log(2), abs=1e-5) and len(outputs[0]) == 10
+    assert outputs[0][-1] < 0.6
+    assert outputs[1] == pytest.approx(outputs[0], abs=2e-5)
 
 
 def test_the_architecture_page_names_every_module():
