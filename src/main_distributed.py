@@ -296,8 +296,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     data, report = read_data(config, encoder, world)
     judge = load_judge(config, data)
     plan = sampler.Plan.of(config, len(data["train"]))
-    meta_model = lora.meta_model(config.model_name, lora.LoraSpec.of(config))
+    adapter, checkpointing = lora.LoraSpec.of(config), config.use_gradient_checkpointing
+    meta_model, notes = lora.meta_model(config.model_name, adapter, checkpointing)
     spec = describe_run(config, meta_model, data, report, plan, judge, world)
+    spec = spec._replace(lines=[*spec.lines, *notes])
     if config.check:
         distributed.choose_device(world, config.backend)
         return runs.check(spec, config, world)

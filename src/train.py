@@ -280,8 +280,10 @@ def fine_tune(config: Config, world: World) -> int:
     encoder = encoder_of(config)
     data, report = read_data(config, encoder, world)
     plan = sampler.Plan.of(config, len(data["train"]), world.world_size)
-    meta_model = lora.meta_model(config.model_name, lora.LoraSpec.of(config))
+    adapter, checkpointing = lora.LoraSpec.of(config), config.gradient_checkpointing
+    meta_model, notes = lora.meta_model(config.model_name, adapter, checkpointing)
     spec, precision = describe_run(config, meta_model, data, report, plan, world)
+    spec = spec._replace(lines=[*spec.lines, *notes])
     if config.check:
         return runs.check(spec, config, world)
 

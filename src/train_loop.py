@@ -274,8 +274,10 @@ def bake(argv: list[str] | None) -> int:
     prompts = [trajectories.prompt(encoder, column.system, text) for column, text in pairs]
     judge = read_judge(config, questions)
     plan = sampler.Plan.of(config, len(data["train"]), world.world_size)
-    meta_model = lora.meta_model(config.model_name, lora_of(config))
+    adapter, checkpointing = lora_of(config), config.use_gradient_checkpointing
+    meta_model, notes = lora.meta_model(config.model_name, adapter, checkpointing)
     spec = describe_run(config, meta_model, data, reports, prompts, judge, plan)
+    spec = spec._replace(lines=[*spec.lines, *notes])
     if config.check:
         distributed.choose_device(world, config.backend)
         return check(spec, config, world)

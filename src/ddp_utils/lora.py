@@ -3,6 +3,7 @@
 peft takes seconds to import, and is imported only where an adapter is used.
 """
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,10 @@ from ddp_utils import UserError, data, distributed, models
 from ddp_utils.models import Dtype, Name, Tokenizer
 from ddp_utils.policy import Precision, Tensors
 
+ALL_LINEAR = "all-linear"  # in LoraSpec.targets: every linear layer but the output layer
+# types of models with out_proj in the kernels of Mamba, where peft has no LoRA for it
+FUSED_OUT_PROJ = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")
+
 
 class LoraSpec(NamedTuple):
     """The adapter of a run."""
@@ -24,7 +29,7 @@ class LoraSpec(NamedTuple):
     r: int = 16  # rank
     alpha: int = 32  # the adapter's output is multiplied by alpha / r
     dropout: float = 0.0
-    targets: str = "all-linear"  # or layer names: q_proj,v_proj
+    targets: str = ALL_LINEAR  # or names of layers and fused weights: q_proj,v_proj
     init_adapter: str = ""  # folder of a LoRA to start from, instead of a new one
     merge: bool = False  # merge init_adapter into the model, and train all weights
 
@@ -46,7 +51,8 @@ def inherit_config(config: Any, init_adapter: str) -> None:
     adapter = adapter_settings(init_adapter)
     inherited = {"lora_r": adapter.r, "lora_alpha": adapter.lora_alpha}
     if isinstance(adapter.target_modules, list | set):  # else a pattern, or peft's own choice
-        inherited["lora_targets"] = ",".join(sorted(adapter.target_modules))
+        targets = {*adapter.target_modules, *(adapter.target_parameters or [])}
+        inherited["lora_targets"] = ",".join(sorted(targets))
     for name, value in inherited.items():
         if getattr(config, name) not in (getattr(type(config), name), value):
             raise UserError(f"--{name}: the adapter in init_adapter has {value}; leave it out")
@@ -130,19 +136,42 @@ def load(
     return models.load(name, dtype, device, four_bits=four_bits)
 
 
-def meta_model(name: str, adapter: LoraSpec | None) -> PreTrainedModel:
-    """Return the model on the meta device, after all checks of load_policy().
+def meta_model(
+    name: str, adapter: LoraSpec | None, gradient_checkpointing: bool = False
+) -> tuple[PreTrainedModel, list[str]]:
+    """Return the model on the meta device, and lines to print, after all checks of load_policy().
 
     Names and shapes of the tensors in the files are checked; no weight is read.
     Raises UserError as load() and with_adapter() do, or if the adapter does not fit the model.
     """
     model = load(name, "auto", models.META)
-    if not adapter:
-        return model
-    adapted = add(model, adapter)
-    if adapter.merge:
-        return fold(adapted, f"--init_adapter: {adapter.init_adapter}")
-    return adapted.unload()
+    if gradient_checkpointing:
+        models.checkpoint_activations(model)
+    model, lines = prepare(model, adapter)
+    return model.unload() if adapter and not adapter.merge else model, lines
+
+
+def prepare(model: Any, adapter: LoraSpec | None) -> tuple[Any, list[str]]:
+    """Add or merge the adapter, and freeze the parts of the model that no text reaches.
+
+    Return the model, and lines to print about what is not trained.
+    """
+    parts = models.unreached(model)
+    lines = []
+    if parts:
+        names = ", ".join(part[:-1] for part in parts[:3])
+        lines.append(f"no text reaches {names}: {'they' if len(parts) > 1 else 'it'} stays frozen")
+    if adapter:
+        linear, fused = models.linear_layers(model, parts), models.fused_weights(model)
+        model = add(model, adapter, parts)
+        if not adapter.init_adapter:
+            lines += describe_targets(model, adapter.targets, linear, fused)
+        if adapter.merge:
+            model = fold(model, f"--init_adapter: {adapter.init_adapter}").requires_grad_(True)
+    for name, parameter in model.named_parameters():
+        if (name.removeprefix("base_model.model.") + ".").startswith(parts):
+            parameter.requires_grad_(False)
+    return model, lines
 
 
 def load_policy(
@@ -170,16 +199,12 @@ def load_policy(
     model = load(name, dtype, device, four_bits)
     if gradient_checkpointing:
         models.checkpoint_activations(model)
-    if not adapter:
-        return model.train()
-    adapted = add(model, adapter)
-    if adapter.merge:
-        return fold(adapted, f"--init_adapter: {adapter.init_adapter}").requires_grad_(True)
-    if memory_efficient:
+    prepared = prepare(model, adapter)[0]
+    if adapter and not adapter.merge and memory_efficient:
         from ddp_utils.fast import memory_efficient as layers
 
-        layers.apply(adapted)
-    return adapted.train()
+        layers.apply(prepared)
+    return prepared.train()
 
 
 def load_merged(
@@ -259,9 +284,10 @@ def log_probs_of_a_text(model: Any) -> Tensor:
 # --- adapters -------------------------------------------------------------------------------------
 
 
-def add(model: PreTrainedModel, spec: LoraSpec) -> Any:
+def add(model: PreTrainedModel, spec: LoraSpec, unreached: tuple[str, ...] = ()) -> Any:
     """Return a peft model with the LoRA of `spec.init_adapter`, or with a new one.
 
+    unreached: parts without a LoRA, see models.unreached().
     Raises UserError if the model has no layer of a name in `spec.targets`.
     """
     from peft import LoraConfig
@@ -279,19 +305,55 @@ def add(model: PreTrainedModel, spec: LoraSpec) -> Any:
             problem = f"{path} has more than a LoRA ({', '.join(more)})"
             raise UserError(f"--init_adapter: {problem}; use --model_name {path}, {advice}")
         return adapted
-    targets: Any = spec.targets
-    if targets != "all-linear":
-        targets = [name.strip() for name in targets.split(",")]
-        names = {name.rpartition(".")[2] for name, _ in model.named_modules()} - {""}
-        unknown = set(targets) - names
-        if unknown:
-            projections = [name for name in names if name.endswith("proj")]
-            layers = ", ".join(sorted(projections or names))
-            raise UserError(f"--lora_targets: no layer {min(unknown)} (expected {layers})")
+    targets = [name.strip() for name in spec.targets.split(",")]
+    fused = models.fused_weights(model)
+    layers = {ALL_LINEAR}
+    if ALL_LINEAR not in targets:
+        paths = [path for path, _ in model.named_modules() if not path.startswith(unreached)]
+        layers = {path.rpartition(".")[2] for path in paths} - {""}
+    unknown = set(targets) - layers - fused
+    if unknown:
+        projections = [name for name in layers | fused if name.endswith("proj")]
+        names = ", ".join(sorted(projections or layers))
+        raise UserError(f"--lora_targets: no layer {min(unknown)} (expected {names})")
+    weights = [name for name in targets if name in fused]
+    if weights and spec.dropout:
+        raise UserError(f"--lora_dropout: the LoRA of {weights[0]} has no dropout; use 0")
+    modules: Any = ALL_LINEAR if ALL_LINEAR in targets else [t for t in targets if t in layers]
     shape: Any = {"r": spec.r, "lora_alpha": spec.alpha, "lora_dropout": spec.dropout}
-    settings = LoraConfig(target_modules=targets, task_type="CAUSAL_LM", **shape)
-    with models.reading(f"--model_name: {model.name_or_path}"):  # peft does not support all models
+    excluded = [re.escape(part) + ".*" for part in unreached]
+    if ALL_LINEAR in targets and model.config.model_type in FUSED_OUT_PROJ:
+        excluded.append(r".*\.out_proj")
+    if excluded:
+        shape["exclude_modules"] = "|".join(excluded)
+    if weights:
+        shape["target_parameters"] = weights
+    settings = LoraConfig(target_modules=modules, task_type="CAUSAL_LM", **shape)
+    with models.reading(f"--lora_targets {spec.targets}"):  # peft does not support all models
         return _adapt(model, settings)
+
+
+def describe_targets(adapted: Any, targets: str, linear: set[str], fused: set[str]) -> list[str]:
+    """Return lines to print about experts: peft may add them to `targets`, or leave layers out.
+
+    linear: paths of the linear layers that a text reaches; fused: names of fused weights.
+    """
+    lines = []
+    names = targets.split(",")
+    weights = set(adapted.peft_config["default"].target_parameters or [])
+    if weights:
+        lines.append(f"LoRA also on the fused weights of experts: {', '.join(sorted(weights))}")
+    modules = adapted.get_base_model().named_modules()
+    missing = set()
+    for path in linear - {path for path, module in modules if hasattr(module, "lora_A")}:
+        if ALL_LINEAR in names or path.rpartition(".")[2] in names:
+            missing.add(".".join(path.split(".")[-2:]))
+    experts = fused - weights if ALL_LINEAR in names else set()
+    if missing | experts:
+        line = f"{targets} does not reach {', '.join(sorted(missing | experts))}: they stay frozen"
+        flag = f"; for all experts, use --lora_targets {','.join([targets, *sorted(experts)])}"
+        lines.append(line + flag * bool(experts))
+    return lines
 
 
 def read_settings(path: Name) -> dict[str, Any]:

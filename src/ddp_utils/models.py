@@ -1,7 +1,9 @@
 """Load a causal language model and save it: files must be complete and must not execute code."""
 
 import contextlib
+import copy
 import io
+import itertools
 import math
 import re
 import warnings
@@ -13,10 +15,18 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PretrainedConfig,
+)
 from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
-from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
+from transformers.models.auto import modeling_auto
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from ddp_utils import UserError, data, distributed
@@ -29,6 +39,9 @@ logging.set_verbosity_error()  # check_complete() raises an error instead of a w
 Name = str | Path  # of a model: a folder, or a name on the hub
 Dtype = torch.dtype | str | None
 META = torch.device("meta")  # tensors on it have a name and a shape, and no content
+# what modules call their dropout and a router its noise
+RANDOM: tuple[str, ...] = ("attention_dropout", "dropout", "activation_dropout", "layerdrop")
+RANDOM += ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")
 # the exceptions of transformers, peft and the file readers for files that do not fit together
 FAULTS: tuple[type[Exception], ...] = (ArithmeticError, AssertionError, AttributeError, ImportError)
 FAULTS += (LookupError, OSError, RuntimeError, TypeError, ValueError)
@@ -52,7 +65,10 @@ def reading(place: str) -> Iterator[None]:
         from ddp_utils import hub  # it is not needed for folders
 
         of_hub = hub.explain(place.rpartition(" ")[2], error)
-        raise UserError(f"{place}: {of_hub or 'cannot be read: ' + first_line(error)}") from error
+        message = of_hub or f"cannot be read: {first_line(error)}"
+        if "custom code" in message:
+            message = "it needs its own code, which is not run; use a model type of transformers"
+        raise UserError(f"{place}: {message}") from error
 
 
 def first_line(error: BaseException) -> str:
@@ -83,6 +99,45 @@ def check_index(place: str, folder: Path) -> None:
     weight_map = data.read_json(index).get("weight_map", {}) if index.is_file() else {}
     if not all(str(file).endswith(".safetensors") for file in weight_map.values()):
         raise UserError(f"{place}: {index.name} names files that are not safetensors; convert them")
+
+
+def check_kind(place: str, config: PretrainedConfig) -> None:
+    """Raise UserError unless the config is of a model that can be trained to continue a text."""
+    advice = None
+    encoders = modeling_auto.MODEL_FOR_MASKED_LM_MAPPING  # BERT and its relatives
+    is_encoder = type(config) in encoders and not getattr(config, "is_decoder", False)
+    quantization = quantization_of(config)
+    if quantization:
+        advice = f"its weights are quantized ({quantization}); use the original model; "
+        advice += "train.py --type qlora quantizes that while loading it"
+    elif is_encoder or config.is_encoder_decoder:
+        advice = f"{config.model_type} reads a text in both directions; use a causal model"
+    elif type(config) not in auto_class(config)._model_mapping:
+        advice = f"{config.model_type} does not generate text; use a causal model"
+    if advice:
+        raise UserError(f"{place}: {advice}")
+
+
+def quantization_of(config: PretrainedConfig) -> str:
+    """Return how the weights in the files are quantized, such as "gptq, 4 bits"; "" if not."""
+    for part in (config, config.get_text_config()):
+        # the names that transformers, older compressed-tensors and MLX write
+        for key in ("quantization_config", "compression_config", "quantization"):
+            settings = getattr(part, key, None)
+            if settings:
+                method = settings.get("quant_method", key)
+                bits = settings.get("bits")
+                for number in (4, 8):  # as bitsandbytes writes it
+                    bits = number if settings.get(f"load_in_{number}bit") else bits
+                return f"{method}, {bits} bits" if bits else method
+    return ""
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """Return what loads the model of a config; one that also reads images keeps all its parts."""
+    if type(config) in modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING:
+        return AutoModelForMultimodalLM
+    return AutoModelForCausalLM
 
 
 # --- loading --------------------------------------------------------------------------------------
@@ -119,10 +174,13 @@ def load(
     """
     place = f"--model_name: {name}"
     check_index(place, Path(model_path(name)))
+    with reading(place):
+        config = AutoConfig.from_pretrained(model_path(name), trust_remote_code=False)
+    check_kind(place, config)
     kinds: dict[str, Any] = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
     kinds |= {"load_in_4bit": True, "bnb_4bit_compute_dtype": four_bits}  # as in QLoRA
     with reading(place):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto_class(config).from_pretrained(
             model_path(name),
             dtype=dtype,
             device_map=None if device.type == "cpu" else {"": device},
@@ -135,22 +193,18 @@ def load(
     model, report = loaded
     misshapen = [mismatch[0] for mismatch in report["mismatched_keys"]]
     check_complete(place, report["missing_keys"], report["unexpected_keys"], misshapen)
-    is_encoder = type(model.config) in MODEL_FOR_MASKED_LM_MAPPING  # BERT and its relatives
-    if is_encoder and not getattr(model.config, "is_decoder", False):
-        kind = model.config.model_type
-        raise UserError(f"{place}: {kind} reads a text in both directions; use a causal model")
     return model if device == META else no_dropout(model)
 
 
 def no_dropout(model: Model) -> Model:
-    """Set the dropout of pre-training to 0, in modules and in the config that attention reads.
+    """Set dropout and a router's noise to 0, in modules and in the config that attention reads.
 
     The model stays in train(): eval() would silently disable gradient checkpointing.
     """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for name in ("attention_dropout", "dropout", "activation_dropout", "layerdrop"):
+        for name in RANDOM:
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
     for name, value in vars(model.config).items():
@@ -164,7 +218,11 @@ def checkpoint_activations(model: Model) -> None:
     # transformers 5 renames the method
     old = getattr(model, "gradient_checkpointing_enable", None)
     enable: Any = getattr(model, "activation_checkpointing_enable", old)
-    enable({"use_reentrant": False})
+    try:
+        enable({"use_reentrant": False})
+    except ValueError as error:
+        flag = "--use_gradient_checkpointing (gradient_checkpointing of train.py)"
+        raise UserError(f"{flag}: {first_line(error)}; leave it out") from error
 
 
 def check_fit(model: Model, rows: Iterable[Any], fix: str = "") -> None:
@@ -174,8 +232,9 @@ def check_fit(model: Model, rows: Iterable[Any], fix: str = "") -> None:
     """
     embedding: Any = model.get_input_embeddings()
     vocabulary_size = embedding.weight.shape[0]
-    positions = getattr(model.config, "max_position_embeddings", None) or math.inf
-    rope = getattr(model.config, "rope_parameters", None) or {}
+    text = model.config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None) or math.inf
+    rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("longrope", "dynamic"):
         # beyond these, the angles of a row depend on the other rows of its batch
         positions = min(positions, rope.get("original_max_position_embeddings") or positions)
@@ -187,6 +246,62 @@ def check_fit(model: Model, rows: Iterable[Any], fix: str = "") -> None:
             problem = f"{row.num_tokens} tokens, the model has {positions} positions"
             fix = fix or f"--max_length {positions}"
             raise UserError(f"{row.location}: {problem}; use {fix}")
+
+
+def unreached(model: Model) -> tuple[str, ...]:
+    """Return the parts that no text reaches: name prefixes such as `model.vision_tower.`.
+
+    A copy without weights computes the gradient of two tokens: parts without one are not reached.
+    Returns () if it cannot be computed without weights; then step 0 finds such parts.
+    """
+    with META:
+        twin: Any = type(model)(copy.deepcopy(model.config))
+        ids, mask = torch.zeros(1, 2, dtype=torch.long), torch.zeros(1, 1, 2, 2)
+    parameters = dict(twin.named_parameters())
+    try:
+        twin.set_experts_implementation("batched_mm")  # the others read how tokens are routed
+        logits = twin(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        gradients = torch.autograd.grad(logits.sum(), [*parameters.values()], allow_unused=True)
+    except FAULTS:
+        return ()
+    gradient_of = dict(zip(parameters, gradients, strict=True))
+    unused = [name for name, gradient in gradient_of.items() if gradient is None]
+    parents: set[str] = set()  # the parts with something in them that is reached
+    for name in parameters.keys() - set(unused):
+        parents.update(prefixes(name))
+    parts = []
+    for name in unused:
+        part = next(prefix for prefix in prefixes(name) if prefix not in parents)
+        if part not in parts:
+            parts.append(part)
+    return tuple(parts)
+
+
+def linear_layers(model: Model, unreached: tuple[str, ...]) -> set[str]:
+    """Return the paths of the linear layers that a text reaches, without the output layer."""
+    head = model.get_output_embeddings()
+    paths = set()
+    for path, module in model.named_modules():
+        is_linear = isinstance(module, nn.Linear | Conv1D) and module is not head
+        if is_linear and not path.startswith(unreached):
+            paths.add(path)
+    return paths
+
+
+def fused_weights(model: Model) -> set[str]:
+    """Return the short names of the weights [experts, in, out] that all-linear does not reach."""
+    names = set()
+    for path, module in model.named_modules():
+        for key, weight in module.named_parameters(recurse=False):
+            if weight.ndim == 3 and weight.shape[0] > 1 and not isinstance(module, nn.Conv1d):
+                layer = path.rpartition(".")[2]
+                names.add(f"{layer}.weight" if key == "weight" else key)
+    return names
+
+
+def prefixes(name: str) -> list[str]:
+    """Return the prefixes of a parameter's name: `a.`, `a.b.`, `a.b.c.` of `a.b.c`."""
+    return [prefix + "." for prefix in itertools.accumulate(name.split("."), "{}.{}".format)]
 
 
 # --- what a run has read --------------------------------------------------------------------------

@@ -39,6 +39,28 @@ OSS = dict(num_local_experts=4, num_experts_per_tok=2, rope_parameters=None)
 NO_CAP = dict(attn_logit_softcapping=None)
 SCALED = dict(attention_multiplier=0.3, residual_multiplier=0.5, embedding_multiplier=2.0)
 
+MIXTRAL = dict(num_local_experts=4, num_experts_per_tok=2, router_jitter_noise=0.1)
+OLD_STATES = SIZES | PAD | dict(state_size=8, time_step_rank=4)
+RWKV = SIZES | PAD | dict(attention_hidden_size=32, context_length=64)
+GRIFFIN = dict(lru_width=32, attention_window_size=6, block_types=["recurrent", "attention"])
+JAMBA = dict(attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, mamba_d_state=8)
+JAMBA |= dict(num_experts=4, mamba_dt_rank=4, use_mamba_kernels=False)
+GEMMA_4 = MIXED | dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=97)
+BLOOM = SIZES | PAD | dict(n_layer=2, n_head=4)
+# images: text and vision parts, and the tokens that stand for an image
+VISION = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+VISION |= dict(image_size=28, patch_size=14)
+IMAGE = dict(image_token_index=93)
+GEMMA_VISION = dict(text_config=EIGHT | MIXED, vision_config=VISION | dict(vision_use_head=False))
+GEMMA_VISION |= IMAGE | dict(mm_tokens_per_image=4, boi_token_index=91, eoi_token_index=92)
+LLAVA = dict(text_config=transformers.LlamaConfig(**WIDE), vision_config=VISION)
+ROPE = dict(rope_type="default", mrope_section=[1, 1, 2], rope_theta=1e4)
+QWEN_VISION = dict(depth=2, hidden_size=32, intermediate_size=64, num_heads=2, out_hidden_size=32)
+QWEN_VISION |= dict(deepstack_visual_indexes=[0, 1])
+QWEN_VL = dict(text_config=EIGHT | dict(rope_parameters=ROPE), vision_config=QWEN_VISION)
+QWEN_VL |= dict(image_token_id=93, video_token_id=94)
+QWEN_VL |= dict(vision_start_token_id=91, vision_end_token_id=92)
+
 SHARES = ""
 SEEN = r"log-probs of a token differ by \S+ nats"  # by comparing, as nothing was raised
 ELSEWHERE = r"of \d layers use the attention of packed rows"
@@ -69,6 +91,18 @@ MODELS = {  # what the line must contain that says why the prompt is not shared
     "falcon": (transformers.FalconConfig(**PLAIN, alibi=False), ELSEWHERE),
     "mamba-2": (transformers.Mamba2Config(**PAD, **STATES), ELSEWHERE),
     "lfm-2, convolution": (transformers.Lfm2Config(**WIDE, layer_types=CONVOLUTION), ELSEWHERE),
+    "mixtral": (transformers.MixtralConfig(**WIDE, **MIXTRAL), SHARES),
+    "granite-moe": (transformers.GraniteMoeConfig(**WIDE, **MIXTRAL), SHARES),
+    "gemma-4": (transformers.Gemma4TextConfig(**EIGHT, **GEMMA_4), SHARES),
+    "gemma-3 with images": (transformers.Gemma3Config(**GEMMA_VISION), SHARES),
+    "llava": (transformers.LlavaConfig(**LLAVA, **IMAGE), SHARES),
+    "qwen3-vl": (transformers.Qwen3VLConfig(**QWEN_VL), SHARES),
+    "mamba": (transformers.MambaConfig(**OLD_STATES), ELSEWHERE),
+    "falcon-mamba": (transformers.FalconMambaConfig(**OLD_STATES), ELSEWHERE),
+    "rwkv": (transformers.RwkvConfig(**RWKV), ELSEWHERE),
+    "recurrent-gemma": (transformers.RecurrentGemmaConfig(**WIDE, **GRIFFIN), ELSEWHERE),
+    "jamba": (transformers.JambaConfig(**WIDE, **JAMBA), ELSEWHERE),
+    "bloom": (transformers.BloomConfig(**BLOOM), ELSEWHERE),
     # a window that is in transformers' mask only
     "qwen2-moe, window": (transformers.Qwen2MoeConfig(**WIDE, **LAST, **EXPERTS, **SHARED), SEEN),
     # asked for what the kernels cannot do; stablelm's layers drop the packing
@@ -76,7 +110,13 @@ MODELS = {  # what the line must contain that says why the prompt is not shared
     "gpt-oss": (transformers.GptOssConfig(**EIGHT, **WINDOW, **OSS), RAISED),
     "stablelm": (transformers.StableLmConfig(**WIDE), RAISED),
 }
-OWN_HEAD = {"granite", "gemma-2", "gemma-2, no cap", "cohere"}  # scaled or soft-capped logits
+OWN_HEAD = {
+    "granite",
+    "gemma-2",
+    "gemma-2, no cap",
+    "cohere",
+    "recurrent-gemma",
+}  # scaled or soft-capped logits
 
 
 # with responses that are not fed at all, since their only token is a target
@@ -102,17 +142,22 @@ def assert_as_alone(scorer, config, factor, pairs=PAIRS):
     torch.testing.assert_close(found.double(), expected.double(), rtol=1e-5, atol=2e-4)
 
 
-def test_every_architecture_is_loaded_whole(tmp_path):
-    """No tensor that a file lacks or has too many, but for those that the architecture ties."""
-    for name, (config, _) in MODELS.items():
-        model = build(config, 1.0)
-        model.save_pretrained(tmp_path / name)
-        models.load(str(tmp_path / name), "auto", models.META)
-        loaded = models.load(str(tmp_path / name), torch.float32, torch.device("cpu"))
-        tensors = loaded.state_dict()
-        assert tensors.keys() == model.state_dict().keys(), name
-        for key, tensor in model.state_dict().items():
-            assert torch.equal(tensor, tensors[key]), (name, key)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_architecture_is_loaded_and_saved_whole(name, tmp_path):
+    """The result of a run has the logits of the model, also when its own class reads it."""
+    model = build(MODELS[name][0], 3.0)
+    model.save_pretrained(tmp_path / "model")
+    base = models.load(tmp_path / "model", "auto", models.META)
+    loaded = models.load(tmp_path / "model", torch.float32, torch.device("cpu"))
+    tensors = loaded.state_dict()
+    assert tensors.keys() == model.state_dict().keys()
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(tensor, tensors[key]), key
+    models.save(loaded, base, mock.Mock(ends=[]), tmp_path / "result")
+    reopened = type(model).from_pretrained(tmp_path / "result")
+    ids = torch.tensor([PAIRS[0].prompt])
+    expected = model.eval()(ids).logits
+    torch.testing.assert_close(reopened.eval()(ids).logits, expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("factor", [3.0, 20.0])

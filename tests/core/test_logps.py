@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
 
 import main_distributed
 from config import Config
@@ -23,7 +22,7 @@ def build(config, factor=3.0):
     torch.manual_seed(0)
     # a copy: models write their attention into it; eager experts are the only ones in float64
     config = copy.deepcopy(config)
-    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+    model = models.auto_class(config).from_config(config, experts_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -98,7 +97,7 @@ def test_a_packed_row_by_hand():
 def test_dropout_is_off_by_p_and_the_model_stays_in_training_mode():
     sizes = dict(n_embd=32, n_layer=2, n_head=4, vocab_size=97, resid_pdrop=0.5)
     config = transformers.GPT2Config(**sizes, **PAD)
-    model = models.no_dropout(AutoModelForCausalLM.from_config(config))
+    model = models.no_dropout(transformers.GPT2LMHeadModel(config))
     assert model.training
     scorer, batch = logps.Scorer(model), logps.collate(PAIRS)
     assert torch.equal(scorer(batch)[0], scorer(batch)[0])

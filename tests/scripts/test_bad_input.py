@@ -198,10 +198,16 @@ def test_an_architecture_that_cannot_be_trained_so_is_one_line(folder):
     small = dict(hidden_size=32, num_hidden_layers=2, vocab_size=512)
     heads = dict(num_attention_heads=2, intermediate_size=32)
     bert = transformers.BertLMHeadModel(transformers.BertConfig(**small, **heads))
-    mamba = transformers.MambaForCausalLM(transformers.MambaConfig(**small, state_size=4))
+    t5 = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(**small, d_model=32, d_ff=32)
+    )
+    vit = transformers.ViTModel(
+        transformers.ViTConfig(**heads, hidden_size=32, num_hidden_layers=2)
+    )
     expected = {
         "bert": (bert, "full", "bert reads a text in both directions; use a causal model"),
-        "mamba": (mamba, "lora", "cannot be read: "),
+        "t5": (t5, "lora", "t5 reads a text in both directions; use a causal model"),
+        "vit": (vit, "lora", "vit does not generate text; use a causal model"),
     }
     for name, (model, fine_tuning, says) in expected.items():
         model.save_pretrained(folder / name)

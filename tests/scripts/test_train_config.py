@@ -82,7 +82,7 @@ def test_the_default_learning_rates(monkeypatch):
     def wide(*_):
         settings = AutoConfig.from_pretrained(ROOT / "data/demo/model", intermediate_size=8192)
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(settings)  # 13 M
+            return AutoModelForCausalLM.from_config(settings), []  # 13 M
 
     for (script, flags), rate in RATES.items():
         check = lambda spec, config, world: seen.append(config.learning_rate) or 0  # noqa: E731

@@ -103,7 +103,7 @@ def test_a_mistake_is_one_line_with_its_place(module, key, value, message):
 
 
 def test_named_layers_are_sharded_else_the_models_own():
-    qwen = lora.meta_model("data/demo/model", None)
+    qwen, _ = lora.meta_model("data/demo/model", None)
     for names, kind in (
         ([], "Qwen3DecoderLayer"),
         (GUIDES, "Qwen3DecoderLayer"),

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig
 
 from ddp_utils import UserError, logps, lora, models
 from ddp_utils.distributed import World
@@ -71,15 +71,16 @@ AttentionInterface.register("attend_on_gpu", attend_on_gpu)
 def build(config: Any, precision: Precision, model_config: Any) -> logps.Scorer:
     """Return the Scorer that a run would load, on the meta device; no weights are read."""
     with models.META:
-        model = AutoModelForCausalLM.from_config(
+        model = models.auto_class(model_config).from_config(
             model_config, dtype=precision.weights, trust_remote_code=False
         )
     model = models.no_dropout(model)
     if config.gradient_checkpointing:
         models.checkpoint_activations(model)
     adapter = lora.LoraSpec.of(config)
-    if adapter and not adapter.merge:
-        model = lora.add(model, adapter)
+    if adapter and adapter.merge:
+        adapter = None
+    model = lora.prepare(model, adapter)[0]
     if config.lean:
         memory_efficient.apply(model, verify=False)  # tensors on the meta device have no numbers
     return logps.Scorer(model.train(), precision.autocast)

@@ -1,0 +1,185 @@
+"""Models whose parts are not all text and nn.Linear: what is trained, and what a line says."""
+
+import json
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from peft import PeftModel
+from test_layouts import MODELS, OLD
+from test_logps import build, by_hand, some_pairs
+from torch import nn
+
+from ddp_utils import UserError, logps, lora, models
+from ddp_utils.policy import Precision
+
+PAIRS = some_pairs((7, 5, 9), (11, 8, 6))
+
+
+def load(folder, model, adapter):
+    """Save a model; return the policy of a run, and the lines that --check prints."""
+    model.save_pretrained(folder)
+    torch.manual_seed(1)
+    lines = lora.meta_model(str(folder), adapter)[1]
+    precision = Precision(torch.float32, None)
+    return lora.load_policy(str(folder), adapter, precision, torch.device("cpu")), lines
+
+
+def train(policy):
+    """Train two steps: the gradient of A is 0 as long as B is; return names of what has one."""
+    scorer = logps.Scorer(policy)
+    parameters = [p for p in policy.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(parameters, lr=1e-4)
+    for _ in range(2):
+        optimizer.zero_grad()
+        sum(map(torch.sum, scorer(scorer.collate(PAIRS, "cpu")))).backward()
+        optimizer.step()
+    return {n for n, p in policy.named_parameters() if p.grad is not None and p.grad.any()}
+
+
+@torch.no_grad()
+def assert_reopens(model, policy, folder):
+    """Plain transformers and peft make the trained model from the saved result."""
+    base = models.load(folder, "auto", models.META)
+    models.save(policy, base, mock.Mock(ends=[]), folder / "result")
+    plain = type(model).from_pretrained(
+        folder if hasattr(policy, "peft_config") else folder / "result"
+    )
+    if hasattr(policy, "peft_config"):
+        plain = PeftModel.from_pretrained(plain, folder / "result")
+    found, expected, before = (
+        torch.stack([by_hand(each.eval(), pair, torch.float32) for pair in PAIRS])
+        for each in (plain, policy, model)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-3)
+    assert (expected - before).abs().max() > 0.01
+
+
+def reached(model):
+    """Return what a text reaches: what has a gradient in plain transformers."""
+    model.zero_grad()
+    model(torch.tensor([PAIRS[0].prompt])).logits.sum().backward()
+    return {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+CROSS = dict(num_hidden_layers=3, cross_attention_layers=[1])
+TOWERS = {  # model -> parts that no text reaches
+    "gemma-3 with images": "model.vision_tower, model.multi_modal_projector",
+    "llava": "model.vision_tower, model.multi_modal_projector",
+    "qwen3-vl": "model.visual",
+}
+
+
+@pytest.mark.parametrize("fine_tuning", ["full", "all-linear", "q_proj,v_proj"])
+@pytest.mark.parametrize("name", TOWERS)
+def test_parts_that_no_text_reaches_stay_frozen_and_the_result_reopens(name, fine_tuning, tmp_path):
+    model = build(MODELS[name][0])
+    adapter = None if fine_tuning == "full" else lora.LoraSpec(4, targets=fine_tuning)
+    policy, [line] = load(tmp_path, model, adapter)
+    assert line.startswith(f"no text reaches {TOWERS[name]}: ")
+    names = reached(model)
+    if adapter:
+        targets = fine_tuning.split(",")
+        head = model.get_output_embeddings()
+        for path, module in [*model.named_modules()][1:]:
+            is_target = "all-linear" in targets or path.rpartition(".")[2] in targets
+            is_layer = isinstance(module, nn.Linear) and module is not head and is_target
+            is_expected = is_layer and f"{path}.weight" in names
+            adapted = policy.get_submodule(f"base_model.model.{path}")
+            assert hasattr(adapted, "lora_A") == is_expected, path
+        names = {name for name, _ in policy.named_parameters() if "lora_" in name}
+    assert {name for name, p in policy.named_parameters() if p.requires_grad} == names
+    trained = train(policy)
+    assert {name for name in trained if "k_norm" not in name} <= names and trained
+    assert_reopens(model, policy, tmp_path)
+
+
+ALSO = "LoRA also on the fused weights of experts: down_proj, gate.weight, gate_up_proj"
+FROZEN = (
+    "all-linear does not reach down_proj, gate_up_proj: they stay frozen; "
+    "for all experts, use --lora_targets all-linear,down_proj,gate_up_proj"
+)
+DENSE = (  # peft gives these names to the experts
+    "all-linear does not reach mlp.down_proj, mlp.gate_proj, mlp.up_proj, shared_experts.down_proj,"
+    " shared_experts.gate_proj, shared_experts.up_proj: they stay frozen"
+)
+EXPERTS = {  # what all-linear does, which peft changes for some architectures
+    "qwen3-moe": [ALSO],
+    "mixtral": [ALSO],
+    "deepseek-3": [ALSO, DENSE],
+    "gpt-oss": [FROZEN],
+    "granite-moe": [FROZEN],
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_a_line_says_what_all_linear_leaves_out_and_experts_can_be_targeted(name, tmp_path):
+    model = build(MODELS[name][0])
+    policy, lines = load(tmp_path, model, lora.LoraSpec(4))
+    assert lines == EXPERTS[name]
+    assert any("experts." in name for name in train(policy)) == (ALSO in lines)
+    for targets in ("all-linear,down_proj,gate_up_proj", "down_proj,gate_up_proj"):
+        policy, [line, *_] = load(tmp_path, model, lora.LoraSpec(4, targets=targets))
+        assert line.startswith("LoRA also on the fused weights of experts: down_proj, gate")
+        trained = {n for n, p in policy.named_parameters() if p.requires_grad}
+        assert train(policy) == trained
+        assert_reopens(model, policy, tmp_path)
+        merged = lora.load_merged(str(tmp_path / "result"), torch.float32, torch.device("cpu"))
+        expected = torch.stack([by_hand(policy, pair, torch.float32) for pair in PAIRS])
+        found = torch.stack([by_hand(merged.eval(), pair, torch.float32) for pair in PAIRS])
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-2)
+
+
+def test_mistakes_in_the_names_of_targets_are_one_line(tmp_path):
+    cases = [
+        (
+            "qwen3-moe",
+            "gate_up",
+            0.0,
+            "--lora_targets: no layer gate_up (expected down_proj, gate_u",
+        ),
+        (
+            "qwen3-moe",
+            "all-linear,q",
+            0.0,
+            "--lora_targets: no layer q (expected down_proj, gate_u",
+        ),
+        ("llava", "out_proj", 0.0, "--lora_targets: no layer out_proj (expected down_proj, gate_p"),
+        ("qwen3-moe", "down_proj", 0.1, "--lora_dropout: the LoRA of down_proj has no dropout; "),
+    ]
+    for name, targets, dropout, says in cases:
+        build(MODELS[name][0]).save_pretrained(tmp_path / name)
+        spec = lora.LoraSpec(4, dropout=dropout, targets=targets)
+        with pytest.raises(UserError, match="^" + says.replace("(", r"\(")):
+            lora.meta_model(str(tmp_path / name), spec)
+
+
+EIGHT = dict(load_in_8bit=True, load_in_4bit=False)
+QUANTIZED = {  # what the line says -> what config.json has: GPTQ, ..., older ones, MLX
+    "gptq, 4 bits": {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+    "awq, 4 bits": {"quantization_config": {"quant_method": "awq", "bits": 4, "zero_point": True}},
+    "bitsandbytes, 8 bits": {"quantization_config": {"quant_method": "bitsandbytes"} | EIGHT},
+    "fp8": {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+    "mxfp4": {"quantization_config": {"quant_method": "mxfp4"}},
+    "compressed-tensors": {"compression_config": {"quant_method": "compressed-tensors"}},
+    "quantization, 8 bits": {"quantization": {"group_size": 64, "bits": 8}},
+}
+
+
+@pytest.mark.parametrize("how", QUANTIZED)
+def test_a_quantized_model_is_one_line_that_names_the_way_out(how, tmp_path):
+    build(MODELS["llama"][0]).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | QUANTIZED[how]))
+    says = rf"its weights are quantized \({how}\); use the original model; train.py --type qlora "
+    with pytest.raises(UserError, match=f"^--model_name: {tmp_path}: {says}"):
+        lora.meta_model(str(tmp_path), None)
+
+
+def test_a_model_without_gradient_checkpointing_is_one_line(tmp_path):
+    config = transformers.OpenAIGPTConfig(**OLD, n_embd=32, n_positions=64)
+    build(config).save_pretrained(tmp_path)
+    assert lora.meta_model(str(tmp_path), None)[1] == []
+    with pytest.raises(UserError, match="^--use_gradient_checkpointing .* does not support"):
+        lora.meta_model(str(tmp_path), None, gradient_checkpointing=True)
