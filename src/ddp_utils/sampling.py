@@ -172,13 +172,12 @@ def _until_end(reply: list[int], ends: Ids, keep: bool) -> list[int]:
 def choose_way(scorer: Scorer, prompts: Prompts, max_new_tokens: int, world: World) -> None:
     """Set the fastest way to generate that equals the plain forward, the same on all ranks.
 
-    It is tried on the longest prompt, which may exceed an attention window, on its second half, and
-    on the shortest prompt: some models process a single token in another way.
+    It is tried on the longest prompt, which may exceed an attention window, and its second half.
     Raises UserError if no way equals the plain forward.
     """
     longest = max(prompts, key=len)
-    tried = [longest, longest[len(longest) // 2 :], min(prompts, key=len)]
-    spec = SampleSpec(0.0, 1.0, min(max_new_tokens, 6), batch_size=3, seed=0)
+    tried = [longest, longest[len(longest) // 2 :]]
+    spec = SampleSpec(0.0, 1.0, min(max_new_tokens, 6), batch_size=2, seed=0)
     reason = ""
     for way in WAYS:
         scorer.way = way

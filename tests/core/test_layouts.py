@@ -413,8 +413,11 @@ def test_generation_does_not_depend_on_the_layout_and_restores_it(name, shared):
 def test_replies_are_those_of_the_plain_forward_whatever_the_cache(name):
     """Padded on the left, two replies a prompt, of which some leave the batch before others."""
     model = build(MODELS[name][0], 3.0)
-    prompts = [pair.prompt for pair in PAIRS[:4]] * 2
-    expected = [plain_greedy(model, prompt) for prompt in prompts[:4]] * 2
+    pairs = PAIRS[:4]
+    if name == "recurrent-gemma":  # transformers adds a prompt of one token to the text before
+        pairs = [pair for pair in pairs if len(pair.prompt) > 1]
+    prompts = [pair.prompt for pair in pairs] * 2
+    expected = [plain_greedy(model, pair.prompt) for pair in pairs] * 2
     assert greedy(logps.Scorer(model), prompts) == expected
     end = expected[1][5]
     cut = [reply[: (reply + [end]).index(end)] for reply in expected]
