@@ -357,7 +357,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             run.log(step + 1, values, echo=(step + 1) % config.log_every == 0)
             warning = displacement.seen(values["rewards/chosen"])
             if warning:
-                run.say(warning)
+                run.warn(warning)
             validate(step + 1)
             run.save_if_due(plan.due(config.save_every, step + 1))
 

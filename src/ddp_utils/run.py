@@ -134,7 +134,7 @@ class Run:
         self.spec, self.config, self.world = spec, config, world
         self.folder, self.steps = spec.folder, spec.steps
         self.checkpoints = spec.folder / "checkpoints"
-        self.results: dict[str, Any] = {}  # split -> the numbers of its last evaluation
+        self.results: dict[str, Any] = {}  # split -> the numbers of its last evaluation; warnings
         self.validated = 0  # steps before the last validation
         self.best_validation: Values = {}  # with save_best
         self.training: Any = None  # policy, optimizer and schedule, once they exist
@@ -190,8 +190,8 @@ class Run:
 
     def _close(self, error: BaseException | None) -> None:
         code = distributed.exit_code(error)
-        self.write_summary(STATUS.get(code, "failed"), code)
         self.bar.close()
+        self.write_summary(STATUS.get(code, "failed"), code)
         self.logger.close()
         self.metrics.close()
         lines, problem = write_report(self.folder, with_curves=error is None)
@@ -209,6 +209,12 @@ class Run:
         """Print one line on rank 0."""
         if self.world.is_main:
             self.bar.say(line)
+
+    def warn(self, line: str) -> None:
+        """Print a warning once per run, and keep it for summary.json, the report and the card."""
+        if line not in self.results.setdefault("warnings", []):
+            self.results["warnings"].append(line)
+            self.say(line)
 
     def describe(self, **rows: str) -> None:
         """Print what the run trains, with what, and on which data; write data_report.json."""
@@ -259,7 +265,9 @@ class Run:
 
     def write_summary(self, status: str, code: int) -> None:
         """Write the status of the run and its results to summary.json, on rank 0."""
-        results = {split: finite(values) for split, values in self.results.items()}
+        results = {}
+        for name, values in self.results.items():
+            results[name] = values if name == "warnings" else finite(values)
         facts = {"status": status, "exit_code": code, "step": self.step}
         seconds = round(time.perf_counter() - self.start, 3)
         facts |= {"world_size": self.world.world_size, "seconds": seconds}
@@ -278,6 +286,7 @@ class Run:
             if self.spec.save_best is False:  # an earlier start may have had it
                 self.results.pop("best", None)
             self.start -= manifest["seconds"]
+            self.bar.begin("", self.steps, self.done, manifest["seconds"])
         return self.done
 
     def _load(self, step: int) -> dict[str, Any]:

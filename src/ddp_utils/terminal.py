@@ -4,6 +4,7 @@ import os
 import sys
 import textwrap
 import threading
+import time
 
 from tqdm import tqdm
 
@@ -31,8 +32,11 @@ class Bar:
         self.is_of_run = True
         self.now = tqdm(disable=True)
 
-    def begin(self, title: str, total: int, done: int = 0) -> None:
-        """Replace the bar by one for a part of the run, or with title "" for the full run."""
+    def begin(self, title: str, total: int, done: int = 0, seconds: float = 0.0) -> None:
+        """Replace the bar by one for a part of the run, or with title "" for the full run.
+
+        done, seconds: steps and time of earlier starts.
+        """
         self.now.close()
         self.is_of_run = not title
         self.now = tqdm(
@@ -44,6 +48,7 @@ class Bar:
             dynamic_ncols=True,
             disable=not self.is_shown,
         )
+        self.now.start_t = time.time() - seconds
 
     def advance(self, **values: float) -> None:
         """Move the bar of a part by one, and show these numbers behind it."""
@@ -66,6 +71,8 @@ class Bar:
 
     def close(self) -> None:
         """Remove the bar of the full run; the bar of a part stays visible."""
+        if self.is_of_run:
+            self.now.refresh()  # it shows the time at the end, as the line that follows does
         self.now.close()
 
 

@@ -231,7 +231,7 @@ def main(argv: list[str] | None = None) -> int:
             run.bar.advance(loss=values["loss"], avg_loss=float(np.mean(epoch_losses)))
             warning = displacement.seen(values["rewards/chosen"])
             if warning:
-                run.say(warning)
+                run.warn(warning)
             end_epoch(step + 1)
             run.save_if_due(plan.due(config.save_every, step + 1))
     return 0

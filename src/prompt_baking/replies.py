@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ddp_utils import sampling, terminal
 from ddp_utils.chat_template import Encoder
 from ddp_utils.judge import Judge, as_text
+from ddp_utils.metrics import wilson
 from ddp_utils.run import Run
 from prompt_baking import trajectories
 from prompt_baking.distillation import Teacher
@@ -103,11 +104,13 @@ def describe_kept(run: Run, others: dict[str, str]) -> None:
     for name in others:
         kl = run.results["val"][f"kept/kl/{name}"]
         text = f"{name}: kl {kl:.4f}"
-        is_lost = kl > MAX_KEPT_KL
+        problem = "changed" if kl > MAX_KEPT_KL else ""
         if f"kept/obeyed/{name}" in test:
             obeyed, by_base = test[f"kept/obeyed/{name}"], test[f"kept/obeyed_base/{name}"]
             text += f", obeyed {obeyed:.2f} (base {by_base:.2f})"
-            is_lost = obeyed < MIN_OBEYED * by_base
-        if is_lost:
-            text += "; warning: no longer obeyed; use a larger --retain_share"
+            highest = wilson(obeyed * test["count"], test["count"])[1]  # few replies prove little
+            is_lost = highest is not None and highest < MIN_OBEYED * by_base
+            problem = "no longer obeyed" if is_lost else ""
+        if problem:
+            text += f"; warning: {problem}; use a larger --retain_share"
         run.say(terminal.row("kept", text))

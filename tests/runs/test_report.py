@@ -211,6 +211,49 @@ def test_the_result_is_said_in_lines(tmp_path):
     ]
 
 
+LN_2 = 0.6931
+TRAINED = [  # first loss and margin, held-out values -> whether they are worse than before training
+    ((LN_2, 0.0), {"loss": 0.75}, True),
+    ((LN_2, 0.0), {"loss": 0.65}, False),
+    ((LN_2, 1e-4), {"loss": LN_2 + 5e-3}, False),  # rounding
+    ((25.0, 0.0), {"loss": 30.0}, True),  # ipo, 1 / (4 beta^2)
+    ((0.9, 0.5), {"loss": 1.2}, False),  # another reference: the first loss is that of its pairs
+    ((LN_2, 0.0), {}, False),
+]
+
+
+@pytest.mark.parametrize(("first", "val", "is_worse"), TRAINED)
+def test_a_held_out_loss_above_that_of_an_untrained_model_is_a_warning(
+    first, val, is_worse, tmp_path
+):
+    line = {"split": "train", "step": 1, "loss": 9.0, "rewards/margins": first[1]}
+    train = [{"loss": first[0], "rewards/margins": first[1]}, line | {"loss/preference": first[0]}]
+    for first_line, metric in zip(train, ("loss", "loss/preference"), strict=True):
+        held_out = {metric: val.get("loss")}
+        texts = report.worse_than_before([first_line, line], held_out)
+        assert len(texts) == is_worse, (metric, texts)
+        if is_worse:
+            numbers = f"{metric} {val['loss']:.4f} is above {first[0]:.4f}, that of the model"
+            assert texts[0].startswith(f"warning: held-out {numbers}")
+
+
+def test_ends_are_means_and_a_tie_is_no_accuracy(tmp_path):
+    """40 steps: the mean of a loss from 40 down to 31 is 35.5, that of 10 to 1 is 5.5."""
+    summary = {"status": "finished", "step": 40, "seconds": 8.9, "warnings": ["warning: w"]}
+    folder = put(tmp_path / "run", summary=summary)
+    put(folder / "model", adapter_config={})
+    lines = []
+    for step in range(1, 41):
+        values = {"loss": 41.0 - step, "rewards/accuracies": float(step > 1)}
+        lines.append(json.dumps({"split": "train", "step": step, **values}) + "\n")
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    results = ["loss        35.5000 -> 5.5000", "accuracy    1.0000", "warning: w"]
+    shown = report.result_lines(folder, report.read_run(folder)).splitlines()
+    assert shown[:4] == ["finished after 40 steps in 8 s", *results]
+    assert all(line in page_of(folder) for line in ("35.5000", "warning: w"))
+    assert "- warning: w\n" in (folder / "model/README.md").read_text()
+
+
 def test_the_model_card_describes_the_training(tmp_path):
     """Its metadata are read by the Hub's own class."""
     val = {"share_baked": 0.997, "kept/kl": 0.02, "kept/kl/pirate": 0.0123}

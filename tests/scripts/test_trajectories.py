@@ -230,11 +230,17 @@ def test_a_judge_measures_which_of_the_other_prompts_are_obeyed():
     assert " ".join(run.lines[-1].split()) == "judge baked/loud 0.50"
     run.lines.clear()
     replies.describe_kept(run, others)
-    fix = "; warning: no longer obeyed; use a larger --retain_share"
-    assert [" ".join(line.split()) for line in run.lines] == [
-        "kept cook: kl 0.0200, obeyed 0.50 (base 1.00)" + fix,
-        "kept king: kl 0.4000" + fix,  # the judge has no score for it: the KL decides
+    fix = "; use a larger --retain_share"
+    shown = [
+        "kept cook: kl 0.0200, obeyed 0.50 (base 1.00)",  # 1 of 2: it may be 0.905, Wilson 1927
+        "kept king: kl 0.4000; warning: changed" + fix,  # the judge has no score for it
     ]
+    assert [" ".join(line.split()) for line in run.lines] == shown
+    run.lines.clear()
+    run.results["test"]["count"] = 20  # 10 of 20: at most 0.70
+    replies.describe_kept(run, others)
+    shown[0] += "; warning: no longer obeyed" + fix
+    assert [" ".join(line.split()) for line in run.lines] == shown
     run.results["test"]["kept/obeyed/cook"], run.results["val"]["kept/kl/king"] = 0.9, 0.1
     run.lines.clear()
     replies.describe_kept(run, others)

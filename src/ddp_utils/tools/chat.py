@@ -38,7 +38,7 @@ def load(folder: str, before: bool, device: torch.device) -> tuple[Any, Encoder,
     run = data.read_json(config) if config.is_file() else {}
     if "model_name" not in run:  # config.json is that of a model
         run = {}
-    adapter = ""
+    adapter: Any = ""
     if before:
         if not run:
             problem = f"{folder} is not a run of a language model; leave it out"

@@ -11,11 +11,13 @@ A run starts this program when it ends. It imports neither torch nor transformer
 import argparse
 import base64
 import contextlib
+import math
 import re
 import shlex
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import jinja2
@@ -25,6 +27,7 @@ from ddp_utils import UserError, data, plots
 
 FILES = ("summary", "config", "environment", "data_report", "examples")
 HERE = Path(__file__).parent
+EQUAL = 1e-2  # two losses or reward margins that differ by less, as in bf16, count as equal
 FIRST = ("win_rate", "share_baked", "fraction_of_optimum", "accuracy", "loss")  # on top
 PRINTED = {  # metric -> its name in the results that are printed
     "loss": "loss",
@@ -93,16 +96,23 @@ def find_model(folder: Path, config: dict) -> Model | None:
 def results(folder: Path, summary: dict) -> list[str]:
     """Return a line with the first, the last and the held-out value of each printed metric.
 
-    The held-out value is of the weights that are saved. A judge adds a line with the win rate.
+    First and last are means of ten steps, or of fewer if there are fewer than 20. The held-out
+    value is of the weights that are saved. A judge adds a line with the win rate.
     """
     texts = []
     lines = plots.read_metrics(folder) if (folder / "metrics.jsonl").exists() else []
+    train = [line for line in lines if line["split"] == "train"]
     parts = {split: part for split, part in summary.items() if isinstance(part, dict)}
+    held_out = parts.get("val", {})
     for metric, name in PRINTED.items():
-        values = [x[metric] for x in lines if x["split"] == "train" and x.get(metric) is not None]
-        numbers = [f"{values[0]:.4f} -> {values[-1]:.4f}"] if values else []
-        held_out = parts.get("val", {}).get(metric)
-        numbers += [] if held_out is None else [f"held out {held_out:.4f}"]
+        values = [line[metric] for line in train if line.get(metric) is not None]
+        count = max(1, min(10, len(values) // 2))
+        ends = [fmean(part) for part in (values[:count], values[-count:]) if part]
+        if metric == "rewards/accuracies":  # there is no first one: all pairs of step 1 are ties
+            ends = ends[1:]
+        numbers = [" -> ".join(f"{value:.4f}" for value in ends)] if ends else []
+        if held_out.get(metric) is not None:
+            numbers.append(f"held out {held_out[metric]:.4f}")
         if numbers:
             texts.append(f"{name:<11} {', '.join(numbers)}")
     for split, part in parts.items():
@@ -110,13 +120,31 @@ def results(folder: Path, summary: dict) -> list[str]:
             bounds = f"[{part['win_rate_low']:.2f}, {part['win_rate_high']:.2f}]"
             pairs = f"{part['wins']} better, {part['losses']} worse, {part['ties']} equal"
             texts.append(f"{'win rate':<11} {part['win_rate']:.2f} {bounds}, {split}: {pairs}")
-    return texts
+    return texts + summary.get("warnings", []) + worse_than_before(train, held_out)
+
+
+def worse_than_before(train: list[dict], held_out: dict) -> list[str]:
+    """Return a warning if the held-out preference loss is higher than before training.
+
+    It is compared with the loss of step 1, if policy and reference are equal there: each pair then
+    has the same loss, log 2 for dpo.
+    """
+    first = train[0] if train else {}
+    metric = "loss/preference" if "loss/preference" in first else "loss"
+    before, after = first.get(metric), held_out.get(metric)
+    is_constant = abs(first.get("rewards/margins", math.inf)) < EQUAL
+    if not is_constant or before is None or after is None or after <= before + EQUAL:
+        return []
+    problem = (
+        f"held-out {metric} {after:.4f} is above {before:.4f}, that of the model before training"
+    )
+    return [f"warning: {problem}; use a smaller --learning_rate, or fewer epochs"]
 
 
 def result_lines(folder: Path, run: dict[str, dict]) -> str:
     """Return the results of a run for a terminal of 80 columns: numbers, replies, and paths."""
     summary = run["summary"]
-    took = f" in {summary['seconds']:.0f} s" if "seconds" in summary else ""
+    took = f" in {int(summary['seconds'])} s" if "seconds" in summary else ""
     lines = [f"{summary.get('status', 'no summary')} after {summary.get('step', 0)} steps{took}"]
     lines += results(folder, summary)
     for row in (run["examples"].get("test") or run["examples"].get("val") or [])[:3]:
