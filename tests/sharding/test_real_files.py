@@ -38,7 +38,7 @@ PREFETCH = {"prefetch_bucket_size": "auto", "param_persistence_threshold": "auto
 CHAT = {"stage3_param_persistence_threshold": 1e4, "memory_efficient_linear": False}
 CHAT |= {"offload_param": {"device": "none"}, "offload_optimizer": {"device": "none"}}
 ONE_BIT = {"type": "OneBitAdam", "params": {"lr": 1e-5, "freeze_step": 2000}}
-OFF = {name: {"enabled": False} for name in ("amp", "flops_profiler", "hybrid_engine")}
+OFF = {name: {"enabled": False, "level": 1} for name in ("amp", "flops_profiler", "hybrid_engine")}
 OFF |= {"elasticity": {"enabled": False}, "zero_force_ds_cpu_optimizer": False}
 PARTITION = {"activation_checkpointing": {"partition_activations": True, "profile": False}}
 TRAINING = "it is not supported, and would change the training; leave it out"
@@ -160,6 +160,11 @@ DEEPSPEED = {  # file: content, the warning or the error; an error begins with t
         AUTO | zero(ZERO3, offload_optimizer=CPU | {"ratio": 0.3}),
         f"zero_optimization.offload_optimizer.ratio: {FP32}",
     ),
+    "accelerate's own": (
+        {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}},
+        "this is accelerate's file; use a file of DeepSpeed's own settings: "
+        "scripts/distributed_setup.py deepspeed --zero_stage 3",
+    ),
     "bf16 without a copy": (
         AUTO | {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
         f"bf16.bf16_master_weights_and_grads: {FP32}",
@@ -202,7 +207,7 @@ FSDP = {  # file: content, the warning or the error, and the strategy
     ),
     "two strategies": (
         V2 | {"fsdp_sharding_strategy": "NO_SHARD"},
-        "fsdp_sharding_strategy is NO_SHARD, but fsdp_reshard_after_forward is FULL_SHARD; use on",
+        "fsdp_sharding_strategy is NO_SHARD, but another key sets FULL_SHARD; use only one of them",
         None,
     ),
     "parallelism": (

@@ -17,7 +17,7 @@ from conftest import ROOT
 from ddp_utils import UserError, lora, models
 from ddp_utils.distributed import World
 from ddp_utils.policy import Precision
-from ddp_utils.sharding import deepspeed, fsdp
+from ddp_utils.sharding import deepspeed, deepspeed_engine, fsdp
 
 sys.path.append(str(ROOT / "scripts"))
 setup = importlib.import_module("distributed_setup")
@@ -100,6 +100,29 @@ def test_a_mistake_is_one_line_with_its_place(module, key, value, message):
     content = first | {section: {name: value} if name else value}
     line = 4 if name else 3
     assert error_of(module, content).startswith(f"j.json:{line}: {key}{message}")
+
+
+ACCELERATE = """distributed_type: FSDP
+fsdp_config:
+  fsdp_version: 2  # of fsdp_config
+  fsdp_offload_params: {}
+  fsdp_sharding_strategy: {}
+mixed_precision: bf16
+"""
+
+
+def test_accelerates_own_file_and_the_line_of_a_mistake_in_it():
+    Path("a.yaml").write_text(ACCELERATE.format("true", 3))
+    settings, notes = fsdp.read("a.yaml")
+    assert (settings.precision, settings.fsdp_sharding_strategy, notes) == ("bf16", "NO_SHARD", [])
+    assert settings.fsdp_offload_params
+    for words, says in (
+        (("on", 1), "4: fsdp_offload_params: 'on' is not"),
+        (("false", "''"), "5: fsdp_sharding_strategy: '' is not"),
+    ):
+        Path("a.yaml").write_text(ACCELERATE.format(*words))
+        with pytest.raises(UserError, match=f"^a.yaml:{says} "):
+            fsdp.read("a.yaml")
 
 
 def test_named_layers_are_sharded_else_the_models_own():
@@ -187,6 +210,47 @@ def test_values_that_contradict_the_settings_are_an_error(content, message):
     ready = read(deepspeed, {"wall_clock_breakdown": False, **content}, indent=1)
     with pytest.raises(UserError, match=f"j.json:{message}"):
         deepspeed.filled(ready, settings("bf16"), World(world_size=2), 100)
+
+
+@pytest.mark.parametrize(("size", "says"), [(3, "zero_hpz_partition_size 3 does not"), (8, "")])
+def test_secondary_shards_of_zero_must_divide_the_ranks(size, says):
+    ready = read(deepspeed, {"zero_optimization": {"zero_hpz_partition_size": size}}, indent=1)
+    words = ready, settings(), World(world_size=4), 100
+    if not says:  # DeepSpeed uses min(size, ranks)
+        assert deepspeed.filled(*words)["zero_optimization"] == {"zero_hpz_partition_size": 8}
+    else:
+        with pytest.raises(UserError, match=f"^j.json:3: {says} divide 4 ranks; use the number"):
+            deepspeed.filled(*words)
+
+
+@pytest.mark.parametrize(
+    ("zero", "place", "says"),
+    [
+        ({"reduce_bucket_size": 0}, "3: zero_optimization.reduce_bucket_size", "be greater than 0"),
+        (
+            {"offload_param": None, "overlap_com": True},
+            "4: zero_optimization.overlap_com",
+            "Extra inputs are not per",
+        ),
+        (
+            {"offload_param": {"pin_memory": "on and on"}},
+            "4: zero_optimization.offload_param.pin_memory",
+            "valid boolean",
+        ),
+        (
+            {"cpu_offload": True, "offload_optimizer": {"device": "cpu"}},
+            "2: zero_optimization",
+            "deprecated parameter 'cpu_offload' and",
+        ),
+    ],
+)
+def test_deepspeeds_own_check_is_one_line(zero, place, says):
+    pytest.importorskip("deepspeed", reason="pip install -r requirements-deepspeed.txt")
+    ready = read(deepspeed, {"zero_optimization": zero}, indent=1) | {"bf16": {}, "fp16": {}}
+    with pytest.raises(UserError) as caught:
+        deepspeed_engine.check_values(ready, "j.json", World())
+    message = str(caught.value)
+    assert message.startswith(f"j.json:{place}: ") and says in message and "\n" not in message
 
 
 def test_without_deepspeed_it_is_one_line(monkeypatch):

@@ -107,6 +107,9 @@ def read(path: str) -> tuple[dict[str, Any], list[str]]:
     Raises UserError for a key that is unknown or not supported.
     """
     settings = json_settings.load(path)
+    if "distributed_type" in settings:
+        problem = "this is accelerate's file; use a file of DeepSpeed's own settings"
+        raise UserError(f"{path}: {problem}: scripts/distributed_setup.py deepspeed --zero_stage 3")
     if "bfloat16" in settings:  # its name in old files
         settings["bf16"] = settings.pop("bfloat16")
     return json_settings.read(path, settings, KEYS, MAY_BE_AUTO)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from ddp_utils import UserError, distributed
+from ddp_utils import UserError, cli, distributed
 from ddp_utils.distributed import World
 from ddp_utils.policy import DTYPES, Policy, Strategy, cast_trained_to_fp32
 from ddp_utils.sharding import json_settings
@@ -57,30 +57,29 @@ OTHER_NAMES = {
     "fsdp_reshard_after_forward": "fsdp_sharding_strategy",
     "fsdp_mixed_precision_policy": "fsdp_mixed_precision",
     "fsdp_cpu_offload": "fsdp_offload_params",
-    "fsdp_transformer_cls_names_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
 }
+BY_LAUNCHER = """compute_environment debug downcast_bf16 enable_cpu_affinity gpu_ids machine_rank
+main_process_ip main_process_port main_training_function num_machines num_processes rdzv_backend
+same_network use_cpu tpu_env tpu_name tpu_zone tpu_use_cluster tpu_use_sudo command_file commands
+dynamo_config mpirun_config"""
 HINTS: dict[str, Any] = get_type_hints(Settings) | {
     "fsdp_version": Fixed(2),
     **fixed("fsdp_backward_prefetch fsdp_backward_prefetch_policy", "BACKWARD_PRE"),
     # FSDP2 trains the original parameters; every rank maps the same weights from their files
-    **fixed("fsdp_use_orig_params fsdp_sync_module_states fsdp_limit_all_gathers", True),
-    "fsdp_cpu_ram_efficient_loading": Fixed(True),
-    "fsdp_final_state_dict_type": Fixed("FULL_STATE_DICT"),  # of the model that is saved at the end
+    **fixed("fsdp_use_orig_params fsdp_sync_module_states fsdp_cpu_ram_efficient_loading", True),
+    "fsdp_limit_all_gathers": Fixed(True),
     **fixed("fsdp_cuda_graphs fsdp_activation_checkpointing_offload fsdp_xla_fsdp_v2"),
     **fixed("fsdp_xla_fsdp_settings fsdp_xla_fsdp_grad_ckpt"),
     "fsdp_min_num_params": Fixed(instead="fsdp_transformer_layer_cls_to_wrap"),
     "fsdp_ignored_modules": Fixed(error="FSDP shards all modules here"),
     "fsdp_xla": Fixed(error="TPUs are not supported"),
+    # of accelerate's file; its mixed_precision is fsdp_mixed_precision
+    "distributed_type": Literal["FSDP"],
+    **fixed("parallelism_config fp8_config megatron_lm_config", error="it is not supported"),
+    **fixed(BY_LAUNCHER, instead="the options of the launcher"),
 }
 HINTS |= {name: HINTS[ours] for name, ours in OTHER_NAMES.items()}
 HINTS |= {name.removeprefix("fsdp_"): hint for name, hint in HINTS.items()}  # as in transformers
-ACCELERATE: dict[str, Any] = {  # its whole configuration file
-    "distributed_type": Literal["FSDP"],
-    "mixed_precision": Literal["no", "fp16", "bf16", None],
-    "fsdp_config": HINTS,
-    **fixed("parallelism_config fp8_config megatron_lm_config", error="it is not supported"),
-    "*": Fixed(instead="the options of the launcher"),
-}
 
 
 def read(path: str) -> tuple[Settings, list[str]]:
@@ -92,42 +91,36 @@ def read(path: str) -> tuple[Settings, list[str]]:
     if not path:
         return Settings(), []
     content = json_settings.load(path)
-    if "distributed_type" in content or "fsdp_config" in content:
-        content["fsdp_config"] = normalized(content.get("fsdp_config") or {})
-        kept, notes = json_settings.read(path, content, ACCELERATE)
-        section = kept["fsdp_config"]
-        if kept.get("mixed_precision"):
-            section["mixed_precision"] = kept["mixed_precision"].upper()
-    else:
-        section, notes = json_settings.read(path, normalized(content), HINTS)
+    section = content.pop("fsdp_config", None) or {}
+    cli.check_type(f"{path}: fsdp_config", dict, section)
+    kept, notes = json_settings.read(path, normalized(content | section), HINTS)
+    kept.pop("distributed_type", None)
     values: dict[str, Any] = {}
-    keys: dict[str, str] = {}  # the spelling of each setting in the file
-    for key, value in section.items():
+    for key, value in kept.items():
         name = "fsdp_" + key.removeprefix("fsdp_")
         name = OTHER_NAMES.get(name, name)
         if values.setdefault(name, value) != value:
-            problem = f"{key} is {value}, but {keys[name]} is {values[name]}; use only one of them"
+            problem = f"{key} is {value}, but another key sets {values[name]}; use only one of them"
             raise UserError(f"{json_settings.line_of(key, path)}: {problem}")
-        keys[name] = key
     return Settings(**values), notes
 
 
-def normalized(section: dict[str, Any]) -> dict[str, Any]:
+def normalized(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings with strategies by name, names in upper case, and real booleans."""
-    written = {}
-    for key, value in section.items():
+    result = {}
+    for key, value in settings.items():
         hint = HINTS.get(key)
+        is_strategy = hint is HINTS["fsdp_sharding_strategy"]
         if value in ("true", "false"):  # as in the documentation of transformers
             value = value == "true"
-        is_strategy = hint is HINTS["fsdp_sharding_strategy"]
         if is_strategy and isinstance(value, bool):  # of fsdp_reshard_after_forward in FSDP2
             value = "FULL_SHARD" if value else "SHARD_GRAD_OP"
-        elif is_strategy and str(value) in "12345":
+        elif is_strategy and str(value) in tuple("12345"):
             value = STRATEGIES[int(value) - 1]
         elif isinstance(value, str) and (isinstance(hint, Fixed) or get_origin(hint) is Literal):
             value = value.upper()
-        written[key] = value
-    return written
+        result[key] = value
+    return result
 
 
 def layers_of(model: nn.Module, settings: Settings) -> list[Any]:

@@ -64,10 +64,9 @@ def _check(
         hint: Any = hints.get(key, hints.get("*"))
         if hint is None:
             raise UserError(f"{line}: {cli.unknown(key, list(hints))}")
+        if value is None or isinstance(hint, Fixed) and is_here(value, hint):
+            continue
         if isinstance(hint, Fixed):
-            is_off_here = hint.here is False and is_off(value)
-            if is_off_here or value == hint.here or value in (None, "auto"):
-                continue
             if hint.error:
                 raise UserError(f"{line}: {name}: {hint.error}; leave it out")
             unused.setdefault(hint.instead, []).append(name)
@@ -79,6 +78,11 @@ def _check(
                 cli.check_type(f"{line}: {name}", hint, value)
             kept[key] = value
     return kept
+
+
+def is_here(value: Any, hint: Fixed) -> bool:
+    """Return whether a value asks for what applies in any case."""
+    return value in ("auto", hint.here) or hint.here is False and is_off(value)
 
 
 def is_off(value: Any) -> bool:
