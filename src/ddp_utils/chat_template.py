@@ -11,6 +11,7 @@ import json
 import os.path
 import re
 import reprlib
+from collections.abc import Sequence
 from typing import Any
 
 import transformers
@@ -105,10 +106,8 @@ class Encoder:
             raise UserError(f'{place}: must be an object, such as {{"enable_thinking": false}}')
         for name in arguments:
             if name not in self.template_words or name in ("messages", "add_generation_prompt"):
-                problem = f"the chat template does not use {data.shown(name)}; remove it"
-                if isinstance(self.tokenizer.chat_template, dict):
-                    problem += f", or choose --chat_template: {listed(self.tokenizer)}"
-                raise UserError(f"{place}: {problem}")
+                problem = f"the chat template does not use {data.shown(name)}"
+                raise UserError(f"{place}: {problem}; remove it, or use another --chat_template")
         return arguments
 
     def check_supported(self, messages: list[dict]) -> None:
@@ -128,27 +127,21 @@ class Encoder:
                 if "@@@" in self.render([{"role": role, "content": "@@@"}, question]):
                     self.template_words |= supported
         asked = self.text([question])
-        rendered = self.render([question, reply])
-        self.before_reply = rendered.rpartition("@@@")[0].removeprefix(asked)
-        self.after_reply = rendered.rsplit("@@@", 1)[-1]
+        before, _, self.after_reply = self.render([question, reply]).rpartition("@@@")
+        self.before_reply = before.removeprefix(asked)
         self.end = next(iter(self._special_ids(self.after_reply)), self.end)
         self.earlier_end = self.end
         with contextlib.suppress(UserError):
-            self._find_earlier_end(question, reply, asked)
-
-    def _find_earlier_end(self, question: dict, reply: dict, asked: str) -> None:
-        """Set the token that ends a reply before another question; templates may vary it."""
-        rendered = self.render([question, reply, {"role": "user", "content": "~~~"}])
-        ends = self._special_ids(rendered.rpartition("@@@")[2].partition("~~~")[0])
-        openings = self._special_ids(asked.removeprefix(self.render([question])))
-        if self.end not in ends:
-            self.earlier_end = next((end for end in ends if end not in openings), self.end)
-        # sampling stops there as well, unless it also ends a thought
-        thought = {name: "t" for name in THOUGHTS}
-        rendered = self.render([question, {**reply, **thought}]).partition("@@@")[0]
-        inside = rendered[len(os.path.commonprefix([asked, rendered])) :]
-        if self.earlier_end not in self._special_ids(inside):
-            self.stops.append(self.earlier_end)
+            text = self.render([question, reply, {"role": "user", "content": "~~~"}])
+            ends = self._special_ids(text.rpartition("@@@")[2].partition("~~~")[0])
+            if not ends or self.end in ends:
+                return
+            self.earlier_end = ends[0]
+            # sampling stops there as well, unless it also ends a thought
+            thought = {**reply, **dict.fromkeys(THOUGHTS, "t")}
+            text = self.render([question, thought]).rpartition("@@@")[0]
+            if ends[0] not in self._special_ids(text[common_prefix(asked, text) :]):
+                self.stops.append(ends[0])
 
     def _special_ids(self, text: str) -> Ids:
         """Return the special tokens in a text."""
@@ -186,7 +179,7 @@ class Encoder:
                 reply = self.before_reply + reply.lstrip()
             return continued(text, reply)
         if lost:
-            shown = reprlib.repr(full[len(os.path.commonprefix([text, full])) :])
+            shown = reprlib.repr(full[common_prefix(text, full) :])
             problem = f"reply: the chat template renders {reprlib.repr(lost)} as {shown}"
             raise UserError(f"{problem}; use --keep_thoughts, or another --chat_template")
         return full
@@ -251,26 +244,16 @@ def choose_template(tokenizer: Any, choice: str) -> str:
     templates = tokenizer.chat_template or {}
     if isinstance(templates, str):
         templates = {"default": templates}
-    name = "default" if choice == "auto" else choice
     if choice == "none" or (choice == "auto" and not templates):
         return ""
-    if name in templates:
-        template = templates[name]
-    elif data.resolve(name).is_file():
-        template = data.content(name)
-    else:
-        names = f"; the tokenizer's templates are {listed(tokenizer)}" if templates else ""
-        problem = f"no file {name}; use a .jinja file, auto or none"
-        raise UserError(f"--chat_template: {problem}{names}")
+    name = "default" if choice == "auto" else choice
+    if name not in templates and not data.resolve(name).is_file():
+        names = "".join(f", {name}" for name in templates)
+        raise UserError(f"--chat_template: no file {name}; use a .jinja file, auto, none{names}")
+    template = templates.get(name) or data.content(name)
     templates = {**templates, "default": template}
     tokenizer.chat_template = templates if len(templates) > 1 else template
     return template
-
-
-def listed(tokenizer: Any) -> str:
-    """Return the names of a tokenizer's chat templates, for a message."""
-    templates = tokenizer.chat_template
-    return ", ".join(templates) if isinstance(templates, dict) else "default"
 
 
 def lost_text(message: dict, text: str, full: str) -> str:
@@ -280,7 +263,7 @@ def lost_text(message: dict, text: str, full: str) -> str:
     """
     parts = [message.get(name) for name in ("content", *THOUGHTS)]
     parts += [call["function"]["name"] for call in message.get("tool_calls", [])]
-    start = len(os.path.commonprefix([text, full]))
+    start = common_prefix(text, full)
     for part in filter(None, parts):
         # the prompt's text may end with the beginning of the reply, such as <think>
         if without_space(part) not in without_space(full[max(0, start - len(part)) :]):
@@ -325,6 +308,6 @@ def plain_text(turns: Prompt | Reply) -> str:
     return "\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
 
 
-def common_prefix(*sequences: Ids) -> int:
+def common_prefix(*sequences: Sequence) -> int:
     """Return how many leading items all sequences share."""
     return len(os.path.commonprefix(sequences))

@@ -19,10 +19,12 @@ def read_csv(path: str, text: str, delimiter: str) -> Iterator[tuple[str, dict |
     csv.field_size_limit(2**31 - 1)  # characters; the default is too small for long texts
     rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     try:
+        names = rows.fieldnames or []
+        if len({*names}) < len(names):
+            raise UserError(f"{path}:1: two columns have one name: {', '.join(names)}; rename one")
         for row in rows:
             location = f"{path}:{rows.line_num}"
             if None in row or None in row.values():
-                names = rows.fieldnames or []
                 problem = f"expected {len(names)} fields as in the first line; quote commas in text"
                 yield location, UserError(f"{location}: {problem}")
             else:

@@ -34,7 +34,7 @@ FIELDS["sharegpt"] = ("conversations", *SIDES)
 FIELDS["openai"] = ("input", "preferred_output", "non_preferred_output")
 ARGUMENTS = ("tools", "chat_template_kwargs")  # arguments of the chat template for one row
 # fields of public data sets that tell, row by row, which of two responses is better
-WINNERS = r"labels|winner(_\w+)?|choice|better|preferred|(better|safer)_response_id"
+WINNERS = r"labels|winner(_\w+)?|choice|better|(preferred|better|safer)(_response)?(_id)?"
 WINNERS += r"|(\w+_)?preference(_strength)?|(\w+_)?(score|rating|rank|reward)_[ab012]"
 WINNERS += r"|\w+_[ab012]_(score|rating|rank|reward)"
 # fields that tell how good the chosen response is, on its own or compared to the rejected one
@@ -236,17 +236,13 @@ def check_direction(record: Record) -> None:
     Which response a field such as winner names depends on the file: it can only be "chosen".
     """
     for name, value in record.data.items():
-        is_wrong = False
-        if re.fullmatch(WINNERS, name, re.IGNORECASE):
-            is_wrong = value not in (None, "", [], "chosen")
-        elif re.fullmatch(SCORES, name, re.IGNORECASE):
-            other = record.data.get(name.replace("chosen", "rejected"))
-            if isinstance(value, list) and len(value) == 2:
-                value, other = value
-            is_single = "chosen" not in name and other is value
-            is_wrong = _number(value) <= 0 if is_single else _number(value) < _number(other)
+        is_wrong = bool(re.fullmatch(WINNERS, name, re.IGNORECASE))
+        is_wrong &= value not in (None, "", [], "chosen")
+        if re.fullmatch(SCORES, name, re.IGNORECASE):
+            other = _number(record.data.get(name.replace("chosen", "rejected")))
+            is_wrong = _number(value) < other if "chosen" in name else _number(value) <= 0
         if is_wrong:
-            problem = f"{record.data[name]!r:.40} does not tell that chosen is the better response"
+            problem = f"{value!r:.40} does not tell that chosen is the better response"
             hint = (
                 f"swap the two, or, if it means something else, --columns other={data.shown(name)}"
             )

@@ -50,6 +50,7 @@ def test_rows_of_a_csv_are_texts_located_by_the_line_where_they_end(tmp_path):
 BROKEN = {
     "prompt,chosen,rejected\na,b,c\nd,e\n": ":3: expected 3 fields as in the first line",
     "prompt,chosen,rejected\na,b,c,d\n": ":2: expected 3 fields as in the first line",
+    "prompt,chosen,rejected,chosen\na,b,c,d\n": ":1: two columns have one name: prompt, chosen,",
     'prompt,chosen,rejected\n"a"b,c,d\n': ":2: not CSV: ',' expected after '\"'",
     "prompt,chosen,rejected\n": ": 0 records",
     "prompt;chosen;rejected\na;b;c\n": ":2: fields found: prompt;chosen;rejected; expected",

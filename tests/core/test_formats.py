@@ -1,6 +1,7 @@
 """Preference files of seven kinds -> examples: hand-written rows, whole files, malformed rows."""
 
 import json
+import math
 
 import pytest
 
@@ -100,11 +101,11 @@ WRONG = [  # fields of public data sets whose rows prefer either of two response
     {"conv_A_rating": 1.0, "conv_B_rating": 3.0},  # Unified-Feedback
     {"score_chosen": 8.0, "score_rejected": 8.5},  # UltraFeedback
     {"chosen-rating": "9", "rejected-rating": "10"},
-    {"rating": [8.0, 9.0]},
+    {"preferred_response": "b"},
     {"score": -1},
     {"label": False},  # KTO
 ]
-RIGHT = [{"score_chosen": 8.5, "score_rejected": 8.5}, {"chosen_score": 5}, {"rating": [9, 8]}]
+RIGHT = [{"score_chosen": 8.5, "score_rejected": 8.5}, {"chosen_score": 5}, {"margin": math.nan}]
 RIGHT += [
     {"score": 0.7},
     {"preference": "chosen"},
