@@ -92,13 +92,12 @@ def read(
             if len(fields) < len(record.data):
                 raise UserError(f"{record.location}: two names of one field, such as ddG and ddg")
             record = record._replace(data=fields)
-            for key in fields.keys() - {*FIELDS, *IGNORED}:
+            unused = {"ddg"} if "preferred_seq" in fields else {"margin_kcal"}
+            for key in fields.keys() - ({*FIELDS, *IGNORED} - unused):
                 notes[f"{data.shown(key)} is not read"].append(record.location)
             pairs.append(_pair(record, path, backbones, settings))
             if "preferred_seq" not in fields:
                 signs.append(pairs[-1].sign)
-            elif "ddg" in fields:
-                notes["ddg is not read next to preferred_seq"].append(record.location)
         except UnusableItem as reason:
             dropped[str(reason)].append(record.location)
         except UserError:
@@ -120,10 +119,7 @@ def _warnings(pairs: Sequence[Pair], signs: Sequence[int], settings: PairSetting
         problem = f"{signs.count(1)} of {len(signs)} mutants are more stable than the wild type"
         warnings.append(f"{problem}; if ddG has the other sign here, use --stable_ddg {other}")
     seen = {(pair.number, pair.preferred.tobytes(), pair.unpreferred.tobytes()) for pair in pairs}
-    swapped = [
-        (pair.number, pair.unpreferred.tobytes(), pair.preferred.tobytes()) for pair in pairs
-    ]
-    count = len(seen.intersection(swapped))
+    count = sum((number, worse, better) in seen for number, better, worse in seen)
     if count:
         warnings.append(f"{count} pairs contradict each other; keep one of two equal mutations")
     notes = sorted({pair.backbone.note for pair in pairs} - {""})
@@ -181,9 +177,8 @@ def _sequences(
     if "preferred_seq" not in record.data:
         if "ddg" not in record.data:
             problem = f"missing, and no preferred_seq; fields found: {data.names_of(record)}"
-            raise UserError(
-                f"{record.location}: ddg: {problem} (expected kcal/mol; --stable_ddg is its sign)"
-            )
+            hint = "(expected kcal/mol; --stable_ddg is its sign)"
+            raise UserError(f"{record.location}: ddg: {problem} {hint}")
         mutant = mutant_of(record, backbone, settings.numbering)
         wild_type = encode(backbone.sequence)
         ddg = read_number(record, "ddg")
@@ -192,10 +187,9 @@ def _sequences(
         is_stabilizing = (ddg > 0) == (settings.stable_ddg == "positive")
         both = (mutant, wild_type) if is_stabilizing else (wild_type, mutant)
         return *both, abs(ddg)
-    for field in DIRECTIONS:
-        if field in record.data:
-            hint = "remove it, or swap the two sequences where it names the second one"
-            raise UserError(f"{record.location}: {field}: not supported; {hint}")
+    for field in sorted(record.data.keys() & {*DIRECTIONS}):
+        hint = "remove it, or swap the two sequences where it names the second one"
+        raise UserError(f"{record.location}: {field}: not supported; {hint}")
     preferred = parse_sequence(record, "preferred_seq", backbone)
     unpreferred = parse_sequence(record, "unpreferred_seq", backbone)
     if "margin_kcal" not in record.data:

@@ -195,18 +195,12 @@ def _letters(residues: list[Any]) -> list[str]:
     mmCIF by its entity, in PDB by a later TER) or, in a file without such marks, is close to the
     one before. Amino acids after it are ligands.
     """
-    letters = []
-    end = 0  # of the protein in `letters`
-    previous = None
-    for residue in residues:
-        letter = LETTERS.get(residue.name, "X") if _is_amino_acid(residue) else ""
-        letters.append(letter)
-        if letter:
-            kind = residue.entity_type
-            is_marked = residue.het_flag == "A" or kind == gemmi.EntityType.Polymer
-            if is_marked or (kind == gemmi.EntityType.Unknown and _are_close(previous, residue)):
-                end = len(letters)
-                previous = residue
+    letters = [LETTERS.get(x.name, "X") if _is_amino_acid(x) else "" for x in residues]
+    end = 0  # of the protein
+    for count, residue in enumerate(residues, start=1):
+        is_marked = residue.het_flag == "A" or residue.entity_type == gemmi.EntityType.Polymer
+        if letters[count - 1] and (is_marked or end and _are_close(residues[end - 1], residue)):
+            end = count
     return letters[:end] + [""] * (len(letters) - end)
 
 
@@ -216,10 +210,11 @@ def _is_amino_acid(residue: gemmi.Residue) -> bool:
     return residue.seqid.num is not None and (is_known or "CA" in residue and "C" in residue)
 
 
-def _are_close(residue: gemmi.Residue | None, other: gemmi.Residue) -> bool:
-    """Return whether the distance of CA is that of neighbors in a chain, about 3.8 Angstrom."""
-    first, second = residue and residue.get_ca(), other.get_ca()
-    return bool(first and second and first.pos.dist(second.pos) < 4.5)
+def _are_close(before: gemmi.Residue, residue: gemmi.Residue) -> bool:
+    """Return whether an unmarked residue is as close as a neighbor: CA is 3.8 Angstrom away."""
+    first, second = before.get_ca(), residue.get_ca()
+    is_unmarked = residue.entity_type == gemmi.EntityType.Unknown
+    return bool(is_unmarked and first and second and first.pos.dist(second.pos) < 4.5)
 
 
 def _differences(name: str, residues: Residues) -> list[str]:

