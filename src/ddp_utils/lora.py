@@ -5,14 +5,13 @@ peft takes seconds to import, and is imported only where an adapter is used.
 
 import re
 import warnings
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.utils import cached_file, find_adapter_config_file
+from transformers.utils import cached_file
 
 from ddp_utils import UserError, data, distributed, models
 from ddp_utils.models import Dtype, Name, Tokenizer
@@ -92,7 +91,7 @@ def own_tokenizer(adapter: Name, base: Tokenizer) -> Tokenizer:
     settings, values = adapter_settings(adapter), read_settings(adapter)
     ignored = [name for name in values if values[name] and not hasattr(settings, name)]
     warn(adapter, [f"{name}: peft ignores it; a newer peft may not" for name in ignored])
-    if not has_file(adapter, "tokenizer_config.json"):
+    if find_file(adapter, "tokenizer_config.json") is None:
         return base
     own = models.load_tokenizer(adapter)
     own.chat_template = own.chat_template or base.chat_template
@@ -105,10 +104,11 @@ def warn(adapter: Name, problems: list[str]) -> None:
         print(f"warning: adapter {adapter}: {'; '.join(problems)}", flush=True)
 
 
-def has_file(name: Name, file: str) -> bool:
-    """Return whether a folder, or a model on the hub, has a file."""
-    options: Any = {"_raise_exceptions_for_missing_entries": False}
-    return cached_file(models.model_path(name), file, **options) is not None
+def find_file(name: Name, file: str) -> str | None:
+    """Return the path of a file in a folder, or of a model on the hub; None if there is none."""
+    errors = ("missing_entries", "connection_errors", "gated_repo")
+    options: Any = {f"_raise_exceptions_for_{error}": False for error in errors}
+    return cached_file(models.model_path(name), file, **options)
 
 
 # --- the model of a run ---------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def has_file(name: Name, file: str) -> bool:
 
 def is_adapter(name: Name) -> bool:
     """Return whether a folder, or a model on the hub, is an adapter."""
-    return find_adapter_config_file(models.model_path(name)) is not None
+    return find_file(name, "adapter_config.json") is not None
 
 
 def base_of(adapter: Name) -> str:
@@ -167,7 +167,7 @@ def prepare(model: Any, adapter: LoraSpec | None) -> tuple[Any, list[str]]:
         if not adapter.init_adapter:
             lines += describe_targets(model, adapter.targets, linear, fused)
         if adapter.merge:
-            model = fold(model, f"--init_adapter: {adapter.init_adapter}").requires_grad_(True)
+            model.requires_grad_(True)
     for name, parameter in model.named_parameters():
         if (name.removeprefix("base_model.model.") + ".").startswith(parts):
             parameter.requires_grad_(False)
@@ -214,22 +214,29 @@ def load_merged(
 
     base: use this one instead of the one that the LoRA names; more: for models.load().
     """
-    adapted = with_adapter(load(base or base_of(path), dtype, device, **more), path)
-    place = f"--init_adapter: {path}"
+    model = load(base or base_of(path), dtype, device, **more)
+    size = vocabulary_size(model)
+    adapted = with_adapter(model, path)
+    others = more_than_lora(adapted, size)
+    if adapted.peft_config["default"].use_dora:
+        others.append("use_dora")
+    if scale != 1 and others:
+        raise UserError(f"--scale: {path} is more than B A ({', '.join(others)}); leave it out")
     for layer in adapted.modules():
         if hasattr(layer, "scale_layer"):
             layer.scale_layer(scale)
-    model = fold(adapted, place)
+    model = fold(adapted, path)
     model.name_or_path = models.model_path(path)  # the base model of a later LoRA
     return model
 
 
-def fold(adapted: Any, place: str) -> PreTrainedModel:
+def fold(adapted: Any, path: Name) -> PreTrainedModel:
     """Merge an adapter into the weights of its base model, which is returned.
 
     An output layer that shares the weight of the embedding gets its own if the adapter changes only
     one of them. Raises UserError if log-probs of a text change by more than rounding.
     """
+    place = f"--init_adapter: {path}"
     adapted.eval()
     if adapted.peft_config["default"].layer_replication:
         raise UserError(f"{place}: layer_replication: layers with common weights cannot be merged")
@@ -261,16 +268,14 @@ def fold(adapted: Any, place: str) -> PreTrainedModel:
 
 def untie(model: PreTrainedModel) -> bool:
     """Copy what the output layer shares with the embedding; return whether that is anything."""
-    shared = {id(parameter) for parameter in model.get_input_embeddings().parameters()}
-    head = model.get_output_embeddings()
-    tied = []
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    was_tied = False
     for module in head.modules() if head else []:
-        for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in shared:
-                tied.append((module, name, parameter))
-    for module, name, parameter in tied:
-        setattr(module, name, torch.nn.Parameter(parameter.detach().clone()))
-    return bool(tied)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if any(parameter is other for other in embedding.parameters()):
+                setattr(module, name, torch.nn.Parameter(parameter.detach().clone()))
+                was_tied = True
+    return was_tied
 
 
 @torch.no_grad()
@@ -295,15 +300,13 @@ def add(model: PreTrainedModel, spec: LoraSpec, unreached: tuple[str, ...] = ())
     if spec.init_adapter:
         size = vocabulary_size(model)
         adapted = with_adapter(model, spec.init_adapter, spec.dropout)
-        settings = adapted.peft_config["default"]
-        more = [name for name in ("modules_to_save", "trainable_token_indices", "bias")]
-        more = [name for name in more if getattr(settings, name) not in (None, [], {}, "none")]
-        if vocabulary_size(adapted) != size:
-            more.append("new tokens")
-        if more and not spec.merge:
-            path, advice = spec.init_adapter, "which merges it and trains a new LoRA"
+        if spec.merge:
+            return fold(adapted, spec.init_adapter)
+        path, more = spec.init_adapter, more_than_lora(adapted, size)
+        if more:
             problem = f"{path} has more than a LoRA ({', '.join(more)})"
-            raise UserError(f"--init_adapter: {problem}; use --model_name {path}, {advice}")
+            advice = f"use --model_name {path}, which merges it and trains a new LoRA"
+            raise UserError(f"--init_adapter: {problem}; {advice}")
         return adapted
     targets = [name.strip() for name in spec.targets.split(",")]
     fused = models.fused_weights(model)
@@ -333,6 +336,17 @@ def add(model: PreTrainedModel, spec: LoraSpec, unreached: tuple[str, ...] = ())
         return _adapt(model, settings)
 
 
+def more_than_lora(adapted: Any, vocabulary: int) -> list[str]:
+    """Return what an adapter adds to the base model besides LoRA matrices.
+
+    vocabulary: number of tokens of the base model.
+    """
+    settings = adapted.peft_config["default"]
+    names = ("modules_to_save", "trainable_token_indices", "bias")
+    more = [name for name in names if getattr(settings, name) not in (None, [], {}, "none")]
+    return more + ["new tokens"] * (vocabulary_size(adapted) != vocabulary)
+
+
 def describe_targets(adapted: Any, targets: str, linear: set[str], fused: set[str]) -> list[str]:
     """Return lines to print about experts: peft may add them to `targets`, or leave layers out.
 
@@ -358,12 +372,10 @@ def describe_targets(adapted: Any, targets: str, linear: set[str], fused: set[st
 
 def read_settings(path: Name) -> dict[str, Any]:
     """Return the content of an adapter's adapter_config.json."""
-    place = f"--init_adapter: {path}"
-    with models.reading(place):
-        file = find_adapter_config_file(models.model_path(path))
+    file = find_file(path, "adapter_config.json")
     if file is None:
-        raise UserError(f"{place}: no adapter_config.json (expected the folder of a LoRA)")
-    return data.read_json(Path(file))
+        raise UserError(f"--init_adapter: {path}: no adapter_config.json (expected that of a LoRA)")
+    return data.read_json(file)
 
 
 def adapter_settings(path: Name, dropout: float = 0.0) -> Any:
@@ -399,9 +411,9 @@ def with_adapter(model: PreTrainedModel, path: Name, dropout: float = 0.0) -> An
     place = f"--init_adapter: {path}"
     settings = adapter_settings(path, dropout)
     with models.reading(place):
-        if not has_file(path, "adapter_model.safetensors"):  # perhaps a pickle
+        file = find_file(path, "adapter_model.safetensors")
+        if file is None:  # perhaps there is a pickle
             raise UserError(f"{place}: no adapter_model.safetensors; save it with a current peft")
-        file: Any = cached_file(models.model_path(path), "adapter_model.safetensors")
         tensors = load_file(file)
         resize_vocabulary(model, tensors)
         adapted = _adapt(model, settings)
@@ -417,12 +429,11 @@ def with_adapter(model: PreTrainedModel, path: Name, dropout: float = 0.0) -> An
 
 
 def resize_vocabulary(model: PreTrainedModel, tensors: Tensors) -> None:
-    """Add or remove the tokens at the end that an adapter with its own embedding has or lacks."""
+    """Resize the embedding to the size of that which an adapter contains, if it does."""
     layers = model.get_input_embeddings(), model.get_output_embeddings()
-    names = [name for name, module in model.named_modules() if module in layers]
+    names = [f"base_model.model.{name}." for name, part in model.named_modules() if part in layers]
     for key, tensor in tensors.items():
-        is_own = key.endswith("weight") and "lora_" not in key
-        is_own = is_own and any(key.startswith(f"base_model.model.{name}.") for name in names)
+        is_own = key.startswith(tuple(names)) and key.endswith("weight") and "lora_" not in key
         if is_own and len(tensor) != vocabulary_size(model):
             model.resize_token_embeddings(len(tensor), mean_resizing=False)
 

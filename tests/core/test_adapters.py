@@ -1,8 +1,10 @@
 """Adapters of other tools: merged, continued with, or rejected, and compared with plain peft."""
 
+import contextlib
 import json
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import transformers
@@ -13,8 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import main_distributed
 import runs
 import train
+import train_config
 import train_loop
 from ddp_utils import UserError, lora, models
+from ddp_utils.policy import Precision
+from ddp_utils.tools import chat, merge
+from ranks import ranks
 
 DEMO = Path(__file__).parents[2] / "data/demo/model"
 CPU = torch.device("cpu")
@@ -71,6 +77,7 @@ def base(folder, name, seed=0):
             for parameter in model.parameters():
                 parameter.normal_(0, 0.1) if parameter.ndim > 1 else parameter.add_(0.1)
         model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(DEMO).save_pretrained(folder)
     return folder
 
 
@@ -108,11 +115,13 @@ def test_a_merged_model_equals_base_and_adapter(kind, tmp_path):
     plain = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
     expected = logits(PeftModel.from_pretrained(plain, tmp_path / "lora"))
     assert (expected - logits(AutoModelForCausalLM.from_pretrained(start))).abs().max() > 0.01
-    merged = lora.load(str(tmp_path / "lora"), torch.float32, CPU)
-    embedding, head = merged.get_input_embeddings(), merged.get_output_embeddings()
-    assert merged.training and (embedding.weight is head.weight) == is_tied
-    torch.testing.assert_close(logits(merged), expected, atol=1e-4, rtol=0)
-    merged.save_pretrained(tmp_path / "merged")
+    spec = lora.LoraSpec(init_adapter=str(tmp_path / "lora"), merge=True)
+    full = lora.load_policy(str(start), spec, Precision(torch.float32, None), CPU)
+    for merged in (full, lora.load(str(tmp_path / "lora"), torch.float32, CPU)):
+        embedding, head = merged.get_input_embeddings(), merged.get_output_embeddings()
+        assert merged.training and (embedding.weight is head.weight) == is_tied
+        torch.testing.assert_close(logits(merged), expected, atol=1e-4, rtol=0)
+    merge.merge(tmp_path / "lora", tmp_path / "merged")
     reopened = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert reopened.config.tie_word_embeddings == is_tied
     torch.testing.assert_close(logits(reopened), expected, atol=1e-4, rtol=0)
@@ -131,19 +140,20 @@ def with_tokens(folder, count):
 def test_the_vocabulary_of_an_adapter_is_that_of_the_merged_model(count, tmp_path):
     expected = with_tokens(tmp_path, count)
     assert lora.load(str(tmp_path / "lora"), "auto", models.META).vocab_size == count
-    merged = lora.load(str(tmp_path / "lora"), torch.float32, CPU)
-    merged.save_pretrained(tmp_path / "merged")
+    merge.merge(tmp_path / "lora", tmp_path / "merged")
     reopened = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert reopened.config.vocab_size == expected.shape[-1] == count
     torch.testing.assert_close(logits(reopened), expected, atol=1e-4, rtol=0)
 
 
-def demo_adapter(folder, template=None, base=DEMO, **options):
-    """Save a trained LoRA of the demo model; with a template, its tokenizer, too."""
-    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+def demo_adapter(folder, template=None, vocabulary=None, **options):
+    """Save a trained LoRA of the demo model; with a template, or "", its tokenizer, too."""
+    plain = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    if vocabulary:
+        plain.resize_token_embeddings(vocabulary)
     made = adapter(folder, plain, **options)
     if template is not None:
-        tokenizer = AutoTokenizer.from_pretrained(base)
+        tokenizer = AutoTokenizer.from_pretrained(DEMO)
         tokenizer.chat_template = template or None
         tokenizer.save_pretrained(folder)
     return made
@@ -153,6 +163,7 @@ TOO_MUCH = {
     "modules_to_save": dict(modules_to_save=["lm_head"]),
     "trainable_token_indices": dict(trainable_token_indices=[5, 6]),
     "bias": dict(bias="all"),
+    "new tokens": dict(vocabulary=2016),
 }
 
 
@@ -180,3 +191,128 @@ def test_what_is_more_than_a_lora_is_rejected_with_the_way_out(name, tmp_path):
     flags = f"--model_name {tmp_path}/lora --fine_tuning lora --check --result_dir {tmp_path}/run"
     assert main_distributed.main(runs.words(flags)) == 0
     assert not (tmp_path / "run").exists()
+
+
+OTHER = ["IA3", "LOHA", "PREFIX_TUNING", "FANCY", "alora_invocation_tokens"]
+
+
+@pytest.mark.parametrize("kind", OTHER)
+@pytest.mark.parametrize("flag", ["--model_name", "--init_adapter"])
+def test_another_kind_of_adapter_is_one_line(kind, flag, tmp_path):
+    settings = {"peft_type": kind, "base_model_name_or_path": str(DEMO)}
+    if kind.islower():
+        settings |= {"peft_type": "LORA", kind: [5]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    flags = [flag, str(tmp_path), "--fine_tuning", "full", "--check"]
+    with pytest.raises(UserError, match=f"{tmp_path} is not a plain LoRA but {kind}; use a LoRA, "):
+        main_distributed.main(flags)
+
+
+NOT_MERGED = {
+    "layer_replication": (dict(layer_replication=[[0, 2], [1, 2]]), 1.0, "layers with common wei"),
+    "lora_bias": (dict(lora_bias=True), 1.0, "the base layer has no bias"),
+    "modules_to_save": (
+        dict(modules_to_save=["norm"]),
+        0.5,
+        "--scale: .*more than B A .modules",
+    ),
+    "use_dora": (dict(use_dora=True), 0.5, "--scale: .*more than B A .use_dora"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", NOT_MERGED)
+@pytest.mark.parametrize("device", [CPU, models.META])
+def test_what_cannot_be_merged_is_one_line_also_without_weights(kind, device, tmp_path):
+    options, scale, line = NOT_MERGED[kind]
+    demo_adapter(tmp_path / "lora", **options)
+    with pytest.raises(UserError, match=line):
+        lora.load_merged(tmp_path / "lora", "auto", device, scale=scale)
+
+
+def test_a_merge_that_changes_the_model_is_an_error(tmp_path, monkeypatch):
+    demo_adapter(tmp_path / "lora")
+    monkeypatch.setattr(peft.LoraModel, "merge_and_unload", peft.LoraModel.unload)
+    with pytest.raises(UserError, match=r"lora: it cannot be merged: log-probs change by \S+ nats"):
+        lora.load(str(tmp_path / "lora"), torch.float32, CPU)
+
+
+def test_a_lora_is_not_merged_into_4_bits(tmp_path, monkeypatch):
+    demo_adapter(tmp_path / "lora")
+    monkeypatch.setattr(train_config, "find_spec", lambda name: True)
+    flags = ["--type", "qlora", "--model_name", str(tmp_path / "lora"), "--check"]
+    with pytest.raises(UserError, match="--type: a LoRA cannot be merged into 4-bit weights"):
+        train.main(flags)
+
+
+# --- tokenizer, template and base -----------------------------------------------------------------
+
+END = "<|im_end|>"
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]END{{ m.content }}END{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}[assistant]END{% endif %}"
+TEMPLATE = TEMPLATE.replace("END", END)
+CHATS = AutoTokenizer.from_pretrained(DEMO).chat_template
+WARNINGS = {  # template of the adapter's tokenizer, change of its folder -> template, warning
+    "no tokenizer": (None, {}, CHATS, ""),
+    "no template": ("", {}, CHATS, ""),
+    "same": (CHATS, {}, CHATS, ""),
+    "other template": (TEMPLATE, {}, TEMPLATE, "its chat template, not the model's, is used"),
+    "other base": (
+        None,
+        {"base_model_name_or_path": "x/y"},
+        CHATS,
+        "it was trained on x/y, not",
+    ),
+    "no base": (None, {"base_model_name_or_path": None}, CHATS, ""),
+    "newer peft": (None, {"use_magic": True, "other": None}, CHATS, "use_magic: peft ignores it"),
+}
+
+
+@pytest.mark.parametrize("kind", WARNINGS)
+def test_an_adapter_brings_its_tokenizer_and_template(kind, tmp_path, capsys):
+    template, change, expected, line = WARNINGS[kind]
+    demo_adapter(tmp_path, template)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with contextlib.chdir(DEMO.parents[2]):  # a relative and an absolute path are the same base
+        assert lora.load_tokenizer("data/demo/model", tmp_path).chat_template == expected
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == bool(line) and line in printed
+    assert printed.startswith(f"warning: adapter {tmp_path}: " if line else "")
+
+
+def test_other_tokens_are_counted(tmp_path, capsys):
+    demo_adapter(tmp_path, CHATS)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.add_tokens(["<a>", "<b>"])
+    tokenizer.save_pretrained(tmp_path)
+    assert len(lora.load_tokenizer(DEMO, tmp_path)) == len(AutoTokenizer.from_pretrained(DEMO)) + 2
+    assert "its tokenizer has 2 other tokens than the model's" in capsys.readouterr().out
+
+
+def log_prob(model, prompt, reply):
+    """Return the log-prob of a reply after the template's text, by plain transformers."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    start = f"[user]{END}{prompt}{END}[assistant]{END}"
+    count = len(tokenizer(start).input_ids)
+    ids = torch.tensor([tokenizer(f"{start}{reply}{END}").input_ids])
+    with torch.no_grad():
+        logs = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    return logs[count - 1 :].sum().item()
+
+
+def test_dpo_continues_on_the_template_of_the_adapter(tmp_path):
+    made = demo_adapter(tmp_path / "sft", TEMPLATE)
+    rows = [json.loads(row) for row in Path(runs.PAIRS).read_text().splitlines()]
+    flags = ["--init_adapter", str(tmp_path / "sft"), "--fine_tuning", "lora", "--max_steps", "1"]
+    flags += ["--train_data", runs.PAIRS, "--batch_size", "8"]
+    first = ranks(1, runs.train, str(tmp_path), flags)[0][0]
+    for side in ("chosen", "rejected"):
+        scores = [log_prob(made, row["prompt"], row[side]) for row in rows]
+        assert first[f"logps/{side}"] == pytest.approx(sum(scores) / 8, abs=1e-3)
+    assert (tmp_path / "run/model/chat_template.jinja").read_text() == TEMPLATE
+    # --before is the adapter on the model of the run, also where the adapter names another
+    path = tmp_path / "sft/adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": "x/y"}))
+    before = chat.load(str(tmp_path / "run"), True, CPU)[0].float()
+    torch.testing.assert_close(logits(before), logits(made), atol=0.2, rtol=0)  # merged in bf16

@@ -34,7 +34,7 @@ USER_ERRORS = {  # kind -> flags, and how the line begins; DIR is a folder with 
     "row": ("--train_data DIR/bad.jsonl", "DIR/bad.jsonl:2: chosen: must be a non-empty string"),
     "model": ("--model_name ./nothing", "--model_name: there is no folder ./nothing"),
     "model on the hub": ("--model_name no-such", "--model_name: no tokenizer at no-such"),
-    "adapter": (f"{LORA} --init_adapter .", "--init_adapter: .: no adapter_config.json (exp"),
+    "adapter": (f"{LORA} --init_adapter .", "--init_adapter: .: no adapter_config.json (expected"),
     "rank of an adapter": (f"{LORA} {INIT}{ADAPTER} --lora_r 8", "--lora_r: the adapter in init_"),
     "template": ("--chat_template DIR/t.jinja", "--chat_template: 'question' is undefined"),
     "device": (
