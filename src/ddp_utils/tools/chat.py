@@ -43,7 +43,8 @@ def load(folder: str, before: bool, device: torch.device) -> tuple[Any, Encoder,
         if not run:
             problem = f"{folder} is not a run of a language model; leave it out"
             raise SettingError("before", problem)
-        name, adapter = run["model_name"], run.get("init_adapter") or run.get("resume_from")
+        name = run["model_name"]
+        adapter = run.get("init_adapter") or run.get("resume_from") or ""
     with cli.located({"model_name": "folder", "init_adapter": "folder"}):
         if adapter:
             model = lora.load_merged(adapter, "auto", device, base=name)
