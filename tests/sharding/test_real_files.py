@@ -165,6 +165,14 @@ DEEPSPEED = {  # file: content, the warning or the error; an error begins with t
         "this is accelerate's file; use a file of DeepSpeed's own settings: "
         "scripts/distributed_setup.py deepspeed --zero_stage 3",
     ),
+    "FlagEmbedding": (
+        AUTO | {"bf16": {"enabled": "auto", "loss_scale": 0, "hysteresis": 2}} | zero(ZERO2),
+        "bf16.hysteresis",
+    ),
+    "parameters in stage 2": (
+        AUTO | zero(ZERO2, offload_optimizer=CPU, offload_param=CPU),
+        "warning: ds.json: offload_param has no effect (use stage 3)",
+    ),
     "bf16 without a copy": (
         AUTO | {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
         f"bf16.bf16_master_weights_and_grads: {FP32}",

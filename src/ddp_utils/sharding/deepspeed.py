@@ -45,13 +45,14 @@ OFFLOAD = {
     "super_offload": Fixed(error=FP32_ADAMW),
     "*": object,
 }
-HALF = {  # bf16 and fp16
+MASTER = "bf16_master_weights_and_grads bf16_optimizer_states fp16_master_weights_and_grads"
+FP16 = {
     "enabled": bool,
     **fixed("auto_cast immediate_grad_update"),
-    **fixed("bf16_master_weights_and_grads bf16_optimizer_states", error=FP32_ADAMW),
-    "fp16_master_weights_and_grads": Fixed(error=FP32_ADAMW),
+    **fixed(MASTER, error=FP32_ADAMW),
     "*": object,
 }
+LOSS_SCALE = "loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale"
 # DeepSpeed's models check other keys of inner objects, "*"; it ignores other keys at the top
 KEYS: dict[str, Any] = {
     "train_batch_size": int,
@@ -62,8 +63,8 @@ KEYS: dict[str, Any] = {
     "communication_data_type": Literal["fp32", "bf16", "fp16"],
     "gradient_allreduce_op": Literal["mean"],
     "data_types": {"grad_accum_dtype": Literal["fp32"]},
-    "bf16": HALF,
-    "fp16": HALF,
+    "bf16": FP16 | fixed(LOSS_SCALE),  # which bf16 does not need
+    "fp16": FP16,
     "zero_optimization": {
         "stage": Literal[0, 1, 2, 3],
         **dict.fromkeys(("offload_optimizer", "offload_param"), OFFLOAD),
@@ -112,7 +113,11 @@ def read(path: str) -> tuple[dict[str, Any], list[str]]:
         raise UserError(f"{path}: {problem}: scripts/distributed_setup.py deepspeed --zero_stage 3")
     if "bfloat16" in settings:  # its name in old files
         settings["bf16"] = settings.pop("bfloat16")
-    return json_settings.read(path, settings, KEYS, MAY_BE_AUTO)
+    kept, notes = json_settings.read(path, settings, KEYS, MAY_BE_AUTO)
+    offloaded = kept.get("zero_optimization", {}).get("offload_param", {})
+    if stage(kept) < 3 and offloaded.get("device") == "cpu":
+        notes.append(f"warning: {path}: offload_param has no effect (use stage 3)")
+    return kept, notes
 
 
 def stage(settings: dict[str, Any]) -> int:
