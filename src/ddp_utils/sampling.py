@@ -191,7 +191,8 @@ def choose_way(scorer: Scorer, prompts: Prompts, max_new_tokens: int, world: Wor
                 print(f"warning: replies: {way.effect} ({reason})", flush=True)
             return
         reason = problem or "not supported on every rank"
-    raise UserError(f"the model cannot generate replies here ({reason}); use --num_samples 0")
+    problem = f"the model cannot generate replies here ({reason})"
+    raise UserError(f"{problem}; use --num_samples 0, or another model")
 
 
 def _difference(scorer: Scorer, prompts: Prompts, spec: SampleSpec, world: World) -> str:

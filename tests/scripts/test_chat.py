@@ -1,5 +1,6 @@
 """Chat with the result of a run."""
 
+import io
 import json
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from ddp_utils.tools import chat
 
 DEMO = str(ROOT / "data/demo/model")
 QUESTION = "Where is the cat?"
+GREEDY = ("--temperature", "0", "--max_new_tokens", "12")
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +24,7 @@ def run(tmp_path_factory):
     """Return the folder of a run that has changed its model visibly."""
     folder = tmp_path_factory.mktemp("chat") / "run"
     flags = "--max_rows 32 --max_steps 3 --num_samples 0 --fine_tuning lora --learning_rate 0.03"
+    flags += f" {' '.join(GREEDY)}"
     command = [sys.executable, "src/main_distributed.py", *flags.split(), "--result_dir", folder]
     programs.process(command)
     return folder
@@ -41,8 +44,8 @@ def expected(adapter):
 
 
 def answer(*words, text=f"{QUESTION}\n"):
-    """Return what is printed for the questions in a text."""
-    words = ["-m", "ddp_utils.tools.chat", *words, "--temperature", "0", "--max_new_tokens", "12"]
+    """Return what is printed for the questions in a text; a run has its own settings."""
+    words = ["-m", "ddp_utils.tools.chat", *words]
     env = programs.environment() | {"PYTHONPATH": str(ROOT / "src")}
     options = {"env": env, "capture_output": True, "text": True, "timeout": 100}
     done = subprocess.run([sys.executable, *words], input=text, **options)
@@ -55,7 +58,7 @@ def test_the_result_answers_and_with_before_the_model_before_training(run):
     before = expected(None)
     assert after != before
     assert answer(str(run)) == f"> {after}\n> \n"
-    assert answer(str(run), "--before") == answer(DEMO) == f"> {before}\n> \n"
+    assert answer(str(run), "--before") == answer(DEMO, *GREEDY) == f"> {before}\n> \n"
 
 
 def test_an_empty_line_starts_a_new_conversation(run):
@@ -106,3 +109,30 @@ def test_a_model_in_a_folder_of_its_own_is_used(tmp_path):
     (tmp_path / "summary.json").write_text("{}")
     model, *_ = chat.load(str(tmp_path), False, torch.device("cpu"))
     assert torch.equal(model.lm_head.weight, models.load(DEMO, "auto", model.device).lm_head.weight)
+
+
+def test_settings_and_template_are_those_of_the_run_unless_a_flag_sets_others(
+    tmp_path, monkeypatch
+):
+    config = {"model_name": DEMO, "temperature": 0.5, "max_new_tokens": 7, "chat_template": "none"}
+    (tmp_path / "model").symlink_to(DEMO)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    seen = {}
+
+    def generate(scorer, prompts, ends, world, spec, **options):
+        seen.update(spec._asdict(), prompts=prompts)
+        return [[3]]
+
+    monkeypatch.setattr(sampling, "generate", generate)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{QUESTION}\n"))
+    assert chat.main([str(tmp_path), "--top_p", "0.9"]) == 0
+    assert (seen["temperature"], seen["top_p"], seen["max_new_tokens"]) == (0.5, 0.9, 7)
+    tokenizer = models.load_tokenizer(DEMO)
+    assert seen["prompts"] == [tokenizer(QUESTION).input_ids]
+
+
+def test_a_conversation_longer_than_the_model_is_one_line(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{QUESTION}\n"))
+    problem = r"the conversation: 5\d\d tokens, .* 512 positions; use an empty line"
+    with pytest.raises(UserError, match=problem):
+        chat.main([DEMO, "--max_new_tokens", "511"])
