@@ -46,9 +46,6 @@ Replies = list[list[int]]  # token ids
 
 def read_other_prompts(config: Config, encoder: Encoder, x0: str) -> tuple[Prompts, Prompts]:
     """Return retain_prompts and other_prompts; the latter are never trained on."""
-    if trajectories.prompt(encoder, x0, "?") == trajectories.prompt(encoder, "", "?"):
-        problem = "the chat template ignores this system prompt"
-        raise UserError(f"{config.x0_file}: {problem}; use another one, or another template")
     used = {"the prompt that is baked": x0}
     retained: Prompts = {}
     others: Prompts = {}

@@ -111,9 +111,7 @@ def test_a_model_in_a_folder_of_its_own_is_used(tmp_path):
     assert torch.equal(model.lm_head.weight, models.load(DEMO, "auto", model.device).lm_head.weight)
 
 
-def test_settings_and_template_are_those_of_the_run_unless_a_flag_sets_others(
-    tmp_path, monkeypatch
-):
+def test_settings_and_template_are_those_of_the_run_without_flags(tmp_path, monkeypatch):
     config = {"model_name": DEMO, "temperature": 0.5, "max_new_tokens": 7, "chat_template": "none"}
     (tmp_path / "model").symlink_to(DEMO)
     (tmp_path / "config.json").write_text(json.dumps(config))
