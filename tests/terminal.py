@@ -69,7 +69,7 @@ def main():
         status, output = on_a_terminal(command, 80, folder, dict(os.environ))
     assert status == 0, output
     lines = [line for line in screen(output) if line]
-    (ROOT / "docs/img/terminal.svg").write_text(svg("./run_distributed.sh 2", lines))
+    (ROOT / "docs/img/terminal.svg").write_text(svg("./run_distributed.sh", lines))
 
 
 if __name__ == "__main__":

@@ -116,7 +116,8 @@ def find_file(name: Name, file: str) -> str | None:
 
 def is_adapter(name: Name) -> bool:
     """Return whether a folder, or a model on the hub, is an adapter."""
-    return find_file(name, "adapter_config.json") is not None
+    with models.reading(f"--model_name: {name}"):
+        return find_file(name, "adapter_config.json") is not None
 
 
 def base_of(adapter: Name) -> str:
@@ -372,7 +373,10 @@ def describe_targets(adapted: Any, targets: str, linear: set[str], fused: set[st
 
 def read_settings(path: Name) -> dict[str, Any]:
     """Return the content of an adapter's adapter_config.json."""
-    file = find_file(path, "adapter_config.json")
+    with models.reading(f"--init_adapter: {path}"):
+        file = find_file(path, "adapter_config.json")
+        if file is None and not data.resolve(path).is_dir():
+            cached_file(path, "adapter_config.json")  # raises what is wrong with the hub
     if file is None:
         raise UserError(f"--init_adapter: {path}: no adapter_config.json (expected that of a LoRA)")
     return data.read_json(file)
