@@ -231,7 +231,7 @@ def _earlier_replies(
         stop = len(as_last)
         if not full_text.startswith(as_last):
             content = turn["content"].strip()
-            stop = full_text.find(content, len(before)) + len(content)
+            stop = full_text.find(content, common_prefix(before, full_text)) + len(content)
             stop = full_text.find(end, stop) + len(end)
         if without_space(full_text[:stop]) != without_space(as_last):
             return None
