@@ -17,7 +17,7 @@ import programs
 import runs
 import train_loop
 from conftest import ROOT
-from ddp_utils import Stop, UserError, data, sampling
+from ddp_utils import Stop, UserError, data, models, sampling
 from ddp_utils import run as run_
 from prompt_baking import generate_config
 from ranks import free_port, ranks, run_ranks
@@ -332,6 +332,26 @@ def test_another_global_batch_is_another_run(made, tmp_path, monkeypatch):
             monkeypatch.setenv(name, value)
         train(tmp_path / "run", made, *batch(4), "--check")
     assert [spec.inputs["global_batch"] for spec in specs] == ["4", "8"]
+
+
+def test_many_cut_replies_are_a_warning(made, tmp_path, monkeypatch):
+    specs = []
+    monkeypatch.setattr(train_loop, "check", lambda spec, *_: specs.append(spec))
+    train(tmp_path / "run", made, "--check")
+    train(tmp_path / "run", made, "--check", "--max_traj_len", "32")
+    assert not any("warning" in line for line in specs[0].lines)
+    tokenizer = models.load_tokenizer("data/demo/model")
+    count = used = 0
+    for row in rows_of(made)[0]:
+        turns = [{"role": "user", "content": row["question"]}]
+        system = row.get("system", row["x0"]).strip()
+        turns = [{"role": "system", "content": system}, *turns] if system else turns
+        options = {"add_generation_prompt": True, "return_dict": False}
+        prompt = len(tokenizer.apply_chat_template(turns, **options))
+        used += prompt < 32
+        count += prompt < 32 < prompt + len(row["tokens"])
+    expected = f"warning: train: {count} of {used} rows are longer than --max_traj_len; "
+    assert specs[1].lines[1].startswith(expected)
 
 
 LM_HEAD = ["--lora_targets", "q_proj,lm_head"]
