@@ -6,6 +6,7 @@ import io
 import itertools
 import math
 import re
+import shutil
 import warnings
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
@@ -27,7 +28,7 @@ from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.auto import modeling_auto
 from transformers.pytorch_utils import Conv1D
-from transformers.utils import logging
+from transformers.utils import cached_file, logging
 
 from ddp_utils import UserError, data, distributed
 from ddp_utils.distributed import World
@@ -42,6 +43,7 @@ META = torch.device("meta")  # tensors on it have a name and a shape, and no con
 # what modules call their dropout and a router its noise
 RANDOM: tuple[str, ...] = ("attention_dropout", "dropout", "activation_dropout", "layerdrop")
 RANDOM += ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")
+PROCESSOR = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 # the exceptions of transformers, peft and the file readers for files that do not fit together
 FAULTS: tuple[type[Exception], ...] = (ArithmeticError, AssertionError, AttributeError, ImportError)
 FAULTS += (LookupError, OSError, RuntimeError, TypeError, ValueError)
@@ -362,12 +364,25 @@ def save(
             for name, weight in weights.items():
                 weights[name] = weight.detach().to("cpu", dtypes[name])
             base.save_pretrained(temporary, state_dict=weights)
+            copy_processor(base, temporary)
         else:
             model.save_pretrained(temporary, state_dict=weights)
             base.generation_config.save_pretrained(temporary)
         add_ends(temporary, encoder.ends)
         encoder.tokenizer.save_pretrained(temporary)
         (temporary / "README.md").unlink(missing_ok=True)  # peft's has no content
+
+
+def copy_processor(base: Model, folder: Path) -> None:
+    """Copy the files that a multimodal model also needs, and that its tokenizer does not write."""
+    if base.config is base.config.get_text_config():
+        return
+    errors = "_raise_exceptions_for_missing_entries", "_raise_exceptions_for_connection_errors"
+    options: Any = dict.fromkeys(errors, False)
+    for name in PROCESSOR:
+        file = cached_file(base.name_or_path, name, **options)
+        if file:
+            shutil.copyfile(file, folder / name)
 
 
 def all_ends(ends: Iterable[int], own: int | list[int] | None) -> list[int]:

@@ -15,8 +15,10 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from test_logps import PAD, SIZES, build, by_hand, some_pairs
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoModelForCausalLM
 
 from ddp_utils import UserError, distributed, logps, models, sampling
+from ddp_utils.chat_template import Encoder
 from ddp_utils.fast import by_sequence, self_test, shared_prefix
 
 PLAIN = SIZES | PAD | dict(max_position_embeddings=64)
@@ -158,6 +160,24 @@ def test_every_architecture_is_loaded_and_saved_whole(name, tmp_path):
     ids = torch.tensor([PAIRS[0].prompt])
     expected = model.eval()(ids).logits
     torch.testing.assert_close(reopened.eval()(ids).logits, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_a_saved_model_of_every_architecture_is_its_base_again(tmp_path):
+    """Read as fp32 and without dropout, it is saved in bf16 and with the settings of its files."""
+    encoder = Encoder(models.load_tokenizer("data/demo/model"))
+    for name, (config, _) in MODELS.items():
+        base, result = tmp_path / name / "base", tmp_path / name / "result"
+        config = copy.deepcopy(config)
+        for key in {"attention_dropout", "resid_pdrop", "dropout"} & vars(config).keys():
+            setattr(config, key, 0.1)
+        build(config, 1.0).bfloat16().save_pretrained(base)
+        model = models.load(base, torch.float32, torch.device("cpu"))
+        models.save(model, models.load(base, "auto", models.META), encoder, result)
+        before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (base, result))
+        for key, tensor in before.state_dict().items():
+            assert after.state_dict()[key].dtype == tensor.dtype, (name, key)
+            assert torch.equal(after.state_dict()[key], tensor), (name, key)
+        assert after.config.to_dict() | {"_name_or_path": str(base)} == before.config.to_dict()
 
 
 @pytest.mark.parametrize("factor", [3.0, 20.0])

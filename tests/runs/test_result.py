@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3Config, GenerationConfig
 
 import main_distributed
 import runs
-from ddp_utils import run
+from ddp_utils import models, run
+from ddp_utils.chat_template import Encoder
 from ddp_utils.tools import chat, merge
 
 DEMO = Path("data/demo/model")
@@ -96,3 +97,19 @@ def assert_like_the_base(folder, base):
     assert saved.keys() == original.keys()
     for name, tensor in original.items():
         assert saved[name].dtype == tensor.dtype == torch.bfloat16
+
+
+def test_a_multimodal_result_has_the_settings_of_its_processors(tmp_path):
+    base, result = tmp_path / "base", tmp_path / "result"
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    sizes["num_attention_heads"] = 2
+    text = sizes | {"head_dim": 8, "num_key_value_heads": 2, "vocab_size": 97}
+    config = Gemma3Config(text_config=text, vision_config=sizes | {"image_size": 28})
+    AutoModelForCausalLM.from_config(config).save_pretrained(base)
+    (base / "preprocessor_config.json").write_text('{"image_processor_type": "x"}')
+    model = models.load(base, torch.float32, torch.device("cpu"))
+    encoder = Encoder(models.load_tokenizer(DEMO))
+    models.save(model, models.load(base, "auto", models.META), encoder, result)
+    name = "preprocessor_config.json"
+    assert (result / name).read_bytes() == (base / name).read_bytes()
+    assert not (result / "processor_config.json").exists()
