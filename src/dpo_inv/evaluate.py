@@ -201,7 +201,7 @@ def main(argv: list[str] | None = None) -> int:
     names = config.base_model_name, config.model_path
     paths = [weights.path_of(name, config.base_model_dir) for name in names]
     rows, report = pairs.read(config.data, {}, config)
-    print(pairs.describe("data", report))
+    print(*pairs.describe({"data": report}), sep="\n")
     world = distributed.choose_device(distributed.World(), config.backend)
     scores = []
     of_natives = []

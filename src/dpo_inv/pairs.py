@@ -125,7 +125,7 @@ def _warnings(pairs: Sequence[Pair], signs: Sequence[int], settings: PairSetting
     notes = sorted({pair.backbone.note for pair in pairs} - {""})
     if notes:
         warnings.append(f"{len(notes)} structures such as {notes[0]}")
-    return warnings
+    return [f"warning: {text}" for text in warnings]
 
 
 def _pair(record: Record, source: str, backbones: dict, settings: PairSettings) -> Pair:
@@ -327,9 +327,12 @@ def digest(pairs: Iterable[Pair]) -> str:
     return sha256.hexdigest()[:16]
 
 
-def describe(split: str, report: dict) -> str:
-    """Return the report on one file as one line, and one for each warning."""
-    parts = [f"{split}: {report['used']} pairs of {report['file']}"]
-    parts += [f"{len(items)} {reason}" for reason, items in report["dropped"].items()]
-    parts += [f"{len(items)} items: {note}" for note, items in report["notes"].items()]
-    return "\nwarning: ".join(["; ".join(parts), *report["warnings"]])
+def describe(reports: Mapping[str, dict]) -> list[str]:
+    """Return one line on the file of each split, and one for each warning."""
+    lines = []
+    for split, report in reports.items():
+        parts = [f"{split}: {report['used']} pairs of {report['file']}"]
+        parts += [f"{len(items)} {reason}" for reason, items in report["dropped"].items()]
+        parts += [f"{len(items)} items: {note}" for note, items in report["notes"].items()]
+        lines += ["; ".join(parts), *report["warnings"]]
+    return lines

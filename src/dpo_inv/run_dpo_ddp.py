@@ -65,7 +65,8 @@ def read_data(config: Config, world: World) -> tuple[Data, dict[str, dict]]:
     if config.method in MEASURED_METHODS or config.weighting == "margin":
         pairs.check_margins(data["train"] + data["val"], config.method, config.weighting)
     if not data["val"]:
-        report["warnings"].append("0 validation pairs; use --val_data FILE, or more structures")
+        warning = "warning: 0 validation pairs; use --val_data FILE, or more structures"
+        report["warnings"].append(warning)
     sampler.check_enough_rows(config.train_data, data, world)
     return data, reports
 
@@ -155,7 +156,7 @@ def main(argv: list[str] | None = None) -> int:
         steps=plan.steps,
         inputs=inputs,
         report=report,
-        lines=[pairs.describe(split, part) for split, part in report.items()],
+        lines=pairs.describe(report),
     )
     if config.check:
         distributed.choose_device(world, config.backend)

@@ -98,7 +98,7 @@ def read(
     backbone = coords, mask.astype(np.float32), residue_idx, chain_encoding
     in_design = chain_encoding <= max(1, len(design))
     tied = np.arange(len(mask))[:, None]
-    hint = "see 'Official parser' in docs/protein_dpo.md"
+    hint = "the official parser may differ, see docs/protein_dpo.md"
     note = f"{Path(path).name}: {', '.join(notes):.200}; {hint}" if notes else ""
     sequence, labels = "".join(letters), tuple(names.tolist())
     structure = Structure(
@@ -224,7 +224,7 @@ def _differences(name: str, residues: Residues) -> list[str]:
         is_skipped = residue.het_flag == "H" and residue.name != "MSE"
         official = "" if is_skipped else (STANDARD | {"MSE": "M"}).get(residue.name, "X")
         if letter != official or not letter and _is_amino_acid(residue):
-            reading = f"as {letter}" if letter else "skipped"
+            reading = f"read as {letter}" if letter else "skipped"
             differences.append(f"{data.shown(residue.name)} {name}{residue.seqid} {reading}")
     numbers = [(residue.seqid.num, residue.seqid.icode) for residue, letter in residues if letter]
     if numbers != sorted(numbers):

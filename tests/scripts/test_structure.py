@@ -159,18 +159,30 @@ READ_WHOLE = [  # a file, its letters, and what the note says of it
         (
             PROTEIN + het(name, 3) + residue("TRP", 4, x=12.0),
             f"GA{letter}W",
-            f"{name} A3 as {letter}",
+            f"{name} A3 read as {letter}",
         )
         for name, letter in (("SEC", "X"), ("UNK", "X"), ("GLY", "G"), ("PYL", "X"), ("CSO", "X"))
     ),
-    (PROTEIN + het("MSE", 3) + het("SEC", 4) + "TER\n", "GAMX", "SEC A4 as X"),
-    (PROTEIN + het("SEC", 3), "GAX", "SEC A3 as X"),  # without a TER, at the distance of a neighbor
+    (PROTEIN + het("MSE", 3) + het("SEC", 4) + "TER\n", "GAMX", "SEC A4 read as X"),
+    (
+        PROTEIN + het("SEC", 3),
+        "GAX",
+        "SEC A3 read as X",
+    ),  # without a TER, at the distance of a neighbor
     (PROTEIN + "TER\n" + het("SEC", 3), "GA", "SEC A3 skipped"),
     (PROTEIN + LIGAND, "GA", "GLU A9 skipped"),
     # two molecules in one chain, with and without a TER, and with a modified residue in the second
     (PROTEIN + "TER\n" + residue("TRP", 31, x=40.0) + "TER\n", "GAW", ""),
-    (PROTEIN + residue("TRP", 31, x=40.0) + het("SEP", 32, 44.0) + "TER\n", "GAWX", "SEP A32 as X"),
-    (PROTEIN + "TER\n" + het("SEP", 31, 40.0) + residue("TRP", 32, x=44.0), "GAXW", "SEP A31 as X"),
+    (
+        PROTEIN + residue("TRP", 31, x=40.0) + het("SEP", 32, 44.0) + "TER\n",
+        "GAWX",
+        "SEP A32 read as X",
+    ),
+    (
+        PROTEIN + "TER\n" + het("SEP", 31, 40.0) + residue("TRP", 32, x=44.0),
+        "GAXW",
+        "SEP A31 read as X",
+    ),
     # protein and DNA in one chain, caps, other names of histidine, and a step back
     (residue(" DA", 1, atoms=("P", "C")) + residue("GLY", 2), "G", "DA A1 skipped"),
     (
@@ -178,7 +190,7 @@ READ_WHOLE = [  # a file, its letters, and what the note says of it
         "GA",
         "ACE A0 skipped, NH2 A3",
     ),
-    (PROTEIN + residue("HID", 3), "GAH", "HID A3 as H"),
+    (PROTEIN + residue("HID", 3), "GAH", "HID A3 read as H"),
     (residue("TRP", 31, x=40.0) + PROTEIN, "WGA", "chain A in file order, not by number"),
 ]
 
