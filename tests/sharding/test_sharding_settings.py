@@ -230,7 +230,7 @@ def test_secondary_shards_of_zero_must_divide_the_ranks(size, says):
         (
             {"offload_param": None, "overlap_com": True},
             "4: zero_optimization.overlap_com",
-            "Extra inputs are not per",
+            "no such setting",
         ),
         (
             {"offload_param": {"pin_memory": "on and on"}},

@@ -59,7 +59,8 @@ def check_values(settings: dict[str, Any], path: str, world: World) -> None:
             first = error.errors()[0] if hasattr(error, "errors") else plain
             name = ".".join([section, *map(str, first["loc"])])
             place = json_settings.line_of(name, path)
-            raise UserError(f"{place}: {name}: {first['msg']}") from error
+            problem = first["msg"].replace("Extra inputs are not permitted", "no such setting")
+            raise UserError(f"{place}: {name}: {problem}") from error
 
 
 class ZeroPolicy(Policy):
