@@ -11,7 +11,6 @@ import json
 import os.path
 import re
 import reprlib
-from collections.abc import Sequence
 from typing import Any
 
 import transformers
@@ -308,6 +307,6 @@ def plain_text(turns: Prompt | Reply) -> str:
     return "\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
 
 
-def common_prefix(*sequences: Sequence) -> int:
-    """Return how many leading items all sequences share."""
+def common_prefix(*sequences: Any) -> int:
+    """Return how many leading items all sequences (token ids, or texts) share."""
     return len(os.path.commonprefix(sequences))

@@ -229,10 +229,8 @@ def _earlier_replies(
         reply = conversations.reply_of(turn)
         as_last = encoder.text_with_reply(turns[:number], reply, before) + end
         stop = len(as_last)
-        if not full_text.startswith(as_last):
-            content = turn["content"].strip()
-            stop = full_text.find(content, common_prefix(before, full_text)) + len(content)
-            stop = full_text.find(end, stop) + len(end)
+        if end:  # the reply may have other white space when it is not the last one
+            stop = len(end.join(full_text.split(end)[: as_last.count(end)]) + end)
         if without_space(full_text[:stop]) != without_space(as_last):
             return None
         ids_before, ids_with_reply = encoder.ids(before, full_text[:stop])
