@@ -355,7 +355,7 @@ def save(
     silence = contextlib.redirect_stdout(io.StringIO())
     with data.write_folder(folder) as temporary, silence, warnings.catch_warnings():
         # peft also looks for the config of the base model, which may be the folder of a LoRA
-        warnings.filterwarnings("ignore", "Unable to fetch|Could not find a config")
+        warnings.filterwarnings("ignore", "Unable to fetch|Could not find a config|Setting .save")
         if isinstance(model, Model):
             # merging an adapter may have untied the head from the embedding
             base.config.tie_word_embeddings = model.config.tie_word_embeddings
