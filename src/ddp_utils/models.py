@@ -107,7 +107,7 @@ def check_kind(place: str, config: PretrainedConfig) -> None:
     """Raise UserError unless the config is of a model that can be trained to continue a text."""
     advice = None
     encoders = modeling_auto.MODEL_FOR_MASKED_LM_MAPPING  # BERT and its relatives
-    is_encoder = type(config) in encoders and not getattr(config, "is_decoder", False)
+    is_encoder = type(config) in encoders and not config.to_dict().get("is_decoder")
     quantization = quantization_of(config)
     if quantization:
         advice = f"its weights are quantized ({quantization}); use the original model; "
