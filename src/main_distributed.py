@@ -269,6 +269,7 @@ def describe_run(
     if judge:
         inputs["content of judge"] = judge.digest
     strategy = parallel.choose(config.strategy)
+    parallel.check(strategy, meta_model)
     return runs.RunSpec(
         folder=Path(config.result_dir),
         steps=plan.steps,

@@ -236,10 +236,7 @@ def describe_run(
     folders = {"model_name": config.model_name, "init_adapter": config.init_adapter}
     inputs = models.input_digests(data, folders, meta_model.config)
     inputs["global_batch"] = str(plan.global_batch)
-    if strategy_of(config).kind == "fsdp":
-        from ddp_utils.sharding import fsdp
-
-        fsdp.layers_of(meta_model, config.sharding or fsdp.Settings())  # an error for none
+    parallel.check(strategy_of(config), meta_model)
     lines = preferences.describe_all(report, data) + config.notes
     if config.sharding:  # as in the JSON, before its "auto" is filled in
         inputs[f"content of {config.strategy}_config"] = digest_of_files([], config.sharding)

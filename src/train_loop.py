@@ -37,7 +37,7 @@ from ddp_utils.metrics import Averages, peak_memory_mb
 from ddp_utils.policy import Policy, Precision
 from ddp_utils.run import Run, RunSpec, check
 from prompt_baking import replies, trajectories
-from prompt_baking.distillation import Student, Teacher, check_head, own_replies
+from prompt_baking.distillation import Student, Teacher, check_head, check_targets, own_replies
 from prompt_baking.train_config import Config
 from prompt_baking.trajectories import Trajectory
 
@@ -212,6 +212,7 @@ def describe_run(
 
     prompts: token ids to which example replies are sampled.
     """
+    check_targets(meta_model, config.lora_targets)
     reply = [0] * config.max_new_tokens
     asked = [Trajectory(ids, ids, reply, "questions", "") for ids in prompts]
     own = [row._replace(reply=reply) for row in data["train"]] if config.on_policy else []

@@ -160,8 +160,9 @@ def prepare(model: Any, adapter: LoraSpec | None) -> tuple[Any, list[str]]:
     parts = models.unreached(model)
     lines = []
     if parts:
-        names = ", ".join(part[:-1] for part in parts[:3])
-        lines.append(f"no text reaches {names}: {'they' if len(parts) > 1 else 'it'} stays frozen")
+        names = [part[:-1] for part in parts]
+        names[3:] = [f"{len(names) - 3} more parts"] if len(names) > 3 else []
+        lines.append(f"frozen, since no text reaches them: {', '.join(names)}")
     if adapter:
         linear, fused = models.linear_layers(model, parts), models.fused_weights(model)
         model = add(model, adapter, parts)

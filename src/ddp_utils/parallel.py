@@ -33,6 +33,14 @@ def choose(
     return Strategy(grad_reduce_dtype=grad_reduce_dtype, bucket_mb=bucket_mb)
 
 
+def check(strategy: Strategy, model: Any) -> None:
+    """Raise UserError if a model, on the meta device, cannot be distributed like this."""
+    if strategy.kind == "fsdp":
+        from ddp_utils.sharding import fsdp
+
+        fsdp.layers_of(model, strategy.options)
+
+
 def prepare(
     scorer: Scorer, strategy: Strategy, pairs: list[Pair], layout: str, run: Run, trained: bool
 ) -> Policy:

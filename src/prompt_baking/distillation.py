@@ -115,15 +115,20 @@ class Teacher:
         distributed.on_each(self.world, open_all)
 
 
+def check_targets(model: Any, targets: str) -> None:
+    """Raise UserError if a LoRA would train the output layer or the embedding of a model."""
+    layers = model.get_output_embeddings(), model.get_input_embeddings()
+    for path, module in model.named_modules():
+        if module in layers and path.rpartition(".")[2] in targets.split(","):
+            problem = "output layer and embedding cannot be trained (the teacher uses them as well)"
+            raise UserError(f"--lora_targets: {problem}; leave them out")
+
+
 def check_head(student: Student, rows: list[Trajectory], config: Config, run: Run) -> None:
     """Test the output layer on real rows, and print what the test says.
 
-    Raises UserError if output layer or embedding are trained, or cannot be used with a cache.
+    Raises UserError if the output layer cannot be used with a cache.
     """
-    for layer in (student.backbone_and_head()[1], student.unwrap().get_input_embeddings()):
-        if layer and any(parameter.requires_grad for parameter in layer.parameters()):
-            problem = "output layer and embedding cannot be trained (the teacher uses them as well)"
-            raise UserError(f"--lora_targets: {problem}; leave them out")
     pairs = [Pair(row.student, row.reply, row.reply, "", "") for row in rows[:2]]
     for line in choose_head_and_layout(student, pairs, "auto", run.world):
         run.say(line)

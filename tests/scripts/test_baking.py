@@ -354,7 +354,7 @@ def test_many_cut_replies_are_a_warning(made, tmp_path, monkeypatch):
     assert specs[1].lines[1].startswith(expected)
 
 
-LM_HEAD = ["--lora_targets", "q_proj,lm_head"]
+LM_HEAD = ["--lora_targets", "q_proj,lm_head", "--check"]
 
 
 @pytest.mark.parametrize(
