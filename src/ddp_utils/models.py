@@ -235,7 +235,8 @@ def check_fit(model: Model, rows: Iterable[Any], fix: str = "") -> None:
     embedding: Any = model.get_input_embeddings()
     vocabulary_size = embedding.weight.shape[0]
     text = model.config.get_text_config()
-    positions = getattr(text, "max_position_embeddings", None) or math.inf
+    limits = [getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len")]
+    positions = min(filter(None, limits), default=math.inf)
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("longrope", "dynamic"):
         # beyond these, the angles of a row depend on the other rows of its batch

@@ -147,7 +147,7 @@ def sample_tokens(logits: Tensor, uniform: Tensor, spec: SampleSpec) -> Tensor:
 
     uniform: random numbers in [0, 1), [B].
     """
-    if spec.temperature == 0:
+    if spec.temperature < 1e-6:  # divided by less, logits could overflow
         return logits.argmax(-1)
     probabilities = (logits.float() / spec.temperature).softmax(-1)  # [B, V]
     if spec.top_p < 1:  # keep the fewest tokens that together have this probability

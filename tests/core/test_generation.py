@@ -6,7 +6,7 @@ import transformers
 from test_logps import PAD, SIZES, build
 
 import main_distributed
-from ddp_utils import UserError, distributed, logps, sampling
+from ddp_utils import UserError, distributed, logps, models, sampling
 from ddp_utils.chat_template import Encoder
 from ddp_utils.models import load_tokenizer
 
@@ -136,10 +136,33 @@ def test_two_equally_probable_tokens_are_no_difference():
 def test_settings_of_the_model_do_not_change_its_distribution():
     model = build(transformers.LlamaConfig(**BASE))
     expected = plain_replies(model)
-    own = transformers.GenerationConfig(repetition_penalty=9.0, suppress_tokens=expected[0])
+    settings = dict(repetition_penalty=9.0, suppress_tokens=expected[0], num_beams=3)
+    own = transformers.GenerationConfig(**settings, cache_implementation="static")
     model.generation_config = own
+    model.config.repetition_penalty = 9.0  # where old checkpoints have it
     assert replies(logps.Scorer(model)) == expected
     assert model.generation_config is own
+
+
+def test_a_temperature_near_0_is_greedy():
+    scorer = logps.Scorer(build(transformers.LlamaConfig(**BASE)))
+    spec = SPEC._replace(temperature=1e-40)
+    assert sampling.generate(scorer, PROMPTS, [], distributed.World(), spec) == replies(scorer)
+
+
+@pytest.mark.parametrize("name", ["gpt-2", "mpt", "opt"])
+def test_more_tokens_than_the_model_has_positions_are_an_error(name):
+    """The limit is that of the plain forward."""
+    opt = transformers.OPTConfig(**PLAIN, ffn_dim=64, word_embed_proj_dim=32)
+    mpt = transformers.MptConfig(**ALIBI, d_model=32, n_heads=4, n_layers=2, max_seq_len=64)
+    model = build({"mpt": mpt, "opt": opt, "gpt-2": MODELS["gpt-2"][0]}[name])
+    fitting, longer = (logps.Pair([5] * 60, [5] * count, [5], "row 1", "") for count in (4, 5))
+    model(torch.tensor([[5] * 64]))
+    with pytest.raises((IndexError, RuntimeError)):
+        model(torch.tensor([[5] * 65]))
+    models.check_fit(model, [fitting])
+    with pytest.raises(UserError, match="row 1: 65 tokens, the model has 64 positions"):
+        models.check_fit(model, [longer])
 
 
 def test_a_reply_ends_at_the_tokens_of_template_tokenizer_and_model():
