@@ -307,8 +307,8 @@ def add(model: PreTrainedModel, spec: LoraSpec, unreached: tuple[str, ...] = ())
         path, more = spec.init_adapter, more_than_lora(adapted, size)
         if more:
             problem = f"{path} has more than a LoRA ({', '.join(more)})"
-            advice = f"use --model_name {path}, which merges it and trains a new LoRA"
-            raise UserError(f"--init_adapter: {problem}; {advice}")
+            command = f"python -m ddp_utils.tools.merge {path} merged --base {model.name_or_path}"
+            raise UserError(f"--init_adapter: {problem}; use {command}, then --model_name merged")
         return adapted
     targets = [name.strip() for name in spec.targets.split(",")]
     fused = models.fused_weights(model)

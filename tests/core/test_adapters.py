@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from pathlib import Path
 
 import peft
@@ -176,7 +177,7 @@ def test_what_is_more_than_a_lora_is_rejected_with_the_way_out(name, tmp_path):
     replies = f"--model_name {DEMO} --data_path {tmp_path}/train.jsonl "
     replies += f"--val_path {tmp_path}/val.jsonl"
     demo_adapter(tmp_path / "lora", **TOO_MUCH[name])
-    line = f"{tmp_path}/lora has more than a LoRA ({name}); use --model_name {tmp_path}/lora"
+    line = f"{tmp_path}/lora has more than a LoRA ({name}); use python -m ddp_utils.tools.merge "
     start = f"--fine_tuning lora --init_adapter {tmp_path}/lora --result_dir {tmp_path}/run "
     for main, flags in {
         main_distributed.main: start,
@@ -187,9 +188,12 @@ def test_what_is_more_than_a_lora_is_rejected_with_the_way_out(name, tmp_path):
         for check in ([], ["--check"]):
             with pytest.raises(UserError) as caught:
                 main([*runs.words(flags), *check])
-            assert str(caught.value).startswith(f"{flag}: {line}, which merges it"), caught.value
-    flags = f"--model_name {tmp_path}/lora --fine_tuning lora --check --result_dir {tmp_path}/run"
-    assert main_distributed.main(runs.words(flags)) == 0
+            assert str(caught.value).startswith(f"{flag}: {line}"), caught.value
+    command = re.search("tools.merge (.*), then --model_name merged$", str(caught.value))[1]
+    merge.main(runs.words(command.replace(" merged ", f" {tmp_path}/merged ")))
+    flags = f"--fine_tuning lora --check --result_dir {tmp_path}/run --model_name "
+    for model in ("lora", "merged"):
+        assert main_distributed.main([*runs.words(flags), str(tmp_path / model)]) == 0
     assert not (tmp_path / "run").exists()
 
 
