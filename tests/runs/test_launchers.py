@@ -92,10 +92,51 @@ def test_help_of_the_shell_script_is_its_own_and_that_of_its_programs(words, scr
     assert "  --learning_rate " in done.stdout
 
 
+def test_help_of_the_launcher():
+    for words, code in ((["--help"], 0), (["-h"], 0), ([], 2)):
+        done = programs.process([PYTHON, "-m", "ddp_utils.launch", *words], code, ROOT / "src")
+        assert "Start a program in several processes" in (done.stderr if code else done.stdout)
+
+
+STARTED = [  # GPUs of the machine, first word -> number of processes, the line on stderr
+    (0, "", 2, "starting on 2 CPU processes\n"),
+    (1, "", 1, "starting on 1 of 1 GPUs; for all: run.sh 1\n"),
+    (8, "--beta", 2, "starting on 2 of 8 GPUs; for all: run.sh 8\n"),
+    (8, "4", 4, ""),
+]
+
+
+@pytest.mark.parametrize(("gpus", "word", "processes", "line"), STARTED)
+def test_how_many_processes_are_started(gpus, word, processes, line, tmp_path):
+    text = f"class accelerator:\n    device_count = staticmethod(lambda: {gpus})\n"
+    (tmp_path / "torch.py").write_text(text)
+    code = f". {ROOT}/scripts/environment.sh; processes_of '{word}'"
+    env = programs.environment() | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(["bash", "-c", code, "run.sh"], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{processes}\n", line)
+
+
+def test_a_machine_without_venv_is_one_line(tmp_path):
+    """Neither an environment with torch nor Debian's package python3-venv; a path with spaces."""
+    project, programs_of_machine = tmp_path / "a project", tmp_path / "bin"
+    shutil.copytree(ROOT / "scripts", project / "scripts")
+    shutil.copy(ROOT / "run_distributed.sh", project)
+    programs_of_machine.mkdir()
+    for name in ("python", "python3"):
+        (programs_of_machine / name).write_text("#!/bin/sh\nexit 1\n")
+        (programs_of_machine / name).chmod(0o755)
+    env = programs.environment() | {"PATH": f"{programs_of_machine}:/usr/bin:/bin"}
+    command = [project / "run_distributed.sh"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=tmp_path)
+    line = f"error: {project}/.venv: needs Python >= 3.10 with venv (Debian, Ubuntu: apt install "
+    assert done.returncode == 2 and done.stderr.startswith(line) and done.stderr.count("\n") == 1
+
+
 def test_check_of_the_shell_script_prints_each_line_once(tmp_path):
     done = shell("2", "--check", "--train_data", runs.PAIRS, "--result_dir", str(tmp_path / "run"))
     assert (done.returncode, done.stderr) == (0, "")
-    first, last = done.stdout.splitlines()
+    first, warning, last = done.stdout.splitlines()
+    assert warning.startswith("warning: 0 validation rows; ")
     assert first.startswith("train: 8 rows of prompt, 8 used, split into 7 train, 0 val, 1 test;")
     assert last == f"run folder: {tmp_path / 'run'}" and not (tmp_path / "run").exists()
 
