@@ -381,7 +381,7 @@ def copy_processor(base: Model, folder: Path) -> None:
     errors = "_raise_exceptions_for_missing_entries", "_raise_exceptions_for_connection_errors"
     options: Any = dict.fromkeys(errors, False)
     for name in PROCESSOR:
-        file = cached_file(base.name_or_path, name, **options)
+        file = cached_file(str(base.name_or_path), name, **options)
         if file:
             shutil.copyfile(file, folder / name)
 
