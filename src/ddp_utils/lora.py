@@ -76,7 +76,7 @@ def load_tokenizer(name: Name, init_adapter: Name = "") -> Tokenizer:
     differences = []
     base = adapter_settings(init_adapter).base_model_name_or_path
     if base and data.resolve(base).resolve() != data.resolve(name).resolve():
-        differences.append(f"it was trained on {base}, not on --model_name {name}")
+        differences.append(f"it was trained on {base}, not on {name}")
     tokens = own.get_vocab().items() ^ tokenizer.get_vocab().items()
     if tokens:
         differences.append(f"its tokenizer has {len(tokens)} other tokens than the model's")

@@ -281,6 +281,9 @@ def test_an_adapter_brings_its_tokenizer_and_template(kind, tmp_path, capsys):
     with contextlib.chdir(DEMO.parents[2]):  # a relative and an absolute path are the same base
         assert lora.load_tokenizer("data/demo/model", tmp_path).chat_template == expected
     printed = capsys.readouterr().out
+    merge.merge(tmp_path, tmp_path / "merged", base=str(DEMO))
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template == expected
+    assert capsys.readouterr().out.count("\n") == printed.count("\n")
     assert printed.count("\n") == bool(line) and line in printed
     assert printed.startswith(f"warning: adapter {tmp_path}: " if line else "")
 

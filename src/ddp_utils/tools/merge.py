@@ -41,7 +41,7 @@ def merge(adapter: str | Path, folder: str | Path, base: str = "", scale: float 
     with cli.located({"init_adapter": "adapter", "model_name": "--base"}):
         original = lora.load_merged(adapter, "auto", models.META, base=base)
         merged = lora.load_merged(adapter, "auto", torch.device("cpu"), base=base, scale=scale)
-    tokenizer = lora.own_tokenizer(adapter, lora.load_tokenizer(base or lora.base_of(adapter)))
+    tokenizer = lora.load_tokenizer(base, adapter) if base else lora.load_tokenizer(adapter)
     models.save(merged, original, Encoder(tokenizer), folder)
 
 
