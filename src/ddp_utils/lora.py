@@ -18,7 +18,7 @@ from ddp_utils.models import Dtype, Name, Tokenizer
 from ddp_utils.policy import Precision, Tensors
 
 ALL_LINEAR = "all-linear"  # in LoraSpec.targets: every linear layer but the output layer
-# types of models with out_proj in the kernels of Mamba, where peft has no LoRA for it
+# types of models that read the weights of out_proj and dt_proj, past a LoRA, as Mamba's kernels do
 FUSED_OUT_PROJ = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")
 
 
@@ -328,7 +328,7 @@ def add(model: PreTrainedModel, spec: LoraSpec, unreached: tuple[str, ...] = ())
     shape: Any = {"r": spec.r, "lora_alpha": spec.alpha, "lora_dropout": spec.dropout}
     excluded = [re.escape(part) + ".*" for part in unreached]
     if ALL_LINEAR in targets and model.config.model_type in FUSED_OUT_PROJ:
-        excluded.append(r".*\.out_proj")
+        excluded.append(r".*\.(?:out_proj|dt_proj)")
     if excluded:
         shape["exclude_modules"] = "|".join(excluded)
     if weights:

@@ -191,3 +191,11 @@ def test_a_model_that_fsdp_cannot_shard_is_found_before_it_is_loaded():
     with pytest.raises(UserError, match="^fsdp_transformer_layer_cls_to_wrap: the model has none"):
         parallel.check(parallel.choose("fsdp"), nn.Linear(1, 1))
     parallel.check(parallel.choose("ddp"), nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba-2", "falcon-mamba"])
+def test_every_part_of_a_lora_on_mamba_learns(name, tmp_path):
+    policy, [line] = load(tmp_path, build(MODELS[name][0]), lora.LoraSpec(4))
+    missing = "mixer.out_proj" if name == "mamba-2" else "mixer.dt_proj, mixer.out_proj"
+    assert line == f"all-linear does not reach {missing}: they stay frozen"
+    assert train(policy) == {n for n, p in policy.named_parameters() if p.requires_grad}

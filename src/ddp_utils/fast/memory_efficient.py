@@ -157,8 +157,9 @@ def _find_class(module: Any) -> type[Efficient] | None:
     if {"gate_proj", "up_proj", "down_proj", "act_fn"} <= module._modules.keys():
         is_silu = type(module.act_fn).__name__.startswith("SiLU")
         return EfficientSwiGLU if is_silu and _plain_adapter(module.down_proj) else None
-    is_frozen_norm = type(module).__name__.endswith("RMSNorm") and not module.weight.requires_grad
-    return EfficientNorm if is_frozen_norm and _epsilon(module) else None
+    is_norm = type(module).__name__.endswith("RMSNorm") and bool(module._parameters)
+    is_frozen = is_norm and not module.weight.requires_grad
+    return EfficientNorm if is_frozen and _epsilon(module) else None
 
 
 def _agree(module: nn.Module, new_class: type[nn.Module]) -> bool:
