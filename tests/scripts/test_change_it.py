@@ -118,8 +118,8 @@ def test_a_logger_of_ones_own(changed):
     assert values == [[step["step"], step["loss"]] for step in steps]
 
 
-@pytest.mark.parametrize("changed", ["An optimiser"], indirect=True)
-def test_an_optimiser_of_ones_own(changed):
+@pytest.mark.parametrize("changed", ["An optimizer"], indirect=True)
+def test_an_optimizer_of_ones_own(changed):
     """SGD with momentum; a run that is killed and resumed ends with the same state."""
     states = []
     flags = ["--learning_rate", "0.1", "--lr_scheduler", "constant", "--save_every", "1"]
