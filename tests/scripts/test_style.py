@@ -19,21 +19,21 @@ SOURCES = sorted(p for p in SRC.glob("**/*.py") if "egg-info" not in str(p))
 PROGRAMS = [*SOURCES, *(ROOT / f for f in ("check_gpu.py", "scripts", "data/demo", "docs/img"))]
 SCRIPTS = {p.stem for p in SRC.glob("*.py")}
 SHELL = sorted([*ROOT.glob("*.sh"), *ROOT.glob("scripts/*.s[hl]*")])
-# These numbers are alarms, about 5 % above what was measured. A commit that raises one says why.
+# These numbers are alarms, 2 to 5 % above what was measured. A commit that raises one says why.
 # The goals are (19, 2200) for main_distributed and 8,000 lines of Python.
 # Script -> our files and lines of code that its imports lead to:
 REACHED = {
-    "main_distributed": (26, 3670),
-    "train": (28, 3850),
-    "train_loop": (29, 3770),
-    "generate_data": (20, 2660),
+    "main_distributed": (26, 4160),
+    "train": (28, 4320),
+    "train_loop": (29, 4230),
+    "generate_data": (21, 3200),
     "dpo_inv.run_dpo_ddp": (31, 3930),
-    "dpo_inv.inference": (18, 2450),
+    "dpo_inv.inference": (18, 2510),
     "ad.train": (26, 3340),
     "ad.evaluate": (15, 2010),
 }
-AFTER_THE_DEMO = (27, 3720)  # of main_distributed.py, DDP: files and lines that it has imported
-PYTHON = 9980  # outside tests
+AFTER_THE_DEMO = (27, 4220)  # of main_distributed.py, DDP: files and lines that it has imported
+PYTHON = 10750  # outside tests
 SHELL_LINES = 218
 GETATTR = 15  # getattr(config, ...): of names that the settings declare
 
