@@ -61,6 +61,7 @@ class Encoder:
         self.stops: list = []  # more tokens at which sampling stops
         self.before_reply = ""  # the template's text between a prompt and a reply
         self.after_reply = ""
+        self.in_parts = False  # the template expects a content as [{"type": "text", "text": ...}]
         self.kwargs = self.check_arguments(kwargs or {}, "--chat_template_kwargs")
         if self.templated:
             self._find_ends_of_replies()
@@ -90,7 +91,10 @@ class Encoder:
         """Return the template's text; without a system role, its text precedes the first turn."""
         try:
             options |= {"chat_template": self.template, "tokenize": False, **self.kwargs}
-            return self.tokenizer.apply_chat_template(messages, **options)
+            turns = messages
+            if self.in_parts:
+                turns = [{**turn, "content": text_parts(turn["content"])} for turn in messages]
+            return self.tokenizer.apply_chat_template(turns, **options)
         except TEMPLATE_ERRORS as error:
             if messages[0]["role"] != "system" or len(messages) < 2:
                 raise UserError(f"--chat_template: {models.first_line(error)}") from error
@@ -121,10 +125,14 @@ class Encoder:
         question = {"role": "user", "content": "u"}
         reply = {"role": "assistant", "content": "@@@"}
         self.template_words.discard("system")
+        self.in_parts = not self._renders(question, reply)
+        if self.in_parts and not self._renders(question, reply):
+            self.in_parts = False
+            self.render([question, reply])  # its own error, if it has one
+            raise UserError("--chat_template: it renders no text of a reply; use another one")
         for role, supported in (("@", {"tool", "developer"}), ("system", {"system"})):
-            with contextlib.suppress(UserError):
-                if "@@@" in self.render([{"role": role, "content": "@@@"}, question]):
-                    self.template_words |= supported
+            if self._renders({"role": role, "content": "@@@"}, question):
+                self.template_words |= supported
         asked = self.text([question])
         before, _, self.after_reply = self.render([question, reply]).rpartition("@@@")
         self.before_reply = before.removeprefix(asked)
@@ -141,6 +149,12 @@ class Encoder:
             text = self.render([question, thought]).rpartition("@@@")[0]
             if ends[0] not in self._special_ids(text[common_prefix(asked, text) :]):
                 self.stops.append(ends[0])
+
+    def _renders(self, *messages: dict) -> bool:
+        """Return whether the template renders the content @@@ of a message."""
+        with contextlib.suppress(UserError):
+            return "@@@" in self.render([*messages])
+        return False
 
     def _special_ids(self, text: str) -> Ids:
         """Return the special tokens in a text."""
@@ -180,7 +194,9 @@ class Encoder:
         if lost:
             shown = reprlib.repr(full[common_prefix(text, full) :])
             problem = f"reply: the chat template renders {reprlib.repr(lost)} as {shown}"
-            raise UserError(f"{problem}; use --keep_thoughts, or another --chat_template")
+            helps = isinstance(reply, str) and not self.keep_thoughts
+            hint = "use --keep_thoughts, or another" if helps else "use another"
+            raise UserError(f"{problem}; {hint} --chat_template")
         return full
 
     def ids(self, *texts: str) -> list[Ids]:
@@ -246,6 +262,8 @@ def choose_template(tokenizer: Any, choice: str) -> str:
     if choice == "none" or (choice == "auto" and not templates):
         return ""
     name = "default" if choice == "auto" else choice
+    if choice == "auto" and name not in templates:
+        raise UserError(f"--chat_template: choose one of {', '.join(templates)}")
     if name not in templates and not data.resolve(name).is_file():
         names = "".join(f", {name}" for name in templates)
         raise UserError(f"--chat_template: no file {name}; use a .jinja file, auto, none{names}")
@@ -265,7 +283,8 @@ def lost_text(message: dict, text: str, full: str) -> str:
     start = common_prefix(text, full)
     for part in filter(None, parts):
         # the prompt's text may end with the beginning of the reply, such as <think>
-        if without_space(part) not in without_space(full[max(0, start - len(part)) :]):
+        rendered = without_space(full[max(0, start - len(part)) :])
+        if rendered.count(without_space(part)) < parts.count(part):  # two calls may be alike
             return part
     return ""
 
@@ -289,6 +308,11 @@ def truncation_warning(split: str, truncated: int, rows: int, flag: str) -> list
         return []
     hint = "a larger value needs more memory and time"
     return [f"warning: {split}: {truncated} of {rows} rows are longer than {flag}; {hint}"]
+
+
+def text_parts(content: str | None) -> list[dict] | None:
+    """Return a content as templates of multimodal models expect it."""
+    return None if content is None else [{"type": "text", "text": content}]
 
 
 def messages_of(prompt: Prompt) -> list[dict]:

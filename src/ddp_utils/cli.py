@@ -22,7 +22,8 @@ from ddp_utils import SettingError, UserError, data
 # other spelling -> flag, with or without a value, in programs without a setting of the first name
 ALIASES = {"--validate_only": "--check", "--dry_run": "--check", "--no_cuda": "--backend=gloo"}
 ALIASES |= {"--lr": "--learning_rate", "--r": "--lora_r", "-r": "--lora_r"}
-LOCAL_RANKS = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+LOCAL_RANKS = ["LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"]
+LOCAL_RANKS += ["PALS_LOCAL_RANKID"]
 
 # --- flags ---------------------------------------------------------------------------------------
 

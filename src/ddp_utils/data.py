@@ -34,6 +34,7 @@ TEMPORARY = ".tmp-"  # the name of a file or folder begins with it until all is 
 ONE_OBJECT_PER_LINE = "each line must hold one {...}, or the file one list of them"
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 MEDIA = ("function_call", "image", "images", "audio", "audios", "video", "videos")
+ONE = ("1", "1.0", "true", "")  # as CSV has it
 WEIGHTS = ("weight", "loss_weight", "train", "loss", "label")  # of a row or message: 1, true or 0
 
 
@@ -107,6 +108,8 @@ def read(path: AnyPath, limit: int = -1, skip: bool = False, columns: str = "") 
     record = None
     for location, data in itertools.islice(_rows(str(path)), limit if limit > 0 else None):
         if isinstance(data, dict):
+            # pandas writes NaN where a row has no value
+            data = {name: None if value != value else value for name, value in data.items()}
             # a column with the name that another column gets would hide that one
             kept = {name: value for name, value in data.items() if name not in renamed}
             data = kept | {name: data[column] for name, column in theirs.items() if column in data}
@@ -230,7 +233,7 @@ def check_text_only(record: Record, path: str, value: Any, weights: tuple = (Non
     for key in filter(value.get, MEDIA):
         raise UserError(f"{record.location}: {place}{key}: only text is supported; remove it")
     for key in WEIGHTS:
-        if value.get(key) not in weights:
+        if value.get(key) not in weights and str(value[key]).lower() not in ONE:
             raise wrong_value(record, place + key, value[key], "1 or true (use only such rows)")
 
 

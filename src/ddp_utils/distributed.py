@@ -88,7 +88,8 @@ def whoami(env: Mapping[str, str] = os.environ) -> World:
                 problem = f"{names[0]}: {rank} must be less than {names[1]}, which is {world_size}"
                 raise UserError(f"{problem}; {one_process}")
             is_job = env.get("SLURM_STEP_ID", "0") == "0"  # not a later step that a shell starts
-            is_shell = is_job and env.get("SLURM_JOB_NAME") in SHELLS or os.isatty(0)
+            is_pty = "SLURM_PTY_PORT" in env or "SLURM_STEP_ID" not in env
+            is_shell = is_job and is_pty and env.get("SLURM_JOB_NAME") in SHELLS or os.isatty(0)
             if launcher == "srun" and world_size > 1 and is_shell:
                 many = f"for {world_size} run: srun --job-name=mine python ..."
                 raise UserError(f"srun has started {world_size} shells; {one_process}; {many}")
@@ -96,7 +97,8 @@ def whoami(env: Mapping[str, str] = os.environ) -> World:
             local = re.match(r"\d+", env.get(names[3], ""))
             local_size = int(local.group()) if local else local_rank + 1
             return World(rank, world_size, local_rank, local_size, launcher)
-        if launcher in COMPLETE and names[0]:
+        is_alone = bool(names[1]) and env[names[1]] == "1"  # some platforms set no local rank then
+        if launcher in COMPLETE and names[0] and not is_alone:
             missing = all_names.split()[names.index("")].replace("|", " or ")
             problem = f"{names[0]} is set, but {missing} is not; export it, or {one_process}"
     if problem:
@@ -223,8 +225,8 @@ def all_sum(tensor: Tensor, world: World) -> Tensor:
 
 
 def is_first() -> bool:
-    """Return whether this is rank 0 of the group, or there is none."""
-    return not dist.is_initialized() or dist.get_rank() == 0
+    """Return whether this is rank 0, of the group or, without one, of the launcher."""
+    return dist.get_rank() == 0 if dist.is_initialized() else _world.is_main
 
 
 def gather_by_index(

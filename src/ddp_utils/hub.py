@@ -54,6 +54,7 @@ def explain(name: str, error: BaseException | None, kind: str = "model") -> str:
     if isinstance(cause, errors.HfHubHTTPError):
         return f"the hub answers {str(cause).splitlines()[0][:150]}; if it denies access, {login}"
     problem = "HF_HUB_OFFLINE is set" if IS_OFF else f"{constants.ENDPOINT} does not answer"
+    problem += "" if IS_OFF else f" within {SECONDS:g} s (HF_HUB_ETAG_TIMEOUT)"
     return (
         f"neither a folder nor in the cache {constants.HF_HUB_CACHE}, and {problem}; where there "
         f"is a network, run `hf download {name} --type {kind}` (for a gated {kind} `hf auth login` "

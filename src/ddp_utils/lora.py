@@ -149,6 +149,10 @@ def meta_model(
     if gradient_checkpointing:
         models.checkpoint_activations(model)
     model, lines = prepare(model, adapter)
+    if adapter and not adapter.merge and is_adapter(name):
+        merge = f"python -m ddp_utils.tools.merge {name} merged"
+        problem = f"only this project can open a LoRA on {name}, which is an adapter"
+        lines.append(f"warning: {problem}; for other programs, run {merge} first")
     return model.unload() if adapter and not adapter.merge else model, lines
 
 
@@ -164,12 +168,10 @@ def prepare(model: Any, adapter: LoraSpec | None) -> tuple[Any, list[str]]:
         names[3:] = [f"{len(names) - 3} more parts"] if len(names) > 3 else []
         lines.append(f"frozen, since no text reaches them: {', '.join(names)}")
     if adapter:
-        linear, fused = models.linear_layers(model, parts), models.fused_weights(model)
+        linear, fused = models.linear_layers(model, parts), models.fused_weights(model, parts)
         model = add(model, adapter, parts)
         if not adapter.init_adapter:
             lines += describe_targets(model, adapter.targets, linear, fused)
-        if adapter.merge:
-            model.requires_grad_(True)
     for name, parameter in model.named_parameters():
         if (name.removeprefix("base_model.model.") + ".").startswith(parts):
             parameter.requires_grad_(False)
@@ -249,7 +251,7 @@ def fold(adapted: Any, path: Name) -> PreTrainedModel:
     was_tied = untie(model)
     with models.reading(place), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft prints that the layers were tied
-        model = adapted.merge_and_unload()
+        model = adapted.merge_and_unload().requires_grad_(True)  # peft has frozen the base model
     if is_meta:
         return model.train()
     layers: Any = model.get_input_embeddings(), model.get_output_embeddings()
@@ -311,10 +313,10 @@ def add(model: PreTrainedModel, spec: LoraSpec, unreached: tuple[str, ...] = ())
             raise UserError(f"--init_adapter: {problem}; use {command}, then --model_name merged")
         return adapted
     targets = [name.strip() for name in spec.targets.split(",")]
-    fused = models.fused_weights(model)
+    fused = models.fused_weights(model, unreached)
     layers = {ALL_LINEAR}
     if ALL_LINEAR not in targets:
-        paths = [path for path, _ in model.named_modules() if not path.startswith(unreached)]
+        paths = [p for p, _ in model.named_modules() if not f"{p}.".startswith(unreached)]
         layers = {path.rpartition(".")[2] for path in paths} - {""}
     unknown = set(targets) - layers - fused
     if unknown:
@@ -326,7 +328,13 @@ def add(model: PreTrainedModel, spec: LoraSpec, unreached: tuple[str, ...] = ())
         raise UserError(f"--lora_dropout: the LoRA of {weights[0]} has no dropout; use 0")
     modules: Any = ALL_LINEAR if ALL_LINEAR in targets else [t for t in targets if t in layers]
     shape: Any = {"r": spec.r, "lora_alpha": spec.alpha, "lora_dropout": spec.dropout}
-    excluded = [re.escape(part) + ".*" for part in unreached]
+    excluded = [re.escape(part[:-1]) + r"(\..*)?" for part in unreached]
+    for (
+        path,
+        module,
+    ) in model.named_modules():  # routers of Llama 4 and Phi-MoE, which return tuples
+        if isinstance(module, torch.nn.Linear) and type(module).__name__.endswith("Router"):
+            excluded.append(re.escape(path))
     if ALL_LINEAR in targets and model.config.model_type in FUSED_OUT_PROJ:
         excluded.append(r".*\.(?:out_proj|dt_proj)")
     if excluded:
@@ -346,7 +354,11 @@ def more_than_lora(adapted: Any, vocabulary: int) -> list[str]:
     settings = adapted.peft_config["default"]
     names = ("modules_to_save", "trainable_token_indices", "bias")
     more = [name for name in names if getattr(settings, name) not in (None, [], {}, "none")]
-    return more + ["new tokens"] * (vocabulary_size(adapted) != vocabulary)
+    if vocabulary_size(adapted) != vocabulary:
+        more.append("new tokens")
+    elif adapted.has_own_embedding:
+        more.append("its own embedding")
+    return more
 
 
 def describe_targets(adapted: Any, targets: str, linear: set[str], fused: set[str]) -> list[str]:
@@ -426,6 +438,9 @@ def with_adapter(model: PreTrainedModel, path: Name, dropout: float = 0.0) -> An
     # an adapter may contain its own embedding
     allowed = {k.replace(".default", ""): v for k, v in adapted.state_dict().items()} | expected
     misshapen = [k for k in tensors if k in allowed and tensors[k].shape != allowed[k].shape]
+    # peft saves it again only if it has a LoRA, as `base_layer`, or another size
+    own = tensors.keys() - expected.keys()
+    adapted.has_own_embedding = bool(own) and not any(".base_layer." in name for name in own)
     missing = expected.keys() - tensors.keys()
     models.check_complete(place, missing, tensors.keys() - allowed.keys(), misshapen)
     if next(adapted.parameters()).device != models.META:

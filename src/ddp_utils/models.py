@@ -49,6 +49,9 @@ FAULTS: tuple[type[Exception], ...] = (ArithmeticError, AssertionError, Attribut
 FAULTS += (LookupError, OSError, RuntimeError, TypeError, ValueError)
 FAULTS += (SafetensorError, StrictDataclassError, re.error)
 
+# the ends of tensors that only files of quantized weights have
+PACKED = (".qweight", ".absmax", ".SCB", "_scale", "_scale_inv")
+
 
 # --- errors ---------------------------------------------------------------------------------------
 
@@ -92,6 +95,8 @@ def check_complete(
             problems.append(f"{len(names)} tensors {kind} ({', '.join(sorted(names)[:3])})")
     if problems:
         advice = "use weights and config.json of the same model"
+        if any(name.endswith(PACKED) for name in unexpected):
+            advice = "its weights are quantized; use the original model"
         raise UserError(f"{place}: {'; '.join(problems)}; {advice}")
 
 
@@ -260,7 +265,7 @@ def unreached(model: Model) -> tuple[str, ...]:
     with META:
         twin: Any = type(model)(copy.deepcopy(model.config))
         ids, mask = torch.zeros(1, 2, dtype=torch.long), torch.zeros(1, 1, 2, 2)
-    parameters = dict(twin.named_parameters())
+    parameters = {name: p for name, p in twin.named_parameters() if p.requires_grad}
     try:
         twin.set_experts_implementation("batched_mm")  # the others read how tokens are routed
         logits = twin(input_ids=ids, attention_mask=mask, use_cache=False).logits
@@ -286,16 +291,18 @@ def linear_layers(model: Model, unreached: tuple[str, ...]) -> set[str]:
     paths = set()
     for path, module in model.named_modules():
         is_linear = isinstance(module, nn.Linear | Conv1D) and module is not head
-        if is_linear and not path.startswith(unreached):
+        if is_linear and not f"{path}.".startswith(unreached):
             paths.add(path)
     return paths
 
 
-def fused_weights(model: Model) -> set[str]:
+def fused_weights(model: Model, unreached: tuple[str, ...] = ()) -> set[str]:
     """Return the short names of the weights [experts, in, out] that all-linear does not reach."""
     names = set()
     for path, module in model.named_modules():
         for key, weight in module.named_parameters(recurse=False):
+            if f"{path}.{key}.".startswith(unreached):
+                continue
             if weight.ndim == 3 and weight.shape[0] > 1 and not isinstance(module, nn.Conv1d):
                 layer = path.rpartition(".")[2]
                 names.add(f"{layer}.weight" if key == "weight" else key)
@@ -334,12 +341,16 @@ def input_digests(rows: dict, folders: dict[str, str], config: PretrainedConfig)
 
 
 @torch.no_grad()
-def round_weights(policy: Policy, base: Model) -> None:
-    """Round the trained weights as save() does, so that the last replies are the result's."""
+def round_weights(policy: Policy, base: Model) -> bool:
+    """Round the trained weights as save() does, for results and replies of the saved model.
+
+    Return whether they may have changed: the weights of an adapter stay fp32.
+    """
     dtypes = {name: tensor.dtype for name, tensor in base.state_dict().items()}
-    for name, parameter in policy.trainable().items():
-        if name in dtypes:  # not the weights of an adapter, which stay fp32
-            parameter.copy_(parameter.to(dtypes[name]))
+    trained = {name: p for name, p in policy.trainable().items() if name in dtypes}
+    for name, parameter in trained.items():
+        parameter.copy_(parameter.to(dtypes[name]))
+    return any(dtypes[name] != torch.float32 for name in trained)
 
 
 def save(

@@ -34,11 +34,13 @@ FIELDS["sharegpt"] = ("conversations", *SIDES)
 FIELDS["openai"] = ("input", "preferred_output", "non_preferred_output")
 ARGUMENTS = ("tools", "chat_template_kwargs")  # arguments of the chat template for one row
 # fields of public data sets that tell, row by row, which of two responses is better
-WINNERS = r"labels|winner(_\w+)?|choice|better|(preferred|better|safer)(_response)?(_id)?"
-WINNERS += r"|(\w+_)?preference(_strength)?|(\w+_)?(score|rating|rank|reward)_[ab012]"
-WINNERS += r"|\w+_[ab012]_(score|rating|rank|reward)"
-# fields that tell how good the chosen response is, on its own or compared to the rejected one
-SCORES = r"(chosen[-_])?((overall|mean|avg|rm)_)?(score|rating|reward|margin)([-_]chosen)?"
+WINNERS = r"labels?|winner(_\w+)?|choice|verdict|human_label"
+WINNERS += r"|(best|better|preferred|safer)(_(response|answer|output|completion|model|idx|id))*"
+WINNERS += r"|(\w+_)?pref(erences?)?(_(strength|labels?|score))?"
+WINNERS += r"|(\w+_)?(score|rating|rank|reward)_[ab012]|\w+_?[ab012]_(score|rating|rank|reward)"
+# fields that tell how much better the chosen response is; negative numbers tell that it is worse
+MARGINS = r"(\w+_)?(score|rating|reward|margin|(score|rating|reward)_diff(erence)?)"
+NOT_SCORES = "rank|len|token|count|time|id"  # fewer may be better in fields with these names
 
 
 class Format(NamedTuple):
@@ -235,18 +237,27 @@ def check_direction(record: Record) -> None:
 
     Which response a field such as winner names depends on the file: it can only be "chosen".
     """
-    for name, value in record.data.items():
-        is_wrong = bool(re.fullmatch(WINNERS, name, re.IGNORECASE))
-        is_wrong &= value not in (None, "", [], "chosen")
-        if re.fullmatch(SCORES, name, re.IGNORECASE):
-            other = _number(record.data.get(name.replace("chosen", "rejected")))
-            is_wrong = _number(value) < other if "chosen" in name else _number(value) <= 0
+    for original, value in record.data.items():
+        name = original.lower()
+        if name.startswith("ignored_"):  # by --columns
+            continue
+        is_wrong = False
+        if re.fullmatch(WINNERS, name) and isinstance(value, str | int | float):
+            is_true = value is True or str(value).lower() in ("true", "chosen", "")
+            is_wrong = not is_true and len(str(value)) < 40  # not a text about something else
+        elif "chosen" in name and not re.search(NOT_SCORES, name):
+            side = "Rejected" if "Chosen" in original else "rejected"
+            other = record.data.get(re.sub("chosen", side, original, flags=re.IGNORECASE))
+            is_wrong = _number(value) < _number(other)
+        elif isinstance(value, dict) and value.keys() >= {*SIDES}:
+            is_wrong = _number(value["chosen"]) < _number(value["rejected"])
+        elif re.fullmatch(MARGINS, name):
+            is_wrong = _number(value) < 0
         if is_wrong:
             problem = f"{value!r:.40} does not tell that chosen is the better response"
-            hint = (
-                f"swap the two, or, if it means something else, --columns other={data.shown(name)}"
-            )
-            raise UserError(f"{record.location}: {data.shown(name)}: {problem}; {hint}")
+            hint = "swap the two where rejected is better; if chosen is right in all rows, use "
+            hint += f"--columns ignored_{original}={original}"
+            raise UserError(f"{record.location}: {data.shown(original)}: {problem}; {hint}")
 
 
 def _number(value: Any) -> float:
@@ -258,8 +269,8 @@ def _number(value: Any) -> float:
 
 def prompt_and_responses(record: Record, format: str) -> tuple[Prompt, Reply, Reply]:
     """Return prompt, chosen and rejected of a record in the named format."""
-    data.check_text_only(record, "", record.data)
     check_direction(record)
+    data.check_text_only(record, "", record.data)
     if format in TEXTS:
         prompt = question(record, format)
         chosen, rejected = (data.text(record, side, may_be_empty=True) for side in SIDES)

@@ -32,7 +32,8 @@ IGNORED = ("description", "comment", "weight", "kind", "name")
 MUTATION = re.compile(rf"([{ALPHABET[:-1]}])(-?\d+[A-Z]?)([{ALPHABET[:-1]}])")
 ALIASES = {"pdb": "pdb_file", "chain": "chain_id", "mutations": "mutation", "ddG": "ddg"}
 ALIASES["margin"] = "margin_kcal"
-DIRECTIONS = ("label", "labels", "preference", "score", "winner")  # which sequence is better
+# names of fields that may tell which sequence is better
+DIRECTIONS = ("label", "labels", "preference", "preferred", "score", "winner", "choice", "better")
 
 
 class Pair(NamedTuple):
@@ -176,9 +177,9 @@ def _sequences(
     """Return the preferred and the unpreferred sequence, [L] each, and the margin in kcal/mol."""
     if "preferred_seq" not in record.data:
         if "ddg" not in record.data:
-            problem = f"missing, and no preferred_seq; fields found: {data.names_of(record)}"
-            hint = "(expected kcal/mol; --stable_ddg is its sign)"
-            raise UserError(f"{record.location}: ddg: {problem} {hint}")
+            problem = f"neither this field nor preferred_seq is among {data.names_of(record)}"
+            hint = "rename the field of the ddG in kcal/mol; --stable_ddg says which sign is stable"
+            raise UserError(f"{record.location}: ddg: {problem}; {hint}")
         mutant = mutant_of(record, backbone, settings.numbering)
         wild_type = encode(backbone.sequence)
         ddg = read_number(record, "ddg")
@@ -187,7 +188,9 @@ def _sequences(
         is_stabilizing = (ddg > 0) == (settings.stable_ddg == "positive")
         both = (mutant, wild_type) if is_stabilizing else (wild_type, mutant)
         return *both, abs(ddg)
-    for field in sorted(record.data.keys() & {*DIRECTIONS}):
+    for field in sorted(record.data.keys()):
+        if field.lower() not in DIRECTIONS or record.data[field] in (None, ""):
+            continue
         hint = "remove it, or swap the two sequences where it names the second one"
         raise UserError(f"{record.location}: {field}: not supported; {hint}")
     preferred = parse_sequence(record, "preferred_seq", backbone)

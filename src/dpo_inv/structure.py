@@ -117,7 +117,10 @@ def _positions(path: str | Path, residues: Residues, chain: int, first: int) -> 
         if not letter:
             continue
         label = str(residue.seqid)
-        if label in labels or len({(atom.name, atom.altloc) for atom in residue}) < len(residue):
+        if label in labels and all(atom.altloc != "\0" for atom in residue):
+            continue  # another conformer
+        atoms = [(atom.name, atom.altloc) for atom in residue if atom.name in BACKBONE]
+        if label in labels or len({*atoms}) < len(atoms):
             problem = f"residue {label} occurs twice in one chain"
             raise UserError(f"{path}: {problem}; use different chain names for different molecules")
         # insertion codes repeat a number, and some files step back: such residues still follow
@@ -197,10 +200,14 @@ def _letters(residues: list[Any]) -> list[str]:
     """
     letters = [LETTERS.get(x.name, "X") if _is_amino_acid(x) else "" for x in residues]
     end = 0  # of the protein
+    previous = None  # amino acid
     for count, residue in enumerate(residues, start=1):
-        is_marked = residue.het_flag == "A" or residue.entity_type == gemmi.EntityType.Polymer
-        if letters[count - 1] and (is_marked or end and _are_close(residues[end - 1], residue)):
-            end = count
+        is_marked = residue.het_flag != "H" or residue.entity_type == gemmi.EntityType.Polymer
+        is_marked |= residue.name == "MSE"  # the official parser reads each MSE
+        if letters[count - 1]:
+            if is_marked or (previous and _are_close(previous, residue)):
+                end = count
+            previous = residue
     return letters[:end] + [""] * (len(letters) - end)
 
 

@@ -121,6 +121,7 @@ def test_a_merged_model_equals_base_and_adapter(kind, tmp_path):
     for merged in (full, lora.load(str(tmp_path / "lora"), torch.float32, CPU)):
         embedding, head = merged.get_input_embeddings(), merged.get_output_embeddings()
         assert merged.training and (embedding.weight is head.weight) == is_tied
+        assert all(parameter.requires_grad for parameter in merged.parameters())
         torch.testing.assert_close(logits(merged), expected, atol=1e-4, rtol=0)
     merge.merge(tmp_path / "lora", tmp_path / "merged")
     reopened = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
@@ -147,12 +148,14 @@ def test_the_vocabulary_of_an_adapter_is_that_of_the_merged_model(count, tmp_pat
     torch.testing.assert_close(logits(reopened), expected, atol=1e-4, rtol=0)
 
 
-def demo_adapter(folder, template=None, vocabulary=None, **options):
+def demo_adapter(folder, template=None, vocabulary=None, embedding=False, **options):
     """Save a trained LoRA of the demo model; with a template, or "", its tokenizer, too."""
     plain = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
     if vocabulary:
         plain.resize_token_embeddings(vocabulary)
     made = adapter(folder, plain, **options)
+    if embedding:
+        made.save_pretrained(folder, save_embedding_layers=True)
     if template is not None:
         tokenizer = AutoTokenizer.from_pretrained(DEMO)
         tokenizer.chat_template = template or None
@@ -165,6 +168,7 @@ TOO_MUCH = {
     "trainable_token_indices": dict(trainable_token_indices=[5, 6]),
     "bias": dict(bias="all"),
     "new tokens": dict(vocabulary=2016),
+    "its own embedding": dict(embedding=True),
 }
 
 

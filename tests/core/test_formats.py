@@ -104,13 +104,28 @@ WRONG = [  # fields of public data sets whose rows prefer either of two response
     {"preferred_response": "b"},
     {"score": -1},
     {"label": False},  # KTO
+    {"label": 1},  # the number of the better response
+    {"reward_margin": -2},
+    {"score_difference": -0.5},
+    {"chosen_helpfulness": 1, "rejected_helpfulness": 4},
+    {"Chosen_Score": 1.5, "Rejected_Score": 2},
+    {"scores": {"chosen": 1, "rejected": 9}},
+    {"overall_pref": "B-is-clearly-better"},  # MultiPref
+    {"better_idx": 0},
+    {"response1_score": 2, "response2_score": 1},
 ]
 RIGHT = [{"score_chosen": 8.5, "score_rejected": 8.5}, {"chosen_score": 5}, {"margin": math.nan}]
 RIGHT += [
     {"score": 0.7},
     {"preference": "chosen"},
     {"label": True},
-    {"labels": []},
+    {"labels": ["math"]},
+    {"label": "True", "weight": "1"},  # CSV
+    {"margin": 0.0, "score": 0},  # a tie
+    {"preference": "The user likes responses that are concise."},
+    {"chosen_tokens": 5, "rejected_tokens": 9},
+    {"chosen_rank": 1, "rejected_rank": 4},
+    {"ignored_winner": "b"},
     {"score": None},
 ]
 
@@ -124,8 +139,16 @@ def test_a_field_that_prefers_the_other_response_is_an_error(more, tmp_path):
     for reader in (reading.pairs, reading.texts):
         with pytest.raises(UserError, match=f"f.jsonl:1: {next(iter(more))}: "):
             reader(tmp_path / "f.jsonl", encoder)
-    columns = ",".join(f"other{number}={name}" for number, name in enumerate(more))
+    columns = ",".join(f"ignored_{name}={name}" for name in more)  # as the message says
     assert len(reading.pairs(tmp_path / "f.jsonl", encoder, columns=columns)[0]) == 1
+
+
+def test_a_value_that_pandas_writes_as_nan_is_absent(tmp_path):
+    names = ("winner", "label", "weight", "system", "preference_strength", "images", "tools")
+    rows = [{"prompt": "q", **TEXT, name: math.nan} for name in names]
+    (tmp_path / "f.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    encoder = Encoder(load_tokenizer("data/demo/model"))
+    assert len(reading.pairs(tmp_path / "f.jsonl", encoder)[0]) == len(names)
 
 
 def test_a_field_that_prefers_the_chosen_response_is_accepted():

@@ -108,7 +108,8 @@ def test_without_a_network_it_is_one_line_of_two_ranks_within_seconds(setting, t
     kind = "dataset" if setting == "train_data" else "model"
     for text in (
         f"org/name: neither a folder nor in the cache {cache}, and http://127.0.0.1:",
-        f"does not answer; where there is a network, run `hf download org/name --type {kind}` (",
+        "does not answer within 3 s (HF_HUB_ETAG_TIMEOUT)",
+        f"; where there is a network, run `hf download org/name --type {kind}` (",
         "`hf auth login` before), copy the cache, and export HF_HUB_OFFLINE=1",
     ):
         assert text in done.stderr

@@ -292,6 +292,21 @@ def test_a_template_that_moves_the_system_turn_writes_the_same_replies(prompt, r
     assert [tok.decode(ids) for ids in pair[1:3]] == [" Me.<|eot|>", " No.<|eot|>"]
 
 
+PARTS = (  # in the manner of SmolVLM: a text would be rendered as nothing
+    "{% for m in messages %}{{ '<|h|>' if m.role == 'user' else '' }}{% for c in m.content %}"
+    "{% if c.type == 'text' %}{{ c.text }}{% endif %}{% endfor %}"
+    "{{ '<|/h|>' if m.role == 'user' else '<|eot|>' }}{% endfor %}"
+)
+
+
+def test_a_template_that_expects_parts_gets_them():
+    tok = chat_tokenizer(PARTS, bos=False)
+    pair = Encoder(tok).encode("f:1", "2+2?", "4", "5")[0]
+    assert [tok.decode(ids) for ids in pair[:3]] == ["<|h|>2+2?<|/h|>", "4<|eot|>", "5<|eot|>"]
+    with pytest.raises(UserError, match="^--chat_template: it renders no text of a reply"):
+        Encoder(chat_tokenizer("{{ messages[0].content }}"))
+
+
 NAMED = {"default": CHATML, "tool_use": "{{ tools }}" + LLAMA3}
 
 
@@ -308,7 +323,7 @@ def test_one_of_several_templates_is_used_and_all_are_saved(choice, name, tmp_pa
         UserError, match="no file rag; use a .jinja file, auto, none, default, tool_"
     ):
         Encoder(tok, "rag")
-    with pytest.raises(UserError, match="no file default; use a .jinja file, auto, none, rag"):
+    with pytest.raises(UserError, match="choose one of rag"):
         Encoder(chat_tokenizer({"rag": CHATML}))
 
 

@@ -97,6 +97,30 @@ def test_parts_that_no_text_reaches_stay_frozen_and_the_result_reopens(name, fin
         assert (tmp_path / "result/preprocessor_config.json").exists()
 
 
+AUDIO = dict(d_model=32, encoder_layers=1, encoder_attention_heads=4, encoder_ffn_dim=64)
+TEXT = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+TEXT |= dict(num_key_value_heads=2, vocab_size=97)
+
+
+def test_an_audio_tower_with_a_constant_stays_frozen(tmp_path):
+    """Whisper's positions are a parameter without a gradient."""
+    config = transformers.Qwen2AudioConfig(
+        text_config=transformers.Qwen2Config(**TEXT).to_dict(), audio_config=AUDIO
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForMultimodalLM.from_config(config)
+    policy, [line] = load(tmp_path, model, None)
+    assert line.startswith("frozen, since no text reaches them: model.audio_tower")
+    assert train(policy) == {name for name in reached(model) if "audio" not in name}
+
+
+def test_a_router_that_returns_two_tensors_gets_no_lora(tmp_path):
+    model = build(transformers.PhimoeConfig(**TEXT, num_local_experts=4, pad_token_id=0))
+    policy, lines = load(tmp_path, model, lora.LoraSpec(4))
+    assert not any("router" in name and "lora" in name for name, _ in policy.named_parameters())
+    assert any("router: they stay frozen" in line for line in lines)
+
+
 ALSO = "LoRA also on the fused weights of experts: down_proj, gate.weight, gate_up_proj"
 FROZEN = (
     "all-linear does not reach down_proj, gate_up_proj: they stay frozen; "

@@ -158,11 +158,11 @@ def test_pairs_that_contradict_each_other_are_counted(tmp_path):
     [
         (
             ("mutation", "DMS_score"),
-            "ddg: missing, and no preferred_seq; fields found: pdb_file, ch",
+            "ddg: neither this field nor preferred_seq is among pdb_file, ch",
         ),
         (
             ("mutation", "ddG_ML"),
-            "mutation, ddG_ML (expected kcal/mol; --stable_ddg is its sign)",
+            "mutation, ddG_ML; rename the field of the ddG in kcal/mol; --stable_ddg says ",
         ),
         (("mutant", "ddG"), "mutation: missing; fields found: pdb_file, chain_id, mutant, ddg"),
         (("ddG", "ddg"), "two names of one field, such as ddG and ddg"),

@@ -174,7 +174,8 @@ def test_template_arguments_are_a_mapping_in_yaml_and_json_on_the_command_line(m
     says = "c.yaml:1: dataset.chat_template_kwargs: the chat template does not use "
     assert error_of(yaml).startswith(says)
     flags = ["--chat_template_kwargs", '{"bos": 1}']
-    says = "--chat_template_kwargs: the chat template does not use bos; remove it"
+    says = "--chat_template_kwargs: the chat template does not use bos; remove it, or use another "
+    says += "--chat_template"
     assert error_of(yaml, *flags) == says
     Path("t.jinja").write_text("{{ messages[-1].content }}{{ enable_thinking }}{{ day }}")
     config = accepted(yaml, "--chat_template", "t.jinja", monkeypatch=monkeypatch)

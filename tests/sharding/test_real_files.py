@@ -191,6 +191,11 @@ LAUNCHER = "compute_environment, num_processes (use the options of the launcher)
 FSDP = {  # file: content, the warning or the error, and the strategy
     "accelerate 1": (CLUSTER | {"fsdp_config": V1}, LAUNCHER, "FULL_SHARD"),
     "accelerate 2": (CLUSTER | {"fsdp_config": V2}, LAUNCHER, "FULL_SHARD"),
+    "accelerate of 2023": (
+        CLUSTER | {"deepspeed_config": {}, "ipex_config": {}, "fsdp_config": V1},
+        LAUNCHER,
+        "FULL_SHARD",
+    ),
     "accelerate before": (
         V1 | {"fsdp_sharding_strategy": 2, "fsdp_backward_prefetch_policy": "NO_PREFETCH"},
         "fsdp_backward_prefetch_policy",

@@ -34,7 +34,8 @@ WITHOUT_EFFECT = """wall_clock_breakdown memory_breakdown dump_state flops_profi
 comms_config timers log_level aio checkpoint nebula datastates_checkpointing autotuning compile
 hybrid_engine prescale_gradients gradient_predivide_factor disable_allgather disable_python_gc
 dataloader_drop_last vocabulary_size seq_parallel_communication_data_type sparse_gradients
-graph_harvesting zero_force_ds_cpu_optimizer"""
+graph_harvesting zero_force_ds_cpu_optimizer use_data_before_expert_parallelism
+managed_gradient_accumulation"""
 NOT_SUPPORTED = """amp torch_autocast fp8 compression_training quantize_training elasticity
 weight_quantization eigenvalue sparse_attention progressive_layer_drop curriculum_learning
 data_efficiency tensor_parallel sequence_parallel expert_parallel pipeline zenflow"""

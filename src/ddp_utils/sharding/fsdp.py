@@ -61,7 +61,9 @@ OTHER_NAMES = {
 BY_LAUNCHER = """compute_environment debug downcast_bf16 enable_cpu_affinity gpu_ids machine_rank
 main_process_ip main_process_port main_training_function num_machines num_processes rdzv_backend
 same_network use_cpu tpu_env tpu_name tpu_zone tpu_use_cluster tpu_use_sudo command_file commands
-dynamo_config mpirun_config"""
+dynamo_config dynamo_backend mpirun_config"""
+OTHER_PARTS = """deepspeed_config parallelism_config tp_config ipex_config fp8_config
+megatron_lm_config"""
 HINTS: dict[str, Any] = get_type_hints(Settings) | {
     "fsdp_version": Fixed(2),
     **fixed("fsdp_backward_prefetch fsdp_backward_prefetch_policy", "BACKWARD_PRE"),
@@ -75,7 +77,7 @@ HINTS: dict[str, Any] = get_type_hints(Settings) | {
     "fsdp_xla": Fixed(error="TPUs are not supported"),
     # of accelerate's file; its mixed_precision is fsdp_mixed_precision
     "distributed_type": Literal["FSDP"],
-    **fixed("parallelism_config fp8_config megatron_lm_config", error="it is not supported"),
+    **fixed(OTHER_PARTS, error="it is not supported"),
     **fixed(BY_LAUNCHER, instead="the options of the launcher"),
 }
 HINTS |= {name: HINTS[ours] for name, ours in OTHER_NAMES.items()}

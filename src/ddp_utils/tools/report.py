@@ -93,7 +93,7 @@ def find_model(folder: Path, config: dict) -> Model | None:
 # --- the results ---------------------------------------------------------------------------------
 
 
-def results(folder: Path, summary: dict) -> list[str]:
+def results(folder: Path, summary: dict, config: dict) -> list[str]:
     """Return a line with the first, the last and the held-out value of each printed metric.
 
     First and last are means of ten steps, or of fewer if there are fewer than 20. The held-out
@@ -109,7 +109,7 @@ def results(folder: Path, summary: dict) -> list[str]:
         count = max(1, min(10, len(values) // 2))
         ends = [fmean(part) for part in (values[:count], values[-count:]) if part]
         if metric == "rewards/accuracies":  # there is no first one: all pairs of step 1 are ties
-            ends = ends[1:]
+            ends = ends[1:] if len(values) > 1 else []
         numbers = [" -> ".join(f"{value:.4f}" for value in ends)] if ends else []
         if held_out.get(metric) is not None:
             numbers.append(f"held out {held_out[metric]:.4f}")
@@ -120,7 +120,10 @@ def results(folder: Path, summary: dict) -> list[str]:
             bounds = f"[{part['win_rate_low']:.2f}, {part['win_rate_high']:.2f}]"
             pairs = f"{part['wins']} better, {part['losses']} worse, {part['ties']} equal"
             texts.append(f"{'win rate':<11} {part['win_rate']:.2f} {bounds}, {split}: {pairs}")
-    return texts + summary.get("warnings", []) + worse_than_before(train, held_out)
+    texts += summary.get("warnings", [])
+    if config.get("method") in ("ddg", "listwise"):  # these losses differ from batch to batch
+        return texts
+    return texts + worse_than_before(train, held_out)
 
 
 def worse_than_before(train: list[dict], held_out: dict) -> list[str]:
@@ -146,7 +149,7 @@ def result_lines(folder: Path, run: dict[str, dict]) -> str:
     summary = run["summary"]
     took = f" in {int(summary['seconds'])} s" if "seconds" in summary else ""
     lines = [f"{summary.get('status', 'no summary')} after {summary.get('step', 0)} steps{took}"]
-    lines += results(folder, summary)
+    lines += results(folder, summary, run["config"])
     for row in (run["examples"].get("test") or run["examples"].get("val") or [])[:3]:
         lines.append(shorten(next(iter(row.values()))))
         lines += [f"  {name:>10}  {shorten(row[name])}" for name in REPLIES if name in row]
@@ -230,7 +233,7 @@ def content_of(folder: Path, run: dict[str, dict]) -> dict[str, Any]:
         "name": folder.absolute().name,
         "base": portable(config.get("model_name") or config.get("base_model_name") or "") or None,
         "facts": facts,
-        "results": results(folder, summary),
+        "results": results(folder, summary, config),
         "pictures": pictures,
         "examples": run["examples"],
         "numbers": table("Numbers", numbers),
