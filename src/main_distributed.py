@@ -364,11 +364,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         # results
         last = run.restore_best()
-        is_rounded = models.round_weights(policy, meta_model)
         for split in ("val", "test"):
-            if data[split] and (is_rounded or split not in run.results):
+            if data[split] and split not in run.results:  # the last step has evaluated val
                 run.results[split] = evaluate_split(split)
                 run.log(last, run.results[split], split)
+        models.round_weights(policy, meta_model)
         judges.write_examples(run, data, before, replies(), judge)
         folder = spec.model_folder or run.folder / "model"
         models.save_policy(policy, meta_model, encoder, folder, world)

@@ -34,7 +34,6 @@ TEMPORARY = ".tmp-"  # the name of a file or folder begins with it until all is 
 ONE_OBJECT_PER_LINE = "each line must hold one {...}, or the file one list of them"
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 MEDIA = ("function_call", "image", "images", "audio", "audios", "video", "videos")
-ONE = ("1", "1.0", "true", "")  # as CSV has it
 WEIGHTS = ("weight", "loss_weight", "train", "loss", "label")  # of a row or message: 1, true or 0
 
 
@@ -233,7 +232,7 @@ def check_text_only(record: Record, path: str, value: Any, weights: tuple = (Non
     for key in filter(value.get, MEDIA):
         raise UserError(f"{record.location}: {place}{key}: only text is supported; remove it")
     for key in WEIGHTS:
-        if value.get(key) not in weights and str(value[key]).lower() not in ONE:
+        if value.get(key) not in weights:
             raise wrong_value(record, place + key, value[key], "1 or true (use only such rows)")
 
 

@@ -341,16 +341,12 @@ def input_digests(rows: dict, folders: dict[str, str], config: PretrainedConfig)
 
 
 @torch.no_grad()
-def round_weights(policy: Policy, base: Model) -> bool:
-    """Round the trained weights as save() does, for results and replies of the saved model.
-
-    Return whether they may have changed: the weights of an adapter stay fp32.
-    """
+def round_weights(policy: Policy, base: Model) -> None:
+    """Round the trained weights as save() does, so that the last replies are the result's."""
     dtypes = {name: tensor.dtype for name, tensor in base.state_dict().items()}
-    trained = {name: p for name, p in policy.trainable().items() if name in dtypes}
-    for name, parameter in trained.items():
-        parameter.copy_(parameter.to(dtypes[name]))
-    return any(dtypes[name] != torch.float32 for name in trained)
+    for name, parameter in policy.trainable().items():
+        if name in dtypes:  # not the weights of an adapter, which stay fp32
+            parameter.copy_(parameter.to(dtypes[name]))
 
 
 def save(

@@ -120,7 +120,6 @@ RIGHT += [
     {"preference": "chosen"},
     {"label": True},
     {"labels": ["math"]},
-    {"label": "True", "weight": "1"},  # CSV
     {"margin": 0.0, "score": 0},  # a tie
     {"preference": "The user likes responses that are concise."},
     {"chosen_tokens": 5, "rejected_tokens": 9},

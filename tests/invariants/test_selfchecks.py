@@ -170,11 +170,12 @@ def test_another_reference_model_is_scored_in_its_place(tmp_path):
     flags = [*runs.FULL, *SHORT, "--train_data", runs.PAIRS]
     sft_adapter(tmp_path / "sft")
     tokenizer = load_tokenizer("data/demo/model")
-    tokenizer.chat_template = "{{ messages[0].content }}"  # of its training, not of its base
+    template = "{{ messages[0].content }}{{ messages[-1].content }}"
+    tokenizer.chat_template = template  # of its training, not of its base
     tokenizer.save_pretrained(tmp_path / "sft")
     merge.merge(str(tmp_path / "sft"), str(tmp_path / "merged"), "data/demo/model")
     merged = load_tokenizer(str(tmp_path / "merged"))
-    assert merged.chat_template == "{{ messages[0].content }}"
+    assert merged.chat_template == template
     plain, adapted = scores_of(str(tmp_path / "sft"))
     flags += ["--reference_model", str(tmp_path / "merged"), "--beta", "0.25"]
     first = ranks(2, runs.train, str(tmp_path), flags)[0][0]

@@ -97,7 +97,7 @@ def results(folder: Path, summary: dict, config: dict) -> list[str]:
     """Return a line with the first, the last and the held-out value of each printed metric.
 
     First and last are means of ten steps, or of fewer if there are fewer than 20. The held-out
-    value is of the weights that are saved. A judge adds a line with the win rate.
+    value is that of the last validation. A judge adds a line with the win rate.
     """
     texts = []
     lines = plots.read_metrics(folder) if (folder / "metrics.jsonl").exists() else []
