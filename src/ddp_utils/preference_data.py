@@ -232,14 +232,15 @@ def texts_of(record: Record, format: str) -> tuple[Prompt, Reply, Reply]:
     return prompt, chosen, rejected
 
 
-def check_direction(record: Record) -> None:
+def check_direction(record: Record, format: str) -> None:
     """Raise UserError if a field that is not trained tells that chosen may be the worse response.
 
     Which response a field such as winner names depends on the file: it can only be "chosen".
     """
+    trained = FIELDS.get(format, FIELDS["prompt"])  # an answer may be a number
     for original, value in record.data.items():
         name = original.lower()
-        if name.startswith("ignored_"):  # by --columns
+        if original in trained or name.startswith("ignored_"):  # by --columns
             continue
         is_wrong = False
         if re.fullmatch(WINNERS, name) and isinstance(value, str | int | float):
@@ -269,7 +270,7 @@ def _number(value: Any) -> float:
 
 def prompt_and_responses(record: Record, format: str) -> tuple[Prompt, Reply, Reply]:
     """Return prompt, chosen and rejected of a record in the named format."""
-    check_direction(record)
+    check_direction(record, format)
     data.check_text_only(record, "", record.data)
     if format in TEXTS:
         prompt = question(record, format)

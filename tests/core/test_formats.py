@@ -150,6 +150,11 @@ def test_a_value_that_pandas_writes_as_nan_is_absent(tmp_path):
     assert len(reading.pairs(tmp_path / "f.jsonl", encoder)[0]) == len(names)
 
 
+def test_responses_that_are_numbers_are_no_scores():
+    """The answer 2 may be better than 11."""
+    assert read({"prompt": "1+1?", "chosen": "2", "rejected": "11"}) == ("1+1?", "2", "11")
+
+
 def test_a_field_that_prefers_the_chosen_response_is_accepted():
     for more in RIGHT:
         assert read({"prompt": "q", **TEXT, **more}) == ("q", "x", "y")
