@@ -91,7 +91,7 @@ def own_tokenizer(adapter: Name, base: Tokenizer) -> Tokenizer:
     settings, values = adapter_settings(adapter), read_settings(adapter)
     ignored = [name for name in values if values[name] and not hasattr(settings, name)]
     warn(adapter, [f"{name}: peft ignores it; a newer peft may not" for name in ignored])
-    if find_file(adapter, "tokenizer_config.json") is None:
+    if models.find_file(adapter, "tokenizer_config.json") is None:
         return base
     own = models.load_tokenizer(adapter)
     own.chat_template = own.chat_template or base.chat_template
@@ -104,20 +104,13 @@ def warn(adapter: Name, problems: list[str]) -> None:
         print(f"warning: adapter {adapter}: {'; '.join(problems)}", flush=True)
 
 
-def find_file(name: Name, file: str) -> str | None:
-    """Return the path of a file in a folder, or of a model on the hub; None if there is none."""
-    errors = ("missing_entries", "connection_errors", "gated_repo")
-    options: Any = {f"_raise_exceptions_for_{error}": False for error in errors}
-    return cached_file(models.model_path(name), file, **options)
-
-
 # --- the model of a run ---------------------------------------------------------------------------
 
 
 def is_adapter(name: Name) -> bool:
     """Return whether a folder, or a model on the hub, is an adapter."""
     with models.reading(f"--model_name: {name}"):
-        return find_file(name, "adapter_config.json") is not None
+        return models.find_file(name, "adapter_config.json") is not None
 
 
 def base_of(adapter: Name) -> str:
@@ -387,7 +380,7 @@ def describe_targets(adapted: Any, targets: str, linear: set[str], fused: set[st
 def read_settings(path: Name) -> dict[str, Any]:
     """Return the content of an adapter's adapter_config.json."""
     with models.reading(f"--init_adapter: {path}"):
-        file = find_file(path, "adapter_config.json")
+        file = models.find_file(path, "adapter_config.json")
         if file is None and not data.resolve(path).is_dir():
             cached_file(path, "adapter_config.json")  # raises what is wrong with the hub
     if file is None:
@@ -428,7 +421,7 @@ def with_adapter(model: PreTrainedModel, path: Name, dropout: float = 0.0) -> An
     place = f"--init_adapter: {path}"
     settings = adapter_settings(path, dropout)
     with models.reading(place):
-        file = find_file(path, "adapter_model.safetensors")
+        file = models.find_file(path, "adapter_model.safetensors")
         if file is None:  # perhaps there is a pickle
             raise UserError(f"{place}: no adapter_model.safetensors; save it with a current peft")
         tensors = load_file(file)

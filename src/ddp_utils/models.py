@@ -163,6 +163,13 @@ def model_path(name: Name) -> str:
     return str(name)
 
 
+def find_file(name: Name, file: str) -> str | None:
+    """Return the path of a file in a folder, or of a model on the hub; None if there is none."""
+    errors = ("missing_entries", "connection_errors", "gated_repo")
+    options: Any = {f"_raise_exceptions_for_{error}": False for error in errors}
+    return cached_file(model_path(name), file, **options)
+
+
 def load_tokenizer(name: Name) -> Tokenizer:
     """Return the tokenizer in a folder or on the hub."""
     with reading(f"--model_name: no tokenizer at {name}"):
@@ -385,10 +392,8 @@ def copy_processor(base: Model, folder: Path) -> None:
     """Copy the files that a multimodal model also needs, and that its tokenizer does not write."""
     if base.config is base.config.get_text_config():
         return
-    errors = "_raise_exceptions_for_missing_entries", "_raise_exceptions_for_connection_errors"
-    options: Any = dict.fromkeys(errors, False)
     for name in PROCESSOR:
-        file = cached_file(str(base.name_or_path), name, **options)
+        file = find_file(str(base.name_or_path), name)
         if file:
             shutil.copyfile(file, folder / name)
 

@@ -1,8 +1,8 @@
 """Read backbones from PDB and mmCIF files, gzipped or not: protein chains of the first model.
 
 If a residue has alternative conformers, the first one is used, as in the official parser
-(parse_PDB_biounits of github.com/dauparas/ProteinMPNN). Atoms of two conformers are never mixed.
-The official parser reads ATOM records and MSE; Structure.note names what is read differently here.
+(parse_PDB_biounits of github.com/dauparas/ProteinMPNN). The official parser reads ATOM records and
+MSE; Structure.note names what is read differently here.
 
 A Structure has L positions: the residues of the requested chains in file order, and a masked X for
 each residue number that a gap skips, as in the official parser. A gap of more than 32 numbers adds
@@ -194,9 +194,9 @@ def _read_chains(path: str | Path) -> dict[str, Residues]:
 def _letters(residues: list[Any]) -> list[str]:
     """Return the letter of each residue of a chain, or "" if it is not part of the protein.
 
-    The protein ends with the last amino acid that is an ATOM record, is marked as a polymer (in
-    mmCIF by its entity, in PDB by a later TER) or, in a file without such marks, is close to the
-    one before. Amino acids after it are ligands.
+    The protein ends with the last amino acid that is an ATOM record or MSE, is marked as a polymer
+    (in mmCIF by its entity, in PDB by a later TER) or, in a file without such marks, is close to
+    the one before. Amino acids after it are ligands.
     """
     letters = [LETTERS.get(x.name, "X") if _is_amino_acid(x) else "" for x in residues]
     end = 0  # of the protein

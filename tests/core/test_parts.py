@@ -1,4 +1,4 @@
-"""Models whose parts are not all text and nn.Linear: what is trained, and what a line says."""
+"""Models whose parts are not all text and nn.Linear: what is trained, and the printed messages."""
 
 import json
 from unittest import mock

@@ -61,10 +61,10 @@ INTRO = """# On a GPU
 
 {}.
 
-`python tests/gpu/hour.py` makes this page from `gpu.json` beside it, 40 minutes for the whole
-list; `--minutes 9` begins nothing that may take longer, and a second start goes on with what is
-missing.
-It needs no network; `--dry` rehearses the list on a CPU, in a folder of its own.
+`python tests/gpu/hour.py` writes this page and `gpu.json` beside it. The complete list takes 40
+minutes; with `--minutes 9` no piece is started that may take longer, and running the command again
+measures the missing pieces. It needs no network. `--dry` tries the list on a CPU, in a separate
+folder.
 
 | piece | what | state | seconds |
 |---|---|---|---|

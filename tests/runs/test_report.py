@@ -254,6 +254,25 @@ def test_ends_are_means_and_a_tie_is_no_accuracy(tmp_path):
     assert "- warning: w\n" in (folder / "model/README.md").read_text()
 
 
+def test_losses_that_differ_from_batch_to_batch_are_not_compared(tmp_path):
+    """Before training, those of ddg and listwise are not the same for each pair either."""
+    folder = put(tmp_path / "run")
+    line = {"split": "train", "step": 1, "loss": 0.5, "rewards/margins": 0.0}
+    (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    for method, count in (("dpo", 1), ("ddg", 0), ("listwise", 0)):
+        texts = report.results(folder, {"val": {"loss": 3.4}}, {"method": method})
+        assert sum("is above" in text for text in texts) == count, method
+
+
+def test_the_accuracy_of_a_single_step_is_not_shown(tmp_path):
+    """All pairs of step 1 are ties."""
+    folder = put(tmp_path / "run")
+    line = {"split": "train", "step": 1, "loss": 0.7, "rewards/accuracies": 0.0}
+    (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    val = {"val": {"rewards/accuracies": 0.8}}
+    assert report.results(folder, val, {})[1] == "accuracy    held out 0.8000"
+
+
 def test_the_model_card_describes_the_training(tmp_path):
     """Its metadata are read by the Hub's own class."""
     val = {"share_baked": 0.997, "kept/kl": 0.02, "kept/kl/pirate": 0.0123}

@@ -203,6 +203,23 @@ def test_every_amino_acid_of_the_protein_is_read(read):
         assert note in backbone.note and bool(note) == bool(backbone.note), text
 
 
+def test_what_looks_like_a_second_residue_but_is_none(read):
+    """Conformers in blocks, one behind the other, and two side-chain atoms of one name."""
+    serines = residue("SER", 2, x=4.0, altloc="B") + residue("SER", 3, x=8.0, altloc="B")
+    first = residue("ALA", 2, x=4.0, altloc="A") + residue("ALA", 3, x=8.0, altloc="A")
+    blocks = residue("GLY", 1) + first + serines + residue("TRP", 4, x=12.0) + "TER\n"
+    assert read(blocks).sequence == "GAAW"
+    doubled = residue("GLY", 1) + residue("ALA", 2, x=4.0) + 2 * line("HB", "ALA", number=2)
+    assert read(doubled + "TER\n").sequence == "GA"
+
+
+def test_a_protein_ends_with_mse_or_its_last_close_residue(read):
+    """Without a TER at its end, behind a gap, and if all records are HETATM."""
+    text = residue("GLY", 1) + residue("ALA", 2, x=4.0)
+    assert read(text + residue("MSE", 9, x=40.0, record="HETATM")).observed.sum() == 3
+    assert read(THREE.replace("ATOM  ", "HETATM").replace("TER\n", "")).sequence == "GAW"
+
+
 def test_a_number_that_occurs_twice_is_an_error(read):
     """gemmi merges both residues if their names are equal."""
     for again in (PROTEIN, PROTEIN.replace("ALA", "SER"), "TER\n" + PROTEIN):
