@@ -97,7 +97,7 @@ def _parser(config_class: type, hints: dict[str, Any]) -> argparse.ArgumentParse
         allow_abbrev=False,
     )
     groups: dict[str, Any] = {}
-    comments = _comments(config_class)
+    comments = comments_of(config_class)
     for field in fields:
         heading, comment = comments[field.name]
         if heading not in groups:
@@ -121,7 +121,7 @@ def _parser(config_class: type, hints: dict[str, Any]) -> argparse.ArgumentParse
     return parser
 
 
-def _comments(config_class: type) -> dict[str, tuple[str, str]]:
+def comments_of(config_class: type) -> dict[str, tuple[str, str]]:
     """Return field -> (heading of its group, help), from the source; a first definition counts."""
     comments: dict[str, tuple[str, str]] = {}
     for part in reversed(config_class.__mro__[:-1]):

@@ -4,6 +4,7 @@ Scripts are called with --check, which parses, reads and checks everything and t
 that train with these commands are in the other files of this folder, one for each guide.
 """
 
+import importlib
 import math
 import re
 import shlex
@@ -164,6 +165,15 @@ def test_the_script_of_the_api_page_trains_alike_on_one_and_two_processes(tmp_pa
     assert outputs[0][0] == pytest.approx(math.log(2), abs=1e-5) and len(outputs[0]) == 10
     assert outputs[0][-1] < 0.6
     assert outputs[1] == pytest.approx(outputs[0], abs=2e-5)
+
+
+def test_the_settings_page_has_the_settings_of_today(monkeypatch):
+    """`python docs/make_settings.py` writes them; by hand: two lines of src/config.py."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    page = importlib.import_module("make_settings").page()
+    assert (ROOT / "docs/settings.md").read_text() == page
+    assert "| `lora_r` | integer | `16` | rank of the LoRA |" in page
+    assert "| `check` | switch | `False` | read and check everything, then exit without" in page
 
 
 def test_the_architecture_page_names_every_module():
