@@ -75,7 +75,7 @@ class Record:
         if self.gpu:
             self.resident_mb = 0
         elif self.resident_mb is None:
-            Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+            Path("/proc/self/clear_refs").write_text("5")  # reset the high-water mark
             self.resident_mb = memory("VmRSS")
 
     def step_ends(self):

@@ -6,8 +6,8 @@
     flops(products.as_list())
 
 What a program spends above that is everything else: norms, softmax, copies, Python. Products
-that a program does twice count twice, but for attention: two of its forward and four of its
-backward, of unmasked pairs of tokens alone.
+that a program computes twice count twice. Attention is the exception: two products of its forward
+and four of its backward pass count, and only for pairs of tokens that are not masked.
 """
 
 import collections

@@ -108,7 +108,7 @@ def settle():
 
 
 def forget():
-    """Give back what nobody holds, and measure the peak anew from here on."""
+    """Free unused memory, and measure the peak from here on."""
     gc.collect()
     if not DRY:
         torch.cuda.empty_cache()
@@ -198,7 +198,7 @@ def attention(_folder):
 
 
 def resume(folder):
-    """A run that is killed at any time and started again: weights and losses to the bit."""
+    """A run that is killed at any time and started again: weights and losses are bit-identical."""
     import faults
     import runs
 
@@ -413,7 +413,7 @@ def kernels(folder):
 
 
 def generation(folder):
-    """Tokens a second: ours, transformers', and vLLM's where it is installed."""
+    """Tokens per second: ours, transformers', and vLLM's where it is installed."""
     from ddp_utils import distributed, logps, models, sampling
 
     config = shape(SHAPES["0.6B"])

@@ -1,4 +1,4 @@
-"""The list for a GPU, rehearsed on this CPU: killed after a piece, it goes on with the next."""
+"""The list for a GPU, rehearsed on this CPU: killed after a piece, it continues with the next."""
 
 import math
 import os

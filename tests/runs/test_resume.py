@@ -1,4 +1,4 @@
-"""A run that is killed goes on bit for bit; without all of its state it would not."""
+"""A killed run resumes bit-identically; without all of its state it would not."""
 
 import json
 import shutil

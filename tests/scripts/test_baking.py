@@ -493,7 +493,7 @@ def test_replies_can_be_sampled_from_a_lora(made, tmp_path):
 
 
 def test_the_lines_of_the_guide(tmp_path):
-    """As written, from src/ of a copy; but for --r, which is torchrun's own."""
+    """They run as written, in a copy of src/; without --r, which torchrun would read itself."""
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "data").symlink_to(ROOT / "data")
     env = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "WORLD_SIZE": "2"}

@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
@@ -28,6 +29,7 @@ MINE = {
     "x0.txt": str(ROOT / "data/demo/x0.txt"),
     "questions.jsonl": str(ROOT / "data/demo/questions_train.jsonl"),
 }
+TEXTS = {".py", ".sh", ".toml", ".in", ".j2", ".yaml"}  # in folders with code
 SCRIPTS = ["src/main_distributed.py", "src/train.py", "src/generate_data.py", "src/ad/train.py"]
 SCRIPTS += ["dpo_inv.run_dpo_ddp"]
 # by their first words: what other tests run, and what needs another machine or the network
@@ -165,6 +167,24 @@ def test_the_script_of_the_api_page_trains_alike_on_one_and_two_processes(tmp_pa
     assert outputs[0][0] == pytest.approx(math.log(2), abs=1e-5) and len(outputs[0]) == 10
     assert outputs[0][-1] < 0.6
     assert outputs[1] == pytest.approx(outputs[0], abs=2e-5)
+
+
+PHRASES = r"""anew|goes on|carr(y|ies) on|begins again|else but for|a line says|to the bit|to mend
+(nats|tokens|seconds|bytes) an? (token|step|second|row|rank)|(is|are) (refused|taken as)"""
+
+
+def test_phrases_that_are_always_wrong_stay_away():
+    """CONTRIBUTING's language: what was once translated word by word."""
+    written = [*PAGES, *ROOT.glob("C*.md"), ROOT / "data/demo/README.md", *ROOT.glob("*.sh")]
+    for folder in ("src", "scripts", "tests"):
+        written += [path for path in (ROOT / folder).rglob("*.*") if path.suffix in TEXTS]
+    wrong = re.compile(rf"\b({'|'.join(PHRASES.splitlines())})\b", re.I)
+    found = []
+    for path in written:
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+            if wrong.search(line) and path != Path(__file__):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
+    assert found == []
 
 
 def test_the_settings_page_has_the_settings_of_today(monkeypatch):

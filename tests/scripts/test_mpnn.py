@@ -1,4 +1,4 @@
-"""ProteinMPNN on made-up backbones: who sees whom, what padding may change, what is refused."""
+"""ProteinMPNN on generated backbones: which positions see which, padding, rejected inputs."""
 
 import pytest
 import torch

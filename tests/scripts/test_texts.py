@@ -131,7 +131,7 @@ LLAMA2 = (  # white space on both sides of a reply; the system text inside the f
     "{% elif m.role == 'assistant' %} {{ m.content.strip() }} </s>{% else %}"
     "{{ raise_exception('no system') }}{% endif %}{% endfor %}"
 )
-PHI3 = (  # eos behind the whole: a conversation that goes on does not begin with one that ended
+PHI3 = (  # the end token stands behind the complete conversation, and so not between its turns
     "{% for m in messages %}<|h|>{{ m.role }}\n{{ m.content }}<|eot|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|h|>assistant\n{% else %}</s>{% endif %}"
 )
