@@ -48,7 +48,7 @@ class Config:
     lambda_dpop: float | None = None  # dpop, dpopshift: weight of the penalty (None: 50)
     lambda_shift: float | None = None  # dposhift, dpopshift: weight of rejected (None: 0.75)
     simpo_gamma: float | None = None  # simpo: target reward margin (None: 0.5)
-    sft_weight: float | None = None  # weight of the NLL of the chosen response (None: 0; demo: 1)
+    sft_weight: float | None = None  # weight of the NLL of chosen (None: 0; orpo, demo: 1)
     length_average: bool = False  # average log-probs over response tokens instead of summing
 
     # optimization
@@ -110,5 +110,5 @@ def check(config: Config) -> None:
     for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_targets"):
         if config.fine_tuning == "full" and getattr(config, name) != getattr(Config, name):
             raise SettingError(name, "there is no LoRA; use --fine_tuning lora, or leave it out")
-    if config.method == "simpo" and config.reference_model:
-        raise SettingError("reference_model", "simpo has no reference; leave it out")
+    if config.method in cli.REFERENCE_FREE and config.reference_model:
+        raise SettingError("reference_model", f"{config.method} has no reference; leave it out")

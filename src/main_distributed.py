@@ -55,8 +55,8 @@ def read_settings(argv: Sequence[str] | None) -> settings.Config:
         config.val_data = str(DEMO / "preferences_val.jsonl")
         config.test_data = str(DEMO / "preferences_test.jsonl")
         config.judge = config.judge or DEMO_JUDGE
-    if config.sft_weight is None:  # plain DPO turns the demo's replies into gibberish: docs/dpo.md
-        config.sft_weight = 1.0 if is_demo else 0.0
+    if is_demo and config.sft_weight is None:
+        config.sft_weight = 1.0  # plain DPO turns the demo's replies into gibberish: docs/dpo.md
     return config
 
 
@@ -119,8 +119,8 @@ def train_step(
 
 def has_known_loss(config: settings.Config) -> bool:
     """Return whether the first loss has a closed form, since policy and reference are equal."""
-    has_other_reference = config.method == "simpo" or config.reference_model
-    return not has_other_reference and not (config.lora_dropout and config.init_adapter)
+    has_reference = config.method not in cli.REFERENCE_FREE and not config.reference_model
+    return has_reference and not (config.lora_dropout and config.init_adapter)
 
 
 @torch.no_grad()
@@ -308,11 +308,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     precision = precision_of(config, world.device)
     scaling = config.lr_scaling, plan.global_batch / config.base_batch_size, world.world_size
     peak_rate = policies.learning_rate(config.learning_rate or 0.0, *scaling)
+    loss = losses.LossSpec.of(config)
 
     with Run(spec, config, world) as run:
         run.describe(
             model=f"{config.model_name}, {config.fine_tuning}",
-            loss=f"{config.method}, beta {config.beta:g}, sft_weight {config.sft_weight:g}",
+            loss=f"{config.method}, beta {config.beta:g}, sft_weight {loss.sft_weight:g}",
             steps=f"{plan.steps} of {plan.global_batch} pairs, learning rate {peak_rate:.3g}",
             files=" ".join(filter(None, (config.train_data, config.val_data, config.test_data))),
         )
@@ -321,7 +322,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if config.reference_model:
             ref_logps = score_reference_model(config, precision, plan, data, run)
         policy = load_policy(config, precision, data, run)
-        if not config.reference_model:  # the reference is the policy before step 0
+        if config.method in cli.REFERENCE_FREE:
+            ref_logps = losses.no_reference(data, world.device)
+        elif not config.reference_model:  # the reference is the policy before step 0
             ref_logps = score_reference(policy, plan, data, config, run)
 
         def replies() -> dict[str, list[str]]:

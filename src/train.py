@@ -298,10 +298,13 @@ def fine_tune(config: Config, world: World) -> int:
         # model
         policy = load_policy(config, precision, data, run)
         ref_logps: Any = None
-        if config.objective == "dpo":  # the reference is the policy before step 0
+        if config.objective == "dpo" and config.method in cli.REFERENCE_FREE:
+            ref_logps = losses.no_reference(data, world.device)
+        elif config.objective == "dpo":  # the reference is the policy before step 0
             ref_logps = score_reference(policy, plan, data, config, run)
         has_other_dropout = bool(config.lora_dropout and config.init_adapter)
-        has_known_loss = ref_logps and config.method != "simpo" and not has_other_dropout
+        has_reference = ref_logps and config.method not in cli.REFERENCE_FREE
+        has_known_loss = has_reference and not has_other_dropout
         optim = (config.lr_scheduler, config.warmup_ratio, config.weight_decay)
         rate = config.learning_rate or 0.0  # it is set
         optimizer, schedule = policies.make_optimizer(policy, rate, plan.steps, *optim)

@@ -52,7 +52,7 @@ class Training:
     lambda_dpop: float | None = None  # dpop, dpopshift: weight of the penalty (None: 50)
     lambda_shift: float | None = None  # dposhift, dpopshift: weight of rejected (None: 0.75)
     simpo_gamma: float | None = None  # simpo: target reward margin (None: 0.5)
-    sft_weight: float = 0.0  # weight of the NLL of the chosen response, per token
+    sft_weight: float | None = None  # weight of the NLL of chosen per token (None: 0; orpo: 1)
     length_average: bool = False  # average log-probs over response tokens instead of summing
 
 

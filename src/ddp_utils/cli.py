@@ -216,16 +216,18 @@ def check_ranges(config: Any, **ranges: Range) -> None:
 # --- options of the losses -----------------------------------------------------------------------
 
 Method = Literal[
-    "dpo", "cdpo", "robust", "ipo", "ipo_sum", "hinge", "dpop", "dposhift", "dpopshift", "simpo"
-]
+    "dpo", "cdpo", "robust", "ipo", "ipo_sum", "hinge",
+    "dpop", "dposhift", "dpopshift", "simpo", "orpo",
+]  # fmt: skip
 METHODS = typing.get_args(Method)
+REFERENCE_FREE = ("simpo", "orpo")
 LOSS_OPTIONS = {  # option -> its default, and the methods that use it
     "label_smoothing": (0.1, ("cdpo", "robust")),
     "lambda_dpop": (50.0, ("dpop", "dpopshift")),
     "lambda_shift": (0.75, ("dposhift", "dpopshift")),
     "simpo_gamma": (0.5, ("simpo",)),
 }
-FIXED_LENGTH_METHODS = ("ipo", "ipo_sum", "simpo")  # they average or sum by definition
+FIXED_LENGTH_METHODS = ("ipo", "ipo_sum", *REFERENCE_FREE)  # they average or sum by definition
 
 
 def loss_options(config: Any) -> dict[str, float]:

@@ -15,12 +15,16 @@ dposhift    dpo with the rejected log-ratio times lambda_shift  Yang et al. 2025
 dpopshift   both of these
 simpo       -log sigma(beta * (chosen - rejected) - simpo_gamma), log-probs per token, no
             reference                                           Meng et al. 2024, eq. 6
+orpo        -beta * log sigma(log-odds of chosen - log-odds of rejected), log-odds =
+            log(p / (1 - p)), log p per token, no reference     Hong et al. 2024, eq. 7
+            with the SFT term of weight 1 by default            eq. 6
 
 The names and options of the methods are in cli.py, so that reading settings does not import torch.
 """
 
 import math
 from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -61,8 +65,10 @@ class LossSpec(NamedTuple):
     def of(cls, config: Any) -> "LossSpec":
         """Return the loss of a script's settings."""
         options: dict[str, Any] = {**cli.loss_options(config)}
-        general = config.method, config.beta, config.length_average, config.sft_weight
-        return cls(*general, **options)
+        weight = config.sft_weight
+        if weight is None:
+            weight = 1.0 if config.method == "orpo" else 0.0
+        return cls(config.method, config.beta, config.length_average, weight, **options)
 
 
 def preference(
@@ -73,7 +79,7 @@ def preference(
     noise: difference, in nats, that two computations of the same log-prob may have. The penalty of
     dpop starts there; otherwise its factor of 50 would turn rounding errors into a loss.
     """
-    if spec.method == "simpo":
+    if spec.method in cli.REFERENCE_FREE:
         chosen_ratio = logps.chosen / logps.chosen_tokens
         rejected_ratio = logps.rejected / logps.rejected_tokens
     else:
@@ -96,6 +102,8 @@ def preference(
         losses = (-(1 - e) * logsigmoid(z) + e * logsigmoid(-z)) / (1 - 2 * e)
     elif spec.method in ("ipo", "ipo_sum"):
         losses = (chosen_ratio - rejected_ratio - 1 / (2 * spec.beta)) ** 2
+    elif spec.method == "orpo":
+        losses = -spec.beta * logsigmoid(log_odds(chosen_ratio) - log_odds(rejected_ratio))
     elif spec.method == "hinge":
         losses = torch.relu(1 - z)
     else:
@@ -110,6 +118,12 @@ def preference(
         "logps/chosen": logps.chosen,
         "logps/rejected": logps.rejected,
     }
+
+
+def log_odds(logps: Tensor) -> Tensor:
+    """Return log(p / (1 - p)) of log p, which rounding may bring to 0 or above it."""
+    logps = logps.clamp(max=-1e-6)
+    return logps - torch.log(-torch.expm1(logps))
 
 
 def pair_losses(
@@ -129,6 +143,11 @@ def pair_losses(
     return losses, {"loss": losses, **metrics}
 
 
+def no_reference(data: Mapping[str, Sequence[Any]], device: torch.device) -> dict[str, Tensor]:
+    """Return zeros in place of the log-probs of a reference: split -> [pairs, 2]."""
+    return {split: torch.zeros(len(pairs), 2, device=device) for split, pairs in data.items()}
+
+
 def noise(dtype: torch.dtype, tokens: Tensor) -> Tensor:
     """Return the difference, in nats, that rounding may cause between two scorings, [B].
 
@@ -146,7 +165,7 @@ def at_reference(spec: LossSpec) -> float | None:
 
     None if the method has no closed form there, or is not one of this file.
     """
-    if spec.method == "simpo" or spec.method not in cli.METHODS:
+    if spec.method in cli.REFERENCE_FREE or spec.method not in cli.METHODS:
         return None
     if spec.method in ("ipo", "ipo_sum"):
         return 1 / (4 * spec.beta**2)
@@ -158,7 +177,7 @@ class Displacement:
 
     def __init__(self, method: str, chosen: str = "chosen responses"):
         self.chosen = chosen  # their name in the warning
-        self.is_watching = method != "simpo"  # which has no reference
+        self.is_watching = method not in cli.REFERENCE_FREE
         self.recent: deque[float] = deque(maxlen=10)
 
     def seen(self, reward: float) -> str | None:

@@ -50,7 +50,7 @@ class Config(PairSettings):
     # objective
     method: Method = "dpo"  # loss function
     weighting: Literal["none", "margin"] = "none"  # weight of a pair: equal, or its ddG margin
-    sft_weight: float = 0.0  # weight of the NLL of the preferred sequence, per residue
+    sft_weight: float | None = None  # weight of the NLL of preferred (None: 0; orpo: 1)
     label_smoothing: float | None = None  # cdpo, robust: fraction of wrong labels (None: 0.1)
     lambda_dpop: float | None = None  # dpop, dpopshift: weight of the penalty (None: 50)
     lambda_shift: float | None = None  # dposhift, dpopshift: weight of rejected (None: 0.75)

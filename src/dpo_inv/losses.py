@@ -26,18 +26,19 @@ def pair_losses(
     residues = batch.targets.sum(-1)  # [B]
     ref_preferred, ref_unpreferred = ref_logps.unbind(-1)
     logps = LogPs(preferred, unpreferred, ref_preferred, ref_unpreferred, residues, residues)
-    losses, metrics = preference(logps, LossSpec.of(config))
+    spec = LossSpec.of(config)
+    losses, metrics = preference(logps, spec)
     if config.method in MEASURED_METHODS:
         loss = {"ddg": ddg, "listwise": listwise}[config.method]
         losses = loss(preferred - unpreferred, batch.margins, batch.signs)
     # the preference of the policy itself, whatever that of the reference is
     metrics["logps/accuracies"] = (preferred > unpreferred).float()
     metrics["nll"] = -preferred / residues
-    if config.sft_weight or config.weighting == "margin":
+    if spec.sft_weight or config.weighting == "margin":
         metrics["loss/preference"] = losses
         if config.weighting == "margin":
             losses = losses * batch.margins
-        losses = losses + config.sft_weight * metrics["nll"]
+        losses = losses + spec.sft_weight * metrics["nll"]
     return losses, {"loss": losses, **metrics}
 
 

@@ -1,4 +1,4 @@
-"""The ten losses against closed forms in plain math: values, gradients, limits, options, metrics.
+"""The losses against closed forms in plain math: values, gradients, limits, options, metrics.
 
 Nothing here uses the code's own formulas: `by_hand` gives each loss and its two derivatives.
 """
@@ -15,6 +15,7 @@ from ddp_utils.cli import METHODS
 from ddp_utils.losses import Displacement, LogPs, LossSpec, at_reference, preference
 
 ALL = ["dpo", "cdpo", "robust", "ipo", "ipo_sum", "hinge", "dpop", "dposhift", "dpopshift", "simpo"]
+ALL += ["orpo"]
 AVERAGEABLE = ["dpo", "cdpo", "robust", "hinge", "dpop", "dposhift", "dpopshift"]
 OPTIONS = {  # option -> the value given here and the methods whose paper has it
     "label_smoothing": (0.2, {"cdpo", "robust"}),
@@ -22,6 +23,7 @@ OPTIONS = {  # option -> the value given here and the methods whose paper has it
     "lambda_shift": (0.6, {"dposhift", "dpopshift"}),
     "simpo_gamma": (0.7, {"simpo"}),
 }
+FREE = ["simpo", "orpo"]  # without a reference
 NOISE = 1e-3
 
 
@@ -41,12 +43,17 @@ def spec_of(method, **options):
 
 def by_hand(spec, chosen, rejected, ref_chosen, ref_rejected, chosen_tokens, rejected_tokens):
     """Loss of one pair, d loss / d chosen, d loss / d rejected."""
-    average = spec.length_average or spec.method in ("ipo", "simpo")
+    average = spec.length_average or spec.method in ("ipo", "simpo", "orpo")
     a, b = (1 / chosen_tokens, 1 / rejected_tokens) if average else (1.0, 1.0)
     beta, e = spec.beta, spec.label_smoothing
     if spec.method == "simpo":
         z = beta * (a * chosen - b * rejected) - spec.simpo_gamma
         return -log_sigma(z), (sigma(z) - 1) * beta * a, -(sigma(z) - 1) * beta * b
+    if spec.method == "orpo":  # 1 - p = -expm1(log p); the slope of the log odds is 1 / (1 - p)
+        x, y = a * chosen, b * rejected
+        z = x - y - math.log(-math.expm1(x)) + math.log(-math.expm1(y))
+        slope = beta * (sigma(z) - 1)
+        return -beta * log_sigma(z), -slope * a / math.expm1(x), slope * b / math.expm1(y)
     u, v = a * (chosen - ref_chosen), b * (rejected - ref_rejected)
     if spec.method.startswith("ipo"):
         h = u - v - 1 / (2 * beta)
@@ -101,7 +108,10 @@ def check_against_hand(spec, rows):
 @pytest.mark.parametrize("spread", [1, 30, 6000])
 @pytest.mark.parametrize("method", ALL)
 def test_value_and_gradient_equal_the_closed_form(method, spread):
-    check_against_hand(spec_of(method, beta=0.1), some_pairs(spread))
+    rows = some_pairs(spread)
+    if method == "orpo":  # of probabilities, so that log-probs are below 0
+        rows = [(-abs(chosen), -abs(rejected), *rest) for chosen, rejected, *rest in rows]
+    check_against_hand(spec_of(method, beta=0.1), rows)
 
 
 def test_length_average_divides_each_log_ratio_by_its_own_tokens():
@@ -126,7 +136,7 @@ def test_the_dpop_penalty_is_beta_lambda_times_a_fall_beyond_the_noise():
         assert loss == pytest.approx(math.log(1 + math.exp(-z)), rel=1e-12)
 
 
-@pytest.mark.parametrize("method", [method for method in ALL if method != "simpo"])
+@pytest.mark.parametrize("method", [method for method in ALL if method not in FREE])
 def test_the_loss_at_the_reference_has_its_closed_form(method):
     pair = logps_of([(-7.0, -9.0, -7.0, -9.0, 3, 5)])
     for beta in (0.05, 0.1, 2.0):
@@ -135,7 +145,8 @@ def test_the_loss_at_the_reference_has_its_closed_form(method):
         spec = spec_of(method, beta=beta)
         assert at_reference(spec) == pytest.approx(expected, rel=1e-12)
         assert preference(pair, spec)[0].item() == pytest.approx(expected, rel=1e-12)
-    assert at_reference(LossSpec("simpo")) is at_reference(LossSpec("of a script")) is None
+    for method in (*FREE, "of a script"):
+        assert at_reference(LossSpec(method)) is None
 
 
 def test_an_option_is_an_error_for_methods_that_do_not_use_it():
@@ -168,6 +179,21 @@ def test_an_option_that_is_left_out_has_the_documented_default():
         config = Config(method=method, beta=0.3, sft_weight=1.5)
         assert LossSpec.of(config) == spec._replace(sft_weight=1.5)
     assert LossSpec.of(Config(length_average=True)).length_average
+    for weight, expected in ((None, 1.0), (0.0, 0.0), (0.5, 0.5)):  # of the NLL in Hong et al.
+        assert LossSpec.of(Config(method="orpo", sft_weight=weight)).sft_weight == expected
+    assert LossSpec.of(Config()).sft_weight == 0
+
+
+def test_the_odds_ratio_of_certain_responses_is_finite():
+    """p of 0.2 and 0.1: odds 1/4 and 1/9, so L = -0.3 log(1 / (1 + 4/9)). p may be 1 in fp32."""
+    rows = [(2 * math.log(0.2), 3 * math.log(0.1), 0.0, 0.0, 2, 3)]
+    losses, metrics = preference(logps_of(rows), LossSpec("orpo", beta=0.3))
+    assert losses.item() == pytest.approx(0.3 * math.log(13 / 9), rel=1e-12)
+    assert metrics["rewards/chosen"].item() == pytest.approx(0.3 * math.log(0.2), rel=1e-12)
+    for chosen, rejected in ((0.0, -90.0), (-90.0, 0.0), (1e-7, 1e-7), (-900.0, -1e-9)):
+        rows = [(chosen, rejected, 0.0, 0.0, 3, 4)]
+        for found in loss_and_gradients(LossSpec("orpo", beta=1.0), rows, torch.float32):
+            assert torch.isfinite(found).all(), rows
 
 
 def test_the_metrics_are_beta_times_the_summed_log_ratios_whatever_the_loss():
@@ -210,4 +236,5 @@ REWARDS = {  # reason -> rewards/chosen of each step, and the steps with a warni
 def test_a_warning_is_printed_once_if_chosen_responses_become_less_likely(reason):
     rewards, steps = REWARDS[reason]
     assert warned(rewards) == steps
-    assert warned(rewards, "simpo") == []  # it has no reference
+    for method in FREE:
+        assert warned(rewards, method) == []

@@ -1,4 +1,4 @@
-"""Write what TRL's DPOTrainer logs on the demo, step by step: what test_trl.py compares with.
+"""Write what TRL's trainers log on the demo, step by step: what test_trl.py compares with.
 
     python3 -m venv trl-env
     trl-env/bin/pip install torch==2.13.0 trl==1.16.0 peft transformers==5.23.0 datasets
@@ -22,6 +22,7 @@ import peft  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 import trl  # noqa: E402
+from trl.experimental import orpo  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -37,7 +38,10 @@ CASES = {  # by the names of this project's flags
     "full_robust": FULL | {"method": "robust", "beta": 0.5, "label_smoothing": 0.1},
     "lora_sigmoid": LORA | {"method": "dpo", "beta": 0.5},
     "lora_ipo": LORA | {"method": "ipo", "beta": 0.5},
+    "full_orpo": FULL | {"method": "orpo", "beta": 0.5},
 }
+# its NLL covers the prompt as well; with a prompt of one token it is that of the response
+ORPO_PROMPT = ":"
 
 
 def rate(done):
@@ -85,12 +89,19 @@ def train(case, scratch):
         policy = peft.PeftModel.from_pretrained(policy, ADAPTER, is_trainable=True)
     loss = {"dpo": "sigmoid"}.get(case["method"], case["method"])
     same = ("learning_rate", "max_grad_norm", "weight_decay", "beta", "label_smoothing")
-    settings = trl.DPOConfig(
-        **{name: case[name] for name in same if name in case},
-        loss_type=[loss],
+    settings: dict = {name: case[name] for name in same if name in case}
+    pairs = read_pairs(tokenizer)
+    if loss == "orpo":  # a pair at a time: within a batch, its NLL is a mean over tokens
+        make, trainer_class = orpo.ORPOConfig, orpo.ORPOTrainer
+        settings |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": PAIRS}
+        pairs = pairs.map(lambda row: {"prompt": ORPO_PROMPT})
+    else:
+        make, trainer_class = trl.DPOConfig, trl.DPOTrainer
+        settings |= {"loss_type": [loss], "per_device_train_batch_size": PAIRS}
+    settings = make(
+        **settings,
         output_dir=scratch,
         max_steps=STEPS,
-        per_device_train_batch_size=PAIRS,
         train_sampling_strategy="sequential",
         max_length=512,
         use_cpu=True,
@@ -101,10 +112,10 @@ def train(case, scratch):
         report_to=[],
         disable_tqdm=True,
     )
-    trainer = trl.DPOTrainer(
+    trainer = trainer_class(
         model=policy,
         args=settings,
-        train_dataset=read_pairs(tokenizer),
+        train_dataset=pairs,
         processing_class=tokenizer,
     )
     trainer.create_optimizer()
@@ -131,6 +142,7 @@ def main():
             "dtype": "fp32",
             "eos": "appended to each response",
             "versions": {m.__name__: m.__version__ for m in (trl, transformers, peft, torch)},
+            "prompt": ORPO_PROMPT if case["method"] == "orpo" else "",
             "flags": case,
             "log": log,
         }

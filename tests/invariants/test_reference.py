@@ -60,6 +60,12 @@ def test_the_reference_is_scored_once_per_run(world_size, tmp_path):
         torch.testing.assert_close(first[split], second[split], rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("method", ["simpo", "orpo"])
+def test_a_method_without_a_reference_scores_none(method, tmp_path):
+    assert train(tmp_path / "a", "--method", method) == 0
+    assert not (tmp_path / "a" / REFERENCE).exists()
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """The folder of a run that was killed before its first checkpoint."""
