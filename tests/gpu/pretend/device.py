@@ -1,0 +1,410 @@
+"""Tensors of the host that report the device cuda:N, and the checks of their operators."""
+
+import collections
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from pathlib import Path
+
+import torch
+from torch.utils import _pytree as pytree
+
+aten = torch.ops.aten
+CPU = torch.device("cpu")
+SRC = Path(__file__).resolve().parents[3] / "src"
+SOURCE = Path(__file__).with_name("pretend.cpp")
+
+
+# --- what a run has done --------------------------------------------------------------------------
+
+
+class Record:
+    """What was noticed and counted, since the process started or clear() was called.
+
+    Kinds of `lines`: "read", the host waits until the device is done; "race", the host reads
+    without waiting; "copy", numbers of the host that go to the device and are waited for; "pinned",
+    those that are not waited for.
+    """
+
+    def __init__(self):
+        self.faults = []  # ("file:line", what a GPU would have raised)
+        self.lines = collections.Counter()  # (kind, "file:line", operator) -> how often
+        self.kernels = collections.Counter()  # operator -> launches
+        self.flops = collections.Counter()  # dtype -> FLOP of matrix products
+        self.attention = collections.Counter()  # kernel and dtype -> calls
+        self.collectives = collections.Counter()  # (collective, "file:line", dtype) -> calls
+        self.memory = None  # a Memory, if it is counted
+        self.trace = None  # called with (operator, args, kwargs, result) after each operator
+
+    def note(self, kind, what):
+        """Count something that a line of src/ does."""
+        self.lines[kind, our_line(), str(what)] += 1
+
+    def done(self, function, args, kwargs, result):
+        """Tell the trace about an operator; return its result."""
+        if self.trace:
+            self.trace(function, args, kwargs, result)
+        return result
+
+
+class Memory:
+    """Bytes of all tensors on the devices, in blocks of 512; what kernels need is left out."""
+
+    def __init__(self):
+        self.now = self.peak = 0
+        self.holders = collections.Counter()  # address -> tensors
+        self.lock = threading.RLock()
+
+    def hold(self, tensor):
+        storage = tensor.host.untyped_storage()
+        address, size = storage.data_ptr(), -(-storage.nbytes() // 512) * 512
+        with self.lock:
+            if not self.holders[address]:
+                self.now += size
+                self.peak = max(self.peak, self.now)
+            self.holders[address] += 1
+        weakref.finalize(tensor, self.release, address, size).atexit = False
+
+    def release(self, address, size):
+        with self.lock:
+            self.holders[address] -= 1
+            if not self.holders[address]:
+                del self.holders[address]
+                self.now -= size
+
+
+record = Record()
+
+
+class DeviceFault(RuntimeError):
+    """What a GPU would have raised."""
+
+
+def fault(text):
+    """Record what a GPU would have raised, and raise it."""
+    record.faults.append((our_line(), text))
+    raise DeviceFault(f"{text} [{our_line()}]")
+
+
+def our_line():
+    """Return the innermost line of src/ that is being executed."""
+    frame = sys._getframe(1)
+    while frame:
+        path = Path(frame.f_code.co_filename)
+        if SRC in path.parents:
+            return f"{path.relative_to(SRC)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "elsewhere"
+
+
+# --- the library ----------------------------------------------------------------------------------
+
+
+def why_not():
+    """Return why this machine cannot pretend, "" if it can."""
+    if torch.cuda.is_available():
+        return "it has a real GPU"
+    if torch.version.cuda:
+        return "needs a CPU build of torch"
+    return "" if shutil.which("g++") else "needs the C++ compiler g++"
+
+
+def build():
+    """Compile pretend.cpp once per version of it and of torch; return the library's path."""
+    cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache/torch_extensions")
+    site = Path(torch.__file__).parent
+    digest = hashlib.sha256(SOURCE.read_bytes() + f"{torch.__version__}{site}".encode())
+    library = cache / f"pretend-{digest.hexdigest()[:16]}.so"
+    if not library.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        include = [f"-I{site}/include", f"-I{site}/include/torch/csrc/api/include"]
+        link = [f"-L{site}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{site}/lib"]
+        flags = ["-std=c++20", "-O0", "-shared", "-fPIC", "-w", *include, *link]
+        with tempfile.TemporaryDirectory(dir=cache) as folder:
+            made = Path(folder, "pretend.so")
+            subprocess.run(["g++", str(SOURCE), *flags, "-o", str(made)], check=True)
+            made.rename(library)
+    return library
+
+
+def install(devices, memory):
+    """Load the library, and make torch create tensors on cuda:N as Gpu."""
+    global _devices
+    _devices = devices
+    ctypes.CDLL(str(build())).set_device_count(devices)
+    if memory:
+        record.memory = Memory()
+    fallback = torch.library.Library("_", "IMPL")
+    fallback.fallback(_create, "CUDA")
+    by_name = torch.library.Library("aten", "IMPL")
+    for overload in ("default", "start", "start_step"):  # otherwise they resize what they write to
+        operator = getattr(aten.arange, overload)
+        name = operator.name().removeprefix("aten::")
+        by_name.impl(name, functools.partial(_create, operator), "CUDA")
+    _kept.extend([fallback, by_name])
+    # torch.tensor(..., device="cuda") is made on the host and copied, as with CUDA
+    torch._C._set_only_lift_cpu_tensors(True)
+
+
+_kept = []  # libraries that torch forgets with their objects
+_devices = 1
+
+
+def current_device():
+    """Return the index of this thread's current device."""
+    return torch._C._accelerator_getDeviceIndex()
+
+
+def checked_index(index):
+    """Return the index of a device, or raise what CUDA raises if it does not exist."""
+    if not 0 <= index < _devices:
+        raise DeviceFault(f"CUDA error: invalid device ordinal {index} of {_devices}")
+    return index
+
+
+def device_of(device):
+    """Return the device that is meant: the current one if there is no index."""
+    index = torch.device(device or "cuda").index
+    return torch.device("cuda", checked_index(current_device() if index is None else index))
+
+
+# --- tensors --------------------------------------------------------------------------------------
+
+
+class Gpu(torch.Tensor):
+    """A tensor of the host, `host`, that reports a CUDA device."""
+
+    @staticmethod
+    def __new__(cls, host, device=None):
+        assert isinstance(host, torch.Tensor) and not isinstance(host, Gpu)
+        shape = {"strides": host.stride(), "storage_offset": host.storage_offset()}
+        shape |= {"dtype": host.dtype, "device": device or device_of(None), "requires_grad": False}
+        tensor = torch.Tensor._make_wrapper_subclass(cls, host.size(), **shape)
+        tensor.host = host
+        if record.memory:
+            record.memory.hold(tensor)
+        return tensor
+
+    def __repr__(self):
+        return f"Gpu({self.host})"
+
+    def __deepcopy__(self, memo):
+        if id(self) not in memo:
+            new = Gpu(self.host.clone(), self.device)
+            is_parameter = isinstance(self, torch.nn.Parameter)
+            new = torch.nn.Parameter(new, self.requires_grad) if is_parameter else new
+            memo[id(self)] = new.requires_grad_(self.requires_grad)
+        return memo[id(self)]
+
+    def untyped_storage(self):
+        return self.host.untyped_storage()
+
+    def storage(self):
+        return self.host.storage()
+
+    def data_ptr(self):
+        return self.host.data_ptr()
+
+    def record_stream(self, stream):
+        """Only the allocator of a GPU needs to know."""
+
+    def __format__(self, spec):
+        return self.item().__format__(spec) if self.dim() == 0 else super().__format__(spec)
+
+    def tolist(self):
+        record.note("read", "tolist")
+        return self.host.tolist()
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return dispatch(function, args, kwargs or {})
+
+
+def wrap(out, device):
+    """Return the result of the host's operator as tensors of a device."""
+    if isinstance(out, torch.Tensor):
+        return out if isinstance(out, Gpu) else Gpu(out, device)
+    if isinstance(out, list | tuple):
+        parts = [wrap(part, device) for part in out]
+        return type(out)(parts) if type(out) in (list, tuple) else type(out)(*parts)
+    return out
+
+
+# --- operators ------------------------------------------------------------------------------------
+
+SPECIAL = {}  # operator -> what computes it here: attention.py, cuda.py
+COLLECTIVE = ("c10d", "_c10d_functional", "_c10d_functional_autograd")  # namespaces
+INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
+INDEXED |= {"_unsafe_index_put"}
+WRITES_BY_INDEX = INDEXED - {"index", "_unsafe_index"}
+# their result, or its size, is needed on the host
+READS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim"}
+READS |= {"unique_consecutive", "bincount"}
+PRODUCTS = {"mm", "bmm", "addmm", "addmm_", "baddbmm", "baddbmm_", "addbmm", "mv", "dot"}
+FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+# torch 2.13 raises with use_deterministic_algorithms(True); those that could come up here
+NOT_DETERMINISTIC = {"histc", "put_", "kthvalue", "median", "nll_loss2d_forward", "ctc_loss"}
+NOT_DETERMINISTIC |= {"_embedding_bag_backward", "reflection_pad1d_backward"}
+# no kernel is launched: only the view of the data changes, or memory is reserved
+FREE = """alias as_strided chunk detach diagonal empty empty_like empty_strided expand is_same_size
+lift_fresh new_empty new_empty_strided permute _reshape_alias select slice split split_with_sizes
+squeeze t transpose unbind unfold _unsafe_view unsqueeze view _fused_sdp_choice"""
+FREE = set(FREE.split())
+
+
+def special(*operators):
+    """Register a function as what computes these operators."""
+
+    def register(function):
+        SPECIAL.update(dict.fromkeys(operators, function))
+        return function
+
+    return register
+
+
+def dispatch(function, args, kwargs):
+    """Check an operator as a GPU would, compute it on the host, and return tensors of the GPU."""
+    name = function.__name__.split(".")[0]
+    if function.namespace in COLLECTIVE:
+        return SPECIAL["collective"](function, args, kwargs)
+    if function in SPECIAL:
+        out = SPECIAL[function](function, *args, **kwargs)
+        return record.done(function, args, kwargs, out)
+    check(function, name, args, kwargs)
+    hosts, options = pytree.tree_map_only(Gpu, lambda x: x.host, (args, kwargs))
+    target = kwargs.get("device")
+    if target is not None:
+        options["device"] = CPU
+        options.pop("pin_memory", None)
+    out = function(*hosts, **options)
+    count(function, name, args)
+    if target is not None and torch.device(target).type != "cuda":
+        return out
+    leaves = pytree.arg_tree_leaves(*args, **kwargs)
+    device = next((x.device for x in leaves if isinstance(x, Gpu)), None)
+    result = wrap(out, device if target is None else device_of(target))
+    if written(function):  # what was written to is returned as it came
+        result = with_written(function, args, kwargs, result)
+    return record.done(function, args, kwargs, result)
+
+
+def count(function, name, args):
+    """Count the launch of a kernel, and the FLOP of a product."""
+    if name not in FREE:
+        record.kernels[function] += 1
+    if name in PRODUCTS:
+        tensors = [x for x in args if isinstance(x, torch.Tensor)][-2:]
+        left, right = tensors
+        record.flops[str(left.dtype)[6:]] += 2 * left.numel() * right.shape[-1]
+
+
+def check(function, name, args, kwargs):
+    """Raise what a GPU would raise about the arguments of an operator; note what waits."""
+    target = kwargs.get("device")
+    leaves = pytree.arg_tree_leaves(*args, **kwargs)
+    if name == "_to_copy" and target is not None and torch.device(target).type != "cuda":
+        record.note("race" if kwargs.get("non_blocking") else "read", function)
+    elif function is aten.copy_.default:
+        check_copy(function, *args[:2], non_blocking=len(args) > 2 and args[2])
+    elif name in INDEXED:
+        for index in args[1]:
+            if index is not None and not isinstance(index, Gpu):
+                record.note("copy", function)  # torch moves it
+            if index is not None and index.dtype in (torch.bool, torch.uint8):
+                record.note("read", function)  # how many are True
+        check_devices(function, [args[0], *(args[2:3] if name in WRITES_BY_INDEX else ())])
+    else:
+        check_devices(function, leaves)
+    if name in READS:
+        record.note("read", function)
+    if function is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None:
+        record.note("read", function)
+    if name in PRODUCTS:
+        for tensor in args:
+            if isinstance(tensor, torch.Tensor) and tensor.dtype not in FLOATS:
+                fault(f'"{name}_cuda" not implemented for {tensor.dtype}')
+    if name in NOT_DETERMINISTIC and torch.are_deterministic_algorithms_enabled():
+        fault(f"{function} does not have a deterministic implementation")
+    check_generator(function, kwargs)
+
+
+def check_copy(function, to, source, non_blocking):
+    """Note what a copy between host and device does to the host."""
+    if isinstance(to, Gpu) and isinstance(source, Gpu):
+        return
+    if not isinstance(to, Gpu):
+        record.note("race" if non_blocking else "read", function)
+    elif source.data_ptr() != to.host.data_ptr():  # equal: gloo's future has the host's tensor
+        record.note("pinned" if non_blocking and source.is_pinned() else "copy", function)
+
+
+def check_devices(function, leaves):
+    """Raise what torch raises for tensors on several devices; a number may be on the host."""
+    devices = {x.device for x in leaves if isinstance(x, Gpu)}
+    name = function.__name__
+    takes_numbers = torch.Tag.pointwise in function.tags or name.startswith(
+        ("_foreach", "fill", "masked_fill", "where", "index_put", "_index_put")
+    )
+    for x in leaves:
+        is_host = isinstance(x, torch.Tensor) and not isinstance(x, Gpu)
+        if is_host and x.device.type != "meta" and not (takes_numbers and x.dim() == 0):
+            devices.add(x.device)
+    if len(devices) > 1:
+        found = ", ".join(sorted(map(str, devices)))
+        fault(f"{function}: expected all tensors to be on the same device, found {found}")
+
+
+def check_generator(function, kwargs):
+    generator = kwargs.get("generator")
+    if generator is not None and generator.device.type != "cuda":
+        fault(f"{function}: expected a 'cuda' generator, found 'cpu'")
+
+
+@functools.cache
+def written(function):
+    """Return (number, name) of each argument that an operator writes to -> its outputs' numbers."""
+    places = {}
+    for number, argument in enumerate(function._schema.arguments):
+        info = argument.alias_info
+        if info is not None and info.is_write:
+            places[number, argument.name] = [
+                at
+                for at, output in enumerate(function._schema.returns)
+                if output.alias_info is not None and output.alias_info.before_set == info.before_set
+            ]
+    return places
+
+
+def with_written(function, args, kwargs, result):
+    """Return the result, with the arguments that were written to in their places."""
+    is_single = len(function._schema.returns) == 1
+    parts = [result] if is_single else list(result or ())
+    for (number, name), outputs in written(function).items():
+        argument = args[number] if number < len(args) else kwargs.get(name)
+        for x in argument if isinstance(argument, list | tuple) else [argument]:
+            if isinstance(x, Gpu) and (x.shape, x.stride()) != (x.host.shape, x.host.stride()):
+                raise NotImplementedError(f"{function} changes the shape of what it writes to")
+        for at in outputs:
+            parts[at] = argument
+    return parts[0] if is_single else tuple(parts) if parts else None
+
+
+def _create(function, *args, **kwargs):
+    """Compute an operator that creates a tensor of the GPU from none."""
+    if any(isinstance(x, Gpu) for x in pytree.arg_tree_leaves(*args, **kwargs)):
+        return dispatch(function, args, kwargs)
+    check_generator(function, kwargs)
+    device = device_of(kwargs.pop("device", None))
+    kwargs.pop("pin_memory", None)
+    out = function(*args, **kwargs, device=CPU)
+    count(function, function.__name__.split(".")[0], args)
+    return record.done(function, args, kwargs, wrap(out, device))

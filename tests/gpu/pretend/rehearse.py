@@ -1,0 +1,526 @@
+"""The scripts' runs on pretended GPUs, and what must be true of them.
+
+    python tests/gpu/pretend/rehearse.py                          # all, on one and two ranks
+    python tests/gpu/pretend/rehearse.py --only "dpo lora" --ranks 2 --precisions bf16
+    python tests/gpu/pretend/rehearse.py --out runs.json          # the table's rows as a file
+
+A run is `main()` of a script in each rank, five steps on the demo's data. In fp32 it is done again
+on the CPU and compared. bf16 is what an H100 gets by default, fp16 what a T4 gets, which has
+neither bf16 nor flash attention. The exit status is 1 if something is wrong with a run.
+"""
+
+import argparse
+import importlib
+import json
+import math
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[3]
+if __name__ == "__main__":
+    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    # instead of this folder, whose cuda.py torch would import
+    sys.path[:1] = [str(ROOT / part) for part in ("src", "tests", "tests/invariants", "tests/gpu")]
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+
+import pretend  # noqa: E402
+import runs  # noqa: E402
+from ranks import run_ranks  # noqa: E402
+
+DEMO = ROOT / "data/demo"
+CARDS = {"fp32": "H100", "bf16": "H100", "fp16": "T4"}
+MARKS = ("loss", "kl", "grad_norm", "rewards/margins", "nll", "return_last10")  # are compared
+
+
+class Case(NamedTuple):
+    """A run, and where it may differ from one read, no blocking copy, a shared prompt."""
+
+    module: str
+    flags: str
+    folder: str = "--output_dir"
+    fp32: str = "--mixed_precision=no"  # None: it has no other precision
+    reads: int = 1  # in a step, behind its micro-batches
+    inside: int = 0  # reads, and copies, that the host waits for in its micro-batches
+    shares: bool = True  # packs the pairs
+    why: str = ""
+
+
+COMMON = "--max_steps=5 --warmup_ratio=0 --log_every=1000 --save_every=3 --report_to=none "
+DPO = COMMON + "--lr_scaling=none --num_samples=0 --max_length=64 --beta=0.5 --max_rows=45 "
+DPO += f"--test_data={runs.PAIRS} --val_data={runs.PAIRS} --eval_every=4 --sft_weight=0 "
+DPO += "--batch_size=4 --gradient_accumulation_steps=2 "
+FULL, LORA = DPO + "--learning_rate=3e-4 ", DPO + "--fine_tuning=lora --learning_rate=1e-3 "
+REPLIES = "--num_samples=3 --max_new_tokens=6 --top_p=0.9 "
+SFT = COMMON + "--max_length=64 --max_rows=43 --eval_every=4 --val_share=0.1 "
+SFT += "--micro_batch_size=2 --gradient_accumulation_steps=2 "
+PAIRS = SFT + "--objective=dpo --train_data=data/demo/preferences_train.jsonl "
+BAKING = COMMON + "--num_samples=0 --lora_r=8 --learning_rate=3e-3 --eval_every=4 --batch_size=4 "
+BAKING += "--data_path={data}/train.jsonl --val_path={data}/val.jsonl "
+BAKING += "--gradient_accumulation_steps=2 "
+PROTEIN = COMMON + "--train_data=data/input/test_data_real.json --max_rows=42 "
+PROTEIN += "--val_data=data/input/test_data_val.json --learning_rate=1e-3 --batch_size=4 "
+PROTEIN += "--base_model_name=data/demo/protein_model.pt --gradient_accumulation_steps=2 "
+PROTEIN = PROTEIN.replace("--report_to=none ", "")
+AD = """traj_file={data}/histories.npz grid_size=5 horizon=6 n_stream=4 total_source_timesteps=288
+train_n_stream=4 train_source_timesteps=72 n_transit=24 tf_n_embd=16 tf_n_layer=2 train_timesteps=5
+num_warmup_steps=3 summary_interval=1 eval_interval=4 gen_interval=4 eval_episodes=4 eval_copies=2
+ckpt_interval=3 train_batch_size=8 gradient_accumulation_steps=2 """
+
+
+def main_distributed(flags, **more):
+    return Case("main_distributed", flags, "--result_dir", "--no_use_mixed_precision", **more)
+
+
+def train(flags, **more):
+    return Case("train", flags, **more)
+
+
+def train_loop(flags, **more):
+    return Case("train_loop", flags, "--out_dir", "--no_use_mixed_precision", **more)
+
+
+CASES = {
+    "dpo full": main_distributed(FULL + REPLIES + "--save_best "),
+    "dpo full, deterministic": main_distributed(FULL + REPLIES + "--deterministic "),
+    "dpo full, reference": main_distributed(FULL + "--reference_model=data/demo/model "),
+    "dpo simpo": main_distributed(FULL + "--method=simpo "),
+    "dpo full, separate": main_distributed(FULL + "--layout=separate ", shares=False),
+    "dpo lora": main_distributed(LORA + REPLIES),
+    "dpo lora, separate": main_distributed(LORA + "--layout=separate ", shares=False),
+    "dpo lora, checkpointing": main_distributed(LORA + "--use_gradient_checkpointing "),
+    "dpo lora, not lean": main_distributed(LORA + "--no_lean "),
+    "dpo lora, dropout": main_distributed(LORA + "--lora_dropout=0.1 "),
+    "sft lora": train(SFT),
+    "sft full": train(SFT + "--type=full "),
+    "train dpo lora": train(PAIRS),
+    "train dpo full": train(PAIRS + "--type=full --learning_rate=3e-4 "),
+    "train, bf16 gradients": train(SFT + "--type=full --grad_reduce_dtype=bf16 "),
+    "baking": train_loop(BAKING + REPLIES),
+    "baking, cached teacher": train_loop(BAKING + "--cache_teacher "),
+    "baking, on policy": train_loop(BAKING + "--on_policy --max_new_tokens=6 "),
+    "baking, jsd": train_loop(BAKING + "--divergence=jsd "),
+    "protein": Case("dpo_inv.run_dpo_ddp", PROTEIN, fp32=""),
+    "distillation": Case("ad.train", AD, "output_dir", "mixed_precision=no"),
+    "distillation, dropout": Case(
+        "ad.train", AD + "tf_dropout=0.1 tf_attn_dropout=0.1", "output_dir", "mixed_precision=no"
+    ),
+}
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+SIZES |= {
+    "head_dim": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+}
+GPT_SIZES = {"n_embd": 64, "n_layer": 2, "n_head": 4}
+WINDOW = {"sliding_window": 16}
+MODELS: dict[str, tuple[Any, ...]] = {  # kind of fine-tuning, configuration
+    "qwen3": ("lora", transformers.Qwen3Config, {"head_dim": 16, "tie_word_embeddings": False}),
+    "qwen3, tied": (
+        "full",
+        transformers.Qwen3Config,
+        {"head_dim": 32, "tie_word_embeddings": True},
+    ),
+    "llama": ("full", transformers.LlamaConfig, {}),
+    "mistral, window": ("lora", transformers.MistralConfig, WINDOW),
+    "gemma 2": ("lora", transformers.Gemma2Config, WINDOW),
+    "gemma 3": ("full", transformers.Gemma3TextConfig, WINDOW),
+    "gpt-2": ("full", transformers.GPT2Config, None),
+    "gpt-2, lora": ("lora", transformers.GPT2Config, None),
+}
+OWN_WAY = {"gemma 2": {"shares": False, "why": "its attention has a soft-cap"}}
+for _name, (_kind, *_) in MODELS.items():
+    _flags = (FULL if _kind == "full" else LORA) + f'"--model_name={{data}}/{_name}" '
+    CASES[f"dpo {_name}"] = main_distributed(
+        _flags + "--num_samples=2 --max_new_tokens=4 ", **OWN_WAY.get(_name, {})
+    )
+for _name in ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"):
+    CASES[f"fsdp {_name}"] = train(
+        SFT + f"--type=full --use_fsdp --fsdp_config={{data}}/{_name}.json "
+    )
+CASES |= {
+    "fsdp lora": train(SFT + "--use_fsdp "),
+    "fsdp, offload": train(SFT + "--type=full --use_fsdp --fsdp_config={data}/offload.json "),
+    "fsdp dpo": main_distributed(FULL + "--strategy=fsdp --num_samples=2 --max_new_tokens=4 "),
+}
+for _stage in (1, 2, 3):
+    CASES[f"zero {_stage}"] = train(SFT + f"--type=full --deepspeed={{data}}/zero{_stage}.json ")
+FSDP = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+RESUMED = ["dpo full", "dpo lora", "baking", "protein", "distillation", "fsdp FULL_SHARD", "zero 2"]
+
+
+# --- data -----------------------------------------------------------------------------------------
+
+
+def make_data(folder):
+    """Write what the cases read: small models, replies to bake, FSDP's and DeepSpeed's files."""
+    from test_every_script import replies
+
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = (DEMO / "preferences_train.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines[:50]]
+    replies(folder / "train.jsonl", rows[:43])
+    replies(folder / "val.jsonl", rows[43:])
+    for name in FSDP:
+        (folder / f"{name}.json").write_text(json.dumps({"fsdp_sharding_strategy": name}))
+    (folder / "offload.json").write_text(json.dumps({"fsdp_offload_params": True}))
+    for stage in (1, 2, 3):
+        content = {"zero_optimization": {"stage": stage}}
+        (folder / f"zero{stage}.json").write_text(json.dumps(content))
+    tokenizer = AutoTokenizer.from_pretrained(DEMO / "model")
+    tokens = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id")}
+    tokens |= {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+    for name, (_, config, options) in MODELS.items():
+        torch.manual_seed(0)
+        sizes = (
+            SIZES | options if options is not None else {"n_embd": 64, "n_layer": 2, "n_head": 4}
+        )
+        model = AutoModelForCausalLM.from_config(config(**tokens, **sizes))
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return folder
+
+
+# --- one rank of a run ----------------------------------------------------------------------------
+
+
+def life(module, flags, report, card, die):
+    """Call main() of a script in this rank, on pretended GPUs if there is a card.
+
+    report: file for what was seen; die: end without a trace before this step.
+    """
+    os.chdir(ROOT)
+    if card:
+        pretend.install(int(os.environ["WORLD_SIZE"]), card, memory=True)
+    runs.hurry()
+    from ad import evaluate
+    from ddp_utils.run import Run
+
+    evaluate.write = lambda *_: None  # a picture
+    script = importlib.import_module(module)
+    steps = Steps(script, die)
+    said = []
+    say = Run.say
+
+    def spy(run, line):
+        said.append(line)
+        say(run, line)
+
+    Run.say = spy
+    start, error = time.perf_counter(), None
+    try:
+        assert script.main(flags) == 0
+    except BaseException as problem:
+        error = f"{type(problem).__name__}: {problem}"[:600]
+        raise
+    finally:
+        record = pretend.record
+        facts = {"error": error, "seconds": time.perf_counter() - start, "said": said}
+        facts |= {"faults": record.faults, "steps": steps.seen, "lines": plain(record.lines)}
+        facts |= {"kernels": {str(name): n for name, n in record.kernels.items()}}
+        facts |= {"attention": dict(record.attention), "flops": dict(record.flops)}
+        facts["collectives"] = plain(record.collectives)
+        Path(report).write_text(json.dumps(facts))
+
+
+def plain(counter):
+    return [[*key, count] for key, count in counter.items()]
+
+
+class Steps:
+    """What was noticed in each step: in its micro-batches, and behind them."""
+
+    def __init__(self, script, die):
+        from ddp_utils.metrics import Averages
+
+        self.seen = []
+        self.marks = None  # of this step: its begin, and the end of each micro-batch
+        train_step, add = script.train_step, Averages.add
+        calls = 0
+
+        def watched(*arguments, **named):
+            nonlocal calls
+            calls += 1
+            if calls == die:
+                os._exit(9)
+            self.end()
+            self.marks, self.is_open = [self.mark()], True
+            result = train_step(*arguments, **named)
+            self.is_open = False
+            return result
+
+        def counted(*arguments):  # what each script calls last for a micro-batch
+            add(*arguments)
+            if self.marks and self.is_open:
+                self.marks.append(self.mark())
+
+        script.train_step, Averages.add = watched, counted
+
+    def mark(self):
+        record = pretend.record
+        memory = record.memory.now if record.memory else 0
+        return record.lines.copy(), sum(record.collectives.values()), memory
+
+    def end(self):
+        """Add the step that is over to those seen."""
+        if not self.marks:
+            return
+        first, *_, before, last = self.marks
+        seen = {"inside": plain(last[0] - first[0]), "memory": first[2]}
+        seen["outside"] = plain(self.mark()[0] - last[0])
+        seen["early collectives"] = before[1] - first[1]  # before the last micro-batch
+        self.seen.append(seen)
+
+
+# --- a run ----------------------------------------------------------------------------------------
+
+
+class Result(NamedTuple):
+    name: str
+    ranks: int
+    precision: str
+    codes: list  # exit status of each rank
+    reports: list  # of each rank, what life() wrote
+    gap: float | None  # largest difference from the CPU, or from the run without an interruption
+    log: str
+
+
+def words(name, precision, folder, data):
+    """Return the flags of a run whose output is `folder`."""
+    import shlex
+
+    case = CASES[name]
+    flags = shlex.split(case.flags.format(data=data))
+    flags += shlex.split(case.fp32) if precision == "fp32" else []
+    return [*flags, f"{case.folder}={folder}"]
+
+
+def start(name, ranks, flags, folder, card="H100", die=0):
+    """Run a case -> exit statuses, reports, the log of a rank that failed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / f"{rank}.json" for rank in range(ranks)]
+    for file in files:
+        file.unlink(missing_ok=True)
+    arguments = CASES[name].module, flags
+    done = run_ranks(ranks, _life, *arguments, str(folder), card, die, timeout=300)
+    reports = [json.loads(file.read_text()) if file.exists() else {} for file in files]
+    failed = [log for log, code in zip(done.logs, done.codes, strict=True) if code]
+    return done.codes, reports, failed[0] if failed else ""
+
+
+def _life(module, flags, folder, card, die):
+    life(module, flags, f"{folder}/{os.environ['RANK']}.json", card, die)
+
+
+def rehearse(name, ranks, precision, data, folder):
+    """Run a case on pretended GPUs, in fp32 on the CPU as well -> Result."""
+    folder = Path(folder)
+    flags = words(name, precision, folder / "run", data)
+    codes, reports, log = start(name, ranks, flags, folder / "gpu", CARDS[precision])
+    gap = None
+    if precision == "fp32" and not any(codes):
+        flags = words(name, precision, folder / "cpu_run", data)
+        backend = "backend=gloo" if CASES[name].module == "ad.train" else "--backend=gloo"
+        found, _, problem = start(name, ranks, [*flags, backend], folder / "cpu", card=None)
+        assert not any(found), problem
+        gap = difference(folder / "run", folder / "cpu_run")
+    return Result(name, ranks, precision, codes, reports, gap, log)
+
+
+def resume(name, ranks, precision, data, folder):
+    """Kill a run in its last step and start it again -> Result; gap: to one that was not killed."""
+    folder = Path(folder)
+    card = CARDS[precision]
+    whole = words(name, precision, folder / "whole", data)
+    first = start(name, ranks, whole, folder / "gpu", card)
+    again = words(name, precision, folder / "run", data)
+    killed = start(name, ranks, again, folder / "gpu", card, die=5)
+    codes, reports, log = start(name, ranks, again, folder / "gpu", card)
+    assert killed[0] == [9] * ranks, killed
+    assert not any(first[0]), first[2]
+    gap = difference(folder / "run", folder / "whole")
+    return Result(f"{name}, resumed", ranks, precision, codes, reports, gap, log)
+
+
+def difference(one, other):
+    """Return the largest relative difference between two runs' metrics."""
+    lines = [runs.lines(folder) for folder in (one, other)]
+    if len(lines[0]) != len(lines[1]) or not lines[0]:
+        return math.inf
+    worst = 0.0
+    for a, b in zip(*lines, strict=True):
+        for key in MARKS:
+            x, y = a.get(key), b.get(key)
+            if (x is None) != (y is None):
+                return math.inf
+            if x is not None:
+                worst = max(worst, abs(x - y) / max(1.0, abs(y)))
+    return worst
+
+
+# --- what must be true of a run -------------------------------------------------------------------
+
+BOUND = 2e-5  # of a difference in fp32; measured: 3e-6
+SEPARATE, FALLBACK = "separate rows", "full logits"
+
+
+def waits(lines, *kinds):
+    """How often the host waits in these lines."""
+    return sum(count for kind, *_, count in lines if kind in kinds)
+
+
+def second_step(result):
+    """What was seen in the second step on rank 0, or None."""
+    steps = result.reports[0].get("steps", [])
+    return steps[1] if len(steps) > 1 else None
+
+
+def problems(result):
+    """Return what is wrong with a run, one line each."""
+    case = CASES[result.name.removesuffix(", resumed")]
+    report = result.reports[0]
+    found = []
+    if any(result.codes):
+        found.append(f"exit status {result.codes}: {report.get('error') or result.log[-300:]}")
+    for one in result.reports:
+        found += [f"{where}: {text}" for where, text in one.get("faults", [])]
+        races = {f"{line} {what}" for kind, line, what, _ in one.get("lines", []) if kind == "race"}
+        found += [f"{line}: read without waiting" for line in sorted(races)]
+    found += step_problems(case, result)
+    bound = 0.0 if result.name.endswith(", resumed") else BOUND
+    if result.gap is not None and not result.gap <= bound:
+        found.append(f"other numbers: {result.gap:.1e}")
+    if report and case.module in ("main_distributed", "train", "train_loop"):
+        found += precision_problems(case, result, report)
+    return found
+
+
+def step_problems(case, result):
+    """Return what is wrong with the second step: waits, communication, memory that is kept."""
+    step = second_step(result)
+    if step is None:
+        return []
+    found = []
+    limits = {"inside": ("read", case.inside), "outside": ("read", case.reads)}
+    for part, (kind, limit) in limits.items():
+        if waits(step[part], kind) > limit:
+            lines = [line for line in step[part] if line[0] == kind]
+            found.append(f"{part} of the micro-batches {kind}s: {lines}, more than {limit}")
+        copies = [line for line in step[part] if line[0] == "copy"]
+        if waits(copies, "copy") > case.inside:
+            found.append(f"{part} of the micro-batches copies that wait: {copies}")
+    is_sharded = "fsdp" in result.name or "zero" in result.name
+    if step["early collectives"] and not is_sharded:
+        found.append(f"{step['early collectives']} collectives before the last micro-batch")
+    memory = [step["memory"] for step in result.reports[0]["steps"]]
+    if len(memory) > 3 and memory[3] > memory[2] > memory[1]:
+        found.append(f"memory grows from step to step: {memory}")
+    return found
+
+
+def precision_problems(case, result, report):
+    """Return what is wrong with the kernels that a language model has used."""
+    found = []
+    said = [line for line in report["said"] if SEPARATE in line or FALLBACK in line]
+    if case.shares and said:
+        found.append(f"falls back: {said[0][:200]}")
+    half = result.precision != "fp32"
+    names = report["attention"]
+    has_flash = CARDS[result.precision] == "H100"
+    is_fused = any(name.startswith("varlen") for name in names)
+    if half and has_flash and case.shares and not is_fused:
+        found.append(f"half precision does not use varlen_attn: {sorted(names)}")
+    flops = report["flops"]
+    wide = flops.get("float32", 0) / max(1, sum(flops.values()))
+    if half and wide > 0.02:
+        found.append(f"{wide:.0%} of the products are in fp32 under {result.precision}")
+    if "zero" not in result.name and not any("_fused_adamw" in name for name in report["kernels"]):
+        found.append("AdamW is not the fused one")
+    return found
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+def row(result):
+    """Return a run as a row of the table."""
+    step = second_step(result) or {"inside": [], "outside": []}
+    return {
+        "run": result.name,
+        "ranks": result.ranks,
+        "precision": result.precision,
+        "exit status": max(result.codes),
+        "gap": result.gap,
+        "reads per step": waits(step["outside"], "read"),
+        "in micro-batches": waits(step["inside"], "read", "copy"),
+        "problems": problems(result),
+    }
+
+
+def planned(names, ranks, precisions):
+    """Return (function, name, ranks, precision) of each run."""
+    for name in names:
+        for size in ranks:
+            for precision in precisions:
+                if precision == "fp32" or CASES[name].fp32:
+                    yield rehearse, name, size, precision
+            if name in RESUMED:
+                yield resume, name, size, "bf16" if CASES[name].fp32 else "fp32"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--only", nargs="*", default=[], help="names of runs; a star at the end stands for any")
+    add("--ranks", type=int, nargs="+", default=[1, 2])
+    add("--precisions", nargs="+", default=[*CARDS], choices=[*CARDS])
+    add("--out", help="JSON file for the rows of the table")
+    args = parser.parse_args()
+    if pretend.why_not():
+        print(f"error: this machine cannot pretend: {pretend.why_not()}", file=sys.stderr)
+        return 2
+    pretend.build()
+
+    def is_meant(name):
+        return not args.only or any(
+            name == word or word.endswith("*") and name.startswith(word[:-1]) for word in args.only
+        )
+
+    rows, begin = [], time.monotonic()
+    print("| run | ranks | precision | exit | gap | reads per step | in micro-batches | s |")
+    print("|---|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory(prefix="rehearse_") as folder:
+        data = make_data(Path(folder, "data"))
+        names = filter(is_meant, CASES)
+        for number, (do, *which) in enumerate(planned(names, args.ranks, args.precisions)):
+            at = time.monotonic()
+            place = Path(folder, str(number))
+            result = do(*which, data, place)
+            shutil.rmtree(place)
+            rows.append(row(result))
+            *cells, found = rows[-1].values()
+            cells[4] = "" if cells[4] is None else f"{cells[4]:.1e}"
+            print(
+                "|", *(f"{cell} |" for cell in cells), f"{time.monotonic() - at:.1f} |", flush=True
+            )
+            for line in found:
+                print(f"   WRONG: {line[:400]}", flush=True)
+            if args.out:
+                Path(args.out).write_text(json.dumps(rows, indent=1) + "\n")
+    wrong = sum(bool(one["problems"]) for one in rows)
+    print(f"{len(rows)} runs, {wrong} with problems, {time.monotonic() - begin:.0f} s")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    from pretend import rehearse as module  # the ranks import it by this name
+
+    sys.exit(module.main())

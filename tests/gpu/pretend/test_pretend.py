@@ -1,0 +1,271 @@
+"""Pretended GPUs notice what a GPU would refuse, and the scripts run on them.
+
+Compiling pretend.cpp takes 10 s, once. `-m show` has all runs; rehearse.py prints them as a table.
+"""
+
+import sys
+
+import pytest
+import torch
+
+from conftest import TESTS
+from ranks import ranks
+
+sys.path[:0] = [str(TESTS / "gpu"), str(TESTS / "invariants")]
+
+import pretend  # noqa: E402
+from pretend import rehearse  # noqa: E402
+
+pytestmark = pytest.mark.skipif(bool(pretend.why_not()), reason=pretend.why_not())
+
+# together they use each script, each strategy and each precision
+SELECTION = [
+    (rehearse.rehearse, "dpo full", 1, "fp32"),
+    (rehearse.rehearse, "dpo lora", 2, "bf16"),
+    (rehearse.rehearse, "dpo full, deterministic", 1, "bf16"),
+    (rehearse.rehearse, "sft lora", 1, "fp16"),
+    (rehearse.rehearse, "baking", 2, "bf16"),
+    (rehearse.rehearse, "protein", 2, "fp32"),
+    (rehearse.rehearse, "distillation", 1, "bf16"),
+    (rehearse.rehearse, "fsdp FULL_SHARD", 2, "bf16"),
+    (rehearse.resume, "dpo full", 1, "bf16"),
+]
+
+
+def title(run):
+    function, name, size, precision = run
+    return f"{name}{', resumed' if function is rehearse.resume else ''}-{size}-{precision}"
+
+
+ALL = [*rehearse.planned(rehearse.CASES, (1, 2), ("fp32", "bf16", "fp16"))]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    pretend.build()
+    return rehearse.make_data(tmp_path_factory.mktemp("data"))
+
+
+def check(run, data, folder):
+    function, *which = run
+    assert rehearse.problems(function(*which, data, folder)) == []
+
+
+@pytest.mark.parametrize("run", SELECTION, ids=title)
+def test_a_run_does_what_a_gpu_allows(run, data, tmp_path):
+    check(run, data, tmp_path)
+
+
+@pytest.mark.show
+@pytest.mark.parametrize("run", ALL, ids=title)
+def test_each_run_does_what_a_gpu_allows(run, data, tmp_path):
+    check(run, data, tmp_path)
+
+
+# --- the pretended device itself ------------------------------------------------------------------
+
+
+def on_gpu(function, *arguments, size=1):
+    """function(*arguments) in a process with pretended GPUs."""
+    pretend.build()
+    return ranks(size, _pretending, function, arguments)[0]
+
+
+def _pretending(function, arguments):
+    import os
+
+    pretend.install(int(os.environ["WORLD_SIZE"]))
+    return function(*arguments)
+
+
+def count_waits():
+    """Way to make the host wait -> kinds that were noted."""
+    values = torch.arange(6.0).view(3, 2).cuda()
+    truths = values > 2
+    number = torch.tensor([1.0])
+    ways = {
+        "item": lambda: values.sum().item(),
+        "tolist": lambda: values.tolist(),
+        "truth": lambda: bool(truths.any()),
+        "index of truths": lambda: values[truths],
+        "format": lambda: f"{values.sum():.2f}",
+        "cpu": lambda: values.cpu(),
+        "cpu, not waited for": lambda: values.to("cpu", non_blocking=True),
+        "list as index": lambda: values[[0, 1]],
+        "new tensor": lambda: torch.tensor([1.0], device="cuda"),
+        "to": lambda: number.to("cuda"),
+        "to, not pinned": lambda: number.to("cuda", non_blocking=True),
+        "to, pinned": lambda: number.pin_memory().to("cuda", non_blocking=True),
+        "index of the host": lambda: values[torch.tensor([0, 1])],
+        "of the host": lambda: number.sum().item(),
+        "slice": lambda: values[1:].sum() * 2,
+        "factory": lambda: torch.ones(3, device="cuda"),
+    }
+    found = {}
+    for name, call in ways.items():
+        pretend.record.lines.clear()
+        call()
+        found[name] = [kind for kind, _, _ in pretend.record.lines]
+    return found
+
+
+def test_each_way_to_wait_is_noticed_and_nothing_else():
+    reads = "item", "tolist", "truth", "index of truths", "format", "cpu"
+    copies = "list as index", "new tensor", "to", "to, not pinned", "index of the host"
+    expected = dict.fromkeys(reads, ["read"]) | dict.fromkeys(copies, ["copy"])
+    expected |= {"cpu, not waited for": ["race"], "to, pinned": ["pinned"]}
+    expected |= dict.fromkeys(["of the host", "slice", "factory"], [])
+    assert on_gpu(count_waits) == expected
+
+
+def refusals():
+    """What a GPU refuses -> the message, "" if it was accepted."""
+    from ddp_utils.policy import Policy  # noqa: F401  as a run has imported it
+
+    values = torch.ones(4, 8, device="cuda")
+    host = torch.ones(4, 8)
+    integers = torch.ones(4, 4, dtype=torch.long, device="cuda")
+    weight = torch.nn.Parameter(torch.ones(4, 8, device="cuda"))
+    adamw = torch.optim.AdamW([weight], fused=True)
+    weight.grad = torch.ones_like(weight)
+    adamw.step()
+
+    def resumed():
+        adamw.state[weight]["step"] = adamw.state[weight]["step"].cpu()
+        adamw.step()
+
+    def flash(dtype, bounds):
+        from torch.nn.attention.varlen import varlen_attn
+
+        q = torch.ones(4, 2, 8, device="cuda", dtype=dtype)
+        lengths = torch.tensor([0, 4], dtype=bounds, device="cuda")
+        varlen_attn(q, q, q, lengths, lengths, 4, 4)
+
+    def attention(key_heads):
+        q, k = (torch.ones(1, heads, 4, 8, device="cuda") for heads in (4, key_heads))
+        torch.nn.functional.scaled_dot_product_attention(q, k, k)
+
+    calls = {
+        "other device": lambda: values + host,
+        "a number of the host": lambda: values * torch.tensor(2.0),
+        "another GPU": lambda: values + values.to("cuda:1"),
+        "no such GPU": lambda: values.to("cuda:7"),
+        "product of integers": lambda: integers @ integers,
+        "generator of the host": lambda: torch.rand(
+            3, device="cuda", generator=torch.Generator().manual_seed(0)
+        ),
+        "fused AdamW": lambda: adamw.step(),
+        "fused AdamW, counters on the host": resumed,
+        "flash": lambda: flash(torch.bfloat16, torch.int32),
+        "flash in fp32": lambda: flash(torch.float32, torch.int32),
+        "flash with int64": lambda: flash(torch.bfloat16, torch.int64),
+        "attention": lambda: attention(4),
+        "attention, fewer key heads": lambda: attention(2),
+        "indices on the host": lambda: values.index_select(0, torch.tensor([0])),
+    }
+    messages = {}
+    for name, call in calls.items():
+        try:
+            call()
+            messages[name] = ""
+        except (RuntimeError, IndexError) as error:
+            messages[name] = str(error)
+    return messages
+
+
+def test_a_gpu_refuses_what_it_would_refuse():
+    expected = {
+        "other device": "same device",
+        "another GPU": "same device",
+        "no such GPU": "invalid device ordinal 7",
+        "product of integers": "not implemented for torch.int64",
+        "generator of the host": "expected a 'cuda' generator",
+        "fused AdamW, counters on the host": "same device",
+        "flash in fp32": "only supports fp16 and bf16",
+        "flash with int64": "contiguous int32",
+        "attention, fewer key heads": "without enable_gqa",
+        "indices on the host": "same device",
+    }
+    found = ranks(2, _pretending, refusals, ())[0]
+    for name, message in found.items():
+        wanted = expected.get(name)
+        assert wanted in message if wanted else message == "", (name, message)
+
+
+def attention_gaps():
+    """Largest difference of output and gradients between the GPU's kernels and a plain formula."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    torch.manual_seed(0)
+    lengths_q, lengths_k, window = (3, 5), (6, 5), 3
+    q, k, v = (torch.randn(n, heads, 8) for n, heads in ((8, 4), (11, 2), (11, 2)))
+    grad = torch.randn(8, 4, 8)
+
+    def plain(q, k, v):
+        rows = []
+        for qs, ks, vs in zip(
+            q.split(lengths_q), k.split(lengths_k), v.split(lengths_k), strict=True
+        ):
+            ks, vs = (x.repeat_interleave(2, 1) for x in (ks, vs))
+            scores = torch.einsum("qhd,khd->hqk", qs, ks) / 8**0.5
+            place = torch.arange(len(qs))[:, None] + len(ks) - len(qs)
+            back = place - torch.arange(len(ks))
+            scores = scores.masked_fill((back < 0) | (back > window), -torch.inf)
+            rows.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), vs))
+        return torch.cat(rows)
+
+    def kernel(q, k, v):
+        cu_q = torch.tensor([0, 3, 8], dtype=torch.int32, device="cuda")
+        cu_k = torch.tensor([0, 6, 11], dtype=torch.int32, device="cuda")
+        options = {"window_size": (window, 0), "enable_gqa": True}
+        return varlen_attn(q, k, v, cu_q, cu_k, 5, 6, **options)
+
+    def outcome(function, inputs, grad):
+        inputs = [x.detach().requires_grad_() for x in inputs]
+        out = function(*inputs)
+        return [out, *torch.autograd.grad(out, inputs, grad)]
+
+    inputs = [x.to(torch.bfloat16) for x in (q, k, v)]
+    expected = outcome(plain, [x.float() for x in inputs], grad.to(torch.bfloat16).float())
+    found = outcome(kernel, [x.cuda() for x in inputs], grad.to(torch.bfloat16).cuda())
+    gaps = [(x.host.float() - y).abs().max().item() for x, y in zip(found, expected, strict=True)]
+
+    def sdpa(q, k, v):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    inputs = [torch.randn(1, 2, 5, 8) for _ in range(3)]
+    grad = torch.randn(1, 2, 5, 8)
+    expected = outcome(sdpa, inputs, grad)
+    found = outcome(sdpa, [x.cuda() for x in inputs], grad.cuda())
+    exact = [(x.host - y).abs().max().item() for x, y in zip(found, expected, strict=True)]
+    return gaps, exact, dict(pretend.record.attention)
+
+
+def test_the_fused_kernels_compute_attention():
+    gaps, exact, kernels = on_gpu(attention_gaps)
+    assert max(gaps) < 0.05 and max(exact) < 1e-5, (gaps, exact)  # of bf16, of fp32
+    assert kernels == {"varlen bfloat16": 1, "efficient float32": 1}
+
+
+def collectives():
+    """What NCCL refuses -> the message, and the sum of what it accepts."""
+    import torch.distributed as dist
+
+    from ddp_utils import distributed
+
+    world = distributed.init_process_group(distributed.whoami())
+    assert (world.backend, world.device.type, dist.get_backend()) == ("nccl", "cuda", "nccl")
+    total = distributed.all_sum(torch.ones(2, device=world.device), world).tolist()
+    messages = []
+    for tensor in (torch.ones(2), torch.ones(2, dtype=torch.int16, device=world.device)):
+        try:
+            distributed.all_sum(tensor, world)
+        except RuntimeError as error:
+            messages.append(str(error))
+    return total, messages
+
+
+def test_nccl_refuses_the_host_and_types_that_it_does_not_have():
+    total, messages = ranks(2, _pretending, collectives, ())[0]
+    assert total == [2.0, 2.0]
+    assert "cpu" in messages[0] and "unsupported data type torch.int16" in messages[1]
