@@ -242,8 +242,8 @@ def fp16(folder):
         run = folder / f"{name}{exponent}"
         skips = []
 
-        def spy(self, skips=skips):
-            is_allowed = allows(self)
+        def spy(self, grad_norm, skips=skips):
+            is_allowed = allows(self, grad_norm)
             skips.append(not is_allowed)
             return is_allowed
 

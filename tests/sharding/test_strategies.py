@@ -27,7 +27,7 @@ OPTIONS = {  # of FSDP's JSON
     "checkpointing": {"fsdp_activation_checkpointing": True, "fsdp_forward_prefetch": True},
     "one piece": {"fsdp_auto_wrap_policy": "NO_WRAP", "fsdp_state_dict_type": "FULL_STATE_DICT"},
 }
-ZERO = ["zero1", "zero2", "zero3", "zero2 offload", "zero3 offload", "zero3 checkpointing"]
+ZERO = ["zero0", "zero1", "zero2", "zero3", "zero2 offload", "zero3 offload", "zero3 checkpointing"]
 QUIET = "--log_every 1000 --report_to none --val_share 0.1 --max_length 64 "
 QUIET += "--gradient_accumulation_steps 2 "
 QUIET += "--learning_rate 1e-4 --lr_scheduler constant --warmup_ratio 0 "
@@ -119,12 +119,14 @@ SUITE = [
     ("HYBRID_SHARD", "full", "dpo", 2),
     ("HYBRID_SHARD_ZERO2", "lora", "dpo", 2),
     ("NO_SHARD", "full", "sft", 2),
+    ("zero0", "lora", "dpo", 2),
     ("zero1", "full", "dpo", 2),
     ("zero2", "lora", "sft", 4),
     ("zero3", "full", "sft", 2),
     ("zero3", "lora", "dpo", 2),
     ("zero2 offload", "full", "dpo", 1),
     ("zero3 offload", "full", "sft", 2),
+    ("zero3 offload", "lora", "sft", 1),
     ("offload", "lora", "sft", 2),
     ("checkpointing", "full", "dpo", 2),
     ("one piece", "full", "sft", 2),
@@ -325,7 +327,8 @@ NATS = {"dpo": 5e-3, "sft": 2e-2}  # rounding of a loss in bf16
 
 
 @pytest.mark.parametrize(
-    ("strategy", "objective"), [("FULL_SHARD", "dpo"), ("zero1", "dpo"), ("zero2", "sft")]
+    ("strategy", "objective"),
+    [("FULL_SHARD", "dpo"), ("zero0", "sft"), ("zero1", "dpo"), ("zero2", "sft"), ("zero3", "dpo")],
 )
 def test_bf16(strategy, objective, data, tmp_path):
     """The losses are those of DDP in bf16, within the rounding; so are gradient norms."""
