@@ -240,7 +240,7 @@ def gather_by_index(
     table = torch.zeros(count, values[0].shape[-1], device=world.device)
     for micro_batch, scores in zip(micro_batches, values, strict=True):
         if any(micro_batch.weight):
-            table[micro_batch.index] = scores.float()
+            table[to_device(micro_batch.index, world.device)] = scores.float()
     return all_sum(table, world)
 
 

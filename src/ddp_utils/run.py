@@ -369,9 +369,10 @@ class Run:
 
     def stop_if_requested(self) -> None:
         """Between two forwards, save and raise Stop if a rank was asked to stop."""
-        is_asked = distributed.stop_requested(self.config.stop_after_minutes)
-        vote = torch.tensor([float(is_asked)], device=self.world.device)
-        self.must_stop = distributed.all_sum(vote, self.world).item() > 0
+        self.must_stop = distributed.stop_requested(self.config.stop_after_minutes)
+        if self.world.world_size > 1:  # one rank alone need not wait for its GPU
+            vote = distributed.to_device([float(self.must_stop)], self.world.device)
+            self.must_stop = distributed.all_sum(vote, self.world).item() > 0
         if self.must_stop:
             self.save_if_due(False)
 

@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 
 from ddp_utils import UserError, distributed, models
 from ddp_utils.chat_template import Encoder
-from ddp_utils.distributed import World
+from ddp_utils.distributed import World, to_device
 from ddp_utils.fast.self_test import UNSUPPORTED
 from ddp_utils.logps import Scorer
 from ddp_utils.sampler import MicroBatch, assign_micro_batches, seed_of
@@ -121,9 +121,9 @@ def _sample_batch(
     uniform: random numbers in [0, 1), [B, new tokens]. options: of its GenerationConfig.
     """
     padded = functools.partial(pad_sequence, batch_first=True, padding_side="left")
-    ids = padded([torch.tensor(prompt) for prompt in prompts]).to(world.device)
+    ids = to_device(padded([torch.tensor(prompt) for prompt in prompts]), world.device)
     mask = padded([torch.ones(len(prompt), dtype=torch.long) for prompt in prompts])
-    uniform = uniform.to(world.device)
+    uniform = to_device(uniform, world.device)
 
     def only_sampled(so_far: Tensor, logits: Tensor) -> Tensor:
         """Return logits from which transformers can choose only the token that is sampled here."""
@@ -135,7 +135,7 @@ def _sample_batch(
         return scorer.unwrap().generate(
             ids,
             GenerationConfig(do_sample=False, pad_token_id=0, **options),
-            attention_mask=mask.to(world.device),
+            attention_mask=to_device(mask, world.device),
             logits_processor=[only_sampled],
             synced_gpus=hasattr(scorer, "unshard"),  # FSDP: all ranks call the model equally often
             streamer=streamer,

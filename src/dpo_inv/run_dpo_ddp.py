@@ -115,8 +115,9 @@ def validate(
         per_pair, values = pair_losses(scorer, batch, known, config)
         averages.add(values, to_device(micro_batch.weight, world.device))
         scores.append(torch.stack([values["logps/chosen"], values["logps/rejected"]], -1))
-        rank_losses += per_pair.tolist()
-        run.bar.advance(loss=rank_losses[-1], avg_loss=float(np.mean(rank_losses)))
+        if run.bar.is_shown:  # to read a loss, the host waits for the GPU
+            rank_losses += per_pair.tolist()
+            run.bar.advance(loss=rank_losses[-1], avg_loss=float(np.mean(rank_losses)))
     means = averages.reduce()
     after = distributed.gather_by_index(len(rows), micro_batches, scores, world)  # [N, 2]
     name = "rewards/accuracies"

@@ -81,7 +81,7 @@ class Teacher:
             return self.student.teach(batch)
         names = [f"{split}/{row}" for row in index]
         states = torch.cat([self.files[name].get_tensor(name) for name in names])  # [N, D]
-        return batch._replace(taught=states.to(self.world.device))
+        return batch._replace(taught=distributed.to_device(states, self.world.device))
 
     def _fill_cache(self, data: dict[str, list[Trajectory]], run: Run) -> None:
         """Compute the states of this rank's rows, write them, and open the files of all ranks."""

@@ -118,3 +118,33 @@ def test_a_step_reads_once_and_a_micro_batch_never(name, data, tmp_path):  # noq
             if count:
                 print(f"{name}: {title}: {kind} {count:g} {line}")
     assert (total(each), total(step)) == LIMITS
+
+
+class Over(Exception):
+    """The evaluation that is counted is over."""
+
+
+@pytest.mark.parametrize("name", ["dpo, all weights", "sft", "baking"])
+def test_an_evaluation_reads_once_however_many_micro_batches_it_has(name, data, tmp_path):  # noqa: F811
+    ranks(1, first_evaluation, name, str(tmp_path), scripts.flags_of(name, data, 1, 4))
+
+
+def first_evaluation(name, folder, flags):
+    script = importlib.import_module(scripts.SCRIPTS[name].module)
+    evaluate = script.evaluate
+    calls = []
+    add = script.Averages.add
+
+    def counted(self, *arguments):
+        calls.append(0)
+        add(self, *arguments)
+
+    def watched(*arguments, **options):
+        with Counter() as counter:
+            evaluate(*arguments, **options)
+        assert len(calls) > 1 and total(counter.lines) == (1, 0), counter.lines
+        raise Over
+
+    script.evaluate, script.Averages.add = watched, counted
+    with pytest.raises(Over):
+        scripts.life(name, folder, flags)
