@@ -28,6 +28,11 @@ from ddp_utils.sampler import MicroBatch, assign_micro_batches
 CHUNK = {"cpu": 256}
 WIDE_CHUNK = 1024  # on a GPU
 
+# cuDNN's attention, which torch prefers on some GPUs, builds a plan for each new shape: 0.44 s per
+# forward on a B200 (github.com/modelscope/FunASR/issues/3704). Here almost every batch of separate
+# rows, and every generated token, has a new shape.
+torch.backends.cuda.enable_cudnn_sdp(False)
+
 Device = torch.device | str
 Examples = Mapping[int, "Example"] | Sequence["Example"]  # row -> example
 
@@ -247,7 +252,13 @@ class Scorer(ScorerModule):
 
     def backbone_and_head(self) -> tuple[Any, Any]:
         """Return the transformer and its output layer, with the adapters inside them."""
-        return self.unwrap().base_model, self.unwrap().get_output_embeddings()
+        model = self.unwrap()
+        head, config = model.get_output_embeddings(), model.config.get_text_config()
+        scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
+        scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
+        cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
+        is_plain = head is None or (scale == 1.0 and not cap)
+        return model.base_model, head if is_plain else ScaledHead(head, scale, cap)
 
     def set_layout(self, shared: bool) -> None:
         """Pack the examples of the following batches, or pad them."""
@@ -301,6 +312,18 @@ class Scorer(ScorerModule):
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         }
+
+
+class ScaledHead(nn.Module):
+    """An output layer whose logits the model multiplies by a number, or soft-caps, or both."""
+
+    def __init__(self, layer: nn.Module, scale: float, cap: float | None):
+        super().__init__()
+        self.layer, self.scale, self.cap = layer, scale, cap
+
+    def forward(self, states: Tensor) -> Tensor:
+        logits = self.layer(states) * self.scale
+        return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
 
 
 def picked_logps(logits: Tensor, targets: Tensor) -> Tensor:

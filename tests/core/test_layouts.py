@@ -14,6 +14,7 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 from test_logps import PAD, SIZES, build, by_hand, some_pairs
+from torch._subclasses import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
 from ddp_utils import UserError, distributed, logps, models, sampling
@@ -111,13 +112,7 @@ MODELS = {  # what the line must contain that says why the prompt is not shared
     "gpt-oss": (transformers.GptOssConfig(**EIGHT, **WINDOW, **OSS), RAISED),
     "stablelm": (transformers.StableLmConfig(**WIDE), RAISED),
 }
-OWN_HEAD = {
-    "granite",
-    "gemma-2",
-    "gemma-2, no cap",
-    "cohere",
-    "recurrent-gemma",
-}  # scaled or soft-capped logits
+OWN_HEAD = {"recurrent-gemma"}  # soft-caps its logits under another name than Gemma 2 does
 
 
 # with responses that are not fed at all, since their only token is a target
@@ -331,6 +326,15 @@ def test_gradients_equal_those_of_separate_rows(name, use_lora, checkpointing):
         assert (packed[key] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-7 * total, key
 
 
+@pytest.mark.parametrize("name", ["granite", "cohere", "gemma-2"])
+def test_gradients_of_scaled_or_capped_logits_equal_those_of_the_model_itself(name):
+    scorer = logps.Scorer(build(MODELS[name][0], 20.0))
+    found = gradients(scorer, shared=False)
+    scorer.full_logits = True
+    for key, gradient in gradients(scorer, shared=False).items():
+        torch.testing.assert_close(found[key], gradient, rtol=1e-4, atol=1e-5, msg=key)
+
+
 def varlen_by_hand(query, key, value, query_bounds, key_bounds, max_q, max_k, **options):
     """torch.nn.attention.varlen as documented: [T, H, D] and [T, K, D], a loop over sequences."""
     look_back, look_ahead = options["window_size"]
@@ -381,6 +385,36 @@ def compare_kernels(spans, window, heads, scale):
         outcomes.append([output, *torch.autograd.grad(output, tensors, slope)])
     for outcome in outcomes[1:]:
         torch.testing.assert_close(outcome, outcomes[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("capability", "arguments", "kernel"),
+    [
+        ((9, 0), by_sequence.OPTIONS, "attend_by_sequence"),
+        ((8, 0), by_sequence.OPTIONS, "attend_by_sequence"),
+        ((7, 5), by_sequence.OPTIONS, "_by_pair"),  # flash attention needs Ampere
+        ((9, 0), by_sequence.OPTIONS.keys() - {"scale", "window_size"}, "_by_pair"),  # torch 2.10
+    ],
+)
+def test_a_gpu_without_the_kernel_attends_by_pair(capability, arguments, kernel, monkeypatch):
+    """Its prompt is shared all the same. The tensors are on a GPU that does not exist."""
+    used = []
+    for module, name in ((by_sequence, "attend_by_sequence"), (shared_prefix, "_by_pair")):
+
+        def record(tensors, *_, name=name):
+            used.append(name)
+            return tensors[0]
+
+        monkeypatch.setattr(module, name, record)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(by_sequence, "OPTIONS", arguments)
+    by_sequence.is_supported.cache_clear()
+    with FakeTensorMode():
+        tensor = torch.empty(1, 2, 5, 8, dtype=torch.float16, device="cuda")
+        packing = shared_prefix.Packing([(2, 1, 2)], tensor.device)
+        shared_prefix.attend(None, tensor, tensor, tensor, None, packing=packing)
+    by_sequence.is_supported.cache_clear()
+    assert used == [kernel]
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

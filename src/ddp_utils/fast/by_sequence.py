@@ -4,18 +4,29 @@ A pair is two sequences: P + C queries that see themselves, and R queries that s
 T tokens of the row, H heads, K key heads, D head size.
 """
 
+import functools
 import inspect
 import itertools
 from typing import Any
 
+import torch
 from torch import Tensor, int32
 from torch.nn.attention.varlen import varlen_attn
 
 from ddp_utils.distributed import to_device
 
+OPTIONS = inspect.signature(varlen_attn).parameters
 # torch 2.11 supports fewer key heads than heads without this argument
-HAS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
-GROUPED = {"enable_gqa": True} if HAS_GQA_FLAG else {}
+GROUPED = {"enable_gqa": True} if "enable_gqa" in OPTIONS else {}
+
+
+@functools.cache
+def is_supported(device: torch.device) -> bool:
+    """Return whether varlen_attn has the arguments used here (torch >= 2.11) and a kernel.
+
+    Flash attention needs compute capability 8.0, that of Ampere.
+    """
+    return "window_size" in OPTIONS and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def find_sequences(packing: Any) -> tuple[Tensor, tuple[Any, ...]]:

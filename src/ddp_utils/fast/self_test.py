@@ -116,7 +116,7 @@ def _find_difference(
     in half precision rounding moves single tokens, so there the root mean square counts.
     """
     is_exact = scorer.precision == torch.float32
-    head = scorer.backbone_and_head()[1]
+    head = scorer.unwrap().get_output_embeddings()
     prompt = torch.tensor([pairs[0].prompt], device=device)
     with scorer.autocasting(device):
         scale = 100 / scorer.model(input_ids=prompt).logits.abs().max().item()
