@@ -253,10 +253,10 @@ class Scorer(ScorerModule):
     def backbone_and_head(self) -> tuple[Any, Any]:
         """Return the transformer and its output layer, with the adapters inside them."""
         model = self.unwrap()
-        head, config = model.get_output_embeddings(), model.config.get_text_config()
-        scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
-        scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
-        cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
+        head, settings = model.get_output_embeddings(), vars(model.config.get_text_config())
+        scale = settings.get("logit_scale") or 1.0  # Cohere
+        scale /= settings.get("logits_scaling") or 1.0  # Granite
+        cap = settings.get("final_logit_softcapping")  # Gemma 2
         is_plain = head is None or (scale == 1.0 and not cap)
         return model.base_model, head if is_plain else ScaledHead(head, scale, cap)
 
