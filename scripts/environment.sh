@@ -51,9 +51,9 @@ PYTHON
 
 fail() { echo "error: $1" >&2 && exit 2; }
 
-# Print the comment at the top of the script that was called.
+# Print the comment at the top of the script that was called, without directives of PBS.
 print_usage() {
-  sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+  sed -n '2,/^[^#]/{/^#PBS/!s/^# \{0,1\}//p}' "$0"
   echo
 }
 

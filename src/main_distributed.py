@@ -291,7 +291,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         world = distributed.init_process_group(world, config.backend, config.timeout_minutes)
 
     # data
-    tokenizer = lora.load_tokenizer(config.model_name, config.init_adapter)
+    names = config.model_name, config.init_adapter, config.chat_template
+    tokenizer = lora.load_tokenizer(*names)
     shape = config.max_length, config.truncation, config.chat_template_kwargs, config.keep_thoughts
     encoder = Encoder(tokenizer, config.chat_template, *shape)
     data, report = read_data(config, encoder, world)

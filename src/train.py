@@ -48,7 +48,8 @@ LEARNING_RATES = {  # objective and kind of fine-tuning -> default for 10 M para
 
 def encoder_of(config: Config) -> Encoder:
     """Return what turns texts into token ids."""
-    tokenizer = lora.load_tokenizer(config.model_name, config.init_adapter)
+    names = config.model_name, config.init_adapter, config.chat_template
+    tokenizer = lora.load_tokenizer(*names)
     shape = config.max_length, config.truncation, config.chat_template_kwargs, config.keep_thoughts
     return Encoder(tokenizer, config.chat_template, *shape)
 

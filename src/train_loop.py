@@ -263,7 +263,8 @@ def bake(argv: list[str] | None) -> int:
         world = distributed.init_process_group(world, config.backend, config.timeout_minutes)
 
     # data
-    tokenizer = lora.load_tokenizer(config.model_name, config.resume_from)
+    names = config.model_name, config.resume_from, config.chat_template
+    tokenizer = lora.load_tokenizer(*names)
     kwargs = config.chat_template_kwargs
     encoder = Encoder(tokenizer, config.chat_template, config.max_traj_len, kwargs=kwargs)
     data, reports = read_data(config, encoder, world)

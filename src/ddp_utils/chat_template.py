@@ -26,6 +26,8 @@ NEED_SUPPORT = {"system", "developer", "tool", "tools", "tool_calls", *THOUGHTS}
 TEMPLATE_ERRORS: tuple = (TemplateError, *models.FAULTS)  # a template is a program
 PLAIN_ROLES = {"system": "\n\nSystem:", "user": "\n\nHuman:", "assistant": "\n\nAssistant:"}
 
+NOT_CONTINUED = "without all of the generation prompt"  # a note about a row
+
 Ids = list[int]  # token ids
 
 
@@ -59,6 +61,8 @@ class Encoder:
         self.end = tokenizer.eos_token_id  # the token that ends a reply, or None
         self.earlier_end = self.end  # the token that ends a reply that is not the last one
         self.stops: list = []  # more tokens at which sampling stops
+        self.call_end: int | None = None  # the token that ends tool calls, if it is another one
+        self.arguments_as_text = False  # the template expects those of a tool call as JSON
         self.before_reply = ""  # the template's text between a prompt and a reply
         self.after_reply = ""
         self.in_parts = False  # the template expects a content as [{"type": "text", "text": ...}]
@@ -84,16 +88,14 @@ class Encoder:
     @property
     def ends(self) -> Ids:
         """Return the token ids at which a sampled reply is over."""
-        ends = dict.fromkeys((self.end, *self.stops, self.tokenizer.eos_token_id))
+        ends = dict.fromkeys((self.end, *self.stops, self.call_end, self.tokenizer.eos_token_id))
         return [token for token in ends if token is not None]
 
     def render(self, messages: list[dict], **options: Any) -> str:
         """Return the template's text; without a system role, its text precedes the first turn."""
         try:
             options |= {"chat_template": self.template, "tokenize": False, **self.kwargs}
-            turns = messages
-            if self.in_parts:
-                turns = [{**turn, "content": text_parts(turn["content"])} for turn in messages]
+            turns = [self._as_expected(message) for message in messages]
             return self.tokenizer.apply_chat_template(turns, **options)
         except TEMPLATE_ERRORS as error:
             if messages[0]["role"] != "system" or len(messages) < 2:
@@ -101,6 +103,19 @@ class Encoder:
             system, first, *rest = messages
             first = {**first, "content": f"{system['content']}\n\n{first['content']}"}
             return self.render([first, *rest], **options)
+
+    def _as_expected(self, message: dict) -> dict:
+        """Return a message in the form that the template expects."""
+        message = copy.deepcopy(message)
+        for call in message.get("tool_calls", []):
+            arguments = call["function"]["arguments"]
+            if self.arguments_as_text and not isinstance(arguments, str):
+                call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
+            elif not self.arguments_as_text and isinstance(arguments, str):
+                call["function"]["arguments"] = json.loads(arguments)
+        if self.in_parts:
+            message["content"] = text_parts(message["content"])
+        return message
 
     def check_arguments(self, value: str | dict, place: str) -> dict:
         """Return arguments, perhaps given as JSON; raise UserError for one the template lacks."""
@@ -138,6 +153,7 @@ class Encoder:
         self.before_reply = before.removeprefix(asked)
         self.end = next(iter(self._special_ids(self.after_reply)), self.end)
         self.earlier_end = self.end
+        self._find_form_of_tool_calls(question)
         with contextlib.suppress(UserError):
             text = self.render([question, reply, {"role": "user", "content": "~~~"}])
             ends = self._special_ids(text.rpartition("@@@")[2].partition("~~~")[0])
@@ -149,6 +165,24 @@ class Encoder:
             text = self.render([question, thought]).rpartition("@@@")[0]
             if ends[0] not in self._special_ids(text[common_prefix(asked, text) :]):
                 self.stops.append(ends[0])
+
+    def _find_form_of_tool_calls(self, question: dict) -> None:
+        """Set the form of tool calls that the template renders, and the token that ends them."""
+        if "tool_calls" not in self.template_words:
+            return
+        call = {"type": "function", "id": "a" * 9}  # Mistral's templates expect nine characters
+        call["function"] = {"name": "@@@", "arguments": {"a": "b"}}
+        reply = {"role": "assistant", "content": "", "tool_calls": [call]}
+        for as_text in (False, True):
+            self.arguments_as_text = as_text
+            with contextlib.suppress(UserError):
+                _, name, after = self.render([question, reply]).rpartition("@@@")
+                if name and "{'" not in after:  # Python's text of a dict is not JSON
+                    ends = self._special_ids(after)
+                    if self.end in self._special_ids(self.after_reply) and self.end not in ends:
+                        self.call_end = next(reversed(ends), None)
+                    return
+        self.arguments_as_text = False  # rows with calls are errors
 
     def _renders(self, *messages: dict) -> bool:
         """Return whether the template renders the content @@@ of a message."""
@@ -226,13 +260,15 @@ class Encoder:
         notes = set()
         if boundary < len(prompt_ids):
             is_merged = all(full.startswith(text) for full in full_texts)
-            notes.add("merged at the seam" if is_merged else "without all of the generation prompt")
+            notes.add("merged at the seam" if is_merged else NOT_CONTINUED)
         first, second = [self.with_end(ids[boundary:]) for ids in (full_ids[0], full_ids[-1])]
         texts = plain_text(prompt), plain_text(chosen)
         return Pair(prompt_ids[:boundary], first, second, location, *texts), notes
 
     def with_end(self, response: Ids) -> Ids:
         """Return the response with exactly one end token, which is trained, if there is one."""
+        if response and response[-1] == self.call_end:
+            return response
         length = len(response)
         while length and response[length - 1] in self.ends:
             length -= 1

@@ -123,7 +123,7 @@ def _text_of_part(record: Record, place: str, part: Any) -> str:
 
 
 def _tool_calls(record: Record, place: str, calls: Any) -> list[dict]:
-    """Return tool calls whose arguments are objects, as templates need; OpenAI's are texts."""
+    """Return tool calls; their arguments are objects or, as in OpenAI's, JSON texts."""
     data.check_finite(record, place, calls)
     made = []
     for call in calls if isinstance(calls, list) else [calls]:
@@ -131,9 +131,9 @@ def _tool_calls(record: Record, place: str, calls: Any) -> list[dict]:
         if not isinstance(function, dict) or "name" not in function:
             expected = '[{"function": {"name": ..., "arguments": {...}}}]'
             raise data.wrong_value(record, place, calls, expected)
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            arguments = data.decode(arguments, f"{record.location}: {place}")
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):  # the chat template may need it decoded
+            data.decode(arguments, f"{record.location}: {place}")
         made.append({**call, "function": {**function, "arguments": arguments}})
     return made
 

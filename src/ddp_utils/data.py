@@ -129,7 +129,8 @@ def _rows(path: str) -> Iterator[tuple[str, Any]]:
         from ddp_utils import data_sets
 
         if delimiter:
-            yield from data_sets.read_csv(path, content(path), delimiter)
+            for location, row in data_sets.read_csv(path, content(path), delimiter):
+                yield location, row if isinstance(row, UserError) else with_weights(row)
         else:
             for number, row in enumerate(data_sets.load(path, resolve), start=1):
                 yield f"{path}:{number}", row
@@ -145,6 +146,15 @@ def _rows(path: str) -> Iterator[tuple[str, Any]]:
                 yield f"{path}:{number}", decode(line, path, number, ROWS)
             except UserError as error:
                 yield f"{path}:{number}", UserError(f"{error}; {ONE_OBJECT_PER_LINE}")
+
+
+def with_weights(row: dict[str, str]) -> dict[str, Any]:
+    """Return a row of CSV, all of it texts, with the values of WEIGHTS: 1, 0.5, True."""
+    values: dict[str, Any] = {}
+    for name in row.keys() & {*WEIGHTS}:
+        with contextlib.suppress(ValueError):  # another text stays
+            values[name] = json.loads(row[name].lower() or "null")
+    return {**row, **values}
 
 
 def is_data_set(path: str) -> bool:

@@ -61,9 +61,10 @@ def inherit_config(config: Any, init_adapter: str) -> None:
 # --- the tokenizer of a run -----------------------------------------------------------------------
 
 
-def load_tokenizer(name: Name, init_adapter: Name = "") -> Tokenizer:
+def load_tokenizer(name: Name, init_adapter: Name = "", chat_template: str = "auto") -> Tokenizer:
     """Return the tokenizer and chat template of a model, or of the adapter that it begins with.
 
+    chat_template: the flag; if it is "auto", that of the adapter is used.
     Prints a warning if the adapter belongs to another model or has another chat template.
     """
     if is_adapter(name):
@@ -80,7 +81,7 @@ def load_tokenizer(name: Name, init_adapter: Name = "") -> Tokenizer:
     tokens = own.get_vocab().items() ^ tokenizer.get_vocab().items()
     if tokens:
         differences.append(f"its tokenizer has {len(tokens)} other tokens than the model's")
-    if own.chat_template != tokenizer.chat_template:
+    if chat_template == "auto" and own.chat_template != tokenizer.chat_template:
         differences.append("its chat template, not the model's, is used without --chat_template")
     warn(init_adapter, differences)
     return own
@@ -242,7 +243,7 @@ def fold(adapted: Any, path: Name) -> PreTrainedModel:
     model = adapted.get_base_model()
     tie_word_embeddings = model.config.tie_word_embeddings
     was_tied = untie(model)
-    with models.reading(place), warnings.catch_warnings():
+    with models.reading(place, "cannot be merged"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft prints that the layers were tied
         model = adapted.merge_and_unload().requires_grad_(True)  # peft has frozen the base model
     if is_meta:

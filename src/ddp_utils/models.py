@@ -57,10 +57,10 @@ PACKED = (".qweight", ".absmax", ".SCB", "_scale", "_scale_inv")
 
 
 @contextlib.contextmanager
-def reading(place: str) -> Iterator[None]:
+def reading(place: str, problem: str = "cannot be read") -> Iterator[None]:
     """Turn an exception of a library that reads model files into a UserError of one line.
 
-    place: the flag and its value.
+    place: the flag and its value; problem: what the user asked for.
     """
     try:
         yield
@@ -70,7 +70,7 @@ def reading(place: str) -> Iterator[None]:
         from ddp_utils import hub  # it is not needed for folders
 
         of_hub = hub.explain(place.rpartition(" ")[2], error)
-        message = of_hub or f"cannot be read: {first_line(error)}"
+        message = of_hub or f"{problem}: {first_line(error)}"
         if "custom code" in message:
             message = "it needs its own code, which is not run; use a model type of transformers"
         raise UserError(f"{place}: {message}") from error

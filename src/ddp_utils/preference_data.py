@@ -23,7 +23,7 @@ import numpy as np
 from tqdm import tqdm
 
 from ddp_utils import UserError, data, sampler
-from ddp_utils.chat_template import Encoder, plain_text, truncation_warning
+from ddp_utils.chat_template import NOT_CONTINUED, Encoder, plain_text, truncation_warning
 from ddp_utils.data import DataFile, Prompt, Record, Reply, Rows, Unusable
 from ddp_utils.logps import Pair
 
@@ -148,6 +148,12 @@ def describe_all(reports: dict[str, dict], data: dict[str, Sized]) -> list[str]:
     for split, report in reports.items():
         truncated = report["notes"].get("truncated", 0)
         lines += truncation_warning(split, truncated, report["used"], "--max_length")
+        count = report["notes"].get(NOT_CONTINUED, 0)
+        if 2 * count > report["used"]:
+            problem = f"{count} of {report['used']} rows have no reply that continues all of the "
+            problem += "chat template's generation prompt, which may open a thought"
+            hint = "use replies with a thought, or another --chat_template or its _kwargs"
+            lines.append(f"warning: {split}: {problem}; {hint}")
     if not data["val"]:
         lines.append("warning: 0 validation rows; use --val_data FILE, or more rows")
     return lines

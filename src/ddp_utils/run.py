@@ -220,8 +220,13 @@ class Run:
         """Print what the run trains, with what, and on which data; write data_report.json."""
         ranks = f"{self.world.world_size} x {self.world.device.type}"
         lines = [*{"ranks": ranks, **rows, "folder": f"{self.folder}/"}.items()]
-        for name, text in [*lines, *(("data", line) for line in self.spec.lines)]:
+        for name, text in lines:
             self.say(row(name, without_users(text)))
+        for text in map(without_users, self.spec.lines):
+            if text.startswith("warning: "):
+                self.warn(text)
+            else:
+                self.say(row("data", text))
         self.write_json("data_report.json", self.spec.report)
 
     def log(self, step: int, values: Values, split: str = "train", echo: bool = True) -> None:

@@ -221,13 +221,16 @@ def _earlier_replies(
     full_text = encoder.text(turns)
     spans = []
     # without a template replies have their end
-    end = _text_of(encoder, encoder.earlier_end) if encoder.templated else ""
+    reply_end = _text_of(encoder, encoder.earlier_end) if encoder.templated else ""
+    call_end = _text_of(encoder, encoder.call_end)
     for number, turn in enumerate(turns):
         if turn["role"] != "assistant" or "weight" in turn:
             continue
         before = encoder.text(turns[:number])
         reply = conversations.reply_of(turn)
-        as_last = encoder.text_with_reply(turns[:number], reply, before) + end
+        as_last = encoder.text_with_reply(turns[:number], reply, before)
+        end = call_end if call_end and as_last.endswith(call_end) else reply_end
+        as_last = as_last.removesuffix(call_end) + end
         stop = len(as_last)
         if end:  # the reply may have other white space when it is not the last one
             stop = len(end.join(full_text.split(end)[: as_last.count(end)]) + end)

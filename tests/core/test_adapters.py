@@ -218,7 +218,7 @@ def test_another_kind_of_adapter_is_one_line(kind, flag, tmp_path):
 
 NOT_MERGED = {
     "layer_replication": (dict(layer_replication=[[0, 2], [1, 2]]), 1.0, "layers with common wei"),
-    "lora_bias": (dict(lora_bias=True), 1.0, "the base layer has no bias"),
+    "lora_bias": (dict(lora_bias=True), 1.0, "cannot be merged: .* the base layer has no bias"),
     "modules_to_save": (
         dict(modules_to_save=["norm"]),
         0.5,
@@ -285,6 +285,9 @@ def test_an_adapter_brings_its_tokenizer_and_template(kind, tmp_path, capsys):
     with contextlib.chdir(DEMO.parents[2]):  # a relative and an absolute path are the same base
         assert lora.load_tokenizer("data/demo/model", tmp_path).chat_template == expected
     printed = capsys.readouterr().out
+    lora.load_tokenizer(DEMO, tmp_path, "my.jinja")  # no warning about what has been chosen
+    is_chosen = not line or kind == "other template"
+    assert capsys.readouterr().out.startswith("warning") != is_chosen
     merge.merge(tmp_path, tmp_path / "merged", base=str(DEMO))
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template == expected
     assert capsys.readouterr().out.count("\n") == printed.count("\n")

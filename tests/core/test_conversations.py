@@ -24,6 +24,10 @@ TRIMMED = (
     "{% for m in messages %}<|h|>{{ m.role }}\n{{ m.content | trim }}<|eot|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|h|>assistant\n{% endif %}"
 )
+# in the manner of gpt-oss: a reply that ends with a call has an end of its own
+CALL_END = TOOLS.replace(
+    "<|eot|>{% endgen", "{% if m.tool_calls %}<|/h|>{% else %}<|eot|>{% endif %}{% endgen"
+)
 SCHEMAS = [{"type": "function", "function": {"name": "time", "parameters": {"type": "object"}}}]
 CALLS = [{"type": "function", "function": {"name": "time", "arguments": {"zone": "CET"}}}]
 
@@ -52,7 +56,12 @@ ROWS = {
     "thoughts": {"messages": [*THOUGHT, *THOUGHT]},
     "an argument": {"messages": SINGLE, "chat_template_kwargs": {"short": False}},
 }
-TEMPLATES = {"tools": TOOLS, "any role": LLAMA3, "trimmed": TRIMMED}
+TEMPLATES = {
+    "tools": TOOLS,
+    "tools, ends of calls": CALL_END,
+    "any role": LLAMA3,
+    "trimmed": TRIMMED,
+}
 ONLY_TOOLS = {name for name in ROWS if "call" in name or "tool" in name or "thought" in name}
 
 
@@ -67,7 +76,7 @@ def read(tmp_path, row, template, reader=reading.texts):
 @pytest.mark.parametrize("name", ROWS)
 def test_ids_and_masks_are_those_of_transformers(tmp_path, name, template):
     row = ROWS[name]
-    if template != "tools" and name in {*ONLY_TOOLS, "an argument"}:
+    if "tools" not in template and name in {*ONLY_TOOLS, "an argument"}:
         with pytest.raises(UserError, match="rows.jsonl:1: .*(tools|short|reasoning_content)"):
             read(tmp_path, row, TEMPLATES[template])
         return
@@ -79,13 +88,13 @@ def test_ids_and_masks_are_those_of_transformers(tmp_path, name, template):
     options = dict(row.get("chat_template_kwargs", {}))
     if "tools" in row:
         options["tools"] = SCHEMAS
-    if template == "tools":
+    if "tools" in template:
         options["return_assistant_tokens_mask"] = True
     own = tok.apply_chat_template(messages, return_dict=True, **options)
     ids = text.prompt + text.reply
     assert own["input_ids"][: len(ids)] == ids
     assert tok.decode(own["input_ids"][len(ids) :]).strip() == ""  # behind the last reply
-    if template == "tools":
+    if "tools" in template:
         scored = [0] * len(text.prompt) + text.scored
         assert own["assistant_masks"][: len(ids)] == scored
         assert not any(own["assistant_masks"][len(ids) :])
@@ -99,6 +108,37 @@ def test_arguments_of_a_call_may_be_a_text_as_openai_writes_them(tmp_path):
     function["arguments"] = "{zone"
     with pytest.raises(UserError, match=r"rows.jsonl:1: messages\[1\].tool_calls:1:2: not JSON"):
         read(tmp_path, row, TOOLS)
+
+
+def test_a_call_ends_as_the_template_ends_it(tmp_path):
+    row = {"prompt": [ASKED], "chosen": CALLED[1:], "rejected": "No.", "tools": SCHEMAS}
+    pair, tok = read(tmp_path, row, CALL_END, reading.pairs)
+    assert tok.decode(pair.chosen) == '[time {"zone": "CET"}]<|/h|>'
+    assert tok.decode(pair.rejected) == "No.<|eot|>"
+    ends = tok.convert_tokens_to_ids(["<|eot|>", "<|/h|>", "</s>"])
+    assert Encoder(tok).ends == ends  # sampling stops there as well
+    assert Encoder(chat_tokenizer(TOOLS)).ends == [ends[0], ends[2]]
+
+
+# in the manner of DeepSeek
+ADDED = TOOLS.replace(
+    "{{ call.function.arguments | tojson }}", "{{ '' + call.function.arguments }}"
+)
+PRINTED = TOOLS.replace("arguments | tojson", "arguments")  # Python's text of an object is not JSON
+
+
+@pytest.mark.parametrize("template", [TOOLS, ADDED, PRINTED])
+@pytest.mark.parametrize("arguments", [{"zone": "CET"}, '{"zone":"CET"}', "", None])
+def test_a_template_gets_the_arguments_of_a_call_in_the_form_that_it_renders(
+    template, arguments, tmp_path
+):
+    call = {"function": {"name": "time", "arguments": arguments}}
+    row = {"messages": [ASKED, turn("assistant", None, tool_calls=[call])]}
+    text, tok = read(tmp_path, row, template)
+    expected = json.dumps(arguments or {})
+    if isinstance(arguments, str) and arguments:
+        expected = '{"zone": "CET"}' if template == TOOLS else arguments  # as it is
+    assert tok.decode(text.reply) == f"[time {expected}]<|eot|>"
 
 
 def test_a_pair_may_prefer_a_call(tmp_path):

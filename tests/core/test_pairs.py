@@ -356,6 +356,13 @@ def test_the_report_counts_by_row_what_a_hand_count_finds(tmp_path):
         reading.pairs(path, encoder)
     [warning] = preference_data.describe_all({"train": report}, {"val": kept})[1:]
     assert warning.startswith("warning: train: 1 of 4 rows are longer than --max_length; ")
+    for count, lines in (
+        (2, []),
+        (3, ["warning: train: 3 of 4 rows have no reply that continues "]),
+    ):
+        report["notes"] = {"without all of the generation prompt": count}
+        warnings = preference_data.describe_all({"train": report}, {"val": kept})[1:]
+        assert [line[: len(lines[0])] for line in warnings] == lines
     report["notes"] = {}
     warnings = preference_data.describe_all({"train": report}, {"val": []})[1:]
     assert warnings == ["warning: 0 validation rows; use --val_data FILE, or more rows"]

@@ -113,6 +113,14 @@ def test_tiles_and_gpus_are_bound_to_near_cores(per_node, bound, job):
     assert words[4:9] == ["python", "-m", "dpo_inv.run_dpo_ddp", "--backend", backend]
 
 
+def test_help_is_that_of_the_script_and_of_its_program_without_a_job(job):
+    done = job("--help", PBS_O_WORKDIR="", PBS_NODEFILE="", PBS_JOBID="")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("Fine-tune ProteinMPNN on Aurora.") and "#PBS" not in done.stdout
+    assert "\nusage: run_dpo_ddp.py [settings]\n" in done.stdout
+    assert not (job.folder / "logs").exists()
+
+
 def test_a_mistake_is_one_line_and_runs_nothing(job):
     for value in ("13", "x$(touch bad)"):
         done = job(PER_NODE=value)

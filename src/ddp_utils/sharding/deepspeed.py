@@ -84,6 +84,7 @@ KEYS: dict[str, Any] = {
             "eps": Fixed(1e-8),
             "adam_w_mode": Literal[True],
             **fixed("torch_adam bias_correction fused", True),
+            "max_grad_norm": Fixed(error="DeepSpeed does not read it here; use gradient_clipping"),
         },
         "legacy_fusion": Fixed(),
     },

@@ -24,6 +24,7 @@ from ddp_utils.sharding.json_settings import Fixed, fixed
 # in this order accelerate also numbers them, from 1
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 Kind = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
+QUOTED = {"true": True, "yes": True, "false": False, "no": False}  # booleans in quotation marks
 PRECISIONS = {"BFLOAT16": "bf16", "FLOAT16": "fp16", "NO": "no"}
 PRECISIONS |= {"BF16": "bf16", "FP16": "fp16", "FP32": "no"}
 
@@ -113,8 +114,8 @@ def normalized(settings: dict[str, Any]) -> dict[str, Any]:
     for key, value in settings.items():
         hint = HINTS.get(key)
         is_strategy = hint is HINTS["fsdp_sharding_strategy"]
-        if value in ("true", "false"):  # as in the documentation of transformers
-            value = value == "true"
+        if is_strategy or get_origin(hint) is not Literal:  # there "no" is a name
+            value = QUOTED.get(str(value).lower(), value)
         if is_strategy and isinstance(value, bool):  # of fsdp_reshard_after_forward in FSDP2
             value = "FULL_SHARD" if value else "SHARD_GRAD_OP"
         elif is_strategy and str(value) in tuple("12345"):

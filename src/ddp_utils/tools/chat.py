@@ -5,30 +5,23 @@ python -m ddp_utils.tools.chat results/dpo --before   # the model before trainin
 echo "Where is the cat?" | python -m ddp_utils.tools.chat results/dpo --temperature 0
 """
 
+from ddp_utils import cli
+from ddp_utils.tools import settings as tools
+
+if __name__ == "__main__":
+    cli.check_flags(tools.read_chat)  # --help and mistakes end here, before torch is imported
+
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import TextStreamer
 
-from ddp_utils import SettingError, checkpoints, cli, data, distributed, lora, models, sampling
+from ddp_utils import SettingError, checkpoints, data, distributed, lora, models, sampling
 from ddp_utils.chat_template import Encoder
 from ddp_utils.logps import Pair, Scorer
 
 DEFAULTS: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": 256}
-
-
-@dataclass
-class Settings:
-    folder: str  # run folder such as results/dpo, or model folder
-    before: bool = False  # chat with the model before training
-    system: str = ""  # system prompt
-    temperature: float | None = None  # sampling temperature; 0: greedy; None: as in the run, or 1
-    top_p: float | None = None  # nucleus sampling; None: as in the run, or 1
-    max_new_tokens: int | None = None  # maximum tokens per reply; None: as in the run, or 256
-    seed: int = 0  # random seed of the replies
-    debug: bool = False  # show a traceback for user errors
 
 
 def load(folder: str, before: bool, device: torch.device) -> tuple[Any, Encoder, dict[str, Any]]:
@@ -64,8 +57,7 @@ def prompt_of(messages: list[dict[str, str]], encoder: Encoder) -> list[int]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    settings = cli.parse(Settings, argv)
-    cli.check_ranges(settings)
+    settings = tools.read_chat(argv)
     world = distributed.choose_device(distributed.World(), "auto")
     model, encoder, run = load(settings.folder, settings.before, world.device)
     values = DEFAULTS | {name: run[name] for name in DEFAULTS if name in run}

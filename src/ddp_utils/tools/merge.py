@@ -5,23 +5,19 @@ python -m ddp_utils.tools.merge results/mine merged --base Qwen/Qwen3-0.6B
 python -m ddp_utils.tools.merge results/traj_chat half --scale 0.5   # half of the effect
 """
 
-from dataclasses import dataclass
+from ddp_utils import cli
+from ddp_utils.tools import settings as tools
+
+if __name__ == "__main__":
+    cli.check_flags(tools.read_merge)  # --help and mistakes end here, before torch is imported
+
 from pathlib import Path
 
 import torch
 
-from ddp_utils import UserError, cli, data, distributed, lora, models
+from ddp_utils import UserError, data, distributed, lora, models
 from ddp_utils.chat_template import Encoder
 from ddp_utils.checkpoints import check_writable, model_folder
-
-
-@dataclass
-class Settings:
-    adapter: str  # run folder, or folder of a LoRA
-    folder: str  # folder for the merged model; it must not exist
-    base: str = ""  # folder or Hugging Face name of the base model; empty: the LoRA's own
-    scale: float = 1.0  # factor of the LoRA; 0 gives the base model
-    debug: bool = False  # show a traceback for user errors
 
 
 def merge(adapter: str | Path, folder: str | Path, base: str = "", scale: float = 1.0) -> None:
@@ -46,8 +42,7 @@ def merge(adapter: str | Path, folder: str | Path, base: str = "", scale: float 
 
 
 def main(argv: list[str] | None = None) -> int:
-    settings = cli.parse(Settings, argv)
-    cli.check_ranges(settings, scale=cli.FROM_0)
+    settings = tools.read_merge(argv)
     merge(settings.adapter, settings.folder, settings.base, settings.scale)
     print(f"{settings.folder}: load it with from_pretrained")
     return 0

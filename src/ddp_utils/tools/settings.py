@@ -1,0 +1,40 @@
+"""Settings of merge.py and chat.py, which are read before torch is imported."""
+
+from dataclasses import dataclass
+
+from ddp_utils import cli
+
+
+@dataclass
+class Merge:
+    adapter: str  # run folder, or folder of a LoRA
+    folder: str  # folder for the merged model; it must not exist
+    base: str = ""  # folder or Hugging Face name of the base model; empty: the LoRA's own
+    scale: float = 1.0  # factor of the LoRA; 0 gives the base model
+    debug: bool = False  # show a traceback for user errors
+
+
+@dataclass
+class Chat:
+    folder: str  # run folder such as results/dpo, or model folder
+    before: bool = False  # chat with the model before training
+    system: str = ""  # system prompt
+    temperature: float | None = None  # sampling temperature; 0: greedy; None: as in the run, or 1
+    top_p: float | None = None  # nucleus sampling; None: as in the run, or 1
+    max_new_tokens: int | None = None  # maximum tokens per reply; None: as in the run, or 256
+    seed: int = 0  # random seed of the replies
+    debug: bool = False  # show a traceback for user errors
+
+
+def read_merge(argv: list[str] | None) -> Merge:
+    """Return the settings of merge.py in the flags."""
+    settings = cli.parse(Merge, argv)
+    cli.check_ranges(settings, scale=cli.FROM_0)
+    return settings
+
+
+def read_chat(argv: list[str] | None) -> Chat:
+    """Return the settings of chat.py in the flags."""
+    settings = cli.parse(Chat, argv)
+    cli.check_ranges(settings)
+    return settings
