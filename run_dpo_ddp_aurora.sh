@@ -25,22 +25,13 @@ flags=(
 )
 
 set -eo pipefail
-
-# environment: torch from the module, the other packages from a venv
-use_module() {
-  module load frameworks
-  # shellcheck disable=SC1091 # it exists only on Aurora
-  [ ! -f .venv/bin/activate ] || . .venv/bin/activate
-}
-
 if [[ " $* " =~ \ (-h|--help)\  ]]; then # on a login node, without qsub
   # shellcheck source=scripts/environment.sh
   . "$(dirname "${BASH_SOURCE[0]}")/scripts/environment.sh"
   print_usage
-  use_module 2>/dev/null || true
-  PYTHONPATH="$root/src" exec python -m dpo_inv.run_dpo_ddp --help
+  export PATH="$root/.venv/bin:$PATH" PYTHONPATH="$root/src"
+  exec python -m dpo_inv.run_dpo_ddp --help
 fi
-
 cd "${PBS_O_WORKDIR:?submit it with qsub}"
 [ -d src/dpo_inv ] || cd ..
 [ -d src/dpo_inv ] || { echo "error: $PBS_O_WORKDIR: submit it from the project's folder" >&2; exit 2; }
@@ -48,7 +39,10 @@ mkdir -p logs
 job=${PBS_JOBID%%.*}
 exec >>"logs/dpo_ddp_$job.out" 2>>"logs/dpo_ddp_$job.err"
 
-use_module
+# environment: torch from the module, the other packages from a venv
+module load frameworks
+# shellcheck disable=SC1091 # it exists only on Aurora
+[ ! -f .venv/bin/activate ] || . .venv/bin/activate
 set -u
 
 # processes: 12 tiles per node, or 6 GPUs, and the cores near each

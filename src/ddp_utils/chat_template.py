@@ -170,8 +170,8 @@ class Encoder:
         """Set the form of tool calls that the template renders, and the token that ends them."""
         if "tool_calls" not in self.template_words:
             return
-        call = {"type": "function", "id": "a" * 9}  # Mistral's templates expect nine characters
-        call["function"] = {"name": "@@@", "arguments": {"a": "b"}}
+        call = {"type": "function", "function": {"name": "@@@", "arguments": {"a": "b"}}}
+        call["id"] = "a" * 9  # Mistral's templates expect nine characters
         reply = {"role": "assistant", "content": "", "tool_calls": [call]}
         for as_text in (False, True):
             self.arguments_as_text = as_text

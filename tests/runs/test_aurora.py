@@ -114,7 +114,13 @@ def test_tiles_and_gpus_are_bound_to_near_cores(per_node, bound, job):
 
 
 def test_help_is_that_of_the_script_and_of_its_program_without_a_job(job):
-    done = job("--help", PBS_O_WORKDIR="", PBS_NODEFILE="", PBS_JOBID="")
+    script = job.folder / "job.sh"
+    script.symlink_to(SCRIPT)
+    (job.folder / "scripts").symlink_to(ROOT / "scripts")
+    python = job.folder / ".venv/bin/python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    done = job("--help", script=script, PBS_O_WORKDIR="", PBS_NODEFILE="", PBS_JOBID="")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("Fine-tune ProteinMPNN on Aurora.") and "#PBS" not in done.stdout
     assert "\nusage: run_dpo_ddp.py [settings]\n" in done.stdout
