@@ -323,10 +323,8 @@ def add(model: PreTrainedModel, spec: LoraSpec, unreached: tuple[str, ...] = ())
     modules: Any = ALL_LINEAR if ALL_LINEAR in targets else [t for t in targets if t in layers]
     shape: Any = {"r": spec.r, "lora_alpha": spec.alpha, "lora_dropout": spec.dropout}
     excluded = [re.escape(part[:-1]) + r"(\..*)?" for part in unreached]
-    for (
-        path,
-        module,
-    ) in model.named_modules():  # routers of Llama 4 and Phi-MoE, which return tuples
+    for path, module in model.named_modules():
+        # the routers of Llama 4 and Phi-MoE are linear layers that return tuples
         if isinstance(module, torch.nn.Linear) and type(module).__name__.endswith("Router"):
             excluded.append(re.escape(path))
     if ALL_LINEAR in targets and model.config.model_type in FUSED_OUT_PROJ:
