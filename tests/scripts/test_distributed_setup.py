@@ -102,8 +102,10 @@ def test_every_command_of_the_guide_writes_its_file():
     names = "config/fsdp_config.json scripts scripts/run_training.sh scripts/slurm_job.sh"
     names += " scripts/run_training_node0.sh scripts/run_training_node1.sh"
     assert set(files()) - before == set(names.split())
+    page = (ROOT / "docs/strategies.md").read_text()
     for name, guide in (("ds", "deepspeed"), ("fsdp", "fsdp")):
         text = Path(f"config/{name}_config.json").read_text()
+        assert f"```json\n{text}```\n" in page
         expected = json.loads((ROOT / f"tests/data/guide_{guide}.json").read_text())
         assert json.loads(text) == expected and list(json.loads(text)) == list(expected)
         assert "000000.0" not in text and "e+" not in text  # 5e8 as an integer
