@@ -309,7 +309,7 @@ def fine_tune(config: Config, world: World) -> int:
         optim = (config.lr_scheduler, config.warmup_ratio, config.weight_decay)
         rate = config.learning_rate or 0.0  # it is set
         optimizer, schedule = policies.make_optimizer(policy, rate, plan.steps, *optim)
-        displacement = losses.Displacement(config.method)
+        displacement = losses.Displacement(config.method, config.sft_weight)
         meter = Meter(policy.scorer, world)
         done = run.restore(policy, optimizer, schedule)
 

@@ -175,7 +175,11 @@ def at_reference(spec: LossSpec) -> float | None:
 class Displacement:
     """Detect, once per run, that the chosen responses become less likely than at the start."""
 
-    def __init__(self, method: str, chosen: str = "chosen responses"):
+    def __init__(self, method: str, sft_weight: float | None, chosen: str = "chosen responses"):
+        self.method = method
+        self.remedy = "a larger --sft_weight" if sft_weight else "--sft_weight 1"
+        if method in cli.METHODS and not method.startswith("dpop"):
+            self.remedy += " or --method dpop"
         self.chosen = chosen  # their name in the warning
         self.is_watching = method not in cli.REFERENCE_FREE
         self.recent: deque[float] = deque(maxlen=10)
@@ -189,6 +193,6 @@ class Displacement:
         self.is_watching = False
         return (
             f"warning: the {self.chosen} have become less likely than under the reference "
-            "(likelihood displacement: DPO may lower both log-probabilities); "
-            "--sft_weight 1 or --method dpop prevents this"
+            f"(likelihood displacement: {self.method} may lower both log-probabilities); "
+            f"{self.remedy} prevents this"
         )

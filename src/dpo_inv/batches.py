@@ -3,10 +3,12 @@
 Pairs of one backbone stay together, so that the backbone is encoded once for all of them.
 """
 
+import functools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import gemmi
 import numpy as np
 import torch
 from torch import Tensor
@@ -47,22 +49,79 @@ def decoding_orders(pair: Pair, settings: PairSettings) -> np.ndarray:
     return tied[np.lexsort((np.stack(draws), np.broadcast_to(stage, (len(draws), len(stage)))))]
 
 
-def split(pairs: Sequence[Pair], seed: int) -> tuple[list[Pair], list[Pair]]:
-    """Return training and validation pairs: up to a tenth of the pairs, whole backbones at random.
+def chains_of(pairs: Iterable[Pair]) -> dict[int, list[str]]:
+    """Return the known letters of the designed chains of each backbone, by its number."""
+    chains = {}
+    for number, backbone in {pair.number: pair.backbone for pair in pairs}.items():
+        letters = np.array([*backbone.sequence])
+        is_used = backbone.in_design & (letters != "X")
+        ends = np.flatnonzero(np.diff(backbone.chain_encoding[is_used])) + 1
+        chains[number] = ["".join(chain) for chain in np.split(letters[is_used], ends)]
+    return chains
 
-    If there are two or more backbones, at least one, the smallest, is for validation.
+
+@functools.cache
+def is_similar(first: str, second: str) -> bool:
+    """Return whether two sequences may be homologous: 30 % of the shorter one are identical.
+
+    The alignment is global (Needleman-Wunsch) with BLOSUM62, and a gap costs 15. A short sequence
+    finds many equal letters in a long one by chance, so the score must also be 0.5 per letter.
+    """
+    scoring = gemmi.AlignmentScoring("b")
+    scoring.gapo = scoring.bad_gapo = -15
+    scoring.gape = 0
+    query, target = (
+        gemmi.expand_one_letter_sequence(x, gemmi.ResidueKind.AA) for x in (first, second)
+    )
+    aligned = gemmi.align_string_sequences(query, target, [], scoring)
+    length = min(len(first), len(second))
+    return aligned.match_count >= 0.3 * length and aligned.score >= 0.5 * length
+
+
+def relatives(chains: Iterable[str], others: Mapping[int, Iterable[str]]) -> list[int]:
+    """Return those of the other backbones that have a chain similar to one of these."""
+    return [x for x in others if any(is_similar(a, b) for a in chains for b in others[x])]
+
+
+def family(number: int, chains: Mapping[int, list[str]]) -> list[int]:
+    """Return a backbone and its relatives, theirs, and so on; chains: see `chains_of`."""
+    members = [number]
+    others = {other: texts for other, texts in chains.items() if other != number}
+    for member in members:  # the list grows
+        found = relatives(chains[member], others)
+        members += found
+        for other in found:
+            del others[other]
+    return members
+
+
+def split(pairs: Sequence[Pair], seed: int) -> tuple[list[Pair], list[Pair]]:
+    """Return training and validation pairs: up to a tenth of the pairs, whole families at random.
+
+    If there are two or more families of similar proteins, at least one, the smallest, is for
+    validation; of a single family, the smallest backbone.
     """
     sizes = Counter(pair.number for pair in pairs)
+    chains = chains_of(pairs)
     generator = torch.Generator().manual_seed(seed_of(seed, "split"))
     backbones = sorted(sizes)
-    held_out: set[int] = set()
-    count = 0
+    held_out: list[int] = []
+    families: list[list[int]] = []
+
+    def size(members: list[int]) -> int:
+        return sum(sizes[number] for number in members)
+
     for index in torch.randperm(len(backbones), generator=generator).tolist():
-        if count + sizes[backbones[index]] <= 0.1 * len(pairs):
-            held_out.add(backbones[index])
-            count += sizes[backbones[index]]
+        number = backbones[index]
+        is_too_large = held_out and size([number, *held_out]) > 0.1 * len(pairs)
+        if is_too_large or any(number in members for members in families):
+            continue
+        families.append(family(number, chains))
+        if size(held_out + families[-1]) <= 0.1 * len(pairs):
+            held_out += families[-1]
     if not held_out and len(backbones) > 1:
-        held_out.add(min(backbones, key=sizes.__getitem__))
+        groups = families if len(families) > 1 else [[number] for number in backbones]
+        held_out = min(groups, key=size)
     train = [pair for pair in pairs if pair.number not in held_out]
     return train, [pair for pair in pairs if pair.number in held_out]
 

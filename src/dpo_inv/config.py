@@ -16,7 +16,6 @@ class PairSettings:
     """Settings of training and of dpo_inv.evaluate: how pairs are read and decoded."""
 
     # most used settings
-    base_model_name: str = ""  # name or .pt file; empty: v_48_020, or the demo model for demo data
     base_model_dir: str = "data/weights"  # folder with the .pt files of named models
     backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"  # --no_cuda: gloo
 
@@ -39,6 +38,7 @@ class PairSettings:
 @dataclass
 class Config(PairSettings):
     # most used settings
+    base_model_name: str = ""  # name or .pt file; empty: v_48_020, or the demo model for demo data
     train_data: str = "data/input/test_data_real.json"  # preference pairs; see docs/protein_dpo.md
     val_data: str = ""  # validation pairs; empty: all pairs of a tenth of the backbones
     output_dir: str = "outputs/dpo_ddp"  # folder for models, metrics, plots and checkpoints
@@ -90,8 +90,14 @@ def read_settings(argv: list[str]) -> Config:
     above_0 = dict.fromkeys(("num_orders", "temperature", "max_length"), cli.ABOVE_0)
     cli.check_ranges(config, output_dir=cli.FOLDER, sft_weight=cli.FROM_0, **above_0)
     cli.loss_options(config)
-    if config.method in MEASURED_METHODS and config.length_average:
-        raise SettingError("length_average", f"{config.method} needs sums; leave it out")
+    if config.method in MEASURED_METHODS:
+        if config.length_average:
+            raise SettingError("length_average", f"{config.method} needs sums; leave it out")
+        if config.beta != Config.beta:
+            problem = f"{config.method} does not use it; it belongs to the methods with a reference"
+            raise SettingError("beta", f"{problem}; leave it out")
+    if config.num_orders > 1 and config.decoding_order == "sequential":
+        raise SettingError("num_orders", "there is one sequential order; leave it out")
     is_demo = data.resolve(config.train_data) == data.resolve(Config.train_data)
     config.val_data = config.val_data or (DEMO_VAL if is_demo else "")
     config.base_model_name = config.base_model_name or (DEMO_MODEL if is_demo else "v_48_020")

@@ -3,8 +3,9 @@
     python -m dpo_inv.evaluate --model_path outputs/dpo_ddp/best_model.pt --data held_out.csv
 
 Prints each measure before -> after, and the gain with its 95 % confidence interval over proteins.
-A model compared with itself gains exactly 0. Only the preferences of each model itself count, not
-those relative to a reference.
+The model before is the one that the training began with, which the .pt file names, unless
+--base_model_name is another one. A model compared with itself gains exactly 0. Only the
+preferences of each model itself count, not those relative to a reference.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +16,8 @@ from typing import Literal
 import numpy as np
 import torch
 
-from ddp_utils import cli, data, distributed, sampler
+from ddp_utils import UserError, cli, data, distributed, sampler
+from ddp_utils.data import digest_of_files
 from ddp_utils.distributed import World, to_device
 from ddp_utils.metrics import Averages
 from dpo_inv import batches, inference, inference_config, mpnn, pairs, weights
@@ -44,7 +46,7 @@ LABELS = {  # measure -> its name on the terminal
 class Config(PairSettings):
     # most used settings
     model_path: str = "outputs/dpo_ddp/best_model.pt"  # a .pt file, or an official name
-    base_model_name: str = "v_48_020"  # the model that it is compared with
+    base_model_name: str = ""  # model to compare with; empty: the base model of its training
     data: str = "data/input/test_data_val.json"  # pairs, or mutations and ddG: docs/protein_dpo.md
     output: str = ""  # a JSON file with the same numbers
 
@@ -194,19 +196,35 @@ def describe(values: dict[str, float]) -> str:
 # --- main ----------------------------------------------------------------------------------------
 
 
+def models_of(config: Config) -> tuple[ProteinMPNN, ProteinMPNN]:
+    """Return the models before and after, and print their names; raise UserError."""
+    path = weights.path_of(config.model_path, config.base_model_dir)
+    model = ProteinMPNN.load(path)
+    name = config.base_model_name or model.base.get("name", "")
+    hint = "use --base_model_name FILE or NAME"
+    if not name:
+        raise UserError(f"{path}: does not name the model that its training began with; {hint}")
+    base = weights.path_of(name, config.base_model_dir)
+    is_known = digest_of_files([base]) == model.base.get("digest")
+    if not (config.base_model_name or is_known):
+        raise UserError(f"{base}: not the file that the training of {path} began with; {hint}")
+    note = f" (its training began with {model.base['name']})" if model.base and not is_known else ""
+    print(f"before: {name}\nafter: {config.model_path}{note}")
+    return ProteinMPNN.load(base), model
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the script with these flags, or with those of the command line; return 0."""
     config = cli.parse(Config, argv)
     cli.check_ranges(config, num_orders=cli.ABOVE_0, max_length=cli.ABOVE_0)
-    names = config.base_model_name, config.model_path
-    paths = [weights.path_of(name, config.base_model_dir) for name in names]
     rows, report = pairs.read(config.data, {}, config)
+    models = models_of(config)
     print(*pairs.describe({"data": report}), sep="\n")
     world = distributed.choose_device(distributed.World(), config.backend)
     scores = []
     of_natives = []
-    for path in paths:
-        model = ProteinMPNN.load(path).to(world.device)
+    for model in models:
+        model.to(world.device)
         log_probs = batches.score(batches.Scorer(model), rows, config, world)
         scores.append(log_probs.cpu().numpy())
         of_natives.append(natives(model, rows, config.seed, world))

@@ -155,6 +155,7 @@ class ProteinMPNN(nn.Module):
         super().__init__()
         self.neighbors = neighbors
         self.noise_level = 0.0  # Angstrom, in the training of the weights; kept for the checkpoint
+        self.base: dict[str, str] = {}  # name and digest of the model that was fine-tuned
         self.features = Features(hidden)
         self.W_e = nn.Linear(hidden, hidden)
         self.W_s = nn.Embedding(len(ALPHABET), hidden)
@@ -264,6 +265,7 @@ class ProteinMPNN(nn.Module):
             layers = sum("decoder_layers" in name and ".W1.weight" in name for name in tensors)
             model = cls(len(tensors["W_e.weight"]), layers, int(saved["num_edges"]))
             model.noise_level = float(saved.get("noise_level", 0))
+            model.base = {key: str(text) for key, text in saved.get("base", {}).items()}
             model.load_state_dict(tensors)
         except UNREADABLE as error:
             problem = f"{file}: not a ProteinMPNN checkpoint: {' '.join(str(error).split()):.200}"
@@ -273,6 +275,8 @@ class ProteinMPNN(nn.Module):
     def save(self, file: str | Path) -> None:
         """Write a checkpoint that `load` and the official code read, atomically."""
         content: dict[str, Any] = {"num_edges": self.neighbors, "noise_level": self.noise_level}
+        if self.base:
+            content["base"] = self.base
         content["model_state_dict"] = {name: x.cpu() for name, x in self.state_dict().items()}
         archive = io.BytesIO()  # torch.save to a full disk raises an error without an errno
         torch.save(content, archive)

@@ -147,11 +147,12 @@ def main(argv: list[str] | None = None) -> int:
     data, report = read_data(config, world)
     base = weights.path_of(config.base_model_name, config.base_model_dir)
     model = ProteinMPNN.load(base)
+    model.base = {"name": config.base_model_name, "digest": digest_of_files([base])}
     plan = sampler.Plan.of(config, len(data["train"]), world.world_size)
     plan = plan._replace(order=functools.partial(batches.epoch_order, data["train"]))
     inputs = {f"content of {split}": pairs.digest(rows) for split, rows in data.items()}
     inputs["global_batch"] = str(plan.global_batch)
-    inputs["content of base_model_name"] = digest_of_files([base])
+    inputs["content of base_model_name"] = model.base["digest"]
     spec = runs.RunSpec(
         folder=Path(config.output_dir),
         steps=plan.steps,
@@ -205,7 +206,7 @@ def main(argv: list[str] | None = None) -> int:
         end_epoch(done)  # if the run was stopped in a validation
 
         # loop: one iteration is one optimizer step
-        displacement = Displacement(config.method, "preferred sequences")
+        displacement = Displacement(config.method, config.sft_weight, "preferred sequences")
         epoch_losses: list[float] = []
         for step in range(done, plan.steps):
             start = time.perf_counter()

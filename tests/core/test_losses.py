@@ -216,7 +216,7 @@ def test_the_metrics_are_beta_times_the_summed_log_ratios_whatever_the_loss():
 
 def warned(rewards, method="dpo"):
     """Return the steps in which a warning is printed."""
-    displacement = Displacement(method)
+    displacement = Displacement(method, sft_weight=0)
     lines = [displacement.seen(reward) for reward in rewards]
     return [step for step, line in enumerate(lines, start=1) if line]
 
@@ -238,3 +238,20 @@ def test_a_warning_is_printed_once_if_chosen_responses_become_less_likely(reason
     assert warned(rewards) == steps
     for method in FREE:
         assert warned(rewards, method) == []
+
+
+@pytest.mark.parametrize(
+    ("method", "sft_weight", "remedy"),
+    [
+        ("dpo", 0, "--sft_weight 1 or --method dpop"),
+        ("dpo", 1, "a larger --sft_weight or --method dpop"),
+        ("dpop", 0, "--sft_weight 1"),
+        ("ddg", 0, "--sft_weight 1"),  # of proteins: its user has measured values
+        ("listwise", 0.5, "a larger --sft_weight"),
+    ],
+)
+def test_the_warning_is_that_of_the_method(method, sft_weight, remedy):
+    displacement = Displacement(method, sft_weight, "preferred sequences")
+    line = [displacement.seen(-1.0) for _ in range(5)][-1]
+    assert f"displacement: {method} may lower both" in line
+    assert line.endswith(f"; {remedy} prevents this")

@@ -4,6 +4,7 @@ import functools
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -161,14 +162,102 @@ def test_a_split_keeps_backbones_whole_and_an_epoch_visits_each_pair_once():
 
 
 def test_a_split_holds_out_a_tenth_or_the_smallest():
-    pair = pairs.Pair(*[None] * len(pairs.Pair._fields))
     # none fits into a tenth: the smallest; the two that fit together; there is but one
     for sizes, held in (([5, 30, 10], 1), ([90, 4, 6], 2), ([7], 0)):
-        found = [pair._replace(number=n) for n, size in enumerate(sizes) for _ in range(size)]
         for seed in range(5):
-            train, val = batches.split(found, seed)
+            train, val = batches.split(pairs_of(zip("WKG", sizes, strict=False)), seed)
             assert len({p.number for p in val}) == held
             assert len(train) + len(val) == sum(sizes) and len(val) in (0, 5, 10)
+
+
+def pairs_of(letters_and_sizes):
+    """Pairs of backbones whose sequence is one letter 40 times, or the text; unrelated letters."""
+    pair = pairs.Pair(*[None] * len(pairs.Pair._fields))
+    found = []
+    for number, (text, size) in enumerate(letters_and_sizes):
+        text = text if len(text) > 1 else text * 40
+        ones = np.ones(len(text), int)
+        backbone = SimpleNamespace(sequence=text, in_design=ones > 0, chain_encoding=ones)
+        found += [pair._replace(number=number, backbone=backbone)] * size
+    return found
+
+
+LYSOZYME = {
+    "human": (
+        "KVFERCELARTLKRLGMDGYRGISLANWMCLAKWESGYNTRATNYNAGDRSTDYGIFQINSRYWCNDGKTPGAVNACHLS"
+        "CSALLQDNIADAVACAKRVVRDPQGIRAWVAWRNRCQNRDVRQYVQGCGV"
+    ),
+    "hen": (
+        "KVFGRCELAAAMKRHGLDNYRGYSLGNWVCAAKFESNFNTQATNRNTDGSTDYGILQINSRWWCNDGRTPGSRNLCNIPC"
+        "SALLSSDITASVNCAKKIVSDGNGMNAWVAWRNRCKGTDVQAWIRGCRL"
+    ),
+}
+GLOBIN = {
+    "alpha": (
+        "VLSPADKTNVKAAWGKVGAHAGEYGAEALERMFLSFPTTKTYFPHFDLSHGSAQVKGHGKKVADALTNAVAHVDDMPNAL"
+        "SALSDLHAHKLRVDPVNFKLLSHCLLVTLAAHLPAEFTPAVHASLDKFLASVSTVLTSKYR"
+    ),
+    "beta": (
+        "VHLTPEEKSAVTALWGKVNVDEVGGEALGRLLVVYPWTQRFFESFGDLSTPDAVMGNPKVKAHGKKVLGAFSDGLAHLDN"
+        "LKGTFATLSELHCDKLHVDPENFRLLGNVLVCVLAHHFGKEFTPPVQAAYQKVVAGVANALAHKYH"
+    ),
+    "myoglobin": (
+        "GLSDGEWQLVLNVWGKVEADIPGHGQEVLIRLFKGHPETLEKFDKFKHLKSEDEMKASEDLKKHGATVLTALGGILKKKG"
+        "HHEAEIKPLAQSHATKHKIPVKYLEFISECIIQVLQSKHPGDFGADAQGAMNKALELFRKDMASNYKELGFQG"
+    ),
+}
+
+
+def test_thirty_percent_of_identical_residues_make_two_proteins_similar():
+    """Textbook values: lysozymes 60 %, hemoglobin's chains 43 %, myoglobin and a chain 25 %."""
+    human, hen = LYSOZYME.values()
+    alpha, beta, myoglobin = GLOBIN.values()
+    for first, second, expected in (
+        (human, hen, True),
+        (alpha, beta, True),
+        (alpha, myoglobin, False),
+        (beta, myoglobin, False),
+        (human, alpha, False),
+        (human[40:90], human, True),  # a fragment
+        (human[30:60], hen + alpha + beta, True),  # a domain of a larger protein
+        ("ACDEFGHIKLMNPQRSTVWY", "ACDEFG" + "W" * 14, True),  # 7 of 20, by hand
+        ("ACDEFGHIKLMNPQRSTVWY", "ACD" + "P" * 17, False),  # 4 of 20
+    ):
+        assert batches.is_similar(first, second) == expected == batches.is_similar(second, first)
+    # by chance: a short sequence has many letters of a long one in its order
+    random = np.random.default_rng(0)
+    count = 0
+    for _ in range(200):
+        short, long = ("".join(random.choice([*human], size)) for size in (50, 400))
+        count += batches.is_similar(short, long)
+    assert count <= 6  # 30 % of the letters are equal in about 80 of them
+
+
+def test_a_split_keeps_families_whole():
+    """Three backbones in a row of similarity, of which the ends are not similar to each other."""
+    chain = ["W" * 20 + "K" * 20, "K" * 20 + "G" * 20, "G" * 20 + "P" * 20]
+    assert not batches.is_similar(chain[0], chain[2])
+    # 10 of 100 pairs are of this family, 90 of one other protein
+    found = pairs_of([*zip(chain, (3, 3, 4), strict=True), ("F", 90)])
+    assert sorted(batches.family(2, batches.chains_of(found))) == [0, 1, 2]
+    for seed in range(5):
+        _, val = batches.split(found, seed)
+        assert {pair.number for pair in val} == {0, 1, 2}
+    # the family is larger than a tenth, the other protein is smaller
+    for seed in range(5):
+        _, val = batches.split(pairs_of([*zip(chain, (3, 30, 4), strict=True), ("F", 9)]), seed)
+        assert {pair.number for pair in val} == {3}
+    # there is no other family: the smallest backbone
+    assert {pair.number for pair in batches.split(found[:10], 0)[1]} <= {0, 1}
+    # one of the chains is enough, and its gaps do not count
+    backbone = SimpleNamespace(
+        sequence="F" * 40 + "W" * 10 + "X" * 9 + "W" * 10 + "K" * 20 + "P" * 40,
+        in_design=np.arange(129) < 89,
+        chain_encoding=np.repeat([1, 2, 3], [40, 49, 40]),
+    )
+    found = [*pairs_of([(chain[0], 1), ("P", 1)]), found[0]._replace(number=2, backbone=backbone)]
+    chains = batches.chains_of(found)
+    assert chains[2] == ["F" * 40, chain[0]] and batches.family(2, chains) == [2, 0]
 
 
 def test_a_fixed_chain_is_copied_and_x_is_never_drawn(tmp_path):

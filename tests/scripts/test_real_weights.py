@@ -105,5 +105,6 @@ def test_the_base_itself_gains_nothing(tmp_path, capsys):
     copy = tmp_path / "copy.pt"
     mpnn.ProteinMPNN.load(weights.path_of("v_48_020", tmp_path)).save(copy)
     flags = ["--data", str(ROOT / "data/input/test_data_val.json"), "--model_path", str(copy)]
+    flags += ["--base_model_name", "v_48_020"]
     assert evaluate.main(flags) == 0
     assert capsys.readouterr().out.count("gain +0.0000") == 4

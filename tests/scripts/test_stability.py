@@ -8,6 +8,7 @@ import functools
 import itertools
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import gemmi
@@ -199,8 +200,14 @@ def test_margins_of_pairs_are_read_and_needed_where_they_count(tmp_path):
     pairs.check_margins([foreign], "ddg", "none")
     with pytest.raises(UserError, match="neither sequence is the structure's own"):
         pairs.check_margins([foreign], "listwise", "none")
-    with pytest.raises(UserError, match="--length_average: ddg needs sums"):
-        read_settings(runs.words("--method ddg --length_average"))
+    for flags, says in (
+        ("--method ddg --length_average", "--length_average: ddg needs sums"),
+        ("--method ddg --beta 1", "--beta: ddg does not use it; it belongs to the methods with"),
+        ("--method listwise --beta 3", "--beta: listwise does not use it; "),
+        ("--num_orders 2 --decoding_order sequential", "--num_orders: there is one sequential"),
+    ):
+        with pytest.raises(UserError, match=says):
+            read_settings(runs.words(flags))
 
 
 # --- losses --------------------------------------------------------------------------------------
@@ -386,3 +393,39 @@ def test_evaluate_prints_a_gain_of_exactly_zero_for_the_base_itself(tmp_path, ca
     model.save(tmp_path / "other.pt")
     assert evaluate.main([*flags, f"--model_path={tmp_path / 'other.pt'}"]) == 0
     assert "gain +0.0000" not in capsys.readouterr().out
+
+
+def test_evaluate_compares_with_the_model_that_the_training_began_with(
+    tmp_path, capsys, monkeypatch
+):
+    """A run that changes nothing gains nothing; its model names the base, wherever that lies."""
+    data = table(tmp_path)
+    base = tmp_path / "base.pt"
+    base.write_bytes(Path(MODEL).read_bytes())
+    flags = [f"--train_data={data}", f"--base_model_name={base}", f"--output_dir={tmp_path}/run"]
+    monkeypatch.setattr(run_, "write_report", lambda *_, **__: ("", ""))
+    ranks(1, run_dpo_ddp.main, [*flags, *runs.words("--max_steps 1 --learning_rate 1e-30")])
+    model = tmp_path / "run/best_model.pt"
+    same = [f"--data={data}", f"--model_path={model}"]
+    assert evaluate.main(same) == 0
+    printed = capsys.readouterr().out
+    assert f"before: {base}\nafter: {model}\n" in printed and printed.count("gain +0.0000") == 6
+    # another model, if it is wanted
+    other = tmp_path / "other.pt"
+    changed = mpnn.ProteinMPNN.load(base)
+    assert changed.base == {}
+    torch.nn.init.normal_(changed.W_out.weight)
+    changed.save(other)
+    assert evaluate.main([*same, f"--base_model_name={other}"]) == 0
+    printed = capsys.readouterr().out
+    assert f"before: {other}\nafter: {model} (its training began with {base})\n" in printed
+    assert "gain +0.0000" not in printed
+    # a base that is not known, has changed, or is gone
+    with pytest.raises(UserError, match=r"other.pt: does not name the model that its training"):
+        evaluate.main([f"--data={data}", f"--model_path={other}"])
+    changed.save(base)
+    with pytest.raises(UserError, match=r"base.pt: not the file that the training of .*best_mod"):
+        evaluate.main(same)
+    base.unlink()
+    with pytest.raises(UserError, match="base.pt: no such file; use a path, or one of v_48_002"):
+        evaluate.main(same)
