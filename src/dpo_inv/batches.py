@@ -88,9 +88,9 @@ def family(number: int, chains: Mapping[int, list[str]]) -> list[int]:
     members = [number]
     others = {other: texts for other, texts in chains.items() if other != number}
     for member in members:  # the list grows
-        found = relatives(chains[member], others)
-        members += found
-        for other in found:
+        near = relatives(chains[member], others)
+        members += near
+        for other in near:
             del others[other]
     return members
 
