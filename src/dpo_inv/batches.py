@@ -4,6 +4,7 @@ Pairs of one backbone stay together, so that the backbone is encoded once for al
 """
 
 import functools
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -80,7 +81,11 @@ def is_similar(first: str, second: str) -> bool:
 
 def relatives(chains: Iterable[str], others: Mapping[int, Iterable[str]]) -> list[int]:
     """Return those of the other backbones that have a chain similar to one of these."""
-    return [x for x in others if any(is_similar(a, b) for a in chains for b in others[x])]
+    near = []
+    for number, texts in others.items():
+        if any(itertools.starmap(is_similar, itertools.product(chains, texts))):
+            near.append(number)
+    return near
 
 
 def family(number: int, chains: Mapping[int, list[str]]) -> list[int]:
