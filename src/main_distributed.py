@@ -40,7 +40,6 @@ Tables = dict[str, Tensor]  # split -> log-probs of chosen and rejected, [pairs,
 
 DEMO = Path("data/demo")  # the default model and train_data of src/config.py are there
 DEMO_JUDGE = str(DEMO / "judge.py:score")
-LEARNING_RATES = {"full": 1e-6, "lora": 1e-5}  # defaults for models of 10 M parameters or more
 
 # --- settings and data ---------------------------------------------------------------------------
 
@@ -57,6 +56,8 @@ def read_settings(argv: Sequence[str] | None) -> settings.Config:
         config.judge = config.judge or DEMO_JUDGE
     if is_demo and config.sft_weight is None:
         config.sft_weight = 1.0  # plain DPO turns the demo's replies into gibberish: docs/dpo.md
+    if config.learning_rate is None:
+        config.learning_rate = policies.default_rate(config.model_name, "dpo", config.fine_tuning)
     return config
 
 
@@ -257,9 +258,6 @@ def describe_run(
         asked = data[split][: config.num_samples]
         sampled = [pair._replace(chosen=reply, rejected=reply) for pair in asked]
         models.check_fit(meta_model, sampled, "a smaller --max_new_tokens or --max_length")
-    if config.learning_rate is None:
-        is_small = sum(p.numel() for p in meta_model.parameters()) < 10e6
-        config.learning_rate = 1e-3 if is_small else LEARNING_RATES[config.fine_tuning]
     if config.reference_model:
         with cli.located({"model_name": "--reference_model"}):
             lora.load(config.reference_model, "auto", models.META)

@@ -36,12 +36,6 @@ from sft import instruction_data
 from train_config import Config
 
 Tables = dict[str, Tensor]  # split -> log-probs of chosen and rejected, [pairs, 2]
-LEARNING_RATES = {  # objective and kind of fine-tuning -> default for 10 M parameters or more
-    ("sft", "lora"): 2e-4,
-    ("sft", "full"): 2e-5,
-    ("dpo", "lora"): 1e-5,
-    ("dpo", "full"): 1e-6,
-}
 
 # --- data ----------------------------------------------------------------------------------------
 
@@ -168,9 +162,8 @@ def strategy_of(config: Config) -> policies.Strategy:
 def fill_in_settings(config: Config, meta_model: Any, world: World) -> Precision:
     """Set what depends on model and device, also "auto" in DeepSpeed's JSON; return the dtypes."""
     if config.learning_rate is None:
-        is_small = sum(p.numel() for p in meta_model.parameters()) < 10e6
-        default = LEARNING_RATES[config.objective, config.fine_tuning]
-        config.learning_rate = 1e-3 if is_small else default
+        kind = config.objective, config.fine_tuning
+        config.learning_rate = policies.default_rate(config.model_name, *kind)
     precision = precision_of(config, world.device)
     if config.mixed_precision == "auto":
         names: dict[Any, Any] = {torch.bfloat16: "bf16", torch.float16: "fp16"}

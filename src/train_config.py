@@ -33,7 +33,7 @@ class Training:
     micro_batch_size: int = 4  # rows per forward pass and process
     num_epochs: float = 3.0  # passes over the training data
     max_steps: int = -1  # optimizer steps; -1: from num_epochs; 0: evaluate only
-    learning_rate: float | None = None  # None: 1e-3 below 10 M parameters, else by objective, type
+    learning_rate: float | None = None  # None: by objective and type; see docs/settings.md
     lr_scheduler: Literal["constant", "linear", "cosine"] = "cosine"  # schedule after the warm-up
     warmup_ratio: float = 0.1  # fraction of the steps for the linear warm-up
     weight_decay: float = 0.0  # AdamW weight decay of weight matrices

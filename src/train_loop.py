@@ -58,7 +58,9 @@ def read_settings(argv: list[str] | None) -> Config:
     config.model_name = config.model_name or data_files.text(first, "model")
     if not config.chat_template_kwargs and first.data.get("chat_template_kwargs"):
         config.chat_template_kwargs = data_files.text(first, "chat_template_kwargs")
-    if config.model_name == "data/demo/model" and not config.questions:
+    if config.learning_rate is None:
+        config.learning_rate = policies.default_rate(config.model_name, "baking")
+    if config.model_name == policies.DEMO_MODEL and not config.questions:
         config.questions, config.judge = DEMO_QUESTIONS, config.judge or DEMO_JUDGE
         config.eval_every = config.eval_every or 10  # otherwise the curve would have one point
     return config
@@ -218,9 +220,6 @@ def describe_run(
     own = [row._replace(reply=reply) for row in data["train"]] if config.on_policy else []
     models.check_fit(meta_model, itertools.chain(*data.values()), "a smaller --max_traj_len")
     models.check_fit(meta_model, [*asked, *own], "a smaller --max_new_tokens")
-    if config.learning_rate is None:
-        is_small = sum(p.numel() for p in meta_model.parameters()) < 10e6
-        config.learning_rate = 1e-3 if is_small else 1e-4
     folders = {"model_name": config.model_name, "resume_from": config.resume_from}
     inputs = models.input_digests(data | {"questions": asked}, folders, meta_model.config)
     inputs["global_batch"] = str(plan.global_batch)

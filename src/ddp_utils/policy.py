@@ -328,6 +328,21 @@ class Precision(NamedTuple):
 # --- AdamW and its schedule -----------------------------------------------------------------------
 
 
+DEMO_MODEL = "data/demo/model"
+DEFAULT_RATES = {  # objective, kind of fine-tuning -> learning rate; measured: docs/recipes.md
+    ("dpo", "lora"): 2e-4,
+    ("dpo", "full"): 5e-6,
+    ("sft", "lora"): 2e-4,
+    ("sft", "full"): 2e-5,
+    ("baking", "lora"): 1e-3,
+}
+
+
+def default_rate(model_name: str, objective: str, fine_tuning: str = "lora") -> float:
+    """Return the learning rate of a setting that is left open; the demo's tiny model needs 1e-3."""
+    return 1e-3 if model_name == DEMO_MODEL else DEFAULT_RATES[objective, fine_tuning]
+
+
 def learning_rate(rate: float, lr_scaling: str, batch_ratio: float, world_size: int) -> float:
     """Return the peak learning rate.
 

@@ -16,7 +16,7 @@ class Config:
     model_name: str = ""  # folder or Hugging Face name; empty: the model that wrote the replies
     num_epochs: float = 1.0  # passes over the training data
     batch_size: int = 10  # replies per forward pass and process
-    learning_rate: float | None = None  # None: 1e-3 below 10 M parameters, else 1e-4
+    learning_rate: float | None = None  # None: 1e-3
     lora_r: int = 32  # rank of the LoRA; without torchrun, --r and -r are aliases
     judge: str = ""  # file.py:function that maps (question, reply) to a score or {name: score}
 
