@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from test_logps import PAD, SIZES, WIDE
 from torch import nn
+from torch._decomp import decomposition_table
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -118,6 +120,31 @@ def test_norm_is_bit_identical_and_its_gradient_that_of_float64(dtype, bound):
     (expected,) = torch.autograd.grad(exact, wide, slope.double())
     (gradient,) = torch.autograd.grad(y, x, slope)
     assert (gradient - expected).norm() < bound * expected.norm()
+
+
+@pytest.mark.parametrize("shape", [(9, 3, 64), (9, 3, 2, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_fused_norm_is_as_exact_as_transformers(monkeypatch, dtype, shape):
+    """The kernels of CUDA are replaced by the formulas that torch has for them."""
+    names = ("_fused_rms_norm", "_fused_rms_norm_backward")
+    formulas = {name: decomposition_table[getattr(torch.ops.aten, name).default] for name in names}
+    monkeypatch.setattr(memory_efficient, "aten", SimpleNamespace(**formulas))
+    monkeypatch.setattr(memory_efficient, "_has_fused_norm", lambda *_: True)
+    norm = LlamaRMSNorm(64).requires_grad_(False)
+    norm.weight.copy_(random(64, grad=False))
+    norm = norm.to(dtype)
+    x, slope = (factor * random(*shape).detach() for factor in (3, 1))
+    x, slope = x.to(dtype).requires_grad_(), slope.to(dtype)
+    wide = x.detach().double().requires_grad_()
+
+    def distances(value):
+        exact = F.rms_norm(wide, (64,), norm.weight.double(), 1e-6)
+        (gradient,) = torch.autograd.grad(value, x, slope)
+        (expected,) = torch.autograd.grad(exact, wide, slope.double())
+        return torch.stack([(value - exact).norm(), (gradient - expected).norm()])
+
+    ours = distances(memory_efficient._Norm.apply(x, norm.weight, 1e-6))
+    assert (ours <= distances(norm(x)) + 1e-6).all()
 
 
 class OddRMSNorm(LlamaRMSNorm):

@@ -62,7 +62,8 @@ def attend_by_sequence(
     if packing.sequences is None:
         packing.sequences = find_sequences(packing)
     key_index, lengths = packing.sequences
-    query, key, value = (tensor[0].transpose(0, 1) for tensor in tensors)  # [T, H, D], [T, K, D]
+    # not tensor[0]: its backward fills a tensor with zeros and copies into it
+    query, key, value = (tensor.transpose(1, 2).squeeze(0) for tensor in tensors)  # [T, H, D]
     # not key[index]: its backward sorts the index and adds up one key after the other
     key = key.index_select(0, key_index)
     value = value.index_select(0, key_index)
@@ -70,4 +71,4 @@ def attend_by_sequence(
     look_back = (-1 if window is None else window - 1, 0)
     options: dict[str, Any] = {"scale": scale, "window_size": look_back} | GROUPED
     output: Any = varlen_attn(query, key, value, *lengths, **options)  # [T, H, D]
-    return output[None]
+    return output.unsqueeze(0)

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+aten = torch.ops.aten
+
 
 class _Linear(torch.autograd.Function):
     """inputs W' + b + scale (inputs A') B' for inputs x, or silu(x) * up if `up` is not None.
@@ -30,8 +32,9 @@ class _Linear(torch.autograd.Function):
         inputs = x if up is None else F.silu(x).mul_(up)  # [..., D]
         output = F.linear(inputs, W, b)  # [..., E]
         narrow = output.dtype if torch.is_autocast_enabled(x.device.type) else A.dtype
-        low = F.linear(inputs.to(narrow), A.to(narrow))  # [..., R]
-        _add_product(output, low, B.to(narrow).T, scale)
+        A, B = A.to(narrow), B.to(narrow)  # also for the backward: small, and a kernel each
+        low = _product(inputs.to(narrow), A.T, scale)  # [N, R]
+        _add_product(output, low, B.T)
         ctx.save_for_backward(x, up, W, A, B, low)
         ctx.scale = scale
         return output
@@ -44,28 +47,34 @@ class _Linear(torch.autograd.Function):
         grad_x = grad_up = grad_A = grad_B = None
         with torch.autocast(grad.device.type, enabled=False):  # dtypes are those of the forward
             narrow = grad.to(low.dtype)  # [..., E]
-            grad_low = narrow @ B.to(low.dtype)  # [..., R]
+            grad_low = _product(narrow, B, ctx.scale)  # [N, R]
             silu = None if up is None else F.silu(x)
             if needs_B:
-                grad_B = narrow.flatten(0, -2).T @ low.flatten(0, -2) * ctx.scale  # [E, R]
+                grad_B = narrow.flatten(0, -2).T @ low  # [E, R]
             if needs_A:
                 inputs = (x if up is None else silu * up).to(low.dtype)
-                grad_A = grad_low.flatten(0, -2).T @ inputs.flatten(0, -2) * ctx.scale  # [R, D]
+                grad_A = grad_low.T @ inputs.flatten(0, -2)  # [R, D]
                 del inputs
             if needs_x or needs_up:
                 grad_x = grad @ W.to(grad.dtype)  # [..., D]
-                _add_product(grad_x, grad_low, A.to(low.dtype), ctx.scale)
+                _add_product(grad_x, grad_low, A)
                 if up is not None and silu is not None:
                     grad_up = silu.mul_(grad_x)
-                    grad_x = torch.ops.aten.silu_backward(grad_x.mul_(up), x)
+                    grad_x = aten.silu_backward(grad_x.mul_(up), x)
         return grad_x, grad_up, None, None, grad_A, grad_B, None
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
-    """Add scale * left [..., R] @ right [R, E] to total [..., E], rounding once to its dtype."""
+def _product(left: Tensor, right: Tensor, scale: float) -> Tensor:
+    """Return scale * left [..., D] @ right [D, R] as [N, R], in one kernel."""
+    ignored = left.new_empty(())  # since beta is 0
+    return torch.addmm(ignored, left.flatten(0, -2), right, beta=0, alpha=scale)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left [N, R] @ right [R, E] to total [..., E], rounding once to its dtype."""
     total = total.view(-1, total.shape[-1])
     # if the dtypes are equal, .to() returns total itself and nothing is copied
-    total.copy_(total.to(left.dtype).addmm_(left.flatten(0, -2), right, alpha=scale))
+    total.copy_(total.to(left.dtype).addmm_(left, right))
 
 
 class _Norm(torch.autograd.Function):
@@ -76,20 +85,35 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Any:
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)  # [..., 1]
-        output = weight * (wide * scale).to(x.dtype)  # rounded as in transformers
-        ctx.save_for_backward(output, weight, scale)
+        if _has_fused_norm(x, weight):  # rounds once, where transformers rounds twice
+            output, scale = aten._fused_rms_norm(x, weight.shape, weight, eps)
+        else:
+            wide = x.float()
+            scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)  # [..., 1]
+            output = weight * (wide * scale).to(x.dtype)  # rounded as in transformers
+        # the output of a norm of each head is stored by nobody else
+        ctx.keeps_x = x.ndim > 3 and _has_fused_norm(x, weight)
+        ctx.save_for_backward(x if ctx.keeps_x else output, weight, scale)
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         output, weight, scale = ctx.saved_tensors
+        if _has_fused_norm(output, weight):
+            x = output if ctx.keeps_x else (output / weight).div_(scale)
+            needed = [True, False]  # gradients of x, but not of the weight
+            fused = aten._fused_rms_norm_backward(grad, x, weight.shape, scale, weight, needed)
+            return fused[0], None, None
         unit = output.float() / weight  # [..., D] x / rms(x)
         grad = (grad * weight).float()
         along = (grad * unit).mean(-1, keepdim=True)  # [..., 1]
         return grad.addcmul_(unit, along, value=-1).mul_(scale), None, None
+
+
+def _has_fused_norm(x: Tensor, weight: Tensor) -> bool:
+    """Return whether torch has a kernel for RMSNorm; on a CPU it has none for the backward."""
+    return x.device.type == "cuda" and x.dtype == weight.dtype
 
 
 # --- modules -------------------------------------------------------------------------------------
