@@ -159,7 +159,7 @@ def make_pair(rng: Random, folder: Path, number: int) -> dict:
     item["description"] = f"{len(places)} residues by the rule, and against it"
     if "-" not in BUNDLES[number] and rng.random() < 0.2:
         others = rng.sample(range(len(core)), len(core) // 2)
-        item["mutable_positions"] = sorted({*places, *others})
+        item["mutable_positions"] = sorted(place + 1 for place in {*places, *others})
     return item
 
 

@@ -25,7 +25,7 @@ class PairSettings:
 
     # data
     homo_oligomer: bool = False  # design identical chains with one common sequence
-    numbering: Literal["pdb", "sequence"] = "pdb"  # residue numbers of mutations: PDB, or from 1
+    numbering: Literal["pdb", "sequence", "gapped"] = "pdb"  # residue numbers; see docs
     stable_ddg: Literal["negative", "positive"] = "negative"  # sign of a stabilizing ddG
     max_length: int = 500  # maximum residues with context; longer items are dropped and counted
     on_bad_record: Literal["error", "skip"] = "error"  # stop at a malformed item, or skip it

@@ -65,7 +65,8 @@ def read_task(file: Path, config: Config) -> Task:
     backbone = structure.read(file, design, fixed, config.homo_oligomer)
     if backbone.note:
         print(f"warning: {backbone.note}")
-    designed = pairs.mutable(vars(config), backbone, str(file)) & (backbone.mask > 0)
+    designed = pairs.mutable(vars(config), backbone, str(file), config.numbering)
+    designed &= backbone.mask > 0
     # 1abc for 1abc.pdb and 1abc.cif.gz, 1abc.A for 1abc.A.pdb
     stem = re.sub(r"\.(pdb|ent|cif|mmcif)(\.gz)?$", "", file.name, flags=re.I)
     sequences = read_fasta(config.fasta, backbone) if config.fasta else ()

@@ -21,8 +21,10 @@ class Config:
     chain_id: str = ""  # chain to design; empty: the first protein chain
     design_chains: tuple[str, ...] = ()  # several chains to design
     fixed_chains: tuple[str, ...] = ()  # chains that keep their native sequence, as context
-    mutable_positions: tuple[int, ...] = ()  # positions to design, from 0; empty: all
-    mutable_ranges: tuple[str, ...] = ()  # ranges of positions, including both ends: 6-17 29-39
+    mutable_positions: tuple[str, ...] = ()  # residues to design, such as 52 or A52; empty: all
+    mutable_ranges: tuple[str, ...] = ()  # ranges of residues, including both ends: 6-17 A29-39
+    fixed_residues: tuple[str, ...] = ()  # residues and ranges that keep their native letter
+    numbering: Literal["pdb", "sequence", "gapped"] = "pdb"  # residue numbers; see docs
 
     # designs
     num_samples: int = 10  # sequences per structure and temperature

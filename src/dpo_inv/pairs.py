@@ -13,7 +13,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,12 +26,18 @@ from dpo_inv.structure import Structure
 
 CHAINS = ("chain_id", "design_chains", "fixed_chains")
 FIELDS = ["pdb_file", *CHAINS, "preferred_seq", "unpreferred_seq", "margin_kcal", "mutation", "ddg"]
-FIELDS += ["mutable_positions", "mutable_ranges"]
+MUTABLE = ("mutable_positions", "mutable_ranges", "fixed_residues")
+FIELDS += ["ddG_ML", *MUTABLE]
 IGNORED = ("description", "comment", "weight", "kind", "name")
-# a mutation: from a letter, at a number with an insertion code, to a letter
-MUTATION = re.compile(rf"([{ALPHABET[:-1]}])(-?\d+[A-Z]?)([{ALPHABET[:-1]}])")
-ALIASES = {"pdb": "pdb_file", "chain": "chain_id", "mutations": "mutation", "ddG": "ddg"}
-ALIASES["margin"] = "margin_kcal"
+# a residue: its chain, if it is named, and its number with an insertion code
+RESIDUE = r"([A-Za-z]?)(-?\d+[A-Za-z]?)"
+RANGE = re.compile(rf"{RESIDUE}(?:-{RESIDUE})?")
+# a mutation: from a letter, at a residue, to a letter
+MUTATION = re.compile(rf"([{ALPHABET[:-1]}]){RESIDUE}([{ALPHABET[:-1]}])", re.IGNORECASE)
+ALIASES = {"pdb": "pdb_file", "WT_name": "pdb_file", "pdb_id": "pdb_file", "chain": "chain_id"}
+ALIASES |= {"mutations": "mutation", "mut_type": "mutation", "ddG": "ddg", "margin": "margin_kcal"}
+EMPTY = ("", "-", None)
+MOST_NOTES = 5  # that are printed
 # names of fields that may tell which sequence is better
 DIRECTIONS = ("label", "labels", "preference", "preferred", "score", "winner", "choice", "better")
 
@@ -71,12 +77,17 @@ class UnusableItem(Exception):
 
 
 def read(
-    path: str, backbones: dict, settings: PairSettings, limit: int = -1
+    path: str,
+    backbones: dict,
+    settings: PairSettings,
+    limit: int = -1,
+    ddg: float | None = None,
 ) -> tuple[list[Pair], dict]:
     """Return the pairs of a .json, .jsonl or .csv file, and a report on its items.
 
     backbones: the structures read so far, to which new ones are added: arguments of
-    structure.read -> (number, Structure). limit: read only the first items.
+    structure.read -> (number, Structure). limit: read only the first items. ddg: of all mutants, if
+    the file need not have it.
     Raises UserError for the first malformed item (with on_bad_record="skip" it is dropped), or if
     no item is usable.
     """
@@ -89,16 +100,17 @@ def read(
         try:
             if isinstance(record.data, UserError):
                 raise record.data
-            fields = {ALIASES.get(key, key): value for key, value in record.data.items()}
-            if len(fields) < len(record.data):
-                raise UserError(f"{record.location}: two names of one field, such as ddG and ddg")
-            record = record._replace(data=fields)
+            record = _with_our_names(record, ddg)
+            fields = record.data
             unused = {"ddg"} if "preferred_seq" in fields else {"margin_kcal"}
-            for key in fields.keys() - ({*FIELDS, *IGNORED} - unused):
+            for key in sorted(fields.keys() - ({*FIELDS, *IGNORED} - unused)):
                 notes[f"{data.shown(key)} is not read"].append(record.location)
             pairs.append(_pair(record, path, backbones, settings))
             if "preferred_seq" not in fields:
                 signs.append(pairs[-1].sign)
+                name = "ddG_ML" if "ddG_ML" in fields else "ddG"
+                effect = "stabilizes" if _is_positive_stable(record, settings) else "destabilizes"
+                notes[f"a {name} above 0 {effect}"].append(record.location)
         except UnusableItem as reason:
             dropped[str(reason)].append(record.location)
         except UserError:
@@ -110,6 +122,38 @@ def read(
         raise UserError(f"{path}: 0 usable pairs: {'; '.join(reasons)}")
     report = {"file": str(path), "used": len(pairs), "dropped": dropped, "notes": notes}
     return pairs, report | {"warnings": _warnings(pairs, signs, settings)}
+
+
+def _with_our_names(record: Record, ddg: float | None) -> Record:
+    """Return a record without its empty fields and with our names for the others.
+
+    The names of ProteinDPO, of the mega-scale data set and of FireProtDB are known.
+    """
+    fields = {key: value for key, value in record.data.items() if value not in EMPTY}
+    if "mut_type" in fields:  # in ProteinDPO, `mutation` is the new letter
+        fields.pop("mutation", None)
+    elif "wild_type" in fields:  # FireProtDB
+        number = fields.pop("pdb_position", None) or fields.pop("position", "")
+        fields["mutation"] = f"{fields.pop('wild_type')}{number}{fields.get('mutation', '')}"
+    if "pdb_file" in fields:
+        fields.pop("WT_name", None)
+    names = [ALIASES.get(key, key) for key in fields]
+    if len({*names}) < len(names) or {"ddG_ML", "ddg"} <= {*names}:
+        raise UserError(f"{record.location}: two names of one field, such as ddG and ddg")
+    fields = dict(zip(names, fields.values(), strict=True))
+    if ddg is not None:
+        fields["ddg"] = ddg
+    elif "ddG_ML" in fields:
+        fields["ddg"] = fields["ddG_ML"]
+    text = str(fields.get("mutation", ""))
+    if text == "wt" or text.startswith(("ins", "del")):
+        raise UnusableItem("not a substitution")
+    if text and "ddg" not in fields and not record.data.keys().isdisjoint(("ddg", "ddG", "ddG_ML")):
+        raise UnusableItem("without a ddG")
+    named = sorted({chain for _, chain, *_ in MUTATION.findall(text)} - {""})
+    if named and not fields.keys() & {*CHAINS}:
+        fields["design_chains"] = named
+    return record._replace(data=fields)
 
 
 def _warnings(pairs: Sequence[Pair], signs: Sequence[int], settings: PairSettings) -> list[str]:
@@ -135,10 +179,11 @@ def _pair(record: Record, source: str, backbones: dict, settings: PairSettings) 
     if len(backbone.sequence) > settings.max_length:
         raise UnusableItem("longer than max_length")
     preferred, unpreferred, margin = _sequences(record, backbone, settings)
-    designed = mutable(record.data, backbone, record.location)
+    designed = mutable(record.data, backbone, record.location, settings.numbering)
     for position in np.flatnonzero((preferred != unpreferred) & ~designed):
-        problem = f"the sequences differ at position {position} (from 0), which is not mutable"
-        raise UserError(f"{record.location}: {problem}; add it to mutable_positions")
+        problem = f"the sequences differ at residue {backbone.labels[position]}, which is fixed"
+        hint = f"add it to mutable_positions (--numbering is {settings.numbering})"
+        raise UserError(f"{record.location}: {problem}; {hint}")
     designed &= backbone.mask > 0
     both = np.stack([preferred, unpreferred])  # [2, L]
     first = backbone.tied[:, 0]
@@ -156,10 +201,12 @@ def _backbone(
     record: Record, source: str, backbones: dict, settings: PairSettings
 ) -> tuple[Path, int, Structure]:
     """Return the file, the number and the structure of an item's backbone."""
-    name = data.text(record, "pdb_file")
+    name = data.text(record, "pdb_file").split("|")[0]  # FireProtDB lists several structures
     folder = data.resolve(source).parent
-    file = folder / name if (folder / name).exists() else data.resolve(name)
-    if not file.exists():
+    names = name, f"{name}.pdb", f"{name}.cif"
+    files = [*(folder / name for name in names), *map(data.resolve, names)]
+    file = next(filter(Path.is_file, files), None)
+    if not file:
         raise UserError(f"{record.location}: pdb_file: no file {name:.200} in {folder} or here")
     design, fixed = chains_of(record.data, record.location)
     key = str(file), design, fixed, settings.homo_oligomer
@@ -185,11 +232,14 @@ def _sequences(
         ddg = read_number(record, "ddg")
         if ddg == 0:
             raise UnusableItem("a ddG of 0")
-        is_stabilizing = (ddg > 0) == (settings.stable_ddg == "positive")
+        is_stabilizing = (ddg > 0) == _is_positive_stable(record, settings)
         both = (mutant, wild_type) if is_stabilizing else (wild_type, mutant)
         return *both, abs(ddg)
     for field in sorted(record.data.keys()):
-        if field.lower() not in DIRECTIONS or record.data[field] in (None, ""):
+        if field.startswith(("preferred_", "unpreferred_")) and not field.endswith("_seq"):
+            problem = "not supported; use margin_kcal for the difference in kcal/mol"
+            raise UserError(f"{record.location}: {field}: {problem}")
+        if field.lower() not in DIRECTIONS:
             continue
         hint = "remove it, or swap the two sequences where it names the second one"
         raise UserError(f"{record.location}: {field}: not supported; {hint}")
@@ -201,6 +251,11 @@ def _sequences(
     if margin < 0:
         raise data.wrong_value(record, "margin_kcal", margin, ">= 0 (or swap the two sequences)")
     return preferred, unpreferred, margin
+
+
+def _is_positive_stable(record: Record, settings: PairSettings) -> bool:
+    """Return whether a ddG above 0 is stabilizing; in the mega-scale data set (ddG_ML) it is."""
+    return settings.stable_ddg == "positive" or "ddG_ML" in record.data
 
 
 def read_number(record: Record, field: str) -> float:
@@ -215,32 +270,67 @@ def read_number(record: Record, field: str) -> float:
 def mutant_of(record: Record, backbone: Structure, numbering: str) -> np.ndarray:
     """Return the structure's own sequence with the mutations of a record, [L].
 
-    Mutations are written A23V or A23V:L45F. numbering: "pdb" for residue numbers of the file, with
-    insertion codes (A52BV), "sequence" for positions in the designed chains, from 1.
-    Raises UserError if a mutation does not fit the backbone.
+    Mutations are written A23V or A23V:L45F, or with the chain behind the first letter: AB23V.
+    numbering: see `find`. Raises UserError if a mutation does not fit the backbone.
     """
     letters = encode(backbone.sequence)
-    positions = np.flatnonzero(backbone.observed & backbone.in_design)
-    positions = np.intersect1d(positions, backbone.tied[:, 0])  # one of each group of copies
-    labels = [backbone.labels[position] for position in positions]
-    if numbering == "sequence":
-        labels = [str(number) for number in range(1, len(positions) + 1)]
-    hint = f"--numbering is {numbering}"
-    for text in re.split(r"[\s,;:/+]+", data.text(record, "mutation").strip().upper()):
+    for text in re.split(r"[\s,;:/+]+", data.text(record, "mutation").strip()):
         where = f"{record.location}: mutation: {data.shown(text)}"
         match = MUTATION.fullmatch(text)
         if not match:
             raise UserError(f"{where} is not a mutation (expected A23V, or A23V:L45F)")
-        label = match[2]
-        if labels.count(label) != 1:
-            raise UserError(f"{where}: {labels.count(label)} residues {label}; {hint}")
-        position = positions[labels.index(label)]
+        position = find(match[2], match[3], backbone, numbering, where)
         residue = backbone.sequence[position]
-        if residue != match[1]:
-            raise UserError(f"{where}: residue {label} is {residue}; {hint}")
-        copies = backbone.tied[backbone.tied[:, 0] == position]
-        letters[copies] = ALPHABET.index(match[3])
+        if residue != match[1].upper():
+            problem = f"residue {match[3]} is {residue}; --numbering is {numbering}"
+            raise UserError(f"{where}: {problem}")
+        copies = backbone.tied[(backbone.tied == position).any(-1)]
+        letters[copies] = ALPHABET.index(match[4].upper())
     return letters
+
+
+def find(chain: str, label: str, backbone: Structure, numbering: str, where: str) -> int:
+    """Return the position of a residue of the designed chains, or of the named chain of them.
+
+    numbering: "pdb" for residue numbers of the file, with insertion codes (52A); "sequence" for a
+    count of residues from 1; "gapped" if the count includes the numbers that gaps skip.
+    """
+    positions = np.flatnonzero(backbone.observed & backbone.in_design)
+    if chain:
+        names = np.array(backbone.chains)[backbone.chain_encoding[positions] - 1]
+        positions = positions[names == chain]
+    else:
+        positions = np.intersect1d(positions, backbone.tied[:, 0])  # one of each group of copies
+    labels = [backbone.labels[position] for position in positions]
+    if numbering != "pdb":
+        counts = backbone.numbering[positions] if numbering == "gapped" else range(len(positions))
+        labels = [str(count - counts[0] + 1) for count in counts]
+    count = labels.count(label.upper())
+    if count != 1:
+        hint = f"name the chain, as in A{label}" if count else f"--numbering is {numbering}"
+        raise UserError(f"{where}: {count} residues {chain}{label}; {hint}")
+    return int(positions[labels.index(label.upper())])
+
+
+def positions_of(value: Any, backbone: Structure, numbering: str, where: str) -> list[int]:
+    """Return the positions of residues and ranges: 52, A52, 52A, 6-17, A6-17, or [6, 17]."""
+    texts = value.replace(",", " ").split() if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple):
+        raise UserError(f"{where}: {value!r:.60} (expected a list of residues, such as 52 or A52)")
+    positions: list[int] = []
+    for part in texts:
+        text = "-".join(map(str, part)) if isinstance(part, list | tuple) else str(part)
+        match = RANGE.fullmatch(text)
+        if not match:
+            raise UserError(f"{where}: {text!r:.60} is not a residue (expected 52, A52 or 6-17)")
+        chain, first, last_chain, last = match.groups()
+        start = stop = find(chain, first, backbone, numbering, f"{where}: {text}")
+        if last:
+            stop = find(last_chain or chain, last, backbone, numbering, f"{where}: {text}")
+        if stop < start:
+            raise UserError(f"{where}: {text}: its end comes before its start; swap them")
+        positions += range(start, stop + 1)
+    return positions
 
 
 def parse_sequence(record: Record, field: str, backbone: Structure) -> np.ndarray:
@@ -285,28 +375,21 @@ def chains_of(settings: Mapping, location: str) -> tuple[tuple[str, ...], tuple[
     return (chain,) if chain else tuple(design), tuple(fixed)
 
 
-def mutable(settings: Mapping, backbone: Structure, location: str) -> np.ndarray:
-    """Return where letters may differ, [L] bool: all designed chains, or the named positions.
+def mutable(settings: Mapping, backbone: Structure, location: str, numbering: str) -> np.ndarray:
+    """Return where letters may differ, [L] bool: all designed chains, or the named residues.
 
-    mutable_positions: positions in the designed chains, from 0. mutable_ranges: [first, last] or
-    "first-last", both inclusive. The two are combined.
+    mutable_positions and mutable_ranges are combined; fixed_residues are excluded. numbering: see
+    `find`.
     """
-    try:
-        ranges = [(position, position) for position in settings.get("mutable_positions") or ()]
-        for ends in settings.get("mutable_ranges") or ():
-            first, last = ends.split("-") if isinstance(ends, str) else ends
-            ranges.append((int(first), int(last)))
-        mask = np.zeros_like(backbone.in_design) if ranges else backbone.in_design.copy()
-        end = backbone.in_design.sum() - 1
-        for first, last in ranges:
-            if not 0 <= first <= last <= end:
-                raise ValueError(f"{first}-{last} is not within 0-{end}")
-            mask[first : last + 1] = True
+    masks = []
+    for field in MUTABLE:
+        mask = np.zeros_like(backbone.in_design)
+        where = f"{location}: {field}"
+        mask[positions_of(settings.get(field) or (), backbone, numbering, where)] = True
         mask[backbone.tied] = mask[backbone.tied].any(-1, keepdims=True)  # all copies of a position
-    except (AttributeError, TypeError, ValueError) as error:
-        problem = "mutable_positions must be numbers, mutable_ranges pairs of them (6-17)"
-        raise UserError(f"{location}: {problem}; {error}") from error
-    return mask
+        masks.append(mask)
+    named = masks[0] | masks[1]
+    return (named if named.any() else backbone.in_design) & ~masks[2]
 
 
 def check_margins(pairs: Iterable[Pair], method: str, weighting: str) -> None:
@@ -336,6 +419,10 @@ def describe(reports: Mapping[str, dict]) -> list[str]:
     for split, report in reports.items():
         parts = [f"{split}: {report['used']} pairs of {report['file']}"]
         parts += [f"{len(items)} {reason}" for reason, items in report["dropped"].items()]
-        parts += [f"{len(items)} items: {note}" for note, items in report["notes"].items()]
+        notes = sorted(report["notes"].items(), key=lambda note: note[0].endswith("is not read"))
+        for note, items in notes[:MOST_NOTES]:
+            parts.append(f"{len(items)} items: {note}")
+        if len(notes) > MOST_NOTES:
+            parts.append(f"{len(notes) - MOST_NOTES} more fields are not read")
         lines += ["; ".join(parts), *report["warnings"]]
     return lines

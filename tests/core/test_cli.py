@@ -93,7 +93,7 @@ def test_flags_become_values_of_their_type(flags, expected, monkeypatch):
 def test_lists_positional_arguments_and_a_setting_with_the_name_of_an_alias():
     words = "--temperature 0.1 1 --mutable_positions 3 -4 --fixed_chains --seed 5"
     settings = cli.parse(inference_config.Config, words.split())
-    assert (settings.temperature, settings.mutable_positions) == ((0.1, 1.0), (3, -4))
+    assert (settings.temperature, settings.mutable_positions) == ((0.1, 1.0), ("3", "-4"))
     assert (settings.fixed_chains, settings.seed) == ((), 5)
     with pytest.raises(UserError, match="the following arguments are required: folder"):
         cli.parse(tools.Chat, ["--before"])

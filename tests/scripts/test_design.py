@@ -16,7 +16,7 @@ from dpo_inv import batches, config, inference, inference_config, mpnn, pairs
 
 MODEL = ROOT / "data/demo/protein_model.pt"
 BUNDLE = ROOT / "data/input/structures/bundle_00.pdb"
-MONOMER = inference_config.Config(mutable_positions=(5,))  # residue 6
+MONOMER = inference_config.Config(mutable_positions=("6",))
 DIMER = inference_config.Config(design_chains=("A", "B"), homo_oligomer=True)
 
 
@@ -91,7 +91,7 @@ def test_a_letter_is_drawn_from_the_softmax_at_its_temperature(options, model):
 def test_copies_get_one_letter_from_the_mean_of_their_log_probs(dimer, model):
     """Of the two copies of residue 6, neither sees the other's letter."""
     length = len(inference.read_task(dimer, DIMER).structure.sequence) // 2 + 1  # of chain A
-    config = replace(DIMER, mutable_positions=(5, length + 5))
+    config = replace(DIMER, mutable_positions=("A6", "B6"))
     task = inference.read_task(dimer, config)
     letters, log_probs = inference.sample(model, task, torch.full((800,), 2.0), config)
     assert (letters[:, 5] == letters[:, length + 5]).all()
@@ -139,7 +139,7 @@ def test_all_residues_tied_decode_to_what_was_sampled(dimer, model):
 
 
 def test_files_contain_temperatures_and_the_native_sequence(tmp_path, model):
-    flags = ["--model_path", str(MODEL), "--pdb_file", str(BUNDLE), "--mutable_positions", "5"]
+    flags = ["--model_path", str(MODEL), "--pdb_file", str(BUNDLE), "--mutable_positions", "6"]
     flags += ["--temperature", "0.5", "2", "--num_samples", "3", "--output_dir", str(tmp_path)]
     assert inference.main(flags) == 0
     lines = (tmp_path / "bundle_00_sequences.fasta").read_text().splitlines()
@@ -277,7 +277,7 @@ def test_a_mutation_or_mutable_position_of_one_copy_is_that_of_all(dimer, tmp_pa
     rows = np.flatnonzero(pair.mutated)
     assert [pair.backbone.labels[row] for row in rows] == ["10", "10"]
     assert {*pair.unpreferred[rows]} == {mpnn.ALPHABET.index("W")} and pair.margin == 1.5
-    (pair,), _ = read_pairs(tmp_path, item | {"mutable_positions": [9]})
+    (pair,), _ = read_pairs(tmp_path, item | {"mutable_positions": [10]})
     assert (np.flatnonzero(pair.designed) == rows).all() and pair.targets.sum() == 1
     first, second = item["unpreferred_seq"].split("/")
     item["unpreferred_seq"] = f"{first}/{item['preferred_seq'].split('/')[1]}"

@@ -56,7 +56,7 @@ def test_neither_a_missing_residue_nor_an_unknown_letter_is_scored(tmp_path):
 
 
 def test_score_and_recovery_are_of_the_designed_residues():
-    config = inference_config.Config(mutable_positions=(0, 2))
+    config = inference_config.Config(mutable_positions=("1", "A3"))
     task = inference.read_task(INPUT / SINGLE["pdb_file"], config)
     letters = torch.from_numpy(mpnn.encode(task.structure.sequence))[None]
     letters[0, 0] = (letters[0, 0] + 1) % 20
@@ -75,10 +75,15 @@ REFUSED = [  # changes of an item, what the line says
     ({"design_chains": 1}, "design_chains: 1 (expected a list of chain names)"),
     ({"chain_id": "Q"}, "no protein chain 'Q', or it is named twice; its chains are ['A']"),
     ({"chain_id": "A", "fixed_chains": ["A"]}, "chain 'A', or it is named twice"),
-    ({"unpreferred_seq": OTHER, "mutable_positions": [1]}, "differ at position 0 (from 0), which"),
-    ({"mutable_ranges": [[3, 999]]}, "pairs of them (6-17); 3-999 is not within 0-"),
+    ({"unpreferred_seq": OTHER, "mutable_positions": [2]}, "differ at residue 1, which is fixed"),
+    ({"unpreferred_seq": OTHER, "fixed_residues": "3 A1"}, "differ at residue 1, which is fixed"),
+    ({"mutable_ranges": [[3, 999]]}, "mutable_ranges: 3-999: 0 residues 999; --numbering is pdb"),
+    ({"mutable_ranges": ["9-3"]}, "mutable_ranges: 9-3: its end comes before its start; swap"),
+    ({"mutable_positions": ["B3"]}, "mutable_positions: B3: 0 residues B3; --numbering is pdb"),
+    ({"mutable_positions": 3}, "mutable_positions: 3 (expected a list of residues, such as"),
+    ({"preferred_ddg": 1.5}, "preferred_ddg: not supported; use margin_kcal for the difference"),
     ({"preference": 1}, "preference: not supported; remove it, or swap the two sequences where"),
-    ({"mutable_positions": "x"}, "mutable_positions must be numbers, mutable_ranges pairs of them"),
+    ({"mutable_positions": "x"}, "mutable_positions: 'x' is not a residue (expected 52, A52 or"),
 ]
 
 
@@ -105,7 +110,7 @@ def test_what_teaches_nothing_is_dropped_and_counted(tmp_path):
 def test_lower_case_slashes_and_ranges_are_read(tmp_path):
     text = SINGLE["preferred_seq"].lower()  # in lines of ten, as pasted from a FASTA file
     text = "\r\n".join(text[at : at + 10] for at in range(0, len(text), 10)) + "\n"
-    item = plain(preferred_seq=text, mutable_ranges=[[0, len(TEXT) - 1]])
+    item = plain(preferred_seq=text, mutable_ranges=[[1, len(TEXT)]])
     (a,), (b,) = read(tmp_path, item)[0], read(tmp_path, SINGLE)[0]
     assert (a.preferred == b.preferred).all()
 
@@ -263,7 +268,7 @@ def test_a_split_keeps_families_whole():
 def test_a_fixed_chain_is_copied_and_x_is_never_drawn(tmp_path):
     flags = ["--model_path", MODEL, "--pdb_file", str(INPUT / COMPLEX["pdb_file"])]
     flags += ["--design_chains", *COMPLEX["design_chains"]]
-    flags += ["--fixed_chains", *COMPLEX["fixed_chains"], "--mutable_positions", "0", "2"]
+    flags += ["--fixed_chains", *COMPLEX["fixed_chains"], "--mutable_positions", "1", "3"]
     flags += ["--num_samples", "4", "--temperature", "2", "--output_dir", str(tmp_path)]
     assert inference.main(flags) == 0
     (result,) = json.loads((tmp_path / "all_results.json").read_text())

@@ -77,6 +77,146 @@ def test_a_table_of_mutations_becomes_pairs(tmp_path):
     assert [text(x.preferred) for x in read(tmp_path / "a.json")[0]] == [NATIVE, two]
 
 
+def table_of(path, *rows):
+    """Write dictionaries as a CSV file; a row lacks the fields that only others have."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    return write(path, [[row.get(name, "") for name in names] for row in rows], names)
+
+
+# three formats of the field, as their authors publish them: the columns of a mutant, and one of the
+# rows that are not used, with the reason; `stable` is the sign of a stabilizing ddG
+FORMATS = {
+    "ProteinDPO": (
+        lambda name, place, letter, ddg: {
+            "": place,
+            "WT_name": f"{name}.pdb",
+            "ddG": ddg,
+            "wild_type": NATIVE[place - 1],
+            "mutation": letter,
+            "pdb_position": place,
+            "aa_seq": NATIVE[: place - 1] + letter + NATIVE[place:],
+            "mut_type": f"{NATIVE[place - 1]}{place}{letter}",
+        },
+        {"ddG": ""},
+        "without a ddG",
+        "a ddG above 0 destabilizes",
+        -1,
+    ),
+    "ProteinDPO, as in its paper": (
+        lambda name, place, letter, ddg: {
+            "pdb_file": f"{name}.pdb",
+            "WT_name": "another_name",
+            "ddg": ddg,
+            "mut_type": f"{NATIVE[place - 1]}{place}{letter}",
+        },
+        {"ddg": "0.0"},
+        "a ddG of 0",
+        "a ddG above 0 destabilizes",
+        -1,
+    ),
+    "mega-scale": (
+        lambda name, place, letter, ddg: {
+            "name": f"{name}.pdb_{NATIVE[place - 1]}{place}{letter}",
+            "aa_seq": NATIVE[: place - 1] + letter + NATIVE[place:],
+            "mut_type": f"{NATIVE[place - 1]}{place}{letter}",
+            "WT_name": f"{name}.pdb",
+            "dG_ML": 3.1,
+            "ddG_ML": ddg,
+        },
+        {"mut_type": "delK3", "ddG_ML": "0.4"},
+        "not a substitution",
+        "a ddG_ML above 0 stabilizes",
+        1,
+    ),
+    "FireProtDB": (
+        lambda name, place, letter, ddg: {
+            "experiment_id": "LL000123",
+            "pdb_id": f"{name}|1ABC",
+            "chain": "A",
+            "position": place,
+            "wild_type": NATIVE[place - 1],
+            "mutation": letter,
+            "ddG": ddg,
+            "dTm": -3.0,
+            "pH": 7,
+        },
+        {"ddG": ""},
+        "without a ddG",
+        "a ddG above 0 destabilizes",
+        -1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("flag", ["negative", "positive"])
+def test_data_of_the_field_are_read_with_their_sign(tmp_path, name, flag):
+    """A destabilizing mutant at 3 and a stabilizing one at 9; --stable_ddg is for other files."""
+    row, unused, reason, sign, stable = FORMATS[name]
+    (tmp_path / "1xyz.pdb").write_bytes(BUNDLE.read_bytes())
+    rows = [row("1xyz", 3, "W", -stable * 1.5), row("1xyz", 9, "P", stable * 0.5)]
+    rows.append(row("1xyz", 12, "G", 1) | unused)
+    file = table_of(tmp_path / "data.csv", *rows)
+    if flag == "positive" and stable == -1:
+        wanted = [("W", 3, 1), ("P", 9, -1)]
+    else:
+        wanted = [("W", 3, -1), ("P", 9, 1)]
+    (one, two), report = read(file, stable_ddg=flag)
+    for pair, (letter, place, sign_of_mutant) in zip((one, two), wanted, strict=True):
+        [row_of] = np.flatnonzero(pair.mutated)
+        mutant = pair.preferred if sign_of_mutant == 1 else pair.unpreferred
+        assert (row_of, pair.sign) == (place - 1, sign_of_mutant)
+        assert mpnn.ALPHABET[mutant[row_of]] == letter
+    assert (one.margin, two.margin) == (1.5, 0.5)
+    assert [*report["dropped"]] == [reason]
+    [line] = pairs.describe({"train": report})
+    if stable == 1 or flag == "negative":
+        assert sign in line
+    else:
+        assert "a ddG above 0 stabilizes" in line
+
+
+def test_a_table_may_have_pairs_and_mutations(tmp_path):
+    """Each row fills the columns of one kind; a dash or an empty cell is no value."""
+    worse = other(NATIVE[0]) + NATIVE[1:]
+    rows = [
+        {"pdb": BUNDLE, "preferred_seq": NATIVE, "unpreferred_seq": worse, "margin": "1.25"},
+        {"pdb": BUNDLE, "preferred_seq": NATIVE, "unpreferred_seq": worse, "chain": "-"},
+        {"pdb": BUNDLE, "chain": "A", "mutation": mutation(3), "ddG": 2},
+    ]
+    three, report = read(table_of(tmp_path / "a.csv", *rows))
+    assert [pair.margin for pair in three] == [1.25, pytest.approx(math.nan, nan_ok=True), 2]
+    assert [int(np.flatnonzero(pair.mutated)[0]) for pair in three] == [0, 0, 2]
+
+
+def test_a_mutation_may_name_its_chain(tmp_path):
+    """As in SKEMPI and FoldX: IB38A is I38A of chain B. Without a column, such chains are read."""
+    structure = gemmi.read_structure(str(BUNDLE))
+    copy = structure[0][0].clone()
+    copy.name = "B"
+    structure[0].add_chain(copy)
+    structure.write_pdb(str(tmp_path / "ab.pdb"))
+    letter = NATIVE[4]
+    for column, name, chains, row in (
+        ({}, f"{letter}B5W", ("B",), 4),
+        ({"design_chains": "AB"}, f"{letter}B5w", ("A", "B"), len(NATIVE) + 4),
+        ({"design_chains": "AB"}, f"{letter}A5W", ("A", "B"), 4),
+        ({}, f"{letter}A5W:{letter}B5W", ("A", "B"), 4),
+        ({}, f"{letter}5W", ("A",), 4),
+    ):
+        item = {"pdb": "ab.pdb", "mutation": name, "ddG": 1, **column}
+        [pair], _ = read(table_of(tmp_path / "a.csv", item))
+        assert pair.backbone.chains == chains and np.flatnonzero(pair.mutated)[0] == row
+        assert {*pair.unpreferred[pair.mutated]} == {mpnn.ALPHABET.index("W")}
+    for column, name, says in (
+        ({"design_chains": "AB"}, f"{letter}5W", "2 residues 5; name the chain, as in A5"),
+        ({"chain": "A"}, f"{letter}B5W", "0 residues B5; --numbering is pdb"),
+    ):
+        item = {"pdb": "ab.pdb", "mutation": name, "ddG": 1, **column}
+        with pytest.raises(UserError, match=says):
+            read(table_of(tmp_path / "a.csv", item))
+
+
 def test_both_numberings(tmp_path):
     """The file begins at 11, has an insertion 14A, and skips 20 to 24."""
     structure = gemmi.read_structure(str(BUNDLE))
@@ -85,7 +225,11 @@ def test_both_numberings(tmp_path):
         number, icode = number if isinstance(number, tuple) else (number, " ")
         residue.seqid = gemmi.SeqId(number, icode)
     structure.write_pdb(str(tmp_path / "b.pdb"))
-    for numbering, labels in (("pdb", ("11", "14A", "25")), ("sequence", ("1", "5", "11"))):
+    for numbering, labels in (
+        ("pdb", ("11", "14A", "25")),
+        ("sequence", ("1", "5", "11")),
+        ("gapped", ("1", "5", "16")),
+    ):
         for label, place in zip(labels, (0, 4, 10), strict=True):
             name = f"{NATIVE[place]}{label}{other(NATIVE[place])}"
             path = write(tmp_path / "b.csv", [["b.pdb", "A", name, 1]])
@@ -104,7 +248,7 @@ def test_a_bad_mutation_is_one_line(tmp_path):
         (f"{NATIVE[4]}999W", 1, "999W: 0 residues 999; --numbering is pdb"),
         (mutation(5), "n/a", "ddg: must be a number, in kcal/mol, not 'n/a'"),
         (mutation(5), "nan", "ddg: must be a number, in kcal/mol, not 'nan'"),
-        ("", 1, "mutation: must be a non-empty string, not ''"),
+        ("", 1, "mutation: missing; fields found: pdb_file, chain_id, ddg"),
     ):
         path = write(tmp_path / "a.csv", [[BUNDLE, "A", name, ddg]])
         with pytest.raises(UserError) as caught:
@@ -115,7 +259,7 @@ def test_a_bad_mutation_is_one_line(tmp_path):
         read(write(tmp_path / "a.csv", [[BUNDLE, "A"]]))
     names = "pdb", "chain", "mutation", "ddG", "Ph"
     path = write(tmp_path / "a.csv", [[BUNDLE, "A", mutation(5), 1, 7]], names)
-    assert [*read(path)[1]["notes"]] == ["Ph is not read"]
+    assert [*read(path)[1]["notes"]] == ["Ph is not read", "a ddG above 0 destabilizes"]
 
 
 @pytest.mark.parametrize(
@@ -162,11 +306,12 @@ def test_pairs_that_contradict_each_other_are_counted(tmp_path):
             "ddg: neither this field nor preferred_seq is among pdb_file, ch",
         ),
         (
-            ("mutation", "ddG_ML"),
-            "mutation, ddG_ML; rename the field of the ddG in kcal/mol; --stable_ddg says ",
+            ("mutation", "ddG_pred"),
+            "mutation, ddG_pred; rename the field of the ddG in kcal/mol; --stable_ddg says ",
         ),
         (("mutant", "ddG"), "mutation: missing; fields found: pdb_file, chain_id, mutant, ddg"),
         (("ddG", "ddg"), "two names of one field, such as ddG and ddg"),
+        (("ddG", "ddG_ML"), "two names of one field, such as ddG and ddg"),
     ],
 )
 def test_columns_of_other_tools_name_the_way_out(tmp_path, names, says):

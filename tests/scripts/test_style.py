@@ -256,7 +256,11 @@ def test_every_setting_has_an_effect(settings):
     # in cli.loss_options, read_data, pairs.chains_of and mutable, and from the command line
     by_name = {"label_smoothing", "lambda_dpop", "lambda_shift", "simpo_gamma"}
     by_name |= {"chain_id", "fixed_chains", "mutable_positions", "mutable_ranges"}
-    by_name |= {"numbering", "stable_ddg"}  # in pairs.py, as a part of its options
+    by_name |= {
+        "fixed_residues",
+        "numbering",
+        "stable_ddg",
+    }  # in pairs.py, as a part of its options
     assert set(unused) <= by_name | {"val_data", "test_data", "val_out_file", "debug"}
 
 
