@@ -209,8 +209,8 @@ reduce_scatter_tensor"""
 
 def collective(function, args, kwargs):
     """Check a collective's tensors as NCCL does, and compute it with gloo."""
-    if "wait_tensor" in function.__name__:
-        return args[0]
+    if "wait_tensor" in function.__name__ or "_wrap_tensor" in function.__name__:
+        return args[0]  # nothing is left to be waited for
     tensors = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, torch.Tensor)]
     for x in tensors:
         if not isinstance(x, Gpu):
@@ -228,6 +228,8 @@ def collective(function, args, kwargs):
     out = function(*hosts, **options)
 
     def on_gpu(host):
+        if function.namespace != "c10d":  # otherwise the caller has a Work to wait for
+            host = torch.ops._c10d_functional.wait_tensor(host)
         return back[id(host)] if id(host) in back else wrap(host, tensors[0].device)
 
     return pytree.tree_map_only(torch.Tensor, on_gpu, out)

@@ -14,11 +14,10 @@ import weakref
 from pathlib import Path
 
 import torch
-from torch.utils import _pytree as pytree
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
-SRC = Path(__file__).resolve().parents[3] / "src"
+SRC = f"{Path(__file__).resolve().parents[3] / 'src'}/"
 SOURCE = Path(__file__).with_name("pretend.cpp")
 
 
@@ -97,9 +96,9 @@ def our_line():
     """Return the innermost line of src/ that is being executed."""
     frame = sys._getframe(1)
     while frame:
-        path = Path(frame.f_code.co_filename)
-        if SRC in path.parents:
-            return f"{path.relative_to(SRC)}:{frame.f_lineno}"
+        path = frame.f_code.co_filename
+        if path.startswith(SRC):
+            return f"{path[len(SRC) :]}:{frame.f_lineno}"
         frame = frame.f_back
     return "elsewhere"
 
@@ -229,6 +228,26 @@ class Gpu(torch.Tensor):
         return dispatch(function, args, kwargs or {})
 
 
+def unwrap(value):
+    """Return an argument of an operator with the host's tensors in place of the GPU's."""
+    if isinstance(value, Gpu):
+        return value.host
+    if isinstance(value, list | tuple):
+        return type(value)([unwrap(part) for part in value])
+    return value
+
+
+def tensors_of(arguments):
+    """Return all tensors in the arguments of an operator."""
+    found = []
+    for value in arguments:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += tensors_of(value)
+    return found
+
+
 def wrap(out, device):
     """Return the result of the host's operator as tensors of a device."""
     if isinstance(out, torch.Tensor):
@@ -245,7 +264,6 @@ SPECIAL = {}  # operator -> what computes it here: attention.py, cuda.py
 COLLECTIVE = ("c10d", "_c10d_functional", "_c10d_functional_autograd")  # namespaces
 INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 INDEXED |= {"_unsafe_index_put"}
-WRITES_BY_INDEX = INDEXED - {"index", "_unsafe_index"}
 # their result, or its size, is needed on the host
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim"}
 READS |= {"unique_consecutive", "bincount"}
@@ -280,17 +298,17 @@ def dispatch(function, args, kwargs):
         out = SPECIAL[function](function, *args, **kwargs)
         return record.done(function, args, kwargs, out)
     check(function, name, args, kwargs)
-    hosts, options = pytree.tree_map_only(Gpu, lambda x: x.host, (args, kwargs))
+    options = {name: unwrap(value) for name, value in kwargs.items()}
     target = kwargs.get("device")
     if target is not None:
         options["device"] = CPU
         options.pop("pin_memory", None)
-    out = function(*hosts, **options)
+    out = function(*unwrap(args), **options)
     count(function, name, args)
     if target is not None and torch.device(target).type != "cuda":
         return out
-    leaves = pytree.arg_tree_leaves(*args, **kwargs)
-    device = next((x.device for x in leaves if isinstance(x, Gpu)), None)
+    tensors = tensors_of([*args, *kwargs.values()])
+    device = next((x.device for x in tensors if isinstance(x, Gpu)), None)
     result = wrap(out, device if target is None else device_of(target))
     if written(function):  # what was written to is returned as it came
         result = with_written(function, args, kwargs, result)
@@ -310,7 +328,6 @@ def count(function, name, args):
 def check(function, name, args, kwargs):
     """Raise what a GPU would raise about the arguments of an operator; note what waits."""
     target = kwargs.get("device")
-    leaves = pytree.arg_tree_leaves(*args, **kwargs)
     if name == "_to_copy" and target is not None and torch.device(target).type != "cuda":
         record.note("race" if kwargs.get("non_blocking") else "read", function)
     elif function is aten.copy_.default:
@@ -321,9 +338,9 @@ def check(function, name, args, kwargs):
                 record.note("copy", function)  # torch moves it
             if index is not None and index.dtype in (torch.bool, torch.uint8):
                 record.note("read", function)  # how many are True
-        check_devices(function, [args[0], *(args[2:3] if name in WRITES_BY_INDEX else ())])
+        check_devices(function, tensors_of([args[0], *args[2:3]]))
     else:
-        check_devices(function, leaves)
+        check_devices(function, tensors_of([*args, *kwargs.values()]))
     if name in READS:
         record.note("read", function)
     if function is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None:
@@ -347,17 +364,15 @@ def check_copy(function, to, source, non_blocking):
         record.note("pinned" if non_blocking and source.is_pinned() else "copy", function)
 
 
-def check_devices(function, leaves):
+def check_devices(function, tensors):
     """Raise what torch raises for tensors on several devices; a number may be on the host."""
-    devices = {x.device for x in leaves if isinstance(x, Gpu)}
+    devices = {x.device for x in tensors if isinstance(x, Gpu)}
+    hosts = [x for x in tensors if not isinstance(x, Gpu) and x.device.type != "meta"]
     name = function.__name__
     takes_numbers = torch.Tag.pointwise in function.tags or name.startswith(
         ("_foreach", "fill", "masked_fill", "where", "index_put", "_index_put")
     )
-    for x in leaves:
-        is_host = isinstance(x, torch.Tensor) and not isinstance(x, Gpu)
-        if is_host and x.device.type != "meta" and not (takes_numbers and x.dim() == 0):
-            devices.add(x.device)
+    devices |= {x.device for x in hosts if x.dim() or not takes_numbers}
     if len(devices) > 1:
         found = ", ".join(sorted(map(str, devices)))
         fault(f"{function}: expected all tensors to be on the same device, found {found}")
@@ -400,7 +415,7 @@ def with_written(function, args, kwargs, result):
 
 def _create(function, *args, **kwargs):
     """Compute an operator that creates a tensor of the GPU from none."""
-    if any(isinstance(x, Gpu) for x in pytree.arg_tree_leaves(*args, **kwargs)):
+    if any(isinstance(x, Gpu) for x in tensors_of([*args, *kwargs.values()])):
         return dispatch(function, args, kwargs)
     check_generator(function, kwargs)
     device = device_of(kwargs.pop("device", None))
