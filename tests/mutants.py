@@ -1,7 +1,7 @@
 """Put each fault of tests/mutants.toml into a copy of the project: its tests must fail there.
 
     python tests/mutants.py                      # all faults, one after the other
-    python tests/mutants.py clip_off top_p       # these
+    python tests/mutants.py clip_off "gpu_*"     # these
     python tests/mutants.py --clean              # the same tests without a fault: they must pass
 
 Run by hand. A fault whose old text does not stand in its file exactly once is stale.
@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,8 +51,9 @@ def run_tests(project, tests, seconds):
     command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", "-p", "no:cacheprovider"]
     path = f"{project / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     env = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+    env["COLUMNS"] = "300"  # of a line that says which test failed, and why
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    command += ["--tb=no", *tests]
+    command += ["--tb=no", "-m", "", *tests]  # also those of a marker
     process = subprocess.Popen(command, cwd=project, env=env, start_new_session=True, **options)
     try:
         lines = process.communicate(timeout=seconds)[0].strip().splitlines()
@@ -84,8 +86,8 @@ def main():
     parser.add_argument("--seconds", type=int, default=300, help="for the tests of a fault")
     parser.add_argument("--clean", action="store_true", help="run the tests without a fault")
     options = parser.parse_args()
-    known = read()
-    faults = [known[name] for name in options.ids or known]
+    words = options.ids or ["*"]
+    faults = [f for name, f in read().items() if any(fnmatch(name, word) for word in words)]
     if options.clean:
         tests = sorted({test for fault in faults for test in fault["tests"]})
         with tempfile.TemporaryDirectory() as folder:

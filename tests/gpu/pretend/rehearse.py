@@ -38,6 +38,7 @@ from ranks import run_ranks  # noqa: E402
 
 DEMO = ROOT / "data/demo"
 CARDS = {"fp32": "H100", "bf16": "H100", "fp16": "T4"}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 MARKS = ("loss", "kl", "grad_norm", "rewards/margins", "nll", "return_last10")  # are compared
 
 
@@ -393,7 +394,9 @@ def problems(result):
         found.append(f"exit status {result.codes}: {report.get('error') or result.log[-300:]}")
     for one in result.reports:
         found += [f"{where}: {text}" for where, text in one.get("faults", [])]
-        races = {f"{line} {what}" for kind, line, what, _ in one.get("lines", []) if kind == "race"}
+        lines = one.get("lines", [])
+        found += [f"{line}: {what}" for kind, line, what, _ in lines if kind == "warning"]
+        races = {line for kind, line, *_ in lines if kind == "race"}
         found += [f"{line}: read without waiting" for line in sorted(races)]
     found += step_problems(case, result)
     bound = 0.0 if result.name.endswith(", resumed") else BOUND
@@ -440,9 +443,9 @@ def precision_problems(case, result, report):
     if half and has_flash and case.shares and not is_fused:
         found.append(f"half precision does not use varlen_attn: {sorted(names)}")
     flops = report["flops"]
-    wide = flops.get("float32", 0) / max(1, sum(flops.values()))
-    if half and wide > 0.02:
-        found.append(f"{wide:.0%} of the products are in fp32 under {result.precision}")
+    part = flops.get(DTYPES[result.precision], 0) / max(1, sum(flops.values()))
+    if part < 0.9:
+        found.append(f"{part:.0%} of the products are in {result.precision}")
     if "zero" not in result.name and not any("_fused_adamw" in name for name in report["kernels"]):
         found.append("AdamW is not the fused one")
     return found

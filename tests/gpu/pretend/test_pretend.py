@@ -48,7 +48,8 @@ def data(tmp_path_factory):
 
 def check(run, data, folder):
     function, *which = run
-    assert rehearse.problems(function(*which, data, folder)) == []
+    found = rehearse.problems(function(*which, data, folder))
+    assert not found, " | ".join(found)
 
 
 @pytest.mark.parametrize("run", SELECTION, ids=title)
