@@ -1,7 +1,7 @@
 """Put each fault of tests/mutants.toml into a copy of the project: its tests must fail there.
 
     python tests/mutants.py                      # all faults, one after the other
-    python tests/mutants.py clip_off "gpu_*"     # these
+    python tests/mutants.py clip_off "cuda_*"    # these
     python tests/mutants.py --clean              # the same tests without a fault: they must pass
 
 Run by hand. A fault whose old text does not stand in its file exactly once is stale.

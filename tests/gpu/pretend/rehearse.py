@@ -52,7 +52,6 @@ class Case(NamedTuple):
     reads: int = 1  # in a step, behind its micro-batches
     inside: int = 0  # reads, and copies, that the host waits for in its micro-batches
     shares: bool = True  # packs the pairs
-    why: str = ""
 
 
 COMMON = "--max_steps=5 --warmup_ratio=0 --log_every=1000 --save_every=3 --report_to=none "
@@ -89,14 +88,16 @@ def train_loop(flags, **more):
     return Case("train_loop", flags, "--out_dir", "--no_use_mixed_precision", **more)
 
 
+# transformers asks the positions of each batch whether it is packed
+SEPARATE: dict[str, Any] = {"shares": False, "inside": 2}
 CASES = {
     "dpo full": main_distributed(FULL + REPLIES + "--save_best "),
     "dpo full, deterministic": main_distributed(FULL + REPLIES + "--deterministic "),
     "dpo full, reference": main_distributed(FULL + "--reference_model=data/demo/model "),
     "dpo simpo": main_distributed(FULL + "--method=simpo "),
-    "dpo full, separate": main_distributed(FULL + "--layout=separate ", shares=False),
+    "dpo full, separate": main_distributed(FULL + "--layout=separate ", **SEPARATE),
     "dpo lora": main_distributed(LORA + REPLIES),
-    "dpo lora, separate": main_distributed(LORA + "--layout=separate ", shares=False),
+    "dpo lora, separate": main_distributed(LORA + "--layout=separate ", **SEPARATE),
     "dpo lora, checkpointing": main_distributed(LORA + "--use_gradient_checkpointing "),
     "dpo lora, not lean": main_distributed(LORA + "--no_lean "),
     "dpo lora, dropout": main_distributed(LORA + "--lora_dropout=0.1 "),
@@ -138,7 +139,7 @@ MODELS: dict[str, tuple[Any, ...]] = {  # kind of fine-tuning, configuration
     "gpt-2": ("full", transformers.GPT2Config, None),
     "gpt-2, lora": ("lora", transformers.GPT2Config, None),
 }
-OWN_WAY = {"gemma 2": {"shares": False, "why": "its attention has a soft-cap"}}
+OWN_WAY = {"gemma 2": SEPARATE}  # its attention has a soft-cap
 for _name, (_kind, *_) in MODELS.items():
     _flags = (FULL if _kind == "full" else LORA) + f'"--model_name={{data}}/{_name}" '
     CASES[f"dpo {_name}"] = main_distributed(
@@ -227,6 +228,7 @@ def life(module, flags, report, card, die):
         record = pretend.record
         facts = {"error": error, "cpu seconds": time.process_time() - start, "said": said}
         facts |= {"faults": record.faults, "steps": steps.seen, "lines": plain(record.lines)}
+        facts["evaluations"] = steps.evaluations
         facts |= {"kernels": {str(name): n for name, n in record.kernels.items()}}
         facts |= {"attention": dict(record.attention), "flops": dict(record.flops)}
         facts["collectives"] = plain(record.collectives)
@@ -265,6 +267,17 @@ class Steps:
                 self.marks.append(self.mark())
 
         script.train_step, Averages.add = watched, counted
+        self.evaluations = []  # what each one has waited for
+        evaluate = getattr(script, "evaluate", None)
+
+        def observed(*arguments, **named):
+            before = self.mark()[0]
+            values = evaluate(*arguments, **named)
+            self.evaluations.append(plain(self.mark()[0] - before))
+            return values
+
+        if evaluate:
+            script.evaluate = observed
 
     def mark(self):
         record = pretend.record
@@ -371,7 +384,7 @@ def difference(one, other):
 # --- what must be true of a run -------------------------------------------------------------------
 
 BOUND = 2e-5  # of a difference in fp32; measured: 3e-6
-SEPARATE, FALLBACK = "separate rows", "full logits"
+FALLBACKS = ("separate rows", "full logits")  # in what is printed
 
 
 def waits(lines, *kinds):
@@ -399,6 +412,9 @@ def problems(result):
         races = {line for kind, line, *_ in lines if kind == "race"}
         found += [f"{line}: read without waiting" for line in sorted(races)]
     found += step_problems(case, result)
+    for lines in report.get("evaluations", []) if result.ranks == 1 else []:
+        if waits(lines, "read", "copy") > 1 + case.inside:
+            found.append(f"an evaluation waits more than once: {lines}")
     bound = 0.0 if result.name.endswith(", resumed") else BOUND
     if result.gap is not None and not result.gap <= bound:
         found.append(f"other numbers: {result.gap:.1e}")
@@ -433,7 +449,7 @@ def step_problems(case, result):
 def precision_problems(case, result, report):
     """Return what is wrong with the kernels that a language model has used."""
     found = []
-    said = [line for line in report["said"] if SEPARATE in line or FALLBACK in line]
+    said = [line for line in report["said"] if any(words in line for words in FALLBACKS)]
     if case.shares and said:
         found.append(f"falls back: {said[0][:200]}")
     half = result.precision != "fp32"
