@@ -14,6 +14,7 @@ import weakref
 from pathlib import Path
 
 import torch
+from torch._decomp import decomposition_table
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -277,6 +278,8 @@ FREE = """alias as_strided chunk detach diagonal empty empty_like empty_strided 
 lift_fresh new_empty new_empty_strided permute _reshape_alias select slice split split_with_sizes
 squeeze t transpose unbind unfold _unsafe_view unsqueeze view _fused_sdp_choice"""
 FREE = set(FREE.split())
+NORM = aten._fused_rms_norm_backward.default  # a CPU has no kernel for it
+FORMULAS = {NORM: decomposition_table[NORM]}
 
 
 def special(*operators):
@@ -303,7 +306,7 @@ def dispatch(function, args, kwargs):
     if target is not None:
         options["device"] = CPU
         options.pop("pin_memory", None)
-    out = function(*unwrap(args), **options)
+    out = FORMULAS.get(function, function)(*unwrap(args), **options)
     count(function, name, args)
     if target is not None and torch.device(target).type != "cuda":
         return out
