@@ -70,6 +70,21 @@ folder.
 |---|---|---|---|
 """
 
+REHEARSED = """
+## Rehearsed on a CPU
+
+`python tests/gpu/pretend/rehearse.py` runs all scripts on pretended GPUs: a CPU build of PyTorch
+accepts CUDA devices, each operator is checked as a GPU would check it, and the CPU computes it. The
+checks are about devices, dtypes, autocast, reads and copies that make the host wait, fused AdamW,
+and what NCCL does not support. The runs use one and two GPUs in fp32, bf16 and fp16.
+
+The rehearsal shows that the scripts end and compute the same numbers as on a CPU. It cannot show
+whether the kernels of a GPU agree with each other, how they round, whether streams race, or whether
+NCCL works, and it says nothing about speed.
+`python tests/mutants.py "cuda_*"` plants 32 faults in copies of the project, each of which a
+rehearsed run must notice.
+"""
+
 
 def page(results):
     """docs/gpu.md: the state of each piece, then its tables."""
@@ -88,7 +103,7 @@ def page(results):
             text += f"\n| {' | '.join(names)} |\n|{'---|' * len(names)}\n"
             for row in group:
                 text += f"| {' | '.join(cell(row[name]) for name in names)} |\n"
-    return text
+    return text + REHEARSED
 
 
 def describe(machine):
