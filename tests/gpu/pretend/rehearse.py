@@ -4,7 +4,7 @@
     python tests/gpu/pretend/rehearse.py --only "dpo lora" --ranks 2 --precisions bf16
     python tests/gpu/pretend/rehearse.py --out runs.json          # the table's rows as a file
 
-A run is `main()` of a script in each rank, five steps on the demo's data. In fp32 it is done again
+A run is `main()` of a script in each rank, four steps on the demo's data. In fp32 it is done again
 on the CPU and compared. bf16 is what an H100 gets by default, fp16 what a T4 gets, which has
 neither bf16 nor flash attention. The exit status is 1 if something is wrong with a run.
 """
@@ -54,16 +54,16 @@ class Case(NamedTuple):
     shares: bool = True  # packs the pairs
 
 
-COMMON = "--max_steps=5 --warmup_ratio=0 --log_every=1000 --save_every=3 --report_to=none "
+COMMON = "--max_steps=4 --warmup_ratio=0 --log_every=1000 --save_every=3 --report_to=none "
 DPO = COMMON + "--lr_scaling=none --num_samples=0 --max_length=64 --beta=0.5 --max_rows=45 "
-DPO += f"--test_data={runs.PAIRS} --val_data={runs.PAIRS} --eval_every=4 --sft_weight=0 "
+DPO += f"--test_data={runs.PAIRS} --val_data={runs.PAIRS} --eval_every=3 --sft_weight=0 "
 DPO += "--batch_size=4 --gradient_accumulation_steps=2 "
 FULL, LORA = DPO + "--learning_rate=3e-4 ", DPO + "--fine_tuning=lora --learning_rate=1e-3 "
 REPLIES = "--num_samples=3 --max_new_tokens=6 --top_p=0.9 "
-SFT = COMMON + "--max_length=64 --max_rows=43 --eval_every=4 --val_share=0.1 "
+SFT = COMMON + "--max_length=64 --max_rows=43 --eval_every=3 --val_share=0.1 "
 SFT += "--micro_batch_size=2 --gradient_accumulation_steps=2 "
 PAIRS = SFT + "--objective=dpo --train_data=data/demo/preferences_train.jsonl "
-BAKING = COMMON + "--num_samples=0 --lora_r=8 --learning_rate=3e-3 --eval_every=4 --batch_size=4 "
+BAKING = COMMON + "--num_samples=0 --lora_r=8 --learning_rate=3e-3 --eval_every=3 --batch_size=4 "
 BAKING += "--data_path={data}/train.jsonl --val_path={data}/val.jsonl "
 BAKING += "--gradient_accumulation_steps=2 "
 PROTEIN = COMMON + "--train_data=data/input/test_data_real.json --max_rows=42 "
@@ -71,8 +71,8 @@ PROTEIN += "--val_data=data/input/test_data_val.json --learning_rate=1e-3 --batc
 PROTEIN += "--base_model_name=data/demo/protein_model.pt --gradient_accumulation_steps=2 "
 PROTEIN = PROTEIN.replace("--report_to=none ", "")
 AD = """traj_file={data}/histories.npz grid_size=5 horizon=6 n_stream=4 total_source_timesteps=288
-train_n_stream=4 train_source_timesteps=72 n_transit=24 tf_n_embd=16 tf_n_layer=2 train_timesteps=5
-num_warmup_steps=3 summary_interval=1 eval_interval=4 gen_interval=4 eval_episodes=4 eval_copies=2
+train_n_stream=4 train_source_timesteps=72 n_transit=24 tf_n_embd=16 tf_n_layer=2 train_timesteps=4
+num_warmup_steps=3 summary_interval=1 eval_interval=3 gen_interval=3 eval_episodes=4 eval_copies=2
 ckpt_interval=3 train_batch_size=8 gradient_accumulation_steps=2 """
 
 
@@ -325,7 +325,9 @@ def start(name, ranks, flags, folder, card="H100", die=0):
     for file in files:
         file.unlink(missing_ok=True)
     arguments = CASES[name].module, flags
-    done = run_ranks(ranks, _life, *arguments, str(folder), card, die, timeout=300)
+    done = run_ranks(
+        ranks, _life, *arguments, str(folder), card, die, timeout=900
+    )  # on a busy machine
     reports = [json.loads(file.read_text()) if file.exists() else {} for file in files]
     failed = [log for log, code in zip(done.logs, done.codes, strict=True) if code]
     return done.codes, reports, failed[0] if failed else ""
@@ -357,7 +359,7 @@ def resume(name, ranks, precision, data, folder):
     whole = words(name, precision, folder / "whole", data)
     first = start(name, ranks, whole, folder / "gpu", card)
     again = words(name, precision, folder / "run", data)
-    killed = start(name, ranks, again, folder / "gpu", card, die=5)
+    killed = start(name, ranks, again, folder / "gpu", card, die=4)
     codes, reports, log = start(name, ranks, again, folder / "gpu", card)
     assert killed[0] == [9] * ranks, killed
     assert not any(first[0]), first[2]
@@ -441,7 +443,7 @@ def step_problems(case, result):
     if step["early collectives"] and not is_sharded:
         found.append(f"{step['early collectives']} collectives before the last micro-batch")
     memory = [step["memory"] for step in result.reports[0]["steps"]]
-    if len(memory) > 3 and memory[3] > memory[2] > memory[1]:
+    if len(memory) > 2 and memory[2] > memory[1]:  # AdamW's moments are new in the first step
         found.append(f"memory grows from step to step: {memory}")
     return found
 
