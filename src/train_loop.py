@@ -155,7 +155,7 @@ def check_step(
         base = score(baked=False)
         tokens = torch.tensor([len(row.reply) for row in batch_rows], device=world.device)
         locations = [row.location for row in batch_rows]
-        checks.check_reference(score(), base, checks.noise(policy.precision, tokens), locations)
+        checks.check_reference(score(), base, checks.noise(policy, tokens), locations)
 
 
 # --- evaluation ----------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ class ScorerModule(nn.Module):
 
     model: nn.Module
     autocast: torch.dtype | None  # the dtype of a mixed-precision forward; None: no autocast
+    token_noise: float = 0.0  # in nats, how far rounding moves a log-prob: see fast/self_test.py
 
     @property
     def precision(self) -> torch.dtype:
@@ -133,6 +134,11 @@ class Policy:
     def precision(self) -> torch.dtype:
         """Return the dtype in which the scorer computes."""
         return self.scorer.precision
+
+    @property
+    def token_noise(self) -> float:
+        """Return the token_noise of the scorer."""
+        return self.scorer.token_noise
 
     # --- a step: forward, backward, clip, AdamW ---------------------------------------------------
 

@@ -109,7 +109,7 @@ def test_complaint_13_a_reference_in_another_precision_is_refused():
     rounded = torch.stack(logps.Scorer(model.bfloat16())(logps.collate(PAIRS)), -1).detach()
     broken = now.clone()
     broken[1, 0] = float("nan")
-    bound = checks.noise(torch.float32, torch.tensor([9, 9, 9]))
+    bound = checks.noise(logps.Scorer(build(LLAMA)), torch.tensor([9, 9, 9]))
     locations = [pair.location for pair in PAIRS]
     checks.check_reference(now, now + 5e-4, bound, locations)
     for reference, row in ((rounded, "[012]"), (broken, "1")):

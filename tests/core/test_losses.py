@@ -5,6 +5,7 @@ Nothing here uses the code's own formulas: `by_hand` gives each loss and its two
 
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from config import Config
 from ddp_utils import UserError
 from ddp_utils.cli import METHODS
 from ddp_utils.losses import Displacement, LogPs, LossSpec, at_reference, preference
+from ddp_utils.losses import noise as rounding
 
 ALL = ["dpo", "cdpo", "robust", "ipo", "ipo_sum", "hinge", "dpop", "dposhift", "dpopshift", "simpo"]
 ALL += ["orpo"]
@@ -125,6 +127,17 @@ def test_margins_of_500_stay_finite_in_single_precision():
     for method in ALL:
         for found in loss_and_gradients(spec_of(method, beta=1.0), rows, torch.float32):
             assert torch.isfinite(found).all() and found.dtype == torch.float32, method
+
+
+def test_the_noise_of_a_response_grows_like_the_square_root_of_its_tokens():
+    scorer = SimpleNamespace(precision=torch.bfloat16, token_noise=0.07)
+    tokens = torch.tensor([1, 4, 100])
+    torch.testing.assert_close(rounding(scorer, tokens), torch.tensor([0.56, 1.12, 5.6]))
+    torch.testing.assert_close(rounding(scorer, tokens, 4.0), torch.tensor([0.28, 0.56, 2.8]))
+    scorer.token_noise = 0.0  # the rounding of a logit remains
+    torch.testing.assert_close(rounding(scorer, tokens), torch.tensor([0.1, 0.2, 1.0]))
+    scorer.precision = torch.float32
+    torch.testing.assert_close(rounding(scorer, tokens), torch.full((3,), 1e-3))
 
 
 def test_the_dpop_penalty_is_beta_lambda_times_a_fall_beyond_the_noise():

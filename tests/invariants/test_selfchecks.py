@@ -2,15 +2,18 @@
 
 import json
 import math
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import main_distributed
 import reading
 import runs
-from ddp_utils import checks, distributed, logps, lora, models
+from ddp_utils import UserError, checks, distributed, logps, lora, models
 from ddp_utils.chat_template import Encoder
 from ddp_utils.models import load_tokenizer
 from ddp_utils.policy import LossScale, Policy, Precision
@@ -18,6 +21,7 @@ from ddp_utils.tools import merge
 from ranks import ranks, run_ranks
 
 SHORT = runs.words("--max_rows 40 --batch_size 8 --max_steps 2")
+BF16 = runs.words("--base_dtype bf16 --method dpop")
 
 
 def broken(kind, folder):
@@ -95,6 +99,82 @@ def test_complaint_13_a_run_that_is_wrong_at_step_0_refuses_to_train(kind, tmp_p
     assert not any("Traceback" in line for line in lines)
     assert outcome.logs[1] in ("", f"{errors[0]}\n")
     assert runs.lines(tmp_path / "run") == []  # not one step was taken
+
+
+class AnotherOrder(TorchDispatchMode):
+    """Change each bf16 product, as kernels do that sum in another order for each shape.
+
+    The change is so large that the demo's few layers have the noise of SmolLM2-135M on real pairs,
+    0.07 nats per token. There 2^-23 does it, by which sums in fp32 differ.
+    """
+
+    generator = torch.Generator()
+
+    def __torch_dispatch__(self, function, _types, args=(), kwargs=None):
+        out = (kwargs or {}).get("out")
+        products = torch.ops.aten.mm.default, torch.ops.aten.mm.out
+        if function not in products or args[0].dtype != torch.bfloat16:
+            return function(*args, **(kwargs or {}))
+        left, right = (factor.float() for factor in args)
+        size = (left.square() @ right.square()).sqrt()  # root of the sum of the squared terms
+        change = 2**-4 * size * torch.randn(size.shape, generator=self.generator)
+        product = (left @ right + change).bfloat16()
+        return product if out is None else out.copy_(product)
+
+
+def without_the_first(pair):
+    return [range(1, len(response)) for response in pair.responses]
+
+
+def in_bf16(fault, folder):
+    """Train with dpop in bf16, with a reference that has a fault."""
+    score = logps.score
+
+    def reference(scorer, pairs, world, size, *rest):
+        if not rest:  # the policy, in the check of step 0
+            return score(scorer, pairs, world, size)
+        targets = without_the_first if fault == "a token less" else logps.Pair.targets.fget
+        norm = scorer.unwrap().model.norm.weight.data
+        norm *= 1 / 8 if fault == "other weights" else 1
+        with mock.patch.object(logps.Pair, "targets", property(targets)):
+            table = score(scorer, pairs, world, size, *rest)
+        norm *= 8 if fault == "other weights" else 1
+        return table
+
+    logps.score = reference
+    with AnotherOrder():
+        return runs.train(folder, [*runs.LORA, *SHORT, *BF16])
+
+
+@pytest.mark.parametrize("fault", ["other weights", "a token less"])
+def test_in_bf16_too_another_reference_is_an_error(fault, tmp_path):
+    outcome = run_ranks(1, in_bf16, fault, str(tmp_path), timeout=200)
+    assert outcome.codes == [2], outcome.logs
+    assert "the policy's log-prob differs from the reference's" in outcome.logs[0]
+
+
+def test_rounding_is_no_error_and_no_fall_that_dpop_would_penalize(tmp_path):
+    """beta * lambda_dpop is 5: a fall of 0.3 nats that counted would cost 1.5."""
+    first = ranks(1, in_bf16, "", str(tmp_path), timeout=200)[0][0]
+    assert first["loss"] == pytest.approx(math.log(2), abs=0.02)
+
+
+def test_in_bf16_a_shift_of_all_responses_is_seen_in_their_mean():
+    """16 pairs of 25 tokens: up to 8 * 0.07 * 5 = 2.8 nats in a pair, a quarter in the mean."""
+    policy = SimpleNamespace(precision=torch.bfloat16, token_noise=0.07)
+    rows = [SimpleNamespace(location=f"row {number}") for number in range(16)]
+    reference = torch.full((16, 2), -30.0)
+    generator = torch.Generator().manual_seed(0)
+    healthy = reference + 0.07 * 5 * torch.randn(16, 2, generator=generator)
+
+    def check(now):
+        means = dict(zip(("logps/chosen", "logps/rejected"), now.mean(0).tolist(), strict=True))
+        config = main_distributed.settings.Config()
+        checks.check_first_step(policy, means, now, reference, [25] * 16, rows, config)
+
+    check(healthy)
+    with pytest.raises(UserError, match="mean of the batch: .* by 1.* nats .at most 0.7."):
+        check(healthy - 1.0)
 
 
 def sft_adapter(folder):
