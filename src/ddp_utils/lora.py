@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from ddp_utils import UserError, data, distributed, models
+from ddp_utils import UserError, cli, data, distributed, models
 from ddp_utils.models import Dtype, Name, Tokenizer
 from ddp_utils.policy import Precision, Tensors
 
@@ -47,7 +47,8 @@ def inherit_config(config: Any, init_adapter: str) -> None:
 
     Raises UserError if they were set to other values, or if there is no such LoRA.
     """
-    adapter = adapter_settings(init_adapter)
+    with cli.located({"model_name": "--init_adapter"}):
+        adapter = adapter_settings(init_adapter)
     inherited = {"lora_r": adapter.r, "lora_alpha": adapter.lora_alpha}
     if isinstance(adapter.target_modules, list | set):  # else a pattern, or peft's own choice
         targets = {*adapter.target_modules, *(adapter.target_parameters or [])}

@@ -35,6 +35,7 @@ USER_ERRORS = {  # kind -> flags, and how the line begins; DIR is a folder with 
     "model": ("--model_name ./nothing", "--model_name: there is no folder ./nothing"),
     "model on the hub": ("--model_name no-such", "--model_name: no tokenizer at no-such"),
     "adapter": (f"{LORA} --init_adapter .", "--init_adapter: .: no adapter_config.json (expected"),
+    "no adapter": (f"{LORA} {INIT}./nothing", "--init_adapter: there is no folder ./nothing"),
     "rank of an adapter": (f"{LORA} {INIT}{ADAPTER} --lora_r 8", "--lora_r: the adapter in init_"),
     "template": ("--chat_template DIR/t.jinja", "--chat_template: 'question' is undefined"),
     "device": (
