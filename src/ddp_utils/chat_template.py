@@ -24,9 +24,18 @@ from ddp_utils.logps import Pair
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of a field of a message
 NEED_SUPPORT = {"system", "developer", "tool", "tools", "tool_calls", *THOUGHTS}
 TEMPLATE_ERRORS: tuple = (TemplateError, *models.FAULTS)  # a template is a program
-PLAIN_ROLES = {"system": "\n\nSystem:", "user": "\n\nHuman:", "assistant": "\n\nAssistant:"}
+HUMAN = "\n\nHuman:"
+PLAIN_ROLES = {"system": "\n\nSystem:", "user": HUMAN, "assistant": "\n\nAssistant:"}
 
-NOT_CONTINUED = "without all of the generation prompt"  # a note about a row
+# notes about a row
+NOT_CONTINUED = "without all of the generation prompt"
+REPEATED = "with the prompt in its replies"
+# how a conversation begins that a chat template has rendered
+RENDERED = re.compile(
+    r"\s*(<s>|<bos>|<\|begin_of_text\|>)?\s*"
+    r"(<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>|\[INST\]|<\|(system|user)\|>"
+    r"|Human:(?=[\s\S]*Assistant:\s*$))"
+)
 
 Ids = list[int]  # token ids
 
@@ -200,6 +209,9 @@ class Encoder:
         """Return what the model reads before it replies."""
         self.check_supported(prompt if isinstance(prompt, list) else [])
         if self.templated:
+            if isinstance(prompt, str) and (begin := RENDERED.match(prompt)):
+                problem = f"begins with {begin[2]} (expected a text without a chat template)"
+                raise UserError(f"prompt: {problem}; use messages, or --chat_template none")
             return self.render(messages_of(prompt), add_generation_prompt=True)
         if isinstance(prompt, str):
             return prompt
@@ -261,9 +273,11 @@ class Encoder:
         if boundary < len(prompt_ids):
             is_merged = all(full.startswith(text) for full in full_texts)
             notes.add("merged at the seam" if is_merged else NOT_CONTINUED)
+        question, *answers = map(plain_text, (prompt, chosen, rejected))
+        if len(question) >= 20 and all(answer.startswith(question) for answer in answers):
+            notes.add(REPEATED)
         first, second = [self.with_end(ids[boundary:]) for ids in (full_ids[0], full_ids[-1])]
-        texts = plain_text(prompt), plain_text(chosen)
-        return Pair(prompt_ids[:boundary], first, second, location, *texts), notes
+        return Pair(prompt_ids[:boundary], first, second, location, question, answers[0]), notes
 
     def with_end(self, response: Ids) -> Ids:
         """Return the response with exactly one end token, which is trained, if there is one."""

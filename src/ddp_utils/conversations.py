@@ -4,10 +4,9 @@ import re
 from typing import Any
 
 from ddp_utils import UserError, data
-from ddp_utils.chat_template import THOUGHTS
+from ddp_utils.chat_template import HUMAN, THOUGHTS
 from ddp_utils.data import Prompt, Record, Reply, Unusable
 
-HUMAN = "\n\nHuman:"  # begins a transcript
 TURN = re.compile(r"(?s)\n\n(Human|Assistant):(.*?)(?=\n\n(?:Human|Assistant):|\Z)")
 ROLES = {"human": "user", "gpt": "assistant"}
 ROLES |= {name: name for name in ("system", "developer", "user", "assistant", "tool")}
@@ -41,7 +40,9 @@ def chat(record: Record, field: str, *sides: str) -> tuple[Prompt, Reply, Reply]
         replies.append(reply_of(reply))
     # a prompt that is one text repeats a turn of conversations that are complete
     stated = before if isinstance(record.data.get(field), list) else []
-    if prompts[0] != prompts[1] or prompts[0][: len(stated)] != stated:
+    text = "" if stated else str(record.data.get(field) or "").strip()
+    is_lost = not any(text in (turn["content"] or "") for turn in prompts[0])
+    if prompts[0] != prompts[1] or prompts[0][: len(stated)] != stated or is_lost:
         raise Unusable("prompts differ")
     return prompts[0], replies[0], replies[1]
 
@@ -58,6 +59,8 @@ def transcript(record: Record, *sides: str) -> tuple[Prompt, Reply, Reply]:
         text = data.text(record, side, may_be_empty=True)
         if not text.strip():
             raise Unusable("empty response")
+        if not text.startswith(HUMAN):
+            text = str(record.data.get("prompt") or "") + text
         if not text.startswith(HUMAN):
             raise data.wrong_value(record, side, text, f"a text that begins with {HUMAN!r}")
         conversations[side] = [

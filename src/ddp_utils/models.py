@@ -207,7 +207,18 @@ def load(
     model, report = loaded
     misshapen = [mismatch[0] for mismatch in report["mismatched_keys"]]
     check_complete(place, report["missing_keys"], report["unexpected_keys"], misshapen)
-    return model if device == META else no_dropout(model)
+    if device == META:
+        return model
+    layers = model.get_input_embeddings(), model.get_output_embeddings()
+    if layers[1] is not None and layers[0].weight is not layers[1].weight:
+        set_untied(model)  # files with two weights that differ, whatever the config says
+    return no_dropout(model)
+
+
+def set_untied(model: Model) -> None:
+    """Record that the output layer has a weight of its own, for save() and other programs."""
+    model.config.get_text_config().tie_word_embeddings = False
+    model.config.tie_word_embeddings = False
 
 
 def no_dropout(model: Model) -> Model:

@@ -6,7 +6,8 @@ question     {"question", "chosen", "rejected"}, optionally "system"
 messages     like prompt, but any of the three is a list of {"role", "content"}; chosen and rejected
              may hold the whole conversation, with or without a prompt (UltraFeedback)
 sharegpt     {"conversations", "chosen", "rejected"} of {"from", "value"}, optionally "system"
-transcript   {"chosen", "rejected"}: texts of "\\n\\nHuman:" and "\\n\\nAssistant:" turns (HH)
+transcript   {"chosen", "rejected"}: texts of "\\n\\nHuman:" and "\\n\\nAssistant:" turns (HH); or a
+             "prompt" of such turns, which the two continue
 openai       {"input": {"messages"}, "preferred_output", "non_preferred_output"}
 """
 
@@ -23,7 +24,14 @@ import numpy as np
 from tqdm import tqdm
 
 from ddp_utils import UserError, data, sampler
-from ddp_utils.chat_template import NOT_CONTINUED, Encoder, plain_text, truncation_warning
+from ddp_utils.chat_template import (
+    HUMAN,
+    NOT_CONTINUED,
+    REPEATED,
+    Encoder,
+    plain_text,
+    truncation_warning,
+)
 from ddp_utils.data import DataFile, Prompt, Record, Reply, Rows, Unusable
 from ddp_utils.logps import Pair
 
@@ -40,6 +48,11 @@ WINNERS += r"|(\w+_)?pref(erences?)?(_(strength|labels?|score))?"
 WINNERS += r"|(\w+_)?(score|rating|rank|reward)_[ab012]|\w+_?[ab012]_(score|rating|rank|reward)"
 # fields that tell how much better the chosen response is; negative numbers tell that it is worse
 MARGINS = r"(\w+_)?(score|rating|reward|margin|(score|rating|reward)_diff(erence)?)"
+DOUBTFUL = {  # notes that are a warning if most rows have one
+    NOT_CONTINUED: "have no reply that continues all of the chat template's generation prompt, "
+    "which may open a thought; use replies with one, or another --chat_template or its _kwargs",
+    REPEATED: "have replies that begin with the prompt; remove it from them if it is repeated",
+}
 NOT_SCORES = "rank|len|token|count|time|id"  # fewer may be better in fields with these names
 
 
@@ -148,12 +161,10 @@ def describe_all(reports: dict[str, dict], data: dict[str, Sized]) -> list[str]:
     for split, report in reports.items():
         truncated = report["notes"].get("truncated", 0)
         lines += truncation_warning(split, truncated, report["used"], "--max_length")
-        count = report["notes"].get(NOT_CONTINUED, 0)
-        if 2 * count > report["used"]:
-            problem = f"{count} of {report['used']} rows have no reply that continues all of the "
-            problem += "chat template's generation prompt, which may open a thought"
-            hint = "use replies with a thought, or another --chat_template or its _kwargs"
-            lines.append(f"warning: {split}: {problem}; {hint}")
+        for note, problem in DOUBTFUL.items():
+            count = report["notes"].get(note, 0)
+            if 2 * count > report["used"]:
+                lines.append(f"warning: {split}: {count} of {report['used']} rows {problem}")
     if not data["val"]:
         lines.append("warning: 0 validation rows; use --val_data FILE, or more rows")
     return lines
@@ -195,6 +206,8 @@ def split_by_prompt(
 def find_format(record: Record) -> Format:
     """Return the format that has the fields of a record."""
     responses = [record.data.get(side) for side in SIDES]
+    if str(record.data.get("prompt")).startswith(HUMAN):
+        return Format("transcript", FIELDS["prompt"], "transcript")
     has_list = any(isinstance(value, list) for value in (record.data.get("prompt"), *responses))
     if has_list and record.data.keys() >= {*SIDES}:
         return Format("messages", FIELDS["prompt"], "messages")
@@ -202,7 +215,7 @@ def find_format(record: Record) -> Format:
         if record.data.keys() >= set(fields):
             more = ("input",) if name == "instruction" else ()
             return Format(name, (*fields, *more), name)
-    if any(str(response).startswith("\n\nHuman:") for response in responses):
+    if any(str(response).startswith(HUMAN) for response in responses):
         return Format("transcript", SIDES, "transcript")
     raise unknown_format(record, "prompt, chosen, rejected or another format of docs/dpo.md")
 
@@ -263,7 +276,8 @@ def check_direction(record: Record, format: str) -> None:
         if is_wrong:
             problem = f"{value!r:.40} does not tell that chosen is the better response"
             hint = "swap the two where rejected is better; if chosen is right in all rows, use "
-            hint += f"--columns ignored_{original}={original}"
+            ours = re.sub(r"\W", "_", f"ignored_{original}")
+            hint += f"--columns {ours}={original}"
             raise UserError(f"{record.location}: {data.shown(original)}: {problem}; {hint}")
 
 

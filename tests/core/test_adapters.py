@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from test_layouts import EIGHT, EXPERTS, OLD, WIDE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -19,6 +20,7 @@ import train
 import train_config
 import train_loop
 from ddp_utils import UserError, lora, models
+from ddp_utils.chat_template import Encoder
 from ddp_utils.policy import Precision
 from ddp_utils.tools import chat, merge
 from ranks import ranks
@@ -104,6 +106,21 @@ def adapter(folder, model, dtype=torch.float32, **options):
 def logits(model):
     with torch.no_grad():
         return model.eval()(input_ids=IDS).logits
+
+
+def test_a_head_of_its_own_is_kept_whatever_the_config_says(tmp_path):
+    start = base(tmp_path / "base", "tied")
+    encoder = Encoder(models.load_tokenizer(DEMO))
+    tensors = load_file(start / "model.safetensors")
+    tensors["lm_head.weight"] = torch.randn_like(tensors["model.embed_tokens.weight"])
+    save_file(tensors, start / "model.safetensors", {"format": "pt"})
+    model = models.load(str(start), "auto", CPU)
+    assert not model.config.tie_word_embeddings
+    models.save(model, models.load(str(start), "auto", models.META), encoder, tmp_path / "saved")
+    saved = tmp_path / "saved"
+    assert json.loads((saved / "config.json").read_text())["tie_word_embeddings"] is False
+    assert load_file(saved / "model.safetensors").keys() == tensors.keys()
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(saved)), logits(model))
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -7,7 +7,7 @@ import pytest
 
 import reading
 from conftest import ROOT
-from ddp_utils import UserError, data, preference_data
+from ddp_utils import UserError, cli, data, preference_data
 from ddp_utils.chat_template import Encoder
 from ddp_utils.data import Unusable
 from ddp_utils.models import load_tokenizer
@@ -138,7 +138,10 @@ def test_a_field_that_prefers_the_other_response_is_an_error(more, tmp_path):
     for reader in (reading.pairs, reading.texts):
         with pytest.raises(UserError, match=f"f.jsonl:1: {next(iter(more))}: "):
             reader(tmp_path / "f.jsonl", encoder)
-    columns = ",".join(f"ignored_{name}={name}" for name in more)  # as the message says
+    columns = [f"ignored_{name.replace('-', '_')}={name}" for name in more]
+    assert f"use --columns {columns[0]}" in error_of(row)
+    columns = ",".join(columns)
+    assert cli.COLUMNS.fullmatch(columns)
     assert len(reading.pairs(tmp_path / "f.jsonl", encoder, columns=columns)[0]) == 1
 
 
@@ -226,6 +229,8 @@ def test_conversations_that_differ_before_the_last_message_are_unusable():
     whole = {"chosen": first, "rejected": [user("1"), assistant("y")]}
     assert read({"prompt": [user("2")], **whole}) == "prompts differ"
     assert read({"prompt": [SYSTEM, user("1")], **whole}) == "prompts differ"
+    assert read({"prompt": "1", **whole}) == ([user("1")], "x", "y")
+    assert read({"prompt": "2", **whole}) == "prompts differ"  # its text would be lost
 
 
 # --- transcripts ---------------------------------------------------------------------------------
@@ -261,6 +266,56 @@ def test_transcripts_are_split_before_the_last_turn_of_the_assistant():
         assert read({"chosen": chosen, "rejected": rejected}) == expected
         if isinstance(expected, str):
             assert read({"chosen": rejected, "rejected": chosen}, "transcript") == expected
+
+
+def test_a_prompt_may_be_a_transcript():
+    for sides in (TEXT, {side: f"{QUESTION}\n\nAssistant: {text}" for side, text in TEXT.items()}):
+        row = {"prompt": f"{QUESTION}\n\nAssistant:", **sides}
+        assert read(row) == ([user("Hi"), assistant("Hello."), user("q: Human: ?")], "x", "y")
+
+
+BEGINS = [  # of conversations that a chat template has rendered
+    "<|im_start|>system\n",
+    "<s>[INST] ",
+    "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n",
+    " <bos><start_of_turn>user\n",
+    "<|user|>\n",
+    "\n\nHuman: q\n\nAssistant:",
+]
+
+
+@pytest.mark.parametrize("begin", BEGINS)
+def test_a_prompt_that_a_template_has_rendered_is_not_rendered_again(begin, tmp_path):
+    tokenizer = load_tokenizer("data/demo/model")
+    path = tmp_path / "f.jsonl"
+    path.write_text(json.dumps({"prompt": begin, "completion": "x"}))
+    with pytest.raises(UserError, match="f.jsonl:1: prompt: begins with .*; use messages, or --c"):
+        reading.texts(path, Encoder(tokenizer))
+    [text], _ = reading.texts(path, Encoder(tokenizer, "none"))
+    assert text.prompt == tokenizer(begin).input_ids
+    path.write_text(json.dumps({"prompt": f"What is {begin}?", "completion": "x"}))
+    assert len(reading.texts(path, Encoder(tokenizer))[0]) == 1
+
+
+def test_replies_that_repeat_the_prompt_are_a_warning(tmp_path):
+    path = tmp_path / "f.jsonl"
+    question = "What is the capital of France?"
+    rows = [
+        {"prompt": question, "chosen": f"{question} {n}", "rejected": f"{question}"} for n in "123"
+    ]
+    rows += [
+        {"prompt": "Yes or no?", "chosen": "Yes or no? Yes.", "rejected": "Yes or no? No."}
+    ] * 2
+    rows += [{"prompt": question, "chosen": question, "rejected": "No."}]
+    for count, begin in (
+        (5, ["warning: train: 3 of 5 rows have replies that begin with"]),
+        (6, []),
+    ):
+        path.write_text("\n".join(map(json.dumps, rows[:count])))
+        encoder = Encoder(load_tokenizer("data/demo/model"))
+        _, report = reading.pairs(path, encoder)
+        warnings = preference_data.describe_all({"train": report}, {"val": rows})[1:]
+        assert [line[: len(begin[0])] for line in warnings] == begin
 
 
 # --- unusable rows, in every format --------------------------------------------------------------
