@@ -71,32 +71,23 @@ def is_similar(first: str, second: str) -> bool:
     scoring = gemmi.AlignmentScoring("b")
     scoring.gapo = scoring.bad_gapo = -15
     scoring.gape = 0
-    query, target = (
-        gemmi.expand_one_letter_sequence(x, gemmi.ResidueKind.AA) for x in (first, second)
-    )
+    query = gemmi.expand_one_letter_sequence(first, gemmi.ResidueKind.AA)
+    target = gemmi.expand_one_letter_sequence(second, gemmi.ResidueKind.AA)
     aligned = gemmi.align_string_sequences(query, target, [], scoring)
     length = min(len(first), len(second))
     return aligned.match_count >= 0.3 * length and aligned.score >= 0.5 * length
 
 
-def relatives(chains: Iterable[str], others: Mapping[int, Iterable[str]]) -> list[int]:
-    """Return those of the other backbones that have a chain similar to one of these."""
-    near = []
-    for number, texts in others.items():
-        if any(itertools.starmap(is_similar, itertools.product(chains, texts))):
-            near.append(number)
-    return near
-
-
 def family(number: int, chains: Mapping[int, list[str]]) -> list[int]:
-    """Return a backbone and its relatives, theirs, and so on; chains: see `chains_of`."""
+    """Return a backbone and those with a similar chain, those similar to these, and so on.
+
+    chains: see `chains_of`.
+    """
     members = [number]
-    others = {other: texts for other, texts in chains.items() if other != number}
     for member in members:  # the list grows
-        near = relatives(chains[member], others)
-        members += near
-        for other in near:
-            del others[other]
+        for other in sorted(chains.keys() - {*members}):
+            if any(itertools.starmap(is_similar, itertools.product(chains[member], chains[other]))):
+                members.append(other)
     return members
 
 
@@ -118,8 +109,8 @@ def split(pairs: Sequence[Pair], seed: int) -> tuple[list[Pair], list[Pair]]:
 
     for index in torch.randperm(len(backbones), generator=generator).tolist():
         number = backbones[index]
-        is_too_large = held_out and size([number, *held_out]) > 0.1 * len(pairs)
-        if is_too_large or any(number in members for members in families):
+        is_full = held_out and size([number, *held_out]) > 0.1 * len(pairs)
+        if is_full or any(number in members for members in families):
             continue
         families.append(family(number, chains))
         if size(held_out + families[-1]) <= 0.1 * len(pairs):

@@ -94,8 +94,7 @@ def read_settings(argv: list[str]) -> Config:
         if config.length_average:
             raise SettingError("length_average", f"{config.method} needs sums; leave it out")
         if config.beta != Config.beta:
-            problem = f"{config.method} does not use it; it belongs to the methods with a reference"
-            raise SettingError("beta", f"{problem}; leave it out")
+            raise SettingError("beta", f"{config.method} does not use it; leave it out")
     if config.num_orders > 1 and config.decoding_order == "sequential":
         raise SettingError("num_orders", "there is one sequential order; leave it out")
     is_demo = data.resolve(config.train_data) == data.resolve(Config.train_data)

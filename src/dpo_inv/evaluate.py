@@ -6,6 +6,11 @@ Prints each measure before -> after, and the gain with its 95 % confidence inter
 The model before is the one that the training began with, which the .pt file names, unless
 --base_model_name is another one. A model compared with itself gains exactly 0. Only the
 preferences of each model itself count, not those relative to a reference.
+
+    python -m dpo_inv.evaluate --model_path v_48_020 --mutants mutations.csv
+
+writes the log-odds of each mutant and its wild type under one model; above 0, the model prefers the
+mutant.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,7 +53,8 @@ class Config(PairSettings):
     model_path: str = "outputs/dpo_ddp/best_model.pt"  # a .pt file, or an official name
     base_model_name: str = ""  # model to compare with; empty: the base model of its training
     data: str = "data/input/test_data_val.json"  # pairs, or mutations and ddG: docs/protein_dpo.md
-    output: str = ""  # a JSON file with the same numbers
+    mutants: str = ""  # mutations to score instead, with or without ddG; writes a table
+    output: str = ""  # a JSON file with the same numbers; with mutants, a CSV file (mutants.csv)
 
     # objective
     decoding_order: Literal["random", "sequential", "mutated_last"] = "mutated_last"
@@ -213,10 +219,31 @@ def models_of(config: Config) -> tuple[ProteinMPNN, ProteinMPNN]:
     return ProteinMPNN.load(base), model
 
 
+def score_mutants(config: Config) -> None:
+    """Write the log-odds of mutants and their wild types under one model, in nats, as a table."""
+    path = weights.path_of(config.model_path, config.base_model_dir)
+    config.stable_ddg = "negative"  # with the ddG of 1 below, the wild types are preferred
+    rows, report = pairs.read(config.mutants, {}, config, ddg=1.0)
+    world = distributed.choose_device(distributed.World(), config.backend)
+    model = ProteinMPNN.load(path).to(world.device)
+    log_probs = batches.score(batches.Scorer(model), rows, config, world)
+    lines = ["location,structure,mutation,score"]
+    for pair, (wild_type, mutant) in zip(rows, log_probs.tolist(), strict=True):
+        score = mutant - wild_type
+        lines.append(f"{pair.location},{pair.name},{pair.mutation},{score:.4f}")
+    output = config.output or "mutants.csv"
+    data.write_text(output, "\n".join(lines) + "\n")
+    dropped = sum(map(len, report["dropped"].values()))
+    print(f"{len(rows)} mutants of {config.mutants}, {dropped} items dropped -> {output}")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the script with these flags, or with those of the command line; return 0."""
     config = cli.parse(Config, argv)
     cli.check_ranges(config, num_orders=cli.ABOVE_0, max_length=cli.ABOVE_0)
+    if config.mutants:
+        score_mutants(config)
+        return 0
     rows, report = pairs.read(config.data, {}, config)
     models = models_of(config)
     print(*pairs.describe({"data": report}), sep="\n")

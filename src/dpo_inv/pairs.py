@@ -37,7 +37,6 @@ MUTATION = re.compile(rf"([{ALPHABET[:-1]}]){RESIDUE}([{ALPHABET[:-1]}])", re.IG
 ALIASES = {"pdb": "pdb_file", "WT_name": "pdb_file", "pdb_id": "pdb_file", "chain": "chain_id"}
 ALIASES |= {"mutations": "mutation", "mut_type": "mutation", "ddG": "ddg", "margin": "margin_kcal"}
 EMPTY = ("", "-", None)
-MOST_NOTES = 5  # that are printed
 # names of fields that may tell which sequence is better
 DIRECTIONS = ("label", "labels", "preference", "preferred", "score", "winner", "choice", "better")
 
@@ -59,6 +58,13 @@ class Pair(NamedTuple):
     def mutated(self) -> np.ndarray:
         """Return where the two sequences differ, [L] bool."""
         return self.preferred != self.unpreferred
+
+    @property
+    def mutation(self) -> str:
+        """Return how the unpreferred sequence differs from the preferred one: A23V:L45F."""
+        letters = np.array([*ALPHABET])
+        columns = letters[self.preferred], self.backbone.labels, letters[self.unpreferred]
+        return ":".join("".join(x) for x in np.stack(columns, 1)[self.mutated])
 
     @property
     def sign(self) -> int:
@@ -103,8 +109,9 @@ def read(
             record = _with_our_names(record, ddg)
             fields = record.data
             unused = {"ddg"} if "preferred_seq" in fields else {"margin_kcal"}
-            for key in sorted(fields.keys() - ({*FIELDS, *IGNORED} - unused)):
-                notes[f"{data.shown(key)} is not read"].append(record.location)
+            unread = ", ".join(sorted(fields.keys() - ({*FIELDS, *IGNORED} - unused)))
+            if unread:
+                notes[f"not read: {data.shown(unread)}"].append(record.location)
             pairs.append(_pair(record, path, backbones, settings))
             if "preferred_seq" not in fields:
                 signs.append(pairs[-1].sign)
@@ -237,8 +244,7 @@ def _sequences(
         return *both, abs(ddg)
     for field in sorted(record.data.keys()):
         if field.startswith(("preferred_", "unpreferred_")) and not field.endswith("_seq"):
-            problem = "not supported; use margin_kcal for the difference in kcal/mol"
-            raise UserError(f"{record.location}: {field}: {problem}")
+            raise UserError(f"{record.location}: {field}: not supported; use margin_kcal instead")
         if field.lower() not in DIRECTIONS:
             continue
         hint = "remove it, or swap the two sequences where it names the second one"
@@ -282,8 +288,7 @@ def mutant_of(record: Record, backbone: Structure, numbering: str) -> np.ndarray
         position = find(match[2], match[3], backbone, numbering, where)
         residue = backbone.sequence[position]
         if residue != match[1].upper():
-            problem = f"residue {match[3]} is {residue}; --numbering is {numbering}"
-            raise UserError(f"{where}: {problem}")
+            raise UserError(f"{where}: residue {match[3]} is {residue}; --numbering is {numbering}")
         copies = backbone.tied[(backbone.tied == position).any(-1)]
         letters[copies] = ALPHABET.index(match[4].upper())
     return letters
@@ -419,10 +424,6 @@ def describe(reports: Mapping[str, dict]) -> list[str]:
     for split, report in reports.items():
         parts = [f"{split}: {report['used']} pairs of {report['file']}"]
         parts += [f"{len(items)} {reason}" for reason, items in report["dropped"].items()]
-        notes = sorted(report["notes"].items(), key=lambda note: note[0].endswith("is not read"))
-        for note, items in notes[:MOST_NOTES]:
-            parts.append(f"{len(items)} items: {note}")
-        if len(notes) > MOST_NOTES:
-            parts.append(f"{len(notes) - MOST_NOTES} more fields are not read")
+        parts += [f"{len(items)} items: {note}" for note, items in report["notes"].items()]
         lines += ["; ".join(parts), *report["warnings"]]
     return lines

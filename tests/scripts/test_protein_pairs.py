@@ -81,7 +81,7 @@ REFUSED = [  # changes of an item, what the line says
     ({"mutable_ranges": ["9-3"]}, "mutable_ranges: 9-3: its end comes before its start; swap"),
     ({"mutable_positions": ["B3"]}, "mutable_positions: B3: 0 residues B3; --numbering is pdb"),
     ({"mutable_positions": 3}, "mutable_positions: 3 (expected a list of residues, such as"),
-    ({"preferred_ddg": 1.5}, "preferred_ddg: not supported; use margin_kcal for the difference"),
+    ({"preferred_ddg": 1.5}, "preferred_ddg: not supported; use margin_kcal instead"),
     ({"preference": 1}, "preference: not supported; remove it, or swap the two sequences where"),
     ({"mutable_positions": "x"}, "mutable_positions: 'x' is not a residue (expected 52, A52 or"),
 ]
@@ -102,7 +102,7 @@ def test_what_teaches_nothing_is_dropped_and_counted(tmp_path):
     same = plain(unpreferred_seq=SINGLE["preferred_seq"], mutable_postions=[1])
     found, report = read(tmp_path, SINGLE, same)
     assert len(found) == 1 and list(report["dropped"]) == ["the same sequence twice"]
-    assert list(report["notes"]) == ["mutable_postions is not read"]
+    assert list(report["notes"]) == ["not read: mutable_postions"]
     with pytest.raises(UserError, match="0 usable pairs: 1 longer than max_length, as .*\\[0\\]$"):
         read(tmp_path, SINGLE, max_length=10)
 

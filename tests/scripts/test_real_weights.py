@@ -100,10 +100,15 @@ def test_log_probs_and_scores_are_the_official_ones(official, ours):
     assert compared >= 10
 
 
-def test_the_base_itself_gains_nothing(tmp_path, capsys):
-    """The real weights against themselves, by name and as a copy."""
+def test_the_base_itself_gains_nothing(tmp_path, capsys, official):
+    """The real weights against themselves, by name and as a copy, which the official code reads."""
     copy = tmp_path / "copy.pt"
-    mpnn.ProteinMPNN.load(weights.path_of("v_48_020", tmp_path)).save(copy)
+    model = mpnn.ProteinMPNN.load(weights.path_of("v_48_020", tmp_path))
+    model.base = {"name": "v_48_020", "digest": "of another file"}  # as a fine-tuned model has
+    model.save(copy)
+    saved = torch.load(copy, weights_only=True)
+    official[1].load_state_dict(saved["model_state_dict"])
+    assert (saved["num_edges"], saved["noise_level"]) == (48, 0.2)
     flags = ["--data", str(ROOT / "data/input/test_data_val.json"), "--model_path", str(copy)]
     flags += ["--base_model_name", "v_48_020"]
     assert evaluate.main(flags) == 0

@@ -259,7 +259,7 @@ def test_a_bad_mutation_is_one_line(tmp_path):
         read(write(tmp_path / "a.csv", [[BUNDLE, "A"]]))
     names = "pdb", "chain", "mutation", "ddG", "Ph"
     path = write(tmp_path / "a.csv", [[BUNDLE, "A", mutation(5), 1, 7]], names)
-    assert [*read(path)[1]["notes"]] == ["Ph is not read", "a ddG above 0 destabilizes"]
+    assert [*read(path)[1]["notes"]] == ["not read: Ph", "a ddG above 0 destabilizes"]
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,7 @@ def test_margins_of_pairs_are_read_and_needed_where_they_count(tmp_path):
         [pair], _ = read(tmp_path / "p.json")
         assert pair.margin == margin or math.isnan(margin) and math.isnan(pair.margin)
     (tmp_path / "p.json").write_text(json.dumps([item | {"ddG": -1}]))
-    assert [*read(tmp_path / "p.json")[1]["notes"]] == ["ddg is not read"]
+    assert [*read(tmp_path / "p.json")[1]["notes"]] == ["not read: ddg"]
     (tmp_path / "p.json").write_text(json.dumps([item | {"margin_kcal": -1}]))
     with pytest.raises(UserError, match=r"margin_kcal: must be >= 0 \(or swap .*\), not -1"):
         read(tmp_path / "p.json")
@@ -347,7 +347,7 @@ def test_margins_of_pairs_are_read_and_needed_where_they_count(tmp_path):
         pairs.check_margins([foreign], "listwise", "none")
     for flags, says in (
         ("--method ddg --length_average", "--length_average: ddg needs sums"),
-        ("--method ddg --beta 1", "--beta: ddg does not use it; it belongs to the methods with"),
+        ("--method ddg --beta 1", "--beta: ddg does not use it; leave it out"),
         ("--method listwise --beta 3", "--beta: listwise does not use it; "),
         ("--num_orders 2 --decoding_order sequential", "--num_orders: there is one sequential"),
     ):
@@ -538,6 +538,33 @@ def test_evaluate_prints_a_gain_of_exactly_zero_for_the_base_itself(tmp_path, ca
     model.save(tmp_path / "other.pt")
     assert evaluate.main([*flags, f"--model_path={tmp_path / 'other.pt'}"]) == 0
     assert "gain +0.0000" not in capsys.readouterr().out
+
+
+def test_mutants_are_scored_without_a_ddg(tmp_path, capsys):
+    """The table has the log-odds of each mutant, from one decoding of each sequence alone."""
+    names = [mutation(3), f"{mutation(5)}:{mutation(9)}", mutation(12)]
+    rows = [{"pdb": BUNDLE, "chain": "A", "mutation": name} for name in names]
+    rows[2]["ddG"] = -0.0  # one that was measured, and is not used
+    path = table_of(tmp_path / "a.csv", *rows)
+    flags = [f"--mutants={path}", f"--model_path={MODEL}", f"--output={tmp_path}/scores.csv"]
+    for more in ([], ["--stable_ddg=positive"]):
+        assert evaluate.main([*flags, *more]) == 0
+        assert "3 mutants of " in capsys.readouterr().out
+        lines = [*csv.DictReader((tmp_path / "scores.csv").read_text().splitlines())]
+        assert [line["mutation"] for line in lines] == names
+        assert lines[0]["structure"] == "bundle_00.pdb A" and lines[0]["location"] == f"{path}:2"
+        model = mpnn.ProteinMPNN.load(MODEL)
+        for line, name in zip(lines, names, strict=True):
+            item = {"pdb": BUNDLE, "chain": "A", "mutation": name, "ddG": 1}
+            [pair], _ = read(table_of(tmp_path / "one.csv", item))
+            order = batches.decoding_orders(pair, PairSettings(decoding_order="mutated_last"))
+            encoded = model.encode(*batches.structure_tensors(pair.backbone, "cpu"))
+            sums = []
+            for letters in (pair.preferred, pair.unpreferred):  # the wild type, the mutant
+                letters = torch.from_numpy(letters)[None]
+                scores = model.decode(encoded, letters, torch.from_numpy(order))
+                sums.append(scores.gather(-1, letters[..., None]).sum().item())
+            assert float(line["score"]) == pytest.approx(sums[1] - sums[0], abs=2e-4)
 
 
 def test_evaluate_compares_with_the_model_that_the_training_began_with(
