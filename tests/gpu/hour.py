@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
+PREDICTED = DOCS / "gpu_predicted.json"  # written by roofline.py
 
 
 class Piece(NamedTuple):
@@ -84,6 +85,21 @@ NCCL works, and it says nothing about speed.
 `python tests/mutants.py "cuda_*"` plants 32 faults in copies of the project, each of which a
 rehearsed run must notice.
 """
+LENGTHS = {"long": "512, 256", "hh": "as in HH-RLHF", "short": "64, 512"}  # of roofline.py
+FORECAST = """
+## Predicted, not measured
+
+`PYTHONPATH=src:tests/bench python tests/gpu/roofline.py --docs` predicts a step of LoRA DPO (r 16,
+bf16, 4 pairs) at the shape of Qwen3-8B. It runs the step of `src/main_distributed.py`, and that of
+TRL, on tensors without contents, and counts their operators. What was measured on the GPU above is
+next to each prediction.
+
+{}
+
+| prompt, response tokens | side | kernels | TFLOP | GB moved | host ms | H100 ms | A100 ms | \
+measured ms | peak GiB | measured GiB |
+|---|---|---|---|---|---|---|---|---|---|---|
+"""
 
 
 def page(results):
@@ -103,7 +119,23 @@ def page(results):
             text += f"\n| {' | '.join(names)} |\n|{'---|' * len(names)}\n"
             for row in group:
                 text += f"| {' | '.join(cell(row[name]) for name in names)} |\n"
-    return text + REHEARSED
+    return text + predictions(results) + REHEARSED
+
+
+def predictions(results):
+    """The table of roofline.py, with what was measured next to each prediction."""
+    content = json.loads(PREDICTED.read_text())
+    text = FORECAST.format(content["model"])
+    for row in content["rows"]:
+        entry = results.get(f"speed:{row['case']}:{row['side']}", {})
+        measured = entry["rows"][0] if entry.get("rows") else {}
+        step = 1000 * measured["s a step"] if measured else "not measured yet"
+        cells = [LENGTHS[row["case"]], row["what"], round(row["launches"])]
+        cells += [row[name] for name in ("TFLOP", "GB moved", "host ms")]
+        cells += [round(row["H100 ms"]), round(row["A100 ms"]), step]
+        cells += [row["peak GiB"], measured.get("peak GiB", "not measured yet")]
+        text += f"| {' | '.join(map(cell, cells))} |\n"
+    return text
 
 
 def describe(machine):

@@ -81,3 +81,13 @@ def test_a_rehearsal_never_touches_the_page(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         hour.main()
     assert "docs/gpu.md is for GPUs" in capsys.readouterr().err
+
+
+def test_what_was_measured_is_next_to_its_prediction():
+    machine = {"device": "H100", "driver": "1", "versions": {}, "commit": "1", "date": "1"}
+    entry = {"status": "ok", "reason": "", "seconds": 1, "machine": machine}
+    entry["rows"] = [{"s a step": 0.25, "peak GiB": 31.5}]
+    lines = hour.page({"speed:long:ours": entry}).splitlines()
+    ours, trl = (next(x for x in lines if f"| 512, 256 | {who}" in x) for who in ("ours", "TRL"))
+    assert "| 250 | " in ours and ours.endswith("| 31.5 |")
+    assert trl.count("not measured yet") == 2
