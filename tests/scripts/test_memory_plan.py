@@ -139,10 +139,12 @@ def test_the_plan_of_the_demo(yaml, capsys, monkeypatch):
 
 
 def test_the_largest_micro_batch_that_fits(yaml, capsys, monkeypatch):
-    monkeypatch.setattr(memory_plan, "need", lambda config, precision, model, rows, *_: len(rows))
+    monkeypatch.setattr(
+        memory_plan, "need", lambda _, precision, model, rows, *more: Sizes(rows=len(rows))
+    )
 
-    def share(rows, name, _ranks):
-        return rows * {"DDP": 30, "FSDP FULL_SHARD": 10}.get(name, 20) * GIB, 0, 0, 0
+    def share(sizes, name, _ranks):
+        return sizes.rows * {"DDP": 30, "FSDP FULL_SHARD": 10}.get(name, 20) * GIB, 0, 0, 0
 
     monkeypatch.setattr(memory_plan, "share", share)
     path = yaml(micro_batch_size=3)
