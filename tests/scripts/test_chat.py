@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import subprocess
 import sys
 
@@ -127,6 +128,21 @@ def test_settings_and_template_are_those_of_the_run_without_flags(tmp_path, monk
     assert (seen["temperature"], seen["top_p"], seen["max_new_tokens"]) == (0.5, 0.9, 7)
     tokenizer = models.load_tokenizer(DEMO)
     assert seen["prompts"] == [tokenizer(QUESTION).input_ids]
+
+
+def test_stats_are_the_time_to_the_first_token_and_the_speed_after_it(monkeypatch):
+    """The prompt is put first; then tokens at 2, 2.5 and 3 s."""
+    seconds = iter([1.0, 2.0, 2.5, 3.0])
+    monkeypatch.setattr(chat.time, "perf_counter", lambda: next(seconds))
+    streamer = chat.Streamer(models.load_tokenizer(DEMO))
+    for token in ([1, 2, 3], 4, 5, 6):
+        streamer.put(torch.tensor(token).view(-1))
+    assert streamer.stats(0.5) == "[first token after 1.50 s, then 2.0 tokens/s, 3 tokens]"
+    assert not streamer.times
+    printed = answer(DEMO, "--stats", *GREEDY)
+    assert re.search(
+        r"^\[first token after \d+\.\d\d s, then .* tokens/s, \d+ tokens\]$", printed, re.M
+    )
 
 
 def test_a_conversation_longer_than_the_model_is_one_line(monkeypatch):

@@ -12,6 +12,7 @@ if __name__ == "__main__":
     cli.check_flags(tools.read_chat)  # --help and mistakes end here, before torch is imported
 
 import sys
+import time
 from typing import Any
 
 import torch
@@ -21,7 +22,28 @@ from ddp_utils import SettingError, checkpoints, data, distributed, lora, models
 from ddp_utils.chat_template import Encoder
 from ddp_utils.logps import Pair, Scorer
 
-DEFAULTS: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": 256}
+# a small model at temperature 1 often leaves its subject, and greedy decoding repeats itself
+DEFAULTS: dict[str, Any] = {"temperature": 0.7, "top_p": 1.0, "max_new_tokens": 256}
+
+
+class Streamer(TextStreamer):
+    """Prints each word as soon as it is complete, and measures when tokens come."""
+
+    def __init__(self, tokenizer: Any):
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.times: list[float] = []
+
+    def put(self, value: Any) -> None:
+        self.times.append(time.perf_counter())  # of the prompt, then of each token
+        super().put(value)
+
+    def stats(self, start: float) -> str:
+        """Return the time from `start` to the first token, and the speed after it."""
+        first, last = self.times[1], self.times[-1]
+        tokens = len(self.times) - 1
+        speed = f", then {(tokens - 1) / (last - first):.1f} tokens/s" if tokens > 1 else ""
+        self.times.clear()
+        return f"[first token after {first - start:.2f} s{speed}, {tokens} tokens]"
 
 
 def load(folder: str, before: bool, device: torch.device) -> tuple[Any, Encoder, dict[str, Any]]:
@@ -65,10 +87,12 @@ def main(argv: list[str] | None = None) -> int:
     spec = sampling.SampleSpec(**values, batch_size=1, seed=settings.seed)
     scorer = Scorer(model)
     ends = sampling.ends_of(scorer, encoder)
-    streamer = TextStreamer(encoder.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    streamer = Streamer(encoder.tokenizer)
     first = [{"role": "system", "content": settings.system}] if settings.system else []
     messages = [*first]
     longest = [0] * spec.max_new_tokens
+    hello = prompt_of([*first, {"role": "user", "content": "Hello"}], encoder)
+    sampling.choose_way(scorer, [hello], spec.max_new_tokens, world)  # before someone waits
     print("> ", end="", flush=True)
     for number, line in enumerate(sys.stdin):
         messages.append({"role": "user", "content": line.strip()})
@@ -76,9 +100,12 @@ def main(argv: list[str] | None = None) -> int:
             prompt = prompt_of(messages, encoder)
             fix = "an empty line to start a new one, or a smaller --max_new_tokens"
             models.check_fit(model, [Pair(prompt, longest, longest, "the conversation", "")], fix)
+            start = time.perf_counter()
             [reply] = sampling.generate(
                 scorer, [prompt], ends, world, spec, first=number, streamer=streamer
             )
+            if settings.stats:
+                print(streamer.stats(start))
             text = encoder.tokenizer.decode(reply, skip_special_tokens=True)
             messages.append({"role": "assistant", "content": text.strip()})
         else:  # a small model may be trained on single questions only

@@ -19,10 +19,11 @@ class Chat:
     folder: str  # run folder such as results/dpo, or model folder
     before: bool = False  # chat with the model before training
     system: str = ""  # system prompt
-    temperature: float | None = None  # sampling temperature; 0: greedy; None: as in the run, or 1
+    temperature: float | None = None  # sampling temperature; 0: greedy; None: as in the run, or 0.7
     top_p: float | None = None  # nucleus sampling; None: as in the run, or 1
     max_new_tokens: int | None = None  # maximum tokens per reply; None: as in the run, or 256
     seed: int = 0  # random seed of the replies
+    stats: bool = False  # print the time to the first token and the tokens per second
     debug: bool = False  # show a traceback for user errors
 
 
