@@ -62,9 +62,10 @@ class Config:
     max_grad_norm: float = 1.0  # clip the gradient norm at this value; 0: no clipping
 
     # example replies before and after training
-    num_samples: int = 100  # validation and test prompts to answer; 0: none
+    num_samples: int | None = None  # prompts per split; None: 16, with a judge 100; 0: none
     max_new_tokens: int = 128  # maximum tokens per reply
-    temperature: float = 1.0  # sampling temperature; 0: greedy decoding
+    sample_batch_size: int | None = None  # replies per forward pass; None: 64, or as fit into 1 GiB
+    temperature: float = 0.7  # sampling temperature; 0: greedy decoding
     top_p: float = 1.0  # nucleus sampling: smallest set of tokens with this probability
     judge: str = ""  # file.py:function that maps (prompt, response) to a score or {name: score}
 

@@ -173,7 +173,6 @@ def sample(
     bar = terminal.Bar(world.is_main)
     if groups and world.is_main:
         bar.say(f"resumed after {done} of {len(prompts)} replies")
-    bar.begin("Generating", len(starts), groups)
 
     def poll() -> None:
         vote = torch.tensor([float(distributed.stop_requested(config.stop_after_minutes))])
@@ -181,16 +180,15 @@ def sample(
             state = f"stopped after {done} of {len(prompts)} replies"
             raise Stop(f"{state}; run the same command to resume", 85)
 
+    phase = terminal.Phase(f"sampling {len(prompts)} replies", bar, poll, len(starts), groups)
     for number in range(groups, len(starts)):
         first = starts[number]
         part = prompts[first : first + size]
-        group = sampling.generate(scorer, part, ends, world, spec, poll, first, keep_end=True)
+        group = sampling.generate(scorer, part, ends, world, spec, phase, first, keep_end=True)
         file = parts / f"{number:08d}.json"
         distributed.on_main(world, functools.partial(data.write_json, file, group))
         done += len(group)
-        bar.advance()
     poll()
-    bar.close()
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -35,6 +35,7 @@ from ddp_utils.distributed import World, to_device
 from ddp_utils.metrics import Averages, Meter, interval
 from ddp_utils.policy import Policy, Precision
 from ddp_utils.run import Run
+from ddp_utils.terminal import Phase
 
 Tables = dict[str, Tensor]  # split -> log-probs of chosen and rejected, [pairs, 2]
 
@@ -54,6 +55,8 @@ def read_settings(argv: Sequence[str] | None) -> settings.Config:
         config.val_data = str(DEMO / "preferences_val.jsonl")
         config.test_data = str(DEMO / "preferences_test.jsonl")
         config.judge = config.judge or DEMO_JUDGE
+    if config.num_samples is None:  # a person reads some, an interval needs many
+        config.num_samples = 100 if config.judge else 16
     if is_demo and config.sft_weight is None:
         config.sft_weight = 1.0  # plain DPO turns the demo's replies into gibberish: docs/dpo.md
     if config.learning_rate is None:
@@ -135,8 +138,8 @@ def evaluate(
     scorer = policy.scorer  # without DDP, which would wait for gradients
     size = micro_batch_size(config, world)
     with logps.dropout_off(scorer):
-        for micro_batch in scorer.micro_batches(range(len(pairs)), pairs, world, size):
-            run.stop_if_requested()
+        micro_batches = scorer.micro_batches(range(len(pairs)), pairs, world, size)
+        for micro_batch in run.phase(f"evaluating {split}").each(micro_batches):
             batch = scorer.collate([pairs[i] for i in micro_batch.index], world.device)
             known = ref_logps[split][to_device(micro_batch.index, world.device)]  # [B, 2]
             _, metrics = losses.pair_losses(scorer, batch, known, losses.LossSpec.of(config))
@@ -154,16 +157,17 @@ def generate_replies(
     policy: Policy, data: dict, encoder: Encoder, config: settings.Config, run: Run
 ) -> dict[str, list[str]]:
     """Return split -> replies to its first prompts, the same on all ranks."""
-    limits = config.max_new_tokens, config.batch_size, config.seed
+    limits = config.max_new_tokens, config.sample_batch_size, config.seed
     spec = sampling.SampleSpec(config.temperature, config.top_p, *limits)
-    scorer, poll = policy.scorer, run.stop_if_requested
+    scorer = policy.scorer
     ends = sampling.ends_of(scorer, encoder)
     replies = {}
     for split in ("val", "test"):
         prompts = [pair.prompt for pair in data[split][: config.num_samples]]
         if prompts:
+            phase = run.phase(f"sampling {len(prompts)} replies to {split}")
             with policy.gathered():
-                ids = sampling.generate(scorer, prompts, ends, run.world, spec, poll)
+                ids = sampling.generate(scorer, prompts, ends, run.world, spec, phase)
             replies[split] = encoder.tokenizer.batch_decode(ids, skip_special_tokens=True)
     return replies
 
@@ -218,8 +222,8 @@ def score_reference(
     """Return the log-probs of a policy before its first step; NaN for pairs that are not used."""
     size = micro_batch_size(config, run.world)
 
-    def score(pairs: Any, rows: Sequence[int]) -> Tensor:
-        return logps.score(policy.scorer, pairs, run.world, size, run.stop_if_requested, rows)
+    def score(pairs: Any, rows: Sequence[int], phase: Phase) -> Tensor:
+        return logps.score(policy.scorer, pairs, run.world, size, rows, phase)
 
     numerics = policy.scorer.numerics(run.world.device)
     return run.reference_logps(numerics, data, {"train": plan.rows_used()}, score)

@@ -32,6 +32,7 @@ from ddp_utils.logps import Pair
 from ddp_utils.metrics import Averages, Meter
 from ddp_utils.policy import Policy, Precision
 from ddp_utils.run import Run
+from ddp_utils.terminal import Phase
 from sft import instruction_data
 from train_config import Config
 
@@ -134,8 +135,8 @@ def evaluate(
     scorer = policy.scorer
     size = config.micro_batch_size
     with logps.dropout_off(scorer):
-        for micro_batch in scorer.micro_batches(range(len(rows)), rows, world, size):
-            run.stop_if_requested()
+        micro_batches = scorer.micro_batches(range(len(rows)), rows, world, size)
+        for micro_batch in run.phase("evaluating val").each(micro_batches):
             batch = scorer.collate([rows[row] for row in micro_batch.index], world.device)
             index = to_device(micro_batch.index, world.device)
             known = ref_logps["val"][index] if ref_logps else None
@@ -211,8 +212,8 @@ def score_reference(
     """Return the log-probs of a policy before its first step; NaN for pairs that are not used."""
     size = config.micro_batch_size
 
-    def score(pairs: Any, rows: Sequence[int]) -> Tensor:
-        return logps.score(policy.scorer, pairs, run.world, size, run.stop_if_requested, rows)
+    def score(pairs: Any, rows: Sequence[int], phase: Phase) -> Tensor:
+        return logps.score(policy.scorer, pairs, run.world, size, rows, phase)
 
     numerics = policy.scorer.numerics(run.world.device)
     return run.reference_logps(numerics, data, {"train": plan.rows_used()}, score)

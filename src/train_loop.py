@@ -63,6 +63,8 @@ def read_settings(argv: list[str] | None) -> Config:
     if config.model_name == policies.DEMO_MODEL and not config.questions:
         config.questions, config.judge = DEMO_QUESTIONS, config.judge or DEMO_JUDGE
         config.eval_every = config.eval_every or 10  # otherwise the curve would have one point
+    if config.num_samples is None:  # a person reads some, an interval needs many
+        config.num_samples = 100 if config.judge else 16
     return config
 
 
@@ -92,7 +94,7 @@ def read_questions(config: Config, data: Data) -> list[str]:
     questions = list(dict.fromkeys(row.question for row in data["val"] if not row.kept))
     if config.questions:
         questions = trajectories.read_questions(config.questions)
-    return [questions[number % len(questions)] for number in range(config.num_samples)]
+    return [questions[number % len(questions)] for number in range(config.num_samples or 0)]
 
 
 def read_judge(config: Config, questions: list[str]) -> Judge | None:
@@ -166,8 +168,8 @@ def mean_kl(teacher: Teacher, rows: list[int], examples: Examples, run: Run) -> 
     """Return KL(teacher || student) in nats per token, over some of the validation rows."""
     student, world = teacher.student, run.world
     averages = Averages(world)
-    for micro_batch in student.micro_batches(rows, examples, world, teacher.config.batch_size):
-        run.stop_if_requested()
+    micro_batches = student.micro_batches(rows, examples, world, teacher.config.batch_size)
+    for micro_batch in run.phase("evaluating val").each(micro_batches):
         batch = teacher("val", micro_batch.index, examples)
         weight = to_device(micro_batch.weight, world.device)
         averages.add({"kl": student(batch)[0], "tokens": batch.tokens}, weight)

@@ -8,7 +8,7 @@ B examples, S responses per example, R rows, T tokens, N target tokens, D width,
 
 import contextlib
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -23,6 +23,7 @@ from ddp_utils.distributed import World, to_device
 from ddp_utils.fast import frozen_head, shared_prefix
 from ddp_utils.policy import ScorerModule
 from ddp_utils.sampler import MicroBatch, assign_micro_batches
+from ddp_utils.terminal import Phase
 
 # number of tokens whose logits exist at the same time: with fewer, matrix products get slow
 CHUNK = {"cpu": 256}
@@ -288,10 +289,13 @@ class Scorer(ScorerModule):
         self.model.eval()
         model = self.unwrap()
         settings, model.generation_config = model.generation_config, GenerationConfig()
+        head = model.get_output_embeddings() or nn.Identity()
+        hook = head.register_forward_pre_hook(contiguous)
         try:
             with self.autocasting(device):
                 yield
         finally:
+            hook.remove()
             model.generation_config = settings
             self.model.train()
             self.set_layout(shared)
@@ -324,6 +328,16 @@ class ScaledHead(nn.Module):
     def forward(self, states: Tensor) -> Tensor:
         logits = self.layer(states) * self.scale
         return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
+
+
+def contiguous(_module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return a layer's inputs as contiguous tensors: a hook.
+
+    Before the first token of B replies, transformers calls the head with a slice, [B, 1, D]. For
+    such a slice and a frozen weight, torch's linear copies the weight B times in bf16 (torch 2.13,
+    should_fold in LinearAlgebra.cpp): 3.4 GiB for 64 replies of a model with 49,152 tokens.
+    """
+    return tuple(tensor.contiguous() for tensor in inputs)
 
 
 def picked_logps(logits: Tensor, targets: Tensor) -> Tensor:
@@ -375,8 +389,8 @@ def score(
     examples: Sequence[Example],
     world: World,
     micro_batch_size: int,
-    stop_if_requested: Callable[[], None] = lambda: None,
     rows: Sequence[int] | None = None,
+    phase: Phase | None = None,
 ) -> Tensor:
     """Return the summed log-probs of all examples, without dropout, [number of examples, S].
 
@@ -391,8 +405,7 @@ def score(
     micro_batches = scorer.micro_batches(rows, examples, world, micro_batch_size)
     scores = []
     with dropout_off(scorer):
-        for micro_batch in micro_batches:
-            stop_if_requested()
+        for micro_batch in (phase or Phase()).each(micro_batches):
             batch = scorer.collate([examples[row] for row in micro_batch.index], world.device)
             scores.append(torch.stack(scorer(batch), -1))  # [B, S]
     table[rows] = distributed.gather_by_index(len(examples), micro_batches, scores, world)[rows]

@@ -29,7 +29,7 @@ from ddp_utils import NonFiniteError, Stop, UserError, checkpoints, data, distri
 from ddp_utils.checkpoints import RunSpec
 from ddp_utils.distributed import World
 from ddp_utils.policy import Policy
-from ddp_utils.terminal import Bar, columns, row
+from ddp_utils.terminal import Bar, Phase, columns, row
 
 SRC = data.ROOT / "src"
 REFERENCE = "reference_logps.safetensors"
@@ -381,6 +381,10 @@ class Run:
         if self.must_stop:
             self.save_if_due(False)
 
+    def phase(self, title: str) -> Phase:
+        """Return the progress of a part of the run, between whose forwards the run may stop."""
+        return Phase(title, self.bar, self.stop_if_requested)
+
     # --- results that are computed once ----------------------------------------------------------
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
@@ -400,7 +404,8 @@ class Run:
 
         numerics: what they depend on besides settings and inputs, as plain data.
         rows: split -> the examples that the run uses; splits without an entry are used completely.
-        score(examples, rows): log-probs under the policy before its first step; NaN for other rows.
+        score(examples, rows, phase): log-probs under the policy before its first step; NaN for
+        other rows.
         """
         examples = {split: pairs for split, pairs in examples.items() if pairs}
         rows = {split: rows.get(split, range(len(pairs))) for split, pairs in examples.items()}
@@ -415,7 +420,7 @@ class Run:
             return tables
         for split, pairs in examples.items():
             self.say(f"scoring {len(rows[split])} of {len(pairs)} pairs of {split}")
-            tables[split] = score(pairs, rows[split])
+            tables[split] = score(pairs, rows[split], self.phase(f"scoring {split}"))
         if self.world.is_main:
             with data.write_file(path) as file:
                 save_file({name: table.cpu().contiguous() for name, table in tables.items()}, file)

@@ -5,7 +5,7 @@ transformers generates, with our random numbers. B replies of a batch, V vocabul
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,9 @@ from ddp_utils.distributed import World, to_device
 from ddp_utils.fast.self_test import UNSUPPORTED
 from ddp_utils.logps import Scorer
 from ddp_utils.sampler import MicroBatch, assign_micro_batches, seed_of
+from ddp_utils.terminal import Phase
 
+CACHE = 2**30  # bytes of all keys and values of a batch
 Ids = Collection[int]
 Prompts = Sequence[list[int]]  # token ids
 
@@ -31,7 +33,7 @@ class SampleSpec(NamedTuple):
     temperature: float  # 0: the most probable token each time
     top_p: float
     max_new_tokens: int
-    batch_size: int  # replies of one forward pass
+    batch_size: int | None  # replies of one forward pass; None: up to 64, see batch_size()
     seed: int
 
 
@@ -58,7 +60,7 @@ def generate(
     ends: Ids,
     world: World,
     spec: SampleSpec,
-    stop_if_requested: Callable[[], None] = lambda: None,
+    phase: Phase | None = None,
     first: int = 0,
     keep_end: bool = False,
     streamer: Any = None,
@@ -74,25 +76,45 @@ def generate(
     """
     if scorer.way is None:
         choose_way(scorer, prompts, spec.max_new_tokens, world)
-    size = spec.batch_size if scorer.way.batched else 1
+    phase = phase or Phase()
+    size = batch_size(scorer, prompts, spec)
     rows = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
     starts = range(0, len(rows), size)
     micro_batches = []
     replies = []
-    for assigned in assign_micro_batches(range(len(starts)), [0] * len(starts), world, 1):
-        stop_if_requested()
+    batches = assign_micro_batches(range(len(starts)), [0] * len(starts), world, 1)
+    for assigned in phase.each(batches, spec.max_new_tokens):
         start = starts[assigned.index[0]]
         index = rows[start : start + size]
         uniform = torch.stack([_random_numbers(first + row, spec) for row in index])
         batch = [prompts[row] for row in index]
         options = {"streamer": streamer, "eos_token_id": [*ends] or None}
-        sampled = _sample_batch(scorer, batch, uniform, spec, world, **options)
+        sampled = _sample_batch(scorer, batch, uniform, spec, world, phase, **options)
         reply = sampled[:, len(batch[0]) :]  # [B, new tokens]
         reply = pad(reply, (0, spec.max_new_tokens - reply.shape[1]))
         micro_batches.append(MicroBatch(index, assigned.weight * len(index)))
         replies.append(1 + reply)  # 0 marks what no rank has written
     table = distributed.gather_by_index(len(rows), micro_batches, replies, world).long() - 1
     return [_until_end(reply, ends, keep_end) for reply in table.tolist()]
+
+
+def batch_size(scorer: Scorer, prompts: Prompts, spec: SampleSpec) -> int:
+    """Return the number of replies of one forward pass.
+
+    By default their keys and values have at most CACHE bytes. The number depends neither on ranks
+    nor on free memory, so that replies do not, either.
+    """
+    if not scorer.way.batched:
+        return 1
+    if spec.batch_size:
+        return spec.batch_size
+    text = scorer.unwrap().config.get_text_config()
+    heads = getattr(text, "num_attention_heads", 1)
+    kept = getattr(text, "num_key_value_heads", None) or heads
+    width = text.hidden_size * max(kept, 1) / max(heads, 1)
+    longest = max(map(len, prompts)) + spec.max_new_tokens
+    size = 2 * longest * text.num_hidden_layers * width * scorer.precision.itemsize  # of a reply
+    return max(1, min(64, int(CACHE / size)))
 
 
 def ends_of(scorer: Scorer, encoder: Encoder) -> list[int]:
@@ -113,6 +135,7 @@ def _sample_batch(
     uniform: Tensor,
     spec: SampleSpec,
     world: World,
+    phase: Phase | None = None,
     streamer: Any = None,
     **options: Any,
 ) -> Any:
@@ -128,6 +151,8 @@ def _sample_batch(
     def only_sampled(so_far: Tensor, logits: Tensor) -> Tensor:
         """Return logits from which transformers can choose only the token that is sampled here."""
         tokens = sample_tokens(logits, uniform[:, so_far.shape[1] - ids.shape[1]], spec)
+        if phase:
+            phase.advance()
         return torch.full_like(logits, -torch.inf).scatter(1, tokens[:, None], 0.0)
 
     options |= {"max_new_tokens": spec.max_new_tokens, "use_cache": scorer.way.cached}

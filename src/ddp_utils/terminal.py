@@ -5,10 +5,13 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from tqdm import tqdm
 
 WIDTH = 80  # columns of a printed line
+SILENCE, PAUSE = 10, 600  # seconds of a phase before its first line in a pipe, and between two
 COLUMNS = {  # metric -> its name in a printed line
     "loss": "loss",
     "rewards/chosen": "chosen",
@@ -21,6 +24,8 @@ COLUMNS = {  # metric -> its name in a printed line
     "fraction_of_optimum": "of_optimum",
 }
 SHAPE = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+PHASE_SHAPE = "{l_bar}{bar}| [{elapsed}<{remaining}]"
+T = TypeVar("T")
 
 
 class Bar:
@@ -28,6 +33,7 @@ class Bar:
 
     def __init__(self, is_main: bool):
         tqdm.set_lock(threading.RLock())  # the default is a semaphore, which os._exit would leak
+        self.is_main = is_main
         self.is_shown = is_main and sys.stdout.isatty() and sys.stderr.isatty()
         self.is_of_run = True
         self.now = tqdm(disable=True)
@@ -74,6 +80,71 @@ class Bar:
         if self.is_of_run:
             self.now.refresh()  # it shows the time at the end, as the line that follows does
         self.now.close()
+
+
+class Phase:
+    """The progress of a part of a run that takes many forwards, such as scoring or sampling.
+
+    On a terminal it is a bar, in place of that of the run; in a pipe a line with the time left if
+    the part takes long. Without a Bar nothing is shown.
+
+    stop_if_requested: called by all ranks before each micro-batch. parts: number of calls of each()
+    for the complete phase; done: those of earlier starts.
+    """
+
+    def __init__(
+        self,
+        title: str = "",
+        bar: Bar | None = None,
+        stop_if_requested: Callable[[], None] = lambda: None,
+        parts: int = 1,
+        done: int = 0,
+    ):
+        self.title = title
+        self.bar = bar
+        self.stop_if_requested = stop_if_requested
+        self.parts = parts
+        self.first = self.fraction = done / parts  # of the phase
+        self.start = time.time()
+        self.due = SILENCE  # seconds from the start to the next line in a pipe
+        self.shown = tqdm(disable=True)
+
+    def each(self, batches: Sequence[T], units: int = 1) -> Iterator[T]:
+        """Yield the micro-batches of one part. units: calls of advance() in each of them, at most.
+
+        Ranks may have different micro-batches, but they have the same number of them.
+        """
+        before = self.fraction
+        part = 1 / self.parts / max(1, len(batches))  # of one micro-batch
+        self.unit = part / units
+        if self.bar and self.bar.is_shown:
+            options = {"position": 0, "leave": False, "smoothing": 0, "dynamic_ncols": True}
+            options |= {"total": 1.0, "initial": self.first, "bar_format": PHASE_SHAPE}
+            self.shown = tqdm(desc=self.title, **options)
+            self.shown.start_t = self.start
+            self.shown.update(before - self.first)
+        try:
+            for number, batch in enumerate(batches):
+                self.stop_if_requested()
+                yield batch
+                self.advance(before + (number + 1) * part - self.fraction)
+        finally:
+            self.shown.close()
+            if self.bar:
+                self.bar.now.refresh()
+
+    def advance(self, by: float | None = None) -> None:
+        """Show that one more unit of a micro-batch is done."""
+        by = self.unit if by is None else by
+        self.fraction += by
+        self.shown.update(by)
+        seconds = time.time() - self.start
+        if seconds < self.due or not self.bar or not self.bar.is_main or self.bar.is_shown:
+            return
+        self.due = seconds + PAUSE
+        left = seconds * (1 - self.fraction) / max(self.fraction - self.first, 1e-9)
+        if left > SILENCE:
+            self.bar.say(f"{self.title}: about {tqdm.format_interval(left)} left")
 
 
 def columns(values: dict[str, float]) -> list[str]:

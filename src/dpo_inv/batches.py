@@ -6,7 +6,7 @@ Pairs of one backbone stay together, so that the backbone is encoded once for al
 import functools
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import gemmi
@@ -18,6 +18,7 @@ from ddp_utils import distributed, sampler
 from ddp_utils.distributed import World, to_device
 from ddp_utils.policy import ScorerModule
 from ddp_utils.sampler import MicroBatch, seed_of
+from ddp_utils.terminal import Phase
 from dpo_inv.config import PairSettings
 from dpo_inv.mpnn import ProteinMPNN
 from dpo_inv.pairs import Pair
@@ -249,20 +250,18 @@ def score(
     pairs: Sequence[Pair],
     settings: PairSettings,
     world: World,
-    stop_if_requested: Callable[[], None] = lambda: None,
     used: Sequence[int] | None = None,
+    phase: Phase | None = None,
 ) -> Tensor:
     """Return the log-probs of all pairs, [N, 2]; the ranks split the work.
 
-    stop_if_requested: called before each forward. used: score only these rows and those that are
-    scored together with them; others are NaN.
+    used: score only these rows and those that are scored together with them; others are NaN.
     """
     assigned = micro_batches(pairs, GROUP_SIZE, world, used)
     if not assigned:
         return torch.full((len(pairs), 2), torch.nan, device=world.device)
     log_probs = []
-    for micro_batch in assigned:
-        stop_if_requested()
+    for micro_batch in (phase or Phase()).each(assigned):
         batch = collate([pairs[row] for row in micro_batch.index], settings, world.device)
         log_probs.append(torch.stack(scorer(batch), -1))  # [B, 2]
     table = distributed.gather_by_index(len(pairs), assigned, log_probs, world)

@@ -36,6 +36,7 @@ from ddp_utils.distributed import World, to_device
 from ddp_utils.losses import Displacement
 from ddp_utils.policy import Policy
 from ddp_utils.run import Run
+from ddp_utils.terminal import Phase
 from dpo_inv import batches, epochs, evaluate, pairs, weights
 from dpo_inv.batches import Scorer
 from dpo_inv.config import MEASURED_METHODS, Config
@@ -183,8 +184,8 @@ def main(argv: list[str] | None = None) -> int:
         scorer = Scorer(model, config.temperature).to(world.device)
         policy = Policy(scorer, world)
 
-        def score(rows: list[Pair], used: Sequence[int] | None = None) -> Tensor:  # [rows, 2]
-            return batches.score(scorer, rows, config, world, run.stop_if_requested, used)
+        def score(rows: list[Pair], used: Sequence[int], phase: Phase) -> Tensor:  # [rows, 2]
+            return batches.score(scorer, rows, config, world, used, phase)
 
         depends_on = {"device": world.device.type, "torch": torch.__version__}
         used = {"train": plan.rows_used()}

@@ -90,8 +90,8 @@ class Teacher:
         size = self.config.batch_size
         for split, rows in data.items():
             indices = range(len(rows))
-            for micro_batch in self.student.micro_batches(indices, rows, self.world, size):
-                run.stop_if_requested()
+            micro_batches = self.student.micro_batches(indices, rows, self.world, size)
+            for micro_batch in run.phase(f"teacher states of {split}").each(micro_batches):
                 batch = self(split, micro_batch.index, rows)
                 parts = batch.taught.split(batch.tokens.tolist())
                 for row, part in zip(micro_batch.index, parts, strict=True):
@@ -142,7 +142,7 @@ def own_replies(
     """Sample a new reply of the student to each of some rows; return row -> trajectory."""
     config = teacher.config
     limits = config.max_new_tokens, config.batch_size, sampler.seed_of(config.seed, step)
-    spec = sampling.SampleSpec(config.temperature, config.top_p, *limits)
+    spec = sampling.SampleSpec(1.0, 1.0, *limits)  # the loss is a mean over the student's replies
     prompts = [examples[row].student for row in rows]
     world = teacher.world
     ends = sampling.ends_of(teacher.student, encoder)

@@ -47,15 +47,16 @@ def sample(
     teacher: Teacher, columns: list[Column], questions: list[str], encoder: Encoder, run: Run
 ) -> Texts:
     """Return the replies of all columns to the questions."""
-    config, student, poll = teacher.config, teacher.student, run.stop_if_requested
-    limits = config.max_new_tokens, config.batch_size
+    config, student = teacher.config, teacher.student
+    limits = config.max_new_tokens, config.sample_batch_size
     spec = sampling.SampleSpec(config.temperature, config.top_p, *limits, config.seed)
     ends = sampling.ends_of(student, encoder)
     texts = {}
     for column in columns:
         prompts = [trajectories.prompt(encoder, column.system, text) for text in questions]
+        phase = run.phase(f"sampling {len(prompts)} replies: {column.title}")
         with student.adapter(column.baked):
-            ids = sampling.generate(student, prompts, ends, run.world, spec, poll)
+            ids = sampling.generate(student, prompts, ends, run.world, spec, phase)
         decoded = encoder.tokenizer.batch_decode(ids, skip_special_tokens=True)
         texts[column.title] = [text.strip() for text in decoded]
     return texts

@@ -47,9 +47,10 @@ class Config:
 
     # example replies with the system prompt, without it, and of the baked model
     questions: str = ""  # questions to answer; empty: those of val_path
-    num_samples: int = 100  # number of replies, spread over the questions; 0: none
+    num_samples: int | None = None  # replies of each model; None: 16, with a judge 100; 0: none
     max_new_tokens: int = 128  # maximum tokens per reply
-    temperature: float = 1.0  # sampling temperature; 0: greedy decoding
+    sample_batch_size: int | None = None  # replies per forward pass; None: 64, or as fit into 1 GiB
+    temperature: float = 0.7  # sampling temperature; 0: greedy decoding
     top_p: float = 1.0  # nucleus sampling: smallest set of tokens with this probability
 
     # precision and hardware

@@ -76,7 +76,7 @@ def plain_loop(folder, rows):
 def our_loop(folder, rows, kept=False):
     """train_loop.py's step, its teacher kept on disk or not."""
     import train_loop
-    from ddp_utils import distributed, lora
+    from ddp_utils import distributed, lora, terminal
     from ddp_utils.policy import Policy, Precision, make_optimizer
     from prompt_baking import distillation, trajectories
     from prompt_baking.train_config import Config
@@ -89,7 +89,7 @@ def our_loop(folder, rows, kept=False):
     student = distillation.Student(model)
     world = distributed.World()
     data = {"train": [trajectories.Trajectory(*row, "", "") for row in rows]}
-    run = SimpleNamespace(world=world, folder=folder, say=print, stop_if_requested=lambda: None)
+    run = SimpleNamespace(world=world, folder=folder, say=print, phase=terminal.Phase)
     run.reduce = lambda averages, norm: averages.reduce(equal={"grad_norm": norm})
     teacher = distillation.Teacher(student, data, config, run)
     policy = Policy(student, world)

@@ -13,7 +13,7 @@ import main_distributed
 import reading
 import runs
 from config import Config
-from ddp_utils import distributed, logps, models
+from ddp_utils import distributed, logps, models, terminal
 from ddp_utils.chat_template import Encoder
 from ddp_utils.models import load_tokenizer
 from ddp_utils.policy import Policy
@@ -44,7 +44,7 @@ def evaluations(path, reference):
     world = distributed.init_process_group(distributed.whoami())
     data, model = load(path)
     policy = Policy(logps.Scorer(model).float(), world, trained=False)
-    run = SimpleNamespace(world=world, stop_if_requested=lambda: None)
+    run = SimpleNamespace(world=world, phase=terminal.Phase)
     tables = {"test": data}, {"test": reference}
     results = []
     for batch_size in (1, 2, 3):

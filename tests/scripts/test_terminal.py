@@ -8,6 +8,7 @@ import pytest
 import programs
 import runs
 from conftest import ROOT
+from ddp_utils import terminal
 from terminal import ESCAPE, on_a_terminal
 
 SCRIPT = str(ROOT / "src/main_distributed.py")
@@ -66,6 +67,25 @@ def test_a_run_in_a_pipe(tmp_path):
     paths = [f"data/demo/preferences_{split}.jsonl" for split in ("train", "val", "test")]
     assert " ".join(["files", *paths]) in " ".join(done.stdout.split())
     check_summary(done.stdout)
+
+
+def test_a_long_phase_in_a_pipe_is_one_line_with_the_time_left(monkeypatch, capsys):
+    """20 micro-batches of 3 s: after the fourth 12 s have passed, and 16 x 3 s are left."""
+    now = [1000.0]
+    monkeypatch.setattr(terminal.time, "time", lambda: now[0])
+    for is_main in (True, False):
+        phase = terminal.Phase("scoring train", terminal.Bar(is_main))
+        for _ in phase.each(range(20)):
+            now[0] += 3
+        printed = "scoring train: about 00:48 left\n" if is_main else ""
+        assert capsys.readouterr().out == printed
+    resumed = terminal.Phase("sampling", terminal.Bar(True), parts=4, done=2)  # half is done
+    for _ in range(2):
+        for _ in resumed.each(range(2), units=3):
+            for _ in range(3):
+                now[0] += 5
+                resumed.advance()
+    assert capsys.readouterr().out == "sampling: about 00:50 left\n"
 
 
 def test_a_failed_run(tmp_path):

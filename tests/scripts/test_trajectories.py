@@ -8,7 +8,7 @@ import torch
 
 import train_loop
 from conftest import ROOT
-from ddp_utils import UserError, distributed, lora
+from ddp_utils import UserError, distributed, lora, terminal
 from ddp_utils.chat_template import Encoder
 from ddp_utils.models import load_tokenizer
 from ddp_utils.policy import Precision
@@ -182,7 +182,7 @@ def test_kl_is_measured_for_each_other_prompt(student):
     rows.append(Trajectory(second, second, [5], "a:9", "?", "pirate"))
     rows.append(Trajectory(third, third, [6] * 9, "a:9", "?", "robot"))
     costs = [by_hand(student.model, row) for row in rows]
-    run = SimpleNamespace(world=distributed.World(), stop_if_requested=lambda: None)
+    run = SimpleNamespace(world=distributed.World(), phase=terminal.Phase)
     run.results = {"base": {"kl": 2.0}}
     config = Config(batch_size=2)
     teacher = distillation.Teacher(student, {"val": rows}, config, run)
