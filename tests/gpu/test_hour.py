@@ -1,16 +1,20 @@
 """The list for a GPU, rehearsed on this CPU: killed after a piece, it continues with the next."""
 
+import json
 import math
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import hour
+import pretend
 import pytest
 
-from conftest import ROOT
+from conftest import ROOT, TESTS
+from ranks import ranks
 
 NEEDS_CUDA = {"fp16"}
 NEEDS_TRL = {f"speed:{case}:{kind}" for case in ("long", "hh") for kind in ("trl", "trl defaults")}
@@ -91,3 +95,34 @@ def test_what_was_measured_is_next_to_its_prediction():
     ours, trl = (next(x for x in lines if f"| 512, 256 | {who}" in x) for who in ("ours", "TRL"))
     assert "| 250 | " in ours and ours.endswith("| 31.5 |")
     assert trl.count("not measured yet") == 2
+
+
+# --- on a pretended GPU ---------------------------------------------------------------------------
+
+
+def on_pretended_gpu(name, folder):
+    """Do a piece as on a GPU, with a tiny model in place of the large ones; return its entry."""
+    pretend.install()
+    sys.path[:0] = [str(TESTS / "gpu"), str(TESTS / "bench"), str(ROOT)]
+    sys.argv = [str(TESTS / "gpu/pieces.py")]
+    import pieces
+
+    shape, script = pieces.shape, pieces.script
+    pieces.shape = lambda _sizes, _words=0, **more: shape(pieces.SMALL, 2048, **more)
+    pieces.script = lambda name, words, run: script(name, words.replace("steps 40", "steps 3"), run)
+    pieces.FOLDER = Path(folder)
+    pieces.main(*name.split(":"))
+    return json.loads((Path(folder) / "entry.json").read_text()), pretend.record.faults
+
+
+@pytest.mark.skipif(bool(pretend.why_not()), reason=pretend.why_not())
+@pytest.mark.parametrize("name", ["attention", "fp16", "generation"])
+def test_a_piece_ends_on_a_pretended_gpu(name, tmp_path):
+    """Those whose code on a GPU is not that of the rehearsal on a CPU.
+
+    fp16 has 3 steps instead of 40, too few for its bounds.
+    """
+    pretend.build()
+    entry, faults = ranks(1, on_pretended_gpu, name, str(tmp_path), timeout=600)[0]
+    assert len(entry["rows"]) == {"attention": 8, "fp16": 3, "generation": 2}[name], entry
+    assert (entry["status"] == "ok" or name == "fp16") and not faults, entry
