@@ -116,7 +116,9 @@ def on_pretended_gpu(name, folder):
 
 
 @pytest.mark.skipif(bool(pretend.why_not()), reason=pretend.why_not())
-@pytest.mark.parametrize("name", ["attention", "fp16", "generation"])
+@pytest.mark.parametrize(
+    "name", ["attention", pytest.param("fp16", marks=pytest.mark.show), "generation"]
+)
 def test_a_piece_ends_on_a_pretended_gpu(name, tmp_path):
     """Those whose code on a GPU is not that of the rehearsal on a CPU.
 
