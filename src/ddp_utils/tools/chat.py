@@ -22,7 +22,7 @@ from ddp_utils import SettingError, checkpoints, data, distributed, lora, models
 from ddp_utils.chat_template import Encoder
 from ddp_utils.logps import Pair, Scorer
 
-# a small model at temperature 1 often leaves its subject, and greedy decoding repeats itself
+# temperature 0.7 as for example replies; the reason is in docs/dpo.md
 DEFAULTS: dict[str, Any] = {"temperature": 0.7, "top_p": 1.0, "max_new_tokens": 256}
 
 
