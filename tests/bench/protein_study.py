@@ -112,17 +112,18 @@ NATIVE = ("nll", "recovery", "diversity")
 
 
 def seeds_of(folder, name, pairs):
-    """Return log-probs {epoch: [seeds, N, 2]} and natives' gains [seeds, 3] of all complete seeds.
+    """Return log-probs {epoch: [seeds, N, 2]} of all seeds, and natives' gains of seed 0, [1, 3].
 
-    Natives are means over the proteins of all folds; the log-probs of a fold are of its model.
+    Natives are means over the proteins of all folds. The log-probs of a fold are of its model, and
+    NaN if its file is missing.
     """
     log_probs = collections.defaultdict(list)
     natives = []
     for seed in range(10):
         files = [folder / f"{name}.{seed}.{fold}.json" for fold in range(FOLDS)]
-        if not all(file.exists() for file in files):
+        folds = [json.loads(file.read_text()) for file in files if file.exists()]
+        if not folds:
             continue
-        folds = [json.loads(file.read_text()) for file in files]
         if seed == 0:
             proteins = [fold["proteins"] for fold in folds]
             of_folds = [[fold[f"natives/{key}/gain"] for key in NATIVE] for fold in folds]
@@ -163,18 +164,23 @@ def compare(pairs, families, before, after) -> dict:
 
 
 def report(folder, pairs, families, before):
-    """Write table.md and protein_study.png of all settings with a complete seed."""
-    table = "| setting | seeds | epoch | Spearman per protein | pooled | preferred likelier |"
-    table += " NLL, recovery, diversity |\n|---|---|---|---|---|---|---|\n"
+    """Write table.md and protein_study.png of all settings, on the folds that all seeds have."""
+    table = (
+        "| setting | seeds | pairs | epoch | Spearman per protein | pooled | preferred likelier |"
+    )
+    table += " NLL, recovery, diversity |\n|---|---|---|---|---|---|---|---|\n"
     drawn = {}
     for name in SETTINGS:
         log_probs, natives = seeds_of(folder, name, pairs)
         for epoch, after in log_probs.items():
-            gains = compare(pairs, families, before, after)
+            rows = np.flatnonzero(np.isfinite(after).all((0, 2)))
+            chosen = [pairs[row] for row in rows]
+            gains = compare(chosen, families[rows], before[rows], after[:, rows])
             cells = [f"{gain:+.3f} [{low:+.3f}, {high:+.3f}]" for gain, low, high in gains.values()]
-            ends = ", ".join(f"{value:+.3f}" for value in natives.mean(0))
-            ends = ends if epoch == EPOCHS else ""
-            table += f"| {name} | {len(after)} | {epoch} | {' | '.join(cells)} | {ends} |\n"
+            has_ends = epoch == EPOCHS and len(natives)
+            ends = ", ".join(f"{x:+.3f}" for x in natives.mean(0)) if has_ends else ""
+            table += f"| {name} | {len(after)} | {len(rows)} | {epoch} | "
+            table += f"{' | '.join(cells)} | {ends} |\n"
             drawn[name] = gains
     (folder / "table.md").write_text(table)
     print(table)
