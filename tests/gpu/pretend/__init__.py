@@ -8,7 +8,8 @@ pretend.cpp makes torch accept CUDA devices; device.py checks each operator as a
 it, and computes it on the host; attention.py has the fused attention kernels and cuda.py torch.cuda
 and NCCL. So autograd, autocast, DDP, FSDP, fused AdamW and pinned memory work as with CUDA, and the
 numbers of a run can be compared with those of a CPU. `pretend.record` has what was noticed and
-counted, `pretend.why_not()` why a machine cannot do this. runs.toml and rehearse.py are the runs.
+counted, `pretend.why_not()` why a machine cannot do this. rehearse.py has the runs of the scripts;
+the faults that they must notice are in tests/mutants.toml.
 
 It cannot show whether real kernels agree, how they round, races between streams, NCCL, or speed.
 """

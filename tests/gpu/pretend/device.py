@@ -26,7 +26,7 @@ SOURCE = Path(__file__).with_name("pretend.cpp")
 
 
 class Record:
-    """What was noticed and counted, since the process started or clear() was called.
+    """What was noticed and counted since the process started.
 
     Kinds of `lines`: "read", the host waits until the device is done; "race", the host reads
     without waiting; "copy", numbers of the host that go to the device and are waited for; "pinned",

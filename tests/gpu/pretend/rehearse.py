@@ -52,6 +52,7 @@ class Case(NamedTuple):
     reads: int = 1  # in a step, behind its micro-batches
     inside: int = 0  # reads, and copies, that the host waits for in its micro-batches
     shares: bool = True  # packs the pairs
+    sharded: str = ""  # by fsdp or zero, which communicate in each micro-batch
 
 
 COMMON = "--max_steps=4 --warmup_ratio=0 --log_every=1000 --save_every=3 --report_to=none "
@@ -116,22 +117,13 @@ CASES = {
         "ad.train", AD + "tf_dropout=0.1 tf_attn_dropout=0.1", "output_dir", "mixed_precision=no"
     ),
 }
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-SIZES |= {
-    "head_dim": 16,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-}
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}
 GPT_SIZES = {"n_embd": 64, "n_layer": 2, "n_head": 4}
 WINDOW = {"sliding_window": 16}
 MODELS: dict[str, tuple[Any, ...]] = {  # kind of fine-tuning, configuration
-    "qwen3": ("lora", transformers.Qwen3Config, {"head_dim": 16, "tie_word_embeddings": False}),
-    "qwen3, tied": (
-        "full",
-        transformers.Qwen3Config,
-        {"head_dim": 32, "tie_word_embeddings": True},
-    ),
+    "qwen3": ("lora", transformers.Qwen3Config, {"tie_word_embeddings": False}),
+    "qwen3, tied": ("full", transformers.Qwen3Config, {"tie_word_embeddings": True}),
     "llama": ("full", transformers.LlamaConfig, {}),
     "mistral, window": ("lora", transformers.MistralConfig, WINDOW),
     "gemma 2": ("lora", transformers.Gemma2Config, WINDOW),
@@ -139,24 +131,23 @@ MODELS: dict[str, tuple[Any, ...]] = {  # kind of fine-tuning, configuration
     "gpt-2": ("full", transformers.GPT2Config, None),
     "gpt-2, lora": ("lora", transformers.GPT2Config, None),
 }
-OWN_WAY = {"gemma 2": SEPARATE}  # its attention has a soft-cap
 for _name, (_kind, *_) in MODELS.items():
     _flags = (FULL if _kind == "full" else LORA) + f'"--model_name={{data}}/{_name}" '
-    CASES[f"dpo {_name}"] = main_distributed(
-        _flags + "--num_samples=2 --max_new_tokens=4 ", **OWN_WAY.get(_name, {})
-    )
-for _name in ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"):
-    CASES[f"fsdp {_name}"] = train(
-        SFT + f"--type=full --use_fsdp --fsdp_config={{data}}/{_name}.json "
-    )
-CASES |= {
-    "fsdp lora": train(SFT + "--use_fsdp "),
-    "fsdp, offload": train(SFT + "--type=full --use_fsdp --fsdp_config={data}/offload.json "),
-    "fsdp dpo": main_distributed(FULL + "--strategy=fsdp --num_samples=2 --max_new_tokens=4 "),
-}
-for _stage in (1, 2, 3):
-    CASES[f"zero {_stage}"] = train(SFT + f"--type=full --deepspeed={{data}}/zero{_stage}.json ")
+    _flags += "--num_samples=2 --max_new_tokens=4 "
+    # Gemma 2 has a soft-cap in its attention
+    CASES[f"dpo {_name}"] = main_distributed(_flags, **(SEPARATE if _name == "gemma 2" else {}))
 FSDP = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+for _name in FSDP:
+    _flags = SFT + f"--type=full --use_fsdp --fsdp_config={{data}}/{_name}.json "
+    CASES[f"fsdp {_name}"] = train(_flags, sharded="fsdp")
+_flags = SFT + "--type=full --use_fsdp --fsdp_config={data}/offload.json "
+CASES |= {"fsdp, offload": train(_flags, sharded="fsdp")}
+CASES |= {"fsdp lora": train(SFT + "--use_fsdp ", sharded="fsdp")}
+_flags = FULL + "--strategy=fsdp --num_samples=2 --max_new_tokens=4 "
+CASES |= {"fsdp dpo": main_distributed(_flags, sharded="fsdp")}
+for _stage in (1, 2, 3):
+    _flags = SFT + f"--type=full --deepspeed={{data}}/zero{_stage}.json "
+    CASES[f"zero {_stage}"] = train(_flags, sharded="zero")
 RESUMED = ["dpo full", "dpo lora", "baking", "protein", "distillation", "fsdp FULL_SHARD", "zero 2"]
 
 
@@ -439,8 +430,7 @@ def step_problems(case, result):
         copies = [line for line in step[part] if line[0] == "copy"]
         if waits(copies, "copy") > case.inside:
             found.append(f"{part} of the micro-batches copies that wait: {copies}")
-    is_sharded = "fsdp" in result.name or "zero" in result.name
-    if step["early collectives"] and not is_sharded:
+    if step["early collectives"] and not case.sharded:
         found.append(f"{step['early collectives']} collectives before the last micro-batch")
     memory = [step["memory"] for step in result.reports[0]["steps"]]
     if len(memory) > 2 and memory[2] > memory[1]:  # AdamW's moments are new in the first step
@@ -464,7 +454,7 @@ def precision_problems(case, result, report):
     part = flops.get(DTYPES[result.precision], 0) / max(1, sum(flops.values()))
     if part < 0.9:
         found.append(f"{part:.0%} of the products are in {result.precision}")
-    if "zero" not in result.name and not any("_fused_adamw" in name for name in report["kernels"]):
+    if case.sharded != "zero" and not any("_fused_adamw" in name for name in report["kernels"]):
         found.append("AdamW is not the fused one")
     return found
 
@@ -494,8 +484,9 @@ def planned(names, ranks, precisions):
             for precision in precisions:
                 if precision == "fp32" or CASES[name].fp32:
                     yield rehearse, name, size, precision
-            if name in RESUMED:
-                yield resume, name, size, "bf16" if CASES[name].fp32 else "fp32"
+            default = "bf16" if CASES[name].fp32 else "fp32"
+            if name in RESUMED and default in precisions:
+                yield resume, name, size, default
 
 
 def main():
