@@ -124,13 +124,10 @@ def patch_cuda(name, capability, gib):
     facts |= {"max_threads_per_multi_processor": 2048, "is_integrated": 0, "uuid": "0"}
     properties = types.SimpleNamespace(**facts, gcnArchName="")
 
-    def nothing(*_, **__):
-        pass
-
-    def always(value):
+    def always(value):  # a new function each time: torch.compile tells them apart by identity
         return lambda *_, **__: value
 
-    def new_stream(*_, **__):
+    def stream_of(*_, **__):
         return Stream()
 
     functions = {
@@ -149,25 +146,25 @@ def patch_cuda(name, capability, gib):
         "get_rng_state_all": lambda: [torch.get_rng_state()],
         "Stream": Stream,
         "Event": Event,
-        "current_stream": new_stream,
-        "default_stream": new_stream,
+        "current_stream": stream_of,
+        "default_stream": lambda *_, **__: Stream(),
         "stream": always(contextlib.nullcontext()),
         "_exchange_device": always(0),
         "_maybe_exchange_device": always(0),
     }
-    functions |= dict.fromkeys(["is_available", "is_initialized", "_is_compiled"], always(True))
+    functions |= {name: always(True) for name in ("is_available", "is_initialized", "_is_compiled")}
     functions["is_current_stream_capturing"] = always(False)
     # random numbers are the host's, and no memory is cached
     none = "_lazy_init init empty_cache ipc_collect manual_seed manual_seed_all set_rng_state"
-    functions |= dict.fromkeys([*none.split(), "set_rng_state_all", "set_stream"], nothing)
+    functions |= {name: always(None) for name in [*none.split(), "set_rng_state_all", "set_stream"]}
     for attribute, value in functions.items():
         setattr(torch.cuda, attribute, value)
     for attribute in ("range_push", "range_pop", "range_start", "range_end", "mark"):
-        setattr(torch.cuda.nvtx, attribute, nothing)
+        setattr(torch.cuda.nvtx, attribute, always(None))
     torch.cuda.memory.memory_stats_as_nested_dict = memory_stats
     torch.cuda.nccl.version = always((2, 28, 9))
-    torch.accelerator.current_stream = new_stream
-    torch.accelerator.synchronize = synchronize
+    torch.accelerator.current_stream = lambda *_, **__: Stream()
+    torch.accelerator.synchronize = lambda *_, **__: synchronize()
     torch.version.cuda = "13.0"
     torch.Stream, torch.Event = Stream, Event
     torch.backends.cuda.is_built = always(True)

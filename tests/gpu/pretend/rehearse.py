@@ -53,6 +53,7 @@ class Case(NamedTuple):
     inside: int = 0  # reads, and copies, that the host waits for in its micro-batches
     shares: bool = True  # packs the pairs
     sharded: str = ""  # by fsdp or zero, which communicate in each micro-batch
+    fused: bool = True  # uses the fused AdamW
 
 
 COMMON = "--max_steps=4 --warmup_ratio=0 --log_every=1000 --save_every=3 --report_to=none "
@@ -141,13 +142,14 @@ for _name in FSDP:
     _flags = SFT + f"--type=full --use_fsdp --fsdp_config={{data}}/{_name}.json "
     CASES[f"fsdp {_name}"] = train(_flags, sharded="fsdp")
 _flags = SFT + "--type=full --use_fsdp --fsdp_config={data}/offload.json "
-CASES |= {"fsdp, offload": train(_flags, sharded="fsdp")}
+# the shards and AdamW are on the host: FSDP copies each layer, and waits for it
+CASES |= {"fsdp, offload": train(_flags, sharded="fsdp", inside=100, fused=False)}
 CASES |= {"fsdp lora": train(SFT + "--use_fsdp ", sharded="fsdp")}
 _flags = FULL + "--strategy=fsdp --num_samples=2 --max_new_tokens=4 "
 CASES |= {"fsdp dpo": main_distributed(_flags, sharded="fsdp")}
 for _stage in (1, 2, 3):
     _flags = SFT + f"--type=full --deepspeed={{data}}/zero{_stage}.json "
-    CASES[f"zero {_stage}"] = train(_flags, sharded="zero")
+    CASES[f"zero {_stage}"] = train(_flags, sharded="zero", fused=False)
 RESUMED = ["dpo full", "dpo lora", "baking", "protein", "distillation", "fsdp FULL_SHARD", "zero 2"]
 
 
@@ -402,7 +404,7 @@ def problems(result):
         found += [f"{where}: {text}" for where, text in one.get("faults", [])]
         lines = one.get("lines", [])
         found += [f"{line}: {what}" for kind, line, what, _ in lines if kind == "warning"]
-        races = {line for kind, line, *_ in lines if kind == "race"}
+        races = {line for kind, line, *_ in lines if kind == "race"} - {"elsewhere"}
         found += [f"{line}: read without waiting" for line in sorted(races)]
     found += step_problems(case, result)
     for lines in report.get("evaluations", []) if result.ranks == 1 else []:
@@ -454,7 +456,7 @@ def precision_problems(case, result, report):
     part = flops.get(DTYPES[result.precision], 0) / max(1, sum(flops.values()))
     if part < 0.9:
         found.append(f"{part:.0%} of the products are in {result.precision}")
-    if case.sharded != "zero" and not any("_fused_adamw" in name for name in report["kernels"]):
+    if case.fused and not any("_fused_adamw" in name for name in report["kernels"]):
         found.append("AdamW is not the fused one")
     return found
 
