@@ -121,18 +121,21 @@ def train_step(
     return run.reduce(averages, grad_norm)
 
 
-def has_known_loss(config: settings.Config) -> bool:
-    """Return whether the first loss has a closed form, since policy and reference are equal."""
-    has_reference = config.method not in cli.REFERENCE_FREE and not config.reference_model
-    return has_reference and not (config.lora_dropout and config.init_adapter)
+def is_own_reference(config: settings.Config) -> bool:
+    """Return whether policy and reference are equal before the first step."""
+    return config.method not in cli.REFERENCE_FREE and not config.reference_model
 
 
 @torch.no_grad()
 def evaluate(
     policy: Policy, split: str, data: dict, ref_logps: Tables, config: Any, run: Run
 ) -> dict[str, float]:
-    """Return exact means over a split: every pair counts once, on any number of ranks."""
+    """Return exact means over a split: every pair counts once, on any number of ranks.
+
+    Before the first step, nothing is scored if the log-probs are those of the reference.
+    """
     pairs = data[split]
+    is_reference = run.step == 0 and is_own_reference(config)
     world = run.world
     averages = Averages(world)
     scorer = policy.scorer  # without DDP, which would wait for gradients
@@ -142,10 +145,13 @@ def evaluate(
         for micro_batch in run.phase(f"evaluating {split}").each(micro_batches):
             batch = scorer.collate([pairs[i] for i in micro_batch.index], world.device)
             known = ref_logps[split][to_device(micro_batch.index, world.device)]  # [B, 2]
-            _, metrics = losses.pair_losses(scorer, batch, known, losses.LossSpec.of(config))
+            source = losses.Known(known, scorer.precision) if is_reference else scorer
+            _, metrics = losses.pair_losses(source, batch, known, losses.LossSpec.of(config))
             metrics["squares"] = metrics["rewards/margins"].double() ** 2
             averages.add(metrics, to_device(micro_batch.weight, world.device))
     means = averages.reduce()
+    if is_reference:
+        del means["rewards/accuracies"]  # all pairs are ties
     low, high = interval(means["rewards/margins"], means.pop("squares"), means["count"])
     return {**means, "rewards/margins_low": low, "rewards/margins_high": high}
 
@@ -334,6 +340,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return generate_replies(policy, data, encoder, config, run)
 
         before = run.once("reference_replies", replies)
+        has_other_dropout = bool(config.lora_dropout and config.init_adapter)
+        has_known_loss = is_own_reference(config) and not has_other_dropout
         optim = (config.lr_scheduler, config.warmup_ratio, config.weight_decay)
         optimizer, schedule = policies.make_optimizer(policy, peak_rate, plan.steps, *optim)
         displacement = losses.Displacement(config.method, config.sft_weight)
@@ -355,7 +363,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows = plan.batch(step)
             values = train_step(policy, step, rows, data, ref_logps, config, run)
             pairs = [data["train"][row] for row in rows]
-            known = ref_logps["train"][rows] if step == 0 and has_known_loss(config) else None
+            known = ref_logps["train"][rows] if step == 0 and has_known_loss else None
             checks.check_pairs(policy, step, values, pairs, known, config, world, size)
             values["learning_rate"] = optimizer.param_groups[0]["lr"]
             policy.step(optimizer, schedule, values["grad_norm"])

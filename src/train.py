@@ -129,20 +129,28 @@ def train_step(
 def evaluate(
     policy: Policy, rows: Any, ref_logps: Any, config: Config, run: Run
 ) -> dict[str, float]:
-    """Return exact means over validation rows: each counts once, on any number of ranks."""
+    """Return exact means over validation rows: each counts once, on any number of ranks.
+
+    Before the first step, nothing is scored if the log-probs are those of the reference.
+    """
     world = run.world
     averages = Averages(world)
     scorer = policy.scorer
     size = config.micro_batch_size
+    is_reference = run.step == 0 and ref_logps and config.method not in cli.REFERENCE_FREE
     with logps.dropout_off(scorer):
         micro_batches = scorer.micro_batches(range(len(rows)), rows, world, size)
         for micro_batch in run.phase("evaluating val").each(micro_batches):
             batch = scorer.collate([rows[row] for row in micro_batch.index], world.device)
             index = to_device(micro_batch.index, world.device)
-            known = ref_logps["val"][index] if ref_logps else None
-            _, metrics = row_losses(scorer, batch, known, config)
+            known: Any = ref_logps["val"][index] if ref_logps else None
+            source = losses.Known(known, scorer.precision) if is_reference else scorer
+            _, metrics = row_losses(source, batch, known, config)
             averages.add(metrics, to_device(micro_batch.weight, world.device))
-    return divide_loss(averages.reduce())
+    means = averages.reduce()
+    if is_reference:
+        del means["rewards/accuracies"]  # all pairs are ties
+    return divide_loss(means)
 
 
 # --- models --------------------------------------------------------------------------------------

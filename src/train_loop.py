@@ -200,6 +200,17 @@ def evaluate(teacher: Teacher, examples: list[Trajectory], run: Run, baked: bool
     return values
 
 
+def before(base: dict, examples: list[Trajectory]) -> dict:
+    """Return what evaluate() returns before the first step, where the LoRA has no effect.
+
+    base: of evaluate(), without the LoRA.
+    """
+    names = {example.kept: 0.0 for example in examples if example.kept}
+    kept = {"kept/kl": 0.0} if names else {}
+    kept |= {f"kept/kl/{name}": 0.0 for name in names}
+    return base | {"kl_base": base["kl"], "share_baked": 0.0} | kept
+
+
 # --- main ----------------------------------------------------------------------------------------
 
 
@@ -312,7 +323,12 @@ def bake(argv: list[str] | None) -> int:
 
         def validate(step: int) -> None:
             is_due = plan.due(config.eval_every, step)
-            run.validate(step, is_due, lambda: evaluate(teacher, data["val"], run))
+
+            def now() -> dict:
+                is_base = step == 0 and not config.resume_from
+                return before(base, data["val"]) if is_base else evaluate(teacher, data["val"], run)
+
+            run.validate(step, is_due, now)
 
         # loop: one iteration is one optimizer step
         validate(done)

@@ -142,11 +142,13 @@ def is_due(interval: int, step: int, config: Config) -> bool:
 
 def validate(step: int, policy: Policy, data: Histories, config: Config, run: Run) -> None:
     """Evaluate what is due after `step` steps, unless it was done before a restart."""
-    if not run.world.is_main or run.validated >= step > 0:
+    if not run.world.is_main or run.validated >= step:
         return
     distiller: Any = policy.scorer
     distiller.eval()
     values = {}
+    if step == 0 < config.train_timesteps:  # the head is zero, see check_step()
+        values = run.results["before"] = {"loss": math.log(config.environment.actions)}
     if is_due(config.eval_interval, step, config):
         values = run.results["val"] = held_out_loss(distiller, data, config)
     if is_due(config.gen_interval, step, config):

@@ -151,6 +151,7 @@ def init_process_group(world: World, backend: str = "auto", timeout_minutes: flo
     Raises UserError within two minutes if they cannot be reached, or if the port is in use.
     """
     global _store
+    warnings.clear()
     world = choose_device(world, backend)
     is_cpu = world.device.type == "cpu"
     if not is_cpu:
@@ -229,6 +230,13 @@ def is_first() -> bool:
     return dist.get_rank() == 0 if dist.is_initialized() else _world.is_main
 
 
+def warn(line: str) -> None:
+    """Print a warning on rank 0, where a run keeps it with its results; see also Run.warn()."""
+    if is_first() and line not in warnings:
+        warnings.append(line)
+        print(line, flush=True)
+
+
 def gather_by_index(
     count: int, micro_batches: Sequence[Any], values: Sequence[Tensor], world: World
 ) -> Tensor:
@@ -280,6 +288,7 @@ def on_each(world: World, fn: Callable[[], Any]) -> Any:
 _started = time.monotonic()
 _launcher_pid: int | None = None
 _world = World()
+warnings: list[str] = []  # of this script
 _signals: list[int] = []  # each SIGTERM and SIGUSR1 that this process has received
 
 

@@ -102,8 +102,8 @@ def own_tokenizer(adapter: Name, base: Tokenizer) -> Tokenizer:
 
 def warn(adapter: Name, problems: list[str]) -> None:
     """Print the problems with an adapter, if there are any, in one line on rank 0."""
-    if problems and distributed.is_first():
-        print(f"warning: adapter {adapter}: {'; '.join(problems)}", flush=True)
+    if problems:
+        distributed.warn(f"warning: adapter {adapter}: {'; '.join(problems)}")
 
 
 # --- the model of a run ---------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from ddp_utils import cli
+from ddp_utils.metrics import interval
 from ddp_utils.policy import Policy, ScorerModule
 
 if TYPE_CHECKING:  # logps imports transformers, which proteins do without
@@ -128,8 +129,18 @@ def log_odds(logps: Tensor) -> Tensor:
     return logps - torch.log(-torch.expm1(logps))
 
 
+class Known(NamedTuple):
+    """Stands for a scorer before the first step, if its log-probs are those of the reference."""
+
+    logps: Tensor  # [B, 2] of the only batch that it is called with
+    precision: torch.dtype = torch.float32
+
+    def __call__(self, batch: Any) -> tuple[Tensor, ...]:
+        return self.logps.unbind(-1)
+
+
 def pair_losses(
-    scorer: ScorerModule | Policy, batch: "Batch", ref_logps: Tensor, spec: LossSpec
+    scorer: ScorerModule | Policy | Known, batch: "Batch", ref_logps: Tensor, spec: LossSpec
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Score B pairs; return their losses [B] and metrics, name -> [B].
 
@@ -190,10 +201,14 @@ class Displacement:
         self.recent: deque[float] = deque(maxlen=10)
 
     def seen(self, reward: float) -> str | None:
-        """Return a warning if the last five to ten `rewards/chosen` have a mean below -0.01."""
+        """Return a warning if the last five to ten `rewards/chosen` are below -0.01.
+
+        They are if the 95 % interval of their mean is.
+        """
         self.recent.append(reward)
-        has_fallen = sum(self.recent) <= -0.01 * len(self.recent)
-        if not self.is_watching or len(self.recent) < 5 or not has_fallen:
+        count, squares = len(self.recent), [reward**2 for reward in self.recent]
+        highest = interval(sum(self.recent) / count, sum(squares) / count, count)[1]
+        if not self.is_watching or count < 5 or highest > -0.01:
             return None
         self.is_watching = False
         return (

@@ -50,6 +50,7 @@ class Averages:
         return values | {"count": int(values["count"])}
 
 
+EQUAL = 1e-2  # two losses that differ by less, as in bf16, count as equal
 Z = 1.96  # half the width of a 95 % confidence interval, in standard deviations
 
 
@@ -64,13 +65,36 @@ def interval(mean: float, mean_of_squares: float, count: int) -> tuple[float, fl
 
 def wilson(wins: float, count: float) -> tuple[float | None, float | None]:
     """Return the 95 % interval of a fraction (Wilson 1927); (None, None) if `count` is 0."""
-    if not count:
-        return None, None
-    fraction, spread = wins / count, Z**2 / count
+    return _wilson(wins / count, count) if count else (None, None)
+
+
+def _wilson(fraction: float, count: float) -> tuple[float, float]:
+    spread = Z**2 / count
     middle = (fraction + spread / 2) / (1 + spread)
     variance = fraction * (1 - fraction) / count
     half = Z * math.sqrt(variance + spread / (4 * count)) / (1 + spread)
     return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def difference(first: float, second: float, count: int, scale: float = 1.0) -> tuple[float, float]:
+    """Return the 95 % interval of first - scale * second, for fractions of `count` > 0 each.
+
+    From their Wilson intervals (Newcombe 1998, method 10).
+    """
+    middle = first - scale * second
+    (low, high), (other_low, other_high) = (_wilson(x, count) for x in (first, second))
+    below = math.hypot(first - low, scale * (other_high - second))
+    above = math.hypot(high - first, scale * (second - other_low))
+    return middle - below, middle + above
+
+
+def worse(before: Values, after: Values) -> str:
+    """Return how the held-out loss is above that before training, "" if it is not."""
+    names = [name for name in ("loss/preference", "loss", "kl") if name in before and name in after]
+    if not names or after[names[0]] <= before[names[0]] + EQUAL:
+        return ""
+    numbers = f"{after[names[0]]:.4f} is above {before[names[0]]:.4f}"
+    return f"held-out {names[0]} {numbers}, that of the model before training"
 
 
 # --- throughput -----------------------------------------------------------------------------------

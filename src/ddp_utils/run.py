@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -135,7 +135,7 @@ class Run:
         self.folder, self.steps = spec.folder, spec.steps
         self.checkpoints = spec.folder / "checkpoints"
         self.results: dict[str, Any] = {}  # split -> the numbers of its last evaluation; warnings
-        self.validated = 0  # steps before the last validation
+        self.validated = -1  # steps before the last validation
         self.best_validation: Values = {}  # with save_best
         self.training: Any = None  # policy, optimizer and schedule, once they exist
         self.must_stop = self.must_save = False  # as all ranks have agreed in the last step
@@ -168,6 +168,7 @@ class Run:
         self.logger = loggers.make(self.config.report_to, self.folder, self.step, settings)
         for line in state.lines:
             self.say(line)
+        self.keep_warnings([*distributed.warnings, *self.spec.lines, *state.lines])
         self.write_json("environment.json", facts | {"inputs": self.spec.inputs})
         self.write_summary("running", 0)
         self.write_json("config.json", settings)  # last: a folder with this file has a run
@@ -191,6 +192,10 @@ class Run:
     def _close(self, error: BaseException | None) -> None:
         code = distributed.exit_code(error)
         self.bar.close()
+        problem = metrics.worse(self.results.get("before", {}), self.results.get("val", {}))
+        if problem and error is None:  # printed with the results
+            fix = "use a smaller learning rate, or fewer epochs"
+            self.keep_warnings([f"warning: {problem}; {fix}"])
         self.write_summary(STATUS.get(code, "failed"), code)
         self.logger.close()
         self.metrics.close()
@@ -212,9 +217,15 @@ class Run:
 
     def warn(self, line: str) -> None:
         """Print a warning once per run, and keep it for summary.json, the report and the card."""
-        if line not in self.results.setdefault("warnings", []):
-            self.results["warnings"].append(line)
+        if line not in self.results.get("warnings", []):
+            self.keep_warnings([line])
             self.say(line)
+
+    def keep_warnings(self, lines: Sequence[str]) -> None:
+        """Keep those of the lines that are warnings, for summary.json, the report and the card."""
+        kept = [line for line in lines if line.startswith("warning: ")]
+        if kept:
+            self.results["warnings"] = [*dict.fromkeys([*self.results.get("warnings", []), *kept])]
 
     def describe(self, **rows: str) -> None:
         """Print what the run trains, with what, and on which data; write data_report.json."""
@@ -236,7 +247,8 @@ class Run:
         if split == "val":
             self.validated = step
             loss = values.get("loss", values.get("kl", math.inf))
-            if self.spec.save_best and loss < self.results.get("best", {"loss": math.inf})["loss"]:
+            lowest = self.results.get("best", {"loss": math.inf})["loss"]
+            if self.spec.save_best and step and loss < lowest:
                 self.results["best"] = {"loss": loss, "step": step}
                 self.best_validation = dict(values)
         if not self.world.is_main:
@@ -252,10 +264,14 @@ class Run:
             self.say(" | ".join([title, *texts]))
 
     def validate(self, step: int, is_due: bool, evaluate: Callable[[], Values]) -> None:
-        """Log evaluate() if it is due and no earlier start of the run has logged it."""
-        if is_due and (self.validated < step or step == self.steps == 0):
-            self.results["val"] = evaluate()
-            self.log(step, self.results["val"], "val")
+        """Log evaluate() if it is due and no earlier start of the run has logged it.
+
+        The results before the first step are `before`, unless there is no other one.
+        """
+        if is_due and self.validated < step:
+            values = evaluate()
+            self.results["before" if step == 0 < self.steps else "val"] = values
+            self.log(step, values, "val")
 
     def write_json(self, name: str, content: Any) -> None:
         """Write plain data to a file of the run folder, on rank 0."""
@@ -270,6 +286,7 @@ class Run:
 
     def write_summary(self, status: str, code: int) -> None:
         """Write the status of the run and its results to summary.json, on rank 0."""
+        self.keep_warnings(distributed.warnings)  # of sampling
         results = {}
         for name, values in self.results.items():
             results[name] = values if name == "warnings" else finite(values)
@@ -287,7 +304,9 @@ class Run:
             manifest = self._load(self.done)
             self.validated = manifest["validated"]
             self.best_validation = manifest["best_validation"]
+            warnings = self.results.pop("warnings", [])  # of this start
             self.results = manifest["results"] | self.results
+            self.keep_warnings(warnings)
             if self.spec.save_best is False:  # an earlier start may have had it
                 self.results.pop("best", None)
             self.start -= manifest["seconds"]

@@ -212,8 +212,8 @@ def choose_way(scorer: Scorer, prompts: Prompts, max_new_tokens: int, world: Wor
             problem = models.first_line(error)
         vote = torch.tensor(float(problem != ""), device=world.device)
         if not distributed.all_sum(vote, world).item():
-            if way is not FASTEST and world.is_main:
-                print(f"warning: replies: {way.effect} ({reason})", flush=True)
+            if way is not FASTEST:
+                distributed.warn(f"warning: replies: {way.effect} ({reason})")
             return
         reason = problem or "not supported on every rank"
     problem = f"the model cannot generate replies here ({reason})"

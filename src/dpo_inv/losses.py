@@ -7,7 +7,7 @@ pairs of one backbone.
 import torch
 from torch import Tensor
 
-from ddp_utils.losses import LogPs, LossSpec, preference
+from ddp_utils.losses import Known, LogPs, LossSpec, preference
 from ddp_utils.policy import Policy
 from dpo_inv.batches import Batch, Scorer
 from dpo_inv.config import MEASURED_METHODS, Config
@@ -16,7 +16,7 @@ KT = 0.593  # kcal/mol at 298 K
 
 
 def pair_losses(
-    scorer: Policy | Scorer, batch: Batch, ref_logps: Tensor, config: Config
+    scorer: Policy | Scorer | Known, batch: Batch, ref_logps: Tensor, config: Config
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Score B pairs; return their losses [B] and metrics, name -> [B].
 

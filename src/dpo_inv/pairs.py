@@ -19,6 +19,7 @@ import numpy as np
 
 from ddp_utils import UserError, data
 from ddp_utils.data import Record
+from ddp_utils.metrics import wilson
 from dpo_inv import structure
 from dpo_inv.config import PairSettings
 from dpo_inv.mpnn import ALPHABET, UNKNOWN, encode
@@ -166,7 +167,8 @@ def _with_our_names(record: Record, ddg: float | None) -> Record:
 def _warnings(pairs: Sequence[Pair], signs: Sequence[int], settings: PairSettings) -> list[str]:
     """Return what is unusual in the pairs of a file; signs: see `read`."""
     warnings = []
-    if len(signs) >= 5 and 2 * signs.count(1) > len(signs):
+    lowest, _ = wilson(signs.count(1), len(signs))
+    if lowest is not None and lowest > 0.5:
         other = "negative" if settings.stable_ddg == "positive" else "positive"
         problem = f"{signs.count(1)} of {len(signs)} mutants are more stable than the wild type"
         warnings.append(f"{problem}; if ddG has the other sign here, use --stable_ddg {other}")

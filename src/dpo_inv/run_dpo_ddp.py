@@ -33,7 +33,7 @@ from ddp_utils import policy as policies
 from ddp_utils import run as runs
 from ddp_utils.data import digest_of_files
 from ddp_utils.distributed import World, to_device
-from ddp_utils.losses import Displacement
+from ddp_utils.losses import Displacement, Known
 from ddp_utils.policy import Policy
 from ddp_utils.run import Run
 from ddp_utils.terminal import Phase
@@ -102,7 +102,10 @@ def train_step(
 def validate(
     scorer: Scorer, step: int, rows: list[Pair], ref_logps: Tensor, config: Config, run: Run
 ) -> dict[str, float]:
-    """Return exact means over all validation pairs: each counts once, on any number of ranks."""
+    """Return exact means over all validation pairs: each counts once, on any number of ranks.
+
+    Before the first step, nothing is scored: the log-probs are those of the reference.
+    """
     world = run.world
     averages = metrics.Averages(world)
     rank_losses: list[float] = []
@@ -113,7 +116,8 @@ def validate(
         run.stop_if_requested()
         batch = batches.collate([rows[i] for i in micro_batch.index], config, world.device)
         known = ref_logps[to_device(micro_batch.index, world.device)]  # [B, 2]
-        per_pair, values = pair_losses(scorer, batch, known, config)
+        source = scorer if step else Known(known)
+        per_pair, values = pair_losses(source, batch, known, config)
         averages.add(values, to_device(micro_batch.weight, world.device))
         scores.append(torch.stack([values["logps/chosen"], values["logps/rejected"]], -1))
         if run.bar.is_shown:  # to read a loss, the host waits for the GPU
@@ -197,11 +201,16 @@ def main(argv: list[str] | None = None) -> int:
             run.results["natives"] = evaluate.natives(model, data["val"], config.seed, world)
 
         def end_epoch(step: int) -> None:
-            is_new = run.validated < step or step == plan.steps == 0
-            if plan.due(0, step) and is_new:
-                values = {}
-                if data["val"]:
-                    values = validate(scorer, step, data["val"], ref_logps["val"], config, run)
+            if not plan.due(0, step) or run.validated >= step:
+                return
+            values = {}
+            if data["val"]:
+                values = validate(scorer, step, data["val"], ref_logps["val"], config, run)
+            if step == 0 < plan.steps:  # all pairs are ties
+                values = {k: v for k, v in values.items() if "rewards/accuracies" not in k}
+                run.results["before"] = values
+                run.log(step, values, "val", echo=False)
+            else:
                 epochs.end(step, plan, model, values, run)
 
         end_epoch(done)  # if the run was stopped in a validation

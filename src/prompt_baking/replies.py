@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 from ddp_utils import sampling, terminal
 from ddp_utils.chat_template import Encoder
 from ddp_utils.judge import Judge, as_text
-from ddp_utils.metrics import wilson
+from ddp_utils.metrics import difference
 from ddp_utils.run import Run
 from prompt_baking import trajectories
 from prompt_baking.distillation import Teacher
 
+FIX = "use a larger --retain_share, or more --retain_prompts like it"
 MIN_OBEYED = 0.9  # of the base model's rate at which another prompt is obeyed
-MAX_KEPT_KL = 0.1  # nats per token, if no judge measures whether a prompt is obeyed
 Texts = dict[str, list[str]]  # title of a column -> its replies
 
 
@@ -105,13 +105,13 @@ def describe_kept(run: Run, others: dict[str, str]) -> None:
     for name in others:
         kl = run.results["val"][f"kept/kl/{name}"]
         text = f"{name}: kl {kl:.4f}"
-        problem = "changed" if kl > MAX_KEPT_KL else ""
+        is_lost = False
         if f"kept/obeyed/{name}" in test:
             obeyed, by_base = test[f"kept/obeyed/{name}"], test[f"kept/obeyed_base/{name}"]
             text += f", obeyed {obeyed:.2f} (base {by_base:.2f})"
-            highest = wilson(obeyed * test["count"], test["count"])[1]  # few replies prove little
-            is_lost = highest is not None and highest < MIN_OBEYED * by_base
-            problem = "no longer obeyed" if is_lost else ""
-        if problem:
-            text += f"; warning: {problem}; use a larger --retain_share"
+            if max(obeyed, by_base) <= 1:  # fractions; few replies prove little
+                is_lost = difference(obeyed, by_base, test["count"], MIN_OBEYED)[1] < 0
         run.say(terminal.row("kept", text))
+        if is_lost:
+            problem = f"{name} is obeyed less often than by the base model"
+            run.warn(f"warning: {problem} ({obeyed:.2f} of {by_base:.2f}); {FIX}")

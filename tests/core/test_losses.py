@@ -236,7 +236,8 @@ def warned(rewards, method="dpo"):
 
 REWARDS = {  # reason -> rewards/chosen of each step, and the steps with a warning
     "falls": ([-0.1] * 40, [5]),
-    "only the last ten steps count: 7 x 1 + 3 x -3 < 0": ([1.0] * 100 + [-3.0] * 10, [103]),
+    # 5 x -3: -1 + 1.96 sqrt(4.44 / 10) = 0.31; 6 x -3: -1.4 + 1.96 sqrt(4.27 / 10) = -0.12
+    "only the last ten steps count": ([1.0] * 100 + [-3.0] * 10, [106]),
     "too few steps": ([-9.0] * 4, []),
     "zero": ([0.0] * 40, []),
     "rises": ([0.1] * 40, []),

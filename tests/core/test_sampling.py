@@ -3,6 +3,8 @@
 tests/core/test_units_in_processes.py has the replies of the demo model, on 1, 2 and 3 ranks.
 """
 
+import math
+
 import pytest
 import torch
 import transformers
@@ -110,6 +112,18 @@ def test_wilson_interval():
     # of 1, 2, 4: mean 7/3, variance of a sample 7/3; R's sd(c(1, 2, 4)) is 1.527525
     half = 1.96 * 1.527525 / 3**0.5
     assert metrics.interval(7 / 3, 7, 3) == pytest.approx((7 / 3 - half, 7 / 3 + half), abs=1e-5)
+
+
+def test_the_interval_of_a_difference_of_fractions():
+    """Newcombe 1998, table II, method 10; scaled by 0: the Wilson interval of the first one."""
+    for (wins, others), interval in {(9, 3): (0.1705, 0.8090), (10, 0): (0.6075, 1.0)}.items():
+        found = metrics.difference(wins / 10, others / 10, 10)
+        assert found == pytest.approx(interval, abs=5e-5)
+    assert metrics.difference(0.5, 0.3, 100, 0.0) == pytest.approx(WILSON[50, 100], abs=1e-5)
+    # 0.8 of 9 of 10 and 3 of 10: Wilson [0.5958, 0.9821] and [0.1078, 0.6032], by R
+    low, high = metrics.difference(0.3, 0.9, 10, 0.8)
+    assert low == pytest.approx(-0.42 - math.hypot(0.3 - 0.107789, 0.8 * 0.0821238), abs=1e-5)
+    assert high == pytest.approx(-0.42 + math.hypot(0.603222 - 0.3, 0.8 * 0.304150), abs=1e-5)
 
 
 def test_wins_losses_ties_and_means_by_hand():

@@ -44,7 +44,7 @@ def evaluations(path, reference):
     world = distributed.init_process_group(distributed.whoami())
     data, model = load(path)
     policy = Policy(logps.Scorer(model).float(), world, trained=False)
-    run = SimpleNamespace(world=world, phase=terminal.Phase)
+    run = SimpleNamespace(step=1, world=world, phase=terminal.Phase)
     tables = {"test": data}, {"test": reference}
     results = []
     for batch_size in (1, 2, 3):

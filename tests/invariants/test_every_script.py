@@ -194,6 +194,23 @@ def test_equal_on_1_2_and_4_processes(name, data, tmp_path):
                 assert abs(found[key] - expected[key]) <= bound, (split, found, expected)
 
 
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_held_out_values_before_the_first_step_are_those_of_the_same_weights(name, data, tmp_path):
+    """Most need no pass. A step with a rate of almost 0 changes nothing; after it all is scored."""
+    still = "--max_steps=1 --learning_rate=1e-30"
+    if SCRIPTS[name].module == "ad.train":
+        still = "train_timesteps=1 lr=1e-30 num_warmup_steps=0"
+    faults.finished(start(1, name, tmp_path / "run", flags_of(name, data, 1, more=still)))
+    before, after = runs.lines(tmp_path / "run", "val")
+    assert (before.pop("step"), after.pop("step")) == (0, 1)
+    assert "rewards/accuracies" not in before or name == "dpo, no reference"
+    assert {"loss", "kl"} & before.keys()
+    before.pop("split")
+    after = {key: after[key] for key in before}
+    assert before == pytest.approx(after, rel=1e-4, abs=1e-5)
+    assert faults.summary(tmp_path / "run")["before"] == before
+
+
 def weights(folder):
     """Digest of the model, and of the newest checkpoint: weights and moments of AdamW."""
     files = sorted(Path(folder).glob("model/*.safetensors"))
@@ -269,7 +286,7 @@ def best_of(data, tmp_path):
 
 def lowest(folder):
     """(loss, step) of the lowest validation by metrics.jsonl: not the last one."""
-    found = runs.lines(folder, "val")
+    found = [line for line in runs.lines(folder, "val") if line["step"]]  # of trained weights
     best = min(found, key=lambda line: line.get("kl", line.get("loss")))
     assert best["step"] < found[-1]["step"], found
     return best.get("kl", best.get("loss")), best["step"]

@@ -3,6 +3,7 @@
 tests/runs/test_report_in_a_browser.py has how it looks.
 """
 
+import html
 import json
 import re
 from html.parser import HTMLParser
@@ -14,7 +15,7 @@ import main_distributed
 import programs
 import runs
 from conftest import ROOT
-from ddp_utils import Stop, cli
+from ddp_utils import Stop, cli, distributed, lora, losses, metrics, sampling
 from ddp_utils.tools import report
 from reports import HOSTILE, a_run, page_of, put
 
@@ -161,6 +162,37 @@ def test_a_run_writes_it_and_a_stopped_one_says_how_to_go_on(tmp_path):
     assert not list(folder.glob(".tmp-*"))
 
 
+def test_each_warning_is_in_summary_report_and_card(tmp_path, monkeypatch, capsys):
+    """Of the data, of a library before and after the run begins, and of an earlier start."""
+    folder = tmp_path / "run"
+    flags = [*TINY, "--result_dir", f"{folder}", "--max_length", "12", "--num_samples", "1"]
+    load, choose = lora.load_tokenizer, sampling.choose_way
+
+    def load_tokenizer(*names):
+        distributed.warn("warning: of an adapter")
+        return load(*names)
+
+    def choose_way(*arguments):
+        distributed.warn("warning: of replies")
+        return choose(*arguments)
+
+    monkeypatch.setattr(lora, "load_tokenizer", load_tokenizer)
+    monkeypatch.setattr(sampling, "choose_way", choose_way)
+    with monkeypatch.context() as patch:
+        patch.setattr(losses.Displacement, "seen", lambda *_: "warning: of a step")
+        assert main_distributed.main(flags) == 0
+    runs.as_if_killed(folder)
+    assert main_distributed.main([*flags, "--max_steps", "2"]) == 0
+    warnings = json.loads((folder / "summary.json").read_text())["warnings"]
+    starts = ["of an adapter", "train: 4 of 4 rows", "of replies", "of a step", "0 validation rows"]
+    assert len(warnings) == len({*warnings}) and all(w.startswith("warning: ") for w in warnings)
+    for start in starts:
+        [warning] = [line for line in warnings if line.startswith(f"warning: {start}")]
+        assert f"- {warning}\n" in (folder / "model/README.md").read_text()
+        assert html.escape(warning) in (folder / "report.html").read_text()
+    assert capsys.readouterr().out.count("warning: of a step\n") == 3  # and at both ends
+
+
 def test_a_report_that_cannot_be_written_does_not_make_the_run_fail(tmp_path, capsys):
     (tmp_path / "run/report.html").mkdir(parents=True)
     assert main_distributed.main([*TINY, "--result_dir", f"{tmp_path}/run"]) == 0
@@ -189,13 +221,14 @@ def test_the_result_is_said_in_lines(tmp_path):
     folder = put(
         tmp_path / "run", summary={"status": "finished", "step": 2, "test": judged, "val": val}
     )
+    put(folder, summary={**report.read_run(folder)["summary"], "before": {"loss": 0.75}})
     put(folder, examples={"test": [{"prompt": "p", "reference": "a\nb", "fine-tuned": "x" * 99}]})
     put(folder / "model", adapter_config={})
-    lines = [("train", 1, 0.75), ("train", 2, 0.5), ("val", 1, 0.625), ("val", 2, 0.875)]
+    lines = [("train", 1, 0.9), ("train", 2, 0.5), ("val", 1, 0.625), ("val", 2, 0.875)]
     lines = [{"split": split, "step": step, "loss": loss} for split, step, loss in lines]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     results = [
-        "loss        0.7500 -> 0.5000, held out 0.6250",
+        "loss        held out 0.7500 -> 0.6250",
         "win rate    0.75 [0.30, 0.95], test: 3 better, 1 worse, 6 equal",
     ]
     assert "\n".join(results) in Reader(page_of(folder)).words
@@ -212,29 +245,22 @@ def test_the_result_is_said_in_lines(tmp_path):
 
 
 LN_2 = 0.6931
-TRAINED = [  # first loss and margin, held-out values -> whether they are worse than before training
-    ((LN_2, 0.0), {"loss": 0.75}, True),
-    ((LN_2, 0.0), {"loss": 0.65}, False),
-    ((LN_2, 1e-4), {"loss": LN_2 + 5e-3}, False),  # rounding
-    ((25.0, 0.0), {"loss": 30.0}, True),  # ipo, 1 / (4 beta^2)
-    ((0.9, 0.5), {"loss": 1.2}, False),  # another reference: the first loss is that of its pairs
-    ((LN_2, 0.0), {}, False),
+TRAINED = [  # held-out values before and after training, and which of them has become worse
+    ({"loss": LN_2}, {"loss": 0.75}, "loss 0.7500 is above 0.6931"),
+    ({"loss": LN_2}, {"loss": 0.65}, ""),
+    ({"loss": LN_2}, {"loss": LN_2 + 5e-3}, ""),  # rounding
+    ({"loss": 25.0}, {"loss": 30.0}, "loss 30.0000 is above 25.0000"),  # ipo, 1 / (4 beta^2)
+    ({"loss": 1.0, "loss/preference": LN_2}, {"loss": 1.5, "loss/preference": 0.6}, ""),
+    ({"kl": 0.1, "share_baked": 0.0}, {"kl": 0.2, "kl_base": 0.1}, "kl 0.2000 is above 0.1000"),
+    ({"loss": LN_2}, {}, ""),
+    ({}, {"loss": 9.0}, ""),
 ]
 
 
-@pytest.mark.parametrize(("first", "val", "is_worse"), TRAINED)
-def test_a_held_out_loss_above_that_of_an_untrained_model_is_a_warning(
-    first, val, is_worse, tmp_path
-):
-    line = {"split": "train", "step": 1, "loss": 9.0, "rewards/margins": first[1]}
-    train = [{"loss": first[0], "rewards/margins": first[1]}, line | {"loss/preference": first[0]}]
-    for first_line, metric in zip(train, ("loss", "loss/preference"), strict=True):
-        held_out = {metric: val.get("loss")}
-        texts = report.worse_than_before([first_line, line], held_out)
-        assert len(texts) == is_worse, (metric, texts)
-        if is_worse:
-            numbers = f"{metric} {val['loss']:.4f} is above {first[0]:.4f}, that of the model"
-            assert texts[0].startswith(f"warning: held-out {numbers}")
+@pytest.mark.parametrize(("before", "after", "problem"), TRAINED)
+def test_a_held_out_loss_above_that_of_an_untrained_model_is_a_warning(before, after, problem):
+    end = ", that of the model before training"
+    assert metrics.worse(before, after) == (f"held-out {problem}{end}" if problem else "")
 
 
 def test_ends_are_means_and_a_tie_is_no_accuracy(tmp_path):
@@ -247,21 +273,12 @@ def test_ends_are_means_and_a_tie_is_no_accuracy(tmp_path):
         values = {"loss": 41.0 - step, "rewards/accuracies": float(step > 1)}
         lines.append(json.dumps({"split": "train", "step": step, **values}) + "\n")
     (folder / "metrics.jsonl").write_text("".join(lines))
-    results = ["loss        35.5000 -> 5.5000", "accuracy    1.0000", "warning: w"]
+    results = ["loss        training 35.5000 -> 5.5000, means of 10 steps"]
+    results += ["accuracy    training 1.0000, means of 10 steps", "warning: w"]
     shown = report.result_lines(folder, report.read_run(folder)).splitlines()
     assert shown[:4] == ["finished after 40 steps in 8 s", *results]
     assert all(line in page_of(folder) for line in ("35.5000", "warning: w"))
     assert "- warning: w\n" in (folder / "model/README.md").read_text()
-
-
-def test_losses_that_differ_from_batch_to_batch_are_not_compared(tmp_path):
-    """Before training, those of ddg and listwise are not the same for each pair either."""
-    folder = put(tmp_path / "run")
-    line = {"split": "train", "step": 1, "loss": 0.5, "rewards/margins": 0.0}
-    (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    for method, count in (("dpo", 1), ("ddg", 0), ("listwise", 0)):
-        texts = report.results(folder, {"val": {"loss": 3.4}}, {"method": method})
-        assert sum("is above" in text for text in texts) == count, method
 
 
 def test_the_accuracy_of_a_single_step_is_not_shown(tmp_path):
@@ -270,7 +287,9 @@ def test_the_accuracy_of_a_single_step_is_not_shown(tmp_path):
     line = {"split": "train", "step": 1, "loss": 0.7, "rewards/accuracies": 0.0}
     (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     val = {"val": {"rewards/accuracies": 0.8}}
-    assert report.results(folder, val, {})[1] == "accuracy    held out 0.8000"
+    loss = "loss        training 0.7000, single steps"
+    assert report.results(folder, val) == [loss, "accuracy    held out 0.8000"]
+    assert report.results(folder, {}) == [loss]
 
 
 def test_the_model_card_describes_the_training(tmp_path):

@@ -287,7 +287,7 @@ def test_a_table_with_the_other_sign_is_recognized(tmp_path, stabilizing, flag, 
             f"if ddG has the other sign here, use --stable_ddg {warned}"
         )
     )
-    assert not read(write(tmp_path / "b.csv", rows[:4]), stable_ddg=flag)[1]["warnings"]  # too few
+    assert not read(write(tmp_path / "b.csv", rows[:3]), stable_ddg=flag)[1]["warnings"]  # too few
 
 
 def test_pairs_that_contradict_each_other_are_counted(tmp_path):

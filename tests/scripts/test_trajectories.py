@@ -198,7 +198,7 @@ class FakeRun:
 
     def __init__(self, **results):
         self.results, self.lines, self.files = results, [], {}
-        self.say = self.lines.append
+        self.say = self.warn = self.lines.append
         self.write_json = self.write_text = self.files.__setitem__
 
 
@@ -230,21 +230,27 @@ def test_a_judge_measures_which_of_the_other_prompts_are_obeyed():
     assert " ".join(run.lines[-1].split()) == "judge baked/loud 0.50"
     run.lines.clear()
     replies.describe_kept(run, others)
-    fix = "; use a larger --retain_share"
     shown = [
-        "kept cook: kl 0.0200, obeyed 0.50 (base 1.00)",  # 1 of 2: it may be 0.905, Wilson 1927
-        "kept king: kl 0.4000; warning: changed" + fix,  # the judge has no score for it
+        "kept cook: kl 0.0200, obeyed 0.50 (base 1.00)",  # 1 of 2: chance
+        "kept king: kl 0.4000",  # the judge has no score for it
     ]
     assert [" ".join(line.split()) for line in run.lines] == shown
-    run.lines.clear()
-    run.results["test"]["count"] = 20  # 10 of 20: at most 0.70
-    replies.describe_kept(run, others)
-    shown[0] += "; warning: no longer obeyed" + fix
-    assert [" ".join(line.split()) for line in run.lines] == shown
-    run.results["test"]["kept/obeyed/cook"], run.results["val"]["kept/kl/king"] = 0.9, 0.1
-    run.lines.clear()
-    replies.describe_kept(run, others)
-    assert not any("warning" in line for line in run.lines)
+    warning = "warning: cook is obeyed less often than by the base model (0.50 of 1.00)"
+    for count, obeyed, by_base, is_lost in (
+        (20, 0.5, 1.0, True),  # 10 of 20: at most 0.70
+        (20, 0.5, 0.75, False),  # 15 of 20: at least 0.53
+        (48, 24 / 48, 28 / 48, False),
+        (48, 12 / 48, 27 / 48, True),  # -0.2563 + hypot(0.1378, 0.9 x 0.1402) = -0.069
+        (10_000, 0.92, 1.0, False),  # more than 0.9 of it
+        (20, 5.0, 9.0, False),  # no fractions
+    ):
+        run.lines.clear()
+        test = {"count": count, "kept/obeyed/cook": obeyed, "kept/obeyed_base/cook": by_base}
+        run.results["test"] |= test
+        replies.describe_kept(run, others)
+        found = [line for line in run.lines if "warning" in line]
+        assert len(found) == is_lost, test
+        assert count != 20 or not is_lost or found[0].startswith(warning)
 
 
 def test_under_autocast_a_long_reply_is_summed_in_fp32(student):

@@ -11,11 +11,10 @@ A run starts this program when it ends. It imports neither torch nor transformer
 import argparse
 import base64
 import contextlib
-import math
 import re
 import shlex
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -27,7 +26,6 @@ from ddp_utils import UserError, data, plots
 
 FILES = ("summary", "config", "environment", "data_report", "examples")
 HERE = Path(__file__).parent
-EQUAL = 1e-2  # two losses or reward margins that differ by less, as in bf16, count as equal
 FIRST = ("win_rate", "share_baked", "fraction_of_optimum", "accuracy", "loss")  # on top
 PRINTED = {  # metric -> its name in the results that are printed
     "loss": "loss",
@@ -93,55 +91,41 @@ def find_model(folder: Path, config: dict) -> Model | None:
 # --- the results ---------------------------------------------------------------------------------
 
 
-def results(folder: Path, summary: dict, config: dict) -> list[str]:
-    """Return a line with the first, the last and the held-out value of each printed metric.
+def results(folder: Path, summary: dict) -> list[str]:
+    """Return a line with the values of each printed metric before and after training.
 
-    First and last are means of ten steps, or of fewer if there are fewer than 20. The held-out
-    value is that of the last validation. A judge adds a line with the win rate.
+    They are held-out values; of a metric without one, means of the first and the last ten steps, or
+    of fewer if there are fewer than 20. A judge adds a line with the win rate.
     """
     texts = []
     lines = plots.read_metrics(folder) if (folder / "metrics.jsonl").exists() else []
     train = [line for line in lines if line["split"] == "train"]
     parts = {split: part for split, part in summary.items() if isinstance(part, dict)}
-    held_out = parts.get("val", {})
+    first, last = parts.get("before", {}), parts.get("val", {})
     for metric, name in PRINTED.items():
+        ends = [part[metric] for part in (first, last) if part.get(metric) is not None]
+        if last.get(metric) is not None:
+            texts.append(f"{name:<11} held out {arrow(ends)}")
+            continue
         values = [line[metric] for line in train if line.get(metric) is not None]
         count = max(1, min(10, len(values) // 2))
-        ends = [fmean(part) for part in (values[:count], values[-count:]) if part]
+        ends = [fmean(part) for part in (values[:count], values[count:][-count:]) if part]
         if metric == "rewards/accuracies":  # there is no first one: all pairs of step 1 are ties
             ends = ends[1:] if len(values) > 1 else []
-        numbers = [" -> ".join(f"{value:.4f}" for value in ends)] if ends else []
-        if held_out.get(metric) is not None:
-            numbers.append(f"held out {held_out[metric]:.4f}")
-        if numbers:
-            texts.append(f"{name:<11} {', '.join(numbers)}")
+        if ends:
+            kind = f"means of {count} steps" if count > 1 else "single steps"
+            texts.append(f"{name:<11} training {arrow(ends)}, {kind}")
     for split, part in parts.items():
         if part.get("win_rate") is not None and "ties" in part:
             bounds = f"[{part['win_rate_low']:.2f}, {part['win_rate_high']:.2f}]"
             pairs = f"{part['wins']} better, {part['losses']} worse, {part['ties']} equal"
             texts.append(f"{'win rate':<11} {part['win_rate']:.2f} {bounds}, {split}: {pairs}")
-    texts += summary.get("warnings", [])
-    if config.get("method") in ("ddg", "listwise"):  # these losses differ from batch to batch
-        return texts
-    return texts + worse_than_before(train, held_out)
+    return texts + summary.get("warnings", [])
 
 
-def worse_than_before(train: list[dict], held_out: dict) -> list[str]:
-    """Return a warning if the held-out preference loss is higher than before training.
-
-    It is compared with the loss of step 1, if policy and reference are equal there: each pair then
-    has the same loss, log 2 for dpo.
-    """
-    first = train[0] if train else {}
-    metric = "loss/preference" if "loss/preference" in first else "loss"
-    before, after = first.get(metric), held_out.get(metric)
-    is_constant = abs(first.get("rewards/margins", math.inf)) < EQUAL
-    if not is_constant or before is None or after is None or after <= before + EQUAL:
-        return []
-    problem = (
-        f"held-out {metric} {after:.4f} is above {before:.4f}, that of the model before training"
-    )
-    return [f"warning: {problem}; use a smaller --learning_rate, or fewer epochs"]
+def arrow(values: Sequence[float]) -> str:
+    """Return the numbers with an arrow between them."""
+    return " -> ".join(f"{value:.4f}" for value in values)
 
 
 def result_lines(folder: Path, run: dict[str, dict]) -> str:
@@ -149,7 +133,7 @@ def result_lines(folder: Path, run: dict[str, dict]) -> str:
     summary = run["summary"]
     took = f" in {int(summary['seconds'])} s" if "seconds" in summary else ""
     lines = [f"{summary.get('status', 'no summary')} after {summary.get('step', 0)} steps{took}"]
-    lines += results(folder, summary, run["config"])
+    lines += results(folder, summary)
     for row in (run["examples"].get("test") or run["examples"].get("val") or [])[:3]:
         lines.append(shorten(next(iter(row.values()))))
         lines += [f"  {name:>10}  {shorten(row[name])}" for name in REPLIES if name in row]
@@ -233,7 +217,7 @@ def content_of(folder: Path, run: dict[str, dict]) -> dict[str, Any]:
         "name": folder.absolute().name,
         "base": portable(config.get("model_name") or config.get("base_model_name") or "") or None,
         "facts": facts,
-        "results": results(folder, summary, config),
+        "results": results(folder, summary),
         "pictures": pictures,
         "examples": run["examples"],
         "numbers": table("Numbers", numbers),
