@@ -140,7 +140,10 @@ def template(name: str) -> str:
 
 
 def deepspeed(options: DeepSpeed) -> str:
-    """Return the guide's JSON without the parts that the flags do not select."""
+    """Return the guide's JSON without the parts that the flags do not select.
+
+    Stage 3 allocates its bucket at once: 2 GB with the guide's size, whatever the model's.
+    """
     stage = options.zero_stage
     require(stage in range(4), f"--zero_stage: {stage} is out of range (expected 0, 1, 2 or 3)")
     require(not (options.bf16 and options.fp16), "--fp16: use only one of --bf16 and --fp16")
@@ -153,6 +156,8 @@ def deepspeed(options: DeepSpeed) -> str:
             del settings[other]
     zero = settings["zero_optimization"]
     zero["stage"] = stage
+    if stage == 3:
+        zero |= {"reduce_bucket_size": "auto", "allgather_bucket_size": "auto"}
     for key in list(zero):
         is_disabled = key.startswith("offload_") and not getattr(options, key)
         if is_disabled or (key.startswith("stage3_") and stage != 3):

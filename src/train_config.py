@@ -168,7 +168,8 @@ def read_sharding(config: Config) -> None:
         config.sharding, config.notes = fsdp.read(config.fsdp_config)
         config.gradient_checkpointing |= config.sharding.fsdp_activation_checkpointing
         given = {"mixed_precision": ("fsdp_mixed_precision", config.sharding.precision)}
-        json_settings.set_from_json(config, given, config.fsdp_config, config.places)
+        path, places = config.fsdp_config, config.places
+        config.notes += json_settings.set_from_json(config, given, path, places)
     if config.use_deepspeed:
         from ddp_utils.sharding import deepspeed, json_settings
 
@@ -176,7 +177,8 @@ def read_sharding(config: Config) -> None:
             raise SettingError("use_deepspeed", "set deepspeed_config, too")
         config.sharding, config.notes = deepspeed.read(config.deepspeed_config)
         given = deepspeed.given(config.sharding)
-        json_settings.set_from_json(config, given, config.deepspeed_config, config.places)
+        path, places = config.deepspeed_config, config.places
+        config.notes += json_settings.set_from_json(config, given, path, places)
 
 
 def check(config: Config) -> None:

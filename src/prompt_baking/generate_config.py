@@ -14,7 +14,7 @@ class Config:
     x0_file: str = "data/demo/x0.txt"  # text file with the system prompt to bake
     question_dataset: str = "data/demo/questions_train.jsonl"  # .jsonl, or .txt with lines
     columns: str = ""  # other names of data fields, such as question=prompt
-    num_questions: int = 88  # use only the first questions; -1: all
+    num_questions: int = 88  # maximum number of questions, the first ones; -1: all
     num_sequences_per_question: int = 25  # replies per question
     batch_size: int = 38  # replies per forward pass and process
     max_sequence_length: int = 128  # maximum tokens per reply

@@ -270,6 +270,23 @@ def test_a_lora_is_not_merged_into_4_bits(tmp_path, monkeypatch):
         train.main(flags)
 
 
+def test_the_number_format_of_a_merge_is_printed_and_can_be_chosen(tmp_path, capsys):
+    """In fp32 it is W + alpha / r B A to the last digit, which bf16, that of the demo, rounds."""
+    demo_adapter(tmp_path / "lora")
+    expected = lora.load(str(tmp_path / "lora"), torch.float32, CPU).state_dict()
+    for dtype, kind in (("auto", "bfloat16"), ("fp32", "float32"), ("fp16", "float16")):
+        folder = tmp_path / dtype
+        assert merge.main([f"{tmp_path}/lora", str(folder), "--dtype", dtype]) == 0
+        source = "that of the base model" if dtype == "auto" else "as --dtype says"
+        line = f"{folder}: {kind}, {source}; load it with from_pretrained\n"
+        assert capsys.readouterr().out == line
+        made = AutoModelForCausalLM.from_pretrained(folder)
+        assert made.dtype == getattr(torch, kind)
+        for name, weight in made.state_dict().items():
+            rounding = {"atol": 0, "rtol": 0} if dtype == "fp32" else {"atol": 1e-6, "rtol": 1e-2}
+            torch.testing.assert_close(weight.float(), expected[name], **rounding)
+
+
 # --- tokenizer, template and base -----------------------------------------------------------------
 
 END = "<|im_end|>"

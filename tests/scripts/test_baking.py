@@ -191,7 +191,6 @@ def test_each_setting_that_changes_a_reply_is_in_the_mark():
 WRONG = {
     "--val_out_file FOLDER/traj_chat.jsonl": "--val_out_file: .* is also the traj_out_file",
     '--chat_template_kwargs {"day":1}': "the chat template does not use day; remove it",
-    "--num_questions 100000": r"400 different questions \(expected 100000\)",
     "--chat_template FOLDER/../silent.jinja": "the chat template does not support system; use",
     "--retain_share 1": r"--retain_share: 1.0 is out of range \(expected >= 0 and < 1\)",
     "--other_prompts data/demo/retain_prompts.txt": "line 1: it is also line 1 of retain_prompts",

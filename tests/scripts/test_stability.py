@@ -492,7 +492,7 @@ def test_the_same_on_one_two_and_four_processes(tmp_path, flags):
         folder = tmp_path / str(world_size)
         ranks(world_size, train, data, folder, *flags, f"--batch_size={8 // world_size}")
         lines = runs.lines(folder)
-        assert [line["split"] for line in lines] == ["train"] * 5 + ["val"]
+        assert [line["split"] for line in lines] == ["val", *["train"] * 5, "val"]
         summary = json.loads((folder / "summary.json").read_text())
         assert summary["val"]["natives/nll/before"] == summary["natives"]["nll"]
         found.append(lines)
@@ -507,7 +507,7 @@ def test_the_losses_of_a_run_are_those_of_the_formula(tmp_path):
     data = table(tmp_path)
     flags = "--sft_weight 0.5 --weighting margin --batch_size 8 --method ddg --num_orders 1"
     ranks(1, train, data, tmp_path / "run", *runs.words(flags))
-    first = runs.lines(tmp_path / "run")[0]
+    first = runs.lines(tmp_path / "run", "train")[0]
     config = Config(num_orders=2)
     everything, _ = pairs.read(data, {}, config)
     kept, _ = batches.split(everything, 0)

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import train_config
 from conftest import ROOT
 from ddp_utils import UserError, lora, models
 from ddp_utils.distributed import World
@@ -183,13 +184,28 @@ def test_every_auto_of_a_generated_file_is_filled_in():
                 assert ready["data_types"] == {"grad_accum_dtype": "fp32"}
                 assert ready["communication_data_type"] == "fp32"
             zero = ready["zero_optimization"]
-            assert (zero["stage"], zero["reduce_bucket_size"]) == (stage, 500_000_000)
+            bucket = 10_000 if stage == 3 else 500_000_000  # 100^2, or the guide's
+            assert (zero["stage"], zero["reduce_bucket_size"]) == (stage, bucket)
             if stage == 3:  # 0.9 x 100^2, 10 x 100
                 assert zero["stage3_prefetch_bucket_size"] == 9_000
                 assert zero["stage3_param_persistence_threshold"] == 1_000
             for name, is_offloaded in (("optimizer", optimizer), ("param", param)):
                 device = zero.get(f"offload_{name}", {}).get("device")
                 assert device == ("cpu" if is_offloaded else None)
+
+
+def test_a_file_that_changes_what_the_flags_left_open_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    setup.main(["deepspeed", "--output", "d.json", "--bf16"])
+    setup.main(["fsdp", "--output", "f.json"])
+    (tmp_path / "config.yaml").write_text("training:\n  max_grad_norm: 0.3\n")
+    changes = "gradient_accumulation_steps from 1 to 16, mixed_precision from auto to bf16"
+    found = train_config.read(["--deepspeed", "d.json"]).notes
+    assert found == [f"d.json changes {changes}"]  # the YAML file says 0.3, too
+    flags = ["--gradient_accumulation_steps", "16", "--mixed_precision", "bf16"]
+    assert train_config.read(["--deepspeed", "d.json", *flags]).notes == []
+    found = train_config.read(["--use_fsdp", "--fsdp_config", "f.json"]).notes[-1]
+    assert found == "f.json changes mixed_precision from auto to bf16"
 
 
 def test_an_auto_bucket_is_what_a_square_matrix_holds():

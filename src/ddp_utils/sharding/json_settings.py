@@ -92,11 +92,15 @@ def is_off(value: Any) -> bool:
     return value in OFF
 
 
-def set_from_json(config: Any, values: dict[str, Any], path: str, places: dict[str, str]) -> None:
+def set_from_json(
+    config: Any, values: dict[str, Any], path: str, places: dict[str, str]
+) -> list[str]:
     """Set settings to their values in the JSON; flags and YAML must have the same.
 
-    values: setting -> (key, value) in the JSON; places: setting -> file and line, or flag.
+    Return a line about those whose default it replaces. values: setting -> (key, value) in the
+    JSON; places: setting -> file and line, or flag.
     """
+    changes = []
     for name, (key, value) in values.items():
         if value in (None, "auto"):
             continue
@@ -105,8 +109,11 @@ def set_from_json(config: Any, values: dict[str, Any], path: str, places: dict[s
         if name in places and other not in ("auto", value):
             conflict = f"{places[name]} is {other}, but {place} is {value}"
             raise UserError(f"{conflict}; make them equal, or leave one of them out")
+        if other not in (None, value) and name not in places:
+            changes.append(f"{name} from {other} to {value}")
         setattr(config, name, value)
         places[name] = place
+    return [f"{path} changes {', '.join(changes)}"] if changes else []
 
 
 def line_of(name: str, path: str) -> str:

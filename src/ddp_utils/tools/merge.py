@@ -3,6 +3,7 @@
 python -m ddp_utils.tools.merge results/mine merged          # a run, or its folder model
 python -m ddp_utils.tools.merge results/mine merged --base Qwen/Qwen3-0.6B
 python -m ddp_utils.tools.merge results/traj_chat half --scale 0.5   # half of the effect
+python -m ddp_utils.tools.merge results/mine merged --dtype fp32     # not rounded to the base's
 """
 
 from ddp_utils import cli
@@ -12,16 +13,20 @@ if __name__ == "__main__":
     cli.check_flags(tools.read_merge)  # --help and mistakes end here, before torch is imported
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ddp_utils import UserError, data, distributed, lora, models
 from ddp_utils.chat_template import Encoder
 from ddp_utils.checkpoints import check_writable, model_folder
+from ddp_utils.policy import DTYPES
 
 
-def merge(adapter: str | Path, folder: str | Path, base: str = "", scale: float = 1.0) -> None:
-    """Save base + scale x lora_alpha / lora_r x B A in a new folder.
+def merge(
+    adapter: str | Path, folder: str | Path, base: str = "", scale: float = 1.0, dtype: str = "auto"
+) -> torch.dtype:
+    """Save base + scale x lora_alpha / lora_r x B A in a new folder; return its number format.
 
     The tokenizer is the one next to the LoRA, with the chat template of its training; otherwise the
     tokenizer of the base model.
@@ -35,16 +40,20 @@ def merge(adapter: str | Path, folder: str | Path, base: str = "", scale: float 
         if any(adapter.glob("model*.safetensors")):
             raise UserError(f"adapter: {adapter} is a full model; only a LoRA can be merged")
     with cli.located({"init_adapter": "adapter", "model_name": "--base"}):
-        original = lora.load_merged(adapter, "auto", models.META, base=base)
-        merged = lora.load_merged(adapter, "auto", torch.device("cpu"), base=base, scale=scale)
+        kind: Any = DTYPES.get(dtype, "auto")
+        original = lora.load_merged(adapter, kind, models.META, base=base)
+        merged = lora.load_merged(adapter, kind, torch.device("cpu"), base=base, scale=scale)
     tokenizer = lora.load_tokenizer(base, adapter) if base else lora.load_tokenizer(adapter)
     models.save(merged, original, Encoder(tokenizer), folder)
+    return merged.dtype
 
 
 def main(argv: list[str] | None = None) -> int:
     settings = tools.read_merge(argv)
-    merge(settings.adapter, settings.folder, settings.base, settings.scale)
-    print(f"{settings.folder}: load it with from_pretrained")
+    adapter, folder, base = settings.adapter, settings.folder, settings.base
+    dtype = str(merge(adapter, folder, base, settings.scale, settings.dtype)).partition(".")[2]
+    source = "that of the base model" if settings.dtype == "auto" else "as --dtype says"
+    print(f"{folder}: {dtype}, {source}; load it with from_pretrained")
     return 0
 
 

@@ -1,6 +1,7 @@
 """Settings of merge.py and chat.py, which are read before torch is imported."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ddp_utils import cli
 
@@ -11,6 +12,7 @@ class Merge:
     folder: str  # folder for the merged model; it must not exist
     base: str = ""  # folder or Hugging Face name of the base model; empty: the LoRA's own
     scale: float = 1.0  # factor of the LoRA; 0 gives the base model
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # of the result; auto: as the base
     debug: bool = False  # show a traceback for user errors
 
 
