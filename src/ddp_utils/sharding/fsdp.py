@@ -4,6 +4,7 @@ accelerate's files for FSDP are read: each key has its effect, or is reported.
 """
 
 import contextlib
+import ctypes
 from dataclasses import dataclass
 from typing import Any, Literal, get_origin, get_type_hints
 
@@ -149,6 +150,8 @@ class FsdpPolicy(Policy):
     is_sharded = True
 
     def set_up(self, world: World, strategy: Strategy, trained: bool) -> None:
+        if world.device.type == "cpu":
+            return_freed_memory()
         shard(self.scorer, strategy.options, world, DTYPES[strategy.grad_reduce_dtype])
         with torch.no_grad():  # the first forward must be the root's, before calls to its parts
             self.scorer(self.scorer.example(world.device))
@@ -184,6 +187,16 @@ class FsdpPolicy(Policy):
             return DTensor.from_local(value.to(like.device), mesh, placements, **shape)
         value = value.to(mesh.device_type)
         return distribute_tensor(value, mesh, placements, src_data_rank=None).to(like.device)
+
+
+def return_freed_memory() -> None:
+    """Let glibc return each freed tensor of 1 MiB or more to the system.
+
+    Otherwise its threshold grows to 32 MiB, and the gathered layers of each step leave gaps: for
+    SmolLM2-135M on two processes, the peak grew from 2.2 GiB in step 1 to 3.0 GiB in step 3.
+    """
+    with contextlib.suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(-3, 2**20)  # M_MMAP_THRESHOLD
 
 
 def make_mesh(settings: Settings, world: World) -> DeviceMesh:
