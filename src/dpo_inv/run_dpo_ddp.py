@@ -20,7 +20,6 @@ import functools
 import math
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ from ddp_utils.distributed import World, to_device
 from ddp_utils.losses import Displacement, Known
 from ddp_utils.policy import Policy
 from ddp_utils.run import Run
-from ddp_utils.terminal import Phase
 from dpo_inv import batches, epochs, evaluate, pairs, weights
 from dpo_inv.batches import Scorer
 from dpo_inv.config import MEASURED_METHODS, Config
@@ -188,8 +186,8 @@ def main(argv: list[str] | None = None) -> int:
         scorer = Scorer(model, config.temperature).to(world.device)
         policy = Policy(scorer, world)
 
-        def score(rows: list[Pair], used: Sequence[int], phase: Phase) -> Tensor:  # [rows, 2]
-            return batches.score(scorer, rows, config, world, used, phase)
+        def score(rows: list[Pair], *used_and_phase: Any) -> Tensor:  # [rows, 2]
+            return batches.score(scorer, rows, config, world, *used_and_phase)
 
         depends_on = {"device": world.device.type, "torch": torch.__version__}
         used = {"train": plan.rows_used()}
