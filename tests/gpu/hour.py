@@ -91,8 +91,8 @@ FORECAST = """
 
 `PYTHONPATH=src:tests/bench python tests/gpu/roofline.py --docs` predicts a step of LoRA DPO (r 16,
 bf16, 4 pairs) at the shape of Qwen3-8B. It runs the step of `src/main_distributed.py`, and that of
-TRL, on tensors without contents, and counts their operators. What was measured on the GPU above is
-next to each prediction.
+TRL, on tensors without contents, and counts their operators. Rows with lengths as in HH-RLHF are
+means of two batches. What was measured on the GPU above is next to each prediction.
 
 {}
 
