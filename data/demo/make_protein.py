@@ -8,10 +8,10 @@ around the z axis, with antiparallel neighbors and without the loops between the
 
 The rule of the demo: a residue whose CB is closer to the axis than its CA is a core residue and
 should be hydrophobic; any other residue is a surface residue and should be polar. Native sequences
-follow the rule. The model is trained on other bundles with a fraction NOISE of random letters, so
-it knows the rule only partly. The sequences of a preference pair differ in a few residues, in which
-the preferred sequence follows the rule and the unpreferred one breaks it. Training and validation
-pairs have different bundles.
+follow the rule. The model is trained on other bundles with a fraction NOISE of random letters, and
+for STEPS steps only, so that it ranks some of the pairs wrongly. The sequences of a preference pair
+differ in a few residues, in which the preferred sequence follows the rule and the unpreferred one
+breaks it. Training and validation pairs have different bundles.
 
 L residues, S sequences. Coordinates are in Angstrom, angles in degrees.
 """
@@ -30,7 +30,7 @@ from dpo_inv import mpnn, structure
 SEED = 0
 CORE, SURFACE = "AILVFM", "EKRQDST"
 NOISE = 0.6  # fraction of random letters in the training of the model
-STEPS, SEQUENCES, LEARNING_RATE = 1000, 16, 5e-3
+STEPS, SEQUENCES, LEARNING_RATE = 40, 16, 5e-3
 NAMES = {letter: name for name, letter in structure.STANDARD.items()}  # K -> LYS
 # the chain of each helix; a dash: three residue numbers are skipped between helices of a chain
 BUNDLES = ["AA", "AAA", "AAAA", "ABB", "A-A", "AAA", "AABB", "A-A-A-A", "AAA", "AAA", "ABB", "A-A"]
