@@ -136,11 +136,14 @@ MODELS: dict[str, tuple[Any, ...]] = {  # kind of fine-tuning, configuration
     "gpt-2": ("full", transformers.GPT2Config, None),
     "gpt-2, lora": ("lora", transformers.GPT2Config, None),
 }
+# Gemma 2 has a soft-cap in its attention, and a mask of each of two kinds of layers; transformers
+# asks GPT-2's positions, too
+OWN_WAYS: dict[str, dict] = {"gemma 2": SEPARATE | {"inside": 4}}
+OWN_WAYS |= {"gpt-2": {"inside": 2}, "gpt-2, lora": {"inside": 2}}
 for _name, (_kind, *_) in MODELS.items():
     _flags = (FULL if _kind == "full" else LORA) + f'"--model_name={{data}}/{_name}" '
     _flags += "--num_samples=2 --max_new_tokens=4 "
-    # Gemma 2 has a soft-cap in its attention
-    CASES[f"dpo {_name}"] = main_distributed(_flags, **(SEPARATE if _name == "gemma 2" else {}))
+    CASES[f"dpo {_name}"] = main_distributed(_flags, **OWN_WAYS.get(_name, {}))
 FSDP = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 for _name in FSDP:
     _flags = SFT + f"--type=full --use_fsdp --fsdp_config={{data}}/{_name}.json "
@@ -153,8 +156,8 @@ _flags = FULL + "--strategy=fsdp --num_samples=2 --max_new_tokens=4 "
 CASES |= {"fsdp dpo": main_distributed(_flags, sharded="fsdp")}
 for _stage in (1, 2, 3):
     _flags = SFT + f"--type=full --deepspeed={{data}}/zero{_stage}.json "
-    # DeepSpeed itself reads norms, and copies the learning rate
-    _own = {"reads": 12, "copies": 12, "inside": 12}
+    # DeepSpeed itself reads norms and copies rates; in stage 3 it waits for each parameter
+    _own = {"reads": 60 if _stage == 3 else 5, "copies": 4, "inside": 2 if _stage == 3 else 0}
     CASES[f"zero {_stage}"] = train(_flags, sharded="zero", fused=False, **_own)
 RESUMED = ["dpo full", "dpo lora", "baking", "protein", "distillation", "fsdp FULL_SHARD", "zero 2"]
 
@@ -413,7 +416,7 @@ def problems(result):
         found += [f"{line}: read without waiting" for line in sorted(races)]
     found += step_problems(case, result)
     for lines in report.get("evaluations", []) if result.ranks == 1 else []:
-        if waits(lines, "read", "copy") > 1 + case.inside:
+        if waits(lines, "read", "copy") > 1 + 2 * case.inside:
             found.append(f"an evaluation waits more than once: {lines}")
     bound = 0.0 if result.name.endswith(", resumed") else BOUND
     if result.gap is not None and not result.gap <= bound:
