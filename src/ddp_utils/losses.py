@@ -134,6 +134,7 @@ class Known(NamedTuple):
 
     logps: Tensor  # [B, 2] of the only batch that it is called with
     precision: torch.dtype = torch.float32
+    token_noise: float = 0.0  # both log-probs are the same numbers
 
     def __call__(self, batch: Any) -> tuple[Tensor, ...]:
         return self.logps.unbind(-1)
