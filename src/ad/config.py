@@ -119,7 +119,10 @@ class Config:
 
     def source_settings(self) -> dict[str, Any]:
         """Return the settings that determine the histories."""
-        return {name: getattr(self, name) for name in SOURCE_SETTINGS.split()}
+        names = SOURCE_SETTINGS.split()
+        if self.source == "posterior":  # it knows the training tasks
+            names += ["env_split_seed", "train_env_ratio"]
+        return {name: getattr(self, name) for name in names}
 
 
 SOURCE_SETTINGS = """env grid_size horizon n_task source alg_seed source_lr source_optimism

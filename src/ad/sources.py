@@ -52,8 +52,9 @@ class QLearning:
 class PosteriorSampling:
     """Act optimally in a randomly drawn task that could be this one (Thompson, 1933; Strens, 2000).
 
-    Each history has a set of possible tasks and removes those that contradict its own steps. It
-    draws one of the others at the beginning of an episode, and again if the drawn one is removed.
+    It knows the training tasks only. Each history has a set of possible tasks and removes those
+    that contradict its own steps. It draws one of the others at the beginning of an episode, and
+    again if the drawn one is removed. If none is left, as in a held-out task, all are possible.
     With the task it draws an order of preference among equally good actions: the policy is then
     easier to imitate than one that chooses among them at random in every step.
     """
@@ -63,10 +64,10 @@ class PosteriorSampling:
         self.rng = np.random.default_rng(config.alg_seed)
         self.noise = config.source_noise
         self.horizon = environment.horizon
-        tasks = np.arange(len(environment.reward))
+        tasks = np.sort(config.tasks[0])  # N of them
         values = environment.action_values(np.max, tasks, GAMMA)  # [N, S, A]
         self.best = values > values.max(-1, keepdims=True) - 1e-9  # [N, S, A]
-        outcome = environment.next_state * 2 + environment.reward  # [N, S, A]
+        outcome = environment.next_state[tasks] * 2 + environment.reward[tasks]  # [N, S, A]
         self.outcome = np.ascontiguousarray(outcome.transpose(1, 2, 0))  # [S, A, N]
         self.possible = np.ones((len(table_of), len(values)), dtype=bool)  # [H, N]
         self.drawn = np.zeros(len(table_of), dtype=int)  # [H]
@@ -86,6 +87,7 @@ class PosteriorSampling:
     def learn(self, state: Array, action: Array, reward: Array, next_state: Array) -> None:
         """Remove the tasks in which the step would have had another outcome."""
         self.possible &= self.outcome[state, action] == (next_state * 2 + reward)[:, None]
+        self.possible |= ~self.possible.any(-1, keepdims=True)
 
 
 Source = QLearning | PosteriorSampling

@@ -175,7 +175,7 @@ def test_streams_that_meet_in_one_entry_learn_the_mean_of_their_errors():
 def test_posterior_sampling_acts_only_for_tasks_that_its_steps_do_not_contradict():
     """It rules out cells without a reward, per history, and stays where it is rewarded."""
     for seed in range(20):
-        config = Config(grid_size=3, horizon=4, source_noise=0, alg_seed=seed)
+        config = Config(grid_size=3, horizon=4, source_noise=0, alg_seed=seed, train_env_ratio=1)
         grid = config.environment
         source = sources.PosteriorSampling(config, np.arange(2), 0)
         # the first history steps to cell 1, the second to cell 3, without a reward
@@ -191,12 +191,26 @@ def test_posterior_sampling_acts_only_for_tasks_that_its_steps_do_not_contradict
         assert grid.step(np.array([2]), action[:1], np.array([2]))[1] == 1
 
 
+def test_posterior_sampling_does_not_know_the_held_out_tasks():
+    """It goes to the only training goal that is left, and never heads for a held-out one."""
+    config = Config(grid_size=3, horizon=4, source_noise=0, train_env_ratio=0.5)
+    known, unknown = config.tasks
+    source = sources.PosteriorSampling(config, np.arange(1), 0)
+    assert source.possible.shape == (1, len(known)) and len(known) == 4
+    histories = sources.histories(config, unknown, 10, 400)
+    rewarded = histories[2].reshape(len(unknown), 10, -1, 4).sum(-1)
+    optimum = config.environment.optimum(unknown).mean()
+    assert rewarded.mean() < 0.5 * optimum  # it passes some of them on its way to another goal
+    assert sources.returns(config, known, 10, 400)[:, -1].mean() > 0.9 * optimum
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", sources.SOURCES)
 def test_sources_start_at_chance_and_end_near_the_optimum(kind, name):
     """The histories record what happened, and are reproducible."""
     grid = make(kind, 3, 12)
     config = Config(env=kind, grid_size=3, horizon=12, source=name, source_noise=0)
+    config.train_env_ratio = 1.0  # the source knows all tasks
     config.source_optimism = 0.5 if name == "q_learning" else 0.0
     tasks = np.arange(len(grid.reward))[:: max(1, len(grid.reward) // 12)]
     state, action, reward = sources.histories(config, tasks, 20, 360)
