@@ -29,11 +29,6 @@ from ddp_utils.terminal import Phase
 CHUNK = {"cpu": 256}
 WIDE_CHUNK = 1024  # on a GPU
 
-# cuDNN's attention, which torch prefers on some GPUs, builds a plan for each new shape: 0.44 s per
-# forward on a B200 (github.com/modelscope/FunASR/issues/3704). Here almost every batch of separate
-# rows, and every generated token, has a new shape.
-torch.backends.cuda.enable_cudnn_sdp(False)
-
 Device = torch.device | str
 Examples = Mapping[int, "Example"] | Sequence["Example"]  # row -> example
 

@@ -135,6 +135,13 @@ MEET = [  # the processes, their environment -> address and port of rank 0, or t
 ]
 
 
+def test_attention_on_a_gpu_does_not_use_cudnn_which_plans_each_new_shape(monkeypatch):
+    monkeypatch.setattr(distributed, "device_count", lambda kind: kind == "cuda")
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    distributed.choose_device(World())
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def test_where_the_ranks_meet():
     for world, text, expected in MEET:
         if isinstance(expected, tuple):

@@ -150,7 +150,3 @@ def test_only_the_rows_that_are_used_are_scored():
         assert sum(counts) == len(rows)
         torch.testing.assert_close(scores[used], expected[used], rtol=1e-5, atol=1e-4)
         assert scores.shape == (3, 2) and scores[~used].isnan().all()
-
-
-def test_attention_does_not_use_cudnn_which_plans_each_new_shape():
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
