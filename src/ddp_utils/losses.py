@@ -164,7 +164,7 @@ def no_reference(data: Mapping[str, Sequence[Any]], device: torch.device) -> dic
     return {split: torch.zeros(len(pairs), 2, device=device) for split, pairs in data.items()}
 
 
-def noise(scorer: ScorerModule | Policy, tokens: Tensor, deviations: float = 8.0) -> Tensor:
+def noise(scorer: ScorerModule | Policy | Known, tokens: Tensor, deviations: float = 8.0) -> Tensor:
     """Return the difference, in nats, that rounding may cause between two scorings, [B].
 
     tokens: [B] of each response. fp32: 1e-3 per response. In bf16 and fp16 the errors of tokens add

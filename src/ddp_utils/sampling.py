@@ -231,7 +231,7 @@ def _difference(scorer: Scorer, prompts: Prompts, spec: SampleSpec, world: World
     accepted = inspect.signature(scorer.unwrap().forward).parameters
     last = {"logits_to_keep": size} if "logits_to_keep" in accepted else {}
     bound = 1e-4 if scorer.precision == torch.float32 else 0.05
-    logged = {"output_logits": True, "return_dict_in_generate": True}
+    logged: Any = {"output_logits": True, "return_dict_in_generate": True}
     for batch in [prompts] if scorer.way.batched else [[prompt] for prompt in prompts]:
         uniform = torch.zeros(len(batch), size)
         output = _sample_batch(scorer, batch, uniform, spec, world, **logged)

@@ -6,7 +6,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
@@ -106,7 +106,7 @@ class Phase:
         self.parts = parts
         self.first = self.fraction = done / parts  # of the phase
         self.start = time.time()
-        self.due = SILENCE  # seconds from the start to the next line in a pipe
+        self.due: float = SILENCE  # seconds from the start to the next line in a pipe
         self.shown = tqdm(disable=True)
 
     def each(self, batches: Sequence[T], units: int = 1) -> Iterator[T]:
@@ -118,7 +118,12 @@ class Phase:
         part = 1 / self.parts / max(1, len(batches))  # of one micro-batch
         self.unit = part / units
         if self.bar and self.bar.is_shown:
-            options = {"position": 0, "leave": False, "smoothing": 0, "dynamic_ncols": True}
+            options: dict[str, Any] = {
+                "position": 0,
+                "leave": False,
+                "smoothing": 0,
+                "dynamic_ncols": True,
+            }
             options |= {"total": 1.0, "initial": self.first, "bar_format": PHASE_SHAPE}
             self.shown = tqdm(desc=self.title, **options)
             self.shown.start_t = self.start

@@ -26,18 +26,18 @@ SHELL = sorted([*ROOT.glob("*.sh"), *ROOT.glob("scripts/*.s[hl]*")])
 # The goals are (19, 2200) for main_distributed and 8,000 lines of Python.
 # Script -> our files and lines of code that its imports lead to:
 REACHED = {
-    "main_distributed": (26, 4160),
-    "train": (28, 4320),
-    "train_loop": (29, 4230),
-    "generate_data": (21, 3200),
-    "dpo_inv.run_dpo_ddp": (31, 3930),
-    "dpo_inv.inference": (18, 2510),
-    "ad.train": (26, 3340),
-    "ad.evaluate": (15, 2010),
+    "main_distributed": (26, 4400),
+    "train": (28, 4540),
+    "train_loop": (29, 4440),
+    "generate_data": (21, 3350),
+    "dpo_inv.run_dpo_ddp": (31, 4250),
+    "dpo_inv.inference": (19, 2850),
+    "ad.train": (26, 3480),
+    "ad.evaluate": (15, 2050),
 }
-AFTER_THE_DEMO = (27, 4220)  # of main_distributed.py, DDP: files and lines that it has imported
-PYTHON = 10750  # outside tests
-SHELL_LINES = 218
+AFTER_THE_DEMO = (27, 4470)  # of main_distributed.py, DDP: files and lines that it has imported
+PYTHON = 11300  # outside tests
+SHELL_LINES = 235
 GETATTR = 15  # getattr(config, ...): of names that the settings declare
 
 
