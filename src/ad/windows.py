@@ -9,6 +9,7 @@ each [H, T], n_stream histories for each task, and meta (JSON). It is small enou
 histories stay on the device.
 """
 
+import dataclasses
 import json
 import math
 import zipfile
@@ -34,10 +35,20 @@ ARRAYS = ("state", "action", "reward")
 
 
 def collect(config: Config, path: Path) -> Array:
-    """Write the histories of all tasks to a new file; return the mean return of each episode."""
+    """Write the histories of all tasks to a new file; return the mean return of each episode.
+
+    The histories of held-out tasks are for the loss: a source that must know its tasks knows these.
+    """
     check_writable("--traj_file", path)
     tasks = config.environment.tasks(config.n_task)
-    state, action, reward = sources.histories(config, tasks, config.n_stream, config.source_steps)
+    size = config.n_stream, config.source_steps
+    histories = sources.histories(config, tasks, *size)
+    if config.source == "posterior":
+        is_held_out = ~np.isin(tasks, config.tasks[0])
+        knows_all = dataclasses.replace(config, train_env_ratio=1.0)
+        held_out = sources.histories(knows_all, tasks[is_held_out], *size)
+        histories[:, np.repeat(is_held_out, config.n_stream)] = held_out
+    state, action, reward = histories
     meta = np.array(json.dumps(config.source_settings()))
     with write_file(path) as file, open(file, "wb") as stream:
         np.savez(stream, state=state, action=action, reward=reward, meta=meta)

@@ -204,6 +204,17 @@ def test_posterior_sampling_does_not_know_the_held_out_tasks():
     assert sources.returns(config, known, 10, 400)[:, -1].mean() > 0.9 * optimum
 
 
+def test_held_out_histories_are_those_of_a_source_that_knows_the_tasks(tmp_path):
+    """For the loss; otherwise it would measure the imitation of a source that finds nothing."""
+    config = Config(grid_size=3, horizon=4, source_noise=0, train_env_ratio=0.5, n_stream=10)
+    config.total_source_timesteps = 4000  # 100 episodes in each stream
+    windows.collect(config, tmp_path / "x.npz")
+    reward = windows.read(tmp_path / "x.npz", config.source_settings())["reward"]
+    last = reward.reshape(9, 10, -1, 4).sum(-1)[:, :, -1].mean(1)  # [tasks]
+    for tasks in config.tasks:
+        assert last[tasks].mean() > 0.9 * config.environment.optimum(tasks).mean()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", sources.SOURCES)
 def test_sources_start_at_chance_and_end_near_the_optimum(kind, name):
