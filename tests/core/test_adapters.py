@@ -19,7 +19,7 @@ import runs
 import train
 import train_config
 import train_loop
-from ddp_utils import UserError, lora, models
+from ddp_utils import UserError, distributed, lora, models
 from ddp_utils.chat_template import Encoder
 from ddp_utils.policy import Precision
 from ddp_utils.tools import chat, merge
@@ -313,15 +313,18 @@ WARNINGS = {  # template of the adapter's tokenizer, change of its folder -> tem
 @pytest.mark.parametrize("kind", WARNINGS)
 def test_an_adapter_brings_its_tokenizer_and_template(kind, tmp_path, capsys):
     template, change, expected, line = WARNINGS[kind]
+    distributed.warnings.clear()
     demo_adapter(tmp_path, template)
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with contextlib.chdir(DEMO.parents[2]):  # a relative and an absolute path are the same base
         assert lora.load_tokenizer("data/demo/model", tmp_path).chat_template == expected
     printed = capsys.readouterr().out
+    distributed.warnings.clear()  # each warning is printed once per script
     lora.load_tokenizer(DEMO, tmp_path, "my.jinja")  # no warning about what has been chosen
     is_chosen = not line or kind == "other template"
     assert capsys.readouterr().out.startswith("warning") != is_chosen
+    distributed.warnings.clear()
     merge.merge(tmp_path, tmp_path / "merged", base=str(DEMO))
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template == expected
     assert capsys.readouterr().out.count("\n") == printed.count("\n")

@@ -51,7 +51,7 @@ def other_value(name):
     default, hint = FIELDS[name].default, FIELDS[name].type
     if hint is bool:
         return [f"--no_{name}" if default else f"--{name}"], not default
-    value = "3" if hint in (int, float, float | None) else "some thing"
+    value = "3" if hint in (int, float, int | None, float | None) else "some thing"
     if typing.get_origin(hint) is typing.Literal:
         [value, *_] = [choice for choice in typing.get_args(hint) if choice != default]
     return [f"--{name}", value], 3 if value == "3" else value

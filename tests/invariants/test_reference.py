@@ -25,9 +25,9 @@ def train(folder, *flags):
     """main() -> how many pairs were scored."""
     score, counts = logps.score, []
 
-    def counted(scorer, pairs, *rest):
-        counts.append(len(rest[3] if len(rest) > 3 else pairs))
-        return score(scorer, pairs, *rest)
+    def counted(scorer, pairs, world, size, rows=None, phase=None):
+        counts.append(len(pairs if rows is None else rows))
+        return score(scorer, pairs, world, size, rows, phase)
 
     no_report = mock.patch.object(run, "write_report", lambda *_, **__: ("", ""))
     with mock.patch.object(logps, "score", counted), no_report:
