@@ -21,7 +21,7 @@ class Config:
     train_batch_size: int = 24  # windows per forward pass and process
     lr: float = 8e-3  # peak learning rate
     n_transit: int = 240  # context length in environment steps; here 12 episodes
-    use_compressed_context: bool = False  # context of the last two regions of a history
+    use_compressed_context: bool = False  # fixed rule: the context is the last two regions
     compress_interval: int = 80  # environment steps per region
 
     # tasks and source algorithm
