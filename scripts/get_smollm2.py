@@ -56,9 +56,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Convert the model; return 0."""
     config = cli.parse(Config, argv)
     file = find_gguf()
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer = AutoTokenizer.from_pretrained(
+        file.parent, gguf_file=file.name, trust_remote_code=False
+    )
     expanded = AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32
+        file.parent,
+        gguf_file=file.name,
+        dtype=torch.float32,
+        use_safetensors=True,
+        trust_remote_code=False,
     )
     values = expanded.config.to_dict()
     del values["quantization_config"]  # transformers does not save a model that has one

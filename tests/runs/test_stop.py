@@ -27,8 +27,8 @@ def resumes(folder, expected, step, *flags):
 
 PLACES = {  # the signal comes before this call -> its number, rank, steps that are saved
     "logps.score": (1, 1, 0),
-    "main_distributed.evaluate": (2, 1, 8),
-    "main_distributed.evaluate of the test": (4, 1, 12),
+    "main_distributed.evaluate": (3, 1, 8),
+    "main_distributed.evaluate of the test": (5, 1, 12),
     "checkpoints.write": (1, 0, 6),  # of step 5; the ranks stop in the next step
 }
 

@@ -57,7 +57,7 @@ def test_question_files_as_people_have_them(row, tmp_path):
     assert trajectories.read_questions(path) == ["Why?", "How?"]  # each once
     assert trajectories.read_questions(path, 1) == ["Why?"]
     assert trajectories.read_questions(path, 88) == ["Why?", "How?"]  # a file of one's own
-    with pytest.raises(UserError, match="q.jsonl: 0 questions"):
+    with pytest.raises(UserError, match="q.jsonl: 0 records"):
         trajectories.read_questions(write(path, []))
 
 
