@@ -431,6 +431,8 @@ def check(flags, path, capsys):
 @pytest.mark.parametrize("name", DEEPSPEED)
 def test_a_file_of_deepspeed(name, capsys):
     content, expected = DEEPSPEED[name]
+    if "no such setting" in expected:
+        pytest.importorskip("deepspeed", reason="DeepSpeed checks zero_optimization itself")
     Path("ds.json").write_text(json.dumps(content, indent=1))
     says = check(["--deepspeed"], "ds.json", capsys)
     assert says.startswith(expected) if "is not a setting" in expected else says == expected
