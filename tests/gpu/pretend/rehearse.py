@@ -2,7 +2,7 @@
 
     python tests/gpu/pretend/rehearse.py                          # all, on one and two ranks
     python tests/gpu/pretend/rehearse.py --only "dpo lora" --ranks 2 --precisions bf16
-    python tests/gpu/pretend/rehearse.py --out runs.json          # the table's rows as a file
+    python tests/gpu/pretend/rehearse.py --out runs.json          # the rest of the runs in a file
 
 A run is `main()` of a script in each rank, four steps on the demo's data. In fp32 it is done again
 on the CPU and compared. bf16 is what an H100 gets by default, fp16 what a T4 gets, which has
@@ -363,7 +363,12 @@ def resume(name, ranks, precision, data, folder):
     killed, *_ = start(name, ranks, again, folder / "gpu", card, die=4)
     codes, reports, log = start(name, ranks, again, folder / "gpu", card)
     gap = difference(folder / "run", folder / "whole") if killed == [9] * ranks else math.inf
-    return Result(f"{name}, resumed", ranks, precision, codes, reports, gap, log)
+    return Result(title(resume, name), ranks, precision, codes, reports, gap, log)
+
+
+def title(do, name):
+    """Return what a run of a case is called in the table."""
+    return f"{name}, resumed" if do is resume else name
 
 
 def difference(one, other):
@@ -486,6 +491,18 @@ def row(result):
     }
 
 
+def read(file):
+    """Return the rows of a file that need not be done again, {(name, ranks, precision): row}."""
+    rows = json.loads(Path(file).read_text()) if file and Path(file).exists() else []
+    return {tuple(row.values())[:3]: row for row in rows if not row["problems"]}
+
+
+def write(file, rows):
+    """Write a row on each line, atomically."""
+    Path(f"{file}.tmp").write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+    Path(f"{file}.tmp").rename(file)
+
+
 def planned(names, ranks, precisions):
     """Return (function, name, ranks, precision) of each run."""
     for name in names:
@@ -505,7 +522,7 @@ def main():
     add("--ranks", type=int, nargs="+", default=[1, 2])
     add("--precisions", nargs="+", default=[*CARDS], choices=[*CARDS])
     add("--jobs", type=int, default=1, help="runs at a time")
-    add("--out", help="JSON file for the rows of the table")
+    add("--out", help="JSON file for the rows; those that it has without problems are not done")
     args = parser.parse_args()
     if pretend.why_not():
         print(f"error: this machine cannot pretend: {pretend.why_not()}", file=sys.stderr)
@@ -517,7 +534,7 @@ def main():
             name == word or word.endswith("*") and name.startswith(word[:-1]) for word in args.only
         )
 
-    rows, begin = [], time.monotonic()
+    rows, begin = read(args.out), time.monotonic()
     print("| run | ranks | precision | exit | gap | reads per step | in micro-batches |")
     print("|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory(prefix="rehearse_") as folder:
@@ -533,14 +550,18 @@ def main():
             print("|", *(f"{cell} |" for cell in cells), flush=True)
             for line in found:
                 print(f"   WRONG: {line[:400]}", flush=True)
-            rows.append(done)
+            rows[tuple(done.values())[:3]] = done
+            if args.out:
+                write(args.out, rows.values())
 
-        plan = [*planned(filter(is_meant, CASES), args.ranks, args.precisions)]
+        plan = [
+            (do, name, *which)
+            for do, name, *which in planned(filter(is_meant, CASES), args.ranks, args.precisions)
+            if (title(do, name), *which) not in rows
+        ]
         with ThreadPoolExecutor(args.jobs) as pool:
             [*pool.map(attempt, range(len(plan)), plan)]
-    if args.out:
-        Path(args.out).write_text(json.dumps(rows, indent=1) + "\n")
-    wrong = sum(bool(one["problems"]) for one in rows)
+    wrong = sum(bool(one["problems"]) for one in rows.values())
     print(f"{len(rows)} runs, {wrong} with problems, {time.monotonic() - begin:.0f} s")
     return int(wrong > 0)
 

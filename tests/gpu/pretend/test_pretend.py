@@ -34,7 +34,7 @@ SELECTION = [
 
 def title(run):
     function, name, size, precision = run
-    return f"{name}{', resumed' if function is rehearse.resume else ''}-{size}-{precision}"
+    return f"{rehearse.title(function, name)}-{size}-{precision}"
 
 
 ALL = [*rehearse.planned(rehearse.CASES, (1, 2), ("fp32", "bf16", "fp16"))]
