@@ -59,25 +59,36 @@ class Memory:
 
     def __init__(self):
         self.now = self.peak = 0
-        self.holders = collections.Counter()  # address -> tensors
+        self.holders = {}  # address -> tensors
+        self.held = {}  # id -> Held, which would otherwise be forgotten
         self.lock = threading.RLock()
 
     def hold(self, tensor):
         storage = tensor.host.untyped_storage()
-        address, size = storage.data_ptr(), -(-storage.nbytes() // 512) * 512
+        held = Held(tensor, self.release)
+        held.address, held.size = storage.data_ptr(), -(-storage.nbytes() // 512) * 512
         with self.lock:
-            if not self.holders[address]:
-                self.now += size
+            self.held[id(held)] = held
+            others = self.holders.get(held.address, 0)
+            self.holders[held.address] = others + 1
+            if not others:
+                self.now += held.size
                 self.peak = max(self.peak, self.now)
-            self.holders[address] += 1
-        weakref.finalize(tensor, self.release, address, size).atexit = False
 
-    def release(self, address, size):
+    def release(self, held):
         with self.lock:
-            self.holders[address] -= 1
-            if not self.holders[address]:
-                del self.holders[address]
-                self.now -= size
+            del self.held[id(held)]
+            others = self.holders.pop(held.address) - 1
+            if others:
+                self.holders[held.address] = others
+            else:
+                self.now -= held.size
+
+
+class Held(weakref.ref):
+    """A tensor, without keeping it."""
+
+    __slots__ = ("address", "size")
 
 
 record = Record()
@@ -184,9 +195,15 @@ class Gpu(torch.Tensor):
     @staticmethod
     def __new__(cls, host, device=None):
         assert isinstance(host, torch.Tensor) and not isinstance(host, Gpu)
-        shape = {"strides": host.stride(), "storage_offset": host.storage_offset()}
-        shape |= {"dtype": host.dtype, "device": device or device_of(None), "requires_grad": False}
-        tensor = torch.Tensor._make_wrapper_subclass(cls, host.size(), **shape)
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            host.size(),
+            strides=host.stride(),
+            storage_offset=host.storage_offset(),
+            dtype=host.dtype,
+            device=device or device_of(None),
+            requires_grad=False,
+        )
         tensor.host = host
         if record.memory:
             record.memory.hold(tensor)
@@ -300,7 +317,8 @@ def dispatch(function, args, kwargs):
     if function in SPECIAL:
         out = SPECIAL[function](function, *args, **kwargs)
         return record.done(function, args, kwargs, out)
-    check(function, name, args, kwargs)
+    tensors = tensors_of([*args, *kwargs.values()] if kwargs else args)
+    check(function, name, args, kwargs, tensors)
     options = {name: unwrap(value) for name, value in kwargs.items()}
     target = kwargs.get("device")
     if target is not None:
@@ -310,9 +328,11 @@ def dispatch(function, args, kwargs):
     count(function, name, args)
     if target is not None and torch.device(target).type != "cuda":
         return out
-    tensors = tensors_of([*args, *kwargs.values()])
-    device = next((x.device for x in tensors if isinstance(x, Gpu)), None)
-    result = wrap(out, device if target is None else device_of(target))
+    if target is None:
+        device = next((x.device for x in tensors if isinstance(x, Gpu)), None)
+    else:
+        device = device_of(target)
+    result = wrap(out, device)
     if written(function):  # what was written to is returned as it came
         result = with_written(function, args, kwargs, result)
     return record.done(function, args, kwargs, result)
@@ -328,8 +348,8 @@ def count(function, name, args):
         record.flops[str(left.dtype)[6:]] += 2 * left.numel() * right.shape[-1]
 
 
-def check(function, name, args, kwargs):
-    """Raise what a GPU would raise about the arguments of an operator; note what waits."""
+def check(function, name, args, kwargs, tensors):
+    """Raise what a GPU would raise about an operator and its tensors; note what waits."""
     target = kwargs.get("device")
     if name == "_to_copy" and target is not None and torch.device(target).type != "cuda":
         record.note("race" if kwargs.get("non_blocking") else "read", function)
@@ -343,7 +363,7 @@ def check(function, name, args, kwargs):
                 record.note("read", function)  # how many are True
         check_devices(function, tensors_of([args[0], *args[2:3]]))
     else:
-        check_devices(function, tensors_of([*args, *kwargs.values()]))
+        check_devices(function, tensors)
     if name in READS:
         record.note("read", function)
     if function is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None:
@@ -369,6 +389,8 @@ def check_copy(function, to, source, non_blocking):
 
 def check_devices(function, tensors):
     """Raise what torch raises for tensors on several devices; a number may be on the host."""
+    if len({x.device for x in tensors}) < 2:
+        return
     devices = {x.device for x in tensors if isinstance(x, Gpu)}
     hosts = [x for x in tensors if not isinstance(x, Gpu) and x.device.type != "meta"]
     name = function.__name__
