@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from ddp_utils import Stop, UserError, data, distributed, logps, lora, models, sampling, terminal
+from ddp_utils import Stop, UserError, data, distributed, logps, models, sampling, terminal
 from ddp_utils import checkpoints as files
 from ddp_utils.chat_template import Encoder
 from ddp_utils.distributed import World
@@ -207,13 +207,13 @@ def main(argv: list[str] | None = None) -> int:
     questions = trajectories.read_questions(path, config.num_questions, config.columns)
     if len(questions) < 2:
         raise UserError(f"{path}: one question (expected at least 2, since one is held out)")
-    tokenizer = lora.load_tokenizer(config.model_name)
+    tokenizer = models.load_tokenizer(config.model_name)
     encoder = Encoder(tokenizer, config.chat_template, kwargs=config.chat_template_kwargs)
     retained, others = read_other_prompts(config, encoder, x0)
     rows = plan_rows(config, questions, retained, others)
     prompt = functools.cache(functools.partial(trajectories.prompt, encoder))
     prompts = [prompt(row.get("system", x0), row["question"]) for row in rows]
-    meta_model = lora.load(config.model_name, "auto", models.META)
+    meta_model = models.load(config.model_name, "auto", models.META)
     longest = [0] * config.max_sequence_length
     examples = [trajectories.Trajectory(ids, ids, longest, path, "") for ids in prompts]
     models.check_fit(meta_model, examples, "a smaller --max_sequence_length")
@@ -247,7 +247,7 @@ def main(argv: list[str] | None = None) -> int:
     # model
     mixed = "auto" if config.use_mixed_precision else "no"
     precision = Precision.choose(world.device, "none", config.base_dtype, mixed)
-    model = lora.load(config.model_name, precision.weights, world.device)
+    model = models.load(config.model_name, precision.weights, world.device)
     scorer = logps.Scorer(model, precision.autocast)
 
     # replies

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_utils import checks, distributed, logps, lora, losses, models, parallel, sampler, sampling
+from ddp_utils import checks, distributed, logps, losses, models, parallel, sampler, sampling
 from ddp_utils import judge as judges
 from ddp_utils import policy as policies
 from ddp_utils import preference_data as preferences
@@ -49,6 +49,8 @@ def read_settings(argv: Sequence[str] | None) -> settings.Config:
     """Return the flags over the defaults of src/config.py, checked before anything is read."""
     config = settings.read(argv)
     if config.init_adapter:
+        from ddp_utils import lora
+
         lora.inherit_config(config, config.init_adapter)
     is_demo = config.train_data == settings.Config.train_data
     if is_demo and not (config.val_data or config.test_data):
@@ -210,9 +212,9 @@ def prepare(
 def load_policy(config: settings.Config, precision: Precision, data: dict, run: Run) -> Policy:
     """Load the model to be trained, on all ranks."""
     torch.manual_seed(config.seed)  # the same new LoRA on every rank
-    model = lora.load_policy(
+    model = models.load_policy(
         config.model_name,
-        lora.LoraSpec.of(config),
+        models.LoraSpec.of(config),
         precision,
         run.world.device,
         sharded=config.strategy != "ddp",
@@ -240,7 +242,7 @@ def score_reference_model(
 ) -> Tables:
     """Load another reference model, score it, and free it before the policy is loaded."""
     host = torch.device("cpu") if config.strategy == "fsdp" else run.world.device
-    model = lora.load(config.reference_model, precision.weights, host)
+    model = models.load(config.reference_model, precision.weights, host)
     reference = prepare(model, config, precision, data, run, trained=False)
     ref_logps = score_reference(reference, plan, data, config, run)
     del model, reference
@@ -270,7 +272,7 @@ def describe_run(
         models.check_fit(meta_model, sampled, "a smaller --max_new_tokens or --max_length")
     if config.reference_model:
         with cli.located({"model_name": "--reference_model"}):
-            lora.load(config.reference_model, "auto", models.META)
+            models.load(config.reference_model, "auto", models.META)
     folders = {"model_name": config.model_name, "init_adapter": config.init_adapter}
     folders["reference_model"] = config.reference_model
     inputs = models.input_digests(data, folders, meta_model.config)
@@ -300,14 +302,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     # data
     names = config.model_name, config.init_adapter, config.chat_template
-    tokenizer = lora.load_tokenizer(*names)
+    tokenizer = models.load_tokenizer(*names)
     shape = config.max_length, config.truncation, config.chat_template_kwargs, config.keep_thoughts
     encoder = Encoder(tokenizer, config.chat_template, *shape)
     data, report = read_data(config, encoder, world)
     judge = load_judge(config, data)
     plan = sampler.Plan.of(config, len(data["train"]))
-    adapter, checkpointing = lora.LoraSpec.of(config), config.use_gradient_checkpointing
-    meta_model, notes = lora.meta_model(config.model_name, adapter, checkpointing)
+    adapter, checkpointing = models.LoraSpec.of(config), config.use_gradient_checkpointing
+    meta_model, notes = models.meta_model(config.model_name, adapter, checkpointing)
     spec = describe_run(config, meta_model, data, report, plan, judge, world)
     spec = spec._replace(lines=[*spec.lines, *notes])
     if config.check:

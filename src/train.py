@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_utils import UserError, checks, distributed, logps, lora, losses, models, parallel, sampler
+from ddp_utils import UserError, checks, distributed, logps, losses, models, parallel, sampler
 from ddp_utils import policy as policies
 from ddp_utils import preference_data as preferences
 from ddp_utils import run as runs
@@ -44,7 +44,7 @@ Tables = dict[str, Tensor]  # split -> log-probs of chosen and rejected, [pairs,
 def encoder_of(config: Config) -> Encoder:
     """Return what turns texts into token ids."""
     names = config.model_name, config.init_adapter, config.chat_template
-    tokenizer = lora.load_tokenizer(*names)
+    tokenizer = models.load_tokenizer(*names)
     shape = config.max_length, config.truncation, config.chat_template_kwargs, config.keep_thoughts
     return Encoder(tokenizer, config.chat_template, *shape)
 
@@ -197,9 +197,9 @@ def fill_in_settings(config: Config, meta_model: Any, world: World) -> Precision
 def load_policy(config: Config, precision: Precision, data: dict, run: Run) -> Policy:
     """Load the model to be trained, on all ranks."""
     torch.manual_seed(config.seed)  # the same new LoRA on every rank
-    model = lora.load_policy(
+    model = models.load_policy(
         config.model_name,
-        lora.LoraSpec.of(config),
+        models.LoraSpec.of(config),
         precision,
         run.world.device,
         sharded=config.strategy != "ddp",
@@ -268,8 +268,10 @@ def fine_tune(config: Config, world: World) -> int:
     """Train as the settings say; return 0."""
     # setup
     if config.init_adapter and config.fine_tuning == "lora":
+        from ddp_utils import lora
+
         lora.inherit_config(config, config.init_adapter)
-    if config.type == "qlora" and lora.is_adapter(config.model_name):
+    if config.type == "qlora" and models.is_adapter(config.model_name):
         advice = "merge it first: python -m ddp_utils.tools.merge"
         raise UserError(f"--type: a LoRA cannot be merged into 4-bit weights; {advice}")
     world = distributed.choose_device(world, config.backend)
@@ -280,8 +282,8 @@ def fine_tune(config: Config, world: World) -> int:
     encoder = encoder_of(config)
     data, report = read_data(config, encoder, world)
     plan = sampler.Plan.of(config, len(data["train"]), world.world_size)
-    adapter, checkpointing = lora.LoraSpec.of(config), config.gradient_checkpointing
-    meta_model, notes = lora.meta_model(config.model_name, adapter, checkpointing)
+    adapter, checkpointing = models.LoraSpec.of(config), config.gradient_checkpointing
+    meta_model, notes = models.meta_model(config.model_name, adapter, checkpointing)
     spec, precision = describe_run(config, meta_model, data, report, plan, world)
     spec = spec._replace(lines=[*spec.lines, *notes])
     if config.check:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_utils import UserError, checks, distributed, logps, lora, models, sampler
+from ddp_utils import UserError, checks, distributed, logps, models, sampler
 from ddp_utils import data as data_files
 from ddp_utils import policy as policies
 from ddp_utils.chat_template import Encoder, truncation_warning
@@ -53,6 +53,8 @@ def read_settings(argv: list[str] | None) -> Config:
     """Return the settings; what they leave open is taken from the first row of the data."""
     config = settings.read(argv)
     if config.resume_from:
+        from ddp_utils import lora
+
         lora.inherit_config(config, config.resume_from)
     [first] = data_files.read(config.data_path, 1)
     config.model_name = config.model_name or data_files.text(first, "model")
@@ -68,10 +70,10 @@ def read_settings(argv: list[str] | None) -> Config:
     return config
 
 
-def lora_of(config: Config) -> lora.LoraSpec:
+def lora_of(config: Config) -> models.LoraSpec:
     """Return the adapter of the settings."""
     shape = config.lora_r, config.lora_alpha, config.lora_dropout, config.lora_targets
-    return lora.LoraSpec(*shape, config.resume_from)
+    return models.LoraSpec(*shape, config.resume_from)
 
 
 def read_data(config: Config, encoder: Encoder, world: World) -> tuple[Data, dict[str, dict]]:
@@ -254,7 +256,7 @@ def load_teacher(config: Config, data: Data, precision: Precision, run: Run) -> 
     memory = {"gradient_checkpointing": config.use_gradient_checkpointing}
     memory["memory_efficient"] = config.lean
     adapter = lora_of(config)
-    model = lora.load_policy(config.model_name, adapter, precision, world.device, **memory)
+    model = models.load_policy(config.model_name, adapter, precision, world.device, **memory)
     student = Student(model, precision.autocast).to(world.device)
     check_head(student, data["train"], config, run)
     return Teacher(student, data, config, run)
@@ -276,7 +278,7 @@ def bake(argv: list[str] | None) -> int:
 
     # data
     names = config.model_name, config.resume_from, config.chat_template
-    tokenizer = lora.load_tokenizer(*names)
+    tokenizer = models.load_tokenizer(*names)
     kwargs = config.chat_template_kwargs
     encoder = Encoder(tokenizer, config.chat_template, config.max_traj_len, kwargs=kwargs)
     data, reports = read_data(config, encoder, world)
@@ -289,7 +291,7 @@ def bake(argv: list[str] | None) -> int:
     judge = read_judge(config, questions)
     plan = sampler.Plan.of(config, len(data["train"]), world.world_size)
     adapter, checkpointing = lora_of(config), config.use_gradient_checkpointing
-    meta_model, notes = lora.meta_model(config.model_name, adapter, checkpointing)
+    meta_model, notes = models.meta_model(config.model_name, adapter, checkpointing)
     spec = describe_run(config, meta_model, data, reports, prompts, judge, plan)
     spec = spec._replace(lines=[*spec.lines, *notes])
     if config.check:

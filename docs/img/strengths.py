@@ -29,7 +29,9 @@ def shares(folder: str) -> list[float]:
     spec = sampling.SampleSpec(1.0, 1.0, max_new_tokens=60, batch_size=100, seed=0)
     heights = []
     for scale in SCALES:
-        model = lora.load_merged(f"{folder}/model", torch.float32, cpu, "data/demo/model", scale)
+        model = lora.merge(
+            models.load("data/demo/model", torch.float32, cpu), f"{folder}/model", scale
+        )
         scorer = logps.Scorer(model)
         ids = sampling.generate(scorer, prompts, encoder.ends, distributed.World(), spec)
         texts = encoder.tokenizer.batch_decode(ids, skip_special_tokens=True)

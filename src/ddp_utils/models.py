@@ -5,99 +5,55 @@ import copy
 import io
 import itertools
 import math
-import re
 import shutil
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
-    AutoTokenizer,
     BitsAndBytesConfig,
     PretrainedConfig,
 )
 from transformers import PreTrainedModel as Model
-from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.auto import modeling_auto
-from transformers.pytorch_utils import Conv1D
-from transformers.utils import cached_file, logging
+from transformers.utils import logging
 
 from ddp_utils import UserError, data, distributed
 from ddp_utils.distributed import World
-from ddp_utils.policy import Policy, Tensors, untied_state
+from ddp_utils.model_files import (
+    FAULTS,
+    META,
+    LoraSpec,
+    Name,
+    Tokenizer,
+    check_complete,
+    find_file,
+    first_line,
+    is_adapter,
+    model_path,
+    read_tokenizer,
+    reading,
+    set_untied,
+)
+from ddp_utils.policy import Policy, Precision, Tensors, untied_state
 
 logging.disable_progress_bar()  # a run has its own
 logging.set_verbosity_error()  # check_complete() raises an error instead of a warning
 
-Name = str | Path  # of a model: a folder, or a name on the hub
 Dtype = torch.dtype | str | None
-META = torch.device("meta")  # tensors on it have a name and a shape, and no content
 # what modules call their dropout and a router its noise
 RANDOM: tuple[str, ...] = ("attention_dropout", "dropout", "activation_dropout", "layerdrop")
 RANDOM += ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")
 PROCESSOR = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
-# the exceptions of transformers, peft and the file readers for files that do not fit together
-FAULTS: tuple[type[Exception], ...] = (ArithmeticError, AssertionError, AttributeError, ImportError)
-FAULTS += (LookupError, OSError, RuntimeError, TypeError, ValueError)
-FAULTS += (SafetensorError, StrictDataclassError, re.error)
-
-# the ends of tensors that only files of quantized weights have
-PACKED = (".qweight", ".absmax", ".SCB", "_scale", "_scale_inv")
 
 
-# --- errors ---------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def reading(place: str, problem: str = "cannot be read") -> Iterator[None]:
-    """Turn an exception of a library that reads model files into a UserError of one line.
-
-    place: the flag and its value; problem: what the user asked for.
-    """
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except FAULTS as error:
-        from ddp_utils import hub  # it is not needed for folders
-
-        of_hub = hub.explain(place.rpartition(" ")[2], error)
-        message = of_hub or f"{problem}: {first_line(error)}"
-        if "custom code" in message:
-            message = "it needs its own code, which is not run; use a model type of transformers"
-        raise UserError(f"{place}: {message}") from error
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of a library's error message."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-
-
-def check_complete(
-    place: str, missing: Collection[str], unexpected: Collection[str], misshapen: Collection[str]
-) -> None:
-    """Raise UserError unless the files have exactly the tensors of the model.
-
-    place: the flag and its value; missing, unexpected, misshapen: names of tensors.
-    """
-    kinds = {"are missing": missing, "have another shape": misshapen, "are unexpected": unexpected}
-    problems = []
-    for kind, names in kinds.items():
-        if names:
-            problems.append(f"{len(names)} tensors {kind} ({', '.join(sorted(names)[:3])})")
-    if problems:
-        advice = "use weights and config.json of the same model"
-        if any(name.endswith(PACKED) for name in unexpected):
-            advice = "its weights are quantized; use the original model"
-        raise UserError(f"{place}: {'; '.join(problems)}; {advice}")
+# --- checks of the files -------------------------------------------------------------------------
 
 
 def check_index(place: str, folder: Path) -> None:
@@ -150,49 +106,38 @@ def auto_class(config: PretrainedConfig) -> Any:
 # --- loading --------------------------------------------------------------------------------------
 
 
-def model_path(name: Name) -> str:
-    """Return the absolute path of a folder, which is looked up as data are, or a hub name."""
-    folder = data.resolve(name)
-    if folder.is_dir():
-        return str(folder.resolve())  # peft records it as the base of an adapter
-    if str(name).startswith((".", "/", "~")) or str(name).count("/") > 1:
-        raise UserError(f"--model_name: there is no folder {name}; use a folder or a hub name")
-    from ddp_utils import hub  # it is not needed for folders
+def load_tokenizer(name: Name, init_adapter: Name = "", chat_template: str = "auto") -> Tokenizer:
+    """Return the tokenizer and chat template of a model, or of the adapter that it begins with.
 
-    hub.connect()
-    return str(name)
+    chat_template: the flag; if it is "auto", that of the adapter is used.
+    Prints a warning if the adapter belongs to another model or has another chat template.
+    """
+    if is_adapter(name) or init_adapter:
+        from ddp_utils import lora
 
-
-def find_file(name: Name, file: str) -> str | None:
-    """Return the path of a file in a folder, or of a model on the hub; None if there is none."""
-    errors = ("missing_entries", "connection_errors", "gated_repo")
-    options: Any = {f"_raise_exceptions_for_{error}": False for error in errors}
-    return cached_file(model_path(name), file, **options)
+        return lora.load_tokenizer(name, init_adapter, chat_template)
+    return read_tokenizer(name)
 
 
-def load_tokenizer(name: Name) -> Tokenizer:
-    """Return the tokenizer in a folder or on the hub."""
-    with reading(f"--model_name: no tokenizer at {name}"):
-        return AutoTokenizer.from_pretrained(model_path(name), trust_remote_code=False)
-
-
-def load(
-    name: Name, dtype: Dtype, device: torch.device, four_bits: torch.dtype | None = None
-) -> Model:
+def load(name: Name, dtype: Dtype, device: torch.device, quantization: Any = None) -> Model:
     """Load a model from safetensors, without dropout, directly onto the device.
+
+    The LoRA in a folder is merged into its base model.
 
     device: META compares the names and shapes in the files with the model's and reads no weight.
     Such a model keeps the settings of its files, including dropout, for save().
-    four_bits: keep the weights in 4 bits and compute in this dtype (needs bitsandbytes).
+    quantization: of the loaded weights, transformers' settings.
     Raises UserError for files that cannot be read, are not complete, or hold no causal model.
     """
+    if is_adapter(name):
+        from ddp_utils import lora
+
+        return lora.merge(load(lora.base_of(name), dtype, device, quantization), name)
     place = f"--model_name: {name}"
     check_index(place, Path(model_path(name)))
     with reading(place):
         config = AutoConfig.from_pretrained(model_path(name), trust_remote_code=False)
     check_kind(place, config)
-    kinds: dict[str, Any] = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-    kinds |= {"load_in_4bit": True, "bnb_4bit_compute_dtype": four_bits}  # as in QLoRA
     with reading(place):
         loaded: Any = auto_class(config).from_pretrained(
             model_path(name),
@@ -200,7 +145,7 @@ def load(
             device_map=None if device.type == "cpu" else {"": device},
             use_safetensors=True,
             trust_remote_code=False,
-            quantization_config=BitsAndBytesConfig(**kinds) if four_bits else None,
+            quantization_config=quantization,
             ignore_mismatched_sizes=True,  # check_complete() raises an error for them
             output_loading_info=True,
         )
@@ -215,10 +160,75 @@ def load(
     return no_dropout(model)
 
 
-def set_untied(model: Model) -> None:
-    """Record that the output layer has a weight of its own, for save() and other programs."""
-    model.config.get_text_config().tie_word_embeddings = False
-    model.config.tie_word_embeddings = False
+def meta_model(
+    name: str, adapter: LoraSpec | None, gradient_checkpointing: bool = False
+) -> tuple[Model, list[str]]:
+    """Return the model on the meta device, and lines to print, after all checks of load_policy().
+
+    Names and shapes of the tensors in the files are checked; no weight is read.
+    Raises UserError as load() does, or if the adapter does not fit the model.
+    """
+    model = load(name, "auto", META)
+    if gradient_checkpointing:
+        checkpoint_activations(model)
+    prepared, lines = prepare(model, adapter)
+    return prepared.unload() if hasattr(prepared, "unload") else prepared, lines
+
+
+def load_policy(
+    name: str,
+    adapter: LoraSpec | None,
+    precision: Precision,
+    device: torch.device,
+    *,
+    sharded: bool = False,
+    in_4_bits: bool = False,
+    gradient_checkpointing: bool = False,
+    memory_efficient: bool = True,
+) -> Model:
+    """Load the model to be trained; a new LoRA is random, so call torch.manual_seed first.
+
+    adapter: None to train all weights; sharded: for FSDP or DeepSpeed; in_4_bits: QLoRA, which
+    needs bitsandbytes; memory_efficient: with a LoRA, see fast/memory_efficient.py.
+    """
+    dtype: Any = precision.weights
+    if sharded:
+        # mapped from files that all processes of a node share, until the weights are sharded
+        device = torch.device("cpu")
+        dtype = dtype if adapter or is_adapter(name) else "auto"  # a merge rounds
+    kinds: dict[str, Any] = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    kinds |= {"load_in_4bit": True, "bnb_4bit_compute_dtype": precision.autocast or dtype}
+    model = load(name, dtype, device, BitsAndBytesConfig(**kinds) if in_4_bits else None)
+    if gradient_checkpointing:
+        checkpoint_activations(model)
+    prepared = prepare(model, adapter)[0]
+    if adapter and not adapter.merge and memory_efficient:
+        from ddp_utils.fast import memory_efficient as layers
+
+        layers.apply(prepared)
+    return prepared.train()
+
+
+def prepare(model: Any, adapter: LoraSpec | None) -> tuple[Any, list[str]]:
+    """Add or merge the adapter, and freeze the parts of the model that no text reaches.
+
+    Return the model, and lines to print about what is not trained.
+    """
+    parts = unreached(model)
+    lines = []
+    if parts:
+        names = [part[:-1] for part in parts]
+        names[3:] = [f"{len(names) - 3} more parts"] if len(names) > 3 else []
+        lines.append(f"frozen, since no text reaches them: {', '.join(names)}")
+    if adapter:
+        from ddp_utils import lora
+
+        model, more = lora.add(model, adapter, parts)
+        lines += more
+    for name, parameter in model.named_parameters():
+        if (name.removeprefix("base_model.model.") + ".").startswith(parts):
+            parameter.requires_grad_(False)
+    return model, lines
 
 
 def no_dropout(model: Model) -> Model:
@@ -301,30 +311,6 @@ def unreached(model: Model) -> tuple[str, ...]:
         if part not in parts:
             parts.append(part)
     return tuple(parts)
-
-
-def linear_layers(model: Model, unreached: tuple[str, ...]) -> set[str]:
-    """Return the paths of the linear layers that a text reaches, without the output layer."""
-    head = model.get_output_embeddings()
-    paths = set()
-    for path, module in model.named_modules():
-        is_linear = isinstance(module, nn.Linear | Conv1D) and module is not head
-        if is_linear and not f"{path}.".startswith(unreached):
-            paths.add(path)
-    return paths
-
-
-def fused_weights(model: Model, unreached: tuple[str, ...] = ()) -> set[str]:
-    """Return the short names of the weights [experts, in, out] that all-linear does not reach."""
-    names = set()
-    for path, module in model.named_modules():
-        for key, weight in module.named_parameters(recurse=False):
-            if f"{path}.{key}.".startswith(unreached):
-                continue
-            if weight.ndim == 3 and weight.shape[0] > 1 and not isinstance(module, nn.Conv1d):
-                layer = path.rpartition(".")[2]
-                names.add(f"{layer}.weight" if key == "weight" else key)
-    return names
 
 
 def prefixes(name: str) -> list[str]:

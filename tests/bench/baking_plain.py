@@ -76,7 +76,7 @@ def plain_loop(folder, rows):
 def our_loop(folder, rows, kept=False):
     """train_loop.py's step, its teacher kept on disk or not."""
     import train_loop
-    from ddp_utils import distributed, lora, terminal
+    from ddp_utils import distributed, models, terminal
     from ddp_utils.policy import Policy, Precision, make_optimizer
     from prompt_baking import distillation, trajectories
     from prompt_baking.train_config import Config
@@ -84,8 +84,8 @@ def our_loop(folder, rows, kept=False):
     config = Config(model_name=str(folder), cache_teacher=kept, batch_size=ROWS)
     torch.manual_seed(0)
     precision = Precision.choose(torch.device("cpu"), "lora")
-    adapter = lora.LoraSpec(config.lora_r, config.lora_alpha, 0.0, config.lora_targets)
-    model = lora.load_policy(str(folder), adapter, precision, torch.device("cpu"))
+    adapter = models.LoraSpec(config.lora_r, config.lora_alpha, 0.0, config.lora_targets)
+    model = models.load_policy(str(folder), adapter, precision, torch.device("cpu"))
     student = distillation.Student(model)
     world = distributed.World()
     data = {"train": [trajectories.Trajectory(*row, "", "") for row in rows]}

@@ -21,7 +21,7 @@ if __name__ == "__main__":
 
 import programs
 import train as script
-from ddp_utils import distributed, logps, lora, losses, parallel
+from ddp_utils import distributed, logps, losses, models, parallel
 from ddp_utils.logps import Pair
 from ddp_utils.policy import make_optimizer
 from ddp_utils.sharding import fsdp
@@ -77,8 +77,8 @@ def memory(field):
 def train(case, config, rows, world):
     """Train three steps as src/train.py does."""
     precision = script.precision_of(config, world.device)
-    adapter, sharded = lora.LoraSpec.of(config), config.strategy != "ddp"
-    model = lora.load_policy(config.model_name, adapter, precision, world.device, sharded=sharded)
+    adapter, sharded = models.LoraSpec.of(config), config.strategy != "ddp"
+    model = models.load_policy(config.model_name, adapter, precision, world.device, sharded=sharded)
     scorer = logps.Scorer(model, precision.autocast)
     scorer.set_layout(shared=True)
     options = fsdp.Settings(fsdp_sharding_strategy=case[1].split()[-1])

@@ -133,9 +133,9 @@ def test_a_merged_model_equals_base_and_adapter(kind, tmp_path):
     plain = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
     expected = logits(PeftModel.from_pretrained(plain, tmp_path / "lora"))
     assert (expected - logits(AutoModelForCausalLM.from_pretrained(start))).abs().max() > 0.01
-    spec = lora.LoraSpec(init_adapter=str(tmp_path / "lora"), merge=True)
-    full = lora.load_policy(str(start), spec, Precision(torch.float32, None), CPU)
-    for merged in (full, lora.load(str(tmp_path / "lora"), torch.float32, CPU)):
+    spec = models.LoraSpec(init_adapter=str(tmp_path / "lora"), merge=True)
+    full = models.load_policy(str(start), spec, Precision(torch.float32, None), CPU)
+    for merged in (full, models.load(str(tmp_path / "lora"), torch.float32, CPU)):
         embedding, head = merged.get_input_embeddings(), merged.get_output_embeddings()
         assert merged.training and (embedding.weight is head.weight) == is_tied
         assert all(parameter.requires_grad for parameter in merged.parameters())
@@ -158,7 +158,7 @@ def with_tokens(folder, count):
 @pytest.mark.parametrize("count", [99, 97, 90])
 def test_the_vocabulary_of_an_adapter_is_that_of_the_merged_model(count, tmp_path):
     expected = with_tokens(tmp_path, count)
-    assert lora.load(str(tmp_path / "lora"), "auto", models.META).vocab_size == count
+    assert models.load(str(tmp_path / "lora"), "auto", models.META).vocab_size == count
     merge.merge(tmp_path / "lora", tmp_path / "merged")
     reopened = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert reopened.config.vocab_size == expected.shape[-1] == count
@@ -252,14 +252,14 @@ def test_what_cannot_be_merged_is_one_line_also_without_weights(kind, device, tm
     options, scale, line = NOT_MERGED[kind]
     demo_adapter(tmp_path / "lora", **options)
     with pytest.raises(UserError, match=line):
-        lora.load_merged(tmp_path / "lora", "auto", device, scale=scale)
+        lora.merge(models.load(DEMO, "auto", device), tmp_path / "lora", scale)
 
 
 def test_a_merge_that_changes_the_model_is_an_error(tmp_path, monkeypatch):
     demo_adapter(tmp_path / "lora")
     monkeypatch.setattr(peft.LoraModel, "merge_and_unload", peft.LoraModel.unload)
     with pytest.raises(UserError, match=r"lora: it cannot be merged: log-probs change by \S+ nats"):
-        lora.load(str(tmp_path / "lora"), torch.float32, CPU)
+        models.load(str(tmp_path / "lora"), torch.float32, CPU)
 
 
 def test_a_lora_is_not_merged_into_4_bits(tmp_path, monkeypatch):
@@ -273,7 +273,7 @@ def test_a_lora_is_not_merged_into_4_bits(tmp_path, monkeypatch):
 def test_the_number_format_of_a_merge_is_printed_and_can_be_chosen(tmp_path, capsys):
     """In fp32 it is W + alpha / r B A to the last digit, which bf16, that of the demo, rounds."""
     demo_adapter(tmp_path / "lora")
-    expected = lora.load(str(tmp_path / "lora"), torch.float32, CPU).state_dict()
+    expected = models.load(str(tmp_path / "lora"), torch.float32, CPU).state_dict()
     for dtype, kind in (("auto", "bfloat16"), ("fp32", "float32"), ("fp16", "float16")):
         folder = tmp_path / dtype
         assert merge.main([f"{tmp_path}/lora", str(folder), "--dtype", dtype]) == 0
@@ -318,10 +318,10 @@ def test_an_adapter_brings_its_tokenizer_and_template(kind, tmp_path, capsys):
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with contextlib.chdir(DEMO.parents[2]):  # a relative and an absolute path are the same base
-        assert lora.load_tokenizer("data/demo/model", tmp_path).chat_template == expected
+        assert models.load_tokenizer("data/demo/model", tmp_path).chat_template == expected
     printed = capsys.readouterr().out
     distributed.warnings.clear()  # each warning is printed once per script
-    lora.load_tokenizer(DEMO, tmp_path, "my.jinja")  # no warning about what has been chosen
+    models.load_tokenizer(DEMO, tmp_path, "my.jinja")  # no warning about what has been chosen
     is_chosen = not line or kind == "other template"
     assert capsys.readouterr().out.startswith("warning") != is_chosen
     distributed.warnings.clear()
@@ -337,7 +337,8 @@ def test_other_tokens_are_counted(tmp_path, capsys):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     tokenizer.add_tokens(["<a>", "<b>"])
     tokenizer.save_pretrained(tmp_path)
-    assert len(lora.load_tokenizer(DEMO, tmp_path)) == len(AutoTokenizer.from_pretrained(DEMO)) + 2
+    size = len(AutoTokenizer.from_pretrained(DEMO))
+    assert len(models.load_tokenizer(DEMO, tmp_path)) == size + 2
     assert "its tokenizer has 2 other tokens than the model's" in capsys.readouterr().out
 
 

@@ -39,8 +39,8 @@ def message(read, name):
         read(name)
     except UserError as error:
         return str(error)
-readers = {"tokenizer": lora.load_tokenizer, "adapter": lora.adapter_settings}
-readers["model"] = lambda name: lora.load(name, "auto", models.META)
+readers = {"tokenizer": models.load_tokenizer, "adapter": lora.adapter_settings}
+readers["model"] = lambda name: models.load(name, "auto", models.META)
 print(json.dumps({n: {k: message(f, n) for k, f in readers.items()} for n in sys.argv[1:]}))
 """
 

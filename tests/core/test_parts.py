@@ -11,7 +11,7 @@ from test_layouts import MODELS, OLD
 from test_logps import build, by_hand, some_pairs
 from torch import nn
 
-from ddp_utils import UserError, logps, lora, models, parallel
+from ddp_utils import UserError, logps, models, parallel
 from ddp_utils.policy import Precision
 
 PAIRS = some_pairs((7, 5, 9), (11, 8, 6))
@@ -22,9 +22,9 @@ def load(folder, model, adapter):
     model.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text('{"image_processor_type": "any"}')
     torch.manual_seed(1)
-    lines = lora.meta_model(str(folder), adapter)[1]
+    lines = models.meta_model(str(folder), adapter)[1]
     precision = Precision(torch.float32, None)
-    return lora.load_policy(str(folder), adapter, precision, torch.device("cpu")), lines
+    return models.load_policy(str(folder), adapter, precision, torch.device("cpu")), lines
 
 
 def train(policy):
@@ -76,7 +76,7 @@ TOWERS = {  # model -> parts that no text reaches
 @pytest.mark.parametrize("name", TOWERS)
 def test_parts_that_no_text_reaches_stay_frozen_and_the_result_reopens(name, fine_tuning, tmp_path):
     model = build(MODELS[name][0])
-    adapter = None if fine_tuning == "full" else lora.LoraSpec(4, targets=fine_tuning)
+    adapter = None if fine_tuning == "full" else models.LoraSpec(4, targets=fine_tuning)
     policy, [line] = load(tmp_path, model, adapter)
     assert line == f"frozen, since no text reaches them: {TOWERS[name]}"
     names = reached(model)
@@ -116,7 +116,7 @@ def test_an_audio_tower_with_a_constant_stays_frozen(tmp_path):
 
 def test_a_router_that_returns_two_tensors_gets_no_lora(tmp_path):
     model = build(transformers.PhimoeConfig(**TEXT, num_local_experts=4, pad_token_id=0))
-    policy, lines = load(tmp_path, model, lora.LoraSpec(4))
+    policy, lines = load(tmp_path, model, models.LoraSpec(4))
     assert not any("router" in name and "lora" in name for name, _ in policy.named_parameters())
     assert any("router: they stay frozen" in line for line in lines)
 
@@ -142,16 +142,16 @@ EXPERTS = {  # what all-linear does, which peft changes for some architectures
 @pytest.mark.parametrize("name", EXPERTS)
 def test_a_line_says_what_all_linear_leaves_out_and_experts_can_be_targeted(name, tmp_path):
     model = build(MODELS[name][0])
-    policy, lines = load(tmp_path, model, lora.LoraSpec(4))
+    policy, lines = load(tmp_path, model, models.LoraSpec(4))
     assert lines == EXPERTS[name]
     assert any("experts." in name for name in train(policy)) == (ALSO in lines)
     for targets in ("all-linear,down_proj,gate_up_proj", "down_proj,gate_up_proj"):
-        policy, [line, *_] = load(tmp_path, model, lora.LoraSpec(4, targets=targets))
+        policy, [line, *_] = load(tmp_path, model, models.LoraSpec(4, targets=targets))
         assert line.startswith("LoRA also on the fused weights of experts: down_proj, gate")
         trained = {n for n, p in policy.named_parameters() if p.requires_grad}
         assert train(policy) == trained
         assert_reopens(model, policy, tmp_path)
-        merged = lora.load_merged(str(tmp_path / "result"), torch.float32, torch.device("cpu"))
+        merged = models.load(str(tmp_path / "result"), torch.float32, torch.device("cpu"))
         expected = torch.stack([by_hand(policy, pair, torch.float32) for pair in PAIRS])
         found = torch.stack([by_hand(merged.eval(), pair, torch.float32) for pair in PAIRS])
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-2)
@@ -176,9 +176,9 @@ def test_mistakes_in_the_names_of_targets_are_one_line(tmp_path):
     ]
     for name, targets, dropout, says in cases:
         build(MODELS[name][0]).save_pretrained(tmp_path / name)
-        spec = lora.LoraSpec(4, dropout=dropout, targets=targets)
+        spec = models.LoraSpec(4, dropout=dropout, targets=targets)
         with pytest.raises(UserError, match="^" + says.replace("(", r"\(")):
-            lora.meta_model(str(tmp_path / name), spec)
+            models.meta_model(str(tmp_path / name), spec)
 
 
 EIGHT = dict(load_in_8bit=True, load_in_4bit=False)
@@ -200,15 +200,15 @@ def test_a_quantized_model_is_one_line_that_names_the_way_out(how, tmp_path):
     file.write_text(json.dumps(json.loads(file.read_text()) | QUANTIZED[how]))
     says = rf"its weights are quantized \({how}\); use the original model; train.py --type qlora "
     with pytest.raises(UserError, match=f"^--model_name: {tmp_path}: {says}"):
-        lora.meta_model(str(tmp_path), None)
+        models.meta_model(str(tmp_path), None)
 
 
 def test_a_model_without_gradient_checkpointing_is_one_line(tmp_path):
     config = transformers.OpenAIGPTConfig(**OLD, n_embd=32, n_positions=64)
     build(config).save_pretrained(tmp_path)
-    assert lora.meta_model(str(tmp_path), None)[1] == []
+    assert models.meta_model(str(tmp_path), None)[1] == []
     with pytest.raises(UserError, match="^--use_gradient_checkpointing .* does not support"):
-        lora.meta_model(str(tmp_path), None, gradient_checkpointing=True)
+        models.meta_model(str(tmp_path), None, gradient_checkpointing=True)
 
 
 def test_a_model_that_fsdp_cannot_shard_is_found_before_it_is_loaded():
@@ -219,7 +219,7 @@ def test_a_model_that_fsdp_cannot_shard_is_found_before_it_is_loaded():
 
 @pytest.mark.parametrize("name", ["mamba", "mamba-2", "falcon-mamba"])
 def test_every_part_of_a_lora_on_mamba_learns(name, tmp_path):
-    policy, [line] = load(tmp_path, build(MODELS[name][0]), lora.LoraSpec(4))
+    policy, [line] = load(tmp_path, build(MODELS[name][0]), models.LoraSpec(4))
     missing = "mixer.out_proj" if name == "mamba-2" else "mixer.dt_proj, mixer.out_proj"
     assert line == f"all-linear does not reach {missing}: they stay frozen"
     assert train(policy) == {n for n, p in policy.named_parameters() if p.requires_grad}

@@ -146,7 +146,7 @@ def attention(_folder):
     root mean square of the responses.
     """
     from config import Config
-    from ddp_utils import distributed, logps, lora
+    from ddp_utils import distributed, logps, models
     from ddp_utils.fast import by_sequence, self_test
     from ddp_utils.policy import Precision
 
@@ -157,8 +157,8 @@ def attention(_folder):
             precision = Precision(torch.float32, None)
             cpu = torch.device("cpu")
             settings = Config(fine_tuning="lora", lean=shared)
-            adapter = lora.LoraSpec.of(settings)
-            model = lora.load_policy("", adapter, precision, cpu, memory_efficient=shared)
+            adapter = models.LoraSpec.of(settings)
+            model = models.load_policy("", adapter, precision, cpu, memory_efficient=shared)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:  # at 0 there would be no gradient by A
                 parameter.data.fill_(0.01)
@@ -270,7 +270,7 @@ def memory(_folder):
     """The peak of three steps above what there was before the model, and what --plan expects."""
     import main_distributed
     from config import Config
-    from ddp_utils import distributed, logps, lora, losses, metrics
+    from ddp_utils import distributed, logps, losses, metrics, models
     from ddp_utils.policy import Policy, make_optimizer
     from ddp_utils.tools import memory_plan
 
@@ -279,8 +279,8 @@ def memory(_folder):
     known = torch.zeros(4, 2, device=DEVICE)
 
     def train(config, precision):
-        adapter = lora.LoraSpec.of(config)
-        model = lora.load_policy(
+        adapter = models.LoraSpec.of(config)
+        model = models.load_policy(
             "", adapter, precision, DEVICE, gradient_checkpointing=config.use_gradient_checkpointing
         )
         scorer = logps.Scorer(model, precision.autocast)

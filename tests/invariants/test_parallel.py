@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import reading
 import runs
-from ddp_utils import checkpoints, distributed, logps, lora
+from ddp_utils import checkpoints, distributed, logps, models
 from ddp_utils.chat_template import Encoder
 from ddp_utils.models import load_tokenizer
 from ddp_utils.policy import LossScale, Policy, Precision, decay, learning_rate, make_optimizer
@@ -22,8 +22,8 @@ def policy_and_pairs(fine_tuning="lora"):
     world = distributed.init_process_group(distributed.whoami())
     torch.manual_seed(0)
     precision = Precision.choose(world.device, fine_tuning)
-    adapter = lora.LoraSpec(4, 8, 0.0, "q_proj,v_proj") if fine_tuning == "lora" else None
-    model = lora.load_policy("data/demo/model", adapter, precision, world.device)
+    adapter = models.LoraSpec(4, 8, 0.0, "q_proj,v_proj") if fine_tuning == "lora" else None
+    model = models.load_policy("data/demo/model", adapter, precision, world.device)
     policy = Policy(logps.Scorer(model, precision.autocast), world)
     data, _ = reading.pairs(runs.PAIRS, Encoder(load_tokenizer("data/demo/model")))
     optimizer, schedule = make_optimizer(policy, 1e-3, 10, "linear", 0.0, 0.0)

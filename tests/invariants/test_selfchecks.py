@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import main_distributed
 import reading
 import runs
-from ddp_utils import UserError, checks, distributed, logps, lora, models
+from ddp_utils import UserError, checks, distributed, logps, models
 from ddp_utils.chat_template import Encoder
 from ddp_utils.models import load_tokenizer
 from ddp_utils.policy import LossScale, Policy, Precision
@@ -48,14 +48,14 @@ def broken(kind, folder):
         models.no_dropout = leaky
         flags += ["--lora_targets", "q_proj,v_proj"]
     elif kind == "frozen parameter made trainable":
-        load_policy = lora.load_policy
+        load_policy = models.load_policy
 
         def unfrozen(*arguments, **options):
             model = load_policy(*arguments, **options)
             next(p for n, p in model.named_parameters() if "lora" not in n).requires_grad_(True)
             return model
 
-        lora.load_policy = unfrozen
+        models.load_policy = unfrozen
     elif kind == "adapter that cannot learn":
         backward = Policy.backward
 
@@ -268,8 +268,8 @@ def test_another_reference_model_is_scored_in_its_place(tmp_path):
 def test_complaint_17_trainable_parameters_are_fp32_on_a_bf16_base(mode):
     config = main_distributed.settings.Config(fine_tuning=mode, base_dtype="bf16")
     precision = main_distributed.precision_of(config, torch.device("cpu"))
-    adapter = lora.LoraSpec.of(config)
-    model = lora.load_policy(config.model_name, adapter, precision, torch.device("cpu"))
+    adapter = models.LoraSpec.of(config)
+    model = models.load_policy(config.model_name, adapter, precision, torch.device("cpu"))
     trained = [p for p in model.parameters() if p.requires_grad]
     assert trained and {p.dtype for p in trained} == {torch.float32}
     if mode == "lora":

@@ -15,7 +15,7 @@ import main_distributed
 import programs
 import runs
 from conftest import ROOT
-from ddp_utils import Stop, cli, distributed, lora, losses, metrics, sampling
+from ddp_utils import Stop, cli, distributed, losses, metrics, models, sampling
 from ddp_utils.tools import report
 from reports import HOSTILE, a_run, page_of, put
 
@@ -166,7 +166,7 @@ def test_each_warning_is_in_summary_report_and_card(tmp_path, monkeypatch, capsy
     """Of the data, of a library before and after the run begins, and of an earlier start."""
     folder = tmp_path / "run"
     flags = [*TINY, "--result_dir", f"{folder}", "--max_length", "12", "--num_samples", "1"]
-    load, choose = lora.load_tokenizer, sampling.choose_way
+    load, choose = models.load_tokenizer, sampling.choose_way
 
     def load_tokenizer(*names):
         distributed.warn("warning: of an adapter")
@@ -176,7 +176,7 @@ def test_each_warning_is_in_summary_report_and_card(tmp_path, monkeypatch, capsy
         distributed.warn("warning: of replies")
         return choose(*arguments)
 
-    monkeypatch.setattr(lora, "load_tokenizer", load_tokenizer)
+    monkeypatch.setattr(models, "load_tokenizer", load_tokenizer)
     monkeypatch.setattr(sampling, "choose_way", choose_way)
     with monkeypatch.context() as patch:
         patch.setattr(losses.Displacement, "seen", lambda *_: "warning: of a step")

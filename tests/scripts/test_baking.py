@@ -389,7 +389,7 @@ def test_a_lora_that_is_not_fresh_is_noticed_before_the_first_step(made, tmp_pat
                 parameter.data.fill_(0.01)
         return model
 
-    load = train_loop.lora.load_policy
+    load = train_loop.models.load_policy
     monkeypatch.setattr(train_loop.lora, "load_policy", loaded)
     with pytest.raises(UserError, match=r"jsonl:\d+: before the first step the policy's log-prob"):
         train(tmp_path / "run", made, *batch(8))
@@ -457,11 +457,12 @@ def test_a_lora_is_a_model_and_half_of_it_half_the_way():
     settings = json.loads((folder / "adapter_config.json").read_text())
     adapter = load_file(folder / "adapter_model.safetensors")
     cpu = torch.device("cpu")
-    base = weights(models.load(str(ROOT / "data/demo/model"), torch.float32, cpu))
+    demo = str(ROOT / "data/demo/model")
+    base = weights(models.load(demo, torch.float32, cpu))
     with contextlib.chdir(ROOT):  # it names its base from there
-        whole = weights(lora.load(str(folder), torch.float32, cpu))
-        half = weights(lora.load_merged(folder, torch.float32, cpu, scale=0.5))
-        meta_model = lora.load(str(folder), torch.float32, models.META)
+        whole = weights(models.load(str(folder), torch.float32, cpu))
+        half = weights(lora.merge(models.load(demo, torch.float32, cpu), folder, 0.5))
+        meta_model = models.load(str(folder), torch.float32, models.META)
     assert not any("lora" in name for name, _ in meta_model.named_parameters())
     moved = 0
     for name, weight in base.items():

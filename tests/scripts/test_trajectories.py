@@ -8,7 +8,7 @@ import torch
 
 import train_loop
 from conftest import ROOT
-from ddp_utils import UserError, distributed, lora, terminal
+from ddp_utils import UserError, distributed, models, terminal
 from ddp_utils.chat_template import Encoder
 from ddp_utils.models import load_tokenizer
 from ddp_utils.policy import Precision
@@ -30,8 +30,8 @@ def student():
     torch.manual_seed(0)
     config = Config(model_name=MODEL, lora_r=4)
     precision = Precision.choose(torch.device("cpu"), "lora", config.base_dtype)
-    adapter = lora.LoraSpec(4, config.lora_alpha, 0.0, config.lora_targets)
-    model = lora.load_policy(MODEL, adapter, precision, torch.device("cpu"))
+    adapter = models.LoraSpec(4, config.lora_alpha, 0.0, config.lora_targets)
+    model = models.load_policy(MODEL, adapter, precision, torch.device("cpu"))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.data.normal_(std=0.05)

@@ -15,7 +15,7 @@ import torch
 
 import train_config
 from conftest import ROOT
-from ddp_utils import UserError, lora, models
+from ddp_utils import UserError, models
 from ddp_utils.distributed import World
 from ddp_utils.policy import Precision
 from ddp_utils.sharding import deepspeed, deepspeed_engine, fsdp
@@ -127,7 +127,7 @@ def test_accelerates_own_file_and_the_line_of_a_mistake_in_it():
 
 
 def test_named_layers_are_sharded_else_the_models_own():
-    qwen, _ = lora.meta_model("data/demo/model", None)
+    qwen, _ = models.meta_model("data/demo/model", None)
     for names, kind in (
         ([], "Qwen3DecoderLayer"),
         (GUIDES, "Qwen3DecoderLayer"),
@@ -287,9 +287,9 @@ def test_qlora_loads_four_bits_and_lora_does_not(in_4_bits, mixed, monkeypatch):
     monkeypatch.setattr(models, "BitsAndBytesConfig", dict)  # the real one needs bitsandbytes
     monkeypatch.setattr(models.AutoModelForCausalLM, "from_pretrained", load)
     precision = Precision.choose(torch.device("cpu"), "lora", mixed=mixed)
-    words = ("data/demo/model", lora.LoraSpec(), precision, torch.device("cpu"))
+    words = ("data/demo/model", models.LoraSpec(), precision, torch.device("cpu"))
     with pytest.raises(UserError, match="enough"):
-        lora.load_policy(*words, in_4_bits=in_4_bits)
+        models.load_policy(*words, in_4_bits=in_4_bits)
     four_bits = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     four_bits |= {"bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": precision.autocast}
     assert options["quantization_config"] == (four_bits if in_4_bits else None)

@@ -61,12 +61,12 @@ def load(folder: str, before: bool, device: torch.device) -> tuple[Any, Encoder,
         name = run["model_name"]
         adapter = run.get("init_adapter") or run.get("resume_from") or ""
     with cli.located({"model_name": "folder", "init_adapter": "folder"}):
-        if not adapter and lora.is_adapter(name):
+        if not adapter and models.is_adapter(name):
             name, adapter = lora.base_of(name), name
-        model: Any = lora.load(name, "auto", device)
+        model: Any = models.load(name, "auto", device)
         if adapter:  # not merged, which would round a bf16 model
             model = lora.with_adapter(model, adapter)
-        tokenizer = lora.load_tokenizer(result)  # its chat template is that of the training
+        tokenizer = models.load_tokenizer(result)  # its chat template is that of the training
     template = "none" if run.get("chat_template") == "none" else "auto"
     return model, Encoder(tokenizer, template, kwargs=run.get("chat_template_kwargs", "")), run
 

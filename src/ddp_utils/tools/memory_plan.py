@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AutoConfig
 
-from ddp_utils import UserError, logps, lora, models
+from ddp_utils import UserError, logps, models
 from ddp_utils.distributed import World
 from ddp_utils.fast import memory_efficient, self_test
 from ddp_utils.policy import Precision
@@ -79,10 +79,10 @@ def build(config: Any, precision: Precision, model_config: Any) -> logps.Scorer:
     model = models.no_dropout(model)
     if config.gradient_checkpointing:
         models.checkpoint_activations(model)
-    adapter = lora.LoraSpec.of(config)
+    adapter = models.LoraSpec.of(config)
     if adapter and adapter.merge:
         adapter = None
-    model = lora.prepare(model, adapter)[0]
+    model = models.prepare(model, adapter)[0]
     if config.lean:
         memory_efficient.apply(model, verify=False)  # tensors on the meta device have no numbers
     return logps.Scorer(model.train(), precision.autocast)

@@ -41,9 +41,10 @@ def merge(
             raise UserError(f"adapter: {adapter} is a full model; only a LoRA can be merged")
     with cli.located({"init_adapter": "adapter", "model_name": "--base"}):
         kind: Any = DTYPES.get(dtype, "auto")
-        original = lora.load_merged(adapter, kind, models.META, base=base)
-        merged = lora.load_merged(adapter, kind, torch.device("cpu"), base=base, scale=scale)
-    tokenizer = lora.load_tokenizer(base, adapter) if base else lora.load_tokenizer(adapter)
+        name = base or lora.base_of(adapter)
+        original = lora.merge(models.load(name, kind, models.META), adapter)
+        merged = lora.merge(models.load(name, kind, torch.device("cpu")), adapter, scale)
+    tokenizer = models.load_tokenizer(base or adapter, adapter if base else "")
     models.save(merged, original, Encoder(tokenizer), folder)
     return merged.dtype
 
