@@ -6,6 +6,8 @@ from typing import Literal
 
 from ddp_utils import SettingError, cli
 
+DEMO_JUDGE = "data/demo/judge.py:score"  # of the replies to the demo's prompts
+
 
 @dataclass
 class Config:
@@ -98,6 +100,15 @@ def read(argv: Sequence[str] | None = None) -> Config:
     """Return the defaults, changed by flags; raise UserError for values that cannot be used."""
     config = cli.parse(Config, argv)
     check(config)
+    is_demo = config.train_data == Config.train_data
+    if is_demo and not (config.val_data or config.test_data):
+        config.val_data = "data/demo/preferences_val.jsonl"
+        config.test_data = "data/demo/preferences_test.jsonl"
+        config.judge = config.judge or DEMO_JUDGE
+    if is_demo and config.sft_weight is None:
+        config.sft_weight = 1.0  # plain DPO turns the demo's replies into gibberish: docs/dpo.md
+    if config.num_samples is None:  # a person reads some, an interval needs many
+        config.num_samples = 100 if config.judge else 16
     return config
 
 

@@ -17,6 +17,7 @@ import gc
 import math
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,44 +26,28 @@ import torch
 from torch import Tensor
 
 from ddp_utils import checks, distributed, logps, losses, models, parallel, sampler, sampling
-from ddp_utils import judge as judges
-from ddp_utils import policy as policies
 from ddp_utils import preference_data as preferences
-from ddp_utils import run as runs
 from ddp_utils.chat_template import Encoder
 from ddp_utils.data import ROOT, DataFile
 from ddp_utils.distributed import World, to_device
 from ddp_utils.metrics import Averages, Meter, interval
-from ddp_utils.policy import Policy, Precision
-from ddp_utils.run import Run
-from ddp_utils.terminal import Phase
+from ddp_utils.policy import Policy, Precision, default_rate, learning_rate, make_optimizer
+from ddp_utils.run import Run, RunSpec, check
 
 Tables = dict[str, Tensor]  # split -> log-probs of chosen and rejected, [pairs, 2]
-
-DEMO = Path("data/demo")  # the default model and train_data of src/config.py are there
-DEMO_JUDGE = str(DEMO / "judge.py:score")
 
 # --- settings and data ---------------------------------------------------------------------------
 
 
 def read_settings(argv: Sequence[str] | None) -> settings.Config:
-    """Return the flags over the defaults of src/config.py, checked before anything is read."""
+    """Return the settings, with those of init_adapter and the default learning rate filled in."""
     config = settings.read(argv)
     if config.init_adapter:
         from ddp_utils import lora
 
         lora.inherit_config(config, config.init_adapter)
-    is_demo = config.train_data == settings.Config.train_data
-    if is_demo and not (config.val_data or config.test_data):
-        config.val_data = str(DEMO / "preferences_val.jsonl")
-        config.test_data = str(DEMO / "preferences_test.jsonl")
-        config.judge = config.judge or DEMO_JUDGE
-    if config.num_samples is None:  # a person reads some, an interval needs many
-        config.num_samples = 100 if config.judge else 16
-    if is_demo and config.sft_weight is None:
-        config.sft_weight = 1.0  # plain DPO turns the demo's replies into gibberish: docs/dpo.md
     if config.learning_rate is None:
-        config.learning_rate = policies.default_rate(config.model_name, "dpo", config.fine_tuning)
+        config.learning_rate = default_rate(config.model_name, "dpo", config.fine_tuning)
     return config
 
 
@@ -167,25 +152,24 @@ def generate_replies(
     """Return split -> replies to its first prompts, the same on all ranks."""
     limits = config.max_new_tokens, config.sample_batch_size, config.seed
     spec = sampling.SampleSpec(config.temperature, config.top_p, *limits)
-    scorer = policy.scorer
-    ends = sampling.ends_of(scorer, encoder)
+    ends = sampling.ends_of(policy.scorer, encoder)
     replies = {}
     for split in ("val", "test"):
         prompts = [pair.prompt for pair in data[split][: config.num_samples]]
         if prompts:
             phase = run.phase(f"sampling {len(prompts)} replies to {split}")
             with policy.gathered():
-                ids = sampling.generate(scorer, prompts, ends, run.world, spec, phase)
+                ids = sampling.generate(policy.scorer, prompts, ends, run.world, spec, phase)
             replies[split] = encoder.tokenizer.batch_decode(ids, skip_special_tokens=True)
     return replies
 
 
-def load_judge(config: settings.Config, data: dict) -> judges.Judge | None:
-    """Return the judge of replies, or None; it is tried on a pair of each split."""
-    if not config.judge:
-        return None
+def load_judge(config: settings.Config, data: dict) -> Any:
+    """Return the judge of replies, after a trial on a pair of each split."""
+    from ddp_utils.judge import load_judge
+
     # a judge is code: the demo's is the project's own, whatever the current folder contains
-    judge = judges.load_judge(config.judge, ROOT if config.judge == DEMO_JUDGE else None)
+    judge = load_judge(config.judge, ROOT if config.judge == settings.DEMO_JUDGE else None)
     for pair in data["val"][:1] + data["test"][:1]:
         judge(pair.text, pair.expected)
     return judge
@@ -200,76 +184,66 @@ def precision_of(config: settings.Config, device: torch.device) -> Precision:
     return Precision.choose(device, config.fine_tuning, config.base_dtype, mixed)
 
 
-def prepare(
-    model: Any, config: Any, precision: Precision, data: dict, run: Run, trained: bool = True
-) -> Policy:
+def prepare(model: Any, config: Any, data: dict, run: Run, trained: bool = True) -> Policy:
     """Distribute a model over the ranks."""
     strategy, pairs = parallel.choose(config.strategy), data["train"].extremes()
-    scorer = logps.Scorer(model, precision.autocast)
+    scorer = logps.Scorer(model, precision_of(config, run.world.device).autocast)
     return parallel.prepare(scorer, strategy, pairs, config.layout, run, trained)
 
 
-def load_policy(config: settings.Config, precision: Precision, data: dict, run: Run) -> Policy:
+def load_policy(config: settings.Config, data: dict, run: Run) -> Policy:
     """Load the model to be trained, on all ranks."""
     torch.manual_seed(config.seed)  # the same new LoRA on every rank
     model = models.load_policy(
         config.model_name,
         models.LoraSpec.of(config),
-        precision,
+        precision_of(config, run.world.device),
         run.world.device,
         sharded=config.strategy != "ddp",
         gradient_checkpointing=config.use_gradient_checkpointing,
         memory_efficient=config.lean,
     )
-    return prepare(model, config, precision, data, run)
+    return prepare(model, config, data, run)
+
+
+def load_reference(config: settings.Config, data: dict, run: Run) -> Policy:
+    """Load another reference model, on all ranks."""
+    device = run.world.device
+    host = torch.device("cpu") if config.strategy == "fsdp" else device
+    model = models.load(config.reference_model, precision_of(config, device).weights, host)
+    return prepare(model, config, data, run, trained=False)
 
 
 def score_reference(
     policy: Policy, plan: sampler.Plan, data: dict, config: Any, run: Run
 ) -> Tables:
     """Return the log-probs of a policy before its first step; NaN for pairs that are not used."""
+    if config.method in cli.REFERENCE_FREE:
+        return losses.no_reference(data, run.world.device)
     size = micro_batch_size(config, run.world)
-
-    def score(pairs: Any, rows: Sequence[int], phase: Phase) -> Tensor:
-        return logps.score(policy.scorer, pairs, run.world, size, rows, phase)
-
+    score = partial(logps.score, policy.scorer, world=run.world, micro_batch_size=size)
     numerics = policy.scorer.numerics(run.world.device)
     return run.reference_logps(numerics, data, {"train": plan.rows_used()}, score)
-
-
-def score_reference_model(
-    config: settings.Config, precision: Precision, plan: sampler.Plan, data: dict, run: Run
-) -> Tables:
-    """Load another reference model, score it, and free it before the policy is loaded."""
-    host = torch.device("cpu") if config.strategy == "fsdp" else run.world.device
-    model = models.load(config.reference_model, precision.weights, host)
-    reference = prepare(model, config, precision, data, run, trained=False)
-    ref_logps = score_reference(reference, plan, data, config, run)
-    del model, reference
-    gc.collect()
-    return ref_logps
 
 
 # --- main ----------------------------------------------------------------------------------------
 
 
 def describe_run(
-    config: settings.Config,
-    meta_model: Any,
-    data: dict,
-    report: dict,
-    plan: sampler.Plan,
-    judge: Any,
-    world: World,
-) -> runs.RunSpec:
-    """Check models and data against each other, before a weight is read; describe the run."""
+    config: settings.Config, data: dict, report: dict, plan: sampler.Plan, judge: Any, world: World
+) -> tuple[RunSpec, Any]:
+    """Check models and data against each other, before a weight is read; describe the run.
+
+    Return also the model on the meta device: its names and shapes, without weights.
+    """
+    adapter, checkpointing = models.LoraSpec.of(config), config.use_gradient_checkpointing
+    meta_model, notes = models.meta_model(config.model_name, adapter, checkpointing)
     for pairs in filter(None, data.values()):
         models.check_fit(meta_model, pairs.extremes())
     reply = [0] * config.max_new_tokens
-    for split in ("val", "test"):
-        asked = data[split][: config.num_samples]
-        sampled = [pair._replace(chosen=reply, rejected=reply) for pair in asked]
-        models.check_fit(meta_model, sampled, "a smaller --max_new_tokens or --max_length")
+    asked = data["val"][: config.num_samples] + data["test"][: config.num_samples]
+    sampled = [pair._replace(chosen=reply, rejected=reply) for pair in asked]
+    models.check_fit(meta_model, sampled, "a smaller --max_new_tokens or --max_length")
     if config.reference_model:
         with cli.located({"model_name": "--reference_model"}):
             models.load(config.reference_model, "auto", models.META)
@@ -280,16 +254,17 @@ def describe_run(
         inputs["content of judge"] = judge.digest
     strategy = parallel.choose(config.strategy)
     parallel.check(strategy, meta_model)
-    return runs.RunSpec(
+    spec = RunSpec(
         folder=Path(config.result_dir),
         steps=plan.steps,
         inputs=inputs,
         report=report,
-        lines=preferences.describe_all(report, data),
+        lines=preferences.describe_all(report, data) + notes,
         model_folder=Path(config.output_dir) if config.output_dir else None,
         save_best=config.save_best,
         shard_layout=strategy.shard_layout(config.fine_tuning, world.world_size),
     )
+    return spec, meta_model
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -301,24 +276,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         world = distributed.init_process_group(world, config.backend, config.timeout_minutes)
 
     # data
-    names = config.model_name, config.init_adapter, config.chat_template
-    tokenizer = models.load_tokenizer(*names)
+    tokenizer = models.load_tokenizer(config.model_name, config.init_adapter, config.chat_template)
     shape = config.max_length, config.truncation, config.chat_template_kwargs, config.keep_thoughts
     encoder = Encoder(tokenizer, config.chat_template, *shape)
     data, report = read_data(config, encoder, world)
-    judge = load_judge(config, data)
+    judge = load_judge(config, data) if config.judge else None
     plan = sampler.Plan.of(config, len(data["train"]))
-    adapter, checkpointing = models.LoraSpec.of(config), config.use_gradient_checkpointing
-    meta_model, notes = models.meta_model(config.model_name, adapter, checkpointing)
-    spec = describe_run(config, meta_model, data, report, plan, judge, world)
-    spec = spec._replace(lines=[*spec.lines, *notes])
+    spec, meta_model = describe_run(config, data, report, plan, judge, world)
     if config.check:
-        distributed.choose_device(world, config.backend)
-        return runs.check(spec, config, world)
+        return check(spec, config, world)
 
-    precision = precision_of(config, world.device)
     scaling = config.lr_scaling, plan.global_batch / config.base_batch_size, world.world_size
-    peak_rate = policies.learning_rate(config.learning_rate or 0.0, *scaling)
+    peak_rate = learning_rate(config.learning_rate or 0.0, *scaling)
     loss = losses.LossSpec.of(config)
 
     with Run(spec, config, world) as run:
@@ -330,22 +299,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
 
         # model
-        if config.reference_model:
-            ref_logps = score_reference_model(config, precision, plan, data, run)
-        policy = load_policy(config, precision, data, run)
-        if config.method in cli.REFERENCE_FREE:
-            ref_logps = losses.no_reference(data, world.device)
-        elif not config.reference_model:  # the reference is the policy before step 0
+        if config.reference_model:  # scored, and freed before the policy is loaded
+            ref_logps = score_reference(load_reference(config, data, run), plan, data, config, run)
+            gc.collect()
+        policy = load_policy(config, data, run)
+        if not config.reference_model:  # the reference is the policy before step 0
             ref_logps = score_reference(policy, plan, data, config, run)
 
-        def replies() -> dict[str, list[str]]:
-            return generate_replies(policy, data, encoder, config, run)
-
-        before = run.once("reference_replies", replies)
+        sources = data, encoder, config, run
+        before = run.once("reference_replies", lambda: generate_replies(policy, *sources))
         has_other_dropout = bool(config.lora_dropout and config.init_adapter)
         has_known_loss = is_own_reference(config) and not has_other_dropout
         optim = (config.lr_scheduler, config.warmup_ratio, config.weight_decay)
-        optimizer, schedule = policies.make_optimizer(policy, peak_rate, plan.steps, *optim)
+        optimizer, schedule = make_optimizer(policy, peak_rate, plan.steps, *optim)
         displacement = losses.Displacement(config.method, config.sft_weight)
         meter = Meter(policy.scorer, world)
         size = micro_batch_size(config, world)
@@ -385,7 +351,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 run.results[split] = evaluate_split(split)
                 run.log(last, run.results[split], split)
         models.round_weights(policy, meta_model)
-        judges.write_examples(run, data, before, replies(), judge)
+        from ddp_utils.judge import write_examples
+
+        write_examples(run, data, before, generate_replies(policy, *sources), judge)
         folder = spec.model_folder or run.folder / "model"
         models.save_policy(policy, meta_model, encoder, folder, world)
     return 0

@@ -15,6 +15,7 @@ if __name__ == "__main__":  # --help and mistakes in the settings end here, befo
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,6 @@ from ddp_utils.logps import Pair
 from ddp_utils.metrics import Averages, Meter
 from ddp_utils.policy import Policy, Precision
 from ddp_utils.run import Run
-from ddp_utils.terminal import Phase
 from sft import instruction_data
 from train_config import Config
 
@@ -219,10 +219,7 @@ def score_reference(
 ) -> Tables:
     """Return the log-probs of a policy before its first step; NaN for pairs that are not used."""
     size = config.micro_batch_size
-
-    def score(pairs: Any, rows: Sequence[int], phase: Phase) -> Tensor:
-        return logps.score(policy.scorer, pairs, run.world, size, rows, phase)
-
+    score = partial(logps.score, policy.scorer, world=run.world, micro_batch_size=size)
     numerics = policy.scorer.numerics(run.world.device)
     return run.reference_logps(numerics, data, {"train": plan.rows_used()}, score)
 

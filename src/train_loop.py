@@ -295,7 +295,6 @@ def bake(argv: list[str] | None) -> int:
     spec = describe_run(config, meta_model, data, reports, prompts, judge, plan)
     spec = spec._replace(lines=[*spec.lines, *notes])
     if config.check:
-        distributed.choose_device(world, config.backend)
         return check(spec, config, world)
 
     mixed = "auto" if config.use_mixed_precision else "no"

@@ -63,12 +63,11 @@ def interval(mean: float, mean_of_squares: float, count: int) -> tuple[float, fl
     return mean - half, mean + half
 
 
-def wilson(wins: float, count: float) -> tuple[float | None, float | None]:
+def wilson(wins: float, count: float) -> tuple[Any, Any]:
     """Return the 95 % interval of a fraction (Wilson 1927); (None, None) if `count` is 0."""
-    return _wilson(wins / count, count) if count else (None, None)
-
-
-def _wilson(fraction: float, count: float) -> tuple[float, float]:
+    if not count:
+        return None, None
+    fraction = wins / count
     spread = Z**2 / count
     middle = (fraction + spread / 2) / (1 + spread)
     variance = fraction * (1 - fraction) / count
@@ -82,7 +81,7 @@ def difference(first: float, second: float, count: int, scale: float = 1.0) -> t
     From their Wilson intervals (Newcombe 1998, method 10).
     """
     middle = first - scale * second
-    (low, high), (other_low, other_high) = (_wilson(x, count) for x in (first, second))
+    (low, high), (other_low, other_high) = (wilson(x * count, count) for x in (first, second))
     below = math.hypot(first - low, scale * (other_high - second))
     above = math.hypot(high - first, scale * (second - other_low))
     return middle - below, middle + above

@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -43,6 +43,7 @@ class RunConfig(Protocol):
     """The settings that a Run reads."""
 
     restart: bool
+    backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"]
     deterministic: bool
     save_every: int  # steps; 0: every 15 minutes
     keep_checkpoints: int
@@ -109,6 +110,7 @@ def without_users(text: str) -> str:
 
 def check(spec: RunSpec, config: RunConfig, world: World) -> int:
     """Print, on rank 0, what a run would do; nothing is written. Return 0."""
+    world = distributed.choose_device(world, config.backend)
     facts = environment(config, world)
     state = checkpoints.inspect(spec, settings_of(config), facts, config.restart)
     if world.is_main:
@@ -134,7 +136,8 @@ class Run:
         self.spec, self.config, self.world = spec, config, world
         self.folder, self.steps = spec.folder, spec.steps
         self.checkpoints = spec.folder / "checkpoints"
-        self.results: dict[str, Any] = {}  # split -> the numbers of its last evaluation; warnings
+        self.results: dict[str, Any] = {}  # split -> the numbers of its last evaluation
+        self.warnings: list[str] = []  # printed by this start of the run, or by earlier ones
         self.validated = -1  # steps before the last validation
         self.best_validation: Values = {}  # with save_best
         self.training: Any = None  # policy, optimizer and schedule, once they exist
@@ -168,7 +171,6 @@ class Run:
         self.logger = loggers.make(self.config.report_to, self.folder, self.step, settings)
         for line in state.lines:
             self.say(line)
-        self.keep_warnings([*distributed.warnings, *self.spec.lines, *state.lines])
         self.write_json("environment.json", facts | {"inputs": self.spec.inputs})
         self.write_summary("running", 0)
         self.write_json("config.json", settings)  # last: a folder with this file has a run
@@ -195,7 +197,7 @@ class Run:
         problem = metrics.worse(self.results.get("before", {}), self.results.get("val", {}))
         if problem and error is None:  # printed with the results
             fix = "use a smaller learning rate, or fewer epochs"
-            self.keep_warnings([f"warning: {problem}; {fix}"])
+            self.warnings.append(f"warning: {problem}; {fix}")
         self.write_summary(STATUS.get(code, "failed"), code)
         self.logger.close()
         self.metrics.close()
@@ -211,33 +213,24 @@ class Run:
     # --- messages and files ----------------------------------------------------------------------
 
     def say(self, line: str) -> None:
-        """Print one line on rank 0."""
+        """Print one line on rank 0; a warning is kept for summary.json, the report and the card."""
+        if line.startswith("warning: "):
+            self.warnings.append(line)
         if self.world.is_main:
             self.bar.say(line)
 
     def warn(self, line: str) -> None:
-        """Print a warning once per run, and keep it for summary.json, the report and the card."""
-        if line not in self.results.get("warnings", []):
-            self.keep_warnings([line])
+        """Print and keep a warning, once per run."""
+        if line not in self.warnings:
             self.say(line)
-
-    def keep_warnings(self, lines: Sequence[str]) -> None:
-        """Keep those of the lines that are warnings, for summary.json, the report and the card."""
-        kept = [line for line in lines if line.startswith("warning: ")]
-        if kept:
-            self.results["warnings"] = [*dict.fromkeys([*self.results.get("warnings", []), *kept])]
 
     def describe(self, **rows: str) -> None:
         """Print what the run trains, with what, and on which data; write data_report.json."""
         ranks = f"{self.world.world_size} x {self.world.device.type}"
-        lines = [*{"ranks": ranks, **rows, "folder": f"{self.folder}/"}.items()]
-        for name, text in lines:
+        for name, text in {"ranks": ranks, **rows, "folder": f"{self.folder}/"}.items():
             self.say(row(name, without_users(text)))
         for text in map(without_users, self.spec.lines):
-            if text.startswith("warning: "):
-                self.warn(text)
-            else:
-                self.say(row("data", text))
+            self.say(text if text.startswith("warning: ") else row("data", text))
         self.write_json("data_report.json", self.spec.report)
 
     def log(self, step: int, values: Values, split: str = "train", echo: bool = True) -> None:
@@ -286,14 +279,14 @@ class Run:
 
     def write_summary(self, status: str, code: int) -> None:
         """Write the status of the run and its results to summary.json, on rank 0."""
-        self.keep_warnings(distributed.warnings)  # of sampling
-        results = {}
-        for name, values in self.results.items():
-            results[name] = values if name == "warnings" else finite(values)
-        facts = {"status": status, "exit_code": code, "step": self.step}
-        seconds = round(time.perf_counter() - self.start, 3)
-        facts |= {"world_size": self.world.world_size, "seconds": seconds}
-        self.write_json("summary.json", facts | results)
+        facts: dict[str, Any] = {"status": status, "exit_code": code, "step": self.step}
+        facts["world_size"] = self.world.world_size
+        facts["seconds"] = round(time.perf_counter() - self.start, 3)
+        facts |= {name: finite(values) for name, values in self.results.items()}
+        warnings = dict.fromkeys(distributed.warnings + self.warnings)  # each of them once
+        if warnings:
+            facts["warnings"] = [*warnings]
+        self.write_json("summary.json", facts)
 
     # --- checkpoints -----------------------------------------------------------------------------
 
@@ -304,9 +297,8 @@ class Run:
             manifest = self._load(self.done)
             self.validated = manifest["validated"]
             self.best_validation = manifest["best_validation"]
-            warnings = self.results.pop("warnings", [])  # of this start
             self.results = manifest["results"] | self.results
-            self.keep_warnings(warnings)
+            self.warnings = self.results.pop("warnings", []) + self.warnings
             if self.spec.save_best is False:  # an earlier start may have had it
                 self.results.pop("best", None)
             self.start -= manifest["seconds"]
@@ -355,7 +347,7 @@ class Run:
         facts: dict[str, Any] = {
             "shard_layout": self.spec.shard_layout,
             "validated": self.validated,
-            "results": self.results,
+            "results": self.results | {"warnings": distributed.warnings + self.warnings},
             "best_validation": self.best_validation,
             "seconds": time.perf_counter() - self.start,
         }
@@ -423,7 +415,7 @@ class Run:
 
         numerics: what they depend on besides settings and inputs, as plain data.
         rows: split -> the examples that the run uses; splits without an entry are used completely.
-        score(examples, rows, phase): log-probs under the policy before its first step; NaN for
+        score(examples, rows=, phase=): log-probs under the policy before its first step; NaN for
         other rows.
         """
         examples = {split: pairs for split, pairs in examples.items() if pairs}
@@ -439,7 +431,7 @@ class Run:
             return tables
         for split, pairs in examples.items():
             self.say(f"scoring {len(rows[split])} of {len(pairs)} pairs of {split}")
-            tables[split] = score(pairs, rows[split], self.phase(f"scoring {split}"))
+            tables[split] = score(pairs, rows=rows[split], phase=self.phase(f"scoring {split}"))
         if self.world.is_main:
             with data.write_file(path) as file:
                 save_file({name: table.cpu().contiguous() for name, table in tables.items()}, file)

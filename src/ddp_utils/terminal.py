@@ -6,7 +6,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tqdm import tqdm
 
@@ -86,7 +86,7 @@ class Phase:
     """The progress of a part of a run that takes many forwards, such as scoring or sampling.
 
     On a terminal it is a bar, in place of that of the run; in a pipe a line with the time left if
-    the part takes long. Without a Bar nothing is shown.
+    the part takes long. Nothing is shown without a Bar, or on other ranks.
 
     stop_if_requested: called by all ranks before each micro-batch. parts: number of calls of each()
     for the complete phase; done: those of earlier starts.
@@ -101,7 +101,7 @@ class Phase:
         done: int = 0,
     ):
         self.title = title
-        self.bar = bar
+        self.bar = bar or Bar(False)
         self.stop_if_requested = stop_if_requested
         self.parts = parts
         self.first = self.fraction = done / parts  # of the phase
@@ -117,17 +117,19 @@ class Phase:
         before = self.fraction
         part = 1 / self.parts / max(1, len(batches))  # of one micro-batch
         self.unit = part / units
-        if self.bar and self.bar.is_shown:
-            options: dict[str, Any] = {
-                "position": 0,
-                "leave": False,
-                "smoothing": 0,
-                "dynamic_ncols": True,
-            }
-            options |= {"total": 1.0, "initial": self.first, "bar_format": PHASE_SHAPE}
-            self.shown = tqdm(desc=self.title, **options)
-            self.shown.start_t = self.start
-            self.shown.update(before - self.first)
+        self.shown = tqdm(
+            desc=self.title,
+            total=1.0,
+            initial=self.first,
+            leave=False,
+            position=0,
+            smoothing=0,
+            bar_format=PHASE_SHAPE,
+            dynamic_ncols=True,
+            disable=not self.bar.is_shown,
+        )
+        self.shown.start_t = self.start
+        self.shown.update(before - self.first)
         try:
             for number, batch in enumerate(batches):
                 self.stop_if_requested()
@@ -135,8 +137,7 @@ class Phase:
                 self.advance(before + (number + 1) * part - self.fraction)
         finally:
             self.shown.close()
-            if self.bar:
-                self.bar.now.refresh()
+            self.bar.now.refresh()
 
     def advance(self, by: float | None = None) -> None:
         """Show that one more unit of a micro-batch is done."""
@@ -144,12 +145,11 @@ class Phase:
         self.fraction += by
         self.shown.update(by)
         seconds = time.time() - self.start
-        if seconds < self.due or not self.bar or not self.bar.is_main or self.bar.is_shown:
-            return
-        self.due = seconds + PAUSE
-        left = seconds * (1 - self.fraction) / max(self.fraction - self.first, 1e-9)
-        if left > SILENCE:
-            self.bar.say(f"{self.title}: about {tqdm.format_interval(left)} left")
+        if seconds >= self.due and self.bar.is_main and not self.bar.is_shown:
+            self.due = seconds + PAUSE
+            left = seconds * (1 - self.fraction) / max(self.fraction - self.first, 1e-9)
+            if left > SILENCE:
+                self.bar.say(f"{self.title}: about {tqdm.format_interval(left)} left")
 
 
 def columns(values: dict[str, float]) -> list[str]:

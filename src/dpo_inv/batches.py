@@ -250,14 +250,14 @@ def score(
     pairs: Sequence[Pair],
     settings: PairSettings,
     world: World,
-    used: Sequence[int] | None = None,
+    rows: Sequence[int] | None = None,
     phase: Phase | None = None,
 ) -> Tensor:
     """Return the log-probs of all pairs, [N, 2]; the ranks split the work.
 
-    used: score only these rows and those that are scored together with them; others are NaN.
+    rows: score only these rows and those that are scored together with them; others are NaN.
     """
-    assigned = micro_batches(pairs, GROUP_SIZE, world, used)
+    assigned = micro_batches(pairs, GROUP_SIZE, world, rows)
     if not assigned:
         return torch.full((len(pairs), 2), torch.nan, device=world.device)
     log_probs = []

@@ -164,7 +164,6 @@ def main(argv: list[str] | None = None) -> int:
         lines=pairs.describe(report),
     )
     if config.check:
-        distributed.choose_device(world, config.backend)
         return runs.check(spec, config, world)
     ratio = plan.global_batch / config.base_batch_size
     rate: Any = config.learning_rate  # read_settings has replaced None
@@ -185,10 +184,7 @@ def main(argv: list[str] | None = None) -> int:
         # model
         scorer = Scorer(model, config.temperature).to(world.device)
         policy = Policy(scorer, world)
-
-        def score(rows: list[Pair], *used_and_phase: Any) -> Tensor:  # [rows, 2]
-            return batches.score(scorer, rows, config, world, *used_and_phase)
-
+        score = functools.partial(batches.score, scorer, settings=config, world=world)
         depends_on = {"device": world.device.type, "torch": torch.__version__}
         used = {"train": plan.rows_used()}
         ref_logps = run.reference_logps(depends_on, data, used, score)

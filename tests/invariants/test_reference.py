@@ -25,9 +25,9 @@ def train(folder, *flags):
     """main() -> how many pairs were scored."""
     score, counts = logps.score, []
 
-    def counted(scorer, pairs, world, size, rows=None, phase=None):
+    def counted(scorer, pairs, world, micro_batch_size, rows=None, phase=None):
         counts.append(len(pairs if rows is None else rows))
-        return score(scorer, pairs, world, size, rows, phase)
+        return score(scorer, pairs, world, micro_batch_size, rows, phase)
 
     no_report = mock.patch.object(run, "write_report", lambda *_, **__: ("", ""))
     with mock.patch.object(logps, "score", counted), no_report:

@@ -30,9 +30,9 @@ def broken(kind, folder):
     if kind == "reference in bf16":
         score = logps.score
 
-        def rounded(scorer, *rest):
+        def rounded(scorer, *rest, **options):
             scorer.autocast, before = torch.bfloat16, scorer.autocast
-            table = score(scorer, *rest)
+            table = score(scorer, *rest, **options)
             scorer.autocast = before
             return table
 
@@ -69,7 +69,7 @@ def broken(kind, folder):
     elif kind == "loss of another reference":
         checks.check_reference = lambda *arguments: None
         score = logps.score
-        logps.score = lambda *arguments: score(*arguments) + torch.tensor([0.5, 0.0])
+        logps.score = lambda *rest, **options: score(*rest, **options) + torch.tensor([0.5, 0.0])
     return runs.train(folder, flags)
 
 
@@ -130,14 +130,14 @@ def in_bf16(fault, folder):
     """Train with dpop in bf16, with a reference that has a fault."""
     score = logps.score
 
-    def reference(scorer, pairs, world, size, *rest):
+    def reference(scorer, pairs, world, micro_batch_size, **rest):
         if not rest:  # the policy, in the check of step 0
-            return score(scorer, pairs, world, size)
+            return score(scorer, pairs, world, micro_batch_size)
         targets = without_the_first if fault == "a token less" else logps.Pair.targets.fget
         norm = scorer.unwrap().model.norm.weight.data
         norm *= 1 / 8 if fault == "other weights" else 1
         with mock.patch.object(logps.Pair, "targets", property(targets)):
-            table = score(scorer, pairs, world, size, *rest)
+            table = score(scorer, pairs, world, micro_batch_size, **rest)
         norm *= 8 if fault == "other weights" else 1
         return table
 

@@ -190,7 +190,9 @@ def test_each_warning_is_in_summary_report_and_card(tmp_path, monkeypatch, capsy
         [warning] = [line for line in warnings if line.startswith(f"warning: {start}")]
         assert f"- {warning}\n" in (folder / "model/README.md").read_text()
         assert html.escape(warning) in (folder / "report.html").read_text()
-    assert capsys.readouterr().out.count("warning: of a step\n") == 3  # and at both ends
+    printed = capsys.readouterr().out
+    assert printed.count("warning: of a step\n") == 3  # and at both ends
+    assert printed.count("warning: train: 4 of 4 rows") == 4  # at both starts and ends
 
 
 def test_a_report_that_cannot_be_written_does_not_make_the_run_fail(tmp_path, capsys):
