@@ -26,14 +26,14 @@ STATE = "state.safetensors"
 ALONE = World()
 
 # settings that change no number, so that they may differ when a run is resumed
-FREE = "check debug restart log_every save_every keep_checkpoints cache_dir result_dir out_dir"
-FREE += " output_dir stop_after_minutes timeout_minutes config deepspeed report_to bucket_mb"
-FREE += " num_workers ckpt_interval eval_interval gen_interval summary_interval"
+FREE = """check debug restart log_every save_every keep_checkpoints cache_dir result_dir out_dir
+output_dir stop_after_minutes timeout_minutes config deepspeed report_to bucket_mb num_workers
+ckpt_interval eval_interval gen_interval summary_interval"""
 # these may differ as well, and a line is printed
-ANNOUNCED = "max_steps num_epochs train_timesteps save_best strategy use_fsdp fsdp_config"
-ANNOUNCED += " use_deepspeed deepspeed_config"
+ANNOUNCED = """max_steps num_epochs train_timesteps save_best strategy use_fsdp fsdp_config
+use_deepspeed deepspeed_config"""
 # where these count per process, the inputs have their product with the number of processes
-PER_PROCESS = " batch_size micro_batch_size train_batch_size gradient_accumulation_steps"
+PER_PROCESS = "batch_size micro_batch_size train_batch_size gradient_accumulation_steps"
 # parts of the environment that change numbers only by rounding
 ROUNDING = ("world_size", "device", "threads", "versions")
 
@@ -205,8 +205,10 @@ def inspect(spec: RunSpec, settings: dict, facts: dict, restart: bool = False) -
         return FolderState()
     saved = data.read_json(folder / "config.json")
     saved_facts = data.read_json(folder / "environment.json")
-    free = FREE + PER_PROCESS if "global_batch" in spec.inputs else FREE
-    changed = differences(saved, settings, free.split())
+    free = FREE.split()
+    if "global_batch" in spec.inputs:
+        free += PER_PROCESS.split()
+    changed = differences(saved, settings, free)
     changed |= differences(saved_facts.get("inputs", {}), spec.inputs)
     is_finished = data.read_json(folder / "summary.json").get("status") == "finished"
     # a process that the launcher has started again has the same flags

@@ -213,7 +213,7 @@ def check_ranges(config: Any, **ranges: Range) -> None:
             raise SettingError(name, f"{value!r} is out of range (expected {expected})")
 
 
-# --- options of the losses -----------------------------------------------------------------------
+# --- options of the losses: they are here since losses.py imports torch ---------------------------
 
 Method = Literal[
     "dpo", "cdpo", "robust", "ipo", "ipo_sum", "hinge",

@@ -2,9 +2,10 @@
 
     python -m ddp_utils.launch 4 src/main_distributed.py --beta 0.3
 
-The run_*.sh call it. If a signal kills a rank, all ranks are restarted, up to MAX_RESTARTS times
-(3). Several nodes: export NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT on each node; they are
-not restarted. --then separates programs that run one after another.
+The run_*.sh call it instead of torchrun, which ends with status 1 whatever the ranks end with. If a
+signal kills a rank, all ranks are restarted, up to MAX_RESTARTS times (3). Several nodes: export
+NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT on each node; they are not restarted. --then
+separates programs that run one after another.
 """
 
 import ctypes

@@ -15,6 +15,9 @@ from ddp_utils.distributed import World
 Tensors = dict[str, Tensor]
 Values = dict[str, float]
 
+EQUAL = 1e-2  # two losses that differ by less, as in bf16, count as equal
+Z = 1.96  # half the width of a 95 % confidence interval, in standard deviations
+
 
 class Averages:
     """Exact means over the rows of all ranks: sums on the device, reduced once."""
@@ -48,10 +51,6 @@ class Averages:
         for name in self.names[1:]:
             values[name] /= values["count"]
         return values | {"count": int(values["count"])}
-
-
-EQUAL = 1e-2  # two losses that differ by less, as in bf16, count as equal
-Z = 1.96  # half the width of a 95 % confidence interval, in standard deviations
 
 
 def interval(mean: float, mean_of_squares: float, count: int) -> tuple[float, float]:
