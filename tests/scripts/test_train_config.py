@@ -80,7 +80,7 @@ def test_the_default_learning_rates(tmp_path_factory, monkeypatch):
     copy = shutil.copytree(ROOT / "data/demo/model", tmp_path_factory.mktemp("copy") / "model")
     for (script, flags), rate in RATES.items():
         check = lambda spec, config, world: seen.append(config.learning_rate) or 0  # noqa: E731
-        monkeypatch.setattr(script.runs, "check", check)
+        monkeypatch.setattr(script.runs if script is train else script, "check", check)
         name = "instructions" if "sft" in flags else "preferences_train"
         data = ["--train_data", f"data/demo/{name}.jsonl", "--max_rows", "40", "--check"]
         config = ["--config", str(ROOT / "config.yaml")] if script is train else []
