@@ -197,11 +197,15 @@ def meeting_point(world: World, env: Mapping[str, str] = os.environ) -> tuple[st
 
 
 def _open_store(world: World, address: str, port: int) -> dist.Store:
-    """Return the key-value store of the group: the launcher's if it has one, or rank 0's."""
+    """Return the key-value store of the group: the launcher's if it has one, or rank 0's.
+
+    init_method="env://" would open one as well, but a server of one node would listen on every
+    network, and the caller could not ask it which rank has failed first.
+    """
     seconds = parse_number("DDP_JOIN_SECONDS", os.environ.get("DDP_JOIN_SECONDS") or "50", 1)
     is_server = world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     options: dict[str, Any] = {"is_master": is_server, "timeout": timedelta(seconds=seconds)}
-    if is_server and world.is_one_node:  # TCPStore itself would listen on every network
+    if is_server and world.is_one_node:
         opened = os.environ.get("MASTER_LISTEN_FD")  # by launch.py
         family = socket.getaddrinfo(address, port)[0][0]
         listener = opened or socket.create_server((address, port), family=family).detach()
