@@ -71,7 +71,8 @@ class Encoder:
         self.earlier_end = self.end  # the token that ends a reply that is not the last one
         self.stops: list = []  # more tokens at which sampling stops
         self.call_end: int | None = None  # the token that ends tool calls, if it is another one
-        self.arguments_as_text = False  # the template expects those of a tool call as JSON
+        # the template expects the arguments of a tool call as a JSON text; None: not known yet
+        self.arguments_as_text: bool | None = None
         self.before_reply = ""  # the template's text between a prompt and a reply
         self.after_reply = ""
         self.in_parts = False  # the template expects a content as [{"type": "text", "text": ...}]
@@ -115,15 +116,14 @@ class Encoder:
 
     def _as_expected(self, message: dict) -> dict:
         """Return a message in the form that the template expects."""
-        message = copy.deepcopy(message)
-        for call in message.get("tool_calls", []):
-            arguments = call["function"]["arguments"]
-            if self.arguments_as_text and not isinstance(arguments, str):
-                call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
-            elif not self.arguments_as_text and isinstance(arguments, str):
-                call["function"]["arguments"] = json.loads(arguments)
+        message = {**message}
+        if "tool_calls" in message and self.arguments_as_text is not None:
+            from ddp_utils import tool_calls
+
+            calls, as_text = message["tool_calls"], self.arguments_as_text
+            message["tool_calls"] = [tool_calls.with_arguments(call, as_text) for call in calls]
         if self.in_parts:
-            message["content"] = text_parts(message["content"])
+            message["content"] = [{"type": "text", "text": message["content"]}]
         return message
 
     def check_arguments(self, value: str | dict, place: str) -> dict:
@@ -160,38 +160,23 @@ class Encoder:
         asked = self.text([question])
         before, _, self.after_reply = self.render([question, reply]).rpartition("@@@")
         self.before_reply = before.removeprefix(asked)
-        self.end = next(iter(self._special_ids(self.after_reply)), self.end)
+        self.end = next(iter(self.special_ids(self.after_reply)), self.end)
         self.earlier_end = self.end
-        self._find_form_of_tool_calls(question)
+        if "tool_calls" in self.template_words:
+            from ddp_utils import tool_calls
+
+            self.arguments_as_text, self.call_end = tool_calls.find_form(self, question)
         with contextlib.suppress(UserError):
             text = self.render([question, reply, {"role": "user", "content": "~~~"}])
-            ends = self._special_ids(text.rpartition("@@@")[2].partition("~~~")[0])
+            ends = self.special_ids(text.rpartition("@@@")[2].partition("~~~")[0])
             if not ends or self.end in ends:
                 return
             self.earlier_end = ends[0]
             # sampling stops there as well, unless it also ends a thought
             thought = {**reply, **dict.fromkeys(THOUGHTS, "t")}
             text = self.render([question, thought]).rpartition("@@@")[0]
-            if ends[0] not in self._special_ids(text[common_prefix(asked, text) :]):
+            if ends[0] not in self.special_ids(text[common_prefix(asked, text) :]):
                 self.stops.append(ends[0])
-
-    def _find_form_of_tool_calls(self, question: dict) -> None:
-        """Set the form of tool calls that the template renders, and the token that ends them."""
-        if "tool_calls" not in self.template_words:
-            return
-        call = {"type": "function", "function": {"name": "@@@", "arguments": {"a": "b"}}}
-        call["id"] = "a" * 9  # Mistral's templates expect nine characters
-        reply = {"role": "assistant", "content": "", "tool_calls": [call]}
-        for as_text in (False, True):
-            self.arguments_as_text = as_text
-            with contextlib.suppress(UserError):
-                _, name, after = self.render([question, reply]).rpartition("@@@")
-                if name and "{'" not in after:  # Python's text of a dict is not JSON
-                    ends = self._special_ids(after)
-                    if self.end in self._special_ids(self.after_reply) and self.end not in ends:
-                        self.call_end = next(reversed(ends), None)
-                    return
-        self.arguments_as_text = False  # rows with calls are errors
 
     def _renders(self, *messages: dict) -> bool:
         """Return whether the template renders the content @@@ of a message."""
@@ -199,7 +184,7 @@ class Encoder:
             return "@@@" in self.render([*messages])
         return False
 
-    def _special_ids(self, text: str) -> Ids:
+    def special_ids(self, text: str) -> Ids:
         """Return the special tokens in a text."""
         special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
         ids = self.tokenizer(text, add_special_tokens=False).input_ids
@@ -358,11 +343,6 @@ def truncation_warning(split: str, truncated: int, rows: int, flag: str) -> list
         return []
     hint = "a larger value needs more memory and time"
     return [f"warning: {split}: {truncated} of {rows} rows are longer than {flag}; {hint}"]
-
-
-def text_parts(content: str | None) -> list[dict] | None:
-    """Return a content as templates of multimodal models expect it."""
-    return None if content is None else [{"type": "text", "text": content}]
 
 
 def messages_of(prompt: Prompt) -> list[dict]:

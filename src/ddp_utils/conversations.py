@@ -93,7 +93,7 @@ def messages_of(record: Record, field: str, role: str = "assistant") -> list[dic
 
 
 def _message(record: Record, place: str, message: Any, is_last: bool) -> dict:
-    data.check_text_only(record, place, message, weights=(None, 0, 1))
+    is_trained = data.check_text_only(record, place, message, may_be_0=True)
     name = "from" if "from" in message else "role"
     role = ROLES.get(str(message.get(name)))
     if not role:
@@ -102,7 +102,9 @@ def _message(record: Record, place: str, message: Any, is_last: bool) -> dict:
     names = (*MORE, "name") if role == "tool" else MORE
     more = {key: message[key] for key in names if message.get(key)}
     if "tool_calls" in more:
-        more["tool_calls"] = _tool_calls(record, f"{place}.tool_calls", more["tool_calls"])
+        from ddp_utils import tool_calls
+
+        more["tool_calls"] = tool_calls.read(record, f"{place}.tool_calls", more["tool_calls"])
     name = "value" if "value" in message else "content"
     content = message.get(name)
     if content is None and more:
@@ -110,10 +112,9 @@ def _message(record: Record, place: str, message: Any, is_last: bool) -> dict:
     if isinstance(content, list):
         content = "".join(_text_of_part(record, f"{place}.{name}", part) for part in content)
     may_be_empty = role == "assistant" and (is_last or bool(more))
-    data.text(
-        Record(record.location, {f"{place}.{name}": content}), f"{place}.{name}", may_be_empty
-    )
-    if any(message.get(key) == 0 for key in data.WEIGHTS):
+    field = f"{place}.{name}"
+    data.text(Record(record.location, {field: content}), field, may_be_empty)
+    if not is_trained:
         more["weight"] = 0
     return {"role": role, "content": content, **more}
 
@@ -123,22 +124,6 @@ def _text_of_part(record: Record, place: str, part: Any) -> str:
     if not isinstance(part, dict) or not isinstance(part.get("text"), str):
         raise UserError(f"{record.location}: {place}: only text is supported; remove it")
     return part["text"]
-
-
-def _tool_calls(record: Record, place: str, calls: Any) -> list[dict]:
-    """Return tool calls; their arguments are objects or, as in OpenAI's, JSON texts."""
-    data.check_finite(record, place, calls)
-    made = []
-    for call in calls if isinstance(calls, list) else [calls]:
-        function = call.get("function", call) if isinstance(call, dict) else None
-        if not isinstance(function, dict) or "name" not in function:
-            expected = '[{"function": {"name": ..., "arguments": {...}}}]'
-            raise data.wrong_value(record, place, calls, expected)
-        arguments = function.get("arguments") or {}
-        if isinstance(arguments, str):  # the chat template may need it decoded
-            data.decode(arguments, f"{record.location}: {place}")
-        made.append({**call, "function": {**function, "arguments": arguments}})
-    return made
 
 
 def reply_of(turn: dict) -> Reply:

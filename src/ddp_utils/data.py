@@ -15,6 +15,7 @@ import re
 import reprlib
 import shutil
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,10 +32,10 @@ AnyPath = str | Path
 # characters that would break a line of output in two, or that cannot be printed
 CONTROL = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 TEMPORARY = ".tmp-"  # the name of a file or folder begins with it until all is written
-ONE_OBJECT_PER_LINE = "each line must hold one {...}, or the file one list of them"
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 MEDIA = ("function_call", "image", "images", "audio", "audios", "video", "videos")
-WEIGHTS = ("weight", "loss_weight", "train", "loss", "label")  # of a row or message: 1, true or 0
+WEIGHTS = ("weight", "loss_weight", "train", "loss", "label")  # of a row or message
+WEIGHT_OF = {"none": 1, "": 1, "1": 1, "1.0": 1, "true": 1, "0": 0, "0.0": 0, "false": 0}
 
 
 Prompt = str | list[dict]  # a user's text, or messages that end with a user's turn
@@ -122,6 +123,38 @@ def read(path: AnyPath, limit: int = -1, skip: bool = False, columns: str = "") 
         raise UserError(f"{path}: 0 records; each line must hold one JSON object")
 
 
+def usable(source: DataFile, make: Callable[[Record], Any], dropped: Counter) -> Iterator[Any]:
+    """Yield make(record) of the records of a file, and count those without it by reason.
+
+    Raises UserError if no record is usable, or if one is malformed, unless these are skipped.
+    """
+    used = 0
+    for record in read(source.path, source.limit, skip=True, columns=source.columns):
+        try:
+            if isinstance(record.data, UserError):
+                raise record.data
+            row = make(record)
+        except Unusable as reason:
+            dropped[str(reason)] += 1
+            continue
+        except UserError as error:
+            if source.on_bad_record == "error":
+                # errors of the chat template have no location
+                place = "" if str(error).startswith(source.path) else f"{record.location}: "
+                raise UserError(f"{place}{error}; or use --on_bad_record skip") from error
+            dropped["malformed"] += 1
+            continue
+        used += 1
+        yield row
+    if not used:
+        raise UserError(f"{source.path}: 0 usable rows of {dropped.total()}: {listed(dropped)}")
+
+
+def listed(numbers: dict) -> str:
+    """Return numbers and their names, separated by commas."""
+    return ", ".join(f"{number:g} {name}" for name, number in numbers.items())
+
+
 def _rows(path: str) -> Iterator[tuple[str, Any]]:
     """Yield the location and the JSON value (or the UserError) of each row."""
     delimiter = DELIMITERS.get(Path(path).suffix)
@@ -129,8 +162,7 @@ def _rows(path: str) -> Iterator[tuple[str, Any]]:
         from ddp_utils import data_sets
 
         if delimiter:
-            for location, row in data_sets.read_csv(path, content(path), delimiter):
-                yield location, row if isinstance(row, UserError) else with_weights(row)
+            yield from data_sets.read_csv(path, content(path), delimiter)
         else:
             for number, row in enumerate(data_sets.load(path, resolve), start=1):
                 yield f"{path}:{number}", row
@@ -145,16 +177,8 @@ def _rows(path: str) -> Iterator[tuple[str, Any]]:
             try:
                 yield f"{path}:{number}", decode(line, path, number, ROWS)
             except UserError as error:
-                yield f"{path}:{number}", UserError(f"{error}; {ONE_OBJECT_PER_LINE}")
-
-
-def with_weights(row: dict[str, str]) -> dict[str, Any]:
-    """Return a row of CSV, all of it texts, with the values of WEIGHTS: 1, 0.5, True."""
-    values: dict[str, Any] = {}
-    for name in row.keys() & {*WEIGHTS}:
-        with contextlib.suppress(ValueError):  # another text stays
-            values[name] = json.loads(row[name].lower() or "null")
-    return {**row, **values}
+                hint = "each line must hold one {...}, or the file one list of them"
+                yield f"{path}:{number}", UserError(f"{error}; {hint}")
 
 
 def is_data_set(path: str) -> bool:
@@ -234,16 +258,22 @@ def optional_text(record: Record, field: str) -> list[str]:
     return [] if value is None or not str(value).strip() else [text(record, field)]
 
 
-def check_text_only(record: Record, path: str, value: Any, weights: tuple = (None, 1)) -> None:
-    """Raise UserError if a row or message is not an object, or has media or another weight."""
+def check_text_only(record: Record, path: str, value: Any, may_be_0: bool = False) -> bool:
+    """Return whether a row or message is trained: no weight of it is 0.
+
+    Raises UserError if it is not an object, or has media, a weight that is neither 1 nor 0, or a
+    weight of 0 that it must not have.
+    """
     if not isinstance(value, dict):
         raise wrong_value(record, path, value, "an object, {...}")
     place = f"{path}." if path else ""
     for key in filter(value.get, MEDIA):
         raise UserError(f"{record.location}: {place}{key}: only text is supported; remove it")
-    for key in WEIGHTS:
-        if value.get(key) not in weights:
+    weights = {key: WEIGHT_OF.get(str(value.get(key)).lower()) for key in WEIGHTS}
+    for key, weight in weights.items():
+        if weight is None or not (weight or may_be_0):
             raise wrong_value(record, place + key, value[key], "1 or true (use only such rows)")
+    return all(weights.values())
 
 
 def check_finite(record: Record, field: str, value: Any) -> None:

@@ -103,7 +103,7 @@ def encode_rows(
     find_format: returns the Format of the first well-formed row.
     Raises UserError if a row is malformed (unless these are skipped), or if no row is usable.
     """
-    format: Format | None = None
+    format: Any = None  # of the first well-formed record, see find_format
     used = 0
     dropped: Counter = Counter()  # reason -> number of rows
     notes: Counter = Counter()
@@ -111,24 +111,20 @@ def encode_rows(
     chosen_longer = 0
     not_read: set[str] = set()
     tqdm.set_lock(threading.RLock())  # the default lock is a semaphore, which os._exit would leak
-    records = data.read(source.path, source.limit, skip=True, columns=source.columns)
-    for record in tqdm(records, "Tokenizing", disable=None, leave=False, unit=" rows"):
-        try:
-            if isinstance(record.data, UserError):
-                raise record.data
-            format = format or find_format(record)
-            arguments = template_arguments(record, encoder)
-            row, whole, notes_on_row = encode(record, format, encoder.with_arguments(arguments))
-        except Unusable as reason:
-            dropped[str(reason)] += 1
-            continue
-        except UserError as error:
-            if source.on_bad_record == "error":
-                # errors of the chat template have no location
-                place = "" if str(error).startswith(source.path) else f"{record.location}: "
-                raise UserError(f"{place}{error}; or use --on_bad_record skip") from error
-            dropped["malformed"] += 1
-            continue
+
+    def make(record: Record) -> tuple[Record, Any, Any, set[str]]:
+        nonlocal format
+        format = format or find_format(record)
+        arguments = {}
+        if not record.data.keys().isdisjoint(("input", *ARGUMENTS)):
+            from ddp_utils import tool_calls
+
+            arguments = tool_calls.template_arguments(record, encoder)
+        return record, *encode(record, format, encoder.with_arguments(arguments))
+
+    rows = data.usable(source, make, dropped)
+    rows = tqdm(rows, "Tokenizing", disable=None, leave=False, unit=" rows")
+    for record, row, whole, notes_on_row in rows:
         yield row
         used += 1
         lengths = whole.lengths
@@ -138,14 +134,11 @@ def encode_rows(
         for name in record.data.keys() - {*format.fields, "system", *data.WEIGHTS, *ARGUMENTS}:
             if record.data[name] not in (None, "", [], {}):
                 not_read.add(name)
-    count = used + dropped.total()
-    if not format or not used:
-        raise UserError(f"{source.path}: 0 usable rows of {count}: {_listed(dropped)}")
     report |= {
         "format": format.name,
         "fields_not_read": ", ".join(sorted(map(data.shown, not_read))),
         "template": encoder.templated,
-        "rows": count,
+        "rows": used + dropped.total(),
         "used": used,
         "dropped": dropped,
         "notes": notes,
@@ -174,8 +167,8 @@ def describe(split: str, report: dict) -> str:
     """Return the report of one file as one line."""
     line = f"{split}: {report['rows']} rows of {report['format']}, {report['used']} used"
     if "split" in report:
-        line += f", split into {_listed(report['split'])}"
-    parts = [line, f"tokens {_listed(report['mean_tokens'])}"]
+        line += f", split into {data.listed(report['split'])}"
+    parts = [line, f"tokens {data.listed(report['mean_tokens'])}"]
     if "chosen_longer" in report:
         parts.append(f"chosen longer in {report['chosen_longer']:.1%}".replace("%", " %"))
     parts += [f"{rows} {name}" for name, rows in {**report["dropped"], **report["notes"]}.items()]
@@ -184,10 +177,6 @@ def describe(split: str, report: dict) -> str:
     if report["fields_not_read"]:
         parts.append(f"not read: {report['fields_not_read']:.100}")
     return "; ".join(parts)
-
-
-def _listed(numbers: dict) -> str:
-    return ", ".join(f"{number:g} {name}" for name, number in numbers.items())
 
 
 def split_by_prompt(
@@ -224,21 +213,6 @@ def unknown_format(record: Record, expected: str) -> UserError:
     """Return the error for a record whose fields fit no format."""
     problem = f"fields found: {data.names_of(record)}; expected {expected}"
     return UserError(f"{record.location}: {problem}; rename fields with --columns ours=theirs")
-
-
-def template_arguments(record: Record, encoder: Encoder) -> dict:
-    """Return a row's arguments for the chat template: its tools and chat_template_kwargs."""
-    tools, arguments = map(record.data.get, ARGUMENTS)
-    if isinstance(record.data.get("input"), dict):  # of the format openai
-        tools = record.data["input"].get("tools")
-    place = f"{record.location}: chat_template_kwargs"
-    arguments = encoder.check_arguments(arguments or {}, place)
-    place = f"{record.location}: tools"
-    if isinstance(tools, str):
-        tools = data.decode(tools, place)
-    arguments |= encoder.check_arguments({"tools": tools} if tools else {}, place)
-    data.check_finite(record, "tools or chat_template_kwargs", arguments)
-    return arguments
 
 
 def texts_of(record: Record, format: str) -> tuple[Prompt, Reply, Reply]:

@@ -233,7 +233,7 @@ def score_mutants(config: Config) -> None:
         lines.append(f"{pair.location},{pair.name},{pair.mutation},{score:.4f}")
     output = config.output or "mutants.csv"
     data.write_text(output, "\n".join(lines) + "\n")
-    dropped = sum(map(len, report["dropped"].values()))
+    dropped = report["dropped"].total()
     print(f"{len(rows)} mutants of {config.mutants}, {dropped} items dropped -> {output}")
 
 

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import math
 import re
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ddp_utils import UserError, data
-from ddp_utils.data import Record
+from ddp_utils.data import DataFile, Record, Unusable
 from ddp_utils.metrics import wilson
 from dpo_inv import structure
 from dpo_inv.config import PairSettings
@@ -79,10 +79,6 @@ class Pair(NamedTuple):
         return -1 if (self.preferred[self.mutated] == wild_type).all() else 0
 
 
-class UnusableItem(Exception):
-    """A well-formed item that is not used. Its text is the reason, by which items are counted."""
-
-
 def read(
     path: str,
     backbones: dict,
@@ -98,37 +94,28 @@ def read(
     Raises UserError for the first malformed item (with on_bad_record="skip" it is dropped), or if
     no item is usable.
     """
-    skip = settings.on_bad_record == "skip"
     pairs = []
-    dropped: dict[str, list[str]] = defaultdict(list)  # reason -> locations of items
-    notes: dict[str, list[str]] = defaultdict(list)
+    dropped: Counter = Counter()  # reason -> number of items
+    notes: Counter = Counter()
     signs = []  # of the mutants with a ddG: 1 if the mutant is the stabler one, otherwise -1
-    for record in data.read(path, limit, skip):
-        try:
-            if isinstance(record.data, UserError):
-                raise record.data
-            record = _with_our_names(record, ddg)
-            fields = record.data
-            unused = {"ddg"} if "preferred_seq" in fields else {"margin_kcal"}
-            unread = ", ".join(sorted(fields.keys() - ({*FIELDS, *IGNORED} - unused)))
-            if unread:
-                notes[f"not read: {data.shown(unread)}"].append(record.location)
-            pairs.append(_pair(record, path, backbones, settings))
-            if "preferred_seq" not in fields:
-                signs.append(pairs[-1].sign)
-                name = "ddG_ML" if "ddG_ML" in fields else "ddG"
-                effect = "stabilizes" if _is_positive_stable(record, settings) else "destabilizes"
-                notes[f"a {name} above 0 {effect}"].append(record.location)
-        except UnusableItem as reason:
-            dropped[str(reason)].append(record.location)
-        except UserError:
-            if not skip:
-                raise
-            dropped["malformed"].append(record.location)
-    if not pairs:
-        reasons = [f"{len(items)} {reason}, as {items[0]}" for reason, items in dropped.items()]
-        raise UserError(f"{path}: 0 usable pairs: {'; '.join(reasons)}")
-    report = {"file": str(path), "used": len(pairs), "dropped": dropped, "notes": notes}
+
+    def make(record: Record) -> tuple[Record, Pair]:
+        record = _with_our_names(record, ddg)
+        unused = {"ddg"} if "preferred_seq" in record.data else {"margin_kcal"}
+        unread = ", ".join(sorted(record.data.keys() - ({*FIELDS, *IGNORED} - unused)))
+        if unread:
+            notes[f"not read: {data.shown(unread)}"] += 1
+        return record, _pair(record, path, backbones, settings)
+
+    source = DataFile(path, "", limit, settings.on_bad_record)
+    for record, pair in data.usable(source, make, dropped):
+        pairs.append(pair)
+        if "preferred_seq" not in record.data:
+            signs.append(pair.sign)
+            name = "ddG_ML" if "ddG_ML" in record.data else "ddG"
+            effect = "stabilizes" if _is_positive_stable(record, settings) else "destabilizes"
+            notes[f"a {name} above 0 {effect}"] += 1
+    report = {"file": path, "used": len(pairs), "dropped": dropped, "notes": notes}
     return pairs, report | {"warnings": _warnings(pairs, signs, settings)}
 
 
@@ -155,9 +142,9 @@ def _with_our_names(record: Record, ddg: float | None) -> Record:
         fields["ddg"] = fields["ddG_ML"]
     text = str(fields.get("mutation", ""))
     if text == "wt" or text.startswith(("ins", "del")):
-        raise UnusableItem("not a substitution")
+        raise Unusable("not a substitution")
     if text and "ddg" not in fields and not record.data.keys().isdisjoint(("ddg", "ddG", "ddG_ML")):
-        raise UnusableItem("without a ddG")
+        raise Unusable("without a ddG")
     named = sorted({chain for _, chain, *_ in MUTATION.findall(text)} - {""})
     if named and not fields.keys() & {*CHAINS}:
         fields["design_chains"] = named
@@ -183,10 +170,10 @@ def _warnings(pairs: Sequence[Pair], signs: Sequence[int], settings: PairSetting
 
 
 def _pair(record: Record, source: str, backbones: dict, settings: PairSettings) -> Pair:
-    """Return the pair of one item; raise UserError or UnusableItem."""
+    """Return the pair of one item; raise UserError or Unusable."""
     file, number, backbone = _backbone(record, source, backbones, settings)
     if len(backbone.sequence) > settings.max_length:
-        raise UnusableItem("longer than max_length")
+        raise Unusable("longer than max_length")
     preferred, unpreferred, margin = _sequences(record, backbone, settings)
     designed = mutable(record.data, backbone, record.location, settings.numbering)
     for position in np.flatnonzero((preferred != unpreferred) & ~designed):
@@ -200,7 +187,7 @@ def _pair(record: Record, source: str, backbones: dict, settings: PairSettings) 
         raise UserError(f"{record.location}: the copies of --homo_oligomer differ")
     targets = designed[backbone.tied].any(-1) & (both[:, first] != UNKNOWN).all(0)  # [T]
     if not (targets & (preferred != unpreferred)[first]).any():
-        raise UnusableItem("the same sequence twice")
+        raise Unusable("the same sequence twice")
     name = " ".join([file.name, *backbone.chains])
     arrays = preferred, unpreferred, designed, targets, np.float64(margin)
     return Pair(record.location, name, number, backbone, *arrays)
@@ -240,17 +227,16 @@ def _sequences(
         wild_type = encode(backbone.sequence)
         ddg = read_number(record, "ddg")
         if ddg == 0:
-            raise UnusableItem("a ddG of 0")
+            raise Unusable("a ddG of 0")
         is_stabilizing = (ddg > 0) == _is_positive_stable(record, settings)
         both = (mutant, wild_type) if is_stabilizing else (wild_type, mutant)
         return *both, abs(ddg)
-    for field in sorted(record.data.keys()):
+    for field in record.data:
         if field.startswith(("preferred_", "unpreferred_")) and not field.endswith("_seq"):
             raise UserError(f"{record.location}: {field}: not supported; use margin_kcal instead")
-        if field.lower() not in DIRECTIONS:
-            continue
-        hint = "remove it, or swap the two sequences where it names the second one"
-        raise UserError(f"{record.location}: {field}: not supported; {hint}")
+        if field.lower() in DIRECTIONS:
+            hint = "remove it, or swap the two sequences where it names the second one"
+            raise UserError(f"{record.location}: {field}: not supported; {hint}")
     preferred = parse_sequence(record, "preferred_seq", backbone)
     unpreferred = parse_sequence(record, "unpreferred_seq", backbone)
     if "margin_kcal" not in record.data:
@@ -425,7 +411,7 @@ def describe(reports: Mapping[str, dict]) -> list[str]:
     lines = []
     for split, report in reports.items():
         parts = [f"{split}: {report['used']} pairs of {report['file']}"]
-        parts += [f"{len(items)} {reason}" for reason, items in report["dropped"].items()]
-        parts += [f"{len(items)} items: {note}" for note, items in report["notes"].items()]
+        parts += [f"{count} {reason}" for reason, count in report["dropped"].items()]
+        parts += [f"{count} items: {note}" for note, count in report["notes"].items()]
         lines += ["; ".join(parts), *report["warnings"]]
     return lines

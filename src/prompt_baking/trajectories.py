@@ -106,8 +106,7 @@ def prompt(encoder: Encoder, system: str, question: str) -> list[int]:
     turns = [{"role": "user", "content": question}]
     if system:
         turns = [{"role": "system", "content": system.strip()}, *turns]
-    encoder.check_supported(turns)
-    return encoder.ids(encoder.render(turns, add_generation_prompt=True))[0]
+    return encoder.ids(encoder.text(turns))[0]
 
 
 def read_prompts(path: str, encoder: Encoder, used: dict[str, str]) -> dict[str, str]:

@@ -150,35 +150,30 @@ def encode(
     """
     turns = prompt if isinstance(prompt, list) and not only_last else []
     question = plain_text(turns[: _questions(turns)[0] + 1] if turns else prompt)
-    fitted = turns = _with_one_end(encoder, turns)
+    turns = _with_one_end(encoder, turns)
     pair, notes = encoder.encode(location, turns or prompt, reply, reply)
-    pair = pair._replace(text=question)
-    whole = text = _text(encoder, pair, turns, notes)
+    whole = text = _text(encoder, pair, turns, question, notes)
     if whole.num_tokens > encoder.max_length:
         if turns:
-            fitted = _drop_exchanges(encoder, turns, reply)
-            pair, notes = encoder.encode(location, fitted, reply, reply)
-            pair = pair._replace(text=question)
-        text = _text(encoder, encoder.truncate(pair), fitted, notes)
+            turns = _drop_exchanges(encoder, turns, reply)
+            pair, notes = encoder.encode(location, turns, reply, reply)
+        text = _text(encoder, encoder.truncate(pair), turns, question, notes)
     return text, whole, notes
 
 
-def _text(encoder: Encoder, pair: Pair, turns: list[dict], notes: set[str]) -> Text:
+def _text(encoder: Encoder, pair: Pair, turns: list[dict], question: str, notes: set[str]) -> Text:
     """Return the Text of a pair's prompt and chosen reply; replies in the turns are trained, too.
 
     Add to the notes if they cannot be.
     """
     ids = pair.prompt + pair.chosen
     scored = [0] * len(pair.prompt) + [1] * len(pair.chosen)
-    spans = _earlier_replies(encoder, turns, ids) if turns else []
-    if spans is None:
-        notes.add("only the last reply is trained")
-    for start, stop in spans or []:
+    for start, stop in _earlier_replies(encoder, turns, ids, notes):
         scored[start:stop] = [1] * (stop - start)
     if 1 not in scored:
         raise Unusable("no trained token left")
     first = scored.index(1)
-    return Text(ids[:first], ids[first:], scored[first:], pair.location, pair.text)
+    return Text(ids[:first], ids[first:], scored[first:], pair.location, question)
 
 
 def _with_one_end(encoder: Encoder, turns: list[dict]) -> list[dict]:
@@ -211,13 +206,15 @@ def _questions(turns: list[dict]) -> list[int]:
 
 
 def _earlier_replies(
-    encoder: Encoder, turns: list[dict], ids: list[int]
-) -> list[tuple[int, int]] | None:
+    encoder: Encoder, turns: list[dict], ids: list[int], notes: set[str]
+) -> list[tuple[int, int]]:
     """Return the (start, stop) of each reply in the turns of a prompt in its ids.
 
-    Return None if the template renders a reply differently, except for white space, when it is not
-    the last one: that is not what the model should generate.
+    There are none, and it is noted, if the template renders a reply differently, except for white
+    space, when it is not the last one: that is not what the model should generate.
     """
+    if not turns:
+        return []
     full_text = encoder.text(turns)
     spans = []
     # without a template replies have their end
@@ -235,7 +232,8 @@ def _earlier_replies(
         if end:  # the reply may have other white space when it is not the last one
             stop = len(end.join(full_text.split(end)[: as_last.count(end)]) + end)
         if without_space(full_text[:stop]) != without_space(as_last):
-            return None
+            notes.add("only the last reply is trained")
+            return []
         ids_before, ids_with_reply = encoder.ids(before, full_text[:stop])
         start = max(common_prefix(ids_before, ids), 1)  # nothing would predict a first token
         spans.append((start, common_prefix(ids_with_reply, ids)))

@@ -47,18 +47,15 @@ def test_rows_of_a_csv_are_texts_located_by_the_line_where_they_end(tmp_path):
     assert len(next(data.read(long)).data["prompt"]) == 200_000
 
 
-def test_weights_and_labels_of_a_csv_are_values(tmp_path):
+def test_weights_and_labels_of_a_csv_are_read_as_values(tmp_path):
     path = tmp_path / "a.csv"
-    path.write_text("label,weight,train,prompt\nTrue,0.5,,1\nbetter,1,FALSE,true\n")
-    assert [row.data for row in data.read(path)] == [
-        {"label": True, "weight": 0.5, "train": None, "prompt": "1"},
-        {"label": "better", "weight": 1, "train": False, "prompt": "true"},
-    ]
-    rows = [{"label": "True", "weight": "1.0", **ROWS[0]}]
+    rows = [{"label": "True", "weight": "1.0", "train": "", **ROWS[0]}]
     pairs, _ = reading.pairs(write(path, rows), Encoder(load_tokenizer("data/demo/model")))
     assert len(pairs) == 1
-    rows = [{"weight": "0.5", **ROWS[0]}]
-    assert error_of(write(path, rows)).startswith(":2: weight: must be 1 or true (use only such")
+    for wrong in ({"weight": "0.5"}, {"weight": "0"}, {"train": "FALSE"}, {"loss": "yes"}):
+        rows = [{**wrong, **ROWS[0]}]
+        expected = f":2: {next(iter(wrong))}: must be 1 or true (use only such rows), not "
+        assert error_of(write(path, rows)).startswith(expected)
 
 
 BROKEN = {

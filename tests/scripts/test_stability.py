@@ -68,7 +68,7 @@ def test_a_table_of_mutations_becomes_pairs(tmp_path):
     texts = [(text(x.preferred), text(x.unpreferred)) for x in found]
     assert texts == [(NATIVE, one), (two, NATIVE)]
     assert [(x.margin, x.sign) for x in found] == [(1.5, -1), (0.5, 1)]
-    assert {reason: len(items) for reason, items in report["dropped"].items()} == {"a ddG of 0": 1}
+    assert report["dropped"] == {"a ddG of 0": 1}
     swapped, _ = read(path, stable_ddg="positive")
     assert [(text(x.preferred), x.margin) for x in swapped] == [(one, 1.5), (NATIVE, 0.5)]
     keys = ("pdb_file", "chain_id", "mutation", "ddg")

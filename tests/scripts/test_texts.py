@@ -10,7 +10,7 @@ from test_pairs import CHATML, GEMMA, LLAMA3, R1, THINKING, chat_tokenizer, toke
 
 import reading
 from conftest import ROOT
-from ddp_utils import UserError, data, logps, preference_data
+from ddp_utils import UserError, data, logps
 from ddp_utils.chat_template import Encoder
 from sft import instruction_data
 from sft.instruction_data import Text
@@ -88,19 +88,6 @@ KINDS = [  # names of fields -> the kind
 def test_the_fields_decide_about_the_kind(names, kind):
     record = data.Record("f:1", dict.fromkeys(names.split(), 1))
     assert instruction_data.find_format(record).name == kind
-
-
-def test_fields_that_are_not_read_are_named(tmp_path):
-    row = {
-        "answer": "3",
-        "question": "2",
-        "request": "Tell me.",
-        "story": "Once.",
-        "system": "Lie.",
-    }
-    texts, report = read(tmp_path, row, columns="prompt=request,completion=story")
-    assert texts == ["\n\nSystem: Lie.\n\nHuman: Tell me.\n\nAssistant:{ Once.</s>}"]
-    assert report["fields_not_read"] == "answer, question"
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "tests/data/formats").iterdir()), ids=str)
@@ -375,8 +362,3 @@ def test_the_report_counts_by_row_what_a_hand_count_finds(tmp_path):
         # of whole texts: 2 2 30 22; 7 7 10 34; 7 7 10 10
         "mean_tokens": {"prompt": 14.0, "reply": 14.5, "trained": 8.5},
     }
-    assert preference_data.describe("train", report) == (
-        "train: 8 rows of alpaca, 4 used; tokens 14 prompt, 14.5 reply, 8.5 trained; "
-        "1 empty response; 3 malformed; 2 truncated; no chat template; "
-        "not read: source"
-    )

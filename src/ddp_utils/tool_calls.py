@@ -1,0 +1,74 @@
+"""Tools and their calls: in rows of data, and in the form that a chat template renders.
+
+This module is imported only for rows and templates that have them.
+"""
+
+import contextlib
+import json
+from typing import Any
+
+from ddp_utils import UserError, data
+from ddp_utils.data import Record
+
+
+def template_arguments(record: Record, encoder: Any) -> dict:
+    """Return a row's arguments for the chat template: its tools and chat_template_kwargs.
+
+    encoder: the chat_template.Encoder, which checks that the template uses them.
+    """
+    tools, arguments = map(record.data.get, ("tools", "chat_template_kwargs"))
+    if isinstance(record.data.get("input"), dict):  # of the format openai
+        tools = record.data["input"].get("tools")
+    place = f"{record.location}: chat_template_kwargs"
+    arguments = encoder.check_arguments(arguments or {}, place)
+    place = f"{record.location}: tools"
+    if isinstance(tools, str):
+        tools = data.decode(tools, place)
+    arguments |= encoder.check_arguments({"tools": tools} if tools else {}, place)
+    data.check_finite(record, "tools or chat_template_kwargs", arguments)
+    return arguments
+
+
+def read(record: Record, place: str, calls: Any) -> list[dict]:
+    """Return the calls of a message; their arguments are objects or, as in OpenAI's, JSON texts."""
+    data.check_finite(record, place, calls)
+    made = []
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or "name" not in function:
+            expected = '[{"function": {"name": ..., "arguments": {...}}}]'
+            raise data.wrong_value(record, place, calls, expected)
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):  # the chat template may need it decoded
+            data.decode(arguments, f"{record.location}: {place}")
+        made.append({**call, "function": {**function, "arguments": arguments}})
+    return made
+
+
+def with_arguments(call: dict, as_text: bool) -> dict:
+    """Return a call whose arguments are a JSON text (as_text) or an object."""
+    arguments = call["function"]["arguments"]
+    if as_text and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    elif not as_text and isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+def find_form(encoder: Any, question: dict) -> tuple[bool, int | None]:
+    """Return whether a chat template expects arguments as texts, and the token that ends calls.
+
+    The token is None if calls end as other replies do. encoder: the chat_template.Encoder.
+    """
+    for as_text, arguments in ((False, {"a": "b"}), (True, '{"a": "b"}')):
+        call = {"type": "function", "function": {"name": "@@@", "arguments": arguments}}
+        call["id"] = "a" * 9  # Mistral's templates expect nine characters
+        reply = {"role": "assistant", "content": "", "tool_calls": [call]}
+        with contextlib.suppress(UserError):
+            _, name, after = encoder.render([question, reply]).rpartition("@@@")
+            if name and "{'" not in after:  # Python's text of a dict is not JSON
+                ends = encoder.special_ids(after)
+                has_end = encoder.end in encoder.special_ids(encoder.after_reply)
+                is_other = has_end and encoder.end not in ends
+                return as_text, next(reversed(ends), None) if is_other else None
+    return False, None  # rows with calls are errors
