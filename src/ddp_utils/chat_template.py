@@ -17,9 +17,14 @@ import transformers
 from jinja2 import TemplateError
 
 from ddp_utils import UserError, data, models
-from ddp_utils.data import Prompt, Reply
+from ddp_utils.data import Record
 from ddp_utils.logps import Pair
 
+Prompt = str | list[dict]  # a user's text, or messages that end with a user's turn
+Reply = str | dict  # a text, or a message that has more than text
+MEDIA = ("function_call", "image", "images", "audio", "audios", "video", "videos")
+WEIGHTS = ("weight", "loss_weight", "train", "loss", "label")  # of a row or message
+WEIGHT_OF = {"none": 1, "": 1, "1": 1, "1.0": 1, "true": 1, "0": 0, "0.0": 0, "false": 0}
 # what a template silently leaves out if it does not mention it
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of a field of a message
 NEED_SUPPORT = {"system", "developer", "tool", "tools", "tool_calls", *THOUGHTS}
@@ -27,9 +32,14 @@ TEMPLATE_ERRORS: tuple = (TemplateError, *models.FAULTS)  # a template is a prog
 HUMAN = "\n\nHuman:"
 PLAIN_ROLES = {"system": "\n\nSystem:", "user": HUMAN, "assistant": "\n\nAssistant:"}
 
-# notes about a row
+# notes about a row, and the warning if most rows have one
 NOT_CONTINUED = "without all of the generation prompt"
 REPEATED = "with the prompt in its replies"
+DOUBTFUL = {
+    NOT_CONTINUED: "have no reply that continues all of the chat template's generation prompt, "
+    "which may open a thought; use replies with one, or another --chat_template or its _kwargs",
+    REPEATED: "have replies that begin with the prompt; remove it from them if it is repeated",
+}
 # how a conversation begins that a chat template has rendered
 RENDERED = re.compile(
     r"\s*(<s>|<bos>|<\|begin_of_text\|>)?\s*"
@@ -364,3 +374,36 @@ def plain_text(turns: Prompt | Reply) -> str:
 def common_prefix(*sequences: Any) -> int:
     """Return how many leading items all sequences (token ids, or texts) share."""
     return len(os.path.commonprefix(sequences))
+
+
+# --- rows and messages ----------------------------------------------------------------------------
+
+
+def system_of(record: Record) -> list[dict]:
+    """Return the system message of a row, if there is one."""
+    return [{"role": "system", "content": text} for text in optional_text(record, "system")]
+
+
+def optional_text(record: Record, field: str) -> list[str]:
+    """Return [text], or [] if it is absent, null or empty, as columns of a table are."""
+    value = record.data.get(field)
+    return [] if value is None or not str(value).strip() else [data.text(record, field)]
+
+
+def check_text_only(record: Record, path: str, value: Any, may_be_0: bool = False) -> bool:
+    """Return whether a row or message is trained: no weight of it is 0.
+
+    Raises UserError if it is not an object, or has media, a weight that is neither 1 nor 0, or a
+    weight of 0 that it must not have.
+    """
+    if not isinstance(value, dict):
+        raise data.wrong_value(record, path, value, "an object, {...}")
+    place = f"{path}." if path else ""
+    for key in filter(value.get, MEDIA):
+        raise UserError(f"{record.location}: {place}{key}: only text is supported; remove it")
+    weights = {key: WEIGHT_OF.get(str(value.get(key)).lower()) for key in WEIGHTS}
+    for key, weight in weights.items():
+        if weight is None or not (weight or may_be_0):
+            expected = "1 or true (use only such rows)"
+            raise data.wrong_value(record, place + key, value[key], expected)
+    return all(weights.values())

@@ -4,8 +4,8 @@ import re
 from typing import Any
 
 from ddp_utils import UserError, data
-from ddp_utils.chat_template import HUMAN, THOUGHTS
-from ddp_utils.data import Prompt, Record, Reply, Unusable
+from ddp_utils.chat_template import HUMAN, THOUGHTS, Prompt, Reply, check_text_only, system_of
+from ddp_utils.data import Record, Unusable
 
 TURN = re.compile(r"(?s)\n\n(Human|Assistant):(.*?)(?=\n\n(?:Human|Assistant):|\Z)")
 ROLES = {"human": "user", "gpt": "assistant"}
@@ -20,10 +20,10 @@ def chat(record: Record, field: str, *sides: str) -> tuple[Prompt, Reply, Reply]
     """
     if field == "input":  # OpenAI's
         value: Any = record.data.get(field)
-        data.check_text_only(record, "input", value)
+        check_text_only(record, "input", value)
         field = "input.messages"
         record = record._replace(data={**record.data, field: value.get("messages")})
-    system = data.system_of(record)
+    system = system_of(record)
     before = system
     if field != "prompt" or record.data.get(field) is not None:
         turns = system + messages_of(record, field, "user")
@@ -93,7 +93,7 @@ def messages_of(record: Record, field: str, role: str = "assistant") -> list[dic
 
 
 def _message(record: Record, place: str, message: Any, is_last: bool) -> dict:
-    is_trained = data.check_text_only(record, place, message, may_be_0=True)
+    is_trained = check_text_only(record, place, message, may_be_0=True)
     name = "from" if "from" in message else "role"
     role = ROLES.get(str(message.get(name)))
     if not role:

@@ -33,13 +33,6 @@ AnyPath = str | Path
 CONTROL = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 TEMPORARY = ".tmp-"  # the name of a file or folder begins with it until all is written
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
-MEDIA = ("function_call", "image", "images", "audio", "audios", "video", "videos")
-WEIGHTS = ("weight", "loss_weight", "train", "loss", "label")  # of a row or message
-WEIGHT_OF = {"none": 1, "": 1, "1": 1, "1.0": 1, "true": 1, "0": 0, "0.0": 0, "false": 0}
-
-
-Prompt = str | list[dict]  # a user's text, or messages that end with a user's turn
-Reply = str | dict  # a text, or a message that has more than text
 
 
 class Unusable(Exception):
@@ -245,43 +238,6 @@ def text(record: Record, field: str, may_be_empty: bool = False) -> str:
     if re.search("[\0\ud800-\udfff]", value):
         raise UserError(f"{record.location}: {field}: remove the NUL or half surrogate pair")
     return value
-
-
-def system_of(record: Record) -> list[dict]:
-    """Return the system message of a row, if there is one."""
-    return [{"role": "system", "content": text} for text in optional_text(record, "system")]
-
-
-def optional_text(record: Record, field: str) -> list[str]:
-    """Return [text], or [] if it is absent, null or empty, as columns of a table are."""
-    value = record.data.get(field)
-    return [] if value is None or not str(value).strip() else [text(record, field)]
-
-
-def check_text_only(record: Record, path: str, value: Any, may_be_0: bool = False) -> bool:
-    """Return whether a row or message is trained: no weight of it is 0.
-
-    Raises UserError if it is not an object, or has media, a weight that is neither 1 nor 0, or a
-    weight of 0 that it must not have.
-    """
-    if not isinstance(value, dict):
-        raise wrong_value(record, path, value, "an object, {...}")
-    place = f"{path}." if path else ""
-    for key in filter(value.get, MEDIA):
-        raise UserError(f"{record.location}: {place}{key}: only text is supported; remove it")
-    weights = {key: WEIGHT_OF.get(str(value.get(key)).lower()) for key in WEIGHTS}
-    for key, weight in weights.items():
-        if weight is None or not (weight or may_be_0):
-            raise wrong_value(record, place + key, value[key], "1 or true (use only such rows)")
-    return all(weights.values())
-
-
-def check_finite(record: Record, field: str, value: Any) -> None:
-    """Raise UserError if NaN or infinity is somewhere in a value."""
-    try:
-        json.dumps(value, allow_nan=False)
-    except ValueError as error:
-        raise wrong_value(record, field, value, "without NaN and infinity") from error
 
 
 def wrong_value(record: Record, field: str, value: Any, expected: str) -> UserError:

@@ -23,16 +23,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from ddp_utils import UserError, data, sampler
-from ddp_utils.chat_template import (
-    HUMAN,
-    NOT_CONTINUED,
-    REPEATED,
-    Encoder,
-    plain_text,
-    truncation_warning,
-)
-from ddp_utils.data import DataFile, Prompt, Record, Reply, Rows, Unusable
+from ddp_utils import UserError, chat_template, data, sampler
+from ddp_utils.chat_template import HUMAN, Encoder, Prompt, Reply, plain_text
+from ddp_utils.data import DataFile, Record, Rows, Unusable
 from ddp_utils.logps import Pair
 
 SIDES = ("chosen", "rejected")
@@ -41,6 +34,7 @@ FIELDS = {name: (name, *SIDES) for name in TEXTS}  # format -> fields that a row
 FIELDS["sharegpt"] = ("conversations", *SIDES)
 FIELDS["openai"] = ("input", "preferred_output", "non_preferred_output")
 ARGUMENTS = ("tools", "chat_template_kwargs")  # arguments of the chat template for one row
+ALWAYS_READ = ("system", *chat_template.WEIGHTS, *ARGUMENTS)
 # fields of public data sets that tell, row by row, which of two responses is better
 WINNERS = r"labels?|winner(_\w+)?|choice|verdict|human_label"
 WINNERS += r"|(best|better|preferred|safer)(_(response|answer|output|completion|model|idx|id))*"
@@ -48,11 +42,6 @@ WINNERS += r"|(\w+_)?pref(erences?)?(_(strength|labels?|score))?"
 WINNERS += r"|(\w+_)?(score|rating|rank|reward)_[ab012]|\w+_?[ab012]_(score|rating|rank|reward)"
 # fields that tell how much better the chosen response is; negative numbers tell that it is worse
 MARGINS = r"(\w+_)?(score|rating|reward|margin|(score|rating|reward)_diff(erence)?)"
-DOUBTFUL = {  # notes that are a warning if most rows have one
-    NOT_CONTINUED: "have no reply that continues all of the chat template's generation prompt, "
-    "which may open a thought; use replies with one, or another --chat_template or its _kwargs",
-    REPEATED: "have replies that begin with the prompt; remove it from them if it is repeated",
-}
 NOT_SCORES = "rank|len|token|count|time|id"  # fewer may be better in fields with these names
 
 
@@ -131,7 +120,7 @@ def encode_rows(
         tokens.update(lengths)
         chosen_longer += lengths.get("chosen", 0) > lengths.get("rejected", 0)
         notes.update(notes_on_row | ({"truncated"} if row != whole else set()))
-        for name in record.data.keys() - {*format.fields, "system", *data.WEIGHTS, *ARGUMENTS}:
+        for name in record.data.keys() - {*format.fields, *ALWAYS_READ}:
             if record.data[name] not in (None, "", [], {}):
                 not_read.add(name)
     report |= {
@@ -153,8 +142,8 @@ def describe_all(reports: dict[str, dict], data: dict[str, Sized]) -> list[str]:
     lines = [describe(split, report) for split, report in reports.items()]
     for split, report in reports.items():
         truncated = report["notes"].get("truncated", 0)
-        lines += truncation_warning(split, truncated, report["used"], "--max_length")
-        for note, problem in DOUBTFUL.items():
+        lines += chat_template.truncation_warning(split, truncated, report["used"], "--max_length")
+        for note, problem in chat_template.DOUBTFUL.items():
             count = report["notes"].get(note, 0)
             if 2 * count > report["used"]:
                 lines.append(f"warning: {split}: {count} of {report['used']} rows {problem}")
@@ -265,7 +254,7 @@ def _number(value: Any) -> float:
 def prompt_and_responses(record: Record, format: str) -> tuple[Prompt, Reply, Reply]:
     """Return prompt, chosen and rejected of a record in the named format."""
     check_direction(record, format)
-    data.check_text_only(record, "", record.data)
+    chat_template.check_text_only(record, "", record.data)
     if format in TEXTS:
         prompt = question(record, format)
         chosen, rejected = (data.text(record, side, may_be_empty=True) for side in SIDES)
@@ -281,7 +270,7 @@ def question(record: Record, field: str, history: Collection[dict] = ()) -> Prom
     """Return the prompt in a field: a text, or messages if others precede it."""
     lines = [data.text(record, field)]
     if field == "instruction":
-        lines += data.optional_text(record, "input")
-    before = [*data.system_of(record), *history]
+        lines += chat_template.optional_text(record, "input")
+    before = [*chat_template.system_of(record), *history]
     text = "\n".join(lines)
     return [*before, {"role": "user", "content": text}] if before else text

@@ -25,13 +25,13 @@ def template_arguments(record: Record, encoder: Any) -> dict:
     if isinstance(tools, str):
         tools = data.decode(tools, place)
     arguments |= encoder.check_arguments({"tools": tools} if tools else {}, place)
-    data.check_finite(record, "tools or chat_template_kwargs", arguments)
+    check_finite(record, "tools or chat_template_kwargs", arguments)
     return arguments
 
 
 def read(record: Record, place: str, calls: Any) -> list[dict]:
     """Return the calls of a message; their arguments are objects or, as in OpenAI's, JSON texts."""
-    data.check_finite(record, place, calls)
+    check_finite(record, place, calls)
     made = []
     for call in calls if isinstance(calls, list) else [calls]:
         function = call.get("function", call) if isinstance(call, dict) else None
@@ -72,3 +72,11 @@ def find_form(encoder: Any, question: dict) -> tuple[bool, int | None]:
                 is_other = has_end and encoder.end not in ends
                 return as_text, next(reversed(ends), None) if is_other else None
     return False, None  # rows with calls are errors
+
+
+def check_finite(record: Record, field: str, value: Any) -> None:
+    """Raise UserError if NaN or infinity is somewhere in a value."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError as error:
+        raise data.wrong_value(record, field, value, "without NaN and infinity") from error

@@ -36,7 +36,8 @@ class Student(logps.Scorer):
         student = self.states(batch.student)  # [N, D]
         with self.autocasting(student.device):
             head = torch.nn.Identity() if self.full_logits else self.backbone_and_head()[1]
-            costs = kl_loss.head_divergence(head, student, batch.taught, batch.divergence)  # [N]
+            teacher = batch.teacher_states
+            costs = kl_loss.head_divergence(head, student, teacher, batch.divergence)  # [N]
         rows = batch.student.cells[0]
         return (costs.new_zeros(len(batch.tokens)).index_add(0, rows, costs),)
 
@@ -44,7 +45,7 @@ class Student(logps.Scorer):
     def teach(self, batch: Batch) -> Batch:
         """Return the batch with the states of the prompted base model."""
         with self.model.disable_adapter():
-            return batch._replace(taught=self.states(batch.teacher))
+            return batch._replace(teacher_states=self.states(batch.teacher))
 
     def adapter(self, baked: bool) -> contextlib.AbstractContextManager:
         """Return a context in which the model has its LoRA, or in which it is the base model."""
@@ -81,7 +82,7 @@ class Teacher:
             return self.student.teach(batch)
         names = [f"{split}/{row}" for row in index]
         states = torch.cat([self.files[name].get_tensor(name) for name in names])  # [N, D]
-        return batch._replace(taught=distributed.to_device(states, self.world.device))
+        return batch._replace(teacher_states=distributed.to_device(states, self.world.device))
 
     def _fill_cache(self, data: dict[str, list[Trajectory]], run: Run) -> None:
         """Compute the states of this rank's rows, write them, and open the files of all ranks."""
@@ -93,7 +94,7 @@ class Teacher:
             micro_batches = self.student.micro_batches(indices, rows, self.world, size)
             for micro_batch in run.phase(f"teacher states of {split}").each(micro_batches):
                 batch = self(split, micro_batch.index, rows)
-                parts = batch.taught.split(batch.tokens.tolist())
+                parts = batch.teacher_states.split(batch.tokens.tolist())
                 for row, part in zip(micro_batch.index, parts, strict=True):
                     states[f"{split}/{row}"] = part.cpu().clone()
         ranks = range(self.world.world_size)

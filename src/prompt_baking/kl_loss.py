@@ -65,7 +65,7 @@ class FrozenKL(FrozenHead):
         half = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         weight = weight.to(half or weight.dtype)
         divergences = student.new_empty(len(student), dtype=torch.float32)
-        falls = torch.empty_like(student)  # [N, D]
+        minus_gradient = torch.empty_like(student)  # [N, D]
 
         def log_probs(states):
             logits = states.to(weight.dtype) @ weight.T  # [n, V]
@@ -78,6 +78,6 @@ class FrozenKL(FrozenHead):
             gap = target - log_prob
             target.exp_()
             divergences[chunk] = gap.mul_(target).sum(-1)
-            falls[chunk] = target.sub_(log_prob.exp_()).to(weight.dtype) @ weight
-        ctx.save_for_backward(falls)
+            minus_gradient[chunk] = target.sub_(log_prob.exp_()).to(weight.dtype) @ weight
+        ctx.save_for_backward(minus_gradient)
         return divergences

@@ -55,7 +55,7 @@ class Batch(NamedTuple):
 
     student: logps.Batch
     teacher: logps.Batch  # with the same replies
-    taught: Any = None  # [N, D] the teacher's hidden states, or its logits [N, V]; once computed
+    teacher_states: Any = None  # [N, D] hidden states, or logits [N, V]; None: not computed yet
     divergence: str = "kl"  # see kl_loss.py
 
     @property

@@ -15,9 +15,9 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ddp_utils import UserError, conversations, data, preference_data
-from ddp_utils.chat_template import Encoder, common_prefix, plain_text, without_space
-from ddp_utils.data import DataFile, Prompt, Record, Reply, Rows, Unusable
+from ddp_utils import UserError, chat_template, conversations, data, preference_data
+from ddp_utils.chat_template import Encoder, Prompt, Reply, common_prefix, plain_text
+from ddp_utils.data import DataFile, Record, Rows, Unusable
 from ddp_utils.logps import Pair
 from ddp_utils.preference_data import Format
 
@@ -104,7 +104,7 @@ def prompt_and_reply(record: Record, format: Format) -> tuple[Prompt, Reply]:
     """Return the prompt and the last reply of a row that is trained."""
     if format.preference:
         return preference_data.prompt_and_responses(record, format.preference)[:2]
-    data.check_text_only(record, "", record.data)
+    chat_template.check_text_only(record, "", record.data)
     if format.name in ("sharegpt", "messages"):
         return _conversation(record, format.fields[0])
     history = _history(record) if format.name == "alpaca" else []
@@ -114,7 +114,7 @@ def prompt_and_reply(record: Record, format: Format) -> tuple[Prompt, Reply]:
 
 def _conversation(record: Record, field: str) -> tuple[Prompt, Reply]:
     """Return the turns before the last trained reply, and that reply."""
-    turns = data.system_of(record) + conversations.messages_of(record, field)
+    turns = chat_template.system_of(record) + conversations.messages_of(record, field)
     turns = conversations.check_order(record, field, turns, "assistant")
     while turns and (turns[-1]["role"] != "assistant" or "weight" in turns[-1]):
         turns.pop()
@@ -231,7 +231,7 @@ def _earlier_replies(
         stop = len(as_last)
         if end:  # the reply may have other white space when it is not the last one
             stop = len(end.join(full_text.split(end)[: as_last.count(end)]) + end)
-        if without_space(full_text[:stop]) != without_space(as_last):
+        if chat_template.without_space(full_text[:stop]) != chat_template.without_space(as_last):
             notes.add("only the last reply is trained")
             return []
         ids_before, ids_with_reply = encoder.ids(before, full_text[:stop])

@@ -156,13 +156,3 @@ def test_of_starts_at_once_one_makes_the_rows(source):
     results = ranks(4, read_beside_others, source.path, str(source.cache))
     assert sorted(made for _, made in results) == [0, 0, 0, COUNT]
     assert all(rows == results[0][0] for rows, _ in results)
-
-
-def test_files_of_the_cache_have_the_mode_of_the_umask(source):
-    before = os.umask(0o027)
-    try:
-        read(source)
-    finally:
-        os.umask(before)
-    for file in source.cache.glob("*.s*"):
-        assert file.stat().st_mode & 0o777 == 0o640, file

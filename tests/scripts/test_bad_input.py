@@ -43,24 +43,7 @@ USER_ERRORS = {  # kind -> flags, and how the line begins; DIR is a folder with 
         "--backend nccl needs a cuda device, this machine has none",
     ),
     "judge": (f"--judge {JUDGE} --test_data DIR/good.jsonl", f"--judge: {JUDGE} on 'Who?': not a"),
-    "method": (
-        "--method ipo --length_average",
-        "--length_average: ipo fixes how its log-probs are",
-    ),
-    "reference": (
-        "--method simpo --reference_model x",
-        "--reference_model: simpo has no reference",
-    ),
-    "dtype": ("--base_dtype bf16 --fine_tuning full", "--base_dtype: full fine-tuning trains fp32"),
-    "lora": (
-        "--lora_r 8 --check",
-        "--lora_r: there is no LoRA; use --fine_tuning lora, or leave it",
-    ),
     "output": ("--output_dir DIR/full", "--output_dir: DIR/full is not empty"),
-    "output around the run": (
-        "--result_dir a/b --output_dir a",
-        "--output_dir: a contains the run",
-    ),
 }
 
 

@@ -10,7 +10,7 @@ from test_pairs import CHATML, GEMMA, LLAMA3, R1, THINKING, chat_tokenizer, toke
 
 import reading
 from conftest import ROOT
-from ddp_utils import UserError, data, logps
+from ddp_utils import UserError, chat_template, data, logps
 from ddp_utils.chat_template import Encoder
 from sft import instruction_data
 from sft.instruction_data import Text
@@ -195,7 +195,7 @@ WEIGHTS = {  # of three replies -> what is read and {trained}
 }
 
 
-@pytest.mark.parametrize("name", data.WEIGHTS)
+@pytest.mark.parametrize("name", chat_template.WEIGHTS)
 def test_a_turn_without_weight_is_read_and_not_trained(tmp_path, name):
     for weights, (first, second, rest) in WEIGHTS.items():
         turns = talk("a", "b", "c", "d", "e", "f", system="S")
