@@ -1,6 +1,5 @@
 """The epochs of a run: when they end, the models that are written then, and the printed summary."""
 
-import json
 import math
 from pathlib import Path
 
@@ -54,11 +53,9 @@ def end(step: int, plan: Plan, model: ProteinMPNN, values: dict[str, float], run
 
 def train_loss(folder: Path, after: int, until: int) -> float:
     """Return the mean loss over the pairs of the steps after < step <= until, of all starts."""
-    losses = []
-    counts = []
-    for text in (folder / "metrics.jsonl").read_text().splitlines():
-        line = json.loads(text)
-        if line["split"] == "train" and after < line["step"] <= until:
-            losses.append(line["loss"])
-            counts.append(line["count"])
-    return float(np.average(losses, weights=counts))
+    from ddp_utils.plots import read_metrics
+
+    lines = [line for line in read_metrics(folder) if line["split"] == "train"]
+    lines = [line for line in lines if after < line["step"] <= until]
+    weights = [line["count"] for line in lines]
+    return float(np.average([line["loss"] for line in lines], weights=weights))
