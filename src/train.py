@@ -75,12 +75,12 @@ def read_data(config: Config, encoder: Encoder, world: World) -> tuple[dict, dic
 
 
 def row_losses(
-    policy: Any, batch: logps.Batch, ref_logps: Any, config: Config
+    policy: Any, batch: logps.Batch, ref_logps: Tensor, config: Config
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of each row [B] and its metrics, each [B].
 
-    ref_logps: log-probs of the reference, [B, 2], for pairs. The metric "size" of a row is what the
-    loss is divided by: 1 for a pair, the number of trained tokens for a text.
+    ref_logps: log-probs of the reference, [B, 2]. The metric "size" of a row is what the loss is
+    divided by: 1 for a pair, the number of trained tokens for a text.
     """
     if config.objective == "sft":
         (summed,) = policy(batch)  # [B]: log-probs summed over the trained tokens
@@ -95,11 +95,11 @@ def divide_loss(means: dict[str, float]) -> dict[str, float]:
 
 
 def train_step(
-    policy: Policy, step: int, rows: list, data: dict, ref_logps: Any, config: Config, run: Run
+    policy: Policy, step: int, rows: list, data: dict, ref_logps: Tables, config: Config, run: Run
 ) -> dict[str, float]:
     """Compute the gradient of one global batch, clipped, and return the exact means of its rows.
 
-    rows: of the training data; ref_logps: split -> log-probs of the reference; None for SFT.
+    rows: of the training data.
     """
     world = run.world
     train = data["train"]
@@ -113,8 +113,7 @@ def train_step(
         torch.manual_seed(sampler.seed_of(config.seed, step, micro_step, world.rank))  # for dropout
         policy.sync_gradients(micro_batch is micro_batches[-1])
         batch = scorer.collate([train[row] for row in micro_batch.index], world.device)
-        index = to_device(micro_batch.index, world.device)
-        known = ref_logps["train"][index] if ref_logps else None  # [B, 2]
+        known = ref_logps["train"][to_device(micro_batch.index, world.device)]  # [B, 2]
         per_row, metrics = row_losses(policy, batch, known, config)
         weight = to_device(micro_batch.weight, world.device)  # [B]; 0 for padding rows
         # gradients are averaged over ranks: times world_size / global count is the global mean
@@ -127,7 +126,7 @@ def train_step(
 
 @torch.no_grad()
 def evaluate(
-    policy: Policy, rows: Any, ref_logps: Any, config: Config, run: Run
+    policy: Policy, rows: Any, ref_logps: Tensor, config: Config, run: Run
 ) -> dict[str, float]:
     """Return exact means over validation rows: each counts once, on any number of ranks.
 
@@ -137,13 +136,12 @@ def evaluate(
     averages = Averages(world)
     scorer = policy.scorer
     size = config.micro_batch_size
-    is_reference = run.step == 0 and ref_logps and config.method not in cli.REFERENCE_FREE
+    is_reference = run.step == 0 and config.has_reference
     with logps.dropout_off(scorer):
         micro_batches = scorer.micro_batches(range(len(rows)), rows, world, size)
         for micro_batch in run.phase("evaluating val").each(micro_batches):
             batch = scorer.collate([rows[row] for row in micro_batch.index], world.device)
-            index = to_device(micro_batch.index, world.device)
-            known: Any = ref_logps["val"][index] if ref_logps else None
+            known = ref_logps[to_device(micro_batch.index, world.device)]  # [B, 2]
             source = losses.Known(known, scorer.precision) if is_reference else scorer
             _, metrics = row_losses(source, batch, known, config)
             averages.add(metrics, to_device(micro_batch.weight, world.device))
@@ -299,14 +297,11 @@ def fine_tune(config: Config, world: World) -> int:
 
         # model
         policy = load_policy(config, precision, data, run)
-        ref_logps: Any = None
-        if config.objective == "dpo" and config.method in cli.REFERENCE_FREE:
-            ref_logps = losses.no_reference(data, world.device)
-        elif config.objective == "dpo":  # the reference is the policy before step 0
+        ref_logps = losses.no_reference(data, world.device)
+        if config.has_reference:  # it is the policy before step 0
             ref_logps = score_reference(policy, plan, data, config, run)
         has_other_dropout = bool(config.lora_dropout and config.init_adapter)
-        has_reference = ref_logps and config.method not in cli.REFERENCE_FREE
-        has_known_loss = has_reference and not has_other_dropout
+        has_known_loss = config.has_reference and not has_other_dropout
         optim = (config.lr_scheduler, config.warmup_ratio, config.weight_decay)
         rate = config.learning_rate or 0.0  # it is set
         optimizer, schedule = policies.make_optimizer(policy, rate, plan.steps, *optim)
@@ -316,9 +311,8 @@ def fine_tune(config: Config, world: World) -> int:
 
         def validate(step: int) -> None:
             is_due = bool(data["val"]) and plan.due(config.eval_every, step)
-            run.validate(
-                step, is_due, lambda: evaluate(policy, data["val"], ref_logps, config, run)
-            )
+            rows, known = data["val"], ref_logps["val"]
+            run.validate(step, is_due, lambda: evaluate(policy, rows, known, config, run))
 
         # loop: one turn is one optimizer step
         validate(done)
@@ -335,9 +329,10 @@ def fine_tune(config: Config, world: World) -> int:
             values["epoch"] = plan.epoch(step + 1)
             values |= meter.read(examples, time.perf_counter() - start)
             run.log(step + 1, values, echo=(step + 1) % config.log_every == 0)
-            warning = displacement.seen(values["rewards/chosen"]) if ref_logps else None
-            if warning:
-                run.warn(warning)
+            if config.objective == "dpo":
+                warning = displacement.seen(values["rewards/chosen"])
+                if warning:
+                    run.warn(warning)
             validate(step + 1)
             run.save_if_due(plan.due(config.save_every, step + 1))
 

@@ -131,6 +131,10 @@ class Config(Output, Distributed, Dataset, Training, FineTuning, Model):
         return "full" if self.type == "full" else "lora"
 
     @property
+    def has_reference(self) -> bool:
+        return self.objective == "dpo" and self.method not in cli.REFERENCE_FREE
+
+    @property
     def batch_size(self) -> int:
         return self.micro_batch_size
 
