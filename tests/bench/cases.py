@@ -80,6 +80,35 @@ def make_case(name, root):
     return folder
 
 
-def tokens_of(row, sides=("chosen", "rejected")):
-    """Prompt + chosen and prompt + rejected, as both are read; words are tokens here."""
-    return sum(len(f"{row['prompt']}{row[side]}".split()) + 1 for side in sides)
+def make_real_case(model, pairs, root):
+    """The same folder of a real model and its pairs, rendered by the model's chat template."""
+    from transformers import AutoTokenizer
+
+    rows = json.loads(Path(pairs).read_text())
+    mark = hashlib.sha256(json.dumps([str(model), rows]).encode()).hexdigest()[:8]
+    folder = Path(root) / f"{Path(model).name}-{mark}"
+    if (folder / "train.jsonl").exists():
+        return folder
+    folder.mkdir(parents=True)
+    (folder / "model").symlink_to(model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    lines = []
+    for row in rows:
+        question = "\n".join(filter(None, (row["instruction"], row.get("input"))))
+        messages = [{"role": "user", "content": question}]
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        answers = {side: row[side] for side in ("chosen", "rejected")}
+        lines.append(json.dumps({"prompt": prompt, **answers}) + "\n")
+    (folder / "val.jsonl").write_text(lines[-1])
+    (folder / "train.jsonl").write_text("".join(lines))
+    return folder
+
+
+def token_counts(case, rows, sides=("chosen", "rejected")):
+    """Tokens of prompt + chosen and prompt + rejected of each row, each with its end token."""
+    from transformers import AutoTokenizer
+
+    count = AutoTokenizer.from_pretrained(f"{case}/model").tokenize
+    return [
+        sum(len(count(row["prompt"])) + len(count(row[side])) + 1 for side in sides) for row in rows
+    ]

@@ -19,8 +19,12 @@ Rules of measurement:
   this bound divided by the measured time.
 - Memory is the highest point of the loop above the resident memory at its start (weights, LoRA,
   reference), in a separate run in which malloc returns freed memory at once.
-- TRL runs in its best setting: no gradient checkpointing, reference computed beforehand. SFT has
-  two rows, with padding and without; both train on responses only.
+- TRL runs in its best setting: no gradient checkpointing, reference computed beforehand. With
+  --trl_grouped, a further row has TRL put rows of similar length into one batch; it then
+  trains the same rows in another order, so losses cannot be compared, and the ratio is per token.
+  SFT has two rows, with padding and without; both train on responses only.
+- --model and --pairs name a real model and a JSON file of instructions with chosen and rejected
+  answers; both sides see them through the model's chat template.
 - On a GPU (--cases 8b 8b_hh --dtypes bf16) it is wall time, after synchronizing, and the most that
   torch had allocated, weights included; both sides hold the base in bf16.
 """
@@ -40,7 +44,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from cases import CASES, GPU_CASES, make_case, tokens_of
+from cases import CASES, GPU_CASES, make_case, make_real_case, token_counts
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 # How far the losses of a step may differ. In bf16 TRL is up to 2.3e-3, and we are up to 2.7e-3,
@@ -133,6 +137,10 @@ def train_trl(spec, rows, record):
     else:
         trainer, kind = DPOTrainer, DPOConfig
         settings |= {"beta": 0.1, "precompute_ref_log_probs": not defaults}
+    if spec["kind"] == "trl grouped":  # TRL leaves no column whose length the sampler could read
+        lengths = token_counts(spec["case"], rows)
+        rows = [row | {"length": length} for row, length in zip(rows, lengths, strict=True)]
+        settings |= {"train_sampling_strategy": "group_by_length", "remove_unused_columns": False}
     settings = kind(**settings)
 
     class Trainer(trainer):
@@ -207,9 +215,8 @@ def train_ours(spec, rows, record):
     lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     record.losses = [line["loss"] for line in lines if line["split"] == "train"]
     record.mfu = [line.get("mfu") for line in lines if line["split"] == "train"]
-    turns = [rows[start : start + pairs] for start in range(0, len(rows), pairs)]
-    sides = ("chosen",) if spec["sft"] else ("chosen", "rejected")
-    record.tokens = [sum(tokens_of(row, sides) for row in turn) for turn in turns]
+    lengths = token_counts(case, rows, ("chosen",) if spec["sft"] else ("chosen", "rejected"))
+    record.tokens = [sum(lengths[i : i + pairs]) for i in range(0, len(rows), pairs)]
     record.products = products.as_list()
     record.limit = limit.seconds(spec["products"]) / (spec["steps"] - 1)
 
@@ -239,7 +246,7 @@ def work(spec):
 
 class Arm(NamedTuple):
     name: str
-    kind: str = "ours"  # or trl, trl defaults, trl padded, trl padding-free
+    kind: str = "ours"  # or trl, trl grouped, trl defaults, trl padded, trl padding-free
     flags: list = []  # of main_distributed.py, or of train.py
     processes: int = 1
     pairs: int = 4  # of a step, over all processes
@@ -284,10 +291,12 @@ def compare(arms, case, dtype, args):
     for _ in range(args.repeats):
         other = measure(first, case, dtype, args)
         pairs.append((other, measure(second, case, dtype, args, products=products)))
-    if any(a["tokens"] != b["tokens"] for a, b in pairs):
-        sys.exit(f"{case.name}: {arms[0].name} and {arms[1].name} had different tokens")
-    losses = [zip(a["losses"], b["losses"], strict=True) for a, b in pairs]
-    gap = max(abs(a - b) for a, b in itertools.chain(*losses))
+    gap = None
+    if first.kind != "trl grouped":  # with the same rows in each step
+        if any(a["tokens"] != b["tokens"] for a, b in pairs):
+            sys.exit(f"{case.name}: {first.name} and {second.name} had different tokens")
+        losses = [zip(a["losses"], b["losses"], strict=True) for a, b in pairs]
+        gap = max(abs(a - b) for a, b in itertools.chain(*losses))
     seconds = [[run["s_per_step"] for run in runs] for runs in zip(*pairs, strict=True)]
     growth = [run["growth_mb"] for run in memory_runs]
     fractions = [b.get("limit", 0) * arms[1].processes / b["s_per_step"] for _, b in pairs]
@@ -313,6 +322,8 @@ def comparisons(args):
         return [(Arm(f"TRL, {kind}", f"trl {kind}"), ours) for kind in ("padded", "padding-free")]
     if args.trl_python:
         found.append((Arm("TRL", "trl"), ours))
+    if args.trl_grouped:
+        found.append((Arm("TRL, grouped by length", "trl grouped"), ours))
     if args.trl_defaults:
         found.append((Arm("TRL's defaults", "trl defaults"), ours))
     if args.layouts:
@@ -327,6 +338,15 @@ def comparisons(args):
 
 
 # --- showing -------------------------------------------------------------------------------------
+
+
+CASE_NAMES = {
+    "long": "prompts of 256 tokens, responses of 64",
+    "short": "prompts of 32 tokens, responses of 192",
+    "ragged": "mixed lengths",
+    "hh": "lengths as in HH-RLHF",
+    "bigv": "vocabulary of 51,200",
+}
 
 
 def spread(row):
@@ -349,26 +369,34 @@ def table(rows):
 
 
 def draw_bars(rows, path):
-    """One bar a row, its length the ratio, its whiskers the smallest and the largest one."""
+    """One bar per case and precision: the ratio of CPU times, with the smallest and the largest."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axis = plt.subplots(figsize=(8, 1.2 + 0.45 * len(rows)), layout="constrained")
-    for place, row in enumerate(rows):
-        ratio, low, high = spread(row)
-        colour = {"fp32": "tab:blue", "bf16": "tab:orange"}[row["dtype"]]
-        whiskers = [[ratio - low], [high - ratio]]
-        axis.barh(place, ratio, 0.75, xerr=whiskers, capsize=4, color=colour)
-        axis.annotate(f"{ratio:.2f}x", (high, place), (8, -4), textcoords="offset points")
-    axis.axvline(1, color="black", linewidth=1)
-    names = []
+    colors = {"fp32": "tab:blue", "bf16": "tab:orange"}
+    names = list(dict.fromkeys((row["case"], row["arms"][0]) for row in rows))
+    figure, axis = plt.subplots(figsize=(9, 1.6 + 0.6 * len(names)), layout="constrained")
     for row in rows:
-        names.append(f"{row['case']} {row['dtype']}, {' / '.join(row['arms'])}")
-    axis.set_yticks(range(len(rows)), names)
+        ratio, low, high = spread(row)
+        place = names.index((row["case"], row["arms"][0])) + 0.19 * (
+            1 if row["dtype"] == "bf16" else -1
+        )
+        whiskers = [[ratio - low], [high - ratio]]
+        axis.barh(place, ratio, 0.36, xerr=whiskers, capsize=3, color=colors[row["dtype"]])
+        axis.annotate(f"{ratio:.2f}", (high, place), (6, -4), textcoords="offset points")
+    axis.axvline(1, color="black", linewidth=1, label="equal")
+    for dtype in sorted({row["dtype"] for row in rows}, reverse=True):
+        axis.barh(0, 0, color=colors[dtype], label=dtype)
+    axis.set_yticks(
+        range(len(names)), [f"{CASE_NAMES.get(case, case)}\n{arm}" for case, arm in names]
+    )
     axis.invert_yaxis()
-    axis.set(xlabel="ratio of time", xlim=(0, 1.15 * max(max(1, *spread(row)) for row in rows)))
+    axis.set_title("CPU time of TRL 1.16 per token of a LoRA DPO step, divided by ours")
+    limit = 1.12 * max(max(spread(row)) for row in rows)
+    axis.set(xlabel="ratio (bar: median of the pairs of runs; whiskers: all)", xlim=(0, limit))
+    axis.legend(loc="lower right")
     figure.savefig(path, dpi=100)
 
 
@@ -381,10 +409,13 @@ def read_flags():
     add("--arm", type=json.loads, help=argparse.SUPPRESS)  # this process is one side
     add("--trl_python", default="", help="python of an environment with trl")
     add("--sft", action="store_true", help="SFT instead of DPO")
+    add("--trl_grouped", action="store_true", help="more rows: TRL's batches grouped by length")
     add("--trl_defaults", action="store_true", help="more rows: checkpointing, online reference")
     add("--layouts", action="store_true", help="ours, --layout separate against shared")
     add("--processes", type=int, nargs="+", default=[], help="ours, 1 against so many processes")
     add("--cases", nargs="+", choices=CASES | GPU_CASES, default=list(CASES))
+    add("--model", help="folder of a real model, for a case of its own in place of --cases")
+    add("--pairs", help="its data: JSON with instruction, input, chosen, rejected")
     add("--dtypes", nargs="+", choices=TOLERANCE, default=list(TOLERANCE))
     add("--repeats", type=int, default=5, help="pairs of runs")
     add("--steps", type=int, default=6, help="of a run; the first one is dropped")
@@ -393,10 +424,12 @@ def read_flags():
     add("--picture", help="PNG of the ratios")
     add("--ours", nargs=argparse.REMAINDER, default=[], help="all that follows: flags for ours")
     args = parser.parse_args()
-    if args.sft and (args.trl_defaults or args.layouts or args.processes):
+    if args.sft and (args.trl_defaults or args.trl_grouped or args.layouts or args.processes):
         parser.error("--sft has two rows of its own: leave the other ones out")
-    if (args.trl_defaults or args.sft) and not args.trl_python:
+    if (args.trl_defaults or args.trl_grouped or args.sft) and not args.trl_python:
         parser.error("TRL's rows need --trl_python")
+    if bool(args.model) != bool(args.pairs):
+        parser.error("--model and --pairs belong together")
     if not (args.arm or comparisons(args)):
         parser.error("use --trl_python, --layouts or --processes")
     return args
@@ -409,8 +442,12 @@ def measure_all(args):
     report["amx"] = "amx_bf16" in Path("/proc/cpuinfo").read_text()
     report |= {name: getattr(args, name) for name in ("repeats", "steps", "sft", "ours")}
     report["rows"] = []
-    for name, dtype in itertools.product(args.cases, args.dtypes):
-        case = make_case(name, os.path.abspath(args.cache))
+    root = os.path.abspath(args.cache)
+    if args.model:
+        cases = [make_real_case(os.path.abspath(args.model), args.pairs, root)]
+    else:
+        cases = [make_case(name, root) for name in args.cases]
+    for case, dtype in itertools.product(cases, args.dtypes):
         for arms in comparisons(args):
             report["rows"].append(compare(arms, case, dtype, args))
             if args.out:
