@@ -20,7 +20,7 @@ from transformers import GenerationConfig
 
 from ddp_utils import distributed
 from ddp_utils.distributed import World, to_device
-from ddp_utils.fast import frozen_head, shared_prefix
+from ddp_utils.fast import shared_prefix
 from ddp_utils.policy import ScorerModule
 from ddp_utils.sampler import MicroBatch, assign_micro_batches
 from ddp_utils.terminal import Phase
@@ -351,6 +351,8 @@ def head_logps(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
     is_trained = any(parameter.requires_grad for parameter in head.parameters())
     has_hooks = head._forward_hooks or head._forward_pre_hooks
     if type(head) is nn.Linear and not is_trained and not has_hooks and hidden.requires_grad:
+        from ddp_utils.fast import frozen_head
+
         return frozen_head.FrozenHead.apply(hidden, targets, head.weight, head.bias, size)
 
     def of_chunk(states: Tensor, labels: Tensor) -> Tensor:

@@ -16,20 +16,8 @@ from transformers import PreTrainedModel as Model
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import cached_file
 
-from ddp_utils import UserError, cli, data, distributed
-from ddp_utils.model_files import (
-    META,
-    LoraSpec,
-    Name,
-    Tokenizer,
-    check_complete,
-    find_file,
-    is_adapter,
-    model_path,
-    read_tokenizer,
-    reading,
-    set_untied,
-)
+from ddp_utils import UserError, cli, data, distributed, model_files
+from ddp_utils.model_files import META, LoraSpec, Name, Tokenizer, reading
 from ddp_utils.policy import Tensors
 
 ALL_LINEAR = "all-linear"  # in LoraSpec.targets: every linear layer but the output layer
@@ -60,7 +48,7 @@ def inherit_config(config: Any, init_adapter: str) -> None:
 def read_settings(path: Name) -> dict[str, Any]:
     """Return the content of an adapter's adapter_config.json."""
     with reading(f"--init_adapter: {path}"):
-        file = find_file(path, "adapter_config.json")
+        file = model_files.find_file(path, "adapter_config.json")
         if file is None and not data.resolve(path).is_dir():
             cached_file(path, "adapter_config.json")  # raises what is wrong with the hub
     if file is None:
@@ -79,7 +67,7 @@ def adapter_settings(path: Name, dropout: float = 0.0) -> Any:
         raise UserError(f"--init_adapter: {path} {problem}")
     with reading(f"--init_adapter: {path}"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # own_tokenizer() prints what peft ignores
-        settings: Any = PeftConfig.from_pretrained(model_path(path))
+        settings: Any = PeftConfig.from_pretrained(model_files.model_path(path))
     start = settings.init_lora_weights
     if isinstance(start, str) and start not in ("gaussian", "eva", "orthogonal"):
         raise UserError(f"--init_adapter: {path} began with {start}, which changes the base model")
@@ -102,10 +90,10 @@ def load_tokenizer(name: Name, init_adapter: Name, chat_template: str) -> Tokeni
 
     See models.load_tokenizer().
     """
-    if is_adapter(name):
+    if model_files.is_adapter(name):
         tokenizer = own_tokenizer(name, load_tokenizer(base_of(name), "", chat_template))
     else:
-        tokenizer = read_tokenizer(name)
+        tokenizer = model_files.read_tokenizer(name)
     if not init_adapter:
         return tokenizer
     own = own_tokenizer(init_adapter, tokenizer)
@@ -127,9 +115,9 @@ def own_tokenizer(adapter: Name, base: Tokenizer) -> Tokenizer:
     settings, values = adapter_settings(adapter), read_settings(adapter)
     ignored = [name for name in values if values[name] and not hasattr(settings, name)]
     warn(adapter, [f"{name}: peft ignores it; a newer peft may not" for name in ignored])
-    if find_file(adapter, "tokenizer_config.json") is None:
+    if model_files.find_file(adapter, "tokenizer_config.json") is None:
         return base
-    own = read_tokenizer(adapter)
+    own = model_files.read_tokenizer(adapter)
     own.chat_template = own.chat_template or base.chat_template
     return own
 
@@ -155,7 +143,7 @@ def merge(model: Model, path: Name, scale: float = 1.0) -> Model:
         if hasattr(layer, "scale_layer"):
             layer.scale_layer(scale)
     model = fold(adapted, path)
-    model.name_or_path = model_path(path)  # the base model of a later LoRA
+    model.name_or_path = model_files.model_path(path)  # the base model of a later LoRA
     return model
 
 
@@ -184,7 +172,7 @@ def fold(adapted: Any, path: Name) -> Model:
         model.config.tie_word_embeddings = tie_word_embeddings  # peft has changed it
         model.tie_weights()
     elif was_tied:
-        set_untied(model)
+        model_files.set_untied(model)
     gap = (log_probs_of_a_text(model) - expected).abs().mean().item()
     # measured on a model of 135 M parameters: 8e-6 in fp32, 0.1 in bf16, whose weights are rounded
     bound = 5e-4 if model.dtype == torch.float32 else 0.5
@@ -334,7 +322,7 @@ def with_adapter(model: Model, path: Name, dropout: float = 0.0) -> Any:
     settings = adapter_settings(path, dropout)
     size = vocabulary_size(model)
     with reading(place):
-        file = find_file(path, "adapter_model.safetensors")
+        file = model_files.find_file(path, "adapter_model.safetensors")
         if file is None:  # perhaps there is a pickle
             raise UserError(f"{place}: no adapter_model.safetensors; save it with a current peft")
         tensors = load_file(file)
@@ -345,7 +333,7 @@ def with_adapter(model: Model, path: Name, dropout: float = 0.0) -> Any:
     allowed = {k.replace(".default", ""): v for k, v in adapted.state_dict().items()} | expected
     misshapen = [k for k in tensors if k in allowed and tensors[k].shape != allowed[k].shape]
     missing = expected.keys() - tensors.keys()
-    check_complete(place, missing, tensors.keys() - allowed.keys(), misshapen)
+    model_files.check_complete(place, missing, tensors.keys() - allowed.keys(), misshapen)
     names = ("modules_to_save", "trainable_token_indices", "bias")
     more = [name for name in names if getattr(settings, name) not in (None, [], {}, "none")]
     own = tensors.keys() - expected.keys()

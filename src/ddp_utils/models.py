@@ -24,27 +24,13 @@ from transformers import PreTrainedModel as Model
 from transformers.models.auto import modeling_auto
 from transformers.utils import logging
 
-from ddp_utils import UserError, data, distributed
+from ddp_utils import UserError, data, distributed, model_files
 from ddp_utils.distributed import World
-from ddp_utils.model_files import (
-    FAULTS,
-    META,
-    LoraSpec,
-    Name,
-    Tokenizer,
-    check_complete,
-    find_file,
-    first_line,
-    is_adapter,
-    model_path,
-    read_tokenizer,
-    reading,
-    set_untied,
-)
+from ddp_utils.model_files import FAULTS, META, LoraSpec, Name, first_line, is_adapter, reading
 from ddp_utils.policy import Policy, Precision, Tensors, untied_state
 
 logging.disable_progress_bar()  # a run has its own
-logging.set_verbosity_error()  # check_complete() raises an error instead of a warning
+logging.set_verbosity_error()  # model_files.check_complete() raises an error instead of a warning
 
 Dtype = torch.dtype | str | None
 # what modules call their dropout and a router its noise
@@ -82,17 +68,13 @@ def check_kind(place: str, config: PretrainedConfig) -> None:
 
 
 def quantization_of(config: PretrainedConfig) -> str:
-    """Return how the weights in the files are quantized, such as "gptq, 4 bits"; "" if not."""
+    """Return how the weights in the files are quantized, such as "gptq"; "" if they are not."""
     for part in (config, config.get_text_config()):
         # the names that transformers, older compressed-tensors and MLX write
         for key in ("quantization_config", "compression_config", "quantization"):
             settings = getattr(part, key, None)
             if settings:
-                method = settings.get("quant_method", key)
-                bits = settings.get("bits")
-                for number in (4, 8):  # as bitsandbytes writes it
-                    bits = number if settings.get(f"load_in_{number}bit") else bits
-                return f"{method}, {bits} bits" if bits else method
+                return settings.get("quant_method", key)
     return ""
 
 
@@ -106,7 +88,9 @@ def auto_class(config: PretrainedConfig) -> Any:
 # --- loading --------------------------------------------------------------------------------------
 
 
-def load_tokenizer(name: Name, init_adapter: Name = "", chat_template: str = "auto") -> Tokenizer:
+def load_tokenizer(
+    name: Name, init_adapter: Name = "", chat_template: str = "auto"
+) -> model_files.Tokenizer:
     """Return the tokenizer and chat template of a model, or of the adapter that it begins with.
 
     chat_template: the flag; if it is "auto", that of the adapter is used.
@@ -116,7 +100,7 @@ def load_tokenizer(name: Name, init_adapter: Name = "", chat_template: str = "au
         from ddp_utils import lora
 
         return lora.load_tokenizer(name, init_adapter, chat_template)
-    return read_tokenizer(name)
+    return model_files.read_tokenizer(name)
 
 
 def load(name: Name, dtype: Dtype, device: torch.device, quantization: Any = None) -> Model:
@@ -134,29 +118,29 @@ def load(name: Name, dtype: Dtype, device: torch.device, quantization: Any = Non
 
         return lora.merge(load(lora.base_of(name), dtype, device, quantization), name)
     place = f"--model_name: {name}"
-    check_index(place, Path(model_path(name)))
+    check_index(place, Path(model_files.model_path(name)))
     with reading(place):
-        config = AutoConfig.from_pretrained(model_path(name), trust_remote_code=False)
+        config = AutoConfig.from_pretrained(model_files.model_path(name), trust_remote_code=False)
     check_kind(place, config)
     with reading(place):
         loaded: Any = auto_class(config).from_pretrained(
-            model_path(name),
+            model_files.model_path(name),
             dtype=dtype,
             device_map=None if device.type == "cpu" else {"": device},
             use_safetensors=True,
             trust_remote_code=False,
             quantization_config=quantization,
-            ignore_mismatched_sizes=True,  # check_complete() raises an error for them
+            ignore_mismatched_sizes=True,  # model_files.check_complete() raises an error for them
             output_loading_info=True,
         )
     model, report = loaded
     misshapen = [mismatch[0] for mismatch in report["mismatched_keys"]]
-    check_complete(place, report["missing_keys"], report["unexpected_keys"], misshapen)
+    model_files.check_complete(place, report["missing_keys"], report["unexpected_keys"], misshapen)
     if device == META:
         return model
-    layers = model.get_input_embeddings(), model.get_output_embeddings()
-    if layers[1] is not None and layers[0].weight is not layers[1].weight:
-        set_untied(model)  # files with two weights that differ, whatever the config says
+    head = model.get_output_embeddings()
+    if head is not None and head.weight is not model.get_input_embeddings().weight:
+        model_files.set_untied(model)  # two weights that differ, whatever the config says
     return no_dropout(model)
 
 
@@ -323,7 +307,7 @@ def prefixes(name: str) -> list[str]:
 
 def digest_of_model(name: Name, config: PretrainedConfig) -> str:
     """Return a digest of the files in a folder, or of the hub commit that `config` is from."""
-    files = sorted(file for file in Path(model_path(name)).glob("*") if file.is_file())
+    files = sorted(file for file in Path(model_files.model_path(name)).glob("*") if file.is_file())
     commit = () if files else (name, config._commit_hash)
     return data.digest_of_files(files, *commit)
 
@@ -390,7 +374,7 @@ def copy_processor(base: Model, folder: Path) -> None:
     if base.config is base.config.get_text_config():
         return
     for name in PROCESSOR:
-        file = find_file(str(base.name_or_path), name)
+        file = model_files.find_file(str(base.name_or_path), name)
         if file:
             shutil.copyfile(file, folder / name)
 

@@ -223,23 +223,36 @@ class Policy:
 
     # --- checkpoints: `layout` is Strategy.shard_layout -------------------------------------------
 
+    def updated(self) -> Tensors:
+        """Return name -> tensor of everything that AdamW updates."""
+        return {**self.trainable()}
+
     def state(self, optimizer: AdamW, layout: str = "") -> Tensors:
         """Return all tensors that the next step depends on.
 
-        These are `parameter/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`, `step/NAME` of everything
-        that is trained, and `loss_scale`: with a layout this rank's shards, otherwise full tensors
-        on rank 0.
+        These are `parameter/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`, `step/NAME` of updated(), and
+        `loss_scale`: with a layout this rank's shards, otherwise full tensors on rank 0.
         """
         tensors = {}
-        for name, parameter in self.trainable().items():
+        for name, parameter in self.updated().items():
             states = {"parameter": parameter.detach(), **optimizer.state[parameter]}
             for key, tensor in states.items():
                 value = self.to_saved(tensor, layout)
                 if value is not None:
                     tensors[f"{key}/{name}"] = value
-        values = [self.loss_scale.scale, self.loss_scale.good_steps]
-        tensors["loss_scale"] = torch.tensor(values, dtype=torch.float64)
+        values = self.scale_state()
+        if values:
+            tensors["loss_scale"] = torch.tensor(values, dtype=torch.float64)
         return tensors
+
+    def scale_state(self) -> list[float]:
+        """Return the numbers that the loss scale consists of."""
+        return [self.loss_scale.scale, self.loss_scale.good_steps]
+
+    def set_scale_state(self, values: list[float]) -> None:
+        """Continue with a loss scale of an earlier start."""
+        self.loss_scale.scale, good_steps = values
+        self.loss_scale.good_steps = int(good_steps)
 
     @torch.no_grad()
     def load_state(
@@ -254,23 +267,20 @@ class Policy:
 
     def load_tensors(self, optimizer: AdamW, tensors: Tensors, layout: str) -> None:
         """Load parameters, AdamW's moments and the loss scale."""
-        named = self.trainable()
+        named = self.updated()
         is_fused = optimizer.defaults.get("fused")  # a fused AdamW counts steps on the device
         for key, value in tensors.items():
             kind, _, name = key.partition("/")
             if key == "loss_scale":
-                self.loss_scale.scale = value[0].item()
-                self.loss_scale.good_steps = int(value[1])
-                continue
-            parameter = named[name]
-            if kind == "parameter":
-                parameter.copy_(self.from_saved(value, parameter, layout))
+                self.set_scale_state(value.tolist())
+            elif kind == "parameter":
+                named[name].copy_(self.from_saved(value, named[name], layout))
             elif kind == "step":
-                device = parameter.device if is_fused else "cpu"
-                optimizer.state[parameter][kind] = value.to(device, copy=True)
+                device = named[name].device if is_fused else "cpu"
+                optimizer.state[named[name]][kind] = value.to(device, copy=True)
             else:
-                moment = self.from_saved(value, parameter, layout)
-                optimizer.state[parameter][kind] = moment.clone()
+                moment = self.from_saved(value, named[name], layout)
+                optimizer.state[named[name]][kind] = moment.clone()
 
     def to_saved(self, tensor: Tensor, layout: str) -> Tensor | None:
         """Return what this rank saves of a tensor, or None."""

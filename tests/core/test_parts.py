@@ -183,13 +183,13 @@ def test_mistakes_in_the_names_of_targets_are_one_line(tmp_path):
 
 EIGHT = dict(load_in_8bit=True, load_in_4bit=False)
 QUANTIZED = {  # what the line says -> what config.json has: GPTQ, ..., older ones, MLX
-    "gptq, 4 bits": {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-    "awq, 4 bits": {"quantization_config": {"quant_method": "awq", "bits": 4, "zero_point": True}},
-    "bitsandbytes, 8 bits": {"quantization_config": {"quant_method": "bitsandbytes"} | EIGHT},
+    "gptq": {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+    "awq": {"quantization_config": {"quant_method": "awq", "bits": 4, "zero_point": True}},
+    "bitsandbytes": {"quantization_config": {"quant_method": "bitsandbytes"} | EIGHT},
     "fp8": {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
     "mxfp4": {"quantization_config": {"quant_method": "mxfp4"}},
     "compressed-tensors": {"compression_config": {"quant_method": "compressed-tensors"}},
-    "quantization, 8 bits": {"quantization": {"group_size": 64, "bits": 8}},
+    "quantization": {"quantization": {"group_size": 64, "bits": 8}},
 }
 
 

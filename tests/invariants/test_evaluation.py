@@ -13,7 +13,7 @@ import main_distributed
 import reading
 import runs
 from config import Config
-from ddp_utils import distributed, logps, models, terminal
+from ddp_utils import distributed, logps, model_files, terminal
 from ddp_utils.chat_template import Encoder
 from ddp_utils.models import load_tokenizer
 from ddp_utils.policy import Policy
@@ -36,7 +36,7 @@ def seven_rows(folder):
 
 def load(path):
     data, _ = reading.pairs(path, Encoder(load_tokenizer("data/demo/model")))
-    return data, AutoModelForCausalLM.from_pretrained(models.model_path("data/demo/model"))
+    return data, AutoModelForCausalLM.from_pretrained(model_files.model_path("data/demo/model"))
 
 
 def evaluations(path, reference):

@@ -66,10 +66,6 @@ DEEPSPEED = {  # file: content, the warning or the error; an error begins with t
         FACTORY | zero(ROBIN) | QUIET | {"monitor_config": {"enabled": True, "tag": "a"}},
         "zero_optimization.round_robin_gradients; monitor_config (use report_to)",
     ),
-    "LLaMA-Factory z2 autotp": (
-        {"_comment": "a"} | FACTORY | zero(ROBIN) | {"tensor_parallel": {"autotp_size": 2}},
-        f"tensor_parallel: {TRAINING}",
-    ),
     "LLaMA-Factory z3": (FACTORY | zero(ZERO3 | GATHER), ""),
     "LLaMA-Factory z3 offload": (
         FACTORY | zero(ZERO3 | GATHER, offload_optimizer=CPU, offload_param=CPU),
@@ -79,18 +75,9 @@ DEEPSPEED = {  # file: content, the warning or the error; an error begins with t
         FACTORY | zero(ZERO3, offload_optimizer=CPU) | {"zero_force_ds_cpu_optimizer": True},
         "zero_force_ds_cpu_optimizer",
     ),
-    "LLaMA-Factory fp8": (FACTORY | {"fp8": {"enabled": True}} | zero(ZERO3), f"fp8: {TRAINING}"),
     "LLaMA-Factory gaudi": (
         AUTO | zero(ROBIN, stage=1) | {"timers": {"throughput": {"enabled": True}}},
         "zero_optimization.round_robin_gradients, timers",
-    ),
-    "LLaMA-Factory alst": (
-        AUTO | zero(ZERO3) | {"sequence_parallel": {"enabled": True, "size": 4}},
-        f"sequence_parallel: {TRAINING}",
-    ),
-    "LLaMA-Factory autotune": (
-        FACTORY | zero(ZERO3) | {"autotuning": {"enabled": True, "fast": True}},
-        "autotuning",
     ),
     "LLaMA-Factory quantized": (
         FACTORY | zero(ZERO3, zero_quantized_gradients=True),
@@ -108,10 +95,6 @@ DEEPSPEED = {  # file: content, the warning or the error; an error begins with t
     "axolotl zero1": (
         AUTO | zero({"stage": 1, "overlap_comm": True}) | {"optimizer": ADAMW},
         "",
-    ),
-    "axolotl zero1 compile": (
-        AUTO | zero({"stage": 1}) | {"compile": {"disable": False, "backend": "inductor"}},
-        "compile",
     ),
     "axolotl zero2": (
         AUTO | zero(ZERO2, offload_optimizer={"device": "cpu"}) | {"fp16": {"auto_cast": False}},
@@ -133,10 +116,6 @@ DEEPSPEED = {  # file: content, the warning or the error; an error begins with t
     "accelerate stage 3": (
         AUTO | zero(ZERO3, stage3_gather_16bit_weights_on_model_save="auto", sub_group_size="auto"),
         "",
-    ),
-    "accelerate alst": (
-        AUTO | zero({"stage": 3}) | {"seq_parallel_communication_data_type": "bf16"},
-        "seq_parallel_communication_data_type",
     ),
     "DeepSpeed-Chat": (
         AUTO | zero({"stage": 3} | CHAT) | OFF | {"prescale_gradients": False},
@@ -179,30 +158,9 @@ DEEPSPEED = {  # file: content, the warning or the error; an error begins with t
         AUTO | {"bf16": {"enabled": "auto", "loss_scale": 0, "hysteresis": 2}} | zero(ZERO2),
         "bf16.hysteresis",
     ),
-    "DeepSpeedExamples MoQ": (
-        SMALL | {"quantize_training": {"enabled": True, "quantize_bits": {"start_bits": 16}}},
-        f"quantize_training: {TRAINING}",
-    ),
     "DeepSpeedExamples layer drop": (
         SMALL | {"prescale_gradients": True} | optimizer("Adam", bias_correction=False),
         f"{PRINT}; prescale_gradients, optimizer.params.bias_correction",
-    ),
-    "DeepSpeedExamples ZeroQuant": (
-        SMALL
-        | NO_FP16
-        | zero({"stage": 0})
-        | {
-            "compression_training": {
-                "weight_quantization": {"shared_parameters": {"enabled": True}}
-            }
-        },
-        f"compression_training: {TRAINING}",
-    ),
-    "DeepSpeedExamples curriculum": (
-        SMALL
-        | zero(ZERO2)
-        | {"curriculum_learning": {"enabled": True, "curriculum_type": "seqlen"}},
-        f"curriculum_learning: {TRAINING}",
     ),
     "DeepSpeedExamples SQuAD": (
         SMALL | optimizer("Adam", max_grad_norm=1.0),
@@ -219,25 +177,9 @@ DEEPSPEED = {  # file: content, the warning or the error; an error begins with t
         | {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.004}}},
         f"{PRINT}; optimizer.params.betas; {SCHEDULE}",
     ),
-    "DeepSpeedExamples Lamb": (
-        SMALL | optimizer("Lamb", max_coeff=0.3),
-        "optimizer.type: 'Lamb' is not 'AdamW' or 'Adam' or 'adamw' or 'adam'",
-    ),
-    "DeepSpeedExamples sparse": (
-        SMALL | {"sparse_attention": {"mode": "fixed", "block": 16}},
-        f"sparse_attention: {TRAINING}",
-    ),
-    "DeepSpeedExamples experts": (
-        zero({"stage": 1}) | {"expert_parallel": {"enabled": True, "autoep_size": 8}},
-        f"expert_parallel: {TRAINING}",
-    ),
     "DeepSpeedExamples leaves": (
         zero({"stage": 3, "leaf_module": {"classes": ["a.Block"]}}),
         "",
-    ),
-    "DeepSpeedExamples random LTD": (
-        SMALL | {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True}}},
-        f"data_efficiency: {TRAINING}",
     ),
     "DeepSpeedExamples ImageNet": (
         {"gradient_clipping": 0, "cuda_visible_devices": 0},
@@ -290,14 +232,6 @@ DEEPSPEED = {  # file: content, the warning or the error; an error begins with t
         {"train_micro_batch_size_per_gpu": "4"},
         "train_micro_batch_size_per_gpu: '4' is not a valid int",
     ),
-    "torch_autocast": (
-        {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
-        f"torch_autocast: {TRAINING}",
-    ),
-    "elasticity": (
-        {"elasticity": {"enabled": True, "max_train_batch_size": 2000}},
-        f"elasticity: {TRAINING}",
-    ),
     "parameters in stage 2": (
         AUTO | zero(ZERO2, offload_optimizer=CPU, offload_param=CPU),
         "warning: ds.json: offload_param has no effect (use stage 3)",
@@ -307,6 +241,29 @@ DEEPSPEED = {  # file: content, the warning or the error; an error begins with t
         f"bf16.bf16_master_weights_and_grads: {FP32}",
     ),
 }
+
+SECTIONS = {  # of the same files: a part with an effect, which these scripts do not have
+    "tensor_parallel": {"autotp_size": 2},  # LLaMA-Factory
+    "sequence_parallel": {"enabled": True, "size": 4},
+    "fp8": {"enabled": True},
+    "quantize_training": {"enabled": True, "quantize_bits": {"start_bits": 16}},  # MoQ
+    "compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}},
+    "curriculum_learning": {"enabled": True, "curriculum_type": "seqlen"},
+    "sparse_attention": {"mode": "fixed", "block": 16},
+    "expert_parallel": {"enabled": True, "autoep_size": 8},
+    "data_efficiency": {"enabled": True, "data_routing": {"enabled": True}},
+    "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
+    "elasticity": {"enabled": True, "max_train_batch_size": 2000},
+}
+UNUSED = {  # the training is the same without them
+    "autotuning": {"enabled": True, "fast": True},
+    "compile": {"disable": False, "backend": "inductor"},  # axolotl
+    "seq_parallel_communication_data_type": "bf16",  # accelerate
+}
+for key, section in SECTIONS.items():
+    DEEPSPEED[key] = (FACTORY | zero(ZERO3) | {key: section}, f"{key}: {TRAINING}")
+for key, section in UNUSED.items():
+    DEEPSPEED[key] = (AUTO | zero(ZERO3) | {key: section}, key)
 
 CLUSTER = {"compute_environment": "LOCAL_MACHINE", "debug": False, "distributed_type": "FSDP"}
 CLUSTER |= {"downcast_bf16": "no", "num_processes": 8, "tpu_env": [], "use_cpu": False}

@@ -82,15 +82,12 @@ MISTAKES = [  # module, key (with a section: of an inner object), value, message
     (fsdp, "fsdp_sharding_strategy", "SHARDED", ": 'SHARDED' is not 'FULL_SHARD' or 'SHARD_GR"),
     (fsdp, "fsdp_offload_params", "on", ": 'on' is not a valid bool"),
     (fsdp, "fsdp_xla", True, ": TPUs are not supported; leave it out"),
-    (fsdp, "fsdp_auto_wrap_policy", "SIZE_BASED_WRAP", ": 'SIZE_BASED_WRAP' is not 'TRANSFORMER_"),
     (fsdp, WRAP, 5, ": 5 is not a valid list | str | None"),
-    (deepspeed, "optimizer.type", "Lamb", ": 'Lamb' is not 'AdamW' or 'Adam' or"),
     (deepspeed, "amp", {"enabled": True}, NOT_HERE),
     (deepspeed, "zero_optimisation", {}, " is not a setting; did you mean zero_optimization?"),
     (deepspeed, "zero_optimization", 2, ": 2 is not a valid dict"),
     (deepspeed, "train_micro_batch_size_per_gpu", 1.5, ": 1.5 is not a valid int"),
     (deepspeed, "zero_optimization.stage", 4, ": 4 is not 0 or 1 or 2 or 3"),
-    (deepspeed, "zero_optimization.zero_quantized_weights", True, NOT_HERE),
 ]
 
 

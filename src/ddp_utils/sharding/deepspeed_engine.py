@@ -166,31 +166,22 @@ class ZeroPolicy(Policy):
             return zero.fp32_groups_flat_partition
         return zero.single_partition_of_fp32_groups
 
-    def state(self, optimizer: AdamW, layout: str = "") -> Tensors:
-        """Return this rank's shards, by number: `parameter/0`, `exp_avg/0`, ..., and loss scale."""
-        tensors: Tensors = {}
-        for number, shard in enumerate(self.shards()):
-            states = {"parameter": shard.detach(), **optimizer.state[shard]}
-            tensors |= {f"{kind}/{number}": value for kind, value in states.items()}
-        if self.engine.fp16_enabled():
-            scaler = self.engine.optimizer.loss_scaler
-            values = [float(getattr(scaler, name, 0)) for name in SCALER]  # a static one has fewer
-            tensors["loss_scale"] = torch.tensor(values, dtype=torch.float64)
-        return tensors
+    def updated(self) -> Tensors:
+        """Return this rank's shards by number."""
+        return {str(number): shard for number, shard in enumerate(self.shards())}
+
+    def scale_state(self) -> list[float]:
+        if not self.engine.fp16_enabled():
+            return []
+        scaler = self.engine.optimizer.loss_scaler
+        return [float(getattr(scaler, name, 0)) for name in SCALER]  # a static one has fewer
+
+    def set_scale_state(self, values: list[float]) -> None:
+        for name, state in zip(SCALER, values, strict=True):
+            setattr(self.engine.optimizer.loss_scaler, name, state)
 
     def load_tensors(self, optimizer: AdamW, tensors: Tensors, layout: str) -> None:
-        shards = self.shards()
-        for key, value in tensors.items():
-            kind, _, number = key.partition("/")
-            if key == "loss_scale":
-                for name, state in zip(SCALER, value.tolist(), strict=True):
-                    setattr(self.engine.optimizer.loss_scaler, name, state)
-            elif kind == "parameter":
-                shards[int(number)].copy_(value)
-            else:  # AdamW counts steps on the CPU
-                shard = shards[int(number)]
-                device = "cpu" if kind == "step" else shard.device
-                optimizer.state[shard][kind] = value.to(device, copy=True)
+        super().load_tensors(optimizer, tensors, layout)
         self.update_weights()
 
     def update_weights(self) -> None:

@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AutoConfig
 
-from ddp_utils import UserError, logps, models
+from ddp_utils import UserError, logps, model_files, models
 from ddp_utils.distributed import World
 from ddp_utils.fast import memory_efficient, self_test
 from ddp_utils.policy import Precision
@@ -244,7 +244,7 @@ def lines(script: Any, path: str, ranks: int, device: str, memory: float) -> Ite
     world = World(world_size=ranks, local_size=ranks)
     rows = script.read_data(config, script.encoder_of(config), world)[0]["train"]
     longest = sorted(rows, key=lambda row: -row.num_forward_tokens(shared=True))
-    folder = models.model_path(config.model_name)
+    folder = model_files.model_path(config.model_name)
     model_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     row_losses = functools.partial(script.row_losses, config=config)
     precision = script.precision_of(config, GPU)
