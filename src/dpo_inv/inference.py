@@ -6,7 +6,7 @@
     python -m dpo_inv.inference --model_path best_model.pt --pdb_file 5L33.pdb --fasta mine.fasta
 
 Writes STEM_sequences.json and .fasta, with the native sequence first, and all_results.json to
-output_dir.
+output_dir; STEM_probabilities.csv with --probabilities.
 """
 
 import dpo_inv.inference_config as settings
@@ -15,6 +15,7 @@ from ddp_utils import cli
 if __name__ == "__main__":
     cli.check_flags(settings.read)  # --help and mistakes end here, before torch is imported
 
+import itertools
 import math
 import re
 import sys
@@ -65,12 +66,37 @@ def read_task(file: Path, config: Config) -> Task:
     backbone = structure.read(file, design, fixed, config.homo_oligomer)
     if backbone.note:
         print(f"warning: {backbone.note}")
+    if config.tied_positions:
+        backbone = backbone._replace(tied=tie(config, backbone))
     designed = pairs.mutable(vars(config), backbone, str(file), config.numbering)
     designed &= backbone.mask > 0
     # 1abc for 1abc.pdb and 1abc.cif.gz, 1abc.A for 1abc.A.pdb
     stem = re.sub(r"\.(pdb|ent|cif|mmcif)(\.gz)?$", "", file.name, flags=re.I)
     sequences = read_fasta(config.fasta, backbone) if config.fasta else ()
     return Task(stem, file, backbone, designed, *sequences)
+
+
+def tie(config: Config, backbone: Structure) -> np.ndarray:
+    """Return the tied positions [T, C] of --tied_positions; a shorter group repeats its first one.
+
+    Raises UserError for groups of ranges of different lengths, and for a position in two groups.
+    """
+    groups: list[tuple[int, ...]] = []
+    for word in config.tied_positions:
+        where = f"--tied_positions: {word}"
+        ranges = []
+        for part in word.split("="):
+            ranges.append(pairs.positions_of(part, backbone, config.numbering, where))
+        if len({*map(len, ranges)}) > 1:
+            raise UserError(f"{where}: its ranges must have the same number of residues")
+        groups += zip(*ranges, strict=True)
+    tied = [*itertools.chain(*groups)]
+    if len({*tied}) < len(tied) or config.homo_oligomer:
+        problem = "a residue is tied twice (by homo_oligomer or another group)"
+        raise UserError(f"--tied_positions: {problem}; name each residue once")
+    groups += [(position,) for position in range(len(backbone.mask)) if position not in tied]
+    width = max(map(len, groups))
+    return np.array([group + group[:1] * (width - len(group)) for group in groups])
 
 
 def read_fasta(path: str, backbone: Structure) -> tuple[list[str], Tensor]:
@@ -147,6 +173,23 @@ def score(model: ProteinMPNN, task: Task, letters: Tensor, orders: Tensor) -> Te
     return model.decode(encoded, letters, orders)
 
 
+def probabilities(model: ProteinMPNN, task: Task, kind: str, device: torch.device) -> Tensor:
+    """Return log-probs [L, 21] of the letters at each position of the native sequence.
+
+    kind: "conditional" on the letters at all other positions, or "unconditional" on any. Tied
+    positions do not see each other.
+    """
+    letters = native_letters(task.structure)[None].to(device)
+    tied = torch.from_numpy(task.structure.tied).to(device)  # [T, C]
+    if kind == "unconditional":  # all are decoded at the same time
+        return score(model, task, letters, tied.reshape(1, 1, -1))[0]
+    log_probs = torch.empty(letters.shape[1], len(ALPHABET), device=device)
+    for number, group in enumerate(tied):  # each group is the last one
+        order = tied.roll(len(tied) - 1 - number, 0)
+        log_probs[group] = score(model, task, letters, order[None])[0, group]
+    return log_probs
+
+
 def summarize(task: Task, names: list[str], letters: Tensor, log_probs: Tensor) -> list[dict]:
     """Return the name, text, score (NLL per residue), perplexity and recovery of each sequence."""
     native = mpnn.encode(task.structure.sequence)
@@ -200,6 +243,21 @@ def write(task: Task, config: Config, native: dict, entries: list[dict]) -> dict
     return result
 
 
+def write_probabilities(
+    model: ProteinMPNN, task: Task, config: Config, device: torch.device
+) -> None:
+    """Write the probability of each letter at each designed residue to a CSV file."""
+    found = probabilities(model, task, config.probabilities, device).exp().tolist()
+    lines = [["residue", "native", *ALPHABET]]
+    for position in np.flatnonzero(task.designed):
+        chain = task.structure.chains[task.structure.chain_encoding[position] - 1]
+        label = f"{chain}{task.structure.labels[position]}"
+        letters = [f"{value:.6f}" for value in found[position]]
+        lines.append([label, task.structure.sequence[position], *letters])
+    text = "".join(",".join(line) + "\n" for line in lines)
+    data.write_text(Path(config.output_dir, f"{task.stem}_probabilities.csv"), text)
+
+
 # --- main ----------------------------------------------------------------------------------------
 
 
@@ -219,6 +277,8 @@ def run_task(model: ProteinMPNN, task: Task, config: Config, device: torch.devic
         entries = summarize(task, names, *samples)
         for entry, temperature in zip(entries, temperatures, strict=True):
             entry["temperature"] = temperature
+    if config.probabilities != "none":
+        write_probabilities(model, task, config, device)
     result = write(task, config, native, entries)
     line = f"{task.file.name}: {len(entries)} sequences"
     for name in ("perplexity", "recovery"):

@@ -30,9 +30,11 @@ class Config:
     num_samples: int = 10  # sequences per structure and temperature
     temperature: tuple[float, ...] = (0.1,)  # sampling temperatures; lower is less diverse
     homo_oligomer: bool = False  # design identical chains with one common sequence
+    tied_positions: tuple[str, ...] = ()  # residues that get one letter: A5=B5 A10-90=B10-90=C10-90
     omit_AA: str = ""  # amino acids that are never sampled, such as CM
     bias_AA: tuple[str, ...] = ()  # added to the log-probs of amino acids, such as A:0.5 G:-1
     fasta: str = ""  # FASTA file with sequences to score instead of sampling
+    probabilities: Literal["none", "conditional", "unconditional"] = "none"  # write a table of them
     output_dir: str = "outputs/inference"  # folder for FASTA, JSON and CSV files
 
     # run

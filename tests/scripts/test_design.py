@@ -283,3 +283,63 @@ def test_a_mutation_or_mutable_position_of_one_copy_is_that_of_all(dimer, tmp_pa
     item["unpreferred_seq"] = f"{first}/{item['preferred_seq'].split('/')[1]}"
     with pytest.raises(UserError, match=r"pairs.json\[0\]: the copies of --homo_oligomer differ"):
         read_pairs(tmp_path, item)
+
+
+def test_probabilities_given_all_other_letters_and_given_none(model, tmp_path):
+    """By decoding the residue last, and first, with any letters at the others."""
+    config = replace(DIMER, homo_oligomer=False, output_dir=str(tmp_path))
+    task = inference.read_task(copies(tmp_path / "two.pdb", 0, 1), config)
+    count = len(task.structure.sequence)
+    conditional, unconditional = (
+        inference.probabilities(model, task, kind, "cpu")
+        for kind in ("conditional", "unconditional")
+    )
+    encoded = model.encode(*batches.structure_tensors(task.structure, "cpu"))
+    for row in (0, 5, count - 1):
+        assert torch.allclose(conditional[row, :20], last(model, task, row), atol=1e-5)
+        order = [row, *[other for other in range(count) if other != row]]
+        letters = torch.randint(20, (1, count), generator=torch.Generator().manual_seed(row))
+        with torch.no_grad():
+            first = model.decode(encoded, letters, torch.tensor([order]))[0, row]
+        assert torch.allclose(unconditional[row], first, atol=1e-5)
+    assert not torch.allclose(conditional, unconditional, atol=0.01)
+    config.probabilities = "unconditional"
+    inference.write_probabilities(model, task, config, "cpu")
+    lines = (tmp_path / "two_probabilities.csv").read_text().splitlines()
+    assert lines[0] == "residue,native," + ",".join(mpnn.ALPHABET)
+    rows = [line.split(",") for line in lines[1:]]
+    assert [row[1] for row in rows] == [*task.structure.sequence]
+    assert (rows[0][0], rows[-1][0]) == ("A1", f"B{count // 2}")
+    assert float(rows[5][2]) == pytest.approx(unconditional[5, 0].exp().item(), abs=1e-6)
+
+
+def test_tied_positions_of_several_states_get_one_letter(model, tmp_path):
+    """Three states of one sequence: as homo_oligomer if all is tied; here residues 3 to 5 and 7."""
+    file = copies(tmp_path / "states.pdb", 0, 0, 0)
+    states = replace(DIMER, design_chains=("A", "B", "C"))
+    copied = inference.read_task(file, states).structure.tied
+    size = len(copied)
+    states.homo_oligomer = False
+    states.tied_positions = (f"A1-{size}=B1-{size}=C1-{size}",)
+    tied = inference.read_task(file, states).structure.tied
+    assert sorted(tied.tolist()) == sorted(copied.tolist())
+    states.tied_positions = ("A3-5=B3-5=C3-5", "A7=C7")
+    task = inference.read_task(file, states)
+    rows = {frozenset(row) for row in task.structure.tied.tolist()}
+    groups = [[row, size + row, 2 * size + row] for row in (2, 3, 4)] + [[6, 2 * size + 6]]
+    free = set(range(3 * size)) - set(itertools.chain(*groups))
+    assert rows == {*map(frozenset, groups), *(frozenset([row]) for row in free)}
+    # an even mean: each entry of a row counts, and 6 occurs twice in the row of three
+    weights = task.structure.tied_weights
+    assert weights[[2, 6, 2 * size + 6, 0]] == pytest.approx([1 / 3, 1 / 4, 1 / 2, 1 / 3])
+    letters, _ = inference.sample(model, task, torch.full((50,), 2.0), states)
+    for group in groups:
+        assert (letters[:, group] == letters[:, group[:1]]).all()
+    assert (letters[:, 0] != letters[:, size]).any()
+    for words, message in {
+        ("A3-5=B3-6",): "A3-5=B3-6: its ranges must have the same number of residues",
+        ("A3=B3", "B3=C3"): "a residue is tied twice",
+    }.items():
+        states.tied_positions = words
+        with pytest.raises(UserError, match=f"^--tied_positions: {message}"):
+            inference.read_task(file, states)
