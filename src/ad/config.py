@@ -10,6 +10,8 @@ from typing import Any, Literal
 from ad import environments
 from ddp_utils import UserError, cli, yaml_config
 
+Source = Literal["posterior", "q_learning", "imported"]
+
 
 @dataclass
 class Config:
@@ -21,7 +23,7 @@ class Config:
     train_batch_size: int = 24  # windows per forward pass and process
     lr: float = 8e-3  # peak learning rate
     n_transit: int = 240  # context length in environment steps; here 12 episodes
-    use_compressed_context: bool = False  # fixed rule: the context is the last two regions
+    use_compressed_context: bool = False  # fixed: two regions; original: learned <compress> tokens
     compress_interval: int = 80  # environment steps per region
 
     # tasks and source algorithm
@@ -29,12 +31,13 @@ class Config:
     grid_size: int = 9  # width and height of the grid
     horizon: int = 20  # steps per episode
     n_task: int = 0  # number of tasks, drawn at random; 0: all
-    source: Literal["posterior", "q_learning"] = "posterior"  # algorithm to distill
+    source: Source = "posterior"  # algorithm to distill; imported: traj_file is an HDF5 file
     alg_seed: int = 42  # random seed of the source algorithm
-    source_lr: float = 0.5  # Q-learning: learning rate
+    source_lr: float = 0.5  # Q-learning: learning rate of the values
     source_optimism: float = 0.0  # Q-learning: initial values
+    share_table: bool = True  # Q-learning: the histories of a task learn together
     source_noise: float = 0.2  # posterior sampling: fraction of random actions
-    n_stream: int = 40  # histories per task; in Q-learning they use one common table
+    n_stream: int = 40  # histories per task
     total_source_timesteps: int = 19200  # environment steps per task, summed over its histories
 
     # training histories
@@ -71,9 +74,13 @@ class Config:
     eval_explore_temperature: float = 1.0  # sampling temperature before the first reward
 
     # hardware
-    num_workers: int = 0  # ignored: windows are cut on the device, without a data loader
+    num_workers: int = 0  # no effect: windows are cut on the device, without a data loader
     backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"  # auto: by device
     timeout_minutes: float = 30.0  # time limit of a collective operation
+
+    # of the original's YAML files
+    dynamics: bool = False  # no effect: only actions are predicted
+    flash_attn: bool = False  # no effect: PyTorch selects the attention kernel
 
     # run
     summary_interval: int = 50  # steps between lines of metrics
@@ -126,7 +133,7 @@ class Config:
 
 
 SOURCE_SETTINGS = """env grid_size horizon n_task source alg_seed source_lr source_optimism
-source_noise n_stream total_source_timesteps"""
+share_table source_noise n_stream total_source_timesteps"""
 POSITIVE = """lr train_batch_size test_batch_size tf_n_embd tf_n_layer tf_n_head n_transit horizon
 n_stream compress_interval train_n_stream train_source_timesteps eval_episodes eval_copies
 summary_interval total_source_timesteps source_lr eval_temperature eval_explore_temperature"""

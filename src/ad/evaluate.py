@@ -149,23 +149,24 @@ def learning_speed(returns: Array, optimum: float, prefix: str = "") -> dict:
 def baselines(config: Config, tasks: Array) -> dict[str, tuple[Array, int]]:
     """Run other algorithms on the tasks; return name -> (returns [G, E], streams that cooperate).
 
-    "teacher": the source of the histories. "shared": Q-learners whose streams share a table, if
-    the teacher is another algorithm. After the end of the histories both keep their last return.
-    "single": one Q-learner with its own table.
+    "teacher": the source of the histories, unless they were imported. "shared": Q-learners whose
+    streams share a table, if they are not the teacher. After the end of the histories both keep
+    their last return. "single": one Q-learner with its own table.
     """
     episodes, steps = config.eval_episodes, config.source_steps
-    q_learning = dataclasses.replace(config, source="q_learning")
-    learners = {"teacher": config}
-    if config.source != "q_learning":
-        learners["shared"] = q_learning
+    shared = dataclasses.replace(config, source="q_learning", share_table=True)
+    learners = {} if config.source == "imported" else {"teacher": config}
+    if config != shared:
+        learners["shared"] = shared
     results = {}
     for name, learner in learners.items():
         returns = sources.returns(learner, tasks, config.n_stream, steps)
         returns = np.pad(returns, ((0, 0), (0, episodes)), "edge")[:, :episodes]
-        results[name] = returns, config.n_stream if learner.source == "q_learning" else 1
-    steps = episodes * config.horizon
-    single = sources.returns(q_learning, tasks, config.n_stream, steps, common_table=False)
-    return results | {"single": (single, 1)}
+        cooperate = learner.source == "q_learning" and learner.share_table
+        results[name] = returns, config.n_stream if cooperate else 1
+    single = dataclasses.replace(shared, share_table=False)
+    returns = sources.returns(single, tasks, config.n_stream, episodes * config.horizon)
+    return results | {"single": (returns, 1)}
 
 
 # --- results -------------------------------------------------------------------------------------

@@ -94,17 +94,15 @@ Source = QLearning | PosteriorSampling
 SOURCES: dict[str, type[Source]] = {"q_learning": QLearning, "posterior": PosteriorSampling}
 
 
-def histories(
-    config: Config, tasks: Array, streams: int, steps: int, common_table: bool = True
-) -> Array:
+def histories(config: Config, tasks: Array, streams: int, steps: int) -> Array:
     """Run the source and return observations, actions and rewards, uint8 [3, G * streams, T].
 
     History g * streams + s is stream s of tasks[g]. An episode begins at every multiple of the
-    horizon. common_table: the streams of a task learn together, if the source supports it.
+    horizon.
     """
     environment = config.environment
     task = np.repeat(tasks, streams)  # [H]
-    table_of = np.arange(len(task)) // (streams if common_table else 1)
+    table_of = np.arange(len(task)) // (streams if config.share_table else 1)
     source = SOURCES[config.source](config, table_of, steps)
     history = np.empty((3, steps, len(task)), dtype=np.uint8)
     for time in range(steps):
@@ -118,9 +116,7 @@ def histories(
     return np.ascontiguousarray(history.transpose(0, 2, 1))
 
 
-def returns(
-    config: Config, tasks: Array, streams: int, steps: int, common_table: bool = True
-) -> Array:
+def returns(config: Config, tasks: Array, streams: int, steps: int) -> Array:
     """Return the mean return of each task's episodes while the source learns, [G, episodes]."""
-    _, _, rewards = histories(config, tasks, streams, steps, common_table)
+    _, _, rewards = histories(config, tasks, streams, steps)
     return rewards.reshape(len(tasks), streams, -1, config.horizon).sum(-1).mean(1)

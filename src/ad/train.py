@@ -63,8 +63,9 @@ Main process device: {world.device}
 def describe_data(config: Config, world: World, path: Path) -> list[str]:
     """Return lines about the histories, and about processes that accelerate has not started."""
     lines = [f"histories: {path}{'' if path.exists() else ', to be collected'}"]
-    if config.num_workers:
-        lines.append("num_workers: ignored; windows are cut on the device, without a data loader")
+    for name in ("num_workers", "dynamics", "flash_attn"):
+        if vars(config)[name]:
+            lines.append(f"warning: {name} has no effect; see --help")
     # accelerate sets both for one process, the second one only if several were requested
     is_single = "ACCELERATE_USE_CPU" in os.environ and "MASTER_ADDR" in os.environ
     if is_single and world.world_size == 1:
@@ -76,12 +77,12 @@ def load_histories(config: Config, path: Path, world: World) -> list[Histories]:
     """Return the histories of the training and the held-out tasks; collect them if needed."""
 
     def collect() -> None:
-        if not path.exists():
+        if not path.exists() and config.source != "imported":
             returns = windows.collect(config, path)
             print(f"collected {path}: return {returns[0]:.2f}, at the end {returns[-1]:.2f}")
 
     distributed.on_main(world, collect)
-    arrays = distributed.on_each(world, lambda: windows.read(path, config.source_settings()))
+    arrays = distributed.on_each(world, lambda: windows.read(path, config))
     return [Histories(arrays, part, config, world.device) for part in config.tasks]
 
 
@@ -186,8 +187,8 @@ def main(argv: list[str] | None = None) -> int:
     if precision.autocast == torch.float16 and world.device.type == "cpu":
         raise UserError("--mixed_precision: fp16 is not supported on a CPU; use no or bf16")
     path = resolve(config.traj_file)
-    if path.exists():  # finds a mistake before the others are waited for
-        windows.read(path, config.source_settings())
+    if path.exists() or config.source == "imported":  # find a mistake before others are waited for
+        windows.read(path, config)
     torch.manual_seed(config.seed)  # the same initial weights on every rank
     model = Model(config)
     accumulation, steps = config.gradient_accumulation_steps, config.train_timesteps

@@ -55,12 +55,14 @@ def collect(config: Config, path: Path) -> Array:
     return reward.reshape(len(reward), -1, config.horizon).sum(-1).mean(0)
 
 
-def read(path: Path, settings: dict) -> Arrays:
+def read(path: Path, config: Config) -> Arrays:
     """Return the arrays of a file.
 
-    settings: config.source_settings(), on which the histories depend. Raises UserError if the file
-    is damaged, is not a file of histories, or was collected with other settings.
+    Raises UserError if the file is damaged, is not a file of histories, or was collected with
+    other settings.
     """
+    if config.source == "imported":
+        return read_hdf5(path, config)
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in ARRAYS}
@@ -68,11 +70,47 @@ def read(path: Path, settings: dict) -> Arrays:
     except (EOFError, zipfile.BadZipFile, zlib.error, ValueError, KeyError) as error:
         problem = "is damaged or is not a file of histories"
         raise UserError(f"--traj_file: {path} {problem}; remove it to collect it again") from error
-    for name, value in settings.items():
+    for name, value in config.source_settings().items():
         if collected.get(name) != value:
             problem = f"{path} was collected with {name} {collected.get(name)} (expected {value})"
             raise UserError(f"--traj_file: {problem}; use {name} of the file, or another file name")
     return arrays
+
+
+def read_hdf5(path: Path, config: Config) -> Arrays:
+    """Return the histories of an HDF5 file of the original code.
+
+    It has a group per task, with states [T, n_stream, 2], and actions and rewards [T, n_stream].
+    Raises UserError if the file is too small, or if its steps are impossible in their task.
+    """
+    try:
+        import h5py
+    except ImportError:
+        raise UserError("--source: imported needs h5py; use pip install h5py") from None
+    environment, steps, streams = config.environment, config.source_steps, config.n_stream
+    histories = []
+    for task in environment.tasks(config.n_task):
+        where = f"--traj_file: {path}: group {task}"
+        try:
+            with h5py.File(path) as file:
+                state, action, reward = (file[f"{task}/{name}s"][:steps] for name in ARRAYS)
+        except (OSError, KeyError) as error:
+            raise UserError(f"{where}: {error} (expected states, actions and rewards)") from error
+        if (
+            state.shape != (steps, streams, 2)
+            or not action.shape == reward.shape == state.shape[:2]
+        ):
+            problem = f"states are {[*state.shape]} (expected {[steps, streams, 2]})"
+            raise UserError(f"{where}: {problem}; change n_stream or total_source_timesteps")
+        state = state @ [config.grid_size, 1]
+        inside = state.clip(0, config.grid_size**2 - 1), action.clip(0, environment.actions - 1)
+        after, paid = environment.step(*inside, task)
+        expected = np.roll(after, 1, 0)
+        expected[:: config.horizon] = environment.start
+        if (expected != state).any() or (inside[1] != action).any() or (paid != reward).any():
+            raise UserError(f"{where}: a step is impossible; use grid_size and horizon of the file")
+        histories.append((state.T, action.T, reward.T))
+    return dict(zip(ARRAYS, np.concatenate(histories, 1).astype(np.uint8), strict=True))
 
 
 def places(time: torch.Tensor, config: Config) -> torch.Tensor:

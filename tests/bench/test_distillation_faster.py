@@ -89,7 +89,7 @@ def seconds_of_steps(model, losses, steps):
 @pytest.mark.parametrize(("dropout", "bar"), [(0.1, 100), (0.0, 64)])
 def test_a_cpu_second_has_a_hundred_times_the_targets(dropout, bar, tmp_path):
     windows.collect(CONFIG, tmp_path / "histories.npz")
-    arrays = windows.read(tmp_path / "histories.npz", CONFIG.source_settings())
+    arrays = windows.read(tmp_path / "histories.npz", CONFIG)
     data = windows.Histories(arrays, np.arange(73), CONFIG, "cpu")
     plain, ours = Plain(dropout), Distiller(Model(CONFIG))
     loader = torch.utils.data.DataLoader(Rows(arrays), 64, shuffle=False)
@@ -128,7 +128,7 @@ def test_keys_and_values_that_are_kept_make_tries_five_times_faster():
 def our_share(config, folder, size):
     """Return the CPU seconds of our training step, and the limit's share: medians of five."""
     windows.collect(config, folder / "histories.npz")
-    arrays = windows.read(folder / "histories.npz", config.source_settings())
+    arrays = windows.read(folder / "histories.npz", config)
     data = windows.Histories(arrays, np.arange(73), config, "cpu")
     model = Distiller(Model(config))
     losses = (model(data.batch(*data.draw(0, step, size)))[0].mean() for step in range(99))

@@ -321,7 +321,7 @@ def test_four_steps_of_distillation_equal_a_plain_loop(world_size, tmp_path):
     windows.collect(config, tmp_path / "h.npz")
     words = [*AD.split(), f"train_batch_size={4 // world_size}", f"output_dir={tmp_path}/run"]
     ranks(world_size, distil, [*words, f"traj_file={tmp_path}/h.npz"])
-    arrays = windows.read(tmp_path / "h.npz", config.source_settings())
+    arrays = windows.read(tmp_path / "h.npz", config)
     data, others = (windows.Histories(arrays, part, config, "cpu") for part in config.tasks)
     torch.manual_seed(0)
     model = Model(config).double()

@@ -94,7 +94,7 @@ SCRIPTS = {
     "baking": Script("train_loop", BAKING, "--out_dir", dropout=LORA, first_loss=None),
     "protein": Script("dpo_inv.run_dpo_ddp", PROTEIN),
     "distillation": distillation(""),
-    "distillation, permuted": distillation("env=darkroom_permuted source_optimism=1 n_task=40"),
+    "distillation, permuted": distillation("env=darkroom_permuted source=q_learning n_task=40"),
     "distillation, key to door": distillation("env=key_to_door source=posterior n_task=40"),
     "distillation, frozen lake": distillation("env=FrozenLake-v1 alg_seed=1", actions=4),
     "dpo, no reference": Script(

@@ -42,7 +42,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def arrays(path):
-    return windows.read(path, PLAIN.source_settings())
+    return windows.read(path, PLAIN)
 
 
 def random_model(config):
@@ -209,7 +209,7 @@ def test_held_out_histories_are_those_of_a_source_that_knows_the_tasks(tmp_path)
     config = Config(grid_size=3, horizon=4, source_noise=0, train_env_ratio=0.5, n_stream=10)
     config.total_source_timesteps = 4000  # 100 episodes in each stream
     windows.collect(config, tmp_path / "x.npz")
-    reward = windows.read(tmp_path / "x.npz", config.source_settings())["reward"]
+    reward = windows.read(tmp_path / "x.npz", config)["reward"]
     last = reward.reshape(9, 10, -1, 4).sum(-1)[:, :, -1].mean(1)  # [tasks]
     for tasks in config.tasks:
         assert last[tasks].mean() > 0.9 * config.environment.optimum(tasks).mean()
@@ -247,7 +247,7 @@ def test_streams_with_a_common_table_learn_sooner_than_one_alone():
     config = Config(source="q_learning")
     size = np.arange(0, 81, 8), 40, 480
     common = sources.returns(config, *size)
-    alone = sources.returns(config, *size, common_table=False)
+    alone = sources.returns(dataclasses.replace(config, share_table=False), *size)
     assert common.shape == alone.shape == (11, 24)
     optimum = config.environment.optimum(size[0]).mean()
     assert common[:, -1].mean() > 0.95 * optimum > 1.5 * alone[:, -1].mean()
@@ -262,11 +262,62 @@ def test_a_file_that_is_no_file_of_histories_is_one_line(path, tmp_path):
     for content in (b"text", b"", intact[:-99], intact[:300] + bytes(99) + intact[399:]):
         bad.write_bytes(content)
         with pytest.raises(UserError, match=r"bad\.npz is damaged or is not a file of histories"):
-            windows.read(bad, {})
+            windows.read(bad, PLAIN)
     with np.load(path) as file:
         np.savez(bad, **{**file, "reward": file["reward"].astype(object)})
     with pytest.raises(UserError, match="is damaged or is not"):  # it holds a pickle
-        windows.read(bad, {})
+        windows.read(bad, PLAIN)
+
+
+def test_histories_of_the_original_code_are_imported_and_checked(arrays, tmp_path):
+    """A group per goal; [T, n_stream] instead of [n_stream, T], and x and y instead of a number."""
+    h5py = pytest.importorskip("h5py")
+    config = dataclasses.replace(PLAIN, source="imported")
+
+    def write(name, change=lambda task, group: None):
+        with h5py.File(tmp_path / name, "w") as file:
+            for task in range(25):
+                rows = slice(6 * task, 6 * task + 6)
+                group = {key: arrays[key][rows].T.astype(np.int32) for key in arrays}
+                group["state"] = np.stack(divmod(group["state"], 5), -1)
+                change(task, group)
+                for key, value in group.items():
+                    file[f"{task}/{key}s"] = value
+        return tmp_path / name
+
+    found = windows.read(write("intact.hdf5"), config)
+    for name, array in arrays.items():
+        assert found[name].dtype == np.uint8 and (found[name] == array).all()
+    fewer = dataclasses.replace(config, total_source_timesteps=120)  # the first 20 steps
+    assert (
+        windows.read(tmp_path / "intact.hdf5", fewer)["reward"] == arrays["reward"][:, :20]
+    ).all()
+
+    def fails(message, options=None, change=lambda task, group: None):
+        with pytest.raises(UserError, match=rf"^--traj_file: .*x.hdf5: group {message}"):
+            windows.read(write("x.hdf5", change), dataclasses.replace(config, **options or {}))
+
+    def moved(task, group):
+        if task == 3:  # stays, and is then elsewhere
+            group["action"][5:7] = 4
+            group["state"][6] = (group["state"][5] + 1) % 5
+
+    def other_goal(task, group):
+        if task == 7:
+            group["reward"][:] = 0
+
+    fails(r"3: a step is impossible; use grid_size and horizon", change=moved)
+    fails("7: a step is impossible", change=other_goal)
+    fails("0: a step is impossible", {"horizon": 5, "total_source_timesteps": 240})
+    fails(
+        r"0: states are \[40, 6, 2\] \(expected \[40, 5, 2\]\); change n_str",
+        {"n_stream": 5, "total_source_timesteps": 200},
+    )
+    (tmp_path / "text.hdf5").write_bytes(b"text")
+    h5py.File(tmp_path / "empty.hdf5", "w").close()
+    for name in ("text", "empty", "none"):
+        with pytest.raises(UserError, match=f"{name}.hdf5: group 0: .*expected states, actions"):
+            windows.read(tmp_path / f"{name}.hdf5", config)
 
 
 def histories(arrays, config):

@@ -264,10 +264,12 @@ def test_histories_of_other_settings_are_an_error(histories, tmp_path):
 
 def test_check_trains_nothing(tmp_path, capsys):
     place = [f"traj_file={tmp_path / 'x.npz'}", f"output_dir={tmp_path / 'run'}", "num_workers=4"]
+    place += ["dynamics=false", "flash_attn=true"]
     assert train.main([*SMALL, *place, "--check"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"histories: {tmp_path / 'x.npz'}, to be collected",
-        "num_workers: ignored; windows are cut on the device, without a data loader",
+        "warning: num_workers has no effect; see --help",
+        "warning: flash_attn has no effect; see --help",
         f"run folder: {tmp_path / 'run'}",
     ]
     assert list(tmp_path.iterdir()) == []

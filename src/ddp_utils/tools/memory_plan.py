@@ -11,6 +11,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -192,9 +193,10 @@ def need(
     scorer.set_layout(shared=config.layout != "separate")
     if scorer.shared and device != "cpu" and scorer.precision.itemsize == 2:
         scorer.unwrap().set_attn_implementation("attend_on_gpu")
-    scorer.chunk = None if device == "cpu" else logps.WIDE_CHUNK
+    chunk = logps.CHUNK["cpu"] if device == "cpu" else logps.WIDE_CHUNK
     try:
-        return types.SimpleNamespace(**sizes, **peaks_of(scorer, rows, row_losses, device))
+        with mock.patch.dict(logps.CHUNK, cpu=chunk):
+            return types.SimpleNamespace(**sizes, **peaks_of(scorer, rows, row_losses, device))
     except self_test.UNSUPPORTED as error:
         reason = f"{models.first_line(error)}; layout: separate may help"
         raise UserError(f"{config.model_name}: no step without contents: {reason}") from error
