@@ -8,7 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 TESTS = Path(__file__).parent
 sys.path[:0] = [str(TESTS), str(TESTS.parent / "src")]
-sys.path += [str(TESTS / room) for room in ("core", "runs", "sharding")]
+sys.path += [str(TESTS / room) for room in ("core", "runs", "sharding", "bench")]
 
 import pytest  # noqa: E402
 

@@ -28,6 +28,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PREDICTED = DOCS / "gpu_predicted.json"  # written by roofline.py
+REHEARSALS = DOCS / "gpu_rehearsed.json"  # written by pretend/rehearse.py
 
 
 class Piece(NamedTuple):
@@ -74,23 +75,26 @@ folder.
 REHEARSED = """
 ## Rehearsed on a CPU
 
-`python tests/gpu/pretend/rehearse.py` runs all scripts on pretended GPUs: a CPU build of PyTorch
-accepts CUDA devices, each operator is checked as a GPU would check it, and the CPU computes it. The
-checks are about devices, dtypes, autocast, reads and copies that make the host wait, fused AdamW,
-and what NCCL does not support. The runs use one and two GPUs in fp32, bf16 and fp16.
+`python tests/gpu/pretend/rehearse.py --out docs/gpu_rehearsed.json` runs all scripts on pretended
+GPUs: a CPU build of PyTorch accepts CUDA devices, each operator is checked as a GPU would check it,
+and the CPU computes it. The checks are about devices, dtypes, autocast, reads and copies that make
+the host wait, fused AdamW, and what NCCL does not support. Called again, it does the runs that the
+file lacks, so that rows may come from different commits.
 
-Of the 250 runs in the list 116 have been done, each script, model and strategy at least once, and
-ended with status 0. In fp32 losses and gradient norms differed from those on a
-CPU by at most 7e-6. A step reads from the GPU once and waits for no copy, and a micro-batch does
-neither. The exceptions are in libraries: separate rows, GPT-2 and Gemma 2 (up to two reads per
-forward, in transformers), sampling on policy, FSDP with offloading, and ZeRO. A run that was killed
-and resumed had the same metrics as one that was not, bit for bit.
+Of the {planned} runs {done} have been done; {good} of these ended with status 0 and had no problem.
+In fp32, losses and gradient norms differed from those on a CPU by at most {gap:.1e}. A step reads
+from the GPU once and waits for no copy, and a micro-batch does neither. The exceptions are in
+libraries: separate rows, GPT-2 and Gemma 2 (up to two reads per forward, in transformers), sampling
+on policy, FSDP with offloading, and ZeRO. A run that was killed and resumed had the same metrics as
+one that was not, bit for bit.
 
 The rehearsal shows that the scripts end and compute the same numbers as on a CPU. It cannot show
 whether the kernels of a GPU agree with each other, how they round, whether streams race, or whether
-NCCL works, and it says nothing about speed.
-`python tests/mutants.py "cuda_*"` plants 33 faults in copies of the project, each of which a
-rehearsed run must notice.
+NCCL works, and it says nothing about speed. `python tests/mutants.py "cuda_*"` plants 33 faults in
+copies of the project, each of which a rehearsed run must notice.
+
+| run | on one GPU | on two GPUs | largest difference | reads per step | waits in micro-batches |
+|---|---|---|---|---|---|
 """
 LENGTHS = {"long": "512, 256", "hh": "as in HH-RLHF", "short": "64, 512"}  # of roofline.py
 FORECAST = """
@@ -126,7 +130,27 @@ def page(results):
             text += f"\n| {' | '.join(names)} |\n|{'---|' * len(names)}\n"
             for row in group:
                 text += f"| {' | '.join(cell(row[name]) for name in names)} |\n"
-    return text + predictions(results) + REHEARSED
+    return text + predictions(results) + rehearsals()
+
+
+def rehearsals():
+    """The table of rehearse.py: a line for each run, with the precisions that it was done in."""
+    content = json.loads(REHEARSALS.read_text())
+    rows = [dict(zip(content["columns"], row, strict=True)) for row in content["rows"]]
+    runs = {}
+    for row in rows:
+        runs.setdefault(row["run"], []).append(row)
+    gap = max(row["gap"] for row in rows if row["gap"] is not None)
+    good = sum(row["exit status"] == 0 and not row["problems"] for row in rows)
+    text = REHEARSED.format(planned=content["planned"], done=len(rows), good=good, gap=gap)
+    for name, group in runs.items():
+        done = [[row["precision"] for row in group if row["ranks"] == ranks] for ranks in (1, 2)]
+        cells = [name, *map(", ".join, done)]
+        for key in ("gap", "reads per step", "in micro-batches"):
+            known = [row[key] for row in group if row[key] is not None]
+            cells.append(max(known) if known else "")
+        text += f"| {' | '.join(map(cell, cells))} |\n"
+    return text
 
 
 def predictions(results):

@@ -2,7 +2,7 @@
 
     python tests/gpu/pretend/rehearse.py                          # all, on one and two ranks
     python tests/gpu/pretend/rehearse.py --only "dpo lora" --ranks 2 --precisions bf16
-    python tests/gpu/pretend/rehearse.py --out runs.json          # the rest of the runs in a file
+    python tests/gpu/pretend/rehearse.py --out docs/gpu_rehearsed.json  # those that it lacks
 
 A run is `main()` of a script in each rank, four steps on the demo's data. In fp32 it is done again
 on the CPU and compared. bf16 is what an H100 gets by default, fp16 what a T4 gets, which has
@@ -478,29 +478,35 @@ def precision_problems(case, result, report):
 
 def row(result):
     """Return a run as a row of the table."""
-    step = second_step(result) or {"inside": [], "outside": []}
+    step = second_step(result)
     return {
         "run": result.name,
         "ranks": result.ranks,
         "precision": result.precision,
         "exit status": max(result.codes),
-        "gap": result.gap,
-        "reads per step": waits(step["outside"], "read"),
-        "in micro-batches": waits(step["inside"], "read", "copy"),
+        "gap": result.gap if result.gap is None else float(f"{result.gap:.1e}"),
+        "reads per step": step and waits(step["outside"], "read"),
+        "in micro-batches": step and waits(step["inside"], "read", "copy"),
         "problems": problems(result),
     }
 
 
 def read(file):
     """Return the rows of a file that need not be done again, {(name, ranks, precision): row}."""
-    rows = json.loads(Path(file).read_text()) if file and Path(file).exists() else []
+    content = json.loads(Path(file).read_text()) if file and Path(file).exists() else {"rows": []}
+    rows = [dict(zip(content["columns"], row, strict=True)) for row in content["rows"]]
     return {tuple(row.values())[:3]: row for row in rows if not row["problems"]}
 
 
 def write(file, rows):
-    """Write a row on each line, atomically."""
-    Path(f"{file}.tmp").write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
-    Path(f"{file}.tmp").rename(file)
+    """Write the rows in the order of the plan, a line for each; never half a file."""
+    plan = [(title(do, name), *which) for do, name, *which in planned(CASES, (1, 2), CARDS)]
+    columns = list(next(iter(rows.values())))
+    lines = [json.dumps([*rows[run].values()]) for run in plan if run in rows]
+    text = f'{{"planned": {len(plan)}, "columns": {json.dumps(columns)}, "rows": [\n'
+    temporary = Path(f"{file}.tmp")
+    temporary.write_text(text + ",\n".join(lines) + "\n]}\n")
+    temporary.rename(file)
 
 
 def planned(names, ranks, precisions):
@@ -546,13 +552,12 @@ def main():
             done = row(do(*which, data, place))
             shutil.rmtree(place)
             *cells, found = done.values()
-            cells[4] = "" if cells[4] is None else f"{cells[4]:.1e}"
-            print("|", *(f"{cell} |" for cell in cells), flush=True)
+            print("|", *("|" if cell is None else f"{cell} |" for cell in cells), flush=True)
             for line in found:
                 print(f"   WRONG: {line[:400]}", flush=True)
             rows[tuple(done.values())[:3]] = done
             if args.out:
-                write(args.out, rows.values())
+                write(args.out, rows)
 
         plan = [
             (do, name, *which)

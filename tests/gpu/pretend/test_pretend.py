@@ -3,6 +3,7 @@
 Compiling pretend.cpp takes 10 s, once. `-m show` has all runs; rehearse.py prints them as a table.
 """
 
+import json
 import sys
 
 import pytest
@@ -12,6 +13,8 @@ from conftest import TESTS
 from ranks import ranks
 
 sys.path[:0] = [str(TESTS / "gpu"), str(TESTS / "invariants")]
+
+import hour  # noqa: E402
 
 import pretend  # noqa: E402
 from pretend import rehearse  # noqa: E402
@@ -61,6 +64,12 @@ def test_a_run_does_what_a_gpu_allows(run, data, tmp_path):
 @pytest.mark.parametrize("run", ALL, ids=title)
 def test_each_run_does_what_a_gpu_allows(run, data, tmp_path):
     check(run, data, tmp_path)
+
+
+def test_the_committed_rows_are_of_these_runs():
+    content = json.loads(hour.REHEARSALS.read_text())
+    names = {(rehearse.title(do, name), *which) for do, name, *which in ALL}
+    assert set(rehearse.read(hour.REHEARSALS)) <= names and content["planned"] == len(ALL)
 
 
 # --- the pretended device itself ------------------------------------------------------------------
