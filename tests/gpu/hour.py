@@ -90,7 +90,7 @@ one that was not, bit for bit.
 
 The rehearsal shows that the scripts end and compute the same numbers as on a CPU. It cannot show
 whether the kernels of a GPU agree with each other, how they round, whether streams race, or whether
-NCCL works, and it says nothing about speed. `python tests/mutants.py "cuda_*"` plants 33 faults in
+NCCL works, and it says nothing about speed. `python tests/mutants.py "cuda_*"` plants 32 faults in
 copies of the project, each of which a rehearsed run must notice.
 
 | run | on one GPU | on two GPUs | largest difference | reads per step | waits in micro-batches |

@@ -237,10 +237,6 @@ def shard(
     if settings.fsdp_forward_prefetch:
         for layer, following in zip(layers, layers[1:], strict=False):
             layer.set_modules_to_forward_prefetch([following])
-    if settings.fsdp_offload_params:  # FSDP does not move buffers to the device
-        for module in scorer.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, buffer.to(world.device))
 
 
 def reshard(scorer: nn.Module) -> None:

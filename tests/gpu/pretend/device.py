@@ -295,8 +295,16 @@ FREE = """alias as_strided chunk detach diagonal empty empty_like empty_strided 
 lift_fresh new_empty new_empty_strided permute _reshape_alias select slice split split_with_sizes
 squeeze t transpose unbind unfold _unsafe_view unsqueeze view _fused_sdp_choice"""
 FREE = set(FREE.split())
-NORM = aten._fused_rms_norm_backward.default  # a CPU has no kernel for it
-FORMULAS = {NORM: decomposition_table[NORM]}
+NORM = aten._fused_rms_norm_backward.default
+
+
+def _add_product(added, left, right, dtype, *, beta=1, alpha=1, out):
+    """Compute what is added to, and the product, in another dtype than that of the factors."""
+    added, left, right = (x.to(dtype) for x in (added, left, right))
+    return out.copy_(torch.addmm(added, left, right, beta=beta, alpha=alpha))
+
+
+FORMULAS = {NORM: decomposition_table[NORM], aten.addmm.dtype_out: _add_product}  # not for CPUs
 
 
 def special(*operators):
