@@ -215,7 +215,12 @@ def load_policy(config: Config, precision: Precision, data: dict, run: Run) -> P
 def score_reference(
     policy: Policy, plan: sampler.Plan, data: dict, config: Config, run: Run
 ) -> Tables:
-    """Return the log-probs of a policy before its first step; NaN for pairs that are not used."""
+    """Return the log-probs of a policy before its first step; NaN for pairs that are not used.
+
+    They are 0 if the loss has no reference.
+    """
+    if not config.has_reference:
+        return losses.no_reference(data, run.world.device)
     size = config.micro_batch_size
     score = partial(logps.score, policy.scorer, world=run.world, micro_batch_size=size)
     numerics = policy.scorer.numerics(run.world.device)
@@ -226,16 +231,21 @@ def score_reference(
 
 
 def describe_run(
-    config: Config, meta_model: Any, data: dict, report: dict, plan: sampler.Plan, world: World
-) -> tuple[runs.RunSpec, Precision]:
-    """Check model and data against each other, before a weight is read; describe the run."""
+    config: Config, data: dict, report: dict, plan: sampler.Plan, world: World
+) -> tuple[runs.RunSpec, Any, Precision]:
+    """Check model and data against each other, before a weight is read; describe the run.
+
+    Return also the model on the meta device: its names and shapes, without weights.
+    """
+    adapter, checkpointing = models.LoraSpec.of(config), config.gradient_checkpointing
+    meta_model, notes = models.meta_model(config.model_name, adapter, checkpointing)
     for rows in filter(None, data.values()):
         models.check_fit(meta_model, rows.extremes())
     folders = {"model_name": config.model_name, "init_adapter": config.init_adapter}
     inputs = models.input_digests(data, folders, meta_model.config)
     inputs["global_batch"] = str(plan.global_batch)
     parallel.check(strategy_of(config), meta_model)
-    lines = preferences.describe_all(report, data) + config.notes
+    lines = preferences.describe_all(report, data) + config.notes + notes
     if config.sharding:  # as in the JSON, before its "auto" is filled in
         inputs[f"content of {config.strategy}_config"] = digest_of_files([], config.sharding)
     precision = fill_in_settings(config, meta_model, world)
@@ -248,7 +258,7 @@ def describe_run(
         save_best=config.save_best,
         shard_layout=strategy_of(config).shard_layout(config.fine_tuning, world.world_size),
     )
-    return spec, precision
+    return spec, meta_model, precision
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -277,10 +287,7 @@ def fine_tune(config: Config, world: World) -> int:
     encoder = encoder_of(config)
     data, report = read_data(config, encoder, world)
     plan = sampler.Plan.of(config, len(data["train"]), world.world_size)
-    adapter, checkpointing = models.LoraSpec.of(config), config.gradient_checkpointing
-    meta_model, notes = models.meta_model(config.model_name, adapter, checkpointing)
-    spec, precision = describe_run(config, meta_model, data, report, plan, world)
-    spec = spec._replace(lines=[*spec.lines, *notes])
+    spec, meta_model, precision = describe_run(config, data, report, plan, world)
     if config.check:
         return runs.check(spec, config, world)
 
@@ -297,9 +304,7 @@ def fine_tune(config: Config, world: World) -> int:
 
         # model
         policy = load_policy(config, precision, data, run)
-        ref_logps = losses.no_reference(data, world.device)
-        if config.has_reference:  # it is the policy before step 0
-            ref_logps = score_reference(policy, plan, data, config, run)
+        ref_logps = score_reference(policy, plan, data, config, run)
         has_other_dropout = bool(config.lora_dropout and config.init_adapter)
         has_known_loss = config.has_reference and not has_other_dropout
         optim = (config.lr_scheduler, config.warmup_ratio, config.weight_decay)

@@ -217,18 +217,15 @@ def before(base: dict, examples: list[Trajectory]) -> dict:
 
 
 def describe_run(
-    config: Config,
-    meta_model: Any,
-    data: Data,
-    reports: dict[str, dict],
-    prompts: list,
-    judge: Any,
-    plan: Any,
-) -> RunSpec:
+    config: Config, data: Data, reports: dict[str, dict], prompts: list, judge: Any, plan: Any
+) -> tuple[RunSpec, Any]:
     """Check model and data against each other, before a weight is read; describe the run.
 
-    prompts: token ids to which example replies are sampled.
+    Return also the model on the meta device: its names and shapes, without weights. prompts: token
+    ids to which example replies are sampled.
     """
+    adapter, checkpointing = lora_of(config), config.use_gradient_checkpointing
+    meta_model, notes = models.meta_model(config.model_name, adapter, checkpointing)
     check_targets(meta_model, config.lora_targets)
     reply = [0] * config.max_new_tokens
     asked = [Trajectory(ids, ids, reply, "questions", "") for ids in prompts]
@@ -246,7 +243,8 @@ def describe_run(
         lines.append(f"{split}: {len(data[split])} replies of {report['file']}; {count}")
         lines += truncation_warning(split, len(report["cut"]), len(data[split]), "--max_traj_len")
     folder, save_best = Path(config.out_dir), config.save_best
-    return RunSpec(folder, plan.steps, inputs, reports, lines, save_best=save_best)
+    spec = RunSpec(folder, plan.steps, inputs, reports, lines + notes, save_best=save_best)
+    return spec, meta_model
 
 
 def load_teacher(config: Config, data: Data, precision: Precision, run: Run) -> Teacher:
@@ -290,10 +288,7 @@ def bake(argv: list[str] | None) -> int:
     prompts = [trajectories.prompt(encoder, column.system, text) for column, text in pairs]
     judge = read_judge(config, questions)
     plan = sampler.Plan.of(config, len(data["train"]), world.world_size)
-    adapter, checkpointing = lora_of(config), config.use_gradient_checkpointing
-    meta_model, notes = models.meta_model(config.model_name, adapter, checkpointing)
-    spec = describe_run(config, meta_model, data, reports, prompts, judge, plan)
-    spec = spec._replace(lines=[*spec.lines, *notes])
+    spec, meta_model = describe_run(config, data, reports, prompts, judge, plan)
     if config.check:
         return check(spec, config, world)
 

@@ -390,7 +390,7 @@ def test_a_lora_that_is_not_fresh_is_noticed_before_the_first_step(made, tmp_pat
         return model
 
     load = train_loop.models.load_policy
-    monkeypatch.setattr(train_loop.lora, "load_policy", loaded)
+    monkeypatch.setattr(train_loop.models, "load_policy", loaded)
     with pytest.raises(UserError, match=r"jsonl:\d+: before the first step the policy's log-prob"):
         train(tmp_path / "run", made, *batch(8))
 
