@@ -322,16 +322,6 @@ FSDP = {  # file: content, the warning or the error, and the strategy
         "num_processes (use the options of the launcher)",
         "FULL_SHARD",
     ),
-    "accelerate's test of FSDP2": (
-        {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": {"fsdp_version": 2}},
-        "num_processes (use the options of the launcher)",
-        "FULL_SHARD",
-    ),
-    "TRL fsdp1": (
-        CLUSTER | {"fsdp_config": V1 | {"fsdp_reshard_after_forward": "FULL_SHARD"}},
-        LAUNCHER,
-        "FULL_SHARD",
-    ),
     "ms-swift": (
         {"_note": "a", "fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": 2}},
         "fsdp is not a setting; did you mean fsdp_sharding_strategy?",

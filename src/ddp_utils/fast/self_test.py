@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ddp_utils import UserError, distributed, logps
 from ddp_utils.distributed import World
 from ddp_utils.logps import Pair, Scorer
+from ddp_utils.model_files import first_line
 
 Way = Callable[[], Tensor]  # computes log-probs [N]
 # what a model may raise if it does not support packed rows, or computes attention in its own way
@@ -101,7 +102,7 @@ def check_layout(scorer: Scorer, pairs: Sequence[Pair], device: torch.device) ->
         layouts = [lambda: in_layout(False), lambda: in_layout(True)]
         reason = _find_difference(scorer, pairs, device, layouts)
     except UNSUPPORTED as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
+        reason = first_line(error)
     scorer.set_layout(shared=reason is None)
     if reason is None:
         return None
