@@ -71,11 +71,19 @@ SIDES = {  # name -> title
     "ours": "ours",
     "ours separate": "ours, `--layout separate`",
     "ours plain": "ours, `--no_lean`",
+    "ours checkpointing": "ours, `--use_gradient_checkpointing`",
+    "ours full": "ours, `--fine_tuning full`",
     "trl": "TRL 1.16, best setting",
     "trl kernels": "TRL 1.16, best setting and fused kernels",
     "trl defaults": "TRL 1.16, defaults",
 }
-DEFAULT = ["ours", "trl", "trl kernels", "trl defaults"]
+SETTINGS = {  # of main_distributed.py
+    "ours separate": {"layout": "separate"},
+    "ours plain": {"lean": False},
+    "ours checkpointing": {"use_gradient_checkpointing": True},
+    "ours full": {"fine_tuning": "full"},
+}
+DEFAULT = ["ours", "ours checkpointing", "ours full", "trl", "trl kernels", "trl defaults"]
 
 
 class Card(NamedTuple):
@@ -435,15 +443,11 @@ def fake_gpu(counter, patches=()):
 def count_step(side, model_config, pairs, **settings):
     """Return the Counter of the second step, when AdamW has its moments."""
     counter = Counter(visible=0, scored=0, equal=True)
-    patches, options, make = [], settings, ours
+    patches, options, make = [], settings | SETTINGS.get(side, {}), ours
     if side.startswith("trl"):
         make, patches = trl, triton_kernels(counter)
         options = {"defaults": side == "trl defaults"}
         patches += fused_kernels(counter) if side == "trl kernels" else []
-    elif side == "ours separate":
-        options["layout"] = "separate"
-    elif side == "ours plain":
-        options["lean"] = False
     model, prepare = make(model_config, pairs, counter, **options)
     with fake_gpu(counter, patches), counter:
         model.to_empty(device=DEVICE)
