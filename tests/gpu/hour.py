@@ -88,6 +88,10 @@ libraries: separate rows, GPT-2 and Gemma 2 (up to two reads per forward, in tra
 on policy, FSDP with offloading, and ZeRO. A run that was killed and resumed had the same metrics as
 one that was not, bit for bit.
 
+The pieces above end on a pretended GPU too, with small models and few steps
+(`python -m pytest -n 0 -m "" tests/gpu/test_hour.py`). QLoRA and vLLM, which need packages for a
+GPU, were left out.
+
 The rehearsal shows that the scripts end and compute the same numbers as on a CPU. It cannot show
 whether the kernels of a GPU agree with each other, how they round, whether streams race, or whether
 NCCL works, and it says nothing about speed. `python tests/mutants.py "cuda_*"` plants 32 faults in
@@ -100,10 +104,11 @@ LENGTHS = {"long": "512, 256", "hh": "as in HH-RLHF", "short": "64, 512"}  # of 
 FORECAST = """
 ## Predicted, not measured
 
-`PYTHONPATH=src:tests/bench python tests/gpu/roofline.py --docs` predicts a step of LoRA DPO (r 16,
-bf16, 4 pairs) at the shape of Qwen3-8B. It runs the step of `src/main_distributed.py`, and that of
-TRL, on tensors without contents, and counts their operators. Rows with lengths as in HH-RLHF are
-means of two batches. What was measured on the GPU above is next to each prediction.
+`PYTHONPATH=src:tests/bench python tests/gpu/roofline.py --docs` predicts a step of DPO (LoRA with r 16
+except where all weights are trained, bf16, 4 pairs) at the shape of Qwen3-8B. It runs the step of
+`src/main_distributed.py`, and that of TRL, on tensors without contents, and counts their operators.
+Rows with lengths as in HH-RLHF are means of two batches. What was measured on the GPU above is next
+to each prediction. Full fine-tuning of this model does not fit on one GPU of 80 GB.
 
 {}
 
