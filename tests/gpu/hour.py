@@ -104,8 +104,8 @@ LENGTHS = {"long": "512, 256", "hh": "as in HH-RLHF", "short": "64, 512"}  # of 
 FORECAST = """
 ## Predicted, not measured
 
-`PYTHONPATH=src:tests/bench python tests/gpu/roofline.py --docs` predicts a step of DPO (LoRA with r 16
-except where all weights are trained, bf16, 4 pairs) at the shape of Qwen3-8B. It runs the step of
+`PYTHONPATH=src:tests/bench python tests/gpu/roofline.py --docs` predicts a step of DPO in bf16 with
+4 pairs at the shape of Qwen3-8B, of a LoRA with r 16 or of all weights. It runs the step of
 `src/main_distributed.py`, and that of TRL, on tensors without contents, and counts their operators.
 Rows with lengths as in HH-RLHF are means of two batches. What was measured on the GPU above is next
 to each prediction. Full fine-tuning of this model does not fit on one GPU of 80 GB.
