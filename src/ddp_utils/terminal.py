@@ -6,7 +6,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
@@ -45,16 +45,13 @@ class Bar:
         """
         self.now.close()
         self.is_of_run = not title
-        self.now = tqdm(
-            desc=title,
-            total=total,
-            initial=done,
-            leave=bool(title),
-            bar_format=SHAPE,
-            dynamic_ncols=True,
-            disable=not self.is_shown,
-        )
+        self.now = self.make(title, total, done, SHAPE, leave=bool(title))
         self.now.start_t = time.time() - seconds
+
+    def make(self, title: str, total: float, done: float, shape: str, **options: Any) -> tqdm:
+        """Return a bar of tqdm, which is hidden where this one is."""
+        size = {"desc": title, "total": total, "initial": done, "bar_format": shape}
+        return tqdm(**size, dynamic_ncols=True, disable=not self.is_shown, **options)
 
     def advance(self, **values: float) -> None:
         """Move the bar of a part by one, and show these numbers behind it."""
@@ -117,16 +114,8 @@ class Phase:
         before = self.fraction
         part = 1 / self.parts / max(1, len(batches))  # of one micro-batch
         self.unit = part / units
-        self.shown = tqdm(
-            desc=self.title,
-            total=1.0,
-            initial=self.first,
-            leave=False,
-            position=0,
-            smoothing=0,
-            bar_format=PHASE_SHAPE,
-            dynamic_ncols=True,
-            disable=not self.bar.is_shown,
+        self.shown = self.bar.make(
+            self.title, 1.0, self.first, PHASE_SHAPE, leave=False, position=0, smoothing=0
         )
         self.shown.start_t = self.start
         self.shown.update(before - self.first)

@@ -181,10 +181,12 @@ def test_each_warning_is_in_summary_report_and_card(tmp_path, monkeypatch, capsy
     with monkeypatch.context() as patch:
         patch.setattr(losses.Displacement, "seen", lambda *_: "warning: of a step")
         assert main_distributed.main(flags) == 0
+    first = json.loads((folder / "summary.json").read_text())["warnings"]
     runs.as_if_killed(folder)
     assert main_distributed.main([*flags, "--max_steps", "2"]) == 0
     warnings = json.loads((folder / "summary.json").read_text())["warnings"]
     starts = ["of an adapter", "train: 4 of 4 rows", "of replies", "of a step", "0 validation rows"]
+    assert {*first} == {*warnings}
     assert len(warnings) == len({*warnings}) and all(w.startswith("warning: ") for w in warnings)
     for start in starts:
         [warning] = [line for line in warnings if line.startswith(f"warning: {start}")]
