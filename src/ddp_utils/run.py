@@ -177,7 +177,7 @@ class Run:
         self.metrics = open(self.folder / "metrics.jsonl", "ab", buffering=0)  # noqa: SIM115
         size = min(state.metrics_bytes, self.metrics.seek(0, os.SEEK_END))
         self.metrics.truncate(size)  # the steps after the checkpoint are done again
-        self.bar.begin("", self.steps, self.step)
+        self.bar.begin("", self.steps, self.step, time.perf_counter() - self.start)
         return self.step
 
     def __enter__(self) -> "Run":
@@ -302,7 +302,7 @@ class Run:
             if self.spec.save_best is False:  # an earlier start may have had it
                 self.results.pop("best", None)
             self.start -= manifest["seconds"]
-            self.bar.begin("", self.steps, self.done, manifest["seconds"])
+            self.bar.begin("", self.steps, self.done, time.perf_counter() - self.start)
         return self.done
 
     def _load(self, step: int) -> dict[str, Any]:
