@@ -202,6 +202,7 @@ class Scorer(ScorerModule):
         self.shared = False  # pack the examples of a batch, see fast/self_test.py
         self.attention = model.config._attn_implementation  # of padded rows and of generation
         self.gathered = contextlib.nullcontext  # a context in which a sharded layer is complete
+        self.chunk: int | None = None  # tokens whose logits exist at a time; None: as in CHUNK
         self.way: Any = None  # how the model generates, see sampling.choose_way()
 
     def forward(self, batch: Batch) -> tuple[Tensor, ...]:
@@ -220,7 +221,7 @@ class Scorer(ScorerModule):
                 return picked_logps(states, batch.targets)
             head = self.backbone_and_head()[1]
             with self.gathered(head):
-                return head_logps(head, states, batch.targets)
+                return head_logps(head, states, batch.targets, self.chunk)
 
     def states(self, batch: Batch) -> Tensor:
         """Return the last hidden states that predict the targets, [N, D].
@@ -340,14 +341,16 @@ def picked_logps(logits: Tensor, targets: Tensor) -> Tensor:
     return logits.float().log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
 
 
-def head_logps(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+def head_logps(
+    head: nn.Module, hidden: Tensor, targets: Tensor, chunk: int | None = None
+) -> Tensor:
     """Return the log-probs [N] of targets [N] from hidden states [N, D].
 
     Only the logits of one chunk of tokens exist at a time. If the head is frozen, the gradient is
     computed in the forward pass. Otherwise the backward pass recomputes the logits of each chunk
     but the last: that one is needed first, when nothing else occupies its memory.
     """
-    size = CHUNK.get(hidden.device.type, WIDE_CHUNK)
+    size = chunk or CHUNK.get(hidden.device.type, WIDE_CHUNK)
     is_trained = any(parameter.requires_grad for parameter in head.parameters())
     has_hooks = head._forward_hooks or head._forward_pre_hooks
     if type(head) is nn.Linear and not is_trained and not has_hooks and hidden.requires_grad:

@@ -142,13 +142,13 @@ def merge(model: Model, path: Name, scale: float = 1.0) -> Model:
     for layer in adapted.modules():
         if hasattr(layer, "scale_layer"):
             layer.scale_layer(scale)
-    model = fold(adapted, path)
+    model = merge_checked(adapted, path)
     model.name_or_path = model_files.model_path(path)  # the base model of a later LoRA
     return model
 
 
-def fold(adapted: Any, path: Name) -> Model:
-    """Merge an adapter into the weights of its base model, which is returned.
+def merge_checked(adapted: Any, path: Name) -> Model:
+    """Merge an adapter into its base model as peft does, compare log-probs, and return the model.
 
     An output layer that shares the weight of the embedding gets its own if the adapter changes only
     one of them. Raises UserError if log-probs of a text change by more than rounding.
@@ -218,7 +218,7 @@ def add(model: Model, spec: LoraSpec, unreached: tuple[str, ...] = ()) -> tuple[
     path = spec.init_adapter
     adapted = with_adapter(model, path, spec.dropout)
     if spec.merge:
-        return fold(adapted, path), []
+        return merge_checked(adapted, path), []
     if adapted.more_than_lora:
         problem = f"{path} has more than a LoRA ({', '.join(adapted.more_than_lora)})"
         command = f"python -m ddp_utils.tools.merge {path} merged --base {model.name_or_path}"

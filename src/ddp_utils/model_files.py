@@ -29,7 +29,7 @@ PACKED = (".qweight", ".absmax", ".SCB", "_scale", "_scale_inv")
 
 
 class LoraSpec(NamedTuple):
-    """The adapter of a run; see lora.py."""
+    """The adapter of a run: lora.py adds it to a model, and is imported only if there is one."""
 
     r: int = 16  # rank
     alpha: int = 32  # the adapter's output is multiplied by alpha / r

@@ -138,24 +138,6 @@ def assert_as_alone(scorer, config, factor, pairs=PAIRS):
     torch.testing.assert_close(found.double(), expected.double(), rtol=1e-5, atol=2e-4)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_every_architecture_is_loaded_and_saved_whole(name, tmp_path):
-    """The result of a run has the logits of the model, also when its own class reads it."""
-    model = build(MODELS[name][0], 3.0)
-    model.save_pretrained(tmp_path / "model")
-    base = models.load(tmp_path / "model", "auto", models.META)
-    loaded = models.load(tmp_path / "model", torch.float32, torch.device("cpu"))
-    tensors = loaded.state_dict()
-    assert tensors.keys() == model.state_dict().keys()
-    for key, tensor in model.state_dict().items():
-        assert torch.equal(tensor, tensors[key]), key
-    models.save(loaded, base, mock.Mock(ends=[]), tmp_path / "result")
-    reopened = type(model).from_pretrained(tmp_path / "result")
-    ids = torch.tensor([PAIRS[0].prompt])
-    expected = model.eval()(ids).logits
-    torch.testing.assert_close(reopened.eval()(ids).logits, expected, rtol=1e-5, atol=1e-4)
-
-
 def test_a_saved_model_of_every_architecture_is_its_base_again(tmp_path):
     """Read as fp32 and without dropout, it is saved in bf16 and with the settings of its files."""
     encoder = Encoder(models.load_tokenizer("data/demo/model"))

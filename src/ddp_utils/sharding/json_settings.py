@@ -39,45 +39,37 @@ def read(
     is not supported.
     """
     unused: dict[str, list[str]] = {}  # setting to use instead -> keys
-    kept = _check(settings, hints, may_be_auto, path, "", unused)
-    groups = [
-        ", ".join(names) + (f" (use {instead})" if instead else "")
-        for instead, names in unused.items()
-    ]
+
+    def check(settings: dict[str, Any], hints: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+        kept = {}
+        for key, value in settings.items():
+            if key.startswith("_") or key == "comment":
+                continue
+            name = prefix + key
+            line = line_of(name, path)
+            hint: Any = hints.get(key, hints.get("*"))
+            if hint is None:
+                raise UserError(f"{line}: {cli.unknown(key, list(hints))}")
+            if value is None or isinstance(hint, Fixed) and is_here(value, hint):
+                continue
+            if isinstance(hint, Fixed):
+                if hint.error:
+                    raise UserError(f"{line}: {name}: {hint.error}; leave it out")
+                unused.setdefault(hint.instead, []).append(name)
+            elif isinstance(hint, dict):
+                cli.check_type(f"{line}: {name}", dict, value)
+                kept[key] = check(value, hint, f"{name}.")
+            else:
+                if hint is not object and not (value == "auto" and key in may_be_auto):
+                    cli.check_type(f"{line}: {name}", hint, value)
+                kept[key] = value
+        return kept
+
+    kept = check(settings, hints)
+    groups = []
+    for instead, names in unused.items():
+        groups.append(", ".join(names) + (f" (use {instead})" if instead else ""))
     return kept, [f"warning: {path}: no effect here: {'; '.join(groups)}"] if groups else []
-
-
-def _check(
-    settings: dict,
-    hints: dict[str, Any],
-    may_be_auto: Collection[str],
-    path: str,
-    prefix: str,
-    unused: dict[str, list[str]],
-) -> dict[str, Any]:
-    kept = {}
-    for key, value in settings.items():
-        if key.startswith("_") or key == "comment":
-            continue
-        name = prefix + key
-        line = line_of(name, path)
-        hint: Any = hints.get(key, hints.get("*"))
-        if hint is None:
-            raise UserError(f"{line}: {cli.unknown(key, list(hints))}")
-        if value is None or isinstance(hint, Fixed) and is_here(value, hint):
-            continue
-        if isinstance(hint, Fixed):
-            if hint.error:
-                raise UserError(f"{line}: {name}: {hint.error}; leave it out")
-            unused.setdefault(hint.instead, []).append(name)
-        elif isinstance(hint, dict):
-            cli.check_type(f"{line}: {name}", dict, value)
-            kept[key] = _check(value, hint, may_be_auto, path, f"{name}.", unused)
-        else:
-            if hint is not object and not (value == "auto" and key in may_be_auto):
-                cli.check_type(f"{line}: {name}", hint, value)
-            kept[key] = value
-    return kept
 
 
 def is_here(value: Any, hint: Fixed) -> bool:

@@ -11,7 +11,6 @@ import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -193,10 +192,9 @@ def need(
     scorer.set_layout(shared=config.layout != "separate")
     if scorer.shared and device != "cpu" and scorer.precision.itemsize == 2:
         scorer.unwrap().set_attn_implementation("attend_on_gpu")
-    chunk = logps.CHUNK["cpu"] if device == "cpu" else logps.WIDE_CHUNK
+    scorer.chunk = None if device == "cpu" else logps.WIDE_CHUNK
     try:
-        with mock.patch.dict(logps.CHUNK, cpu=chunk):
-            return types.SimpleNamespace(**sizes, **peaks_of(scorer, rows, row_losses, device))
+        return types.SimpleNamespace(**sizes, **peaks_of(scorer, rows, row_losses, device))
     except self_test.UNSUPPORTED as error:
         reason = f"{models.first_line(error)}; layout: separate may help"
         raise UserError(f"{config.model_name}: no step without contents: {reason}") from error
