@@ -61,7 +61,7 @@ def without_files(config):
 
     from ddp_utils import models
 
-    def load(_name, dtype, device, **_options):
+    def load(_name, dtype, device, _quantization=None):
         torch.manual_seed(0)
         kind = torch.float32 if dtype == "auto" else dtype
         with device:  # 28 layers are drawn in a moment on a GPU
