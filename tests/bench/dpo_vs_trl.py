@@ -170,10 +170,7 @@ def train_ours(spec, rows, record):
     from ddp_utils import policy as policies
 
     script = importlib.import_module("train" if spec["sft"] else "main_distributed")
-
-    # one script uses it through its module, the other by its name
-    owner = script if spec["sft"] else policies
-    make_optimizer, step = owner.make_optimizer, policies.Policy.step
+    make_optimizer, step = policies.make_optimizer, policies.Policy.step
 
     def last_before_the_loop(*arguments, **named):
         made = make_optimizer(*arguments, **named)
@@ -184,7 +181,9 @@ def train_ours(spec, rows, record):
         step(*arguments)
         record.step_ends()
 
-    owner.make_optimizer, policies.Policy.step = last_before_the_loop, last_of_a_step
+    # a script uses it by its name or through its module
+    script.make_optimizer = policies.make_optimizer = last_before_the_loop
+    policies.Policy.step = last_of_a_step
     products = limit.Products()
     if spec["count"]:
         train_step = script.train_step
