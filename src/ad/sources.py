@@ -84,7 +84,7 @@ class ActorCritic:
         for time in reversed(range(self.horizon - 1)):
             to_go[time] += GAMMA * to_go[time + 1]
         add_means(self.value, row, to_go - self.value[row], self.rate)
-        actions = np.arange(self.policy.shape[1])
+        actions = np.arange(self.logits.shape[1])
         slopes = (action[..., None] == actions) - self.policy[row]  # of log-probs: [horizon, H, A]
         advantage = to_go - self.value[row]
         entry = row[..., None] * len(actions) + actions
