@@ -10,7 +10,7 @@ from typing import Any, Literal
 from ad import environments
 from ddp_utils import UserError, cli, yaml_config
 
-Source = Literal["posterior", "actor_critic", "q_learning", "imported"]
+Source = Literal["posterior", "q_learning", "imported"]
 
 
 @dataclass
@@ -33,9 +33,9 @@ class Config:
     n_task: int = 0  # number of tasks, drawn at random; 0: all
     source: Source = "posterior"  # algorithm to distill; imported: traj_file is an HDF5 file
     alg_seed: int = 42  # random seed of the source algorithm
-    source_lr: float = 0.5  # Q-learning, actor-critic: learning rate of the values
+    source_lr: float = 0.5  # Q-learning: learning rate of the values
     source_optimism: float = 0.0  # Q-learning: initial values
-    share_table: bool = True  # Q-learning, actor-critic: the histories of a task learn together
+    share_table: bool = True  # Q-learning: the histories of a task learn together
     source_noise: float = 0.2  # posterior sampling: fraction of random actions
     n_stream: int = 40  # histories per task
     total_source_timesteps: int = 19200  # environment steps per task, summed over its histories
@@ -198,4 +198,5 @@ def flag_of(word: str) -> str:
     name, equals, value = word.partition("=")
     if not equals or not name.isidentifier():
         return word
-    return {"true": f"--{name}", "false": f"--no_{name}"}.get(value, f"--{word}")
+    switches = {"true": f"--{name}", "false": f"--no_{name}"}
+    return switches.get(value, f"--{word}")

@@ -162,8 +162,8 @@ def baselines(config: Config, tasks: Array) -> dict[str, tuple[Array, int]]:
     for name, learner in learners.items():
         returns = sources.returns(learner, tasks, config.n_stream, steps)
         returns = np.pad(returns, ((0, 0), (0, episodes)), "edge")[:, :episodes]
-        is_alone = learner.source == "posterior" or not learner.share_table
-        results[name] = returns, 1 if is_alone else config.n_stream
+        cooperate = learner.source == "q_learning" and learner.share_table
+        results[name] = returns, config.n_stream if cooperate else 1
     single = dataclasses.replace(shared, share_table=False)
     returns = sources.returns(single, tasks, config.n_stream, episodes * config.horizon)
     return results | {"single": (returns, 1)}
@@ -184,7 +184,8 @@ def describe(summary: dict) -> str:
 def write(folder: Path, summary: dict, returns: Returns, config: Config) -> None:
     """Write eval_result.npy [tasks, episodes] and returns.png."""
     np.save(folder / "eval_result.npy", returns["agent"])
-    environment, (_, tasks) = config.environment, config.tasks
+    _, tasks = config.tasks
+    environment = config.environment
     bounds = environment.optimum(tasks), environment.random_return(tasks)
     draw(folder / "returns.png", summary, returns, *bounds)
 

@@ -1,9 +1,7 @@
-"""The algorithms whose learning is distilled: actor-critic, Q-learning and posterior sampling.
+"""The algorithms whose learning is distilled: tabular Q-learning and posterior sampling.
 
 H histories, T steps in each; N tasks, S states, A actions. All histories advance in parallel.
 """
-
-from typing import Any
 
 import numpy as np
 
@@ -12,8 +10,7 @@ from ad.config import Config
 Array = np.ndarray
 
 GAMMA = 0.9  # discount; for any value below 1 the best path is the shortest one
-ANNEALED = 0.6  # Q-learning: fraction of a history in which epsilon falls from 1 to 0
-ACTOR_RATE = 3.0  # actor-critic: learning rate of the policy's logits
+ANNEALED = 0.6  # fraction of a history in which epsilon falls from 1 to 0
 
 
 class QLearning:
@@ -46,58 +43,10 @@ class QLearning:
         """Move each table entry by the mean temporal-difference error of the steps [H] in it."""
         entry = (self.offset + state) * self.table.shape[1] + action
         best = self.table[self.offset + next_state].max(-1)
-        add_means(self.table, entry, reward + GAMMA * best - self.table.ravel()[entry], self.rate)
-
-
-class ActorCritic:
-    """Policy gradient with a critic (Sutton et al., 2000), a table of logits and one of values.
-
-    table_of: as of QLearning. After each episode, the histories of a table take one common step,
-    as the actors of A2C do.
-    """
-
-    def __init__(self, config: Config, table_of: Array, steps: int):
-        environment = config.environment
-        self.rng = np.random.default_rng(config.alg_seed)
-        self.rate = config.source_lr
-        self.horizon = environment.horizon
-        states = environment.reward.shape[1]
-        self.offset = table_of * states  # [H]: first row of a history's table
-        self.logits = np.zeros(((table_of.max() + 1) * states, environment.actions))
-        self.policy = np.full(self.logits.shape, 1 / environment.actions)
-        self.value = np.zeros(len(self.logits))
-        self.episode: list[tuple[Array, Array, Array]] = []  # rows, actions and rewards [H]
-
-    def act(self, time: int, state: Array) -> Array:
-        """Return actions [H], drawn from the policy."""
-        cumulative = self.policy[self.offset + state].cumsum(-1)[:, :-1]
-        return (cumulative < self.rng.random((len(state), 1))).sum(-1)
-
-    def learn(self, state: Array, action: Array, reward: Array, next_state: Array) -> None:
-        """After an episode, move each table entry by the mean change of the steps [H] in it."""
-        self.episode.append((self.offset + state, action, reward))
-        if len(self.episode) < self.horizon:
-            return
-        row, action, reward = map(np.stack, zip(*self.episode, strict=True))  # [horizon, H]
-        self.episode = []
-        to_go = reward.astype(float)  # discounted return from each step on
-        for time in reversed(range(self.horizon - 1)):
-            to_go[time] += GAMMA * to_go[time + 1]
-        add_means(self.value, row, to_go - self.value[row], self.rate)
-        actions = np.arange(self.logits.shape[1])
-        slopes = (action[..., None] == actions) - self.policy[row]  # of log-probs: [horizon, H, A]
-        advantage = to_go - self.value[row]
-        entry = row[..., None] * len(actions) + actions
-        add_means(self.logits, entry, slopes * advantage[..., None], ACTOR_RATE)
-        odds = np.exp(self.logits - self.logits.max(-1, keepdims=True))
-        self.policy = odds / odds.sum(-1, keepdims=True)
-
-
-def add_means(table: Array, entry: Array, change: Array, rate: float) -> None:
-    """Move each entry of a table by rate x the mean of its changes."""
-    counts = np.bincount(entry.ravel(), minlength=table.size)
-    sums = np.bincount(entry.ravel(), change.ravel(), table.size)
-    table.ravel()[:] += rate * (sums / np.maximum(counts, 1))
+        error = reward + GAMMA * best - self.table.ravel()[entry]
+        counts = np.bincount(entry, minlength=self.table.size)
+        sums = np.bincount(entry, error, minlength=self.table.size)
+        self.table.ravel()[:] += self.rate * (sums / np.maximum(counts, 1))
 
 
 class PosteriorSampling:
@@ -141,7 +90,8 @@ class PosteriorSampling:
         self.possible |= ~self.possible.any(-1, keepdims=True)
 
 
-SOURCES = {"actor_critic": ActorCritic, "q_learning": QLearning, "posterior": PosteriorSampling}
+Source = QLearning | PosteriorSampling
+SOURCES: dict[str, type[Source]] = {"q_learning": QLearning, "posterior": PosteriorSampling}
 
 
 def histories(config: Config, tasks: Array, streams: int, steps: int) -> Array:
@@ -153,7 +103,7 @@ def histories(config: Config, tasks: Array, streams: int, steps: int) -> Array:
     environment = config.environment
     task = np.repeat(tasks, streams)  # [H]
     table_of = np.arange(len(task)) // (streams if config.share_table else 1)
-    source: Any = SOURCES[config.source](config, table_of, steps)
+    source = SOURCES[config.source](config, table_of, steps)
     history = np.empty((3, steps, len(task)), dtype=np.uint8)
     for time in range(steps):
         if time % environment.horizon == 0:

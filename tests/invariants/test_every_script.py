@@ -96,7 +96,7 @@ SCRIPTS = {
     "distillation": distillation(""),
     "distillation, permuted": distillation("env=darkroom_permuted source=q_learning n_task=40"),
     "distillation, key to door": distillation("env=key_to_door source=posterior n_task=40"),
-    "distillation, frozen lake": distillation("env=FrozenLake-v1 source=actor_critic", actions=4),
+    "distillation, frozen lake": distillation("env=FrozenLake-v1 alg_seed=1", actions=4),
     "dpo, no reference": Script(
         "main_distributed",
         DPO.replace("--sft_weight=0 ", "") + "--method=orpo --learning_rate=3e-4",
