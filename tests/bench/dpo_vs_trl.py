@@ -345,6 +345,7 @@ CASE_NAMES = {
     "ragged": "mixed lengths",
     "hh": "lengths as in HH-RLHF",
     "bigv": "vocabulary of 51,200",
+    "smollm2": "SmolLM2-135M-Instruct, short pairs",
 }
 
 
@@ -377,16 +378,16 @@ def draw_bars(rows, path):
     colors = {"fp32": "tab:blue", "bf16": "tab:orange"}
     names = list(dict.fromkeys((row["case"], row["arms"][0]) for row in rows))
     figure, axis = plt.subplots(figsize=(9, 1.6 + 0.6 * len(names)), layout="constrained")
+    dtypes = sorted({row["dtype"] for row in rows}, reverse=True)
+    shifts = {"fp32": -0.19, "bf16": 0.19} if len(dtypes) > 1 else {dtypes[0]: 0.0}
     for row in rows:
         ratio, low, high = spread(row)
-        place = names.index((row["case"], row["arms"][0])) + 0.19 * (
-            1 if row["dtype"] == "bf16" else -1
-        )
+        place = names.index((row["case"], row["arms"][0])) + shifts[row["dtype"]]
         whiskers = [[ratio - low], [high - ratio]]
         axis.barh(place, ratio, 0.36, xerr=whiskers, capsize=3, color=colors[row["dtype"]])
         axis.annotate(f"{ratio:.2f}", (high, place), (6, -4), textcoords="offset points")
     axis.axvline(1, color="black", linewidth=1, label="equal")
-    for dtype in sorted({row["dtype"] for row in rows}, reverse=True):
+    for dtype in dtypes:
         axis.barh(0, 0, color=colors[dtype], label=dtype)
     axis.set_yticks(
         range(len(names)), [f"{CASE_NAMES.get(case, case)}\n{arm}" for case, arm in names]
