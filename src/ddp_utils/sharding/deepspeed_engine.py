@@ -81,7 +81,10 @@ class ZeroPolicy(Policy):
         if not torch.distributed.is_initialized():  # one process can still offload to the host
             store = torch.distributed.HashStore()
             backend = world.backend.replace("none", "gloo")
-            torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+            device = None if world.device.type == "cpu" else world.device
+            torch.distributed.init_process_group(
+                backend, store=store, rank=0, world_size=1, device_id=device
+            )
         deepspeed.init_distributed(dist_init_required=False, auto_mpi_discovery=False)
         # the settings of AdamW follow in make_adamw()
         optimizer = AdamW(parameter_groups(self.trainable(), weight_decay=1.0), lr=1.0)
