@@ -81,11 +81,11 @@ and the CPU computes it. The checks are about devices, dtypes, autocast, reads a
 the host wait, fused AdamW, and what NCCL does not support. Called again, it does the runs that the
 file lacks, so that rows may come from different commits.
 
-Of the {planned} runs {done} have been done; {good} of these ended with status 0 and had no problem.
+Of the {planned} runs {done} have been done; {good} ended with status 0 and had no problem.
 In fp32, losses and gradient norms differed from those on a CPU by at most {gap:.1e}. A step reads
 from the GPU once and waits for no copy, and a micro-batch does neither. The exceptions are in
 libraries: separate rows, GPT-2 and Gemma 2 (up to two reads per forward, in transformers), sampling
-on policy, FSDP with offloading, and ZeRO. A run that was killed and resumed had the same metrics as
+on policy, FSDP with offloading, gradients that are reduced in bf16, and ZeRO. A run that was killed and resumed had the same metrics as
 one that was not, bit for bit.
 
 The pieces above end on a pretended GPU too, with small models and few steps
