@@ -85,8 +85,8 @@ Of the {planned} runs {done} have been done; {good} ended with status 0 and had 
 In fp32, losses and gradient norms differed from those on a CPU by at most {gap:.1e}. A step reads
 from the GPU once and waits for no copy, and a micro-batch does neither. The exceptions are in
 libraries: separate rows, GPT-2 and Gemma 2 (up to two reads per forward, in transformers), sampling
-on policy, FSDP with offloading, gradients that are reduced in bf16, and ZeRO. A run that was killed and resumed had the same metrics as
-one that was not, bit for bit.
+on policy, FSDP with offloading, gradients that are reduced in bf16, and ZeRO. A run that was killed
+and resumed had the same metrics as one that was not, bit for bit.
 
 The pieces above end on a pretended GPU too, with small models and few steps
 (`python -m pytest -n 0 -m "" tests/gpu/test_hour.py`). QLoRA and vLLM, which need packages for a
