@@ -247,12 +247,12 @@ def write_probabilities(
     model: ProteinMPNN, task: Task, config: Config, device: torch.device
 ) -> None:
     """Write the probability of each letter at each designed residue to a CSV file."""
-    found = probabilities(model, task, config.probabilities, device).exp().tolist()
+    per_position = probabilities(model, task, config.probabilities, device).exp().tolist()
     lines = [["residue", "native", *ALPHABET]]
     for position in np.flatnonzero(task.designed):
         chain = task.structure.chains[task.structure.chain_encoding[position] - 1]
         label = f"{chain}{task.structure.labels[position]}"
-        letters = [f"{value:.6f}" for value in found[position]]
+        letters = [f"{value:.6f}" for value in per_position[position]]
         lines.append([label, task.structure.sequence[position], *letters])
     text = "".join(",".join(line) + "\n" for line in lines)
     data.write_text(Path(config.output_dir, f"{task.stem}_probabilities.csv"), text)
