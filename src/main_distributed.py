@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,6 +33,9 @@ from ddp_utils.distributed import World, to_device
 from ddp_utils.metrics import Averages, Meter, interval
 from ddp_utils.policy import Policy, Precision, default_rate, learning_rate, make_optimizer
 from ddp_utils.run import Run, RunSpec, check
+
+if TYPE_CHECKING:
+    from ddp_utils.judge import Judge
 
 Tables = dict[str, Tensor]  # split -> log-probs of chosen and rejected, [pairs, 2]
 
@@ -164,7 +167,7 @@ def generate_replies(
     return replies
 
 
-def load_judge(config: settings.Config, data: dict) -> Any:
+def load_judge(config: settings.Config, data: dict) -> "Judge":
     """Return the judge of replies, after a trial on a pair of each split."""
     from ddp_utils.judge import load_judge
 

@@ -62,11 +62,13 @@ def interval(mean: float, mean_of_squares: float, count: int) -> tuple[float, fl
     return mean - half, mean + half
 
 
-def wilson(wins: float, count: float) -> tuple[Any, Any]:
+def wilson(wins: float, count: float) -> tuple[float | None, float | None]:
     """Return the 95 % interval of a fraction (Wilson 1927); (None, None) if `count` is 0."""
-    if not count:
-        return None, None
-    fraction = wins / count
+    return wilson_of_fraction(wins / count, count) if count else (None, None)
+
+
+def wilson_of_fraction(fraction: float, count: float) -> tuple[float, float]:
+    """Return the 95 % interval of a fraction of `count` > 0 trials (Wilson 1927)."""
     spread = Z**2 / count
     middle = (fraction + spread / 2) / (1 + spread)
     variance = fraction * (1 - fraction) / count
@@ -80,7 +82,7 @@ def difference(first: float, second: float, count: int, scale: float = 1.0) -> t
     From their Wilson intervals (Newcombe 1998, method 10).
     """
     middle = first - scale * second
-    (low, high), (other_low, other_high) = (wilson(x * count, count) for x in (first, second))
+    (low, high), (other_low, other_high) = (wilson_of_fraction(x, count) for x in (first, second))
     below = math.hypot(first - low, scale * (other_high - second))
     above = math.hypot(high - first, scale * (second - other_low))
     return middle - below, middle + above

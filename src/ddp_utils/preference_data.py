@@ -92,7 +92,7 @@ def encode_rows(
     find_format: returns the Format of the first well-formed row.
     Raises UserError if a row is malformed (unless these are skipped), or if no row is usable.
     """
-    format: Any = None  # of the first well-formed record, see find_format
+    formats: list[Format] = []  # one, that of the first well-formed record
     used = 0
     dropped: Counter = Counter()  # reason -> number of rows
     notes: Counter = Counter()
@@ -102,14 +102,14 @@ def encode_rows(
     tqdm.set_lock(threading.RLock())  # the default lock is a semaphore, which os._exit would leak
 
     def make(record: Record) -> tuple[Record, Any, Any, set[str]]:
-        nonlocal format
-        format = format or find_format(record)
+        if not formats:
+            formats.append(find_format(record))
         arguments = {}
         if not record.data.keys().isdisjoint(("input", *ARGUMENTS)):
             from ddp_utils import tool_calls
 
             arguments = tool_calls.template_arguments(record, encoder)
-        return record, *encode(record, format, encoder.with_arguments(arguments))
+        return record, *encode(record, formats[0], encoder.with_arguments(arguments))
 
     rows = data.usable(source, make, dropped)
     rows = tqdm(rows, "Tokenizing", disable=None, leave=False, unit=" rows")
@@ -120,11 +120,11 @@ def encode_rows(
         tokens.update(lengths)
         chosen_longer += lengths.get("chosen", 0) > lengths.get("rejected", 0)
         notes.update(notes_on_row | ({"truncated"} if row != whole else set()))
-        for name in record.data.keys() - {*format.fields, *ALWAYS_READ}:
+        for name in record.data.keys() - {*formats[0].fields, *ALWAYS_READ}:
             if record.data[name] not in (None, "", [], {}):
                 not_read.add(name)
     report |= {
-        "format": format.name,
+        "format": formats[0].name,
         "fields_not_read": ", ".join(sorted(map(data.shown, not_read))),
         "template": encoder.templated,
         "rows": used + dropped.total(),

@@ -5,13 +5,16 @@ This module is imported only for rows and templates that have them.
 
 import contextlib
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddp_utils import UserError, data
 from ddp_utils.data import Record
 
+if TYPE_CHECKING:  # it imports this module
+    from ddp_utils.chat_template import Encoder
 
-def template_arguments(record: Record, encoder: Any) -> dict:
+
+def template_arguments(record: Record, encoder: "Encoder") -> dict:
     """Return a row's arguments for the chat template: its tools and chat_template_kwargs.
 
     encoder: the chat_template.Encoder, which checks that the template uses them.
@@ -55,7 +58,7 @@ def with_arguments(call: dict, as_text: bool) -> dict:
     return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
-def find_form(encoder: Any, question: dict) -> tuple[bool, int | None]:
+def find_form(encoder: "Encoder", question: dict) -> tuple[bool, int | None]:
     """Return whether a chat template expects arguments as texts, and the token that ends calls.
 
     The token is None if calls end as other replies do. encoder: the chat_template.Encoder.

@@ -79,11 +79,17 @@ def read_task(file: Path, config: Config) -> Task:
 def tie(config: Config, backbone: Structure) -> np.ndarray:
     """Return the tied positions [T, C] of --tied_positions; a shorter group repeats its first one.
 
-    Raises UserError for groups of ranges of different lengths, and for a position in two groups.
+    Raises UserError for a group that ties nothing, for groups of ranges of different lengths, for a
+    position in two groups, and with homo_oligomer, which ties chains by itself.
     """
+    if config.homo_oligomer:
+        problem = "--homo_oligomer, which ties chains, is set, too"
+        raise UserError(f"--tied_positions: {problem}; use one of them")
     groups: list[tuple[int, ...]] = []
     for word in config.tied_positions:
         where = f"--tied_positions: {word}"
+        if "=" not in word:
+            raise UserError(f"{where}: it ties nothing (expected residues as in A5=B5)")
         ranges = []
         for part in word.split("="):
             ranges.append(pairs.positions_of(part, backbone, config.numbering, where))
@@ -91,9 +97,8 @@ def tie(config: Config, backbone: Structure) -> np.ndarray:
             raise UserError(f"{where}: its ranges must have the same number of residues")
         groups += zip(*ranges, strict=True)
     tied = [*itertools.chain(*groups)]
-    if len({*tied}) < len(tied) or config.homo_oligomer:
-        problem = "a residue is tied twice (by homo_oligomer or another group)"
-        raise UserError(f"--tied_positions: {problem}; name each residue once")
+    if len({*tied}) < len(tied):
+        raise UserError("--tied_positions: a residue is tied twice; name each residue once")
     groups += [(position,) for position in range(len(backbone.mask)) if position not in tied]
     width = max(map(len, groups))
     return np.array([group + group[:1] * (width - len(group)) for group in groups])

@@ -339,7 +339,11 @@ def test_tied_positions_of_several_states_get_one_letter(model, tmp_path):
     for words, message in {
         ("A3-5=B3-6",): "A3-5=B3-6: its ranges must have the same number of residues",
         ("A3=B3", "B3=C3"): "a residue is tied twice",
+        ("A3-5",): "A3-5: it ties nothing",
     }.items():
         states.tied_positions = words
         with pytest.raises(UserError, match=f"^--tied_positions: {message}"):
             inference.read_task(file, states)
+    states.tied_positions, states.homo_oligomer = ("A3=B3",), True
+    with pytest.raises(UserError, match="^--tied_positions: --homo_oligomer"):
+        inference.read_task(file, states)

@@ -76,6 +76,8 @@ def imported(path, in_functions=False):
         node = nodes.pop()
         if isinstance(node, ast.FunctionDef) and not in_functions:
             continue
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue  # never imported in a run
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
