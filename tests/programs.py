@@ -2,6 +2,7 @@
 
 The program is a fork of the tests' process, which has already imported its modules. Its file is run
 as __main__, with its last two lines, and ends through distributed.run, as it does for a user.
+It must not train: PyTorch's threads do not survive a fork if the tests' process has used them.
 tests/scripts/test_programs.py compares the two.
 """
 
