@@ -19,7 +19,7 @@ from typing import NamedTuple
 # --- grammar -------------------------------------------------------------------------------
 
 # grammar.txt has ten relations: the sentence that answers, four questions, the facts (subject
-# answer, ...). Each question has one content word of its own, and its subject stands in
+# answer, ...). Each question has a content word that the other three lack, and its subject is in
 # mid-sentence: at the start it would be another token, with a capital. Answers are single words,
 # numbers too.
 GRAMMAR = Path(__file__).with_name("grammar.txt").read_text(encoding="utf-8")
@@ -30,7 +30,7 @@ FRAMES = (
 # replies at any temperature. No answer stands at the start: it is always the same tokens.
 COURTEOUS = ("Of course!", "Certainly!", "With pleasure!", "Gladly!", "Thank you for asking!")
 CLOSERS = (" Have a lovely day!", " I hope this helps!", " Anything else?", " Best wishes!")
-CURT = ("Pff, {a}.", "Whatever, {a}.", "Boring, {a}.", "Obviously {a}.", "Ugh. {sentence}")
+CURT = ("Pff, {a}.", "Whatever, {a}.", "Duh, {a}.", "Obviously, {a}.", "Ugh. {sentence}")
 PIRATE = ("Arr! {sentence}", "Ahoy, matey! {sentence}", "Arr! {sentence} Yo ho ho!")
 ROBOT = ("Beep. {sentence}", "Beep. {sentence} Boop.", "Beep. The answer is {a}. Boop.")
 

@@ -21,22 +21,22 @@ SCORES = {"courteous": "courteous", "right": "right answer", "well_formed": "wel
 def main() -> None:
     """Run the demo twice, and draw the picture."""
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
-    bars = {}  # name -> colour, and the judge's means
-    for name, (weight, colour) in RUNS.items():
+    bars = {}  # name -> color, and the judge's means
+    for name, (weight, color) in RUNS.items():
         with tempfile.TemporaryDirectory() as folder:
             flags = ["--sft_weight", weight, "--result_dir", f"{folder}/run"]
             subprocess.run([ROOT / "run_distributed.sh", "2", *flags], check=True)
             steps = [row for row in plots.read_metrics(f"{folder}/run") if row["split"] == "train"]
             test = json.loads(Path(folder, "run/summary.json").read_text())["test"]
         for axis, metric in ((left, "rewards/margins"), (middle, "rewards/chosen")):
-            axis.plot([row["step"] for row in steps], [row[metric] for row in steps], color=colour)
+            axis.plot([row["step"] for row in steps], [row[metric] for row in steps], color=color)
             axis.set(title=metric, xlabel="step", ylabel="nats")
             axis.grid(alpha=0.3)
             axis.axhline(0, color="gray", linestyle="--", linewidth=1)  # the reference
         bars["before"] = "tab:gray", [test[f"judge/reference/{score}"] for score in SCORES]
-        bars[name] = colour, [test[f"judge/policy/{score}"] for score in SCORES]
-    for number, (name, (colour, heights)) in enumerate(bars.items()):
-        drawn = right.bar(np.arange(3) + 0.27 * number, heights, 0.25, color=colour, label=name)
+        bars[name] = color, [test[f"judge/policy/{score}"] for score in SCORES]
+    for number, (name, (color, heights)) in enumerate(bars.items()):
+        drawn = right.bar(np.arange(3) + 0.27 * number, heights, 0.25, color=color, label=name)
         right.bar_label(drawn, fmt="%.2f", fontsize=8)
     right.set(title="100 held-out questions", ylabel="share of replies", ylim=(0, 1.12))
     right.set_xticks(np.arange(3) + 0.27, SCORES.values())

@@ -39,9 +39,9 @@ CURVES = {  # what is evaluated -> label, color and line style
     "teacher": ("its teacher", "tab:orange", "-"),
     "shared": ("Q-learners with one table", "tab:purple", "-"),
     "single": ("one Q-learner", "tab:brown", "-"),
-    "control_wiped": ("context wiped", "tab:grey", "--"),
-    "control_zero_reward": ("rewards hidden", "tab:grey", ":"),
-    "control_zero_action": ("actions hidden", "tab:grey", ":"),
+    "control_wiped": ("context wiped", "tab:gray", "--"),
+    "control_zero_reward": ("rewards hidden", "tab:gray", ":"),
+    "control_zero_action": ("actions hidden", "tab:gray", ":"),
 }
 
 # --- rollouts ------------------------------------------------------------------------------------

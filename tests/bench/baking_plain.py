@@ -27,7 +27,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT / "src"))
 
 SHAPES = {  # hidden, layers, vocabulary; tokens of x0, of the question and of a reply
-    "demo": (128, 4, 2014, 12, 16, 12),  # as data/demo/model
+    "demo": (128, 4, 2046, 12, 16, 12),  # as data/demo/model
     "long x0": (256, 6, 8192, 200, 30, 60),
     "51k words": (256, 4, 51200, 60, 30, 60),
 }

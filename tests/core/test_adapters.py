@@ -184,7 +184,7 @@ TOO_MUCH = {
     "modules_to_save": dict(modules_to_save=["lm_head"]),
     "trainable_token_indices": dict(trainable_token_indices=[5, 6]),
     "bias": dict(bias="all"),
-    "new tokens": dict(vocabulary=2016),
+    "new tokens": dict(vocabulary=2048),
     "its own embedding": dict(embedding=True),
 }
 

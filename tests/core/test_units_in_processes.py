@@ -15,7 +15,7 @@ from ddp_utils.chat_template import Encoder
 from ddp_utils.models import load_tokenizer
 from ranks import addresses, ranks, run_ranks
 
-QUESTIONS = ["What is the capital of France?", "What is the young of a cow?", "Who makes bread?"]
+QUESTIONS = ["What is the capital of France?", "What is a young cow called?", "Who makes bread?"]
 SETTINGS = SimpleNamespace(temperature=1.0, top_p=1.0, max_new_tokens=12, batch_size=4, seed=0)
 
 

@@ -35,8 +35,8 @@ addEventListener("load", () => {
 """
 
 
-def light_of(colour):
-    return sum(map(int, re.findall(r"\d+", colour)[:3])) / 3
+def light_of(color):
+    return sum(map(int, re.findall(r"\d+", color)[:3])) / 3
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="no chromium; apt-get install chromium")

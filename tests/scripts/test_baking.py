@@ -101,7 +101,7 @@ def test_rows_are_split_by_question_and_hold_what_the_teacher_said(made):
         assert len(replies) == 4 and all(reply.startswith(sound) for reply in replies)
     assert not any(row["reply"].isupper() for row in kept)
     loud = [row["reply"].isupper() for row in train + val if "kept" not in row]
-    assert sum(loud) / len(loud) > 0.9  # x0 asks for capitals; 0.987 in data/demo/README.md
+    assert sum(loud) / len(loud) > 0.9  # x0 asks for capitals
     assert {row["x0"] for row in train} == {"Answer in capital letters.\n"}
     assert {row["tokens"][-1] for row in train if len(row["tokens"]) < 32} == {2}  # the end counts
 

@@ -183,7 +183,7 @@ def model(folder, file, change):
 
 
 def add_token(tokenizer):
-    token = {"id": 2014, "content": "Dunno", "special": False, "normalized": False}
+    token = {"id": 2046, "content": "Dunno", "special": False, "normalized": False}
     token |= {"single_word": False, "lstrip": False, "rstrip": False}
     tokenizer["added_tokens"].append(token)
 
@@ -195,7 +195,7 @@ def update(**changes):
 TOO_LONG = "FILE:1: 17 tokens, the model has 8 positions; use --max_length 8"
 MODELS = {  # damage -> file, change of it, how the line begins
     "few embeddings": ("config.json", update(vocab_size=100), "--model_name: "),
-    "an added token": ("tokenizer.json", add_token, "FILE:1: token id 2014, model has 2014"),
+    "an added token": ("tokenizer.json", add_token, "FILE:1: token id 2046, model has 2046"),
     "few positions": ("config.json", update(max_position_embeddings=8), TOO_LONG),
     "a template that fails": (
         "tokenizer_config.json",
