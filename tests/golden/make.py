@@ -1,7 +1,7 @@
 """Write what TRL's trainers log on the demo, step by step: what test_trl.py compares with.
 
     python3 -m venv trl-env
-    trl-env/bin/pip install torch==2.13.0 trl==1.16.0 peft transformers==5.23.0 datasets
+    trl-env/bin/pip install torch==2.13.0 trl==1.16.0 peft transformers==5.24.0 datasets
     OMP_NUM_THREADS=1 trl-env/bin/python tests/golden/make.py       # one CPU core, a minute
 
 Writes trl_NAME.json for each of CASES and demo_adapter/, the start of the LoRA, beside this file.
