@@ -40,6 +40,7 @@ class Config:
     max_length: int = 1024  # maximum tokens of prompt + response
     truncation: Literal["keep_end", "keep_start"] = "keep_end"  # part of a long prompt that is kept
     max_rows: int = -1  # use only the first rows of train_data; -1: all
+    max_eval_rows: int = -1  # evaluate only the first rows of val and test data; -1: all
     shuffle: bool = True  # shuffle the data in every epoch
     on_bad_record: Literal["error", "skip"] = "error"  # stop at a malformed row, or skip it
     columns: str = ""  # other names of data fields, such as prompt=question,chosen=response_j

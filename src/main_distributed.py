@@ -68,6 +68,9 @@ def read_data(config: settings.Config, encoder: Encoder, world: World) -> tuple[
         parts = preferences.split_by_prompt(data["train"], config.seed)
         data = dict(zip(data, parts, strict=True))
         report["train"]["split"] = {split: len(pairs) for split, pairs in data.items()}
+    for split in ("val", "test"):
+        if data[split]:
+            data[split] = data[split].first(config.max_eval_rows)
     for split in report.keys() - {"train"}:
         repeated = np.isin(data[split].prompts, data["train"].prompts)
         if repeated.any():
@@ -156,15 +159,16 @@ def generate_replies(
     limits = config.max_new_tokens, config.sample_batch_size, config.seed
     spec = sampling.SampleSpec(config.temperature, config.top_p, *limits)
     ends = sampling.ends_of(policy.scorer, encoder)
-    replies = {}
-    for split in ("val", "test"):
-        prompts = [pair.prompt for pair in data[split][: config.num_samples]]
-        if prompts:
-            phase = run.phase(f"sampling {len(prompts)} replies to {split}")
-            with policy.gathered():
-                ids = sampling.generate(policy.scorer, prompts, ends, run.world, spec, phase)
-            replies[split] = encoder.tokenizer.batch_decode(ids, skip_special_tokens=True)
-    return replies
+    val, test = (data[split][: config.num_samples] for split in ("val", "test"))
+    prompts = [pair.prompt for pair in val + test]  # together, since large batches are faster
+    if not prompts:
+        return {}
+    phase = run.phase(f"sampling {len(prompts)} replies")
+    with policy.gathered():
+        ids = sampling.generate(policy.scorer, prompts, ends, run.world, spec, phase)
+    texts = encoder.tokenizer.batch_decode(ids, skip_special_tokens=True)
+    replies = {"val": texts[: len(val)], "test": texts[len(val) :]}
+    return {split: texts for split, texts in replies.items() if texts}
 
 
 def load_judge(config: settings.Config, data: dict) -> "Judge":

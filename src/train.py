@@ -67,6 +67,8 @@ def read_data(config: Config, encoder: Encoder, world: World) -> tuple[dict, dic
         fractions = (1 - config.val_share, config.val_share)
         data["train"], data["val"] = preferences.split_by_prompt(train, config.seed, fractions)
         report["split"] = {split: len(rows) for split, rows in data.items()}
+    if data["val"]:
+        data["val"] = data["val"].first(config.max_eval_rows)
     sampler.check_enough_rows(config.train_data, data, world, config.save_best)
     return data, reports
 

@@ -68,6 +68,7 @@ class Dataset:
     max_length: int = 1024  # maximum tokens of prompt + response
     truncation: Literal["keep_end", "keep_start"] = "keep_end"  # part of a long prompt that is kept
     max_rows: int = -1  # use only the first rows of train_data; -1: all
+    max_eval_rows: int = -1  # evaluate only the first rows of validation data; -1: all
     on_bad_record: Literal["error", "skip"] = "error"  # stop at a malformed row, or skip it
     columns: str = ""  # other names of data fields, such as prompt=question,chosen=response_j
     cache_dir: str = ""  # cache of token ids; empty: the folder .tokens next to output_dir

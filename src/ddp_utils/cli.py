@@ -185,6 +185,7 @@ def located(places: dict[str, str]) -> Iterator[None]:
 Range = tuple[str, Callable[[Any], Any]]  # what a value must be, and whether it is
 COLUMNS = re.compile(r"(\w+=[^=,]+(,\w+=[^=,]+)*)?")
 ABOVE_0: Range = ("> 0", lambda x: x > 0)
+COUNT: Range = ("-1 or >= 1", lambda x: x == -1 or x > 0)
 FROM_0: Range = (">= 0", lambda x: x >= 0)
 FOLDER: Range = ("a folder for the run", bool)
 POSITIVE = """beta learning_rate batch_size base_batch_size gradient_accumulation_steps num_epochs
@@ -197,7 +198,8 @@ RANGES: dict[str, Range] = {  # of settings that several scripts have
     "timeout_minutes": ("> 0 and <= 100,000", lambda x: 0 < x <= 1e5),
     "top_p": ("> 0 and <= 1", lambda x: 0 < x <= 1),
     "max_steps": (">= -1", lambda x: x >= -1),
-    "max_rows": ("-1 or >= 1", lambda x: x == -1 or x > 0),
+    "max_rows": COUNT,
+    "max_eval_rows": COUNT,
     "columns": ("pairs such as prompt=question,chosen=response_j", COLUMNS.fullmatch),
     "label_smoothing": (">= 0 and < 0.5", lambda x: 0 <= x < 0.5),
     "lora_dropout": (">= 0 and < 1", lambda x: 0 <= x < 1),

@@ -429,6 +429,10 @@ class Rows:
         """Return the rows where a mask [rows] is True."""
         return Rows(self.kind, self.file, self.index[mask])
 
+    def first(self, limit: int) -> "Rows":
+        """Return the first rows, at most this many; -1: all."""
+        return self if limit == -1 else Rows(self.kind, self.file, self.index[:limit])
+
 
 def write_rows(file: Path, rows: Iterable, report: dict) -> None:
     """Write rows for Rows, and the report, which may be filled in while they are made."""

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 import main_distributed
 import reading
 import runs
+import train
 from config import Config
 from ddp_utils import distributed, logps, model_files, terminal
 from ddp_utils.chat_template import Encoder
@@ -83,3 +84,21 @@ def test_complaint_03_seven_rows_are_seven_rows_on_any_number_of_ranks(world_siz
             for name in NAMES:
                 assert found[name] == pytest.approx(expected[name], rel=1e-6), name
             assert found["rewards/margins_low"] < found["rewards/margins"]
+
+
+@pytest.mark.parametrize("script", [main_distributed, train])
+def test_only_the_first_rows_are_evaluated(script, tmp_path):
+    path = seven_rows(tmp_path)
+    data, model = load(path)
+    with torch.no_grad():
+        by_row = torch.stack([by_hand(model.double(), pair) for pair in data])  # [rows, 2]
+    folder = "--result_dir" if script is main_distributed else "--output_dir"
+    flags = ["--model_name", str(model_files.model_path("data/demo/model"))]
+    flags += runs.words("--max_steps 1 --max_rows 4 --report_to none")
+    flags += runs.words("--objective dpo") if script is train else ["--num_samples", "0"]
+    paths = ["--train_data", runs.PAIRS, "--val_data", str(path)]
+    script.main([*flags, *paths, "--max_eval_rows", "3", folder, str(tmp_path / "run")])
+    lines = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    before = next(line for line in lines if line["split"] == "val" and line["step"] == 0)
+    assert before["count"] == 3
+    assert before["logps/chosen"] == pytest.approx(by_row[:3, 0].mean().item(), rel=1e-5)
