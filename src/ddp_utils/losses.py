@@ -25,7 +25,7 @@ The names and options of the methods are in cli.py, so that reading settings doe
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,9 +34,6 @@ from torch.nn.functional import logsigmoid
 from ddp_utils import cli
 from ddp_utils.metrics import interval
 from ddp_utils.policy import Policy, ScorerModule
-
-if TYPE_CHECKING:  # logps imports transformers, which proteins do without
-    from ddp_utils.logps import Batch
 
 LEAST_NOISE = 0.0125  # in nats: that of rounding a logit of about 10 to bf16
 
@@ -141,12 +138,15 @@ class Known(NamedTuple):
 
 
 def pair_losses(
-    scorer: ScorerModule | Policy | Known, batch: "Batch", ref_logps: Tensor, spec: LossSpec
+    scorer: ScorerModule | Policy | Known, batch: Any, ref_logps: Tensor, spec: LossSpec
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Score B pairs; return their losses [B] and metrics, name -> [B].
 
     The loss includes the SFT term: sft_weight times the negative log-likelihood per token of the
-    chosen response (rpo_alpha of TRL). ref_logps: log-probs of the reference, [B, 2].
+    chosen response (rpo_alpha of TRL).
+
+    batch: its `tokens` are the numbers of summed tokens of the chosen and of the rejected responses,
+    [B] each. ref_logps: log-probs of the reference, [B, 2].
     """
     chosen, rejected = scorer(batch)  # [B], [B]
     logps = LogPs(chosen, rejected, *ref_logps.unbind(-1), *batch.tokens)

@@ -176,6 +176,12 @@ class Batch(NamedTuple):
     margins: Tensor  # [B] kcal/mol
     signs: Tensor  # [B] see Pair.sign
 
+    @property
+    def tokens(self) -> tuple[Tensor, Tensor]:
+        """Return the number of summed log-probs of each preferred, unpreferred sequence, [B]."""
+        residues = self.targets.sum(-1)
+        return residues, residues
+
 
 def structure_tensors(backbone: Structure, device: torch.device | str) -> list[Tensor]:
     """Return coords, mask, residue_idx and chain_encoding, the arguments of ProteinMPNN.encode."""

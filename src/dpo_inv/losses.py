@@ -7,7 +7,8 @@ pairs of one backbone.
 import torch
 from torch import Tensor
 
-from ddp_utils.losses import Known, LogPs, LossSpec, preference
+from ddp_utils.losses import Known, LossSpec
+from ddp_utils.losses import pair_losses as preference_losses
 from ddp_utils.policy import Policy
 from dpo_inv.batches import Batch, Scorer
 from dpo_inv.config import MEASURED_METHODS, Config
@@ -22,24 +23,22 @@ def pair_losses(
 
     ref_logps: log-probs of the reference, [B, 2].
     """
-    preferred, unpreferred = scorer(batch)  # [B], [B]
-    residues = batch.targets.sum(-1)  # [B]
-    ref_preferred, ref_unpreferred = ref_logps.unbind(-1)
-    logps = LogPs(preferred, unpreferred, ref_preferred, ref_unpreferred, residues, residues)
     spec = LossSpec.of(config)
-    losses, metrics = preference(logps, spec)
+    without_sft = spec._replace(sft_weight=0.0)  # its term is added below, to any loss
+    losses, metrics = preference_losses(scorer, batch, ref_logps, without_sft)
+    gaps = metrics["logps/chosen"] - metrics["logps/rejected"]  # [B]
     if config.method in MEASURED_METHODS:
         loss = {"ddg": ddg, "listwise": listwise}[config.method]
-        losses = loss(preferred - unpreferred, batch.margins, batch.signs)
+        losses = loss(gaps, batch.margins, batch.signs)
     # the preference of the policy itself, whatever that of the reference is
-    metrics["logps/accuracies"] = (preferred > unpreferred).float()
-    metrics["nll"] = -preferred / residues
+    metrics["logps/accuracies"] = (gaps > 0).float()
+    metrics["nll"] = -metrics["logps/chosen"] / batch.tokens[0]
     if spec.sft_weight or config.weighting == "margin":
         metrics["loss/preference"] = losses
         if config.weighting == "margin":
             losses = losses * batch.margins
         losses = losses + spec.sft_weight * metrics["nll"]
-    return losses, {"loss": losses, **metrics}
+    return losses, {**metrics, "loss": losses}
 
 
 def ddg(gaps: Tensor, margins: Tensor, signs: Tensor) -> Tensor:

@@ -124,9 +124,16 @@ class DecoderLayer(Layer):
         """Return W1's columns for the node, the edge, the neighbor's letter and its node."""
         return self.W1.weight.chunk(4, 1)
 
-    def own_term(self, nodes: Tensor) -> Tensor:
-        """Return the nodes' terms in the messages to themselves, [..., H]."""
-        return functional.linear(nodes, self.blocks()[0], self.W1.bias)
+    def forward(self, nodes: Tensor, table: Tensor, indices: Tensor, encoded: Encoded) -> Tensor:
+        """Return the new nodes [S, L, H].
+
+        table: the terms of all neighbors, [R, H]; indices: of the neighbors in it, [S, L, K].
+        """
+        for_node, for_edge, *_ = self.blocks()
+        own = functional.linear(nodes, for_node, self.W1.bias)
+        terms = table, indices, encoded.edges, own, for_edge
+        summed = edge_network(self.W2, encoded.valid, *terms)
+        return self.update(nodes, summed, encoded.valid, encoded.mask)
 
     def undecoded_term(self, encoder_nodes: Tensor) -> Tensor:
         """Return the terms of residues in messages to those decoded before them, [..., H]."""
@@ -208,9 +215,7 @@ class ProteinMPNN(nn.Module):
         for layer in self.decoder_layers:
             table = layer.decoded_term(nodes, sequences, self.W_s.weight)  # [S, L, H]
             table = torch.cat([table.flatten(0, 1), layer.undecoded_term(encoded.nodes)])
-            terms = table, indices, encoded.edges, layer.own_term(nodes), layer.blocks()[1]
-            summed = edge_network(layer.W2, encoded.valid, *terms)
-            nodes = layer.update(nodes, summed, encoded.valid, encoded.mask)
+            nodes = layer(nodes, table, indices, encoded)
         return self.W_out(nodes).log_softmax(-1)
 
     # sampling
@@ -226,30 +231,25 @@ class ProteinMPNN(nn.Module):
         [S, C, 21]) returns letters [S, C]; it applies temperature, biases and fixed residues.
         The terms of neighbors are cached, and replaced when a residue is decoded.
         """
-        samples, length = len(decoding_order), len(encoded.nodes)
-        each = torch.arange(samples, device=decoding_order.device)[:, None]  # [S, 1]
-        sequences = decoding_order.new_zeros(samples, length)
-        log_probs = encoded.nodes.new_zeros(samples, length, len(ALPHABET))
+        length = len(encoded.nodes)
+        starts = torch.arange(len(decoding_order), device=decoding_order.device) * length  # [S]
+        sequences = decoding_order.new_zeros(len(starts) * length)
+        log_probs = encoded.nodes.new_zeros(len(sequences), len(ALPHABET))
         layers = self.decoder_layers
-        tables = [layer.undecoded_term(encoded.nodes).repeat(samples, 1, 1) for layer in layers]
+        tables = [layer.undecoded_term(encoded.nodes).repeat(len(starts), 1) for layer in layers]
         for residues in decoding_order.unbind(1):  # [S, C]
-            around = encoded.neighbors[residues]  # [S, C, K]
-            valid = encoded.valid[residues]
-            mask = encoded.mask[residues]
-            nodes = [encoded.nodes[residues]]  # [S, C, H], then those of each layer
-            edges = encoded.edges[residues]  # [S, C, K, H]
+            rows = (residues + starts[:, None]).flatten()  # [S C] of the tables, [S L, H]
+            decoded = Encoded(*(tensor[residues.flatten()] for tensor in encoded))
+            indices = decoded.neighbors.unflatten(0, residues.shape) + starts[:, None, None]
+            nodes = [decoded.nodes[None]]  # [1, S C, H], then those of each layer
             for layer, table in zip(layers, tables, strict=True):
-                of_edges = functional.linear(edges, layer.blocks()[1])
-                first = table[each[..., None], around] + of_edges
-                first = first + layer.own_term(nodes[-1])[..., None, :]
-                summed = functional.gelu(layer.W2(functional.gelu(first))) * valid[..., None]
-                nodes.append(layer.update(nodes[-1], summed.sum(-2), valid, mask))
-            log_probs[each, residues] = self.W_out(nodes[-1]).log_softmax(-1)
-            letters = choose(residues, log_probs[each, residues])
-            sequences[each, residues] = letters
+                nodes.append(layer(nodes[-1], table, indices.flatten(0, 1)[None], decoded))
+            log_probs[rows] = self.W_out(nodes[-1][0]).log_softmax(-1)
+            letters = choose(residues, log_probs[rows].unflatten(0, residues.shape)).flatten()
+            sequences[rows] = letters
             for layer, table, node in zip(layers, tables, nodes, strict=False):
-                table[each, residues] = layer.decoded_term(node, letters, self.W_s.weight)
-        return sequences, log_probs
+                table[rows] = layer.decoded_term(node[0], letters, self.W_s.weight)
+        return sequences.view(-1, length), log_probs.view(-1, length, len(ALPHABET))
 
     # files
 

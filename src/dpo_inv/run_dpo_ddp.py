@@ -35,7 +35,7 @@ from ddp_utils.distributed import World, to_device
 from ddp_utils.losses import Displacement, Known
 from ddp_utils.policy import Policy
 from ddp_utils.run import Run
-from dpo_inv import batches, epochs, evaluate, pairs, weights
+from dpo_inv import batches, evaluate, pairs, weights
 from dpo_inv.batches import Scorer
 from dpo_inv.config import MEASURED_METHODS, Config
 from dpo_inv.losses import pair_losses
@@ -106,7 +106,6 @@ def validate(
     """
     world = run.world
     averages = metrics.Averages(world)
-    rank_losses: list[float] = []
     scores = []
     micro_batches = batches.micro_batches(rows, batches.GROUP_SIZE, world)
     run.bar.begin("Validation", len(micro_batches))
@@ -118,14 +117,15 @@ def validate(
         per_pair, values = pair_losses(source, batch, known, config)
         averages.add(values, to_device(micro_batch.weight, world.device))
         scores.append(torch.stack([values["logps/chosen"], values["logps/rejected"]], -1))
-        if run.bar.is_shown:  # to read a loss, the host waits for the GPU
-            rank_losses += per_pair.tolist()
-            run.bar.advance(loss=rank_losses[-1], avg_loss=float(np.mean(rank_losses)))
+        run.bar.advance(per_pair)
     means = averages.reduce()
     after = distributed.gather_by_index(len(rows), micro_batches, scores, world)  # [N, 2]
     name = "rewards/accuracies"
-    low, high = metrics.wilson(means[name] * means["count"], means["count"])
-    means |= {f"{name}_low": low, f"{name}_high": high}
+    if step:
+        low, high = metrics.wilson_of_fraction(means[name], means["count"])
+        means |= {f"{name}_low": low, f"{name}_high": high}
+    else:
+        del means[name]  # all pairs are ties
     # the exponential of more than 709 is not a float
     means["perplexity"] = math.exp(means["nll"]) if means["nll"] < 700 else math.inf
     means |= evaluate.compare(rows, ref_logps.cpu().numpy(), after.cpu().numpy())
@@ -133,6 +133,56 @@ def validate(
         natives = evaluate.natives(scorer.model, rows, config.seed, world)
         means |= evaluate.gains(run.results["natives"], natives)
     return means
+
+
+# --- epochs --------------------------------------------------------------------------------------
+
+
+def begin_epoch(step: int, plan: sampler.Plan, run: Run) -> None:
+    """Print the number of the epoch that `step` belongs to, and start its progress bar."""
+    epoch, step_of_epoch = divmod(step, plan.steps_per_epoch)
+    epochs = math.ceil(max(plan.num_epochs, plan.epoch(plan.steps)))
+    run.say(f"\nEpoch {epoch + 1}/{epochs}")
+    run.bar.begin("Training", plan.steps_per_epoch, step_of_epoch)
+
+
+def write_epoch(
+    step: int, plan: sampler.Plan, model: ProteinMPNN, values: dict[str, float], run: Run
+) -> None:
+    """Write the models of the epoch that ends after `step` steps; print its summary.
+
+    values: of the validation; empty if there is no validation data.
+    """
+    epoch = math.ceil(plan.epoch(step))
+    names = [f"checkpoint_epoch_{epoch}.pt", "latest_model.pt"]
+    if run.best == step:
+        names.append("best_model.pt")
+
+    def write() -> None:
+        for name in names:
+            model.save(run.folder / name)
+        loss = train_loss(run.folder, (epoch - 1) * plan.steps_per_epoch, step)
+        run.say(f"\nEpoch {epoch} Summary:\n  Train Loss: {loss:.4f}")
+
+    if step:
+        distributed.on_main(run.world, write)
+    if values:
+        run.say(f"  Val Loss:   {values['loss']:.4f}")
+    name = "rewards/accuracies"
+    if name in values:
+        interval = f"[{values[f'{name}_low']:.4f}, {values[f'{name}_high']:.4f}]"
+        run.say(f"  Val Accuracy: {values[name]:.4f} {interval}")
+    run.say(evaluate.describe(values))
+
+
+def train_loss(folder: Path, after: int, until: int) -> float:
+    """Return the mean loss over the pairs of the steps after < step <= until, of all starts."""
+    from ddp_utils.plots import read_metrics
+
+    lines = [line for line in read_metrics(folder) if line["split"] == "train"]
+    lines = [line for line in lines if after < line["step"] <= until]
+    weights = [line["count"] for line in lines]
+    return float(np.average([line["loss"] for line in lines], weights=weights))
 
 
 # --- main ----------------------------------------------------------------------------------------
@@ -162,6 +212,7 @@ def main(argv: list[str] | None = None) -> int:
         inputs=inputs,
         report=report,
         lines=pairs.describe(report),
+        save_best=True,
     )
     if config.check:
         return runs.check(spec, config, world)
@@ -197,29 +248,25 @@ def main(argv: list[str] | None = None) -> int:
         def end_epoch(step: int) -> None:
             if not plan.due(0, step) or run.validated >= step:
                 return
-            values = {}
+            values: dict[str, float] = {}
             if data["val"]:
                 values = validate(scorer, step, data["val"], ref_logps["val"], config, run)
-            if step == 0 < plan.steps:  # all pairs are ties
-                values = {k: v for k, v in values.items() if "rewards/accuracies" not in k}
-                run.results["before"] = values
-                run.log(step, values, "val", echo=False)
-            else:
-                epochs.end(step, plan, model, values, run)
+                run.results["before" if step == 0 < plan.steps else "val"] = values
+            run.log(step, values, "val", echo=False)
+            if step or not plan.steps:
+                write_epoch(step, plan, model, values, run)
 
         end_epoch(done)  # if the run was stopped in a validation
 
         # loop: one iteration is one optimizer step
         displacement = Displacement(config.method, config.sft_weight, "preferred sequences")
-        epoch_losses: list[float] = []
         for step in range(done, plan.steps):
             start = time.perf_counter()
             indices = sorted(plan.batch(step))
             rows = [data["train"][index] for index in indices]
             known = ref_logps["train"][to_device(indices, world.device)]  # [global batch, 2]
             if step == done or step % plan.steps_per_epoch == 0:
-                epochs.begin(step, plan, run)
-                epoch_losses = []
+                begin_epoch(step, plan, run)
             values = train_step(policy, rows, known, config, run)
             checks.check_step(policy, step, values, rows, functools.partial(score, rows), "full")
             if step == 0:
@@ -234,8 +281,7 @@ def main(argv: list[str] | None = None) -> int:
             values["tokens_per_second"] = sum(2 * len(pair.preferred) for pair in rows) / seconds
             values["peak_memory_mb"] = metrics.peak_memory_mb(world.device)
             run.log(step + 1, values, echo=(step + 1) % config.log_every == 0)
-            epoch_losses.append(values["loss"])
-            run.bar.advance(loss=values["loss"], avg_loss=float(np.mean(epoch_losses)))
+            run.bar.advance([values["loss"]])
             warning = displacement.seen(values["rewards/chosen"])
             if warning:
                 run.warn(warning)
