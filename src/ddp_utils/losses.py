@@ -145,8 +145,8 @@ def pair_losses(
     The loss includes the SFT term: sft_weight times the negative log-likelihood per token of the
     chosen response (rpo_alpha of TRL).
 
-    batch: its `tokens` are the numbers of summed tokens of the chosen and of the rejected responses,
-    [B] each. ref_logps: log-probs of the reference, [B, 2].
+    batch: its `tokens` are the numbers of summed tokens of chosen and rejected responses, [B] each.
+    ref_logps: log-probs of the reference, [B, 2].
     """
     chosen, rejected = scorer(batch)  # [B], [B]
     logps = LogPs(chosen, rejected, *ref_logps.unbind(-1), *batch.tokens)

@@ -20,8 +20,8 @@ from ddp_utils.policy import ScorerModule
 from ddp_utils.sampler import MicroBatch, seed_of
 from ddp_utils.terminal import Phase
 from dpo_inv.config import PairSettings
-from dpo_inv.mpnn import ProteinMPNN
-from dpo_inv.pairs import Pair
+from dpo_inv.mpnn import ProteinMPNN, encode
+from dpo_inv.pairs import Pair, text_of
 from dpo_inv.structure import Structure
 
 # Most pairs of a backbone that follow each other in an epoch, and that are scored together. It is a
@@ -42,23 +42,19 @@ def decoding_orders(pair: Pair, settings: PairSettings) -> np.ndarray:
     if settings.decoding_order == "mutated_last":
         stage = stage + pair.mutated
     stage = stage[tied].max(-1)  # [T]
-    if settings.decoding_order == "sequential":
-        return tied[None, np.argsort(stage, kind="stable")]
-    draws = []
+    orders = []
     for number in range(settings.num_orders):
         generator = np.random.default_rng(seed_of(settings.seed, pair.name, number))
-        draws.append(generator.random(len(stage)))
-    return tied[np.lexsort((np.stack(draws), np.broadcast_to(stage, (len(draws), len(stage)))))]
+        orders.append(tied[np.lexsort((generator.random(len(stage)), stage))])
+    return np.stack(orders)
 
 
 def chains_of(pairs: Iterable[Pair]) -> dict[int, list[str]]:
     """Return the known letters of the designed chains of each backbone, by its number."""
     chains = {}
     for number, backbone in {pair.number: pair.backbone for pair in pairs}.items():
-        letters = np.array([*backbone.sequence])
-        is_used = backbone.in_design & (letters != "X")
-        ends = np.flatnonzero(np.diff(backbone.chain_encoding[is_used])) + 1
-        chains[number] = ["".join(chain) for chain in np.split(letters[is_used], ends)]
+        text = text_of(encode(backbone.sequence), backbone).replace("X", "")
+        chains[number] = [chain for chain in text.split("/") if chain]
     return chains
 
 
@@ -148,16 +144,10 @@ def epoch_order(
 
 
 def micro_batches(
-    pairs: Sequence[Pair], size: int, world: World, used: Sequence[int] | None = None
+    rows: Iterable[int], pairs: Sequence[Pair], size: int, world: World
 ) -> list[MicroBatch]:
-    """Return this rank's micro-batches of all pairs: at most `size` pairs of one backbone each.
-
-    used: omit micro-batches with none of these rows.
-    """
-    groups = group_by_backbone(range(len(pairs)), pairs, size)
-    if used is not None:
-        wanted = {*used}
-        groups = [group for group in groups if not wanted.isdisjoint(group)]
+    """Return this rank's micro-batches of the rows: at most `size` pairs of one backbone each."""
+    groups = group_by_backbone(rows, pairs, size)
     costs = [len(pairs[group[0]].preferred) * (1 + len(group)) for group in groups]
     assigned = sampler.assign_micro_batches(range(len(groups)), costs, world, 1)
     return [MicroBatch(groups[index], weight * len(groups[index])) for [index], weight in assigned]
@@ -261,14 +251,16 @@ def score(
 ) -> Tensor:
     """Return the log-probs of all pairs, [N, 2]; the ranks split the work.
 
-    rows: score only these rows and those that are scored together with them; others are NaN.
+    rows: score only these rows; others are NaN.
     """
-    assigned = micro_batches(pairs, GROUP_SIZE, world, rows)
-    if not assigned:
-        return torch.full((len(pairs), 2), torch.nan, device=world.device)
+    rows = list(range(len(pairs)) if rows is None else rows)
+    table = torch.full((len(pairs), 2), torch.nan, device=world.device)
+    if not rows:
+        return table
+    assigned = micro_batches(rows, pairs, GROUP_SIZE, world)
     log_probs = []
     for micro_batch in (phase or Phase()).each(assigned):
         batch = collate([pairs[row] for row in micro_batch.index], settings, world.device)
         log_probs.append(torch.stack(scorer(batch), -1))  # [B, 2]
-    table = distributed.gather_by_index(len(pairs), assigned, log_probs, world)
-    return table.masked_fill(table == 0, torch.nan)  # rows that were not scored
+    table[rows] = distributed.gather_by_index(len(pairs), assigned, log_probs, world)[rows]
+    return table

@@ -1,5 +1,6 @@
-"""Settings of dpo_inv.run_dpo_ddp: edit the defaults here, or use flags such as --beta 0.3."""
+"""Settings of this package's programs: edit the defaults here, or use flags such as --beta 0.3."""
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -8,27 +9,23 @@ from ddp_utils import SettingError, cli, data
 MEASURED_METHODS = ("ddg", "listwise")  # losses of dpo_inv/losses.py, which need a ddG of each pair
 DEMO_VAL, DEMO_MODEL = "data/input/test_data_val.json", "data/demo/protein_model.pt"
 
+LETTERS = "ACDEFGHIKLMNPQRSTVWY"
+BIAS = re.compile(rf"[{LETTERS}]:[-+]?\d*\.?\d+")  # a letter and a number
+
 Method = Literal[cli.Method, "ddg", "listwise"]  # type: ignore[valid-type]
 
 
 @dataclass
-class PairSettings:
-    """Settings of training and of dpo_inv.evaluate: how pairs are read and decoded."""
+class Common:
+    """Settings of all programs of this package."""
 
     # most used settings
     base_model_dir: str = "data/weights"  # folder with the .pt files of named models
     backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"  # --no_cuda: gloo
 
-    # objective
-    decoding_order: Literal["random", "sequential", "mutated_last"] = "random"  # of the residues
-    num_orders: int = 1  # random decoding orders per pair, over which log-probs are averaged
-
     # data
     homo_oligomer: bool = False  # design identical chains with one common sequence
     numbering: Literal["pdb", "sequence", "gapped"] = "pdb"  # residue numbers; see docs
-    stable_ddg: Literal["negative", "positive"] = "negative"  # sign of a stabilizing ddG
-    max_length: int = 500  # maximum residues with context; longer items are dropped and counted
-    on_bad_record: Literal["error", "skip"] = "error"  # stop at a malformed item, or skip it
 
     # run
     seed: int = 0  # random seed of data split, data order, decoding orders and designs
@@ -36,7 +33,23 @@ class PairSettings:
 
 
 @dataclass
+class PairSettings(Common):
+    """Settings of training and of dpo_inv.evaluate: how pairs are read and decoded."""
+
+    # objective
+    decoding_order: Literal["random", "mutated_last"] = "random"  # of the residues
+    num_orders: int = 1  # random decoding orders per pair, over which log-probs are averaged
+
+    # data
+    stable_ddg: Literal["negative", "positive"] = "negative"  # sign of a stabilizing ddG
+    max_length: int = 500  # maximum residues with context; longer items are dropped and counted
+    on_bad_record: Literal["error", "skip"] = "error"  # stop at a malformed item, or skip it
+
+
+@dataclass
 class Config(PairSettings):
+    """Settings of dpo_inv.run_dpo_ddp."""
+
     # most used settings
     base_model_name: str = ""  # name or .pt file; empty: v_48_020, or the demo model for demo data
     train_data: str = "data/input/test_data_real.json"  # preference pairs; see docs/protein_dpo.md
@@ -95,11 +108,56 @@ def read_settings(argv: list[str]) -> Config:
             raise SettingError("length_average", f"{config.method} needs sums; leave it out")
         if config.beta != Config.beta:
             raise SettingError("beta", f"{config.method} does not use it; leave it out")
-    if config.num_orders > 1 and config.decoding_order == "sequential":
-        raise SettingError("num_orders", "there is one sequential order; leave it out")
     is_demo = data.resolve(config.train_data) == data.resolve(Config.train_data)
     config.val_data = config.val_data or (DEMO_VAL if is_demo else "")
     config.base_model_name = config.base_model_name or (DEMO_MODEL if is_demo else "v_48_020")
     config.learning_rate = config.learning_rate or (2e-4 if is_demo else 1e-4)  # never 0
     config.num_epochs = config.num_epochs or (10.0 if is_demo else 2.0)
+    return config
+
+
+@dataclass
+class DesignConfig(Common):
+    """Settings of dpo_inv.inference."""
+
+    # model and structures
+    model_path: str = "v_48_020"  # .pt file, or name of an official model
+    pdb_file: str = ""  # one PDB file
+    pdb_list: str = ""  # text file with one path of a PDB file per line
+    chain_id: str = ""  # chain to design; empty: the first protein chain
+    design_chains: tuple[str, ...] = ()  # several chains to design
+    fixed_chains: tuple[str, ...] = ()  # chains that keep their native sequence, as context
+    mutable_positions: tuple[str, ...] = ()  # residues to design, such as 52 or A52; empty: all
+    mutable_ranges: tuple[str, ...] = ()  # ranges of residues, including both ends: 6-17 A29-39
+    fixed_residues: tuple[str, ...] = ()  # residues and ranges that keep their native letter
+
+    # designs
+    num_samples: int = 10  # sequences per structure and temperature
+    temperature: tuple[float, ...] = (0.1,)  # sampling temperatures; lower is less diverse
+    tied_positions: tuple[str, ...] = ()  # residues that get one letter: A5=B5 A10-90=B10-90=C10-90
+    omit_AA: str = ""  # amino acids that are never sampled, such as CM
+    bias_AA: tuple[str, ...] = ()  # added to the log-probs of amino acids, such as A:0.5 G:-1
+    fasta: str = ""  # FASTA file with sequences to score instead of sampling
+    probabilities: Literal["none", "conditional", "unconditional"] = "none"  # write a table of them
+    output_dir: str = "outputs/inference"  # folder for FASTA, JSON and CSV files
+
+    # run
+    check: bool = False  # read and check everything, then exit without writing
+
+
+def read_design_settings(argv: list[str]) -> DesignConfig:
+    """Return the defaults, changed by flags; raise UserError for values that cannot be used."""
+    config = cli.parse(DesignConfig, argv)
+    ranges: dict[str, cli.Range] = {
+        "num_samples": cli.ABOVE_0,
+        "temperature": ("> 0", lambda values: min(values, default=0) > 0),
+        "omit_AA": (f"some, but not all, of {LETTERS}", lambda x: {*x} < {*LETTERS}),
+        "tied_positions": ("such as A5=B5", lambda texts: all("=" in text for text in texts)),
+        "bias_AA": ("such as A:0.5 G:-1", lambda texts: all(map(BIAS.fullmatch, texts))),
+    }
+    cli.check_ranges(config, **ranges)
+    if bool(config.pdb_file) == bool(config.pdb_list):
+        raise SettingError("pdb_file", "use either pdb_file or pdb_list")
+    if config.tied_positions and config.homo_oligomer:
+        raise SettingError("tied_positions", "--homo_oligomer ties chains by itself; use only one")
     return config

@@ -25,8 +25,8 @@ from ddp_utils import UserError, cli, data, distributed, sampler
 from ddp_utils.data import digest_of_files
 from ddp_utils.distributed import World, to_device
 from ddp_utils.metrics import Averages
-from dpo_inv import batches, inference, inference_config, mpnn, pairs, weights
-from dpo_inv.config import PairSettings
+from dpo_inv import batches, inference, mpnn, pairs, weights
+from dpo_inv.config import DesignConfig, PairSettings
 from dpo_inv.mpnn import ProteinMPNN
 from dpo_inv.pairs import Pair
 
@@ -57,7 +57,7 @@ class Config(PairSettings):
     output: str = ""  # a JSON file with the same numbers; with mutants, a CSV file (mutants.csv)
 
     # objective
-    decoding_order: Literal["random", "sequential", "mutated_last"] = "mutated_last"
+    decoding_order: Literal["random", "mutated_last"] = "mutated_last"
 
 
 # --- statistics ----------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def natives(model: ProteinMPNN, rows: Sequence[Pair], seed: int, world: World) -
     one_of_each = list({pair.number: pair for pair in rows}.values())
     lengths = [len(pair.preferred) for pair in one_of_each]
     averages = Averages(world)
-    settings = inference_config.Config(seed=seed)
+    settings = DesignConfig(seed=seed)
     for [index], weight in sampler.assign_micro_batches(range(len(lengths)), lengths, world, 1):
         backbone = one_of_each[index].backbone
         native = inference.native_letters(backbone).to(world.device)  # [L]

@@ -9,11 +9,11 @@ Writes STEM_sequences.json and .fasta, with the native sequence first, and all_r
 output_dir; STEM_probabilities.csv with --probabilities.
 """
 
-import dpo_inv.inference_config as settings
 from ddp_utils import cli
+from dpo_inv.config import DesignConfig, read_design_settings
 
 if __name__ == "__main__":
-    cli.check_flags(settings.read)  # --help and mistakes end here, before torch is imported
+    cli.check_flags(read_design_settings)  # --help and mistakes end here, before torch is imported
 
 import itertools
 import math
@@ -29,7 +29,6 @@ from torch import Tensor
 from ddp_utils import UserError, checkpoints, data, distributed
 from ddp_utils.sampler import seed_of
 from dpo_inv import batches, mpnn, pairs, structure, weights
-from dpo_inv.inference_config import Config
 from dpo_inv.mpnn import ALPHABET, UNKNOWN, ProteinMPNN
 from dpo_inv.structure import Structure
 
@@ -47,7 +46,7 @@ class Task(NamedTuple):
     letters: Tensor | None = None  # [S, L]
 
 
-def read_tasks(config: Config) -> list[Task]:
+def read_tasks(config: DesignConfig) -> list[Task]:
     """Return a task for each structure; raise UserError for a mistake in a file."""
     text = data.content(config.pdb_list) if config.pdb_list else config.pdb_file
     files = [data.resolve(line.strip()) for line in text.split("\n") if line.strip()]
@@ -60,7 +59,7 @@ def read_tasks(config: Config) -> list[Task]:
     return list(tasks.values())
 
 
-def read_task(file: Path, config: Config) -> Task:
+def read_task(file: Path, config: DesignConfig) -> Task:
     """Return the task for one structure."""
     design, fixed = pairs.chains_of(vars(config), "--design_chains")
     backbone = structure.read(file, design, fixed, config.homo_oligomer)
@@ -76,32 +75,23 @@ def read_task(file: Path, config: Config) -> Task:
     return Task(stem, file, backbone, designed, *sequences)
 
 
-def tie(config: Config, backbone: Structure) -> np.ndarray:
-    """Return the tied positions [T, C] of --tied_positions; a shorter group repeats its first one.
+def tie(config: DesignConfig, backbone: Structure) -> np.ndarray:
+    """Return the tied positions [T, C] of --tied_positions.
 
-    Raises UserError for a group that ties nothing, for groups of ranges of different lengths, for a
-    position in two groups, and with homo_oligomer, which ties chains by itself.
+    Raises UserError for ranges of different lengths, or for a position in two groups.
     """
-    if config.homo_oligomer:
-        problem = "--homo_oligomer, which ties chains, is set, too"
-        raise UserError(f"--tied_positions: {problem}; use one of them")
     groups: list[tuple[int, ...]] = []
-    for word in config.tied_positions:
-        where = f"--tied_positions: {word}"
-        if "=" not in word:
-            raise UserError(f"{where}: it ties nothing (expected residues as in A5=B5)")
+    for text in config.tied_positions:
+        where = f"--tied_positions: {text}"
         ranges = []
-        for part in word.split("="):
+        for part in text.split("="):
             ranges.append(pairs.positions_of(part, backbone, config.numbering, where))
         if len({*map(len, ranges)}) > 1:
             raise UserError(f"{where}: its ranges must have the same number of residues")
         groups += zip(*ranges, strict=True)
-    tied = [*itertools.chain(*groups)]
-    if len({*tied}) < len(tied):
+    if len({*itertools.chain(*groups)}) < sum(map(len, groups)):
         raise UserError("--tied_positions: a residue is tied twice; name each residue once")
-    groups += [(position,) for position in range(len(backbone.mask)) if position not in tied]
-    width = max(map(len, groups))
-    return np.array([group + group[:1] * (width - len(group)) for group in groups])
+    return structure.tied_array(groups, len(backbone.mask))
 
 
 def read_fasta(path: str, backbone: Structure) -> tuple[list[str], Tensor]:
@@ -127,7 +117,7 @@ def native_letters(backbone: Structure) -> Tensor:
 # --- sampling and scoring ------------------------------------------------------------------------
 
 
-def letter_bias(config: Config) -> Tensor:
+def letter_bias(config: DesignConfig) -> Tensor:
     """Return what is added to the log-probs, [21]: -inf for letters that are never drawn."""
     bias = torch.zeros(len(ALPHABET))
     for text in config.bias_AA:
@@ -146,7 +136,7 @@ def random_orders(task: Task, count: int, seed: int) -> Tensor:
 
 @torch.no_grad()
 def sample(
-    model: ProteinMPNN, task: Task, temperatures: Tensor, config: Config
+    model: ProteinMPNN, task: Task, temperatures: Tensor, config: DesignConfig
 ) -> tuple[Tensor, Tensor]:
     """Return S designed sequences [S, L] and their log-probs [S, L, 21]. temperatures: [S]."""
     device = temperatures.device
@@ -205,7 +195,7 @@ def summarize(task: Task, names: list[str], letters: Tensor, log_probs: Tensor) 
         nll = float(-scores[known].mean())
         comparable = known & (native != UNKNOWN)
         recovery = float((sequence == native)[comparable].sum() / max(1, comparable.sum()))
-        entry = {"name": name, "sequence": text_of(task, sequence), "score": nll}
+        entry = {"name": name, "sequence": pairs.text_of(sequence, task.structure), "score": nll}
         entries.append(entry | {"perplexity": math.exp(nll), "recovery": recovery})
     return entries
 
@@ -213,15 +203,7 @@ def summarize(task: Task, names: list[str], letters: Tensor, log_probs: Tensor) 
 # --- files ---------------------------------------------------------------------------------------
 
 
-def text_of(task: Task, letters: np.ndarray) -> str:
-    """Return the designed chains, separated by `/`, without the positions of numbering gaps."""
-    positions = task.structure.observed & task.structure.in_design
-    ends = np.flatnonzero(np.diff(task.structure.chain_encoding[positions])) + 1
-    chains = np.split(np.array([*ALPHABET])[letters[positions]], ends)
-    return "/".join("".join(chain) for chain in chains)
-
-
-def write(task: Task, config: Config, native: dict, entries: list[dict]) -> dict[str, Any]:
+def write(task: Task, config: DesignConfig, native: dict, entries: list[dict]) -> dict[str, Any]:
     """Write the JSON and FASTA files of a structure; return the content of the JSON file."""
     fasta = ""
     for entry in (native, *entries):
@@ -249,16 +231,15 @@ def write(task: Task, config: Config, native: dict, entries: list[dict]) -> dict
 
 
 def write_probabilities(
-    model: ProteinMPNN, task: Task, config: Config, device: torch.device
+    model: ProteinMPNN, task: Task, config: DesignConfig, device: torch.device
 ) -> None:
     """Write the probability of each letter at each designed residue to a CSV file."""
     per_position = probabilities(model, task, config.probabilities, device).exp().tolist()
     lines = [["residue", "native", *ALPHABET]]
     for position in np.flatnonzero(task.designed):
         chain = task.structure.chains[task.structure.chain_encoding[position] - 1]
-        label = f"{chain}{task.structure.labels[position]}"
-        letters = [f"{value:.6f}" for value in per_position[position]]
-        lines.append([label, task.structure.sequence[position], *letters])
+        row = [f"{chain}{task.structure.labels[position]}", task.structure.sequence[position]]
+        lines.append(row + [f"{value:.6f}" for value in per_position[position]])
     text = "".join(",".join(line) + "\n" for line in lines)
     data.write_text(Path(config.output_dir, f"{task.stem}_probabilities.csv"), text)
 
@@ -266,7 +247,7 @@ def write_probabilities(
 # --- main ----------------------------------------------------------------------------------------
 
 
-def run_task(model: ProteinMPNN, task: Task, config: Config, device: torch.device) -> dict:
+def run_task(model: ProteinMPNN, task: Task, config: DesignConfig, device: torch.device) -> dict:
     """Design or score the sequences of one structure, write its files, and print one line."""
     order = random_orders(task, 1, config.seed).to(device)
     letters = native_letters(task.structure)[None].to(device)  # [1, L]
@@ -294,7 +275,7 @@ def run_task(model: ProteinMPNN, task: Task, config: Config, device: torch.devic
 
 def main(argv: list[str] | None = None) -> int:
     """Run the script with these flags, or with those of the command line; return 0."""
-    config = settings.read(sys.argv[1:] if argv is None else argv)
+    config = read_design_settings(sys.argv[1:] if argv is None else argv)
     path = weights.path_of(config.model_path, config.base_model_dir)
     tasks = read_tasks(config)
     folder = Path(config.output_dir)

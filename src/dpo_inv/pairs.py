@@ -12,6 +12,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,20 +27,25 @@ from dpo_inv.mpnn import ALPHABET, UNKNOWN, encode
 from dpo_inv.structure import Structure
 
 CHAINS = ("chain_id", "design_chains", "fixed_chains")
-FIELDS = ["pdb_file", *CHAINS, "preferred_seq", "unpreferred_seq", "margin_kcal", "mutation", "ddg"]
 MUTABLE = ("mutable_positions", "mutable_ranges", "fixed_residues")
-FIELDS += ["ddG_ML", *MUTABLE]
-IGNORED = ("description", "comment", "weight", "kind", "name")
+OF_PAIRS = {"preferred_seq", "unpreferred_seq", "margin_kcal"}
+OF_MUTANTS = {"mutation", "ddg"}
+FIELDS = {"pdb_file", *CHAINS, *MUTABLE}
+IGNORED = {"description", "comment", "weight", "kind", "name"}
+ALIASES = {  # name in other data sets -> ours
+    **dict.fromkeys(("pdb", "pdb_id", "WT_name"), "pdb_file"),
+    **dict.fromkeys(("mutations", "mut_type"), "mutation"),
+    **dict.fromkeys(("ddG", "ddG_ML"), "ddg"),
+    **{"chain": "chain_id", "margin": "margin_kcal"},
+}
+EMPTY = ("", "-", None)
+# fields that may tell which sequence is better
+DIRECTIONS = "labels?|preference|score|winner|choice|better|(un)?preferred(_(?!seq$).*)?"
 # a residue: its chain, if it is named, and its number with an insertion code
 RESIDUE = r"([A-Za-z]?)(-?\d+[A-Za-z]?)"
 RANGE = re.compile(rf"{RESIDUE}(?:-{RESIDUE})?")
 # a mutation: from a letter, at a residue, to a letter
 MUTATION = re.compile(rf"([{ALPHABET[:-1]}]){RESIDUE}([{ALPHABET[:-1]}])", re.IGNORECASE)
-ALIASES = {"pdb": "pdb_file", "WT_name": "pdb_file", "pdb_id": "pdb_file", "chain": "chain_id"}
-ALIASES |= {"mutations": "mutation", "mut_type": "mutation", "ddG": "ddg", "margin": "margin_kcal"}
-EMPTY = ("", "-", None)
-# names of fields that may tell which sequence is better
-DIRECTIONS = ("label", "labels", "preference", "preferred", "score", "winner", "choice", "better")
 
 
 class Pair(NamedTuple):
@@ -94,37 +100,38 @@ def read(
     Raises UserError for the first malformed item (with on_bad_record="skip" it is dropped), or if
     no item is usable.
     """
-    pairs = []
     dropped: Counter = Counter()  # reason -> number of items
     notes: Counter = Counter()
     signs = []  # of the mutants with a ddG: 1 if the mutant is the stabler one, otherwise -1
 
-    def make(record: Record) -> tuple[Record, Pair]:
-        record = _with_our_names(record, ddg)
-        unused = {"ddg"} if "preferred_seq" in record.data else {"margin_kcal"}
-        unread = ", ".join(sorted(record.data.keys() - ({*FIELDS, *IGNORED} - unused)))
+    def make(record: Record) -> Pair:
+        fields = _our_fields(record, ddg)
+        is_mutant = "preferred_seq" not in fields
+        unread = fields.keys() - FIELDS - IGNORED - (OF_MUTANTS if is_mutant else OF_PAIRS)
         if unread:
-            notes[f"not read: {data.shown(unread)}"] += 1
-        return record, _pair(record, path, backbones, settings)
+            notes[f"not read: {data.shown(', '.join(sorted(unread)))}"] += 1
+        name, convention = "ddG", settings
+        if ddg is None and record.data.get("ddG_ML") not in EMPTY:  # the mega-scale data set
+            name, convention = "ddG_ML", replace(settings, stable_ddg="positive")
+        pair = _pair(record._replace(data=fields), path, backbones, convention)
+        if is_mutant:
+            signs.append(pair.sign)
+            effect = "stabilizes" if convention.stable_ddg == "positive" else "destabilizes"
+            notes[f"a {name} above 0 {effect}"] += 1
+        return pair
 
     source = DataFile(path, "", limit, settings.on_bad_record)
-    for record, pair in data.usable(source, make, dropped):
-        pairs.append(pair)
-        if "preferred_seq" not in record.data:
-            signs.append(pair.sign)
-            name = "ddG_ML" if "ddG_ML" in record.data else "ddG"
-            effect = "stabilizes" if _is_positive_stable(record, settings) else "destabilizes"
-            notes[f"a {name} above 0 {effect}"] += 1
+    pairs = list(data.usable(source, make, dropped))
     report = {"file": path, "used": len(pairs), "dropped": dropped, "notes": notes}
     return pairs, report | {"warnings": _warnings(pairs, signs, settings)}
 
 
-def _with_our_names(record: Record, ddg: float | None) -> Record:
-    """Return a record without its empty fields and with our names for the others.
+def _our_fields(record: Record, ddg: float | None) -> dict[str, Any]:
+    """Return the fields of a record that are not empty, under our names.
 
-    The names of ProteinDPO, of the mega-scale data set and of FireProtDB are known.
+    The names of ProteinDPO, the mega-scale data set and FireProtDB are known. ddg: see `read`.
     """
-    fields = {key: value for key, value in record.data.items() if value not in EMPTY}
+    fields = {name: value for name, value in record.data.items() if value not in EMPTY}
     if "mut_type" in fields:  # in ProteinDPO, `mutation` is the new letter
         fields.pop("mutation", None)
     elif "wild_type" in fields:  # FireProtDB
@@ -132,23 +139,20 @@ def _with_our_names(record: Record, ddg: float | None) -> Record:
         fields["mutation"] = f"{fields.pop('wild_type')}{number}{fields.get('mutation', '')}"
     if "pdb_file" in fields:
         fields.pop("WT_name", None)
-    names = [ALIASES.get(key, key) for key in fields]
-    if len({*names}) < len(names) or {"ddG_ML", "ddg"} <= {*names}:
+    ours = {ALIASES.get(name, name): value for name, value in fields.items()}
+    if len(ours) < len(fields):
         raise UserError(f"{record.location}: two names of one field, such as ddG and ddg")
-    fields = dict(zip(names, fields.values(), strict=True))
     if ddg is not None:
-        fields["ddg"] = ddg
-    elif "ddG_ML" in fields:
-        fields["ddg"] = fields["ddG_ML"]
-    text = str(fields.get("mutation", ""))
+        ours["ddg"] = ddg
+    text = str(ours.get("mutation", ""))
     if text == "wt" or text.startswith(("ins", "del")):
         raise Unusable("not a substitution")
-    if text and "ddg" not in fields and not record.data.keys().isdisjoint(("ddg", "ddG", "ddG_ML")):
+    if text and "ddg" in {ALIASES.get(name, name) for name in record.data} - ours.keys():
         raise Unusable("without a ddG")
-    named = sorted({chain for _, chain, *_ in MUTATION.findall(text)} - {""})
-    if named and not fields.keys() & {*CHAINS}:
-        fields["design_chains"] = named
-    return record._replace(data=fields)
+    chains = sorted({chain for _, chain, *_ in MUTATION.findall(text)} - {""})
+    if chains and not ours.keys() & {*CHAINS}:
+        ours["design_chains"] = chains
+    return ours
 
 
 def _warnings(pairs: Sequence[Pair], signs: Sequence[int], settings: PairSettings) -> list[str]:
@@ -207,10 +211,7 @@ def _backbone(
     design, fixed = chains_of(record.data, record.location)
     key = str(file), design, fixed, settings.homo_oligomer
     if key not in backbones:
-        try:
-            backbones[key] = len(backbones), structure.read(*key)
-        except UserError as error:
-            raise UserError(f"{record.location}: {error}") from error
+        backbones[key] = len(backbones), structure.read(*key)
     return file, *backbones[key]
 
 
@@ -228,14 +229,12 @@ def _sequences(
         ddg = read_number(record, "ddg")
         if ddg == 0:
             raise Unusable("a ddG of 0")
-        is_stabilizing = (ddg > 0) == _is_positive_stable(record, settings)
+        is_stabilizing = (ddg > 0) == (settings.stable_ddg == "positive")
         both = (mutant, wild_type) if is_stabilizing else (wild_type, mutant)
         return *both, abs(ddg)
     for field in record.data:
-        if field.startswith(("preferred_", "unpreferred_")) and not field.endswith("_seq"):
-            raise UserError(f"{record.location}: {field}: not supported; use margin_kcal instead")
-        if field.lower() in DIRECTIONS:
-            hint = "remove it, or swap the two sequences where it names the second one"
+        if re.fullmatch(DIRECTIONS, field, re.IGNORECASE):
+            hint = "put the better sequence first, or use margin_kcal"
             raise UserError(f"{record.location}: {field}: not supported; {hint}")
     preferred = parse_sequence(record, "preferred_seq", backbone)
     unpreferred = parse_sequence(record, "unpreferred_seq", backbone)
@@ -245,11 +244,6 @@ def _sequences(
     if margin < 0:
         raise data.wrong_value(record, "margin_kcal", margin, ">= 0 (or swap the two sequences)")
     return preferred, unpreferred, margin
-
-
-def _is_positive_stable(record: Record, settings: PairSettings) -> bool:
-    """Return whether a ddG above 0 is stabilizing; in the mega-scale data set (ddG_ML) it is."""
-    return settings.stable_ddg == "positive" or "ddG_ML" in record.data
 
 
 def read_number(record: Record, field: str) -> float:
@@ -352,6 +346,14 @@ def parse_sequence(record: Record, field: str, backbone: Structure) -> np.ndarra
         raise UserError(f"{record.location}: {field}: {problem} {hint}")
     sequence[positions] = letters
     return sequence
+
+
+def text_of(letters: np.ndarray, backbone: Structure) -> str:
+    """Return the letters [L] of the designed chains, separated by /, without those in gaps."""
+    positions = backbone.observed & backbone.in_design
+    ends = np.flatnonzero(np.diff(backbone.chain_encoding[positions])) + 1
+    chains = np.split(np.array([*ALPHABET])[letters[positions]], ends)
+    return "/".join("".join(chain) for chain in chains)
 
 
 def chains_of(settings: Mapping, location: str) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -80,7 +80,7 @@ def train_step(
     world = run.world
     averages = metrics.Averages(world)
     size = batches.GROUP_SIZE if config.method == "listwise" else config.batch_size
-    micro_batches = batches.micro_batches(rows, size, world)
+    micro_batches = batches.micro_batches(range(len(rows)), rows, size, world)
     for micro_batch in micro_batches:
         policy.sync_gradients(micro_batch is micro_batches[-1])
         batch = batches.collate([rows[i] for i in micro_batch.index], config, world.device)
@@ -107,7 +107,7 @@ def validate(
     world = run.world
     averages = metrics.Averages(world)
     scores = []
-    micro_batches = batches.micro_batches(rows, batches.GROUP_SIZE, world)
+    micro_batches = batches.micro_batches(range(len(rows)), rows, batches.GROUP_SIZE, world)
     run.bar.begin("Validation", len(micro_batches))
     for micro_batch in micro_batches:
         run.stop_if_requested()

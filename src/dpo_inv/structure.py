@@ -10,7 +10,7 @@ no positions and changes residue_idx only, because ProteinMPNN treats all residu
 apart alike.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -161,17 +161,28 @@ def _tie_copies(path: str | Path, structure: Structure) -> np.ndarray:
     if len({*labels[is_designed]}) == len(labels[is_designed]) and len({*sizes}) == 1:
         places = structure.numbering[is_designed].reshape(len(sizes), -1)
         labels[is_designed] = (places - places[:, :1] + 1).ravel()
-    groups: dict[str | int, list[int]] = {}  # label, or position if it is not designed
-    for position, label in enumerate(labels.tolist()):
-        groups.setdefault(label if is_designed[position] else position, []).append(position)
-    most = max(map(len, groups.values()))
-    for key, group in groups.items():
+    groups: dict[str, list[int]] = {}
+    for position in np.flatnonzero(is_designed).tolist():
+        groups.setdefault(labels[position], []).append(position)
+    are_copies = max(map(len, groups.values()), default=1) > 1
+    for label, group in groups.items():
         letters = {structure.sequence[position] for position in group} - {"X"}
-        if most == 1 or len(letters) > 1:
-            problem = f"residue {key} is {' and '.join(sorted(letters))} in {len(group)} chains"
+        if not are_copies or len(letters) > 1:
+            problem = f"residue {label} is {' and '.join(sorted(letters))} in {len(group)} chains"
             hint = "copies, with the same numbers or with numbers that continue and equal lengths"
             raise UserError(f"{path}: {problem}; --homo_oligomer needs --design_chains of {hint}")
-    return np.stack([np.resize(group, most) for group in groups.values()])
+    return tied_array(groups.values(), len(labels))
+
+
+def tied_array(groups: Iterable[Sequence[int]], length: int) -> np.ndarray:
+    """Return groups of positions as one array [T, C], with each other position in its own group.
+
+    Shorter groups repeat their positions.
+    """
+    alone = {*range(length)}.difference(*groups)
+    rows = sorted([*map(list, groups), *([position] for position in alone)])
+    width = max(map(len, rows))
+    return np.stack([np.resize(row, width) for row in rows])
 
 
 def _read_chains(path: str | Path) -> dict[str, Residues]:

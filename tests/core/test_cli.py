@@ -22,7 +22,7 @@ from conftest import ROOT
 from ddp_utils import UserError, cli
 from ddp_utils.tools import settings as tools
 from dpo_inv import config as protein_config
-from dpo_inv import evaluate, inference_config
+from dpo_inv import evaluate
 from prompt_baking import generate_config
 from prompt_baking import train_config as bake_config
 
@@ -31,7 +31,7 @@ distributed_setup = importlib.import_module("distributed_setup")
 
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 CONFIGS = [Config, train_config.Config, ad_config.Config, evaluate_config.Config]
-CONFIGS += [protein_config.Config, inference_config.Config, evaluate.Config]
+CONFIGS += [protein_config.Config, protein_config.DesignConfig, evaluate.Config]
 CONFIGS += [generate_config.Config, bake_config.Config]
 CONFIGS += [tools.Chat, tools.Merge]
 CONFIGS += [flags for flags, *_ in distributed_setup.COMMANDS.values()]
@@ -92,7 +92,7 @@ def test_flags_become_values_of_their_type(flags, expected, monkeypatch):
 
 def test_lists_positional_arguments_and_a_setting_with_the_name_of_an_alias():
     words = "--temperature 0.1 1 --mutable_positions 3 -4 --fixed_chains --seed 5"
-    settings = cli.parse(inference_config.Config, words.split())
+    settings = cli.parse(protein_config.DesignConfig, words.split())
     assert (settings.temperature, settings.mutable_positions) == ((0.1, 1.0), ("3", "-4"))
     assert (settings.fixed_chains, settings.seed) == ((), 5)
     with pytest.raises(UserError, match="the following arguments are required: folder"):

@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 from conftest import ROOT
-from dpo_inv import inference, inference_config, structure
+from dpo_inv import inference, structure
 from dpo_inv.batches import Batch, Scorer
-from dpo_inv.config import Config
+from dpo_inv.config import Config, DesignConfig
 from dpo_inv.losses import pair_losses
 from dpo_inv.mpnn import ALPHABET, ProteinMPNN, encode
 from golden import seeded
@@ -177,7 +177,7 @@ def test_sampling_has_the_official_probabilities(config, temperature):
 @pytest.mark.parametrize("temperature", ["0.1", "1.0"])
 def test_the_program_draws_as_often_as_the_official_probabilities_say(temperature, monkeypatch):
     """The first letter of a design, whose context is the fixed chain alone: 4000 draws of it."""
-    config = inference_config.Config(design_chains=("B",), fixed_chains=("A",))
+    config = DesignConfig(design_chains=("B",), fixed_chains=("A",))
     task = inference.read_task(ROOT / "data/input/structures/bundle_03.pdb", config)
     fixed = ~torch.from_numpy(task.designed)
     for order in inference.random_orders(task, 9, seed=0):

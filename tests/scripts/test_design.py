@@ -12,12 +12,12 @@ import torch
 
 from conftest import ROOT
 from ddp_utils import UserError
-from dpo_inv import batches, config, inference, inference_config, mpnn, pairs
+from dpo_inv import batches, config, inference, mpnn, pairs
 
 MODEL = ROOT / "data/demo/protein_model.pt"
 BUNDLE = ROOT / "data/input/structures/bundle_00.pdb"
-MONOMER = inference_config.Config(mutable_positions=("6",))
-DIMER = inference_config.Config(design_chains=("A", "B"), homo_oligomer=True)
+MONOMER = config.DesignConfig(mutable_positions=("6",))
+DIMER = config.DesignConfig(design_chains=("A", "B"), homo_oligomer=True)
 
 
 def copies(file, *lacking):
@@ -163,6 +163,14 @@ def test_files_contain_temperatures_and_the_native_sequence(tmp_path, model):
         (["--bias_AA", "AC:1"], "--bias_AA: "),
         (["--bias_AA", "A:nan"], "--bias_AA: "),
         (["--homo_oligomer"], "--homo_oligomer needs --design_chains of copies"),
+        (
+            ["--tied_positions", "A3-5"],
+            "--tied_positions: ('A3-5',) is out of range (expected such",
+        ),
+        (
+            ["--homo_oligomer", "--tied_positions", "A3=A5"],
+            "--tied_positions: --homo_oligomer ties",
+        ),
     ],
 )
 def test_a_mistake_costs_one_line(flags, problem, tmp_path, monkeypatch):
@@ -211,7 +219,7 @@ def tied_log_likelihood(model, pair, letters, order):
 def item_of(dimer, changed=9):
     """Return a pair of the dimer, whose sequences differ in one letter of each chain."""
     task = inference.read_task(dimer, replace(DIMER, homo_oligomer=False))
-    text = inference.text_of(task, mpnn.encode(task.structure.sequence))
+    text = pairs.text_of(mpnn.encode(task.structure.sequence), task.structure)
     other = []
     for chain in text.split("/"):
         letter = "W" if chain[changed] != "W" else "G"
@@ -339,11 +347,7 @@ def test_tied_positions_of_several_states_get_one_letter(model, tmp_path):
     for words, message in {
         ("A3-5=B3-6",): "A3-5=B3-6: its ranges must have the same number of residues",
         ("A3=B3", "B3=C3"): "a residue is tied twice",
-        ("A3-5",): "A3-5: it ties nothing",
     }.items():
         states.tied_positions = words
         with pytest.raises(UserError, match=f"^--tied_positions: {message}"):
             inference.read_task(file, states)
-    states.tied_positions, states.homo_oligomer = ("A3=B3",), True
-    with pytest.raises(UserError, match="^--tied_positions: --homo_oligomer"):
-        inference.read_task(file, states)

@@ -12,9 +12,9 @@ import torch
 
 from conftest import ROOT
 from ddp_utils.distributed import World
-from dpo_inv import batches, inference, inference_config, mpnn, structure
+from dpo_inv import batches, inference, mpnn, structure
 from dpo_inv import pairs as pairs_
-from dpo_inv.config import PairSettings
+from dpo_inv.config import DesignConfig, PairSettings
 
 INPUT = ROOT / "data/input"
 STRUCTURES = sorted(INPUT.glob("structures/*.pdb"))
@@ -69,7 +69,7 @@ def test_the_files_are_what_the_script_makes(make, tmp_path):
 
 def test_the_model_has_begun_to_learn_the_rule():
     """On a validation bundle: how many of the letters that are drawn at 0.5 follow it."""
-    config = inference_config.Config()
+    config = DesignConfig()
     task = inference.read_task(INPUT / "structures/bundle_09.pdb", config)
     model = mpnn.ProteinMPNN.load(MODEL)
     letters, _ = inference.sample(model, task, torch.full((20,), 0.5), config)

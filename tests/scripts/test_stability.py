@@ -349,7 +349,6 @@ def test_margins_of_pairs_are_read_and_needed_where_they_count(tmp_path):
         ("--method ddg --length_average", "--length_average: ddg needs sums"),
         ("--method ddg --beta 1", "--beta: ddg does not use it; leave it out"),
         ("--method listwise --beta 3", "--beta: listwise does not use it; "),
-        ("--num_orders 2 --decoding_order sequential", "--num_orders: there is one sequential"),
     ):
         with pytest.raises(UserError, match=says):
             read_settings(runs.words(flags))
@@ -544,10 +543,10 @@ def test_mutants_are_scored_without_a_ddg(tmp_path, capsys):
     """The table has the log-odds of each mutant, from one decoding of each sequence alone."""
     names = [mutation(3), f"{mutation(5)}:{mutation(9)}", mutation(12)]
     rows = [{"pdb": BUNDLE, "chain": "A", "mutation": name} for name in names]
-    rows[2]["ddG"] = -0.0  # one that was measured, and is not used
-    path = table_of(tmp_path / "a.csv", *rows)
+    path = str(tmp_path / "a.csv")
     flags = [f"--mutants={path}", f"--model_path={MODEL}", f"--output={tmp_path}/scores.csv"]
-    for more in ([], ["--stable_ddg=positive"]):
+    for more, column in (([], "ddG"), (["--stable_ddg=positive"], "ddG"), ([], "ddG_ML")):
+        table_of(path, *rows[:2], rows[2] | {column: -1.0})  # it is not used
         assert evaluate.main([*flags, *more]) == 0
         assert "3 mutants of " in capsys.readouterr().out
         lines = [*csv.DictReader((tmp_path / "scores.csv").read_text().splitlines())]
@@ -586,6 +585,7 @@ def test_evaluate_compares_with_the_model_that_the_training_began_with(
     other = tmp_path / "other.pt"
     changed = mpnn.ProteinMPNN.load(base)
     assert changed.base == {}
+    torch.manual_seed(0)
     torch.nn.init.normal_(changed.W_out.weight)
     changed.save(other)
     assert evaluate.main([*same, f"--base_model_name={other}"]) == 0

@@ -238,7 +238,7 @@ def test_ci_runs_the_test_command_of_the_readme():
 
 
 SETTINGS = ["config", "train_config", "prompt_baking.generate_config", "prompt_baking.train_config"]
-SETTINGS += ["dpo_inv.config", "dpo_inv.inference_config", "ad.config", "ad.evaluate_config"]
+SETTINGS += ["dpo_inv.config", "ad.config", "ad.evaluate_config"]
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
