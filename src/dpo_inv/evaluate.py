@@ -23,13 +23,13 @@ import torch
 
 from ddp_utils import UserError, cli, data, distributed, sampler
 from ddp_utils.data import digest_of_files
-from ddp_utils.distributed import World, to_device
-from ddp_utils.metrics import Averages
+from ddp_utils.distributed import World
 from dpo_inv import batches, inference, mpnn, pairs, weights
 from dpo_inv.config import DesignConfig, PairSettings
 from dpo_inv.mpnn import ProteinMPNN
 from dpo_inv.pairs import Pair
 
+Natives = dict[str, list[float]]  # name -> number of each backbone
 Measure = Callable[[int, np.ndarray], float]  # (model, indices of pairs) -> a number
 
 DRAWS = 1000  # of the bootstrap
@@ -90,28 +90,23 @@ def compare(rows: Sequence[Pair], before: np.ndarray, after: np.ndarray) -> dict
     is_measured = (signs != 0) & np.isfinite(stability)
     gaps = np.stack([before[:, 0] - before[:, 1], after[:, 0] - after[:, 1]])  # [2, N]
 
-    def own(model: int, chosen: np.ndarray) -> float:
-        return (gaps[model, chosen] > 0).mean()
-
     def correlation(model: int, chosen: np.ndarray) -> float:
         return spearman(signs[chosen] * gaps[model, chosen], stability[chosen])
 
     of_protein = [np.flatnonzero(protein == number) for number in np.unique(protein)]
     measured = [indices[is_measured[indices]] for indices in of_protein]
-    values = gain("own", own, of_protein) | gain("spearman", correlation, measured)
+    values = gain("own", lambda model, chosen: (gaps[model, chosen] > 0).mean(), of_protein)
+    values |= gain("spearman", correlation, measured)
     large = [indices for indices in measured if len(indices) >= MIN_MUTANTS]
-    within = np.array([(correlation(0, indices), correlation(1, indices)) for indices in large])
-    within = within[np.isfinite(within).all(-1)] if large else within  # [proteins, 2]
-
-    def mean(model: int, chosen: np.ndarray) -> float:
-        return within[chosen, model].mean()
-
-    return values | gain("spearman_per_protein", mean, list(np.arange(len(within))[:, None]))
+    within = np.array([[correlation(model, indices) for indices in large] for model in (0, 1)])
+    within = within[:, np.isfinite(within).all(0)]  # [2, proteins]
+    return values | gain_of_mean("spearman_per_protein", within)
 
 
-def before_and_after(name: str, before: float, after: float) -> dict[str, float]:
-    """Return both numbers and the gain under their names in metrics.jsonl."""
-    return {f"{name}/before": before, f"{name}/after": after, f"{name}/gain": after - before}
+def gain_of_mean(name: str, numbers: np.ndarray) -> dict[str, float]:
+    """Return the gain of the mean over proteins, see `gain`; numbers: [2, proteins]."""
+    proteins = [*np.arange(numbers.shape[1])[:, None]]
+    return gain(name, lambda model, chosen: numbers[model, chosen].mean(), proteins)
 
 
 def gain(name: str, measure: Measure, groups: list[np.ndarray]) -> dict[str, float]:
@@ -126,7 +121,7 @@ def gain(name: str, measure: Measure, groups: list[np.ndarray]) -> dict[str, flo
     before, after = float(measure(0, indices)), float(measure(1, indices))
     if not np.isfinite(after - before):
         return {}
-    values = before_and_after(name, before, after)
+    values = {f"{name}/before": before, f"{name}/after": after, f"{name}/gain": after - before}
     generator = np.random.default_rng(0)
     gains = []
     for _ in range(DRAWS if len(groups) > 1 else 0):
@@ -143,45 +138,44 @@ def gain(name: str, measure: Measure, groups: list[np.ndarray]) -> dict[str, flo
 
 
 @torch.no_grad()
-def natives(model: ProteinMPNN, rows: Sequence[Pair], seed: int, world: World) -> dict[str, float]:
-    """Return means over the backbones of some pairs; the ranks split the work.
+def natives(model: ProteinMPNN, rows: Sequence[Pair], seed: int, world: World) -> Natives:
+    """Return three numbers of each backbone of some pairs, name -> [N]; the ranks split the work.
 
     nll: of the native sequence, in nats per residue, over random orders. recovery: fraction of the
     letters of designs that are native. diversity: fraction of letters in which two designs differ.
     """
     one_of_each = list({pair.number: pair for pair in rows}.values())
     lengths = [len(pair.preferred) for pair in one_of_each]
-    averages = Averages(world)
     settings = DesignConfig(seed=seed)
-    for [index], weight in sampler.assign_micro_batches(range(len(lengths)), lengths, world, 1):
-        backbone = one_of_each[index].backbone
-        native = inference.native_letters(backbone).to(world.device)  # [L]
-        is_known = mpnn.encode(backbone.sequence) != mpnn.UNKNOWN
-        designed = backbone.in_design & (backbone.mask > 0) & is_known
-        task = inference.Task("", Path(one_of_each[index].name), backbone, designed)
+    micro_batches = sampler.assign_micro_batches(range(len(lengths)), lengths, world, 1)
+    values = []
+    for micro_batch in micro_batches:
+        pair = one_of_each[micro_batch.index[0]]
+        native = inference.native_letters(pair.backbone).to(world.device)  # [L]
+        is_known = mpnn.encode(pair.backbone.sequence) != mpnn.UNKNOWN
+        designed = pair.backbone.in_design & (pair.backbone.mask > 0) & is_known
+        task = inference.Task("", Path(pair.name), pair.backbone, designed)
         letters = native.expand(ORDERS, -1)  # [ORDERS, L]
         orders = inference.random_orders(task, ORDERS, seed).to(world.device)
         log_probs = inference.score(model, task, letters, orders)
         temperatures = torch.full((DESIGNS,), DESIGN_TEMPERATURE, device=world.device)
         designs, _ = inference.sample(model, task, temperatures, settings)
         designs = designs[:, designed]  # [DESIGNS, designed]
+        nll = -log_probs.gather(-1, letters[..., None])[:, designed].mean()
+        recovery = (designs == native[designed]).float().mean()
         differ = designs[:, None] != designs  # [DESIGNS, DESIGNS, designed]
-        values = {
-            "nll": -log_probs.gather(-1, letters[..., None])[:, designed].mean(),
-            "recovery": (designs == native[designed]).float().mean(),
-            # without the diagonal, where a design is compared with itself
-            "diversity": differ.float().mean() * len(designs) / (len(designs) - 1),
-        }
-        per_backbone = {name: value[None] for name, value in values.items()}
-        averages.add(per_backbone, to_device(weight, world.device))
-    return averages.reduce()
+        # without the diagonal, where a design is compared with itself
+        diversity = differ.float().mean() * DESIGNS / (DESIGNS - 1)
+        values.append(torch.stack([nll, recovery, diversity])[None])
+    table = distributed.gather_by_index(len(lengths), micro_batches, values, world)  # [N, 3]
+    return dict(zip(("nll", "recovery", "diversity"), table.T.tolist(), strict=True))
 
 
-def gains(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """Return natives() of two models under the names of LABELS."""
+def compare_natives(before: Natives, after: Natives) -> dict[str, float]:
+    """Return the gain of each number of natives(), as a mean over proteins."""
     values: dict[str, float] = {}
-    for name in ("nll", "recovery", "diversity"):
-        values |= before_and_after(f"natives/{name}", before[name], after[name])
+    for name in before:
+        values |= gain_of_mean(f"natives/{name}", np.array([before[name], after[name]]))
     return values
 
 
@@ -190,11 +184,10 @@ def describe(values: dict[str, float]) -> str:
     lines = []
     for name, label in LABELS.items():
         if f"{name}/gain" in values:
-            before, after = values[f"{name}/before"], values[f"{name}/after"]
-            line = f"  {label}: {before:.4f} -> {after:.4f}, gain {values[f'{name}/gain']:+.4f}"
+            before, after, gain = (values[f"{name}/{key}"] for key in ("before", "after", "gain"))
+            line = f"  {label}: {before:.4f} -> {after:.4f}, gain {gain:+.4f}"
             if f"{name}/gain_low" in values:
-                low, high = values[f"{name}/gain_low"], values[f"{name}/gain_high"]
-                line += f" [{low:+.4f}, {high:+.4f}]"
+                line += f" [{values[f'{name}/gain_low']:+.4f}, {values[f'{name}/gain_high']:+.4f}]"
             lines.append(line)
     return "\n".join(lines)
 
@@ -255,7 +248,7 @@ def main(argv: list[str] | None = None) -> int:
         log_probs = batches.score(batches.Scorer(model), rows, config, world)
         scores.append(log_probs.cpu().numpy())
         of_natives.append(natives(model, rows, config.seed, world))
-    values = {"pairs": len(rows), **compare(rows, *scores), **gains(*of_natives)}
+    values = {"pairs": len(rows), **compare(rows, *scores), **compare_natives(*of_natives)}
     print(describe(values))
     if config.output:
         data.write_json(config.output, values)

@@ -128,11 +128,7 @@ def validate(
         del means[name]  # all pairs are ties
     # the exponential of more than 709 is not a float
     means["perplexity"] = math.exp(means["nll"]) if means["nll"] < 700 else math.inf
-    means |= evaluate.compare(rows, ref_logps.cpu().numpy(), after.cpu().numpy())
-    if step == run.steps:
-        natives = evaluate.natives(scorer.model, rows, config.seed, world)
-        means |= evaluate.gains(run.results["natives"], natives)
-    return means
+    return means | evaluate.compare(rows, ref_logps.cpu().numpy(), after.cpu().numpy())
 
 
 # --- epochs --------------------------------------------------------------------------------------
@@ -241,9 +237,9 @@ def main(argv: list[str] | None = None) -> int:
         ref_logps = run.reference_logps(depends_on, data, used, score)
         schedule_options = config.lr_scheduler, config.warmup_ratio, config.weight_decay
         optimizer, schedule = policies.make_optimizer(policy, peak, plan.steps, *schedule_options)
+        natives = functools.partial(evaluate.natives, model, data["val"], config.seed, world)
+        natives_before = run.once("natives", natives) if data["val"] else {}
         done = run.restore(policy, optimizer, schedule)
-        if data["val"] and not done:
-            run.results["natives"] = evaluate.natives(model, data["val"], config.seed, world)
 
         def end_epoch(step: int) -> None:
             if not plan.due(0, step) or run.validated >= step:
@@ -251,6 +247,8 @@ def main(argv: list[str] | None = None) -> int:
             values: dict[str, float] = {}
             if data["val"]:
                 values = validate(scorer, step, data["val"], ref_logps["val"], config, run)
+                if step == plan.steps:
+                    values |= evaluate.compare_natives(natives_before, natives())
                 run.results["before" if step == 0 < plan.steps else "val"] = values
             run.log(step, values, "val", echo=False)
             if step or not plan.steps:
