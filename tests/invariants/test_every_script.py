@@ -256,7 +256,8 @@ def test_stopped_and_killed_it_goes_on_to_the_bit(name, size, data, tmp_path):
 
 WORSE = "--learning_rate={} --lr_scheduler=constant --keep_checkpoints=1 --save_best"
 BEST = {  # flags of a run whose validation is not lowest at its end
-    "dpo, all weights": WORSE.format("3e-3") + " --val_data={swapped}",
+    # A shorter run scores fewer pairs under a reference, in other batches, with other rounding.
+    "dpo, all weights": WORSE.format("3e-3") + " --val_data={swapped} --method=simpo",
     "sft": WORSE.format("2e-2") + " --type=full",
     "sft, fsdp": WORSE.format("2e-2") + " --type=full --use_fsdp",
     "sft, zero3": WORSE.format("2e-2") + " --type=full --deepspeed={zero}",
