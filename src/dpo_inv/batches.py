@@ -158,8 +158,7 @@ class Batch(NamedTuple):
 
     structure: list[Tensor]  # coords [L, 4, 3], mask, residue_idx, chain_encoding [L]
     sequences: Tensor  # [S, L]: all preferred ones, then all unpreferred ones
-    decoded: Tensor  # [S, L], or [S / 2, L] if the log-probs of both halves are the same
-    orders: Tensor  # [S or S / 2, T, C]
+    orders: Tensor  # [S, T, C], or [S / 2, T, C] if both halves have the same log-probs
     tied: Tensor  # [T, C] positions that share a letter
     tied_weights: Tensor  # [L] see Structure.tied_weights
     targets: Tensor  # [B, T] the letters whose log-probs are summed
@@ -188,12 +187,11 @@ def collate(pairs: Sequence[Pair], settings: PairSettings, device: torch.device 
     # have the same log-probs.
     differ_once = all(pair.mutated[backbone.tied].any(-1).sum() == 1 for pair in pairs)
     halves = 1 if differ_once and settings.decoding_order == "mutated_last" else 2
-    decoded = sequences[: halves * len(orders)]
     orders = np.concatenate([orders] * halves)
     targets = np.stack([pair.targets for pair in pairs])
     margins = np.array([pair.margin for pair in pairs])
     signs = np.array([pair.sign for pair in pairs])
-    arrays = sequences, decoded, orders, backbone.tied, backbone.tied_weights, targets
+    arrays = sequences, orders, backbone.tied, backbone.tied_weights, targets
     tensors = [to_device(array, device) for array in (*arrays, margins, signs)]
     return Batch(structure_tensors(backbone, device), *tensors)
 
@@ -217,7 +215,8 @@ class Scorer(ScorerModule):
         They are summed over the targets and averaged over the decoding orders.
         """
         encoded = self.model.encode(*batch.structure)  # once for all sequences
-        log_probs = self.model.decode(encoded, batch.decoded, batch.orders)
+        decoded = batch.sequences[: len(batch.orders)]
+        log_probs = self.model.decode(encoded, decoded, batch.orders)
         log_probs = log_probs.repeat(len(batch.sequences) // len(log_probs), 1, 1)  # [S, L, 21]
         has_copies = batch.tied.shape[1] > 1
         if has_copies:  # the letter of tied positions: the softmax of the mean of their log-probs
@@ -237,7 +236,7 @@ class Scorer(ScorerModule):
         letters = torch.arange(4, device=device).expand(2, 4)
         structure = [coords, ones, letters[0], ones.long()]
         tied = letters[0, :, None], ones, ones.bool()[None]
-        return Batch(structure, letters, letters, letters, *tied, ones[:1], ones[:1])
+        return Batch(structure, letters, letters, *tied, ones[:1], ones[:1])
 
 
 @torch.no_grad()

@@ -117,8 +117,9 @@ class EdgeNetwork(torch.autograd.Function):
     def forward(ctx: Any, valid: Tensor | None, keep: bool, *inputs: Tensor) -> Tensor:
         """Return the sums [S, L, H], or without `valid` the messages themselves, [S, L, K, H].
 
-        valid: [L, K]; keep: whether there will be a backward pass; inputs: those of `edge_network`
-        and the weight and the bias of W2.
+        valid: [L, K]; keep: whether there will be a backward pass; inputs: the terms of
+        `edge_network`, the products of the nodes, [1 or S, L, H], the columns of W1 for edges, and
+        the weight and the bias of W2.
         """
         table, indices, edges, own, edge_weight, weight, bias = inputs
         outputs = own.new_empty(indices.shape[: 2 if valid is not None else 3] + weight.shape[:1])
@@ -169,11 +170,16 @@ def _blocks(indices: Tensor) -> list[slice]:
     return [slice(start, start + size) for start in range(0, length, size)]
 
 
-def edge_network(second: nn.Linear, valid: Tensor | None, *terms: Tensor) -> Tensor:
-    """Apply EdgeNetwork with W2 = `second`.
+def edge_network(
+    first: nn.Linear, second: nn.Linear, valid: Tensor | None, nodes: Tensor, *terms: Tensor
+) -> Tensor:
+    """Apply EdgeNetwork with W1 = `first` and W2 = `second`.
 
-    terms: the table with the terms of the neighbors, [R, H]; the neighbors' rows in it, [S, L, K];
-    the edges, [L, K, H]; the terms of the residues, [1 or S, L, H]; the columns of W1 for edges.
+    The input of W1 begins with the node and the edge. They are not concatenated, because the
+    products of nodes are computed once per residue. nodes: [1 or S, L, H]; terms: the table with
+    the products of the neighbors, [R, H]; the neighbors' rows in it, [S, L, K]; edges, [L, K, H].
     """
-    keep = torch.is_grad_enabled()
-    return EdgeNetwork.apply(valid, keep, *terms, second.weight, second.bias)
+    for_node, for_edge, *_ = first.weight.split(first.out_features, 1)
+    own = functional.linear(nodes, for_node, first.bias)
+    parameters = for_edge, second.weight, second.bias
+    return EdgeNetwork.apply(valid, torch.is_grad_enabled(), *terms, own, *parameters)

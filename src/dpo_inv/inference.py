@@ -19,6 +19,7 @@ import itertools
 import math
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,25 +50,22 @@ class Task(NamedTuple):
 def read_tasks(config: DesignConfig) -> list[Task]:
     """Return a task for each structure; raise UserError for a mistake in a file."""
     text = data.content(config.pdb_list) if config.pdb_list else config.pdb_file
-    files = [data.resolve(line.strip()) for line in text.split("\n") if line.strip()]
-    tasks: dict[str, Task] = {}
-    for file in files:
-        task = read_task(file, config)
-        if task.stem in tasks:
-            raise UserError(f"{config.pdb_list}: {task.stem} occurs twice; rename one of the files")
-        tasks[task.stem] = task
-    return list(tasks.values())
+    names = filter(None, map(str.strip, text.split("\n")))
+    tasks = [read_task(data.resolve(name), config) for name in names]
+    for stem, count in Counter(task.stem for task in tasks).items():
+        if count > 1:
+            raise UserError(f"{config.pdb_list}: {stem} occurs twice; rename one of the files")
+    return tasks
 
 
 def read_task(file: Path, config: DesignConfig) -> Task:
     """Return the task for one structure."""
-    design, fixed = pairs.chains_of(vars(config), "--design_chains")
-    backbone = structure.read(file, design, fixed, config.homo_oligomer)
+    backbone = structure.read(file, *pairs.chains_of(vars(config)), config.homo_oligomer)
     if backbone.note:
         print(f"warning: {backbone.note}")
     if config.tied_positions:
         backbone = backbone._replace(tied=tie(config, backbone))
-    designed = pairs.mutable(vars(config), backbone, str(file), config.numbering)
+    designed = pairs.mutable(vars(config), backbone, config.numbering)
     designed &= backbone.mask > 0
     # 1abc for 1abc.pdb and 1abc.cif.gz, 1abc.A for 1abc.A.pdb
     stem = re.sub(r"\.(pdb|ent|cif|mmcif)(\.gz)?$", "", file.name, flags=re.I)
@@ -104,8 +102,8 @@ def read_fasta(path: str, backbone: Structure) -> tuple[list[str], Tensor]:
     for entry in entries:
         name, _, text = entry.partition("\n")
         names.append(name.strip())
-        record = data.Record(f"{path}: {data.shown(names[-1])}", {"sequence": text})
-        sequences.append(pairs.parse_sequence(record, "sequence", backbone))
+        where = f"{path}: {data.shown(names[-1])}"
+        sequences.append(pairs.parse_sequence(text, backbone, where))
     return names, torch.from_numpy(np.stack(sequences))
 
 

@@ -25,10 +25,6 @@ from dpo_inv.edges import Features, edge_network, gather_rows, nearest
 ALPHABET = "ACDEFGHIKLMNPQRSTVWYX"  # X: unknown or missing
 UNKNOWN = ALPHABET.index("X")
 SCALE = 30  # divides each sum of messages, whatever the number of neighbors
-UNREADABLE: tuple[type[Exception], ...] = (  # what torch.load and `load` raise for other files
-    torch.serialization.pickle.UnpicklingError,  # for a file with more than tensors and numbers
-    *(OSError, EOFError, LookupError, AttributeError, RuntimeError, TypeError, ValueError),
-)
 
 
 def encode(text: str) -> np.ndarray:
@@ -65,17 +61,20 @@ class Layer(nn.Module):
         self.dense = nn.ModuleDict({"W_in": nn.Linear(hidden, 4 * hidden)})
         self.dense["W_out"] = nn.Linear(4 * hidden, hidden)
 
-    def update(self, nodes: Tensor, summed: Tensor, valid: Tensor, mask: Tensor) -> Tensor:
-        """Return the new nodes [..., H].
+    def update(self, nodes: Tensor, table: Tensor, indices: Tensor, encoded: Encoded) -> Tensor:
+        """Return the new nodes [S, L, H].
 
-        summed: sums of gelu(W2 ...) over the valid edges, [..., H].
+        table: the terms of all neighbors in messages, [R, H]; indices: of the neighbors in it,
+        [S, L, K]; encoded: its nodes and neighbors are not used.
         """
+        layers = self.W1, self.W2
+        summed = edge_network(*layers, encoded.valid, nodes, table, indices, encoded.edges)
         # W3 is linear, so it is applied after the sum, to K times fewer vectors
         message = functional.linear(summed, self.W3.weight)
-        message = message + self.W3.bias * valid.sum(-1, keepdim=True)
+        message = message + self.W3.bias * encoded.valid.sum(-1, keepdim=True)
         nodes = self.norm1(nodes + message / SCALE)
         widened = functional.gelu(self.dense["W_in"](nodes))
-        return self.norm2(nodes + self.dense["W_out"](widened)) * mask[..., None]
+        return self.norm2(nodes + self.dense["W_out"](widened)) * encoded.mask[..., None]
 
 
 class EncoderLayer(Layer):
@@ -90,24 +89,14 @@ class EncoderLayer(Layer):
 
     def forward(self, encoded: Encoded) -> Encoded:
         """Return the backbone with new nodes and edges."""
-        summed = self.messages(self.W1, self.W2, encoded, encoded.valid)[0]
-        nodes = self.update(encoded.nodes, summed, encoded.valid, encoded.mask)
-        encoded = encoded._replace(nodes=nodes)
-        change = self.W13(self.messages(self.W11, self.W12, encoded)[0])
-        return encoded._replace(edges=self.norm3(encoded.edges + change))
-
-    def messages(
-        self, first: nn.Linear, second: nn.Linear, encoded: Encoded, valid: Tensor | None = None
-    ) -> Tensor:
-        """Apply two layers to [node | edge | neighbor's node] of every edge; see EdgeNetwork.
-
-        The three are not concatenated: the products of nodes are computed once per residue.
-        """
-        for_node, for_edge, for_neighbor = first.weight.chunk(3, 1)
-        table = functional.linear(encoded.nodes, for_neighbor)
-        own = functional.linear(encoded.nodes, for_node, first.bias)[None]
-        neighbors = encoded.neighbors[None]
-        return edge_network(second, valid, table, neighbors, encoded.edges, own, for_edge)
+        indices = encoded.neighbors[None]
+        table = functional.linear(encoded.nodes, self.W1.weight.chunk(3, 1)[2])
+        nodes = self.update(encoded.nodes[None], table, indices, encoded)  # [1, L, H]
+        table = functional.linear(nodes[0], self.W11.weight.chunk(3, 1)[2])
+        layers = self.W11, self.W12
+        messages = edge_network(*layers, None, nodes, table, indices, encoded.edges)[0]
+        edges = self.norm3(encoded.edges + self.W13(messages))
+        return encoded._replace(nodes=nodes[0], edges=edges)
 
 
 class DecoderLayer(Layer):
@@ -120,32 +109,17 @@ class DecoderLayer(Layer):
     def __init__(self, hidden: int):
         super().__init__(hidden, inputs=4)
 
-    def blocks(self) -> tuple[Tensor, ...]:
-        """Return W1's columns for the node, the edge, the neighbor's letter and its node."""
-        return self.W1.weight.chunk(4, 1)
-
-    def forward(self, nodes: Tensor, table: Tensor, indices: Tensor, encoded: Encoded) -> Tensor:
-        """Return the new nodes [S, L, H].
-
-        table: the terms of all neighbors, [R, H]; indices: of the neighbors in it, [S, L, K].
-        """
-        for_node, for_edge, *_ = self.blocks()
-        own = functional.linear(nodes, for_node, self.W1.bias)
-        terms = table, indices, encoded.edges, own, for_edge
-        summed = edge_network(self.W2, encoded.valid, *terms)
-        return self.update(nodes, summed, encoded.valid, encoded.mask)
-
     def undecoded_term(self, encoder_nodes: Tensor) -> Tensor:
         """Return the terms of residues in messages to those decoded before them, [..., H]."""
-        return functional.linear(encoder_nodes, self.blocks()[3])
+        return functional.linear(encoder_nodes, self.W1.weight.chunk(4, 1)[3])
 
     def decoded_term(self, nodes: Tensor, letters: Tensor, embedding: Tensor) -> Tensor:
         """Return the terms of residues in messages to those decoded after them, [..., H].
 
         nodes: [..., H]; letters: [...]; embedding: of the letters, [21, H].
         """
-        of_letter = functional.linear(embedding, self.blocks()[2])  # [21, H]
-        return gather_rows(of_letter, letters) + functional.linear(nodes, self.blocks()[3])
+        of_letter = functional.linear(embedding, self.W1.weight.chunk(4, 1)[2])  # [21, H]
+        return gather_rows(of_letter, letters) + self.undecoded_term(nodes)
 
 
 # --- model ---------------------------------------------------------------------------------------
@@ -215,7 +189,7 @@ class ProteinMPNN(nn.Module):
         for layer in self.decoder_layers:
             table = layer.decoded_term(nodes, sequences, self.W_s.weight)  # [S, L, H]
             table = torch.cat([table.flatten(0, 1), layer.undecoded_term(encoded.nodes)])
-            nodes = layer(nodes, table, indices, encoded)
+            nodes = layer.update(nodes, table, indices, encoded)
         return self.W_out(nodes).log_softmax(-1)
 
     # sampling
@@ -243,7 +217,7 @@ class ProteinMPNN(nn.Module):
             indices = decoded.neighbors.unflatten(0, residues.shape) + starts[:, None, None]
             nodes = [decoded.nodes[None]]  # [1, S C, H], then those of each layer
             for layer, table in zip(layers, tables, strict=True):
-                nodes.append(layer(nodes[-1], table, indices.flatten(0, 1)[None], decoded))
+                nodes.append(layer.update(nodes[-1], table, indices.flatten(0, 1)[None], decoded))
             log_probs[rows] = self.W_out(nodes[-1][0]).log_softmax(-1)
             letters = choose(residues, log_probs[rows].unflatten(0, residues.shape)).flatten()
             sequences[rows] = letters
@@ -267,7 +241,7 @@ class ProteinMPNN(nn.Module):
             model.noise_level = float(saved.get("noise_level", 0))
             model.base = {key: str(text) for key, text in saved.get("base", {}).items()}
             model.load_state_dict(tensors)
-        except UNREADABLE as error:
+        except Exception as error:  # whatever another kind of file leads to
             problem = f"{file}: not a ProteinMPNN checkpoint: {' '.join(str(error).split()):.200}"
             raise UserError(f"{problem}; use a full-backbone one such as v_48_020.pt") from error
         return model

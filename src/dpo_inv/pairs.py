@@ -1,7 +1,8 @@
 """Read preference pairs of sequences, or mutations with a ddG, and check them.
 
 An item names a structure, its designed chains and two sequences of these, or mutations and their
-ddG; docs/protein_dpo.md lists its fields. A sequence has L positions: those of all chains that are
+ddG; docs/protein_dpo.md lists its fields. Errors about an item begin with its field, to which
+data.usable adds the file and the line. A sequence has L positions: those of all chains that are
 read, designed chains first. The ddG is the folding free energy of the mutant minus that of the wild
 type, in kcal/mol: positive if the mutant is less stable, as in FireProtDB.
 """
@@ -141,7 +142,7 @@ def _our_fields(record: Record, ddg: float | None) -> dict[str, Any]:
         fields.pop("WT_name", None)
     ours = {ALIASES.get(name, name): value for name, value in fields.items()}
     if len(ours) < len(fields):
-        raise UserError(f"{record.location}: two names of one field, such as ddG and ddg")
+        raise UserError("two names of one field, such as ddG and ddg")
     if ddg is not None:
         ours["ddg"] = ddg
     text = str(ours.get("mutation", ""))
@@ -175,44 +176,42 @@ def _warnings(pairs: Sequence[Pair], signs: Sequence[int], settings: PairSetting
 
 def _pair(record: Record, source: str, backbones: dict, settings: PairSettings) -> Pair:
     """Return the pair of one item; raise UserError or Unusable."""
-    file, number, backbone = _backbone(record, source, backbones, settings)
+    number, backbone = _backbone(record, source, backbones, settings)
     if len(backbone.sequence) > settings.max_length:
         raise Unusable("longer than max_length")
     preferred, unpreferred, margin = _sequences(record, backbone, settings)
-    designed = mutable(record.data, backbone, record.location, settings.numbering)
+    designed = mutable(record.data, backbone, settings.numbering)
     for position in np.flatnonzero((preferred != unpreferred) & ~designed):
         problem = f"the sequences differ at residue {backbone.labels[position]}, which is fixed"
-        hint = f"add it to mutable_positions (--numbering is {settings.numbering})"
-        raise UserError(f"{record.location}: {problem}; {hint}")
+        raise UserError(f"{problem}; add it to mutable_positions, in {settings.numbering} numbers")
     designed &= backbone.mask > 0
     both = np.stack([preferred, unpreferred])  # [2, L]
     first = backbone.tied[:, 0]
     if (both[:, backbone.tied] != both[:, first, None]).any():
-        raise UserError(f"{record.location}: the copies of --homo_oligomer differ")
+        raise UserError("the copies of --homo_oligomer differ")
     targets = designed[backbone.tied].any(-1) & (both[:, first] != UNKNOWN).all(0)  # [T]
     if not (targets & (preferred != unpreferred)[first]).any():
         raise Unusable("the same sequence twice")
-    name = " ".join([file.name, *backbone.chains])
+    name = " ".join([backbone.name, *backbone.chains])
     arrays = preferred, unpreferred, designed, targets, np.float64(margin)
     return Pair(record.location, name, number, backbone, *arrays)
 
 
 def _backbone(
     record: Record, source: str, backbones: dict, settings: PairSettings
-) -> tuple[Path, int, Structure]:
-    """Return the file, the number and the structure of an item's backbone."""
+) -> tuple[int, Structure]:
+    """Return the number and the structure of an item's backbone."""
     name = data.text(record, "pdb_file").split("|")[0]  # FireProtDB lists several structures
     folder = data.resolve(source).parent
     names = name, f"{name}.pdb", f"{name}.cif"
     files = [*(folder / name for name in names), *map(data.resolve, names)]
     file = next(filter(Path.is_file, files), None)
     if not file:
-        raise UserError(f"{record.location}: pdb_file: no file {name:.200} in {folder} or here")
-    design, fixed = chains_of(record.data, record.location)
-    key = str(file), design, fixed, settings.homo_oligomer
+        raise UserError(f"pdb_file: no file {name:.200} in {folder} or here")
+    key = str(file), *chains_of(record.data), settings.homo_oligomer
     if key not in backbones:
         backbones[key] = len(backbones), structure.read(*key)
-    return file, *backbones[key]
+    return backbones[key]
 
 
 def _sequences(
@@ -222,9 +221,8 @@ def _sequences(
     if "preferred_seq" not in record.data:
         if "ddg" not in record.data:
             problem = f"neither this field nor preferred_seq is among {data.names_of(record)}"
-            hint = "rename the field of the ddG in kcal/mol; --stable_ddg says which sign is stable"
-            raise UserError(f"{record.location}: ddg: {problem}; {hint}")
-        mutant = mutant_of(record, backbone, settings.numbering)
+            raise UserError(f"ddg: {problem}; rename the field of the ddG in kcal/mol")
+        mutant = mutant_of(data.text(record, "mutation"), backbone, settings.numbering)
         wild_type = encode(backbone.sequence)
         ddg = read_number(record, "ddg")
         if ddg == 0:
@@ -235,12 +233,11 @@ def _sequences(
     for field in record.data:
         if re.fullmatch(DIRECTIONS, field, re.IGNORECASE):
             hint = "put the better sequence first, or use margin_kcal"
-            raise UserError(f"{record.location}: {field}: not supported; {hint}")
-    preferred = parse_sequence(record, "preferred_seq", backbone)
-    unpreferred = parse_sequence(record, "unpreferred_seq", backbone)
-    if "margin_kcal" not in record.data:
-        return preferred, unpreferred, math.nan
-    margin = read_number(record, "margin_kcal")
+            raise UserError(f"{field}: not supported; {hint}")
+    texts = data.text(record, "preferred_seq"), data.text(record, "unpreferred_seq")
+    preferred = parse_sequence(texts[0], backbone, "preferred_seq")
+    unpreferred = parse_sequence(texts[1], backbone, "unpreferred_seq")
+    margin = read_number(record, "margin_kcal") if "margin_kcal" in record.data else math.nan
     if margin < 0:
         raise data.wrong_value(record, "margin_kcal", margin, ">= 0 (or swap the two sequences)")
     return preferred, unpreferred, margin
@@ -255,15 +252,15 @@ def read_number(record: Record, field: str) -> float:
     raise data.wrong_value(record, field, value, "a number, in kcal/mol")
 
 
-def mutant_of(record: Record, backbone: Structure, numbering: str) -> np.ndarray:
-    """Return the structure's own sequence with the mutations of a record, [L].
+def mutant_of(mutations: str, backbone: Structure, numbering: str) -> np.ndarray:
+    """Return the structure's own sequence with some mutations, [L].
 
     Mutations are written A23V or A23V:L45F, or with the chain behind the first letter: AB23V.
     numbering: see `find`. Raises UserError if a mutation does not fit the backbone.
     """
     letters = encode(backbone.sequence)
-    for text in re.split(r"[\s,;:/+]+", data.text(record, "mutation").strip()):
-        where = f"{record.location}: mutation: {data.shown(text)}"
+    for text in re.split(r"[\s,;:/+]+", mutations.strip()):
+        where = f"mutation: {data.shown(text)}"
         match = MUTATION.fullmatch(text)
         if not match:
             raise UserError(f"{where} is not a mutation (expected A23V, or A23V:L45F)")
@@ -295,7 +292,7 @@ def find(chain: str, label: str, backbone: Structure, numbering: str, where: str
     count = labels.count(label.upper())
     if count != 1:
         hint = f"name the chain, as in A{label}" if count else f"--numbering is {numbering}"
-        raise UserError(f"{where}: {count} residues {chain}{label}; {hint}")
+        raise UserError(f"{where}: {count} residues {chain}{label} in {backbone.name}; {hint}")
     return int(positions[labels.index(label.upper())])
 
 
@@ -320,17 +317,16 @@ def positions_of(value: Any, backbone: Structure, numbering: str, where: str) ->
     return positions
 
 
-def parse_sequence(record: Record, field: str, backbone: Structure) -> np.ndarray:
-    """Return the sequence in a field as numbers [L]: X in gaps, the structure's own in the context.
+def parse_sequence(text: str, backbone: Structure, where: str) -> np.ndarray:
+    """Return a sequence as numbers [L]: X in gaps, the structure's own in the context.
 
     The text must have one letter for each residue of the designed chains, or for each residue
     number including skipped ones, or for each residue that is not modified; otherwise UserError.
     """
-    text = "".join(data.text(record, field).split())  # FASTA has line breaks
-    text = text.upper().replace("/", "").replace("-", "X")
+    text = re.sub(r"[\s/]", "", text).upper().replace("-", "X")  # FASTA has line breaks
     invalid = sorted({*text} - {*ALPHABET})
     if invalid:
-        raise UserError(f"{record.location}: {field}: {', '.join(invalid)!r} not in {ALPHABET}")
+        raise UserError(f"{where}: {', '.join(invalid)!r} not in {ALPHABET}")
     letters = encode(text)
     sequence = encode(backbone.sequence)
     observed = backbone.observed & backbone.in_design
@@ -342,8 +338,7 @@ def parse_sequence(record: Record, field: str, backbone: Structure) -> np.ndarra
     positions = unmodified if len(letters) == unmodified.sum() else observed
     if len(letters) != positions.sum():
         problem = f"{len(letters)} letters, but the designed chains have {observed.sum()} residues"
-        hint = f"({length} with numbering gaps); use one letter for each"
-        raise UserError(f"{record.location}: {field}: {problem} {hint}")
+        raise UserError(f"{where}: {problem} ({length} with numbering gaps); use one letter each")
     sequence[positions] = letters
     return sequence
 
@@ -356,21 +351,21 @@ def text_of(letters: np.ndarray, backbone: Structure) -> str:
     return "/".join("".join(chain) for chain in chains)
 
 
-def chains_of(settings: Mapping, location: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def chains_of(settings: Mapping) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the names of the designed and of the fixed chains; () for the first protein chain."""
     for field in CHAINS:
         names = settings.get(field) or ""
         if not isinstance(names, str | list | tuple) or {*map(type, names)} - {str}:
-            raise UserError(f"{location}: {field}: {names!r:.60} (expected a list of chain names)")
+            raise UserError(f"{field}: {names!r:.60} (expected a list of chain names)")
     chain, design, fixed = (settings.get(field) or () for field in CHAINS)
     if chain and design:
-        raise UserError(f"{location}: chain_id and design_chains; use only one of them")
+        raise UserError("chain_id and design_chains; use only one of them")
     if fixed and not (chain or design):
-        raise UserError(f"{location}: fixed_chains without design_chains; name these as well")
+        raise UserError("fixed_chains without design_chains; name these as well")
     return (chain,) if chain else tuple(design), tuple(fixed)
 
 
-def mutable(settings: Mapping, backbone: Structure, location: str, numbering: str) -> np.ndarray:
+def mutable(settings: Mapping, backbone: Structure, numbering: str) -> np.ndarray:
     """Return where letters may differ, [L] bool: all designed chains, or the named residues.
 
     mutable_positions and mutable_ranges are combined; fixed_residues are excluded. numbering: see
@@ -379,8 +374,7 @@ def mutable(settings: Mapping, backbone: Structure, location: str, numbering: st
     masks = []
     for field in MUTABLE:
         mask = np.zeros_like(backbone.in_design)
-        where = f"{location}: {field}"
-        mask[positions_of(settings.get(field) or (), backbone, numbering, where)] = True
+        mask[positions_of(settings.get(field) or (), backbone, numbering, field)] = True
         mask[backbone.tied] = mask[backbone.tied].any(-1, keepdims=True)  # all copies of a position
         masks.append(mask)
     named = masks[0] | masks[1]

@@ -58,14 +58,13 @@ def read_data(config: Config, world: World) -> tuple[Data, dict[str, dict]]:
     elif len(train) >= 10:
         data["train"], data["val"] = batches.split(train, config.seed)
         names = sorted({pair.name for pair in data["val"]})
-        held_out = {"used": len(data["val"]), "held_out": names, "warnings": []}
-        reports["val"] = report | held_out
+        reports["val"] = report | {"used": len(data["val"]), "held_out": names, "warnings": []}
         report["used"] = len(data["train"])
     if config.method in MEASURED_METHODS or config.weighting == "margin":
         pairs.check_margins(data["train"] + data["val"], config.method, config.weighting)
     if not data["val"]:
-        warning = "warning: 0 validation pairs; use --val_data FILE, or more structures"
-        report["warnings"].append(warning)
+        problem = "0 validation pairs; use --val_data FILE, or more structures"
+        report["warnings"].append(f"warning: {problem}")
     sampler.check_enough_rows(config.train_data, data, world)
     return data, reports
 

@@ -50,13 +50,14 @@ class Structure(NamedTuple):
     residue_idx: np.ndarray  # [L] int64: index over all chains, + 100 with each further chain
     chain_encoding: np.ndarray  # [L] int64: 1, 2, ...
     sequence: str  # L letters of ACDEFGHIKLMNPQRSTVWYX
-    chains: tuple[str, ...]
-    observed: np.ndarray  # [L] bool: the file has this residue; False in a gap
-    in_design: np.ndarray  # [L] bool: positions of the designed chains, which come first
-    numbering: np.ndarray  # [L] int64: Position.number
     labels: tuple[str, ...]  # [L] Position.label
+    observed: np.ndarray  # [L] bool: the file has this residue; False in a gap
+    numbering: np.ndarray  # [L] int64: Position.number
+    chains: tuple[str, ...]
+    in_design: np.ndarray  # [L] bool: positions of the designed chains, which come first
     tied: np.ndarray  # [T, C] int64: positions that share a letter; C is 1 without homo_oligomer
-    note: str = ""  # what the user should know about how the file was read, in one line
+    name: str  # of the file
+    note: str  # what the user should know about how the file was read, in one line, or ""
 
     @property
     def tied_weights(self) -> np.ndarray:
@@ -89,21 +90,20 @@ def read(
         positions += _positions(path, residues_of[chain], number, first)
         notes += _differences(chain, residues_of[chain])
     columns = map(np.array, zip(*positions, strict=True))
-    numbering, chain_encoding, observed, letters, names, coords = columns
+    numbering, chain_encoding, observed, letters, labels, coords = columns
     mask = np.isfinite(coords).all((1, 2))
     if not mask.any():
         raise UserError(f"{path}: no residue has N, CA, C and O; use a file with all four atoms")
     coords = np.nan_to_num(coords).astype(np.float32)
     residue_idx = numbering + 100 * (chain_encoding - 1)
     backbone = coords, mask.astype(np.float32), residue_idx, chain_encoding
+    residues = "".join(letters), tuple(labels.tolist()), observed, numbering
     in_design = chain_encoding <= max(1, len(design))
-    tied = np.arange(len(mask))[:, None]
+    roles = chains, in_design, np.arange(len(mask))[:, None]
+    name = Path(path).name
     hint = "the official parser may differ, see docs/protein_dpo.md"
-    note = f"{Path(path).name}: {', '.join(notes):.200}; {hint}" if notes else ""
-    sequence, labels = "".join(letters), tuple(names.tolist())
-    structure = Structure(
-        *backbone, sequence, chains, observed, in_design, numbering, labels, tied, note
-    )
+    note = f"{name}: {', '.join(notes):.200}; {hint}" if notes else ""
+    structure = Structure(*backbone, *residues, *roles, name, note)
     return structure._replace(tied=_tie_copies(path, structure)) if homo_oligomer else structure
 
 

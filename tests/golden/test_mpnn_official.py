@@ -89,7 +89,7 @@ def batch_of(structure):
     backbone = batched(structure, *BACKBONE)
     order = order.expand_as(sequences)
     tied = torch.arange(order.shape[1])[:, None], torch.ones(order.shape[1])
-    return Batch(backbone, sequences, sequences, order, *tied, targets, None, None)
+    return Batch(backbone, sequences, order, *tied, targets, None, None)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -269,7 +269,7 @@ def test_the_loss_of_copies_is_that_of_one_letter_each(dimer, tmp_path, model, k
     assert pair.targets.sum() == length and pair.mutated.sum() == 2
     batch = batches.collate([pair], settings, "cpu")
     # one decoding is that of both sequences where only the last letter differs
-    assert len(batch.decoded) == (1 if kind == "mutated_last" else 2)
+    assert len(batch.orders) == (1 if kind == "mutated_last" else 2)
     sums = batches.Scorer(model)(batch)
     (order,) = batches.decoding_orders(pair, settings)
     for value, letters in zip(sums, (pair.preferred, pair.unpreferred), strict=True):

@@ -209,8 +209,12 @@ def test_a_mutation_may_name_its_chain(tmp_path):
         assert pair.backbone.chains == chains and np.flatnonzero(pair.mutated)[0] == row
         assert {*pair.unpreferred[pair.mutated]} == {mpnn.ALPHABET.index("W")}
     for column, name, says in (
-        ({"design_chains": "AB"}, f"{letter}5W", "2 residues 5; name the chain, as in A5"),
-        ({"chain": "A"}, f"{letter}B5W", "0 residues B5; --numbering is pdb"),
+        (
+            {"design_chains": "AB"},
+            f"{letter}5W",
+            "2 residues 5 in ab.pdb; name the chain, as in A5",
+        ),
+        ({"chain": "A"}, f"{letter}B5W", "0 residues B5 in ab.pdb; --numbering is pdb"),
     ):
         item = {"pdb": "ab.pdb", "mutation": name, "ddG": 1, **column}
         with pytest.raises(UserError, match=says):
@@ -245,7 +249,7 @@ def test_a_bad_mutation_is_one_line(tmp_path):
         ("5A", 1, "mutation: 5A is not a mutation (expected A23V, or A23V:L45F)"),
         ("A5X", 1, "mutation: A5X is not a mutation"),
         (f"{wrong}5W", 1, f"mutation: {wrong}5W: residue 5 is {NATIVE[4]}; --numbering is pdb"),
-        (f"{NATIVE[4]}999W", 1, "999W: 0 residues 999; --numbering is pdb"),
+        (f"{NATIVE[4]}999W", 1, "999W: 0 residues 999 in bundle_00.pdb; --numbering is pdb"),
         (mutation(5), "n/a", "ddg: must be a number, in kcal/mol, not 'n/a'"),
         (mutation(5), "nan", "ddg: must be a number, in kcal/mol, not 'nan'"),
         ("", 1, "mutation: missing; fields found: pdb_file, chain_id, ddg"),
@@ -307,7 +311,7 @@ def test_pairs_that_contradict_each_other_are_counted(tmp_path):
         ),
         (
             ("mutation", "ddG_pred"),
-            "mutation, ddG_pred; rename the field of the ddG in kcal/mol; --stable_ddg says ",
+            "mutation, ddG_pred; rename the field of the ddG in kcal/mol",
         ),
         (("mutant", "ddG"), "mutation: missing; fields found: pdb_file, chain_id, mutant, ddg"),
         (("ddG", "ddg"), "two names of one field, such as ddG and ddg"),
@@ -395,14 +399,14 @@ def test_where_one_letter_differs_one_decoding_is_that_of_both(tmp_path):
     scorer = batches.Scorer(mpnn.ProteinMPNN.load(MODEL))
     options = PairSettings(decoding_order="mutated_last", num_orders=2)
     once = batches.collate(single, options, "cpu")
-    assert len(once.decoded) == len(once.orders) == len(once.sequences) / 2 == 4
-    twice = once._replace(decoded=once.sequences, orders=once.orders.repeat(2, 1, 1))
+    assert len(once.orders) == len(once.sequences) / 2 == 4
+    twice = once._replace(orders=once.orders.repeat(2, 1, 1))
     for ours, plain in zip(scorer(once), scorer(twice), strict=True):
         torch.testing.assert_close(ours, plain, atol=1e-5, rtol=0)
     last = "mutated_last"
     for rows, order in ((double, last), (single, "random"), (single + double, last)):
         batch = batches.collate(rows, PairSettings(decoding_order=order), "cpu")
-        assert len(batch.decoded) == len(batch.sequences) == 2 * len(rows)
+        assert len(batch.orders) == len(batch.sequences) == 2 * len(rows)
 
 
 # --- comparisons ---------------------------------------------------------------------------------
