@@ -136,10 +136,9 @@ def _positions(path: str | Path, residues: Residues, chain: int, first: int) -> 
 
 def _coords(path: str | Path, residue: gemmi.Residue) -> np.ndarray:
     """Return the coordinates of N, CA, C and O, [4, 3], NaN where an atom is missing."""
-    coords = MISSING.copy()
-    for index, name in enumerate(BACKBONE):
-        if name in residue:
-            coords[index] = residue[name][0].pos.tolist()
+    missing = [np.nan] * 3
+    atoms = [residue[name][0].pos.tolist() if name in residue else missing for name in BACKBONE]
+    coords = np.array(atoms)
     bonds = np.linalg.norm(np.diff(coords, axis=0), axis=-1)  # [3], or NaN
     for bond in bonds[(bonds < 0.5) | (bonds >= 2)]:  # gemmi reads invalid numbers as 0
         name = f"{data.shown(residue.name)} {residue.seqid}"
