@@ -359,9 +359,9 @@ def chains_of(settings: Mapping) -> tuple[tuple[str, ...], tuple[str, ...]]:
             raise UserError(f"{field}: {names!r:.60} (expected a list of chain names)")
     chain, design, fixed = (settings.get(field) or () for field in CHAINS)
     if chain and design:
-        raise UserError("chain_id and design_chains; use only one of them")
+        raise UserError("chain_id: design_chains is set, too; use only one of them")
     if fixed and not (chain or design):
-        raise UserError("fixed_chains without design_chains; name these as well")
+        raise UserError("fixed_chains: design_chains is missing; name these as well")
     return (chain,) if chain else tuple(design), tuple(fixed)
 
 
