@@ -27,7 +27,7 @@ flags=(
 set -eo pipefail
 if [[ " $* " =~ \ (-h|--help)\  ]]; then # on a login node, without qsub
   # shellcheck source=scripts/environment.sh
-  . "$(dirname "${BASH_SOURCE[0]}")/scripts/environment.sh"
+  . "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/scripts/environment.sh"
   print_usage
   export PATH="$root/.venv/bin:$PATH" PYTHONPATH="$root/src"
   exec python -m dpo_inv.run_dpo_ddp --help

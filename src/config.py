@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ddp_utils import SettingError, cli
+from ddp_utils import SettingError, cli, data
 
+# constants, so that an edited default of train_data is not the demo
+DEMO_TRAIN = "data/demo/preferences_train.jsonl"
 DEMO_JUDGE = "data/demo/judge.py:score"  # of the replies to the demo's prompts
 
 
@@ -101,7 +103,7 @@ def read(argv: Sequence[str] | None = None) -> Config:
     """Return the defaults, changed by flags; raise UserError for values that cannot be used."""
     config = cli.parse(Config, argv)
     check(config)
-    is_demo = config.train_data == Config.train_data
+    is_demo = data.is_same_file(config.train_data, DEMO_TRAIN)
     if is_demo and not (config.val_data or config.test_data):
         config.val_data = "data/demo/preferences_val.jsonl"
         config.test_data = "data/demo/preferences_test.jsonl"

@@ -22,9 +22,9 @@ class Config:
     train_timesteps: int = 1500  # optimizer steps; 0: evaluate only
     train_batch_size: int = 24  # windows per forward pass and process
     lr: float = 8e-3  # peak learning rate
-    n_transit: int = 240  # context length in environment steps; here 12 episodes
+    n_transit: int = 240  # context length in environment steps, without use_compressed_context
     use_compressed_context: bool = False  # fixed: two regions; original: learned <compress> tokens
-    compress_interval: int = 80  # environment steps per region
+    compress_interval: int = 80  # environment steps per region, with use_compressed_context
 
     # tasks and source algorithm
     env: str = "darkroom"  # or darkroom_permuted, key_to_door, or FrozenLake-v1 of gymnasium

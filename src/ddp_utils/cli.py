@@ -213,6 +213,9 @@ def check_ranges(config: Any, **ranges: Range) -> None:
         value = vars(config).get(name)
         if value is not None and not is_in_range(value):
             raise SettingError(name, f"{value!r} is out of range (expected {expected})")
+    scaling, size = vars(config).get("lr_scaling"), "base_batch_size"
+    if scaling in ("world_size", "none") and getattr(config, size) != getattr(type(config), size):
+        raise SettingError(size, f"lr_scaling {scaling} does not use it; use linear or sqrt")
 
 
 # --- options of the losses: they are here since losses.py imports torch ---------------------------

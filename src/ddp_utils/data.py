@@ -65,11 +65,17 @@ def resolve(path: AnyPath) -> Path:
     return expanded if os.path.exists(expanded) else ROOT / expanded
 
 
+def is_same_file(path: AnyPath, other: AnyPath) -> bool:
+    """Return whether both paths lead to one file, which does not have to exist."""
+    return resolve(path).resolve() == resolve(other).resolve()
+
+
 def existing_file(path: AnyPath) -> Path:
     """Return the resolved path of a regular file; raise UserError if there is none."""
     file = resolve(path)
     if not os.path.isfile(file):
-        problem = f"no such file (expected a regular file in {Path.cwd()} or {ROOT})"
+        folders = " or ".join(dict.fromkeys([str(Path.cwd()), str(ROOT)]))
+        problem = f"no such file (expected a regular file in {folders})"
         raise UserError(f"{str(path) or repr('')}: {problem}")
     return file
 

@@ -40,6 +40,10 @@ def read(hints: Hints, path: str) -> tuple[dict[str, Any], Places]:
     """
     values: dict[str, Any] = {}
     places: Places = {}
+    sections = {name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
+    homes = {
+        key: name for name, section in sections.items() for key in typing.get_type_hints(section)
+    }
 
     def add(hints: Hints, content: Any, place: str, prefix: str = "") -> None:
         if not isinstance(content, yaml.CommentedMap):
@@ -47,6 +51,8 @@ def read(hints: Hints, path: str) -> tuple[dict[str, Any], Places]:
         for key, value in content.items():
             line = f"{path}:{content.lc.key(key)[0] + 1}: {prefix}"
             if key not in hints:
+                if key in homes:
+                    raise UserError(f"{line}{key} belongs to section {homes[key]}; move it there")
                 raise UserError(line + cli.unknown(str(key), list(hints)))
             if dataclasses.is_dataclass(hints[key]):
                 add(typing.get_type_hints(hints[key]), value, line + key, f"{key}.")

@@ -7,7 +7,9 @@ from typing import Literal
 from ddp_utils import SettingError, cli, data
 
 MEASURED_METHODS = ("ddg", "listwise")  # losses of dpo_inv/losses.py, which need a ddG of each pair
-DEMO_VAL, DEMO_MODEL = "data/input/test_data_val.json", "data/demo/protein_model.pt"
+# constants, so that an edited default of train_data is not the demo
+DEMO_TRAIN, DEMO_VAL = "data/input/test_data_real.json", "data/input/test_data_val.json"
+DEMO_MODEL = "data/demo/protein_model.pt"
 
 LETTERS = "ACDEFGHIKLMNPQRSTVWY"
 BIAS = re.compile(rf"[{LETTERS}]:[-+]?\d*\.?\d+")  # a letter and a number
@@ -74,6 +76,7 @@ class Config(PairSettings):
     # data
     max_rows: int = -1  # use only the first items of train_data; -1: all
     shuffle: bool = True  # shuffle the data in every epoch
+    num_workers: int = 0  # no effect: structures are read once, without a data loader
 
     # optimization
     gradient_accumulation_steps: int = 1  # forward passes per optimizer step
@@ -108,7 +111,7 @@ def read_settings(argv: list[str]) -> Config:
             raise SettingError("length_average", f"{config.method} needs sums; leave it out")
         if config.beta != Config.beta:
             raise SettingError("beta", f"{config.method} does not use it; leave it out")
-    is_demo = data.resolve(config.train_data) == data.resolve(Config.train_data)
+    is_demo = data.is_same_file(config.train_data, DEMO_TRAIN)
     config.val_data = config.val_data or (DEMO_VAL if is_demo else "")
     config.base_model_name = config.base_model_name or (DEMO_MODEL if is_demo else "v_48_020")
     config.learning_rate = config.learning_rate or (2e-4 if is_demo else 1e-4)  # never 0

@@ -207,7 +207,8 @@ def _backbone(
     files = [*(folder / name for name in names), *map(data.resolve, names)]
     file = next(filter(Path.is_file, files), None)
     if not file:
-        raise UserError(f"pdb_file: no file {name:.200} in {folder} or here")
+        folders = " or ".join(dict.fromkeys([str(folder.resolve()), str(Path.cwd())]))
+        raise UserError(f"pdb_file: no file {name:.200} in {folders}")
     key = str(file), *chains_of(record.data), settings.homo_oligomer
     if key not in backbones:
         backbones[key] = len(backbones), structure.read(*key)

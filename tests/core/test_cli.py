@@ -189,6 +189,36 @@ def test_help_shows_the_comment_and_the_default_of_each_field(config_class, caps
     assert cli.parse(config_class, positional + words) == cli.parse(config_class, positional)
 
 
+OWN_DATA = {  # what the demo's data set, as it is for other data
+    "config": {"val_data": "", "test_data": "", "judge": "", "sft_weight": None, "num_samples": 16},
+    "dpo_inv.config": {
+        "val_data": "",
+        "base_model_name": "v_48_020",
+        "learning_rate": 1e-4,
+        "num_epochs": 2.0,
+    },
+}
+
+
+@pytest.mark.parametrize("name", OWN_DATA)
+def test_an_edited_default_of_train_data_is_not_the_demo(name, monkeypatch):
+    module = importlib.import_module(name)
+    read = module.read_settings if name == "dpo_inv.config" else module.read
+    demo = read([])
+    assert not any(getattr(demo, field) == value for field, value in OWN_DATA[name].items())
+    for path in (f"./{demo.train_data}", str(ROOT / demo.train_data)):
+        assert read(["--train_data", path]) == dataclasses.replace(demo, train_data=path)
+
+    @dataclass
+    class Edited(module.Config):
+        train_data: str = "mine.json"
+
+    monkeypatch.setattr(module, "Config", Edited)
+    edited = read([])
+    assert {field: getattr(edited, field) for field in OWN_DATA[name]} == OWN_DATA[name]
+    assert edited.train_data == "mine.json"
+
+
 PROGRAMS = {  # and a value that is out of range
     "src/main_distributed.py": "--label_smoothing 0.1",
     "src/train.py": "--micro_batch_size 0",

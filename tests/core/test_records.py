@@ -63,6 +63,9 @@ def test_a_relative_path_is_looked_up_here_first_and_then_in_the_project(tmp_pat
     monkeypatch.chdir(here)
     monkeypatch.setattr(data, "ROOT", project)
     assert error_of("f.jsonl") == f": no such file (expected a regular file in {here} or {project})"
+    with monkeypatch.context() as inside:
+        inside.chdir(project)
+        assert error_of("f.jsonl") == f": no such file (expected a regular file in {project})"
     write(project, b'{"a": "project"}')
     assert read("f.jsonl")[0].data == {"a": "project"}
     write(here, b'{"a": "here"}')

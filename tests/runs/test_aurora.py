@@ -113,14 +113,12 @@ def test_tiles_and_gpus_are_bound_to_near_cores(per_node, bound, job):
     assert words[4:9] == ["python", "-m", "dpo_inv.run_dpo_ddp", "--backend", backend]
 
 
-def test_help_is_that_of_the_script_and_of_its_program_without_a_job(job):
-    script = job.folder / "job.sh"
-    script.symlink_to(SCRIPT)
-    (job.folder / "scripts").symlink_to(ROOT / "scripts")
-    python = job.folder / ".venv/bin/python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    done = job("--help", script=script, PBS_O_WORKDIR="", PBS_NODEFILE="", PBS_JOBID="")
+@pytest.mark.parametrize("script", [SCRIPT, ROOT / "scripts" / SCRIPT.name])  # a link to it
+def test_help_is_that_of_the_script_and_of_its_program_without_a_job(script, job):
+    # a login shell sets PATH here
+    (job.folder / ".bash_profile").write_text(f'PATH="{Path(sys.executable).parent}:$PATH"\n')
+    outside = {"PBS_O_WORKDIR": "", "PBS_NODEFILE": "", "PBS_JOBID": ""}
+    done = job("--help", script=script, HOME=str(job.folder), **outside)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("Fine-tune ProteinMPNN on Aurora.") and "#PBS" not in done.stdout
     assert "\nusage: run_dpo_ddp.py [settings]\n" in done.stdout

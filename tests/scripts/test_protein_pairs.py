@@ -68,7 +68,7 @@ def test_score_and_recovery_are_of_the_designed_residues():
 TEXT = SINGLE["preferred_seq"]
 OTHER = ("A" if TEXT[0] != "A" else "L") + TEXT[1:]
 REFUSED = [  # changes of an item, what the line says
-    ({"pdb_file": "nothing.pdb"}, "pdb_file: no file"),
+    ({"pdb_file": "nothing.pdb"}, "nothing.pdb in FOLDER; or use"),
     ({"preferred_seq": TEXT[:-1]}, f"preferred_seq: {len(TEXT) - 1} letters, but the designed"),
     ({"preferred_seq": "U" + TEXT[1:-1] + "Z"}, "preferred_seq: 'U, Z' not in ACDEF"),
     ({"chain_id": "A", "design_chains": ["A"]}, "chain_id: design_chains is set, too; use only one"),
@@ -92,6 +92,7 @@ def test_an_item_that_does_not_fit_is_one_line(tmp_path):
         item = plain(**changes)
         with pytest.raises(UserError) as caught:
             read(tmp_path, item)
+        says = says.replace("FOLDER", f"{tmp_path} or {Path.cwd()}")
         assert says in str(caught.value) and "\n" not in str(caught.value)
         assert str(caught.value).startswith(f"{tmp_path}/items.json[0]: ")
         found, report = read(tmp_path, SINGLE, item, on_bad_record="skip")

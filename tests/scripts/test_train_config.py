@@ -93,7 +93,9 @@ def test_the_default_learning_rates(tmp_path_factory, monkeypatch):
 MISTAKES = [  # YAML, and the error; mistakes in a flat file: tests/core/corpus/yaml
     # found while settings are read
     ("modle: {}", ":1: modle is not a setting; did you mean model?"),
-    ("micro_batch_size: 4", ":1: micro_batch_size is not a setting; expected one of model, fi"),
+    ("micro_batch_size: 4", ":1: micro_batch_size belongs to section training; move it there"),
+    ("training:\n  report_to: none", ":2: training.report_to belongs to section output; move it"),
+    ("mine: {}", ":1: mine is not a setting; expected one of model, fi"),
     ("\noutput:\n\n  save_evry: 2", ":4: output.save_evry is not a setting; did you mean sa"),
     ("training:\n  micro_batch_size: '4'", ":2: training.micro_batch_size: '4' is not a valid"),
     ("training:\n  seed: 1\n  micro_batch_size: 0", ":3: training.micro_batch_size: 0 is out"),
