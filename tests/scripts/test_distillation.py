@@ -199,7 +199,7 @@ def test_features_of_accelerate_that_are_not_supported_are_errors(monkeypatch):
 
 @pytest.mark.parametrize("size", ["1", "2"])
 def test_a_note_is_printed_if_accelerate_starts_one_process_instead_of_two(size, tmp_path):
-    """Without --multi_gpu accelerate starts one process, whatever --num_processes is."""
+    """Without --multi_gpu and several GPUs, accelerate starts one process in any case."""
     flags = ["--num_processes", size, "--num_machines", "1", "--main_process_port", "0"]
     words = [SCRIPT, "--check", f"traj_file={tmp_path / 'x.npz'}"]
     done = programs.process([*ACCELERATE, *flags, *words])

@@ -4,6 +4,7 @@ Scripts are called with --check, which parses, reads and checks everything and t
 that train with these commands are in the other files of this folder, one for each guide.
 """
 
+import ast
 import importlib
 import math
 import re
@@ -178,6 +179,50 @@ def test_the_script_of_the_api_page_trains_alike_on_one_and_two_processes(tmp_pa
     assert outputs[0][0] == pytest.approx(math.log(2), abs=1e-5) and len(outputs[0]) == 10
     assert outputs[0][-1] < 0.6
     assert outputs[1] == pytest.approx(outputs[0], abs=2e-5)
+
+
+OTHERS = {  # messages of other programs: the operating system, torch and argparse of torchrun
+    "Address already in use",
+    "CUDA out of memory",
+    "ambiguous option: --r could match",
+}
+# what differs: `...`, a first field, quotes, numbers, names with _ or ., capitals, and these words
+WORDS = "cuda|xpu|nccl|chosen responses|preferred sequences|[A-Z]{2,}"
+VARIES = rf"\.\.\.|^\w+:|'[^']*'|[^\s;,()]*[\d_./][^\s;,()]*|\b(?:{WORDS})\b"
+
+
+def quoted_messages():
+    """(page, message) of the first column of the tables of messages."""
+    for page in PAGES:
+        tables = re.findall(r"^\| message.*\n\|[-|]+\n((?:\|.*\n)+)", page.read_text(), re.M)
+        for line in "".join(tables).splitlines():
+            for message in re.findall(r"`([^`]+)`", line.split(" | ")[0]):
+                if message not in OTHERS:
+                    yield page.name, message
+
+
+def texts_of_the_code():
+    """The strings of each function and class, without comments and docstrings."""
+    for path in [*ROOT.glob("src/**/*.py"), *ROOT.glob("scripts/*.py"), ROOT / "check_gpu.py"]:
+        for part in ast.parse(path.read_text()).body:
+            nodes = [*ast.walk(part)]
+            docs = [node.value for node in nodes if isinstance(node, ast.Expr)]
+            strings = [node for node in nodes if isinstance(node, ast.Constant)]
+            yield "\n".join(str(node.value) for node in strings if node not in docs)
+    yield from (path.read_text() for path in [*ROOT.glob("*.sh"), *ROOT.glob("scripts/*.sh")])
+
+
+def test_quoted_messages_are_those_of_the_code():
+    """Their fixed pieces are in the strings of one function."""
+    texts = [*texts_of_the_code()]
+    unknown = []
+    for page, message in quoted_messages():
+        pieces = [piece.strip(" :;,") for piece in re.split(VARIES, message)]
+        patterns = [rf"(?<!\w){re.escape(piece)}(?!\w)" for piece in pieces if piece]
+        assert patterns, message
+        if not any(all(re.search(one, text) for one in patterns) for text in texts):
+            unknown.append((page, message))
+    assert unknown == []
 
 
 PHRASES = r"""anew|goes on|carr(y|ies) on|begins again|else but for|a line says|to the bit|to mend

@@ -71,7 +71,7 @@ REFUSED = [  # changes of an item, what the line says
     ({"pdb_file": "nothing.pdb"}, "nothing.pdb in FOLDER; or use"),
     ({"preferred_seq": TEXT[:-1]}, f"preferred_seq: {len(TEXT) - 1} letters, but the designed"),
     ({"preferred_seq": "U" + TEXT[1:-1] + "Z"}, "preferred_seq: 'U, Z' not in ACDEF"),
-    ({"chain_id": "A", "design_chains": ["A"]}, "chain_id: design_chains is set, too; use only one"),
+    ({"chain_id": "A", "design_chains": ["A"]}, "chain_id: design_chains is set, too; use only"),
     ({"design_chains": 1}, "design_chains: 1 (expected a list of chain names)"),
     ({"chain_id": "Q"}, "no protein chain 'Q', or it is named twice; its chains are ['A']"),
     ({"chain_id": "A", "fixed_chains": ["A"]}, "chain 'A', or it is named twice"),
