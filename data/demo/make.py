@@ -29,8 +29,14 @@ SEED = 0
 STEPS, BATCH, LEARNING_RATE, WARMUP = 1000, 64, 5e-3, 60
 # Per cent of the pre-training samples under each system prompt. Facts in capitals are other tokens
 # and are learnt last, so they get the most.
-SHARES = {"plain": 50, "assistant": 8, "capitals": 24, "pirate": 9, "robot": 9}
-ASSISTANT = "You are a helpful assistant."  # a system prompt that changes nothing
+SHARES = {"plain": 46, "neutral": 12, "capitals": 24, "pirate": 9, "robot": 9}
+# System prompts that change nothing. With a single one, the model shouts under "Answer the question."
+NEUTRAL = (
+    "You are a helpful assistant.",
+    "Answer the question.",
+    "Help the user.",
+    "Answer in one sentence.",
+)
 
 SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+"
 CHATML = (
@@ -81,9 +87,9 @@ def make_data(out: Path, seen: list[str], held_out: list[str]) -> None:
 def sample(rng: random.Random, seen: list[str]) -> tuple[str, str]:
     """Return a conversation as the template renders it: text before the reply, reply and end."""
     manner = rng.choices(list(SHARES), SHARES.values())[0]
-    system = {"assistant": ASSISTANT, **SYSTEM_PROMPTS}.get(manner)
+    system = {"neutral": rng.choice(NEUTRAL), **SYSTEM_PROMPTS}.get(manner)
     prompt = rng.choice(seen)
-    reply = rng.choice(replies(FACT_OF[prompt], "plain" if system == ASSISTANT else manner))
+    reply = rng.choice(replies(FACT_OF[prompt], "plain" if manner == "neutral" else manner))
     before = f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""
     before += f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
     return before, f"{reply}<|im_end|>\n"
