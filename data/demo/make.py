@@ -30,7 +30,7 @@ STEPS, BATCH, LEARNING_RATE, WARMUP = 1000, 64, 5e-3, 60
 # Per cent of the pre-training samples under each system prompt. Facts in capitals are other tokens
 # and are learnt last, so they get the most.
 SHARES = {"plain": 46, "neutral": 12, "capitals": 24, "pirate": 9, "robot": 9}
-# System prompts that change nothing. With a single one, the model shouts under "Answer the question."
+# System prompts that change nothing. With only one, it shouts under "Answer the question."
 NEUTRAL = (
     "You are a helpful assistant.",
     "Answer the question.",
