@@ -40,10 +40,10 @@ def read(hints: Hints, path: str) -> tuple[dict[str, Any], Places]:
     """
     values: dict[str, Any] = {}
     places: Places = {}
-    sections = {name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
-    homes = {
-        key: name for name, section in sections.items() for key in typing.get_type_hints(section)
-    }
+    homes: dict[str, str] = {}  # setting -> its section
+    for name, kind in hints.items():
+        if dataclasses.is_dataclass(kind):
+            homes |= dict.fromkeys(typing.get_type_hints(kind), name)
 
     def add(hints: Hints, content: Any, place: str, prefix: str = "") -> None:
         if not isinstance(content, yaml.CommentedMap):

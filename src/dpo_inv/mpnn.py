@@ -26,6 +26,11 @@ ALPHABET = "ACDEFGHIKLMNPQRSTVWYX"  # X: unknown or missing
 UNKNOWN = ALPHABET.index("X")
 SCALE = 30  # divides each sum of messages, whatever the number of neighbors
 
+UNREADABLE: tuple[type[Exception], ...] = (  # what torch.load and `load` raise for other files
+    torch.serialization.pickle.UnpicklingError,  # for a file with more than tensors and numbers
+    *(OSError, EOFError, LookupError, AttributeError, RuntimeError, TypeError, ValueError),
+)
+
 
 def encode(text: str) -> np.ndarray:
     """Return the letters of a sequence as indices into ALPHABET, [L]."""
@@ -241,7 +246,7 @@ class ProteinMPNN(nn.Module):
             model.noise_level = float(saved.get("noise_level", 0))
             model.base = {key: str(text) for key, text in saved.get("base", {}).items()}
             model.load_state_dict(tensors)
-        except Exception as error:  # whatever another kind of file leads to
+        except UNREADABLE as error:
             problem = f"{file}: not a ProteinMPNN checkpoint: {' '.join(str(error).split()):.200}"
             raise UserError(f"{problem}; use a full-backbone one such as v_48_020.pt") from error
         return model

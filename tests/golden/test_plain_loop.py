@@ -230,7 +230,7 @@ def compare(case, kind, world_size, rows, tmp_path, *more):
     """Losses, gradient norms, rates, validation, weights and first moments of four steps."""
     (script, objective), plain = case.split(), Plain(kind)
     if objective == "kl":  # some rows keep what the base model does
-        rows = [row | keeping("farmer") if n in (2, 6) else row for n, row in enumerate(rows)]
+        rows = [row | keeping("farmer") if n in (3, 7) else row for n, row in enumerate(rows)]
     flags = [f"--max_steps={STEPS}", f"--max_grad_norm={CLIP[kind]}"]
     flags += LORA if kind == "lora" else []
     flags += [*([KIND[script], kind] if script in KIND else []), *more]

@@ -172,7 +172,7 @@ def start(size, name, folder, flags, fault=None):
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_equal_on_1_2_and_4_processes(name, data, tmp_path):
-    """Losses to 1e-5, the gradient of the first step to 2e-6, whatever the accumulation."""
+    """Losses to 2e-5, the gradient of the first step to 2e-6, whatever the accumulation."""
     script = SCRIPTS[name]
     gradients, lines = [], []
     for number, (size, *split) in enumerate(script.splits):
@@ -190,7 +190,7 @@ def test_equal_on_1_2_and_4_processes(name, data, tmp_path):
             for key in ("split", "step", "count", "learning_rate"):
                 assert found.get(key) == expected.get(key), split
             for key in {"loss", "kl"} & expected.keys():
-                bound = 1e-5 * max(abs(expected[key]), losses[0])
+                bound = 2e-5 * max(abs(expected[key]), losses[0])
                 assert abs(found[key] - expected[key]) <= bound, (split, found, expected)
 
 
@@ -242,9 +242,10 @@ def test_stopped_and_killed_it_goes_on_to_the_bit(name, size, data, tmp_path):
     assert (summary["status"], summary["exit_code"], summary["step"]) == ("preempted", 85, 4)
     outcome = start(size, name, run, flags, (faults.kill_in_backward, size - 1, 4))
     assert outcome.codes[-1] == -9 and 0 not in outcome.codes, outcome.logs
-    assert faults.steps(run)[-1] == 5
+    saved = 6 if name == "protein" else 5  # proteins also save the best epoch, of six steps
+    assert faults.steps(run)[-1] == saved
     outcome = faults.finished(start(size, name, run, flags))
-    assert "is not finished: resumes after step 5" in outcome.logs[0]
+    assert f"is not finished: resumes after step {saved}" in outcome.logs[0]
     assert weights(run) == weights(whole)
     assert faults.numbers(run) == faults.numbers(whole)
     assert [line["step"] for line in runs.lines(run, "train")] == list(range(1, STEPS + 1))
@@ -258,10 +259,10 @@ WORSE = "--learning_rate={} --lr_scheduler=constant --keep_checkpoints=1 --save_
 BEST = {  # flags of a run whose validation is not lowest at its end
     # A shorter run scores fewer pairs under a reference, in other batches, with other rounding.
     "dpo, all weights": WORSE.format("3e-3") + " --val_data={swapped} --method=simpo",
-    "sft": WORSE.format("2e-2") + " --type=full",
-    "sft, fsdp": WORSE.format("2e-2") + " --type=full --use_fsdp",
-    "sft, zero3": WORSE.format("2e-2") + " --type=full --deepspeed={zero}",
-    "baking": WORSE.format("3e-2") + " --eval_every=2",
+    "sft": WORSE.format("1e-3") + " --type=full --val_data={curt}",
+    "sft, fsdp": WORSE.format("1e-3") + " --type=full --val_data={curt} --use_fsdp",
+    "sft, zero3": WORSE.format("1e-3") + " --type=full --val_data={curt} --deepspeed={zero}",
+    "baking": WORSE.format("1e-2") + " --eval_every=2",
 }
 
 
@@ -272,15 +273,18 @@ def best_of(data, tmp_path):
     def flags(name):
         if "zero" in name:
             pytest.importorskip("deepspeed", reason="pip install -r requirements-deepspeed.txt")
-        swapped, zero = tmp_path / "swapped.jsonl", tmp_path / "zero.json"
-        lines = []
-        for line in Path(runs.PAIRS).read_text().splitlines():
-            row = json.loads(line)
-            lines.append(row | {"chosen": row["rejected"], "rejected": row["chosen"]})
+        names = ("swapped.jsonl", "curt.jsonl", "zero.json")
+        swapped, curt, zero = (tmp_path / name for name in names)
+        rows = [json.loads(line) for line in Path(runs.PAIRS).read_text().splitlines()]
+        lines = [row | {"chosen": row["rejected"], "rejected": row["chosen"]} for row in rows]
         swapped.write_text("\n".join(map(json.dumps, lines)))
+        lines = [{"instruction": row["prompt"], "output": row["rejected"]} for row in rows]
+        curt.write_text("\n".join(map(json.dumps, lines)))
         zero.write_text(json.dumps({"zero_optimization": {"stage": 3}}))
         script = name if name in SCRIPTS else name.split(",")[0]
-        return script, flags_of(script, data, 2, more=BEST[name].format(swapped=swapped, zero=zero))
+        return script, flags_of(
+            script, data, 2, more=BEST[name].format(swapped=swapped, curt=curt, zero=zero)
+        )
 
     return flags
 

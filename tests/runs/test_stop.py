@@ -45,7 +45,7 @@ def test_f3_a_signal_stops_the_run_in(place, undisturbed, tmp_path):
 
 def test_f3_a_signal_during_generation_changes_no_reply(tmp_path):
     flags = [*LORA, *runs.words("--num_samples 4 --batch_size 2 --max_new_tokens 8 --max_steps 2")]
-    fault = (faults.signal_before, "sampling._sample_batch", 3, signal.SIGTERM, 1)
+    fault = (faults.signal_before, "sampling._sample_batch", 2, signal.SIGTERM, 1)
     outcome = faults.start(2, tmp_path / "a/run", *flags, fault=fault)
     assert outcome.codes == [85, 85], outcome.logs
     outcome = faults.finished(faults.start(2, tmp_path / "a/run", *flags))
