@@ -76,7 +76,7 @@ def distillation(words, actions=5):
 SCRIPTS = {
     "dpo, all weights": Script(
         "main_distributed",
-        DPO + "--fine_tuning=full --learning_rate=3e-4",
+        DPO + "--fine_tuning=full --learning_rate=1e-4",
         "--result_dir",
         of_all=True,
         batch=7,  # which no number of processes divides
@@ -172,7 +172,7 @@ def start(size, name, folder, flags, fault=None):
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_equal_on_1_2_and_4_processes(name, data, tmp_path):
-    """Losses to 2e-5, the gradient of the first step to 2e-6, whatever the accumulation."""
+    """Losses to 1e-5, the gradient of the first step to 2e-6, whatever the accumulation."""
     script = SCRIPTS[name]
     gradients, lines = [], []
     for number, (size, *split) in enumerate(script.splits):
@@ -190,7 +190,7 @@ def test_equal_on_1_2_and_4_processes(name, data, tmp_path):
             for key in ("split", "step", "count", "learning_rate"):
                 assert found.get(key) == expected.get(key), split
             for key in {"loss", "kl"} & expected.keys():
-                bound = 2e-5 * max(abs(expected[key]), losses[0])
+                bound = 1e-5 * max(abs(expected[key]), losses[0])
                 assert abs(found[key] - expected[key]) <= bound, (split, found, expected)
 
 
