@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,10 +70,7 @@ def read_data(config: settings.Config, encoder: Encoder, world: World) -> tuple[
     for split in ("val", "test"):
         if data[split]:
             data[split] = data[split].first(config.max_eval_rows)
-    for split in report.keys() - {"train"}:
-        repeated = np.isin(data[split].prompts, data["train"].prompts)
-        if repeated.any():
-            report[split]["notes"]["prompts also in train_data"] = int(repeated.sum())
+    preferences.note_repeated_prompts(data, report)
     sampler.check_enough_rows(config.train_data, data, world, config.save_best)
     return data, report
 

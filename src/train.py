@@ -69,6 +69,7 @@ def read_data(config: Config, encoder: Encoder, world: World) -> tuple[dict, dic
         report["split"] = {split: len(rows) for split, rows in data.items()}
     if data["val"]:
         data["val"] = data["val"].first(config.max_eval_rows)
+    preferences.note_repeated_prompts(data, reports)
     sampler.check_enough_rows(config.train_data, data, world, config.save_best)
     return data, reports
 

@@ -178,6 +178,14 @@ def split_by_prompt(
     return [rows.select(np.isin(prompt_of, part)) for part in parts]
 
 
+def note_repeated_prompts(data: dict[str, Rows], report: dict[str, dict]) -> None:
+    """Count the rows of held-out files whose prompt is also in the training data, in the report."""
+    for split in report.keys() - {"train"}:
+        repeated = np.isin(data[split].prompts, data["train"].prompts)
+        if repeated.any():
+            report[split]["notes"]["prompts also in train_data"] = int(repeated.sum())
+
+
 # --- a row ---------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+import main_distributed
 import reading
+import train
 from conftest import ROOT
 from ddp_utils import UserError, logps, preference_data
 from ddp_utils.chat_template import Encoder
@@ -147,6 +149,19 @@ def test_splits_share_no_prompt_and_do_not_depend_on_the_order_of_rows(tmp_path)
     assert len(train | val | test) == 100
     assert prompts(data[::-1], 0) == [train, val, test]
     assert prompts(data, 1)[2] != test
+
+
+@pytest.mark.parametrize(
+    ("script", "flag"), [(main_distributed, "--batch_size=2"), (train, "--objective=dpo")]
+)
+def test_held_out_prompts_that_are_trained_on_are_counted(script, flag, tmp_path, capsys):
+    rows = [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no"} for n in range(6)]
+    for name, part in {"train": rows[:4], "val": rows[2:]}.items():  # 2? and 3? are in both
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, part)))
+    flags = ["--check", "--cache_dir", str(tmp_path), flag]
+    flags += ["--train_data", f"{tmp_path}/train.jsonl", "--val_data", f"{tmp_path}/val.jsonl"]
+    assert script.main(flags) == 0
+    assert "; 2 prompts also in train_data\n" in capsys.readouterr().out
 
 
 # --- chat templates ------------------------------------------------------------------------------
