@@ -30,7 +30,8 @@ STEPS, BATCH, LEARNING_RATE, WARMUP = 1000, 64, 5e-3, 60
 # Per cent of the pre-training samples under each system prompt. Facts in capitals are other tokens
 # and are learnt last, so they get the most.
 SHARES = {"plain": 46, "neutral": 12, "capitals": 24, "pirate": 9, "robot": 9}
-# System prompts that change nothing. With only one, it shouts under "Answer the question."
+# System prompts that change nothing. If the model learns only the first one, it answers in capitals
+# under "Answer the question.".
 NEUTRAL = (
     "You are a helpful assistant.",
     "Answer the question.",
@@ -96,7 +97,10 @@ def sample(rng: random.Random, seen: list[str]) -> tuple[str, str]:
 
 
 def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE as Qwen's; 2046 rows of the embedding are not a multiple of 4."""
+    """Train a byte-level BPE tokenizer like that of Qwen.
+
+    Its 2046 tokens do not divide evenly over four ranks, which the tests of sharding need.
+    """
     split = pre_tokenizers.Split(Regex(SPLIT), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe = Tokenizer(models.BPE())

@@ -208,7 +208,10 @@ RANGES: dict[str, Range] = {  # of settings that several scripts have
 
 
 def check_ranges(config: Any, **ranges: Range) -> None:
-    """Raise UserError for a field out of its range: one of RANGES, or of `beta=cli.ABOVE_0`."""
+    """Raise UserError for a field out of its range: one of RANGES, or of `beta=cli.ABOVE_0`.
+
+    Raise it also for a base_batch_size that lr_scaling does not use.
+    """
     for name, (expected, is_in_range) in {**RANGES, **ranges}.items():
         value = vars(config).get(name)
         if value is not None and not is_in_range(value):

@@ -25,7 +25,7 @@ The names and options of the methods are in cli.py, so that reading settings doe
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -137,16 +137,21 @@ class Known(NamedTuple):
         return self.logps.unbind(-1)
 
 
+class PairBatch(Protocol):
+    """A batch of B pairs: of texts (logps.Batch), or of proteins (dpo_inv.batches.Batch)."""
+
+    @property
+    def tokens(self) -> Tensor | Sequence[Tensor]:
+        """Return the number of summed tokens of chosen and rejected responses, [B] each."""
+
+
 def pair_losses(
-    scorer: ScorerModule | Policy | Known, batch: Any, ref_logps: Tensor, spec: LossSpec
+    scorer: ScorerModule | Policy | Known, batch: PairBatch, ref_logps: Tensor, spec: LossSpec
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Score B pairs; return their losses [B] and metrics, name -> [B].
 
     The loss includes the SFT term: sft_weight times the negative log-likelihood per token of the
-    chosen response (rpo_alpha of TRL).
-
-    batch: its `tokens` are the numbers of summed tokens of chosen and rejected responses, [B] each.
-    ref_logps: log-probs of the reference, [B, 2].
+    chosen response (rpo_alpha of TRL). ref_logps: log-probs of the reference, [B, 2].
     """
     chosen, rejected = scorer(batch)  # [B], [B]
     logps = LogPs(chosen, rejected, *ref_logps.unbind(-1), *batch.tokens)

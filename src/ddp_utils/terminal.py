@@ -5,7 +5,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from tqdm import tqdm
@@ -36,6 +36,7 @@ class Bar:
         self.is_main = is_main
         self.is_shown = is_main and sys.stdout.isatty() and sys.stderr.isatty()
         self.is_of_run = True
+        self.losses: list[float] = []  # of this part
         self.now = tqdm(disable=True)
 
     def begin(self, title: str, total: int, done: int = 0, seconds: float = 0.0) -> None:
@@ -44,7 +45,7 @@ class Bar:
         done, seconds: steps and time of earlier starts.
         """
         self.now.close()
-        self.losses: list[float] = []  # of this part
+        self.losses = []
         self.is_of_run = not title
         self.now = self.make(title, total, done, SHAPE, leave=bool(title))
         self.now.start_t = time.time() - seconds
@@ -54,13 +55,12 @@ class Bar:
         size = {"desc": title, "total": total, "initial": done, "bar_format": shape}
         return tqdm(**size, dynamic_ncols=True, disable=not self.is_shown, **options)
 
-    def advance(self, losses: Iterable[Any]) -> None:
+    def advance(self, losses: Sequence[float]) -> None:
         """Move the bar of a part by one; show the last of these losses and the mean of the part."""
-        if self.is_shown:  # to read a loss, the host waits for the GPU
-            self.losses += map(float, losses)
-            mean = sum(self.losses) / len(self.losses)
-            self.now.set_postfix_str(f"loss={self.losses[-1]:.4f}, avg_loss={mean:.4f}", False)
-            self.now.update()
+        self.losses += losses
+        mean = sum(self.losses) / len(self.losses)
+        self.now.set_postfix_str(f"loss={self.losses[-1]:.4f}, avg_loss={mean:.4f}", False)
+        self.now.update()
 
     def reach(self, step: int, text: str = "") -> None:
         """Move the bar of the full run to a step; the bar of a part stays."""

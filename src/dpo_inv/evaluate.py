@@ -184,10 +184,11 @@ def describe(values: dict[str, float]) -> str:
     lines = []
     for name, label in LABELS.items():
         if f"{name}/gain" in values:
-            before, after, gain = (values[f"{name}/{key}"] for key in ("before", "after", "gain"))
-            line = f"  {label}: {before:.4f} -> {after:.4f}, gain {gain:+.4f}"
+            before, after = values[f"{name}/before"], values[f"{name}/after"]
+            line = f"  {label}: {before:.4f} -> {after:.4f}, gain {values[f'{name}/gain']:+.4f}"
             if f"{name}/gain_low" in values:
-                line += f" [{values[f'{name}/gain_low']:+.4f}, {values[f'{name}/gain_high']:+.4f}]"
+                low, high = values[f"{name}/gain_low"], values[f"{name}/gain_high"]
+                line += f" [{low:+.4f}, {high:+.4f}]"
             lines.append(line)
     return "\n".join(lines)
 

@@ -118,7 +118,8 @@ def validate(
         per_pair, values = pair_losses(source, batch, known, config)
         averages.add(values, to_device(micro_batch.weight, world.device))
         scores.append(torch.stack([values["logps/chosen"], values["logps/rejected"]], -1))
-        run.bar.advance(per_pair)
+        if run.bar.is_shown:  # to read the losses, the host waits for the GPU
+            run.bar.advance(per_pair.tolist())
     means = averages.reduce()
     after = distributed.gather_by_index(len(rows), micro_batches, scores, world)  # [N, 2]
     name = "rewards/accuracies"
