@@ -19,6 +19,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from conftest import LIMIT
+
 ADDRESSES = {"n1": "10.99.0.1", "n2": "10.99.0.2"}
 HOSTS = "127.0.0.1 localhost\n" + "".join(f"{ip} {node}\n" for node, ip in ADDRESSES.items())
 # A login shell forgets PATH, and `module` brings python and an mpiexec back.
@@ -84,7 +86,7 @@ class Machines:
         command = [*self.enter[node], "env", place, *map(str, command)]
         return subprocess.Popen(command, **options)
 
-    def run(self, node, *command, timeout=30, **options):
+    def run(self, node, *command, timeout=LIMIT, **options):
         """The output of a command on a node; it must end with 0."""
         process = self.start(node, *command, **options)
         output = process.communicate(timeout=timeout)[0]
@@ -161,7 +163,7 @@ class Slurm:
         self.run("slurmctld")
         for node in ADDRESSES:
             self.run("slurmd", "-N", node, node=node)
-        wait(lambda: self.run("sinfo", "-h", "-N", "-o", "%T").split() == ["idle"] * 2, 30)
+        wait(lambda: self.run("sinfo", "-h", "-N", "-o", "%T").split() == ["idle"] * 2)
 
     def run(self, *command, node="n1", **options):
         env = {
@@ -211,11 +213,11 @@ def processes(fits):
     return alive(result)
 
 
-def wait(condition, seconds, step=0.1):
-    """Until condition() is true; returns what it is. TimeoutError after so many seconds."""
-    deadline = time.monotonic() + seconds
+def wait(condition, step=0.1):
+    """Until condition() is true; returns what it is. TimeoutError after LIMIT seconds."""
+    deadline = time.monotonic() + LIMIT
     while not (value := condition()):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"nothing came within {seconds} s")
+            raise TimeoutError(f"nothing came within {LIMIT} s")
         time.sleep(step)
     return value

@@ -14,6 +14,9 @@ import pytest  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
+# Seconds after which what hangs is ended. The slowest group of ranks needs less than a tenth of it
+# on a quiet machine, so that no test is ended because a machine is slow or busy.
+LIMIT = 900
 
 
 def pytest_configure(config):

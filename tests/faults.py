@@ -24,9 +24,9 @@ STEPS += [*runs.QUIET, "--val_data", runs.PAIRS]
 MODES = {"full": runs.FULL, "lora": [*runs.LORA, "--lora_dropout", "0.1"]}
 
 
-def start(world_size, folder, *flags, fault=None, env=None, timeout=120):
+def start(world_size, folder, *flags, fault=None, env=None):
     """Run a script in its own processes -> Outcome. fault: (function below, *arguments)."""
-    return run_ranks(world_size, _run, str(folder), flags, fault, timeout=timeout, env=env)
+    return run_ranks(world_size, _run, str(folder), flags, fault, env=env)
 
 
 def _run(folder, flags, fault):

@@ -17,7 +17,7 @@ import warnings
 from pathlib import Path
 from typing import NamedTuple
 
-from conftest import ROOT
+from conftest import LIMIT, ROOT
 
 
 class Ended(NamedTuple):
@@ -26,7 +26,7 @@ class Ended(NamedTuple):
     stderr: str
 
 
-def start(*words, cwd=".", env=None, seconds=60) -> Ended:
+def start(*words, cwd=".", env=None, seconds=LIMIT) -> Ended:
     """`python *words`, where the words are a file or -m and a module, then flags."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         child = os.fork()
@@ -46,7 +46,7 @@ def environment():
     return clean | {"PATH": path, "OMP_NUM_THREADS": "1"}
 
 
-def process(command, code=0, cwd=ROOT, timeout=600, **env):
+def process(command, code=0, cwd=ROOT, timeout=LIMIT, **env):
     """Run a command and check its exit status."""
     command, options = [str(word) for word in command], {"cwd": cwd, "timeout": timeout}
     env = environment() | env

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import psutil
 
+from conftest import LIMIT
 from ddp_utils import distributed
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as ddp_utils/launch.py
@@ -45,7 +46,7 @@ class Outcome(NamedTuple):
     seconds: float
 
 
-def ranks(world_size, fn, *args, timeout=60) -> list:
+def ranks(world_size, fn, *args, timeout=LIMIT) -> list:
     """Results of fn(*args) on each rank; if a rank fails, the test fails with all logs."""
     outcome = run_ranks(world_size, fn, *args, timeout=timeout)
     assert outcome.codes == [0] * world_size, "\n".join(
@@ -55,7 +56,7 @@ def ranks(world_size, fn, *args, timeout=60) -> list:
     return outcome.results
 
 
-def run_ranks(world_size, fn, *args, timeout=60, env=None) -> Outcome:
+def run_ranks(world_size, fn, *args, timeout=LIMIT, env=None) -> Outcome:
     """The same for groups that may fail: nothing is asserted, everything is returned."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -82,6 +83,11 @@ def run_ranks(world_size, fn, *args, timeout=60, env=None) -> Outcome:
         logs = [Path(folder, f"{rank}.log").read_text() for rank in range(world_size)]
         codes = [process.exitcode for process in processes]
     return Outcome(codes, results, logs, time.perf_counter() - start)
+
+
+def slowness() -> float:
+    """Return how many times longer than 0.5 s a rank takes to start and end now, at least 1."""
+    return max(1.0, run_ranks(1, float).seconds / 0.5)
 
 
 def free_port():

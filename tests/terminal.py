@@ -15,6 +15,8 @@ import termios
 from html import escape
 from pathlib import Path
 
+from conftest import LIMIT
+
 ROOT = Path(__file__).resolve().parents[1]
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -33,7 +35,7 @@ def on_a_terminal(command, columns, folder, env):
         except OSError:  # the last process on it has ended
             break
     os.close(ours)
-    return process.wait(timeout=60), output.decode()
+    return process.wait(timeout=LIMIT), output.decode()
 
 
 def screen(output):

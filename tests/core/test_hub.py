@@ -12,7 +12,7 @@ import pytest
 
 import programs
 import runs
-from conftest import ROOT
+from conftest import LIMIT, ROOT
 from ranks import free_port
 
 ANSWERS = {  # name of a model -> status and error code of the hub, as documented by huggingface_hub
@@ -81,7 +81,7 @@ def test_an_answer_of_the_hub_is_one_line_with_the_way_out(port, tmp_path):
     names = [f"org/{name}" for name in ANSWERS]
     env = environment(port, tmp_path)
     command = [sys.executable, "-c", PROGRAM, *names]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
     assert done.stderr == ""
     for name, messages in json.loads(done.stdout).items():
         expected = LINES[name.removeprefix("org/")].replace("{port}", str(port))
@@ -98,12 +98,14 @@ def test_without_a_network_it_is_one_line_of_two_ranks_within_seconds(setting, t
     words = [word for flag in flags.items() for word in (f"--{flag[0]}", flag[1])]
     command = [sys.executable, "-m", "ddp_utils.launch", "2", ROOT / "src/main_distributed.py"]
     env = environment(free_port(), tmp_path / "home")  # nobody listens there
-    start = time.monotonic()
-    done = subprocess.run(
-        [*command, *words], env=env, capture_output=True, text=True, timeout=100, cwd=tmp_path
-    )
+    options = {"env": env, "capture_output": True, "text": True, "timeout": LIMIT, "cwd": tmp_path}
+    seconds = []
+    for flags_of_start in (["--check"], words):  # the first needs no network
+        start = time.monotonic()
+        done = subprocess.run([*command, *flags_of_start], **options)
+        seconds.append(time.monotonic() - start)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert time.monotonic() - start < 40  # 5 s and two imports on a crowded machine; it was 50 s
+    assert seconds[1] - seconds[0] < 20 + seconds[0]  # in all 5 s of waiting; it was 50 s
     cache = os.path.join(tmp_path, "home", "hub")
     kind = "dataset" if setting == "train_data" else "model"
     for text in (

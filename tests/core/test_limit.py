@@ -23,4 +23,4 @@ def test_the_products_of_layers_and_of_causal_attention(how):
     attention = 6 * 2 * 2 * 21 * 8  # 2 + 4 products; 2 heads, 21 pairs of tokens, 8 wide
     wanted = 3 * LINEAR + 2 * 7 * LINEAR + attention
     assert limit.flops(products.as_list()) == pytest.approx(wanted)
-    assert 0 < limit.seconds(products.as_list()) < 0.1  # gradients of a sum have strides of 0
+    assert 0 < limit.seconds(products.as_list()) < 10  # gradients of a sum have strides of 0

@@ -104,7 +104,7 @@ def test_twelve_steps_equal_trl(name, model, tmp_path):
         flags += ["--val_data", "", "--test_data", runs.PAIRS]
     for flag, value in golden["flags"].items():
         flags += [f"--{flag}", str(value)]
-    ranks(1, sft if kind == "sft" else runs.main, flags, timeout=900)
+    ranks(1, sft if kind == "sft" else runs.main, flags)
     ours = runs.lines(tmp_path / "run", "train")
     assert len(ours) == len(golden["log"]) == 12
     for mine, theirs in zip(ours, golden["log"], strict=True):

@@ -82,7 +82,8 @@ def test_complaint_03_seven_rows_are_seven_rows_on_any_number_of_ranks(world_siz
         for found in results:  # batches of 1, 2 and 3 per rank
             assert found["count"] == ROWS
             for name in NAMES:
-                assert found[name] == pytest.approx(expected[name], rel=1e-6), name
+                # fp32: 0.2e-6 with AVX-512, 1.4e-6 with SSE and AVX2; a pair counted twice: 1e-2
+                assert found[name] == pytest.approx(expected[name], rel=1e-5), name
             assert found["rewards/margins_low"] < found["rewards/margins"]
 
 

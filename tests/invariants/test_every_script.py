@@ -167,7 +167,7 @@ def life(name, folder, flags, fault=None):
 
 
 def start(size, name, folder, flags, fault=None):
-    return run_ranks(size, life, name, str(folder), flags, fault, timeout=200)
+    return run_ranks(size, life, name, str(folder), flags, fault)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -178,7 +178,7 @@ def test_equal_on_1_2_and_4_processes(name, data, tmp_path):
     for number, (size, *split) in enumerate(script.splits):
         folder = tmp_path / f"{number}/run"
         flags = flags_of(name, data, size, *split)
-        gradients.append(ranks(size, life, name, str(folder), flags, timeout=200)[0])
+        gradients.append(ranks(size, life, name, str(folder), flags)[0])
         lines.append(runs.lines(folder))
     losses = runs.losses(lines[0])
     assert len(losses) == STEPS and len(set(losses)) == STEPS

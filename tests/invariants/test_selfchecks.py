@@ -148,14 +148,14 @@ def in_bf16(fault, folder):
 
 @pytest.mark.parametrize("fault", ["other weights", "a token less"])
 def test_in_bf16_too_another_reference_is_an_error(fault, tmp_path):
-    outcome = run_ranks(1, in_bf16, fault, str(tmp_path), timeout=200)
+    outcome = run_ranks(1, in_bf16, fault, str(tmp_path))
     assert outcome.codes == [2], outcome.logs
     assert "the policy's log-prob differs from the reference's" in outcome.logs[0]
 
 
 def test_rounding_is_no_error_and_no_fall_that_dpop_would_penalize(tmp_path):
     """beta * lambda_dpop is 5: a fall of 0.3 nats that counted would cost 1.5."""
-    first = ranks(1, in_bf16, "", str(tmp_path), timeout=200)[0][0]
+    first = ranks(1, in_bf16, "", str(tmp_path))[0][0]
     assert first["loss"] == pytest.approx(math.log(2), abs=0.02)
 
 

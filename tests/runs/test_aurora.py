@@ -9,7 +9,7 @@ import pytest
 
 import programs
 import runs
-from conftest import ROOT
+from conftest import LIMIT, ROOT
 
 SCRIPT = ROOT / "run_dpo_ddp_aurora.sh"
 # A stand-in for PALS: it records and removes --cpu-bind, which hydra does not know, names the ranks
@@ -58,7 +58,7 @@ def job(tmp_path):
             env={**clean, **pbs, **ours, "PYTHONPATH": str(ROOT / "src"), **env},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=LIMIT,
             cwd=tmp_path,
         )
 

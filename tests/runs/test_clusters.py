@@ -20,7 +20,7 @@ import pytest
 import cluster
 import faults
 import programs
-from conftest import ROOT
+from conftest import LIMIT, ROOT
 
 sys.path.append(str(ROOT / "scripts"))
 setup = importlib.import_module("distributed_setup")
@@ -113,7 +113,7 @@ def submit(slurm, program, folder, *words):
 def output_of(slurm, job, folder):
     """Wait until a job ends with 0; return its output."""
     running = ("PENDING", "RUNNING", "COMPLETING")
-    cluster.wait(lambda: slurm.job(job)["JobState"] not in running, 100)
+    cluster.wait(lambda: slurm.job(job)["JobState"] not in running)
     output = "".join(file.read_text() for file in sorted(folder.glob(f"*[-oe]{job}*")))
     assert slurm.job(job)["JobState"] == "COMPLETED", output
     assert slurm.job(job)["ExitCode"] == "0:0" and "Traceback" not in output, output
@@ -133,11 +133,11 @@ def test_distillation_trains_in_a_slurm_job(slurm, here):
 
 def test_a_slurm_job_that_is_signalled_saves_is_queued_again_and_resumes(slurm, undisturbed, here):
     job = submit(slurm, "sbatch", here, generate(here, SLURM + "00:10:00"))
-    cluster.wait(has_logged(here), 100)
+    cluster.wait(has_logged(here))
     slurm.run("scancel", "--signal=USR1", job)
     # Slurm starts it after two minutes, here after three seconds
     queued = {"JobState": "PENDING", "Restarts": "1", "Reason": "BeginTime"}
-    cluster.wait(lambda: queued.items() <= slurm.job(job).items(), 150)
+    cluster.wait(lambda: queued.items() <= slurm.job(job).items())
     slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now+3seconds")
     assert about(here) == ("srun", 2, "preempted")
     saved = json.loads((here / "run/summary.json").read_text())
@@ -172,17 +172,17 @@ def start_both(machines, folder):
 @pytest.mark.parametrize("node", ["0", "1"])
 def test_a_stop_of_one_node_ends_both_with_85_and_both_resume(node, machines, undisturbed, here):
     started = start_both(machines, here)
-    cluster.wait(has_logged(here), 100)
+    cluster.wait(has_logged(here))
 
     def is_launcher(process):
         is_here = process.cwd() == str(here) and "ddp_utils.launch" in process.cmdline()
         return is_here and process.environ().get("NODE_RANK") == node
 
     os.kill(min(cluster.processes(is_launcher)), signal.SIGTERM)
-    outputs = [process.communicate(timeout=60)[0] for process in started]
+    outputs = [process.communicate(timeout=LIMIT)[0] for process in started]
     assert [process.returncode for process in started] == [85, 85], outputs
     started = start_both(machines, here)
-    outputs = [process.communicate(timeout=100)[0] for process in started]
+    outputs = [process.communicate(timeout=LIMIT)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0], outputs
     assert faults.numbers(here / "run") == undisturbed
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cluster
 import programs
-from conftest import ROOT
+from conftest import LIMIT, ROOT
 from ddp_utils import NonFiniteError, UserError, distributed, launch
 from ranks import free_port, ranks, run_ranks
 
@@ -76,14 +76,14 @@ def launcher(tmp_path, line, *options, **env):
 def test_the_launcher_ends_with_the_status_of_its_ranks(line, status, attempts, tmp_path):
     """Only killed ranks are restarted: a bug would come again."""
     process = launcher(tmp_path, line)
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=LIMIT)[0]
     assert process.returncode == status, output
     assert output.count("attempt ") == 2 * attempts
 
 
 def test_a_rank_that_is_still_saving_is_not_disturbed(tmp_path):
     process = launcher(tmp_path, "time.sleep(2 * rank)\nprint('saved')\nsys.exit(85)")
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=LIMIT)[0]
     assert (process.returncode, output.count("saved")) == (85, 2)
 
 
@@ -91,11 +91,11 @@ def test_a_rank_that_is_still_saving_is_not_disturbed(tmp_path):
 def test_ranks_that_wait_for_a_dead_one_are_killed(dead, monkeypatch):
     """Whichever rank died: it may be the one that the launcher asks last."""
     monkeypatch.setattr(launch, "END_SECONDS", 1)
-    monkeypatch.setattr(launch, "ranks", [subprocess.Popen(["sleep", "30"]) for _ in range(2)])
+    monkeypatch.setattr(
+        launch, "ranks", [subprocess.Popen(["sleep", str(LIMIT)]) for _ in range(2)]
+    )
     launch.ranks[dead].kill()
-    start = time.monotonic()
     assert launch.wait() == [-signal.SIGKILL] * 2
-    assert time.monotonic() - start < 10
 
 
 SAVES = """
@@ -106,7 +106,7 @@ for number in (signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, stop)
 try:
     print("ready", flush=True)
-    time.sleep(60)
+    time.sleep(900)
 except KeyboardInterrupt:
     sys.exit(130)
 """
@@ -123,20 +123,20 @@ def test_signals_reach_all_ranks(number, status, tmp_path):
     while seen.count("ready") < 2:
         seen += process.stdout.readline()
     process.send_signal(number)
-    rest = process.communicate(timeout=20)[0]
+    rest = process.communicate(timeout=LIMIT)[0]
     assert process.returncode == status
     assert "attempt" not in rest  # neither a restart nor the next program
 
 
 def test_programs_run_one_after_another_until_one_fails(tmp_path):
     process = launcher(tmp_path, "sys.exit(3 * attempt)", "--then", tmp_path / "program.py")
-    assert process.communicate(timeout=60)[0].count("attempt 0 ") == 4
+    assert process.communicate(timeout=LIMIT)[0].count("attempt 0 ") == 4
     process = launcher(tmp_path, "sys.exit(3)", "--then", tmp_path / "program.py")
-    assert process.communicate(timeout=60)[0].count("attempt 0 ") == 2
+    assert process.communicate(timeout=LIMIT)[0].count("attempt 0 ") == 2
     assert process.returncode == 3
 
 
-RANK = "from ddp_utils import distributed\ndistributed.run(lambda: time.sleep(60))"
+RANK = "from ddp_utils import distributed\ndistributed.run(lambda: time.sleep(900))"
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.3, 1.0, 3.0, 6.0])
@@ -147,7 +147,7 @@ def test_a_launcher_that_is_killed_leaves_no_orphan(seconds, tmp_path):
     pids = [int(line.split()[-1]) for line in lines]
     time.sleep(seconds)
     process.kill()
-    cluster.wait(lambda: not cluster.alive(pids), 30)
+    cluster.wait(lambda: not cluster.alive(pids))
 
 
 # --- a group that cannot connect -----------------------------------------------------------------

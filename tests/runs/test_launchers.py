@@ -11,7 +11,7 @@ import pytest
 
 import programs
 import runs
-from conftest import ROOT
+from conftest import LIMIT, ROOT
 from ranks import free_port
 
 SCRIPT = str(ROOT / "src/main_distributed.py")
@@ -73,7 +73,7 @@ def test_each_launcher_ends_in_the_same_test_loss(name, tmp_path, test_loss_of_o
 
 def shell(*arguments, cwd=ROOT, **extra):
     command, env = [ROOT / "run_distributed.sh", *arguments], programs.environment() | extra
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=180, cwd=cwd)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT, cwd=cwd)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import subprocess
 import pytest
 
 import runs
+from conftest import LIMIT
 from reports import HOSTILE, a_run, page_of
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
@@ -51,7 +52,7 @@ def test_it_fits_400_and_1600_pixels_light_and_dark(texts, tmp_path):
     (tmp_path / "wrapper.html").write_text(wrapper)
     place = f"--user-data-dir={tmp_path}/profile", "--window-size=1700,1000"
     command = [CHROMIUM, *FLAGS, *place, "--dump-dom", f"file://{tmp_path}/wrapper.html"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     told = re.search("<pre id=.found.>(.*)</pre>", done.stdout)
     assert told, done.stderr
     for (width, scheme), seen in zip(looks, json.loads(told[1]), strict=True):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import programs
-from conftest import ROOT
+from conftest import LIMIT, ROOT
 from ddp_utils import UserError, distributed, logps, lora, models, sampling
 from ddp_utils.chat_template import Encoder
 from ddp_utils.tools import chat
@@ -48,7 +48,7 @@ def answer(*words, text=f"{QUESTION}\n"):
     """Return what is printed for the questions in a text; a run has its own settings."""
     words = ["-m", "ddp_utils.tools.chat", *words]
     env = programs.environment() | {"PYTHONPATH": str(ROOT / "src")}
-    options = {"env": env, "capture_output": True, "text": True, "timeout": 100}
+    options = {"env": env, "capture_output": True, "text": True, "timeout": LIMIT}
     done = subprocess.run([sys.executable, *words], input=text, **options)
     assert done.returncode == 0, done.stderr
     return done.stdout

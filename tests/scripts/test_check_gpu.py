@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import check_gpu
-from conftest import ROOT
+from conftest import LIMIT, ROOT
 from ddp_utils.distributed import World
 
 GIB = 2**30
@@ -60,7 +60,7 @@ def machine(monkeypatch):
 
 
 def run(*words, **env):
-    options = {"env": os.environ | env, "capture_output": True, "text": True, "timeout": 120}
+    options = {"env": os.environ | env, "capture_output": True, "text": True, "timeout": LIMIT}
     return subprocess.run([sys.executable, *words], cwd=ROOT, **options)
 
 
@@ -165,11 +165,17 @@ def test_the_driver_is_what_the_kernel_names_and_the_gpus_are_on_the_bus(tmp_pat
     assert check_gpu.nvidia_facts(str(tmp_path / "none"))["driver"] is None
 
 
+def test_a_slow_rate_is_not_rounded_to_zero(monkeypatch):
+    monkeypatch.setattr(check_gpu, "seconds_of", lambda work: 60.0)  # 2 x 512^3 FLOP in a minute
+    rates = check_gpu.bench(World())["rates"][0]
+    assert rates["bf16_tflops"] == rates["fp32_tflops"] == 4e-6
+
+
 def test_rates_are_work_over_time(monkeypatch):
     monkeypatch.setattr(check_gpu, "seconds_of", lambda work: work() is None or 0.5)
-    # 2 x 1024^3 FLOP and 2^28 bytes in half a second
+    # 2 x 512^3 FLOP and 2^28 bytes in half a second
     rates = check_gpu.device_rates(torch.device("cpu"))
-    assert rates == pytest.approx([4.295e-3, 4.295e-3, 0.537], abs=1e-3)
+    assert rates == pytest.approx([5.369e-4, 5.369e-4, 0.5369], rel=1e-3)
 
 
 def test_every_rank_measures_itself_and_rank_0_has_all(monkeypatch):

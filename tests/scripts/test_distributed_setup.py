@@ -18,7 +18,7 @@ from unittest import mock
 
 import pytest
 
-from conftest import ROOT
+from conftest import LIMIT, ROOT
 from ddp_utils import UserError
 
 sys.path.append(str(ROOT / "scripts"))
@@ -172,7 +172,7 @@ def start(tmp_path):
         for path in record.iterdir():
             path.unlink()
         command = ["bash", os.path.abspath(script)]  # from anywhere
-        done = subprocess.run(command, env=clean, cwd=tmp_path, capture_output=True, timeout=30)
+        done = subprocess.run(command, env=clean, cwd=tmp_path, capture_output=True, timeout=LIMIT)
         assert done.returncode == 0, done.stdout + done.stderr
         for name in ("srun", "mpiexec", "python"):
             if (record / name).exists():

@@ -42,13 +42,13 @@ def batch(per_process, accumulation=1):
 def one(tmp_path_factory):
     """The run on one process, 8 pairs a step; the last step of an epoch has 2."""
     folder = tmp_path_factory.mktemp("one") / "run"
-    ranks(1, train, str(folder), *batch(8), timeout=120)
+    ranks(1, train, str(folder), *batch(8))
     return folder
 
 
 def test_simpo_has_no_first_loss_to_be_checked(tmp_path):
     run = tmp_path / "run"
-    ranks(2, train, str(run), *batch(4), "--method", "simpo", "--max_steps", "2", timeout=120)
+    ranks(2, train, str(run), *batch(4), "--method", "simpo", "--max_steps", "2")
     first = runs.lines(run, "train")[0]
     assert first["loss"] > 0 and first["grad_norm"] > 0
 
@@ -64,7 +64,7 @@ def test_a_run_that_diverges_has_no_perplexity(tmp_path):
     """exp of more than 709 is no number of Python's."""
     run = tmp_path / "run"
     flags = [*batch(4), "--max_rows", "4", "--max_steps", "3", "--learning_rate", "100"]
-    ranks(1, train, str(run), *flags, timeout=120)
+    ranks(1, train, str(run), *flags)
     assert any(line["perplexity"] is None for line in runs.lines(run, "val"))
 
 
@@ -78,8 +78,8 @@ def test_a_continued_run_remembers_its_best_model(tmp_path):
     (tmp_path / "val.json").write_text(json.dumps(items))
     flags = [*batch(4), "--val_data", str(tmp_path / "val.json"), "--max_rows", "8"]
     run, fault = tmp_path / "run", (faults.kill_in_backward, 0, 6)
-    assert run_ranks(1, life, str(run), flags, fault, timeout=120).codes == [-9]
-    assert run_ranks(1, life, str(run), flags, None, timeout=120).codes == [0]
+    assert run_ranks(1, life, str(run), flags, fault).codes == [-9]
+    assert run_ranks(1, life, str(run), flags, None).codes == [0]
     found = {line["step"]: line["loss"] for line in runs.lines(run, "val")}
     del found[0]  # before the first step
     first, *later = found

@@ -97,6 +97,6 @@ def test_few_pairs_can_be_learned_by_heart(few, tmp_path):
     data = write(tmp_path, with_paths(few)[:8])
     flags = f"--train_data {data} --val_data {data} --base_model_name {few.parent}/base.pt "
     flags += f"--num_epochs 3 --batch_size 4 --learning_rate 3e-4 --output_dir {tmp_path}/run"
-    ranks(2, run_dpo_ddp.main, runs.words(flags), timeout=120)
+    ranks(2, run_dpo_ddp.main, runs.words(flags))
     result = json.loads((tmp_path / "run/summary.json").read_text())["val"]
     assert result["count"] == 8 and result[ACCURACY] >= 0.95

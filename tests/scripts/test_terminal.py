@@ -45,7 +45,7 @@ def test_a_run_on_a_terminal(columns, tmp_path):
     assert widest(output) <= columns, output
     live = re.findall(r"\| 6/6 \[(\d\d):(\d\d)<.*loss +\d\.\d{4}", text)  # one live line
     seconds = int(re.search(r"finished after 6 steps in (\d+) s", text)[1])
-    assert 0 <= seconds - (60 * int(live[-1][0]) + int(live[-1][1])) <= 1, text
+    assert 0 <= seconds - (60 * int(live[-1][0]) + int(live[-1][1])) <= 1 + seconds / 4, text
     assert "\nstep " not in text  # and no second one for the same steps
     for name in ("ranks", "model", "loss", "steps", "files", "folder", "data"):
         assert re.search(rf"^{name} ", text, re.M), name

@@ -64,7 +64,7 @@ def main(folder, flags):
 
 def losses_of(world_size, folder, flags, start=main):
     """The losses of a run on this many ranks."""
-    return [line["loss"] for line in ranks(world_size, start, folder, flags, timeout=300)[0]]
+    return [line["loss"] for line in ranks(world_size, start, folder, flags)[0]]
 
 
 def batch(world_size):
@@ -241,7 +241,7 @@ def test_shards_of_another_strategy_are_an_error(then, data, tmp_path):
     ranks(2, main, tmp_path / "run", flags_of("FULL_SHARD", "full", 1, data, tmp_path))
     runs.as_if_killed(tmp_path / "run")
     flags = flags_of(then, "full", 2, data, tmp_path)
-    outcome = run_ranks(2, main, tmp_path / "run", flags, timeout=200)
+    outcome = run_ranks(2, main, tmp_path / "run", flags)
     assert outcome.codes == [2, 2], outcome.logs
     [mistake] = re.findall("error: .*", "".join(outcome.logs))
     assert "FSDP FULL_SHARD on 2 processes" in mistake
@@ -288,7 +288,7 @@ def test_each_of_four_ranks_has_a_quarter_of_the_parameters(strategy, data, tmp_
     needs(strategy)
     flags = [*data["sft"], "--type", "full", "--max_steps", "1", *batch(4)]
     flags += settings(tmp_path, strategy)
-    fractions = ranks(4, fraction_of_the_model, tmp_path, flags, timeout=200)
+    fractions = ranks(4, fraction_of_the_model, tmp_path, flags)
     assert max(fractions) <= 0.3, fractions
 
 
@@ -314,7 +314,7 @@ ZERO_3 |= {"zero_force_ds_cpu_optimizer": False, "zero_optimization": {"stage": 
 def test_frozen_weights_and_buffers_are_saved_too(strategy, options, data):
     needs("zero3" if options else "FULL_SHARD")
     path = data["sft"][data["sft"].index("--model_name") + 1]
-    weights, expected = ranks(2, gathered_weights, path, strategy, options, timeout=100)[0]
+    weights, expected = ranks(2, gathered_weights, path, strategy, options)[0]
     expected.pop("lm_head.weight")  # the embedding
     assert weights.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -335,9 +335,9 @@ def test_bf16(strategy, objective, data, tmp_path):
     needs(strategy)
     flags = [*data[objective], "--type", "full", "--max_steps", "4", *batch(2)]
     flags += ["--mixed_precision", "bf16"]
-    plain = ranks(2, main, tmp_path / "ddp", flags, timeout=200)[0]
+    plain = ranks(2, main, tmp_path / "ddp", flags)[0]
     flags += settings(tmp_path, strategy)
-    sharded = ranks(2, main, tmp_path / strategy, flags, timeout=200)[0]
+    sharded = ranks(2, main, tmp_path / strategy, flags)[0]
     assert [line["split"] for line in sharded].count("train") == 4
     for one, other in zip(sharded, plain, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], abs=NATS[objective])

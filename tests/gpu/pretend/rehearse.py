@@ -331,9 +331,7 @@ def start(name, ranks, flags, folder, card="H100", die=0):
     for file in files:
         file.unlink(missing_ok=True)
     arguments = CASES[name].module, flags
-    done = run_ranks(
-        ranks, _life, *arguments, str(folder), card, die, timeout=900
-    )  # on a busy machine
+    done = run_ranks(ranks, _life, *arguments, str(folder), card, die)  # on a busy machine
     reports = [json.loads(file.read_text()) if file.exists() else {} for file in files]
     failed = [log for log, code in zip(done.logs, done.codes, strict=True) if code]
     return done.codes, reports, failed[0] if failed else ""
