@@ -34,12 +34,14 @@ from torch.utils.benchmark import Timer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "src"))  # may not be installed
 
-from ddp_utils import distributed  # noqa: E402
+from ddp_utils import distributed, policy  # noqa: E402
 
 GIB = 2**30
 DRIVER, PCI = "/proc/driver/nvidia", "/sys/bus/pci/devices"  # where Linux lists NVIDIA GPUs
 SETTINGS = ("CUDA_", "NCCL_", "GLOO_", "TORCH_DISTRIBUTED_", "OMP_")  # prefixes of variables
 RATES = ("bf16_tflops", "fp32_tflops", "host_gb_per_s")
+# of x86-64, then of ARM
+INSTRUCTIONS = ("sse4_2", "avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
 
 
 def collect_facts(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -49,10 +51,14 @@ def collect_facts(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
     backends = [n for n in ("gloo", "nccl", "xccl") if getattr(group, f"is_{n}_available")()]
     has_nccl = kind == "cuda" and "nccl" in backends
     shm = Path("/dev/shm")
+    cpu, flags = policy.cpu_info()
     return {
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
+        "cpu": cpu,
+        "cpu_instructions": " ".join(name for name in INSTRUCTIONS if name in flags) or "unknown",
+        "cpu_fast_dtypes": "fp32, bf16" if policy.is_bf16_fast() else "fp32",
         "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB, 2),
         "shm_free_gib": round(shutil.disk_usage(shm).free / GIB, 2) if shm.exists() else None,

@@ -179,7 +179,7 @@ def fill_in_settings(config: Config, meta_model: Any, world: World) -> Precision
         names: dict[Any, Any] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
         config.mixed_precision = names.get(precision.autocast, "no")
     if config.mixed_precision == "fp16" and world.device.type == "cpu":
-        raise UserError("--mixed_precision fp16: slow on a CPU; use bf16 or no")
+        raise UserError("--mixed_precision fp16: slow on a CPU; use no")
     is_cpu_ddp = strategy_of(config).kind == "ddp" and world.device.type == "cpu"
     if config.grad_reduce_dtype == "bf16" and is_cpu_ddp:
         raise UserError("--grad_reduce_dtype bf16: DDP supports it on GPUs only; use fp16 or fp32")

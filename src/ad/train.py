@@ -187,7 +187,7 @@ def main(argv: list[str] | None = None) -> int:
         world = distributed.init_process_group(world, config.backend, config.timeout_minutes)
     precision = Precision.choose(world.device, mixed=config.mixed_precision)
     if precision.autocast == torch.float16 and world.device.type == "cpu":
-        raise UserError("--mixed_precision: fp16 is not supported on a CPU; use no or bf16")
+        raise UserError("--mixed_precision: fp16 is not supported on a CPU; use no")
     path = resolve(config.traj_file)
     if path.exists() or config.source == "imported":  # find a mistake before others are waited for
         windows.read(path, config)

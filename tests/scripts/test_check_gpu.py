@@ -72,6 +72,8 @@ def test_on_this_machine_the_last_line_is_the_command_of_the_json():
     assert done.returncode == 0, done.stderr
     data, text = done.stdout.split("\nand\n")
     report = json.loads(data)
+    assert report["cpu_fast_dtypes"] in ("fp32", "fp32, bf16")
+    assert {"cpu", "cpu_instructions"} <= set(report)
     assert {"torch", "cuda", "backends", "driver", "nccl", "devices", "warnings"} <= set(report)
     assert report["python"] == ".".join(map(str, sys.version_info[:3]))
     assert report["cores"] == len(os.sched_getaffinity(0))

@@ -21,6 +21,7 @@ from transformers import TextStreamer
 from ddp_utils import SettingError, checkpoints, data, distributed, lora, models, sampling
 from ddp_utils.chat_template import Encoder
 from ddp_utils.logps import Pair, Scorer
+from ddp_utils.policy import dtype_to_compute
 
 # temperature 0.7 as for example replies; the reason is in docs/dpo.md
 DEFAULTS: dict[str, Any] = {"temperature": 0.7, "top_p": 1.0, "max_new_tokens": 256}
@@ -46,8 +47,13 @@ class Streamer(TextStreamer):
         return f"[first token after {first - start:.2f} s{speed}, {tokens} tokens]"
 
 
-def load(folder: str, before: bool, device: torch.device) -> tuple[Any, Encoder, dict[str, Any]]:
-    """Return the model of a run, or of a model folder, its encoder, and the run's settings."""
+def load(
+    folder: str, before: bool, device: torch.device, dtype: str = "auto"
+) -> tuple[Any, Encoder, dict[str, Any]]:
+    """Return the model of a run, or of a model folder, its encoder, and the run's settings.
+
+    dtype: see policy.dtype_to_compute().
+    """
     name = result = str(checkpoints.model_folder("folder", folder))
     config = data.resolve(folder) / "config.json"
     run = data.read_json(config) if config.is_file() else {}
@@ -63,7 +69,7 @@ def load(folder: str, before: bool, device: torch.device) -> tuple[Any, Encoder,
     with cli.located({"model_name": "folder", "init_adapter": "folder"}):
         if not adapter and models.is_adapter(name):
             name, adapter = lora.base_of(name), name
-        model: Any = models.load(name, "auto", device)
+        model: Any = models.load(name, dtype_to_compute(dtype, device), device)
         if adapter:  # not merged, which would round a bf16 model
             model = lora.with_adapter(model, adapter)
         tokenizer = models.load_tokenizer(result)  # its chat template is that of the training
@@ -81,7 +87,7 @@ def prompt_of(messages: list[dict[str, str]], encoder: Encoder) -> list[int]:
 def main(argv: list[str] | None = None) -> int:
     settings = tools.read_chat(argv)
     world = distributed.choose_device(distributed.World(), "auto")
-    model, encoder, run = load(settings.folder, settings.before, world.device)
+    model, encoder, run = load(settings.folder, settings.before, world.device, settings.dtype)
     values = DEFAULTS | {name: run[name] for name in DEFAULTS if name in run}
     values |= {name: vars(settings)[name] for name in DEFAULTS if vars(settings)[name] is not None}
     spec = sampling.SampleSpec(**values, batch_size=1, seed=settings.seed)

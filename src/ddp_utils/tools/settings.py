@@ -24,6 +24,7 @@ class Chat:
     temperature: float | None = None  # sampling temperature; 0: greedy; None: as in the run, or 0.7
     top_p: float | None = None  # nucleus sampling; None: as in the run, or 1
     max_new_tokens: int | None = None  # maximum tokens per reply; None: as in the run, or 256
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"  # auto: as the files; fp32 where bf16 is slow
     seed: int = 0  # random seed of the replies
     stats: bool = False  # print the time to the first token and the tokens per second
     debug: bool = False  # show a traceback for user errors
