@@ -39,7 +39,7 @@ PYTHON
       local needs="Python >= 3.10 with venv (Debian, Ubuntu: apt install python3-venv)"
       { python3 -c "import ensurepip, sys; sys.exit(sys.version_info < (3, 10))" 2>/dev/null &&
         python3 -m venv "$root/.venv"; } || fail "$root/.venv: needs $needs; or activate another one"
-      (cd "$root" && .venv/bin/pip install -q -r requirements.txt) || # its `-e .` is relative
+      (cd "$root" && .venv/bin/pip install -q -r requirements.txt -c constraints.txt) || # `-e .` is relative
         fail "pip install -r requirements.txt: see above; or activate an environment with torch"
       touch "$root/.venv/ready"
     fi

@@ -237,6 +237,31 @@ def test_ci_runs_the_test_command_of_the_readme():
     assert command.group(1) in (ROOT / ".ci/run").read_text().splitlines()
 
 
+def versions_of(lines, sign):
+    """{package: version} of the lines `package sign version; marker  # remark`."""
+    found = re.findall(rf"(?m)^([\w.-]+){sign}([\w.]+)", lines)
+    return {name.lower(): version for name, version in found}
+
+
+def test_every_package_of_the_requirements_has_one_tested_version():
+    """And none has an upper bound: pip must not replace a newer version that is installed."""
+    files = ["requirements.txt", "requirements-data.txt", "requirements-dev.txt"]
+    lines = "".join((ROOT / file).read_text() for file in files)
+    bounds = re.findall(r"(?m)^([a-zA-Z][\w.-]*)([^ #\n]*)", lines)
+    assert [name for name, bound in bounds if re.search("<|==|~=", bound)] == []
+    tested = versions_of((ROOT / "constraints.txt").read_text(), "==")
+    assert sorted(tested) == sorted(name.lower() for name, _ in bounds)
+
+
+def test_the_workflow_runs_the_oldest_versions_that_are_allowed():
+    oldest = versions_of((ROOT / "requirements.txt").read_text(), ">=")
+    (line,) = re.findall(
+        r"oldest.*\n.*\n *versions: (.*)", (ROOT / ".github/workflows/tests.yml").read_text()
+    )
+    run = dict(word.split("==") for word in line.split())
+    assert run == {name: f"{oldest[name]}.0" for name in ("torch", "transformers", "peft")}
+
+
 SETTINGS = ["config", "train_config", "prompt_baking.generate_config", "prompt_baking.train_config"]
 SETTINGS += ["dpo_inv.config", "ad.config", "ad.evaluate_config"]
 
