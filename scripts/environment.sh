@@ -34,20 +34,38 @@ for name, oldest in re.findall(r"(?m)^([\w-]+)>=([\d.]+)", open(sys.argv[1]).rea
 PYTHON
   [ "$status" -ne 2 ] || exit 2
   if [ "$status" -ne 0 ]; then
-    if [ ! -f "$root/.venv/ready" ]; then
-      echo "setting up $root/.venv (once)"
-      local needs="Python >= 3.10 with venv (Debian, Ubuntu: apt install python3-venv)"
-      { python3 -c "import ensurepip, sys; sys.exit(sys.version_info < (3, 10))" 2>/dev/null &&
-        python3 -m venv "$root/.venv"; } || fail "$root/.venv: needs $needs; or activate another one"
-      (cd "$root" && .venv/bin/pip install -q -r requirements.txt -c constraints.txt) || # `-e .` is relative
-        fail "pip install -r requirements.txt: see above; or activate an environment with torch"
-      touch "$root/.venv/ready"
-    fi
+    [ -f "$root/.venv/ready" ] || make_environment
     export PATH="$root/.venv/bin:$PATH"
   fi
   # The environment need not have this project installed, or may have another copy of it.
   export PYTHONPATH="$root/src${PYTHONPATH:+:$PYTHONPATH}"
 }
+
+# Create .venv with the tested versions. Without an NVIDIA driver, which the CUDA build of PyTorch
+# needs, it gets the CPU build, if its index can be reached: pip prefers 2.13.0+cpu to 2.13.0.
+make_environment() {
+  local index=https://download.pytorch.org/whl/cpu options=(-r requirements.txt -c constraints.txt)
+  local build="PyTorch for CUDA: downloads about 3 GB, needs 6 GB on the disk"
+  local needs="Python >= 3.10 with venv (Debian, Ubuntu: apt install python3-venv)"
+  python3 -c "import ensurepip, sys; sys.exit(sys.version_info < (3, 10))" 2>/dev/null ||
+    fail "$root/.venv: needs $needs; or activate another one"
+  if ! has_nvidia_driver; then
+    if python3 -c "import urllib.request as r; r.urlopen('$index/torch/', timeout=10)" 2>/dev/null
+    then
+      options+=(--extra-index-url "$index")
+      build="PyTorch for CPUs: downloads about 0.3 GB, needs 1.4 GB on the disk"
+    else
+      echo "$index with PyTorch for CPUs cannot be reached; using PyPI"
+    fi
+  fi
+  echo "setting up $root/.venv (once) with $build"
+  python3 -m venv "$root/.venv" || fail "$root/.venv: needs $needs; or activate another one"
+  (cd "$root" && .venv/bin/pip install -q "${options[@]}") || # `-e .` is relative
+    fail "pip install -r requirements.txt: see above; or activate an environment with torch"
+  touch "$root/.venv/ready"
+}
+
+has_nvidia_driver() { [ -e /proc/driver/nvidia/version ] || command -v nvidia-smi >/dev/null; }
 
 fail() { echo "error: $1" >&2 && exit 2; }
 

@@ -190,22 +190,45 @@ def test_a_stop_of_one_node_ends_both_with_85_and_both_resume(node, machines, un
 # --- scripts/environment.sh ----------------------------------------------------------------------
 
 
-def test_the_environment_is_made_from_any_folder(tmp_path):
-    """requirements.txt ends with `-e .`, which is relative to the folder where pip is started."""
+CPU_BUILDS = "https://download.pytorch.org/whl/cpu"
+FOR_CPUS = "PyTorch for CPUs: downloads about 0.3 GB, needs 1.4 GB on the disk"
+FOR_CUDA = "PyTorch for CUDA: downloads about 3 GB, needs 6 GB on the disk"
+BUILDS = {  # has a driver, reaches the index -> lines, options of pip
+    (True, True): ([FOR_CUDA], ""),
+    (False, True): ([FOR_CPUS], f" --extra-index-url {CPU_BUILDS}"),
+    (False, False): (
+        [f"{CPU_BUILDS} with PyTorch for CPUs cannot be reached; using PyPI", FOR_CUDA],
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize(("driver", "index"), BUILDS)
+def test_the_environment_is_made_from_any_folder(driver, index, tmp_path):
+    """requirements.txt ends with `-e .`, which is relative to the folder where pip is started.
+
+    The build of PyTorch depends on the driver and on what can be reached; a line has its size.
+    """
     script = tmp_path / "project/scripts/environment.sh"
     script.parent.mkdir(parents=True)
     script.symlink_to(ROOT / "scripts/environment.sh")
-    pip = "#!/bin/bash\n[ -f scripts/environment.sh ] && echo made"
+    pip = "#!/bin/bash\n[ -f scripts/environment.sh ] && echo made:\\$*"
     for name, text in {
         "python": "exit 1",  # no torch
-        "python3": f'mkdir -p "$3/bin"; echo "{pip}" >"$3/bin/pip"; chmod +x "$3/bin/pip"',
+        "python3": f"[[ $2 != *urllib* ]] || exit {int(not index)}\n[ $1 = -m ] || exit 0\n"
+        f'mkdir -p "$3/bin"; echo "{pip}" >"$3/bin/pip"; chmod +x "$3/bin/pip"',
     }.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    command = ["bash", "-euc", f". '{script}'; use_environment"]
+    has_driver = f"has_nvidia_driver() {{ {str(driver).lower()}; }}"
+    command = ["bash", "-euc", f". '{script}'; {has_driver}; use_environment"]
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
-    assert (done.returncode, done.stdout.splitlines()[1:]) == (0, ["made"]), done.stderr
+    lines, options = BUILDS[driver, index]
+    setting_up = f"setting up {tmp_path}/project/.venv (once) with {lines.pop()}"
+    made = f"made:install -q -r requirements.txt -c constraints.txt{options}"
+    printed = done.stdout.splitlines()
+    assert (done.returncode, printed) == (0, [*lines, setting_up, made]), done.stderr
 
 
 def test_an_old_package_in_the_active_environment_costs_one_line(tmp_path):
