@@ -139,7 +139,7 @@ def learning_speed(returns: Array, optimum: float, prefix: str = "") -> dict:
     None: the level is never reached.
     """
     mean = returns.mean(0) / optimum  # [E]
-    values = {f"{prefix}area": mean.mean()}
+    values: dict[str, Any] = {f"{prefix}area": mean.mean()}
     for percent in (60, 80, 90):
         reached = np.flatnonzero(mean >= percent / 100)
         values[f"{prefix}episodes_to_{percent}"] = int(reached[0]) + 1 if len(reached) else None

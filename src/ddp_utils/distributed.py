@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn
 
@@ -173,7 +173,8 @@ def init_process_group(world: World, backend: str = "auto", timeout_minutes: flo
     try:
         _store = _open_store(world, address, port)
         _store.set_timeout(timeout)
-        dist.init_process_group(world.backend, store=_store, timeout=timeout, **options)
+        with without_gloos_line():
+            dist.init_process_group(world.backend, store=_store, timeout=timeout, **options)
     except (RuntimeError, OSError) as error:
         reason = str(error).splitlines()[0][:160]
         raise UserError(
@@ -184,6 +185,26 @@ def init_process_group(world: World, backend: str = "auto", timeout_minutes: flo
             f"{world.launcher}, such as {LAUNCHERS[world.launcher].split()[0]}"
         ) from error
     return world
+
+
+@contextlib.contextmanager
+def without_gloos_line() -> Iterator[None]:
+    """Connect a group whose Gloo prints a line on stdout, as in torch 2.10, and drop the line.
+
+    C++ writes it to the file descriptor. With `check_gpu.py --bench --json` it would not be JSON.
+    """
+    if torch.__version__ >= "2.11":
+        yield
+        return
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    try:
+        yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def meeting_point(world: World, env: Mapping[str, str] = os.environ) -> tuple[str, int]:

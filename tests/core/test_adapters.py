@@ -1,6 +1,5 @@
 """Adapters of other tools: merged, continued with, or rejected, and compared with plain peft."""
 
-import contextlib
 import json
 import re
 from pathlib import Path
@@ -317,7 +316,8 @@ def test_an_adapter_brings_its_tokenizer_and_template(kind, tmp_path, capsys):
     demo_adapter(tmp_path, template)
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with contextlib.chdir(DEMO.parents[2]):  # a relative and an absolute path are the same base
+    with pytest.MonkeyPatch.context() as inside:
+        inside.chdir(DEMO.parents[2])  # a relative and an absolute path are the same base
         assert models.load_tokenizer("data/demo/model", tmp_path).chat_template == expected
     printed = capsys.readouterr().out
     distributed.warnings.clear()  # each warning is printed once per script

@@ -1,6 +1,5 @@
 """Baking: the same replies and the same losses on any number of processes, killed or not."""
 
-import contextlib
 import json
 import os
 import re
@@ -459,7 +458,8 @@ def test_a_lora_is_a_model_and_half_of_it_half_the_way():
     cpu = torch.device("cpu")
     demo = str(ROOT / "data/demo/model")
     base = weights(models.load(demo, torch.float32, cpu))
-    with contextlib.chdir(ROOT):  # it names its base from there
+    with pytest.MonkeyPatch.context() as inside:
+        inside.chdir(ROOT)  # it names its base from there
         whole = weights(models.load(str(folder), torch.float32, cpu))
         half = weights(lora.merge(models.load(demo, torch.float32, cpu), folder, 0.5))
         meta_model = models.load(str(folder), torch.float32, models.META)

@@ -209,7 +209,8 @@ def make_mesh(settings: Settings, world: World) -> DeviceMesh:
     if total**2 != size * squares:  # the variance of the nodes' sizes is not 0
         raise UserError("HYBRID_SHARD: start the same number of processes on each node")
     shape = (size // world.local_size, world.local_size)
-    return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+    with distributed.without_gloos_line():
+        return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def shard(
