@@ -1,15 +1,23 @@
-"""Prove on one GPU what was written without one, the most valuable first; results as it goes.
+"""Measure on one GPU what was written without one, the most valuable pieces first.
 
-    python tests/gpu/hour.py                     # 40 minutes; what is in docs/gpu.json stays
-    python tests/gpu/hour.py --minutes 9         # a second start does what is missing
-    python tests/gpu/hour.py --only attention    # again, though it is there
-    python tests/gpu/hour.py --dry               # the same list on a CPU, tiny: is it sound?
+    python tests/gpu/hour.py                        # at most 40 minutes; what is done is kept
+    python tests/gpu/hour.py --minutes 9            # the first eight pieces; call it again for more
+    python tests/gpu/hour.py --only attention demo  # these pieces, even if they are done
+    python tests/gpu/hour.py --dry                  # the same list on a CPU, with small models
 
-Each piece is a function of pieces.py in a process of its own, and costs only itself if it hangs or
-dies. gpu.json and gpu.md in --out are written after each. Nothing comes from a network: models are
-made from their configurations, their weights drawn by a seed. What the environment lacks may lie
-as wheels in a folder: pip download --no-deps -d wheels trl==1.16.0 datasets dill multiprocess, then
---wheels wheels.
+The script needs one NVIDIA GPU with 80 GB (Ampere or newer), 20 GB of disk space in the folder of
+temporary files, and a Python with torch >= 2.11, transformers and peft. It needs no network: models
+are made from their configurations, with random weights. Some pieces need a package more and are
+skipped without it. If the GPU machine lacks such packages, download them as wheels elsewhere (5 MB;
+for another version of Python add --python-version 3.12 and a --platform, see pip's help) and pass
+the folder as --wheels wheels:
+
+    python -m pip download --no-deps --only-binary=:all: -d wheels trl==1.16.0 gemmi==0.7.5 \\
+        ruamel.yaml==0.19.1 datasets==5.2.0 dill==0.4.1 multiprocess==0.70.19
+
+Each piece is a function of pieces.py in its own process, so that a piece that hangs or dies costs
+only itself. gpu.json and gpu.md in --out are written after each piece; a second call measures the
+pieces that are missing, then those that failed.
 """
 
 import argparse
@@ -33,29 +41,37 @@ REHEARSALS = DOCS / "gpu_rehearsed.json"  # written by pretend/rehearse.py
 
 class Piece(NamedTuple):
     name: str
-    seconds: int  # after which it is ended; it is not begun if fewer are left
+    # Expected on an H100, but not measured there yet. The piece is not begun if less time is left,
+    # and on a GPU it is ended after twice this time.
+    seconds: int
     title: str
+    needs: tuple[str, ...] = ()  # packages, in addition to PACKAGES
+    after: str = ""  # the piece that it is compared with, which must be done
 
 
+PACKAGES = ("torch", "transformers", "peft")  # all pieces need them
+TRL = ("trl", "datasets", "dill", "multiprocess")
+YAML = ("ruamel.yaml",)
 PIECES = [
-    Piece("demo", 150, "The demo's losses, against those of the CPU"),
-    Piece("attention", 120, "Attention over a shared prompt, against each response alone"),
-    Piece("resume", 180, "Killed with SIGKILL and continued, `--deterministic`"),
-    Piece("fp16", 120, "fp16 with a loss scale"),
-    Piece("memory", 240, "Peak memory of a step, `check_gpu.py --plan` and measured"),
-    Piece("speed:long:ours", 300, "LoRA DPO, Qwen3-8B's shape: prompts 512, responses 256"),
-    Piece("speed:long:trl", 180, "The same with TRL in its best setting"),
-    Piece("speed:long:trl defaults", 180, "The same with TRL's defaults"),
-    Piece("speed:hh:ours", 300, "LoRA DPO, Qwen3-8B's shape: lengths as in HH-RLHF"),
-    Piece("speed:hh:trl", 180, "The same with TRL in its best setting"),
-    Piece("speed:hh:trl defaults", 180, "The same with TRL's defaults"),
-    Piece("kernels", 270, "Where ten of the steps with long prompts go"),
-    Piece("generation", 150, "Generation of 16 replies"),
-    Piece("sharding", 180, "FSDP, ZeRO-3 and QLoRA on one GPU"),
-    Piece("protein", 90, "DPO of ProteinMPNN"),
-    Piece("distillation", 150, "Algorithm Distillation, `ad_dr.yaml`"),
-    Piece("baking", 120, "Prompt baking of the demo"),
+    Piece("attention", 50, "Attention over a shared prompt, against each response alone"),
+    Piece("speed:long:ours", 90, "LoRA DPO, Qwen3-8B's shape: prompts 512, responses 256"),
+    Piece("speed:long:trl", 60, "The same with TRL in its best setting", TRL, "speed:long:ours"),
+    Piece("kernels", 60, "Where ten of the steps with long prompts go"),
+    Piece("sharding", 60, "FSDP, ZeRO-3 and QLoRA on one GPU", YAML),
+    Piece("memory", 60, "Peak memory of a step, `check_gpu.py --plan` and measured"),
+    Piece("demo", 50, "The demo's losses, against those of the CPU"),
+    Piece("resume", 60, "Killed with SIGKILL and continued, `--deterministic`"),
+    Piece("fp16", 45, "fp16 with a loss scale", YAML),
+    Piece("generation", 45, "Generation of 16 replies"),
+    Piece("speed:hh:ours", 75, "LoRA DPO, Qwen3-8B's shape: lengths as in HH-RLHF"),
+    Piece("protein", 45, "DPO of ProteinMPNN", ("gemmi",)),
+    Piece("distillation", 90, "Algorithm Distillation, `ad_dr.yaml`", YAML),
+    Piece("baking", 60, "Prompt baking of the demo"),
+    Piece("speed:hh:trl", 60, "The same with TRL in its best setting", TRL, "speed:hh:ours"),
+    Piece("speed:long:trl defaults", 75, "The same with TRL's defaults", TRL, "speed:long:ours"),
+    Piece("speed:hh:trl defaults", 75, "The same with TRL's defaults", TRL, "speed:hh:ours"),
 ]
+LONGEST_DRY = 900  # seconds after which a piece is ended on a CPU, which may be slow or busy
 
 # --- the page ------------------------------------------------------------------------------------
 
@@ -63,10 +79,17 @@ INTRO = """# On a GPU
 
 {}.
 
-`python tests/gpu/hour.py` writes this page and `gpu.json` beside it. The complete list takes 40
-minutes; with `--minutes 9` no piece is started that may take longer, and running the command again
-measures the missing pieces. It needs no network. `--dry` tries the list on a CPU, in a separate
-folder.
+`python tests/gpu/hour.py` writes this page and `gpu.json` beside it. It needs one NVIDIA GPU with
+80 GB (Ampere or newer), 20 GB of disk space in the folder of temporary files, and a Python with
+torch >= 2.11, transformers and peft. It needs no network. A piece that needs a package that is not
+installed is skipped. These packages are trl, datasets, dill and multiprocess (for the comparison
+with TRL), gemmi (proteins) and ruamel.yaml (YAML files); `python tests/gpu/hour.py --help` shows
+how to bring them as wheels.
+
+The pieces are run in the order of the table, with `--minutes 9` the first eight, by default all,
+which takes at most 40 minutes. A piece is not begun if it probably takes longer than the time that
+is left. Running the command again measures the missing pieces, and `--only attention demo` measures
+these pieces again. `--dry` tries the list on a CPU, in a separate folder.
 
 | piece | what | state | seconds |
 |---|---|---|---|
@@ -120,7 +143,7 @@ measured ms | peak GiB | measured GiB |
 
 def page(results):
     """docs/gpu.md: the state of each piece, then its tables."""
-    machines = {describe(entry["machine"]) for entry in results.values()}
+    machines = {describe(entry["machine"]) for entry in results.values() if "machine" in entry}
     text = INTRO.format("; ".join(sorted(machines)) or "**Not measured yet**, no GPU was at hand")
     waits = {"status": "not measured yet", "reason": "", "seconds": "", "rows": []}
     for piece in PIECES:
@@ -192,8 +215,8 @@ def cell(value):
 # --- a piece -------------------------------------------------------------------------------------
 
 
-def run(piece, args, results, env):
-    """One piece in a process of its own -> its entry, whatever becomes of it."""
+def run(piece, limit, args, results, env):
+    """Run a piece in its own process for at most `limit` seconds; return its entry."""
     start = time.monotonic()
     entry = {"status": "", "rows": []}
     with tempfile.TemporaryDirectory(prefix="gpu_hour_") as folder:
@@ -204,9 +227,9 @@ def run(piece, args, results, env):
             streams = {"stdout": log, "stderr": log, "start_new_session": True}
             process = subprocess.Popen(program, cwd=ROOT, env=env, **streams)
         try:
-            problem = f"exit status {process.wait(piece.seconds)}"
+            problem = f"exit status {process.wait(limit)}"
         except subprocess.TimeoutExpired:
-            problem = f"no end after {piece.seconds} s"
+            problem = f"no end after {limit:.0f} s"
         finally:  # with all that it has started
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -223,36 +246,70 @@ def run(piece, args, results, env):
 
 
 def environment(args):
-    """What a piece finds: our modules, the wheels, no network."""
+    """Return the variables of a piece: our modules, the wheels, no network."""
     paths = [ROOT / "src", ROOT, ROOT / "tests", ROOT / "tests/bench"]
     if args.wheels:
         site = Path(tempfile.gettempdir(), "gpu_hour_site")
-        wheels = sorted(map(str, Path(args.wheels).glob("*.whl")))
         pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--upgrade"]
-        subprocess.run([*pip, "--target", site, *wheels], check=True)
+        if subprocess.run([*pip, "--target", site, *args.wheels]).returncode:
+            sys.exit(2)  # pip has printed the reason
         paths.append(site)
     paths += os.environ.get("PYTHONPATH", "").split(":")
     quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-    quiet |= {"CUDA_VISIBLE_DEVICES": ""} if args.dry else {}
+    if args.dry:  # several threads would wait for each other on a busy machine
+        quiet |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return os.environ | quiet | {"PYTHONPATH": ":".join(filter(None, map(str, paths)))}
+
+
+# not in this process: a piece needs all of the GPU's memory
+PROBE = """
+import json, sys
+from importlib.util import find_spec
+
+def is_missing(name):
+    try:
+        return find_spec(name) is None
+    except ModuleNotFoundError:  # the package around it: ruamel of ruamel.yaml
+        return True
+
+missing = [name for name in sys.argv[1:] if is_missing(name)]
+device = None
+if "torch" not in missing:
+    import torch
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+print(json.dumps([missing, device]))
+"""
+
+
+def probe(env):
+    """Return which packages are not installed, and the GPU's name, None without one."""
+    names = set(PACKAGES).union(*(piece.needs for piece in PIECES))
+    program = [sys.executable, "-c", PROBE, *sorted(names)]
+    return json.loads(subprocess.run(program, env=env, stdout=subprocess.PIPE, check=True).stdout)
 
 
 # --- the list ------------------------------------------------------------------------------------
 
 
 def read_flags():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
-    add("--minutes", type=float, default=40.0, help="begin nothing that may take longer than this")
-    add("--only", choices=[piece.name for piece in PIECES], help="one piece, though it is there")
-    add("--dry", action="store_true", help="on a CPU, tiny")
+    add("--minutes", type=float, default=40.0, help="time limit")
+    names = [piece.name for piece in PIECES]
+    add("--only", nargs="+", choices=names, metavar="PIECE", help="pieces, even if they are done")
+    add("--dry", action="store_true", help="on a CPU, with small models")
     add("--out", help="folder of gpu.json and gpu.md; docs, with --dry a temporary one")
-    add("--wheels", help="folder of wheels of what the environment lacks")
-    add("--commit", help="where this is no clone: the commit it was copied from")
+    add("--wheels", help="folder with wheels of packages that this Python lacks")
+    add("--commit", help="commit of the code, if this folder is not a git clone")
     args = parser.parse_args()
     args.out = Path(args.out or (tempfile.mkdtemp(prefix="gpu_hour_") if args.dry else DOCS))
     if args.dry and args.out.resolve() == DOCS:
-        parser.error("--dry: docs/gpu.md is for GPUs; give another --out")
+        parser.error("--dry: docs/gpu.md is for GPUs; use another --out")
+    if args.wheels:
+        folder, args.wheels = args.wheels, sorted(map(str, Path(args.wheels).glob("*.whl")))
+        if not args.wheels:
+            parser.error(f"--wheels {folder}: no *.whl in this folder; download them, see --help")
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
     with contextlib.suppress(FileNotFoundError):
         found = subprocess.run(git, capture_output=True, text=True).stdout.strip()
@@ -276,32 +333,58 @@ def write(folder, results):
 
 
 def missing(results, only):
-    """Pieces to be done: those that were never tried first, then those that did not succeed."""
+    """Return the pieces to run: those never tried, then those that failed and what needs them."""
     if only:
-        return [piece for piece in PIECES if piece.name == only]
+        return [piece for piece in PIECES if piece.name in only]
     waiting = [p for p in PIECES if results.get(p.name, {}).get("status") != "ok"]
-    return sorted(waiting, key=lambda piece: piece.name in results)
+    tried = {piece.name for piece in waiting if piece.name in results}
+    return sorted(waiting, key=lambda piece: piece.name in tried or piece.after in tried)
+
+
+def why_not(piece, results, device, left):
+    """Return why a piece cannot be begun now, or an empty string."""
+    partner = results.get(piece.after, {})
+    if piece.after and partner.get("status") != "ok":
+        return f"it is compared with {piece.after}, which is not measured"
+    if piece.after and partner["machine"]["device"] != device:
+        return f"it is compared with {piece.after}, measured on {partner['machine']['device']}"
+    if piece.seconds > left:
+        return f"it takes about {piece.seconds} s, and {left:.0f} s are left"
+    return ""
 
 
 def main():
     args = read_flags()
     deadline = time.monotonic() + 60 * args.minutes
     env = environment(args)
-    has_gpu = [sys.executable, "-c", "import torch; exit(not torch.cuda.is_available())"]
-    if not args.dry and subprocess.run(has_gpu, env=env).returncode:
-        print("error: torch sees no CUDA device; --dry rehearses on the CPU", file=sys.stderr)
+    lacking, gpu = probe(env)
+    device = "CPU" if args.dry else gpu
+    absent = ", ".join(name for name in PACKAGES if name in lacking)
+    if absent:
+        fix = "start this script with a Python that has the packages of requirements.txt"
+        print(f"error: {sys.executable}: {absent}: not installed; {fix}", file=sys.stderr)
+        return 2
+    if not device:
+        print("error: torch finds no CUDA device; use --dry on a CPU", file=sys.stderr)
         return 2
     args.out.mkdir(parents=True, exist_ok=True)
     results = read(args.out)
     for piece in missing(results, args.only):
         left = deadline - time.monotonic()
-        if piece.seconds > left:
-            print(f"{piece.name}: not begun, it may take {piece.seconds} of {left:.0f} s")
-            continue
-        entry = run(piece, args, results, env)
-        results[piece.name] = entry
+        absent = ", ".join(name for name in piece.needs if name in lacking)
+        reason = why_not(piece, results, device, left)
+        if absent:
+            entry = {"status": "skipped", "reason": f"needs {absent}", "rows": [], "seconds": ""}
+            results.setdefault(piece.name, entry)  # an earlier result is kept
+            print(f"{piece.name}: {state(entry)}", flush=True)
+        elif reason:
+            print(f"{piece.name}: not begun: {reason}", flush=True)
+        else:
+            limit = min(left, LONGEST_DRY if args.dry else 2 * piece.seconds)
+            entry = run(piece, limit, args, results, env)
+            results[piece.name] = entry
+            print(f"{piece.name}, {entry['seconds']} s: {state(entry)}", flush=True)
         write(args.out, results)
-        print(f"{piece.name}, {entry['seconds']} s: {state(entry)}", flush=True)
     print(f"-> {args.out}/gpu.md")
     return int(any(entry["status"] == "failed" for entry in results.values()))
 

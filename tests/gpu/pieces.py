@@ -359,8 +359,6 @@ def case_of(name):
 
 def speed(_folder, case, kind):
     """Seconds by the clock and memory of one side of tests/bench/dpo_vs_trl.py."""
-    if kind != "ours" and not find_spec("trl"):
-        raise Skip("trl is not installed")
     import dpo_vs_trl
 
     pairs = 2 if TINY else 4  # 8 of hh, padded, are more than TRL keeps in 80 GB

@@ -1,4 +1,4 @@
-"""The list for a GPU, rehearsed on this CPU: killed after a piece, it continues with the next."""
+"""The list for a GPU on this CPU: its order and time limits, what it needs, and each piece."""
 
 import json
 import math
@@ -26,9 +26,40 @@ PIECES |= {"generation", "sharding", "protein", "distillation", "baking"}
 GROUP = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
 
 
+# the order of worth; nine minutes are for the first eight
+WORTH = ["attention", "speed:long:ours", "speed:long:trl", "kernels", "sharding", "memory", "demo"]
+WORTH += ["resume", "fp16", "generation", "speed:hh:ours", "protein", "distillation", "baking"]
+MACHINE = {"device": "CPU", "driver": None, "versions": {}, "commit": "1", "date": "today"}
+OK = {"status": "ok", "reason": "", "seconds": 1, "rows": [], "machine": MACHINE}
+
+
 def start(folder):
     command = [sys.executable, str(ROOT / "tests/gpu/hour.py"), "--dry", "--out", str(folder)]
     return subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.fixture
+def call(monkeypatch, tmp_path, capfd):
+    """Return a function that runs the list without its pieces: names begun, and printed lines."""
+
+    def call(*words, lacking=(), failing=(), pace=1.0):
+        """Each piece takes `pace` times the seconds that hour.py expects."""
+        begun = {}
+        clock = [0.0]
+
+        def run(piece, limit, *_):
+            begun[piece.name] = limit
+            clock[0] += pace * piece.seconds
+            return OK | {"status": "failed" if piece.name in failing else "ok"}
+
+        monkeypatch.setattr(hour, "run", run)
+        monkeypatch.setattr(hour, "probe", lambda _env: ([*lacking], None))
+        monkeypatch.setattr(hour.time, "monotonic", lambda: clock[0])
+        monkeypatch.setattr(sys, "argv", ["hour.py", "--dry", "--out", str(tmp_path), *words])
+        hour.main()
+        return begun, capfd.readouterr().out.splitlines()
+
+    return call
 
 
 def kill_after(process, name, folder):
@@ -40,11 +71,114 @@ def kill_after(process, name, folder):
 
 
 def test_the_list_goes_on_where_it_was_killed(tmp_path):
-    done = kill_after(start(tmp_path), "demo", tmp_path)
-    assert list(done) == ["demo"]
-    results = kill_after(start(tmp_path), "attention", tmp_path)
-    assert list(results) == ["demo", "attention"] and results["attention"]["status"] == "ok"
-    assert results["demo"] == done["demo"]  # it was not done again
+    quick = {"generation", "protein", "baking"}
+    hour.write(
+        tmp_path, {name: OK for name in PIECES | NEEDS_CUDA | NEEDS_TRL if name not in quick}
+    )
+    first = kill_after(start(tmp_path), "generation", tmp_path)
+    assert first["generation"]["status"] == "ok" and "protein" not in first
+    second = kill_after(start(tmp_path), "protein", tmp_path)
+    assert second["protein"]["status"] == "ok"
+    assert second["generation"] == first["generation"]  # it was not done again
+
+
+def test_the_pieces_are_run_in_the_order_of_their_worth(call):
+    begun, _ = call()
+    assert [*begun][: len(WORTH)] == WORTH
+    assert begun.keys() == PIECES | NEEDS_CUDA | NEEDS_TRL
+
+
+def test_nine_minutes_are_enough_for_the_first_eight_pieces(call):
+    begun, lines = call("--minutes", "9", pace=1.05)
+    assert [*begun] == WORTH[:8]
+    assert any(line.startswith("fp16: not begun: it takes about 45 s, and") for line in lines)
+
+
+def test_forty_minutes_are_enough_for_all_pieces(call):
+    begun, _ = call(pace=1.9)  # each is ended after twice as long
+    assert len(begun) == len(hour.PIECES)
+
+
+def test_no_piece_runs_longer_than_the_time_that_is_left(call):
+    begun, _ = call("--minutes", "2")
+    assert begun == {"attention": 120, "kernels": 70}
+
+
+def test_trl_is_measured_only_after_ours(call):
+    begun, lines = call(failing=["speed:hh:ours"])
+    assert NEEDS_TRL & begun.keys() == {"speed:long:trl", "speed:long:trl defaults"}
+    reason = "it is compared with speed:hh:ours, which is not measured"
+    assert f"speed:hh:trl: not begun: {reason}" in lines
+    begun, _ = call()  # once more, all are begun: first that which has failed
+    assert [*begun] == ["speed:hh:ours", "speed:hh:trl", "speed:hh:trl defaults"]
+
+
+def test_trl_is_not_compared_with_another_gpu(call, tmp_path):
+    other = OK | {"machine": MACHINE | {"device": "NVIDIA H200"}}
+    hour.write(tmp_path, {"speed:hh:ours": other})
+    begun, lines = call("--only", "speed:hh:trl")
+    assert not begun
+    assert any(line.endswith("speed:hh:ours, measured on NVIDIA H200") for line in lines), lines
+
+
+def test_several_pieces_can_be_named(call):
+    call()
+    begun, _ = call("--only", "demo", "attention")
+    assert [*begun] == ["attention", "demo"]
+
+
+def test_a_piece_whose_package_is_absent_is_skipped_with_its_name(call, tmp_path):
+    begun, lines = call(lacking=["gemmi", "ruamel.yaml", "trl"])
+    assert "protein: skipped: needs gemmi" in lines
+    assert "sharding: skipped: needs ruamel.yaml" in lines
+    assert "speed:long:trl: skipped: needs trl" in lines
+    assert begun.keys() == PIECES - {"protein", "sharding", "distillation"}
+    assert "| protein | DPO of ProteinMPNN | skipped: needs gemmi |" in hour.page(
+        hour.read(tmp_path)
+    )
+    begun, _ = call()  # with the packages, these are done
+    assert begun.keys() == {"protein", "sharding", "distillation"} | NEEDS_CUDA | NEEDS_TRL
+
+
+def test_wheels_that_are_absent_or_wrong_cost_one_line(call, tmp_path, capfd):
+    with pytest.raises(SystemExit) as ended:
+        call("--wheels", str(tmp_path))
+    assert ended.value.code == 2 and "no *.whl in this folder" in capfd.readouterr().err
+    (tmp_path / "trl-1.16.0-cp27-none-any.whl").touch()
+    with pytest.raises(SystemExit) as ended:
+        call("--wheels", str(tmp_path))
+    assert ended.value.code == 2 and "not a supported wheel" in capfd.readouterr().err
+
+
+def test_the_probe_finds_what_is_absent_and_no_gpu(monkeypatch):
+    names = ("json", "no_package", "no_package.inside")
+    monkeypatch.setattr(hour, "PACKAGES", names)
+    lacking, gpu = hour.probe(os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    assert {"no_package", "no_package.inside"} <= set(lacking) and "json" not in lacking
+    assert gpu is None
+
+
+def test_a_python_without_torch_costs_one_line(tmp_path):
+    words = ["--dry", "--out", str(tmp_path / "out")]
+    program = f"""  # the probe does not see what is installed here
+import sys
+sys.path.insert(0, {str(TESTS / "gpu")!r})
+import hour
+hour.PROBE = "import sys; sys.path = [p for p in sys.path if 'site-packages' not in p]" + hour.PROBE
+sys.argv = ["hour.py", *{words}]
+sys.exit(hour.main())
+"""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.startswith(f"error: {sys.executable}: torch, transformers, peft: not inst")
+    assert done.stderr.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+def test_the_help_names_a_wheel_of_every_package_that_a_piece_needs():
+    names = set().union(*(piece.needs for piece in hour.PIECES))
+    assert {"trl", "gemmi", "ruamel.yaml", "datasets", "dill", "multiprocess"} == names
+    assert all(f" {name}==" in hour.__doc__ for name in names)
 
 
 def do_piece(name, folder, pretended):
@@ -72,7 +206,7 @@ def do_piece(name, folder, pretended):
 def test_the_list_is_sound(tmp_path, monkeypatch):
     """All pieces on this CPU, forked from a process that has imported what they need."""
 
-    def run(piece, args, results, _env):
+    def run(piece, _limit, args, results, _env):
         folder = tmp_path / piece.name
         folder.mkdir()
         (folder / "results.json").write_text(json.dumps(results))
@@ -114,7 +248,7 @@ def test_what_hangs_or_dies_costs_only_itself(tmp_path, monkeypatch):
     results = {}
     for name, reason in (("dies", "exit status -6"), ("hangs", "no end after 1 s")):
         piece = hour.Piece(name, 1, "")
-        results[name] = hour.run(piece, args, results, dict(os.environ))
+        results[name] = hour.run(piece, 1, args, results, dict(os.environ))
         assert (results[name]["status"], results[name]["reason"]) == ("failed", reason)
 
 
@@ -125,8 +259,7 @@ def test_the_committed_page_is_that_of_the_committed_results():
 def test_what_was_never_tried_comes_before_what_failed():
     tried = {"demo": {"status": "ok"}, "attention": {"status": "failed"}}
     names = [piece.name for piece in hour.missing(tried, only=None)]
-    assert "demo" not in names and names[0] == "resume" and names[-1] == "attention"
-    assert [piece.name for piece in hour.missing(tried, only="demo")] == ["demo"]
+    assert "demo" not in names and names[0] == "speed:long:ours" and names[-1] == "attention"
 
 
 def test_a_rehearsal_never_touches_the_page(monkeypatch, capsys):
