@@ -43,6 +43,7 @@ exec >>"logs/dpo_ddp_$job.out" 2>>"logs/dpo_ddp_$job.err"
 module load frameworks
 # shellcheck disable=SC1091 # it exists only on Aurora
 [ ! -f .venv/bin/activate ] || . .venv/bin/activate
+export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" # the environment may have another clone
 set -u
 
 # processes: 12 tiles per node, or 6 GPUs, and the cores near each

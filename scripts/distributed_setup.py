@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "src"))  # nothing is installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))  # of this clone
 
 import train_config
 from ddp_utils import UserError, cli, data, distributed, yaml_config

@@ -2,6 +2,7 @@
 # shellcheck shell=bash
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+export DDP_PROJECT="$root" # whose code `python -m` must run, whatever the current folder is
 if [ -n "${PBS_O_WORKDIR:-}" ]; then
   cd "$PBS_O_WORKDIR" || exit
 fi

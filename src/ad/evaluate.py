@@ -9,7 +9,7 @@ docs/algorithm_distillation.md. G held-out tasks, E episodes, B parallel rollout
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # works without an installed package
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of this clone
 
 import ad.evaluate_config as settings
 from ddp_utils import cli

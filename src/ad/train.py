@@ -14,7 +14,7 @@ Guide: docs/algorithm_distillation.md.
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # works without an installed package
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of this clone
 
 from ad.config import read
 from ddp_utils import cli

@@ -1,5 +1,14 @@
 """Modules that the training scripts share: everything except the training loops."""
 
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+LOCAL_RANKS = ["LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"]
+LOCAL_RANKS += ["PALS_LOCAL_RANKID"]
+
 
 class UserError(Exception):
     """A mistake that the user can fix: one line on stderr, no traceback, exit status 2."""
@@ -44,3 +53,51 @@ def parse_number(name: str, text: str, lowest: int = 0, highest: int = 2**31) ->
     if not text.isdecimal() or not lowest <= int(text) <= highest:
         raise UserError(f"{name}: '{text}' must be a whole number from {lowest} to {highest}")
     return int(text)
+
+
+def exit_with(error: UserError) -> NoReturn:
+    """End with the exit status of an error; the first process of a node prints it."""
+    local_ranks = [os.environ[name] for name in LOCAL_RANKS if os.environ.get(name)]
+    if local_ranks[:1] in ([], ["0"]):
+        print(f"error: {error}", file=sys.stderr)
+    sys.exit(error.exit_code)
+
+
+# --- two clones, one environment ------------------------------------------------------------------
+
+
+def clone_of_program() -> Path | None:
+    """Return the clone of the project that this program belongs to, if any.
+
+    It is the clone of the script, or for `python -m` the one that a run_*.sh names, otherwise the
+    one of the current folder.
+    """
+    main = sys.modules["__main__"]
+    script = getattr(main, "__file__", None) or ""
+    is_script = script.endswith(".py") and main.__spec__ is None  # `python -m` sets __spec__
+    places = [script] if is_script else []
+    places += [os.environ.get("DDP_PROJECT") or "", os.getcwd()]
+    for path in [Path(place).resolve() for place in places if place]:
+        for folder in (path, *path.parents):
+            if os.path.isfile(folder / "src/ddp_utils/__init__.py"):
+                return folder
+    return None
+
+
+def check_clone() -> None:
+    """End this program if it belongs to another clone of the project than this package.
+
+    An environment has one clone installed, whose code `python -m` would run in any other clone.
+    """
+    try:
+        clone = clone_of_program()
+    except OSError as error:
+        exit_with(UserError(f"the current folder cannot be used ({error.strerror}); use another"))
+    source = Path(__file__).resolve().parents[1]
+    if clone and (clone / "src").resolve() != source:
+        problem = f"{source}: this package belongs to another clone (expected {clone}/src)"
+        fix = f"export PYTHONPATH={shlex.quote(f'{clone}/src')}"
+        exit_with(UserError(f"{problem}; to use {clone}, run: {fix}"))
+
+
+check_clone()

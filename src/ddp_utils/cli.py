@@ -17,13 +17,11 @@ import typing
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
-from ddp_utils import SettingError, UserError, data
+from ddp_utils import SettingError, UserError, data, exit_with
 
 # other spelling -> flag, with or without a value, in programs without a setting of the first name
 ALIASES = {"--validate_only": "--check", "--dry_run": "--check", "--no_cuda": "--backend=gloo"}
 ALIASES |= {"--lr": "--learning_rate", "--r": "--lora_r", "-r": "--lora_r"}
-LOCAL_RANKS = ["LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"]
-LOCAL_RANKS += ["PALS_LOCAL_RANKID"]
 
 # --- flags ---------------------------------------------------------------------------------------
 
@@ -39,10 +37,7 @@ def check_flags(read: Callable[[list[str]], object]) -> None:
     except UserError as error:
         if "--debug" in sys.argv:
             return
-        local_ranks = [os.environ[name] for name in LOCAL_RANKS if os.environ.get(name)]
-        if local_ranks[:1] in ([], ["0"]):
-            print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        exit_with(error)
 
 
 def parse(config_class: type, argv: Sequence[str] | None = None) -> Any:
