@@ -7,9 +7,11 @@
 # exit status: see run_distributed.sh.
 set -euo pipefail
 
-here=$(dirname "${BASH_SOURCE[0]}")
+here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 # In a batch job this script may be a copy in a spool folder.
 [ -f "$here/scripts/environment.sh" ] || here=${PBS_O_WORKDIR:-${SLURM_SUBMIT_DIR:-.}}
+[ -f "$here/scripts/environment.sh" ] ||
+  { echo "error: $here: is not the project's folder; start $0 there" >&2 && exit 2; }
 # shellcheck source=scripts/environment.sh
 . "$here/scripts/environment.sh"
 use_environment
