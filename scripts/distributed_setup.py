@@ -302,11 +302,14 @@ def write(path: str, text: str, force: bool) -> None:
         require(not old or is_ours, f"{location} {message}")
         with data.write_file(file) as temporary:
             temporary.write_bytes(os.fsencode(text))
-        file.chmod(0o755 if is_script else 0o644)
+        if is_script:  # whoever may read it may start it
+            mode = file.stat().st_mode
+            file.chmod(mode | (mode & 0o444) >> 2)
     except OSError as error:
         if error.errno in distributed.DISK_ERRORS:
             raise distributed.user_error(error) from error  # status 4
-        raise UserError(f"{location}: {error.strerror}; use another name") from error
+        problem = data.broken_link(file) or error.strerror
+        raise UserError(f"{location}: {problem}; use another name") from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:

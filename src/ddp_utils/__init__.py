@@ -63,6 +63,25 @@ def exit_with(error: UserError) -> NoReturn:
     sys.exit(error.exit_code)
 
 
+def open_standard_streams() -> None:
+    """Open standard input, output and error as /dev/null if they are closed, as in a daemon.
+
+    Otherwise the next file or socket would get their number, and with it all that is printed. In
+    an old locale, characters that its encoding lacks are printed as escape sequences.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        mode = "w" if number else "r"
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number is this one
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
+        stream = getattr(sys, name)
+        if number and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
 # --- two clones, one environment ------------------------------------------------------------------
 
 

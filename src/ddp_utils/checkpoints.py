@@ -196,7 +196,7 @@ def inspect(spec: RunSpec, settings: dict, facts: dict, restart: bool = False) -
     settings: as settings_of() returns them; facts: as environment() returns them.
     Raises UserError if the folder cannot be written, or holds a run that cannot be resumed.
     """
-    folder = spec.folder
+    folder = target_of(spec.folder)
     check_writable("run folder", folder)
     if not (folder / "config.json").exists():
         if (folder / "checkpoints").exists():
@@ -264,6 +264,15 @@ def differences(saved: dict, now: dict, free: Sequence[str] = ()) -> dict[str, s
     return lines
 
 
+def target_of(folder: Path) -> Path:
+    """Return the folder that a symbolic link of this user leads to; any other path as it is.
+
+    Clusters keep large files on a disk of their own, to which a run folder may be linked.
+    """
+    is_own = os.path.islink(folder) and folder.lstat().st_uid == os.getuid()
+    return Path(os.path.realpath(folder)) if is_own else folder
+
+
 def check_writable(place: str, folder: Path) -> None:
     """Raise UserError if a folder, which may not exist yet, cannot be written.
 
@@ -271,17 +280,19 @@ def check_writable(place: str, folder: Path) -> None:
     place: what errors begin with, such as the flag that names the folder.
     """
     try:
-        has_links = folder.is_symlink() or any(path.is_symlink() for path in folder.glob("*"))
+        links = [path for path in (folder, *folder.glob("*")) if path.is_symlink()]
         parent = folder
         while not (parent.exists() or parent.is_symlink()):
             parent = parent.parent
     except OSError as error:  # the name is too long, or the folder cannot be read
         problem = f"{str(folder)[:80]}: {error.strerror}"
         raise UserError(f"{place}: {problem}; use another folder") from error
-    if has_links:
-        raise UserError(f"{place}: {folder} is or has a symbolic link; use another folder")
+    if links:
+        reason = "a symbolic link, which could lead to files of other people"
+        raise UserError(f"{place}: {links[0]} is {reason}; use what it leads to, or another folder")
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise UserError(f"{place}: {parent} is not a folder that you can write; use another one")
+        problem = data.broken_link(parent) or f"{parent} is not a folder that you can write"
+        raise UserError(f"{place}: {problem}; use another one")
 
 
 def check_model_folder(spec: RunSpec) -> None:
@@ -332,4 +343,9 @@ def move_aside(path: Path) -> Path:
     number = 1
     while path.with_name(f"{path.name}.{number}").exists():
         number += 1
-    return path.rename(path.with_name(f"{path.name}.{number}"))
+    target = path.with_name(f"{path.name}.{number}")
+    try:
+        return path.rename(target)
+    except PermissionError as error:
+        problem = f"cannot be moved to {target} ({error.strerror})"
+        raise UserError(f"{path}: {problem}; use another folder") from error

@@ -270,6 +270,14 @@ def printable(text: str) -> str:
 # --- writing -------------------------------------------------------------------------------------
 
 
+def broken_link(path: Path) -> str:
+    """Return which part of a path is a symbolic link to nowhere, for a message; "" if none is."""
+    for part in (path, *path.parents):
+        if os.path.islink(part) and not os.path.exists(part):
+            return f"{part} is a link to {os.readlink(part)}, which does not exist"
+    return ""
+
+
 def temporary_of(path: AnyPath) -> Path:
     """Return the path under which a file or folder is written before it is renamed."""
     return Path(path).with_name(f"{TEMPORARY}{Path(path).name}")
@@ -488,7 +496,7 @@ def cached_rows(
     except SafetensorError as error:
         raise UserError(f"{file}: {error}; delete it") from error
     except OSError as error:
-        hint = f"{error.strerror}; use another folder"
+        hint = f"{broken_link(Path(cache)) or error.strerror}; use another folder"
         raise UserError(f"--cache_dir: {cache} cannot be written: {hint}") from error
     return rows, {"file": path, **json.loads(rows.metadata["report"])}
 

@@ -134,8 +134,8 @@ class Run:
 
     def __init__(self, spec: RunSpec, config: RunConfig, world: World):
         self.spec, self.config, self.world = spec, config, world
-        self.folder, self.steps = spec.folder, spec.steps
-        self.checkpoints = spec.folder / "checkpoints"
+        self.folder, self.steps = checkpoints.target_of(spec.folder), spec.steps
+        self.checkpoints = self.folder / "checkpoints"
         self.results: dict[str, Any] = {}  # split -> the numbers of its last evaluation
         self.warnings: list[str] = []  # printed by this start of the run, or by earlier ones
         self.validated = -1  # steps before the last validation
@@ -475,8 +475,9 @@ def write_report(folder: Path, with_curves: bool) -> tuple[str, str]:
 
     This starts a process, so that no error in a plot can end the run.
     """
-    command = [sys.executable, "-m", "ddp_utils.tools.report", str(folder.resolve())]
+    program = ["-X", "utf8", "-m", "ddp_utils.tools.report"]  # in an old locale, too
+    command = [sys.executable, *program, str(folder.resolve())]
     if not with_curves:
         command.append("--no_curves")
-    done = subprocess.run(command, cwd=SRC, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=SRC, capture_output=True, encoding="utf-8")
     return done.stdout.rstrip(), done.stderr.strip()[-200:] if done.returncode else ""

@@ -245,5 +245,5 @@ def test_how_ranks_have_split_a_checkpoint(saved, now, is_readable, tmp_path):
 
 def test_a_folder_below_a_broken_link_is_one_line(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="run folder: .*link is not a folder that you can write"):
+    with pytest.raises(UserError, match="run folder: .*link is a link to .*nowhere, which does"):
         checkpoints.check_writable("run folder", tmp_path / "link/run")

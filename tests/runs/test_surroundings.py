@@ -1,17 +1,22 @@
-"""Odd surroundings: two clones with one environment.
+"""Odd surroundings: two clones with one environment, closed streams, symbolic links, HOME, umask.
 
 The second clone lies in a folder with a blank, and its package prints a line when it is imported.
 """
 
+import json
 import os
 import shutil
+import stat
+import subprocess
 import sys
 import venv
 
 import pytest
 
 import programs
+import runs
 from conftest import ROOT
+from ddp_utils import UserError, checkpoints, data
 
 SCRIPTS = ["main_distributed", "train", "generate_data", "train_loop", "ad/train", "ad/evaluate"]
 SCRIPTS = [f"src/{name}.py" for name in SCRIPTS]
@@ -22,6 +27,7 @@ MODULES += ["ddp_utils.launch", *(f"ddp_utils.tools.{name}" for name in TOOLS)]
 SHELL = ["run_distributed.sh", "run_dpo_ddp_local.sh", "scripts/run_dpo_ddp_local.sh"]
 SHELL += ["run_dpo_ddp_aurora.sh"]
 MARK = 'print("code of the second clone", flush=True)\n'
+TINY = runs.words("--max_steps 2 --max_rows 16 --batch_size 8 --num_samples 0 --report_to none")
 
 
 @pytest.fixture(scope="module")
@@ -134,3 +140,144 @@ def test_a_current_folder_that_was_deleted_is_one_line(first, tmp_path):
     words = "mkdir gone; cd gone; rmdir ../gone; python -m ddp_utils.launch"
     error = started(first, tmp_path, "bash", "-c", words, code=2).stderr
     assert error.splitlines()[-1].startswith("error: the current folder cannot be used")
+
+
+# --- shell scripts behind a symbolic link ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", SHELL)
+def test_a_shell_script_can_be_started_through_a_symbolic_link(script, tmp_path):
+    (tmp_path / "train").symlink_to(ROOT / script)
+    assert "--seed" in programs.process(["bash", "train", "--help"], cwd=tmp_path).stdout
+
+
+@pytest.mark.parametrize("script", ["run_distributed.sh", "run_dpo_ddp_local.sh"])
+def test_a_copy_of_a_shell_script_outside_the_project_is_one_line(script, tmp_path):
+    copy = shutil.copy(ROOT / script, tmp_path)
+    done = programs.process(["bash", copy, "1"], code=2, cwd=tmp_path)
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+# --- closed streams, encodings --------------------------------------------------------------------
+
+
+def finished(folder):
+    assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        assert json.loads(line)["step"] >= 0  # nothing that was printed is in it
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_a_run_with_closed_streams_finishes(closed, tmp_path):
+    command = 'exec "$0" "$@" ' + closed
+    words = [sys.executable, ROOT / "src/main_distributed.py", *TINY, "--result_dir", "run"]
+    programs.process(["bash", "-c", command, *words], cwd=tmp_path)
+    finished(tmp_path / "run")
+
+
+def test_two_ranks_with_closed_streams_finish(tmp_path):
+    words = [ROOT / "run_distributed.sh", "2", *TINY, "--result_dir", "run"]
+    programs.process(["bash", "-c", 'exec "$0" "$@" <&- >&- 2>&-', *words], cwd=tmp_path)
+    finished(tmp_path / "run")
+
+
+def test_a_chat_with_a_closed_input_ends(tmp_path):
+    words = [sys.executable, "-m", "ddp_utils.tools.chat", ROOT / "data/demo/model"]
+    programs.process(["bash", "-c", 'exec "$0" "$@" <&-', *words], cwd=tmp_path)
+
+
+def test_what_an_old_encoding_lacks_is_printed_as_an_escape_sequence(tmp_path):
+    (tmp_path / "program.py").write_text(
+        "from ddp_utils import distributed\ndistributed.run(lambda: print('caf\\xe9'))\n"
+    )
+    ascii = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    ascii["PYTHONPATH"] = str(ROOT / "src")
+    done = programs.process([sys.executable, "program.py"], cwd=tmp_path, **ascii)
+    assert done.stdout == "caf\\xe9\n"
+
+
+# --- links and permissions ------------------------------------------------------------------------
+
+
+def train(folder, *flags, run="run", **env):
+    words = [sys.executable, ROOT / "src/main_distributed.py", *TINY, "--result_dir", run, *flags]
+    return programs.process(words, cwd=folder, **env)
+
+
+def test_a_run_folder_may_be_a_symbolic_link_of_the_user(tmp_path):
+    """The first start makes what it leads to; an earlier run is moved aside there."""
+    (tmp_path / "run").symlink_to(tmp_path / "scratch/run")
+    train(tmp_path)
+    finished(tmp_path / "scratch/run")
+    assert "already finished" in train(tmp_path).stdout
+    train(tmp_path, "--beta", "0.3")
+    assert (tmp_path / "run").is_symlink()
+    for name, beta in (("run.1", 0.1), ("run", 0.3)):
+        finished(tmp_path / "scratch" / name)
+        config = json.loads((tmp_path / "scratch" / name / "config.json").read_text())
+        assert config["beta"] == beta
+
+
+def test_a_symbolic_link_of_another_user_is_not_followed(tmp_path, monkeypatch):
+    (tmp_path / "run").symlink_to(tmp_path)
+    assert checkpoints.target_of(tmp_path / "run") == tmp_path
+    user = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    assert checkpoints.target_of(tmp_path / "run") == tmp_path / "run"
+    spec = checkpoints.RunSpec(tmp_path / "run", 1, {})
+    with pytest.raises(UserError, match="run folder: .*run is a symbolic link.*another folder"):
+        checkpoints.inspect(spec, {}, {})
+
+
+def test_a_loop_of_links_is_one_line(tmp_path):
+    (tmp_path / "run").symlink_to(tmp_path / "run")
+    spec = checkpoints.RunSpec(tmp_path / "run", 1, {})
+    with pytest.raises(UserError, match="run folder: .*run is a symbolic link"):
+        checkpoints.inspect(spec, {}, {})
+
+
+def test_a_link_to_nowhere_above_the_cache_is_named(tmp_path):
+    (tmp_path / "results").symlink_to(tmp_path / "nowhere")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("{}\n")
+    source = data.DataFile(str(rows), tmp_path / "results/.tokens")
+    with pytest.raises(UserError) as caught:
+        data.cached_rows(tuple, source, [], lambda report: [])
+    assert f"{tmp_path}/results is a link to {tmp_path}/nowhere, which does" in str(caught.value)
+
+
+def test_a_link_to_nowhere_above_a_generated_file_is_named(tmp_path):
+    (tmp_path / "jobs").symlink_to(tmp_path / "nowhere")
+    words = ["scripts/distributed_setup.py", "slurm", "--output", tmp_path / "jobs/job.sh"]
+    code, _, error = programs.start(*words, cwd=ROOT)
+    assert code == 2 and f"{tmp_path}/jobs is a link to {tmp_path}/nowhere" in error
+
+
+def test_a_folder_that_may_not_be_renamed_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+
+    def rename(path, target):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(type(tmp_path), "rename", rename)
+    with pytest.raises(UserError, match="run: cannot be moved to .*run.1 .Permission denied"):
+        checkpoints.move_aside(tmp_path / "run")
+
+
+def test_a_run_without_home_and_with_umask_077(tmp_path):
+    """Its folder has a blank, and nobody else may read what it writes."""
+    words = [sys.executable, ROOT / "src/main_distributed.py", *TINY, "--result_dir", "my run"]
+    command = 'unset HOME; umask 077; exec "$0" "$@"'
+    programs.process(["bash", "-c", command, *words], cwd=tmp_path, LC_ALL="C", LANG="C")
+    finished(tmp_path / "my run")
+    files = [path for path in tmp_path.rglob("*") if path.lstat().st_mode & 0o077]
+    assert not files
+
+
+def test_a_generated_script_may_be_started_by_those_who_may_read_it(tmp_path):
+    for mask, mode in ((0o077, 0o700), (0o022, 0o755)):
+        words = [sys.executable, ROOT / "scripts/distributed_setup.py", "slurm"]
+        words += ["--output", f"{mask}.sh"]
+        options = {"cwd": tmp_path, "env": programs.environment(), "umask": mask}
+        subprocess.run(words, check=True, capture_output=True, **options)
+        assert stat.S_IMODE((tmp_path / f"{mask}.sh").stat().st_mode) == mode

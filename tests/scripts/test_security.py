@@ -423,7 +423,9 @@ def test_all_files_of_a_run_have_the_mode_that_the_umask_says(tmp_path):
 
 
 @pytest.mark.parametrize("name", [".", "checkpoints", ".tmp-model", "metrics.jsonl"])
-def test_nothing_is_written_through_a_link_that_was_planted(name, tmp_path):
+def test_nothing_is_written_through_a_link_that_was_planted(name, tmp_path, monkeypatch):
+    user = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)  # the link is another user's
     put(tmp_path / "away/file", b"precious")
     link = tmp_path / "runs/run" / name
     link.parent.mkdir(parents=True, exist_ok=True)
