@@ -26,18 +26,18 @@ SHELL = sorted([*ROOT.glob("*.sh"), *ROOT.glob("scripts/*.s[hl]*")])
 # The goals are (19, 2200) for main_distributed and 8,000 lines of Python.
 # Script -> our files and lines of code that its imports lead to:
 REACHED = {
-    "main_distributed": (24, 4060),
-    "train": (27, 4280),
-    "train_loop": (29, 4260),
-    "generate_data": (20, 3130),
+    "main_distributed": (24, 4190),
+    "train": (27, 4420),
+    "train_loop": (29, 4380),
+    "generate_data": (20, 3250),
     "dpo_inv.run_dpo_ddp": (29, 4300),
-    "dpo_inv.inference": (19, 2930),
+    "dpo_inv.inference": (19, 3030),
     "ad.train": (25, 3580),
-    "ad.evaluate": (15, 2160),
+    "ad.evaluate": (15, 2260),
 }
-AFTER_THE_DEMO = (26, 4200)  # of main_distributed.py, DDP: files and lines that it has imported
-PYTHON = 11450  # outside tests
-SHELL_LINES = 240
+AFTER_THE_DEMO = (26, 4330)  # of main_distributed.py, DDP: files and lines that it has imported
+PYTHON = 11600  # outside tests
+SHELL_LINES = 258
 GETATTR = 15  # getattr(config, ...): of names that the settings declare
 
 
