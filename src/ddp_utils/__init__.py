@@ -107,6 +107,7 @@ def check_clone() -> None:
     """End this program if it belongs to another clone of the project than this package.
 
     An environment has one clone installed, whose code `python -m` would run in any other clone.
+    Every program calls this under __main__, through cli.check_flags() or distributed.run().
     """
     try:
         clone = clone_of_program()
@@ -117,6 +118,3 @@ def check_clone() -> None:
         problem = f"{source}: this package belongs to another clone (expected {clone}/src)"
         fix = f"export PYTHONPATH={shlex.quote(f'{clone}/src')}"
         exit_with(UserError(f"{problem}; to use {clone}, run: {fix}"))
-
-
-check_clone()

@@ -17,7 +17,7 @@ import typing
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
-from ddp_utils import SettingError, UserError, data, exit_with
+from ddp_utils import SettingError, UserError, check_clone, data, exit_with
 
 # other spelling -> flag, with or without a value, in programs without a setting of the first name
 ALIASES = {"--validate_only": "--check", "--dry_run": "--check", "--no_cuda": "--backend=gloo"}
@@ -32,6 +32,7 @@ def check_flags(read: Callable[[list[str]], object]) -> None:
     Of several processes on a node only the first one prints an error. With --debug, it is left to
     main(), which raises it with a traceback.
     """
+    check_clone()
     try:
         read(sys.argv[1:])
     except UserError as error:

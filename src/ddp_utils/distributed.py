@@ -22,7 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_utils import Stop, UserError, WriteError, open_standard_streams, parse_number
+from ddp_utils import (
+    Stop,
+    UserError,
+    WriteError,
+    check_clone,
+    open_standard_streams,
+    parse_number,
+)
 
 # The names in which each launcher stores the rank, the world size, the rank on the node and the
 # number of processes on the node, then names that only this launcher sets. All but the fourth must
@@ -331,6 +338,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     global _launcher_pid, _world
     code = 1
     open_standard_streams()
+    check_clone()
     try:
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, lambda number, _frame: _signals.append(number))

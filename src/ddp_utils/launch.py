@@ -19,7 +19,7 @@ import time
 from types import FrameType
 from typing import Any
 
-from ddp_utils import UserError, open_standard_streams, parse_number
+from ddp_utils import UserError, check_clone, open_standard_streams, parse_number
 
 SAVE_SECONDS = 120  # after a signal, for all ranks to save and end
 END_SECONDS = 30  # after one rank has ended with an error, for the others, which may wait for it
@@ -97,6 +97,7 @@ def main(count: str, *program: str) -> int:
 
 if __name__ == "__main__":
     open_standard_streams()
+    check_clone()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, forward)
     if len(sys.argv) < 3:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jinja2
 from huggingface_hub import ModelCardData
 
-from ddp_utils import UserError, data, plots
+from ddp_utils import UserError, check_clone, data, plots
 
 FILES = ("summary", "config", "environment", "data_report", "examples")
 HERE = Path(__file__).parent
@@ -288,4 +288,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    check_clone()
     main()
