@@ -2,6 +2,7 @@
 
 import os
 import sys
+from importlib import metadata
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -11,12 +12,20 @@ sys.path[:0] = [str(TESTS), str(TESTS.parent / "src")]
 sys.path += [str(TESTS / room) for room in ("core", "runs", "sharding", "bench")]
 
 import pytest  # noqa: E402
+from packaging.version import Version  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
 # Seconds after which what hangs is ended. The slowest group of ranks needs less than a tenth of it
 # on a quiet machine, so that no test is ended because a machine is slow or busy.
 LIMIT = 900
+
+
+def need(package, version, what):
+    """Skip a test of something that fails in older versions of a package."""
+    installed = metadata.version(package)
+    if Version(installed) < Version(version):
+        pytest.skip(f"{what}: needs {package} {version}, {installed} is installed")
 
 
 def pytest_configure(config):

@@ -17,6 +17,7 @@ from test_logps import PAD, SIZES, build, by_hand, some_pairs
 from torch._subclasses import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
+from conftest import need
 from ddp_utils import UserError, distributed, logps, models, sampling
 from ddp_utils.chat_template import Encoder
 from ddp_utils.fast import by_sequence, self_test, shared_prefix
@@ -67,6 +68,7 @@ SHARES = ""
 SEEN = r"log-probs of a token differ by \S+ nats"  # by comparing, as nothing was raised
 ELSEWHERE = r"of \d layers use the attention of packed rows"
 RAISED = r"(?:soft-cap, sinks or dropout|do not pass on which tokens)"  # by packing.attend
+IMAGES = "gemma-3 with images"
 MODELS = {  # what the line must contain that says why the prompt is not shared
     "llama": (transformers.LlamaConfig(**WIDE), SHARES),
     "qwen2": (transformers.Qwen2Config(**WIDE), SHARES),
@@ -96,7 +98,7 @@ MODELS = {  # what the line must contain that says why the prompt is not shared
     "mixtral": (transformers.MixtralConfig(**WIDE, **MIXTRAL), SHARES),
     "granite-moe": (transformers.GraniteMoeConfig(**WIDE, **MIXTRAL), SHARES),
     "gemma-4": (transformers.Gemma4TextConfig(**EIGHT, **GEMMA_4), SHARES),
-    "gemma-3 with images": (transformers.Gemma3Config(**GEMMA_VISION), SHARES),
+    IMAGES: (transformers.Gemma3Config(**GEMMA_VISION), SHARES),
     "llava": (transformers.LlavaConfig(**LLAVA, **IMAGE), SHARES),
     "qwen3-vl": (transformers.Qwen3VLConfig(**QWEN_VL), SHARES),
     "mamba": (transformers.MambaConfig(**OLD_STATES), ELSEWHERE),
@@ -161,6 +163,8 @@ def test_a_saved_model_of_every_architecture_is_its_base_again(tmp_path):
 @pytest.mark.parametrize("name", MODELS)
 def test_log_probs_equal_those_of_each_row_alone(name, factor):
     """In whatever layout the self-tests chose; which one it is, and why, stands in the table."""
+    if name == IMAGES:
+        need("transformers", "5.8", IMAGES)
     config, why_not = MODELS[name]
     scorer, head, layout = checked(build(config, factor))
     assert bool(head) == (name in OWN_HEAD), head
@@ -449,6 +453,8 @@ def test_generation_does_not_depend_on_the_layout_and_restores_it(name, shared):
 @pytest.mark.parametrize("name", MODELS)
 def test_replies_are_those_of_the_plain_forward_whatever_the_cache(name):
     """Padded on the left, two replies a prompt, of which some leave the batch before others."""
+    if name == IMAGES:
+        need("transformers", "5.8", IMAGES)
     model = build(MODELS[name][0], 3.0)
     pairs = PAIRS[:4]
     if name == "recurrent-gemma":  # transformers adds a prompt of one token to the text before
