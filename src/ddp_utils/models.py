@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
     BitsAndBytesConfig,
+    GenerationConfig,
     PretrainedConfig,
 )
 from transformers import PreTrainedModel as Model
@@ -349,7 +351,10 @@ def save(
     """
     # where DeepSpeed is installed, transformers imports it here, and it prints
     silence = contextlib.redirect_stdout(io.StringIO())
-    with data.write_folder(folder) as temporary, silence, warnings.catch_warnings():
+    # transformers 5.5 does not save generation settings that contradict each other; those of the
+    # base model are saved unchanged
+    unchecked = mock.patch.object(GenerationConfig, "validate")
+    with data.write_folder(folder) as temporary, silence, unchecked, warnings.catch_warnings():
         # peft also looks for the config of the base model, which may be the folder of a LoRA
         warnings.filterwarnings("ignore", "Unable to fetch|Could not find a config|Setting .save")
         if isinstance(model, Model):
