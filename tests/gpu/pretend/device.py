@@ -123,7 +123,7 @@ def why_not():
     if torch.cuda.is_available():
         return "it has a real GPU"
     if torch.version.cuda:
-        return "needs a CPU build of torch"
+        return "needs a CPU build of torch: the kernels of a CUDA build ask the driver for memory"
     return "" if shutil.which("g++") else "needs the C++ compiler g++"
 
 
