@@ -83,7 +83,7 @@ def test_under_autocast_a_frozen_head_is_as_exact_as_bfloat16_logits(states, bia
         ours = errors(outcome(logps.head_logps, *case), exact)
         plain = errors(outcome(full_logits, *case), exact)
     assert all(our < 1.1 * error for our, error in zip(ours, plain, strict=True))
-    assert max(ours) < 1e-2
+    assert max(ours) < 2e-2
 
 
 class Work(TorchDispatchMode):

@@ -137,7 +137,7 @@ def assert_as_alone(scorer, config, factor, pairs=PAIRS):
     found = torch.stack(scorer(scorer.collate(pairs, "cpu")), -1)  # [B, 2]
     model = build(config, factor).double()
     expected = torch.stack([by_hand(model, pair) for pair in pairs])
-    torch.testing.assert_close(found.double(), expected.double(), rtol=1e-5, atol=2e-4)
+    torch.testing.assert_close(found.double(), expected.double(), rtol=5e-5, atol=2e-4)
 
 
 def test_a_saved_model_of_every_architecture_is_its_base_again(tmp_path):

@@ -144,7 +144,7 @@ def assert_trained_alike(saved, after, before):
     for name, tensor in saved.items():
         apart += (after[name].to(tensor.dtype).double() - tensor.double()).square().sum()
     apart = apart.sqrt()
-    assert apart < 2e-2 * moved  # a gradient of 1e-9 may have either sign: one element, one step
+    assert apart < 3e-2 * moved  # a gradient of 1e-9 may have either sign: one element, one step
 
 
 @pytest.fixture(scope="module")
@@ -247,11 +247,14 @@ def compare(case, kind, world_size, rows, tmp_path, *more):
     lines = runs.lines(folder, "train")
     ours_of = [(line["loss"], line["grad_norm"], line["learning_rate"]) for line in lines]
     for ours, theirs in zip(ours_of, expected, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-4)
+        # With SSE, AVX2 and AVX-512 losses differ by at most 3.8e-6, and norms by 1.0e-4: AdamW
+        # moves a weight by the rate even if the sign of its gradient is a matter of rounding.
+        assert (ours[0], ours[2]) == pytest.approx((theirs[0], theirs[2]), rel=2e-5)
+        assert ours[1] == pytest.approx(theirs[1], rel=5e-4)
     [val] = runs.lines(folder, "val")[-1:]
     with torch.no_grad():
         loss = plain.loss(objective, rows[11:]).item()
-    assert val["kl" if objective == "kl" else "loss"] == pytest.approx(loss, rel=1e-4)
+    assert val["kl" if objective == "kl" else "loss"] == pytest.approx(loss, rel=2e-5)
     if objective == "kl":
         assert val["kl_base"] == pytest.approx(base, rel=1e-4)
         assert val["share_baked"] == pytest.approx(1 - loss / base, abs=1e-4)
@@ -266,10 +269,10 @@ def compare(case, kind, world_size, rows, tmp_path, *more):
     states = [load_file(file) for file in (folder / "checkpoints/step-00000004").glob("state*")]
     if len(states) > 1:  # DeepSpeed saves flat shards of all matrices
         moments = torch.cat([state["exp_avg/0"] for state in states])
-        assert float(moments.norm() / total.sqrt()) == pytest.approx(1, abs=2e-4)
+        assert float(moments.norm() / total.sqrt()) == pytest.approx(1, abs=1e-3)
         return
     apart = sum((states[0][f"exp_avg/{n}"] - p.first_moment).square().sum() for n, p in trained)
-    assert apart.sqrt() < 2e-4 * total.sqrt(), float((apart / total).sqrt())
+    assert apart.sqrt() < 1e-3 * total.sqrt()  # 1.8e-4 with AVX2
 
 
 @pytest.mark.parametrize("case", FLAGS)
@@ -282,7 +285,7 @@ def test_validation_has_no_dropout(case, rows, tmp_path):
     with torch.no_grad():
         loss = plain.loss(objective, rows[11:]).item()
     val = json.loads(Path(folder, "summary.json").read_text())["val"]
-    assert val["kl" if objective == "kl" else "loss"] == pytest.approx(loss, rel=1e-5)
+    assert val["kl" if objective == "kl" else "loss"] == pytest.approx(loss, rel=2e-5)
     if objective == "kl":  # a LoRA whose B is 0 is the base model
         with torch.no_grad():
             base = Plain("lora").loss(objective, rows[11:]).item()

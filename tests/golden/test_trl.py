@@ -55,5 +55,5 @@ def test_twelve_steps_equal_trl(name, layout, tmp_path):
         for side in ("chosen", "rejected"):
             if golden["flags"]["method"] != "orpo":  # TRL then logs them per token, as the rewards
                 assert mine[f"logps/{side}"] == pytest.approx(theirs[f"logps/{side}"], rel=1e-4)
-            reward = pytest.approx(theirs[f"rewards/{side}"], rel=1e-3, abs=1e-4)
+            reward = pytest.approx(theirs[f"rewards/{side}"], rel=1e-3, abs=2e-4)
             assert mine[f"rewards/{side}"] == reward

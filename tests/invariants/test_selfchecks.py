@@ -261,7 +261,7 @@ def test_another_reference_model_is_scored_in_its_place(tmp_path):
     first = ranks(2, runs.train, str(tmp_path), flags)[0][0]
     expected = 0.25 * ((plain - adapted)[0] - (plain - adapted)[1]).item()
     # merged in bf16, the precision of the base
-    assert first["rewards/margins"] == pytest.approx(expected, rel=2e-3)
+    assert first["rewards/margins"] == pytest.approx(expected, rel=6e-3)
 
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
