@@ -117,8 +117,10 @@ GPU, were left out.
 
 The rehearsal shows that the scripts end and compute the same numbers as on a CPU. It cannot show
 whether the kernels of a GPU agree with each other, how they round, whether streams race, or whether
-NCCL works, and it says nothing about speed. `python tests/mutants.py "cuda_*"` plants 32 faults in
-copies of the project, each of which a rehearsed run must notice.
+NCCL works, and it says nothing about speed. It needs a CPU build of PyTorch: the kernels of a CUDA
+build ask the driver for memory as soon as a tensor is created, so that its tests are skipped with
+such a build. `python tests/mutants.py "cuda_*"` plants 32 faults in copies of the project, each of
+which a rehearsed run must notice.
 
 | run | on one GPU | on two GPUs | largest difference | reads per step | waits in micro-batches |
 |---|---|---|---|---|---|
