@@ -1,6 +1,7 @@
 """Real launchers, real kills: restarted by torchrun, stopped by signals, no process left behind."""
 
 import contextlib
+import math
 import os
 import random
 import signal
@@ -18,7 +19,7 @@ import programs
 import runs
 from conftest import LIMIT, ROOT
 from ddp_utils import checkpoints
-from ranks import addresses
+from ranks import addresses, slowness
 
 LORA = faults.MODES["lora"]
 BIN = str(Path(sys.executable).parent)
@@ -135,9 +136,10 @@ def test_a8_no_process_outlives_a_launcher_that_is_killed(tmp_path):
     print(f"seed {seed}")
     moments = random.Random(seed)
     program = [f"{ROOT}/src/main_distributed.py", "--num_epochs=1000", "--num_samples=0"]
+    join_seconds = str(math.ceil(10 * slowness()))
     for number in range(3):
         mark, run = uuid.uuid4().hex, tmp_path / f"run{number}"
-        env = {"MARK": mark, "PYTHONPATH": f"{ROOT}/src", "DDP_JOIN_SECONDS": "50"}
+        env = {"MARK": mark, "PYTHONPATH": f"{ROOT}/src", "DDP_JOIN_SECONDS": join_seconds}
         command = [f"{BIN}/torchrun", "--nproc_per_node=2", *program, f"--result_dir={run}"]
         env = programs.environment() | env
         process = subprocess.Popen(command, env=env, start_new_session=True, cwd=ROOT)
