@@ -168,7 +168,7 @@ def merge_checked(adapted: Any, path: Name) -> Model:
     if is_meta:
         return model.train()
     layers: Any = model.get_input_embeddings(), model.get_output_embeddings()
-    if was_tied and is_equal_but_for_rounding(layers[0].weight, layers[1].weight):
+    if was_tied and is_equal_up_to_rounding(layers[0].weight, layers[1].weight):
         model.config.tie_word_embeddings = tie_word_embeddings  # peft has changed it
         model.tie_weights()
     elif was_tied:
@@ -195,8 +195,8 @@ def untie(model: Model) -> bool:
 
 
 @torch.no_grad()
-def is_equal_but_for_rounding(one: Tensor, other: Tensor) -> bool:
-    """Return whether two weights that were merged with the same LoRA are equal.
+def is_equal_up_to_rounding(one: Tensor, other: Tensor) -> bool:
+    """Return whether two weights that were merged with the same LoRA are equal up to rounding.
 
     One of them was computed with A and B transposed, whose sums some CPUs round in another way.
     """
