@@ -9,6 +9,7 @@ import json
 import os
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,8 @@ HERE = Path(__file__).parent
 SCRIPT = ROOT / "src/main_distributed.py"
 GOOD = '{"prompt": "Who?", "chosen": "Me, of course.", "rejected": "Dunno."}\n'
 GOOD_FILE, BAD_FILE = HERE / "accepted/bom.jsonl", HERE / "fields/null.jsonl"
+# Python 3.13 reports where a trailing comma is, older versions what follows it
+COMMAS = {"FILE:3:48: not JSON": "FILE:3:47: not JSON", "FILE:3:1: not JSON": "FILE:2:69: not JSON"}
 NULL = f"{BAD_FILE}:3: chosen: must be a non-empty string, not None"
 
 
@@ -44,6 +47,8 @@ def stored(name, flag="--train_data"):
     for case, beginning in listed(name).items():
         file, *flags = case.split()
         path = str(HERE / name / file)
+        if sys.version_info >= (3, 13) and "comma" in case and "without" not in case:
+            beginning = COMMAS[beginning]
         cases[f"{name}/{file}"] = [flag, path, *flags], beginning.replace("FILE", path)
     return cases
 
