@@ -420,7 +420,8 @@ def kernels(folder):
     row |= {"read by the host": calls("aten::_local_scalar_dense")}
     row |= {"waits": calls("cudaStreamSync", "cudaDeviceSync", "cudaEventSync")}
     yield row | {"to the host": calls("Memcpy DtoH"), "to the device": calls("Memcpy HtoD")}
-    for name, (total, number) in sorted(spent.items(), key=lambda item: -item[1][0])[:20]:
+    longest = sorted(spent.items(), key=lambda item: -item[1][0])
+    for name, (total, number) in longest if DRY else longest[:20]:  # its times mean nothing
         row = {"kernel": name[:90], "ms a step": total / 1000 / count}
         yield row | {"calls a step": number / count, "share": total / 1000 / count / busy}
 
