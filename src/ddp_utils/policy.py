@@ -376,7 +376,7 @@ def bf16_slowdown() -> float:
     """Return how many times longer a linear layer takes in bf16 than in fp32 on this CPU.
 
     It is measured once per process, on one thread: forward and backward of a layer of 512 x 512
-    for 128 tokens. The value is about 0.3 with AMX, and above 5 without instructions for bf16.
+    for 128 tokens. It was 0.3 with AMX, and 4 to 24 without instructions for bf16.
     """
     seconds = {}
     threads = torch.get_num_threads()
