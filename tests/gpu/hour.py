@@ -241,7 +241,8 @@ def run(piece, limit, args, results, env):
         if not entry["status"]:
             entry |= {"status": "failed", "reason": problem}
         if entry["status"] == "failed":
-            entry["log"] = Path(folder, "log").read_text(errors="replace")[-3000:]
+            log = Path(folder, "log").read_text(errors="replace").replace(f"{ROOT}/", "")
+            entry["log"] = log[-3000:]
     machine = {"device": "unknown", "driver": None, "versions": {}} | entry.get("machine", {})
     machine |= {"commit": args.commit, "date": time.strftime("%Y-%m-%d")}
     return entry | {"machine": machine, "seconds": round(time.monotonic() - start)}
