@@ -177,7 +177,9 @@ def sample_tokens(logits: Tensor, uniform: Tensor, spec: SampleSpec) -> Tensor:
     probabilities = (logits.float() / spec.temperature).softmax(-1)  # [B, V]
     if spec.top_p < 1:  # keep the fewest tokens that together have this probability
         likeliest, tokens = probabilities.sort(descending=True, stable=True)
-        before = likeliest.cumsum(-1) - likeliest
+        # in double: a GPU adds one row in another order than several, so that a sum in fp32 would
+        # depend on the other replies of the batch
+        before = likeliest.cumsum(-1, dtype=torch.double) - likeliest
         probabilities = probabilities.scatter(-1, tokens, likeliest * (before < spec.top_p))
     sums = probabilities.cumsum(-1, dtype=torch.double)
     return torch.searchsorted(sums, uniform[:, None] * sums[:, -1:], right=True).squeeze(-1)

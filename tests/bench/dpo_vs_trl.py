@@ -113,7 +113,7 @@ def train_trl(spec, rows, record):
         "output_dir": "out",
         "per_device_train_batch_size": spec["pairs"],
         "max_steps": spec["steps"],
-        "learning_rate": 1e-3,
+        "learning_rate": spec["rate"],
         "lr_scheduler_type": "constant",
         "weight_decay": 0.0,
         "max_grad_norm": 1.0,
@@ -196,9 +196,9 @@ def train_ours(spec, rows, record):
     case, pairs = spec["case"], spec["pairs"]
     flags = f"""
         --model_name {case}/model --max_rows {len(rows)} --chat_template none --no_shuffle --seed 0
-        --lora_r 16 --lora_alpha 32 --learning_rate 1e-3 --lr_scheduler constant --warmup_ratio 0
-        --weight_decay 0 --max_grad_norm 1.0 --max_steps {spec["steps"]} --eval_every 1000000
-        --base_dtype {spec["dtype"]}
+        --lora_r 16 --lora_alpha 32 --learning_rate {spec["rate"]} --lr_scheduler constant
+        --warmup_ratio 0 --weight_decay 0 --max_grad_norm 1.0 --max_steps {spec["steps"]}
+        --eval_every 1000000 --base_dtype {spec["dtype"]}
     """
     if spec["sft"]:
         lines = [json.dumps({"prompt": row["prompt"], "completion": row["chosen"]}) for row in rows]
@@ -251,6 +251,11 @@ class Arm(NamedTuple):
     pairs: int = 4  # of a step, over all processes
 
 
+def is_for_gpu(case):
+    """Return whether a folder of make_case() has a model that is too large for a CPU."""
+    return case.name.rpartition("-")[0] in GPU_CASES
+
+
 def measure(arm, case, dtype, args, malloc=(), count=False, products=()):
     """Run one side once; return what it recorded, with CPU time summed over its processes.
 
@@ -259,6 +264,7 @@ def measure(arm, case, dtype, args, malloc=(), count=False, products=()):
     rows = arm.pairs * args.steps
     spec = arm._asdict() | {"case": str(case), "dtype": dtype, "rows": rows, "steps": args.steps}
     spec |= {"count": count, "products": products, "sft": args.sft}
+    spec["rate"] = 6e-5 if is_for_gpu(case) else 1e-3  # for hidden states of 4096 and of 256
     python = sys.executable if arm.kind == "ours" else os.path.abspath(args.trl_python)
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={arm.processes}"]
     command = [python, *(torchrun if arm.processes > 1 else []), str(Path(__file__).resolve())]
@@ -281,7 +287,7 @@ def measure(arm, case, dtype, args, malloc=(), count=False, products=()):
 
 def compare(arms, case, dtype, args):
     """Return one row of the table, of two arms that alternate."""
-    on_gpu = case.name.rpartition("-")[0] in GPU_CASES
+    on_gpu = is_for_gpu(case)
     first, second = arms
     memory_runs = [measure(first, case, dtype, args, TIDY_MALLOC)]
     memory_runs.append(measure(second, case, dtype, args, TIDY_MALLOC, count=not on_gpu))

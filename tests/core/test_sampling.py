@@ -61,6 +61,19 @@ def test_a_batch_draws_what_one_prompt_at_a_time_draws():
     assert len({tuple(reply) for reply in together}) > 6
 
 
+def test_top_p_is_compared_with_exact_sums():
+    """V equal tokens: k p is the sum before token k, and a hair more than that keeps token k.
+
+    In fp32, half of the sums are rounded up, beyond that hair.
+    """
+    size = 100_000
+    p = torch.zeros(size).softmax(0)[0].item()  # 1 / V in fp32
+    last = torch.tensor([1 - 1e-12], dtype=torch.double)  # the last token that is kept
+    for k in range(80_001, 80_031):
+        spec = sampling.SampleSpec(1.0, k * p + 1e-11, 1, 1, 0)
+        assert sampling.sample_tokens(torch.zeros(1, size), last, spec).item() == k
+
+
 def test_the_head_gets_contiguous_states_which_it_need_not_copy():
     """torch copies a frozen bf16 weight for each reply otherwise: 3.4 GiB on a real model."""
     scorer = tiny_scorer()

@@ -64,9 +64,10 @@ def without_files(config):
     def load(_name, dtype, device, _quantization=None):
         torch.manual_seed(0)
         kind = torch.float32 if dtype == "auto" else dtype
-        with device:  # 28 layers are drawn in a moment on a GPU
+        # always on the GPU, in a moment: a CPU would draw other numbers, and FSDP loads on the CPU
+        with DEVICE:
             model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=kind)
-        return models.no_dropout(model)
+        return models.no_dropout(model.to(device))
 
     with mock.patch.object(models, "load", load):
         yield
@@ -374,7 +375,9 @@ def speed(_folder, case, kind):
         ours = entry["rows"][0]
         gap = widest(row["losses"], ours["losses"])
         row |= {"time, TRL / ours": step / ours["s a step"], "largest gap": gap}
-        row |= {"memory, TRL / ours": row["peak GiB"] / ours["peak GiB"], "ok": gap <= 5e-3}
+        # 3.8e-3 after 36 layers of width 256 and responses of 64 tokens, and rounding errors of 256
+        # tokens add up to twice as much; four times that
+        row |= {"memory, TRL / ours": row["peak GiB"] / ours["peak GiB"], "ok": gap <= 3e-2}
     yield row
 
 
@@ -402,7 +405,7 @@ def kernels(folder):
     case = case_of("long")
     rows = [json.loads(line) for line in (case / "train.jsonl").open()][: pairs * (count + 2)]
     spec = {"case": str(case), "pairs": pairs, "steps": count + 2, "flags": []}
-    spec |= {"count": False, "products": [], "sft": False}
+    spec |= {"count": False, "products": [], "sft": False, "rate": 6e-5}
     os.chdir(folder)
     dpo_vs_trl.train_ours(spec | {"dtype": "fp32" if DRY else "bf16"}, rows, Record())
     wall = 1000 * (times[1] - times[0]) / count
@@ -468,14 +471,17 @@ def generation(folder):
             engine.generate(inputs, vllm.SamplingParams(**limits))
 
         sides["vLLM"] = vllms
-    for name, generate in sides.items():
-        generate(2)
-        settle()
-        start = time.perf_counter()
-        generate(length)
-        settle()
-        rate = count * length / (time.perf_counter() - start)
-        yield {"side": name, "replies": count, "tokens of each": length, "tokens/s": rate}
+    rates = {name: [] for name in sides}
+    for _ in range(3):  # the first call of all warms up: kernels and memory for each length
+        for name, generate in sides.items():
+            settle()
+            start = time.perf_counter()
+            generate(length)
+            settle()
+            rates[name].append(count * length / (time.perf_counter() - start))
+    for name, (_, *later) in rates.items():
+        row = {"side": name, "replies": count, "tokens of each": length}
+        yield row | {"tokens/s": statistics.mean(later), "first call, tokens/s": rates[name][0]}
 
 
 def sharding(folder):

@@ -304,7 +304,23 @@ def _add_product(added, left, right, dtype, *, beta=1, alpha=1, out):
     return out.copy_(torch.addmm(added, left, right, beta=beta, alpha=alpha))
 
 
+def _sums(x, dim, *, dtype=None):
+    """Compute cumulative sums as CUDA does: several rows in another order than one row.
+
+    In fp32 the sums of a row then depend on whether there are other rows (seen on an H100).
+    """
+    dtype = dtype or x.dtype
+    if x.numel() == x.shape[dim] or not dtype.is_floating_point:
+        return x.cumsum(dim, dtype=dtype)
+    parts, before = [], 0.0
+    for part in x.to(dtype).split(1024, dim):
+        parts.append(part.cumsum(dim) + before)
+        before = parts[-1].narrow(dim, -1, 1)  # rounded to the dtype
+    return torch.cat(parts, dim)
+
+
 FORMULAS = {NORM: decomposition_table[NORM], aten.addmm.dtype_out: _add_product}  # not for CPUs
+FORMULAS[aten.cumsum.default] = _sums
 
 
 def special(*operators):

@@ -88,6 +88,25 @@ def _pretending(function, arguments):
     return function(*arguments)
 
 
+def draw_tokens():
+    """Tokens drawn for 64 rows of random logits, together and one row at a time."""
+    from ddp_utils import sampling
+
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(64, 151_936, generator=generator).cuda()
+    uniform = torch.linspace(0, 0.999, 64, dtype=torch.double).cuda()
+    spec = sampling.SampleSpec(1.0, 0.9, 1, 64, 0)
+    together = sampling.sample_tokens(logits, uniform, spec)
+    rows = zip(logits.split(1), uniform.split(1), strict=True)
+    alone = [sampling.sample_tokens(*row, spec) for row in rows]
+    return together.tolist(), torch.cat(alone).tolist()
+
+
+def test_a_draw_does_not_depend_on_other_rows_whose_sums_cuda_adds_in_another_order():
+    together, alone = on_gpu(draw_tokens)
+    assert together == alone and len(set(alone)) == 64
+
+
 def count_waits():
     """Way to make the host wait -> kinds that were noted."""
     values = torch.arange(6.0).view(3, 2).cuda()
