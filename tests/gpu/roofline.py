@@ -51,13 +51,13 @@ if HAS_TRL:
     from trl.trainer import dpo_trainer, utils
 
 MODEL = """An operator is one kernel, except for views, which are none, and for the backward of
-attention, which is three. A kernel takes the longest of three times: its FLOPs at 70 % of the peak of its
-dtype, the bytes that it reads and writes at 85 % of the bandwidth of the memory, and 2 us. The
-host launches a kernel in 50 us, as measured for our step on rows with lengths as in HH-RLHF,
-which keep the device busy for a fifth of it. A step takes as long as the device or the host,
-whichever is slower. Attention computes the visible pairs of positions only; with a mask, as for
-TRL's padded rows of different lengths, it computes all pairs. TRL's fused head reads each tile
-of logits once in the forward pass, and reads and writes it once in the backward pass. Fused
+attention, which is three. A kernel takes the longest of three times: its FLOPs at 70 % of the
+peak of its dtype, the bytes that it reads and writes at 85 % of the bandwidth of the memory, and
+2 us. The host launches a kernel in 50 us, as measured for our step on rows with lengths as in
+HH-RLHF, which keep the device busy for a fifth of it. A step takes as long as the device or the
+host, whichever is slower. Attention computes the visible pairs of positions only; with a mask,
+as for TRL's padded rows of different lengths, it computes all pairs. TRL's fused head reads each
+tile of logits once in the forward pass, and reads and writes it once in the backward pass. Fused
 kernels (of Liger or of the Hub: RMSNorm, SwiGLU, rotary embedding) read and write each tensor
 once. The peak of memory is that of all tensors that exist at the same time, without the CUDA
 context and the allocator's fragments. TRL's best setting has no gradient checkpointing and
