@@ -202,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.plan:
         os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads it when imported: no downloads
         import train
-        from ddp_utils.tools import memory_plan
+        from lm import memory_plan
 
         machine = memory_plan.machine(facts, args.gpus, args.gpu_memory)
         print(*memory_plan.lines(train, args.plan, *machine), sep="\n")

@@ -27,12 +27,13 @@ from typing import Any
 
 import torch
 
-from ddp_utils import Stop, UserError, data, distributed, logps, models, sampling, terminal
+from ddp_utils import Stop, UserError, data, distributed, terminal
 from ddp_utils import checkpoints as files
-from ddp_utils.chat_template import Encoder
 from ddp_utils.distributed import World
 from ddp_utils.policy import Precision
 from ddp_utils.sampler import order
+from lm import logps, models, sampling
+from lm.chat_template import Encoder
 from prompt_baking import trajectories
 from prompt_baking.generate_config import Config
 

@@ -24,17 +24,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ddp_utils import checks, distributed, logps, losses, models, parallel, sampler, sampling
-from ddp_utils import preference_data as preferences
-from ddp_utils.chat_template import Encoder
+from ddp_utils import distributed, losses, sampler
 from ddp_utils.data import ROOT, DataFile
 from ddp_utils.distributed import World, to_device
-from ddp_utils.metrics import Averages, Meter, interval
+from ddp_utils.metrics import Averages, interval
 from ddp_utils.policy import Policy, Precision, default_rate, learning_rate, make_optimizer
 from ddp_utils.run import Run, RunSpec, check
+from lm import logps, models, parallel, sampling
+from lm import preference_data as preferences
+from lm.chat_template import Encoder
+from lm.checks import check_pairs
+from lm.meter import Meter
 
 if TYPE_CHECKING:
-    from ddp_utils.judge import Judge
+    from lm.judge import Judge
 
 Tables = dict[str, Tensor]  # split -> log-probs of chosen and rejected, [pairs, 2]
 
@@ -45,7 +48,7 @@ def read_settings(argv: Sequence[str] | None) -> settings.Config:
     """Return the settings, with those of init_adapter and the default learning rate filled in."""
     config = settings.read(argv)
     if config.init_adapter:
-        from ddp_utils import lora
+        from lm import lora
 
         lora.inherit_config(config, config.init_adapter)
     if config.learning_rate is None:
@@ -169,7 +172,7 @@ def generate_replies(
 
 def load_judge(config: settings.Config, data: dict) -> "Judge":
     """Return the judge of replies, after a trial on a pair of each split."""
-    from ddp_utils.judge import load_judge
+    from lm.judge import load_judge
 
     # a judge is code: the demo's is the project's own, whatever the current folder contains
     judge = load_judge(config.judge, ROOT if config.judge == settings.DEMO_JUDGE else None)
@@ -335,7 +338,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             values = train_step(policy, step, rows, data, ref_logps, config, run)
             pairs = [data["train"][row] for row in rows]
             known = ref_logps["train"][rows] if step == 0 and has_known_loss else None
-            checks.check_pairs(policy, step, values, pairs, known, config, world, size)
+            check_pairs(policy, step, values, pairs, known, config, world, size)
             values["learning_rate"] = optimizer.param_groups[0]["lr"]
             policy.step(optimizer, schedule, values["grad_norm"])
             values["epoch"] = plan.epoch(step + 1)
@@ -354,7 +357,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 run.results[split] = evaluate_split(split)
                 run.log(last, run.results[split], split)
         models.round_weights(policy, meta_model)
-        from ddp_utils.judge import write_examples
+        from lm.judge import write_examples
 
         write_examples(run, data, before, generate_replies(policy, *sources), judge)
         folder = spec.model_folder or run.folder / "model"

@@ -22,18 +22,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_utils import UserError, checks, distributed, logps, losses, models, parallel, sampler
+from ddp_utils import UserError, distributed, losses, sampler
 from ddp_utils import policy as policies
-from ddp_utils import preference_data as preferences
 from ddp_utils import run as runs
-from ddp_utils.chat_template import Encoder
 from ddp_utils.data import DataFile, digest_of_files
 from ddp_utils.distributed import World, to_device
-from ddp_utils.logps import Pair
-from ddp_utils.metrics import Averages, Meter
+from ddp_utils.metrics import Averages
 from ddp_utils.policy import Policy, Precision
 from ddp_utils.run import Run
-from sft import instruction_data
+from lm import instruction_data, logps, models, parallel
+from lm import preference_data as preferences
+from lm.chat_template import Encoder
+from lm.checks import check_pairs
+from lm.logps import Pair
+from lm.meter import Meter
 from train_config import Config
 
 Tables = dict[str, Tensor]  # split -> log-probs of chosen and rejected, [pairs, 2]
@@ -184,12 +186,12 @@ def fill_in_settings(config: Config, meta_model: Any, world: World) -> Precision
     if config.grad_reduce_dtype == "bf16" and is_cpu_ddp:
         raise UserError("--grad_reduce_dtype bf16: DDP supports it on GPUs only; use fp16 or fp32")
     if config.use_deepspeed:
-        from ddp_utils.sharding import deepspeed
+        from lm.sharding import deepspeed
 
         width = meta_model.config.get_text_config().hidden_size
         config.sharding = deepspeed.filled(config.sharding, config, world, width)
         if deepspeed.stage(config.sharding):
-            from ddp_utils.sharding import deepspeed_engine
+            from lm.sharding import deepspeed_engine
 
             deepspeed_engine.check_values(config.sharding, config.deepspeed_config, world)
     return precision
@@ -276,11 +278,11 @@ def fine_tune(config: Config, world: World) -> int:
     """Train as the settings say; return 0."""
     # setup
     if config.init_adapter and config.fine_tuning == "lora":
-        from ddp_utils import lora
+        from lm import lora
 
         lora.inherit_config(config, config.init_adapter)
     if config.type == "qlora" and models.is_adapter(config.model_name):
-        advice = "merge it first: python -m ddp_utils.tools.merge"
+        advice = "merge it first: python -m lm.merge"
         raise UserError(f"--type: a LoRA cannot be merged into 4-bit weights; {advice}")
     world = distributed.choose_device(world, config.backend)
     if not config.check:
@@ -331,7 +333,7 @@ def fine_tune(config: Config, world: World) -> int:
             values = train_step(policy, step, rows, data, ref_logps, config, run)
             known = ref_logps["train"][rows] if step == 0 and has_known_loss else None
             size = config.micro_batch_size
-            checks.check_pairs(policy, step, values, examples, known, config, world, size)
+            check_pairs(policy, step, values, examples, known, config, world, size)
             values["learning_rate"] = optimizer.param_groups[0]["lr"]
             policy.step(optimizer, schedule, values["grad_norm"])
             values["epoch"] = plan.epoch(step + 1)

@@ -168,7 +168,7 @@ def read_sharding(config: Config) -> None:
     if config.use_fsdp and config.use_deepspeed:
         raise SettingError("use_fsdp", f"{config.places['use_deepspeed']} is set, too; use one")
     if config.use_fsdp:
-        from ddp_utils.sharding import fsdp, json_settings
+        from lm.sharding import fsdp, json_settings
 
         config.sharding, config.notes = fsdp.read(config.fsdp_config)
         config.gradient_checkpointing |= config.sharding.fsdp_activation_checkpointing
@@ -176,7 +176,7 @@ def read_sharding(config: Config) -> None:
         path, places = config.fsdp_config, config.places
         config.notes += json_settings.set_from_json(config, given, path, places)
     if config.use_deepspeed:
-        from ddp_utils.sharding import deepspeed, json_settings
+        from lm.sharding import deepspeed, json_settings
 
         if not config.deepspeed_config:
             raise SettingError("use_deepspeed", "set deepspeed_config, too")

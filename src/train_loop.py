@@ -27,15 +27,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_utils import UserError, checks, distributed, logps, models, sampler
+from ddp_utils import UserError, checks, distributed, sampler
 from ddp_utils import data as data_files
 from ddp_utils import policy as policies
-from ddp_utils.chat_template import Encoder, truncation_warning
 from ddp_utils.distributed import World, to_device
-from ddp_utils.judge import Judge, load_judge
 from ddp_utils.metrics import Averages, peak_memory_mb
 from ddp_utils.policy import Policy, Precision
 from ddp_utils.run import Run, RunSpec, check
+from lm import logps, models
+from lm.chat_template import Encoder, truncation_warning
+from lm.judge import Judge, load_judge
 from prompt_baking import replies, trajectories
 from prompt_baking.distillation import Student, Teacher, check_head, check_targets, own_replies
 from prompt_baking.train_config import Config
@@ -53,7 +54,7 @@ def read_settings(argv: list[str] | None) -> Config:
     """Return the settings; what they leave open is taken from the first row of the data."""
     config = settings.read(argv)
     if config.resume_from:
-        from ddp_utils import lora
+        from lm import lora
 
         lora.inherit_config(config, config.resume_from)
     [first] = data_files.read(config.data_path, 1)

@@ -13,9 +13,10 @@ import torch
 
 import main_distributed
 import runs
-from ddp_utils import distributed, logps
+from ddp_utils import distributed
 from ddp_utils.policy import Policy
-from ddp_utils.sharding import deepspeed_engine
+from lm import logps
+from lm.sharding import deepspeed_engine
 from ranks import run_ranks
 
 # twelve steps with a checkpoint after 5 and 10, a validation after 4, 8 and 12

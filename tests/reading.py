@@ -2,8 +2,8 @@
 
 import tempfile
 
-from ddp_utils import data, preference_data
-from sft import instruction_data
+from ddp_utils import data
+from lm import instruction_data, preference_data, token_rows
 
 
 def pairs(path, encoder, *options, **more):
@@ -24,5 +24,5 @@ def _read(reader, path, encoder, *options, **more):
 
 def mapped(path, rows):
     """These rows as those of a file, mapped from `path`."""
-    data.write_rows(path, rows, {})
-    return data.Rows(type(rows[0]), path)
+    token_rows.write_rows(path, rows, {})
+    return token_rows.Rows(type(rows[0]), path)

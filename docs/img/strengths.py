@@ -11,9 +11,10 @@ import sys
 import torch
 from matplotlib import pyplot as plt
 
-from ddp_utils import distributed, logps, lora, models, sampling
-from ddp_utils.chat_template import Encoder
-from ddp_utils.judge import load_judge
+from ddp_utils import distributed
+from lm import logps, lora, models, sampling
+from lm.chat_template import Encoder
+from lm.judge import load_judge
 from prompt_baking import trajectories
 
 SCALES = [step / 10 for step in range(11)]

@@ -1,13 +1,11 @@
-"""Data files: strict JSON with file:line in every error, atomic writes, and rows of token ids.
+"""Data files: strict JSON with file:line in every error, atomic writes, and digests."""
 
-Rows are encoded once per node and kept in a file that all processes map into memory.
-"""
-
-import array
 import contextlib
+import csv
 import functools
 import gzip
 import hashlib
+import io
 import itertools
 import json
 import os
@@ -20,10 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-from filelock import FileLock
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors import SafetensorError
 
 from ddp_utils import UserError
 
@@ -158,11 +153,11 @@ def _rows(path: str) -> Iterator[tuple[str, Any]]:
     """Yield the location and the JSON value (or the UserError) of each row."""
     delimiter = DELIMITERS.get(Path(path).suffix)
     if delimiter or is_data_set(path):
-        from ddp_utils import data_sets
-
         if delimiter:
-            yield from data_sets.read_csv(path, content(path), delimiter)
+            yield from read_csv(path, content(path), delimiter)
         else:
+            from ddp_utils import data_sets
+
             for number, row in enumerate(data_sets.load(path, resolve), start=1):
                 yield f"{path}:{number}", row
         return
@@ -178,6 +173,25 @@ def _rows(path: str) -> Iterator[tuple[str, Any]]:
             except UserError as error:
                 hint = "each line must hold one {...}, or the file one list of them"
                 yield f"{path}:{number}", UserError(f"{error}; {hint}")
+
+
+def read_csv(path: str, text: str, delimiter: str) -> Iterator[tuple[str, dict | UserError]]:
+    """Yield the location of the last line of each row, and its fields, all of them texts."""
+    csv.field_size_limit(2**31 - 1)  # characters; the default is too small for long texts
+    rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    try:
+        names = rows.fieldnames or []
+        if len({*names}) < len(names):
+            raise UserError(f"{path}:1: two columns have one name: {', '.join(names)}; rename one")
+        for row in rows:
+            location = f"{path}:{rows.line_num}"
+            if None in row or None in row.values():
+                problem = f"expected {len(names)} fields as in the first line; quote commas in text"
+                yield location, UserError(f"{location}: {problem}")
+            else:
+                yield location, row
+    except csv.Error as error:
+        raise UserError(f"{path}:{rows.reader.line_num}: not CSV: {error}") from error
 
 
 def is_data_set(path: str) -> bool:
@@ -372,133 +386,6 @@ def digest_of_files(files: Iterable[Path], *more: Any) -> str:
                 stream.seek(position)
                 digest.update(stream.read(2**20))
     return digest.hexdigest()[:16]
-
-
-def digest_of_rows(rows: Any) -> str:
-    """Return a digest of the token ids of all rows; of rows kept in a file it is stored there."""
-    if isinstance(rows, Rows):
-        facts: Any = rows.metadata["digest"], rows.index.tobytes()
-    else:
-        facts = [row[:3] for row in rows]
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
-
-
-# --- rows of token ids ---------------------------------------------------------------------------
-
-# columns of Rows.table: where the row's three lists of token ids and its texts end in the file, a
-# number that is the same for equal prompts, the length of the longer sequence, the largest id
-COLUMNS = ("first", "second", "third", "texts", "prompt", "num_tokens", "largest_id")
-ROW = np.dtype([(name, np.int64) for name in COLUMNS])
-
-
-class Rows:
-    """Rows of token ids in a file that all processes map into memory.
-
-    A row is a NamedTuple of three lists of token ids, its location in the data file, and texts.
-    It is made when it is asked for.
-
-    kind: the NamedTuple; file: written by write_rows(); index: [rows] which rows of the file, by
-    default all.
-    """
-
-    def __init__(self, kind: type, file: Path, index: np.ndarray | None = None) -> None:
-        self.kind = kind
-        self.file = file
-        with safe_open(file, "pt") as tensors:  # "np" would read the file into memory
-            self.metadata = tensors.metadata()
-            self.ids = tensors.get_tensor("ids").numpy()
-            self.texts = tensors.get_tensor("texts").numpy()
-            self.table = tensors.get_tensor("table").numpy().view(ROW)[:, 0]
-        self.index = np.arange(1, len(self.table)) if index is None else index
-        self.make = functools.lru_cache(1024)(self._make)  # a step uses each row several times
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-    def __getitem__(self, row: int | slice) -> Any:
-        if isinstance(row, slice):
-            return [self[number] for number in range(len(self))[row]]
-        return self.make(self.index[row].item())
-
-    def _make(self, row: int) -> Any:
-        before, entry = self.table[row - 1], self.table[row]
-        bounds = before["third"], entry["first"], entry["second"], entry["third"]
-        lists = [self.ids[start:stop].tolist() for start, stop in itertools.pairwise(bounds)]
-        texts = self.texts[before["texts"] : entry["texts"]].tobytes()
-        return self.kind(*lists, *json.loads(texts))
-
-    @property
-    def prompts(self) -> np.ndarray:
-        """Return a number for each row, [rows], that is the same for equal prompts."""
-        return self.table["prompt"][self.index]
-
-    def extremes(self) -> list:
-        """Return the two shortest and the two longest rows and the one with the largest id."""
-        table = self.table[self.index]
-        by_length = np.argsort(table["num_tokens"], kind="stable")
-        rows = [*by_length[:2], *by_length[-2:], table["largest_id"].argmax()]
-        return [self[row] for row in dict.fromkeys(rows)]
-
-    def select(self, mask: np.ndarray) -> "Rows":
-        """Return the rows where a mask [rows] is True."""
-        return Rows(self.kind, self.file, self.index[mask])
-
-    def first(self, limit: int) -> "Rows":
-        """Return the first rows, at most this many; -1: all."""
-        return self if limit == -1 else Rows(self.kind, self.file, self.index[:limit])
-
-
-def write_rows(file: Path, rows: Iterable, report: dict) -> None:
-    """Write rows for Rows, and the report, which may be filled in while they are made."""
-    from ddp_utils.sampler import seed_of  # imports torch, for which --help need not wait
-
-    ids = array.array("i")
-    texts = bytearray()
-    table = array.array("q", [0] * len(COLUMNS))  # begins with an empty row, whose ends are 0
-    for row in rows:
-        for part in row[:3]:
-            ids.extend(part)
-            table.append(len(ids))
-        texts += json.dumps(row[3:]).encode()
-        largest = max(itertools.chain(*row[:3]))
-        table.extend((len(texts), seed_of(row.text), row.num_tokens, largest))
-    arrays = {"ids": np.array(ids), "texts": np.frombuffer(texts, np.uint8)}
-    arrays["table"] = np.array(table).reshape(-1, len(COLUMNS))
-    ends = arrays["table"][:, :3]  # the digest does not depend on where the data file is
-    digest = hashlib.sha256(arrays["ids"].tobytes() + ends.tobytes()).hexdigest()
-    save_file(arrays, file, {"digest": digest, "report": json.dumps(report)})
-
-
-def cached_rows(
-    kind: type, source: DataFile, facts: list, make: Callable[[dict], Iterable]
-) -> tuple[Rows, dict]:
-    """Return the Rows of a data file, and the report on it, from the cache.
-
-    make: if they are not in the cache, make(report) yields the rows and fills in the report. One
-    process of a node does so, the others wait.
-    facts: what the rows depend on besides the file, its settings and the code.
-    Raises UserError if the folder cannot be written, or if the file in the cache is damaged.
-    """
-    code = digest_of_files(sorted((ROOT / "src").glob("*/*.py")))
-    path, cache, *settings = source
-    facts = [kind.__name__, path, digest_of_data(path), code, *settings, *facts]
-    key = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
-    file = Path(cache) / f"{Path(path).stem}-{key}.safetensors"
-    try:
-        if not file.exists():  # otherwise the folder may be one that this user cannot write
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(file.with_suffix(".lock")):
-                if not file.exists():
-                    report: dict = {}
-                    with write_file(file) as temporary:
-                        write_rows(temporary, make(report), report)
-        rows = Rows(kind, file)
-    except SafetensorError as error:
-        raise UserError(f"{file}: {error}; delete it") from error
-    except OSError as error:
-        hint = f"{broken_link(Path(cache)) or error.strerror}; use another folder"
-        raise UserError(f"--cache_dir: {cache} cannot be written: {hint}") from error
-    return rows, {"file": path, **json.loads(rows.metadata["report"])}
 
 
 def digest_of_data(path: str) -> str:

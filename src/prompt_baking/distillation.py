@@ -12,12 +12,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ddp_utils import UserError, distributed, logps, sampler, sampling
-from ddp_utils.chat_template import Encoder
+from ddp_utils import UserError, distributed, sampler
 from ddp_utils.data import write_file
-from ddp_utils.fast.self_test import choose_head_and_layout
-from ddp_utils.logps import Pair
 from ddp_utils.run import Run
+from lm import logps, sampling
+from lm.chat_template import Encoder
+from lm.fast.self_test import choose_head_and_layout
+from lm.logps import Pair
 from prompt_baking import kl_loss, trajectories
 from prompt_baking.train_config import Config
 from prompt_baking.trajectories import Batch, Trajectory

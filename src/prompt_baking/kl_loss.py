@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ddp_utils.fast.frozen_head import FrozenHead
-from ddp_utils.logps import CHUNK, WIDE_CHUNK
+from lm.fast.frozen_head import FrozenHead
+from lm.logps import CHUNK, WIDE_CHUNK
 
 
 def divergence(teacher: Tensor, student: Tensor, kind: str = "kl") -> Tensor:

@@ -6,11 +6,11 @@ Other prompts are system prompts under which the baked model should remain the b
 import collections
 from typing import Any, NamedTuple
 
-from ddp_utils import sampling, terminal
-from ddp_utils.chat_template import Encoder
-from ddp_utils.judge import Judge, as_text
-from ddp_utils.metrics import difference
+from ddp_utils import terminal
 from ddp_utils.run import Run
+from lm import sampling
+from lm.chat_template import Encoder
+from lm.judge import Judge, as_text, difference
 from prompt_baking import trajectories
 from prompt_baking.distillation import Teacher
 

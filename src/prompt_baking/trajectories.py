@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ddp_utils import UserError, data, logps
-from ddp_utils.chat_template import Encoder
+from ddp_utils import UserError, data
+from lm import logps
+from lm.chat_template import Encoder
 
 QUESTION = ("question", "prompt", "turns", "instruction")  # GSM8K, others, MT-Bench, Alpaca
 

@@ -76,8 +76,9 @@ def plain_loop(folder, rows):
 def our_loop(folder, rows, kept=False):
     """train_loop.py's step, its teacher kept on disk or not."""
     import train_loop
-    from ddp_utils import distributed, models, terminal
+    from ddp_utils import distributed, terminal
     from ddp_utils.policy import Policy, Precision, make_optimizer
+    from lm import models
     from prompt_baking import distillation, trajectories
     from prompt_baking.train_config import Config
 

@@ -17,9 +17,10 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from bench.cases import CASES, SMALL, draw
-from ddp_utils import distributed, logps
-from ddp_utils.fast import memory_efficient, self_test
-from ddp_utils.logps import Pair
+from ddp_utils import distributed
+from lm import logps
+from lm.fast import memory_efficient, self_test
+from lm.logps import Pair
 
 BARS = {"long": 2.8, "ragged": 5.0, "bigv": 4.5}  # of TRL 1.16; a shared machine gets 0.8 of them
 

@@ -21,11 +21,11 @@ if __name__ == "__main__":
 
 import programs
 import train as script
-from ddp_utils import distributed, logps, losses, models, parallel
-from ddp_utils.logps import Pair
+from ddp_utils import distributed, losses
 from ddp_utils.policy import make_optimizer
-from ddp_utils.sharding import fsdp
-from ddp_utils.tools import memory_plan
+from lm import logps, memory_plan, models, parallel
+from lm.logps import Pair
+from lm.sharding import fsdp
 from train_config import Config
 
 WITHIN = 0.15

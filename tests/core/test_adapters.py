@@ -19,10 +19,10 @@ import train
 import train_config
 import train_loop
 from conftest import need
-from ddp_utils import UserError, distributed, lora, models
-from ddp_utils.chat_template import Encoder
+from ddp_utils import UserError, distributed
 from ddp_utils.policy import Precision
-from ddp_utils.tools import chat, merge
+from lm import chat, lora, merge, models
+from lm.chat_template import Encoder
 from ranks import ranks
 
 DEMO = Path(__file__).parents[2] / "data/demo/model"
@@ -199,7 +199,7 @@ def test_what_is_more_than_a_lora_is_rejected_with_the_way_out(name, tmp_path):
     replies = f"--model_name {DEMO} --data_path {tmp_path}/train.jsonl "
     replies += f"--val_path {tmp_path}/val.jsonl"
     demo_adapter(tmp_path / "lora", **TOO_MUCH[name])
-    line = f"{tmp_path}/lora has more than a LoRA ({name}); use python -m ddp_utils.tools.merge "
+    line = f"{tmp_path}/lora has more than a LoRA ({name}); use python -m lm.merge "
     start = f"--fine_tuning lora --init_adapter {tmp_path}/lora --result_dir {tmp_path}/run "
     for main, flags in {
         main_distributed.main: start,
@@ -211,7 +211,7 @@ def test_what_is_more_than_a_lora_is_rejected_with_the_way_out(name, tmp_path):
             with pytest.raises(UserError) as caught:
                 main([*runs.words(flags), *check])
             assert str(caught.value).startswith(f"{flag}: {line}"), caught.value
-    command = re.search("tools.merge (.*), then --model_name merged$", str(caught.value))[1]
+    command = re.search("lm.merge (.*), then --model_name merged$", str(caught.value))[1]
     merge.main(runs.words(command.replace(" merged ", f" {tmp_path}/merged ")))
     flags = f"--fine_tuning lora --check --result_dir {tmp_path}/run --model_name "
     for model in ("lora", "merged"):

@@ -20,9 +20,9 @@ from ad import evaluate_config
 from config import Config
 from conftest import ROOT
 from ddp_utils import UserError, cli
-from ddp_utils.tools import settings as tools
 from dpo_inv import config as protein_config
 from dpo_inv import evaluate
+from lm import settings as commands
 from prompt_baking import generate_config
 from prompt_baking import train_config as bake_config
 
@@ -33,7 +33,7 @@ FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 CONFIGS = [Config, train_config.Config, ad_config.Config, evaluate_config.Config]
 CONFIGS += [protein_config.Config, protein_config.DesignConfig, evaluate.Config]
 CONFIGS += [generate_config.Config, bake_config.Config]
-CONFIGS += [tools.Chat, tools.Merge]
+CONFIGS += [commands.Chat, commands.Merge]
 CONFIGS += [flags for flags, *_ in distributed_setup.COMMANDS.values()]
 
 
@@ -96,7 +96,7 @@ def test_lists_positional_arguments_and_a_setting_with_the_name_of_an_alias():
     assert (settings.temperature, settings.mutable_positions) == ((0.1, 1.0), ("3", "-4"))
     assert (settings.fixed_chains, settings.seed) == ((), 5)
     with pytest.raises(UserError, match="the following arguments are required: folder"):
-        cli.parse(tools.Chat, ["--before"])
+        cli.parse(commands.Chat, ["--before"])
     assert cli.parse(ad_config.Config, ["--lr", "0.1"]).lr == 0.1
 
 
@@ -229,8 +229,8 @@ PROGRAMS = {  # and a value that is out of range
     "-m dpo_inv.inference": "--num_samples 1",
     "src/ad/train.py": "--grid_size 1",
     "src/ad/evaluate.py": "--eval_copies 0",
-    "-m ddp_utils.tools.chat folder": "--temperature -1",
-    "-m ddp_utils.tools.merge adapter folder": "--scale -1",
+    "-m lm.chat folder": "--temperature -1",
+    "-m lm.merge adapter folder": "--scale -1",
 }
 
 

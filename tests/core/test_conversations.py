@@ -8,7 +8,7 @@ from test_pairs import GEMMA, LLAMA3, chat_tokenizer, tokenizer
 
 import reading
 from ddp_utils import UserError
-from ddp_utils.chat_template import Encoder
+from lm.chat_template import Encoder
 
 TOOLS = (  # in the manner of Qwen: tools, calls and thoughts; {% generation %} marks the replies
     "{% if tools %}<|h|>tools{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|eot|>\n"

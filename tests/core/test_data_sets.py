@@ -10,8 +10,8 @@ import pytest
 import reading
 import runs
 from ddp_utils import UserError, data
-from ddp_utils.chat_template import Encoder
-from ddp_utils.models import load_tokenizer
+from lm.chat_template import Encoder
+from lm.models import load_tokenizer
 
 ROWS = [json.loads(line) for line in Path(runs.PAIRS).read_text().splitlines()]
 COLUMNS = "prompt=question,chosen=response_j,rejected=response_k"

@@ -7,10 +7,11 @@ import pytest
 
 import reading
 from conftest import ROOT
-from ddp_utils import UserError, cli, data, preference_data
-from ddp_utils.chat_template import Encoder
+from ddp_utils import UserError, cli, data
 from ddp_utils.data import Unusable
-from ddp_utils.models import load_tokenizer
+from lm import preference_data
+from lm.chat_template import Encoder
+from lm.models import load_tokenizer
 
 WHERE = "f.jsonl:7"
 TEXT = {"chosen": "x", "rejected": "y"}

@@ -15,8 +15,8 @@ import reading
 from config import Config
 from conftest import ROOT
 from ddp_utils import UserError, cli, data
-from ddp_utils.chat_template import Encoder
-from ddp_utils.models import load_tokenizer
+from lm.chat_template import Encoder
+from lm.models import load_tokenizer
 
 # what a library warns of would be a second line
 pytestmark = pytest.mark.filterwarnings("error::UserWarning")

@@ -7,9 +7,10 @@ from test_logps import PAD, SIZES, build
 
 import main_distributed
 from conftest import need
-from ddp_utils import UserError, distributed, logps, models, sampling
-from ddp_utils.chat_template import Encoder
-from ddp_utils.models import load_tokenizer
+from ddp_utils import UserError, distributed
+from lm import logps, models, sampling
+from lm.chat_template import Encoder
+from lm.models import load_tokenizer
 
 NO_HEADS = {name: size for name, size in SIZES.items() if name != "num_attention_heads"} | PAD
 STATES = NO_HEADS | dict(state_size=8)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ddp_utils import logps
-from ddp_utils.fast.self_test import scaled_logits
+from lm import logps
+from lm.fast.self_test import scaled_logits
 
 VOCABULARY, WIDTH, CHUNK = 5000, 32, 64
 MANY = 2 * CHUNK + 7  # tokens of three chunks

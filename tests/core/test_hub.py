@@ -33,7 +33,8 @@ LINES = {
 }
 PROGRAM = """
 import json, sys
-from ddp_utils import UserError, lora, models
+from ddp_utils import UserError
+from lm import lora, models
 def message(read, name):
     try:
         read(name)

@@ -18,9 +18,10 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
 from conftest import need
-from ddp_utils import UserError, distributed, logps, models, sampling
-from ddp_utils.chat_template import Encoder
-from ddp_utils.fast import by_sequence, self_test, shared_prefix
+from ddp_utils import UserError, distributed
+from lm import logps, models, sampling
+from lm.chat_template import Encoder
+from lm.fast import by_sequence, self_test, shared_prefix
 
 PLAIN = SIZES | PAD | dict(max_position_embeddings=64)
 WIDE = PLAIN | dict(intermediate_size=64, num_key_value_heads=2)

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from ddp_utils import models
-from ddp_utils.fast import memory_efficient
+from lm import models
+from lm.fast import memory_efficient
 
 COMMON = SIZES | WIDE | PAD
 MODELS = {  # and how many modules are replaced: linears, SwiGLU blocks, norms

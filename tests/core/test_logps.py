@@ -8,8 +8,9 @@ import transformers
 
 import main_distributed
 from config import Config
-from ddp_utils import UserError, checks, distributed, logps, models
-from ddp_utils.logps import Pair
+from ddp_utils import UserError, checks, distributed
+from lm import logps, models
+from lm.logps import Pair
 
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=97)
 WIDE = dict(intermediate_size=64, num_key_value_heads=2, max_position_embeddings=128)

@@ -13,9 +13,10 @@ import main_distributed
 import reading
 import train
 from conftest import ROOT
-from ddp_utils import UserError, logps, preference_data
-from ddp_utils.chat_template import Encoder
-from ddp_utils.logps import Pair
+from ddp_utils import UserError
+from lm import logps, preference_data
+from lm.chat_template import Encoder
+from lm.logps import Pair
 from prompt_baking import trajectories
 
 MERGING = [("Ġ", "y"), ("a", "b"), ("Ċ", "Ċ"), ("1", "2")]  # " y", "ab", two newlines, digits

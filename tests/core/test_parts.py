@@ -13,8 +13,9 @@ from test_logps import build, by_hand, some_pairs
 from torch import nn
 
 from conftest import need
-from ddp_utils import UserError, logps, models, parallel
+from ddp_utils import UserError
 from ddp_utils.policy import Precision
+from lm import logps, models, parallel
 
 PAIRS = some_pairs((7, 5, 9), (11, 8, 6))
 

@@ -10,7 +10,7 @@ import torch
 import programs
 from ddp_utils import distributed, policy
 from ddp_utils.policy import Precision
-from ddp_utils.tools import chat
+from lm import chat
 
 CPU = torch.device("cpu")
 LOWEST = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}

@@ -9,8 +9,9 @@ import pytest
 import torch
 import transformers
 
-from ddp_utils import UserError, distributed, logps, metrics, sampling, terminal
-from ddp_utils.judge import compare, load_judge
+from ddp_utils import UserError, distributed, metrics, terminal
+from lm import judge, logps, sampling
+from lm.judge import compare, load_judge
 
 
 def tiny_scorer():
@@ -130,11 +131,11 @@ def test_wilson_interval():
 def test_the_interval_of_a_difference_of_fractions():
     """Newcombe 1998, table II, method 10; scaled by 0: the Wilson interval of the first one."""
     for (wins, others), interval in {(9, 3): (0.1705, 0.8090), (10, 0): (0.6075, 1.0)}.items():
-        found = metrics.difference(wins / 10, others / 10, 10)
+        found = judge.difference(wins / 10, others / 10, 10)
         assert found == pytest.approx(interval, abs=5e-5)
-    assert metrics.difference(0.5, 0.3, 100, 0.0) == pytest.approx(WILSON[50, 100], abs=1e-5)
+    assert judge.difference(0.5, 0.3, 100, 0.0) == pytest.approx(WILSON[50, 100], abs=1e-5)
     # 0.8 of 9 of 10 and 3 of 10: Wilson [0.5958, 0.9821] and [0.1078, 0.6032], by R
-    low, high = metrics.difference(0.3, 0.9, 10, 0.8)
+    low, high = judge.difference(0.3, 0.9, 10, 0.8)
     assert low == pytest.approx(-0.42 - math.hypot(0.3 - 0.107789, 0.8 * 0.0821238), abs=1e-5)
     assert high == pytest.approx(-0.42 + math.hypot(0.603222 - 0.3, 0.8 * 0.304150), abs=1e-5)
 

@@ -6,8 +6,9 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from ddp_utils import distributed, logps, metrics
-from ddp_utils.logps import Pair
+from ddp_utils import distributed
+from lm import logps, meter
+from lm.logps import Pair
 
 PAIR = Pair([1] * 10, [2] * 4, [3] * 6, "", "")
 # q, o: 16 x 16, k, v: 16 x 8, gate, up, down: 16 x 32; two layers
@@ -27,12 +28,12 @@ def tiny_scorer(tied=False, rank=0):
 def read(scorer):
     """Return the metrics of a step on two pairs in half a second."""
     world = distributed.World(device=torch.device("cpu"))
-    return metrics.Meter(scorer, world).read([PAIR, PAIR], seconds=0.5)
+    return meter.Meter(scorer, world).read([PAIR, PAIR], seconds=0.5)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_full_fine_tuning_by_hand(tied, monkeypatch):
-    monkeypatch.setattr(metrics, "peak_flops", lambda *_: 1e9)
+    monkeypatch.setattr(meter, "peak_flops", lambda *_: 1e9)
     # a pair has 10 + 4 + 6 - 2 input tokens and 4 + 6 targets
     needed = 2 * 6 * (LAYERS * 18 + HEAD * 10)
     values = read(tiny_scorer(tied))
@@ -42,7 +43,7 @@ def test_full_fine_tuning_by_hand(tied, monkeypatch):
 
 
 def test_lora_by_hand(monkeypatch):
-    monkeypatch.setattr(metrics, "peak_flops", lambda *_: 1e9)
+    monkeypatch.setattr(meter, "peak_flops", lambda *_: 1e9)
     # A [2, in] and B [out, 2] on q, k, v, o, gate, up, down
     sizes = [(16, 16), (16, 8), (16, 8), (16, 16), (16, 32), (16, 32), (32, 16)]
     adapter = 2 * sum(2 * (i + o) for i, o in sizes)
@@ -60,9 +61,9 @@ PEAKS = {  # device -> FLOP/s in bf16
 
 @pytest.mark.parametrize("name", PEAKS)
 def test_peaks_of_the_data_sheets(name, monkeypatch):
-    monkeypatch.setattr(metrics, "device_name", lambda device: name)
-    assert metrics.peak_flops(torch.device("cuda"), torch.bfloat16) == PEAKS[name]
-    assert metrics.peak_flops(torch.device("cuda"), torch.float32) is None
+    monkeypatch.setattr(meter, "device_name", lambda device: name)
+    assert meter.peak_flops(torch.device("cuda"), torch.bfloat16) == PEAKS[name]
+    assert meter.peak_flops(torch.device("cuda"), torch.float32) is None
 
 
 def test_a_cpu_has_no_mfu():

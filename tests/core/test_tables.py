@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 import runs
-from ddp_utils import UserError, preference_data
+from ddp_utils import UserError
 from ddp_utils import data as data_module
-from ddp_utils.chat_template import Encoder
 from ddp_utils.data import DataFile
-from ddp_utils.models import load_tokenizer
+from lm import instruction_data, preference_data, token_rows
+from lm.chat_template import Encoder
+from lm.models import load_tokenizer
 from ranks import ranks
-from sft import instruction_data
 
 COUNT = 8  # rows of runs.PAIRS
 
@@ -62,10 +62,10 @@ def test_the_digest_of_rows_depends_on_ids_and_selection_but_not_on_the_path(sou
     encoder = Encoder(load_tokenizer("data/demo/model"))
     rows, _ = preference_data.read(source, encoder)
     others, _ = preference_data.read(source._replace(path=str(moved)), encoder)
-    digests = [data_module.digest_of_rows(part) for part in (rows, others)]
-    digests.append(data_module.digest_of_rows(rows.select(rows.prompts != rows.prompts[0])))
+    digests = [token_rows.digest_of_rows(part) for part in (rows, others)]
+    digests.append(token_rows.digest_of_rows(rows.select(rows.prompts != rows.prompts[0])))
     digests.append(
-        data_module.digest_of_rows(
+        token_rows.digest_of_rows(
             preference_data.read(source, Encoder(encoder.tokenizer, "none"))[0]
         )
     )
@@ -126,7 +126,7 @@ def exit_code_if_killed(source, number):
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     left = [number]
-    steps = [(Encoder, "encode"), (data_module, "save_file"), (data_module, "fsync")]
+    steps = [(Encoder, "encode"), (token_rows, "save_file"), (data_module, "fsync")]
     for owner, name in (*steps, (os, "replace")):
         setattr(owner, name, dying(getattr(owner, name), left))
     read(source)

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import programs
-from ddp_utils import NonFiniteError, distributed, logps, models, sampling
-from ddp_utils.chat_template import Encoder
-from ddp_utils.models import load_tokenizer
+from ddp_utils import NonFiniteError, distributed
+from lm import logps, models, sampling
+from lm.chat_template import Encoder
+from lm.models import load_tokenizer
 from ranks import addresses, ranks, run_ranks
 
 QUESTIONS = ["What is the capital of France?", "What is a young cow called?", "Who makes bread?"]

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import runs
 from conftest import ROOT
-from ddp_utils import UserError, preference_data
-from ddp_utils.chat_template import Encoder
+from ddp_utils import UserError
 from ddp_utils.data import DataFile
+from lm import instruction_data, preference_data
+from lm.chat_template import Encoder
 from ranks import ranks
-from sft import instruction_data
 
 sys.path += [str(ROOT / "scripts"), str(ROOT / "tests/golden")]
 import get_smollm2  # noqa: E402

@@ -59,7 +59,7 @@ def without_files(config):
     """Meanwhile models.load() makes the model of this configuration, with random weights."""
     from transformers import AutoModelForCausalLM
 
-    from ddp_utils import models
+    from lm import models
 
     def load(_name, dtype, device, _quantization=None):
         torch.manual_seed(0)
@@ -74,7 +74,7 @@ def without_files(config):
 
 
 def draw_pairs(count, *lengths):
-    from ddp_utils.logps import Pair
+    from lm.logps import Pair
 
     dice = random.Random(0)
     pairs = []
@@ -150,9 +150,10 @@ def attention(_folder):
     backward pass. The kernel has other tiles for each head size.
     """
     from config import Config
-    from ddp_utils import distributed, logps, models
-    from ddp_utils.fast import by_sequence, self_test
+    from ddp_utils import distributed
     from ddp_utils.policy import Precision
+    from lm import logps, models
+    from lm.fast import by_sequence, self_test
 
     scale = 10 if TINY else 1  # these rows take a CPU half a minute at full length
     rows = {"short": draw_pairs(8, 60, 20, 30) + draw_pairs(4, 9, 1, 40)}
@@ -286,9 +287,9 @@ def memory(_folder):
     """The peak of three steps above what there was before the model, and what --plan expects."""
     import main_distributed
     from config import Config
-    from ddp_utils import distributed, logps, losses, metrics, models
+    from ddp_utils import distributed, losses, metrics
     from ddp_utils.policy import Policy, make_optimizer
-    from ddp_utils.tools import memory_plan
+    from lm import logps, memory_plan, models
 
     world = distributed.World(device=DEVICE)
     rows = draw_pairs(4, *((24, 8, 8) if TINY else (512, 256, 256)))
@@ -431,7 +432,8 @@ def kernels(folder):
 
 def generation(folder):
     """Tokens per second: ours, transformers', and vLLM's where it is installed."""
-    from ddp_utils import distributed, logps, models, sampling
+    from ddp_utils import distributed
+    from lm import logps, models, sampling
 
     config = shape(SHAPES["0.6B"])
     count, length = (2, 4) if TINY else (16, 128)
@@ -487,9 +489,9 @@ def generation(folder):
 def sharding(folder):
     """src/train.py on all weights, in a group of one rank; what it would save is left out."""
     import train
-    from ddp_utils import models, parallel
     from ddp_utils.run import Run
-    from ddp_utils.sharding.fsdp import FsdpPolicy
+    from lm import models, parallel
+    from lm.sharding.fsdp import FsdpPolicy
 
     zero = {f"offload_{what}": {"device": "cpu"} for what in ("optimizer", "param")}
     zero = {"zero_optimization": {"stage": 3, **zero}}

@@ -41,9 +41,9 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen
 import main_distributed
 from config import Config
 from ddp_utils.distributed import World
-from ddp_utils.logps import Pair
 from ddp_utils.policy import Policy, make_optimizer
-from ddp_utils.tools import memory_plan
+from lm import memory_plan
+from lm.logps import Pair
 
 HAS_TRL = importlib.util.find_spec("trl") is not None
 if HAS_TRL:

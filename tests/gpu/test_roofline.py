@@ -15,8 +15,8 @@ import main_distributed
 from config import Config
 from conftest import ROOT, TESTS
 from ddp_utils import losses
-from ddp_utils.logps import Pair
-from ddp_utils.tools import memory_plan
+from lm import memory_plan
+from lm.logps import Pair
 
 pytestmark = pytest.mark.skipif(bool(pretend.why_not()), reason=pretend.why_not())
 

@@ -14,10 +14,11 @@ import reading
 import runs
 import train
 from config import Config
-from ddp_utils import distributed, logps, model_files, terminal
-from ddp_utils.chat_template import Encoder
-from ddp_utils.models import load_tokenizer
+from ddp_utils import distributed, terminal
 from ddp_utils.policy import Policy
+from lm import logps, model_files
+from lm.chat_template import Encoder
+from lm.models import load_tokenizer
 from ranks import ranks
 
 ROWS = 7

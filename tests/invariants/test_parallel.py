@@ -10,11 +10,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import reading
 import runs
-from ddp_utils import checkpoints, distributed, logps, models
-from ddp_utils.chat_template import Encoder
-from ddp_utils.models import load_tokenizer
+from ddp_utils import checkpoints, distributed
 from ddp_utils.policy import LossScale, Policy, Precision, decay, learning_rate, make_optimizer
-from ddp_utils.sharding import fsdp
+from lm import logps, models
+from lm.chat_template import Encoder
+from lm.models import load_tokenizer
+from lm.sharding import fsdp
 from ranks import ranks
 
 

@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file
 
 import main_distributed
 import runs
-from ddp_utils import UserError, logps, run
-from ddp_utils.fast import self_test
+from ddp_utils import UserError, run
 from ddp_utils.run import FACTS, REFERENCE
+from lm import logps
+from lm.fast import self_test
 from ranks import ranks
 
 FLAGS = [*runs.QUIET, *runs.words("--max_rows 12 --batch_size 4 --max_steps 2")]

@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import main_distributed
 import reading
 import runs
-from ddp_utils import UserError, checks, distributed, logps, models
-from ddp_utils.chat_template import Encoder
-from ddp_utils.models import load_tokenizer
+from ddp_utils import UserError, checks, distributed
 from ddp_utils.policy import LossScale, Policy, Precision
-from ddp_utils.tools import merge
+from lm import logps, merge, models
+from lm.chat_template import Encoder
+from lm.models import load_tokenizer
 from ranks import ranks, run_ranks
 
 SHORT = runs.words("--max_rows 40 --batch_size 8 --max_steps 2")

@@ -15,8 +15,9 @@ import main_distributed
 import programs
 import runs
 from conftest import ROOT
-from ddp_utils import Stop, cli, distributed, losses, metrics, models, sampling
+from ddp_utils import Stop, cli, distributed, losses, metrics
 from ddp_utils.tools import report
+from lm import models, sampling
 from reports import HOSTILE, a_run, page_of, put
 
 
@@ -244,7 +245,7 @@ def test_the_result_is_said_in_lines(tmp_path):
         "  fine-tuned  ...",
         f"report      {folder}/report.html",
         f"model       {folder}/model",
-        f"talk to it  python -m ddp_utils.tools.chat {folder}",
+        f"talk to it  python -m lm.chat {folder}",
     ]
 
 

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3Config, Gene
 
 import main_distributed
 import runs
-from ddp_utils import models, run
-from ddp_utils.chat_template import Encoder
-from ddp_utils.tools import chat, merge
+from ddp_utils import run
+from lm import chat, merge, models
+from lm.chat_template import Encoder
 
 DEMO = Path("data/demo/model")
 END = 2  # <|im_end|>, which ends a reply in the demo's template

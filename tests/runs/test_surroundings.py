@@ -17,13 +17,14 @@ import programs
 import runs
 from conftest import ROOT
 from ddp_utils import UserError, checkpoints, data
+from lm import token_rows
 
 SCRIPTS = ["main_distributed", "train", "generate_data", "train_loop", "ad/train", "ad/evaluate"]
 SCRIPTS = [f"src/{name}.py" for name in SCRIPTS]
 SCRIPTS += ["scripts/distributed_setup.py", "scripts/get_smollm2.py", "check_gpu.py"]
 MODULES = [f"dpo_inv.{name}" for name in ("run_dpo_ddp", "run_dpo", "inference", "evaluate")]
-TOOLS = ("chat", "merge", "report")
-MODULES += ["ddp_utils.launch", *(f"ddp_utils.tools.{name}" for name in TOOLS)]
+TOOLS = ("ddp_utils.tools.report", "lm.chat", "lm.merge")
+MODULES += ["ddp_utils.launch", *TOOLS]
 SHELL = ["run_distributed.sh", "run_dpo_ddp_local.sh", "scripts/run_dpo_ddp_local.sh"]
 SHELL += ["run_dpo_ddp_aurora.sh"]
 MARK = 'print("code of the second clone", flush=True)\n'
@@ -182,7 +183,7 @@ def test_two_ranks_with_closed_streams_finish(tmp_path):
 
 
 def test_a_chat_with_a_closed_input_ends(tmp_path):
-    words = [sys.executable, "-m", "ddp_utils.tools.chat", ROOT / "data/demo/model"]
+    words = [sys.executable, "-m", "lm.chat", ROOT / "data/demo/model"]
     programs.process(["bash", "-c", 'exec "$0" "$@" <&-', *words], cwd=tmp_path)
 
 
@@ -242,7 +243,7 @@ def test_a_link_to_nowhere_above_the_cache_is_named(tmp_path):
     rows.write_text("{}\n")
     source = data.DataFile(str(rows), tmp_path / "results/.tokens")
     with pytest.raises(UserError) as caught:
-        data.cached_rows(tuple, source, [], lambda report: [])
+        token_rows.cached_rows(tuple, source, [], lambda report: [])
     assert f"{tmp_path}/results is a link to {tmp_path}/nowhere, which does" in str(caught.value)
 
 

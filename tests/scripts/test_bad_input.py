@@ -18,7 +18,7 @@ import programs
 import train
 import train_loop
 from ddp_utils import UserError
-from ddp_utils.tools import merge
+from lm import merge
 
 GOOD = {"prompt": "Who?", "chosen": "Me, of course.", "rejected": "Dunno."}
 ROOT = Path(__file__).parents[2]

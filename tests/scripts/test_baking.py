@@ -16,8 +16,9 @@ import programs
 import runs
 import train_loop
 from conftest import ROOT
-from ddp_utils import Stop, UserError, data, models, sampling
+from ddp_utils import Stop, UserError, data
 from ddp_utils import run as run_
+from lm import models, sampling
 from prompt_baking import generate_config
 from ranks import free_port, ranks, run_ranks
 
@@ -450,7 +451,7 @@ def test_a_lora_is_a_model_and_half_of_it_half_the_way():
     """W + scale x alpha / r x B A, from the tensors of the file."""
     from safetensors.torch import load_file
 
-    from ddp_utils import lora, models
+    from lm import lora, models
 
     folder = ROOT / "tests/golden/demo_adapter"
     settings = json.loads((folder / "adapter_config.json").read_text())

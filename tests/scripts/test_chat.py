@@ -11,9 +11,9 @@ import torch
 
 import programs
 from conftest import LIMIT, ROOT
-from ddp_utils import UserError, distributed, logps, lora, models, sampling
-from ddp_utils.chat_template import Encoder
-from ddp_utils.tools import chat
+from ddp_utils import UserError, distributed
+from lm import chat, logps, lora, models, sampling
+from lm.chat_template import Encoder
 
 DEMO = str(ROOT / "data/demo/model")
 QUESTION = "Where is the cat?"
@@ -46,7 +46,7 @@ def expected(adapter):
 
 def answer(*words, text=f"{QUESTION}\n"):
     """Return what is printed for the questions in a text; a run has its own settings."""
-    words = ["-m", "ddp_utils.tools.chat", *words]
+    words = ["-m", "lm.chat", *words]
     env = programs.environment() | {"PYTHONPATH": str(ROOT / "src")}
     options = {"env": env, "capture_output": True, "text": True, "timeout": LIMIT}
     done = subprocess.run([sys.executable, *words], input=text, **options)

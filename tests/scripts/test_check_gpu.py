@@ -79,7 +79,7 @@ def test_on_this_machine_the_last_line_is_the_command_of_the_json():
     assert report["cores"] == len(os.sched_getaffinity(0))
     assert report["command"].startswith(f"./run_distributed.sh {report['processes']}")
     assert text.splitlines()[-1] == report["command"]
-    watched = {"torch", "transformers", "peft", "config", "train", "ddp_utils.tools.memory_plan"}
+    watched = {"torch", "transformers", "peft", "config", "train", "lm.memory_plan"}
     assert watched.intersection(done.stderr.split()) == {"torch"}
 
 

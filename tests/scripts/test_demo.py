@@ -11,10 +11,11 @@ from test_launchers import shell
 import main_distributed
 import runs
 from conftest import ROOT
-from ddp_utils import distributed, logps, models, sampling
-from ddp_utils.chat_template import Encoder
-from ddp_utils.judge import load_judge
-from ddp_utils.models import load_tokenizer
+from ddp_utils import distributed
+from lm import logps, models, sampling
+from lm.chat_template import Encoder
+from lm.judge import load_judge
+from lm.models import load_tokenizer
 from ranks import ranks, run_ranks
 
 REPLIES = 330
@@ -90,7 +91,7 @@ def test_a_newcomer_watches_the_demo_learn(tmp_path):
     done = shell("2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "results/dpo"
-    assert done.stdout.rstrip().endswith("python -m ddp_utils.tools.chat results/dpo")
+    assert done.stdout.rstrip().endswith("python -m lm.chat results/dpo")
     prompts = some_prompts(REPLIES)
     after = rates(str(folder / "model"), prompts)
     check_learned(rates("data/demo/model", prompts), after, summary(folder)["test"])

@@ -49,7 +49,7 @@ ELSEWHERE = {
     "python src/ad/evaluate.py": "tests/scripts/test_distillation.py",
     "python -m dpo_inv.inference": "tests/scripts/test_protein.py",
     "python -m dpo_inv.evaluate": "tests/scripts/test_stability.py",
-    "python -m ddp_utils.tools.chat": "tests/scripts/test_chat.py",
+    "python -m lm.chat": "tests/scripts/test_chat.py",
     "python -m ddp_utils.tools.report": "tests/runs/test_report.py",
     "python tests/bench/": "tests/bench",
     "bash scripts/run_training.sh": "tests/runs/test_clusters.py",
@@ -255,7 +255,9 @@ def test_the_settings_page_has_the_settings_of_today(monkeypatch):
 def test_the_architecture_page_names_every_module():
     page = (ROOT / "docs/architecture.md").read_text()
     table = page[page.index("## Modules") : page.index("## Data flows")]
-    named = set(re.findall(r"`(\w+)/?`", table))
-    modules = {path.stem for path in ROOT.glob("src/ddp_utils/*.py")}
-    modules |= {path.parent.name for path in ROOT.glob("src/ddp_utils/*/*.py")}
+    named = set(re.findall(r"`(\w+)[/`]", table))
+    modules = set()
+    for package in ("ddp_utils", "lm"):
+        modules |= {path.stem for path in ROOT.glob(f"src/{package}/*.py")}
+        modules |= {path.parent.name for path in ROOT.glob(f"src/{package}/*/*.py")}
     assert modules - named == set()

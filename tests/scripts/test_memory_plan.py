@@ -12,9 +12,9 @@ import transformers
 import check_gpu
 from conftest import ROOT
 from ddp_utils import UserError
-from ddp_utils.logps import Pair
 from ddp_utils.policy import Precision
-from ddp_utils.tools import memory_plan
+from lm import memory_plan
+from lm.logps import Pair
 from train_config import Config
 
 D, E, H, V, R = 64, 128, 32, 4096, 4  # width, MLP, head, vocabulary, LoRA rank

@@ -3,13 +3,13 @@
 import subprocess
 import sys
 
-import ddp_utils.tools.merge
+import lm.merge
 import programs
 import train
 from conftest import ROOT
 
 # a fork is only fast if its parent has imported them
-assert ddp_utils.tools.merge and train
+assert lm.merge and train
 
 
 def process(*words, cwd=ROOT):
@@ -20,7 +20,7 @@ def process(*words, cwd=ROOT):
 
 def test_a_fork_ends_as_the_program():
     for status, words in (
-        (0, ("-m", "ddp_utils.tools.merge", "-h")),
+        (0, ("-m", "lm.merge", "-h")),
         (2, ("src/train.py", "--config", "nowhere.yaml")),
     ):
         forked = programs.start(*words, cwd=ROOT)

@@ -30,7 +30,7 @@ def check_summary(text):
         r" +reference  \S.*\n +fine-tuned  \S.*",
         r"report +run/report.html",
         r"model +run/model",
-        r"talk to it +python -m ddp_utils.tools.chat run",
+        r"talk to it +python -m lm.chat run",
     ):
         assert re.search(rf"^{line}$", text, re.M), (line, text)
     assert len(re.findall(r"^ +fine-tuned  ", text, re.M)) == 3

@@ -10,10 +10,10 @@ from test_pairs import CHATML, GEMMA, LLAMA3, R1, THINKING, chat_tokenizer, toke
 
 import reading
 from conftest import ROOT
-from ddp_utils import UserError, chat_template, data, logps
-from ddp_utils.chat_template import Encoder
-from sft import instruction_data
-from sft.instruction_data import Text
+from ddp_utils import UserError, data
+from lm import chat_template, instruction_data, logps
+from lm.chat_template import Encoder
+from lm.instruction_data import Text
 
 PLAIN = tokenizer(bos=False, merges=[])  # bytes: decoding gives back each letter
 

@@ -17,8 +17,9 @@ import programs
 import train
 import train_config
 from conftest import ROOT
-from ddp_utils import UserError, models
-from ddp_utils.sharding import deepspeed, deepspeed_engine
+from ddp_utils import UserError
+from lm import models
+from lm.sharding import deepspeed, deepspeed_engine
 
 TINY = "dataset: {max_rows: 40}\n"  # of the demo, the default
 ZERO, FULLY = ["--deepspeed", "j.json"], ["--use_fsdp", "--fsdp_config", "j.json"]

@@ -8,10 +8,11 @@ import torch
 
 import train_loop
 from conftest import ROOT
-from ddp_utils import UserError, distributed, models, terminal
-from ddp_utils.chat_template import Encoder
-from ddp_utils.models import load_tokenizer
+from ddp_utils import UserError, distributed, terminal
 from ddp_utils.policy import Precision
+from lm import models
+from lm.chat_template import Encoder
+from lm.models import load_tokenizer
 from prompt_baking import distillation, replies, trajectories
 from prompt_baking.train_config import Config
 from prompt_baking.trajectories import Trajectory

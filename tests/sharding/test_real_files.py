@@ -15,7 +15,7 @@ import pytest
 
 import train
 from ddp_utils import UserError
-from ddp_utils.sharding import deepspeed, deepspeed_engine
+from lm.sharding import deepspeed, deepspeed_engine
 
 AUTO = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
 AUTO |= {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}

@@ -15,10 +15,11 @@ import torch
 
 import train_config
 from conftest import ROOT
-from ddp_utils import UserError, models
+from ddp_utils import UserError
 from ddp_utils.distributed import World
 from ddp_utils.policy import Precision
-from ddp_utils.sharding import deepspeed, deepspeed_engine, fsdp
+from lm import models
+from lm.sharding import deepspeed, deepspeed_engine, fsdp
 
 sys.path.append(str(ROOT / "scripts"))
 setup = importlib.import_module("distributed_setup")

@@ -17,8 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import runs
 import train
-from ddp_utils import checkpoints, distributed, logps, models, parallel, run
-from ddp_utils.sharding import fsdp
+from ddp_utils import checkpoints, distributed, run
+from lm import logps, models, parallel
+from lm.sharding import fsdp
 from ranks import ranks, run_ranks
 
 FSDP = ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "NO_SHARD"]

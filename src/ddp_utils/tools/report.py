@@ -143,7 +143,7 @@ def result_lines(folder: Path, run: dict[str, dict]) -> str:
         lines.append(f"{'model':<11} {model.path}")
         if model.library in ("peft", "transformers"):
             quoted = shlex.quote(str(folder))
-            lines.append(f"{'talk to it':<11} python -m ddp_utils.tools.chat {quoted}")
+            lines.append(f"{'talk to it':<11} python -m lm.chat {quoted}")
     return data.printable("\n".join(lines))
 
 

@@ -20,9 +20,10 @@ import programs
 import reading
 from config import Config
 from conftest import ROOT
-from ddp_utils import UserError, models, yaml_config
-from ddp_utils.chat_template import Encoder
-from ddp_utils.models import load_tokenizer
+from ddp_utils import UserError, yaml_config
+from lm import models
+from lm.chat_template import Encoder
+from lm.models import load_tokenizer
 from prompt_baking import trajectories
 from ranks import run_ranks
 

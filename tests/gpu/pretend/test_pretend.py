@@ -90,7 +90,7 @@ def _pretending(function, arguments):
 
 def draw_tokens():
     """Tokens drawn for 64 rows of random logits, together and one row at a time."""
-    from ddp_utils import sampling
+    from lm import sampling
 
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(64, 151_936, generator=generator).cuda()

@@ -3,31 +3,28 @@
 This module is imported only for rows and templates that have them.
 """
 
-import contextlib
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-from ddp_utils import UserError, data
+from ddp_utils import data
 from ddp_utils.data import Record
 
-if TYPE_CHECKING:  # it imports this module
-    from ddp_utils.chat_template import Encoder
 
-
-def template_arguments(record: Record, encoder: "Encoder") -> dict:
+def template_arguments(record: Record, check: Callable[[Any, str], dict]) -> dict:
     """Return a row's arguments for the chat template: its tools and chat_template_kwargs.
 
-    encoder: the chat_template.Encoder, which checks that the template uses them.
+    check: chat_template.Encoder.check_arguments, for arguments and the place where they are.
     """
     tools, arguments = map(record.data.get, ("tools", "chat_template_kwargs"))
     if isinstance(record.data.get("input"), dict):  # of the format openai
         tools = record.data["input"].get("tools")
     place = f"{record.location}: chat_template_kwargs"
-    arguments = encoder.check_arguments(arguments or {}, place)
+    arguments = check(arguments or {}, place)
     place = f"{record.location}: tools"
     if isinstance(tools, str):
         tools = data.decode(tools, place)
-    arguments |= encoder.check_arguments({"tools": tools} if tools else {}, place)
+    arguments |= check({"tools": tools} if tools else {}, place)
     check_finite(record, "tools or chat_template_kwargs", arguments)
     return arguments
 
@@ -56,25 +53,6 @@ def with_arguments(call: dict, as_text: bool) -> dict:
     elif not as_text and isinstance(arguments, str):
         arguments = json.loads(arguments)
     return {**call, "function": {**call["function"], "arguments": arguments}}
-
-
-def find_form(encoder: "Encoder", question: dict) -> tuple[bool, int | None]:
-    """Return whether a chat template expects arguments as texts, and the token that ends calls.
-
-    The token is None if calls end as other replies do. encoder: the chat_template.Encoder.
-    """
-    for as_text, arguments in ((False, {"a": "b"}), (True, '{"a": "b"}')):
-        call = {"type": "function", "function": {"name": "@@@", "arguments": arguments}}
-        call["id"] = "a" * 9  # Mistral's templates expect nine characters
-        reply = {"role": "assistant", "content": "", "tool_calls": [call]}
-        with contextlib.suppress(UserError):
-            _, name, after = encoder.render([question, reply]).rpartition("@@@")
-            if name and "{'" not in after:  # Python's text of a dict is not JSON
-                ends = encoder.special_ids(after)
-                has_end = encoder.end in encoder.special_ids(encoder.after_reply)
-                is_other = has_end and encoder.end not in ends
-                return as_text, next(reversed(ends), None) if is_other else None
-    return False, None  # rows with calls are errors
 
 
 def check_finite(record: Record, field: str, value: Any) -> None:

@@ -26,10 +26,12 @@ from transformers import PreTrainedModel as Model
 from transformers.models.auto import modeling_auto
 from transformers.utils import logging
 
-from ddp_utils import UserError, data, distributed, model_files
+from ddp_utils import UserError, data, distributed
 from ddp_utils.distributed import World
-from ddp_utils.model_files import FAULTS, META, LoraSpec, Name, first_line, is_adapter, reading
 from ddp_utils.policy import Policy, Precision, Tensors, untied_state
+from lm import model_files
+from lm.model_files import FAULTS, META, LoraSpec, Name, first_line, is_adapter, reading
+from lm.token_rows import digest_of_rows
 
 logging.disable_progress_bar()  # a run has its own
 logging.set_verbosity_error()  # model_files.check_complete() raises an error instead of a warning
@@ -99,7 +101,7 @@ def load_tokenizer(
     Prints a warning if the adapter belongs to another model or has another chat template.
     """
     if is_adapter(name) or init_adapter:
-        from ddp_utils import lora
+        from lm import lora
 
         return lora.load_tokenizer(name, init_adapter, chat_template)
     return model_files.read_tokenizer(name)
@@ -116,7 +118,7 @@ def load(name: Name, dtype: Dtype, device: torch.device, quantization: Any = Non
     Raises UserError for files that cannot be read, are not complete, or hold no causal model.
     """
     if is_adapter(name):
-        from ddp_utils import lora
+        from lm import lora
 
         return lora.merge(load(lora.base_of(name), dtype, device, quantization), name)
     place = f"--model_name: {name}"
@@ -189,7 +191,7 @@ def load_policy(
         checkpoint_activations(model)
     prepared = prepare(model, adapter)[0]
     if adapter and not adapter.merge and memory_efficient:
-        from ddp_utils.fast import memory_efficient as layers
+        from lm.fast import memory_efficient as layers
 
         layers.apply(prepared)
     return prepared.train()
@@ -207,7 +209,7 @@ def prepare(model: Any, adapter: LoraSpec | None) -> tuple[Any, list[str]]:
         names[3:] = [f"{len(names) - 3} more parts"] if len(names) > 3 else []
         lines.append(f"frozen, since no text reaches them: {', '.join(names)}")
     if adapter:
-        from ddp_utils import lora
+        from lm import lora
 
         model, more = lora.add(model, adapter, parts)
         lines += more
@@ -320,7 +322,7 @@ def input_digests(rows: dict, folders: dict[str, str], config: PretrainedConfig)
     rows: split -> rows of token ids; folders: setting -> folder or hub name of a model, or "";
     config: of the model.
     """
-    digests = {f"content of {split}": data.digest_of_rows(part) for split, part in rows.items()}
+    digests = {f"content of {split}": digest_of_rows(part) for split, part in rows.items()}
     for name, folder in folders.items():
         if folder:
             digests[f"content of {name}"] = digest_of_model(folder, config)

@@ -3,10 +3,10 @@
 from typing import Any
 
 from ddp_utils.distributed import World
-from ddp_utils.fast.self_test import choose_head_and_layout
-from ddp_utils.logps import Pair, Scorer
 from ddp_utils.policy import DDP, Policy, ScorerModule, Strategy
 from ddp_utils.run import Run
+from lm.fast.self_test import choose_head_and_layout
+from lm.logps import Pair, Scorer
 
 
 def choose(
@@ -17,7 +17,7 @@ def choose(
     options: for fsdp its Settings (None: the defaults), for deepspeed the object in its JSON file.
     """
     if kind == "fsdp":
-        from ddp_utils.sharding import fsdp
+        from lm.sharding import fsdp
 
         settings = options or fsdp.Settings()
         name = settings.fsdp_sharding_strategy
@@ -25,7 +25,7 @@ def choose(
         if name != "NO_SHARD":
             return Strategy(kind, f"FSDP {name}", settings, grad_reduce_dtype, None, saves_shards)
     if kind == "deepspeed":
-        from ddp_utils.sharding import deepspeed
+        from lm.sharding import deepspeed
 
         stage = deepspeed.stage(options)
         if stage > 0:
@@ -36,7 +36,7 @@ def choose(
 def check(strategy: Strategy, model: Any) -> None:
     """Raise UserError if a model, on the meta device, cannot be distributed like this."""
     if strategy.kind == "fsdp":
-        from ddp_utils.sharding import fsdp
+        from lm.sharding import fsdp
 
         fsdp.layers_of(model, strategy.options)
 
@@ -63,11 +63,11 @@ def wrap(
     trained: False for a reference model, which only scores.
     """
     if strategy.kind == "deepspeed":
-        from ddp_utils.sharding.deepspeed_engine import ZeroPolicy
+        from lm.sharding.deepspeed_engine import ZeroPolicy
 
         return ZeroPolicy(scorer, world, strategy, trained)
     if strategy.kind == "fsdp" and world.world_size > 1:
-        from ddp_utils.sharding.fsdp import FsdpPolicy
+        from lm.sharding.fsdp import FsdpPolicy
 
         return FsdpPolicy(scorer, world, strategy, trained)
     return Policy(scorer, world, strategy, trained)

@@ -75,7 +75,7 @@ def attend(
     tensors = [tensor.to(wide) for tensor in (query, key, value)]
     kernel: Any = _by_pair
     if device == "cuda" and wide.itemsize == 2:
-        from ddp_utils.fast import by_sequence
+        from lm.fast import by_sequence
 
         if by_sequence.is_supported(query.device):
             kernel = by_sequence.attend_by_sequence

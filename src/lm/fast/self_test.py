@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from ddp_utils import UserError, distributed, logps
+from ddp_utils import UserError, distributed
 from ddp_utils.distributed import World
-from ddp_utils.logps import Pair, Scorer
-from ddp_utils.model_files import first_line
+from lm import logps
+from lm.logps import Pair, Scorer
+from lm.model_files import first_line
 
 Way = Callable[[], Tensor]  # computes log-probs [N]
 # what a model may raise if it does not support packed rows, or computes attention in its own way

@@ -19,8 +19,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from ddp_utils import UserError, cli, distributed
 from ddp_utils.distributed import World
 from ddp_utils.policy import DTYPES, Policy, Strategy, cast_trained_to_fp32
-from ddp_utils.sharding import json_settings
-from ddp_utils.sharding.json_settings import Fixed, fixed
+from lm.sharding import json_settings
+from lm.sharding.json_settings import Fixed, fixed
 
 # in this order accelerate also numbers them, from 1
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")

@@ -23,10 +23,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from ddp_utils import UserError, chat_template, data, sampler
-from ddp_utils.chat_template import HUMAN, Encoder, Prompt, Reply, plain_text
-from ddp_utils.data import DataFile, Record, Rows, Unusable
-from ddp_utils.logps import Pair
+from ddp_utils import UserError, data, sampler
+from ddp_utils.data import DataFile, Record, Unusable
+from lm import chat_template, token_rows
+from lm.chat_template import HUMAN, Encoder, Prompt, Reply, plain_text
+from lm.logps import Pair
+from lm.token_rows import Rows
 
 SIDES = ("chosen", "rejected")
 TEXTS = ("prompt", "instruction", "question")
@@ -67,7 +69,7 @@ def read(source: DataFile, encoder: Encoder) -> tuple[Rows, dict]:
     Malformed rows raise UserError; with on_bad_record="skip" they are dropped and counted, too.
     """
     make = functools.partial(encode_rows, source, encoder, find_format, encode)
-    return data.cached_rows(Pair, source, encoder.facts(), make)
+    return token_rows.cached_rows(Pair, source, encoder.facts(), make)
 
 
 def encode(record: Record, format: Format, encoder: Encoder) -> tuple[Pair, Pair, set[str]]:
@@ -106,9 +108,9 @@ def encode_rows(
             formats.append(find_format(record))
         arguments = {}
         if not record.data.keys().isdisjoint(("input", *ARGUMENTS)):
-            from ddp_utils import tool_calls
+            from lm import tool_calls
 
-            arguments = tool_calls.template_arguments(record, encoder)
+            arguments = tool_calls.template_arguments(record, encoder.check_arguments)
         return record, *encode(record, formats[0], encoder.with_arguments(arguments))
 
     rows = data.usable(source, make, dropped)
@@ -267,7 +269,7 @@ def prompt_and_responses(record: Record, format: str) -> tuple[Prompt, Reply, Re
         prompt = question(record, format)
         chosen, rejected = (data.text(record, side, may_be_empty=True) for side in SIDES)
         return prompt, chosen, rejected
-    from ddp_utils import conversations
+    from lm import conversations
 
     if format == "transcript":
         return conversations.transcript(record, *SIDES)

@@ -14,13 +14,14 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
-from ddp_utils import UserError, distributed, models
-from ddp_utils.chat_template import Encoder
+from ddp_utils import UserError, distributed
 from ddp_utils.distributed import World, to_device
-from ddp_utils.fast.self_test import UNSUPPORTED
-from ddp_utils.logps import Scorer
 from ddp_utils.sampler import MicroBatch, assign_micro_batches, seed_of
 from ddp_utils.terminal import Phase
+from lm import models
+from lm.chat_template import Encoder
+from lm.fast.self_test import UNSUPPORTED
+from lm.logps import Scorer
 
 CACHE = 2**30  # bytes of all keys and values of a batch
 Ids = Collection[int]

@@ -16,9 +16,10 @@ from typing import Any
 import transformers
 from jinja2 import TemplateError
 
-from ddp_utils import UserError, data, models
+from ddp_utils import UserError, data
 from ddp_utils.data import Record
-from ddp_utils.logps import Pair
+from lm import models
+from lm.logps import Pair
 
 Prompt = str | list[dict]  # a user's text, or messages that end with a user's turn
 Reply = str | dict  # a text, or a message that has more than text
@@ -128,7 +129,7 @@ class Encoder:
         """Return a message in the form that the template expects."""
         message = {**message}
         if "tool_calls" in message and self.arguments_as_text is not None:
-            from ddp_utils import tool_calls
+            from lm import tool_calls
 
             calls, as_text = message["tool_calls"], self.arguments_as_text
             message["tool_calls"] = [tool_calls.with_arguments(call, as_text) for call in calls]
@@ -173,9 +174,7 @@ class Encoder:
         self.end = next(iter(self.special_ids(self.after_reply)), self.end)
         self.earlier_end = self.end
         if "tool_calls" in self.template_words:
-            from ddp_utils import tool_calls
-
-            self.arguments_as_text, self.call_end = tool_calls.find_form(self, question)
+            self.arguments_as_text, self.call_end = self._find_form_of_calls(question)
         with contextlib.suppress(UserError):
             text = self.render([question, reply, {"role": "user", "content": "~~~"}])
             ends = self.special_ids(text.rpartition("@@@")[2].partition("~~~")[0])
@@ -187,6 +186,24 @@ class Encoder:
             text = self.render([question, thought]).rpartition("@@@")[0]
             if ends[0] not in self.special_ids(text[common_prefix(asked, text) :]):
                 self.stops.append(ends[0])
+
+    def _find_form_of_calls(self, question: dict) -> tuple[bool, int | None]:
+        """Return whether arguments of tool calls are texts, and the token that ends calls.
+
+        The token is None if calls end as other replies do.
+        """
+        for as_text, arguments in ((False, {"a": "b"}), (True, '{"a": "b"}')):
+            call = {"type": "function", "function": {"name": "@@@", "arguments": arguments}}
+            call["id"] = "a" * 9  # Mistral's templates expect nine characters
+            reply = {"role": "assistant", "content": "", "tool_calls": [call]}
+            with contextlib.suppress(UserError):
+                _, name, after = self.render([question, reply]).rpartition("@@@")
+                if name and "{'" not in after:  # Python's text of a dict is not JSON
+                    ends = self.special_ids(after)
+                    has_end = self.end in self.special_ids(self.after_reply)
+                    is_other = has_end and self.end not in ends
+                    return as_text, next(reversed(ends), None) if is_other else None
+        return False, None  # rows with calls are errors
 
     def _renders(self, *messages: dict) -> bool:
         """Return whether the template renders the content @@@ of a message."""

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from ddp_utils import UserError
 from ddp_utils.distributed import World
-from ddp_utils.sharding import json_settings
-from ddp_utils.sharding.json_settings import Fixed, fixed
+from lm.sharding import json_settings
+from lm.sharding.json_settings import Fixed, fixed
 
 BUCKETS = {  # what transformers replaces "auto" with; width: of the hidden states
     "reduce_bucket_size": lambda width: width**2,

@@ -25,8 +25,8 @@ from ddp_utils.policy import (
     cast_trained_to_fp32,
     parameter_groups,
 )
-from ddp_utils.sharding import json_settings
-from ddp_utils.sharding.deepspeed import stage
+from lm.sharding import json_settings
+from lm.sharding.deepspeed import stage
 
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter")  # state of its loss scale for fp16
 

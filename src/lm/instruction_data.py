@@ -15,11 +15,13 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ddp_utils import UserError, chat_template, conversations, data, preference_data
-from ddp_utils.chat_template import Encoder, Prompt, Reply, common_prefix, plain_text
-from ddp_utils.data import DataFile, Record, Rows, Unusable
-from ddp_utils.logps import Pair
-from ddp_utils.preference_data import Format
+from ddp_utils import UserError, data
+from ddp_utils.data import DataFile, Record, Unusable
+from lm import chat_template, conversations, preference_data, token_rows
+from lm.chat_template import Encoder, Prompt, Reply, common_prefix, plain_text
+from lm.logps import Pair
+from lm.preference_data import Format
+from lm.token_rows import Rows
 
 FORMATS = [  # the first one whose two fields (or one) a row has
     Format("custom", ("prompt", "completion")),
@@ -74,7 +76,7 @@ def read(source: DataFile, encoder: Encoder) -> tuple[Rows, dict]:
     """
     encode_rows = preference_data.encode_rows
     make = functools.partial(encode_rows, source, encoder, find_format, encode_record)
-    return data.cached_rows(Text, source, encoder.facts(), make)
+    return token_rows.cached_rows(Text, source, encoder.facts(), make)
 
 
 # --- record -> prompt and reply ------------------------------------------------------------------

@@ -20,10 +20,10 @@ from transformers import GenerationConfig
 
 from ddp_utils import distributed
 from ddp_utils.distributed import World, to_device
-from ddp_utils.fast import shared_prefix
 from ddp_utils.policy import ScorerModule
 from ddp_utils.sampler import MicroBatch, assign_micro_batches
 from ddp_utils.terminal import Phase
+from lm.fast import shared_prefix
 
 # number of tokens whose logits exist at the same time: with fewer, matrix products get slow
 CHUNK = {"cpu": 256}
@@ -354,7 +354,7 @@ def head_logps(
     is_trained = any(parameter.requires_grad for parameter in head.parameters())
     has_hooks = head._forward_hooks or head._forward_pre_hooks
     if type(head) is nn.Linear and not is_trained and not has_hooks and hidden.requires_grad:
-        from ddp_utils.fast import frozen_head
+        from lm.fast import frozen_head
 
         return frozen_head.FrozenHead.apply(hidden, targets, head.weight, head.bias, size)
 

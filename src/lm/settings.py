@@ -1,4 +1,4 @@
-"""Settings of merge.py and chat.py, which are read before torch is imported."""
+"""Settings of the commands merge.py and chat.py, which are read before torch is imported."""
 
 from dataclasses import dataclass
 from typing import Literal

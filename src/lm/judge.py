@@ -1,13 +1,14 @@
 """Replies before and after training side by side, and a judge that compares them."""
 
 import inspect
+import math
 import numbers
 import runpy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ddp_utils import UserError, data
-from ddp_utils.metrics import wilson
+from ddp_utils.metrics import wilson, wilson_of_fraction
 from ddp_utils.run import Run
 
 Scores = dict[str, float]  # name -> score of one reply; the first decides who wins
@@ -106,3 +107,15 @@ def as_text(rows: Sequence[dict[str, str]], summary: Summary) -> str:
         lines += ["", f"--- {number} of {len(rows)}"]
         lines += [f"{name + ':':12} {text}" for name, text in row.items()]
     return "\n".join([*lines, ""]).lstrip("\n")
+
+
+def difference(first: float, second: float, count: int, scale: float = 1.0) -> tuple[float, float]:
+    """Return the 95 % interval of first - scale * second, for fractions of `count` > 0 each.
+
+    From their Wilson intervals (Newcombe 1998, method 10).
+    """
+    middle = first - scale * second
+    (low, high), (other_low, other_high) = (wilson_of_fraction(x, count) for x in (first, second))
+    below = math.hypot(first - low, scale * (other_high - second))
+    above = math.hypot(high - first, scale * (second - other_low))
+    return middle - below, middle + above

@@ -19,11 +19,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AutoConfig
 
-from ddp_utils import UserError, logps, model_files, models
+from ddp_utils import UserError
 from ddp_utils.distributed import World
-from ddp_utils.fast import memory_efficient, self_test
 from ddp_utils.policy import Precision
-from ddp_utils.sharding import fsdp
+from lm import logps, model_files, models
+from lm.fast import memory_efficient, self_test
+from lm.sharding import fsdp
 
 GIB = 2**30
 CPU = torch.device("cpu")

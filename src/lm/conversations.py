@@ -4,8 +4,8 @@ import re
 from typing import Any
 
 from ddp_utils import UserError, data
-from ddp_utils.chat_template import HUMAN, THOUGHTS, Prompt, Reply, check_text_only, system_of
 from ddp_utils.data import Record, Unusable
+from lm.chat_template import HUMAN, THOUGHTS, Prompt, Reply, check_text_only, system_of
 
 TURN = re.compile(r"(?s)\n\n(Human|Assistant):(.*?)(?=\n\n(?:Human|Assistant):|\Z)")
 ROLES = {"human": "user", "gpt": "assistant"}
@@ -102,7 +102,7 @@ def _message(record: Record, place: str, message: Any, is_last: bool) -> dict:
     names = (*MORE, "name") if role == "tool" else MORE
     more = {key: message[key] for key in names if message.get(key)}
     if "tool_calls" in more:
-        from ddp_utils import tool_calls
+        from lm import tool_calls
 
         more["tool_calls"] = tool_calls.read(record, f"{place}.tool_calls", more["tool_calls"])
     name = "value" if "value" in message else "content"

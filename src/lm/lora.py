@@ -16,9 +16,10 @@ from transformers import PreTrainedModel as Model
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import cached_file
 
-from ddp_utils import UserError, cli, data, distributed, model_files
-from ddp_utils.model_files import META, LoraSpec, Name, Tokenizer, reading
+from ddp_utils import UserError, cli, data, distributed
 from ddp_utils.policy import Tensors
+from lm import model_files
+from lm.model_files import META, LoraSpec, Name, Tokenizer, reading
 
 ALL_LINEAR = "all-linear"  # in LoraSpec.targets: every linear layer but the output layer
 # types of models that read the weights of out_proj and dt_proj, past a LoRA, as Mamba's kernels do
@@ -231,7 +232,7 @@ def add(model: Model, spec: LoraSpec, unreached: tuple[str, ...] = ()) -> tuple[
         return merge_checked(adapted, path), []
     if adapted.more_than_lora:
         problem = f"{path} has more than a LoRA ({', '.join(adapted.more_than_lora)})"
-        command = f"python -m ddp_utils.tools.merge {path} merged --base {model.name_or_path}"
+        command = f"python -m lm.merge {path} merged --base {model.name_or_path}"
         raise UserError(f"--init_adapter: {problem}; use {command}, then --model_name merged")
     return adapted, []
 

@@ -58,9 +58,9 @@ def model_path(name: Name) -> str:
         return str(folder.resolve())  # peft records it as the base of an adapter
     if str(name).startswith((".", "/", "~")) or str(name).count("/") > 1:
         raise UserError(f"--model_name: there is no folder {name}; use a folder or a hub name")
-    from ddp_utils import hub  # it is not needed for folders
+    from ddp_utils import data_sets  # it is not needed for folders
 
-    hub.connect()
+    data_sets.connect()
     return str(name)
 
 
@@ -97,9 +97,9 @@ def reading(place: str, problem: str = "cannot be read") -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except FAULTS as error:
-        from ddp_utils import hub  # it is not needed for folders
+        from ddp_utils import data_sets  # it is not needed for folders
 
-        of_hub = hub.explain(place.rpartition(" ")[2], error)
+        of_hub = data_sets.explain(place.rpartition(" ")[2], error)
         message = of_hub or f"{problem}: {first_line(error)}"
         if "custom code" in message:
             message = "it needs its own code, which is not run; use a model type of transformers"

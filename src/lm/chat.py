@@ -1,0 +1,126 @@
+"""Chat with a trained model; an empty line starts a new conversation, Ctrl-D ends.
+
+python -m lm.chat results/dpo
+python -m lm.chat results/dpo --before   # the model before training
+echo "Where is the cat?" | python -m lm.chat results/dpo --temperature 0
+"""
+
+from ddp_utils import cli
+from lm import settings as commands
+
+if __name__ == "__main__":
+    cli.check_flags(commands.read_chat)  # --help and mistakes end here, before torch is imported
+
+import sys
+import time
+from typing import Any
+
+import torch
+from transformers import TextStreamer
+
+from ddp_utils import SettingError, checkpoints, data, distributed
+from ddp_utils.policy import dtype_to_compute
+from lm import lora, models, sampling
+from lm.chat_template import Encoder
+from lm.logps import Pair, Scorer
+
+# temperature 0.7 as for example replies; the reason is in docs/dpo.md
+DEFAULTS: dict[str, Any] = {"temperature": 0.7, "top_p": 1.0, "max_new_tokens": 256}
+
+
+class Streamer(TextStreamer):
+    """Prints each word as soon as it is complete, and measures when tokens come."""
+
+    def __init__(self, tokenizer: Any):
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.times: list[float] = []
+
+    def put(self, value: Any) -> None:
+        self.times.append(time.perf_counter())  # of the prompt, then of each token
+        super().put(value)
+
+    def stats(self, start: float) -> str:
+        """Return the time from `start` to the first token, and the speed after it."""
+        first, last = self.times[1], self.times[-1]
+        tokens = len(self.times) - 1
+        speed = f", then {(tokens - 1) / (last - first):.1f} tokens/s" if tokens > 1 else ""
+        self.times.clear()
+        return f"[first token after {first - start:.2f} s{speed}, {tokens} tokens]"
+
+
+def load(
+    folder: str, before: bool, device: torch.device, dtype: str = "auto"
+) -> tuple[Any, Encoder, dict[str, Any]]:
+    """Return the model of a run, or of a model folder, its encoder, and the run's settings.
+
+    dtype: see policy.dtype_to_compute().
+    """
+    name = result = str(checkpoints.model_folder("folder", folder))
+    config = data.resolve(folder) / "config.json"
+    run = data.read_json(config) if config.is_file() else {}
+    if "model_name" not in run:  # config.json is that of a model
+        run = {}
+    adapter: Any = ""
+    if before:
+        if not run:
+            problem = f"{folder} is not a run of a language model; leave it out"
+            raise SettingError("before", problem)
+        name = run["model_name"]
+        adapter = run.get("init_adapter") or run.get("resume_from") or ""
+    with cli.located({"model_name": "folder", "init_adapter": "folder"}):
+        if not adapter and models.is_adapter(name):
+            name, adapter = lora.base_of(name), name
+        model: Any = models.load(name, dtype_to_compute(dtype, device), device)
+        if adapter:  # not merged, which would round a bf16 model
+            model = lora.with_adapter(model, adapter)
+        tokenizer = models.load_tokenizer(result)  # its chat template is that of the training
+    template = "none" if run.get("chat_template") == "none" else "auto"
+    return model, Encoder(tokenizer, template, kwargs=run.get("chat_template_kwargs", "")), run
+
+
+def prompt_of(messages: list[dict[str, str]], encoder: Encoder) -> list[int]:
+    """Return the token ids of a conversation; without a chat template, of its texts."""
+    if encoder.templated:
+        return encoder.ids(encoder.text(messages))[0]
+    return encoder.ids("\n".join(message["content"] for message in messages))[0]
+
+
+def main(argv: list[str] | None = None) -> int:
+    settings = commands.read_chat(argv)
+    world = distributed.choose_device(distributed.World(), "auto")
+    model, encoder, run = load(settings.folder, settings.before, world.device, settings.dtype)
+    values = DEFAULTS | {name: run[name] for name in DEFAULTS if name in run}
+    values |= {name: vars(settings)[name] for name in DEFAULTS if vars(settings)[name] is not None}
+    spec = sampling.SampleSpec(**values, batch_size=1, seed=settings.seed)
+    scorer = Scorer(model)
+    ends = sampling.ends_of(scorer, encoder)
+    streamer = Streamer(encoder.tokenizer)
+    first = [{"role": "system", "content": settings.system}] if settings.system else []
+    messages = [*first]
+    longest = [0] * spec.max_new_tokens
+    hello = prompt_of([*first, {"role": "user", "content": "Hello"}], encoder)
+    sampling.choose_way(scorer, [hello], spec.max_new_tokens, world)  # before someone waits
+    print("> ", end="", flush=True)
+    for number, line in enumerate(sys.stdin):
+        messages.append({"role": "user", "content": line.strip()})
+        if line.strip():
+            prompt = prompt_of(messages, encoder)
+            fix = "an empty line to start a new one, or a smaller --max_new_tokens"
+            models.check_fit(model, [Pair(prompt, longest, longest, "the conversation", "")], fix)
+            start = time.perf_counter()
+            [reply] = sampling.generate(
+                scorer, [prompt], ends, world, spec, first=number, streamer=streamer
+            )
+            if settings.stats:
+                print(streamer.stats(start))
+            text = encoder.tokenizer.decode(reply, skip_special_tokens=True)
+            messages.append({"role": "assistant", "content": text.strip()})
+        else:  # a small model may be trained on single questions only
+            messages = [*first]
+        print("> ", end="", flush=True)
+    print()
+    return 0
+
+
+if __name__ == "__main__":
+    distributed.run(main)

@@ -1,1 +1,0 @@
-"""Supervised fine-tuning data: what train.py alone uses."""
