@@ -4,7 +4,7 @@
     python check_gpu.py --json     # the same as one JSON object
     python check_gpu.py --bench    # also measure the first device: compute and copies
     torchrun --standalone --nproc_per_node=8 check_gpu.py --bench   # all devices, and all-reduce
-    python check_gpu.py --plan config.yaml --gpus 8 --gpu_memory 80   # does src/train.py fit?
+    python check_gpu.py --plan config.yaml --gpus 8 --gpu_memory 80   # does this run fit?
     $(python check_gpu.py | tail -n 1)                 # start training with that command
     CUDA_VISIBLE_DEVICES=0,1 python check_gpu.py       # only these two GPUs
 
@@ -34,7 +34,7 @@ from torch.utils.benchmark import Timer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "src"))  # may not be installed
 
-from ddp_utils import distributed, policy  # noqa: E402
+from ddp_utils import UserError, distributed, policy  # noqa: E402
 
 GIB = 2**30
 DRIVER, PCI = "/proc/driver/nvidia", "/sys/bus/pci/devices"  # where Linux lists NVIDIA GPUs
@@ -177,6 +177,44 @@ def device_rates(device: torch.device) -> list[float]:
     return [*rates, block.nbytes / seconds_of(partial(copy.copy_, block)) / 1e9]
 
 
+# --- memory of a run ------------------------------------------------------------------------------
+
+
+def plan_of(path: str, world: distributed.World) -> Any:
+    """Return the memory_plan.Plan of a YAML file: of train.py if it has its sections, else of DPO.
+
+    Raises UserError for mistakes in the file, and for 4-bit weights.
+    """
+    import config as dpo_settings
+    import main_distributed as dpo
+    import train as sft
+    import train_config as sft_settings
+    from ddp_utils import yaml_config
+    from lm import memory_plan
+
+    is_sft = yaml_config.load(path).keys() <= sft_settings.SECTIONS.keys()
+    script: Any = sft if is_sft else dpo
+    config: Any = (sft_settings if is_sft else dpo_settings).read(["--config", path])
+    if "qlora" in vars(config).values() or "4bit" in vars(config).values():
+        raise UserError(f"{path}: 4-bit weights cannot be planned; plan a LoRA on bf16 weights")
+    rows = script.read_data(config, script.encoder_of(config), world)[0]["train"]
+    if is_sft:
+        return memory_plan.Plan(
+            config,
+            sft.precision_of(config, memory_plan.GPU),
+            rows,
+            config.micro_batch_size,
+            lambda scorer, batch, _reference, pairs: sft.loss_of(scorer, batch),
+        )
+    return memory_plan.Plan(
+        config,
+        dpo.precision_of(config, memory_plan.GPU),
+        rows,
+        dpo.micro_batch_size(config, world),
+        partial(dpo.loss_of, config=config),
+    )
+
+
 # --- main ----------------------------------------------------------------------------------------
 
 
@@ -184,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--bench", action="store_true", help="measure compute, copy, all-reduce")
-    parser.add_argument("--plan", metavar="config.yaml", help="does a run of src/train.py fit?")
+    parser.add_argument("--plan", metavar="config.yaml", help="does a run with this file fit?")
     parser.add_argument("--gpus", type=int, help="--plan: number of GPUs")
     parser.add_argument("--gpu_memory", type=float, help="--plan: memory of a GPU in GiB")
     args = parser.parse_args(argv)
@@ -201,11 +239,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if args.plan:
         os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads it when imported: no downloads
-        import train
         from lm import memory_plan
 
         machine = memory_plan.machine(facts, args.gpus, args.gpu_memory)
-        print(*memory_plan.lines(train, args.plan, *machine), sep="\n")
+        plan = plan_of(args.plan, distributed.World(world_size=machine[0], local_size=machine[0]))
+        print(*memory_plan.lines(plan, args.plan, *machine), sep="\n")
         return 0
     facts |= advise(facts)
     print(json.dumps(facts, indent=2) if args.json else show(facts))

@@ -25,7 +25,7 @@ from typing import Literal
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))  # of this clone
 
 import train_config
-from ddp_utils import UserError, cli, data, distributed, yaml_config
+from ddp_utils import UserError, cli, data, distributed
 
 HEADER = b"# Written by scripts/distributed_setup.py"  # other scripts are not overwritten
 # What a directive may contain: sbatch and qsub split it at blanks and line breaks, even in quotes.
@@ -246,7 +246,7 @@ def command_of(options: Run) -> str:
     if options.script == "src/train.py":
         flags = [f"--config={options.config}"]
         if options.use_deepspeed:
-            in_file, _ = yaml_config.read(train_config.SECTIONS, options.config)
+            in_file, _ = cli.read_file(train_config.SECTIONS, options.config)
             named = in_file.get("deepspeed_config") or "config/ds_config.json"
             flags.append(f"--deepspeed={named}")
         train_config.read(flags)

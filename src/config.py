@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from importlib.util import find_spec
+from typing import Any, Literal, cast
 
 from ddp_utils import SettingError, cli, data
 
@@ -76,11 +77,13 @@ class Config:
 
     # precision and hardware
     use_mixed_precision: bool = True  # bf16 if the GPU supports it, else fp16; fp32 on a CPU
-    base_dtype: Literal["auto", "fp32", "bf16"] = "auto"  # precision of frozen weights under a LoRA
+    base_dtype: Literal["auto", "fp32", "bf16", "4bit"] = "auto"  # frozen weights; 4bit: QLoRA
     layout: Literal["auto", "shared", "separate"] = "auto"  # compute a pair's prompt once, or twice
     lean: bool = True  # store fewer activations for LoRA; results are unchanged
     use_gradient_checkpointing: bool = False  # recompute activations to save memory; slower
-    strategy: Literal["ddp", "fsdp"] = "ddp"  # replicate the model on each GPU, or shard it
+    strategy: Literal["ddp", "fsdp", "deepspeed"] = "ddp"  # replicate the model, or shard it
+    sharding_config: str = ""  # file of FSDP or DeepSpeed; see scripts/distributed_setup.py
+    grad_reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"  # DDP, FSDP: gradients in transfer
     backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"  # auto: by device
     timeout_minutes: float = 30.0  # time limit of a collective operation
 
@@ -95,14 +98,30 @@ class Config:
     report_to: Literal["tensorboard", "wandb", "none"] = "tensorboard"  # logger besides the files
     seed: int = 0  # random seed of data order, data split and LoRA initialization
     deterministic: bool = False  # use deterministic kernels; slower
+    config: str = ""  # YAML file of settings, `name: value` lines; flags override its values
     check: bool = False  # read and check everything, then exit without training
     debug: bool = False  # show a traceback for user errors
 
+    # read() sets these: what sharding_config contains, lines about it, and the precision, which
+    # that file can set, too
+    sharding = cast(Any, None)
+    notes = cast(list[str], [])
+    mixed_precision = cast(str, "auto")
+
+    @property
+    def gradient_checkpointing(self) -> bool:
+        return self.use_gradient_checkpointing
+
 
 def read(argv: Sequence[str] | None = None) -> Config:
-    """Return the defaults, changed by flags; raise UserError for values that cannot be used."""
-    config = cli.parse(Config, argv)
-    check(config)
+    """Return the settings: flags over the YAML file over the defaults, and the sharding_config.
+
+    Raises UserError for values that cannot be used.
+    """
+    config, places = cli.parse_with_file(Config, argv)
+    with cli.located(places):
+        read_sharding(config, places)
+        check(config)
     is_demo = data.is_same_file(config.train_data, DEMO_TRAIN)
     if is_demo and not (config.val_data or config.test_data):
         config.val_data = "data/demo/preferences_val.jsonl"
@@ -115,13 +134,38 @@ def read(argv: Sequence[str] | None = None) -> Config:
     return config
 
 
+def read_sharding(config: Config, places: cli.Places) -> None:
+    """Read sharding_config; it sets what neither flags nor YAML set."""
+    config.mixed_precision = "auto" if config.use_mixed_precision else "no"
+    if not config.use_mixed_precision:
+        places["mixed_precision"] = places.get("use_mixed_precision", "use_mixed_precision")
+    if config.strategy == "ddp":
+        if config.sharding_config:
+            raise SettingError("sharding_config", "it needs --strategy fsdp or deepspeed")
+        return
+    if config.strategy == "deepspeed" and not config.sharding_config:
+        raise SettingError("strategy", "deepspeed needs a file, too; set --sharding_config")
+    from lm.sharding import settings
+
+    config.notes = settings.read(config, config.strategy, config.sharding_config, places)
+    if config.strategy == "fsdp":
+        config.use_gradient_checkpointing |= config.sharding.fsdp_activation_checkpointing
+
+
 def check(config: Config) -> None:
     """Raise UserError for a value out of its range, or for values that exclude each other."""
     at_least_8 = (">= 8", lambda x: x >= 8)
     cli.check_ranges(config, result_dir=cli.FOLDER, sft_weight=cli.FROM_0, max_length=at_least_8)
     cli.loss_options(config)
-    if config.fine_tuning == "full" and config.base_dtype == "bf16":
+    if config.fine_tuning == "full" and config.base_dtype in ("bf16", "4bit"):
         raise SettingError("base_dtype", "full fine-tuning trains fp32 weights; use auto or fp32")
+    if config.base_dtype == "4bit":
+        if config.strategy != "ddp":
+            raise SettingError("base_dtype", f"{config.strategy} cannot shard 4-bit weights")
+        if not find_spec("bitsandbytes"):
+            raise SettingError("base_dtype", "4bit needs bitsandbytes; install it, or use auto")
+    if config.strategy == "deepspeed" and config.grad_reduce_dtype != "fp32":
+        raise SettingError("grad_reduce_dtype", "use communication_data_type in DeepSpeed's JSON")
     for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_targets"):
         if config.fine_tuning == "full" and getattr(config, name) != getattr(Config, name):
             raise SettingError(name, "there is no LoRA; use --fine_tuning lora, or leave it out")

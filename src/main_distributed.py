@@ -25,10 +25,17 @@ import torch
 from torch import Tensor
 
 from ddp_utils import distributed, losses, sampler
-from ddp_utils.data import ROOT, DataFile
+from ddp_utils.data import ROOT, DataFile, digest_of_files
 from ddp_utils.distributed import World, to_device
 from ddp_utils.metrics import Averages, interval
-from ddp_utils.policy import Policy, Precision, default_rate, learning_rate, make_optimizer
+from ddp_utils.policy import (
+    Policy,
+    Precision,
+    Strategy,
+    default_rate,
+    learning_rate,
+    make_optimizer,
+)
 from ddp_utils.run import Run, RunSpec, check
 from lm import logps, models, parallel, sampling
 from lm import preference_data as preferences
@@ -54,6 +61,14 @@ def read_settings(argv: Sequence[str] | None) -> settings.Config:
     if config.learning_rate is None:
         config.learning_rate = default_rate(config.model_name, "dpo", config.fine_tuning)
     return config
+
+
+def encoder_of(config: settings.Config) -> Encoder:
+    """Return what turns texts into token ids."""
+    names = config.model_name, config.init_adapter, config.chat_template
+    tokenizer = models.load_tokenizer(*names)
+    shape = config.max_length, config.truncation, config.chat_template_kwargs, config.keep_thoughts
+    return Encoder(tokenizer, config.chat_template, *shape)
 
 
 def read_data(config: settings.Config, encoder: Encoder, world: World) -> tuple[dict, dict]:
@@ -86,6 +101,21 @@ def micro_batch_size(config: settings.Config, world: World) -> int:
     return math.ceil(config.batch_size / world.world_size)
 
 
+def loss_of(
+    scorer: Any, batch: logps.Batch, ref_logps: Tensor, pairs: Sequence[logps.Pair], config: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of each pair [B] and its metrics, name -> [B].
+
+    This is the only place where a loss is computed, in training, in validation and in the check
+    before the first step. scorer(batch) returns the summed log-probs of the chosen and the rejected
+    responses, [B] each; ref_logps: those of the reference, [B, 2]; pairs: the rows of the batch.
+
+    By default it is DPO (Rafailov et al. 2023), -log sigmoid(beta (log-ratio of chosen - log-ratio
+    of rejected)), where a log-ratio is log pi(y|x) - log pi_ref(y|x).
+    """
+    return losses.pair_losses(scorer, batch, ref_logps, losses.LossSpec.of(config))
+
+
 def train_step(
     policy: Policy, step: int, rows: list, data: dict, ref_logps: Tables, config: Any, run: Run
 ) -> dict[str, float]:
@@ -101,9 +131,10 @@ def train_step(
     for micro_step, micro_batch in enumerate(micro_batches):
         torch.manual_seed(sampler.seed_of(config.seed, step, micro_step, world.rank))  # for dropout
         policy.sync_gradients(micro_batch is micro_batches[-1])
-        batch = policy.scorer.collate([pairs[i] for i in micro_batch.index], world.device)
+        examples = [pairs[row] for row in micro_batch.index]
+        batch = policy.scorer.collate(examples, world.device)
         known = ref_logps["train"][to_device(micro_batch.index, world.device)]  # [B, 2]
-        per_pair, metrics = losses.pair_losses(policy, batch, known, losses.LossSpec.of(config))
+        per_pair, metrics = loss_of(policy, batch, known, examples, config)
         weight = to_device(micro_batch.weight, world.device)  # [B]; 0 for padding pairs
         # DDP averages over ranks: times world_size / global count is the mean of the global batch
         loss = (per_pair * weight).sum() * (world.world_size / len(rows))
@@ -135,10 +166,11 @@ def evaluate(
     with logps.dropout_off(scorer):
         micro_batches = scorer.micro_batches(range(len(pairs)), pairs, world, size)
         for micro_batch in run.phase(f"evaluating {split}").each(micro_batches):
-            batch = scorer.collate([pairs[i] for i in micro_batch.index], world.device)
+            examples = [pairs[row] for row in micro_batch.index]
+            batch = scorer.collate(examples, world.device)
             known = ref_logps[split][to_device(micro_batch.index, world.device)]  # [B, 2]
             source = losses.Known(known, scorer.precision) if is_reference else scorer
-            _, metrics = losses.pair_losses(source, batch, known, losses.LossSpec.of(config))
+            _, metrics = loss_of(source, batch, known, examples, config)
             metrics["squares"] = metrics["rewards/margins"].double() ** 2
             averages.add(metrics, to_device(micro_batch.weight, world.device))
     means = averages.reduce()
@@ -186,15 +218,20 @@ def load_judge(config: settings.Config, data: dict) -> "Judge":
 
 def precision_of(config: settings.Config, device: torch.device) -> Precision:
     """Return the dtypes of weights and computation."""
-    mixed = "auto" if config.use_mixed_precision else "no"
-    return Precision.choose(device, config.fine_tuning, config.base_dtype, mixed)
+    kinds = config.fine_tuning, config.base_dtype, config.mixed_precision
+    return Precision.choose(device, *kinds)
+
+
+def strategy_of(config: settings.Config) -> Strategy:
+    """Return how the ranks split the work; a strategy that shards nothing is DDP."""
+    return parallel.choose(config.strategy, config.sharding, config.grad_reduce_dtype)
 
 
 def prepare(model: Any, config: Any, data: dict, run: Run, trained: bool = True) -> Policy:
     """Distribute a model over the ranks."""
-    strategy, pairs = parallel.choose(config.strategy), data["train"].extremes()
+    pairs = data["train"].extremes()
     scorer = logps.Scorer(model, precision_of(config, run.world.device).autocast)
-    return parallel.prepare(scorer, strategy, pairs, config.layout, run, trained)
+    return parallel.prepare(scorer, strategy_of(config), pairs, config.layout, run, trained)
 
 
 def load_policy(config: settings.Config, data: dict, run: Run) -> Policy:
@@ -206,6 +243,7 @@ def load_policy(config: settings.Config, data: dict, run: Run) -> Policy:
         precision_of(config, run.world.device),
         run.world.device,
         sharded=config.strategy != "ddp",
+        in_4_bits=config.base_dtype == "4bit",
         gradient_checkpointing=config.use_gradient_checkpointing,
         memory_efficient=config.lean,
     )
@@ -215,7 +253,7 @@ def load_policy(config: settings.Config, data: dict, run: Run) -> Policy:
 def load_reference(config: settings.Config, data: dict, run: Run) -> Policy:
     """Load another reference model, on all ranks."""
     device = run.world.device
-    host = torch.device("cpu") if config.strategy == "fsdp" else device
+    host = device if config.strategy == "ddp" else torch.device("cpu")
     model = models.load(config.reference_model, precision_of(config, device).weights, host)
     return prepare(model, config, data, run, trained=False)
 
@@ -258,17 +296,20 @@ def describe_run(
     inputs = models.input_digests(data, folders, meta_model.config)
     if judge:
         inputs["content of judge"] = judge.digest
-    strategy = parallel.choose(config.strategy)
-    parallel.check(strategy, meta_model)
+    if config.sharding_config:  # as in the file, before its "auto" is replaced
+        inputs[f"content of {config.strategy}_config"] = digest_of_files([], config.sharding)
+    parallel.check(strategy_of(config), meta_model)
+    size, precision = micro_batch_size(config, world), precision_of(config, world.device)
+    parallel.complete(config, size, precision, meta_model, world)
     spec = RunSpec(
         folder=Path(config.result_dir),
         steps=plan.steps,
         inputs=inputs,
         report=report,
-        lines=preferences.describe_all(report, data) + notes,
+        lines=preferences.describe_all(report, data) + config.notes + notes,
         model_folder=Path(config.output_dir) if config.output_dir else None,
         save_best=config.save_best,
-        shard_layout=strategy.shard_layout(config.fine_tuning, world.world_size),
+        shard_layout=strategy_of(config).shard_layout(config.fine_tuning, world.world_size),
     )
     return spec, meta_model
 
@@ -278,13 +319,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     # setup
     world = distributed.whoami()
     config = read_settings(argv)
+    world = distributed.choose_device(world, config.backend)
     if not config.check:
         world = distributed.init_process_group(world, config.backend, config.timeout_minutes)
 
     # data
-    tokenizer = models.load_tokenizer(config.model_name, config.init_adapter, config.chat_template)
-    shape = config.max_length, config.truncation, config.chat_template_kwargs, config.keep_thoughts
-    encoder = Encoder(tokenizer, config.chat_template, *shape)
+    encoder = encoder_of(config)
     data, report = read_data(config, encoder, world)
     judge = load_judge(config, data) if config.judge else None
     plan = sampler.Plan.of(config, len(data["train"]))
@@ -295,10 +335,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     scaling = config.lr_scaling, plan.global_batch / config.base_batch_size, world.world_size
     peak_rate = learning_rate(config.learning_rate or 0.0, *scaling)
     loss = losses.LossSpec.of(config)
+    strategy = strategy_of(config)
+    sharding = "" if strategy.kind == "ddp" else f", {strategy.name}"
 
     with Run(spec, config, world) as run:
         run.describe(
-            model=f"{config.model_name}, {config.fine_tuning}",
+            model=f"{config.model_name}, {config.fine_tuning}{sharding}",
             loss=f"{config.method}, beta {config.beta:g}, sft_weight {loss.sft_weight:g}",
             steps=f"{plan.steps} of {plan.global_batch} pairs, learning rate {peak_rate:.3g}",
             files=" ".join(filter(None, (config.train_data, config.val_data, config.test_data))),

@@ -1,10 +1,11 @@
-"""Fine-tune a language model according to a YAML file: SFT or DPO, on DDP, FSDP or DeepSpeed ZeRO.
+"""Fine-tune a language model on instructions, as a YAML file says: DDP, FSDP or DeepSpeed ZeRO.
 
     python src/train.py --config config.yaml             # one process, no launcher
     torchrun --standalone --nproc_per_node=4 src/train.py --config config.yaml
     deepspeed --num_gpus 4 src/train.py --config config.yaml --deepspeed config/ds_config.json
 
-Each setting of the file is also a flag: --learning_rate 1e-4. Guide: docs/strategies.md.
+Each setting of the file is also a flag: --learning_rate 1e-4. For preference pairs use
+main_distributed.py. Guide: docs/strategies.md.
 """
 
 import train_config
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_utils import UserError, distributed, losses, sampler
+from ddp_utils import UserError, checks, distributed, sampler
 from ddp_utils import policy as policies
 from ddp_utils import run as runs
 from ddp_utils.data import DataFile, digest_of_files
@@ -33,12 +34,9 @@ from ddp_utils.run import Run
 from lm import instruction_data, logps, models, parallel
 from lm import preference_data as preferences
 from lm.chat_template import Encoder
-from lm.checks import check_pairs
 from lm.logps import Pair
 from lm.meter import Meter
 from train_config import Config
-
-Tables = dict[str, Tensor]  # split -> log-probs of chosen and rejected, [pairs, 2]
 
 # --- data ----------------------------------------------------------------------------------------
 
@@ -52,13 +50,12 @@ def encoder_of(config: Config) -> Encoder:
 
 
 def read_data(config: Config, encoder: Encoder, world: World) -> tuple[dict, dict]:
-    """Return {"train": rows, "val": rows}, each a Text or a Pair, and a report on each file."""
+    """Return {"train": rows, "val": rows}, each a Text, and a report on each file."""
     cache = config.cache_dir or Path(config.output_dir).parent / ".tokens"
-    read = preferences.read if config.objective == "dpo" else instruction_data.read
 
     def read_file(path: str, limit: int = -1) -> tuple[Any, dict]:
         file = DataFile(path, cache, limit, config.on_bad_record, config.columns)
-        return read(file, encoder)
+        return instruction_data.read(file, encoder)
 
     train, report = read_file(config.train_data, config.max_rows)
     data = {"train": train, "val": []}
@@ -79,28 +76,22 @@ def read_data(config: Config, encoder: Encoder, world: World) -> tuple[dict, dic
 # --- step ----------------------------------------------------------------------------------------
 
 
-def row_losses(
-    policy: Any, batch: logps.Batch, ref_logps: Tensor, config: Config
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of each row [B] and its metrics, each [B].
+def loss_of(policy: Any, batch: logps.Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the negative log-likelihood of each row [B] and its metrics, each [B].
 
-    ref_logps: log-probs of the reference, [B, 2]. The metric "size" of a row is what the loss is
-    divided by: 1 for a pair, the number of trained tokens for a text.
+    It is summed over the trained tokens of the row, whose number is the metric "size".
     """
-    if config.objective == "sft":
-        (summed,) = policy(batch)  # [B]: log-probs summed over the trained tokens
-        return -summed, {"loss": -summed, "size": batch.tokens[0]}
-    per_row, metrics = losses.pair_losses(policy, batch, ref_logps, losses.LossSpec.of(config))
-    return per_row, {**metrics, "size": torch.ones_like(per_row)}
+    (summed,) = policy(batch)  # [B]
+    return -summed, {"loss": -summed, "size": batch.tokens[0]}
 
 
 def divide_loss(means: dict[str, float]) -> dict[str, float]:
-    """Return the means over rows, with the loss per pair or per trained token."""
+    """Return the means over rows, with the loss per trained token."""
     return means | {"loss": means["loss"] / means.pop("size")}
 
 
 def train_step(
-    policy: Policy, step: int, rows: list, data: dict, ref_logps: Tables, config: Config, run: Run
+    policy: Policy, step: int, rows: list, data: dict, config: Config, run: Run
 ) -> dict[str, float]:
     """Compute the gradient of one global batch, clipped, and return the exact means of its rows.
 
@@ -110,19 +101,16 @@ def train_step(
     train = data["train"]
     averages = Averages(world)
     scorer = policy.scorer
-    count = len(rows)  # what the loss is divided by: pairs, or trained tokens
-    if config.objective == "sft":
-        count = sum(train[row].trained for row in rows)
+    trained = sum(train[row].trained for row in rows)  # tokens of the global batch
     micro_batches = scorer.micro_batches(rows, train, world, config.micro_batch_size)
     for micro_step, micro_batch in enumerate(micro_batches):
         torch.manual_seed(sampler.seed_of(config.seed, step, micro_step, world.rank))  # for dropout
         policy.sync_gradients(micro_batch is micro_batches[-1])
         batch = scorer.collate([train[row] for row in micro_batch.index], world.device)
-        known = ref_logps["train"][to_device(micro_batch.index, world.device)]  # [B, 2]
-        per_row, metrics = row_losses(policy, batch, known, config)
+        per_row, metrics = loss_of(policy, batch)
         weight = to_device(micro_batch.weight, world.device)  # [B]; 0 for padding rows
         # gradients are averaged over ranks: times world_size / global count is the global mean
-        loss = (per_row * weight).sum() * (world.world_size / count)
+        loss = (per_row * weight).sum() * (world.world_size / trained)
         policy.backward(loss)
         averages.add(metrics, weight)
     grad_norm = policy.clip_grad_norm(config.max_grad_norm)
@@ -130,30 +118,19 @@ def train_step(
 
 
 @torch.no_grad()
-def evaluate(
-    policy: Policy, rows: Any, ref_logps: Tensor, config: Config, run: Run
-) -> dict[str, float]:
-    """Return exact means over validation rows: each counts once, on any number of ranks.
-
-    Before the first step, nothing is scored if the log-probs are those of the reference.
-    """
+def evaluate(policy: Policy, rows: Any, config: Config, run: Run) -> dict[str, float]:
+    """Return exact means over validation rows: each counts once, on any number of ranks."""
     world = run.world
     averages = Averages(world)
     scorer = policy.scorer
     size = config.micro_batch_size
-    is_reference = run.step == 0 and config.has_reference
     with logps.dropout_off(scorer):
         micro_batches = scorer.micro_batches(range(len(rows)), rows, world, size)
         for micro_batch in run.phase("evaluating val").each(micro_batches):
             batch = scorer.collate([rows[row] for row in micro_batch.index], world.device)
-            known = ref_logps[to_device(micro_batch.index, world.device)]  # [B, 2]
-            source = losses.Known(known, scorer.precision) if is_reference else scorer
-            _, metrics = row_losses(source, batch, known, config)
+            _, metrics = loss_of(scorer, batch)
             averages.add(metrics, to_device(micro_batch.weight, world.device))
-    means = averages.reduce()
-    if is_reference:
-        del means["rewards/accuracies"]  # all pairs are ties
-    return divide_loss(means)
+    return divide_loss(averages.reduce())
 
 
 # --- models --------------------------------------------------------------------------------------
@@ -174,26 +151,10 @@ def strategy_of(config: Config) -> policies.Strategy:
 def fill_in_settings(config: Config, meta_model: Any, world: World) -> Precision:
     """Set what depends on model and device, also "auto" in DeepSpeed's JSON; return the dtypes."""
     if config.learning_rate is None:
-        kind = config.objective, config.fine_tuning
+        kind = "sft", config.fine_tuning
         config.learning_rate = policies.default_rate(config.model_name, *kind)
     precision = precision_of(config, world.device)
-    if config.mixed_precision == "auto":
-        names: dict[Any, Any] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-        config.mixed_precision = names.get(precision.autocast, "no")
-    if config.mixed_precision == "fp16" and world.device.type == "cpu":
-        raise UserError("--mixed_precision fp16: slow on a CPU; use no")
-    is_cpu_ddp = strategy_of(config).kind == "ddp" and world.device.type == "cpu"
-    if config.grad_reduce_dtype == "bf16" and is_cpu_ddp:
-        raise UserError("--grad_reduce_dtype bf16: DDP supports it on GPUs only; use fp16 or fp32")
-    if config.use_deepspeed:
-        from lm.sharding import deepspeed
-
-        width = meta_model.config.get_text_config().hidden_size
-        config.sharding = deepspeed.filled(config.sharding, config, world, width)
-        if deepspeed.stage(config.sharding):
-            from lm.sharding import deepspeed_engine
-
-            deepspeed_engine.check_values(config.sharding, config.deepspeed_config, world)
+    parallel.complete(config, config.micro_batch_size, precision, meta_model, world)
     return precision
 
 
@@ -210,26 +171,11 @@ def load_policy(config: Config, precision: Precision, data: dict, run: Run) -> P
         gradient_checkpointing=config.gradient_checkpointing,
         memory_efficient=config.lean,
     )
-    pairs = data["train"].extremes()
-    if config.objective == "sft":  # fast scoring is tried on pairs
-        pairs = [Pair(row.prompt, row.reply, row.reply, row.location, row.text) for row in pairs]
+    rows = data["train"].extremes()
+    # fast scoring is tried on pairs
+    pairs = [Pair(row.prompt, row.reply, row.reply, row.location, row.text) for row in rows]
     scorer = logps.Scorer(model, precision.autocast)
     return parallel.prepare(scorer, strategy_of(config), pairs, config.layout, run, True)
-
-
-def score_reference(
-    policy: Policy, plan: sampler.Plan, data: dict, config: Config, run: Run
-) -> Tables:
-    """Return the log-probs of a policy before its first step; NaN for pairs that are not used.
-
-    They are 0 if the loss has no reference.
-    """
-    if not config.has_reference:
-        return losses.no_reference(data, run.world.device)
-    size = config.micro_batch_size
-    score = partial(logps.score, policy.scorer, world=run.world, micro_batch_size=size)
-    numerics = policy.scorer.numerics(run.world.device)
-    return run.reference_logps(numerics, data, {"train": plan.rows_used()}, score)
 
 
 # --- main ----------------------------------------------------------------------------------------
@@ -300,7 +246,7 @@ def fine_tune(config: Config, world: World) -> int:
         accumulation = config.gradient_accumulation_steps
         run.describe(
             model=f"{config.model_name}, {config.fine_tuning}",
-            loss=f"{config.method}, beta {config.beta:g}" if config.objective == "dpo" else "sft",
+            loss=config.objective,
             strategy=f"{strategy_of(config).name}, mixed precision {config.mixed_precision}",
             batch=f"{plan.global_batch} rows = {world.world_size} ranks x {accumulation} "
             f"accumulation x {config.micro_batch_size}",
@@ -309,20 +255,15 @@ def fine_tune(config: Config, world: World) -> int:
 
         # model
         policy = load_policy(config, precision, data, run)
-        ref_logps = score_reference(policy, plan, data, config, run)
-        has_other_dropout = bool(config.lora_dropout and config.init_adapter)
-        has_known_loss = config.has_reference and not has_other_dropout
         optim = (config.lr_scheduler, config.warmup_ratio, config.weight_decay)
         rate = config.learning_rate or 0.0  # it is set
         optimizer, schedule = policies.make_optimizer(policy, rate, plan.steps, *optim)
-        displacement = losses.Displacement(config.method, config.sft_weight)
         meter = Meter(policy.scorer, world)
         done = run.restore(policy, optimizer, schedule)
 
         def validate(step: int) -> None:
             is_due = bool(data["val"]) and plan.due(config.eval_every, step)
-            rows, known = data["val"], ref_logps["val"]
-            run.validate(step, is_due, lambda: evaluate(policy, rows, known, config, run))
+            run.validate(step, is_due, lambda: evaluate(policy, data["val"], config, run))
 
         # loop: one turn is one optimizer step
         validate(done)
@@ -330,19 +271,14 @@ def fine_tune(config: Config, world: World) -> int:
             start = time.perf_counter()
             rows = plan.batch(step)
             examples = [data["train"][row] for row in rows]
-            values = train_step(policy, step, rows, data, ref_logps, config, run)
-            known = ref_logps["train"][rows] if step == 0 and has_known_loss else None
-            size = config.micro_batch_size
-            check_pairs(policy, step, values, examples, known, config, world, size)
+            values = train_step(policy, step, rows, data, config, run)
+            score = partial(logps.score, policy.scorer, examples, world, config.micro_batch_size)
+            checks.check_step(policy, step, values, examples, score, config.fine_tuning)
             values["learning_rate"] = optimizer.param_groups[0]["lr"]
             policy.step(optimizer, schedule, values["grad_norm"])
             values["epoch"] = plan.epoch(step + 1)
             values |= meter.read(examples, time.perf_counter() - start)
             run.log(step + 1, values, echo=(step + 1) % config.log_every == 0)
-            if config.objective == "dpo":
-                warning = displacement.seen(values["rewards/chosen"])
-                if warning:
-                    run.warn(warning)
             validate(step + 1)
             run.save_if_due(plan.due(config.save_every, step + 1))
 

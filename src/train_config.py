@@ -1,11 +1,13 @@
 """Settings of src/train.py: the sections of its YAML file; each setting is also a flag."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Literal, cast
 
-from ddp_utils import SettingError, cli, yaml_config
+import config as dpo
+from ddp_utils import SettingError, UserError, cli
 
 
 @dataclass
@@ -29,11 +31,11 @@ class FineTuning:
 @dataclass
 class Training:
     # section training
-    objective: Literal["sft", "dpo"] = "sft"  # supervised fine-tuning, or preference optimization
+    objective: Literal["sft"] = "sft"  # imitate replies; for DPO use main_distributed.py
     micro_batch_size: int = 4  # rows per forward pass and process
     num_epochs: float = 3.0  # passes over the training data
     max_steps: int = -1  # optimizer steps; -1: from num_epochs; 0: evaluate only
-    learning_rate: float | None = None  # None: by objective and type; see docs/settings.md
+    learning_rate: float | None = None  # None: full 2e-5, LoRA 2e-4; the demo's model 1e-3
     lr_scheduler: Literal["constant", "linear", "cosine"] = "cosine"  # schedule after the warm-up
     warmup_ratio: float = 0.1  # fraction of the steps for the linear warm-up
     weight_decay: float = 0.0  # AdamW weight decay of weight matrices
@@ -45,15 +47,6 @@ class Training:
     seed: int = 0  # random seed of data order, data split and LoRA initialization
     shuffle: bool = True  # shuffle the data in every epoch
     deterministic: bool = False  # use deterministic kernels; slower
-    # section training, objective dpo
-    method: cli.Method = "dpo"  # loss function; see docs/dpo.md
-    beta: float = 0.1  # strength of the KL penalty; higher keeps the policy closer to the reference
-    label_smoothing: float | None = None  # cdpo, robust: fraction of wrong labels (None: 0.1)
-    lambda_dpop: float | None = None  # dpop, dpopshift: weight of the penalty (None: 50)
-    lambda_shift: float | None = None  # dposhift, dpopshift: weight of rejected (None: 0.75)
-    simpo_gamma: float | None = None  # simpo: target reward margin (None: 0.5)
-    sft_weight: float | None = None  # weight of the NLL of chosen per token (None: 0; orpo: 1)
-    length_average: bool = False  # average log-probs over response tokens instead of summing
 
 
 @dataclass
@@ -128,12 +121,12 @@ class Config(Output, Distributed, Dataset, Training, FineTuning, Model):
         return "fsdp" if self.use_fsdp else "ddp"
 
     @property
-    def fine_tuning(self) -> str:
-        return "full" if self.type == "full" else "lora"
+    def sharding_config(self) -> str:
+        return self.deepspeed_config if self.use_deepspeed else self.fsdp_config
 
     @property
-    def has_reference(self) -> bool:
-        return self.objective == "dpo" and self.method not in cli.REFERENCE_FREE
+    def fine_tuning(self) -> str:
+        return "full" if self.type == "full" else "lora"
 
     @property
     def batch_size(self) -> int:
@@ -143,9 +136,18 @@ class Config(Output, Distributed, Dataset, Training, FineTuning, Model):
 def read(argv: Sequence[str] | None = None) -> Config:
     """Return the checked settings: flags over the YAML file over the JSON file.
 
-    Raises UserError for values out of range, without effect, or different in two places.
+    Raises UserError for values out of range, without effect, or different in two places, and for
+    the settings of DPO that this script had.
     """
-    config, places = yaml_config.under_flags(Config, SECTIONS, argv)
+    try:
+        config, places = cli.parse_with_file(Config, argv, SECTIONS)
+    except UserError as error:
+        problem = "is not a setting|'dpo' is not|invalid choice: 'dpo'"
+        of_dpo = re.match(rf"(.*?(\w+)):? ({problem})", str(error))
+        if not of_dpo or not (hasattr(dpo.Config, of_dpo[2]) or "'dpo'" in of_dpo[3]):
+            raise
+        new = "src/main_distributed.py --strategy ddp, fsdp or deepspeed"
+        raise UserError(f"{of_dpo[1]}: DPO is another script; use {new}") from error
     config.places = places
     with cli.located(places):
         read_sharding(config)
@@ -167,23 +169,14 @@ def read_sharding(config: Config) -> None:
             raise SettingError(f"{kind}_config", f"it has no effect without use_{kind}")
     if config.use_fsdp and config.use_deepspeed:
         raise SettingError("use_fsdp", f"{config.places['use_deepspeed']} is set, too; use one")
+    if config.use_deepspeed and not config.deepspeed_config:
+        raise SettingError("use_deepspeed", "set deepspeed_config, too")
+    if config.strategy != "ddp":
+        from lm.sharding import settings
+
+        config.notes = settings.read(config, config.strategy, config.sharding_config, config.places)
     if config.use_fsdp:
-        from lm.sharding import fsdp, json_settings
-
-        config.sharding, config.notes = fsdp.read(config.fsdp_config)
         config.gradient_checkpointing |= config.sharding.fsdp_activation_checkpointing
-        given = {"mixed_precision": ("fsdp_mixed_precision", config.sharding.precision)}
-        path, places = config.fsdp_config, config.places
-        config.notes += json_settings.set_from_json(config, given, path, places)
-    if config.use_deepspeed:
-        from lm.sharding import deepspeed, json_settings
-
-        if not config.deepspeed_config:
-            raise SettingError("use_deepspeed", "set deepspeed_config, too")
-        config.sharding, config.notes = deepspeed.read(config.deepspeed_config)
-        given = deepspeed.given(config.sharding)
-        path, places = config.deepspeed_config, config.places
-        config.notes += json_settings.set_from_json(config, given, path, places)
 
 
 def check(config: Config) -> None:
@@ -194,10 +187,8 @@ def check(config: Config) -> None:
         bucket_mb=cli.ABOVE_0,
         max_length=(">= 8", lambda x: x >= 8),
         val_share=(">= 0 and <= 0.5", lambda x: 0 <= x <= 0.5),
-        sft_weight=cli.FROM_0,
         output_dir=cli.FOLDER,
     )
-    cli.loss_options(config)
     if config.type == "full" and config.base_dtype == "bf16":
         raise SettingError("base_dtype", "full fine-tuning trains fp32 weights; use auto or fp32")
     if config.type == "qlora":
@@ -207,6 +198,3 @@ def check(config: Config) -> None:
             raise SettingError("type", "qlora needs bitsandbytes; install it, or use lora")
     if config.strategy == "deepspeed" and config.grad_reduce_dtype != "fp32":
         raise SettingError("grad_reduce_dtype", "use communication_data_type in DeepSpeed's JSON")
-    for name in ("method", "sft_weight", "length_average"):
-        if config.objective == "sft" and getattr(config, name) != getattr(Config, name):
-            raise SettingError(name, "it needs objective dpo; leave it out")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ad import environments
-from ddp_utils import UserError, cli, yaml_config
+from ddp_utils import UserError, cli
 
 Source = Literal["posterior", "q_learning", "imported"]
 
@@ -179,7 +179,7 @@ def read(argv: Sequence[str] | None = None) -> Config:
     for an unknown setting or a wrong value, and for features of accelerate that are not supported.
     """
     words = [flag_of(word) for word in (sys.argv[1:] if argv is None else argv)]
-    config, places = yaml_config.under_flags(Config, Config.__annotations__, words)
+    config, places = cli.parse_with_file(Config, words)
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision != "no":  # "no" is also the value without --mixed_precision
         config.mixed_precision = precision

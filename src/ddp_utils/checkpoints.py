@@ -31,7 +31,7 @@ output_dir stop_after_minutes timeout_minutes config deepspeed report_to bucket_
 ckpt_interval eval_interval gen_interval summary_interval"""
 # these may differ as well, and a line is printed
 ANNOUNCED = """max_steps num_epochs train_timesteps save_best strategy use_fsdp fsdp_config
-use_deepspeed deepspeed_config"""
+use_deepspeed deepspeed_config sharding_config"""
 # where these count per process, the inputs have their product with the number of processes
 PER_PROCESS = "batch_size micro_batch_size train_batch_size gradient_accumulation_steps"
 # parts of the environment that change numbers only by rounding

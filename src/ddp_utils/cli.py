@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import difflib
 import inspect
+import json
 import os
 import re
 import shlex
@@ -22,6 +23,8 @@ from ddp_utils import SettingError, UserError, check_clone, data, exit_with
 # other spelling -> flag, with or without a value, in programs without a setting of the first name
 ALIASES = {"--validate_only": "--check", "--dry_run": "--check", "--no_cuda": "--backend=gloo"}
 ALIASES |= {"--lr": "--learning_rate", "--r": "--lora_r", "-r": "--lora_r"}
+Places = dict[str, str]  # setting -> `file:line: section.name`, or the flag that set it
+Hints = dict[str, Any]  # setting -> its type, or section -> its dataclass
 
 # --- flags ---------------------------------------------------------------------------------------
 
@@ -65,6 +68,64 @@ def given(config_class: type, argv: Sequence[str] | None = None) -> dict[str, An
     if rest:
         raise UserError(unknown(rest[0].partition("=")[0], [f"--{name}" for name in hints]))
     return {name: tuple(v) if isinstance(v, list) else v for name, v in vars(values).items()}
+
+
+def parse_with_file(
+    config_class: Any, argv: Sequence[str] | None = None, sections: Hints | None = None
+) -> tuple[Any, Places]:
+    """Return the settings of flags over the YAML file that `--config` names, and their places.
+
+    sections: of the file, name -> dataclass; None: it has no sections. Raises UserError as parse()
+    and read_file() do.
+    """
+    flags = given(config_class, argv)
+    path = flags.get("config", config_class.config)
+    values: dict[str, Any] = {}
+    places: Places = {}
+    if path:
+        hints = sections or typing.get_type_hints(config_class)
+        values, places = read_file(hints, path)
+    config = check_types(config_class(**(values | flags | {"config": path})))
+    return config, places | {name: f"--{name}" for name in flags}
+
+
+def read_file(hints: Hints, path: str) -> tuple[dict[str, Any], Places]:
+    """Return the settings in a YAML file and their places.
+
+    Raises UserError with file and line for an unknown or duplicate key, a wrong type, an alias or
+    a tag.
+    """
+    from ddp_utils import yaml_config  # a package that takes a while to import
+
+    values: dict[str, Any] = {}
+    places: Places = {}
+    homes: dict[str, str] = {}  # setting -> its section
+    for name, kind in hints.items():
+        if dataclasses.is_dataclass(kind):
+            homes |= dict.fromkeys(typing.get_type_hints(kind), name)
+
+    def add(hints: Hints, content: Any, place: str, prefix: str = "") -> None:
+        if not isinstance(content, dict):
+            raise UserError(f"{place} must contain `name: value` lines")
+        lines: Any = content
+        for key, value in content.items():
+            line = f"{path}:{lines.lc.key(key)[0] + 1}: {prefix}"
+            if key not in hints:
+                if key in homes:
+                    raise UserError(f"{line}{key} belongs to section {homes[key]}; move it there")
+                raise UserError(line + unknown(str(key), list(hints)))
+            if dataclasses.is_dataclass(hints[key]):
+                add(typing.get_type_hints(hints[key]), value, line + key, f"{key}.")
+                continue
+            value = json.loads(json.dumps(value))  # a plain float instead of ruamel's ScalarFloat
+            if key.endswith("_kwargs") and isinstance(value, dict):
+                value = json.dumps(value)  # as it is on a command line
+            check_type(line + key, hints[key], value)
+            values[key], places[key] = value, line + key
+
+    with yaml_config.errors_with_lines(path):
+        add(hints, yaml_config.parse(path), f"{path}:1: the file")
+    return values, places
 
 
 class _Parser(argparse.ArgumentParser):
@@ -167,7 +228,7 @@ def unknown(name: str, known: Sequence[str]) -> str:
 
 
 @contextlib.contextmanager
-def located(places: dict[str, str]) -> Iterator[None]:
+def located(places: Places) -> Iterator[None]:
     """Within it, an error about a setting begins with the file and line, or flag, that set it."""
     try:
         yield

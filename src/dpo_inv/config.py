@@ -97,12 +97,28 @@ class Config(PairSettings):
     log_every: int = 1  # steps between printed lines; metrics.jsonl has every step
     report_to: Literal["tensorboard", "wandb", "none"] = "tensorboard"  # logger besides the files
     deterministic: bool = False  # use deterministic kernels; slower
+    config: str = ""  # YAML file of settings, `name: value` lines; flags override its values
     check: bool = False  # read and check everything, then exit without training
 
 
 def read_settings(argv: list[str]) -> Config:
-    """Return the defaults, changed by flags; raise UserError for values that cannot be used."""
-    config = cli.parse(Config, argv)
+    """Return the settings: flags over the YAML file over the defaults.
+
+    Raises UserError for values that cannot be used.
+    """
+    config, places = cli.parse_with_file(Config, argv)
+    with cli.located(places):
+        check(config)
+    is_demo = data.is_same_file(config.train_data, DEMO_TRAIN)
+    config.val_data = config.val_data or (DEMO_VAL if is_demo else "")
+    config.base_model_name = config.base_model_name or (DEMO_MODEL if is_demo else "v_48_020")
+    config.learning_rate = config.learning_rate or (2e-4 if is_demo else 1e-4)  # never 0
+    config.num_epochs = config.num_epochs or (10.0 if is_demo else 2.0)
+    return config
+
+
+def check(config: Config) -> None:
+    """Raise UserError for a value out of its range, or for values that exclude each other."""
     above_0 = dict.fromkeys(("num_orders", "temperature", "max_length"), cli.ABOVE_0)
     cli.check_ranges(config, output_dir=cli.FOLDER, sft_weight=cli.FROM_0, **above_0)
     cli.loss_options(config)
@@ -111,12 +127,6 @@ def read_settings(argv: list[str]) -> Config:
             raise SettingError("length_average", f"{config.method} needs sums; leave it out")
         if config.beta != Config.beta:
             raise SettingError("beta", f"{config.method} does not use it; leave it out")
-    is_demo = data.is_same_file(config.train_data, DEMO_TRAIN)
-    config.val_data = config.val_data or (DEMO_VAL if is_demo else "")
-    config.base_model_name = config.base_model_name or (DEMO_MODEL if is_demo else "v_48_020")
-    config.learning_rate = config.learning_rate or (2e-4 if is_demo else 1e-4)  # never 0
-    config.num_epochs = config.num_epochs or (10.0 if is_demo else 2.0)
-    return config
 
 
 @dataclass

@@ -203,6 +203,7 @@ class Scorer(ScorerModule):
         self.attention = model.config._attn_implementation  # of padded rows and of generation
         self.gathered = contextlib.nullcontext  # a context in which a sharded layer is complete
         self.chunk: int | None = None  # tokens whose logits exist at a time; None: as in CHUNK
+        self.in_step = False  # weights are sharded: all ranks call the model equally often
         self.way: Any = None  # how the model generates, see sampling.choose_way()
 
     def forward(self, batch: Batch) -> tuple[Tensor, ...]:

@@ -9,8 +9,8 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AutoConfig
 
 from ddp_utils import UserError
-from ddp_utils.distributed import World
 from ddp_utils.policy import Precision
 from lm import logps, model_files, models
 from lm.fast import memory_efficient, self_test
@@ -121,9 +120,7 @@ class Tracker(TorchDispatchMode):
         return result
 
 
-def peaks_of(
-    scorer: logps.Scorer, rows: list, row_losses: Callable, device: str
-) -> dict[str, float]:
+def peaks_of(scorer: logps.Scorer, rows: list, loss_of: Callable, device: str) -> dict[str, float]:
     """Return the peak bytes of a step on top of weights, gradients and moments."""
     tracker = Tracker()
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -143,7 +140,7 @@ def peaks_of(
         tracker.peak = held
         with tracker:
             batch = scorer.collate(rows, CPU)
-            row_losses(scorer, batch, torch.zeros(len(rows), 2))[0].sum().backward()
+            loss_of(scorer, batch, torch.zeros(len(rows), 2))[0].sum().backward()
         return {"backward": tracker.peak - held, "step": step}
 
 
@@ -178,12 +175,12 @@ def need(
     precision: Precision,
     model_config: Any,
     rows: list,
-    row_losses: Callable,
+    loss_of: Callable,
     device: str = "cpu",
 ) -> types.SimpleNamespace:
     """Return the sizes and the peaks of a step on a micro-batch of these rows.
 
-    row_losses(scorer, batch, reference [B, 2]) -> losses [B], ...
+    loss_of(scorer, batch, reference [B, 2]) -> losses [B], ...
     Raises UserError for a model that cannot compute a step on fake tensors.
     """
     scorer = build(config, precision, model_config)
@@ -195,7 +192,7 @@ def need(
         scorer.unwrap().set_attn_implementation("attend_on_gpu")
     scorer.chunk = None if device == "cpu" else logps.WIDE_CHUNK
     try:
-        return types.SimpleNamespace(**sizes, **peaks_of(scorer, rows, row_losses, device))
+        return types.SimpleNamespace(**sizes, **peaks_of(scorer, rows, loss_of, device))
     except self_test.UNSUPPORTED as error:
         reason = f"{models.first_line(error)}; layout: separate may help"
         raise UserError(f"{config.model_name}: no step without contents: {reason}") from error
@@ -232,22 +229,25 @@ def share(n: Any, strategy: str, ranks: int) -> tuple[float, float, float, float
 # --- what is printed -----------------------------------------------------------------------------
 
 
-def lines(script: Any, path: str, ranks: int, device: str, memory: float) -> Iterator[str]:
+class Plan(NamedTuple):
+    """What a script would do."""
+
+    config: Any  # its settings
+    precision: Precision
+    rows: Sequence[Any]  # training data
+    micro_batch_size: int  # rows of one forward pass of a rank
+    loss_of: Callable  # (scorer, batch, reference [B, 2], rows) -> losses [B], ...
+
+
+def lines(plan: Plan, path: str, ranks: int, device: str, memory: float) -> Iterator[str]:
     """Yield the lines that check_gpu.py prints: what fits into the memory.
 
-    script: the module train; path: its YAML file; the other arguments: what machine() returns.
+    path: of the plan's YAML file; the other arguments: what machine() returns.
     """
-    config = script.train_config.read(["--config", path])
-    if config.type == "qlora":
-        raise UserError(f"{path}: fine_tuning.type: 4-bit weights cannot be planned; plan lora")
-    world = World(world_size=ranks, local_size=ranks)
-    rows = script.read_data(config, script.encoder_of(config), world)[0]["train"]
+    config, precision, rows, micro = plan[:4]
     longest = sorted(rows, key=lambda row: -row.num_forward_tokens(shared=True))
     folder = model_files.model_path(config.model_name)
     model_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    row_losses = functools.partial(script.row_losses, config=config)
-    precision = script.precision_of(config, GPU)
-    micro = config.micro_batch_size
     sizes = sorted({micro, *SIZES})
 
     @functools.cache
@@ -255,7 +255,8 @@ def lines(script: Any, path: str, ranks: int, device: str, memory: float) -> Ite
         if sys.stderr.isatty():
             print(f"computing one step of {size} rows", end="\r", file=sys.stderr, flush=True)
         micro_batch = (longest * size)[:size]
-        return need(config, precision, model_config, micro_batch, row_losses, device)
+        loss_of = functools.partial(plan.loss_of, pairs=micro_batch)
+        return need(config, precision, model_config, micro_batch, loss_of, device)
 
     def need_of(size: int) -> Any:
         """Return need() of this many rows; between two computed sizes, the line through them.

@@ -2,8 +2,11 @@
 
 from typing import Any
 
+import torch
+
+from ddp_utils import UserError
 from ddp_utils.distributed import World
-from ddp_utils.policy import DDP, Policy, ScorerModule, Strategy
+from ddp_utils.policy import DDP, Policy, Precision, ScorerModule, Strategy
 from ddp_utils.run import Run
 from lm.fast.self_test import choose_head_and_layout
 from lm.logps import Pair, Scorer
@@ -41,6 +44,37 @@ def check(strategy: Strategy, model: Any) -> None:
         fsdp.layers_of(model, strategy.options)
 
 
+def complete(
+    config: Any, micro_batch_size: int, precision: Precision, model: Any, world: World
+) -> None:
+    """Replace "auto" in config.mixed_precision and in DeepSpeed's config.sharding.
+
+    micro_batch_size: rows of one forward pass of a rank; model: on the meta device. Raises
+    UserError for a precision that this device does not support, for settings that differ from those
+    in DeepSpeed's file, and for values that DeepSpeed does not accept.
+    """
+    if config.mixed_precision == "auto":
+        names: dict[Any, str] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+        config.mixed_precision = names.get(precision.autocast, "no")
+    if config.mixed_precision == "fp16" and world.device.type == "cpu":
+        raise UserError("--mixed_precision fp16: slow on a CPU; use no")
+    is_ddp = choose(config.strategy, config.sharding).kind == "ddp"
+    if config.grad_reduce_dtype == "bf16" and is_ddp and world.device.type == "cpu":
+        raise UserError("--grad_reduce_dtype bf16: DDP supports it on GPUs only; use fp16 or fp32")
+    if config.strategy == "deepspeed":
+        from lm.sharding import deepspeed
+
+        names_of_both = ("gradient_accumulation_steps", "max_grad_norm", "mixed_precision")
+        values = {name: getattr(config, name) for name in names_of_both}
+        values["micro_batch_size"] = micro_batch_size
+        path, width = config.sharding_config, model.config.get_text_config().hidden_size
+        config.sharding = deepspeed.filled(config.sharding, path, values, world, width)
+        if deepspeed.stage(config.sharding):
+            from lm.sharding import deepspeed_engine
+
+            deepspeed_engine.check_values(config.sharding, path, world)
+
+
 def prepare(
     scorer: Scorer, strategy: Strategy, pairs: list[Pair], layout: str, run: Run, trained: bool
 ) -> Policy:
@@ -65,7 +99,8 @@ def wrap(
     if strategy.kind == "deepspeed":
         from lm.sharding.deepspeed_engine import ZeroPolicy
 
-        return ZeroPolicy(scorer, world, strategy, trained)
+        if trained or ZeroPolicy.shards_weights(strategy):
+            return ZeroPolicy(scorer, world, strategy, trained)
     if strategy.kind == "fsdp" and world.world_size > 1:
         from lm.sharding.fsdp import FsdpPolicy
 

@@ -163,7 +163,7 @@ def _sample_batch(
             GenerationConfig(do_sample=False, pad_token_id=0, **options),
             attention_mask=to_device(mask, world.device),
             logits_processor=[only_sampled],
-            synced_gpus=hasattr(scorer, "unshard"),  # FSDP: all ranks call the model equally often
+            synced_gpus=scorer.in_step,
             streamer=streamer,
         )
 

@@ -42,19 +42,24 @@ class Config:
     # run
     stop_after_minutes: float = 0.0  # save and exit with status 85 after this time; 0: no limit
     seed: int = 0  # random seed of replies and data split
+    config: str = ""  # YAML file of settings, `name: value` lines; flags override its values
     check: bool = False  # read and check everything, then exit without sampling
     debug: bool = False  # show a traceback for user errors
 
 
 def read(argv: Sequence[str] | None = None) -> Config:
-    """Return the defaults, changed by flags; raise UserError for a value out of its range."""
-    config = cli.parse(Config, argv)
-    cli.check_ranges(
-        config,
-        num_sequences_per_question=cli.ABOVE_0,
-        max_sequence_length=cli.ABOVE_0,
-        num_questions=("-1 or >= 1", lambda x: x == -1 or x > 0),
-        val_split=("> 0 and < 1", lambda x: 0 < x < 1),
-        retain_share=(">= 0 and < 1", lambda x: 0 <= x < 1),
-    )
+    """Return the settings: flags over the YAML file over the defaults.
+
+    Raises UserError for a value out of its range.
+    """
+    config, places = cli.parse_with_file(Config, argv)
+    with cli.located(places):
+        cli.check_ranges(
+            config,
+            num_sequences_per_question=cli.ABOVE_0,
+            max_sequence_length=cli.ABOVE_0,
+            num_questions=("-1 or >= 1", lambda x: x == -1 or x > 0),
+            val_split=("> 0 and < 1", lambda x: 0 < x < 1),
+            retain_share=(">= 0 and < 1", lambda x: 0 <= x < 1),
+        )
     return config

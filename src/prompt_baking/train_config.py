@@ -72,14 +72,20 @@ class Config:
     report_to: Literal["tensorboard", "wandb", "none"] = "tensorboard"  # logger besides the files
     seed: int = 0  # random seed of data order and LoRA initialization
     deterministic: bool = False  # use deterministic kernels; slower
+    config: str = ""  # YAML file of settings, `name: value` lines; flags override its values
     check: bool = False  # read and check everything, then exit without training
     debug: bool = False  # show a traceback for user errors
 
 
 def read(argv: Sequence[str] | None = None) -> Config:
-    """Return the defaults, changed by flags; raise UserError for values that cannot be used."""
-    config = cli.parse(Config, argv)
-    cli.check_ranges(config, max_traj_len=(">= 8", lambda x: x >= 8))
-    if config.on_policy and config.cache_teacher:
-        raise SettingError("cache_teacher", "on_policy has new replies in each step; leave it out")
+    """Return the settings: flags over the YAML file over the defaults.
+
+    Raises UserError for values that cannot be used.
+    """
+    config, places = cli.parse_with_file(Config, argv)
+    with cli.located(places):
+        cli.check_ranges(config, max_traj_len=(">= 8", lambda x: x >= 8))
+        if config.on_policy and config.cache_teacher:
+            problem = "on_policy has new replies in each step; leave it out"
+            raise SettingError("cache_teacher", problem)
     return config

@@ -204,7 +204,7 @@ def train_ours(spec, rows, record):
         lines = [json.dumps({"prompt": row["prompt"], "completion": row["chosen"]}) for row in rows]
         Path("sft.jsonl").write_text("\n".join(lines))
         Path("none.yaml").write_text("training: {}\n")
-        flags += f"""--config none.yaml --objective sft --type lora --micro_batch_size {pairs}
+        flags += f"""--config none.yaml --type lora --micro_batch_size {pairs}
             --train_data sft.jsonl --val_share 0 --output_dir run"""
     else:
         flags += f"""--fine_tuning lora --beta 0.1 --sft_weight 0 --lr_scaling none

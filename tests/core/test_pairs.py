@@ -153,7 +153,7 @@ def test_splits_share_no_prompt_and_do_not_depend_on_the_order_of_rows(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("script", "flag"), [(main_distributed, "--batch_size=2"), (train, "--objective=dpo")]
+    ("script", "flag"), [(main_distributed, "--batch_size=2"), (train, "--micro_batch_size=2")]
 )
 def test_held_out_prompts_that_are_trained_on_are_counted(script, flag, tmp_path, capsys):
     rows = [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no"} for n in range(6)]

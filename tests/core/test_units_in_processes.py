@@ -27,7 +27,7 @@ def replies(sharded=False, longest=12):
     calls = []
     scorer.model.register_forward_hook(lambda *_: calls.append(1))
     if sharded:  # what FSDP adds to a scorer
-        scorer.unshard = None
+        scorer.in_step = True
     prompts = []
     for question in QUESTIONS:
         turns = [{"role": "user", "content": question}]

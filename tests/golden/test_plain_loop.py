@@ -37,8 +37,7 @@ COMMON = runs.words(
 LORA = runs.words("--lora_r 4 --lora_alpha 12 --lora_targets q_proj,v_proj")
 PREFERENCE = runs.words(f"--beta {BETA} --sft_weight {SFT_WEIGHT}")
 FLAGS = {  # of each script and objective: its own flags, and the name of the rows of one forward
-    "train sft": (["--objective", "sft"], "micro_batch_size"),
-    "train dpo": (["--objective", "dpo", *PREFERENCE], "micro_batch_size"),
+    "train sft": ([], "micro_batch_size"),
     "main_distributed dpo": ([*PREFERENCE, "--lr_scaling=none", "--num_samples=0"], "batch_size"),
     "train_loop kl": (["--num_samples", "0"], "batch_size"),
 }
@@ -195,7 +194,6 @@ def start(case, rows, world_size, folder, flags):
 COMPARED = [
     ("train sft", "full", 2),
     ("train sft", "lora", 1),
-    ("train dpo", "lora", 2),
     ("main_distributed dpo", "full", 1),
     ("main_distributed dpo", "lora", 2),
     ("train_loop kl", "lora", 1),

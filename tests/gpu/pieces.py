@@ -267,15 +267,14 @@ def fp16(folder):
             begin(self, enabled)
             self.scale = 2.0**exponent
 
-        words = f"""--config {ROOT}/config.yaml --objective dpo --type full {size}
-            --train_data {ROOT}/data/demo/preferences_train.jsonl --mixed_precision {name}
+        words = f"""--config {ROOT}/config.yaml --type full {size} --mixed_precision {name}
             --learning_rate 3e-4 --warmup_ratio 0 --report_to none --output_dir {run}"""
         with mock.patch.multiple(LossScale, __init__=start, allows_step=spy):
             curve = [line["loss"] for line in script("train", words, run)]
         exact = exact or curve
         row = {"mixed precision": name, "scale": f"2^{exponent}", "steps skipped": sum(skips)}
         row |= {"last loss": curve[-1], "largest gap": widest(curve, exact)}
-        is_right = any(skips) if exponent == 32 else any(skips) or row["largest gap"] <= 5e-3
+        is_right = any(skips) if exponent == 32 else any(skips) or row["largest gap"] <= 2e-2
         is_lower = curve[-1] < curve[0] or all(skips)  # the last needs a few steps to begin
         yield row | {"ok": is_right and sum(skips) < 30 and is_lower}
 
@@ -315,7 +314,6 @@ def memory(_folder):
     kinds = itertools.product(shapes, ("lora", "full"), (False, True))
     for (name, sizes), kind, checkpoints in [(("warm-up", SMALL), "lora", False), *kinds]:
         config = Config(fine_tuning=kind, use_gradient_checkpointing=checkpoints, sft_weight=0.0)
-        config.gradient_checkpointing = checkpoints  # its name in the settings of train.py
         precision = main_distributed.precision_of(config, DEVICE)
         settings = shape(sizes)
         forget()

@@ -90,6 +90,7 @@ def test_complaint_03_seven_rows_are_seven_rows_on_any_number_of_ranks(world_siz
 
 @pytest.mark.parametrize("script", [main_distributed, train])
 def test_only_the_first_rows_are_evaluated(script, tmp_path):
+    """train.py reads the chosen responses of the pairs; its loss is per token."""
     path = seven_rows(tmp_path)
     data, model = load(path)
     with torch.no_grad():
@@ -97,10 +98,15 @@ def test_only_the_first_rows_are_evaluated(script, tmp_path):
     folder = "--result_dir" if script is main_distributed else "--output_dir"
     flags = ["--model_name", str(model_files.model_path("data/demo/model"))]
     flags += runs.words("--max_steps 1 --max_rows 4 --report_to none")
-    flags += runs.words("--objective dpo") if script is train else ["--num_samples", "0"]
+    flags += [] if script is train else ["--num_samples", "0"]
     paths = ["--train_data", runs.PAIRS, "--val_data", str(path)]
     script.main([*flags, *paths, "--max_eval_rows", "3", folder, str(tmp_path / "run")])
     lines = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
     before = next(line for line in lines if line["split"] == "val" and line["step"] == 0)
     assert before["count"] == 3
-    assert before["logps/chosen"] == pytest.approx(by_row[:3, 0].mean().item(), rel=1e-5)
+    chosen = by_row[:3, 0].sum().item()
+    if script is train:
+        tokens = sum(len(pair.chosen) for pair in data[:3])
+        assert before["loss"] == pytest.approx(-chosen / tokens, rel=1e-5)
+    else:
+        assert before["logps/chosen"] == pytest.approx(chosen / 3, rel=1e-5)

@@ -66,10 +66,8 @@ def accepted(text, *flags, json_file=None, monkeypatch):
 
 
 RATES = {  # measured on SmolLM2-135M-Instruct: docs/recipes.md
-    (train, "--objective sft --type lora"): 2e-4,  # QLoRA's for 7 B and 13 B
-    (train, "--objective sft --type full"): 2e-5,  # Alpaca's
-    (train, "--objective dpo --type lora"): 2e-4,
-    (train, "--objective dpo --type full"): 5e-6,
+    (train, "--type lora"): 2e-4,  # QLoRA's for 7 B and 13 B
+    (train, "--type full"): 2e-5,  # Alpaca's
     (main_distributed, "--fine_tuning lora"): 2e-4,
     (main_distributed, "--fine_tuning full"): 5e-6,
 }
@@ -82,7 +80,7 @@ def test_the_default_learning_rates(tmp_path_factory, monkeypatch):
     for (script, flags), rate in RATES.items():
         check = lambda spec, config, world: seen.append(config.learning_rate) or 0  # noqa: E731
         monkeypatch.setattr(script.runs if script is train else script, "check", check)
-        name = "instructions" if "sft" in flags else "preferences_train"
+        name = "instructions" if script is train else "preferences_train"
         data = ["--train_data", f"data/demo/{name}.jsonl", "--max_rows", "40", "--check"]
         config = ["--config", str(ROOT / "config.yaml")] if script is train else []
         for model, expected in ((copy, rate), ("data/demo/model", 1e-3)):
@@ -101,7 +99,8 @@ MISTAKES = [  # YAML, and the error; mistakes in a flat file: tests/core/corpus/
     ("training:\n  micro_batch_size: '4'", ":2: training.micro_batch_size: '4' is not a valid"),
     ("training:\n  seed: 1\n  micro_batch_size: 0", ":3: training.micro_batch_size: 0 is out"),
     ("output:\n  output_dir: ''", ":2: output.output_dir: '' is out of range (expected a fol"),
-    ("training:\n  method: hinge", ":2: training.method: it needs objective dpo; leave it out"),
+    ("training:\n  method: hinge", ":2: training.method: DPO is another script; use src/main_dis"),
+    ("training:\n  objective: dpo", ":2: training.objective: DPO is another script; use src/main"),
     ("dataset:\n  columns: a", ":2: dataset.columns: 'a' is out of range (expected pairs such"),
     ("model: {base_dtype: bf16}\nfine_tuning: {type: full}", ":1: model.base_dtype: full fi"),
     ("distributed:\n  use_deepspeed: true", ":2: distributed.use_deepspeed: set deepspeed_con"),

@@ -8,7 +8,6 @@ import itertools
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -151,10 +150,9 @@ def test_an_enabled_section_sets_the_precision(bf16, fp16, expected):
 
 
 def settings(mixed_precision="no"):
-    """As the settings of a run: 3 rows x 16."""
-    numbers = {"micro_batch_size": 3, "gradient_accumulation_steps": 16}
-    more = {"max_grad_norm": 0.3, "deepspeed_config": "j.json"}
-    return SimpleNamespace(**numbers, **more, mixed_precision=mixed_precision)
+    """The name of the file, and settings of a run: 3 rows x 16."""
+    numbers = {"micro_batch_size": 3, "gradient_accumulation_steps": 16, "max_grad_norm": 0.3}
+    return "j.json", numbers | {"mixed_precision": mixed_precision}
 
 
 FILLED = {"train_batch_size": 96, "gradient_accumulation_steps": 16, "gradient_clipping": 0.3}
@@ -172,8 +170,8 @@ def test_every_auto_of_a_generated_file_is_filled_in():
         flags += " --offload_optimizer" * optimizer + " --offload_param" * param
         setup.main(flags.split())
         for precision in [half] if half else ["no", "bf16", "fp16"]:
-            words = deepspeed.read("j.json")[0], settings(precision), World(world_size=2), 100
-            ready = deepspeed.filled(*words)
+            content = deepspeed.read("j.json")[0]
+            ready = deepspeed.filled(content, *settings(precision), World(world_size=2), 100)
             assert "auto" not in json.dumps(ready)
             assert ready | FILLED == ready
             enabled = {kind for kind in ("bf16", "fp16") if ready[kind]["enabled"]}
@@ -208,7 +206,7 @@ def test_a_file_that_changes_what_the_flags_left_open_is_one_line(tmp_path, monk
 
 def test_an_auto_bucket_is_what_a_square_matrix_holds():
     content = {"zero_optimization": {"reduce_bucket_size": "auto"}}
-    ready = deepspeed.filled(content, settings(), World(), 100)
+    ready = deepspeed.filled(content, *settings(), World(), 100)
     assert ready["zero_optimization"] == {"reduce_bucket_size": 10_000}
 
 
@@ -223,13 +221,13 @@ def test_an_auto_bucket_is_what_a_square_matrix_holds():
 def test_values_that_contradict_the_settings_are_an_error(content, message):
     ready = read(deepspeed, {"wall_clock_breakdown": False, **content}, indent=1)
     with pytest.raises(UserError, match=f"j.json:{message}"):
-        deepspeed.filled(ready, settings("bf16"), World(world_size=2), 100)
+        deepspeed.filled(ready, *settings("bf16"), World(world_size=2), 100)
 
 
 @pytest.mark.parametrize(("size", "says"), [(3, "zero_hpz_partition_size 3 does not"), (8, "")])
 def test_secondary_shards_of_zero_must_divide_the_ranks(size, says):
     ready = read(deepspeed, {"zero_optimization": {"zero_hpz_partition_size": size}}, indent=1)
-    words = ready, settings(), World(world_size=4), 100
+    words = ready, *settings(), World(world_size=4), 100
     if not says:  # DeepSpeed uses min(size, ranks)
         assert deepspeed.filled(*words)["zero_optimization"] == {"zero_hpz_partition_size": 8}
     else:
@@ -270,8 +268,8 @@ def test_deepspeeds_own_check_is_one_line(zero, place, says):
 def test_without_deepspeed_it_is_one_line(monkeypatch):
     monkeypatch.setattr(deepspeed, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install -r requirements-deepspeed.txt"):
-        deepspeed.filled(read(deepspeed, DEEPSPEED), settings("bf16"), World(), 100)
-    deepspeed.filled({"zero_optimization": {"stage": 0}}, settings(), World(), 100)  # is DDP
+        deepspeed.filled(read(deepspeed, DEEPSPEED), *settings("bf16"), World(), 100)
+    deepspeed.filled({"zero_optimization": {"stage": 0}}, *settings(), World(), 100)  # is DDP
 
 
 @pytest.mark.parametrize(("in_4_bits", "mixed"), [(True, "bf16"), (True, "fp16"), (False, "no")])

@@ -95,7 +95,7 @@ KEYS: dict[str, Any] = {
     **fixed(WITHOUT_EFFECT),
     **fixed(NOT_SUPPORTED, error=OTHER_TRAINING),
 }
-SAME = {  # key of the JSON -> setting of src/train.py
+SAME = {  # key of the JSON -> setting of ours
     "train_micro_batch_size_per_gpu": "micro_batch_size",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "max_grad_norm",
@@ -128,7 +128,7 @@ def stage(settings: dict[str, Any]) -> int:
 
 
 def given(settings: dict[str, Any]) -> dict[str, tuple]:
-    """Return the settings of src/train.py in the JSON: name -> (key, value or "auto")."""
+    """Return our settings that are in the JSON: name -> (key, value or "auto")."""
     values = {name: (key, settings.get(key, "auto")) for key, name in SAME.items()}
     params = settings.get("optimizer", {}).get("params", {})
     for key, name in IN_OPTIMIZER.items():
@@ -139,55 +139,68 @@ def given(settings: dict[str, Any]) -> dict[str, tuple]:
     return values
 
 
-def total_batch_size(settings: dict[str, Any], config: Any, world_size: int) -> int:
+def total_batch_size(
+    settings: dict[str, Any], path: str, values: dict[str, Any], world_size: int
+) -> int:
     """Return the rows of a step; raise UserError if the JSON has another number."""
-    accumulation, size = config.gradient_accumulation_steps, config.micro_batch_size
+    accumulation, size = values["gradient_accumulation_steps"], values["micro_batch_size"]
     product = world_size * accumulation * size
     total = settings.get("train_batch_size", "auto")
     if total not in ("auto", product):
-        line = json_settings.line_of("train_batch_size", config.deepspeed_config)
+        line = json_settings.line_of("train_batch_size", path)
         factors = f"{world_size} ranks x {accumulation} accumulation x {size} = {product}"
         problem = f"train_batch_size is {total}, but {factors}"
         raise UserError(f'{line}: {problem}; use that, or "auto"')
     return product
 
 
-def filled(settings: dict[str, Any], config: Any, world: World, width: int) -> dict[str, Any]:
-    """Return the settings without any "auto".
+def filled(
+    settings: dict[str, Any], path: str, values: dict[str, Any], world: World, width: int
+) -> dict[str, Any]:
+    """Return the settings in a file without any "auto".
 
-    config: of src/train.py; width: of the model's hidden states. Raises UserError if batch sizes or
-    precision differ from those of `config`, or if DeepSpeed is not installed.
+    values: of the script, the names in SAME and mixed_precision; width: of the model's hidden
+    states. Raises UserError if the file has other batch sizes or another precision, or if DeepSpeed
+    is not installed.
     """
     if stage(settings) and not find_spec("deepspeed"):
         raise UserError("DeepSpeed is not installed; pip install -r requirements-deepspeed.txt")
     ready: dict[str, Any] = {"zero_allow_untested_optimizer": True, "steps_per_print": 10**9}
-    if config.mixed_precision == "bf16":  # sums over micro-batches and ranks in fp32, as in DDP
+    if values["mixed_precision"] == "bf16":  # micro-batches and ranks are summed in fp32, as in DDP
         ready["data_types"] = {"grad_accum_dtype": "fp32"}
         ready["communication_data_type"] = "fp32"
     ready |= settings | {"zero_force_ds_cpu_optimizer": False}  # AdamW is torch's
     ready.pop("optimizer", None)
-    ready |= {key: getattr(config, name) for key, name in SAME.items()}
-    ready["train_batch_size"] = total_batch_size(settings, config, world.world_size)
+    for key, name in SAME.items():
+        if settings.get(key, "auto") not in ("auto", values[name]):
+            line = json_settings.line_of(key, path)
+            problem = f"{key} is {settings[key]}, but here it is {values[name]}"
+            raise UserError(f'{line}: {problem}; use that, or "auto"')
+        ready[key] = values[name]
+    ready["train_batch_size"] = total_batch_size(settings, path, values, world.world_size)
     zero = ready["zero_optimization"] = dict(settings.get("zero_optimization", {}))
     for key, value in zero.items():  # DeepSpeed has defaults for other keys that are "auto"
         if value == "auto" and key in BUCKETS:
             zero[key] = BUCKETS[key](width)
     for kind in ("bf16", "fp16"):
-        ready[kind] = precision_section(settings.get(kind, {}), kind, config)
+        section = settings.get(kind, {})
+        ready[kind] = precision_section(section, kind, path, values["mixed_precision"])
     group_size = min(zero.get("zero_hpz_partition_size", 1), world.world_size)
     if group_size > 1 and world.world_size % group_size:
-        line = json_settings.line_of("zero_hpz_partition_size", config.deepspeed_config)
+        line = json_settings.line_of("zero_hpz_partition_size", path)
         problem = f"zero_hpz_partition_size {group_size} does not divide {world.world_size} ranks"
         raise UserError(f"{line}: {problem}; use the number of GPUs of a node")
     return ready
 
 
-def precision_section(section: dict[str, Any], kind: str, config: Any) -> dict[str, Any]:
+def precision_section(
+    section: dict[str, Any], kind: str, path: str, mixed_precision: str
+) -> dict[str, Any]:
     """Return the section `bf16` or `fp16`; raise UserError if mixed_precision differs from it."""
-    is_enabled = config.mixed_precision == kind
+    is_enabled = mixed_precision == kind
     if section.get("enabled", "auto") not in ("auto", is_enabled):
-        line = json_settings.line_of(f"{kind}.enabled", config.deepspeed_config)
-        problem = f"mixed_precision is {config.mixed_precision}, which differs from {kind}.enabled"
+        line = json_settings.line_of(f"{kind}.enabled", path)
+        problem = f"mixed_precision is {mixed_precision}, which differs from {kind}.enabled"
         raise UserError(f"{line}: {problem}; make them equal")
     if not is_enabled:
         return {"enabled": False}

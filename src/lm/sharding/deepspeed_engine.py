@@ -68,10 +68,15 @@ class ZeroPolicy(Policy):
 
     is_sharded = True
 
+    @staticmethod
+    def shards_weights(strategy: Strategy) -> bool:
+        """Return whether ranks hold shards of the weights, not only of the optimizer's state."""
+        return stage(strategy.options) == 3
+
     def set_up(self, world: World, strategy: Strategy, trained: bool) -> None:
         self.world = world
         self.loss_scale = LossScale(enabled=False)  # DeepSpeed has its own
-        self.is_stage_3 = stage(strategy.options) == 3
+        self.is_stage_3 = self.shards_weights(strategy)
         if self.scorer.autocast is None:  # in half precision DeepSpeed keeps fp32 copies itself
             cast_trained_to_fp32(self.scorer)
         deepspeed = import_deepspeed(world.device.type)
@@ -86,11 +91,13 @@ class ZeroPolicy(Policy):
                 backend, store=store, rank=0, world_size=1, device_id=device
             )
         deepspeed.init_distributed(dist_init_required=False, auto_mpi_discovery=False)
-        # the settings of AdamW follow in make_adamw()
-        optimizer = AdamW(parameter_groups(self.trainable(), weight_decay=1.0), lr=1.0)
+        # the settings of AdamW follow in make_adamw(); a reference model has no optimizer
+        groups = parameter_groups(self.trainable(), weight_decay=1.0)
+        optimizer = AdamW(groups, lr=1.0) if trained else None
         if self.is_stage_3:
             # shards the weights in the host's memory, one parameter at a time
             deepspeed.zero.Init(module=self.scorer, config_dict_or_path=strategy.options)
+            self.scorer.in_step = True
             self.scorer.gathered = lambda module: deepspeed.zero.GatheredParameters(
                 list(module.parameters()), enabled=True
             )

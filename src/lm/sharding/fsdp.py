@@ -153,6 +153,7 @@ class FsdpPolicy(Policy):
         if world.device.type == "cpu":
             return_freed_memory()
         shard(self.scorer, strategy.options, world, DTYPES[strategy.grad_reduce_dtype])
+        self.scorer.in_step = True
         with torch.no_grad():  # the first forward must be the root's, before calls to its parts
             self.scorer(self.scorer.example(world.device))
 

@@ -20,7 +20,7 @@ import programs
 import reading
 from config import Config
 from conftest import ROOT
-from ddp_utils import UserError, yaml_config
+from ddp_utils import UserError, cli
 from lm import models
 from lm.chat_template import Encoder
 from lm.models import load_tokenizer
@@ -132,7 +132,7 @@ def test_bad_input_is_one_line_of_two_processes(case, cwd):
 
 def test_bad_yaml_is_one_line():
     for (_, path), beginning in stored("yaml").values():
-        assert error_of(yaml_config.read, Config.__annotations__, path).startswith(beginning)
+        assert error_of(cli.read_file, Config.__annotations__, path).startswith(beginning)
 
 
 def test_each_bad_row_is_one_line_that_names_the_field(tmp_path):
@@ -257,4 +257,4 @@ YAML = {  # as YAML 1.2 reads it, where 1.1 reads something else
 def test_yaml_is_version_1_2(tmp_path):
     for text, settings in YAML.items():
         (tmp_path / "c.yaml").write_text(text, encoding="utf-8", newline="")
-        assert yaml_config.read(Config.__annotations__, tmp_path / "c.yaml")[0] == settings
+        assert cli.read_file(Config.__annotations__, tmp_path / "c.yaml")[0] == settings

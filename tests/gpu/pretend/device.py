@@ -309,11 +309,10 @@ def _sums(x, dim, *, dtype=None):
 
     In fp32 the sums of a row then depend on whether there are other rows (seen on an H100).
     """
-    dtype = dtype or x.dtype
-    if x.numel() == x.shape[dim] or not dtype.is_floating_point:
+    if x.numel() == x.shape[dim] or not (dtype or x.dtype).is_floating_point:
         return x.cumsum(dim, dtype=dtype)
     parts, before = [], 0.0
-    for part in x.to(dtype).split(1024, dim):
+    for part in x.to(dtype or x.dtype).split(1024, dim):
         parts.append(part.cumsum(dim) + before)
         before = parts[-1].narrow(dim, -1, 1)  # rounded to the dtype
     return torch.cat(parts, dim)

@@ -66,7 +66,6 @@ FULL, LORA = DPO + "--learning_rate=3e-4 ", DPO + "--fine_tuning=lora --learning
 REPLIES = "--num_samples=3 --max_new_tokens=6 --top_p=0.9 "
 SFT = COMMON + "--max_length=64 --max_rows=43 --eval_every=3 --val_share=0.1 "
 SFT += "--micro_batch_size=2 --gradient_accumulation_steps=2 "
-PAIRS = SFT + "--objective=dpo --train_data=data/demo/preferences_train.jsonl "
 BAKING = COMMON + "--num_samples=0 --lora_r=8 --learning_rate=3e-3 --eval_every=3 --batch_size=4 "
 BAKING += "--data_path={data}/train.jsonl --val_path={data}/val.jsonl "
 BAKING += "--gradient_accumulation_steps=2 "
@@ -107,8 +106,6 @@ CASES = {
     "dpo lora, dropout": main_distributed(LORA + "--lora_dropout=0.1 "),
     "sft lora": train(SFT),
     "sft full": train(SFT + "--type=full "),
-    "train dpo lora": train(PAIRS),
-    "train dpo full": train(PAIRS + "--type=full --learning_rate=3e-4 "),
     # on GPUs only; DDP's hook copies what the collective, here one of the CPU, returns
     "train, bf16 gradients": train(
         SFT + "--type=full --grad_reduce_dtype=bf16 ", inside=1, on_cpu=False
