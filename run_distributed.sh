@@ -4,6 +4,7 @@
 #
 #     ./run_distributed.sh [num_gpus] [dpo] [flags of src/main_distributed.py]
 #     ./run_distributed.sh [num_gpus] baking [flags of generate_data.py --] [of train_loop.py]
+#     ./run_distributed.sh [num_gpus] SCRIPT.py [its flags]          # a script of your own
 #
 # Without num_gpus it starts one process per GPU, at most 2, or two CPU processes.
 # Several nodes: export NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, and start it on each.
@@ -24,14 +25,18 @@ use_environment
 
 what=dpo number=${1:-}
 [[ ! "$number" =~ ^[0-9]+$ ]] || shift
-if [[ "${1:-}" =~ ^[a-z]+$ ]]; then
+if [[ "${1:-}" =~ ^[a-z]+$ || "${1:-}" = *.py ]]; then
   what=$1
   shift
 fi
 case $what in
+  *.py)
+    [ -f "$what" ] || fail "$what: no such file"
+    programs=("$what")
+    ;;
   dpo) programs=("$root/src/main_distributed.py") ;;
   baking) programs=("$root/src/generate_data.py" "$root/src/train_loop.py") ;;
-  *) fail "$what: unknown program; use dpo, baking, or flags" ;;
+  *) fail "$what: unknown program; use dpo, baking, a file SCRIPT.py, or flags" ;;
 esac
 if has_word "-h|--help" "$@"; then
   print_usage
@@ -39,7 +44,7 @@ if has_word "-h|--help" "$@"; then
   exit
 fi
 processes=$(processes_of "$number")
-if [ "$what" = dpo ]; then
+if [ "$what" != baking ]; then
   exec python -m ddp_utils.launch "$processes" "${programs[@]}" "$@"
 fi
 

@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,16 +67,10 @@ class Fsdp(Common):
     mixed_precision: Literal["BFLOAT16", "FLOAT16", "NO"] = "BFLOAT16"  # in forward and backward
 
 
-LanguageScript = Literal[
-    "src/train.py", "src/main_distributed.py", "src/generate_data.py", "src/train_loop.py"
-]
-OtherScript = Literal["src/ad/train.py", "dpo_inv.run_dpo_ddp"]
-
-
 @dataclass
 class Run(Common):
     # the program
-    script: Literal[LanguageScript, OtherScript] = "src/train.py"  # what is started
+    script: str = "src/train.py"  # file in this project, also a copy; or dpo_inv.run_dpo_ddp
     config: str = "config.yaml"  # settings of src/train.py
     flags: str = ""  # more flags of the script: --flags="--seed 1 --beta 0.3"
     num_nodes: int = 1  # machines
@@ -240,7 +235,13 @@ def filled(name: str, options: Run, **places: str) -> str:
 
 
 def command_of(options: Run) -> str:
-    """Return the script and its flags, quoted; the settings of src/train.py must be valid."""
+    """Return the script and its flags, quoted; its settings must be valid."""
+    check_plain(options, "script")
+    file = data.ROOT / "src" / (options.script.replace(".", "/") + ".py")
+    if options.script.endswith(".py"):
+        file = data.ROOT / options.script
+    expected = "expected a file in the project such as src/train.py, or dpo_inv.run_dpo_ddp"
+    require(file.is_file(), f"--script: {options.script[:60]!r}: no such file ({expected})")
     cli.check_ranges(options, num_nodes=cli.ABOVE_0, num_gpus_per_node=cli.ABOVE_0)
     flags = []
     if options.script == "src/train.py":
@@ -256,8 +257,21 @@ def command_of(options: Run) -> str:
         flags += shlex.split(options.flags)
     except ValueError as error:
         raise UserError(f"--flags: {error}; quote it as in a shell") from None
+    check_flags(options.script, file, flags)
     program = f'"$project/{options.script}"' if "/" in options.script else f"-m {options.script}"
     return f"{program} {shlex.join(flags)}".rstrip()
+
+
+def check_flags(script: str, file: Path, flags: list[str]) -> None:
+    """Raise UserError unless a script accepts its flags; it reads them and does nothing else."""
+    if "cli.check_flags(" not in file.read_text("utf-8"):
+        return  # it could not be told to stop
+    words = [str(file)] if script.endswith(".py") else ["-m", script]
+    env = os.environ | {cli.ONLY_FLAGS: "1", "PYTHONPATH": str(data.ROOT / "src")}
+    command = [sys.executable, *words, *flags]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"--flags: {done.stderr.strip().removeprefix('error: ')}")
 
 
 def check_plain(options: Run, *names: str) -> None:

@@ -47,6 +47,7 @@ class Config:
     shuffle: bool = True  # shuffle the data in every epoch
     on_bad_record: Literal["error", "skip"] = "error"  # stop at a malformed row, or skip it
     columns: str = ""  # other names of data fields, such as prompt=question,chosen=response_j
+    extra_fields: str = ""  # fields of the data that loss_of finds in Pair.extra: importance,source
     cache_dir: str = ""  # cache of token ids; empty: the folder .tokens next to result_dir
 
     # loss options

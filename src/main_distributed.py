@@ -79,7 +79,8 @@ def read_data(config: settings.Config, encoder: Encoder, world: World) -> tuple[
     report = {}
     for split in [split for split in paths if paths[split] or split == "train"]:
         limit = config.max_rows if split == "train" else -1
-        file = DataFile(paths[split], cache, limit, config.on_bad_record, config.columns)
+        how = config.on_bad_record, config.columns, config.extra_fields
+        file = DataFile(paths[split], cache, limit, *how)
         data[split], report[split] = preferences.read(file, encoder)
     if not config.val_data and not config.test_data:
         parts = preferences.split_by_prompt(data["train"], config.seed)
@@ -139,7 +140,7 @@ def train_step(
         # DDP averages over ranks: times world_size / global count is the mean of the global batch
         loss = (per_pair * weight).sum() * (world.world_size / len(rows))
         policy.backward(loss)
-        averages.add(metrics, weight)
+        averages.add(metrics | {"loss": per_pair}, weight)  # what is trained, whatever loss_of says
     grad_norm = policy.clip_grad_norm(config.max_grad_norm)
     return run.reduce(averages, grad_norm)
 
@@ -218,8 +219,8 @@ def load_judge(config: settings.Config, data: dict) -> "Judge":
 
 def precision_of(config: settings.Config, device: torch.device) -> Precision:
     """Return the dtypes of weights and computation."""
-    kinds = config.fine_tuning, config.base_dtype, config.mixed_precision
-    return Precision.choose(device, *kinds)
+    mixed = config.mixed_precision if config.use_mixed_precision else "no"
+    return Precision.choose(device, config.fine_tuning, config.base_dtype, mixed)
 
 
 def strategy_of(config: settings.Config) -> Strategy:
@@ -363,6 +364,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         displacement = losses.Displacement(config.method, config.sft_weight)
         meter = Meter(policy.scorer, world)
         size = micro_batch_size(config, world)
+        own_loss = partial(loss_of, config=config)
         done = run.restore(policy, optimizer, schedule)
 
         def evaluate_split(split: str = "val") -> dict[str, float]:
@@ -380,7 +382,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             values = train_step(policy, step, rows, data, ref_logps, config, run)
             pairs = [data["train"][row] for row in rows]
             known = ref_logps["train"][rows] if step == 0 and has_known_loss else None
-            check_pairs(policy, step, values, pairs, known, config, world, size)
+            kind = config.fine_tuning
+            check_pairs(policy, step, values, pairs, known, own_loss, kind, world, size)
             values["learning_rate"] = optimizer.param_groups[0]["lr"]
             policy.step(optimizer, schedule, values["grad_norm"])
             values["epoch"] = plan.epoch(step + 1)

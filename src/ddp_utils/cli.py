@@ -23,6 +23,7 @@ from ddp_utils import SettingError, UserError, check_clone, data, exit_with
 # other spelling -> flag, with or without a value, in programs without a setting of the first name
 ALIASES = {"--validate_only": "--check", "--dry_run": "--check", "--no_cuda": "--backend=gloo"}
 ALIASES |= {"--lr": "--learning_rate", "--r": "--lora_r", "-r": "--lora_r"}
+ONLY_FLAGS = "CHECK_FLAGS_ONLY"  # variable with which a script ends after reading its flags
 Places = dict[str, str]  # setting -> `file:line: section.name`, or the flag that set it
 Hints = dict[str, Any]  # setting -> its type, or section -> its dataclass
 
@@ -42,6 +43,8 @@ def check_flags(read: Callable[[list[str]], object]) -> None:
         if "--debug" in sys.argv:
             return
         exit_with(error)
+    if os.environ.get(ONLY_FLAGS):
+        sys.exit(0)
 
 
 def parse(config_class: type, argv: Sequence[str] | None = None) -> Any:
@@ -258,6 +261,7 @@ RANGES: dict[str, Range] = {  # of settings that several scripts have
     "max_rows": COUNT,
     "max_eval_rows": COUNT,
     "columns": ("pairs such as prompt=question,chosen=response_j", COLUMNS.fullmatch),
+    "extra_fields": ("names such as importance,source", re.compile(r"([^,]+(,[^,]+)*)?").fullmatch),
     "label_smoothing": (">= 0 and < 0.5", lambda x: 0 <= x < 0.5),
     "lora_dropout": (">= 0 and < 1", lambda x: 0 <= x < 1),
     "warmup_ratio": (">= 0 and <= 1", lambda x: 0 <= x <= 1),

@@ -49,6 +49,7 @@ class DataFile(NamedTuple):
     limit: int = -1  # number of rows; -1: all
     on_bad_record: str = "error"  # or "skip"
     columns: str = ""  # other names of fields: ours=theirs,ours=theirs
+    extra_fields: str = ""  # fields that the rows keep for the loss: importance,source
 
 
 # --- reading -------------------------------------------------------------------------------------

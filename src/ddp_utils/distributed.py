@@ -172,7 +172,8 @@ def init_process_group(world: World, backend: str = "auto", timeout_minutes: flo
     if world.is_one_node and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no need to resolve the host name
     if is_cpu and dist.get_debug_level() == dist.DebugLevel.DETAIL:
-        dist.set_debug_level(dist.DebugLevel.INFO)  # DDP crashes with DETAIL on gloo (torch 2.13)
+        set_level: Any = dist.set_debug_level  # typed without an argument in torch 2.10
+        set_level(dist.DebugLevel.INFO)  # DDP crashes with DETAIL on gloo (torch 2.13)
     address, port = meeting_point(world)
     timeout = timedelta(minutes=timeout_minutes)
     options: dict[str, Any] = {"rank": world.rank, "world_size": world.world_size}

@@ -22,7 +22,6 @@ orpo        -beta * log sigma(log-odds of chosen - log-odds of rejected), log-od
 The names and options of the methods are in cli.py, so that reading settings does not import torch.
 """
 
-import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -180,18 +179,6 @@ def noise(scorer: ScorerModule | Policy | Known, tokens: Tensor, deviations: flo
     if scorer.precision == torch.float32:
         return torch.full_like(tokens, 1e-3, dtype=torch.float32)
     return deviations * max(scorer.token_noise, LEAST_NOISE) * tokens.float().sqrt()
-
-
-def at_reference(spec: LossSpec) -> float | None:
-    """Return the preference loss where policy and reference are equal.
-
-    None if the method has no closed form there, or is not one of this file.
-    """
-    if spec.method in cli.REFERENCE_FREE or spec.method not in cli.METHODS:
-        return None
-    if spec.method in ("ipo", "ipo_sum"):
-        return 1 / (4 * spec.beta**2)
-    return 1.0 if spec.method == "hinge" else math.log(2)
 
 
 class Displacement:

@@ -74,24 +74,67 @@ def read_data(config: Config, world: World) -> tuple[Data, dict[str, dict]]:
 # --- step ----------------------------------------------------------------------------------------
 
 
+def loss_of(
+    scorer: Any, batch: batches.Batch, ref_logps: Tensor, rows: list[Pair], config: Config
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of each pair [B] and its metrics, name -> [B].
+
+    This is the only place where a loss is computed, in training, in validation and in the check
+    before the first step. scorer(batch) returns the summed log-probs of the preferred and the other
+    sequences, [B] each; ref_logps: those of the reference, [B, 2]; rows: the pairs of the batch.
+    """
+    return pair_losses(scorer, batch, ref_logps, config)
+
+
+def micro_batches_of(rows: list[Pair], config: Config, world: World) -> list[sampler.MicroBatch]:
+    """Return this rank's micro-batches of a global batch; each has pairs of one backbone."""
+    size = batches.GROUP_SIZE if config.method == "listwise" else config.batch_size
+    return batches.micro_batches(range(len(rows)), rows, size, world)
+
+
 def train_step(
     policy: Policy, rows: list[Pair], ref_logps: Tensor, config: Config, run: Run
 ) -> dict[str, float]:
     """Run forward and backward on a global batch; return its exact means. The gradient is ready."""
     world = run.world
     averages = metrics.Averages(world)
-    size = batches.GROUP_SIZE if config.method == "listwise" else config.batch_size
-    micro_batches = batches.micro_batches(range(len(rows)), rows, size, world)
+    micro_batches = micro_batches_of(rows, config, world)
     for micro_batch in micro_batches:
         policy.sync_gradients(micro_batch is micro_batches[-1])
-        batch = batches.collate([rows[i] for i in micro_batch.index], config, world.device)
+        part = [rows[i] for i in micro_batch.index]
+        batch = batches.collate(part, config, world.device)
         known = ref_logps[to_device(micro_batch.index, world.device)]  # [B, 2]
-        per_pair, values = pair_losses(policy, batch, known, config)
+        per_pair, values = loss_of(policy, batch, known, part, config)
         weight = to_device(micro_batch.weight, world.device)
         # DDP averages over ranks: times world_size / global count is the mean of the global batch
         policy.backward((per_pair * weight).sum() * (world.world_size / len(rows)))
-        averages.add(values, weight)
+        averages.add(values | {"loss": per_pair}, weight)  # what is trained
     return run.reduce(averages, policy.clip_grad_norm(config.max_grad_norm))
+
+
+def check_first_step(
+    policy: Policy,
+    values: dict[str, float],
+    rows: list[Pair],
+    now: Tensor,
+    ref_logps: Tensor,
+    config: Config,
+    world: World,
+) -> None:
+    """Check that the policy is its reference, and that the loss is what follows from that.
+
+    values: of train_step(); now, ref_logps: log-probs of the global batch, [B, 2].
+    """
+    averages = metrics.Averages(world)
+    for micro_batch in micro_batches_of(rows, config, world):
+        part = [rows[i] for i in micro_batch.index]
+        batch = batches.collate(part, config, world.device)
+        known = ref_logps[to_device(micro_batch.index, world.device)]
+        losses, _ = loss_of(Known(known), batch, known, part, config)
+        averages.add({"loss": losses}, to_device(micro_batch.weight, world.device))
+    residues = [int(pair.targets.sum()) for pair in rows]
+    expected = averages.reduce()["loss"]
+    checks.check_first_step(policy, values, now, ref_logps, residues, rows, expected)
 
 
 # --- evaluation ----------------------------------------------------------------------------------
@@ -112,10 +155,11 @@ def validate(
     run.bar.begin("Validation", len(micro_batches))
     for micro_batch in micro_batches:
         run.stop_if_requested()
-        batch = batches.collate([rows[i] for i in micro_batch.index], config, world.device)
+        part = [rows[i] for i in micro_batch.index]
+        batch = batches.collate(part, config, world.device)
         known = ref_logps[to_device(micro_batch.index, world.device)]  # [B, 2]
         source = scorer if step else Known(known)
-        per_pair, values = pair_losses(source, batch, known, config)
+        per_pair, values = loss_of(source, batch, known, part, config)
         averages.add(values, to_device(micro_batch.weight, world.device))
         scores.append(torch.stack([values["logps/chosen"], values["logps/rejected"]], -1))
         if run.bar.is_shown:  # to read the losses, the host waits for the GPU
@@ -270,9 +314,7 @@ def main(argv: list[str] | None = None) -> int:
             values = train_step(policy, rows, known, config, run)
             checks.check_step(policy, step, values, rows, functools.partial(score, rows), "full")
             if step == 0:
-                residues = [int(pair.targets.sum()) for pair in rows]
-                now = score(rows)
-                checks.check_first_step(policy, values, now, known, residues, rows, config)
+                check_first_step(policy, values, rows, score(rows), known, config, world)
             values["learning_rate"] = optimizer.param_groups[0]["lr"]
             policy.step(optimizer, schedule, values["grad_norm"])
             seconds = time.perf_counter() - start

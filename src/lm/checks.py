@@ -1,15 +1,20 @@
 """The check of a training step on preference pairs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ddp_utils import checks
 from ddp_utils.distributed import World
+from ddp_utils.losses import Known
 from ddp_utils.policy import Policy
 from lm import logps
-from lm.logps import Pair
+from lm.logps import Pair, Scorer
+
+# (scorer, batch, log-probs of the reference [B, 2], pairs) -> losses [B], metrics
+Loss = Callable[[Any, Any, Tensor, Sequence[Pair]], tuple[Tensor, dict[str, Tensor]]]
 
 
 def check_pairs(
@@ -18,19 +23,35 @@ def check_pairs(
     means: dict[str, float],
     pairs: Sequence[Pair],
     ref_logps: Tensor | None,
-    config: Any,
+    loss_of: Loss,
+    fine_tuning: str,
     world: World,
     micro_batch_size: int,
 ) -> None:
     """Check a step on preference pairs: check_step() and, with ref_logps, check_first_step().
 
-    ref_logps: [B, 2] of the global batch at step 0, if the first loss is known.
+    ref_logps: [B, 2] of the global batch at step 0, if policy and reference are equal; loss_of:
+    the loss of the script.
     """
 
     def score() -> Tensor:
         return logps.score(policy.scorer, pairs, world, micro_batch_size)
 
-    checks.check_step(policy, step, means, pairs, score, config.fine_tuning)
+    checks.check_step(policy, step, means, pairs, score, fine_tuning)
     if ref_logps is not None:
         tokens = [max(len(pair.chosen), len(pair.rejected)) for pair in pairs]
-        checks.check_first_step(policy, means, score(), ref_logps, tokens, pairs, config)
+        expected = loss_at_reference(policy.scorer, pairs, ref_logps, loss_of, micro_batch_size)
+        checks.check_first_step(policy, means, score(), ref_logps, tokens, pairs, expected)
+
+
+@torch.no_grad()
+def loss_at_reference(
+    scorer: Scorer, pairs: Sequence[Pair], ref_logps: Tensor, loss_of: Loss, size: int
+) -> float:
+    """Return the mean loss of pairs if their log-probs are those of the reference, [pairs, 2]."""
+    total = ref_logps.new_zeros((), dtype=torch.double)
+    for start in range(0, len(pairs), size):
+        part, known = pairs[start : start + size], ref_logps[start : start + size]
+        batch = scorer.collate(part, ref_logps.device)
+        total += loss_of(Known(known, scorer.precision), batch, known, part)[0].double().sum()
+    return total.item() / len(pairs)

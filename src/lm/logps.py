@@ -75,6 +75,7 @@ class Pair(NamedTuple):
     location: str  # file:line
     text: str  # the prompt as it is in the data file, without the chat template
     expected: str = ""  # the chosen response as it is in the data file
+    extra: dict[str, Any] = {}  # the fields that --extra_fields names, for a loss of one's own
 
     @property
     def responses(self) -> list[list[int]]:

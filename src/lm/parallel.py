@@ -53,11 +53,11 @@ def complete(
     UserError for a precision that this device does not support, for settings that differ from those
     in DeepSpeed's file, and for values that DeepSpeed does not accept.
     """
+    if config.mixed_precision == "fp16" and world.device.type == "cpu":
+        raise UserError("--mixed_precision fp16: slow on a CPU; use no")
     if config.mixed_precision == "auto":
         names: dict[Any, str] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
         config.mixed_precision = names.get(precision.autocast, "no")
-    if config.mixed_precision == "fp16" and world.device.type == "cpu":
-        raise UserError("--mixed_precision fp16: slow on a CPU; use no")
     is_ddp = choose(config.strategy, config.sharding).kind == "ddp"
     if config.grad_reduce_dtype == "bf16" and is_ddp and world.device.type == "cpu":
         raise UserError("--grad_reduce_dtype bf16: DDP supports it on GPUs only; use fp16 or fp32")

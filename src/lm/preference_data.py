@@ -101,17 +101,25 @@ def encode_rows(
     tokens: Counter = Counter()  # part of a row -> tokens in all rows, before truncation
     chosen_longer = 0
     not_read: set[str] = set()
+    extra_names = [name for name in source.extra_fields.split(",") if name]
     tqdm.set_lock(threading.RLock())  # the default lock is a semaphore, which os._exit would leak
 
     def make(record: Record) -> tuple[Record, Any, Any, set[str]]:
         if not formats:
             formats.append(find_format(record))
+        extra = {name: extra_field(record, name) for name in extra_names}
+        others = record.data.keys() - {*extra_names} | {*formats[0].fields}
+        # an extra field such as weight has no other meaning
+        record = record._replace(data={k: v for k, v in record.data.items() if k in others})
         arguments = {}
         if not record.data.keys().isdisjoint(("input", *ARGUMENTS)):
             from lm import tool_calls
 
             arguments = tool_calls.template_arguments(record, encoder.check_arguments)
-        return record, *encode(record, formats[0], encoder.with_arguments(arguments))
+        row, whole, notes = encode(record, formats[0], encoder.with_arguments(arguments))
+        if extra:
+            row, whole = (each._replace(extra=extra) for each in (row, whole))
+        return record, row, whole, notes
 
     rows = data.usable(source, make, dropped)
     rows = tqdm(rows, "Tokenizing", disable=None, leave=False, unit=" rows")
@@ -137,6 +145,14 @@ def encode_rows(
     }
     if "chosen" in tokens:
         report["chosen_longer"] = round(chosen_longer / used, 3)
+
+
+def extra_field(record: Record, name: str) -> Any:
+    """Return the value of a field that --extra_fields names; raise UserError if there is none."""
+    if name not in record.data:
+        problem = f"missing, but --extra_fields names it; fields found: {data.names_of(record)}"
+        raise UserError(f"{record.location}: {data.shown(name)}: {problem}")
+    return record.data[name]
 
 
 def describe_all(reports: dict[str, dict], data: dict[str, Sized]) -> list[str]:

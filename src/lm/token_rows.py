@@ -93,7 +93,9 @@ def write_rows(file: Path, rows: Iterable, report: dict) -> None:
     ids = array.array("i")
     texts = bytearray()
     table = array.array("q", [0] * len(COLUMNS))  # begins with an empty row, whose ends are 0
+    extras = []  # of rows that have some
     for row in rows:
+        extras += [f"{len(table)} {json.dumps(row.extra)}"] if getattr(row, "extra", None) else []
         for part in row[:3]:
             ids.extend(part)
             table.append(len(ids))
@@ -103,7 +105,8 @@ def write_rows(file: Path, rows: Iterable, report: dict) -> None:
     arrays = {"ids": np.array(ids), "texts": np.frombuffer(texts, np.uint8)}
     arrays["table"] = np.array(table).reshape(-1, len(COLUMNS))
     ends = arrays["table"][:, :3]  # the digest does not depend on where the data file is
-    digest = hashlib.sha256(arrays["ids"].tobytes() + ends.tobytes()).hexdigest()
+    content = arrays["ids"].tobytes() + ends.tobytes() + "".join(extras).encode()
+    digest = hashlib.sha256(content).hexdigest()
     save_file(arrays, file, {"digest": digest, "report": json.dumps(report)})
 
 
@@ -144,5 +147,5 @@ def digest_of_rows(rows: Any) -> str:
     if isinstance(rows, Rows):
         facts: Any = rows.metadata["digest"], rows.index.tobytes()
     else:
-        facts = [row[:3] for row in rows]
+        facts = [[*row[:3], *filter(None, [getattr(row, "extra", None)])] for row in rows]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]

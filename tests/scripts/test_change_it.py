@@ -1,6 +1,8 @@
 """docs/change_it.md: each diff applies and does what it promises; a script that is copied."""
 
 import json
+import math
+import os
 import re
 import shutil
 import subprocess
@@ -19,6 +21,7 @@ from conftest import ROOT
 ROWS = (ROOT / "data/demo/preferences_train.jsonl").read_text().splitlines()
 PAGE = (ROOT / "docs/change_it.md").read_text()
 SCRIPT = "src/main_distributed.py"
+COPY = "src/my_dpo.py"
 TINY = runs.words("--max_rows 12 --batch_size 1 --max_steps 4 --num_samples 0 --result_dir run")
 TINY += runs.words("--sft_weight 0 --num_epochs 9 --report_to none --warmup_ratio 0")
 
@@ -30,6 +33,7 @@ def changed(tmp_path, request):
     ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
     shutil.copytree(ROOT / "src", tree / "src", ignore=ignore)
     shutil.copytree(ROOT / "data/demo", tree / "data/demo", ignore=ignore)
+    shutil.copy(tree / SCRIPT, tree / COPY)
     section = PAGE[PAGE.index(f"\n## {request.param}\n") :]
     diff = re.search(r"```diff\n(.*?)```", section, re.S)[1]
     lines = [line for line in diff.splitlines() if re.match(r"[+-](?!\+\+|--)", line)]
@@ -37,29 +41,81 @@ def changed(tmp_path, request):
     assert len(lines) <= 10 and len(files) <= 2
     command = ["git", "apply", "-"]
     subprocess.run(command, input=diff, text=True, cwd=tree, check=True)
-    assert all((tree / file).read_text() != (ROOT / file).read_text() for file in files)
+    for file in files:
+        assert (tree / file).read_text() != (ROOT / file.replace(COPY, SCRIPT)).read_text()
     return tree
 
 
-def train(tree, *flags, code=0, **env):
-    """Run the changed script on one process; return the lines of its metrics."""
+def train(tree, *flags, code=0, processes=1, **env):
+    """Run the changed copy; return the lines of its metrics in the folder run."""
     env = {"PYTHONPATH": str(tree / "src")} | env
-    done = programs.process([sys.executable, SCRIPT, *TINY, *flags], code=code, cwd=tree, **env)
+    start = ["-m", "ddp_utils.launch", str(processes)] if processes > 1 else []
+    command = [sys.executable, *start, COPY, *TINY, *flags]
+    done = programs.process(command, code=code, cwd=tree, **env)
     return [] if code else runs.lines(tree / "run", "train"), done
 
 
 @pytest.mark.parametrize("changed", ["A loss"], indirect=True)
 def test_a_loss_of_ones_own(changed):
-    steps, _ = train(changed, "--method", "squared_hinge", "--learning_rate", "1e-3")
-    assert steps[0]["loss"] == pytest.approx(1, abs=1e-6)  # so says at_reference()
+    """In training and in validation, the square of what the margin lacks to 1, by hand."""
+    flags = ["--eval_every", "2", "--max_eval_rows", "1", "--learning_rate", "1e-3"]
+    steps, _ = train(changed, *flags)
+    assert steps[0]["loss"] == pytest.approx(1, abs=1e-6)  # a margin of 0
     assert len({step["loss"] for step in steps}) == 4
-    for step in steps:  # of one pair each: the square of what the margin lacks to 1
-        lacks = max(0, 1 - step["rewards/margins"])
-        assert step["loss"] == pytest.approx(lacks**2, abs=1e-6)
-    losses = changed / "src/ddp_utils/losses.py"
-    losses.write_text(losses.read_text().replace('1.0 if "hinge" in', '0.5 if "hinge" in'))
-    _, done = train(changed, "--method", "squared_hinge", "--restart", code=2)
-    assert "return its value from losses.at_reference()" in done.stderr
+    lines = steps + runs.lines(changed / "run", "val")
+    assert len(lines) == 7
+    for line in lines:  # of one pair each
+        lacks = max(0, 1 - line["rewards/margins"])
+        assert line["loss"] == pytest.approx(lacks**2, abs=1e-6)
+        assert line["is_beyond"] == 0
+
+
+@pytest.mark.parametrize("changed", ["A loss"], indirect=True)
+def test_a_loss_that_only_training_has_is_an_error_before_the_first_update(changed):
+    script = changed / COPY
+    text = script.read_text()
+    line = "        per_pair, metrics = loss_of(policy, batch, known, examples, config)\n"
+    assert line in text
+    script.write_text(text.replace(line, f"{line}        per_pair = 2 * per_pair\n"))
+    _, done = train(changed, code=2)
+    assert "the loss is 2.000000 (expected 1.000000, as loss_of() has it" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def weighted(folder, weights):
+    """Pairs with these weights, in the current folder of the changed script."""
+    rows = [json.loads(line) | {"weight": w} for line, w in zip(ROWS, weights, strict=False)]
+    (folder / "weighted.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return ["--train_data", "weighted.jsonl", "--val_data", "weighted.jsonl", "--no_shuffle"]
+
+
+@pytest.mark.parametrize("changed", ["A weight per pair"], indirect=True)
+def test_a_weight_per_pair(changed):
+    """The first loss is log 2 times the mean weight; on 2 processes; and a changed file is noticed.
+
+    The field is called weight, which otherwise means that a row is not trained.
+    """
+    script = changed / COPY
+    script.write_text(script.read_text().replace('extra["importance"]', 'extra["weight"]'))
+    weights = [0.5, 2.0, 1.0, 4.0, 0.25, 8.0]
+    flags = [*weighted(changed, weights), "--extra_fields", "weight", "--batch_size", "2"]
+    flags += ["--eval_every", "3", "--learning_rate", "1e-3", "--max_steps", "3"]
+    steps, _ = train(changed, *flags)
+    log_2 = math.log(2)
+    assert steps[0]["loss"] == pytest.approx(1.25 * log_2, abs=1e-6)
+    before = runs.lines(changed / "run", "val")[0]
+    assert before["loss"] == pytest.approx(sum(weights) / 6 * log_2, abs=1e-6)
+    report = json.loads((changed / "run/data_report.json").read_text())["train"]
+    assert "weight" not in report["fields_not_read"]
+    both, _ = train(changed, *flags, "--result_dir", "both", processes=2)
+    for one, two in zip(steps, runs.lines(changed / "both", "train"), strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], rel=2e-5)
+    runs.as_if_killed(changed / "run")
+    weighted(changed, weights[::-1])
+    _, done = train(changed, *flags, code=2)
+    assert "content of train" in done.stderr
+    _, done = train(changed, *flags, "--extra_fields", "importance", "--restart", code=2)
+    assert "weighted.jsonl:1: importance: missing, but --extra_fields names it" in done.stderr
 
 
 @pytest.mark.parametrize("changed", ["Data"], indirect=True)
@@ -140,13 +196,16 @@ def test_an_optimizer_of_ones_own(changed):
 # --- copy ----------------------------------------------------------------------------------------
 
 
-def test_a_copied_script_runs_as_it_is(tmp_path):
-    """`cp src/main_distributed.py src/my_dpo.py`, then start the copy."""
+def test_a_copied_script_starts_like_the_original(tmp_path):
+    """`cp src/main_distributed.py src/my_dpo.py`, then ./run_distributed.sh with the copy."""
     tree = Path(shutil.copytree(ROOT / "src", tmp_path / "src"))
     (tmp_path / "data").symlink_to(ROOT / "data")
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    shutil.copy(ROOT / "run_distributed.sh", tmp_path / "start.sh")  # not a link to the original
     shutil.copy(tree / "main_distributed.py", tree / "my_dpo.py")
-    command = [sys.executable, "src/my_dpo.py", *TINY, "--max_steps", "1"]
-    programs.process(command, cwd=tmp_path, PYTHONPATH="")
+    command = ["bash", "start.sh", "2", "src/my_dpo.py", *TINY, "--max_steps", "1"]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    programs.process([*command, "--batch_size", "2"], cwd=tmp_path, PYTHONPATH="", PATH=path)
     environment = json.loads((tmp_path / "run/environment.json").read_text())
-    assert "my_dpo.py" in environment["code"]
+    assert "my_dpo.py" in environment["code"] and environment["world_size"] == 2
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "finished"
