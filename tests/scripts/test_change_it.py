@@ -200,7 +200,8 @@ def test_a_copied_script_starts_like_the_original(tmp_path):
     """`cp src/main_distributed.py src/my_dpo.py`, then ./run_distributed.sh with the copy."""
     tree = Path(shutil.copytree(ROOT / "src", tmp_path / "src"))
     (tmp_path / "data").symlink_to(ROOT / "data")
-    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    for name in ("scripts", "requirements.txt"):
+        (tmp_path / name).symlink_to(ROOT / name)
     shutil.copy(ROOT / "run_distributed.sh", tmp_path / "start.sh")  # not a link to the original
     shutil.copy(tree / "main_distributed.py", tree / "my_dpo.py")
     command = ["bash", "start.sh", "2", "src/my_dpo.py", *TINY, "--max_steps", "1"]
