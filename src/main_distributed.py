@@ -46,6 +46,11 @@ from lm.meter import Meter
 if TYPE_CHECKING:
     from lm.judge import Judge
 
+# what a copy of this script may replace without a change of the lines below
+MODEL_CLASS: Any = None  # class of policy and reference; None: transformers chooses it
+ROW_READER: Any = None  # function: record -> prompt, chosen, rejected; None: docs/dpo.md, Data
+LOGGERS: list[Any] = []  # objects with log(split, step, values) and close(), besides --report_to
+
 Tables = dict[str, Tensor]  # split -> log-probs of chosen and rejected, [pairs, 2]
 
 # --- settings and data ---------------------------------------------------------------------------
@@ -81,7 +86,7 @@ def read_data(config: settings.Config, encoder: Encoder, world: World) -> tuple[
         limit = config.max_rows if split == "train" else -1
         how = config.on_bad_record, config.columns, config.extra_fields
         file = DataFile(paths[split], cache, limit, *how)
-        data[split], report[split] = preferences.read(file, encoder)
+        data[split], report[split] = preferences.read(file, encoder, ROW_READER)
     if not config.val_data and not config.test_data:
         parts = preferences.split_by_prompt(data["train"], config.seed)
         data = dict(zip(data, parts, strict=True))
@@ -247,6 +252,7 @@ def load_policy(config: settings.Config, data: dict, run: Run) -> Policy:
         in_4_bits=config.base_dtype == "4bit",
         gradient_checkpointing=config.use_gradient_checkpointing,
         memory_efficient=config.lean,
+        model_class=MODEL_CLASS,
     )
     return prepare(model, config, data, run)
 
@@ -255,7 +261,8 @@ def load_reference(config: settings.Config, data: dict, run: Run) -> Policy:
     """Load another reference model, on all ranks."""
     device = run.world.device
     host = device if config.strategy == "ddp" else torch.device("cpu")
-    model = models.load(config.reference_model, precision_of(config, device).weights, host)
+    dtype = precision_of(config, device).weights
+    model = models.load(config.reference_model, dtype, host, model_class=MODEL_CLASS)
     return prepare(model, config, data, run, trained=False)
 
 
@@ -282,7 +289,8 @@ def describe_run(
     Return also the model on the meta device: its names and shapes, without weights.
     """
     adapter, checkpointing = models.LoraSpec.of(config), config.use_gradient_checkpointing
-    meta_model, notes = models.meta_model(config.model_name, adapter, checkpointing)
+    how = adapter, checkpointing, MODEL_CLASS
+    meta_model, notes = models.meta_model(config.model_name, *how)
     for pairs in filter(None, data.values()):
         models.check_fit(meta_model, pairs.extremes())
     reply = [0] * config.max_new_tokens
@@ -291,7 +299,7 @@ def describe_run(
     models.check_fit(meta_model, sampled, "a smaller --max_new_tokens or --max_length")
     if config.reference_model:
         with cli.located({"model_name": "--reference_model"}):
-            models.load(config.reference_model, "auto", models.META)
+            models.load(config.reference_model, "auto", models.META, model_class=MODEL_CLASS)
     folders = {"model_name": config.model_name, "init_adapter": config.init_adapter}
     folders["reference_model"] = config.reference_model
     inputs = models.input_digests(data, folders, meta_model.config)
@@ -339,7 +347,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     strategy = strategy_of(config)
     sharding = "" if strategy.kind == "ddp" else f", {strategy.name}"
 
-    with Run(spec, config, world) as run:
+    with Run(spec, config, world, LOGGERS) as run:
         run.describe(
             model=f"{config.model_name}, {config.fine_tuning}{sharding}",
             loss=f"{config.method}, beta {config.beta:g}, sft_weight {loss.sft_weight:g}",

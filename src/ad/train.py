@@ -218,8 +218,11 @@ def main(argv: list[str] | None = None) -> int:
         # model
         distiller = Distiller(model, precision.autocast, config.label_smoothing)
         policy = Policy(distiller, world)
-        decay = config.warmup_ratio, config.weight_decay, (config.beta1, config.beta2)
-        optimizer, schedule = make_optimizer(policy, config.lr, steps, "cosine", *decay)
+        decay = config.warmup_ratio, config.weight_decay
+        betas = config.beta1, config.beta2
+        optimizer, schedule = make_optimizer(
+            policy, config.lr, steps, "cosine", *decay, betas=betas
+        )
         done = run.restore(policy, optimizer, schedule)
         validate(done, policy, held_out, config, run)
 

@@ -9,6 +9,7 @@ import functools
 import math
 import platform
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_utils import UserError, distributed
@@ -24,7 +25,6 @@ from ddp_utils.distributed import World
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Tensors = dict[str, Tensor]  # name -> tensor
-Betas = tuple[float, float]  # of AdamW
 
 
 class ScorerModule(nn.Module):
@@ -172,11 +172,12 @@ class Policy:
         """Return whether fp16 overflowed: the step will be skipped and the loss scale halved."""
         return self.scorer.autocast == torch.float16 and not math.isfinite(norm)
 
-    def make_adamw(self, weight_decay: float, rate: float, betas: Betas) -> AdamW:
-        """Return an AdamW of all trained parameters."""
+    def make_optimizer(self, kind: Any, weight_decay: float, rate: float, **options: Any) -> Any:
+        """Return an optimizer of all trained parameters; kind: a class of torch.optim."""
         groups = parameter_groups(self.trainable(), weight_decay)
-        is_fused = groups[0]["params"][0].device.type == "cuda"
-        return AdamW(groups, lr=rate, betas=betas, fused=is_fused)
+        if kind is AdamW:
+            options = {"fused": groups[0]["params"][0].device.type == "cuda"} | options
+        return kind(groups, lr=rate, **options)
 
     def step(self, optimizer: AdamW, schedule: LambdaLR, grad_norm: float) -> None:
         """Update the weights and the learning rate; fp16 skips the weights after an overflow."""
@@ -460,16 +461,24 @@ def make_optimizer(
     lr_scheduler: str,
     warmup_ratio: float,
     weight_decay: float,
-    betas: Betas = (0.9, 0.999),
+    optimizer_class: type[Optimizer] = AdamW,
+    schedule: Callable[[int, int], float] | None = None,
+    **options: Any,
 ) -> tuple[AdamW, LambdaLR]:
     """Return AdamW and its schedule over `steps` steps.
 
     rate: the peak learning rate; warmup_ratio: the fraction of the steps before the peak.
+    optimizer_class: another optimizer whose state consists of tensors; options: its arguments, such
+    as betas. schedule: (steps done, steps) -> factor on the rate, instead of lr_scheduler and
+    warmup_ratio.
     """
-    optimizer = policy.make_adamw(weight_decay, rate, betas)
+    optimizer = policy.make_optimizer(optimizer_class, weight_decay, rate, **options)
     warmup = math.ceil(round(warmup_ratio * steps, 6))
-    schedule = LambdaLR(optimizer, lambda done: decay(lr_scheduler, done, steps, warmup))
-    return optimizer, schedule
+
+    def factor(done: int) -> float:
+        return schedule(done, steps) if schedule else decay(lr_scheduler, done, steps, warmup)
+
+    return optimizer, LambdaLR(optimizer, factor)
 
 
 def parameter_groups(trainable: dict[str, nn.Parameter], weight_decay: float) -> list[dict]:

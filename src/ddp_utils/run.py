@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -130,10 +130,14 @@ class Run:
     """One run in its folder, new or resumed. A context manager: leaving it writes summary.json.
 
     Methods are called on all ranks, unless they say otherwise.
+
+    loggers: besides that of config.report_to, objects with log(split, step, values) and close(),
+    which rank 0 calls.
     """
 
-    def __init__(self, spec: RunSpec, config: RunConfig, world: World):
+    def __init__(self, spec: RunSpec, config: RunConfig, world: World, loggers: Sequence[Any] = ()):
         self.spec, self.config, self.world = spec, config, world
+        self.loggers = [*loggers]
         self.folder, self.steps = checkpoints.target_of(spec.folder), spec.steps
         self.checkpoints = self.folder / "checkpoints"
         self.results: dict[str, Any] = {}  # split -> the numbers of its last evaluation
@@ -168,7 +172,8 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = checkpoints.lock(self.folder)
         self.step = state.step
-        self.logger = loggers.make(self.config.report_to, self.folder, self.step, settings)
+        own = loggers.make(self.config.report_to, self.folder, self.step, settings)
+        self.loggers = [own, *self.loggers]
         for line in state.lines:
             self.say(line)
         self.write_json("environment.json", facts | {"inputs": self.spec.inputs})
@@ -199,7 +204,8 @@ class Run:
             fix = "use a smaller learning rate, or fewer epochs"
             self.warnings.append(f"warning: {problem}; {fix}")
         self.write_summary(STATUS.get(code, "failed"), code)
-        self.logger.close()
+        for logger in self.loggers:
+            logger.close()
         self.metrics.close()
         lines, problem = write_report(self.folder, with_curves=error is None)
         self.lock.release()
@@ -248,7 +254,8 @@ class Run:
             return
         line = {"split": split, "step": step, **finite(values)}
         self.metrics.write((json.dumps(line) + "\n").encode())
-        self.logger.log(split, step, values)
+        for logger in self.loggers:
+            logger.log(split, step, values)
         texts = columns(values)
         if split == "train":
             self.bar.reach(step, "  ".join(texts[:3]))

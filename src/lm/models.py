@@ -107,27 +107,35 @@ def load_tokenizer(
     return model_files.read_tokenizer(name)
 
 
-def load(name: Name, dtype: Dtype, device: torch.device, quantization: Any = None) -> Model:
+def load(
+    name: Name,
+    dtype: Dtype,
+    device: torch.device,
+    quantization: Any = None,
+    model_class: Any = None,
+) -> Model:
     """Load a model from safetensors, without dropout, directly onto the device.
 
     The LoRA in a folder is merged into its base model.
 
     device: META compares the names and shapes in the files with the model's and reads no weight.
     Such a model keeps the settings of its files, including dropout, for save().
-    quantization: of the loaded weights, transformers' settings.
+    quantization: of the loaded weights, transformers' settings. model_class: a class of one's own,
+    with the weights' names of the model's.
     Raises UserError for files that cannot be read, are not complete, or hold no causal model.
     """
     if is_adapter(name):
         from lm import lora
 
-        return lora.merge(load(lora.base_of(name), dtype, device, quantization), name)
+        base = load(lora.base_of(name), dtype, device, quantization, model_class)
+        return lora.merge(base, name)
     place = f"--model_name: {name}"
     check_index(place, Path(model_files.model_path(name)))
     with reading(place):
         config = AutoConfig.from_pretrained(model_files.model_path(name), trust_remote_code=False)
     check_kind(place, config)
     with reading(place):
-        loaded: Any = auto_class(config).from_pretrained(
+        loaded: Any = (model_class or auto_class(config)).from_pretrained(
             model_files.model_path(name),
             dtype=dtype,
             device_map=None if device.type == "cpu" else {"": device},
@@ -149,14 +157,17 @@ def load(name: Name, dtype: Dtype, device: torch.device, quantization: Any = Non
 
 
 def meta_model(
-    name: str, adapter: LoraSpec | None, gradient_checkpointing: bool = False
+    name: str,
+    adapter: LoraSpec | None,
+    gradient_checkpointing: bool = False,
+    model_class: Any = None,
 ) -> tuple[Model, list[str]]:
     """Return the model on the meta device, and lines to print, after all checks of load_policy().
 
     Names and shapes of the tensors in the files are checked; no weight is read.
     Raises UserError as load() does, or if the adapter does not fit the model.
     """
-    model = load(name, "auto", META)
+    model = load(name, "auto", META, model_class=model_class)
     if gradient_checkpointing:
         checkpoint_activations(model)
     prepared, lines = prepare(model, adapter)
@@ -173,11 +184,13 @@ def load_policy(
     in_4_bits: bool = False,
     gradient_checkpointing: bool = False,
     memory_efficient: bool = True,
+    model_class: Any = None,
 ) -> Model:
     """Load the model to be trained; a new LoRA is random, so call torch.manual_seed first.
 
     adapter: None to train all weights; sharded: for FSDP or DeepSpeed; in_4_bits: QLoRA, which
-    needs bitsandbytes; memory_efficient: with a LoRA, see fast/memory_efficient.py.
+    needs bitsandbytes; memory_efficient: with a LoRA, see fast/memory_efficient.py; model_class: as
+    of load().
     """
     dtype: Any = precision.weights
     if sharded:
@@ -186,7 +199,8 @@ def load_policy(
         dtype = dtype if adapter or is_adapter(name) else "auto"  # a merge rounds
     kinds: dict[str, Any] = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
     kinds |= {"load_in_4bit": True, "bnb_4bit_compute_dtype": precision.autocast or dtype}
-    model = load(name, dtype, device, BitsAndBytesConfig(**kinds) if in_4_bits else None)
+    quantization = BitsAndBytesConfig(**kinds) if in_4_bits else None
+    model = load(name, dtype, device, quantization, model_class)
     if gradient_checkpointing:
         checkpoint_activations(model)
     prepared = prepare(model, adapter)[0]

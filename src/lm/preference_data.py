@@ -13,6 +13,7 @@ openai       {"input": {"messages"}, "preferred_output", "non_preferred_output"}
 
 import contextlib
 import functools
+import inspect
 import math
 import re
 import threading
@@ -55,6 +56,8 @@ class Format(NamedTuple):
     preference: str = ""  # name of the format, if the rows are preferences
 
 
+# prompt, chosen and rejected of a record: texts, or messages
+RowReader = Callable[[Record], tuple[Prompt, Reply, Reply]]
 # returns a row as token ids, truncated and whole, and notes; or raises Unusable or UserError
 Encode = Callable[[Record, Format, Encoder], tuple[Any, Any, set[str]]]
 
@@ -62,22 +65,40 @@ Encode = Callable[[Record, Format, Encoder], tuple[Any, Any, set[str]]]
 # --- a file --------------------------------------------------------------------------------------
 
 
-def read(source: DataFile, encoder: Encoder) -> tuple[Rows, dict]:
+def read(
+    source: DataFile, encoder: Encoder, row_reader: RowReader | None = None
+) -> tuple[Rows, dict]:
     """Return the usable pairs of a file, and the report on it.
 
     Rows that teach nothing (equal or empty responses, prompts that differ) are dropped and counted.
     Malformed rows raise UserError; with on_bad_record="skip" they are dropped and counted, too.
+
+    row_reader: prompt, chosen and rejected of a record in a format of one's own.
     """
-    make = functools.partial(encode_rows, source, encoder, find_format, encode)
-    return token_rows.cached_rows(Pair, source, encoder.facts(), make)
+    facts = encoder.facts()
+    if row_reader is None:
+        make = functools.partial(encode_rows, source, encoder, find_format, encode)
+    else:
+        facts.append(inspect.getsource(row_reader))  # the cache has what it has read
+        own = functools.partial(encode, row_reader=row_reader)
+        make = functools.partial(encode_rows, source, encoder, format_of_ones_own, own)
+    return token_rows.cached_rows(Pair, source, facts, make)
 
 
-def encode(record: Record, format: Format, encoder: Encoder) -> tuple[Pair, Pair, set[str]]:
+def format_of_ones_own(record: Record) -> Format:
+    """Return the format of a row_reader, of which all fields count as read."""
+    return Format("own", tuple(record.data))
+
+
+def encode(
+    record: Record, format: Format, encoder: Encoder, row_reader: RowReader | None = None
+) -> tuple[Pair, Pair, set[str]]:
     """Return the Pair of a record, the same before truncation, and notes.
 
     Raises Unusable if nothing is learned from it.
     """
-    whole, notes = encoder.encode(record.location, *texts_of(record, format.preference))
+    texts = texts_of(record, format.preference, row_reader)
+    whole, notes = encoder.encode(record.location, *texts)
     pair = encoder.truncate(whole)
     if not (pair.chosen and pair.rejected):  # a tokenizer may drop letters and have no end
         raise Unusable("empty response")
@@ -230,9 +251,13 @@ def unknown_format(record: Record, expected: str) -> UserError:
     return UserError(f"{record.location}: {problem}; rename fields with --columns ours=theirs")
 
 
-def texts_of(record: Record, format: str) -> tuple[Prompt, Reply, Reply]:
+def texts_of(
+    record: Record, format: str, row_reader: RowReader | None = None
+) -> tuple[Prompt, Reply, Reply]:
     """Return prompt, chosen and rejected of a record; Unusable if nothing is learned from them."""
-    prompt, chosen, rejected = prompt_and_responses(record, format)
+    prompt, chosen, rejected = (
+        row_reader(record) if row_reader else prompt_and_responses(record, format)
+    )
     if not plain_text(chosen).strip() or not plain_text(rejected).strip():
         raise Unusable("empty response")
     if chosen == rejected:

@@ -15,8 +15,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import programs
+import reading
 import runs
 from conftest import ROOT
+from lm.chat_template import Encoder
+from lm.models import load_tokenizer
 
 ROWS = (ROOT / "data/demo/preferences_train.jsonl").read_text().splitlines()
 PAGE = (ROOT / "docs/change_it.md").read_text()
@@ -46,11 +49,11 @@ def changed(tmp_path, request):
     return tree
 
 
-def train(tree, *flags, code=0, processes=1, **env):
+def train(tree, *flags, code=0, processes=1, script=COPY, **env):
     """Run the changed copy; return the lines of its metrics in the folder run."""
     env = {"PYTHONPATH": str(tree / "src")} | env
     start = ["-m", "ddp_utils.launch", str(processes)] if processes > 1 else []
-    command = [sys.executable, *start, COPY, *TINY, *flags]
+    command = [sys.executable, *start, script, *TINY, *flags]
     done = programs.process(command, code=code, cwd=tree, **env)
     return [] if code else runs.lines(tree / "run", "train"), done
 
@@ -120,16 +123,18 @@ def test_a_weight_per_pair(changed):
 
 @pytest.mark.parametrize("changed", ["Data"], indirect=True)
 def test_data_of_ones_own(changed):
-    rows = {"prompt": [], "ranked": []}
+    """The same pairs in a format of one's own, and as the original script reads them."""
+    rows = {"prompt": [], "own": []}
     for line in ROWS[:12]:
         row = json.loads(line)
         prompt, chosen, rejected = row["prompt"], row["chosen"], row["rejected"]
         rows["prompt"].append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
-        rows["ranked"].append({"question": prompt, "answers": [chosen, "In between.", rejected]})
+        rows["own"].append({"question": prompt, "answers": [chosen, "In between.", rejected]})
     losses = []
-    for name in rows:
+    for name, script in (("prompt", SCRIPT), ("own", COPY)):
         (changed / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows[name])))
-        losses.append([row["loss"] for row in train(changed, "--train_data", f"{name}.jsonl")[0]])
+        steps, _ = train(changed, "--train_data", f"{name}.jsonl", script=script)
+        losses.append([row["loss"] for row in steps])
         report = json.loads((changed / "run/data_report.json").read_text())["train"]
         assert (report["format"], report["fields_not_read"]) == (name, "")
     assert losses[0] == losses[1]
@@ -168,7 +173,7 @@ def log_metrics(metrics, step):
 @pytest.mark.parametrize("changed", ["A logger"], indirect=True)
 def test_a_logger_of_ones_own(changed):
     (changed / "src/mlflow.py").write_text(FAKE)
-    steps, _ = train(changed, "--report_to", "mlflow")
+    steps, _ = train(changed)
     logged = [json.loads(line) for line in (changed / "log.jsonl").read_text().splitlines()]
     values = [[step, metrics["train/loss"]] for step, metrics in logged if "train/loss" in metrics]
     assert values == [[step["step"], step["loss"]] for step in steps]
@@ -191,6 +196,28 @@ def test_an_optimizer_of_ones_own(changed):
     kinds = {key.partition("/")[0] for key in states[0]}
     assert "momentum_buffer" in kinds and "exp_avg" not in kinds
     torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("changed", ["A schedule"], indirect=True)
+def test_a_schedule_of_ones_own(changed):
+    """Each of the 4 steps is a quarter of them."""
+    steps, _ = train(changed, "--learning_rate", "0.001", "--lr_scaling", "none")
+    rates = [step["learning_rate"] for step in steps]
+    assert rates == pytest.approx([0.001, 0.0005, 0.00025, 0.000125], rel=1e-12)
+
+
+@pytest.mark.parametrize("changed", ["An order of the data"], indirect=True)
+def test_an_order_of_ones_own(changed):
+    """Each step has one pair; both texts of a pair are counted as tokens, as in Meter."""
+    path = changed / "rows.jsonl"
+    path.write_text("\n".join(ROWS[:12]))
+    pairs, _ = reading.pairs(path, Encoder(load_tokenizer(ROOT / "data/demo/model")))
+    pairs.sort(key=lambda pair: len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)))
+    expected = [2 * len(p.prompt) + len(p.chosen) + len(p.rejected) for p in pairs]
+    flags = ["--train_data", "rows.jsonl", "--val_data", "rows.jsonl", "--max_steps", "12"]
+    steps, _ = train(changed, *flags)
+    tokens = [round(step["tokens_per_second"] * step["seconds"]) for step in steps]
+    assert tokens == expected and len(tokens) == 12
 
 
 # --- copy ----------------------------------------------------------------------------------------

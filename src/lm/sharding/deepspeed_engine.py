@@ -91,7 +91,7 @@ class ZeroPolicy(Policy):
                 backend, store=store, rank=0, world_size=1, device_id=device
             )
         deepspeed.init_distributed(dist_init_required=False, auto_mpi_discovery=False)
-        # the settings of AdamW follow in make_adamw(); a reference model has no optimizer
+        # the settings of AdamW follow in make_optimizer(); a reference model has no optimizer
         groups = parameter_groups(self.trainable(), weight_decay=1.0)
         optimizer = AdamW(groups, lr=1.0) if trained else None
         if self.is_stage_3:
@@ -138,11 +138,13 @@ class ZeroPolicy(Policy):
         square = torch.stack([shard.double().square().sum() for shard in shards]).sum()
         return distributed.all_sum(square, self.world).sqrt()
 
-    def make_adamw(self, weight_decay: float, rate: float, betas: tuple[float, float]) -> AdamW:
+    def make_optimizer(self, kind: Any, weight_decay: float, rate: float, **options: Any) -> Any:
         """Return the engine's AdamW, with these settings."""
+        if kind is not AdamW:
+            raise UserError(f"{kind.__name__}: with DeepSpeed use AdamW, or DDP or FSDP instead")
         optimizer = self.engine.basic_optimizer
         for group in optimizer.param_groups:
-            group.update(lr=rate, betas=betas, weight_decay=group["weight_decay"] * weight_decay)
+            group.update(lr=rate, weight_decay=group["weight_decay"] * weight_decay, **options)
         return optimizer
 
     def step(self, optimizer: AdamW, schedule: LambdaLR, grad_norm: float) -> None:
