@@ -267,9 +267,9 @@ def check_flags(script: str, file: Path, flags: list[str]) -> None:
     if "cli.check_flags(" not in file.read_text("utf-8"):
         return  # it could not be told to stop
     words = [str(file)] if script.endswith(".py") else ["-m", script]
-    env = os.environ | {cli.ONLY_FLAGS: "1", "PYTHONPATH": str(data.ROOT / "src")}
-    command = [sys.executable, *words, *flags]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    variables = [f"{cli.ONLY_FLAGS}=1", f"PYTHONPATH={data.ROOT / 'src'}"]
+    command = ["env", *variables, sys.executable, *words, *flags]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise UserError(f"--flags: {done.stderr.strip().removeprefix('error: ')}")
 

@@ -274,7 +274,6 @@ def ours(model_config, pairs, counter, **settings):
     """Return the model on the meta device, and a function that returns its step."""
     kind = {"fine_tuning": "lora", "sft_weight": 0.0, "batch_size": len(pairs)}
     config = Config(**(kind | settings))
-    config.gradient_checkpointing = config.use_gradient_checkpointing  # its name in memory_plan
     precision = main_distributed.precision_of(config, DEVICE)
     scorer = memory_plan.build(config, precision, model_config)
     scorer.set_layout(config.layout != "separate")

@@ -79,7 +79,6 @@ def test_the_peak_of_memory_is_that_of_the_plan(counts):
     from transformers import Qwen3Config
 
     config = Config(fine_tuning="lora", sft_weight=0.0)
-    config.gradient_checkpointing = False
     precision = main_distributed.precision_of(config, memory_plan.GPU)
     rows = [Pair(*([5] * n for n in lengths), "", "") for lengths in PAIRS]
     row_losses = functools.partial(losses.pair_losses, spec=losses.LossSpec.of(config))
