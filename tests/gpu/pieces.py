@@ -61,7 +61,7 @@ def without_files(config):
 
     from lm import models
 
-    def load(_name, dtype, device, _quantization=None):
+    def load(_name, dtype, device, _quantization=None, model_class=None):
         torch.manual_seed(0)
         kind = torch.float32 if dtype == "auto" else dtype
         # always on the GPU, in a moment: a CPU would draw other numbers, and FSDP loads on the CPU

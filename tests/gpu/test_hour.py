@@ -101,7 +101,7 @@ def test_forty_minutes_are_enough_for_all_pieces(call):
 
 def test_no_piece_runs_longer_than_the_time_that_is_left(call):
     begun, _ = call("--minutes", "2")
-    assert begun == {"attention": 120, "kernels": 70}
+    assert begun == {"attention": 120, "sharding": 60}
 
 
 def test_trl_is_measured_only_after_ours(call):

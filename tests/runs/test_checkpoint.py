@@ -163,7 +163,7 @@ MAY_CHANGE = words(
     "cache_dir stop_after_minutes timeout_minutes config deepspeed report_to bucket_mb num_workers "
     "ckpt_interval eval_interval gen_interval summary_interval "
     "max_steps num_epochs train_timesteps save_best "
-    "strategy use_fsdp fsdp_config use_deepspeed deepspeed_config"
+    "strategy use_fsdp fsdp_config use_deepspeed deepspeed_config sharding_config"
 )
 SETTINGS = ["config", "train_config", "prompt_baking.train_config", "dpo_inv.config", "ad.config"]
 
