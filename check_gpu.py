@@ -195,7 +195,7 @@ def plan_of(path: str, world: distributed.World) -> Any:
     is_sft = yaml_config.load(path).keys() <= sft_settings.SECTIONS.keys()
     script: Any = sft if is_sft else dpo
     config: Any = (sft_settings if is_sft else dpo_settings).read(["--config", path])
-    if "qlora" in vars(config).values() or "4bit" in vars(config).values():
+    if config.in_4_bits:
         raise UserError(f"{path}: 4-bit weights cannot be planned; plan a LoRA on bf16 weights")
     rows = script.read_data(config, script.encoder_of(config), world)[0]["train"]
     if is_sft:

@@ -241,7 +241,8 @@ def command_of(options: Run) -> str:
     if options.script.endswith(".py"):
         file = data.ROOT / options.script
     expected = "expected a file in the project such as src/train.py, or dpo_inv.run_dpo_ddp"
-    require(file.is_file(), f"--script: {options.script[:60]!r}: no such file ({expected})")
+    problem = f"{options.script[:60]!r}: no such file ({expected})"
+    require(file.is_file() and not options.script.startswith("/"), f"--script: {problem}")
     cli.check_ranges(options, num_nodes=cli.ABOVE_0, num_gpus_per_node=cli.ABOVE_0)
     flags = []
     if options.script == "src/train.py":

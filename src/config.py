@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any, Literal, cast
 
 from ddp_utils import SettingError, cli, data
+from lm import settings
 
 # constants, so that an edited default of train_data is not the demo
 DEMO_TRAIN = "data/demo/preferences_train.jsonl"
@@ -110,6 +110,10 @@ class Config:
     mixed_precision = cast(str, "auto")
 
     @property
+    def in_4_bits(self) -> bool:
+        return self.base_dtype == "4bit"
+
+    @property
     def gradient_checkpointing(self) -> bool:
         return self.use_gradient_checkpointing
 
@@ -146,9 +150,9 @@ def read_sharding(config: Config, places: cli.Places) -> None:
         return
     if config.strategy == "deepspeed" and not config.sharding_config:
         raise SettingError("strategy", "deepspeed needs a file, too; set --sharding_config")
-    from lm.sharding import settings
+    from lm.sharding import settings as files
 
-    config.notes = settings.read(config, config.strategy, config.sharding_config, places)
+    config.notes = files.read(config, config.strategy, config.sharding_config, places)
     if config.strategy == "fsdp":
         config.use_gradient_checkpointing |= config.sharding.fsdp_activation_checkpointing
 
@@ -160,13 +164,7 @@ def check(config: Config) -> None:
     cli.loss_options(config)
     if config.fine_tuning == "full" and config.base_dtype in ("bf16", "4bit"):
         raise SettingError("base_dtype", "full fine-tuning trains fp32 weights; use auto or fp32")
-    if config.base_dtype == "4bit":
-        if config.strategy != "ddp":
-            raise SettingError("base_dtype", f"{config.strategy} cannot shard 4-bit weights")
-        if not find_spec("bitsandbytes"):
-            raise SettingError("base_dtype", "4bit needs bitsandbytes; install it, or use auto")
-    if config.strategy == "deepspeed" and config.grad_reduce_dtype != "fp32":
-        raise SettingError("grad_reduce_dtype", "use communication_data_type in DeepSpeed's JSON")
+    settings.check_strategy(config, "base_dtype", "auto")
     for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_targets"):
         if config.fine_tuning == "full" and getattr(config, name) != getattr(Config, name):
             raise SettingError(name, "there is no LoRA; use --fine_tuning lora, or leave it out")

@@ -249,7 +249,7 @@ def load_policy(config: settings.Config, data: dict, run: Run) -> Policy:
         precision_of(config, run.world.device),
         run.world.device,
         sharded=config.strategy != "ddp",
-        in_4_bits=config.base_dtype == "4bit",
+        in_4_bits=config.in_4_bits,
         gradient_checkpointing=config.use_gradient_checkpointing,
         memory_efficient=config.lean,
         model_class=MODEL_CLASS,
@@ -328,6 +328,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # setup
     world = distributed.whoami()
     config = read_settings(argv)
+    models.check_4_bits(config, "base_dtype")
     world = distributed.choose_device(world, config.backend)
     if not config.check:
         world = distributed.init_process_group(world, config.backend, config.timeout_minutes)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_utils import UserError, checks, distributed, sampler
+from ddp_utils import checks, distributed, sampler
 from ddp_utils import policy as policies
 from ddp_utils import run as runs
 from ddp_utils.data import DataFile, digest_of_files
@@ -167,7 +167,7 @@ def load_policy(config: Config, precision: Precision, data: dict, run: Run) -> P
         precision,
         run.world.device,
         sharded=config.strategy != "ddp",
-        in_4_bits=config.type == "qlora",
+        in_4_bits=config.in_4_bits,
         gradient_checkpointing=config.gradient_checkpointing,
         memory_efficient=config.lean,
     )
@@ -227,9 +227,7 @@ def fine_tune(config: Config, world: World) -> int:
         from lm import lora
 
         lora.inherit_config(config, config.init_adapter)
-    if config.type == "qlora" and models.is_adapter(config.model_name):
-        advice = "merge it first: python -m lm.merge"
-        raise UserError(f"--type: a LoRA cannot be merged into 4-bit weights; {advice}")
+    models.check_4_bits(config, "type")
     world = distributed.choose_device(world, config.backend)
     if not config.check:
         world = distributed.init_process_group(world, config.backend, config.timeout_minutes)

@@ -3,11 +3,11 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any, Literal, cast
 
 import config as dpo
 from ddp_utils import SettingError, UserError, cli
+from lm import settings
 
 
 @dataclass
@@ -125,6 +125,10 @@ class Config(Output, Distributed, Dataset, Training, FineTuning, Model):
         return self.deepspeed_config if self.use_deepspeed else self.fsdp_config
 
     @property
+    def in_4_bits(self) -> bool:
+        return self.type == "qlora"
+
+    @property
     def fine_tuning(self) -> str:
         return "full" if self.type == "full" else "lora"
 
@@ -172,9 +176,9 @@ def read_sharding(config: Config) -> None:
     if config.use_deepspeed and not config.deepspeed_config:
         raise SettingError("use_deepspeed", "set deepspeed_config, too")
     if config.strategy != "ddp":
-        from lm.sharding import settings
+        from lm.sharding import settings as files
 
-        config.notes = settings.read(config, config.strategy, config.sharding_config, config.places)
+        config.notes = files.read(config, config.strategy, config.sharding_config, config.places)
     if config.use_fsdp:
         config.gradient_checkpointing |= config.sharding.fsdp_activation_checkpointing
 
@@ -191,10 +195,4 @@ def check(config: Config) -> None:
     )
     if config.type == "full" and config.base_dtype == "bf16":
         raise SettingError("base_dtype", "full fine-tuning trains fp32 weights; use auto or fp32")
-    if config.type == "qlora":
-        if config.strategy != "ddp":
-            raise SettingError("type", f"{config.strategy} cannot shard 4-bit weights; use lora")
-        if not find_spec("bitsandbytes"):
-            raise SettingError("type", "qlora needs bitsandbytes; install it, or use lora")
-    if config.strategy == "deepspeed" and config.grad_reduce_dtype != "fp32":
-        raise SettingError("grad_reduce_dtype", "use communication_data_type in DeepSpeed's JSON")
+    settings.check_strategy(config, "type", "lora")

@@ -87,6 +87,7 @@ def parse_with_file(
     places: Places = {}
     if path:
         hints = sections or typing.get_type_hints(config_class)
+        hints = {name: hint for name, hint in hints.items() if name != "config"}
         values, places = read_file(hints, path)
     config = check_types(config_class(**(values | flags | {"config": path})))
     return config, places | {name: f"--{name}" for name in flags}

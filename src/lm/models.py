@@ -156,6 +156,13 @@ def load(
     return no_dropout(model)
 
 
+def check_4_bits(config: Any, setting: str) -> None:
+    """Raise UserError if a LoRA would be merged into 4-bit weights, which `setting` selects."""
+    if config.in_4_bits and is_adapter(config.model_name):
+        advice = "merge it first: python -m lm.merge"
+        raise UserError(f"--{setting}: a LoRA cannot be merged into 4-bit weights; {advice}")
+
+
 def meta_model(
     name: str,
     adapter: LoraSpec | None,

@@ -1,9 +1,10 @@
-"""Settings of the commands merge.py and chat.py, which are read before torch is imported."""
+"""What is checked before torch is imported: settings of merge.py and chat.py, and strategies."""
 
 from dataclasses import dataclass
-from typing import Literal
+from importlib.util import find_spec
+from typing import Any, Literal
 
-from ddp_utils import cli
+from ddp_utils import SettingError, cli
 
 
 @dataclass
@@ -42,3 +43,19 @@ def read_chat(argv: list[str] | None) -> Chat:
     settings = cli.parse(Chat, argv)
     cli.check_ranges(settings)
     return settings
+
+
+def check_strategy(config: Any, setting: str, other: str) -> None:
+    """Raise SettingError for a strategy that does not support another setting.
+
+    setting, other: which one selects 4-bit weights, and its value without them.
+    """
+    if config.in_4_bits:
+        value = getattr(config, setting)
+        if config.strategy != "ddp":
+            problem = f"{config.strategy} cannot shard 4-bit weights"
+            raise SettingError(setting, f"{problem}; use {other}")
+        if not find_spec("bitsandbytes"):
+            raise SettingError(setting, f"{value} needs bitsandbytes; install it, or use {other}")
+    if config.strategy == "deepspeed" and config.grad_reduce_dtype != "fp32":
+        raise SettingError("grad_reduce_dtype", "use communication_data_type in DeepSpeed's JSON")

@@ -265,7 +265,7 @@ def test_a_merge_that_changes_the_model_is_an_error(tmp_path, monkeypatch):
 
 def test_a_lora_is_not_merged_into_4_bits(tmp_path, monkeypatch):
     demo_adapter(tmp_path / "lora")
-    monkeypatch.setattr(train_config, "find_spec", lambda name: True)
+    monkeypatch.setattr(train_config.settings, "find_spec", lambda name: True)
     flags = ["--type", "qlora", "--model_name", str(tmp_path / "lora"), "--check"]
     with pytest.raises(UserError, match="--type: a LoRA cannot be merged into 4-bit weights"):
         train.main(flags)

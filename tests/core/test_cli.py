@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import pytest
 from torch.distributed.run import get_args_parser
 
+import config as dpo_config
 import programs
 import train_config
 from ad import config as ad_config
@@ -250,3 +251,52 @@ def test_help_and_wrong_settings_need_no_torch(program, tmp_path):
     for rank, line in (("0", "error: --x is not a setting; "), ("1", "")):
         done = programs.process([*command, "--x"], 2, **env, LOCAL_RANK=rank)
         assert not done.stdout and done.stderr.startswith(line) and bool(done.stderr) == bool(line)
+
+
+# --- YAML files ----------------------------------------------------------------------------------
+
+READERS = [dpo_config.read, generate_config.read, bake_config.read, protein_config.read_settings]
+
+
+@pytest.mark.parametrize("read", READERS, ids=lambda read: read.__module__)
+def test_a_yaml_file_sets_what_flags_do_not_set(read, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.yaml").write_text("\nseed: 7\ntimeout_minutes: 5\n")
+    config = read(["--config", "c.yaml", "--timeout_minutes", "6"])
+    assert (config.seed, config.timeout_minutes) == (7, 6.0)
+
+
+@pytest.mark.parametrize("read", READERS, ids=lambda read: read.__module__)
+def test_a_mistake_in_a_yaml_file_is_one_line_with_its_place(read, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    mistakes = {
+        "sede: 7": "c.yaml:2: sede is not a setting; did you mean seed?",
+        "seed: a": "c.yaml:2: seed: 'a' is not a valid int",
+        "seed: -1": "c.yaml:2: seed: -1 is out of range (expected >= 0)",
+        "config: d.yaml": "c.yaml:2: config is not a setting; ",
+    }
+    for line, message in mistakes.items():
+        (tmp_path / "c.yaml").write_text(f"\n{line}\n")
+        with pytest.raises(UserError) as caught:
+            read(["--config", "c.yaml"])
+        assert str(caught.value).startswith(message), line
+
+
+def test_strategies_of_dpo_and_what_they_exclude(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds.json").write_text('{\n"bf16": {\n"enabled": true}}')
+    mistakes = {
+        "--strategy deepspeed": "--strategy: deepspeed needs a file, too",
+        "--sharding_config ds.json": "--sharding_config: it needs --strategy fsdp or deepspeed",
+        "--base_dtype 4bit": "--base_dtype: full fine-tuning trains fp32 weights",
+        "--base_dtype 4bit --fine_tuning lora --strategy fsdp": "--base_dtype: fsdp cannot shard",
+        "--no_use_mixed_precision --strategy deepspeed --sharding_config ds.json": (
+            "--use_mixed_precision is no, but ds.json:3: bf16.enabled is bf16; make them equal"
+        ),
+    }
+    for flags, message in mistakes.items():
+        with pytest.raises(UserError) as caught:
+            dpo_config.read(flags.split())
+        assert str(caught.value).startswith(message), flags
+    flags = "--strategy deepspeed --sharding_config ds.json"
+    assert dpo_config.read(flags.split()).mixed_precision == "bf16"

@@ -41,8 +41,8 @@ REHEARSALS = DOCS / "gpu_rehearsed.json"  # written by pretend/rehearse.py
 
 class Piece(NamedTuple):
     name: str
-    # On an H100, measured but for the last three. The piece is not begun if less time is left, and
-    # on a GPU it is ended after twice this time.
+    # On an H100; the last three have not been measured yet. The piece is not begun if less time is
+    # left, and on a GPU it is ended after twice this time.
     seconds: int
     title: str
     needs: tuple[str, ...] = ()  # packages, in addition to PACKAGES
@@ -241,8 +241,10 @@ def run(piece, limit, args, results, env):
         if not entry["status"]:
             entry |= {"status": "failed", "reason": problem}
         if entry["status"] == "failed":
-            log = Path(folder, "log").read_text(errors="replace").replace(f"{ROOT}/", "")
-            entry["log"] = log[-3000:]
+            log = Path(folder, "log").read_text(errors="replace")[-3000:]
+            for place in (f"{ROOT}/", f"{folder}/"):  # of this machine
+                log = log.replace(place, "")
+            entry["log"] = log
     machine = {"device": "unknown", "driver": None, "versions": {}} | entry.get("machine", {})
     machine |= {"commit": args.commit, "date": time.strftime("%Y-%m-%d")}
     return entry | {"machine": machine, "seconds": round(time.monotonic() - start)}

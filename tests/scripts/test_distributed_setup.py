@@ -277,6 +277,7 @@ ERRORS = {
     'launcher --flags "it\'s"': "--flags: No closing quotation; quote it as in a shell",
     "slurm --script src/ad/train.py --use_deepspeed": "--use_deepspeed: not available for src/ad",
     "slurm --script train.py": "--script: 'train.py': no such file (expected a file in the pro",
+    "slurm --script /etc/x.py": "--script: '/etc/x.py': no such file (expected a file in the proje",
     "slurm --script nowhere": "--script: 'nowhere': no such file (expected a file in the project",
     "slurm --script 'a b.py'": "--script: 'a b.py' must consist of letters, digits and ",
     "slurm --script src/main_distributed.py --flags='--bta 3'": "--flags: --bta is not a setting;",

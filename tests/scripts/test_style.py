@@ -25,8 +25,8 @@ SHELL = sorted([*ROOT.glob("*.sh"), *ROOT.glob("scripts/*.s[hl]*")])
 # These numbers are alarms, 2 to 5 % above what was measured. A commit that raises one says why.
 # Script -> our files and lines of code that its imports lead to:
 REACHED = {
-    "main_distributed": (28, 4400),
-    "train": (29, 4510),
+    "main_distributed": (29, 4440),
+    "train": (30, 4550),
     "train_loop": (31, 4400),
     "generate_data": (22, 3340),
     "dpo_inv.run_dpo_ddp": (24, 3970),
@@ -34,11 +34,11 @@ REACHED = {
     "ad.train": (22, 3170),
     "ad.evaluate": (15, 2200),
 }
-AFTER_THE_DEMO = (30, 4540)  # of main_distributed.py, DDP: files and lines that it has imported
+AFTER_THE_DEMO = (31, 4580)  # of main_distributed.py, DDP: files and lines that it has imported
 SHARED = (17, 2520)  # files and lines of ddp_utils without tools/; the goal is 2,100
 # of ddp_utils, what these scripts import; the goal is 1,900 each
 SHARED_OF = {"dpo_inv.run_dpo_ddp": 2210, "ad.train": 2240}
-PYTHON = 11740  # outside tests; the goal is 11,000
+PYTHON = 11760  # outside tests; the goal is 11,000
 SHELL_LINES = 258
 GETATTR = 15  # getattr(config, ...): of names that the settings declare
 

@@ -243,9 +243,9 @@ def test_config_yaml_has_the_defaults():
 
 
 def test_qlora_needs_bitsandbytes(monkeypatch):
-    monkeypatch.setattr(train_config, "find_spec", lambda name: None)
+    monkeypatch.setattr(train_config.settings, "find_spec", lambda name: None)
     assert error_of("fine_tuning:\n  type: qlora").startswith(
         "c.yaml:2: fine_tuning.type: qlora needs"
     )
-    monkeypatch.setattr(train_config, "find_spec", lambda name: True)
+    monkeypatch.setattr(train_config.settings, "find_spec", lambda name: True)
     assert train_config.read(["--config", "c.yaml"]).fine_tuning == "lora"
