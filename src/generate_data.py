@@ -18,6 +18,7 @@ if __name__ == "__main__":
     cli.check_flags(settings.read)  # --help and mistakes end here, before torch is imported
 
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -182,13 +183,14 @@ def sample(
             raise Stop(f"{state}; run the same command to resume", 85)
 
     phase = terminal.Phase(f"sampling {len(prompts)} replies", bar, poll, len(starts), groups)
-    for number in range(groups, len(starts)):
-        first = starts[number]
-        part = prompts[first : first + size]
-        group = sampling.generate(scorer, part, ends, world, spec, phase, first, keep_end=True)
-        file = parts / f"{number:08d}.json"
-        distributed.on_main(world, functools.partial(data.write_json, file, group))
-        done += len(group)
+    with contextlib.closing(bar):  # otherwise an error would be printed behind it
+        for number in range(groups, len(starts)):
+            first = starts[number]
+            part = prompts[first : first + size]
+            group = sampling.generate(scorer, part, ends, world, spec, phase, first, keep_end=True)
+            file = parts / f"{number:08d}.json"
+            distributed.on_main(world, functools.partial(data.write_json, file, group))
+            done += len(group)
     poll()
 
 

@@ -32,7 +32,6 @@ from ddp_utils.policy import (
     Policy,
     Precision,
     Strategy,
-    default_rate,
     learning_rate,
     make_optimizer,
 )
@@ -42,6 +41,7 @@ from lm import preference_data as preferences
 from lm.chat_template import Encoder
 from lm.checks import check_pairs
 from lm.meter import Meter
+from lm.settings import default_rate
 
 if TYPE_CHECKING:
     from lm.judge import Judge

@@ -36,6 +36,7 @@ from lm import preference_data as preferences
 from lm.chat_template import Encoder
 from lm.logps import Pair
 from lm.meter import Meter
+from lm.settings import default_rate
 from train_config import Config
 
 # --- data ----------------------------------------------------------------------------------------
@@ -152,7 +153,7 @@ def fill_in_settings(config: Config, meta_model: Any, world: World) -> Precision
     """Set what depends on model and device, also "auto" in DeepSpeed's JSON; return the dtypes."""
     if config.learning_rate is None:
         kind = "sft", config.fine_tuning
-        config.learning_rate = policies.default_rate(config.model_name, *kind)
+        config.learning_rate = default_rate(config.model_name, *kind)
     precision = precision_of(config, world.device)
     parallel.complete(config, config.micro_batch_size, precision, meta_model, world)
     return precision

@@ -37,6 +37,7 @@ from ddp_utils.run import Run, RunSpec, check
 from lm import logps, models
 from lm.chat_template import Encoder, truncation_warning
 from lm.judge import Judge, load_judge
+from lm.settings import DEMO_MODEL, default_rate
 from prompt_baking import replies, trajectories
 from prompt_baking.distillation import Student, Teacher, check_head, check_targets, own_replies
 from prompt_baking.train_config import Config
@@ -62,8 +63,8 @@ def read_settings(argv: list[str] | None) -> Config:
     if not config.chat_template_kwargs and first.data.get("chat_template_kwargs"):
         config.chat_template_kwargs = data_files.text(first, "chat_template_kwargs")
     if config.learning_rate is None:
-        config.learning_rate = policies.default_rate(config.model_name, "baking")
-    if config.model_name == policies.DEMO_MODEL and not config.questions:
+        config.learning_rate = default_rate(config.model_name, "baking")
+    if config.model_name == DEMO_MODEL and not config.questions:
         config.questions, config.judge = DEMO_QUESTIONS, config.judge or DEMO_JUDGE
         config.eval_every = config.eval_every or 10  # otherwise the curve would have one point
     if config.num_samples is None:  # a person reads some, an interval needs many
@@ -126,7 +127,7 @@ def train_step(
     for micro_step, micro_batch in enumerate(micro_batches):
         torch.manual_seed(sampler.seed_of(config.seed, step, micro_step, world.rank))  # for dropout
         policy.sync_gradients(micro_batch is micro_batches[-1])
-        batch = teacher("train", micro_batch.index, examples)
+        batch = teacher(micro_batch.index, examples)
         (costs,) = policy(batch._replace(divergence=config.divergence))  # [B]
         weight = to_device(micro_batch.weight, world.device)
         # DDP averages over ranks: times world_size / tokens is the mean over the global batch
@@ -151,7 +152,7 @@ def check_step(
         costs = []
         with logps.dropout_off(student), student.adapter(baked):
             for micro_batch in micro_batches:
-                batch = teacher("train", micro_batch.index, examples)
+                batch = teacher(micro_batch.index, examples)
                 costs.append(student(batch)[0][:, None])
         return distributed.gather_by_index(len(examples), micro_batches, costs, world)[rows]
 
@@ -173,7 +174,7 @@ def mean_kl(teacher: Teacher, rows: list[int], examples: Examples, run: Run) -> 
     averages = Averages(world)
     micro_batches = student.micro_batches(rows, examples, world, teacher.config.batch_size)
     for micro_batch in run.phase("evaluating val").each(micro_batches):
-        batch = teacher("val", micro_batch.index, examples)
+        batch = teacher(micro_batch.index, examples)
         weight = to_device(micro_batch.weight, world.device)
         averages.add({"kl": student(batch)[0], "tokens": batch.tokens}, weight)
     means = averages.reduce()
@@ -257,8 +258,8 @@ def load_teacher(config: Config, data: Data, precision: Precision, run: Run) -> 
     adapter = lora_of(config)
     model = models.load_policy(config.model_name, adapter, precision, world.device, **memory)
     student = Student(model, precision.autocast).to(world.device)
-    check_head(student, data["train"], config, run)
-    return Teacher(student, data, config, run)
+    check_head(student, data["train"], run)
+    return Teacher(student, config, world)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -226,7 +226,7 @@ def check_type(place: str, hint: Any, value: Any) -> None:
 def unknown(name: str, known: Sequence[str]) -> str:
     """Return 'x is not a setting; did you mean y?'."""
     near = [other for other in known if other.startswith(name)]
-    near += difflib.get_close_matches(name.lower(), known, n=1)
+    near += difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.7)
     hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(known):.200}"
     return f"{data.shown(name)} is not a setting; {hint}"
 

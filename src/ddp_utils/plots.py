@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import math
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,6 +39,8 @@ FIGURES = {
     "share_baked": Panel("baked", "fraction of the KL", {"share_baked": "baked"}, "all", 1),
     "kept": Panel("KL under other prompts", TOKENS, {"kept/kl": "KL"}, "base model"),
 }
+DRAWN = set().union(*(panel.metrics for panel in FIGURES.values()))
+COUNTERS = {"split", "step", "epoch", "count"}  # which a line has besides its metrics
 STYLES = {"train": "-", "val": "o--", "test": "s"}
 
 
@@ -74,6 +78,29 @@ def draw(folder: Path) -> None:
         axis.grid(alpha=0.3)
         axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
         figure.savefig(folder / f"{name}.png", dpi=150)
+    draw_others(folder, lines)
+
+
+def draw_others(folder: Path, lines: list[dict]) -> None:
+    """Draw all other metrics, also those of a changed script, as small curves in others.png."""
+    counts: Counter = Counter()
+    for line in lines:
+        counts.update(line.keys())
+    names = [name for name in sorted(counts) if counts[name] > 1 and name not in DRAWN | COUNTERS]
+    if not names:
+        return
+    columns = 3
+    rows = math.ceil(len(names) / columns)
+    figure = Figure(figsize=(3.6 * columns, 2.2 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axis, name in zip(axes, names, strict=False):
+        draw_curve(axis, lines, name, name, "C0")
+        axis.set_title(name, fontsize="small")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.grid(alpha=0.3)
+    for axis in axes[len(names) :]:
+        axis.axis("off")
+    figure.savefig(folder / "others.png", dpi=100)
 
 
 def draw_curve(axis: Axes, lines: list[dict], metric: str, label: str, color: str) -> None:

@@ -209,28 +209,19 @@ class Policy:
         """Return the full gradient between backward and step; None if there is none."""
         return self.gather_tensor(parameter.grad)
 
-    def full_weights(self) -> Tensors | None:
-        """Return name -> full weight on rank 0: of an adapter, or all that a model's files contain.
-
-        Return None if the model is not sharded, and has them itself.
-        """
-        if not self.is_sharded:
-            return None
-        named: Tensors = {**self.trainable()}
-        if not hasattr(self.scorer.model, "peft_config"):
-            named = untied_state(self.scorer.model)  # with what is frozen
-        weights = {}
-        for name, tensor in named.items():
-            weight = self.full_parameter(tensor)
-            if distributed.is_first():
-                weights[name] = weight.cpu()
-        return weights
-
     # --- checkpoints: `layout` is Strategy.shard_layout -------------------------------------------
 
     def updated(self) -> Tensors:
         """Return name -> tensor of everything that AdamW updates."""
         return {**self.trainable()}
+
+    @torch.no_grad()
+    def swap(self, others: Tensors) -> None:
+        """Exchange the values of updated() with those of other tensors, such as their averages."""
+        for name, tensor in self.updated().items():
+            value = tensor.clone()
+            tensor.copy_(others[name])
+            others[name].copy_(value)
 
     def state(self, optimizer: AdamW, layout: str = "") -> Tensors:
         """Return all tensors that the next step depends on.
@@ -294,12 +285,6 @@ class Policy:
     def from_saved(self, value: Tensor, like: Tensor, layout: str) -> Tensor:
         """Return a saved tensor on the device, and with the shards, of `like`."""
         return value.to(like.device)
-
-
-def untied_state(model: nn.Module) -> Tensors:
-    """Return name -> parameter or saved buffer, each once: a tied weight under its first name."""
-    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {name: named[name] for name in model.state_dict() if name in named}
 
 
 def cast_trained_to_fp32(module: nn.Module) -> None:
@@ -403,34 +388,7 @@ def warn_if_bf16_is_slow() -> None:
         distributed.warn(f"{line}, measured with one layer; {fix}")
 
 
-def dtype_to_compute(dtype: str, device: torch.device) -> Any:
-    """Return the dtype in which a model is loaded that is not trained.
-
-    dtype: "fp32", "bf16", or "auto": as in the model's files, but fp32 on a CPU with slow bf16.
-    """
-    if dtype == "bf16" and device.type == "cpu":
-        warn_if_bf16_is_slow()
-    if dtype == "auto" and device.type == "cpu" and not is_bf16_fast():
-        return torch.float32
-    return DTYPES.get(dtype, "auto")
-
-
 # --- AdamW and its schedule -----------------------------------------------------------------------
-
-
-DEMO_MODEL = "data/demo/model"
-DEFAULT_RATES = {  # objective, kind of fine-tuning -> learning rate; measured: docs/recipes.md
-    ("dpo", "lora"): 2e-4,
-    ("dpo", "full"): 5e-6,
-    ("sft", "lora"): 2e-4,
-    ("sft", "full"): 2e-5,
-    ("baking", "lora"): 1e-3,
-}
-
-
-def default_rate(model_name: str, objective: str, fine_tuning: str = "lora") -> float:
-    """Return the learning rate of a setting that is left open; the demo's tiny model needs 1e-3."""
-    return 1e-3 if model_name == DEMO_MODEL else DEFAULT_RATES[objective, fine_tuning]
 
 
 def learning_rate(rate: float, lr_scaling: str, batch_ratio: float, world_size: int) -> float:

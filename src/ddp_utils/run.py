@@ -4,15 +4,14 @@ To resume an unfinished run, run the same command again. Rank 0 alone writes and
 each rank writes its own part of a sharded checkpoint.
 """
 
-import contextlib
 import dataclasses
+import hashlib
 import json
 import math
 import os
 import platform
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -22,7 +21,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ddp_utils import NonFiniteError, Stop, UserError, checkpoints, data, distributed, metrics
@@ -30,10 +30,11 @@ from ddp_utils.checkpoints import RunSpec
 from ddp_utils.distributed import World
 from ddp_utils.policy import Policy
 from ddp_utils.terminal import Bar, Phase, columns, row
+from ddp_utils.tools import changes
 
 SRC = data.ROOT / "src"
 REFERENCE = "reference_logps.safetensors"
-FACTS = ".facts.json"  # suffix of the file with the SHA-256 and the fingerprint of a cached file
+OWN = "own/"  # what the names of Run.keep() begin with in a checkpoint
 SAVE_MINUTES = 15  # between two checkpoints if save_every is 0
 STATUS = {0: "finished", 85: "preempted"}  # by exit status; any other is "failed"
 Values = dict[str, float]  # metric -> value
@@ -66,26 +67,17 @@ def environment(config: Any, world: World) -> dict[str, Any]:
         "world_size": world.world_size,
         "backend": world.backend,
         "device": metrics.device_name(world.device),
-        "git_commit": git("rev-parse", "HEAD"),
-        "git_dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
+        "git_commit": changes.git("rev-parse", "HEAD"),
+        "git_dirty": bool(changes.git("status", "--porcelain", "--untracked-files=no")),
         "versions": {"torch": torch.__version__, **versions},
         "code": code_digests(),
+        "changes": changes.of_script(Path(sys.argv[0]).resolve()),
         "threads": torch.get_num_threads(),
         "host": platform.node(),
         "pid": os.getpid(),
         "start": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "defaults": {k: v for k, v in defaults.items() if getattr(config, k) != v},
     }
-
-
-def git(*arguments: str) -> str | None:
-    """Return what a git command prints about the project; None if that fails."""
-    program = shutil.which("git")
-    if not program:
-        return None
-    command = [program, "-C", str(data.ROOT), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def code_digests() -> dict[str, str]:
@@ -145,12 +137,14 @@ class Run:
         self.validated = -1  # steps before the last validation
         self.best_validation: Values = {}  # with save_best
         self.training: Any = None  # policy, optimizer and schedule, once they exist
+        self.kept: dict[str, tuple[dict, str]] = {}  # name in a checkpoint -> dict and key; keep()
         self.must_stop = self.must_save = False  # as all ranks have agreed in the last step
         self.bar = Bar(world.is_main)
         self.start = self.saved_at = time.perf_counter()  # start: minus seconds of earlier starts
         if config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUDA requires this
             torch.use_deterministic_algorithms(True)
+        self.changes = ""  # of the script, to the project's
         self.done = distributed.on_main(world, self._open)  # steps of earlier starts
         self.step = self.saved = self.done
 
@@ -176,6 +170,7 @@ class Run:
         self.loggers = [own, *self.loggers]
         for line in state.lines:
             self.say(line)
+        self.changes = facts["changes"]
         self.write_json("environment.json", facts | {"inputs": self.spec.inputs})
         self.write_summary("running", 0)
         self.write_json("config.json", settings)  # last: a folder with this file has a run
@@ -233,6 +228,8 @@ class Run:
     def describe(self, **rows: str) -> None:
         """Print what the run trains, with what, and on which data; write data_report.json."""
         ranks = f"{self.world.world_size} x {self.world.device.type}"
+        if self.changes:
+            rows["changed"] = self.changes
         for name, text in {"ranks": ranks, **rows, "folder": f"{self.folder}/"}.items():
             self.say(row(name, without_users(text)))
         for text in map(without_users, self.spec.lines):
@@ -297,6 +294,14 @@ class Run:
 
     # --- checkpoints -----------------------------------------------------------------------------
 
+    def keep(self, name: str, state: dict[str, Any]) -> None:
+        """Make a dict of tensors or of numbers part of every checkpoint, for a changed script.
+
+        Call this before restore(), which fills the dict from the checkpoint. Tensors are equal on
+        all ranks, or have the shards of Policy.updated().
+        """
+        self.kept |= {f"{OWN}{name}/{key}": (state, key) for key in state}
+
     def restore(self, policy: Policy, optimizer: Any, schedule: Any) -> int:
         """Load the newest checkpoint, if there is one; return the number of steps done."""
         self.training = (policy, optimizer, schedule)
@@ -321,7 +326,20 @@ class Run:
         if digest != distributed.on_main(self.world, lambda: digest):
             problem = f"rank {rank} has another checkpoint than rank 0"
             raise UserError(f"{path}: {problem}; use a folder that all nodes can read")
-        policy.load_state(optimizer, schedule, tensors, step, manifest["shard_layout"])
+        layout = manifest["shard_layout"]
+        own = manifest.get("own", {}) | {
+            name: tensors.pop(name) for name in [*tensors] if name.startswith(OWN)
+        }
+        if own.keys() != self.kept.keys():
+            names = [", ".join(sorted(part)) or "nothing" for part in (own, self.kept)]
+            problem = f"has {names[0]} (expected {names[1]}, as this script keeps it)"
+            raise UserError(f"{path}: {problem}; use the old script, or --restart")
+        for name, (state, key) in self.kept.items():
+            if isinstance(state[key], Tensor):
+                state[key].copy_(policy.from_saved(own[name], state[key], layout))
+            else:
+                state[key] = own[name]
+        policy.load_state(optimizer, schedule, tensors, step, layout)
         return manifest
 
     @property
@@ -350,9 +368,16 @@ class Run:
             return
         policy, optimizer, _ = self.training
         tensors = policy.state(optimizer, self.spec.shard_layout)
+        own = {}
+        for name, (state, key) in self.kept.items():
+            if not isinstance(state[key], Tensor):
+                own[name] = state[key]
+            elif (saved := policy.to_saved(state[key], self.spec.shard_layout)) is not None:
+                tensors[name] = saved
         distributed.on_each(self.world, lambda: check_finite(tensors, self.step))
         facts: dict[str, Any] = {
             "shard_layout": self.spec.shard_layout,
+            "own": own,
             "validated": self.validated,
             "results": self.results | {"warnings": distributed.warnings + self.warnings},
             "best_validation": self.best_validation,
@@ -408,12 +433,9 @@ class Run:
     def once(self, name: str, make: Callable[[], Any]) -> Any:
         """Return make(), plain data; later starts of this run read it from the folder."""
         path = self.folder / f"{name}.json"
-        if distributed.on_main(self.world, lambda: self.is_cached(path.name, {})):
-            return distributed.on_main(self.world, lambda: data.read_json(path))
-        value = make()
-        self.write_json(path.name, value)
-        self.add_to_cache(path.name, {})
-        return value
+        if not distributed.on_main(self.world, path.exists):
+            self.write_json(path.name, make())
+        return distributed.on_main(self.world, lambda: data.read_json(path))
 
     def reference_logps(
         self, numerics: dict, examples: dict, rows: dict, score: Callable[..., Tensor]
@@ -427,11 +449,11 @@ class Run:
         """
         examples = {split: pairs for split, pairs in examples.items() if pairs}
         rows = {split: rows.get(split, range(len(pairs))) for split, pairs in examples.items()}
-        fingerprint = numerics | {f"rows of {split}": len(used) for split, used in rows.items()}
+        facts = numerics | {f"rows of {split}": len(used) for split, used in rows.items()}
         path = self.folder / REFERENCE
+        stored = load_tables(path, facts) if self.world.is_main else {}
         tables = {}
-        if distributed.on_main(self.world, lambda: self.is_cached(REFERENCE, fingerprint)):
-            stored = load_file(path) if self.world.is_main else {}
+        if distributed.on_main(self.world, lambda: bool(stored)):
             for split, pairs in examples.items():  # from rank 0 to all
                 table = stored.get(split, torch.zeros(len(pairs), 2)).to(self.world.device)
                 tables[split] = distributed.all_sum(table, self.world)
@@ -440,28 +462,34 @@ class Run:
             self.say(f"scoring {len(rows[split])} of {len(pairs)} pairs of {split}")
             tables[split] = score(pairs, rows=rows[split], phase=self.phase(f"scoring {split}"))
         if self.world.is_main:
-            with data.write_file(path) as file:
-                save_file({name: table.cpu().contiguous() for name, table in tables.items()}, file)
-        self.add_to_cache(REFERENCE, fingerprint)
+            save_tables(path, tables, facts)
         return tables
 
-    def is_cached(self, name: str, fingerprint: dict) -> bool:
-        """Return, on rank 0, whether an earlier start has written this file, and it is intact.
 
-        fingerprint: what its content depends on besides settings and inputs, as plain data.
-        """
-        path = self.folder / name
-        with contextlib.suppress(UserError, FileNotFoundError):
-            facts = {"sha256": data.sha256(path), "fingerprint": fingerprint}
-            return data.read_json(path.with_suffix(FACTS)) == facts
-        return False
+def save_tables(path: Path, tables: dict[str, Tensor], facts: dict) -> None:
+    """Write tensors to a file whose metadata have their SHA-256 and what they depend on."""
+    tables = {name: table.cpu().contiguous() for name, table in tables.items()}
+    with data.write_file(path) as file:
+        save_file(tables, file, metadata_of(tables, facts))
 
-    def add_to_cache(self, name: str, fingerprint: dict) -> None:
-        """Let later starts use a file that was just written, on rank 0; see is_cached()."""
-        if self.world.is_main:
-            path = self.folder / name
-            facts = {"sha256": data.sha256(path), "fingerprint": fingerprint}
-            data.write_json(path.with_suffix(FACTS), facts)
+
+def load_tables(path: Path, facts: dict) -> dict[str, Tensor]:
+    """Return the tensors of save_tables(); none if they are damaged or depend on other facts."""
+    try:
+        with safe_open(path, "pt") as file:
+            tables = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            is_same = file.metadata() == metadata_of(tables, facts)
+    except (OSError, SafetensorError):  # there is no file, or its header is damaged
+        return {}
+    return tables if is_same else {}
+
+
+def metadata_of(tables: dict[str, Tensor], facts: dict) -> dict[str, str]:
+    """Return the metadata of a file of save_tables()."""
+    digest = hashlib.sha256()
+    for name in sorted(tables):
+        digest.update(name.encode() + tables[name].numpy().tobytes())
+    return {"sha256": digest.hexdigest(), "facts": json.dumps(facts, sort_keys=True)}
 
 
 def finite(values: dict[str, Any]) -> dict[str, Any]:

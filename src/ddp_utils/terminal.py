@@ -1,17 +1,19 @@
 """What a run prints: lines that fit a terminal of 80 columns, and a progress bar."""
 
+import io
 import os
 import sys
 import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from tqdm import tqdm
 
 WIDTH = 80  # columns of a printed line
-SILENCE, PAUSE = 10, 600  # seconds of a phase before its first line in a pipe, and between two
+PAUSE = 600  # seconds between two lines of a phase in a pipe
 COLUMNS = {  # metric -> its name in a printed line
     "loss": "loss",
     "rewards/chosen": "chosen",
@@ -24,7 +26,9 @@ COLUMNS = {  # metric -> its name in a printed line
     "fraction_of_optimum": "of_optimum",
 }
 SHAPE = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
-PHASE_SHAPE = "{l_bar}{bar}| [{elapsed}<{remaining}]"
+# options of tqdm for a phase
+ON_TERMINAL = {"bar_format": "{l_bar}{bar}| [{elapsed}<{remaining}]", "dynamic_ncols": True}
+IN_PIPE = {"bar_format": "{desc}: about {remaining} left", "mininterval": 10}
 T = TypeVar("T")
 
 
@@ -37,23 +41,19 @@ class Bar:
         self.is_shown = is_main and sys.stdout.isatty() and sys.stderr.isatty()
         self.is_of_run = True
         self.losses: list[float] = []  # of this part
-        self.now = tqdm(disable=True)
+        self.now = self.phase = tqdm(disable=True)
 
     def begin(self, title: str, total: int, done: int = 0, seconds: float = 0.0) -> None:
         """Replace the bar by one for a part of the run, or with title "" for the full run.
 
-        done, seconds: steps and time of earlier starts.
+        The bar of a part stays visible at its end. done, seconds: steps and time of earlier starts.
         """
         self.now.close()
         self.losses = []
         self.is_of_run = not title
-        self.now = self.make(title, total, done, SHAPE, leave=bool(title))
+        size = {"desc": title, "total": total, "initial": done, "leave": bool(title)}
+        self.now = tqdm(**size, bar_format=SHAPE, dynamic_ncols=True, disable=not self.is_shown)
         self.now.start_t = time.time() - seconds
-
-    def make(self, title: str, total: float, done: float, shape: str, **options: Any) -> tqdm:
-        """Return a bar of tqdm, which is hidden where this one is."""
-        size = {"desc": title, "total": total, "initial": done, "bar_format": shape}
-        return tqdm(**size, dynamic_ncols=True, disable=not self.is_shown, **options)
 
     def advance(self, losses: Sequence[float]) -> None:
         """Move the bar of a part by one; show the last of these losses and the mean of the part."""
@@ -77,72 +77,55 @@ class Bar:
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
     def close(self) -> None:
-        """Remove the bar of the full run; the bar of a part stays visible."""
-        if self.is_of_run:
-            self.now.refresh()  # it shows the time at the end, as the line that follows does
+        """End the bar, and that of a phase which an error has interrupted."""
+        self.phase.close()
+        self.now.refresh()  # it shows the time at the end, as the line that follows does
         self.now.close()
 
 
+@dataclass
 class Phase:
     """The progress of a part of a run that takes many forwards, such as scoring or sampling.
 
-    On a terminal it is a bar, in place of that of the run; in a pipe a line with the time left if
-    the part takes long. Nothing is shown without a Bar, or on other ranks.
-
-    stop_if_requested: called by all ranks before each micro-batch. parts: number of calls of each()
-    for the complete phase; done: those of earlier starts.
+    On a terminal it is a bar, in place of that of the run. In a pipe it is a line with the time
+    left, after 10 seconds and then every 10 minutes. Without a Bar, or on other ranks, nothing is
+    shown.
     """
 
-    def __init__(
-        self,
-        title: str = "",
-        bar: Bar | None = None,
-        stop_if_requested: Callable[[], None] = lambda: None,
-        parts: int = 1,
-        done: int = 0,
-    ):
-        self.title = title
-        self.bar = bar or Bar(False)
-        self.stop_if_requested = stop_if_requested
-        self.parts = parts
-        self.first = self.fraction = done / parts  # of the phase
-        self.start = time.time()
-        self.due: float = SILENCE  # seconds from the start to the next line in a pipe
-        self.shown = tqdm(disable=True)
+    title: str = ""
+    bar: Bar = field(default_factory=lambda: Bar(False))
+    stop_if_requested: Callable[[], None] = lambda: None  # called before each micro-batch
+    parts: int = 1  # calls of each() in the complete phase
+    done: int = 0  # those that have ended, including those of earlier starts
+    now: Any = None  # the bar of tqdm, which each() makes
 
     def each(self, batches: Sequence[T], units: int = 1) -> Iterator[T]:
         """Yield the micro-batches of one part. units: calls of advance() in each of them, at most.
 
-        Ranks may have different micro-batches, but they have the same number of them.
+        All ranks call it with the same number of micro-batches, although these may differ.
         """
-        before = self.fraction
-        part = 1 / self.parts / max(1, len(batches))  # of one micro-batch
-        self.unit = part / units
-        self.shown = self.bar.make(
-            self.title, 1.0, self.first, PHASE_SHAPE, leave=False, position=0, smoothing=0
-        )
-        self.shown.start_t = self.start
-        self.shown.update(before - self.first)
-        try:
-            for number, batch in enumerate(batches):
-                self.stop_if_requested()
-                yield batch
-                self.advance(before + (number + 1) * part - self.fraction)
-        finally:
-            self.shown.close()
+        if self.now is None:
+            size = {"desc": self.title, "total": self.parts, "initial": self.done}
+            where = ON_TERMINAL if self.bar.is_shown else IN_PIPE | {"file": io.StringIO()}
+            how = {"position": 0, "leave": False, "miniters": 0, "smoothing": 0}
+            self.now = tqdm(**size, **where, **how, disable=not self.bar.is_main)
+            self.bar.phase = self.now
+        self.unit = 1 / max(1, len(batches)) / units
+        for number, batch in enumerate(batches):
+            self.stop_if_requested()
+            self.advance(self.done + number / len(batches) - self.now.n)
+            yield batch
+        self.done += 1
+        if self.done == self.parts:
+            self.now.close()
             self.bar.now.refresh()
 
     def advance(self, by: float | None = None) -> None:
         """Show that one more unit of a micro-batch is done."""
-        by = self.unit if by is None else by
-        self.fraction += by
-        self.shown.update(by)
-        seconds = time.time() - self.start
-        if seconds >= self.due and self.bar.is_main and not self.bar.is_shown:
-            self.due = seconds + PAUSE
-            left = seconds * (1 - self.fraction) / max(self.fraction - self.first, 1e-9)
-            if left > SILENCE:
-                self.bar.say(f"{self.title}: about {tqdm.format_interval(left)} left")
+        is_due = self.now.update(self.unit if by is None else by)
+        if is_due and not self.bar.is_shown:
+            self.now.mininterval = PAUSE
+            self.bar.say(str(self.now))
 
 
 def columns(values: dict[str, float]) -> list[str]:

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from transformers import TextStreamer
 
-from ddp_utils import SettingError, checkpoints, data, distributed
-from ddp_utils.policy import dtype_to_compute
+from ddp_utils import SettingError, data, distributed
+from ddp_utils.policy import DTYPES, is_bf16_fast, warn_if_bf16_is_slow
 from lm import lora, models, sampling
 from lm.chat_template import Encoder
 from lm.logps import Pair, Scorer
+from lm.model_files import model_folder
 
 # temperature 0.7 as for example replies; the reason is in docs/dpo.md
 DEFAULTS: dict[str, Any] = {"temperature": 0.7, "top_p": 1.0, "max_new_tokens": 256}
@@ -48,14 +49,26 @@ class Streamer(TextStreamer):
         return f"[first token after {first - start:.2f} s{speed}, {tokens} tokens]"
 
 
+def dtype_to_compute(dtype: str, device: torch.device) -> Any:
+    """Return the dtype in which a model is loaded that is not trained.
+
+    dtype: "fp32", "bf16", or "auto": as in the model's files, but fp32 on a CPU with slow bf16.
+    """
+    if dtype == "bf16" and device.type == "cpu":
+        warn_if_bf16_is_slow()
+    if dtype == "auto" and device.type == "cpu" and not is_bf16_fast():
+        return torch.float32
+    return DTYPES.get(dtype, "auto")
+
+
 def load(
     folder: str, before: bool, device: torch.device, dtype: str = "auto"
 ) -> tuple[Any, Encoder, dict[str, Any]]:
     """Return the model of a run, or of a model folder, its encoder, and the run's settings.
 
-    dtype: see policy.dtype_to_compute().
+    dtype: see dtype_to_compute().
     """
-    name = result = str(checkpoints.model_folder("folder", folder))
+    name = result = str(model_folder("folder", folder))
     config = data.resolve(folder) / "config.json"
     run = data.read_json(config) if config.is_file() else {}
     if "model_name" not in run:  # config.json is that of a model

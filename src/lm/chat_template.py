@@ -41,11 +41,13 @@ DOUBTFUL = {
     "which may open a thought; use replies with one, or another --chat_template or its _kwargs",
     REPEATED: "have replies that begin with the prompt; remove it from them if it is repeated",
 }
-# how a conversation begins that a chat template has rendered
+# how a conversation begins that the chat template of some model has rendered
 RENDERED = re.compile(
-    r"\s*(<s>|<bos>|<\|begin_of_text\|>)?\s*"
-    r"(<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>|\[INST\]|<\|(system|user)\|>"
-    r"|Human:(?=[\s\S]*Assistant:\s*$))"
+    r"\s*(<s>\s*\[[A-Z_]+\]|(<s>\s*)?("  # <s> alone may be HTML
+    r"<\|[^\s<>|]+\|?>|<｜[^<>｜]+｜>|\[\|\w+\|\]"  # <|user|>, <|turn>, <｜User｜>, [|user|]
+    r"|<(?i:bos|bos_token|(start|begin\w*)_of_\w+)>"
+    r"|\[(INST|SYSTEM_PROMPT|gMASK)\]|\]~"  # Mistral, GLM, MiniMax
+    r"|Human:(?=[\s\S]*Assistant:\s*$)))"
 )
 
 Ids = list[int]  # token ids
@@ -87,9 +89,11 @@ class Encoder:
         self.before_reply = ""  # the template's text between a prompt and a reply
         self.after_reply = ""
         self.in_parts = False  # the template expects a content as [{"type": "text", "text": ...}]
+        self.begins: tuple[str, ...] = ()  # what the template writes before a first turn
         self.kwargs = self.check_arguments(kwargs or {}, "--chat_template_kwargs")
         if self.templated:
             self._find_ends_of_replies()
+            self.begins = self._find_begins()
 
     def with_arguments(self, arguments: dict) -> "Encoder":
         """Return an encoder whose template gets more arguments, such as the tools of one row."""
@@ -187,6 +191,16 @@ class Encoder:
             if ends[0] not in self.special_ids(text[common_prefix(asked, text) :]):
                 self.stops.append(ends[0])
 
+    def _find_begins(self) -> tuple[str, ...]:
+        """Return what the template writes before a first user or system turn, without BOS."""
+        first = {"role": "user", "content": "@@@"}
+        begins = []
+        for turns in ([first], [{**first, "role": "system"}, {**first, "content": "u"}]):
+            text = self.render(turns, add_generation_prompt=True)
+            begin, content, _ = text.partition("@@@")
+            begins += [self._without_bos(begin)] if content else []
+        return tuple(filter(None, begins))
+
     def _find_form_of_calls(self, question: dict) -> tuple[bool, int | None]:
         """Return whether arguments of tool calls are texts, and the token that ends calls.
 
@@ -221,14 +235,26 @@ class Encoder:
         """Return what the model reads before it replies."""
         self.check_supported(prompt if isinstance(prompt, list) else [])
         if self.templated:
-            if isinstance(prompt, str) and (begin := RENDERED.match(prompt)):
-                problem = f"begins with {begin[2]} (expected a text without a chat template)"
-                raise UserError(f"prompt: {problem}; use messages, or --chat_template none")
+            if isinstance(prompt, str):
+                self.check_not_rendered(prompt)
             return self.render(messages_of(prompt), add_generation_prompt=True)
         if isinstance(prompt, str):
             return prompt
         turns = [f"{PLAIN_ROLES[turn['role']]} {turn['content']}" for turn in prompt]
         return "".join(turns) + PLAIN_ROLES["assistant"]
+
+    def check_not_rendered(self, prompt: str) -> None:
+        """Raise UserError if a prompt begins like a conversation that a template has rendered."""
+        shape = RENDERED.match(prompt)
+        text = self._without_bos(prompt)
+        begin = shape[0] if shape else next(filter(text.startswith, self.begins), "")
+        if begin:
+            problem = f"begins with {data.shown(begin.strip())} (expected text without a template)"
+            raise UserError(f"prompt: {problem}; use messages, or --chat_template none")
+
+    def _without_bos(self, text: str) -> str:
+        """Return the text without white space and BOS at its beginning."""
+        return text.lstrip().removeprefix(self.tokenizer.bos_token or "").lstrip()
 
     def text_with_reply(self, prompt: Prompt, reply: Reply, text: str) -> str:
         """Return a prompt and a reply as one text, which ends with the reply.
@@ -407,6 +433,12 @@ def optional_text(record: Record, field: str) -> list[str]:
     return [] if value is None or not str(value).strip() else [data.text(record, field)]
 
 
+def ignoring(field: str) -> str:
+    """Return the hint that a field of all rows can be ignored with --columns."""
+    ours = re.sub(r"\W", "_", f"ignored_{field}")
+    return f"use --columns {ours}={field} to ignore this field"
+
+
 def check_text_only(record: Record, path: str, value: Any, may_be_0: bool = False) -> bool:
     """Return whether a row or message is trained: no weight of it is 0.
 
@@ -422,5 +454,6 @@ def check_text_only(record: Record, path: str, value: Any, may_be_0: bool = Fals
     for key, weight in weights.items():
         if weight is None or not (weight or may_be_0):
             expected = "1 or true (use only such rows)"
-            raise data.wrong_value(record, place + key, value[key], expected)
+            error = data.wrong_value(record, place + key, value[key], expected)
+            raise error if path else UserError(f"{error}; {ignoring(key)}")
     return all(weights.values())

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 
 from ddp_utils import UserError, data, distributed
-from ddp_utils.checkpoints import check_writable, model_folder
+from ddp_utils.checkpoints import check_writable
 from ddp_utils.policy import DTYPES
 from lm import lora, models
 from lm.chat_template import Encoder
+from lm.model_files import model_folder
 
 
 def merge(

@@ -51,6 +51,25 @@ class LoraSpec(NamedTuple):
 # --- files ----------------------------------------------------------------------------------------
 
 
+def model_folder(field: str, folder: str) -> Path:
+    """Return the folder of the model that a run has saved, or the folder itself if it is no run.
+
+    field: the setting, for errors. Raises UserError if there is no such folder or no model yet.
+    """
+    run = data.resolve(folder)
+    if not run.is_dir():
+        raise UserError(f"{field}: there is no folder {folder} (expected one such as results/dpo)")
+    is_run = (run / "summary.json").exists()
+    settings = data.read_json(run / "config.json") if is_run else {}
+    own = "result_dir" in settings and settings.get("output_dir")  # of main_distributed.py
+    model = data.resolve(own or run / "model")
+    if is_run and not model.is_dir():
+        summary = data.read_json(run / "summary.json")
+        problem = f"is {summary.get('status')} after step {summary.get('step')} and has no model"
+        raise UserError(f"{field}: the run {folder} {problem}; run its command again to finish it")
+    return model if model.is_dir() else run
+
+
 def model_path(name: Name) -> str:
     """Return the absolute path of a folder, which is looked up as data are, or a hub name."""
     folder = data.resolve(name)

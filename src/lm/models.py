@@ -28,7 +28,7 @@ from transformers.utils import logging
 
 from ddp_utils import UserError, data, distributed
 from ddp_utils.distributed import World
-from ddp_utils.policy import Policy, Precision, Tensors, untied_state
+from ddp_utils.policy import Policy, Precision, Tensors
 from lm import model_files
 from lm.model_files import FAULTS, META, LoraSpec, Name, first_line, is_adapter, reading
 from lm.token_rows import digest_of_rows
@@ -430,5 +430,29 @@ def save_policy(policy: Policy, base: Model, encoder: Any, folder: Path, world: 
 
     base, encoder: as in save().
     """
-    weights = policy.full_weights()
+    weights = full_weights(policy)
     distributed.on_main(world, lambda: save(policy.scorer.model, base, encoder, folder, weights))
+
+
+def full_weights(policy: Policy) -> Tensors | None:
+    """Return name -> full weight on rank 0: of an adapter, or all that a model's files contain.
+
+    Return None if the model is not sharded, and has them itself.
+    """
+    if not policy.is_sharded:
+        return None
+    named: Tensors = {**policy.trainable()}
+    if not hasattr(policy.scorer.model, "peft_config"):
+        named = untied_state(policy.scorer.model)  # with what is frozen
+    weights = {}
+    for name, tensor in named.items():
+        weight = policy.full_parameter(tensor)
+        if distributed.is_first():
+            weights[name] = weight.cpu()
+    return weights
+
+
+def untied_state(model: nn.Module) -> Tensors:
+    """Return name -> parameter or saved buffer, each once: a tied weight under its first name."""
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: named[name] for name in model.state_dict() if name in named}

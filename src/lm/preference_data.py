@@ -15,7 +15,6 @@ import contextlib
 import functools
 import inspect
 import math
-import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sized
@@ -27,7 +26,7 @@ from tqdm import tqdm
 from ddp_utils import UserError, data, sampler
 from ddp_utils.data import DataFile, Record, Unusable
 from lm import chat_template, token_rows
-from lm.chat_template import HUMAN, Encoder, Prompt, Reply, plain_text
+from lm.chat_template import HUMAN, Encoder, Prompt, Reply, ignoring, plain_text
 from lm.logps import Pair
 from lm.token_rows import Rows
 
@@ -38,14 +37,17 @@ FIELDS["sharegpt"] = ("conversations", *SIDES)
 FIELDS["openai"] = ("input", "preferred_output", "non_preferred_output")
 ARGUMENTS = ("tools", "chat_template_kwargs")  # arguments of the chat template for one row
 ALWAYS_READ = ("system", *chat_template.WEIGHTS, *ARGUMENTS)
-# fields of public data sets that tell, row by row, which of two responses is better
-WINNERS = r"labels?|winner(_\w+)?|choice|verdict|human_label"
-WINNERS += r"|(best|better|preferred|safer)(_(response|answer|output|completion|model|idx|id))*"
-WINNERS += r"|(\w+_)?pref(erences?)?(_(strength|labels?|score))?"
-WINNERS += r"|(\w+_)?(score|rating|rank|reward)_[ab012]|\w+_?[ab012]_(score|rating|rank|reward)"
-# fields that tell how much better the chosen response is; negative numbers tell that it is worse
-MARGINS = r"(\w+_)?(score|rating|reward|margin|(score|rating|reward)_diff(erence)?)"
-NOT_SCORES = "rank|len|token|count|time|id"  # fewer may be better in fields with these names
+# Exact names of fields of public data sets, in lower case and with _ for -. WINNERS name the better
+# response, row by row (of fields such as score_a and score_b, the first one is enough); SCORES are
+# higher for the better response; MARGINS are negative if rejected is better.
+WINNERS = {"label", "labels", "choice", "verdict", "human_label", "winner", "winner_model_a"}
+WINNERS |= {"preference", "preference_strength", "overall_preference", "overall_pref", "better_idx"}
+WINNERS |= {"better_response_id", "safer_response_id", "preferred_response", "score_a", "score_0"}
+WINNERS |= {"conv_a_rating", "response1_score"}
+WORDS = ("score", "rating", "reward", "avg_rating", "rm_score", "helpfulness")
+SCORES = {f"chosen_{word}" for word in WORDS} | {f"{word}_chosen" for word in WORDS}
+MARGINS = {"score", "margin"} | {f"{word}_margin" for word in WORDS}
+MARGINS |= {f"{word}_diff" for word in WORDS} | {f"{word}_difference" for word in WORDS}
 
 
 class Format(NamedTuple):
@@ -265,33 +267,27 @@ def texts_of(
     return prompt, chosen, rejected
 
 
-def check_direction(record: Record, format: str) -> None:
-    """Raise UserError if a field that is not trained tells that chosen may be the worse response.
+def check_direction(record: Record) -> None:
+    """Raise UserError if a field of the sets above does not mean that chosen is better.
 
     Which response a field such as winner names depends on the file: it can only be "chosen".
     """
-    trained = FIELDS.get(format, FIELDS["prompt"])  # an answer may be a number
-    for original, value in record.data.items():
-        name = original.lower()
-        if original in trained or name.startswith("ignored_"):  # by --columns
-            continue
-        is_wrong = False
-        if re.fullmatch(WINNERS, name) and isinstance(value, str | int | float):
-            is_true = value is True or str(value).lower() in ("true", "chosen", "")
-            is_wrong = not is_true and len(str(value)) < 40  # not a text about something else
-        elif "chosen" in name and not re.search(NOT_SCORES, name):
-            side = "Rejected" if "Chosen" in original else "rejected"
-            other = record.data.get(re.sub("chosen", side, original, flags=re.IGNORECASE))
+    fields = {name.lower().replace("-", "_"): name for name in record.data}
+    for name, original in fields.items():
+        value = record.data[original]
+        if name in WINNERS and isinstance(value, str | int | float):
+            # a longer text is about something else
+            is_wrong = str(value).lower() not in ("true", "chosen", "") and len(str(value)) < 40
+        elif name in SCORES:
+            other = record.data.get(fields.get(name.replace("chosen", "rejected")))
             is_wrong = _number(value) < _number(other)
-        elif isinstance(value, dict) and value.keys() >= {*SIDES}:
-            is_wrong = _number(value["chosen"]) < _number(value["rejected"])
-        elif re.fullmatch(MARGINS, name):
-            is_wrong = _number(value) < 0
+        elif name == "scores" and isinstance(value, dict):
+            is_wrong = _number(value.get("chosen")) < _number(value.get("rejected"))
+        else:
+            is_wrong = name in MARGINS and _number(value) < 0
         if is_wrong:
-            problem = f"{value!r:.40} does not tell that chosen is the better response"
-            hint = "swap the two where rejected is better; if chosen is right in all rows, use "
-            ours = re.sub(r"\W", "_", f"ignored_{original}")
-            hint += f"--columns {ours}={original}"
+            problem = f"{value!r:.40} does not mean that chosen is the better response"
+            hint = f"swap the two where rejected is better; if it never is, {ignoring(original)}"
             raise UserError(f"{record.location}: {data.shown(original)}: {problem}; {hint}")
 
 
@@ -304,8 +300,13 @@ def _number(value: Any) -> float:
 
 def prompt_and_responses(record: Record, format: str) -> tuple[Prompt, Reply, Reply]:
     """Return prompt, chosen and rejected of a record in the named format."""
-    check_direction(record, format)
+    check_direction(record)
     chat_template.check_text_only(record, "", record.data)
+    for side in SIDES:
+        value = record.data.get(side)
+        if isinstance(value, list) and sum(isinstance(item, str | list) for item in value) > 1:
+            problem = "must be one response (a text, or a list of messages), not several ones"
+            raise UserError(f"{record.location}: {side}: {problem}; write one row for each")
     if format in TEXTS:
         prompt = question(record, format)
         chosen, rejected = (data.text(record, side, may_be_empty=True) for side in SIDES)

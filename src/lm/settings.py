@@ -6,6 +6,15 @@ from typing import Any, Literal
 
 from ddp_utils import SettingError, cli
 
+DEMO_MODEL = "data/demo/model"
+DEFAULT_RATES = {  # objective, kind of fine-tuning -> learning rate; measured: docs/recipes.md
+    ("dpo", "lora"): 2e-4,
+    ("dpo", "full"): 5e-6,
+    ("sft", "lora"): 2e-4,
+    ("sft", "full"): 2e-5,
+    ("baking", "lora"): 1e-3,
+}
+
 
 @dataclass
 class Merge:
@@ -43,6 +52,11 @@ def read_chat(argv: list[str] | None) -> Chat:
     settings = cli.parse(Chat, argv)
     cli.check_ranges(settings)
     return settings
+
+
+def default_rate(model_name: str, objective: str, fine_tuning: str = "lora") -> float:
+    """Return the learning rate of a setting that is left open; the demo's tiny model needs 1e-3."""
+    return 1e-3 if model_name == DEMO_MODEL else DEFAULT_RATES[objective, fine_tuning]
 
 
 def check_strategy(config: Any, setting: str, other: str) -> None:

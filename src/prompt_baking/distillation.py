@@ -8,12 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from ddp_utils import UserError, distributed, sampler
-from ddp_utils.data import write_file
+from ddp_utils import UserError, sampler
+from ddp_utils.distributed import World
 from ddp_utils.run import Run
 from lm import logps, sampling
 from lm.chat_template import Encoder
@@ -58,63 +56,18 @@ class Student(logps.Scorer):
 
 
 class Teacher:
-    """Makes batches that contain the states of the prompted base model.
+    """Makes batches that contain the hidden states of the prompted base model."""
 
-    The states are computed for each batch. With cache_teacher they are computed once per start and
-    stored in the run folder, one file per rank: the last hidden states, D numbers per token instead
-    of V, since student and teacher have the same output layer.
-    """
-
-    def __init__(
-        self, student: Student, data: dict[str, list[Trajectory]], config: Config, run: Run
-    ):
+    def __init__(self, student: Student, config: Config, world: World):
         self.student = student
         self.config = config
-        self.world = run.world
-        self.files: dict[str, Any] = {}  # "split/row" -> the open file with its states
-        if config.cache_teacher:
-            self._fill_cache(data, run)
+        self.world = world
 
-    def __call__(self, split: str, index: Sequence[int], examples: Any) -> Batch:
-        """Return the batch of the rows `index` of a split; examples: row -> Trajectory."""
+    def __call__(self, index: Sequence[int], examples: Any) -> Batch:
+        """Return the batch of the rows `index`; examples: row -> Trajectory."""
         rows = [examples[row] for row in index]
         batch = trajectories.collate(rows, self.world.device, self.student.shared)
-        if not self.files:
-            return self.student.teach(batch)
-        names = [f"{split}/{row}" for row in index]
-        states = torch.cat([self.files[name].get_tensor(name) for name in names])  # [N, D]
-        return batch._replace(teacher_states=distributed.to_device(states, self.world.device))
-
-    def _fill_cache(self, data: dict[str, list[Trajectory]], run: Run) -> None:
-        """Compute the states of this rank's rows, write them, and open the files of all ranks."""
-        run.say("computing the hidden states of the teacher")
-        states = {}  # "split/row" -> [n, D]
-        size = self.config.batch_size
-        for split, rows in data.items():
-            indices = range(len(rows))
-            micro_batches = self.student.micro_batches(indices, rows, self.world, size)
-            for micro_batch in run.phase(f"teacher states of {split}").each(micro_batches):
-                batch = self(split, micro_batch.index, rows)
-                parts = batch.teacher_states.split(batch.tokens.tolist())
-                for row, part in zip(micro_batch.index, parts, strict=True):
-                    states[f"{split}/{row}"] = part.cpu().clone()
-        ranks = range(self.world.world_size)
-        paths = [run.folder / f"teacher/{rank}-of-{len(ranks)}.safetensors" for rank in ranks]
-
-        def write() -> None:
-            with write_file(paths[self.world.rank]) as temporary:
-                save_file(states, temporary)
-
-        distributed.on_each(self.world, write)
-
-        def open_all() -> None:
-            for path in paths:
-                if not path.exists():
-                    raise UserError(f"{path}: not there; use a folder that all nodes can read")
-                file = safe_open(path, framework="pt")
-                self.files |= dict.fromkeys(file.keys(), file)
-
-        distributed.on_each(self.world, open_all)
+        return self.student.teach(batch)
 
 
 def check_targets(model: Any, targets: str) -> None:
@@ -126,16 +79,11 @@ def check_targets(model: Any, targets: str) -> None:
             raise UserError(f"--lora_targets: {problem}; leave them out")
 
 
-def check_head(student: Student, rows: list[Trajectory], config: Config, run: Run) -> None:
-    """Test the output layer on real rows, and print what the test says.
-
-    Raises UserError if the output layer cannot be used with a cache.
-    """
+def check_head(student: Student, rows: list[Trajectory], run: Run) -> None:
+    """Test the output layer on real rows, and print the result."""
     pairs = [Pair(row.student, row.reply, row.reply, "", "") for row in rows[:2]]
     for line in choose_head_and_layout(student, pairs, "auto", run.world):
         run.say(line)
-    if student.full_logits and config.cache_teacher:
-        raise UserError("--cache_teacher: the output layer is not a plain one; leave it out")
 
 
 def own_replies(

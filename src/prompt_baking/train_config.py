@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ddp_utils import SettingError, cli
+from ddp_utils import cli
 
 
 @dataclass
@@ -31,7 +31,6 @@ class Config:
     chat_template: str = "auto"  # auto: the tokenizer's, if any; none; .jinja file; or its name
     chat_template_kwargs: str = ""  # template arguments as JSON; empty: as in the data
     shuffle: bool = True  # shuffle the data in every epoch
-    cache_teacher: bool = False  # cache the last hidden states of the teacher on disk
 
     # objective
     divergence: Literal["kl", "reverse_kl", "jsd"] = "kl"  # KL(teacher || student), reverse, or JSD
@@ -85,7 +84,4 @@ def read(argv: Sequence[str] | None = None) -> Config:
     config, places = cli.parse_with_file(Config, argv)
     with cli.located(places):
         cli.check_ranges(config, max_traj_len=(">= 8", lambda x: x >= 8))
-        if config.on_policy and config.cache_teacher:
-            problem = "on_policy has new replies in each step; leave it out"
-            raise SettingError("cache_teacher", problem)
     return config

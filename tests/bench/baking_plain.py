@@ -1,12 +1,10 @@
 """Prompt baking the straightforward way, to measure against: a peft model, the logits of teacher
 and student in full, the teacher at every step.
 
-    python tests/bench/baking_plain.py            # prints the table of all cases; "kept" is ours
-                                                  # with --cache_teacher
+    python tests/bench/baking_plain.py            # prints the table of all cases
     python tests/bench/baking_plain.py plain demo # one side of one case, as JSON
 """
 
-import functools
 import json
 import resource
 import statistics
@@ -73,16 +71,16 @@ def plain_loop(folder, rows):
     return step
 
 
-def our_loop(folder, rows, kept=False):
-    """train_loop.py's step, its teacher kept on disk or not."""
+def our_loop(folder, rows):
+    """Return the step of train_loop.py."""
     import train_loop
-    from ddp_utils import distributed, terminal
+    from ddp_utils import distributed
     from ddp_utils.policy import Policy, Precision, make_optimizer
     from lm import models
     from prompt_baking import distillation, trajectories
     from prompt_baking.train_config import Config
 
-    config = Config(model_name=str(folder), cache_teacher=kept, batch_size=ROWS)
+    config = Config(model_name=str(folder), batch_size=ROWS)
     torch.manual_seed(0)
     precision = Precision.choose(torch.device("cpu"), "lora")
     adapter = models.LoraSpec(config.lora_r, config.lora_alpha, 0.0, config.lora_targets)
@@ -90,9 +88,9 @@ def our_loop(folder, rows, kept=False):
     student = distillation.Student(model)
     world = distributed.World()
     data = {"train": [trajectories.Trajectory(*row, "", "") for row in rows]}
-    run = SimpleNamespace(world=world, folder=folder, say=print, phase=terminal.Phase)
+    run = SimpleNamespace(world=world)
     run.reduce = lambda averages, norm: averages.reduce(equal={"grad_norm": norm})
-    teacher = distillation.Teacher(student, data, config, run)
+    teacher = distillation.Teacher(student, config, world)
     policy = Policy(student, world)
     optimizer, schedule = make_optimizer(policy, 3e-3, 1000, "constant", 0.0, config.weight_decay)
 
@@ -113,7 +111,6 @@ def measure(side, shape):
         rows = make(shape, folder)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         loops = {"plain": plain_loop, "ours": our_loop}
-        loops["kept"] = functools.partial(our_loop, kept=True)
         step = loops[side](folder, rows)
         losses, seconds = [], []
         for _ in range(STEPS.get(shape, 6)):
@@ -131,11 +128,11 @@ def measured(side, shape):
     return json.loads(output.splitlines()[-1])
 
 
-def compare(shape, ours, turns=5):
+def compare(shape, turns=5):
     """Ratios plain / ours of CPU time, one for each turn, and of memory."""
     ratios, memory = [], []
     for _ in range(turns):
-        plain, other = measured("plain", shape), measured(ours, shape)
+        plain, other = measured("plain", shape), measured("ours", shape)
         for a, b in zip(plain["losses"], other["losses"], strict=True):
             assert abs(a - b) <= 1e-4 * plain["losses"][0], (plain["losses"], other["losses"])
         medians = [statistics.median(side["seconds"]) for side in (plain, other)]
@@ -149,8 +146,7 @@ if __name__ == "__main__":
         print(json.dumps(measure(*sys.argv[1:])))
         sys.exit()
     for shape in SHAPES:
-        for side in ("ours", "kept"):
-            ratios, memory = compare(shape, side)
-            shown = f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]"
-            mib = " against ".join(f"{statistics.median(m):.0f}" for m in zip(*memory, strict=True))
-            print(f"{shape}, {side}: {shown} times less CPU; MiB, weights included: {mib}")
+        ratios, memory = compare(shape)
+        shown = f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]"
+        mib = " against ".join(f"{statistics.median(m):.0f}" for m in zip(*memory, strict=True))
+        print(f"{shape}: {shown} times less CPU; MiB, weights included: {mib}")

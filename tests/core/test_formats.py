@@ -9,7 +9,7 @@ import reading
 from conftest import ROOT
 from ddp_utils import UserError, cli, data
 from ddp_utils.data import Unusable
-from lm import preference_data
+from lm import chat_template, preference_data
 from lm.chat_template import Encoder
 from lm.models import load_tokenizer
 
@@ -114,6 +114,18 @@ WRONG = [  # fields of public data sets whose rows prefer either of two response
     {"overall_pref": "B-is-clearly-better"},  # MultiPref
     {"better_idx": 0},
     {"response1_score": 2, "response2_score": 1},
+    {"chosen-avg-rating": 3, "rejected_avg_rating": 4},
+]
+OTHER = [  # fields whose names do not mean that one response is better
+    {"chosen_ppl": 9.5, "rejected_ppl": 3.5},
+    {"chosen_year": 1990, "rejected_year": 2020},
+    {"chosen_rank": 1, "rejected_rank": 4},
+    {"chosen_tokens": 5, "rejected_tokens": 9},
+    {"reference_chosen_logps": -9.5, "reference_rejected_logps": -3.5},
+    {"chosen_model": "b", "model_b": "b", "best_answer": "b"},
+    {"lengths": {"chosen": 1, "rejected": 9}},
+    {"reward": -1.5},  # of a reward model, in which 0 has no meaning
+    {"label_source": "b", "winners": "b"},
 ]
 RIGHT = [{"score_chosen": 8.5, "score_rejected": 8.5}, {"chosen_score": 5}, {"margin": math.nan}]
 RIGHT += [
@@ -123,8 +135,8 @@ RIGHT += [
     {"labels": ["math"]},
     {"margin": 0.0, "score": 0},  # a tie
     {"preference": "The user likes responses that are concise."},
-    {"chosen_tokens": 5, "rejected_tokens": 9},
-    {"chosen_rank": 1, "rejected_rank": 4},
+    {"scores": {"chosen": 9, "rejected": 1}},
+    {"Chosen-Rating": "10", "rejected_rating": 9},
     {"ignored_winner": "b"},
     {"score": None},
 ]
@@ -144,6 +156,28 @@ def test_a_field_that_prefers_the_other_response_is_an_error(more, tmp_path):
     columns = ",".join(columns)
     assert cli.COLUMNS.fullmatch(columns)
     assert len(reading.pairs(tmp_path / "f.jsonl", encoder, columns=columns)[0]) == 1
+
+
+@pytest.mark.parametrize("more", OTHER, ids=str)
+def test_other_fields_are_accepted_and_listed_as_not_read(more, tmp_path):
+    (tmp_path / "f.jsonl").write_text(json.dumps({"prompt": "q", **TEXT, **more}))
+    encoder = Encoder(load_tokenizer("data/demo/model"))
+    for reader in (reading.pairs, reading.texts):
+        rows, report = reader(tmp_path / "f.jsonl", encoder)
+        assert (len(rows), report["fields_not_read"]) == (1, ", ".join(sorted(more)))
+
+
+def test_a_field_with_the_name_of_a_weight_can_be_ignored(tmp_path):
+    """It may be the name of a split, of a topic, or of a loss."""
+    encoder = Encoder(load_tokenizer("data/demo/model"))
+    for name in chat_template.WEIGHTS:
+        (tmp_path / "f.jsonl").write_text(json.dumps({"prompt": "q", **TEXT, name: "train"}))
+        for reader in (reading.pairs, reading.texts):
+            with pytest.raises(UserError, match=f"f.jsonl:1: {name}: ") as caught:
+                reader(tmp_path / "f.jsonl", encoder)
+            columns = f"ignored_{name}={name}"
+            assert f"use --columns {columns} to ignore this field" in str(caught.value)
+            assert len(reader(tmp_path / "f.jsonl", encoder, columns=columns)[0]) == 1
 
 
 def test_a_value_that_pandas_writes_as_nan_is_absent(tmp_path):
@@ -282,7 +316,30 @@ BEGINS = [  # of conversations that a chat template has rendered
     " <bos><start_of_turn>user\n",
     "<|user|>\n",
     "\n\nHuman: q\n\nAssistant:",
+    "<bos><|turn>user\n",  # Gemma 4
+    "<|turn>user\n",
+    "<|start|>system<|message|>",  # gpt-oss
+    "<｜begin▁of▁sentence｜><｜User｜>",  # DeepSeek
+    "[gMASK]<sop><|user|>\n",  # GLM
+    "<|im_system|>system<|im_middle|>",  # Kimi
+    "<|begin_of_text|><|header_start|>user<|header_end|>\n\n",  # Llama 4
+    "<s>[SYSTEM_PROMPT]Be brief.[/SYSTEM_PROMPT][INST]",  # Mistral
+    "[SYSTEM_PROMPT]Be brief.[/SYSTEM_PROMPT][INST]",
+    "<s>[AVAILABLE_TOOLS]",
+    "<|start_of_role|>system<|end_of_role|>",  # Granite
+    "<BOS_TOKEN><|START_OF_TURN_TOKEN|><|USER_TOKEN|>",  # Cohere
+    "<|endoftext|><|user|>\n",  # OLMo
+    "]~!b[]~b]system\n",  # MiniMax
+    "<begin_of_document><beginning_of_sentence>system",
+    "[|user|]",  # EXAONE
 ]
+ORDINARY = ["<s>old</s>", "<s><b>old</b></s>", "<s>[1]</s>", "[TODO]", "[B]big[/B]", "<|>", "<| f"]
+ORDINARY += ["<table_of_contents>", "<user_query>", "<b>", "[MASK] is", "Human:", "|user|"]
+OWN = {  # template -> how it begins
+    "{{ bos_token }}{% for m in messages %}{{ m.role }}\n{{ m.content }}#{% endfor %}": "user\n",
+    "{% for m in messages %}<r>{{ m.role }}</r>{{ m.content }}{% endfor %}": "<r>system</r>",
+    "Once. {% for m in messages if m.role != 'system' %}Q: {{ m.content }}{% endfor %}": "Once. Q:",
+}
 
 
 @pytest.mark.parametrize("begin", BEGINS)
@@ -296,6 +353,31 @@ def test_a_prompt_that_a_template_has_rendered_is_not_rendered_again(begin, tmp_
     assert text.prompt == tokenizer(begin).input_ids
     path.write_text(json.dumps({"prompt": f"What is {begin}?", "completion": "x"}))
     assert len(reading.texts(path, Encoder(tokenizer))[0]) == 1
+
+
+@pytest.mark.parametrize("template", OWN)
+def test_a_prompt_that_begins_as_the_template_at_hand_does_is_an_error(template):
+    """Nothing about such a text is unusual, apart from this template."""
+    tokenizer = load_tokenizer("data/demo/model")
+    assert OWN[template] in Encoder(tokenizer).text(OWN[template])
+    tokenizer.bos_token, tokenizer.chat_template = "<s>", template
+    encoder = Encoder(tokenizer)
+    for before in ("", "<s>", " <s> "):
+        with pytest.raises(UserError, match="prompt: begins with .*; use messages, or --chat_t"):
+            encoder.text(f"{before}{OWN[template]} q")
+    for text in (f"What is {OWN[template]}?", *ORDINARY):
+        assert text in encoder.text(text)
+
+
+def test_texts_that_resemble_a_template_are_rendered():
+    tokenizer = load_tokenizer("data/demo/model")
+    for bos in ("<s>", "<|im_start|>"):
+        tokenizer.bos_token = bos
+        encoder = Encoder(tokenizer)
+        for text in ORDINARY:
+            assert text in encoder.text(text)
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert Encoder(tokenizer).begins == ()
 
 
 def test_replies_that_repeat_the_prompt_are_a_warning(tmp_path):

@@ -103,13 +103,13 @@ def test_by_default_keys_and_values_of_a_batch_have_at_most_a_gibibyte(monkeypat
 def test_the_progress_counts_each_token(monkeypatch):
     """Two batches of two tokens at most; a reply that ends early completes its batch."""
     fractions, scorer = [], tiny_scorer()
-    phase = terminal.Phase()
+    phase = terminal.Phase("sampling", terminal.Bar(True))
     monkeypatch.setattr(sampling, "choose_way", lambda *_: setattr(scorer, "way", sampling.FASTEST))
     advance = phase.advance
-    phase.advance = lambda *by: [advance(*by), fractions.append(phase.fraction)]
+    phase.advance = lambda *by: [advance(*by), fractions.append(phase.now.n)]
     spec = sampling.SampleSpec(0.0, 1.0, 2, 2, 0)
     sampling.generate(scorer, PROMPTS, [], distributed.World(), spec, phase)
-    assert fractions == pytest.approx([0.25, 0.5, 0.5, 0.75, 1, 1])
+    assert fractions == pytest.approx([0, 0.25, 0.5, 0.5, 0.75, 1])
 
 
 WILSON = {  # Brown, Cai, DasGupta 2001 / R's prop.test(correct=FALSE)

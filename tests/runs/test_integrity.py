@@ -11,6 +11,7 @@ import faults
 import programs
 from conftest import ROOT
 from ddp_utils import plots
+from ddp_utils.tools import changes
 
 
 def test_a_flipped_bit_changes_no_weight_or_is_one_line(tmp_path):
@@ -64,6 +65,37 @@ def test_the_code_of_a_run_is_its_script_and_all_that_it_may_import(tmp_path):
     modules = {str(path.relative_to(ROOT / "src")) for path in ROOT.glob("src/ddp_utils/**/*.py")}
     assert one.keys() == modules | {"mine.py"}
     assert {name for name in one if one[name] != other[name]} == {"mine.py"}
+
+
+MAIN = ROOT / "src/main_distributed.py"
+
+
+def test_a_script_that_differs_from_its_last_commit_is_named(monkeypatch):
+    """Comments are no difference, and without git there is nothing to compare with."""
+    text = MAIN.read_text()
+    loss = "return losses.pair_losses("
+    named = "main_distributed.py differs from the last commit in loss_of"
+    for committed, expected in (
+        (text.replace(loss, f"return 2 * {loss[7:]}"), named),
+        (text.replace("# what a copy of this script", "# what it"), ""),
+    ):
+        assert committed != text
+        monkeypatch.setattr(changes, "git", lambda *_, committed=committed: committed)
+        assert changes.of_script(MAIN) == expected
+    monkeypatch.setattr(changes, "git", lambda *_: None)
+    assert changes.of_script(MAIN) == ""
+
+
+def test_a_copied_script_is_compared_with_the_one_that_is_most_like_it(tmp_path):
+    copy = tmp_path / "mine.py"
+    text = MAIN.read_text()
+    copy.write_text(text)
+    assert changes.of_script(copy) == ""
+    copy.write_text(text.replace("LOGGERS: list[Any] = []", "LOGGERS = [1]") + "\nMORE = 2\n")
+    assert changes.of_script(copy) == "mine.py differs from main_distributed.py in LOGGERS, MORE"
+    copy.write_text("print(1)\ndef loss_of():\n    return 0\n")
+    assert changes.of_script(copy) == ""
+    assert changes.of_script(tmp_path / "-c") == ""
 
 
 def test_a_damaged_line_of_metrics_is_left_out(tmp_path):

@@ -43,7 +43,10 @@ def no_pixels(monkeypatch):
 
 def test_the_curves_are_the_numbers_of_the_file(tmp_path, no_pixels):
     plots.draw(folder_with(tmp_path, RUN))
+    others = no_pixels.pop("others.png")
     assert {name: len(found) for name, found in no_pixels.items()} == PANELS
+    assert [axis.get_title() for axis in others] == ["learning_rate", "", ""]
+    assert list(others[0].lines[0].get_ydata()) == [1e-4] * 40
     raw, mean, val, test = no_pixels["loss.png"][0].lines
     steps, losses = range(1, 41), [0.7 - 0.01 * step for step in range(1, 41)]
     assert list(raw.get_xdata()) == list(steps)
@@ -57,6 +60,7 @@ def test_the_curves_are_the_numbers_of_the_file(tmp_path, no_pixels):
 def test_axes_have_names_units_and_whole_steps(tmp_path, no_pixels):
     """Of a run of four steps, where half steps would be drawn."""
     plots.draw(folder_with(tmp_path, RUN[:4]))
+    assert no_pixels.pop("others.png")[0].get_title() == "learning_rate"
     assert {*no_pixels} == {*PANELS}
     for name, (axis,) in no_pixels.items():
         assert axis.get_xlabel().startswith("step") and axis.get_title(), name

@@ -259,33 +259,9 @@ def adapter_in(folder):
     return (folder / "model/adapter_model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_cached_teacher_is_the_teacher(size, one, made, tmp_path):
-    flags = [*batch(8 // size), "--max_steps", "8", "--cache_teacher"]
-    ranks(size, train, str(tmp_path / "run"), str(made), *flags)
+def test_two_processes_have_the_losses_of_one(one, made, tmp_path):
+    ranks(2, train, str(tmp_path / "run"), str(made), *batch(4), "--max_steps", "8")
     assert_same_losses(tmp_path / "run", one)
-    assert len(list((tmp_path / "run/teacher").glob("*.safetensors"))) == size
-
-
-def test_each_start_computes_the_cached_teacher_once(made, tmp_path, monkeypatch):
-    """A stopped run resumes to the same bits; a damaged file of its cache is written again."""
-    taught, teach = [], train_loop.Student.teach
-
-    def count(self, batch):
-        taught.append(len(batch.tokens))
-        return teach(self, batch)
-
-    monkeypatch.setattr(train_loop.Student, "teach", count)
-    flags = ["--cache_teacher", *batch(8), "--save_every", "1"]
-    train(tmp_path / "one", made, *flags)
-    assert sum(taught) == 84  # each row once, in training and in two validations
-    stop_once(monkeypatch, 3)
-    with pytest.raises(Stop):
-        train(tmp_path / "stopped", made, *flags)
-    [file] = (tmp_path / "stopped/teacher").glob("*.safetensors")
-    file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
-    assert train(tmp_path / "stopped", made, *flags) == 0
-    assert adapter_in(tmp_path / "stopped") == adapter_in(tmp_path / "one")
 
 
 ON_POLICY = runs.words("--on_policy --divergence jsd --max_new_tokens 12")
@@ -365,7 +341,6 @@ LM_HEAD = ["--lora_targets", "q_proj,lm_head", "--check"]
         ({"x0": "Mixed."}, ["--val_path", "MADE"], "--val_path: more than one x0"),
         ({"chat_template_kwargs": '{"a": 1}'}, [], "^--chat_template_kwargs: the chat template d"),
         ({}, ["--val_path", "TRAIN"], r"traj_chat.jsonl:1: question: it is also in data_path"),
-        ({}, ["--on_policy", "--cache_teacher"], "^--cache_teacher: on_policy has new replies"),
         ({}, LM_HEAD, "--lora_targets: output layer and embedding cannot"),
         ({}, ["--max_traj_len", "8"], "0 usable rows; --max_traj_len is 8"),
         ({"tokens": [99999], "reply": ""}, [], "token id 99999, model has"),

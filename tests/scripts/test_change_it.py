@@ -1,5 +1,6 @@
 """docs/change_it.md: each diff applies and does what it promises; a script that is copied."""
 
+import importlib.util
 import json
 import math
 import os
@@ -20,49 +21,136 @@ import runs
 from conftest import ROOT
 from lm.chat_template import Encoder
 from lm.models import load_tokenizer
+from ranks import ranks, run_ranks
 
 ROWS = (ROOT / "data/demo/preferences_train.jsonl").read_text().splitlines()
 PAGE = (ROOT / "docs/change_it.md").read_text()
+CHANGES = re.findall(r"\n## (.*)\n", PAGE)
 SCRIPT = "src/main_distributed.py"
 COPY = "src/my_dpo.py"
-TINY = runs.words("--max_rows 12 --batch_size 1 --max_steps 4 --num_samples 0 --result_dir run")
-TINY += runs.words("--sft_weight 0 --num_epochs 9 --report_to none --warmup_ratio 0")
+TINY = runs.words("--max_rows 12 --batch_size 1 --max_steps 4 --num_samples 0 --sft_weight 0")
+TINY += runs.words("--num_epochs 9 --report_to none --warmup_ratio 0")
+
+
+def change(folder, heading):
+    """Copy the script to a folder, and apply the diff below a heading."""
+    (folder / "src").mkdir(parents=True)
+    for name in (SCRIPT, COPY):
+        shutil.copy(ROOT / SCRIPT, folder / name)
+    section = PAGE[PAGE.index(f"\n## {heading}\n") :]
+    diff = re.search(r"```diff\n(.*?)```", section, re.S)[1]
+    lines = [line for line in diff.splitlines() if re.match(r"[+-](?!\+\+|--)", line)]
+    assert len(lines) <= 10 and re.findall(r"^\+\+\+ (.*)$", diff, re.M) == [f"b/{COPY}"]
+    subprocess.run(["git", "apply", "-"], input=diff, text=True, cwd=folder, check=True)
+    assert (folder / COPY).read_text() != (ROOT / SCRIPT).read_text()
+    return folder
 
 
 @pytest.fixture
 def changed(tmp_path, request):
-    """A copy of the project to which the diff of one heading is applied."""
-    tree = tmp_path / "project"
-    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    shutil.copytree(ROOT / "src", tree / "src", ignore=ignore)
-    shutil.copytree(ROOT / "data/demo", tree / "data/demo", ignore=ignore)
-    shutil.copy(tree / SCRIPT, tree / COPY)
-    section = PAGE[PAGE.index(f"\n## {request.param}\n") :]
-    diff = re.search(r"```diff\n(.*?)```", section, re.S)[1]
-    lines = [line for line in diff.splitlines() if re.match(r"[+-](?!\+\+|--)", line)]
-    files = re.findall(r"^\+\+\+ b/(.*)$", diff, re.M)
-    assert len(lines) <= 10 and len(files) <= 2
-    command = ["git", "apply", "-"]
-    subprocess.run(command, input=diff, text=True, cwd=tree, check=True)
-    for file in files:
-        assert (tree / file).read_text() != (ROOT / file.replace(COPY, SCRIPT)).read_text()
-    return tree
+    """A folder with a copy of the script to which the diff below one heading is applied."""
+    return change(tmp_path / "project", request.param)
 
 
-def train(tree, *flags, code=0, processes=1, script=COPY, **env):
-    """Run the changed copy; return the lines of its metrics in the folder run."""
-    env = {"PYTHONPATH": str(tree / "src")} | env
-    start = ["-m", "ddp_utils.launch", str(processes)] if processes > 1 else []
-    command = [sys.executable, *start, script, *TINY, *flags]
-    done = programs.process(command, code=code, cwd=tree, **env)
-    return [] if code else runs.lines(tree / "run", "train"), done
+def main_of(tree, script, flags):
+    """main() of a script of the folder, on this rank."""
+    os.chdir(tree)
+    sys.argv[0] = str(tree / script)
+    sys.path.insert(0, str(tree / "src"))  # for a module of one's own
+    spec = importlib.util.spec_from_file_location("copy", tree / script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    runs.hurry()
+    assert module.main(flags) == 0
+
+
+def train(tree, *flags, processes=1, script=COPY, folder="run"):
+    """Run the changed copy; return the lines of the metrics of its steps."""
+    shutil.rmtree(tree / folder / "model", ignore_errors=True)
+    ranks(processes, main_of, tree, script, [*TINY, *flags, "--result_dir", folder])
+    return runs.lines(tree / folder, "train")
+
+
+def error_of(tree, *flags):
+    """The error that the changed copy ends with; its exit status is 2."""
+    outcome = run_ranks(1, main_of, tree, COPY, [*TINY, *flags, "--result_dir", "run"])
+    assert outcome.codes == [2] and "Traceback" not in outcome.logs[0], outcome.logs
+    return outcome.logs[0]
+
+
+def state_of(tree, folder="run"):
+    """What the last checkpoint contains."""
+    return load_file(tree / folder / "checkpoints/step-00000004/state.safetensors")
+
+
+# --- all ten -------------------------------------------------------------------------------------
+
+
+def own_data(tree):
+    """The flags of the changes that read fields of their own, and their files."""
+    rows = [json.loads(line) for line in ROWS[:12]]
+    weighted = [row | {"importance": 0.5 + n} for n, row in enumerate(rows)]
+    ranked = [
+        {"question": row["prompt"], "answers": [row["chosen"], "?", row["rejected"]]}
+        for row in rows
+    ]
+    for name, lines in (("weighted", weighted), ("ranked", ranked)):
+        (tree / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return {
+        "A weight per pair": runs.words("--extra_fields importance --train_data weighted.jsonl"),
+        "Data": runs.words("--train_data ranked.jsonl --val_data ranked.jsonl"),
+        "An optimizer": runs.words("--learning_rate 0.1"),
+    }
+
+
+PARTS = {  # heading -> what the environment names, in a copy of main_distributed.py
+    "Data": "ROW_READER",
+    "A model class": "Capped, MODEL_CLASS",
+    "A logger": "LOGGERS, MLflow",
+    "An optimizer": "main",
+    "A schedule": "main",
+    "An order of the data": "main",
+    "Averaged weights": "main",
+}
+
+
+def test_ten_changes_are_shown():
+    assert len(CHANGES) == 10 and PARTS.keys() < {*CHANGES}
+
+
+@pytest.mark.parametrize("heading", CHANGES)
+def test_a_changed_script_resumes_and_is_the_same_on_two_processes(heading, tmp_path):
+    """Killed after step 2 of 4 and resumed, it ends with the same bits; and it is named."""
+    tree = change(tmp_path / "project", heading)
+    (tree / "src/mlflow.py").write_text(FAKE)
+    flags = [*own_data(tree).get(heading, []), "--batch_size", "2", "--eval_every", "2"]
+    flags += runs.words("--save_every 1 --keep_checkpoints 9 --max_eval_rows 2")
+    whole = train(tree, *flags)
+    validation, state = runs.lines(tree / "run", "val"), state_of(tree)
+    for step in (3, 4):
+        shutil.rmtree(tree / f"run/checkpoints/step-0000000{step}")
+    runs.as_if_killed(tree / "run")
+    resumed = train(tree, *flags)
+    assert [line["loss"] for line in resumed] == [line["loss"] for line in whole]
+    assert runs.lines(tree / "run", "val") == validation and len(validation) == 3
+    torch.testing.assert_close(state_of(tree), state, rtol=0, atol=0)
+    both = train(tree, *flags, processes=2, folder="both")
+    for one, two in zip(whole, both, strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], rel=2e-5)
+        assert two.keys() == one.keys()
+    facts = json.loads((tree / "run/environment.json").read_text())
+    parts = PARTS.get(heading, "loss_of")
+    assert facts["changes"] == f"my_dpo.py differs from main_distributed.py in {parts}"
+
+
+# --- each of them --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("changed", ["A loss"], indirect=True)
 def test_a_loss_of_ones_own(changed):
     """In training and in validation, the square of what the margin lacks to 1, by hand."""
     flags = ["--eval_every", "2", "--max_eval_rows", "1", "--learning_rate", "1e-3"]
-    steps, _ = train(changed, *flags)
+    steps = train(changed, *flags)
     assert steps[0]["loss"] == pytest.approx(1, abs=1e-6)  # a margin of 0
     assert len({step["loss"] for step in steps}) == 4
     lines = steps + runs.lines(changed / "run", "val")
@@ -80,9 +168,8 @@ def test_a_loss_that_only_training_has_is_an_error_before_the_first_update(chang
     line = "        per_pair, metrics = loss_of(policy, batch, known, examples, config)\n"
     assert line in text
     script.write_text(text.replace(line, f"{line}        per_pair = 2 * per_pair\n"))
-    _, done = train(changed, code=2)
-    assert "the loss is 2.000000 (expected 1.000000, as loss_of() has it" in done.stderr
-    assert "Traceback" not in done.stderr
+    error = error_of(changed)
+    assert "the loss is 2.000000 (expected 1.000000, as loss_of() has it" in error
 
 
 def weighted(folder, weights):
@@ -103,22 +190,21 @@ def test_a_weight_per_pair(changed):
     weights = [0.5, 2.0, 1.0, 4.0, 0.25, 8.0]
     flags = [*weighted(changed, weights), "--extra_fields", "weight", "--batch_size", "2"]
     flags += ["--eval_every", "3", "--learning_rate", "1e-3", "--max_steps", "3"]
-    steps, _ = train(changed, *flags)
+    steps = train(changed, *flags)
     log_2 = math.log(2)
     assert steps[0]["loss"] == pytest.approx(1.25 * log_2, abs=1e-6)
     before = runs.lines(changed / "run", "val")[0]
     assert before["loss"] == pytest.approx(sum(weights) / 6 * log_2, abs=1e-6)
     report = json.loads((changed / "run/data_report.json").read_text())["train"]
     assert "weight" not in report["fields_not_read"]
-    both, _ = train(changed, *flags, "--result_dir", "both", processes=2)
-    for one, two in zip(steps, runs.lines(changed / "both", "train"), strict=True):
+    both = train(changed, *flags, processes=2, folder="both")
+    for one, two in zip(steps, both, strict=True):
         assert two["loss"] == pytest.approx(one["loss"], rel=2e-5)
     runs.as_if_killed(changed / "run")
     weighted(changed, weights[::-1])
-    _, done = train(changed, *flags, code=2)
-    assert "content of train" in done.stderr
-    _, done = train(changed, *flags, "--extra_fields", "importance", "--restart", code=2)
-    assert "weighted.jsonl:1: importance: missing, but --extra_fields names it" in done.stderr
+    assert "content of train" in error_of(changed, *flags)
+    error = error_of(changed, *flags, "--extra_fields", "importance", "--restart")
+    assert "weighted.jsonl:1: importance: missing, but --extra_fields names it" in error
 
 
 @pytest.mark.parametrize("changed", ["Data"], indirect=True)
@@ -133,7 +219,8 @@ def test_data_of_ones_own(changed):
     losses = []
     for name, script in (("prompt", SCRIPT), ("own", COPY)):
         (changed / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows[name])))
-        steps, _ = train(changed, "--train_data", f"{name}.jsonl", script=script)
+        flags = "--train_data", f"{name}.jsonl", "--restart"
+        steps = train(changed, *flags, script=script)
         losses.append([row["loss"] for row in steps])
         report = json.loads((changed / "run/data_report.json").read_text())["train"]
         assert (report["format"], report["fields_not_read"]) == (name, "")
@@ -146,7 +233,7 @@ def test_a_model_class_of_ones_own(changed):
     rows = {name: row[name] for name in ("prompt", "chosen", "rejected")}
     (changed / "one.jsonl").write_text((json.dumps(rows) + "\n") * 2)
     flags = runs.words("--train_data one.jsonl --val_data one.jsonl --max_steps 1")
-    steps, _ = train(changed, *flags)
+    steps = train(changed, *flags)
     model = AutoModelForCausalLM.from_pretrained(ROOT / "data/demo/model", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "data/demo/model")
     chat = [{"role": "user", "content": row["prompt"]}]
@@ -173,7 +260,7 @@ def log_metrics(metrics, step):
 @pytest.mark.parametrize("changed", ["A logger"], indirect=True)
 def test_a_logger_of_ones_own(changed):
     (changed / "src/mlflow.py").write_text(FAKE)
-    steps, _ = train(changed)
+    steps = train(changed)
     logged = [json.loads(line) for line in (changed / "log.jsonl").read_text().splitlines()]
     values = [[step, metrics["train/loss"]] for step, metrics in logged if "train/loss" in metrics]
     assert values == [[step["step"], step["loss"]] for step in steps]
@@ -181,27 +268,16 @@ def test_a_logger_of_ones_own(changed):
 
 @pytest.mark.parametrize("changed", ["An optimizer"], indirect=True)
 def test_an_optimizer_of_ones_own(changed):
-    """SGD with momentum; a run that is killed and resumed ends with the same state."""
-    states = []
-    flags = ["--learning_rate", "0.1", "--lr_scheduler", "constant", "--save_every", "1"]
-    for is_killed in (False, True):
-        shutil.rmtree(changed / "run", ignore_errors=True)
-        if is_killed:
-            train(changed, *flags, "--max_steps", "2")
-            runs.as_if_killed(changed / "run")
-        steps, _ = train(changed, *flags)
-        assert [step["step"] for step in steps] == [1, 2, 3, 4]
-        (path,) = (changed / "run/checkpoints").glob("step-*4/state.safetensors")
-        states.append(load_file(path))
-    kinds = {key.partition("/")[0] for key in states[0]}
-    assert "momentum_buffer" in kinds and "exp_avg" not in kinds
-    torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
+    """SGD with momentum has a buffer for each weight."""
+    train(changed, "--learning_rate", "0.1", "--lr_scheduler", "constant")
+    kinds = {key.partition("/")[0] for key in state_of(changed)}
+    assert kinds == {"parameter", "momentum_buffer", "loss_scale"}
 
 
 @pytest.mark.parametrize("changed", ["A schedule"], indirect=True)
 def test_a_schedule_of_ones_own(changed):
     """Each of the 4 steps is a quarter of them."""
-    steps, _ = train(changed, "--learning_rate", "0.001", "--lr_scaling", "none")
+    steps = train(changed, "--learning_rate", "0.001", "--lr_scaling", "none")
     rates = [step["learning_rate"] for step in steps]
     assert rates == pytest.approx([0.001, 0.0005, 0.00025, 0.000125], rel=1e-12)
 
@@ -215,25 +291,102 @@ def test_an_order_of_ones_own(changed):
     pairs.sort(key=lambda pair: len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)))
     expected = [2 * len(p.prompt) + len(p.chosen) + len(p.rejected) for p in pairs]
     flags = ["--train_data", "rows.jsonl", "--val_data", "rows.jsonl", "--max_steps", "12"]
-    steps, _ = train(changed, *flags)
+    steps = train(changed, *flags)
     tokens = [round(step["tokens_per_second"] * step["seconds"]) for step in steps]
     assert tokens == expected and len(tokens) == 12
+
+
+def weights_of(tensors, kind):
+    """{name: weight} of a checkpoint, in float64."""
+    names = [name for name in tensors if name.startswith(kind)]
+    return {name.removeprefix(kind): tensors[name].double() for name in names}
+
+
+@pytest.mark.parametrize("changed", ["Averaged weights"], indirect=True)
+def test_averaged_weights(changed):
+    """0.9 of the average and 0.1 of the weights, by hand; they are saved, and were evaluated."""
+    flags = runs.words("--save_every 1 --keep_checkpoints 9 --eval_every 4 --batch_size 2")
+    train(changed, *flags, "--learning_rate", "1e-3", "--max_eval_rows", "2")
+    steps = [
+        load_file(changed / f"run/checkpoints/step-0000000{step}/state.safetensors")
+        for step in (1, 2, 3, 4)
+    ]
+    expected = load_file(ROOT / "data/demo/model/model.safetensors")
+    expected = {name: expected[name].double() for name in weights_of(steps[0], "parameter/")}
+    for state in steps:
+        for name, weight in weights_of(state, "parameter/").items():
+            expected[name] = 0.9 * expected[name] + 0.1 * weight
+        averages = weights_of(state, "own/averages/")
+        torch.testing.assert_close(averages, expected, rtol=0, atol=1e-6)
+    saved = load_file(changed / "run/model/model.safetensors")
+    last = weights_of(steps[-1], "parameter/")
+    assert all(torch.equal(saved[name], averages[name].to(torch.bfloat16)) for name in averages)
+    assert not all(torch.equal(saved[name], last[name].to(torch.bfloat16)) for name in averages)
+    evaluated = runs.lines(changed / "run", "val")[-1]
+    after = ["--model_name", str(changed / "run/model"), "--max_steps", "0"]
+    train(changed, *after, "--max_eval_rows", "2", folder="after", script=SCRIPT)
+    scored = runs.lines(changed / "after", "val")[0]
+    assert evaluated["step"] == 4
+    for name in ("logps/chosen", "logps/rejected"):
+        assert evaluated[name] == pytest.approx(scored[name], abs=0.05)  # which bf16 has rounded
+
+
+ZERO_3 = {"zero_optimization": {"stage": 3}, "zero_allow_untested_optimizer": True}
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed"])
+@pytest.mark.parametrize("changed", ["Averaged weights"], indirect=True)
+def test_each_rank_averages_its_own_shards(changed, strategy):
+    """Two ranks evaluate and save what one process does, and train on as if nothing had been."""
+    flags = runs.words("--batch_size 2 --learning_rate 1e-3 --eval_every 2 --max_eval_rows 4")
+    sharded = ["--strategy", strategy]
+    if strategy == "deepspeed":
+        pytest.importorskip("deepspeed")
+        (changed / "zero.json").write_text(json.dumps(ZERO_3))
+        sharded += ["--sharding_config", "zero.json"]
+    train(changed, *flags)
+    train(changed, *flags, *sharded, processes=2, folder="sharded")
+    expected, lines = runs.lines(changed / "run"), runs.lines(changed / "sharded")
+    assert abs(expected[-1]["rewards/chosen"]) > 1e-4
+    for line, other in zip(expected, lines, strict=True):
+        for name in ("rewards/chosen", "rewards/margins"):
+            assert other[name] == pytest.approx(line[name], abs=2e-5)
+    weights = [load_file(changed / f / "model/model.safetensors") for f in ("run", "sharded")]
+    torch.testing.assert_close(*weights, rtol=2**-7, atol=1e-4)  # bf16: one unit in the last place
+
+
+@pytest.mark.parametrize("changed", ["Averaged weights"], indirect=True)
+def test_a_checkpoint_without_what_the_script_keeps_is_an_error(changed):
+    flags = ["--save_every", "1"]
+    train(changed, *flags, script=SCRIPT)
+    shutil.rmtree(changed / "run/checkpoints/step-00000004")
+    runs.as_if_killed(changed / "run")
+    error = error_of(changed, *flags)
+    assert "step-00000003: has nothing (expected own/averages/" in error
 
 
 # --- copy ----------------------------------------------------------------------------------------
 
 
 def test_a_copied_script_starts_like_the_original(tmp_path):
-    """`cp src/main_distributed.py src/my_dpo.py`, then ./run_distributed.sh with the copy."""
+    """`cp src/main_distributed.py src/my_dpo.py`, a new metric, then ./run_distributed.sh."""
     tree = Path(shutil.copytree(ROOT / "src", tmp_path / "src"))
     (tmp_path / "data").symlink_to(ROOT / "data")
     for name in ("scripts", "requirements.txt"):
         (tmp_path / name).symlink_to(ROOT / name)
     shutil.copy(ROOT / "run_distributed.sh", tmp_path / "start.sh")  # not a link to the original
-    shutil.copy(tree / "main_distributed.py", tree / "my_dpo.py")
-    command = ["bash", "start.sh", "2", "src/my_dpo.py", *TINY, "--max_steps", "1"]
+    shutil.copy(change(tmp_path / "changed", "A metric") / COPY, tree)
+    command = ["bash", "start.sh", "2", "src/my_dpo.py", *TINY, "--result_dir", "run"]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    programs.process([*command, "--batch_size", "2"], cwd=tmp_path, PYTHONPATH="", PATH=path)
+    programs.process(
+        [*command, "--max_steps", "1", "--batch_size", "2"], cwd=tmp_path, PYTHONPATH="", PATH=path
+    )
     environment = json.loads((tmp_path / "run/environment.json").read_text())
     assert "my_dpo.py" in environment["code"] and environment["world_size"] == 2
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "finished"
+    for file in ("report.html", "model/README.md"):
+        text = (tmp_path / "run" / file).read_text()
+        assert "my_dpo.py differs from main_distributed.py in loss_of" in text
+    for split in ("train", "test"):
+        assert "log_ratio_per_token" in runs.lines(tmp_path / "run", split)[-1]
+    assert (tmp_path / "run/others.png").stat().st_size > 10_000

@@ -72,7 +72,7 @@ def test_a_run_in_a_pipe(tmp_path):
 def test_a_long_phase_in_a_pipe_is_one_line_with_the_time_left(monkeypatch, capsys):
     """20 micro-batches of 3 s: after the fourth 12 s have passed, and 16 x 3 s are left."""
     now = [1000.0]
-    monkeypatch.setattr(terminal.time, "time", lambda: now[0])
+    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
     for is_main in (True, False):
         phase = terminal.Phase("scoring train", terminal.Bar(is_main))
         for _ in phase.each(range(20)):
@@ -86,6 +86,29 @@ def test_a_long_phase_in_a_pipe_is_one_line_with_the_time_left(monkeypatch, caps
                 now[0] += 5
                 resumed.advance()
     assert capsys.readouterr().out == "sampling: about 00:50 left\n"
+
+
+def test_lines_of_a_phase_in_a_pipe_are_at_least_ten_minutes_apart(monkeypatch, capsys):
+    """By hand: 400 s are a fifth, 800 s are too early, and after 1200 s another 800 s are left.
+
+    A phase of less than 10 seconds has no line, nor has the last micro-batch.
+    """
+    now = [1000.0]
+    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
+    for count, seconds in ((3, 3), (1, 30), (5, 400)):
+        for _ in terminal.Phase("scoring val", terminal.Bar(True)).each(range(count)):
+            now[0] += seconds
+    lines = ["scoring val: about 26:40 left", "scoring val: about 13:20 left"]
+    assert capsys.readouterr().out.splitlines() == lines
+
+
+def test_the_end_of_a_run_ends_the_bar_of_a_phase():
+    bar = terminal.Bar(True)
+    phase = terminal.Phase("scoring train", bar)
+    micro_batches = phase.each(range(3))
+    next(micro_batches)  # an error in the first one
+    bar.close()
+    assert phase.now.disable  # tqdm no longer draws it
 
 
 def test_a_failed_run(tmp_path):

@@ -187,7 +187,7 @@ def test_kl_is_measured_for_each_other_prompt(student):
     run = SimpleNamespace(world=distributed.World(), phase=terminal.Phase)
     run.results = {"base": {"kl": 2.0}}
     config = Config(batch_size=2)
-    teacher = distillation.Teacher(student, {"val": rows}, config, run)
+    teacher = distillation.Teacher(student, config, run.world)
     values = train_loop.evaluate(teacher, rows, run)
     pirate, robot = (costs[1] + costs[2]) / 3, costs[3] / 9
     expected = {"count": 1, "kl": costs[0] / 4, "kl_base": 2.0, "share_baked": 1 - costs[0] / 8}

@@ -196,6 +196,10 @@ class ZeroPolicy(Policy):
         super().load_tensors(optimizer, tensors, layout)
         self.update_weights()
 
+    def swap(self, others: Tensors) -> None:
+        super().swap(others)
+        self.update_weights()
+
     def update_weights(self) -> None:
         """Copy the fp32 weights to those of the forward."""
         zero = self.engine.optimizer
@@ -204,3 +208,7 @@ class ZeroPolicy(Policy):
             return
         for number in range(len(self.shards())):
             zero._reassign_or_swap_out_partitioned_parameters(number)
+        kept = zero.persistent_parameters  # small ones, of which each rank has the full tensor
+        if kept:
+            kept[0].partition(kept)
+            kept[0].all_gather(kept)

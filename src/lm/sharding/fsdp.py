@@ -182,9 +182,11 @@ class FsdpPolicy(Policy):
 
     def from_saved(self, value: Tensor, like: Any, layout: str) -> Tensor:
         """Return a saved tensor, a shard or a full one, as a DTensor with the shards of `like`."""
+        if not isinstance(like, DTensor):  # of a changed script: see Run.keep()
+            return super().from_saved(value, like, layout)
         mesh, placements = like.device_mesh, like.placements
         if layout:
-            shape = {"shape": like.shape, "stride": like.stride(), "run_check": False}
+            shape: Any = {"shape": like.shape, "stride": like.stride(), "run_check": False}
             return DTensor.from_local(value.to(like.device), mesh, placements, **shape)
         value = value.to(mesh.device_type)
         return distribute_tensor(value, mesh, placements, src_data_rank=None).to(like.device)

@@ -111,7 +111,6 @@ CASES = {
         SFT + "--type=full --grad_reduce_dtype=bf16 ", inside=1, on_cpu=False
     ),
     "baking": train_loop(BAKING + REPLIES),
-    "baking, cached teacher": train_loop(BAKING + "--cache_teacher "),
     # each step samples replies, and transformers asks after each token which have ended
     "baking, on policy": train_loop(
         BAKING + "--on_policy --max_new_tokens=6 ", reads=80, copies=10

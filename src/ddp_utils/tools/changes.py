@@ -1,0 +1,57 @@
+"""Find out what differs between the script of a run and the project's own."""
+
+import ast
+import contextlib
+import shutil
+import subprocess
+from pathlib import Path
+
+from ddp_utils import data
+
+SRC = data.ROOT / "src"
+
+
+def git(*arguments: str) -> str | None:
+    """Return what a git command prints about the project; None if that fails."""
+    program = shutil.which("git")
+    if not program:
+        return None
+    command = [program, "-C", str(data.ROOT), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def of_script(path: Path) -> str:
+    """Return which definitions of a script differ from the project's, such as loss_of; "": none.
+
+    A file of the last commit is compared with that, a copy with the script that is most like it.
+    """
+    if path.suffix != ".py" or not path.is_file():  # python -c, or a program of a test
+        return ""
+    own = definitions(path.read_text(encoding="utf-8"))
+    others = {}
+    is_here = data.ROOT in path.parents
+    committed = git("show", f"HEAD:{path.relative_to(data.ROOT)}") if is_here else None
+    if committed:
+        others["the last commit"] = definitions(committed)
+    else:
+        for file in {*SRC.glob("*.py"), *path.parent.glob("*.py")} - {path}:
+            with contextlib.suppress(SyntaxError, ValueError):  # a file of the user's
+                others[file.name] = definitions(file.read_text(encoding="utf-8"))
+    equal = {name: own.items() & other.items() for name, other in others.items()}
+    nearest = max(equal, key=lambda name: len(equal[name]), default="")
+    if not nearest or 2 * len(equal[nearest]) <= len(own):
+        return ""
+    changed = sorted({name for name, _ in own.items() ^ others[nearest].items()})
+    return f"{path.name} differs from {nearest} in {', '.join(changed)}" if changed else ""
+
+
+def definitions(code: str) -> dict[str, str]:
+    """Return name -> source without comments of each function, class and constant of a module."""
+    sources = {}
+    for node in ast.parse(code).body:
+        targets = getattr(node, "targets", [getattr(node, "target", node)])
+        name = getattr(node, "name", getattr(targets[0], "id", None))
+        if name:
+            sources[name] = ast.unparse(node)
+    return sources
