@@ -115,6 +115,15 @@ def read_judge(config: Config, questions: list[str]) -> Judge | None:
 # --- step ----------------------------------------------------------------------------------------
 
 
+def loss_of(student: Any, batch: trajectories.Batch, config: Config) -> Tensor:
+    """Return the loss of each reply [B], in nats, summed over its tokens.
+
+    It is the divergence of the student from the teacher that --divergence names, by default
+    KL(teacher || student). Validation always reports this KL, whatever is trained.
+    """
+    return student(batch._replace(divergence=config.divergence))[0]
+
+
 def train_step(
     policy: Policy, step: int, rows: list[int], examples: Examples, teacher: Teacher, run: Run
 ) -> dict:
@@ -128,7 +137,7 @@ def train_step(
         torch.manual_seed(sampler.seed_of(config.seed, step, micro_step, world.rank))  # for dropout
         policy.sync_gradients(micro_batch is micro_batches[-1])
         batch = teacher(micro_batch.index, examples)
-        (costs,) = policy(batch._replace(divergence=config.divergence))  # [B]
+        costs = loss_of(policy, batch, config)  # [B]
         weight = to_device(micro_batch.weight, world.device)
         # DDP averages over ranks: times world_size / tokens is the mean over the global batch
         loss = (costs * weight).sum() * (world.world_size / tokens)

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from ad import evaluate, windows
 from ad.config import Config
@@ -91,6 +92,16 @@ def load_histories(config: Config, path: Path, world: World) -> list[Histories]:
 # --- step ----------------------------------------------------------------------------------------
 
 
+def loss_of(distiller: Any, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of each window [B] and its metrics, name -> [B], as model.py computes them.
+
+    This is the only place where a loss is computed, in training and in validation. It is the
+    cross-entropy of the actions of a window; accuracy is the fraction that is predicted right.
+    """
+    losses, correct = distiller(batch)  # [B], [B]
+    return losses, {"loss": losses, "accuracy": correct}
+
+
 def train_step(policy: Policy, step: int, data: Histories, config: Config, run: Run) -> dict:
     """Run forward and backward for one global batch; return its means over all ranks."""
     world = run.world
@@ -103,10 +114,10 @@ def train_step(policy: Policy, step: int, data: Histories, config: Config, run: 
         first = (micro_step * world.world_size + world.rank) * size
         rows = slice(first, first + size)
         policy.sync_gradients(micro_step == accumulation - 1)
-        losses, correct = policy(data.batch(history[rows], start[rows]))  # [B], [B]
+        losses, values = loss_of(policy, data.batch(history[rows], start[rows]))  # [B]
         # DDP averages over ranks: times world_size / count is the mean over the global batch
         policy.backward(losses.sum() * (world.world_size / count))
-        averages.add({"loss": losses, "accuracy": correct}, torch.ones_like(losses))
+        averages.add(values, torch.ones_like(losses))
     return run.reduce(averages, policy.clip_grad_norm(config.max_grad_norm))
 
 
@@ -133,8 +144,8 @@ def held_out_loss(distiller: Distiller, data: Histories, config: Config) -> dict
     averages = metrics.Averages(World())  # of this process only
     for first in range(0, len(history), config.test_batch_size):
         rows = slice(first, first + config.test_batch_size)
-        losses, correct = distiller(data.batch(history[rows], start[rows]))
-        averages.add({"loss": losses, "accuracy": correct}, torch.ones_like(losses))
+        losses, values = loss_of(distiller, data.batch(history[rows], start[rows]))
+        averages.add(values, torch.ones_like(losses))
     return averages.reduce()
 
 
