@@ -4,8 +4,9 @@
 
 The run_*.sh call it instead of torchrun, which ends with status 1 whatever the ranks end with. If a
 signal kills a rank, all ranks are restarted, up to MAX_RESTARTS times (3). Several nodes: export
-NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT on each node; they are not restarted. --then
-separates programs that run one after another.
+NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT on each node; they are not restarted. After a signal
+the ranks have DDP_SAVE_SECONDS (120) to save and end. --then separates programs that run one after
+another.
 """
 
 import ctypes
@@ -21,7 +22,6 @@ from typing import Any
 
 from ddp_utils import UserError, check_clone, open_standard_streams, parse_number
 
-SAVE_SECONDS = 120  # after a signal, for all ranks to save and end
 END_SECONDS = 30  # after one rank has ended with an error, for the others, which may wait for it
 
 ranks: list[subprocess.Popen] = []  # the processes of this node
@@ -41,9 +41,16 @@ def end_with_launcher() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
+def cpus() -> int:
+    """Return the number of CPUs that this process may use: a job may have some of a node's."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def start(program: tuple[str, ...], processes: int, nodes: int, node: int, attempt: int) -> None:
     """Start the ranks of this node; what the user has exported keeps its value."""
-    threads = max(1, (os.cpu_count() or 1) // processes)
+    threads = max(1, cpus() // processes)
     env = {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
     env |= {"WORLD_SIZE": str(nodes * processes), "LOCAL_WORLD_SIZE": str(processes)}
     env |= {"TORCHELASTIC_RUN_ID": str(os.getpid()), "TORCHELASTIC_RESTART_COUNT": str(attempt)}
@@ -61,18 +68,25 @@ def start(program: tuple[str, ...], processes: int, nodes: int, node: int, attem
 
 
 def wait() -> list[int]:
-    """Wait for the ranks; return their exit statuses, -9 for a rank that was killed."""
+    """Wait for the ranks; return their exit statuses, -9 for a rank that was killed.
+
+    A rank that the launcher has to kill, because another one has ended, counts as ended with 1.
+    """
+    save_seconds = parse_number("DDP_SAVE_SECONDS", os.environ.get("DDP_SAVE_SECONDS", "120"), 1)
     deadline = math.inf
+    late = []
     while None in [rank.poll() for rank in ranks]:  # each of them is asked in every turn
         if received:
-            deadline = min(deadline, time.monotonic() + SAVE_SECONDS)
+            deadline = min(deadline, time.monotonic() + save_seconds)
         elif any(rank.returncode for rank in ranks):
             deadline = min(deadline, time.monotonic() + END_SECONDS)
         if time.monotonic() > deadline:
-            for rank in ranks:
+            late = [rank for rank in ranks if rank.poll() is None]
+            for rank in late:
                 rank.kill()
+                rank.wait()
         time.sleep(0.1)
-    return [rank.returncode for rank in ranks]
+    return [1 if rank in late else rank.returncode for rank in ranks]
 
 
 def main(count: str, *program: str) -> int:

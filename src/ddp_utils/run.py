@@ -25,7 +25,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ddp_utils import NonFiniteError, Stop, UserError, checkpoints, data, distributed, metrics
+from ddp_utils import (
+    NonFiniteError,
+    Stop,
+    UserError,
+    checkpoints,
+    data,
+    distributed,
+    metrics,
+    parse_number,
+)
 from ddp_utils.checkpoints import RunSpec
 from ddp_utils.distributed import World
 from ddp_utils.policy import Policy
@@ -35,7 +44,9 @@ from ddp_utils.tools import changes
 SRC = data.ROOT / "src"
 REFERENCE = "reference_logps.safetensors"
 OWN = "own/"  # what the names of Run.keep() begin with in a checkpoint
-SAVE_MINUTES = 15  # between two checkpoints if save_every is 0
+SAVE_MINUTES = 15  # between two checkpoints if save_every is 0,
+SAVE_FRACTION = 0.05  # or more, so that saving takes at most this fraction of the time
+PART = 2048  # rows that are scored between two times that their log-probs are stored
 STATUS = {0: "finished", 85: "preempted"}  # by exit status; any other is "failed"
 Values = dict[str, float]  # metric -> value
 
@@ -141,6 +152,7 @@ class Run:
         self.must_stop = self.must_save = False  # as all ranks have agreed in the last step
         self.bar = Bar(world.is_main)
         self.start = self.saved_at = time.perf_counter()  # start: minus seconds of earlier starts
+        self.save_seconds = 0.0  # of the last checkpoint
         if config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUDA requires this
             torch.use_deterministic_algorithms(True)
@@ -386,12 +398,18 @@ class Run:
         if self.world.is_main:
             os.fsync(self.metrics.fileno())  # before a checkpoint contains its size
             facts["metrics_bytes"] = self.metrics.seek(0, os.SEEK_END)
+        start = time.perf_counter()
         checkpoints.write(self.checkpoints, self.step, tensors, facts, self.world)
         if self.world.is_main:
             keep = self.config.keep_checkpoints
             checkpoints.remove_old(self.checkpoints, keep, self.step, self.best)
         self.saved = self.step
         self.saved_at = time.perf_counter()
+        self.save_seconds = self.saved_at - start
+        limit = parse_number("DDP_SAVE_SECONDS", os.environ.get("DDP_SAVE_SECONDS", "120"), 1)
+        if self.save_seconds > limit / 2:
+            problem = f"a checkpoint took {self.save_seconds:.0f} s of the {limit} after a signal"
+            self.warn(f"warning: {problem}; export DDP_SAVE_SECONDS={4 * limit}")
 
     def reduce(self, averages: metrics.Averages, grad_norm: Tensor) -> Values:
         """Return the means of a step and its gradient norm.
@@ -400,7 +418,8 @@ class Run:
         checkpoint is too old.
         """
         age = time.perf_counter() - self.saved_at
-        is_late = self.config.save_every == 0 and age > 60 * SAVE_MINUTES
+        interval = max(60 * SAVE_MINUTES, self.save_seconds / SAVE_FRACTION)
+        is_late = self.config.save_every == 0 and age > interval
         is_asked = distributed.stop_requested(self.config.stop_after_minutes)
         votes: Values = {"stop": is_asked, "save": is_late and self.world.is_main}
         means = averages.reduce(votes, {"grad_norm": grad_norm})
@@ -424,9 +443,9 @@ class Run:
         if self.must_stop:
             self.save_if_due(False)
 
-    def phase(self, title: str) -> Phase:
+    def phase(self, title: str, parts: int = 1, done: int = 0) -> Phase:
         """Return the progress of a part of the run, between whose forwards the run may stop."""
-        return Phase(title, self.bar, self.stop_if_requested)
+        return Phase(title, self.bar, self.stop_if_requested, parts, done)
 
     # --- results that are computed once ----------------------------------------------------------
 
@@ -442,6 +461,9 @@ class Run:
     ) -> dict[str, Tensor]:
         """Return the log-probs of each split under the reference, [examples, S], scored once a run.
 
+        They are stored after every PART rows, and a run that is resumed scores the parts that are
+        missing.
+
         numerics: what they depend on besides settings and inputs, as plain data.
         rows: split -> the examples that the run uses; splits without an entry are used completely.
         score(examples, rows=, phase=): log-probs under the policy before its first step; NaN for
@@ -451,19 +473,32 @@ class Run:
         rows = {split: rows.get(split, range(len(pairs))) for split, pairs in examples.items()}
         facts = numerics | {f"rows of {split}": len(used) for split, used in rows.items()}
         path = self.folder / REFERENCE
-        stored = load_tables(path, facts) if self.world.is_main else {}
-        tables = {}
-        if distributed.on_main(self.world, lambda: bool(stored)):
-            for split, pairs in examples.items():  # from rank 0 to all
-                table = stored.get(split, torch.zeros(len(pairs), 2)).to(self.world.device)
-                tables[split] = distributed.all_sum(table, self.world)
-            return tables
+        tables = self._from_main(load_tables(path, facts) if self.world.is_main else {})
         for split, pairs in examples.items():
-            self.say(f"scoring {len(rows[split])} of {len(pairs)} pairs of {split}")
-            tables[split] = score(pairs, rows=rows[split], phase=self.phase(f"scoring {split}"))
-        if self.world.is_main:
-            save_tables(path, tables, facts)
+            used, table = rows[split], tables.get(split)
+            parts = [used[first : first + PART] for first in range(0, max(1, len(used)), PART)]
+            done = 0
+            while table is not None and done < len(parts) and table[parts[done]].isfinite().all():
+                done += 1
+            if done < len(parts):
+                self.say(f"scoring {len(used) - done * PART} of {len(pairs)} pairs of {split}")
+            phase = self.phase(f"scoring {split}", len(parts), done)
+            for part in parts[done:]:
+                scored = score(pairs, rows=part, phase=phase)
+                tables[split] = scored if table is None else scored.where(scored.isfinite(), table)
+                table = tables[split]
+                if self.world.is_main:
+                    save_tables(path, tables, facts)
         return tables
+
+    def _from_main(self, tables: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of rank 0 on all ranks."""
+        shapes = {name: [*table.shape] for name, table in tables.items()}
+        result = {}
+        for name, shape in distributed.on_main(self.world, lambda: shapes).items():
+            table = tables.get(name, torch.zeros(shape)).to(self.world.device)
+            result[name] = distributed.all_sum(table, self.world)
+        return result
 
 
 def save_tables(path: Path, tables: dict[str, Tensor], facts: dict) -> None:

@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 
 import main_distributed
 import runs
-from ddp_utils import UserError, run
+from ddp_utils import UserError, distributed, run
 from ddp_utils.run import REFERENCE, load_tables, save_tables
 from lm import logps
 from lm.fast import self_test
-from ranks import ranks
+from ranks import ranks, run_ranks
 
 FLAGS = [*runs.QUIET, *runs.words("--max_rows 12 --batch_size 4 --max_steps 2")]
 
@@ -106,6 +106,41 @@ def test_a_table_that_is_not_of_this_policy_is_an_error_at_step_0(folder):
     save_tables(folder / REFERENCE, tables, facts_of(folder))
     with pytest.raises(UserError, match="differs from the reference's by 0.01"):
         train(folder)
+
+
+def scored_in_parts(folder, parts):
+    """main() that stores the log-probs of each 3 rows, and is stopped after so many parts."""
+    run.PART = 3
+    save = run.save_tables
+    written = []
+
+    def count(*arguments):
+        save(*arguments)
+        written.append(1)
+
+    run.save_tables = count  # only rank 0 writes, and its vote stops both
+    distributed.stop_requested = lambda _: len(written) == parts
+    train(folder, "--keep_checkpoints", "9")
+
+
+def test_scoring_continues_after_the_last_part_that_was_stored(tmp_path):
+    """Stopped three times while it scores 8 + 8 rows in parts of 3; then as if undisturbed."""
+    outcome = run_ranks(2, scored_in_parts, tmp_path / "whole", 99)
+    assert outcome.codes == [0, 0], outcome.logs
+    for parts, line in ((1, "8 of 12 pairs of train"), (1, "5 of 12 pairs"), (2, "2 of 12 pairs")):
+        outcome = run_ranks(2, scored_in_parts, tmp_path / "parts", parts)
+        assert outcome.codes == [85, 85], outcome.logs
+        assert f"scoring {line}" in outcome.logs[0]
+    outcome = run_ranks(2, scored_in_parts, tmp_path / "parts", 99)
+    assert outcome.codes == [0, 0], outcome.logs
+    assert "of train" not in outcome.logs[0] and "scoring 5 of 8 pairs of test" in outcome.logs[0]
+    tables = [load_file(tmp_path / name / REFERENCE) for name in ("whole", "parts")]
+    torch.testing.assert_close(*tables, rtol=0, atol=0, equal_nan=True)
+    states = [
+        load_file(tmp_path / name / "checkpoints/step-00000002/state.safetensors")
+        for name in ("whole", "parts")
+    ]
+    torch.testing.assert_close(*states, rtol=0, atol=0)
 
 
 def test_a_layout_that_is_not_supported_is_one_line(tmp_path, monkeypatch, capsys):

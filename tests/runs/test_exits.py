@@ -95,7 +95,28 @@ def test_ranks_that_wait_for_a_dead_one_are_killed(dead, monkeypatch):
         launch, "ranks", [subprocess.Popen(["sleep", str(LIMIT)]) for _ in range(2)]
     )
     launch.ranks[dead].kill()
-    assert launch.wait() == [-signal.SIGKILL] * 2
+    assert launch.wait() == [-signal.SIGKILL if rank == dead else 1 for rank in range(2)]
+
+
+def test_a_bug_is_not_repeated_because_the_launcher_killed_the_rank_that_waited(tmp_path):
+    """Rank 0 ends with 1; rank 1 waits for it inside a kernel, where it ignores all signals."""
+    line = "if rank:\n    signal.signal(15, signal.SIG_IGN)\n    time.sleep(900)\nsys.exit(1)"
+    (tmp_path / "program.py").write_text(PROGRAM + line)
+    code = "import sys\nfrom ddp_utils import launch\nlaunch.END_SECONDS = 1\n"
+    code += f"sys.exit(launch.main('2', {str(tmp_path / 'program.py')!r}))"
+    done = programs.process([sys.executable, "-c", code], code=1, PYTHONPATH=f"{ROOT}/src")
+    assert done.stdout.count("attempt 0 ") == 2 and "attempt 1" not in done.stdout
+    assert "killed" not in done.stderr
+
+
+def test_threads_are_those_of_the_cpus_that_the_job_may_use(tmp_path):
+    (tmp_path / "program.py").write_text("import os\nprint(os.environ['OMP_NUM_THREADS'])")
+    cpu = min(os.sched_getaffinity(0))
+    code = f"import os, sys\nos.sched_setaffinity(0, {{{cpu}}})\nfrom ddp_utils import launch\n"
+    code += "os.environ.pop('OMP_NUM_THREADS', 0)\nassert launch.cpus() == 1\n"
+    code += f"sys.exit(launch.main('1', {str(tmp_path / 'program.py')!r}))"
+    done = programs.process([sys.executable, "-c", code], PYTHONPATH=f"{ROOT}/src")
+    assert done.stdout == "1\n"
 
 
 SAVES = """
