@@ -259,9 +259,13 @@ def load_policy(config: settings.Config, data: dict, run: Run) -> Policy:
 
 def load_reference(config: settings.Config, data: dict, run: Run) -> Policy:
     """Load another reference model, on all ranks."""
-    device = run.world.device
-    host = device if config.strategy == "ddp" else torch.device("cpu")
-    dtype = precision_of(config, device).weights
+    device, host = run.world.device, torch.device("cpu")
+    precision = precision_of(config, device)
+    dtype: Any = precision.weights
+    if config.strategy == "ddp":
+        host = device
+    elif precision.autocast:  # every rank reads all weights, which the forward casts
+        dtype = "auto"
     model = models.load(config.reference_model, dtype, host, model_class=MODEL_CLASS)
     return prepare(model, config, data, run, trained=False)
 

@@ -53,6 +53,7 @@ SHELLS = {"bash", "csh", "fish", "sh", "tcsh", "zsh"}  # `srun --pty bash` is a 
 BINDERS = {"pals", "mpirun", "mpiexec", "srun"}  # may show each process one GPU of its own
 # "ccl" was the name of Intel's backend before torch had its own
 BACKENDS = {"nccl": "cuda", "xccl": "xpu", "ccl": "xpu", "xpu": "xpu", "gloo": "cpu"}
+NVIDIA_GPU = "/dev/nvidia0"
 Device = torch.device | str
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 
@@ -125,6 +126,8 @@ def choose_device(world: World, backend: str = "auto") -> World:
     use_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
     if backend == "auto" and not use_cpu:
         kind = next(filter(device_count, ("cuda", "xpu")), "cpu")
+        if kind == "cpu":
+            check_no_gpu_is_lost()
     world = world._replace(backend=dist.get_default_backend_for_device(kind))
     if kind == "cpu":
         return world._replace(device=torch.device("cpu"))
@@ -142,7 +145,28 @@ def choose_device(world: World, backend: str = "auto") -> World:
     # per forward on a B200 (github.com/modelscope/FunASR/issues/3704). Here almost every batch of
     # separate rows, and every generated token, has a new shape.
     torch.backends.cuda.enable_cudnn_sdp(False)
+    # packed batches have ever new lengths, for which the allocator's blocks of fixed size fragment
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     return world._replace(device=torch.device(kind, 0 if has_own else world.local_rank))
+
+
+def check_no_gpu_is_lost() -> None:
+    """Raise UserError if this process may use an NVIDIA GPU that PyTorch cannot use.
+
+    Otherwise the run would silently train on the CPU, for example with an old driver. A build of
+    PyTorch without CUDA was chosen for the CPU.
+    """
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if torch.version.cuda is None or is_hidden or not os.path.exists(NVIDIA_GPU):
+        return
+    try:
+        torch.cuda.init()
+        problem = "no device"
+    except (RuntimeError, AssertionError) as error:
+        problem = str(error).splitlines()[0].partition(". Please ")[0]
+    hint = "update the driver or install a PyTorch for it, or use --backend gloo for the CPU"
+    raise UserError(f"this machine has an NVIDIA GPU, but PyTorch cannot use it: {problem}; {hint}")
 
 
 def device_count(kind: str) -> int:
@@ -231,7 +255,8 @@ def _open_store(world: World, address: str, port: int) -> dist.Store:
     init_method="env://" would open one as well, but a server of one node would listen on every
     network, and the caller could not ask it which rank has failed first.
     """
-    seconds = parse_number("DDP_JOIN_SECONDS", os.environ.get("DDP_JOIN_SECONDS") or "50", 1)
+    patience = "50" if world.is_one_node else "600"  # the imports of another node may be slow
+    seconds = parse_number("DDP_JOIN_SECONDS", os.environ.get("DDP_JOIN_SECONDS") or patience, 1)
     is_server = world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     options: dict[str, Any] = {"is_master": is_server, "timeout": timedelta(seconds=seconds)}
     if is_server and world.is_one_node:

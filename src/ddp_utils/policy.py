@@ -327,8 +327,7 @@ class Precision(NamedTuple):
         if fine_tuning != "full":
             if base_dtype == "bf16" and mixed != "no":
                 autocast = torch.bfloat16  # also on a CPU
-            frozen = torch.bfloat16 if autocast == torch.bfloat16 else torch.float32
-            weights = DTYPES.get(base_dtype, frozen)
+            weights = DTYPES.get(base_dtype, autocast or torch.float32)
         if device.type == "cpu" and torch.bfloat16 in (weights, autocast):
             warn_if_bf16_is_slow()
         return cls(weights, autocast)

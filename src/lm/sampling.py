@@ -211,6 +211,8 @@ def choose_way(scorer: Scorer, prompts: Prompts, max_new_tokens: int, world: Wor
         scorer.way = way
         try:
             problem = _difference(scorer, tried, spec, world)
+        except torch.OutOfMemoryError:  # no other way needs less
+            raise
         except UNSUPPORTED as error:
             problem = models.first_line(error)
         vote = torch.tensor(float(problem != ""), device=world.device)

@@ -1,6 +1,7 @@
 """Ranks, devices and addresses, from the environment that each launcher sets."""
 
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -120,6 +121,42 @@ def test_auto_selects_the_best_device_and_no_backend_is_replaced(monkeypatch):
         else:
             world = distributed.choose_device(World(), backend)
             assert (world.device.type, world.backend) == expected
+
+
+DRIVER = "The NVIDIA driver on your system is too old (found version 12020). Please update your GPU"
+
+
+@pytest.mark.parametrize("kept", ["", "no CUDA", "no GPU", "hidden", "gloo"])
+def test_a_gpu_that_pytorch_cannot_use_is_an_error(kept, monkeypatch, tmp_path):
+    """With PyTorch for CUDA 13 and an older driver, is_available() is only False."""
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(distributed, "device_count", lambda kind: 0)
+    monkeypatch.setattr(torch.version, "cuda", None if kept == "no CUDA" else "13.0")
+    monkeypatch.setattr(torch.cuda, "init", mock.Mock(side_effect=RuntimeError(DRIVER)))
+    monkeypatch.setattr(
+        distributed, "NVIDIA_GPU", str(tmp_path / ("none" if kept == "no GPU" else "nvidia0"))
+    )
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if kept == "hidden":
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    if kept:
+        backend = "gloo" if kept == "gloo" else "auto"
+        assert distributed.choose_device(World(), backend).device.type == "cpu"
+        return
+    with pytest.raises(UserError, match=r"cannot use it: .* too old .*12020.*; update"):
+        distributed.choose_device(World())
+
+
+@pytest.mark.parametrize("own", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_memory_of_a_gpu_grows_in_segments_unless_the_user_says_otherwise(own, monkeypatch):
+    monkeypatch.setattr(distributed, "device_count", lambda kind: kind == "cuda")
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "max_split_size_mb:64")
+        if name != own:
+            monkeypatch.delenv(name)
+    distributed.choose_device(World())
+    names = {"": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}
+    assert os.environ.get("PYTORCH_ALLOC_CONF") == names.get(own)
 
 
 ONE_NODE = World(1, 4, 1, 4, "mpiexec")

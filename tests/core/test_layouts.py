@@ -277,6 +277,18 @@ def test_the_self_test_detects_a_fault_in_attention_or_positions(name, monkeypat
         assert re.search(SEEN, line), (function, factor)
 
 
+def test_out_of_memory_is_no_reason_for_a_layout_or_a_cache_that_needs_more(monkeypatch):
+    """It is a RuntimeError, as what a model does not support; one rank alone would go on with it."""
+    scorer = logps.Scorer(build(MODELS["llama"][0]))
+    full = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
+    monkeypatch.setattr(self_test, "_find_difference", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        self_test.check_layout(scorer, PAIRS, torch.device("cpu"))
+    monkeypatch.setattr(sampling, "_difference", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        sampling.choose_way(scorer, [[5, 6]], 4, distributed.World())
+
+
 def gradients(scorer, shared):
     """Return name -> gradient of a sum in which every response has its own weight."""
     scorer.set_layout(shared)

@@ -5,6 +5,7 @@ validation are compared with those of one process without any strategy.
 """
 
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -357,6 +358,32 @@ def gathered_weights(path, strategy, options):
     world = distributed.init_process_group(distributed.whoami(), "gloo", 1)
     policy = parallel.wrap(logps.Scorer(model), world, parallel.choose(strategy, options))
     return models.full_weights(policy), expected
+
+
+def clipped(path, max_norm, is_offloaded):
+    """Norm and full gradients of a sharded model, as if its shards were not where NCCL reads."""
+    world = distributed.init_process_group(distributed.whoami(), "gloo", 1)
+    model = models.load(path, torch.float32, torch.device("cpu"))
+    policy = parallel.wrap(logps.Scorer(model), world, parallel.choose("fsdp", None))
+    if is_offloaded:
+        policy.world = world._replace(device=torch.device("cpu", 0))
+    batch = policy.scorer.collate([logps.Pair([5, 6, 7], [8, 9], [10], "", "")], "cpu")
+    chosen, rejected = policy(batch)
+    policy.backward((chosen - 2 * rejected).sum() * (1 + world.rank))  # FSDP takes the mean
+    norm = policy.clip_grad_norm(max_norm)
+    return norm, {name: policy.gradient(p) for name, p in policy.trainable().items()}
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.01])
+def test_offloaded_gradients_are_clipped_as_others_are(max_norm, data):
+    """Only sums of squares leave the host: NCCL does not read its memory (pytorch#148532)."""
+    path = data["sft"][2]
+    (expected, gradients), _ = ranks(2, clipped, path, max_norm, False)
+    for norm, others in ranks(2, clipped, path, max_norm, True):
+        torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+        torch.testing.assert_close(others, gradients, rtol=1e-5, atol=1e-9)
+    total = math.sqrt(sum(gradient.double().square().sum() for gradient in gradients.values()))
+    assert total == pytest.approx(max_norm or expected.item(), rel=1e-4)
 
 
 ZERO_3 = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True}

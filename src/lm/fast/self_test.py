@@ -102,6 +102,8 @@ def check_layout(scorer: Scorer, pairs: Sequence[Pair], device: torch.device) ->
     try:
         layouts = [lambda: in_layout(False), lambda: in_layout(True)]
         reason = _find_difference(scorer, pairs, device, layouts)
+    except torch.OutOfMemoryError:  # no other layout needs less
+        raise
     except UNSUPPORTED as error:
         reason = first_line(error)
     scorer.set_layout(shared=reason is None)

@@ -81,8 +81,9 @@ class ZeroPolicy(Policy):
             cast_trained_to_fp32(self.scorer)
         deepspeed = import_deepspeed(world.device.type)
         self.utils, self.zero = deepspeed.utils, deepspeed.zero
-        # DeepSpeed reads this variable, which srun and PALS do not set
-        os.environ.setdefault("LOCAL_RANK", str(world.local_rank))
+        # DeepSpeed takes it for the number of the GPU: where each task sees one GPU, that is 0
+        index = world.device.index
+        os.environ["LOCAL_RANK"] = str(world.local_rank if index is None else index)
         if not torch.distributed.is_initialized():  # one process can still offload to the host
             store = torch.distributed.HashStore()
             backend = world.backend.replace("none", "gloo")

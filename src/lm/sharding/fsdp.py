@@ -150,6 +150,7 @@ class FsdpPolicy(Policy):
     is_sharded = True
 
     def set_up(self, world: World, strategy: Strategy, trained: bool) -> None:
+        self.world = world
         if world.device.type == "cpu":
             return_freed_memory()
         shard(self.scorer, strategy.options, world, DTYPES[strategy.grad_reduce_dtype])
@@ -171,14 +172,37 @@ class FsdpPolicy(Policy):
         stack.callback(reshard, self.scorer)  # at the end of the with statement
         return stack
 
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Undo the loss scale and clip; of offloaded shards only sums visit the GPU, for NCCL."""
+        gradients = [p.grad for p in self.trainable().values() if p.grad is not None]
+        if local(gradients[0]).device == self.world.device:
+            return super().clip_grad_norm(max_norm)
+        shards = [local(gradient) for gradient in gradients]
+        square = torch.stack([shard.square().sum() for shard in shards]).sum() / self.copies
+        norm = distributed.all_sum(square.to(self.world.device), self.world).sqrt()
+        norm = norm / self.loss_scale.scale
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm > 0 else norm.new_ones(())
+        torch._foreach_mul_(shards, (factor / self.loss_scale.scale).to(shards[0].device))
+        return norm
+
+    @property
+    def copies(self) -> int:
+        """Return how many ranks hold the same shards: the number of nodes for HYBRID_SHARD."""
+        shard: Any = next(iter(self.trainable().values()))
+        mesh = shard.device_mesh
+        return mesh.size(0) if mesh.ndim == 2 else 1
+
     def gather_tensor(self, tensor: Any) -> Any:
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if not isinstance(tensor, DTensor):
+            return tensor
+        on_device: Any = tensor.to(self.world.device)  # NCCL cannot read offloaded shards
+        return on_device.full_tensor()
 
     def to_saved(self, tensor: Tensor, layout: str) -> Tensor | None:
         if layout:
             return local(tensor)
         full = self.gather_tensor(tensor)
-        return full if distributed.is_first() else None
+        return full.cpu() if distributed.is_first() else None  # one tensor at a time on the GPU
 
     def from_saved(self, value: Tensor, like: Any, layout: str) -> Tensor:
         """Return a saved tensor, a shard or a full one, as a DTensor with the shards of `like`."""
@@ -187,7 +211,8 @@ class FsdpPolicy(Policy):
         mesh, placements = like.device_mesh, like.placements
         if layout:
             shape: Any = {"shape": like.shape, "stride": like.stride(), "run_check": False}
-            return DTensor.from_local(value.to(like.device), mesh, placements, **shape)
+            shard = DTensor.from_local(value, mesh, placements, **shape)  # moves it to the mesh
+            return shard.to(like.device)
         value = value.to(mesh.device_type)
         return distribute_tensor(value, mesh, placements, src_data_rank=None).to(like.device)
 
