@@ -208,7 +208,11 @@ def init_process_group(world: World, backend: str = "auto", timeout_minutes: flo
         with without_gloos_line():
             dist.init_process_group(world.backend, store=_store, timeout=timeout, **options)
     except (RuntimeError, OSError) as error:
-        reason = str(error).splitlines()[0][:160]
+        reason, _, of_nccl = str(error).partition("Last error:")  # which NCCL writes at the end
+        if of_nccl.strip():
+            problem = f"rank {world.rank}: {world.backend}: {of_nccl.strip().splitlines()[0]}"
+            raise UserError(f"{problem}; for more about it export NCCL_DEBUG=INFO") from error
+        reason = reason.splitlines()[0][:160]
         raise UserError(
             f"rank {world.rank} could not connect to the {world.world_size} processes at "
             f"{address}:{port} ({reason}); export a MASTER_ADDR that all can reach and a free "

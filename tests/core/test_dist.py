@@ -159,6 +159,26 @@ def test_memory_of_a_gpu_grows_in_segments_unless_the_user_says_otherwise(own, m
     assert os.environ.get("PYTORCH_ALLOC_CONF") == names.get(own)
 
 
+NCCL = """NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:94, invalid usage
+(run with NCCL_DEBUG=WARN for details), NCCL version 2.29.7
+ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
+Last error:
+Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000
+"""
+
+
+def test_the_reason_that_nccl_writes_last_is_printed(monkeypatch):
+    world = World(1, 2, 1, 2, "torchrun", torch.device("cpu"), "nccl")
+    monkeypatch.setattr(distributed, "choose_device", lambda *_: world)
+    monkeypatch.setattr(distributed, "_open_store", lambda *_: mock.Mock())
+    failing = mock.Mock(side_effect=RuntimeError(NCCL))
+    monkeypatch.setattr(torch.distributed, "init_process_group", failing)
+    with pytest.raises(UserError) as caught:
+        distributed.init_process_group(world)
+    line = "rank 1: nccl: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000; "
+    assert str(caught.value) == f"{line}for more about it export NCCL_DEBUG=INFO"
+
+
 ONE_NODE = World(1, 4, 1, 4, "mpiexec")
 TWO_NODES = World(1, 4, 1, 2, "mpiexec")
 PARENT = 20000 + os.getppid() % 10000  # the same on all ranks of one mpiexec
