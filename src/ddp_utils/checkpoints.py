@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -110,9 +111,11 @@ def digest_of(content: dict[str, Any]) -> str:
 def find_problem(path: Path) -> str | None:
     """Return what is wrong with a checkpoint, or None if it is intact."""
     try:
-        manifest = read_manifest(path)
-        for name, file in manifest["files"].items():
-            if data.sha256(path / name) != file["sha256"]:
+        files = read_manifest(path)["files"]
+        with ThreadPoolExecutor() as pool:  # at once, since there may be one file per rank
+            digests = [*pool.map(data.sha256, [path / name for name in files])]
+        for name, digest in zip(files, digests, strict=True):
+            if digest != files[name]["sha256"]:
                 return f"{name} does not match its SHA-256"
     except (ValueError, KeyError, AttributeError, TypeError):  # not JSON, or other content
         return f"{MANIFEST} does not match its SHA-256"
