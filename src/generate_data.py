@@ -33,11 +33,12 @@ from ddp_utils import checkpoints as files
 from ddp_utils.distributed import World
 from ddp_utils.policy import Precision
 from ddp_utils.sampler import order
-from lm import logps, models, sampling
-from lm.chat_template import Encoder
+from lm import logps, model_files, models, sampling
+from lm.chat_template import Encoder, today
 from prompt_baking import trajectories
 from prompt_baking.generate_config import Config
 
+ANY_DAY = "2000-01-01"  # of prompts in the hash, which is the same on the day of a resumed start
 GROUP = 16  # batches between two writes; it does not change the replies
 MEASURED = 2  # replies to each held-out question under each of other_prompts
 Prompts = dict[str, str]  # name -> system prompt
@@ -99,7 +100,21 @@ def plan_rows(
     return rows
 
 
+def encode_prompts(encoder: Encoder, x0: str, rows: list[dict]) -> Replies:
+    """Return the token ids of the prompt of each row."""
+    prompt = functools.cache(functools.partial(trajectories.prompt, encoder))
+    return [prompt(row.get("system", x0), row["question"]) for row in rows]
+
+
 # --- files ---------------------------------------------------------------------------------------
+
+
+def first_day(folder: Path) -> str:
+    """Return the day on which sampling into a folder has begun; today if it begins now."""
+    file = folder / "date.json"
+    if not file.exists():
+        data.write_json(file, today())
+    return json.loads(file.read_text())
 
 
 def hash_of(config: Config, rows: list[dict], prompts: Replies, model_config: Any) -> str:
@@ -211,15 +226,18 @@ def main(argv: list[str] | None = None) -> int:
     if len(questions) < 2:
         raise UserError(f"{path}: one question (expected at least 2, since one is held out)")
     tokenizer = models.load_tokenizer(config.model_name)
-    encoder = Encoder(tokenizer, config.chat_template, kwargs=config.chat_template_kwargs)
+    kwargs = config.chat_template_kwargs
+    encoder = Encoder(tokenizer, config.chat_template, kwargs=kwargs, date=ANY_DAY)
+    unknown = model_files.unknown(tokenizer, [x0, *questions[:1000]])
+    for warning in model_files.describe_unknown(path, unknown):
+        distributed.warn(warning)
     retained, others = read_other_prompts(config, encoder, x0)
     rows = plan_rows(config, questions, retained, others)
-    prompt = functools.cache(functools.partial(trajectories.prompt, encoder))
-    prompts = [prompt(row.get("system", x0), row["question"]) for row in rows]
+    prompts = encode_prompts(encoder, x0, rows)
     meta_model = models.load(config.model_name, "auto", models.META)
     longest = [0] * config.max_sequence_length
     examples = [trajectories.Trajectory(ids, ids, longest, path, "") for ids in prompts]
-    models.check_fit(meta_model, examples, "a smaller --max_sequence_length")
+    models.check_fit(meta_model, tokenizer, examples, "a smaller --max_sequence_length")
     settings_hash = hash_of(config, rows, prompts, meta_model.config)
     count = len(questions) * config.num_sequences_per_question
     kept = sum("kept" in row and not row["held_out"] for row in rows)
@@ -246,6 +264,10 @@ def main(argv: list[str] | None = None) -> int:
         return files.lock(folder)
 
     lock = distributed.on_each(world, begin)
+    if encoder.date:
+        encoder.date = distributed.on_main(world, lambda: first_day(folder))
+        prompts = encode_prompts(encoder, x0, rows)
+        distributed.on_main(world, lambda: print(*encoder.notes))
 
     # model
     mixed = "auto" if config.use_mixed_precision else "no"
@@ -256,11 +278,12 @@ def main(argv: list[str] | None = None) -> int:
     # replies
     def finish() -> None:
         replies: Replies = sum(read_groups(folder), [])
-        texts = tokenizer.batch_decode(replies, skip_special_tokens=True)
-        for row, reply, tokens in zip(rows, texts, replies, strict=True):
+        for row, reply, tokens in zip(rows, encoder.texts(replies), replies, strict=True):
             row |= {"x0": x0, "reply": reply, "tokens": tokens, "model": config.model_name}
             row["settings_hash"] = settings_hash
             row["chat_template_kwargs"] = config.chat_template_kwargs
+            if encoder.date:
+                row["template_date"] = encoder.date
         write(config.val_out_file, True, rows)
         write(config.traj_out_file, False, rows)
         shutil.rmtree(folder)

@@ -38,7 +38,7 @@ from ddp_utils.policy import (
 from ddp_utils.run import Run, RunSpec, check
 from lm import logps, models, parallel, sampling
 from lm import preference_data as preferences
-from lm.chat_template import Encoder
+from lm.chat_template import Encoder, date_of
 from lm.checks import check_pairs
 from lm.meter import Meter
 from lm.settings import default_rate
@@ -68,12 +68,13 @@ def read_settings(argv: Sequence[str] | None) -> settings.Config:
     return config
 
 
-def encoder_of(config: settings.Config) -> Encoder:
+def encoder_of(config: settings.Config, world: World) -> Encoder:
     """Return what turns texts into token ids."""
     names = config.model_name, config.init_adapter, config.chat_template
     tokenizer = models.load_tokenizer(*names)
     shape = config.max_length, config.truncation, config.chat_template_kwargs, config.keep_thoughts
-    return Encoder(tokenizer, config.chat_template, *shape)
+    date = date_of(config.result_dir, config, world)
+    return Encoder(tokenizer, config.chat_template, *shape, date=date)
 
 
 def read_data(config: settings.Config, encoder: Encoder, world: World) -> tuple[dict, dict]:
@@ -203,7 +204,7 @@ def generate_replies(
     phase = run.phase(f"sampling {len(prompts)} replies")
     with policy.gathered():
         ids = sampling.generate(policy.scorer, prompts, ends, run.world, spec, phase)
-    texts = encoder.tokenizer.batch_decode(ids, skip_special_tokens=True)
+    texts = encoder.texts(ids)
     replies = {"val": texts[: len(val)], "test": texts[len(val) :]}
     return {split: texts for split, texts in replies.items() if texts}
 
@@ -286,7 +287,7 @@ def score_reference(
 
 
 def describe_run(
-    config: settings.Config, data: dict, report: dict, plan: sampler.Plan, judge: Any, world: World
+    config: Any, data: dict, report: dict, encoder: Encoder, plan: Any, judge: Any, world: World
 ) -> tuple[RunSpec, Any]:
     """Check models and data against each other, before a weight is read; describe the run.
 
@@ -296,17 +297,18 @@ def describe_run(
     how = adapter, checkpointing, MODEL_CLASS
     meta_model, notes = models.meta_model(config.model_name, *how)
     for pairs in filter(None, data.values()):
-        models.check_fit(meta_model, pairs.extremes())
+        models.check_fit(meta_model, encoder.tokenizer, pairs.extremes())
     reply = [0] * config.max_new_tokens
     asked = data["val"][: config.num_samples] + data["test"][: config.num_samples]
     sampled = [pair._replace(chosen=reply, rejected=reply) for pair in asked]
-    models.check_fit(meta_model, sampled, "a smaller --max_new_tokens or --max_length")
+    fix = "a smaller --max_new_tokens or --max_length"
+    models.check_fit(meta_model, encoder.tokenizer, sampled, fix)
     if config.reference_model:
         with cli.located({"model_name": "--reference_model"}):
             models.load(config.reference_model, "auto", models.META, model_class=MODEL_CLASS)
     folders = {"model_name": config.model_name, "init_adapter": config.init_adapter}
     folders["reference_model"] = config.reference_model
-    inputs = models.input_digests(data, folders, meta_model.config)
+    inputs = models.input_digests(data, folders, meta_model.config) | encoder.inputs
     if judge:
         inputs["content of judge"] = judge.digest
     if config.sharding_config:  # as in the file, before its "auto" is replaced
@@ -319,7 +321,7 @@ def describe_run(
         steps=plan.steps,
         inputs=inputs,
         report=report,
-        lines=preferences.describe_all(report, data) + config.notes + notes,
+        lines=preferences.describe_all(report, data) + config.notes + notes + encoder.notes,
         model_folder=Path(config.output_dir) if config.output_dir else None,
         save_best=config.save_best,
         shard_layout=strategy_of(config).shard_layout(config.fine_tuning, world.world_size),
@@ -338,11 +340,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         world = distributed.init_process_group(world, config.backend, config.timeout_minutes)
 
     # data
-    encoder = encoder_of(config)
+    encoder = encoder_of(config, world)
     data, report = read_data(config, encoder, world)
     judge = load_judge(config, data) if config.judge else None
     plan = sampler.Plan.of(config, len(data["train"]))
-    spec, meta_model = describe_run(config, data, report, plan, judge, world)
+    spec, meta_model = describe_run(config, data, report, encoder, plan, judge, world)
     if config.check:
         return check(spec, config, world)
 

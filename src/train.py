@@ -33,7 +33,7 @@ from ddp_utils.policy import Policy, Precision
 from ddp_utils.run import Run
 from lm import instruction_data, logps, models, parallel
 from lm import preference_data as preferences
-from lm.chat_template import Encoder
+from lm.chat_template import Encoder, date_of
 from lm.logps import Pair
 from lm.meter import Meter
 from lm.settings import default_rate
@@ -42,12 +42,13 @@ from train_config import Config
 # --- data ----------------------------------------------------------------------------------------
 
 
-def encoder_of(config: Config) -> Encoder:
+def encoder_of(config: Config, world: World) -> Encoder:
     """Return what turns texts into token ids."""
     names = config.model_name, config.init_adapter, config.chat_template
     tokenizer = models.load_tokenizer(*names)
     shape = config.max_length, config.truncation, config.chat_template_kwargs, config.keep_thoughts
-    return Encoder(tokenizer, config.chat_template, *shape)
+    date = date_of(config.output_dir, config, world)
+    return Encoder(tokenizer, config.chat_template, *shape, date=date)
 
 
 def read_data(config: Config, encoder: Encoder, world: World) -> tuple[dict, dict]:
@@ -183,7 +184,7 @@ def load_policy(config: Config, precision: Precision, data: dict, run: Run) -> P
 
 
 def describe_run(
-    config: Config, data: dict, report: dict, plan: sampler.Plan, world: World
+    config: Config, data: dict, report: dict, encoder: Encoder, plan: sampler.Plan, world: World
 ) -> tuple[runs.RunSpec, Any, Precision]:
     """Check model and data against each other, before a weight is read; describe the run.
 
@@ -192,12 +193,12 @@ def describe_run(
     adapter, checkpointing = models.LoraSpec.of(config), config.gradient_checkpointing
     meta_model, notes = models.meta_model(config.model_name, adapter, checkpointing)
     for rows in filter(None, data.values()):
-        models.check_fit(meta_model, rows.extremes())
+        models.check_fit(meta_model, encoder.tokenizer, rows.extremes())
     folders = {"model_name": config.model_name, "init_adapter": config.init_adapter}
-    inputs = models.input_digests(data, folders, meta_model.config)
+    inputs = models.input_digests(data, folders, meta_model.config) | encoder.inputs
     inputs["global_batch"] = str(plan.global_batch)
     parallel.check(strategy_of(config), meta_model)
-    lines = preferences.describe_all(report, data) + config.notes + notes
+    lines = preferences.describe_all(report, data) + config.notes + notes + encoder.notes
     if config.sharding:  # as in the JSON, before its "auto" is filled in
         inputs[f"content of {config.strategy}_config"] = digest_of_files([], config.sharding)
     precision = fill_in_settings(config, meta_model, world)
@@ -234,10 +235,10 @@ def fine_tune(config: Config, world: World) -> int:
         world = distributed.init_process_group(world, config.backend, config.timeout_minutes)
 
     # data
-    encoder = encoder_of(config)
+    encoder = encoder_of(config, world)
     data, report = read_data(config, encoder, world)
     plan = sampler.Plan.of(config, len(data["train"]), world.world_size)
-    spec, meta_model, precision = describe_run(config, data, report, plan, world)
+    spec, meta_model, precision = describe_run(config, data, report, encoder, plan, world)
     if config.check:
         return runs.check(spec, config, world)
 

@@ -19,6 +19,7 @@ if __name__ == "__main__":
 
 
 import collections
+import functools
 import itertools
 import time
 from pathlib import Path
@@ -34,8 +35,8 @@ from ddp_utils.distributed import World, to_device
 from ddp_utils.metrics import Averages, peak_memory_mb
 from ddp_utils.policy import Policy, Precision
 from ddp_utils.run import Run, RunSpec, check
-from lm import logps, models
-from lm.chat_template import Encoder, truncation_warning
+from lm import logps, model_files, models
+from lm.chat_template import Encoder, date_of, truncation_warning
 from lm.judge import Judge, load_judge
 from lm.settings import DEMO_MODEL, default_rate
 from prompt_baking import replies, trajectories
@@ -76,6 +77,16 @@ def lora_of(config: Config) -> models.LoraSpec:
     """Return the adapter of the settings."""
     shape = config.lora_r, config.lora_alpha, config.lora_dropout, config.lora_targets
     return models.LoraSpec(*shape, config.resume_from)
+
+
+def encoder_of(config: Config, world: World) -> Encoder:
+    """Return what turns texts into token ids."""
+    names = config.model_name, config.resume_from, config.chat_template
+    tokenizer = models.load_tokenizer(*names)
+    [first] = data_files.read(config.data_path, 1)  # replies are to prompts with their date
+    date = first.data.get("template_date") or date_of(config.out_dir, config, world)
+    kwargs, length = config.chat_template_kwargs, config.max_traj_len
+    return Encoder(tokenizer, config.chat_template, length, kwargs=kwargs, date=date)
 
 
 def read_data(config: Config, encoder: Encoder, world: World) -> tuple[Data, dict[str, dict]]:
@@ -228,7 +239,7 @@ def before(base: dict, examples: list[Trajectory]) -> dict:
 
 
 def describe_run(
-    config: Config, data: Data, reports: dict[str, dict], prompts: list, judge: Any, plan: Any
+    config: Config, data: Data, reports: dict, encoder: Any, prompts: list, judge: Any, plan: Any
 ) -> tuple[RunSpec, Any]:
     """Check model and data against each other, before a weight is read; describe the run.
 
@@ -241,10 +252,12 @@ def describe_run(
     reply = [0] * config.max_new_tokens
     asked = [Trajectory(ids, ids, reply, "questions", "") for ids in prompts]
     own = [row._replace(reply=reply) for row in data["train"]] if config.on_policy else []
-    models.check_fit(meta_model, itertools.chain(*data.values()), "a smaller --max_traj_len")
-    models.check_fit(meta_model, [*asked, *own], "a smaller --max_new_tokens")
+    fits = functools.partial(models.check_fit, meta_model, encoder.tokenizer)
+    fits(itertools.chain(*data.values()), "a smaller --max_traj_len")
+    fits([*asked, *own], "a smaller --max_new_tokens")
     folders = {"model_name": config.model_name, "resume_from": config.resume_from}
     inputs = models.input_digests(data | {"questions": asked}, folders, meta_model.config)
+    inputs |= encoder.inputs
     inputs["global_batch"] = str(plan.global_batch)
     if judge:
         inputs["content of judge"] = judge.digest
@@ -253,8 +266,10 @@ def describe_run(
         count = f"{len(report['cut'])} cut, {len(report['dropped'])} dropped"
         lines.append(f"{split}: {len(data[split])} replies of {report['file']}; {count}")
         lines += truncation_warning(split, len(report["cut"]), len(data[split]), "--max_traj_len")
+        lines += model_files.describe_unknown(report["file"], report["unknown_tokens"])
     folder, save_best = Path(config.out_dir), config.save_best
-    spec = RunSpec(folder, plan.steps, inputs, reports, lines + notes, save_best=save_best)
+    lines += notes + encoder.notes
+    spec = RunSpec(folder, plan.steps, inputs, reports, lines, save_best=save_best)
     return spec, meta_model
 
 
@@ -286,10 +301,7 @@ def bake(argv: list[str] | None) -> int:
         world = distributed.init_process_group(world, config.backend, config.timeout_minutes)
 
     # data
-    names = config.model_name, config.resume_from, config.chat_template
-    tokenizer = models.load_tokenizer(*names)
-    kwargs = config.chat_template_kwargs
-    encoder = Encoder(tokenizer, config.chat_template, config.max_traj_len, kwargs=kwargs)
+    encoder = encoder_of(config, world)
     data, reports = read_data(config, encoder, world)
     x0 = reports["train"]["x0"][0]
     others = reports["val"]["kept"]
@@ -299,7 +311,7 @@ def bake(argv: list[str] | None) -> int:
     prompts = [trajectories.prompt(encoder, column.system, text) for column, text in pairs]
     judge = read_judge(config, questions)
     plan = sampler.Plan.of(config, len(data["train"]), world.world_size)
-    spec, meta_model = describe_run(config, data, reports, prompts, judge, plan)
+    spec, meta_model = describe_run(config, data, reports, encoder, prompts, judge, plan)
     if config.check:
         return check(spec, config, world)
 

@@ -118,13 +118,20 @@ def read(path: AnyPath, limit: int = -1, skip: bool = False, columns: str = "") 
         raise UserError(f"{path}: 0 records; each line must hold one JSON object")
 
 
-def usable(source: DataFile, make: Callable[[Record], Any], dropped: Counter) -> Iterator[Any]:
+def usable(
+    source: DataFile,
+    make: Callable[[Record], Any],
+    dropped: Counter,
+    split: Callable[[Record], Iterable[Record]] | None = None,
+) -> Iterator[Any]:
     """Yield make(record) of the records of a file, and count those without it by reason.
 
+    split: returns the records that one of the file stands for, by default itself.
     Raises UserError if no record is usable, or if one is malformed, unless these are skipped.
     """
     used = 0
-    for record in read(source.path, source.limit, skip=True, columns=source.columns):
+    records = read(source.path, source.limit, skip=True, columns=source.columns)
+    for record in itertools.chain.from_iterable(map(split, records)) if split else records:
         try:
             if isinstance(record.data, UserError):
                 raise record.data
@@ -242,7 +249,9 @@ def decode(text: str, path: AnyPath, line: int = 1, decoder: json.JSONDecoder = 
         return decoder.decode(text)
     except json.JSONDecodeError as error:
         line += error.lineno - 1
-        raise UserError(f"{path}:{line}:{error.colno}: not JSON: {error.msg}") from error
+        is_python = text[error.pos : error.pos + 1] == "'"
+        hint = "; Python's str() writes such text, use json.dumps" if is_python else ""
+        raise UserError(f"{path}:{line}:{error.colno}: not JSON: {error.msg}{hint}") from error
     except (ValueError, RecursionError) as error:
         # the decoder does not report on which of several lines the error is
         location = path if "\n" in text.strip() else f"{path}:{line}"

@@ -101,9 +101,15 @@ def whoami(env: Mapping[str, str] = os.environ) -> World:
             if launcher == "srun" and world_size > 1 and is_shell:
                 many = f"for {world_size} run: srun --job-name=mine python ..."
                 raise UserError(f"srun has started {world_size} shells; {one_process}; {many}")
-            # Slurm writes "2(x3)": two tasks on each of three nodes
-            local = re.match(r"\d+", env.get(names[3], ""))
-            local_size = int(local.group()) if local else local_rank + 1
+            # Slurm writes "5,2(x3)": five tasks on the first node, two on each of three others
+            sizes = []
+            for size, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get(names[3], "")):
+                sizes += [int(size)] * int(times or 1)
+            node = parse_number("SLURM_NODEID", env.get("SLURM_NODEID") or "0")
+            local_size = sizes[min(node, len(sizes) - 1)] if sizes else local_rank + 1
+            # the ranks after this one are an upper bound: `mpiexec -n 8 -ppn 5` places 5 and 3, and
+            # the user has exported 5
+            local_size = min(local_size, world_size - rank + local_rank)
             return World(rank, world_size, local_rank, local_size, launcher)
         is_alone = bool(names[1]) and env[names[1]] == "1"  # some platforms set no local rank then
         if launcher in COMPLETE and names[0] and not is_alone:
@@ -146,8 +152,8 @@ def choose_device(world: World, backend: str = "auto") -> World:
     # separate rows, and every generated token, has a new shape.
     torch.backends.cuda.enable_cudnn_sdp(False)
     # packed batches have ever new lengths, for which the allocator's blocks of fixed size fragment
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its old name
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     return world._replace(device=torch.device(kind, 0 if has_own else world.local_rank))
 
 

@@ -83,7 +83,8 @@ def tie(config: DesignConfig, backbone: Structure) -> np.ndarray:
         where = f"--tied_positions: {text}"
         ranges = []
         for part in text.split("="):
-            ranges.append(pairs.positions_of(part, backbone, config.numbering, where))
+            residues = pairs.positions_of(part, backbone, config.numbering, where)
+            ranges.append([*itertools.chain(*residues.values())])
         if len({*map(len, ranges)}) > 1:
             raise UserError(f"{where}: its ranges must have the same number of residues")
         groups += zip(*ranges, strict=True)
@@ -116,10 +117,16 @@ def native_letters(backbone: Structure) -> Tensor:
 
 
 def letter_bias(config: DesignConfig) -> Tensor:
-    """Return what is added to the log-probs, [21]: -inf for letters that are never drawn."""
+    """Return what is added to the log-probs, [21]: -inf for letters that are never drawn.
+
+    Raises UserError for a letter that is named twice.
+    """
     bias = torch.zeros(len(ALPHABET))
-    for text in config.bias_AA:
-        bias[ALPHABET.index(text[0])] += float(text[2:])
+    letters = [text[0] for text in config.bias_AA]
+    for letter, text in zip(letters, config.bias_AA, strict=True):
+        if letters.count(letter) > 1 or letter in config.omit_AA:
+            raise UserError(f"--bias_AA: {letter} has two values, or is in --omit_AA, too; use one")
+        bias[ALPHABET.index(letter)] = float(text[2:])
     bias[[ALPHABET.index(letter) for letter in config.omit_AA + "X"]] = -math.inf
     return bias
 
@@ -275,6 +282,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the script with these flags, or with those of the command line; return 0."""
     config = read_design_settings(sys.argv[1:] if argv is None else argv)
     path = weights.path_of(config.model_path, config.base_model_dir)
+    letter_bias(config)  # a mistake is an error before the structures are read
     tasks = read_tasks(config)
     folder = Path(config.output_dir)
     checkpoints.check_writable("--output_dir", folder)

@@ -28,7 +28,7 @@ from dpo_inv.mpnn import ALPHABET, UNKNOWN, encode
 from dpo_inv.structure import Structure
 
 CHAINS = ("chain_id", "design_chains", "fixed_chains")
-MUTABLE = ("mutable_positions", "mutable_ranges", "fixed_residues")
+MUTABLE = ("fixed_residues", "mutable_positions", "mutable_ranges")
 OF_PAIRS = {"preferred_seq", "unpreferred_seq", "margin_kcal"}
 OF_MUTANTS = {"mutation", "ddg"}
 FIELDS = {"pdb_file", *CHAINS, *MUTABLE}
@@ -134,7 +134,9 @@ def _our_fields(record: Record, ddg: float | None) -> dict[str, Any]:
     """
     fields = {name: value for name, value in record.data.items() if value not in EMPTY}
     if "mut_type" in fields:  # in ProteinDPO, `mutation` is the new letter
-        fields.pop("mutation", None)
+        letter = str(fields.pop("mutation", ""))
+        if not str(fields["mut_type"]).endswith(letter):
+            raise UserError(f"mutation: {data.shown(letter)} contradicts mut_type; leave one out")
     elif "wild_type" in fields:  # FireProtDB
         number = fields.pop("pdb_position", None) or fields.pop("position", "")
         fields["mutation"] = f"{fields.pop('wild_type')}{number}{fields.get('mutation', '')}"
@@ -164,10 +166,21 @@ def _warnings(pairs: Sequence[Pair], signs: Sequence[int], settings: PairSetting
         other = "negative" if settings.stable_ddg == "positive" else "positive"
         problem = f"{signs.count(1)} of {len(signs)} mutants are more stable than the wild type"
         warnings.append(f"{problem}; if ddG has the other sign here, use --stable_ddg {other}")
-    seen = {(pair.number, pair.preferred.tobytes(), pair.unpreferred.tobytes()) for pair in pairs}
+    keys = [(pair.number, pair.preferred.tobytes(), pair.unpreferred.tobytes()) for pair in pairs]
+    seen = {*keys}
     count = sum((number, worse, better) in seen for number, better, worse in seen)
     if count:
         warnings.append(f"{count} pairs contradict each other; keep one of two equal mutations")
+    if len(seen) < len(keys):
+        margins = [str(pair.margin) for pair in pairs]
+        count = len({*zip(keys, margins, strict=True)}) - len(seen)
+        problem = f"{len(keys) - len(seen)} pairs occur again ({count} with another ddG)"
+        warnings.append(f"{problem}; keep one row of each pair or mutation")
+    one_of_each = {pair.number: pair for pair in pairs}.values()
+    backbones = {(pair.name, pair.backbone.coords.tobytes()) for pair in one_of_each}
+    for name, count in Counter(name for name, _ in backbones).items():
+        if count > 1:
+            warnings.append(f"{count} structures are named {name}; rename the files")
     notes = sorted({pair.backbone.note for pair in pairs} - {""})
     if notes:
         warnings.append(f"{len(notes)} structures such as {notes[0]}")
@@ -209,9 +222,10 @@ def _backbone(
     if not file:
         folders = " or ".join(dict.fromkeys([str(folder.resolve()), str(Path.cwd())]))
         raise UserError(f"pdb_file: no file {name:.200} in {folders}")
-    key = str(file), *chains_of(record.data), settings.homo_oligomer
+    options = *chains_of(record.data), settings.homo_oligomer
+    key = file.resolve(), *options
     if key not in backbones:
-        backbones[key] = len(backbones), structure.read(*key)
+        backbones[key] = len(backbones), structure.read(file, *options)
     return backbones[key]
 
 
@@ -260,6 +274,7 @@ def mutant_of(mutations: str, backbone: Structure, numbering: str) -> np.ndarray
     numbering: see `find`. Raises UserError if a mutation does not fit the backbone.
     """
     letters = encode(backbone.sequence)
+    new: dict[int, str] = {}  # position of the first copy -> letter
     for text in re.split(r"[\s,;:/+]+", mutations.strip()):
         where = f"mutation: {data.shown(text)}"
         match = MUTATION.fullmatch(text)
@@ -270,7 +285,10 @@ def mutant_of(mutations: str, backbone: Structure, numbering: str) -> np.ndarray
         if residue != match[1].upper():
             raise UserError(f"{where}: residue {match[3]} is {residue}; --numbering is {numbering}")
         copies = backbone.tied[(backbone.tied == position).any(-1)]
-        letters[copies] = ALPHABET.index(match[4].upper())
+        letter = match[4].upper()
+        if new.setdefault(int(copies.min()), letter) != letter:
+            raise UserError(f"{where}: residue {match[3]} has two mutations; use one per residue")
+        letters[copies] = ALPHABET.index(letter)
     return letters
 
 
@@ -297,24 +315,28 @@ def find(chain: str, label: str, backbone: Structure, numbering: str, where: str
     return int(positions[labels.index(label.upper())])
 
 
-def positions_of(value: Any, backbone: Structure, numbering: str, where: str) -> list[int]:
+def positions_of(value: Any, backbone: Structure, numbering: str, where: str) -> dict[str, range]:
     """Return the positions of residues and ranges: 52, A52, 52A, 6-17, A6-17, or [6, 17]."""
     texts = value.replace(",", " ").split() if isinstance(value, str) else value
     if not isinstance(texts, list | tuple):
         raise UserError(f"{where}: {value!r:.60} (expected a list of residues, such as 52 or A52)")
-    positions: list[int] = []
+    positions: dict[str, range] = {}
     for part in texts:
         text = "-".join(map(str, part)) if isinstance(part, list | tuple) else str(part)
         match = RANGE.fullmatch(text)
         if not match:
             raise UserError(f"{where}: {text!r:.60} is not a residue (expected 52, A52 or 6-17)")
         chain, first, last_chain, last = match.groups()
+        if (last_chain or chain) != chain:
+            raise UserError(f"{where}: {text}: from one chain to another; use a range of each")
+        if where == "mutable_ranges" and not last:
+            raise UserError(f"{where}: {text} is not a range (expected 6-17, or [6, 17] in a list)")
         start = stop = find(chain, first, backbone, numbering, f"{where}: {text}")
         if last:
-            stop = find(last_chain or chain, last, backbone, numbering, f"{where}: {text}")
+            stop = find(chain, last, backbone, numbering, f"{where}: {text}")
         if stop < start:
             raise UserError(f"{where}: {text}: its end comes before its start; swap them")
-        positions += range(start, stop + 1)
+        positions[text] = range(start, stop + 1)
     return positions
 
 
@@ -354,32 +376,43 @@ def text_of(letters: np.ndarray, backbone: Structure) -> str:
 
 def chains_of(settings: Mapping) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the names of the designed and of the fixed chains; () for the first protein chain."""
+    chains: list[tuple[str, ...]] = []
     for field in CHAINS:
-        names = settings.get(field) or ""
+        names = settings.get(field)
+        if isinstance(names, str):  # AB and A,B are two chains
+            names = [names] * (names != "") if field == "chain_id" else re.sub(r"[\s,]", "", names)
+        names = () if names is None else names
         if not isinstance(names, str | list | tuple) or {*map(type, names)} - {str}:
             raise UserError(f"{field}: {names!r:.60} (expected a list of chain names)")
-    chain, design, fixed = (settings.get(field) or () for field in CHAINS)
+        chains.append(tuple(names))
+    chain, design, fixed = chains
     if chain and design:
         raise UserError("chain_id: design_chains is set, too; use only one of them")
     if fixed and not (chain or design):
         raise UserError("fixed_chains: design_chains is missing; name these as well")
-    return (chain,) if chain else tuple(design), tuple(fixed)
+    return chain or design, fixed
 
 
 def mutable(settings: Mapping, backbone: Structure, numbering: str) -> np.ndarray:
     """Return where letters may differ, [L] bool: all designed chains, or the named residues.
 
     mutable_positions and mutable_ranges are combined; fixed_residues are excluded. numbering: see
-    `find`.
+    `find`. Raises UserError if nothing remains of one of the residues and ranges, or of all.
     """
-    masks = []
+    fixed, named = np.zeros((2, *backbone.in_design.shape), bool)
     for field in MUTABLE:
-        mask = np.zeros_like(backbone.in_design)
-        mask[positions_of(settings.get(field) or (), backbone, numbering, field)] = True
-        mask[backbone.tied] = mask[backbone.tied].any(-1, keepdims=True)  # all copies of a position
-        masks.append(mask)
-    named = masks[0] | masks[1]
-    return (named if named.any() else backbone.in_design) & ~masks[2]
+        value = settings.get(field)
+        mask = fixed if field == "fixed_residues" else named
+        residues = positions_of(() if value is None else value, backbone, numbering, field)
+        for text, positions in residues.items():
+            mask[positions] = True
+            mask[backbone.tied] = mask[backbone.tied].any(-1, keepdims=True)  # all of its copies
+            if mask is named and fixed[positions].all():
+                raise UserError(f"{field}: {text} is in fixed_residues, too; use one of them")
+    allowed = (named if named.any() else backbone.in_design) & ~fixed
+    if not allowed.any():
+        raise UserError(f"fixed_residues: they are all residues of {backbone.name}; use fewer")
+    return allowed
 
 
 def check_margins(pairs: Iterable[Pair], method: str, weighting: str) -> None:

@@ -20,10 +20,9 @@ from transformers import TextStreamer
 
 from ddp_utils import SettingError, data, distributed
 from ddp_utils.policy import DTYPES, is_bf16_fast, warn_if_bf16_is_slow
-from lm import lora, models, sampling
-from lm.chat_template import Encoder
+from lm import lora, model_files, models, sampling
+from lm.chat_template import Encoder, date_in
 from lm.logps import Pair, Scorer
-from lm.model_files import model_folder
 
 # temperature 0.7 as for example replies; the reason is in docs/dpo.md
 DEFAULTS: dict[str, Any] = {"temperature": 0.7, "top_p": 1.0, "max_new_tokens": 256}
@@ -68,7 +67,7 @@ def load(
 
     dtype: see dtype_to_compute().
     """
-    name = result = str(model_folder("folder", folder))
+    name = result = str(model_files.model_folder("folder", folder))
     config = data.resolve(folder) / "config.json"
     run = data.read_json(config) if config.is_file() else {}
     if "model_name" not in run:  # config.json is that of a model
@@ -83,19 +82,21 @@ def load(
     with cli.located({"model_name": "folder", "init_adapter": "folder"}):
         if not adapter and models.is_adapter(name):
             name, adapter = lora.base_of(name), name
+        tokenizer = models.load_tokenizer(result)  # its chat template is that of the training
         model: Any = models.load(name, dtype_to_compute(dtype, device), device)
         if adapter:  # not merged, which would round a bf16 model
             model = lora.with_adapter(model, adapter)
-        tokenizer = models.load_tokenizer(result)  # its chat template is that of the training
     template = "none" if run.get("chat_template") == "none" else "auto"
-    return model, Encoder(tokenizer, template, kwargs=run.get("chat_template_kwargs", "")), run
+    date = date_in(data.resolve(folder))
+    kwargs = run.get("chat_template_kwargs", "")
+    return model, Encoder(tokenizer, template, kwargs=kwargs, date=date), run
 
 
 def prompt_of(messages: list[dict[str, str]], encoder: Encoder) -> list[int]:
     """Return the token ids of a conversation; without a chat template, of its texts."""
     if encoder.templated:
-        return encoder.ids(encoder.text(messages))[0]
-    return encoder.ids("\n".join(message["content"] for message in messages))[0]
+        return encoder.prompt_ids(messages)
+    return encoder.prompt_ids("\n".join(message["content"] for message in messages))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -119,14 +120,18 @@ def main(argv: list[str] | None = None) -> int:
         if line.strip():
             prompt = prompt_of(messages, encoder)
             fix = "an empty line to start a new one, or a smaller --max_new_tokens"
-            models.check_fit(model, [Pair(prompt, longest, longest, "the conversation", "")], fix)
+            row = Pair(prompt, longest, longest, "the conversation", "")
+            models.check_fit(model, encoder.tokenizer, [row], fix)
+            unknown = model_files.unknown(encoder.tokenizer, [line])
+            for warning in model_files.describe_unknown("this line", unknown, limit=1.0):
+                print(warning)
             start = time.perf_counter()
             [reply] = sampling.generate(
                 scorer, [prompt], ends, world, spec, first=number, streamer=streamer
             )
             if settings.stats:
                 print(streamer.stats(start))
-            text = encoder.tokenizer.decode(reply, skip_special_tokens=True)
+            [text] = encoder.texts([reply])
             messages.append({"role": "assistant", "content": text.strip()})
         else:  # a small model may be trained on single questions only
             messages = [*first]

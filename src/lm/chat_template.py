@@ -7,17 +7,25 @@ response, so that no response token is lost and no prompt token is trained.
 
 import contextlib
 import copy
+import datetime
+import functools
 import json
-import os.path
+import os
 import re
 import reprlib
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import transformers
 from jinja2 import TemplateError
+from transformers.utils import chat_template_utils
 
-from ddp_utils import UserError, data
+from ddp_utils import UserError, data, distributed
 from ddp_utils.data import Record
+from ddp_utils.distributed import World
 from lm import models
 from lm.logps import Pair
 
@@ -51,6 +59,12 @@ RENDERED = re.compile(
 )
 
 Ids = list[int]  # token ids
+DATE = "date of chat_template"  # name of an input of a run, in its environment.json
+NO_END = (
+    "warning: replies will not stop: the tokenizer has no eos_token, and there is no chat template "
+    "that ends a reply with a special token; set eos_token in tokenizer_config.json, or use "
+    "--chat_template"
+)
 
 
 class Encoder:
@@ -62,6 +76,7 @@ class Encoder:
     truncation: "keep_end" or "keep_start" of the prompt.
     kwargs: arguments of the template besides the messages, as the text of a JSON object.
     keep_thoughts: append a reply as it is written where the template drops text of it.
+    date: that the template writes if it writes one, such as 2026-11-26; "": today's.
     """
 
     def __init__(
@@ -72,6 +87,7 @@ class Encoder:
         truncation: str = "keep_end",
         kwargs: str = "",
         keep_thoughts: bool = False,
+        date: str = "",
     ) -> None:
         self.tokenizer = tokenizer
         self.max_length = max_length
@@ -79,21 +95,35 @@ class Encoder:
         self.keep_thoughts = keep_thoughts
         self.template = choose_template(tokenizer, chat_template)
         self.templated = bool(self.template)
+        special = *tokenizer.all_special_tokens, *tokenizer.get_added_vocab()
+        self.special = [*filter(str.strip, special)]  # white space may be an added token as well
         self.template_words = {"system", *re.findall(r"\w+", self.template)}
-        self.end = tokenizer.eos_token_id  # the token that ends a reply, or None
-        self.earlier_end = self.end  # the token that ends a reply that is not the last one
+        self.date = (date or today()) if "strftime_now" in self.template_words else ""
+        self.end = tokenizer.eos_token_id  # the last token of a reply, or None
+        self.end_text = ""  # what the template writes behind a reply, up to its last special token
+        self.earlier_end = ""  # the same behind a reply that is not the last one
+        self.starts: list[str] = []  # tokens with which the template begins a turn
         self.stops: list = []  # more tokens at which sampling stops
         self.call_end: int | None = None  # the token that ends tool calls, if it is another one
         # the template expects the arguments of a tool call as a JSON text; None: not known yet
         self.arguments_as_text: bool | None = None
         self.before_reply = ""  # the template's text between a prompt and a reply
-        self.after_reply = ""
+        self.after_end = ""  # what it writes behind end_text
         self.in_parts = False  # the template expects a content as [{"type": "text", "text": ...}]
         self.begins: tuple[str, ...] = ()  # what the template writes before a first turn
         self.kwargs = self.check_arguments(kwargs or {}, "--chat_template_kwargs")
         if self.templated:
             self._find_ends_of_replies()
             self.begins = self._find_begins()
+        # the end that is added to the ids of a reply, since the text has none
+        self.added_end = [self.end] if not self.end_text and self.end is not None else []
+        self.adds_end = not self.templated and self.added_end == tokenizer("a").input_ids[-1:]
+        if self.end is None:
+            distributed.warn(NO_END)
+        ends = {self.end_text, self.earlier_end, *map(self.text_of, self.ends)}
+        ends |= {*map(self.text_of, self.special_ids(self.end_text))}
+        either = one_of(filter(None, ends)).pattern
+        self.brought = re.compile(rf"(?:(?:{either})\s*)+\Z")  # ends that a reply has in its text
 
     def with_arguments(self, arguments: dict) -> "Encoder":
         """Return an encoder whose template gets more arguments, such as the tools of one row."""
@@ -107,8 +137,19 @@ class Encoder:
         if self.tokenizer.is_fast:
             vocabulary = self.tokenizer.backend_tokenizer.to_str()
         special = self.tokenizer.special_tokens_map
-        settings = self.template, self.kwargs, self.max_length, self.keep_end, self.keep_thoughts
-        return [vocabulary, special, *settings, transformers.__version__]
+        shape = self.max_length, self.keep_end, self.keep_thoughts
+        settings = self.template, self.kwargs, self.date
+        return [vocabulary, special, *shape, *settings, transformers.__version__]
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """Return the date that the template writes, if any, as an input of a run."""
+        return {DATE: self.date} if self.date else {}
+
+    @property
+    def notes(self) -> list[str]:
+        """Return a line about the date, to print; none if the template writes no date."""
+        return [f"the chat template writes the date {self.date}"] if self.date else []
 
     @property
     def ends(self) -> Ids:
@@ -121,13 +162,24 @@ class Encoder:
         try:
             options |= {"chat_template": self.template, "tokenize": False, **self.kwargs}
             turns = [self._as_expected(message) for message in messages]
-            return self.tokenizer.apply_chat_template(turns, **options)
+            with self._clock():
+                return self.tokenizer.apply_chat_template(turns, **options)
         except TEMPLATE_ERRORS as error:
             if messages[0]["role"] != "system" or len(messages) < 2:
                 raise UserError(f"--chat_template: {models.first_line(error)}") from error
             system, first, *rest = messages
             first = {**first, "content": f"{system['content']}\n\n{first['content']}"}
             return self.render([first, *rest], **options)
+
+    def _clock(self) -> contextlib.AbstractContextManager:
+        """Return a context in which strftime_now of a template writes the date of the run.
+
+        transformers accepts plain data as arguments of a template, but no function.
+        """
+        if not self.date:
+            return contextlib.nullcontext()
+        day = datetime.datetime.fromisoformat(self.date)
+        return mock.patch.object(chat_template_utils, "datetime", SimpleNamespace(now=lambda: day))
 
     def _as_expected(self, message: dict) -> dict:
         """Return a message in the form that the template expects."""
@@ -161,7 +213,7 @@ class Encoder:
 
     def _find_ends_of_replies(self) -> None:
         """Set what precedes and ends a reply by rendering some; also find the roles supported."""
-        question = {"role": "user", "content": "u"}
+        question = {"role": "user", "content": "~~~"}
         reply = {"role": "assistant", "content": "@@@"}
         self.template_words.discard("system")
         self.in_parts = not self._renders(question, reply)
@@ -173,23 +225,67 @@ class Encoder:
             if self._renders({"role": role, "content": "@@@"}, question):
                 self.template_words |= supported
         asked = self.text([question])
-        before, _, self.after_reply = self.render([question, reply]).rpartition("@@@")
+        before, _, after = self.render([question, reply]).rpartition("@@@")
         self.before_reply = before.removeprefix(asked)
-        self.end = next(iter(self.special_ids(self.after_reply)), self.end)
-        self.earlier_end = self.end
+        start = self._find_start(asked, before.rpartition("~~~")[2])
+        # some templates write the generation prompt behind every conversation
+        end = after.partition(start)[0] if start else ""
+        self.end_text = self._up_to_special(end if end.strip() else after)
+        self.after_end = after.removeprefix(self.end_text)
+        self.end = next(reversed(self.special_ids(self.end_text)), self.end)
+        self.earlier_end = self.end_text.strip() or self.text_of(self.end)
+        self.starts = [start] if start and start not in self.end_text else []
         if "tool_calls" in self.template_words:
             self.arguments_as_text, self.call_end = self._find_form_of_calls(question)
         with contextlib.suppress(UserError):
-            text = self.render([question, reply, {"role": "user", "content": "~~~"}])
-            ends = self.special_ids(text.rpartition("@@@")[2].partition("~~~")[0])
-            if not ends or self.end in ends:
-                return
-            self.earlier_end = ends[0]
+            text = self.render([question, reply, question])
+            between, next_turn, _ = text.rpartition("@@@")[2].partition("~~~")
+            if next_turn:
+                self._find_border(between)
+            stop = next(reversed(self.special_ids(self.earlier_end)), self.end)
             # sampling stops there as well, unless it also ends a thought
             thought = {**reply, **dict.fromkeys(THOUGHTS, "t")}
             text = self.render([question, thought]).rpartition("@@@")[0]
-            if ends[0] not in self.special_ids(text[common_prefix(asked, text) :]):
-                self.stops.append(ends[0])
+            if stop not in [self.end, *self.special_ids(text[common_prefix(asked, text) :])]:
+                self.stops.append(stop)
+
+    def _find_start(self, asked: str, before: str) -> str:
+        """Return the special token with which the turn of the assistant begins, or "".
+
+        asked: a question with the generation prompt; before: what is written between a question
+        and a reply.
+        """
+        plain = self.render([{"role": "user", "content": "~~~"}])
+        tokens = [*self._special_in(before).finditer(before)]
+        if asked != plain and asked.startswith(plain):
+            turn = asked.removeprefix(plain)
+        else:  # the first one of several ends the user's turn
+            turn = before[tokens[0].end() :] if tokens[1:] else before
+        start = self._up_to_special(turn.strip(), first=True)
+        return start if start in self.special else ""
+
+    def _find_border(self, after: str) -> None:
+        """Set what ends a reply that is not the last one, and what begins the turn behind it.
+
+        after: what the template writes between the two texts.
+        """
+        shared = after[: common_prefix(after, self.end_text)]
+        end = self._up_to_special(shared) or self._up_to_special(after, first=True)
+        self.earlier_end = end.strip() or self.earlier_end
+        rest = after.removeprefix(end)
+        token = self._special_in(rest).search(rest)
+        start = token[0] if token else after.strip() if end else ""  # such as </s>USER:
+        if start not in self.end_text and start not in (self.tokenizer.eos_token, *self.starts):
+            self.starts.append(start)
+
+    def _up_to_special(self, text: str, first: bool = False) -> str:
+        """Return a text up to its last, or first, special token; "" if it has none."""
+        tokens = [*self._special_in(text).finditer(text)]
+        return text[: tokens[0 if first else -1].end()] if tokens else ""
+
+    def _special_in(self, text: str) -> re.Pattern:
+        """Return a pattern of the special tokens in a text."""
+        return one_of(filter(text.__contains__, self.special))
 
     def _find_begins(self) -> tuple[str, ...]:
         """Return what the template writes before a first user or system turn, without BOS."""
@@ -214,8 +310,7 @@ class Encoder:
                 _, name, after = self.render([question, reply]).rpartition("@@@")
                 if name and "{'" not in after:  # Python's text of a dict is not JSON
                     ends = self.special_ids(after)
-                    has_end = self.end in self.special_ids(self.after_reply)
-                    is_other = has_end and self.end not in ends
+                    is_other = self.end_text and self.end not in ends
                     return as_text, next(reversed(ends), None) if is_other else None
         return False, None  # rows with calls are errors
 
@@ -227,9 +322,15 @@ class Encoder:
 
     def special_ids(self, text: str) -> Ids:
         """Return the special tokens in a text."""
-        special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
-        ids = self.tokenizer(text, add_special_tokens=False).input_ids
-        return [token for token in ids if token in special]
+        return self.tokenizer.convert_tokens_to_ids(self._special_in(text).findall(text))
+
+    def text_of(self, token: int | None) -> str:
+        """Return the text of a token, or "" if there is none."""
+        return "" if token is None else self.tokenizer.decode([token])
+
+    def prompt_ids(self, prompt: Prompt) -> Ids:
+        """Return the token ids that the model reads before it replies, in every script."""
+        return self.ids(self.text(prompt))[0]
 
     def text(self, prompt: Prompt) -> str:
         """Return what the model reads before it replies."""
@@ -257,7 +358,7 @@ class Encoder:
         return text.lstrip().removeprefix(self.tokenizer.bos_token or "").lstrip()
 
     def text_with_reply(self, prompt: Prompt, reply: Reply, text: str) -> str:
-        """Return a prompt and a reply as one text, which ends with the reply.
+        """Return a prompt and a reply as one text, which ends as the template ends the reply.
 
         text: of the prompt. Raises UserError if the template drops text of the reply, unless
         thoughts are kept.
@@ -267,31 +368,56 @@ class Encoder:
         if not self.templated:
             return f"{text}{reply}" if isinstance(prompt, str) else f"{text} {reply}"
         messages = messages_of(prompt)
-        full = self.render([*messages, message]).removesuffix(self.after_reply)
+        ended = self.render([*messages, message]).removesuffix(self.after_end)
+        full = ended.removesuffix(self.end_text)
         # a template may render the prompt differently once there is a reply
         same_prompt = full.startswith(text) or full.startswith(self.render(messages))
         lost = lost_text(message, text, full)
         if isinstance(reply, str) and (not same_prompt or (lost and self.keep_thoughts)):
             if self.before_reply.isspace():  # the reply begins with it, as in " Yes."
                 reply = self.before_reply + reply.lstrip()
-            return continued(text, reply)
+            return continued(text, reply) + self.end_text
         if lost:
             shown = reprlib.repr(full[common_prefix(text, full) :])
             problem = f"reply: the chat template renders {reprlib.repr(lost)} as {shown}"
             helps = isinstance(reply, str) and not self.keep_thoughts
             hint = "use --keep_thoughts, or another" if helps else "use another"
             raise UserError(f"{problem}; {hint} --chat_template")
-        return full
+        return ended
+
+    def one_turn(self, reply: Any) -> Any:
+        """Return a reply without the ends in its text, since it gets one.
+
+        Raises UserError if it contains the start of another turn.
+        """
+        if isinstance(reply, dict):
+            return {**reply, "content": self.one_turn(reply["content"])}
+        reply = self.brought.sub("", reply)
+        for start in filter(reply.__contains__, self.starts):
+            problem = f"contains {data.shown(start)}, with which the chat template begins a turn"
+            fix = "remove it, use messages, or --chat_template none"
+            raise UserError(f"reply: {problem} (expected the text of one turn); {fix}")
+        return reply
 
     def ids(self, *texts: str) -> list[Ids]:
-        """Return the token ids of each text, with at most one BOS: a template may add a second."""
+        """Return the token ids of each text, with at most one BOS: a template may add a second.
+
+        There is no end that the text does not have; some tokenizers add one to each text.
+        """
         bos = self.tokenizer.bos_token_id
         add_bos = not self.templated
         ids_of_texts = self.tokenizer([*texts], add_special_tokens=add_bos, verbose=False).input_ids
         for ids in ids_of_texts:
+            del ids[len(ids) - self.adds_end :]
             while bos is not None and ids[:2] == [bos, bos]:
                 del ids[0]
         return ids_of_texts
+
+    def texts(self, replies: Iterable[Ids]) -> list[str]:
+        """Return the texts of sampled replies, without special tokens and what is between them."""
+        decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
+        end = decode(self.tokenizer(self.end_text, add_special_tokens=False).input_ids)
+        return [decode(reply).removesuffix(end) for reply in replies]
 
     def encode(
         self, location: str, prompt: Prompt, chosen: Reply, rejected: Reply
@@ -300,6 +426,9 @@ class Encoder:
 
         It is not truncated. notes: what the data report counts about the prompt's end.
         """
+        chosen, rejected = self.one_turn(chosen), self.one_turn(rejected)
+        if self.templated and isinstance(prompt, list):
+            prompt = [self.one_turn(x) if x["role"] == "assistant" else x for x in prompt]
         text = self.text(prompt)
         replies = [chosen] if chosen == rejected else [chosen, rejected]
         full_texts = [self.text_with_reply(prompt, reply, text) for reply in replies]
@@ -314,17 +443,8 @@ class Encoder:
         question, *answers = map(plain_text, (prompt, chosen, rejected))
         if len(question) >= 20 and all(answer.startswith(question) for answer in answers):
             notes.add(REPEATED)
-        first, second = [self.with_end(ids[boundary:]) for ids in (full_ids[0], full_ids[-1])]
+        first, second = [ids[boundary:] + self.added_end for ids in (full_ids[0], full_ids[-1])]
         return Pair(prompt_ids[:boundary], first, second, location, question, answers[0]), notes
-
-    def with_end(self, response: Ids) -> Ids:
-        """Return the response with exactly one end token, which is trained, if there is one."""
-        if response and response[-1] == self.call_end:
-            return response
-        length = len(response)
-        while length and response[length - 1] in self.ends:
-            length -= 1
-        return response[:length] + ([] if self.end is None else [self.end])
 
     def truncate(self, pair: Pair) -> Pair:
         """Shorten the prompt first, to a quarter of max_length at least, then the responses."""
@@ -340,6 +460,32 @@ class Encoder:
         room = self.max_length - len(prompt)
         chosen, rejected = pair.chosen[:room], pair.rejected[:room]
         return pair._replace(prompt=prompt, chosen=chosen, rejected=rejected)
+
+
+def today() -> str:
+    """Return the date of today, such as 2026-11-26."""
+    return datetime.date.today().isoformat()
+
+
+def date_in(folder: str | Path, restart: bool = False) -> str:
+    """Return the date that the chat template of a run writes; "" if there is none.
+
+    restart: none is used, unless the launcher of the run has started its processes again.
+    """
+    file = Path(folder) / "environment.json"
+    facts = data.read_json(file) if file.is_file() else {}
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+    is_again = run_id and facts.get("run_id") == run_id
+    return "" if restart and not is_again else facts.get("inputs", {}).get(DATE, "")
+
+
+def date_of(folder: str, config: Any, world: World) -> str:
+    """Return the date that a chat template writes in a run: the day of its first start.
+
+    It is the same on all ranks. config: with `restart` and `check`.
+    """
+    world = World() if config.check else world  # a check has no process group
+    return distributed.on_main(world, lambda: date_in(folder, config.restart) or today())
 
 
 def choose_template(tokenizer: Any, choice: str) -> str:
@@ -412,6 +558,12 @@ def plain_text(turns: Prompt | Reply) -> str:
     if len(turns) == 1:
         return turns[0]["content"]
     return "\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
+
+
+def one_of(texts: Iterable[str]) -> re.Pattern:
+    """Return a pattern that matches each of these texts, the longest first; of none, nothing."""
+    longest_first = sorted({*texts}, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
 def common_prefix(*sequences: Any) -> int:

@@ -5,18 +5,24 @@ from typing import Any
 
 from ddp_utils import UserError, data
 from ddp_utils.data import Record, Unusable
-from lm.chat_template import HUMAN, THOUGHTS, Prompt, Reply, check_text_only, system_of
+from lm.chat_template import HUMAN, THOUGHTS, Encoder, Prompt, Reply, check_text_only, system_of
 
+UNORDERED = "user and assistant do not alternate"
 TURN = re.compile(r"(?s)\n\n(Human|Assistant):(.*?)(?=\n\n(?:Human|Assistant):|\Z)")
 ROLES = {"human": "user", "gpt": "assistant"}
 ROLES |= {name: name for name in ("system", "developer", "user", "assistant", "tool")}
+# First letters of the roles, the last of which is the assistant's. Any other order than the usual
+# one depends on the template: a system turn alone, the assistant first, two users in a row.
+USUAL = "[sd]?(u(at+)*a)+"
+POSSIBLE = "(?!a$)[sd]?u*(at+)*a(u+(at+)*a)*"
 MORE = (*THOUGHTS, "tool_calls", "tool_call_id")  # what a template may show of a message
 
 
 def chat(record: Record, field: str, *sides: str) -> tuple[Prompt, Reply, Reply]:
     """Return prompt, chosen and rejected of a row of messages.
 
-    A response that begins with the assistant continues the prompt; any other one includes it.
+    A response that begins with the assistant continues the prompt, unless the last turn of the
+    prompt is in it; any other one includes the prompt.
     """
     if field == "input":  # OpenAI's
         value: Any = record.data.get(field)
@@ -28,11 +34,13 @@ def chat(record: Record, field: str, *sides: str) -> tuple[Prompt, Reply, Reply]
     if field != "prompt" or record.data.get(field) is not None:
         turns = system + messages_of(record, field, "user")
         before = _without_weights(check_order(record, field, turns, "user"))
+    last = before[len(system) :][-1:]  # the question, unless there is no prompt
     prompts = []
     replies = []
     for side in sides:
         turns = messages_of(record, side)
-        turns = (before if turns[0]["role"] == "assistant" else system) + turns
+        is_whole = turns[0]["role"] != "assistant" or last and last[0] in turns
+        turns = (system if is_whole else before) + turns
         *prompt, reply = check_order(record, side, turns, "assistant")
         if "weight" in reply:
             raise UserError(f"{record.location}: {side}: the weight of its reply must not be 0")
@@ -68,9 +76,12 @@ def transcript(record: Record, *sides: str) -> tuple[Prompt, Reply, Reply]:
             for role, content in TURN.findall(text)
         ]
     try:
-        return chat(record._replace(data=conversations), "prompt", *sides)
+        prompt, *replies = chat(record._replace(data=conversations), "prompt", *sides)
     except UserError as error:  # a few rows of HH
-        raise Unusable("user and assistant do not alternate") from error
+        raise Unusable(UNORDERED) from error
+    if isinstance(prompt, list) and not re.fullmatch(USUAL, letters_of(prompt) + "a"):
+        raise Unusable(UNORDERED)
+    return prompt, replies[0], replies[1]
 
 
 def messages_of(record: Record, field: str, role: str = "assistant") -> list[dict]:
@@ -132,14 +143,42 @@ def reply_of(turn: dict) -> Reply:
 
 
 def check_order(record: Record, field: str, turns: list[dict], last: str) -> list[dict]:
-    """Return the turns if user and assistant alternate and the role `last` is last.
+    """Return the turns if the order of their roles is possible and the role `last` is last.
 
     A system or developer turn may be first; tools may answer an assistant, who then continues.
     """
-    roles = [turn["role"] for turn in turns]
-    letters = "".join(role[0] for role in roles) + ("a" if last == "user" else "")
-    if not re.fullmatch("[sd]?(u(at+)*a)+", letters):
+    if not re.fullmatch(POSSIBLE, letters_of(turns) + ("a" if last == "user" else "")):
         expected = f"expected user and assistant alternately, {last} last; system may be first"
-        problem = f"the roles are {', '.join(roles):.60} ({expected})"
+        problem = f"the roles are {roles_of(turns)} ({expected})"
         raise UserError(f"{record.location}: {field}: {problem}")
     return turns
+
+
+def letters_of(turns: list[dict]) -> str:
+    """Return the first letter of each role."""
+    return "".join(turn["role"][0] for turn in turns)
+
+
+def roles_of(turns: list[dict]) -> str:
+    """Return the roles for a message."""
+    return f"{', '.join(turn['role'] for turn in turns):.60}"
+
+
+def check_accepted(encoder: Encoder, prompt: Prompt) -> None:
+    """Raise UserError if the turns of a prompt are unusual and the template leaves one out."""
+    if isinstance(prompt, str) or re.fullmatch(USUAL, letters_of(prompt) + "a"):
+        return
+    # a template may leave out the text beside a call
+    texts = {n: f"@{n}@" for n, turn in enumerate(prompt) if "tool_calls" not in turn}
+    marked = [{**turn, "content": texts.get(n, turn["content"])} for n, turn in enumerate(prompt)]
+    try:
+        text = encoder.text(marked)
+    except UserError as error:
+        problem = str(error)
+    else:
+        is_moved = letters_of(prompt)[:2] == "sa" and "@0@\n\n@1@" in text  # system -> assistant
+        if all(mark in text for mark in texts.values()) and not is_moved:
+            return
+        problem = "it leaves out a turn"
+    problem = f"the chat template does not accept the roles {roles_of(prompt)} ({problem})"
+    raise UserError(f"prompt: {problem}; change the turns, or use another --chat_template")

@@ -3,7 +3,7 @@
 alpaca      {"instruction", "output"}, optionally "input" and "history", [[question, answer], ...]
 sharegpt    {"conversations"} of {"from", "value"}
 messages    {"messages"} of {"role", "content"}
-custom      two fields that hold texts: the prompt and the reply
+custom      two fields: the prompt and the reply, which are texts or messages
 preference  a row of any format of preference_data.py: its prompt and its chosen reply
 
 Each may have a "system" text. In a conversation every reply is trained, with the token that ends
@@ -75,11 +75,16 @@ def read(source: DataFile, encoder: Encoder) -> tuple[Rows, dict]:
     on_bad_record="skip" they are dropped and counted, too.
     """
     encode_rows = preference_data.encode_rows
-    make = functools.partial(encode_rows, source, encoder, find_format, encode_record)
+    make = functools.partial(encode_rows, source, encoder, find_format, encode_record, split=_first)
     return token_rows.cached_rows(Text, source, encoder.facts(), make)
 
 
 # --- record -> prompt and reply ------------------------------------------------------------------
+
+
+def _first(record: Record) -> list[Record]:
+    """Return the first pair of a row: only its chosen response is used."""
+    return preference_data.pairs_of(record)[:1]
 
 
 def find_format(record: Record) -> Format:
@@ -99,6 +104,7 @@ def encode_record(record: Record, format: Format, encoder: Encoder) -> tuple[Tex
     prompt, reply = prompt_and_reply(record, format)
     if not plain_text(reply).strip():
         raise Unusable("empty response")
+    conversations.check_accepted(encoder, prompt)
     return encode(encoder, record.location, prompt, reply, only_last=bool(format.preference))
 
 
@@ -107,17 +113,26 @@ def prompt_and_reply(record: Record, format: Format) -> tuple[Prompt, Reply]:
     if format.preference:
         return preference_data.prompt_and_responses(record, format.preference)[:2]
     chat_template.check_text_only(record, "", record.data)
+    first, second = [*format.fields, ""][:2]
     if format.name in ("sharegpt", "messages"):
-        return _conversation(record, format.fields[0])
+        turns = chat_template.system_of(record) + conversations.messages_of(record, first)
+        return _last_reply(conversations.check_order(record, first, turns, "assistant"))
+    values = record.data.get(first), record.data.get(second)
+    if format.name == "custom" and any(isinstance(value, list | dict) for value in values):
+        turns = chat_template.system_of(record) + conversations.messages_of(record, first, "user")
+        turns = [{**turn, "weight": 0} for turn in turns]  # the prompt
+        replies = conversations.messages_of(record, second)
+        role = replies[0]["role"]
+        if role != "assistant":
+            raise data.wrong_value(record, f"{second}[0].role", role, "assistant")
+        return _last_reply(conversations.check_order(record, second, turns + replies, "assistant"))
     history = _history(record) if format.name == "alpaca" else []
-    prompt = preference_data.question(record, format.fields[0], history)
-    return prompt, data.text(record, format.fields[1], may_be_empty=True)
+    prompt = preference_data.question(record, first, history)
+    return prompt, data.text(record, second, may_be_empty=True)
 
 
-def _conversation(record: Record, field: str) -> tuple[Prompt, Reply]:
+def _last_reply(turns: list[dict]) -> tuple[Prompt, Reply]:
     """Return the turns before the last trained reply, and that reply."""
-    turns = chat_template.system_of(record) + conversations.messages_of(record, field)
-    turns = conversations.check_order(record, field, turns, "assistant")
     while turns and (turns[-1]["role"] != "assistant" or "weight" in turns[-1]):
         turns.pop()
     if not turns:
@@ -128,6 +143,8 @@ def _conversation(record: Record, field: str) -> tuple[Prompt, Reply]:
 def _history(record: Record) -> list[dict]:
     """Return the turns of [[question, answer], ...]; there are none if it is null or []."""
     history = record.data.get("history") or []
+    if isinstance(history, str):  # from CSV
+        history = data.decode(history, f"{record.location}: history")
     turns = []
     for exchange in history if isinstance(history, list) else [history]:
         if not isinstance(exchange, list) or len(exchange) != 2:
@@ -151,8 +168,8 @@ def encode(
     is truncated like a pair. Raises Unusable if no trained token is left.
     """
     turns = prompt if isinstance(prompt, list) and not only_last else []
-    question = plain_text(turns[: _questions(turns)[0] + 1] if turns else prompt)
-    turns = _with_one_end(encoder, turns)
+    question = plain_text(turns[: min(_questions(turns), default=0) + 1] if turns else prompt)
+    turns, reply = _with_one_end(encoder, turns), encoder.one_turn(reply)
     pair, notes = encoder.encode(location, turns or prompt, reply, reply)
     whole = text = _text(encoder, pair, turns, question, notes)
     if whole.num_tokens > encoder.max_length:
@@ -180,23 +197,22 @@ def _text(encoder: Encoder, pair: Pair, turns: list[dict], question: str, notes:
 
 def _with_one_end(encoder: Encoder, turns: list[dict]) -> list[dict]:
     """Return turns whose replies have one end token, or none if the template adds it."""
-    end = _text_of(encoder, encoder.end)
+    end = "" if encoder.templated else encoder.text_of(encoder.end)
     ended = []
     for turn in turns:
         if turn["role"] == "assistant":
-            reply = turn["content"].removesuffix(end)
-            turn = {**turn, "content": reply if encoder.templated else reply + end}
+            turn = {**turn, "content": encoder.one_turn(turn["content"]) + end}
         ended.append(turn)
     return ended
 
 
 def _drop_exchanges(encoder: Encoder, turns: list[dict], reply: Reply) -> list[dict]:
     """Return the turns without as many of the first exchanges as are too long with the reply."""
-    first, *later = _questions(turns)
+    first = min(_questions(turns), default=0)
     fitted = turns
-    for index in later:
+    for index in _questions(turns)[1:]:
         text = encoder.text_with_reply(fitted, reply, encoder.text(fitted))
-        if len(encoder.ids(text)[0]) < encoder.max_length:  # the end of the reply is a token, too
+        if len(encoder.ids(text)[0] + encoder.added_end) <= encoder.max_length:
             break
         fitted = turns[:first] + turns[index:]
     return fitted
@@ -213,23 +229,29 @@ def _earlier_replies(
     """Return the (start, stop) of each reply in the turns of a prompt in its ids.
 
     There are none, and it is noted, if the template renders a reply differently, except for white
-    space, when it is not the last one: that is not what the model should generate.
+    space, when it is not the last one: that is not what the model should generate. The same is true
+    if it does not render a reply without a question alone.
     """
     if not turns:
         return []
     full_text = encoder.text(turns)
     spans = []
-    # without a template replies have their end
-    reply_end = _text_of(encoder, encoder.earlier_end) if encoder.templated else ""
-    call_end = _text_of(encoder, encoder.call_end)
+    call_end = encoder.text_of(encoder.call_end)
     for number, turn in enumerate(turns):
         if turn["role"] != "assistant" or "weight" in turn:
             continue
-        before = encoder.text(turns[:number])
         reply = conversations.reply_of(turn)
-        as_last = encoder.text_with_reply(turns[:number], reply, before)
-        end = call_end if call_end and as_last.endswith(call_end) else reply_end
-        as_last = as_last.removesuffix(call_end) + end
+        try:
+            before = _text_before(encoder, turns[:number])
+            as_last = encoder.text_with_reply(turns[:number], reply, before)
+        except UserError:
+            if _questions(turns[:number]):
+                raise
+            notes.add("only the last reply is trained")
+            return []
+        is_call = call_end and as_last.endswith(call_end)
+        end = call_end if is_call else encoder.earlier_end  # "" without a template
+        as_last = as_last.removesuffix(encoder.end_text).removesuffix(call_end) + end
         stop = len(as_last)
         if end:  # the reply may have other white space when it is not the last one
             stop = len(end.join(full_text.split(end)[: as_last.count(end)]) + end)
@@ -242,6 +264,8 @@ def _earlier_replies(
     return spans
 
 
-def _text_of(encoder: Encoder, token: int | None) -> str:
-    """Return the text of a token, or "" if there is none."""
-    return "" if token is None else encoder.tokenizer.decode([token])
+def _text_before(encoder: Encoder, turns: list[dict]) -> str:
+    """Return the text before a reply to these turns, which may lack a question."""
+    if _questions(turns) or not encoder.templated:
+        return encoder.text(turns)
+    return encoder.render([*turns, {"role": "assistant", "content": "@@@"}]).partition("@@@")[0]

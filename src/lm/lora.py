@@ -3,13 +3,19 @@
 Only runs with an adapter import this module, since peft takes seconds to import.
 """
 
+import itertools
+import os.path
 import re
 import warnings
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, get_peft_model
+from peft.tuners.tuners_utils import check_target_module_exists as is_target
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel as Model
@@ -24,6 +30,13 @@ from lm.model_files import META, LoraSpec, Name, Tokenizer, reading
 ALL_LINEAR = "all-linear"  # in LoraSpec.targets: every linear layer but the output layer
 # types of models that read the weights of out_proj and dt_proj, past a LoRA, as Mamba's kernels do
 FUSED_OUT_PROJ = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")
+PEFT = "base_model.model."  # the name of a tensor in a peft model begins with it
+# what the file of an adapter may have in a name: this beginning and wrappers around it, wrappers of
+# layers, and the adapter's own name, as in lora_A.default.weight
+ADDED = re.compile(
+    r"^.*\bbase_model\.model\.|\b_(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\."
+    r"|(\.lora_magnitude_vector)\..*|(?:(\.lora_\w+)|\.modules_to_save)\.(?!(?:weight|bias)$)[^.]+"
+)
 
 
 def inherit_config(config: Any, init_adapter: str) -> None:
@@ -52,6 +65,7 @@ def read_settings(path: Name) -> dict[str, Any]:
         file = model_files.find_file(path, "adapter_config.json")
         if file is None and not data.resolve(path).is_dir():
             cached_file(path, "adapter_config.json")  # raises what is wrong with the hub
+    model_files.check_folder(f"--init_adapter: {path}", path, expects_adapter=file is None)
     if file is None:
         raise UserError(f"--init_adapter: {path}: no adapter_config.json (expected that of a LoRA)")
     return data.read_json(file)
@@ -83,6 +97,10 @@ def base_of(adapter: Name) -> str:
     base = adapter_settings(adapter).base_model_name_or_path
     if not base:
         raise UserError(f"--init_adapter: {adapter} does not name its base model; use --base")
+    if Path(base).is_absolute() and not Path(base).is_dir():
+        problem = f"{adapter}: its base model {base} is not on this machine"
+        hint = f"use --model_name BASE --init_adapter {adapter}, or lm.merge with --base BASE"
+        raise UserError(f"--init_adapter: {problem}; {hint}")
     return base
 
 
@@ -114,6 +132,7 @@ def load_tokenizer(name: Name, init_adapter: Name, chat_template: str) -> Tokeni
 def own_tokenizer(adapter: Name, base: Tokenizer) -> Tokenizer:
     """Return the tokenizer of an adapter; what its folder lacks is that of the base model."""
     settings, values = adapter_settings(adapter), read_settings(adapter)
+    model_files.check_folder(f"--init_adapter: {adapter}", adapter, expects_adapter=True)
     ignored = [name for name in values if values[name] and not hasattr(settings, name)]
     warn(adapter, [f"{name}: peft ignores it; a newer peft may not" for name in ignored])
     if model_files.find_file(adapter, "tokenizer_config.json") is None:
@@ -161,6 +180,8 @@ def merge_checked(adapted: Any, path: Name) -> Model:
     is_meta = adapted.device == META  # peft's own errors are raised there, too
     expected: Any = None if is_meta else log_probs_of_a_text(adapted)
     model = adapted.get_base_model()
+    if not is_meta and not expected.isfinite().all():
+        model_files.check_weights(model)
     tie_word_embeddings = model.config.tie_word_embeddings
     was_tied = untie(model)
     with reading(place, "cannot be merged"), warnings.catch_warnings():
@@ -327,7 +348,8 @@ def with_adapter(model: Model, path: Name, dropout: float = 0.0) -> Any:
     """Return a peft model with the LoRA in a folder.
 
     Its attribute `more_than_lora` lists what it adds to the base model besides LoRA matrices.
-    Raises UserError unless its tensors are exactly those that its settings ask for on this model.
+    Raises UserError unless its tensors are exactly those that its settings ask for on this model,
+    under names that differ in prefixes at most, and all values are finite.
     """
     place = f"--init_adapter: {path}"
     settings = adapter_settings(path, dropout)
@@ -336,17 +358,32 @@ def with_adapter(model: Model, path: Name, dropout: float = 0.0) -> Any:
         file = model_files.find_file(path, "adapter_model.safetensors")
         if file is None:  # perhaps there is a pickle
             raise UserError(f"{place}: no adapter_model.safetensors; save it with a current peft")
-        tensors = load_file(file)
+        in_file = load_file(file)
+        model_files.check_finite(f"{place}: {Path(file).name}", in_file)
+        names = names_in_model(model, in_file)
+        move_targets(settings, model, names)
+        tensors = {names[name]: tensor for name, tensor in in_file.items()}
         resize_vocabulary(model, tensors)
         adapted = adapt(model, settings)
         expected = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+        if expected.keys() - tensors.keys():  # transformers 4 had each expert by itself
+            from peft.utils.transformers_weight_conversion import (
+                convert_peft_adapter_state_dict_for_transformers as fuse,
+            )
+
+            tensors = fuse(adapted, settings, tensors)
     # an adapter may contain its own embedding
     allowed = {k.replace(".default", ""): v for k, v in adapted.state_dict().items()} | expected
     misshapen = [k for k in tensors if k in allowed and tensors[k].shape != allowed[k].shape]
     missing = expected.keys() - tensors.keys()
-    model_files.check_complete(place, missing, tensors.keys() - allowed.keys(), misshapen)
-    names = ("modules_to_save", "trainable_token_indices", "bias")
-    more = [name for name in names if getattr(settings, name) not in (None, [], {}, "none")]
+    theirs = {ours: name for name, ours in names.items()}
+    unexpected = [theirs.get(name, name) for name in tensors.keys() - allowed.keys()]
+    base = settings.base_model_name_or_path or "that it was trained on"
+    advice = f"use the base model {base}, and the adapter_config.json that was saved with it"
+    model_files.check_complete(place, missing, unexpected, misshapen, advice)
+    warn(path, [f"{name} is read as {ours}" for name, ours in names.items() if name != ours][:1])
+    fields = ("modules_to_save", "trainable_token_indices", "bias")
+    more = [name for name in fields if getattr(settings, name) not in (None, [], {}, "none")]
     own = tensors.keys() - expected.keys()
     if vocabulary_size(adapted) != size:
         more.append("new tokens")
@@ -357,6 +394,69 @@ def with_adapter(model: Model, path: Name, dropout: float = 0.0) -> Any:
     if adapted.device != META:
         set_peft_model_state_dict(adapted, tensors)
     return adapted
+
+
+def names_in_model(model: Model, names: Iterable[str]) -> dict[str, str]:
+    """Return the name in a peft model of each tensor of an adapter's file.
+
+    A tensor belongs to the layer whose path has the longest end in common with its name; if these
+    are several, as in a model with a vision tower, to that of the text decoder. Names stay as they
+    are if two of them would become one.
+    """
+    ends: dict[str, list[str]] = {}  # end of a path -> paths
+    for path, _ in model.named_modules():
+        parts = path.split(".")
+        for start in range(len(parts)):
+            ends.setdefault(".".join(parts[start:]), []).append(path)
+    decoder = decoder_of(model)
+    renamed = {name: name for name in names}
+    for name in renamed:
+        parts = ADDED.sub(r"\1\2", name).split(".")
+        spans = itertools.combinations(range(len(parts) + 1), 2)
+        for start, end in sorted(spans, key=lambda span: (span[0] - span[1], -span[1])):
+            layer = ".".join(parts[start:end])
+            paths = ends.get(layer, [])
+            texts = [path for path in paths if path.startswith(decoder)]
+            paths = [layer] if layer in paths else texts or paths
+            if len(paths) == 1:
+                renamed[name] = PEFT + ".".join([*paths, *parts[end:]])
+            if paths:
+                break
+    return renamed if len({*renamed.values()}) == len(renamed) else {name: name for name in renamed}
+
+
+def decoder_of(model: Model) -> str:
+    """Return the beginning of the names of the text decoder, such as "model.language_model."."""
+    decoder: Any = model.get_decoder()
+    paths = [path for path, part in model.named_modules() if part is decoder]
+    return f"{paths[0]}." if any(paths) else ""
+
+
+def move_targets(settings: Any, model: Model, names: dict[str, str]) -> None:
+    """Adjust peft's settings of an adapter if its layers have other paths in the model.
+
+    names: name of a tensor in the file -> name in the model. The settings select layers by their
+    paths in the model of the training. Outside the text decoder, only layers with a tensor count.
+    """
+    decoder = decoder_of(model)
+    pairs = [pair for pair in names.items() if pair[1].startswith(PEFT + decoder)] or [("", "")]
+    theirs, ours = ADDED.sub(r"\1\2", pairs[0][0]), pairs[0][1].removeprefix(PEFT)
+    end = len(os.path.commonprefix([theirs[::-1], ours[::-1]]))  # the length of what is common
+    theirs, ours = theirs[: len(theirs) - end], ours[: len(ours) - end]
+    if theirs == ours:
+        return
+    old = {path: theirs + path.removeprefix(ours) for path, _ in model.named_modules()}
+    layers = {name.removeprefix(PEFT).partition(".lora_")[0] for name in names.values()}
+    inside = [path for path in old if path.startswith(decoder) or path in layers]
+    targets = {path for path in inside if is_target(settings, old[path])}
+    targets = targets or {path for path in inside if is_target(settings, path)}
+    if targets != {path for path in old if is_target(settings, path)}:
+        settings.target_modules, settings.exclude_modules = targets, None
+    for field in ("rank_pattern", "alpha_pattern"):
+        pattern = getattr(settings, field)
+        keys = {path: get_pattern_key(pattern, old[path]) for path in targets}
+        moved = {path: pattern[key] for path, key in keys.items() if key in pattern}
+        setattr(settings, field, moved | pattern)
 
 
 def resize_vocabulary(model: Model, tensors: Tensors) -> None:

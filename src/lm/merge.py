@@ -39,14 +39,12 @@ def merge(
     check_writable("folder", folder)
     if data.resolve(adapter).parent.is_dir():  # otherwise it is a name on the hub
         adapter = model_folder("adapter", str(adapter))
-        if any(adapter.glob("model*.safetensors")):
-            raise UserError(f"adapter: {adapter} is a full model; only a LoRA can be merged")
     with cli.located({"init_adapter": "adapter", "model_name": "--base"}):
         kind: Any = DTYPES.get(dtype, "auto")
         name = base or lora.base_of(adapter)
+        tokenizer = models.load_tokenizer(base or adapter, adapter if base else "")
         original = lora.merge(models.load(name, kind, models.META), adapter)
         merged = lora.merge(models.load(name, kind, torch.device("cpu")), adapter, scale)
-    tokenizer = models.load_tokenizer(base or adapter, adapter if base else "")
     models.save(merged, original, Encoder(tokenizer), folder)
     return merged.dtype
 

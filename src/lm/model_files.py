@@ -5,13 +5,17 @@ A name is a folder, or a model on the Hugging Face hub.
 
 import contextlib
 import re
-from collections.abc import Collection, Iterator
+import reprlib
+import unicodedata
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
+from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import cached_file
@@ -26,6 +30,8 @@ FAULTS += (LookupError, OSError, RuntimeError, TypeError, ValueError)
 FAULTS += (SafetensorError, StrictDataclassError, re.error)
 # the ends of tensors that only files of quantized weights have
 PACKED = (".qweight", ".absmax", ".SCB", "_scale", "_scale_inv")
+# patterns of the files that have a tokenizer's vocabulary
+VOCABULARIES = ("tokenizer.json", "tekken.json", "*.model", "*.tiktoken", "*vocab*", "*.bpe")
 
 
 class LoraSpec(NamedTuple):
@@ -75,6 +81,9 @@ def model_path(name: Name) -> str:
     folder = data.resolve(name)
     if folder.is_dir():
         return str(folder.resolve())  # peft records it as the base of an adapter
+    if folder.is_file():
+        expected = "expected the folder of a model in safetensors; a GGUF file cannot be trained"
+        raise UserError(f"--model_name: {name} is a file ({expected})")
     if str(name).startswith((".", "/", "~")) or str(name).count("/") > 1:
         raise UserError(f"--model_name: there is no folder {name}; use a folder or a hub name")
     from ddp_utils import data_sets  # it is not needed for folders
@@ -90,16 +99,100 @@ def find_file(name: Name, file: str) -> str | None:
     return cached_file(model_path(name), file, **options)
 
 
-def is_adapter(name: Name) -> bool:
-    """Return whether a folder, or a model on the hub, is an adapter."""
-    with reading(f"--model_name: {name}"):
+def is_adapter(name: Name, needs_weights: bool = True) -> bool:
+    """Return whether a folder, or a model on the hub, is an adapter; see check_folder()."""
+    place = f"--model_name: {name}"
+    check_folder(place, name, needs_weights=needs_weights)
+    with reading(place):
         return find_file(name, "adapter_config.json") is not None
 
 
+def check_folder(
+    place: str, name: Name, expects_adapter: bool = False, needs_weights: bool = True
+) -> None:
+    """Raise UserError if a library could not open a folder, or only with a misleading message.
+
+    place: the flag and its value; the others: see folder_doctor.problem_of().
+    """
+    folder = Path(model_path(name))
+    if not folder.is_dir():
+        return
+    from lm import folder_doctor  # it is not needed for a model on the hub
+
+    with reading(place):
+        problem = folder_doctor.problem_of(folder, expects_adapter, needs_weights)
+    if problem:
+        raise UserError(f"{place}: {problem}")
+
+
+# --- tokenizers -----------------------------------------------------------------------------------
+
+
 def read_tokenizer(name: Name) -> Tokenizer:
-    """Return the tokenizer in a folder or on the hub."""
-    with reading(f"--model_name: no tokenizer at {name}"):
-        return AutoTokenizer.from_pretrained(model_path(name), trust_remote_code=False)
+    """Return the tokenizer in a folder or on the hub; raise UserError if it has no vocabulary.
+
+    Without its files, transformers makes a tokenizer with special tokens only for some models.
+    """
+    place = f"--model_name: no tokenizer at {name}"
+    path = Path(model_path(name))
+    has_files = not path.is_dir() or any(map(any, map(path.glob, VOCABULARIES)))
+    own: set[int] = set()
+    with reading(place), contextlib.suppress(*(() if has_files else FAULTS)):
+        tokenizer = AutoTokenizer.from_pretrained(model_path(name), trust_remote_code=False)
+        own = {*tokenizer.get_vocab().values()} - {*tokenizer.all_special_ids}
+        own -= {*tokenizer.added_tokens_decoder}
+    if len(own) < 2:
+        hint = "copy the tokenizer's files (tokenizer.json or its like) from the original model"
+        raise UserError(f"{place}: it has no vocabulary; {hint}")
+    return tokenizer
+
+
+def unknown(tokenizer: Any, texts: Sequence[str]) -> dict[str, Any]:
+    """Return the fraction of unknown tokens in texts, and an example of them, or "".
+
+    Some tokenizers have one unknown token for several words: it counts once per 10 characters that
+    do not come back from the ids. Others drop what they do not know: then it is the fraction of
+    characters. Case, accents and white space do not count.
+    """
+    if not texts:
+        return {"fraction": 0.0, "example": ""}
+    ids_of_texts = tokenizer([*texts], add_special_tokens=False, verbose=False).input_ids
+    unk = tokenizer.unk_token_id
+    counts: Counter = Counter()
+    example = ""
+    for text, ids in zip(texts, ids_of_texts, strict=True):
+        known = [token for token in ids if token != unk]
+        expected = characters(text)
+        back = characters(tokenizer.decode(known))
+        lost = (expected - back).total()
+        missing = max(len(ids) - len(known), lost // 10) if len(known) < len(ids) else 0
+        counts.update(known=len(known) if back else 0, unknown=missing)
+        counts.update(characters=expected.total(), lost=lost)
+        if (lost or missing) and not example:
+            example = f"{reprlib.repr(text)} becomes {reprlib.repr(tokenizer.decode(ids))}"
+    fraction = counts["lost"] / max(counts["characters"], 1)
+    if counts["unknown"]:
+        fraction = counts["unknown"] / (counts["known"] + counts["unknown"])
+    return {"fraction": round(fraction, 4), "example": example}
+
+
+def characters(text: str) -> Counter:
+    """Return how often each letter, digit, sign and symbol occurs, without case and accents."""
+    counts = Counter(unicodedata.normalize("NFKD", text.casefold()))
+    return Counter({c: n for c, n in counts.items() if unicodedata.category(c)[0] in "LNPS"})
+
+
+def describe_unknown(place: str, result: dict[str, Any], limit: float = 0.5) -> list[str]:
+    """Return a warning about unknown tokens, if there are more than 5 %.
+
+    place: of the texts; result: what unknown() returns. Raises UserError above the limit.
+    """
+    percent, example = f"{100 * result['fraction']:.1f} %", result["example"]
+    line = f"{place}: {percent} of the tokens are unknown to the tokenizer ({example})"
+    line += "; use the tokenizer of this model, or a model for this language"
+    if result["fraction"] > limit:
+        raise UserError(line)
+    return [f"warning: {line}"] if result["fraction"] > 0.05 else []
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -122,16 +215,29 @@ def reading(place: str, problem: str = "cannot be read") -> Iterator[None]:
         message = of_hub or f"{problem}: {first_line(error)}"
         if "custom code" in message:
             message = "it needs its own code, which is not run; use a model type of transformers"
+        if "use_safetensors" in message:  # of a model on the hub; a folder has been checked
+            message = "it has no safetensors; convert it with from_pretrained and save_pretrained"
         raise UserError(f"{place}: {message}") from error
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a library's error message."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+    """Return a library's error message as one line: its first sentences, none of which is cut."""
+    text = f"KeyError: {error}" if isinstance(error, KeyError) else str(error)
+    first, *others = re.split(r"(?<=[.!?]) (?=[A-Z`'\"(\[])", " ".join(text.split()))
+    line = first or type(error).__name__
+    for sentence in others:
+        if len(line) + len(sentence) > 300:
+            break
+        line += f" {sentence}"
+    return line
 
 
 def check_complete(
-    place: str, missing: Collection[str], unexpected: Collection[str], misshapen: Collection[str]
+    place: str,
+    missing: Collection[str],
+    unexpected: Collection[str],
+    misshapen: Collection[str],
+    advice: str = "use weights and config.json of the same model",
 ) -> None:
     """Raise UserError unless the files have exactly the tensors of the model.
 
@@ -142,11 +248,31 @@ def check_complete(
     for kind, names in kinds.items():
         if names:
             problems.append(f"{len(names)} tensors {kind} ({', '.join(sorted(names)[:3])})")
+    if missing and unexpected:
+        expected, actual = min(missing).split("."), min(unexpected).split(".")
+        while expected and actual and expected[-1] == actual[-1]:
+            expected, actual = expected[:-1], actual[:-1]
+        begin = f"expected names that begin with {'.'.join(expected)}"
+        problems.append(f"{begin}, the files have {'.'.join(actual) or 'less'}")
     if problems:
-        advice = "use weights and config.json of the same model"
         if any(name.endswith(PACKED) for name in unexpected):
             advice = "its weights are quantized; use the original model"
         raise UserError(f"{place}: {'; '.join(problems)}; {advice}")
+
+
+@torch.no_grad()
+def check_finite(place: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise UserError for the first tensor with a value that is not finite; place: its file."""
+    for name, tensor in tensors.items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if not local.sum(dtype=torch.float32).isfinite():  # faster than a look at each value
+            raise UserError(f"{place}: {name}: not all values are finite; use another checkpoint")
+
+
+def check_weights(model: Any) -> None:
+    """Raise UserError for the first weight of a model with a value that is not finite."""
+    weights = {name.replace(".base_layer", ""): x for name, x in model.named_parameters()}
+    check_finite(f"--model_name: {model.name_or_path}", weights)
 
 
 def set_untied(model: Any) -> None:

@@ -46,14 +46,6 @@ PROCESSOR = ("processor_config.json", "preprocessor_config.json", "video_preproc
 # --- checks of the files -------------------------------------------------------------------------
 
 
-def check_index(place: str, folder: Path) -> None:
-    """Raise UserError if the index in a model's folder names files that are not safetensors."""
-    index = folder / "model.safetensors.index.json"
-    weight_map = data.read_json(index).get("weight_map", {}) if index.is_file() else {}
-    if not all(str(file).endswith(".safetensors") for file in weight_map.values()):
-        raise UserError(f"{place}: {index.name} names files that are not safetensors; convert them")
-
-
 def check_kind(place: str, config: PretrainedConfig) -> None:
     """Raise UserError unless the config is of a model that can be trained to continue a text."""
     advice = None
@@ -93,14 +85,18 @@ def auto_class(config: PretrainedConfig) -> Any:
 
 
 def load_tokenizer(
-    name: Name, init_adapter: Name = "", chat_template: str = "auto"
+    name: Name,
+    init_adapter: Name = "",
+    chat_template: str = "auto",
+    needs_weights: bool = True,
 ) -> model_files.Tokenizer:
     """Return the tokenizer and chat template of a model, or of the adapter that it begins with.
 
-    chat_template: the flag; if it is "auto", that of the adapter is used.
+    chat_template: the flag; if it is "auto", that of the adapter is used. needs_weights: False if
+    the model is not loaded.
     Prints a warning if the adapter belongs to another model or has another chat template.
     """
-    if is_adapter(name) or init_adapter:
+    if is_adapter(name, needs_weights) or init_adapter:
         from lm import lora
 
         return lora.load_tokenizer(name, init_adapter, chat_template)
@@ -130,7 +126,6 @@ def load(
         base = load(lora.base_of(name), dtype, device, quantization, model_class)
         return lora.merge(base, name)
     place = f"--model_name: {name}"
-    check_index(place, Path(model_files.model_path(name)))
     with reading(place):
         config = AutoConfig.from_pretrained(model_files.model_path(name), trust_remote_code=False)
     check_kind(place, config)
@@ -211,6 +206,9 @@ def load_policy(
     if gradient_checkpointing:
         checkpoint_activations(model)
     prepared = prepare(model, adapter)[0]
+    if not sharded and (adapter is None or adapter.merge):
+        # weights that are not trained stay mapped: self-tests look at them if log-probs are NaN
+        model_files.check_weights(prepared)
     if adapter and not adapter.merge and memory_efficient:
         from lm.fast import memory_efficient as layers
 
@@ -269,7 +267,7 @@ def checkpoint_activations(model: Model) -> None:
         raise UserError(f"{flag}: {first_line(error)}; leave it out") from error
 
 
-def check_fit(model: Model, rows: Iterable[Any], fix: str = "") -> None:
+def check_fit(model: Model, tokenizer: Any, rows: Iterable[Any], fix: str = "") -> None:
     """Raise UserError unless the model has an embedding for each token and enough positions.
 
     rows: examples, as in logps.Example. fix: the end of the message, "use ...".
@@ -286,7 +284,10 @@ def check_fit(model: Model, rows: Iterable[Any], fix: str = "") -> None:
     for row in rows:
         largest = max(map(max, row[:3]))
         if largest >= vocabulary_size:
-            raise UserError(f"{row.location}: token id {largest}, model has {vocabulary_size}")
+            problem = f"token id {largest}, model has {vocabulary_size} tokens: it is "
+            problem += f"{tokenizer.decode([largest])!r} of the tokenizer {tokenizer.name_or_path}"
+            hint = "use its own tokenizer, or a model that was saved after resize_token_embeddings"
+            raise UserError(f"{row.location}: {problem}; {hint}")
         if row.num_tokens > positions:
             problem = f"{row.num_tokens} tokens, the model has {positions} positions"
             fix = fix or f"--max_length {positions}"

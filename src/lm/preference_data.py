@@ -9,15 +9,20 @@ sharegpt     {"conversations", "chosen", "rejected"} of {"from", "value"}, optio
 transcript   {"chosen", "rejected"}: texts of "\\n\\nHuman:" and "\\n\\nAssistant:" turns (HH); or a
              "prompt" of such turns, which the two continue
 openai       {"input": {"messages"}, "preferred_output", "non_preferred_output"}
+
+Where messages are expected, their JSON text is read as well, as tables have it. If "rejected" is a
+list of responses, the row is one pair for each of them.
 """
 
+import array
 import contextlib
 import functools
 import inspect
 import math
+import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sized
+from collections.abc import Callable, Collection, Iterator, Sequence, Sized
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +30,7 @@ from tqdm import tqdm
 
 from ddp_utils import UserError, data, sampler
 from ddp_utils.data import DataFile, Record, Unusable
-from lm import chat_template, token_rows
+from lm import chat_template, model_files, token_rows
 from lm.chat_template import HUMAN, Encoder, Prompt, Reply, ignoring, plain_text
 from lm.logps import Pair
 from lm.token_rows import Rows
@@ -48,6 +53,47 @@ WORDS = ("score", "rating", "reward", "avg_rating", "rm_score", "helpfulness")
 SCORES = {f"chosen_{word}" for word in WORDS} | {f"{word}_chosen" for word in WORDS}
 MARGINS = {"score", "margin"} | {f"{word}_margin" for word in WORDS}
 MARGINS |= {f"{word}_diff" for word in WORDS} | {f"{word}_difference" for word in WORDS}
+# Two responses of a row of a public data set -> its name, and where the first one is better
+EITHER = {
+    ("human_ref_A", "human_ref_B"): ("SHP", "labels is 1"),
+    ("output_A", "output_B"): ("HALOs", "label is 1"),
+    ("response_0", "response_1"): ("PKU-SafeRLHF", "better_response_id is 0"),
+    ("response_1", "response_2"): ("HelpSteer2", "preference_strength is below 0"),
+    ("response1", "response2"): ("HelpSteer3", "overall_preference is below 0"),
+    ("conversation_a", "conversation_b"): ("Chatbot Arena", "winner is model_a"),
+    ("response_a", "response_b"): ("Chatbot Arena", "winner_model_a is 1"),
+    ("output_1", "output_2"): ("AlpacaFarm", "preference is 1"),
+    ("answer_0", "answer_1"): ("WebGPT", "score_0 is above score_1"),
+    ("conv_A", "conv_B"): ("Unified-Feedback", "conv_A_rating is above conv_B_rating"),
+    ("completion_a", "completion_b"): ("MultiPref", "overall_pref begins with A"),
+}
+# Fields of rows that have to be converted -> whose they are, and how
+CONVERTED: dict[tuple[str, ...], tuple[str, str]] = {
+    (a, b): (name, f"chosen is {a} where {where}, otherwise {b}; leave out ties")
+    for (a, b), (name, where) in EITHER.items()
+}
+CONVERTED |= {
+    ("completions",): ("UltraFeedback", "chosen is the completion with the highest overall_score"),
+    ("answers",): ("Nectar", "chosen is the answer with rank 1, rejected another one"),
+    ("completion", "label"): ("KTO", "combine a row of label true and one of label false"),
+    ("output", "label"): ("KTO", "combine a row of label 1 and one of label 0"),
+    ("messages", "rejected_response"): ("ms-swift", "copy the prompt of messages to rejected"),
+}
+# how a text begins that is the text of messages, and what it has: a role, and a text or a call
+OPENING = re.compile(r"""\s*(?:(?:array\(|[\[(])\s*)*\{\s*["']\w+["']\s*:""")
+ROLE = "system|developer|user|human|assistant|gpt|tool"
+ROLE = rf"""["'](?:role|from)["']\s*:\s*["'](?:{ROLE})["']"""
+OF_MESSAGE = ({"role", "from"}, {"content", "value", "tool_calls"})
+PARTS = [re.compile(ROLE), re.compile(r"""["'](?:content|value|tool_calls)["']\s*:\s*["'\[Nn]""")]
+# what is counted of rows that are compared with others -> what to do if it is more than 1 %
+DUPLICATES = "exact duplicates"
+CONTRADICTIONS = "pairs contradict each other"
+REPEATED_PROMPTS = "prompts also in train_data"
+COMPARED = {
+    DUPLICATES: "keep one of equal rows",
+    CONTRADICTIONS: "of two rows with the same responses in both orders, keep one",
+    REPEATED_PROMPTS: "remove these rows from one of the files, because they are not held out",
+}
 
 
 class Format(NamedTuple):
@@ -79,7 +125,7 @@ def read(
     """
     facts = encoder.facts()
     if row_reader is None:
-        make = functools.partial(encode_rows, source, encoder, find_format, encode)
+        make = functools.partial(encode_rows, source, encoder, find_format, encode, split=pairs_of)
     else:
         facts.append(inspect.getsource(row_reader))  # the cache has what it has read
         own = functools.partial(encode, row_reader=row_reader)
@@ -100,6 +146,10 @@ def encode(
     Raises Unusable if nothing is learned from it.
     """
     texts = texts_of(record, format.preference, row_reader)
+    if isinstance(texts[0], list):
+        from lm import conversations
+
+        conversations.check_accepted(encoder, texts[0])
     whole, notes = encoder.encode(record.location, *texts)
     pair = encoder.truncate(whole)
     if not (pair.chosen and pair.rejected):  # a tokenizer may drop letters and have no end
@@ -110,11 +160,16 @@ def encode(
 
 
 def encode_rows(
-    source: DataFile, encoder: Encoder, find_format: Callable, encode: Encode, report: dict
+    source: DataFile,
+    encoder: Encoder,
+    find_format: Callable,
+    encode: Encode,
+    report: dict,
+    split: Callable[[Record], Sequence[Record]] | None = None,
 ) -> Iterator:
     """Yield the usable rows of a file and fill in the report.
 
-    find_format: returns the Format of the first well-formed row.
+    find_format: returns the Format of the first well-formed row. split: see data.usable().
     Raises UserError if a row is malformed (unless these are skipped), or if no row is usable.
     """
     formats: list[Format] = []  # one, that of the first well-formed record
@@ -123,17 +178,25 @@ def encode_rows(
     notes: Counter = Counter()
     tokens: Counter = Counter()  # part of a row -> tokens in all rows, before truncation
     chosen_longer = 0
+    # hashes of all rows, also with the two responses in the other order
+    same, swapped = array.array("q"), array.array("q")
     not_read: set[str] = set()
+    sample: list[str] = []  # texts of the first rows, and of some later ones
     extra_names = [name for name in source.extra_fields.split(",") if name]
     tqdm.set_lock(threading.RLock())  # the default lock is a semaphore, which os._exit would leak
 
     def make(record: Record) -> tuple[Record, Any, Any, set[str]]:
         if not formats:
             formats.append(find_format(record))
+        if split:
+            for name in formats[0].fields:
+                check_not_python(record, name)
         extra = {name: extra_field(record, name) for name in extra_names}
         others = record.data.keys() - {*extra_names} | {*formats[0].fields}
         # an extra field such as weight has no other meaning
         record = record._replace(data={k: v for k, v in record.data.items() if k in others})
+        if used < 100 or used % 100 == 0:
+            sample.extend(strings([record.data.get(name) for name in formats[0].fields]))
         arguments = {}
         if not record.data.keys().isdisjoint(("input", *ARGUMENTS)):
             from lm import tool_calls
@@ -144,11 +207,15 @@ def encode_rows(
             row, whole = (each._replace(extra=extra) for each in (row, whole))
         return record, row, whole, notes
 
-    rows = data.usable(source, make, dropped)
+    rows = data.usable(source, make, dropped, split)
+    rows = check_known(rows, source.path, encoder.tokenizer, sample, report)
     rows = tqdm(rows, "Tokenizing", disable=None, leave=False, unit=" rows")
     for record, row, whole, notes_on_row in rows:
         yield row
         used += 1
+        prompt, first, second = (hash(tuple(part)) for part in whole[:3])
+        same.append(hash((prompt, first, second)))
+        swapped.append(hash((prompt, second, first)))
         lengths = whole.lengths
         tokens.update(lengths)
         chosen_longer += lengths.get("chosen", 0) > lengths.get("rejected", 0)
@@ -156,6 +223,10 @@ def encode_rows(
         for name in record.data.keys() - {*formats[0].fields, *ALWAYS_READ}:
             if record.data[name] not in (None, "", [], {}):
                 not_read.add(name)
+    distinct, index = np.unique(np.array(same), return_index=True)
+    notes[DUPLICATES] += used - len(distinct)
+    if "chosen" in tokens:
+        notes[CONTRADICTIONS] += int(np.isin(np.array(swapped)[index], distinct).sum())
     report |= {
         "format": formats[0].name,
         "fields_not_read": ", ".join(sorted(map(data.shown, not_read))),
@@ -163,11 +234,37 @@ def encode_rows(
         "rows": used + dropped.total(),
         "used": used,
         "dropped": dropped,
-        "notes": notes,
+        "notes": +notes,  # without those that no row has
         "mean_tokens": {part: round(total / used, 1) for part, total in tokens.items()},
     }
     if "chosen" in tokens:
         report["chosen_longer"] = round(chosen_longer / used, 3)
+
+
+def check_known(
+    rows: Iterator, path: str, tokenizer: Any, sample: list[str], report: dict
+) -> Iterator:
+    """Yield the rows; then raise UserError if a tokenizer does not know their texts.
+
+    sample: texts of the rows so far. This error replaces one about a row, which it may explain.
+    """
+    try:
+        yield from rows
+    finally:
+        result = model_files.unknown(tokenizer, sample)
+        model_files.describe_unknown(path, result)
+        report |= {"unknown_tokens": result} if result["fraction"] else {}
+
+
+def strings(value: Any) -> Iterator[str]:
+    """Yield the beginnings of the texts in a value of a row, such as a list of messages."""
+    values = [value]
+    while values:
+        value = values.pop()
+        if isinstance(value, str):
+            yield value[:1000].encode(errors="ignore").decode()  # without half of a surrogate pair
+        elif isinstance(value, list | dict):
+            values += value.values() if isinstance(value, dict) else value
 
 
 def extra_field(record: Record, name: str) -> Any:
@@ -184,10 +281,17 @@ def describe_all(reports: dict[str, dict], data: dict[str, Sized]) -> list[str]:
     for split, report in reports.items():
         truncated = report["notes"].get("truncated", 0)
         lines += chat_template.truncation_warning(split, truncated, report["used"], "--max_length")
+        if "unknown_tokens" in report:
+            lines += model_files.describe_unknown(split, report["unknown_tokens"])
         for note, problem in chat_template.DOUBTFUL.items():
             count = report["notes"].get(note, 0)
             if 2 * count > report["used"]:
                 lines.append(f"warning: {split}: {count} of {report['used']} rows {problem}")
+        rows = len(data.get(split, ())) or report["used"]  # fewer with --max_eval_rows
+        for note, remedy in COMPARED.items():
+            count = report["notes"].get(note, 0)
+            if 100 * count > rows:
+                lines.append(f"warning: {split}: {count} {note}; {remedy}")
     if not data["val"]:
         lines.append("warning: 0 validation rows; use --val_data FILE, or more rows")
     return lines
@@ -224,19 +328,71 @@ def note_repeated_prompts(data: dict[str, Rows], report: dict[str, dict]) -> Non
     for split in report.keys() - {"train"}:
         repeated = np.isin(data[split].prompts, data["train"].prompts)
         if repeated.any():
-            report[split]["notes"]["prompts also in train_data"] = int(repeated.sum())
+            report[split]["notes"][REPEATED_PROMPTS] = int(repeated.sum())
 
 
 # --- a row ---------------------------------------------------------------------------------------
 
 
+def pairs_of(record: Record) -> list[Record]:
+    """Return a record for each pair of a row: `rejected` may be a list of responses.
+
+    Messages are lists, also where the file has their JSON text.
+    """
+    if not isinstance(record.data, dict):  # a line that is not JSON
+        return [record]
+    fields = {name: messages_in(value) for name, value in record.data.items()}
+    wholes = [whole for whole in map(fields.get, SIDES) if isinstance(whole, dict)]
+    others = [{**whole, "messages": None} for whole in wholes if "messages" in whole]
+    if len(others) == 2 and others[0] == others[1]:  # tools, for example
+        fields = others[0] | fields | {side: fields[side]["messages"] for side in SIDES}
+    rejected = fields.get("rejected")
+    if not (isinstance(rejected, list) and all(isinstance(x, str | list) for x in rejected)):
+        rejected = []
+    records = [record._replace(data={**fields, "rejected": messages_in(x)}) for x in rejected]
+    return records or [record._replace(data=fields)]
+
+
+def messages_in(value: Any) -> Any:
+    """Return the messages whose JSON text a value is; any other value as it is."""
+    decoded: Any = None
+    if is_text_of_messages(value):
+        with contextlib.suppress(ValueError, RecursionError):
+            decoded = data.ROWS.decode(value)
+    first = decoded.get("messages", decoded) if isinstance(decoded, dict) else decoded
+    while first and isinstance(first, list):
+        first = first[0]
+    is_message = isinstance(first, dict) and all(names & first.keys() for names in OF_MESSAGE)
+    return decoded if is_message else value
+
+
+def is_text_of_messages(value: Any) -> bool:
+    """Return whether a value is a text that looks like a list of messages, or like one of them."""
+    is_text = isinstance(value, str) and OPENING.match(value) and value.rstrip()[-1] in "]})"
+    return bool(is_text and all(part.search(value) for part in PARTS))
+
+
+def check_not_python(record: Record, name: str) -> None:
+    """Raise UserError if a field is the text of messages in the notation of Python or numpy."""
+    value: Any = record.data.get(name)
+    if is_text_of_messages(value):
+        try:
+            data.ROWS.decode(value)
+        except (ValueError, RecursionError) as error:
+            problem = "a text of messages that is not JSON, such as str() writes in Python"
+            hint = "use json.dumps, or save the data as JSON Lines or Parquet"
+            problem = f"{problem} (expected messages, or their JSON text); {hint}"
+            raise UserError(f"{record.location}: {name}: {problem}") from error
+
+
 def find_format(record: Record) -> Format:
     """Return the format that has the fields of a record."""
     responses = [record.data.get(side) for side in SIDES]
-    if str(record.data.get("prompt")).startswith(HUMAN):
+    is_pair = record.data.keys() >= {*SIDES}
+    if is_pair and str(record.data.get("prompt")).startswith(HUMAN):
         return Format("transcript", FIELDS["prompt"], "transcript")
-    has_list = any(isinstance(value, list) for value in (record.data.get("prompt"), *responses))
-    if has_list and record.data.keys() >= {*SIDES}:
+    kinds = [type(value) for value in (record.data.get("prompt"), *responses) if value != {}]
+    if is_pair and (list in kinds or (dict in kinds and "conversations" not in record.data)):
         return Format("messages", FIELDS["prompt"], "messages")
     for name, fields in FIELDS.items():
         if record.data.keys() >= set(fields):
@@ -248,7 +404,13 @@ def find_format(record: Record) -> Format:
 
 
 def unknown_format(record: Record, expected: str) -> UserError:
-    """Return the error for a record whose fields fit no format."""
+    """Return the error for a record whose fields fit no format, or are those of a public set."""
+    for name in record.data:  # such as a conversation without a prompt
+        check_not_python(record, name)
+    for fields, (name, conversion) in CONVERTED.items():
+        if record.data.keys() >= {*fields}:
+            problem = f"the fields {', '.join(fields)} are those of {name} (expected {expected})"
+            return UserError(f"{record.location}: {problem}; {conversion}")
     problem = f"fields found: {data.names_of(record)}; expected {expected}"
     return UserError(f"{record.location}: {problem}; rename fields with --columns ours=theirs")
 
@@ -304,7 +466,7 @@ def prompt_and_responses(record: Record, format: str) -> tuple[Prompt, Reply, Re
     chat_template.check_text_only(record, "", record.data)
     for side in SIDES:
         value = record.data.get(side)
-        if isinstance(value, list) and sum(isinstance(item, str | list) for item in value) > 1:
+        if isinstance(value, list) and any(isinstance(item, str | list) for item in value):
             problem = "must be one response (a text, or a list of messages), not several ones"
             raise UserError(f"{record.location}: {side}: {problem}; write one row for each")
     if format in TEXTS:

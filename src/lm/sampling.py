@@ -18,7 +18,7 @@ from ddp_utils import UserError, distributed
 from ddp_utils.distributed import World, to_device
 from ddp_utils.sampler import MicroBatch, assign_micro_batches, seed_of
 from ddp_utils.terminal import Phase
-from lm import models
+from lm import model_files, models
 from lm.chat_template import Encoder
 from lm.fast.self_test import UNSUPPORTED
 from lm.logps import Scorer
@@ -248,6 +248,8 @@ def _difference(scorer: Scorer, prompts: Prompts, spec: SampleSpec, world: World
                 output = scorer.model(ids, use_cache=False, **last)
             plain = output.logits[0, -size:].float()  # [new tokens, V]
             gap = (logits - plain).square().mean().sqrt() / plain.amax(-1).abs().mean()
+            if gap.isnan():
+                model_files.check_weights(scorer.unwrap())
             if not gap.item() <= bound:  # also if it is NaN
                 return f"logits differ by {gap.item():.2g} of the largest one"
     return ""

@@ -57,8 +57,7 @@ def sample(
         phase = run.phase(f"sampling {len(prompts)} replies: {column.title}")
         with student.adapter(column.baked):
             ids = sampling.generate(student, prompts, ends, run.world, spec, phase)
-        decoded = encoder.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        texts[column.title] = [text.strip() for text in decoded]
+        texts[column.title] = [text.strip() for text in encoder.texts(ids)]
     return texts
 
 

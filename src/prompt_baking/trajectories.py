@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ddp_utils import UserError, data
-from lm import logps
+from lm import logps, model_files
 from lm.chat_template import Encoder
 
 QUESTION = ("question", "prompt", "turns", "instruction")  # GSM8K, others, MT-Bench, Alpaca
@@ -91,10 +91,23 @@ def read_questions(path: str, limit: int = -1, columns: str = "") -> list[str]:
 
 def _question(record: data.Record) -> str:
     name = next((name for name in QUESTION if name in record.data), QUESTION[0])
-    value = record.data.get(name)
-    if isinstance(value, list) and value:  # the first one of several turns
-        record = data.Record(record.location, {name: value[0]})
+    if name in record.data:
+        record = record._replace(data={name: _first_turn(record, name)})
     return data.text(record, name)
+
+
+def _first_turn(record: data.Record, name: str) -> Any:
+    """Return the value of a field; of several turns or messages, the first one of the user."""
+    from lm import conversations, preference_data
+
+    preference_data.check_not_python(record, name)
+    value = preference_data.messages_in(record.data[name])
+    if name == "turns" and isinstance(value, str) and value.startswith("["):  # from CSV
+        value = data.decode(value, f"{record.location}: {name}")
+    if isinstance(value[0] if isinstance(value, list) and value else value, dict):
+        turns = conversations.messages_of(record._replace(data={name: value}), name)
+        value = [turn["content"] for turn in turns if turn["role"] == "user"]
+    return value[0] if isinstance(value, list) and value else value
 
 
 def prompt(encoder: Encoder, system: str, question: str) -> list[int]:
@@ -103,11 +116,11 @@ def prompt(encoder: Encoder, system: str, question: str) -> list[int]:
     Without a chat template, the system prompt is written in front of the question.
     """
     if not encoder.templated:
-        return encoder.ids(system + question)[0]
+        return encoder.prompt_ids(system + question)
     turns = [{"role": "user", "content": question}]
     if system:
         turns = [{"role": "system", "content": system.strip()}, *turns]
-    return encoder.ids(encoder.text(turns))[0]
+    return encoder.prompt_ids(turns)
 
 
 def read_prompts(path: str, encoder: Encoder, used: dict[str, str]) -> dict[str, str]:
@@ -171,6 +184,8 @@ def read(path: str, encoder: Encoder, max_length: int) -> tuple[list[Trajectory]
         rows.append(Trajectory(student, teacher, reply, record.location, question, name))
     if not rows:
         raise UserError(f"{path}: 0 usable rows; --max_traj_len is {max_length}")
+    texts = [*report["x0"], *dict.fromkeys(row.question for row in rows)]
+    report["unknown_tokens"] = model_files.unknown(encoder.tokenizer, texts[:1000])
     return rows, report
 
 
@@ -179,7 +194,7 @@ def read_reply(record: data.Record, encoder: Encoder) -> list[int]:
     reply = record.data.get("tokens")
     if not isinstance(reply, list) or not all(type(t) is int and 0 <= t < 2**31 for t in reply):
         raise UserError(f"{record.location}: tokens: expected a list of token ids")
-    text = encoder.tokenizer.decode(reply, skip_special_tokens=True)
+    [text] = encoder.texts([reply])
     if record.data.get("reply", text) != text:
         problem = f"their text is {text!r:.40}, not the reply; use the model that made them"
         raise UserError(f"{record.location}: tokens: {problem} as --model_name")

@@ -21,8 +21,10 @@ import train_loop
 from conftest import need
 from ddp_utils import UserError, distributed
 from ddp_utils.policy import Precision
-from lm import chat, lora, merge, models
+from lm import chat, lora, merge, models, sampling
 from lm.chat_template import Encoder
+from lm.fast import self_test
+from lm.logps import Pair, Scorer
 from ranks import ranks
 
 DEMO = Path(__file__).parents[2] / "data/demo/model"
@@ -36,6 +38,7 @@ BASES = {
     "scaled embedding": transformers.GemmaConfig(**EIGHT, **ONE_WEIGHT),
     "gpt-2": transformers.GPT2Config(**OLD, n_embd=32, n_positions=64),
     "experts": transformers.Qwen3MoeConfig(**EIGHT, **EXPERTS),
+    "mixtral": transformers.MixtralConfig(**WIDE, num_local_experts=4, num_experts_per_tok=2),
 }
 EXPERT = "mlp.experts.gate_up_proj"
 MERGED = {  # name of the base, options of the LoRA -> is the result tied?
@@ -75,13 +78,18 @@ def base(folder, name, seed=0):
     """Save a random model with its tokenizer; return the folder."""
     if not folder.exists():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(BASES[name])
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.normal_(0, 0.1) if parameter.ndim > 1 else parameter.add_(0.1)
-        model.save_pretrained(folder)
-        AutoTokenizer.from_pretrained(DEMO).save_pretrained(folder)
+        save_random(folder, AutoModelForCausalLM.from_config(BASES[name]), 0.1)
     return folder
+
+
+@torch.no_grad()
+def save_random(folder, model, spread):
+    """Save a model with random weights and a tokenizer; return it."""
+    for parameter in model.parameters():
+        parameter.normal_(0, spread) if parameter.ndim > 1 else parameter.add_(0.1)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(DEMO).save_pretrained(folder)
+    return model
 
 
 def adapter(folder, model, dtype=torch.float32, **options):
@@ -286,6 +294,273 @@ def test_the_number_format_of_a_merge_is_printed_and_can_be_chosen(tmp_path, cap
         for name, weight in made.state_dict().items():
             rounding = {"atol": 0, "rtol": 0} if dtype == "fp32" else {"atol": 1e-6, "rtol": 1e-2}
             torch.testing.assert_close(weight.float(), expected[name], **rounding)
+
+
+# --- names of other programs ----------------------------------------------------------------------
+
+
+def renamed(folder, rename, without=""):
+    """Give the tensors of an adapter other names; leave those out that contain `without`."""
+    file = folder / "adapter_model.safetensors"
+    tensors = {rename(k): v for k, v in load_file(file).items() if not without or without not in k}
+    save_file(tensors, file, {"format": "pt"})
+
+
+def named(name):
+    """Return a function that puts an adapter's own name into the name of a tensor."""
+    pattern = r"(lora_(?:embedding_)?[AB]|lora_magnitude_vector)"
+    return lambda key: re.sub(pattern, rf"\1.{name}", key)
+
+
+START = "base_model.model."
+NAMES = {  # name of the base, options of the LoRA, name of a tensor -> name in the file
+    "no prefix": ("untied", {}, lambda key: key.removeprefix(START)),
+    "no prefix at all": ("untied", {}, lambda key: key.removeprefix(f"{START}model.")),
+    "prefix twice": ("untied", {}, lambda key: START + key),
+    "ddp": ("untied", {}, lambda key: f"module.{key}"),
+    "compiled": ("untied", {}, lambda key: key.replace(START, f"{START}_orig_mod.")),
+    "compiled layers": ("untied", {}, lambda key: re.sub(r"(s\.\d)", r"\1._orig_mod", key)),
+    "fsdp": ("untied", {}, lambda key: re.sub(r"(s\.\d)", r"\1._fsdp_wrapped_module", key)),
+    "checkpoint": ("untied", {}, lambda key: key.replace(".m", "._checkpoint_wrapped_module.m")),
+    "own name": ("untied", {}, named("default")),
+    "another name, ddp": ("untied", {}, lambda key: "module." + named("sft")(key)),
+    "a layer's name": ("untied", {}, named("model")),
+    "dora": ("untied", dict(use_dora=True), named("default")),
+    "embedding": ("tied", dict(target_modules=["q_proj", "embed_tokens"]), named("default")),
+    "saved layer": (
+        "untied",
+        dict(modules_to_save=["lm_head"]),
+        lambda key: re.sub(r"(lm_head\.)weight", r"\1modules_to_save.default.weight", key),
+    ),
+    "paths": (
+        "untied",
+        dict(
+            target_modules=["model.layers.0.mlp.up_proj", "model.layers.1.self_attn.q_proj"],
+            alpha_pattern={"model.layers.1.self_attn.q_proj": 32},
+        ),
+        lambda key: key.replace("model.layers", "layers"),
+    ),
+    "gpt-2": (
+        "gpt-2",
+        dict(target_modules=["c_attn"]),
+        lambda key: key.replace("transformer.", ""),
+    ),
+    "experts": ("experts", dict(target_parameters=[EXPERT]), lambda key: key.removeprefix(START)),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", NAMES)
+def test_an_adapter_under_other_names_is_that_under_its_own(kind, tmp_path, capsys):
+    name, options, rename = NAMES[kind]
+    start = base(tmp_path / "base", name)
+    with torch.random.fork_rng():
+        adapter(tmp_path / "lora", AutoModelForCausalLM.from_pretrained(start), **options)
+    plain = AutoModelForCausalLM.from_pretrained(start)
+    before = logits(plain)
+    expected = logits(PeftModel.from_pretrained(plain, tmp_path / "lora"))
+    assert (expected - before).abs().max() > 0.01
+    renamed(tmp_path / "lora", rename)
+    distributed.warnings.clear()
+    made = lora.with_adapter(models.load(str(start), "auto", CPU), tmp_path / "lora")
+    torch.testing.assert_close(logits(made), expected, atol=1e-5, rtol=0)
+    assert re.fullmatch(r"warning: adapter \S+: \S+ is read as \S+\n", capsys.readouterr().out)
+
+
+VISION = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+WITH_IMAGES = dict(vision_config=VISION | dict(image_size=28, patch_size=14), image_token_index=93)
+LLAVA = transformers.LlavaConfig(text_config=transformers.LlamaConfig(**WIDE), **WITH_IMAGES)
+FULL = "model.layers.1.self_attn.q_proj"
+TEXT_CLASS = {  # options of the LoRA of the text class, name of a tensor -> name in the file
+    "a layer that the tower has, too": (dict(target_modules=["q_proj", "v_proj"]), None),
+    "paths": (dict(target_modules=[FULL, "model.layers.0.mlp.up_proj"]), None),
+    "pattern": (dict(target_modules=r"model\.layers\.\d\.self_attn\.[qv]_proj"), None),
+    "exclusion": (dict(target_modules=["q_proj"], exclude_modules=[FULL]), None),
+    "alpha and rank": (
+        dict(target_modules=["q_proj"], alpha_pattern={FULL: 32}, rank_pattern={FULL: 2}),
+        None,
+    ),
+    "one layer": (dict(target_modules=["q_proj"], layers_to_transform=[1]), None),
+    "saved embedding": (dict(target_modules=["q_proj"], modules_to_save=["embed_tokens"]), None),
+    "transformers 4": (
+        dict(target_modules=["q_proj", "lm_head"]),
+        lambda key: key.replace(START, f"{START}language_model."),
+    ),
+}
+
+
+def texts_of(model):
+    """Return the text class with the weights of a multimodal model."""
+    text = AutoModelForCausalLM.from_config(model.config.text_config)
+    text.model.load_state_dict(model.model.language_model.state_dict())
+    text.lm_head.load_state_dict(model.lm_head.state_dict())
+    return text
+
+
+def with_images(folder):
+    """Save a random LLaVA with its tokenizer; return it."""
+    torch.manual_seed(0)
+    return save_random(folder, transformers.LlavaForConditionalGeneration(LLAVA), 0.3)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", TEXT_CLASS)
+def test_an_adapter_of_the_text_class_is_read_by_the_multimodal_one(kind, tmp_path):
+    options, rename = TEXT_CLASS[kind]
+    with torch.random.fork_rng():
+        text = texts_of(with_images(tmp_path / "base"))
+        before = logits(text)
+        expected = logits(adapter(tmp_path / "lora", text, **options))
+    assert (expected - before).abs().max() > 0.01
+    if rename:
+        renamed(tmp_path / "lora", rename)
+    made = lora.with_adapter(models.load(tmp_path / "base", "auto", CPU), tmp_path / "lora")
+    torch.testing.assert_close(logits(made), expected, atol=1e-5, rtol=0)
+    assert not any("vision" in name for name, _ in made.named_parameters() if "lora_" in name)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_each_command_opens_an_adapter_of_the_text_class(tmp_path):
+    """Expected values are those of transformers and peft, which open it as the text class."""
+    need("transformers", "5.20", "Qwen3.5")
+    sizes = {f"linear_{part}_head_dim": 8 for part in ("key", "value")}
+    sizes |= {f"linear_num_{part}_heads": 2 for part in ("key", "value")}
+    text = EIGHT | sizes | dict(layer_types=["linear_attention", "full_attention"])
+    text["vocab_size"] = len(AutoTokenizer.from_pretrained(DEMO))
+    text["max_position_embeddings"] = 512
+    vision = dict(depth=1, hidden_size=32, num_heads=2, out_hidden_size=32, patch_size=4)
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        transformers.AutoModelForMultimodalLM.from_config(config).save_pretrained(tmp_path / "base")
+        AutoTokenizer.from_pretrained(DEMO).save_pretrained(tmp_path / "base")
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        assert type(plain).__name__ == "Qwen3_5ForCausalLM"
+        adapter(tmp_path / "lora", plain, target_modules="all-linear")
+    expected = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "lora"))
+    spec = models.LoraSpec(init_adapter=str(tmp_path / "lora"))
+    begun = models.load_policy(str(tmp_path / "base"), spec, Precision(torch.float32, None), CPU)
+    opened = models.load(str(tmp_path / "lora"), "auto", CPU)
+    merge.merge(tmp_path / "lora", tmp_path / "merged")
+    merged = transformers.AutoModelForMultimodalLM.from_pretrained(tmp_path / "merged")
+    for model in (begun, opened, merged, chat.load(str(tmp_path / "lora"), False, CPU)[0]):
+        torch.testing.assert_close(logits(model), expected, atol=1e-4, rtol=0)
+    flags = f"--model_name {tmp_path}/base --fine_tuning lora --init_adapter {tmp_path}/lora "
+    flags += f"--check --result_dir {tmp_path}/run"
+    assert main_distributed.main(runs.words(flags)) == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["experts", "mixtral"])
+def test_an_adapter_whose_experts_are_not_fused_is_read_as_peft_does(name, tmp_path):
+    """As transformers 4 had them; the files of the base still have each expert by itself."""
+    start, alpha = base(tmp_path / "base", name), 8
+    weights = load_file(start / "model.safetensors")
+    torch.manual_seed(1)
+    tensors = {}
+    for key in [key for key in weights if ".experts." in key]:
+        layer = f"base_model.model.{key.removesuffix('.weight')}"
+        for part, shape in {"A": (4, weights[key].shape[1]), "B": (len(weights[key]), 4)}.items():
+            tensors[f"{layer}.lora_{part}.weight"] = torch.randn(shape) * 0.1
+        both = [tensors[f"{layer}.lora_{part}.weight"] for part in "BA"]
+        weights[key] = weights[key] + alpha / 4 * both[0] @ both[1]
+    targets = sorted({key.split(".")[-3] for key in tensors})
+    settings = LoraConfig(r=4, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
+    settings.base_model_name_or_path = str(start)
+    settings.save_pretrained(tmp_path / "lora")
+    save_file(tensors, tmp_path / "lora/adapter_model.safetensors", {"format": "pt"})
+    made = lora.with_adapter(models.load(start, "auto", CPU), tmp_path / "lora")
+    save_file(weights, start / "model.safetensors", {"format": "pt"})  # merged by hand
+    expected = logits(AutoModelForCausalLM.from_pretrained(start))
+    torch.testing.assert_close(logits(made), expected, atol=1e-4, rtol=0)
+
+
+UNFIT = {  # change of a folder -> what the line says
+    "another layer": (
+        lambda folder: renamed(folder, lambda key: key.replace("self_attn", "attention")),
+        f"expected names that begin with {START}model.layers.0.self_attn, the files have "
+        f"{START}model.layers.0.attention; use the base model {DEMO}",
+    ),
+    "a tensor is missing": (
+        lambda folder: renamed(folder, named("default"), "layers.0.self_attn.q_proj.lora_B"),
+        f"1 tensors are missing ({START}model.layers.0.self_attn.q_proj.lora_B.weight); use the ",
+    ),
+    "a layer is missing": (
+        lambda folder: renamed(folder, named("default"), "layers.0.self_attn.q_proj"),
+        f"2 tensors are missing ({START}model.layers.0.self_attn.q_proj.lora_A.weight, ",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", UNFIT)
+def test_an_adapter_that_does_not_fit_names_what_was_expected(kind, tmp_path):
+    change, line = UNFIT[kind]
+    demo_adapter(tmp_path)
+    change(tmp_path)
+    with pytest.raises(UserError) as caught:
+        models.load(str(tmp_path), "auto", models.META)
+    assert line in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_two_adapters_in_one_file_are_one_line(tmp_path):
+    demo_adapter(tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    both = [{named(name)(k): v.clone() for k, v in tensors.items()} for name in ("policy", "old")]
+    save_file(both[0] | both[1], file, {"format": "pt"})
+    with pytest.raises(UserError, match=r"\d+ tensors are unexpected .*lora_A.old.weight"):
+        models.load(str(tmp_path), "auto", models.META)
+
+
+def test_all_layers_of_a_text_class_are_needed(tmp_path):
+    with torch.random.fork_rng():
+        text = texts_of(with_images(tmp_path / "base"))
+        adapter(tmp_path / "lora", text, target_modules=["q_proj", "v_proj"])
+    renamed(tmp_path / "lora", str, without="layers.1.self_attn.v_proj")
+    with pytest.raises(UserError, match=r"2 tensors are missing .*language_model.layers.1.self_a"):
+        lora.with_adapter(models.load(tmp_path / "base", "auto", CPU), tmp_path / "lora")
+
+
+@pytest.mark.parametrize("value", [float("nan"), -float("inf")])
+@pytest.mark.parametrize("check", [[], ["--check"]])
+def test_a_value_that_is_not_finite_is_found_when_an_adapter_is_loaded(value, check, tmp_path):
+    demo_adapter(tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    tensors[max(tensors)][0, 0] = value
+    save_file(tensors, file, {"format": "pt"})
+    flags = ["--fine_tuning", "lora", "--init_adapter", str(tmp_path), "--result_dir"]
+    with pytest.raises(UserError) as caught:
+        main_distributed.main([*flags, str(tmp_path / "run"), *check])
+    problem = f"adapter_model.safetensors: {max(tensors)}: not all values are finite; use another"
+    assert f"--init_adapter: {tmp_path}: {problem}" in str(caught.value)
+
+
+def test_a_base_that_is_not_finite_is_named_when_an_adapter_is_merged(tmp_path):
+    start, name = base(tmp_path / "base", "untied"), "model.layers.1.mlp.up_proj.weight"
+    adapter(tmp_path / "lora", AutoModelForCausalLM.from_pretrained(start))
+    weights = load_file(start / "model.safetensors")
+    weights[name][0, 0] = float("nan")
+    save_file(weights, start / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=rf"--model_name: {start}: {name}: not all values are fini"):
+        models.load(str(tmp_path / "lora"), "auto", CPU)
+
+
+@pytest.mark.parametrize("kind", ["full", "lora", "replies"])
+def test_a_model_that_is_not_finite_is_named_before_it_is_used(kind, tmp_path):
+    """What is trained when it is loaded, other weights when the first log-probs are computed."""
+    start, name = base(tmp_path / "base", "untied"), "model.layers.1.mlp.up_proj.weight"
+    weights = load_file(start / "model.safetensors")
+    weights[name][0, 0] = float("inf")
+    save_file(weights, start / "model.safetensors", {"format": "pt"})
+    world = distributed.World()
+    spec = models.LoraSpec(4) if kind == "lora" else None
+    with pytest.raises(UserError, match=rf"^--model_name: {start}: {name}: not all values are fin"):
+        if kind == "replies":
+            sampling.choose_way(Scorer(models.load(start, "auto", CPU)), [[3, 5, 6]], 4, world)
+        model = models.load_policy(str(start), spec, Precision(torch.float32, None), CPU)
+        pairs = [Pair([3, 5], [6, 7], [8], "a", ""), Pair([3, 9], [6], [8, 7], "b", "")]
+        self_test.choose_head_and_layout(Scorer(model), pairs, "auto", world)
 
 
 # --- tokenizer, template and base -----------------------------------------------------------------

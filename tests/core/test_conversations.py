@@ -39,6 +39,7 @@ def turn(role, content, **more):
 ASKED = turn("user", "Time?")
 SINGLE = [turn("user", "Why?"), turn("assistant", "Because.\n")]
 MULTI = [*SINGLE, turn("user", "So?"), turn("assistant", " Yes.")]
+BE_KIND = [turn("system", "Be kind.")]
 CALLED = [ASKED, turn("assistant", "", tool_calls=CALLS)]
 ANSWERED = [*CALLED, turn("tool", "12:00", name="time"), turn("assistant", "Noon.")]
 THOUGHT = [ASKED, turn("assistant", "Noon.", reasoning_content="Hm.")]
@@ -54,6 +55,11 @@ ROWS = {
     "tools as text": {"messages": ANSWERED, "tools": json.dumps(SCHEMAS)},
     "a thought": {"messages": THOUGHT},
     "thoughts": {"messages": [*THOUGHT, *THOUGHT]},
+    "the assistant first": {"messages": [turn("assistant", "Hello!"), *MULTI]},
+    "system, the assistant first": {"messages": [*BE_KIND, turn("assistant", "Hello!"), *MULTI]},
+    "system alone": {"messages": [*BE_KIND, turn("assistant", "I am.")]},
+    "two users": {"messages": [*SINGLE, ASKED, *MULTI]},
+    "two users first": {"messages": [ASKED, *MULTI]},
     "an argument": {"messages": SINGLE, "chat_template_kwargs": {"short": False}},
 }
 TEMPLATES = {
@@ -172,7 +178,34 @@ NO_TOOLS = "the chat template does not support tool_calls"
 LOSSY = "{# tool_calls reasoning_content #}" + LLAMA3
 NO_SYSTEM = LLAMA3.replace("in messages", "in messages if m.role != 'system'")
 IMAGE = turn("user", [{"type": "image"}])
-UNSUPPORTED = [  # template, row, a part of the message
+ALTERNATING = (  # in the manner of Gemma and Mistral
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Roles must alternate') }}{% endif %}" + LLAMA3.split("%}", 1)[1]
+)
+NO_GREETING = LLAMA3.replace("m.content", "m.content if m.role == 'user' or loop.index > 1")
+LAST_USER = LLAMA3.replace(
+    "{{ m.content", "{{ messages[-1].content if m.role == 'user' else m.content"
+)
+UNUSUAL = [
+    BE_KIND,
+    [turn("assistant", "Hello!"), ASKED],
+    [*BE_KIND, turn("assistant", "Hello!"), ASKED],
+    [ASKED, ASKED],
+    [*SINGLE, ASKED, turn("user", "So?")],
+]
+GREETED = {"messages": [turn("assistant", "Hello!"), *SINGLE]}
+ORDER = "prompt: the chat template does not accept the roles "
+UNSUPPORTED = [
+    (ALTERNATING, GREETED, ORDER + "assistant, user (--chat_template: Roles must alternate); cha"),
+    (ALTERNATING, {"messages": [ASKED, *SINGLE]}, ORDER + "user, user (--chat_template: Roles mus"),
+    (GEMMA, {"messages": [*BE_KIND, SINGLE[1]]}, ORDER + "system (--chat_template: System role no"),
+    (GEMMA, {"messages": [*BE_KIND, *GREETED["messages"]]}, ORDER + "system, assistant, user (it "),
+    (NO_GREETING, GREETED, ORDER + "assistant, user (it leaves out a turn); change the turns"),
+    (LAST_USER, {"messages": [ASKED, *SINGLE]}, ORDER + "user, user (it leaves out a turn); chang"),
+    (None, {"messages": [SINGLE[1]]}, "messages: the roles are assistant (expected"),
+    (TOOLS, {"messages": [SINGLE[1], *SINGLE[1:]]}, "messages: the roles are assistant, assistan"),
+    (TOOLS, {"messages": [*BE_KIND, *BE_KIND, *SINGLE]}, "messages: the roles are system, system"),
+] + [  # template, row, a part of the message
     (None, {"messages": CALLED}, NO_TOOLS),
     (None, {"messages": ANSWERED}, NO_TOOLS),
     (None, {"messages": SINGLE, "tools": SCHEMAS}, "tools: the chat template does not use tools"),
@@ -190,6 +223,37 @@ UNSUPPORTED = [  # template, row, a part of the message
     (TOOLS, {"messages": [IMAGE, SINGLE[1]]}, "only text is supported"),
     (TOOLS, {"messages": [ASKED, turn("assistant", "", tool_calls=[{"id": 1}])]}, "must be [{"),
 ]
+
+
+def test_a_greeting_that_the_template_does_not_render_alone_is_not_trained(tmp_path):
+    """Qwen3.5's template looks for a question."""
+    asks = "{% if messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}"
+    template = asks + "{{ raise_exception('No question') }}{% endif %}" + LLAMA3
+    text, tok = read(tmp_path, GREETED, template)
+    own = tok.apply_chat_template(GREETED["messages"], return_dict=False)
+    assert text.prompt + text.reply == own and tok.decode(text.reply) == "Because.\n<|eot|>"
+
+
+@pytest.mark.parametrize("template", [LLAMA3, TOOLS, TRIMMED, None])
+@pytest.mark.parametrize("prompt", UNUSUAL)
+def test_a_pair_may_have_turns_in_an_unusual_order(prompt, template, tmp_path):
+    replies = {side: [turn("assistant", side)] for side in ("chosen", "rejected")}
+    whole = {side: prompt + reply for side, reply in replies.items()}
+    for row in ({"prompt": prompt, **replies}, whole, {"prompt": prompt, **whole}):
+        pair, tok = read(tmp_path, row, template, reading.pairs)
+        if template:
+            ids = tok.apply_chat_template([*prompt, *replies["chosen"]], return_dict=False)
+            prompt_ids = tok.apply_chat_template(
+                prompt, return_dict=False, add_generation_prompt=True
+            )
+            assert pair.prompt == prompt_ids
+            assert pair.prompt + pair.chosen == ids[: len(pair.prompt + pair.chosen)]
+            assert tok.decode(ids[len(pair.prompt + pair.chosen) :]).strip() == ""
+        else:
+            names = {"system": "System", "user": "Human", "assistant": "Assistant"}
+            turns = [*prompt, *replies["chosen"]]
+            text = "".join(f"\n\n{names[x['role']]}: {x['content']}" for x in turns)
+            assert tok.decode(pair.prompt + pair.chosen) == f"<s>{text}</s>"
 
 
 def test_what_cannot_be_rendered_is_one_line_with_its_row(tmp_path):

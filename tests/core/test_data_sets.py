@@ -126,6 +126,59 @@ def test_parquet_files_and_folders_hold_the_pairs_of_the_json(library, tmp_path)
         assert (report["format"], report["fields_not_read"]) == ("messages", "score_chosen")
 
 
+def shapes():
+    """Return {format: a row of messages} and how each is written by hand."""
+    question, whole = [{"role": "user", "content": "q"}], {}
+    sides = {"chosen": "x", "rejected": "y"}
+    for side, text in sides.items():
+        whole[side] = [*question, {"role": "assistant", "content": text}]
+    human = [{"from": "human", "value": "q"}]
+    preferred = {"preferred_output": whole["chosen"][1:]}
+    preferred["non_preferred_output"] = whole["rejected"][1:]
+    return {
+        "messages": [{"prompt": question, **{side: whole[side][1:] for side in sides}}, whole],
+        "sharegpt": [
+            {"conversations": human, "chosen": {"from": "gpt", "value": "x"}, "rejected": "y"}
+        ],
+        "openai": [{"input": {"messages": question}, **preferred}],
+    }
+
+
+@pytest.mark.parametrize("name", shapes())
+def test_messages_that_a_table_has_as_json_text_are_messages(name, library, tmp_path):
+    encoder = Encoder(load_tokenizer("data/demo/model"))
+    expected = encoder.encode("", [{"role": "user", "content": "q"}], "x", "y")[0]
+    for row in shapes()[name]:
+        texts = {
+            field: value if isinstance(value, str) else json.dumps(value, indent=1)
+            for field, value in row.items()
+        }
+        write(tmp_path / "a.csv", [texts])
+        (tmp_path / "a.jsonl").write_text(json.dumps(texts))
+        library.Dataset.from_list([texts]).to_parquet(tmp_path / "a.parquet")
+        for file in ("a.csv", "a.jsonl", "a.parquet"):
+            [pair], report = reading.pairs(tmp_path / file, encoder)
+            assert (pair[:3], report["format"]) == (expected[:3], name), file
+
+
+def test_what_pandas_writes_for_messages_is_one_line_that_tells_how_to_write_them(
+    library, tmp_path
+):
+    """Lists of objects become Python's text, and those of Parquet numpy's, without commas."""
+    pandas = pytest.importorskip("pandas")
+    for row in sum(shapes().values(), []):
+        pandas.DataFrame([row]).to_csv(tmp_path / "lists.csv", index=False)
+        library.Dataset.from_list([row]).to_parquet(tmp_path / "a.parquet")
+        pandas.read_parquet(tmp_path / "a.parquet").to_csv(tmp_path / "arrays.csv", index=False)
+        for file in ("lists.csv", "arrays.csv"):
+            problem = "a text of messages that is not JSON, such as str() writes in Python"
+            assert f": {problem} (expected messages, or their" in error_of(tmp_path / file)
+        pandas.DataFrame([row]).to_json(tmp_path / "a.jsonl", orient="records", lines=True)
+        assert len(
+            reading.pairs(tmp_path / "a.jsonl", Encoder(load_tokenizer("data/demo/model")))[0]
+        )
+
+
 def test_the_digest_changes_with_the_rows_of_a_table(library, tmp_path):
     digests = set()
     for rows in (chats(), chats()[:-1]):

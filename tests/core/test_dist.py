@@ -21,6 +21,8 @@ SLURM_BATCH = "SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_LOCALID=0 SLURM_JOB_ID=7 "
 OPENMPI = "OMPI_COMM_WORLD_RANK=5 OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_LOCAL_RANK=1 "
 PALS = "PALS_RANKID=13 PALS_LOCAL_RANKID=1 "
 SRUN = "SLURM_PROCID=2 SLURM_LOCALID=0 SLURM_STEP_NUM_TASKS=6 SLURM_STEP_TASKS_PER_NODE=2(x3)"
+UNEVEN = "SLURM_STEP_NUM_TASKS=8 SLURM_STEP_TASKS_PER_NODE=5,3 "
+LAST = "WORLD_SIZE=8 LOCAL_WORLD_SIZE=5 "
 # environment of one rank -> (rank, world size, local rank, processes on the node, launcher)
 LAUNCHED = {
     "": (0, 1, 0, 1, "python"),
@@ -32,6 +34,18 @@ LAUNCHED = {
     PALS + "PALS_LOCAL_SIZE=12 PMI_RANK=13 PMI_SIZE=24": (13, 24, 1, 12, "pals"),
     PALS + "WORLD_SIZE=24 LOCAL_WORLD_SIZE=12": (13, 24, 1, 12, "pals"),  # Aurora's job script
     SLURM_BATCH + SRUN: (2, 6, 0, 2, "srun"),
+    # nodes with five, three and three tasks; without SLURM_NODEID the first one
+    SRUN + " SLURM_STEP_NUM_TASKS=11 SLURM_STEP_TASKS_PER_NODE=5,3(x2) SLURM_NODEID=2": (
+        (2, 11, 0, 3, "srun")
+    ),
+    UNEVEN + "SLURM_NODEID=0 SLURM_PROCID=4 SLURM_LOCALID=4": (4, 8, 4, 5, "srun"),
+    UNEVEN + "SLURM_NODEID=1 SLURM_PROCID=7 SLURM_LOCALID=2": (7, 8, 2, 3, "srun"),
+    UNEVEN + "SLURM_PROCID=0 SLURM_LOCALID=0": (0, 8, 0, 5, "srun"),
+    # `mpiexec -n 8 -ppn 5`, for which Aurora's job script exports 5 on both nodes
+    LAST + "PALS_RANKID=4 PALS_LOCAL_RANKID=4": (4, 8, 4, 5, "pals"),
+    LAST + "PALS_RANKID=5 PALS_LOCAL_RANKID=0": (5, 8, 0, 3, "pals"),
+    LAST + "PALS_RANKID=7 PALS_LOCAL_RANKID=2": (7, 8, 2, 3, "pals"),
+    TORCHRUN + "SLURM_NODEID=1": (3, 4, 1, 2, "torchrun"),  # inside a job of Slurm
     SLURM_BATCH: (0, 1, 0, 1, "python"),  # the batch step is no task
     TORCHRUN + SLURM_BATCH + "SLURM_STEP_NUM_TASKS=1": (3, 4, 1, 2, "torchrun"),
     "WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=29500": (0, 1, 0, 1, "python"),  # guide 5
@@ -41,6 +55,16 @@ LAUNCHED = {
 def test_each_launcher_is_read_from_its_own_names():
     for text, expected in LAUNCHED.items():
         assert distributed.whoami(env_of(text))[:5] == expected, text
+
+
+def test_the_gpus_of_an_uneven_node_are_counted_for_that_node(monkeypatch):
+    """Rank 7, the third of the second node, uses the third of its three GPUs."""
+    for node, local_rank, rank, count in ((0, 4, 4, 5), (1, 2, 7, 3)):
+        monkeypatch.setattr(distributed, "device_count", lambda kind, count=count: count)
+        place = f"SLURM_NODEID={node} SLURM_PROCID={rank} SLURM_LOCALID={local_rank}"
+        world = distributed.whoami(env_of(UNEVEN + place))
+        assert distributed.choose_device(world, "nccl").device.index == local_rank
+        assert not world.is_one_node
 
 
 ONE = "for one process run: unset "
@@ -60,7 +84,7 @@ ALONE = {  # the same with what the message advises, and what is no contradictio
     SRUN + " SLURM_JOB_NAME=bash SLURM_STEP_ID=1": (2, 6, 0, 2, "srun"),  # srun in that shell
     SRUN + " SLURM_JOB_NAME=bash SLURM_STEP_ID=0": (2, 6, 0, 2, "srun"),  # srun bash -c "..."
     "RANK=0 WORLD_SIZE=1": (0, 1, 0, 1, "python"),  # Kubeflow with one worker
-    SRUN + " SLURM_JOB_NAME=bash SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1": (0, 1, 0, 2, "srun"),
+    SRUN + " SLURM_JOB_NAME=bash SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1": (0, 1, 0, 1, "srun"),
     OPENMPI + "RANK=5 WORLD_SIZE=8": (5, 8, 1, 2, "mpirun"),  # its user has exported two of three
 }
 

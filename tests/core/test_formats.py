@@ -268,6 +268,106 @@ def test_conversations_that_differ_before_the_last_message_are_unusable():
     assert read({"prompt": "2", **whole}) == "prompts differ"  # its text would be lost
 
 
+STAY = [  # texts that only resemble messages
+    "[a link](https://a.b) to {x}",
+    "[1, 2]",
+    '["role", "user"]',
+    "[{'x': 1}]",
+    '[{"name": "Ann", "role": "user"}]',
+    '{"role": "CEO", "content": "Pay me."}',
+    '[{"role": "Hamlet", "content": "To be"}]',
+    '[{"from": "Paris", "to": "Rome"}]',
+    "[{'from': 'a', 'to': 'b', 'value': 3}]",
+    '[{"role": "user", "content": "hi"}] Who is this?',
+    '{"users": [{"role": "user", "content": "hi"}]}',
+    "{% for m in messages %}[{'role': 'user', 'content': m}]{% endfor %}",
+    "```\n[{'role': 'user', 'content': 'hi'}]\n```",
+    " " * 100_000 + "[",
+]
+
+
+@pytest.mark.parametrize("text", STAY, ids=range(len(STAY)))
+def test_a_text_that_only_resembles_messages_stays_a_text(text, tmp_path):
+    (tmp_path / "f.jsonl").write_text(json.dumps({"prompt": "q", "chosen": text, "rejected": "y"}))
+    [pair], report = reading.pairs(tmp_path / "f.jsonl", Encoder(load_tokenizer("data/demo/model")))
+    assert (pair.expected, report["format"]) == (text, "prompt")
+
+
+def test_a_response_may_be_the_json_text_of_messages_and_tools(tmp_path):
+    """In this way they are one column of a table."""
+    tokenizer = load_tokenizer("data/demo/model")
+    tokenizer.chat_template = "{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    encoder = Encoder(tokenizer)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    texts = {side: json.dumps({"messages": turns, "tools": tools}) for side, turns in WHOLE.items()}
+    rows = {
+        "a": {**WHOLE, "tools": tools},
+        "b": texts,
+        "c": {k: json.loads(v) for k, v in texts.items()},
+    }
+    ids = []
+    for name, row in rows.items():
+        (tmp_path / name).write_text(json.dumps(row))
+        [pair], report = reading.pairs(tmp_path / name, encoder)
+        ids.append(pair[:3])
+        assert report["fields_not_read"] == ""
+    assert ids[0] == ids[1] == ids[2] and "'function'" in encoder.tokenizer.decode(ids[0][0])
+    (tmp_path / "d").write_text(json.dumps({**texts, "rejected": json.dumps({"messages": []})}))
+    with pytest.raises(UserError, match="d:1: chosen"):
+        reading.pairs(tmp_path / "d", encoder)
+
+
+# --- rows against each other ---------------------------------------------------------------------
+
+
+def test_a_list_of_rejected_responses_is_one_pair_for_each(tmp_path):
+    encoder = Encoder(load_tokenizer("data/demo/model"))
+    alone = [{"prompt": "q", "chosen": "x", "rejected": text} for text in "yz"]
+    together = {"prompt": "q", "chosen": "x"}
+    candidates = [list("yxz"), [[assistant("y")], [assistant("x")], [assistant("z")]]]
+    candidates += [json.dumps(candidates[1]), [json.dumps(turns) for turns in candidates[1]]]
+    (tmp_path / "a").write_text("\n".join(map(json.dumps, alone)))
+    expected = [pair[:3] for pair in reading.pairs(tmp_path / "a", encoder)[0]]
+    [text], _ = reading.texts(tmp_path / "a", encoder, limit=1)
+    for rejected in candidates:
+        (tmp_path / "b").write_text(json.dumps({**together, "rejected": rejected}))
+        pairs, report = reading.pairs(tmp_path / "b", encoder)
+        assert [pair[:3] for pair in pairs] == expected
+        assert {pair.location for pair in pairs} == {f"{tmp_path}/b:1"}
+        assert (report["rows"], report["dropped"]) == (3, {"identical": 1})
+        [same], _ = reading.texts(tmp_path / "b", encoder)  # the chosen one is trained once
+        assert same.prompt + same.reply == text.prompt + text.reply
+
+
+KEEP_ONE = "of two rows with the same responses in both orders, keep one"
+
+
+def test_duplicates_and_contradictions_are_counted_and_above_1_percent_a_warning(tmp_path):
+    encoder = Encoder(load_tokenizer("data/demo/model"))
+    rows = [{"prompt": f"{n}?", **TEXT} for n in range(196)]
+    other = {"chosen": "y", "rejected": "x"}
+
+    def lines(*more):
+        path = tmp_path / "f.jsonl"
+        path.write_text("\n".join(map(json.dumps, [*rows, *more])))
+        report = reading.pairs(path, encoder)[1]
+        line, *warnings = preference_data.describe_all({"train": report}, {"val": rows})
+        return line.split("; ")[3:], warnings
+
+    assert lines({"prompt": "?", **TEXT}, {"prompt": "new", **other}) == ([], [])
+    # 2 of 198, and 2 of 200 which are the same two
+    assert lines(*rows[:1], {**rows[1], **other}) == (
+        ["1 exact duplicates", "2 pairs contradict each other"],
+        [f"warning: train: 2 pairs contradict each other; {KEEP_ONE}"],
+    )
+    count, warnings = lines(*rows[:3], {**rows[1], **other})
+    assert count == ["3 exact duplicates", "2 pairs contradict each other"]
+    assert warnings == ["warning: train: 3 exact duplicates; keep one of equal rows"]
+    path = tmp_path / "f.jsonl"  # for SFT, the second order is another reply
+    assert reading.texts(path, encoder)[1]["notes"]["exact duplicates"] == 3
+    assert "pairs contradict each other" not in reading.texts(path, encoder)[1]["notes"]
+
+
 # --- transcripts ---------------------------------------------------------------------------------
 
 HI = "\n\nHuman: Hi\n\nAssistant: Hello."
@@ -387,8 +487,9 @@ def test_replies_that_repeat_the_prompt_are_a_warning(tmp_path):
         {"prompt": question, "chosen": f"{question} {n}", "rejected": f"{question}"} for n in "123"
     ]
     rows += [
-        {"prompt": "Yes or no?", "chosen": "Yes or no? Yes.", "rejected": "Yes or no? No."}
-    ] * 2
+        {"prompt": "Yes or no?", "chosen": f"Yes or no? Yes{end}", "rejected": "Yes or no? No."}
+        for end in ".!"
+    ]
     rows += [{"prompt": question, "chosen": question, "rejected": "No."}]
     for count, begin in (
         (5, ["warning: train: 3 of 5 rows have replies that begin with"]),

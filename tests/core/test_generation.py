@@ -164,9 +164,9 @@ def test_more_tokens_than_the_model_has_positions_are_an_error(name):
     model(torch.tensor([[5] * 64]))
     with pytest.raises((IndexError, RuntimeError)):
         model(torch.tensor([[5] * 65]))
-    models.check_fit(model, [fitting])
+    models.check_fit(model, None, [fitting])
     with pytest.raises(UserError, match="row 1: 65 tokens, the model has 64 positions"):
-        models.check_fit(model, [longer])
+        models.check_fit(model, None, [longer])
 
 
 def test_a_reply_ends_at_the_tokens_of_template_tokenizer_and_model():

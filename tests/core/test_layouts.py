@@ -198,9 +198,9 @@ STRETCHED = [  # beyond 12 tokens, the angles depend on the longest row of the b
 def test_rows_whose_angles_would_hang_on_the_others_in_the_batch_are_refused():
     for config in STRETCHED:
         model = build(config, 10.0)
-        models.check_fit(model, some_pairs((8, 4, 3)))  # 12 tokens
+        models.check_fit(model, None, some_pairs((8, 4, 3)))  # 12 tokens
         with pytest.raises(UserError, match="13 tokens, the model has 12 positions"):
-            models.check_fit(model, some_pairs((9, 3, 4)))
+            models.check_fit(model, None, some_pairs((9, 3, 4)))
 
 
 def test_a_model_that_does_not_name_its_backbone_is_scored_by_its_own_logits():
@@ -278,7 +278,7 @@ def test_the_self_test_detects_a_fault_in_attention_or_positions(name, monkeypat
 
 
 def test_out_of_memory_is_no_reason_for_a_layout_or_a_cache_that_needs_more(monkeypatch):
-    """It is a RuntimeError, as what a model does not support; one rank alone would go on with it."""
+    """It is a RuntimeError, as what a model does not support is."""
     scorer = logps.Scorer(build(MODELS["llama"][0]))
     full = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
     monkeypatch.setattr(self_test, "_find_difference", full)

@@ -162,7 +162,9 @@ def test_held_out_prompts_that_are_trained_on_are_counted(script, flag, tmp_path
     flags = ["--check", "--cache_dir", str(tmp_path), flag]
     flags += ["--train_data", f"{tmp_path}/train.jsonl", "--val_data", f"{tmp_path}/val.jsonl"]
     assert script.main(flags) == 0
-    assert "; 2 prompts also in train_data\n" in capsys.readouterr().out
+    lines = capsys.readouterr().out
+    assert "; 2 prompts also in train_data\n" in lines
+    assert "\nwarning: val: 2 prompts also in train_data; remove these rows from one" in lines
 
 
 # --- chat templates ------------------------------------------------------------------------------

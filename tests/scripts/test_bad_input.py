@@ -85,7 +85,7 @@ def test_only_an_adapter_can_be_merged(tmp_path):
     shutil.copytree(ADAPTER, run / "model")
     edit(nameless, ADAPTER, "adapter_config.json", base_model_name_or_path=None)
     for source, target, says in (
-        (MODEL, merged, "^adapter: .*data/demo/model is a full model; only a LoRA can be merged$"),
+        (MODEL, merged, r"^adapter: .*data/demo/model: it is a full model \(expected a LoRA\)$"),
         (tmp_path / "no", merged, "^adapter: there is no folder .*/no "),
         (nameless, merged, "adapter: .*/nameless does not name its base model; use --base"),
         (MODEL, run, "^folder: .*/run exists; use another folder"),

@@ -1,5 +1,6 @@
 """Baking: the same replies and the same losses on any number of processes, killed or not."""
 
+import contextlib
 import json
 import os
 import re
@@ -18,7 +19,7 @@ import train_loop
 from conftest import ROOT
 from ddp_utils import Stop, UserError, data
 from ddp_utils import run as run_
-from lm import models, sampling
+from lm import chat_template, models, sampling
 from prompt_baking import generate_config
 from ranks import free_port, ranks, run_ranks
 
@@ -172,6 +173,42 @@ def test_template_arguments_go_with_the_replies(tmp_path, monkeypatch):
     monkeypatch.setattr(train_loop, "check", lambda spec, config, world: found.append(config))
     train(tmp_path / "run", tmp_path, *flags, "--check")
     assert found[0].chat_template_kwargs == arguments
+
+
+def test_a_template_with_a_date_has_that_of_the_first_start_of_sampling(tmp_path, monkeypatch):
+    """Stopped on one day, resumed on the next, and baked on the third."""
+    template, days, found = tmp_path / "t.jinja", ["2024-02-28", "2024-02-29", "2024-03-01"], []
+    template.write_text(
+        "{{ strftime_now('%Y-%m-%d') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    flags = ["--chat_template", str(template)]
+    few = [
+        *flags,
+        "--num_questions",
+        "4",
+        "--num_sequences_per_question",
+        "2",
+        "--other_prompts",
+        "",
+    ]
+    for name, starts in (("at once", days[:1]), ("twice", days[:2])):
+        (tmp_path / name).mkdir()
+        for number, day in enumerate(starts, start=1):
+            for module in (generate_data, chat_template):
+                monkeypatch.setattr(module, "today", lambda day=day: day)
+            stop = ["--stop_after_minutes", "1e-9"] * (number < len(starts))
+            with pytest.raises(Stop) if stop else contextlib.nullcontext():
+                generate(tmp_path / name, *few, *stop, together=1)
+    assert content(tmp_path / "twice") == content(tmp_path / "at once")
+    rows = sum(rows_of(tmp_path / "twice"), [])
+    assert {row["template_date"] for row in rows} == {days[0]}
+    monkeypatch.setattr(chat_template, "today", lambda: days[2])
+    with pytest.raises(Stop, match="these replies are already finished"):
+        generate(tmp_path / "twice", *few)
+    monkeypatch.setattr(train_loop, "check", lambda spec, config, world: found.append(spec))
+    train(tmp_path / "run", tmp_path / "twice", *flags, "--check")
+    assert found[0].inputs[chat_template.DATE] == days[0]
+    assert f"the chat template writes the date {days[0]}" in found[0].lines
 
 
 def test_each_setting_that_changes_a_reply_is_in_the_mark():

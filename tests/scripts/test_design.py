@@ -162,6 +162,13 @@ def test_files_contain_temperatures_and_the_native_sequence(tmp_path, model):
         (["--bias_AA", "A"], "--bias_AA: ('A',) is out of range (expected such as A:0.5 G:-1)"),
         (["--bias_AA", "AC:1"], "--bias_AA: "),
         (["--bias_AA", "A:nan"], "--bias_AA: "),
+        (["--bias_AA", "A:1", "G:1", "A:-1"], "--bias_AA: A has two values, or is in --omit_AA"),
+        (["--bias_AA", "A:1", "--omit_AA", "CA"], "--bias_AA: A has two values, or is in --omit_A"),
+        (["--fixed_residues", "1-36"], "fixed_residues: they are all residues of bundle_00.pdb"),
+        (
+            ["--mutable_positions", "3", "5-9", "--fixed_residues", "1-4"],
+            "mutable_positions: 3 is in fixed_residues, too; use one of them",
+        ),
         (["--homo_oligomer"], "--homo_oligomer needs --design_chains of copies"),
         (
             ["--tied_positions", "A3-5"],
@@ -285,6 +292,10 @@ def test_a_mutation_or_mutable_position_of_one_copy_is_that_of_all(dimer, tmp_pa
     rows = np.flatnonzero(pair.mutated)
     assert [pair.backbone.labels[row] for row in rows] == ["10", "10"]
     assert {*pair.unpreferred[rows]} == {mpnn.ALPHABET.index("W")} and pair.margin == 1.5
+    (same,), _ = read_pairs(tmp_path, text.replace("10W", f"A10W:{letter}B10W"))
+    assert (same.unpreferred == pair.unpreferred).all()
+    with pytest.raises(UserError, match="B10Y: residue 10 has two mutations; use one per residue"):
+        read_pairs(tmp_path, text.replace("10W", f"A10W:{letter}B10Y"))
     (pair,), _ = read_pairs(tmp_path, item | {"mutable_positions": [10]})
     assert (np.flatnonzero(pair.designed) == rows).all() and pair.targets.sum() == 1
     first, second = item["unpreferred_seq"].split("/")

@@ -84,6 +84,23 @@ REFUSED = [  # changes of an item, what the line says
     ({"preferred_ddg": 1.5}, "preferred_ddg: not supported; put the better sequence first, or"),
     ({"preference": 1}, "preference: not supported; put the better sequence first"),
     ({"mutable_positions": "x"}, "mutable_positions: 'x' is not a residue (expected 52, A52 or"),
+    ({"mutable_positions": 0}, "mutable_positions: 0 (expected a list of residues, such as"),
+    ({"mutable_positions": {"A": [3]}}, "mutable_positions: {'A': [3]} (expected a list of"),
+    ({"mutable_ranges": [1, 9]}, "mutable_ranges: 1 is not a range (expected 6-17, or [6, 17]"),
+    ({"mutable_ranges": ["A3-B9"]}, "A3-B9: from one chain to another; use a range of each"),
+    (
+        {"mutable_positions": [1, 3], "fixed_residues": "2-5"},
+        "mutable_positions: 3 is in fixed_residues, too; use one of them",
+    ),
+    (
+        {"mutable_ranges": [[1, 9], [3, 4]], "fixed_residues": "3-5"},
+        "mutable_ranges: 3-4 is in fixed_residues, too; use one of them",
+    ),
+    ({"fixed_residues": f"1-{len(TEXT)}"}, "fixed_residues: they are all residues of bundle_00.p"),
+    ({"chain_id": 0}, "chain_id: 0 (expected a list of chain names)"),
+    ({"chain_id": [["A"]]}, "chain_id: [['A']] (expected a list of chain names)"),
+    ({"chain_id": [""]}, "no protein chain '', or it is named twice"),
+    ({"margin_kcal": [1]}, "margin_kcal: must be a number, in kcal/mol, not [1]"),
 ]
 
 
@@ -97,6 +114,51 @@ def test_an_item_that_does_not_fit_is_one_line(tmp_path):
         assert str(caught.value).startswith(f"{tmp_path}/items.json[0]: ")
         found, report = read(tmp_path, SINGLE, item, on_bad_record="skip")
         assert len(found) == 1 and report["dropped"] == {"malformed": 1}
+
+
+def test_a_list_of_one_chain_is_that_chain(tmp_path):
+    """As in the JSON files of ProteinMPNN; several names in one text are several chains."""
+    texts = [COMPLEX["preferred_seq"], COMPLEX["unpreferred_seq"]]
+    [chain], [context] = COMPLEX["design_chains"], COMPLEX["fixed_chains"]
+    item = {"pdb_file": COMPLEX["pdb_file"], "preferred_seq": texts[0], "unpreferred_seq": texts[1]}
+    other = structure.read(INPUT / COMPLEX["pdb_file"], [context]).sequence
+    both = {"preferred_seq": texts[0] + other, "unpreferred_seq": texts[1] + other}
+    for fields, chains in (
+        ({"chain_id": [chain], "fixed_chains": [context]}, (chain, context)),
+        ({"chain_id": chain, "fixed_chains": context}, (chain, context)),
+        (both | {"chain_id": [chain, context]}, (chain, context)),
+        (both | {"design_chains": f"{chain}, {context}"}, (chain, context)),
+        (both | {"design_chains": f"{chain}{context}"}, (chain, context)),
+    ):
+        [pair], _ = read(tmp_path, item | fields)
+        count = len(texts[0]) + len(other) * ("fixed_chains" not in fields)
+        assert pair.backbone.chains == chains and pair.backbone.in_design.sum() == count
+
+
+def test_a_residue_may_be_left_out_of_a_range(tmp_path):
+    item = plain(unpreferred_seq=OTHER, mutable_ranges=[[1, 9]], fixed_residues=[3])
+    [pair], _ = read(tmp_path, item)
+    assert [*np.flatnonzero(pair.designed)] == [0, 1, 3, 4, 5, 6, 7, 8]
+
+
+def test_what_occurs_again_is_counted(tmp_path):
+    """One structure by two paths, and two structures of one name."""
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+    shutil.copy(INPUT / SINGLE["pdb_file"], tmp_path / "a/same.pdb")
+    shutil.copy(INPUT / COMPLEX["pdb_file"], tmp_path / "b/same.pdb")
+    item = plain(unpreferred_seq=OTHER, chain_id="A")
+    item.pop("design_chains", None)
+    first, again = (item | {"pdb_file": f"{tmp_path}/{path}/same.pdb"} for path in ("a", "b/../a"))
+    found, report = read(tmp_path, first, again)
+    [line] = report["warnings"]
+    assert line.startswith("warning: 1 pairs occur again (0 with another ddG); keep one row of ")
+    assert {pair.number for pair in found} == {0}
+    text = structure.read(tmp_path / "b/same.pdb").sequence
+    changed = ("A" if text[0] != "A" else "L") + text[1:]
+    sides = {"preferred_seq": text, "unpreferred_seq": changed}
+    _, report = read(tmp_path, first, first | sides | {"pdb_file": f"{tmp_path}/b/same.pdb"})
+    assert report["warnings"] == ["warning: 2 structures are named same.pdb A; rename the files"]
 
 
 def test_what_teaches_nothing_is_dropped_and_counted(tmp_path):

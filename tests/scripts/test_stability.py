@@ -250,6 +250,8 @@ def test_a_bad_mutation_is_one_line(tmp_path):
         ("A5X", 1, "mutation: A5X is not a mutation"),
         (f"{wrong}5W", 1, f"mutation: {wrong}5W: residue 5 is {NATIVE[4]}; --numbering is pdb"),
         (f"{NATIVE[4]}999W", 1, "999W: 0 residues 999 in bundle_00.pdb; --numbering is pdb"),
+        (f"{mutation(5)}:{NATIVE[4]}5W", 1, "5W: residue 5 has two mutations; use one per residue"),
+        (f"{NATIVE[4]}A5W {mutation(5)}", 1, f"mutation: {mutation(5)}: residue 5 has two mutat"),
         (mutation(5), "n/a", "ddg: must be a number, in kcal/mol, not 'n/a'"),
         (mutation(5), "nan", "ddg: must be a number, in kcal/mol, not 'nan'"),
         ("", 1, "mutation: missing; fields found: pdb_file, chain_id, ddg"),
@@ -298,8 +300,20 @@ def test_pairs_that_contradict_each_other_are_counted(tmp_path):
     rows = [
         [BUNDLE, "A", mutation(n), ddg] for n, ddg in ((3, 1), (4, 1), (3, -0.5), (5, 2), (5, 1))
     ]
-    [warning] = read(write(tmp_path / "a.csv", rows))[1]["warnings"]
-    assert warning.startswith("warning: 2 pairs contradict each other; ")
+    first, second = read(write(tmp_path / "a.csv", [*rows, rows[1]]))[1]["warnings"]
+    assert first.startswith("warning: 2 pairs contradict each other; ")
+    assert second.startswith("warning: 2 pairs occur again (1 with another ddG); keep one row of ")
+
+
+def test_two_columns_of_a_mutation_must_agree(tmp_path):
+    """In ProteinDPO's files, `mutation` is the new letter of mut_type."""
+    row = {"pdb_file": BUNDLE, "mut_type": mutation(3), "ddg": 1}
+    for text in (mutation(3)[-1], mutation(3)):
+        [pair], _ = read(table_of(tmp_path / "a.csv", row | {"mutation": text}))
+        assert pair.mutation == mutation(3)
+    for text in (NATIVE[2], mutation(4)):
+        with pytest.raises(UserError, match=f":2: mutation: {text} contradicts mut_type; leave o"):
+            read(table_of(tmp_path / "a.csv", row | {"mutation": text}))
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,39 @@ def test_each_kind_is_found_and_read_as_written_by_hand(tmp_path, kind):
         assert report["template"] == bool(template)
 
 
+@pytest.mark.parametrize("kind", ROWS)
+def test_lists_of_each_kind_may_be_json_texts(tmp_path, kind):
+    """A table has them so."""
+    row, _, chat = ROWS[kind]
+    for indent in (None, 1):
+        texts = {
+            k: v if isinstance(v, str) else json.dumps(v, indent=indent) for k, v in row.items()
+        }
+        assert read(tmp_path, texts, template=CHATML)[0] == [chat]
+
+
+def test_prompt_and_completion_may_be_messages_of_which_the_completion_is_trained(tmp_path):
+    prompt, completion = talk("Hi", "Ho", "Who?", system="S"), talk("", "Me.", "So?", "Yes.")[1:]
+    before = "<|h|>system\nS</s>\n<|h|>user\nHi</s>\n<|h|>assistant\nHo</s>\n<|h|>user\nWho?</s>\n"
+    expected = before + "<|h|>assistant\n{Me.</s>}"
+    for reply in (completion[:1], completion[0], "Me."):
+        for row in ({"prompt": prompt, "completion": reply}, {"question": prompt, "answer": reply}):
+            texts, report = read(tmp_path, row, template=CHATML)
+            assert (texts, report["format"]) == ([expected], "custom")
+    row = {"prompt": "Who?", "completion": completion}
+    expected = "<|h|>user\nWho?</s>\n<|h|>assistant\n{Me.</s>}\n<|h|>user\nSo?</s>\n"
+    assert read(tmp_path, row, template=CHATML)[0] == [expected + "<|h|>assistant\n{Yes.</s>}"]
+
+
+def test_a_conversation_without_a_question_is_truncated_like_any_other():
+    encoder = Encoder(chat_tokenizer(CHATML, bos=False), max_length=20)
+    for turns in ([LONG[0]], [LONG[0], LONG[2]]):
+        text, notes = encode(encoder, turns, "ffff")
+        assert text.num_tokens == 20 and shown(encoder, text).endswith("{ffff</s>}")
+        assert notes == {"truncated"}
+    assert encode(Encoder(PLAIN), [LONG[0]], "f")[0].text == "S"
+
+
 KINDS = [  # names of fields -> the kind
     ("instruction output prompt completion", "custom"),
     ("instruction output chosen rejected", "preference"),
@@ -358,7 +391,7 @@ def test_the_report_counts_by_row_what_a_hand_count_finds(tmp_path):
         "rows": 8,
         "used": 4,
         "dropped": {"empty response": 1, "malformed": 3},
-        "notes": {"truncated": 2},
+        "notes": {"truncated": 2, "exact duplicates": 1},  # line 4 repeats line 2
         # of whole texts: 2 2 30 22; 7 7 10 34; 7 7 10 10
         "mean_tokens": {"prompt": 14.0, "reply": 14.5, "trained": 8.5},
     }

@@ -48,6 +48,9 @@ QUESTIONS = [
     {"question": "Why?", "answer": "#### 4"},  # GSM8K
     {"question_id": 81, "turns": ["Why?", "And then?"]},  # MT-Bench
     {"prompt": "Why?"},
+    {"prompt": [{"role": "system", "content": "S"}, {"role": "user", "content": "Why?"}]},
+    {"prompt": '[{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}]'},
+    {"turns": '["Why?", "And then?"]'},  # from CSV
     {"instruction": "Why?", "output": "Because."},
 ]
 

@@ -5,6 +5,7 @@ of a pair once. A model that does not support one of them falls back to the plai
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from ddp_utils import UserError, distributed
 from ddp_utils.distributed import World
-from lm import logps
+from lm import logps, model_files
 from lm.logps import Pair, Scorer
 from lm.model_files import first_line
 
@@ -134,6 +135,8 @@ def _find_difference(
         with scaled_logits(head, factor) if head else contextlib.nullcontext():
             gaps = ways[0]() - ways[1]()  # [N]
         gap = (gaps.abs().max() if is_exact else gaps.square().mean().sqrt()).item()
+        if math.isnan(gap):
+            model_files.check_weights(scorer.unwrap())
         if not gap <= bound:  # also if it is NaN
             return f"log-probs of a token differ by {gap:.3g} nats, logits x {factor:.3g}"
         noise = noise or gap  # of the logits as they are
