@@ -34,7 +34,7 @@ from torch.utils.benchmark import Timer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "src"))  # may not be installed
 
-from ddp_utils import UserError, distributed, policy  # noqa: E402
+from ddp_utils import UserError, cpus, distributed, policy  # noqa: E402
 
 GIB = 2**30
 DRIVER, PCI = "/proc/driver/nvidia", "/sys/bus/pci/devices"  # where Linux lists NVIDIA GPUs
@@ -59,7 +59,7 @@ def collect_facts(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
         "cpu": cpu,
         "cpu_instructions": " ".join(name for name in INSTRUCTIONS if name in flags) or "unknown",
         "cpu_fast_dtypes": "fp32, bf16" if policy.is_bf16_fast() else "fp32",
-        "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+        "cores": cpus(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB, 2),
         "shm_free_gib": round(shutil.disk_usage(shm).free / GIB, 2) if shm.exists() else None,
         "settings": [f"{name}={env[name]}" for name in env if name.startswith(SETTINGS)],

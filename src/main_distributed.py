@@ -287,7 +287,13 @@ def score_reference(
 
 
 def describe_run(
-    config: Any, data: dict, report: dict, encoder: Encoder, plan: Any, judge: Any, world: World
+    config: settings.Config,
+    data: dict,
+    report: dict,
+    encoder: Encoder,
+    plan: sampler.Plan,
+    judge: Any,
+    world: World,
 ) -> tuple[RunSpec, Any]:
     """Check models and data against each other, before a weight is read; describe the run.
 

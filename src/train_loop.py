@@ -239,7 +239,13 @@ def before(base: dict, examples: list[Trajectory]) -> dict:
 
 
 def describe_run(
-    config: Config, data: Data, reports: dict, encoder: Any, prompts: list, judge: Any, plan: Any
+    config: Config,
+    data: Data,
+    reports: dict[str, dict],
+    encoder: Encoder,
+    prompts: list[list[int]],
+    judge: Any,
+    plan: sampler.Plan,
 ) -> tuple[RunSpec, Any]:
     """Check model and data against each other, before a weight is read; describe the run.
 

@@ -55,6 +55,18 @@ def parse_number(name: str, text: str, lowest: int = 0, highest: int = 2**31) ->
     return int(text)
 
 
+def save_seconds() -> int:
+    """Return the seconds in which a run saves and ends after a signal: DDP_SAVE_SECONDS, or 120."""
+    return parse_number("DDP_SAVE_SECONDS", os.environ.get("DDP_SAVE_SECONDS") or "120", 1)
+
+
+def cpus() -> int:
+    """Return the number of CPUs that this process may use: a job may have some of a node's."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def exit_with(error: UserError) -> NoReturn:
     """End with the exit status of an error; the first process of a node prints it."""
     local_ranks = [os.environ[name] for name in LOCAL_RANKS if os.environ.get(name)]

@@ -214,10 +214,8 @@ def inspect(spec: RunSpec, settings: dict, facts: dict, restart: bool = False) -
     changed = differences(saved, settings, free)
     changed |= differences(saved_facts.get("inputs", {}), spec.inputs)
     is_finished = data.read_json(folder / "summary.json").get("status") == "finished"
-    # a process that the launcher has started again has the same flags
-    run_id = facts.get("run_id")
-    is_again = run_id is not None and saved_facts.get("run_id") == run_id
-    is_new = (restart and not is_again) or (is_finished and bool(changed))
+    is_new = restart and not is_same_launch(saved_facts, facts.get("run_id"))
+    is_new = is_new or (is_finished and bool(changed))
     if is_finished and not is_new:
         line = f"{folder}: this run is already finished (same settings and data)"
         return FolderState("finished", [line])
@@ -256,6 +254,14 @@ def inspect(spec: RunSpec, settings: dict, facts: dict, restart: bool = False) -
         lines.append(f"warning: the code has changed since the last start: {', '.join(edited)}")
     lines.append(f"{folder}: this run is not finished: resumes after step {step}")
     return FolderState("resume", lines, step, manifest["metrics_bytes"])
+
+
+def is_same_launch(saved_facts: dict, run_id: str | None) -> bool:
+    """Return whether a launcher has started the processes of a run again, with the same flags.
+
+    saved_facts: as in environment.json; run_id: of the launcher of this process.
+    """
+    return run_id is not None and saved_facts.get("run_id") == run_id
 
 
 def differences(saved: dict, now: dict, free: Sequence[str] = ()) -> dict[str, str]:

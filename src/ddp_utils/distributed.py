@@ -167,6 +167,12 @@ def check_no_gpu_is_lost() -> None:
     if torch.version.cuda is None or is_hidden or not os.path.exists(NVIDIA_GPU):
         return
     try:
+        os.close(os.open(NVIDIA_GPU, os.O_RDWR))
+    except PermissionError:  # a job without a GPU on a node that has some
+        return
+    except OSError:  # the driver does not answer
+        pass
+    try:
         torch.cuda.init()
         problem = "no device"
     except (RuntimeError, AssertionError) as error:

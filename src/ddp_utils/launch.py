@@ -20,7 +20,14 @@ import time
 from types import FrameType
 from typing import Any
 
-from ddp_utils import UserError, check_clone, open_standard_streams, parse_number
+from ddp_utils import (
+    UserError,
+    check_clone,
+    cpus,
+    open_standard_streams,
+    parse_number,
+    save_seconds,
+)
 
 END_SECONDS = 30  # after one rank has ended with an error, for the others, which may wait for it
 
@@ -39,13 +46,6 @@ def end_with_launcher() -> None:
     """Let Linux kill a rank, which calls this, when the launcher ends, even by SIGKILL."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-def cpus() -> int:
-    """Return the number of CPUs that this process may use: a job may have some of a node's."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def start(program: tuple[str, ...], processes: int, nodes: int, node: int, attempt: int) -> None:
@@ -67,17 +67,17 @@ def start(program: tuple[str, ...], processes: int, nodes: int, node: int, attem
             ranks.append(subprocess.Popen(command, env=env, **options))
 
 
-def wait() -> list[int]:
+def wait(seconds_to_save: int) -> list[int]:
     """Wait for the ranks; return their exit statuses, -9 for a rank that was killed.
 
     A rank that the launcher has to kill, because another one has ended, counts as ended with 1.
+    seconds_to_save: after a signal, for all ranks to save and end.
     """
-    save_seconds = parse_number("DDP_SAVE_SECONDS", os.environ.get("DDP_SAVE_SECONDS", "120"), 1)
     deadline = math.inf
-    late = []
+    late: list[subprocess.Popen] = []
     while None in [rank.poll() for rank in ranks]:  # each of them is asked in every turn
         if received:
-            deadline = min(deadline, time.monotonic() + save_seconds)
+            deadline = min(deadline, time.monotonic() + seconds_to_save)
         elif any(rank.returncode for rank in ranks):
             deadline = min(deadline, time.monotonic() + END_SECONDS)
         if time.monotonic() > deadline:
@@ -98,9 +98,10 @@ def main(count: str, *program: str) -> int:
     nodes = parse_number("NNODES", os.environ.get("NNODES", "1"), 1, 100000)
     node = os.environ.get("NODE_RANK", "") if nodes > 1 else "0"
     restarts = parse_number("MAX_RESTARTS", os.environ.get("MAX_RESTARTS", "3"), 0, 1000)
+    seconds_to_save = save_seconds()
     for attempt in range(restarts + 1):
         start(program, processes, nodes, parse_number("NODE_RANK", node, 0, nodes - 1), attempt)
-        codes = wait()
+        codes = wait(seconds_to_save)
         # 1 is a bug or the loss of another rank; any status above would only come again
         status = next((code for code in codes if code > 1), int(any(codes)))
         if status != 1 or received or nodes > 1 or min(codes) >= 0:

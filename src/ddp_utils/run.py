@@ -33,19 +33,20 @@ from ddp_utils import (
     data,
     distributed,
     metrics,
-    parse_number,
+    save_seconds,
 )
 from ddp_utils.checkpoints import RunSpec
 from ddp_utils.distributed import World
 from ddp_utils.policy import Policy
 from ddp_utils.terminal import Bar, Phase, columns, row
 from ddp_utils.tools import changes
+from ddp_utils.tools.changes import SRC
 
-SRC = data.ROOT / "src"
 REFERENCE = "reference_logps.safetensors"
 OWN = "own/"  # what the names of Run.keep() begin with in a checkpoint
-SAVE_MINUTES = 15  # between two checkpoints if save_every is 0,
-SAVE_FRACTION = 0.05  # or more, so that saving takes at most this fraction of the time
+# if save_every is 0, between two checkpoints of an epoch
+SAVE_MINUTES = 15  # at least,
+SAVE_FRACTION = 0.05  # and so long that saving takes at most this fraction of the time
 PART = 2048  # rows that are scored between two times that their log-probs are stored
 STATUS = {0: "finished", 85: "preempted"}  # by exit status; any other is "failed"
 Values = dict[str, float]  # metric -> value
@@ -338,21 +339,38 @@ class Run:
         if digest != distributed.on_main(self.world, lambda: digest):
             problem = f"rank {rank} has another checkpoint than rank 0"
             raise UserError(f"{path}: {problem}; use a folder that all nodes can read")
-        layout = manifest["shard_layout"]
-        own = manifest.get("own", {}) | {
-            name: tensors.pop(name) for name in [*tensors] if name.startswith(OWN)
-        }
+        own = manifest.get("own", {})
+        for name in [name for name in tensors if name.startswith(OWN)]:
+            own[name] = tensors.pop(name)
         if own.keys() != self.kept.keys():
             names = [", ".join(sorted(part)) or "nothing" for part in (own, self.kept)]
             problem = f"has {names[0]} (expected {names[1]}, as this script keeps it)"
             raise UserError(f"{path}: {problem}; use the old script, or --restart")
+        layout = manifest["shard_layout"]
+        self._fill_kept(own, layout)
+        policy.load_state(optimizer, schedule, tensors, step, layout)
+        return manifest
+
+    def _fill_kept(self, own: dict[str, Any], layout: str) -> None:
+        """Fill the dicts of keep() with what a checkpoint has of them."""
+        policy = self.training[0]
         for name, (state, key) in self.kept.items():
             if isinstance(state[key], Tensor):
                 state[key].copy_(policy.from_saved(own[name], state[key], layout))
             else:
                 state[key] = own[name]
-        policy.load_state(optimizer, schedule, tensors, step, layout)
-        return manifest
+
+    def _saved_kept(self) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Return what a checkpoint contains of the dicts of keep(): tensors, and numbers."""
+        tensors, numbers = {}, {}
+        for name, (state, key) in self.kept.items():
+            if isinstance(state[key], Tensor):
+                value = self.training[0].to_saved(state[key], self.spec.shard_layout)
+                if value is not None:  # on rank 0, or a shard
+                    tensors[name] = value
+            else:
+                numbers[name] = state[key]
+        return tensors, numbers
 
     @property
     def best(self) -> Any:
@@ -379,17 +397,12 @@ class Run:
         if self.saved == self.step or self.training is None:
             return
         policy, optimizer, _ = self.training
-        tensors = policy.state(optimizer, self.spec.shard_layout)
-        own = {}
-        for name, (state, key) in self.kept.items():
-            if not isinstance(state[key], Tensor):
-                own[name] = state[key]
-            elif (saved := policy.to_saved(state[key], self.spec.shard_layout)) is not None:
-                tensors[name] = saved
+        kept, numbers = self._saved_kept()
+        tensors = policy.state(optimizer, self.spec.shard_layout) | kept
         distributed.on_each(self.world, lambda: check_finite(tensors, self.step))
         facts: dict[str, Any] = {
             "shard_layout": self.spec.shard_layout,
-            "own": own,
+            "own": numbers,
             "validated": self.validated,
             "results": self.results | {"warnings": distributed.warnings + self.warnings},
             "best_validation": self.best_validation,
@@ -406,7 +419,7 @@ class Run:
         self.saved = self.step
         self.saved_at = time.perf_counter()
         self.save_seconds = self.saved_at - start
-        limit = parse_number("DDP_SAVE_SECONDS", os.environ.get("DDP_SAVE_SECONDS", "120"), 1)
+        limit = save_seconds()
         if self.save_seconds > limit / 2:
             problem = f"a checkpoint took {self.save_seconds:.0f} s of the {limit} after a signal"
             self.warn(f"warning: {problem}; export DDP_SAVE_SECONDS={4 * limit}")

@@ -24,6 +24,7 @@ from jinja2 import TemplateError
 from transformers.utils import chat_template_utils
 
 from ddp_utils import UserError, data, distributed
+from ddp_utils.checkpoints import is_same_launch
 from ddp_utils.data import Record
 from ddp_utils.distributed import World
 from lm import models
@@ -166,7 +167,7 @@ class Encoder:
                 return self.tokenizer.apply_chat_template(turns, **options)
         except TEMPLATE_ERRORS as error:
             if messages[0]["role"] != "system" or len(messages) < 2:
-                raise UserError(f"--chat_template: {models.first_line(error)}") from error
+                raise UserError(f"--chat_template: {models.one_line(error)}") from error
             system, first, *rest = messages
             first = {**first, "content": f"{system['content']}\n\n{first['content']}"}
             return self.render([first, *rest], **options)
@@ -474,9 +475,9 @@ def date_in(folder: str | Path, restart: bool = False) -> str:
     """
     file = Path(folder) / "environment.json"
     facts = data.read_json(file) if file.is_file() else {}
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
-    is_again = run_id and facts.get("run_id") == run_id
-    return "" if restart and not is_again else facts.get("inputs", {}).get(DATE, "")
+    if restart and not is_same_launch(facts, os.environ.get("TORCHELASTIC_RUN_ID")):
+        return ""
+    return facts.get("inputs", {}).get(DATE, "")
 
 
 def date_of(folder: str, config: Any, world: World) -> str:

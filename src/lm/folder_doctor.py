@@ -20,7 +20,8 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # the beginning of su
 # that fits, and its newest file; {at} is the folder of that file.
 COPY = "copy config.json and the tokenizer's files to NEW"
 ZERO = "python -m deepspeed.utils.zero_to_fp32 {at} NEW --safe_serialization"
-TENSORS = "import torch, safetensors.torch as s; s.save_file(torch.load('{at}/{file}'), "
+TENSORS = "import torch, safetensors.torch as s; s.save_file(torch.load('{at}/{file}', "
+TENSORS += "weights_only=True), "
 INSTEAD = {
     "pytorch_model_fsdp*/*.distcp *.distcp */*.distcp */*/*.distcp": "{file} is a shard of FSDP; "
     f"run `accelerate merge-weights {{at}} NEW`, and {COPY}",

@@ -194,7 +194,7 @@ def need(
     try:
         return types.SimpleNamespace(**sizes, **peaks_of(scorer, rows, loss_of, device))
     except self_test.UNSUPPORTED as error:
-        reason = f"{models.first_line(error)}; layout: separate may help"
+        reason = f"{models.one_line(error)}; layout: separate may help"
         raise UserError(f"{config.model_name}: no step without contents: {reason}") from error
 
 

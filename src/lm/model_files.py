@@ -212,7 +212,7 @@ def reading(place: str, problem: str = "cannot be read") -> Iterator[None]:
         from ddp_utils import data_sets  # it is not needed for folders
 
         of_hub = data_sets.explain(place.rpartition(" ")[2], error)
-        message = of_hub or f"{problem}: {first_line(error)}"
+        message = of_hub or f"{problem}: {one_line(error)}"
         if "custom code" in message:
             message = "it needs its own code, which is not run; use a model type of transformers"
         if "use_safetensors" in message:  # of a model on the hub; a folder has been checked
@@ -220,7 +220,7 @@ def reading(place: str, problem: str = "cannot be read") -> Iterator[None]:
         raise UserError(f"{place}: {message}") from error
 
 
-def first_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """Return a library's error message as one line: its first sentences, none of which is cut."""
     text = f"KeyError: {error}" if isinstance(error, KeyError) else str(error)
     first, *others = re.split(r"(?<=[.!?]) (?=[A-Z`'\"(\[])", " ".join(text.split()))

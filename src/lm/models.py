@@ -30,7 +30,7 @@ from ddp_utils import UserError, data, distributed
 from ddp_utils.distributed import World
 from ddp_utils.policy import Policy, Precision, Tensors
 from lm import model_files
-from lm.model_files import FAULTS, META, LoraSpec, Name, first_line, is_adapter, reading
+from lm.model_files import FAULTS, META, LoraSpec, Name, is_adapter, one_line, reading
 from lm.token_rows import digest_of_rows
 
 logging.disable_progress_bar()  # a run has its own
@@ -264,7 +264,7 @@ def checkpoint_activations(model: Model) -> None:
         enable({"use_reentrant": False})
     except ValueError as error:
         flag = "--use_gradient_checkpointing (gradient_checkpointing of train.py)"
-        raise UserError(f"{flag}: {first_line(error)}; leave it out") from error
+        raise UserError(f"{flag}: {one_line(error)}; leave it out") from error
 
 
 def check_fit(model: Model, tokenizer: Any, rows: Iterable[Any], fix: str = "") -> None:

@@ -214,7 +214,7 @@ def choose_way(scorer: Scorer, prompts: Prompts, max_new_tokens: int, world: Wor
         except torch.OutOfMemoryError:  # no other way needs less
             raise
         except UNSUPPORTED as error:
-            problem = models.first_line(error)
+            problem = models.one_line(error)
         vote = torch.tensor(float(problem != ""), device=world.device)
         if not distributed.all_sum(vote, world).item():
             if way is not FASTEST:

@@ -150,7 +150,7 @@ def test_auto_selects_the_best_device_and_no_backend_is_replaced(monkeypatch):
 DRIVER = "The NVIDIA driver on your system is too old (found version 12020). Please update your GPU"
 
 
-@pytest.mark.parametrize("kept", ["", "no CUDA", "no GPU", "hidden", "gloo"])
+@pytest.mark.parametrize("kept", ["", "no CUDA", "no GPU", "hidden", "denied", "gloo"])
 def test_a_gpu_that_pytorch_cannot_use_is_an_error(kept, monkeypatch, tmp_path):
     """With PyTorch for CUDA 13 and an older driver, is_available() is only False."""
     (tmp_path / "nvidia0").touch()
@@ -161,6 +161,8 @@ def test_a_gpu_that_pytorch_cannot_use_is_an_error(kept, monkeypatch, tmp_path):
         distributed, "NVIDIA_GPU", str(tmp_path / ("none" if kept == "no GPU" else "nvidia0"))
     )
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if kept == "denied":  # as Slurm does for a job without a GPU; root may open any file
+        monkeypatch.setattr(distributed.os, "open", mock.Mock(side_effect=PermissionError))
     if kept == "hidden":
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     if kept:
@@ -169,6 +171,17 @@ def test_a_gpu_that_pytorch_cannot_use_is_an_error(kept, monkeypatch, tmp_path):
         return
     with pytest.raises(UserError, match=r"cannot use it: .* too old .*12020.*; update"):
         distributed.choose_device(World())
+
+
+@pytest.mark.parametrize(("local_size", "seconds"), [(2, 50), (1, 600)])
+def test_ranks_of_another_node_may_start_ten_minutes_later(local_size, seconds, monkeypatch):
+    """Cold imports from a file system of a cluster take that long; torch itself waits 300 s."""
+    store = mock.Mock()
+    monkeypatch.setattr(torch.distributed, "TCPStore", store)
+    monkeypatch.setattr(torch.distributed, "PrefixStore", mock.Mock())
+    monkeypatch.delenv("DDP_JOIN_SECONDS", raising=False)
+    distributed._open_store(World(1, 2, local_size - 1, local_size, "srun"), "n1", 29500)
+    assert store.call_args.kwargs["timeout"].total_seconds() == seconds
 
 
 @pytest.mark.parametrize("own", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

@@ -469,4 +469,4 @@ def test_an_id_beyond_the_embedding_names_row_token_and_tokenizer(tmp_path):
     ],
 )
 def test_a_message_of_a_library_is_one_line_of_whole_sentences(message, expected):
-    assert model_files.first_line(ValueError(message)) == expected
+    assert model_files.one_line(ValueError(message)) == expected

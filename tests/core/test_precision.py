@@ -95,6 +95,16 @@ def test_slow_bf16_is_used_only_if_asked_for_and_with_one_warning(cpu, asked, ca
     assert distributed.warnings == [line]  # which the report shows
 
 
+def test_frozen_weights_are_as_wide_as_the_forward_on_each_gpu(monkeypatch):
+    """On a T4, without bf16, frozen weights of fp32 would need twice the memory."""
+    cuda = torch.device("cuda")
+    for has_bf16, dtype in ((True, torch.bfloat16), (False, torch.float16)):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda has=has_bf16, **_: has)
+        assert Precision.choose(cuda, "lora") == (dtype, dtype)
+        assert Precision.choose(cuda, "full") == (torch.float32, dtype)
+        assert Precision.choose(cuda, "lora", mixed="no") == (torch.float32, None)
+
+
 def test_fast_bf16_costs_no_warning(cpu, capsys):
     cpu(SAPPHIRE)
     for asked in ASKED:

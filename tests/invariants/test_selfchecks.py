@@ -264,6 +264,27 @@ def test_another_reference_model_is_scored_in_its_place(tmp_path):
     assert first["rewards/margins"] == pytest.approx(expected, rel=6e-3)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "autocast", "dtype"),
+    [
+        ("ddp", torch.bfloat16, torch.float32),
+        ("fsdp", torch.bfloat16, "auto"),  # each rank reads all weights to the host
+        ("deepspeed", torch.float16, "auto"),
+        ("fsdp", None, torch.float32),  # what a bf16 file has would compute in bf16
+    ],
+)
+def test_a_sharded_reference_has_the_dtype_of_its_files(strategy, autocast, dtype, monkeypatch):
+    load, run = mock.Mock(), mock.Mock()
+    monkeypatch.setattr(models, "load", load)
+    monkeypatch.setattr(main_distributed, "prepare", mock.Mock())
+    precision = main_distributed.Precision(torch.float32, autocast)
+    monkeypatch.setattr(main_distributed, "precision_of", lambda *_: precision)
+    config = main_distributed.settings.Config(strategy=strategy, reference_model="m")
+    main_distributed.load_reference(config, {}, run)
+    on = run.world.device if strategy == "ddp" else torch.device("cpu")
+    assert load.call_args.args == ("m", dtype, on)
+
+
 @pytest.mark.parametrize("mode", ["lora", "full"])
 def test_complaint_17_trainable_parameters_are_fp32_on_a_bf16_base(mode):
     config = main_distributed.settings.Config(fine_tuning=mode, base_dtype="bf16")

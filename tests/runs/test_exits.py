@@ -95,7 +95,7 @@ def test_ranks_that_wait_for_a_dead_one_are_killed(dead, monkeypatch):
         launch, "ranks", [subprocess.Popen(["sleep", str(LIMIT)]) for _ in range(2)]
     )
     launch.ranks[dead].kill()
-    assert launch.wait() == [-signal.SIGKILL if rank == dead else 1 for rank in range(2)]
+    assert launch.wait(120) == [-signal.SIGKILL if rank == dead else 1 for rank in range(2)]
 
 
 def test_a_bug_is_not_repeated_because_the_launcher_killed_the_rank_that_waited(tmp_path):
@@ -107,6 +107,13 @@ def test_a_bug_is_not_repeated_because_the_launcher_killed_the_rank_that_waited(
     done = programs.process([sys.executable, "-c", code], code=1, PYTHONPATH=f"{ROOT}/src")
     assert done.stdout.count("attempt 0 ") == 2 and "attempt 1" not in done.stdout
     assert "killed" not in done.stderr
+
+
+def test_a_time_to_save_that_is_no_number_is_one_line_and_starts_nothing(tmp_path):
+    process = launcher(tmp_path, "", DDP_SAVE_SECONDS="soon")
+    output = process.communicate(timeout=LIMIT)[0]
+    assert process.returncode == 2
+    assert output == "error: DDP_SAVE_SECONDS: 'soon' must be a whole number from 1 to 2147483648\n"
 
 
 def test_threads_are_those_of_the_cpus_that_the_job_may_use(tmp_path):

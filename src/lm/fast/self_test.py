@@ -15,7 +15,7 @@ from ddp_utils import UserError, distributed
 from ddp_utils.distributed import World
 from lm import logps, model_files
 from lm.logps import Pair, Scorer
-from lm.model_files import first_line
+from lm.model_files import one_line
 
 Way = Callable[[], Tensor]  # computes log-probs [N]
 # what a model may raise if it does not support packed rows, or computes attention in its own way
@@ -106,7 +106,7 @@ def check_layout(scorer: Scorer, pairs: Sequence[Pair], device: torch.device) ->
     except torch.OutOfMemoryError:  # no other layout needs less
         raise
     except UNSUPPORTED as error:
-        reason = first_line(error)
+        reason = one_line(error)
     scorer.set_layout(shared=reason is None)
     if reason is None:
         return None

@@ -175,7 +175,7 @@ class FsdpPolicy(Policy):
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Undo the loss scale and clip; of offloaded shards only sums visit the GPU, for NCCL."""
         gradients = [p.grad for p in self.trainable().values() if p.grad is not None]
-        if local(gradients[0]).device == self.world.device:
+        if not gradients or local(gradients[0]).device == self.world.device:
             return super().clip_grad_norm(max_norm)
         shards = [local(gradient) for gradient in gradients]
         square = torch.stack([shard.square().sum() for shard in shards]).sum() / self.copies
