@@ -53,10 +53,12 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def no_traces():
-    """Runs in tests make no report; one that replaces it for good would blind later tests."""
+    """What a test leaves in a module would blind later tests, whose programs are forks."""
     yield
     run = sys.modules.get("ddp_utils.run")
     assert not run or run.write_report.__module__ == run.__name__, "it has replaced write_report"
+    distributed = sys.modules.get("ddp_utils.distributed")
+    assert not distributed or distributed._store is None, "it has left a group of processes"
 
 
 @pytest.fixture(scope="session")

@@ -207,6 +207,7 @@ Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000
 def test_the_reason_that_nccl_writes_last_is_printed(monkeypatch):
     world = World(1, 2, 1, 2, "torchrun", torch.device("cpu"), "nccl")
     monkeypatch.setattr(distributed, "choose_device", lambda *_: world)
+    monkeypatch.setattr(distributed, "_store", None)  # and again after this test
     monkeypatch.setattr(distributed, "_open_store", lambda *_: mock.Mock())
     failing = mock.Mock(side_effect=RuntimeError(NCCL))
     monkeypatch.setattr(torch.distributed, "init_process_group", failing)

@@ -355,6 +355,35 @@ def test_each_rank_averages_its_own_shards(changed, strategy):
     torch.testing.assert_close(*weights, rtol=2**-7, atol=1e-4)  # bf16: one unit in the last place
 
 
+def test_numbers_of_ones_own_continue_after_a_kill(tmp_path):
+    """A script that counts its steps, killed after step 2 of 4."""
+    tree = tmp_path / "project"
+    (tree / "src").mkdir(parents=True)
+    text = (ROOT / SCRIPT).read_text()
+    for old, new in (
+        (
+            "        done = run.restore(",
+            '        mine = {"steps": 0}\n        run.keep("count", mine)\n',
+        ),
+        ("            policy.step(", '            mine["steps"] += 1\n'),
+    ):
+        assert text.count(old) == 1
+        text = text.replace(old, new + old)
+    (tree / COPY).write_text(text)
+    flags = runs.words("--save_every 1 --keep_checkpoints 9")
+    train(tree, *flags)
+    for step in (3, 4):
+        shutil.rmtree(tree / f"run/checkpoints/step-0000000{step}")
+    runs.as_if_killed(tree / "run")
+    train(tree, *flags)
+    manifests = [
+        json.loads((tree / f"run/checkpoints/step-0000000{step}/manifest.json").read_text())
+        for step in (2, 3, 4)
+    ]
+    counts = [manifest["own"] for manifest in manifests]
+    assert counts == [{"own/count/steps": step} for step in (2, 3, 4)]
+
+
 @pytest.mark.parametrize("changed", ["Averaged weights"], indirect=True)
 def test_a_checkpoint_without_what_the_script_keeps_is_an_error(changed):
     flags = ["--save_every", "1"]
