@@ -373,6 +373,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             ref_logps = score_reference(load_reference(config, data, run), plan, data, config, run)
             gc.collect()
         policy = load_policy(config, data, run)
+        unscored = {"train": torch.zeros(len(data["train"]), 2, device=world.device)}
+        run.try_largest_step(
+            policy,
+            plan,
+            lambda row: data["train"][row].num_forward_tokens(policy.scorer.shared),
+            lambda step, rows: train_step(policy, step, rows, data, unscored, config, run),
+        )
         if not config.reference_model:  # the reference is the policy before step 0
             ref_logps = score_reference(policy, plan, data, config, run)
 

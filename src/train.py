@@ -255,6 +255,12 @@ def fine_tune(config: Config, world: World) -> int:
 
         # model
         policy = load_policy(config, precision, data, run)
+        run.try_largest_step(
+            policy,
+            plan,
+            lambda row: data["train"][row].num_tokens,
+            lambda step, rows: train_step(policy, step, rows, data, config, run),
+        )
         optim = (config.lr_scheduler, config.warmup_ratio, config.weight_decay)
         rate = config.learning_rate or 0.0  # it is set
         optimizer, schedule = policies.make_optimizer(policy, rate, plan.steps, *optim)

@@ -337,9 +337,15 @@ def bake(argv: list[str] | None) -> int:
 
         # model
         teacher = load_teacher(config, data, precision, run)
+        policy = Policy(teacher.student, world)
+        run.try_largest_step(
+            policy,
+            plan,
+            lambda row: data["train"][row].num_tokens,
+            lambda step, rows: train_step(policy, step, rows, data["train"], teacher, run),
+        )
         base = run.once("base", lambda: evaluate(teacher, data["val"], run, baked=False))
         run.say(f"base model without the prompt: kl {base['kl']:.4f} nats per token")
-        policy = Policy(teacher.student, world)
         shape = config.lr_scheduler, config.warmup_ratio, config.weight_decay
         rate = config.learning_rate or 0.0
         optimizer, schedule = policies.make_optimizer(policy, rate, plan.steps, *shape)

@@ -9,7 +9,7 @@ import functools
 import math
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -158,6 +158,16 @@ class Policy:
     def backward(self, loss: Tensor) -> None:
         """Run the backward of one micro-batch."""
         (loss * self.loss_scale.scale).backward()
+
+    @contextlib.contextmanager
+    def trial(self) -> Iterator[None]:
+        """Return a context for a step whose gradients are dropped, with the memory of AdamW."""
+        shards = self.trainable().values()
+        moments = [(torch.empty_like(shard), torch.empty_like(shard)) for shard in shards]
+        yield
+        del moments
+        for parameter in self.trainable().values():
+            parameter.grad = None
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Undo the loss scale and clip (0: do not); return the norm before clipping."""

@@ -38,6 +38,7 @@ from ddp_utils import (
 from ddp_utils.checkpoints import RunSpec
 from ddp_utils.distributed import World
 from ddp_utils.policy import Policy
+from ddp_utils.sampler import Plan
 from ddp_utils.terminal import Bar, Phase, columns, row
 from ddp_utils.tools import changes
 from ddp_utils.tools.changes import SRC
@@ -47,6 +48,7 @@ OWN = "own/"  # what the names of Run.keep() begin with in a checkpoint
 # if save_every is 0, between two checkpoints of an epoch
 SAVE_MINUTES = 15  # at least,
 SAVE_FRACTION = 0.05  # and so long that saving takes at most this fraction of the time
+TRIED_ON = ("cuda", "xpu")  # devices that report that they are out of memory
 PART = 2048  # rows that are scored between two times that their log-probs are stored
 STATUS = {0: "finished", 85: "preempted"}  # by exit status; any other is "failed"
 Values = dict[str, float]  # metric -> value
@@ -154,6 +156,7 @@ class Run:
         self.bar = Bar(world.is_main)
         self.start = self.saved_at = time.perf_counter()  # start: minus seconds of earlier starts
         self.save_seconds = 0.0  # of the last checkpoint
+        self.peak_memory_mb = 0.0  # of try_largest_step(), on rank 0
         if config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUDA requires this
             torch.use_deterministic_algorithms(True)
@@ -299,6 +302,8 @@ class Run:
         facts: dict[str, Any] = {"status": status, "exit_code": code, "step": self.step}
         facts["world_size"] = self.world.world_size
         facts["seconds"] = round(time.perf_counter() - self.start, 3)
+        if self.peak_memory_mb:
+            facts["peak_memory_mb"] = self.peak_memory_mb
         facts |= {name: finite(values) for name, values in self.results.items()}
         warnings = dict.fromkeys(distributed.warnings + self.warnings)  # each of them once
         if warnings:
@@ -446,6 +451,35 @@ class Run:
             self.save()
         if self.must_stop:
             raise Stop(f"stopped after step {self.step}; run the same command to resume", 85)
+
+    def try_largest_step(
+        self,
+        policy: Policy,
+        plan: Plan,
+        size_of: Callable[[int], int],
+        step: Callable[[int, list[int]], Any],
+    ) -> None:
+        """Before anything long, run the step that needs the most memory; no number changes.
+
+        Otherwise a GPU may run out of memory after hours. On a CPU nothing is tried: there the
+        system ends the process. size_of: row -> its tokens; step(number, rows): forward, backward.
+        Raises UserError if the memory does not suffice.
+        """
+        device = self.world.device
+        if device.type not in TRIED_ON or self.done >= self.steps:
+            return
+        number = plan.heaviest(size_of)
+        rows = plan.batch(number)
+        size = f"step {number + 1}, {len(rows)} rows with {sum(map(size_of, rows)):,} tokens"
+        try:
+            with policy.trial():
+                step(number, rows)
+        except torch.OutOfMemoryError as error:
+            fix = "use a smaller max_length or batch size, gradient checkpointing, or more GPUs"
+            problem = f"the memory of rank {self.world.rank} does not suffice for {size}"
+            raise UserError(f"{problem} ({str(error).splitlines()[0]}); {fix}") from error
+        self.peak_memory_mb = round(metrics.peak_memory_mb(device), 1)
+        self.say(row("memory", f"peak of {self.peak_memory_mb:,.0f} MiB in the largest {size}"))
 
     def stop_if_requested(self) -> None:
         """Between two forwards, save and raise Stop if a rank was asked to stop."""

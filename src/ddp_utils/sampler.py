@@ -141,6 +141,13 @@ class Plan(NamedTuple):
         visit = self.order(self.rows, self.seed, epoch, self.shuffle)
         return visit[first : first + self.global_batch].tolist()
 
+    def heaviest(self, size_of: Callable[[int], int]) -> int:
+        """Return the step whose global batch is the largest; size_of: row -> its tokens."""
+        sizes = np.zeros(self.rows)
+        for row in self.rows_used():
+            sizes[row] = size_of(row)
+        return max(range(self.steps), key=lambda step: sizes[self.batch(step)].sum())
+
     def rows_used(self) -> list[int]:
         """Return the rows that the run trains on, sorted."""
         if self.steps >= self.steps_per_epoch:  # an epoch visits all rows

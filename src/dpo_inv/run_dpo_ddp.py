@@ -277,6 +277,15 @@ def main(argv: list[str] | None = None) -> int:
         # model
         scorer = Scorer(model, config.temperature).to(world.device)
         policy = Policy(scorer, world)
+        unscored = torch.zeros(plan.global_batch, 2, device=world.device)
+        run.try_largest_step(
+            policy,
+            plan,
+            lambda row: len(data["train"][row].preferred),
+            lambda _, rows: train_step(
+                policy, [data["train"][row] for row in sorted(rows)], unscored, config, run
+            ),
+        )
         score = functools.partial(batches.score, scorer, settings=config, world=world)
         depends_on = {"device": world.device.type, "torch": torch.__version__}
         used = {"train": plan.rows_used()}

@@ -149,3 +149,11 @@ def test_steps_of_a_run_and_when_something_is_due():
     due = {1: list(range(1, 11)), 4: [4, 8, 10], 0: [4, 8, 10], 3: [3, 6, 9, 10], 99: [10]}
     for every, expected in due.items():
         assert [step for step in range(1, plan.steps + 1) if plan.due(every, step)] == expected
+
+
+def test_the_largest_step_is_the_one_with_the_most_tokens():
+    plan = Plan(7, 3, 0, shuffle=False, num_epochs=2)  # steps: rows 0 1 2, 3 4 5, 6, and again
+    tokens = [5, 5, 5, 1, 9, 6, 15]
+    assert plan.heaviest(tokens.__getitem__) == 1
+    used = [1, 1, 1, None, None, None, None]  # rows of later steps are not even read
+    assert plan._replace(max_steps=1).heaviest(used.__getitem__) == 0

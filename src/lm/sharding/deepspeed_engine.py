@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -67,6 +68,7 @@ class ZeroPolicy(Policy):
     """A scorer in DeepSpeed's engine, which clips and makes the steps."""
 
     is_sharded = True
+    loss_weight = 1.0
 
     @staticmethod
     def shards_weights(strategy: Strategy) -> bool:
@@ -116,7 +118,14 @@ class ZeroPolicy(Policy):
         self.engine.set_gradient_accumulation_boundary(last)
 
     def backward(self, loss: Tensor) -> None:
-        self.engine.backward(loss, scale_wrt_gas=False)
+        self.engine.backward(loss * self.loss_weight, scale_wrt_gas=False)
+
+    @contextlib.contextmanager
+    def trial(self) -> Iterator[None]:
+        """Make all gradients 0: the engine has no way to drop those that it has summed."""
+        self.loss_weight = 0.0
+        yield
+        self.loss_weight = 1.0
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Return the norm of the gradient that step() will clip, on all ranks."""

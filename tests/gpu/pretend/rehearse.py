@@ -246,14 +246,26 @@ class Steps:
 
     def __init__(self, script, die):
         from ddp_utils.metrics import Averages
+        from ddp_utils.run import Run
 
         self.seen = []
+        self.is_trial = False  # of the largest step, before the first one
+        try_step = Run.try_largest_step
+
+        def trial(*arguments):
+            self.is_trial = True
+            try_step(*arguments)
+            self.is_trial = False
+
+        Run.try_largest_step = trial
         self.marks = None  # of this step: its begin, and the end of each micro-batch
         train_step, add = script.train_step, Averages.add
         calls = 0
 
         def watched(*arguments, **named):
             nonlocal calls
+            if self.is_trial:
+                return train_step(*arguments, **named)
             calls += 1
             if calls == die:
                 os._exit(9)

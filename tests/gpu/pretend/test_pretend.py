@@ -298,3 +298,40 @@ def test_nccl_refuses_the_host_and_types_that_it_does_not_have():
     total, messages = ranks(2, _pretending, collectives, ())[0]
     assert total == [2.0, 2.0]
     assert "cpu" in messages[0] and "unsupported data type torch.int16" in messages[1]
+
+
+def out_of_memory(folder):
+    """A DPO run whose largest step needs too much memory -> the error, steps that were tried."""
+    import main_distributed
+    import runs
+    from ddp_utils import UserError
+    from ddp_utils.run import Run
+
+    steps = []
+
+    def train_step(_, step, rows, *__):
+        steps.append([step, len(rows)])
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee also")
+
+    runs.hurry()
+    main_distributed.train_step = train_step
+    Run.reference_logps = None  # not called
+    flags = rehearse.words("dpo full", "fp32", folder, folder)
+    try:
+        main_distributed.main(flags)
+    except UserError as error:
+        return str(error), steps
+    return "", steps
+
+
+def test_a_step_without_enough_memory_is_an_error_before_anything_is_scored(tmp_path):
+    line, steps = on_gpu(out_of_memory, tmp_path / "run")
+    (step, rows), *more = steps
+    assert rows == 8 and not more
+    assert line.startswith(
+        f"the memory of rank 0 does not suffice for step {step + 1}, 8 rows with "
+    )
+    assert line.endswith(
+        "tokens (CUDA out of memory. Tried to allocate 2.00 GiB.); "
+        "use a smaller max_length or batch size, gradient checkpointing, or more GPUs"
+    )
