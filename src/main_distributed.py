@@ -116,6 +116,7 @@ def loss_of(
     This is the only place where a loss is computed, in training, in validation and in the check
     before the first step. scorer(batch) returns the summed log-probs of the chosen and the rejected
     responses, [B] each; ref_logps: those of the reference, [B, 2]; pairs: the rows of the batch.
+    The metrics are those of losses.pair_losses() and any others; the loss is added to them.
 
     By default it is DPO (Rafailov et al. 2023), -log sigmoid(beta (log-ratio of chosen - log-ratio
     of rejected)), where a log-ratio is log pi(y|x) - log pi_ref(y|x).
@@ -146,7 +147,7 @@ def train_step(
         # DDP averages over ranks: times world_size / global count is the mean of the global batch
         loss = (per_pair * weight).sum() * (world.world_size / len(rows))
         policy.backward(loss)
-        averages.add(metrics | {"loss": per_pair}, weight)  # what is trained, whatever loss_of says
+        averages.add(losses.complete(per_pair, metrics), weight)
     grad_norm = policy.clip_grad_norm(config.max_grad_norm)
     return run.reduce(averages, grad_norm)
 
@@ -177,7 +178,8 @@ def evaluate(
             batch = scorer.collate(examples, world.device)
             known = ref_logps[split][to_device(micro_batch.index, world.device)]  # [B, 2]
             source = losses.Known(known, scorer.precision) if is_reference else scorer
-            _, metrics = loss_of(source, batch, known, examples, config)
+            per_pair, metrics = loss_of(source, batch, known, examples, config)
+            metrics = losses.complete(per_pair, metrics)
             metrics["squares"] = metrics["rewards/margins"].double() ** 2
             averages.add(metrics, to_device(micro_batch.weight, world.device))
     means = averages.reduce()

@@ -84,7 +84,7 @@ def loss_of(policy: Any, batch: logps.Batch) -> tuple[Tensor, dict[str, Tensor]]
     It is summed over the trained tokens of the row, whose number is the metric "size".
     """
     (summed,) = policy(batch)  # [B]
-    return -summed, {"loss": -summed, "size": batch.tokens[0]}
+    return -summed, {"size": batch.tokens[0]}
 
 
 def divide_loss(means: dict[str, float]) -> dict[str, float]:
@@ -114,7 +114,7 @@ def train_step(
         # gradients are averaged over ranks: times world_size / global count is the global mean
         loss = (per_row * weight).sum() * (world.world_size / trained)
         policy.backward(loss)
-        averages.add(metrics, weight)
+        averages.add(metrics | {"loss": per_row}, weight)  # what is trained, as in evaluate()
     grad_norm = policy.clip_grad_norm(config.max_grad_norm)
     return divide_loss(run.reduce(averages, grad_norm))
 
@@ -130,8 +130,8 @@ def evaluate(policy: Policy, rows: Any, config: Config, run: Run) -> dict[str, f
         micro_batches = scorer.micro_batches(range(len(rows)), rows, world, size)
         for micro_batch in run.phase("evaluating val").each(micro_batches):
             batch = scorer.collate([rows[row] for row in micro_batch.index], world.device)
-            _, metrics = loss_of(scorer, batch)
-            averages.add(metrics, to_device(micro_batch.weight, world.device))
+            per_row, metrics = loss_of(scorer, batch)
+            averages.add(metrics | {"loss": per_row}, to_device(micro_batch.weight, world.device))
     return divide_loss(averages.reduce())
 
 

@@ -99,7 +99,7 @@ def loss_of(distiller: Any, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
     cross-entropy of the actions of a window; accuracy is the fraction that is predicted right.
     """
     losses, correct = distiller(batch)  # [B], [B]
-    return losses, {"loss": losses, "accuracy": correct}
+    return losses, {"accuracy": correct}
 
 
 def train_step(policy: Policy, step: int, data: Histories, config: Config, run: Run) -> dict:
@@ -117,7 +117,7 @@ def train_step(policy: Policy, step: int, data: Histories, config: Config, run: 
         losses, values = loss_of(policy, data.batch(history[rows], start[rows]))  # [B]
         # DDP averages over ranks: times world_size / count is the mean over the global batch
         policy.backward(losses.sum() * (world.world_size / count))
-        averages.add(values, torch.ones_like(losses))
+        averages.add(values | {"loss": losses}, torch.ones_like(losses))
     return run.reduce(averages, policy.clip_grad_norm(config.max_grad_norm))
 
 
@@ -145,7 +145,7 @@ def held_out_loss(distiller: Distiller, data: Histories, config: Config) -> dict
     for first in range(0, len(history), config.test_batch_size):
         rows = slice(first, first + config.test_batch_size)
         losses, values = loss_of(distiller, data.batch(history[rows], start[rows]))
-        averages.add(values, torch.ones_like(losses))
+        averages.add(values | {"loss": losses}, torch.ones_like(losses))
     return averages.reduce()
 
 

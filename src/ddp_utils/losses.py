@@ -30,10 +30,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from ddp_utils import cli
+from ddp_utils import UserError, cli
 from ddp_utils.metrics import interval
 from ddp_utils.policy import Policy, ScorerModule
 
+# metrics of a loss of one's own that checks and results read, besides the loss itself
+NEEDED = [
+    "logps/chosen",
+    "logps/rejected",
+    "rewards/chosen",
+    "rewards/margins",
+    "rewards/accuracies",
+]
 LEAST_NOISE = 0.0125  # in nats: that of rounding a logit of about 10 to bf16
 
 
@@ -161,6 +169,22 @@ def pair_losses(
         metrics |= {"loss/preference": losses, "loss/sft": -chosen / logps.chosen_tokens}
         losses = losses + spec.sft_weight * metrics["loss/sft"]
     return losses, {"loss": losses, **metrics}
+
+
+def complete(per_pair: Tensor, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the metrics of a script's loss_of() with the loss itself, which is what is trained.
+
+    Raises UserError if one is missing that checks and results need, or has another shape.
+    """
+    missing = ", ".join(name for name in NEEDED if name not in metrics)
+    if missing:
+        fix = "return those of losses.pair_losses() as well"
+        raise UserError(f"loss_of: metrics: {missing}: not there; {fix}")
+    for name, values in metrics.items():
+        if values.shape != per_pair.shape:
+            shapes = f"its shape is {[*values.shape]} (expected that of the loss, [pairs])"
+            raise UserError(f"loss_of: metrics: {name}: {shapes}; return one value for each pair")
+    return metrics | {"loss": per_pair}
 
 
 def no_reference(data: Mapping[str, Sequence[Any]], device: torch.device) -> dict[str, Tensor]:

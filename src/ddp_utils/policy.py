@@ -450,6 +450,8 @@ def make_optimizer(
 
 def parameter_groups(trainable: dict[str, nn.Parameter], weight_decay: float) -> list[dict]:
     """Return groups for AdamW: matrices with weight decay, norms and biases without."""
+    if not trainable:
+        raise UserError("no weight of the model is trained; leave some of them unfrozen")
     matrices = [parameter for parameter in trainable.values() if parameter.ndim >= 2]
     others = [parameter for parameter in trainable.values() if parameter.ndim < 2]
     groups = [

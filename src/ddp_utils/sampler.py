@@ -34,12 +34,23 @@ def seed_of(*numbers: int | str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-@functools.lru_cache(maxsize=2)  # for a million rows it takes longer than a small training step
-def order(count: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
+def order(count: int, seed: int, epoch: int | str, shuffle: bool = True) -> np.ndarray:
     """Return the order in which an epoch visits `count` rows, [count]."""
     generator = torch.Generator().manual_seed(seed_of(seed, epoch))
     visit = torch.randperm(count, generator=generator) if shuffle else torch.arange(count)
     return visit.numpy()
+
+
+@functools.lru_cache(maxsize=2)  # for a million rows it takes longer than a small training step
+def checked_order(
+    order: Callable[..., np.ndarray], count: int, seed: int, epoch: int, shuffle: bool
+) -> np.ndarray:
+    """Return order(count, seed, epoch, shuffle); raise UserError if it is not a permutation."""
+    visit = np.asarray(order(count, seed, epoch, shuffle))
+    if not np.array_equal(np.sort(visit), np.arange(count)):
+        expected = f"expected each of the {count} row numbers once"
+        raise UserError(f"Plan.order: not an order of the rows ({expected}); see argsort()")
+    return visit
 
 
 def assign_micro_batches(
@@ -106,7 +117,7 @@ class Plan(NamedTuple):
     shuffle: bool = True
     num_epochs: float = 1
     max_steps: int = -1
-    order: Callable[..., np.ndarray] = order
+    order: Callable[..., np.ndarray] = order  # of the rows in an epoch; the first epoch is 0
 
     @classmethod
     def of(cls, config: Any, rows: int, ranks: int = 1) -> "Plan":
@@ -138,7 +149,7 @@ class Plan(NamedTuple):
         """Return the global batch of a step; the first step is 0."""
         epoch, number = divmod(step, self.steps_per_epoch)
         first = number * self.global_batch
-        visit = self.order(self.rows, self.seed, epoch, self.shuffle)
+        visit = checked_order(self.order, self.rows, self.seed, epoch, self.shuffle)
         return visit[first : first + self.global_batch].tolist()
 
     def heaviest(self, size_of: Callable[[int], int]) -> int:
@@ -152,7 +163,7 @@ class Plan(NamedTuple):
         """Return the rows that the run trains on, sorted."""
         if self.steps >= self.steps_per_epoch:  # an epoch visits all rows
             return list(range(self.rows))
-        visit = self.order(self.rows, self.seed, 0, self.shuffle)
+        visit = checked_order(self.order, self.rows, self.seed, 0, self.shuffle)
         return sorted(visit[: self.steps * self.global_batch].tolist())
 
     def due(self, every: int, step: int) -> bool:

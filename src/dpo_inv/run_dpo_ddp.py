@@ -32,7 +32,7 @@ from ddp_utils import policy as policies
 from ddp_utils import run as runs
 from ddp_utils.data import digest_of_files
 from ddp_utils.distributed import World, to_device
-from ddp_utils.losses import Displacement, Known
+from ddp_utils.losses import Displacement, Known, complete
 from ddp_utils.policy import Policy
 from ddp_utils.run import Run
 from dpo_inv import batches, evaluate, pairs, weights
@@ -108,7 +108,7 @@ def train_step(
         weight = to_device(micro_batch.weight, world.device)
         # DDP averages over ranks: times world_size / global count is the mean of the global batch
         policy.backward((per_pair * weight).sum() * (world.world_size / len(rows)))
-        averages.add(values | {"loss": per_pair}, weight)  # what is trained
+        averages.add(complete(per_pair, values), weight)
     return run.reduce(averages, policy.clip_grad_norm(config.max_grad_norm))
 
 
@@ -160,6 +160,7 @@ def validate(
         known = ref_logps[to_device(micro_batch.index, world.device)]  # [B, 2]
         source = scorer if step else Known(known)
         per_pair, values = loss_of(source, batch, known, part, config)
+        values = complete(per_pair, values)
         averages.add(values, to_device(micro_batch.weight, world.device))
         scores.append(torch.stack([values["logps/chosen"], values["logps/rejected"]], -1))
         if run.bar.is_shown:  # to read the losses, the host waits for the GPU

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddp_utils import UserError
 from ddp_utils.distributed import World
-from ddp_utils.sampler import Plan, assign_micro_batches, order, seed_of
+from ddp_utils.sampler import Plan, assign_micro_batches, checked_order, order, seed_of
 
 
 def split(rows, lengths, world_size, size, padded=False):
@@ -88,11 +89,11 @@ def test_each_epoch_and_each_seed_has_its_own_order():
 
 def test_an_epoch_is_permuted_once():
     """Of a million rows that takes 50 ms, which a step shall not pay."""
-    order.cache_clear()
+    checked_order.cache_clear()
     plan = Plan(rows=10_000, global_batch=16, seed=3)
     for step in range(100):
         assert len(plan.batch(step)) == 16
-    assert order.cache_info().misses == 1
+    assert checked_order.cache_info().misses == 1
 
 
 def test_a_seed_is_the_same_on_every_machine():
@@ -157,3 +158,20 @@ def test_the_largest_step_is_the_one_with_the_most_tokens():
     assert plan.heaviest(tokens.__getitem__) == 1
     used = [1, 1, 1, None, None, None, None]  # rows of later steps are not even read
     assert plan._replace(max_steps=1).heaviest(used.__getitem__) == 0
+
+
+NOT_ORDERS = {  # what a changed script may return for an epoch of three rows
+    "lengths instead of row numbers": [7, 7, 2],
+    "too few": [0, 2],
+    "from 1": [1, 2, 3],
+}
+
+
+@pytest.mark.parametrize("name", NOT_ORDERS)
+def test_an_order_that_leaves_out_or_repeats_rows_is_an_error(name):
+    plan = Plan(3, 2, 0)._replace(order=lambda *_: NOT_ORDERS[name])
+    with pytest.raises(
+        UserError, match="Plan.order: not an order of the rows .expected each of the 3"
+    ):
+        plan.batch(0)
+    assert plan._replace(order=lambda *_: [2, 0, 1]).batch(0) == [2, 0]  # a list will do

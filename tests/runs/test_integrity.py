@@ -86,6 +86,19 @@ def test_a_script_that_differs_from_its_last_commit_is_named(monkeypatch):
     assert changes.of_script(MAIN) == ""
 
 
+def test_a_copy_is_not_compared_with_another_copy(tmp_path, monkeypatch):
+    (tmp_path / "src").mkdir()
+    for name in ("main_distributed.py", "mine.py", "earlier.py"):
+        changed = MAIN.read_text() + ("\nMORE = 2\n" if name != "main_distributed.py" else "")
+        (tmp_path / "src" / name).write_text(changed)
+    monkeypatch.setattr(changes, "SRC", tmp_path / "src")
+    monkeypatch.setattr(changes.data, "ROOT", tmp_path)
+    answers = {"ls-files": "src/main_distributed.py", "show": None}
+    monkeypatch.setattr(changes, "git", lambda command, _: answers[command])
+    found = changes.of_script(tmp_path / "src/mine.py")
+    assert found == "mine.py differs from main_distributed.py in MORE"
+
+
 def test_a_copied_script_is_compared_with_the_one_that_is_most_like_it(tmp_path):
     copy = tmp_path / "mine.py"
     text = MAIN.read_text()

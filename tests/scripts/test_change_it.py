@@ -41,6 +41,12 @@ def change(folder, heading):
     diff = re.search(r"```diff\n(.*?)```", section, re.S)[1]
     lines = [line for line in diff.splitlines() if re.match(r"[+-](?!\+\+|--)", line)]
     assert len(lines) <= 10 and re.findall(r"^\+\+\+ (.*)$", diff, re.M) == [f"b/{COPY}"]
+    script = (ROOT / SCRIPT).read_text().splitlines()
+    for hunk in re.split(r"^@@ -", diff, flags=re.M)[1:]:  # a reader looks there
+        first, *body = hunk.splitlines()
+        old = [line[1:] for line in body if not line.startswith("+")]
+        start = int(first.split(",")[0]) - 1
+        assert script[start : start + len(old)] == old, f"{heading}: @@ -{first}"
     subprocess.run(["git", "apply", "-"], input=diff, text=True, cwd=folder, check=True)
     assert (folder / COPY).read_text() != (ROOT / SCRIPT).read_text()
     return folder
@@ -170,6 +176,20 @@ def test_a_loss_that_only_training_has_is_an_error_before_the_first_update(chang
     script.write_text(text.replace(line, f"{line}        per_pair = 2 * per_pair\n"))
     error = error_of(changed)
     assert "the loss is 2.000000 (expected 1.000000, as loss_of() has it" in error
+
+
+@pytest.mark.parametrize("changed", ["A loss"], indirect=True)
+def test_a_loss_without_the_metrics_that_the_run_reads_is_one_line(changed):
+    script = changed / COPY
+    text = script.read_text()
+    line = '    return per_pair, metrics | {"is_beyond": (per_pair == 0).float()}\n'
+    assert line in text
+    own = '{"rewards/chosen": per_pair, "rewards/rejected": per_pair}'
+    script.write_text(text.replace(line, f"    return per_pair, {own}\n"))
+    missing = "logps/chosen, logps/rejected, rewards/margins, rewards/accuracies: not there"
+    assert f"error: loss_of: metrics: {missing}; return those of losses." in error_of(changed)
+    script.write_text(text.replace(line, '    return per_pair, metrics | {"z": per_pair.mean()}\n'))
+    assert "error: loss_of: metrics: z: its shape is [] (expected that of" in error_of(changed)
 
 
 def weighted(folder, weights):

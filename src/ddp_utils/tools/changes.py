@@ -35,7 +35,11 @@ def of_script(path: Path) -> str:
     if committed:
         others["the last commit"] = definitions(committed)
     else:
-        for file in {*SRC.glob("*.py"), *path.parent.glob("*.py")} - {path}:
+        tracked = git("ls-files", "src")  # None: this is not a clone
+        files = {*SRC.glob("*.py"), *path.parent.glob("*.py")} - {path}
+        if tracked:  # not another copy
+            files &= {data.ROOT / name for name in tracked.splitlines()}
+        for file in files:
             with contextlib.suppress(SyntaxError, ValueError):  # a file of the user's
                 others[file.name] = definitions(file.read_text(encoding="utf-8"))
     equal = {name: own.items() & other.items() for name, other in others.items()}
