@@ -23,7 +23,8 @@ from lm.chat_template import Encoder
 from lm.fast.self_test import UNSUPPORTED
 from lm.logps import Scorer
 
-CACHE = 2**30  # bytes of all keys and values of a batch
+CACHE = 2**30  # bytes of all keys and values of a batch on a CPU
+CACHE_FRACTION = 0.05  # of a GPU's memory, if that is more
 Ids = Collection[int]
 Prompts = Sequence[list[int]]  # token ids
 
@@ -78,7 +79,7 @@ def generate(
     if scorer.way is None:
         choose_way(scorer, prompts, spec.max_new_tokens, world)
     phase = phase or Phase()
-    size = batch_size(scorer, prompts, spec)
+    size = batch_size(scorer, prompts, spec, world)
     rows = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
     starts = range(0, len(rows), size)
     micro_batches = []
@@ -99,10 +100,18 @@ def generate(
     return [_until_end(reply, ends, keep_end) for reply in table.tolist()]
 
 
-def batch_size(scorer: Scorer, prompts: Prompts, spec: SampleSpec) -> int:
+def cache_bytes(device: torch.device) -> int:
+    """Return the bytes that the keys and values of a batch may have."""
+    if device.type == "cpu":
+        return CACHE
+    memory = getattr(torch, device.type).get_device_properties(device).total_memory
+    return max(CACHE, int(CACHE_FRACTION * memory))
+
+
+def batch_size(scorer: Scorer, prompts: Prompts, spec: SampleSpec, world: World) -> int:
     """Return the number of replies of one forward pass.
 
-    By default their keys and values have at most CACHE bytes. The number depends neither on ranks
+    By default their keys and values have at most cache_bytes(). The number depends neither on ranks
     nor on free memory, so that replies do not, either.
     """
     if not scorer.way.batched:
@@ -112,10 +121,12 @@ def batch_size(scorer: Scorer, prompts: Prompts, spec: SampleSpec) -> int:
     text = scorer.unwrap().config.get_text_config()
     heads = getattr(text, "num_attention_heads", 1)
     kept = getattr(text, "num_key_value_heads", None) or heads
-    width = text.hidden_size * max(kept, 1) / max(heads, 1)
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size / max(heads, 1)
+    width = head_dim * max(kept, 1)
     longest = max(map(len, prompts)) + spec.max_new_tokens
     size = 2 * longest * text.num_hidden_layers * width * scorer.precision.itemsize  # of a reply
-    return max(1, min(64, int(CACHE / size)))
+    cache = distributed.on_main(world, lambda: cache_bytes(world.device))
+    return max(1, min(64, int(cache / size)))
 
 
 def ends_of(scorer: Scorer, encoder: Encoder) -> list[int]:

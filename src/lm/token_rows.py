@@ -5,6 +5,8 @@ import functools
 import hashlib
 import itertools
 import json
+import os
+import platform
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -128,11 +130,15 @@ def cached_rows(
     try:
         if not file.exists():  # otherwise the folder may be one that this user cannot write
             file.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(file.with_suffix(".lock")):
+            seconds = poll_seconds(path)
+            with FileLock(file.with_suffix(".lock")).acquire(poll_interval=seconds):
                 if not file.exists():
                     report: dict = {}
-                    with write_file(file) as temporary:
+                    # some file systems have locks within a node only: each node has its own file
+                    own = file.with_name(f"{file.stem}-{platform.node()}")
+                    with write_file(own) as temporary:
                         write_rows(temporary, make(report), report)
+                    os.replace(own, file)
         rows = Rows(kind, file)
     except SafetensorError as error:
         raise UserError(f"{file}: {error}; delete it") from error
@@ -140,6 +146,15 @@ def cached_rows(
         hint = f"{broken_link(Path(cache)) or error.strerror}; use another folder"
         raise UserError(f"--cache_dir: {cache} cannot be written: {hint}") from error
     return rows, {"file": path, **json.loads(rows.metadata["report"])}
+
+
+def poll_seconds(path: str) -> float:
+    """Return how often a waiting rank asks for the lock: hundreds of them share a file server.
+
+    It grows with the time that the file takes, up to 2 seconds for one of 32 MiB.
+    """
+    size = os.path.getsize(path) if os.path.isfile(path) else 2**24
+    return min(2.0, max(0.05, size / 2**24))
 
 
 def digest_of_rows(rows: Any) -> str:

@@ -388,15 +388,18 @@ def compare_kernels(spans, window, heads, scale):
 
 
 @pytest.mark.parametrize(
-    ("capability", "arguments", "kernel"),
+    ("capability", "arguments", "width", "kernel"),
     [
-        ((9, 0), {"scale", "window_size"}, "attend_by_sequence"),
-        ((8, 0), {"scale", "window_size"}, "attend_by_sequence"),
-        ((7, 5), {"scale", "window_size"}, "_by_pair"),  # flash attention needs Ampere
-        ((9, 0), {"is_causal"}, "_by_pair"),  # torch 2.10
+        ((9, 0), {"scale", "window_size"}, 8, "attend_by_sequence"),
+        ((8, 0), {"scale", "window_size"}, 256, "attend_by_sequence"),
+        ((9, 0), {"scale", "window_size"}, 512, "_by_pair"),  # Gemma 4
+        ((7, 5), {"scale", "window_size"}, 8, "_by_pair"),  # flash attention needs Ampere
+        ((9, 0), {"is_causal"}, 8, "_by_pair"),  # torch 2.10
     ],
 )
-def test_a_gpu_without_the_kernel_attends_by_pair(capability, arguments, kernel, monkeypatch):
+def test_a_gpu_without_the_kernel_attends_by_pair(
+    capability, arguments, width, kernel, monkeypatch
+):
     """Its prompt is shared all the same. The tensors are on a GPU that does not exist."""
     used = []
     for module, name in ((by_sequence, "attend_by_sequence"), (shared_prefix, "_by_pair")):
@@ -410,7 +413,7 @@ def test_a_gpu_without_the_kernel_attends_by_pair(capability, arguments, kernel,
     monkeypatch.setattr(by_sequence, "OPTIONS", arguments)
     by_sequence.is_supported.cache_clear()
     with FakeTensorMode():
-        tensor = torch.empty(1, 2, 5, 8, dtype=torch.float16, device="cuda")
+        tensor = torch.empty(1, 2, 5, width, dtype=torch.float16, device="cuda")
         packing = shared_prefix.Packing([(2, 1, 2)], tensor.device)
         shared_prefix.attend(None, tensor, tensor, tensor, None, packing=packing)
     by_sequence.is_supported.cache_clear()

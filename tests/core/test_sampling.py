@@ -4,12 +4,14 @@ tests/core/test_units_in_processes.py has the replies of the demo model, on 1, 2
 """
 
 import math
+from unittest import mock
 
 import pytest
 import torch
 import transformers
 
-from ddp_utils import UserError, distributed, metrics, terminal
+from ddp_utils import UserError, metrics, terminal
+from ddp_utils.distributed import World
 from lm import judge, logps, sampling
 from lm.judge import compare, load_judge
 
@@ -27,7 +29,7 @@ def sample(scorer, count, batch_size=500, max_new_tokens=1, temperature=1.0, top
     for prompt in PROMPTS:
         prompts += [prompt] * count
     spec = sampling.SampleSpec(temperature, top_p, max_new_tokens, batch_size, seed=0)
-    return sampling.generate(scorer, prompts, [], distributed.World(), spec)
+    return sampling.generate(scorer, prompts, [], World(), spec)
 
 
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6]]  # padded on the left when they are in one batch
@@ -94,10 +96,20 @@ def test_by_default_keys_and_values_of_a_batch_have_at_most_a_gibibyte(monkeypat
     scorer.way = sampling.FASTEST
     for most, size in ((2**30, 64), (5 * 1024, 5), (5 * 1024 - 1, 4), (0, 1)):
         monkeypatch.setattr(sampling, "CACHE", most)
-        assert sampling.batch_size(scorer, PROMPTS, spec) == size
-        assert sampling.batch_size(scorer, PROMPTS, spec._replace(batch_size=7)) == 7
+        assert sampling.batch_size(scorer, PROMPTS, spec, World()) == size
+        assert sampling.batch_size(scorer, PROMPTS, spec._replace(batch_size=7), World()) == 7
+    scorer.model.config.head_dim = 16  # as in Qwen3: not hidden_size / heads, which is 8
+    monkeypatch.setattr(sampling, "CACHE", 5 * 1024)
+    assert sampling.batch_size(scorer, PROMPTS, spec, World()) == 2
     scorer.way = sampling.WAYS[1]
-    assert sampling.batch_size(scorer, PROMPTS, spec._replace(batch_size=7)) == 1
+    assert sampling.batch_size(scorer, PROMPTS, spec._replace(batch_size=7), World()) == 1
+
+
+def test_replies_use_a_twentieth_of_a_gpus_memory(monkeypatch):
+    for gib, expected in ((80, 4), (16, 1)):
+        memory = mock.Mock(total_memory=gib * 2**30)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, memory=memory: memory)
+        assert sampling.cache_bytes(torch.device("cuda")) == pytest.approx(expected * 2**30)
 
 
 def test_the_progress_counts_each_token(monkeypatch):
@@ -108,7 +120,7 @@ def test_the_progress_counts_each_token(monkeypatch):
     advance = phase.advance
     phase.advance = lambda *by: [advance(*by), fractions.append(phase.now.n)]
     spec = sampling.SampleSpec(0.0, 1.0, 2, 2, 0)
-    sampling.generate(scorer, PROMPTS, [], distributed.World(), spec, phase)
+    sampling.generate(scorer, PROMPTS, [], World(), spec, phase)
     assert fractions == pytest.approx([0, 0.25, 0.5, 0.5, 0.75, 1])
 
 

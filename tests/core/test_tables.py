@@ -134,15 +134,15 @@ def exit_code_if_killed(source, number):
 
 
 def test_after_a_kill_the_next_start_makes_the_rows(data, tmp_path):
-    """The steps are 8 rows, save_file, fsync of the file, replace, fsync of the folder."""
+    """8 rows, save_file, fsync of the file, replace by the node's name, fsync, replace."""
     first, report, _ = read(DataFile(str(data), tmp_path / "complete"))
-    for number in range(1, COUNT + 4):
+    for number in range(1, COUNT + 6):
         source = DataFile(str(data), tmp_path / f"killed at {number}")
         assert exit_code_if_killed(source, number) == -signal.SIGKILL
         assert read(source) == (first, report, COUNT)
         assert read(source)[2] == 0
         assert len([*source.cache.iterdir()]) == 2  # no litter
-    assert exit_code_if_killed(DataFile(str(data), tmp_path / "not killed"), COUNT + 5) == 0
+    assert exit_code_if_killed(DataFile(str(data), tmp_path / "not killed"), COUNT + 6) == 0
 
 
 def read_beside_others(path, cache):

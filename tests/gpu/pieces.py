@@ -185,11 +185,16 @@ def attention(_folder):
         gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
         return token_logps.detach().cpu(), gradient.cpu(), note, varlen.called
 
-    def has_kernel(dtype):
-        return not DRY and dtype == torch.bfloat16 and by_sequence.is_supported(DEVICE)
+    def has_kernel(dtype, head):
+        return not DRY and dtype == torch.bfloat16 and by_sequence.is_supported(DEVICE, head)
 
     cases = [("short", 128, None), ("short", 128, 16)]  # rows, head size, attention window
-    cases += [("long", 64, 500 // scale), ("long", 128, None), ("long", 256, None)]
+    cases += [
+        ("long", 64, 500 // scale),
+        ("long", 128, None),
+        ("long", 256, None),
+        ("long", 512, None),
+    ]
     for kind, head, window in cases:
         pairs = rows[kind]
         more = {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": window}
@@ -209,7 +214,7 @@ def attention(_folder):
                 row |= {"prompt": note, "varlen": varlen, "nats": gaps[0], "gradient": gaps[1]}
                 ok = gaps[0] <= limits[0] and gaps[1] <= limits[1]
                 ok = ok and (note == "shared") == shared
-                is_expected = varlen == (shared and has_kernel(dtype))
+                is_expected = varlen == (shared and has_kernel(dtype, head))
                 yield row | {"limits": limits, "ok": ok and is_expected}
 
 

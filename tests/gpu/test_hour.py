@@ -232,8 +232,8 @@ def test_the_list_is_sound(tmp_path, monkeypatch):
         assert row["first loss"] == pytest.approx(math.log(2), abs=1e-3)
     assert [row["in"] for row in rows["demo"]] == ["fp32", "bf16"]
     assert rows["resume"][0]["exit statuses"] == [-9, 0, 0]
-    assert [row["prompt"] for row in rows["attention"]] == ["separate", "shared"] * 10
-    assert {row["head size"] for row in rows["attention"]} == {64, 128, 256}
+    assert [row["prompt"] for row in rows["attention"]] == ["separate", "shared"] * 12
+    assert {row["head size"] for row in rows["attention"]} == {64, 128, 256, 512}
     calls = {row["kernel"]: row["calls a step"] for row in rows["kernels"][1:]}
     assert calls["_Linear"] == 2 * 7  # LoRA on seven matrices of two layers
     assert [row.get("gap to DDP") for row in rows["sharding"]] == [0, 0, 0, None, None]

@@ -3,13 +3,16 @@
 The second clone lies in a folder with a blank, and its package prints a line when it is imported.
 """
 
+import contextlib
 import json
 import os
+import platform
 import shutil
 import stat
 import subprocess
 import sys
 import venv
+from unittest import mock
 
 import pytest
 
@@ -18,6 +21,7 @@ import runs
 from conftest import ROOT
 from ddp_utils import UserError, checkpoints, data
 from lm import token_rows
+from lm.logps import Pair
 
 SCRIPTS = ["main_distributed", "train", "generate_data", "train_loop", "ad/train", "ad/evaluate"]
 SCRIPTS = [f"src/{name}.py" for name in SCRIPTS]
@@ -245,6 +249,41 @@ def test_a_link_to_nowhere_above_the_cache_is_named(tmp_path):
     with pytest.raises(UserError) as caught:
         token_rows.cached_rows(tuple, source, [], lambda report: [])
     assert f"{tmp_path}/results is a link to {tmp_path}/nowhere, which does" in str(caught.value)
+
+
+def test_nodes_whose_locks_do_not_reach_each_other_write_the_same_rows(tmp_path, monkeypatch):
+    """The second node begins and ends before the first one renames what it has written."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("{}\n")
+    source = data.DataFile(str(rows), tmp_path / "cache")
+    free = mock.Mock()
+    free.return_value.acquire.return_value = contextlib.nullcontext()
+    monkeypatch.setattr(token_rows, "FileLock", free)
+    fsync, read = data.fsync, []
+
+    def make(report):
+        return [Pair([1], [2], [3], "here", {})]
+
+    def second_node(path):
+        monkeypatch.setattr(data, "fsync", fsync)
+        monkeypatch.setattr(platform, "node", lambda: "n2")
+        read.extend(token_rows.cached_rows(Pair, source, [], make)[0])
+        fsync(path)
+
+    monkeypatch.setattr(data, "fsync", second_node)
+    monkeypatch.setattr(platform, "node", lambda: "n1")
+    found, _ = token_rows.cached_rows(Pair, source, [], make)
+    assert [pair.chosen for pair in found] == [pair.chosen for pair in read] == [[2]]
+    assert [file.name for file in (tmp_path / "cache").iterdir()] == [found.file.name]
+
+
+def test_waiting_ranks_ask_seldom_for_the_rows_of_a_large_file(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    for size, seconds in ((1, 0.05), (2**23, 0.5), (2**30, 2.0)):
+        with open(rows, "wb") as file:
+            file.truncate(size)
+        assert token_rows.poll_seconds(str(rows)) == seconds
+    assert token_rows.poll_seconds("a/dataset") == 1.0
 
 
 def test_a_link_to_nowhere_above_a_generated_file_is_named(tmp_path):

@@ -28,7 +28,7 @@ REACHED = {
     "main_distributed": (31, 5060),
     "train": (32, 5190),
     "train_loop": (34, 4900),
-    "generate_data": (22, 3680),
+    "generate_data": (22, 3720),
     "dpo_inv.run_dpo_ddp": (26, 4190),
     "dpo_inv.inference": (18, 3040),
     "ad.train": (24, 3330),
@@ -38,7 +38,7 @@ AFTER_THE_DEMO = (34, 5310)  # of main_distributed.py, DDP: files and lines that
 SHARED = (17, 2730)  # files and lines of ddp_utils without tools/; the goal is 2,100
 # of ddp_utils, what these scripts import; the goal is 1,900 each
 SHARED_OF = {"dpo_inv.run_dpo_ddp": 2400, "ad.train": 2400}
-PYTHON = 12800  # outside tests; the goal is 11,000
+PYTHON = 12850  # outside tests; the goal is 11,000
 SHELL_LINES = 258
 GETATTR = 15  # getattr(config, ...): of names that the settings declare
 

@@ -21,12 +21,14 @@ GROUPED = {"enable_gqa": True} if "enable_gqa" in OPTIONS else {}
 
 
 @functools.cache
-def is_supported(device: torch.device) -> bool:
+def is_supported(device: torch.device, head_size: int) -> bool:
     """Return whether varlen_attn has the arguments used here (torch >= 2.11) and a kernel.
 
-    Flash attention needs compute capability 8.0, that of Ampere.
+    Flash attention needs compute capability 8.0, that of Ampere, and heads of at most 256 numbers;
+    the global layers of Gemma 4 have 512.
     """
-    return "window_size" in OPTIONS and torch.cuda.get_device_capability(device) >= (8, 0)
+    has_kernel = torch.cuda.get_device_capability(device) >= (8, 0)
+    return "window_size" in OPTIONS and has_kernel and head_size <= 256 and head_size % 8 == 0
 
 
 def find_sequences(packing: Any) -> tuple[Tensor, tuple[Any, ...]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention as attention
+from torch.nn import functional
 from transformers import AttentionInterface
 
 NAME = "shared_prompt"  # among transformers' attention implementations
@@ -77,7 +77,7 @@ def attend(
     if device == "cuda" and wide.itemsize == 2:
         from lm.fast import by_sequence
 
-        if by_sequence.is_supported(query.device):
+        if by_sequence.is_supported(query.device, query.shape[-1]):
             kernel = by_sequence.attend_by_sequence
     with torch.autocast(device, enabled=False):
         return kernel(tensors, packing, scaling, sliding_window).to(half), None
@@ -91,8 +91,13 @@ def _by_pair(
     tensors: queries, keys and values; arguments and result as in `attend`.
     """
     # split, not slices: the backward of each slice would fill a tensor as long as the row
-    queries, keys, values = (tensor.split(packing.cuts, dim=2) for tensor in tensors)
-    options: dict[str, Any] = {"scale": scale, "enable_gqa": len(queries[0][0]) != len(keys[0][0])}
+    query, key, value = tensors
+    heads_per_key = query.shape[1] // key.shape[1]
+    if query.device.type == "cuda":  # its kernels for fp32 and wide heads cannot share keys
+        key, value = (tensor.repeat_interleave(heads_per_key, 1) for tensor in (key, value))
+    queries, keys, values = (tensor.split(packing.cuts, dim=2) for tensor in (query, key, value))
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
+    attention = functional.scaled_dot_product_attention
     outputs = []
     for number, (p, c, r) in enumerate(packing.spans):
         chosen, rejected = 2 * number, 2 * number + 1

@@ -276,6 +276,24 @@ def test_the_fused_kernels_compute_attention():
     assert kernels == {"varlen bfloat16": 1, "efficient float32": 1}
 
 
+def grouped_attention(dtype, width):
+    """Kernels of a packed pair with four heads and two key heads."""
+    from lm.fast import shared_prefix
+
+    query, key = (torch.randn(1, heads, 9, width, dtype=dtype).cuda() for heads in (4, 2))
+    packing = shared_prefix.Packing([(3, 2, 4)], query.device)
+    shared_prefix.attend(None, query, key, key, None, packing=packing)
+    return dict(pretend.record.attention)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "kernel"),
+    [(torch.float32, 8, "efficient float32"), (torch.bfloat16, 512, "efficient bfloat16")],
+)
+def test_no_kernel_keeps_all_scores_where_heads_share_keys(dtype, width, kernel):
+    assert on_gpu(grouped_attention, dtype, width) == {kernel: 2}
+
+
 def collectives():
     """What NCCL refuses -> the message, and the sum of what it accepts."""
     import torch.distributed as dist
