@@ -277,7 +277,9 @@ def compare(case, kind, world_size, rows, tmp_path, *more):
 def test_validation_has_no_dropout(case, rows, tmp_path):
     (script, objective), plain = case.split(), Plain("adapter", tmp_path / "adapter")
     name = "--resume_from" if script == "train_loop" else "--init_adapter"
-    flags = ["--max_steps=0", "--lora_dropout=0.5", name, str(tmp_path / "adapter")]
+    # behind a step that moves nothing: before the first one DPO's log-probs are the reference's
+    flags = ["--max_steps=1", "--learning_rate=1e-30", "--lora_dropout=0.5"]
+    flags += [name, str(tmp_path / "adapter")]
     flags += [KIND[script], "lora"] if script in KIND else []
     folder = start(case, rows, 1, tmp_path, flags)
     with torch.no_grad():
