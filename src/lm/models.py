@@ -431,13 +431,14 @@ def save_policy(policy: Policy, base: Model, encoder: Any, folder: Path, world: 
 
     base, encoder: as in save().
     """
-    weights = full_weights(policy)
+    weights = full_weights(policy, base)
     distributed.on_main(world, lambda: save(policy.scorer.model, base, encoder, folder, weights))
 
 
-def full_weights(policy: Policy) -> Tensors | None:
+def full_weights(policy: Policy, base: Model) -> Tensors | None:
     """Return name -> full weight on rank 0: of an adapter, or all that a model's files contain.
 
+    Each has its dtype in the files of the base model, so that the host need not hold all in fp32.
     Return None if the model is not sharded, and has them itself.
     """
     if not policy.is_sharded:
@@ -445,11 +446,12 @@ def full_weights(policy: Policy) -> Tensors | None:
     named: Tensors = {**policy.trainable()}
     if not hasattr(policy.scorer.model, "peft_config"):
         named = untied_state(policy.scorer.model)  # with what is frozen
+    dtypes = {name: tensor.dtype for name, tensor in base.state_dict().items()}
     weights = {}
     for name, tensor in named.items():
         weight = policy.full_parameter(tensor)
         if distributed.is_first():
-            weights[name] = weight.cpu()
+            weights[name] = weight.to("cpu", dtypes.get(name, weight.dtype))
     return weights
 
 
