@@ -147,7 +147,7 @@ def train_step(
         # DDP averages over ranks: times world_size / global count is the mean of the global batch
         loss = (per_pair * weight).sum() * (world.world_size / len(rows))
         policy.backward(loss)
-        averages.add(losses.complete(per_pair, metrics), weight)
+        averages.add(losses.checked_metrics(per_pair, metrics), weight)
     grad_norm = policy.clip_grad_norm(config.max_grad_norm)
     return run.reduce(averages, grad_norm)
 
@@ -179,7 +179,7 @@ def evaluate(
             known = ref_logps[split][to_device(micro_batch.index, world.device)]  # [B, 2]
             source = losses.Known(known, scorer.precision) if is_reference else scorer
             per_pair, metrics = loss_of(source, batch, known, examples, config)
-            metrics = losses.complete(per_pair, metrics)
+            metrics = losses.checked_metrics(per_pair, metrics)
             metrics["squares"] = metrics["rewards/margins"].double() ** 2
             averages.add(metrics, to_device(micro_batch.weight, world.device))
     means = averages.reduce()
@@ -376,7 +376,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             gc.collect()
         policy = load_policy(config, data, run)
         unscored = {"train": torch.zeros(len(data["train"]), 2, device=world.device)}
-        run.try_largest_step(
+        run.try_largest_steps(
             policy,
             plan,
             lambda row: data["train"][row].num_forward_tokens(policy.scorer.shared),

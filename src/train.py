@@ -79,12 +79,13 @@ def read_data(config: Config, encoder: Encoder, world: World) -> tuple[dict, dic
 
 
 def loss_of(policy: Any, batch: logps.Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the negative log-likelihood of each row [B] and its metrics, each [B].
+    """Return the negative log-likelihood of each row [B] and other metrics, name -> [B].
 
-    It is summed over the trained tokens of the row, whose number is the metric "size".
+    This is the only place where a loss is computed, in training and in validation. It is summed
+    over the trained tokens of the row.
     """
     (summed,) = policy(batch)  # [B]
-    return -summed, {"size": batch.tokens[0]}
+    return -summed, {}
 
 
 def divide_loss(means: dict[str, float]) -> dict[str, float]:
@@ -114,7 +115,7 @@ def train_step(
         # gradients are averaged over ranks: times world_size / global count is the global mean
         loss = (per_row * weight).sum() * (world.world_size / trained)
         policy.backward(loss)
-        averages.add(metrics | {"loss": per_row}, weight)  # what is trained, as in evaluate()
+        averages.add(metrics | {"loss": per_row, "size": batch.tokens[0]}, weight)
     grad_norm = policy.clip_grad_norm(config.max_grad_norm)
     return divide_loss(run.reduce(averages, grad_norm))
 
@@ -131,7 +132,8 @@ def evaluate(policy: Policy, rows: Any, config: Config, run: Run) -> dict[str, f
         for micro_batch in run.phase("evaluating val").each(micro_batches):
             batch = scorer.collate([rows[row] for row in micro_batch.index], world.device)
             per_row, metrics = loss_of(scorer, batch)
-            averages.add(metrics | {"loss": per_row}, to_device(micro_batch.weight, world.device))
+            weight = to_device(micro_batch.weight, world.device)
+            averages.add(metrics | {"loss": per_row, "size": batch.tokens[0]}, weight)
     return divide_loss(averages.reduce())
 
 
@@ -255,7 +257,7 @@ def fine_tune(config: Config, world: World) -> int:
 
         # model
         policy = load_policy(config, precision, data, run)
-        run.try_largest_step(
+        run.try_largest_steps(
             policy,
             plan,
             lambda row: data["train"][row].num_tokens,

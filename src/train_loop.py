@@ -338,7 +338,7 @@ def bake(argv: list[str] | None) -> int:
         # model
         teacher = load_teacher(config, data, precision, run)
         policy = Policy(teacher.student, world)
-        run.try_largest_step(
+        run.try_largest_steps(
             policy,
             plan,
             lambda row: data["train"][row].num_tokens,

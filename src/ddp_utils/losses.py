@@ -34,7 +34,7 @@ from ddp_utils import UserError, cli
 from ddp_utils.metrics import interval
 from ddp_utils.policy import Policy, ScorerModule
 
-# metrics of a loss of one's own that checks and results read, besides the loss itself
+# metrics that checks and results read, besides the loss itself
 NEEDED = [
     "logps/chosen",
     "logps/rejected",
@@ -171,19 +171,15 @@ def pair_losses(
     return losses, {"loss": losses, **metrics}
 
 
-def complete(per_pair: Tensor, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
+def checked_metrics(per_pair: Tensor, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the metrics of a script's loss_of() with the loss itself, which is what is trained.
 
-    Raises UserError if one is missing that checks and results need, or has another shape.
+    Raises UserError if one is missing that checks and results need.
     """
     missing = ", ".join(name for name in NEEDED if name not in metrics)
     if missing:
         fix = "return those of losses.pair_losses() as well"
-        raise UserError(f"loss_of: metrics: {missing}: not there; {fix}")
-    for name, values in metrics.items():
-        if values.shape != per_pair.shape:
-            shapes = f"its shape is {[*values.shape]} (expected that of the loss, [pairs])"
-            raise UserError(f"loss_of: metrics: {name}: {shapes}; return one value for each pair")
+        raise UserError(f"loss_of: missing metrics: {missing}; {fix}")
     return metrics | {"loss": per_pair}
 
 

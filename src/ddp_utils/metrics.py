@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_utils import distributed
+from ddp_utils import UserError, distributed
 from ddp_utils.distributed import World
 
 Tensors = dict[str, Tensor]
@@ -27,7 +27,14 @@ class Averages:
         self.names: list[str] = []
 
     def add(self, values: Tensors, weight: Tensor) -> None:
-        """Add name -> [B]; weight [B] is 0 for rows that only fill up a micro-batch."""
+        """Add name -> [B]; weight [B] is 0 for rows that only fill up a micro-batch.
+
+        Raises UserError for a metric of another shape.
+        """
+        for name, value in values.items():
+            if value.shape != weight.shape:
+                problem = f"its shape is {[*value.shape]} (expected {[*weight.shape]})"
+                raise UserError(f"metric {name}: {problem}; return one value for each row")
         self.names = ["count", *values]
         rows = torch.stack([torch.ones_like(weight), *values.values()]).double()  # [names, B]
         # not a product with the weight: a row of weight 0 may be NaN

@@ -161,7 +161,10 @@ class Policy:
 
     @contextlib.contextmanager
     def trial(self) -> Iterator[None]:
-        """Return a context for a step whose gradients are dropped, with the memory of AdamW."""
+        """Return a context for steps whose gradients are dropped, as short of memory as later ones.
+
+        It holds as much memory as AdamW's moments will.
+        """
         shards = self.trainable().values()
         moments = [(torch.empty_like(shard), torch.empty_like(shard)) for shard in shards]
         yield

@@ -156,7 +156,7 @@ class Run:
         self.bar = Bar(world.is_main)
         self.start = self.saved_at = time.perf_counter()  # start: minus seconds of earlier starts
         self.save_seconds = 0.0  # of the last checkpoint
-        self.peak_memory_mb = 0.0  # of try_largest_step(), on rank 0
+        self.peak_memory_mb = 0.0  # of try_largest_steps(), on rank 0
         if config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUDA requires this
             torch.use_deterministic_algorithms(True)
@@ -452,14 +452,14 @@ class Run:
         if self.must_stop:
             raise Stop(f"stopped after step {self.step}; run the same command to resume", 85)
 
-    def try_largest_step(
+    def try_largest_steps(
         self,
         policy: Policy,
         plan: Plan,
         size_of: Callable[[int], int],
         step: Callable[[int, list[int]], Any],
     ) -> None:
-        """Before anything long, run the step that needs the most memory; no number changes.
+        """Before anything long, run the steps that need the most memory; no number changes.
 
         Otherwise a GPU may run out of memory after hours. On a CPU nothing is tried: there the
         system ends the process. size_of: row -> its tokens; step(number, rows): forward, backward.
@@ -468,18 +468,18 @@ class Run:
         device = self.world.device
         if device.type not in TRIED_ON or self.done >= self.steps:
             return
-        number = plan.heaviest(size_of)
-        rows = plan.batch(number)
-        size = f"step {number + 1}, {len(rows)} rows with {sum(map(size_of, rows)):,} tokens"
-        try:
-            with policy.trial():
-                step(number, rows)
-        except torch.OutOfMemoryError as error:
-            fix = "use a smaller max_length or batch size, gradient checkpointing, or more GPUs"
-            problem = f"the memory of rank {self.world.rank} does not suffice for {size}"
-            raise UserError(f"{problem} ({str(error).splitlines()[0]}); {fix}") from error
-        self.peak_memory_mb = round(metrics.peak_memory_mb(device), 1)
-        self.say(row("memory", f"peak of {self.peak_memory_mb:,.0f} MiB in the largest {size}"))
+        for number in plan.largest_steps(size_of):
+            rows = plan.batch(number)
+            size = f"step {number + 1}, {len(rows)} rows with {sum(map(size_of, rows)):,} tokens"
+            try:
+                with policy.trial():
+                    step(number, rows)
+            except torch.OutOfMemoryError as error:
+                fix = "use a smaller max_length or batch size, gradient checkpointing, or more GPUs"
+                problem = f"the memory of rank {self.world.rank} does not suffice for {size}"
+                raise UserError(f"{problem} ({str(error).splitlines()[0]}); {fix}") from error
+            self.peak_memory_mb = round(metrics.peak_memory_mb(device), 1)
+            self.say(row("memory", f"peak of {self.peak_memory_mb:,.0f} MiB in {size}"))
 
     def stop_if_requested(self) -> None:
         """Between two forwards, save and raise Stop if a rank was asked to stop."""

@@ -48,8 +48,8 @@ def checked_order(
     """Return order(count, seed, epoch, shuffle); raise UserError if it is not a permutation."""
     visit = np.asarray(order(count, seed, epoch, shuffle))
     if not np.array_equal(np.sort(visit), np.arange(count)):
-        expected = f"expected each of the {count} row numbers once"
-        raise UserError(f"Plan.order: not an order of the rows ({expected}); see argsort()")
+        expected = f"expected each number from 0 to {count - 1} once"
+        raise UserError(f"Plan.order: rows are repeated or left out ({expected}); use argsort()")
     return visit
 
 
@@ -152,12 +152,17 @@ class Plan(NamedTuple):
         visit = checked_order(self.order, self.rows, self.seed, epoch, self.shuffle)
         return visit[first : first + self.global_batch].tolist()
 
-    def heaviest(self, size_of: Callable[[int], int]) -> int:
-        """Return the step whose global batch is the largest; size_of: row -> its tokens."""
+    def largest_steps(self, size_of: Callable[[int], int]) -> list[int]:
+        """Return the step with the most tokens and that with the longest row, often the same one.
+
+        size_of: row -> its tokens.
+        """
         sizes = np.zeros(self.rows)
         for row in self.rows_used():
             sizes[row] = size_of(row)
-        return max(range(self.steps), key=lambda step: sizes[self.batch(step)].sum())
+        totals = [sizes[self.batch(step)].sum() for step in range(self.steps)]
+        longest = [sizes[self.batch(step)].max() for step in range(self.steps)]
+        return sorted({int(np.argmax(totals)), int(np.argmax(longest))})
 
     def rows_used(self) -> list[int]:
         """Return the rows that the run trains on, sorted."""

@@ -32,7 +32,7 @@ from ddp_utils import policy as policies
 from ddp_utils import run as runs
 from ddp_utils.data import digest_of_files
 from ddp_utils.distributed import World, to_device
-from ddp_utils.losses import Displacement, Known, complete
+from ddp_utils.losses import Displacement, Known, checked_metrics
 from ddp_utils.policy import Policy
 from ddp_utils.run import Run
 from dpo_inv import batches, evaluate, pairs, weights
@@ -108,7 +108,7 @@ def train_step(
         weight = to_device(micro_batch.weight, world.device)
         # DDP averages over ranks: times world_size / global count is the mean of the global batch
         policy.backward((per_pair * weight).sum() * (world.world_size / len(rows)))
-        averages.add(complete(per_pair, values), weight)
+        averages.add(checked_metrics(per_pair, values), weight)
     return run.reduce(averages, policy.clip_grad_norm(config.max_grad_norm))
 
 
@@ -160,7 +160,7 @@ def validate(
         known = ref_logps[to_device(micro_batch.index, world.device)]  # [B, 2]
         source = scorer if step else Known(known)
         per_pair, values = loss_of(source, batch, known, part, config)
-        values = complete(per_pair, values)
+        values = checked_metrics(per_pair, values)
         averages.add(values, to_device(micro_batch.weight, world.device))
         scores.append(torch.stack([values["logps/chosen"], values["logps/rejected"]], -1))
         if run.bar.is_shown:  # to read the losses, the host waits for the GPU
@@ -279,7 +279,7 @@ def main(argv: list[str] | None = None) -> int:
         scorer = Scorer(model, config.temperature).to(world.device)
         policy = Policy(scorer, world)
         unscored = torch.zeros(plan.global_batch, 2, device=world.device)
-        run.try_largest_step(
+        run.try_largest_steps(
             policy,
             plan,
             lambda row: len(data["train"][row].preferred),

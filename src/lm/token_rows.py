@@ -138,7 +138,10 @@ def cached_rows(
                     own = file.with_name(f"{file.stem}-{platform.node()}")
                     with write_file(own) as temporary:
                         write_rows(temporary, make(report), report)
-                    os.replace(own, file)
+                    if file.exists():  # of a node that was faster, and may be reading it
+                        own.unlink()
+                    else:
+                        os.replace(own, file)
         rows = Rows(kind, file)
     except SafetensorError as error:
         raise UserError(f"{file}: {error}; delete it") from error

@@ -252,7 +252,10 @@ def test_a_link_to_nowhere_above_the_cache_is_named(tmp_path):
 
 
 def test_nodes_whose_locks_do_not_reach_each_other_write_the_same_rows(tmp_path, monkeypatch):
-    """The second node begins and ends before the first one renames what it has written."""
+    """The second node begins and ends before the first one renames what it has written.
+
+    A file that a node may be reading is not replaced.
+    """
     rows = tmp_path / "rows.jsonl"
     rows.write_text("{}\n")
     source = data.DataFile(str(rows), tmp_path / "cache")
@@ -267,19 +270,22 @@ def test_nodes_whose_locks_do_not_reach_each_other_write_the_same_rows(tmp_path,
     def second_node(path):
         monkeypatch.setattr(data, "fsync", fsync)
         monkeypatch.setattr(platform, "node", lambda: "n2")
-        read.extend(token_rows.cached_rows(Pair, source, [], make)[0])
+        read.append(token_rows.cached_rows(Pair, source, [], make)[0])
+        read.append(os.stat(read[0].file).st_ino)
         fsync(path)
 
     monkeypatch.setattr(data, "fsync", second_node)
     monkeypatch.setattr(platform, "node", lambda: "n1")
     found, _ = token_rows.cached_rows(Pair, source, [], make)
-    assert [pair.chosen for pair in found] == [pair.chosen for pair in read] == [[2]]
+    faster, inode = read
+    assert [pair.chosen for pair in found] == [pair.chosen for pair in faster] == [[2]]
+    assert found.file == faster.file and os.stat(found.file).st_ino == inode
     assert [file.name for file in (tmp_path / "cache").iterdir()] == [found.file.name]
 
 
 def test_waiting_ranks_ask_seldom_for_the_rows_of_a_large_file(tmp_path):
     rows = tmp_path / "rows.jsonl"
-    for size, seconds in ((1, 0.05), (2**23, 0.5), (2**30, 2.0)):
+    for size, seconds in ((1, 0.05), (2**23, 0.5), (2**26, 2.0)):
         with open(rows, "wb") as file:
             file.truncate(size)
         assert token_rows.poll_seconds(str(rows)) == seconds

@@ -25,18 +25,25 @@ from ranks import ranks, run_ranks
 
 ROWS = (ROOT / "data/demo/preferences_train.jsonl").read_text().splitlines()
 PAGE = (ROOT / "docs/change_it.md").read_text()
-CHANGES = re.findall(r"\n## (.*)\n", PAGE)
+SECTIONS = PAGE.split("\n## ")[1:]
+CHANGES = [section.partition("\n")[0] for section in SECTIONS if "```diff" in section]
 SCRIPT = "src/main_distributed.py"
 COPY = "src/my_dpo.py"
 TINY = runs.words("--max_rows 12 --batch_size 1 --max_steps 4 --num_samples 0 --sft_weight 0")
 TINY += runs.words("--num_epochs 9 --report_to none --warmup_ratio 0")
 
 
-def change(folder, heading):
-    """Copy the script to a folder, and apply the diff below a heading."""
+def copied(folder):
+    """A folder with the script and a copy of it."""
     (folder / "src").mkdir(parents=True)
     for name in (SCRIPT, COPY):
         shutil.copy(ROOT / SCRIPT, folder / name)
+    return folder
+
+
+def change(folder, heading):
+    """Copy the script to a folder, and apply the diff below a heading."""
+    copied(folder)
     section = PAGE[PAGE.index(f"\n## {heading}\n") :]
     diff = re.search(r"```diff\n(.*?)```", section, re.S)[1]
     lines = [line for line in diff.splitlines() if re.match(r"[+-](?!\+\+|--)", line)]
@@ -50,6 +57,14 @@ def change(folder, heading):
     subprocess.run(["git", "apply", "-"], input=diff, text=True, cwd=folder, check=True)
     assert (folder / COPY).read_text() != (ROOT / SCRIPT).read_text()
     return folder
+
+
+def edit(tree, old, new):
+    """Replace the text in the copy, where it stands once."""
+    script = tree / COPY
+    text = script.read_text()
+    assert text.count(old) == 1, old
+    script.write_text(text.replace(old, new))
 
 
 @pytest.fixture
@@ -169,27 +184,23 @@ def test_a_loss_of_ones_own(changed):
 
 @pytest.mark.parametrize("changed", ["A loss"], indirect=True)
 def test_a_loss_that_only_training_has_is_an_error_before_the_first_update(changed):
-    script = changed / COPY
-    text = script.read_text()
     line = "        per_pair, metrics = loss_of(policy, batch, known, examples, config)\n"
-    assert line in text
-    script.write_text(text.replace(line, f"{line}        per_pair = 2 * per_pair\n"))
+    edit(changed, line, f"{line}        per_pair = 2 * per_pair\n")
     error = error_of(changed)
     assert "the loss is 2.000000 (expected 1.000000, as loss_of() has it" in error
 
 
 @pytest.mark.parametrize("changed", ["A loss"], indirect=True)
 def test_a_loss_without_the_metrics_that_the_run_reads_is_one_line(changed):
-    script = changed / COPY
-    text = script.read_text()
-    line = '    return per_pair, metrics | {"is_beyond": (per_pair == 0).float()}\n'
-    assert line in text
+    beyond, scalar = '"is_beyond": (per_pair == 0).float()', '"z": per_pair.mean()'
+    edit(changed, beyond, scalar)
+    assert "error: metric z: its shape is [] (expected [1]); return one" in error_of(changed)
     own = '{"rewards/chosen": per_pair, "rewards/rejected": per_pair}'
-    script.write_text(text.replace(line, f"    return per_pair, {own}\n"))
-    missing = "logps/chosen, logps/rejected, rewards/margins, rewards/accuracies: not there"
-    assert f"error: loss_of: metrics: {missing}; return those of losses." in error_of(changed)
-    script.write_text(text.replace(line, '    return per_pair, metrics | {"z": per_pair.mean()}\n'))
-    assert "error: loss_of: metrics: z: its shape is [] (expected that of" in error_of(changed)
+    edit(changed, f"metrics | {{{scalar}}}", own)
+    missing = "logps/chosen, logps/rejected, rewards/margins, rewards/accuracies"
+    assert f"error: loss_of: missing metrics: {missing}; return those of losses" in error_of(
+        changed
+    )
 
 
 def weighted(folder, weights):
@@ -377,19 +388,11 @@ def test_each_rank_averages_its_own_shards(changed, strategy):
 
 def test_numbers_of_ones_own_continue_after_a_kill(tmp_path):
     """A script that counts its steps, killed after step 2 of 4."""
-    tree = tmp_path / "project"
-    (tree / "src").mkdir(parents=True)
-    text = (ROOT / SCRIPT).read_text()
-    for old, new in (
-        (
-            "        done = run.restore(",
-            '        mine = {"steps": 0}\n        run.keep("count", mine)\n',
-        ),
-        ("            policy.step(", '            mine["steps"] += 1\n'),
-    ):
-        assert text.count(old) == 1
-        text = text.replace(old, new + old)
-    (tree / COPY).write_text(text)
+    tree = copied(tmp_path / "project")
+    restore, step = "        done = run.restore(", "            policy.step("
+    keep = '        mine = {"steps": 0}\n        run.keep("count", mine)\n'
+    edit(tree, restore, keep + restore)
+    edit(tree, step, '            mine["steps"] += 1\n' + step)
     flags = runs.words("--save_every 1 --keep_checkpoints 9")
     train(tree, *flags)
     for step in (3, 4):
@@ -402,6 +405,30 @@ def test_numbers_of_ones_own_continue_after_a_kill(tmp_path):
     ]
     counts = [manifest["own"] for manifest in manifests]
     assert counts == [{"own/count/steps": step} for step in (2, 3, 4)]
+
+
+def test_frozen_layers_and_a_loss_of_tokens(tmp_path):
+    """Only the last layer moves; each token counts half."""
+    tree = copied(tmp_path / "project")
+    prepare = "    return prepare(model, config, data, run)\n"
+    freeze = "    for name, parameter in model.named_parameters():\n"
+    freeze += '        parameter.requires_grad_(".layers.3." in name)\n'
+    edit(tree, prepare, freeze + prepare)
+    scorer = "class Half(logps.Scorer):\n    def token_logps(self, batch):\n"
+    scorer += "        return super().token_logps(batch) / 2\n\n\n"
+    edit(tree, "def prepare(model", scorer + "def prepare(model")
+    edit(tree, "scorer = logps.Scorer(model", "scorer = Half(model")
+    flags = ["--learning_rate", "1e-3"]
+    halves, whole = train(tree, *flags), train(tree, *flags, script=SCRIPT, folder="original")
+    for name in ("logps/chosen", "logps/rejected"):
+        assert halves[0][name] == pytest.approx(whole[0][name] / 2, rel=2e-5)
+    before = load_file(ROOT / "data/demo/model/model.safetensors")
+    after = load_file(tree / "run/model/model.safetensors")
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved and all(".layers.3." in name for name in moved)
+    edit(tree, '".layers.3." in name', "False")
+    error = error_of(tree, "--restart")
+    assert "error: no weight of the model is trained; leave some of them unfrozen" in error
 
 
 @pytest.mark.parametrize("changed", ["Averaged weights"], indirect=True)

@@ -90,11 +90,11 @@ def _by_pair(
 
     tensors: queries, keys and values; arguments and result as in `attend`.
     """
-    # split, not slices: the backward of each slice would fill a tensor as long as the row
     query, key, value = tensors
     heads_per_key = query.shape[1] // key.shape[1]
     if query.device.type == "cuda":  # its kernels for fp32 and wide heads cannot share keys
         key, value = (tensor.repeat_interleave(heads_per_key, 1) for tensor in (key, value))
+    # split, not slices: the backward of each slice would fill a tensor as long as the row
     queries, keys, values = (tensor.split(packing.cuts, dim=2) for tensor in (query, key, value))
     options: dict[str, Any] = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
     attention = functional.scaled_dot_product_attention

@@ -249,15 +249,15 @@ class Steps:
         from ddp_utils.run import Run
 
         self.seen = []
-        self.is_trial = False  # of the largest step, before the first one
-        try_step = Run.try_largest_step
+        self.is_trial = False  # of the largest steps, before the first one
+        try_steps = Run.try_largest_steps
 
         def trial(*arguments):
             self.is_trial = True
-            try_step(*arguments)
+            try_steps(*arguments)
             self.is_trial = False
 
-        Run.try_largest_step = trial
+        Run.try_largest_steps = trial
         self.marks = None  # of this step: its begin, and the end of each micro-batch
         train_step, add = script.train_step, Averages.add
         calls = 0
