@@ -1,7 +1,9 @@
 """Modules that the training scripts share: everything except the training loops."""
 
+import ctypes
 import os
 import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -65,6 +67,12 @@ def cpus() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def end_with_parent() -> None:
+    """Let Linux kill this process when the one that has started it ends, even by SIGKILL."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def exit_with(error: UserError) -> NoReturn:

@@ -123,31 +123,39 @@ def usable(
     make: Callable[[Record], Any],
     dropped: Counter,
     split: Callable[[Record], Iterable[Record]] | None = None,
+    map_rows: Callable[[Callable, Iterable], Iterable] = map,
 ) -> Iterator[Any]:
     """Yield make(record) of the records of a file, and count those without it by reason.
 
     split: returns the records that one of the file stands for, by default itself.
+    map_rows: calls `make`: the built-in map, or one that uses several processes.
     Raises UserError if no record is usable, or if one is malformed, unless these are skipped.
     """
-    used = 0
-    records = read(source.path, source.limit, skip=True, columns=source.columns)
-    for record in itertools.chain.from_iterable(map(split, records)) if split else records:
+
+    def result(record: Record) -> tuple[str, Any]:
+        """Return the record's location, and its row or why there is none."""
         try:
             if isinstance(record.data, UserError):
                 raise record.data
-            row = make(record)
-        except Unusable as reason:
-            dropped[str(reason)] += 1
-            continue
-        except UserError as error:
-            if source.on_bad_record == "error":
-                # errors of the chat template have no location
-                place = "" if str(error).startswith(source.path) else f"{record.location}: "
-                raise UserError(f"{place}{error}; or use --on_bad_record skip") from error
+            return record.location, make(record)
+        except (Unusable, UserError) as error:
+            return record.location, error
+
+    used = 0
+    records = read(source.path, source.limit, skip=True, columns=source.columns)
+    records = itertools.chain.from_iterable(map(split, records)) if split else records
+    for location, row in map_rows(result, records):
+        if isinstance(row, Unusable):
+            dropped[str(row)] += 1
+        elif isinstance(row, UserError) and source.on_bad_record == "skip":
             dropped["malformed"] += 1
-            continue
-        used += 1
-        yield row
+        elif isinstance(row, UserError):
+            # errors of the chat template have no location
+            place = "" if str(row).startswith(source.path) else f"{location}: "
+            raise UserError(f"{place}{row}; or use --on_bad_record skip") from row
+        else:
+            used += 1
+            yield row
     if not used:
         raise UserError(f"{source.path}: 0 usable rows of {dropped.total()}: {listed(dropped)}")
 

@@ -9,7 +9,6 @@ the ranks have DDP_SAVE_SECONDS (120) to save and end. --then separates programs
 another.
 """
 
-import ctypes
 import math
 import os
 import signal
@@ -24,6 +23,7 @@ from ddp_utils import (
     UserError,
     check_clone,
     cpus,
+    end_with_parent,
     open_standard_streams,
     parse_number,
     save_seconds,
@@ -42,12 +42,6 @@ def forward(signal_number: int, _frame: FrameType | None) -> None:
         rank.send_signal(signal_number)
 
 
-def end_with_launcher() -> None:
-    """Let Linux kill a rank, which calls this, when the launcher ends, even by SIGKILL."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
 def start(program: tuple[str, ...], processes: int, nodes: int, node: int, attempt: int) -> None:
     """Start the ranks of this node; what the user has exported keeps its value."""
     threads = max(1, cpus() // processes)
@@ -55,7 +49,7 @@ def start(program: tuple[str, ...], processes: int, nodes: int, node: int, attem
     env |= {"WORLD_SIZE": str(nodes * processes), "LOCAL_WORLD_SIZE": str(processes)}
     env |= {"TORCHELASTIC_RUN_ID": str(os.getpid()), "TORCHELASTIC_RESTART_COUNT": str(attempt)}
     command = [sys.executable, "-u", *program]
-    options: dict[str, Any] = {"start_new_session": True, "preexec_fn": end_with_launcher}
+    options: dict[str, Any] = {"start_new_session": True, "preexec_fn": end_with_parent}
     ranks.clear()
     with socket.create_server(("127.0.0.1", 0)) as listener:  # rank 0 accepts its connections
         if nodes == 1 and "MASTER_PORT" not in os.environ:

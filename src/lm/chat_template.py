@@ -98,6 +98,7 @@ class Encoder:
         self.templated = bool(self.template)
         special = *tokenizer.all_special_tokens, *tokenizer.get_added_vocab()
         self.special = [*filter(str.strip, special)]  # white space may be an added token as well
+        self.borders = borders_of(tokenizer) if self.template else {}
         self.template_words = {"system", *re.findall(r"\w+", self.template)}
         self.date = (date or today()) if "strftime_now" in self.template_words else ""
         self.end = tokenizer.eos_token_id  # the last token of a reply, or None
@@ -414,6 +415,19 @@ class Encoder:
                 del ids[0]
         return ids_of_texts
 
+    def ids_of_texts_that_begin_alike(self, text: str, *others: str) -> list[Ids]:
+        """Return what ids() does; the beginning that all texts share is encoded once.
+
+        It ends at a special token, on both sides of which a tokenizer works independently.
+        """
+        tokens = one_of(filter(text.__contains__, self.borders)).finditer(text)
+        *_, last = [None, *(token for token in tokens if self.borders[token[0]])]
+        head = text[: last.start()] if last else ""
+        if not last or not all(other.startswith(text[: last.end()]) for other in others):
+            return self.ids(text, *others)
+        first, *rest = self.ids(head, *(full[len(head) :] for full in (text, *others)))
+        return [first + ids for ids in rest]
+
     def texts(self, replies: Iterable[Ids]) -> list[str]:
         """Return the texts of sampled replies, without special tokens and what is between them."""
         decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
@@ -433,7 +447,7 @@ class Encoder:
         text = self.text(prompt)
         replies = [chosen] if chosen == rejected else [chosen, rejected]
         full_texts = [self.text_with_reply(prompt, reply, text) for reply in replies]
-        prompt_ids, *full_ids = self.ids(text, *full_texts)
+        prompt_ids, *full_ids = self.ids_of_texts_that_begin_alike(text, *full_texts)
         boundary = common_prefix(prompt_ids, *full_ids)
         if boundary == 0:  # nothing before the first response token would predict it
             raise UserError(f"prompt: {text!r:.40} has no token of its own; use a longer one")
@@ -569,7 +583,26 @@ def one_of(texts: Iterable[str]) -> re.Pattern:
 
 def common_prefix(*sequences: Any) -> int:
     """Return how many leading items all sequences (token ids, or texts) share."""
+    shortest = min(sequences, key=len)
+    if all(sequence[: len(shortest)] == shortest for sequence in sequences):
+        return len(shortest)  # the usual case; the line below compares item by item
     return len(os.path.commonprefix(sequences))
+
+
+def borders_of(tokenizer: Any) -> dict[str, bool]:
+    """Return the special tokens at which a tokenizer divides a text before anything else.
+
+    They are True if they leave the text before them as it is. There are none if a tokenizer may
+    look at a text in another way, as one written in Python does.
+    """
+    if not tokenizer.is_fast or tokenizer.split_special_tokens:
+        return {}
+    tokens = [token for token in tokenizer.added_tokens_decoder.values() if not token.normalized]
+    names = [token.content for token in tokens]
+    # a second BOS is removed from the beginning of a text, see Encoder.ids()
+    others = {tokenizer.bos_token, *(t.content for t in tokens if t.lstrip or t.single_word)}
+    others |= {name for name in names if any(name in longer for longer in names if longer != name)}
+    return {name: name not in others for name in names}
 
 
 # --- rows and messages ----------------------------------------------------------------------------

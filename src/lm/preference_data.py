@@ -18,6 +18,7 @@ import array
 import contextlib
 import functools
 import inspect
+import itertools
 import math
 import re
 import threading
@@ -30,7 +31,7 @@ from tqdm import tqdm
 
 from ddp_utils import UserError, data, sampler
 from ddp_utils.data import DataFile, Record, Unusable
-from lm import chat_template, model_files, token_rows
+from lm import all_cores, chat_template, model_files, token_rows
 from lm.chat_template import HUMAN, Encoder, Prompt, Reply, ignoring, plain_text
 from lm.logps import Pair
 from lm.token_rows import Rows
@@ -110,6 +111,16 @@ RowReader = Callable[[Record], tuple[Prompt, Reply, Reply]]
 Encode = Callable[[Record, Format, Encoder], tuple[Any, Any, set[str]]]
 
 
+class Encoded(NamedTuple):
+    """A row as token ids, and what the report counts."""
+
+    row: Any
+    hashes: list[int]  # of the prompt and the two responses before truncation
+    lengths: dict[str, int]  # part of the row -> its tokens before truncation
+    notes: set[str]
+    not_read: list[str]  # names of fields
+
+
 # --- a file --------------------------------------------------------------------------------------
 
 
@@ -173,6 +184,7 @@ def encode_rows(
     Raises UserError if a row is malformed (unless these are skipped), or if no row is usable.
     """
     formats: list[Format] = []  # one, that of the first well-formed record
+    read = itertools.count()
     used = 0
     dropped: Counter = Counter()  # reason -> number of rows
     notes: Counter = Counter()
@@ -181,48 +193,58 @@ def encode_rows(
     # hashes of all rows, also with the two responses in the other order
     same, swapped = array.array("q"), array.array("q")
     not_read: set[str] = set()
-    sample: list[str] = []  # texts of the first rows, and of some later ones
+    sample: list[str] = []  # texts of the first rows, and of some later ones, for check_known()
     extra_names = [name for name in source.extra_fields.split(",") if name]
     tqdm.set_lock(threading.RLock())  # the default lock is a semaphore, which os._exit would leak
 
-    def make(record: Record) -> tuple[Record, Any, Any, set[str]]:
-        if not formats:
-            formats.append(find_format(record))
+    def parts(record: Record) -> Sequence[Record]:
+        """Return the records of a row; find the format in the first one, and sample its texts."""
+        records = split(record) if split else [record]
+        for one in records if isinstance(record.data, dict) else ():
+            number = next(read)
+            with contextlib.suppress(UserError):  # make() raises it again
+                if not formats:
+                    formats.append(find_format(one))
+                if number < 100 or number % 100 == 0:
+                    sample.extend(strings([one.data.get(name) for name in formats[0].fields]))
+        return records
+
+    def make(record: Record) -> Encoded:
+        format = formats[0] if formats else find_format(record)
         if split:
-            for name in formats[0].fields:
+            for name in format.fields:
                 check_not_python(record, name)
         extra = {name: extra_field(record, name) for name in extra_names}
-        others = record.data.keys() - {*extra_names} | {*formats[0].fields}
+        others = record.data.keys() - {*extra_names} | {*format.fields}
         # an extra field such as weight has no other meaning
         record = record._replace(data={k: v for k, v in record.data.items() if k in others})
-        if used < 100 or used % 100 == 0:
-            sample.extend(strings([record.data.get(name) for name in formats[0].fields]))
         arguments = {}
         if not record.data.keys().isdisjoint(("input", *ARGUMENTS)):
             from lm import tool_calls
 
             arguments = tool_calls.template_arguments(record, encoder.check_arguments)
-        row, whole, notes = encode(record, formats[0], encoder.with_arguments(arguments))
-        if extra:
-            row, whole = (each._replace(extra=extra) for each in (row, whole))
-        return record, row, whole, notes
+        row, whole, notes = encode(record, format, encoder.with_arguments(arguments))
+        hashes = [hash(tuple(part)) for part in whole[:3]]
+        notes |= {"truncated"} if row != whole else set()
+        names = record.data.keys() - {*format.fields, *ALWAYS_READ}
+        not_read = [name for name in names if record.data[name] not in (None, "", [], {})]
+        row = row._replace(extra=extra) if extra else row
+        return Encoded(row, hashes, whole.lengths, notes, not_read)
 
-    rows = data.usable(source, make, dropped, split)
+    rows = data.usable(source, make, dropped, parts, all_cores.map_on_all_cores)
     rows = check_known(rows, source.path, encoder.tokenizer, sample, report)
     rows = tqdm(rows, "Tokenizing", disable=None, leave=False, unit=" rows")
-    for record, row, whole, notes_on_row in rows:
-        yield row
+    for encoded in rows:
+        yield encoded.row
         used += 1
-        prompt, first, second = (hash(tuple(part)) for part in whole[:3])
+        prompt, first, second = encoded.hashes
         same.append(hash((prompt, first, second)))
         swapped.append(hash((prompt, second, first)))
-        lengths = whole.lengths
+        lengths = encoded.lengths
         tokens.update(lengths)
         chosen_longer += lengths.get("chosen", 0) > lengths.get("rejected", 0)
-        notes.update(notes_on_row | ({"truncated"} if row != whole else set()))
-        for name in record.data.keys() - {*formats[0].fields, *ALWAYS_READ}:
-            if record.data[name] not in (None, "", [], {}):
-                not_read.add(name)
+        notes.update(encoded.notes)
+        not_read.update(encoded.not_read)
     distinct, index = np.unique(np.array(same), return_index=True)
     notes[DUPLICATES] += used - len(distinct)
     if "chosen" in tokens:

@@ -25,16 +25,16 @@ SHELL = sorted([*ROOT.glob("*.sh"), *ROOT.glob("scripts/*.s[hl]*")])
 # These numbers are alarms, 2 to 5 % above what was measured. A commit that raises one says why.
 # Script -> our files and lines of code that its imports lead to:
 REACHED = {
-    "main_distributed": (31, 5060),
-    "train": (32, 5190),
-    "train_loop": (34, 4900),
+    "main_distributed": (33, 5260),
+    "train": (33, 5390),
+    "train_loop": (35, 4960),
     "generate_data": (22, 3720),
     "dpo_inv.run_dpo_ddp": (26, 4190),
     "dpo_inv.inference": (18, 3040),
     "ad.train": (24, 3330),
     "ad.evaluate": (15, 2240),
 }
-AFTER_THE_DEMO = (34, 5310)  # of main_distributed.py, DDP: files and lines that it has imported
+AFTER_THE_DEMO = (35, 5490)  # of main_distributed.py, DDP: files and lines that it has imported
 SHARED = (17, 2730)  # files and lines of ddp_utils without tools/; the goal is 2,100
 # of ddp_utils, what these scripts import; the goal is 1,900 each
 SHARED_OF = {"dpo_inv.run_dpo_ddp": 2400, "ad.train": 2400}

@@ -1,0 +1,55 @@
+"""Call a function for many rows on all CPU cores of this node."""
+
+import collections
+import itertools
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from ddp_utils import cpus, end_with_parent
+
+ALONE = 1000  # so many items are computed in this process: starting others takes time as well
+BLOCK = 128  # items that a process is sent at once
+MOST = 16  # processes; this one, which reads and writes the rows, would not keep up with more
+
+function: Callable[[Any], Any] = bool  # that the processes call; they are forks of this one
+
+
+def map_on_all_cores(function_of_item: Callable[[Any], Any], items: Iterable) -> Iterator:
+    """Yield function_of_item(item) of each item, in their order, as the built-in map does.
+
+    The function returns its errors, and what it changes besides its result is lost.
+    """
+    global function
+    items = iter(items)
+    yield from map(function_of_item, itertools.islice(items, ALONE))
+    block = [*itertools.islice(items, BLOCK)]
+    processes = min(cpus(), MOST)
+    if not block or processes == 1:
+        yield from map(function_of_item, itertools.chain(block, items))
+        return
+    function = function_of_item
+    # forks must not use the threads of a tokenizer that this process has used
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    results: collections.deque = collections.deque()
+    with multiprocessing.get_context("fork").Pool(processes, _begin) as pool:
+        while block:
+            results.append(pool.apply_async(_call, (block,)))
+            if len(results) > 2 * processes:  # more would only need memory
+                yield from results.popleft().get()
+            block = [*itertools.islice(items, BLOCK)]
+        for result in results:
+            yield from result.get()
+
+
+def _begin() -> None:
+    """Leave signals to the process that has started this one, and end with it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    end_with_parent()
+
+
+def _call(block: list) -> list:
+    return [function(item) for item in block]
