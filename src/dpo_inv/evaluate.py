@@ -52,7 +52,7 @@ class Config(PairSettings):
     # most used settings
     model_path: str = "outputs/dpo_ddp/best_model.pt"  # a .pt file, or an official name
     base_model_name: str = ""  # model to compare with; empty: the base model of its training
-    data: str = "data/input/test_data_val.json"  # pairs, or mutations and ddG: docs/protein_dpo.md
+    data: str = "data/input/test_data_val.json"  # pairs, or mutations and ddG: docs/protein_data.md
     mutants: str = ""  # mutations to score instead, with or without ddG; writes a table
     output: str = ""  # a JSON file with the same numbers; with mutants, a CSV file (mutants.csv)
 

@@ -1,7 +1,7 @@
 """Read preference pairs of sequences, or mutations with a ddG, and check them.
 
 An item names a structure, its designed chains and two sequences of these, or mutations and their
-ddG; docs/protein_dpo.md lists its fields. Errors about an item begin with its field, to which
+ddG; docs/protein_data.md lists its fields. Errors about an item begin with its field, to which
 data.usable adds the file and the line. A sequence has L positions: those of all chains that are
 read, designed chains first. The ddG is the folding free energy of the mutant minus that of the wild
 type, in kcal/mol: positive if the mutant is less stable, as in FireProtDB.

@@ -101,7 +101,7 @@ def read(
     in_design = chain_encoding <= max(1, len(design))
     roles = chains, in_design, np.arange(len(mask))[:, None]
     name = Path(path).name
-    hint = "the official parser may differ, see docs/protein_dpo.md"
+    hint = "the official parser may differ, see docs/protein_data.md"
     note = f"{name}: {', '.join(notes):.200}; {hint}" if notes else ""
     structure = Structure(*backbone, *residues, *roles, name, note)
     return structure._replace(tied=_tie_copies(path, structure)) if homo_oligomer else structure
