@@ -27,7 +27,7 @@ from torch import Tensor
 from ddp_utils import distributed, losses, sampler
 from ddp_utils.data import ROOT, DataFile, digest_of_files
 from ddp_utils.distributed import World, to_device
-from ddp_utils.metrics import Averages, interval
+from ddp_utils.metrics import Averages
 from ddp_utils.policy import (
     Policy,
     Precision,
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from lm.judge import Judge
 
 # what a copy of this script may replace without a change of the lines below
+INTERVALS = ("loss", "rewards/margins", "rewards/accuracies")  # held-out numbers that get one
 MODEL_CLASS: Any = None  # class of policy and reference; None: transformers chooses it
 ROW_READER: Any = None  # function: record -> prompt, chosen, rejected; None: docs/dpo.md, Data
 LOGGERS: list[Any] = []  # objects with log(split, step, values) and close(), besides --report_to
@@ -168,7 +169,7 @@ def evaluate(
     pairs = data[split]
     is_reference = run.step == 0 and is_own_reference(config)
     world = run.world
-    averages = Averages(world)
+    averages = Averages(world, INTERVALS)
     scorer = policy.scorer  # without DDP, which would wait for gradients
     size = micro_batch_size(config, world)
     with logps.dropout_off(scorer):
@@ -180,13 +181,11 @@ def evaluate(
             source = losses.Known(known, scorer.precision) if is_reference else scorer
             per_pair, metrics = loss_of(source, batch, known, examples, config)
             metrics = losses.checked_metrics(per_pair, metrics)
-            metrics["squares"] = metrics["rewards/margins"].double() ** 2
             averages.add(metrics, to_device(micro_batch.weight, world.device))
     means = averages.reduce()
-    if is_reference:
-        del means["rewards/accuracies"]  # all pairs are ties
-    low, high = interval(means["rewards/margins"], means.pop("squares"), means["count"])
-    return {**means, "rewards/margins_low": low, "rewards/margins_high": high}
+    if is_reference:  # all pairs are ties
+        means = {name: means[name] for name in means if not name.startswith("rewards/accuracies")}
+    return means
 
 
 # --- example replies -----------------------------------------------------------------------------
@@ -327,6 +326,7 @@ def describe_run(
     spec = RunSpec(
         folder=Path(config.result_dir),
         steps=plan.steps,
+        log_every=config.log_every,
         inputs=inputs,
         report=report,
         lines=preferences.describe_all(report, data) + config.notes + notes + encoder.notes,
@@ -418,7 +418,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             policy.step(optimizer, schedule, values["grad_norm"])
             values["epoch"] = plan.epoch(step + 1)
             values |= meter.read(pairs, time.perf_counter() - start)
-            run.log(step + 1, values, echo=(step + 1) % config.log_every == 0)
+            run.log(step + 1, values)
             warning = displacement.seen(values["rewards/chosen"])
             if warning:
                 run.warn(warning)

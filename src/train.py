@@ -207,6 +207,7 @@ def describe_run(
     spec = runs.RunSpec(
         folder=Path(config.output_dir),
         steps=plan.steps,
+        log_every=config.log_every,
         inputs=inputs,
         report=report,
         lines=lines,
@@ -286,7 +287,7 @@ def fine_tune(config: Config, world: World) -> int:
             policy.step(optimizer, schedule, values["grad_norm"])
             values["epoch"] = plan.epoch(step + 1)
             values |= meter.read(examples, time.perf_counter() - start)
-            run.log(step + 1, values, echo=(step + 1) % config.log_every == 0)
+            run.log(step + 1, values)
             validate(step + 1)
             run.save_if_due(plan.due(config.save_every, step + 1))
 

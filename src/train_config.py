@@ -90,7 +90,7 @@ class Output:
     save_every: int = 0  # steps between checkpoints; 0: after each epoch and every 15 minutes
     keep_checkpoints: int = 2  # number of most recent checkpoints to keep
     save_best: bool = False  # save the weights with the lowest validation loss
-    log_every: int = 1  # steps between printed lines; metrics.jsonl has every step
+    log_every: int = 0  # steps between printed lines; 0: about 30 lines in all
     stop_after_minutes: float = 0.0  # save and exit with status 85 after this time; 0: no limit
 
 

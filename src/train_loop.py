@@ -275,7 +275,7 @@ def describe_run(
         lines += model_files.describe_unknown(report["file"], report["unknown_tokens"])
     folder, save_best = Path(config.out_dir), config.save_best
     lines += notes + encoder.notes
-    spec = RunSpec(folder, plan.steps, inputs, reports, lines, save_best=save_best)
+    spec = RunSpec(folder, plan.steps, inputs, reports, lines, config.log_every, save_best=save_best)
     return spec, meta_model
 
 
@@ -332,6 +332,7 @@ def bake(argv: list[str] | None) -> int:
             batch=f"{plan.global_batch} replies = {ranks} ranks x {accumulation} accumulation x "
             f"{config.batch_size}",
             steps=f"{plan.steps}, learning rate {config.learning_rate:.3g}",
+            log_every=config.log_every,
             judge=config.judge or "none",
         )
 
@@ -377,7 +378,7 @@ def bake(argv: list[str] | None) -> int:
             values |= {"epoch": plan.epoch(step + 1), "seconds": seconds}
             values["tokens_per_second"] = values.pop("tokens") / seconds
             values["peak_memory_mb"] = peak_memory_mb(world.device)
-            run.log(step + 1, values, echo=(step + 1) % config.log_every == 0)
+            run.log(step + 1, values)
             validate(step + 1)
             run.save_if_due(plan.due(config.save_every, step + 1))
 

@@ -178,6 +178,7 @@ class RunSpec(NamedTuple):
     inputs: dict[str, str]  # name -> digest of everything that the run reads
     report: dict[str, Any] = {}  # on the data, for data_report.json
     lines: Sequence[str] = ()  # on the data, to print
+    log_every: int = 1  # steps between printed lines; 0: about 30 lines in all
     model_folder: Path | None = None  # for the model, if not in the run folder
     # keep the weights of the lowest validation loss; None: the script does so by itself
     save_best: bool | None = None

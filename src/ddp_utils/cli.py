@@ -250,8 +250,8 @@ COUNT: Range = ("-1 or >= 1", lambda x: x == -1 or x > 0)
 FROM_0: Range = (">= 0", lambda x: x >= 0)
 FOLDER: Range = ("a folder for the run", bool)
 POSITIVE = """beta learning_rate batch_size base_batch_size gradient_accumulation_steps num_epochs
-lora_r lora_alpha lambda_shift keep_checkpoints max_new_tokens log_every"""
-NOT_NEGATIVE = """seed weight_decay max_grad_norm eval_every save_every stop_after_minutes
+lora_r lora_alpha lambda_shift keep_checkpoints max_new_tokens"""
+NOT_NEGATIVE = """seed weight_decay max_grad_norm eval_every save_every log_every stop_after_minutes
 num_samples temperature lambda_dpop simpo_gamma"""
 RANGES: dict[str, Range] = {  # of settings that several scripts have
     **dict.fromkeys(POSITIVE.split(), ABOVE_0),

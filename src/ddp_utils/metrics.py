@@ -3,6 +3,7 @@
 import math
 import resource
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,14 +16,19 @@ Tensors = dict[str, Tensor]
 Values = dict[str, float]
 
 EQUAL = 1e-2  # two losses that differ by less, as in bf16, count as equal
+SQUARE = "square of "  # before the name of a metric
 Z = 1.96  # half the width of a 95 % confidence interval, in standard deviations
 
 
 class Averages:
-    """Exact means over the rows of all ranks: sums on the device, reduced once."""
+    """Exact means over the rows of all ranks: sums on the device, reduced once.
 
-    def __init__(self, world: World):
+    intervals: names of metrics with a 95 % interval; of `.../accuracies` that of a fraction.
+    """
+
+    def __init__(self, world: World, intervals: Sequence[str] = ()):
         self.world = world
+        self.intervals = intervals
         self.sums: Any = None  # [names], in float64
         self.names: list[str] = []
 
@@ -35,6 +41,8 @@ class Averages:
             if value.shape != weight.shape:
                 problem = f"its shape is {[*value.shape]} (expected {[*weight.shape]})"
                 raise UserError(f"metric {name}: {problem}; return one value for each row")
+        squared = {f"{SQUARE}{name}": values[name].double() ** 2 for name in self.intervals}
+        values = values | squared
         self.names = ["count", *values]
         rows = torch.stack([torch.ones_like(weight), *values.values()]).double()  # [names, B]
         # not a product with the weight: a row of weight 0 may be NaN
@@ -56,7 +64,14 @@ class Averages:
         values = dict(zip(names, torch.cat([sums, *tensors]).tolist(), strict=True))
         for name in self.names[1:]:
             values[name] /= values["count"]
-        return values | {"count": int(values["count"])}
+        count = int(values["count"])
+        for name in self.intervals:
+            square = values.pop(f"{SQUARE}{name}")
+            is_fraction = name.endswith("accuracies")
+            mean = values[name]
+            ends = wilson_of_fraction(mean, count) if is_fraction else interval(mean, square, count)
+            values |= dict(zip((f"{name}_low", f"{name}_high"), ends, strict=True))
+        return values | {"count": count}
 
 
 def interval(mean: float, mean_of_squares: float, count: int) -> tuple[float, float]:

@@ -49,6 +49,7 @@ OWN = "own/"  # what the names of Run.keep() begin with in a checkpoint
 SAVE_MINUTES = 15  # at least,
 SAVE_FRACTION = 0.05  # and so long that saving takes at most this fraction of the time
 TRIED_ON = ("cuda", "xpu")  # devices that report that they are out of memory
+LINES = 30  # of steps, that a run prints into a pipe by default
 PART = 2048  # rows that are scored between two times that their log-probs are stored
 STATUS = {0: "finished", 85: "preempted"}  # by exit status; any other is "failed"
 Values = dict[str, float]  # metric -> value
@@ -253,7 +254,10 @@ class Run:
         self.write_json("data_report.json", self.spec.report)
 
     def log(self, step: int, values: Values, split: str = "train", echo: bool = True) -> None:
-        """Append one line to metrics.jsonl in full precision; echo: print it as well."""
+        """Append one line to metrics.jsonl in full precision.
+
+        It is printed as well (echo); of the lines of training, one in spec.log_every.
+        """
         if split != "test":
             self.step = step
         if split == "val":
@@ -272,7 +276,11 @@ class Run:
         texts = columns(values)
         if split == "train":
             self.bar.reach(step, "  ".join(texts[:3]))
-        if echo and not (split == "train" and self.bar.is_shown):
+        if split == "train":
+            every = self.spec.log_every or math.ceil(self.steps / LINES)
+            is_first = step == 1 and not self.spec.log_every
+            echo = not self.bar.is_shown and (step % every == 0 or is_first)
+        if echo:
             title = f"step {step:5d}" if split == "train" else f"{split:>10}"
             self.say(" | ".join([title, *texts]))
 

@@ -94,7 +94,7 @@ class Config(PairSettings):
     stop_after_minutes: float = 0.0  # save and exit with status 85 after this time; 0: no limit
     restart: bool = False  # start from scratch; an unfinished run is moved aside
     timeout_minutes: float = 30.0  # time limit of a collective operation
-    log_every: int = 1  # steps between printed lines; metrics.jsonl has every step
+    log_every: int = 0  # steps between printed lines; 0: about 30 lines in all
     report_to: Literal["tensorboard", "wandb", "none"] = "tensorboard"  # logger besides the files
     deterministic: bool = False  # use deterministic kernels; slower
     config: str = ""  # YAML file of settings, `name: value` lines; flags override its values

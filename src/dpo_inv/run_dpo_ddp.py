@@ -42,6 +42,7 @@ from dpo_inv.losses import pair_losses
 from dpo_inv.mpnn import ProteinMPNN
 from dpo_inv.pairs import Pair
 
+INTERVALS = ("loss", "rewards/margins", "rewards/accuracies")  # held-out numbers that get one
 Data = dict[str, list[Pair]]  # train and val -> their pairs
 
 # --- data ----------------------------------------------------------------------------------------
@@ -149,7 +150,7 @@ def validate(
     Before the first step, nothing is scored: the log-probs are those of the reference.
     """
     world = run.world
-    averages = metrics.Averages(world)
+    averages = metrics.Averages(world, INTERVALS)
     scores = []
     micro_batches = batches.micro_batches(range(len(rows)), rows, batches.GROUP_SIZE, world)
     run.bar.begin("Validation", len(micro_batches))
@@ -167,12 +168,8 @@ def validate(
             run.bar.advance(per_pair.tolist())
     means = averages.reduce()
     after = distributed.gather_by_index(len(rows), micro_batches, scores, world)  # [N, 2]
-    name = "rewards/accuracies"
-    if step:
-        low, high = metrics.wilson_of_fraction(means[name], means["count"])
-        means |= {f"{name}_low": low, f"{name}_high": high}
-    else:
-        del means[name]  # all pairs are ties
+    if not step:  # all pairs are ties
+        means = {name: means[name] for name in means if not name.startswith("rewards/accuracies")}
     # the exponential of more than 709 is not a float
     means["perplexity"] = math.exp(means["nll"]) if means["nll"] < 700 else math.inf
     return means | evaluate.compare(rows, ref_logps.cpu().numpy(), after.cpu().numpy())
@@ -252,6 +249,7 @@ def main(argv: list[str] | None = None) -> int:
     spec = runs.RunSpec(
         folder=Path(config.output_dir),
         steps=plan.steps,
+        log_every=config.log_every,
         inputs=inputs,
         report=report,
         lines=pairs.describe(report),
@@ -332,7 +330,7 @@ def main(argv: list[str] | None = None) -> int:
             values["seconds"] = seconds
             values["tokens_per_second"] = sum(2 * len(pair.preferred) for pair in rows) / seconds
             values["peak_memory_mb"] = metrics.peak_memory_mb(world.device)
-            run.log(step + 1, values, echo=(step + 1) % config.log_every == 0)
+            run.log(step + 1, values)
             run.bar.advance([values["loss"]])
             warning = displacement.seen(values["rewards/chosen"])
             if warning:

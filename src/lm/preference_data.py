@@ -321,7 +321,8 @@ def describe_all(reports: dict[str, dict], data: dict[str, Sized]) -> list[str]:
 
 def describe(split: str, report: dict) -> str:
     """Return the report of one file as one line."""
-    line = f"{split}: {report['rows']} rows of {report['format']}, {report['used']} used"
+    rows = f"{report['rows']} rows in the format {report['format']}"
+    line = f"{split}: {rows}, {report['used']} used"
     if "split" in report:
         line += f", split into {data.listed(report['split'])}"
     parts = [line, f"tokens {data.listed(report['mean_tokens'])}"]

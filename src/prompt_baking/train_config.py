@@ -67,7 +67,7 @@ class Config:
     save_best: bool = False  # save the weights with the lowest validation loss
     stop_after_minutes: float = 0.0  # save and exit with status 85 after this time; 0: no limit
     restart: bool = False  # start from scratch; an unfinished run is moved aside
-    log_every: int = 1  # steps between printed lines; metrics.jsonl has every step
+    log_every: int = 0  # steps between printed lines; 0: about 30 lines in all
     report_to: Literal["tensorboard", "wandb", "none"] = "tensorboard"  # logger besides the files
     seed: int = 0  # random seed of data order and LoRA initialization
     deterministic: bool = False  # use deterministic kernels; slower

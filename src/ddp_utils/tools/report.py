@@ -11,6 +11,7 @@ A run starts this program when it ends. It imports neither torch nor transformer
 import argparse
 import base64
 import contextlib
+import os
 import re
 import shlex
 import textwrap
@@ -41,6 +42,8 @@ LIBRARIES = {  # a file of a model's folder -> what loads the folder
     "tokenizer_config.json": "transformers",
     "model.safetensors": "safetensors",
 }
+FEWEST = 20  # held-out rows whose numbers are printed as a result
+REPEATED = "prompts also in train_data"  # their note in the data report, as in preference_data
 TAGS = {  # a setting of only one script -> tag
     "divergence": "prompt-baking",
     "traj_file": "algorithm-distillation",
@@ -91,21 +94,46 @@ def find_model(folder: Path, config: dict) -> Model | None:
 # --- the results ---------------------------------------------------------------------------------
 
 
-def results(folder: Path, summary: dict) -> list[str]:
+def doubts(val: dict, report: dict) -> str:
+    """Return why the held-out numbers say nothing about new data; "" if they may.
+
+    val: the numbers; report: on the held-out rows.
+    """
+    rows = val.get("count", FEWEST)
+    if rows < FEWEST:
+        problem = f"{rows} held-out rows are too few to judge the result (expected {FEWEST})"
+        return f"{problem}; use more data, or --val_data FILE"
+    repeated = report.get("notes", {}).get(REPEATED, 0)
+    if 10 * repeated > rows:
+        problem = f"{repeated} of {rows} held-out rows have {REPEATED}"
+        return f"{problem}: their numbers say nothing about new data; use another --val_data"
+    return ""
+
+
+def results(folder: Path, summary: dict, report: dict) -> list[str]:
     """Return a line with the values of each printed metric before and after training.
 
-    They are held-out values; of a metric without one, means of the first and the last ten steps, or
-    of fewer if there are fewer than 20. A judge adds a line with the win rate.
+    They are held-out values; of a metric without one, and if the held-out rows cannot tell, means
+    of the first and the last ten steps, or of fewer if there are fewer than 20. A judge adds a line
+    with the win rate.
+
+    report: of the data, on each split.
     """
     texts = []
     lines = plots.read_metrics(folder) if (folder / "metrics.jsonl").exists() else []
     train = [line for line in lines if line["split"] == "train"]
     parts = {split: part for split, part in summary.items() if isinstance(part, dict)}
     first, last = parts.get("before", {}), parts.get("val", {})
+    doubt = doubts(last, report.get("val", {}))
+    if doubt:
+        texts.append(f"warning: {doubt}")
+        first = last = {}
     for metric, name in PRINTED.items():
         ends = [part[metric] for part in (first, last) if part.get(metric) is not None]
         if last.get(metric) is not None:
-            texts.append(f"{name:<11} held out {arrow(ends)}")
+            bounds = [last[f"{metric}_{end}"] for end in ("low", "high") if f"{metric}_{end}" in last]
+            interval = f" [{bounds[0]:.4f}, {bounds[1]:.4f}]" if bounds else ""
+            texts.append(f"{name:<11} held out {arrow(ends)}{interval}")
             continue
         values = [line[metric] for line in train if line.get(metric) is not None]
         count = max(1, min(10, len(values) // 2))
@@ -118,8 +146,10 @@ def results(folder: Path, summary: dict) -> list[str]:
     for split, part in parts.items():
         if part.get("win_rate") is not None and "ties" in part:
             bounds = f"[{part['win_rate_low']:.2f}, {part['win_rate_high']:.2f}]"
-            pairs = f"{part['wins']} better, {part['losses']} worse, {part['ties']} equal"
-            texts.append(f"{'win rate':<11} {part['win_rate']:.2f} {bounds}, {split}: {pairs}")
+            wins, lost, ties = (part[name] for name in ("wins", "losses", "ties"))
+            texts.append(f"{'replies':<11} {split}: {wins} better, {lost} worse, {ties} equal")
+            rate = f"{part['win_rate']:.2f} {bounds} of the {wins + lost} that differ"
+            texts.append(f"{'win rate':<11} {rate}")
     return texts + summary.get("warnings", [])
 
 
@@ -133,10 +163,16 @@ def result_lines(folder: Path, run: dict[str, dict]) -> str:
     summary = run["summary"]
     took = f" in {int(summary['seconds'])} s" if "seconds" in summary else ""
     lines = [f"{summary.get('status', 'no summary')} after {summary.get('step', 0)} steps{took}"]
-    lines += results(folder, summary)
+    lines += results(folder, summary, run["data_report"])
     for row in (run["examples"].get("test") or run["examples"].get("val") or [])[:3]:
-        lines.append(shorten(next(iter(row.values()))))
-        lines += [f"  {name:>10}  {shorten(row[name])}" for name in REPLIES if name in row]
+        lines += two_lines(str(next(iter(row.values()))))
+        replies = {name: str(row[name]) for name in REPLIES if name in row}
+        if len({*replies.values()}) == 1:
+            replies = {"both": next(iter(replies.values()))}
+        shared = os.path.commonprefix([*replies.values()]) if len(replies) > 1 else ""
+        start = max(0, shared.rfind(" ", 0, max(0, len(shared) - 30)))  # where they begin to differ
+        for name, text in replies.items():
+            lines += two_lines(f"... {text[start:].strip()}" if start else text, f"  {name:>10}  ")
     lines.append(f"{'report':<11} {folder / 'report.html'}")
     model = find_model(folder, run["config"])
     if model:
@@ -147,9 +183,10 @@ def result_lines(folder: Path, run: dict[str, dict]) -> str:
     return data.printable("\n".join(lines))
 
 
-def shorten(text: Any) -> str:
-    """Return a text in one line of at most 60 columns."""
-    return textwrap.shorten(str(text), 60, placeholder=" ...")
+def two_lines(text: str, title: str = "") -> list[str]:
+    """Return a text, behind a title, in at most two lines of 80 columns."""
+    indents = title, " " * len(title)
+    return textwrap.wrap(text, 80, *indents, max_lines=2, placeholder=" ...") or [title.rstrip()]
 
 
 # --- report and card -----------------------------------------------------------------------------
@@ -217,7 +254,7 @@ def content_of(folder: Path, run: dict[str, dict]) -> dict[str, Any]:
         "name": folder.absolute().name,
         "base": portable(config.get("model_name") or config.get("base_model_name") or "") or None,
         "facts": facts,
-        "results": results(folder, summary),
+        "results": results(folder, summary, run["data_report"]),
         "pictures": pictures,
         "examples": run["examples"],
         "numbers": table("Numbers", numbers),
