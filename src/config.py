@@ -16,7 +16,7 @@ DEMO_JUDGE = "data/demo/judge.py:score"  # of the replies to the demo's prompts
 class Config:
     # most used settings
     model_name: str = "data/demo/model"  # folder or Hugging Face name of the model
-    train_data: str = "data/demo/preferences_train.jsonl"  # preference pairs; see docs/dpo.md
+    train_data: str = "data/demo/preferences_train.jsonl"  # preference pairs; see docs/data.md
     val_data: str = ""  # validation pairs; empty: 5 % of the prompts in train_data
     test_data: str = ""  # test pairs; empty: 10 % of the prompts in train_data
     result_dir: str = "results/dpo"  # folder for metrics, plots, example replies and checkpoints
@@ -133,7 +133,7 @@ def read(argv: Sequence[str] | None = None) -> Config:
         config.test_data = "data/demo/preferences_test.jsonl"
         config.judge = config.judge or DEMO_JUDGE
     if is_demo and config.sft_weight is None:
-        config.sft_weight = 1.0  # plain DPO turns the demo's replies into gibberish: docs/dpo.md
+        config.sft_weight = 1.0  # plain DPO spoils the replies: docs/displacement.md
     if config.num_samples is None:  # a person reads some, an interval needs many
         config.num_samples = 100 if config.judge else 16
     return config

@@ -52,7 +52,7 @@ class Training:
 @dataclass
 class Dataset:
     # section dataset
-    train_data: str = "data/demo/instructions.jsonl"  # training data; see docs/strategies.md
+    train_data: str = "data/demo/instructions.jsonl"  # training data; see docs/data.md
     val_data: str = ""  # validation data; empty: val_share of train_data
     val_share: float = 0.05  # fraction of the prompts for validation without val_data; 0: none
     chat_template: str = "auto"  # auto: the tokenizer's, if any; none; .jinja file; or its name

@@ -95,7 +95,7 @@ def find_format(record: Record) -> Format:
     for format in FORMATS:
         if record.data.keys() >= set(format.fields[:2]):
             return format
-    expected = "instruction, output or another format of docs/strategies.md"
+    expected = "instruction, output or another format of docs/data.md"
     raise preference_data.unknown_format(record, expected)
 
 

@@ -423,7 +423,7 @@ def find_format(record: Record) -> Format:
             return Format(name, (*fields, *more), name)
     if any(str(response).startswith(HUMAN) for response in responses):
         return Format("transcript", SIDES, "transcript")
-    raise unknown_format(record, "prompt, chosen, rejected or another format of docs/dpo.md")
+    raise unknown_format(record, "prompt, chosen, rejected or another format of docs/data.md")
 
 
 def unknown_format(record: Record, expected: str) -> UserError:
