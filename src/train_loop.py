@@ -275,7 +275,9 @@ def describe_run(
         lines += model_files.describe_unknown(report["file"], report["unknown_tokens"])
     folder, save_best = Path(config.out_dir), config.save_best
     lines += notes + encoder.notes
-    spec = RunSpec(folder, plan.steps, inputs, reports, lines, config.log_every, save_best=save_best)
+    spec = RunSpec(
+        folder, plan.steps, inputs, reports, lines, config.log_every, save_best=save_best
+    )
     return spec, meta_model
 
 
@@ -332,7 +334,6 @@ def bake(argv: list[str] | None) -> int:
             batch=f"{plan.global_batch} replies = {ranks} ranks x {accumulation} accumulation x "
             f"{config.batch_size}",
             steps=f"{plan.steps}, learning rate {config.learning_rate:.3g}",
-            log_every=config.log_every,
             judge=config.judge or "none",
         )
 

@@ -101,8 +101,8 @@ def doubts(val: dict, report: dict) -> str:
     """
     rows = val.get("count", FEWEST)
     if rows < FEWEST:
-        problem = f"{rows} held-out rows are too few to judge the result (expected {FEWEST})"
-        return f"{problem}; use more data, or --val_data FILE"
+        problem = f"held-out rows: {rows} are too few to judge a result (expected {FEWEST})"
+        return f"{problem}; use more data"
     repeated = report.get("notes", {}).get(REPEATED, 0)
     if 10 * repeated > rows:
         problem = f"{repeated} of {rows} held-out rows have {REPEATED}"
@@ -131,7 +131,9 @@ def results(folder: Path, summary: dict, report: dict) -> list[str]:
     for metric, name in PRINTED.items():
         ends = [part[metric] for part in (first, last) if part.get(metric) is not None]
         if last.get(metric) is not None:
-            bounds = [last[f"{metric}_{end}"] for end in ("low", "high") if f"{metric}_{end}" in last]
+            bounds = [
+                last[f"{metric}_{end}"] for end in ("low", "high") if f"{metric}_{end}" in last
+            ]
             interval = f" [{bounds[0]:.4f}, {bounds[1]:.4f}]" if bounds else ""
             texts.append(f"{name:<11} held out {arrow(ends)}{interval}")
             continue
@@ -185,8 +187,8 @@ def result_lines(folder: Path, run: dict[str, dict]) -> str:
 
 def two_lines(text: str, title: str = "") -> list[str]:
     """Return a text, behind a title, in at most two lines of 80 columns."""
-    indents = title, " " * len(title)
-    return textwrap.wrap(text, 80, *indents, max_lines=2, placeholder=" ...") or [title.rstrip()]
+    shape = textwrap.TextWrapper(80, title, " " * len(title), max_lines=2, placeholder=" ...")
+    return shape.wrap(text) or [title.rstrip()]
 
 
 # --- report and card -----------------------------------------------------------------------------
