@@ -125,13 +125,12 @@ killed and resumed had the same metrics as one that was not, bit for bit. A step
 once and waits for no copy, and a micro-batch does neither. The exceptions are in libraries (up to
 two reads per forward in transformers):
 
-| run | reads per step | waits in micro-batches |
+| runs | reads per step | waits in micro-batches |
 |---|---|---|
 {exceptions}
-The pieces above end on a pretended GPU too, with small models and few steps. QLoRA and vLLM, which
-need packages for a GPU, were left out. The rehearsal cannot show whether the kernels of a GPU agree
-with each other, how they round, whether streams race, or whether NCCL works, and it says nothing
-about speed.
+The pieces above end on a pretended GPU too, with small models. QLoRA and vLLM, which need packages
+for a GPU, were left out. The rehearsal cannot show whether the kernels of a GPU agree with each
+other, how they round, whether streams race, whether NCCL works, or how fast a run is.
 """
 NO_EXCEPTION = {(1, 0), (None, None)}  # reads per step, waits in micro-batches
 LENGTHS = {"long": "512, 256", "hh": "HH-RLHF", "short": "64, 512"}  # of roofline.py
@@ -214,14 +213,16 @@ def rehearsals():
     counts = {"planned": content["planned"], "done": len(rows)}
     counts["good"] = sum(row["exit status"] == 0 and not row["problems"] for row in rows)
     counts["gap"] = max(row["gap"] for row in rows if row["gap"] is not None)
-    exceptions = ""
+    exceptions = {}  # reads per step, waits in micro-batches -> runs
     for name, group in runs.items():
         cells = []
         for key in ("reads per step", "in micro-batches"):
             known = [row[key] for row in group if row[key] is not None]
             cells.append(max(known) if known else None)
-        exceptions += line(name, *cells) if tuple(cells) not in NO_EXCEPTION else ""
-    return REHEARSED.format(**counts, exceptions=exceptions)
+        if tuple(cells) not in NO_EXCEPTION:
+            exceptions.setdefault(tuple(cells), []).append(name)
+    lines = [line("; ".join(names), *cells) for cells, names in exceptions.items()]
+    return REHEARSED.format(**counts, exceptions="".join(lines))
 
 
 def predictions(results):
