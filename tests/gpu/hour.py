@@ -1,6 +1,6 @@
 """Measure on one GPU what was written without one, the most valuable pieces first.
 
-    python tests/gpu/hour.py                        # at most 40 minutes; what is done is kept
+    python tests/gpu/hour.py                        # all: 20 minutes on an H100, at most 40
     python tests/gpu/hour.py --minutes 9            # the first seven pieces; call it again for more
     python tests/gpu/hour.py --only attention demo  # these pieces, even if they are done
     python tests/gpu/hour.py --dry                  # the same list on a CPU, with small models
@@ -16,8 +16,9 @@ the folder as --wheels wheels:
         ruamel.yaml==0.19.1 datasets==5.2.0 dill==0.4.1 multiprocess==0.70.19
 
 Each piece is a function of pieces.py in its own process, so that a piece that hangs or dies costs
-only itself. gpu.json and gpu.md in --out are written after each piece; a second call measures the
-pieces that are missing, then those that failed.
+only itself. A piece is not begun if it probably takes longer than the time that is left. gpu.json
+and gpu.md in --out are written after each piece; a second call measures the pieces that are
+missing, then those that failed.
 """
 
 import argparse
@@ -55,7 +56,7 @@ YAML = ("ruamel.yaml",)
 PIECES = [
     Piece("attention", 60, "Attention over a shared prompt, against each response alone"),
     Piece("speed:long:ours", 70, "LoRA DPO, Qwen3-8B's shape: prompts 512, responses 256"),
-    Piece("speed:long:trl", 120, "The same with TRL in its best setting", TRL, "speed:long:ours"),
+    Piece("speed:long:trl", 120, "`speed:long:ours` in TRL's best setting", TRL, "speed:long:ours"),
     Piece("kernels", 85, "Where ten of the steps with long prompts go"),
     Piece("sharding", 60, "FSDP, ZeRO-3 and QLoRA on one GPU", YAML),
     Piece("memory", 75, "Peak memory of a step, `check_gpu.py --plan` and measured"),
@@ -67,9 +68,17 @@ PIECES = [
     Piece("protein", 20, "DPO of ProteinMPNN", ("gemmi",)),
     Piece("distillation", 30, "Algorithm Distillation, `ad_dr.yaml`", YAML),
     Piece("baking", 30, "Prompt baking of the demo"),
-    Piece("speed:hh:trl", 100, "The same with TRL in its best setting", TRL, "speed:hh:ours"),
-    Piece("speed:long:trl defaults", 140, "The same with TRL's defaults", TRL, "speed:long:ours"),
-    Piece("speed:hh:trl defaults", 120, "The same with TRL's defaults", TRL, "speed:hh:ours"),
+    Piece("speed:hh:trl", 100, "`speed:hh:ours` in TRL's best setting", TRL, "speed:hh:ours"),
+    Piece(
+        "speed:long:trl defaults",
+        140,
+        "`speed:long:ours` with TRL's defaults",
+        TRL,
+        "speed:long:ours",
+    ),
+    Piece(
+        "speed:hh:trl defaults", 120, "`speed:hh:ours` with TRL's defaults", TRL, "speed:hh:ours"
+    ),
 ]
 LONGEST_DRY = 900  # seconds after which a piece is ended on a CPU, which may be slow or busy
 
@@ -79,21 +88,23 @@ INTRO = """# On a GPU
 
 {}.
 
-`python tests/gpu/hour.py` writes this page and `gpu.json` beside it. It needs one NVIDIA GPU with
-80 GB (Ampere or newer), 20 GB of disk space in the folder of temporary files, and a Python with
-torch >= 2.11, transformers and peft. It needs no network. A piece that needs a package that is not
-installed is skipped. These packages are trl, datasets, dill and multiprocess (for the comparison
-with TRL), gemmi (proteins) and ruamel.yaml (YAML files); `python tests/gpu/hour.py --help` shows
-how to bring them as wheels.
-
-The pieces are run in the order of the table, with `--minutes 9` the first seven, by default all,
-which takes 20 minutes on an H100. A piece is not begun if it probably takes longer than the time
-that is left. Running the command again measures the missing pieces, and `--only attention demo`
-measures these pieces again. `--dry` tries the list on a CPU, in a separate folder.
-
-| piece | what | state | seconds |
-|---|---|---|---|
+`python tests/gpu/hour.py` measures the pieces below on one NVIDIA GPU with 80 GB. It writes this
+page and [gpu.json](gpu.json), which has every row and every digit. `--help` lists what the script
+needs and how to measure only some pieces. Running it again measures the pieces that are missing.
 """
+STATES = """
+| piece | what | state |
+|---|---|---|
+"""
+NOTES = {  # below the heading of a piece
+    "attention": """
+The largest differences from separate rows in fp32 on the CPU, over the lengths of rows, head sizes
+and windows of [gpu.json](gpu.json): of the tokens' log-probs (root mean square, in nats), and of
+the LoRA's gradient (relative). In bf16, a shared prompt may differ twice as much as separate rows.
+""",
+    "kernels": "\nThe table has the five kernels that take longest.\n",
+}
+TALL = {"kernels": 5}  # the page has so many rows of these tables
 
 REHEARSED = """
 ## Rehearsed on a CPU
@@ -101,45 +112,48 @@ REHEARSED = """
 `python tests/gpu/pretend/rehearse.py --out docs/gpu_rehearsed.json` runs all scripts on pretended
 GPUs: a CPU build of PyTorch accepts CUDA devices, each operator is checked as a GPU would check it,
 and the CPU computes it. The checks are about devices, dtypes, autocast, reads and copies that make
-the host wait, fused AdamW, and what NCCL does not support. Called again, it does the runs that the
-file lacks, so that rows may come from different commits.
+the host wait, fused AdamW, and what NCCL does not support.
 
-Of the {planned} runs {done} have been done; {good} ended with status 0 and had no problem.
-In fp32, losses and gradient norms differed from those on a CPU by at most {gap:.1e}. A step reads
-from the GPU once and waits for no copy, and a micro-batch does neither. The exceptions are in
-libraries: separate rows, GPT-2 and Gemma 2 (up to two reads per forward, in transformers), sampling
-on policy, FSDP with offloading, gradients that are reduced in bf16, and ZeRO. A run that was killed
-and resumed had the same metrics as one that was not, bit for bit.
+Of the {planned} runs {done} have been done, on one and on two GPUs; {good} ended with status 0 and
+had no problem. [gpu_rehearsed.json](gpu_rehearsed.json) has a row for each; they may come from
+different commits. The runs are DPO (all weights and LoRA; Qwen3, Llama, Mistral, Gemma 2 and 3,
+GPT-2), SFT, baking, proteins, distillation, FSDP (four kinds, offloading, LoRA, DPO) and ZeRO 1, 2
+and 3, in fp32, bf16 and fp16 (proteins in fp32).
 
-The pieces above end on a pretended GPU too, with small models and few steps
-(`python -m pytest -n 0 -m "" tests/gpu/test_hour.py`). QLoRA and vLLM, which need packages for a
-GPU, were left out.
+In fp32, losses and gradient norms differed from those on a CPU by at most {gap:.1e}. A run that was
+killed and resumed had the same metrics as one that was not, bit for bit. A step reads from the GPU
+once and waits for no copy, and a micro-batch does neither. The exceptions are in libraries (up to
+two reads per forward in transformers):
 
-The rehearsal shows that the scripts end and compute the same numbers as on a CPU. It cannot show
-whether the kernels of a GPU agree with each other, how they round, whether streams race, or whether
-NCCL works, and it says nothing about speed. It needs a CPU build of PyTorch: the kernels of a CUDA
-build ask the driver for memory as soon as a tensor is created, so that its tests are skipped with
-such a build. `python tests/mutants.py "cuda_*"` plants 32 faults in copies of the project, each of
-which a rehearsed run must notice.
-
-| run | on one GPU | on two GPUs | largest difference | reads per step | waits in micro-batches |
-|---|---|---|---|---|---|
+| runs | reads per step | waits in micro-batches |
+|---|---|---|
+{exceptions}
+The pieces above end on a pretended GPU too, with small models. QLoRA and vLLM, which need packages
+for a GPU, were left out. The rehearsal cannot show whether the kernels of a GPU agree with each
+other, how they round, whether streams race, whether NCCL works, or how fast a run is.
 """
-LENGTHS = {"long": "512, 256", "hh": "as in HH-RLHF", "short": "64, 512"}  # of roofline.py
+NO_EXCEPTION = {(1, 0), (None, None)}  # reads per step, waits in micro-batches
+LENGTHS = {"long": "512, 256", "hh": "HH-RLHF", "short": "64, 512"}  # of roofline.py
 FORECAST = """
 ## Predicted, not measured
 
 `PYTHONPATH=src:tests/bench python tests/gpu/roofline.py --docs` predicts a step of DPO in bf16 with
-4 pairs at the shape of Qwen3-8B, of a LoRA with r 16 or of all weights. It runs the step of
-`src/main_distributed.py`, and that of TRL, on tensors without contents, and counts their operators.
-Rows with lengths as in HH-RLHF are means of two batches. What was measured on the GPU above is next
-to each prediction. Full fine-tuning of this model does not fit on one GPU of 80 GB.
+4 pairs at the shape of Qwen3-8B, of a LoRA with r 16 or of all weights, which do not fit on one GPU
+of 80 GB. It runs the step of `src/main_distributed.py`, and that of TRL, on tensors without
+contents, and counts their operators. Rows with lengths as in HH-RLHF are means of two batches.
+[gpu_predicted.json](gpu_predicted.json) also has the kernels, the FLOPs and the bytes moved.
 
 {}
 
-| prompt, response tokens | side | kernels | TFLOP | GB moved | host ms | H100 ms | A100 ms | \
-measured ms | peak GiB | measured GiB |
-|---|---|---|---|---|---|---|---|---|---|---|
+The columns are the tokens per prompt and per response. Each cell has the ms per step on an H100 and
+on an A100, and the peak in GiB:
+
+"""
+COMPARED = """
+On the GPU above, these rows have been measured, and the others have not:
+
+| prompt, response tokens | side | predicted ms | measured ms | predicted GiB | measured GiB |
+|---|---|---|---|---|---|
 """
 
 
@@ -147,56 +161,85 @@ def page(results):
     """docs/gpu.md: the state of each piece, then its tables."""
     machines = {describe(entry["machine"]) for entry in results.values() if "machine" in entry}
     text = INTRO.format("; ".join(sorted(machines)) or "**Not measured yet**, no GPU was at hand")
-    waits = {"status": "not measured yet", "reason": "", "seconds": "", "rows": []}
-    for piece in PIECES:
-        entry = results.get(piece.name, waits)
-        cells = piece.name, piece.title, state(entry), entry["seconds"]
-        text += f"| {' | '.join(map(cell, cells))} |\n"
-    for piece in PIECES:
-        rows = results.get(piece.name, waits)["rows"]
-        text += f"\n## {piece.name}\n" if rows else ""
-        for names, group in itertools.groupby(rows, key=tuple):  # the same columns: one table
-            names = [name for name in names if name != "losses"]
-            text += f"\n| {' | '.join(names)} |\n|{'---|' * len(names)}\n"
-            for row in group:
-                text += f"| {' | '.join(cell(row[name]) for name in names)} |\n"
+    tried = [piece for piece in PIECES if piece.name in results]
+    text += STATES if tried else ""
+    for piece in tried:
+        text += line(piece.name, piece.title, state(results[piece.name]))
+    waiting = [f"- `{piece.name}`: {piece.title}\n" for piece in PIECES if piece not in tried]
+    text += f"\nNot measured yet:\n\n{''.join(waiting)}" if waiting else ""
+    for piece in tried:
+        rows = results[piece.name]["rows"]
+        text += f"\n## {piece.name}\n{NOTES.get(piece.name, '')}" if rows else ""
+        rows = largest(rows, ("in", "prompt")) if piece.name == "attention" else rows
+        for _, group in itertools.groupby(rows, key=tuple):  # the same columns: one table
+            text += table([*group][: TALL.get(piece.name)])
     return text + predictions(results) + rehearsals()
 
 
+def table(rows):
+    """Return rows with the same columns in Markdown, or one row as a line.
+
+    The column `ok` is shown only if a row is not.
+    """
+    hidden = {"losses"} | ({"ok"} if all(row.get("ok") for row in rows) else set())
+    titles = {name: name.replace(" a ", " per ") for name in rows[0] if name not in hidden}
+    if len(rows) == 1:
+        items = [f"{title}: {cell(rows[0][name])}" for name, title in titles.items()]
+        return f"\n{'; '.join(items)}\n"
+    text = f"\n{line(*titles.values())}|{'---|' * len(titles)}\n"
+    return text + "".join(line(*(row[name] for name in titles)) for row in rows)
+
+
+def largest(rows, by):
+    """Return a row for each value of the columns `by`: the largest of the numbers, whether ok."""
+    groups = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in by), []).append(row)
+    found = []
+    for values, group in groups.items():
+        row = dict(zip(by, values, strict=True)) | {"rows": len(group)}
+        row |= {name: max(one[name] for one in group) for name in ("nats", "gradient")}
+        found.append(row | {"ok": all(one["ok"] for one in group)})
+    return found
+
+
 def rehearsals():
-    """The table of rehearse.py: a line for each run, with the precisions that it was done in."""
+    """The runs of rehearse.py: how many were done, and a table of those that wait more often."""
     content = json.loads(REHEARSALS.read_text())
     rows = [dict(zip(content["columns"], row, strict=True)) for row in content["rows"]]
     runs = {}
     for row in rows:
         runs.setdefault(row["run"], []).append(row)
-    gap = max(row["gap"] for row in rows if row["gap"] is not None)
-    good = sum(row["exit status"] == 0 and not row["problems"] for row in rows)
-    text = REHEARSED.format(planned=content["planned"], done=len(rows), good=good, gap=gap)
+    counts = {"planned": content["planned"], "done": len(rows)}
+    counts["good"] = sum(row["exit status"] == 0 and not row["problems"] for row in rows)
+    counts["gap"] = max(row["gap"] for row in rows if row["gap"] is not None)
+    exceptions = {}  # reads per step, waits in micro-batches -> runs
     for name, group in runs.items():
-        done = [[row["precision"] for row in group if row["ranks"] == ranks] for ranks in (1, 2)]
-        cells = [name, *map(", ".join, done)]
-        for key in ("gap", "reads per step", "in micro-batches"):
+        cells = []
+        for key in ("reads per step", "in micro-batches"):
             known = [row[key] for row in group if row[key] is not None]
-            cells.append(max(known) if known else "")
-        text += f"| {' | '.join(map(cell, cells))} |\n"
-    return text
+            cells.append(max(known) if known else None)
+        if tuple(cells) not in NO_EXCEPTION:
+            exceptions.setdefault(tuple(cells), []).append(name)
+    lines = [line("; ".join(names), *cells) for cells, names in exceptions.items()]
+    return REHEARSED.format(**counts, exceptions="".join(lines))
 
 
 def predictions(results):
-    """The table of roofline.py, with what was measured next to each prediction."""
+    """The table of roofline.py, and what was measured next to its prediction."""
     content = json.loads(PREDICTED.read_text())
-    text = FORECAST.format(content["model"])
+    sides, compared = {}, ""
     for row in content["rows"]:
-        entry = results.get(f"speed:{row['case']}:{row['side']}", {})
-        measured = entry["rows"][0] if entry.get("rows") else {}
-        step = 1000 * measured["s a step"] if measured else "not measured yet"
-        cells = [LENGTHS[row["case"]], row["what"], round(row["launches"])]
-        cells += [row[name] for name in ("TFLOP", "GB moved", "host ms")]
-        cells += [round(row["H100 ms"]), round(row["A100 ms"]), step]
-        cells += [row["peak GiB"], measured.get("peak GiB", "not measured yet")]
-        text += f"| {' | '.join(map(cell, cells))} |\n"
-    return text
+        step, peak = round(row["H100 ms"]), row["peak GiB"]
+        cells = sides.setdefault(row["what"], dict.fromkeys(LENGTHS, ""))
+        cells[row["case"]] = f"{step}, {round(row['A100 ms'])}, {cell(peak)}"
+        for measured in results.get(f"speed:{row['case']}:{row['side']}", {}).get("rows", [])[:1]:
+            names = LENGTHS[row["case"]], row["what"]
+            compared += line(*names, step, 1000 * measured["s a step"], peak, measured["peak GiB"])
+    text = FORECAST.format(content["model"]) + line("side", *LENGTHS.values())
+    text += f"|{'---|' * (1 + len(LENGTHS))}\n"
+    text += "".join(line(what, *cells.values()) for what, cells in sides.items())
+    return text + (COMPARED + compared if compared else "")
 
 
 def describe(machine):
@@ -207,6 +250,11 @@ def describe(machine):
 
 def state(entry):
     return f"{entry['status']}: {entry['reason']}" if entry["reason"] else entry["status"]
+
+
+def line(*values):
+    """Return a row of a table."""
+    return f"| {' | '.join(map(cell, values))} |\n"
 
 
 def cell(value):

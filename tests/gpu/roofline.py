@@ -9,6 +9,13 @@ LoRA DPO, r 16, bf16, at the shape of Qwen3-8B. Ours is main_distributed.train_s
 DPOTrainer._compute_loss of TRL 1.16. Both run on torch's fake tensors, which have a shape and a
 device but no contents; pretend/ makes a CPU build of torch accept CUDA as their device. TRL's
 padding-free mode is not there, since TRL 1.16 disables it for DPO.
+
+An operator is one kernel, except for views, which are none, and for the backward of attention,
+which is three. Attention computes the visible pairs of positions only; with a mask, as for TRL's
+padded rows of different lengths, it computes all pairs. TRL's fused head reads each tile of logits
+once in the forward pass, and reads and writes it once in the backward pass. Fused kernels (of Liger
+or of the Hub: RMSNorm, SwiGLU, rotary embedding) read and write each tensor once. The peak of
+memory is that of all tensors that exist at the same time.
 """
 
 import argparse
@@ -50,19 +57,13 @@ if HAS_TRL:
     from trl.kernels import chunked_logprob
     from trl.trainer import dpo_trainer, utils
 
-MODEL = """An operator is one kernel, except for views, which are none, and for the backward of
-attention, which is three. A kernel takes the longest of three times: its FLOPs at 70 % of the
-peak of its dtype, the bytes that it reads and writes at 85 % of the bandwidth of the memory, and
-2 us. The host launches a kernel in 50 us, as measured for our step on rows with lengths as in
-HH-RLHF, which keep the device busy for a fifth of it. A step takes as long as the device or the
-host, whichever is slower. Attention computes the visible pairs of positions only; with a mask,
-as for TRL's padded rows of different lengths, it computes all pairs. TRL's fused head reads each
-tile of logits once in the forward pass, and reads and writes it once in the backward pass. Fused
-kernels (of Liger or of the Hub: RMSNorm, SwiGLU, rotary embedding) read and write each tensor
-once. The peak of memory is that of all tensors that exist at the same time, without the CUDA
-context and the allocator's fragments. TRL's best setting has no gradient checkpointing and
-computes the reference beforehand; its padding-free mode is not in the table, since TRL 1.16
-disables it for DPO."""
+MODEL = """A kernel takes the longest of three times: its FLOPs at 70 % of the peak of its dtype,
+the bytes that it reads and writes at 85 % of the bandwidth of the memory, and 2 us. The host
+launches a kernel in 50 us, as measured for our step on rows with lengths as in HH-RLHF, which
+keep the device busy for a fifth of it. A step takes as long as the device or the host, whichever
+is slower. The peak of memory is without the CUDA context and the allocator's fragments. TRL's
+best setting has no gradient checkpointing and computes the reference beforehand. Fused kernels
+are those of Liger or of the Hub for RMSNorm, SwiGLU and rotary embedding."""
 MATRIX, MEMORY, LAUNCH, HOST = 0.7, 0.85, 2e-6, 50e-6  # as MODEL says
 
 aten = torch.ops.aten

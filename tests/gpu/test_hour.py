@@ -270,13 +270,25 @@ def test_a_rehearsal_never_touches_the_page(monkeypatch, capsys):
 
 
 def test_what_was_measured_is_next_to_its_prediction():
+    """Rows that were not measured take no cell."""
     machine = {"device": "H100", "driver": "1", "versions": {}, "commit": "1", "date": "1"}
     entry = {"status": "ok", "reason": "", "seconds": 1, "machine": machine}
     entry["rows"] = [{"s a step": 0.25, "peak GiB": 31.5}]
-    lines = hour.page({"speed:long:ours": entry}).splitlines()
-    ours, trl = (next(x for x in lines if f"| 512, 256 | {who}" in x) for who in ("ours", "TRL"))
-    assert "| 250 | " in ours and ours.endswith("| 31.5 |")
-    assert trl.count("not measured yet") == 2
+    page = hour.page({"speed:long:ours": entry})
+    (ours,) = (x for x in page.splitlines() if x.startswith("| 512, 256 | "))
+    assert ours.startswith("| 512, 256 | ours | 275 | 250 | ") and ours.endswith(" | 31.5 |")
+    assert "\n- `speed:long:trl`: " in page and "\n- `speed:long:ours`: " not in page
+    assert page.lower().count("not measured yet") == 1
+    bare = hour.page({})
+    assert "| piece |" not in bare and "measured ms" not in bare
+
+
+def test_a_row_out_of_bounds_is_visible_among_the_largest_differences():
+    row = {"in": "float32", "prompt": "shared", "nats": 1e-7, "gradient": 3e-7, "ok": True}
+    rows = [row, row | {"nats": 0.5, "ok": False}, row | {"prompt": "separate"}]
+    page = hour.page({"attention": OK | {"rows": rows}})
+    assert "| float32 | shared | 2 | 0.5 | 3e-07 | False |" in page
+    assert "| float32 | separate | 1 | 1e-07 | 3e-07 | True |" in page
 
 
 # --- on a pretended GPU ---------------------------------------------------------------------------
