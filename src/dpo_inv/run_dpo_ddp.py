@@ -169,7 +169,8 @@ def validate(
     means = averages.reduce()
     after = distributed.gather_by_index(len(rows), micro_batches, scores, world)  # [N, 2]
     if not step:  # all pairs are ties
-        means = {name: means[name] for name in means if not name.startswith("rewards/accuracies")}
+        for end in ("", "_low", "_high"):
+            del means[f"rewards/accuracies{end}"]
     # the exponential of more than 709 is not a float
     means["perplexity"] = math.exp(means["nll"]) if means["nll"] < 700 else math.inf
     return means | evaluate.compare(rows, ref_logps.cpu().numpy(), after.cpu().numpy())

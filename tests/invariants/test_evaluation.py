@@ -1,6 +1,7 @@
 """Exact evaluation: every row once, whatever the number of ranks and the batch size."""
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ import runs
 import train
 from config import Config
 from ddp_utils import distributed, terminal
+from ddp_utils.metrics import Averages
 from ddp_utils.policy import Policy
 from lm import logps, model_files
 from lm.chat_template import Encoder
@@ -86,6 +88,35 @@ def test_complaint_03_seven_rows_are_seven_rows_on_any_number_of_ranks(world_siz
                 # fp32: 0.2e-6 with AVX-512, 1.4e-6 with SSE and AVX2; a pair counted twice: 1e-2
                 assert found[name] == pytest.approx(expected[name], rel=1e-5), name
             assert found["rewards/margins_low"] < found["rewards/margins"]
+
+
+def intervals():
+    """Averages of two rows on each of two ranks, or of four rows on one."""
+    world = distributed.init_process_group(distributed.whoami())
+    averages = Averages(world, ["loss", "rewards/accuracies"])
+    row = world.rank if world.world_size == 2 else slice(None)
+    loss, right = torch.tensor([[1.0, 2.0], [4.0, 9.0]])[row], torch.tensor([[1, 1], [1, 0]])[row]
+    values = {"loss": loss.flatten(), "rewards/accuracies": right.flatten().double()}
+    averages.add(values, torch.ones_like(loss.flatten()))
+    return averages.reduce()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_interval_is_that_of_all_rows(world_size):
+    """Losses 1, 2, 4, 9: mean 4, standard deviation sqrt(38 / 3); Wilson's of 3 in 4 by hand."""
+    half = 1.96 * math.sqrt(38 / 3) / 2
+    z, p = 1.96**2 / 4, 0.75
+    spread = 1.96 * math.sqrt(p * (1 - p) / 4 + z / 16) / (1 + z)
+    for found in ranks(world_size, intervals):
+        ends = found["loss_low"], found["loss_high"]
+        assert ends == pytest.approx((4 - half, 4 + half), rel=1e-12)
+        ends = found["rewards/accuracies_low"], found["rewards/accuracies_high"]
+        assert ends == pytest.approx(
+            ((p + z / 2) / (1 + z) - spread, (p + z / 2) / (1 + z) + spread)
+        )
+        assert {*found} == {"count", "loss", "rewards/accuracies"} | {
+            f"{name}_{end}" for name in ("loss", "rewards/accuracies") for end in ("low", "high")
+        }
 
 
 @pytest.mark.parametrize("script", [main_distributed, train])

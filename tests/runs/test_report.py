@@ -17,7 +17,7 @@ import runs
 from conftest import ROOT
 from ddp_utils import Stop, cli, distributed, losses, metrics
 from ddp_utils.tools import report
-from lm import models, sampling
+from lm import models, preference_data, sampling
 from reports import HOSTILE, a_run, page_of, put
 
 
@@ -234,7 +234,8 @@ def test_the_result_is_said_in_lines(tmp_path):
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     results = [
         "loss        held out 0.7500 -> 0.6250",
-        "win rate    0.75 [0.30, 0.95], test: 3 better, 1 worse, 6 equal",
+        "replies     test: 3 better, 1 worse, 6 equal",
+        "win rate    0.75 [0.30, 0.95] of the 4 that differ",
     ]
     assert "\n".join(results) in Reader(page_of(folder)).words
     assert report.result_lines(folder, report.read_run(folder)).splitlines() == [
@@ -242,7 +243,8 @@ def test_the_result_is_said_in_lines(tmp_path):
         *results,
         "p",
         "   reference  a b",
-        "  fine-tuned  ...",
+        "  fine-tuned  " + "x" * 66,
+        "              " + "x" * 33,
         f"report      {folder}/report.html",
         f"model       {folder}/model",
         f"talk to it  python -m lm.chat {folder}",
@@ -293,8 +295,70 @@ def test_the_accuracy_of_a_single_step_is_not_shown(tmp_path):
     (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     val = {"val": {"rewards/accuracies": 0.8}}
     loss = "loss        training 0.7000, single steps"
-    assert report.results(folder, val) == [loss, "accuracy    held out 0.8000"]
-    assert report.results(folder, {}) == [loss]
+    assert report.results(folder, val, {}) == [loss, "accuracy    held out 0.8000"]
+    assert report.results(folder, {}, {}) == [loss]
+
+
+REPEATED = "{} of 40 held-out rows have prompts also in train_data: their numbers say nothing"
+DOUBTS = [  # held-out rows, those whose prompt is also in the training data -> the warning's begin
+    (1, 0, "held-out rows: 1 are too few to judge a result (expected 20)"),
+    (19, 0, "held-out rows: 19 are too few"),
+    (20, 0, ""),
+    (20, 2, ""),
+    (40, 5, REPEATED.format(5)),
+    (40, 40, REPEATED.format(40)),
+]
+
+
+@pytest.mark.parametrize(("count", "repeated", "warning"), DOUBTS)
+def test_held_out_numbers_that_can_tell_nothing_are_no_result(tmp_path, count, repeated, warning):
+    """They are replaced by a warning, and by numbers of the training."""
+    folder = put(tmp_path / "run")
+    lines = [{"split": "train", "step": step, "loss": 1.0 / step} for step in (1, 2)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    val = {"count": count, "loss": 0.25, "loss_low": 0.125, "loss_high": 0.375}
+    rows = {"val": {"notes": {"prompts also in train_data": repeated}}}
+    found = report.results(folder, {"before": {"loss": 0.75}, "val": val}, rows)
+    if warning:
+        assert found[0].startswith(f"warning: {warning}")
+        assert found[1:] == ["loss        training 1.0000 -> 0.5000, single steps"]
+    else:
+        assert found == ["loss        held out 0.7500 -> 0.2500 [0.1250, 0.3750]"]
+
+
+def test_the_name_of_the_note_is_that_of_the_data_report():
+    assert report.REPEATED == preference_data.REPEATED_PROMPTS
+
+
+LONG = "Photosynthesis is a vital biological process that occurs in plants. "
+EXAMPLES = [  # replies before and after -> the lines that are printed
+    (("Yes.", "Yes."), ["        both  Yes."]),
+    (("Yes.", "No."), ["   reference  Yes.", "  fine-tuned  No."]),
+    (
+        (f"{LONG}It needs light.", f"{LONG}It is pink."),
+        [
+            "   reference  ... process that occurs in plants. It needs light.",
+            "  fine-tuned  ... process that occurs in plants. It is pink.",
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("replies", "lines"), EXAMPLES)
+def test_replies_begin_where_they_differ(tmp_path, replies, lines):
+    row = dict(zip(("prompt", "reference", "fine-tuned"), ("Why?", *replies), strict=True))
+    folder = put(tmp_path / "run", summary={"status": "finished"}, examples={"val": [row]})
+    shown = report.result_lines(folder, report.read_run(folder)).splitlines()
+    assert shown[1:-1] == ["Why?", *lines]
+
+
+def test_a_reply_has_two_lines_of_80_columns_at_most(tmp_path):
+    words = "word " * 100
+    row = {"prompt": words, "reference": f"a {words}", "fine-tuned": f"b {words}"}
+    folder = put(tmp_path / "run", summary={"status": "finished"}, examples={"val": [row]})
+    shown = report.result_lines(folder, report.read_run(folder)).splitlines()[1:-1]
+    assert len(shown) == 6 and max(map(len, shown)) <= 80
+    assert [line.endswith("word ...") for line in shown] == [False, True] * 3
 
 
 def test_the_model_card_describes_the_training(tmp_path):

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import random
+import re
 
 import pytest
 import torch
@@ -92,6 +93,9 @@ def test_a_newcomer_watches_the_demo_learn(tmp_path):
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "results/dpo"
     assert done.stdout.rstrip().endswith("python -m lm.chat results/dpo")
+    steps = re.findall(r"(?m)^step +(\d+) ", done.stdout)
+    assert steps[:3] == ["1", "4", "8"] and steps[-1] == "100" and len(steps) == 26
+    assert (folder / "metrics.jsonl").read_text().count('"split": "train"') == 100
     prompts = some_prompts(REPLIES)
     after = rates(str(folder / "model"), prompts)
     check_learned(rates("data/demo/model", prompts), after, summary(folder)["test"])

@@ -24,16 +24,17 @@ def widest(output):
 def check_summary(text):
     for line in (
         r"finished after 6 steps in \d+ s",
-        r"loss +held out \d\.\d{4} -> \d\.\d{4}",
-        r"accuracy +held out \d\.\d{4}",
-        r"win rate +[01]\.\d\d \[0\.\d\d, [01]\.\d\d\], test: \d better, \d worse, \d equal",
-        r" +reference  \S.*\n +fine-tuned  \S.*",
+        r"loss +held out \d\.\d{4} -> \d\.\d{4} \[\d\.\d{4}, \d\.\d{4}\]",
+        r"accuracy +held out \d\.\d{4} \[\d\.\d{4}, \d\.\d{4}\]",
+        r"replies +test: \d better, \d worse, \d equal",
+        r"win rate +[01]\.\d\d \[0\.\d\d, [01]\.\d\d\] of the \d that differ",
+        r" +reference  \S.*\n +fine-tuned  \S.*|  +both  \S.*",
         r"report +run/report.html",
         r"model +run/model",
         r"talk to it +python -m lm.chat run",
     ):
         assert re.search(rf"^{line}$", text, re.M), (line, text)
-    assert len(re.findall(r"^ +fine-tuned  ", text, re.M)) == 3
+    assert len(re.findall(r"^ +(fine-tuned|both)  ", text, re.M)) == 3
 
 
 @pytest.mark.parametrize("columns", [80, 100])

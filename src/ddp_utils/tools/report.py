@@ -131,10 +131,8 @@ def results(folder: Path, summary: dict, report: dict) -> list[str]:
     for metric, name in PRINTED.items():
         ends = [part[metric] for part in (first, last) if part.get(metric) is not None]
         if last.get(metric) is not None:
-            bounds = [
-                last[f"{metric}_{end}"] for end in ("low", "high") if f"{metric}_{end}" in last
-            ]
-            interval = f" [{bounds[0]:.4f}, {bounds[1]:.4f}]" if bounds else ""
+            low, high = last.get(f"{metric}_low"), last.get(f"{metric}_high")
+            interval = f" [{low:.4f}, {high:.4f}]" if low is not None else ""
             texts.append(f"{name:<11} held out {arrow(ends)}{interval}")
             continue
         values = [line[metric] for line in train if line.get(metric) is not None]
@@ -147,10 +145,10 @@ def results(folder: Path, summary: dict, report: dict) -> list[str]:
             texts.append(f"{name:<11} training {arrow(ends)}, {kind}")
     for split, part in parts.items():
         if part.get("win_rate") is not None and "ties" in part:
-            bounds = f"[{part['win_rate_low']:.2f}, {part['win_rate_high']:.2f}]"
+            spread = f"[{part['win_rate_low']:.2f}, {part['win_rate_high']:.2f}]"
             wins, lost, ties = (part[name] for name in ("wins", "losses", "ties"))
             texts.append(f"{'replies':<11} {split}: {wins} better, {lost} worse, {ties} equal")
-            rate = f"{part['win_rate']:.2f} {bounds} of the {wins + lost} that differ"
+            rate = f"{part['win_rate']:.2f} {spread} of the {wins + lost} that differ"
             texts.append(f"{'win rate':<11} {rate}")
     return texts + summary.get("warnings", [])
 
