@@ -12,6 +12,7 @@ are in templates/, with places such as @num_nodes@; @project.sh.in@ includes tha
 status: 0 written, 2 wrong input, 4 could not write.
 """
 
+import importlib.util
 import json
 import os
 import re
@@ -30,6 +31,7 @@ from ddp_utils import UserError, cli, data, distributed
 
 HEADER = b"# Written by scripts/distributed_setup.py"  # other scripts are not overwritten
 # What a directive may contain: sbatch and qsub split it at blanks and line breaks, even in quotes.
+AURORA = "aurora"  # name of the system in PBS
 PLAIN = re.compile(r"(?!-)[A-Za-z0-9_.,:/=%@+-]{1,200}")
 
 # --- the flags of each command -------------------------------------------------------------------
@@ -101,6 +103,7 @@ class Slurm(Run):
     job_name: str = "llm_finetune"  # name in the queue
     cpus_per_task: int = 8  # cores per process
     mem_per_gpu: str = "32G"  # host memory per process
+    lead: int = 0  # seconds before time_limit when the run saves; 0: 300, or half of a short limit
     # its environment
     modules: str = "cuda/12.2 anaconda3"  # for `module load`; empty: none
     conda_env: str = "llm_finetuning"  # to activate; empty: the active environment
@@ -116,7 +119,7 @@ class Pbs(Slurm):
     modules: str = "frameworks"  # for `module load`; empty: none
     conda_env: str = ""  # to activate; empty: the active environment
     # only PBS
-    system: str = "aurora"  # complete nodes of this system; empty: request cores, GPUs and memory
+    system: str = AURORA  # complete nodes of this system; empty: request cores, GPUs and memory
     filesystems: str = "home:flare"  # required by the job; empty: not requested
 
 
@@ -140,6 +143,7 @@ def deepspeed(options: DeepSpeed) -> str:
     Stage 3 allocates its bucket at once: 2 GB with the guide's size, whatever the model's.
     """
     stage = options.zero_stage
+    note_missing_deepspeed()
     require(stage in range(4), f"--zero_stage: {stage} is out of range (expected 0, 1, 2 or 3)")
     require(not (options.bf16 and options.fp16), "--fp16: use only one of --bf16 and --fp16")
     require(stage == 3 or not options.offload_param, "--offload_param: needs --zero_stage 3")
@@ -195,7 +199,15 @@ def slurm(options: Slurm) -> str:
 def pbs(options: Pbs) -> str:
     """Return the job script for qsub."""
     check_plain(options, "system", "filesystems")
-    places = job(options, "oneccl" if options.system == "aurora" else "nccl")
+    if options.system != AURORA:  # with its queue, the job would never start
+        for name in ("partition", "filesystems"):
+            is_own = getattr(options, name) != getattr(Pbs, name)
+            place = f"--{name}: {getattr(Pbs, name)} is Aurora's"
+            require(is_own, f"{place}; with --system {options.system!r}, use your own, or ''")
+        is_own = options.system or options.num_gpus_per_node != Pbs.num_gpus_per_node
+        fix = "set the number of GPUs of a node"
+        require(is_own, f"--num_gpus_per_node: 12 is Aurora's; with --system '', {fix}")
+    places = job(options, "oneccl" if options.system == AURORA else "nccl")
     minutes = (seconds(options.time_limit) - int(places["lead"])) / 60
     command = f"{command_of(options)} --stop_after_minutes={minutes:g}"
     gpus = options.num_gpus_per_node
@@ -215,7 +227,10 @@ def job(options: Slurm, library: str) -> dict[str, str]:
     check_plain(options, "partition", "account", "job_name", "conda_env", "modules")
     is_size = re.fullmatch("[1-9][0-9]{0,6}[KMGT]", options.mem_per_gpu)
     require(is_size, f"--mem_per_gpu: {options.mem_per_gpu!r:.40} is not a size (expected 32G)")
-    lead = min(300, seconds(options.time_limit) // 2)  # the job stops so long before its end
+    limit = seconds(options.time_limit)
+    in_limit = f">= 0 and below the time limit, {limit}", lambda x: 0 <= x < limit
+    cli.check_ranges(options, lead=in_limit)
+    lead = options.lead or min(300, limit // 2)  # the job stops so long before its end
     return {"library": template(f"{library}.sh.in").rstrip(), "lead": str(lead)}
 
 
@@ -248,6 +263,7 @@ def command_of(options: Run) -> str:
     if options.script == "src/train.py":
         flags = [f"--config={options.config}"]
         if options.use_deepspeed:
+            note_missing_deepspeed()
             in_file, _ = cli.read_file(train_config.SECTIONS, options.config)
             named = in_file.get("deepspeed_config") or "config/ds_config.json"
             flags.append(f"--deepspeed={named}")
@@ -261,6 +277,13 @@ def command_of(options: Run) -> str:
     check_flags(options.script, file, flags)
     program = f'"$project/{options.script}"' if "/" in options.script else f"-m {options.script}"
     return f"{program} {shlex.join(flags)}".rstrip()
+
+
+def note_missing_deepspeed() -> None:
+    """Print a warning if DeepSpeed is not installed here; another machine may have it."""
+    if importlib.util.find_spec("deepspeed") is None:
+        fix = "pip install -r requirements-deepspeed.txt"
+        print(f"warning: DeepSpeed is not installed here; where the run starts: {fix}")
 
 
 def check_flags(script: str, file: Path, flags: list[str]) -> None:

@@ -195,7 +195,8 @@ _store: dist.Store | None = None  # through which the ranks found each other
 def init_process_group(world: World, backend: str = "auto", timeout_minutes: float = 30.0) -> World:
     """Choose the device and connect to the other processes: the first thing that a script does.
 
-    Raises UserError within two minutes if they cannot be reached, or if the port is in use.
+    Raises UserError if they cannot be reached within DDP_JOIN_SECONDS (50 s, on several nodes
+    600 s), or if the port is in use.
     """
     global _store
     warnings.clear()

@@ -5,7 +5,7 @@ tests/runs/test_clusters.py runs them. Here hostile values meet stand-ins for sr
 like, which record their arguments and environment.
 """
 
-import importlib
+import importlib.util
 import json
 import os
 import shlex
@@ -285,6 +285,11 @@ ERRORS = {
     "slurm --config nowhere.yaml": "nowhere.yaml: no such file",
     "slurm --mem_per_gpu 32GB": "--mem_per_gpu: '32GB' is not a size (expected 32G)",
     "slurm --partition 'a b'": "--partition: 'a b' must consist of letters, digits and ",
+    "pbs --system ''": "--partition: capacity is Aurora's; with --system '', use your own, or ''",
+    "pbs --system polaris --partition prod": "--filesystems: home:flare is Aurora's; with --system",
+    "pbs --system '' --partition a --filesystems ''": "--num_gpus_per_node: 12 is Aurora's; with",
+    "slurm --time_limit 00:10:00 --lead 600": "--lead: 600 is out of range (expected >= 0 and ",
+    "slurm --lead -1": "--lead: -1 is out of range (expected >= 0 and below the time limit, 17",
     "pbs --filesystems 'a b'": "--filesystems: 'a b' must consist of letters, digits and ",
     "fsdp --output config.yaml": "--output: config.yaml was not written by this program",
     "fsdp --output config": "--output: config: Is a directory; use another name",
@@ -294,6 +299,37 @@ ERRORS = {
 def test_an_error_is_one_line_and_nothing_is_written():
     for line, message in ERRORS.items():
         assert error_of(line).startswith(message), line
+
+
+def test_the_lead_is_that_of_the_flag_or_half_of_a_short_limit():
+    """In the signal of Slurm, and in the minutes after which a run under PBS saves."""
+    for flags, lead in (("", 300), ("--lead 900", 900), ("--time_limit 00:08:00", 240)):
+        make(f"slurm --output job {flags}")
+        assert f"#SBATCH --signal=USR1@{lead}\n" in Path("job").read_text()
+    for flags, minutes in (("", 2875), ("--lead 900", 2865), ("--time_limit 00:08:00", 4)):
+        make(f"pbs --output job {flags}")
+        assert f"--stop_after_minutes={minutes}" in Path("job").read_text()
+
+
+def test_another_system_than_aurora_may_have_its_nodes():
+    make("pbs --output job --system sunspot --partition workq --filesystems ''")
+    text = Path("job").read_text()
+    assert "#PBS -l select=4:system=sunspot,place=scatter\n#PBS -l walltime" in text
+    assert "#PBS -q workq\n" in text and "-ppn 12 " in text
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_it_says_if_deepspeed_is_missing(is_installed, monkeypatch, capsys):
+    found = object() if is_installed else None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: found)
+    line = "warning: DeepSpeed is not installed here; where the run starts: pip install -r "
+    for command in ("deepspeed", "launcher --use_deepspeed", "slurm --use_deepspeed"):
+        make(f"{command} --output j --force")
+        out = capsys.readouterr().out
+        assert out.startswith(line) == (not is_installed)
+        assert "wrote j" in out
+    make("launcher --output j --force")
+    assert "DeepSpeed" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["slurm", "pbs", "launcher"])
