@@ -3,6 +3,8 @@
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export DDP_PROJECT="$root" # whose code `python -m` must run, whatever the current folder is
+DDP_COMMAND=$(printf '%q ' "$0" "$@") # for the report: how to run it again
+export DDP_COMMAND=${DDP_COMMAND% }
 # a daemon may have closed the standard streams
 for fd in 0 1 2; do [ -e "/dev/fd/$fd" ] || eval "exec $fd<>/dev/null"; done
 if [ -n "${PBS_O_WORKDIR:-}" ]; then

@@ -4,6 +4,7 @@ To resume an unfinished run, run the same command again. Rank 0 alone writes and
 each rank writes its own part of a sharded checkpoint.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -75,7 +76,7 @@ def environment(config: Any, world: World) -> dict[str, Any]:
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     versions = {name: metadata.version(name) for name in ("transformers", "peft")}
     return {
-        "command": shlex.join(sys.orig_argv),
+        "command": typed_command(),
         "directory": os.getcwd(),
         "launcher": world.launcher,
         "run_id": os.environ.get("TORCHELASTIC_RUN_ID"),  # of the launcher and its restarts
@@ -93,6 +94,20 @@ def environment(config: Any, world: World) -> dict[str, Any]:
         "start": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "defaults": {k: v for k, v in defaults.items() if getattr(config, k) != v},
     }
+
+
+def typed_command() -> str:
+    """Return the command that the user has typed, with its launcher where that is known."""
+    command = os.environ.get("DDP_COMMAND")  # of a run_*.sh
+    if command:
+        return command
+    words: list[str] = []
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_text().strip("\0").split("\0")
+    for number, word in enumerate(words):
+        if Path(word).name in ("torchrun", "accelerate"):
+            return shlex.join([Path(word).name, *words[number + 1 :]])
+    return shlex.join(sys.orig_argv)
 
 
 def code_digests() -> dict[str, str]:

@@ -1,7 +1,9 @@
 """One script under every launcher: started for real, the same test loss, the right world size."""
 
+import html
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys

@@ -250,8 +250,11 @@ def content_of(folder: Path, run: dict[str, dict]) -> dict[str, Any]:
         pictures[file.stem] = base64.b64encode(file.read_bytes()).decode()
     others = {name: value for name, value in config.items() if name not in defaults}
     changed = {"value": {name: config.get(name) for name in defaults}, "default": defaults}
+    about = [config.get(name) for name in ("model_name", "base_model_name", "method", "train_data")]
+    about += [str(environment.get("start", ""))[:10], environment.get("host")]
     return {
         "name": folder.absolute().name,
+        "about": [portable(str(text)) for text in about if text],
         "base": portable(config.get("model_name") or config.get("base_model_name") or "") or None,
         "facts": facts,
         "results": results(folder, summary, run["data_report"]),
