@@ -3,7 +3,6 @@
 import html
 import json
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -92,6 +91,16 @@ def test_help_of_the_shell_script_is_its_own_and_that_of_its_programs(words, scr
     usages = [line for line in done.stdout.splitlines() if line.startswith("usage: ")]
     assert usages == [f"usage: {script} [settings]" for script in scripts]
     assert "  --learning_rate " in done.stdout
+
+
+def test_the_report_names_the_command_that_was_typed(tmp_path):
+    flags = ["2", *STEPS, "--report_to", "none", "--result_dir", "it's mine"]
+    done = shell(*flags, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    command = json.loads((tmp_path / "it's mine/environment.json").read_text())["command"]
+    assert shlex.split(command) == [str(ROOT / "run_distributed.sh"), *flags]
+    page = html.unescape((tmp_path / "it's mine/report.html").read_text())
+    assert "run_distributed.sh 2 --max_steps 3 " in page
 
 
 def test_help_of_the_launcher():
