@@ -3,6 +3,7 @@
 import html
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
