@@ -365,7 +365,7 @@ def test_the_report_counts_by_row_what_a_hand_count_finds(tmp_path):
     assert report["dropped"] == {"identical": 1, "malformed": 2}
     assert report["notes"] == {"merged at the seam": 1, "truncated": 1}
     line = preference_data.describe("train", report)
-    assert line.startswith("train: 7 rows of prompt, 4 used; tokens ")
+    assert line.startswith("train: 7 rows in the format prompt, 4 used; tokens ")
     # with <s> and the end, before truncation: 13 and 2, 2 and 4, 2 and 4, 2 and 31
     assert report["mean_tokens"] == {"prompt": 2, "chosen": 4.8, "rejected": 10.2}
     assert "; chosen longer in 25.0 %; " in line

@@ -149,7 +149,9 @@ def test_check_of_the_shell_script_prints_each_line_once(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     first, warning, last = done.stdout.splitlines()
     assert warning.startswith("warning: 0 validation rows; ")
-    assert first.startswith("train: 8 rows of prompt, 8 used, split into 7 train, 0 val, 1 test;")
+    assert first.startswith(
+        "train: 8 rows in the format prompt, 8 used, split into 7 train, 0 val, 1 test;"
+    )
     assert last == f"run folder: {tmp_path / 'run'}" and not (tmp_path / "run").exists()
 
 
