@@ -96,8 +96,9 @@ def test_an_error_in_another_process_is_that_of_the_first_bad_row(three_processe
 
 
 PROGRAM = """
-import sys, time
+import signal, sys, time
 from lm import all_cores
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 all_cores.ALONE, all_cores.BLOCK, all_cores.cpus = 0, 1, lambda: 2
 print("started", flush=True)
 list(all_cores.map_on_all_cores(lambda _: time.sleep(1000), range(9)))
