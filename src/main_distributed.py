@@ -47,12 +47,12 @@ if TYPE_CHECKING:
     from lm.judge import Judge
 
 # what a copy of this script may replace without a change of the lines below
-INTERVALS = ("loss", "rewards/margins", "rewards/accuracies")  # held-out numbers that get one
 MODEL_CLASS: Any = None  # class of policy and reference; None: transformers chooses it
 ROW_READER: Any = None  # function: record -> prompt, chosen, rejected; None: docs/data.md
 LOGGERS: list[Any] = []  # objects with log(split, step, values) and close(), besides --report_to
 
 Tables = dict[str, Tensor]  # split -> log-probs of chosen and rejected, [pairs, 2]
+INTERVALS = ("loss", "rewards/margins", "rewards/accuracies")  # held-out numbers that get one
 
 # --- settings and data ---------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ REACHED = {
     "train": (33, 5390),
     "train_loop": (35, 4960),
     "generate_data": (22, 3720),
-    "dpo_inv.run_dpo_ddp": (26, 4190),
+    "dpo_inv.run_dpo_ddp": (26, 4230),
     "dpo_inv.inference": (18, 3040),
     "ad.train": (24, 3360),
     "ad.evaluate": (15, 2240),
@@ -37,7 +37,7 @@ REACHED = {
 AFTER_THE_DEMO = (35, 5490)  # of main_distributed.py, DDP: files and lines that it has imported
 SHARED = (17, 2730)  # files and lines of ddp_utils without tools/; the goal is 2,100
 # of ddp_utils, what these scripts import; the goal is 1,900 each
-SHARED_OF = {"dpo_inv.run_dpo_ddp": 2400, "ad.train": 2400}
+SHARED_OF = {"dpo_inv.run_dpo_ddp": 2430, "ad.train": 2430}
 PYTHON = 12900  # outside tests; the goal is 11,000
 SHELL_LINES = 258
 GETATTR = 15  # getattr(config, ...): of names that the settings declare
