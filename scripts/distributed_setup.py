@@ -30,8 +30,8 @@ import train_config
 from ddp_utils import UserError, cli, data, distributed
 
 HEADER = b"# Written by scripts/distributed_setup.py"  # other scripts are not overwritten
-# What a directive may contain: sbatch and qsub split it at blanks and line breaks, even in quotes.
 AURORA = "aurora"  # name of the system in PBS
+# What a directive may contain: sbatch and qsub split it at blanks and line breaks, even in quotes.
 PLAIN = re.compile(r"(?!-)[A-Za-z0-9_.,:/=%@+-]{1,200}")
 
 # --- the flags of each command -------------------------------------------------------------------

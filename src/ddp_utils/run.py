@@ -271,7 +271,7 @@ class Run:
     def log(self, step: int, values: Values, split: str = "train", echo: bool = True) -> None:
         """Append one line to metrics.jsonl in full precision.
 
-        It is printed as well (echo); of the lines of training, one in spec.log_every.
+        echo: print it as well; of the lines of training, one in spec.log_every is printed.
         """
         if split != "test":
             self.step = step
@@ -294,7 +294,7 @@ class Run:
         if split == "train":
             every = self.spec.log_every or math.ceil(self.steps / LINES)
             is_first = step == 1 and not self.spec.log_every
-            echo = not self.bar.is_shown and (step % every == 0 or is_first)
+            echo = echo and not self.bar.is_shown and (step % every == 0 or is_first)
         if echo:
             title = f"step {step:5d}" if split == "train" else f"{split:>10}"
             self.say(" | ".join([title, *texts]))

@@ -6,9 +6,11 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-from ddp_utils import cpus, end_with_parent
+from ddp_utils import UserError, cpus, end_with_parent
 
 ALONE = 1000  # so many items are computed in this process: starting others takes time as well
 BLOCK = 128  # items that a process is sent at once
@@ -21,6 +23,7 @@ def map_on_all_cores(function_of_item: Callable[[Any], Any], items: Iterable) ->
     """Yield function_of_item(item) of each item, in their order, as the built-in map does.
 
     The function returns its errors, and what it changes besides its result is lost.
+    Raises UserError if one of the processes is killed.
     """
     global function
     items = iter(items)
@@ -33,21 +36,28 @@ def map_on_all_cores(function_of_item: Callable[[Any], Any], items: Iterable) ->
     function = function_of_item
     # forks must not use the threads of a tokenizer that this process has used
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    results: collections.deque = collections.deque()
-    with multiprocessing.get_context("fork").Pool(processes, _begin) as pool:
-        while block:
-            results.append(pool.apply_async(_call, (block,)))
-            if len(results) > 2 * processes:  # more would only need memory
-                yield from results.popleft().get()
-            block = [*itertools.islice(items, BLOCK)]
-        for result in results:
-            yield from result.get()
+    forks = multiprocessing.get_context("fork")
+    results: collections.deque[Future] = collections.deque()
+    with ProcessPoolExecutor(processes, forks, _begin) as pool:
+        try:
+            while block:
+                results.append(pool.submit(_call, block))
+                if len(results) > 2 * processes:  # more would only need memory
+                    yield from results.popleft().result()
+                block = [*itertools.islice(items, BLOCK)]
+            for result in results:
+                yield from result.result()
+        except BrokenProcessPool as error:
+            for process in multiprocessing.active_children():  # they ignore SIGTERM
+                process.kill()
+            problem = "a process that encodes rows was killed, for example because memory ran out"
+            raise UserError(f"{problem}; for one process, use taskset -c 0") from error
 
 
 def _begin() -> None:
     """Leave signals to the process that has started this one, and end with it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     end_with_parent()
 
 

@@ -184,7 +184,7 @@ def encode_rows(
     Raises UserError if a row is malformed (unless these are skipped), or if no row is usable.
     """
     formats: list[Format] = []  # one, that of the first well-formed record
-    read = itertools.count()
+    numbers = itertools.count()  # of records
     used = 0
     dropped: Counter = Counter()  # reason -> number of rows
     notes: Counter = Counter()
@@ -198,15 +198,16 @@ def encode_rows(
     tqdm.set_lock(threading.RLock())  # the default lock is a semaphore, which os._exit would leak
 
     def parts(record: Record) -> Sequence[Record]:
-        """Return the records of a row; find the format in the first one, and sample its texts."""
+        """Return the records of a row; find the format in the first one, and sample some texts."""
         records = split(record) if split else [record]
-        for one in records if isinstance(record.data, dict) else ():
-            number = next(read)
-            with contextlib.suppress(UserError):  # make() raises it again
-                if not formats:
+        for one, number in zip(records, numbers, strict=False):
+            if not isinstance(one.data, dict):  # a line that is not JSON
+                continue
+            if not formats:
+                with contextlib.suppress(UserError):  # make() raises it again
                     formats.append(find_format(one))
-                if number < 100 or number % 100 == 0:
-                    sample.extend(strings([one.data.get(name) for name in formats[0].fields]))
+            if formats and (number < 100 or number % 100 == 0):
+                sample.extend(strings([one.data.get(name) for name in formats[0].fields]))
         return records
 
     def make(record: Record) -> Encoded:

@@ -95,13 +95,39 @@ def test_an_error_in_another_process_is_that_of_the_first_bad_row(three_processe
     assert report["dropped"]["malformed"] == 2
 
 
+def die(item):
+    if item == 7:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return item
+
+
+def test_a_process_that_is_killed_is_an_error_and_no_hang(three_processes):
+    with pytest.raises(UserError, match="a process that encodes rows was killed"):
+        list(all_cores.map_on_all_cores(die, range(40)))
+
+
+def stop_requested(item):
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # as Slurm sends it to all processes of a job
+        os.kill(os.getpid(), number)
+    return item
+
+
+def test_signals_are_left_to_the_process_that_reads(three_processes):
+    main = os.getpid()  # whose own signals would end this test
+
+    def call(item):
+        return item if os.getpid() == main else stop_requested(item)
+
+    assert [*all_cores.map_on_all_cores(call, range(40))] == [*range(40)]
+
+
 PROGRAM = """
 import signal, sys, time
 from lm import all_cores
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 all_cores.ALONE, all_cores.BLOCK, all_cores.cpus = 0, 1, lambda: 2
 print("started", flush=True)
-list(all_cores.map_on_all_cores(lambda _: time.sleep(1000), range(9)))
+list(all_cores.map_on_all_cores(lambda _: time.sleep(5), range(9)))
 """
 
 

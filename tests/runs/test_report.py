@@ -235,7 +235,7 @@ def test_the_result_is_said_in_lines(tmp_path):
     results = [
         "loss        held out 0.7500 -> 0.6250",
         "replies     test: 3 better, 1 worse, 6 equal",
-        "win rate    0.75 [0.30, 0.95] of the 4 that differ",
+        "win rate    0.75 [0.30, 0.95] of the 4 decided",
     ]
     assert "\n".join(results) in Reader(page_of(folder)).words
     assert report.result_lines(folder, report.read_run(folder)).splitlines() == [
@@ -333,6 +333,7 @@ def test_the_name_of_the_note_is_that_of_the_data_report():
 LONG = "Photosynthesis is a vital biological process that occurs in plants. "
 EXAMPLES = [  # replies before and after -> the lines that are printed
     (("Yes.", "Yes."), ["        both  Yes."]),
+    (("Yes.",), ["   reference  Yes."]),
     (("Yes.", "No."), ["   reference  Yes.", "  fine-tuned  No."]),
     (
         (f"{LONG}It needs light.", f"{LONG}It is pink."),
@@ -346,7 +347,7 @@ EXAMPLES = [  # replies before and after -> the lines that are printed
 
 @pytest.mark.parametrize(("replies", "lines"), EXAMPLES)
 def test_replies_begin_where_they_differ(tmp_path, replies, lines):
-    row = dict(zip(("prompt", "reference", "fine-tuned"), ("Why?", *replies), strict=True))
+    row = dict(zip(("prompt", "reference", "fine-tuned"), ("Why?", *replies), strict=False))
     folder = put(tmp_path / "run", summary={"status": "finished"}, examples={"val": [row]})
     shown = report.result_lines(folder, report.read_run(folder)).splitlines()
     assert shown[1:-1] == ["Why?", *lines]

@@ -27,7 +27,7 @@ def check_summary(text):
         r"loss +held out \d\.\d{4} -> \d\.\d{4} \[\d\.\d{4}, \d\.\d{4}\]",
         r"accuracy +held out \d\.\d{4} \[\d\.\d{4}, \d\.\d{4}\]",
         r"replies +test: \d better, \d worse, \d equal",
-        r"win rate +[01]\.\d\d \[0\.\d\d, [01]\.\d\d\] of the \d that differ",
+        r"win rate +[01]\.\d\d \[0\.\d\d, [01]\.\d\d\] of the \d decided",
         r" +reference  \S.*\n +fine-tuned  \S.*|  +both  \S.*",
         r"report +run/report.html",
         r"model +run/model",

@@ -148,7 +148,7 @@ def results(folder: Path, summary: dict, report: dict) -> list[str]:
             spread = f"[{part['win_rate_low']:.2f}, {part['win_rate_high']:.2f}]"
             wins, lost, ties = (part[name] for name in ("wins", "losses", "ties"))
             texts.append(f"{'replies':<11} {split}: {wins} better, {lost} worse, {ties} equal")
-            rate = f"{part['win_rate']:.2f} {spread} of the {wins + lost} that differ"
+            rate = f"{part['win_rate']:.2f} {spread} of the {wins + lost} decided"
             texts.append(f"{'win rate':<11} {rate}")
     return texts + summary.get("warnings", [])
 
@@ -167,12 +167,10 @@ def result_lines(folder: Path, run: dict[str, dict]) -> str:
     for row in (run["examples"].get("test") or run["examples"].get("val") or [])[:3]:
         lines += two_lines(str(next(iter(row.values()))))
         replies = {name: str(row[name]) for name in REPLIES if name in row}
-        if len({*replies.values()}) == 1:
-            replies = {"both": next(iter(replies.values()))}
-        shared = os.path.commonprefix([*replies.values()]) if len(replies) > 1 else ""
-        start = max(0, shared.rfind(" ", 0, max(0, len(shared) - 30)))  # where they begin to differ
+        if len(replies) == 2:
+            replies = from_difference(replies)
         for name, text in replies.items():
-            lines += two_lines(f"... {text[start:].strip()}" if start else text, f"  {name:>10}  ")
+            lines += two_lines(text, f"  {name:>10}  ")
     lines.append(f"{'report':<11} {folder / 'report.html'}")
     model = find_model(folder, run["config"])
     if model:
@@ -181,6 +179,16 @@ def result_lines(folder: Path, run: dict[str, dict]) -> str:
             quoted = shlex.quote(str(folder))
             lines.append(f"{'talk to it':<11} python -m lm.chat {quoted}")
     return data.printable("\n".join(lines))
+
+
+def from_difference(replies: dict[str, str]) -> dict[str, str]:
+    """Return two replies from a few words before they differ; equal ones as one, named "both"."""
+    first, second = replies.values()
+    if first == second:
+        return {"both": first}
+    same = len(os.path.commonprefix([first, second]))
+    start = first.rfind(" ", 0, max(0, same - 30)) + 1  # at the beginning of a word
+    return {name: f"... {text[start:]}" if start else text for name, text in replies.items()}
 
 
 def two_lines(text: str, title: str = "") -> list[str]:
