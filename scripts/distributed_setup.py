@@ -283,7 +283,7 @@ def note_missing_deepspeed() -> None:
     """Print a warning if DeepSpeed is not installed here; another machine may have it."""
     if importlib.util.find_spec("deepspeed") is None:
         fix = "pip install -r requirements-deepspeed.txt"
-        print(f"warning: DeepSpeed is not installed here; where the run starts: {fix}")
+        print(f"warning: DeepSpeed is not installed here; on the machine of the run: {fix}")
 
 
 def check_flags(script: str, file: Path, flags: list[str]) -> None:

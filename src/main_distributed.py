@@ -52,7 +52,7 @@ ROW_READER: Any = None  # function: record -> prompt, chosen, rejected; None: do
 LOGGERS: list[Any] = []  # objects with log(split, step, values) and close(), besides --report_to
 
 Tables = dict[str, Tensor]  # split -> log-probs of chosen and rejected, [pairs, 2]
-INTERVALS = ("loss", "rewards/margins", "rewards/accuracies")  # held-out numbers that get one
+INTERVALS = ("loss", "rewards/margins", "rewards/accuracies")  # with a 95 % interval in evaluation
 
 # --- settings and data ---------------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ from dpo_inv.losses import pair_losses
 from dpo_inv.mpnn import ProteinMPNN
 from dpo_inv.pairs import Pair
 
-INTERVALS = ("loss", "rewards/margins", "rewards/accuracies")  # held-out numbers that get one
+INTERVALS = ("loss", "rewards/margins", "rewards/accuracies")  # with a 95 % interval in evaluation
 Data = dict[str, list[Pair]]  # train and val -> their pairs
 
 # --- data ----------------------------------------------------------------------------------------

@@ -12,17 +12,17 @@ from typing import Any
 
 from ddp_utils import UserError, cpus, end_with_parent
 
-ALONE = 1000  # so many items are computed in this process: starting others takes time as well
-BLOCK = 128  # items that a process is sent at once
-MOST = 16  # processes; this one, which reads and writes the rows, would not keep up with more
+ALONE = 1000  # number of first items that this process computes: starting others takes time
+BLOCK = 128  # items that are sent to a process at once
+MOST = 16  # processes; this process, which reads and writes the rows, could not keep up with more
 
-function: Callable[[Any], Any] = bool  # that the processes call; they are forks of this one
+function: Callable[[Any], Any] = bool  # is called by the processes, which are forks of this one
 
 
 def map_on_all_cores(function_of_item: Callable[[Any], Any], items: Iterable) -> Iterator:
     """Yield function_of_item(item) of each item, in their order, as the built-in map does.
 
-    The function returns its errors, and what it changes besides its result is lost.
+    The function must return errors instead of raising them. Its side effects are lost.
     Raises UserError if one of the processes is killed.
     """
     global function
@@ -55,7 +55,7 @@ def map_on_all_cores(function_of_item: Callable[[Any], Any], items: Iterable) ->
 
 
 def _begin() -> None:
-    """Leave signals to the process that has started this one, and end with it."""
+    """Ignore signals, which the parent process handles, and end when the parent ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     end_with_parent()

@@ -416,9 +416,9 @@ class Encoder:
         return ids_of_texts
 
     def ids_of_texts_that_begin_alike(self, text: str, *others: str) -> list[Ids]:
-        """Return what ids() does; the beginning that all texts share is encoded once.
+        """Return the same as ids(), but encode the beginning that all texts share only once.
 
-        It ends at a special token, on both sides of which a tokenizer works independently.
+        The beginning ends before a special token: a tokenizer encodes both sides independently.
         """
         tokens = one_of(filter(text.__contains__, self.borders)).finditer(text)
         *_, last = [None, *(token for token in tokens if self.borders[token[0]])]
@@ -590,10 +590,10 @@ def common_prefix(*sequences: Any) -> int:
 
 
 def borders_of(tokenizer: Any) -> dict[str, bool]:
-    """Return the special tokens at which a tokenizer divides a text before anything else.
+    """Return the special tokens at which a tokenizer splits a text before anything else.
 
-    They are True if they leave the text before them as it is. There are none if a tokenizer may
-    look at a text in another way, as one written in Python does.
+    The value is True if the text before the token can be encoded independently. The result is empty
+    for a tokenizer that is written in Python or that splits special tokens.
     """
     if not tokenizer.is_fast or tokenizer.split_special_tokens:
         return {}

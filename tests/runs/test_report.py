@@ -301,8 +301,8 @@ def test_the_accuracy_of_a_single_step_is_not_shown(tmp_path):
 
 REPEATED = "{} of 40 held-out rows have prompts also in train_data: their numbers say nothing"
 DOUBTS = [  # held-out rows, those whose prompt is also in the training data -> the warning's begin
-    (1, 0, "held-out rows: 1 are too few to judge a result (expected 20)"),
-    (19, 0, "held-out rows: 19 are too few"),
+    (1, 0, "held-out rows: 1 (expected at least 20), too few to judge the result; use more"),
+    (19, 0, "held-out rows: 19 (expected at least 20), too few"),
     (20, 0, ""),
     (20, 2, ""),
     (40, 5, REPEATED.format(5)),

@@ -322,7 +322,7 @@ def test_another_system_than_aurora_may_have_its_nodes():
 def test_it_says_if_deepspeed_is_missing(is_installed, monkeypatch, capsys):
     found = object() if is_installed else None
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: found)
-    line = "warning: DeepSpeed is not installed here; where the run starts: pip install -r "
+    line = "warning: DeepSpeed is not installed here; on the machine of the run: pip install"
     for command in ("deepspeed", "launcher --use_deepspeed", "slurm --use_deepspeed"):
         make(f"{command} --output j --force")
         out = capsys.readouterr().out

@@ -95,14 +95,14 @@ def find_model(folder: Path, config: dict) -> Model | None:
 
 
 def doubts(val: dict, report: dict) -> str:
-    """Return why the held-out numbers say nothing about new data; "" if they may.
+    """Return why the held-out numbers do not describe new data, or "" if they do.
 
-    val: the numbers; report: on the held-out rows.
+    val: the held-out numbers; report: the data report of the same rows.
     """
     rows = val.get("count", FEWEST)
     if rows < FEWEST:
-        problem = f"held-out rows: {rows} are too few to judge a result (expected {FEWEST})"
-        return f"{problem}; use more data"
+        problem = f"held-out rows: {rows} (expected at least {FEWEST})"
+        return f"{problem}, too few to judge the result; use more data"
     repeated = report.get("notes", {}).get(REPEATED, 0)
     if 10 * repeated > rows:
         problem = f"{repeated} of {rows} held-out rows have {REPEATED}"
@@ -113,11 +113,11 @@ def doubts(val: dict, report: dict) -> str:
 def results(folder: Path, summary: dict, report: dict) -> list[str]:
     """Return a line with the values of each printed metric before and after training.
 
-    They are held-out values; of a metric without one, and if the held-out rows cannot tell, means
-    of the first and the last ten steps, or of fewer if there are fewer than 20. A judge adds a line
-    with the win rate.
+    They are held-out values. For a metric without one, and if doubts() names a problem, they are
+    means of the first and the last ten steps, or of fewer if there are fewer than 20. A judge adds
+    two lines with its verdicts.
 
-    report: of the data, on each split.
+    report: the data report, by split.
     """
     texts = []
     lines = plots.read_metrics(folder) if (folder / "metrics.jsonl").exists() else []
