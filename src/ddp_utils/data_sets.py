@@ -58,7 +58,7 @@ def explain(name: str, error: BaseException | None, kind: str = "model") -> str:
             f"neither a folder nor a {kind} on the hub; check the name; if it is private, {login}"
         )
     if isinstance(cause, errors.HfHubHTTPError):
-        return f"the hub answers {str(cause).splitlines()[0][:150]}; if it denies access, {login}"
+        return f"the hub answers {str(cause).splitlines()[0]}; if it denies access, {login}"
     problem = "HF_HUB_OFFLINE is set" if IS_OFF else f"{constants.ENDPOINT} does not answer"
     problem += "" if IS_OFF else f" within {SECONDS:g} s (HF_HUB_ETAG_TIMEOUT)"
     return (
@@ -89,7 +89,7 @@ def load(path: str, resolve: Callable[[str], Path]) -> Any:
     try:
         return datasets.load_dataset(**place, split=split or "train")
     except (datasets.exceptions.DatasetsError, *LOADING_ERRORS) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         problem = f"neither a file nor a data set: {reason}"
         hint = "if it is gated or private, run `hf auth login`; otherwise use a file"
         of_hub = explain(name, error, "dataset")

@@ -225,7 +225,7 @@ def init_process_group(world: World, backend: str = "auto", timeout_minutes: flo
         if of_nccl.strip():
             problem = f"rank {world.rank}: {world.backend}: {of_nccl.strip().splitlines()[0]}"
             raise UserError(f"{problem}; for more about it export NCCL_DEBUG=INFO") from error
-        reason = reason.splitlines()[0][:160]
+        reason = reason.splitlines()[0]
         raise UserError(
             f"rank {world.rank} could not connect to the {world.world_size} processes at "
             f"{address}:{port} ({reason}); export a MASTER_ADDR that all can reach and a free "
@@ -441,7 +441,7 @@ def report(error: BaseException) -> None:
         print(f"error: {error}", file=sys.stderr)
     elif lost_peer:
         line = "lost the connection to another rank, which has ended or does not answer"
-        reason = str(error).splitlines()[0][:160]
+        reason = str(error).splitlines()[0]
         print(f"error: rank {_world.rank} {line} ({reason})", file=sys.stderr)
     else:
         traceback.print_exception(error)

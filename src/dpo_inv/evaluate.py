@@ -21,7 +21,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from ddp_utils import UserError, cli, data, distributed, sampler
+from ddp_utils import UserError, checkpoints, cli, data, distributed, sampler
 from ddp_utils.data import digest_of_files
 from ddp_utils.distributed import World
 from dpo_inv import batches, inference, mpnn, pairs, weights
@@ -225,16 +225,19 @@ def score_mutants(config: Config) -> None:
     for pair, (wild_type, mutant) in zip(rows, log_probs.tolist(), strict=True):
         score = mutant - wild_type
         lines.append(f"{pair.location},{pair.name},{pair.mutation},{score:.4f}")
-    output = config.output or "mutants.csv"
-    data.write_text(output, "\n".join(lines) + "\n")
+    data.write_text(config.output, "\n".join(lines) + "\n")
     dropped = report["dropped"].total()
-    print(f"{len(rows)} mutants of {config.mutants}, {dropped} items dropped -> {output}")
+    print(f"{len(rows)} mutants of {config.mutants}, {dropped} items dropped -> {config.output}")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the script with these flags, or with those of the command line; return 0."""
     config = cli.parse(Config, argv)
     cli.check_ranges(config, num_orders=cli.ABOVE_0, max_length=cli.ABOVE_0)
+    if config.mutants:
+        config.output = config.output or "mutants.csv"
+    if config.output:
+        checkpoints.check_writable("--output", data.temporary_of(config.output))
     if config.mutants:
         score_mutants(config)
         return 0

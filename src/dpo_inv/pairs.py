@@ -40,6 +40,7 @@ ALIASES = {  # name in other data sets -> ours
     **{"chain": "chain_id", "margin": "margin_kcal"},
 }
 EMPTY = ("", "-", None)
+REPEATED = "sequences also in train_data"  # which tools/report.py reads
 # fields that may tell which sequence is better
 DIRECTIONS = "labels?|preference|score|winner|choice|better|(un)?preferred(_(?!seq$).*)?"
 # a residue: its chain, if it is named, and its number with an insertion code
@@ -73,6 +74,12 @@ class Pair(NamedTuple):
         letters = np.array([*ALPHABET])
         columns = letters[self.preferred], self.backbone.labels, letters[self.unpreferred]
         return ":".join("".join(x) for x in np.stack(columns, 1)[self.mutated])
+
+    @property
+    def key(self) -> tuple[str, frozenset[bytes]]:
+        """Return what equal pairs have in common, whatever their order and their files' names."""
+        both = frozenset((self.preferred.tobytes(), self.unpreferred.tobytes()))
+        return self.backbone.sequence, both
 
     @property
     def sign(self) -> int:
@@ -185,6 +192,19 @@ def _warnings(pairs: Sequence[Pair], signs: Sequence[int], settings: PairSetting
     if notes:
         warnings.append(f"{len(notes)} structures such as {notes[0]}")
     return [f"warning: {text}" for text in warnings]
+
+
+def note_repeated(train: Sequence[Pair], held_out: Sequence[Pair], report: dict) -> None:
+    """Count in the report of held-out pairs how many, and of which structures, are trained on."""
+    pairs = {pair.key for pair in train}
+    sequences = dict(pairs)
+    count = sum(pair.key in pairs for pair in held_out)
+    of_structures = sum(pair.backbone.sequence in sequences for pair in held_out)
+    counts = {REPEATED: count, "structures also in train_data": of_structures}
+    report["notes"] += Counter(counts)  # which leaves out counts of 0
+    if 100 * count > len(held_out):
+        problem = f"{count} pairs have {REPEATED}; remove them from one of the files"
+        report["warnings"].append(f"warning: {problem}, because they are not held out")
 
 
 def _pair(record: Record, source: str, backbones: dict, settings: PairSettings) -> Pair:

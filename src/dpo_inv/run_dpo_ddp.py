@@ -56,6 +56,7 @@ def read_data(config: Config, world: World) -> tuple[Data, dict[str, dict]]:
     reports = {"train": report}
     if config.val_data:
         data["val"], reports["val"] = pairs.read(config.val_data, backbones, config)
+        pairs.note_repeated(train, data["val"], reports["val"])
     elif len(train) >= 10:
         data["train"], data["val"] = batches.split(train, config.seed)
         names = sorted({pair.name for pair in data["val"]})

@@ -335,7 +335,7 @@ def contiguous(_module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, 
     such a slice and a frozen weight, torch's linear copies the weight B times in bf16 (torch 2.13,
     should_fold in LinearAlgebra.cpp): 3.4 GiB for 64 replies of a model with 49,152 tokens.
     """
-    return tuple(tensor.contiguous() for tensor in inputs)
+    return tuple(map(Tensor.contiguous, inputs))
 
 
 def picked_logps(logits: Tensor, targets: Tensor) -> Tensor:

@@ -333,7 +333,8 @@ def prefixes(name: str) -> list[str]:
 
 def digest_of_model(name: Name, config: PretrainedConfig) -> str:
     """Return a digest of the files in a folder, or of the hub commit that `config` is from."""
-    files = sorted(file for file in Path(model_files.model_path(name)).glob("*") if file.is_file())
+    folder = Path(model_files.model_path(name))
+    files = sorted(filter(Path.is_file, folder.glob("[!.]*")))  # no .DS_Store
     commit = () if files else (name, config._commit_hash)
     return data.digest_of_files(files, *commit)
 

@@ -378,11 +378,12 @@ def pairs_of(record: Record) -> list[Record]:
 
 
 def messages_in(value: Any) -> Any:
-    """Return the messages whose JSON text a value is; any other value as it is."""
+    """Return the messages whose JSON text a value is, also of such a text; any other as it is."""
     decoded: Any = None
-    if is_text_of_messages(value):
-        with contextlib.suppress(ValueError, RecursionError):
-            decoded = data.ROWS.decode(value)
+    with contextlib.suppress(ValueError, RecursionError):
+        is_encoded_twice = isinstance(value, str) and value.startswith(('"[', '"{'))
+        text = data.ROWS.decode(value) if is_encoded_twice else value
+        decoded = data.ROWS.decode(text) if is_text_of_messages(text) else None
     first = decoded.get("messages", decoded) if isinstance(decoded, dict) else decoded
     while first and isinstance(first, list):
         first = first[0]

@@ -17,6 +17,7 @@ import runs
 from conftest import ROOT
 from ddp_utils import Stop, cli, distributed, losses, metrics
 from ddp_utils.tools import report
+from dpo_inv import pairs
 from lm import models, preference_data, sampling
 from reports import HOSTILE, a_run, page_of, put
 
@@ -326,8 +327,8 @@ def test_held_out_numbers_that_can_tell_nothing_are_no_result(tmp_path, count, r
         assert found == ["loss        held out 0.7500 -> 0.2500 [0.1250, 0.3750]"]
 
 
-def test_the_name_of_the_note_is_that_of_the_data_report():
-    assert report.REPEATED == preference_data.REPEATED_PROMPTS
+def test_the_names_of_the_notes_are_those_of_the_data_reports():
+    assert report.REPEATED == (preference_data.REPEATED_PROMPTS, pairs.REPEATED)
 
 
 LONG = "Photosynthesis is a vital biological process that occurs in plants. "

@@ -8,6 +8,7 @@ import functools
 import itertools
 import json
 import math
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ import runs
 from conftest import ROOT
 from ddp_utils import UserError
 from ddp_utils import run as run_
+from ddp_utils.distributed import World
 from ddp_utils.sampler import Plan
 from dpo_inv import batches, evaluate, losses, mpnn, pairs, run_dpo_ddp
 from dpo_inv.config import Config, PairSettings, read_settings
@@ -303,6 +305,21 @@ def test_pairs_that_contradict_each_other_are_counted(tmp_path):
     first, second = read(write(tmp_path / "a.csv", [*rows, rows[1]]))[1]["warnings"]
     assert first.startswith("warning: 2 pairs contradict each other; ")
     assert second.startswith("warning: 2 pairs occur again (1 with another ddG); keep one row of ")
+
+
+def test_validation_pairs_that_are_trained_on_are_counted(tmp_path):
+    """Also in the other order, or from a copy of the structure's file."""
+    copy = tmp_path / "copy.pdb"
+    shutil.copy(BUNDLE, copy)
+    train = write(tmp_path / "a.csv", [[BUNDLE, "A", mutation(n), 1] for n in (3, 4)])
+    held_out = [(BUNDLE, 3, 1), (copy, 4, -2), (BUNDLE, 5, 1), (copy, 6, 1)]
+    val = write(tmp_path / "b.csv", [[name, "A", mutation(n), x] for name, n, x in held_out])
+    config = Config(train_data=str(train), val_data=str(val))
+    report = run_dpo_ddp.read_data(config, World())[1]["val"]
+    assert report["notes"]["sequences also in train_data"] == 2
+    assert report["notes"]["structures also in train_data"] == 4
+    warning = "warning: 2 pairs have sequences also in train_data; remove them from one of the"
+    assert report["warnings"][-1].startswith(warning)
 
 
 def test_two_columns_of_a_mutation_must_agree(tmp_path):

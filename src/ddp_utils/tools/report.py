@@ -43,7 +43,8 @@ LIBRARIES = {  # a file of a model's folder -> what loads the folder
     "model.safetensors": "safetensors",
 }
 FEWEST = 20  # held-out rows whose numbers are printed as a result
-REPEATED = "prompts also in train_data"  # their note in the data report, as in preference_data
+# notes of data reports on held-out rows that are trained on: of language models, and of proteins
+REPEATED = ("prompts also in train_data", "sequences also in train_data")
 TAGS = {  # a setting of only one script -> tag
     "divergence": "prompt-baking",
     "traj_file": "algorithm-distillation",
@@ -103,10 +104,11 @@ def doubts(val: dict, report: dict) -> str:
     if rows < FEWEST:
         problem = f"held-out rows: {rows} (expected at least {FEWEST})"
         return f"{problem}, too few to judge the result; use more data"
-    repeated = report.get("notes", {}).get(REPEATED, 0)
-    if 10 * repeated > rows:
-        problem = f"{repeated} of {rows} held-out rows have {REPEATED}"
-        return f"{problem}: their numbers say nothing about new data; use another --val_data"
+    for note in REPEATED:
+        repeated = report.get("notes", {}).get(note, 0)
+        if 10 * repeated > rows:
+            problem = f"{repeated} of {rows} held-out rows have {note}"
+            return f"{problem}: their numbers say nothing about new data; use another --val_data"
     return ""
 
 
