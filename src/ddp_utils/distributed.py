@@ -198,9 +198,9 @@ def init_process_group(world: World, backend: str = "auto", timeout_minutes: flo
     Raises UserError if they cannot be reached within DDP_JOIN_SECONDS (50 s, on several nodes
     600 s), or if the port is in use.
     """
-    global _store
+    global _store, _world
     warnings.clear()
-    world = choose_device(world, backend)
+    world = _world = choose_device(world, backend)
     is_cpu = world.device.type == "cpu"
     if not is_cpu:
         torch.accelerator.set_device_index(world.device)
@@ -360,6 +360,45 @@ def on_each(world: World, fn: Callable[[], Any]) -> Any:
     if code >= 0:
         raise SystemExit(int(code))  # the rank that has failed prints why
     return result
+
+
+def on_first(key: str, fn: Callable[[Any], Any]) -> Any:
+    """Call fn(None) on rank 0, then fn(its result) on the first rank of every other node.
+
+    Return the result of rank 0, plain data, on every rank. All ranks must call this, once per key.
+    They wait in the store, which has no time limit as a collective has: fn may download for hours.
+    If it raises a UserError, all ranks end with its exit status, and that rank prints it.
+    """
+    if _store is None:  # one process, or a --check
+        return fn(None)
+    result = problem = None
+    try:
+        if _world.is_main:
+            result = fn(None)
+            _store.set(key, json.dumps(result))
+        elif _world.local_rank == 0:
+            result = json.loads(_wait_for(key))
+            if result is not None:  # rank 0 has not failed
+                fn(result)
+    except Exception as error:
+        problem = user_error(error)
+        _store.set(key, "null")
+    code = 0 if problem is None else exit_code(problem)
+    if code or _store.add(f"{key}/done", 1) == _world.world_size:
+        _store.set(f"{key}/code", str(code))
+    if problem is not None:
+        raise problem
+    code = int(_wait_for(f"{key}/code"))
+    if code:
+        raise SystemExit(code)
+    return json.loads(_wait_for(key))
+
+
+def _wait_for(key: str) -> bytes:
+    """Return the value of a key of the store, as soon as another rank has set it."""
+    assert _store is not None
+    _store.wait([key], timedelta(days=7))
+    return _store.get(key)
 
 
 # --- how a process ends --------------------------------------------------------------------------

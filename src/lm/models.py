@@ -131,7 +131,7 @@ def load(
     check_kind(place, config)
     with reading(place):
         loaded: Any = (model_class or auto_class(config)).from_pretrained(
-            model_files.model_path(name),
+            model_files.model_path(name, with_weights=True),
             dtype=dtype,
             device_map=None if device.type == "cpu" else {"": device},
             use_safetensors=True,
@@ -141,6 +141,7 @@ def load(
             output_loading_info=True,
         )
     model, report = loaded
+    model.name_or_path = model.config._name_or_path = model_files.full_name(name)
     misshapen = [mismatch[0] for mismatch in report["mismatched_keys"]]
     model_files.check_complete(place, report["missing_keys"], report["unexpected_keys"], misshapen)
     if device == META:
@@ -331,23 +332,23 @@ def prefixes(name: str) -> list[str]:
 # --- what a run has read --------------------------------------------------------------------------
 
 
-def digest_of_model(name: Name, config: PretrainedConfig) -> str:
-    """Return a digest of the files in a folder, or of the hub commit that `config` is from."""
-    files = sorted(file for file in Path(model_files.model_path(name)).glob("*") if file.is_file())
-    commit = () if files else (name, config._commit_hash)
-    return data.digest_of_files(files, *commit)
+def digest_of_model(name: Name) -> str:
+    """Return a digest of the files in a folder, or of a name on the hub and its commit."""
+    folder = Path(model_files.model_path(name))
+    if model_files.is_on_hub(name):
+        return data.digest_of_files([], name, folder.name)
+    return data.digest_of_files(sorted(file for file in folder.glob("*") if file.is_file()))
 
 
-def input_digests(rows: dict, folders: dict[str, str], config: PretrainedConfig) -> dict[str, str]:
+def input_digests(rows: dict, folders: dict[str, str]) -> dict[str, str]:
     """Return digests of what a run reads; a resumed run must read the same.
 
-    rows: split -> rows of token ids; folders: setting -> folder or hub name of a model, or "";
-    config: of the model.
+    rows: split -> rows of token ids; folders: setting -> folder or hub name of a model, or "".
     """
     digests = {f"content of {split}": digest_of_rows(part) for split, part in rows.items()}
     for name, folder in folders.items():
         if folder:
-            digests[f"content of {name}"] = digest_of_model(folder, config)
+            digests[f"content of {name}"] = digest_of_model(folder)
     return digests
 
 
