@@ -57,7 +57,8 @@ def snapshot(name: str, patterns: tuple[str, ...], commit: str | None = None) ->
         try:
             folder = Path(snapshot_download(name, revision=revision, allow_patterns=[*patterns]))
         except LOADING_ERRORS as error:
-            reason = explain(name, error) or f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            first_line = f"{type(error).__name__}: {error}".splitlines()[0]
+            reason = explain(name, error) or first_line[:200]
             raise UserError(f"--model_name: {name}: {reason}") from error
         names = sorted({file.name for pattern in patterns for file in folder.glob(pattern)})
         check_node(name, missing(name, found) if found else [])

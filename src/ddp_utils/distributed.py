@@ -7,6 +7,7 @@ one process on a CPU there is no group, and every function here still works.
 import contextlib
 import errno
 import json
+import math
 import os
 import re
 import signal
@@ -29,6 +30,7 @@ from ddp_utils import (
     check_clone,
     open_standard_streams,
     parse_number,
+    save_seconds,
 )
 
 # The names in which each launcher stores the rank, the world size, the rank on the node and the
@@ -53,6 +55,7 @@ SHELLS = {"bash", "csh", "fish", "sh", "tcsh", "zsh"}  # `srun --pty bash` is a 
 BINDERS = {"pals", "mpirun", "mpiexec", "srun"}  # may show each process one GPU of its own
 # "ccl" was the name of Intel's backend before torch had its own
 BACKENDS = {"nccl": "cuda", "xccl": "xpu", "ccl": "xpu", "xpu": "xpu", "gloo": "cpu"}
+JOB_ENDS = ("DDP_JOB_END", "SLURM_JOB_END_TIME")
 NVIDIA_GPU = "/dev/nvidia0"
 Device = torch.device | str
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
@@ -369,36 +372,36 @@ def on_first(key: str, fn: Callable[[Any], Any]) -> Any:
     They wait in the store, which has no time limit as a collective has: fn may download for hours.
     If it raises a UserError, all ranks end with its exit status, and that rank prints it.
     """
-    if _store is None:  # one process, or a --check
+    store = _store
+    if store is None:  # one process, or a --check
         return fn(None)
     result = problem = None
     try:
         if _world.is_main:
             result = fn(None)
-            _store.set(key, json.dumps(result))
+            store.set(key, json.dumps(result))
         elif _world.local_rank == 0:
-            result = json.loads(_wait_for(key))
+            result = json.loads(_wait_for(store, key))
             if result is not None:  # rank 0 has not failed
                 fn(result)
     except Exception as error:
         problem = user_error(error)
-        _store.set(key, "null")
+        store.set(key, "null")
     code = 0 if problem is None else exit_code(problem)
-    if code or _store.add(f"{key}/done", 1) == _world.world_size:
-        _store.set(f"{key}/code", str(code))
+    if code or store.add(f"{key}/done", 1) == _world.world_size:
+        store.set(f"{key}/code", str(code))
     if problem is not None:
         raise problem
-    code = int(_wait_for(f"{key}/code"))
+    code = int(_wait_for(store, f"{key}/code"))
     if code:
         raise SystemExit(code)
-    return json.loads(_wait_for(key))
+    return json.loads(_wait_for(store, key))
 
 
-def _wait_for(key: str) -> bytes:
+def _wait_for(store: dist.Store, key: str) -> bytes:
     """Return the value of a key of the store, as soon as another rank has set it."""
-    assert _store is not None
-    _store.wait([key], timedelta(days=7))
-    return _store.get(key)
+    store.wait([key], timedelta(days=7))
+    return store.get(key)
 
 
 # --- how a process ends --------------------------------------------------------------------------
@@ -441,13 +444,26 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         os._exit(code)
 
 
-def stop_requested(minutes: float = 0.0) -> bool:
+def stop_requested(minutes: float = 0.0, last_save: float = 0.0) -> bool:
     """Return whether this process should save and stop.
 
-    The reason is a signal, a time limit in minutes (0: none), or that the launcher has ended.
+    The reason is a signal, a time limit in minutes (0: none), that the launcher has ended, or that
+    the job is about to end; last_save: seconds that the last checkpoint took.
     """
-    is_late = 0 < minutes * 60 <= time.monotonic() - _started
+    is_late = 0 < minutes * 60 <= time.monotonic() - _started or job_is_ending(last_save)
     return bool(_signals) or is_late or _launcher_pid not in (None, os.getppid())
+
+
+def job_is_ending(last_save: float = 0.0) -> bool:
+    """Return whether so little time is left of the job that the run must save now.
+
+    That is DDP_SAVE_SECONDS or twice the last save, but at most half of the job. Slurm exports when
+    the job ends, in seconds since 1970, and for PBS our job scripts do.
+    """
+    end = next(filter(None, map(os.environ.get, JOB_ENDS)), "")
+    left = int(end) - time.time() if end.isdecimal() else math.inf
+    total = left + time.monotonic() - _started  # below 0 if the variable is that of an earlier job
+    return total > 0 and left < min(max(save_seconds(), 2 * last_save), total / 2)
 
 
 def exit_code(error: BaseException | None) -> int:

@@ -1,6 +1,7 @@
 """Ranks, devices and addresses, from the environment that each launcher sets."""
 
 import os
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -257,3 +258,30 @@ def test_gpus_with_and_without_bf16_are_one_line():
     assert outcome.codes == [2, 2]
     assert "".join(outcome.logs) == line + "use GPUs of one kind, or turn it off\n"
     assert run_ranks(2, compute_in, torch.bfloat16, torch.bfloat16).codes == [0, 0]
+
+
+# --- the end of a job ----------------------------------------------------------------------------
+
+
+ENDINGS = {  # environment, seconds since this process started, of the last save -> must it stop?
+    ("", 2000, 0): False,
+    ("SLURM_JOB_END_TIME=11000", 2000, 0): False,
+    ("SLURM_JOB_END_TIME=11000", 2000, 490): False,
+    ("SLURM_JOB_END_TIME=11000", 2000, 510): True,  # twice as long as what is left
+    ("SLURM_JOB_END_TIME=10110", 2000, 0): True,
+    ("SLURM_JOB_END_TIME=10110", 60, 0): False,  # 110 s of 170: more than half of the job
+    ("SLURM_JOB_END_TIME=10080", 90, 0): True,
+    ("SLURM_JOB_END_TIME=11000 DDP_SAVE_SECONDS=1100", 2000, 0): True,
+    ("SLURM_JOB_END_TIME=11000 DDP_JOB_END=10110", 2000, 0): True,
+    ("SLURM_JOB_END_TIME=7000", 2000, 0): False,  # of an earlier job
+    ("SLURM_JOB_END_TIME=Unknown", 2000, 0): False,
+}
+
+
+@pytest.mark.parametrize(("text", "age", "save"), ENDINGS)
+def test_a_run_stops_so_early_that_it_can_save_before_its_job_ends(text, age, save, monkeypatch):
+    clock = SimpleNamespace(time=lambda: 10000.0, monotonic=lambda: 500.0)
+    monkeypatch.setattr(distributed, "time", clock)
+    monkeypatch.setattr(distributed, "_started", 500.0 - age)
+    with mock.patch.dict(os.environ, env_of(text), clear=True):
+        assert distributed.stop_requested(last_save=save) == ENDINGS[text, age, save]
