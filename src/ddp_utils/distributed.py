@@ -9,6 +9,7 @@ import errno
 import json
 import math
 import os
+import platform
 import re
 import signal
 import socket
@@ -221,8 +222,12 @@ def init_process_group(world: World, backend: str = "auto", timeout_minutes: flo
     try:
         _store = _open_store(world, address, port)
         _store.set_timeout(timeout)
+        if world.local_rank == 0:
+            _store.append("nodes", f"{world.rank}@{platform.node()} ")
         with without_gloos_line():
             dist.init_process_group(world.backend, store=_store, timeout=timeout, **options)
+        if world.local_rank == 0 and not world.is_main:
+            print(joined(world, _store.get("nodes").decode().split()), file=sys.stderr, flush=True)
     except (RuntimeError, OSError) as error:
         reason, _, of_nccl = str(error).partition("Last error:")  # which NCCL writes at the end
         if of_nccl.strip():
@@ -237,6 +242,18 @@ def init_process_group(world: World, backend: str = "auto", timeout_minutes: flo
             f"{world.launcher}, such as {LAUNCHERS[world.launcher].split()[0]}"
         ) from error
     return world
+
+
+def joined(world: World, names: list[str]) -> str:
+    """Return the line that the first rank of another node prints; stdout may have to be JSON.
+
+    names: RANK@HOST of the first rank of each node.
+    """
+    hosts = {int(rank): host for rank, _, host in (name.partition("@") for name in names)}
+    ranks = sorted(hosts)
+    processes = f"{world.local_size} process" + "es" * (world.local_size > 1)
+    line = f"Node {ranks.index(world.rank)} of {len(ranks)} joined: {processes}"
+    return f"{line}; the log is printed by node 0 ({hosts[ranks[0]]})"
 
 
 @contextlib.contextmanager

@@ -260,6 +260,16 @@ def test_gpus_with_and_without_bf16_are_one_line():
     assert run_ranks(2, compute_in, torch.bfloat16, torch.bfloat16).codes == [0, 0]
 
 
+def test_the_line_of_a_node_has_its_number_by_rank():
+    """Three nodes with 5, 3 and 2 processes, which have joined in another order."""
+    names = ["8@c", "0@a", "5@b"]
+    lines = [distributed.joined(World(rank, 10, 0, size), names) for rank, size in ((5, 3), (8, 2))]
+    assert lines == [
+        "Node 1 of 3 joined: 3 processes; the log is printed by node 0 (a)",
+        "Node 2 of 3 joined: 2 processes; the log is printed by node 0 (a)",
+    ]
+
+
 # --- the end of a job ----------------------------------------------------------------------------
 
 
