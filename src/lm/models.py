@@ -130,8 +130,11 @@ def load(
         config = AutoConfig.from_pretrained(model_files.model_path(name), trust_remote_code=False)
     check_kind(place, config)
     with reading(place):
+        folder = model_files.model_path(name, with_weights=True)
+        if device != META:
+            model_files.read_ahead(name)
         loaded: Any = (model_class or auto_class(config)).from_pretrained(
-            model_files.model_path(name, with_weights=True),
+            folder,
             dtype=dtype,
             device_map=None if device.type == "cpu" else {"": device},
             use_safetensors=True,
