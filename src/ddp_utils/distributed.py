@@ -222,8 +222,9 @@ def init_process_group(world: World, backend: str = "auto", timeout_minutes: flo
     try:
         _store = _open_store(world, address, port)
         _store.set_timeout(timeout)
+        store: Any = _store  # whose types lack append()
         if world.local_rank == 0:
-            _store.append("nodes", f"{world.rank}@{platform.node()} ")
+            store.append("nodes", f"{world.rank}@{platform.node()} ")
         with without_gloos_line():
             dist.init_process_group(world.backend, store=_store, timeout=timeout, **options)
         if world.local_rank == 0 and not world.is_main:

@@ -18,6 +18,7 @@ from huggingface_hub import constants
 
 import programs
 import runs
+import scale
 from conftest import LIMIT, ROOT
 from ddp_utils import data_sets, distributed
 from lm import model_files, models
@@ -203,6 +204,13 @@ def test_the_requests_at_the_hub_do_not_grow_with_the_ranks_of_a_node(port, tmp_
     outcome = run_ranks(4, load_from_hub, [port, free_port()], shared)
     assert outcome.results == [f"{1:040x}"] * 4, outcome.logs
     assert Hub.requests["/org/demo/resolve/COMMIT/model.safetensors"] == 1
+
+
+def test_512_ranks_ask_the_hub_once_and_the_store_a_few_times_each(tmp_path):
+    for count, nodes in ((64, 8), (512, 64)):
+        requests, asked = scale.hub(count, tmp_path)
+        assert asked == [(0, None)]  # rank 0, for no certain commit
+        assert requests == 5 * count + 2 * nodes  # add, twice wait and get; once more wait and get
 
 
 def test_a_node_that_cannot_reach_the_hub_ends_all_with_one_line(port, tmp_path):
