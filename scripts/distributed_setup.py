@@ -210,6 +210,7 @@ def pbs(options: Pbs) -> str:
     places = job(options, "oneccl" if options.system == AURORA else "nccl")
     minutes = (seconds(options.time_limit) - int(places["lead"])) / 60
     command = f"{command_of(options)} --stop_after_minutes={minutes:g}"
+    places["limit"] = str(seconds(options.time_limit))
     gpus = options.num_gpus_per_node
     memory = f"{gpus * int(options.mem_per_gpu[:-1])}{options.mem_per_gpu[-1].lower()}b"
     chunk = f"ncpus={gpus * options.cpus_per_task}:ngpus={gpus}:mpiprocs={gpus}:mem={memory}"

@@ -117,13 +117,13 @@ def first_day(folder: Path) -> str:
     return json.loads(file.read_text())
 
 
-def hash_of(config: Config, rows: list[dict], prompts: Replies, model_config: Any) -> str:
+def hash_of(config: Config, rows: list[dict], prompts: Replies) -> str:
     """Return a hash of everything that the replies depend on, except the number of processes."""
     limits = config.batch_size, config.max_sequence_length
     facts: list[Any] = [*limits, config.temperature, config.top_p]
     facts += [config.seed, config.use_mixed_precision, config.base_dtype]
     facts += [config.chat_template_kwargs, rows, prompts, torch.__version__]
-    facts += [models.digest_of_model(config.model_name, model_config)]
+    facts += [models.digest_of_model(config.model_name)]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
@@ -238,7 +238,7 @@ def main(argv: list[str] | None = None) -> int:
     longest = [0] * config.max_sequence_length
     examples = [trajectories.Trajectory(ids, ids, longest, path, "") for ids in prompts]
     models.check_fit(meta_model, tokenizer, examples, "a smaller --max_sequence_length")
-    settings_hash = hash_of(config, rows, prompts, meta_model.config)
+    settings_hash = hash_of(config, rows, prompts)
     count = len(questions) * config.num_sequences_per_question
     kept = sum("kept" in row and not row["held_out"] for row in rows)
     about = f"{count} replies = {len(questions)} questions x {config.num_sequences_per_question}, "

@@ -57,16 +57,15 @@ INTERVALS = ("loss", "rewards/margins", "rewards/accuracies")  # with a 95 % int
 # --- settings and data ---------------------------------------------------------------------------
 
 
-def read_settings(argv: Sequence[str] | None) -> settings.Config:
-    """Return the settings, with those of init_adapter and the default learning rate filled in."""
-    config = settings.read(argv)
+def complete_settings(config: settings.Config) -> None:
+    """Fill in the settings of init_adapter, which may be on the hub, and the learning rate."""
     if config.init_adapter:
         from lm import lora
 
         lora.inherit_config(config, config.init_adapter)
     if config.learning_rate is None:
         config.learning_rate = default_rate(config.model_name, "dpo", config.fine_tuning)
-    return config
+    models.check_4_bits(config, "base_dtype")
 
 
 def encoder_of(config: settings.Config, world: World) -> Encoder:
@@ -316,7 +315,7 @@ def describe_run(
             models.load(config.reference_model, "auto", models.META, model_class=MODEL_CLASS)
     folders = {"model_name": config.model_name, "init_adapter": config.init_adapter}
     folders["reference_model"] = config.reference_model
-    inputs = models.input_digests(data, folders, meta_model.config) | encoder.inputs
+    inputs = models.input_digests(data, folders) | encoder.inputs
     if judge:
         inputs["content of judge"] = judge.digest
     if config.sharding_config:  # as in the file, before its "auto" is replaced
@@ -342,11 +341,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the script with these flags, or with those of the command line; return 0."""
     # setup
     world = distributed.whoami()
-    config = read_settings(argv)
-    models.check_4_bits(config, "base_dtype")
+    config = settings.read(argv)
     world = distributed.choose_device(world, config.backend)
     if not config.check:
         world = distributed.init_process_group(world, config.backend, config.timeout_minutes)
+    complete_settings(config)
 
     # data
     encoder = encoder_of(config, world)

@@ -197,7 +197,7 @@ def describe_run(
     for rows in filter(None, data.values()):
         models.check_fit(meta_model, encoder.tokenizer, rows.extremes())
     folders = {"model_name": config.model_name, "init_adapter": config.init_adapter}
-    inputs = models.input_digests(data, folders, meta_model.config) | encoder.inputs
+    inputs = models.input_digests(data, folders) | encoder.inputs
     inputs["global_batch"] = str(plan.global_batch)
     parallel.check(strategy_of(config), meta_model)
     lines = preferences.describe_all(report, data) + config.notes + notes + encoder.notes
@@ -228,14 +228,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def fine_tune(config: Config, world: World) -> int:
     """Train as the settings say; return 0."""
     # setup
-    if config.init_adapter and config.fine_tuning == "lora":
+    world = distributed.choose_device(world, config.backend)
+    if not config.check:
+        world = distributed.init_process_group(world, config.backend, config.timeout_minutes)
+    if config.init_adapter and config.fine_tuning == "lora":  # it may be on the hub
         from lm import lora
 
         lora.inherit_config(config, config.init_adapter)
     models.check_4_bits(config, "type")
-    world = distributed.choose_device(world, config.backend)
-    if not config.check:
-        world = distributed.init_process_group(world, config.backend, config.timeout_minutes)
 
     # data
     encoder = encoder_of(config, world)

@@ -52,9 +52,8 @@ DEMO_JUDGE = "data/demo/judge.py:capitals"
 # --- settings and data ---------------------------------------------------------------------------
 
 
-def read_settings(argv: list[str] | None) -> Config:
-    """Return the settings; what they leave open is taken from the first row of the data."""
-    config = settings.read(argv)
+def complete_settings(config: Config) -> Config:
+    """Return the settings with what they leave open: the first row of the data has it."""
     if config.resume_from:
         from lm import lora
 
@@ -262,7 +261,7 @@ def describe_run(
     fits(itertools.chain(*data.values()), "a smaller --max_traj_len")
     fits([*asked, *own], "a smaller --max_new_tokens")
     folders = {"model_name": config.model_name, "resume_from": config.resume_from}
-    inputs = models.input_digests(data | {"questions": asked}, folders, meta_model.config)
+    inputs = models.input_digests(data | {"questions": asked}, folders)
     inputs |= encoder.inputs
     inputs["global_batch"] = str(plan.global_batch)
     if judge:
@@ -304,9 +303,10 @@ def bake(argv: list[str] | None) -> int:
     """Train as the settings say; return 0."""
     # setup
     world = distributed.whoami()
-    config = read_settings(argv)
+    config = settings.read(argv)
     if not config.check:
         world = distributed.init_process_group(world, config.backend, config.timeout_minutes)
+    config = complete_settings(config)
 
     # data
     encoder = encoder_of(config, world)

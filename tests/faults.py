@@ -8,12 +8,13 @@ import resource
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
 import main_distributed
 import runs
-from ddp_utils import distributed
+from ddp_utils import checkpoints, distributed, run
 from ddp_utils.policy import Policy
 from lm import logps
 from lm.sharding import deepspeed_engine
@@ -193,6 +194,19 @@ def run_out_of_time(rank, step):
         return loss
 
     at_backward(rank, step, later)
+
+
+def save_long(seconds):
+    """As if the job had run for 2000 s, and each checkpoint took so long."""
+    real, late, write = time.perf_counter, [0.0], checkpoints.write
+    run.time = SimpleNamespace(perf_counter=lambda: real() + late[0], strftime=time.strftime)
+    distributed._started -= 2000
+
+    def slow(*arguments):
+        write(*arguments)
+        late[0] += seconds
+
+    checkpoints.write = slow
 
 
 def limit_files(number, size):

@@ -5,15 +5,16 @@ It is imported when a model or a data set is not in a file or folder that we rea
 
 import functools
 import os
+import platform
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import constants, errors, get_session
+from huggingface_hub import constants, errors, get_session, snapshot_download
 from huggingface_hub.utils import logging
 
-from ddp_utils import UserError
+from ddp_utils import UserError, distributed
 
 # Seconds for an answer of the hub
 SECONDS = float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or 3)
@@ -37,6 +38,53 @@ def connect() -> None:
     wait([answer], SECONDS)
     pool.shutdown(wait=False)
     constants.HF_HUB_OFFLINE = not answer.done() or answer.exception() is not None
+
+
+@functools.cache
+def snapshot(name: str, patterns: tuple[str, ...], commit: str | None = None) -> Path:
+    """Return the folder in the cache with the files of a model that match the patterns.
+
+    All ranks must call this. Rank 0 asks the hub, by default for the newest commit. The first rank
+    of another node asks only for files of this commit that its cache lacks, and no other rank asks.
+    """
+
+    def download(found: dict[str, Any] | None) -> dict[str, Any]:
+        """Make sure that this node has the files, and return their names and the commit."""
+        revision = found["commit"] if found else commit
+        if found and not missing(name, found):
+            return found
+        connect()
+        try:
+            folder = Path(snapshot_download(name, revision=revision, allow_patterns=[*patterns]))
+        except LOADING_ERRORS as error:
+            first_line = f"{type(error).__name__}: {error}".splitlines()[0]
+            reason = explain(name, error) or first_line[:200]
+            raise UserError(f"--model_name: {name}: {reason}") from error
+        names = sorted({file.name for pattern in patterns for file in folder.glob(pattern)})
+        check_node(name, missing(name, found) if found else [])
+        return {"commit": folder.name, "files": names}
+
+    found = distributed.on_first(f"hub {name} {patterns}", download)
+    check_node(name, missing(name, found))
+    return folder_in_cache(name, found["commit"])
+
+
+def folder_in_cache(name: str, commit: str) -> Path:
+    """Return the folder of a commit of a model in the cache of the hub, as the hub documents it."""
+    return Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "snapshots", commit)
+
+
+def missing(name: str, found: dict[str, Any]) -> list[str]:
+    """Return which files of rank 0 this node lacks."""
+    folder = folder_in_cache(name, found["commit"])
+    return [file for file in found["files"] if not (folder / file).exists()]
+
+
+def check_node(name: str, files: list[str]) -> None:
+    """Raise UserError if files that rank 0 has read are not on this node."""
+    if files:
+        problem = f"{platform.node()} lacks {files[0]}, which rank 0 has read"
+        raise UserError(f"{name}: {problem}; share the cache, or copy it to the same folder")
 
 
 def explain(name: str, error: BaseException | None, kind: str = "model") -> str:
@@ -73,24 +121,57 @@ def load(path: str, resolve: Callable[[str], Path]) -> Any:
 
     Raises UserError if the library is not installed, cannot read it, or finds no such split.
     """
-    name, _, split = path.partition(":")
-    file = resolve(name)
-    if not file.exists():
+    file = resolve(path.partition(":")[0])
+    if file.is_dir():
+        return _load(path, str(file))
+    if file.exists():
+        return _load(path, file.suffix[1:], data_files=str(file))
+    files = arrow_files(path)
+    datasets = _library(path)
+    return datasets.concatenate_datasets([datasets.Dataset.from_file(file) for file in files])
+
+
+@functools.cache
+def arrow_files(path: str) -> list[str]:
+    """Return the files in the cache of a data set on the hub, perhaps with :split.
+
+    All ranks must call this. As in snapshot(), rank 0 asks the hub for the newest commit, and the
+    first rank of another node asks for that one if its cache lacks it.
+    """
+
+    def download(files: list[str] | None) -> list[str]:
+        if files and all(map(os.path.exists, files)):
+            return files
         connect()  # before datasets is imported, which reads what this sets
+        commit = Path(files[0]).parent.name if files else None
+        data_set = _load(path, path.partition(":")[0], revision=commit)
+        return [part["filename"] for part in data_set.cache_files]
+
+    files = distributed.on_first(f"data set {path}", download)
+    check_node(path, [file for file in files if not os.path.exists(file)])
+    return files
+
+
+def _load(path: str, place: str, **options: Any) -> Any:
+    """Return the data set that the library finds at a place, or raise UserError."""
+    datasets = _library(path)
+    name, _, split = path.partition(":")
     try:
-        import datasets
-    except ImportError as error:
-        hint = "pip install -r requirements-data.txt, or use JSON"
-        raise UserError(f"{path}: needs the library datasets; {hint}") from error
-    datasets.disable_progress_bars()
-    place: dict[str, Any] = {"path": str(file) if file.is_dir() else name}
-    if file.suffix in (".parquet", ".arrow"):
-        place = {"path": file.suffix[1:], "data_files": str(file)}
-    try:
-        return datasets.load_dataset(**place, split=split or "train")
+        return datasets.load_dataset(place, **options, split=split or "train")
     except (datasets.exceptions.DatasetsError, *LOADING_ERRORS) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         problem = f"neither a file nor a data set: {reason}"
         hint = "if it is gated or private, run `hf auth login`; otherwise use a file"
         of_hub = explain(name, error, "dataset")
         raise UserError(f"{path}: {of_hub or f'{problem}; {hint}'}") from error
+
+
+def _library(path: str) -> Any:
+    """Return the library datasets; raise UserError if it is not installed."""
+    try:
+        import datasets
+    except ImportError as error:
+        hint = "pip install -r requirements-data.txt, or use JSON"
+        raise UserError(f"{path}: needs the library datasets; {hint}") from error
+    datasets.disable_progress_bars()
+    return datasets

@@ -7,7 +7,9 @@ one process on a CPU there is no group, and every function here still works.
 import contextlib
 import errno
 import json
+import math
 import os
+import platform
 import re
 import signal
 import socket
@@ -29,6 +31,7 @@ from ddp_utils import (
     check_clone,
     open_standard_streams,
     parse_number,
+    save_seconds,
 )
 
 # The names in which each launcher stores the rank, the world size, the rank on the node and the
@@ -53,6 +56,7 @@ SHELLS = {"bash", "csh", "fish", "sh", "tcsh", "zsh"}  # `srun --pty bash` is a 
 BINDERS = {"pals", "mpirun", "mpiexec", "srun"}  # may show each process one GPU of its own
 # "ccl" was the name of Intel's backend before torch had its own
 BACKENDS = {"nccl": "cuda", "xccl": "xpu", "ccl": "xpu", "xpu": "xpu", "gloo": "cpu"}
+JOB_ENDS = ("DDP_JOB_END", "SLURM_JOB_END_TIME")
 NVIDIA_GPU = "/dev/nvidia0"
 Device = torch.device | str
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
@@ -198,9 +202,9 @@ def init_process_group(world: World, backend: str = "auto", timeout_minutes: flo
     Raises UserError if they cannot be reached within DDP_JOIN_SECONDS (50 s, on several nodes
     600 s), or if the port is in use.
     """
-    global _store
+    global _store, _world
     warnings.clear()
-    world = choose_device(world, backend)
+    world = _world = choose_device(world, backend)
     is_cpu = world.device.type == "cpu"
     if not is_cpu:
         torch.accelerator.set_device_index(world.device)
@@ -218,8 +222,13 @@ def init_process_group(world: World, backend: str = "auto", timeout_minutes: flo
     try:
         _store = _open_store(world, address, port)
         _store.set_timeout(timeout)
+        store: Any = _store  # whose types lack append()
+        if world.local_rank == 0:
+            store.append("nodes", f"{world.rank}@{platform.node()} ")
         with without_gloos_line():
             dist.init_process_group(world.backend, store=_store, timeout=timeout, **options)
+        if world.local_rank == 0 and not world.is_main:
+            print(joined(world, _store.get("nodes").decode().split()), file=sys.stderr, flush=True)
     except (RuntimeError, OSError) as error:
         reason, _, of_nccl = str(error).partition("Last error:")  # which NCCL writes at the end
         if of_nccl.strip():
@@ -234,6 +243,18 @@ def init_process_group(world: World, backend: str = "auto", timeout_minutes: flo
             f"{world.launcher}, such as {LAUNCHERS[world.launcher].split()[0]}"
         ) from error
     return world
+
+
+def joined(world: World, names: list[str]) -> str:
+    """Return the line that the first rank of another node prints; stdout may have to be JSON.
+
+    names: RANK@HOST of the first rank of each node.
+    """
+    hosts = {int(rank): host for rank, _, host in (name.partition("@") for name in names)}
+    ranks = sorted(hosts)
+    processes = f"{world.local_size} process" + "es" * (world.local_size > 1)
+    line = f"Node {ranks.index(world.rank)} of {len(ranks)} joined: {processes}"
+    return f"{line}; the log is printed by node 0 ({hosts[ranks[0]]})"
 
 
 @contextlib.contextmanager
@@ -309,6 +330,11 @@ def is_first() -> bool:
     return dist.get_rank() == 0 if dist.is_initialized() else _world.is_main
 
 
+def is_first_of_node() -> bool:
+    """Return whether this is the first rank of its node."""
+    return _world.local_rank == 0
+
+
 def warn(line: str) -> None:
     """Print a warning on rank 0, where a run keeps it with its results; see also Run.warn()."""
     if is_first() and line not in warnings:
@@ -362,6 +388,45 @@ def on_each(world: World, fn: Callable[[], Any]) -> Any:
     return result
 
 
+def on_first(key: str, fn: Callable[[Any], Any]) -> Any:
+    """Call fn(None) on rank 0, then fn(its result) on the first rank of every other node.
+
+    Return the result of rank 0, plain data, on every rank. All ranks must call this, once per key.
+    They wait in the store, which has no time limit as a collective has: fn may download for hours.
+    If it raises a UserError, all ranks end with its exit status, and that rank prints it.
+    """
+    store = _store
+    if store is None:  # one process, or a --check
+        return fn(None)
+    result = problem = None
+    try:
+        if _world.is_main:
+            result = fn(None)
+            store.set(key, json.dumps(result))
+        elif _world.local_rank == 0:
+            result = json.loads(_wait_for(store, key))
+            if result is not None:  # rank 0 has not failed
+                fn(result)
+    except Exception as error:
+        problem = user_error(error)
+        store.set(key, "null")
+    code = 0 if problem is None else exit_code(problem)
+    if code or store.add(f"{key}/done", 1) == _world.world_size:
+        store.set(f"{key}/code", str(code))
+    if problem is not None:
+        raise problem
+    code = int(_wait_for(store, f"{key}/code"))
+    if code:
+        raise SystemExit(code)
+    return json.loads(_wait_for(store, key))
+
+
+def _wait_for(store: dist.Store, key: str) -> bytes:
+    """Return the value of a key of the store, as soon as another rank has set it."""
+    store.wait([key], timedelta(days=7))
+    return store.get(key)
+
+
 # --- how a process ends --------------------------------------------------------------------------
 
 _started = time.monotonic()
@@ -402,13 +467,26 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         os._exit(code)
 
 
-def stop_requested(minutes: float = 0.0) -> bool:
+def stop_requested(minutes: float = 0.0, last_save: float = 0.0) -> bool:
     """Return whether this process should save and stop.
 
-    The reason is a signal, a time limit in minutes (0: none), or that the launcher has ended.
+    The reason is a signal, a time limit in minutes (0: none), that the launcher has ended, or that
+    the job is about to end; last_save: seconds that the last checkpoint took.
     """
-    is_late = 0 < minutes * 60 <= time.monotonic() - _started
+    is_late = 0 < minutes * 60 <= time.monotonic() - _started or job_is_ending(last_save)
     return bool(_signals) or is_late or _launcher_pid not in (None, os.getppid())
+
+
+def job_is_ending(last_save: float = 0.0) -> bool:
+    """Return whether so little time is left of the job that the run must save now.
+
+    That is DDP_SAVE_SECONDS or twice the last save, but at most half of the job. Slurm exports when
+    the job ends, in seconds since 1970, and for PBS our job scripts do.
+    """
+    end = next(filter(None, map(os.environ.get, JOB_ENDS)), "")
+    left = int(end) - time.time() if end.isdecimal() else math.inf
+    total = left + time.monotonic() - _started  # below 0 if the variable is that of an earlier job
+    return total > 0 and left < min(max(save_seconds(), 2 * last_save), total / 2)
 
 
 def exit_code(error: BaseException | None) -> int:

@@ -355,6 +355,7 @@ class Run:
             if self.spec.save_best is False:  # an earlier start may have had it
                 self.results.pop("best", None)
             self.start -= manifest["seconds"]
+            self.save_seconds = manifest.get("save_seconds", 0.0)
             self.bar.begin("", self.steps, self.done, time.perf_counter() - self.start)
         return self.done
 
@@ -435,6 +436,7 @@ class Run:
             "results": self.results | {"warnings": distributed.warnings + self.warnings},
             "best_validation": self.best_validation,
             "seconds": time.perf_counter() - self.start,
+            "save_seconds": self.save_seconds,  # of the checkpoint before this one
         }
         if self.world.is_main:
             os.fsync(self.metrics.fileno())  # before a checkpoint contains its size
@@ -447,10 +449,12 @@ class Run:
         self.saved = self.step
         self.saved_at = time.perf_counter()
         self.save_seconds = self.saved_at - start
-        limit = save_seconds()
-        if self.save_seconds > limit / 2:
-            problem = f"a checkpoint took {self.save_seconds:.0f} s of the {limit} after a signal"
-            self.warn(f"warning: {problem}; export DDP_SAVE_SECONDS={4 * limit}")
+        limit, seconds = save_seconds(), self.save_seconds
+        if seconds > limit / 2:
+            fix = f"export DDP_SAVE_SECONDS={4 * seconds:.0f}"
+            fix += f", and write the job script with --lead {4 * seconds:.0f}"
+            problem = f"a checkpoint took {seconds:.0f} s of the {limit} after a signal"
+            self.warn(f"warning: {problem}; {fix}")
 
     def reduce(self, averages: metrics.Averages, grad_norm: Tensor) -> Values:
         """Return the means of a step and its gradient norm.
@@ -461,12 +465,16 @@ class Run:
         age = time.perf_counter() - self.saved_at
         interval = max(60 * SAVE_MINUTES, self.save_seconds / SAVE_FRACTION)
         is_late = self.config.save_every == 0 and age > interval
-        is_asked = distributed.stop_requested(self.config.stop_after_minutes)
+        is_asked = self._is_asked_to_stop()
         votes: Values = {"stop": is_asked, "save": is_late and self.world.is_main}
         means = averages.reduce(votes, {"grad_norm": grad_norm})
         self.must_stop = means.pop("stop") > 0
         self.must_save = means.pop("save") > 0
         return means
+
+    def _is_asked_to_stop(self) -> bool:
+        """Return whether this rank was asked to stop, or has no more time."""
+        return distributed.stop_requested(self.config.stop_after_minutes, self.save_seconds)
 
     def save_if_due(self, is_due: bool) -> None:
         """After each step, save if it is due; save and raise Stop if a rank was asked to stop."""
@@ -506,7 +514,7 @@ class Run:
 
     def stop_if_requested(self) -> None:
         """Between two forwards, save and raise Stop if a rank was asked to stop."""
-        self.must_stop = distributed.stop_requested(self.config.stop_after_minutes)
+        self.must_stop = self._is_asked_to_stop()
         if self.world.world_size > 1:  # one rank alone need not wait for its GPU
             vote = distributed.to_device([float(self.must_stop)], self.world.device)
             self.must_stop = distributed.all_sum(vote, self.world).item() > 0

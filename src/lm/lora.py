@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel as Model
 from transformers.pytorch_utils import Conv1D
-from transformers.utils import cached_file
 
 from ddp_utils import UserError, cli, data, distributed
 from ddp_utils.policy import Tensors
@@ -61,10 +60,8 @@ def inherit_config(config: Any, init_adapter: str) -> None:
 
 def read_settings(path: Name) -> dict[str, Any]:
     """Return the content of an adapter's adapter_config.json."""
-    with reading(f"--init_adapter: {path}"):
+    with cli.located({"model_name": "--init_adapter"}):
         file = model_files.find_file(path, "adapter_config.json")
-        if file is None and not data.resolve(path).is_dir():
-            cached_file(path, "adapter_config.json")  # raises what is wrong with the hub
     model_files.check_folder(f"--init_adapter: {path}", path, expects_adapter=file is None)
     if file is None:
         raise UserError(f"--init_adapter: {path}: no adapter_config.json (expected that of a LoRA)")
@@ -163,7 +160,7 @@ def merge(model: Model, path: Name, scale: float = 1.0) -> Model:
         if hasattr(layer, "scale_layer"):
             layer.scale_layer(scale)
     model = merge_checked(adapted, path)
-    model.name_or_path = model_files.model_path(path)  # the base model of a later LoRA
+    model.name_or_path = model_files.full_name(path)  # the base model of a later LoRA
     return model
 
 

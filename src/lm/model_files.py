@@ -4,8 +4,10 @@ A name is a folder, or a model on the Hugging Face hub.
 """
 
 import contextlib
+import os
 import re
 import reprlib
+import threading
 import unicodedata
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -18,9 +20,8 @@ from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 from transformers import PreTrainedTokenizerBase as Tokenizer
-from transformers.utils import cached_file
 
-from ddp_utils import UserError, data
+from ddp_utils import UserError, data, distributed
 
 Name = str | Path  # of a model: a folder, or a name on the hub
 META = torch.device("meta")  # tensors on it have a name and a shape, and no content
@@ -30,6 +31,10 @@ FAULTS += (LookupError, OSError, RuntimeError, TypeError, ValueError)
 FAULTS += (SafetensorError, StrictDataclassError, re.error)
 # the ends of tensors that only files of quantized weights have
 PACKED = (".qweight", ".absmax", ".SCB", "_scale", "_scale_inv")
+WEIGHTS = "model.safetensors"
+BLOCK = 2**20  # bytes of a request to read ahead
+# patterns of the files of a model on the hub that are read before its weights, and of an adapter's
+HUB_FILES = tuple("*.json *.jinja *.txt *.model *.tiktoken *.bpe adapter_model.safetensors".split())
 # patterns of the files that have a tokenizer's vocabulary
 VOCABULARIES = ("tokenizer.json", "tekken.json", "*.model", "*.tiktoken", "*vocab*", "*.bpe")
 
@@ -76,7 +81,7 @@ def model_folder(field: str, folder: str) -> Path:
     return model if model.is_dir() else run
 
 
-def model_path(name: Name) -> str:
+def full_name(name: Name) -> str:
     """Return the absolute path of a folder, which is looked up as data are, or a hub name."""
     folder = data.resolve(name)
     if folder.is_dir():
@@ -86,17 +91,54 @@ def model_path(name: Name) -> str:
         raise UserError(f"--model_name: {name} is a file ({expected})")
     if str(name).startswith((".", "/", "~")) or str(name).count("/") > 1:
         raise UserError(f"--model_name: there is no folder {name}; use a folder or a hub name")
-    from ddp_utils import data_sets  # it is not needed for folders
-
-    data_sets.connect()
     return str(name)
 
 
+def is_on_hub(name: Name) -> bool:
+    """Return whether a name is that of a model on the hub."""
+    return not Path(full_name(name)).is_absolute()
+
+
+def model_path(name: Name, with_weights: bool = False) -> str:
+    """Return the absolute path of a folder; of a model on the hub, that of its files in the cache.
+
+    All ranks must call this for a name on the hub. with_weights: False for all files but a model's
+    weights.
+    """
+    if not is_on_hub(name):
+        return full_name(name)
+    from ddp_utils import data_sets  # it is not needed for folders
+
+    folder = data_sets.snapshot(str(name), HUB_FILES)
+    if with_weights:
+        index = folder / f"{WEIGHTS}.index.json"
+        shards = data.read_json(index)["weight_map"].values() if index.exists() else [WEIGHTS]
+        data_sets.snapshot(str(name), tuple(sorted({*shards})), folder.name)
+    return str(folder)
+
+
+def read_ahead(name: Name) -> None:
+    """Let the system read the weights into its page cache, once per node.
+
+    Loading maps the files, and each rank would read them by page faults of a few KiB, which is slow
+    on a parallel file system. Linux shortens a longer request than a block: 8 of 300 MB were read.
+    """
+    if not hasattr(os, "posix_fadvise") or not distributed.is_first_of_node():
+        return
+
+    def request() -> None:
+        for path in Path(model_path(name)).glob("*.safetensors"):
+            with open(path, "rb") as file:
+                for start in range(0, path.stat().st_size, BLOCK):
+                    os.posix_fadvise(file.fileno(), start, BLOCK, os.POSIX_FADV_WILLNEED)
+
+    threading.Thread(target=request, daemon=True).start()
+
+
 def find_file(name: Name, file: str) -> str | None:
-    """Return the path of a file in a folder, or of a model on the hub; None if there is none."""
-    errors = ("missing_entries", "connection_errors", "gated_repo")
-    options: Any = {f"_raise_exceptions_for_{error}": False for error in errors}
-    return cached_file(model_path(name), file, **options)
+    """Return the path of a file of a model; None if there is none, or if it has the weights."""
+    path = Path(model_path(name)) / file
+    return str(path) if path.exists() else None
 
 
 def is_adapter(name: Name, needs_weights: bool = True) -> bool:
@@ -114,9 +156,9 @@ def check_folder(
 
     place: the flag and its value; the others: see folder_doctor.problem_of().
     """
-    folder = Path(model_path(name))
-    if not folder.is_dir():
+    if is_on_hub(name):
         return
+    folder = Path(model_path(name))
     from lm import folder_doctor  # it is not needed for a model on the hub
 
     with reading(place):
@@ -141,6 +183,7 @@ def read_tokenizer(name: Name) -> Tokenizer:
         tokenizer = AutoTokenizer.from_pretrained(model_path(name), trust_remote_code=False)
         own = {*tokenizer.get_vocab().values()} - {*tokenizer.all_special_ids}
         own -= {*tokenizer.added_tokens_decoder}
+        tokenizer.name_or_path = full_name(name)
     if len(own) < 2:
         hint = "copy the tokenizer's files (tokenizer.json or its like) from the original model"
         raise UserError(f"{place}: it has no vocabulary; {hint}")
@@ -215,7 +258,7 @@ def reading(place: str, problem: str = "cannot be read") -> Iterator[None]:
         message = of_hub or f"{problem}: {one_line(error)}"
         if "custom code" in message:
             message = "it needs its own code, which is not run; use a model type of transformers"
-        if "use_safetensors" in message:  # of a model on the hub; a folder has been checked
+        if f"no file named {WEIGHTS}" in message:  # of the hub; a folder has been checked
             message = "it has no safetensors; convert it with from_pretrained and save_pretrained"
         raise UserError(f"{place}: {message}") from error
 

@@ -130,8 +130,11 @@ def load(
         config = AutoConfig.from_pretrained(model_files.model_path(name), trust_remote_code=False)
     check_kind(place, config)
     with reading(place):
+        folder = model_files.model_path(name, with_weights=True)
+        if device != META:
+            model_files.read_ahead(name)
         loaded: Any = (model_class or auto_class(config)).from_pretrained(
-            model_files.model_path(name),
+            folder,
             dtype=dtype,
             device_map=None if device.type == "cpu" else {"": device},
             use_safetensors=True,
@@ -141,6 +144,7 @@ def load(
             output_loading_info=True,
         )
     model, report = loaded
+    model.name_or_path = model.config._name_or_path = model_files.full_name(name)
     misshapen = [mismatch[0] for mismatch in report["mismatched_keys"]]
     model_files.check_complete(place, report["missing_keys"], report["unexpected_keys"], misshapen)
     if device == META:
@@ -331,24 +335,23 @@ def prefixes(name: str) -> list[str]:
 # --- what a run has read --------------------------------------------------------------------------
 
 
-def digest_of_model(name: Name, config: PretrainedConfig) -> str:
-    """Return a digest of the files in a folder, or of the hub commit that `config` is from."""
+def digest_of_model(name: Name) -> str:
+    """Return a digest of the files in a folder, or of a name on the hub and its commit."""
     folder = Path(model_files.model_path(name))
-    files = sorted(filter(Path.is_file, folder.glob("[!.]*")))  # no .DS_Store
-    commit = () if files else (name, config._commit_hash)
-    return data.digest_of_files(files, *commit)
+    if model_files.is_on_hub(name):
+        return data.digest_of_files([], name, folder.name)
+    return data.digest_of_files(sorted(filter(Path.is_file, folder.glob("[!.]*"))))  # no .DS_Store
 
 
-def input_digests(rows: dict, folders: dict[str, str], config: PretrainedConfig) -> dict[str, str]:
+def input_digests(rows: dict, folders: dict[str, str]) -> dict[str, str]:
     """Return digests of what a run reads; a resumed run must read the same.
 
-    rows: split -> rows of token ids; folders: setting -> folder or hub name of a model, or "";
-    config: of the model.
+    rows: split -> rows of token ids; folders: setting -> folder or hub name of a model, or "".
     """
     digests = {f"content of {split}": digest_of_rows(part) for split, part in rows.items()}
     for name, folder in folders.items():
         if folder:
-            digests[f"content of {name}"] = digest_of_model(folder, config)
+            digests[f"content of {name}"] = digest_of_model(folder)
     return digests
 
 

@@ -1,6 +1,7 @@
 """Ranks, devices and addresses, from the environment that each launcher sets."""
 
 import os
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -257,3 +258,40 @@ def test_gpus_with_and_without_bf16_are_one_line():
     assert outcome.codes == [2, 2]
     assert "".join(outcome.logs) == line + "use GPUs of one kind, or turn it off\n"
     assert run_ranks(2, compute_in, torch.bfloat16, torch.bfloat16).codes == [0, 0]
+
+
+def test_the_line_of_a_node_has_its_number_by_rank():
+    """Three nodes with 5, 3 and 2 processes, which have joined in another order."""
+    names = ["8@c", "0@a", "5@b"]
+    lines = [distributed.joined(World(rank, 10, 0, size), names) for rank, size in ((5, 3), (8, 2))]
+    assert lines == [
+        "Node 1 of 3 joined: 3 processes; the log is printed by node 0 (a)",
+        "Node 2 of 3 joined: 2 processes; the log is printed by node 0 (a)",
+    ]
+
+
+# --- the end of a job ----------------------------------------------------------------------------
+
+
+ENDINGS = {  # environment, seconds since this process started, of the last save -> must it stop?
+    ("", 2000, 0): False,
+    ("SLURM_JOB_END_TIME=11000", 2000, 0): False,
+    ("SLURM_JOB_END_TIME=11000", 2000, 490): False,
+    ("SLURM_JOB_END_TIME=11000", 2000, 510): True,  # twice as long as what is left
+    ("SLURM_JOB_END_TIME=10110", 2000, 0): True,
+    ("SLURM_JOB_END_TIME=10110", 60, 0): False,  # 110 s of 170: more than half of the job
+    ("SLURM_JOB_END_TIME=10080", 90, 0): True,
+    ("SLURM_JOB_END_TIME=11000 DDP_SAVE_SECONDS=1100", 2000, 0): True,
+    ("SLURM_JOB_END_TIME=11000 DDP_JOB_END=10110", 2000, 0): True,
+    ("SLURM_JOB_END_TIME=7000", 2000, 0): False,  # of an earlier job
+    ("SLURM_JOB_END_TIME=Unknown", 2000, 0): False,
+}
+
+
+@pytest.mark.parametrize(("text", "age", "save"), ENDINGS)
+def test_a_run_stops_so_early_that_it_can_save_before_its_job_ends(text, age, save, monkeypatch):
+    clock = SimpleNamespace(time=lambda: 10000.0, monotonic=lambda: 500.0)
+    monkeypatch.setattr(distributed, "time", clock)
+    monkeypatch.setattr(distributed, "_started", 500.0 - age)
+    with mock.patch.dict(os.environ, env_of(text), clear=True):
+        assert distributed.stop_requested(last_save=save) == ENDINGS[text, age, save]

@@ -3,17 +3,28 @@
 import http.server
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
+import urllib.parse
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from huggingface_hub import constants
 
 import programs
 import runs
+import scale
 from conftest import LIMIT, ROOT
-from ranks import free_port
+from ddp_utils import data_sets, distributed
+from lm import model_files, models
+from ranks import free_port, run_ranks
+
+DEMO = ROOT / "data/demo/model"
 
 ANSWERS = {  # name of a model -> status and error code of the hub, as documented by huggingface_hub
     "gated": (401, "GatedRepo"),  # nobody is logged in
@@ -47,16 +58,37 @@ print(json.dumps({n: {k: message(f, n) for k, f in readers.items()} for n in sys
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """Answer each request with the status of the name in its path."""
+    """Answer each request with the status of the name in its path; org/demo is the demo's model.
+
+    Each time somebody asks for its newest commit, there is a newer one.
+    """
+
+    requests: Counter = Counter()  # path, or "HEAD path" -> number
 
     def do_HEAD(self):
-        names = [name for name in ANSWERS if f"/{name}/" in self.path]
+        names = [name for name in ANSWERS if f"/{name}/" in f"{self.path}/"]
         status, code = ANSWERS[names[0]] if names else (200, "")
+        body, headers = b"", {"X-Error-Code": code} if code else {}
+        path = urllib.parse.urlparse(self.path).path
+        commit = (re.findall("[0-9a-f]{40}", path) or [""])[0]
+        path = path.replace(commit, "COMMIT") if commit else path
+        self.requests[path if self.command == "GET" else f"HEAD {path}"] += 1
+        if path == "/org/demo/resolve/COMMIT/" + (file := Path(path).name):
+            headers = {"X-Repo-Commit": commit, "ETag": f'"{file}"'}
+            status = 200 if (DEMO / file).exists() else 404
+            body = (DEMO / file).read_bytes() if status == 200 else b""
+        elif path == "/api/models/org/demo/revision/main":
+            files = [{"rfilename": file.name} for file in DEMO.iterdir()]
+            commit = f"{self.requests[path]:040x}"
+            body = json.dumps({"id": "org/demo", "sha": commit, "siblings": files}).encode()
+        elif path == "/api/models/org/demo/tree/COMMIT":
+            facts = [{"path": file.name, "size": file.stat().st_size} for file in DEMO.iterdir()]
+            body = json.dumps([{**fact, "type": "file", "oid": "0"} for fact in facts]).encode()
         self.send_response(status)
-        if code:
-            self.send_header("X-Error-Code", code)
-        self.send_header("Content-Length", "0")
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
         self.end_headers()
+        self.wfile.write(body if self.command == "GET" else b"")
 
     do_GET = do_HEAD
 
@@ -66,6 +98,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def port():
+    Hub.requests = Counter()
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server.server_port
@@ -117,3 +150,73 @@ def test_without_a_network_it_is_one_line_of_two_ranks_within_seconds(setting, t
     ):
         assert text in done.stderr
     assert not (tmp_path / "results").exists()
+
+
+# --- one rank asks -------------------------------------------------------------------------------
+
+
+def load_from_hub(ports, caches):
+    """Load a model by name as a training script does; return its commit.
+
+    ports, caches: of the hub, for each node; there are equally many ranks on each.
+    """
+    per_node = int(os.environ["WORLD_SIZE"]) // len(ports)
+    node, local_rank = divmod(int(os.environ["RANK"]), per_node)
+    os.environ |= {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(per_node)}
+    constants.HF_HUB_OFFLINE = data_sets.IS_OFF = False
+    data_sets.SECONDS = 60  # this machine may be busy
+    constants.HF_HUB_CACHE = caches[node]
+    constants.ENDPOINT = f"http://127.0.0.1:{ports[node]}"
+    constants.HUGGINGFACE_CO_URL_TEMPLATE = (
+        constants.ENDPOINT + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+    distributed.init_process_group(distributed.whoami())
+    tokenizer = models.load_tokenizer("org/demo")
+    model = models.load("org/demo", "auto", models.META)
+    assert model.name_or_path == tokenizer.name_or_path == "org/demo"
+    rows = Path(caches[0], "rows")
+
+    def library(_path, _place, revision):  # in place of datasets, which takes seconds to import
+        rows.mkdir(exist_ok=True)
+        (rows / f"asked by {os.environ['RANK']} for {revision}").touch()
+        return SimpleNamespace(cache_files=[{"filename": str(rows)}])
+
+    data_sets._load = library
+    assert data_sets.arrow_files("org/rows") == [str(rows)]
+    return Path(model_files.model_path("org/demo", with_weights=True)).name
+
+
+def test_the_requests_at_the_hub_do_not_grow_with_the_ranks_of_a_node(port, tmp_path):
+    expected: Counter = Counter()
+    for number, (ranks, nodes) in enumerate([(1, 1), (4, 2)]):
+        Hub.requests.clear()
+        caches = [str(tmp_path / f"{number}{node}") for node in range(nodes)]
+        outcome = run_ranks(ranks, load_from_hub, [port] * nodes, caches)
+        assert outcome.results == [f"{1:040x}"] * ranks, outcome.logs
+        files = Counter({k: n for k, n in Hub.requests.items() if "/resolve/" in k})
+        expected = expected or files
+        assert files == {name: nodes * count for name, count in expected.items()}
+        assert Hub.requests["/api/models/org/demo/revision/main"] == 1
+        assert os.listdir(tmp_path / f"{number}0/rows") == ["asked by 0 for None"]
+        assert Hub.requests["/org/demo/resolve/COMMIT/model.safetensors"] == nodes
+    Hub.requests.clear()  # with one cache, the second node does not need the hub
+    shared = [str(tmp_path / "shared")] * 2
+    outcome = run_ranks(4, load_from_hub, [port, free_port()], shared)
+    assert outcome.results == [f"{1:040x}"] * 4, outcome.logs
+    assert Hub.requests["/org/demo/resolve/COMMIT/model.safetensors"] == 1
+
+
+def test_512_ranks_ask_the_hub_once_and_the_store_a_few_times_each(tmp_path):
+    for count, nodes in ((64, 8), (512, 64)):
+        requests, asked = scale.hub(count, tmp_path)
+        assert asked == [(0, None)]  # rank 0, for no certain commit
+        assert requests == 5 * count + 2 * nodes  # add, twice wait and get; once more wait and get
+
+
+def test_a_node_that_cannot_reach_the_hub_ends_all_with_one_line(port, tmp_path):
+    caches = [str(tmp_path / "node0"), str(tmp_path / "node1")]
+    outcome = run_ranks(4, load_from_hub, [port, free_port()], caches)
+    log = "".join(outcome.logs)
+    assert outcome.codes == [2] * 4 and log.count("\n") == 1, log
+    assert log.startswith("error: --model_name: org/demo: neither a folder nor in the cache")
+    assert "node1" in log and "does not answer within 60 s" in log

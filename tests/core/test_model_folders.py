@@ -2,11 +2,13 @@
 
 import io
 import json
+import os
 import re
 import shlex
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +25,8 @@ import reading
 import train
 import train_loop
 from conftest import ROOT
-from ddp_utils import UserError
+from ddp_utils import UserError, distributed
+from ddp_utils.distributed import World
 from lm import chat, logps, lora, merge, model_files
 from lm import models as loading
 from lm.chat_template import Encoder
@@ -470,3 +473,26 @@ def test_an_id_beyond_the_embedding_names_row_token_and_tokenizer(tmp_path):
 )
 def test_a_message_of_a_library_is_one_line_of_whole_sentences(message, expected):
     assert model_files.one_line(ValueError(message)) == expected
+
+
+def test_the_first_rank_of_a_node_lets_the_system_read_all_weights_ahead(tmp_path, monkeypatch):
+    """In blocks, since Linux reads only the beginning of a longer request."""
+    if not hasattr(os, "posix_fadvise"):
+        pytest.skip("only POSIX systems have it")
+    shutil.copytree(ROOT / "data/demo/model", tmp_path / "model")
+    size = (tmp_path / "model/model.safetensors").stat().st_size
+    requests = []
+    at_once = lambda target, daemon: SimpleNamespace(start=target)  # noqa: E731
+    monkeypatch.setattr(model_files, "threading", SimpleNamespace(Thread=at_once))
+    for world, device, expected in (
+        (World(2, 4, 0, 2), "cpu", [*range(0, size, 2**20)]),
+        (World(3, 4, 1, 2), "cpu", []),
+        (World(2, 4, 0, 2), "meta", []),
+    ):
+        monkeypatch.setattr(distributed, "_world", world)
+        fake = lambda file, *rest: requests.append((os.fstat(file).st_size, *rest))  # noqa: E731
+        monkeypatch.setattr(os, "posix_fadvise", fake)
+        loading.load(tmp_path / "model", torch.float32, torch.device(device))
+        will_need = os.POSIX_FADV_WILLNEED
+        assert requests == [(size, start, 2**20, will_need) for start in expected]
+        requests.clear()

@@ -119,7 +119,7 @@ def scored_in_parts(folder, parts):
         written.append(1)
 
     run.save_tables = count  # only rank 0 writes, and its vote stops both
-    distributed.stop_requested = lambda _: len(written) == parts
+    distributed.stop_requested = lambda *_: len(written) == parts
     train(folder, "--keep_checkpoints", "9")
 
 

@@ -3,6 +3,7 @@
 import html
 import json
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -171,7 +172,8 @@ def test_two_nodes_meet_by_their_environment(tmp_path, test_loss_of_one_process)
         first = shell(*words, **nodes, NODE_RANK="0")
     second = second.result()
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
-    assert "step" not in second.stdout + second.stderr  # the second node is silent
+    line = f"Node 1 of 2 joined: 1 process; the log is printed by node 0 ({platform.node()})\n"
+    assert second.stdout + second.stderr == line and line not in first.stdout + first.stderr
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["world_size"] == 2
     assert summary["test"]["loss"] == pytest.approx(test_loss_of_one_process, abs=1e-5)

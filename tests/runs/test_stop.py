@@ -3,6 +3,7 @@
 import shutil
 import signal
 import subprocess
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -61,6 +62,19 @@ def test_f3_a_time_limit_stops_and_saves(undisturbed, tmp_path):
     outcome = faults.start(2, folder, *LORA, *limit, fault=(faults.run_out_of_time, 1, 2))
     assert outcome.codes == [85, 85] and faults.steps(folder) == [3]
     resumes(folder, undisturbed, 3, *limit)
+
+
+def test_f3_a_run_stops_before_its_job_ends_as_early_as_its_last_save_needs(tmp_path):
+    """1000 s are left of 3000: enough for a save of 400 s, but not for one of 600 s."""
+    for seconds, code, step in ((400, 0, 12), (600, 85, 6)):
+        env = {"SLURM_JOB_END_TIME": str(int(time.time()) + 1000)}
+        fault = (faults.save_long, seconds)
+        outcome = faults.start(2, tmp_path / f"{seconds}", *LORA, fault=fault, env=env)
+        assert outcome.codes == [code] * 2, outcome.logs
+        assert faults.summary(tmp_path / f"{seconds}")["step"] == step
+        warning = f"warning: a checkpoint took {seconds} s of the 120 after a signal; export "
+        warning += f"DDP_SAVE_SECONDS={4 * seconds}, and write the job script with --lead "
+        assert outcome.logs[0].count(f"{warning}{4 * seconds}\n") == 1
 
 
 # --- F4, F14: full and read-only disks -----------------------------------------------------------

@@ -33,7 +33,7 @@ USER_ERRORS = {  # kind -> flags, and how the line begins; DIR is a folder with 
     "file": ("--train_data no.jsonl", "no.jsonl: no such file (expected a regular file in "),
     "row": ("--train_data DIR/bad.jsonl", "DIR/bad.jsonl:2: chosen: must be a non-empty string"),
     "model": ("--model_name ./nothing", "--model_name: there is no folder ./nothing"),
-    "model on the hub": ("--model_name no-such", "--model_name: no tokenizer at no-such"),
+    "model on the hub": ("--model_name no-such", "--model_name: no-such: neither"),
     "adapter": (f"{LORA} --init_adapter .", "--init_adapter: .: no adapter_config.json (expected"),
     "no adapter": (f"{LORA} {INIT}./nothing", "--init_adapter: there is no folder ./nothing"),
     "rank of an adapter": (f"{LORA} {INIT}{ADAPTER} --lora_r 8", "--lora_r: the adapter in init_"),

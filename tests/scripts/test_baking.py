@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -149,8 +148,8 @@ def test_an_adapter_that_is_carried_on_has_its_own_rank(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"model": "data/demo/model"}')
     flags = ["--resume_from", str(tmp_path), "--data_path", str(tmp_path / "rows.jsonl")]
     with pytest.raises(UserError, match="--lora_r: the adapter in init_adapter has 4; leave"):
-        train_loop.read_settings([*flags, "--lora_r", "8"])
-    config = train_loop.read_settings(flags)
+        train_loop.complete_settings(train_loop.settings.read([*flags, "--lora_r", "8"]))
+    config = train_loop.complete_settings(train_loop.settings.read(flags))
     assert (config.lora_r, config.lora_alpha) == (4, 8)
 
 
@@ -216,12 +215,11 @@ def test_each_setting_that_changes_a_reply_is_in_the_mark():
     changes += [{"max_sequence_length": 9}, {"num_sequences_per_question": 2}, {"val_split": 0.5}]
     changes += [{"base_dtype": "bf16"}, {"chat_template_kwargs": "{}"}, {}]
     changes += [{"retain_share": 0.5}, {"retain_share": 0.0}]
-    model = SimpleNamespace(_commit_hash=None)
     marks = set()
     for change in changes:
         config = generate_config.Config(**change)
         rows = generate_data.plan_rows(config, ["a", "b", "c"], {"line 1": "Be kind."}, {})
-        marks.add(generate_data.hash_of(config, rows, [], model))
+        marks.add(generate_data.hash_of(config, rows, []))
     assert len(marks) == len(changes)
 
 
@@ -527,4 +525,4 @@ def test_the_lines_of_the_guide(tmp_path):
 def test_the_rank_has_three_names(made):
     for flag in ("-r", "--r", "--lora_r"):
         flags = [flag, "4", "--data_path", str(made / FILES[0])]
-        assert train_loop.read_settings(flags).lora_r == 4
+        assert train_loop.complete_settings(train_loop.settings.read(flags)).lora_r == 4

@@ -309,6 +309,7 @@ def test_the_lead_is_that_of_the_flag_or_half_of_a_short_limit():
     for flags, minutes in (("", 2875), ("--lead 900", 2865), ("--time_limit 00:08:00", 4)):
         make(f"pbs --output job {flags}")
         assert f"--stop_after_minutes={minutes}" in Path("job").read_text()
+    assert "\nexport DDP_JOB_END=$(($(date +%s) + 480))\n" in Path("job").read_text()
 
 
 def test_another_system_than_aurora_may_have_its_nodes():
