@@ -39,7 +39,6 @@ from prompt_baking import trajectories
 from prompt_baking.generate_config import Config
 
 ANY_DAY = "2000-01-01"  # of prompts in the hash, which is the same on the day of a resumed start
-GROUP = 16  # batches between two writes; it does not change the replies
 MEASURED = 2  # replies to each held-out question under each of other_prompts
 Prompts = dict[str, str]  # name -> system prompt
 Replies = list[list[int]]  # token ids
@@ -150,11 +149,6 @@ def check_files(config: Config, settings_hash: str) -> None:
         files.check_writable(flag, Path(f"{path}.parts"))
 
 
-def read_groups(folder: Path) -> list[Replies]:
-    """Return the groups of replies that earlier starts have sampled, in their order."""
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("[0-9]*.json"))]
-
-
 def write(path: str, is_held_out: bool, rows: list[dict]) -> None:
     """Write the rows that are held out, or those that are not, and print their number."""
     if Path(path).exists():  # from other settings, or not from this script
@@ -177,36 +171,33 @@ def sample(
     encoder: Encoder,
     config: Config,
     world: World,
-    parts: Path,
-) -> None:
-    """Sample a reply to each prompt, in groups, each in a file of the folder `parts`."""
+    folder: Path,
+) -> Replies:
+    """Return a reply to each prompt; each batch is stored in a file of the folder."""
     limits = config.max_sequence_length, config.batch_size
     spec = sampling.SampleSpec(config.temperature, config.top_p, *limits, config.seed)
     ends = sampling.ends_of(scorer, encoder)
-    size = GROUP * config.batch_size
-    starts = range(0, len(prompts), size)
-    groups = distributed.on_main(world, lambda: len(read_groups(parts)))  # of earlier starts
-    done = min(groups * size, len(prompts))
+    title = f"sampling {len(prompts)} replies"
     bar = terminal.Bar(world.is_main)
-    if groups and world.is_main:
-        bar.say(f"resumed after {done} of {len(prompts)} replies")
 
-    def poll() -> None:
-        vote = torch.tensor([float(distributed.stop_requested(config.stop_after_minutes))])
-        if distributed.all_sum(vote.to(world.device), world).item():
-            state = f"stopped after {done} of {len(prompts)} replies"
-            raise Stop(f"{state}; run the same command to resume", 85)
+    def is_asked() -> bool:
+        return distributed.stop_requested(config.stop_after_minutes)
 
-    phase = terminal.Phase(f"sampling {len(prompts)} replies", bar, poll, len(starts), groups)
+    def phase_of(parts: int, done: int) -> terminal.Phase:
+        def poll() -> None:
+            vote = torch.tensor([float(is_asked())], device=world.device)
+            if distributed.all_sum(vote, world).item():
+                state = f"stopped after {phase.done} of {parts} parts"
+                raise Stop(f"{state}; run the same command to resume", 85)
+
+        if done and world.is_main:
+            bar.say(f"resumed after {done} of {parts} parts")
+        phase = terminal.Phase(title, bar, poll, is_asked, parts, done)
+        return phase
+
     with contextlib.closing(bar):  # otherwise an error would be printed behind it
-        for number in range(groups, len(starts)):
-            first = starts[number]
-            part = prompts[first : first + size]
-            group = sampling.generate(scorer, part, ends, world, spec, phase, first, keep_end=True)
-            file = parts / f"{number:08d}.json"
-            distributed.on_main(world, functools.partial(data.write_json, file, group))
-            done += len(group)
-    poll()
+        path, how = folder / "replies.safetensors", (scorer, prompts, ends, world, spec)
+        return sampling.generate_once(path, *how, phase_of, keep_end=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -276,8 +267,7 @@ def main(argv: list[str] | None = None) -> int:
     scorer = logps.Scorer(model, precision.autocast)
 
     # replies
-    def finish() -> None:
-        replies: Replies = sum(read_groups(folder), [])
+    def finish(replies: Replies) -> None:
         for row, reply, tokens in zip(rows, encoder.texts(replies), replies, strict=True):
             row |= {"x0": x0, "reply": reply, "tokens": tokens, "model": config.model_name}
             row["settings_hash"] = settings_hash
@@ -289,8 +279,8 @@ def main(argv: list[str] | None = None) -> int:
         shutil.rmtree(folder)
 
     try:
-        sample(scorer, prompts, encoder, config, world, folder)
-        distributed.on_main(world, finish)
+        replies = sample(scorer, prompts, encoder, config, world, folder)
+        distributed.on_main(world, lambda: finish(replies))
     finally:
         if lock:
             lock.release()

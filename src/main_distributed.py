@@ -192,9 +192,9 @@ def evaluate(
 
 
 def generate_replies(
-    policy: Policy, data: dict, encoder: Encoder, config: settings.Config, run: Run
+    policy: Policy, name: str, data: dict, encoder: Encoder, config: settings.Config, run: Run
 ) -> dict[str, list[str]]:
-    """Return split -> replies to its first prompts, the same on all ranks."""
+    """Return split -> replies to its first prompts, the same on all ranks; name: of their file."""
     limits = config.max_new_tokens, config.sample_batch_size, config.seed
     spec = sampling.SampleSpec(config.temperature, config.top_p, *limits)
     ends = sampling.ends_of(policy.scorer, encoder)
@@ -202,9 +202,11 @@ def generate_replies(
     prompts = [pair.prompt for pair in val + test]  # together, since large batches are faster
     if not prompts:
         return {}
-    phase = run.phase(f"sampling {len(prompts)} replies")
+    path = run.folder / f"replies/{name}.safetensors"
+    phase = partial(run.phase, f"sampling {len(prompts)} replies")
     with policy.gathered():
-        ids = sampling.generate(policy.scorer, prompts, ends, run.world, spec, phase)
+        how = policy.scorer, prompts, ends, run.world, spec, phase
+        ids = sampling.generate_once(path, *how)
     texts = encoder.texts(ids)
     replies = {"val": texts[: len(val)], "test": texts[len(val) :]}
     return {split: texts for split, texts in replies.items() if texts}
@@ -386,7 +388,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             ref_logps = score_reference(policy, plan, data, config, run)
 
         sources = data, encoder, config, run
-        before = run.once("reference_replies", lambda: generate_replies(policy, *sources))
+        before = generate_replies(policy, "before", *sources)
         has_other_dropout = bool(config.lora_dropout and config.init_adapter)
         has_known_loss = is_own_reference(config) and not has_other_dropout
         optim = (config.lr_scheduler, config.warmup_ratio, config.weight_decay)
@@ -429,12 +431,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         last = run.restore_best()
         for split in ("val", "test"):
             if data[split] and split not in run.results:  # the last step has evaluated val
-                run.results[split] = evaluate_split(split)
+                name = f"{split}-step-{last:08d}"
+                run.results[split] = run.once(name, partial(evaluate_split, split))
                 run.log(last, run.results[split], split)
         models.round_weights(policy, meta_model)
         from lm.judge import write_examples
 
-        write_examples(run, data, before, generate_replies(policy, *sources), judge)
+        after = generate_replies(policy, f"after-step-{last:08d}", *sources)
+        write_examples(run, data, before, after, judge)
         folder = spec.model_folder or run.folder / "model"
         models.save_policy(policy, meta_model, encoder, folder, world)
     return 0

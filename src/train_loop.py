@@ -37,7 +37,7 @@ from ddp_utils.policy import Policy, Precision
 from ddp_utils.run import Run, RunSpec, check
 from lm import logps, model_files, models
 from lm.chat_template import Encoder, date_of, truncation_warning
-from lm.judge import Judge, load_judge
+from lm.judge import Judge, ask_once, load_judge
 from lm.settings import DEMO_MODEL, default_rate
 from prompt_baking import replies, trajectories
 from prompt_baking.distillation import Student, Teacher, check_head, check_targets, own_replies
@@ -384,11 +384,15 @@ def bake(argv: list[str] | None) -> int:
             run.save_if_due(plan.due(config.save_every, step + 1))
 
         # results
-        run.restore_best()
+        last = run.restore_best()
         models.save_policy(policy, meta_model, encoder, run.folder / "model", world)
         if questions:
-            texts = replies.sample(teacher, columns, questions, encoder, run)
-            means = replies.judged(judge, columns, questions, texts) if judge else {}
+            texts = replies.sample(teacher, last, columns, questions, encoder, run)
+            means = {}
+            if judge:
+                asked = zip(questions * len(texts), sum(texts.values(), []), strict=True)
+                judge = ask_once(run, "test", [*asked], judge)
+                means = replies.judged(judge, columns, questions, texts)
             replies.write(run, questions, texts, means)
         replies.describe_kept(run, others)
     return 0

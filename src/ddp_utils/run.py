@@ -16,7 +16,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -46,14 +46,14 @@ from ddp_utils.tools.changes import SRC
 
 REFERENCE = "reference_logps.safetensors"
 OWN = "own/"  # what the names of Run.keep() begin with in a checkpoint
-# if save_every is 0, between two checkpoints of an epoch
-SAVE_MINUTES = 15  # at least,
-SAVE_FRACTION = 0.05  # and so long that saving takes at most this fraction of the time
+SAVE_MINUTES = 15  # if save_every is 0, at least so long between two checkpoints of an epoch
+SAVE_FRACTION = 0.05  # of the time, at most, for saving what does not depend on save_every
 TRIED_ON = ("cuda", "xpu")  # devices that report that they are out of memory
 LINES = 30  # steps that a run prints into a pipe by default
 PART = 2048  # rows that are scored between two times that their log-probs are stored
 STATUS = {0: "finished", 85: "preempted"}  # by exit status; any other is "failed"
 Values = dict[str, float]  # metric -> value
+Parts = Sequence[Sequence[int]]  # lists of rows of a table
 
 
 class RunConfig(Protocol):
@@ -465,16 +465,11 @@ class Run:
         age = time.perf_counter() - self.saved_at
         interval = max(60 * SAVE_MINUTES, self.save_seconds / SAVE_FRACTION)
         is_late = self.config.save_every == 0 and age > interval
-        is_asked = self._is_asked_to_stop()
-        votes: Values = {"stop": is_asked, "save": is_late and self.world.is_main}
+        votes: Values = {"stop": self.is_asked(), "save": is_late and self.world.is_main}
         means = averages.reduce(votes, {"grad_norm": grad_norm})
         self.must_stop = means.pop("stop") > 0
         self.must_save = means.pop("save") > 0
         return means
-
-    def _is_asked_to_stop(self) -> bool:
-        """Return whether this rank was asked to stop, or has no more time."""
-        return distributed.stop_requested(self.config.stop_after_minutes, self.save_seconds)
 
     def save_if_due(self, is_due: bool) -> None:
         """After each step, save if it is due; save and raise Stop if a rank was asked to stop."""
@@ -512,9 +507,13 @@ class Run:
             self.peak_memory_mb = round(metrics.peak_memory_mb(device), 1)
             self.say(row("memory", f"peak of {self.peak_memory_mb:,.0f} MiB in {size}"))
 
+    def is_asked(self) -> bool:
+        """Return whether this rank was asked to stop, or has no more time; others may not know."""
+        return distributed.stop_requested(self.config.stop_after_minutes, self.save_seconds)
+
     def stop_if_requested(self) -> None:
         """Between two forwards, save and raise Stop if a rank was asked to stop."""
-        self.must_stop = self._is_asked_to_stop()
+        self.must_stop = self.is_asked()
         if self.world.world_size > 1:  # one rank alone need not wait for its GPU
             vote = distributed.to_device([float(self.must_stop)], self.world.device)
             self.must_stop = distributed.all_sum(vote, self.world).item() > 0
@@ -523,7 +522,7 @@ class Run:
 
     def phase(self, title: str, parts: int = 1, done: int = 0) -> Phase:
         """Return the progress of a part of the run, between whose forwards the run may stop."""
-        return Phase(title, self.bar, self.stop_if_requested, parts, done)
+        return Phase(title, self.bar, self.stop_if_requested, self.is_asked, parts, done)
 
     # --- results that are computed once ----------------------------------------------------------
 
@@ -550,33 +549,70 @@ class Run:
         examples = {split: pairs for split, pairs in examples.items() if pairs}
         rows = {split: rows.get(split, range(len(pairs))) for split, pairs in examples.items()}
         facts = numerics | {f"rows of {split}": len(used) for split, used in rows.items()}
-        path = self.folder / REFERENCE
-        tables = self._from_main(load_tables(path, facts) if self.world.is_main else {})
-        for split, pairs in examples.items():
-            used, table = rows[split], tables.get(split)
-            parts = [used[first : first + PART] for first in range(0, max(1, len(used)), PART)]
-            done = 0
-            while table is not None and done < len(parts) and table[parts[done]].isfinite().all():
-                done += 1
-            if done < len(parts):
-                self.say(f"scoring {len(used) - done * PART} of {len(pairs)} pairs of {split}")
-            phase = self.phase(f"scoring {split}", len(parts), done)
-            for part in parts[done:]:
-                scored = score(pairs, rows=part, phase=phase)
-                tables[split] = scored if table is None else scored.where(scored.isfinite(), table)
-                table = tables[split]
-                if self.world.is_main:
-                    save_tables(path, tables, facts)
-        return tables
+        parts = {}
+        for split, used in rows.items():
+            firsts = range(0, max(1, len(used)), PART)
+            parts[split] = [used[first : first + PART] for first in firsts]
 
-    def _from_main(self, tables: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of rank 0 on all ranks."""
-        shapes = {name: [*table.shape] for name, table in tables.items()}
-        result = {}
-        for name, shape in distributed.on_main(self.world, lambda: shapes).items():
-            table = tables.get(name, torch.zeros(shape)).to(self.world.device)
-            result[name] = distributed.all_sum(table, self.world)
-        return result
+        def scored(split: str, missing: Parts) -> Iterator[Tensor]:
+            pairs, count = examples[split], len(parts[split])
+            self.say(f"scoring {sum(map(len, missing))} of {len(pairs)} pairs of {split}")
+            phase = self.phase(f"scoring {split}", count, count - len(missing))
+            for part in missing:
+                yield score(pairs, rows=part, phase=phase)
+
+        return in_parts(self.folder / REFERENCE, facts, parts, scored, self.world)
+
+
+def in_parts(
+    path: Path,
+    facts: dict[str, Any],
+    parts: Mapping[str, Parts],
+    compute: Callable[[str, Parts], Iterable[Tensor]],
+    world: World,
+) -> dict[str, Tensor]:
+    """Return tables, name -> [N, K], computed in parts that are stored in a file one by one.
+
+    So a phase that takes longer than a job may be stopped or killed, and its next start computes
+    the parts that are missing. All ranks call this and get the same tables.
+
+    facts: what the tables depend on, as plain data; a file with other facts is not used.
+    parts: table -> its parts, lists of rows. compute(table, parts that are missing): yields for
+    each of them a table in which all other rows are NaN.
+    """
+    tables = from_main(load_tables(path, facts) if world.is_main else {}, world)
+    due, is_stored = 0.0, True  # a large file is not written after each part
+
+    def save_if_due() -> None:
+        nonlocal due, is_stored
+        start = time.perf_counter()
+        is_stored = start > due
+        if is_stored:
+            save_tables(path, tables, facts)
+            due = start + (time.perf_counter() - start) / SAVE_FRACTION
+
+    for name, lists in parts.items():
+        table = tables.get(name)
+        missing = [part for part in lists if table is None or not table[part].isfinite().all()]
+        try:
+            for new in compute(name, missing) if missing else ():
+                tables[name] = new.where(new.isfinite(), tables.get(name, new))
+                distributed.on_main(world, save_if_due)
+        finally:
+            if not is_stored:  # also if the run stops
+                save_tables(path, tables, facts)
+    return tables
+
+
+def from_main(tables: dict[str, Tensor], world: World) -> dict[str, Tensor]:
+    """Return the tensors of rank 0 on all ranks."""
+    shapes = {name: [str(table.dtype), *table.shape] for name, table in tables.items()}
+    result = {}
+    for name, (dtype, *shape) in distributed.on_main(world, lambda: shapes).items():
+        zeros = torch.zeros(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+        table = tables.get(name, zeros).to(world.device)
+        result[name] = distributed.all_sum(table, world)
+    return result
 
 
 def save_tables(path: Path, tables: dict[str, Tensor], facts: dict) -> None:

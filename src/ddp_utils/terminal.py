@@ -95,6 +95,7 @@ class Phase:
     title: str = ""
     bar: Bar = field(default_factory=lambda: Bar(False))
     stop_if_requested: Callable[[], None] = lambda: None  # called before each micro-batch
+    is_asked: Callable[[], bool] = lambda: False  # to stop, within a micro-batch of this rank
     parts: int = 1  # calls of each() in the complete phase
     done: int = 0  # those that have ended, including those of earlier starts
     now: Any = None  # the bar of tqdm, which each() makes

@@ -1,15 +1,19 @@
 """Replies before and after training side by side, and a judge that compares them."""
 
+import hashlib
 import inspect
 import math
 import numbers
 import runpy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from ddp_utils import UserError, data
+import torch
+from torch import Tensor
+
+from ddp_utils import UserError, data, distributed
 from ddp_utils.metrics import wilson, wilson_of_fraction
-from ddp_utils.run import Run
+from ddp_utils.run import Parts, Run, in_parts
 
 Scores = dict[str, float]  # name -> score of one reply; the first decides who wins
 Summary = dict[str, float | None]  # of all replies
@@ -47,6 +51,33 @@ def load_judge(spec: str, root: Path | None = None) -> Judge:
     return judge
 
 
+def ask_once(run: Run, name: str, asked: Sequence[tuple[str, str]], judge: Judge) -> Judge:
+    """Return a judge that has scored these prompts and replies, in parts; see in_parts().
+
+    Only rank 0 asks, since a judge may be slow or cost money. name: of the file of the scores.
+    """
+    asked = [*dict.fromkeys(asked)]
+    world = run.world
+    digest = hashlib.sha256(repr(asked).encode()).hexdigest()
+    facts = {"judge": judge.digest, "asked": digest}  # type: ignore[attr-defined]
+    parts = [[row] for row in range(len(asked))]
+    scores: list[str] = distributed.on_main(world, lambda: [*judge(*asked[0])]) if asked else []
+
+    def judged(_: str, missing: Parts) -> Iterator[Tensor]:
+        phase = run.phase(f"judging {name}", len(parts), len(parts) - len(missing))
+        table = torch.full((len(asked), len(scores)), torch.nan, dtype=torch.double)
+        for part in missing:
+            for row in phase.each(part):
+                found = distributed.on_main(world, lambda row=row: judge(*asked[row]))
+                table[row] = torch.tensor([found[score] for score in scores], dtype=torch.double)
+            yield table.to(world.device)
+
+    path = run.folder / f"replies/judge-{name}.safetensors"
+    table = in_parts(path, facts, {"scores": parts}, judged, world)["scores"].tolist()
+    known = dict(zip(asked, table, strict=True))
+    return lambda prompt, reply: dict(zip(scores, known[prompt, reply], strict=True))
+
+
 def compare(policy: Sequence[Scores], reference: Sequence[Scores]) -> Summary:
     """Return mean scores and the win rate of the policy's replies over the reference's.
 
@@ -82,12 +113,16 @@ def write_examples(
     """
     examples = {}
     for split, replies in after.items():
-        rows, scores = [], []
-        for pair, *texts in zip(pairs_of[split], before[split], replies, strict=False):
-            prompt, was, now, wanted = (t.strip() for t in (pair.text, *texts, pair.expected))
+        rows, scores, texts = [], [], []
+        for pair, *both in zip(pairs_of[split], before[split], replies, strict=False):
+            texts.append([text.strip() for text in (pair.text, *both, pair.expected)])
+        if judge:
+            asked = [(prompt, reply) for prompt, *both, _ in texts for reply in both]
+            known = ask_once(run, split, asked, judge)
+        for prompt, was, now, wanted in texts:
             rows.append({"prompt": prompt, "reference": was, "fine-tuned": now, "expected": wanted})
             if judge:
-                new, old = judge(prompt, now), judge(prompt, was)
+                new, old = known(prompt, now), known(prompt, was)
                 shown = (f"{name} {old[name]:g} -> {new[name]:g}".strip() for name in new)
                 rows[-1]["verdict"] = f"{verdict(new, old)} ({', '.join(shown)})"
                 scores.append((new, old))

@@ -4,8 +4,10 @@ transformers generates, with our random numbers. B replies of a batch, V vocabul
 """
 
 import functools
+import hashlib
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +18,7 @@ from transformers import GenerationConfig
 
 from ddp_utils import UserError, distributed
 from ddp_utils.distributed import World, to_device
+from ddp_utils.run import Parts, in_parts
 from ddp_utils.sampler import MicroBatch, assign_micro_batches, seed_of
 from ddp_utils.terminal import Phase
 from lm import model_files, models
@@ -55,32 +58,83 @@ WAYS = [
 ]
 
 
-@torch.no_grad()
 def generate(
     scorer: Scorer,
     prompts: Prompts,
     ends: Ids,
     world: World,
     spec: SampleSpec,
-    phase: Phase | None = None,
     first: int = 0,
     keep_end: bool = False,
     streamer: Any = None,
 ) -> list[list[int]]:
     """Return the token ids of a reply to each prompt, on all ranks.
 
-    Batches are cut from the complete list, the longest prompts first, and then split over the
-    ranks; each reply has its own random numbers. So the number of ranks changes nothing.
-
     prompts: token ids; equal prompts get different replies. ends: token ids that end a reply.
-    first: number of the first prompt, for a list that is one part of a longer one. keep_end: the
-    replies include the token that ends them. streamer: of transformers, for a single prompt.
+    first: number of the first prompt, if it is not 0. keep_end: the replies include the token that
+    ends them. streamer: of transformers, for a single prompt.
     """
+    rows = [row for part in parts_of(scorer, prompts, spec, world) for row in part]
+    table = sample(scorer, prompts, rows, ends, world, spec, Phase(), first, streamer)
+    return until_end(table, ends, keep_end)
+
+
+def generate_once(
+    path: Path,
+    scorer: Scorer,
+    prompts: Prompts,
+    ends: Ids,
+    world: World,
+    spec: SampleSpec,
+    phase_of: Callable[[int, int], Phase],
+    keep_end: bool = False,
+) -> list[list[int]]:
+    """Return the same as generate(); each batch of replies is stored in a file, see in_parts().
+
+    path: a file of these weights. phase_of(parts, those that are stored): the progress of sampling.
+    """
+    digest = hashlib.sha256(repr(prompts).encode()).hexdigest()
+    facts = scorer.numerics(world.device) | spec._asdict() | {"prompts": digest}
+    parts = parts_of(scorer, prompts, spec, world)
+
+    def sampled(_: str, missing: Parts) -> Iterator[Tensor]:
+        phase = phase_of(len(parts), len(parts) - len(missing))
+        for rows in missing:
+            yield sample(scorer, prompts, rows, ends, world, spec, phase)
+        phase.stop_if_requested()  # then the last batches may be incomplete
+
+    tables = in_parts(path, facts, {"tokens": parts}, sampled, world)
+    return until_end(tables["tokens"], ends, keep_end)
+
+
+def parts_of(scorer: Scorer, prompts: Prompts, spec: SampleSpec, world: World) -> list[list[int]]:
+    """Return the rows of `prompts` in parts: a batch for each rank, the longest prompts first."""
     if scorer.way is None:
         choose_way(scorer, prompts, spec.max_new_tokens, world)
-    phase = phase or Phase()
-    size = batch_size(scorer, prompts, spec, world)
+    size = batch_size(scorer, prompts, spec, world) * world.world_size
     rows = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
+    return [rows[first : first + size] for first in range(0, len(rows), size)]
+
+
+@torch.no_grad()
+def sample(
+    scorer: Scorer,
+    prompts: Prompts,
+    rows: Sequence[int],
+    ends: Ids,
+    world: World,
+    spec: SampleSpec,
+    phase: Phase,
+    first: int = 0,
+    streamer: Any = None,
+) -> Tensor:
+    """Return token ids of replies to some prompts, [prompts, new tokens]; NaN for the others.
+
+    Batches are cut from the complete list, in the order of parts_of(), and then split over the
+    ranks; each reply has its own random numbers. So the number of ranks changes nothing. A batch
+    in which its rank is asked to stop ends at once, and its replies are NaN.
+    """
+    size = batch_size(scorer, prompts, spec, world)
     starts = range(0, len(rows), size)
     micro_batches = []
     replies = []
@@ -92,12 +146,14 @@ def generate(
         batch = [prompts[row] for row in index]
         options = {"streamer": streamer, "eos_token_id": [*ends] or None}
         sampled = _sample_batch(scorer, batch, uniform, spec, world, phase, **options)
-        reply = sampled[:, len(batch[0]) :]  # [B, new tokens]
+        reply = sampled[:, len(batch[0]) :].float()  # [B, new tokens]
         reply = pad(reply, (0, spec.max_new_tokens - reply.shape[1]))
-        micro_batches.append(MicroBatch(index, assigned.weight * len(index)))
-        replies.append(1 + reply)  # 0 marks what no rank has written
-    table = distributed.gather_by_index(len(rows), micro_batches, replies, world).long() - 1
-    return [_until_end(reply, ends, keep_end) for reply in table.tolist()]
+        places = [*range(start, start + len(index))]
+        micro_batches.append(MicroBatch(places, assigned.weight * len(index)))
+        replies.append(torch.full_like(reply, torch.nan) if phase.is_asked() else reply)
+    table = torch.full((len(prompts), spec.max_new_tokens), torch.nan, device=world.device)
+    table[rows] = distributed.gather_by_index(len(rows), micro_batches, replies, world)
+    return table
 
 
 def cache_bytes(device: torch.device) -> int:
@@ -167,6 +223,10 @@ def _sample_batch(
             phase.advance()
         return torch.full_like(logits, -torch.inf).scatter(1, tokens[:, None], 0.0)
 
+    def is_ended(so_far: Tensor, _: Any) -> Tensor:
+        """Return whether each reply ends here, since this rank was asked to stop."""
+        return torch.full((len(so_far),), bool(phase and phase.is_asked()), device=so_far.device)
+
     options |= {"max_new_tokens": spec.max_new_tokens, "use_cache": scorer.way.cached}
     with scorer.generating(world.device):
         return scorer.unwrap().generate(
@@ -174,6 +234,7 @@ def _sample_batch(
             GenerationConfig(do_sample=False, pad_token_id=0, **options),
             attention_mask=to_device(mask, world.device),
             logits_processor=[only_sampled],
+            stopping_criteria=[is_ended],
             synced_gpus=scorer.in_step,
             streamer=streamer,
         )
@@ -197,12 +258,13 @@ def sample_tokens(logits: Tensor, uniform: Tensor, spec: SampleSpec) -> Tensor:
     return torch.searchsorted(sums, uniform[:, None] * sums[:, -1:], right=True).squeeze(-1)
 
 
-def _until_end(reply: list[int], ends: Ids, keep: bool) -> list[int]:
-    """Cut a reply before, or behind, the first token that ends it."""
-    for length, token in enumerate(reply):
-        if token in ends:
-            return reply[: length + keep]
-    return reply
+def until_end(table: Tensor, ends: Ids, keep_end: bool = False) -> list[list[int]]:
+    """Cut replies [N, new tokens] before, or behind, the first token that ends them."""
+    replies = []
+    for reply in table.long().tolist():
+        length = next((n + keep_end for n, token in enumerate(reply) if token in ends), None)
+        replies.append(reply[:length])
+    return replies
 
 
 # --- self-test -----------------------------------------------------------------------------------

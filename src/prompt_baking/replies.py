@@ -4,6 +4,7 @@ Other prompts are system prompts under which the baked model should remain the b
 """
 
 import collections
+import functools
 from typing import Any, NamedTuple
 
 from ddp_utils import terminal
@@ -44,19 +45,26 @@ def columns_of(x0: str, others: dict[str, str]) -> list[Column]:
 
 
 def sample(
-    teacher: Teacher, columns: list[Column], questions: list[str], encoder: Encoder, run: Run
+    teacher: Teacher,
+    step: int,
+    columns: list[Column],
+    questions: list[str],
+    encoder: Encoder,
+    run: Run,
 ) -> Texts:
-    """Return the replies of all columns to the questions."""
+    """Return the replies of all columns to the questions; step: of the weights."""
     config, student = teacher.config, teacher.student
     limits = config.max_new_tokens, config.sample_batch_size
     spec = sampling.SampleSpec(config.temperature, config.top_p, *limits, config.seed)
     ends = sampling.ends_of(student, encoder)
     texts = {}
-    for column in columns:
+    for number, column in enumerate(columns):
         prompts = [trajectories.prompt(encoder, column.system, text) for text in questions]
-        phase = run.phase(f"sampling {len(prompts)} replies: {column.title}")
+        path = run.folder / f"replies/after-step-{step:08d}-{number}.safetensors"
+        phase = functools.partial(run.phase, f"sampling {len(prompts)} replies: {column.title}")
         with student.adapter(column.baked):
-            ids = sampling.generate(student, prompts, ends, run.world, spec, phase)
+            how = student, prompts, ends, run.world, spec, phase
+            ids = sampling.generate_once(path, *how)
         texts[column.title] = [text.strip() for text in encoder.texts(ids)]
     return texts
 

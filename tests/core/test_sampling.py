@@ -3,17 +3,19 @@
 tests/core/test_units_in_processes.py has the replies of the demo model, on 1, 2 and 3 ranks.
 """
 
+import functools
 import math
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 import transformers
 
-from ddp_utils import UserError, metrics, terminal
+from ddp_utils import Stop, UserError, metrics, terminal
 from ddp_utils.distributed import World
 from lm import judge, logps, sampling
-from lm.judge import compare, load_judge
+from lm.judge import ask_once, compare, load_judge
 
 
 def tiny_scorer():
@@ -120,8 +122,63 @@ def test_the_progress_counts_each_token(monkeypatch):
     advance = phase.advance
     phase.advance = lambda *by: [advance(*by), fractions.append(phase.now.n)]
     spec = sampling.SampleSpec(0.0, 1.0, 2, 2, 0)
-    sampling.generate(scorer, PROMPTS, [], World(), spec, phase)
+    rows = [row for part in sampling.parts_of(scorer, PROMPTS, spec, World()) for row in part]
+    sampling.sample(scorer, PROMPTS, rows, [], World(), spec, phase)
     assert fractions == pytest.approx([0, 0.25, 0.5, 0.5, 0.75, 1])
+
+
+def test_stored_replies_are_used_only_for_the_same_question(tmp_path, monkeypatch):
+    """Not those of another seed, length or prompt; what is stored is not sampled again."""
+    scorer, sampled = tiny_scorer(), []
+    original = sampling._sample_batch
+    spec = sampling.SampleSpec(1.0, 1.0, 12, 2, seed=0)
+    cases = [(PROMPTS, spec), (PROMPTS, spec._replace(seed=1)), (PROMPTS[:2], spec)]
+    cases += [(PROMPTS, spec._replace(max_new_tokens=9, temperature=0.5))]
+    expected = [sampling.generate(scorer, prompts, [], World(), how) for prompts, how in cases]
+
+    def watched(*arguments, **options):
+        sampled.append(1)
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(sampling, "_sample_batch", watched)
+    for (prompts, how), replies in zip(cases, expected, strict=True):
+        for batches in (math.ceil(len(prompts) / 2), 0):
+            sampled.clear()
+            once = scorer, prompts, [], World(), how, lambda *_: terminal.Phase()
+            assert sampling.generate_once(tmp_path / "replies.safetensors", *once) == replies
+            assert len(sampled) == batches
+
+
+def test_a_judge_that_is_stopped_scores_only_what_is_missing(tmp_path):
+    """Stopped before the third of four questions, of which one comes twice."""
+    asked = [("a", "x"), ("a", "y"), ("b", "x"), ("a", "x"), ("b", "y")]
+    calls = []
+
+    def judge(prompt, reply):
+        calls.append((prompt, reply))
+        return {"first": ord(prompt) / 7, "second": float(ord(reply))}
+
+    def stop():
+        if len(calls) == 3:  # the first one is also asked for the names of its scores
+            raise Stop("stopped", 85)
+
+    def once(poll):
+        phase = functools.partial(terminal.Phase, "judging", terminal.Bar(False), poll, bool)
+        run = SimpleNamespace(world=World(), folder=tmp_path, phase=lambda _, *size: phase(*size))
+        calls.clear()
+        return ask_once(run, "test", asked, judge)
+
+    judge.digest = "1"
+    with pytest.raises(Stop):
+        once(stop)
+    scored = once(lambda: None)
+    assert calls == [("a", "x"), ("b", "x"), ("b", "y")]
+    assert scored("b", "x") == {"first": 14.0, "second": 120.0}  # ord("b") is 98
+    once(lambda: None)
+    assert calls == [("a", "x")]
+    judge.digest = "2"  # another judge
+    once(lambda: None)
+    assert len(calls) == 5
 
 
 WILSON = {  # Brown, Cai, DasGupta 2001 / R's prop.test(correct=FALSE)

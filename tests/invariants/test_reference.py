@@ -1,8 +1,10 @@
 """The reference is scored once per run, and read again only if nothing has changed."""
 
 import json
+import math
 import os
 import shutil
+import signal
 from pathlib import Path
 from unittest import mock
 
@@ -11,11 +13,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+import faults
 import main_distributed
 import runs
-from ddp_utils import UserError, distributed, run
+from ddp_utils import UserError, run
+from ddp_utils.distributed import World
 from ddp_utils.run import REFERENCE, load_tables, save_tables
-from lm import logps
+from lm import logps, sampling
 from lm.fast import self_test
 from ranks import ranks, run_ranks
 
@@ -108,39 +112,80 @@ def test_a_table_that_is_not_of_this_policy_is_an_error_at_step_0(folder):
         train(folder)
 
 
-def scored_in_parts(folder, parts):
-    """main() that stores the log-probs of each 3 rows, and is stopped after so many parts."""
-    run.PART = 3
-    save = run.save_tables
-    written = []
+def test_a_file_of_parts_is_written_in_a_twentieth_of_the_time(tmp_path, monkeypatch):
+    """100 parts of 1 s; a write of 1 s is due at the first one, 20 s after it began, and last."""
+    clock, written = [0.0], []
 
-    def count(*arguments):
-        save(*arguments)
-        written.append(1)
+    def save(_, tables, __):
+        written.append(int(tables["a"].isfinite().sum()))
+        clock[0] += 1
 
-    run.save_tables = count  # only rank 0 writes, and its vote stops both
-    distributed.stop_requested = lambda *_: len(written) == parts
-    train(folder, "--keep_checkpoints", "9")
+    def compute(_, missing):
+        for [row] in missing:
+            clock[0] += 1
+            yield torch.full((100, 1), torch.nan).index_fill(0, torch.tensor([row]), 0.0)
+
+    monkeypatch.setattr(run, "save_tables", save)
+    monkeypatch.setattr(run.time, "perf_counter", lambda: clock[0])
+    run.in_parts(tmp_path / "a", {}, {"a": [[row] for row in range(100)]}, compute, World())
+    assert written == [1, 21, 41, 61, 81, 100]
 
 
-def test_scoring_continues_after_the_last_part_that_was_stored(tmp_path):
-    """Stopped three times while it scores 8 + 8 rows in parts of 3; then as if undisturbed."""
-    outcome = run_ranks(2, scored_in_parts, tmp_path / "whole", 99)
-    assert outcome.codes == [0, 0], outcome.logs
-    for parts, line in ((1, "8 of 12 pairs of train"), (1, "5 of 12 pairs"), (2, "2 of 12 pairs")):
-        outcome = run_ranks(2, scored_in_parts, tmp_path / "parts", parts)
+def in_parts(folder, name="", number=0):
+    """main() in parts of 3 rows and 2 replies per rank, stopped at a part of a file.
+
+    After rank 0 has stored so many parts, it gets the signal of a time limit: at once, or while it
+    samples the first token of the next part.
+    """
+    run.PART, run.SAVE_FRACTION = 3, math.inf  # each part is stored
+    save, sample_tokens, left = run.save_tables, sampling.sample_tokens, [number, 0]
+
+    def stop():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        left[1] += 1
+
+    def count(path, *rest):
+        save(path, *rest)
+        left[0] -= path.name.startswith(name)
+        if left[0] == 0 and path.name == REFERENCE and not left[1]:
+            stop()
+
+    def token(logits, uniform, spec):
+        if spec.max_new_tokens == 8:  # not that of the self-test
+            print("token" if not left[1] else "token after the signal")
+            if left[0] == 0 and number:
+                stop()
+        return sample_tokens(logits, uniform, spec)
+
+    run.save_tables, sampling.sample_tokens = count, token
+    flags = "--num_samples 8 --sample_batch_size 2 --max_new_tokens 8 --keep_checkpoints 9"
+    train(folder, *runs.words(flags))
+
+
+def test_a_run_continues_after_the_last_part_that_was_stored(tmp_path):
+    """Stopped three times while it scores 8 + 8 rows, and while it samples; as if undisturbed."""
+    whole, folder = tmp_path / "whole", tmp_path / "parts"
+    [log, _] = faults.finished(run_ranks(2, in_parts, whole)).logs
+    lives = [(REFERENCE, 1), (REFERENCE, 1), (REFERENCE, 2), ("before", 1), ("after", 1)]
+    lines = ["8 of 12 pairs of train", "5 of 12 pairs", "2 of 12 pairs", "5 of 8 pairs of test"]
+    sampled = 0
+    for number, life in enumerate(lives):
+        outcome = run_ranks(2, in_parts, folder, *life)
         assert outcome.codes == [85, 85], outcome.logs
-        assert f"scoring {line}" in outcome.logs[0]
-    outcome = run_ranks(2, scored_in_parts, tmp_path / "parts", 99)
-    assert outcome.codes == [0, 0], outcome.logs
-    assert "of train" not in outcome.logs[0] and "scoring 5 of 8 pairs of test" in outcome.logs[0]
-    tables = [load_file(tmp_path / name / REFERENCE) for name in ("whole", "parts")]
-    torch.testing.assert_close(*tables, rtol=0, atol=0, equal_nan=True)
-    states = [
-        load_file(tmp_path / name / "checkpoints/step-00000002/state.safetensors")
-        for name in ("whole", "parts")
-    ]
-    torch.testing.assert_close(*states, rtol=0, atol=0)
+        assert f"scoring {lines[number]}" in outcome.logs[0] if number < 4 else True
+        assert "after the signal" not in outcome.logs[0]  # the batch ends at once
+        sampled += outcome.logs[0].splitlines().count("token")
+    last = faults.finished(run_ranks(2, in_parts, folder)).logs[0].splitlines()
+    # of the two parts in which it was stopped, one token each is sampled again
+    assert sampled + last.count("token") == log.splitlines().count("token") + 2
+    assert faults.is_equal(folder, whole)
+    name = "distributed_output_test.txt"
+    assert (folder / name).read_text() == (whole / name).read_text()
+    files = [path.relative_to(whole) for path in whole.rglob("*.safetensors")]
+    assert len(files) == 5  # log-probs, replies before and after, a checkpoint, the model
+    for file in files:
+        tables = load_file(folder / file), load_file(whole / file)
+        torch.testing.assert_close(*tables, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_layout_that_is_not_supported_is_one_line(tmp_path, monkeypatch, capsys):

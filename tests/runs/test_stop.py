@@ -45,18 +45,6 @@ def test_f3_a_signal_stops_the_run_in(place, undisturbed, tmp_path):
     resumes(tmp_path / "run", undisturbed, step)
 
 
-def test_f3_a_signal_during_generation_changes_no_reply(tmp_path):
-    flags = [*LORA, *runs.words("--num_samples 4 --batch_size 2 --max_new_tokens 8 --max_steps 2")]
-    fault = (faults.signal_before, "sampling._sample_batch", 2, signal.SIGTERM, 1)
-    outcome = faults.start(2, tmp_path / "a/run", *flags, fault=fault)
-    assert outcome.codes == [85, 85], outcome.logs
-    outcome = faults.finished(faults.start(2, tmp_path / "a/run", *flags))
-    assert "resumes after step" in outcome.logs[0]
-    faults.finished(faults.start(2, tmp_path / "b/run", *flags))
-    name = "distributed_output_test.txt"
-    assert (tmp_path / "a/run" / name).read_text() == (tmp_path / "b/run" / name).read_text()
-
-
 def test_f3_a_time_limit_stops_and_saves(undisturbed, tmp_path):
     folder, limit = tmp_path / "run", runs.words("--stop_after_minutes 30")
     outcome = faults.start(2, folder, *LORA, *limit, fault=(faults.run_out_of_time, 1, 2))

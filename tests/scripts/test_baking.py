@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -22,7 +23,7 @@ from lm import chat_template, models, sampling
 from prompt_baking import generate_config
 from ranks import free_port, ranks, run_ranks
 
-# 12 questions x 6 replies, two questions between two writes
+# 12 questions x 6 replies and 12 to measure, a write after each 4 per process
 SMALL = runs.words("--num_questions 12 --num_sequences_per_question 6 --batch_size 4")
 SMALL += runs.words("--max_sequence_length 32 --val_split 0.2")
 FILES = "traj_chat.jsonl", "traj_val.jsonl"
@@ -31,12 +32,10 @@ FILES = "traj_chat.jsonl", "traj_val.jsonl"
 @pytest.fixture(autouse=True)
 def as_before(monkeypatch):
     """What generate() and train() change for speed, some of them in this process, is put back."""
-    monkeypatch.setattr(generate_data, "GROUP", generate_data.GROUP)
     monkeypatch.setattr(run_, "write_report", run_.write_report)
 
 
-def generate(folder, *flags, fault=None, together=3):
-    generate_data.GROUP = together
+def generate(folder, *flags, fault=None):
     torch.set_num_threads(1)
     if fault:
         fault()
@@ -65,12 +64,6 @@ def test_the_same_rows_on_any_number_of_processes(size, made, tmp_path):
     ranks(size, generate, str(tmp_path))
     assert content(tmp_path) == content(made)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FILES)  # no litter
-
-
-def test_a_reply_hangs_on_question_and_sequence_alone(made, tmp_path):
-    """Not on how many questions lie between two writes."""
-    assert generate(tmp_path, together=100) == 0
-    assert content(tmp_path) == content(made)
 
 
 def test_a_models_own_generation_settings_change_no_distribution(made, tmp_path):
@@ -106,17 +99,18 @@ def test_rows_are_split_by_question_and_hold_what_the_teacher_said(made):
     assert {row["tokens"][-1] for row in train if len(row["tokens"]) < 32} == {2}  # the end counts
 
 
-def kill_after(groups):
-    """SIGKILL in the middle of writing a group."""
-    write_json = data.write_json
+def kill_after(parts):
+    """SIGKILL in the middle of writing a part."""
+    save_tables, left, run_.SAVE_FRACTION = run_.save_tables, [parts], math.inf
 
-    def kill(path, group):
-        if path.name == f"{groups:08d}.json":
-            data.temporary_of(path).write_text("[[1, 2")
+    def kill(path, *rest):
+        left[0] -= 1
+        if left[0] < 0:
+            data.temporary_of(path).write_bytes(b"half of a file")
             os.kill(os.getpid(), signal.SIGKILL)
-        write_json(path, group)
+        save_tables(path, *rest)
 
-    data.write_json = kill
+    run_.save_tables = kill
 
 
 def life(folder, killed):
@@ -127,12 +121,12 @@ def test_killed_while_it_writes_it_goes_on_with_the_same_rows(made, tmp_path):
     outcome = run_ranks(2, life, str(tmp_path), True)
     assert -9 in outcome.codes and not (tmp_path / FILES[0]).exists()
     outcome = run_ranks(2, life, str(tmp_path), False)
-    assert outcome.codes == [0, 0] and "resumed after 36 of 84 replies" in outcome.logs[0]
+    assert outcome.codes == [0, 0] and "resumed after 3 of 11 parts" in outcome.logs[0]
     assert content(tmp_path) == content(made)
 
 
 def test_stopped_by_a_time_limit_it_goes_on_with_the_same_rows(made, tmp_path):
-    with pytest.raises(Stop, match="stopped after 0 of 84 replies") as caught:
+    with pytest.raises(Stop, match="stopped after 0 of 21 parts") as caught:
         generate(tmp_path, "--stop_after_minutes", "1e-9")
     assert caught.value.exit_code == 85
     assert generate(tmp_path) == 0
@@ -197,7 +191,7 @@ def test_a_template_with_a_date_has_that_of_the_first_start_of_sampling(tmp_path
                 monkeypatch.setattr(module, "today", lambda day=day: day)
             stop = ["--stop_after_minutes", "1e-9"] * (number < len(starts))
             with pytest.raises(Stop) if stop else contextlib.nullcontext():
-                generate(tmp_path / name, *few, *stop, together=1)
+                generate(tmp_path / name, *few, *stop)
     assert content(tmp_path / "twice") == content(tmp_path / "at once")
     rows = sum(rows_of(tmp_path / "twice"), [])
     assert {row["template_date"] for row in rows} == {days[0]}
