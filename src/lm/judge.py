@@ -6,6 +6,7 @@ import math
 import numbers
 import runpy
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -68,7 +69,7 @@ def ask_once(run: Run, name: str, asked: Sequence[tuple[str, str]], judge: Judge
         table = torch.full((len(asked), len(scores)), torch.nan, dtype=torch.double)
         for part in missing:
             for row in phase.each(part):
-                found = distributed.on_main(world, lambda row=row: judge(*asked[row]))
+                found = distributed.on_main(world, partial(judge, *asked[row]))
                 table[row] = torch.tensor([found[score] for score in scores], dtype=torch.double)
             yield table.to(world.device)
 
@@ -113,11 +114,12 @@ def write_examples(
     """
     examples = {}
     for split, replies in after.items():
-        rows, scores, texts = [], [], []
+        rows, scores, texts, asked = [], [], [], []
         for pair, *both in zip(pairs_of[split], before[split], replies, strict=False):
             texts.append([text.strip() for text in (pair.text, *both, pair.expected)])
+            prompt, was, now, _ = texts[-1]
+            asked += [(prompt, now), (prompt, was)]
         if judge:
-            asked = [(prompt, reply) for prompt, *both, _ in texts for reply in both]
             known = ask_once(run, split, asked, judge)
         for prompt, was, now, wanted in texts:
             rows.append({"prompt": prompt, "reference": was, "fine-tuned": now, "expected": wanted})
