@@ -73,7 +73,6 @@ class RunConfig(Protocol):
 
 def environment(config: Any, world: World) -> dict[str, Any]:
     """Return what is needed to repeat a run."""
-    defaults = {field.name: field.default for field in dataclasses.fields(config)}
     versions = {name: metadata.version(name) for name in ("transformers", "peft")}
     return {
         "command": typed_command(),
@@ -92,8 +91,23 @@ def environment(config: Any, world: World) -> dict[str, Any]:
         "host": platform.node(),
         "pid": os.getpid(),
         "start": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "defaults": {k: v for k, v in defaults.items() if getattr(config, k) != v},
+        "defaults": defaults_of_set(config),
     }
+
+
+def defaults_of_set(config: Any) -> dict[str, Any]:
+    """Return the default of each setting that the user has set, for the report.
+
+    These are all flags, the values of a YAML file that differ from the default, and defaults that
+    were edited in the code. What a script itself has filled in, such as demo data, is not set.
+    """
+    values, defaults = vars(config), {}
+    places = values.get("places", {})  # as cli.parse_with_file() has left them
+    for field in dataclasses.fields(config):
+        place = places.get(field.name, "")
+        if place.startswith("--") or (place and values[field.name] != field.default):
+            defaults[field.name] = field.default
+    return defaults | changes.edited_defaults(type(config))
 
 
 def typed_command() -> str:

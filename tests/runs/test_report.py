@@ -11,12 +11,14 @@ from html.parser import HTMLParser
 import pytest
 from huggingface_hub import ModelCard
 
+import config
 import main_distributed
 import programs
 import runs
+import train_config
 from conftest import ROOT
-from ddp_utils import Stop, cli, distributed, losses, metrics
-from ddp_utils.tools import report
+from ddp_utils import Stop, cli, distributed, losses, metrics, run
+from ddp_utils.tools import changes, report
 from lm import models, preference_data, sampling
 from reports import HOSTILE, a_run, page_of, put
 
@@ -66,6 +68,26 @@ def test_numbers_settings_data_and_examples_are_shown(tmp_path):
     assert "0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 18 more" in text
     pictures = [attributes["alt"] for tag, attributes in found.tags if tag == "img"]
     assert pictures == ["curves: loss", "curves: returns", "curves: rewards"]
+
+
+SETTINGS = "training:\n  seed: 0\n  learning_rate: 0.5\n  lr_scheduler: cosine\n"
+
+
+def test_only_settings_that_the_user_has_set_are_listed(tmp_path, monkeypatch):
+    """Flags, values of a file that differ, and edits; not what a script fills in for its demo."""
+    monkeypatch.setattr(changes, "git", lambda *_: None)
+    demo = config.read([])
+    assert demo.val_data and demo.sft_weight == 1.0
+    assert run.defaults_of_set(demo) == {}
+    flags = config.read(["--beta=0.1", "--seed", "3"])
+    assert run.defaults_of_set(flags) == {"beta": 0.1, "seed": 0}
+    (tmp_path / "my.yaml").write_text(SETTINGS)
+    file = f"{tmp_path}/my.yaml"
+    now = run.defaults_of_set(train_config.read(["--config", file]))
+    assert now == {"config": "config.yaml", "learning_rate": None}
+    committed = (ROOT / "src/config.py").read_text().replace("beta: float = 0.1", "beta: float = 7")
+    monkeypatch.setattr(changes, "git", lambda *_: committed)
+    assert run.defaults_of_set(demo) == {"beta": 7}
 
 
 # --- texts of others -----------------------------------------------------------------------------

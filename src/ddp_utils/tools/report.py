@@ -269,9 +269,9 @@ def content_of(folder: Path, run: dict[str, dict]) -> dict[str, Any]:
         "pictures": pictures,
         "examples": run["examples"],
         "numbers": table("Numbers", numbers),
-        "changed": table("Settings that are not at their defaults", changed),
+        "changed": table("Settings that you set", changed),
         "more": [
-            table("Other settings", {"": others}),
+            table("All other settings", {"": others}),
             table("Data", run["data_report"]),
             table("Environment", {"": facts}),
         ],
