@@ -207,8 +207,8 @@ def draw(file: Path, summary: dict, returns: Returns, optimum: Array, random: Ar
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 4.2), layout="constrained")
-    per_stream, per_task = figure.subplots(1, 2, sharey=True)
+    figure = Figure(figsize=(4.8, 7.6), layout="constrained")  # readable on a phone
+    per_stream, per_task = figure.subplots(2, 1, sharey=True)
     for name in returns:
         label, color, style = CURVES[name]
         streams = summary.get(f"{name}_streams", 1)
@@ -224,12 +224,13 @@ def draw(file: Path, summary: dict, returns: Returns, optimum: Array, random: Ar
         axis.axhline(optimum.mean(), color="tab:green", label="optimum")
         axis.axhline(random.mean(), color="tab:red", label="random actions")
         axis.grid(alpha=0.3)
-    ylabel = f"mean return on {len(optimum)} held-out tasks"
-    per_stream.set(xlabel="episode of a stream", ylabel=ylabel, ylim=(0, None))
-    per_task.set(xlabel="episodes spent on a task, by all streams", xscale="log")
+    figure.suptitle(f"Return on {len(optimum)} held-out tasks, with 95 % intervals")
+    per_stream.set(xlabel="episode of a stream", ylabel="mean return", ylim=(0, None))
+    per_task.set(xlabel="episodes spent on a task, by all streams", ylabel="mean return")
+    per_task.set_xscale("log")
     legend = per_stream.get_legend_handles_labels()
-    figure.legend(*legend, loc="outside right center", frameon=False)
-    figure.savefig(file, dpi=150)
+    figure.legend(*legend, loc="outside lower center", ncols=2, fontsize="small", frameon=False)
+    figure.savefig(file, dpi=200)
 
 
 # --- main ----------------------------------------------------------------------------------------

@@ -80,7 +80,8 @@ def draw(folder: Path) -> None:
         if len(metrics) > 1:
             for number, metric in enumerate(metrics):
                 entries.append(Line2D([], [], color=f"C{number}", label=METRICS[metric].words))
-        for split in [split for split in SPLITS if any(row["split"] == split for row in lines)]:
+        drawn = {row["split"] for row in lines if row.keys() & {*metrics}}
+        for split in [split for split in SPLITS if split in drawn]:
             color = "gray" if len(metrics) > 1 else "C0"
             entries.append(Line2D([], [], label=SPLITS[split], color=color, **STYLES[split]))
         if panel.base:

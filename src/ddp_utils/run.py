@@ -40,7 +40,7 @@ from ddp_utils.checkpoints import RunSpec
 from ddp_utils.distributed import World
 from ddp_utils.policy import Policy
 from ddp_utils.sampler import Plan
-from ddp_utils.terminal import Bar, Phase, columns, row
+from ddp_utils.terminal import Bar, Phase, columns, row, wrapped
 from ddp_utils.tools import changes
 from ddp_utils.tools.changes import SRC
 
@@ -264,7 +264,7 @@ class Run:
         if line.startswith("warning: "):
             self.warnings.append(line)
         if self.world.is_main:
-            self.bar.say(line)
+            self.bar.say(wrapped(line))
 
     def warn(self, line: str) -> None:
         """Print and keep a warning, once per run."""
@@ -302,7 +302,8 @@ class Run:
         self.metrics.write((json.dumps(line) + "\n").encode())
         for logger in self.loggers:
             logger.log(split, step, values)
-        texts = columns(values)
+        is_tie = split == "train" and step == 1  # policy and reference are equal before it
+        texts = columns(values, ["rewards/accuracies"] if is_tie else [])
         if split == "train":
             self.bar.reach(step, "  ".join(texts[:3]))
         if split == "train":

@@ -40,7 +40,7 @@ METRICS = {
     "rewards/accuracies": Metric("accuracy: chosen preferred", PAIRS, "accuracy", "accuracy"),
     "logps/accuracies": Metric("chosen more likely", PAIRS, "", "likelier"),
     "accuracy": Metric("accuracy: action predicted", "fraction of actions", "accuracy", "accuracy"),
-    "share_baked": Metric("fraction of the KL removed", "", "share_baked", "share baked"),
+    "share_baked": Metric("fraction of the KL removed", "fraction", "share_baked", "share baked"),
     "kept/kl": Metric("KL from the base model, other prompts", PER_TOKEN, "", "kept: kl"),
     "fraction_of_optimum": Metric("return of the last 10 episodes", OPTIMUM, "of_optimum"),
     "return_first": Metric("return of the first episode"),
@@ -166,11 +166,11 @@ class Phase:
             self.bar.say(str(self.now))
 
 
-def columns(values: dict[str, float]) -> list[str]:
-    """Return the name and the number of each metric that has a column."""
+def columns(values: dict[str, float], omitted: Sequence[str] = ()) -> list[str]:
+    """Return the name and the number of each metric that has a column, except for some."""
     texts = []
     for metric, name in METRICS.items():
-        if metric in values and name.column:
+        if metric in values and name.column and metric not in omitted:
             digits = ".4f" if abs(values[metric]) < 100 else ".4g"
             texts.append(f"{name.column} {values[metric]:7{digits}}")
     return texts
@@ -180,3 +180,11 @@ def row(name: str, text: str) -> str:
     """Return a name and its text, wrapped to the width of a terminal."""
     text = f"{name:<9} {text}"
     return textwrap.fill(text, WIDTH, subsequent_indent=" " * 10, break_on_hyphens=False)
+
+
+def wrapped(line: str) -> str:
+    """Return a warning wrapped to the width of a terminal; other lines unchanged."""
+    if not line.startswith("warning: "):
+        return line
+    shape = textwrap.TextWrapper(WIDTH, subsequent_indent=" " * 9, break_on_hyphens=False)
+    return shape.fill(line)

@@ -98,3 +98,14 @@ def test_a_loss_has_the_unit_of_its_script(metric, tmp_path, no_pixels):
     lines = [{"split": "train", "step": 1, "loss": 0.5, metric: 0.25}]
     plots.draw(folder_with(tmp_path, lines))
     assert no_pixels["loss.png"].axes[0].get_ylabel() == UNITS[metric]
+    assert legend_of(no_pixels["loss.png"]) == ["training"]
+
+
+def test_the_legend_names_only_what_is_drawn(tmp_path, no_pixels):
+    """Baking: the loss has no held-out value, and the KL has no value in training."""
+    lines = [{"split": "train", "step": 1, "loss": 0.5}]
+    lines.append({"split": "val", "step": 1, "kl": 0.5, "share_baked": 0.25})
+    plots.draw(folder_with(tmp_path, lines))
+    assert legend_of(no_pixels["loss.png"]) == ["training"]
+    assert legend_of(no_pixels["baking.png"]) == ["held out"]
+    assert no_pixels["share_baked.png"].axes[0].get_ylabel() == "fraction"

@@ -24,7 +24,7 @@ import jinja2
 from huggingface_hub import ModelCardData
 
 from ddp_utils import UserError, check_clone, data, plots
-from ddp_utils.terminal import METRICS, Metric
+from ddp_utils.terminal import METRICS, Metric, wrapped
 
 FILES = ("summary", "config", "environment", "data_report", "examples")
 HERE = Path(__file__).parent
@@ -95,7 +95,10 @@ def doubts(val: dict, report: dict) -> str:
     rows = val.get("count", FEWEST)
     if rows < FEWEST:
         problem = f"held-out rows: {rows} (expected at least {FEWEST})"
-        return f"{problem}, too few to judge the result; use more data"
+        fix = "use more data (docs/pairs.md says how much)"
+        shows = "This run shows that data and settings work, not how good the model is on new data"
+        learned = "the numbers are those of training rows, which a model learns by heart"
+        return f"{problem}, too few to judge the result; {fix}. {shows}: {learned}"
     repeated = report.get("notes", {}).get(REPEATED, 0)
     if 10 * repeated > rows:
         problem = f"{repeated} of {rows} held-out rows have {REPEATED}"
@@ -156,7 +159,7 @@ def result_lines(folder: Path, run: dict[str, dict]) -> str:
     summary = run["summary"]
     took = f" in {int(summary['seconds'])} s" if "seconds" in summary else ""
     lines = [f"{summary.get('status', 'no summary')} after {summary.get('step', 0)} steps{took}"]
-    lines += results(folder, summary, run["data_report"])
+    lines += map(wrapped, results(folder, summary, run["data_report"]))
     for row in (run["examples"].get("test") or run["examples"].get("val") or [])[:3]:
         lines += two_lines(str(next(iter(row.values()))))
         replies = {name: str(row[name]) for name in REPLIES if name in row}
