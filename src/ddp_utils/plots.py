@@ -37,7 +37,7 @@ FIGURES = {
     "share_baked": Panel(("share_baked",), base="all", height=1),
     "kept": Panel(("kept/kl",), base="base model"),
 }
-DRAWN = {metric for panel in FIGURES.values() for metric in panel.metrics}
+DRAWN = set().union(*(panel.metrics for panel in FIGURES.values()))
 COUNTERS = {"split", "step", "epoch", "count"}  # which a line has besides its metrics
 ENDS = ("_low", "_high")  # of a metric: its 95 % interval
 SPLITS = {"train": "training", "val": "held out", "test": "held out: test data"}
@@ -100,7 +100,9 @@ def draw(folder: Path) -> None:
 
 def draw_others(folder: Path, lines: list[dict]) -> None:
     """Draw all other metrics, also those of a changed script, as small curves in others.png."""
-    counts = Counter(name for line in lines for name in line if not name.endswith(ENDS))
+    counts: Counter = Counter()
+    for line in lines:
+        counts.update(name for name in line if not name.endswith(ENDS))
     names = [name for name in sorted(counts) if counts[name] > 1 and name not in DRAWN | COUNTERS]
     if not names:
         return
