@@ -67,11 +67,11 @@ def read_metrics(folder: str | Path) -> list[dict]:
 def draw(folder: Path) -> None:
     """Draw the curves of a run as PNG files in its folder."""
     lines = read_metrics(folder)
-    found = {""}.union(*lines)
+    present = {""}.union(*lines)
     for name, panel in FIGURES.items():
         figure = Figure(figsize=(4.8, 3.6), layout="constrained")  # readable on a phone
         axis = figure.subplots()
-        metrics = [metric for metric in panel.metrics if metric in found]
+        metrics = [metric for metric in panel.metrics if metric in present]
         for number, metric in enumerate(metrics):
             draw_curve(axis, lines, metric, f"C{number}")
         if not axis.lines:
@@ -87,7 +87,7 @@ def draw(folder: Path) -> None:
         if panel.base:
             label = f"{panel.base}: {panel.height:g}"
             entries.append(axis.axhline(panel.height, label=label, color="gray", ls=":"))
-        unit = shown.unit or next(unit for metric, unit in LOSSES.items() if metric in found)
+        unit = shown.unit or next(unit for metric, unit in LOSSES.items() if metric in present)
         axis.set(title=panel.title or capitalized(shown.words), xlabel="step", ylabel=unit)
         if unit.startswith("fraction"):
             axis.set_ylim(-0.02, 1.02)
