@@ -39,6 +39,8 @@ from lm.meter import Meter
 from lm.settings import default_rate
 from train_config import Config
 
+PER_TOKEN = {"loss": "size"}  # the loss is divided by the trained tokens, its size
+
 # --- data ----------------------------------------------------------------------------------------
 
 
@@ -88,11 +90,6 @@ def loss_of(policy: Any, batch: logps.Batch) -> tuple[Tensor, dict[str, Tensor]]
     return -summed, {}
 
 
-def divide_loss(means: dict[str, float]) -> dict[str, float]:
-    """Return the means over rows, with the loss per trained token."""
-    return means | {"loss": means["loss"] / means.pop("size")}
-
-
 def train_step(
     policy: Policy, step: int, rows: list, data: dict, config: Config, run: Run
 ) -> dict[str, float]:
@@ -102,7 +99,7 @@ def train_step(
     """
     world = run.world
     train = data["train"]
-    averages = Averages(world)
+    averages = Averages(world, sizes=PER_TOKEN)
     scorer = policy.scorer
     trained = sum(train[row].trained for row in rows)  # tokens of the global batch
     micro_batches = scorer.micro_batches(rows, train, world, config.micro_batch_size)
@@ -117,14 +114,14 @@ def train_step(
         policy.backward(loss)
         averages.add(metrics | {"loss": per_row, "size": batch.tokens[0]}, weight)
     grad_norm = policy.clip_grad_norm(config.max_grad_norm)
-    return divide_loss(run.reduce(averages, grad_norm))
+    return run.reduce(averages, grad_norm)
 
 
 @torch.no_grad()
 def evaluate(policy: Policy, rows: Any, config: Config, run: Run) -> dict[str, float]:
     """Return exact means over validation rows: each counts once, on any number of ranks."""
     world = run.world
-    averages = Averages(world)
+    averages = Averages(world, ["loss"], PER_TOKEN)
     scorer = policy.scorer
     size = config.micro_batch_size
     with logps.dropout_off(scorer):
@@ -134,7 +131,7 @@ def evaluate(policy: Policy, rows: Any, config: Config, run: Run) -> dict[str, f
             per_row, metrics = loss_of(scorer, batch)
             weight = to_device(micro_batch.weight, world.device)
             averages.add(metrics | {"loss": per_row, "size": batch.tokens[0]}, weight)
-    return divide_loss(averages.reduce())
+    return averages.reduce()
 
 
 # --- models --------------------------------------------------------------------------------------

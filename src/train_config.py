@@ -152,7 +152,6 @@ def read(argv: Sequence[str] | None = None) -> Config:
             raise
         new = "src/main_distributed.py --strategy ddp, fsdp or deepspeed"
         raise UserError(f"{of_dpo[1]}: DPO is another script; use {new}") from error
-    config.places = places
     with cli.located(places):
         read_sharding(config)
         check(config)

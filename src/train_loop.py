@@ -21,6 +21,7 @@ if __name__ == "__main__":
 import collections
 import functools
 import itertools
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from ddp_utils import UserError, checks, distributed, sampler
 from ddp_utils import data as data_files
 from ddp_utils import policy as policies
 from ddp_utils.distributed import World, to_device
-from ddp_utils.metrics import Averages, peak_memory_mb
+from ddp_utils.metrics import Averages, peak_memory_mb, ratio
 from ddp_utils.policy import Policy, Precision
 from ddp_utils.run import Run, RunSpec, check
 from lm import logps, model_files, models
@@ -187,39 +188,59 @@ def check_step(
 
 
 @torch.no_grad()
-def mean_kl(teacher: Teacher, rows: list[int], examples: Examples, run: Run) -> float:
-    """Return KL(teacher || student) in nats per token, over some of the validation rows."""
+def kl_of_questions(
+    teacher: Teacher, rows: list[int], examples: Examples, run: Run
+) -> tuple[Tensor, Tensor]:
+    """Return the sums of KL(teacher || student) and of tokens over the replies to each question.
+
+    Both are [Q], in the order of the first replies. rows: some of the validation rows.
+    """
     student, world = teacher.student, run.world
-    averages = Averages(world)
     micro_batches = student.micro_batches(rows, examples, world, teacher.config.batch_size)
+    costs = []
     for micro_batch in run.phase("evaluating val").each(micro_batches):
         batch = teacher(micro_batch.index, examples)
-        weight = to_device(micro_batch.weight, world.device)
-        averages.add({"kl": student(batch)[0], "tokens": batch.tokens}, weight)
-    means = averages.reduce()
-    return means["kl"] / means["tokens"]
+        costs.append(torch.stack([student(batch)[0], batch.tokens], -1))
+    table = distributed.gather_by_index(len(examples), micro_batches, costs, world)[rows].double()
+    numbers: dict[str, int] = {}  # question -> its number
+    index = [numbers.setdefault(examples[row].question, len(numbers)) for row in rows]
+    sums = table.new_zeros(len(numbers), 2).index_add(0, to_device(index, world.device), table)
+    return sums[:, 0], sums[:, 1]
 
 
-def evaluate(teacher: Teacher, examples: list[Trajectory], run: Run, baked: bool = True) -> dict:
-    """Return the KL of the validation rows; baked=False: of the base model.
+def evaluate(
+    teacher: Teacher, examples: list[Trajectory], run: Run, base_kl: list | None = None
+) -> dict:
+    """Return the KL of the validation rows, with 95 % intervals over their questions.
 
-    Under each of other_prompts it is KL(base || baked); `kept/kl` is its mean over these prompts.
+    base_kl: sums of the KL of the base model by question; None: evaluate the base model, and return
+    them as `by_question`. Under each of other_prompts it is KL(base || baked); `kept/kl` is its
+    mean over these prompts.
     """
     student = teacher.student
+    baked = base_kl is not None
     rows_of = collections.defaultdict(list)  # name of the other prompt, "" for x0 -> rows
     for row, example in enumerate(examples):
         rows_of[example.kept].append(row)
-    kl = {}
+    sums = {}
     with logps.dropout_off(student), student.adapter(baked):
         for name in rows_of if baked else [""]:
-            kl[name] = mean_kl(teacher, rows_of[name], examples, run)
-    values = {"count": len(rows_of[""]), "kl": kl.pop("")}
-    if baked:
-        base = run.results["base"]["kl"]
-        values |= {"kl_base": base, "share_baked": 1 - values["kl"] / max(base, 1e-12)}
+            sums[name] = kl_of_questions(teacher, rows_of[name], examples, run)
+    kl = {name: ratio("kl", *part) for name, part in sums.items()}
+    values = {"count": len(rows_of[""]), **kl.pop("")}
+    if not baked:
+        return values | {"by_question": sums[""][0].tolist()}
+    base = run.results["base"]["kl"]
+    values |= {"kl_base": base, "share_baked": 1 - values["kl"] / max(base, 1e-12)}
+    if "kl_low" in values and base_kl:  # of a run that an older version began, it is empty
+        left = ratio("kl", sums[""][0], sums[""][0].new_tensor(base_kl))
+        values |= {"share_baked_low": 1 - left["kl_high"], "share_baked_high": 1 - left["kl_low"]}
     if kl:
-        values["kept/kl"] = sum(kl.values()) / len(kl)
-        values |= {f"kept/kl/{name}": value for name, value in kl.items()}
+        values["kept/kl"] = mean = sum(part["kl"] for part in kl.values()) / len(kl)
+        values |= {f"kept/kl/{name}": part["kl"] for name, part in kl.items()}
+        if all("kl_high" in part for part in kl.values()):  # the prompts are given, not drawn
+            half = math.hypot(*(part["kl_high"] - part["kl"] for part in kl.values())) / len(kl)
+            values |= {"kept/kl_low": mean - half, "kept/kl_high": mean + half}
     return values
 
 
@@ -346,7 +367,8 @@ def bake(argv: list[str] | None) -> int:
             lambda row: data["train"][row].num_tokens,
             lambda step, rows: train_step(policy, step, rows, data["train"], teacher, run),
         )
-        base = run.once("base", lambda: evaluate(teacher, data["val"], run, baked=False))
+        base = run.once("base", lambda: evaluate(teacher, data["val"], run))
+        base_kl = base.pop("by_question", [])
         run.say(f"base model without the prompt: kl {base['kl']:.4f} nats per token")
         shape = config.lr_scheduler, config.warmup_ratio, config.weight_decay
         rate = config.learning_rate or 0.0
@@ -359,7 +381,9 @@ def bake(argv: list[str] | None) -> int:
 
             def now() -> dict:
                 is_base = step == 0 and not config.resume_from
-                return before(base, data["val"]) if is_base else evaluate(teacher, data["val"], run)
+                if is_base:
+                    return before(base, data["val"])
+                return evaluate(teacher, data["val"], run, base_kl)
 
             run.validate(step, is_due, now)
 

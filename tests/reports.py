@@ -44,8 +44,20 @@ def a_run(folder, texts=("why?",), **summary):
         folder,
         summary={
             **{"status": "finished", "exit_code": 0, "step": 30, "world_size": 2, "seconds": 61.4},
-            "val": {"count": 20, "loss": 0.123456, "win_rate": 0.75, "win_rate_low": 0.51239},
-            "test": {"loss": 2.0, "wins": 3, first: None},
+            "val": {
+                "count": 20,
+                "loss": 0.123456,
+                "win_rate": 0.75,
+                "win_rate_low": 0.51239,
+                "win_rate_high": 0.875,
+            },
+            "test": {
+                "loss": 2.0,
+                "wins": 3,
+                first: None,
+                "rewards/margins": 0.5,
+                "judge/policy/right": 0.25,
+            },
             **summary,
         },
         config={"beta": 0.3, "seed": 0, "judge": first, "train_data": first, "shuffle": True},

@@ -30,6 +30,7 @@ from ad.config import Config
 from ad.model import Cache, Model, Tokens
 from ddp_utils import UserError, data, distributed
 from ddp_utils.checkpoints import check_writable
+from ddp_utils.metrics import ratio
 
 Array = np.ndarray
 Returns = dict[str, Array]  # what is evaluated -> mean return of each task and episode [G, E]
@@ -102,7 +103,8 @@ def evaluate_agent(model: Model, config: Config, compare: bool = False) -> tuple
     """
     environment = config.environment
     _, tasks = config.tasks
-    optimum = environment.optimum(tasks).mean()
+    optima = environment.optimum(tasks)  # [G]
+    optimum = optima.mean()
     repeated = np.repeat(tasks, config.eval_copies)
 
     def mean_returns(**control: Any) -> Array:  # [G, E]
@@ -111,12 +113,14 @@ def evaluate_agent(model: Model, config: Config, compare: bool = False) -> tuple
 
     returns = {"agent": mean_returns()}
     agent = returns["agent"]
+    first, last = agent[:, 0], agent[:, -LAST:].mean(1)  # [G]
+    once = np.ones(len(tasks))
     summary = {
         "count": len(repeated),
-        "return_first": agent[:, 0].mean(),
-        "return_last10": agent[:, -LAST:].mean(),
+        **ratio("return_first", *map(torch.from_numpy, (first, once))),
+        **ratio("return_last10", *map(torch.from_numpy, (last, once))),
         "optimum": optimum,
-        "fraction_of_optimum": agent[:, -LAST:].mean() / optimum,
+        **ratio("fraction_of_optimum", *map(torch.from_numpy, (last, optima))),
         **learning_speed(agent, optimum),
     }
     if compare:
@@ -173,10 +177,15 @@ def baselines(config: Config, tasks: Array) -> dict[str, tuple[Array, int]]:
 
 
 def describe(summary: dict) -> str:
-    """Return the summary as one line of text."""
-    first, last = summary["return_first"], summary["return_last10"]
-    text = f"return {first:.2f} in the first episode, {last:.2f} in the last {LAST}; optimum "
-    text += f"{summary['optimum']:.2f} ({summary['fraction_of_optimum']:.0%})"
+    """Return the summary as one line of text, with 95 % intervals over the tasks."""
+
+    def shown(name: str, digits: str = ".2f") -> str:
+        ends = [summary[name + end] for end in ("_low", "_high") if name + end in summary]
+        spread = ", ".join(format(end, digits) for end in ends)
+        return format(summary[name], digits) + (f" [{spread}]" if ends else "")
+
+    text = f"return {shown('return_first')} in the first episode, {shown('return_last10')} in the "
+    text += f"last {LAST}; optimum {summary['optimum']:.2f} ({shown('fraction_of_optimum', '.0%')})"
     controls = [f"; {CURVES[name][0]} {summary[name]:.0%}" for name in CURVES if name in summary]
     return text + "".join(controls)
 
@@ -198,8 +207,8 @@ def draw(file: Path, summary: dict, returns: Returns, optimum: Array, random: Ar
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 4.2), layout="constrained")
-    per_stream, per_task = figure.subplots(1, 2, sharey=True)
+    figure = Figure(figsize=(4.8, 7.6), layout="constrained")  # readable on a phone
+    per_stream, per_task = figure.subplots(2, 1, sharey=True)
     for name in returns:
         label, color, style = CURVES[name]
         streams = summary.get(f"{name}_streams", 1)
@@ -215,12 +224,13 @@ def draw(file: Path, summary: dict, returns: Returns, optimum: Array, random: Ar
         axis.axhline(optimum.mean(), color="tab:green", label="optimum")
         axis.axhline(random.mean(), color="tab:red", label="random actions")
         axis.grid(alpha=0.3)
-    ylabel = f"mean return on {len(optimum)} held-out tasks"
-    per_stream.set(xlabel="episode of a stream", ylabel=ylabel, ylim=(0, None))
-    per_task.set(xlabel="episodes spent on a task, by all streams", xscale="log")
+    figure.suptitle(f"Return on {len(optimum)} held-out tasks, with 95 % intervals")
+    per_stream.set(xlabel="episode of a stream", ylabel="mean return", ylim=(0, None))
+    per_task.set(xlabel="episodes spent on a task, by all streams", ylabel="mean return")
+    per_task.set_xscale("log")
     legend = per_stream.get_legend_handles_labels()
-    figure.legend(*legend, loc="outside right center", frameon=False)
-    figure.savefig(file, dpi=150)
+    figure.legend(*legend, loc="outside lower center", ncols=2, fontsize="small", frameon=False)
+    figure.savefig(file, dpi=200)
 
 
 # --- main ----------------------------------------------------------------------------------------

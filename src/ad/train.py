@@ -23,6 +23,7 @@ if __name__ == "__main__":
     cli.check_flags(read)  # --help and mistakes in the settings end here, before torch is imported
 
 
+import collections
 import math
 import os
 import time
@@ -139,14 +140,22 @@ def check_step(policy: Policy, step: int, loss: float, config: Config) -> None:
 
 @torch.no_grad()
 def held_out_loss(distiller: Distiller, data: Histories, config: Config) -> dict:
-    """Return the mean loss and accuracy on all non-overlapping windows of held-out tasks."""
-    history, start = data.all()
-    averages = metrics.Averages(World())  # of this process only
+    """Return the mean loss and accuracy on all non-overlapping windows of held-out tasks.
+
+    Their 95 % intervals are over tasks: windows of one task are alike.
+    """
+    history, start = data.all()  # the windows of a task follow each other
+    parts = collections.defaultdict(list)  # metric -> [B] of each batch
     for first in range(0, len(history), config.test_batch_size):
         rows = slice(first, first + config.test_batch_size)
         losses, values = loss_of(distiller, data.batch(history[rows], start[rows]))
-        averages.add(values | {"loss": losses}, torch.ones_like(losses))
-    return averages.reduce()
+        for name, value in (values | {"loss": losses}).items():
+            parts[name].append(value.double())
+    result: dict[str, float] = {"count": len(history)}
+    for name, batches in parts.items():
+        of_task = torch.cat(batches).view(data.tasks, -1).mean(-1)  # [G]
+        result |= metrics.ratio(name, of_task, torch.ones_like(of_task))
+    return result
 
 
 def is_due(interval: int, step: int, config: Config) -> bool:

@@ -78,8 +78,9 @@ def parse_with_file(
 ) -> tuple[Any, Places]:
     """Return the settings of flags over the YAML file that `--config` names, and their places.
 
-    sections: of the file, name -> dataclass; None: it has no sections. Raises UserError as parse()
-    and read_file() do.
+    The settings have the places as an attribute, too, for the report of a run. sections: of the
+    file, name -> dataclass; None: it has no sections. Raises UserError as parse() and read_file()
+    do.
     """
     flags = given(config_class, argv)
     path = flags.get("config", config_class.config)
@@ -90,7 +91,8 @@ def parse_with_file(
         hints = {name: hint for name, hint in hints.items() if name != "config"}
         values, places = read_file(hints, path)
     config = check_types(config_class(**(values | flags | {"config": path})))
-    return config, places | {name: f"--{name}" for name in flags}
+    config.places = places | {name: f"--{name}" for name in flags}
+    return config, config.places
 
 
 def read_file(hints: Hints, path: str) -> tuple[dict[str, Any], Places]:

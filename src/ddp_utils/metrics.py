@@ -3,7 +3,7 @@
 import math
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ Tensors = dict[str, Tensor]
 Values = dict[str, float]
 
 EQUAL = 1e-2  # two losses that differ by less, as in bf16, count as equal
-SQUARE = "square of "  # before the name of a metric
+PRODUCTS = ("squares of ", "products of ", "squared sizes of ")  # before the name of a metric
 Z = 1.96  # half the width of a 95 % confidence interval, in standard deviations
 
 
@@ -24,11 +24,16 @@ class Averages:
     """Exact means over the rows of all ranks: sums on the device, reduced once.
 
     intervals: names of metrics with a 95 % interval; of `.../accuracies` that of a fraction.
+    sizes: metric -> the one by whose sum its sum is divided, instead of by the number of rows. An
+    example is a loss per token: {"loss": "tokens"}.
     """
 
-    def __init__(self, world: World, intervals: Sequence[str] = ()):
+    def __init__(
+        self, world: World, intervals: Sequence[str] = (), sizes: Mapping[str, str] | None = None
+    ):
         self.world = world
         self.intervals = intervals
+        self.sizes = sizes or {}
         self.sums: Any = None  # [names], in float64
         self.names: list[str] = []
 
@@ -41,8 +46,12 @@ class Averages:
             if value.shape != weight.shape:
                 problem = f"its shape is {[*value.shape]} (expected {[*weight.shape]})"
                 raise UserError(f"metric {name}: {problem}; return one value for each row")
-        squared = {f"{SQUARE}{name}": values[name].double() ** 2 for name in self.intervals}
-        values = values | squared
+        for name in self.intervals:
+            value = values[name].double()
+            size = values[self.sizes[name]].double() if name in self.sizes else value.new_ones(())
+            products = value * value, value * size, (size * size).expand_as(value)
+            names = [f"{part}{name}" for part in PRODUCTS]
+            values = values | dict(zip(names, products, strict=True))
         self.names = ["count", *values]
         rows = torch.stack([torch.ones_like(weight), *values.values()]).double()  # [names, B]
         # not a product with the weight: a row of weight 0 may be NaN
@@ -64,14 +73,33 @@ class Averages:
         values = dict(zip(names, torch.cat([sums, *tensors]).tolist(), strict=True))
         for name in self.names[1:]:
             values[name] /= values["count"]
+        for name, size in self.sizes.items():
+            values[name] /= values[size]
         count = int(values["count"])
         for name in self.intervals:
-            square = values.pop(f"{SQUARE}{name}")
+            square, product, squared_size = (values.pop(f"{part}{name}") for part in PRODUCTS)
             is_fraction = name.endswith("accuracies")
-            mean = values[name]
-            ends = wilson_of_fraction(mean, count) if is_fraction else interval(mean, square, count)
+            mean, per_row = values[name], values[self.sizes[name]] if name in self.sizes else 1.0
+            # delta method: a ratio of sums varies like the mean of (value - mean * size) / E[size]
+            variance = (square - 2 * mean * product + mean**2 * squared_size) / per_row**2
+            moments = mean, mean**2 + variance, count
+            ends = wilson_of_fraction(mean, count) if is_fraction else interval(*moments)
             values |= dict(zip((f"{name}_low", f"{name}_high"), ends, strict=True))
+        for size in {*self.sizes.values()}:
+            del values[size]
         return values | {"count": count}
+
+
+def ratio(name: str, values: Tensor, sizes: Tensor) -> Values:
+    """Return the sum of values [N] divided by that of sizes [N], with its 95 % interval.
+
+    N: independent units, such as questions or tasks. There is no interval of a single one.
+    """
+    averages = Averages(World(), [name] if len(values) > 1 else [], {name: "size"})
+    averages.add({name: values, "size": sizes}, torch.ones_like(values))
+    means = averages.reduce()
+    del means["count"]
+    return means
 
 
 def interval(mean: float, mean_of_squares: float, count: int) -> tuple[float, float]:

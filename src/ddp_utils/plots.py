@@ -5,43 +5,49 @@ import json
 import math
 from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from ddp_utils import UserError
+from ddp_utils.terminal import METRICS, Metric
 
 
 class Panel(NamedTuple):
     """One picture."""
 
-    title: str
-    unit: str  # of the y axis
-    metrics: dict[str, str]  # metric -> its label
+    metrics: tuple[str, ...]  # those of ddp_utils.terminal.METRICS; the first one has its unit
+    title: str = ""  # "": the name of the first metric
     base: str = ""  # the label of a horizontal line, if there is one
     height: float = 0.0  # of that line
 
 
-PAIRS, TOKENS, OPTIMUM = "fraction of pairs", "nats per token", "fraction of the optimum"
-LOSSES = {"loss": "loss", "loss/preference": "preference", "loss/sft": "SFT, per token"}
-REWARDS = {"rewards/chosen": "chosen", "rewards/rejected": "rejected"}
-ACCURACIES = {"rewards/accuracies": "by reward", "logps/accuracies": "by log-prob"}
+REWARDS = "Rewards: beta x log-ratio to the reference"
 FIGURES = {
-    "loss": Panel("loss", "nats", LOSSES),
-    "rewards": Panel("rewards: beta x log-ratio to the reference", "nats", REWARDS, "reference"),
-    "margins": Panel("reward margin", "nats", {"rewards/margins": "margin"}, "reference"),
-    "accuracies": Panel("pairs ranked correctly", PAIRS, ACCURACIES, "chance", 0.5),
-    "accuracy": Panel("actions", "fraction of actions", {"accuracy": "accuracy"}, "chance", 0.2),
-    "in_context": Panel("last 10 episodes", OPTIMUM, {"fraction_of_optimum": "return"}, "best", 1),
-    "baking": Panel("KL to the prompted model", TOKENS, {"kl": "baked", "kl_base": "base model"}),
-    "share_baked": Panel("baked", "fraction of the KL", {"share_baked": "baked"}, "all", 1),
-    "kept": Panel("KL under other prompts", TOKENS, {"kept/kl": "KL"}, "base model"),
+    "loss": Panel(("loss", "loss/preference", "loss/sft")),
+    "rewards": Panel(("rewards/chosen", "rewards/rejected"), REWARDS, "reference"),
+    "margins": Panel(("rewards/margins",), base="reference"),
+    "accuracies": Panel(("rewards/accuracies", "logps/accuracies"), "", "chance", 0.5),
+    "accuracy": Panel(("accuracy",), base="chance", height=0.2),
+    "in_context": Panel(("fraction_of_optimum",), "", "best", 1),
+    "baking": Panel(("kl", "kl_base")),
+    "share_baked": Panel(("share_baked",), base="all", height=1),
+    "kept": Panel(("kept/kl",), base="base model"),
 }
 DRAWN = set().union(*(panel.metrics for panel in FIGURES.values()))
 COUNTERS = {"split", "step", "epoch", "count"}  # which a line has besides its metrics
-STYLES = {"train": "-", "val": "o--", "test": "s"}
+ENDS = ("_low", "_high")  # of a metric: its 95 % interval
+SPLITS = {"train": "training", "val": "held out", "test": "held out: test data"}
+STYLES: dict[str, dict[str, Any]] = {
+    "train": {"ls": "-"},
+    "val": {"ls": "--", "marker": "o"},
+    "test": {"ls": "", "marker": "s", "markerfacecolor": "none", "markersize": 10},
+}
+# the unit of a loss, in the runs that have another metric
+LOSSES = {"rewards/margins": "loss per pair", "accuracy": "nats per action", "": "nats per token"}
 
 
 def read_metrics(folder: str | Path) -> list[dict]:
@@ -61,23 +67,34 @@ def read_metrics(folder: str | Path) -> list[dict]:
 def draw(folder: Path) -> None:
     """Draw the curves of a run as PNG files in its folder."""
     lines = read_metrics(folder)
+    present = {""}.union(*lines)
     for name, panel in FIGURES.items():
-        figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+        figure = Figure(figsize=(4.8, 3.6), layout="constrained")  # readable on a phone
         axis = figure.subplots()
-        for number, (metric, label) in enumerate(panel.metrics.items()):
-            draw_curve(axis, lines, metric, label, f"C{number}")
+        metrics = [metric for metric in panel.metrics if metric in present]
+        for number, metric in enumerate(metrics):
+            draw_curve(axis, lines, metric, f"C{number}")
         if not axis.lines:
             continue
+        shown, entries = METRICS[metrics[0]], []
+        if len(metrics) > 1:
+            for number, metric in enumerate(metrics):
+                entries.append(Line2D([], [], color=f"C{number}", label=METRICS[metric].words))
+        drawn = {row["split"] for row in lines if row.keys() & {*metrics}}
+        for split in [split for split in SPLITS if split in drawn]:
+            color = "gray" if len(metrics) > 1 else "C0"
+            entries.append(Line2D([], [], label=SPLITS[split], color=color, **STYLES[split]))
         if panel.base:
             label = f"{panel.base}: {panel.height:g}"
-            axis.axhline(panel.height, label=label, color="gray", ls="--")
-        axis.set(title=panel.title, xlabel="step (circles: val, squares: test)", ylabel=panel.unit)
-        if panel.unit.startswith("fraction"):
+            entries.append(axis.axhline(panel.height, label=label, color="gray", ls=":"))
+        unit = shown.unit or next(unit for metric, unit in LOSSES.items() if metric in present)
+        axis.set(title=panel.title or capitalized(shown.words), xlabel="step", ylabel=unit)
+        if unit.startswith("fraction"):
             axis.set_ylim(-0.02, 1.02)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
-        axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
-        figure.savefig(folder / f"{name}.png", dpi=150)
+        figure.legend(handles=entries, loc="outside lower center", ncols=2, frameon=False)
+        figure.savefig(folder / f"{name}.png", dpi=200)
     draw_others(folder, lines)
 
 
@@ -85,35 +102,46 @@ def draw_others(folder: Path, lines: list[dict]) -> None:
     """Draw all other metrics, also those of a changed script, as small curves in others.png."""
     counts: Counter = Counter()
     for line in lines:
-        counts.update(line.keys())
+        counts.update(name for name in line if not name.endswith(ENDS))
     names = [name for name in sorted(counts) if counts[name] > 1 and name not in DRAWN | COUNTERS]
     if not names:
         return
-    columns = 3
+    columns = 2
     rows = math.ceil(len(names) / columns)
-    figure = Figure(figsize=(3.6 * columns, 2.2 * rows), layout="constrained")
+    figure = Figure(figsize=(2.4 * columns, 1.8 * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     for axis, name in zip(axes, names, strict=False):
-        draw_curve(axis, lines, name, name, "C0")
-        axis.set_title(name, fontsize="small")
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        draw_curve(axis, lines, name, "C0")
+        words = METRICS.get(name, Metric(name))
+        axis.set_title(words.words, fontsize="small")
+        axis.set_ylabel(words.unit, fontsize="small")
+        axis.xaxis.set_major_locator(MaxNLocator(4, integer=True))
         axis.grid(alpha=0.3)
     for axis in axes[len(names) :]:
         axis.axis("off")
-    figure.savefig(folder / "others.png", dpi=100)
+    figure.savefig(folder / "others.png", dpi=200)
 
 
-def draw_curve(axis: Axes, lines: list[dict], metric: str, label: str, color: str) -> None:
-    """Draw a metric: training values faint, their running mean strong, other splits as markers."""
+def draw_curve(axis: Axes, lines: list[dict], metric: str, color: str) -> None:
+    """Draw a metric: training values faint, their running mean strong, held-out values as markers.
+
+    A held-out value with a 95 % interval has a vertical bar.
+    """
     for split, style in STYLES.items():
         rows = [row for row in lines if row["split"] == split and row.get(metric) is not None]
         steps, values = [row["step"] for row in rows], [row[metric] for row in rows]
         if rows and split == "train":
-            axis.plot(steps, values, style, color=color, alpha=0.25, linewidth=1)
+            axis.plot(steps, values, color=color, alpha=0.25, linewidth=1)
             window = max(1, len(values) // 20)
             parts = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
             values = [sum(part) / len(part) for part in parts]
         if rows:
-            edge = "black" if split == "test" else color
-            axis.plot(steps, values, style, color=edge, markerfacecolor=color, label=label)
-            label = "_"  # the legend has one entry for all splits
+            axis.plot(steps, values, color=color, **style)
+        ends = [[row["step"], *(row.get(f"{metric}{end}") for end in ENDS)] for row in rows]
+        for step, low, high in [part for part in ends if None not in part]:
+            axis.vlines(step, low, high, color=color)
+
+
+def capitalized(text: str) -> str:
+    """Return the text with a capital letter at its beginning; the other letters stay."""
+    return text[:1].upper() + text[1:]

@@ -40,7 +40,7 @@ from ddp_utils.checkpoints import RunSpec
 from ddp_utils.distributed import World
 from ddp_utils.policy import Policy
 from ddp_utils.sampler import Plan
-from ddp_utils.terminal import Bar, Phase, columns, row
+from ddp_utils.terminal import Bar, Phase, columns, row, wrapped
 from ddp_utils.tools import changes
 from ddp_utils.tools.changes import SRC
 
@@ -73,7 +73,6 @@ class RunConfig(Protocol):
 
 def environment(config: Any, world: World) -> dict[str, Any]:
     """Return what is needed to repeat a run."""
-    defaults = {field.name: field.default for field in dataclasses.fields(config)}
     versions = {name: metadata.version(name) for name in ("transformers", "peft")}
     return {
         "command": typed_command(),
@@ -92,8 +91,23 @@ def environment(config: Any, world: World) -> dict[str, Any]:
         "host": platform.node(),
         "pid": os.getpid(),
         "start": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "defaults": {k: v for k, v in defaults.items() if getattr(config, k) != v},
+        "defaults": defaults_of_set(config),
     }
+
+
+def defaults_of_set(config: Any) -> dict[str, Any]:
+    """Return the default of each setting that the user has set, for the report.
+
+    These are all flags, the values of a YAML file that differ from the default, and defaults that
+    were edited in the code. What a script itself has filled in, such as demo data, is not set.
+    """
+    values, defaults = vars(config), {}
+    places = values.get("places", {})  # as cli.parse_with_file() has left them
+    for field in dataclasses.fields(config):
+        place = places.get(field.name, "")
+        if place.startswith("--") or (place and values[field.name] != field.default):
+            defaults[field.name] = field.default
+    return defaults | changes.edited_defaults(type(config))
 
 
 def typed_command() -> str:
@@ -250,7 +264,7 @@ class Run:
         if line.startswith("warning: "):
             self.warnings.append(line)
         if self.world.is_main:
-            self.bar.say(line)
+            self.bar.say(wrapped(line))
 
     def warn(self, line: str) -> None:
         """Print and keep a warning, once per run."""
@@ -288,7 +302,8 @@ class Run:
         self.metrics.write((json.dumps(line) + "\n").encode())
         for logger in self.loggers:
             logger.log(split, step, values)
-        texts = columns(values)
+        is_tie = split == "train" and step == 1  # policy and reference are equal before it
+        texts = columns(values, ["rewards/accuracies"] if is_tie else [])
         if split == "train":
             self.bar.reach(step, "  ".join(texts[:3]))
         if split == "train":

@@ -8,22 +8,60 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tqdm import tqdm
 
 WIDTH = 80  # columns of a printed line
 PAUSE = 600  # seconds between two lines of a phase in a pipe
-COLUMNS = {  # metric -> its name in a printed line
-    "loss": "loss",
-    "rewards/chosen": "chosen",
-    "rewards/margins": "margin",
-    "rewards/accuracies": "accuracy",
-    "kl": "kl",
-    "kl_base": "kl_base",
-    "share_baked": "share_baked",
-    "accuracy": "accuracy",
-    "fraction_of_optimum": "of_optimum",
+PAIRS, NATS, PER_TOKEN = "fraction of pairs", "nats", "nats per token"
+OPTIMUM = "fraction of the optimum"
+
+
+class Metric(NamedTuple):
+    """The names of a metric for people."""
+
+    words: str  # in curves
+    unit: str = ""
+    column: str = ""  # in the lines of steps and validations; "": it is not printed there
+    result: str = ""  # in the closing lines
+
+
+# The names of metrics.jsonl -> those for people. Metrics that a script adds keep their own names.
+METRICS = {
+    "loss": Metric("loss", "", "loss", "loss"),  # its unit depends on the script
+    "loss/preference": Metric("preference term"),
+    "loss/sft": Metric("SFT term", PER_TOKEN),
+    "rewards/chosen": Metric("reward of chosen", NATS, "chosen"),
+    "rewards/rejected": Metric("reward of rejected", NATS),
+    "rewards/margins": Metric("margin between chosen and rejected", NATS, "margin"),
+    "kl": Metric("KL from the model with the prompt", PER_TOKEN, "kl", "kl"),
+    "kl_base": Metric("the same of the base model", PER_TOKEN, "kl_base"),
+    "rewards/accuracies": Metric("accuracy: chosen preferred", PAIRS, "accuracy", "accuracy"),
+    "logps/accuracies": Metric("chosen more likely", PAIRS, "", "likelier"),
+    "accuracy": Metric("accuracy: action predicted", "fraction of actions", "accuracy", "accuracy"),
+    "share_baked": Metric("fraction of the KL removed", "fraction", "share_baked", "share baked"),
+    "kept/kl": Metric("KL from the base model, other prompts", PER_TOKEN, "", "kept: kl"),
+    "fraction_of_optimum": Metric("return of the last 10 episodes", OPTIMUM, "of_optimum"),
+    "return_first": Metric("return of the first episode"),
+    "return_last10": Metric("return of the last 10 episodes"),
+    "optimum": Metric("optimal return"),
+    "area": Metric("mean return of all episodes", OPTIMUM),
+    "episodes_to_60": Metric("episodes to 60 % of optimum"),
+    "episodes_to_80": Metric("episodes to 80 % of optimum"),
+    "episodes_to_90": Metric("episodes to 90 % of optimum"),
+    "logps/chosen": Metric("log-prob of chosen", NATS),
+    "logps/rejected": Metric("log-prob of rejected", NATS),
+    "nll": Metric("NLL of preferred", "nats per residue"),
+    "perplexity": Metric("perplexity"),
+    "count": Metric("rows"),
+    "win_rate": Metric("win rate"),
+    "grad_norm": Metric("gradient norm before clipping"),
+    "learning_rate": Metric("learning rate"),
+    "tokens_per_second": Metric("speed", "tokens/s"),
+    "seconds": Metric("time of a step", "s"),
+    "peak_memory_mb": Metric("peak memory", "MiB"),
+    "mfu": Metric("model FLOPs utilization", "fraction"),
 }
 SHAPE = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 # options of tqdm for a phase
@@ -129,13 +167,13 @@ class Phase:
             self.bar.say(str(self.now))
 
 
-def columns(values: dict[str, float]) -> list[str]:
-    """Return the name and the number of each metric that has a column."""
+def columns(values: dict[str, float], omitted: Sequence[str] = ()) -> list[str]:
+    """Return the name and the number of each metric that has a column, except for some."""
     texts = []
-    for metric, name in COLUMNS.items():
-        if metric in values:
+    for metric, name in METRICS.items():
+        if metric in values and name.column and metric not in omitted:
             digits = ".4f" if abs(values[metric]) < 100 else ".4g"
-            texts.append(f"{name} {values[metric]:7{digits}}")
+            texts.append(f"{name.column} {values[metric]:7{digits}}")
     return texts
 
 
@@ -143,3 +181,11 @@ def row(name: str, text: str) -> str:
     """Return a name and its text, wrapped to the width of a terminal."""
     text = f"{name:<9} {text}"
     return textwrap.fill(text, WIDTH, subsequent_indent=" " * 10, break_on_hyphens=False)
+
+
+def wrapped(line: str) -> str:
+    """Return a warning wrapped to the width of a terminal; other lines unchanged."""
+    if not line.startswith("warning: "):
+        return line
+    shape = textwrap.TextWrapper(WIDTH, subsequent_indent=" " * 9, break_on_hyphens=False)
+    return shape.fill(line)

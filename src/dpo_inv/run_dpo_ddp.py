@@ -42,7 +42,8 @@ from dpo_inv.losses import pair_losses
 from dpo_inv.mpnn import ProteinMPNN
 from dpo_inv.pairs import Pair
 
-INTERVALS = ("loss", "rewards/margins", "rewards/accuracies")  # with a 95 % interval in evaluation
+# with a 95 % interval in evaluation
+INTERVALS = ("loss", "rewards/margins", "rewards/accuracies", "logps/accuracies")
 Data = dict[str, list[Pair]]  # train and val -> their pairs
 
 # --- data ----------------------------------------------------------------------------------------

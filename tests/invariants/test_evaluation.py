@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from test_logps import by_hand
@@ -15,7 +16,7 @@ import reading
 import runs
 import train
 from config import Config
-from ddp_utils import distributed, terminal
+from ddp_utils import distributed, metrics, terminal
 from ddp_utils.metrics import Averages
 from ddp_utils.policy import Policy
 from lm import logps, model_files
@@ -91,23 +92,45 @@ def test_complaint_03_seven_rows_are_seven_rows_on_any_number_of_ranks(world_siz
 
 
 def intervals():
-    """Averages of two rows on each of two ranks, or of four rows on one."""
+    """Averages of two rows on each of two ranks, or of four rows on one; and those of a ratio."""
     world = distributed.init_process_group(distributed.whoami())
     averages = Averages(world, ["loss", "rewards/accuracies"])
     row = world.rank if world.world_size == 2 else slice(None)
     loss, right = torch.tensor([[1.0, 2.0], [4.0, 9.0]])[row], torch.tensor([[1, 1], [1, 0]])[row]
     values = {"loss": loss.flatten(), "rewards/accuracies": right.flatten().double()}
     averages.add(values, torch.ones_like(loss.flatten()))
-    return averages.reduce()
+    of_ratio = Averages(world, ["loss"], {"loss": "tokens"})
+    rows = slice(world.rank, None, world.world_size)
+    costs, tokens = (torch.tensor([*part[rows], math.nan]) for part in drawn_rows())
+    weight = torch.tensor([1.0] * (len(costs) - 1) + [0.0])  # the last row is padding
+    of_ratio.add({"loss": costs, "tokens": tokens}, weight)
+    return averages.reduce(), of_ratio.reduce()
+
+
+def drawn_rows():
+    """Costs and tokens of 300 rows, whose cost per token varies with their length."""
+    generator = np.random.default_rng(0)
+    tokens = generator.integers(1, 41, size=300).astype(float)
+    return tokens * generator.gamma(2.0, 1.5, size=300) * (1 + tokens / 20), tokens
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_an_interval_is_that_of_all_rows(world_size):
-    """Losses 1, 2, 4, 9: mean 4, standard deviation sqrt(38 / 3); Wilson's of 3 in 4 by hand."""
+    """Losses 1, 2, 4, 9: mean 4, standard deviation sqrt(38 / 3); Wilson's of 3 in 4 by hand.
+
+    The interval of a ratio is that of a bootstrap over rows, whose own error is about 3 %.
+    """
     half = 1.96 * math.sqrt(38 / 3) / 2
     z, p = 1.96**2 / 4, 0.75
     spread = 1.96 * math.sqrt(p * (1 - p) / 4 + z / 16) / (1 + z)
-    for found in ranks(world_size, intervals):
+    costs, tokens = drawn_rows()
+    rows = np.random.default_rng(1).integers(300, size=(4000, 300))
+    drawn = np.quantile(costs[rows].sum(1) / tokens[rows].sum(1), (0.025, 0.975))
+    error = 0.1 * (drawn[1] - drawn[0]) / 2
+    for found, ratio in ranks(world_size, intervals):
+        assert {*ratio} == {"count", "loss", "loss_low", "loss_high"} and ratio["count"] == 300
+        assert ratio["loss"] == pytest.approx(costs.sum() / tokens.sum(), rel=1e-12)
+        assert (ratio["loss_low"], ratio["loss_high"]) == pytest.approx(drawn, abs=error)
         ends = found["loss_low"], found["loss_high"]
         assert ends == pytest.approx((4 - half, 4 + half), rel=1e-12)
         ends = found["rewards/accuracies_low"], found["rewards/accuracies_high"]
@@ -117,6 +140,14 @@ def test_an_interval_is_that_of_all_rows(world_size):
         assert {*found} == {"count", "loss", "rewards/accuracies"} | {
             f"{name}_{end}" for name in ("loss", "rewards/accuracies") for end in ("low", "high")
         }
+
+
+def test_a_ratio_of_three_units_by_hand():
+    """3 / 1, 2 / 2, 7 / 3: ratio 2, residuals 1, -2, 1 and variance 6 / 2 / (2 * 2) / 3."""
+    found = metrics.ratio("x", torch.tensor([3.0, 2.0, 7.0]), torch.tensor([1.0, 2.0, 3.0]))
+    half = 1.96 * math.sqrt(6 / 2 / 4 / 3)
+    assert found == pytest.approx({"x": 2.0, "x_low": 2 - half, "x_high": 2 + half}, rel=1e-12)
+    assert metrics.ratio("x", torch.tensor([3.0]), torch.tensor([2.0])) == {"x": 1.5}
 
 
 @pytest.mark.parametrize("script", [main_distributed, train])
@@ -137,7 +168,11 @@ def test_only_the_first_rows_are_evaluated(script, tmp_path):
     assert before["count"] == 3
     chosen = by_row[:3, 0].sum().item()
     if script is train:
-        tokens = sum(len(pair.chosen) for pair in data[:3])
-        assert before["loss"] == pytest.approx(-chosen / tokens, rel=1e-5)
+        tokens = torch.tensor([float(len(pair.chosen)) for pair in data[:3]])
+        loss = -chosen / tokens.sum().item()
+        residuals = -by_row[:3, 0] - loss * tokens
+        half = 1.96 * (residuals.square().sum() / 2 / 3).sqrt().item() / tokens.mean().item()
+        ends = before["loss_low"], before["loss"], before["loss_high"]
+        assert ends == pytest.approx((loss - half, loss, loss + half), rel=1e-5)
     else:
         assert before["logps/chosen"] == pytest.approx(chosen / 3, rel=1e-5)

@@ -11,12 +11,14 @@ from html.parser import HTMLParser
 import pytest
 from huggingface_hub import ModelCard
 
+import config
 import main_distributed
 import programs
 import runs
+import train_config
 from conftest import ROOT
-from ddp_utils import Stop, cli, distributed, losses, metrics
-from ddp_utils.tools import report
+from ddp_utils import Stop, cli, distributed, losses, metrics, run
+from ddp_utils.tools import changes, report
 from dpo_inv import pairs
 from lm import models, preference_data, sampling
 from reports import HOSTILE, a_run, page_of, put
@@ -53,8 +55,10 @@ def test_numbers_settings_data_and_examples_are_shown(tmp_path):
     assert start in text
     for row in (
         ["", "val", "test"],
-        ["win_rate", "0.75", ""],
+        ["win rate", "0.75 [0.5124, 0.875]", ""],
         ["loss", "0.1235", "2"],
+        ["margin between chosen and rejected, nats", "", "0.5"],
+        ["judge/policy/right", "", "0.25"],
         ["", "value", "default"],
         ["beta", "0.3", "0.1"],
         ["shuffle", "True"],
@@ -63,10 +67,30 @@ def test_numbers_settings_data_and_examples_are_shown(tmp_path):
     ):
         assert row in rows, row
     names = [row[0] for row in rows if row]
-    assert names.index("win_rate") < names.index("count")
+    assert names.index("win rate") < names.index("rows")
     assert "0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 18 more" in text
     pictures = [attributes["alt"] for tag, attributes in found.tags if tag == "img"]
-    assert pictures == ["curves: loss", "curves: returns", "curves: rewards"]
+    assert pictures == ["curves: loss", "curves: rewards", "curves: returns"]
+
+
+SETTINGS = "training:\n  seed: 0\n  learning_rate: 0.5\n  lr_scheduler: cosine\n"
+
+
+def test_only_settings_that_the_user_has_set_are_listed(tmp_path, monkeypatch):
+    """Flags, values of a file that differ, and edits; not what a script fills in for its demo."""
+    monkeypatch.setattr(changes, "git", lambda *_: None)
+    demo = config.read([])
+    assert demo.val_data and demo.sft_weight == 1.0
+    assert run.defaults_of_set(demo) == {}
+    flags = config.read(["--beta=0.1", "--seed", "3"])
+    assert run.defaults_of_set(flags) == {"beta": 0.1, "seed": 0}
+    (tmp_path / "my.yaml").write_text(SETTINGS)
+    file = f"{tmp_path}/my.yaml"
+    now = run.defaults_of_set(train_config.read(["--config", file]))
+    assert now == {"config": "config.yaml", "learning_rate": None}
+    committed = (ROOT / "src/config.py").read_text().replace("beta: float = 0.1", "beta: float = 7")
+    monkeypatch.setattr(changes, "git", lambda *_: committed)
+    assert run.defaults_of_set(demo) == {"beta": 7}
 
 
 # --- texts of others -----------------------------------------------------------------------------
@@ -238,7 +262,8 @@ def test_the_result_is_said_in_lines(tmp_path):
         "replies     test: 3 better, 1 worse, 6 equal",
         "win rate    0.75 [0.30, 0.95] of the 4 decided",
     ]
-    assert "\n".join(results) in Reader(page_of(folder)).words
+    words = Reader(page_of(folder)).words
+    assert [word for word in words if word in results] == results
     assert report.result_lines(folder, report.read_run(folder)).splitlines() == [
         "finished after 2 steps",
         *results,
@@ -385,7 +410,7 @@ def test_the_model_card_describes_the_training(tmp_path):
         "- share baked held out 0.9970",
         "python src/train_loop.py --lora_r 4",
         "| setting | value | default |\n|---|---|---|\n| lora_r | 4 | 32 |",
-        "| share_baked | 0.997 |",
+        "| fraction of the KL removed | 0.997 |",
         "| kept/kl/pirate | 0.0123 |",
     ):
         assert line in card.content, line

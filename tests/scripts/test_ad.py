@@ -3,13 +3,14 @@
 import dataclasses
 import itertools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 import runs
-from ad import environments, evaluate, sources, windows
+from ad import environments, evaluate, sources, train, windows
 from ad.config import Config, read
 from ad.model import EPISODE, INSIDE, REGION, Cache, Model, Tokens, rotate
 from ad.model import rotations as rotations_of
@@ -576,3 +577,39 @@ def test_episodes_to_a_level_are_counted_from_one():
     speed = evaluate.learning_speed(np.array([fractions]) * 17, 17.0, "x_")
     reached = {"x_episodes_to_60": 2, "x_episodes_to_80": 4, "x_episodes_to_90": None}
     assert speed == {"x_area": pytest.approx(0.55), **reached}
+
+
+# --- intervals -----------------------------------------------------------------------------------
+
+
+class TwoTasks(Config):
+    """Cells 22 and 0 are held out; an agent that goes to 22 gets 3 of 3 and 0 of 1."""
+
+    tasks = property(lambda self: (np.array([1]), np.array([22, 0])))
+
+
+def test_returns_have_intervals_over_tasks():
+    """Returns 3 and 0 of 3 and 1: ratio 3/4, residuals +-3/4; the deviation of 3 and 0 is 3/2."""
+    config = TwoTasks(**dataclasses.asdict(PLAIN))
+    config.eval_episodes, config.eval_copies = 3, 2
+    summary, _ = evaluate.evaluate_agent(ToCell22(PLAIN), config)
+    half, half_return = 1.96 * math.sqrt(2 * 0.75**2 / 2) / 2, 1.96 * 1.5
+    expected = {"fraction_of_optimum": (0.75, half), "return_last10": (1.5, half_return)}
+    for name, (mean, width) in expected.items():
+        found = summary[f"{name}_low"], summary[name], summary[f"{name}_high"]
+        assert found == pytest.approx((mean - width, mean, mean + width)), name
+    text = "1.50 [-1.44, 4.44] in the last 10; optimum 2.00 (75% [2%, 148%])"
+    assert text in evaluate.describe(summary)
+
+
+def test_held_out_intervals_are_over_tasks():
+    """Losses 1, 2, 3 and 5, 6, 10 of two tasks: means 2 and 7, whose deviation is 5 / sqrt(2)."""
+    losses = torch.tensor([1.0, 2.0, 3.0, 5.0, 6.0, 10.0])
+    windows_of = {"all": lambda: (np.arange(6), np.zeros(6)), "batch": lambda rows, _: losses[rows]}
+    data = SimpleNamespace(tasks=2, **windows_of)
+    config = dataclasses.replace(PLAIN, test_batch_size=4)
+    found = train.held_out_loss(lambda batch: (batch, (batch > 2).float()), data, config)
+    half = 1.96 * 5 / 2
+    ends = found["loss_low"], found["loss"], found["loss_high"]
+    assert ends == pytest.approx((4.5 - half, 4.5, 4.5 + half))
+    assert (found["count"], found["accuracy"]) == (6, pytest.approx(2 / 3))

@@ -1,7 +1,9 @@
 """What a person sees of a run: on terminals of 80 and 100 columns, in a pipe, of a failed run."""
 
+import io
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,6 +11,8 @@ import programs
 import runs
 from conftest import ROOT
 from ddp_utils import terminal
+from ddp_utils.distributed import World
+from ddp_utils.run import Run
 from terminal import ESCAPE, on_a_terminal
 
 SCRIPT = str(ROOT / "src/main_distributed.py")
@@ -101,6 +105,25 @@ def test_lines_of_a_phase_in_a_pipe_are_at_least_ten_minutes_apart(monkeypatch, 
             now[0] += seconds
     lines = ["scoring val: about 26:40 left", "scoring val: about 13:20 left"]
     assert capsys.readouterr().out.splitlines() == lines
+
+
+def test_a_warning_is_wrapped_at_words():
+    assert terminal.wrapped("step 1 " * 20) == "step 1 " * 20
+    lines = terminal.wrapped(f"warning: {'word ' * 14}--sft_weight 1").splitlines()
+    assert lines == ["warning: " + "word " * 13 + "word", "         --sft_weight 1"]
+
+
+def test_the_accuracy_of_step_1_is_not_printed_but_in_the_file():
+    """Before step 1 policy and reference are equal; what a step prints is its state before it."""
+    bar = SimpleNamespace(reach=lambda *_: None, is_shown=False)
+    of_run = {"spec": SimpleNamespace(log_every=0), "steps": 2, "metrics": io.BytesIO(), "bar": bar}
+    said: list[str] = []
+    fake = SimpleNamespace(world=World(), loggers=[], say=said.append, **of_run)
+    for step in (1, 2):
+        Run.log(fake, step, {"loss": 0.5, "rewards/accuracies": 0.25})
+    first, second = said
+    assert first.endswith("loss  0.5000") and second.endswith("accuracy  0.2500")
+    assert fake.metrics.getvalue().count(b'"rewards/accuracies": 0.25') == 2
 
 
 def test_the_end_of_a_run_ends_the_bar_of_a_phase():

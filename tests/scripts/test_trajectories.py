@@ -1,6 +1,7 @@
 """Questions and replies in, batches and exact divergences out."""
 
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -180,22 +181,45 @@ def test_every_token_counts_the_first_one_too(student):
         student.full_logits = False
 
 
+def half_of(values, sizes):
+    """Half of the 95 % interval of a ratio of sums, from its residuals."""
+    ratio, count = sum(values) / sum(sizes), len(values)
+    squares = [(v - ratio * s) ** 2 for v, s in zip(values, sizes, strict=True)]
+    return 1.96 * math.sqrt(sum(squares) / (count - 1) / count) / (sum(sizes) / count)
+
+
 def test_kl_is_measured_for_each_other_prompt(student):
-    """By hand, in float64; the mean is that of the prompts, whatever their numbers of tokens."""
+    """By hand, in float64; the mean is that of the prompts, whatever their numbers of tokens.
+
+    Intervals are over questions, of which the first has two replies.
+    """
     first, second, third = [1, 20, 21, 7], [1, 20, 21, 9, 10], [1, 33, 34, 7]
-    rows = [ROWS[0], Trajectory(first, first, [3, 4], "a:9", "?", "pirate")]
-    rows.append(Trajectory(second, second, [5], "a:9", "?", "pirate"))
+    rows = [ROWS[0], ROWS[1]._replace(question="!"), ROWS[2]]
+    rows.append(Trajectory(first, first, [3, 4], "a:9", "?", "pirate"))
+    rows.append(Trajectory(second, second, [5], "a:9", "!", "pirate"))
     rows.append(Trajectory(third, third, [6] * 9, "a:9", "?", "robot"))
+    rows.append(Trajectory(third, third, [7] * 2, "a:9", "!", "robot"))
     costs = [by_hand(student.model, row) for row in rows]
     run = SimpleNamespace(world=distributed.World(), phase=terminal.Phase)
     run.results = {"base": {"kl": 2.0}}
     config = Config(batch_size=2)
     teacher = distillation.Teacher(student, config, run.world)
-    values = train_loop.evaluate(teacher, rows, run)
-    pirate, robot = (costs[1] + costs[2]) / 3, costs[3] / 9
-    expected = {"count": 1, "kl": costs[0] / 4, "kl_base": 2.0, "share_baked": 1 - costs[0] / 8}
-    expected |= {"kept/kl": (pirate + robot) / 2, "kept/kl/pirate": pirate, "kept/kl/robot": robot}
-    assert values == pytest.approx(expected, rel=1e-5)
+    base_kl = [11.0, 3.0]  # of both questions, 14 / 7 = 2.0 per token
+    values = train_loop.evaluate(teacher, rows, run, base_kl)
+    questions = [costs[0] + costs[2], costs[1]], [6, 1]
+    kl, half = sum(questions[0]) / 7, half_of(*questions)
+    share, half_share = 1 - sum(questions[0]) / 14, half_of(questions[0], base_kl)
+    pirate, robot = (costs[3] + costs[4]) / 3, (costs[5] + costs[6]) / 11
+    halves = half_of(costs[3:5], [2, 1]), half_of(costs[5:], [9, 2])
+    kept, half_kept = (pirate + robot) / 2, math.sqrt(halves[0] ** 2 + halves[1] ** 2) / 2
+    expected = {"count": 3, "kl_base": 2.0, "kept/kl/pirate": pirate, "kept/kl/robot": robot}
+    with_intervals = {"kl": (kl, half), "share_baked": (share, half_share)}
+    for name, (mean, width) in (with_intervals | {"kept/kl": (kept, half_kept)}).items():
+        expected |= {name: mean, f"{name}_low": mean - width, f"{name}_high": mean + width}
+    assert values == pytest.approx(expected, rel=1e-5, abs=1e-5)  # fp32
+    base = train_loop.evaluate(teacher, rows, run)
+    assert len(base["by_question"]) == 2 and min(base["by_question"]) > 0
+    assert sum(base["by_question"]) / 7 == pytest.approx(base["kl"])
 
 
 class FakeRun:

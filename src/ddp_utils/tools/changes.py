@@ -2,9 +2,12 @@
 
 import ast
 import contextlib
+import dataclasses
+import inspect
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from ddp_utils import data
 
@@ -48,6 +51,22 @@ def of_script(path: Path) -> str:
         return ""
     changed = sorted({name for name, _ in own.items() ^ others[nearest].items()})
     return f"{path.name} differs from {nearest} in {', '.join(changed)}" if changed else ""
+
+
+def edited_defaults(config_class: Any) -> dict[str, Any]:
+    """Return the defaults of a dataclass that differ from the last commit: field -> the old one."""
+    path = Path(inspect.getfile(config_class)).resolve()
+    is_here = data.ROOT in path.parents
+    committed = git("show", f"HEAD:{path.relative_to(data.ROOT)}") if is_here else None
+    names = {part.__name__ for part in config_class.__mro__}
+    old: dict[str, Any] = {}
+    for node in ast.parse(committed or "").body:
+        for field in node.body if isinstance(node, ast.ClassDef) and node.name in names else []:
+            if isinstance(field, ast.AnnAssign) and field.value:
+                with contextlib.suppress(ValueError):  # not a literal, such as the name of another
+                    old[ast.unparse(field.target)] = ast.literal_eval(field.value)
+    now = {field.name: field.default for field in dataclasses.fields(config_class)}
+    return {name: value for name, value in old.items() if now.get(name, value) != value}
 
 
 def definitions(code: str) -> dict[str, str]:

@@ -24,19 +24,12 @@ import jinja2
 from huggingface_hub import ModelCardData
 
 from ddp_utils import UserError, check_clone, data, plots
+from ddp_utils.terminal import METRICS, Metric, wrapped
 
 FILES = ("summary", "config", "environment", "data_report", "examples")
 HERE = Path(__file__).parent
 FIRST = ("win_rate", "share_baked", "fraction_of_optimum", "accuracy", "loss")  # on top
-PRINTED = {  # metric -> its name in the results that are printed
-    "loss": "loss",
-    "kl": "kl",
-    "rewards/accuracies": "accuracy",
-    "logps/accuracies": "likelier",
-    "accuracy": "accuracy",
-    "share_baked": "share baked",
-    "kept/kl": "kept: kl",
-}
+RESULTS = {metric: name.result for metric, name in METRICS.items() if name.result}
 LIBRARIES = {  # a file of a model's folder -> what loads the folder
     "adapter_config.json": "peft",
     "tokenizer_config.json": "transformers",
@@ -103,7 +96,10 @@ def doubts(val: dict, report: dict) -> str:
     rows = val.get("count", FEWEST)
     if rows < FEWEST:
         problem = f"held-out rows: {rows} (expected at least {FEWEST})"
-        return f"{problem}, too few to judge the result; use more data"
+        fix = "use more data (docs/pairs.md says how much)"
+        shows = "This run shows that data and settings work, not how good the model is on new data"
+        learned = "the numbers are those of training rows, which a model learns by heart"
+        return f"{problem}, too few to judge the result; {fix}. {shows}: {learned}"
     for note in REPEATED:
         repeated = report.get("notes", {}).get(note, 0)
         if 10 * repeated > rows:
@@ -130,7 +126,7 @@ def results(folder: Path, summary: dict, report: dict) -> list[str]:
     if doubt:
         texts.append(f"warning: {doubt}")
         first = last = {}
-    for metric, name in PRINTED.items():
+    for metric, name in RESULTS.items():
         ends = [part[metric] for part in (first, last) if part.get(metric) is not None]
         if last.get(metric) is not None:
             low, high = last.get(f"{metric}_low"), last.get(f"{metric}_high")
@@ -165,7 +161,7 @@ def result_lines(folder: Path, run: dict[str, dict]) -> str:
     summary = run["summary"]
     took = f" in {int(summary['seconds'])} s" if "seconds" in summary else ""
     lines = [f"{summary.get('status', 'no summary')} after {summary.get('step', 0)} steps{took}"]
-    lines += results(folder, summary, run["data_report"])
+    lines += map(wrapped, results(folder, summary, run["data_report"]))
     for row in (run["examples"].get("test") or run["examples"].get("val") or [])[:3]:
         lines += two_lines(str(next(iter(row.values()))))
         replies = {name: str(row[name]) for name in REPLIES if name in row}
@@ -252,12 +248,14 @@ def content_of(folder: Path, run: dict[str, dict]) -> dict[str, Any]:
     summary, config, environment = run["summary"], run["config"], dict(run["environment"])
     defaults = environment.pop("defaults", {})
     environment["code"] = f"{len(environment.get('code', {}))} files"
-    numbers = {name: part for name, part in summary.items() if isinstance(part, dict)}
+    numbers = {name: for_people(part) for name, part in summary.items() if isinstance(part, dict)}
     facts = environment | {name: fact for name, fact in summary.items() if name not in numbers}
     model = find_model(folder, config)
     pictures = {}
-    for file in sorted(folder.glob("*.png"), key=lambda file: (file.stem != "loss", file.stem)):
-        pictures[file.stem] = base64.b64encode(file.read_bytes()).decode()
+    order = [*plots.FIGURES, "returns", "others"]
+    files = {file.stem: file for file in sorted(folder.glob("*.png"))}
+    for name in sorted(files, key=lambda name: order.index(name) if name in order else -1):
+        pictures[name] = base64.b64encode(files[name].read_bytes()).decode()
     others = {name: value for name, value in config.items() if name not in defaults}
     changed = {"value": {name: config.get(name) for name in defaults}, "default": defaults}
     about = [config.get(name) for name in ("model_name", "base_model_name", "method", "train_data")]
@@ -271,9 +269,9 @@ def content_of(folder: Path, run: dict[str, dict]) -> dict[str, Any]:
         "pictures": pictures,
         "examples": run["examples"],
         "numbers": table("Numbers", numbers),
-        "changed": table("Settings that are not at their defaults", changed),
+        "changed": table("Settings that you set", changed),
         "more": [
-            table("Other settings", {"": others}),
+            table("All other settings", {"": others}),
             table("Data", run["data_report"]),
             table("Environment", {"": facts}),
         ],
@@ -283,6 +281,25 @@ def content_of(folder: Path, run: dict[str, dict]) -> dict[str, Any]:
     }
 
 
+def for_people(part: dict) -> dict[str, Any]:
+    """Return the metrics of a split under their names for people, means with their intervals."""
+    values: dict[str, Any] = {}
+    for name, value in part.items():
+        low, high = (part.get(f"{name}{end}") for end in plots.ENDS)
+        is_end = name.endswith(plots.ENDS) and name.rpartition("_")[0] in part
+        if low is not None and high is not None:
+            values[words_of(name)] = f"{value:.4g} [{low:.4g}, {high:.4g}]"
+        elif not is_end:
+            values[words_of(name)] = value
+    return values
+
+
+def words_of(name: str) -> str:
+    """Return the name of a metric for people, with its unit."""
+    known = METRICS.get(name, Metric(name))
+    return ", ".join(filter(None, (known.words, known.unit)))
+
+
 def table(title: str, columns: dict[str, dict]) -> Table:
     """Return {column: {row: value}} as a table; nested objects become rows."""
     flat = {name: dict(flatten(values)) for name, values in columns.items()}
@@ -290,7 +307,8 @@ def table(title: str, columns: dict[str, dict]) -> Table:
     for texts in flat.values():
         names.update(dict.fromkeys(texts))
     rows = []
-    for name in sorted(names, key=lambda name: name not in FIRST):
+    first = [*map(words_of, FIRST)]
+    for name in sorted(names, key=lambda name: name not in first):
         rows.append((name, [texts.get(name, "") for texts in flat.values()]))
     return Table(title, [*filter(None, flat)], rows)
 
