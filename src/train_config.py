@@ -1,6 +1,7 @@
 """Settings of src/train.py: the sections of its YAML file; each setting is also a flag."""
 
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -143,6 +144,10 @@ def read(argv: Sequence[str] | None = None) -> Config:
     Raises UserError for values out of range, without effect, or different in two places, and for
     the settings of DPO that this script had.
     """
+    if sys.argv == ["train.py"]:  # in src/, as the guide to Algorithm Distillation writes it
+        here = "the train.py of this folder is supervised fine-tuning"
+        fix = "for Algorithm Distillation use ad/train.py; for this one add --config config.yaml"
+        raise UserError(f"train.py: {here}; {fix}")
     try:
         config, places = cli.parse_with_file(Config, argv, SECTIONS)
     except UserError as error:

@@ -24,6 +24,9 @@ from ddp_utils import SettingError, UserError, check_clone, data, exit_with
 ALIASES = {"--validate_only": "--check", "--dry_run": "--check", "--no_cuda": "--backend=gloo"}
 ALIASES |= {"--lr": "--learning_rate", "--r": "--lora_r", "-r": "--lora_r"}
 ONLY_FLAGS = "CHECK_FLAGS_ONLY"  # variable with which a script ends after reading its flags
+# settings that name what a program writes
+OUTPUTS = ("output", "output_dir", "result_dir", "out_dir", "cache_dir")
+OUTPUTS += ("traj_out_file", "val_out_file")
 Places = dict[str, str]  # setting -> `file:line: section.name`, or the flag that set it
 Hints = dict[str, Any]  # setting -> its type, or section -> its dataclass
 
@@ -52,7 +55,7 @@ def parse(config_class: type, argv: Sequence[str] | None = None) -> Any:
 
     Raises UserError for an unknown flag, or a flag or default of a wrong type.
     """
-    return check_types(config_class(**given(config_class, argv)))
+    return with_outputs(check_types(config_class(**given(config_class, argv))))
 
 
 def given(config_class: type, argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -89,7 +92,7 @@ def parse_with_file(
         hints = sections or typing.get_type_hints(config_class)
         hints = {name: hint for name, hint in hints.items() if name != "config"}
         values, places = read_file(hints, path)
-    config = check_types(config_class(**(values | flags | {"config": path})))
+    config = with_outputs(check_types(config_class(**(values | flags | {"config": path}))))
     return config, places | {name: f"--{name}" for name in flags}
 
 
@@ -130,6 +133,14 @@ def read_file(hints: Hints, path: str) -> tuple[dict[str, Any], Places]:
     with yaml_config.errors_with_lines(path):
         add(hints, yaml_config.parse(path), f"{path}:1: the file")
     return values, places
+
+
+def with_outputs(config: Any) -> Any:
+    """Return the settings, whose outputs are not inside src/ or scripts/: see data.output_path."""
+    for name in OUTPUTS:
+        if vars(config).get(name):
+            setattr(config, name, str(data.output_path(getattr(config, name))))
+    return config
 
 
 class _Parser(argparse.ArgumentParser):

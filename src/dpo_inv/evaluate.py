@@ -225,7 +225,7 @@ def score_mutants(config: Config) -> None:
     for pair, (wild_type, mutant) in zip(rows, log_probs.tolist(), strict=True):
         score = mutant - wild_type
         lines.append(f"{pair.location},{pair.name},{pair.mutation},{score:.4f}")
-    output = config.output or "mutants.csv"
+    output = config.output or data.output_path("mutants.csv")
     data.write_text(output, "\n".join(lines) + "\n")
     dropped = report["dropped"].total()
     print(f"{len(rows)} mutants of {config.mutants}, {dropped} items dropped -> {output}")
