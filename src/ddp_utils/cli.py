@@ -161,7 +161,9 @@ def _text(word: str) -> str:
 def _parser(config_class: type, hints: dict[str, Any]) -> argparse.ArgumentParser:
     fields = dataclasses.fields(config_class)
     positional = [field.name for field in fields if field.default is dataclasses.MISSING]
+    module = sys.modules["__main__"].__spec__  # of `python -m`
     parser = _Parser(
+        prog=f"python -m {module.name}" if module else None,
         usage=" ".join(["%(prog)s", *positional, "[settings]"]),
         description=(sys.modules["__main__"].__doc__ or "").strip().replace("%", "%%"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -181,7 +183,7 @@ def _parser(config_class: type, hints: dict[str, Any]) -> argparse.ArgumentParse
         kinds = typing.get_args(hint) or (hint,)
         if field.name in positional:
             add(field.name, help=comment)
-        elif hint is bool:
+        elif kinds[0] is bool:
             add(f"--{field.name}", f"--no_{field.name}", action=_Switch, nargs=0, help=text)
         elif typing.get_origin(hint) is Literal:
             add(f"--{field.name}", choices=kinds, help=text)

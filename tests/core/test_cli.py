@@ -243,7 +243,9 @@ def test_help_and_wrong_settings_need_no_torch(program, tmp_path):
     env = {"PYTHONPATH": f"{tmp_path}:{ROOT / 'src'}"}
     command = [sys.executable, *program.split()]
     shown = programs.process([*command, "--help"], **env)
-    assert "usage: " in shown.stdout and not shown.stderr
+    command_line = f"python {program}" if program[0] == "-" else program.rpartition("/")[2]
+    usage = f"usage: {command_line} [settings]\n"
+    assert usage in shown.stdout and not shown.stderr
     assert shown.stdout.splitlines()[2].endswith(".")  # what the program does, in a sentence
     wrong = programs.process([*command, *PROGRAMS[program].split()], 2, **env)
     assert re.fullmatch(r"error: --\w+: .+\n", wrong.stderr) and not wrong.stdout
