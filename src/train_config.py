@@ -201,3 +201,12 @@ def check(config: Config) -> None:
     if config.type == "full" and config.base_dtype == "bf16":
         raise SettingError("base_dtype", "full fine-tuning trains fp32 weights; use auto or fp32")
     settings.check_strategy(config, "type", "lora")
+    if config.type == "full":
+        lora = "lora_r", "lora_alpha", "lora_dropout", "lora_targets"
+        cli.note_unused(config, "type is full: there is no LoRA", *lora)
+    if config.strategy != "ddp":
+        cli.note_unused(config, f"{config.strategy} has its own buckets", "bucket_mb")
+    if config.val_data:
+        cli.note_unused(config, "val_data is set", "val_share")
+    elif not config.val_share:
+        cli.note_unused(config, "there are no validation data", "eval_every", "max_eval_rows")
