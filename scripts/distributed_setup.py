@@ -185,7 +185,7 @@ def launcher(options: Launcher) -> str:
     address = options.master_addr or nodes == 1
     require(address, "--master_addr: required for several nodes: the host of node 0")
     name = f"run_training_node{rank}.sh" if nodes > 1 else "run_training.sh"
-    options.output = options.output or f"scripts/{name}"
+    options.output = options.output or str(data.output_path(f"scripts/{name}"))
     return filled("launcher.sh.in", options, command=command, port=str(options.master_port or ""))
 
 
@@ -361,7 +361,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     require(command in COMMANDS, message)
     config_class, make, name, use = COMMANDS[command]
     options = cli.parse(config_class, flags)
-    options.output = options.output or name
+    options.output = options.output or (name and str(data.output_path(name)))
     text = make(options)
     write(options.output, text, options.force)
     print(f"wrote {options.output}; next: {use.format(shlex.quote(options.output))}")

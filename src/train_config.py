@@ -1,6 +1,7 @@
 """Settings of src/train.py: the sections of its YAML file; each setting is also a flag."""
 
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -143,6 +144,10 @@ def read(argv: Sequence[str] | None = None) -> Config:
     Raises UserError for values out of range, without effect, or different in two places, and for
     the settings of DPO that this script had.
     """
+    if sys.argv == ["train.py"]:  # in src/, as the guide to Algorithm Distillation writes it
+        here = "the train.py of this folder is supervised fine-tuning"
+        fix = "for Algorithm Distillation use ad/train.py; for this one add --config config.yaml"
+        raise UserError(f"train.py: {here}; {fix}")
     try:
         config, places = cli.parse_with_file(Config, argv, SECTIONS)
     except UserError as error:
@@ -195,3 +200,12 @@ def check(config: Config) -> None:
     if config.type == "full" and config.base_dtype == "bf16":
         raise SettingError("base_dtype", "full fine-tuning trains fp32 weights; use auto or fp32")
     settings.check_strategy(config, "type", "lora")
+    if config.type == "full":
+        lora = "lora_r", "lora_alpha", "lora_dropout", "lora_targets"
+        cli.note_unused(config, "type is full: there is no LoRA", *lora)
+    if config.strategy != "ddp":
+        cli.note_unused(config, f"{config.strategy} has its own buckets", "bucket_mb")
+    if config.val_data:
+        cli.note_unused(config, "val_data is set", "val_share")
+    elif not config.val_share:
+        cli.note_unused(config, "there are no validation data", "eval_every", "max_eval_rows")

@@ -74,13 +74,8 @@ class Config:
     eval_explore_temperature: float = 1.0  # sampling temperature before the first reward
 
     # hardware
-    num_workers: int = 0  # no effect: windows are cut on the device, without a data loader
     backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"  # auto: by device
     timeout_minutes: float = 30.0  # time limit of a collective operation
-
-    # of the original's YAML files
-    dynamics: bool = False  # no effect: only actions are predicted
-    flash_attn: bool = False  # no effect: PyTorch selects the attention kernel
 
     # run
     summary_interval: int = 50  # steps between lines of metrics
@@ -169,7 +164,15 @@ def check(config: Config) -> None:
     if config.use_compressed_context:
         multiple = f"a multiple of horizon ({horizon})"
         rules["compress_interval"] = (multiple, lambda x: x % horizon == 0)
+        cli.note_unused(config, f"the context has two regions, {window} steps", "n_transit")
+    else:
+        cli.note_unused(config, "use_compressed_context is off", "compress_interval")
     cli.check_ranges(config, **rules)
+    reason = f"source {config.source} does not use it"
+    if config.source != "q_learning":
+        cli.note_unused(config, reason, "share_table")
+    if config.source != "posterior":
+        cli.note_unused(config, reason, "source_noise")
 
 
 def read(argv: Sequence[str] | None = None) -> Config:

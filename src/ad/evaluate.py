@@ -239,7 +239,8 @@ def draw(file: Path, summary: dict, returns: Returns, optimum: Array, random: Ar
 def load(folder: Path) -> tuple[Model, Config]:
     """Return the model and the settings of a run; raise UserError if the run has not finished."""
     try:
-        config = Config(**data.read_json(folder / "config.json"))
+        saved = data.read_json(folder / "config.json")
+        config = Config(**{k: v for k, v in saved.items() if k not in cli.IGNORED})  # of old runs
         model = Model(config).eval()
         model.load_state_dict(load_file(folder / "model" / "model.safetensors"))
     except (TypeError, UserError, FileNotFoundError, RuntimeError):

@@ -65,11 +65,6 @@ Main process device: {world.device}
 def describe_data(config: Config, world: World, path: Path) -> list[str]:
     """Return lines about the histories, and about processes that accelerate has not started."""
     lines = [f"histories: {path}{'' if path.exists() else ', to be collected'}"]
-    context = "n_transit" if config.use_compressed_context else "compress_interval"
-    for name in ("num_workers", "dynamics", "flash_attn", context):
-        fits = name == "n_transit" and config.n_transit == config.window
-        if vars(config)[name] != getattr(Config, name) and not fits:
-            lines.append(f"warning: {name} has no effect; see --help")
     # accelerate sets both for one process, the second one only if several were requested
     is_single = "ACCELERATE_USE_CPU" in os.environ and "MASTER_ADDR" in os.environ
     if is_single and world.world_size == 1:

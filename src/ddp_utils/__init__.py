@@ -75,10 +75,15 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
+def is_first_of_node() -> bool:
+    """Return whether this is the first process of its node, before torch is imported."""
+    local_ranks = [os.environ[name] for name in LOCAL_RANKS if os.environ.get(name)]
+    return local_ranks[:1] in ([], ["0"])
+
+
 def exit_with(error: UserError) -> NoReturn:
     """End with the exit status of an error; the first process of a node prints it."""
-    local_ranks = [os.environ[name] for name in LOCAL_RANKS if os.environ.get(name)]
-    if local_ranks[:1] in ([], ["0"]):
+    if is_first_of_node():
         print(f"error: {error}", file=sys.stderr)
     sys.exit(error.exit_code)
 

@@ -28,7 +28,7 @@ ALONE = World()
 
 # settings that change no number, so that they may differ when a run is resumed
 FREE = """check debug restart log_every save_every keep_checkpoints cache_dir result_dir out_dir
-output_dir stop_after_minutes timeout_minutes config deepspeed report_to bucket_mb num_workers
+output_dir stop_after_minutes timeout_minutes config deepspeed report_to bucket_mb
 ckpt_interval eval_interval gen_interval summary_interval"""
 # these may differ as well, and a line is printed
 ANNOUNCED = """max_steps num_epochs train_timesteps save_best strategy use_fsdp fsdp_config

@@ -18,12 +18,20 @@ import typing
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
-from ddp_utils import SettingError, UserError, check_clone, data, exit_with
+from ddp_utils import SettingError, UserError, check_clone, data, exit_with, is_first_of_node
 
 # other spelling -> flag, with or without a value, in programs without a setting of the first name
 ALIASES = {"--validate_only": "--check", "--dry_run": "--check", "--no_cuda": "--backend=gloo"}
 ALIASES |= {"--lr": "--learning_rate", "--r": "--lora_r", "-r": "--lora_r"}
+# settings of other programs that are accepted without an effect -> why they have none
+LOADER = ("num_workers", "pin_memory", "prefetch_factor", "persistent_workers")
+IGNORED = dict.fromkeys((*LOADER, *(f"dataloader_{x}" for x in LOADER)), "there is no data loader")
+IGNORED |= {"flash_attn": "PyTorch selects the attention kernel"}
+IGNORED |= {"dynamics": "only actions are predicted"}
 ONLY_FLAGS = "CHECK_FLAGS_ONLY"  # variable with which a script ends after reading its flags
+# settings that name what a program writes
+OUTPUTS = ["output", "output_dir", "result_dir", "out_dir", "cache_dir"]
+OUTPUTS += ["traj_out_file", "val_out_file"]
 Places = dict[str, str]  # setting -> `file:line: section.name`, or the flag that set it
 Hints = dict[str, Any]  # setting -> its type, or section -> its dataclass
 
@@ -52,7 +60,7 @@ def parse(config_class: type, argv: Sequence[str] | None = None) -> Any:
 
     Raises UserError for an unknown flag, or a flag or default of a wrong type.
     """
-    return check_types(config_class(**given(config_class, argv)))
+    return with_outputs(check_types(config_class(**given(config_class, argv))))
 
 
 def given(config_class: type, argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -70,7 +78,13 @@ def given(config_class: type, argv: Sequence[str] | None = None) -> dict[str, An
     values, rest = _parser(config_class, hints).parse_known_args(words)
     if rest:
         raise UserError(unknown(rest[0].partition("=")[0], [f"--{name}" for name in hints]))
-    return {name: tuple(v) if isinstance(v, list) else v for name, v in vars(values).items()}
+    result = {}
+    for name, value in vars(values).items():
+        if name not in hints:
+            note_ignored(f"--{name}", name, value)
+        else:
+            result[name] = tuple(value) if isinstance(value, list) else value
+    return result
 
 
 def parse_with_file(
@@ -90,7 +104,7 @@ def parse_with_file(
         hints = sections or typing.get_type_hints(config_class)
         hints = {name: hint for name, hint in hints.items() if name != "config"}
         values, places = read_file(hints, path)
-    config = check_types(config_class(**(values | flags | {"config": path})))
+    config = with_outputs(check_types(config_class(**(values | flags | {"config": path}))))
     config.places = places | {name: f"--{name}" for name in flags}
     return config, config.places
 
@@ -117,6 +131,9 @@ def read_file(hints: Hints, path: str) -> tuple[dict[str, Any], Places]:
         for key, value in content.items():
             line = f"{path}:{lines.lc.key(key)[0] + 1}: {prefix}"
             if key not in hints:
+                if key in IGNORED:
+                    note_ignored(line + key, key, value)
+                    continue
                 if key in homes:
                     raise UserError(f"{line}{key} belongs to section {homes[key]}; move it there")
                 raise UserError(line + unknown(str(key), list(hints)))
@@ -132,6 +149,14 @@ def read_file(hints: Hints, path: str) -> tuple[dict[str, Any], Places]:
     with yaml_config.errors_with_lines(path):
         add(hints, yaml_config.parse(path), f"{path}:1: the file")
     return values, places
+
+
+def with_outputs(config: Any) -> Any:
+    """Return the settings, whose outputs are not inside src/ or scripts/: see data.output_path."""
+    for name in OUTPUTS:
+        if vars(config).get(name):
+            setattr(config, name, str(data.output_path(getattr(config, name))))
+    return config
 
 
 class _Parser(argparse.ArgumentParser):
@@ -152,7 +177,9 @@ def _text(word: str) -> str:
 def _parser(config_class: type, hints: dict[str, Any]) -> argparse.ArgumentParser:
     fields = dataclasses.fields(config_class)
     positional = [field.name for field in fields if field.default is dataclasses.MISSING]
+    module = sys.modules["__main__"].__spec__  # of `python -m`
     parser = _Parser(
+        prog=f"python -m {module.name}" if module else None,
         usage=" ".join(["%(prog)s", *positional, "[settings]"]),
         description=(sys.modules["__main__"].__doc__ or "").strip().replace("%", "%%"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -172,7 +199,7 @@ def _parser(config_class: type, hints: dict[str, Any]) -> argparse.ArgumentParse
         kinds = typing.get_args(hint) or (hint,)
         if field.name in positional:
             add(field.name, help=comment)
-        elif hint is bool:
+        elif kinds[0] is bool:
             add(f"--{field.name}", f"--no_{field.name}", action=_Switch, nargs=0, help=text)
         elif typing.get_origin(hint) is Literal:
             add(f"--{field.name}", choices=kinds, help=text)
@@ -181,6 +208,8 @@ def _parser(config_class: type, hints: dict[str, Any]) -> argparse.ArgumentParse
             nargs = "*" if typing.get_origin(hint) is tuple else None
             metavar = kinds[0].__name__.upper()
             add(f"--{field.name}", type=kind, nargs=nargs, metavar=metavar, help=text)
+    for name in IGNORED.keys() - hints.keys():
+        parser.add_argument(f"--{name}", f"--no_{name}", nargs="?", help=argparse.SUPPRESS)
     return parser
 
 
@@ -223,6 +252,32 @@ def check_type(place: str, hint: Any, value: Any) -> None:
             if is_choice:
                 expected = " or ".join(map(repr, kinds))
             raise UserError(f"{place}: {part!r:.100} is not {expected}")
+
+
+_noted: set[str] = set()  # lines that this process has printed
+
+
+def note(line: str) -> None:
+    """Print a warning once, on the first process of a node: flags are read twice."""
+    if line not in _noted and is_first_of_node():
+        print(f"warning: {line}", flush=True)
+    _noted.add(line)
+
+
+def note_ignored(place: str, name: str, value: Any) -> None:
+    """Print a warning for a setting of IGNORED, unless its value is what happens in any case."""
+    if str(value).lower() not in ("0", "false"):
+        note(f"{place} has no effect: {IGNORED[name]}")
+
+
+def note_unused(config: Any, reason: str, *names: str) -> None:
+    """Print a warning for each of these settings that is not at its default, for it has no effect.
+
+    Names that the script does not have are left out.
+    """
+    for name in names:
+        if vars(config).get(name) != getattr(type(config), name, None):
+            note(f"--{name} has no effect: {reason}")
 
 
 def unknown(name: str, known: Sequence[str]) -> str:
@@ -274,7 +329,8 @@ RANGES: dict[str, Range] = {  # of settings that several scripts have
 def check_ranges(config: Any, **ranges: Range) -> None:
     """Raise UserError for a field out of its range: one of RANGES, or of `beta=cli.ABOVE_0`.
 
-    Raise it also for a base_batch_size that lr_scaling does not use.
+    Raise it also for a base_batch_size that lr_scaling does not use. Print a warning for settings
+    of sampling that have no effect.
     """
     for name, (expected, is_in_range) in {**RANGES, **ranges}.items():
         value = vars(config).get(name)
@@ -283,6 +339,11 @@ def check_ranges(config: Any, **ranges: Range) -> None:
     scaling, size = vars(config).get("lr_scaling"), "base_batch_size"
     if scaling in ("world_size", "none") and getattr(config, size) != getattr(type(config), size):
         raise SettingError(size, f"lr_scaling {scaling} does not use it; use linear or sqrt")
+    if vars(config).get("num_samples") == 0 and not vars(config).get("on_policy"):
+        names = "judge", "sample_batch_size", "max_new_tokens", "temperature", "top_p"
+        note_unused(config, "num_samples is 0", *names)
+    elif vars(config).get("temperature") == 0:
+        note_unused(config, "temperature 0 is greedy decoding", "top_p")
 
 
 # --- options of the losses: they are here since losses.py imports torch ---------------------------

@@ -61,6 +61,16 @@ def resolve(path: AnyPath) -> Path:
     return expanded if os.path.exists(expanded) else ROOT / expanded
 
 
+def output_path(path: AnyPath) -> Path:
+    """Return where an output goes: in src/ and scripts/, paths are relative to the project root.
+
+    Paths with `..` are relative to the current folder everywhere.
+    """
+    expanded = Path(os.path.expanduser(path))
+    is_in_code = any(Path.cwd().is_relative_to(ROOT / name) for name in ("src", "scripts"))
+    return ROOT / expanded if is_in_code and ".." not in expanded.parts else expanded
+
+
 def is_same_file(path: AnyPath, other: AnyPath) -> bool:
     """Return whether both paths lead to one file, which does not have to exist."""
     return resolve(path).resolve() == resolve(other).resolve()

@@ -76,7 +76,6 @@ class Config(PairSettings):
     # data
     max_rows: int = -1  # use only the first items of train_data; -1: all
     shuffle: bool = True  # shuffle the data in every epoch
-    num_workers: int = 0  # no effect: structures are read once, without a data loader
 
     # optimization
     gradient_accumulation_steps: int = 1  # forward passes per optimizer step
@@ -171,6 +170,9 @@ def read_design_settings(argv: list[str]) -> DesignConfig:
     cli.check_ranges(config, **ranges)
     if bool(config.pdb_file) == bool(config.pdb_list):
         raise SettingError("pdb_file", "use either pdb_file or pdb_list")
+    if config.fasta:
+        names = "num_samples", "temperature", "omit_AA", "bias_AA"
+        cli.note_unused(config, "sequences of --fasta are scored, none is sampled", *names)
     if config.tied_positions and config.homo_oligomer:
         raise SettingError("tied_positions", "--homo_oligomer ties chains by itself; use only one")
     return config

@@ -235,7 +235,7 @@ def main(argv: list[str] | None = None) -> int:
     config = cli.parse(Config, argv)
     cli.check_ranges(config, num_orders=cli.ABOVE_0, max_length=cli.ABOVE_0)
     if config.mutants:
-        config.output = config.output or "mutants.csv"
+        config.output = config.output or data.output_path("mutants.csv")
     if config.output:
         checkpoints.check_writable("--output", data.temporary_of(config.output))
     if config.mutants:

@@ -68,8 +68,6 @@ def read_data(config: Config, world: World) -> tuple[Data, dict[str, dict]]:
     if not data["val"]:
         problem = "0 validation pairs; use --val_data FILE, or more structures"
         report["warnings"].append(f"warning: {problem}")
-    if config.num_workers:
-        report["warnings"].append("warning: num_workers has no effect; see --help")
     sampler.check_enough_rows(config.train_data, data, world)
     return data, reports
 

@@ -1,4 +1,4 @@
-"""Chat with a trained model; an empty line starts a new conversation, Ctrl-D ends.
+"""Chat with a trained model; an empty line starts a new conversation, Ctrl-D ends the chat.
 
 python -m lm.chat results/dpo
 python -m lm.chat results/dpo --before   # the model before training
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import TextStreamer
 
-from ddp_utils import SettingError, data, distributed
+from ddp_utils import SettingError, UserError, data, distributed
 from ddp_utils.policy import DTYPES, is_bf16_fast, warn_if_bf16_is_slow
 from lm import lora, model_files, models, sampling
 from lm.chat_template import Encoder, date_in
@@ -99,6 +99,33 @@ def prompt_of(messages: list[dict[str, str]], encoder: Encoder) -> list[int]:
     return encoder.prompt_ids("\n".join(message["content"] for message in messages))
 
 
+def fit_context(
+    messages: list[dict[str, str]], encoder: Encoder, model: Any, new: int
+) -> list[int]:
+    """Return the prompt of a conversation that leaves room for `new` tokens in the model's context.
+
+    The oldest questions and their replies are removed from the messages if they do not fit, and a
+    line is printed. Raises UserError if the last question alone is too long.
+    """
+    first = int(messages[0]["role"] == "system")
+    dropped = 0
+    while True:
+        prompt = prompt_of(messages, encoder)
+        row = Pair(prompt, [0] * new, [0] * new, "the question and its reply", "")
+        try:
+            fix = "a shorter question, or a smaller --max_new_tokens"
+            models.check_fit(model, encoder.tokenizer, [row], fix)
+            break
+        except UserError:
+            if len(messages) == first + 1:
+                raise
+            del messages[first : first + 2]
+            dropped += 1
+    if dropped:
+        print(f"[the context is full; oldest questions dropped, with their replies: {dropped}]")
+    return prompt
+
+
 def main(argv: list[str] | None = None) -> int:
     settings = commands.read_chat(argv)
     world = distributed.choose_device(distributed.World(), "auto")
@@ -111,17 +138,23 @@ def main(argv: list[str] | None = None) -> int:
     streamer = Streamer(encoder.tokenizer)
     first = [{"role": "system", "content": settings.system}] if settings.system else []
     messages = [*first]
-    longest = [0] * spec.max_new_tokens
+    has_history = settings.history
+    if has_history is None:  # the demo's model was trained on single questions only
+        name = run.get("model_name") or settings.folder
+        has_history = not data.is_same_file(name, commands.DEMO_MODEL)
+    if has_history:
+        print("conversation: an empty line starts a new one (--no_history: single questions)")
+    else:
+        print("single questions: earlier ones are not remembered (--history: a conversation)")
     hello = prompt_of([*first, {"role": "user", "content": "Hello"}], encoder)
     sampling.choose_way(scorer, [hello], spec.max_new_tokens, world)  # before someone waits
     print("> ", end="", flush=True)
     for number, line in enumerate(sys.stdin):
-        messages.append({"role": "user", "content": line.strip()})
+        if not (has_history and line.strip()):
+            messages = [*first]
         if line.strip():
-            prompt = prompt_of(messages, encoder)
-            fix = "an empty line to start a new one, or a smaller --max_new_tokens"
-            row = Pair(prompt, longest, longest, "the conversation", "")
-            models.check_fit(model, encoder.tokenizer, [row], fix)
+            messages.append({"role": "user", "content": line.strip()})
+            prompt = fit_context(messages, encoder, model, spec.max_new_tokens)
             unknown = model_files.unknown(encoder.tokenizer, [line])
             for warning in model_files.describe_unknown("this line", unknown, limit=1.0):
                 print(warning)
@@ -133,8 +166,6 @@ def main(argv: list[str] | None = None) -> int:
                 print(streamer.stats(start))
             [text] = encoder.texts([reply])
             messages.append({"role": "assistant", "content": text.strip()})
-        else:  # a small model may be trained on single questions only
-            messages = [*first]
         print("> ", end="", flush=True)
     print()
     return 0

@@ -51,7 +51,8 @@ def merge(
 
 def main(argv: list[str] | None = None) -> int:
     settings = commands.read_merge(argv)
-    adapter, folder, base = settings.adapter, settings.folder, settings.base
+    adapter, base = settings.adapter, settings.base
+    folder = data.output_path(settings.folder)
     dtype = str(merge(adapter, folder, base, settings.scale, settings.dtype)).partition(".")[2]
     source = "that of the base model" if settings.dtype == "auto" else "as --dtype says"
     print(f"{folder}: {dtype}, {source}; load it with from_pretrained")

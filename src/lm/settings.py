@@ -31,6 +31,7 @@ class Chat:
     folder: str  # run folder such as results/dpo, or model folder
     before: bool = False  # chat with the model before training
     system: str = ""  # system prompt
+    history: bool | None = None  # continue the conversation; None: unless it is the demo's model
     temperature: float | None = None  # sampling temperature; 0: greedy; None: as in the run, or 0.7
     top_p: float | None = None  # nucleus sampling; None: as in the run, or 1
     max_new_tokens: int | None = None  # maximum tokens per reply; None: as in the run, or 256

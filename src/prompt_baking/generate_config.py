@@ -62,4 +62,8 @@ def read(argv: Sequence[str] | None = None) -> Config:
             val_split=("> 0 and < 1", lambda x: 0 < x < 1),
             retain_share=(">= 0 and < 1", lambda x: 0 <= x < 1),
         )
+    if not config.retain_prompts:
+        cli.note_unused(config, "retain_prompts is empty", "retain_share")
+    elif not config.retain_share:
+        cli.note_unused(config, "retain_share is 0", "retain_prompts")
     return config

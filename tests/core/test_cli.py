@@ -243,7 +243,9 @@ def test_help_and_wrong_settings_need_no_torch(program, tmp_path):
     env = {"PYTHONPATH": f"{tmp_path}:{ROOT / 'src'}"}
     command = [sys.executable, *program.split()]
     shown = programs.process([*command, "--help"], **env)
-    assert "usage: " in shown.stdout and not shown.stderr
+    command_line = f"python {program}" if program[0] == "-" else program.rpartition("/")[2]
+    usage = f"usage: {command_line} [settings]\n"
+    assert usage in shown.stdout and not shown.stderr
     assert shown.stdout.splitlines()[2].endswith(".")  # what the program does, in a sentence
     wrong = programs.process([*command, *PROGRAMS[program].split()], 2, **env)
     assert re.fullmatch(r"error: --\w+: .+\n", wrong.stderr) and not wrong.stdout
@@ -300,3 +302,60 @@ def test_strategies_of_dpo_and_what_they_exclude(tmp_path, monkeypatch):
         assert str(caught.value).startswith(message), flags
     flags = "--strategy deepspeed --sharding_config ds.json"
     assert dpo_config.read(flags.split()).mixed_precision == "bf16"
+
+
+# --- settings without an effect ------------------------------------------------------------------
+
+EVERY = [dpo_config.read, train_config.read, protein_config.read_settings, ad_config.read]
+EVERY += [generate_config.read, bake_config.read]
+OF_AD = "--config config/model/ad_dr_compressed.yaml"
+UNUSED = {  # flags -> the warnings that they cause
+    (ad_config.read, OF_AD): "",
+    (ad_config.read, f"{OF_AD} n_transit=160"): "n_transit",
+    (ad_config.read, "compress_interval=40 share_table=false"): "compress_interval share_table",
+    (ad_config.read, "source=q_learning source_noise=0.1 share_table=false"): "source_noise",
+    (dpo_config.read, "--num_samples 0 --judge a.py:f --top_p 0.9"): "judge top_p",
+    (dpo_config.read, "--temperature 0 --top_p 0.9"): "top_p",
+    (bake_config.read, "--num_samples 0 --on_policy --top_p 0.9"): "",
+    (generate_config.read, "--retain_share 0 --retain_prompts x"): "retain_prompts",
+    (generate_config.read, "--retain_share 0.2 --retain_prompts="): "retain_share",
+    (train_config.read, "--type full --lora_r 8"): "lora_r",
+    (train_config.read, "--val_data x --val_share 0.1 --bucket_mb 9"): "val_share",
+    (train_config.read, "--use_fsdp --val_share 0 --bucket_mb 9 --eval_every 2"): (
+        "bucket_mb eval_every"
+    ),
+    (protein_config.read_design_settings, "--pdb_file x --fasta y --omit_AA C"): "omit_AA",
+}
+
+
+def warned(capsys):
+    """Return the settings in the warnings that were printed, in alphabetical order."""
+    lines = capsys.readouterr().out.splitlines()
+    return sorted(
+        re.fullmatch(r"warning: (?:--|.*[:.] ?)(\w+) has no effect: .+", x)[1] for x in lines
+    )
+
+
+def test_a_setting_without_an_effect_beside_others_is_a_warning(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    for (read, flags), names in UNUSED.items():
+        monkeypatch.setattr(cli, "_noted", set())
+        read(flags.split())
+        assert " ".join(warned(capsys)) == names, flags
+
+
+@pytest.mark.parametrize("read", EVERY, ids=lambda read: read.__module__)
+def test_settings_of_a_data_loader_are_accepted_with_a_warning(read, tmp_path, monkeypatch, capsys):
+    """In flags and YAML, once, on the first process of a node; 0 workers are what happens."""
+    monkeypatch.setattr(cli, "_noted", set())
+    monkeypatch.chdir(tmp_path)
+    section, indent = ("training:\n", "  ") if read is train_config.read else ("", "")
+    (tmp_path / "c.yaml").write_text(f"{section}{indent}num_workers: 4\n{indent}seed: 3\n")
+    flags = ["--dataloader-pin-memory", "--no_persistent_workers", "--seed", "7", "--config=c.yaml"]
+    for _ in range(2):
+        assert read(flags).seed == 7
+    assert warned(capsys) == ["dataloader_pin_memory", "num_workers", "persistent_workers"]
+    assert read(["--num_workers", "0", "--seed=7"]).seed == 7
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert read(["--num_workers=2", "--seed=7"]).seed == 7
+    assert warned(capsys) == []

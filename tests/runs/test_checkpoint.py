@@ -160,7 +160,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
 # which weights are kept, and how the ranks split the work
 MAY_CHANGE = words(
     "check debug restart log_every save_every keep_checkpoints result_dir out_dir output_dir "
-    "cache_dir stop_after_minutes timeout_minutes config deepspeed report_to bucket_mb num_workers "
+    "cache_dir stop_after_minutes timeout_minutes config deepspeed report_to bucket_mb "
     "ckpt_interval eval_interval gen_interval summary_interval "
     "max_steps num_epochs train_timesteps save_best "
     "strategy use_fsdp fsdp_config use_deepspeed deepspeed_config sharding_config"

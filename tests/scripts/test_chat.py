@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 
@@ -45,13 +46,13 @@ def expected(adapter):
 
 
 def answer(*words, text=f"{QUESTION}\n"):
-    """Return what is printed for the questions in a text; a run has its own settings."""
+    """Return what is printed for the questions in a text, below the line on the history."""
     words = ["-m", "lm.chat", *words]
     env = programs.environment() | {"PYTHONPATH": str(ROOT / "src")}
     options = {"env": env, "capture_output": True, "text": True, "timeout": LIMIT}
     done = subprocess.run([sys.executable, *words], input=text, **options)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done.stdout.partition("\n")[2]
 
 
 def test_the_result_answers_and_with_before_the_model_before_training(run):
@@ -63,11 +64,48 @@ def test_the_result_answers_and_with_before_the_model_before_training(run):
 
 
 def test_an_empty_line_starts_a_new_conversation(run):
-    """The second answer is that to the question alone, and without the empty line it is not."""
+    """Its first answer is that to the question alone, as every answer is without the history."""
     after = expected(run / "model")
-    for between, is_same in (("\n", True), ("", False)):
-        shown = answer(str(run), text=f"Who produces beer?\n{between}{QUESTION}\n")
-        assert shown.endswith(f"> {after}\n> \n") == is_same, shown
+    questions = f"Who produces beer?\n{QUESTION}\n\n{QUESTION}\n"
+    kept = re.findall("^(?:> )+(.+)", answer(str(run), "--history", text=questions), re.M)
+    assert kept[1] != kept[2] == after
+    assert re.findall("^(?:> )+(.+)", answer(str(run), text=questions), re.M)[1:] == [after, after]
+
+
+def test_the_first_line_says_whether_earlier_questions_are_remembered(
+    tmp_path, monkeypatch, capsys
+):
+    """Only the demo's model answers single questions, unless a flag says otherwise."""
+    other = str(shutil.copytree(DEMO, tmp_path / "other"))
+    for words, kind in {
+        (DEMO,): "single questions: ",
+        (DEMO, "--history"): "conversation: ",
+        (other,): "conversation: ",
+        (other, "--no_history"): "single questions: ",
+    }.items():
+        monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+        assert chat.main([*words]) == 0
+        assert capsys.readouterr().out.startswith(kind), words
+
+
+def test_a_conversation_that_overflows_loses_its_oldest_questions(monkeypatch, capsys):
+    """There is room for the system prompt, two questions and two replies, so the first one goes."""
+    encoder = Encoder(models.load_tokenizer(DEMO))
+    question, reply = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": "a"}
+    turns = [{"role": "system", "content": "Be brief."}, question, reply, question]
+    prompts, room = [], 512 - len(chat.prompt_of(turns, encoder))
+
+    def generate(scorer, prompt, *_, **options):
+        prompts.extend(prompt)
+        return [encoder.tokenizer("a").input_ids]
+
+    monkeypatch.setattr(sampling, "generate", generate)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(3 * f"{QUESTION}\n"))
+    flags = ["--history", "--system", "Be brief.", "--max_new_tokens", str(room)]
+    assert chat.main([DEMO, *flags]) == 0
+    assert prompts[1] == prompts[2] == chat.prompt_of(turns, encoder)
+    line = "[the context is full; oldest questions dropped, with their replies: 1]"
+    assert capsys.readouterr().out.splitlines()[1:] == [f"> > > {line}", "> "]
 
 
 def test_the_conversation_so_far_is_the_prompt():
@@ -145,8 +183,8 @@ def test_stats_are_the_time_to_the_first_token_and_the_speed_after_it(monkeypatc
     )
 
 
-def test_a_conversation_longer_than_the_model_is_one_line(monkeypatch):
+def test_a_question_longer_than_the_model_is_one_line(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{QUESTION}\n"))
-    problem = r"the conversation: 5\d\d tokens, .* 512 positions; use an empty line"
+    problem = r"the question and its reply: 5\d\d tokens, .* 512 positions; use a shorter question"
     with pytest.raises(UserError, match=problem):
         chat.main([DEMO, "--max_new_tokens", "511"])

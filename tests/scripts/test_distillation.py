@@ -262,29 +262,11 @@ def test_histories_of_other_settings_are_an_error(histories, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_context_length_without_an_effect_is_a_warning(tmp_path, capsys):
-    """The context of regions has 2 x 80 steps, whatever n_transit is."""
-    words = [
-        "--config",
-        "config/model/ad_dr_compressed.yaml",
-        "--check",
-        f"output_dir={tmp_path}/r",
-    ]
-    for length, is_used in {160: True, 480: False}.items():
-        assert train.main([*words, f"n_transit={length}"]) == 0
-        shown = capsys.readouterr().out
-        assert ("warning: n_transit has no effect; see --help\n" in shown) != is_used
-
-
 def test_check_trains_nothing(tmp_path, capsys):
-    place = [f"traj_file={tmp_path / 'x.npz'}", f"output_dir={tmp_path / 'run'}", "num_workers=4"]
-    place += ["dynamics=false", "flash_attn=true", "compress_interval=40"]
+    place = [f"traj_file={tmp_path / 'x.npz'}", f"output_dir={tmp_path / 'run'}"]
     assert train.main([*SMALL, *place, "--check"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"histories: {tmp_path / 'x.npz'}, to be collected",
-        "warning: num_workers has no effect; see --help",
-        "warning: flash_attn has no effect; see --help",
-        "warning: compress_interval has no effect; see --help",
         f"run folder: {tmp_path / 'run'}",
     ]
     assert list(tmp_path.iterdir()) == []

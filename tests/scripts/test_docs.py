@@ -20,6 +20,7 @@ from torch.distributed.run import parse_args
 import programs
 import runs
 from conftest import ROOT
+from ddp_utils import cli
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), ROOT / "results/README.md"]
 # what a reader has and this machine has not
@@ -105,6 +106,13 @@ def test_a_command_works_as_it_is_written(page, line, tmp_path):
     for beginning, where in ELSEWHERE.items():
         if line.startswith(beginning) or "src/train_loop.py" in line:
             assert where is None or (ROOT / where).exists()
+            flags = re.search(r"(src/(?:train_loop|ad/evaluate).py|-m (?:dpo_inv|lm)\S+)(.*)", line)
+            if flags:  # it reads its flags and ends, for what it evaluates is not there
+                start = flags[1].split() if flags[1][0] == "-" else [ROOT / flags[1]]
+                env = {cli.ONLY_FLAGS: "1"}
+                done = programs.start(*start, *shlex.split(flags[2]), cwd=tmp_path, env=env)
+                # dpo_inv.evaluate reads its flags and its files together
+                assert done.returncode == 0 or "no such file" in done.stderr, done.stderr
             return
     program = program_of(line)
     if program:
@@ -118,6 +126,13 @@ def test_a_command_works_as_it_is_written(page, line, tmp_path):
         start = [ROOT / name] if "/" in name else ["-m", name]
         done = programs.start(*start, *words, "--check", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
+
+
+def test_bash_can_parse_every_block():
+    for page in PAGES:
+        blocks = re.findall(r"^ *```(?:bash|sh)\n(.*?)^ *```", page.read_text(), re.M | re.S)
+        if blocks:
+            programs.process(["bash", "-n", "-c", "\n".join(blocks)])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

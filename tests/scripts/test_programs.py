@@ -1,12 +1,22 @@
-"""tests/programs.py: a program in a fork ends like one in a process of its own."""
+"""Programs as they are typed: in a fork of tests/programs.py, and in the folders of the project."""
 
+import dataclasses
 import subprocess
 import sys
 
+import pytest
+
+import config as dpo_config
 import lm.merge
 import programs
 import train
+import train_config
+from ad import config as ad_config
 from conftest import ROOT
+from ddp_utils import cli, data
+from dpo_inv import config as protein_config
+from prompt_baking import generate_config
+from prompt_baking import train_config as bake_config
 
 # a fork is only fast if its parent has imported them
 assert lm.merge and train
@@ -39,3 +49,55 @@ def test_distributed_setup_writes_where_it_is_called(tmp_path):
     code, output, error = process(str(ROOT / "scripts/distributed_setup.py"), *words, cwd=tmp_path)
     assert (code, error) == (0, "") and "config/fsdp_config.json" in output
     assert [*tmp_path.rglob("*.json")] == [tmp_path / "config/fsdp_config.json"]
+
+
+OUTPUTS = [
+    (dpo_config.Config, {"result_dir": "results/dpo", "output_dir": "", "cache_dir": "c"}),
+    (train_config.Config, {"output_dir": "results/train"}),
+    (protein_config.Config, {"output_dir": "outputs/dpo_ddp"}),
+    (ad_config.Config, {"output_dir": "runs/ad_demo"}),
+    (generate_config.Config, {"traj_out_file": "data/traj_chat.jsonl"}),
+    (bake_config.Config, {"out_dir": "results/traj_chat"}),
+]
+
+
+@pytest.mark.parametrize("folder", ["src", "src/ad", "scripts", "tests"])
+def test_nothing_is_written_into_the_folders_of_the_code(folder, monkeypatch):
+    """Relative outputs are the project's there, and of the current folder everywhere else."""
+    monkeypatch.chdir(ROOT / folder)
+    for config_class, outputs in OUTPUTS:
+        changed = {name: text for name, text in outputs.items() if text}
+        config = dataclasses.asdict(
+            cli.parse(config_class, [f"--{k}={v}" for k, v in changed.items()])
+        )
+        for name, text in outputs.items():
+            is_moved = folder != "tests" and text
+            assert config[name] == (f"{ROOT}/{text}" if is_moved else text), name
+    assert str(data.output_path("../x")) == "../x"
+    assert str(data.output_path("/x")) == "/x"
+
+
+def test_the_train_py_of_another_guide_is_named_instead_of_started():
+    """`accelerate launch train.py` in src/; with a flag, it is supervised fine-tuning."""
+    done = programs.start("train.py", cwd=ROOT / "src")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: train.py: ") and done.stderr.count("\n") == 1
+    assert "for Algorithm Distillation use ad/train.py;" in done.stderr
+    done = programs.start("train.py", "--config", "nowhere.yaml", cwd=ROOT / "src")
+    assert done.stderr.startswith("error: nowhere.yaml: no such file")
+
+
+def test_a_job_finds_the_project_from_the_folder_of_its_submission(tmp_path):
+    """Slurm starts a copy of the script in the folder where sbatch was called."""
+    for name in ("srun", "scontrol"):
+        (tmp_path / name).write_text("#!/bin/sh\npwd\n")
+        (tmp_path / name).chmod(0o755)
+    script = (ROOT / "scripts/multi_gpu_train.slurm").read_text()
+    path = f"{tmp_path}:/usr/bin:/bin"
+    for folder in ("", "scripts", "src/ad"):
+        env = {"PATH": path, "SLURM_SUBMIT_DIR": str(ROOT / folder), "SLURM_JOB_ID": "7"}
+        done = programs.process(["bash", "-c", script], SLURM_JOB_NODELIST="n", **env)
+        assert done.stdout == f"{ROOT}\n"
+    env |= {"SLURM_SUBMIT_DIR": str(tmp_path)}
+    done = programs.process(["bash", "-c", script], 2, **env)
+    assert done.stderr == f"error: {tmp_path}: submit it from the project's folder\n"

@@ -107,13 +107,6 @@ def test_the_validation_is_exact(one):
     assert last["logps/chosen"] == pytest.approx(after[:, 0].mean(), rel=1e-6)
 
 
-def test_a_number_of_workers_is_accepted_and_without_an_effect():
-    for number, is_warned in {"0": False, "4": True}.items():
-        done = programs.start("-m", "dpo_inv.run_dpo_ddp", "--num_workers", number, "--check")
-        assert done.returncode == 0, done.stderr
-        assert ("warning: num_workers has no effect; see --help" in done.stdout) == is_warned
-
-
 LINES = r"""Initialized DDP: rank=0, world_size=4, local_rank=0
 Using device: cpu
 Loaded 8 training and 60 validation pairs

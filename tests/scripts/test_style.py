@@ -319,7 +319,6 @@ def test_every_setting_has_an_effect(settings):
     ]
     # in cli.loss_options, read_data, pairs.chains_of and mutable, and from the command line
     by_name = {"label_smoothing", "lambda_dpop", "lambda_shift", "simpo_gamma"}
-    by_name |= {"num_workers", "dynamics", "flash_attn"}  # of the original: a warning
     by_name |= {"chain_id", "fixed_chains", "mutable_positions", "mutable_ranges"}
     by_name |= {
         "fixed_residues",
