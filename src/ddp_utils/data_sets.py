@@ -4,6 +4,7 @@ It is imported when a model or a data set is not in a file or folder that we rea
 """
 
 import functools
+import itertools
 import os
 import platform
 from collections.abc import Callable
@@ -60,7 +61,8 @@ def snapshot(name: str, patterns: tuple[str, ...], commit: str | None = None) ->
             first_line = f"{type(error).__name__}: {error}".splitlines()[0]
             reason = explain(name, error) or first_line[:200]
             raise UserError(f"--model_name: {name}: {reason}") from error
-        names = sorted({file.name for pattern in patterns for file in folder.glob(pattern)})
+        files = itertools.chain.from_iterable(map(folder.glob, patterns))
+        names = sorted({file.name for file in files})
         check_node(name, missing(name, facts) if facts else [])
         return {"commit": folder.name, "files": names}
 
