@@ -4,6 +4,7 @@ It is imported when a model or a data set is not in a file or folder that we rea
 """
 
 import functools
+import itertools
 import os
 import platform
 from collections.abc import Callable
@@ -48,11 +49,11 @@ def snapshot(name: str, patterns: tuple[str, ...], commit: str | None = None) ->
     of another node asks only for files of this commit that its cache lacks, and no other rank asks.
     """
 
-    def download(found: dict[str, Any] | None) -> dict[str, Any]:
+    def download(facts: dict[str, Any] | None) -> dict[str, Any]:
         """Make sure that this node has the files, and return their names and the commit."""
-        revision = found["commit"] if found else commit
-        if found and not missing(name, found):
-            return found
+        revision = facts["commit"] if facts else commit
+        if facts and not missing(name, facts):
+            return facts
         connect()
         try:
             folder = Path(snapshot_download(name, revision=revision, allow_patterns=[*patterns]))
@@ -60,13 +61,14 @@ def snapshot(name: str, patterns: tuple[str, ...], commit: str | None = None) ->
             first_line = f"{type(error).__name__}: {error}".splitlines()[0]
             reason = explain(name, error) or first_line[:200]
             raise UserError(f"--model_name: {name}: {reason}") from error
-        names = sorted({file.name for pattern in patterns for file in folder.glob(pattern)})
-        check_node(name, missing(name, found) if found else [])
+        files = itertools.chain.from_iterable(map(folder.glob, patterns))
+        names = sorted({file.name for file in files})
+        check_node(name, missing(name, facts) if facts else [])
         return {"commit": folder.name, "files": names}
 
-    found = distributed.on_first(f"hub {name} {patterns}", download)
-    check_node(name, missing(name, found))
-    return folder_in_cache(name, found["commit"])
+    facts = distributed.on_first(f"hub {name} {patterns}", download)
+    check_node(name, missing(name, facts))
+    return folder_in_cache(name, facts["commit"])
 
 
 def folder_in_cache(name: str, commit: str) -> Path:
@@ -74,10 +76,10 @@ def folder_in_cache(name: str, commit: str) -> Path:
     return Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "snapshots", commit)
 
 
-def missing(name: str, found: dict[str, Any]) -> list[str]:
+def missing(name: str, facts: dict[str, Any]) -> list[str]:
     """Return which files of rank 0 this node lacks."""
-    folder = folder_in_cache(name, found["commit"])
-    return [file for file in found["files"] if not (folder / file).exists()]
+    folder = folder_in_cache(name, facts["commit"])
+    return [file for file in facts["files"] if not (folder / file).exists()]
 
 
 def check_node(name: str, files: list[str]) -> None:

@@ -204,7 +204,7 @@ def init_process_group(world: World, backend: str = "auto", timeout_minutes: flo
     """
     global _store, _world
     warnings.clear()
-    world = _world = choose_device(world, backend)
+    world = choose_device(world, backend)
     is_cpu = world.device.type == "cpu"
     if not is_cpu:
         torch.accelerator.set_device_index(world.device)
@@ -242,6 +242,7 @@ def init_process_group(world: World, backend: str = "auto", timeout_minutes: flo
             "nodes that start slowly DDP_JOIN_SECONDS; for one process unset the variables of "
             f"{world.launcher}, such as {LAUNCHERS[world.launcher].split()[0]}"
         ) from error
+    _world = world
     return world
 
 

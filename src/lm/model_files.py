@@ -34,7 +34,8 @@ PACKED = (".qweight", ".absmax", ".SCB", "_scale", "_scale_inv")
 WEIGHTS = "model.safetensors"
 BLOCK = 2**20  # bytes of a request to read ahead
 # patterns of the files of a model on the hub that are read before its weights, and of an adapter's
-HUB_FILES = tuple("*.json *.jinja *.txt *.model *.tiktoken *.bpe adapter_model.safetensors".split())
+HUB_FILES: tuple[str, ...] = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.bpe")
+HUB_FILES += ("adapter_model.safetensors",)
 # patterns of the files that have a tokenizer's vocabulary
 VOCABULARIES = ("tokenizer.json", "tekken.json", "*.model", "*.tiktoken", "*vocab*", "*.bpe")
 
