@@ -4,6 +4,7 @@ import collections
 import ctypes
 import functools
 import hashlib
+import math
 import os
 import shutil
 import subprocess
@@ -59,6 +60,7 @@ class Memory:
 
     def __init__(self):
         self.now = self.peak = 0
+        self.limit = math.inf
         self.holders = {}  # address -> tensors
         self.held = {}  # id -> Held, which would otherwise be forgotten
         self.lock = threading.RLock()
@@ -74,6 +76,9 @@ class Memory:
             if not others:
                 self.now += held.size
                 self.peak = max(self.peak, self.now)
+        if self.now > self.limit:
+            size = f"{held.size / 2**20:.2f} MiB"
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size}.\nSee also")
 
     def release(self, held):
         with self.lock:
