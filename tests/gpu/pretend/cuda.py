@@ -178,6 +178,12 @@ def patch_tensors():
         one.__class__, other.__class__ = other.__class__, one.__class__
         one.__dict__, other.__dict__ = other.__dict__, one.__dict__
         torch._C._swap_tensor_impl(one, other)
+        hold(one)
+        hold(other)
+
+    def hold(tensor):
+        if isinstance(tensor, Gpu) and record.memory:
+            record.memory.hold(tensor)
 
     plain = torch.Tensor.data
 
@@ -191,6 +197,7 @@ def patch_tensors():
         plain.__set__(self, value)
         if isinstance(self, Gpu):
             self.host = value.host
+            hold(self)
 
     torch.utils.swap_tensors = swap
     torch.__future__.set_swap_module_params_on_conversion(True)

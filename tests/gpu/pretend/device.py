@@ -66,8 +66,10 @@ class Memory:
         self.lock = threading.RLock()
 
     def hold(self, tensor):
+        """Count a tensor until it is freed, or held again because its data are others."""
+        self.release(tensor.__dict__.pop("held", None))
         storage = tensor.host.untyped_storage()
-        held = Held(tensor, self.release)
+        held = tensor.held = Held(tensor, self.release)
         held.address, held.size = storage.data_ptr(), -(-storage.nbytes() // 512) * 512
         with self.lock:
             self.held[id(held)] = held
@@ -82,7 +84,8 @@ class Memory:
 
     def release(self, held):
         with self.lock:
-            del self.held[id(held)]
+            if self.held.pop(id(held), None) is None:
+                return
             others = self.holders.pop(held.address) - 1
             if others:
                 self.holders[held.address] = others

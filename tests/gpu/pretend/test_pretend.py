@@ -346,6 +346,29 @@ def test_nccl_does_not_support_the_host_and_some_types():
     assert set(found.values()) == {wanted} and len(found) == 4, found
 
 
+def weigh():
+    """Bytes that are counted after each change of a layer of 256 KiB in fp32."""
+    memory, sizes = pretend.record.memory, []
+
+    def add(*_):
+        sizes.append(memory.now)
+
+    layer = torch.nn.Linear(256, 256, bias=False)
+    add(layer.to("cuda"))
+    view = layer.weight.detach().t()
+    add()
+    layer.weight.data = layer.weight.data.bfloat16()
+    add()
+    del view
+    add()
+    add(layer.to("cpu"))
+    return sizes
+
+
+def test_the_memory_of_a_layer_is_counted_once_until_it_is_freed():
+    assert on_gpu(weigh) == [2**18, 2**18, 2**18 + 2**17, 2**17, 0]
+
+
 def out_of_memory(folder):
     """A DPO run whose largest step needs too much memory -> the error, rows of steps tried."""
     import main_distributed
