@@ -165,6 +165,7 @@ def patch_cuda(name, capability, gib):
     torch.cuda.memory.memory_stats_as_nested_dict = memory_stats
     torch.cuda.nccl.version = always((2, 28, 9))
     torch.accelerator.current_stream = lambda *_, **__: Stream()
+    torch.accelerator.set_device_index = set_device
     torch.accelerator.synchronize = lambda *_, **__: synchronize()
     torch.version.cuda = "13.0"
     torch.Stream, torch.Event = Stream, Event

@@ -165,7 +165,8 @@ for _stage in (1, 2, 3):
     # DeepSpeed itself reads norms and copies rates; in stage 3 it waits for each parameter
     _own = {"reads": 60 if _stage == 3 else 5, "copies": 4, "inside": 20 if _stage == 3 else 0}
     CASES[f"zero {_stage}"] = train(_flags, sharded="zero", fused=False, **_own)
-CASES["zero 2, own GPU"] = CASES["zero 2"]._replace(own_gpu=True)
+for _name in ("sft full", "zero 2"):
+    CASES[f"{_name}, own GPU"] = CASES[_name]._replace(own_gpu=True)
 RESUMED = ["dpo full", "dpo lora", "baking", "protein", "distillation", "fsdp FULL_SHARD", "zero 2"]
 RESUMED += ["fsdp, offload", "fsdp, one file"]
 
