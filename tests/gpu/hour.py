@@ -17,8 +17,8 @@ the folder as --wheels wheels:
 
 Each piece is a function of pieces.py in its own process, so that a piece that hangs or dies costs
 only itself. A piece is not begun if it probably takes longer than the time that is left. gpu.json
-and gpu.md in --out are written after each piece; a second call measures the pieces that are
-missing, then those that failed.
+and gpu.md in --out are written after each piece; a second call measures the pieces that failed, then
+those that are missing.
 """
 
 import argparse
@@ -386,12 +386,12 @@ def write(folder, results):
 
 
 def missing(results, only):
-    """Return the pieces to run: those never tried, then those that failed and what needs them."""
+    """Return the pieces to run: those that failed and what needs them, then those never tried."""
     if only:
         return [piece for piece in PIECES if piece.name in only]
     waiting = [p for p in PIECES if results.get(p.name, {}).get("status") != "ok"]
-    tried = {piece.name for piece in waiting if piece.name in results}
-    return sorted(waiting, key=lambda piece: piece.name in tried or piece.after in tried)
+    failed = {piece.name for piece in waiting if piece.name in results}
+    return sorted(waiting, key=lambda piece: not failed & {piece.name, piece.after})
 
 
 def why_not(piece, results, device, left):

@@ -1,6 +1,7 @@
 """torch.cuda of pretended devices, and NCCL: gloo behind NCCL's rules."""
 
 import contextlib
+import os
 import types
 
 import torch
@@ -164,6 +165,7 @@ def patch_cuda(name, capability, gib):
     torch.cuda.memory.memory_stats_as_nested_dict = memory_stats
     torch.cuda.nccl.version = always((2, 28, 9))
     torch.accelerator.current_stream = lambda *_, **__: Stream()
+    torch.accelerator.set_device_index = set_device
     torch.accelerator.synchronize = lambda *_, **__: synchronize()
     torch.version.cuda = "13.0"
     torch.Stream, torch.Event = Stream, Event
@@ -177,6 +179,12 @@ def patch_tensors():
         one.__class__, other.__class__ = other.__class__, one.__class__
         one.__dict__, other.__dict__ = other.__dict__, one.__dict__
         torch._C._swap_tensor_impl(one, other)
+        hold(one)
+        hold(other)
+
+    def hold(tensor):
+        if isinstance(tensor, Gpu) and record.memory:
+            record.memory.hold(tensor)
 
     plain = torch.Tensor.data
 
@@ -190,6 +198,7 @@ def patch_tensors():
         plain.__set__(self, value)
         if isinstance(self, Gpu):
             self.host = value.host
+            hold(self)
 
     torch.utils.swap_tensors = swap
     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -200,8 +209,8 @@ def patch_tensors():
 
 TYPES = {torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool, torch.float16}
 TYPES |= {torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2}
-CALLS = """all_reduce broadcast all_gather all_gather_into_tensor reduce scatter gather send recv
-reduce_scatter_tensor"""
+HOST = "host of {}"  # name of a group for tensors of the host, beside a group of NCCL
+_hosts = {}  # name of a group of NCCL -> the group for tensors of the host
 
 
 def collective(function, args, kwargs):
@@ -221,7 +230,15 @@ def collective(function, args, kwargs):
     dtype = str(tensors[0].dtype)[6:]
     record.collectives[function.__name__, devices.our_line(), dtype] += 1
     back = {id(x.host): x for x in tensors}
-    hosts, options = pytree.tree_map_only(Gpu, lambda x: x.host, (args, kwargs))
+
+    def on_host(value):
+        if isinstance(value, Gpu):
+            return value.host
+        if isinstance(value, torch.ScriptObject) and value._type().name() == "ProcessGroup":
+            return _hosts[dist.ProcessGroup.unbox(value).group_name].boxed()
+        return HOST.format(value) if isinstance(value, str) and value in _hosts else value
+
+    hosts, options = pytree.tree_map(on_host, (args, kwargs))
     out = function(*hosts, **options)
 
     def on_gpu(host):
@@ -233,7 +250,11 @@ def collective(function, args, kwargs):
 
 
 def patch_nccl():
-    """Let torch create groups of NCCL, which are gloo's, and check what they are given."""
+    """Let torch create groups of NCCL, and check what they are given.
+
+    Such a group has gloo for tensors on CUDA only: torch itself raises for those of the host, also
+    in the functional collectives of DTensors. collective() uses the same gloo in a group for hosts.
+    """
     SPECIAL["collective"] = collective
     helper = c10d._new_process_group_helper
 
@@ -243,27 +264,24 @@ def patch_nccl():
         if kwargs.pop("device_id", None) is None and c10d._world.default_pg is None:
             record.note("warning", "NCCL guesses the device of a barrier: set device_id")
         kwargs.pop("backend_options", None)
-        group, store = helper(size, rank, ranks, c10d.Backend("gloo"), *args, **kwargs)
+        devices = str(backend).replace("nccl", "gloo")  # also cpu:gloo,cuda:nccl
+        devices = c10d.Backend(devices if ":" in devices else f"cuda:{devices}")
+        group, store = helper(size, rank, ranks, devices, *args, **kwargs)
         if group is not c10d.GroupMember.NON_GROUP_MEMBER:
+            host = dist.ProcessGroup(store, group.rank(), group.size())
+            gloo = group._get_backend(torch.device("cuda"))
+            host._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+            _hosts[group.group_name] = host
+            torch._C._distributed_c10d._register_process_group(HOST.format(group.group_name), host)
             indices = torch.zeros(group.size(), dtype=torch.long)
-            indices[group.rank()] = current_device()
-            group.allreduce([indices]).wait()
+            seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+            index = current_device()
+            indices[group.rank()] = int(seen.split(",")[index]) if seen else index
+            host.allreduce([indices]).wait()
             if len(set(indices.tolist())) < group.size():
                 fault(f"NCCL: Duplicate GPU detected: {indices.tolist()}")
             c10d._world.pg_map[group] = ("nccl", c10d._world.pg_map[group][1])
         return group, store
-
-    def guarded(name):
-        inner = getattr(dist, name)
-
-        def call(*args, **kwargs):
-            if c10d._world.pg_map and dist.get_backend() == "nccl":
-                leaves = pytree.arg_tree_leaves(*args, **kwargs)
-                if any(isinstance(x, torch.Tensor) and not isinstance(x, Gpu) for x in leaves):
-                    fault(f"{name}: No backend type associated with device type cpu")
-            return inner(*args, **kwargs)
-
-        return call
 
     options = type("Options", (), {"__init__": lambda self, **_: None})
     c10d._new_process_group_helper = new_group
@@ -271,7 +289,3 @@ def patch_nccl():
     c10d.ProcessGroupNCCL = type("ProcessGroupNCCL", (), {"Options": options})
     for module in (dist, c10d):
         module.is_nccl_available = lambda: True
-    for name in CALLS.split():
-        call = guarded(name)
-        setattr(dist, name, call)
-        setattr(c10d, name, call)

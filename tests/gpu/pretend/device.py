@@ -4,6 +4,7 @@ import collections
 import ctypes
 import functools
 import hashlib
+import math
 import os
 import shutil
 import subprocess
@@ -59,13 +60,16 @@ class Memory:
 
     def __init__(self):
         self.now = self.peak = 0
+        self.limit = math.inf
         self.holders = {}  # address -> tensors
         self.held = {}  # id -> Held, which would otherwise be forgotten
         self.lock = threading.RLock()
 
     def hold(self, tensor):
+        """Count a tensor until it is freed, or held again because its data are others."""
+        self.release(tensor.__dict__.pop("held", None))
         storage = tensor.host.untyped_storage()
-        held = Held(tensor, self.release)
+        held = tensor.held = Held(tensor, self.release)
         held.address, held.size = storage.data_ptr(), -(-storage.nbytes() // 512) * 512
         with self.lock:
             self.held[id(held)] = held
@@ -74,10 +78,14 @@ class Memory:
             if not others:
                 self.now += held.size
                 self.peak = max(self.peak, self.now)
+        if self.now > self.limit:
+            size = f"{held.size / 2**20:.2f} MiB"
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size}.\nSee also")
 
     def release(self, held):
         with self.lock:
-            del self.held[id(held)]
+            if self.held.pop(id(held), None) is None:
+                return
             others = self.holders.pop(held.address) - 1
             if others:
                 self.holders[held.address] = others

@@ -18,6 +18,7 @@ import shutil
 import sys
 import tempfile
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +40,7 @@ from ranks import run_ranks  # noqa: E402
 DEMO = ROOT / "data/demo"
 CARDS = {"fp32": "H100", "bf16": "H100", "fp16": "T4"}
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+GROUP = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # torchrun's variables
 MARKS = ("loss", "kl", "grad_norm", "rewards/margins", "nll", "return_last10")  # are compared
 
 
@@ -56,6 +58,7 @@ class Case(NamedTuple):
     shares: bool = True  # packs the pairs
     sharded: str = ""  # by fsdp or zero, which communicate in each micro-batch
     fused: bool = True  # uses the fused AdamW
+    own_gpu: bool = False  # srun has started the ranks, and shows each of them one GPU
 
 
 COMMON = "--max_steps=4 --warmup_ratio=0 --log_every=1000 --save_every=3 --report_to=none "
@@ -149,8 +152,11 @@ for _name in FSDP:
     _flags = SFT + f"--type=full --use_fsdp --fsdp_config={{data}}/{_name}.json "
     CASES[f"fsdp {_name}"] = train(_flags, sharded="fsdp")
 _flags = SFT + "--type=full --use_fsdp --fsdp_config={data}/offload.json "
-# the shards and AdamW are on the host: FSDP copies each layer, and waits for it
-CASES |= {"fsdp, offload": train(_flags, sharded="fsdp", inside=100, copies=1, fused=False)}
+# the shards and AdamW are on the host: FSDP copies each layer, and the norm, and waits for them
+_own = {"inside": 100, "copies": 1, "reads": 2}
+CASES |= {"fsdp, offload": train(_flags, sharded="fsdp", fused=False, **_own)}
+_flags = SFT + "--type=full --use_fsdp --fsdp_config={data}/one_file.json "
+CASES |= {"fsdp, one file": train(_flags, sharded="fsdp")}
 CASES |= {"fsdp lora": train(SFT + "--use_fsdp ", sharded="fsdp")}
 _flags = FULL + "--strategy=fsdp --num_samples=2 --max_new_tokens=4 "
 CASES |= {"fsdp dpo": main_distributed(_flags, sharded="fsdp")}
@@ -159,7 +165,10 @@ for _stage in (1, 2, 3):
     # DeepSpeed itself reads norms and copies rates; in stage 3 it waits for each parameter
     _own = {"reads": 60 if _stage == 3 else 5, "copies": 4, "inside": 20 if _stage == 3 else 0}
     CASES[f"zero {_stage}"] = train(_flags, sharded="zero", fused=False, **_own)
+for _name in ("sft full", "zero 2"):
+    CASES[f"{_name}, own GPU"] = CASES[_name]._replace(own_gpu=True)
 RESUMED = ["dpo full", "dpo lora", "baking", "protein", "distillation", "fsdp FULL_SHARD", "zero 2"]
+RESUMED += ["fsdp, offload", "fsdp, one file"]
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -177,6 +186,8 @@ def make_data(folder):
     for name in FSDP:
         (folder / f"{name}.json").write_text(json.dumps({"fsdp_sharding_strategy": name}))
     (folder / "offload.json").write_text(json.dumps({"fsdp_offload_params": True}))
+    one_file = {"fsdp_state_dict_type": "FULL_STATE_DICT"}
+    (folder / "one_file.json").write_text(json.dumps(one_file))
     for stage in (1, 2, 3):
         content = {"zero_optimization": {"stage": stage}}
         (folder / f"zero{stage}.json").write_text(json.dumps(content))
@@ -197,14 +208,17 @@ def make_data(folder):
 # --- one rank of a run ----------------------------------------------------------------------------
 
 
-def life(module, flags, report, card, die):
-    """Call main() of a script in this rank, on pretended GPUs if there is a card.
+def life(name, flags, report, card, die):
+    """Call main() of a case's script in this rank, on pretended GPUs if there is a card.
 
     report: file for what was seen; die: end without a trace before this step.
     """
     os.chdir(ROOT)
+    module, count = CASES[name].module, int(os.environ["WORLD_SIZE"])
+    if CASES[name].own_gpu:
+        count = started_by_srun()
     if card:
-        pretend.install(int(os.environ["WORLD_SIZE"]), card, memory=True)
+        pretend.install(count, card, memory=True)
     runs.hurry()
     from ad import evaluate
     from ddp_utils.run import Run
@@ -230,11 +244,22 @@ def life(module, flags, report, card, die):
         record = pretend.record
         facts = {"error": error, "cpu seconds": time.process_time() - start, "said": said}
         facts |= {"faults": record.faults, "steps": steps.seen, "lines": plain(record.lines)}
-        facts["evaluations"] = steps.evaluations
+        facts |= {"evaluations": steps.evaluations, "saves": steps.saves}
         facts |= {"kernels": {str(name): n for name, n in record.kernels.items()}}
         facts |= {"attention": dict(record.attention), "flops": dict(record.flops)}
         facts["collectives"] = plain(record.collectives)
+        facts |= {"trial peak": steps.trial_peak, "dtypes": steps.dtypes}
+        facts["allocator"] = os.environ.get("PYTORCH_ALLOC_CONF", "")
         Path(report).write_text(json.dumps(facts))
+
+
+def started_by_srun():
+    """Set the variables of srun, which shows each rank its own GPU; return how many it sees."""
+    names = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"]
+    for theirs, name in zip(GROUP, names, strict=True):
+        os.environ[name] = os.environ.pop(theirs)
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["SLURM_LOCALID"]
+    return 1
 
 
 def plain(counter):
@@ -246,31 +271,41 @@ class Steps:
 
     def __init__(self, script, die):
         from ddp_utils.metrics import Averages
+        from ddp_utils.policy import Policy
         from ddp_utils.run import Run
+        from lm import models
 
         self.seen = []
         self.is_trial = False  # of the largest steps, before the first one
+        self.trial_peak = 0
         try_steps = Run.try_largest_steps
 
         def trial(*arguments):
             self.is_trial = True
+            self.mark(reset=True)
             try_steps(*arguments)
-            self.is_trial = False
+            self.is_trial, self.trial_peak = False, self.mark()[3]
 
         Run.try_largest_steps = trial
         self.marks = None  # of this step: its begin, and the end of each micro-batch
         train_step, add = script.train_step, Averages.add
+        self.dtypes = {}  # of weights that are trained, and of those that are frozen
         calls = 0
 
-        def watched(*arguments, **named):
+        def watched(policy, *arguments, **named):
             nonlocal calls
+            arguments = policy, *arguments
             if self.is_trial:
                 return train_step(*arguments, **named)
             calls += 1
             if calls == die:
                 os._exit(9)
             self.end()
-            self.marks, self.is_open = [self.mark()], True
+            for weight in policy.scorer.parameters():
+                if weight.dim() > 1:
+                    kind = "trained" if weight.requires_grad else "frozen"
+                    self.dtypes[kind] = str(weight.dtype)[6:]
+            self.marks, self.is_open = [self.mark(reset=True)], True
             result = train_step(*arguments, **named)
             self.is_open = False
             return result
@@ -281,6 +316,11 @@ class Steps:
                 self.marks.append(self.mark())
 
         script.train_step, Averages.add = watched, counted
+        # of each checkpoint, and of the saved model: bytes that it keeps and needs on the device,
+        # and those of the largest tensor in fp32
+        self.saves = []
+        Policy.state = self.weighed(Policy.state)
+        models.save_policy = self.weighed(models.save_policy)
         self.evaluations = []  # what each one has waited for
         evaluate = getattr(script, "evaluate", None)
 
@@ -293,10 +333,28 @@ class Steps:
         if callable(evaluate):  # in ad.train it is a module
             script.evaluate = observed
 
-    def mark(self):
+    def weighed(self, function):
+        """Return the function, which also notes what it allocates on the device."""
+
+        def call(policy, *arguments):
+            memory = pretend.record.memory
+            if memory is None:
+                return function(policy, *arguments)
+            before = memory.peak = memory.now
+            result = function(policy, *arguments)
+            largest = max(4 * tensor.numel() for tensor in policy.trainable().values())
+            self.saves.append([memory.now - before, memory.peak - before, largest])
+            return result
+
+        return call
+
+    def mark(self, reset=False):
+        """Return what was noticed so far, collectives, and memory now and at most since a reset."""
         record = pretend.record
-        memory = record.memory.now if record.memory else 0
-        return record.lines.copy(), sum(record.collectives.values()), memory
+        memory = record.memory or types.SimpleNamespace(now=0, peak=0)
+        if reset:
+            memory.peak = memory.now
+        return record.lines.copy(), sum(record.collectives.values()), memory.now, memory.peak
 
     def end(self):
         """Add the step that is over to those seen."""
@@ -304,7 +362,8 @@ class Steps:
             return
         first, *_, before, last = self.marks
         seen = {"inside": plain(last[0] - first[0]), "memory": first[2]}
-        seen["outside"] = plain(self.mark()[0] - last[0])
+        lines, _, _, seen["peak"] = self.mark()
+        seen["outside"] = plain(lines - last[0])
         seen["early collectives"] = before[1] - first[1]  # before the last micro-batch
         self.seen.append(seen)
 
@@ -338,15 +397,14 @@ def start(name, ranks, flags, folder, card="H100", die=0):
     files = [folder / f"{rank}.json" for rank in range(ranks)]
     for file in files:
         file.unlink(missing_ok=True)
-    arguments = CASES[name].module, flags
-    done = run_ranks(ranks, _life, *arguments, str(folder), card, die)  # on a busy machine
+    done = run_ranks(ranks, _life, name, flags, str(folder), card, die)
     reports = [json.loads(file.read_text()) if file.exists() else {} for file in files]
     failed = [log for log, code in zip(done.logs, done.codes, strict=True) if code]
     return done.codes, reports, failed[0] if failed else ""
 
 
-def _life(module, flags, folder, card, die):
-    life(module, flags, f"{folder}/{os.environ['RANK']}.json", card, die)
+def _life(name, flags, folder, card, die):
+    life(name, flags, f"{folder}/{os.environ['RANK']}.json", card, die)
 
 
 def rehearse(name, ranks, precision, data, folder):
@@ -429,7 +487,7 @@ def problems(result):
         found += [f"{line}: {what}" for kind, line, what, _ in lines if kind == "warning"]
         races = {line for kind, line, *_ in lines if kind == "race"} - {"elsewhere"}
         found += [f"{line}: read without waiting" for line in sorted(races)]
-    found += step_problems(case, result)
+    found += memory_problems(case, report) + step_problems(case, result)
     own = case.reads if case.sharded == "zero" else 0  # DeepSpeed waits as in a step
     for lines in report.get("evaluations", []) if result.ranks == 1 else []:
         if waits(lines, "read", "copy") > 1 + own + 2 * case.inside:
@@ -465,6 +523,21 @@ def step_problems(case, result):
     return found
 
 
+def memory_problems(case, report):
+    """Return what is wrong with the memory of saving and of the trial of the largest steps."""
+    found = []
+    for kept, needed, largest in report.get("saves", []):
+        if kept > 0 or case.sharded == "fsdp" and needed > 2 * largest:
+            found.append(f"saving keeps {kept} and needs {needed} bytes, a tensor {largest}")
+    peak = max((step["peak"] for step in report.get("steps", [])), default=0)
+    tried = report.get("trial peak", 0)
+    if 0 < 1.02 * tried < peak and case.sharded != "zero":
+        found.append(f"a step needs {peak} bytes, the trial of the largest ones {tried}")
+    if report and "expandable_segments:True" not in report["allocator"]:
+        found.append("the allocator's segments are not expandable")
+    return found
+
+
 def precision_problems(case, result, report):
     """Return what is wrong with the kernels that a language model has used."""
     found = []
@@ -481,6 +554,11 @@ def precision_problems(case, result, report):
     part = flops.get(DTYPES[result.precision], 0) / max(1, sum(flops.values()))
     if part < 0.9:
         found.append(f"{part:.0%} of the products are in {result.precision}")
+    if case.sharded != "zero":  # DeepSpeed has fp32 copies of its own
+        wanted = {"trained": "float32", "frozen": DTYPES[result.precision]}
+        found += [
+            f"{kind} weights in {x}" for kind, x in report["dtypes"].items() if x != wanted[kind]
+        ]
     if case.fused and not any("_fused_adamw" in name for name in report["kernels"]):
         found.append("AdamW is not the fused one")
     return found

@@ -4,6 +4,7 @@ Compiling pretend.cpp takes 10 s, once. `-m show` has all runs; rehearse.py prin
 """
 
 import json
+import re
 import sys
 
 import pytest
@@ -84,7 +85,7 @@ def on_gpu(function, *arguments, size=1):
 def _pretending(function, arguments):
     import os
 
-    pretend.install(int(os.environ["WORLD_SIZE"]))
+    pretend.install(int(os.environ["WORLD_SIZE"]), memory=True)
     return function(*arguments)
 
 
@@ -163,10 +164,10 @@ def refusals():
         adamw.state[weight]["step"] = adamw.state[weight]["step"].cpu()
         adamw.step()
 
-    def flash(dtype, bounds):
+    def flash(dtype, bounds, head_size=8):
         from torch.nn.attention.varlen import varlen_attn
 
-        q = torch.ones(4, 2, 8, device="cuda", dtype=dtype)
+        q = torch.ones(4, 2, head_size, device="cuda", dtype=dtype)
         lengths = torch.tensor([0, 4], dtype=bounds, device="cuda")
         varlen_attn(q, q, q, lengths, lengths, 4, 4)
 
@@ -188,6 +189,8 @@ def refusals():
         "flash": lambda: flash(torch.bfloat16, torch.int32),
         "flash in fp32": lambda: flash(torch.float32, torch.int32),
         "flash with int64": lambda: flash(torch.bfloat16, torch.int64),
+        "flash, 256 wide": lambda: flash(torch.bfloat16, torch.int32, 256),
+        "flash, 264 wide": lambda: flash(torch.bfloat16, torch.int32, 264),
         "attention": lambda: attention(4),
         "attention, fewer key heads": lambda: attention(2),
         "indices on the host": lambda: values.index_select(0, torch.tensor([0])),
@@ -212,6 +215,7 @@ def test_a_gpu_refuses_what_it_would_refuse():
         "fused AdamW, counters on the host": "same device",
         "flash in fp32": "only supports fp16 and bf16",
         "flash with int64": "contiguous int32",
+        "flash, 264 wide": "head size 264",
         "attention, fewer key heads": "without enable_gqa",
         "indices on the host": "same device",
     }
@@ -295,44 +299,97 @@ def test_no_kernel_keeps_all_scores_where_heads_share_keys(dtype, width, kernel)
 
 
 def collectives():
-    """What NCCL refuses -> the message, and the sum of what it accepts."""
+    """What NCCL accepts, and the message of what it does not support."""
     import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
 
     from ddp_utils import distributed
 
     world = distributed.init_process_group(distributed.whoami())
     assert (world.backend, world.device.type, dist.get_backend()) == ("nccl", "cuda", "nccl")
-    total = distributed.all_sum(torch.ones(2, device=world.device), world).tolist()
-    messages = []
-    for tensor in (torch.ones(2), torch.ones(2, dtype=torch.int16, device=world.device)):
+    shard = DTensor.from_local(torch.ones(2), init_device_mesh("cuda", (2,)), [Shard(0)])
+    assert shard.device.type == "cuda"  # moved by from_local
+    offloaded = shard.to("cpu")
+    weight = torch.nn.Parameter(offloaded)
+    weight.grad = offloaded
+    calls = {
+        "sum": lambda: distributed.all_sum(torch.ones(2, device=world.device), world),
+        "gathered": lambda: shard.full_tensor(),
+        "barrier": dist.barrier,
+        "of the host": lambda: distributed.all_sum(torch.ones(2), world),
+        "int16": lambda: distributed.all_sum(
+            torch.ones(2, dtype=torch.int16, device=world.device), world
+        ),
+        "functional, of the host": lambda: torch.ops._c10d_functional.all_reduce(
+            torch.ones(2), "sum", dist.group.WORLD.group_name
+        ),
+        "gathered from the host": lambda: offloaded.full_tensor(),
+        "norm of the host": lambda: float(torch.nn.utils.clip_grad_norm_([weight], 1.0)),
+    }
+    found = {}
+    for name, call in calls.items():
         try:
-            distributed.all_sum(tensor, world)
+            out = call()
+            found[name] = out.tolist() if isinstance(out, torch.Tensor) else out
         except RuntimeError as error:
-            messages.append(str(error))
-    return total, messages
+            found[name] = str(error).splitlines()[0]
+    return found
 
 
-def test_nccl_refuses_the_host_and_types_that_it_does_not_have():
-    total, messages = ranks(2, _pretending, collectives, ())[0]
-    assert total == [2.0, 2.0]
-    assert "cpu" in messages[0] and "unsupported data type torch.int16" in messages[1]
+def test_nccl_does_not_support_the_host_and_some_types():
+    found = ranks(2, _pretending, collectives, ())[0]
+    assert found.pop("sum") == [2.0, 2.0] and found.pop("gathered") == [1.0] * 4
+    assert found.pop("barrier") is None
+    assert "unsupported data type torch.int16" in found.pop("int16")
+    wanted = "No backend type associated with device type cpu"
+    assert set(found.values()) == {wanted} and len(found) == 4, found
+
+
+def weigh():
+    """Bytes that are counted after each change of a layer of 256 KiB in fp32."""
+    memory, sizes = pretend.record.memory, []
+
+    def add(*_):
+        sizes.append(memory.now)
+
+    layer = torch.nn.Linear(256, 256, bias=False)
+    add(layer.to("cuda"))
+    view = layer.weight.detach().t()
+    add()
+    layer.weight.data = layer.weight.data.bfloat16()
+    add()
+    del view
+    add()
+    add(layer.to("cpu"))
+    return sizes
+
+
+def test_the_memory_of_a_layer_is_counted_once_until_it_is_freed():
+    assert on_gpu(weigh) == [2**18, 2**18, 2**18 + 2**17, 2**17, 0]
 
 
 def out_of_memory(folder):
-    """A DPO run whose largest step needs too much memory -> the error, steps that were tried."""
+    """A DPO run whose largest step needs too much memory -> the error, rows of steps tried."""
     import main_distributed
     import runs
     from ddp_utils import UserError
     from ddp_utils.run import Run
 
     steps = []
+    memory = pretend.record.memory
+    train_step, try_steps = main_distributed.train_step, Run.try_largest_steps
 
-    def train_step(_, step, rows, *__):
-        steps.append([step, len(rows)])
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee also")
+    def tried(policy, step, rows, *more):
+        steps.append(len(rows))
+        return train_step(policy, step, rows, *more)
+
+    def trial(*arguments):
+        memory.limit = memory.now + 10 * 2**20  # of which AdamW's moments have 8
+        try_steps(*arguments)
 
     runs.hurry()
-    main_distributed.train_step = train_step
+    main_distributed.train_step, Run.try_largest_steps = tried, trial
     Run.reference_logps = None  # not called
     flags = rehearse.words("dpo full", "fp32", folder, folder)
     try:
@@ -344,12 +401,10 @@ def out_of_memory(folder):
 
 def test_a_step_without_enough_memory_is_an_error_before_anything_is_scored(tmp_path):
     line, steps = on_gpu(out_of_memory, tmp_path / "run")
-    (step, rows), *more = steps
-    assert rows == 8 and not more
-    assert line.startswith(
-        f"the memory of rank 0 does not suffice for step {step + 1}, 8 rows with "
-    )
-    assert line.endswith(
-        "tokens (CUDA out of memory. Tried to allocate 2.00 GiB.); "
-        "use a smaller max_length or batch size, gradient checkpointing, or more GPUs"
+    assert steps == [8]
+    assert re.fullmatch(
+        r"the memory of rank 0 does not suffice for step \d, 8 rows with \d+ tokens "
+        r"\(CUDA out of memory\. Tried to allocate [\d.]+ MiB\.\); "
+        "use a smaller max_length or batch size, gradient checkpointing, or more GPUs",
+        line,
     )
