@@ -16,17 +16,14 @@ import json
 import math
 import random
 import shutil
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "src")]
-
 import main_distributed
 
+ROOT = Path(__file__).resolve().parents[2]
 HELD_OUT = 100
 CHARACTERS = 220  # of a row of --data; longer ones are not used
 SHARED = "--sft_weight 1 --temperature 0 --eval_every 9999 --save_every 9999 --report_to none"
