@@ -217,7 +217,7 @@ def write_epoch(
 
 
 def train_loss(folder: Path, after: int, until: int) -> float:
-    """Return the mean loss over the pairs of the steps after < step <= until, of all starts."""
+    """Return the mean loss over the pairs of the steps from after + 1 to until."""
     from ddp_utils.plots import read_metrics
 
     lines = [line for line in read_metrics(folder) if line["split"] == "train"]

@@ -296,7 +296,7 @@ def describe_targets(
 ) -> list[str]:
     """Return lines to print about experts: peft may add them to `targets`, or leave layers out.
 
-    linear: paths of the linear layers that a text reaches; fused: names of fused weights.
+    linear: paths of the linear layers that process text; fused: names of fused weights.
     """
     lines = []
     weights = set(adapted.peft_config["default"].target_parameters or [])
@@ -318,7 +318,7 @@ def describe_targets(
 
 
 def linear_layers(model: Model, unreached: tuple[str, ...]) -> set[str]:
-    """Return the paths of the linear layers that a text reaches, without the output layer."""
+    """Return the paths of the linear layers that process text, without the output layer."""
     head = model.get_output_embeddings()
     paths = set()
     for path, module in model.named_modules():

@@ -299,7 +299,7 @@ def extra_field(record: Record, name: str) -> Any:
 
 
 def describe_all(reports: dict[str, dict], data: dict[str, Sized]) -> list[str]:
-    """Return a line for each file, and warnings about truncated or absent rows."""
+    """Return a line for each file, and warnings about truncated, doubtful or repeated rows."""
     lines = [describe(split, report) for split, report in reports.items()]
     for split, report in reports.items():
         truncated = report["notes"].get("truncated", 0)

@@ -196,6 +196,18 @@ def test_the_script_of_the_api_page_trains_alike_on_one_and_two_processes(tmp_pa
     assert outputs[1] == pytest.approx(outputs[0], abs=2e-5)
 
 
+def test_the_version_is_the_same_everywhere():
+    """In the package, the citation, the newest entry of the changelog and the newest notes."""
+    places = {
+        "pyproject.toml": r'^version = "(.+)"$',
+        "CITATION.cff": r"^version: (.+)$",
+        "CHANGELOG.md": r"^## (\S+)",
+        "docs/releases.md": r"^## (\S+)",
+    }
+    found = {name: re.search(at, (ROOT / name).read_text(), re.M)[1] for name, at in places.items()}
+    assert len({*found.values()}) == 1, found
+
+
 OTHERS = {  # messages of other programs: the operating system, torch and argparse of torchrun
     "Address already in use",
     "CUDA out of memory",
