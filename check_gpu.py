@@ -189,7 +189,7 @@ def plan_of(path: str, world: distributed.World) -> Any:
     import main_distributed as dpo
     import train as sft
     import train_config as sft_settings
-    from ddp_utils import yaml_config
+    from ddp_utils import cli, yaml_config
     from lm import memory_plan, models
     from lm.chat_template import Encoder
 
@@ -217,6 +217,7 @@ def plan_of(path: str, world: distributed.World) -> Any:
         rows,
         dpo.micro_batch_size(config, world),
         partial(dpo.loss_of, config=config),
+        config.method not in cli.REFERENCE_FREE,
     )
 
 

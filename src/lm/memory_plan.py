@@ -5,12 +5,14 @@ bytes of all tensors are counted; how each strategy splits them over the ranks i
 are in bytes. If a case is simplified, the result is an upper bound.
 """
 
+import copy
 import functools
 import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -18,25 +20,30 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AutoConfig
+from transformers.integrations import moe
 
 from ddp_utils import UserError
 from ddp_utils.policy import Precision
 from lm import logps, model_files, models
 from lm.fast import memory_efficient, self_test
+from lm.meter import PEAKS
 from lm.sharding import fsdp
 
 GIB = 2**30
 CPU = torch.device("cpu")
 GPU = torch.device("xpu")  # any GPU with bf16; for this kind, torch does not look at the hardware
-STRATEGIES = ("DDP", "FSDP SHARD_GRAD_OP", "FSDP FULL_SHARD")
+STRATEGIES = ("DDP", "FSDP SHARD_GRAD_OP", "FSDP FULL_SHARD", "FSDP offloaded")
 RUNTIME = GIB / 2  # memory of CUDA, its libraries and NCCL besides the tensors
 USABLE = 0.95  # fraction of a GPU's memory; the rest is lost to fragmentation
 SENT = 500 * 2**20  # bytes per broadcast of DDP's weights before the first step
+NODE = 8  # processes of a node, at most
+DISKS = (0.3, 1, 5)  # GB/s of a shared disk, an SSD, several SSDs
+MFU = 0.4  # fraction of a GPU's peak that scoring reaches; docs/gpu.md has 0.37 for training
 SIZES = (1, 2, 4, 8, 16, 32, 64)  # rows of a micro-batch that are tried
 LINE = "{:<19}{:>8}{:>9}{:>8}{:>8}{:>8}{:>6}{:>7}"
 HEAD = LINE.format("strategy", "GiB", "weights", "grads", "AdamW", "activ.", "fits", "micro")
 LEGEND = """GiB per rank at the peak, for the longest rows; activ.: with temporary buffers; micro:
-the largest micro-batch of those tried that fits"""
+the largest micro-batch of those tried that fits; offloaded: fsdp_offload_params"""
 
 
 def machine(
@@ -60,6 +67,8 @@ def attend_on_gpu(
     _module: Any, query: Tensor, key: Tensor, value: Tensor, _mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
     """Attend to a packed row with the memory of the kernel on a GPU: each prompt's keys twice."""
+    if options.get("softcap") is not None or options.get("s_aux") is not None:
+        raise NotImplementedError("soft-cap or sinks, as in shared_prefix.attend()")
     prompts = sum(prompt for prompt, _, _ in options["packing"].spans)
     key = torch.cat([key, key[:, :, :prompts]], 2)
     value = torch.cat([value, value[:, :, :prompts]], 2)
@@ -73,7 +82,7 @@ def build(config: Any, precision: Precision, model_config: Any) -> logps.Scorer:
     """Return the Scorer that a run would load, on the meta device; no weights are read."""
     with models.META:
         model = models.auto_class(model_config).from_config(
-            model_config, dtype=precision.weights, trust_remote_code=False
+            copy.deepcopy(model_config), dtype=precision.weights, trust_remote_code=False
         )
     model = models.no_dropout(model)
     if config.gradient_checkpointing:
@@ -144,13 +153,21 @@ def peaks_of(scorer: logps.Scorer, rows: list, loss_of: Callable, device: str) -
         return {"backward": tracker.peak - held, "step": step}
 
 
-def sizes_of(scorer: logps.Scorer) -> dict[str, float]:
-    """Return the bytes that do not depend on the rows, for a process that shards nothing."""
+def sizes_of(scorer: logps.Scorer, model_config: Any) -> dict[str, float]:
+    """Return the bytes that do not depend on the rows, for a process that shards nothing.
+
+    "active" is the number of weights that compute for a token.
+    """
     layers = [list(x.parameters()) for x in fsdp.layers_of(scorer.unwrap(), fsdp.Settings())]
     inside = set().union(*layers)
     everything = list(scorer.parameters())
     root = [p for p in everything if p not in inside]
     matrices = [p for p in inside if p.requires_grad and p.ndim > 1]
+    is_lora = hasattr(scorer.model, "peft_config")
+    own = [p for p in everything if not (is_lora and p.requires_grad)]  # of the model's files
+    experts = sum(p.numel() for p in own if p.ndim > 2)  # [experts, in, out]
+    width = (model_config.dtype or torch.float32).itemsize  # of a number in the files
+    files = width * sum(p.numel() for p in own)
 
     def computed(parameters):
         return sum(p.numel() * (scorer.autocast or p.dtype).itemsize for p in parameters)
@@ -164,10 +181,23 @@ def sizes_of(scorer: logps.Scorer) -> dict[str, float]:
         "width": scorer.precision.itemsize,  # of a number in the dtype that computes
         "layers": computed(inside),  # weights in this dtype, as all that are gathered
         "layer": max(map(computed, layers)),
+        "layer_gradients": max(map(trained, layers)),
         "root": computed(root),  # embedding, head, last norm
         "root_gradients": trained(root),
         "copies": computed(matrices) if scorer.autocast else 0,  # which autocast keeps
+        "files": files,  # of the model
+        "experts": width * experts,
+        "saved": trained(everything) if is_lora else files,
+        "active": files / width - (1 - active_fraction(model_config)) * experts,
     }
+
+
+def active_fraction(model_config: Any) -> float:
+    """Return the fraction of the experts that compute for a token."""
+    text = vars(model_config.get_text_config())
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    total = next((text[name] for name in names if text.get(name)), 1)
+    return (text.get("num_experts_per_tok") or total) / total
 
 
 def need(
@@ -183,19 +213,23 @@ def need(
     loss_of(scorer, batch, reference [B, 2]) -> losses [B], ...
     Raises UserError for a model that cannot compute a step on fake tensors.
     """
-    scorer = build(config, precision, model_config)
-    sizes = sizes_of(scorer)
-    backbone, head = scorer.backbone_and_head()
-    scorer.full_logits = backbone is scorer.unwrap() or head is None
-    scorer.set_layout(shared=config.layout != "separate")
-    if scorer.shared and device != "cpu" and scorer.precision.itemsize == 2:
-        scorer.unwrap().set_attn_implementation("attend_on_gpu")
-    scorer.chunk = None if device == "cpu" else logps.WIDE_CHUNK
-    try:
-        return types.SimpleNamespace(**sizes, **peaks_of(scorer, rows, loss_of, device))
-    except self_test.UNSUPPORTED as error:
-        reason = f"{models.one_line(error)}; layout: separate may help"
-        raise UserError(f"{config.model_name}: no step without contents: {reason}") from error
+    for shared in (False,) if config.layout == "separate" else (True, False):
+        scorer = build(config, precision, model_config)
+        sizes = sizes_of(scorer, model_config)
+        backbone, head = scorer.backbone_and_head()
+        scorer.full_logits = backbone is scorer.unwrap() or head is None
+        scorer.set_layout(shared)
+        if shared and device != "cpu" and scorer.precision.itemsize == 2:
+            scorer.unwrap().set_attn_implementation("attend_on_gpu")
+        scorer.chunk = None if device == "cpu" else logps.WIDE_CHUNK
+        try:
+            # torch's own product of experts has no fake tensors in fp32; both return as much
+            with mock.patch.object(moe, "_can_use_grouped_mm", lambda *_: False, create=True):
+                peaks = peaks_of(scorer, rows, loss_of, device)
+            return types.SimpleNamespace(**sizes, **peaks, eager=scorer.attention == "eager")
+        except self_test.UNSUPPORTED as error:  # if rows cannot be packed, a run separates them
+            reason = models.one_line(error)
+    raise UserError(f"{config.model_name}: no step without contents: {reason}")
 
 
 def share(n: Any, strategy: str, ranks: int) -> tuple[float, float, float, float]:
@@ -211,19 +245,37 @@ def share(n: Any, strategy: str, ranks: int) -> tuple[float, float, float, float
         if ranks > 1:
             phases.append((0, min(weights, SENT) - moments))
     else:
-        weights /= ranks
-        moments /= ranks
+        part = 0 if strategy == "FSDP offloaded" else 1 / ranks  # on the GPU
+        weights *= part
+        moments *= part
         # a layer is gathered in one buffer, and copied out of it, while another one computes
         two = n.root + 2 * n.layer
         gathered = n.root + n.layers + n.layer if strategy == "FSDP SHARD_GRAD_OP" else two
-        # gradients that are sent: those of the root wait for the end
-        sent = n.root_gradients * n.width / 4 + 2 * n.layer
-        done = (n.gradients - n.root_gradients) / ranks
+        # gradients that are sent: those of the root wait for the end, a layer's become fp32
+        sent = (n.root_gradients + n.layer_gradients) * n.width / 4 + n.layer_gradients
+        done = (n.gradients - n.root_gradients) * part
         peak = n.backward - n.copies  # no copies: weights are gathered in autocast's dtype
-        phases = [(sent, gathered + peak), (sent + done, two + 3 * n.root_gradients)]
-        phases.append((n.gradients / ranks, n.step / ranks))
+        # at the end: those of embedding and head, and their sum in fp32
+        end = two + n.root_gradients * (2 * n.width / 4 + 1)
+        phases = [(sent, gathered + peak), (sent + done, end)]
+        phases.append((n.gradients * part, n.step * part))
     gradients, rest = max(phases, key=sum)
     return weights, gradients, moments, rest
+
+
+def on_host(n: Any, strategy: str, ranks: int) -> tuple[float, float]:
+    """Return the bytes that a node needs in the host's memory to load, and later to save.
+
+    n, strategy: as in share(). Without the pages of the model's files, which all processes of a
+    node share, and which the system can drop.
+    """
+    local = min(ranks, NODE)
+    is_sharded = strategy != "DDP" and ranks > 1
+    # transformers stacks the experts of the files; under DDP it does so on the GPU
+    loading = local * n.experts if is_sharded else 0
+    part = local / ranks if is_sharded and n.saved == n.files else 1  # a LoRA is saved by rank 0
+    held = (n.weights + 3 * n.gradients) * local / ranks if strategy == "FSDP offloaded" else 0
+    return loading, held + max(n.saved, 3 * n.gradients * part)
 
 
 # --- what is printed -----------------------------------------------------------------------------
@@ -237,6 +289,7 @@ class Plan(NamedTuple):
     rows: Sequence[Any]  # training data
     micro_batch_size: int  # rows of one forward pass of a rank
     loss_of: Callable  # (scorer, batch, reference [B, 2], rows) -> losses [B], ...
+    has_reference: bool = False  # whether rows are scored before the first step
 
 
 def lines(plan: Plan, path: str, ranks: int, device: str, memory: float) -> Iterator[str]:
@@ -286,3 +339,31 @@ def lines(plan: Plan, path: str, ranks: int, device: str, memory: float) -> Iter
         cells = [f"{part / GIB:.2f}" for part in (total, *parts)]
         yield LINE.format(name, *cells, "yes" if is_fitting else "no", largest)
     yield LEGEND
+    yield from notes(computed(micro), plan, ranks)
+
+
+def notes(n: Any, plan: Plan, ranks: int) -> Iterator[str]:
+    """Yield lines on the disk, the host, the time to score the reference, and on special models.
+
+    n: what need() returns.
+    """
+    checkpoint = 3 * n.gradients / 1e9  # what is trained and two moments, in fp32
+    seconds = ", ".join(f"{checkpoint / speed:.1f} s at {speed:g} GB/s" for speed in DISKS)
+    yield f"disk      model {n.saved / 1e9:.2f} GB, checkpoint {checkpoint:.2f} GB: {seconds}"
+    needs = []
+    for name in (STRATEGIES[0], *STRATEGIES[-2:]):
+        loading, saving = (size / GIB for size in on_host(n, name, ranks))
+        needs.append(f"{name} {loading:.2f}, {saving:.2f}")
+    place = f"a node of {min(ranks, NODE)} processes"
+    yield f"host      GiB of {place} to load, to save: {'; '.join(needs)}"
+    if plan.has_reference:
+        flops = 2 * n.active * sum(row.num_forward_tokens(shared=True) for row in plan.rows)
+        hours = {gpu: flops / (MFU * peak * ranks) / 3600 for gpu, peak in PEAKS.items()}
+        shown = ", ".join(f"{gpu} {hours[gpu]:.1f} h" for gpu in ("A100", "H100"))
+        yield f"reference {len(plan.rows)} rows on {ranks} GPUs: {shown}, at {MFU:.0%} of the peak"
+    if n.experts and ranks > 1:
+        size = f"{n.experts / GIB:.2f} GiB of the host's memory"
+        yield f"warning: under FSDP and ZeRO, each process stacks all experts: {size}"
+    if n.eager:
+        fix = "use gradient checkpointing and short rows"
+        yield f"warning: no fused attention: all layers keep their probabilities; {fix}"

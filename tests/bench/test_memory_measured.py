@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import gc
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from lm.sharding import fsdp
 from train_config import Config
 
 WITHIN = 0.15
+LOSS = losses.LossSpec()
 CASES = [  # fine-tuning, strategy, ranks; model, its sizes; lengths of a pair's parts, pairs
     ("lora", "DDP", 1, "llama", (512, 2048, 8, 8, 4096, True), (29, 32, 56), 4),
     ("full", "FSDP FULL_SHARD", 2, "llama", (256, 768, 16, 4, 4096, True), (45, 21, 71), 4),
@@ -87,7 +89,7 @@ def train(case, config, rows, world):
     for _ in range(3):
         batch = scorer.collate(rows, world.device)
         reference = torch.zeros(len(rows), 2)
-        per_pair = losses.pair_losses(policy, batch, reference, losses.LossSpec.of(config))[0]
+        per_pair = losses.pair_losses(policy, batch, reference, LOSS)[0]
         policy.backward(per_pair.mean())
         del per_pair
         policy.step(optimizer, schedule, policy.clip_grad_norm(1.0).item())
@@ -116,7 +118,7 @@ def measured(number, folder):
         model.save_pretrained(folder / name)
     command = ["torchrun", "--standalone", f"--nproc_per_node={ranks}", __file__, number, folder]
     done = programs.process(command, **TIDY, **QUIET)
-    peaks = [float(line.removeprefix("held ")) for line in done.stdout.splitlines()]
+    peaks = [float(peak) for peak in re.findall(r"held ([\d.]+?)(?=held|\s)", done.stdout)]
     assert len(peaks) == ranks
     return max(peaks)
 
@@ -126,7 +128,7 @@ def predicted(number, folder):
     case = CASES[number]
     config = config_of(case, folder / "model")
     precision = script.precision_of(config, torch.device("cpu"))
-    row_losses = functools.partial(losses.pair_losses, spec=losses.LossSpec.of(config))
+    row_losses = functools.partial(losses.pair_losses, spec=LOSS)
     rows, model_config = rows_of(case, case[4][4]), settings_of(*case[3:5])
     need = memory_plan.need(config, precision, model_config, rows, row_losses)
     return sum(memory_plan.share(need, *case[1:3])) / 2**20
