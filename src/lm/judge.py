@@ -69,8 +69,8 @@ def ask_once(run: Run, name: str, asked: Sequence[tuple[str, str]], judge: Judge
         table = torch.full((len(asked), len(scores)), torch.nan, dtype=torch.double)
         for part in missing:
             for row in phase.each(part):
-                found = distributed.on_main(world, partial(judge, *asked[row]))
-                table[row] = torch.tensor([found[score] for score in scores], dtype=torch.double)
+                verdict = distributed.on_main(world, partial(judge, *asked[row]))
+                table[row] = torch.tensor([verdict[score] for score in scores], dtype=torch.double)
             yield table.to(world.device)
 
     path = run.folder / f"replies/judge-{name}.safetensors"

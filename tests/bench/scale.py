@@ -14,14 +14,14 @@ import random
 import statistics
 import time
 
+import limit
 import torch
 import transformers
+from cases import SMALL
 from peft import LoraConfig, get_peft_model
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-import limit
-from cases import SMALL
 from ddp_utils import distributed, sampler
 from lm import logps
 from lm.fast import memory_efficient, self_test
