@@ -236,10 +236,14 @@ def evaluate(
         left = ratio("kl", sums[""][0], sums[""][0].new_tensor(base_kl))
         values |= {"share_baked_low": 1 - left["kl_high"], "share_baked_high": 1 - left["kl_low"]}
     if kl:
-        values["kept/kl"] = mean = sum(part["kl"] for part in kl.values()) / len(kl)
-        values |= {f"kept/kl/{name}": part["kl"] for name, part in kl.items()}
-        if all("kl_high" in part for part in kl.values()):  # the prompts are given, not drawn
-            half = math.hypot(*(part["kl_high"] - part["kl"] for part in kl.values())) / len(kl)
+        means, halves = [], []
+        for name, part in kl.items():
+            values[f"kept/kl/{name}"] = part["kl"]
+            means.append(part["kl"])
+            halves.append(part.get("kl_high", math.nan) - part["kl"])
+        values["kept/kl"] = mean = sum(means) / len(means)
+        half = math.hypot(*halves) / len(means)  # the prompts are given, not drawn
+        if math.isfinite(half):
             values |= {"kept/kl_low": mean - half, "kept/kl_high": mean + half}
     return values
 

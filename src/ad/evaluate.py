@@ -180,9 +180,9 @@ def describe(summary: dict) -> str:
     """Return the summary as one line of text, with 95 % intervals over the tasks."""
 
     def shown(name: str, digits: str = ".2f") -> str:
-        ends = [summary[name + end] for end in ("_low", "_high") if name + end in summary]
-        spread = ", ".join(format(end, digits) for end in ends)
-        return format(summary[name], digits) + (f" [{spread}]" if ends else "")
+        low, high = summary.get(f"{name}_low"), summary.get(f"{name}_high")
+        spread = "" if low is None else f" [{low:{digits}}, {high:{digits}}]"
+        return f"{summary[name]:{digits}}{spread}"
 
     text = f"return {shown('return_first')} in the first episode, {shown('return_last10')} in the "
     text += f"last {LAST}; optimum {summary['optimum']:.2f} ({shown('fraction_of_optimum', '.0%')})"

@@ -81,9 +81,10 @@ def draw(folder: Path) -> None:
             for number, metric in enumerate(metrics):
                 entries.append(Line2D([], [], color=f"C{number}", label=METRICS[metric].words))
         drawn = {row["split"] for row in lines if row.keys() & {*metrics}}
-        for split in [split for split in SPLITS if split in drawn]:
-            color = "gray" if len(metrics) > 1 else "C0"
-            entries.append(Line2D([], [], label=SPLITS[split], color=color, **STYLES[split]))
+        color = "gray" if len(metrics) > 1 else "C0"
+        for split, words in SPLITS.items():
+            if split in drawn:
+                entries.append(Line2D([], [], label=words, color=color, **STYLES[split]))
         if panel.base:
             label = f"{panel.base}: {panel.height:g}"
             entries.append(axis.axhline(panel.height, label=label, color="gray", ls=":"))
@@ -102,8 +103,9 @@ def draw_others(folder: Path, lines: list[dict]) -> None:
     """Draw all other metrics, also those of a changed script, as small curves in others.png."""
     counts: Counter = Counter()
     for line in lines:
-        counts.update(name for name in line if not name.endswith(ENDS))
-    names = [name for name in sorted(counts) if counts[name] > 1 and name not in DRAWN | COUNTERS]
+        counts.update(line.keys())
+    others = sorted(counts.keys() - DRAWN - COUNTERS)
+    names = [name for name in others if counts[name] > 1 and not name.endswith(ENDS)]
     if not names:
         return
     columns = 2
@@ -137,9 +139,10 @@ def draw_curve(axis: Axes, lines: list[dict], metric: str, color: str) -> None:
             values = [sum(part) / len(part) for part in parts]
         if rows:
             axis.plot(steps, values, color=color, **style)
-        ends = [[row["step"], *(row.get(f"{metric}{end}") for end in ENDS)] for row in rows]
-        for step, low, high in [part for part in ends if None not in part]:
-            axis.vlines(step, low, high, color=color)
+        for row in rows:
+            low, high = row.get(f"{metric}_low"), row.get(f"{metric}_high")
+            if low is not None and high is not None:
+                axis.vlines(row["step"], low, high, color=color)
 
 
 def capitalized(text: str) -> str:

@@ -65,8 +65,11 @@ def edited_defaults(config_class: Any) -> dict[str, Any]:
             if isinstance(field, ast.AnnAssign) and field.value:
                 with contextlib.suppress(ValueError):  # not a literal, such as the name of another
                     old[ast.unparse(field.target)] = ast.literal_eval(field.value)
-    now = {field.name: field.default for field in dataclasses.fields(config_class)}
-    return {name: value for name, value in old.items() if now.get(name, value) != value}
+    edited = {}
+    for setting in dataclasses.fields(config_class):
+        if setting.name in old and old[setting.name] != setting.default:
+            edited[setting.name] = old[setting.name]
+    return edited
 
 
 def definitions(code: str) -> dict[str, str]:

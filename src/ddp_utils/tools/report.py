@@ -29,7 +29,6 @@ from ddp_utils.terminal import METRICS, Metric, wrapped
 FILES = ("summary", "config", "environment", "data_report", "examples")
 HERE = Path(__file__).parent
 FIRST = ("win_rate", "share_baked", "fraction_of_optimum", "accuracy", "loss")  # on top
-RESULTS = {metric: name.result for metric, name in METRICS.items() if name.result}
 LIBRARIES = {  # a file of a model's folder -> what loads the folder
     "adapter_config.json": "peft",
     "tokenizer_config.json": "transformers",
@@ -126,7 +125,10 @@ def results(folder: Path, summary: dict, report: dict) -> list[str]:
     if doubt:
         texts.append(f"warning: {doubt}")
         first = last = {}
-    for metric, name in RESULTS.items():
+    for metric, known in METRICS.items():
+        name = known.result
+        if not name:
+            continue
         ends = [part[metric] for part in (first, last) if part.get(metric) is not None]
         if last.get(metric) is not None:
             low, high = last.get(f"{metric}_low"), last.get(f"{metric}_high")
@@ -285,7 +287,7 @@ def for_people(part: dict) -> dict[str, Any]:
     """Return the metrics of a split under their names for people, means with their intervals."""
     values: dict[str, Any] = {}
     for name, value in part.items():
-        low, high = (part.get(f"{name}{end}") for end in plots.ENDS)
+        low, high = part.get(f"{name}_low"), part.get(f"{name}_high")
         is_end = name.endswith(plots.ENDS) and name.rpartition("_")[0] in part
         if low is not None and high is not None:
             values[words_of(name)] = f"{value:.4g} [{low:.4g}, {high:.4g}]"
