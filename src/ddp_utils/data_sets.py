@@ -62,7 +62,7 @@ def snapshot(name: str, patterns: tuple[str, ...], commit: str | None = None) ->
             reason = explain(name, error) or first_line[:200]
             raise UserError(f"--model_name: {name}: {reason}") from error
         files = itertools.chain.from_iterable(map(folder.glob, patterns))
-        names = sorted({file.name for file in files})
+        names = sorted({*map(os.path.basename, files)})
         check_node(name, missing(name, facts) if facts else [])
         return {"commit": folder.name, "files": names}
 
