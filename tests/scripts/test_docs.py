@@ -279,6 +279,25 @@ def test_the_settings_page_has_the_settings_of_today(monkeypatch):
     assert "| `check` | switch | `False` | read and check everything, then exit without" in page
 
 
+# published numbers of parameters
+PARAMETERS = {"Qwen3-0.6B": 596049920, "Qwen3-4B": 4022468096, "Qwen3-8B": 8190735360}
+PARAMETERS |= {"Qwen3-32B": 32762123264, "Llama-3-70B": 70553706496, "Qwen3-30B-A3B": 30532122624}
+
+
+def test_the_page_what_fits_has_the_predictions_of_today(monkeypatch):
+    """One row is predicted again; of all models, the sizes of the files, by hand."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    make_fits = importlib.import_module("make_fits")
+    page = (ROOT / "docs/fits.md").read_text()
+    assert make_fits.row_of_fits("Qwen3-0.6B", "lora") in page
+    assert PARAMETERS.keys() == make_fits.MODELS.keys()
+    for model, parameters in PARAMETERS.items():
+        sizes = [2e-9 * parameters, 12e-9 * parameters]  # bf16; fp32 and two moments
+        sizes += [12e-9 * parameters / speed for speed in (0.3, 1, 5)]
+        cells = [f"{size:,.0f}" if size >= 10 else f"{size:.1f}" for size in sizes]
+        assert f"| {model}, full | {' | '.join(cells)} |" in page
+
+
 def test_the_architecture_page_names_every_module():
     page = (ROOT / "docs/architecture.md").read_text()
     table = page[page.index("## Modules") : page.index("## Data flows")]

@@ -158,9 +158,8 @@ def test_notes_on_disk_reference_and_special_models():
     disk, host, reference, experts, eager = memory_plan.notes(n, plan, 2)
     seconds = "300.0 s at 0.3 GB/s, 90.0 s at 1 GB/s, 18.0 s at 5 GB/s"
     assert disk == f"disk      model 0.04 GB, checkpoint 90.00 GB: {seconds}"
-    assert host.startswith(
-        "host      GiB of a node of 2 processes to load, to save: DDP 0.00, 83.8"
-    )
+    place = "a node of 2 processes to load, to save"
+    assert host.startswith(f"host      GiB of {place}: DDP 0.00, 83.8")
     # 7.2e15 FLOP on two A100 of 312e12 per second
     hours = 7.2e15 / (2 * 0.4 * 312e12) / 3600
     assert reference.startswith(f"reference 3600 rows on 2 GPUs: A100 {hours:.1f} h, H100 0.0 h")
