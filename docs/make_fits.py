@@ -60,14 +60,12 @@ def need_of(model: str, method: str, checkpointing: bool, rows: int = 1) -> Any:
     config = Config(fine_tuning=method, use_gradient_checkpointing=checkpointing)
     precision = main_distributed.precision_of(config, memory_plan.GPU)
     loss_of = functools.partial(main_distributed.loss_of, pairs=[PAIR] * rows, config=config)
-    two, three = (
-        vars(
-            memory_plan.need(
-                config, precision, config_of(model, layers), [PAIR] * rows, loss_of, "cuda"
-            )
-        )
-        for layers in (2, 3)
-    )
+    sizes = []
+    for layers in (2, 3):
+        shape = config_of(model, layers)
+        need = memory_plan.need(config, precision, shape, [PAIR] * rows, loss_of, "cuda")
+        sizes.append(vars(need))
+    two, three = sizes
     more = config_of(model).num_hidden_layers - 2
     values = {name: two[name] + more * (three[name] - two[name]) for name in two}
     return types.SimpleNamespace(**values)
@@ -87,7 +85,7 @@ def cell(model: str, method: str, gpus: int, memory: float) -> str:
 def row_of_fits(model: str, method: str) -> str:
     """Return a line of the table of GPUs."""
     machines = itertools.product((1, 8), CARDS.values())
-    cells = [cell(model, method, gpus, memory) for gpus, memory in machines]
+    cells = itertools.starmap(functools.partial(cell, model, method), machines)
     return f"| {model}, {method} | " + " | ".join(cells) + " |"
 
 
@@ -95,14 +93,21 @@ def row_of_disk(model: str, method: str) -> str:
     """Return a line of the table of disks and hosts."""
     n = need_of(model, method, True)
     checkpoint = 3 * n.gradients / 1e9
-    loading, saving = (size / GIB for size in memory_plan.on_host(n, "FSDP FULL_SHARD", 8))
-    offloaded = memory_plan.on_host(n, "FSDP offloaded", 8)[1] / GIB
+    loading, saving = memory_plan.on_host(n, "FSDP FULL_SHARD", 8)
+    offloaded = memory_plan.on_host(n, "FSDP offloaded", 8)[1]
+    numbers = [n.saved / 1e9, checkpoint]
+    for speed in memory_plan.DISKS:
+        numbers.append(checkpoint / speed)
+    numbers += [loading / GIB, saving / GIB, offloaded / GIB]
     flops = 2 * n.active * PAIRS * PAIR.num_forward_tokens(shared=True)
-    numbers = [n.saved / 1e9, checkpoint, *(checkpoint / speed for speed in memory_plan.DISKS)]
-    numbers += [loading, saving, offloaded]
-    numbers += [flops / (memory_plan.MFU * PEAKS[gpu] * 8) / 3600 for gpu in ("A100", "H100")]
-    cells = [f"{x:,.0f}" if x >= 10 else f"{x:.1f}" if x >= 0.05 else "0" for x in numbers]
-    return f"| {model}, {method} | " + " | ".join(cells) + " |"
+    for gpu in ("A100", "H100"):
+        numbers.append(flops / (memory_plan.MFU * PEAKS[gpu] * 8) / 3600)
+    return f"| {model}, {method} | " + " | ".join(map(rounded, numbers)) + " |"
+
+
+def rounded(number: float) -> str:
+    """Return a number as a reader of a table needs it."""
+    return f"{number:,.0f}" if number >= 10 else f"{number:.1f}" if number >= 0.05 else "0"
 
 
 def table(head: list[str], row_of: Any) -> str:
@@ -114,10 +119,12 @@ def table(head: list[str], row_of: Any) -> str:
 def page() -> str:
     """Return docs/fits.md as it should be: its own text, and both tables after their marks."""
     text = PAGE.read_text()
-    machines = itertools.product((1, 8), CARDS)
-    fits = ["model", *(f"{gpus} x {card}" for gpus, card in machines)]
+    fits = ["model"]
+    for gpus, card in itertools.product((1, 8), CARDS):
+        fits.append(f"{gpus} x {card}")
     disk = ["model", "model, GB", "checkpoint, GB"]
-    disk += [f"s at {speed:g} GB/s" for speed in memory_plan.DISKS]
+    for speed in memory_plan.DISKS:
+        disk.append(f"s at {speed:g} GB/s")
     disk += ["load, GiB", "save, GiB", "offload, GiB", "reference, h, A100", "H100"]
     for name, head, row_of in (("GPUs", fits, row_of_fits), ("disk", disk, row_of_disk)):
         before, mark, after = text.partition(MARK.format(name))

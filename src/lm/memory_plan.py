@@ -165,9 +165,9 @@ def sizes_of(scorer: logps.Scorer, model_config: Any) -> dict[str, float]:
     matrices = [p for p in inside if p.requires_grad and p.ndim > 1]
     is_lora = hasattr(scorer.model, "peft_config")
     own = [p for p in everything if not (is_lora and p.requires_grad)]  # of the model's files
+    numbers = sum(map(Tensor.numel, own))
     experts = sum(p.numel() for p in own if p.ndim > 2)  # [experts, in, out]
     width = (model_config.dtype or torch.float32).itemsize  # of a number in the files
-    files = width * sum(p.numel() for p in own)
 
     def computed(parameters):
         return sum(p.numel() * (scorer.autocast or p.dtype).itemsize for p in parameters)
@@ -185,19 +185,18 @@ def sizes_of(scorer: logps.Scorer, model_config: Any) -> dict[str, float]:
         "root": computed(root),  # embedding, head, last norm
         "root_gradients": trained(root),
         "copies": computed(matrices) if scorer.autocast else 0,  # which autocast keeps
-        "files": files,  # of the model
+        "files": width * numbers,  # of the model
         "experts": width * experts,
-        "saved": trained(everything) if is_lora else files,
-        "active": files / width - (1 - active_fraction(model_config)) * experts,
+        "saved": trained(everything) if is_lora else width * numbers,
+        "active": numbers - (1 - active_fraction(model_config)) * experts,
     }
 
 
 def active_fraction(model_config: Any) -> float:
     """Return the fraction of the experts that compute for a token."""
-    text = vars(model_config.get_text_config())
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    total = next((text[name] for name in names if text.get(name)), 1)
-    return (text.get("num_experts_per_tok") or total) / total
+    get = vars(model_config.get_text_config()).get
+    total = get("num_experts") or get("num_local_experts") or get("n_routed_experts") or 1
+    return (get("num_experts_per_tok") or total) / total
 
 
 def need(
@@ -352,15 +351,15 @@ def notes(n: Any, plan: Plan, ranks: int) -> Iterator[str]:
     yield f"disk      model {n.saved / 1e9:.2f} GB, checkpoint {checkpoint:.2f} GB: {seconds}"
     needs = []
     for name in (STRATEGIES[0], *STRATEGIES[-2:]):
-        loading, saving = (size / GIB for size in on_host(n, name, ranks))
-        needs.append(f"{name} {loading:.2f}, {saving:.2f}")
+        loading, saving = on_host(n, name, ranks)
+        needs.append(f"{name} {loading / GIB:.2f}, {saving / GIB:.2f}")
     place = f"a node of {min(ranks, NODE)} processes"
     yield f"host      GiB of {place} to load, to save: {'; '.join(needs)}"
     if plan.has_reference:
         flops = 2 * n.active * sum(row.num_forward_tokens(shared=True) for row in plan.rows)
-        hours = {gpu: flops / (MFU * peak * ranks) / 3600 for gpu, peak in PEAKS.items()}
-        shown = ", ".join(f"{gpu} {hours[gpu]:.1f} h" for gpu in ("A100", "H100"))
-        yield f"reference {len(plan.rows)} rows on {ranks} GPUs: {shown}, at {MFU:.0%} of the peak"
+        hours = flops / (MFU * ranks * 3600)
+        times = f"A100 {hours / PEAKS['A100']:.1f} h, H100 {hours / PEAKS['H100']:.1f} h"
+        yield f"reference {len(plan.rows)} rows on {ranks} GPUs: {times}, at {MFU:.0%} of the peak"
     if n.experts and ranks > 1:
         size = f"{n.experts / GIB:.2f} GiB of the host's memory"
         yield f"warning: under FSDP and ZeRO, each process stacks all experts: {size}"
