@@ -17,8 +17,8 @@ the folder as --wheels wheels:
 
 Each piece is a function of pieces.py in its own process, so that a piece that hangs or dies costs
 only itself. A piece is not begun if it probably takes longer than the time that is left. gpu.json
-and gpu.md in --out are written after each piece; a second call measures the pieces that failed, then
-those that are missing.
+and gpu.md in --out are written after each piece; a second call measures the pieces that failed,
+then those that are missing.
 """
 
 import argparse
